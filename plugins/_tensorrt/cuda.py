@@ -1,0 +1,46 @@
+"""The handful of CUDA driver calls that are needed before, or without, torch."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+
+
+@cache
+def _driver() -> ctypes.CDLL | None:
+    """The initialized driver, None on a machine without a usable one."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        return library if library.cuInit(0) == 0 else None
+    except (OSError, AttributeError):
+        return None
+
+
+def device_count() -> int:
+    """Count the CUDA devices of this process; 0 without a driver."""
+    driver, count = _driver(), ctypes.c_int(0)
+    return count.value if driver is not None and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+
+
+def compute_capability(device: int = 0) -> str | None:
+    """Return the compute capability of a device as written on command lines, "89" or "120"; None without such a device."""
+    driver, handle = _driver(), ctypes.c_int(0)
+    if driver is None or driver.cuDeviceGet(ctypes.byref(handle), device) != 0:
+        return None
+    major, minor = ctypes.c_int(0), ctypes.c_int(0)
+    for value, attribute in ((major, _MAJOR), (minor, _MINOR)):
+        if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, handle) != 0:
+            return None
+    return f"{major.value}{minor.value}"
+
+
+def zero_fill(pointer: int, size: int, stream: int) -> None:
+    """Set size bytes of device memory to zero on a stream; safe inside a capture. Raises RuntimeError when the driver refuses."""
+    if size == 0:
+        return
+    driver = _driver()
+    code = -1 if driver is None else driver.cuMemsetD8Async(ctypes.c_uint64(pointer), ctypes.c_ubyte(0), ctypes.c_size_t(size), ctypes.c_void_p(stream))
+    if code != 0:
+        raise RuntimeError(f"cuMemsetD8Async of {size} bytes failed with code {code}")

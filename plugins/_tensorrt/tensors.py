@@ -1,0 +1,56 @@
+"""Shows TensorRT's device pointers to torch without copying, and runs torch on TensorRT's stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+# numpy has no bfloat16, so such a tensor travels as int16 and is viewed as what it is.
+TYPE_CODES = {"FLOAT": "<f4", "HALF": "<f2", "BF16": "<i2", "INT32": "<i4", "INT64": "<i8"}
+TORCH_NAMES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT32": "int32", "INT64": "int64"}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceArray:
+    """Device memory as any library with the CUDA array interface reads it; does not own the memory."""
+
+    pointer: int
+    shape: tuple[int, ...]
+    type_code: str
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"version": 3, "data": (self.pointer, False), "shape": self.shape, "typestr": self.type_code, "strides": None}
+
+
+def wrap(pointer: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    """View device memory as a contiguous tensor; dtype is TensorRT's name. Raises KeyError for a dtype that plugins do not take."""
+    import torch
+
+    wanted = getattr(torch, TORCH_NAMES[dtype])
+    if 0 in shape:
+        return torch.empty(shape, dtype=wanted, device="cuda")
+    tensor = torch.as_tensor(DeviceArray(pointer, shape, TYPE_CODES[dtype]), device="cuda")
+    return tensor if tensor.dtype == wanted else tensor.view(wanted)
+
+
+@contextmanager
+def on_stream(handle: int) -> Iterator[None]:
+    """Make a stream that somebody else owns torch's current one."""
+    import torch
+
+    with torch.cuda.stream(_stream(handle)):
+        yield
+
+
+@lru_cache(maxsize=64)
+def _stream(handle: int) -> torch.cuda.ExternalStream:
+    import torch
+
+    return torch.cuda.ExternalStream(handle)

@@ -1,0 +1,1 @@
+"""What the torch forms of several ops share."""

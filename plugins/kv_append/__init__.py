@@ -1,0 +1,13 @@
+"""KvAppend: normalize and rotate the new queries and keys, write keys and values into their pages, keep the summaries current."""
+
+from trtkv.plugins.face import OpFace
+from trtkv.plugins.kv_append.op import append
+
+FACE = OpFace(
+    name="KvAppend",
+    inputs=("qkv", "positions", "cu_seqlens", "seq_lens", "stored_lens", "slots", "page_table", "rope", "state"),
+    optional=("q_norm", "k_norm"),
+    integer_output=False,
+    shape=lambda inputs, config: (inputs[0][0], config.num_q_heads * config.head_dim),
+    run=append,
+)

@@ -1,0 +1,13 @@
+"""KvAttend: exact attention over the pages, or over the tokens that KvSelect chose."""
+
+from trtkv.plugins.face import OpFace
+from trtkv.plugins.kv_attend.op import attend
+
+FACE = OpFace(
+    name="KvAttend",
+    inputs=("query", "cu_seqlens", "seq_lens", "stored_lens", "slots", "page_table", "state"),
+    optional=("selection",),
+    integer_output=False,
+    shape=lambda inputs, config: (inputs[0][0], config.num_q_heads * config.head_dim),
+    run=attend,
+)

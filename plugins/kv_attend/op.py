@@ -1,0 +1,78 @@
+"""KvAttend in torch: causal attention of each sequence's new tokens over what is stored, by the library's fused kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from trtkv.plan import SelectPlan
+from trtkv.plugins._torch.paged import read_pages, read_tokens
+from trtkv.plugins.face import OpConfig
+from trtkv.plugins.session import Row, Session
+
+
+def attend(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+    """Attend to the stored tokens.
+
+    inputs: rotated queries [T, Hq D], tensors that `Session.begin_step` already carries and, where the layer selects, a selection
+    [B, H, K + 1] int32. Writes out [T, Hq D]. Query i of a sequence's n new tokens sees all but the last n - 1 - i stored tokens.
+    """
+    selection = inputs[7] if len(inputs) > 7 else None
+    plan = session.plan.select[layer]
+    for b, row in enumerate(session.step(layer).rows):
+        rows = slice(row.start, row.start + row.new)
+        query = inputs[0][rows].unflatten(1, (config.num_q_heads, config.head_dim))
+        target = out[rows].unflatten(1, (config.num_q_heads, config.head_dim))
+        if plan is not None and selection is not None and row.new == 1 and row.stored > plan.budget:
+            count = min(plan.width, -(-row.stored // plan.unit))
+            target[0] = _sparse(session, layer, config, plan, row, query[0], selection[b, :, :count].long())
+        else:
+            target.copy_(_dense(session, layer, config, row, query))
+
+
+def _dense(session: Session, layer: int, config: OpConfig, row: Row, query: Tensor) -> Tensor:
+    """Attend query [n, Hq, D] to everything stored: [n, Hq, D]."""
+    keys, values = (read_pages(session.buffer(name, layer), row)[:, : row.stored] for name in ("keys", "values"))
+    if row.new == 1:
+        return _decode(query[0], keys, values, config).unsqueeze(0)
+    mask = causal_lower_right(row.new, row.stored)
+    heads_first = query.transpose(0, 1).unsqueeze(0)
+    out = scaled_dot_product_attention(heads_first, keys[None], values[None], attn_mask=mask, scale=config.scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def _sparse(session: Session, layer: int, config: OpConfig, plan: SelectPlan, row: Row, query: Tensor, units: Tensor) -> Tensor:
+    """Attend query [Hq, D] to selected units [H, K] int64: [Hq, D]."""
+    if plan.unit > 1:
+        units = (units[..., None] * plan.unit + torch.arange(plan.unit, device=units.device)).flatten(1)
+    if units.shape[0] == config.num_kv_heads:
+        return _decode(query, *(_chosen(session, layer, name, row, units) for name in ("keys", "values")), config, _beyond(units, row, plan))
+    parts = []
+    for j in range(config.num_q_heads // config.num_kv_heads):
+        # Every query head has its own list: heads j, j + G, ... are one per key-value head.
+        own = units[j :: config.num_q_heads // config.num_kv_heads]
+        keys, values = (_chosen(session, layer, name, row, own) for name in ("keys", "values"))
+        part = query.unflatten(0, (config.num_kv_heads, -1))[:, j]
+        parts.append(_decode(part, keys, values, config, _beyond(own, row, plan)))
+    return torch.stack(parts, 1).flatten(0, 1)
+
+
+def _chosen(session: Session, layer: int, name: str, row: Row, tokens: Tensor) -> Tensor:
+    return read_tokens(session.buffer(name, layer), row, tokens.clamp(max=row.stored - 1))
+
+
+def _beyond(tokens: Tensor, row: Row, plan: SelectPlan) -> Tensor | None:
+    """Mark [H, K] tokens behind the end, which only the last page of a selection can hold; None when there are none."""
+    return tokens >= row.stored if plan.unit > 1 and row.stored % plan.unit else None
+
+
+def _decode(query: Tensor, keys: Tensor, values: Tensor, config: OpConfig, hidden: Tensor | None = None) -> Tensor:
+    """Attend query [H, D] to keys and values [Hk, K, D] without the tokens hidden [Hk, K]: [H, D]."""
+    grouped = query.unflatten(0, (keys.shape[0], -1))
+    mask = None if hidden is None else ~hidden[None, :, None]
+    out = scaled_dot_product_attention(grouped[None], keys[None], values[None], attn_mask=mask, scale=config.scale)
+    return out[0].flatten(0, 1)

@@ -1,0 +1,29 @@
+"""Summaries by the name that a plan gives them: how they are kept current and how a query scores against them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from trtkv.plan import SelectPlan
+from trtkv.plugins.kv_select import fier, meaning
+from trtkv.plugins.session import Row, Session
+
+
+class Index(Protocol):
+    """A kind of summary."""
+
+    def update(self, session: Session, layer: int, plan: SelectPlan) -> None:
+        """Summarize the groups that the announced step completes."""
+
+    def score(self, session: Session, layer: int, plan: SelectPlan, row: Row, query: Tensor) -> Tensor:
+        """Score every summarized unit of a sequence for query [Hq, D]: [Hq, U] fp32."""
+
+
+_INDEXES: dict[str, Index] = {"fier": fier.FierIndex()}
+
+
+def find(plan: SelectPlan) -> Index:
+    """Return the op's own index, or the one that runs the role's meaning where there is none."""
+    return _INDEXES.get(plan.meaning.op if plan.meaning.role.startswith("trtkv.") else "", meaning.MeaningIndex())

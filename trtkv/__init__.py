@@ -1,0 +1,19 @@
+"""TensorRT engines for decoder LLMs whose attention compresses, selects and offloads the KV cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "build", "simulate"]
+
+_WHERE = {"LLM": "trtkv.runtime.llm", "SamplingParams": "trtkv.runtime.sampler", "build": "trtkv.api", "simulate": "trtkv.simulate"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public names when they are first used: the command line must start before torch does."""
+    if name not in _WHERE:
+        raise AttributeError(f"module 'trtkv' has no attribute '{name}'")
+    from importlib import import_module
+
+    return getattr(import_module(_WHERE[name]), name)

@@ -1,0 +1,74 @@
+"""The Python functions behind the commands."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import get_args
+
+from trtkv.checkpoint.find import Source, resolve_model
+from trtkv.config import Dtype, Limits, ModelConfig, extend_positions
+from trtkv.errors import UnknownName
+from trtkv.policies.policy import Policy
+from trtkv.policies.registry import parse_policy
+
+DEFAULT_MAX_SEQ_LEN = 8192
+
+
+def prepare(
+    model: str, policy: str | Policy, budget: int | None, sets: Iterable[str], dtype: str | None, rope_scaling: str | None
+) -> tuple[Source, ModelConfig, Policy]:
+    """Resolve a model and a policy as typed; raises UnknownName, CheckpointError, ConfigError or PolicyConflict."""
+    source = resolve_model(model)
+    config = source.config
+    if dtype is not None:
+        if dtype not in get_args(Dtype):
+            raise UnknownName("dtype", dtype, get_args(Dtype))
+        config = config.model_copy(update={"dtype": dtype})
+    if rope_scaling is not None:
+        config = extend_positions(config, rope_scaling)
+    chosen = policy if isinstance(policy, Policy) else parse_policy(policy, budget=budget, sets=sets)
+    return source, config, chosen
+
+
+def limits_for(model: ModelConfig, max_seq_len: int | None, max_batch_size: int, max_chunk_tokens: int) -> Limits:
+    """Choose the limits of an engine: by default the model's positions, at most 8192, and never a chunk longer than a sequence."""
+    length = max_seq_len or min(DEFAULT_MAX_SEQ_LEN, model.max_positions)
+    chunk = max(max_batch_size, min(max_chunk_tokens, length))
+    return Limits(max_seq_len=length, max_batch_size=max_batch_size, max_chunk_tokens=chunk).check(model)
+
+
+def build(
+    model: str,
+    policy: str | Policy = "full",
+    *,
+    budget: int | None = None,
+    sets: Iterable[str] = (),
+    out: str | Path | None = None,
+    max_seq_len: int | None = None,
+    max_batch_size: int = 8,
+    max_chunk_tokens: int = 2048,
+    dtype: str | None = None,
+    rope_scaling: str | None = None,
+    backend: str | None = None,
+    sms: Sequence[str] | None = None,
+    force: bool = False,
+    progress: Callable[[str, float], None] = lambda stage, fraction: None,
+) -> Path:
+    """Build an engine directory and return its path; the arguments are those of `trtkv build`.
+
+    Raises TrtkvError; nothing half-written is left behind.
+    """
+    from trtkv.build.builder import DEFAULT_SMS, Request, build_engine
+
+    sets = list(sets)
+    source, config, chosen = prepare(model, policy, budget, sets, dtype, rope_scaling)
+    limits = limits_for(config, max_seq_len, max_batch_size, max_chunk_tokens)
+    target = Path(out) if out else Path("engines") / f"{Path(source.name).name}-{chosen.name.replace(':', '-')}"
+    words = ["trtkv", "build", "--model", model, "--policy", policy if isinstance(policy, str) else chosen.name, "--out", str(target)]
+    words += [] if budget is None else ["--budget", str(budget)]
+    words += [word for item in sets for word in ("--set", item)]
+    words += ["--max-seq-len", str(limits.max_seq_len)]
+    request = Request(source, config, chosen, limits, target, tuple(sms or DEFAULT_SMS), backend, force, shlex.join(words))
+    return build_engine(request, progress).path

@@ -1,0 +1,1 @@
+"""From a model and a policy to an engine directory."""

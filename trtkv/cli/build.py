@@ -1,0 +1,94 @@
+"""`trtkv build`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from trtkv.cli.output import notes, print_json, print_table, progress
+
+
+def register(app: App) -> None:
+    """Add the command."""
+    app.command(build)
+
+
+def build(
+    *,
+    model: str,
+    policy: str = "full",
+    budget: int | None = None,
+    settings: Annotated[list[str] | None, Parameter(name="--set")] = None,
+    out: Path | None = None,
+    max_seq_len: int | None = None,
+    max_batch_size: int = 8,
+    max_chunk_tokens: int = 2048,
+    dtype: str | None = None,
+    rope_scaling: str | None = None,
+    backend: str | None = None,
+    sm: list[str] | None = None,
+    force: bool = False,
+    json: bool = False,
+) -> None:
+    """Build an engine directory: graph, TensorRT plan, tokenizer and manifest.
+
+    Args:
+        model: Preset name (trtkv models), Hugging Face directory, or hub id that has been pulled.
+        policy: KV policy (trtkv policies), several joined by +, or module:Class of your own.
+        budget: Tokens that each KV head keeps or reads.
+        settings: Change one field of a role, such as retrieve.window=64; may be repeated.
+        out: Engine directory; engines/MODEL-POLICY by default.
+        max_seq_len: Longest prompt with its answer, in tokens; the model's positions by default, at most 8192.
+        max_batch_size: Sequences at once.
+        max_chunk_tokens: New tokens of one step: prompts are prefilled in chunks of it.
+        dtype: float32, float16 or bfloat16; the checkpoint's by default.
+        rope_scaling: Extend the model's positions: yarn:FACTOR or linear:FACTOR.
+        backend: tensorrt_rtx, tensorrt or none; whichever is installed by default.
+        sm: Compute capability to build for, such as 89; may be repeated.
+        force: Build again even if the directory is up to date.
+        json: Print one JSON object.
+    """
+    from trtkv import api
+    from trtkv.manifest import PLAN, read_manifest
+
+    with progress("build") as report:
+        path = api.build(
+            model,
+            policy,
+            budget=budget,
+            sets=settings or (),
+            out=out,
+            max_seq_len=max_seq_len,
+            max_batch_size=max_batch_size,
+            max_chunk_tokens=max_chunk_tokens,
+            dtype=dtype,
+            rope_scaling=rope_scaling,
+            backend=backend,
+            sms=sm,
+            force=force,
+            progress=report,
+        )
+    manifest = read_manifest(path)
+    plan, info = manifest.cache, manifest.plan_info
+    facts = {
+        "engine": str(path),
+        "model": manifest.model_name,
+        "policy": plan.policy,
+        "backend": f"{info.backend} {info.version}" if info else None,
+        "sms": list(info.sms) if info else [],
+        "plan_bytes": (path / PLAN).stat().st_size if info else 0,
+        "build_s": info.seconds if info else 0.0,
+        "kv_bytes_per_token": plan.bytes_per_token(),
+        "max_seq_len": manifest.limits.max_seq_len,
+        "build_hash": manifest.build_hash,
+    }
+    if json:
+        print_json(facts)
+    else:
+        print_table(["", ""], [[key, ", ".join(value) if isinstance(value, list) else value] for key, value in facts.items()])
+    if manifest.plan_missing:
+        notes.print(f"The directory holds no TensorRT plan: {manifest.plan_missing}.")
+    if manifest.checkpoint is None:
+        notes.print(f"No weights yet: run trtkv pull {manifest.model_name}, or run the engine with --weights random.")

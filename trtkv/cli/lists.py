@@ -1,0 +1,91 @@
+"""`trtkv models`, `trtkv policies` and `trtkv plan`: what there is, and what it would cost."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+
+from trtkv.cli.output import print_json, print_table
+
+
+def register(app: App) -> None:
+    """Add the commands."""
+    for command in (models, policies, plan):
+        app.command(command)
+
+
+def models(*, json: bool = False) -> None:
+    """List the model presets.
+
+    Args:
+        json: Print one JSON array.
+    """
+    from trtkv.checkpoint.find import model_list
+
+    rows = model_list()
+    if json:
+        print_json(rows)
+    else:
+        print_table(list(rows[0]), [list(row.values()) for row in rows])
+
+
+def policies(name: str | None = None, *, json: bool = False) -> None:
+    """List the KV policies, or the fields of one.
+
+    Args:
+        name: A preset, several joined by +, or module:Class; its fields are listed.
+        json: Print JSON.
+    """
+    from trtkv.policies.registry import describe, parse_policy
+    from trtkv.presets import policy_presets
+
+    rows = [describe(parse_policy(name))] if name else [describe(parse_policy(preset)) for preset in policy_presets()]
+    if json:
+        print_json(rows)
+    elif name:
+        print_table(["field", "default", "meaning of the role"], _fields(rows[0]), title=f"{rows[0]['name']}: {rows[0]['summary']}")
+    else:
+        print_table(["policy", "roles", "paper", "what it does"], [[row["name"], ", ".join(row["roles"]), row["paper"], row["summary"]] for row in rows])
+
+
+def plan(
+    *,
+    model: str,
+    policy: str = "full",
+    context: int,
+    batch_size: int = 1,
+    budget: int | None = None,
+    settings: Annotated[list[str] | None, Parameter(name="--set")] = None,
+    dtype: str | None = None,
+    gpu_memory: str | None = None,
+    json: bool = False,
+) -> None:
+    """Predict the bytes of a KV cache; needs neither GPU nor weights.
+
+    Args:
+        model: Preset name, Hugging Face directory or pulled hub id.
+        policy: KV policy as for trtkv build.
+        context: Tokens of each sequence.
+        batch_size: Sequences at once.
+        budget: Tokens that each KV head keeps or reads.
+        settings: Change one field of a role; may be repeated.
+        dtype: float32, float16 or bfloat16; the checkpoint's by default.
+        gpu_memory: Memory of the GPU, such as 24GiB: also tells the longest context and the largest batch that fit beside the weights.
+        json: Print one JSON object.
+    """
+    from trtkv import api
+    from trtkv.predict import predict
+
+    _, config, chosen = api.prepare(model, policy, budget, settings or (), dtype, None)
+    found = predict(config, chosen.plan(config), context, batch_size, gpu_memory)
+    if json:
+        print_json(found)
+        return
+    buffers = [[one["name"], one["shape"], one["dtype"], one["layers"], one["tier"], one["bytes"]] for one in found["buffers"]]
+    print_table(["buffer", "shape", "dtype", "layers", "tier", "bytes"], buffers, title=f"{model} with {found['policy']}, {batch_size} x {context} tokens")
+    print_table(["", ""], [[key, value] for key, value in found.items() if not isinstance(value, list | dict)])
+
+
+def _fields(row: dict[str, Any]) -> list[list[Any]]:
+    return [[f"{kind}.{name}", str(value), role["source"]] for kind, role in row["roles"].items() for name, value in role["fields"].items()] or [["none", "", ""]]

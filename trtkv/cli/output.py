@@ -1,0 +1,44 @@
+"""How commands speak: JSON or tables on standard output, progress and notes on standard error."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+notes = Console(stderr=True, highlight=False)
+
+
+def print_json(data: Any) -> None:
+    """Print one JSON value on one line of standard output."""
+    print(json.dumps(data, ensure_ascii=False), flush=True)
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str | None = None) -> None:
+    """Print a table; numbers are aligned to the right."""
+    table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        numeric = all(isinstance(row[index], int | float) for row in rows)
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in row))
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Callable[[str, float], None]]:
+    """Show one bar on standard error while the block runs; yields report(stage, fraction)."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn())
+    with Progress(*columns, console=notes, transient=True) as bar:
+        task = bar.add_task(title, total=1.0)
+
+        def report(stage: str, fraction: float) -> None:
+            bar.update(task, description=f"{title}: {stage}", completed=fraction)
+
+        yield report

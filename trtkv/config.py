@@ -1,0 +1,216 @@
+"""What a user gives: a model's shape and an engine's limits, validated once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trtkv.errors import CheckpointError, ConfigError
+
+Dtype = Literal["float32", "float16", "bfloat16"]
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "int8": 1, "int32": 4, "int64": 8, "float8_e4m3fn": 1}
+
+# What the model types differ in: (bias on q, k, v unless the config says otherwise; norm on q and k).
+MODEL_TYPES = {"llama": (False, False), "mistral": (False, False), "qwen2": (True, False), "qwen3": (False, True)}
+
+
+class Rope(BaseModel):
+    """Rotary position embedding: base frequency and the scaling that long-context checkpoints declare."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    theta: float = 10000.0
+    factor: float = Field(1.0, ge=1.0)
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+class ModelConfig(BaseModel):
+    """The shape of a decoder, in this project's words; made from a Hugging Face `config.json`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_type: str
+    hidden_size: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0)
+    num_layers: int = Field(gt=0)
+    num_q_heads: int = Field(gt=0)
+    num_kv_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    vocab_size: int = Field(gt=0)
+    rms_eps: float = 1e-6
+    rope: Rope = Rope()
+    max_positions: int = Field(2048, gt=0)
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    dtype: Dtype = "bfloat16"
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per key-value head (G)."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def qkv_size(self) -> int:
+        """Width of the packed projection, (Hq + 2 Hk) D."""
+        return (self.num_q_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the decoder, embeddings included (tied ones once)."""
+        e, f, d = self.hidden_size, self.intermediate_size, self.head_dim
+        layer = e * self.qkv_size + self.num_q_heads * d * e + 3 * e * f + 2 * e
+        layer += self.qkv_size * self.qkv_bias + 2 * d * self.qk_norm
+        return self.num_layers * layer + self.vocab_size * e * (1 if self.tie_embeddings else 2) + e
+
+    @staticmethod
+    def from_hf(raw: dict[str, Any], where: str = "config.json") -> ModelConfig:
+        """Read a Hugging Face configuration.
+
+        raw is the parsed `config.json`; where names it in messages.
+        Raises CheckpointError for a model type, activation, rotary scaling, active sliding window or quantization that is not supported.
+        """
+        _refuse_unsupported(raw, where)
+        bias, norm = MODEL_TYPES[raw["model_type"]]
+        heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
+        eos = raw.get("eos_token_id")
+        try:
+            model = ModelConfig(
+                model_type=raw["model_type"],
+                hidden_size=hidden,
+                intermediate_size=raw.get("intermediate_size"),
+                num_layers=raw.get("num_hidden_layers"),
+                num_q_heads=heads,
+                num_kv_heads=raw.get("num_key_value_heads") or heads,
+                head_dim=raw.get("head_dim") or (hidden // heads if hidden and heads else None),
+                vocab_size=raw.get("vocab_size"),
+                rms_eps=raw.get("rms_norm_eps", 1e-6),
+                rope=_rope(raw, where),
+                max_positions=raw.get("max_position_embeddings", 2048),
+                tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+                qkv_bias=bool(raw.get("attention_bias", bias)) or bias,
+                qk_norm=norm,
+                dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+                eos_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+                bos_id=raw.get("bos_token_id"),
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise CheckpointError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg'].lower()}", "Take the config.json that belongs to the checkpoint.") from None
+        if model.num_q_heads % model.num_kv_heads:
+            raise CheckpointError(
+                f"{where}: {model.num_q_heads} query heads do not divide into {model.num_kv_heads} key-value heads",
+                "Take the config.json that belongs to the checkpoint.",
+            )
+        if model.head_dim % 16:
+            raise CheckpointError(f"{where}: head dimension {model.head_dim} is not a multiple of 16", "Such models are not supported.")
+        return model
+
+    @staticmethod
+    def from_dir(path: Path) -> ModelConfig:
+        """Read `path/config.json`; raises CheckpointError when it is missing or malformed."""
+        file = path / "config.json"
+        if not file.is_file():
+            raise CheckpointError(f"no config.json in '{path}'", "Give a Hugging Face model directory or a preset name (trtkv models).")
+        try:
+            raw = json.loads(file.read_text(encoding="utf-8"))
+        except (ValueError, OSError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}", "Download the file again.") from None
+        if not isinstance(raw, dict):
+            raise CheckpointError(f"{file} is not a JSON object", "Download the file again.")
+        return ModelConfig.from_hf(raw, str(file))
+
+
+class Limits(BaseModel):
+    """What one engine is built for; profiles, page tables and workspaces follow from it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    max_seq_len: int = Field(8192, gt=0)
+    max_batch_size: int = Field(8, gt=0)
+    max_chunk_tokens: int = Field(2048, gt=0)
+
+    def check(self, model: ModelConfig) -> Limits:
+        """Raise ConfigError where the limits exceed what the model's positions allow."""
+        if self.max_seq_len > model.max_positions:
+            raise ConfigError(
+                f"max-seq-len {self.max_seq_len} is beyond the model's {model.max_positions} positions",
+                f"Lower it, or extend the model with --rope-scaling yarn:{-(-self.max_seq_len // model.max_positions)}.",
+            )
+        if self.max_chunk_tokens < self.max_batch_size:
+            raise ConfigError(
+                f"max-chunk-tokens {self.max_chunk_tokens} is below max-batch-size {self.max_batch_size}",
+                "A step must hold one token of every sequence: raise max-chunk-tokens.",
+            )
+        return self
+
+
+def extend_positions(model: ModelConfig, text: str) -> ModelConfig:
+    """Apply a `kind:factor` rotary scaling (linear or yarn) to a model, so that it takes factor times its positions."""
+    kind, _, factor = text.partition(":")
+    try:
+        value = float(factor)
+    except ValueError:
+        value = 0.0
+    if kind not in ("linear", "yarn") or not 1.0 < value < 1e4:
+        raise ConfigError(f"rope scaling '{text}' is not understood", "Write linear:FACTOR or yarn:FACTOR with a factor above 1, such as yarn:4.")
+    if model.rope.kind != "default":
+        raise ConfigError(f"the model already has {model.rope.kind} rope scaling", "Leave --rope-scaling out.")
+    rope = model.rope.model_copy(update={"kind": kind, "factor": value, "original_max_positions": model.max_positions})
+    return model.model_copy(update={"rope": rope, "max_positions": int(model.max_positions * value)})
+
+
+def _refuse_unsupported(raw: dict[str, Any], where: str) -> None:
+    kind = raw.get("model_type")
+    if kind not in MODEL_TYPES:
+        raise CheckpointError(f"{where}: model type '{kind}' is not supported", f"Supported are {', '.join(sorted(MODEL_TYPES))}.")
+    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise CheckpointError(f"{where}: activation '{raw['hidden_act']}' is not supported", "Supported is silu.")
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise CheckpointError(f"{where}: weights quantized with '{method}' are not supported", "Take the float16, bfloat16 or float32 checkpoint.")
+    if raw.get("mlp_bias"):
+        raise CheckpointError(f"{where}: biases in the feed-forward layer are not supported", "Take a checkpoint without mlp_bias.")
+    if raw.get("attention_bias") and kind in ("llama", "mistral", "qwen3"):
+        raise CheckpointError(f"{where}: attention_bias with model type {kind} puts a bias on the output projection, which is not supported", "Take a checkpoint without it.")
+    _refuse_sliding_window(raw, where)
+
+
+def _refuse_sliding_window(raw: dict[str, Any], where: str) -> None:
+    window, layers = raw.get("sliding_window"), raw.get("layer_types")
+    if layers is not None:
+        active = any(kind != "full_attention" for kind in layers)
+    elif raw["model_type"] == "mistral":
+        active = window is not None and window < raw.get("max_position_embeddings", 0)
+    else:
+        active = bool(raw.get("use_sliding_window", False)) and window is not None and raw.get("max_window_layers", 0) < raw.get("num_hidden_layers", 0)
+    if active:
+        raise CheckpointError(f"{where}: the model attends through a sliding window of {window} tokens, which is not supported", "Take a checkpoint with full attention in every layer.")
+
+
+def _rope(raw: dict[str, Any], where: str) -> Rope:
+    # transformers 5 keeps everything under rope_parameters; earlier versions split rope_theta and rope_scaling.
+    scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise CheckpointError(f"{where}: rope scaling '{kind}' is not supported", "Supported are linear, llama3 and yarn.")
+    if raw.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise CheckpointError(f"{where}: partial rotary embedding is not supported", "Take a model that rotates the whole head.")
+    theta = scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0
+    if kind == "default":
+        return Rope(theta=theta)
+    known = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
+    fields = {name: scaling[name] for name in known if scaling.get(name) is not None}
+    original = scaling.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings") or raw.get("max_position_embeddings")
+    return Rope(kind=kind, theta=theta, original_max_positions=original, **fields)

@@ -1,0 +1,1 @@
+"""From a model's shape and a cache plan to an ONNX graph."""

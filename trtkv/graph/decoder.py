@@ -1,0 +1,99 @@
+"""The one decoder graph: llama, mistral, qwen2 and qwen3 differ only by a bias and a norm on the packed projection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trtkv.config import Limits, ModelConfig
+from trtkv.graph.network import Network
+from trtkv.graph.weights import WeightSpec, weight_specs
+from trtkv.plan import CachePlan
+from trtkv.plugins import kv_append, kv_attend, kv_select
+from trtkv.plugins.face import OpConfig
+
+if TYPE_CHECKING:
+    import onnx
+
+# Step inputs and their shapes, in the letters of trtkv/shapes.py; X is the maximum sequence length, A the length of the address table.
+STEP_INPUTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "token_ids": ("int32", ("T",)),
+    "positions": ("int32", ("T",)),
+    "cu_seqlens": ("int32", ("B1",)),
+    "seq_lens": ("int32", ("B",)),
+    "stored_lens": ("int32", ("Y", "B")),
+    "slots": ("int32", ("B",)),
+    "page_table": ("int32", ("Y", "B", "M")),
+    "last_rows": ("int32", ("R",)),
+    "rope": ("float32", ("X", "D")),
+    "state": ("int64", ("A",)),
+}
+SEQUENCE_INPUTS = ("cu_seqlens", "seq_lens", "stored_lens", "slots", "page_table")
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A built graph with the weights that it takes as inputs."""
+
+    model: onnx.ModelProto
+    weights: list[WeightSpec]
+
+
+def build_decoder(model: ModelConfig, plan: CachePlan, limits: Limits) -> Decoder:
+    """Build the graph of one model under one cache plan; weights are inputs, the KV cache is reached through `state`.
+
+    Output: logits [R, V] fp32 of the rows that `last_rows` names.
+    """
+    net = Network(f"{model.model_type}-{plan.policy}", model.dtype)
+    sizes = {"X": limits.max_seq_len, "D": model.head_dim, "A": state_length(plan), "Y": plan.num_page_groups}
+    for name, (dtype, shape) in STEP_INPUTS.items():
+        net.input(name, dtype, [sizes.get(letter, letter) for letter in shape])
+    specs = weight_specs(model)
+    for spec in specs:
+        net.input(spec.name, model.dtype, spec.shape)
+    x = net.node("Gather", ["embed", "token_ids"], "x", axis=0)
+    for layer in range(model.num_layers):
+        x = _layer(net, model, plan, layer, x)
+    last = net.node("Gather", [x, "last_rows"], "last", axis=0)
+    normed = net.rms_norm(last, "norm", model.rms_eps, "last.normed")
+    logits = net.linear(normed, "embed" if model.tie_embeddings else "head", "logits" if model.dtype == "float32" else "logits.narrow")
+    if model.dtype != "float32":
+        net.node("Cast", [logits], "logits", to=1)
+    net.output("logits", "float32", ["R", model.vocab_size])
+    return Decoder(net.model(), specs)
+
+
+def state_length(plan: CachePlan) -> int:
+    """Entries of the address table: the session's key, then one address for every buffer of every layer."""
+    return 1 + len(plan.buffers) * plan.num_layers
+
+
+def op_config(model: ModelConfig, plan: CachePlan, layer: int) -> OpConfig:
+    """What the plugin nodes of one layer carry."""
+    select = plan.select[layer]
+    return OpConfig(
+        num_q_heads=model.num_q_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        scale=model.head_dim**-0.5,
+        rms_eps=model.rms_eps,
+        select_width=select.width if select else 0,
+        select_heads=0 if not select else model.num_q_heads if select.pooling == "none" else model.num_kv_heads,
+        plan=plan.hash,
+    )
+
+
+def _layer(net: Network, model: ModelConfig, plan: CachePlan, layer: int, x: str) -> str:
+    at, config = f"layers.{layer}", op_config(model, plan, layer)
+    normed = net.rms_norm(x, f"{at}.attention_norm", model.rms_eps, f"{at}.attention_in")
+    qkv = net.linear(normed, f"{at}.qkv", f"{at}.qkv_out", f"{at}.qkv_bias" if model.qkv_bias else None)
+    norms = [f"{at}.q_norm", f"{at}.k_norm"] if model.qk_norm else []
+    q = net.plugin(kv_append.FACE, [qkv, "positions", *SEQUENCE_INPUTS, "rope", "state", *norms], f"{at}.query", layer, config)
+    selection = []
+    if plan.select[layer]:
+        selection.append(net.plugin(kv_select.FACE, [q, *SEQUENCE_INPUTS, "state"], f"{at}.selection", layer, config))
+    attended = net.plugin(kv_attend.FACE, [q, *SEQUENCE_INPUTS, "state", *selection], f"{at}.attended", layer, config)
+    x = net.node("Add", [x, net.linear(attended, f"{at}.o", f"{at}.o_out")], f"{at}.attention_residual")
+    normed = net.rms_norm(x, f"{at}.mlp_norm", model.rms_eps, f"{at}.mlp_in")
+    hidden = net.swiglu(net.linear(normed, f"{at}.gate_up", f"{at}.gate_up_out"), f"{at}.mlp_hidden")
+    return net.node("Add", [x, net.linear(hidden, f"{at}.down", f"{at}.down_out")], f"{at}.residual")

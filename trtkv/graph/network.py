@@ -1,0 +1,88 @@
+"""A thin vocabulary over ONNX: the dozen operators that a decoder needs, spelled so that every TensorRT 10 parses and fuses them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from trtkv.plugins.face import DOMAIN, VERSION, OpConfig, OpFace
+
+OPSET, IR_VERSION = 18, 9
+ONNX_DTYPES = {
+    "float32": TensorProto.FLOAT,
+    "float16": TensorProto.FLOAT16,
+    "bfloat16": TensorProto.BFLOAT16,
+    "int32": TensorProto.INT32,
+    "int64": TensorProto.INT64,
+}
+
+
+class Network:
+    """Collects nodes, inputs and constants of one graph; values are passed around by name."""
+
+    def __init__(self, name: str, dtype: str) -> None:
+        self.name, self.dtype = name, dtype
+        self._nodes: list[onnx.NodeProto] = []
+        self._inputs: list[onnx.ValueInfoProto] = []
+        self._outputs: list[onnx.ValueInfoProto] = []
+        self._constants: dict[str, onnx.TensorProto] = {}
+
+    def input(self, name: str, dtype: str, shape: Sequence[int | str]) -> str:
+        """Declare a graph input; letters in shape are dynamic dimensions."""
+        self._inputs.append(helper.make_tensor_value_info(name, ONNX_DTYPES[dtype], list(shape)))
+        return name
+
+    def output(self, name: str, dtype: str, shape: Sequence[int | str]) -> None:
+        """Declare a graph output."""
+        self._outputs.append(helper.make_tensor_value_info(name, ONNX_DTYPES[dtype], list(shape)))
+
+    def constant(self, name: str, value: np.ndarray) -> str:
+        """Declare a small constant once; equal names are the same constant."""
+        self._constants.setdefault(name, numpy_helper.from_array(value, name))
+        return name
+
+    def node(self, op: str, inputs: Sequence[str], output: str, **attributes: object) -> str:
+        """Add an operator with one output and return the output's name."""
+        self._nodes.append(helper.make_node(op, list(inputs), [output], name=output, **attributes))
+        return output
+
+    def linear(self, x: str, weight: str, output: str, bias: str | None = None) -> str:
+        """Multiply x [T, in] with weight [out, in] transposed; a bias is [1, out], which TensorRT fuses where [out] costs a kernel."""
+        return self.node("Gemm", [x, weight] + ([bias] if bias else []), output, transB=1)
+
+    def rms_norm(self, x: str, weight: str, eps: float, output: str) -> str:
+        """Normalize rows of x [T, E] by their root mean square in fp32; decomposed, because the native operator needs TensorRT 10.15."""
+        half = self.dtype != "float32"
+        wide = self.node("Cast", [x], f"{output}.wide", to=TensorProto.FLOAT) if half else x
+        square = self.node("Mul", [wide, wide], f"{output}.square")
+        axes = self.constant("axes.last", np.array([-1], np.int64))
+        mean = self.node("ReduceMean", [square, axes], f"{output}.mean", keepdims=1)
+        shifted = self.node("Add", [mean, self.constant("eps", np.array([eps], np.float32))], f"{output}.shifted")
+        root = self.node("Sqrt", [shifted], f"{output}.root")
+        scaled = self.node("Div", [wide, root], f"{output}.scaled")
+        narrow = self.node("Cast", [scaled], f"{output}.narrow", to=ONNX_DTYPES[self.dtype]) if half else scaled
+        return self.node("Mul", [narrow, weight], output)
+
+    def swiglu(self, packed: str, output: str) -> str:
+        """Return silu(gate) * up for packed [T, 2F], gate first."""
+        gate, up = f"{output}.gate", f"{output}.up"
+        self._nodes.append(helper.make_node("Split", [packed], [gate, up], name=f"{output}.split", axis=1, num_outputs=2))
+        gated = self.node("Mul", [gate, self.node("Sigmoid", [gate], f"{output}.sigmoid")], f"{output}.silu")
+        return self.node("Mul", [gated, up], output)
+
+    def plugin(self, face: OpFace, inputs: Sequence[str], output: str, layer: int, config: OpConfig) -> str:
+        """Add one of trtkv's plugin ops."""
+        return self.node(
+            face.name, inputs, output, domain=DOMAIN, layer=layer, cfg=config.to_json(), plugin_namespace=DOMAIN, plugin_version=VERSION
+        )
+
+    def model(self) -> onnx.ModelProto:
+        """Assemble the model and check it; equal calls give equal bytes."""
+        graph = helper.make_graph(self._nodes, self.name, self._inputs, self._outputs, list(self._constants.values()))
+        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, int(VERSION))]
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name=DOMAIN)
+        onnx.checker.check_model(model)
+        return model

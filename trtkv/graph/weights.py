@@ -1,0 +1,60 @@
+"""Which checkpoint tensors make up which graph input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from trtkv.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpec:
+    """A graph input and the checkpoint tensors that it is stacked from along the first axis.
+
+    shape is that of the graph input; sources are names and shapes in the checkpoint; a bias [out] becomes [1, out].
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    sources: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def weight_specs(model: ModelConfig) -> list[WeightSpec]:
+    """List the weights of a decoder in the order of the graph's inputs."""
+    e, v = model.hidden_size, model.vocab_size
+    specs = [_single("embed", "model.embed_tokens.weight", (v, e))]
+    for layer in range(model.num_layers):
+        specs += _layer(model, layer)
+    specs.append(_single("norm", "model.norm.weight", (e,)))
+    if not model.tie_embeddings:
+        specs.append(_single("head", "lm_head.weight", (v, e)))
+    return specs
+
+
+def expected_tensors(specs: list[WeightSpec]) -> Mapping[str, tuple[int, ...]]:
+    """Return the shape of every checkpoint tensor that the specs need."""
+    return {name: shape for spec in specs for name, shape in spec.sources}
+
+
+def _layer(model: ModelConfig, layer: int) -> Iterator[WeightSpec]:
+    e, f, d = model.hidden_size, model.intermediate_size, model.head_dim
+    q, kv = model.num_q_heads * d, model.num_kv_heads * d
+    ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
+    attention = [(f"{theirs}.self_attn.{name}_proj", rows) for name, rows in (("q", q), ("k", kv), ("v", kv))]
+    yield _single(f"{ours}.attention_norm", f"{theirs}.input_layernorm.weight", (e,))
+    yield WeightSpec(f"{ours}.qkv", (q + 2 * kv, e), tuple((f"{name}.weight", (rows, e)) for name, rows in attention))
+    if model.qkv_bias:
+        yield WeightSpec(f"{ours}.qkv_bias", (1, q + 2 * kv), tuple((f"{name}.bias", (rows,)) for name, rows in attention))
+    if model.qk_norm:
+        yield _single(f"{ours}.q_norm", f"{theirs}.self_attn.q_norm.weight", (d,))
+        yield _single(f"{ours}.k_norm", f"{theirs}.self_attn.k_norm.weight", (d,))
+    yield _single(f"{ours}.o", f"{theirs}.self_attn.o_proj.weight", (e, q))
+    yield _single(f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm.weight", (e,))
+    gate_up = tuple((f"{theirs}.mlp.{name}_proj.weight", (f, e)) for name in ("gate", "up"))
+    yield WeightSpec(f"{ours}.gate_up", (2 * f, e), gate_up)
+    yield _single(f"{ours}.down", f"{theirs}.mlp.down_proj.weight", (e, f))
+
+
+def _single(name: str, source: str, shape: tuple[int, ...]) -> WeightSpec:
+    return WeightSpec(name, shape, ((source, shape),))

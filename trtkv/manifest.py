@@ -1,0 +1,113 @@
+"""What an engine directory is: written by the build, read and checked by the runtime."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from trtkv.config import Limits, ModelConfig
+from trtkv.errors import EngineError
+from trtkv.plan import CachePlan
+
+MANIFEST, GRAPH, PLAN = "manifest.json", "graph.onnx", "engine.plan"
+FORMAT = 1  # raised whenever an engine directory of the previous format can no longer be run
+
+
+class PlanInfo(BaseModel):
+    """Which TensorRT built the plan, for which GPUs, and how long it took."""
+
+    model_config = ConfigDict(frozen=True)
+    backend: str
+    version: str
+    sms: tuple[str, ...]
+    seconds: float
+
+
+class WeightInput(BaseModel):
+    """A weight input of the graph and the checkpoint tensors that it is stacked from."""
+
+    model_config = ConfigDict(frozen=True)
+    name: str
+    shape: tuple[int, ...]
+    sources: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class Manifest(BaseModel):
+    """Everything that the runtime needs to know about an engine.
+
+    plan_info is None when no TensorRT was there to build the plan; files maps every other file to its SHA-256; checkpoint is the directory
+    that the weights come from, or None when only the model's shape was known.
+    """
+
+    model_config = ConfigDict(frozen=True, protected_namespaces=())
+    format: int = FORMAT
+    name: str
+    version: str
+    build_hash: str
+    model_name: str
+    model: ModelConfig
+    checkpoint: str | None
+    hub: str | None
+    limits: Limits
+    policy: dict[str, Any]
+    cache_plan: dict[str, Any]
+    weights: tuple[WeightInput, ...]
+    plan_info: PlanInfo | None
+    plan_missing: str | None
+    files: dict[str, str]
+    command: str
+    created: str
+
+    @property
+    def cache(self) -> CachePlan:
+        """The cache plan; raises EngineError when another format wrote it."""
+        return CachePlan.from_json(self.cache_plan)
+
+    def write(self, directory: Path) -> None:
+        """Write `manifest.json`."""
+        (directory / MANIFEST).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read an engine directory's manifest; raises EngineError when it is none, damaged, or of another version."""
+    file = directory / MANIFEST
+    if not file.is_file():
+        near = "" if directory.is_dir() else " (no such directory)"
+        raise EngineError(f"'{directory}' is not an engine directory{near}", "Build one: trtkv build --model MODEL --policy POLICY.")
+    rebuild = "Build the engine again: trtkv build --force --model MODEL --policy POLICY."
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{file} is damaged ({error})", rebuild) from None
+    if isinstance(data, dict):
+        rebuild = f"Build the engine again: {data.get('command', 'trtkv build')} --force."
+        if data.get("format") != FORMAT:
+            raise EngineError(f"'{directory}' has engine format {data.get('format')}, this version runs format {FORMAT}", rebuild)
+    try:
+        return Manifest.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise EngineError(f"{file} is damaged ({'.'.join(map(str, first['loc'])) or 'document'}: {first['msg'].lower()})", rebuild) from None
+
+
+def check_files(directory: Path, manifest: Manifest) -> None:
+    """Compare every file with its checksum; raises EngineError naming the first that is missing or changed."""
+    for name, expected in manifest.files.items():
+        file = directory / name
+        if not file.is_file():
+            raise EngineError(f"the engine file {file} is missing", f"Build the engine again: {manifest.command} --force.")
+        if file_sha256(file) != expected:
+            raise EngineError(f"the engine file {file} is damaged (its checksum differs from the manifest's)", f"Build the engine again: {manifest.command} --force.")
+
+
+def file_sha256(file: Path) -> str:
+    """Return a file's SHA-256 in hex, read in pieces."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while piece := stream.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()

@@ -1,0 +1,174 @@
+"""The lowered form of a policy: buffers, budgets and op calls as plain data.
+
+Graph, plugins and runtime see only this, never a policy class. A meaning is named by import path, so that the reference definition of a
+policy runs where no kernel for it exists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from trtkv.config import DTYPE_BYTES
+from trtkv.errors import EngineError
+
+FORMAT = 1  # raised whenever an engine directory of the previous format can no longer be run
+
+Tier = Literal["device", "host"]
+Pooling = Literal["softmax-mean", "softmax-max", "mean", "max", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSpec:
+    """One buffer of the cache in every layer that needs it.
+
+    shape begins with "P" (one row a page of the pool) or "Z" (one row a sequence slot); the rest are integers.
+    tokens_per_entry says how many tokens one entry describes: 1 for keys, the group for a group's bounds, the page for a page's bounds.
+    """
+
+    name: str
+    shape: tuple[str | int, ...]
+    letters: str
+    dtype: str
+    layers: tuple[int, ...]
+    tokens_per_entry: int = 1
+    tier: Tier = "device"
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one page or one slot in one layer."""
+        size = DTYPE_BYTES[self.dtype]
+        for dim in self.shape[1:]:
+            size *= int(dim)
+        return size
+
+    @property
+    def paged(self) -> bool:
+        """Whether rows belong to pages rather than to sequence slots."""
+        return self.shape[0] == "P"
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """A role by import path (`module:Class`) with its fields, and the name under which `trtkv.plugins` may have a kernel for it."""
+
+    op: str
+    role: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SelectPlan:
+    """How a layer chooses what a decode query reads.
+
+    budget counts the attended tokens of one KV head, with sink, window and open group; unit is 1 (tokens) or the page.
+    Tokens behind the last multiple of group have no summary yet and are always attended.
+    """
+
+    meaning: Meaning
+    budget: int
+    sink: int
+    window: int
+    unit: int
+    group: int
+    pooling: Pooling
+
+    @property
+    def width(self) -> int:
+        """Units that a selection holds for one head, forced ones included."""
+        return -(-self.budget // self.unit)
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """Everything that happens to the KV cache of one model under one policy."""
+
+    policy: str
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    kv_dtype: str
+    page_size: int
+    buffers: tuple[BufferSpec, ...]
+    select: tuple[SelectPlan | None, ...]
+    roles: Mapping[str, Meaning] = field(default_factory=dict)
+    page_groups: tuple[int, ...] = ()
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        """Let every layer share one page table unless the policy says otherwise."""
+        if not self.page_groups:
+            object.__setattr__(self, "page_groups", (0,) * self.num_layers)
+
+    @property
+    def num_page_groups(self) -> int:
+        """Page groups (Y): layers of one group keep equally many tokens and share page numbers."""
+        return max(self.page_groups) + 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON-ready data; `from_json` reads it back equal."""
+        return json.loads(json.dumps(asdict(self)))
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> CachePlan:
+        """Read a plan back; raises EngineError when it was written by another format."""
+        if data.get("format") != FORMAT:
+            raise EngineError(f"the cache plan has format {data.get('format')}, this version reads {FORMAT}", "Build the engine again.")
+        try:
+            fields = dict(data)
+            fields["buffers"] = tuple(
+                BufferSpec(**{**spec, "shape": tuple(spec["shape"]), "layers": tuple(spec["layers"])}) for spec in data["buffers"]
+            )
+            fields["select"] = tuple(SelectPlan(**{**one, "meaning": Meaning(**one["meaning"])}) if one else None for one in data["select"])
+            fields["page_groups"] = tuple(data["page_groups"])
+            fields["roles"] = {kind: Meaning(**one) for kind, one in data["roles"].items()}
+            return CachePlan(**fields)
+        except (KeyError, TypeError) as error:
+            raise EngineError(f"the cache plan is damaged ({error})", "Build the engine again.") from None
+
+    @property
+    def hash(self) -> str:
+        """Twelve hex digits that change whenever anything in the plan does."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
+
+    def pages(self, tokens: int) -> int:
+        """Pages that hold so many tokens of one sequence."""
+        return -(-tokens // self.page_size)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in all layers and paged buffers."""
+        return sum(spec.row_bytes * len(spec.layers) for spec in self.buffers if spec.paged)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes that one sequence occupies whatever its length."""
+        return sum(spec.row_bytes * len(spec.layers) for spec in self.buffers if not spec.paged)
+
+    def stored_bytes(self, tokens: int) -> int:
+        """Bytes that hold data for a sequence of so many tokens, without the unused rest of its last page."""
+        return sum(size for _, size in self._stored(tokens))
+
+    def reserved_bytes(self, tokens: int) -> int:
+        """Bytes that the pool lends to a sequence of so many tokens: whole pages and its slot."""
+        return self.pages(tokens) * self.page_bytes + self.slot_bytes
+
+    def bytes_per_token(self) -> float:
+        """Bytes that one more token costs in the long run."""
+        return self.page_bytes / self.page_size
+
+    def tokens_read(self, tokens: int) -> float:
+        """Tokens whose keys and values one decode step reads, mean over the layers."""
+        return sum(min(tokens, one.budget) if one else tokens for one in self.select) / self.num_layers
+
+    def _stored(self, tokens: int) -> Iterator[tuple[str, int]]:
+        for spec in self.buffers:
+            if not spec.paged:
+                yield spec.name, spec.row_bytes * len(spec.layers)
+            else:
+                entries_per_page = self.page_size // spec.tokens_per_entry
+                yield spec.name, tokens // spec.tokens_per_entry * (spec.row_bytes // entries_per_page) * len(spec.layers)

@@ -1,0 +1,1 @@
+"""What to do with the KV cache: one folder a role, one file an algorithm."""

@@ -1,0 +1,102 @@
+"""From what a user types to a policy: presets, `a+b`, `module:Class`, `role.field=value`."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from trtkv.errors import ConfigError, UnknownName
+from trtkv.policies.base import KINDS, Kind, Role
+from trtkv.policies.policy import Policy, make_role
+from trtkv.presets import policy_presets
+
+
+def role_names(kind: Kind) -> list[str]:
+    """Return the names of the built-in roles of one kind: the files in its folder."""
+    package = importlib.import_module(f"trtkv.policies.{kind}")
+    return sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+
+
+def role_class(kind: Kind, name: str) -> type[Role]:
+    """Return the role that `trtkv/policies/<kind>/<name>.py` defines; raises UnknownName."""
+    if name not in role_names(kind):
+        raise UnknownName(f"{kind} role", name, role_names(kind))
+    return _one_role(importlib.import_module(f"trtkv.policies.{kind}.{name}"), f"{kind}/{name}")
+
+
+def parse_policy(text: str, *, budget: int | None = None, sets: Iterable[str] = ()) -> Policy:
+    """Read a policy as typed: preset names or `module:Class` joined by `+`, a budget, and `role.field=value` settings.
+
+    Raises UnknownName, ConfigError or PolicyConflict.
+    """
+    parts = [part.strip() for part in text.split("+")]
+    policy = _named(parts[0])
+    for part in parts[1:]:
+        policy = policy + _named(part)
+    if budget is not None:
+        policy = policy.with_budget(budget)
+    for item in sets:
+        path, equals, value = item.partition("=")
+        if not equals:
+            raise ConfigError(f"--set '{item}' has no value", "Write role.field=value, such as retrieve.budget=2048.")
+        policy = policy.with_field(path.strip(), value.strip())
+    return policy
+
+
+def preset(name: str) -> Policy:
+    """Build a preset by name; raises UnknownName."""
+    table = policy_presets()
+    if name not in table:
+        raise UnknownName("policy", name, table, more="A policy of your own is written module:Class.")
+    roles = {}
+    for kind in KINDS:
+        if kind in table[name]:
+            fields = dict(table[name][kind])
+            roles[kind] = make_role(role_class(kind, fields.pop("role")), fields, name)
+    return Policy(name=name, **roles)
+
+
+def _named(text: str) -> Policy:
+    return _from_module(text) if ":" in text else preset(text)
+
+
+def _from_module(text: str) -> Policy:
+    module_name, _, attribute = text.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except ModuleNotFoundError as error:
+        raise UnknownName("policy module", error.name or module_name, policy_presets(), more="The module must be importable from here.") from None
+    except AttributeError:
+        raise ConfigError(f"module '{module_name}' has no '{attribute}'", "Name a Role or Policy that it defines.") from None
+    if isinstance(found, Policy):
+        return found
+    if isinstance(found, type) and issubclass(found, Role):
+        return Policy(name=text, **{found.kind: make_role(found, {}, text)})
+    raise ConfigError(f"'{text}' is neither a Role nor a Policy", "Subclass one of trtkv.policies.base, such as Retrieve.")
+
+
+def _one_role(module: object, where: str) -> type[Role]:
+    own = [item for item in vars(module).values() if isinstance(item, type) and issubclass(item, Role) and item.__module__ == module.__name__]  # type: ignore[attr-defined]
+    if len(own) != 1:
+        raise ConfigError(f"policies/{where}.py defines {len(own)} roles", "A file holds exactly one.")
+    return own[0]
+
+
+def describe(policy: Policy) -> dict[str, Any]:
+    """Return what a policy is as JSON-ready data: name, summary, paper, and its roles with source and fields."""
+    table = policy_presets()
+    parts = [table[part] for part in policy.name.split("+") if part in table]
+    return {
+        "name": policy.name,
+        "summary": "; ".join(part["summary"] for part in parts),
+        "paper": "; ".join(part["paper"] for part in parts if part["paper"]),
+        "roles": {
+            kind: {"role": type(role).__name__, "source": type(role).source, "fields": role.model_dump(mode="json")} for kind, role in policy.roles.items()
+        },
+    }

@@ -1,0 +1,1 @@
+"""Runs an engine: step, schedule, sample."""

@@ -1,0 +1,53 @@
+"""Runs the engine's own graph with torch, on a CPU or a GPU, where no TensorRT runs: the same nodes, the same plugin ops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trtkv.plugins.ops import FACES
+from trtkv.plugins.session import Session
+from trtkv.runtime.program import TORCH_OPS, Node, load_program
+from trtkv.runtime.weights import Weight
+
+
+class TorchExecutor:
+    """Executes a graph node by node; `taps` collects the named intermediate values of the next run when it is not None."""
+
+    name = "torch"
+
+    def __init__(self, graph: Path, weights: Mapping[str, Weight], session: Session) -> None:
+        """Load the graph at `graph`; weights by graph input; session holds the cache that the plugin ops use."""
+        self._nodes, constants = load_program(graph)
+        self._bound: dict[str, Any] = {**constants, **weights}
+        self.session = session
+        self.device = session.device
+        self.taps: dict[str, Tensor] | None = None
+
+    @torch.inference_mode()
+    def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Run one step that `Session.begin_step` announced; inputs by graph input name. Returns logits [R, V] fp32."""
+        values: dict[str, Any] = {**self._bound, **inputs}
+        for node in self._nodes:
+            values[node.output] = self._run(node, [values[name] for name in node.inputs])
+            if self.taps is not None:
+                self.taps[node.output] = values[node.output]
+            for name in node.dead:
+                del values[name]
+        return values["logits"]
+
+    def _run(self, node: Node, args: list[Any]) -> Tensor:
+        if node.kind == "Gemm":
+            return args[1].linear(args[0], args[2] if len(args) > 2 else None)
+        args = [arg.whole if isinstance(arg, Weight) else arg for arg in args]
+        if "call" not in node.attributes:
+            return TORCH_OPS[node.kind](node, args)
+        face, call = FACES[node.kind], node.attributes["call"]
+        shape = face.shape([arg.shape for arg in args], call.config)
+        out = torch.empty(shape, dtype=torch.int32 if face.integer_output else args[0].dtype, device=args[0].device)  # type: ignore[arg-type]
+        face.run(self.session, call.layer, call.config, args, out)
+        return out

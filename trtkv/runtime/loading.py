@@ -1,0 +1,140 @@
+"""Opens an engine directory: checks it, finds its weights, allocates the cache, picks what runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trtkv.checkpoint.find import resolve_model
+from trtkv.checkpoint.weights import Checkpoint
+from trtkv.config import DTYPE_BYTES
+from trtkv.errors import CheckpointError, ConfigError, EngineError, TrtkvError
+from trtkv.manifest import GRAPH, PLAN, Manifest, check_files, read_manifest
+from trtkv.plugins.session import TORCH_DTYPES, Session
+from trtkv.runtime.executor import TorchExecutor
+from trtkv.runtime.memory import check_weights, pool_pages
+from trtkv.runtime.pages import PageAllocator
+from trtkv.runtime.rope import rope_table
+from trtkv.runtime.step import Executor, Stepper
+from trtkv.runtime.weights import Weight, map_weights, random_weights
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to open an engine: weights is a directory, "random" or None for the engine's own; executor is auto, torch or tensorrt."""
+
+    weights: str | None = None
+    device: str = "auto"
+    executor: str = "auto"
+    cache_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An opened engine; why_torch says why TensorRT does not run it, if it does not."""
+
+    manifest: Manifest
+    session: Session
+    stepper: Stepper
+    pages: PageAllocator
+    why_torch: str | None
+
+
+def open_engine(directory: Path, options: Options, progress: Progress = lambda stage, fraction: None) -> Engine:
+    """Open an engine directory for running.
+
+    Raises EngineError for a directory that is damaged or of another version, CheckpointError for weights that are missing or do not fit,
+    CapacityError when weights or cache exceed the memory.
+    """
+    manifest = read_manifest(directory)
+    check_files(directory, manifest)
+    device = _device(options.device)
+    plan = manifest.cache
+    total = sum(_numel(one.shape) for one in manifest.weights) * DTYPE_BYTES[manifest.model.dtype]
+    check_weights(total, device)
+    weights = _weights(manifest, options.weights, device, progress)
+    num_pages = pool_pages(plan, manifest.limits, device, options.cache_bytes)
+    session = Session(plan, [num_pages] * plan.num_page_groups, manifest.limits.max_batch_size, device)
+    executor, why_torch = _executor(directory, manifest, options.executor, weights, session)
+    rope = rope_table(manifest.model.rope, manifest.model.head_dim, manifest.limits.max_seq_len)
+    return Engine(manifest, session, Stepper(executor, session, manifest.limits, rope), PageAllocator(num_pages), why_torch)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device '{name}' is not understood", "Write auto, cpu, cuda or cuda:1.") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device '{name}' is not supported", "Write auto, cpu, cuda or cuda:1.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device '{name}' is not there: {torch.cuda.device_count()} CUDA devices are", "Use --device cpu, or see trtkv doctor.")
+    return device
+
+
+def _weights(manifest: Manifest, wanted: str | None, device: torch.device, progress: Progress) -> dict[str, Weight]:
+    specs = [one.model_dump() for one in manifest.weights]
+    dtype = TORCH_DTYPES[manifest.model.dtype]
+    report = lambda done, total: progress("weights", done / max(1, total))  # noqa: E731
+    if wanted == "random":
+        return random_weights(specs, dtype, device, report)
+    path = _checkpoint_path(manifest, wanted)
+    checkpoint = Checkpoint(path)
+    checkpoint.check({name: tuple(shape) for one in manifest.weights for name, shape in one.sources})
+    return map_weights(checkpoint, specs, dtype, device, report)
+
+
+def _checkpoint_path(manifest: Manifest, wanted: str | None) -> Path:
+    if wanted is not None:
+        path = Path(wanted)
+        if not path.is_dir():
+            raise CheckpointError(f"the weights directory '{wanted}' does not exist", "Give a directory with safetensors, or --weights random.")
+        return path
+    candidates = [Path(manifest.checkpoint)] if manifest.checkpoint else []
+    try:
+        found = resolve_model(manifest.model_name).path
+    except TrtkvError:
+        found = None
+    for path in candidates + ([found] if found else []):
+        if any(path.glob("*.safetensors")):
+            return path
+    raise CheckpointError(
+        f"no weights for '{manifest.model_name}' are on this machine", f"Run trtkv pull {manifest.model_name}, or give --weights DIRECTORY or --weights random."
+    )
+
+
+def _executor(directory: Path, manifest: Manifest, wanted: str, weights: dict[str, Weight], session: Session) -> tuple[Executor, str | None]:
+    if wanted not in ("auto", "torch", "tensorrt"):
+        raise ConfigError(f"executor '{wanted}' is not known", "Choose auto, torch or tensorrt.")
+    reason = "the torch executor was asked for" if wanted == "torch" else _why_not_tensorrt(manifest, session)
+    if reason is None and manifest.plan_info:
+        from trtkv.runtime.tensorrt import open_executor
+
+        return open_executor((directory / PLAN).read_bytes(), manifest, weights, session), None
+    if wanted == "tensorrt":
+        raise EngineError(f"TensorRT cannot run this engine here: {reason}", "Leave --executor out: the torch executor runs the same graph.")
+    return TorchExecutor(directory / GRAPH, weights, session), reason
+
+
+def _why_not_tensorrt(manifest: Manifest, session: Session) -> str | None:
+    if session.device.type != "cuda":
+        return "no CUDA device is used"
+    if manifest.plan_info is None:
+        return manifest.plan_missing
+    from trtkv.runtime.tensorrt import can_run
+
+    return can_run(manifest.plan_info.backend, manifest.plan_info.sms)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    size = 1
+    for dim in shape:
+        size *= dim
+    return size

@@ -1,0 +1,159 @@
+"""From an ONNX graph to a list of torch calls, with the fusions that TensorRT makes as well.
+
+Norms and the gated activation are spelled out in the graph so that every TensorRT fuses them; here they become one call each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trtkv.errors import EngineError
+from trtkv.plugins.face import DOMAIN, OpConfig
+from trtkv.plugins.ops import FACES
+
+if TYPE_CHECKING:
+    import onnx
+
+TORCH_OF_ONNX = {1: torch.float32, 10: torch.float16, 16: torch.bfloat16, 6: torch.int32, 7: torch.int64}
+
+
+@dataclass(slots=True)
+class Node:
+    """One operator: kind, the names that it reads, the name that it writes, its constants, and the names that die with it."""
+
+    kind: str
+    inputs: tuple[str, ...]
+    output: str
+    attributes: dict[str, Any] = field(default_factory=dict)
+    dead: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class PluginCall:
+    """The attributes of a plugin node."""
+
+    layer: int
+    config: OpConfig
+
+
+def load_program(path: Path) -> tuple[list[Node], dict[str, Tensor]]:
+    """Read a graph: its nodes after fusion in execution order, and its constants."""
+    import onnx
+    from onnx import numpy_helper
+
+    graph = onnx.load(str(path)).graph
+    constants = {one.name: torch.from_numpy(numpy_helper.to_array(one).copy()) for one in graph.initializer}
+    nodes = list(_fuse([_read(node) for node in graph.node], constants))
+    return _with_lifetimes(nodes, {one.name for one in graph.output}), constants
+
+
+def _read(node: onnx.NodeProto) -> Node:
+    from onnx import helper
+
+    attributes = {one.name: helper.get_attribute_value(one) for one in node.attribute}
+    if node.domain == DOMAIN:
+        if node.op_type not in FACES:
+            raise EngineError(f"the graph holds the op '{node.op_type}', which this version lacks", "Build the engine again.")
+        attributes = {"call": PluginCall(attributes["layer"], OpConfig.from_json(attributes["cfg"].decode()))}
+    if node.op_type == "Split":
+        attributes["outputs"] = tuple(node.output)
+    return Node(node.op_type, tuple(node.input), node.output[0], attributes)
+
+
+def _fuse(nodes: list[Node], constants: dict[str, Tensor]) -> Iterator[Node]:
+    skip: set[str] = set()
+    readers: dict[str, list[Node]] = {}
+    for node in nodes:
+        for name in dict.fromkeys(node.inputs):
+            readers.setdefault(name, []).append(node)
+    for node in nodes:
+        if node.output in skip:
+            continue
+        fused = _rms_norm(node, readers, constants) or _swiglu(node, readers)
+        if fused:
+            node, members = fused
+            skip |= members
+        yield node
+
+
+def _rms_norm(node: Node, readers: dict[str, list[Node]], constants: dict[str, Tensor]) -> tuple[Node, set[str]] | None:
+    """Match [Cast], Mul(x, x), ReduceMean, Add, Sqrt, Div, [Cast], Mul by weight, starting at its first node."""
+    members = {node.output}
+    wide = node
+    if node.kind == "Cast":
+        wide = next((reader for reader in readers.get(node.output, []) if reader.kind == "Mul"), node)
+        members.add(wide.output)
+    if wide.kind != "Mul" or wide.inputs[0] != wide.inputs[1]:
+        return None
+    chain = [wide]
+    for kind in ("ReduceMean", "Add", "Sqrt", "Div"):
+        follower = readers.get(chain[-1].output, [])
+        if len(follower) != 1 or follower[0].kind != kind:
+            return None
+        chain.append(follower[0])
+        members.add(follower[0].output)
+    last = readers[chain[-1].output]
+    if last[0].kind == "Cast":
+        members.add(last[0].output)
+        last = readers[last[0].output]
+    if len(last) != 1 or last[0].kind != "Mul":
+        return None
+    eps = float(constants[chain[2].inputs[1]])
+    members.add(last[0].output)
+    return Node("RmsNorm", (node.inputs[0], last[0].inputs[1]), last[0].output, {"eps": eps}), members
+
+
+def _swiglu(node: Node, readers: dict[str, list[Node]]) -> tuple[Node, set[str]] | None:
+    """Match Split into gate and up, silu(gate) * up."""
+    if node.kind != "Split":
+        return None
+    gate, up = node.attributes["outputs"]
+    sigmoid = next((reader for reader in readers[gate] if reader.kind == "Sigmoid"), None)
+    if sigmoid is None:
+        return None
+    silu = readers[sigmoid.output][0]
+    last = readers[silu.output][0]
+    if silu.kind != "Mul" or last.kind != "Mul" or last.inputs[1] != up:
+        return None
+    return Node("SwiGlu", node.inputs, last.output), {node.output, sigmoid.output, silu.output, last.output}
+
+
+def _with_lifetimes(nodes: list[Node], outputs: set[str]) -> list[Node]:
+    made = {node.output for node in nodes}
+    seen = set(outputs)
+    for node in reversed(nodes):
+        node.dead = tuple(dict.fromkeys(name for name in node.inputs if name in made and name not in seen))
+        seen.update(node.inputs)
+    return nodes
+
+
+def _gather(node: Node, args: list[Any]) -> Tensor:
+    return args[0].index_select(0, args[1])
+
+
+def _rms(node: Node, args: list[Any]) -> Tensor:
+    x, weight = args
+    if x.dtype == torch.float32:
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, node.attributes["eps"])
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + node.attributes["eps"])).to(x.dtype) * weight
+
+
+def _silu_up(node: Node, args: list[Any]) -> Tensor:
+    gate, up = args[0].chunk(2, -1)
+    return torch.nn.functional.silu(gate).mul_(up)
+
+
+TORCH_OPS: dict[str, Callable[[Node, list[Any]], Tensor]] = {
+    "Gather": _gather,
+    "Add": lambda node, args: args[0] + args[1],
+    "Cast": lambda node, args: args[0].to(TORCH_OF_ONNX[node.attributes["to"]]),
+    "RmsNorm": _rms,
+    "SwiGlu": _silu_up,
+}

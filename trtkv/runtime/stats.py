@@ -1,0 +1,66 @@
+"""What a call cost, counted step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from trtkv.plan import CachePlan
+from trtkv.runtime.scheduler import Running
+from trtkv.runtime.step import StepRow
+
+
+@dataclass(slots=True)
+class Stats:
+    """Seconds in steps with prompt tokens and in pure decode steps, tokens, and the cache at its fullest.
+
+    stored_bytes hold data, reserved_bytes are the whole pages behind them; read_tokens sums over decoded tokens how many stored tokens each
+    read, mean over the layers.
+    """
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    decode_tokens: int = 0
+    stored_bytes: int = 0
+    reserved_bytes: int = 0
+    read_tokens: float = 0.0
+    _reads: int = 0
+
+    def add_step(self, plan: CachePlan, batch: Sequence[tuple[Running, StepRow]], seconds: float) -> None:
+        """Count one step; the sequences' `seen` are those before it."""
+        lengths = [row.seen + len(row.tokens) for _, row in batch]
+        decoding = [length for (one, _), length in zip(batch, lengths, strict=True) if length > one.num_prompt]
+        if len(decoding) == len(batch):
+            self.decode_s += seconds
+            self.decode_tokens += len(batch)
+        else:
+            self.prefill_s += seconds
+            self.prompt_tokens += sum(len(row.tokens) for one, row in batch if row.seen < one.num_prompt)
+        self.read_tokens += sum(plan.tokens_read(length) for length in decoding)
+        self._reads += len(decoding)
+        self.generated_tokens += sum(bool(row.logits_of) for _, row in batch)
+        self.stored_bytes = max(self.stored_bytes, sum(map(plan.stored_bytes, lengths)))
+        self.reserved_bytes = max(self.reserved_bytes, sum(map(plan.reserved_bytes, lengths)))
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Prompt tokens a second."""
+        return self.prompt_tokens / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens a second in pure decode steps, all sequences together."""
+        return self.decode_tokens / self.decode_s if self.decode_s else 0.0
+
+    @property
+    def tokens_read_per_step(self) -> float:
+        """Stored tokens that one decoded token read, mean over tokens and layers."""
+        return self.read_tokens / self._reads if self._reads else 0.0
+
+    def to_json(self) -> dict[str, float]:
+        """Return the figures with the derived rates, as `--json` prints them."""
+        figures = {name: value for name, value in asdict(self).items() if name not in ("_reads", "read_tokens")}
+        rates = {"prefill_tokens_per_s": self.prefill_tokens_per_s, "decode_tokens_per_s": self.decode_tokens_per_s}
+        return {**figures, **rates, "tokens_read_per_step": self.tokens_read_per_step}
