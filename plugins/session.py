@@ -111,9 +111,7 @@ class Session:
             entries += [0 if tensor is None else tensor.data_ptr() for tensor in self.buffers[spec.name]]
         return torch.tensor(entries, dtype=torch.int64, device=self.device)
 
-    def begin_step(
-        self, new: Sequence[int], stored: Sequence[Sequence[int]], slots: Sequence[int], pages: Sequence[Sequence[Sequence[int]]]
-    ) -> None:
+    def begin_step(self, new: Sequence[int], stored: Sequence[Sequence[int]], slots: Sequence[int], pages: Sequence[Sequence[Sequence[int]]]) -> None:
         """Announce a step: new tokens of each of B sequences, stored [Y][B] tokens behind it, slots [B], page numbers [Y][B][M]."""
         self._step = [self._group(new, stored[group], slots, pages[group]) for group in range(self.plan.num_page_groups)]
 

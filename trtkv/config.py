@@ -86,29 +86,32 @@ class ModelConfig(BaseModel):
         bias, norm = MODEL_TYPES[raw["model_type"]]
         heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
         eos = raw.get("eos_token_id")
+        fields: dict[str, Any] = {
+            "model_type": raw["model_type"],
+            "hidden_size": hidden,
+            "intermediate_size": raw.get("intermediate_size"),
+            "num_layers": raw.get("num_hidden_layers"),
+            "num_q_heads": heads,
+            "num_kv_heads": raw.get("num_key_value_heads") or heads,
+            "head_dim": raw.get("head_dim") or (hidden // heads if hidden and heads else None),
+            "vocab_size": raw.get("vocab_size"),
+            "rms_eps": raw.get("rms_norm_eps", 1e-6),
+            "rope": _rope(raw, where),
+            "max_positions": raw.get("max_position_embeddings", 2048),
+            "tie_embeddings": bool(raw.get("tie_word_embeddings", False)),
+            "qkv_bias": bool(raw.get("attention_bias", bias)) or bias,
+            "qk_norm": norm,
+            "dtype": raw.get("dtype") or raw.get("torch_dtype") or "float32",
+            "eos_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+            "bos_id": raw.get("bos_token_id"),
+        }
         try:
-            model = ModelConfig(
-                model_type=raw["model_type"],
-                hidden_size=hidden,
-                intermediate_size=raw.get("intermediate_size"),
-                num_layers=raw.get("num_hidden_layers"),
-                num_q_heads=heads,
-                num_kv_heads=raw.get("num_key_value_heads") or heads,
-                head_dim=raw.get("head_dim") or (hidden // heads if hidden and heads else None),
-                vocab_size=raw.get("vocab_size"),
-                rms_eps=raw.get("rms_norm_eps", 1e-6),
-                rope=_rope(raw, where),
-                max_positions=raw.get("max_position_embeddings", 2048),
-                tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-                qkv_bias=bool(raw.get("attention_bias", bias)) or bias,
-                qk_norm=norm,
-                dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
-                eos_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-                bos_id=raw.get("bos_token_id"),
-            )
+            model = ModelConfig(**fields)
         except ValidationError as error:
             first = error.errors()[0]
-            raise CheckpointError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg'].lower()}", "Take the config.json that belongs to the checkpoint.") from None
+            raise CheckpointError(
+                f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg'].lower()}", "Take the config.json that belongs to the checkpoint."
+            ) from None
         if model.num_q_heads % model.num_kv_heads:
             raise CheckpointError(
                 f"{where}: {model.num_q_heads} query heads do not divide into {model.num_kv_heads} key-value heads",
@@ -183,7 +186,10 @@ def _refuse_unsupported(raw: dict[str, Any], where: str) -> None:
     if raw.get("mlp_bias"):
         raise CheckpointError(f"{where}: biases in the feed-forward layer are not supported", "Take a checkpoint without mlp_bias.")
     if raw.get("attention_bias") and kind in ("llama", "mistral", "qwen3"):
-        raise CheckpointError(f"{where}: attention_bias with model type {kind} puts a bias on the output projection, which is not supported", "Take a checkpoint without it.")
+        raise CheckpointError(
+            f"{where}: attention_bias with model type {kind} puts a bias on the output projection, which is not supported",
+            "Take a checkpoint without it.",
+        )
     _refuse_sliding_window(raw, where)
 
 
@@ -194,9 +200,14 @@ def _refuse_sliding_window(raw: dict[str, Any], where: str) -> None:
     elif raw["model_type"] == "mistral":
         active = window is not None and window < raw.get("max_position_embeddings", 0)
     else:
-        active = bool(raw.get("use_sliding_window", False)) and window is not None and raw.get("max_window_layers", 0) < raw.get("num_hidden_layers", 0)
+        active = (
+            bool(raw.get("use_sliding_window", False)) and window is not None and raw.get("max_window_layers", 0) < raw.get("num_hidden_layers", 0)
+        )
     if active:
-        raise CheckpointError(f"{where}: the model attends through a sliding window of {window} tokens, which is not supported", "Take a checkpoint with full attention in every layer.")
+        raise CheckpointError(
+            f"{where}: the model attends through a sliding window of {window} tokens, which is not supported",
+            "Take a checkpoint with full attention in every layer.",
+        )
 
 
 def _rope(raw: dict[str, Any], where: str) -> Rope:
@@ -209,8 +220,8 @@ def _rope(raw: dict[str, Any], where: str) -> Rope:
         raise CheckpointError(f"{where}: partial rotary embedding is not supported", "Take a model that rotates the whole head.")
     theta = scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0
     if kind == "default":
-        return Rope(theta=theta)
+        return Rope.model_validate({"theta": theta})
     known = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
     fields = {name: scaling[name] for name in known if scaling.get(name) is not None}
     original = scaling.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings") or raw.get("max_position_embeddings")
-    return Rope(kind=kind, theta=theta, original_max_positions=original, **fields)
+    return Rope.model_validate({"kind": kind, "theta": theta, "original_max_positions": original, **fields})

@@ -68,5 +68,7 @@ def _abilities() -> list[dict[str, Any]]:
         reason = can_run(name, ()) if there else f"pip install 'trtkv[{extra}]'"
         rows.append({"what": f"run engines with {name}", "here": reason is None, "note": reason or "engines built for this GPU"})
     rows.append({"what": "run engines with torch on the CPU", "here": True, "note": "every engine"})
-    rows.append({"what": "run engines with torch on a GPU", "here": cuda, "note": "every engine" if cuda else "needs a CUDA GPU and a torch built for it"})
+    rows.append(
+        {"what": "run engines with torch on a GPU", "here": cuda, "note": "every engine" if cuda else "needs a CUDA GPU and a torch built for it"}
+    )
     return rows

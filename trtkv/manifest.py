@@ -101,7 +101,10 @@ def check_files(directory: Path, manifest: Manifest) -> None:
         if not file.is_file():
             raise EngineError(f"the engine file {file} is missing", f"Build the engine again: {manifest.command} --force.")
         if file_sha256(file) != expected:
-            raise EngineError(f"the engine file {file} is damaged (its checksum differs from the manifest's)", f"Build the engine again: {manifest.command} --force.")
+            raise EngineError(
+                f"the engine file {file} is damaged (its checksum differs from the manifest's)",
+                f"Build the engine again: {manifest.command} --force.",
+            )
 
 
 def file_sha256(file: Path) -> str:

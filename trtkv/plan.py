@@ -10,14 +10,18 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from trtkv.config import DTYPE_BYTES
 from trtkv.errors import EngineError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 FORMAT = 1  # raised whenever an engine directory of the previous format can no longer be run
 
 Tier = Literal["device", "host"]
+Phase = Literal["prefill", "decode"]
 Pooling = Literal["softmax-mean", "softmax-max", "mean", "max", "none"]
 
 
@@ -27,6 +31,7 @@ class BufferSpec:
 
     shape begins with "P" (one row a page of the pool) or "Z" (one row a sequence slot); the rest are integers.
     tokens_per_entry says how many tokens one entry describes: 1 for keys, the group for a group's bounds, the page for a page's bounds.
+    pool says whose pages: those of tokens in full precision with their summaries, or those of encoded tokens; a token is in one of them.
     """
 
     name: str
@@ -36,6 +41,7 @@ class BufferSpec:
     layers: tuple[int, ...]
     tokens_per_entry: int = 1
     tier: Tier = "device"
+    pool: Literal["plain", "encoded"] = "plain"
 
     @property
     def row_bytes(self) -> int:
@@ -83,6 +89,91 @@ class SelectPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class EvictPlan:
+    """What the runtime must know to let a layer evict.
+
+    needs names what the role reads besides keys and values (attention_mass, attention_newest, last_queries); observe_window is the number of
+    queries kept for it; token_state maps the role's own numbers per stored token to their dtype.
+    """
+
+    meaning: Meaning
+    needs: tuple[str, ...] = ()
+    observe_window: int = 0
+    token_state: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizePlan:
+    """How tokens pass into their encoded form.
+
+    flush_first: a decode step encodes before its attention instead of behind it; demoted_only: the tokens that the evict role marks are encoded
+    instead of a leading run; key_group: consecutive tokens that are encoded together; residual: tokens behind the settled ones that stay in full
+    precision at most.
+    """
+
+    meaning: Meaning
+    flush_first: bool = False
+    demoted_only: bool = False
+    key_group: int = 1
+    residual: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """A layer's cache of one sequence in integers that the host knows, once a step's tokens have been appended.
+
+    seen counts the sequence's tokens, lengths the stored ones of each KV head, new those of this step; the leading settled tokens will never be
+    evicted; complete says that the prompt (of prompt tokens) is in; budget and precise are what an allocate role granted each KV head.
+    """
+
+    seen: int
+    lengths: tuple[int, ...]
+    new: int = 1
+    settled: int = 0
+    phase: Phase = "decode"
+    complete: bool = True
+    prompt: int = 0
+    layer: int = 0
+    num_layers: int = 1
+    budget: tuple[int, ...] | None = None
+    precise: tuple[int, ...] | None = None
+
+    @property
+    def stored(self) -> int:
+        """Tokens of the fullest head."""
+        return max(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheView:
+    """A layer's cache of one sequence behind the attention of a step, as an evict or allocate role sees it; all floats fp32.
+
+    keys and values [Hk, S, D] decoded, rows beyond a head's length are zero; positions [Hk, S] int64 logical positions, ascending, -1 beyond the
+    length; queries [W, Hq, D] the newest queries after rotation, at the positions behind seen - W (fewer than asked for in short sequences);
+    mass [Hq, S] attention probability that each token received from all queries so far; newest [Hq, S] probabilities of the newest query;
+    state: the role's own numbers [Hk, S] by name, zero for tokens that are new in this step. What the role does not need is None.
+    """
+
+    at: Occupancy
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    scale: float
+    queries: Tensor | None = None
+    mass: Tensor | None = None
+    newest: Tensor | None = None
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What stays: for each KV head ascending int64 indices into the stored tokens, and which of them a quantize role is to encode (bool)."""
+
+    kept: tuple[Tensor, ...]
+    demoted: tuple[Tensor, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CachePlan:
     """Everything that happens to the KV cache of one model under one policy."""
 
@@ -97,6 +188,8 @@ class CachePlan:
     select: tuple[SelectPlan | None, ...]
     roles: Mapping[str, Meaning] = field(default_factory=dict)
     page_groups: tuple[int, ...] = ()
+    evict: EvictPlan | None = None
+    quantize: QuantizePlan | None = None
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -111,7 +204,7 @@ class CachePlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON-ready data; `from_json` reads it back equal."""
-        return json.loads(json.dumps(asdict(self)))
+        return dict(json.loads(json.dumps(asdict(self))))
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> CachePlan:
@@ -125,6 +218,7 @@ class CachePlan:
             )
             fields["select"] = tuple(SelectPlan(**{**one, "meaning": Meaning(**one["meaning"])}) if one else None for one in data["select"])
             fields["page_groups"] = tuple(data["page_groups"])
+            fields["evict"], fields["quantize"] = _evict_plan(data.get("evict")), _quantize_plan(data.get("quantize"))
             fields["roles"] = {kind: Meaning(**one) for kind, one in data["roles"].items()}
             return CachePlan(**fields)
         except (KeyError, TypeError) as error:
@@ -141,8 +235,13 @@ class CachePlan:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page in all layers and paged buffers."""
-        return sum(spec.row_bytes * len(spec.layers) for spec in self.buffers if spec.paged)
+        """Bytes of one page in full precision, in all layers and paged buffers."""
+        return sum(spec.row_bytes * len(spec.layers) for spec in self.buffers if spec.paged and spec.pool == "plain")
+
+    @property
+    def encoded_page_bytes(self) -> int:
+        """Bytes of one page of encoded tokens in all layers; 0 without a quantize role."""
+        return sum(spec.row_bytes * len(spec.layers) for spec in self.buffers if spec.paged and spec.pool == "encoded")
 
     @property
     def slot_bytes(self) -> int:
@@ -167,8 +266,18 @@ class CachePlan:
 
     def _stored(self, tokens: int) -> Iterator[tuple[str, int]]:
         for spec in self.buffers:
+            if spec.pool == "encoded":
+                continue
             if not spec.paged:
                 yield spec.name, spec.row_bytes * len(spec.layers)
             else:
                 entries_per_page = self.page_size // spec.tokens_per_entry
                 yield spec.name, tokens // spec.tokens_per_entry * (spec.row_bytes // entries_per_page) * len(spec.layers)
+
+
+def _evict_plan(data: Mapping[str, Any] | None) -> EvictPlan | None:
+    return EvictPlan(**{**data, "meaning": Meaning(**data["meaning"]), "needs": tuple(data["needs"])}) if data else None
+
+
+def _quantize_plan(data: Mapping[str, Any] | None) -> QuantizePlan | None:
+    return QuantizePlan(**{**data, "meaning": Meaning(**data["meaning"])}) if data else None

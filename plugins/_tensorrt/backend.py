@@ -165,7 +165,9 @@ def _provide_parser_library() -> None:
         try:
             ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         except OSError as error:
-            raise BuildError(f"the temporary library for TensorRT-RTX's parser cannot be loaded: {error}", "Set TMPDIR to a folder that is not mounted noexec.") from None
+            raise BuildError(
+                f"the temporary library for TensorRT-RTX's parser cannot be loaded: {error}", "Set TMPDIR to a folder that is not mounted noexec."
+            ) from None
 
 
 def _opens(library: str) -> bool:

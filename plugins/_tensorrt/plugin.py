@@ -39,7 +39,7 @@ def guarded(fallback: Callable[..., Any]) -> Callable[[Callable[..., Any]], Call
         def call(self: Any, *args: Any) -> Any:
             try:
                 return callback(self, *args)
-            except BaseException as error:  # even SystemExit and KeyboardInterrupt: TensorRT would swallow them
+            except BaseException as error:  # noqa: BLE001 - TensorRT would swallow even SystemExit and KeyboardInterrupt
                 self.recorder.add(f"{self.where}: {callback.__name__}", error)
                 return fallback(self, *args)
 
@@ -80,7 +80,7 @@ class PluginLogic:
         """One object has all three capabilities."""
         return self
 
-    @guarded(lambda self: self._copy())
+    @guarded(lambda self: self._bare())
     def clone(self) -> Any:
         """Copy this plugin; TensorRT owns the copy."""
         return self._copy()
@@ -140,7 +140,7 @@ class PluginLogic:
         self._fields = self._make_fields()
         return self._fields
 
-    @guarded(lambda self, context: self._copy())
+    @guarded(lambda self, context: self._bare())
     def attach_to_context(self, context: Any) -> Any:
         """Copy this plugin for one execution context, with the session that is bound while the context is created."""
         copy = self._copy()
@@ -176,15 +176,19 @@ class PluginLogic:
         if session is None:
             raise RuntimeError("the session of this execution context is closed")
         if self._views is None or self._views[0] != pointers:
-            views = [tensors.wrap(pointer, tuple(desc.dims), desc.type.name) for pointer, desc in zip(pointers, [*input_desc, output_desc])]
+            descs = [*input_desc, output_desc]
+            views = [tensors.wrap(pointer, tuple(desc.dims), desc.type.name) for pointer, desc in zip(pointers, descs, strict=True)]
             self._views = (pointers, views[:-1], views[-1])
         with tensors.on_stream(stream):
             self.face.run(session, self.layer, self.config, self._views[1], self._views[2])
 
     def _copy(self) -> Any:
-        copy = type(self)(self.layer, self.config, recorder=self.recorder, runtime=self.runtime)
+        copy = self._bare()
         copy._session = self._session
         return copy
+
+    def _bare(self) -> Any:
+        return type(self)(self.layer, self.config, recorder=self.recorder, runtime=self.runtime)
 
     def _make_fields(self) -> Any:
         trt = self.trt
@@ -198,8 +202,8 @@ class PluginLogic:
         names, least = self.face.inputs, len(self.face.inputs) - len(self.face.optional)
         if not least <= len(types) <= len(names):
             takes = f"{least} to {len(names)}" if least < len(names) else str(least)
-            raise BuildError(f"{self.where} has {len(types)} inputs and takes {takes}", "Build the graph again with this version of trtkv.")
-        for name, dtype in zip(names, types):
+            raise BuildError(f"{self.where} takes {takes} inputs and is given {len(types)}", "Build the graph again with this version of trtkv.")
+        for name, dtype in zip(names, types, strict=False):
             if dtype.name not in FLOATS + INTEGERS:
                 raise BuildError(
                     f"{self.where}: input '{name}' is {dtype.name.lower()}",
@@ -222,7 +226,9 @@ def register(trt: Any, faces: Sequence[OpFace]) -> None:
             if creator is None:
                 creator = _creators[key] = _make_creator(trt, face)
                 if not trt.get_plugin_registry().register_creator(creator, DOMAIN):
-                    raise BuildError(f"TensorRT already has a plugin '{face.name}' in the namespace '{DOMAIN}'", "Do not load another copy of trtkv's plugins.")
+                    raise BuildError(
+                        f"TensorRT already has a plugin '{face.name}' in the namespace '{DOMAIN}'", "Do not load another copy of trtkv's plugins."
+                    )
             elif creator.plugin_class.face is not face:
                 creator.plugin_class = make_plugin_class(trt, face)
 
@@ -246,7 +252,7 @@ def _make_creator(trt: Any, face: OpFace) -> Any:
             try:
                 layer, config = read_fields(fields)
                 return self.plugin_class(layer, config, recorder=recorder, runtime=phase == trt.TensorRTPhase.RUNTIME)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - as in guarded
                 recorder.add(f"{face.name} '{name}': create_plugin", error)
                 return None
 

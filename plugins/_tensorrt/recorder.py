@@ -16,27 +16,29 @@ class Recorder:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._errors: list[tuple[str, BaseException]] = []
+        self._errors: list[tuple[str, BaseException, bool]] = []
 
-    def add(self, where: str, error: BaseException) -> None:
-        """Keep an exception; where says what was being done."""
+    def add(self, where: str, error: BaseException, *, as_is: bool = False) -> None:
+        """Keep an exception; where says what was being done, as_is that it comes from the caller's own function."""
         with self._lock:
-            self._errors.append((where, error))
+            self._errors.append((where, error, as_is))
 
-    def __bool__(self) -> bool:
+    @property
+    def failed(self) -> bool:
+        """Whether there is an exception to raise."""
         return bool(self._errors)
 
     def check(self, kind: type[TrtkvError]) -> None:
-        """Raise the first exception kept: an interrupt or a TrtkvError as it is, another one as `kind` with where it happened."""
+        """Raise the first exception kept, an interrupt before all: as it is, or one that is a defect as `kind` with where it happened."""
         with self._lock:
             kept, self._errors = self._errors, []
         if not kept:
             return
-        for _, error in kept:
+        for _, error, _ in kept:
             if isinstance(error, KeyboardInterrupt):
                 raise error
-        where, error = kept[0]
-        if isinstance(error, TrtkvError):
+        where, error, as_is = kept[0]
+        if as_is or isinstance(error, TrtkvError):
             raise error
         text = " ".join(str(error).split())
         raise kind(f"{where} failed: {type(error).__name__}{f': {text}' if text else ''}", "This is a defect of trtkv: please report it.") from error
@@ -55,4 +57,5 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 def active() -> Recorder:
     """Return the recorder of this thread's innermost `recording`, or a new one that nobody reads."""
-    return getattr(_scope, "recorder", None) or Recorder()
+    found = getattr(_scope, "recorder", None)
+    return Recorder() if found is None else found

@@ -23,16 +23,17 @@ class MeaningIndex:
         """Score by the role's `summarize` and `score` over the closed groups."""
         closed = row.stored // plan.group * plan.group
         keys = read_pages(session.buffer("keys", layer), row)[:, :closed]
-        role = load_role(plan.meaning.role, _frozen(plan.meaning))
+        role = load_role(plan.meaning)
         return role.score(query, role.summarize(keys))
 
 
+def load_role(meaning: Meaning) -> Any:
+    """Return the role that a plan names by import path, so that this package needs no policies."""
+    fields = tuple(sorted((key, tuple(value) if isinstance(value, list) else value) for key, value in meaning.fields.items()))
+    return _load(meaning.role, fields)
+
+
 @lru_cache(maxsize=256)
-def load_role(path: str, fields: tuple[tuple[str, Any], ...]) -> Any:
-    """Return the role at `module:Class` with these fields; a plan names roles by import path, so that this package needs no policies."""
+def _load(path: str, fields: tuple[tuple[str, Any], ...]) -> Any:
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)(**dict(fields))
-
-
-def _frozen(meaning: Meaning) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted((key, tuple(value) if isinstance(value, list) else value) for key, value in meaning.fields.items()))

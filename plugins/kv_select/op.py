@@ -20,14 +20,14 @@ def select(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
 
     inputs: rotated queries [T, Hq D] and tensors that `Session.begin_step` already carries. Writes out [B, H, K + 1] int32 (H is Hk, or Hq
     when every query head selects for itself): units in ascending order and, last, how many they are, -1 where the sequence is read whole:
-    in prefill, and while it is no longer than the budget.
+    in prefill, and while it is no longer than the budget. Unused places hold -1 too.
     """
     plan = session.plan.select[layer]
     assert plan is not None, f"layer {layer} selects nothing"
     index = indexes.find(plan)
+    out.fill_(DENSE)
     for b, row in enumerate(session.step(layer).rows):
         if row.new != 1 or row.stored <= plan.budget:
-            out[b] = DENSE
             continue
         query = inputs[0][row.start].unflatten(0, (config.num_q_heads, config.head_dim))
         pooled = pool(index.score(session, layer, plan, row, query), config.num_kv_heads, config.scale, plan.pooling)

@@ -15,7 +15,9 @@ from trtkv.errors import TrtkvError
 
 USER_ERROR, USAGE, INTERRUPTED = 1, 2, 130
 
-app = cyclopts.App(name="trtkv", help=trtkv.__doc__, version=trtkv.__version__, version_flags=["--version"], default_parameter=cyclopts.Parameter(negative=()))
+app = cyclopts.App(
+    name="trtkv", help=trtkv.__doc__, version=trtkv.__version__, version_flags=["--version"], default_parameter=cyclopts.Parameter(negative=())
+)
 for module in (build, run, pull, lists, doctor):
     module.register(app)
 

@@ -46,7 +46,9 @@ def policies(name: str | None = None, *, json: bool = False) -> None:
     elif name:
         print_table(["field", "default", "meaning of the role"], _fields(rows[0]), title=f"{rows[0]['name']}: {rows[0]['summary']}")
     else:
-        print_table(["policy", "roles", "paper", "what it does"], [[row["name"], ", ".join(row["roles"]), row["paper"], row["summary"]] for row in rows])
+        print_table(
+            ["policy", "roles", "paper", "what it does"], [[row["name"], ", ".join(row["roles"]), row["paper"], row["summary"]] for row in rows]
+        )
 
 
 def plan(
@@ -83,9 +85,13 @@ def plan(
         print_json(found)
         return
     buffers = [[one["name"], one["shape"], one["dtype"], one["layers"], one["tier"], one["bytes"]] for one in found["buffers"]]
-    print_table(["buffer", "shape", "dtype", "layers", "tier", "bytes"], buffers, title=f"{model} with {found['policy']}, {batch_size} x {context} tokens")
+    print_table(
+        ["buffer", "shape", "dtype", "layers", "tier", "bytes"], buffers, title=f"{model} with {found['policy']}, {batch_size} x {context} tokens"
+    )
     print_table(["", ""], [[key, value] for key, value in found.items() if not isinstance(value, list | dict)])
 
 
 def _fields(row: dict[str, Any]) -> list[list[Any]]:
-    return [[f"{kind}.{name}", str(value), role["source"]] for kind, role in row["roles"].items() for name, value in role["fields"].items()] or [["none", "", ""]]
+    return [[f"{kind}.{name}", str(value), role["source"]] for kind, role in row["roles"].items() for name, value in role["fields"].items()] or [
+        ["none", "", ""]
+    ]

@@ -72,12 +72,26 @@ def run(
 
     prompts = _read_prompts(prompt, prompt_file, chat)
     params = SamplingParams.checked(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=tuple(stop or ()), ignore_eos=ignore_eos
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
     )
     if cache_gib is not None and cache_gib <= 0:
         raise ConfigError(f"cache-gib {cache_gib} is not above 0", "Leave it out to take what is free.")
     with progress("open") as report:
-        llm = LLM(engine, weights=weights, device=device, executor=executor, cache_bytes=None if cache_gib is None else int(cache_gib * 2**30), progress=report)
+        llm = LLM(
+            engine,
+            weights=weights,
+            device=device,
+            executor=executor,
+            cache_bytes=None if cache_gib is None else int(cache_gib * 2**30),
+            progress=report,
+        )
     if prompts is None:
         _converse(llm, params, system)
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx
@@ -44,7 +45,7 @@ class Network:
         self._constants.setdefault(name, numpy_helper.from_array(value, name))
         return name
 
-    def node(self, op: str, inputs: Sequence[str], output: str, **attributes: object) -> str:
+    def node(self, op: str, inputs: Sequence[str], output: str, **attributes: Any) -> str:
         """Add an operator with one output and return the output's name."""
         self._nodes.append(helper.make_node(op, list(inputs), [output], name=output, **attributes))
         return output
@@ -75,9 +76,7 @@ class Network:
 
     def plugin(self, face: OpFace, inputs: Sequence[str], output: str, layer: int, config: OpConfig) -> str:
         """Add one of trtkv's plugin ops."""
-        return self.node(
-            face.name, inputs, output, domain=DOMAIN, layer=layer, cfg=config.to_json(), plugin_namespace=DOMAIN, plugin_version=VERSION
-        )
+        return self.node(face.name, inputs, output, domain=DOMAIN, layer=layer, cfg=config.to_json(), plugin_namespace=DOMAIN, plugin_version=VERSION)
 
     def model(self) -> onnx.ModelProto:
         """Assemble the model and check it; equal calls give equal bytes."""

@@ -2,29 +2,52 @@
 
 A role holds fields, says what it means in a few lines of obviously right fp32 torch, and says which buffers it needs. It has no state, no
 forward and no device code: state lives in buffers that the plan names, kernels live in `trtkv.plugins`.
+
+A step of the runtime calls roles in this order: append; in decode, encode where `Quantize.flush_first`; attend, over what `Retrieve` chose;
+`Evict.observe`; at the end of the prompt `Allocate.measure` and `budgets`; `Evict.due`, `keep`; encode what `Quantize.flush` allows.
+Everything that decides about lengths is a function of integers that the host knows (`Occupancy`), so no step waits for the device.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from trtkv.config import ModelConfig
-from trtkv.plan import BufferSpec, Meaning, Pooling, SelectPlan
+from trtkv.plan import BufferSpec, CacheView, EvictPlan, Meaning, Occupancy, Pooling, QuantizePlan, SelectPlan, Verdict
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Kind = Literal["allocate", "evict", "quantize", "retrieve", "offload"]
 KINDS: tuple[Kind, ...] = ("allocate", "evict", "quantize", "retrieve", "offload")
+Part = Literal["keys", "values"]
+UNLIMITED = 2**31 - 1
+ROUND_OFF = 1e-6  # a share such as 0.29 of 100 tokens is 28.999999999999996 in floating point
+
+# What a role may find in `needs`, `gives` and `takes`; the runtime itself gives the ones that are True here.
+CAPABILITIES: dict[str, tuple[bool, str]] = {
+    "attention_mass": (True, "the attention that every stored token received so far"),
+    "attention_newest": (True, "the newest query's attention to every stored token"),
+    "last_queries": (True, "the newest queries"),
+    "dense_decode": (True, "decode queries that attend to every stored token"),
+    "equal_heads": (True, "equally many tokens in every KV head"),
+    "stable_groups": (True, "stored tokens that stay in their group or page while the model decodes"),
+    "settled_prefix": (True, "leading tokens that are never evicted"),
+    "precision_classes": (False, "an evict role that says which kept tokens are encoded"),
+    "pages_chosen": (False, "a retrieve role that reads whole pages"),
+    "free_tokens": (False, "an evict role with a budget to distribute"),
+    "precise_share": (False, "an allocate role that says how many tokens stay in full precision"),
+}
 
 
 class Role(BaseModel):
     """One of the five questions that a policy may answer.
 
-    kind is the slot that the role fills, needs and gives are the capabilities by which roles of one policy are checked against each other,
-    source names the paper and equation.
+    kind is the slot that the role fills; source names the paper. Roles of one policy are checked against each other by capability: a role
+    needs some, gives some, and takes some away from the others.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -32,6 +55,7 @@ class Role(BaseModel):
     source: ClassVar[str] = ""
     needs: ClassVar[frozenset[str]] = frozenset()
     gives: ClassVar[frozenset[str]] = frozenset()
+    takes: ClassVar[frozenset[str]] = frozenset()
 
     def meaning(self) -> Meaning:
         """Name this role by import path and fields, as a plan carries it."""
@@ -42,23 +66,161 @@ class Role(BaseModel):
         """Return the buffers that hold this role's state in the given layers."""
         return ()
 
+    def check(self, policy: str) -> None:
+        """Raise ConfigError, in the name of the policy, where fields contradict each other."""
+
+
+class Ask(NamedTuple):
+    """What is to be distributed: `free` tokens for each KV head on average, beyond `fixed` ones, for a prompt of so many tokens."""
+
+    num_layers: int
+    num_kv_heads: int
+    free: float
+    fixed: int
+    prompt: int
+
 
 class Allocate(Role):
-    """How many tokens may each layer and KV head keep?"""
+    """How many tokens may each layer and KV head keep?
+
+    splits says what the numbers mean: "tokens" that are kept beyond those that the evict role always keeps, or "precise" ones among the kept.
+    """
 
     kind: ClassVar[Kind] = "allocate"
+    needs: ClassVar[frozenset[str]] = frozenset({"free_tokens"})
+    splits: ClassVar[Literal["tokens", "precise"]] = "tokens"
+
+    @property
+    def measured(self) -> bool:
+        """Whether budgets wait until all layers have been measured at the end of the prompt."""
+        return False
+
+    @property
+    def observe_window(self) -> int:
+        """Newest queries (W) that `measure` reads."""
+        return 0
+
+    def measure(self, view: CacheView) -> Tensor:
+        """Measure a layer at the end of the prompt: [Hk] fp32."""
+        raise NotImplementedError
+
+    def budgets(self, ask: Ask, measures: Tensor | None) -> Tensor:
+        """Distribute what the evict role leaves free: [L, Hk] int64; measures [L, Hk] fp32 where `measured`."""
+        raise NotImplementedError
+
+
+class Grants(NamedTuple):
+    """Tokens that each KV head of each layer keeps, sink and window included, and how many of them in full precision: [L][Hk] or None."""
+
+    tokens: tuple[tuple[int, ...], ...] | None
+    precise: tuple[tuple[int, ...], ...] | None
 
 
 class Evict(Role):
-    """Which stored tokens go for good?"""
+    """Which stored tokens go for good?
+
+    Eviction follows the attention of the step. token_state names numbers that the role owns for each stored token; they move with the tokens
+    and are zero for new ones.
+    """
 
     kind: ClassVar[Kind] = "evict"
+    token_state: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def observe_window(self) -> int:
+        """Newest queries (W) that `keep` and `observe` read."""
+        return 0
+
+    def fixed(self, prompt: int) -> int:
+        """Tokens that each KV head keeps whatever an allocate role grants: sink and window, for a prompt of so many tokens."""
+        return 0
+
+    def free(self, prompt: int) -> float | None:
+        """Tokens that each KV head keeps beyond the fixed ones where all layers are alike; None when lengths follow a schedule of their own."""
+        return None
+
+    def grants(self, allocate: Allocate | None, num_layers: int, num_kv_heads: int, prompt: int, measures: Tensor | None = None) -> Grants:
+        """Return what each layer's KV heads may keep for a prompt of so many tokens; measures [L, Hk] fp32 where the allocate role is `measured`."""
+        free = self.free(prompt)
+        if free is None:
+            return Grants(None, None)
+        fixed, alike = self.fixed(prompt), ((int(free + ROUND_OFF),) * num_kv_heads,) * num_layers
+        shared = alike
+        if allocate is not None:
+            shared = tuple(map(tuple, allocate.budgets(Ask(num_layers, num_kv_heads, free, fixed, prompt), measures).tolist()))
+            if allocate.splits == "precise":
+                return Grants(tuple(tuple(fixed + one for one in layer) for layer in alike), shared)
+        return Grants(tuple(tuple(min(UNLIMITED, fixed + one) for one in layer) for layer in shared), None)
+
+    def observe(self, view: CacheView) -> Mapping[str, Tensor]:
+        """Return the token state [Hk, S] behind this step's attention; called in every step when `token_state` is not empty."""
+        return view.state
+
+    def due(self, at: Occupancy) -> bool:
+        """Tell whether `keep` is to be called in this step."""
+        raise NotImplementedError
+
+    def remaining(self, at: Occupancy) -> tuple[int, ...]:
+        """Tell how many tokens of each KV head `keep` will keep, when it is due."""
+        raise NotImplementedError
+
+    def keep(self, view: CacheView) -> Verdict:
+        """Choose the tokens that stay; ties go to the lowest index."""
+        raise NotImplementedError
+
+    def settled(self, at: Occupancy) -> int:
+        """Tell how many leading tokens will never be evicted, once this step's eviction is done."""
+        return at.settled
+
+    def plan(self) -> EvictPlan:
+        """Lower the role to what the runtime must provide."""
+        return EvictPlan(self.meaning(), tuple(sorted(self.needs & set(RUNTIME_NEEDS))), self.observe_window, dict(self.token_state))
 
 
 class Quantize(Role):
-    """How is a stored token encoded?"""
+    """How is a stored token encoded?
+
+    flush_first: a decode step encodes before its attention; token_granular: encoded tokens can be dropped one by one; demoted_only: the tokens
+    that the evict role marks are encoded, `flush` is never asked.
+    """
 
     kind: ClassVar[Kind] = "quantize"
+    flush_first: ClassVar[bool] = False
+    token_granular: ClassVar[bool] = False
+    demoted_only: ClassVar[bool] = False
+
+    @property
+    def key_group(self) -> int:
+        """Consecutive tokens whose keys are encoded together."""
+        return 1
+
+    @property
+    def residual_tokens(self) -> int:
+        """Settled tokens that stay in full precision at most."""
+        return 0
+
+    def flush(self, at: Occupancy, encoded: tuple[int, int]) -> tuple[int, int]:
+        """Tell how many leading tokens' keys and values are to be encoded now, given how many already are."""
+        raise NotImplementedError
+
+    def encode(self, x: Tensor, part: Part) -> dict[str, Tensor]:
+        """Encode keys or values [Hk, S, D] (of keys, S is a multiple of `key_group`) to packed codes uint8 and metadata in the dtype of x.
+
+        Every tensor has Hk first and tokens or token groups second, so that encoded runs can be laid end to end.
+        """
+        raise NotImplementedError
+
+    def decode(self, codes: Mapping[str, Tensor], part: Part) -> Tensor:
+        """Decode what `encode` made: [Hk, S, D] fp32."""
+        raise NotImplementedError
+
+    def bits_per_element(self, part: Part, head_dim: int, metadata_bits: int = 16) -> float:
+        """Bits that one encoded number costs with its share of the metadata."""
+        raise NotImplementedError
+
+    def plan(self) -> QuantizePlan:
+        """Lower the role to its schedule."""
+        return QuantizePlan(self.meaning(), self.flush_first, self.demoted_only, self.key_group, self.residual_tokens)
 
 
 class Offload(Role):
@@ -66,36 +228,67 @@ class Offload(Role):
 
     kind: ClassVar[Kind] = "offload"
 
+    def tier(self, part: Part, page: int, pages: int, sink_pages: int, window_pages: int) -> Literal["device", "host"]:
+        """Tell where a page of so many lives between the steps that select it."""
+        raise NotImplementedError
+
 
 class Retrieve(Role):
     """Which stored tokens or pages does a decode query read?
 
     budget: attended tokens of each KV head, with sink, window and the open group; sink and window: first and last tokens that every query
-    reads; dense_layers: first layers that read everything; pooling: how the query heads of a group agree on one selection ("none":
-    every query head selects for itself).
+    reads, the newest one always; dense_layers: first layers that read everything; pooling: how the query heads of a group agree on one
+    selection ("none": every query head selects for itself).
     """
 
     kind: ClassVar[Kind] = "retrieve"
-    unit: ClassVar[int] = 1
+    takes: ClassVar[frozenset[str]] = frozenset({"dense_decode"})
+    needs: ClassVar[frozenset[str]] = frozenset({"stable_groups", "equal_heads"})
     budget: int = Field(1024, gt=0)
     sink: int = Field(0, ge=0)
-    window: int = Field(0, ge=0)
+    window: int = Field(1, ge=1)
     dense_layers: int = Field(0, ge=0)
     pooling: Pooling = "softmax-mean"
+
+    @property
+    def unit(self) -> int:
+        """Tokens that are selected together: 1, or the page."""
+        return 1
 
     @property
     def summary_group(self) -> int:
         """Tokens that are summarized together; the ones behind the last full group are always read."""
         raise NotImplementedError
 
+    @property
+    def forced_tokens(self) -> int:
+        """Tokens of the budget that `forced` may claim beyond sink and window."""
+        return 0
+
     def summarize(self, keys: Tensor) -> dict[str, Tensor]:
-        """Summarize keys [Hk, S, D] whose S is a multiple of `summary_group`; every value has Hk first."""
+        """Summarize keys [Hk, S, D] whose S is a multiple of `summary_group`; every value has Hk first and tokens, groups or units second."""
         raise NotImplementedError
 
     def score(self, query: Tensor, summary: dict[str, Tensor]) -> Tensor:
         """Score every unit for query [Hq, D] from a summary: [Hq, U] fp32, higher is read first."""
         raise NotImplementedError
 
+    def forced(self, summary: dict[str, Tensor]) -> Tensor | None:
+        """Return the units [Hk, U] bool that every query reads whatever its scores, or None."""
+        return None
+
+    def corrected(self, query: Tensor, previous: Tensor, num_kv_heads: int) -> Tensor:
+        """Return for which KV heads [Hk] bool the selection uses this step's query [Hq, D] instead of the previous step's."""
+        return query.new_ones(num_kv_heads).bool()
+
     def select_plan(self) -> SelectPlan:
         """Lower the fields to what the selection op reads."""
         return SelectPlan(self.meaning(), self.budget, self.sink, self.window, self.unit, self.summary_group, self.pooling)
+
+
+RUNTIME_NEEDS = ("attention_mass", "attention_newest", "last_queries")
+
+
+def describe(role: Role) -> dict[str, Any]:
+    """Return a role's fields with defaults, as `trtkv policies` lists them."""
+    return {name: field.get_default(call_default_factory=True) for name, field in type(role).model_fields.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from math import lcm
 from typing import Any
 
@@ -10,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, SerializeAsAny, ValidationError
 from trtkv.config import ModelConfig
 from trtkv.errors import ConfigError, PolicyConflict, UnknownName
 from trtkv.plan import BufferSpec, CachePlan, SelectPlan
-from trtkv.policies.base import KINDS, Allocate, Evict, Offload, Quantize, Retrieve, Role
+from trtkv.policies.base import CAPABILITIES, KINDS, Allocate, Evict, Offload, Quantize, Retrieve, Role
 
 DEFAULT_PAGE_SIZE = 32
 
@@ -53,7 +54,7 @@ class Policy(BaseModel):
             raise ConfigError(f"policy '{self.name}' has no {kind} role, so '{path}' means nothing", f"Its roles: {', '.join(self.roles) or 'none'}.")
         if name not in type(role).model_fields:
             raise UnknownName("policy field", path, [f"{kind}.{field}" for field in type(role).model_fields])
-        return self.model_copy(update={kind: make_role(type(role), {**role.model_dump(), name: text}, self.name)})
+        return self.model_copy(update={kind: make_role(type(role), {**role.model_dump(), name: _value(text)}, self.name)})
 
     def with_budget(self, budget: int) -> Policy:
         """Return a copy whose budget, wherever it lives, is so many tokens of each KV head."""
@@ -62,26 +63,52 @@ class Policy(BaseModel):
             if role is not None and "budget" in type(role).model_fields:
                 return self.with_field(f"{kind}.budget", str(budget))
         if not self.roles:
-            raise ConfigError("policy 'full' keeps and reads every token, a budget means nothing to it", "Leave --budget out or choose another policy.")
+            raise ConfigError(
+                "policy 'full' keeps and reads every token, a budget means nothing to it", "Leave --budget out or choose another policy."
+            )
         raise ConfigError(f"policy '{self.name}' has no budget", f"Set one of its fields with --set: {', '.join(self._fields())}.")
 
     def _fields(self) -> list[str]:
         return [f"{kind}.{field}" for kind, role in self.roles.items() for field in type(role).model_fields]
 
+    def check(self) -> Policy:
+        """Return this policy; raises PolicyConflict or ConfigError when its roles cannot work together or a field contradicts another."""
+        for role in self.roles.values():
+            role.check(self.name)
+        if self.retrieve:
+            check_budget(self.name, self.retrieve)
+        clash = self._clash()
+        if clash:
+            raise _conflict(self, *clash)
+        return self
+
+    def _clash(self) -> tuple[Role, str, Role | None] | None:
+        """Return the first role that lacks a capability, the capability, and the role that takes it away (None: nobody gives it)."""
+        given = {name for name, (native, _) in CAPABILITIES.items() if native}.union(*(role.gives for role in self.roles.values()))
+        for role in self.roles.values():
+            for other in self.roles.values():
+                if other is not role and (lost := sorted(role.needs & other.takes)):
+                    return role, lost[0], other
+            if missing := sorted(role.needs - given):
+                return role, missing[0], None
+        return None
+
     def plan(self, model: ModelConfig) -> CachePlan:
         """Lower the policy for a model; raises ConfigError or PolicyConflict when it cannot work."""
+        self.check()
         every = tuple(range(model.num_layers))
-        retrieve = self.retrieve
-        page_size = lcm(DEFAULT_PAGE_SIZE, retrieve.summary_group) if retrieve else DEFAULT_PAGE_SIZE
+        retrieve, quantize = self.retrieve, self.quantize
+        page_size = lcm(DEFAULT_PAGE_SIZE, retrieve.summary_group if retrieve else 1, quantize.key_group if quantize else 1)
         head = ("P", model.num_kv_heads, page_size, model.head_dim)
         buffers = [BufferSpec(name, head, "P Hk N D", model.dtype, every) for name in ("keys", "values")]
         select: list[SelectPlan | None] = [None] * model.num_layers
         if retrieve:
-            check_budget(self.name, retrieve)
             sparse = every[retrieve.dense_layers :]
             buffers += retrieve.buffers(model, page_size, sparse)
             for layer in sparse:
                 select[layer] = retrieve.select_plan()
+        for role in (self.allocate, self.evict, quantize):
+            buffers += role.buffers(model, page_size, every) if role else ()
         return CachePlan(
             policy=self.name,
             num_layers=model.num_layers,
@@ -93,17 +120,51 @@ class Policy(BaseModel):
             buffers=tuple(buffers),
             select=tuple(select),
             roles={kind: role.meaning() for kind, role in self.roles.items()},
+            evict=self.evict.plan() if self.evict else None,
+            quantize=quantize.plan() if quantize else None,
         )
 
 
 def check_budget(name: str, role: Retrieve) -> None:
-    """Raise ConfigError unless the budget holds sink, window and one group."""
-    least = role.sink + role.window + role.summary_group
+    """Raise ConfigError unless the budget holds sink, window, forced units and one group."""
+    least = role.sink + role.window + role.forced_tokens + role.summary_group
     if role.budget < least:
+        forced = f" + forced {role.forced_tokens}" if role.forced_tokens else ""
         raise ConfigError(
-            f"budget {role.budget} of '{name}' is below sink {role.sink} + window {role.window} + one group {role.summary_group}",
+            f"budget {role.budget} of '{name}' is below sink {role.sink} + window {role.window}{forced} + one group {role.summary_group}",
             f"Give at least --budget {least}.",
         )
+
+
+def _conflict(policy: Policy, role: Role, capability: str, other: Role | None) -> PolicyConflict:
+    mine, what = f"{role.kind} role '{_file(role)}'", CAPABILITIES.get(capability, (False, capability))[1]
+    if other is None:
+        problem = f"'{policy.name}': {mine} needs {capability} ({what}), which no other role gives"
+        works = _partners(role, None)
+        return PolicyConflict(problem, f"A preset that works: {works[0]}." if works else "Fill the role that gives it.")
+    problem = f"'{policy.name}': {mine} needs {capability} ({what}), which {other.kind} role '{_file(other)}' takes away"
+    works = _partners(role, other.kind) or _partners(other, role.kind)
+    return PolicyConflict(problem, f"A preset that works: {works[0]}." if works else "Use the roles one at a time.")
+
+
+def _partners(role: Role, kind: str | None) -> list[str]:
+    """Name presets, alone or joined by `+`, that hold this role's class without a conflict, joined with another role of a kind where asked."""
+    from trtkv.policies.registry import preset  # the registry builds policies, so it cannot be imported before this module
+    from trtkv.presets import policy_presets
+
+    every = [preset(name) for name in policy_presets()]
+    own = [one for one in every if type(one.roles.get(role.kind)) is type(role)]
+    joined = [
+        a if a.roles.get(str(kind)) else a + b
+        for a in own
+        for b in every
+        if kind and (a.roles.get(kind) or not set(a.roles) & set(b.roles) and b.roles.get(kind))
+    ]
+    return [one.name for one in (joined + own if kind else own) if not one._clash()]
+
+
+def _file(role: Role) -> str:
+    return type(role).__module__.rpartition(".")[2]
 
 
 def make_role(cls: type[Role], fields: dict[str, Any], policy: str) -> Role:
@@ -116,4 +177,14 @@ def make_role(cls: type[Role], fields: dict[str, Any], policy: str) -> Role:
     except ValidationError as error:
         first = error.errors()[0]
         path = f"{cls.kind}.{'.'.join(map(str, first['loc']))}"
-        raise ConfigError(f"{path} = {first['input']} of policy '{policy}' is refused: {first['msg'].lower()}", f"See `trtkv policies {policy}`.") from None
+        raise ConfigError(
+            f"{path} = {first['input']} of policy '{policy}' is refused: {first['msg'].lower()}", f"See `trtkv policies {policy}`."
+        ) from None
+
+
+def _value(text: str) -> Any:
+    """Read a setting as typed: a number, true, false or null where it looks like one, else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -44,7 +44,7 @@ def parse_policy(text: str, *, budget: int | None = None, sets: Iterable[str] = 
         if not equals:
             raise ConfigError(f"--set '{item}' has no value", "Write role.field=value, such as retrieve.budget=2048.")
         policy = policy.with_field(path.strip(), value.strip())
-    return policy
+    return policy.check()
 
 
 def preset(name: str) -> Policy:
@@ -97,6 +97,7 @@ def describe(policy: Policy) -> dict[str, Any]:
         "summary": "; ".join(part["summary"] for part in parts),
         "paper": "; ".join(part["paper"] for part in parts if part["paper"]),
         "roles": {
-            kind: {"role": type(role).__name__, "source": type(role).source, "fields": role.model_dump(mode="json")} for kind, role in policy.roles.items()
+            kind: {"role": type(role).__name__, "source": type(role).source, "fields": role.model_dump(mode="json")}
+            for kind, role in policy.roles.items()
         },
     }

@@ -106,7 +106,8 @@ def _checkpoint_path(manifest: Manifest, wanted: str | None) -> Path:
         if any(path.glob("*.safetensors")):
             return path
     raise CheckpointError(
-        f"no weights for '{manifest.model_name}' are on this machine", f"Run trtkv pull {manifest.model_name}, or give --weights DIRECTORY or --weights random."
+        f"no weights for '{manifest.model_name}' are on this machine",
+        f"Run trtkv pull {manifest.model_name}, or give --weights DIRECTORY or --weights random.",
     )
 
 

@@ -22,7 +22,9 @@ class PageAllocator:
     def take(self, count: int) -> list[int]:
         """Take pages; raises CapacityError and takes none when there are too few."""
         if count > len(self._free):
-            raise CapacityError(f"{count} pages wanted, {len(self._free)} of {self.num_pages} free", "Lower max-batch-size or give the cache more memory.")
+            raise CapacityError(
+                f"{count} pages wanted, {len(self._free)} of {self.num_pages} free", "Lower max-batch-size or give the cache more memory."
+            )
         return [self._free.pop() for _ in range(count)]
 
     def give(self, pages: Sequence[int]) -> None:

@@ -46,10 +46,15 @@ class Scheduler:
             raise RequestError("the prompt is empty", "Give at least one token.")
         longest = self.limits.max_seq_len
         if len(tokens) + 1 > longest:
-            raise RequestError(f"the prompt has {len(tokens)} tokens, the engine takes {longest - 1}", f"Shorten it, or build with --max-seq-len {len(tokens) + max_tokens} or more.")
+            raise RequestError(
+                f"the prompt has {len(tokens)} tokens, the engine takes {longest - 1}",
+                f"Shorten it, or build with --max-seq-len {len(tokens) + max_tokens} or more.",
+            )
         need, there = self.plan.pages(min(longest, len(tokens) + max_tokens)), self.pages.num_pages
         if need > there:
-            raise RequestError(f"prompt and answer take {need} pages of the cache, which has {there}", "Lower max-tokens or give the cache more memory.")
+            raise RequestError(
+                f"prompt and answer take {need} pages of the cache, which has {there}", "Lower max-tokens or give the cache more memory."
+            )
 
     def add(self, sequence: Running) -> None:
         """Queue a checked sequence; its answer is cut at the engine's limit."""

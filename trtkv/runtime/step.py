@@ -76,5 +76,3 @@ class Stepper:
             "last_rows": [start + index for start, row in zip(starts, rows, strict=False) for index in row.logits_of] or [0],
         }
         return {name: torch.tensor(value, dtype=torch.int32) for name, value in values.items()}
-
-

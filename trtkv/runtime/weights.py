@@ -80,7 +80,9 @@ def random_weights(
 
 def _bind(parts: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Weight:
     if device.type == "cpu":
-        return Weight(tuple(part.to(dtype).view(1, -1) if len(shape) == 2 and part.dim() == 1 and len(parts) == 1 else part.to(dtype) for part in parts))
+        return Weight(
+            tuple(part.to(dtype).view(1, -1) if len(shape) == 2 and part.dim() == 1 and len(parts) == 1 else part.to(dtype) for part in parts)
+        )
     packed = torch.empty(shape, dtype=dtype, device=device)
     flat, start = packed.view(-1), 0
     for part in parts:

@@ -1,0 +1,1 @@
+"""Which stored tokens go for good? One file an algorithm."""

@@ -1,0 +1,1 @@
+"""How is a stored token encoded? One file an algorithm."""

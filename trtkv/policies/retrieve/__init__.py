@@ -1,0 +1,1 @@
+"""Which stored tokens or pages does a decode query read? One file an algorithm."""

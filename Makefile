@@ -1,0 +1,45 @@
+# Two commands on a fresh machine: `make demo` runs the main job on a small real model, `make test` runs everything that needs no GPU.
+# TORCH may be set to a build for your GPU or CPU, such as TORCH="torch --index-url URL".
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+EXTRAS ?= gguf,rtx
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.demo
+	$(BIN)/trtkv pull smollm2-135m
+	$(BIN)/trtkv build --model smollm2-135m --policy full --max-seq-len 4096
+	$(BIN)/trtkv build --model smollm2-135m --policy fier --budget 256 --max-seq-len 4096
+	$(BIN)/python build_scripts/demo.py engines/smollm2-135m-full engines/smollm2-135m-fier
+
+test: $(VENV)/.dev lint
+	$(BIN)/trtkv pull smollm2-135m
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.torch: | $(VENV)/bin/python
+	$(INSTALL) $(TORCH)
+	touch $@
+
+$(VENV)/.demo: pyproject.toml setup.py | $(VENV)/.torch
+	$(INSTALL) -e '.[$(EXTRAS)]'
+	touch $@
+
+$(VENV)/.dev: pyproject.toml setup.py | $(VENV)/.torch
+	$(INSTALL) -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

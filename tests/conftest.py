@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+from hypothesis import settings
+
+from tests.tiny import TinyModel, make_tiny
+
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=25)
+settings.load_profile("ci")
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The small real model, as `trtkv pull smollm2-135m` leaves it."""
+    from trtkv.checkpoint.pull import pull
+
+    return pull("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """A random llama with three layers and a byte tokenizer."""
+    return make_tiny("llama", tmp_path_factory.mktemp("tiny") / "tiny-llama")

@@ -1,0 +1,127 @@
+"""Random models of every supported type, small enough to run in a test, saved as Hugging Face directories."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trtkv.config import Limits, ModelConfig
+from trtkv.graph.decoder import build_decoder
+from trtkv.plan import CachePlan
+from trtkv.plugins.session import Session
+from trtkv.policies.registry import parse_policy
+from trtkv.runtime.executor import TorchExecutor
+from trtkv.runtime.rope import rope_table
+from trtkv.runtime.step import Stepper, StepRow
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 96,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 262,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "sliding_window": None,
+    "bos_token_id": 257,
+    "eos_token_id": 258,
+}
+CHAT = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}<|assistant|>"
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A saved model with the transformers model that made it."""
+
+    path: Path
+    model: Any
+    config: ModelConfig
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        """Run transformers in a dtype on tokens [T]: [T, V] fp64."""
+        return self.model.to(dtype)(tokens[None]).logits[0].double()
+
+
+def make_tiny(kind: str, path: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, tokenizer: bool = True, **changes: Any) -> TinyModel:
+    """Make and save a random model; norms, biases and projections are all far from trivial."""
+    generator = torch.Generator().manual_seed(seed)
+    config = AutoConfig.for_model(kind, **{**SHAPE, **changes})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        scale, shift = (0.2, 0.0) if parameter.dim() > 1 else (0.3, 1.0)
+        parameter.data = (torch.randn(parameter.shape, generator=generator) * scale + shift).to(dtype)
+    model = model.to(dtype)
+    model.save_pretrained(path)
+    if tokenizer:
+        write_byte_tokenizer(path)
+    return TinyModel(path, model, ModelConfig.from_dir(path))
+
+
+def write_byte_tokenizer(path: Path) -> None:
+    """Write a tokenizer whose first 256 ids are bytes, with a chat template."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = ("<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|end|>")
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|eos|>", "bos_token": "<|bos|>", "chat_template": CHAT}))
+
+
+@dataclass(frozen=True)
+class Rig:
+    """An executor over a tiny model without an engine directory."""
+
+    stepper: Stepper
+    executor: TorchExecutor
+    session: Session
+    plan: CachePlan
+    graph: Path
+
+    def pages(self, slot: int) -> list[int]:
+        """Pages of a slot, deliberately out of order."""
+        count = self.session.num_pages[0] // self.session.num_slots
+        own = list(range(slot * count, (slot + 1) * count))
+        return own[::-1] if slot % 2 else own[1::2] + own[::2]
+
+    def feed(self, tokens: Tensor, slot: int = 0, *, seen: int = 0, chunks: list[int] | None = None) -> Tensor:
+        """Feed tokens [T] in chunks and return the logits of every one [T, V]."""
+        out = []
+        for size in chunks or [len(tokens)]:
+            part = tokens[:size].tolist()
+            out.append(self.stepper.run([StepRow(part, seen, slot, self.pages(slot), range(size))]))
+            tokens, seen = tokens[size:], seen + size
+        return torch.cat(out)
+
+
+def make_rig(
+    tiny: TinyModel, policy: str, directory: Path, *, sets: tuple[str, ...] = (), slots: int = 4, dtype: str | None = None, device: str = "cpu"
+) -> Rig:
+    """Set up an executor for a tiny model under a policy."""
+    from trtkv.runtime.weights import map_weights
+    from trtkv.checkpoint.weights import Checkpoint
+    from trtkv.plugins.session import TORCH_DTYPES
+
+    config = tiny.config.model_copy(update={"dtype": dtype}) if dtype else tiny.config
+    plan = parse_policy(policy, sets=sets).plan(config)
+    limits = Limits(max_seq_len=512, max_batch_size=slots, max_chunk_tokens=256)
+    decoder = build_decoder(config, plan, limits)
+    graph = directory / f"{plan.hash}.onnx"
+    graph.write_bytes(decoder.model.SerializeToString())
+    session = Session(plan, [slots * plan.pages(512)] * plan.num_page_groups, slots, device)
+    specs = [{"name": one.name, "shape": one.shape, "sources": one.sources} for one in decoder.weights]
+    weights = map_weights(Checkpoint(tiny.path), specs, TORCH_DTYPES[config.dtype], session.device, lambda done, total: None)
+    executor = TorchExecutor(graph, weights, session)
+    return Rig(Stepper(executor, session, limits, rope_table(config.rope, config.head_dim, 512)), executor, session, plan, graph)

@@ -1,0 +1,122 @@
+"""Where a model is: a directory, a preset, or a repository that was pulled from the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trtkv.config import ModelConfig
+from trtkv.errors import CheckpointError, UnknownName
+from trtkv.presets import model_presets
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model by name: path is a directory with `config.json`, or None when only the shape that a preset states is known."""
+
+    name: str
+    path: Path | None
+    config: ModelConfig
+    hub: str | None
+
+
+def data_home() -> Path:
+    """Return the directory for everything that trtkv keeps: `TRTKV_HOME`, by default `~/.cache/trtkv`."""
+    return Path(os.environ.get("TRTKV_HOME") or "~/.cache/trtkv").expanduser()
+
+
+def pulled_path(preset: str) -> Path:
+    """Return the directory into which a converted checkpoint of a preset is pulled."""
+    return data_home() / "models" / preset
+
+
+def is_complete(directory: Path) -> bool:
+    """Whether a directory holds `config.json` and every safetensors file that it should; reads no weights."""
+    if not (directory / "config.json").is_file():
+        return False
+    if not (directory / INDEX).is_file():
+        return any(directory.glob("*.safetensors"))
+    try:
+        index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
+        return all((directory / shard).is_file() for shard in set(index["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def cached_snapshot(hub: str) -> Path | None:
+    """Return the complete snapshot of a repository in the Hugging Face cache: the one that `main` names, else the newest; no network."""
+    from huggingface_hub import constants
+
+    repository = Path(constants.HF_HUB_CACHE) / f"models--{hub.replace('/', '--')}"
+    try:
+        main = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
+    except OSError:
+        main = ""
+    found = [one for one in repository.glob("snapshots/*") if is_complete(one)]
+    return max(found, key=lambda one: (one.name == main, one.stat().st_mtime), default=None)
+
+
+def resolve_model(name: str) -> Source:
+    """Find a model by what a user typed: a directory, a preset name or a hub id; uses no network.
+
+    Raises UnknownName for a name that is none of these, CheckpointError for a directory that is missing or unusable and for a hub id that
+    was not pulled.
+    """
+    presets = model_presets()
+    folder = Path(name).expanduser()
+    if folder.is_dir() and (name not in presets or (folder / "config.json").is_file()):
+        return Source(name, folder, ModelConfig.from_dir(folder), None)
+    if name in presets:
+        return _preset(name, presets[name])
+    if folder.is_file():
+        raise CheckpointError(f"'{name}' is a file", "Give the Hugging Face model directory, with its config.json.")
+    if _HUB_ID.fullmatch(name):
+        path = cached_snapshot(name)
+        if path is None:
+            raise CheckpointError(f"'{name}' is neither a directory here nor in the Hugging Face cache", f"Run trtkv pull {name}.")
+        return Source(name, path, ModelConfig.from_dir(path), name)
+    if os.sep in name or "/" in name:
+        raise CheckpointError(f"the model directory '{name}' does not exist", "Give a Hugging Face model directory or a preset name (trtkv models).")
+    raise UnknownName("model", name, presets, more="A directory or a hub id such as org/name also does.")
+
+
+def model_list() -> list[dict[str, Any]]:
+    """Describe every preset, as `trtkv models` shows it; JSON-ready."""
+    rows = []
+    for name, table in model_presets().items():
+        model = _shape(name, table)
+        rows.append(
+            {
+                "name": name,
+                "parameters": model.num_params,
+                "layers": model.num_layers,
+                "heads": model.num_q_heads,
+                "kv_heads": model.num_kv_heads,
+                "head_dim": model.head_dim,
+                "context": model.max_positions,
+                "hub": table["hub"],
+                "pulled": _fetched(name, table["hub"]) is not None,
+            }
+        )
+    return rows
+
+
+def _preset(name: str, table: dict[str, Any]) -> Source:
+    path = _fetched(name, table["hub"])
+    return Source(name, path, ModelConfig.from_dir(path) if path else _shape(name, table), table["hub"])
+
+
+def _shape(name: str, table: dict[str, Any]) -> ModelConfig:
+    return ModelConfig.from_hf({key: value for key, value in table.items() if key != "hub"}, f"preset {name}")
+
+
+def _fetched(name: str, hub: str) -> Path | None:
+    path = pulled_path(name)
+    return path if is_complete(path) else cached_snapshot(hub)

@@ -1,0 +1,241 @@
+"""Turns a GGUF file of the llama architecture into a Hugging Face directory, tensor by tensor and without torch.
+
+The `gguf` package reads and dequantizes; llama.cpp's row order of the query and key projections is undone here, and the tokenizer is
+rebuilt from the file's own metadata.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import math
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+
+from trtkv.checkpoint.find import SINGLE
+from trtkv.errors import CheckpointError, UnknownName
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader, ReaderTensor
+
+Progress = Callable[[str, float], None]
+CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+WHOLE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
+IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+CONTROL = 3  # token_type of tokens such as <|im_end|>
+
+
+def convert_gguf(file: Path, out: Path, *, dtype: str = "float32", progress: Progress = lambda stage, fraction: None) -> Path:
+    """Write a GGUF's weights, configuration and tokenizer as the Hugging Face directory `out`, and return it.
+
+    float32 keeps every dequantized bit. An existing `out` is replaced only when everything is written. Raises CheckpointError for a file
+    that is truncated, no GGUF, of another architecture, or with a tokenizer that is not byte-level BPE; OSError when it cannot be written.
+    """
+    if dtype not in CODES:
+        raise UnknownName("dtype", dtype, CODES)
+    with _reading(file):
+        reader = _open(file)
+        config = _config(reader, dtype)
+        tensors = sorted(((_hf_name(tensor.name, file), tensor) for tensor in reader.tensors), key=lambda one: one[0])
+        tokenizer = _tokenizer_files(reader, file)
+    stage = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.partial"
+    try:
+        stage.mkdir(parents=True)
+        with _reading(file), (stage / SINGLE).open("wb") as stream:
+            _write_weights(stream, tensors, config, dtype, progress)
+        for name, text in {"config.json": json.dumps(config, indent=1), **tokenizer}.items():
+            (stage / name).write_text(text, encoding="utf-8")
+        replace_directory(stage, out)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+    return out
+
+
+def replace_directory(stage: Path, out: Path) -> None:
+    """Put a finished directory in the place of `out`; of two that finish at once the later one wins and neither fails."""
+    old = stage.parent / f"{stage.name}.old"
+    try:
+        while True:
+            try:
+                os.replace(stage, out)
+                return
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+            try:
+                os.replace(out, old)
+            except FileNotFoundError:
+                continue
+            shutil.rmtree(old)
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    # The reader trusts the counts and offsets of the file, so that a damaged one fails in many ways.
+    try:
+        yield
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, MemoryError) as error:
+        detail = " ".join(str(error).split())[:120]
+        raise CheckpointError(f"{file} is truncated or no GGUF file ({type(error).__name__}: {detail})", "Fetch the file again.") from None
+
+
+def _open(file: Path) -> GGUFReader:
+    if importlib.util.find_spec("gguf") is None:
+        raise CheckpointError("reading GGUF files needs the package 'gguf', which is not installed", "Run: pip install 'trtkv[gguf]'.")
+    from gguf import GGUFReader
+
+    try:
+        return GGUFReader(file)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}", "Fetch the file again.") from None
+
+
+def _field(reader: GGUFReader, name: str, default: Any = None) -> Any:
+    found = reader.fields.get(name)
+    return default if found is None else found.contents()
+
+
+def _config(reader: GGUFReader, dtype: str) -> dict[str, Any]:
+    kind = _field(reader, "general.architecture")
+    if kind != "llama":
+        raise CheckpointError(f"the GGUF file has the architecture '{kind}'", "Supported is llama; take the safetensors checkpoint of other models.")
+    fields = {
+        "hidden_size": "embedding_length",
+        "intermediate_size": "feed_forward_length",
+        "num_hidden_layers": "block_count",
+        "num_attention_heads": "attention.head_count",
+        "num_key_value_heads": "attention.head_count_kv",
+        "max_position_embeddings": "context_length",
+    }
+    config = {ours: int(reader.fields[f"llama.{theirs}"].contents()) for ours, theirs in fields.items()}
+    head_dim = _field(reader, "llama.attention.key_length", config["hidden_size"] // config["num_attention_heads"])
+    names = {tensor.name: tensor for tensor in reader.tensors}
+    ids = {f"{name}_token_id": _field(reader, f"tokenizer.ggml.{key}_token_id") for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **config,
+        "head_dim": int(head_dim),
+        "vocab_size": int(names["token_embd.weight"].shape[1]),
+        "hidden_act": "silu",
+        "rms_norm_eps": _shortest(_field(reader, "llama.attention.layer_norm_rms_epsilon", 1e-5)),
+        "rope_theta": _shortest(_field(reader, "llama.rope.freq_base", 10000.0)),
+        "tie_word_embeddings": "output.weight" not in names,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        **{key: int(value) for key, value in ids.items() if value is not None},
+    }
+
+
+def _shortest(value: float) -> float:
+    """Undo the widening of a float32: 9.999999747e-06 was 1e-05."""
+    return float(str(np.float32(value)))
+
+
+def _hf_name(name: str, file: Path) -> str:
+    found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+    if name in WHOLE:
+        return WHOLE[name]
+    if found and found[2] in IN_LAYER:
+        return f"model.layers.{found[1]}.{IN_LAYER[found[2]]}.weight"
+    raise CheckpointError(f"{file}: the tensor '{name}' is not part of a plain llama decoder", "Take the safetensors checkpoint of this model.")
+
+
+def _write_weights(stream: BinaryIO, tensors: list[tuple[str, ReaderTensor]], config: Mapping[str, Any], dtype: str, progress: Progress) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start, size = 0, 4 if dtype == "float32" else 2
+    for name, tensor in tensors:
+        shape = [int(dim) for dim in reversed(tensor.shape)]
+        end = start + math.prod(shape) * size
+        header[name] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    stream.write(len(text).to_bytes(8, "little") + text)
+    for name, tensor in tensors:
+        stream.write(_cast(_dequantize(name, tensor, config), dtype).data)
+        progress("converting", header[name]["data_offsets"][1] / start)
+
+
+def _dequantize(name: str, tensor: ReaderTensor, config: Mapping[str, Any]) -> np.ndarray:
+    from gguf.quants import dequantize
+
+    weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+    weight = weight.reshape([int(dim) for dim in reversed(tensor.shape)])
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}.get(name.split(".")[-2])
+    if heads is None:
+        return weight
+    # llama.cpp stores the rows of a head as interleaved pairs (0, D/2, 1, D/2 + 1, ...); Hugging Face rotates halves.
+    rows, columns = weight.shape
+    pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
+    return pairs.transpose(0, 2, 1, 3).reshape(rows, columns)
+
+
+def _cast(weight: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype != "bfloat16":
+        return np.ascontiguousarray(weight, dtype=dtype)
+    bits = np.ascontiguousarray(weight).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)  # to nearest, ties to even
+
+
+def _tokenizer_files(reader: GGUFReader, file: Path) -> dict[str, str]:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    kind, split = _field(reader, "tokenizer.ggml.model"), _field(reader, "tokenizer.ggml.pre")
+    if kind != "gpt2" or split not in ("smollm", "gpt-2"):
+        raise CheckpointError(
+            f"{file}: the tokenizer '{kind}' with the splitting rule '{split}' is not supported", "Take the safetensors checkpoint."
+        )
+    tokens = _field(reader, "tokenizer.ggml.tokens")
+    merges = [tuple(pair.split(" ", 1)) for pair in _field(reader, "tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
+    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+    if split == "smollm":
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    types = _field(reader, "tokenizer.ggml.token_type")
+    special = [token for token, type_ in zip(tokens, types, strict=True) if type_ == CONTROL]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    files = {"tokenizer.json": tokenizer.to_str(), **_tokenizer_settings(reader, tokens)}
+    template = _field(reader, "tokenizer.chat_template")
+    return {**files, "chat_template.jinja": template} if template else files
+
+
+def _tokenizer_settings(reader: GGUFReader, tokens: list[str]) -> dict[str, str]:
+    ids = {
+        name: _field(reader, f"tokenizer.ggml.{key}_token_id")
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+    }
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{f"{name}_token": tokens[index] for name, index in ids.items() if index is not None},
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": int(reader.fields["llama.context_length"].contents()),
+    }
+    generation = {f"{name}_token_id": int(index) for name, index in ids.items() if index is not None and name != "unk"}
+    return {"tokenizer_config.json": json.dumps(settings, indent=1), "generation_config.json": json.dumps(generation, indent=1)}

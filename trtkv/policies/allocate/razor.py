@@ -1,0 +1,69 @@
+"""RazorAttention: retrieval heads keep everything, the others sink and window (arXiv 2407.15891, section 3).
+
+The paper finds retrieval heads (induction and echo heads, about 15 percent) once for a model from repeated random text; `heads` takes such a table of
+(layer, KV head). Without a table the heads are measured on the prompt at hand: by the attention that its last queries pay to tokens that are neither in
+the sink nor near, the greatest of a group's query heads counting for the group. The paper's compensation token, the mean of what was dropped, is left out.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from trtkv.errors import ConfigError
+from trtkv.plan import CacheView
+from trtkv.policies.base import ROUND_OFF, UNLIMITED, Allocate, Ask
+from trtkv.policies.ranking import best, group_mean, window_attention
+
+
+class Razor(Allocate):
+    """Let retrieval heads keep everything.
+
+    share: of all KV heads that are retrieval heads; heads: which ones, as (layer, KV head), instead of measuring; window: queries that are looked at;
+    sink and near: tokens at the beginning and before a query that say nothing about retrieval.
+    """
+
+    source: ClassVar[str] = "RazorAttention, arXiv 2407.15891"
+    needs: ClassVar[frozenset[str]] = frozenset({"free_tokens", "last_queries"})
+    takes: ClassVar[frozenset[str]] = frozenset({"equal_heads"})
+    share: float = Field(0.15, ge=0.0, lt=1.0)
+    heads: tuple[tuple[int, int], ...] = ()
+    window: int = Field(32, ge=1)
+    sink: int = Field(4, ge=0)
+    near: int = Field(128, ge=0)
+
+    @property
+    def measured(self) -> bool:
+        """Unless the heads are given."""
+        return not self.heads
+
+    @property
+    def observe_window(self) -> int:
+        """The window."""
+        return self.window
+
+    def measure(self, view: CacheView) -> Tensor:
+        """Return the attention that the last queries pay to far tokens [Hk], mean over the queries, maximum over the group."""
+        far = view.positions < view.at.seen - self.window - self.near
+        far &= view.positions >= self.sink
+        seen = window_attention(view).unflatten(0, (view.keys.shape[0], -1))
+        return group_mean((seen * far[:, None, None]).sum(-1).mean(-1).flatten(), view.keys.shape[0], "max")
+
+    def budgets(self, ask: Ask, measures: Tensor | None) -> Tensor:
+        """Return no limit for retrieval heads and the evict role's budget for the others [L, Hk]."""
+        granted = torch.full((ask.num_layers * ask.num_kv_heads,), int(ask.free + ROUND_OFF))
+        if self.heads:
+            chosen = [layer * ask.num_kv_heads + head for layer, head in self.heads]
+            if any(not (0 <= layer < ask.num_layers and 0 <= head < ask.num_kv_heads) for layer, head in self.heads):
+                raise ConfigError(
+                    f"allocate.heads names heads beyond {ask.num_layers} layers of {ask.num_kv_heads} KV heads", "Give pairs (layer, KV head) from 0."
+                )
+            granted[chosen] = UNLIMITED
+        else:
+            assert measures is not None, "Razor shares out after the heads have been measured"
+            count = -int(-(self.share * len(granted) - ROUND_OFF) // 1)
+            granted[best(measures.float().cpu().flatten()[None], count)[0]] = UNLIMITED
+        return granted.view(ask.num_layers, ask.num_kv_heads)

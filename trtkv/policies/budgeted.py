@@ -1,0 +1,91 @@
+"""What most evict roles share: a budget, tokens that always stay, a score for the others."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from trtkv.errors import ConfigError
+from trtkv.plan import CacheView, Occupancy, Verdict
+from trtkv.policies.base import UNLIMITED, Evict
+from trtkv.policies.ranking import best, span
+
+
+class Budgeted(Evict):
+    """Keep the tokens that score best within a budget.
+
+    budget: tokens that each KV head keeps, with sink and window; an allocate role may distribute it over layers and heads. prompt_only roles
+    evict once, at the end of the prompt, and keep every generated token.
+    """
+
+    gives: ClassVar[frozenset[str]] = frozenset({"free_tokens"})
+    takes: ClassVar[frozenset[str]] = frozenset({"settled_prefix", "stable_groups"})
+    prompt_only: ClassVar[bool] = False
+    budget: int = Field(1024, gt=0)
+
+    @property
+    def slack(self) -> int:
+        """Tokens beyond the budget that gather in decode before the next eviction."""
+        return 0
+
+    def reserved(self, prompt: int) -> tuple[int, int]:
+        """Return how many first and last tokens always stay."""
+        return 0, 0
+
+    def scores(self, view: CacheView) -> Tensor:
+        """Score every stored token: [Hk, S] fp32, higher stays."""
+        raise NotImplementedError
+
+    def fixed(self, prompt: int) -> int:
+        """Sink and window."""
+        return sum(self.reserved(prompt))
+
+    def free(self, prompt: int) -> float | None:
+        """The budget without sink and window."""
+        return self.budget - self.fixed(prompt)
+
+    def granted(self, at: Occupancy) -> tuple[int, ...]:
+        """Return the tokens that each KV head may keep: what was allocated, else the same for all."""
+        if at.budget is not None:
+            return at.budget
+        tokens = self.grants(None, 1, len(at.lengths), at.prompt).tokens
+        assert tokens is not None
+        return tokens[0]
+
+    def due(self, at: Occupancy) -> bool:
+        """Evict when a head is over its budget: at the end of the prompt and, unless `prompt_only`, in decode."""
+        if not at.complete or (self.prompt_only and at.phase == "decode"):
+            return False
+        slack = self.slack if at.phase == "decode" else 0
+        return any(length > budget + slack for length, budget in zip(at.lengths, self.granted(at), strict=True))
+
+    def remaining(self, at: Occupancy) -> tuple[int, ...]:
+        """The budget, or what there is."""
+        return tuple(min(length, budget) for length, budget in zip(at.lengths, self.granted(at), strict=True))
+
+    def keep(self, view: CacheView) -> Verdict:
+        """Keep first and last tokens and the best of the others."""
+        sink, window = self.reserved(view.at.prompt)
+        scores, kept = self.scores(view), []
+        for head, (length, budget) in enumerate(zip(view.at.lengths, self.granted(view.at), strict=True)):
+            if length <= budget:
+                kept.append(span(0, length, scores))
+                continue
+            middle = best(scores[head, sink : length - window], budget - sink - window) + sink
+            kept.append(torch.cat([span(0, sink, scores), middle, span(length - window, length, scores)]))
+        return Verdict(tuple(kept))
+
+    def settled(self, at: Occupancy) -> int:
+        """Everything once the prompt has been evicted from, when generated tokens stay; else nothing."""
+        return min(at.lengths) if self.prompt_only and at.complete else 0
+
+    def check(self, policy: str) -> None:
+        """Raise ConfigError when the budget does not hold sink, window and one more token."""
+        fixed = self.fixed(0)
+        if not fixed < self.budget < UNLIMITED:
+            raise ConfigError(
+                f"budget {self.budget} of '{policy}' leaves no token beside the {fixed} of sink and window", f"Give at least --budget {fixed + 1}."
+            )

@@ -1,0 +1,102 @@
+"""ARKV: heavy hitters by mean and variance of recent attention, kept in two precisions (Lei and Ilager, eq. 9 and 10, algorithm 1).
+
+When the cache passes its budget B, the best alpha (K - W) of the tokens before the window stay, the best of those in full precision, the others
+encoded. Paper and released code differ in almost every step; this is the paper with: sigma squared read as the variance (printed: variance
+squared), the original-precision budget rho (B - W) of algorithm 1, encoded tokens that are really kept (the release loses them), the window's
+queries in decode as well as in prefill (the release scores decode by the newest query alone), one scale a token and head, original order. As in
+the code, scores are smoothed along the sequence before the mean over the group, and the prompt is cut to B in full precision.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from trtkv.plan import CacheView, Occupancy, Verdict
+from trtkv.policies.base import ROUND_OFF
+from trtkv.policies.budgeted import Budgeted
+from trtkv.policies.ranking import best, group_mean, span, window_attention
+
+
+class Arkv(Budgeted):
+    """Keep heavy hitters in full precision, the middle encoded, drop the rest.
+
+    window: newest queries that score and newest tokens that stay; slack_ratio: alpha, what stays of the others; gamma: weight of the variance; kernel:
+    width of the smoothing; share: of the budget without the window, what stays in full precision where no allocate role says so.
+    """
+
+    source: ClassVar[str] = "ARKV, Lei and Ilager"
+    needs: ClassVar[frozenset[str]] = frozenset({"last_queries", "equal_heads"})
+    gives: ClassVar[frozenset[str]] = frozenset({"free_tokens", "precision_classes"})
+    window: int = Field(32, ge=1)
+    slack_ratio: float = Field(0.75, gt=0.0, lt=1.0)
+    gamma: float = Field(263.8108280337562, ge=0.0)
+    kernel: int = Field(5, ge=1)
+    share: float = Field(1.0, ge=0.0, le=1.0)
+
+    @property
+    def observe_window(self) -> int:
+        """The window."""
+        return self.window
+
+    def reserved(self, prompt: int) -> tuple[int, int]:
+        """The window."""
+        return 0, self.window
+
+    def remaining(self, at: Occupancy) -> tuple[int, ...]:
+        """The budget behind the prompt; in decode the window and alpha of the others."""
+        if at.phase == "prefill":
+            return super().remaining(at)
+        return tuple(self.window + self._past(at) for _ in at.lengths)
+
+    def precise_tokens(self, at: Occupancy) -> int:
+        """Return how many tokens before the window stay in full precision in an eviction."""
+        past = self._past(at)
+        if at.precise is not None:
+            return past if at.phase == "prefill" else min(past, at.precise[0])
+        return min(past, round(self.share * (self.granted(at)[0] - self.window)))
+
+    def keep(self, view: CacheView) -> Verdict:
+        """Keep the window and the best of the others, the best of those undemoted."""
+        stored, heads = view.at.stored, view.keys.shape[0]
+        scores = self.scores(view)[:, : stored - self.window]
+        chosen = best(scores, self._past(view.at))
+        kept = torch.cat([chosen, span(stored - self.window, stored, scores).expand(heads, -1)], 1)
+        demoted = torch.ones_like(kept, dtype=torch.bool)
+        demoted[:, chosen.shape[1] :] = False
+        demoted.scatter_(1, best(scores.gather(1, chosen), self.precise_tokens(view.at)), False)
+        return Verdict(tuple(kept), tuple(demoted) if bool(demoted.any()) else None)
+
+    def scores(self, view: CacheView) -> Tensor:
+        """Return mean plus gamma times variance over the window's queries, smoothed, mean over the group [Hk, S] (eq. 9)."""
+        seen = window_attention(view)[:, :, : view.at.stored - self.window]
+        heavy = seen.mean(1) + self.gamma * seen.var(1, correction=min(1, seen.shape[1] - 1))
+        smooth = F.avg_pool1d(heavy, self.kernel, 1, self.kernel // 2)[:, : heavy.shape[1]]
+        return F.pad(group_mean(smooth, view.keys.shape[0]), (0, self.window))
+
+    def expected_tokens(self, prompt: int, decoded: int, precise: int | None = None) -> tuple[int, int]:
+        """Return the tokens of a KV head in full precision and encoded, behind a prompt and so many generated tokens."""
+        limit = self.budget
+        at = Occupancy(prompt, (prompt,), prompt, 0, "prefill", True, prompt, precise=None if precise is None else (precise,))
+        full, low = prompt, 0
+        if prompt > limit:
+            full, low = self.precise_tokens(at) + self.window, limit - self.window - self.precise_tokens(at)
+        for _ in range(decoded):
+            full += 1
+            if full + low > limit:
+                at = Occupancy(0, (full + low,), 1, 0, "decode", True, prompt, precise=at.precise)
+                full, low = self.precise_tokens(at) + self.window, self._past(at) - self.precise_tokens(at)
+        return full, low
+
+    def expected_bytes(self, full: int, low: int, num_kv_heads: int, head_dim: int, element_bytes: int) -> int:
+        """Return the bytes of one layer's cache with so many tokens in full precision and in eight bits with a scale for keys and one for values."""
+        return 2 * num_kv_heads * (full * head_dim * element_bytes + low * (head_dim + element_bytes))
+
+    def _past(self, at: Occupancy) -> int:
+        if at.phase == "prefill":
+            return self.granted(at)[0] - self.window
+        return int(self.slack_ratio * (at.stored - self.window) + ROUND_OFF)

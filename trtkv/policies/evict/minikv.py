@@ -1,0 +1,57 @@
+"""MiniKV: persistent heavy hitters and the end of the prompt, chosen once (arXiv 2411.18077, section 3.1).
+
+The heavy hitters are the prompt tokens that received most attention from all prompt queries; what is chosen at the end of the prompt stays for the
+whole generation, and generated tokens are never evicted, so that codes can be written once. The released code selects per query head and repeats
+the cache; here a group's query heads share one set, by the mean of their scores.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from trtkv.errors import ConfigError
+from trtkv.plan import CacheView
+from trtkv.policies.base import ROUND_OFF
+from trtkv.policies.budgeted import Budgeted
+from trtkv.policies.ranking import group_mean
+
+
+class MiniKV(Budgeted):
+    """Keep heavy hitters and the newest tokens of the prompt.
+
+    heavy and recent: shares of the prompt; budget: so many tokens in all instead, half of them recent.
+    """
+
+    source: ClassVar[str] = "MiniKV, arXiv 2411.18077"
+    needs: ClassVar[frozenset[str]] = frozenset({"attention_mass"})
+    takes: ClassVar[frozenset[str]] = frozenset()
+    prompt_only: ClassVar[bool] = True
+    heavy: float = Field(0.25, ge=0.0, lt=1.0)
+    recent: float = Field(0.25, ge=0.0, lt=1.0)
+    budget: int | None = Field(None, gt=1)  # type: ignore[assignment]
+    pooling: Literal["mean", "max"] = "mean"
+
+    def reserved(self, prompt: int) -> tuple[int, int]:
+        """The recent share of the prompt."""
+        return 0, self.budget // 2 if self.budget else int(prompt * self.recent + ROUND_OFF)
+
+    def free(self, prompt: int) -> float:
+        """The heavy share of the prompt."""
+        return self.budget - self.budget // 2 if self.budget else prompt * self.heavy
+
+    def scores(self, view: CacheView) -> Tensor:
+        """Return the accumulated attention of the prompt's queries, mean over the group [Hk, S]."""
+        assert view.mass is not None
+        return group_mean(view.mass, view.keys.shape[0], self.pooling)
+
+    def expected_length(self, prompt: int, decoded: int) -> int:
+        """Return the stored tokens of a layer with the mean share, behind a prompt and so many generated tokens (appendix I)."""
+        return min(prompt, sum(self.reserved(prompt)) + int(self.free(prompt) + ROUND_OFF)) + decoded
+
+    def check(self, policy: str) -> None:
+        """Raise ConfigError when nothing would stay."""
+        if not self.budget and self.heavy + self.recent == 0:
+            raise ConfigError(f"evict.heavy and evict.recent of '{policy}' are both 0, so nothing would stay", "Raise one of them.")

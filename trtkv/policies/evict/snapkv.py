@@ -1,0 +1,62 @@
+"""SnapKV: tokens that the end of the prompt attends to, smoothed (arXiv 2404.14469, section 4).
+
+The last W queries' attention to the tokens before them is summed, smoothed by a pooling along the sequence, and the best stay with the window;
+generated tokens are never evicted. Released code pools per query head of a repeated cache; here the heads of a group share one set: pooling
+along the sequence first, then the mean over the group (for average pooling the order is irrelevant, for maximum pooling it is not).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from trtkv.errors import ConfigError
+from trtkv.plan import CacheView, Occupancy
+from trtkv.policies.budgeted import Budgeted
+from trtkv.policies.ranking import group_mean, window_attention
+
+
+class SnapKV(Budgeted):
+    """Keep what the end of the prompt attends to; evicts once.
+
+    window: queries that look, and last tokens that stay; kernel: width of the pooling along the sequence; smooth: its kind.
+    """
+
+    source: ClassVar[str] = "SnapKV, arXiv 2404.14469"
+    needs: ClassVar[frozenset[str]] = frozenset({"last_queries"})
+    takes: ClassVar[frozenset[str]] = frozenset()
+    prompt_only: ClassVar[bool] = True
+    window: int = Field(32, ge=1)
+    kernel: int = Field(5, ge=1)
+    smooth: Literal["avg", "max"] = "avg"
+    pooling: Literal["mean", "max"] = "mean"
+
+    @property
+    def observe_window(self) -> int:
+        """The window."""
+        return self.window
+
+    def reserved(self, prompt: int) -> tuple[int, int]:
+        """The window."""
+        return 0, self.window
+
+    def due(self, at: Occupancy) -> bool:
+        """Evict at the end of a prompt that is longer than the budget, whatever this layer was granted."""
+        return at.prompt > self.budget and super().due(at)
+
+    def scores(self, view: CacheView) -> Tensor:
+        """Return pooled column sums [Hk, S]; the window's own are zero."""
+        stored = view.keys.shape[1]
+        sums = window_attention(view)[:, :, : stored - self.window].sum(1)
+        pad = self.kernel // 2
+        pooled = F.avg_pool1d(sums, self.kernel, 1, pad) if self.smooth == "avg" else F.max_pool1d(sums, self.kernel, 1, pad)
+        return F.pad(group_mean(pooled, view.keys.shape[0], self.pooling), (0, self.window))
+
+    def check(self, policy: str) -> None:
+        """Raise ConfigError for a kernel that cannot be centred or a budget that is too small."""
+        super().check(policy)
+        if self.kernel % 2 == 0:
+            raise ConfigError(f"evict.kernel = {self.kernel} of '{policy}' is even", "Give an odd number, such as 5.")

@@ -1,0 +1,37 @@
+"""TOVA: the tokens that the newest query attends to (arXiv 2401.06104, section 3).
+
+All heads of a layer keep the same set, by the mean of the newest query's attention over all query heads. The paper does not protect the newest
+token; here it always stays.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from trtkv.plan import CacheView
+from trtkv.policies.budgeted import Budgeted
+from trtkv.policies.ranking import group_mean
+
+
+class Tova(Budgeted):
+    """Keep what the newest query attends to, in every step.
+
+    shared: all KV heads of a layer keep the same tokens, as in the paper; else each keeps its own.
+    """
+
+    source: ClassVar[str] = "TOVA, arXiv 2401.06104"
+    needs: ClassVar[frozenset[str]] = frozenset({"attention_newest", "dense_decode"})
+    budget: int = 512
+    shared: bool = True
+
+    def reserved(self, prompt: int) -> tuple[int, int]:
+        """The newest token."""
+        return 0, 1
+
+    def scores(self, view: CacheView) -> Tensor:
+        """Return the newest query's attention [Hk, S], mean over the layer or the group."""
+        assert view.newest is not None
+        heads = view.keys.shape[0]
+        return view.newest.mean(0).expand(heads, -1) if self.shared else group_mean(view.newest, heads)

@@ -1,0 +1,93 @@
+"""What KIVI and MiniKV share: keys in groups of tokens per channel, values in groups of channels per token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import gcd
+from typing import ClassVar, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from trtkv.config import ModelConfig
+from trtkv.errors import ConfigError
+from trtkv.plan import BufferSpec
+from trtkv.policies.base import Part, Quantize
+from trtkv.policies.packing import decode_minimum, encode_minimum, pack, unpack
+
+
+class Grouped(Quantize):
+    """Round keys per channel over groups of tokens, and values per token over groups of channels.
+
+    bits: of a code; group: numbers that share scale and minimum (for values the largest divisor of it that divides the head); residual: newest
+    tokens in full precision.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"settled_prefix", "equal_heads"})
+    bits: Literal[2, 4] = 2
+    group: int = Field(32, ge=4)
+    residual: int = Field(128, ge=4)
+
+    @property
+    def key_group(self) -> int:
+        """The group."""
+        return self.group
+
+    @property
+    def residual_tokens(self) -> int:
+        """The residual."""
+        return self.residual
+
+    def encode(self, x: Tensor, part: Part) -> dict[str, Tensor]:
+        """Encode keys [Hk, S, D] to codes [Hk, S / g, D, g bits / 8] and metadata [Hk, S / g, D]; values to [Hk, S, D bits / 8] and [Hk, S, D / g]."""
+        if part == "keys":
+            codes, scale, minimum = encode_minimum(x.unflatten(1, (-1, self.group)).transpose(2, 3), self.bits)
+            return {"codes": pack(codes, self.bits), "scale": scale, "minimum": minimum}
+        codes, scale, minimum = encode_minimum(x.unflatten(2, (-1, gcd(self.group, x.shape[2]))), self.bits)
+        return {"codes": pack(codes, self.bits).flatten(2), "scale": scale, "minimum": minimum}
+
+    def decode(self, codes: Mapping[str, Tensor], part: Part) -> Tensor:
+        """Decode keys or values to [Hk, S, D] fp32."""
+        plain = unpack(codes["codes"], self.bits)
+        if part == "keys":
+            return decode_minimum(plain, codes["scale"], codes["minimum"]).transpose(2, 3).flatten(1, 2)
+        return decode_minimum(plain.unflatten(2, (codes["scale"].shape[2], -1)), codes["scale"], codes["minimum"]).flatten(2)
+
+    def bits_per_element(self, part: Part, head_dim: int, metadata_bits: int = 16) -> float:
+        """Code bits and a share of scale and minimum."""
+        return self.bits + 2 * metadata_bits / (self.group if part == "keys" else gcd(self.group, head_dim))
+
+    def buffers(self, model: ModelConfig, page_size: int, layers: tuple[int, ...]) -> tuple[BufferSpec, ...]:
+        """Codes, scale and minimum of keys and values, in pages of encoded tokens."""
+        heads, dim, groups = model.num_kv_heads, model.head_dim, page_size // self.group
+        share, width = dim // gcd(self.group, dim), self.group * self.bits // 8
+        keys = {"tokens_per_entry": self.group, "pool": "encoded"}
+        return (
+            BufferSpec("key_codes", ("P", heads, groups, dim, width), "P Hk N/g D g*bits/8", "uint8", layers, **keys),  # type: ignore[arg-type]
+            BufferSpec("key_scale", ("P", heads, groups, dim), "P Hk N/g D", model.dtype, layers, **keys),  # type: ignore[arg-type]
+            BufferSpec("key_minimum", ("P", heads, groups, dim), "P Hk N/g D", model.dtype, layers, **keys),  # type: ignore[arg-type]
+            BufferSpec("value_codes", ("P", heads, page_size, dim * self.bits // 8), "P Hk N D*bits/8", "uint8", layers, pool="encoded"),
+            BufferSpec("value_scale", ("P", heads, page_size, share), "P Hk N D/g", model.dtype, layers, pool="encoded"),
+            BufferSpec("value_minimum", ("P", heads, page_size, share), "P Hk N D/g", model.dtype, layers, pool="encoded"),
+        )
+
+    def expected_bytes(self, stored: int, encoded: tuple[int, int], num_kv_heads: int, head_dim: int, element_bytes: int) -> int:
+        """Return the bytes of one layer's cache of `stored` tokens, of which so many keys and values are encoded, metadata and residual included."""
+        total = 0.0
+        for part, count in zip(("keys", "values"), encoded, strict=True):
+            bits = self.bits_per_element("keys" if part == "keys" else "values", head_dim, 8 * element_bytes)
+            total += num_kv_heads * head_dim * (count * bits / 8 + (stored - count) * element_bytes)
+        return round(total)
+
+    def check(self, policy: str) -> None:
+        """Raise ConfigError when groups do not fill bytes or the residual is no multiple of the group."""
+        if self.group % (8 // self.bits):
+            raise ConfigError(
+                f"quantize.group = {self.group} of '{policy}' does not fill whole bytes with {self.bits}-bit codes",
+                f"Give a multiple of {8 // self.bits}.",
+            )
+        if self.residual % self.group:
+            raise ConfigError(
+                f"quantize.residual = {self.residual} of '{policy}' is not a multiple of the group {self.group}",
+                f"Give {self.group} or a multiple of it.",
+            )

@@ -1,0 +1,28 @@
+"""A host pool for pages between the steps that select them (FreeKV, ArkVale, ShadowKV).
+
+Sink and window stay on the device; every other full page lives in pinned host memory and is copied to the device when a selection names it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from trtkv.policies.base import Offload, Part
+
+
+class Host(Offload):
+    """Keep all pages but sink and window in host memory.
+
+    parts: what is moved out, keys and values or values alone; schedule: "speculative" recalls behind the attention of the previous step what its query
+    selected, "blocking" recalls before attention.
+    """
+
+    source: ClassVar[str] = "FreeKV, arXiv 2505.13109"
+    needs: ClassVar[frozenset[str]] = frozenset({"pages_chosen"})
+    parts: Literal["both", "values"] = "both"
+    schedule: Literal["speculative", "blocking"] = "speculative"
+
+    def tier(self, part: Part, page: int, pages: int, sink_pages: int, window_pages: int) -> Literal["device", "host"]:
+        """Tell where a page of so many lives between the steps that select it."""
+        near = page < sink_pages or page >= pages - window_pages
+        return "device" if near or (part == "keys" and self.parts == "values") else "host"

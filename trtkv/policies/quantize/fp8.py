@@ -1,0 +1,55 @@
+"""ARKV's middle state: eight-bit floats (e4m3) with one scale a token and head (Lei and Ilager, section IV-F).
+
+The paper says "per-token scale"; the released code shares a scale between all heads of a slot, whose tokens differ, so here it is one a token and
+head. Encoded are the tokens that the evict role marks; one that is promoted again keeps the numbers that its code stood for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from trtkv.config import ModelConfig
+from trtkv.plan import BufferSpec
+from trtkv.policies.base import Part, Quantize
+
+LARGEST = 448.0  # the greatest number that e4m3 holds
+
+
+class Fp8(Quantize):
+    """Keep the tokens that the evict role demotes in eight-bit floats."""
+
+    source: ClassVar[str] = "ARKV, Lei and Ilager"
+    needs: ClassVar[frozenset[str]] = frozenset({"precision_classes"})
+    token_granular: ClassVar[bool] = True
+    demoted_only: ClassVar[bool] = True
+
+    def encode(self, x: Tensor, part: Part) -> dict[str, Tensor]:
+        """Encode keys or values [Hk, S, D] to e4m3 bytes uint8 [Hk, S, D] and a scale [Hk, S] in the dtype of x."""
+        scale = (x.abs().amax(-1).float() / LARGEST).to(x.dtype)
+        scale = scale.where(scale > 0, torch.ones_like(scale))
+        codes = (x.float() / scale.float()[..., None]).clamp(-LARGEST, LARGEST)
+        return {"codes": codes.to(torch.float8_e4m3fn).view(torch.uint8), "scale": scale}
+
+    def decode(self, codes: Mapping[str, Tensor], part: Part) -> Tensor:
+        """Decode keys or values to [Hk, S, D] fp32."""
+        return codes["codes"].view(torch.float8_e4m3fn).float() * codes["scale"].float()[..., None]
+
+    def bits_per_element(self, part: Part, head_dim: int, metadata_bits: int = 16) -> float:
+        """Eight bits and a share of the scale."""
+        return 8 + metadata_bits / head_dim
+
+    def buffers(self, model: ModelConfig, page_size: int, layers: tuple[int, ...]) -> tuple[BufferSpec, ...]:
+        """Codes and scale of keys and values, in pages of encoded tokens."""
+        row = ("P", model.num_kv_heads, page_size)
+        return tuple(
+            spec
+            for part in ("key", "value")
+            for spec in (
+                BufferSpec(f"{part}_codes", (*row, model.head_dim), "P Hk N D", "uint8", layers, pool="encoded"),
+                BufferSpec(f"{part}_scale", row, "P Hk N", model.dtype, layers, pool="encoded"),
+            )
+        )

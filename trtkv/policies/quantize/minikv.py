@@ -1,0 +1,36 @@
+"""MiniKV's two-bit cache: KIVI's codes in groups of 16, with keys and values encoded together (arXiv 2411.18077, section 3.1).
+
+At the end of the prompt whole groups are encoded and the rest begins the residual; in decode the residual is encoded when it holds 128 tokens, before
+the attention of that step, so that the newest token is then read from its codes (KIVI encodes behind the attention).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from trtkv.plan import Occupancy
+from trtkv.policies.grouped import Grouped
+
+
+class MiniKVBits(Grouped):
+    """Two bits in groups of 16, keys and values together, before attention."""
+
+    source: ClassVar[str] = "MiniKV, arXiv 2411.18077"
+    flush_first: ClassVar[bool] = True
+    group: int = 16
+
+    def flush(self, at: Occupancy, encoded: tuple[int, int]) -> tuple[int, int]:
+        """Encode whole groups at the end of the prompt, in decode all of a full residual; nothing before the prompt is complete."""
+        if not at.complete:
+            return encoded
+        settled = min(at.stored, at.settled)
+        if at.phase == "decode" and settled - encoded[0] < self.residual:
+            return encoded
+        count = encoded[0] + (settled - encoded[0]) // self.group * self.group
+        return count, count
+
+    def expected_encoded(self, retained: int, decoded: int) -> int:
+        """Return the encoded tokens behind a prompt of which `retained` stayed and so many generated tokens."""
+        first = retained // self.group * self.group
+        residual = retained - first + decoded
+        return first + residual // self.residual * self.residual

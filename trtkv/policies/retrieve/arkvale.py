@@ -1,0 +1,74 @@
+"""ArkVale: pages by bounding volumes of their keys (NeurIPS 2024, section 4).
+
+The default digest is a box around the middle of the page's range whose half width is the mean distance from it ("cuboid-mean"); a ball around that
+middle is the alternative. In the released code all heads of a layer share one selection (`shared`); here a group agrees by the mean of its
+scores. What the released code recalls per step is bounded separately from what is resident; here the budget is what a query reads.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from trtkv.config import ModelConfig
+from trtkv.plan import BufferSpec, Pooling
+from trtkv.policies.base import Retrieve
+from trtkv.policies.bounds import ball_score, box_score, mean_boxes, page_boxes
+
+
+class ArkVale(Retrieve):
+    """Read the pages whose bounding volumes promise most.
+
+    page: tokens of a page; digest: box, or ball with the mean or the largest distance as radius; shared: one selection for all heads of a layer.
+    """
+
+    source: ClassVar[str] = "ArkVale, NeurIPS 2024"
+    gives: ClassVar[frozenset[str]] = frozenset({"pages_chosen"})
+    sink: int = 32
+    window: int = 64
+    dense_layers: int = 2
+    pooling: Pooling = "mean"
+    page: int = Field(32, ge=1)
+    digest: Literal["cuboid-mean", "ball-mean", "ball-max"] = "cuboid-mean"
+    shared: bool = False
+
+    @property
+    def unit(self) -> int:
+        """The page."""
+        return self.page
+
+    @property
+    def summary_group(self) -> int:
+        """The page."""
+        return self.page
+
+    def summarize(self, keys: Tensor) -> dict[str, Tensor]:
+        """Enclose the keys [Hk, S, D] of every page: low and high [Hk, M, D], or centre [Hk, M, D] and radius [Hk, M], in the keys' dtype."""
+        if self.digest == "cuboid-mean":
+            low, high = mean_boxes(keys, self.page)
+            return {"low": low.to(keys.dtype), "high": high.to(keys.dtype)}
+        low, high = page_boxes(keys.float(), self.page)
+        centre = (low + high) / 2
+        distance = (keys.float().unflatten(1, (-1, self.page)) - centre[:, :, None]).norm(dim=-1)
+        radius = distance.mean(2) if self.digest == "ball-mean" else distance.amax(2)
+        return {"centre": centre.to(keys.dtype), "radius": radius.to(keys.dtype)}
+
+    def score(self, query: Tensor, summary: dict[str, Tensor]) -> Tensor:
+        """Score pages by the highest product inside their volume [Hq, M]."""
+        if "low" in summary:
+            scores = box_score(query, summary["low"], summary["high"])
+        else:
+            scores = ball_score(query, summary["centre"], summary["radius"])
+        return scores.mean(0).expand_as(scores) if self.shared else scores
+
+    def buffers(self, model: ModelConfig, page_size: int, layers: tuple[int, ...]) -> tuple[BufferSpec, ...]:
+        """The volume of every page: two corners, or centre and radius."""
+        row = ("P", model.num_kv_heads, page_size // self.page)
+        if self.digest == "cuboid-mean":
+            return (BufferSpec("page_bounds", (*row, 2, model.head_dim), "P Hk N/p 2 D", model.dtype, layers, tokens_per_entry=self.page),)
+        return (
+            BufferSpec("page_centre", (*row, model.head_dim), "P Hk N/p D", model.dtype, layers, tokens_per_entry=self.page),
+            BufferSpec("page_radius", row, "P Hk N/p", model.dtype, layers, tokens_per_entry=self.page),
+        )

@@ -1,0 +1,58 @@
+"""What selection means: pool the scores of a group's query heads, take the exact best, add what every query reads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trtkv.policies.base import Retrieve
+from trtkv.policies.ranking import best, group_mean, span
+
+
+def pool(scores: Tensor, num_kv_heads: int, scale: float, pooling: str) -> Tensor:
+    """Let the query heads of a group agree: scores [Hq, U] fp32 to [Hk, U], or unchanged for pooling "none".
+
+    The softmax runs over all units that have a summary, scaled as attention is: sums of raw scores follow the loudest head.
+    """
+    if pooling == "none":
+        return scores
+    if pooling.startswith("softmax"):
+        scores = torch.softmax(scores * scale, -1)
+    return group_mean(scores, num_kv_heads, pooling.rpartition("-")[2])
+
+
+def choose(role: Retrieve, scores: Tensor, stored: int, forced: Tensor | None = None) -> Tensor:
+    """Return the units [H, K] int64, ascending, that a query reads of `stored` tokens, from pooled scores [H, U].
+
+    Read are the units of sink and window, those behind the last full group, the forced ones [H, U] bool, and the best of the others until
+    the budget is used. The last unit may be an open page.
+    """
+    units, closed = -(-stored // role.unit), stored // role.summary_group * role.summary_group
+    first = -(-role.sink // role.unit)
+    last = max(first, min(closed, stored - role.window) // role.unit)
+    wanted = -(-role.budget // role.unit) - first - (units - last)
+    heads = scores.shape[0]
+    if wanted >= last - first:
+        return span(0, units, scores).expand(heads, -1)
+    middle = scores[:, first:last]
+    if forced is not None:
+        middle = middle.masked_fill(forced[:, first:last], float("inf"))
+    ends = [span(0, first, scores).expand(heads, -1), best(middle, max(0, wanted)) + first, span(last, units, scores).expand(heads, -1)]
+    return torch.cat(ends, 1)
+
+
+def speculative_query(role: Retrieve, query: Tensor, previous: Tensor | None, num_kv_heads: int) -> Tensor:
+    """Return the query [Hq, D] that each head selects with: this step's where the role corrects, else the previous step's.
+
+    The first decode step of a sequence has no previous query and uses its own.
+    """
+    if previous is None:
+        return query
+    own = role.corrected(query, previous, num_kv_heads).repeat_interleave(query.shape[0] // num_kv_heads)
+    return torch.where(own[:, None], query, previous)
+
+
+def tokens_of(units: Tensor, unit: int, stored: int) -> Tensor:
+    """Return the stored tokens [K] int64 of selected units [U], without the unused rest of an open page."""
+    tokens = (units[:, None] * unit + span(0, unit, units)).flatten()
+    return tokens[tokens < stored]
