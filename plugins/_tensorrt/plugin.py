@@ -93,11 +93,11 @@ class PluginLogic:
         self._check_inputs(types)
         return [self.trt.DataType.INT32 if self.face.integer_output else types[0]]
 
-    @guarded(lambda self, inputs, shape_inputs, builder: [self.trt.DimsExprs(inputs[0]) if inputs else self.trt.DimsExprs(0)])
-    def get_output_shapes(self, inputs: Sequence[Any], shape_inputs: Sequence[Any], builder: Any) -> list[Any]:
+    @guarded(lambda self, inputs, shape_inputs, expressions: [self.trt.DimsExprs(inputs[0]) if inputs else self.trt.DimsExprs(0)])
+    def get_output_shapes(self, inputs: Sequence[Any], shape_inputs: Sequence[Any], expressions: Any) -> list[Any]:
         """Ask the face, which sees known dimensions as integers and others as TensorRT's expressions."""
         shape = self.face.shape([tuple(_dimension(dims[i]) for i in range(len(dims))) for dims in inputs], self.config)
-        return [self.trt.DimsExprs([builder.constant(dim) if isinstance(dim, int) else dim for dim in shape])]
+        return [self.trt.DimsExprs([expressions.constant(dim) if isinstance(dim, int) else dim for dim in shape])]
 
     @guarded(lambda self, position, in_out, num_inputs: False)
     def supports_format_combination(self, position: int, in_out: Sequence[Any], num_inputs: int) -> bool:

@@ -5,7 +5,7 @@ from trtkv.plugins.kv_append.op import append
 
 FACE = OpFace(
     name="KvAppend",
-    inputs=("qkv", "positions", "cu_seqlens", "seq_lens", "stored_lens", "slots", "page_table", "rope", "state"),
+    inputs=("qkv", "positions", "cu_seqlens", "seq_lens", "stored_lens", "slots", "page_table", "rope", "state", "q_norm", "k_norm"),
     optional=("q_norm", "k_norm"),
     integer_output=False,
     shape=lambda inputs, config: (inputs[0][0], config.num_q_heads * config.head_dim),

@@ -5,7 +5,7 @@ from trtkv.plugins.kv_attend.op import attend
 
 FACE = OpFace(
     name="KvAttend",
-    inputs=("query", "cu_seqlens", "seq_lens", "stored_lens", "slots", "page_table", "state"),
+    inputs=("query", "cu_seqlens", "seq_lens", "stored_lens", "slots", "page_table", "state", "selection"),
     optional=("selection",),
     integer_output=False,
     shape=lambda inputs, config: (inputs[0][0], config.num_q_heads * config.head_dim),

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from trtkv.plan import SelectPlan
@@ -39,9 +38,10 @@ def _dense(session: Session, layer: int, config: OpConfig, row: Row, query: Tens
     keys, values = (read_pages(session.buffer(name, layer), row)[:, : row.stored] for name in ("keys", "values"))
     if row.new == 1:
         return _decode(query[0], keys, values, config).unsqueeze(0)
-    mask = causal_lower_right(row.new, row.stored)
     heads_first = query.transpose(0, 1).unsqueeze(0)
-    out = scaled_dot_product_attention(heads_first, keys[None], values[None], attn_mask=mask, scale=config.scale, enable_gqa=True)
+    whole = row.new == row.stored
+    mask = None if whole else torch.ones(row.new, row.stored, dtype=torch.bool, device=query.device).tril(row.stored - row.new)
+    out = scaled_dot_product_attention(heads_first, keys[None], values[None], attn_mask=mask, is_causal=whole, scale=config.scale, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 

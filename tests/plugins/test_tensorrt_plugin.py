@@ -3,6 +3,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import os
+import platform
 import struct
 import subprocess
 import sys
@@ -110,7 +112,9 @@ def test_parser_gets_shapes_and_dtypes_from_the_face(rtx: backend.Backend, norms
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         assert trt.OnnxParser(network, rtx.logger).parse(graph(1, norms=norms))
         layers = {network.get_layer(index).name: network.get_layer(index) for index in range(network.num_layers)}
-        found = {name: (tuple(layers[name].get_output(0).shape), layers[name].get_output(0).dtype) for name in ("query.0", "selection.0", "attended.0")}
+        found = {
+            name: (tuple(layers[name].get_output(0).shape), layers[name].get_output(0).dtype) for name in ("query.0", "selection.0", "attended.0")
+        }
         arity = layers["query.0"].num_inputs
     recorder.check(BuildError)
     assert found == {"query.0": ((-1, 32), trt.bfloat16), "selection.0": ((-1, 1, 4), trt.int32), "attended.0": ((-1, 32), trt.bfloat16)}
@@ -129,7 +133,9 @@ def test_attributes_survive_serialization(rtx: backend.Backend) -> None:
 
 @pytest.mark.trt
 @needs_rtx
-@pytest.mark.parametrize(("dtype", "fits"), [("BF16", True), ("HALF", True), ("FLOAT", True), ("INT32", True), ("INT64", True), ("INT8", False), ("BOOL", False)])
+@pytest.mark.parametrize(
+    ("dtype", "fits"), [("BF16", True), ("HALF", True), ("FLOAT", True), ("INT32", True), ("INT64", True), ("INT8", False), ("BOOL", False)]
+)
 def test_formats(rtx: backend.Backend, dtype: str, fits: bool) -> None:
     trt = rtx.trt
     plugin = make_plugin_class(trt, ATTEND)(0, CONFIG, recorder=Recorder(), runtime=False)
@@ -141,7 +147,7 @@ def test_formats(rtx: backend.Backend, dtype: str, fits: bool) -> None:
     linear = [entry(dtype, trt.TensorFormat.LINEAR), entry("INT32", trt.TensorFormat.LINEAR), entry(dtype, trt.TensorFormat.LINEAR)]
     assert plugin.supports_format_combination(0, linear, 2) is fits
     assert plugin.supports_format_combination(2, linear, 2)
-    assert not plugin.supports_format_combination(2, [*linear[:2], entry("INT8", trt.TensorFormat.LINEAR)], 2)
+    assert not plugin.supports_format_combination(2, [*linear[:2], entry("UINT8", trt.TensorFormat.LINEAR)], 2)
     assert not plugin.supports_format_combination(0, [entry("HALF", trt.TensorFormat.HWC)], 2)
     assert select.supports_format_combination(2, [*linear[:2], entry("INT32", trt.TensorFormat.LINEAR)], 2)
 
@@ -269,7 +275,7 @@ def test_recorder_raises_the_first_exception_once() -> None:
     recorder.check(BuildError)
     recorder.add("here", ValueError("first\nline"))
     recorder.add("there", ValueError("second"))
-    with pytest.raises(BuildError, match="here failed: ValueError: first line. This is a defect") as caught:
+    with pytest.raises(BuildError, match=r"here failed: ValueError: first line. This is a defect") as caught:
         recorder.check(BuildError)
     assert isinstance(caught.value.__cause__, ValueError)
     recorder.check(BuildError)
@@ -282,7 +288,7 @@ def test_recorder_prefers_interrupts_and_leaves_user_errors_alone() -> None:
     with pytest.raises(KeyboardInterrupt):
         recorder.check(BuildError)
     recorder.add("here", EngineError("what", "do"))
-    with pytest.raises(EngineError, match="what. do"):
+    with pytest.raises(EngineError, match=r"what\. do"):
         recorder.check(BuildError)
     recorder.add("the progress function", OSError("pipe"), as_is=True)
     with pytest.raises(OSError, match="pipe"):
@@ -336,7 +342,7 @@ def test_parser_library_is_provided_and_leaves_no_file(tmp_path: Path) -> None:
         "trt = load('tensorrt_rtx').trt\nctypes.CDLL(RTX_LIBRARY)\nprint(trt.__name__)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, env={**__import__("os").environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, check=False
+        [sys.executable, "-c", script], cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, check=False
     )
     assert done.stdout.strip() == "tensorrt_rtx", done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -344,7 +350,7 @@ def test_parser_library_is_provided_and_leaves_no_file(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ELF is the format of Linux")
 def test_alias_library_is_found_by_its_name(tmp_path: Path) -> None:
-    machine = backend.ELF_MACHINES[__import__("platform").machine()]
+    machine = backend.ELF_MACHINES[platform.machine()]
     path = tmp_path / "any-file-name"
     path.write_bytes(backend.elf_alias("libtrtkv-alias-test.so", "libm.so.6", machine))
     ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
@@ -377,3 +383,70 @@ def test_messages_go_to_the_thread_that_waits_for_them() -> None:
     log.add("late", error=True)
     assert (mine.errors, mine.warnings) == (["my error"], ["nobody's"])
     assert (other[0].errors, other[0].warnings) == (["their error"], [])
+
+
+# On a GPU
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", list(tensors.TORCH_NAMES))
+def test_device_memory_is_viewed_not_copied(dtype: str) -> None:
+    owner = torch.arange(24, device="cuda").to(getattr(torch, tensors.TORCH_NAMES[dtype])).view(2, 3, 4)
+    view = tensors.wrap(owner.data_ptr(), (2, 3, 4), dtype)
+    assert view.data_ptr() == owner.data_ptr()
+    assert view.dtype == owner.dtype
+    assert torch.equal(view, owner)
+    view.fill_(1)
+    assert bool((owner == 1).all())
+    assert tensors.wrap(owner.data_ptr(), (0, 4), dtype).shape == (0, 4)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_enqueue_works_on_the_given_stream_and_can_be_captured() -> None:
+    session, stream = Session(), torch.cuda.Stream()
+    plugin = attached(session)
+    q, lens, out = (
+        torch.randn(5, 32, device="cuda").bfloat16(),
+        torch.ones(2, dtype=torch.int32, device="cuda"),
+        torch.ones(5, 32, device="cuda").bfloat16(),
+    )
+
+    def call(target: PluginLogic) -> None:
+        target.enqueue(
+            [desc(q), desc(lens)], [desc(out)], [q.data_ptr(), lens.data_ptr()], [out.data_ptr()], 0, torch.cuda.current_stream().cuda_stream
+        )
+
+    for target, expected in ((plugin, q.clone()), (attached(None), torch.zeros_like(q))):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            call(target)
+        stream.synchronize()
+        assert torch.equal(out, expected)
+        graph_, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        with torch.cuda.graph(graph_, stream=stream):
+            call(target)
+        assert torch.cuda.current_stream() == before
+        out.fill_(3)
+        graph_.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_driver_and_torch_agree_on_the_device() -> None:
+    assert cuda.device_count() == torch.cuda.device_count()
+    assert cuda.compute_capability() == "{}{}".format(*torch.cuda.get_device_capability(0))
+    assert cuda.compute_capability(999) is None
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_zero_fill_that_the_driver_refuses() -> None:
+    with pytest.raises(RuntimeError, match="cuMemsetD8Async of 8 bytes failed with code"):
+        cuda.zero_fill(0, 8, 0)

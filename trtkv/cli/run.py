@@ -102,7 +102,7 @@ def run(
     else:
         _answer(llm, prompts, params)
     if not quiet:
-        notes.print(figures(llm))
+        notes.print(figures(llm), markup=False)
 
 
 def figures(llm: LLM) -> str:
@@ -198,12 +198,15 @@ def _converse(llm: LLM, params: SamplingParams, system: str | None) -> None:
 def _turn(llm: LLM, params: SamplingParams, history: list[dict[str, str]]) -> list[dict[str, str]]:
     answer = ""
     try:
-        for piece in _pieces(llm, llm.chat(history), params):
+        prompt = llm.chat(history)
+        for piece in _pieces(llm, prompt, params):
             print(piece, end="", flush=True)
             answer += piece
     except RequestError as error:
-        notes.print(f"{error}")
+        notes.print(str(error), markup=False)
         return history[:-1]
+    except KeyboardInterrupt:
+        notes.print(" (stopped)", style="dim")
     print()
-    notes.print(figures(llm), style="dim")
+    notes.print(figures(llm), style="dim", markup=False)
     return [*history, {"role": "assistant", "content": answer}]

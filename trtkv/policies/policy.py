@@ -154,13 +154,8 @@ def _partners(role: Role, kind: str | None) -> list[str]:
 
     every = [preset(name) for name in policy_presets()]
     own = [one for one in every if type(one.roles.get(role.kind)) is type(role)]
-    joined = [
-        a if a.roles.get(str(kind)) else a + b
-        for a in own
-        for b in every
-        if kind and (a.roles.get(kind) or not set(a.roles) & set(b.roles) and b.roles.get(kind))
-    ]
-    return [one.name for one in (joined + own if kind else own) if not one._clash()]
+    joined = [a + b for a in own for b in every if kind in b.roles and not set(a.roles) & set(b.roles)] if kind else []
+    return [one.name for one in joined + own if not one._clash()]
 
 
 def _file(role: Role) -> str:

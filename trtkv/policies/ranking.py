@@ -10,7 +10,7 @@ from trtkv.plan import CacheView
 
 def best(scores: Tensor, count: int) -> Tensor:
     """Return the ascending indices [H, count] int64 of the highest scores [H, U]; of equal scores the lowest index wins."""
-    order = scores.sort(-1, descending=True, stable=True).indices
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
     return order[..., :count].sort(-1).values
 
 

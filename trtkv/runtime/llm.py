@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from trtkv.errors import RequestError
@@ -153,6 +152,7 @@ class LLM:
         one.tokens.append(token)
         text, reason = checker.push(token)
         if reason is None and one.num_generated >= one.max_tokens:
+            # The engine's limit can come before the request's own, which the checker counts.
             text, reason = text + checker.flush(), "length"
         if reason is not None:
             scheduler.remove(one)
@@ -163,8 +163,4 @@ def _sample(logits: Tensor, wanted: Sequence[Running], params: Sequence[Sampling
     if not wanted:
         return [], []
     settings = [params[one.request] for one in wanted]
-    histories = [one.tokens for one in wanted]
-    ids, logprobs = sample(logits, settings, histories, [one.num_prompt for one in wanted])
-    wants = [bool(one.logprobs) for one in settings]
-    values = logprobs.tolist() if isinstance(logprobs, torch.Tensor) else list(logprobs)
-    return list(map(int, ids)), [value if want else None for value, want in zip(values, wants, strict=True)]
+    return sample(logits, settings, [one.tokens for one in wanted], [one.num_prompt for one in wanted])

@@ -1,0 +1,64 @@
+"""Record which tokens kvpress keeps, for tests/policies/test_kvpress.py.
+
+Runs in an environment of its own, because kvpress patches transformers and needs an older one:
+    python -m venv venv && venv/bin/pip install torch "kvpress==0.5.5" "transformers>=4.56,<5.3"
+    venv/bin/python build_scripts/record_kvpress.py tests/policies/data/kvpress.npz
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from kvpress import KeyDiffPress, KnormPress, LagKVPress, SnapKVPress, StreamingLLMPress, TOVAPress
+
+TOKENS, KV_HEADS, HEADS, DIM = 147, 2, 6, 16
+LAG, SINK = 16, 4
+
+
+def attention(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Return causal attention [1, Hq, N, N] fp32 of q [N, Hq, D] over k [N, Hk, D]."""
+    keys = k.repeat_interleave(HEADS // KV_HEADS, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, keys) / DIM**0.5
+    future = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+    return scores.masked_fill(future, float("-inf")).softmax(-1)[None]
+
+
+def kept(press: object, k: torch.Tensor, v: torch.Tensor, count: int, probs: torch.Tensor | None = None) -> np.ndarray:
+    """Return the indices [Hk, count], ascending, of the highest scores that a press gives keys and values [N, Hk, D]."""
+    module = SimpleNamespace(config=SimpleNamespace(num_attention_heads=HEADS), layer_idx=0)
+    keys, values = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    press.compression_ratio = 1 - (count + 0.5) / len(k)  # int() of the product must not lose a token
+    scores = press.score(module, torch.zeros(1, len(k), 1), keys, values, probs, {})
+    return scores[0].topk(count, -1).indices.sort(-1).values.numpy().astype(np.int16)
+
+
+def main(target: Path) -> None:
+    """Write inputs (fp16 numbers, computed with in fp32) and kept indices."""
+    torch.manual_seed(20251105)
+    half = {"q": torch.randn(TOKENS, HEADS, DIM).half(), "k": torch.randn(TOKENS, KV_HEADS, DIM).half(), "v": torch.randn(TOKENS, KV_HEADS, DIM).half()}
+    q, k, v = (half[name].float() for name in "qkv")
+    probs = attention(q, k)
+    found: dict[str, np.ndarray] = {}
+    for length in (SINK + 2 * LAG, 100, TOKENS):
+        partitions, rest = divmod(length - SINK, LAG)
+        for stay in (3, 8):
+            count = SINK + (partitions - 1) * stay + LAG + rest
+            found[f"lagkv-{length}-{stay}"] = kept(LagKVPress(n_sink=SINK, lag_size=LAG), k[:length], v[:length], count)
+    for part in range((TOKENS - SINK) // LAG - 1):
+        rows = slice(SINK + part * LAG, SINK + (part + 1) * LAG)
+        found[f"knorm-{part}-5"] = kept(KnormPress(), k[rows], v[rows], 5)
+    for count in (24, 60, 110):
+        found[f"streaming-{count}"] = kept(StreamingLLMPress(n_sink=SINK), k, v, count)
+        found[f"snapkv-{count}"] = kept(SnapKVPress(window_size=16, kernel_size=5), k, v, count, probs)
+        found[f"tova-{count}"] = kept(TOVAPress(), k, v, count, probs)
+        found[f"keydiff-{count}"] = kept(KeyDiffPress(), k, v, count)
+    with target.open("wb") as file:
+        np.savez_compressed(file, **{name: x.numpy() for name, x in half.items()}, **found)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from tokenizers import pre_tokenizers
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 300,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+@pytest.fixture(autouse=True)
+def home(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home of its own for every test that does not use the real model."""
+    if request.node.get_closest_marker("weights"):
+        return Path()
+    monkeypatch.setenv("TRTKV_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "home"
+
+
+def write_config(path: Path, **changes: object) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    return path
+
+
+@dataclass(frozen=True)
+class TinyGguf:
+    """A GGUF file with the Hugging Face weights that it was made from."""
+
+    file: Path
+    weights: dict[str, np.ndarray]
+
+
+def write_gguf(file: Path, *, arch: str = "llama", pre: str = "smollm", extra: str | None = None) -> TinyGguf:
+    """Write a small llama as llama.cpp does: q and k rows interleaved, byte-level BPE, digits split."""
+    random = np.random.default_rng(0)
+    e, f, layers, heads, kv = 64, 96, 2, 4, 2
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *LETTERS, "Ġt", "he", "Ġthe"]
+    tokens += [f"<pad{index}>" for index in range(300 - len(tokens))]
+    shapes = {"model.embed_tokens.weight": (300, e), "model.norm.weight": (e,)}
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.input_layernorm.weight": (e,), f"{at}.post_attention_layernorm.weight": (e,)}
+        shapes |= {f"{at}.self_attn.{name}_proj.weight": (rows, e) for name, rows in (("q", e), ("k", e // 2), ("v", e // 2), ("o", e))}
+        shapes |= {f"{at}.mlp.gate_proj.weight": (f, e), f"{at}.mlp.up_proj.weight": (f, e), f"{at}.mlp.down_proj.weight": (e, f)}
+    weights = {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    writer = gguf.GGUFWriter(str(file), arch)
+    writer.add_block_count(layers)
+    writer.add_context_length(128)
+    writer.add_embedding_length(e)
+    writer.add_feed_forward_length(f)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv)
+    writer.add_rope_freq_base(50000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
+    writer.add_token_merges(["Ġ t", "h e", "Ġt he"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}")
+    for name, weight in weights.items():
+        writer.add_tensor(_gguf_name(name), _interleave(name, weight, heads, kv))
+    if extra:
+        writer.add_tensor(extra, np.ones(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return TinyGguf(file, weights)
+
+
+def _gguf_name(name: str) -> str:
+    words = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output"}
+    words |= {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+    words |= {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "model.layers": "blk"}
+    words |= {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
+    for ours, theirs in words.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def _interleave(name: str, weight: np.ndarray, heads: int, kv: int) -> np.ndarray:
+    count = heads if "q_proj" in name else kv if "k_proj" in name else None
+    if count is None:
+        return weight
+    out = np.empty_like(weight)
+    dim = weight.shape[0] // count
+    for head in range(count):
+        for pair in range(dim // 2):
+            out[head * dim + 2 * pair] = weight[head * dim + pair]
+            out[head * dim + 2 * pair + 1] = weight[head * dim + dim // 2 + pair]
+    return out
+
+
+@pytest.fixture
+def tiny_gguf(tmp_path: Path) -> TinyGguf:
+    return write_gguf(tmp_path / "tiny.gguf")

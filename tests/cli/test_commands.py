@@ -1,0 +1,260 @@
+"""Commands as a user types them, in this process: output, exit codes, and one-line errors with a fix."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny import TinyModel, make_tiny
+from trtkv.cli import main
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TRTKV_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "home"
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory, tiny_llama: TinyModel) -> Path:
+    out = tmp_path_factory.mktemp("engine") / "tiny"
+    assert call("build", "--model", tiny_llama.path, "--policy", "fier", "--budget", 64, "--out", out, "--backend", "none", "--max-seq-len", 256) == 0
+    return out
+
+
+def call(*words: object) -> int:
+    try:
+        main([str(word) for word in words])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *words: object, code: int = 1) -> str:
+    capsys.readouterr()
+    assert call(*words) == code
+    seen = capsys.readouterr()
+    lines = [line for line in seen.err.splitlines() if line.strip()]
+    assert len(lines) == 1, seen.err
+    assert "Traceback" not in seen.err
+    return lines[0]
+
+
+def output(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
+    capsys.readouterr()
+    assert call(*words, "--json") == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_build_run_and_reuse(engine: Path, tiny_llama: TinyModel, capsys: pytest.CaptureFixture[str]) -> None:
+    again = output(capsys, "build", "--model", tiny_llama.path, "--policy", "fier", "--budget", 64, "--out", engine, "--backend", "none", "--max-seq-len", 256)
+    assert again["policy"] == "fier"
+    assert again["backend"] is None
+    answer = output(capsys, "run", engine, "hello " * 20, "--max-tokens", 8, "--ignore-eos")
+    assert len(answer["token_ids"]) == 8
+    assert answer["finish_reason"] == "length"
+    assert answer["stats"]["generated_tokens"] == 8
+    assert answer["stats"]["prompt_tokens"] == 120
+    # Two dense layers read the 120 to 127 tokens stored so far, the third reads its budget.
+    assert answer["stats"]["tokens_read_per_step"] == pytest.approx((2 * 124 + 64) / 3)
+
+
+def test_prompts_from_files_and_standard_input(engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("first prompt")
+    (tmp_path / "b.txt").write_text("second, a longer prompt")
+    capsys.readouterr()
+    assert call("run", engine, "--prompt-file", tmp_path / "a.txt", "--prompt-file", tmp_path / "b.txt", "--max-tokens", 4, "--ignore-eos", "--json") == 0
+    together = [json.loads(line)["token_ids"] for line in capsys.readouterr().out.splitlines()]
+    alone = [output(capsys, "run", engine, text, "--max-tokens", 4, "--ignore-eos")["token_ids"] for text in ("first prompt", "second, a longer prompt")]
+    assert together == alone
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"first prompt\n")))
+    assert output(capsys, "run", engine, "--max-tokens", 4, "--ignore-eos")["token_ids"] == alone[0]
+
+
+def test_chat_uses_the_template(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = output(capsys, "run", engine, "<|user|>hello<|end|><|assistant|>", "--max-tokens", 4, "--ignore-eos")
+    chat = output(capsys, "run", engine, "hello", "--chat", "--max-tokens", 4, "--ignore-eos")
+    assert chat["token_ids"] == plain["token_ids"]
+    assert chat["prompt_tokens"] == len("hello") + 3
+
+
+def test_streamed_text_is_the_whole_answer(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = output(capsys, "run", engine, "hello", "--max-tokens", 12, "--ignore-eos")["text"]
+    capsys.readouterr()
+    assert call("run", engine, "hello", "--max-tokens", 12, "--ignore-eos", "--quiet") == 0
+    assert capsys.readouterr().out == whole + "\n"
+
+
+def test_random_weights_need_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = make_tiny("qwen2", tmp_path / "shape")
+    (tiny.path / "model.safetensors").unlink()
+    assert call("build", "--model", tiny.path, "--out", tmp_path / "engine", "--backend", "none") == 0
+    assert "no weights" in complaint(capsys, "run", tmp_path / "engine", "hello")
+    answer = output(capsys, "run", tmp_path / "engine", "hello", "--weights", "random", "--max-tokens", 3, "--ignore-eos")
+    assert len(answer["token_ids"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--model", "qwen2.5-7c"], ["unknown model 'qwen2.5-7c'", "qwen2.5-7b"]),
+        (["--model", "qwen2.5-7b", "--policy", "fire"], ["unknown policy 'fire'", "fier"]),
+        (["--model", "qwen2.5-7b", "--policy", "fier", "--set", "retrieve.budgt=5"], ["unknown policy field 'retrieve.budgt'", "retrieve.budget"]),
+        (["--model", "qwen2.5-7b", "--policy", "fier", "--set", "retrieve.budget"], ["has no value", "role.field=value"]),
+        (["--model", "qwen2.5-7b", "--policy", "fier", "--set", "retrieve.group=48"], ["retrieve.group = 48", "32, 64, 128 or 256"]),
+        (["--model", "qwen2.5-7b", "--policy", "fier", "--budget", "20"], ["budget 20", "below sink", "--budget 33"]),
+        (["--model", "qwen2.5-7b", "--policy", "fier", "--budget", "0"], ["retrieve.budget = 0", "greater than 0"]),
+        (["--model", "qwen2.5-7b", "--policy", "full", "--budget", "64"], ["a budget means nothing", "--budget"]),
+        (["--model", "qwen2.5-7b", "--policy", "fier+quest"], ["both retrieve", "alone"]),
+        (["--model", "qwen2.5-7b", "--policy", "nowhere:Policy"], ["unknown policy module 'nowhere'", "importable"]),
+        (["--model", "qwen2.5-7b", "--max-seq-len", "65536"], ["beyond the model's 32768 positions", "yarn:2"]),
+        (["--model", "qwen2.5-7b", "--rope-scaling", "ntk:2"], ["'ntk:2' is not understood", "yarn:4"]),
+        (["--model", "qwen2.5-7b", "--dtype", "int8"], ["unknown dtype 'int8'", "bfloat16"]),
+        (["--model", "./nowhere"], ["./nowhere"]),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else None,
+)
+def test_wrong_builds_are_one_line_with_a_fix(words: list[str], expected: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    line = complaint(capsys, "build", *words, "--out", tmp_path / "engine")
+    for part in expected:
+        assert part in line
+    assert [one for one in tmp_path.iterdir() if one.name != "home"] == []
+
+
+@pytest.mark.parametrize(("words", "expected"), [(["buidl"], "build"), (["build"], "--model"), (["build", "--modle", "x"], "--model"), (["build", "--model"], "--model")])
+def test_wrong_usage_exits_with_two(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert expected in complaint(capsys, *words, code=2)
+
+
+def damage(path: Path, name: str) -> None:
+    file = path / name
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    file.write_bytes(bytes(data))
+
+
+def edit_manifest(path: Path, **changes: object) -> None:
+    file = path / "manifest.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("harm", "expected"),
+    [
+        (lambda path: damage(path, "graph.onnx"), ["graph.onnx", "checksum", "--force"]),
+        (lambda path: (path / "graph.onnx").unlink(), ["graph.onnx", "missing", "--force"]),
+        (lambda path: (path / "manifest.json").write_text("{"), ["manifest.json", "damaged", "trtkv build"]),
+        (lambda path: (path / "manifest.json").unlink(), ["not an engine directory", "trtkv build"]),
+        (lambda path: edit_manifest(path, format=99), ["format 99", "--force"]),
+        (lambda path: edit_manifest(path, model={}), ["manifest.json", "damaged", "--force"]),
+        (lambda path: edit_manifest(path, checkpoint="/nowhere", model_name="gone"), ["no weights", "trtkv pull"]),
+    ],
+    ids=["graph", "no graph", "cut manifest", "no manifest", "format", "field", "checkpoint gone"],
+)
+def test_damaged_engines(harm: Any, expected: list[str], engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(engine, copy)
+    harm(copy)
+    line = complaint(capsys, "run", copy, "hello")
+    for part in expected:
+        assert part in line
+
+
+def test_prompts_that_cannot_be_served(engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "the prompt is empty" in complaint(capsys, "run", engine, "")
+    long = complaint(capsys, "run", engine, "a" * 300)
+    assert "300 tokens" in long and "takes 255" in long and "--max-seq-len" in long
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    assert "not UTF-8" in complaint(capsys, "run", engine, "--prompt-file", tmp_path / "latin")
+    assert "cannot be read" in complaint(capsys, "run", engine, "--prompt-file", tmp_path / "nowhere")
+    assert "top_p" in complaint(capsys, "run", engine, "hello", "--top-p", 1.5)
+    assert "device 'tpu'" in complaint(capsys, "run", engine, "hello", "--device", "tpu")
+    assert "TensorRT cannot run this engine here" in complaint(capsys, "run", engine, "hello", "--executor", "tensorrt")
+    assert "cache of one sequence" in complaint(capsys, "run", engine, "hello", "--cache-gib", 0.00001)
+    assert "does not exist" in complaint(capsys, "run", engine, "hello", "--weights", tmp_path / "nowhere")
+
+
+def test_weights_that_exceed_the_memory(engine: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trtkv.runtime.memory.available_bytes", lambda device: 1000)
+    line = complaint(capsys, "run", engine, "hello")
+    assert "the weights take" in line and "1000 B of cpu memory is available" in line
+
+
+def test_a_full_disk_leaves_nothing(tiny_llama: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("trtkv.manifest.Manifest.write", full)
+    line = complaint(capsys, "build", "--model", tiny_llama.path, "--out", tmp_path / "engine", "--backend", "none")
+    assert "disk" in line and "full" in line
+    assert [one for one in tmp_path.iterdir() if one.name != "home"] == []
+
+
+def test_a_directory_that_is_no_engine_is_not_overwritten(tiny_llama: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    assert "not an engine directory" in complaint(capsys, "build", "--model", tiny_llama.path, "--out", tmp_path / "mine", "--backend", "none")
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"model_type": "gemma3"}, ["model type 'gemma3'", "llama, mistral, qwen2, qwen3"]),
+        ({"hidden_act": "gelu"}, ["activation 'gelu'"]),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["rope scaling 'dynamic'", "yarn"]),
+        ({"quantization_config": {"quant_method": "awq"}}, ["'awq'", "float16"]),
+        ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 64}, ["sliding window of 64"]),
+        ({"mlp_bias": True}, ["biases"]),
+        ({"attention_bias": True}, ["attention_bias"]),
+        ({"head_dim": 20}, ["head dimension 20"]),
+        ({"num_key_value_heads": 4}, ["6 query heads", "4 key-value heads"]),
+        ({"vocab_size": None}, ["vocab_size"]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_models_that_are_not_supported(change: dict[str, object], expected: list[str], tiny_llama: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(tiny_llama.path, copy)
+    raw = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**raw, **change}))
+    line = complaint(capsys, "build", "--model", copy, "--out", tmp_path / "engine", "--backend", "none")
+    for part in expected:
+        assert part in line
+
+
+def test_checkpoints_that_do_not_fit(tiny_llama: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "no config.json" in complaint(capsys, "build", "--model", empty, "--out", tmp_path / "engine")
+    copy = tmp_path / "model"
+    shutil.copytree(tiny_llama.path, copy)
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    assert "truncated" in complaint(capsys, "build", "--model", copy, "--out", tmp_path / "engine", "--backend", "none")
+    shutil.copytree(tiny_llama.path, tmp_path / "shape")
+    raw = json.loads((tmp_path / "shape" / "config.json").read_text())
+    (tmp_path / "shape" / "config.json").write_text(json.dumps({**raw, "intermediate_size": 128}))
+    line = complaint(capsys, "build", "--model", tmp_path / "shape", "--out", tmp_path / "engine", "--backend", "none")
+    assert "mlp" in line and "128" in line and "112" in line
+
+
+def test_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [row["name"] for row in output(capsys, "models")]
+    assert {"qwen2.5-7b", "llama-3.1-8b", "smollm2-135m"} <= set(names)
+    assert {"full", "fier"} <= {row["name"] for row in output(capsys, "policies")}
+    report = output(capsys, "doctor")
+    assert {"packages", "machine", "abilities"} == set(report)
+    plan = output(capsys, "plan", "--model", "llama-3.1-8b", "--policy", "fier", "--context", 32768, "--gpu-memory", "24GiB")
+    keys = 2 * 8 * 128 * 2 * 32
+    index = (8 * 16 + 8 * 2 * 128 * 2 // 32) * 30
+    assert plan["bytes_per_token"] == keys + index
+    assert plan["stored_bytes"] == 32768 * (keys + index)
+    assert "not understood" in complaint(capsys, "plan", "--model", "llama-3.1-8b", "--context", 8, "--gpu-memory", "much")

@@ -1,0 +1,46 @@
+"""Policies and tensors small enough for a property to be tried many times."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trtkv.policies.policy import Policy
+from trtkv.policies.registry import parse_policy
+from trtkv.presets import policy_presets
+
+PRESETS = tuple(policy_presets())
+# Sizes of the papers are thousands of tokens; these keep every mechanism at work within two hundred.
+SMALL = {
+    "lag": 16,
+    "sink": 4,
+    "window": 8,
+    "page": 8,
+    "chunk": 8,
+    "outliers": 2,
+    "residual": 32,
+    "interval": 8,
+    "near": 16,
+    "dense_layers": 0,
+    "skip_layers": (),
+}
+
+
+def small(name: str, budget: int | None = 96) -> Policy:
+    """Return a preset, or several joined, with small sizes and a budget wherever it lives (None: as the paper has it)."""
+    policy = parse_policy(name)
+    for kind, role in policy.roles.items():
+        fields = type(role).model_fields
+        update: dict[str, object] = {key: value for key, value in SMALL.items() if key in fields}
+        if budget is not None and "budget" in fields:
+            update["budget"] = budget
+        policy = policy.model_copy(update={kind: role.model_copy(update=update)})
+    return policy.check()
+
+
+def tensors(tokens: int, q_heads: int = 4, kv_heads: int = 2, dim: int = 16, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Return random queries, keys and values; keys drift, so that tokens are not all alike."""
+    made = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(tokens, heads, dim, generator=made) for heads in (q_heads, kv_heads, kv_heads))
+    drift = torch.linspace(0, 6, tokens)[:, None, None] + torch.arange(dim)
+    return q.to(dtype), (k + drift.sin()).to(dtype), v.to(dtype)

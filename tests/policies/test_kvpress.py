@@ -1,0 +1,52 @@
+"""The same tokens stay as in kvpress 0.5.5, from vectors that build_scripts/record_kvpress.py recorded (fp32)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from trtkv.plan import CacheView, Occupancy
+from trtkv.policies.ranking import attention, span
+from trtkv.policies.registry import role_class
+
+DATA = np.load(Path(__file__).parent / "data" / "kvpress.npz")
+Q, K, V = (torch.from_numpy(DATA[name]).float() for name in "qkv")
+RECORDED = [name for name in DATA.files if len(name) > 1]
+
+
+def view_of(keys: Tensor, values: Tensor, queries: Tensor) -> CacheView:
+    tokens, heads, dim = keys.shape
+    at = Occupancy(seen=tokens, lengths=(tokens,) * heads, new=tokens, phase="prefill", prompt=tokens)
+    k = keys.transpose(0, 1)
+    newest = attention(queries[-1:], k, dim**-0.5)[:, 0]
+    return CacheView(at, k, values.transpose(0, 1), span(0, tokens, k).expand(heads, -1), dim**-0.5, queries, newest=newest)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_same_tokens_stay(name: str) -> None:
+    method, _, rest = name.partition("-")
+    first, _, second = rest.partition("-")
+    keys, values, queries = K, V, Q[-1:]
+    if method == "lagkv":
+        role = role_class("evict", "lagkv")(lag=16, sink=4, ratio=int(second) / 16)
+        keys, values = K[: int(first)], V[: int(first)]
+    elif method == "knorm":  # a partition of ours is a whole cache of theirs
+        role = role_class("evict", "lagkv")(lag=16, sink=0, ratio=int(second) / 16, score="norm")
+        start = 4 + 16 * int(first)
+        keys, values = K[start : start + 32], V[start : start + 32]
+    else:
+        own = {"snapkv": {"window": 16, "kernel": 5}}.get(method, {})
+        role = role_class("evict", method)(budget=int(first), **own)
+        queries = Q[-16:]
+    view = view_of(keys, values, queries)
+    assert role.due(view.at)
+    kept = role.keep(view).kept
+    assert tuple(map(len, kept)) == role.remaining(view.at)
+    expected = torch.from_numpy(DATA[name]).long()
+    for mine, theirs in zip(kept, expected, strict=True):
+        assert torch.equal(mine[mine < 16] if method == "knorm" else mine, theirs)
+    assert len(expected) == len(kept) == 2

@@ -1,0 +1,124 @@
+"""Round trips: at most half a step, plus what storing scale and minimum in the model's dtype costs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.policies.cases import small, tensors
+from trtkv.plan import Occupancy
+from trtkv.policies.base import Quantize
+from trtkv.policies.packing import pack, unpack
+from trtkv.policies.registry import role_class, role_names
+from trtkv.simulate import simulate
+
+DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
+PARTS = st.sampled_from(["keys", "values"])
+
+
+def made(name: str, bits: int) -> Quantize:
+    cls = role_class("quantize", name)
+    return cls(bits=bits) if "bits" in cls.model_fields else cls()
+
+
+@given(bits=st.sampled_from([2, 4, 8]), seed=st.integers(0, 99))
+def test_packing_is_lossless(bits: int, seed: int) -> None:
+    codes = torch.randint(0, 1 << bits, (3, 5, 16), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+    packed = pack(codes, bits)
+    assert packed.shape == (3, 5, 16 * bits // 8) and torch.equal(unpack(packed, bits), codes)
+    assert int(packed[0, 0, 0]) & ((1 << bits) - 1) == int(codes[0, 0, 0]), "the first code lies in the lowest bits"
+
+
+@pytest.mark.parametrize("name", role_names("quantize"))
+@given(bits=st.sampled_from([2, 4]), dim=st.sampled_from([16, 48, 128]), groups=st.integers(1, 3), part=PARTS, dtype=DTYPES, seed=st.integers(0, 999), size=st.sampled_from([0.01, 1.0, 300.0]))
+def test_round_trip(name: str, bits: int, dim: int, groups: int, part: str, dtype: torch.dtype, seed: int, size: float) -> None:
+    role = made(name, bits)
+    x = (torch.randn(2, groups * role.key_group, dim, generator=torch.Generator().manual_seed(seed)) * size).to(dtype)
+    codes = role.encode(x, part)
+    error = (role.decode(codes, part) - x.float()).abs()
+    assert bool((error <= bound(role, codes, x, part)).all())
+    stored = sum(one.numel() * one.element_size() for one in codes.values())
+    assert stored == x.numel() * role.bits_per_element(part, dim, 8 * dtype.itemsize) / 8
+    assert all(one.shape[0] == 2 and one.shape[1] in (x.shape[1], groups) for one in codes.values())
+
+
+def bound(role: Quantize, codes: dict[str, Tensor], x: Tensor, part: str) -> Tensor:
+    """Half a step; the scale's rounding counts once for each step of the largest code; decoding in fp32 costs a few units in the last place."""
+    eps, tiny = torch.finfo(x.dtype).eps, torch.finfo(x.dtype).tiny
+    if "bits" not in type(role).model_fields:
+        return x.float().abs() * (2.0**-4 + eps) + codes["scale"].float()[..., None] * 2.0**-10
+    scale, steps = codes["scale"].float(), (1 << role.bits) - 1
+    if "minimum" not in codes:
+        scale = scale[..., None].expand(x.shape)
+    elif part == "keys":
+        scale = scale.repeat_interleave(role.key_group, 1)
+    else:
+        scale = scale.repeat_interleave(x.shape[2] // scale.shape[2], 2)
+    return scale * (0.5 + steps * eps) + steps * tiny * eps + x.float().abs() * 1e-6 + 1e-7 * scale * steps
+
+
+@pytest.mark.parametrize("name", role_names("quantize"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("number", [0.0, 3.0, -0.25])
+def test_equal_numbers_survive(name: str, dtype: torch.dtype, number: float) -> None:
+    role = made(name, 4)
+    x = torch.full((1, role.key_group, 16), number, dtype=dtype)
+    for part in ("keys", "values"):
+        decoded = role.decode(role.encode(x, part), part)
+        assert bool(torch.isfinite(decoded).all())
+        assert torch.allclose(decoded, x.float(), atol=0, rtol=torch.finfo(dtype).eps)
+
+
+def test_extremes_of_fp16_do_not_overflow() -> None:
+    x = torch.tensor([-65504.0, 65504.0] * 16, dtype=torch.float16).reshape(1, 32, 1).expand(1, 32, 16).contiguous()
+    for name in ("kivi", "minikv", "qhitter"):
+        role = made(name, 2)
+        for part in ("keys", "values"):
+            assert bool(torch.isfinite(role.decode(role.encode(x, part), part)).all())
+
+
+def test_kivi_codes_keys_per_channel_and_values_per_token() -> None:
+    role = made("kivi", 2)
+    x = torch.zeros(1, 32, 16)
+    x[:, :, 5] = 1000.0  # one loud channel must not blur the others' keys; as values it does
+    x[:, :, 6] = torch.arange(32) % 2
+    assert torch.equal(role.decode(role.encode(x, "keys"), "keys"), x)
+    assert not torch.allclose(role.decode(role.encode(x, "values"), "values"), x, atol=0.1)
+
+
+def test_half_a_step_rounds_to_even() -> None:
+    x = torch.zeros(1, 32, 16)
+    x[0, :4, 0] = torch.tensor([0.0, 3.0, 0.5, 1.5])
+    assert role_class("quantize", "kivi")().decode(role_class("quantize", "kivi")().encode(x, "keys"), "keys")[0, :4, 0].tolist() == [0.0, 3.0, 0.0, 2.0]
+
+
+@pytest.mark.parametrize("prompt", [1, 31, 32, 33, 64, 100])
+def test_kivi_schedule(prompt: int) -> None:
+    q, k, v = tensors(prompt + 70, dtype=torch.float16)
+    done = simulate(small("kivi"), q, k, v, prefill=prompt)
+    role = small("kivi").quantize
+    for step, (full, encoded) in enumerate(done.lengths):
+        stored = prompt + step
+        assert (full, encoded) == (stored % 32, stored // 32 * 32)
+        assert done.stored_bytes[step] == role.expected_bytes(stored, (encoded, max(0, stored - 32)), 2, 16, 2)
+
+
+def test_kivi_encodes_behind_and_minikv_before_attention() -> None:
+    at = Occupancy(seen=64, lengths=(64,), settled=64, phase="decode", prompt=33)
+    q, k, v = tensors(64)
+    assert small("minikv").quantize.flush(at, (32, 32)) == (64, 64)
+    late = simulate(small("kivi"), q, k, v, prefill=63)
+    assert late.lengths[0] == (31, 32) and late.lengths[1] == (0, 64)
+    early = small("kivi").model_copy(update={"quantize": role_class("quantize", "minikv")(group=32, residual=32)})
+    assert not torch.equal(simulate(early, q, k, v, prefill=63).output[-1], late.output[-1]), "MiniKV reads the newest token from its codes"
+
+
+def test_demoted_tokens_keep_their_numbers_when_encoded_again() -> None:
+    role = made("fp8", 8)
+    x = torch.randn(2, 9, 32).to(torch.bfloat16)
+    once = role.decode(role.encode(x, "keys"), "keys").to(torch.bfloat16)
+    twice = role.decode(role.encode(once, "keys"), "keys")
+    assert (twice - once.float()).abs().max() <= 2 * torch.finfo(torch.bfloat16).eps * once.float().abs().max()

@@ -1,0 +1,389 @@
+from __future__ import annotations
+
+import ast
+import ctypes
+import inspect
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.toy_graph import needs_rtx
+from trtkv.build import tensorrt as build_module
+from trtkv.errors import EngineError
+from trtkv.plugins._tensorrt import plugin as plugin_module
+from trtkv.plugins._tensorrt.backend import Backend, MessageLog
+from trtkv.plugins._tensorrt.recorder import Recorder
+from trtkv.plugins.session import current
+from trtkv.runtime import tensorrt as runtime
+from trtkv.runtime.tensorrt import DECODE, PREFILL, TensorrtExecutor, can_run
+
+# What TensorRT's objects are called in the modules that use them.
+CLASSES = {
+    "engine": "ICudaEngine",
+    "_engine": "ICudaEngine",
+    "context": "IExecutionContext",
+    "_contexts": "IExecutionContext",
+    "runtime": "Runtime",
+    "builder": "Builder",
+    "expressions": "IExprBuilder",
+    "network": "INetworkDefinition",
+    "parser": "OnnxParser",
+    "config": "IBuilderConfig",
+    "native": "IOptimizationProfile",
+    "first": "ParserError",
+    "trt": "",
+    "get_plugin_registry": "IPluginRegistry",
+}
+
+
+def used_attributes(module: Any) -> set[tuple[str, str]]:
+    """List (TensorRT class, attribute) of everything that a module asks of TensorRT's objects."""
+    found = set()
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        if isinstance(node, ast.Attribute):
+            owner = node.value
+            owner = owner.value if isinstance(owner, ast.Subscript) else owner.func if isinstance(owner, ast.Call) else owner
+            name = owner.attr if isinstance(owner, ast.Attribute) else owner.id if isinstance(owner, ast.Name) else ""
+            if name in CLASSES:
+                found.add((CLASSES[name], node.attr))
+    return found
+
+
+@pytest.mark.trt
+@needs_rtx
+@pytest.mark.parametrize(("module", "least"), [(runtime, 15), (build_module, 15), (plugin_module, 10)])
+def test_every_attribute_used_of_tensorrt_exists(module: Any, least: int) -> None:
+    import tensorrt_rtx as trt
+
+    skip = {("IBuilderConfig", "to_json")} if module is plugin_module else set()  # there `config` is the op's
+    used = used_attributes(module) - skip
+    assert len(used) >= least
+    missing = [(owner, name) for owner, name in used if not hasattr(getattr(trt, owner) if owner else trt, name)]
+    assert missing == []
+
+
+@pytest.mark.trt
+@needs_rtx
+def test_enumerations_have_the_members_used() -> None:
+    import tensorrt_rtx as trt
+
+    assert hasattr(trt.ExecutionContextAllocationStrategy, "USER_MANAGED")
+    assert hasattr(trt.TensorIOMode, "INPUT")
+    assert all(hasattr(trt.DataType, name) for name in runtime.TORCH_NAMES)
+
+
+# A small engine of the same interface on CPU memory: logits[r] = table[token[last[r]]] * scale
+
+
+class Engine:
+    """Two profiles: decode up to 4 tokens and sequences, prefill up to 16 tokens of 4 sequences."""
+
+    num_optimization_profiles = 2
+    device_memory_size_v2 = 64
+    INPUTS: ClassVar[dict[str, tuple[str, tuple[int, ...]]]] = {
+        "token_ids": ("INT32", (-1,)),
+        "seq_lens": ("INT32", (-1,)),
+        "page_table": ("INT32", (2, -1, -1)),
+        "last_rows": ("INT32", (-1,)),
+        "rope": ("FLOAT", (8,)),
+        "table": ("BF16", (10, 3)),
+    }
+    RANGES: ClassVar[dict[str, list[Any]]] = {
+        "token_ids": [((1,), (4,), (4,)), ((1,), (16,), (16,))],
+        "seq_lens": [((1,), (4,), (4,))] * 2,
+        "page_table": [((2, 1, 1), (2, 4, 5), (2, 4, 5))] * 2,
+        "last_rows": [((1,), (4,), (4,))] * 2,
+    }
+    num_io_tensors = len(INPUTS) + 1
+
+    def __init__(self) -> None:
+        self.contexts: list[Context] = []
+        self.refuse_context = False
+
+    def get_tensor_name(self, index: int) -> str:
+        return [*self.INPUTS, "logits"][index]
+
+    def get_tensor_mode(self, name: str) -> str:
+        return "in" if name in self.INPUTS else "out"
+
+    def get_tensor_dtype(self, name: str) -> Any:
+        return SimpleNamespace(name=self.INPUTS[name][0] if name in self.INPUTS else "FLOAT")
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return self.INPUTS[name][1] if name in self.INPUTS else (-1, 3)
+
+    def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, ...]]:
+        return list(self.RANGES[name][profile])
+
+    def create_execution_context(self, strategy: str) -> Context | None:
+        assert strategy == "user"
+        if self.refuse_context:
+            return None
+        self.contexts.append(Context(self, current()))
+        return self.contexts[-1]
+
+
+class Context:
+    """Refuses what TensorRT refuses: shapes outside its profile, running without shapes, addresses, memory or profile."""
+
+    def __init__(self, engine: Engine, session: Any) -> None:
+        self.engine, self.session = engine, session
+        self.profile: int | None = None
+        self.memory: tuple[int, int] | None = None
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.addresses: dict[str, int] = {}
+        self.calls: list[str] = []
+        self.fail: Any = None
+
+    def set_device_memory(self, address: int, size: int) -> None:
+        self.memory = (address, size)
+
+    def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
+        self.profile = profile
+        return stream == 42
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        self.calls.append(f"shape:{name}")
+        low, _, high = self.engine.RANGES[name][self.profile or 0]
+        self.shapes[name] = tuple(shape)
+        return all(a <= b <= c for a, b, c in zip(low, shape, high, strict=True))
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        self.calls.append(f"address:{name}")
+        self.addresses[name] = address
+        return address != 0
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return (*self.shapes["last_rows"], 3) if name == "logits" else self.shapes.get(name, self.engine.get_tensor_shape(name))
+
+    def read(self, name: str) -> Tensor:
+        dtypes = {"INT32": torch.int32, "FLOAT": torch.float32, "BF16": torch.bfloat16}
+        shape, dtype = self.get_tensor_shape(name), dtypes[self.engine.get_tensor_dtype(name).name]
+        size = math.prod(shape) * dtype.itemsize
+        return torch.frombuffer((ctypes.c_byte * size).from_address(self.addresses[name]), dtype=dtype).view(shape)
+
+    def execute_async_v3(self, stream: int) -> bool:
+        self.calls.append("execute")
+        if self.fail is not None:
+            self.fail()
+            return False
+        if stream != 42 or self.memory is None or set(self.addresses) != {*self.engine.INPUTS, "logits"}:
+            return False
+        rows = self.read("token_ids")[self.read("last_rows").long()].long()
+        self.read("logits").copy_(self.read("table")[rows].float() * self.read("rope")[0] + self.read("page_table").sum())
+        return True
+
+
+class Lane:
+    handle = 42
+
+    def __init__(self) -> None:
+        self.depth, self.entries = 0, 0
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        self.entries += 1
+        yield
+
+
+TRT = SimpleNamespace(TensorIOMode=SimpleNamespace(INPUT="in"), ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED="user"))
+TABLE = torch.arange(30, dtype=torch.bfloat16).view(10, 3)
+
+
+class Setup:
+    def __init__(self, **bindings: Tensor) -> None:
+        self.engine, self.log, self.recorder = Engine(), MessageLog(), Recorder()
+        self.session = SimpleNamespace(device=torch.device("cpu"))
+        self.bindings = {"table": TABLE, **bindings}
+
+    def executor(self) -> TensorrtExecutor:
+        backend = Backend("tensorrt", "11.0", TRT, None, self.log)
+        return TensorrtExecutor(self.engine, backend, self.session, self.bindings, self.recorder, Lane())  # type: ignore[arg-type]
+
+
+def step(tokens: list[int], sequences: int, rows: list[int], *, pages: int = 1, rope: Tensor | None = None) -> dict[str, Tensor]:
+    as_int = lambda values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
+    return {
+        "token_ids": as_int(tokens),
+        "seq_lens": as_int([9] * sequences),
+        "page_table": torch.ones(2, sequences, pages, dtype=torch.int32),
+        "last_rows": as_int(rows),
+        "rope": torch.full((8,), 2.0) if rope is None else rope,
+    }
+
+
+def expected(inputs: dict[str, Tensor]) -> Tensor:
+    rows = inputs["token_ids"][inputs["last_rows"].long()].long()
+    return TABLE[rows].float() * inputs["rope"][0] + inputs["page_table"].sum()
+
+
+STEPS = [
+    ([3, 1], 2, [0, 1]),
+    ([5], 1, [0]),
+    ([7, 8, 9, 2, 4, 6], 3, [1, 3, 5]),
+    ([1, 2], 1, [1]),
+    ([4, 3, 2, 1], 4, [0, 1, 2, 3]),
+    ([0] * 16, 4, [15]),
+]
+
+
+def test_steps_give_the_graphs_result_in_the_right_profile() -> None:
+    setup = Setup()
+    executor, results = setup.executor(), []
+    rope = torch.full((8,), 2.0)
+    for index, (tokens, sequences, rows) in enumerate(STEPS):
+        inputs = step(tokens, sequences, rows, pages=1 + index % 5, rope=rope)
+        results.append((executor.run(inputs), expected(inputs)))
+    assert all(torch.equal(got, wanted) and got.shape == wanted.shape for got, wanted in results)
+    ran = [context.calls.count("execute") for context in setup.engine.contexts]
+    assert ran == [3, 3]
+    assert executor.name == "tensorrt"
+
+
+def test_contexts_are_made_in_the_session_and_share_their_memory() -> None:
+    setup = Setup()
+    setup.executor()
+    contexts = setup.engine.contexts
+    assert [context.profile for context in contexts] == [DECODE, PREFILL]
+    assert all(context.session is setup.session for context in contexts)
+    assert contexts[0].memory == contexts[1].memory
+    assert contexts[0].memory is not None
+    assert contexts[0].memory[1] == 64
+    assert current() is None
+
+
+def test_repeated_steps_set_neither_shapes_nor_addresses() -> None:
+    setup = Setup()
+    executor, rope = setup.executor(), torch.full((8,), 2.0)
+    inputs = step([3, 1], 2, [0, 1], rope=rope)
+    executor.run(inputs)
+    decode = setup.engine.contexts[DECODE]
+    decode.calls.clear()
+    executor.run({name: tensor if name == "rope" else tensor.clone() for name, tensor in inputs.items()})
+    assert decode.calls == ["execute"]
+    executor.run(step([3, 1], 2, [0, 1], pages=2, rope=rope))
+    assert decode.calls == ["execute", "shape:page_table", "execute"]
+
+
+def test_inputs_of_fixed_shape_are_read_where_they_lie() -> None:
+    setup = Setup()
+    executor, rope = setup.executor(), torch.full((8,), 2.0)
+    inputs = step([3], 1, [0], rope=rope)
+    executor.run(inputs)
+    assert all(context.addresses["rope"] == rope.data_ptr() for context in setup.engine.contexts)
+    assert all(context.addresses["table"] == TABLE.data_ptr() for context in setup.engine.contexts)
+    other = torch.full((8,), 5.0)
+    assert torch.equal(executor.run({**inputs, "rope": other}), expected({**inputs, "rope": other}))
+
+
+def test_results_stay_when_the_next_step_runs() -> None:
+    executor = Setup().executor()
+    first = executor.run(step([3], 1, [0]))
+    kept = first.clone()
+    executor.run(step([4], 1, [0]))
+    assert torch.equal(first, kept)
+
+
+def test_a_batch_of_single_tokens_beyond_decode_goes_to_prefill() -> None:
+    setup = Setup()
+    setup.engine.RANGES = {**Engine.RANGES, "token_ids": [((1,), (2,), (2,)), ((1,), (16,), (16,))]}
+    executor = setup.executor()
+    assert executor.choose_profile(step([1, 2], 2, [0])) == DECODE
+    assert executor.choose_profile(step([1, 2, 3], 3, [0])) == PREFILL
+
+
+def test_step_beyond_the_limits_names_the_input() -> None:
+    executor = Setup().executor()
+    with pytest.raises(EngineError, match=r"the step's 'token_ids' has shape \(17,\), this engine takes up to \(16,\)"):
+        executor.run(step([0] * 17, 4, [0]))
+    assert executor.run(step([1], 1, [0])).shape == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("bindings", "words"),
+    [
+        ({"table": TABLE.float()}, "'table' is torch.float32"),
+        ({"table": TABLE[:5]}, r"\(5, 3\), the engine takes torch.bfloat16 \(10, 3\)"),
+        ({"weight": TABLE}, "no input 'weight'"),
+    ],
+)
+def test_bindings_that_do_not_fit(bindings: dict[str, Tensor], words: str) -> None:
+    with pytest.raises(EngineError, match=words):
+        Setup(**bindings).executor()
+
+
+def test_context_that_cannot_be_made_says_why() -> None:
+    setup = Setup()
+    setup.engine.refuse_context = True
+    with pytest.raises(EngineError, match=r"TensorRT: its execution contexts cannot be made: it gave no reason. Try --executor torch"):
+        setup.executor()
+
+
+def test_failed_step_has_tensorrts_reason_or_else_the_plugins() -> None:
+    setup = Setup()
+    executor = setup.executor()
+    decode = setup.engine.contexts[DECODE]
+    decode.fail = lambda: setup.log.add("Error Code 1: out of\n memory.", error=True)
+    with pytest.raises(EngineError, match=r"TensorRT: the step failed: Error Code 1: out of memory. Try"):
+        executor.run(step([1], 1, [0]))
+    decode.fail = lambda: setup.recorder.add("KvAttend of layer 3: enqueue", KeyError("fier_bits"))
+    with pytest.raises(EngineError, match=r"KvAttend of layer 3: enqueue failed: KeyError: 'fier_bits'"):
+        executor.run(step([1], 1, [0]))
+    decode.fail = None
+    assert executor.run(step([1], 1, [0])).shape == (1, 3)
+
+
+# Where a plan can run
+
+
+def test_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert can_run("tensorrt_rtx", ()) == "there is no CUDA device, or torch was installed without CUDA"
+
+
+@pytest.mark.parametrize(
+    ("backend", "capability", "sms", "reason"),
+    [
+        ("tensorrt", (9, 0), (), None),
+        ("tensorrt", (9, 0), ("90",), None),
+        ("tensorrt", (9, 0), ("80",), r"built for sm 80 and this GPU is sm 90 \(build it with --sm 90\)"),
+        ("tensorrt_rtx", (8, 9), ("86", "89"), None),
+        ("tensorrt_rtx", (12, 0), ("120",), None),
+        ("tensorrt_rtx", (8, 0), ("86", "89"), "built for sm 86, 89 and this GPU is sm 80"),
+        ("tensorrt_rtx", (9, 0), (), "TensorRT-RTX does not support this GPU's compute capability 9.0"),
+        ("absent", (9, 0), (), "absent is not installed"),
+    ],
+)
+def test_on_a_device(monkeypatch: pytest.MonkeyPatch, backend: str, capability: tuple[int, int], sms: tuple[str, ...], reason: str | None) -> None:
+    members = dict.fromkeys(("CURRENT", "NONE", "SM80", "SM86", "SM89", "SM120"), 0)
+    modules = {"tensorrt": SimpleNamespace(), "tensorrt_rtx": SimpleNamespace(ComputeCapability=SimpleNamespace(__members__=members))}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(runtime, "available", lambda: dict.fromkeys(modules, "1"))
+    monkeypatch.setattr(runtime, "load", lambda name: Backend(name, "1", modules[name], None, MessageLog()))
+    found = can_run(backend, sms)
+    if reason is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert re.search(reason, found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_lane_is_in_order_with_the_callers_stream() -> None:
+    lane = runtime.Lane(torch.device("cuda"))
+    data = torch.zeros(1 << 24, device="cuda")
+    for index in range(20):
+        data.fill_(index)
+        with lane.entered():
+            assert torch.cuda.current_stream().cuda_stream == lane.handle
+            data.add_(1)
+        assert float((data - index).min()) == float((data - index).max()) == 1.0

@@ -1,0 +1,58 @@
+"""How many tokens a policy stores at every step, from integers alone: what a host can know before any device has computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from trtkv.plan import Occupancy
+from trtkv.policies.base import Grants
+from trtkv.policies.policy import Policy
+
+
+class Stored(NamedTuple):
+    """Tokens of each KV head behind a step, and how many leading keys and values are encoded."""
+
+    lengths: tuple[int, ...]
+    encoded: tuple[int, int]
+
+
+def trajectory(
+    policy: Policy, prompt: int, decoded: int, *, num_kv_heads: int, layer: int = 0, num_layers: int = 1, grants: Grants | None = None
+) -> list[Stored]:
+    """Return what a layer stores behind the prompt and behind each generated token: 1 + decoded entries.
+
+    grants is what `Evict.grants` returned for this prompt; asked for here unless an allocate role has to measure first. Encoded tokens that an evict
+    role chooses (`Quantize.demoted_only`) are not counted.
+    """
+    evict, quantize = policy.evict, policy.quantize
+    if grants is None:
+        grants = evict.grants(policy.allocate, num_layers, num_kv_heads, prompt) if evict else Grants(None, None)
+    lengths, encoded, settled, found = (prompt,) * num_kv_heads, (0, 0), 0, []
+    for step in range(decoded + 1):
+        if step:
+            lengths = tuple(length + 1 for length in lengths)
+        at = Occupancy(
+            seen=prompt + step,
+            lengths=lengths,
+            new=1 if step else prompt,
+            settled=settled if evict else min(lengths),
+            phase="decode" if step else "prefill",
+            prompt=prompt,
+            layer=layer,
+            num_layers=num_layers,
+            budget=grants.tokens[layer] if grants.tokens else None,
+            precise=grants.precise[layer] if grants.precise else None,
+        )
+        if quantize and not quantize.demoted_only and step and quantize.flush_first:
+            encoded = quantize.flush(at, encoded)
+        if evict and evict.due(at):
+            lengths = evict.remaining(at)
+            at = replace(at, lengths=lengths)
+        settled = evict.settled(at) if evict else min(lengths)
+        if quantize and not quantize.demoted_only:
+            encoded = quantize.flush(replace(at, lengths=lengths, settled=settled), encoded)
+            encoded = (min(encoded[0], max(lengths)), min(encoded[1], max(lengths)))
+        found.append(Stored(lengths, encoded))
+    return found
+

@@ -1,0 +1,231 @@
+"""Text to tokens and back: a `tokenizer.json` with the special tokens, end-of-text ids and chat template that stand beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from trtkv.errors import CheckpointError, RequestError
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+BAD = "\N{REPLACEMENT CHARACTER}"
+CLEAN_EVERY = 8  # tokens that a Detokenizer decodes again at most, as long as they are complete characters
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint or engine directory; raises CheckpointError when `tokenizer.json` is missing or damaged."""
+
+    def __init__(self, path: Path) -> None:
+        """Read `tokenizer.json` and, where they are there, tokenizer_config, special_tokens_map, generation_config and config."""
+        import tokenizers
+
+        self.path = Path(path)
+        file = self.path / "tokenizer.json"
+        if not file.is_file():
+            fix = "Save the fast tokenizer there: transformers.AutoTokenizer.from_pretrained(OLD).save_pretrained(NEW)."
+            raise CheckpointError(f"no tokenizer.json in '{self.path}'", fix)
+        try:
+            self._inner = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # noqa: BLE001 (the library raises nothing narrower)
+            raise CheckpointError(f"{file} cannot be read: {' '.join(str(error).split())[:120]}", "Fetch the file again.") from None
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        self._settings = _read_json(self.path / "tokenizer_config.json")
+        self.special = _special_tokens(self._settings, _read_json(self.path / "special_tokens_map.json"))
+        self.bos_id = self._id("bos_token")
+        self.eos_ids = self._end_ids()
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the tokenizer knows, added ones included; a model's vocabulary may be padded beyond."""
+        return int(self._inner.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Return the token ids of a text.
+
+        add_special adds what the checkpoint adds, such as a beginning-of-text token; a text that brings its own (a rendered chat) gets no
+        second one.
+        """
+        ids: list[int] = self._inner.encode(text, add_special_tokens=add_special).ids
+        doubled = add_special and self.bos_id is not None and ids[:2] == [self.bos_id] * 2 and text.startswith(self.special["bos_token"])
+        return ids[1:] if doubled else ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of token ids without special tokens; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary nothing."""
+        return str(self._inner.decode(list(ids), skip_special_tokens=True))
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        """Render messages (dicts with role and content) to a prompt with the checkpoint's chat template.
+
+        Raises RequestError when there is no template or it refuses the messages.
+        """
+        from jinja2 import TemplateError
+
+        try:
+            return self._template.render(
+                messages=list(messages), add_generation_prompt=add_generation_prompt, tools=None, documents=None, **self.special
+            )
+        except (TemplateError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+            reason = " ".join(str(error).split())[:160]
+            raise RequestError(f"the chat template refuses these messages: {reason}", "Check their roles, order and contents.") from None
+
+    @cached_property
+    def byte_ids(self) -> frozenset[int]:
+        """Ids of byte tokens such as <0xE2>: a run of them is text only as a whole. Empty for byte-level BPE."""
+        if "ByteFallback" not in str(json.loads(self._inner.to_str())["decoder"]):
+            return frozenset()
+        ids = (self._inner.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        return frozenset(id_ for id_ in ids if id_ is not None)
+
+    def is_hidden(self, id_: int) -> bool:
+        """Whether a token never appears in text: special, or beyond the vocabulary."""
+        return id_ in self._hidden or self._inner.id_to_token(id_) is None
+
+    @cached_property
+    def _hidden(self) -> frozenset[int]:
+        return frozenset(id_ for id_, token in self._inner.get_added_tokens_decoder().items() if token.special)
+
+    @cached_property
+    def _template(self) -> Template:
+        from jinja2 import TemplateSyntaxError
+
+        source = _template_source(self.path, self._settings)
+        if not source:
+            raise RequestError(f"'{self.path}' has no chat template", "Use an instruct model, or give a plain prompt.")
+        try:
+            return _environment().from_string(source)
+        except TemplateSyntaxError as error:
+            raise RequestError(
+                f"the chat template of '{self.path}' is damaged (line {error.lineno}: {error.message})", "Give a plain prompt."
+            ) from None
+
+    def _id(self, name: str) -> int | None:
+        return self._inner.token_to_id(self.special[name]) if name in self.special else None
+
+    def _end_ids(self) -> tuple[int, ...]:
+        found = {self._id("eos_token")}
+        for name in ("generation_config.json", "config.json"):
+            ids = _read_json(self.path / name).get("eos_token_id")
+            found |= set(ids) if isinstance(ids, list) else {ids}
+        return tuple(sorted(id_ for id_ in found if isinstance(id_, int)))
+
+
+class Detokenizer:
+    """Turns tokens into text as they come: `push` returns only text that later tokens cannot change.
+
+    Everything returned, with `flush` at the end, joins to exactly `decode` of all tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Begin a text."""
+        self._tokenizer = tokenizer
+        self._window: list[int] = []  # tokens that are decoded together: context, then those not yet returned in full
+        self._context = 0
+        self._sent = 0
+        self._in_bytes = False
+
+    def push(self, id_: int) -> str:
+        """Take a token; returns the text that is final with it, often empty."""
+        self._window.append(id_)
+        if self._tokenizer.byte_ids and not self._tokenizer.is_hidden(id_):
+            self._in_bytes = id_ in self._tokenizer.byte_ids
+        return "" if self._in_bytes else self._advance(final=False)
+
+    def flush(self) -> str:
+        """Return what was held back; the end of an incomplete character is U+FFFD."""
+        return self._advance(final=True)
+
+    def _advance(self, final: bool) -> str:
+        text = self._tokenizer.decode(self._window)
+        # However many bytes of a character are there, they decode to one U+FFFD.
+        end = len(text) - (not final and text.endswith(BAD))
+        out = text[self._sent : end]
+        self._sent = max(self._sent, end)
+        if end == len(text) and len(self._window) - self._context >= CLEAN_EVERY:
+            self._drop_context()
+        return out
+
+    def _drop_context(self) -> None:
+        # Decoders strip a space at the beginning of the text: the context keeps the rest from looking like a beginning.
+        rest = self._window[self._context :]
+        text = self._tokenizer.decode(rest)
+        if text:
+            self._window, self._context, self._sent = rest, len(rest), len(text)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}", "Fetch the file again.") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{file} is not a JSON object", "Fetch the file again.")
+    return data
+
+
+def _special_tokens(*settings: Mapping[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for table in settings:
+        for name in SPECIAL:
+            value = table.get(name)
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                found.setdefault(name, text)
+    return found
+
+
+def _template_source(path: Path, settings: Mapping[str, Any]) -> str | None:
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    source = settings.get("chat_template") or _read_json(path / "chat_template.json").get("chat_template")
+    if isinstance(source, list):
+        named = {one["name"]: one["template"] for one in source}
+        source = named.get("default") or next(iter(named.values()), None)
+    return source
+
+
+def _environment() -> Any:
+    """Make the sandbox that chat templates are written for: whitespace, loop controls and helpers as in transformers."""
+    from datetime import datetime
+
+    from jinja2 import TemplateError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(
+        value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_blocks()])
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda format_: datetime.now().strftime(format_)
+    return environment
+
+
+def _generation_blocks() -> Any:
+    """Make the extension for `{% generation %}` blocks, which mark the assistant's words for training and render as they are."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+
+    class GenerationBlocks(Extension):
+        tags: ClassVar = {"generation"}
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    return GenerationBlocks
