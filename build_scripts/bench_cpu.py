@@ -21,6 +21,7 @@ import transformers
 
 import trtkv
 from trtkv import LLM, SamplingParams
+from trtkv.api import build
 from trtkv.checkpoint.find import resolve_model
 from trtkv.cli.output import print_table, progress
 
@@ -110,7 +111,7 @@ def run_transformers(path: Path, new_tokens: int) -> Runner:
 
 def run_engine(path: Path, directory: Path, policy: str, budget: int | None, new_tokens: int) -> Runner:
     """Return a runner over an engine, scheduler and sampler included."""
-    engine = trtkv.build(str(path), policy, budget=budget, out=directory / policy, max_seq_len=8192, max_batch_size=1, backend="none")
+    engine = build(str(path), policy, budget=budget, out=directory / policy, max_seq_len=8192, max_batch_size=1, backend="none")
     llm = LLM(engine, device="cpu")
 
     def run(tokens: torch.Tensor) -> tuple[float, float, list[int]]:

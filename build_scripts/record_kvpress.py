@@ -39,7 +39,11 @@ def kept(press: object, k: torch.Tensor, v: torch.Tensor, count: int, probs: tor
 def main(target: Path) -> None:
     """Write inputs (fp16 numbers, computed with in fp32) and kept indices."""
     torch.manual_seed(20251105)
-    half = {"q": torch.randn(TOKENS, HEADS, DIM).half(), "k": torch.randn(TOKENS, KV_HEADS, DIM).half(), "v": torch.randn(TOKENS, KV_HEADS, DIM).half()}
+    half = {
+        "q": torch.randn(TOKENS, HEADS, DIM).half(),
+        "k": torch.randn(TOKENS, KV_HEADS, DIM).half(),
+        "v": torch.randn(TOKENS, KV_HEADS, DIM).half(),
+    }
     q, k, v = (half[name].float() for name in "qkv")
     probs = attention(q, k)
     found: dict[str, np.ndarray] = {}

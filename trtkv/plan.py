@@ -149,9 +149,10 @@ class CacheView:
     """A layer's cache of one sequence behind the attention of a step, as an evict or allocate role sees it; all floats fp32.
 
     keys and values [Hk, S, D] decoded, rows beyond a head's length are zero; positions [Hk, S] int64 logical positions, ascending, -1 beyond the
-    length; queries [W, Hq, D] the newest queries after rotation, at the positions behind seen - W (fewer than asked for in short sequences);
-    mass [Hq, S] attention probability that each token received from all queries so far; newest [Hq, S] probabilities of the newest query;
-    state: the role's own numbers [Hk, S] by name, zero for tokens that are new in this step. What the role does not need is None.
+    length; queries [W, Hq, D] the newest queries after rotation, the last at position seen - 1 (fewer than a role asked for in short sequences,
+    more where another role asks for more); mass [Hq, S] attention probability that each token received from all queries so far; newest [Hq, S]
+    probabilities of the newest query; state: the role's own numbers [Hk, S] by name, zero for tokens that are new in this step. What the role does
+    not need is None.
     """
 
     at: Occupancy

@@ -110,7 +110,7 @@ class _Run:
     previous: Tensor | None = None
     encoded: tuple[int, int] = (0, 0)
     settled: int = 0
-    granted: Grants = Grants(None, None)
+    granted: Grants = field(default_factory=lambda: Grants(None, None))
 
     def __call__(self, chunks: Sequence[int]) -> Simulation:
         """Run the prompt in chunks, then every other token."""
@@ -184,7 +184,7 @@ class _Run:
             return
         closed = len(self.heads[0]) // role.summary_group * role.summary_group
         if closed > self.summarized:
-            keys = torch.stack([store.parts["keys"].decoded()[self.summarized : closed] for store in self.heads])
+            keys = torch._stack([store.parts["keys"].decoded()[self.summarized : closed] for store in self.heads])
             new = role.summarize(keys.to(self.k.dtype))
             self.summary = {name: torch.cat([self.summary[name], x], 1) if self.summarized else x for name, x in new.items()}
             self.summarized = closed
@@ -210,18 +210,16 @@ class _Run:
         evict, allocate = self.policy.evict, self.policy.allocate
         needs = evict.needs if evict else frozenset()
         window = max(evict.observe_window if evict else 0, allocate.observe_window if allocate else 0)
-        stack = lambda rows, fill=0.0: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)  # noqa: E731
-        per_query = lambda name: stack([getattr(store, name).T for store in self.heads]).transpose(1, 2).flatten(0, 1)  # noqa: E731
         return CacheView(
             at=at,
-            keys=stack([store.parts["keys"].decoded() for store in self.heads]),
-            values=stack([store.parts["values"].decoded() for store in self.heads]),
-            positions=stack([store.positions for store in self.heads], -1),
+            keys=_stack([store.parts["keys"].decoded() for store in self.heads]),
+            values=_stack([store.parts["values"].decoded() for store in self.heads]),
+            positions=_stack([store.positions for store in self.heads], -1),
             scale=self.scale,
             queries=self.q[max(0, at.seen - window) : at.seen].float() if window else None,
-            mass=per_query("mass") if "attention_mass" in needs else None,
-            newest=per_query("newest") if "attention_newest" in needs else None,
-            state={name: stack([store.state[name] for store in self.heads]) for name in (evict.token_state if evict else {})},
+            mass=_stack([store.mass.T for store in self.heads]).transpose(1, 2).flatten(0, 1) if "attention_mass" in needs else None,
+            newest=_stack([store.newest.T for store in self.heads]).transpose(1, 2).flatten(0, 1) if "attention_newest" in needs else None,
+            state={name: _stack([store.state[name] for store in self.heads]) for name in (evict.token_state if evict else {})},
         )
 
     def _evict(self, at: Occupancy) -> None:
@@ -290,13 +288,23 @@ class _Run:
         done.state_bytes.append(sum(x.numel() * x.element_size() for x in beside))
 
 
+def _stack(rows: Sequence[Tensor], fill: float = 0.0) -> Tensor:
+    """Stack [S, ...] of every head to [Hk, S, ...], filling up the shorter ones."""
+    longest = max(map(len, rows))
+    return torch.stack([torch.cat([row, row.new_full((longest - len(row), *row.shape[1:]), fill)]) for row in rows])
+
+
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, prefill: int) -> None:
     """Raise ConfigError for tensors that do not belong together or hold numbers that are none."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3 or not x.is_floating_point():
-            raise ConfigError(f"{name} is {x.dtype} of shape {list(x.shape)}", "Give floating-point tensors [tokens, heads, head dim] of one sequence.")
+            raise ConfigError(
+                f"{name} is {x.dtype} of shape {list(x.shape)}", "Give floating-point tensors [tokens, heads, head dim] of one sequence."
+            )
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
-        raise ConfigError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} disagree", "Give q [T, Hq, D] and k, v [T, Hk, D] with the same T and D.")
+        raise ConfigError(
+            f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} disagree", "Give q [T, Hq, D] and k, v [T, Hk, D] with the same T and D."
+        )
     if not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ConfigError(f"{q.shape[1]} query heads do not divide into {k.shape[1]} key-value heads", "Give a multiple of the key-value heads.")
     if not k.shape[2] or k.shape[2] % 16:
@@ -318,9 +326,8 @@ def _chunks(prefill: int, chunk: int | Sequence[int] | None) -> list[int]:
     if chunk is None:
         return [prefill]
     if isinstance(chunk, int):
-        sizes = [min(chunk, prefill - start) for start in range(0, prefill, chunk)] if chunk > 0 else [chunk]
-    else:
-        sizes = list(chunk)
+        chunk = [min(chunk, prefill - start) for start in range(0, prefill, chunk)] if chunk > 0 else [chunk]
+    sizes = list(chunk)
     if not sizes or min(sizes) < 1 or sum(sizes) != prefill:
         raise ConfigError(f"chunks {sizes} do not make up a prompt of {prefill} tokens", "Give a positive size, or sizes that add up to the prompt.")
     return sizes

@@ -38,7 +38,9 @@ def small(name: str, budget: int | None = 96) -> Policy:
     return policy.check()
 
 
-def tensors(tokens: int, q_heads: int = 4, kv_heads: int = 2, dim: int = 16, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+def tensors(
+    tokens: int, q_heads: int = 4, kv_heads: int = 2, dim: int = 16, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return random queries, keys and values; keys drift, so that tokens are not all alike."""
     made = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(tokens, heads, dim, generator=made) for heads in (q_heads, kv_heads, kv_heads))

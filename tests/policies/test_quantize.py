@@ -33,7 +33,15 @@ def test_packing_is_lossless(bits: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", role_names("quantize"))
-@given(bits=st.sampled_from([2, 4]), dim=st.sampled_from([16, 48, 128]), groups=st.integers(1, 3), part=PARTS, dtype=DTYPES, seed=st.integers(0, 999), size=st.sampled_from([0.01, 1.0, 300.0]))
+@given(
+    bits=st.sampled_from([2, 4]),
+    dim=st.sampled_from([16, 48, 128]),
+    groups=st.integers(1, 3),
+    part=PARTS,
+    dtype=DTYPES,
+    seed=st.integers(0, 999),
+    size=st.sampled_from([0.01, 1.0, 300.0]),
+)
 def test_round_trip(name: str, bits: int, dim: int, groups: int, part: str, dtype: torch.dtype, seed: int, size: float) -> None:
     role = made(name, bits)
     x = (torch.randn(2, groups * role.key_group, dim, generator=torch.Generator().manual_seed(seed)) * size).to(dtype)
@@ -92,7 +100,12 @@ def test_kivi_codes_keys_per_channel_and_values_per_token() -> None:
 def test_half_a_step_rounds_to_even() -> None:
     x = torch.zeros(1, 32, 16)
     x[0, :4, 0] = torch.tensor([0.0, 3.0, 0.5, 1.5])
-    assert role_class("quantize", "kivi")().decode(role_class("quantize", "kivi")().encode(x, "keys"), "keys")[0, :4, 0].tolist() == [0.0, 3.0, 0.0, 2.0]
+    assert role_class("quantize", "kivi")().decode(role_class("quantize", "kivi")().encode(x, "keys"), "keys")[0, :4, 0].tolist() == [
+        0.0,
+        3.0,
+        0.0,
+        2.0,
+    ]
 
 
 @pytest.mark.parametrize("prompt", [1, 31, 32, 33, 64, 100])

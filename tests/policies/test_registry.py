@@ -131,7 +131,9 @@ def test_equal_query_heads_act_as_one(name: str, group: int) -> None:
 @pytest.mark.parametrize("name", RETRIEVING)
 def test_every_query_head_for_itself(name: str) -> None:
     policy = small(name)
-    alone = policy.model_copy(update={"retrieve": policy.retrieve.model_copy(update={"pooling": "none", "shared": False} if name == "arkvale" else {"pooling": "none"})})
+    alone = policy.model_copy(
+        update={"retrieve": policy.retrieve.model_copy(update={"pooling": "none", "shared": False} if name == "arkvale" else {"pooling": "none"})}
+    )
     q, k, v = tensors(150, 6, 2, seed=9)
     if name == "freekv":  # its correction is decided for a group
         alone = alone.with_field("retrieve.tau", "1.0")
@@ -175,7 +177,9 @@ def test_bytes_are_what_codes_and_rows_cost(name: str) -> None:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_plan_survives_json(name: str) -> None:
-    model = ModelConfig(model_type="llama", hidden_size=64, intermediate_size=64, num_layers=4, num_q_heads=4, num_kv_heads=2, head_dim=16, vocab_size=64)
+    model = ModelConfig(
+        model_type="llama", hidden_size=64, intermediate_size=64, num_layers=4, num_q_heads=4, num_kv_heads=2, head_dim=16, vocab_size=64
+    )
     plan = parse_policy(name).plan(model)
     assert CachePlan.from_json(plan.to_json()) == plan
     assert set(plan.roles) == set(parse_policy(name).roles)

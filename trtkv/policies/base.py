@@ -11,7 +11,7 @@ Everything that decides about lengths is a function of integers that the host kn
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -287,8 +287,3 @@ class Retrieve(Role):
 
 
 RUNTIME_NEEDS = ("attention_mass", "attention_newest", "last_queries")
-
-
-def describe(role: Role) -> dict[str, Any]:
-    """Return a role's fields with defaults, as `trtkv policies` lists them."""
-    return {name: field.get_default(call_default_factory=True) for name, field in type(role).model_fields.items()}

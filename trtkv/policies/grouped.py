@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from math import gcd
 from typing import ClassVar, Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -39,11 +40,11 @@ class Grouped(Quantize):
         return self.residual
 
     def encode(self, x: Tensor, part: Part) -> dict[str, Tensor]:
-        """Encode keys [Hk, S, D] to codes [Hk, S / g, D, g bits / 8] and metadata [Hk, S / g, D]; values to [Hk, S, D bits / 8] and [Hk, S, D / g]."""
+        """Encode keys [Hk, S, D] to codes [Hk, S/g, D, g bits/8] and metadata [Hk, S/g, D]; values to [Hk, S, D bits/8] and [Hk, S, D/g]."""
         if part == "keys":
-            codes, scale, minimum = encode_minimum(x.unflatten(1, (-1, self.group)).transpose(2, 3), self.bits)
+            codes, scale, minimum = encode_minimum(torch.unflatten(x, 1, (-1, self.group)).transpose(2, 3), self.bits)
             return {"codes": pack(codes, self.bits), "scale": scale, "minimum": minimum}
-        codes, scale, minimum = encode_minimum(x.unflatten(2, (-1, gcd(self.group, x.shape[2]))), self.bits)
+        codes, scale, minimum = encode_minimum(torch.unflatten(x, 2, (-1, gcd(self.group, x.shape[2]))), self.bits)
         return {"codes": pack(codes, self.bits).flatten(2), "scale": scale, "minimum": minimum}
 
     def decode(self, codes: Mapping[str, Tensor], part: Part) -> Tensor:
@@ -51,7 +52,7 @@ class Grouped(Quantize):
         plain = unpack(codes["codes"], self.bits)
         if part == "keys":
             return decode_minimum(plain, codes["scale"], codes["minimum"]).transpose(2, 3).flatten(1, 2)
-        return decode_minimum(plain.unflatten(2, (codes["scale"].shape[2], -1)), codes["scale"], codes["minimum"]).flatten(2)
+        return decode_minimum(torch.unflatten(plain, 2, (codes["scale"].shape[2], -1)), codes["scale"], codes["minimum"]).flatten(2)
 
     def bits_per_element(self, part: Part, head_dim: int, metadata_bits: int = 16) -> float:
         """Code bits and a share of scale and minimum."""

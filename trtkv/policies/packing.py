@@ -8,7 +8,7 @@ from torch import Tensor
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack codes uint8 [..., n] to bytes uint8 [..., n bits / 8]."""
-    slots = codes.unflatten(-1, (-1, 8 // bits)).int()
+    slots = torch.unflatten(codes, -1, (-1, 8 // bits)).int()
     shifts = torch.arange(0, 8, bits, device=codes.device)
     return (slots << shifts).sum(-1).to(torch.uint8)
 

@@ -21,27 +21,31 @@ def span(start: int, stop: int, like: Tensor) -> Tensor:
 
 def group_mean(x: Tensor, num_kv_heads: int, pooling: str = "mean") -> Tensor:
     """Let the query heads of a group agree: x [Hq, ...] to [Hk, ...] by their mean or maximum."""
-    grouped = x.unflatten(0, (num_kv_heads, -1))
+    grouped = torch.unflatten(x, 0, (num_kv_heads, -1))
     return grouped.amax(1) if pooling == "max" else grouped.mean(1)
 
 
 def attention(queries: Tensor, keys: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
-    """Return attention probabilities [Hq, W, S] fp32 of queries [W, Hq, D] over keys [Hk, S, D]; mask [W, S] or [Hk, 1, W, S], True where a key is visible."""
+    """Return attention probabilities [Hq, W, S] fp32 of queries [W, Hq, D] over keys [Hk, S, D]; mask [W, S] or [Hk, 1, W, S], True is visible."""
     heads = keys.shape[0]
-    grouped = queries.float().transpose(0, 1).unflatten(0, (heads, -1))
+    grouped = torch.unflatten(queries.float().transpose(0, 1), 0, (heads, -1))
     scores = grouped @ keys.float()[:, None].transpose(2, 3) * scale
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     return scores.softmax(-1).flatten(0, 1)
 
 
-def window_attention(view: CacheView) -> Tensor:
-    """Return the attention [Hq, W, S] fp32 of a view's newest queries over its stored tokens, causal inside the window."""
+def window_attention(view: CacheView, window: int) -> Tensor:
+    """Return the attention [Hq, W, S] fp32 of the newest W queries over a view's stored tokens, causal inside the window.
+
+    W is `window`, or what there is; a view may hold more queries than one role asked for.
+    """
     assert view.queries is not None, "the role reads queries that it does not ask for"
-    count = view.queries.shape[0]
+    queries = view.queries[-window:]
+    count = queries.shape[0]
     asked = span(view.at.seen - count, view.at.seen, view.keys)
     stored = view.positions[:, None, None]
-    return attention(view.queries, view.keys, view.scale, (stored >= 0) & (stored <= asked[:, None]))
+    return attention(queries, view.keys, view.scale, (stored >= 0) & (stored <= asked[:, None]))
 
 
 def recent_and_best(scores: Tensor, count: int, recent: int) -> tuple[Tensor, ...]:

@@ -55,4 +55,3 @@ def trajectory(
             encoded = (min(encoded[0], max(lengths)), min(encoded[1], max(lengths)))
         found.append(Stored(lengths, encoded))
     return found
-

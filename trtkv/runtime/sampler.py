@@ -108,7 +108,7 @@ def sample(
 
 def top_logprobs(logits: Tensor, count: int) -> list[list[tuple[int, float]]]:
     """Return the count likeliest tokens of logits [B, V] with their log probabilities, likeliest first, for every sequence."""
-    values, ids = logits.float().log_softmax(-1).sort(-1, descending=True, stable=True)
+    values, ids = logits.float().log_softmax(-1).sort(dim=-1, descending=True, stable=True)
     pairs = zip(ids[:, :count].tolist(), values[:, :count].tolist(), strict=True)
     return [list(zip(row_ids, row_values, strict=True)) for row_ids, row_values in pairs]
 
@@ -215,7 +215,7 @@ def _draw(scores: Tensor, params: Sequence[SamplingParams], numbers: Sequence[fl
 
 
 def _draw_filtered(scores: Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]) -> Tensor:
-    ordered, ids = scores.sort(-1, descending=True, stable=True)
+    ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
     weights = _weights(ordered, params)
     rank = torch.arange(weights.shape[-1], device=weights.device)
     k = torch.tensor([one.top_k or weights.shape[-1] for one in params], device=weights.device)[:, None]

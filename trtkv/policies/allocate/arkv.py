@@ -45,7 +45,7 @@ class ArkvRatio(Allocate):
 
     def measure(self, view: CacheView) -> Tensor:
         """Return the layer's score q (eq. 6), the same for all its heads; zero for prompts no longer than the window."""
-        seen = window_attention(view)[:, :, : max(0, view.at.stored - self.window)]
+        seen = window_attention(view, self.window)[:, :, : max(0, view.at.stored - self.window)]
         if not seen.shape[2]:
             return view.keys.new_zeros(view.keys.shape[0])
         h, v, k = _paper_statistics(seen) if self.statistics == "paper" else _code_statistics(seen)

@@ -1,7 +1,7 @@
 """MiniKV-Pyramid: shares of heavy hitters that fall linearly with depth (arXiv 2411.18077, section 3.1).
 
-With a mean share x the first layer gets 2 x - x / d and the last x / d. The paper's text has it the other way round, against its own sentence that lower
-layers keep more; this is the released code's direction. Only heavy hitters are shared out, the recent share is the same in all layers.
+With a mean share x the first layer gets 2 x - x / d and the last x / d. The paper's text has it the other way round, against its own sentence that
+lower layers keep more; this is the released code's direction. Only heavy hitters are shared out, the recent share is the same in all layers.
 """
 
 from __future__ import annotations

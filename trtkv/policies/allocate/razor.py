@@ -1,8 +1,9 @@
 """RazorAttention: retrieval heads keep everything, the others sink and window (arXiv 2407.15891, section 3).
 
-The paper finds retrieval heads (induction and echo heads, about 15 percent) once for a model from repeated random text; `heads` takes such a table of
-(layer, KV head). Without a table the heads are measured on the prompt at hand: by the attention that its last queries pay to tokens that are neither in
-the sink nor near, the greatest of a group's query heads counting for the group. The paper's compensation token, the mean of what was dropped, is left out.
+The paper finds retrieval heads (induction and echo heads, about 15 percent) once for a model from repeated random text; `heads` takes such a
+table of (layer, KV head). Without a table the heads are measured on the prompt at hand: by the attention that its last queries pay to tokens that
+are neither in the sink nor near, the greatest of a group's query heads counting for the group. The paper's compensation token, the mean of what
+was dropped, is left out.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Razor(Allocate):
         """Return the attention that the last queries pay to far tokens [Hk], mean over the queries, maximum over the group."""
         far = view.positions < view.at.seen - self.window - self.near
         far &= view.positions >= self.sink
-        seen = window_attention(view).unflatten(0, (view.keys.shape[0], -1))
+        seen = torch.unflatten(window_attention(view, self.window), 0, (view.keys.shape[0], -1))
         return group_mean((seen * far[:, None, None]).sum(-1).mean(-1).flatten(), view.keys.shape[0], "max")
 
     def budgets(self, ask: Ask, measures: Tensor | None) -> Tensor:

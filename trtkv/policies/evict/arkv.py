@@ -25,8 +25,8 @@ from trtkv.policies.ranking import best, group_mean, span, window_attention
 class Arkv(Budgeted):
     """Keep heavy hitters in full precision, the middle encoded, drop the rest.
 
-    window: newest queries that score and newest tokens that stay; slack_ratio: alpha, what stays of the others; gamma: weight of the variance; kernel:
-    width of the smoothing; share: of the budget without the window, what stays in full precision where no allocate role says so.
+    window: newest queries that score and newest tokens that stay; slack_ratio: alpha, what stays of the others; gamma: weight of the variance;
+    kernel: width of the smoothing; share: of the budget without the window, what stays in full precision where no allocate role says so.
     """
 
     source: ClassVar[str] = "ARKV, Lei and Ilager"
@@ -73,7 +73,7 @@ class Arkv(Budgeted):
 
     def scores(self, view: CacheView) -> Tensor:
         """Return mean plus gamma times variance over the window's queries, smoothed, mean over the group [Hk, S] (eq. 9)."""
-        seen = window_attention(view)[:, :, : view.at.stored - self.window]
+        seen = window_attention(view, self.window)[:, :, : view.at.stored - self.window]
         heavy = seen.mean(1) + self.gamma * seen.var(1, correction=min(1, seen.shape[1] - 1))
         smooth = F.avg_pool1d(heavy, self.kernel, 1, self.kernel // 2)[:, : heavy.shape[1]]
         return F.pad(group_mean(smooth, view.keys.shape[0]), (0, self.window))

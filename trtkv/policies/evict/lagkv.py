@@ -51,10 +51,10 @@ class LagKV(Evict):
         return self.sink + self.kept_per_lag * (partitions - 1) + self.lag + (seen - self.sink) % self.lag
 
     def ratio_for(self, seen: int, stored: int) -> float:
-        """Return the ratio with which `seen` tokens leave `stored` (eq. 13 solved); raises ConfigError where no ratio in [0, 1) does."""
+        """Return the ratio with which `seen` tokens leave `stored` (eq. 13 solved); raises ConfigError where none in (0, 1) does."""
         scored = self.lag * ((seen - self.sink) // self.lag - 1)
-        ratio = (stored - self.sink - self.lag - (seen - self.sink) % self.lag) / scored if scored > 0 else -1.0
-        if not 0.0 <= ratio < 1.0:
+        ratio = (stored - self.sink - self.lag - (seen - self.sink) % self.lag) / scored if scored > 0 else 0.0
+        if not 0.0 < ratio < 1.0:
             raise ConfigError(f"LagKV with lag {self.lag} cannot keep {stored} of {seen} tokens", "Choose a smaller lag or another length.")
         return ratio
 
@@ -72,7 +72,7 @@ class LagKV(Evict):
         start, stored = self._frozen(view.at), view.at.stored
         partitions = (stored - start) // self.lag
         stop = start + partitions * self.lag
-        keys, values = (x[:, start:stop].unflatten(1, (partitions, self.lag)) for x in (view.keys, view.values))
+        keys, values = (torch.unflatten(x[:, start:stop], 1, (partitions, self.lag)) for x in (view.keys, view.values))
         chosen = best(self.token_scores(keys, values), self.kept_per_lag)
         offsets = span(0, partitions - 1, chosen) * self.lag + start
         middle = (chosen + offsets[:, None]).flatten(1)
@@ -82,7 +82,7 @@ class LagKV(Evict):
     def token_scores(self, keys: Tensor, values: Tensor) -> Tensor:
         """Score the tokens of all partitions but the last: keys and values [Hk, P, L, D] to [Hk, P - 1, L] fp32."""
         if self.score == "norm":
-            return -keys[:, :-1].float().norm(dim=-1)
+            return keys[:, :-1].float().square().sum(-1).sqrt().neg()
         return self._part_scores(keys) + self.value_weight * self._part_scores(values)
 
     def settled(self, at: Occupancy) -> int:

@@ -69,7 +69,7 @@ class QHitter(Budgeted):
 
 def rounding_error(x: Tensor, bits: int) -> Tensor:
     """Return the L2 error [Hk, S] fp32 of rounding tokens x [Hk, S, D] to so many bits each."""
-    return (decode_integer_zero(*encode_integer_zero(x.float(), bits)) - x.float()).norm(dim=-1)
+    return (decode_integer_zero(*encode_integer_zero(x.float(), bits)) - x.float()).square().sum(-1).sqrt()
 
 
 def _unit_range(x: Tensor) -> Tensor:

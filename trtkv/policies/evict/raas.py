@@ -25,7 +25,7 @@ from trtkv.policies.ranking import best, group_mean, span
 class Raas(Evict):
     """Drop the page that was needed least recently.
 
-    budget: tokens of each KV head, with sink and window; page: tokens that go together; alpha: weight above which a page counts as needed; pin_prompt:
+    budget: tokens of each KV head, with sink and window; page: tokens that go together; alpha: weight above which a page is needed; pin_prompt:
     never evict the prompt.
     """
 
@@ -69,7 +69,7 @@ class Raas(Evict):
     def keep(self, view: CacheView) -> Verdict:
         """Drop the pages with the oldest stamps; of equal ones the first goes."""
         first, last = self._eligible(view.at)
-        stamps = F.pad(view.state["stamp"], (0, -view.at.stored % self.page)).unflatten(1, (-1, self.page)).amax(2)
+        stamps = torch.unflatten(F.pad(view.state["stamp"], (0, -view.at.stored % self.page)), 1, (-1, self.page)).amax(2)
         rank = self.weights(view) if view.at.phase == "prefill" else stamps
         dropped = best(-rank[:, first:last], self._dropped(view.at)) + first
         gone = torch.zeros_like(rank, dtype=torch.bool).scatter(1, dropped, True).repeat_interleave(self.page, 1)[:, : view.at.stored]

@@ -50,7 +50,7 @@ class SnapKV(Budgeted):
     def scores(self, view: CacheView) -> Tensor:
         """Return pooled column sums [Hk, S]; the window's own are zero."""
         stored = view.keys.shape[1]
-        sums = window_attention(view)[:, :, : stored - self.window].sum(1)
+        sums = window_attention(view, self.window)[:, :, : stored - self.window].sum(1)
         pad = self.kernel // 2
         pooled = F.avg_pool1d(sums, self.kernel, 1, pad) if self.smooth == "avg" else F.max_pool1d(sums, self.kernel, 1, pad)
         return F.pad(group_mean(pooled, view.keys.shape[0], self.pooling), (0, self.window))

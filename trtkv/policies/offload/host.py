@@ -13,8 +13,8 @@ from trtkv.policies.base import Offload, Part
 class Host(Offload):
     """Keep all pages but sink and window in host memory.
 
-    parts: what is moved out, keys and values or values alone; schedule: "speculative" recalls behind the attention of the previous step what its query
-    selected, "blocking" recalls before attention.
+    parts: what is moved out, keys and values or values alone; schedule: "speculative" recalls behind the attention of the previous step what its
+    query selected, "blocking" recalls before attention.
     """
 
     source: ClassVar[str] = "FreeKV, arXiv 2505.13109"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -51,16 +52,14 @@ class ArkVale(Retrieve):
             return {"low": low.to(keys.dtype), "high": high.to(keys.dtype)}
         low, high = page_boxes(keys.float(), self.page)
         centre = (low + high) / 2
-        distance = (keys.float().unflatten(1, (-1, self.page)) - centre[:, :, None]).norm(dim=-1)
+        distance = (torch.unflatten(keys.float(), 1, (-1, self.page)) - centre[:, :, None]).norm(dim=-1)
         radius = distance.mean(2) if self.digest == "ball-mean" else distance.amax(2)
         return {"centre": centre.to(keys.dtype), "radius": radius.to(keys.dtype)}
 
     def score(self, query: Tensor, summary: dict[str, Tensor]) -> Tensor:
         """Score pages by the highest product inside their volume [Hq, M]."""
-        if "low" in summary:
-            scores = box_score(query, summary["low"], summary["high"])
-        else:
-            scores = ball_score(query, summary["centre"], summary["radius"])
+        boxes = "low" in summary
+        scores = box_score(query, summary["low"], summary["high"]) if boxes else ball_score(query, summary["centre"], summary["radius"])
         return scores.mean(0).expand_as(scores) if self.shared else scores
 
     def buffers(self, model: ModelConfig, page_size: int, layers: tuple[int, ...]) -> tuple[BufferSpec, ...]:

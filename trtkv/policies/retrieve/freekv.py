@@ -24,8 +24,8 @@ from trtkv.policies.bounds import box_score, mean_boxes, page_boxes
 class FreeKV(Retrieve):
     """Read the pages that the previous query chose, corrected per KV head.
 
-    page: tokens of a page; tau: mean cosine below which a head selects with the current query (0: hardly ever, 1: always); digest: a page's bounds, its
-    extremes or "cuboid-mean".
+    page: tokens of a page; tau: mean cosine below which a head selects with the current query (0: hardly ever, 1: always); digest: a page's
+    bounds, its extremes or "cuboid-mean".
     """
 
     source: ClassVar[str] = "FreeKV, arXiv 2505.13109"
@@ -60,7 +60,7 @@ class FreeKV(Retrieve):
     def corrected(self, query: Tensor, previous: Tensor, num_kv_heads: int) -> Tensor:
         """Return the KV heads [Hk] bool whose mean cosine between query and previous query [Hq, D] is below tau (fp32)."""
         cosine = torch.cosine_similarity(query.float(), previous.float(), dim=-1)
-        return cosine.unflatten(0, (num_kv_heads, -1)).mean(1) < self.tau
+        return torch.unflatten(cosine, 0, (num_kv_heads, -1)).mean(1) < self.tau
 
     def buffers(self, model: ModelConfig, page_size: int, layers: tuple[int, ...]) -> tuple[BufferSpec, ...]:
         """The two bounds of every page, and the previous step's query."""

@@ -1,9 +1,9 @@
 """ShadowKV's selection: chunks by the mean of their keys, with outlier chunks always read (arXiv 2410.21465, algorithm 2).
 
-A chunk's landmark is the mean of its rotated keys; the chunks whose keys are least like their landmark (lowest of the keys' cosines to it) are outliers.
-A group agrees by the maximum of its softmaxed scores. Here sink, window and outliers are part of the budget, and outliers are chosen anew as chunks
-close, so that long generation is covered (the paper fixes them at the end of the prompt). The paper also rebuilds keys from a rank-160 factorization
-of the keys before rotation, which the cache of this project does not hold: keys are read as they are stored.
+A chunk's landmark is the mean of its rotated keys; the chunks with a key least like their landmark (by the cosine to it) are outliers. A group
+agrees by the maximum of its softmaxed scores. Here sink, window and outliers are part of the budget, and outliers are chosen anew as chunks close,
+so that long generation is covered (the paper fixes them at the end of the prompt). The paper also rebuilds keys from a rank-160 factorization of
+the keys before rotation, which the cache of this project does not hold: keys are read as they are stored.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class ShadowKV(Retrieve):
         return self.outliers * self.chunk
 
     def summarize(self, keys: Tensor) -> dict[str, Tensor]:
-        """Average the keys [Hk, S, D] of every chunk: landmark [Hk, U, D] in their dtype, and likeness [Hk, U] fp32, the lowest cosine of a key to it."""
-        chunks = keys.float().unflatten(1, (-1, self.chunk))
+        """Average the keys [Hk, S, D] of every chunk: landmark [Hk, U, D] in their dtype; likeness [Hk, U] fp32, a key's lowest cosine to it."""
+        chunks = torch.unflatten(keys.float(), 1, (-1, self.chunk))
         landmark = chunks.mean(2)
         likeness = torch.cosine_similarity(chunks, landmark[:, :, None], dim=-1).amin(2)
         return {"landmark": landmark.to(keys.dtype), "likeness": likeness}
@@ -59,7 +59,7 @@ class ShadowKV(Retrieve):
     def score(self, query: Tensor, summary: dict[str, Tensor]) -> Tensor:
         """Score chunks by the query's product with their landmarks [Hq, U]."""
         landmark = summary["landmark"].float()
-        return (query.float().unflatten(0, (landmark.shape[0], -1)) @ landmark.transpose(1, 2)).flatten(0, 1)
+        return (torch.unflatten(query.float(), 0, (landmark.shape[0], -1)) @ landmark.transpose(1, 2)).flatten(0, 1)
 
     def forced(self, summary: dict[str, Tensor]) -> Tensor:
         """Return the outlier chunks [Hk, U] bool."""

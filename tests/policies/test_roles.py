@@ -1,0 +1,205 @@
+"""What single algorithms promise beyond the properties that all share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.policies.cases import PRESETS, small, tensors
+from trtkv.errors import ConfigError
+from trtkv.plan import CacheView, Occupancy
+from trtkv.policies.base import UNLIMITED
+from trtkv.policies.ranking import attention, best, span
+from trtkv.policies.registry import parse_policy, role_class
+from trtkv.policies.selection import choose, pool, speculative_query
+from trtkv.simulate import simulate
+
+RETRIEVING = tuple(name for name in PRESETS if parse_policy(name).retrieve)
+
+
+@pytest.mark.parametrize("name", RETRIEVING)
+@given(
+    groups=st.integers(1, 6), cut=st.integers(0, 5), seed=st.integers(0, 99), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
+)
+@settings(max_examples=10)
+def test_summaries_append(name: str, groups: int, cut: int, seed: int, dtype: torch.dtype) -> None:
+    role = parse_policy(name).retrieve
+    size, cut = role.summary_group, min(cut, groups - 1)
+    q, k, _ = tensors(groups * size, seed=seed, dtype=dtype)
+    keys = k.transpose(0, 1)
+    whole = role.summarize(keys)
+    parts = [role.summarize(keys[:, index * size : (index + 1) * size]) for index in range(groups)]
+    for part in whole:
+        joined = torch.cat([one[part] for one in parts], 1)
+        tolerance = torch.finfo(joined.dtype).eps if part in ("landmark", "likeness") or name == "arkvale" else 0.0  # means may add in another order
+        assert torch.allclose(whole[part].float(), joined.float(), rtol=tolerance, atol=4 * tolerance)
+    scores = role.score(q[0], whole)
+    assert scores.dtype == torch.float32 and scores.shape == (4, groups * size // role.unit)
+    assert torch.allclose(scores[:, cut * size // role.unit : (cut + 1) * size // role.unit], role.score(q[0], parts[cut]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "field"), [("quest", None), ("freekv", None), ("arkvale", "ball-max")])
+def test_bounds_are_above_every_key(name: str, field: str | None) -> None:
+    role = parse_policy(name, sets=[f"retrieve.digest={field}"] if field else []).retrieve
+    q, k, _ = tensors(96, 4, 2, 32)
+    exact = (q[0].unflatten(0, (2, 2)) @ k.permute(1, 2, 0)).flatten(0, 1).unflatten(1, (-1, role.unit)).amax(2)
+    bound = role.score(q[0], role.summarize(k.transpose(0, 1)))
+    assert bool((bound >= exact - 1e-4).all())
+    centre = role_class("retrieve", "arkvale")(page=role.page)
+    assert bool((centre.score(q[0], centre.summarize(k.transpose(0, 1))) <= bound + 1e-4).any())
+
+
+def test_fier_bit_is_set_from_the_middle_on() -> None:
+    keys = torch.zeros(1, 32, 16)
+    keys[0, :, 0] = torch.tensor([0.0, 1.0, 0.5, 0.4999] + [0.0] * 28)
+    made = role_class("retrieve", "fier")().summarize(keys)
+    assert made["bits"][0, :4, 0].tolist() == [False, True, True, False] and bool(made["bits"][0, :, 1].all())
+
+
+def test_arkvale_shares_one_selection() -> None:
+    q, k, v = tensors(180)
+    policy = small("arkvale")
+    one = simulate(policy.with_field("retrieve.shared", "true"), q, k, v, prefill=120)
+    own = simulate(policy, q, k, v, prefill=120)
+    assert all(torch.equal(step[0], step[1]) for step in one.selected)
+    assert not all(torch.equal(step[0], step[1]) for step in own.selected)
+
+
+def test_shadowkv_always_reads_outliers() -> None:
+    q, k, v = tensors(180)
+    k[40:44], k[44:48] = 9.0, -9.0  # a chunk whose mean says nothing
+    done = simulate(small("shadowkv"), q, k, v, prefill=120)
+    assert all(torch.isin(torch.arange(40, 48), head).all() for step in done.selected for head in step)
+
+
+def test_freekv_corrects_heads_whose_query_moved() -> None:
+    role = role_class("retrieve", "freekv")(tau=0.8)
+    before = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
+    now = torch.tensor([[2.0, 0.0], [1.0, 1.0], [0.0, 1.0], [1.0, 0.0]])  # mean cosines .854 and .5
+    assert role.corrected(now, before, 2).tolist() == [False, True]
+    assert torch.equal(speculative_query(role, now, before, 2), torch.cat([before[:2], now[2:]]))
+    assert torch.equal(speculative_query(role, now, None, 2), now)
+    assert bool(torch.equal(speculative_query(role_class("retrieve", "quest")(), now, before, 2), now))
+
+
+def test_freekv_reads_what_the_previous_query_chose() -> None:
+    q, k, v = tensors(180)
+    stale = simulate(small("freekv").with_field("retrieve.tau", "-1"), q, k, v, prefill=120)
+    shifted = torch.cat([q[:121], q[120:-1]])  # every query but the first is its predecessor
+    own = simulate(small("freekv").with_field("retrieve.tau", "1"), shifted, k, v, prefill=120)
+    fresh = simulate(small("freekv").with_field("retrieve.tau", "1"), q, k, v, prefill=120)
+    for step in range(60):
+        assert all(torch.equal(a, b) for a, b in zip(stale.selected[step], own.selected[step], strict=True))
+    assert torch.equal(stale.selected[0][0], fresh.selected[0][0]) and fresh.mean_covered > stale.mean_covered
+
+
+@given(scores=st.lists(st.integers(0, 3), min_size=1, max_size=20), count=st.integers(0, 20))
+def test_ties_go_to_the_lowest_index(scores: list[int], count: int) -> None:
+    count = min(count, len(scores))
+    expected = sorted(sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:count])
+    assert best(torch.tensor([scores]).float(), count)[0].tolist() == expected
+
+
+def test_selection_agrees_with_the_op() -> None:
+    from trtkv.plugins.kv_select import op
+
+    torch.manual_seed(5)
+    for name in ("fier", "quest", "freekv", "arkvale"):
+        role = small(name).retrieve
+        plan = role.select_plan()
+        for stored in (97, 128, 129, 191):
+            scores = torch.randn(6, stored // role.summary_group * role.summary_group // role.unit).round(decimals=1)
+            for pooling in ("softmax-mean", "softmax-max", "mean", "max", "none"):
+                mine, theirs = pool(scores, 2, 0.25, pooling), op.pool(scores, 2, 0.25, pooling)
+                assert torch.equal(mine, theirs)
+                assert torch.equal(choose(role, mine, stored), op.choose(theirs, stored, plan))
+
+
+def test_lagkv_channels_without_range_do_not_turn_a_partition_into_nan() -> None:
+    q, k, v = tensors(120)
+    k[:, :, 3], v[:] = 1.0, 0.0
+    done = simulate(small("lagkv"), q, k, v, prefill=100)
+    assert len(done.kept[0][0]) == small("lagkv").evict.expected_length(100)
+    with pytest.raises(ConfigError, match="no range"):
+        simulate(small("lagkv").with_field("evict.strict", "true"), q, k, v, prefill=100)
+
+
+def test_lagkv_scores_are_equations_5_to_8() -> None:
+    role = role_class("evict", "lagkv")(lag=4, sink=1, ratio=0.5)
+    _, k, v = tensors(11, 2, 1, 16)
+    at = Occupancy(11, (11,), 11, 0, "prefill", True, 11)
+    kept = role.keep(CacheView(at, k.transpose(0, 1), v.transpose(0, 1), span(0, 11, k)[None], 0.25)).kept[0]
+    scores = torch.zeros(4)
+    for x in (k[:, 0].double(), v[:, 0].double()):
+        low, high = x[5:9].min(0).values, x[5:9].max(0).values
+        scores += torch.stack([((x[1 + t] - low) / (high - low)).std() for t in range(4)]).softmax(0).float()
+    assert kept.tolist() == [0, *(1 + index for index in sorted(scores.topk(2).indices.tolist())), 5, 6, 7, 8, 9, 10]
+
+
+def test_h2o_accumulates_over_all_queries() -> None:
+    q, k, v = tensors(90, 4, 2)
+    done = simulate(small("h2o", 40), q, k, v, prefill=90)
+    probs = torch.zeros(4, 90)
+    for row in range(90):
+        probs[:, : row + 1] += attention(q[row : row + 1], k[: row + 1].transpose(0, 1), 0.25)[:, 0]
+    for head in range(2):
+        heavy = best(probs[2 * head : 2 * head + 2].mean(0)[None, :70], 20)[0]
+        assert torch.equal(done.kept[0][head], torch.cat([heavy, torch.arange(70, 90)]))
+
+
+def test_tova_keeps_one_set_for_the_layer() -> None:
+    done = simulate(small("tova", 40), *tensors(120), prefill=80)
+    assert all(torch.equal(step[0], step[1]) for step in done.kept)
+    own = simulate(small("tova", 40).with_field("evict.shared", "false"), *tensors(120), prefill=80)
+    assert not all(torch.equal(step[0], step[1]) for step in own.kept)
+
+
+def test_raas_drops_whole_pages_and_can_pin_the_prompt() -> None:
+    q, k, v = tensors(160)
+    done = simulate(small("raas", 64), q, k, v, prefill=100)
+    assert max(len(step[0]) for step in done.kept) == 64
+    for step in done.kept:
+        pages = step[0][: len(step[0]) // 8 * 8].unflatten(0, (-1, 8))
+        assert bool((pages.diff(dim=1) == 1).all()) and bool((pages[:, 0] % 8 == 0).all())
+    pinned = simulate(small("raas", 128).with_field("evict.pin_prompt", "true"), q, k, v, prefill=100)
+    assert all(torch.isin(torch.arange(100), step[0]).all() for step in pinned.kept)
+    assert len(pinned.kept[-1][0]) <= 128
+
+
+def test_raas_drops_the_page_that_was_not_needed() -> None:
+    q, k, v = torch.zeros(96, 1, 16), torch.zeros(96, 1, 16), torch.zeros(96, 1, 16)
+    q[:, :, 0], k[:, :, 0], k[16:24, :, 0] = 1.0, 5.0, -50.0  # page 2 never gets weight
+    done = simulate(small("raas", 64), q, k, v, prefill=60)
+    assert not torch.isin(torch.arange(16, 24), done.kept[-1][0]).any()
+    assert torch.isin(torch.arange(0, 16), done.kept[5][0]).all()
+
+
+def test_razor_gives_retrieval_heads_everything() -> None:
+    q, k, v = tensors(200, 4, 4)
+    k[60:64, 2], q[:, 2] = 8.0, 1.0  # head 2 looks far back, the others do not
+    done = simulate(small("razor"), q, k, v, prefill=150, num_layers=1)
+    assert [len(head) for head in done.kept[-1]] == [96, 96, 200, 96]
+    named = small("razor").allocate.model_copy(update={"heads": ((0, 1),)})
+    done = simulate(small("razor").model_copy(update={"allocate": named}), q, k, v, prefill=150, num_layers=1)
+    assert [len(head) for head in done.kept[-1]] == [96, 200, 96, 96]
+    evict = small("razor").evict
+    assert sum(one == UNLIMITED for layer in evict.grants(small("razor").allocate, 10, 8, 999, torch.rand(10, 8)).tokens for one in layer) == 12
+
+
+def test_qhitter_prefers_tokens_that_quantize_well() -> None:
+    q, k, v = tensors(120)
+    q.zero_()  # attention says nothing
+    k[20:40, :, 0] = 60.0  # outliers that coarsen their token's rounding
+    policy = small("qhitter").with_field("evict.heavy", "0").with_field("evict.blend", "0")
+    kept = simulate(policy, q, k, v, prefill=120).kept[0]
+    assert all(not torch.isin(torch.arange(20, 40), head).any() for head in kept)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_prompt_shorter_than_every_window(name: str) -> None:
+    q, k, v = tensors(3)
+    done = simulate(small(name), q, k, v, prefill=1)
+    if not name.startswith("minikv"):
+        assert [len(step[0]) for step in done.kept] == [1, 2, 3]
