@@ -24,7 +24,8 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	rm -rf $(VENV)/layers && $(INSTALL) --no-deps --target $(VENV)/layers .
+	cd $(VENV)/layers && PYTHONPATH=. $(CURDIR)/$(BIN)/lint-imports --config $(CURDIR)/pyproject.toml
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

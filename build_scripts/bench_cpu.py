@@ -50,7 +50,10 @@ def main() -> None:
             "fier": run_engine(path, Path(directory), "fier", options.budget, options.new_tokens),
         }
         rows = [row for length in options.lengths for row in compare(runners, length, options)]
-    print_table(["prompt", "runner", "prefill ms", "decode ms a token", "prefill ratio", "decode ratio", "same tokens"], [list(row.values())[:7] for row in rows])
+    print_table(
+        ["prompt", "runner", "prefill ms", "decode ms a token", "prefill ratio", "decode ratio", "same tokens"],
+        [list(row.values())[:7] for row in rows],
+    )
     if options.write:
         with RESULTS.open("a") as stream:
             for row in rows:

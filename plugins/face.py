@@ -45,8 +45,9 @@ class OpConfig:
 class OpFace:
     """An op: its name in the graph, the input whose dtype its output takes, its output shape and its function.
 
-    inputs are the names of all inputs in order, those that are also in optional last; shape maps the input shapes (of integers or of TensorRT dimension
-    expressions) and the configuration to the output's shape; integer_output says that the output is int32 instead of the first input's dtype;
+    inputs are the names of all inputs in order, those that are also in optional last; shape maps the input shapes (of integers or of
+    TensorRT dimension expressions) and the configuration to the output's shape; integer_output says that the output is int32 instead of
+    the first input's dtype;
     run(session, layer, config, inputs, out) writes the output in place.
     """
 

@@ -29,3 +29,11 @@ def smollm2() -> Path:
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """A random llama with three layers and a byte tokenizer."""
     return make_tiny("llama", tmp_path_factory.mktemp("tiny") / "tiny-llama")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

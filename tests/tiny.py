@@ -110,9 +110,9 @@ def make_rig(
     tiny: TinyModel, policy: str, directory: Path, *, sets: tuple[str, ...] = (), slots: int = 4, dtype: str | None = None, device: str = "cpu"
 ) -> Rig:
     """Set up an executor for a tiny model under a policy."""
-    from trtkv.runtime.weights import map_weights
     from trtkv.checkpoint.weights import Checkpoint
     from trtkv.plugins.session import TORCH_DTYPES
+    from trtkv.runtime.weights import map_weights
 
     config = tiny.config.model_copy(update={"dtype": dtype}) if dtype else tiny.config
     plan = parse_policy(policy, sets=sets).plan(config)

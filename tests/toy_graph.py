@@ -18,7 +18,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from trtkv.build.tensorrt import Plan, Profile, build_plan
+from trtkv.builder.tensorrt import Plan, Profile, build_plan
 from trtkv.errors import TrtkvError
 from trtkv.plugins._tensorrt.plugin import PluginLogic, guarded
 from trtkv.plugins.face import DOMAIN, VERSION, OpConfig, OpFace

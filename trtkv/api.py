@@ -60,7 +60,7 @@ def build(
 
     Raises TrtkvError; nothing half-written is left behind.
     """
-    from trtkv.build.builder import DEFAULT_SMS, Request, build_engine
+    from trtkv.builder.directory import Request, build_engine
 
     sets = list(sets)
     source, config, chosen = prepare(model, policy, budget, sets, dtype, rope_scaling)
@@ -70,5 +70,5 @@ def build(
     words += [] if budget is None else ["--budget", str(budget)]
     words += [word for item in sets for word in ("--set", item)]
     words += ["--max-seq-len", str(limits.max_seq_len)]
-    request = Request(source, config, chosen, limits, target, tuple(sms or DEFAULT_SMS), backend, force, shlex.join(words))
+    request = Request(source, config, chosen, limits, target, tuple(sms or ()), backend, force, shlex.join(words))
     return build_engine(request, progress).path

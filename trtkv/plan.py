@@ -92,8 +92,8 @@ class SelectPlan:
 class EvictPlan:
     """What the runtime must know to let a layer evict.
 
-    needs names what the role reads besides keys and values (attention_mass, attention_newest, last_queries); observe_window is the number of
-    queries kept for it; token_state maps the role's own numbers per stored token to their dtype.
+    needs names what the role, or the allocate role that serves it, reads besides keys and values (attention_mass, attention_newest, last_queries);
+    observe_window is the number of queries kept for them; token_state maps the role's own numbers per stored token to their dtype.
     """
 
     meaning: Meaning

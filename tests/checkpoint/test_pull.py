@@ -168,6 +168,18 @@ def test_two_pulls_at_once_both_succeed(installed: TinyGguf, home: Path, force: 
     assert leftovers(home) == [NAME]
 
 
+def test_what_another_pull_finished_meanwhile_is_used(installed: TinyGguf, home: Path) -> None:
+    inodes: list[int] = []
+
+    def other(stage: str, fraction: float) -> None:
+        if fraction == 1.0 and not inodes:
+            inodes.append(0)
+            inodes.append((pull(NAME) / "model.safetensors").stat().st_ino)
+
+    assert (pull(NAME, progress=other) / "model.safetensors").stat().st_ino == inodes[1]
+    assert leftovers(home) == [NAME]
+
+
 FILES = {
     "config.json": json.dumps(CONFIG).encode(),
     "model.safetensors": os.urandom(100_000),

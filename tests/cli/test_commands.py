@@ -14,6 +14,8 @@ import pytest
 from tests.tiny import TinyModel, make_tiny
 from trtkv.cli import main
 
+Capture = pytest.CaptureFixture[str]
+
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -37,7 +39,7 @@ def call(*words: object) -> int:
     return 0
 
 
-def complaint(capsys: pytest.CaptureFixture[str], *words: object, code: int = 1) -> str:
+def complaint(capsys: Capture, *words: object, code: int = 1) -> str:
     capsys.readouterr()
     assert call(*words) == code
     seen = capsys.readouterr()
@@ -47,14 +49,16 @@ def complaint(capsys: pytest.CaptureFixture[str], *words: object, code: int = 1)
     return lines[0]
 
 
-def output(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
+def output(capsys: Capture, *words: object) -> Any:
     capsys.readouterr()
     assert call(*words, "--json") == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-def test_build_run_and_reuse(engine: Path, tiny_llama: TinyModel, capsys: pytest.CaptureFixture[str]) -> None:
-    again = output(capsys, "build", "--model", tiny_llama.path, "--policy", "fier", "--budget", 64, "--out", engine, "--backend", "none", "--max-seq-len", 256)
+def test_build_run_and_reuse(engine: Path, tiny_llama: TinyModel, capsys: Capture) -> None:
+    again = output(
+        capsys, "build", "--model", tiny_llama.path, "--policy", "fier", "--budget", 64, "--out", engine, "--backend", "none", "--max-seq-len", 256
+    )
     assert again["policy"] == "fier"
     assert again["backend"] is None
     answer = output(capsys, "run", engine, "hello " * 20, "--max-tokens", 8, "--ignore-eos")
@@ -66,33 +70,34 @@ def test_build_run_and_reuse(engine: Path, tiny_llama: TinyModel, capsys: pytest
     assert answer["stats"]["tokens_read_per_step"] == pytest.approx((2 * 124 + 64) / 3)
 
 
-def test_prompts_from_files_and_standard_input(engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_from_files_and_standard_input(engine: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("first prompt")
     (tmp_path / "b.txt").write_text("second, a longer prompt")
+    short = ("--max-tokens", 4, "--ignore-eos")
     capsys.readouterr()
-    assert call("run", engine, "--prompt-file", tmp_path / "a.txt", "--prompt-file", tmp_path / "b.txt", "--max-tokens", 4, "--ignore-eos", "--json") == 0
+    assert call("run", engine, "--prompt-file", tmp_path / "a.txt", "--prompt-file", tmp_path / "b.txt", *short, "--json") == 0
     together = [json.loads(line)["token_ids"] for line in capsys.readouterr().out.splitlines()]
-    alone = [output(capsys, "run", engine, text, "--max-tokens", 4, "--ignore-eos")["token_ids"] for text in ("first prompt", "second, a longer prompt")]
+    alone = [output(capsys, "run", engine, text, *short)["token_ids"] for text in ("first prompt", "second, a longer prompt")]
     assert together == alone
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"first prompt\n")))
     assert output(capsys, "run", engine, "--max-tokens", 4, "--ignore-eos")["token_ids"] == alone[0]
 
 
-def test_chat_uses_the_template(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_uses_the_template(engine: Path, capsys: Capture) -> None:
     plain = output(capsys, "run", engine, "<|user|>hello<|end|><|assistant|>", "--max-tokens", 4, "--ignore-eos")
     chat = output(capsys, "run", engine, "hello", "--chat", "--max-tokens", 4, "--ignore-eos")
     assert chat["token_ids"] == plain["token_ids"]
     assert chat["prompt_tokens"] == len("hello") + 3
 
 
-def test_streamed_text_is_the_whole_answer(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_streamed_text_is_the_whole_answer(engine: Path, capsys: Capture) -> None:
     whole = output(capsys, "run", engine, "hello", "--max-tokens", 12, "--ignore-eos")["text"]
     capsys.readouterr()
     assert call("run", engine, "hello", "--max-tokens", 12, "--ignore-eos", "--quiet") == 0
     assert capsys.readouterr().out == whole + "\n"
 
 
-def test_random_weights_need_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_weights_need_no_checkpoint(tmp_path: Path, capsys: Capture) -> None:
     tiny = make_tiny("qwen2", tmp_path / "shape")
     (tiny.path / "model.safetensors").unlink()
     assert call("build", "--model", tiny.path, "--out", tmp_path / "engine", "--backend", "none") == 0
@@ -121,15 +126,17 @@ def test_random_weights_need_no_checkpoint(tmp_path: Path, capsys: pytest.Captur
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else None,
 )
-def test_wrong_builds_are_one_line_with_a_fix(words: list[str], expected: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_wrong_builds_are_one_line_with_a_fix(words: list[str], expected: list[str], capsys: Capture, tmp_path: Path) -> None:
     line = complaint(capsys, "build", *words, "--out", tmp_path / "engine")
     for part in expected:
         assert part in line
     assert [one for one in tmp_path.iterdir() if one.name != "home"] == []
 
 
-@pytest.mark.parametrize(("words", "expected"), [(["buidl"], "build"), (["build"], "--model"), (["build", "--modle", "x"], "--model"), (["build", "--model"], "--model")])
-def test_wrong_usage_exits_with_two(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "expected"), [(["buidl"], "build"), (["build"], "--model"), (["build", "--modle", "x"], "--model"), (["build", "--model"], "--model")]
+)
+def test_wrong_usage_exits_with_two(words: list[str], expected: str, capsys: Capture) -> None:
     assert expected in complaint(capsys, *words, code=2)
 
 
@@ -158,7 +165,7 @@ def edit_manifest(path: Path, **changes: object) -> None:
     ],
     ids=["graph", "no graph", "cut manifest", "no manifest", "format", "field", "checkpoint gone"],
 )
-def test_damaged_engines(harm: Any, expected: list[str], engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_engines(harm: Any, expected: list[str], engine: Path, tmp_path: Path, capsys: Capture) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(engine, copy)
     harm(copy)
@@ -167,7 +174,7 @@ def test_damaged_engines(harm: Any, expected: list[str], engine: Path, tmp_path:
         assert part in line
 
 
-def test_prompts_that_cannot_be_served(engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_that_cannot_be_served(engine: Path, tmp_path: Path, capsys: Capture) -> None:
     assert "the prompt is empty" in complaint(capsys, "run", engine, "")
     long = complaint(capsys, "run", engine, "a" * 300)
     assert "300 tokens" in long and "takes 255" in long and "--max-seq-len" in long
@@ -181,13 +188,13 @@ def test_prompts_that_cannot_be_served(engine: Path, tmp_path: Path, capsys: pyt
     assert "does not exist" in complaint(capsys, "run", engine, "hello", "--weights", tmp_path / "nowhere")
 
 
-def test_weights_that_exceed_the_memory(engine: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_exceed_the_memory(engine: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trtkv.runtime.memory.available_bytes", lambda device: 1000)
     line = complaint(capsys, "run", engine, "hello")
     assert "the weights take" in line and "1000 B of cpu memory is available" in line
 
 
-def test_a_full_disk_leaves_nothing(tiny_llama: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_nothing(tiny_llama: TinyModel, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -197,7 +204,7 @@ def test_a_full_disk_leaves_nothing(tiny_llama: TinyModel, tmp_path: Path, capsy
     assert [one for one in tmp_path.iterdir() if one.name != "home"] == []
 
 
-def test_a_directory_that_is_no_engine_is_not_overwritten(tiny_llama: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_that_is_no_engine_is_not_overwritten(tiny_llama: TinyModel, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
     assert "not an engine directory" in complaint(capsys, "build", "--model", tiny_llama.path, "--out", tmp_path / "mine", "--backend", "none")
@@ -220,7 +227,9 @@ def test_a_directory_that_is_no_engine_is_not_overwritten(tiny_llama: TinyModel,
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_models_that_are_not_supported(change: dict[str, object], expected: list[str], tiny_llama: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_that_are_not_supported(
+    change: dict[str, object], expected: list[str], tiny_llama: TinyModel, tmp_path: Path, capsys: Capture
+) -> None:
     copy = tmp_path / "model"
     shutil.copytree(tiny_llama.path, copy)
     raw = json.loads((copy / "config.json").read_text())
@@ -230,7 +239,7 @@ def test_models_that_are_not_supported(change: dict[str, object], expected: list
         assert part in line
 
 
-def test_checkpoints_that_do_not_fit(tiny_llama: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_that_do_not_fit(tiny_llama: TinyModel, tmp_path: Path, capsys: Capture) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "no config.json" in complaint(capsys, "build", "--model", empty, "--out", tmp_path / "engine")
@@ -246,7 +255,7 @@ def test_checkpoints_that_do_not_fit(tiny_llama: TinyModel, tmp_path: Path, caps
     assert "mlp" in line and "128" in line and "112" in line
 
 
-def test_lists(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lists(capsys: Capture) -> None:
     names = [row["name"] for row in output(capsys, "models")]
     assert {"qwen2.5-7b", "llama-3.1-8b", "smollm2-135m"} <= set(names)
     assert {"full", "fier"} <= {row["name"] for row in output(capsys, "policies")}

@@ -183,6 +183,8 @@ def test_plan_survives_json(name: str) -> None:
     plan = parse_policy(name).plan(model)
     assert CachePlan.from_json(plan.to_json()) == plan
     assert set(plan.roles) == set(parse_policy(name).roles)
+    if name == "razor":
+        assert plan.evict.observe_window == 32 and plan.evict.needs == ("last_queries",)
 
 
 def _has_budget(name: str) -> bool:

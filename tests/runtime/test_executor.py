@@ -41,14 +41,18 @@ def assert_as_good_as_transformers(ours: Tensor, tiny: TinyModel, tokens: Tensor
     assert worst(ours, exact) <= 2 * worst(theirs, exact)
 
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_logits_equal_transformers(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_logits_equal_transformers(kind: str, dtype: torch.dtype, device: str, tmp_path: Path) -> None:
     tiny = make_tiny(kind, tmp_path / "model", dtype=dtype)
-    rig = make_rig(tiny, "full", tmp_path)
+    rig = make_rig(tiny, "full", tmp_path, device=device)
     tokens = torch.randint(0, 256, (90,), generator=torch.Generator().manual_seed(1))
     for slot, chunks in enumerate(([90], [33, 40, 17], [80] + [1] * 10)):
-        assert_as_good_as_transformers(rig.feed(tokens, slot, chunks=chunks), tiny, tokens, dtype)
+        assert_as_good_as_transformers(rig.feed(tokens, slot, chunks=chunks).cpu(), tiny, tokens, dtype)
 
 
 @pytest.mark.parametrize("rope", sorted(ROPES))
@@ -69,11 +73,12 @@ def test_group_sizes(heads: tuple[int, int, int], tmp_path: Path) -> None:
     assert_as_good_as_transformers(rig.feed(tokens, chunks=[60] + [1] * 10), tiny, tokens, torch.float32)
 
 
-def test_fier_with_a_budget_of_the_length_equals_full(tiny_llama: TinyModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_fier_with_a_budget_of_the_length_equals_full(device: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
     tokens = torch.randint(0, 256, (140,), generator=torch.Generator().manual_seed(4))
     chunks = [100] + [1] * 40
-    full = make_rig(tiny_llama, "full", tmp_path).feed(tokens, chunks=chunks)
-    fier = make_rig(tiny_llama, "fier", tmp_path, sets=("retrieve.budget=140",)).feed(tokens, chunks=chunks)
+    full = make_rig(tiny_llama, "full", tmp_path, device=device).feed(tokens, chunks=chunks)
+    fier = make_rig(tiny_llama, "fier", tmp_path, sets=("retrieve.budget=140",), device=device).feed(tokens, chunks=chunks)
     assert torch.equal(full, fier)
 
 
@@ -84,6 +89,14 @@ def test_fier_below_the_length_differs_from_full_only_where_it_selects(tiny_llam
     fier = make_rig(tiny_llama, "fier", tmp_path, sets=("retrieve.budget=64",)).feed(tokens, chunks=chunks)
     assert torch.equal(full[:64], fier[:64])
     assert not torch.equal(full[64:], fier[64:])
+
+
+@pytest.mark.gpu
+def test_a_gpu_selects_and_answers_as_the_cpu_does(tiny_llama: TinyModel, tmp_path: Path) -> None:
+    tokens = torch.randint(0, 256, (140,), generator=torch.Generator().manual_seed(6))
+    rigs = [make_rig(tiny_llama, "fier", tmp_path, sets=("retrieve.budget=64",), device=device) for device in ("cpu", "cuda")]
+    cpu, gpu = (rig.feed(tokens, chunks=[100] + [1] * 40) for rig in rigs)
+    assert worst(gpu.cpu(), cpu.double()) <= REORDERED
 
 
 def test_a_batch_gives_what_each_sequence_gives_alone(tiny_llama: TinyModel, tmp_path: Path) -> None:

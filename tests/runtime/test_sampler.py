@@ -198,6 +198,16 @@ def test_stop_strings_end_the_answer_before_them(tokenizer: Tokenizer) -> None:
     assert answer(tokenizer, tokenizer.encode("aaab"), stop="aab") == (["", "", "a", ""], "stop")
 
 
+def test_stop_strings_do_not_depend_on_how_the_text_is_cut(tmp_path: Path) -> None:
+    inner = byte_level()
+    inner.add_tokens(["xabcdy"])
+    whole = write(tmp_path, inner)
+    for stops in (("abcd", "bc"), ("bc", "abcd")):
+        for ids in (whole.encode("xabcdy"), [whole.encode(letter)[0] for letter in "xabcdy"]):
+            pieces, reason = answer(whole, ids, stop=stops)
+            assert ("".join(pieces), reason) == ("xa", "stop"), "the one that ends first"
+
+
 def test_the_end_of_text_is_no_text(tokenizer: Tokenizer) -> None:
     end = tokenizer.eos_ids[0]
     ids = [*tokenizer.encode("abE"), end, *tokenizer.encode("c")]

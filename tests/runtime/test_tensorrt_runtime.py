@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.toy_graph import needs_rtx
-from trtkv.build import tensorrt as build_module
+from trtkv.builder import tensorrt as build_module
 from trtkv.errors import EngineError
 from trtkv.plugins._tensorrt import plugin as plugin_module
 from trtkv.plugins._tensorrt.backend import Backend, MessageLog

@@ -101,6 +101,15 @@ def test_what_was_returned_is_never_taken_back(kind: str, tokenizers: dict[str, 
         assert tokenizer.decode(ids).startswith(sent)
 
 
+@pytest.mark.parametrize("kind", ["byte-fallback", "metaspace"])
+def test_a_space_after_many_special_tokens_is_not_a_beginning(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers[kind]
+    piece = tokenizer.encode(" x", add_special=False)[-1]
+    ids = [piece, *tokenizer.eos_ids * 20, piece, piece]
+    assert tokenizer.decode(ids) == "x x x"
+    assert "".join(stream(tokenizer, ids)) == "x x x"
+
+
 def test_an_incomplete_character_is_held_back(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["byte-level"]
     ids = tokenizer.encode("a🙂b")

@@ -172,9 +172,12 @@ class Evict(Role):
         """Tell how many leading tokens will never be evicted, once this step's eviction is done."""
         return at.settled
 
-    def plan(self) -> EvictPlan:
-        """Lower the role to what the runtime must provide."""
-        return EvictPlan(self.meaning(), tuple(sorted(self.needs & set(RUNTIME_NEEDS))), self.observe_window, dict(self.token_state))
+    def plan(self, allocate: Allocate | None = None) -> EvictPlan:
+        """Lower the role, with the allocate role that serves it, to what the runtime must provide."""
+        needs, window = self.needs, self.observe_window
+        if allocate is not None:
+            needs, window = needs | allocate.needs, max(window, allocate.observe_window)
+        return EvictPlan(self.meaning(), tuple(sorted(needs & set(RUNTIME_NEEDS))), window, dict(self.token_state))
 
 
 class Quantize(Role):

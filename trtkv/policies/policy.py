@@ -120,7 +120,7 @@ class Policy(BaseModel):
             buffers=tuple(buffers),
             select=tuple(select),
             roles={kind: role.meaning() for kind, role in self.roles.items()},
-            evict=self.evict.plan() if self.evict else None,
+            evict=self.evict.plan(self.allocate) if self.evict else None,
             quantize=quantize.plan() if quantize else None,
         )
 

@@ -63,8 +63,8 @@ class Stepper:
         for count in new:
             starts.append(starts[-1] + count)
         groups = self.session.plan.num_page_groups
-        width = max(self.session.plan.pages(total) for total in stored)
-        table = [list(row.pages[:width]) + [0] * (width - len(row.pages)) for row in rows]
+        width = self.session.plan.pages(self.limits.max_seq_len)  # constant: a shape that changes costs TensorRT a callback in every plugin
+        table = [[*row.pages, *[0] * (width - len(row.pages))] for row in rows]
         values = {
             "token_ids": [token for row in rows for token in row.tokens],
             "positions": [position for row in rows for position in range(row.seen, row.seen + len(row.tokens))],

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from tests.toy_graph import build, graph, needs_rtx, profiles
-from trtkv.build import tensorrt
-from trtkv.build.progress import Fraction
-from trtkv.build.tensorrt import Plan, Profile, check_profile, target_capabilities
+from trtkv.builder import tensorrt
+from trtkv.builder.progress import Fraction
+from trtkv.builder.tensorrt import Plan, Profile, check_profile, target_capabilities
 from trtkv.errors import BuildError
 from trtkv.plugins._tensorrt import cuda
 from trtkv.plugins._tensorrt.backend import Backend, MessageLog

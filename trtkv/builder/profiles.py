@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trtkv.build.tensorrt import Profile
+from trtkv.builder.tensorrt import Profile
 from trtkv.config import Limits, ModelConfig
 from trtkv.graph.decoder import STEP_INPUTS
 from trtkv.plan import CachePlan

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +14,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import trtkv
-from trtkv.build.profiles import profiles
-from trtkv.build.tensorrt import build_plan
+from trtkv.builder.profiles import profiles
+from trtkv.builder.tensorrt import build_plan
 from trtkv.checkpoint.find import Source, data_home
 from trtkv.checkpoint.weights import Checkpoint
 from trtkv.config import Limits, ModelConfig
@@ -25,13 +24,13 @@ from trtkv.graph.decoder import build_decoder
 from trtkv.graph.weights import WeightSpec, expected_tensors
 from trtkv.manifest import GRAPH, PLAN, Manifest, PlanInfo, WeightInput, check_files, file_sha256, read_manifest
 from trtkv.plan import CachePlan
-from trtkv.plugins._tensorrt.backend import available
+from trtkv.plugins._tensorrt.backend import available, load
 from trtkv.plugins.ops import FACES
 from trtkv.policies.policy import Policy
 
 Progress = Callable[[str, float], None]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "special_tokens_map.json")
-DEFAULT_SMS = ("80", "86", "89", "120")
+PORTABLE_SMS = ("80", "86", "89", "120")  # what a backend that builds without a GPU builds for unless told otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class Request:
     policy: Policy
     limits: Limits
     out: Path
-    sms: tuple[str, ...] = DEFAULT_SMS
+    sms: tuple[str, ...] = ()
     backend: str | None = None
     force: bool = False
     command: str = "trtkv build"
@@ -92,7 +91,12 @@ def _backend(wanted: str | None) -> str | None:
     if wanted and wanted not in found:
         extra = "rtx" if wanted == "tensorrt_rtx" else "tensorrt"
         raise BuildError(f"the backend '{wanted}' is not installed", f"Run: pip install 'trtkv[{extra}]', or leave --backend out.")
-    return wanted or next((name for name in ("tensorrt_rtx", "tensorrt") if name in found), None)
+    return wanted or (load(None).name if found else None)
+
+
+def _sms(request: Request, backend: str | None) -> tuple[str, ...]:
+    """Full TensorRT builds for the GPU at hand and is told nothing."""
+    return request.sms or (PORTABLE_SMS if backend and load(backend).portable else ())
 
 
 def _identity(request: Request, plan: CachePlan, graph: bytes, backend: str | None) -> str:
@@ -101,7 +105,7 @@ def _identity(request: Request, plan: CachePlan, graph: bytes, backend: str | No
         "plan": plan.hash,
         "limits": request.limits.model_dump(),
         "backend": [backend, available().get(backend or "")],
-        "sms": request.sms if backend else (),
+        "sms": _sms(request, backend),
         "source": str(request.source.path),
         "version": trtkv.__version__,
     }
@@ -142,9 +146,9 @@ def _replace_directory(stage: Path, out: Path) -> None:
     while True:
         old = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.old"
         with suppress(FileNotFoundError):
-            os.replace(out, old)
+            out.replace(old)
         try:
-            os.replace(stage, out)
+            stage.replace(out)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
@@ -173,7 +177,7 @@ def _write_plan(
         shutil.copyfile(cached, stage / PLAN)
         return info, None
     built = build_plan(
-        graph, profiles(request.model, plan, request.limits), backend=backend, sms=request.sms, faces=FACES.values(), progress=progress
+        graph, profiles(request.model, plan, request.limits), backend=backend, sms=_sms(request, backend), faces=FACES.values(), progress=progress
     )
     info = PlanInfo(backend=built.backend, version=built.version, sms=built.sms, seconds=round(built.seconds, 2))
     (stage / PLAN).write_bytes(built.data)
@@ -187,9 +191,9 @@ def _remember(plan: Path, cached: Path, note: Path, info: PlanInfo) -> None:
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(plan, part)
-        os.replace(part, cached)
+        part.replace(cached)
         part.write_text(info.model_dump_json())
-        os.replace(part, note)
+        part.replace(note)
     except OSError:
         part.unlink(missing_ok=True)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trtkv.build.progress import Monitor, make_monitor
+from trtkv.builder.progress import Monitor, make_monitor
 from trtkv.errors import BuildError
 from trtkv.plugins._tensorrt import cuda
 from trtkv.plugins._tensorrt.backend import Backend, Messages, load
