@@ -168,7 +168,7 @@ def _reporting(progress: Progress) -> type:
     """Make a tqdm class that draws nothing and reports the fraction of the bytes instead."""
     from tqdm.auto import tqdm
 
-    class Reporting(tqdm):  # type: ignore[misc, type-arg]
+    class Reporting(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
             options.pop("name", None)
             super().__init__(*args, **{**options, "disable": True})

@@ -197,9 +197,9 @@ def _penalized(logits: Tensor, params: Sequence[SamplingParams], histories: Sequ
 
 def _weights(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Turn scores [B, V] into integer weights [B, V]: sums of integers are exact, in whatever order a device adds them."""
-    column = lambda values: torch.tensor(values, dtype=torch.float32, device=scores.device)[:, None]  # noqa: E731
-    relative = ((scores - scores.amax(-1, keepdim=True)) / column([one.temperature for one in params])).exp()
-    relative = relative.where(relative >= column([one.min_p for one in params]), 0.0)
+    settings = torch.tensor([[one.temperature, one.min_p] for one in params], dtype=torch.float32, device=scores.device)
+    relative = ((scores - scores.amax(-1, keepdim=True)) / settings[:, :1]).exp()
+    relative = relative.where(relative >= settings[:, 1:], 0.0)
     return (relative.double() * UNIT).long()
 
 

@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from trtkv.errors import CheckpointError, RequestError
 
 if TYPE_CHECKING:
-    from jinja2 import Template
+    from jinja2 import Environment, Template
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 BAD = "\N{REPLACEMENT CHARACTER}"
@@ -193,7 +193,7 @@ def _template_source(path: Path, settings: Mapping[str, Any]) -> str | None:
     return source
 
 
-def _environment() -> Any:
+def _environment() -> Environment:
     """Make the sandbox that chat templates are written for: whitespace, loop controls and helpers as in transformers."""
     from datetime import datetime
 
@@ -222,7 +222,7 @@ def _generation_blocks() -> Any:
     from jinja2.ext import Extension
 
     class GenerationBlocks(Extension):
-        tags: ClassVar = {"generation"}
+        tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
         def parse(self, parser: Any) -> nodes.Node:
             line = next(parser.stream).lineno
