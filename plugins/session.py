@@ -15,17 +15,9 @@ import torch
 from torch import Tensor
 
 from trtkv.plan import CachePlan
+from trtkv.plugins.dtypes import TORCH_DTYPES
+from trtkv.plugins.held.caches import HeldCaches
 
-TORCH_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "uint8": torch.uint8,
-    "int8": torch.int8,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-}
 _keys = itertools.count(1)
 _current: ContextVar[Session | None] = ContextVar("session", default=None)
 
@@ -34,7 +26,8 @@ _current: ContextVar[Session | None] = ContextVar("session", default=None)
 class Row:
     """One sequence of the step: its rows [start, start + new) among the T tokens, and where it is stored.
 
-    stored counts the tokens behind the append; pages [M] int64 holds the page numbers in order, run their slice when they are consecutive.
+    stored counts the tokens behind the append, prompt those of the whole prompt; pages [M] int64 holds the page numbers in order, run their
+    slice when they are consecutive.
     """
 
     start: int
@@ -43,6 +36,7 @@ class Row:
     slot: int
     pages: Tensor
     run: slice | None
+    prompt: int = 0
 
 
 @dataclass(slots=True)
@@ -79,9 +73,11 @@ class Session:
         """Allocate the cache: num_pages for every page group, num_slots sequences at once."""
         self.plan, self.num_slots, self.device = plan, num_slots, torch.device(device)
         self.num_pages = tuple(num_pages)
+        self.held = HeldCaches(plan, self.device) if plan.held else None
+        self.read_tokens = 0.0
         self.key = next(_keys)
         self.buffers: dict[str, list[Tensor | None]] = {}
-        for spec in plan.buffers:
+        for spec in () if plan.held else plan.buffers:
             self.buffers[spec.name] = [
                 torch.empty(
                     (self.num_pages[plan.page_groups[layer]] if spec.paged else num_slots, *map(int, spec.shape[1:])),
@@ -108,20 +104,62 @@ class Session:
         """Return the `state` input: this session's key, then the address of every buffer of every layer (0: none), int64."""
         entries = [self.key]
         for spec in self.plan.buffers:
-            entries += [0 if tensor is None else tensor.data_ptr() for tensor in self.buffers[spec.name]]
+            tensors = self.buffers.get(spec.name, [None] * self.plan.num_layers)
+            entries += [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         return torch.tensor(entries, dtype=torch.int64, device=self.device)
 
-    def begin_step(self, new: Sequence[int], stored: Sequence[Sequence[int]], slots: Sequence[int], pages: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Announce a step: new tokens of each of B sequences, stored [Y][B] tokens behind it, slots [B], page numbers [Y][B][M]."""
-        self._step = [self._group(new, stored[group], slots, pages[group]) for group in range(self.plan.num_page_groups)]
+    def begin_step(
+        self,
+        new: Sequence[int],
+        stored: Sequence[Sequence[int]],
+        slots: Sequence[int],
+        pages: Sequence[Sequence[Sequence[int]]],
+        prompts: Sequence[int],
+    ) -> None:
+        """Announce a step: new tokens of each of B sequences, stored [Y][B] tokens behind it, slots [B], page numbers [Y][B][M], prompts [B].
 
-    def _group(self, new: Sequence[int], stored: Sequence[int], slots: Sequence[int], pages: Sequence[Sequence[int]]) -> StepGroup:
+        A sequence whose stored tokens are all new begins afresh, whatever its slot held before.
+        """
+        groups = range(self.plan.num_page_groups)
+        self._step = [self._group(new, stored[group], slots, pages[group], prompts) for group in groups]
+        self.read_tokens = 0.0
+        if self.held is not None:
+            for row in self._step[0].rows:
+                if row.new == row.stored:
+                    self.held.start(row.slot)
+
+    def end_step(self) -> None:
+        """Evict and encode behind the step's attention, where the plan says so."""
+        if self.held is not None:
+            for row in self._step[0].rows:
+                self.held.finish(row.slot)
+
+    def note_read(self, row: Row, tokens: float) -> None:
+        """Count what a layer's attention read for a sequence that decodes; `read_tokens` is the step's mean over layers, all sequences together."""
+        if row.new == 1 and row.stored > row.prompt:
+            self.read_tokens += tokens / self.plan.num_layers
+
+    def stored_bytes(self) -> int:
+        """Return the bytes that hold keys, values and summaries of the announced step's sequences."""
+        rows = self._step[0].rows
+        if self.held is not None:
+            return sum(self.held.nbytes(row.slot) for row in rows)
+        return sum(self.plan.stored_bytes(row.stored) for row in rows)
+
+    def release(self, slot: int) -> None:
+        """Free what a slot holds; pages belong to their allocator."""
+        if self.held is not None:
+            self.held.release(slot)
+
+    def _group(
+        self, new: Sequence[int], stored: Sequence[int], slots: Sequence[int], pages: Sequence[Sequence[int]], prompts: Sequence[int]
+    ) -> StepGroup:
         size, rows, start = self.plan.page_size, [], 0
         token_page, token_slot = [], []
-        for count, total, slot, own in zip(new, stored, slots, pages, strict=True):
+        for count, total, slot, own, prompt in zip(new, stored, slots, pages, prompts, strict=True):
             used = own[: -(-total // size)]
-            rows.append(Row(start, count, total, slot, torch.tensor(used, dtype=torch.int64, device=self.device), _as_slice(used)))
-            for index in range(total - count, total):
+            rows.append(Row(start, count, total, slot, torch.tensor(used, dtype=torch.int64, device=self.device), _as_slice(used), prompt))
+            for index in range(total - count, total) if self.held is None else ():
                 token_page.append(own[index // size])
                 token_slot.append(index % size)
             start += count

@@ -111,7 +111,7 @@ def make_rig(
 ) -> Rig:
     """Set up an executor for a tiny model under a policy."""
     from trtkv.checkpoint.weights import Checkpoint
-    from trtkv.plugins.session import TORCH_DTYPES
+    from trtkv.plugins.dtypes import TORCH_DTYPES
     from trtkv.runtime.weights import map_weights
 
     config = tiny.config.model_copy(update={"dtype": dtype}) if dtype else tiny.config

@@ -7,7 +7,7 @@ from typing import Any
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "build", "simulate"]
 
-_WHERE = {"LLM": "trtkv.runtime.llm", "SamplingParams": "trtkv.runtime.sampler", "build": "trtkv.api", "simulate": "trtkv.simulate"}
+_WHERE = {"LLM": "trtkv.runtime.llm", "SamplingParams": "trtkv.runtime.sampler", "build": "trtkv.api", "simulate": "trtkv.simulation"}
 
 
 def __getattr__(name: str) -> Any:

@@ -71,7 +71,8 @@ class SelectPlan:
     """How a layer chooses what a decode query reads.
 
     budget counts the attended tokens of one KV head, with sink, window and open group; unit is 1 (tokens) or the page.
-    Tokens behind the last multiple of group have no summary yet and are always attended.
+    Tokens behind the last multiple of group have no summary yet and are always attended. speculative roles may select with the previous
+    step's query, forces says that the role names units that every query reads.
     """
 
     meaning: Meaning
@@ -81,6 +82,8 @@ class SelectPlan:
     unit: int
     group: int
     pooling: Pooling
+    speculative: bool = False
+    forces: bool = False
 
     @property
     def width(self) -> int:
@@ -197,6 +200,11 @@ class CachePlan:
         """Let every layer share one page table unless the policy says otherwise."""
         if not self.page_groups:
             object.__setattr__(self, "page_groups", (0,) * self.num_layers)
+
+    @property
+    def held(self) -> bool:
+        """Whether tokens are evicted or encoded, so that a cache is no row of plain pages."""
+        return self.evict is not None or self.quantize is not None
 
     @property
     def num_page_groups(self) -> int:

@@ -19,7 +19,7 @@ from trtkv.plugins.face import DOMAIN, OpConfig
 from trtkv.plugins.kv_append import reference as append_reference
 from trtkv.plugins.kv_attend import reference as attend_reference
 from trtkv.plugins.kv_select import reference as select_reference
-from trtkv.plugins.kv_select.meaning import load_role
+from trtkv.plugins.roles import load_role
 
 
 @dataclass(slots=True)

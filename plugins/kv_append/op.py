@@ -27,6 +27,11 @@ def append(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
     rotated = _rotate(rotated, *_angles(step, positions, rope))
     out.unflatten(1, (config.num_q_heads, dim)).copy_(rotated[:, : config.num_q_heads])
     values = qkv[:, heads * dim :].unflatten(1, (config.num_kv_heads, dim))
+    if session.held is not None:
+        for row in step.rows:
+            rows = slice(row.start, row.start + row.new)
+            session.held.find(layer, row.slot).append(rotated[rows, config.num_q_heads :].to(qkv.dtype), values[rows], row.prompt)
+        return
     session.buffer("keys", layer)[step.token_page, :, step.token_slot] = rotated[:, config.num_q_heads :].to(qkv.dtype)
     session.buffer("values", layer)[step.token_page, :, step.token_slot] = values
     select = session.plan.select[layer]

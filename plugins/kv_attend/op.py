@@ -26,10 +26,16 @@ def attend(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
         rows = slice(row.start, row.start + row.new)
         query = inputs[0][rows].unflatten(1, (config.num_q_heads, config.head_dim))
         target = out[rows].unflatten(1, (config.num_q_heads, config.head_dim))
-        if plan is not None and selection is not None and row.new == 1 and row.stored > plan.budget:
+        if session.held is not None:
+            cache = session.held.find(layer, row.slot)
+            target.copy_(cache.attend(query))
+            session.note_read(row, cache.read_tokens)
+        elif plan is not None and selection is not None and row.new == 1 and row.stored > plan.budget:
             count = min(plan.width, -(-row.stored // plan.unit))
+            session.note_read(row, min(row.stored, count * plan.unit))
             target[0] = _sparse(session, layer, config, plan, row, query[0], selection[b, :, :count].long())
         else:
+            session.note_read(row, row.stored)
             target.copy_(_dense(session, layer, config, row, query))
 
 

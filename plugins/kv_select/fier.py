@@ -25,12 +25,12 @@ class FierIndex:
         session.buffer("fier_bits", layer).unflatten(2, (-1, plan.group))[pages, :, inside] = packed
         session.buffer("fier_range", layer)[pages, :, inside] = bounds
 
-    def score(self, session: Session, layer: int, plan: SelectPlan, row: Row, query: Tensor) -> Tensor:
+    def score(self, session: Session, layer: int, plan: SelectPlan, row: Row, query: Tensor) -> tuple[Tensor, Tensor | None]:
         """Score the closed groups of a sequence: [Hq, U] fp32 with one unit a token."""
         groups = row.stored // plan.group
         bits = read_pages(session.buffer("fier_bits", layer), row)[:, : groups * plan.group]
         bounds = read_pages(session.buffer("fier_range", layer), row)[:, :groups]
-        return score_packed(query, bits.unflatten(1, (groups, plan.group)), bounds)
+        return score_packed(query, bits.unflatten(1, (groups, plan.group)), bounds), None
 
 
 def pack(keys: Tensor) -> tuple[Tensor, Tensor]:

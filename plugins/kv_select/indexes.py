@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from trtkv.plan import SelectPlan
-from trtkv.plugins.kv_select import fier, meaning
+from trtkv.plugins.kv_select import fier, meaning, pages
 from trtkv.plugins.session import Row, Session
 
 
@@ -17,11 +17,11 @@ class Index(Protocol):
     def update(self, session: Session, layer: int, plan: SelectPlan) -> None:
         """Summarize the groups that the announced step completes."""
 
-    def score(self, session: Session, layer: int, plan: SelectPlan, row: Row, query: Tensor) -> Tensor:
-        """Score every summarized unit of a sequence for query [Hq, D]: [Hq, U] fp32."""
+    def score(self, session: Session, layer: int, plan: SelectPlan, row: Row, query: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Score every summarized unit of a sequence for query [Hq, D]: [Hq, U] fp32; and which units [Hk, U] bool are read in any case."""
 
 
-_INDEXES: dict[str, Index] = {"fier": fier.FierIndex()}
+_INDEXES: dict[str, Index] = {"fier": fier.FierIndex(), "quest": pages.PageIndex(), "freekv": pages.PageIndex()}
 
 
 def find(plan: SelectPlan) -> Index:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-from functools import lru_cache
-from typing import Any
-
 from torch import Tensor
 
-from trtkv.plan import Meaning, SelectPlan
+from trtkv.plan import SelectPlan
 from trtkv.plugins._torch.paged import read_pages
+from trtkv.plugins.roles import load_role
 from trtkv.plugins.session import Row, Session
 
 
@@ -19,21 +16,10 @@ class MeaningIndex:
     def update(self, session: Session, layer: int, plan: SelectPlan) -> None:
         """Keep nothing: `score` reads the keys."""
 
-    def score(self, session: Session, layer: int, plan: SelectPlan, row: Row, query: Tensor) -> Tensor:
+    def score(self, session: Session, layer: int, plan: SelectPlan, row: Row, query: Tensor) -> tuple[Tensor, Tensor | None]:
         """Score by the role's `summarize` and `score` over the closed groups."""
         closed = row.stored // plan.group * plan.group
         keys = read_pages(session.buffer("keys", layer), row)[:, :closed]
         role = load_role(plan.meaning)
-        return role.score(query, role.summarize(keys))
-
-
-def load_role(meaning: Meaning) -> Any:
-    """Return the role that a plan names by import path, so that this package needs no policies."""
-    fields = tuple(sorted((key, tuple(value) if isinstance(value, list) else value) for key, value in meaning.fields.items()))
-    return _load(meaning.role, fields)
-
-
-@lru_cache(maxsize=256)
-def _load(path: str, fields: tuple[tuple[str, Any], ...]) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)(**dict(fields))
+        summary = role.summarize(keys)
+        return role.score(query, summary), role.forced(summary) if plan.forces else None

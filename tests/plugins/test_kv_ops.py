@@ -15,10 +15,12 @@ from trtkv.plugins.kv_attend import reference as attend_reference
 from trtkv.plugins.kv_attend.op import attend
 from trtkv.plugins.kv_select import reference as select_reference
 from trtkv.plugins.kv_select.fier import pack, score_packed, unpack
-from trtkv.plugins.kv_select.op import best_indices, choose, pool, select
+from trtkv.plugins.kv_select.op import select
+from trtkv.plugins.selection import choose, pool
 from trtkv.plugins.session import Session
 from trtkv.policies.registry import parse_policy
 from trtkv.policies.retrieve.fier import Fier
+from trtkv.ranking import best
 from trtkv.runtime.rope import rope_table
 
 
@@ -78,7 +80,7 @@ def test_append_select_attend(geometry, before, new, budget, pooling, sink, wind
     for start, end in ((0, before), (before, total)):
         if start == end:
             continue
-        session.begin_step([end - start], [[end]], [1], [[pages]])
+        session.begin_step([end - start], [[end]], [1], [[pages]], [total])
         nothing = torch.empty(0)
         query = torch.full((end - start, one.num_q_heads * one.head_dim), float("nan"))
         append(session, 0, settings, [qkv[start:end], positions[start:end], *[nothing] * 5, rope, nothing], query)
@@ -158,7 +160,7 @@ def test_best_indices_takes_the_lowest_of_equals(units, count, levels, seed) -> 
     count = min(count, units)
     scores = torch.randint(0, levels, (3, units), generator=torch.Generator().manual_seed(seed)).float()
     expected = [sorted(sorted(range(units), key=lambda unit, row=row: (-row[unit], unit))[:count]) for row in scores.tolist()]
-    assert best_indices(scores, count).tolist() == expected
+    assert best(scores, count).tolist() == expected
 
 
 def test_pooling_by_hand() -> None:
@@ -174,5 +176,5 @@ def test_page_units_keep_sink_window_and_the_open_page() -> None:
     plan = SelectPlan(parse_policy("fier").retrieve.meaning(), budget=160, sink=33, window=40, unit=32, group=32, pooling="max")
     scores = torch.zeros(1, 20)
     scores[0, 5] = 1.0
-    assert choose(scores, 20 * 32 + 7, plan).tolist() == [[0, 1, 18, 19, 20]]
-    assert choose(scores, 19 * 32, plan).tolist() == [[0, 1, 5, 17, 18]]
+    assert choose(plan, scores, 20 * 32 + 7).tolist() == [[0, 1, 18, 19, 20]]
+    assert choose(plan, scores, 19 * 32).tolist() == [[0, 1, 5, 17, 18]]

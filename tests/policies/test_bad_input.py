@@ -11,7 +11,7 @@ import torch
 from tests.policies.cases import PRESETS, tensors
 from trtkv.errors import ConfigError, PolicyConflict, TrtkvError, UnknownName
 from trtkv.policies.registry import parse_policy, role_class, role_names
-from trtkv.simulate import simulate
+from trtkv.simulation import simulate
 
 
 def refusal(error: type[TrtkvError], *args: object, **kwargs: object) -> str:

@@ -11,7 +11,7 @@ from tests.policies.cases import small, tensors
 from trtkv.errors import ConfigError
 from trtkv.policies.base import Ask
 from trtkv.policies.registry import parse_policy, role_class
-from trtkv.simulate import simulate
+from trtkv.simulation import simulate
 
 LagKV = role_class("evict", "lagkv")
 

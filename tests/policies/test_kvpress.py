@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from trtkv.plan import CacheView, Occupancy
-from trtkv.policies.ranking import attention, span
 from trtkv.policies.registry import role_class
+from trtkv.ranking import attention, span
 
 DATA = np.load(Path(__file__).parent / "data" / "kvpress.npz")
 Q, K, V = (torch.from_numpy(DATA[name]).float() for name in "qkv")

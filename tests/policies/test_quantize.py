@@ -13,7 +13,7 @@ from trtkv.plan import Occupancy
 from trtkv.policies.base import Quantize
 from trtkv.policies.packing import pack, unpack
 from trtkv.policies.registry import role_class, role_names
-from trtkv.simulate import simulate
+from trtkv.simulation import simulate
 
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 PARTS = st.sampled_from(["keys", "values"])

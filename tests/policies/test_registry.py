@@ -15,7 +15,7 @@ from trtkv.plan import CachePlan
 from trtkv.policies.budgeted import Budgeted
 from trtkv.policies.registry import parse_policy
 from trtkv.policies.schedule import trajectory
-from trtkv.simulate import simulate
+from trtkv.simulation import simulate
 
 COMPOSED = ("fier+kivi", "lagkv+kivi", "snapkv+freekv", "lagkv+fier")
 EVERY = (*PRESETS, *COMPOSED)

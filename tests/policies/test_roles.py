@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from tests.policies.cases import PRESETS, small, tensors
 from trtkv.errors import ConfigError
 from trtkv.plan import CacheView, Occupancy
+from trtkv.plugins.selection import speculative_query
 from trtkv.policies.base import UNLIMITED
-from trtkv.policies.ranking import attention, best, span
 from trtkv.policies.registry import parse_policy, role_class
-from trtkv.policies.selection import choose, pool, speculative_query
-from trtkv.simulate import simulate
+from trtkv.ranking import attention, best, span
+from trtkv.simulation import simulate
 
 RETRIEVING = tuple(name for name in PRESETS if parse_policy(name).retrieve)
 
@@ -100,21 +100,6 @@ def test_ties_go_to_the_lowest_index(scores: list[int], count: int) -> None:
     count = min(count, len(scores))
     expected = sorted(sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:count])
     assert best(torch.tensor([scores]).float(), count)[0].tolist() == expected
-
-
-def test_selection_agrees_with_the_op() -> None:
-    from trtkv.plugins.kv_select import op
-
-    torch.manual_seed(5)
-    for name in ("fier", "quest", "freekv", "arkvale"):
-        role = small(name).retrieve
-        plan = role.select_plan()
-        for stored in (97, 128, 129, 191):
-            scores = torch.randn(6, stored // role.summary_group * role.summary_group // role.unit).round(decimals=1)
-            for pooling in ("softmax-mean", "softmax-max", "mean", "max", "none"):
-                mine, theirs = pool(scores, 2, 0.25, pooling), op.pool(scores, 2, 0.25, pooling)
-                assert torch.equal(mine, theirs)
-                assert torch.equal(choose(role, mine, stored), op.choose(theirs, stored, plan))
 
 
 def test_lagkv_channels_without_range_do_not_turn_a_partition_into_nan() -> None:

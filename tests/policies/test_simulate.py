@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tests.policies.cases import PRESETS, small, tensors
 from trtkv.errors import TrtkvError
 from trtkv.policies.registry import parse_policy
-from trtkv.simulate import simulate
+from trtkv.simulation import simulate
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 7])

@@ -286,7 +286,9 @@ class Retrieve(Role):
 
     def select_plan(self) -> SelectPlan:
         """Lower the fields to what the selection op reads."""
-        return SelectPlan(self.meaning(), self.budget, self.sink, self.window, self.unit, self.summary_group, self.pooling)
+        cls = type(self)
+        speculative, forces = cls.corrected is not Retrieve.corrected, cls.forced is not Retrieve.forced
+        return SelectPlan(self.meaning(), self.budget, self.sink, self.window, self.unit, self.summary_group, self.pooling, speculative, forces)
 
 
 RUNTIME_NEEDS = ("attention_mass", "attention_newest", "last_queries")

@@ -11,7 +11,7 @@ from torch import Tensor
 from trtkv.errors import ConfigError
 from trtkv.plan import CacheView, Occupancy, Verdict
 from trtkv.policies.base import UNLIMITED, Evict
-from trtkv.policies.ranking import best, span
+from trtkv.ranking import best, span
 
 
 class Budgeted(Evict):

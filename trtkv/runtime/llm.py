@@ -139,14 +139,19 @@ class LLM:
                 logits = engine.stepper.run([row for _, row in batch])
                 wanted = [one for one, row in batch if row.logits_of]
                 ids, logprobs = _sample(logits, wanted, params)
-                self.stats.add_step(engine.session.plan, batch, time.perf_counter() - started)
+                self.stats.add_step(engine.session, batch, time.perf_counter() - started)
                 for one, row in batch:
                     one.seen += len(row.tokens)
                 for one, token, logprob in zip(wanted, ids, logprobs, strict=True):
                     yield self._advance(scheduler, one, token, logprob, checkers[one.request])
         finally:
             for one in everything:
-                scheduler.remove(one)
+                self._drop(scheduler, one)
+
+    def _drop(self, scheduler: Scheduler, one: Running) -> None:
+        if one.slot >= 0:
+            self.engine.session.release(one.slot)
+        scheduler.remove(one)
 
     def _advance(self, scheduler: Scheduler, one: Running, token: int, logprob: float | None, checker: StopChecker) -> Event:
         one.tokens.append(token)
@@ -155,7 +160,7 @@ class LLM:
             # The engine's limit can come before the request's own, which the checker counts.
             text, reason = text + checker.flush(), "length"
         if reason is not None:
-            scheduler.remove(one)
+            self._drop(scheduler, one)
         return Event(one.request, token, text, logprob, reason)
 
 

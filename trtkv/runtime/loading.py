@@ -13,7 +13,8 @@ from trtkv.checkpoint.weights import Checkpoint
 from trtkv.config import DTYPE_BYTES
 from trtkv.errors import CheckpointError, ConfigError, EngineError, TrtkvError
 from trtkv.manifest import GRAPH, PLAN, Manifest, check_files, read_manifest
-from trtkv.plugins.session import TORCH_DTYPES, Session
+from trtkv.plugins.dtypes import TORCH_DTYPES
+from trtkv.plugins.session import Session
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.memory import check_weights, pool_pages
 from trtkv.runtime.pages import PageAllocator

@@ -84,7 +84,10 @@ class Scheduler:
             if count:
                 room -= count
                 finished = one.seen + count == len(one.tokens)
-                yield one, StepRow(one.tokens[one.seen : one.seen + count], one.seen, one.slot, one.pages, (count - 1,) if finished else ())
+                yield (
+                    one,
+                    StepRow(one.tokens[one.seen : one.seen + count], one.seen, one.slot, one.pages, (count - 1,) if finished else (), one.num_prompt),
+                )
 
     def _admit(self) -> None:
         while self.waiting and self._slots:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from trtkv.plan import CachePlan
+from trtkv.plugins.session import Session
 from trtkv.runtime.scheduler import Running
 from trtkv.runtime.step import StepRow
 
@@ -14,8 +14,8 @@ from trtkv.runtime.step import StepRow
 class Stats:
     """Seconds in steps with prompt tokens and in pure decode steps, tokens, and the cache at its fullest.
 
-    stored_bytes hold data, reserved_bytes are the whole pages behind them; read_tokens sums over decoded tokens how many stored tokens each
-    read, mean over the layers.
+    stored_bytes hold data, reserved_bytes are the whole pages behind them, final_bytes what the last step's sequences held; read_tokens
+    sums over decoded tokens how many stored tokens each read, mean over the layers.
     """
 
     prefill_s: float = 0.0
@@ -25,10 +25,11 @@ class Stats:
     decode_tokens: int = 0
     stored_bytes: int = 0
     reserved_bytes: int = 0
+    final_bytes: int = 0
     read_tokens: float = 0.0
     _reads: int = 0
 
-    def add_step(self, plan: CachePlan, batch: Sequence[tuple[Running, StepRow]], seconds: float) -> None:
+    def add_step(self, session: Session, batch: Sequence[tuple[Running, StepRow]], seconds: float) -> None:
         """Count one step; the sequences' `seen` are those before it."""
         lengths = [row.seen + len(row.tokens) for _, row in batch]
         decoding = [length for (one, _), length in zip(batch, lengths, strict=True) if length > one.num_prompt]
@@ -38,11 +39,14 @@ class Stats:
         else:
             self.prefill_s += seconds
             self.prompt_tokens += sum(len(row.tokens) for one, row in batch if row.seen < one.num_prompt)
-        self.read_tokens += sum(plan.tokens_read(length) for length in decoding)
+        self.read_tokens += session.read_tokens
         self._reads += len(decoding)
         self.generated_tokens += sum(bool(row.logits_of) for _, row in batch)
-        self.stored_bytes = max(self.stored_bytes, sum(map(plan.stored_bytes, lengths)))
-        self.reserved_bytes = max(self.reserved_bytes, sum(map(plan.reserved_bytes, lengths)))
+        stored = session.stored_bytes()
+        self.stored_bytes = max(self.stored_bytes, stored)
+        self.final_bytes = stored
+        reserved = stored if session.held is not None else sum(map(session.plan.reserved_bytes, lengths))
+        self.reserved_bytes = max(self.reserved_bytes, reserved)
 
     @property
     def prefill_tokens_per_s(self) -> float:

@@ -30,7 +30,8 @@ class Executor(Protocol):
 class StepRow:
     """One sequence in a step: the new tokens, how many tokens came before them, its slot, its pages, and the rows whose logits are wanted.
 
-    logits_of counts from the first new token; empty while a prompt is not finished.
+    logits_of counts from the first new token; empty while a prompt is not finished. prompt is the length of the whole prompt, by default what
+    there is once these tokens are in.
     """
 
     tokens: Sequence[int]
@@ -38,6 +39,7 @@ class StepRow:
     slot: int
     pages: Sequence[int]
     logits_of: Sequence[int] = ()
+    prompt: int | None = None
 
 
 class Stepper:
@@ -54,9 +56,12 @@ class Stepper:
         new = [len(row.tokens) for row in rows]
         stored = [row.seen + len(row.tokens) for row in rows]
         groups = self.session.plan.num_page_groups
-        self.session.begin_step(new, [stored] * groups, [row.slot for row in rows], [[row.pages for row in rows]] * groups)
+        prompts = [total if row.prompt is None else row.prompt for row, total in zip(rows, stored, strict=True)]
+        self.session.begin_step(new, [stored] * groups, [row.slot for row in rows], [[row.pages for row in rows]] * groups, prompts)
         inputs = {name: tensor.to(self.session.device, non_blocking=True) for name, tensor in self._inputs(rows, new, stored).items()}
-        return self.executor.run({**self._fixed, **inputs})
+        logits = self.executor.run({**self._fixed, **inputs})
+        self.session.end_step()
+        return logits
 
     def _inputs(self, rows: Sequence[StepRow], new: list[int], stored: list[int]) -> dict[str, Tensor]:
         starts = [0]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trtkv.plan import CacheView
 from trtkv.policies.base import ROUND_OFF, Allocate, Ask
-from trtkv.policies.ranking import window_attention
+from trtkv.policies.observed import window_attention
 
 
 class ArkvRatio(Allocate):

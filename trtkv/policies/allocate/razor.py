@@ -17,7 +17,8 @@ from torch import Tensor
 from trtkv.errors import ConfigError
 from trtkv.plan import CacheView
 from trtkv.policies.base import ROUND_OFF, UNLIMITED, Allocate, Ask
-from trtkv.policies.ranking import best, group_mean, window_attention
+from trtkv.policies.observed import window_attention
+from trtkv.ranking import best, group_mean
 
 
 class Razor(Allocate):

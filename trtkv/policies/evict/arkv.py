@@ -19,7 +19,8 @@ from torch import Tensor
 from trtkv.plan import CacheView, Occupancy, Verdict
 from trtkv.policies.base import ROUND_OFF
 from trtkv.policies.budgeted import Budgeted
-from trtkv.policies.ranking import best, group_mean, span, window_attention
+from trtkv.policies.observed import window_attention
+from trtkv.ranking import best, group_mean, span
 
 
 class Arkv(Budgeted):

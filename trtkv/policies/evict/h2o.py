@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trtkv.plan import CacheView
 from trtkv.policies.budgeted import Budgeted
-from trtkv.policies.ranking import group_mean
+from trtkv.ranking import group_mean
 
 
 class H2O(Budgeted):

@@ -19,7 +19,7 @@ from torch import Tensor
 from trtkv.errors import ConfigError
 from trtkv.plan import CacheView, Occupancy, Verdict
 from trtkv.policies.base import ROUND_OFF, Evict
-from trtkv.policies.ranking import best, span
+from trtkv.ranking import best, span
 
 
 class LagKV(Evict):

@@ -16,7 +16,7 @@ from trtkv.errors import ConfigError
 from trtkv.plan import CacheView
 from trtkv.policies.base import ROUND_OFF
 from trtkv.policies.budgeted import Budgeted
-from trtkv.policies.ranking import group_mean
+from trtkv.ranking import group_mean
 
 
 class MiniKV(Budgeted):

@@ -18,7 +18,7 @@ from trtkv.errors import ConfigError
 from trtkv.plan import CacheView
 from trtkv.policies.budgeted import Budgeted
 from trtkv.policies.packing import decode_integer_zero, encode_integer_zero
-from trtkv.policies.ranking import best, group_mean
+from trtkv.ranking import best, group_mean
 
 
 class QHitter(Budgeted):

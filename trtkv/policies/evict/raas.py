@@ -19,7 +19,7 @@ from trtkv.errors import ConfigError
 from trtkv.plan import CacheView, Occupancy, Verdict
 from trtkv.policies.base import Evict
 from trtkv.policies.bounds import box_score, page_boxes
-from trtkv.policies.ranking import best, group_mean, span
+from trtkv.ranking import best, group_mean, span
 
 
 class Raas(Evict):

@@ -16,7 +16,8 @@ from torch import Tensor
 from trtkv.errors import ConfigError
 from trtkv.plan import CacheView, Occupancy
 from trtkv.policies.budgeted import Budgeted
-from trtkv.policies.ranking import group_mean, window_attention
+from trtkv.policies.observed import window_attention
+from trtkv.ranking import group_mean
 
 
 class SnapKV(Budgeted):

@@ -17,7 +17,7 @@ from torch import Tensor
 from trtkv.config import ModelConfig
 from trtkv.plan import BufferSpec, Pooling
 from trtkv.policies.base import Retrieve
-from trtkv.policies.ranking import best
+from trtkv.ranking import best
 
 
 class ShadowKV(Retrieve):

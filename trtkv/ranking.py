@@ -1,0 +1,40 @@
+"""Exact ranking with fixed ties, and head groups: what policies mean by it and what the ops do is the same code."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """Return the ascending indices [..., count] int64 of the highest scores [..., U]; of equal scores the lowest index wins."""
+    count = min(count, scores.shape[-1])
+    if count <= 0:
+        return torch.empty(*scores.shape[:-1], 0, dtype=torch.int64, device=scores.device)
+    threshold = scores.topk(count, -1).values[..., -1:]
+    above = scores > threshold
+    level = scores == threshold
+    room = count - above.sum(-1, keepdim=True)
+    taken = above | (level & (level.cumsum(-1) <= room))
+    return taken.nonzero()[:, -1].view(*scores.shape[:-1], count)
+
+
+def span(start: int, stop: int, like: Tensor) -> Tensor:
+    """Return the indices start, ..., stop - 1 int64 on the device of `like`."""
+    return torch.arange(start, max(start, stop), device=like.device)
+
+
+def group_mean(x: Tensor, num_kv_heads: int, pooling: str = "mean") -> Tensor:
+    """Let the query heads of a group agree: x [Hq, ...] to [Hk, ...] by their mean or maximum."""
+    grouped = torch.unflatten(x, 0, (num_kv_heads, -1))
+    return grouped.amax(1) if pooling == "max" else grouped.mean(1)
+
+
+def attention(queries: Tensor, keys: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
+    """Return attention probabilities [Hq, W, S] fp32 of queries [W, Hq, D] over keys [Hk, S, D]; mask [W, S] or [Hk, 1, W, S], True is visible."""
+    heads = keys.shape[0]
+    grouped = torch.unflatten(queries.float().transpose(0, 1), 0, (heads, -1))
+    scores = grouped @ keys.float()[:, None].transpose(2, 3) * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(-1).flatten(0, 1)
