@@ -15,6 +15,7 @@ from trtkv.config import Limits, ModelConfig
 from trtkv.graph.decoder import build_decoder
 from trtkv.plan import CachePlan
 from trtkv.plugins.session import Session
+from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.rope import rope_table
@@ -107,7 +108,14 @@ class Rig:
 
 
 def make_rig(
-    tiny: TinyModel, policy: str, directory: Path, *, sets: tuple[str, ...] = (), slots: int = 4, dtype: str | None = None, device: str = "cpu"
+    tiny: TinyModel,
+    policy: str | Policy,
+    directory: Path,
+    *,
+    sets: tuple[str, ...] = (),
+    slots: int = 4,
+    dtype: str | None = None,
+    device: str = "cpu",
 ) -> Rig:
     """Set up an executor for a tiny model under a policy."""
     from trtkv.checkpoint.weights import Checkpoint
@@ -115,7 +123,7 @@ def make_rig(
     from trtkv.runtime.weights import map_weights
 
     config = tiny.config.model_copy(update={"dtype": dtype}) if dtype else tiny.config
-    plan = parse_policy(policy, sets=sets).plan(config)
+    plan = (parse_policy(policy, sets=sets) if isinstance(policy, str) else policy).plan(config)
     limits = Limits(max_seq_len=512, max_batch_size=slots, max_chunk_tokens=256)
     decoder = build_decoder(config, plan, limits)
     graph = directory / f"{plan.hash}.onnx"

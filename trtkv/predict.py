@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from trtkv.config import DTYPE_BYTES, ModelConfig
 from trtkv.errors import ConfigError
-from trtkv.plan import CachePlan
+from trtkv.footprint import DEFAULT_CHUNK, Footprint
+from trtkv.plan import BufferSpec
+from trtkv.policies.policy import Policy
 
 UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+NO_LIMIT = 2**24  # tokens; a cache that still fits behind so long a prompt is not what limits it
 
 
 def parse_bytes(text: str) -> int:
@@ -20,43 +24,108 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * UNITS[match[2].lower()])
 
 
-def predict(model: ModelConfig, plan: CachePlan, context: int, batch_size: int, gpu_memory: str | None = None) -> dict[str, Any]:
-    """Return the bytes of every buffer and of the whole for batch_size sequences of context tokens.
+def predict(
+    model: ModelConfig, policy: Policy, context: int, batch_size: int, gpu_memory: str | None = None, chunk_tokens: int = DEFAULT_CHUNK
+) -> dict[str, Any]:
+    """Return the bytes of every buffer and of the whole behind prompts of `context` tokens, batch_size sequences at once.
 
-    With gpu_memory also the longest context at this batch and the largest batch at this context that fit beside the weights.
+    peak_bytes is the most while the prompts are read in chunks: one is then still whole (several, where a chunk holds them), the others are evicted
+    from and encoded. With gpu_memory also what fits beside the weights: longest_context, the longest prompt that such sequences may have had
+    (None: the cache is not what limits it), longest_prompt, the longest that can be read, and largest_batch of this context, reading included.
+    `assumes` says in words what the figures take for granted. Raises ConfigError for sizes that are not positive and policies that cannot work.
     """
     if context < 1 or batch_size < 1:
         raise ConfigError(f"context {context} and batch size {batch_size} must both be above 0", "Give positive numbers.")
-    pages = plan.pages(context) * batch_size
-    buffers = [
-        {
-            "name": spec.name,
-            "shape": f"[{spec.letters}] = {[pages if spec.paged else batch_size, *spec.shape[1:]]}",
-            "dtype": spec.dtype,
-            "layers": len(spec.layers),
-            "tier": spec.tier,
-            "bytes": spec.row_bytes * (pages if spec.paged else batch_size) * len(spec.layers),
-        }
-        for spec in plan.buffers
-    ]
+    one = Footprint(model, policy, chunk_tokens)
+    stored = one.stored_bytes(context)
     weights = model.num_params * DTYPE_BYTES[model.dtype]
     found: dict[str, Any] = {
-        "policy": plan.policy,
-        "plan_hash": plan.hash,
-        "buffers": buffers,
-        "bytes_per_token": plan.bytes_per_token(),
-        "stored_bytes": plan.stored_bytes(context) * batch_size,
-        "reserved_bytes": plan.reserved_bytes(context) * batch_size,
-        "tokens_read_per_step": plan.tokens_read(context),
+        "policy": policy.name,
+        "plan_hash": one.plan.hash,
+        "buffers": _held(one, context, batch_size) if one.held else _paged(one, context, batch_size),
+        "bytes_per_token": stored / context if one.held else one.plan.bytes_per_token(),
+        "stored_bytes": stored * batch_size,
+        "score_bytes": one.score_bytes(context) * batch_size,
+        "reserved_bytes": one.reserved_bytes(context) * batch_size,
+        "peak_bytes": _peak(one, context, batch_size),
+        "tokens_read_per_step": one.tokens_read(context),
         "weight_bytes": weights,
+        "assumes": _assumptions(one),
     }
     if gpu_memory is not None:
         room = parse_bytes(gpu_memory) - weights
         found["cache_room_bytes"] = max(0, room)
-        found["longest_context"] = _longest(plan, room // batch_size)
-        found["largest_batch"] = max(0, room) // plan.reserved_bytes(context)
+        found["longest_context"] = _longest(lambda tokens: one.reserved_bytes(tokens) * batch_size <= room)
+        found["longest_prompt"] = _longest(lambda tokens: _peak(one, tokens, batch_size) <= room)
+        found["largest_batch"] = _largest_batch(one, context, room)
     return found
 
 
-def _longest(plan: CachePlan, room: int) -> int:
-    return max(0, (room - plan.slot_bytes) // plan.page_bytes) * plan.page_size
+def _at_once(one: Footprint, context: int, batch_size: int) -> int:
+    """Return how many prompts are whole at once: the scheduler fills a chunk with one after the other."""
+    return min(batch_size, -(-one.chunk // context))
+
+
+def _peak(one: Footprint, context: int, batch_size: int) -> int:
+    whole = _at_once(one, context, batch_size)
+    return whole * one.peak_bytes(context) + (batch_size - whole) * one.reserved_bytes(context)
+
+
+def _largest_batch(one: Footprint, context: int, room: int) -> int:
+    peak, steady = one.peak_bytes(context), one.reserved_bytes(context)
+    whole = -(-one.chunk // context)
+    return max(0, room) // peak if room < whole * peak else whole + (room - whole * peak) // steady
+
+
+def _longest(fits: Callable[[int], bool]) -> int | None:
+    """Return the longest length that fits, 0 if none does, None if every one does; where lengths fall back after an eviction, one of the longest."""
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, high * 2
+        if high > NO_LIMIT:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _paged(one: Footprint, context: int, batch_size: int) -> list[dict[str, Any]]:
+    """List buffers of whole pages."""
+    pages = one.plan.pages(context) * batch_size
+    rows = []
+    for spec in one.plan.buffers:
+        count = pages if spec.paged else batch_size
+        shape = f"[{spec.letters}] = {[count, *spec.shape[1:]]}"
+        rows.append(_row(spec, shape, spec.row_bytes * count * len(spec.layers)))
+    return rows
+
+
+def _held(one: Footprint, context: int, batch_size: int) -> list[dict[str, Any]]:
+    """List buffers that are as long as what they hold; lengths that differ between heads or layers are given as a range."""
+    layers = one.layers(context)
+    rows = []
+    for spec in (*one.plan.buffers, *one.scores):
+        shape = f"[{spec.letters}] = {[batch_size, *spec.shape[1:]]}"
+        if spec.paged:
+            entries = [count for layer in spec.layers for count in one.entries(spec, layers[layer])]
+            length = str(entries[0]) if min(entries) == max(entries) else f"{min(entries)}..{max(entries)}"
+            dims = [str(batch_size), str(spec.shape[1]), length, *map(str, spec.shape[3:])]
+            shape = f"[{spec.letters.replace('P', 'B', 1).replace('N', 'S', 1)}] = [{', '.join(dims)}]"
+        rows.append(_row(spec, shape, one.bytes_of([spec], layers) * batch_size))
+    return rows
+
+
+def _row(spec: BufferSpec, shape: str, size: int) -> dict[str, Any]:
+    return {"name": spec.name, "shape": shape, "dtype": spec.dtype, "layers": len(spec.layers), "tier": spec.tier, "bytes": size}
+
+
+def _assumptions(one: Footprint) -> list[str]:
+    policy, said = one.policy, []
+    if policy.allocate and policy.allocate.measured:
+        said.append(f"allocate role '{type(policy.allocate).__name__}' measures the prompt: all layers are taken to be alike")
+    if policy.quantize and policy.quantize.demoted_only and not one.counts_demoted:
+        said.append("the evict role does not say how many tokens it demotes: all are counted in full precision")
+    if policy.offload:
+        said.append("the offload role is not applied: every page is counted on the device")
+    return said

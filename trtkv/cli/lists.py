@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from trtkv.cli.output import print_json, print_table
+from trtkv.cli.output import notes, print_json, print_table
 
 
 def register(app: App) -> None:
@@ -31,10 +31,10 @@ def models(*, json: bool = False) -> None:
 
 
 def policies(name: str | None = None, *, json: bool = False) -> None:
-    """List the KV policies, or the fields of one.
+    """List the KV policies, or the roles and fields of one.
 
     Args:
-        name: A preset, several joined by +, or module:Class; its fields are listed.
+        name: A preset, several joined by +, or module:Class of your own.
         json: Print JSON.
     """
     from trtkv.policies.registry import describe, parse_policy
@@ -44,7 +44,7 @@ def policies(name: str | None = None, *, json: bool = False) -> None:
     if json:
         print_json(rows)
     elif name:
-        print_table(["field", "default", "meaning of the role"], _fields(rows[0]), title=f"{rows[0]['name']}: {rows[0]['summary']}")
+        _print_policy(rows[0])
     else:
         print_table(
             ["policy", "roles", "paper", "what it does"], [[row["name"], ", ".join(row["roles"]), row["paper"], row["summary"]] for row in rows]
@@ -80,7 +80,7 @@ def plan(
     from trtkv.predict import predict
 
     _, config, chosen = api.prepare(model, policy, budget, settings or (), dtype, None)
-    found = predict(config, chosen.plan(config), context, batch_size, gpu_memory)
+    found = predict(config, chosen, context, batch_size, gpu_memory)
     if json:
         print_json(found)
         return
@@ -88,10 +88,21 @@ def plan(
     print_table(
         ["buffer", "shape", "dtype", "layers", "tier", "bytes"], buffers, title=f"{model} with {found['policy']}, {batch_size} x {context} tokens"
     )
-    print_table(["", ""], [[key, value] for key, value in found.items() if not isinstance(value, list | dict)])
+    figures = {key: "no limit" if value is None else value for key, value in found.items() if not isinstance(value, list | dict)}
+    print_table(["", ""], [[key, value] for key, value in figures.items()])
+    for line in found["assumes"]:
+        notes.print(f"Assumed: {line}.")
 
 
-def _fields(row: dict[str, Any]) -> list[list[Any]]:
-    return [[f"{kind}.{name}", str(value), role["source"]] for kind, role in row["roles"].items() for name, value in role["fields"].items()] or [
-        ["none", "", ""]
+def _print_policy(row: dict[str, Any]) -> None:
+    """Print a policy's roles with what they do, and a table of their fields."""
+    title = f"{row['name']}: {row['summary']}"
+    roles = [[kind, one["role"], one["source"], one["summary"]] for kind, one in row["roles"].items()]
+    print_table(["question", "role", "source", "what it does"], roles or [["none", "", "", ""]], title=title)
+    fields = [
+        [f"{kind}.{field}", str(one["fields"][field]), about["type"], about["meaning"]]
+        for kind, one in row["roles"].items()
+        for field, about in one["about"].items()
     ]
+    if fields:
+        print_table(["field", "value", "type", "meaning"], fields)

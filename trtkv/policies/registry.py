@@ -11,6 +11,7 @@ from typing import Any
 
 from trtkv.errors import ConfigError, UnknownName
 from trtkv.policies.base import KINDS, Kind, Role
+from trtkv.policies.fields import field_table, summary
 from trtkv.policies.policy import Policy, make_role
 from trtkv.presets import policy_presets
 
@@ -89,7 +90,10 @@ def _one_role(module: object, where: str) -> type[Role]:
 
 
 def describe(policy: Policy) -> dict[str, Any]:
-    """Return what a policy is as JSON-ready data: name, summary, paper, and its roles with source and fields."""
+    """Return what a policy is as JSON-ready data: name, summary, paper, and its roles with source, what they do, and their fields.
+
+    `fields` maps a field to its value in this policy, `about` to its type, the role's default and its meaning.
+    """
     table = policy_presets()
     parts = [table[part] for part in policy.name.split("+") if part in table]
     return {
@@ -97,7 +101,13 @@ def describe(policy: Policy) -> dict[str, Any]:
         "summary": "; ".join(part["summary"] for part in parts),
         "paper": "; ".join(part["paper"] for part in parts if part["paper"]),
         "roles": {
-            kind: {"role": type(role).__name__, "source": type(role).source, "fields": role.model_dump(mode="json")}
+            kind: {
+                "role": type(role).__name__,
+                "source": type(role).source,
+                "summary": summary(type(role)),
+                "fields": role.model_dump(mode="json"),
+                "about": field_table(type(role)),
+            }
             for kind, role in policy.roles.items()
         },
     }

@@ -55,3 +55,26 @@ def trajectory(
             encoded = (min(encoded[0], max(lengths)), min(encoded[1], max(lengths)))
         found.append(Stored(lengths, encoded))
     return found
+
+
+def prefill_peak(policy: Policy, prompt: int, chunk: int, *, num_kv_heads: int, layer: int = 0, num_layers: int = 1) -> int:
+    """Return the most tokens that a KV head of a layer stores at once while a prompt is read in chunks of so many tokens.
+
+    The last chunk counts before its eviction; few roles evict earlier.
+    """
+    evict = policy.evict
+    if evict is None:
+        return prompt
+    length = settled = most = 0
+    for start in range(0, prompt, chunk):
+        seen = min(prompt, start + chunk)
+        length += seen - start
+        most = max(most, length)
+        at = Occupancy(seen, (length,) * num_kv_heads, seen - start, settled, "prefill", seen == prompt, prompt, layer, num_layers)
+        if at.complete:
+            break
+        if evict.due(at):
+            length = max(evict.remaining(at))
+            at = replace(at, lengths=(length,) * num_kv_heads)
+        settled = evict.settled(at)
+    return most

@@ -1,0 +1,127 @@
+"""What one sequence's cache holds under a policy, layer by layer, from integers alone: tokens, and bytes of every buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from trtkv.config import ModelConfig
+from trtkv.plan import BufferSpec, CachePlan
+from trtkv.policies.policy import Policy
+from trtkv.policies.schedule import Stored, prefill_peak, trajectory
+
+DEFAULT_CHUNK = 2048
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The cache of one sequence of a model under a policy; prompts are read in chunks of `chunk` tokens.
+
+    A policy that neither evicts nor encodes lends whole pages; under any other a cache is held exactly as long as it is.
+    """
+
+    model: ModelConfig
+    policy: Policy
+    chunk: int = DEFAULT_CHUNK
+    plan: CachePlan = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Lower the policy; raises ConfigError or PolicyConflict when it cannot work."""
+        object.__setattr__(self, "plan", self.policy.plan(self.model))
+
+    @property
+    def held(self) -> bool:
+        """Whether tokens are evicted or encoded, so that lengths differ from the context's."""
+        return self.plan.held
+
+    @property
+    def scores(self) -> tuple[BufferSpec, ...]:
+        """What the evict role keeps for every stored token beside keys and values."""
+        evict, plan = self.policy.evict, self.plan
+        if evict is None:
+            return ()
+        every = tuple(range(plan.num_layers))
+        kept = [BufferSpec(name, ("P", plan.num_kv_heads, plan.page_size), "P Hk N", dtype, every) for name, dtype in evict.token_state.items()]
+        if "attention_mass" in evict.needs:
+            kept.append(BufferSpec("attention_mass", ("P", plan.num_q_heads, plan.page_size), "P Hq N", "float32", every))
+        return tuple(kept)
+
+    def layers(self, prompt: int) -> tuple[Stored, ...]:
+        """Return what each layer stores behind a prompt; where an allocate role measures it, all layers are taken to be alike."""
+        policy, model = self.policy, self.model
+        grants = None
+        if policy.evict and policy.allocate and policy.allocate.measured:
+            import torch  # only roles that measure need it, and it is slow to import
+
+            alike = torch.ones(model.num_layers, model.num_kv_heads)
+            grants = policy.evict.grants(policy.allocate, model.num_layers, model.num_kv_heads, prompt, alike)
+        elif policy.evict:
+            grants = policy.evict.grants(policy.allocate, model.num_layers, model.num_kv_heads, prompt)
+        found = []
+        for layer in range(model.num_layers):
+            own = trajectory(policy, prompt, 0, num_kv_heads=model.num_kv_heads, layer=layer, num_layers=model.num_layers, grants=grants)[0]
+            if self.counts_demoted:
+                precise = grants.precise[layer][0] if grants and grants.precise else None
+                low = policy.evict.expected_tokens(prompt, 0, precise)[1]  # type: ignore[union-attr]
+                own = Stored(own.lengths, (low, low))
+            found.append(own)
+        return tuple(found)
+
+    @property
+    def counts_demoted(self) -> bool:
+        """Whether the evict role chooses which tokens are encoded and can say how many those will be."""
+        return bool(self.policy.quantize and self.policy.quantize.demoted_only and hasattr(self.policy.evict, "expected_tokens"))
+
+    def layers_at_peak(self, prompt: int) -> tuple[Stored, ...]:
+        """Return the most that each layer stores while the prompt is read: nothing is encoded before its end, and few roles evict."""
+        heads, num_layers = self.model.num_kv_heads, self.model.num_layers
+        most = [prefill_peak(self.policy, prompt, self.chunk, num_kv_heads=heads, layer=layer, num_layers=num_layers) for layer in range(num_layers)]
+        return tuple(Stored((one,) * heads, (0, 0)) for one in most)
+
+    def stored_bytes(self, prompt: int) -> int:
+        """Return the bytes of keys, values, codes and summaries that hold data behind a prompt."""
+        return self.bytes_of(self.plan.buffers, self.layers(prompt)) if self.held else self.plan.stored_bytes(prompt)
+
+    def score_bytes(self, prompt: int) -> int:
+        """Return the bytes of the evict role's numbers behind a prompt."""
+        return self.bytes_of(self.scores, self.layers(prompt)) if self.scores else 0
+
+    def reserved_bytes(self, prompt: int) -> int:
+        """Return the bytes that a sequence occupies behind its prompt: whole pages, or what is held with its scores."""
+        return self.stored_bytes(prompt) + self.score_bytes(prompt) if self.held else self.plan.reserved_bytes(prompt)
+
+    def peak_bytes(self, prompt: int) -> int:
+        """Return the most bytes that a sequence occupies while its prompt is read, and behind it."""
+        if not self.held:
+            return self.plan.reserved_bytes(prompt)
+        return max(self.reserved_bytes(prompt), self.bytes_of((*self.plan.buffers, *self.scores), self.layers_at_peak(prompt)))
+
+    def tokens_read(self, prompt: int) -> float:
+        """Return the tokens whose keys and values a decode step reads, mean over layers and KV heads."""
+        read = 0.0
+        for own, select in zip(self.layers(prompt), self.plan.select, strict=True):
+            mean = sum(own.lengths) / len(own.lengths)
+            read += min(mean, select.budget) if select else mean
+        return read / self.model.num_layers
+
+    def bytes_of(self, specs: Sequence[BufferSpec], layers: Sequence[Stored]) -> int:
+        """Return the bytes of these buffers for one sequence that holds so much in each layer."""
+        total = 0
+        for spec in specs:
+            for layer in spec.layers:
+                total += sum(self.entries(spec, layers[layer])) * self.entry_bytes(spec) if spec.paged else spec.row_bytes
+        return total
+
+    def entries(self, spec: BufferSpec, own: Stored) -> tuple[int, ...]:
+        """Return the entries of a paged buffer in one layer, for each KV head."""
+        part = 1 if spec.name.startswith("value") else 0  # codes and metadata are named after what they encode
+        found = []
+        for length in own.lengths:
+            coded = min(own.encoded[part], length)
+            tokens = coded if spec.pool == "encoded" else length - coded if spec.name in ("keys", "values") else length
+            found.append(tokens // spec.tokens_per_entry)
+        return tuple(found)
+
+    def entry_bytes(self, spec: BufferSpec) -> int:
+        """Return the bytes of one entry of a paged buffer for one KV head (with its group's query heads)."""
+        return spec.row_bytes * spec.tokens_per_entry // (self.plan.page_size * self.plan.num_kv_heads)
