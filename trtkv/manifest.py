@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from trtkv.config import Limits, ModelConfig
 from trtkv.errors import EngineError
-from trtkv.plan import CachePlan
+from trtkv.plan import CachePlan, Meaning
 
 MANIFEST, GRAPH, PLAN = "manifest.json", "graph.onnx", "engine.plan"
 FORMAT = 1  # raised whenever an engine directory of the previous format can no longer be run
@@ -64,8 +66,11 @@ class Manifest(BaseModel):
 
     @property
     def cache(self) -> CachePlan:
-        """The cache plan; raises EngineError when another format wrote it."""
-        return CachePlan.from_json(self.cache_plan)
+        """The cache plan; raises EngineError when another format wrote it or a role of the user's own cannot be found."""
+        plan = CachePlan.from_json(self.cache_plan)
+        for kind, meaning in plan.roles.items():
+            _check_role(kind, meaning, self.command)
+        return plan
 
     def write(self, directory: Path) -> None:
         """Write `manifest.json`."""
@@ -105,6 +110,27 @@ def check_files(directory: Path, manifest: Manifest) -> None:
                 f"the engine file {file} is damaged (its checksum differs from the manifest's)",
                 f"Build the engine again: {manifest.command} --force.",
             )
+
+
+def _check_role(kind: str, meaning: Meaning, command: str) -> None:
+    """Raise EngineError unless a role outside this package can be imported, from the working directory too, and takes the fields it was built with."""
+    module, _, name = meaning.role.partition(":")
+    if module.split(".")[0] == "trtkv":
+        return
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        getattr(importlib.import_module(module), name)(**meaning.fields)
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise EngineError(
+            f"the engine's {kind} role '{meaning.role}' cannot be imported ({error})",
+            f"Run from the directory that holds {module.split('.')[0]}, or add it to PYTHONPATH.",
+        ) from None
+    except ValidationError as error:
+        field = ".".join(map(str, error.errors()[0]["loc"]))
+        raise EngineError(
+            f"the {kind} role '{meaning.role}' has changed since the engine was built: field '{field}' does not fit", f"Build it again: {command} --force."
+        ) from None
 
 
 def file_sha256(file: Path) -> str:

@@ -11,7 +11,13 @@ def best(scores: Tensor, count: int) -> Tensor:
     count = min(count, scores.shape[-1])
     if count <= 0:
         return torch.empty(*scores.shape[:-1], 0, dtype=torch.int64, device=scores.device)
-    threshold = scores.topk(count, -1).values[..., -1:]
+    if count == scores.shape[-1]:
+        return span(0, count, scores).expand(*scores.shape[:-1], count)
+    values, order = scores.topk(count + 1, -1)
+    if bool((values[..., count - 1] > values[..., count]).all()):
+        return order[..., :count].sort(-1).values
+    # Equal scores on both sides of the cut: topk does not say which of them it takes.
+    threshold = values[..., count - 1 : count]
     above = scores > threshold
     level = scores == threshold
     room = count - above.sum(-1, keepdim=True)

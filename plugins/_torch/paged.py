@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from trtkv.plugins.session import Row
@@ -13,10 +14,13 @@ def read_pages(buffer: Tensor, row: Row) -> Tensor:
     return pages.transpose(0, 1).flatten(1, 2)
 
 
-def read_tokens(buffer: Tensor, row: Row, tokens: Tensor) -> Tensor:
-    """Return tokens [Hk, K] int64 of buffer [P, Hk, N, D]: [Hk, K, D]."""
-    _, heads, size, dim = buffer.shape
-    page = row.pages[tokens // size]
-    head = tokens.new_tensor(range(heads))[:, None]
-    flat = (page * heads + head) * size + tokens % size
-    return buffer.view(-1, dim).index_select(0, flat.flatten()).view(heads, -1, dim)
+def token_rows(tokens: Tensor, row: Row, num_kv_heads: int, page_size: int) -> Tensor:
+    """Return where tokens [Hk, K] int64 of a sequence lie in a buffer [P, Hk, N, D] seen as rows of D: [Hk K] int64."""
+    head = torch.arange(num_kv_heads, device=tokens.device)[:, None]
+    page = row.pages[tokens // page_size] if row.run is None else tokens // page_size + row.run.start
+    return ((page * num_kv_heads + head) * page_size + tokens % page_size).flatten()
+
+
+def read_rows(buffer: Tensor, rows: Tensor) -> Tensor:
+    """Return rows [Hk K] int64 of buffer [P, Hk, N, D]: [Hk, K, D]."""
+    return buffer.view(-1, buffer.shape[-1]).index_select(0, rows).view(buffer.shape[1], -1, buffer.shape[-1])

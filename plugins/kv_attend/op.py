@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from trtkv.plan import SelectPlan
-from trtkv.plugins._torch.paged import read_pages, read_tokens
+from trtkv.plugins._torch.paged import read_pages, read_rows, token_rows
 from trtkv.plugins.face import OpConfig
 from trtkv.plugins.session import Row, Session
 
@@ -56,19 +56,21 @@ def _sparse(session: Session, layer: int, config: OpConfig, plan: SelectPlan, ro
     if plan.unit > 1:
         units = (units[..., None] * plan.unit + torch.arange(plan.unit, device=units.device)).flatten(1)
     if units.shape[0] == config.num_kv_heads:
-        return _decode(query, *(_chosen(session, layer, name, row, units) for name in ("keys", "values")), config, _beyond(units, row, plan))
+        return _decode(query, *_chosen(session, layer, row, units), config, _beyond(units, row, plan))
     parts = []
     for j in range(config.num_q_heads // config.num_kv_heads):
         # Every query head has its own list: heads j, j + G, ... are one per key-value head.
         own = units[j :: config.num_q_heads // config.num_kv_heads]
-        keys, values = (_chosen(session, layer, name, row, own) for name in ("keys", "values"))
+        keys, values = _chosen(session, layer, row, own)
         part = query.unflatten(0, (config.num_kv_heads, -1))[:, j]
         parts.append(_decode(part, keys, values, config, _beyond(own, row, plan)))
     return torch.stack(parts, 1).flatten(0, 1)
 
 
-def _chosen(session: Session, layer: int, name: str, row: Row, tokens: Tensor) -> Tensor:
-    return read_tokens(session.buffer(name, layer), row, tokens.clamp(max=row.stored - 1))
+def _chosen(session: Session, layer: int, row: Row, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    keys, values = session.buffer("keys", layer), session.buffer("values", layer)
+    rows = token_rows(tokens.clamp(max=row.stored - 1), row, keys.shape[1], keys.shape[2])
+    return read_rows(keys, rows), read_rows(values, rows)
 
 
 def _beyond(tokens: Tensor, row: Row, plan: SelectPlan) -> Tensor | None:

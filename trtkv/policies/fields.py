@@ -19,7 +19,7 @@ def summary(cls: type[Role]) -> str:
 def field_table(cls: type[Role]) -> dict[str, dict[str, Any]]:
     """Return type, default and meaning of every field.
 
-    Meanings stand in the docstring of the role or of the class that it extends, behind the first sentence: `name: meaning; other and another: meaning`.
+    Meanings stand behind the first sentence in the docstring of the role or of a class that it extends: `name: meaning; one and another: meaning`.
     """
     schema = cls.model_json_schema()
     meanings: dict[str, str] = {}
@@ -37,7 +37,7 @@ def _meanings(doc: str, fields: set[str]) -> dict[str, str]:
     for paragraph in doc.split("\n\n")[1:]:
         text = " ".join(paragraph.split())
         starts = [one for one in _START.finditer(text) if set(_names(one)) <= fields]
-        for start, following in zip(starts, [*(one.start() for one in starts[1:]), len(text)], strict=True):
+        for start, following in zip(starts, [*(one.start() for one in starts[1:]), len(text)], strict=False):
             meaning = re.split(r"\.(?: |$)", text[start.end() : following])[0].rstrip("; ")
             found.update(dict.fromkeys(_names(start), meaning))
     return found

@@ -96,10 +96,11 @@ def describe(policy: Policy) -> dict[str, Any]:
     """
     table = policy_presets()
     parts = [table[part] for part in policy.name.split("+") if part in table]
+    own = [type(role) for role in policy.roles.values() if not type(role).__module__.startswith("trtkv.")]
     return {
         "name": policy.name,
-        "summary": "; ".join(part["summary"] for part in parts),
-        "paper": "; ".join(part["paper"] for part in parts if part["paper"]),
+        "summary": "; ".join([*(part["summary"] for part in parts), *(summary(cls).rstrip(".") for cls in own)]),
+        "paper": "; ".join(filter(None, [*(part["paper"] for part in parts), *(cls.source for cls in own)])),
         "roles": {
             kind: {
                 "role": type(role).__name__,

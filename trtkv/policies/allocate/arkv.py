@@ -21,7 +21,8 @@ from trtkv.policies.observed import window_attention
 class ArkvRatio(Allocate):
     """Give layers whose attention is spread and peaked more full precision.
 
-    window: queries that are looked at; entropy, variance, kurtosis: the temperatures tau 1 to 3.
+    window: queries that are looked at; entropy, variance, kurtosis: the temperatures tau 1 to 3; statistics: as the paper
+    prints them, or as its code computes them.
     """
 
     source: ClassVar[str] = "ARKV, Lei and Ilager"

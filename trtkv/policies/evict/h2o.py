@@ -19,7 +19,8 @@ from trtkv.ranking import group_mean
 class H2O(Budgeted):
     """Keep the most attended tokens and the newest ones, in every step.
 
-    recent: share of the budget for the newest tokens; the paper's 10% + 10% is a budget of a fifth of the prompt.
+    recent: share of the budget for the newest tokens; the paper's 10% + 10% is a budget of a fifth of the prompt; pooling: how the scores of a
+    group's query heads become one.
     """
 
     source: ClassVar[str] = "H2O, arXiv 2306.14048"

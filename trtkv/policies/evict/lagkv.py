@@ -25,8 +25,9 @@ from trtkv.ranking import best, span
 class LagKV(Evict):
     """Keep the tokens of each partition that stand out against the next one.
 
-    ratio: share of each partition that stays; lag: tokens of a partition; sink: first tokens, always kept; value_weight: weight of the
-    values' score; skip_layers: layers that keep everything; strict: refuse channels without a range.
+    ratio: share of each partition that stays; lag: tokens of a partition; sink: first tokens, always kept; score: against the next
+    partition (lag), a partition's own range (local), or key norms (norm); value_weight: weight of the values' score;
+    skip_layers: layers that keep everything; strict: refuse channels without a range.
     """
 
     source: ClassVar[str] = "LagKV, arXiv 2504.04704"

@@ -22,7 +22,8 @@ from trtkv.ranking import group_mean
 class MiniKV(Budgeted):
     """Keep heavy hitters and the newest tokens of the prompt.
 
-    heavy and recent: shares of the prompt; budget: so many tokens in all instead, half of them recent.
+    heavy and recent: shares of the prompt; budget: so many tokens in all instead, half of them recent; pooling: how the scores of a group's query
+    heads become one.
     """
 
     source: ClassVar[str] = "MiniKV, arXiv 2411.18077"

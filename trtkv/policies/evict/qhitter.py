@@ -25,7 +25,8 @@ class QHitter(Budgeted):
     """Keep tokens that are attended to and quantize well, in every step.
 
     heavy and recent: shares of the budget for attention alone and for the newest tokens (7 and 5 of the paper's 20 percent), the rest goes to the
-    combination; blend: weight of attention in it; bits: of the rounding whose error counts.
+    combination; blend: weight of attention in it; bits: of the rounding whose error counts; pooling: how the attention of a group's query heads
+    becomes one.
     """
 
     source: ClassVar[str] = "Q-Hitter, MLSys 2024"

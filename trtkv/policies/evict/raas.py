@@ -25,8 +25,8 @@ from trtkv.ranking import best, group_mean, span
 class Raas(Evict):
     """Drop the page that was needed least recently.
 
-    budget: tokens of each KV head, with sink and window; page: tokens that go together; alpha: weight above which a page is needed; pin_prompt:
-    never evict the prompt.
+    budget: tokens of each KV head, with sink and window; page: tokens that go together; sink and window: first and last tokens that always stay;
+    alpha: weight above which a page is needed; pin_prompt: never evict the prompt.
     """
 
     source: ClassVar[str] = "RaaS, arXiv 2502.11147"

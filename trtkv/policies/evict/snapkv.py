@@ -23,7 +23,8 @@ from trtkv.ranking import group_mean
 class SnapKV(Budgeted):
     """Keep what the end of the prompt attends to; evicts once.
 
-    window: queries that look, and last tokens that stay; kernel: width of the pooling along the sequence; smooth: its kind.
+    window: queries that look, and last tokens that stay; kernel: width of the pooling along the sequence; smooth: its
+    kind, average or maximum; pooling: how the scores of a group's query heads become one.
     """
 
     source: ClassVar[str] = "SnapKV, arXiv 2404.14469"

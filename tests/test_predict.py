@@ -1,0 +1,158 @@
+"""Predicted bytes against what a simulation really holds, and against the papers' closed formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.policies.cases import PRESETS, small, tensors
+from trtkv.config import ModelConfig
+from trtkv.errors import ConfigError
+from trtkv.footprint import Footprint
+from trtkv.policies.policy import Policy
+from trtkv.policies.registry import parse_policy, role_class
+from trtkv.predict import predict
+from trtkv.simulation import simulate
+
+LAYERS, Q_HEADS, KV_HEADS, DIM = 4, 4, 2, 32
+MODEL = ModelConfig(
+    model_type="llama",
+    hidden_size=64,
+    intermediate_size=64,
+    num_layers=LAYERS,
+    num_q_heads=Q_HEADS,
+    num_kv_heads=KV_HEADS,
+    head_dim=DIM,
+    vocab_size=64,
+    dtype="float16",
+)
+PLAIN = KV_HEADS * DIM * 2 * 2 * LAYERS  # bytes of a token in full precision
+HELD = tuple(name for name in PRESETS if parse_policy(name).evict or parse_policy(name).quantize)
+
+
+def fixed_heads(policy: Policy) -> Policy:
+    """Name razor's heads, which would otherwise depend on the prompt."""
+    named = policy.allocate and "heads" in type(policy.allocate).model_fields
+    return policy.with_field("allocate.heads", "[[1, 0], [2, 1]]") if named else policy
+
+
+@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("prompt", [5, 97, 200])
+def test_stored_bytes_are_what_a_simulation_holds(name: str, prompt: int) -> None:
+    policy = fixed_heads(small(name))
+    q, k, v = tensors(prompt, Q_HEADS, KV_HEADS, DIM, dtype=torch.float16)
+    done = [simulate(policy, q, k, v, prefill=prompt, layer=layer, num_layers=LAYERS) for layer in range(LAYERS)]
+    found = predict(MODEL, policy, prompt, 3)
+    assert found["stored_bytes"] == 3 * sum(one.stored_bytes[0] for one in done)
+    assert found["score_bytes"] == 3 * sum(one.state_bytes[0] for one in done)
+    assert found["reserved_bytes"] == found["stored_bytes"] + found["score_bytes"] == sum(one["bytes"] for one in found["buffers"])
+    assert found["bytes_per_token"] == pytest.approx(found["stored_bytes"] / (3 * prompt))
+    kept = [len(head) for one in done for head in one.kept[0]]
+    assert found["tokens_read_per_step"] == pytest.approx(sum(kept) / len(kept))
+
+
+@pytest.mark.parametrize("name", ["arkv", "razor"])
+def test_what_is_measured_is_assumed_alike_and_said(name: str) -> None:
+    found = predict(MODEL, small(name), 200, 1)
+    assert any("alike" in line for line in found["assumes"])
+    tokens = {"arkv": LAYERS * KV_HEADS * 96, "razor": 2 * 200 + 6 * 96}[name]  # 15 percent of eight heads, rounded up, keep everything
+    assert found["stored_bytes"] == tokens * DIM * 2 * 2
+
+
+@pytest.mark.parametrize("name", ["lagkv+kivi", "snapkv+kivi"])
+def test_composed_policies(name: str) -> None:
+    q, k, v = tensors(200, Q_HEADS, KV_HEADS, DIM, dtype=torch.float16)
+    assert predict(MODEL, small(name), 200, 1)["stored_bytes"] == LAYERS * simulate(small(name), q, k, v, prefill=200).stored_bytes[0]
+
+
+def test_retrieval_reads_its_budget_of_what_eviction_leaves() -> None:
+    policy = small("snapkv+freekv").with_field("retrieve.budget", "64")
+    found = predict(MODEL, policy, 200, 2)
+    assert found["tokens_read_per_step"] == 64
+    summary = LAYERS * (96 // 8) * KV_HEADS * 2 * DIM * 2 + LAYERS * Q_HEADS * DIM * 2
+    assert found["stored_bytes"] == 2 * (96 * PLAIN + summary)
+    assert any("offload" in line for line in found["assumes"])
+
+
+@pytest.mark.parametrize("context", [1, 1000, 32768])
+@pytest.mark.parametrize("name", ["full", "fier", "quest"])
+def test_pages_are_counted_as_the_plan_says(name: str, context: int) -> None:
+    plan = parse_policy(name).plan(MODEL)
+    found = predict(MODEL, parse_policy(name), context, 2, "1GiB")
+    assert found["bytes_per_token"] == plan.bytes_per_token()
+    assert found["stored_bytes"] == 2 * plan.stored_bytes(context)
+    assert found["reserved_bytes"] == found["peak_bytes"] == 2 * plan.reserved_bytes(context) == sum(one["bytes"] for one in found["buffers"])
+    assert found["tokens_read_per_step"] == plan.tokens_read(context)
+    room = found["cache_room_bytes"]
+    assert found["longest_context"] == found["longest_prompt"] == (room // 2 - plan.slot_bytes) // plan.page_bytes * plan.page_size
+    assert found["largest_batch"] == room // plan.reserved_bytes(context)
+
+
+@given(prompt=st.integers(1, 3000), ratio=st.sampled_from([0.0, 0.25, 0.5, 0.9]), lag=st.sampled_from([16, 100, 128]), sink=st.sampled_from([0, 4, 16]))
+def test_lagkv_is_equation_12(prompt: int, ratio: float, lag: int, sink: int) -> None:
+    policy = parse_policy("lagkv", sets=[f"evict.ratio={ratio}", f"evict.lag={lag}", f"evict.sink={sink}"])
+    length = prompt
+    if prompt >= sink + 2 * lag:
+        length = sink + int(ratio * lag + 1e-6) * ((prompt - sink) // lag - 1) + lag + (prompt - sink) % lag
+    assert predict(MODEL, policy, prompt, 1)["stored_bytes"] == length * PLAIN
+
+
+@given(prompt=st.integers(1, 3000))
+def test_minikv_is_appendix_i_with_metadata(prompt: int) -> None:
+    retained = min(prompt, 2 * int(prompt * 0.25 + 1e-6))
+    encoded = retained // 16 * 16
+    per_element = 2 / 8 + 2 * 2 / 16
+    expected = 2 * KV_HEADS * DIM * LAYERS * (encoded * per_element + (retained - encoded) * 2)
+    assert predict(MODEL, parse_policy("minikv"), prompt, 1)["stored_bytes"] == expected
+
+
+@given(prompt=st.integers(1, 900), chunk=st.integers(1, 300), ratio=st.sampled_from([0.0, 0.5]))
+@settings(max_examples=15)
+def test_the_peak_is_what_a_chunked_prompt_needs(prompt: int, chunk: int, ratio: float) -> None:
+    lagkv = small("lagkv").with_field("evict.ratio", str(ratio))
+    q, k, v = tensors(prompt, Q_HEADS, KV_HEADS, DIM)
+    most = 0
+    for start in range(0, prompt, chunk):
+        before = len(simulate(lagkv, q[:start], k[:start], v[:start], prefill=start).kept[0][0]) if start else 0
+        most = max(most, before + min(chunk, prompt - start))
+    assert Footprint(MODEL, lagkv, chunk).peak_bytes(prompt) == most * PLAIN
+    assert Footprint(MODEL, small("snapkv"), chunk).peak_bytes(prompt) == prompt * PLAIN
+    scores = prompt * Q_HEADS * 4 * LAYERS
+    assert Footprint(MODEL, small("h2o"), chunk).peak_bytes(prompt) == prompt * PLAIN + scores
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_is_said_to_fit_fits_and_one_more_does_not(name: str) -> None:
+    policy = small(name)
+    found = predict(MODEL, policy, 700, 3, "4MB", chunk_tokens=512)
+    room, fitting = found["cache_room_bytes"], 0
+    for key, figure in (("longest_context", "reserved_bytes"), ("longest_prompt", "peak_bytes")):
+        if found[key] is None:
+            continue
+        fitting += 1
+        assert predict(MODEL, policy, found[key], 3, chunk_tokens=512)[figure] <= room
+        assert predict(MODEL, policy, found[key] + 1, 3, chunk_tokens=512)[figure] > room
+    assert fitting, "nothing limits the prompt"
+    batch = found["largest_batch"]
+    assert predict(MODEL, policy, 700, batch, chunk_tokens=512)["peak_bytes"] <= room if batch else found["peak_bytes"] > room
+    assert predict(MODEL, policy, 700, batch + 1, chunk_tokens=512)["peak_bytes"] > room
+
+
+def test_no_room_beside_the_weights() -> None:
+    found = predict(MODEL, parse_policy("lagkv"), 100, 1, "1KiB")
+    assert (found["cache_room_bytes"], found["longest_context"], found["longest_prompt"], found["largest_batch"]) == (0, 0, 0, 0)
+    with pytest.raises(ConfigError, match="must both be above 0"):
+        predict(MODEL, parse_policy("full"), 0, 1)
+
+
+def test_an_evict_role_that_cannot_count_what_it_demotes() -> None:
+    class Silent(role_class("evict", "arkv")):  # type: ignore[misc]
+        expected_tokens = property()
+
+    arkv = small("arkv-quant")
+    silent = arkv.model_copy(update={"evict": Silent(**arkv.evict.model_dump())})
+    found = predict(MODEL, silent, 200, 1)
+    assert found["stored_bytes"] == 96 * PLAIN > predict(MODEL, arkv, 200, 1)["stored_bytes"]
+    assert any("full precision" in line for line in found["assumes"])
