@@ -90,7 +90,9 @@ def test_pages_are_counted_as_the_plan_says(name: str, context: int) -> None:
     assert found["largest_batch"] == room // plan.reserved_bytes(context)
 
 
-@given(prompt=st.integers(1, 3000), ratio=st.sampled_from([0.0, 0.25, 0.5, 0.9]), lag=st.sampled_from([16, 100, 128]), sink=st.sampled_from([0, 4, 16]))
+@given(
+    prompt=st.integers(1, 3000), ratio=st.sampled_from([0.0, 0.25, 0.5, 0.9]), lag=st.sampled_from([16, 100, 128]), sink=st.sampled_from([0, 4, 16])
+)
 def test_lagkv_is_equation_12(prompt: int, ratio: float, lag: int, sink: int) -> None:
     policy = parse_policy("lagkv", sets=[f"evict.ratio={ratio}", f"evict.lag={lag}", f"evict.sink={sink}"])
     length = prompt

@@ -113,7 +113,7 @@ def check_files(directory: Path, manifest: Manifest) -> None:
 
 
 def _check_role(kind: str, meaning: Meaning, command: str) -> None:
-    """Raise EngineError unless a role outside this package can be imported, from the working directory too, and takes the fields it was built with."""
+    """Raise EngineError unless a role outside this package can be imported, from here too, and takes the fields it was built with."""
     module, _, name = meaning.role.partition(":")
     if module.split(".")[0] == "trtkv":
         return
@@ -129,7 +129,8 @@ def _check_role(kind: str, meaning: Meaning, command: str) -> None:
     except ValidationError as error:
         field = ".".join(map(str, error.errors()[0]["loc"]))
         raise EngineError(
-            f"the {kind} role '{meaning.role}' has changed since the engine was built: field '{field}' does not fit", f"Build it again: {command} --force."
+            f"the {kind} role '{meaning.role}' has changed since the engine was built: field '{field}' does not fit",
+            f"Build it again: {command} --force.",
         ) from None
 
 

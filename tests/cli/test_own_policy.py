@@ -6,17 +6,15 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from tests.console import Capture, call, complaint, output
 from tests.policies.cases import tensors
 from tests.tiny import TinyModel
-from trtkv.cli import main
 from trtkv.simulation import simulate
 
-Capture = pytest.CaptureFixture[str]
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "adding-a-policy.md"
 SHORT = ("--max-tokens", 6, "--ignore-eos")
 
@@ -32,28 +30,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file.write_text(re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)[0])
     monkeypatch.chdir(file.parent)
     return file
-
-
-def call(*words: object) -> int:
-    try:
-        main([str(word) for word in words])
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
-
-
-def output(capsys: Capture, *words: object) -> Any:
-    capsys.readouterr()
-    assert call(*words, "--json") == 0, capsys.readouterr().err
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
-
-
-def complaint(capsys: Capture, *words: object) -> str:
-    capsys.readouterr()
-    assert call(*words) == 1
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
-    assert len(lines) == 1 and "Traceback" not in lines[0]
-    return lines[0]
 
 
 def build(tiny: TinyModel, policy: str, *words: object) -> tuple[object, ...]:
@@ -154,3 +130,24 @@ def test_a_role_that_changed_since(tiny_llama: TinyModel, module: Path, capsys: 
     monkeypatch.delitem(sys.modules, "my_module")
     line = complaint(capsys, "run", "engine", "hello", *SHORT)
     assert "'length'" in line and "trtkv build" in line and "--force" in line
+
+
+def test_the_documents_simulation_runs(capsys: Capture) -> None:
+    torch.manual_seed(0)
+    exec(re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)[1], {})
+    kept, stored, error, recall = capsys.readouterr().out.split()
+    assert (int(kept), int(stored)) == (128, 128 * 2 * 2 * 64 * 4)
+    assert 0 < float(error) < 2 and 0 < float(recall) < 1
+
+
+def test_it_joins_presets(module: Path) -> None:
+    q, k, v = tensors(300)
+    joined = simulate("my_module:Cosine+kivi", q, k, v, prefill=280, budget=64)
+    assert joined.lengths[-1][1] and all(len(head) <= 64 for step in joined.selected for head in step)
+    once = "    prompt_only: ClassVar[bool] = True\n    takes: ClassVar[frozenset[str]] = frozenset()\n    window: int"
+    text = module.read_text().replace("    window: int", once, 1).replace("from pydantic", "from typing import ClassVar\n\nfrom pydantic", 1)
+    module.with_name("my_other_module.py").write_text(text)
+    kept = simulate("my_other_module:LoudValues+kivi", q, k, v, prefill=280, budget=200)
+    assert len(kept.kept[-1][0]) == 220 and kept.lengths[-1][1]
+    read = simulate("my_other_module:LoudValues+fier", q, k, v, prefill=280, budget=200, sets=["retrieve.budget=64"])
+    assert len(read.kept[-1][0]) == 220 and len(read.selected[-1][0]) == 64

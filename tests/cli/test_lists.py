@@ -1,0 +1,61 @@
+"""What `trtkv policies` and `trtkv plan` print."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.console import Capture, output, printed
+from trtkv.policies.base import KINDS
+from trtkv.policies.fields import field_table, summary
+from trtkv.policies.registry import role_class, role_names
+from trtkv.presets import policy_presets
+
+NAMES = """
+full fier freekv lagkv localkv knorm arkv arkv-origin arkv-quant minikv minikv-pyramid kivi qhitter quest arkvale shadowkv
+streaming h2o snapkv pyramidkv tova raas razor keydiff
+"""
+
+
+def test_every_published_policy_is_listed(capsys: Capture) -> None:
+    rows = {row["name"]: row for row in output(capsys, "policies")}
+    assert set(NAMES.split()) <= set(rows)
+    for name, row in rows.items():
+        assert row["summary"] and (row["paper"] or name == "full")
+        assert list(row["roles"]) == [kind for kind in KINDS if kind in row["roles"]]
+        for role in row["roles"].values():
+            assert role["source"] and role["summary"]
+            assert set(role["fields"]) == set(role["about"])
+    assert rows["minikv"]["roles"]["quantize"]["fields"] == {"bits": 2, "group": 16, "residual": 128}
+    table = printed(capsys, "policies")
+    assert all(name in table for name in NAMES.split())
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in role_names(kind)])
+def test_every_field_is_explained(kind: Any, name: str) -> None:
+    cls = role_class(kind, name)
+    assert summary(cls).endswith(".")
+    for field, about in field_table(cls).items():
+        assert about["meaning"], f"{field} of {kind}/{name} has no meaning in the docstring"
+        assert about["type"] and "any" not in about["type"].split()
+
+
+def test_fields_of_one_policy(capsys: Capture) -> None:
+    about = output(capsys, "policies", "lagkv+kivi")[0]["roles"]
+    assert about["evict"]["about"]["score"]["type"] == "lag, local, norm"
+    assert about["evict"]["about"]["ratio"] == {"type": "number from 0 below 1", "default": 0.5, "meaning": "share of each partition that stays"}
+    assert about["quantize"]["about"]["residual"]["type"] == "integer from 4"
+    shown = printed(capsys, "policies", "lagkv+kivi")
+    assert "evict.ratio" in shown and "quantize.bits" in shown and "arXiv 2402.02750" in shown
+
+
+@pytest.mark.parametrize("name", [*policy_presets(), "fier+kivi", "snapkv+freekv"])
+def test_every_policy_is_planned(name: str, capsys: Capture) -> None:
+    words = ("plan", "--model", "llama-3.1-8b", "--policy", name, "--context", "32768", "--batch-size", "2", "--gpu-memory", "24GiB")
+    plan = output(capsys, *words)
+    assert sum(one["bytes"] for one in plan["buffers"]) == plan["reserved_bytes"] <= plan["peak_bytes"]
+    assert {"keys", "values"} <= {one["name"] for one in plan["buffers"]}
+    assert plan["largest_batch"] >= 2 and plan["longest_prompt"] > 32768
+    shown = printed(capsys, *words)
+    assert all(one["name"] in shown for one in plan["buffers"]) and "longest_prompt" in shown

@@ -1,0 +1,5 @@
+"""`python -m trtkv`."""
+
+from trtkv.cli import main
+
+main()
