@@ -20,7 +20,6 @@ from passage_tensors import Captured, capture
 
 from trtkv import simulate
 from trtkv.cli.output import progress
-from trtkv.config import ModelConfig
 from trtkv.errors import ConfigError, PolicyConflict
 from trtkv.plan import CacheView, Occupancy
 from trtkv.policies.base import CAPABILITIES, KINDS
@@ -33,6 +32,7 @@ from trtkv.presets import policy_presets
 ROOT = Path(__file__).parent.parent
 TARGET = ROOT / "docs" / "policies.md"
 BUDGETS = (128, 256, 512)
+VARIANTS = {"fier": "retrieve.sink=4", "quest": "retrieve.sink=16", "raas": "evict.sink=16"}  # shown beside the preset
 QUESTIONS = {
     "allocate": "How many tokens may each layer and KV head keep?",
     "evict": "Which stored tokens go for good?",
@@ -62,11 +62,11 @@ def main() -> None:
 def head(options: argparse.Namespace) -> str:
     """Say what the document is and where its figures come from."""
     run = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()  # noqa: E731
-    changed = " with uncommitted changes" if run("status", "--porcelain", "trtkv", "plugins") else ""
+    commit = run("rev-parse", "--short", "HEAD") + (" with uncommitted changes" if run("status", "--porcelain", "trtkv", "plugins") else "")
     machine = f"{os.cpu_count()}-core {platform.machine()} CPU, torch {torch.__version__.partition('+')[0]}"
     return f"""# Policies
 
-Written by `python build_scripts/policies_doc.py` from the code and from running it; do not edit. Commit {run("rev-parse", "--short", "HEAD")}{changed},
+Written by `python build_scripts/policies_doc.py` from the code and from running it; do not edit. Commit {commit},
 {machine}, model {options.model}.
 
 Contents: [presets](#presets), [roles](#roles), [which presets may be joined](#which-presets-may-be-joined),
@@ -116,15 +116,15 @@ def matrix(report: Report) -> str:
             reasons.setdefault(symbol, (f"{first}+{second}", reason))
     rows = [[f"**{number}** `{row}`", *("" if row == column else outcome[row, column] for column in names)] for number, row in enumerate(names, 1)]
     notes = [[f"`{symbol}`", CAPABILITIES[symbol][1], f"`{example}`: {reason}"] for symbol, (example, reason) in sorted(reasons.items())]
-    short = {symbol: f"<sup>{letter}</sup>" for symbol, letter in zip(sorted(reasons), "abcdefghijkl", strict=False)}
+    short = dict(zip(sorted(reasons), "abcdefghijkl", strict=False))
     rows = [[short.get(cell, cell) for cell in row] for row in rows]
     notes = [[short[note[0].strip("`")], *note] for note in notes]
     works = sum(symbol == "✓" for symbol in outcome.values()) // 2
     return f"""## Which presets may be joined
 
-`--policy a+b` joins presets that fill different roles. All {len(pairs)} pairs were joined and the {works} accepted ones run on random tensors of 2,400
-tokens. ✓ works; · both fill the same role; a letter names the capability that one role needs and the other takes away or nobody gives.
-`full` joins with everything and changes nothing.
+`--policy a+b` joins presets that fill different roles. All {len(pairs)} pairs were joined; the {works} that are accepted were run on random
+tensors of 2,400 tokens. ✓ works; · both fill the same role; a letter names the capability that one role needs and the other takes away or
+nobody gives. `full` joins with everything and changes nothing.
 
 {table(["", *(f"{number}" for number in range(1, len(names) + 1))], rows)}
 
@@ -153,36 +153,46 @@ def measured(options: argparse.Namespace, report: Report) -> str:
     report("reading the passage", 0.4)
     seen = capture(options.model, options.tokens + options.decoded)
     chosen = [round((index + 0.5) * seen.model.num_layers / options.layers) for index in range(options.layers)]
-    rows, names = [], list(policy_presets())
-    for index, name in enumerate(names):
-        cells: list[list[str]] = [[], [], []]
-        changes = []
-        for turn, budget in enumerate(BUDGETS):
-            report(f"{name} at {budget}", 0.5 + 0.5 * (index + turn / len(BUDGETS)) / len(names))
-            policy, note = at_budget(name, budget, options.tokens)
-            if policy is None:
-                continue
-            for column, cell in zip(cells, figures(policy, seen, chosen, options.tokens), strict=True):
-                column.append(cell)
-            changes += [f"{budget}: {note}"] if note else []
-        rows.append([f"`{name}`", *(cell for column in cells for cell in [*column, "", "", ""][:3]), "<br>".join(changes)])
+    shown = [(name, setting) for name in policy_presets() for setting in ("", *([VARIANTS[name]] if name in VARIANTS else []))]
+    rows = []
+    for index, (name, setting) in enumerate(shown):
+        tell = lambda budget, turn, name=name, index=index: report(f"{name} at {budget}", 0.5 + 0.5 * (index + turn / 3) / len(shown))  # noqa: E731
+        rows.append(row_of(name, setting, seen, chosen, options.tokens, tell))
     columns = ["preset", *(f"{what} {budget}" for what in ("bytes a token", "error", "recall") for budget in BUDGETS), "fields changed"]
     full = int(predict(seen.model, parse_policy("full"), options.tokens, 1)["bytes_per_token"])
     return f"""## What they do to a real model
 
-{options.model} in {seen.model.dtype}, a passage of {options.tokens:,} tokens of English prose as the prompt, then {options.decoded} tokens of the same text
-decoded one by one; layers {", ".join(map(str, chosen))} of {seen.model.num_layers}. Budgets of 128, 256 and 512 tokens of each KV head.
+{options.model} in {seen.model.dtype}, a passage of {options.tokens:,} tokens of English prose as the prompt, then {options.decoded} tokens of
+the same text decoded one by one; layers {", ".join(map(str, chosen))} of {seen.model.num_layers}. Budgets of 128, 256 and 512 tokens of each KV head.
 
 - **bytes a token**: what all layers store behind the prompt, summaries and codes with their metadata included, divided by its tokens; `full` stores
   {full:,}. Retrieval stores everything and reads the budget.
 - **error**: L2 distance of a layer's attention output from full attention's, relative to it, mean over layers and decoded tokens.
 - **recall**: share of the 32 tokens with the highest full attention that were read.
-- **fields changed**: where the paper's sizes refuse the budget, sink, window and outliers were made smaller; LagKV has no budget, so lag and ratio were
-  chosen for it. Presets without a budget have one column.
+- **fields changed**: where the paper's sizes refuse the budget, sink, window and outliers were made smaller; LagKV has no budget, so lag and
+  ratio were chosen for it. Presets without a budget have one column. Rows with a sink stand beside presets that have none: in a layer whose
+  attention rests on the first token, a selection without it is off by more than the output's own size.
 
 One passage of one small model: enough to see that a policy does what it should, not to rank the papers.
 
 {table(columns, rows)}"""
+
+
+def row_of(name: str, setting: str, seen: Captured, chosen: list[int], prompt: int, tell: Callable[[int, int], None]) -> list[str]:
+    """Return a preset's row: nine figures and what was changed."""
+    cells: list[list[str]] = [[], [], []]
+    changes = [f"`{setting}`"] if setting else []
+    for turn, budget in enumerate(BUDGETS):
+        tell(budget, turn)
+        policy, note = at_budget(name, budget, prompt)
+        if policy is None:
+            continue
+        if setting:
+            policy = policy.with_field(*setting.split("="))
+        for column, cell in zip(cells, figures(policy, seen, chosen, prompt), strict=True):
+            column.append(cell)
+        changes += [f"{budget}: {note}"] if note else []
+    return [f"`{name}`", *(cell for column in cells for cell in [*column, "", "", ""][:3]), "<br>".join(changes)]
 
 
 def figures(policy: Policy, seen: Captured, chosen: list[int], prompt: int) -> tuple[str, str, str]:

@@ -33,10 +33,10 @@ def output(capsys: Capture, *words: object) -> Any:
     return json.loads(printed(capsys, *words, "--json").splitlines()[-1])
 
 
-def complaint(capsys: Capture, *words: object) -> str:
+def complaint(capsys: Capture, *words: object, code: int = 1) -> str:
     """Run a command that the user got wrong and return its one line."""
     capsys.readouterr()
-    assert call(*words) == 1
+    assert call(*words) == code
     lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
     assert len(lines) == 1 and "Traceback" not in lines[0]
     return lines[0]

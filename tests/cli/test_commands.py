@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.console import Capture, call, complaint, output
 from tests.tiny import TinyModel, make_tiny
-from trtkv.cli import main
-
-Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
@@ -29,30 +27,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory, tiny_llama: TinyModel) -> P
     out = tmp_path_factory.mktemp("engine") / "tiny"
     assert call("build", "--model", tiny_llama.path, "--policy", "fier", "--budget", 64, "--out", out, "--backend", "none", "--max-seq-len", 256) == 0
     return out
-
-
-def call(*words: object) -> int:
-    try:
-        main([str(word) for word in words])
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
-
-
-def complaint(capsys: Capture, *words: object, code: int = 1) -> str:
-    capsys.readouterr()
-    assert call(*words) == code
-    seen = capsys.readouterr()
-    lines = [line for line in seen.err.splitlines() if line.strip()]
-    assert len(lines) == 1, seen.err
-    assert "Traceback" not in seen.err
-    return lines[0]
-
-
-def output(capsys: Capture, *words: object) -> Any:
-    capsys.readouterr()
-    assert call(*words, "--json") == 0
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 def test_build_run_and_reuse(engine: Path, tiny_llama: TinyModel, capsys: Capture) -> None:

@@ -39,6 +39,7 @@ def test_every_field_is_explained(kind: Any, name: str) -> None:
     for field, about in field_table(cls).items():
         assert about["meaning"], f"{field} of {kind}/{name} has no meaning in the docstring"
         assert about["type"] and "any" not in about["type"].split()
+        assert about["type"] not in ("integer", "number"), f"{field} of {kind}/{name} has no bounds: a redeclared field loses its parent's"
 
 
 def test_fields_of_one_policy(capsys: Capture) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cli.test_commands import Capture, call
+from tests.console import Capture, call
 from tests.policies.cases import PRESETS, small
 from tests.runtime.test_executor import REORDERED, worst
 from tests.tiny import Rig, TinyModel, make_rig

@@ -16,7 +16,12 @@ from trtkv.errors import TrtkvError
 USER_ERROR, USAGE, INTERRUPTED = 1, 2, 130
 
 app = cyclopts.App(
-    name="trtkv", help=trtkv.__doc__, version=trtkv.__version__, version_flags=["--version"], default_parameter=cyclopts.Parameter(negative=())
+    name="trtkv",
+    help=trtkv.__doc__,
+    version=trtkv.__version__,
+    version_flags=["--version"],
+    suppress_keyboard_interrupt=False,
+    default_parameter=cyclopts.Parameter(negative=()),
 )
 for module in (build, run, pull, lists, doctor):
     module.register(app)

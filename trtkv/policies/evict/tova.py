@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from pydantic import Field
 from torch import Tensor
 
 from trtkv.plan import CacheView
@@ -23,7 +24,7 @@ class Tova(Budgeted):
 
     source: ClassVar[str] = "TOVA, arXiv 2401.06104"
     needs: ClassVar[frozenset[str]] = frozenset({"attention_newest", "dense_decode"})
-    budget: int = 512
+    budget: int = Field(512, gt=0)
     shared: bool = True
 
     def reserved(self, prompt: int) -> tuple[int, int]:

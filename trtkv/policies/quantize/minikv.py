@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from pydantic import Field
+
 from trtkv.plan import Occupancy
 from trtkv.policies.grouped import Grouped
 
@@ -17,7 +19,7 @@ class MiniKVBits(Grouped):
 
     source: ClassVar[str] = "MiniKV, arXiv 2411.18077"
     flush_first: ClassVar[bool] = True
-    group: int = 16
+    group: int = Field(16, ge=4)
 
     def flush(self, at: Occupancy, encoded: tuple[int, int]) -> tuple[int, int]:
         """Encode whole groups at the end of the prompt, in decode all of a full residual; nothing before the prompt is complete."""

@@ -27,9 +27,9 @@ class ArkVale(Retrieve):
 
     source: ClassVar[str] = "ArkVale, NeurIPS 2024"
     gives: ClassVar[frozenset[str]] = frozenset({"pages_chosen"})
-    sink: int = 32
-    window: int = 64
-    dense_layers: int = 2
+    sink: int = Field(32, ge=0)
+    window: int = Field(64, ge=1)
+    dense_layers: int = Field(2, ge=0)
     pooling: Pooling = "mean"
     page: int = Field(32, ge=1)
     digest: Literal["cuboid-mean", "ball-mean", "ball-max"] = "cuboid-mean"

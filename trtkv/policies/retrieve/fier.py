@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from pydantic import Field
+
 from trtkv.config import ModelConfig
 from trtkv.plan import BufferSpec
 from trtkv.policies.base import Retrieve
@@ -27,7 +29,7 @@ class Fier(Retrieve):
 
     source: ClassVar[str] = "FIER, arXiv 2508.08256"
     group: Literal[32, 64, 128, 256] = 32
-    dense_layers: int = 2
+    dense_layers: int = Field(2, ge=0)
 
     @property
     def summary_group(self) -> int:

@@ -30,10 +30,10 @@ class FreeKV(Retrieve):
 
     source: ClassVar[str] = "FreeKV, arXiv 2505.13109"
     gives: ClassVar[frozenset[str]] = frozenset({"pages_chosen"})
-    budget: int = 2048
-    sink: int = 128
-    window: int = 128
-    dense_layers: int = 1
+    budget: int = Field(2048, gt=0)
+    sink: int = Field(128, ge=0)
+    window: int = Field(128, ge=1)
+    dense_layers: int = Field(1, ge=0)
     page: int = Field(32, ge=1)
     tau: float = Field(0.8, ge=-1.0, le=1.0)
     digest: Literal["minmax", "cuboid-mean"] = "minmax"

@@ -27,7 +27,7 @@ class Quest(Retrieve):
     source: ClassVar[str] = "Quest, arXiv 2406.10774"
     gives: ClassVar[frozenset[str]] = frozenset({"pages_chosen"})
     page: int = Field(16, ge=1)
-    dense_layers: int = 2
+    dense_layers: int = Field(2, ge=0)
     pooling: Pooling = "max"
 
     @property

@@ -28,8 +28,8 @@ class ShadowKV(Retrieve):
 
     source: ClassVar[str] = "ShadowKV, arXiv 2410.21465"
     gives: ClassVar[frozenset[str]] = frozenset({"pages_chosen"})
-    budget: int = 2048
-    window: int = 32
+    budget: int = Field(2048, gt=0)
+    window: int = Field(32, ge=1)
     pooling: Pooling = "softmax-max"
     chunk: int = Field(8, ge=1)
     outliers: int = Field(48, ge=0)
