@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.policies.cases import PRESETS, small
 from trtkv.api import build
 from trtkv.eval.passkey import make_passkey
 from trtkv.runtime.llm import LLM
@@ -65,3 +66,23 @@ def test_the_hidden_key_is_found(policy: str, engines: dict[str, Path]) -> None:
     else:
         # Two of thirty layers read everything, the others their budget.
         assert llm.stats.tokens_read_per_step <= (2 * longest + 28 * 192) / 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_policy_answers_two_prompts_at_once(name: str, smollm2: Path, tmp_path: Path) -> None:
+    """Prompts of different length in one batch, chunked, then more tokens than the budget: finite, and with less memory where tokens go."""
+    policy = small(name, 96)
+    engine = build(str(smollm2), policy, out=tmp_path / "engine", max_seq_len=512, max_batch_size=2, max_chunk_tokens=128, backend="none")
+    llm = LLM(engine, device="cpu")
+    assert llm.tokenizer is not None
+    text = make_passkey(260, lambda words: len(llm.tokenizer.encode(words)), seed=3).prompt  # type: ignore[union-attr]
+    tokens = llm.tokenizer.encode(text)
+    answers = llm.generate([tokens, tokens[:90]], SamplingParams(max_tokens=20, ignore_eos=True))
+    assert [len(one.token_ids) for one in answers] == [20, 20]
+    full = sum(len(one) + 19 for one in (tokens, tokens[:90])) * 30 * 2 * 3 * 64 * 4
+    assert llm.engine.session.held is None or llm.engine.session.held._slots == {}
+    if policy.evict or policy.quantize:
+        assert 0 < llm.stats.final_bytes < 0.95 * full
+    else:
+        assert 0.9 * full < llm.stats.stored_bytes < 1.3 * full

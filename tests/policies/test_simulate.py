@@ -84,3 +84,19 @@ def test_compressed_sizes_are_ordered() -> None:
     assert size["qhitter"] < size["arkv-quant"] < size["arkv-origin"] < size["full"]
     assert size["minikv"] < size["kivi"]
     assert size["kivi"] < size["full"] == size["fier"] == size["freekv"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_gpu_keeps_and_reads_what_the_cpu_does(name: str, dtype: torch.dtype) -> None:
+    """Scores are fp32 on both; tokens may change places only where two scores differ by less than their rounding."""
+    tensors_on_cpu = tensors(150, dtype=dtype)
+    cpu = simulate(small(name), *tensors_on_cpu, prefill=120)
+    gpu = simulate(small(name), *(x.cuda() for x in tensors_on_cpu), prefill=120)
+    assert gpu.output.device.type == "cuda" and gpu.output.dtype == dtype
+    assert gpu.stored_bytes == cpu.stored_bytes
+    assert gpu.lengths == cpu.lengths
+    pairs = [(set(mine.tolist()), set(theirs.tolist())) for a, b in zip(gpu.kept, cpu.kept, strict=True) for mine, theirs in zip(a, b, strict=True)]
+    overlap = sum(len(mine & theirs) for mine, theirs in pairs) / max(1, sum(len(theirs) for _, theirs in pairs))
+    assert overlap >= 0.97

@@ -10,7 +10,7 @@ import torch
 
 from tests.console import Capture, call
 from tests.policies.cases import PRESETS, small
-from tests.runtime.test_executor import REORDERED, worst
+from tests.runtime.test_executor import DEVICES, REORDERED, worst
 from tests.tiny import Rig, TinyModel, make_rig
 from trtkv.policies.registry import parse_policy
 from trtkv.policies.schedule import trajectory
@@ -52,12 +52,13 @@ def generate(rig: Rig, texts: list[list[int]], steps: int, *, chunk: int = 512, 
     return torch.stack(out)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_batch_answers_as_each_sequence_alone(name: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
+def test_a_batch_answers_as_each_sequence_alone(name: str, device: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
     texts = prompts(*LENGTHS)
-    together = generate(make_rig(tiny_llama, small(name), tmp_path, slots=2), texts, 12)
+    together = generate(make_rig(tiny_llama, small(name), tmp_path, slots=2, device=device), texts, 12)
     for slot, text in enumerate(texts):
-        alone = generate(make_rig(tiny_llama, small(name), tmp_path, slots=2), [text], 12)
+        alone = generate(make_rig(tiny_llama, small(name), tmp_path, slots=2, device=device), [text], 12)
         assert worst(together[:, slot], alone[:, 0].double()) <= REORDERED
         assert bool(torch.isfinite(together).all())
 
