@@ -35,7 +35,7 @@ def ask(engine: Path, tokens: int, seed: int) -> dict[str, object]:
     """Answer the question with one engine: what it said and what it cost."""
     with progress(engine.name) as report:
         llm = LLM(engine, progress=report)
-        sample = make_passkey(tokens, lambda text: len(llm._tokenizer().encode(text)), depth=0.4, seed=seed)
+        sample = make_passkey(tokens, lambda text: len(llm.encode(text)), depth=0.4, seed=seed)
         report("answering", 0.5)
         answer = llm.generate(sample.prompt, SamplingParams(max_tokens=24))[0]
     stats = llm.stats

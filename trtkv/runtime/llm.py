@@ -100,6 +100,10 @@ class LLM:
         """Render chat messages to a prompt with the checkpoint's template; raises RequestError when it has none."""
         return self._tokenizer().chat(list(messages))
 
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a prompt as `generate` would feed them; raises RequestError without a tokenizer."""
+        return self._tokenizer().encode(text)
+
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise RequestError("the engine was built without a tokenizer", "Give token ids instead of text, or build from a checkpoint that has one.")
@@ -125,10 +129,10 @@ class LLM:
 
     def _run(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[Event]:
         engine = self.engine
-        scheduler = Scheduler(engine.session.plan, engine.manifest.limits, engine.pages)
+        scheduler = Scheduler(engine.session.plan, engine.manifest.limits, engine.pages, engine.slots)
         for one, settings in zip(prompts, params, strict=True):
             scheduler.check(one, settings.max_tokens)
-        self.stats = Stats()
+        stats = self.stats = Stats()
         checkers = [StopChecker(settings, self.tokenizer, engine.manifest.model.eos_ids) for settings in params]
         for index, (one, settings) in enumerate(zip(prompts, params, strict=True)):
             scheduler.add(Running(index, list(one), len(one), settings.max_tokens))
@@ -139,7 +143,7 @@ class LLM:
                 logits = engine.stepper.run([row for _, row in batch])
                 wanted = [one for one, row in batch if row.logits_of]
                 ids, logprobs = _sample(logits, wanted, params)
-                self.stats.add_step(engine.session, batch, time.perf_counter() - started)
+                stats.add_step(engine.session, batch, time.perf_counter() - started)
                 for one, row in batch:
                     one.seen += len(row.tokens)
                 for one, token, logprob in zip(wanted, ids, logprobs, strict=True):

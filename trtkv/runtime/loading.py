@@ -37,12 +37,13 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """An opened engine; why_torch says why TensorRT does not run it, if it does not."""
+    """An opened engine; slots are the free ones, why_torch says why TensorRT does not run it, if it does not."""
 
     manifest: Manifest
     session: Session
     stepper: Stepper
     pages: PageAllocator
+    slots: list[int]
     why_torch: str | None
 
 
@@ -63,7 +64,8 @@ def open_engine(directory: Path, options: Options, progress: Progress = lambda s
     session = Session(plan, [num_pages] * plan.num_page_groups, manifest.limits.max_batch_size, device)
     executor, why_torch = _executor(directory, manifest, options.executor, weights, session)
     rope = rope_table(manifest.model.rope, manifest.model.head_dim, manifest.limits.max_seq_len)
-    return Engine(manifest, session, Stepper(executor, session, manifest.limits, rope), PageAllocator(num_pages), why_torch)
+    slots = list(range(manifest.limits.max_batch_size - 1, -1, -1))
+    return Engine(manifest, session, Stepper(executor, session, manifest.limits, rope), PageAllocator(num_pages), slots, why_torch)
 
 
 def _device(name: str) -> torch.device:

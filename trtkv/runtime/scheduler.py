@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from trtkv.config import Limits
-from trtkv.errors import RequestError
+from trtkv.errors import CapacityError, RequestError
 from trtkv.plan import CachePlan
 from trtkv.runtime.pages import PageAllocator
 from trtkv.runtime.step import StepRow
@@ -34,11 +34,12 @@ class Running:
 class Scheduler:
     """Admits a sequence when the pages of its longest possible form are free, so that a running one never runs out."""
 
-    def __init__(self, plan: CachePlan, limits: Limits, pages: PageAllocator) -> None:
+    def __init__(self, plan: CachePlan, limits: Limits, pages: PageAllocator, slots: list[int]) -> None:
+        """Share pages and free slots with whatever else runs on the engine."""
         self.plan, self.limits, self.pages = plan, limits, pages
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
-        self._slots = list(range(limits.max_batch_size - 1, -1, -1))
+        self._slots = slots
 
     def check(self, tokens: Sequence[int], max_tokens: int) -> None:
         """Raise RequestError for a prompt that can never be served."""
@@ -72,8 +73,15 @@ class Scheduler:
             sequence.pages, sequence.slot = [], -1
 
     def next(self) -> list[tuple[Running, StepRow]]:
-        """Choose the next step's sequences: at most max_chunk_tokens new tokens together."""
+        """Choose the next step's sequences: at most max_chunk_tokens new tokens together; none when all are finished.
+
+        Raises CapacityError when nothing runs here and others hold what the first in line needs.
+        """
         self._admit()
+        if self.waiting and not self.running:
+            raise CapacityError(
+                "another call holds the engine's slots or pages", "Finish or close it first, or build with a larger --max-batch-size."
+            )
         return list(self._choose(self.limits.max_chunk_tokens))
 
     def _choose(self, room: int) -> Iterator[tuple[Running, StepRow]]:
