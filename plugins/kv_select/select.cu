@@ -1,0 +1,430 @@
+// Exact top-k of pooled scores, one thread-block cluster a key-value head: score descending, index ascending on ties, ascending output.
+//
+// Built with -DCLUSTER (1, 2, 4, 8, 16), -DHEADS (scored heads a row: 1 ranks raw scores, more pool their softmaxes) and -DMAXIMUM (pool by
+// maximum instead of mean).
+//
+// Every block keeps a 16-bit monotone key of its share of the units in shared memory. One histogram of the upper 12 bits, summed over the
+// cluster, leaves a bin of candidates; a second of the lower 4 bits splits it where it is crowded. The candidates' exact scores are computed
+// again and ranked. Should more than CANDIDATES still share a 16-bit key, the cut is found by bisection over score and index.
+#include <cuda_fp16.h>
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+
+#define THREADS 1024
+#define BINS 4096
+#define CANDIDATES 1024
+#define CROWD 192
+
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// Wait for the kernels before this one, then let the one behind start its preamble: it may read what was written before the kernel before it.
+__device__ __forceinline__ void dependency_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void cluster_sync() {
+#if CLUSTER > 1
+  asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+}
+// The same shared variable of another block of the cluster.
+template <typename T> __device__ __forceinline__ T* peer(T* p, int rank) {
+#if CLUSTER > 1
+  T* there;
+  asm("mapa.u64 %0,%1,%2;" : "=l"(there) : "l"(p), "r"(rank));
+  return there;
+#else
+  return p;
+#endif
+}
+__device__ __forceinline__ uint4 load16(const __half* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+// Order-preserving image of a float.
+__device__ __forceinline__ u32 ordered(float x) {
+  const u32 bits = __float_as_uint(x + 0.f);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+struct Scale {
+  float low, factor;
+};
+
+// Pooled score of eight units: h their halves minus the part's reference, c what is added to it.
+__device__ __forceinline__ void pool8(const uint4 (&h)[HEADS], const float* c, float (&out)[8]) {
+#pragma unroll
+  for (int j = 0; j < HEADS; j++) {
+    const __half2* pair = reinterpret_cast<const __half2*>(&h[j]);
+    const float add = c[j];
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      const float2 f = __half22float2(pair[k]);
+      float x = f.x + add, y = f.y + add;
+      if (HEADS > 1) {
+        x = exp2_fast(x), y = exp2_fast(y);
+        if (j > 0) {
+          x = MAXIMUM ? fmaxf(out[2 * k], x) : out[2 * k] + x;
+          y = MAXIMUM ? fmaxf(out[2 * k + 1], y) : out[2 * k + 1] + y;
+        }
+      }
+      out[2 * k] = x, out[2 * k + 1] = y;
+    }
+  }
+}
+__device__ __forceinline__ float pool1(const __half* scores, long long stride, const float* c) {
+  float out = 0.f;
+#pragma unroll
+  for (int j = 0; j < HEADS; j++) {
+    float x = __half2float(scores[j * stride]) + c[j];
+    if (HEADS > 1) x = exp2_fast(x);
+    out = j == 0 ? x : MAXIMUM ? fmaxf(out, x) : out + x;
+  }
+  return out;
+}
+__device__ __forceinline__ u32 key_of(float score, Scale scale) {
+  if (HEADS > 1) return min(__float_as_uint(score) >> 14, 65534u) + 1; // a pooled softmax is in [0, 1]: nine bits of mantissa
+  return (u32)fminf(fmaxf((score - scale.low) * scale.factor, 0.f), 65534.f) + 1;
+}
+__device__ __forceinline__ int warp_scan(int v) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int o = 1; o < 32; o <<= 1) {
+    const int y = __shfl_up_sync(~0u, v, o);
+    if (lane >= o) v += y;
+  }
+  return v;
+}
+// Inclusive prefix sum over the block.
+__device__ __forceinline__ int block_scan(int v, int* warp_sums) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  v = warp_scan(v);
+  __syncthreads();
+  if (lane == 31) warp_sums[warp] = v;
+  __syncthreads();
+  if (warp == 0) warp_sums[lane] = warp_scan(warp_sums[lane]);
+  __syncthreads();
+  return v + (warp ? warp_sums[warp - 1] : 0);
+}
+
+__device__ __forceinline__ void run(const __half* scores, const float4* parts, int* out, int stored,
+    long long score_stride, int num_parts, int width, int sink, int window, int unit, int group, char* dynamic) {
+  __shared__ int hist[BINS];
+#if CLUSTER > 1
+  __shared__ __align__(16) int totals[BINS];
+  uint2* all = reinterpret_cast<uint2*>(totals); // once the bins have been looked through
+#else
+  int* totals = hist;
+#endif
+  __shared__ int fine[16], warp_sums[32];
+  __shared__ float row_max[32], row_sum[32];
+  __shared__ uint2 own[CANDIDATES];
+  __shared__ int own_count, above_count, cut_bin, cut_above, cut_count, lower;
+  __shared__ u32 cut_key, cut_index;
+  const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0, tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  const long long row = blockIdx.x / CLUSTER;
+
+  const int closed = stored / group * group, usable = closed / unit, units = (stored + unit - 1) / unit;
+  const int first = (sink + unit - 1) / unit;
+  const int last = max(first, min(closed, stored - window) / unit);
+  const int wanted = width - first - (units - last);
+  if (wanted >= last - first || wanted <= 0) { // every unit, or nothing but the forced ones
+    const int gap = wanted <= 0 ? last - first : 0, count = min(units - gap, width);
+    for (int i = rank * THREADS + tid; i <= width; i += CLUSTER * THREADS) out[i] = i == width ? count : i >= count ? -1 : i < first ? i : i + gap;
+    return;
+  }
+
+  // Units of this block: whole packets of eight, four packets a word of the bitmap.
+  const int packets = (usable + 7) >> 3, share = ((packets + CLUSTER * 4 - 1) / (CLUSTER * 4)) * 4;
+  const int begin = rank * share;
+  const int part_packets = (((usable + 31) >> 5) + num_parts - 1) / num_parts * 4;
+  uint4* keys = reinterpret_cast<uint4*>(dynamic);                             // [share] eight keys each
+  u32* bitmap = reinterpret_cast<u32*>(keys + share);                          // [share / 4]
+  float* add = reinterpret_cast<float*>(bitmap + ((share / 4 + 3) & ~3));      // [num_parts, HEADS]
+  unsigned char* bytes = reinterpret_cast<unsigned char*>(bitmap);
+  for (int i = tid; i < BINS; i += THREADS) hist[i] = 0;
+  if (tid < 16) fine[tid] = 0;
+  if (tid == 0) own_count = above_count = lower = 0;
+
+  scores += row * HEADS * score_stride;
+  parts += row * num_parts * HEADS;
+  uint4 h[HEADS]; // the next packet is on its way while the normalizers are summed or the last one is counted
+  auto load = [&](int p) {
+    if (begin + p < packets && p < share) {
+#pragma unroll
+      for (int j = 0; j < HEADS; j++) h[j] = load16(scores + j * score_stride + (begin + p) * 8ll);
+    }
+  };
+  load(tid);
+  Scale scale = {0.f, 0.f};
+  if (warp < HEADS) {
+    float top = -3e38f, total = 0.f, low = 3e38f;
+    for (int p = lane; p < num_parts; p += 32) {
+      const float4 v = parts[p * HEADS + warp];
+      if (HEADS > 1) {
+        const float more = fmaxf(top, v.y);
+        total = total * exp2_fast(top - more) + exp2_fast(v.y - more), top = more;
+      } else {
+        top = fmaxf(top, v.y), low = fminf(low, v.z);
+      }
+    }
+#pragma unroll
+    for (int o = 16; o; o >>= 1) {
+      const float other = __shfl_xor_sync(~0u, top, o), more = __shfl_xor_sync(~0u, total, o), more_top = fmaxf(top, other);
+      total = total * exp2_fast(top - more_top) + more * exp2_fast(other - more_top), top = more_top;
+      low = fminf(low, __shfl_xor_sync(~0u, low, o));
+    }
+    if (lane == 0) row_max[warp] = HEADS > 1 ? top + log2f(total) + log2f((float)HEADS) : top, row_sum[warp] = low;
+  }
+  __syncthreads();
+  for (int i = tid; i < num_parts * HEADS; i += THREADS) add[i] = parts[i].x - (HEADS > 1 ? row_max[i % HEADS] : row_sum[0]);
+  if (HEADS == 1) scale.factor = 65534.f / fmaxf(row_max[0] - row_sum[0], 1e-30f);
+  __syncthreads();
+
+  for (int p = tid; p < share; p += THREADS) {
+    const int at = begin + p, u0 = at * 8;
+    u32 key[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+    if (at < packets) {
+      float pooled[8];
+      pool8(h, add + at / part_packets * HEADS, pooled);
+      load(p + THREADS);
+#pragma unroll
+      for (int k = 0; k < 8; k++) {
+        if (u0 + k >= first && u0 + k < last) {
+          key[k] = key_of(pooled[k], scale);
+          atomicAdd(&hist[key[k] >> 4], 1);
+        }
+      }
+    }
+    keys[p] = make_uint4(key[0] | key[1] << 16, key[2] | key[3] << 16, key[4] | key[5] << 16, key[6] | key[7] << 16);
+  }
+  cluster_sync();
+#if CLUSTER > 1
+  // Every block sums its slice of the bins over the cluster and tells all.
+  for (int i = tid; i < BINS / CLUSTER; i += THREADS) {
+    const int bin = rank * (BINS / CLUSTER) + i;
+    int sum = 0;
+#pragma unroll
+    for (int c = 0; c < CLUSTER; c++) sum += peer(hist, c)[bin];
+#pragma unroll
+    for (int c = 0; c < CLUSTER; c++) peer(totals, c)[bin] = sum;
+  }
+  cluster_sync();
+#endif
+  { // thread t looks at bins from the top
+    const int top = BINS - 1 - tid * (BINS / THREADS);
+    int mine = 0;
+#pragma unroll
+    for (int i = 0; i < BINS / THREADS; i++) mine += totals[top - i];
+    int seen = block_scan(mine, warp_sums) - mine;
+    if (seen < wanted && seen + mine >= wanted) {
+#pragma unroll
+      for (int i = 0; i < BINS / THREADS; i++) {
+        const int n = totals[top - i];
+        if (seen < wanted && seen + n >= wanted) cut_bin = top - i, cut_above = seen, cut_count = n;
+        seen += n;
+      }
+    }
+  }
+  __syncthreads();
+  u32 from = (u32)cut_bin << 4, to = from | 15; // candidates' keys
+  int need = wanted - cut_above, crowd = cut_count;
+  if (crowd > CROWD && crowd != need) {
+    for (int p = tid; p < share; p += THREADS) {
+      const uint4 v = keys[p];
+      const u32 w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int k = 0; k < 8; k++) {
+        const u32 key = (w[k >> 1] >> ((k & 1) * 16)) & 0xffffu;
+        if (key >= from && key <= to) atomicAdd(&fine[key & 15], 1);
+      }
+    }
+    cluster_sync();
+    if (warp == 0) {
+      int sum = 0;
+      if (lane < 16) {
+        for (int c = 0; c < CLUSTER; c++) sum += peer(fine, c)[15 - lane];
+      }
+      const int seen = warp_scan(sum) - sum;
+      if (seen < need && seen + sum >= need) cut_bin = (from & ~15u) | (15 - lane), cut_above += seen, cut_count = sum;
+    }
+    __syncthreads();
+    from = to = cut_bin, need = wanted - cut_above, crowd = cut_count;
+  }
+
+  // Mark what is above, collect candidates with their exact scores.
+  const bool few = crowd <= CANDIDATES, whole = crowd == need;
+  int above = 0;
+  for (int p = tid; p < share; p += THREADS) {
+    const uint4 v = keys[p];
+    const u32 w[4] = {v.x, v.y, v.z, v.w};
+    u32 flags = 0;
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+      const u32 key = (w[k >> 1] >> ((k & 1) * 16)) & 0xffffu;
+      if (key > to || (whole && key >= from)) {
+        flags |= 1u << k;
+      } else if (key >= from && few) {
+        const int at = begin + p, u = at * 8 + k;
+        own[atomicAdd(&own_count, 1)] = make_uint2(ordered(pool1(scores + u, score_stride, add + at / part_packets * HEADS)), u);
+      }
+    }
+    bytes[p] = flags;
+    above += __popc(flags);
+  }
+#pragma unroll
+  for (int o = 16; o; o >>= 1) above += __shfl_xor_sync(~0u, above, o);
+  if (lane == 0 && above) atomicAdd(&above_count, above);
+  cluster_sync();
+  int before = 0; // selected units of lower blocks
+#if CLUSTER > 1
+  for (int c = 0; c < rank; c++) before += *peer(&above_count, c);
+#endif
+  if (!whole && few) {
+    const uint2* list = own;
+#if CLUSTER > 1
+    list = all;
+    int offset = 0;
+    for (int c = 0; c < CLUSTER; c++) {
+      const int n = *peer(&own_count, c);
+      const uint2* theirs = peer(own, c);
+      for (int i = tid; i < n; i += THREADS) all[offset + i] = theirs[i];
+      offset += n;
+    }
+    __syncthreads();
+#endif
+    // Eight lanes compare one candidate with all.
+    for (int i = tid >> 3; i < ((crowd + 3) & ~3); i += THREADS / 8) {
+      const uint2 a = i < crowd ? list[i] : make_uint2(0, 0);
+      int better = 0;
+      for (int k = tid & 7; k < crowd; k += 8) {
+        const uint2 o = list[k];
+        better += o.x > a.x || (o.x == a.x && o.y < a.y);
+      }
+      better += __shfl_xor_sync(~0u, better, 1), better += __shfl_xor_sync(~0u, better, 2), better += __shfl_xor_sync(~0u, better, 4);
+      if (i < crowd && better == need - 1 && (tid & 7) == 0) cut_key = a.x, cut_index = a.y;
+    }
+    __syncthreads();
+    const u32 lowest = (u32)begin * 8, behind = lowest + share * 8;
+    int less = 0;
+    for (int i = tid; i < crowd; i += THREADS) {
+      const uint2 a = list[i];
+      if (a.x > cut_key || (a.x == cut_key && a.y <= cut_index)) {
+        if (a.y < lowest) less++;
+        else if (a.y < behind) atomicOr(&bitmap[(a.y - lowest) >> 5], 1u << ((a.y - lowest) & 31));
+      }
+    }
+    if (less) atomicAdd(&lower, less);
+    __syncthreads();
+    before += lower;
+  } else if (!whole) {
+    // Rare: bisect for the lowest score, then the highest index, that still belong; every round counts over the cluster.
+    u32 key_from = 0, key_to = 0xffffffffu; // largest cut with count(score >= cut) >= need lies in [key_from, key_to]
+    u32 index_from = 0, index_to = last;    // smallest bound with count(score == cut, index < bound) >= rest
+    int rest = need;
+    for (int round = 0; round < 64; round++) {
+      const bool by_index = key_from == key_to;
+      if (by_index && index_from == index_to) break;
+      const u32 middle = by_index ? index_from + (index_to - index_from) / 2 : key_from + (key_to - key_from) / 2 + 1;
+      int n = 0, over = 0;
+      for (int p = tid; p < share; p += THREADS) {
+        const uint4 v = keys[p];
+        const u32 w[4] = {v.x, v.y, v.z, v.w};
+        for (int k = 0; k < 8; k++) {
+          const u32 key = (w[k >> 1] >> ((k & 1) * 16)) & 0xffffu;
+          if (key < from || key > to) continue;
+          const int at = begin + p, u = at * 8 + k;
+          const u32 exact = ordered(pool1(scores + u, score_stride, add + at / part_packets * HEADS));
+          n += by_index ? exact == key_from && u < middle : exact >= middle;
+          over += exact > key_from;
+        }
+      }
+      n = block_scan(n, warp_sums);
+      if (tid == THREADS - 1) own_count = n;
+      over = block_scan(over, warp_sums);
+      if (tid == THREADS - 1) cut_count = over;
+      cluster_sync();
+      int sum = 0, sum_over = 0;
+      for (int c = 0; c < CLUSTER; c++) sum += *peer(&own_count, c), sum_over += *peer(&cut_count, c);
+      cluster_sync();
+      if (!by_index) {
+        if (sum >= need) key_from = middle;
+        else key_to = middle - 1;
+      } else {
+        rest = need - sum_over;
+        if (sum >= rest) index_to = middle;
+        else index_from = middle + 1;
+      }
+    }
+    int mine = 0;
+    for (int p = tid; p < share; p += THREADS) {
+      const uint4 v = keys[p];
+      const u32 w[4] = {v.x, v.y, v.z, v.w};
+      u32 flags = bytes[p];
+      for (int k = 0; k < 8; k++) {
+        const u32 key = (w[k >> 1] >> ((k & 1) * 16)) & 0xffffu;
+        if (key < from || key > to) continue;
+        const int at = begin + p, u = at * 8 + k;
+        const u32 exact = ordered(pool1(scores + u, score_stride, add + at / part_packets * HEADS));
+        if (exact > key_from || (exact == key_from && u < index_to)) flags |= 1u << k, mine++;
+      }
+      bytes[p] = flags;
+    }
+    mine = block_scan(mine, warp_sums);
+    if (tid == THREADS - 1) own_count = mine;
+    cluster_sync();
+#if CLUSTER > 1
+    for (int c = 0; c < rank; c++) before += *peer(&own_count, c);
+#endif
+  }
+#if CLUSTER > 1
+  asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); // nobody leaves while others read its memory
+#endif
+
+  const int words = share / 4, each = (words + THREADS - 1) / THREADS;
+  int mine = 0;
+  for (int i = 0; i < each; i++) {
+    if (tid * each + i < words) mine += __popc(bitmap[tid * each + i]);
+  }
+  int at = first + before + block_scan(mine, warp_sums) - mine;
+  for (int i = 0; i < each && tid * each + i < words; i++) {
+    u32 word = bitmap[tid * each + i];
+    const int u = begin * 8 + (tid * each + i) * 32;
+    while (word) {
+      out[at++] = u + __ffs(word) - 1;
+      word &= word - 1;
+    }
+  }
+  const int count = first + wanted + units - last; // == width
+  for (int i = rank * THREADS + tid; i < first; i += CLUSTER * THREADS) out[i] = i;
+  for (int i = first + wanted + rank * THREADS + tid; i < count; i += CLUSTER * THREADS) out[i] = last + i - first - wanted;
+  if (rank == 0 && tid == 0) out[width] = count;
+#if CLUSTER > 1
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+// scores [R, HEADS, score_stride] fp16 and parts [R, num_parts, HEADS] as a scorer leaves them, lens [B]. Writes out [R, width + 1]: ascending
+// units, then their count; -1 everywhere where the sequence is read whole. Row r belongs to sequence r / rows_per_sequence.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) select_units(const __half* scores, const float4* parts, const int* lens,
+    int* out, long long score_stride, int num_parts, int rows_per_sequence, int budget, int width, int sink, int window, int unit, int group) {
+  extern __shared__ __align__(16) char dynamic[];
+  const int row = blockIdx.x / CLUSTER, stored = lens[row / rows_per_sequence];
+  int* to = out + (long long)row * (width + 1);
+  dependency_wait();
+  if (stored <= budget) {
+    for (int i = blockIdx.x % CLUSTER * THREADS + threadIdx.x; i <= width; i += CLUSTER * THREADS) to[i] = -1;
+    return;
+  }
+  run(scores, parts, to, stored, score_stride, num_parts, width, sink, window, unit, group, dynamic);
+}
