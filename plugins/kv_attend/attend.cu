@@ -16,6 +16,12 @@ typedef unsigned long long u64;
 #ifndef STAGES
 #define STAGES 2
 #endif
+#ifdef TRACE
+extern "C" __device__ long long trace[64 * 32];
+#define MARK(i) if (threadIdx.x == 0 && blockIdx.x + gridDim.x * blockIdx.y < 64) trace[(blockIdx.x + gridDim.x * blockIdx.y) * 32 + i] = clock64();
+#else
+#define MARK(i)
+#endif
 #define TILE 16
 #define TILES ((GROUP_HEADS + 7) / 8) // columns of eight heads
 #define ROW (2 * D)                   // bytes of a key
@@ -102,7 +108,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) attend_list(const real*
   const int stored = lens[b];
   const int* pages = table + (long long)b * table_stride;
   const int* list = chosen ? chosen + ((long long)b * heads + head) * chosen_stride : 0;
+  const int room = chosen_stride - 1;
+  const int workers = CLUSTER * WARPS, worker = rank * WARPS + warp;
+  int total = list ? room * UNIT : stored, blocks = (total + TILE - 1) / TILE;
+  int begin = worker * (blocks / workers) + min(worker, blocks % workers), mine = blocks / workers + (worker < blocks % workers); // contiguous
+  MARK(0)
   dependency_wait();
+  MARK(1)
+  // The count and the first entries come together: that the list is one is nearly always true.
+  const int count = list ? list[room] : -1, first_entry = list ? list[min((begin * TILE + lane) / UNIT, room - 1)] : 0;
   u32 qr[TILES][D / 8];
 #pragma unroll
   for (int t = 0; t < TILES; t++) {
@@ -111,19 +125,23 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) attend_list(const real*
 #pragma unroll
     for (int k = 0; k < D / 8; k++) qr[t][k] = real_head ? from[k * 4] : 0u;
   }
-  const int entries = list ? list[chosen_stride - 1] : -1;
-  const bool sparse = entries >= 0;
-  const int total = sparse ? entries * UNIT : stored;
-  const int blocks = (total + TILE - 1) / TILE, workers = CLUSTER * WARPS, worker = rank * WARPS + warp;
-  const int per = blocks / workers, more = blocks % workers; // contiguous blocks of this warp
-  const int begin = worker * per + min(worker, more), mine = per + (worker < more);
+  const bool sparse = count >= 0;
+  if (list && !sparse) {
+    total = stored, blocks = (total + TILE - 1) / TILE;
+    begin = worker * (blocks / workers) + min(worker, blocks % workers), mine = blocks / workers + (worker < blocks % workers);
+  }
 
   // Lane l looks up the row of token l of the next two blocks; -1 behind the end.
   auto lookup = [&](int j) {
     const int i = (begin + j) * TILE + lane;
+    if (i >= total || i / TILE >= begin + mine) return -1;
     int token = i;
-    if (sparse) token = i < total && i / TILE < begin + mine ? (UNIT == 1 ? list[i] : list[i / UNIT] * UNIT + i % UNIT) : stored;
-    if (token >= stored || i / TILE >= begin + mine) return -1;
+    if (sparse) {
+      const int entry = j == 0 ? first_entry : list[i / UNIT];
+      if (entry < 0) return -1; // behind the last entry
+      token = entry * UNIT + i % UNIT;
+    }
+    if (token >= stored) return -1;
     const int page = token / page_size;
     return (pages[page] * heads + head) * page_size + token - page * page_size;
   };
@@ -169,6 +187,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) attend_list(const real*
 #pragma unroll
     for (int k = 0; k < D / 16; k++) acc[t][k][0] = acc[t][k][1] = acc[t][k][2] = acc[t][k][3] = 0.f;
   }
+  MARK(2)
   for (int j = 0; j < mine; j++) {
     fetch(j + STAGES - 1);
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
@@ -227,7 +246,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) attend_list(const real*
       warp_top[warp][h] = top[t][0], warp_top[warp][h + 1] = top[t][1], warp_sum[warp][h] = sum[t][0], warp_sum[warp][h + 1] = sum[t][1];
     }
   }
+  MARK(3)
   __syncthreads(); // the ring is free now
+  MARK(4)
   // Warps of a block: each lays its share of the output down, scaled to the block's maximum. Heads are columns, padded against bank conflicts.
   float* laid = reinterpret_cast<float*>(ring); // [WARPS, HEADS8, D + 4]
 #pragma unroll
@@ -262,7 +283,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) attend_list(const real*
     for (int w = 1; w < WARPS; w++) x += at[w * HEADS8 * (D + 4)];
     at[0] = x;
   }
+  MARK(5)
   cluster_sync();
+  MARK(6)
 #endif
   real* to = out + (long long)b * out_stride + (long long)head * GROUP_HEADS * D;
   for (int i = rank * (WARPS * 32) + threadIdx.x; i < GROUP_HEADS * D; i += CLUSTER * WARPS * 32) {
@@ -285,5 +308,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) attend_list(const real*
 #endif
     to[i] = to_real(x / l);
   }
+  MARK(7)
   cluster_sync();
+  MARK(8)
 }

@@ -9,11 +9,23 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#ifdef TRACE
+extern "C" __device__ long long trace[64 * 32];
+#define MARK(i) if (threadIdx.x == 0 && blockIdx.x < 64) trace[blockIdx.x * 32 + i] = clock64();
+#else
+#define MARK(i)
+#endif
+
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
 #define WARPS 8
-#define STAGES 6
+#ifndef STAGES
+#define STAGES 8             // a power of two
+#endif
+#ifndef RESIDENT
+#define RESIDENT 3           // blocks on a multiprocessor
+#endif
 #define WORDS (D / 32)        // 32-bit words of bits that a lane owns in a group
 #define PAIRS (D / 8)         // channel pairs that a lane owns
 #define BIT_BYTES (4 * D)     // bytes of bits in a group
@@ -59,6 +71,17 @@ __device__ __forceinline__ void dependency_wait() {
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
+__device__ __forceinline__ uint4 shared16(u32 at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+  return v;
+}
+__device__ __forceinline__ u32 shared4(u32 at) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0,[%1];" : "=r"(v) : "r"(at) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store8(__half* p, u32 x, u32 y) { asm volatile("st.global.v2.u32 [%0],{%1,%2};" ::"l"(p), "r"(x), "r"(y) : "memory"); }
 __device__ __forceinline__ u32 pack2(float x, float y) {
   __half2 h = __floats2half2_rn(x, y);
   return *reinterpret_cast<u32*>(&h);
@@ -74,7 +97,7 @@ __device__ __forceinline__ u32 swizzle(u32 chunk) {
 // table [B, table_stride] page numbers; lens [B] stored tokens. Writes scores [R, STEP_HEADS, score_stride] fp16, times scale and log2(e) and
 // minus the reference of the part, and parts [R, gridDim.x, STEP_HEADS]: reference, then log2 of the sum of exponentials (POOL 0 and G > 1)
 // or the maximum, and the minimum.
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) fier_score(const qtype* q, const char* bits, const char* meta,
+extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) fier_score(const qtype* q, const char* bits, const char* meta,
     const int* table, const int* lens, __half* scores, float4* parts, int q_stride,
     int table_stride, int page_groups, long long score_stride, int budget, float scale_log2) {
   extern __shared__ __align__(128) char smem[];
@@ -100,23 +123,28 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) fier_score(const qty
     }
   };
   locate(0);
+  MARK(0)
   dependency_wait();
+  MARK(1)
   if (stored <= budget) return;
-  char* ring = smem + warp * STAGES * STAGE_BYTES;
-  const u32 ring_at = (u32)__cvta_generic_to_shared(ring);
-  int located = 0;
+  const u32 ring = (u32)__cvta_generic_to_shared(smem) + warp * STAGES * STAGE_BYTES;
+  const u32 bits_at = ring + lane * WORDS * 4;            // this lane's words and ranges in the first stage
+  u32 span_at[WORDS];
+#pragma unroll
+  for (int w = 0; w < WORDS; w++) span_at[w] = ring + BIT_BYTES + swizzle(tig * WORDS + w) * 16;
+  const u32 bits_to = ring + lane * 16, span_to = ring + BIT_BYTES + swizzle(lane) * 16;
+  const char *bits_from = bits + lane * 16, *span_from = meta + 2 * D + lane * 16;
   auto fetch = [&](int j) {
     if (j < mine) {
       const long long at = __shfl_sync(~0u, place, j & 31);
-      const u32 to = ring_at + (j % STAGES) * STAGE_BYTES;
-      const char* from = bits + at * BIT_BYTES;
+      const u32 stage = (j & (STAGES - 1)) * STAGE_BYTES;
 #pragma unroll
-      for (int c = lane; c < BIT_BYTES / 16; c += 32) copy16(to + c * 16, from + c * 16, policy);
-      from = meta + at * META_BYTES + 2 * D;
-#pragma unroll
-      for (int c = lane; c < 2 * D / 16; c += 32) copy16(to + BIT_BYTES + swizzle(c) * 16, from + c * 16, policy);
+      for (int c = 0; c < BIT_BYTES / 16; c += 32) {
+        if (BIT_BYTES / 16 - c >= 32 || lane < BIT_BYTES / 16 - c) copy16(bits_to + stage + c * 16, bits_from + at * BIT_BYTES + c * 16, policy);
+      }
+      if (2 * D / 16 >= 32 || lane < 2 * D / 16) copy16(span_to + stage, span_from + at * META_BYTES, policy);
     }
-    asm volatile("cp.async.commit_group;");
+    asm volatile("cp.async.commit_group;" ::: "memory");
   };
 #pragma unroll
   for (int j = 0; j < STAGES - 1; j++) fetch(j);
@@ -151,13 +179,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) fier_score(const qty
     k1 = __shfl_sync(~0u, up, (2 * tig + 1) * 4);
   }
   const float bit0 = k0 * 2097152.f, bit1 = k1 * 2097152.f; // 2^21 undoes 2^(i - 24) 2^(3 - i)
-  float ref0 = 0.f, ref1 = 0.f, sum0 = 0.f, sum1 = 0.f, shift0 = 0.f, shift1 = 0.f, low = 3e38f, high = -3e38f;
+  float ref0 = 0.f, ref1 = 0.f, sum0 = 0.f, sum1 = 0.f, low = 3e38f, high = -3e38f;
   float base[4];
-  __half* to_scores = scores + row * STEP_HEADS * score_stride;
-  const int rounds = max(1, (per + WARPS - 1) / WARPS); // the same for every warp, because the first round has a barrier
+  __half* to_scores = scores + row * STEP_HEADS * score_stride + (POOL == 0 ? 2 * tig * score_stride : 0) + (begin + warp) * 32ll + gid * 4;
+  __half* to = to_scores;
 
-  for (int j = 0; j < rounds; j++) {
-    const bool live = j < mine;
+  auto round = [&](int j, bool first) {
     if ((j & 15) == 0) { // lows of sixteen groups at once: rows of one product
       u32 z0[PAIRS], z1[PAIRS];
       const int at0 = __shfl_sync(~0u, place, (j + gid) & 31), at1 = __shfl_sync(~0u, place, (j + 8 + gid) & 31);
@@ -177,22 +204,25 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) fier_score(const qty
       for (int s = 0; s < D / 16; s++) mma(base, z0[2 * s], z1[2 * s], z0[2 * s + 1], z1[2 * s + 1], qr[2 * s], qr[2 * s + 1]);
     }
     const int next = j + STAGES - 1;
-    if ((next & 31) == 0 && next < mine) { locate(next); } // groups before next are fetched, those of the lows of this round loaded
+    if ((next & 31) == 0) locate(next); // groups before next are fetched, and lows up to there loaded
     float c0[4] = {0.f, 0.f, 0.f, 0.f}, c1[4] = {0.f, 0.f, 0.f, 0.f};
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
     __syncwarp();
-    const char* stage = ring + (j % STAGES) * STAGE_BYTES;
+    const u32 stage = (j & (STAGES - 1)) * STAGE_BYTES;
     u32 word[WORDS];
-    if (WORDS == 4) {
-      uint4 v = *reinterpret_cast<const uint4*>(stage + lane * 16);
-      word[0] = v.x, word[1 % WORDS] = v.y, word[2 % WORDS] = v.z, word[3 % WORDS] = v.w;
+    if (WORDS % 4 == 0) {
+#pragma unroll
+      for (int w = 0; w < WORDS; w += 4) {
+        const uint4 v = shared16(bits_at + stage + w * 4);
+        word[w] = v.x, word[(w + 1) % WORDS] = v.y, word[(w + 2) % WORDS] = v.z, word[(w + 3) % WORDS] = v.w;
+      }
     } else {
 #pragma unroll
-      for (int w = 0; w < WORDS; w++) word[w] = *reinterpret_cast<const u32*>(stage + (lane * WORDS + w) * 4);
+      for (int w = 0; w < WORDS; w++) word[w] = shared4(bits_at + stage + w * 4);
     }
 #pragma unroll
     for (int w = 0; w < WORDS; w++) {
-      const uint4 r = *reinterpret_cast<const uint4*>(stage + BIT_BYTES + swizzle(tig * WORDS + w) * 16);
+      const uint4 r = shared16(span_at[w] + stage);
       const u32 b0 = mul2(qr[4 * w], r.x), b1 = mul2(qr[4 * w + 1], r.y), b2 = mul2(qr[4 * w + 2], r.z), b3 = mul2(qr[4 * w + 3], r.w);
       const u32 x0 = word[w], x1 = x0 >> 4, x2 = x0 >> 8, x3 = x0 >> 12;
       const u32 m0 = 0x00010001u, m1 = 0x00020002u, m2 = 0x00040004u, m3 = 0x00080008u;
@@ -203,9 +233,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) fier_score(const qty
     }
     fetch(next);
     const int from = ((j & 7) << 2) | tig;
-    const float z0 = __shfl_sync(~0u, (j & 8) ? base[2] : base[0], from) * k0, z1 = __shfl_sync(~0u, (j & 8) ? base[3] : base[1], from) * k1;
+    const float z0 = __shfl_sync(~0u, (j & 8) ? base[2] : base[0], from) * k0 - (POOL == 0 ? ref0 : 0.f);
+    const float z1 = __shfl_sync(~0u, (j & 8) ? base[3] : base[1], from) * k1 - (POOL == 0 ? ref1 : 0.f);
     float t0[4] = {c0[0] * bit0 + z0, c0[2] * bit0 + z0, c1[0] * bit0 + z0, c1[2] * bit0 + z0};
     float t1[4] = {c0[1] * bit1 + z1, c0[3] * bit1 + z1, c1[1] * bit1 + z1, c1[3] * bit1 + z1};
+    const bool live = !first || j < mine;
 #if POOL != 0
     // Reduce over the heads: lane tig keeps token 4 gid + tig.
     float r[4];
@@ -227,8 +259,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) fier_score(const qty
     const float m0 = JOIN((tig & 1) ? r[1] : r[0], s0), m1 = JOIN((tig & 1) ? r[3] : r[2], s1);
     const float other = __shfl_xor_sync(~0u, (tig & 2) ? m0 : m1, 2);
     float t = JOIN((tig & 2) ? m1 : m0, other);
-    if (POOL == 1) t *= 1.f / GROUP_HEADS;
-    if (j == 0) {
+    t = (POOL == 1 ? t * (1.f / GROUP_HEADS) : t) - ref0;
+    if (first) {
       float m = live ? t : -3e38f;
 #pragma unroll
       for (int o = 1; o < 32; o <<= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, o));
@@ -237,14 +269,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) fier_score(const qty
       ref0 = shared_ref[0][0];
 #pragma unroll
       for (int w = 1; w < WARPS; w++) ref0 = fmaxf(ref0, shared_ref[w][0]);
+      t -= ref0;
     }
     if (live) {
-      const int group = begin + warp + j * WARPS;
-      to_scores[(long long)group * 32 + gid * 4 + tig] = __float2half_rn(t - ref0);
+      to[tig] = __float2half_rn(t);
+      to += WARPS * 32;
       low = fminf(low, t), high = fmaxf(high, t);
     }
 #else
-    if (j == 0) {
+    if (first) {
       float m0 = live ? fmaxf(fmaxf(t0[0], t0[1]), fmaxf(t0[2], t0[3])) : -3e38f;
       float m1 = live ? fmaxf(fmaxf(t1[0], t1[1]), fmaxf(t1[2], t1[3])) : -3e38f;
 #pragma unroll
@@ -254,32 +287,32 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) fier_score(const qty
       ref0 = shared_ref[0][2 * tig], ref1 = shared_ref[0][2 * tig + 1];
 #pragma unroll
       for (int w = 1; w < WARPS; w++) ref0 = fmaxf(ref0, shared_ref[w][2 * tig]), ref1 = fmaxf(ref1, shared_ref[w][2 * tig + 1]);
-    }
-    if (live) {
-      const int group = begin + warp + j * WARPS;
-      __half* to = to_scores + (long long)(2 * tig) * score_stride + (long long)group * 32 + gid * 4;
 #pragma unroll
       for (int v = 0; v < 4; v++) t0[v] -= ref0, t1[v] -= ref1;
-      if (2 * tig < GROUP_HEADS) *reinterpret_cast<uint2*>(to) = make_uint2(pack2(t0[0], t0[1]), pack2(t0[2], t0[3]));
-      if (2 * tig + 1 < GROUP_HEADS) *reinterpret_cast<uint2*>(to + score_stride) = make_uint2(pack2(t1[0], t1[1]), pack2(t1[2], t1[3]));
-      const float m0 = fmaxf(fmaxf(t0[0], t0[1]), fmaxf(t0[2], t0[3])), m1 = fmaxf(fmaxf(t1[0], t1[1]), fmaxf(t1[2], t1[3]));
+    }
+    if (live) {
+      if (2 * tig < GROUP_HEADS) store8(to, pack2(t0[0], t0[1]), pack2(t0[2], t0[3]));
+      if (2 * tig + 1 < GROUP_HEADS) store8(to + score_stride, pack2(t1[0], t1[1]), pack2(t1[2], t1[3]));
+      to += WARPS * 32;
       if (GROUP_HEADS == 1) {
-        high = fmaxf(high, m0), low = fminf(low, fminf(fminf(t0[0], t0[1]), fminf(t0[2], t0[3])));
+        high = fmaxf(high, fmaxf(fmaxf(t0[0], t0[1]), fmaxf(t0[2], t0[3]))), low = fminf(low, fminf(fminf(t0[0], t0[1]), fminf(t0[2], t0[3])));
       } else {
-        // The first groups' maximum is a good enough reference unless a later score is 2^60 times heavier.
-        if (m0 > shift0 + 60.f) sum0 *= exp2_fast(shift0 - m0), shift0 = m0;
-        if (m1 > shift1 + 60.f) sum1 *= exp2_fast(shift1 - m1), shift1 = m1;
-#pragma unroll
-        for (int v = 0; v < 4; v++) sum0 += exp2_fast(t0[v] - shift0), sum1 += exp2_fast(t1[v] - shift1);
+        sum0 += (exp2_fast(t0[0]) + exp2_fast(t0[1])) + (exp2_fast(t0[2]) + exp2_fast(t0[3]));
+        sum1 += (exp2_fast(t1[0]) + exp2_fast(t1[1])) + (exp2_fast(t1[2]) + exp2_fast(t1[3]));
       }
     }
 #endif
-  }
+  };
+  MARK(2)
+  round(0, true); // every warp, because it has a barrier
+  MARK(3)
+  for (int j = 1; j < mine; j++) round(j, false);
+  MARK(4)
   asm volatile("cp.async.wait_all;" ::: "memory");
   float4* to_parts = parts + (row * gridDim.x + blockIdx.x) * STEP_HEADS;
   if (POOL != 0 || GROUP_HEADS == 1) {
-    if (POOL == 0) high += ref0, low += ref0; // only lanes with tig 0 hold head 0
-    if (POOL == 0 && tig != 0) high = -3e38f, low = 3e38f;
+    high += ref0, low += ref0;
+    if (POOL == 0 && tig != 0) high = -3e38f, low = 3e38f; // only lanes with tig 0 hold head 0
 #pragma unroll
     for (int o = 1; o < 32; o <<= 1) high = fmaxf(high, __shfl_xor_sync(~0u, high, o)), low = fminf(low, __shfl_xor_sync(~0u, low, o));
     if (lane == 0) shared_sum[warp][0] = make_float2(high, low);
@@ -291,6 +324,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) fier_score(const qty
     }
     return;
   }
+  // The first groups' maximum is a good reference unless a later score is 2^120 times heavier: then the sums are taken again.
+  float shift0 = 0.f, shift1 = 0.f;
+  auto again = [&](float& sum, float& shift, const __half* from) {
+    for (int j = 0; j < mine; j++) {
+      for (int v = 0; v < 4; v++) shift = fmaxf(shift, __half2float(from[j * (WARPS * 32) + v]));
+    }
+    sum = 0.f;
+    for (int j = 0; j < mine; j++) {
+      for (int v = 0; v < 4; v++) sum += exp2_fast(__half2float(from[j * (WARPS * 32) + v]) - shift);
+    }
+  };
+  if (2 * tig < GROUP_HEADS && !(sum0 < 1e36f)) again(sum0, shift0, to_scores);
+  if (2 * tig + 1 < GROUP_HEADS && !(sum1 < 1e36f)) again(sum1, shift1, to_scores + score_stride);
 #pragma unroll
   for (int o = 4; o < 32; o <<= 1) {
     const float other0 = __shfl_xor_sync(~0u, shift0, o), other1 = __shfl_xor_sync(~0u, shift1, o);
@@ -308,5 +354,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) fier_score(const qty
 #pragma unroll
     for (int w = 0; w < WARPS; w++) total += shared_sum[w][threadIdx.x].y * exp2_fast(shared_sum[w][threadIdx.x].x - top);
     to_parts[threadIdx.x] = make_float4(ref, begin < end ? ref + top + log2f(total) : -3e38f, 0.f, 0.f);
+    MARK(5)
   }
 }

@@ -16,6 +16,7 @@ _SCORE = (Pointer,) * 7 + (Int, Int, Int, Long, Int, Float)
 _PAGES = (Pointer,) * 6 + (Int, Int, Int, Long, Int, Float)
 _SELECT = (Pointer,) * 4 + (Long,) + (Int,) * 8
 _POOLS = {"softmax-mean": 0, "softmax-max": 0, "mean": 1, "max": 2}
+STAGES = 8  # of fier.cu
 _SELECT_BLOCK_UNITS = 65536  # keys of two bytes in the shared memory of a block
 
 
@@ -49,7 +50,7 @@ def fier_score(
     kernel = score_kernel(dim, group, pooling, q.dtype == torch.bfloat16, arch())
     values = (q.data_ptr(), bits.data_ptr(), meta.data_ptr(), table.data_ptr(), lens.data_ptr(), scores.data_ptr(), parts.data_ptr(),
               q.stride(0), table.stride(0), page_size // 32, scores.shape[2], budget, scale * 1.4426950408889634)  # fmt: skip
-    kernel.launch((parts.shape[1], heads, lens.shape[0]), 256, 8 * 6 * 6 * dim, stream(), values, overlap=overlap)
+    kernel.launch((parts.shape[1], heads, lens.shape[0]), 256, 8 * STAGES * 6 * dim, stream(), values, overlap=overlap)
 
 
 def page_score(
@@ -90,7 +91,7 @@ def select_cluster(rows: int, units: int) -> int:
 def score_kernel(dim: int, group: int, pooling: str, bf16: bool, arch: str) -> Kernel:
     """Load the FIER scorer for a shape."""
     defines = (f"-DD={dim}", f"-DGROUP_HEADS={group}", f"-DPOOL={_POOLS[pooling] if group > 1 else 0}", *(("-DQ_BF16",) if bf16 else ()))
-    return nvrtc.load(_HERE / "fier.cu", "fier_score", _SCORE, defines, arch, 8 * 6 * 6 * dim)
+    return nvrtc.load(_HERE / "fier.cu", "fier_score", _SCORE, defines, arch, 8 * STAGES * 6 * dim)
 
 
 def page_kernel(dim: int, group: int, pooling: str, bf16: bool, arch: str) -> Kernel:

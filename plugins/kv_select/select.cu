@@ -105,17 +105,42 @@ __device__ __forceinline__ int warp_scan(int v) {
   }
   return v;
 }
-// Inclusive prefix sum over the block.
-__device__ __forceinline__ int block_scan(int v, int* warp_sums) {
+// Inclusive prefix sum over the block; the two halves of warp_sums [64] are used in turn, so that one barrier is enough.
+__device__ __forceinline__ int block_scan(int v, int* warp_sums, int& turn) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   v = warp_scan(v);
+  int* sums = warp_sums + turn * 32;
+  turn ^= 1;
+  if (lane == 31) sums[warp] = v;
   __syncthreads();
-  if (lane == 31) warp_sums[warp] = v;
-  __syncthreads();
-  if (warp == 0) warp_sums[lane] = warp_scan(warp_sums[lane]);
-  __syncthreads();
-  return v + (warp ? warp_sums[warp - 1] : 0);
+  return v + __shfl_sync(~0u, warp_scan(sums[lane]) - sums[lane], warp);
 }
+struct Cut {
+  int bin, above, count; // bin of the wanted-th unit, units in higher bins, units in it
+};
+// Look through the bins from the top for the one with the wanted-th unit; bin -1 where there are fewer.
+__device__ __forceinline__ void find_cut(const int* bins, int wanted, Cut* found, int* warp_sums, int& turn) {
+  const int top = BINS - 1 - threadIdx.x * (BINS / THREADS);
+  static_assert(BINS / THREADS == 4, "a thread reads one int4");
+  const int4 n = *reinterpret_cast<const int4*>(bins + top - 3);
+  const int mine = n.x + n.y + n.z + n.w;
+  int seen = block_scan(mine, warp_sums, turn) - mine;
+  if (seen < wanted && seen + mine >= wanted) {
+    const int each[4] = {n.w, n.z, n.y, n.x};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if (seen < wanted && seen + each[i] >= wanted) *found = {top - i, seen, each[i]};
+      seen += each[i];
+    }
+  }
+  __syncthreads();
+}
+#ifdef TRACE
+extern "C" __device__ long long trace[64 * 32];
+#define MARK(i) if (threadIdx.x == 0 && blockIdx.x < 64) trace[blockIdx.x * 32 + i] = clock64();
+#else
+#define MARK(i)
+#endif
 
 __device__ __forceinline__ void run(const __half* scores, const float4* parts, int* out, int stored,
     long long score_stride, int num_parts, int width, int sink, int window, int unit, int group, char* dynamic) {
@@ -126,11 +151,14 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
 #else
   int* totals = hist;
 #endif
-  __shared__ int fine[16], warp_sums[32];
-  __shared__ float row_max[32], row_sum[32];
+  __shared__ int fine[16], warp_sums[64];
+  __shared__ float row_low;
   __shared__ uint2 own[CANDIDATES];
-  __shared__ int own_count, above_count, cut_bin, cut_above, cut_count, lower;
+  __shared__ int2 counts; // of this block: candidates, units above them
+  __shared__ int starts[CLUSTER + 1], before_all, lower, round_count[2];
+  __shared__ Cut cut, guess[2];
   __shared__ u32 cut_key, cut_index;
+  int turn = 0;
   const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0, tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   const long long row = blockIdx.x / CLUSTER;
 
@@ -154,7 +182,7 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
   unsigned char* bytes = reinterpret_cast<unsigned char*>(bitmap);
   for (int i = tid; i < BINS; i += THREADS) hist[i] = 0;
   if (tid < 16) fine[tid] = 0;
-  if (tid == 0) own_count = above_count = lower = 0;
+  if (tid == 0) counts = make_int2(0, 0), lower = 0, guess[0] = guess[1] = {0, 0, 0};
 
   scores += row * HEADS * score_stride;
   parts += row * num_parts * HEADS;
@@ -171,6 +199,7 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
     float top = -3e38f, total = 0.f, low = 3e38f;
     for (int p = lane; p < num_parts; p += 32) {
       const float4 v = parts[p * HEADS + warp];
+      add[p * HEADS + warp] = v.x;
       if (HEADS > 1) {
         const float more = fmaxf(top, v.y);
         total = total * exp2_fast(top - more) + exp2_fast(v.y - more), top = more;
@@ -184,17 +213,19 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
       total = total * exp2_fast(top - more_top) + more * exp2_fast(other - more_top), top = more_top;
       low = fminf(low, __shfl_xor_sync(~0u, low, o));
     }
-    if (lane == 0) row_max[warp] = HEADS > 1 ? top + log2f(total) + log2f((float)HEADS) : top, row_sum[warp] = low;
+    const float zero = HEADS > 1 ? top + log2f(total) + (MAXIMUM ? 0.f : log2f((float)HEADS)) : top; // raw scores: differences count at the top
+    for (int p = lane; p < num_parts; p += 32) add[p * HEADS + warp] -= zero;
+    if (HEADS == 1 && lane == 0) row_low = low - top;
   }
   __syncthreads();
-  for (int i = tid; i < num_parts * HEADS; i += THREADS) add[i] = parts[i].x - (HEADS > 1 ? row_max[i % HEADS] : row_sum[0]);
-  if (HEADS == 1) scale.factor = 65534.f / fmaxf(row_max[0] - row_sum[0], 1e-30f);
-  __syncthreads();
+  if (HEADS == 1) scale.low = row_low, scale.factor = 65534.f / fmaxf(-row_low, 1e-30f);
+  MARK(2)
 
-  for (int p = tid; p < share; p += THREADS) {
+  u32 bound = 0; // units with lower keys need no counting: this block alone has `wanted` better ones
+  for (int p = tid, turns = 0; turns * THREADS < share; p += THREADS, turns++) {
     const int at = begin + p, u0 = at * 8;
     u32 key[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    if (at < packets) {
+    if (at < packets && p < share) {
       float pooled[8];
       pool8(h, add + at / part_packets * HEADS, pooled);
       load(p + THREADS);
@@ -202,12 +233,18 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
       for (int k = 0; k < 8; k++) {
         if (u0 + k >= first && u0 + k < last) {
           key[k] = key_of(pooled[k], scale);
-          atomicAdd(&hist[key[k] >> 4], 1);
+          if (key[k] >= bound) atomicAdd(&hist[key[k] >> 4], 1);
         }
       }
     }
-    keys[p] = make_uint4(key[0] | key[1] << 16, key[2] | key[3] << 16, key[4] | key[5] << 16, key[6] | key[7] << 16);
+    if (p < share) keys[p] = make_uint4(key[0] | key[1] << 16, key[2] | key[3] << 16, key[4] | key[5] << 16, key[6] | key[7] << 16);
+    if ((turns == 0 || turns == 2) && share > 2 * THREADS) {
+      __syncthreads();
+      find_cut(hist, wanted, &guess[turns >> 1], warp_sums, turn);
+      bound = max(bound, (u32)guess[turns >> 1].bin << 4);
+    }
   }
+  MARK(3)
   cluster_sync();
 #if CLUSTER > 1
   // Every block sums its slice of the bins over the cluster and tells all.
@@ -221,24 +258,11 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
   }
   cluster_sync();
 #endif
-  { // thread t looks at bins from the top
-    const int top = BINS - 1 - tid * (BINS / THREADS);
-    int mine = 0;
-#pragma unroll
-    for (int i = 0; i < BINS / THREADS; i++) mine += totals[top - i];
-    int seen = block_scan(mine, warp_sums) - mine;
-    if (seen < wanted && seen + mine >= wanted) {
-#pragma unroll
-      for (int i = 0; i < BINS / THREADS; i++) {
-        const int n = totals[top - i];
-        if (seen < wanted && seen + n >= wanted) cut_bin = top - i, cut_above = seen, cut_count = n;
-        seen += n;
-      }
-    }
-  }
-  __syncthreads();
-  u32 from = (u32)cut_bin << 4, to = from | 15; // candidates' keys
-  int need = wanted - cut_above, crowd = cut_count;
+  MARK(4)
+  find_cut(totals, wanted, &cut, warp_sums, turn);
+  MARK(5)
+  u32 from = (u32)cut.bin << 4, to = from | 15; // candidates' keys
+  int need = wanted - cut.above, crowd = cut.count;
   if (crowd > CROWD && crowd != need) {
     for (int p = tid; p < share; p += THREADS) {
       const uint4 v = keys[p];
@@ -253,13 +277,14 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
     if (warp == 0) {
       int sum = 0;
       if (lane < 16) {
+#pragma unroll
         for (int c = 0; c < CLUSTER; c++) sum += peer(fine, c)[15 - lane];
       }
       const int seen = warp_scan(sum) - sum;
-      if (seen < need && seen + sum >= need) cut_bin = (from & ~15u) | (15 - lane), cut_above += seen, cut_count = sum;
+      if (seen < need && seen + sum >= need) cut = {(int)(from | (15 - lane)), wanted - need + seen, sum};
     }
     __syncthreads();
-    from = to = cut_bin, need = wanted - cut_above, crowd = cut_count;
+    from = to = cut.bin, need = wanted - cut.above, crowd = cut.count;
   }
 
   // Mark what is above, collect candidates with their exact scores.
@@ -276,7 +301,7 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
         flags |= 1u << k;
       } else if (key >= from && few) {
         const int at = begin + p, u = at * 8 + k;
-        own[atomicAdd(&own_count, 1)] = make_uint2(ordered(pool1(scores + u, score_stride, add + at / part_packets * HEADS)), u);
+        own[atomicAdd(&counts.x, 1)] = make_uint2(ordered(pool1(scores + u, score_stride, add + at / part_packets * HEADS)), u);
       }
     }
     bytes[p] = flags;
@@ -284,25 +309,34 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
   }
 #pragma unroll
   for (int o = 16; o; o >>= 1) above += __shfl_xor_sync(~0u, above, o);
-  if (lane == 0 && above) atomicAdd(&above_count, above);
+  if (lane == 0 && above) atomicAdd(&counts.y, above);
+  MARK(6)
   cluster_sync();
-  int before = 0; // selected units of lower blocks
-#if CLUSTER > 1
-  for (int c = 0; c < rank; c++) before += *peer(&above_count, c);
-#endif
+  MARK(7)
+  if (warp == 0) { // where everybody's candidates begin, and what lower blocks selected
+    const int2 theirs = lane < CLUSTER ? *peer(&counts, lane) : make_int2(0, 0);
+    const int end = warp_scan(theirs.x);
+    int lower_above = lane < rank ? theirs.y : 0;
+#pragma unroll
+    for (int o = 16; o; o >>= 1) lower_above += __shfl_xor_sync(~0u, lower_above, o);
+    if (lane <= CLUSTER) starts[lane] = end - theirs.x; // lane CLUSTER: all
+    if (lane == 0) before_all = lower_above;
+  }
+  __syncthreads();
+  int before = before_all; // selected units of lower blocks
   if (!whole && few) {
     const uint2* list = own;
 #if CLUSTER > 1
     list = all;
-    int offset = 0;
-    for (int c = 0; c < CLUSTER; c++) {
-      const int n = *peer(&own_count, c);
-      const uint2* theirs = peer(own, c);
-      for (int i = tid; i < n; i += THREADS) all[offset + i] = theirs[i];
-      offset += n;
+    for (int i = tid; i < crowd; i += THREADS) {
+      int c = 0;
+#pragma unroll
+      for (int k = 1; k < CLUSTER; k++) c += i >= starts[k];
+      all[i] = peer(own, c)[i - starts[c]];
     }
     __syncthreads();
 #endif
+    MARK(8)
     // Eight lanes compare one candidate with all.
     for (int i = tid >> 3; i < ((crowd + 3) & ~3); i += THREADS / 8) {
       const uint2 a = i < crowd ? list[i] : make_uint2(0, 0);
@@ -349,13 +383,13 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
           over += exact > key_from;
         }
       }
-      n = block_scan(n, warp_sums);
-      if (tid == THREADS - 1) own_count = n;
-      over = block_scan(over, warp_sums);
-      if (tid == THREADS - 1) cut_count = over;
+      n = block_scan(n, warp_sums, turn);
+      over = block_scan(over, warp_sums, turn);
+      if (tid == THREADS - 1) round_count[0] = n, round_count[1] = over;
       cluster_sync();
       int sum = 0, sum_over = 0;
-      for (int c = 0; c < CLUSTER; c++) sum += *peer(&own_count, c), sum_over += *peer(&cut_count, c);
+#pragma unroll
+      for (int c = 0; c < CLUSTER; c++) sum += peer(round_count, c)[0], sum_over += peer(round_count, c)[1];
       cluster_sync();
       if (!by_index) {
         if (sum >= need) key_from = middle;
@@ -380,13 +414,12 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
       }
       bytes[p] = flags;
     }
-    mine = block_scan(mine, warp_sums);
-    if (tid == THREADS - 1) own_count = mine;
+    mine = block_scan(mine, warp_sums, turn);
+    if (tid == THREADS - 1) round_count[0] = mine;
     cluster_sync();
-#if CLUSTER > 1
-    for (int c = 0; c < rank; c++) before += *peer(&own_count, c);
-#endif
+    for (int c = 0; c < rank; c++) before += peer(round_count, c)[0];
   }
+  MARK(9)
 #if CLUSTER > 1
   asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); // nobody leaves while others read its memory
 #endif
@@ -396,7 +429,7 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
   for (int i = 0; i < each; i++) {
     if (tid * each + i < words) mine += __popc(bitmap[tid * each + i]);
   }
-  int at = first + before + block_scan(mine, warp_sums) - mine;
+  int at = first + before + block_scan(mine, warp_sums, turn) - mine;
   for (int i = 0; i < each && tid * each + i < words; i++) {
     u32 word = bitmap[tid * each + i];
     const int u = begin * 8 + (tid * each + i) * 32;
@@ -409,6 +442,7 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
   for (int i = rank * THREADS + tid; i < first; i += CLUSTER * THREADS) out[i] = i;
   for (int i = first + wanted + rank * THREADS + tid; i < count; i += CLUSTER * THREADS) out[i] = last + i - first - wanted;
   if (rank == 0 && tid == 0) out[width] = count;
+  MARK(10)
 #if CLUSTER > 1
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 #endif
@@ -421,7 +455,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) select_units(const __ha
   extern __shared__ __align__(16) char dynamic[];
   const int row = blockIdx.x / CLUSTER, stored = lens[row / rows_per_sequence];
   int* to = out + (long long)row * (width + 1);
+  MARK(0)
   dependency_wait();
+  MARK(1)
   if (stored <= budget) {
     for (int i = blockIdx.x % CLUSTER * THREADS + threadIdx.x; i <= width; i += CLUSTER * THREADS) to[i] = -1;
     return;
