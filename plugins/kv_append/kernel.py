@@ -104,12 +104,12 @@ def append_kernel(
                     tl.store(meta + summary * 2 * D + D + d, tl.minimum(high - low, 16000.0).to(tl.float16), inside)
                     raised = whole.to(tl.float32) >= ((low + high) / 2)[None, :]
                     mask = tl.sum(raised.to(tl.int32) << tl.arange(0, GROUP)[:, None], 0)
-                    # Word d of the group: lane d / W, word d % W; its lane owns four tokens and a quarter of the channels.
+                    # Word d of the group: lane d / W, word d % W; four tokens of its lane, eight channels.
                     words: tl.constexpr = D // 32
                     lane = tl.minimum(d // words, 31)
                     word = tl.zeros([BLOCK_D], tl.int32)
                     for e in tl.static_range(8):
-                        channel = (lane % 4) * (D // 4) + (d % words) * 8 + e
+                        channel = (4 * (d % words) + lane % 4) * 8 + e
                         four = (tl.gather(mask, channel, 0) >> (lane // 4 * 4)) & 15
                         spread = (four & 1) | ((four & 2) << 3) | ((four & 4) << 6) | ((four & 8) << 9)
                         word |= spread << (e // 2 + 16 * (e % 2))

@@ -14,9 +14,10 @@ from trtkv.plugins._device.nvrtc import Float, Int, Kernel, Long, Pointer
 _HERE = Path(__file__).parent
 _SCORE = (Pointer,) * 7 + (Int, Int, Int, Long, Int, Float)
 _PAGES = (Pointer,) * 6 + (Int, Int, Int, Long, Int, Float)
-_SELECT = (Pointer,) * 4 + (Long,) + (Int,) * 8
+_SELECT = (Pointer,) * 4 + (Long,) + (Int,) * 9
 _POOLS = {"softmax-mean": 0, "softmax-max": 0, "mean": 1, "max": 2}
 STAGES = 8  # of fier.cu
+_EXACT_PACKETS = 2048  # packets of eight units of a block whose exact scores are kept
 _SELECT_BLOCK_UNITS = 65536  # keys of two bytes in the shared memory of a block
 
 
@@ -74,9 +75,10 @@ def select_units(
     cluster = cluster or select_cluster(rows, stride)
     kernel = select_kernel(cluster, heads, pooling == "softmax-max", arch())
     share = -(-(stride // 8) // (cluster * 4)) * 4
-    shared = share * 16 + share + 16 + parts.shape[1] * heads * 4
+    exact = share <= _EXACT_PACKETS
+    shared = share * (49 if exact else 17) + 16 + parts.shape[1] * heads * 8
     values = (scores.data_ptr(), parts.data_ptr(), lens.data_ptr(), out.data_ptr(), stride, parts.shape[1], rows // lens.shape[0],
-              budget, out.shape[2] - 1, sink, window, unit, group)  # fmt: skip
+              budget, out.shape[2] - 1, sink, window, unit, group, int(exact))  # fmt: skip
     kernel.launch((rows * cluster, 1, 1), 1024, shared, stream(), values, cluster=cluster, overlap=overlap)
 
 

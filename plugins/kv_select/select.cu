@@ -46,10 +46,11 @@ template <typename T> __device__ __forceinline__ T* peer(T* p, int rank) {
   return p;
 #endif
 }
-__device__ __forceinline__ uint4 load16(const __half* p) {
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-  return v;
+__device__ __forceinline__ void load_halves(u32 (&v)[4], const __half* p) {
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(p) : "memory");
+}
+__device__ __forceinline__ void load_halves(u32 (&v)[1], const __half* p) {
+  asm volatile("ld.global.L1::no_allocate.u32 %0,[%1];" : "=r"(v[0]) : "l"(p) : "memory");
 }
 // Order-preserving image of a float.
 __device__ __forceinline__ u32 ordered(float x) {
@@ -61,15 +62,14 @@ struct Scale {
   float low, factor;
 };
 
-// Pooled score of eight units: h their halves minus the part's reference, c what is added to it.
-__device__ __forceinline__ void pool8(const uint4 (&h)[HEADS], const float* c, float (&out)[8]) {
+// Pooled score of 2 N units: h their halves minus the part's reference, c what is added to it.
+template <int N> __device__ __forceinline__ void pool(const u32 (&h)[HEADS][N], const float* c, float (&out)[2 * N]) {
 #pragma unroll
   for (int j = 0; j < HEADS; j++) {
-    const __half2* pair = reinterpret_cast<const __half2*>(&h[j]);
     const float add = c[j];
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-      const float2 f = __half22float2(pair[k]);
+    for (int k = 0; k < N; k++) {
+      const float2 f = __half22float2(*reinterpret_cast<const __half2*>(&h[j][k]));
       float x = f.x + add, y = f.y + add;
       if (HEADS > 1) {
         x = exp2_fast(x), y = exp2_fast(y);
@@ -142,8 +142,75 @@ extern "C" __device__ long long trace[64 * 32];
 #define MARK(i)
 #endif
 
+// What a block knows of its row.
+struct Share {
+  const __half* scores; // of the row
+  long long stride;     // between heads
+  int begin, units;     // first unit of this block and their number, multiples of 32
+  int usable, first, last, wanted;
+  int part_units;       // units of a part
+  u16* keys;            // [units]
+  u32* exact;           // [units] order-preserving scores, or null: then they are computed again
+  float* add;           // [parts, HEADS]
+};
+__device__ __forceinline__ u32 exact_score(const Share& share, int u) {
+  if (share.exact) return share.exact[u - share.begin];
+  return ordered(pool1(share.scores + u, share.stride, share.add + u / share.part_units * HEADS));
+}
+
+// Loads packets of 2 N units a thread: the first while the normalizers are summed, the next while the last is counted.
+template <int N> struct Packets {
+  u32 h[HEADS][N];
+  __device__ __forceinline__ void load(const Share& share, int at) {
+    const int u = share.begin + at;
+    if (at < share.units && u < share.usable) {
+#pragma unroll
+      for (int j = 0; j < HEADS; j++) load_halves(h[j], share.scores + j * share.stride + u);
+    }
+  }
+  // Keys of all units of the block, and how many have which upper bits.
+  __device__ __forceinline__ void count(const Share& share, Scale scale, int* hist, Cut* guess, int* warp_sums, int& turn) {
+    u32 bound = 0; // lower keys need no counting: this block alone has `wanted` better units
+    int turns = 0, part = (share.begin + (int)threadIdx.x * 2 * N) / share.part_units;
+    for (int at = threadIdx.x * 2 * N; turns * THREADS * 2 * N < share.units; at += THREADS * 2 * N, turns++) {
+      const int u = share.begin + at;
+      u32 key[2 * N];
+#pragma unroll
+      for (int k = 0; k < 2 * N; k++) key[k] = 0;
+      if (at < share.units && u < share.usable) {
+        while (u >= (part + 1) * share.part_units) part++;
+        float pooled[2 * N];
+        pool<N>(h, share.add + part * HEADS, pooled);
+        load(share, at + THREADS * 2 * N);
+#pragma unroll
+        for (int k = 0; k < 2 * N; k++) {
+          if (u + k >= share.first && u + k < share.last) {
+            key[k] = key_of(pooled[k], scale);
+            if (key[k] >= bound) atomicAdd(&hist[key[k] >> 4], 1);
+          }
+          if (share.exact) share.exact[at + k] = ordered(pooled[k]);
+        }
+      }
+      if (at < share.units) {
+        u32* to = reinterpret_cast<u32*>(share.keys + at);
+        if (N == 4) {
+          *reinterpret_cast<uint4*>(to) = make_uint4(key[0] | key[1] << 16, key[2 % (2 * N)] | key[3 % (2 * N)] << 16,
+              key[4 % (2 * N)] | key[5 % (2 * N)] << 16, key[6 % (2 * N)] | key[7 % (2 * N)] << 16);
+        } else {
+          to[0] = key[0] | key[1] << 16;
+        }
+      }
+      if ((turns == 0 || turns == 2) && share.units > 4 * N * THREADS) {
+        __syncthreads();
+        find_cut(hist, share.wanted, &guess[turns >> 1], warp_sums, turn);
+        bound = max(bound, (u32)guess[turns >> 1].bin << 4);
+      }
+    }
+  }
+};
+
 __device__ __forceinline__ void run(const __half* scores, const float4* parts, int* out, int stored,
-    long long score_stride, int num_parts, int width, int sink, int window, int unit, int group, char* dynamic) {
+    long long score_stride, int num_parts, int width, int sink, int window, int unit, int group, bool exact_units, char* dynamic) {
   __shared__ int hist[BINS];
 #if CLUSTER > 1
   __shared__ __align__(16) int totals[BINS];
@@ -152,7 +219,7 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
   int* totals = hist;
 #endif
   __shared__ int fine[16], warp_sums[64];
-  __shared__ float row_low;
+  __shared__ float row_low, lows[32];
   __shared__ uint2 own[CANDIDATES];
   __shared__ int2 counts; // of this block: candidates, units above them
   __shared__ int starts[CLUSTER + 1], before_all, lower, round_count[2];
@@ -172,78 +239,65 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
     return;
   }
 
-  // Units of this block: whole packets of eight, four packets a word of the bitmap.
-  const int packets = (usable + 7) >> 3, share = ((packets + CLUSTER * 4 - 1) / (CLUSTER * 4)) * 4;
+  const int packets = (usable + 7) >> 3, share = ((packets + CLUSTER * 4 - 1) / (CLUSTER * 4)) * 4; // packets of eight units, four a word of flags
   const int begin = rank * share;
-  const int part_packets = (((usable + 31) >> 5) + num_parts - 1) / num_parts * 4;
-  uint4* keys = reinterpret_cast<uint4*>(dynamic);                             // [share] eight keys each
-  u32* bitmap = reinterpret_cast<u32*>(keys + share);                          // [share / 4]
-  float* add = reinterpret_cast<float*>(bitmap + ((share / 4 + 3) & ~3));      // [num_parts, HEADS]
-  unsigned char* bytes = reinterpret_cast<unsigned char*>(bitmap);
+  uint4* keys = reinterpret_cast<uint4*>(dynamic);                                        // [share] eight keys each
+  u32* bitmap = reinterpret_cast<u32*>(keys + share);                                     // [share / 4]
+  unsigned char* bytes = reinterpret_cast<unsigned char*>(bitmap);                        // [share]
+  float* add = reinterpret_cast<float*>(bitmap + ((share / 4 + 3) & ~3));                 // [num_parts, HEADS]
+  float* sums = add + num_parts * HEADS;                                                  // [num_parts, HEADS]
+  u32* exact = exact_units ? reinterpret_cast<u32*>(sums + num_parts * HEADS) : nullptr; // [8 share]
+  const Share mine_of = {scores + row * HEADS * score_stride, score_stride, begin * 8, share * 8, usable, first, last, wanted,
+      (((usable + 31) >> 5) + num_parts - 1) / num_parts * 32, reinterpret_cast<u16*>(keys), exact, add};
   for (int i = tid; i < BINS; i += THREADS) hist[i] = 0;
   if (tid < 16) fine[tid] = 0;
   if (tid == 0) counts = make_int2(0, 0), lower = 0, guess[0] = guess[1] = {0, 0, 0};
 
-  scores += row * HEADS * score_stride;
   parts += row * num_parts * HEADS;
-  uint4 h[HEADS]; // the next packet is on its way while the normalizers are summed or the last one is counted
-  auto load = [&](int p) {
-    if (begin + p < packets && p < share) {
-#pragma unroll
-      for (int j = 0; j < HEADS; j++) h[j] = load16(scores + j * score_stride + (begin + p) * 8ll);
-    }
-  };
-  load(tid);
+  const bool narrow = share * 8 <= 4 * THREADS;
+  Packets<4> wide_packets;
+  Packets<1> narrow_packets;
+  if (narrow) narrow_packets.load(mine_of, tid * 2);
+  else wide_packets.load(mine_of, tid * 8);
   Scale scale = {0.f, 0.f};
-  if (warp < HEADS) {
-    float top = -3e38f, total = 0.f, low = 3e38f;
-    for (int p = lane; p < num_parts; p += 32) {
-      const float4 v = parts[p * HEADS + warp];
-      add[p * HEADS + warp] = v.x;
-      if (HEADS > 1) {
-        const float more = fmaxf(top, v.y);
-        total = total * exp2_fast(top - more) + exp2_fast(v.y - more), top = more;
-      } else {
-        top = fmaxf(top, v.y), low = fminf(low, v.z);
-      }
-    }
+  float lowest_part = 3e38f;
+  for (int i = tid; i < num_parts * HEADS; i += THREADS) {
+    const float4 v = parts[i];
+    add[i] = v.x, sums[i] = v.y;
+    lowest_part = fminf(lowest_part, v.z);
+  }
+  if (HEADS == 1) {
 #pragma unroll
-    for (int o = 16; o; o >>= 1) {
-      const float other = __shfl_xor_sync(~0u, top, o), more = __shfl_xor_sync(~0u, total, o), more_top = fmaxf(top, other);
-      total = total * exp2_fast(top - more_top) + more * exp2_fast(other - more_top), top = more_top;
-      low = fminf(low, __shfl_xor_sync(~0u, low, o));
+    for (int o = 16; o; o >>= 1) lowest_part = fminf(lowest_part, __shfl_xor_sync(~0u, lowest_part, o));
+    if (lane == 0) lows[warp] = lowest_part;
+  }
+  __syncthreads();
+  if (warp < HEADS) {
+    float top = -3e38f, total = 0.f;
+    for (int p = lane; p < num_parts; p += 32) top = fmaxf(top, sums[p * HEADS + warp]);
+#pragma unroll
+    for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+    float zero = top; // raw scores: differences count at the top
+    if (HEADS > 1) {
+      for (int p = lane; p < num_parts; p += 32) total += exp2_fast(sums[p * HEADS + warp] - top);
+#pragma unroll
+      for (int o = 16; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
+      zero += log2f(total) + (MAXIMUM ? 0.f : log2f((float)HEADS));
     }
-    const float zero = HEADS > 1 ? top + log2f(total) + (MAXIMUM ? 0.f : log2f((float)HEADS)) : top; // raw scores: differences count at the top
     for (int p = lane; p < num_parts; p += 32) add[p * HEADS + warp] -= zero;
-    if (HEADS == 1 && lane == 0) row_low = low - top;
+    if (HEADS == 1) {
+      float low = lows[lane];
+#pragma unroll
+      for (int o = 16; o; o >>= 1) low = fminf(low, __shfl_xor_sync(~0u, low, o));
+      if (lane == 0) row_low = low - top;
+    }
   }
   __syncthreads();
   if (HEADS == 1) scale.low = row_low, scale.factor = 65534.f / fmaxf(-row_low, 1e-30f);
   MARK(2)
 
-  u32 bound = 0; // units with lower keys need no counting: this block alone has `wanted` better ones
-  for (int p = tid, turns = 0; turns * THREADS < share; p += THREADS, turns++) {
-    const int at = begin + p, u0 = at * 8;
-    u32 key[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    if (at < packets && p < share) {
-      float pooled[8];
-      pool8(h, add + at / part_packets * HEADS, pooled);
-      load(p + THREADS);
-#pragma unroll
-      for (int k = 0; k < 8; k++) {
-        if (u0 + k >= first && u0 + k < last) {
-          key[k] = key_of(pooled[k], scale);
-          if (key[k] >= bound) atomicAdd(&hist[key[k] >> 4], 1);
-        }
-      }
-    }
-    if (p < share) keys[p] = make_uint4(key[0] | key[1] << 16, key[2] | key[3] << 16, key[4] | key[5] << 16, key[6] | key[7] << 16);
-    if ((turns == 0 || turns == 2) && share > 2 * THREADS) {
-      __syncthreads();
-      find_cut(hist, wanted, &guess[turns >> 1], warp_sums, turn);
-      bound = max(bound, (u32)guess[turns >> 1].bin << 4);
-    }
-  }
+  if (narrow) narrow_packets.count(mine_of, scale, hist, guess, warp_sums, turn);
+  else wide_packets.count(mine_of, scale, hist, guess, warp_sums, turn);
   MARK(3)
   cluster_sync();
 #if CLUSTER > 1
@@ -300,8 +354,8 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
       if (key > to || (whole && key >= from)) {
         flags |= 1u << k;
       } else if (key >= from && few) {
-        const int at = begin + p, u = at * 8 + k;
-        own[atomicAdd(&counts.x, 1)] = make_uint2(ordered(pool1(scores + u, score_stride, add + at / part_packets * HEADS)), u);
+        const int u = (begin + p) * 8 + k;
+        own[atomicAdd(&counts.x, 1)] = make_uint2(exact_score(mine_of, u), u);
       }
     }
     bytes[p] = flags;
@@ -377,10 +431,10 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
         for (int k = 0; k < 8; k++) {
           const u32 key = (w[k >> 1] >> ((k & 1) * 16)) & 0xffffu;
           if (key < from || key > to) continue;
-          const int at = begin + p, u = at * 8 + k;
-          const u32 exact = ordered(pool1(scores + u, score_stride, add + at / part_packets * HEADS));
-          n += by_index ? exact == key_from && u < middle : exact >= middle;
-          over += exact > key_from;
+          const int u = (begin + p) * 8 + k;
+          const u32 score = exact_score(mine_of, u);
+          n += by_index ? score == key_from && u < middle : score >= middle;
+          over += score > key_from;
         }
       }
       n = block_scan(n, warp_sums, turn);
@@ -408,9 +462,9 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
       for (int k = 0; k < 8; k++) {
         const u32 key = (w[k >> 1] >> ((k & 1) * 16)) & 0xffffu;
         if (key < from || key > to) continue;
-        const int at = begin + p, u = at * 8 + k;
-        const u32 exact = ordered(pool1(scores + u, score_stride, add + at / part_packets * HEADS));
-        if (exact > key_from || (exact == key_from && u < index_to)) flags |= 1u << k, mine++;
+        const int u = (begin + p) * 8 + k;
+        const u32 score = exact_score(mine_of, u);
+        if (score > key_from || (score == key_from && u < index_to)) flags |= 1u << k, mine++;
       }
       bytes[p] = flags;
     }
@@ -424,18 +478,16 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
   asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); // nobody leaves while others read its memory
 #endif
 
-  const int words = share / 4, each = (words + THREADS - 1) / THREADS;
+  const int each = (share + THREADS - 1) / THREADS, from_byte = min(share, tid * each), to_byte = min(share, from_byte + each);
   int mine = 0;
-  for (int i = 0; i < each; i++) {
-    if (tid * each + i < words) mine += __popc(bitmap[tid * each + i]);
-  }
+  for (int i = from_byte; i < to_byte; i++) mine += __popc(bytes[i]);
   int at = first + before + block_scan(mine, warp_sums, turn) - mine;
-  for (int i = 0; i < each && tid * each + i < words; i++) {
-    u32 word = bitmap[tid * each + i];
-    const int u = begin * 8 + (tid * each + i) * 32;
-    while (word) {
-      out[at++] = u + __ffs(word) - 1;
-      word &= word - 1;
+  for (int i = from_byte; i < to_byte; i++) {
+    u32 flags = bytes[i];
+    const int u = (begin + i) * 8;
+    while (flags) {
+      out[at++] = u + __ffs(flags) - 1;
+      flags &= flags - 1;
     }
   }
   const int count = first + wanted + units - last; // == width
@@ -448,10 +500,11 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
 #endif
 }
 
+// Dynamic shared memory: 17 bytes a packet of eight units (share, of the longest row), 8 bytes a part and head, and with exact_units 32 a packet.
 // scores [R, HEADS, score_stride] fp16 and parts [R, num_parts, HEADS] as a scorer leaves them, lens [B]. Writes out [R, width + 1]: ascending
 // units, then their count; -1 everywhere where the sequence is read whole. Row r belongs to sequence r / rows_per_sequence.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) select_units(const __half* scores, const float4* parts, const int* lens,
-    int* out, long long score_stride, int num_parts, int rows_per_sequence, int budget, int width, int sink, int window, int unit, int group) {
+    int* out, long long score_stride, int num_parts, int rows_per_sequence, int budget, int width, int sink, int window, int unit, int group, int exact_units) {
   extern __shared__ __align__(16) char dynamic[];
   const int row = blockIdx.x / CLUSTER, stored = lens[row / rows_per_sequence];
   int* to = out + (long long)row * (width + 1);
@@ -462,5 +515,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) select_units(const __ha
     for (int i = blockIdx.x % CLUSTER * THREADS + threadIdx.x; i <= width; i += CLUSTER * THREADS) to[i] = -1;
     return;
   }
-  run(scores, parts, to, stored, score_stride, num_parts, width, sink, window, unit, group, dynamic);
+  run(scores, parts, to, stored, score_stride, num_parts, width, sink, window, unit, group, exact_units != 0, dynamic);
 }

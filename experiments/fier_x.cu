@@ -1,0 +1,373 @@
+// FIER scorer: one-bit keys of 32-token groups against the G <= 8 query heads of a key-value head, on tensor cores.
+//
+// Built with -DD (head dimension, multiple of 32), -DGROUP_HEADS (G), -DPOOL (0: every head for itself, 1: mean, 2: maximum) and -DQ_BF16.
+//
+// Bits of a group are D words for each lane's fragment: lane (gid, tig) = (lane / 4, lane % 4) owns tokens 4 gid .. 4 gid + 3 and channels
+// tig D / 4 .. + D / 4. Bit 4 v + i + 16 h of its word w is token 4 gid + v, channel tig D / 4 + 8 w + 2 i + h. So one shift for every four
+// registers and one AND each make the A operand of mma.m16n8k16 in fp16: a set bit is the subnormal 2^(i - 24), and the 2^-i is put right
+// in the query.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#ifdef TRACE
+extern "C" __device__ long long trace[64 * 32];
+#define MARK(i) if (threadIdx.x == 0 && blockIdx.x < 64) trace[blockIdx.x * 32 + i] = clock64();
+#else
+#define MARK(i)
+#endif
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define WARPS 8
+#ifndef STAGES
+#define STAGES 8             // a power of two
+#endif
+#ifndef RESIDENT
+#define RESIDENT 3           // blocks on a multiprocessor
+#endif
+#define WORDS (D / 32)        // 32-bit words of bits that a lane owns in a group
+#define PAIRS (D / 8)         // channel pairs that a lane owns
+#define BIT_BYTES (4 * D)     // bytes of bits in a group
+#define META_BYTES (4 * D)    // lows, then ranges, fp16
+#define STAGE_BYTES (6 * D)   // bits and ranges: what the ring holds of a group
+#define STEP_HEADS (POOL == 0 ? GROUP_HEADS : 1)
+
+#ifdef Q_BF16
+typedef __nv_bfloat16 qtype;
+__device__ __forceinline__ float to_float(qtype x) { return __bfloat162float(x); }
+#else
+typedef __half qtype;
+__device__ __forceinline__ float to_float(qtype x) { return __half2float(x); }
+#endif
+
+__device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ u32 mul2(u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.f16x2 %0,%1,%2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ void copy16(u32 to, const void* from, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0],[%1],16,%2;" ::"r"(to), "l"(from), "l"(policy));
+}
+__device__ __forceinline__ uint4 load16(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+// Wait for the kernels before this one, then let the one behind start its preamble: it may read what was written before the kernel before it.
+__device__ __forceinline__ void dependency_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ uint4 shared16(u32 at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+  return v;
+}
+__device__ __forceinline__ u32 shared4(u32 at) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0,[%1];" : "=r"(v) : "r"(at) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store8(__half* p, u32 x, u32 y) { asm volatile("st.global.v2.u32 [%0],{%1,%2};" ::"l"(p), "r"(x), "r"(y) : "memory"); }
+__device__ __forceinline__ u32 pack2(float x, float y) {
+  __half2 h = __floats2half2_rn(x, y);
+  return *reinterpret_cast<u32*>(&h);
+}
+// Place of the 16-byte chunk of the ranges, so that the four lanes of a row read different banks.
+__device__ __forceinline__ u32 swizzle(u32 chunk) {
+  if (D == 128) return chunk ^ ((chunk >> 2) & 2);
+  if (D == 256) return chunk ^ (((chunk >> 3) & 3) * 2);
+  return chunk;
+}
+
+// q [B, q_stride] the rotated queries; bits, meta the pool of one layer: BIT_BYTES and META_BYTES a group, [P, Hk, N / 32] groups;
+// table [B, table_stride] page numbers; lens [B] stored tokens. Writes scores [R, STEP_HEADS, score_stride] fp16, times scale and log2(e) and
+// minus the reference of the part, and parts [R, gridDim.x, STEP_HEADS]: reference, then log2 of the sum of exponentials (POOL 0 and G > 1)
+// or the maximum, and the minimum.
+extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) fier_score(const qtype* q, const char* bits, const char* meta,
+    const int* table, const int* lens, __half* scores, float4* parts, int q_stride,
+    int table_stride, int page_groups, long long score_stride, int budget, float scale_log2) {
+  extern __shared__ __align__(128) char smem[];
+  __shared__ float shared_ref[WARPS][8];
+  __shared__ float2 shared_sum[WARPS][8];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gid = lane >> 2, tig = lane & 3;
+  const int head = blockIdx.y, heads = gridDim.y, b = blockIdx.z;
+  const long long row = (long long)b * heads + head;
+  const int stored = lens[b], groups = stored <= budget ? 0 : stored >> 5;
+  const int per = (groups + gridDim.x - 1) / gridDim.x;
+  const int begin = min(groups, (int)blockIdx.x * per), end = min(groups, begin + per);
+  const int mine = max(0, (end - begin - warp + WARPS - 1) / WARPS); // groups begin + warp, + WARPS, ...
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+
+  // Lane l knows where the l-th group of this warp lies; refreshed every 32 groups.
+  int place = 0;
+  auto locate = [&](int from) {
+    int j = from + lane;
+    if (j < mine) {
+      int g = begin + warp + j * WARPS, page = g / page_groups;
+      place = (table[(long long)b * table_stride + page] * heads + head) * page_groups + g - page * page_groups;
+    }
+  };
+  locate(0);
+  MARK(0)
+  dependency_wait();
+  MARK(1)
+  if (stored <= budget) return;
+  const u32 ring = (u32)__cvta_generic_to_shared(smem) + warp * STAGES * STAGE_BYTES;
+  const u32 bits_at = ring + lane * WORDS * 4;            // this lane's words and ranges in the first stage
+  u32 span_at[WORDS];
+#pragma unroll
+  for (int w = 0; w < WORDS; w++) span_at[w] = ring + BIT_BYTES + swizzle(tig * WORDS + w) * 16;
+  const u32 bits_to = ring + lane * 16, span_to = ring + BIT_BYTES + swizzle(lane) * 16;
+  const char *bits_from = bits + lane * 16, *span_from = meta + 2 * D + lane * 16;
+  auto fetch = [&](int j) {
+    if (j < mine) {
+      const long long at = __shfl_sync(~0u, place, j & 31);
+      const u32 stage = (j & (STAGES - 1)) * STAGE_BYTES;
+#pragma unroll
+      for (int c = 0; c < BIT_BYTES / 16; c += 32) {
+        if (BIT_BYTES / 16 - c >= 32 || lane < BIT_BYTES / 16 - c) copy16(bits_to + stage + c * 16, bits_from + at * BIT_BYTES + c * 16, policy);
+      }
+      if (2 * D / 16 >= 32 || lane < 2 * D / 16) copy16(span_to + stage, span_from + at * META_BYTES, policy);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+#pragma unroll
+  for (int j = 0; j < STAGES - 1; j++) fetch(j);
+
+  // The query, normalized by a power of two and multiplied by 2^(3 - i) for the bits' places.
+  u32 qr[PAIRS];
+  float k0, k1; // factors of this lane's two heads, 2 tig and 2 tig + 1, from unscaled products to log2 units
+  {
+    float x[2 * PAIRS], top = 0.f;
+    const qtype* from = q + (long long)b * q_stride + (long long)(head * GROUP_HEADS + gid) * D + tig * (D / 4);
+#pragma unroll
+    for (int c = 0; c < PAIRS / 4; c++) {
+      uint4 v = make_uint4(0, 0, 0, 0);
+      if (gid < GROUP_HEADS) v = *reinterpret_cast<const uint4*>(from + c * 8);
+      const qtype* e = reinterpret_cast<const qtype*>(&v);
+#pragma unroll
+      for (int k = 0; k < 8; k++) x[c * 8 + k] = to_float(e[k]);
+    }
+#pragma unroll
+    for (int k = 0; k < 2 * PAIRS; k++) top = fmaxf(top, fabsf(x[k]));
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+    const int exponent = min(max((int)(__float_as_uint(top) >> 23) - 127 + 2, -100), 100); // top / 2^exponent lies in [1/4, 1/2)
+    const float down = __uint_as_float((u32)(127 - exponent) << 23);
+#pragma unroll
+    for (int p = 0; p < PAIRS; p++) {
+      const float f = down * (float)(8 >> (p & 3));
+      qr[p] = pack2(x[2 * p] * f, x[2 * p + 1] * f);
+    }
+    const float up = __uint_as_float((u32)(127 + exponent) << 23) * scale_log2;
+    k0 = __shfl_sync(~0u, up, (2 * tig) * 4);
+    k1 = __shfl_sync(~0u, up, (2 * tig + 1) * 4);
+  }
+  const float bit0 = k0 * 2097152.f, bit1 = k1 * 2097152.f; // 2^21 undoes 2^(i - 24) 2^(3 - i)
+  float ref0 = 0.f, ref1 = 0.f, sum0 = 0.f, sum1 = 0.f, low = 3e38f, high = -3e38f;
+  float base[4];
+  __half* to_scores = scores + row * STEP_HEADS * score_stride + (POOL == 0 ? 2 * tig * score_stride : 0) + (begin + warp) * 32ll + gid * 4;
+  __half* to = to_scores;
+
+  auto round = [&](int j, bool first) {
+    if ((j & 15) == 0) { // lows of sixteen groups at once: rows of one product
+      u32 z0[PAIRS], z1[PAIRS];
+      const int at0 = __shfl_sync(~0u, place, (j + gid) & 31), at1 = __shfl_sync(~0u, place, (j + 8 + gid) & 31);
+      const char* from0 = meta + (long long)at0 * META_BYTES + tig * (D / 2);
+      const char* from1 = meta + (long long)at1 * META_BYTES + tig * (D / 2);
+#pragma unroll
+      for (int c = 0; c < PAIRS / 4; c++) {
+        uint4 v = make_uint4(0, 0, 0, 0), w = v;
+  #ifndef NO_LOW
+      if (j + gid < mine) v = load16(from0 + c * 16);
+        if (j + 8 + gid < mine) w = load16(from1 + c * 16);
+#endif
+        const u32 f0 = 0x30003000u, f1 = 0x34003400u, f2 = 0x38003800u; // 1/8, 1/4, 1/2
+        z0[4 * c] = mul2(v.x, f0), z0[4 * c + 1] = mul2(v.y, f1), z0[4 * c + 2] = mul2(v.z, f2), z0[4 * c + 3] = v.w;
+        z1[4 * c] = mul2(w.x, f0), z1[4 * c + 1] = mul2(w.y, f1), z1[4 * c + 2] = mul2(w.z, f2), z1[4 * c + 3] = w.w;
+      }
+      base[0] = base[1] = base[2] = base[3] = 0.f;
+#pragma unroll
+      for (int s = 0; s < D / 16; s++) mma(base, z0[2 * s], z1[2 * s], z0[2 * s + 1], z1[2 * s + 1], qr[2 * s], qr[2 * s + 1]);
+    }
+    const int next = j + STAGES - 1;
+    if ((next & 31) == 0) locate(next); // groups before next are fetched, and lows up to there loaded
+    float c0[4] = {0.f, 0.f, 0.f, 0.f}, c1[4] = {0.f, 0.f, 0.f, 0.f};
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+    __syncwarp();
+    const u32 stage = (j & (STAGES - 1)) * STAGE_BYTES;
+    u32 word[WORDS];
+    if (WORDS % 4 == 0) {
+#pragma unroll
+      for (int w = 0; w < WORDS; w += 4) {
+        const uint4 v = shared16(bits_at + stage + w * 4);
+        word[w] = v.x, word[(w + 1) % WORDS] = v.y, word[(w + 2) % WORDS] = v.z, word[(w + 3) % WORDS] = v.w;
+      }
+    } else {
+#pragma unroll
+      for (int w = 0; w < WORDS; w++) word[w] = shared4(bits_at + stage + w * 4);
+    }
+#pragma unroll
+    for (int w = 0; w < WORDS; w++) {
+      const uint4 r = shared16(span_at[w] + stage);
+      const u32 b0 = mul2(qr[4 * w], r.x), b1 = mul2(qr[4 * w + 1], r.y), b2 = mul2(qr[4 * w + 2], r.z), b3 = mul2(qr[4 * w + 3], r.w);
+      const u32 x0 = word[w]
+#ifdef DENORM_OFF
+ | 0x20002000u
+#endif
+, x1 = x0 >> 4, x2 = x0 >> 8, x3 = x0 >> 12;
+      const u32 m0 = 0x00010001u, m1 = 0x00020002u, m2 = 0x00040004u, m3 = 0x00080008u;
+#ifdef NO_MMA
+      c0[w & 3] += __uint_as_float(x0 + b0 + x1), c1[w & 3] += __uint_as_float(b1 + b2 + b3 + x2 + x3);
+#else
+      mma(c0, x0 & m0, x1 & m0, x0 & m1, x1 & m1, b0, b1);
+      mma(c1, x2 & m0, x3 & m0, x2 & m1, x3 & m1, b0, b1);
+      mma(c0, x0 & m2, x1 & m2, x0 & m3, x1 & m3, b2, b3);
+      mma(c1, x2 & m2, x3 & m2, x2 & m3, x3 & m3, b2, b3);
+#endif
+    }
+    fetch(next);
+    const int from = ((j & 7) << 2) | tig;
+    const float z0 = __shfl_sync(~0u, (j & 8) ? base[2] : base[0], from) * k0 - (POOL == 0 ? ref0 : 0.f);
+    const float z1 = __shfl_sync(~0u, (j & 8) ? base[3] : base[1], from) * k1 - (POOL == 0 ? ref1 : 0.f);
+    float t0[4] = {c0[0] * bit0 + z0, c0[2] * bit0 + z0, c1[0] * bit0 + z0, c1[2] * bit0 + z0};
+    float t1[4] = {c0[1] * bit1 + z1, c0[3] * bit1 + z1, c1[1] * bit1 + z1, c1[3] * bit1 + z1};
+    const bool live = !first || j < mine;
+#if POOL != 0
+    // Reduce over the heads: lane tig keeps token 4 gid + tig.
+    float r[4];
+#pragma unroll
+    for (int v = 0; v < 4; v++) {
+#if POOL == 1
+      r[v] = t0[v] + t1[v];
+#else
+      r[v] = fmaxf(2 * tig < GROUP_HEADS ? t0[v] : -3e38f, 2 * tig + 1 < GROUP_HEADS ? t1[v] : -3e38f);
+#endif
+    }
+#if POOL == 1
+#define JOIN(a, b) ((a) + (b))
+#else
+#define JOIN(a, b) fmaxf(a, b)
+#endif
+    float s0 = (tig & 1) ? r[0] : r[1], s1 = (tig & 1) ? r[2] : r[3];
+    s0 = __shfl_xor_sync(~0u, s0, 1), s1 = __shfl_xor_sync(~0u, s1, 1);
+    const float m0 = JOIN((tig & 1) ? r[1] : r[0], s0), m1 = JOIN((tig & 1) ? r[3] : r[2], s1);
+    const float other = __shfl_xor_sync(~0u, (tig & 2) ? m0 : m1, 2);
+    float t = JOIN((tig & 2) ? m1 : m0, other);
+    t = (POOL == 1 ? t * (1.f / GROUP_HEADS) : t) - ref0;
+    if (first) {
+      float m = live ? t : -3e38f;
+#pragma unroll
+      for (int o = 1; o < 32; o <<= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, o));
+      if (lane == 0) shared_ref[warp][0] = m;
+      __syncthreads();
+      ref0 = shared_ref[0][0];
+#pragma unroll
+      for (int w = 1; w < WARPS; w++) ref0 = fmaxf(ref0, shared_ref[w][0]);
+      t -= ref0;
+    }
+    if (live) {
+      to[tig] = __float2half_rn(t);
+      to += WARPS * 32;
+      low = fminf(low, t), high = fmaxf(high, t);
+    }
+#else
+    if (first) {
+      float m0 = live ? fmaxf(fmaxf(t0[0], t0[1]), fmaxf(t0[2], t0[3])) : -3e38f;
+      float m1 = live ? fmaxf(fmaxf(t1[0], t1[1]), fmaxf(t1[2], t1[3])) : -3e38f;
+#pragma unroll
+      for (int o = 4; o < 32; o <<= 1) m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, o)), m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, o));
+      if (gid == 0) shared_ref[warp][2 * tig] = m0, shared_ref[warp][2 * tig + 1] = m1;
+      __syncthreads();
+      ref0 = shared_ref[0][2 * tig], ref1 = shared_ref[0][2 * tig + 1];
+#pragma unroll
+      for (int w = 1; w < WARPS; w++) ref0 = fmaxf(ref0, shared_ref[w][2 * tig]), ref1 = fmaxf(ref1, shared_ref[w][2 * tig + 1]);
+#pragma unroll
+      for (int v = 0; v < 4; v++) t0[v] -= ref0, t1[v] -= ref1;
+    }
+    if (live) {
+#ifndef NO_STORE
+      if (2 * tig < GROUP_HEADS) store8(to, pack2(t0[0], t0[1]), pack2(t0[2], t0[3]));
+      if (2 * tig + 1 < GROUP_HEADS) store8(to + score_stride, pack2(t1[0], t1[1]), pack2(t1[2], t1[3]));
+#endif
+      to += WARPS * 32;
+      if (GROUP_HEADS == 1) {
+        high = fmaxf(high, fmaxf(fmaxf(t0[0], t0[1]), fmaxf(t0[2], t0[3]))), low = fminf(low, fminf(fminf(t0[0], t0[1]), fminf(t0[2], t0[3])));
+      } else {
+#ifndef NO_EXP
+        sum0 += (exp2_fast(t0[0]) + exp2_fast(t0[1])) + (exp2_fast(t0[2]) + exp2_fast(t0[3]));
+        sum1 += (exp2_fast(t1[0]) + exp2_fast(t1[1])) + (exp2_fast(t1[2]) + exp2_fast(t1[3]));
+#endif
+      }
+    }
+#endif
+  };
+  MARK(2)
+  round(0, true); // every warp, because it has a barrier
+  MARK(3)
+  for (int j = 1; j < mine; j++) round(j, false);
+  MARK(4)
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  float4* to_parts = parts + (row * gridDim.x + blockIdx.x) * STEP_HEADS;
+  if (POOL != 0 || GROUP_HEADS == 1) {
+    high += ref0, low += ref0;
+    if (POOL == 0 && tig != 0) high = -3e38f, low = 3e38f; // only lanes with tig 0 hold head 0
+#pragma unroll
+    for (int o = 1; o < 32; o <<= 1) high = fmaxf(high, __shfl_xor_sync(~0u, high, o)), low = fminf(low, __shfl_xor_sync(~0u, low, o));
+    if (lane == 0) shared_sum[warp][0] = make_float2(high, low);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+#pragma unroll
+      for (int w = 1; w < WARPS; w++) high = fmaxf(high, shared_sum[w][0].x), low = fminf(low, shared_sum[w][0].y);
+      to_parts[0] = begin < end ? make_float4(ref0, high, low, 0.f) : make_float4(-3e38f, -3e38f, 3e38f, 0.f);
+    }
+    return;
+  }
+  // The first groups' maximum is a good reference unless a later score is 2^120 times heavier: then the sums are taken again.
+  float shift0 = 0.f, shift1 = 0.f;
+  auto again = [&](float& sum, float& shift, const __half* from) {
+    for (int j = 0; j < mine; j++) {
+      for (int v = 0; v < 4; v++) shift = fmaxf(shift, __half2float(from[j * (WARPS * 32) + v]));
+    }
+    sum = 0.f;
+    for (int j = 0; j < mine; j++) {
+      for (int v = 0; v < 4; v++) sum += exp2_fast(__half2float(from[j * (WARPS * 32) + v]) - shift);
+    }
+  };
+  if (2 * tig < GROUP_HEADS && !(sum0 < 1e36f)) again(sum0, shift0, to_scores);
+  if (2 * tig + 1 < GROUP_HEADS && !(sum1 < 1e36f)) again(sum1, shift1, to_scores + score_stride);
+#pragma unroll
+  for (int o = 4; o < 32; o <<= 1) {
+    const float other0 = __shfl_xor_sync(~0u, shift0, o), other1 = __shfl_xor_sync(~0u, shift1, o);
+    const float more0 = __shfl_xor_sync(~0u, sum0, o), more1 = __shfl_xor_sync(~0u, sum1, o);
+    const float top0 = fmaxf(shift0, other0), top1 = fmaxf(shift1, other1);
+    sum0 = sum0 * exp2_fast(shift0 - top0) + more0 * exp2_fast(other0 - top0), shift0 = top0;
+    sum1 = sum1 * exp2_fast(shift1 - top1) + more1 * exp2_fast(other1 - top1), shift1 = top1;
+  }
+  if (gid == 0) shared_sum[warp][2 * tig] = make_float2(shift0, sum0), shared_sum[warp][2 * tig + 1] = make_float2(shift1, sum1);
+  __syncthreads();
+  if (threadIdx.x < GROUP_HEADS) {
+    float top = -3e38f, total = 0.f, ref = -3e38f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) top = fmaxf(top, shared_sum[w][threadIdx.x].x), ref = fmaxf(ref, shared_ref[w][threadIdx.x]);
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) total += shared_sum[w][threadIdx.x].y * exp2_fast(shared_sum[w][threadIdx.x].x - top);
+    to_parts[threadIdx.x] = make_float4(ref, begin < end ? ref + top + log2f(total) : -3e38f, 0.f, 0.f);
+    MARK(5)
+  }
+}
