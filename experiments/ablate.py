@@ -8,11 +8,11 @@ for name in names.split(','):
     for ident in (0,):
         if ident:
             for l in r.layers: l.table=torch.arange(l.table.numel(),device=DEV,dtype=torch.int32).view_as(l.table)
-        for res in (2,3):
+        for res in (2,):
             from cuda.bindings import driver
             k=orig(Path('fier_x.cu').resolve(),'fier_score',types,('-DD=128',f'-DGROUP_HEADS={r.g}','-DPOOL=0','-DQ_BF16',f'-DRESIDENT={res}'),'90',8*8*6*128); print('blocks per SM',driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(k._function,256,8*8*6*128))
             r.plan_for(res*132)
-            for flags in ((),('NO_EXP',),('NO_STORE',),('NO_MMA',),('NO_LOW',),('NO_EXP','NO_STORE'),('NO_EXP','NO_STORE','NO_MMA'),('NO_EXP','NO_STORE','NO_MMA','NO_LOW')):
+            for flags in ((),('NO_EXP',),('NO_STORE',),('CHEAP',),('CHEAP','NO_STORE'),('CHEAP','NO_STORE','NO_SHFL'),('CHEAP','NO_STORE','NO_SHFL','NO_LOW'),('NO_EXP','NO_STORE'),('TINY',),('TINY','NO_STORE')):
                 if ident and flags and flags!=('NO_EXP','NO_STORE','NO_MMA'): continue
                 k=orig(Path('fier_x.cu').resolve(),'fier_score',types,("-DD=128",f"-DGROUP_HEADS={r.g}","-DPOOL=0","-DQ_BF16",f"-DRESIDENT={res}",*(f'-D{f}' for f in flags)),'90',8*8*6*128)
                 def go(i):

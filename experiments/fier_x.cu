@@ -2,10 +2,9 @@
 //
 // Built with -DD (head dimension, multiple of 32), -DGROUP_HEADS (G), -DPOOL (0: every head for itself, 1: mean, 2: maximum) and -DQ_BF16.
 //
-// Bits of a group are D words for each lane's fragment: lane (gid, tig) = (lane / 4, lane % 4) owns tokens 4 gid .. 4 gid + 3 and channels
-// tig D / 4 .. + D / 4. Bit 4 v + i + 16 h of its word w is token 4 gid + v, channel tig D / 4 + 8 w + 2 i + h. So one shift for every four
-// registers and one AND each make the A operand of mma.m16n8k16 in fp16: a set bit is the subnormal 2^(i - 24), and the 2^-i is put right
-// in the query.
+// Bits of a group are D words, D / 32 for each lane: lane (gid, tig) = (lane / 4, lane % 4) owns tokens 4 gid .. 4 gid + 3, and its word w eight
+// channels from 8 (4 w + tig): bit 4 v + i + 16 h is token 4 gid + v, channel 8 (4 w + tig) + 2 i + h. So one shift for every four registers and
+// one AND each make the A operand of mma.m16n8k16 in fp16: a set bit is the subnormal 2^(i - 24), and the 2^-i is put right in the query.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -24,7 +23,7 @@ typedef unsigned long long u64;
 #define STAGES 8             // a power of two
 #endif
 #ifndef RESIDENT
-#define RESIDENT 3           // blocks on a multiprocessor
+#define RESIDENT 2           // blocks on a multiprocessor
 #endif
 #define WORDS (D / 32)        // 32-bit words of bits that a lane owns in a group
 #define PAIRS (D / 8)         // channel pairs that a lane owns
@@ -86,13 +85,6 @@ __device__ __forceinline__ u32 pack2(float x, float y) {
   __half2 h = __floats2half2_rn(x, y);
   return *reinterpret_cast<u32*>(&h);
 }
-// Place of the 16-byte chunk of the ranges, so that the four lanes of a row read different banks.
-__device__ __forceinline__ u32 swizzle(u32 chunk) {
-  if (D == 128) return chunk ^ ((chunk >> 2) & 2);
-  if (D == 256) return chunk ^ (((chunk >> 3) & 3) * 2);
-  return chunk;
-}
-
 // q [B, q_stride] the rotated queries; bits, meta the pool of one layer: BIT_BYTES and META_BYTES a group, [P, Hk, N / 32] groups;
 // table [B, table_stride] page numbers; lens [B] stored tokens. Writes scores [R, STEP_HEADS, score_stride] fp16, times scale and log2(e) and
 // minus the reference of the part, and parts [R, gridDim.x, STEP_HEADS]: reference, then log2 of the sum of exponentials (POOL 0 and G > 1)
@@ -129,14 +121,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) fier_score(co
   if (stored <= budget) return;
   const u32 ring = (u32)__cvta_generic_to_shared(smem) + warp * STAGES * STAGE_BYTES;
   const u32 bits_at = ring + lane * WORDS * 4;            // this lane's words and ranges in the first stage
-  u32 span_at[WORDS];
-#pragma unroll
-  for (int w = 0; w < WORDS; w++) span_at[w] = ring + BIT_BYTES + swizzle(tig * WORDS + w) * 16;
-  const u32 bits_to = ring + lane * 16, span_to = ring + BIT_BYTES + swizzle(lane) * 16;
+  const u32 span_at = ring + BIT_BYTES + tig * 16;
+  const u32 bits_to = ring + lane * 16, span_to = ring + BIT_BYTES + lane * 16;
   const char *bits_from = bits + lane * 16, *span_from = meta + 2 * D + lane * 16;
-  auto fetch = [&](int j) {
+  auto fetch = [&](int j, long long at) {
     if (j < mine) {
-      const long long at = __shfl_sync(~0u, place, j & 31);
       const u32 stage = (j & (STAGES - 1)) * STAGE_BYTES;
 #pragma unroll
       for (int c = 0; c < BIT_BYTES / 16; c += 32) {
@@ -144,21 +133,24 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) fier_score(co
       }
       if (2 * D / 16 >= 32 || lane < 2 * D / 16) copy16(span_to + stage, span_from + at * META_BYTES, policy);
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
   };
 #pragma unroll
-  for (int j = 0; j < STAGES - 1; j++) fetch(j);
+  for (int j = 0; j < STAGES - 2; j += 2) {
+    fetch(j, __shfl_sync(~0u, place, j)), fetch(j + 1, __shfl_sync(~0u, place, j + 1));
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+  int ahead0 = __shfl_sync(~0u, place, STAGES - 2), ahead1 = __shfl_sync(~0u, place, STAGES - 1); // where the next two groups lie
 
   // The query, normalized by a power of two and multiplied by 2^(3 - i) for the bits' places.
   u32 qr[PAIRS];
   float k0, k1; // factors of this lane's two heads, 2 tig and 2 tig + 1, from unscaled products to log2 units
   {
     float x[2 * PAIRS], top = 0.f;
-    const qtype* from = q + (long long)b * q_stride + (long long)(head * GROUP_HEADS + gid) * D + tig * (D / 4);
+    const qtype* from = q + (long long)b * q_stride + (long long)(head * GROUP_HEADS + gid) * D + tig * 8;
 #pragma unroll
     for (int c = 0; c < PAIRS / 4; c++) {
       uint4 v = make_uint4(0, 0, 0, 0);
-      if (gid < GROUP_HEADS) v = *reinterpret_cast<const uint4*>(from + c * 8);
+      if (gid < GROUP_HEADS) v = *reinterpret_cast<const uint4*>(from + c * 32);
       const qtype* e = reinterpret_cast<const qtype*>(&v);
 #pragma unroll
       for (int k = 0; k < 8; k++) x[c * 8 + k] = to_float(e[k]);
@@ -182,34 +174,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) fier_score(co
   float ref0 = 0.f, ref1 = 0.f, sum0 = 0.f, sum1 = 0.f, low = 3e38f, high = -3e38f;
   float base[4];
   __half* to_scores = scores + row * STEP_HEADS * score_stride + (POOL == 0 ? 2 * tig * score_stride : 0) + (begin + warp) * 32ll + gid * 4;
-  __half* to = to_scores;
+  __half *to0 = to_scores, *to1 = to_scores + score_stride;
 
-  auto round = [&](int j, bool first) {
-    if ((j & 15) == 0) { // lows of sixteen groups at once: rows of one product
-      u32 z0[PAIRS], z1[PAIRS];
-      const int at0 = __shfl_sync(~0u, place, (j + gid) & 31), at1 = __shfl_sync(~0u, place, (j + 8 + gid) & 31);
-      const char* from0 = meta + (long long)at0 * META_BYTES + tig * (D / 2);
-      const char* from1 = meta + (long long)at1 * META_BYTES + tig * (D / 2);
-#pragma unroll
-      for (int c = 0; c < PAIRS / 4; c++) {
-        uint4 v = make_uint4(0, 0, 0, 0), w = v;
-  #ifndef NO_LOW
-      if (j + gid < mine) v = load16(from0 + c * 16);
-        if (j + 8 + gid < mine) w = load16(from1 + c * 16);
-#endif
-        const u32 f0 = 0x30003000u, f1 = 0x34003400u, f2 = 0x38003800u; // 1/8, 1/4, 1/2
-        z0[4 * c] = mul2(v.x, f0), z0[4 * c + 1] = mul2(v.y, f1), z0[4 * c + 2] = mul2(v.z, f2), z0[4 * c + 3] = v.w;
-        z1[4 * c] = mul2(w.x, f0), z1[4 * c + 1] = mul2(w.y, f1), z1[4 * c + 2] = mul2(w.z, f2), z1[4 * c + 3] = w.w;
-      }
-      base[0] = base[1] = base[2] = base[3] = 0.f;
-#pragma unroll
-      for (int s = 0; s < D / 16; s++) mma(base, z0[2 * s], z1[2 * s], z0[2 * s + 1], z1[2 * s + 1], qr[2 * s], qr[2 * s + 1]);
-    }
-    const int next = j + STAGES - 1;
-    if ((next & 31) == 0) locate(next); // groups before next are fetched, and lows up to there loaded
-    float c0[4] = {0.f, 0.f, 0.f, 0.f}, c1[4] = {0.f, 0.f, 0.f, 0.f};
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-    __syncwarp();
+  auto product = [&](int j, float (&c0)[4], float (&c1)[4]) { // bits of one group times the query and the ranges
     const u32 stage = (j & (STAGES - 1)) * STAGE_BYTES;
     u32 word[WORDS];
     if (WORDS % 4 == 0) {
@@ -224,72 +191,123 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) fier_score(co
     }
 #pragma unroll
     for (int w = 0; w < WORDS; w++) {
-      const uint4 r = shared16(span_at[w] + stage);
+      const uint4 r = shared16(span_at + stage + w * 64);
       const u32 b0 = mul2(qr[4 * w], r.x), b1 = mul2(qr[4 * w + 1], r.y), b2 = mul2(qr[4 * w + 2], r.z), b3 = mul2(qr[4 * w + 3], r.w);
-      const u32 x0 = word[w]
-#ifdef DENORM_OFF
- | 0x20002000u
-#endif
-, x1 = x0 >> 4, x2 = x0 >> 8, x3 = x0 >> 12;
+      const u32 x0 = word[w], x1 = x0 >> 4, x2 = x0 >> 8, x3 = x0 >> 12;
       const u32 m0 = 0x00010001u, m1 = 0x00020002u, m2 = 0x00040004u, m3 = 0x00080008u;
-#ifdef NO_MMA
-      c0[w & 3] += __uint_as_float(x0 + b0 + x1), c1[w & 3] += __uint_as_float(b1 + b2 + b3 + x2 + x3);
-#else
       mma(c0, x0 & m0, x1 & m0, x0 & m1, x1 & m1, b0, b1);
       mma(c1, x2 & m0, x3 & m0, x2 & m1, x3 & m1, b0, b1);
       mma(c0, x0 & m2, x1 & m2, x0 & m3, x1 & m3, b2, b3);
       mma(c1, x2 & m2, x3 & m2, x2 & m3, x3 & m3, b2, b3);
-#endif
     }
-    fetch(next);
-    const int from = ((j & 7) << 2) | tig;
-    const float z0 = __shfl_sync(~0u, (j & 8) ? base[2] : base[0], from) * k0 - (POOL == 0 ? ref0 : 0.f);
-    const float z1 = __shfl_sync(~0u, (j & 8) ? base[3] : base[1], from) * k1 - (POOL == 0 ? ref1 : 0.f);
-    float t0[4] = {c0[0] * bit0 + z0, c0[2] * bit0 + z0, c1[0] * bit0 + z0, c1[2] * bit0 + z0};
-    float t1[4] = {c0[1] * bit1 + z1, c0[3] * bit1 + z1, c1[1] * bit1 + z1, c1[3] * bit1 + z1};
-    const bool live = !first || j < mine;
+  };
 #if POOL != 0
-    // Reduce over the heads: lane tig keeps token 4 gid + tig.
-    float r[4];
-#pragma unroll
-    for (int v = 0; v < 4; v++) {
-#if POOL == 1
-      r[v] = t0[v] + t1[v];
-#else
-      r[v] = fmaxf(2 * tig < GROUP_HEADS ? t0[v] : -3e38f, 2 * tig + 1 < GROUP_HEADS ? t1[v] : -3e38f);
-#endif
-    }
 #if POOL == 1
 #define JOIN(a, b) ((a) + (b))
 #else
 #define JOIN(a, b) fmaxf(a, b)
 #endif
-    float s0 = (tig & 1) ? r[0] : r[1], s1 = (tig & 1) ? r[2] : r[3];
-    s0 = __shfl_xor_sync(~0u, s0, 1), s1 = __shfl_xor_sync(~0u, s1, 1);
+  auto pool = [&](const float (&t0)[4], const float (&t1)[4]) { // over the heads: lane tig keeps token 4 gid + tig
+    float r[4];
+#pragma unroll
+    for (int v = 0; v < 4; v++) r[v] = POOL == 1 ? t0[v] + t1[v] : fmaxf(2 * tig < GROUP_HEADS ? t0[v] : -3e38f, 2 * tig + 1 < GROUP_HEADS ? t1[v] : -3e38f);
+    const float s0 = __shfl_xor_sync(~0u, (tig & 1) ? r[0] : r[1], 1), s1 = __shfl_xor_sync(~0u, (tig & 1) ? r[2] : r[3], 1);
     const float m0 = JOIN((tig & 1) ? r[1] : r[0], s0), m1 = JOIN((tig & 1) ? r[3] : r[2], s1);
-    const float other = __shfl_xor_sync(~0u, (tig & 2) ? m0 : m1, 2);
-    float t = JOIN((tig & 2) ? m1 : m0, other);
-    t = (POOL == 1 ? t * (1.f / GROUP_HEADS) : t) - ref0;
-    if (first) {
-      float m = live ? t : -3e38f;
-#pragma unroll
-      for (int o = 1; o < 32; o <<= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, o));
-      if (lane == 0) shared_ref[warp][0] = m;
-      __syncthreads();
-      ref0 = shared_ref[0][0];
-#pragma unroll
-      for (int w = 1; w < WARPS; w++) ref0 = fmaxf(ref0, shared_ref[w][0]);
-      t -= ref0;
-    }
-    if (live) {
-      to[tig] = __float2half_rn(t);
-      to += WARPS * 32;
-      low = fminf(low, t), high = fmaxf(high, t);
-    }
+    const float t = JOIN((tig & 2) ? m1 : m0, __shfl_xor_sync(~0u, (tig & 2) ? m0 : m1, 2));
+    return POOL == 1 ? t * (1.f / GROUP_HEADS) : t;
+  };
+#endif
+  auto keep = [&](float (&t0)[4], float (&t1)[4], float pooled) { // scores of a group that exists
+#if POOL != 0
+    to0[tig] = __float2half_rn(pooled);
+    low = fminf(low, pooled), high = fmaxf(high, pooled);
 #else
-    if (first) {
-      float m0 = live ? fmaxf(fmaxf(t0[0], t0[1]), fmaxf(t0[2], t0[3])) : -3e38f;
-      float m1 = live ? fmaxf(fmaxf(t1[0], t1[1]), fmaxf(t1[2], t1[3])) : -3e38f;
+#ifndef NO_STORE
+    if (2 * tig < GROUP_HEADS) store8(to0, pack2(t0[0], t0[1]), pack2(t0[2], t0[3]));
+    if (2 * tig + 1 < GROUP_HEADS) store8(to1, pack2(t1[0], t1[1]), pack2(t1[2], t1[3]));
+#endif
+    if (GROUP_HEADS == 1) {
+      high = fmaxf(high, fmaxf(fmaxf(t0[0], t0[1]), fmaxf(t0[2], t0[3]))), low = fminf(low, fminf(fminf(t0[0], t0[1]), fminf(t0[2], t0[3])));
+    } else {
+#ifdef CHEAP
+      sum0 += t0[0] + t0[1] + t0[2] + t0[3], sum1 += t1[0] + t1[1] + t1[2] + t1[3];
+#elif !defined(NO_EXP)
+      sum0 += (exp2_fast(t0[0]) + exp2_fast(t0[1])) + (exp2_fast(t0[2]) + exp2_fast(t0[3]));
+      sum1 += (exp2_fast(t1[0]) + exp2_fast(t1[1])) + (exp2_fast(t1[2]) + exp2_fast(t1[3]));
+#endif
+    }
+#endif
+    to0 += WARPS * 32, to1 += WARPS * 32;
+  };
+
+  auto round = [&](int j, bool first) { // groups j and j + 1 of this warp
+    if ((j & 15) == 0) { // lows of sixteen groups at once: rows of one product
+      u32 z0[PAIRS], z1[PAIRS];
+      const int at0 = __shfl_sync(~0u, place, (j + gid) & 31), at1 = __shfl_sync(~0u, place, (j + 8 + gid) & 31);
+      const char* from0 = meta + (long long)at0 * META_BYTES + tig * 16;
+      const char* from1 = meta + (long long)at1 * META_BYTES + tig * 16;
+#pragma unroll
+      for (int c = 0; c < PAIRS / 4; c++) {
+        uint4 v = make_uint4(0, 0, 0, 0), w = v;
+  #ifndef NO_LOW
+      if (j + gid < mine) v = load16(from0 + c * 64);
+        if (j + 8 + gid < mine) w = load16(from1 + c * 64);
+#endif
+        const u32 f0 = 0x30003000u, f1 = 0x34003400u, f2 = 0x38003800u; // 1/8, 1/4, 1/2
+        z0[4 * c] = mul2(v.x, f0), z0[4 * c + 1] = mul2(v.y, f1), z0[4 * c + 2] = mul2(v.z, f2), z0[4 * c + 3] = v.w;
+        z1[4 * c] = mul2(w.x, f0), z1[4 * c + 1] = mul2(w.y, f1), z1[4 * c + 2] = mul2(w.z, f2), z1[4 * c + 3] = w.w;
+      }
+      base[0] = base[1] = base[2] = base[3] = 0.f;
+#pragma unroll
+      for (int s = 0; s < D / 16; s++) mma(base, z0[2 * s], z1[2 * s], z0[2 * s + 1], z1[2 * s + 1], qr[2 * s], qr[2 * s + 1]);
+    }
+    const int next = j + STAGES - 2, from = ((j & 7) << 2) | tig; // rows j and j + 1 of the product are in the same half
+    const float e0 = (j & 8) ? base[2] : base[0], e1 = (j & 8) ? base[3] : base[1];
+#ifdef NO_SHFL
+    const float z00=e0,z01=e1,z10=e0,z11=e1;
+#else
+    const float z00 = __shfl_sync(~0u, e0, from), z01 = __shfl_sync(~0u, e1, from), z10 = __shfl_sync(~0u, e0, from + 4), z11 = __shfl_sync(~0u, e1, from + 4);
+#endif
+    fetch(next, ahead0), fetch(next + 1, ahead1); // into the places that the round before has read
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    if (((next + 2) & 31) == 0) locate(next + 2); // groups before are fetched, lows up to there loaded
+    ahead0 = __shfl_sync(~0u, place, (next + 2) & 31), ahead1 = __shfl_sync(~0u, place, (next + 3) & 31);
+    float c[4][4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) c[i][0] = c[i][1] = c[i][2] = c[i][3] = 0.f;
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES / 2 - 1) : "memory");
+    __syncwarp();
+#ifdef TINY
+    c[0][0]=c[1][1]=c[2][2]=c[3][3]=j;if(j<0)
+#endif
+    product(j, c[0], c[1]);
+#ifdef TINY
+    if(j<0)
+#endif
+
+    product(j + 1, c[2], c[3]);
+    __syncwarp(); // the next round overwrites these places
+    const float r0 = POOL == 0 ? ref0 : 0.f, r1 = POOL == 0 ? ref1 : 0.f;
+    const float a0 = z00 * k0 - r0, a1 = z01 * k1 - r1, b0 = z10 * k0 - r0, b1 = z11 * k1 - r1;
+    float t0[4] = {c[0][0] * bit0 + a0, c[0][2] * bit0 + a0, c[1][0] * bit0 + a0, c[1][2] * bit0 + a0};
+    float t1[4] = {c[0][1] * bit1 + a1, c[0][3] * bit1 + a1, c[1][1] * bit1 + a1, c[1][3] * bit1 + a1};
+    float u0[4] = {c[2][0] * bit0 + b0, c[2][2] * bit0 + b0, c[3][0] * bit0 + b0, c[3][2] * bit0 + b0};
+    float u1[4] = {c[2][1] * bit1 + b1, c[2][3] * bit1 + b1, c[3][1] * bit1 + b1, c[3][3] * bit1 + b1};
+    float pooled_t = 0.f, pooled_u = 0.f;
+#if POOL != 0
+    pooled_t = pool(t0, t1) - ref0, pooled_u = pool(u0, u1) - ref0;
+#endif
+    if (first) { // the block agrees on a reference: the maximum of every warp's first groups
+      float m0 = -3e38f, m1 = -3e38f;
+#if POOL != 0
+      if (j < mine) m0 = pooled_t;
+      if (j + 1 < mine) m0 = fmaxf(m0, pooled_u);
+      m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 1)), m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 2));
+      m1 = m0;
+#else
+      if (j < mine) m0 = fmaxf(fmaxf(t0[0], t0[1]), fmaxf(t0[2], t0[3])), m1 = fmaxf(fmaxf(t1[0], t1[1]), fmaxf(t1[2], t1[3]));
+      if (j + 1 < mine) m0 = fmaxf(m0, fmaxf(fmaxf(u0[0], u0[1]), fmaxf(u0[2], u0[3]))), m1 = fmaxf(m1, fmaxf(fmaxf(u1[0], u1[1]), fmaxf(u1[2], u1[3])));
+#endif
 #pragma unroll
       for (int o = 4; o < 32; o <<= 1) m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, o)), m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, o));
       if (gid == 0) shared_ref[warp][2 * tig] = m0, shared_ref[warp][2 * tig + 1] = m1;
@@ -298,29 +316,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) fier_score(co
 #pragma unroll
       for (int w = 1; w < WARPS; w++) ref0 = fmaxf(ref0, shared_ref[w][2 * tig]), ref1 = fmaxf(ref1, shared_ref[w][2 * tig + 1]);
 #pragma unroll
-      for (int v = 0; v < 4; v++) t0[v] -= ref0, t1[v] -= ref1;
+      for (int v = 0; v < 4; v++) t0[v] -= ref0, t1[v] -= ref1, u0[v] -= ref0, u1[v] -= ref1;
+      pooled_t -= ref0, pooled_u -= ref0;
     }
-    if (live) {
-#ifndef NO_STORE
-      if (2 * tig < GROUP_HEADS) store8(to, pack2(t0[0], t0[1]), pack2(t0[2], t0[3]));
-      if (2 * tig + 1 < GROUP_HEADS) store8(to + score_stride, pack2(t1[0], t1[1]), pack2(t1[2], t1[3]));
-#endif
-      to += WARPS * 32;
-      if (GROUP_HEADS == 1) {
-        high = fmaxf(high, fmaxf(fmaxf(t0[0], t0[1]), fmaxf(t0[2], t0[3]))), low = fminf(low, fminf(fminf(t0[0], t0[1]), fminf(t0[2], t0[3])));
-      } else {
-#ifndef NO_EXP
-        sum0 += (exp2_fast(t0[0]) + exp2_fast(t0[1])) + (exp2_fast(t0[2]) + exp2_fast(t0[3]));
-        sum1 += (exp2_fast(t1[0]) + exp2_fast(t1[1])) + (exp2_fast(t1[2]) + exp2_fast(t1[3]));
-#endif
-      }
-    }
-#endif
+    if (!first || j < mine) keep(t0, t1, pooled_t);
+    if (j + 1 < mine) keep(u0, u1, pooled_u);
   };
-  MARK(2)
   round(0, true); // every warp, because it has a barrier
   MARK(3)
-  for (int j = 1; j < mine; j++) round(j, false);
+  for (int j = 2; j < mine; j += 2) round(j, false);
   MARK(4)
   asm volatile("cp.async.wait_all;" ::: "memory");
   float4* to_parts = parts + (row * gridDim.x + blockIdx.x) * STEP_HEADS;

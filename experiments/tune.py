@@ -43,7 +43,7 @@ def main():
     for name in sys.argv[2].split(','):
         r=Row(name)
         if 'score' in what:
-            for res,st in ((2,8),(2,4),(3,4)):
+            for res,st in ((2,8),(2,4)):
                 nvrtc.load=patched((f'-DRESIDENT={res}',f'-DSTAGES={st}')); r.plan_for(res*132)
                 select.score_kernel.__wrapped__ if False else None
                 r.score(0); t=B.time_graph(r.score,max(12,r.sets)); print(f'{name} score resident {res} stages {st} parts {r.plan.parts}: {t:.2f}',flush=True)
@@ -55,9 +55,9 @@ def main():
         r.score(0)
         if 'select' in what:
             for cl in (16,8,4,2):
-                if r.rows*cl>160 or r.ctx/cl>65536: continue
+                if r.rows*cl>300 or r.ctx/cl>65536: continue
                 r.select(0,cl=cl); t=B.time_graph(lambda i:r.select(i,cl=cl),12); o=B.time_graph(lambda i:r.select(i,True,cl=cl),12)
-                nvrtc.load=patched(('-DTRACE',)); k=nvrtc.load(select._HERE/'select.cu','select_units',select._SELECT,(f"-DCLUSTER={cl}",f"-DHEADS={r.g}","-DMAXIMUM=0"),'90',180*1024); r.select(0,cl=cl); r.select(0,cl=cl); tr=trace(k)[0]; nvrtc.load=orig
+                nvrtc.load=patched(('-DTRACE',)); k=nvrtc.load(select._HERE/'select.cu','select_units',select._SELECT,(f"-DCLUSTER={cl}",f"-DHEADS={r.g}","-DMAXIMUM=0","-DUNIT=1","-DGROUP=32"),'90',180*1024); r.select(0,cl=cl); r.select(0,cl=cl); tr=trace(k)[0]; nvrtc.load=orig
                 print(f'{name} select cluster {cl}: {t:.2f} overlapped {o:.2f} clocks {tr}',flush=True)
         r.select(0)
         if 'attend' in what:

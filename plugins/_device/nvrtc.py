@@ -76,7 +76,6 @@ class Kernel:
         self._function = _value(driver.cuModuleGetFunction(self._module, name.encode()))
         attribute = driver.CUfunction_attribute
         _check(driver.cuFuncSetAttribute(self._function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)[0])
-        _check(driver.cuFuncSetAttribute(self._function, attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)[0])
         _check(driver.cuFuncSetAttribute(self._function, attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)[0])
 
     def launch(

@@ -20,7 +20,7 @@ typedef unsigned long long u64;
 
 #define WARPS 8
 #ifndef STAGES
-#define STAGES 8             // a power of two
+#define STAGES 4             // a power of two
 #endif
 #ifndef RESIDENT
 #define RESIDENT 2           // blocks on a multiprocessor

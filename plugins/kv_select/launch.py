@@ -14,9 +14,10 @@ from trtkv.plugins._device.nvrtc import Float, Int, Kernel, Long, Pointer
 _HERE = Path(__file__).parent
 _SCORE = (Pointer,) * 7 + (Int, Int, Int, Long, Int, Float)
 _PAGES = (Pointer,) * 6 + (Int, Int, Int, Long, Int, Float)
-_SELECT = (Pointer,) * 4 + (Long,) + (Int,) * 9
+_SELECT = (Pointer,) * 4 + (Long,) + (Int,) * 7
 _POOLS = {"softmax-mean": 0, "softmax-max": 0, "mean": 1, "max": 2}
-STAGES = 8  # of fier.cu
+STAGES = 4  # of fier.cu
+_WORTHWHILE_UNITS = 4096  # a block more costs more than it saves below
 _EXACT_PACKETS = 2048  # packets of eight units of a block whose exact scores are kept
 _SELECT_BLOCK_UNITS = 65536  # keys of two bytes in the shared memory of a block
 
@@ -73,21 +74,23 @@ def select_units(
     """Choose units: scores and parts of a scorer, lens [B]; writes out [B, H, K + 1] int32, units ascending, then their count, -1 where all are read."""
     rows, heads, stride = scores.shape
     cluster = cluster or select_cluster(rows, stride)
-    kernel = select_kernel(cluster, heads, pooling == "softmax-max", arch())
+    kernel = select_kernel(cluster, heads, pooling == "softmax-max", unit, group, arch())
     share = -(-(stride // 8) // (cluster * 4)) * 4
     exact = share <= _EXACT_PACKETS
     shared = share * (49 if exact else 17) + 16 + parts.shape[1] * heads * 8
     values = (scores.data_ptr(), parts.data_ptr(), lens.data_ptr(), out.data_ptr(), stride, parts.shape[1], rows // lens.shape[0],
-              budget, out.shape[2] - 1, sink, window, unit, group, int(exact))  # fmt: skip
+              budget, out.shape[2] - 1, sink, window, int(exact))  # fmt: skip
     kernel.launch((rows * cluster, 1, 1), 1024, shared, stream(), values, cluster=cluster, overlap=overlap)
 
 
 def select_cluster(rows: int, units: int) -> int:
-    """Choose blocks a row: few enough to be resident at once, enough to hold the keys."""
-    cluster = next((c for c in (16, 8, 4, 2) if rows * c <= 128), 1)
-    while units > cluster * _SELECT_BLOCK_UNITS and cluster < 16:
-        cluster *= 2
-    return cluster
+    """Choose blocks a row: as many as are resident at once, but not for little work each, and enough to hold the keys."""
+    most = next((c for c, limit in ((16, 6), (8, 12), (4, 24), (2, 66)) if rows <= limit), 1)
+    while most > 1 and units < most * _WORTHWHILE_UNITS:
+        most //= 2
+    while units > most * _SELECT_BLOCK_UNITS and most < 16:
+        most *= 2
+    return most
 
 
 def score_kernel(dim: int, group: int, pooling: str, bf16: bool, arch: str) -> Kernel:
@@ -102,9 +105,9 @@ def page_kernel(dim: int, group: int, pooling: str, bf16: bool, arch: str) -> Ke
     return nvrtc.load(_HERE / "pages.cu", "page_score", _PAGES, defines, arch, 0)
 
 
-def select_kernel(cluster: int, heads: int, maximum: bool, arch: str) -> Kernel:
+def select_kernel(cluster: int, heads: int, maximum: bool, unit: int, group: int, arch: str) -> Kernel:
     """Load the selector for a cluster size and number of scored heads."""
-    defines = (f"-DCLUSTER={cluster}", f"-DHEADS={heads}", f"-DMAXIMUM={int(maximum and heads > 1)}")
+    defines = (f"-DCLUSTER={cluster}", f"-DHEADS={heads}", f"-DMAXIMUM={int(maximum and heads > 1)}", f"-DUNIT={unit}", f"-DGROUP={group}")
     return nvrtc.load(_HERE / "select.cu", "select_units", _SELECT, defines, arch, 180 * 1024)
 
 

@@ -1,7 +1,7 @@
 // Exact top-k of pooled scores, one thread-block cluster a key-value head: score descending, index ascending on ties, ascending output.
 //
-// Built with -DCLUSTER (1, 2, 4, 8, 16), -DHEADS (scored heads a row: 1 ranks raw scores, more pool their softmaxes) and -DMAXIMUM (pool by
-// maximum instead of mean).
+// Built with -DCLUSTER (1, 2, 4, 8, 16), -DHEADS (scored heads a row: 1 ranks raw scores, more pool their softmaxes), -DMAXIMUM (pool by maximum
+// instead of mean), -DUNIT (tokens of a unit) and -DGROUP (tokens that are summarized together).
 //
 // Every block keeps a 16-bit monotone key of its share of the units in shared memory. One histogram of the upper 12 bits, summed over the
 // cluster, leaves a bin of candidates; a second of the lower 4 bits splits it where it is crowded. The candidates' exact scores are computed
@@ -11,7 +11,10 @@
 typedef unsigned int u32;
 typedef unsigned short u16;
 
+#ifndef THREADS
 #define THREADS 1024
+#endif
+#define EACH (BINS / THREADS) // bins a thread looks through
 #define BINS 4096
 #define CANDIDATES 1024
 #define CROWD 192
@@ -113,23 +116,25 @@ __device__ __forceinline__ int block_scan(int v, int* warp_sums, int& turn) {
   turn ^= 1;
   if (lane == 31) sums[warp] = v;
   __syncthreads();
-  return v + __shfl_sync(~0u, warp_scan(sums[lane]) - sums[lane], warp);
+  const int own = lane < THREADS / 32 ? sums[lane] : 0;
+  return v + __shfl_sync(~0u, warp_scan(own) - own, warp);
 }
 struct Cut {
   int bin, above, count; // bin of the wanted-th unit, units in higher bins, units in it
 };
 // Look through the bins from the top for the one with the wanted-th unit; bin -1 where there are fewer.
 __device__ __forceinline__ void find_cut(const int* bins, int wanted, Cut* found, int* warp_sums, int& turn) {
-  const int top = BINS - 1 - threadIdx.x * (BINS / THREADS);
-  static_assert(BINS / THREADS == 4, "a thread reads one int4");
-  const int4 n = *reinterpret_cast<const int4*>(bins + top - 3);
-  const int mine = n.x + n.y + n.z + n.w;
+  const int top = BINS - EACH - threadIdx.x * EACH;
+  int each[EACH], mine = 0;
+#pragma unroll
+  for (int i = 0; i < EACH; i += 4) *reinterpret_cast<int4*>(each + i) = *reinterpret_cast<const int4*>(bins + top + i);
+#pragma unroll
+  for (int i = 0; i < EACH; i++) mine += each[i];
   int seen = block_scan(mine, warp_sums, turn) - mine;
   if (seen < wanted && seen + mine >= wanted) {
-    const int each[4] = {n.w, n.z, n.y, n.x};
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      if (seen < wanted && seen + each[i] >= wanted) *found = {top - i, seen, each[i]};
+    for (int i = EACH - 1; i >= 0; i--) {
+      if (seen < wanted && seen + each[i] >= wanted) *found = {top + i, seen, each[i]};
       seen += each[i];
     }
   }
@@ -210,7 +215,7 @@ template <int N> struct Packets {
 };
 
 __device__ __forceinline__ void run(const __half* scores, const float4* parts, int* out, int stored,
-    long long score_stride, int num_parts, int width, int sink, int window, int unit, int group, bool exact_units, char* dynamic) {
+    long long score_stride, int num_parts, int width, int sink, int window, bool exact_units, char* dynamic) {
   __shared__ int hist[BINS];
 #if CLUSTER > 1
   __shared__ __align__(16) int totals[BINS];
@@ -229,9 +234,9 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
   const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0, tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   const long long row = blockIdx.x / CLUSTER;
 
-  const int closed = stored / group * group, usable = closed / unit, units = (stored + unit - 1) / unit;
-  const int first = (sink + unit - 1) / unit;
-  const int last = max(first, min(closed, stored - window) / unit);
+  const int closed = stored / GROUP * GROUP, usable = closed / UNIT, units = (stored + UNIT - 1) / UNIT;
+  const int first = (sink + UNIT - 1) / UNIT;
+  const int last = max(first, min(closed, stored - window) / UNIT);
   const int wanted = width - first - (units - last);
   if (wanted >= last - first || wanted <= 0) { // every unit, or nothing but the forced ones
     const int gap = wanted <= 0 ? last - first : 0, count = min(units - gap, width);
@@ -286,7 +291,7 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
     }
     for (int p = lane; p < num_parts; p += 32) add[p * HEADS + warp] -= zero;
     if (HEADS == 1) {
-      float low = lows[lane];
+      float low = lane < THREADS / 32 ? lows[lane] : 3e38f;
 #pragma unroll
       for (int o = 16; o; o >>= 1) low = fminf(low, __shfl_xor_sync(~0u, low, o));
       if (lane == 0) row_low = low - top;
@@ -503,8 +508,8 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
 // Dynamic shared memory: 17 bytes a packet of eight units (share, of the longest row), 8 bytes a part and head, and with exact_units 32 a packet.
 // scores [R, HEADS, score_stride] fp16 and parts [R, num_parts, HEADS] as a scorer leaves them, lens [B]. Writes out [R, width + 1]: ascending
 // units, then their count; -1 everywhere where the sequence is read whole. Row r belongs to sequence r / rows_per_sequence.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) select_units(const __half* scores, const float4* parts, const int* lens,
-    int* out, long long score_stride, int num_parts, int rows_per_sequence, int budget, int width, int sink, int window, int unit, int group, int exact_units) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_units(const __half* scores, const float4* parts, const int* lens,
+    int* out, long long score_stride, int num_parts, int rows_per_sequence, int budget, int width, int sink, int window, int exact_units) {
   extern __shared__ __align__(16) char dynamic[];
   const int row = blockIdx.x / CLUSTER, stored = lens[row / rows_per_sequence];
   int* to = out + (long long)row * (width + 1);
@@ -515,5 +520,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) select_units(const __ha
     for (int i = blockIdx.x % CLUSTER * THREADS + threadIdx.x; i <= width; i += CLUSTER * THREADS) to[i] = -1;
     return;
   }
-  run(scores, parts, to, stored, score_stride, num_parts, width, sink, window, unit, group, exact_units != 0, dynamic);
+  run(scores, parts, to, stored, score_stride, num_parts, width, sink, window, exact_units != 0, dynamic);
 }
