@@ -147,8 +147,9 @@ def bench(name: str, policy: str, pooling: str, dense: tuple[float, str], bandwi
     correct = check(layers[0], q, scores, parts, plan, chosen, out, stored, unit, scale, pooling)
     launches = max(12, sets)
     times = {stage: time_graph(step, launches) for stage, step in stages.items()}
-    whole = time_graph(lambda i: [step(i, True) for step in stages.values()], launches)
-    apart = whole if quick else time_graph(lambda i: [step(i) for step in stages.values()], launches)
+    overlap = select.overlaps(rows, context)
+    whole = time_graph(lambda i: [step(i, overlap) for step in stages.values()], launches)
+    apart = whole if quick or not overlap else time_graph(lambda i: [step(i) for step in stages.values()], launches)
     times["attend dense kernel"] = 0.0
     if context <= 8192:
         times["attend dense kernel"] = time_graph(

@@ -54,8 +54,8 @@ def main():
                 t=B.time_graph(lambda i:r.score(i,pool=pool),max(12,r.sets)); u=B.time_graph(lambda i:r.select(i),12); print(f'{name} pooling {pool}: score {t:.2f} select {u:.2f}',flush=True); r.plan,r.scores,r.parts=keep
         r.score(0)
         if 'select' in what:
-            for cl in (16,8,4,2):
-                if r.rows*cl>300 or r.ctx/cl>65536: continue
+            for cl in (16,8,4,3,2,1):
+                if r.rows*cl>132 or r.ctx/cl>65536: continue
                 r.select(0,cl=cl); t=B.time_graph(lambda i:r.select(i,cl=cl),12); o=B.time_graph(lambda i:r.select(i,True,cl=cl),12)
                 nvrtc.load=patched(('-DTRACE',)); k=nvrtc.load(select._HERE/'select.cu','select_units',select._SELECT,(f"-DCLUSTER={cl}",f"-DHEADS={r.g}","-DMAXIMUM=0","-DUNIT=1","-DGROUP=32"),'90',180*1024); r.select(0,cl=cl); r.select(0,cl=cl); tr=trace(k)[0]; nvrtc.load=orig
                 print(f'{name} select cluster {cl}: {t:.2f} overlapped {o:.2f} clocks {tr}',flush=True)

@@ -18,7 +18,9 @@ extern "C" __device__ long long trace[64 * 32];
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
+#ifndef WARPS
 #define WARPS 8
+#endif
 #ifndef STAGES
 #define STAGES 4             // a power of two
 #endif

@@ -85,12 +85,17 @@ def select_units(
 
 def select_cluster(rows: int, units: int) -> int:
     """Choose blocks a row: as many as are resident at once, but not for little work each, and enough to hold the keys."""
-    most = next((c for c, limit in ((16, 6), (8, 12), (4, 24), (2, 66)) if rows <= limit), 1)
+    most = next((c for c, limit in ((16, 6), (8, 12), (4, 24), (3, 40), (2, 66)) if rows <= limit), 1)
     while most > 1 and units < most * _WORTHWHILE_UNITS:
         most //= 2
     while units > most * _SELECT_BLOCK_UNITS and most < 16:
         most *= 2
     return most
+
+
+def overlaps(rows: int, units: int) -> bool:
+    """Say whether launches should overlap: blocks that start early spoil the balance of kernels that fill the device for long."""
+    return rows * units <= 1 << 21
 
 
 def score_kernel(dim: int, group: int, pooling: str, bf16: bool, arch: str) -> Kernel:

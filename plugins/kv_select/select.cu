@@ -1,6 +1,6 @@
 // Exact top-k of pooled scores, one thread-block cluster a key-value head: score descending, index ascending on ties, ascending output.
 //
-// Built with -DCLUSTER (1, 2, 4, 8, 16), -DHEADS (scored heads a row: 1 ranks raw scores, more pool their softmaxes), -DMAXIMUM (pool by maximum
+// Built with -DCLUSTER (1 to 16), -DHEADS (scored heads a row: 1 ranks raw scores, more pool their softmaxes), -DMAXIMUM (pool by maximum
 // instead of mean), -DUNIT (tokens of a unit) and -DGROUP (tokens that are summarized together).
 //
 // Every block keeps a 16-bit monotone key of its share of the units in shared memory. One histogram of the upper 12 bits, summed over the
@@ -174,15 +174,14 @@ template <int N> struct Packets {
     }
   }
   // Keys of all units of the block, and how many have which upper bits.
-  __device__ __forceinline__ void count(const Share& share, Scale scale, int* hist, Cut* guess, int* warp_sums, int& turn) {
-    u32 bound = 0; // lower keys need no counting: this block alone has `wanted` better units
-    int turns = 0, part = (share.begin + (int)threadIdx.x * 2 * N) / share.part_units;
-    for (int at = threadIdx.x * 2 * N; turns * THREADS * 2 * N < share.units; at += THREADS * 2 * N, turns++) {
+  __device__ __forceinline__ void count(const Share& share, Scale scale, int* hist) {
+    int part = (share.begin + (int)threadIdx.x * 2 * N) / share.part_units;
+    for (int at = threadIdx.x * 2 * N; at < share.units; at += THREADS * 2 * N) {
       const int u = share.begin + at;
       u32 key[2 * N];
 #pragma unroll
       for (int k = 0; k < 2 * N; k++) key[k] = 0;
-      if (at < share.units && u < share.usable) {
+      if (u < share.usable) {
         while (u >= (part + 1) * share.part_units) part++;
         float pooled[2 * N];
         pool<N>(h, share.add + part * HEADS, pooled);
@@ -191,24 +190,17 @@ template <int N> struct Packets {
         for (int k = 0; k < 2 * N; k++) {
           if (u + k >= share.first && u + k < share.last) {
             key[k] = key_of(pooled[k], scale);
-            if (key[k] >= bound) atomicAdd(&hist[key[k] >> 4], 1);
+            atomicAdd(&hist[key[k] >> 4], 1);
           }
           if (share.exact) share.exact[at + k] = ordered(pooled[k]);
         }
       }
-      if (at < share.units) {
-        u32* to = reinterpret_cast<u32*>(share.keys + at);
-        if (N == 4) {
-          *reinterpret_cast<uint4*>(to) = make_uint4(key[0] | key[1] << 16, key[2 % (2 * N)] | key[3 % (2 * N)] << 16,
-              key[4 % (2 * N)] | key[5 % (2 * N)] << 16, key[6 % (2 * N)] | key[7 % (2 * N)] << 16);
-        } else {
-          to[0] = key[0] | key[1] << 16;
-        }
-      }
-      if ((turns == 0 || turns == 2) && share.units > 4 * N * THREADS) {
-        __syncthreads();
-        find_cut(hist, share.wanted, &guess[turns >> 1], warp_sums, turn);
-        bound = max(bound, (u32)guess[turns >> 1].bin << 4);
+      u32* to = reinterpret_cast<u32*>(share.keys + at);
+      if (N == 4) {
+        *reinterpret_cast<uint4*>(to) = make_uint4(key[0] | key[1] << 16, key[2 % (2 * N)] | key[3 % (2 * N)] << 16,
+            key[4 % (2 * N)] | key[5 % (2 * N)] << 16, key[6 % (2 * N)] | key[7 % (2 * N)] << 16);
+      } else {
+        to[0] = key[0] | key[1] << 16;
       }
     }
   }
@@ -228,7 +220,7 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
   __shared__ uint2 own[CANDIDATES];
   __shared__ int2 counts; // of this block: candidates, units above them
   __shared__ int starts[CLUSTER + 1], before_all, lower, round_count[2];
-  __shared__ Cut cut, guess[2];
+  __shared__ Cut cut;
   __shared__ u32 cut_key, cut_index;
   int turn = 0;
   const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0, tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
@@ -256,7 +248,7 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
       (((usable + 31) >> 5) + num_parts - 1) / num_parts * 32, reinterpret_cast<u16*>(keys), exact, add};
   for (int i = tid; i < BINS; i += THREADS) hist[i] = 0;
   if (tid < 16) fine[tid] = 0;
-  if (tid == 0) counts = make_int2(0, 0), lower = 0, guess[0] = guess[1] = {0, 0, 0};
+  if (tid == 0) counts = make_int2(0, 0), lower = 0;
 
   parts += row * num_parts * HEADS;
   const bool narrow = share * 8 <= 4 * THREADS;
@@ -301,14 +293,14 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
   if (HEADS == 1) scale.low = row_low, scale.factor = 65534.f / fmaxf(-row_low, 1e-30f);
   MARK(2)
 
-  if (narrow) narrow_packets.count(mine_of, scale, hist, guess, warp_sums, turn);
-  else wide_packets.count(mine_of, scale, hist, guess, warp_sums, turn);
+  if (narrow) narrow_packets.count(mine_of, scale, hist);
+  else wide_packets.count(mine_of, scale, hist);
   MARK(3)
   cluster_sync();
 #if CLUSTER > 1
   // Every block sums its slice of the bins over the cluster and tells all.
-  for (int i = tid; i < BINS / CLUSTER; i += THREADS) {
-    const int bin = rank * (BINS / CLUSTER) + i;
+  const int slice = (BINS + CLUSTER - 1) / CLUSTER;
+  for (int bin = rank * slice + tid; bin < min(BINS, (rank + 1) * slice); bin += THREADS) {
     int sum = 0;
 #pragma unroll
     for (int c = 0; c < CLUSTER; c++) sum += peer(hist, c)[bin];
