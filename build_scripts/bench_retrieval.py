@@ -153,7 +153,9 @@ def bench(name: str, policy: str, pooling: str, dense: tuple[float, str], bandwi
     times["attend dense kernel"] = 0.0
     if context <= 8192:
         times["attend dense kernel"] = time_graph(
-            lambda i: attend.attend_list(q, layers[i % sets].keys, layers[i % sets].values, layers[i % sets].table, lens, None, out, unit=1, scale=scale),
+            lambda i: attend.attend_list(
+                q, layers[i % sets].keys, layers[i % sets].values, layers[i % sets].table, lens, None, out, unit=1, scale=scale
+            ),
             launches,
         )
     moved = index + rows * (context // unit) * plan.heads * 4 + rows * budget * DIM * 4
@@ -161,14 +163,17 @@ def bench(name: str, policy: str, pooling: str, dense: tuple[float, str], bandwi
     goal = goals[1 if paged else 0]
     return {
         "row": name, "policy": policy, "pooling": pooling, "query_heads": heads_q, "kv_heads": heads, "batch": batch, "context": context,
-        "budget": budget, "dense_us": round(dense[0], 1), "dense": dense[1], **{f"{key.replace(' ', '_')}_us": round(us, 2) for key, us in times.items()},
+        "budget": budget, "dense_us": round(dense[0], 1), "dense": dense[1],
+        **{f"{key.replace(' ', '_')}_us": round(us, 2) for key, us in times.items()},
         "whole_us": round(whole, 2), "whole_without_overlap_us": round(apart, 2), "ratio": round(dense[0] / whole, 2), "goal": goal,
         "bytes_moved": moved, "bound_us": round(least / bandwidth * 1e6, 2), "score_GBps": round(index / times["score"] / 1e3),
         "achieved_GBps": round(moved / whole / 1e3), "parts": plan.parts, "correct": correct,
     }  # fmt: skip
 
 
-def check(layer: Layer, q: Tensor, scores: Tensor, parts: Tensor, plan, chosen: Tensor, out: Tensor, stored: int, unit: int, scale: float, pooling: str) -> bool:  # noqa: ANN001
+def check(
+    layer: Layer, q: Tensor, scores: Tensor, parts: Tensor, plan, chosen: Tensor, out: Tensor, stored: int, unit: int, scale: float, pooling: str
+) -> bool:
     """Compare sequence 0 with torch: raw scores, the selected set against the kernel's own scores, attention over the selected set."""
     heads, page = layer.keys.shape[1:3]
     group = q.shape[1] // DIM // heads
@@ -181,7 +186,8 @@ def check(layer: Layer, q: Tensor, scores: Tensor, parts: Tensor, plan, chosen: 
         groups = stored // 32
         want = torch.cat(
             [
-                grouped @ fier_layout.unpack(*(x[pages[at : at + 512]].transpose(0, 1).flatten(1, 2) for x in (layer.bits, layer.meta))).flatten(1, 2).mT
+                grouped
+                @ fier_layout.unpack(*(x[pages[at : at + 512]].transpose(0, 1).flatten(1, 2) for x in (layer.bits, layer.meta))).flatten(1, 2).mT
                 for at in range(0, len(pages), 512)
             ],
             2,
@@ -190,7 +196,8 @@ def check(layer: Layer, q: Tensor, scores: Tensor, parts: Tensor, plan, chosen: 
     want = want * scale * 1.4426950408889634
     if plan.heads == 1 and group > 1:
         want = (want.amax(1) if pooling == "max" else want.mean(1)).unsqueeze(1)
-    per = -(-(-(-count // 32)) // plan.parts) * 32
+    blocks = -(-count // 32)
+    per = -(-blocks // plan.parts) * 32
     ref = parts[:heads, torch.arange(count, device=DEV) // per, :, 0].transpose(1, 2)
     got = scores[:heads, :, :count].float() + ref
     good = bool((got - want).norm() <= 2e-3 * want.norm())
@@ -215,6 +222,7 @@ def check(layer: Layer, q: Tensor, scores: Tensor, parts: Tensor, plan, chosen: 
 
 
 def main() -> int:
+    """Bench the rows asked for; 0 when every result is right."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--policies", default="fier,page")

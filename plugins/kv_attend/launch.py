@@ -19,7 +19,7 @@ def attend_list(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lens: Tensor, chosen: Tensor | None, out: Tensor, *,
     unit: int, scale: float, cluster: int = 0, overlap: bool = False,
 ) -> None:  # fmt: skip
-    """Attend one token a sequence: q and out [B, Hq D], keys and values [P, Hk, N, D], table [B, M], lens [B], chosen [B, Hk, K + 1] int32 or None."""
+    """Attend one token a sequence: q, out [B, Hq D], keys, values [P, Hk, N, D], table [B, M], lens [B], chosen [B, Hk, K + 1] int32 or None."""
     _, heads, page_size, dim = keys.shape
     group, batch = q.shape[1] // dim // heads, lens.shape[0]
     cluster = cluster or attend_cluster(batch * heads)

@@ -3,8 +3,9 @@
 // Built with -DD (head dimension, multiple of 32), -DGROUP_HEADS (G), -DPOOL (0: every head for itself, 1: mean, 2: maximum) and -DQ_BF16.
 //
 // Bits of a group are D words, D / 32 for each lane: lane (gid, tig) = (lane / 4, lane % 4) owns tokens 4 gid .. 4 gid + 3, and its word w eight
-// channels from 8 (4 w + tig): bit 4 v + i + 16 h is token 4 gid + v, channel 8 (4 w + tig) + 2 i + h. So one shift for every four registers and
-// one AND each make the A operand of mma.m16n8k16 in fp16: a set bit is the subnormal 2^(i - 24), and the 2^-i is put right in the query.
+// channels from 8 (4 w + tig): bit 4 v + i + 16 h is token 4 gid + v, channel 8 (4 w + tig) + 2 i + h. So one shift a word and one
+// AND a register make the A operand of mma.m16n8k16 in fp16: a set bit is the subnormal 2^(i - 24), 2^(i - 20) for odd v. The 2^-i is put right in
+// the query, the rest in the sums.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -25,7 +26,7 @@ typedef unsigned long long u64;
 #define STAGES 4             // a power of two
 #endif
 #ifndef RESIDENT
-#define RESIDENT 2           // blocks on a multiprocessor
+#define RESIDENT (D > 128 ? 1 : 2) // blocks on a multiprocessor
 #endif
 #define WORDS (D / 32)        // 32-bit words of bits that a lane owns in a group
 #define PAIRS (D / 8)         // channel pairs that a lane owns
@@ -173,6 +174,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) fier_score(co
     k1 = __shfl_sync(~0u, up, (2 * tig + 1) * 4);
   }
   const float bit0 = k0 * 2097152.f, bit1 = k1 * 2097152.f; // 2^21 undoes 2^(i - 24) 2^(3 - i)
+  const float odd0 = bit0 * 0.0625f, odd1 = bit1 * 0.0625f;
   float ref0 = 0.f, ref1 = 0.f, sum0 = 0.f, sum1 = 0.f, low = 3e38f, high = -3e38f;
   float base[4];
   __half* to_scores = scores + row * STEP_HEADS * score_stride + (POOL == 0 ? 2 * tig * score_stride : 0) + (begin + warp) * 32ll + gid * 4;
@@ -195,12 +197,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) fier_score(co
     for (int w = 0; w < WORDS; w++) {
       const uint4 r = shared16(span_at + stage + w * 64);
       const u32 b0 = mul2(qr[4 * w], r.x), b1 = mul2(qr[4 * w + 1], r.y), b2 = mul2(qr[4 * w + 2], r.z), b3 = mul2(qr[4 * w + 3], r.w);
-      const u32 x0 = word[w], x1 = x0 >> 4, x2 = x0 >> 8, x3 = x0 >> 12;
-      const u32 m0 = 0x00010001u, m1 = 0x00020002u, m2 = 0x00040004u, m3 = 0x00080008u;
-      mma(c0, x0 & m0, x1 & m0, x0 & m1, x1 & m1, b0, b1);
-      mma(c1, x2 & m0, x3 & m0, x2 & m1, x3 & m1, b0, b1);
-      mma(c0, x0 & m2, x1 & m2, x0 & m3, x1 & m3, b2, b3);
-      mma(c1, x2 & m2, x3 & m2, x2 & m3, x3 & m3, b2, b3);
+      const u32 x = word[w], y = x >> 8;
+      const u32 m = 0x00010001u, n = 0x00100010u; // rows 1 and 3 of the four come out sixteen times too large
+      mma(c0, x & m, x & n, x & (m << 1), x & (n << 1), b0, b1);
+      mma(c1, y & m, y & n, y & (m << 1), y & (n << 1), b0, b1);
+      mma(c0, x & (m << 2), x & (n << 2), x & (m << 3), x & (n << 3), b2, b3);
+      mma(c1, y & (m << 2), y & (n << 2), y & (m << 3), y & (n << 3), b2, b3);
     }
   };
 #if POOL != 0
@@ -272,10 +274,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) fier_score(co
     __syncwarp(); // the next round overwrites these places
     const float r0 = POOL == 0 ? ref0 : 0.f, r1 = POOL == 0 ? ref1 : 0.f;
     const float a0 = z00 * k0 - r0, a1 = z01 * k1 - r1, b0 = z10 * k0 - r0, b1 = z11 * k1 - r1;
-    float t0[4] = {c[0][0] * bit0 + a0, c[0][2] * bit0 + a0, c[1][0] * bit0 + a0, c[1][2] * bit0 + a0};
-    float t1[4] = {c[0][1] * bit1 + a1, c[0][3] * bit1 + a1, c[1][1] * bit1 + a1, c[1][3] * bit1 + a1};
-    float u0[4] = {c[2][0] * bit0 + b0, c[2][2] * bit0 + b0, c[3][0] * bit0 + b0, c[3][2] * bit0 + b0};
-    float u1[4] = {c[2][1] * bit1 + b1, c[2][3] * bit1 + b1, c[3][1] * bit1 + b1, c[3][3] * bit1 + b1};
+    float t0[4] = {c[0][0] * bit0 + a0, c[0][2] * odd0 + a0, c[1][0] * bit0 + a0, c[1][2] * odd0 + a0};
+    float t1[4] = {c[0][1] * bit1 + a1, c[0][3] * odd1 + a1, c[1][1] * bit1 + a1, c[1][3] * odd1 + a1};
+    float u0[4] = {c[2][0] * bit0 + b0, c[2][2] * odd0 + b0, c[3][0] * bit0 + b0, c[3][2] * odd0 + b0};
+    float u1[4] = {c[2][1] * bit1 + b1, c[2][3] * odd1 + b1, c[3][1] * bit1 + b1, c[3][3] * odd1 + b1};
     float pooled_t = 0.f, pooled_u = 0.f;
 #if POOL != 0
     pooled_t = pool(t0, t1) - ref0, pooled_u = pool(u0, u1) - ref0;

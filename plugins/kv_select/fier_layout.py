@@ -1,7 +1,7 @@
 """How FIER's one-bit keys lie in memory: in the order in which the matrix instructions of fier.cu read them.
 
-A group of 32 tokens is D words of 32 bits. Word lane D / 32 + w, lane = 4 r + c, holds four tokens from 4 r and eight channels from 8 (4 w + c): token
-4 r + v and channel 8 (4 w + c) + 2 i + h at bit 4 v + i + 16 h. Lows and ranges are fp16 in the order of the channels.
+A group of 32 tokens is D words of 32 bits. Word lane D / 32 + w, lane = 4 r + c, holds four tokens from 4 r and eight channels from 8 (4 w + c):
+token 4 r + v and channel 8 (4 w + c) + 2 i + h at bit 4 v + i + 16 h. Lows and ranges are fp16 in the order of the channels.
 """
 
 from __future__ import annotations

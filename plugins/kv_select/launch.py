@@ -71,7 +71,7 @@ def select_units(
     scores: Tensor, parts: Tensor, lens: Tensor, out: Tensor, *,
     budget: int, sink: int, window: int, unit: int, group: int, pooling: str, cluster: int = 0, overlap: bool = False,
 ) -> None:  # fmt: skip
-    """Choose units: scores and parts of a scorer, lens [B]; writes out [B, H, K + 1] int32, units ascending, then their count, -1 where all are read."""
+    """Choose units by scores and parts of a scorer, lens [B]: out [B, H, K + 1] int32, units ascending, then their count, -1 where all are read."""
     rows, heads, stride = scores.shape
     cluster = cluster or select_cluster(rows, stride)
     kernel = select_kernel(cluster, heads, pooling == "softmax-max", unit, group, arch())

@@ -142,10 +142,11 @@ def check_chain(case: Case, budget: int, sink: int, window: int, pooling: str, l
         check_attention(case, b, attended, out[b], scale, label)
 
 
-def check_selection(case, b, scores, parts, plan, chosen, budget, sink, window, pooling, unit, label):  # noqa: ANN001, ANN202
+def check_selection(case, b, scores, parts, plan, chosen, budget, sink, window, pooling, unit, label):
     stored, count = int(case.lens[b]), case.units(b)
     rows = slice(b * case.heads, (b + 1) * case.heads)
-    per = -(-(-(-count // 32)) // plan.parts) * 32
+    blocks = -(-count // 32)
+    per = -(-blocks // plan.parts) * 32
     part = torch.arange(count, device=DEV) // per
     ref = parts[rows][:, part, :, 0].transpose(1, 2)  # [Hk, heads, U]
     got = scores[rows, :, :count].float() + ref
@@ -196,7 +197,7 @@ def check_selection(case, b, scores, parts, plan, chosen, budget, sink, window, 
     return lists.tolist()
 
 
-def check_attention(case, b, attended, out, scale, label) -> None:  # noqa: ANN001
+def check_attention(case, b, attended, out, scale, label) -> None:
     stored, unit = int(case.lens[b]), case.page if case.pages else 1
     keys, values = case.flat(case.keys, b), case.flat(case.values, b)
     for h in range(case.heads):
