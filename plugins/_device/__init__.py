@@ -1,0 +1,1 @@
+"""Device code: compiling and launching CUDA C++ kernels."""

@@ -1,0 +1,159 @@
+"""KvAppend in Triton: norm, rotation, paged write and the summaries of the groups that the step closes, in one launch for decode and prefill.
+
+A program owns one block of GROUP consecutive tokens of one sequence, for one head: what is new in it is rotated and stored, what is older is read
+back only when the block is complete and has to be summarized.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+NONE, FIER, MINMAX = 0, 1, 2
+
+
+@triton.jit
+def append_kernel(
+    qkv,
+    positions,
+    starts,
+    lens,
+    table,
+    rope,
+    q_weight,
+    k_weight,
+    out,
+    keys,
+    values,
+    bits,
+    meta,
+    qkv_stride,
+    table_stride,
+    page_size,
+    eps,
+    HEADS_Q: tl.constexpr,
+    HEADS_KV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    SUMMARY: tl.constexpr,
+    NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Append the new tokens of one block; grid [blocks of the longest chunk, Hk + Hq, B].
+
+    qkv [T, (Hq + 2 Hk) D]; positions [T], starts [B + 1], lens [B] stored tokens behind the append, table [B, M] int32; rope [X, D] fp32; keys and
+    values [P, Hk, N, D]; bits and meta of FIER: words of 32 bits and fp16, or meta [P, Hk, N / GROUP, 2, D] minima and maxima in the keys' dtype.
+    """
+    block, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row0 = tl.load(starts + b)
+    new = tl.load(starts + b + 1) - row0
+    stored = tl.load(lens + b)
+    group = (stored - new) // GROUP + block
+    if group * GROUP >= stored or new <= 0:
+        return
+    token = group * GROUP + tl.arange(0, GROUP)
+    fresh = (token >= stored - new) & (token < stored)
+    row = row0 + token - (stored - new)
+    d = tl.arange(0, BLOCK_D)
+    inside = d < D
+    half: tl.constexpr = D // 2
+    mirror = tl.where(d < half, d + half, d - half)
+    is_key = head < HEADS_KV
+    column = tl.where(is_key, HEADS_Q + head, head - HEADS_KV).to(tl.int64) * D
+    both = fresh[:, None] & inside[None, :]
+    at = qkv + row.to(tl.int64)[:, None] * qkv_stride + column
+    x = tl.load(at + d[None, :], both, 0.0)
+    y = tl.load(at + mirror[None, :], both, 0.0)
+    dtype = x.dtype
+    if NORM:
+        wide = x.to(tl.float32)
+        root = tl.sqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]
+        if is_key:
+            x = (wide / root).to(dtype) * tl.load(k_weight + d, inside, 0.0)[None, :]
+            y = (y.to(tl.float32) / root).to(dtype) * tl.load(k_weight + mirror, inside, 0.0)[None, :]
+        else:
+            x = (wide / root).to(dtype) * tl.load(q_weight + d, inside, 0.0)[None, :]
+            y = (y.to(tl.float32) / root).to(dtype) * tl.load(q_weight + mirror, inside, 0.0)[None, :]
+    angle = tl.load(positions + row, fresh, 0).to(tl.int64)[:, None] * D + (d % half)[None, :]
+    cos = tl.load(rope + angle, both, 0.0)
+    sin = tl.load(rope + angle + half, both, 0.0)
+    sign = tl.where(d < half, -1.0, 1.0)[None, :]
+    turned = (x.to(tl.float32) * cos + sign * (y.to(tl.float32) * sin)).to(dtype)
+    if is_key:
+        page = tl.load(table + b.to(tl.int64) * table_stride + token // page_size, token < stored, 0).to(tl.int64)
+        slot = ((page * HEADS_KV + head) * page_size + token % page_size)[:, None] * D + d[None, :]
+        tl.store(keys + slot, turned, both)
+        v = tl.load(at + HEADS_KV * D + d[None, :], both, 0.0)
+        tl.store(values + slot, v, both)
+        if SUMMARY > 0:  # noqa: SIM102 - a constant first, so that nothing of a summary is compiled without one
+            if (group + 1) * GROUP <= stored:
+                old = tl.load(keys + slot, (token < stored - new)[:, None] & inside[None, :], 0.0)
+                whole = tl.where(fresh[:, None], turned, old)
+                low, high = tl.min(whole.to(tl.float32), 0), tl.max(whole.to(tl.float32), 0)
+                first = group * GROUP
+                home = tl.load(table + b.to(tl.int64) * table_stride + first // page_size).to(tl.int64)
+                summary = (home * HEADS_KV + head) * (page_size // GROUP) + (first % page_size) // GROUP
+                if SUMMARY == 1:
+                    tl.store(meta + summary * 2 * D + d, low.to(tl.float16), inside)
+                    tl.store(meta + summary * 2 * D + D + d, tl.minimum(high - low, 16000.0).to(tl.float16), inside)
+                    raised = whole.to(tl.float32) >= ((low + high) / 2)[None, :]
+                    mask = tl.sum(raised.to(tl.int32) << tl.arange(0, GROUP)[:, None], 0)
+                    # Word d of the group: lane d / W, word d % W; four tokens of its lane, eight channels.
+                    words: tl.constexpr = D // 32
+                    lane = tl.minimum(d // words, 31)
+                    word = tl.zeros([BLOCK_D], tl.int32)
+                    for e in tl.static_range(8):
+                        channel = (4 * (d % words) + lane % 4) * 8 + e
+                        four = (tl.gather(mask, channel, 0) >> (lane // 4 * 4)) & 15
+                        spread = (four & 1) | ((four & 2) << 3) | ((four & 4) << 6) | ((four & 8) << 9)
+                        word |= spread << (e // 2 + 16 * (e % 2))
+                    tl.store(bits + summary * D + d, word, inside)
+                else:
+                    tl.store(meta + summary * 2 * D + d, low.to(dtype), inside)
+                    tl.store(meta + summary * 2 * D + D + d, high.to(dtype), inside)
+    else:
+        tl.store(out + row.to(tl.int64)[:, None] * (HEADS_Q * D) + column + d[None, :], turned, both)
+
+
+def launch(
+    qkv: Any,
+    positions: Any,
+    starts: Any,
+    lens: Any,
+    table: Any,
+    rope: Any,
+    norms: tuple[Any, Any] | None,
+    out: Any,
+    keys: Any,
+    values: Any,
+    bits: Any,
+    meta: Any,
+    *,
+    eps: float,
+    group: int,
+    summary: int,
+    longest: int,
+    overlap: bool = False,
+) -> None:
+    """Append up to `longest` new tokens of every sequence; tensors as in the kernel, page size and heads from the shapes.
+
+    bits (int32 view) and meta may be None where summary is NONE; group is a power of two that divides the page.
+    """
+    _, heads_kv, page_size, dim = keys.shape
+    heads_q = qkv.shape[1] // dim - 2 * heads_kv
+    blocks = 1 if longest == 1 else (longest + group - 2) // group + 1
+    q_weight, k_weight = norms or (rope, rope)
+    extra = {"launch_pdl": True} if overlap else {}
+    append_kernel[(blocks, heads_kv + heads_q, lens.shape[0])](
+        qkv, positions, starts, lens, table, rope, q_weight, k_weight, out, keys, values,
+        keys if bits is None else bits, keys if meta is None else meta,
+        qkv.stride(0), table.stride(0), page_size, eps,
+        HEADS_Q=heads_q, HEADS_KV=heads_kv, D=dim, BLOCK_D=triton.next_power_of_2(dim), GROUP=group, SUMMARY=summary,
+        NORM=norms is not None, OVERLAP=overlap, num_warps=4, **extra,
+    )  # fmt: skip

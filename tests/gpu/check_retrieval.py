@@ -1,0 +1,378 @@
+"""Retrieval decode kernels on the GPU against torch: fresh random inputs, poisoned outputs, margins, lengths that grow between graph replays.
+
+Run it on a machine with a GPU: python tests/gpu/check_retrieval.py [--small] [--seed N]; exit code 1 when anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+
+import torch
+from torch import Tensor
+
+from trtkv.plugins.kv_append import kernel as append
+from trtkv.plugins.kv_attend import launch as attend
+from trtkv.plugins.kv_select import fier_layout
+from trtkv.plugins.kv_select import launch as select
+
+DEV = "cuda"
+LOG2E = 1.4426950408889634
+failures: list[str] = []
+
+
+def expect(ok: bool, what: str) -> None:
+    if not ok:
+        failures.append(what)
+        print("FAIL", what, flush=True)
+
+
+class Guarded:
+    """Tensors with 64 KiB of sentinel bytes on both sides."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[Tensor, int]] = []
+
+    def like(self, shape: tuple[int, ...], dtype: torch.dtype, fill: float) -> Tensor:
+        size = torch.empty((), dtype=dtype).element_size()
+        count, margin = 1, 65536
+        for n in shape:
+            count *= n
+        store = torch.full((2 * margin + count * size,), 0xA5, dtype=torch.uint8, device=DEV)
+        self.all.append((store, count * size))
+        view = store[margin : margin + count * size].view(dtype).view(shape)
+        view.fill_(fill)
+        return view
+
+    def intact(self) -> bool:
+        return all(bool((s[:65536] == 0xA5).all()) and bool((s[65536 + n :] == 0xA5).all()) for s, n in self.all)
+
+
+class Case:
+    """A paged cache of random keys with outlier channels, its index, and the scratch of one layer."""
+
+    def __init__(self, heads: int, group: int, dim: int, page: int, lens: list[int], dtype: torch.dtype, pages: bool = False) -> None:
+        self.heads, self.group, self.dim, self.page, self.dtype = heads, group, dim, page, dtype
+        self.guard, batch = Guarded(), len(lens)
+        most = -(-(max(lens) + 130) // page)
+        pool = batch * most + 3
+        self.table = torch.randperm(pool, device=DEV)[: batch * most].view(batch, most).int()
+        self.lens = torch.tensor(lens, dtype=torch.int32, device=DEV)
+        offset = torch.randn(heads, 1, dim, device=DEV) * 3
+        self.keys = self.guard.like((pool, heads, page, dim), dtype, float("nan"))
+        self.values = self.guard.like((pool, heads, page, dim), dtype, float("nan"))
+        for b, n in enumerate(lens):
+            full = torch.randn(most, heads, page, dim, device=DEV) + offset
+            tail = torch.arange(most * page, device=DEV).view(most, page) >= n
+            full.masked_fill_(tail[:, None, :, None], float("nan"))
+            self.keys[self.table[b].long()] = full.to(dtype)
+            v = torch.randn(most, heads, page, dim, device=DEV).masked_fill_(tail[:, None, :, None], float("nan"))
+            self.values[self.table[b].long()] = v.to(dtype)
+        self.q = torch.randn(batch, heads * group * dim, device=DEV).to(dtype)
+        self.pages = pages
+        if pages:
+            self.bounds = self.guard.like((pool, heads, 2, dim), dtype, float("nan"))
+            self.bounds[:, :, 0], self.bounds[:, :, 1] = self.keys.amin(2), self.keys.amax(2)
+            self.bits = None
+        else:
+            self.bits = self.guard.like((pool, heads, page // 32, dim), torch.int32, 0)
+            self.meta = self.guard.like((pool, heads, page // 32, 2, dim), torch.float16, float("nan"))
+            words, bounds = fier_layout.pack(self.keys.unflatten(2, (-1, 32)))
+            self.bits.copy_(words)
+            self.meta.copy_(bounds)
+
+    def flat(self, x: Tensor, b: int) -> Tensor:
+        return x[self.table[b].long()].transpose(0, 1).flatten(1, 2)
+
+    def units(self, b: int) -> int:
+        return int(self.lens[b]) // (self.page if self.pages else 32) * (1 if self.pages else 32)
+
+    def true_scores(self, b: int) -> Tensor:
+        """Scores [Hk, G, U] in fp64 from the index as stored."""
+        q = self.q[b].view(self.heads, self.group, self.dim).double()
+        if self.pages:
+            low, high = (self.bounds[self.table[b].long(), :, i].transpose(0, 1)[:, : self.units(b)].double() for i in (0, 1))
+            return q.clamp(min=0) @ high.transpose(1, 2) + q.clamp(max=0) @ low.transpose(1, 2)
+        groups = self.units(b) // 32
+        words, meta = (x[self.table[b].long()].transpose(0, 1).flatten(1, 2)[:, :groups] for x in (self.bits, self.meta))
+        keys = fier_layout.unpack(words, meta).double().flatten(1, 2)
+        return q @ keys.transpose(1, 2)
+
+
+def check_chain(case: Case, budget: int, sink: int, window: int, pooling: str, label: str) -> None:
+    batch, rows = len(case.lens), len(case.lens) * case.heads
+    scale, unit = case.dim**-0.5, case.page if case.pages else 1
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    capacity = case.table.shape[1] * case.page // unit
+    plan = select.Scratch.plan(rows, case.group, pooling, capacity, sms)
+    scores = case.guard.like((rows, plan.heads, plan.stride), torch.float16, float("nan"))
+    parts = case.guard.like((rows, plan.parts, plan.heads, 4), torch.float32, float("nan"))
+    width = -(-budget // unit)
+    chosen = case.guard.like((batch, case.heads, width + 1), torch.int32, -7)
+    out = case.guard.like(tuple(case.q.shape), case.dtype, float("nan"))
+    common = {"page_size": case.page, "budget": budget, "scale": scale, "pooling": pooling}
+
+    def step() -> None:
+        if case.pages:
+            select.page_score(case.q, case.bounds, case.table, case.lens, scores, parts, **common)
+        else:
+            select.fier_score(case.q, case.bits, case.meta, case.table, case.lens, scores, parts, **common)
+        select.select_units(
+            scores, parts, case.lens, chosen, budget=budget, sink=sink, window=window, unit=unit, group=32 if unit == 1 else unit, pooling=pooling
+        )
+        attend.attend_list(case.q, case.keys, case.values, case.table, case.lens, chosen, out, unit=unit, scale=scale)
+
+    step()
+    torch.cuda.synchronize()
+    first, first_out = chosen.clone(), out.clone()
+    chosen.fill_(-7), out.fill_(float("nan")), scores.fill_(float("nan")), parts.fill_(float("nan"))
+    step()
+    torch.cuda.synchronize()
+    expect(torch.equal(first, chosen) and torch.equal(first_out, out), f"{label}: two runs differ")
+    expect(case.guard.intact(), f"{label}: a margin was written")
+    for b in range(batch):
+        stored = int(case.lens[b])
+        attended = None
+        if stored <= budget:
+            expect(bool((chosen[b] == -1).all()), f"{label}: sequence {b} should be dense")
+        else:
+            attended = check_selection(case, b, scores, parts, plan, chosen[b], budget, sink, window, pooling, unit, label)
+        check_attention(case, b, attended, out[b], scale, label)
+
+
+def check_selection(case, b, scores, parts, plan, chosen, budget, sink, window, pooling, unit, label):
+    stored, count = int(case.lens[b]), case.units(b)
+    rows = slice(b * case.heads, (b + 1) * case.heads)
+    blocks = -(-count // 32)
+    per = -(-blocks // plan.parts) * 32
+    part = torch.arange(count, device=DEV) // per
+    ref = parts[rows][:, part, :, 0].transpose(1, 2)  # [Hk, heads, U]
+    got = scores[rows, :, :count].float() + ref
+    true = case.true_scores(b)
+    if plan.heads == 1 and case.group > 1:
+        true = (true.amax(1) if pooling == "max" else true.mean(1)).unsqueeze(1)
+    want = true * case.dim**-0.5 * LOG2E
+    # Against the same product in bf16 or fp16: its rounding alone is what the error may reach.
+    limit = 2 * (want.to(case.dtype).double() - want).norm() + 2e-3 * want.std() * want.numel() ** 0.5
+    error = (got.double() - want).norm()
+    expect(bool(error <= limit), f"{label}: scores of sequence {b} off by {error / want.norm():.2e}")
+    if plan.heads > 1:
+        lse = torch.logsumexp(parts[rows][..., 1].double() * 0.6931471805599453, 1) * LOG2E
+        exact = torch.logsumexp(want * 0.6931471805599453, 2) * LOG2E
+        expect(bool((lse - exact).abs().max() < 0.02), f"{label}: normalizer of sequence {b} off by {(lse - exact).abs().max():.2e}")
+        probability = torch.exp2(got.double() - lse[:, :, None])
+        pooled = probability.amax(1) if pooling == "softmax-max" else probability.mean(1)
+        slack = 2e-5
+    else:
+        top = parts[rows][..., 0, 1].amax(1)
+        pooled = (scores[rows, 0, :count].float() + (ref[:, 0] - top[:, None])).double()  # the selector's own fp32 values
+        slack = 0.0
+    units = -(-stored // unit)
+    closed = stored // (32 if unit == 1 else unit) * (32 if unit == 1 else unit)
+    first = -(-sink // unit)
+    last = max(first, min(closed, stored - window) // unit)
+    width = chosen.shape[1] - 1
+    wanted = width - first - (units - last)
+    if wanted >= last - first:
+        whole = torch.arange(units, device=DEV)
+        expect(bool((chosen[:, :units] == whole).all()) and bool((chosen[:, -1] == units).all()), f"{label}: all units of {b}")
+        return [list(range(units))] * case.heads
+    expect(bool((chosen[:, -1] == width).all()), f"{label}: count of {b}")
+    lists = chosen[:, :width]
+    expect(bool((lists[:, 1:] > lists[:, :-1]).all()), f"{label}: order of {b}")
+    forced = torch.cat([torch.arange(first, device=DEV), torch.arange(last, units, device=DEV)]).int()
+    for h in range(case.heads):
+        expect(bool(torch.isin(forced, lists[h]).all()), f"{label}: forced units of {b}, head {h}")
+        taken = torch.zeros(units, dtype=torch.bool, device=DEV)
+        taken[lists[h].long().clamp(0, units - 1)] = True
+        inside = taken[first:last]
+        value = pooled[h, first:last]
+        if slack == 0.0:
+            best = torch.sort(value, descending=True, stable=True).indices[:wanted].sort().values
+            expect(torch.equal(best, inside.nonzero()[:, 0]), f"{label}: selection of {b}, head {h}")
+        else:
+            expect(bool(value[inside].min() >= value[~inside].max() * (1 - slack)), f"{label}: selection of {b}, head {h}")
+    return lists.tolist()
+
+
+def check_attention(case, b, attended, out, scale, label) -> None:
+    stored, unit = int(case.lens[b]), case.page if case.pages else 1
+    keys, values = case.flat(case.keys, b), case.flat(case.values, b)
+    for h in range(case.heads):
+        tokens = torch.arange(stored, device=DEV)
+        if attended is not None:
+            tokens = (torch.tensor(attended[h], device=DEV)[:, None] * unit + torch.arange(unit, device=DEV)).flatten()
+            tokens = tokens[tokens < stored]
+        q = case.q[b].view(case.heads, case.group, case.dim)[h]
+        k, v = keys[h, tokens], values[h, tokens]
+        want = torch.softmax(q.double() @ k.double().T * scale, -1) @ v.double()
+        plain = torch.nn.functional.scaled_dot_product_attention(q[None, None], k[None, None], v[None, None], scale=scale)[0, 0].double()
+        error = (out.view(case.heads, case.group, case.dim)[h].double() - want).norm()
+        limit = 2 * max((plain - want).norm(), (want.to(case.dtype).double() - want).norm())
+        expect(bool(error <= limit), f"{label}: attention of {b}, head {h}: {error / want.norm():.2e}, allowed {limit / want.norm():.2e}")
+
+
+def check_ties(rows: int, units: int, budget: int, heads: int, levels: int, kind: str, cluster: int = 0) -> None:
+    """Scores written straight into the scratch: few levels, all equal, or crowded around one value."""
+    label = f"ties {kind} {rows}x{units} k{budget} heads {heads} levels {levels} cluster {cluster}"
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    plan = select.Scratch.plan(rows, heads, "softmax-mean", units, sms)
+    if kind == "levels":
+        raw = torch.randint(-levels, 1, (rows, units), device=DEV).float()
+    elif kind == "equal":
+        raw = torch.zeros(rows, units, device=DEV)
+    elif kind == "outlier":
+        raw = torch.randn(rows, units, device=DEV) * 0.01
+        raw[:, ::977] = 900.0
+        raw[:, 5] = -60000.0
+    else:
+        raw = torch.randn(rows, units, device=DEV) * 3
+    scores = torch.full((rows, heads, plan.stride), float("nan"), dtype=torch.float16, device=DEV)
+    scores[:, :, :units] = raw[:, None].half()
+    raw = scores[:, 0, :units].float()
+    parts = torch.zeros(rows, plan.parts, heads, 4, device=DEV)
+    if heads == 1:
+        parts[..., 1], parts[..., 2] = raw.amax(1)[:, None, None], raw.amin(1)[:, None, None]
+    else:
+        parts[..., 1] = raw.amax(1)[:, None, None] + 7.0
+    lens = torch.full((rows,), units, dtype=torch.int32, device=DEV)
+    out = torch.full((rows, 1, budget + 1), -7, dtype=torch.int32, device=DEV)
+    select.select_units(scores, parts, lens, out, budget=budget, sink=0, window=0, unit=1, group=1, pooling="softmax-mean", cluster=cluster)
+    torch.cuda.synchronize()
+    if heads == 1:
+        raw = raw - raw.amax(1, keepdim=True)
+    else:  # 2^x below 2^-126 is zero: ties
+        raw = torch.where(raw - raw.amax(1, keepdim=True) - 7 - plan.parts < -120, torch.full_like(raw, -1e9), raw)
+    want = torch.sort(raw, dim=1, descending=True, stable=True).indices[:, :budget].sort().values.int()
+    expect(torch.equal(out[:, 0, :-1], want) and bool((out[:, 0, -1] == budget).all()), label)
+
+
+def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype) -> None:
+    """Replay one captured step while sequences grow over group and page borders and a slot is taken by another request."""
+    label = f"growth G {group} policy {policy}"
+    heads, dim, page = 2, 128, 32 if policy == append.MINMAX else 64
+    case = Case(heads, group, dim, page, [501, 1030, 63, 320], dtype, pages=policy == append.MINMAX)
+    batch, budget, sink, window = 4, 320, 4, 16
+    unit = page if case.pages else 1
+    if unit > 1:
+        sink, window = 32, 64
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=DEV)
+    angles = torch.rand(4096, dim // 2, device=DEV) * 6
+    rope = torch.cat([angles.cos(), angles.sin()], 1)
+    qkv = torch.zeros(batch, (heads * group + 2 * heads) * dim, dtype=dtype, device=DEV)
+    plan = select.Scratch.plan(batch * heads, group, "softmax-mean", case.table.shape[1] * page // unit, 132)
+    scores, parts = plan.allocate(batch * heads, DEV)
+    width = -(-budget // unit)
+    chosen = torch.full((batch, heads, width + 1), -7, dtype=torch.int32, device=DEV)
+    out = torch.full_like(case.q, float("nan"))
+
+    def step() -> None:
+        append.launch(
+            qkv, case.lens, starts, case.lens, case.table, rope, None, case.q, case.keys, case.values, case.bits,
+            case.bounds if case.pages else case.meta, eps=0.0, group=unit if case.pages else 32, summary=policy, longest=1, overlap=True,
+        )  # fmt: skip
+        common = {"page_size": page, "budget": budget, "scale": dim**-0.5, "pooling": "softmax-mean", "overlap": True}
+        if case.pages:
+            select.page_score(case.q, case.bounds, case.table, case.lens, scores, parts, **common)
+        else:
+            select.fier_score(case.q, case.bits, case.meta, case.table, case.lens, scores, parts, **common)
+        select.select_units(
+            scores, parts, case.lens, chosen, budget=budget, sink=sink, window=window, unit=unit, group=unit if case.pages else 32,
+            pooling="softmax-mean", overlap=True,
+        )  # fmt: skip
+        attend.attend_list(case.q, case.keys, case.values, case.table, case.lens, chosen, out, unit=unit, scale=dim**-0.5, overlap=True)
+
+    saved = case.lens.clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        case.lens += 1
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    case.lens.copy_(saved)
+    for i in range(steps):
+        if i == steps // 2:
+            case.lens[1] = 97  # another request takes the slot
+            pages = case.table[1].long()
+            case.keys[pages], case.values[pages] = torch.randn_like(case.keys[pages]), torch.randn_like(case.values[pages])
+            if case.pages:
+                case.bounds[pages, :, 0], case.bounds[pages, :, 1] = case.keys[pages].amin(2), case.keys[pages].amax(2)
+            else:
+                words, bounds = fier_layout.pack(case.keys[pages].unflatten(2, (-1, 32)))
+                case.bits[pages], case.meta[pages] = words, bounds
+        case.lens += 1
+        qkv.normal_()
+        out.fill_(float("nan")), chosen.fill_(-7)
+        graph.replay()
+        torch.cuda.synchronize()
+        for b in range(batch):
+            n = int(case.lens[b])
+            keys = case.flat(case.keys, b)[:, :n]
+            x = qkv[b].view(-1, dim).float()
+            cos, sin = rope[n, : dim // 2], rope[n, dim // 2 :]
+            turned = torch.cat([x[:, :64] * cos - x[:, 64:] * sin, x[:, 64:] * cos + x[:, :64] * sin], 1)
+            torch.testing.assert_close(case.q[b].view(-1, dim).float(), turned[: heads * group], atol=2e-2, rtol=2e-2)
+            torch.testing.assert_close(keys[:, -1].float(), turned[heads * group : -heads], atol=2e-2, rtol=2e-2)
+            whole = n // unit if case.pages else n // 32
+            if case.pages:
+                own = case.bounds[case.table[b].long()].transpose(0, 1)[:, :whole]
+                block = keys[:, : whole * unit].unflatten(1, (-1, unit))
+                expect(torch.equal(own, torch.stack([block.amin(2), block.amax(2)], 2)), f"{label}: bounds of {b} at {n}")
+            else:
+                words, bounds = fier_layout.pack(keys[:, : whole * 32].unflatten(1, (-1, 32)))
+                mine = [t[case.table[b].long()].transpose(0, 1).flatten(1, 2)[:, :whole] for t in (case.bits, case.meta)]
+                expect(torch.equal(mine[0], words) and torch.equal(mine[1], bounds), f"{label}: index of {b} at {n}")
+            attended = None
+            if n > budget:
+                attended = check_selection(case, b, scores, parts, plan, chosen[b], budget, sink, window, "softmax-mean", unit, f"{label} at {n}")
+            check_attention(case, b, attended, out[b], dim**-0.5, f"{label} at {n}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    options = parser.parse_args()
+    torch.manual_seed(options.seed)
+    print("seed", options.seed, flush=True)
+    bf16, fp16 = torch.bfloat16, torch.float16
+    if options.small:
+        check_chain(Case(2, 7, 128, 64, [700, 97], bf16), 200, 4, 16, "softmax-mean", "small")
+        check_chain(Case(2, 4, 128, 32, [700, 97], bf16, pages=True), 192, 32, 64, "softmax-mean", "small pages")
+        check_ties(2, 5000, 300, 1, 9, "levels", 2)
+        check_growth(4, append.FIER, 2, bf16)
+        print("failures", len(failures))
+        return bool(failures)
+    begin = time.time()
+    for group, pooling in itertools.product((1, 4, 5, 7, 8), ("softmax-mean", "mean", "max", "softmax-max")):
+        if group == 5 and pooling != "softmax-mean":
+            continue
+        check_chain(Case(3, group, 128, 64, [4099, 300, 9001], bf16), 512, 4, 33, pooling, f"fier G {group} {pooling}")
+        check_chain(Case(3, group, 128, 32, [4099, 300, 9001], bf16, pages=True), 512, 32, 64, pooling, f"pages G {group} {pooling}")
+    print(f"chains {time.time() - begin:.0f} s", flush=True)
+    for dim in (64, 96, 256):
+        check_chain(Case(2, 4, dim, 128, [2048, 1537, 40], fp16), 256, 4, 16, "softmax-mean", f"fier D {dim}")
+        check_chain(Case(2, 4, dim, 64, [2048, 1537, 40], fp16, pages=True), 256, 64, 64, "softmax-mean", f"pages D {dim}")
+    check_chain(Case(1, 7, 128, 32, [70001], bf16), 2048, 0, 0, "softmax-mean", "long G 7")
+    check_chain(Case(4, 4, 128, 32, [33000] * 16, bf16), 1024, 0, 0, "softmax-mean", "64 rows")
+    print(f"shapes {time.time() - begin:.0f} s", flush=True)
+    for heads, kind, levels in itertools.product((1, 4), ("levels", "equal", "outlier", "normal"), (9,)):
+        for rows, units, budget in ((3, 9001, 700), (4, 131072, 2048), (40, 32768, 1024)):
+            check_ties(rows, units, budget, heads, levels, kind)
+    check_ties(1, 1000003, 8192, 1, 3000, "levels")
+    check_ties(1, 30000, 3000, 1, 3000, "normal", 1)
+    print(f"ties {time.time() - begin:.0f} s", flush=True)
+    check_growth(4, append.FIER, 70, bf16)
+    check_growth(7, append.MINMAX, 70, bf16)
+    check_growth(1, append.FIER, 40, fp16)
+    print(f"failures {len(failures)}, {time.time() - begin:.0f} s")
+    return bool(failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""The packed layout of FIER and the selector's launch rules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trtkv.plugins.kv_select import fier_layout, launch
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
+def test_unpack_returns_the_extreme_of_every_bit(dim: int) -> None:
+    torch.manual_seed(dim)
+    keys = torch.randn(2, 3, 32, dim) * 3 + torch.randn(dim) * 20
+    low, high = keys.amin(-2, keepdim=True), keys.amax(-2, keepdim=True)
+    want = torch.where(keys >= (low + high) / 2, high, low)
+    torch.testing.assert_close(fier_layout.unpack(*fier_layout.pack(keys)), want, rtol=0, atol=0.06)  # half a step of fp16 at 64, twice
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_every_bit_has_one_place(dim: int) -> None:
+    for token, channel in ((0, 0), (31, dim - 1), (5, 17), (18, dim // 2 + 3)):
+        keys = torch.zeros(32, dim)
+        keys[token, channel] = 1.0
+        words, _ = fier_layout.pack(keys)
+        # Channels without a range are all ones; of the channel with one, only the raised token is.
+        zeros = 32 * dim - sum(bin(word & 0xFFFFFFFF).count("1") for word in words.tolist())
+        assert zeros == 31
+        raised = fier_layout.unpack(words, torch.stack([torch.zeros(dim), torch.ones(dim)]).half())
+        assert raised[token, channel] == 1 and raised[:, channel].sum() == 1
+
+
+def test_group_without_range_is_exact() -> None:
+    keys = torch.full((32, 64), -3.5)
+    assert torch.equal(fier_layout.unpack(*fier_layout.pack(keys)), keys)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8, 32, 40, 64, 300])
+@pytest.mark.parametrize("units", [64, 4096, 131072, 1 << 20])
+def test_scratch_and_clusters_cover_the_row(rows: int, units: int) -> None:
+    plan = launch.Scratch.plan(rows, 7, "softmax-mean", units, 132)
+    assert plan.heads == 7 and plan.stride >= units and plan.stride % 32 == 0 and plan.parts >= 1
+    cluster = launch.select_cluster(rows, plan.stride)
+    assert 1 <= cluster <= 16 and plan.stride <= cluster * 65536
+    assert launch.Scratch.plan(rows, 7, "mean", units, 132).heads == 1
