@@ -68,6 +68,7 @@ class PluginLogic:
         self._session: Callable[[], Session | None] | None = None
         self._views: tuple[list[int], list[Any], Any] | None = None
         self._fields: Any = None
+        self._arrays = (np.array([layer], np.int32), np.frombuffer(config.to_json().encode(), np.int8).copy())
 
     @property
     def where(self) -> str:
@@ -137,7 +138,8 @@ class PluginLogic:
     @guarded(lambda self: self.trt.PluginFieldCollection([]))
     def get_fields_to_serialize(self) -> Any:
         """Write the two attributes that a node has; the collection must outlive this call."""
-        self._fields = self._make_fields()
+        if self._fields is None:
+            self._fields = self._make_fields()
         return self._fields
 
     @guarded(lambda self, context: self._bare())
@@ -191,9 +193,9 @@ class PluginLogic:
         return type(self)(self.layer, self.config, recorder=self.recorder, runtime=self.runtime)
 
     def _make_fields(self) -> Any:
+        # A field points into its array and does not own it: without this reference another thread's build wrote its own layer into a plan.
+        layer, text = self._arrays
         trt = self.trt
-        layer = np.array([self.layer], np.int32)
-        text = np.frombuffer(self.config.to_json().encode(), np.int8)
         return trt.PluginFieldCollection(
             [trt.PluginField("layer", layer, trt.PluginFieldType.INT32), trt.PluginField("cfg", text, trt.PluginFieldType.CHAR)]
         )
