@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from trtkv.errors import CapacityError
 from trtkv.plugins._device import nvrtc
 from trtkv.plugins._device.nvrtc import Float, Int, Kernel, Long, Pointer
 
@@ -88,9 +89,10 @@ def select_cluster(rows: int, units: int) -> int:
     most = next((c for c, limit in ((16, 6), (8, 12), (4, 24), (3, 40), (2, 66)) if rows <= limit), 1)
     while most > 1 and units < most * _WORTHWHILE_UNITS:
         most //= 2
-    while units > most * _SELECT_BLOCK_UNITS and most < 16:
-        most = 4 if most == 3 else most * 2
-    return most
+    need = -(-units // _SELECT_BLOCK_UNITS)
+    if need > 16:
+        raise CapacityError(f"{units} units of one sequence cannot be ranked", f"Lower the maximum length to {16 * _SELECT_BLOCK_UNITS} units.")
+    return next(c for c in (1, 2, 3, 4, 8, 16) if c >= max(most, need))
 
 
 def overlaps(rows: int, units: int) -> bool:
