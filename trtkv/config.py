@@ -58,11 +58,6 @@ class ModelConfig(BaseModel):
     bos_id: int | None = None
 
     @property
-    def group_size(self) -> int:
-        """Query heads per key-value head (G)."""
-        return self.num_q_heads // self.num_kv_heads
-
-    @property
     def qkv_size(self) -> int:
         """Width of the packed projection, (Hq + 2 Hk) D."""
         return (self.num_q_heads + 2 * self.num_kv_heads) * self.head_dim

@@ -248,11 +248,6 @@ class CachePlan:
         return sum(spec.row_bytes * len(spec.layers) for spec in self.buffers if spec.paged and spec.pool == "plain")
 
     @property
-    def encoded_page_bytes(self) -> int:
-        """Bytes of one page of encoded tokens in all layers; 0 without a quantize role."""
-        return sum(spec.row_bytes * len(spec.layers) for spec in self.buffers if spec.paged and spec.pool == "encoded")
-
-    @property
     def slot_bytes(self) -> int:
         """Bytes that one sequence occupies whatever its length."""
         return sum(spec.row_bytes * len(spec.layers) for spec in self.buffers if not spec.paged)

@@ -15,15 +15,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from trtkv.checkpoint.find import data_home
 from trtkv.errors import BuildError, EngineError
 
 Int, Long, Float, Pointer = ctypes.c_int, ctypes.c_longlong, ctypes.c_float, ctypes.c_void_p
 
 
 def cache_folder() -> Path:
-    """Return the folder of compiled kernels: TRTKV_KERNEL_CACHE, else a folder of the user's cache."""
-    default = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "trtkv" / "kernels"
-    return Path(os.environ.get("TRTKV_KERNEL_CACHE", default))
+    """Return the folder of compiled kernels."""
+    return data_home() / "kernels"
 
 
 def cubin_name(source: str, defines: Sequence[str], arch: str) -> str:
