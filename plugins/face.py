@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, TypeAlias
+
+from trtkv.plugins.support import runs_kernels
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -13,6 +17,7 @@ if TYPE_CHECKING:
     from trtkv.plugins.session import Session
 
 DOMAIN, VERSION = "trtkv", "1"
+Run: TypeAlias = "Callable[[Session, int, OpConfig, Sequence[Tensor], Tensor], None]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,8 @@ class OpFace:
     inputs are the names of all inputs in order, those that are also in optional last; shape maps the input shapes (of integers or of
     TensorRT dimension expressions) and the configuration to the output's shape; integer_output says that the output is int32 instead of
     the first input's dtype;
-    run(session, layer, config, inputs, out) writes the output in place.
+    torch(session, layer, config, inputs, out) writes the output in place on any device; cuda names the form that does so with kernels
+    (`module:function`, imported where there is a GPU), if any does.
     """
 
     name: str
@@ -56,4 +62,18 @@ class OpFace:
     optional: tuple[str, ...]
     integer_output: bool
     shape: Callable[[Sequence[Sequence[object]], OpConfig], tuple[object, ...]]
-    run: Callable[[Session, int, OpConfig, Sequence[Tensor], Tensor], None]
+    torch: Run
+    cuda: str | None = None
+
+    def run(self, session: Session, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+        """Write the output in place, by kernels where they take on this layer."""
+        if self.cuda is not None and runs_kernels(session.plan, config, inputs[0].dtype, session.device):
+            _load(self.cuda)(session, layer, config, inputs, out)
+        else:
+            self.torch(session, layer, config, inputs, out)
+
+
+@cache
+def _load(path: str) -> Run:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]

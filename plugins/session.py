@@ -6,10 +6,10 @@ TensorRT sees none of it. A plugin instance holds its session; the runtime annou
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,60 +17,21 @@ from torch import Tensor
 from trtkv.plan import CachePlan
 from trtkv.plugins.dtypes import TORCH_DTYPES
 from trtkv.plugins.held.caches import HeldCaches
+from trtkv.plugins.rows import Row, StepGroup
 
+T = TypeVar("T")
 _keys = itertools.count(1)
 _current: ContextVar[Session | None] = ContextVar("session", default=None)
-
-
-@dataclass(slots=True)
-class Row:
-    """One sequence of the step: its rows [start, start + new) among the T tokens, and where it is stored.
-
-    stored counts the tokens behind the append, prompt those of the whole prompt; pages [M] int64 holds the page numbers in order, run their
-    slice when they are consecutive.
-    """
-
-    start: int
-    new: int
-    stored: int
-    slot: int
-    pages: Tensor
-    run: slice | None
-    prompt: int = 0
-
-
-@dataclass(slots=True)
-class StepGroup:
-    """The step as the layers of one page group see it.
-
-    token_page and token_slot [T] int64 say where each new token is written; cache holds what layers of this step share.
-    """
-
-    rows: list[Row]
-    token_page: Tensor
-    token_slot: Tensor
-    page_size: int
-    cache: dict[object, object] = field(default_factory=dict)
-
-    def closed_groups(self, group: int) -> tuple[Tensor, Tensor]:
-        """Return page and index within the page, int64, of every group of tokens that this step completes."""
-        key = ("closed", group)
-        if key not in self.cache:
-            pages, inside = [], []
-            for row in self.rows:
-                for index in range((row.stored - row.new) // group, row.stored // group):
-                    pages.append(int(row.pages[index * group // self.page_size]))
-                    inside.append(index % (self.page_size // group))
-            device = self.token_page.device
-            self.cache[key] = (torch.tensor(pages, dtype=torch.int64, device=device), torch.tensor(inside, dtype=torch.int64, device=device))
-        return self.cache[key]  # type: ignore[return-value]
 
 
 class Session:
     """Buffers of a running engine: `buffers[name][layer]` is a tensor or None, rows are pages or slots as the plan says."""
 
-    def __init__(self, plan: CachePlan, num_pages: Sequence[int], num_slots: int, device: torch.device | str = "cpu") -> None:
-        """Allocate the cache: num_pages for every page group, num_slots sequences at once."""
+    def __init__(self, plan: CachePlan, num_pages: Sequence[int], num_slots: int, device: torch.device | str = "cpu", dense_below: int = 0) -> None:
+        """Allocate the cache: num_pages for every page group, num_slots sequences at once.
+
+        Sequences of up to dense_below tokens are read whole even where the budget is smaller: on a GPU that can be faster.
+        """
         self.plan, self.num_slots, self.device = plan, num_slots, torch.device(device)
         self.num_pages = tuple(num_pages)
         self.held = HeldCaches(plan, self.device) if plan.held else None
@@ -88,6 +49,8 @@ class Session:
                 else None
                 for layer in range(plan.num_layers)
             ]
+        self.dense_below = dense_below
+        self._scratch: dict[Hashable, object] = {}
         self._step: list[StepGroup] = []
 
     def buffer(self, name: str, layer: int) -> Tensor:
@@ -95,6 +58,28 @@ class Session:
         found = self.buffers[name][layer]
         assert found is not None, f"layer {layer} has no buffer {name}"
         return found
+
+    def words(self, layer: int) -> Tensor:
+        """Return a layer's one-bit keys as the kernels lay them out: int32 [P, Hk, N / 32, D], the bytes of `fier_bits`."""
+        packed = self.buffer("fier_bits", layer)
+        return packed.view(torch.int32).view(*packed.shape[:2], packed.shape[2] // 32, -1)
+
+    def scratch(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what an op keeps between steps and layers, made at its first use: never inside a captured graph."""
+        if key not in self._scratch:
+            self._scratch[key] = make()
+        return self._scratch[key]  # type: ignore[return-value]
+
+    def reads_all_up_to(self, layer: int) -> int:
+        """Stored tokens up to which a layer's decode query reads everything."""
+        select = self.plan.select[layer]
+        return 1 << 30 if select is None else max(select.budget, self.dense_below)
+
+    def tokens_read(self, stored: int) -> float:
+        """Tokens that one decode query of a paged cache reads of so many stored ones, mean over the layers."""
+        if stored <= self.dense_below:
+            return float(stored)
+        return self.plan.tokens_read(stored)
 
     def step(self, layer: int) -> StepGroup:
         """Return the announced step as this layer sees it."""
@@ -123,10 +108,11 @@ class Session:
         groups = range(self.plan.num_page_groups)
         self._step = [self._group(new, stored[group], slots, pages[group], prompts) for group in groups]
         self.read_tokens = 0.0
-        if self.held is not None:
-            for row in self._step[0].rows:
-                if row.new == row.stored:
-                    self.held.start(row.slot)
+        for row in self._step[0].rows:
+            if self.held is None:
+                self.read_tokens += self.tokens_read(row.stored) if row.answers else 0
+            elif row.new == row.stored:
+                self.held.start(row.slot)
 
     def end_step(self) -> None:
         """Evict and encode behind the step's attention, where the plan says so."""
@@ -135,8 +121,8 @@ class Session:
                 self.held.finish(row.slot)
 
     def note_read(self, row: Row, tokens: float) -> None:
-        """Count what a layer's attention read for a sequence that decodes; `read_tokens` is the step's mean over layers, all sequences together."""
-        if row.new == 1 and row.stored > row.prompt:
+        """Count what a layer's attention read of a held cache; `read_tokens` is the step's mean over layers, all decoding sequences together."""
+        if row.answers:
             self.read_tokens += tokens / self.plan.num_layers
 
     def stored_bytes(self) -> int:
@@ -155,16 +141,10 @@ class Session:
         self, new: Sequence[int], stored: Sequence[int], slots: Sequence[int], pages: Sequence[Sequence[int]], prompts: Sequence[int]
     ) -> StepGroup:
         size, rows, start = self.plan.page_size, [], 0
-        token_page, token_slot = [], []
         for count, total, slot, own, prompt in zip(new, stored, slots, pages, prompts, strict=True):
-            used = own[: -(-total // size)]
-            rows.append(Row(start, count, total, slot, torch.tensor(used, dtype=torch.int64, device=self.device), _as_slice(used), prompt))
-            for index in range(total - count, total) if self.held is None else ():
-                token_page.append(own[index // size])
-                token_slot.append(index % size)
+            rows.append(Row(start, count, total, slot, own, size, self.device, prompt))
             start += count
-        as_tensor = lambda values: torch.tensor(values, dtype=torch.int64, device=self.device)  # noqa: E731
-        return StepGroup(rows, as_tensor(token_page), as_tensor(token_slot), size)
+        return StepGroup(rows, size, self.device)
 
 
 @contextmanager
@@ -180,9 +160,3 @@ def bind(session: Session) -> Iterator[Session]:
 def current() -> Session | None:
     """Return the session that plugins attach to now, or None during an engine build."""
     return _current.get()
-
-
-def _as_slice(pages: Sequence[int]) -> slice | None:
-    if pages and all(b == a + 1 for a, b in itertools.pairwise(pages)):
-        return slice(pages[0], pages[-1] + 1)
-    return None

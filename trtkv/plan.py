@@ -90,6 +90,10 @@ class SelectPlan:
         """Units that a selection holds for one head, forced ones included."""
         return -(-self.budget // self.unit)
 
+    def reads(self, stored: int) -> int:
+        """Tokens that a decode query reads of so many stored ones, per KV head."""
+        return min(stored, self.width * self.unit) if stored > self.budget else stored
+
 
 @dataclass(frozen=True, slots=True)
 class EvictPlan:
@@ -266,7 +270,7 @@ class CachePlan:
 
     def tokens_read(self, tokens: int) -> float:
         """Tokens whose keys and values one decode step reads, mean over the layers."""
-        return sum(min(tokens, one.budget) if one else tokens for one in self.select) / self.num_layers
+        return sum(one.reads(tokens) if one else tokens for one in self.select) / self.num_layers
 
     def _stored(self, tokens: int) -> Iterator[tuple[str, int]]:
         for spec in self.buffers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trtkv.plugins.session import Row
+from trtkv.plugins.rows import Row
 
 
 def read_pages(buffer: Tensor, row: Row) -> Tensor:

@@ -9,5 +9,6 @@ FACE = OpFace(
     optional=("q_norm", "k_norm"),
     integer_output=False,
     shape=lambda inputs, config: (inputs[0][0], config.num_q_heads * config.head_dim),
-    run=append,
+    torch=append,
+    cuda="trtkv.plugins.kv_append.cuda:append",
 )

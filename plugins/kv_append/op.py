@@ -8,7 +8,8 @@ from torch import Tensor
 
 from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_select import indexes
-from trtkv.plugins.session import Session, StepGroup
+from trtkv.plugins.rows import StepGroup
+from trtkv.plugins.session import Session
 
 
 def append(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
@@ -32,8 +33,9 @@ def append(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
             rows = slice(row.start, row.start + row.new)
             session.held.find(layer, row.slot).append(rotated[rows, config.num_q_heads :].to(qkv.dtype), values[rows], row.prompt)
         return
-    session.buffer("keys", layer)[step.token_page, :, step.token_slot] = rotated[:, config.num_q_heads :].to(qkv.dtype)
-    session.buffer("values", layer)[step.token_page, :, step.token_slot] = values
+    page, inside = step.places
+    session.buffer("keys", layer)[page, :, inside] = rotated[:, config.num_q_heads :].to(qkv.dtype)
+    session.buffer("values", layer)[page, :, inside] = values
     select = session.plan.select[layer]
     if select is not None:
         indexes.find(select).update(session, layer, select)

@@ -9,5 +9,6 @@ FACE = OpFace(
     optional=("selection",),
     integer_output=False,
     shape=lambda inputs, config: (inputs[0][0], config.num_q_heads * config.head_dim),
-    run=attend,
+    torch=attend,
+    cuda="trtkv.plugins.kv_attend.cuda:attend",
 )

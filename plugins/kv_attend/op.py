@@ -11,7 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from trtkv.plan import SelectPlan
 from trtkv.plugins._torch.paged import read_pages, read_rows, token_rows
 from trtkv.plugins.face import OpConfig
-from trtkv.plugins.session import Row, Session
+from trtkv.plugins.rows import Row
+from trtkv.plugins.session import Session
 
 
 def attend(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
@@ -30,17 +31,15 @@ def attend(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
             cache = session.held.find(layer, row.slot)
             target.copy_(cache.attend(query))
             session.note_read(row, cache.read_tokens)
-        elif plan is not None and selection is not None and row.new == 1 and row.stored > plan.budget:
+        elif plan is not None and selection is not None and row.decodes and row.stored > plan.budget:
             count = min(plan.width, -(-row.stored // plan.unit))
-            session.note_read(row, min(row.stored, count * plan.unit))
             target[0] = _sparse(session, layer, config, plan, row, query[0], selection[b, :, :count].long())
         else:
-            session.note_read(row, row.stored)
-            target.copy_(_dense(session, layer, config, row, query))
+            target.copy_(dense(session, layer, config, row, query))
 
 
-def _dense(session: Session, layer: int, config: OpConfig, row: Row, query: Tensor) -> Tensor:
-    """Attend query [n, Hq, D] to everything stored: [n, Hq, D]."""
+def dense(session: Session, layer: int, config: OpConfig, row: Row, query: Tensor) -> Tensor:
+    """Attend query [n, Hq, D] of a sequence's n new tokens to everything stored: [n, Hq, D]."""
     keys, values = (read_pages(session.buffer(name, layer), row)[:, : row.stored] for name in ("keys", "values"))
     if row.new == 1:
         return _decode(query[0], keys, values, config).unsqueeze(0)

@@ -9,5 +9,6 @@ FACE = OpFace(
     optional=(),
     integer_output=True,
     shape=lambda inputs, config: (inputs[2][0], config.select_heads, config.select_width + 1),
-    run=select,
+    torch=select,
+    cuda="trtkv.plugins.kv_select.cuda:select",
 )

@@ -10,8 +10,9 @@ from trtkv.plan import SelectPlan
 from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_select import indexes
 from trtkv.plugins.roles import load_role
+from trtkv.plugins.rows import Row
 from trtkv.plugins.selection import choose, pool, speculative_query, spread
-from trtkv.plugins.session import Row, Session
+from trtkv.plugins.session import Session
 
 DENSE = -1
 

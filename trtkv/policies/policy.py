@@ -98,7 +98,7 @@ class Policy(BaseModel):
         self.check()
         every = tuple(range(model.num_layers))
         retrieve, quantize = self.retrieve, self.quantize
-        page_size = lcm(DEFAULT_PAGE_SIZE, retrieve.summary_group if retrieve else 1, quantize.key_group if quantize else 1)
+        page_size = lcm(_least_page(retrieve), retrieve.summary_group if retrieve else 1, quantize.key_group if quantize else 1)
         head = ("P", model.num_kv_heads, page_size, model.head_dim)
         buffers = [BufferSpec(name, head, "P Hk N D", model.dtype, every) for name in ("keys", "values")]
         select: list[SelectPlan | None] = [None] * model.num_layers
@@ -123,6 +123,12 @@ class Policy(BaseModel):
             evict=self.evict.plan(self.allocate) if self.evict else None,
             quantize=quantize.plan() if quantize else None,
         )
+
+
+def _least_page(retrieve: Retrieve | None) -> int:
+    """Let pages of the cache be the pages that a role chooses, where kernels take such pages."""
+    unit = retrieve.unit if retrieve else 1
+    return unit if unit > 1 and unit % 16 == 0 else DEFAULT_PAGE_SIZE
 
 
 def check_budget(name: str, role: Retrieve) -> None:

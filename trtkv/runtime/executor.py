@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trtkv.plugins.dtypes import TORCH_DTYPES
 from trtkv.plugins.ops import FACES
 from trtkv.plugins.session import Session
+from trtkv.plugins.support import captures
 from trtkv.runtime.program import TORCH_OPS, Node, load_program
 from trtkv.runtime.weights import Weight
 
@@ -27,6 +29,14 @@ class TorchExecutor:
         self.session = session
         self.device = session.device
         self.taps: dict[str, Tensor] | None = None
+        calls = [node.attributes["call"] for node in self._nodes if "call" in node.attributes]
+        dtype = TORCH_DTYPES[session.plan.kv_dtype]
+        self._capturable = all(captures(session.plan, call.layer, call.config, dtype, session.device) for call in calls)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether decode steps need nothing from the host: every op runs as kernels, and nobody taps."""
+        return self._capturable and self.taps is None
 
     @torch.inference_mode()
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:

@@ -15,12 +15,19 @@ from torch import Tensor
 
 from trtkv.config import Limits
 from trtkv.plugins.session import Session
+from trtkv.runtime.graphs import DecodeGraphs
+from trtkv.runtime.inputs import page_table, small_inputs
 
 
 class Executor(Protocol):
     """What runs the graph: the torch executor or TensorRT."""
 
     name: str
+
+    @property
+    def capturable(self) -> bool:
+        """Whether decode steps may be captured into a CUDA graph."""
+        ...
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Run one announced step; returns logits [R, V] fp32."""
@@ -49,6 +56,8 @@ class Stepper:
         """Take an executor and its session; rope is `rope_table`'s result."""
         self.executor, self.session, self.limits = executor, session, limits
         self._fixed = {"rope": rope.to(session.device), "state": session.address_table()}
+        self._width = session.plan.pages(limits.max_seq_len)
+        self._graphs = DecodeGraphs(executor, session, self._width, self._fixed) if executor.capturable else None
 
     @torch.inference_mode()
     def run(self, rows: Sequence[StepRow]) -> Tensor:
@@ -58,26 +67,11 @@ class Stepper:
         groups = self.session.plan.num_page_groups
         prompts = [total if row.prompt is None else row.prompt for row, total in zip(rows, stored, strict=True)]
         self.session.begin_step(new, [stored] * groups, [row.slot for row in rows], [[row.pages for row in rows]] * groups, prompts)
-        inputs = {name: tensor.to(self.session.device, non_blocking=True) for name, tensor in self._inputs(rows, new, stored).items()}
-        logits = self.executor.run({**self._fixed, **inputs})
+        if self._graphs is not None and self.executor.capturable and self._graphs.takes(rows):
+            logits = self._graphs.run(rows)
+        else:
+            values = {**small_inputs(rows, groups), "page_table": page_table(rows, groups, self._width)}
+            inputs = {name: torch.from_numpy(value.copy()).to(self.session.device, non_blocking=True) for name, value in values.items()}
+            logits = self.executor.run({**self._fixed, **inputs})
         self.session.end_step()
         return logits
-
-    def _inputs(self, rows: Sequence[StepRow], new: list[int], stored: list[int]) -> dict[str, Tensor]:
-        starts = [0]
-        for count in new:
-            starts.append(starts[-1] + count)
-        groups = self.session.plan.num_page_groups
-        width = self.session.plan.pages(self.limits.max_seq_len)  # constant: a shape that changes costs TensorRT a callback in every plugin
-        table = [[*row.pages, *[0] * (width - len(row.pages))] for row in rows]
-        values = {
-            "token_ids": [token for row in rows for token in row.tokens],
-            "positions": [position for row in rows for position in range(row.seen, row.seen + len(row.tokens))],
-            "cu_seqlens": starts,
-            "seq_lens": stored,
-            "stored_lens": [stored] * groups,
-            "slots": [row.slot for row in rows],
-            "page_table": [table] * groups,
-            "last_rows": [start + index for start, row in zip(starts, rows, strict=False) for index in row.logits_of] or [0],
-        }
-        return {name: torch.tensor(value, dtype=torch.int32) for name, value in values.items()}

@@ -120,6 +120,11 @@ class TensorrtExecutor:
             for name, tensor in bindings.items():
                 self._bind(name, tensor)
 
+    @property
+    def capturable(self) -> bool:
+        """A step goes through TensorRT's own launches."""
+        return False
+
     @torch.inference_mode()
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Run one step that `Session.begin_step` announced; inputs by graph input name, on any device. Returns logits [R, V] fp32.

@@ -1,0 +1,68 @@
+"""KvSelect on an NVIDIA GPU: score, then choose, both launches reading lengths and pages on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trtkv.plan import SelectPlan
+from trtkv.plugins.face import OpConfig
+from trtkv.plugins.kv_select import launch, op
+from trtkv.plugins.roles import load_role
+from trtkv.plugins.selection import speculative_queries
+from trtkv.plugins.session import Session
+from trtkv.plugins.support import summary_kind
+
+
+def select(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+    """Choose units for the sequences that decode; inputs and result as the torch form's, what prefill rows hold is not read."""
+    plan, step = session.plan.select[layer], session.step(layer)
+    assert plan is not None, f"layer {layer} selects nothing"
+    if summary_kind(session.plan, layer) is None:
+        op.select(session, layer, config, inputs, out)
+        return
+    query, starts, _, stored, slots, table = inputs[:6]
+    if plan.speculative and not step.decoding:
+        session.buffer("previous_query", layer)[[row.slot for row in step.rows if row.stored <= row.prompt]] = torch.nan
+    if not any(row.decodes for row in step.rows):
+        return
+    group = session.plan.page_groups[layer]
+    asking = query if step.decoding else query.index_select(0, starts[1:] - 1)
+    if plan.speculative:
+        asking = _speculate(session, layer, config, plan, asking, slots)
+    _launch(session, layer, config, plan, asking, stored[group], table[group], out)
+
+
+def _speculate(session: Session, layer: int, config: OpConfig, plan: SelectPlan, query: Tensor, slots: Tensor) -> Tensor:
+    """Return the queries [B, Hq D] that select, and remember this step's; a slot that begins holds NaN, which selects with its own."""
+    remembered = session.buffer("previous_query", layer)
+    own, where = query.unflatten(1, (config.num_q_heads, config.head_dim)), slots.long()
+    asking = speculative_queries(load_role(plan.meaning), own, remembered[where], config.num_kv_heads)
+    remembered[where] = own
+    return asking.flatten(1)
+
+
+def _launch(session: Session, layer: int, config: OpConfig, plan: SelectPlan, query: Tensor, lens: Tensor, table: Tensor, out: Tensor) -> None:
+    batch, page = table.shape[0], session.plan.page_size
+    rows, units = batch * config.num_kv_heads, table.shape[1] * page // plan.unit
+    scratch = session.scratch(("select", rows, units, plan.pooling), lambda: _allocate(rows, units, config, plan, query.device))
+    scores, parts = scratch
+    threshold, overlap = session.reads_all_up_to(layer), launch.overlaps(rows, units)
+    common = {"page_size": page, "budget": threshold, "scale": config.scale, "pooling": plan.pooling, "overlap": overlap}
+    if summary_kind(session.plan, layer) == "fier":
+        launch.fier_score(query, session.words(layer), session.buffer("fier_range", layer), table, lens, scores, parts, **common)
+    else:
+        bounds = session.buffer("page_bounds", layer)
+        launch.page_score(query, bounds.view(bounds.shape[0], bounds.shape[1], 2, -1), table, lens, scores, parts, **common)
+    launch.select_units(
+        scores, parts, lens, out, budget=threshold, sink=plan.sink, window=plan.window, unit=plan.unit, group=plan.group, pooling=plan.pooling,
+        overlap=overlap,
+    )  # fmt: skip
+
+
+def _allocate(rows: int, units: int, config: OpConfig, plan: SelectPlan, device: torch.device) -> tuple[Tensor, Tensor]:
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    heads = config.num_q_heads // config.num_kv_heads
+    return launch.Scratch.plan(rows, heads, plan.pooling, units, sms).allocate(rows, device)

@@ -1,0 +1,105 @@
+"""The announced step as the ops of one page group see it; what only the torch forms need is made when they ask for it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Row:
+    """One sequence of the step: its rows [start, start + new) among the T tokens, and where it is stored.
+
+    stored counts the tokens behind the append, prompt those of the whole prompt; page_numbers are in order and may name pages that come later.
+    """
+
+    start: int
+    new: int
+    stored: int
+    slot: int
+    page_numbers: Sequence[int]
+    page_size: int
+    device: torch.device
+    prompt: int = 0
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the sequence has one new token, which may then read a selection."""
+        return self.new == 1
+
+    @property
+    def answers(self) -> bool:
+        """Whether the sequence is behind its prompt."""
+        return self.new == 1 and self.stored > self.prompt
+
+    @cached_property
+    def pages(self) -> Tensor:
+        """Numbers of the used pages [M] int64."""
+        return torch.tensor(self._used, dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def run(self) -> slice | None:
+        """The used pages as a slice when they are consecutive."""
+        used = self._used
+        if used and all(b == a + 1 for a, b in itertools.pairwise(used)):
+            return slice(used[0], used[-1] + 1)
+        return None
+
+    @property
+    def _used(self) -> Sequence[int]:
+        return self.page_numbers[: -(-self.stored // self.page_size)]
+
+
+@dataclass
+class StepGroup:
+    """The step as the layers of one page group see it; cache holds what layers of this step share."""
+
+    rows: list[Row]
+    page_size: int
+    device: torch.device
+    cache: dict[object, object] = field(default_factory=dict)
+
+    @cached_property
+    def decoding(self) -> bool:
+        """Whether every sequence has one new token."""
+        return all(row.decodes for row in self.rows)
+
+    @cached_property
+    def longest(self) -> int:
+        """New tokens of the sequence that has most."""
+        return max(row.new for row in self.rows)
+
+    @cached_property
+    def decode_rows(self) -> Tensor:
+        """Which of the B sequences have one new token, int64."""
+        return torch.tensor([b for b, row in enumerate(self.rows) if row.decodes], dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Page and place within the page [T] int64 of every new token."""
+        pages, inside = [], []
+        for row in self.rows:
+            for index in range(row.stored - row.new, row.stored):
+                pages.append(row.page_numbers[index // self.page_size])
+                inside.append(index % self.page_size)
+        return self._integers(pages), self._integers(inside)
+
+    def closed_groups(self, group: int) -> tuple[Tensor, Tensor]:
+        """Return page and index within the page, int64, of every group of tokens that this step completes."""
+        key = ("closed", group)
+        if key not in self.cache:
+            pages, inside = [], []
+            for row in self.rows:
+                for index in range((row.stored - row.new) // group, row.stored // group):
+                    pages.append(row.page_numbers[index * group // self.page_size])
+                    inside.append(index % (self.page_size // group))
+            self.cache[key] = (self._integers(pages), self._integers(inside))
+        return self.cache[key]  # type: ignore[return-value]
+
+    def _integers(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)

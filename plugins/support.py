@@ -1,0 +1,65 @@
+"""What the kernels take on: the one place that says whether a layer's ops run as kernels or in torch."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from trtkv.plan import CachePlan, SelectPlan
+
+if TYPE_CHECKING:
+    from trtkv.plugins.face import OpConfig
+
+HEAD_DIMS = (64, 96, 128, 256)
+MOST_GROUP_HEADS = 8
+SUMMARIES = {"fier": "fier", "quest": "bounds", "freekv": "bounds"}  # op names of roles whose summaries the append kernel writes
+
+
+@cache
+def gpu_ready(device: torch.device) -> str | None:
+    """Say why no kernel runs on a device, None when they do."""
+    if device.type != "cuda":
+        return "no CUDA device is used"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the GPU is older than compute capability 8.0"
+    try:
+        import triton  # noqa: F401
+        from cuda.bindings import driver, nvrtc  # noqa: F401
+    except ImportError as error:
+        return f"{error.name} is not installed (pip install 'trtkv[gpu]')"
+    return None
+
+
+def runs_kernels(plan: CachePlan, config: OpConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Say whether append and attention run as kernels."""
+    return gpu_ready(device) is None and not plan.held and fits(config, dtype) and plan.page_size % 16 == 0
+
+
+def captures(plan: CachePlan, layer: int, config: OpConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Say whether decode steps of a layer need nothing from the host, so that they can be captured."""
+    return runs_kernels(plan, config, dtype, device) and (plan.select[layer] is None or summary_kind(plan, layer) is not None)
+
+
+def fits(config: OpConfig, dtype: torch.dtype) -> bool:
+    """Say whether the kernels are written for these heads."""
+    group = config.num_q_heads // config.num_kv_heads
+    return dtype in (torch.bfloat16, torch.float16) and config.head_dim in HEAD_DIMS and group <= MOST_GROUP_HEADS
+
+
+def summary_kind(plan: CachePlan, layer: int) -> str | None:
+    """Name the summary that the append kernel keeps for a layer, None where the layer selects nothing or selects in torch."""
+    select = plan.select[layer]
+    if select is None or not select.meaning.role.startswith("trtkv."):
+        return None
+    kind = SUMMARIES.get(select.meaning.op)
+    if kind == "fier":
+        return kind if select.group == 32 and plan.page_size % 32 == 0 and _pools(select) else None
+    if kind == "bounds":
+        return kind if select.unit == plan.page_size and select.meaning.fields.get("digest", "minmax") == "minmax" and _pools(select) else None
+    return None
+
+
+def _pools(select: SelectPlan) -> bool:
+    return select.pooling != "none"

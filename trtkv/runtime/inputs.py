@@ -1,0 +1,40 @@
+"""A step's inputs as the engine reads them, made on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from trtkv.runtime.step import StepRow
+
+Int32 = npt.NDArray[np.int32]
+
+
+def small_inputs(rows: Sequence[StepRow], groups: int) -> dict[str, Int32]:
+    """Return every per-step input but the page table, int32: by name, one entry a token or a sequence (or one a page group and sequence)."""
+    new = np.fromiter((len(row.tokens) for row in rows), np.int32, len(rows))
+    seen = np.fromiter((row.seen for row in rows), np.int32, len(rows))
+    starts = np.concatenate([np.zeros(1, np.int32), np.cumsum(new, dtype=np.int32)])
+    stored = seen + new
+    first = np.repeat(seen - starts[:-1], new)
+    return {
+        "token_ids": np.fromiter((token for row in rows for token in row.tokens), np.int32, int(starts[-1])),
+        "positions": np.arange(starts[-1], dtype=np.int32) + first,
+        "cu_seqlens": starts,
+        "seq_lens": stored,
+        "stored_lens": np.broadcast_to(stored, (groups, len(rows))),
+        "slots": np.fromiter((row.slot for row in rows), np.int32, len(rows)),
+        "last_rows": np.array([start + index for start, row in zip(starts, rows, strict=False) for index in row.logits_of] or [0], np.int32),
+    }
+
+
+def page_table(rows: Sequence[StepRow], groups: int, width: int) -> Int32:
+    """Return the pages of every sequence [Y, B, M] int32; a constant width spares TensorRT a callback in every plugin."""
+    table = np.zeros((len(rows), width), np.int32)
+    for b, row in enumerate(rows):
+        table[b, : len(row.pages)] = row.pages
+    return np.broadcast_to(table, (groups, *table.shape))
