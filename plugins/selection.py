@@ -57,11 +57,3 @@ def speculative_query(role: Any, query: Tensor, previous: Tensor | None, num_kv_
         return query
     own = role.corrected(query, previous, num_kv_heads).repeat_interleave(query.shape[0] // num_kv_heads)
     return torch.where(own[:, None], query, previous)
-
-
-def speculative_queries(role: Any, query: Tensor, previous: Tensor, num_kv_heads: int) -> Tensor:
-    """Return `speculative_query` for a batch: query and previous [B, Hq, D]; a previous query of NaN is none."""
-    batch, heads, _ = query.shape
-    own = role.corrected(query.flatten(0, 1), previous.flatten(0, 1), batch * num_kv_heads)
-    own = own | previous.unflatten(1, (num_kv_heads, -1))[:, :, 0, 0].isnan().flatten()
-    return torch.where(own.repeat_interleave(heads // num_kv_heads).view(batch, heads, 1), query, previous)

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from trtkv.plugins._torch.paged import read_pages
 from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_attend import launch, op
+from trtkv.plugins.kv_attend.prefill import attend_chunk
 from trtkv.plugins.session import Session
 
 
@@ -26,7 +28,8 @@ def attend(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
         if not row.decodes:
             rows = slice(row.start, row.start + row.new)
             chunk = query[rows].unflatten(1, (config.num_q_heads, config.head_dim))
-            out[rows] = op.dense(session, layer, config, row, chunk).flatten(1)
+            keys, values = (read_pages(session.buffer(name, layer), row)[:, : row.stored] for name in ("keys", "values"))
+            out[rows] = attend_chunk(chunk, keys, values, config.scale).flatten(1)
     which = step.decode_rows
     if len(which):
         places = inputs[1][:-1][which]

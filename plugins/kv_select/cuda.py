@@ -10,8 +10,7 @@ from torch import Tensor
 from trtkv.plan import SelectPlan
 from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_select import launch, op
-from trtkv.plugins.roles import load_role
-from trtkv.plugins.selection import speculative_queries
+from trtkv.plugins.kv_select.speculate import speculate
 from trtkv.plugins.session import Session
 from trtkv.plugins.support import summary_kind
 
@@ -24,24 +23,17 @@ def select(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
         op.select(session, layer, config, inputs, out)
         return
     query, starts, _, stored, slots, table = inputs[:6]
-    if plan.speculative and not step.decoding:
-        session.buffer("previous_query", layer)[[row.slot for row in step.rows if row.stored <= row.prompt]] = torch.nan
+    fresh = [row.slot for row in step.rows if not row.answers]
+    if plan.speculative and fresh:
+        session.buffer("previous_query", layer)[fresh] = torch.nan
     if not any(row.decodes for row in step.rows):
         return
     group = session.plan.page_groups[layer]
     asking = query if step.decoding else query.index_select(0, starts[1:] - 1)
     if plan.speculative:
-        asking = _speculate(session, layer, config, plan, asking, slots)
+        remembered, tau = session.buffer("previous_query", layer), float(plan.meaning.fields["tau"])
+        asking = speculate(asking, remembered, slots, tau, config.num_kv_heads)
     _launch(session, layer, config, plan, asking, stored[group], table[group], out)
-
-
-def _speculate(session: Session, layer: int, config: OpConfig, plan: SelectPlan, query: Tensor, slots: Tensor) -> Tensor:
-    """Return the queries [B, Hq D] that select, and remember this step's; a slot that begins holds NaN, which selects with its own."""
-    remembered = session.buffer("previous_query", layer)
-    own, where = query.unflatten(1, (config.num_q_heads, config.head_dim)), slots.long()
-    asking = speculative_queries(load_role(plan.meaning), own, remembered[where], config.num_kv_heads)
-    remembered[where] = own
-    return asking.flatten(1)
 
 
 def _launch(session: Session, layer: int, config: OpConfig, plan: SelectPlan, query: Tensor, lens: Tensor, table: Tensor, out: Tensor) -> None:

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from tests.tiny import TinyModel
 from trtkv.api import build
-from trtkv.errors import CapacityError, RequestError
+from trtkv.errors import RequestError
 from trtkv.runtime.llm import LLM
-from trtkv.runtime.pages import PageAllocator
 from trtkv.runtime.sampler import SamplingParams
 
 LONG = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -58,16 +57,23 @@ def test_streams_side_by_side_do_not_meet(llm: LLM) -> None:
     assert idle(llm)
 
 
-def test_a_third_call_is_told_that_the_engine_is_busy(llm: LLM) -> None:
+def test_a_third_call_waits_for_a_slot_while_the_others_go_on(llm: LLM) -> None:
+    expected = [llm.generate([text], LONG)[0].text for text in ("first", "second", "third")]
+    streams = [llm.stream([text], LONG) for text in ("first", "second")]
+    texts = [next(stream).text for stream in streams]
+    assert llm.generate(["third"], LONG)[0].text == expected[2]
+    assert [text + "".join(event.text for event in stream) for text, stream in zip(texts, streams, strict=True)] == expected[:2]
+    assert idle(llm)
+
+
+def test_a_stream_that_is_closed_frees_what_it_held(llm: LLM) -> None:
     streams = [llm.stream([text], LONG) for text in ("first", "second")]
     for stream in streams:
         next(stream)
-    with pytest.raises(CapacityError, match="another call holds"):
-        llm.generate(["third"], LONG)
+    assert not idle(llm)
     for stream in streams:
         stream.close()  # type: ignore[attr-defined]
     assert idle(llm)
-    assert llm.generate(["third"], LONG)[0].finish_reason == "length"
 
 
 def test_the_answer_is_cut_at_the_engines_limit(llm: LLM) -> None:
@@ -85,19 +91,3 @@ def test_requests_that_cannot_be_served(llm: LLM) -> None:
         llm.generate([[]])
     assert llm.generate([], LONG) == []
     assert idle(llm)
-
-
-@given(takes=st.lists(st.integers(0, 9), max_size=12))
-def test_pages_are_lent_once(takes: list[int]) -> None:
-    pages = PageAllocator(20)
-    held: list[list[int]] = []
-    for count in takes:
-        if count > pages.free:
-            with pytest.raises(CapacityError):
-                pages.take(count)
-            pages.give(held.pop(0) if held else [])
-        else:
-            held.append(pages.take(count))
-        lent = [page for one in held for page in one]
-        assert len(set(lent)) == len(lent)
-        assert pages.free + len(lent) == 20

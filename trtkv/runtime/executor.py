@@ -43,14 +43,16 @@ class TorchExecutor:
         """Run one step that `Session.begin_step` announced; inputs by graph input name. Returns logits [R, V] fp32."""
         values: dict[str, Any] = {**self._bound, **inputs}
         for node in self._nodes:
-            values[node.output] = self._run(node, [values[name] for name in node.inputs])
+            made = self._run(node, [values[name] for name in node.inputs])
+            outputs = {node.output: made} if node.also is None else {node.output: made[0], node.also: made[1]}
+            values |= outputs
             if self.taps is not None:
-                self.taps[node.output] = values[node.output]
+                self.taps |= outputs
             for name in node.dead:
                 del values[name]
         return values["logits"]
 
-    def _run(self, node: Node, args: list[Any]) -> Tensor:
+    def _run(self, node: Node, args: list[Any]) -> Any:
         if node.kind == "Gemm":
             return args[1].linear(args[0], args[2] if len(args) > 2 else None)
         args = [arg.whole if isinstance(arg, Weight) else arg for arg in args]

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch import Tensor
-
 from trtkv.errors import RequestError
+from trtkv.runtime.batcher import Batcher, Event
 from trtkv.runtime.loading import Engine, Options, Progress, open_engine
-from trtkv.runtime.sampler import SamplingParams, StopChecker, sample
-from trtkv.runtime.scheduler import Running, Scheduler
+from trtkv.runtime.sampler import SamplingParams
 from trtkv.runtime.stats import Stats
 from trtkv.runtime.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A piece of one answer: request is the prompt's index, text what became final with this token, finish_reason set with the last."""
-
-    request: int
-    token_id: int | None
-    text: str
-    logprob: float | None = None
-    finish_reason: str | None = None
 
 
 @dataclass(slots=True)
@@ -67,6 +53,7 @@ class LLM:
         options = Options(None if weights is None else str(weights), device, executor, cache_bytes)
         self.engine: Engine = open_engine(Path(engine), options, progress)
         self.tokenizer = Tokenizer(Path(engine)) if (Path(engine) / "tokenizer.json").is_file() else None
+        self.batcher = Batcher(self.engine, self.tokenizer)
         self.stats = Stats()
 
     @property
@@ -128,48 +115,13 @@ class LLM:
         return every
 
     def _run(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[Event]:
-        engine = self.engine
-        scheduler = Scheduler(engine.session.plan, engine.manifest.limits, engine.pages, engine.slots)
-        for one, settings in zip(prompts, params, strict=True):
-            scheduler.check(one, settings.max_tokens)
-        stats = self.stats = Stats()
-        checkers = [StopChecker(settings, self.tokenizer, engine.manifest.model.eos_ids) for settings in params]
-        for index, (one, settings) in enumerate(zip(prompts, params, strict=True)):
-            scheduler.add(Running(index, list(one), len(one), settings.max_tokens))
-        everything = [*scheduler.waiting]
+        call = self.batcher.submit(prompts, params)
+        self.stats = call.stats
         try:
-            while batch := scheduler.next():
-                started = time.perf_counter()
-                logits = engine.stepper.run([row for _, row in batch])
-                wanted = [one for one, row in batch if row.logits_of]
-                ids, logprobs = _sample(logits, wanted, params)
-                stats.add_step(engine.session, batch, time.perf_counter() - started)
-                for one, row in batch:
-                    one.seen += len(row.tokens)
-                for one, token, logprob in zip(wanted, ids, logprobs, strict=True):
-                    yield self._advance(scheduler, one, token, logprob, checkers[one.request])
+            while call.events or call.open:
+                if call.events:
+                    yield call.events.popleft()
+                else:
+                    self.batcher.advance()
         finally:
-            for one in everything:
-                self._drop(scheduler, one)
-
-    def _drop(self, scheduler: Scheduler, one: Running) -> None:
-        if one.slot >= 0:
-            self.engine.session.release(one.slot)
-        scheduler.remove(one)
-
-    def _advance(self, scheduler: Scheduler, one: Running, token: int, logprob: float | None, checker: StopChecker) -> Event:
-        one.tokens.append(token)
-        text, reason = checker.push(token)
-        if reason is None and one.num_generated >= one.max_tokens:
-            # The engine's limit can come before the request's own, which the checker counts.
-            text, reason = text + checker.flush(), "length"
-        if reason is not None:
-            self._drop(scheduler, one)
-        return Event(one.request, token, text, logprob, reason)
-
-
-def _sample(logits: Tensor, wanted: Sequence[Running], params: Sequence[SamplingParams]) -> tuple[list[int], list[float | None]]:
-    if not wanted:
-        return [], []
-    settings = [params[one.request] for one in wanted]
-    return sample(logits, settings, [one.tokens for one in wanted], [one.num_prompt for one in wanted])
+            self.batcher.cancel(call)

@@ -1,33 +1,90 @@
-"""Who owns which page: a free list for each page group."""
+"""Who owns which page: counted owners, and pages whose contents may serve another prompt that begins the same way."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+import numpy as np
 
 from trtkv.errors import CapacityError
 
+Key = bytes
+
 
 class PageAllocator:
-    """Hands out page numbers of one pool, lowest first, so that a sequence's pages tend to lie side by side."""
+    """Hands out page numbers of one pool, lowest first, so that a sequence's pages tend to lie side by side.
+
+    A page may have several owners. Published pages keep their contents when the last owner gives them back, until their room is needed: those
+    that nobody has used for longest go first.
+    """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, -1, -1))
+        self._free = list(range(num_pages))
+        self._owners: dict[int, int] = {}
+        self._page_of: dict[Key, int] = {}
+        self._key_of: dict[int, Key] = {}
+        self._idle: dict[int, None] = {}  # published pages without an owner, oldest first
 
     @property
     def free(self) -> int:
         """Pages that nobody owns."""
-        return len(self._free)
+        return len(self._free) + len(self._idle)
 
     def take(self, count: int) -> list[int]:
         """Take pages; raises CapacityError and takes none when there are too few."""
-        if count > len(self._free):
-            raise CapacityError(
-                f"{count} pages wanted, {len(self._free)} of {self.num_pages} free", "Lower max-batch-size or give the cache more memory."
-            )
-        return [self._free.pop() for _ in range(count)]
+        if count > self.free:
+            raise CapacityError(f"{count} pages wanted, {self.free} of {self.num_pages} free", "Lower max-batch-size or give the cache more memory.")
+        taken = []
+        for _ in range(count):
+            if not self._free:
+                self._forget(next(iter(self._idle)))
+            page = heapq.heappop(self._free)
+            self._owners[page] = 1
+            taken.append(page)
+        return taken
 
     def give(self, pages: Sequence[int]) -> None:
-        """Return pages to the pool."""
-        self._free.extend(pages)
-        self._free.sort(reverse=True)
+        """Return pages of one owner to the pool."""
+        for page in pages:
+            self._owners[page] -= 1
+            if self._owners[page]:
+                continue
+            del self._owners[page]
+            if page in self._key_of:
+                self._idle[page] = None
+            else:
+                heapq.heappush(self._free, page)
+
+    def share(self, keys: Iterable[Key]) -> list[int]:
+        """Become an owner of the published pages of the longest known beginning of keys."""
+        shared = []
+        for key in keys:
+            page = self._page_of.get(key)
+            if page is None:
+                break
+            self._idle.pop(page, None)
+            self._owners[page] = self._owners.get(page, 0) + 1
+            shared.append(page)
+        return shared
+
+    def publish(self, page: int, key: Key) -> None:
+        """Offer an owned, full page to prompts that begin the same way; the first page of a key is kept."""
+        if key not in self._page_of and page not in self._key_of:
+            self._page_of[key], self._key_of[page] = page, key
+
+    def _forget(self, page: int) -> None:
+        del self._idle[page]
+        del self._page_of[self._key_of.pop(page)]
+        heapq.heappush(self._free, page)
+
+
+def page_keys(tokens: Sequence[int], page_size: int, count: int, known: Sequence[Key] = ()) -> list[Key]:
+    """Name the first count full pages of a prompt, each by its tokens and all before them; known are the first names."""
+    keys = list(known)
+    for page in range(len(keys), count):
+        part = np.asarray(tokens[page * page_size : (page + 1) * page_size], np.int32)
+        keys.append(blake2b((keys[-1] if keys else b"") + part.tobytes(), digest_size=16).digest())
+    return keys

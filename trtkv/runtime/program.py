@@ -16,6 +16,7 @@ from torch import Tensor
 from trtkv.errors import EngineError
 from trtkv.plugins.face import DOMAIN, OpConfig
 from trtkv.plugins.ops import FACES
+from trtkv.runtime import fused
 
 if TYPE_CHECKING:
     import onnx
@@ -25,13 +26,14 @@ TORCH_OF_ONNX = {1: torch.float32, 10: torch.float16, 16: torch.bfloat16, 6: tor
 
 @dataclass(slots=True)
 class Node:
-    """One operator: kind, the names that it reads, the name that it writes, its constants, and the names that die with it."""
+    """One operator: kind, the names that it reads, the name that it writes (and a second one), its constants, and the names that die with it."""
 
     kind: str
     inputs: tuple[str, ...]
     output: str
     attributes: dict[str, Any] = field(default_factory=dict)
     dead: tuple[str, ...] = ()
+    also: str | None = None
 
 
 @dataclass(slots=True)
@@ -49,7 +51,7 @@ def load_program(path: Path) -> tuple[list[Node], dict[str, Tensor]]:
 
     graph = onnx.load(str(path)).graph
     constants = {one.name: torch.from_numpy(numpy_helper.to_array(one).copy()) for one in graph.initializer}
-    nodes = list(_fuse([_read(node) for node in graph.node], constants))
+    nodes = list(_join_sums(list(_fuse([_read(node) for node in graph.node], constants))))
     return _with_lifetimes(nodes, {one.name for one in graph.output}), constants
 
 
@@ -124,8 +126,24 @@ def _swiglu(node: Node, readers: dict[str, list[Node]]) -> tuple[Node, set[str]]
     return Node("SwiGlu", node.inputs, last.output), {node.output, sigmoid.output, silu.output, last.output}
 
 
+def _join_sums(nodes: list[Node]) -> Iterator[Node]:
+    """Let a norm make the sum that it reads, where the sum stands right before it."""
+    held: Node | None = None
+    for node in nodes:
+        if held is not None and node.kind == "RmsNorm" and node.inputs[0] == held.output:
+            node = Node("AddRmsNorm", (*held.inputs, node.inputs[1]), node.output, node.attributes, also=held.output)
+            held = None
+        if held is not None:
+            yield held
+        held = node if node.kind == "Add" else None
+        if held is None:
+            yield node
+    if held is not None:
+        yield held
+
+
 def _with_lifetimes(nodes: list[Node], outputs: set[str]) -> list[Node]:
-    made = {node.output for node in nodes}
+    made = {name for node in nodes for name in (node.output, node.also) if name}
     seen = set(outputs)
     for node in reversed(nodes):
         node.dead = tuple(dict.fromkeys(name for name in node.inputs if name in made and name not in seen))
@@ -137,23 +155,11 @@ def _gather(node: Node, args: list[Any]) -> Tensor:
     return args[0].index_select(0, args[1])
 
 
-def _rms(node: Node, args: list[Any]) -> Tensor:
-    x, weight = args
-    if x.dtype == torch.float32:
-        return torch.nn.functional.rms_norm(x, weight.shape, weight, node.attributes["eps"])
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + node.attributes["eps"])).to(x.dtype) * weight
-
-
-def _silu_up(node: Node, args: list[Any]) -> Tensor:
-    gate, up = args[0].chunk(2, -1)
-    return torch.nn.functional.silu(gate).mul_(up)
-
-
-TORCH_OPS: dict[str, Callable[[Node, list[Any]], Tensor]] = {
+TORCH_OPS: dict[str, Callable[[Node, list[Any]], Any]] = {
     "Gather": _gather,
     "Add": lambda node, args: args[0] + args[1],
     "Cast": lambda node, args: args[0].to(TORCH_OF_ONNX[node.attributes["to"]]),
-    "RmsNorm": _rms,
-    "SwiGlu": _silu_up,
+    "RmsNorm": lambda node, args: fused.rms_norm(*args, node.attributes["eps"]),
+    "AddRmsNorm": lambda node, args: fused.add_rms_norm(*args, node.attributes["eps"]),
+    "SwiGlu": lambda node, args: fused.silu_product(args[0]),
 }

@@ -1,44 +1,64 @@
-"""Which sequences take part in the next step: running ones first, then prompts in the order of their arrival, chunk by chunk."""
+"""Which sequences take part in the next step: running ones first, then prompts by priority and arrival, chunk by chunk.
+
+A sequence of a paged cache owns the pages that it fills and one more; when they run out, the one that came last gives way: it loses its pages
+and is computed again when there is room. Caches held in tensors cannot be computed again half-way, so those are admitted for their longest form.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
+from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from trtkv.config import Limits
 from trtkv.errors import CapacityError, RequestError
 from trtkv.plan import CachePlan
-from trtkv.runtime.pages import PageAllocator
+from trtkv.runtime.pages import Key, PageAllocator, page_keys
 from trtkv.runtime.step import StepRow
+
+_arrivals = itertools.count()
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A prompt on its way: tokens with what was generated so far, and how many of them are in the cache."""
+    """A prompt on its way: tokens with what was generated so far, and how many of them are in the cache.
+
+    Higher priority runs first; reused counts prompt tokens whose pages another prompt had filled, keys names the prompt's full pages.
+    """
 
     request: int
     tokens: list[int]
     num_prompt: int
     max_tokens: int
+    priority: int = 0
     seen: int = 0
     slot: int = -1
     pages: list[int] = field(default_factory=list)
+    reused: int = 0
+    keys: list[Key] = field(default_factory=list)
+    arrival: int = field(default_factory=lambda: next(_arrivals))
 
     @property
     def num_generated(self) -> int:
         """Tokens generated so far."""
         return len(self.tokens) - self.num_prompt
 
+    @property
+    def order(self) -> tuple[int, int]:
+        """Rank among those that want to run: lower comes first."""
+        return -self.priority, self.arrival
+
 
 class Scheduler:
-    """Admits a sequence when the pages of its longest possible form are free, so that a running one never runs out."""
+    """Shares an engine's slots and pages among sequences; one that has been admitted always ends."""
 
     def __init__(self, plan: CachePlan, limits: Limits, pages: PageAllocator, slots: list[int]) -> None:
         """Share pages and free slots with whatever else runs on the engine."""
         self.plan, self.limits, self.pages = plan, limits, pages
-        self.waiting: deque[Running] = deque()
+        self.waiting: list[Running] = []
         self.running: list[Running] = []
+        self.preemptions = 0
         self._slots = slots
 
     def check(self, tokens: Sequence[int], max_tokens: int) -> None:
@@ -60,23 +80,21 @@ class Scheduler:
     def add(self, sequence: Running) -> None:
         """Queue a checked sequence; its answer is cut at the engine's limit."""
         sequence.max_tokens = min(sequence.max_tokens, self.limits.max_seq_len - sequence.num_prompt)
-        self.waiting.append(sequence)
+        insort(self.waiting, sequence, key=lambda one: one.order)
 
     def remove(self, sequence: Running) -> None:
         """Forget a finished or cancelled sequence and free what it held."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         if sequence in self.running:
-            self.running.remove(sequence)
-            self.pages.give(sequence.pages)
-            self._slots.append(sequence.slot)
-            sequence.pages, sequence.slot = [], -1
+            self._release(sequence)
 
     def next(self) -> list[tuple[Running, StepRow]]:
         """Choose the next step's sequences: at most max_chunk_tokens new tokens together; none when all are finished.
 
         Raises CapacityError when nothing runs here and others hold what the first in line needs.
         """
+        self._grow()
         self._admit()
         if self.waiting and not self.running:
             raise CapacityError(
@@ -84,11 +102,24 @@ class Scheduler:
             )
         return list(self._choose(self.limits.max_chunk_tokens))
 
+    def stored(self, sequence: Running) -> None:
+        """Take note that a step has stored a sequence's tokens up to `seen`: the prompt's full pages may serve others from now on."""
+        full = min(sequence.seen, sequence.num_prompt) // self.plan.page_size
+        if self.plan.held or full == len(sequence.keys):
+            return
+        keys = page_keys(sequence.tokens, self.plan.page_size, full, sequence.keys)
+        for index in range(len(sequence.keys), full):
+            self.pages.publish(sequence.pages[index], keys[index])
+        sequence.keys = keys
+
     def _choose(self, room: int) -> Iterator[tuple[Running, StepRow]]:
         decoding = [one for one in self.running if len(one.tokens) - one.seen == 1]
         prefilling = [one for one in self.running if len(one.tokens) - one.seen > 1]
         for one in decoding + prefilling:
-            count = min(room, len(one.tokens) - one.seen)
+            left = len(one.tokens) - one.seen
+            count = min(room, left)
+            if count == left - 1 and count > 1:
+                count -= 1  # a prompt's last token alone would be taken for one that decodes
             if count:
                 room -= count
                 finished = one.seen + count == len(one.tokens)
@@ -98,10 +129,53 @@ class Scheduler:
                 )
 
     def _admit(self) -> None:
-        while self.waiting and self._slots:
-            need = self.plan.pages(self.waiting[0].num_prompt + self.waiting[0].max_tokens)
-            if need > self.pages.free:
+        while self.waiting:
+            if self._begin(self.waiting[0]):
+                insort(self.running, self.waiting.pop(0), key=lambda one: one.order)
+            elif not self.plan.held and self.running and self.running[-1].priority < self.waiting[0].priority:
+                self._preempt(self.running[-1])
+            else:
                 return
-            one = self.waiting.popleft()
-            one.pages, one.slot = self.pages.take(need), self._slots.pop()
-            self.running.append(one)
+
+    def _begin(self, one: Running) -> bool:
+        """Give a waiting sequence its slot and pages, if there are any."""
+        if not self._slots:
+            return False
+        shared = [] if self.plan.held else self.pages.share(self._prompt_keys(one))
+        need = self._pages_to_begin(one) - len(shared)
+        # One page in hand for every running sequence, or the newest would soon have to give way.
+        if need + (0 if self.plan.held else len(self.running)) > self.pages.free:
+            self.pages.give(shared)
+            return False
+        one.pages, one.slot = shared + self.pages.take(need), self._slots.pop()
+        one.seen = one.reused = len(shared) * self.plan.page_size
+        return True
+
+    def _prompt_keys(self, one: Running) -> list[Key]:
+        """Name the prompt's pages that may be reused: at least two tokens are always computed, the last of which gives the logits."""
+        return page_keys(one.tokens, self.plan.page_size, max(0, one.num_prompt - 2) // self.plan.page_size)
+
+    def _pages_to_begin(self, one: Running) -> int:
+        longest = one.num_prompt + one.max_tokens
+        return self.plan.pages(longest if self.plan.held else min(longest, len(one.tokens) + 1))
+
+    def _grow(self) -> None:
+        """Give every running sequence the page of its next token; whoever came last gives way where there is none."""
+        for one in list(self.running):
+            need = self.plan.pages(len(one.tokens)) - len(one.pages)
+            while one in self.running and need > self.pages.free:
+                self._preempt(self.running[-1])
+            if one in self.running and need > 0:
+                one.pages = one.pages + self.pages.take(need)  # a new list: captured steps know their page table by it
+
+    def _preempt(self, one: Running) -> None:
+        self.preemptions += 1
+        self._release(one)
+        one.seen, one.keys = 0, []
+        insort(self.waiting, one, key=lambda other: other.order)
+
+    def _release(self, one: Running) -> None:
+        self.running.remove(one)
+        self.pages.give(one.pages)
+        self._slots.append(one.slot)
+        one.pages, one.slot = [], -1

@@ -14,13 +14,15 @@ from trtkv.runtime.step import StepRow
 class Stats:
     """Seconds in steps with prompt tokens and in pure decode steps, tokens, and the cache at its fullest.
 
-    stored_bytes hold data, reserved_bytes are the whole pages behind them, final_bytes what the last step's sequences held; read_tokens
-    sums over decoded tokens how many stored tokens each read, mean over the layers.
+    prompt_tokens were computed, reused_tokens found in the pages of an earlier prompt; stored_bytes hold data,
+    reserved_bytes are the whole pages behind them, final_bytes what the last step's sequences held; read_tokens sums over decoded tokens how
+    many stored tokens each read, mean over the layers.
     """
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
     prompt_tokens: int = 0
+    reused_tokens: int = 0
     generated_tokens: int = 0
     decode_tokens: int = 0
     stored_bytes: int = 0

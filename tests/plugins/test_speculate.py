@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from trtkv.plugins.kv_select.speculate import speculate
+from trtkv.plugins.selection import speculative_query
+from trtkv.policies.retrieve.freekv import FreeKV
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("heads", "group", "dim"), [(2, 4, 64), (3, 1, 128), (2, 7, 96)])
+def test_each_head_corrects_as_the_role_says(heads: int, group: int, dim: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(dim)
+    role, batch, slots = FreeKV(tau=0.8), 3, 5
+    query = torch.randn(batch, heads * group, dim, generator=generator).to(dtype).to(DEVICE)
+    remembered = torch.randn(slots, heads * group, dim, generator=generator).to(dtype).to(DEVICE)
+    which = torch.tensor([3, 0, 4], dtype=torch.int32, device=DEVICE)
+    # The first sequence has hardly moved in its first head, the second has no previous query.
+    remembered[3, :group] = query[0, :group] * 1.01
+    remembered[0] = torch.nan
+    before = remembered.clone()
+    found = speculate(query.flatten(1), remembered, which, role.tau, heads).unflatten(1, (heads * group, dim))
+    for b, slot in enumerate(which.tolist()):
+        previous = None if slot == 0 else before[slot]
+        assert torch.equal(found[b], speculative_query(role, query[b], previous, heads))
+        assert torch.equal(remembered[slot], query[b])
+    assert torch.equal(found[0, :group], before[3, :group])
+    assert torch.equal(remembered[[1, 2]], before[[1, 2]])

@@ -1,0 +1,109 @@
+"""Continuous batching on a small cache: priorities, sequences that give way, prompts that begin alike."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.tiny import TinyModel
+from trtkv.api import build
+from trtkv.runtime.batcher import Call
+from trtkv.runtime.llm import LLM
+from trtkv.runtime.sampler import SamplingParams
+
+POLICIES = ("full", "fier", "freekv", "lagkv")
+
+
+@pytest.fixture(scope="module", params=POLICIES)
+def llm(request: pytest.FixtureRequest, tiny_llama: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """An engine whose cache holds one and a half sequences of full length."""
+    out = tmp_path_factory.mktemp(request.param) / "engine"
+    sets = ("retrieve.sink=8", "retrieve.window=8") if request.param == "freekv" else ("evict.lag=32",) if request.param == "lagkv" else ()
+    limits = {"max_seq_len": 256, "max_batch_size": 4, "max_chunk_tokens": 48}
+    path = build(
+        str(tiny_llama.path), request.param, budget=None if request.param in ("full", "lagkv") else 96, sets=sets, out=out, backend="none", **limits
+    )  # type: ignore[arg-type]
+    whole = LLM(path)
+    return LLM(path, cache_bytes=whole.engine.session.plan.reserved_bytes(256) * 3 // 2)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [(17 * seed + 5 * index * index + index) % 250 for index in range(length)]
+
+
+def params(tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, ignore_eos=True)
+
+
+def ids(call: Call, request: int = 0) -> list[int | None]:
+    return [event.token_id for event in call.events if event.request == request]
+
+
+def finish(llm: LLM) -> None:
+    while llm.batcher.advance():
+        pass
+
+
+def idle(llm: LLM) -> bool:
+    return llm.engine.pages.free == llm.engine.pages.num_pages and len(llm.engine.slots) == 4 and not llm.batcher.busy
+
+
+def test_more_than_fits_is_answered_all_the_same(llm: LLM) -> None:
+    before = llm.batcher.scheduler.preemptions
+    calls = [llm.batcher.submit([prompt(60, seed)], [params(100)]) for seed in range(4)]
+    finish(llm)
+    assert [len(ids(call)) for call in calls] == [100] * 4
+    assert idle(llm)
+    assert (llm.batcher.scheduler.preemptions > before) == (not llm.engine.session.plan.held)
+
+
+def test_with_full_attention_a_sequence_that_gave_way_answers_as_if_alone(llm: LLM) -> None:
+    if llm.engine.session.plan.policy != "full":
+        pytest.skip("policies that select see generated tokens densely when they are computed again")
+    alone = [llm.generate([prompt(60, seed)], params(100))[0].token_ids for seed in range(4)]
+    calls = [llm.batcher.submit([prompt(60, seed)], [params(100)]) for seed in range(4)]
+    finish(llm)
+    assert [ids(call) for call in calls] == alone
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=8)
+@given(lengths=st.lists(st.integers(1, 120), min_size=1, max_size=6), cancelled=st.sets(st.integers(0, 5)), steps=st.integers(0, 12))
+def test_calls_that_are_cancelled_leave_nothing_behind(llm: LLM, lengths: list[int], cancelled: set[int], steps: int) -> None:
+    calls = [llm.batcher.submit([prompt(length, seed)], [params(20)]) for seed, length in enumerate(lengths)]
+    for _ in range(steps):
+        llm.batcher.advance()
+    for index in cancelled & set(range(len(calls))):
+        llm.batcher.cancel(calls[index])
+    finish(llm)
+    for index, call in enumerate(calls):
+        assert index in cancelled or len(ids(call)) == 20
+    assert idle(llm)
+
+
+def test_the_higher_priority_answers_first(llm: LLM) -> None:
+    order: list[str] = []
+    for name, priority in (("low", 0), ("low again", 0), ("high", 5)):
+        llm.batcher.submit([prompt(150, len(name))], [params(60)], priority=priority, wake=lambda name=name: order.append(name))
+    finish(llm)
+    last = {name: len(order) - 1 - order[::-1].index(name) for name in set(order)}
+    assert last["high"] < last["low"] < last["low again"]
+
+
+def test_a_prompt_that_begins_like_an_earlier_one_reuses_its_pages(llm: LLM) -> None:
+    first = prompt(150, 7)
+    other = first[:100] + prompt(40, 8)
+    expected = llm.generate([other], params(8))[0].token_ids
+    llm.generate([prompt(200, seed) for seed in (21, 22, 23)], params(2))  # pushes the pages of `other` out
+    llm.generate([first], params(2))
+    found = llm.generate([other], params(8))[0].token_ids
+    size = llm.engine.session.plan.page_size
+    if llm.engine.session.plan.held:
+        assert llm.stats.reused_tokens == 0
+    else:
+        assert llm.stats.reused_tokens == 100 // size * size
+        assert llm.stats.prompt_tokens == 140 - llm.stats.reused_tokens
+    assert found == expected
+    again = llm.generate([other], params(8))[0].token_ids
+    assert again == expected
+    assert idle(llm)

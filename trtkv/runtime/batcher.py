@@ -1,0 +1,142 @@
+"""Continuous batching over one engine: calls come and go between steps, every step serves all that run.
+
+Whoever wants an answer drives: `advance` runs one step for everybody and hands each call its events. A lock makes that safe from several threads.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from trtkv.runtime.loading import Engine
+from trtkv.runtime.sampler import SamplingParams, StopChecker, sample
+from trtkv.runtime.scheduler import Running, Scheduler
+from trtkv.runtime.stats import Stats
+from trtkv.runtime.step import StepRow
+from trtkv.runtime.tokenizer import Tokenizer
+
+Batch = list[tuple[Running, StepRow]]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A piece of one answer: request is the prompt's index, text what became final with this token, finish_reason set with the last."""
+
+    request: int
+    token_id: int | None
+    text: str
+    logprob: float | None = None
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """Prompts that were asked together: events are those not yet taken, wake is called whenever there are more."""
+
+    params: Sequence[SamplingParams]
+    events: deque[Event] = field(default_factory=deque)
+    stats: Stats = field(default_factory=Stats)
+    open: set[int] = field(default_factory=set)
+    wake: Callable[[], None] = lambda: None
+    checkers: list[StopChecker] = field(default_factory=list)
+    members: list[Running] = field(default_factory=list)
+
+
+class Batcher:
+    """The sequences of one engine."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
+        """Serve an engine; nothing else may use its slots and pages at the same time."""
+        self.engine, self.tokenizer = engine, tokenizer
+        self.scheduler = Scheduler(engine.session.plan, engine.manifest.limits, engine.pages, engine.slots)
+        self.lock = threading.RLock()
+        self._calls: dict[Running, Call] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether any sequence runs or waits."""
+        return bool(self._calls)
+
+    def submit(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, priority: int = 0, wake: Callable[[], None] = lambda: None
+    ) -> Call:
+        """Queue prompts in tokens; raises RequestError, and queues none, when one can never be served."""
+        for tokens, settings in zip(prompts, params, strict=True):
+            self.scheduler.check(tokens, settings.max_tokens)
+        ends = self.engine.manifest.model.eos_ids
+        call = Call(params, wake=wake, checkers=[StopChecker(one, self.tokenizer, ends) for one in params])
+        with self.lock:
+            for index, (tokens, settings) in enumerate(zip(prompts, params, strict=True)):
+                one = Running(index, list(tokens), len(tokens), settings.max_tokens, priority)
+                self.scheduler.add(one)
+                self._calls[one] = call
+                call.members.append(one)
+                call.open.add(index)
+        return call
+
+    def cancel(self, call: Call) -> None:
+        """Drop what a call has not finished and free what it holds."""
+        with self.lock:
+            for one in call.members:
+                self._drop(one)
+
+    def advance(self) -> bool:
+        """Run one step for everybody; False when nothing is left to do."""
+        with self.lock:
+            batch = self.scheduler.next()
+            if not batch:
+                return False
+            started = time.perf_counter()
+            logits = self.engine.stepper.run([row for _, row in batch])
+            wanted = [one for one, row in batch if row.logits_of]
+            ids, logprobs = self._sample(logits, wanted)
+            self._count(batch, time.perf_counter() - started)
+            for one, row in batch:
+                one.seen += len(row.tokens)
+                self.scheduler.stored(one)
+            touched = self._calls_of(wanted)
+            for one, token, logprob in zip(wanted, ids, logprobs, strict=True):
+                self._answer(one, token, logprob)
+            for call in touched:
+                call.wake()
+            return True
+
+    def _sample(self, logits: Tensor, wanted: Sequence[Running]) -> tuple[list[int], list[float | None]]:
+        if not wanted:
+            return [], []
+        settings = [self._calls[one].params[one.request] for one in wanted]
+        return sample(logits, settings, [one.tokens for one in wanted], [one.num_prompt for one in wanted])
+
+    def _count(self, batch: Batch, seconds: float) -> None:
+        for call in self._calls_of([one for one, _ in batch]):
+            call.stats.add_step(self.engine.session, batch, seconds)
+
+    def _calls_of(self, sequences: Sequence[Running]) -> list[Call]:
+        return list(dict.fromkeys(self._calls[one] for one in sequences))
+
+    def _answer(self, one: Running, token: int, logprob: float | None) -> None:
+        call = self._calls[one]
+        if not one.num_generated:
+            call.stats.reused_tokens += one.reused
+        one.tokens.append(token)
+        text, reason = call.checkers[one.request].push(token)
+        if reason is None and one.num_generated >= one.max_tokens:
+            # The engine's limit can come before the request's own, which the checker counts.
+            text, reason = text + call.checkers[one.request].flush(), "length"
+        call.events.append(Event(one.request, token, text, logprob, reason))
+        if reason is not None:
+            self._drop(one)
+
+    def _drop(self, one: Running) -> None:
+        call = self._calls.pop(one, None)
+        if call is None:
+            return
+        call.open.discard(one.request)
+        if one.slot >= 0:
+            self.engine.session.release(one.slot)
+        self.scheduler.remove(one)
