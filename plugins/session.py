@@ -64,6 +64,10 @@ class Session:
         packed = self.buffer("fier_bits", layer)
         return packed.view(torch.int32).view(*packed.shape[:2], packed.shape[2] // 32, -1)
 
+    def ranges(self, layer: int) -> Tensor:
+        """Return the lows and ranges of one-bit keys as the kernels lay them out: fp16 [P, Hk, N / 32, 2, D], the bytes of `fier_range`."""
+        return self.buffer("fier_range", layer).view(torch.float16)
+
     def scratch(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what an op keeps between steps and layers, made at its first use: never inside a captured graph."""
         if key not in self._scratch:

@@ -10,10 +10,14 @@ import torch
 from trtkv.plan import CachePlan, SelectPlan
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from trtkv.plugins.face import OpConfig
+    from trtkv.plugins.session import Session
 
 HEAD_DIMS = (64, 96, 128, 256)
 MOST_GROUP_HEADS = 8
+MOST_OVERLAPPED_TOKENS = 1 << 21  # tokens times KV heads of a step, as measured on an H200
 SUMMARIES = {"fier": "fier", "quest": "bounds", "freekv": "bounds"}  # op names of roles whose summaries the append kernel writes
 
 
@@ -40,6 +44,15 @@ def runs_kernels(plan: CachePlan, config: OpConfig, dtype: torch.dtype, device: 
 def captures(plan: CachePlan, layer: int, config: OpConfig, dtype: torch.dtype, device: torch.device) -> bool:
     """Say whether decode steps of a layer need nothing from the host, so that they can be captured."""
     return runs_kernels(plan, config, dtype, device) and (plan.select[layer] is None or summary_kind(plan, layer) is not None)
+
+
+def overlaps(session: Session, table: Tensor) -> bool:
+    """Say whether launches of a decode step may overlap, for tables [Y, B, M] or [B, M].
+
+    Blocks that start early fill the gaps between small kernels and spoil the balance of those that fill the device for long.
+    """
+    batch, pages = table.shape[-2:]
+    return batch * session.plan.num_kv_heads * pages * session.plan.page_size <= MOST_OVERLAPPED_TOKENS
 
 
 def fits(config: OpConfig, dtype: torch.dtype) -> bool:

@@ -10,7 +10,7 @@ from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_append import kernel
 from trtkv.plugins.kv_select import indexes
 from trtkv.plugins.session import Session
-from trtkv.plugins.support import summary_kind
+from trtkv.plugins.support import overlaps, summary_kind
 
 
 def append(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
@@ -21,7 +21,7 @@ def append(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
     kernel.launch(
         qkv, positions, starts, stored[group], table[group], rope, (inputs[9], inputs[10]) if len(inputs) > 9 else None, out,
         session.buffer("keys", layer), session.buffer("values", layer), bits, meta,
-        eps=config.rms_eps, group=tokens, summary=summary, longest=step.longest, overlap=step.decoding,
+        eps=config.rms_eps, group=tokens, summary=summary, longest=step.longest, overlap=step.decoding and overlaps(session, table),
     )  # fmt: skip
     select = session.plan.select[layer]
     if select is not None and summary == kernel.NONE:
@@ -34,5 +34,5 @@ def _summary(session: Session, layer: int) -> tuple[int, int, Tensor | None, Ten
     if kind is None or select is None:
         return 16, kernel.NONE, None, None
     if kind == "fier":
-        return select.group, kernel.FIER, session.words(layer), session.buffer("fier_range", layer)
+        return select.group, kernel.FIER, session.words(layer), session.ranges(layer)
     return select.group, kernel.MINMAX, None, session.buffer("page_bounds", layer)

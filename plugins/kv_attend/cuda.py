@@ -11,6 +11,7 @@ from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_attend import launch, op
 from trtkv.plugins.kv_attend.prefill import attend_chunk
 from trtkv.plugins.session import Session
+from trtkv.plugins.support import overlaps
 
 
 def attend(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
@@ -46,4 +47,4 @@ def _decode(
     plan = session.plan.select[layer]
     keys, values = session.buffer("keys", layer), session.buffer("values", layer)
     unit = plan.unit if plan is not None and selection is not None else 1
-    launch.attend_list(query, keys, values, table, lens, selection, out, unit=unit, scale=config.scale, overlap=True)
+    launch.attend_list(query, keys, values, table, lens, selection, out, unit=unit, scale=config.scale, overlap=overlaps(session, table))

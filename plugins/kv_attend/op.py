@@ -31,7 +31,7 @@ def attend(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
             cache = session.held.find(layer, row.slot)
             target.copy_(cache.attend(query))
             session.note_read(row, cache.read_tokens)
-        elif plan is not None and selection is not None and row.decodes and row.stored > plan.budget:
+        elif plan is not None and selection is not None and row.decodes and row.stored > session.reads_all_up_to(layer):
             count = min(plan.width, -(-row.stored // plan.unit))
             target[0] = _sparse(session, layer, config, plan, row, query[0], selection[b, :, :count].long())
         else:

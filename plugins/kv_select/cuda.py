@@ -12,7 +12,7 @@ from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_select import launch, op
 from trtkv.plugins.kv_select.speculate import speculate
 from trtkv.plugins.session import Session
-from trtkv.plugins.support import summary_kind
+from trtkv.plugins.support import overlaps, summary_kind
 
 
 def select(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
@@ -41,10 +41,10 @@ def _launch(session: Session, layer: int, config: OpConfig, plan: SelectPlan, qu
     rows, units = batch * config.num_kv_heads, table.shape[1] * page // plan.unit
     scratch = session.scratch(("select", rows, units, plan.pooling), lambda: _allocate(rows, units, config, plan, query.device))
     scores, parts = scratch
-    threshold, overlap = session.reads_all_up_to(layer), launch.overlaps(rows, units)
+    threshold, overlap = session.reads_all_up_to(layer), overlaps(session, table)
     common = {"page_size": page, "budget": threshold, "scale": config.scale, "pooling": plan.pooling, "overlap": overlap}
     if summary_kind(session.plan, layer) == "fier":
-        launch.fier_score(query, session.words(layer), session.buffer("fier_range", layer), table, lens, scores, parts, **common)
+        launch.fier_score(query, session.words(layer), session.ranges(layer), table, lens, scores, parts, **common)
     else:
         bounds = session.buffer("page_bounds", layer)
         launch.page_score(query, bounds.view(bounds.shape[0], bounds.shape[1], 2, -1), table, lens, scores, parts, **common)

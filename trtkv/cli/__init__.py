@@ -1,4 +1,4 @@
-"""The command line: `trtkv build|run|pull|plan|policies|models|doctor`."""
+"""The command line: `trtkv build|run|eval|bench|pull|plan|policies|models|doctor`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import cyclopts
 from rich.console import Console
 
 import trtkv
-from trtkv.cli import build, doctor, lists, pull, run
+from trtkv.cli import bench, build, doctor, lists, pull, run
+from trtkv.cli import eval as evaluation
 from trtkv.errors import TrtkvError
 
 USER_ERROR, USAGE, INTERRUPTED = 1, 2, 130
@@ -23,7 +24,7 @@ app = cyclopts.App(
     suppress_keyboard_interrupt=False,
     default_parameter=cyclopts.Parameter(negative=()),
 )
-for module in (build, run, pull, lists, doctor):
+for module in (build, run, evaluation, bench, pull, lists, doctor):
     module.register(app)
 
 

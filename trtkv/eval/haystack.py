@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 
-CountTokens = Callable[[str], int]
+from trtkv.eval.task import CountTokens
+
+FILLER = ("Rain falls on the hills.", "The river runs to the sea.", "Birds sit in the trees.", "Night comes, and then day.", "So it goes on.")
+MISSES = 20  # sentences passed over at the end of a passage
 
 
 @cache
@@ -21,22 +24,53 @@ def sentences() -> tuple[str, ...]:
     return tuple(sentence for one in prose for sentence in re.split(r"(?<=[.!?]) (?=[A-Z])", one))
 
 
+@cache
+def words() -> tuple[str, ...]:
+    """Return the different plain words of four to nine letters in these sentences, in the order of the alphabet."""
+    return tuple(sorted({word for sentence in sentences() for word in re.findall(r"\b[a-z]{4,9}\b", sentence)}))
+
+
 def passage(num_tokens: int, count_tokens: CountTokens, rng: random.Random) -> list[str]:
-    """Return consecutive sentences from a random place that together have at most num_tokens tokens."""
-    chosen, used = [], 0
+    """Return consecutive sentences from a random place that together have at most num_tokens tokens.
+
+    At the end a few sentences that are too long are passed over, so that little room is left.
+    """
+    chosen, used, misses = [], 0, 0
     for sentence in _from(rng.randrange(len(sentences()))):
         size = count_tokens(" " + sentence)
-        if used + size > num_tokens:
+        if used + size <= num_tokens:
+            chosen.append(sentence)
+            used += size
+        elif (misses := misses + 1) > MISSES:
             break
-        chosen.append(sentence)
-        used += size
     return chosen
+
+
+def repeated(num_tokens: int, count_tokens: CountTokens) -> list[str]:
+    """Return a few plain sentences again and again, with at most num_tokens tokens: the text in which everything else stands out."""
+    sizes = [count_tokens(" " + sentence) for sentence in FILLER]
+    rounds, rest = divmod(num_tokens, sum(sizes))
+    last = [sum(sizes[: index + 1]) <= rest for index in range(len(sizes))]
+    return [*FILLER * rounds, *(sentence for sentence, fits in zip(FILLER, last, strict=True) if fits)]
 
 
 def hide(text: Sequence[str], needle: str, depth: float) -> list[str]:
     """Insert a needle at a depth between 0 (start) and 1 (end)."""
     at = round(depth * len(text))
     return [*text[:at], needle, *text[at:]]
+
+
+def hide_all(text: Sequence[str], needles: Sequence[tuple[str, float]]) -> list[str]:
+    """Insert needles at their depths."""
+    hidden = list(text)
+    for needle, depth in sorted(needles, key=lambda one: -one[1]):
+        hidden.insert(round(depth * len(text)), needle)
+    return hidden
+
+
+def depths(count: int) -> list[float]:
+    """Return the middles of count equal parts of a text, from 0 (start) to 1 (end)."""
+    return [(index + 0.5) / count for index in range(count)]
 
 
 def _from(start: int) -> Iterator[str]:

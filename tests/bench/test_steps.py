@@ -1,0 +1,118 @@
+"""`trtkv bench step` and `trtkv bench serve` as a user types them, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.console import Capture, call, complaint, printed
+from tests.tiny import TinyModel
+from trtkv.bench.serving import Traffic, make_requests, percentile
+from trtkv.bench.steps import weight_bytes
+from trtkv.manifest import read_manifest
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTKV_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory, tiny_llama: TinyModel) -> list[Path]:
+    paths = []
+    for policy in ("full", "fier"):
+        paths.append(tmp_path_factory.mktemp(policy) / "engine")
+        budget = ("--budget", 64) if policy == "fier" else ()
+        limits = ("--max-seq-len", 256, "--max-batch-size", 3)
+        assert call("build", "--model", tiny_llama.path, "--policy", policy, *budget, "--out", paths[-1], "--backend", "none", *limits) == 0
+    return paths
+
+
+def test_steps_of_every_policy_beside_full(tiny_llama: TinyModel, tmp_path: Path, capsys: Capture) -> None:
+    words = ("--policy", "fier,lagkv", "--context", "200", "--batch", "1,2", "--budget", 64, "--steps", 3, "--chunk", 50)
+    words = (*words, "--set", "evict.lag=32", "--output", tmp_path / "rows.jsonl", "--plot", tmp_path / "steps.png")
+    lines = printed(capsys, "bench", "step", "--model", tiny_llama.path, *words, "--json").splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [(one["batch"], one["policy"]) for one in records] == [(b, policy) for b in (1, 2) for policy in ("full", "fier", "lagkv")]
+    assert all(one["status"] == "ok" for one in records)
+    by = {(one["batch"], one["policy"]): one for one in records}
+    # full keeps everything that was stored: 200 tokens of two heads of 16 in three layers in fp32, less the five steps that only GPUs trace.
+    assert by[1, "full"]["kv_bytes"] == 195 * 2 * 2 * 16 * 3 * 4
+    assert by[2, "full"]["kv_bytes"] == 2 * by[1, "full"]["kv_bytes"]
+    assert by[1, "full"]["tokens_read_per_step"] == 195
+    assert by[1, "fier"]["tokens_read_per_step"] == pytest.approx((2 * 195 + 64) / 3, abs=0.1)
+    assert by[1, "lagkv"]["kv_bytes"] < by[1, "full"]["kv_bytes"]
+    assert by[2, "fier"]["ratio"] == round(by[2, "full"]["itl_p50_ms"] / by[2, "fier"]["itl_p50_ms"], 2)
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 6
+    assert (tmp_path / "steps.png").stat().st_size > 5000
+
+
+def test_a_context_beyond_the_models_positions_is_measured_with_scaled_ones(tiny_llama: TinyModel, capsys: Capture) -> None:
+    words = ("--policy", "full", "--context", "600", "--steps", 2, "--weights", "random", "--json")
+    record = json.loads(printed(capsys, "bench", "step", "--model", tiny_llama.path, *words))
+    assert record["prefill_tokens"] == 600 - 2 - 3 - 5
+
+
+def test_weights_that_are_only_looked_up_are_not_read(engines: list[Path]) -> None:
+    manifest = read_manifest(engines[0])
+    sizes = {one.name: 4 * one.shape[0] * (one.shape[1] if len(one.shape) > 1 else 1) for one in manifest.weights}
+    assert weight_bytes(manifest) == sum(sizes.values()) - sizes["embed"]
+
+
+def test_engines_under_load(engines: list[Path], tmp_path: Path, capsys: Capture) -> None:
+    words = ("--requests", 6, "--prompt-tokens", 90, "--answer-tokens", 10, "--concurrency", 3, "--shared-tokens", 64)
+    lines = printed(capsys, "bench", "serve", *engines, *words, "--output", tmp_path / "rows.jsonl", "--json").splitlines()
+    full, fier = (json.loads(line) for line in lines)
+    assert (full["policy"], fier["policy"]) == ("full", "fier")
+    for record in (full, fier):
+        assert record["status"] == "ok"
+        assert record["most_running"] == 3
+        assert record["reused_tokens"] >= 5 * 64 - 2 * 64  # the first three may arrive together
+        assert record["tokens_out_per_s"] == pytest.approx(60 / record["seconds"], rel=0.01)
+        assert record["ttft_p50_ms"] <= record["ttft_p90_ms"] <= record["ttft_p99_ms"]
+    assert "out tokens/s" in printed(capsys, "bench", "serve", engines[1], "--requests", 3, "--prompt-tokens", 20, "--answer-tokens", 4, "--rate", 200)
+
+
+def test_traffic_is_drawn_from_its_seed() -> None:
+    traffic = Traffic(50, 20, 5, rate=10.0, shared_tokens=8, seed=3)
+    first, again = make_requests(traffic, 100), make_requests(traffic, 100)
+    assert [(one.arrives_s, one.tokens) for one in first] == [(one.arrives_s, one.tokens) for one in again]
+    assert len({tuple(one.tokens[:8]) for one in first}) == 1
+    assert len({tuple(one.tokens) for one in first}) == 50
+    assert 2 < first[-1].arrives_s < 10
+    assert all(one.arrives_s == 0 for one in make_requests(Traffic(5, 20, 5), 100))
+
+
+def test_percentiles_are_measured_values() -> None:
+    assert [percentile([3.0, 1.0, 2.0, 4.0], share) for share in (1, 50, 75, 99)] == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--context", "12"), "leaves no prompt"),
+        (("--context", "200", "--batch", "0"), "batch 0"),
+        (("--context", "many"), "not a whole number"),
+        (("--policy", "fire", "--context", "200"), "fier"),
+        (("--context", "200", "--steps", "0"), "steps 0"),
+        (("--context", "200", "--device", "cuda:9"), "cuda:9"),
+    ],
+)
+def test_steps_that_cannot_be_measured(words: tuple[str, ...], says: str, tiny_llama: TinyModel, capsys: Capture) -> None:
+    assert says in complaint(capsys, "bench", "step", "--model", tiny_llama.path, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--requests", 0), "requests 0"),
+        (("--rate", -1), "rate -1"),
+        (("--prompt-tokens", 250), "the engine takes 256"),
+        (("--shared-tokens", 600), "shared-tokens 600"),
+    ],
+)
+def test_traffic_that_means_nothing(words: tuple[object, ...], says: str, engines: list[Path], capsys: Capture) -> None:
+    assert says in complaint(capsys, "bench", "serve", engines[0], *words)

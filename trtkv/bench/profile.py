@@ -1,0 +1,68 @@
+"""Which kernels a call launches and how much of its time each takes, whatever they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import torch
+
+from trtkv.bench.timing import WARM_UP, Call, capture
+
+REPLAYS = 5
+_NAME = re.compile(r"(?:void )?((?:[A-Za-z_]\w*::)*[A-Za-z_]\w*)")
+
+
+def kernel_times(call: Call, launches: int, device: torch.device) -> dict[str, float]:
+    """Return the mean microseconds of every kernel of one call by name, in the order of their first launch, from replays of a graph.
+
+    Empty on a CPU, and where no graph can be captured or nothing can be traced. Gaps between launches count for none of them.
+    """
+    if device.type != "cuda":
+        return {}
+    with torch.cuda.device(device):
+        try:
+            graph = capture(call, launches)
+        except RuntimeError:
+            torch.cuda.synchronize()
+            return {}
+        for _ in range(WARM_UP):
+            graph.replay()
+        torch.cuda.synchronize()
+        return mean_times(_trace(graph.replay, REPLAYS), REPLAYS * launches)
+
+
+def kernel_times_of(work: Callable[[], object], times: int) -> dict[str, float]:
+    """Return the mean microseconds of every kernel of some work on the current device by name, from so many traced runs."""
+    torch.cuda.synchronize()
+    return mean_times(_trace(work, times), times)
+
+
+def _trace(work: Callable[[], object], times: int) -> list[tuple[float, float, str]]:
+    """Run work so many times and return the spans of its kernels."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as trace:
+        for _ in range(times):
+            work()
+        torch.cuda.synchronize()
+    on_device = [event for event in trace.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [(event.time_range.start, event.time_range.end, short_name(event.name)) for event in on_device]
+
+
+def mean_times(spans: list[tuple[float, float, str]], calls: int) -> dict[str, float]:
+    """Sum the time of spans (start, end, name) by name and divide by the number of calls; the name that ends first stands first.
+
+    A kernel that starts while the one before it still runs, and waits for it, counts from that one's end.
+    """
+    total: dict[str, float] = {}
+    before = float("-inf")
+    for start, end, name in sorted(spans, key=lambda span: span[1]):
+        total[name] = total.get(name, 0.0) + end - max(start, before)
+        before = end
+    return {name: round(took / calls, 2) for name, took in total.items()}
+
+
+def short_name(name: str) -> str:
+    """Leave result type, template arguments and parameters of a kernel's name out."""
+    match = _NAME.match(name)
+    return match.group(1).rpartition("::")[2] if match else name

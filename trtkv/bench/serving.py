@@ -1,0 +1,152 @@
+"""An engine under load: requests arrive at a rate or keep a number of places full, and share every step by continuous batching."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trtkv.bench.records import make_record
+from trtkv.errors import ConfigError
+from trtkv.runtime.batcher import Batcher, Call
+from trtkv.runtime.loading import Options, open_engine
+from trtkv.runtime.sampler import SamplingParams
+
+Report = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What arrives: requests with prompts of random tokens; rate is a second (Poisson), or None to keep `concurrency` requests going."""
+
+    requests: int
+    prompt_tokens: int
+    answer_tokens: int
+    rate: float | None = None
+    concurrency: int = 8
+    shared_tokens: int = 0
+    seed: int = 0
+
+    def check(self, longest: int) -> Traffic:
+        """Raise ConfigError for numbers that mean nothing, or requests longer than an engine takes."""
+        for name in ("requests", "prompt_tokens", "answer_tokens", "concurrency"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name.replace('_', '-')} {getattr(self, name)} is below 1", "Give 1 or more.")
+        if self.rate is not None and self.rate <= 0:
+            raise ConfigError(f"rate {self.rate} is not above 0", "Give requests a second, or leave it out.")
+        if not 0 <= self.shared_tokens <= self.prompt_tokens:
+            raise ConfigError(f"shared-tokens {self.shared_tokens} is outside 0 to {self.prompt_tokens}", "It is a part of the prompt.")
+        if self.prompt_tokens + self.answer_tokens > longest:
+            raise ConfigError(f"prompt and answer have {self.prompt_tokens + self.answer_tokens} tokens, the engine takes {longest}", "Shorten them.")
+        return self
+
+
+@dataclass(slots=True)
+class Request:
+    """One request on its way; times in seconds from the start of the run."""
+
+    arrives_s: float
+    tokens: list[int]
+    call: Call | None = None
+    token_times_s: list[float] = field(default_factory=list)
+
+
+def serve(engine_dir: Path, traffic: Traffic, options: Options, command: str, report: Report = lambda stage, fraction: None) -> dict[str, Any]:
+    """Run a load against an engine in this process and return its record.
+
+    Raises ConfigError for traffic that the engine cannot take, CapacityError where the engine does not fit.
+    """
+    engine = open_engine(engine_dir, options, report)
+    traffic.check(engine.manifest.limits.max_seq_len)
+    device = engine.session.device
+    requests = make_requests(traffic, engine.manifest.model.vocab_size)
+    batcher = Batcher(engine, None)
+    _warm(batcher, requests[0].tokens)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds, most = _run(batcher, requests, traffic, report)
+    complete = all(len(one.token_times_s) == traffic.answer_tokens for one in requests)
+    facts = {
+        "model": engine.manifest.model_name, "policy": engine.session.plan.policy, "requests": traffic.requests,
+        "prompt_tokens": traffic.prompt_tokens,
+        "answer_tokens": traffic.answer_tokens, "rate": traffic.rate, "concurrency": None if traffic.rate else traffic.concurrency,
+        "shared_tokens": traffic.shared_tokens, "executor": engine.stepper.executor.name,
+    }  # fmt: skip
+    figures = _figures(requests, seconds) | {"most_running": most[0], "most_kv_bytes": most[1], "preemptions": batcher.scheduler.preemptions}
+    figures["reused_tokens"] = sum(one.call.stats.reused_tokens for one in requests if one.call)
+    if device.type == "cuda":
+        figures["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
+    check = {"passed": complete, "compared": f"every request has {traffic.answer_tokens} tokens"}
+    return make_record("serve", command, device, check, facts, figures)
+
+
+def make_requests(traffic: Traffic, vocab_size: int) -> list[Request]:
+    """Draw prompts and arrival times from the seed."""
+    rng = random.Random(traffic.seed)
+    shared = [rng.randrange(vocab_size) for _ in range(traffic.shared_tokens)]
+    requests, at = [], 0.0
+    for _ in range(traffic.requests):
+        own = [rng.randrange(vocab_size) for _ in range(traffic.prompt_tokens - traffic.shared_tokens)]
+        requests.append(Request(at, shared + own))
+        at += rng.expovariate(traffic.rate) if traffic.rate else 0.0
+    return requests
+
+
+def _warm(batcher: Batcher, tokens: list[int]) -> None:
+    """Load every kernel before the clock runs."""
+    call = batcher.submit([tokens[: max(2, len(tokens) // 2)]], [SamplingParams(max_tokens=3, ignore_eos=True)])
+    while call.open:
+        batcher.advance()
+
+
+def _run(batcher: Batcher, requests: Sequence[Request], traffic: Traffic, report: Report) -> tuple[float, tuple[int, int]]:
+    """Drive the load; returns the seconds it took, and the most sequences and bytes of the cache in one step."""
+    params = SamplingParams(max_tokens=traffic.answer_tokens, ignore_eos=True)
+    coming, going, done = list(requests), [], 0
+    running, kv_bytes = 0, 0
+    started = time.perf_counter()
+    while coming or going:
+        now = time.perf_counter() - started
+        while coming and (coming[0].arrives_s <= now if traffic.rate else len(going) < traffic.concurrency):
+            one = coming.pop(0)
+            one.arrives_s = one.arrives_s if traffic.rate else now
+            one.call = batcher.submit([one.tokens], [params])
+            going.append(one)
+        if not going:
+            time.sleep(max(0.0, coming[0].arrives_s - now))
+            continue
+        batcher.advance()
+        running = max(running, len(batcher.scheduler.running))
+        kv_bytes = max(kv_bytes, batcher.engine.session.stored_bytes())
+        now = time.perf_counter() - started
+        for one in going:
+            assert one.call is not None
+            one.token_times_s += [now] * len(one.call.events)
+            one.call.events.clear()
+        done += sum(not one.call.open for one in going if one.call)
+        going = [one for one in going if one.call and one.call.open]
+        report("serve", done / len(requests))
+    return time.perf_counter() - started, (running, kv_bytes)
+
+
+def _figures(requests: Sequence[Request], seconds: float) -> dict[str, Any]:
+    first = [(one.token_times_s[0] - one.arrives_s) * 1e3 for one in requests if one.token_times_s]
+    between = [(b - a) * 1e3 for one in requests for a, b in zip(one.token_times_s, one.token_times_s[1:], strict=False)]
+    out = sum(len(one.token_times_s) for one in requests)
+    figures: dict[str, Any] = {"seconds": round(seconds, 3), "requests_per_s": round(len(requests) / seconds, 3)}
+    figures |= {"tokens_in_per_s": round(sum(len(one.tokens) for one in requests) / seconds, 1), "tokens_out_per_s": round(out / seconds, 1)}
+    for name, values in (("ttft", first), ("itl", between)):
+        for share in (50, 90, 99) if values else ():
+            figures[f"{name}_p{share}_ms"] = round(percentile(values, share), 3)
+    return figures
+
+
+def percentile(values: Sequence[float], share: int) -> float:
+    """Return the nearest-rank percentile, a value that was measured."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-share * len(ordered) // 100) - 1)]

@@ -1,0 +1,167 @@
+"""`trtkv bench`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+
+from trtkv.cli import bench_engine
+from trtkv.cli.output import notes, print_json, print_table, progress
+from trtkv.errors import ConfigError, TrtkvError, UnknownName
+
+if TYPE_CHECKING:
+    import torch
+
+    from trtkv.bench.cases import Case
+
+
+def register(app: App) -> None:
+    """Add the commands."""
+    bench = App(name="bench", help="Measure this machine: kernels of one layer, steps of an engine, an engine under load.")
+    bench.command(kernel)
+    bench.command(bench_engine.step)
+    bench.command(bench_engine.serve)
+    app.command(bench)
+
+
+def kernel(
+    *,
+    op: str = "retrieve",
+    geometry: str = "llama-3.1-8b",
+    context: str = "32768",
+    batch: str = "1",
+    policy: str = "fier,quest,full",
+    budget: int | None = None,
+    pooling: str | None = None,
+    settings: Annotated[list[str] | None, Parameter(name="--set")] = None,
+    chunk: int = 1,
+    dtype: str | None = None,
+    device: str = "auto",
+    layers: int | None = None,
+    runs: int = 20,
+    output: Path | None = None,
+    plot: Path | None = None,
+    json: bool = False,
+) -> None:
+    """Time one layer's ops over the KV cache beside dense attention; every result is checked before it is timed.
+
+    Args:
+        op: retrieve (append, select and attend, with each alone), append, select or attend.
+        geometry: Model preset or HqxHkxD (query heads, key-value heads, head dimension); several joined by commas.
+        context: Tokens of each sequence; several joined by commas.
+        batch: Sequences; several joined by commas.
+        policy: full or policies that retrieve, such as fier, quest, freekv; several joined by commas.
+        budget: Tokens that each KV head reads; by default 1024 up to 32768 tokens and 2048 beyond.
+        pooling: How the query heads of a group agree; the policy's own by default.
+        settings: Change a field of the policies that have it, such as retrieve.page=32; may be repeated.
+        chunk: New tokens of each sequence, for --op append.
+        dtype: float32, float16 or bfloat16; bfloat16 on a GPU and float32 on a CPU by default.
+        device: auto, cpu, cuda or cuda:N.
+        layers: Layers to rotate through; by default as many as exceed the cache twice.
+        runs: Samples of each time.
+        output: File of JSON lines to which the records are appended.
+        plot: Draw microseconds against context into this file (PNG, SVG or PDF).
+        json: Print one JSON object a row instead of a table.
+    """
+    from trtkv.bench import report
+    from trtkv.bench.kernels import Setup, run_cases
+    from trtkv.bench.records import append_records
+
+    where = _device(device)
+    sizes = (_numbers("context", context), _numbers("batch", batch))
+    _check_counts(op, chunk, runs, layers)
+    options = {"budget": budget, "pooling": pooling, "layers": layers}
+    cases = _cases(op, _words("geometry", geometry), *sizes, _words("policy", policy), options, settings or [], chunk, dtype, where)
+    records: list[dict[str, Any]] = []
+    with progress("bench") as show:
+        for record in run_cases(cases, Setup(where, runs, layers), show):
+            records.append(record)
+            if output:
+                append_records(output, [record])
+            if json:
+                print_json(record)
+    if plot:
+        report.plot(records, plot)
+    if not json:
+        print_table(*report.table(records))
+        for line in report.notes(records):
+            notes.print(line, markup=False)
+    wrong = [record for record in records if record["status"] != "ok"]
+    if wrong:
+        problem = f"{len(wrong)} of {len(records)} rows gave wrong results and have no times"
+        raise TrtkvError(problem, f"Report this with the output of trtkv doctor: {wrong[0]['command']}.")
+
+
+def _cases(
+    op: str,
+    geometries: list[str],
+    contexts: list[int],
+    batches: list[int],
+    policies: list[str],
+    options: dict[str, Any],
+    sets: list[str],
+    chunk: int,
+    dtype: str | None,
+    device: torch.device,
+) -> list[Case]:
+    """Make and check every row before the first is measured."""
+    from trtkv.bench.cases import Case, check_case, check_sets, find_geometry, find_policy, typed_options
+
+    kind = dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    shapes = {name: find_geometry(name, kind) for name in geometries}
+    common = (options["budget"], options["pooling"], sets)
+    found = {(name, context): find_policy(name, context, *common) for name in policies for context in contexts}
+    check_sets(found.values(), sets)
+    cases = [
+        Case(op, name, model, found[one, context], batch, context, chunk, typed_options(found[one, context], *common))
+        for name, model in shapes.items()
+        for batch in batches
+        for context in contexts
+        for one in policies
+        if op != "select" or found[one, context].retrieve
+    ]
+    if not cases:
+        raise ConfigError("policy 'full' selects nothing", "Choose a policy that retrieves, such as fier, quest or freekv.")
+    for case in cases:
+        check_case(case, device, options["layers"])
+    return cases
+
+
+def _check_counts(op: str, chunk: int, runs: int, layers: int | None) -> None:
+    from trtkv.bench.cases import OPS
+
+    if op not in OPS:
+        raise UnknownName("op", op, OPS)
+    if chunk != 1 and op != "append":
+        raise ConfigError(f"chunk {chunk} means nothing to --op {op}, which times decode steps", "Leave --chunk out, or give --op append.")
+    if runs < 1:
+        raise ConfigError(f"runs {runs} is below 1", "Give one sample or more.")
+    if layers is not None and layers < 1:
+        raise ConfigError(f"layers {layers} is below 1", "Leave --layers out, or give one layer or more.")
+
+
+def _words(name: str, text: str) -> list[str]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise ConfigError(f"{name} '{text}' has an empty part", "Join several by single commas.")
+    return list(dict.fromkeys(words))
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    words = _words(name, text)
+    bad = [word for word in words if not word.isdecimal()]
+    if bad:
+        raise ConfigError(f"{name} '{bad[0]}' is not a whole number", "Write digits, several joined by commas, such as 8192,32768.")
+    return sorted({int(word) for word in words})
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    from trtkv.runtime.loading import _device as find
+
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device '{name}' was asked for, but torch sees no CUDA GPU", "Use --device cpu, or see trtkv doctor.")
+    return find(name)

@@ -1,0 +1,171 @@
+"""`trtkv bench step` and `trtkv bench serve`: whole engines instead of single kernels."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from trtkv.cli.output import notes, print_json, print_table, progress
+from trtkv.errors import ConfigError, TrtkvError
+
+STEP_COLUMNS = {
+    "policy": "policy", "batch": "batch", "context": "context", "status": "status", "ttft_ms": "TTFT ms", "itl_p50_ms": "ITL p50 ms",
+    "itl_p90_ms": "p90", "itl_p99_ms": "p99", "decode_tokens_per_s": "tokens/s", "ratio": "x full", "kv_bytes": "KV", "peak_memory_bytes": "peak",
+    "bandwidth_share": "of bandwidth", "weights_us": "weights us", "attention_us": "attention", "selection_us": "selection", "append_us": "append",
+    "rest_us": "rest",
+}  # fmt: skip
+SERVE_COLUMNS = {
+    "policy": "policy", "seconds": "seconds", "requests_per_s": "requests/s", "tokens_in_per_s": "in tokens/s", "tokens_out_per_s": "out tokens/s",
+    "ttft_p50_ms": "TTFT p50 ms", "ttft_p99_ms": "p99", "itl_p50_ms": "ITL p50 ms", "itl_p99_ms": "p99 ", "most_running": "running",
+    "most_kv_bytes": "KV", "preemptions": "gave way", "reused_tokens": "reused tokens",
+}  # fmt: skip
+
+
+def step(
+    *,
+    model: str,
+    policy: str = "full,fier",
+    context: str = "32768",
+    batch: str = "1",
+    weights: str | None = None,
+    budget: int | None = None,
+    settings: Annotated[list[str] | None, Parameter(name="--set")] = None,
+    dtype: str | None = None,
+    chunk: int = 2048,
+    steps: int = 64,
+    device: str = "auto",
+    output: Path | None = None,
+    plot: Path | None = None,
+    json: bool = False,
+) -> None:
+    """Time whole steps of engines: prefill to the first token, then one token a sequence and step; `full` is always measured beside.
+
+    Args:
+        model: Preset name, directory or hub id.
+        policy: KV policies; several joined by commas.
+        context: Tokens of each sequence at the end; several joined by commas.
+        batch: Sequences; several joined by commas.
+        weights: Checkpoint directory, or random for numbers of the model's shape.
+        budget: Tokens that each KV head keeps or reads, for policies that have a budget.
+        settings: Change a field of the policies that have it, such as retrieve.page=32; may be repeated.
+        dtype: float32, float16 or bfloat16; the model's by default.
+        chunk: Prompt tokens of one step.
+        steps: Decode steps that are timed.
+        device: auto, cpu, cuda or cuda:N.
+        output: File of JSON lines to which the records are appended.
+        plot: Draw tokens a second against context into this file.
+        json: Print one JSON object a row instead of a table.
+    """
+    from trtkv.bench.records import append_records
+    from trtkv.bench.report import plot_steps
+    from trtkv.bench.steps import Cell, run_cells
+    from trtkv.cli.bench import _device, _numbers, _words
+
+    if steps < 1 or chunk < 2:
+        raise ConfigError(f"steps {steps} or chunk {chunk} is too small", "Give at least 1 step and chunks of 2 tokens.")
+    names = _words("policy", policy)
+    names = names if "full" in names else ["full", *names]
+    grid = [(b, c) for b in _numbers("batch", batch) for c in _numbers("context", context)]
+    if grid[0][0] < 1:
+        raise ConfigError("batch 0 is below 1", "Give one sequence or more.")
+    options = {name: _options(name, budget, settings or []) for name in names}
+    cells = [Cell(model, name, *options[name], c, b, weights, dtype, chunk, steps) for b, c in grid for name in names]
+    records: list[dict[str, Any]] = []
+    with progress("bench") as report:
+        for record in run_cells(cells, _device(device), report):
+            _compare(record, records)
+            records.append(record)
+            if output and record["status"] != "skipped":
+                append_records(output, [record])
+            if json:
+                print_json(record)
+    if plot:
+        plot_steps(records, plot)
+    if not json:
+        print_table(*_table(records, STEP_COLUMNS))
+        for record in records:
+            if record["status"] == "skipped":
+                notes.print(f"{record['policy']} {record['batch']} x {record['context']}: {record['reason']}", markup=False)
+    if any(record["status"] == "wrong" for record in records):
+        raise TrtkvError("some rows gave logits that are not finite and have no times", "Report this with the output of trtkv doctor.")
+
+
+def serve(
+    engines: list[Path],
+    /,
+    *,
+    requests: int = 32,
+    prompt_tokens: int = 512,
+    answer_tokens: int = 64,
+    rate: float | None = None,
+    concurrency: int = 8,
+    shared_tokens: int = 0,
+    seed: int = 0,
+    weights: str | None = None,
+    device: str = "auto",
+    output: Path | None = None,
+    json: bool = False,
+) -> None:
+    """Put engines under load in this process, one after the other: prompts of random tokens, answers of a fixed length.
+
+    Args:
+        engines: Engine directories, such as one of `full` and one of the policy to compare.
+        requests: How many arrive.
+        prompt_tokens: Tokens of every prompt.
+        answer_tokens: Tokens of every answer.
+        rate: Requests a second, at random times; without it a fixed number is kept going.
+        concurrency: How many are kept going where no rate is given.
+        shared_tokens: The first tokens of every prompt that are the same in all.
+        seed: Draws prompts and times.
+        weights: Checkpoint directory, or random.
+        device: auto, cpu, cuda or cuda:N.
+        output: File of JSON lines to which the records are appended.
+        json: Print one JSON object an engine instead of a table.
+    """
+    from trtkv.bench.records import append_records
+    from trtkv.bench.serving import Traffic
+    from trtkv.bench.serving import serve as run
+    from trtkv.runtime.loading import Options
+
+    traffic = Traffic(requests, prompt_tokens, answer_tokens, rate, concurrency, shared_tokens, seed)
+    records = []
+    for engine in engines:
+        words = ["trtkv", "bench", "serve", str(engine), "--requests", str(requests), "--prompt-tokens", str(prompt_tokens)]
+        words += ["--answer-tokens", str(answer_tokens), *(["--rate", str(rate)] if rate else ["--concurrency", str(concurrency)])]
+        words += ["--shared-tokens", str(shared_tokens), "--seed", str(seed), *([] if weights is None else ["--weights", weights])]
+        with progress("bench") as report:
+            records.append(run(engine, traffic, Options(weights, device), shlex.join(words), report))
+        if output:
+            append_records(output, records[-1:])
+        if json:
+            print_json(records[-1])
+    if not json:
+        print_table(*_table(records, SERVE_COLUMNS))
+
+
+def _options(policy: str, budget: int | None, sets: list[str]) -> tuple[int | None, tuple[str, ...]]:
+    """Keep what a policy understands of budget and settings."""
+    from trtkv.policies.registry import parse_policy
+
+    parsed = parse_policy(policy)
+    fields = {f"{kind}.{field}" for kind, role in parsed.roles.items() for field in type(role).model_fields}
+    own = budget if any(path.endswith(".budget") for path in fields) else None
+    return own, tuple(item for item in sets if item.partition("=")[0].strip() in fields)
+
+
+def _compare(record: dict[str, Any], before: list[dict[str, Any]]) -> None:
+    """Add how many times faster a row decodes than `full` of the same load."""
+    alike = [one for one in before if all(one[key] == record[key] for key in ("model", "context", "batch")) and one["policy"] == "full"]
+    if record["status"] == "ok" and alike and alike[0]["status"] == "ok":
+        record["ratio"] = round(alike[0]["itl_p50_ms"] / record["itl_p50_ms"], 2)
+
+
+def _table(records: list[dict[str, Any]], columns: dict[str, str]) -> tuple[list[str], list[list[str]]]:
+    from trtkv.runtime.memory import readable
+
+    used = [name for name in columns if any(name in record for record in records)]
+    text = lambda name, value: "-" if value is None else readable(value) if "bytes" in name else str(value)  # noqa: E731
+    return [columns[name] for name in used], [[text(name, record.get(name)) for name in used] for record in records]

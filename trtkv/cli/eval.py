@@ -1,0 +1,196 @@
+"""`trtkv eval`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import App, Parameter
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from trtkv.cli.output import notes, print_json, print_table
+from trtkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trtkv.eval.grid import Cell
+
+
+def register(app: App) -> None:
+    """Add the command."""
+    app.command(evaluate, name="eval")
+
+
+def evaluate(
+    *engines: Path,
+    model: str | None = None,
+    policy: list[str] | None = None,
+    budget: list[str] | None = None,
+    settings: Annotated[list[str] | None, Parameter(name="--set")] = None,
+    task: list[str] | None = None,
+    length: list[str] | None = None,
+    samples: int = 20,
+    seed: int = 0,
+    data: list[str] | None = None,
+    scoring: Literal["generate", "forced", "blind"] = "generate",
+    reference: Annotated[bool, Parameter(negative="--no-reference")] = True,
+    dtype: str | None = None,
+    weights: str | None = None,
+    device: str = "auto",
+    executor: str = "auto",
+    batch: int = 4,
+    chunk_tokens: int | None = None,
+    jobs: int = 1,
+    keep_going: bool = False,
+    output: Path = Path("eval-results"),
+    plot: Path | None = None,
+    json: bool = False,
+) -> None:
+    """Measure what a policy costs in quality, next to the bytes it stores and the tokens it reads.
+
+    Finished cells are kept in the output directory and not run again. Lists are separated by commas; options that take one may be repeated.
+
+    Args:
+        engines: Engine directories that trtkv build made.
+        model: Preset name, Hugging Face directory or pulled hub id, instead of engines: evaluated under every policy and budget.
+        policy: KV policies as for trtkv build.
+        budget: Tokens that each KV head keeps or reads, such as 256, or a share of the length, such as 11%.
+        settings: Change one field of a role in every policy that has it (retrieve.sink=4), or in one (fier:retrieve.sink=4); may be repeated.
+        task: What to measure; passkey by default. An unknown name is answered with the list.
+        length: Tokens of a sample, prompt and answer together; 2048 by default.
+        samples: Samples of each task.
+        seed: Chooses the samples; the same seed gives the same ones.
+        data: File that a task reads: FILE, or TASK=FILE; may be repeated.
+        scoring: generate answers greedily; forced compares token by token with the right answer; blind does so with the context compressed before the
+            question is seen.
+        reference: Evaluate the full policy too.
+        dtype: float32, float16 or bfloat16; the checkpoint's by default.
+        weights: Checkpoint directory; the model's or engine's own by default.
+        device: auto, cpu, cuda or cuda:N.
+        executor: auto (TensorRT where an engine has it, else torch), torch or tensorrt.
+        batch: Sequences at once; changes no result but the time.
+        chunk_tokens: Read prompts in chunks of so many tokens; whole by default. Policies that evict meanwhile answer otherwise.
+        jobs: Processes that share the cells.
+        keep_going: Leave out what cannot run, with a note each, instead of stopping before the first.
+        output: Directory of results.jsonl.
+        plot: Draw quality against stored bytes and tokens read into this file (png, svg or pdf).
+        json: Print one JSON object a cell.
+    """
+    from trtkv.eval.grid import Request, expand
+    from trtkv.eval.jobs import run_cells
+    from trtkv.eval.opened import Setup
+    from trtkv.eval.plot import check_plot, draw
+    from trtkv.eval.results import Results
+    from trtkv.eval.samples import SampleMaker, check_samples
+
+    _check_numbers(batch=batch, jobs=jobs, chunk_tokens=1 if chunk_tokens is None else chunk_tokens)
+    if plot is not None:
+        check_plot(plot)
+    request = Request(
+        engines=tuple(engines),
+        model=model,
+        policies=_split(policy),
+        budgets=_split(budget),
+        sets=tuple(settings or ()),
+        tasks=_split(task) or ("passkey",),
+        lengths=tuple(_number(one) for one in _split(length)) or (2048,),
+        samples=samples,
+        seed=seed,
+        dtype=dtype,
+        weights=weights,
+        data=tuple(data or ()),
+        reference=reference,
+        scoring=scoring,
+        chunk_tokens=chunk_tokens,
+    )
+    maker = SampleMaker()
+    grid = check_samples(expand(request, keep_going), maker, keep_going)
+    for misfit in grid.misfits:
+        notes.print(f"Left out: {misfit}", markup=False)
+    if not grid.cells:
+        raise ConfigError("nothing is left to evaluate", "See the notes above.")
+    results = Results(output)
+    todo = [cell for cell in grid.cells if cell.key not in results.finished()]
+    if len(todo) < len(grid.cells):
+        notes.print(f"{len(grid.cells) - len(todo)} of {len(grid.cells)} cells are finished in {results.file}.", markup=False)
+    setup = Setup(device, executor, batch, max(cell.length for cell in grid.cells))
+    with _cells_bar(todo) as report:
+        run_cells(todo, setup, output, jobs, report, maker)
+    records = [results.finished()[cell.key] for cell in grid.cells]
+    if json:
+        for record in records:
+            print_json(record)
+    else:
+        _print_records(records)
+    if plot is not None:
+        draw(records, plot)
+        notes.print(f"Plot: {plot}", markup=False)
+
+
+@contextmanager
+def _cells_bar(cells: Sequence[Cell]) -> Iterator[Callable[[str, float], None]]:
+    """Show cells done and the time left on standard error; yields report(key, fraction)."""
+    weights = {cell.key: cell.weight for cell in cells}
+    names = {cell.key: f"{cell.subject.policy.name} {cell.task.name}" for cell in cells}
+    done: dict[str, float] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn(), TextColumn("left"))
+    with Progress(*columns, TimeRemainingColumn(), console=notes, transient=True, speed_estimate_period=600) as bar:
+        task = bar.add_task("eval", total=max(1, sum(weights.values())))
+
+        def report(key: str, fraction: float) -> None:
+            done[key] = max(done.get(key, 0.0), fraction)
+            finished = sum(share >= 1 for share in done.values())
+            completed = sum(weights[one] * share for one, share in done.items())
+            bar.update(task, description=f"eval: {names[key]} ({finished}/{len(cells)} cells)", completed=completed)
+
+        yield report
+
+
+def _print_records(records: Sequence[Mapping[str, Any]]) -> None:
+    from trtkv.eval.plot import full_of
+    from trtkv.runtime.memory import readable
+
+    columns = ["task", "length", "policy", "budget", "figure", "value", "± error", "full", "KV bytes", "of full", "tokens read", "seconds"]
+    rows = []
+    for one in records:
+        full = full_of(one, records)
+        error = one["figures"].get(f"{one['main']}_error")
+        rows.append(
+            [
+                one["task"],
+                str(one["length"]),
+                " ".join([one["policy"], *one["set"]]),
+                "" if one["budget"] is None else str(one["budget"]),
+                one["main"],
+                _figure(one["figures"].get(one["main"])),
+                "" if error is None else f"{error:.3f}",
+                _figure(full["figures"].get(full["main"])) if full else "",
+                readable(one["stored_bytes"]),
+                f"{one['stored_bytes'] / full['stored_bytes']:.0%}" if full and full["stored_bytes"] else "",
+                round(one["tokens_read_per_step"]),
+                one["seconds"],
+            ]
+        )
+    print_table(columns, rows)
+
+
+def _figure(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.3f}"
+
+
+def _split(items: list[str] | None) -> tuple[str, ...]:
+    return tuple(part.strip() for item in items or () for part in item.split(",") if part.strip())
+
+
+def _number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"length '{text}' is no number of tokens", "Write --length 2048,4096.") from None
+
+
+def _check_numbers(**numbers: int) -> None:
+    for name, value in numbers.items():
+        if value < 1:
+            raise ConfigError(f"{name.replace('_', '-')} {value} is not above 0", "Give 1 or more.")

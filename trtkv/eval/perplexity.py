@@ -1,0 +1,84 @@
+"""Perplexity by sliding window: each window's end is fed token by token behind its beginning, so that the policy acts as in decoding.
+
+Windows of `length` tokens advance by the tokens that they score, so every token is scored once and sees at least length minus these before it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from trtkv.errors import ConfigError
+from trtkv.eval.files import checksum, read_text
+from trtkv.eval.forced import Given, forced_nll
+from trtkv.eval.haystack import passage
+from trtkv.eval.task import Bench, TaskOptions, TextTask
+from trtkv.runtime.llm import LLM
+
+SCORED = 128  # tokens that a window scores, a quarter of the window where that is less
+
+
+def scored_tokens(length: int) -> int:
+    """Return how many tokens a window of so many scores."""
+    return max(1, min(SCORED, length // 4))
+
+
+def windows(llm: LLM, data: Path | None, length: int, samples: int, seed: int) -> list[Given]:
+    """Cut consecutive windows of `length` tokens from a text, or from Python's documentation at a place that the seed chooses.
+
+    Raises ConfigError for a text that is shorter than one window; fewer windows than samples come of one that ends early.
+    """
+    if length < 2:
+        raise ConfigError(f"a window of {length} tokens predicts nothing", "Give at least --length 2.")
+    step = scored_tokens(length)
+    wanted = length + (samples - 1) * step
+    tokens = _own_text(llm, wanted, seed) if data is None else llm.encode(read_text(data))
+    if len(tokens) < length:
+        raise ConfigError(f"'{data}' has {len(tokens)} tokens, a window takes {length}", "Give a longer text or a lower --length.")
+    starts = range(0, min(len(tokens), wanted) - length + 1, step)
+    return [Given(tokens[start : start + length], length - step) for start in starts]
+
+
+def _own_text(llm: LLM, num_tokens: int, seed: int) -> list[int]:
+    """Return so many tokens of Python's documentation."""
+    count = lambda text: len(llm.encode(text))  # noqa: E731
+    text = passage(num_tokens + num_tokens // 4 + 64, count, random.Random(f"text {seed}"))
+    return llm.encode(" ".join(text))[:num_tokens]
+
+
+class Perplexity(TextTask):
+    """exp of the mean negative log-likelihood of the scored tokens, over a text file or Python's documentation.
+
+    "nll" is in nats a token; "nll_error" the standard error of its mean over windows.
+    """
+
+    main = "perplexity"
+    higher_is_better = False
+
+    def __init__(self, options: TaskOptions, name: str = "perplexity") -> None:
+        """Take the text's file, or None; raises ConfigError when it is not there."""
+        self.name, self._data = name, options.data
+        if self._data is not None and not self._data.is_file():
+            raise ConfigError(f"the file '{self._data}' of task '{name}' does not exist", "Check its name.")
+
+    @property
+    def identity(self) -> str:
+        """The text's checksum and how much of a window is scored."""
+        return f"scored {SCORED} {checksum(self._data) if self._data else 'documentation'}"
+
+    def measure(self, bench: Bench) -> Mapping[str, float]:
+        """Score the ends of `samples` windows."""
+        texts = windows(bench.llm, self._data, bench.length, bench.samples, bench.seed)
+        losses, held = forced_nll(bench.llm, texts, bench.report)
+        return {**loss_figures(losses), **held.figures()}
+
+
+def loss_figures(losses: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return perplexity, mean loss with its standard error over windows, and the scored tokens."""
+    nll = fmean(loss for one in losses for loss in one)
+    means = [fmean(one) for one in losses]
+    spread = math.sqrt(sum((mean - fmean(means)) ** 2 for mean in means) / (len(means) - 1) / len(means)) if len(means) > 1 else 0.0
+    return {"perplexity": math.exp(min(nll, 700.0)), "nll": nll, "nll_error": spread, "tokens": float(sum(map(len, losses)))}

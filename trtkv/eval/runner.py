@@ -1,0 +1,127 @@
+"""Runs cells: opens what they need, generates, scores, and writes one record each."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+
+from trtkv.errors import CapacityError
+from trtkv.eval.forced import score_answers
+from trtkv.eval.generate import generate
+from trtkv.eval.grid import Cell
+from trtkv.eval.opened import Setup, open_subject
+from trtkv.eval.samples import SampleMaker
+from trtkv.eval.subjects import Subject
+from trtkv.eval.task import AnswerTask, Bench, Sample, Task, TextTask
+from trtkv.runtime.llm import LLM
+
+Report = Callable[[float], None]
+HELD = ("stored_bytes", "tokens_read_per_step")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Figures of one cell: means over samples, what it cost, and one entry a sample where the task has samples."""
+
+    figures: Mapping[str, float]
+    stored_bytes: float
+    tokens_read_per_step: float
+    answers: Sequence[Mapping[str, Any]] = ()
+
+
+class Runner:
+    """Runs one cell after the other; keeps the last engine, and the one of the full policy, open for the next."""
+
+    def __init__(self, setup: Setup, maker: SampleMaker | None = None) -> None:
+        self.setup, self.maker = setup, maker or SampleMaker()
+        self._open: dict[str, tuple[str, LLM]] = {}
+
+    def run(self, cell: Cell, report: Report = lambda fraction: None) -> dict[str, Any]:
+        """Return the record of a cell. Raises TrtkvError; CapacityError when the device's memory ends."""
+        started = time.perf_counter()
+        task = self.maker.task(cell.task)
+        try:
+            llm = self._opened("cell", cell.subject)
+            found = self._find(cell, task, llm, report)
+        except torch.OutOfMemoryError as error:
+            self._open.clear()
+            raise CapacityError(f"the device's memory does not hold this cell ({_first_line(error)})", "Lower --batch, --jobs or --length.") from None
+        return _record(cell, task.main, task.higher_is_better, found, llm, time.perf_counter() - started)
+
+    def _find(self, cell: Cell, task: Task, llm: LLM, report: Report) -> Outcome:
+        if isinstance(task, AnswerTask):
+            samples = self.maker.samples(cell)
+            if cell.scoring == "generate":
+                return _answers(llm, task, samples, self.setup.batch, report)
+            return _forced(llm, samples, cell.scoring == "blind", report)
+        assert isinstance(task, TextTask)
+
+        def full() -> LLM:
+            return llm if cell.subject.is_reference else self._opened("full", cell.subject.reference())
+
+        figures = dict(task.measure(Bench(llm, full, cell.length, cell.samples, cell.seed, self.setup.batch, report)))
+        stored, read = (figures.pop(name, 0.0) for name in HELD)
+        return Outcome(figures, stored, read)
+
+    def _opened(self, place: str, subject: Subject) -> LLM:
+        key, llm = self._open.get(place, ("", None))
+        if llm is None or key != subject.key:
+            llm = None
+            self._open.pop(place, None)  # before the next is opened: both together may exceed the memory
+            llm = open_subject(subject, self.setup)
+            self._open[place] = (subject.key, llm)
+        return llm
+
+
+def _answers(llm: LLM, task: AnswerTask, samples: Sequence[Sample], batch: int, report: Report) -> Outcome:
+    """Generate greedily and score."""
+    found = generate(llm, [llm.encode(one.prompt) for one in samples], [one.max_new_tokens for one in samples], batch, report)
+    scores = [dict(task.score(one, text)) for one, text in zip(samples, found.texts, strict=True)]
+    said = [{"answer": text, **_about(one, score["score"])} for one, text, score in zip(samples, found.texts, scores, strict=True)]
+    return Outcome(means(scores), found.stored_bytes, found.tokens_read_per_step, said)
+
+
+def _forced(llm: LLM, samples: Sequence[Sample], blind: bool, report: Report) -> Outcome:
+    scores, held = score_answers(llm, samples, blind=blind, report=report)
+    figures = [{"score": one.exact, "partial": one.digits, "nll": one.nll} for one in scores]
+    answers = [_about(one, score["score"]) for one, score in zip(samples, figures, strict=True)]
+    stored, read = (held.figures()[name] for name in HELD)
+    return Outcome(means(figures), stored, read, answers)
+
+
+def _about(sample: Sample, score: float) -> dict[str, Any]:
+    return {"expected": list(sample.answers), "depth": sample.depth, "score": score}
+
+
+def means(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of every figure, over the samples that have it, and the standard error of the score."""
+    names = dict.fromkeys(name for one in scores for name in one)
+    figures = {name: fmean(one[name] for one in scores if name in one) for name in names}
+    main = [one["score"] for one in scores]
+    return {**figures, "score_error": stdev(main) / math.sqrt(len(main))} if len(main) > 1 else figures
+
+
+def _record(cell: Cell, main: str, higher_is_better: bool, found: Outcome, llm: LLM, seconds: float) -> dict[str, Any]:
+    return {
+        "key": cell.key,
+        **cell.about,
+        "main": main,
+        "higher_is_better": higher_is_better,
+        "figures": {name: value if math.isfinite(value) else None for name, value in found.figures.items()},
+        "stored_bytes": round(found.stored_bytes),
+        "tokens_read_per_step": round(found.tokens_read_per_step, 2),
+        "seconds": round(seconds, 2),
+        "device": str(llm.engine.session.device),
+        "executor": llm.executor_name,
+        "answers": list(found.answers),
+    }
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0].rstrip(".")[:160]

@@ -1,0 +1,215 @@
+"""What is evaluated: engine directories, or a model under policies and budgets without any engine built beforehand."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from trtkv import api
+from trtkv.checkpoint.find import Source, resolve_model
+from trtkv.config import ModelConfig
+from trtkv.errors import CheckpointError, ConfigError, TrtkvError, UnknownName
+from trtkv.eval.budgets import apply_budget, budget_tokens, has_budget
+from trtkv.manifest import Manifest, read_manifest
+from trtkv.policies.base import KINDS
+from trtkv.policies.policy import Policy
+from trtkv.policies.registry import parse_policy
+
+REFERENCE = "full"
+SAMPLED_BYTES = 1 << 20  # of the start, the middle and the end of a file of weights: enough to tell two checkpoints apart
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model under a policy. source.config has the dtype and positions it runs with; engine is None where one is made on the fly.
+
+    sets are the settings that changed this policy; identity tells the subject from others of the same name; chunk_tokens are the new tokens of one
+    prefill step, None for whole prompts: a policy that evicts between chunks answers otherwise.
+    """
+
+    source: Source
+    policy: Policy
+    budget: int | None
+    sets: tuple[str, ...]
+    identity: Mapping[str, str] = field(hash=False)
+    engine: Path | None = None
+    chunk_tokens: int | None = None
+
+    @property
+    def model(self) -> str:
+        """The model's name, or the last part of its directory."""
+        return Path(self.source.name).name
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether every token is kept exactly and read."""
+        return not self.policy.roles
+
+    @property
+    def key(self) -> str:
+        """Names what has to be opened: equal for cells that can share an opened engine."""
+        return " ".join(map(str, [self.engine, self.chunk_tokens, self.source.config.dtype, *self.identity.values()]))
+
+    def reference(self) -> Subject:
+        """Return the same model without a policy."""
+        return make_subject(self.source, Policy(), None, (), self.identity["weights"], self.chunk_tokens)
+
+
+def make_subject(source: Source, policy: Policy, budget: int | None, sets: tuple[str, ...], weights: str, chunk_tokens: int | None = None) -> Subject:
+    """Describe a model under a policy; weights is what `weights_identity` returned. Raises ConfigError where the policy does not fit the model."""
+    identity = {"weights": weights, "plan": policy.plan(source.config).hash, "engine": ""}
+    return Subject(source, policy, budget, sets, identity, chunk_tokens=chunk_tokens)
+
+
+def model_subjects(
+    model: str,
+    *,
+    dtype: str | None,
+    weights: str | None,
+    policies: Sequence[str],
+    budgets: Sequence[str],
+    sets: Sequence[str],
+    reference: bool,
+    chunk_tokens: int | None = None,
+    misfits: list[TrtkvError] | None = None,
+) -> Callable[[int], Iterator[Subject]]:
+    """Return a function from a length to the subjects at it: every policy at every budget, in this order.
+
+    A policy without a budget comes once. What cannot work is raised, or appended to misfits where a list is given.
+    """
+    source, config, _ = api.prepare(model, REFERENCE, None, (), dtype, None)
+    source = replace(source, config=config, path=_weights_path(weights, [source.path], source.name))
+    identity = weights_identity(source.path)  # type: ignore[arg-type]
+    names = dict.fromkeys(policies or (REFERENCE,))
+    if reference:
+        names = dict.fromkeys([REFERENCE, *names])
+    chosen = _with_settings(list(names), sets)
+    if budgets and not any(has_budget(policy) for policy, _ in chosen):
+        raise ConfigError(f"a budget means nothing to {', '.join(names)}", "Leave --budget out or choose other policies.")
+
+    def at(length: int) -> Iterator[Subject]:
+        _check_length(length, config.max_positions, f"the model's {config.max_positions} positions", "Choose a smaller --length.")
+        for policy, own in chosen:
+            for text in budgets if budgets and has_budget(policy) else [None]:
+                try:
+                    budget = None if text is None else budget_tokens(text, length)
+                    fitted = policy.check() if budget is None else apply_budget(policy, budget, length)
+                    subject = make_subject(source, fitted, _budget_of(fitted) if budget is None else budget, own, identity, chunk_tokens)
+                except TrtkvError as error:
+                    if misfits is None:
+                        raise
+                    misfits.append(error)
+                else:
+                    yield subject
+
+    return at
+
+
+def engine_subjects(engines: Sequence[Path], weights: str | None, reference: bool) -> Callable[[int], Iterator[Subject]]:
+    """Return a function from a length to the subjects at it: the engines, behind the reference of every model among them that brings none."""
+    found = [_engine_subject(engine, read_manifest(engine), weights) for engine in dict.fromkeys(engines)]
+    subjects = [subject for subject, _ in found]
+    if reference:
+        there = {_same_model(one) for one in subjects if one.is_reference}
+        added = {_same_model(one): one.reference() for one in subjects if _same_model(one) not in there}
+        subjects = [*added.values(), *subjects]
+
+    def at(length: int) -> Iterator[Subject]:
+        for subject, manifest in found:
+            limit = manifest.limits.max_seq_len
+            _check_length(length, limit, f"the {limit} tokens of the engine '{subject.engine}'", f"Build it with --max-seq-len {length}.")
+        yield from subjects
+
+    return at
+
+
+def weights_identity(checkpoint: Path) -> str:
+    """Return twelve hex digits of a checkpoint: of every file's size and of three pieces of its content, since whole files may take minutes."""
+    digest = hashlib.sha256()
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as stream:
+            for start in (0, size // 2, max(0, size - SAMPLED_BYTES)):
+                stream.seek(start)
+                digest.update(stream.read(SAMPLED_BYTES))
+    return digest.hexdigest()[:12]
+
+
+def _with_settings(names: list[str], sets: Sequence[str]) -> list[tuple[Policy, tuple[str, ...]]]:
+    """Apply every setting to the policies that have its role, or to the one it names; raises where none takes it."""
+    chosen = {name: parse_policy(name) for name in names}
+    own: dict[str, list[str]] = {name: [] for name in names}
+    for item in sets:
+        place, equals, value = item.partition("=")
+        if not equals:
+            raise ConfigError(f"--set '{item}' has no value", "Write role.field=value or policy:role.field=value.")
+        only, _, path = place.strip().rpartition(":")
+        if only and only not in chosen:
+            raise UnknownName("policy in --set", only, names)
+        kind = path.partition(".")[0]
+        takers = [name for name, policy in chosen.items() if (name == only if only else kind in policy.roles)]
+        if not takers:
+            raise _nobody_takes(item, path, kind, chosen.values())
+        for name in takers:
+            chosen[name] = chosen[name].with_field(path, value.strip())
+            own[name].append(f"{path}={value.strip()}")
+    return [(chosen[name], tuple(own[name])) for name in names]
+
+
+def _nobody_takes(item: str, path: str, kind: str, policies: Iterable[Policy]) -> TrtkvError:
+    if kind in KINDS:
+        return ConfigError(f"--set '{item}' changes none of the policies: none has a {kind} role", "Leave it out, or see trtkv policies NAME.")
+    return UnknownName("policy field", path, {f"{k}.{f}" for one in policies for k, role in one.roles.items() for f in type(role).model_fields})
+
+
+def _engine_subject(engine: Path, manifest: Manifest, weights: str | None) -> tuple[Subject, Manifest]:
+    there = [Path(manifest.checkpoint)] if manifest.checkpoint else []
+    path = _weights_path(weights, [*there, _pulled(manifest.model_name)], manifest.model_name)
+    source = Source(manifest.model_name, path, manifest.model, manifest.hub)
+    plan = manifest.cache
+    policy = _policy_of(manifest)
+    identity = {"weights": weights_identity(path), "plan": plan.hash, "engine": manifest.build_hash}
+    return Subject(source, policy, _budget_of(policy), (), identity, engine), manifest
+
+
+def _policy_of(manifest: Manifest) -> Policy:
+    """Rebuild the policy from the plan's roles."""
+    from trtkv.plugins.roles import load_role
+
+    return Policy(name=manifest.cache.policy, **{kind: load_role(meaning) for kind, meaning in manifest.cache.roles.items()})
+
+
+def _pulled(model: str) -> Path | None:
+    try:
+        return resolve_model(model).path
+    except TrtkvError:
+        return None
+
+
+def _weights_path(given: str | None, candidates: Sequence[Path | None], model: str) -> Path:
+    if given is not None:
+        candidates = [Path(given)]
+    for path in candidates:
+        if path and any(path.glob("*.safetensors")):
+            return path
+    if given is not None:
+        raise CheckpointError(f"'{given}' holds no safetensors", "Give --weights a checkpoint directory.")
+    raise CheckpointError(f"no weights for '{model}' are on this machine", f"Run trtkv pull {model}, or give --weights DIRECTORY.")
+
+
+def _budget_of(policy: Policy) -> int | None:
+    return next((role.budget for role in (policy.allocate, policy.evict, policy.retrieve) if getattr(role, "budget", None)), None)  # type: ignore[union-attr]
+
+
+def _same_model(subject: Subject) -> tuple[ModelConfig, str]:
+    return subject.source.config, subject.identity["weights"]
+
+
+def _check_length(length: int, limit: int, what: str, fix: str) -> None:
+    if length < 1:
+        raise ConfigError(f"length {length} is not above 0", "Give --length in tokens, such as 2048.")
+    if length > limit:
+        raise ConfigError(f"length {length} is beyond {what}", fix)

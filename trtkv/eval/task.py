@@ -1,0 +1,104 @@
+"""What an evaluation task is: it makes prompts and scores answers (AnswerTask), or measures an opened engine itself (TextTask)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from trtkv.runtime.llm import LLM
+
+CountTokens = Callable[[str], int]
+Encode = Callable[[str], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One prompt: context is the document, question what follows it with its separator, so that their concatenation is the prompt.
+
+    answers are what `score` looks for; target is the text that teacher forcing expects directly behind the prompt, empty where no single text is
+    right; max_new_tokens is the longest answer; depth says where the needle stands, 0 at the start, 1 at the end.
+    """
+
+    context: str
+    question: str
+    answers: tuple[str, ...]
+    max_new_tokens: int
+    target: str = ""
+    depth: float | None = None
+
+    @property
+    def prompt(self) -> str:
+        """Document and question."""
+        return self.context + self.question
+
+    def compressible_tokens(self, encode: Encode) -> int:
+        """Return how many leading tokens of the prompt belong to the context alone: what a method that must not see the question may compress."""
+        alone, whole = encode(self.context), encode(self.prompt)
+        return next((index for index, (a, b) in enumerate(zip(alone, whole, strict=False)) if a != b), min(len(alone), len(whole)))
+
+
+@dataclass(frozen=True, slots=True)
+class TaskOptions:
+    """What a user may say about tasks: data is the file that a task reads, None where it needs none or has its own default."""
+
+    data: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What a TextTask measures: llm is the opened engine of the cell, full opens the same model without a policy (once; kept for later cells).
+
+    length is the tokens of a sequence, prompt and answer together, and never beyond the engine's; samples the number of texts, batch the sequences
+    at once; report takes the fraction that is done.
+    """
+
+    llm: LLM
+    full: Callable[[], LLM]
+    length: int
+    samples: int
+    seed: int
+    batch: int = 1
+    report: Callable[[float], None] = lambda fraction: None
+
+
+class Task(ABC):
+    """One row of the task table: main names the figure that tables and plots show, higher_is_better how it is read."""
+
+    name: str
+    main: ClassVar[str] = "score"
+    higher_is_better: ClassVar[bool] = True
+
+    @property
+    def identity(self) -> str:
+        """Everything besides name, length, samples and seed that changes a result, such as a file's checksum."""
+        return ""
+
+
+class AnswerTask(Task):
+    """A task with prompts and right answers; the runner generates greedily."""
+
+    @abstractmethod
+    def samples(self, length_tokens: int, count: int, seed: int, count_tokens: CountTokens) -> list[Sample]:
+        """Build prompts that, with their longest answer, have at most length_tokens tokens; the same for the same arguments.
+
+        Raises ConfigError where the task does not fit into so few tokens.
+        """
+
+    @abstractmethod
+    def score(self, sample: Sample, text: str) -> Mapping[str, float]:
+        """Score an answer: "score" from 0 to 1 and figures beside it; the runner takes means over the samples that have a figure."""
+
+
+class TextTask(Task):
+    """A task that needs logits or intermediate values instead of answers."""
+
+    @abstractmethod
+    def measure(self, bench: Bench) -> Mapping[str, float]:
+        """Measure the engine; the figure named `main` is in the result.
+
+        stored_bytes (of one sequence at its fullest) and tokens_read_per_step belong in the result as well.
+        """
