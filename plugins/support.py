@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,11 +29,8 @@ def gpu_ready(device: torch.device) -> str | None:
         return "no CUDA device is used"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the GPU is older than compute capability 8.0"
-    try:
-        import triton  # noqa: F401
-        from cuda.bindings import driver, nvrtc  # noqa: F401
-    except ImportError as error:
-        return f"{error.name} is not installed (pip install 'trtkv[gpu]')"
+    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
+        return "cuda-bindings is not installed (pip install 'trtkv[gpu]')"
     return None
 
 

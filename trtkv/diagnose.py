@@ -9,6 +9,8 @@ from typing import Any
 import psutil
 
 from trtkv.checkpoint.find import data_home
+from trtkv.plugins._device import nvrtc, triton_aot
+from trtkv.plugins._device.driver import cuda_version
 from trtkv.plugins._tensorrt.backend import available
 from trtkv.runtime.memory import readable
 from trtkv.runtime.tensorrt import can_run
@@ -17,8 +19,8 @@ PACKAGES = {
     "torch": "the torch executor",
     "tensorrt-rtx": "building engines anywhere; running them on RTX GPUs and A100",
     "tensorrt": "building and running engines on data centre GPUs",
-    "triton": "GPU kernels",
-    "cuda-python": "streams, graphs and pinned memory",
+    "triton": "compiling GPU kernels",
+    "cuda-bindings": "compiling and launching GPU kernels (part of cuda-python)",
     "gguf": "pulling smollm2-135m",
     "transformers": "comparison in tests and evaluation",
 }
@@ -67,8 +69,23 @@ def _abilities() -> list[dict[str, Any]]:
         rows.append({"what": f"build engines with {name}", "here": builds, "note": note})
         reason = can_run(name, ()) if there else f"pip install 'trtkv[{extra}]'"
         rows.append({"what": f"run engines with {name}", "here": reason is None, "note": reason or "engines built for this GPU"})
+    rows += _kernel_abilities()
     rows.append({"what": "run engines with torch on the CPU", "here": True, "note": "every engine"})
     rows.append(
         {"what": "run engines with torch on a GPU", "here": cuda, "note": "every engine" if cuda else "needs a CUDA GPU and a torch built for it"}
     )
+    return rows
+
+
+def _kernel_abilities() -> list[dict[str, Any]]:
+    """Say of either compiler of the kernels whether it is here, and whether the driver is too old for what NVRTC makes."""
+    newest, own = cuda_version(), nvrtc.version()
+    too_old = newest is not None and own is not None and int(own.partition(".")[0]) > newest[0]
+    late = f", but this driver runs CUDA {newest[0]}.{newest[1]}: install 'cuda-bindings<13' and 'cuda-toolkit<13'" if newest and too_old else ""
+    rows = []
+    for name, problem, version in (
+        ("CUDA C++ kernels", nvrtc.missing(), f"NVRTC {own}{late}"),
+        ("Triton kernels", triton_aot.missing(), f"Triton {triton_aot.version()}"),
+    ):
+        rows.append({"what": f"compile {name}", "here": problem is None, "note": f"{problem} ({nvrtc.INSTALL})" if problem else version})
     return rows

@@ -29,6 +29,26 @@ class PlanInfo(BaseModel):
     seconds: float
 
 
+class KernelFile(BaseModel):
+    """One compiled kernel: its file, the function and source, the compute capability, and what sets it apart from others of the source."""
+
+    model_config = ConfigDict(frozen=True)
+    file: str
+    kernel: str
+    sm: str
+    options: tuple[str, ...]
+    size_bytes: int
+
+
+class KernelsInfo(BaseModel):
+    """The kernels of the directory, for which GPUs, and how long writing them took."""
+
+    model_config = ConfigDict(frozen=True)
+    sms: tuple[str, ...]
+    files: tuple[KernelFile, ...]
+    seconds: float
+
+
 class WeightInput(BaseModel):
     """A weight input of the graph and the checkpoint tensors that it is stacked from."""
 
@@ -41,8 +61,9 @@ class WeightInput(BaseModel):
 class Manifest(BaseModel):
     """Everything that the runtime needs to know about an engine.
 
-    plan_info is None when no TensorRT was there to build the plan; files maps every other file to its SHA-256; checkpoint is the directory
-    that the weights come from, or None when only the model's shape was known.
+    plan_info is None when no TensorRT was there to build the plan; kernels is None when none were compiled, kernels_missing says why some or all
+    of them are compiled at the first run instead; files maps every other file to its SHA-256; checkpoint is the directory that the weights
+    come from, or None when only the model's shape was known.
     """
 
     model_config = ConfigDict(frozen=True, protected_namespaces=())
@@ -60,6 +81,8 @@ class Manifest(BaseModel):
     weights: tuple[WeightInput, ...]
     plan_info: PlanInfo | None
     plan_missing: str | None
+    kernels: KernelsInfo | None = None
+    kernels_missing: str | None = None
     files: dict[str, str]
     command: str
     created: str

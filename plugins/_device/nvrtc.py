@@ -1,123 +1,153 @@
-"""CUDA C++ kernels: compiled once for a set of definitions (NVRTC), kept as cubin files, launched on a stream of the caller.
-
-A launch makes no allocation and no synchronization, so it can be captured; `load` compiles and must run before.
-"""
+"""CUDA C++ kernels, compiled by NVRTC for a set of definitions: on any machine that has it, with or without a GPU."""
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import os
+import re
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trtkv.checkpoint.find import data_home
-from trtkv.errors import BuildError, EngineError
+from trtkv.errors import BuildError
+from trtkv.plugins._device import store
+from trtkv.plugins._device.driver import Kernel
+from trtkv.plugins._device.spec import Binary, Float, Int, Long, Pointer, Spec
 
-Int, Long, Float, Pointer = ctypes.c_int, ctypes.c_longlong, ctypes.c_float, ctypes.c_void_p
+__all__ = ["Float", "Int", "Kernel", "Long", "Pointer", "load"]
 
-
-def cache_folder() -> Path:
-    """Return the folder of compiled kernels."""
-    return data_home() / "kernels"
-
-
-def cubin_name(source: str, defines: Sequence[str], arch: str) -> str:
-    """Name a compiled kernel by what it was made from."""
-    return hashlib.sha256("\n".join([source, *defines, arch]).encode()).hexdigest()[:24] + ".cubin"
+HEADERS = Path(__file__).parent  # headers of more than one kernel
+INSTALL = "pip install 'trtkv[gpu]'"
+_OWN_HEADER = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 
 
-def compile_source(source: str, defines: Sequence[str], arch: str) -> bytes:
-    """Compile to a cubin for sm_{arch}; raises BuildError with the compiler's log."""
+@dataclass(frozen=True)
+class CudaSpec(Spec):
+    """A kernel of a `.cu` file, compiled with -D definitions; it may include headers beside it and in this folder, by names in quotes."""
+
+    defines: tuple[str, ...]
+
+    def content(self) -> list[str]:
+        """Return the source, the headers it includes and the definitions."""
+        return [*own_sources(self.source), *self.defines]
+
+    def compile(self) -> Binary:
+        """Compile to a cubin; raises BuildError with the compiler's log."""
+        return Binary(compile_source(self.source.read_text(encoding="utf-8"), self.defines, self.arch, self.source.parent))
+
+    def missing(self) -> str | None:
+        """Say what NVRTC lacks."""
+        return missing()
+
+    def options(self) -> list[str]:
+        """Return the definitions."""
+        return [one.removeprefix("-D") for one in self.defines]
+
+
+def load(path: Path, name: str, types: tuple[Any, ...], defines: tuple[str, ...], arch: str, shared: int) -> Kernel:
+    """Return the kernel `name` of a source file on the current device (see `store.load`)."""
+    return store.load(CudaSpec(path, name, types, arch, shared, defines))
+
+
+def compile_source(source: str, defines: Sequence[str], arch: str, folder: Path | None = None) -> bytes:
+    """Compile to a cubin for sm_{arch}, with own headers from a folder; raises BuildError with the compiler's log. Lets other threads run."""
+    problem = missing()
+    if problem is not None:
+        raise BuildError(f"no CUDA C++ kernel can be compiled: {problem}", f"Run: {INSTALL}.")
     from cuda.bindings import nvrtc
 
-    options = [f"--gpu-architecture=sm_{arch}", "-std=c++17", *defines, *(f"-I{folder}" for folder in _include_folders())]
-    code, program = nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], [])
-    _check(code)
-    (code,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-    if int(code) != 0:
-        log = b" " * _value(nvrtc.nvrtcGetProgramLogSize(program))
-        nvrtc.nvrtcGetProgramLog(program, log)
-        text = " ".join(log.decode(errors="replace").split())[:400]
-        raise BuildError(f"a kernel did not compile for sm_{arch}: {text}", "Report this with the output of trtkv doctor.")
-    cubin = b" " * _value(nvrtc.nvrtcGetCUBINSize(program))
-    _check(nvrtc.nvrtcGetCUBIN(program, cubin)[0])
-    nvrtc.nvrtcDestroyProgram(program)
+    folders = [*([folder] if folder else []), HEADERS, cuda_headers()]
+    options = [f"--gpu-architecture=sm_{arch}", "-std=c++17", *defines, *(f"-I{one}" for one in folders)]
+    program = _value(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
+    try:
+        (code,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        if int(code) != 0:
+            log = b" " * _value(nvrtc.nvrtcGetProgramLogSize(program))
+            nvrtc.nvrtcGetProgramLog(program, log)
+            text = " ".join(log.rstrip(b"\0").decode(errors="replace").split())[:400]
+            raise BuildError(f"a kernel did not compile for sm_{arch}: {text}", "Report this with the output of trtkv doctor.")
+        cubin = b" " * _value(nvrtc.nvrtcGetCUBINSize(program))
+        _check(nvrtc.nvrtcGetCUBIN(program, cubin)[0])
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
     return cubin
 
 
-def cubin_for(path: Path, defines: Sequence[str], arch: str) -> bytes:
-    """Return the compiled kernel from the cache folder, compiling what is not there."""
-    source = path.read_text()
-    file = cache_folder() / cubin_name(source, defines, arch)
-    if file.exists():
-        return file.read_bytes()
-    cubin = compile_source(source, defines, arch)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as draft:
-        draft.write(cubin)
-    Path(draft.name).replace(file)
-    return cubin
-
-
-class Kernel:
-    """A loaded function with the C types of its arguments."""
-
-    def __init__(self, cubin: bytes, name: str, types: Sequence[Any], shared: int) -> None:
-        """Load a function of a cubin and allow it `shared` bytes of dynamic shared memory and clusters of sixteen."""
-        from cuda.bindings import driver
-
-        self._driver, self._types = driver, tuple(types)
-        self._module = _value(driver.cuModuleLoadData(cubin))
-        self._function = _value(driver.cuModuleGetFunction(self._module, name.encode()))
-        attribute = driver.CUfunction_attribute
-        _check(driver.cuFuncSetAttribute(self._function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)[0])
-        _check(driver.cuFuncSetAttribute(self._function, attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)[0])
-
-    def launch(
-        self, grid: tuple[int, int, int], threads: int, shared: int, stream: int, values: Sequence[Any], *, cluster: int = 1, overlap: bool = False
-    ) -> None:
-        """Launch on a stream; overlap lets the kernel start while the one before it drains (it waits itself before it reads)."""
-        driver = self._driver
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes, config.hStream = shared, stream
-        attributes = []
-        if cluster > 1:
-            one = driver.CUlaunchAttribute()
-            one.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            one.value.clusterDim.x, one.value.clusterDim.y, one.value.clusterDim.z = cluster, 1, 1
-            attributes.append(one)
-        if overlap:
-            one = driver.CUlaunchAttribute()
-            one.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            one.value.programmaticStreamSerializationAllowed = 1
-            attributes.append(one)
-        config.attrs, config.numAttrs = attributes, len(attributes)
-        _check(driver.cuLaunchKernelEx(config, self._function, (tuple(values), self._types), 0)[0])
+def own_sources(path: Path) -> list[str]:
+    """Return the text of a source and of every header that it includes in quotes, each once; what is not there is the compiler's to report."""
+    texts: dict[Path, str] = {}
+    waiting = [path]
+    while waiting:
+        file = waiting.pop()
+        if file not in texts:
+            texts[file] = file.read_text(encoding="utf-8")
+            places = [(file.parent / name, path.parent / name, HEADERS / name) for name in _OWN_HEADER.findall(texts[file])]
+            waiting += [next(one for one in three if one.is_file()).resolve() for three in places if any(one.is_file() for one in three)]
+    return list(texts.values())
 
 
 @cache
-def load(path: Path, name: str, types: tuple[Any, ...], defines: tuple[str, ...], arch: str, shared: int) -> Kernel:
-    """Return the kernel `name` of a source file, compiled and loaded once."""
-    return Kernel(cubin_for(path, defines, arch), name, types, shared)
+def version() -> str | None:
+    """Return NVRTC's version such as "13.0", None where it cannot be loaded."""
+    try:
+        from cuda.bindings import nvrtc
+
+        code, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, OSError, RuntimeError):
+        return None
+    return f"{major}.{minor}" if int(code) == 0 else None
+
+
+@cache
+def missing() -> str | None:
+    """Say what is missing to compile, None where nothing is."""
+    try:
+        import cuda.bindings.nvrtc  # noqa: F401
+    except ImportError:
+        return "the package cuda-bindings is not installed"
+    if version() is None:
+        return "NVRTC is not installed"
+    return None if cuda_headers() else "CUDA's header cuda_fp16.h is not installed"
+
+
+def architectures() -> list[str]:
+    """List the compute capabilities that NVRTC compiles for, ascending; empty where it is missing."""
+    if version() is None:
+        return []
+    from cuda.bindings import nvrtc
+
+    return [str(one) for one in _value(nvrtc.nvrtcGetSupportedArchs())]
+
+
+@cache
+def cuda_headers() -> Path | None:
+    """Find the folder of CUDA's headers: of NVRTC's own major version where there are several."""
+    found = [root for root in _include_folders() if (root / "cuda_fp16.h").exists()]
+    major = (version() or "").partition(".")[0]
+    return next((root for root in found if _header_major(root) == major), found[0] if found else None)
 
 
 def _include_folders() -> Iterator[Path]:
-    roots = [Path(os.environ[name]) / "include" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
-    roots += [Path("/usr/local/cuda/include")]
-    roots += [found for entry in sys.path if entry for found in Path(entry).glob("nvidia/*/include")]
-    return (root for root in roots if (root / "cuda_fp16.h").exists())
+    for entry in sys.path:
+        if entry:
+            yield from sorted(Path(entry).glob("nvidia/*/include"))
+    yield from (Path(os.environ[name]) / "include" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ)
+    yield Path("/usr/local/cuda/include")
+
+
+def _header_major(root: Path) -> str | None:
+    try:
+        found = re.search(r"#define CUDA_VERSION (\d+)", (root / "cuda.h").read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
+    return str(int(found[1]) // 1000) if found else None
 
 
 def _check(code: Any) -> None:
     if int(code) != 0:
-        raise EngineError(f"the CUDA driver answered {code!r}", "Check the driver with trtkv doctor.")
+        raise BuildError(f"NVRTC answered {code!r}", "Report this with the output of trtkv doctor.")
 
 
 def _value(answer: tuple[Any, ...]) -> Any:

@@ -11,7 +11,60 @@ from typing import Any
 import triton
 import triton.language as tl
 
-NONE, FIER, MINMAX = 0, 1, 2
+NONE, FIER, MINMAX, CUBOID, BALL_MEAN, BALL_MAX, MEAN = range(7)  # what is kept of a group; `reference.py` says what each is
+
+
+@triton.jit
+def _keep_bits(wide, at, bits, meta, d, inside, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr):
+    """Keep FIER's low and range of every channel of a group's keys [GROUP, BLOCK_D], and its bits in the order of `fier_layout.py`."""
+    low, high = tl.min(wide, 0), tl.max(wide, 0)
+    tl.store(meta + at * 2 * D + d, low.to(tl.float16), inside)
+    tl.store(meta + at * 2 * D + D + d, tl.minimum(high - low, 16000.0).to(tl.float16), inside)
+    raised = wide >= ((low + high) / 2)[None, :]
+    mask = tl.sum(raised.to(tl.int32) << tl.arange(0, GROUP)[:, None], 0)
+    # Word d of the group: lane d / W, word d % W; four tokens of its lane, eight channels.
+    words: tl.constexpr = D // 32
+    lane = tl.minimum(d // words, 31)
+    word = tl.zeros([BLOCK_D], tl.int32)
+    for e in tl.static_range(8):
+        channel = (4 * (d % words) + lane % 4) * 8 + e
+        four = (tl.gather(mask, channel, 0) >> (lane // 4 * 4)) & 15
+        spread = (four & 1) | ((four & 2) << 3) | ((four & 4) << 6) | ((four & 8) << 9)
+        word |= spread << (e // 2 + 16 * (e % 2))
+    tl.store(bits + at * D + d, word, inside)
+
+
+@triton.jit
+def _keep_bounds(wide, at, meta, d, inside, dtype: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SUMMARY: tl.constexpr):
+    """Keep minimum and maximum of every channel, or (3) the corners of the box whose half width is the mean distance from their middle."""
+    low, high = tl.min(wide, 0), tl.max(wide, 0)
+    if SUMMARY == 3:
+        centre = (low + high) / 2
+        reach = tl.sum(tl.abs(wide - centre[None, :]), 0) / GROUP
+        low, high = centre - reach, centre + reach
+    tl.store(meta + at * 2 * D + d, low.to(dtype), inside)
+    tl.store(meta + at * 2 * D + D + d, high.to(dtype), inside)
+
+
+@triton.jit
+def _keep_ball(wide, at, bits, meta, d, inside, dtype: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SUMMARY: tl.constexpr):
+    """Keep the middle of every channel's range, and the keys' mean (4) or largest (5) distance from it."""
+    centre = (tl.min(wide, 0) + tl.max(wide, 0)) / 2
+    off = wide - centre[None, :]
+    distance = tl.sqrt(tl.sum(off * off, 1))
+    radius = tl.sum(distance, 0) / GROUP if SUMMARY == 4 else tl.max(distance, 0)
+    tl.store(meta + at * D + d, centre.to(dtype), inside)
+    tl.store(bits + at, radius.to(dtype))
+
+
+@triton.jit
+def _keep_mean(wide, at, bits, meta, d, inside, dtype: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr):
+    """Keep the mean key, and the lowest cosine that a key has with it."""
+    mean = tl.sum(wide, 0) / GROUP
+    lengths = tl.maximum(tl.sqrt(tl.sum(wide * wide, 1)), 1e-8)
+    cosine = tl.sum(wide * mean[None, :], 1) / lengths / tl.maximum(tl.sqrt(tl.sum(mean * mean, 0)), 1e-8)
+    tl.store(meta + at * D + d, mean.to(dtype), inside)
+    tl.store(bits + at, tl.min(cosine, 0))
 
 
 @triton.jit
@@ -45,7 +98,10 @@ def append_kernel(
     """Append the new tokens of one block; grid [blocks of the longest chunk, Hk + Hq, B].
 
     qkv [T, (Hq + 2 Hk) D]; positions [T], starts [B + 1], lens [B] stored tokens behind the append, table [B, M] int32; rope [X, D] fp32; keys and
-    values [P, Hk, N, D]; bits and meta of FIER: words of 32 bits and fp16, or meta [P, Hk, N / GROUP, 2, D] minima and maxima in the keys' dtype.
+    values [P, Hk, N, D]. What is kept of a group lies in meta, and in bits where there are two parts; in the keys' dtype unless said otherwise: FIER
+    meta [P, Hk, N / GROUP, 2, D] fp16 and bits [P, Hk, N / GROUP, D] words; minima and maxima, or the corners of a cuboid, meta
+    [P, Hk, N / GROUP, 2, D]; balls meta [P, Hk, N / GROUP, D] centres and bits [P, Hk, N / GROUP] radii; means meta [P, Hk, N / GROUP, D] and bits
+    [P, Hk, N / GROUP] fp32, the lowest cosine that a key has with its mean.
     """
     block, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if OVERLAP:
@@ -95,28 +151,18 @@ def append_kernel(
             if (group + 1) * GROUP <= stored:
                 old = tl.load(keys + slot, (token < stored - new)[:, None] & inside[None, :], 0.0)
                 whole = tl.where(fresh[:, None], turned, old)
-                low, high = tl.min(whole.to(tl.float32), 0), tl.max(whole.to(tl.float32), 0)
+                members = tl.where(inside[None, :], whole.to(tl.float32), 0.0)
                 first = group * GROUP
                 home = tl.load(table + b.to(tl.int64) * table_stride + first // page_size).to(tl.int64)
-                summary = (home * HEADS_KV + head) * (page_size // GROUP) + (first % page_size) // GROUP
+                at_summary = (home * HEADS_KV + head) * (page_size // GROUP) + (first % page_size) // GROUP
                 if SUMMARY == 1:
-                    tl.store(meta + summary * 2 * D + d, low.to(tl.float16), inside)
-                    tl.store(meta + summary * 2 * D + D + d, tl.minimum(high - low, 16000.0).to(tl.float16), inside)
-                    raised = whole.to(tl.float32) >= ((low + high) / 2)[None, :]
-                    mask = tl.sum(raised.to(tl.int32) << tl.arange(0, GROUP)[:, None], 0)
-                    # Word d of the group: lane d / W, word d % W; four tokens of its lane, eight channels.
-                    words: tl.constexpr = D // 32
-                    lane = tl.minimum(d // words, 31)
-                    word = tl.zeros([BLOCK_D], tl.int32)
-                    for e in tl.static_range(8):
-                        channel = (4 * (d % words) + lane % 4) * 8 + e
-                        four = (tl.gather(mask, channel, 0) >> (lane // 4 * 4)) & 15
-                        spread = (four & 1) | ((four & 2) << 3) | ((four & 4) << 6) | ((four & 8) << 9)
-                        word |= spread << (e // 2 + 16 * (e % 2))
-                    tl.store(bits + summary * D + d, word, inside)
+                    _keep_bits(members, at_summary, bits, meta, d, inside, D, BLOCK_D, GROUP)
+                elif SUMMARY <= 3:
+                    _keep_bounds(members, at_summary, meta, d, inside, dtype, D, GROUP, SUMMARY)
+                elif SUMMARY <= 5:
+                    _keep_ball(members, at_summary, bits, meta, d, inside, dtype, D, GROUP, SUMMARY)
                 else:
-                    tl.store(meta + summary * 2 * D + d, low.to(dtype), inside)
-                    tl.store(meta + summary * 2 * D + D + d, high.to(dtype), inside)
+                    _keep_mean(members, at_summary, bits, meta, d, inside, dtype, D, GROUP)
     else:
         tl.store(out + row.to(tl.int64)[:, None] * (HEADS_Q * D) + column + d[None, :], turned, both)
 
@@ -143,7 +189,7 @@ def launch(
 ) -> None:
     """Append up to `longest` new tokens of every sequence; tensors as in the kernel, page size and heads from the shapes.
 
-    bits (int32 view) and meta may be None where summary is NONE; group is a power of two that divides the page.
+    bits may be None where the summary has only meta, both where it is NONE; group is a power of two that divides the page.
     """
     _, heads_kv, page_size, dim = keys.shape
     heads_q = qkv.shape[1] // dim - 2 * heads_kv

@@ -27,3 +27,24 @@ def append(qkv: Tensor, positions: Tensor, rope: Tensor, config: OpConfig, norms
             heads[token, head] = torch.cat([x[:half] * cos - x[half:] * sin, x[half:] * cos + x[:half] * sin])
     parts = heads.to(qkv.dtype).split([config.num_q_heads, config.num_kv_heads, config.num_kv_heads], 1)
     return parts[0], parts[1], parts[2]
+
+
+def summarize(keys: Tensor, kind: str) -> dict[str, Tensor]:
+    """Return what is kept of one closed group's keys [g, D], in the dtype of the keys.
+
+    kind "minmax": low and high [D], the extremes of every channel (Quest). "cuboid": low and high [D] at the mean distance from the middle of the
+    extremes (ArkVale). "ball-mean" and "ball-max": centre [D], that middle, and radius [], the keys' mean or largest distance from it (ArkVale).
+    "mean": landmark [D], and likeness [], the lowest cosine that a key has with it (ShadowKV).
+    """
+    low, high = keys.min(0).values, keys.max(0).values
+    if kind == "minmax":
+        return {"low": low, "high": high}
+    if kind == "mean":
+        landmark = keys.sum(0) / len(keys)
+        return {"landmark": landmark, "likeness": torch.stack([torch.dot(key, landmark) / key.norm() / landmark.norm() for key in keys]).min()}
+    centre = (low + high) / 2
+    if kind == "cuboid":
+        reach = (keys - centre).abs().sum(0) / len(keys)
+        return {"low": centre - reach, "high": centre + reach}
+    distances = torch.stack([(key - centre).norm() for key in keys])
+    return {"centre": centre, "radius": distances.max() if kind == "ball-max" else distances.sum() / len(keys)}

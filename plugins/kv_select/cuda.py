@@ -9,8 +9,8 @@ from torch import Tensor
 
 from trtkv.plan import SelectPlan
 from trtkv.plugins.face import OpConfig
-from trtkv.plugins.kv_select import launch, op
-from trtkv.plugins.kv_select.speculate import speculate
+from trtkv.plugins.kv_select import launch, launch_pages, op
+from trtkv.plugins.kv_select.launch_speculate import speculate
 from trtkv.plugins.session import Session
 from trtkv.plugins.support import overlaps, summary_kind
 
@@ -38,23 +38,25 @@ def select(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
 
 def _launch(session: Session, layer: int, config: OpConfig, plan: SelectPlan, query: Tensor, lens: Tensor, table: Tensor, out: Tensor) -> None:
     batch, page = table.shape[0], session.plan.page_size
-    rows, units = batch * config.num_kv_heads, table.shape[1] * page // plan.unit
-    scratch = session.scratch(("select", rows, units, plan.pooling), lambda: _allocate(rows, units, config, plan, query.device))
-    scores, parts = scratch
+    units = table.shape[1] * page // plan.unit
+    scores, parts = session.scratch(("select", batch, units, plan.pooling), lambda: _allocate(batch, units, config, plan, query.device))
     threshold, overlap = session.reads_all_up_to(layer), overlaps(session, table)
-    common = {"page_size": page, "budget": threshold, "scale": config.scale, "pooling": plan.pooling, "overlap": overlap}
+    common = {"budget": threshold, "scale": config.scale, "pooling": plan.pooling, "overlap": overlap}
     if summary_kind(session.plan, layer) == "fier":
-        launch.fier_score(query, session.words(layer), session.ranges(layer), table, lens, scores, parts, **common)
+        launch.fier_score(query, session.words(layer), session.ranges(layer), table, lens, scores, parts, page_size=page, **common)
     else:
         bounds = session.buffer("page_bounds", layer)
-        launch.page_score(query, bounds.view(bounds.shape[0], bounds.shape[1], 2, -1), table, lens, scores, parts, **common)
+        launch_pages.score_pages(query, bounds, None, table, lens, scores, parts, kind="box", unit=plan.unit, **common)
     launch.select_units(
         scores, parts, lens, out, budget=threshold, sink=plan.sink, window=plan.window, unit=plan.unit, group=plan.group, pooling=plan.pooling,
         overlap=overlap,
     )  # fmt: skip
 
 
-def _allocate(rows: int, units: int, config: OpConfig, plan: SelectPlan, device: torch.device) -> tuple[Tensor, Tensor]:
+def _allocate(batch: int, units: int, config: OpConfig, plan: SelectPlan, device: torch.device) -> tuple[Tensor, Tensor]:
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    heads = config.num_q_heads // config.num_kv_heads
-    return launch.Scratch.plan(rows, heads, plan.pooling, units, sms).allocate(rows, device)
+    group = config.num_q_heads // config.num_kv_heads
+    if plan.unit == 1:
+        rows = batch * config.num_kv_heads
+        return launch.Scratch.plan(rows, group, plan.pooling, units, sms).allocate(rows, device)
+    return launch_pages.PageScratch.plan(batch, config.num_kv_heads, group, plan.pooling, units, sms).allocate(device)

@@ -7,8 +7,9 @@ from typing import Protocol
 from torch import Tensor
 
 from trtkv.plan import SelectPlan
-from trtkv.plugins.kv_select import fier, meaning, pages
-from trtkv.plugins.session import Row, Session
+from trtkv.plugins.kv_select import fier, kept, meaning, pages
+from trtkv.plugins.rows import Row
+from trtkv.plugins.session import Session
 
 
 class Index(Protocol):
@@ -21,9 +22,19 @@ class Index(Protocol):
         """Score every summarized unit of a sequence for query [Hq, D]: [Hq, U] fp32; and which units [Hk, U] bool are read in any case."""
 
 
-_INDEXES: dict[str, Index] = {"fier": fier.FierIndex(), "quest": pages.PageIndex(), "freekv": pages.PageIndex()}
+_INDEXES: dict[str, Index] = {
+    "fier": fier.FierIndex(),
+    "quest": pages.PageIndex(),
+    "freekv": pages.PageIndex(),
+    "arkvale": pages.PageIndex(),
+    "arkvale ball": kept.KeptIndex(centre="page_centre", radius="page_radius"),
+    "shadowkv": kept.KeptIndex(landmark="landmarks", likeness="likeness"),
+}
 
 
 def find(plan: SelectPlan) -> Index:
     """Return the op's own index, or the one that runs the role's meaning where there is none."""
-    return _INDEXES.get(plan.meaning.op if plan.meaning.role.startswith("trtkv.") else "", meaning.MeaningIndex())
+    name = plan.meaning.op if plan.meaning.role.startswith("trtkv.") else ""
+    if str(plan.meaning.fields.get("digest", "")).startswith("ball"):
+        name += " ball"
+    return _INDEXES.get(name, meaning.MeaningIndex())

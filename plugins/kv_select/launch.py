@@ -18,6 +18,7 @@ _PAGES = (Pointer,) * 6 + (Int, Int, Int, Long, Int, Float)
 _SELECT = (Pointer,) * 4 + (Long,) + (Int,) * 7
 _POOLS = {"softmax-mean": 0, "softmax-max": 0, "mean": 1, "max": 2}
 STAGES = 4  # of fier.cu
+CLUSTERS_FROM = 90  # clusters of blocks came with this compute capability
 _WORTHWHILE_UNITS = 4096  # a block more costs more than it saves below
 _EXACT_PACKETS = 2048  # packets of eight units of a block whose exact scores are kept
 _SELECT_BLOCK_UNITS = 65536  # keys of two bytes in the shared memory of a block
@@ -74,7 +75,7 @@ def select_units(
 ) -> None:  # fmt: skip
     """Choose units by scores and parts of a scorer, lens [B]: out [B, H, K + 1] int32, units ascending, then their count, -1 where all are read."""
     rows, heads, stride = scores.shape
-    cluster = cluster or select_cluster(rows, stride)
+    cluster = cluster or (select_cluster(rows, stride) if int(arch()) >= CLUSTERS_FROM else 1)
     kernel = select_kernel(cluster, heads, pooling == "softmax-max", unit, group, arch())
     share = -(-(stride // 8) // (cluster * 4)) * 4
     exact = share <= _EXACT_PACKETS

@@ -7,7 +7,8 @@ from torch import Tensor
 from trtkv.plan import SelectPlan
 from trtkv.plugins._torch.paged import read_pages
 from trtkv.plugins.roles import load_role
-from trtkv.plugins.session import Row, Session
+from trtkv.plugins.rows import Row
+from trtkv.plugins.session import Session
 
 
 class MeaningIndex:

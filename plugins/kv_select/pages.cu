@@ -1,17 +1,36 @@
-// Page scorer: the G <= 8 query heads of a key-value head against the minimum and maximum of every page (Quest), on tensor cores.
+// Page scorer: the query heads of a key-value head against what is kept of every full page, on tensor cores.
 //
-// Built with -DD (head dimension, multiple of 32), -DGROUP_HEADS (G), -DPOOL (0: every head for itself, 1: mean, 2: maximum) and -DBF16.
+// Built with -DD (head dimension, multiple of 32), -DGROUP_HEADS (G <= 32), -DPOOL (0: every head for itself, 1: mean, 2: maximum, 3: every head
+// for itself in a row of its own), -DKIND, -DPER_PAGE (summaries in a page of the cache), -DFORCED, -DSHARED and -DBF16.
 //
-// The best score that a key of the page can have is max(q, 0) times the maximum plus min(q, 0) times the minimum: two products.
+// KIND 0: minimum and maximum of every channel (Quest); the best score of a key inside is max(q, 0) times the maximum plus min(q, 0) times the
+// minimum: two products. KIND 1: centre and radius (ArkVale's balls), one product plus |q| times the radius. KIND 2: mean (ShadowKV), one product.
+// FORCED raises the pages that every query reads to infinity, SHARED scores by the mean over all query heads of the layer.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 typedef unsigned int u32;
 
+#ifndef KIND // the entry for bounds of whole pages
+#define WHOLE_PAGES
+#define KIND 0
+#define PER_PAGE 1
+#endif
 #define WARPS 8
-#define PIECES (D / 32) // 16-byte pieces that a lane reads of a bound
+#define PIECES (D / 32)                // 16-byte pieces that a lane reads of a vector
 #define PAIRS (D / 8)
-#define STEP_HEADS (POOL == 0 ? GROUP_HEADS : 1)
+#define TILES ((GROUP_HEADS + 7) / 8)  // eight heads are the narrow side of a product
+#define VECTORS (KIND == 0 ? 2 : 1)    // of a summary
+#define SIXTEENS (PIECES <= 2 ? 4 / VECTORS : PIECES <= 4 ? 2 / VECTORS : 1) // 256 bytes and more of a lane are under way at once
+#define RESIDENT (TILES == 1 && D <= 128 ? 2 : 1) // blocks a multiprocessor
+#define ROUND (SIXTEENS * 16) // pages of a warp in a round
+#define POOLED (POOL == 1 || POOL == 2)
+#define RAW (POOL != 0 || GROUP_HEADS == 1) // scores themselves are ranked, not their softmax
+#define COLUMNS (POOLED ? 1 : 2 * TILES)    // heads whose scores a lane holds
+#define HEADS_OUT (POOLED ? 1 : GROUP_HEADS)
+#ifdef SHARED
+static_assert(POOL == 1 && KIND != 2, "one selection for all heads ranks the mean of their scores");
+#endif
 
 #ifdef BF16
 typedef __nv_bfloat16 real;
@@ -21,6 +40,8 @@ __device__ __forceinline__ u32 clip(u32 x, bool positive) {
   __nv_bfloat162 r = positive ? __hmax2(v, zero) : __hmin2(v, zero);
   return *reinterpret_cast<u32*>(&r);
 }
+__device__ __forceinline__ float2 wide(u32 x) { return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(&x)); }
+__device__ __forceinline__ float wide1(real x) { return __bfloat162float(x); }
 #else
 typedef __half real;
 #define MMA_TYPE "f16"
@@ -29,6 +50,8 @@ __device__ __forceinline__ u32 clip(u32 x, bool positive) {
   __half2 r = positive ? __hmax2(v, zero) : __hmin2(v, zero);
   return *reinterpret_cast<u32*>(&r);
 }
+__device__ __forceinline__ float2 wide(u32 x) { return __half22float2(*reinterpret_cast<__half2*>(&x)); }
+__device__ __forceinline__ float wide1(real x) { return __half2float(x); }
 #endif
 __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPE "." MMA_TYPE ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
@@ -51,139 +74,335 @@ __device__ __forceinline__ void dependency_wait() {
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
+// Order-preserving image of a float.
+__device__ __forceinline__ u32 ordered(float x) {
+  const u32 bits = __float_as_uint(x + 0.f);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
 
-// q [B, q_stride]; bounds [P, Hk, 2, D] minima, then maxima, of whole pages; table [B, table_stride]; lens [B] stored tokens. Writes scores
-// and parts as fier_score does, with one unit a page.
-extern "C" __global__ void __launch_bounds__(WARPS * 32) page_score(const real* q, const char* bounds, const int* table, const int* lens, __half* scores, float4* parts,
-    int q_stride, int table_stride, int page_size, long long score_stride, int budget, float scale_log2) {
-  __shared__ float shared_ref[WARPS][8];
-  __shared__ float2 shared_sum[WARPS][8];
+// The heads of a group as the narrow operand: column gid of tile t is head 8 t + gid, channels (4 c + tig) 8 .. + 8 of piece c.
+struct Query {
+  u32 part[VECTORS][TILES][PAIRS];
+  float norm[2 * TILES]; // of heads 8 t + 2 tig and + 1
+
+  __device__ __forceinline__ void load(const real* q, int gid, int tig) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+      const char* from = reinterpret_cast<const char*>(q + (8 * t + gid) * D);
+      float square = 0.f;
+#pragma unroll
+      for (int c = 0; c < PIECES; c++) {
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (8 * t + gid < GROUP_HEADS) v = load16(from + (4 * c + tig) * 16);
+        const u32 w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+          if (KIND == 0) {
+            part[0][t][4 * c + k] = clip(w[k], false), part[VECTORS - 1][t][4 * c + k] = clip(w[k], true);
+          } else {
+            part[0][t][4 * c + k] = w[k];
+          }
+          if (KIND == 1) {
+            const float2 f = wide(w[k]);
+            square += f.x * f.x + f.y * f.y;
+          }
+        }
+      }
+      if (KIND == 1) {
+        square += __shfl_xor_sync(~0u, square, 1);
+        square = sqrtf(square + __shfl_xor_sync(~0u, square, 2));
+        norm[2 * t] = __shfl_sync(~0u, square, 8 * tig), norm[2 * t + 1] = __shfl_sync(~0u, square, 8 * tig + 4);
+      }
+    }
+  }
+};
+
+// Products of the sixteens' pages with the heads: c[s][t] holds pages 2 gid (0, 1) and 2 gid + 1 (2, 3) by heads 8 t + 2 tig and + 1.
+// zero is 0, which the compiler does not know: every product waits for all loads, or it would take them in turns to save registers.
+__device__ __forceinline__ void products(float (&c)[SIXTEENS][TILES][4], const Query& query, const char* vectors, const real* radii,
+    const int (&rows)[SIXTEENS][2], int tig, u32 zero) {
+  float reach[SIXTEENS][2];
+#pragma unroll
+  for (int s = 0; s < SIXTEENS; s++) {
+    if (KIND == 1) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) reach[s][r] = wide1(radii[rows[s][r]]);
+    }
+  }
+  u32 arrived = 0;
+  uint4 v[SIXTEENS][VECTORS][2][PIECES];
+#pragma unroll
+  for (int s = 0; s < SIXTEENS; s++) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const char* from = vectors + (long long)rows[s][r] * (VECTORS * 2 * D) + tig * 16;
+#pragma unroll
+      for (int k = 0; k < VECTORS; k++) {
+#pragma unroll
+        for (int i = 0; i < PIECES; i++) v[s][k][r][i] = load16(from + k * 2 * D + i * 64), arrived |= v[s][k][r][i].x;
+      }
+    }
+  }
+#pragma unroll
+  for (int s = 0; s < SIXTEENS; s++) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++) c[s][t][0] = c[s][t][1] = c[s][t][2] = c[s][t][3] = __uint_as_float(arrived & zero);
+#pragma unroll
+    for (int k = 0; k < VECTORS; k++) {
+#pragma unroll
+      for (int i = 0; i < PIECES; i++) {
+        const uint4 a = v[s][k][0][i], b = v[s][k][1][i];
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+          const u32* f = query.part[k][t] + 4 * i;
+          mma(c[s][t], a.x, b.x, a.y, b.y, f[0], f[1]);
+          mma(c[s][t], a.z, b.z, a.w, b.w, f[2], f[3]);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int s = 0; s < SIXTEENS; s++) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        if (KIND == 1) c[s][t][i] += query.norm[2 * t + (i & 1)] * reach[s][i >> 1];
+      }
+    }
+  }
+}
+
+// One page's scores: of the lane's heads, or what the group's heads agree on, the same in all four lanes of a page.
+__device__ __forceinline__ void agree(float (&x)[COLUMNS], const float (&c)[TILES][4], int row, float scale, int tig) {
+  if (!POOLED) {
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i++) x[i] = c[i >> 1][2 * row + (i & 1)] * scale;
+    return;
+  }
+  float all = POOL == 1 ? 0.f : -3e38f;
+#pragma unroll
+  for (int t = 0; t < TILES; t++) {
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      const float one = c[t][2 * row + k] * scale; // heads that do not exist have zero queries
+      if (POOL == 1) all += one;
+      else all = fmaxf(all, 8 * t + 2 * tig + k < GROUP_HEADS ? one : -3e38f);
+    }
+  }
+#pragma unroll
+  for (int o = 1; o < 4; o <<= 1) {
+    const float other = __shfl_xor_sync(~0u, all, o);
+    all = POOL == 1 ? all + other : fmaxf(all, other);
+  }
+  x[0] = POOL == 1 ? all * (1.f / GROUP_HEADS) : all;
+}
+
+// What a block knows of its pages' scores by head: the reference that scores are stored against, and extremes or the sum of the softmax.
+struct Statistics {
+  float ref[COLUMNS], high[COLUMNS], low[COLUMNS]; // not RAW: high is the shift of the sum, low the sum
+
+  __device__ __forceinline__ void start() {
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i++) ref[i] = 0.f, high[i] = RAW ? -3e38f : 0.f, low[i] = RAW ? 3e38f : 0.f;
+  }
+  // y: scores minus the reference of two pages
+  __device__ __forceinline__ void add(int i, float y0, float y1, bool live0, bool live1) {
+    if (RAW) {
+      if (live0) high[i] = fmaxf(high[i], y0 + ref[i]), low[i] = fminf(low[i], y0 + ref[i]);
+      if (live1) high[i] = fmaxf(high[i], y1 + ref[i]), low[i] = fminf(low[i], y1 + ref[i]);
+      return;
+    }
+    const float top = fmaxf(live0 ? y0 : -3e38f, live1 ? y1 : -3e38f);
+    if (top > high[i] + 60.f) low[i] *= exp2_fast(high[i] - top), high[i] = top;
+    if (live0) low[i] += exp2_fast(y0 - high[i]);
+    if (live1) low[i] += exp2_fast(y1 - high[i]);
+  }
+  __device__ __forceinline__ void merge(int i, float other_high, float other_low) {
+    if (RAW) {
+      high[i] = fmaxf(high[i], other_high), low[i] = fminf(low[i], other_low);
+      return;
+    }
+    const float top = fmaxf(high[i], other_high);
+    low[i] = low[i] * exp2_fast(high[i] - top) + other_low * exp2_fast(other_high - top), high[i] = top;
+  }
+};
+
+// q [B, q_stride]; vectors [P, Hk, PER_PAGE, VECTORS, D]; beside [P, Hk, PER_PAGE]: radii, or fp32 likeness where pages are FORCED; cut [B, Hk]
+// as outlier_cut leaves it; table [B, table_stride]; lens [B] stored tokens. Writes scores and parts as fier_score does, with one unit a page:
+// [B Hk, heads, score_stride] and [B Hk, parts, heads]; POOL 3: [B Hq, score_stride] and [B Hq, parts]; SHARED: the same for `copies` rows.
+__device__ __forceinline__ void run(const real* q, const char* vectors, const void* beside, const uint2* cut, const int* table, const int* lens,
+    __half* scores, float4* parts, int q_stride, int table_stride, int unit, int heads, int copies, long long score_stride, int budget, float scale_log2) {
+  __shared__ float shared_ref[WARPS][8 * TILES];
+  __shared__ float2 shared_sum[WARPS][8 * TILES];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gid = lane >> 2, tig = lane & 3;
-  const int head = blockIdx.y, heads = gridDim.y, b = blockIdx.z;
+#ifdef SHARED
+  const int head = 0, b = blockIdx.z;
+  const long long row = b;
+#else
+  const int head = blockIdx.y, b = blockIdx.z;
   const long long row = (long long)b * heads + head;
-  const int stored = lens[b], pages = stored <= budget ? 0 : stored / page_size;
+#endif
+  const int stored = lens[b], pages = stored <= budget ? 0 : stored / unit;
   const int per = ((pages + 31) / 32 + gridDim.x - 1) / gridDim.x * 32; // a multiple of 32 pages a block: the selector's unit of parts
   const int begin = min(pages, (int)blockIdx.x * per), end = min(pages, begin + per);
   const int* own = table + (long long)b * table_stride;
-  const int rounds = max(1, (per + WARPS * 16 - 1) / (WARPS * 16));
-  auto locate = [&](int j) { // lane l < 16 knows page 16 (j WARPS + warp) + l
-    const int i = begin + (j * WARPS + warp) * 16 + (lane & 15);
-    return i < end ? own[i] : -1;
+  const int rounds = max(1, (per + WARPS * ROUND - 1) / (WARPS * ROUND));
+  int place[(SIXTEENS + 1) / 2]; // lane l knows pages l and 32 + l of the warp's round: head 0's row of the summaries, behind the end the last one's
+  auto locate = [&](int j) {
+#pragma unroll
+    for (int k = 0; k < (SIXTEENS + 1) / 2; k++) {
+      const int at = (j * WARPS + warp) * ROUND + 32 * k + (SIXTEENS == 1 ? lane & 15 : lane);
+      const u32 i = max(min(begin + at, end - 1), 0);
+      place[k] = own[i / PER_PAGE] * heads * PER_PAGE + i % PER_PAGE;
+    }
   };
-  int place = locate(0);
+  locate(0);
   dependency_wait();
   if (stored <= budget) return;
-  u32 up[PAIRS], down[PAIRS]; // channels (4 c + tig) 8 .. + 8 of piece c
-  {
-    const char* from = reinterpret_cast<const char*>(q + (long long)b * q_stride + (long long)(head * GROUP_HEADS + gid) * D);
-#pragma unroll
-    for (int c = 0; c < PIECES; c++) {
-      uint4 v = make_uint4(0, 0, 0, 0);
-      if (gid < GROUP_HEADS) v = load16(from + (4 * c + tig) * 16);
-      const u32 w[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-      for (int k = 0; k < 4; k++) up[4 * c + k] = clip(w[k], true), down[4 * c + k] = clip(w[k], false);
-    }
-  }
-  float ref0 = 0.f, ref1 = 0.f, sum0 = 0.f, sum1 = 0.f, shift0 = 0.f, shift1 = 0.f, low = 3e38f, high = -3e38f;
-  __half* to_scores = scores + row * STEP_HEADS * score_stride;
+  const u32 zero = stored >> 31;
+  const real* asking = q + (long long)b * q_stride;
+  Query query;
+#ifndef SHARED
+  query.load(asking + (long long)head * GROUP_HEADS * D, gid, tig);
+#endif
+#ifdef FORCED
+  const uint2 limit = cut[row];
+#endif
+  Statistics known;
+  known.start();
+  auto slot = [&](int i) { return POOLED ? 0 : (i >> 1) * 8 + 2 * tig + (i & 1); }; // head of a column
   for (int j = 0; j < rounds; j++) {
-    // Rows gid and gid + 8 of the products are pages 2 gid and 2 gid + 1 of the sixteen.
-    const int p0 = __shfl_sync(~0u, place, 2 * gid), p1 = __shfl_sync(~0u, place, 2 * gid + 1);
-    float c[4] = {0.f, 0.f, 0.f, 0.f};
-    const char* from0 = bounds + ((long long)max(p0, 0) * heads + head) * (4 * D) + tig * 16;
-    const char* from1 = bounds + ((long long)max(p1, 0) * heads + head) * (4 * D) + tig * 16;
-    uint4 v[2][PIECES], w[2][PIECES];
+    int rows[SIXTEENS][2];
 #pragma unroll
-    for (int k = 0; k < 2; k++) {
+    for (int s = 0; s < SIXTEENS; s++) {
 #pragma unroll
-      for (int i = 0; i < PIECES; i++) {
-        v[k][i] = w[k][i] = make_uint4(0, 0, 0, 0);
-        if (p0 >= 0) v[k][i] = load16(from0 + k * 2 * D + i * 64);
-        if (p1 >= 0) w[k][i] = load16(from1 + k * 2 * D + i * 64);
+      for (int r = 0; r < 2; r++) {
+        rows[s][r] = __shfl_sync(~0u, place[s >> 1], (s & 1) * 16 + 2 * gid + r) + head * PER_PAGE;
       }
     }
-    if (j + 1 < rounds) place = locate(j + 1);
+    if (j + 1 < rounds) locate(j + 1);
+    const bool busy = begin + (j * WARPS + warp) * ROUND < end;
+    float x[SIXTEENS][2][COLUMNS];
+#ifdef SHARED
 #pragma unroll
-    for (int k = 0; k < 2; k++) {
+    for (int s = 0; s < SIXTEENS; s++) x[s][0][0] = x[s][1][0] = 0.f;
+#pragma unroll 1
+    for (int h = 0; h < heads; h++) {
+      query.load(asking + (long long)h * GROUP_HEADS * D, gid, tig);
+      float c[SIXTEENS][TILES][4] = {};
+      if (busy) products(c, query, vectors, reinterpret_cast<const real*>(beside), rows, tig, zero);
 #pragma unroll
-      for (int i = 0; i < PIECES; i++) {
-        const u32* f = k ? up + 4 * i : down + 4 * i;
-        mma(c, v[k][i].x, w[k][i].x, v[k][i].y, w[k][i].y, f[0], f[1]);
-        mma(c, v[k][i].z, w[k][i].z, v[k][i].w, w[k][i].w, f[2], f[3]);
+      for (int s = 0; s < SIXTEENS; s++) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          float one[COLUMNS];
+          agree(one, c[s], r, scale_log2 / heads, tig);
+          x[s][r][0] += one[0];
+          rows[s][r] += PER_PAGE;
+        }
       }
     }
-    const int at = begin + (j * WARPS + warp) * 16 + 2 * gid;
-    const bool live0 = at < end, live1 = at + 1 < end;
-    float x0 = c[0] * scale_log2, y0 = c[1] * scale_log2, x1 = c[2] * scale_log2, y1 = c[3] * scale_log2;
-#if POOL != 0
-#if POOL == 1
-    x0 += y0, x1 += y1;
-    x0 += __shfl_xor_sync(~0u, x0, 1), x1 += __shfl_xor_sync(~0u, x1, 1);
-    x0 = (x0 + __shfl_xor_sync(~0u, x0, 2)) * (1.f / GROUP_HEADS), x1 = (x1 + __shfl_xor_sync(~0u, x1, 2)) * (1.f / GROUP_HEADS);
 #else
-    x0 = fmaxf(2 * tig < GROUP_HEADS ? x0 : -3e38f, 2 * tig + 1 < GROUP_HEADS ? y0 : -3e38f);
-    x1 = fmaxf(2 * tig < GROUP_HEADS ? x1 : -3e38f, 2 * tig + 1 < GROUP_HEADS ? y1 : -3e38f);
-    x0 = fmaxf(x0, __shfl_xor_sync(~0u, x0, 1)), x1 = fmaxf(x1, __shfl_xor_sync(~0u, x1, 1));
-    x0 = fmaxf(x0, __shfl_xor_sync(~0u, x0, 2)), x1 = fmaxf(x1, __shfl_xor_sync(~0u, x1, 2));
+    {
+      float c[SIXTEENS][TILES][4] = {};
+      if (busy) products(c, query, vectors, reinterpret_cast<const real*>(beside), rows, tig, zero);
+#pragma unroll
+      for (int s = 0; s < SIXTEENS; s++) agree(x[s][0], c[s], 0, scale_log2, tig), agree(x[s][1], c[s], 1, scale_log2, tig);
+    }
 #endif
-    y0 = y1 = 0.f;
-#endif
+    const int first = begin + (j * WARPS + warp) * ROUND + 2 * gid;
     if (j == 0) {
-      float m0 = fmaxf(live0 ? x0 : -3e38f, live1 ? x1 : -3e38f), m1 = fmaxf(live0 ? y0 : -3e38f, live1 ? y1 : -3e38f);
 #pragma unroll
-      for (int o = 4; o < 32; o <<= 1) m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, o)), m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, o));
-      if (gid == 0) shared_ref[warp][2 * tig] = m0, shared_ref[warp][2 * tig + 1] = m1;
+      for (int i = 0; i < COLUMNS; i++) {
+        float m = -3e38f;
+#pragma unroll
+        for (int s = 0; s < SIXTEENS; s++) {
+#pragma unroll
+          for (int r = 0; r < 2; r++) m = fmaxf(m, first + 16 * s + r < end ? x[s][r][i] : -3e38f);
+        }
+#pragma unroll
+        for (int o = 4; o < 32; o <<= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, o));
+        if (gid == 0 && (!POOLED || tig == 0)) shared_ref[warp][slot(i)] = m;
+      }
       __syncthreads();
-      ref0 = shared_ref[0][2 * tig], ref1 = shared_ref[0][2 * tig + 1];
 #pragma unroll
-      for (int k = 1; k < WARPS; k++) ref0 = fmaxf(ref0, shared_ref[k][2 * tig]), ref1 = fmaxf(ref1, shared_ref[k][2 * tig + 1]);
+      for (int i = 0; i < COLUMNS; i++) {
+        float m = shared_ref[0][slot(i)];
+#pragma unroll
+        for (int k = 1; k < WARPS; k++) m = fmaxf(m, shared_ref[k][slot(i)]);
+        known.ref[i] = m;
+      }
     }
-    x0 -= ref0, x1 -= ref0, y0 -= ref1, y1 -= ref1;
-    __half* to = to_scores + (long long)(2 * tig) * score_stride + at;
-    const bool store0 = POOL == 0 ? 2 * tig < GROUP_HEADS : tig == 0, store1 = POOL == 0 && 2 * tig + 1 < GROUP_HEADS;
-    if (live0 && store0) *reinterpret_cast<__half2*>(to) = __floats2half2_rn(x0, x1); // a dead second page is never read as a unit
-    if (live0 && store1) *reinterpret_cast<__half2*>(to + score_stride) = __floats2half2_rn(y0, y1);
-    if (POOL != 0 || GROUP_HEADS == 1) {
-      if (live0 && tig == 0) high = fmaxf(high, x0 + ref0), low = fminf(low, x0 + ref0);
-      if (live1 && tig == 0) high = fmaxf(high, x1 + ref0), low = fminf(low, x1 + ref0);
-    } else {
-      const float m0 = fmaxf(live0 ? x0 : -3e38f, live1 ? x1 : -3e38f), m1 = fmaxf(live0 ? y0 : -3e38f, live1 ? y1 : -3e38f);
-      if (m0 > shift0 + 60.f) sum0 *= exp2_fast(shift0 - m0), shift0 = m0;
-      if (m1 > shift1 + 60.f) sum1 *= exp2_fast(shift1 - m1), shift1 = m1;
-      if (live0) sum0 += exp2_fast(x0 - shift0), sum1 += exp2_fast(y0 - shift1);
-      if (live1) sum0 += exp2_fast(x1 - shift0), sum1 += exp2_fast(y1 - shift1);
+#pragma unroll
+    for (int s = 0; s < SIXTEENS; s++) {
+      const int at = first + 16 * s;
+      const bool live0 = at < end, live1 = at + 1 < end;
+      bool forced0 = false, forced1 = false;
+#ifdef FORCED
+      const float* likeness = reinterpret_cast<const float*>(beside);
+      const u32 key0 = ordered(likeness[rows[s][0]]), key1 = ordered(likeness[rows[s][1]]);
+      forced0 = key0 < limit.x || (key0 == limit.x && at <= (int)limit.y);
+      forced1 = key1 < limit.x || (key1 == limit.x && at + 1 <= (int)limit.y);
+#endif
+#pragma unroll
+      for (int i = 0; i < COLUMNS; i++) {
+        const float y0 = x[s][0][i] - known.ref[i], y1 = x[s][1][i] - known.ref[i];
+        known.add(i, y0, y1, live0, live1);
+        const int h = slot(i);
+        // A dead second page is never read as a unit.
+        const __half2 both = __floats2half2_rn(forced0 ? __int_as_float(0x7f800000) : y0, forced1 ? __int_as_float(0x7f800000) : y1);
+        if (!live0 || h >= HEADS_OUT || (POOLED && tig != 0)) continue;
+#ifdef SHARED
+        for (int k = 0; k < copies; k++) *reinterpret_cast<__half2*>(scores + (row * copies + k) * score_stride + at) = both;
+#else
+        *reinterpret_cast<__half2*>(scores + (row * HEADS_OUT + h) * score_stride + at) = both;
+#endif
+      }
     }
   }
-  float4* to_parts = parts + (row * gridDim.x + blockIdx.x) * STEP_HEADS;
-  if (POOL != 0 || GROUP_HEADS == 1) {
 #pragma unroll
-    for (int o = 4; o < 32; o <<= 1) high = fmaxf(high, __shfl_xor_sync(~0u, high, o)), low = fminf(low, __shfl_xor_sync(~0u, low, o));
-    if (lane == 0) shared_sum[warp][0] = make_float2(high, low);
-    __syncthreads();
-    if (threadIdx.x == 0) {
+  for (int i = 0; i < COLUMNS; i++) {
 #pragma unroll
-      for (int k = 1; k < WARPS; k++) high = fmaxf(high, shared_sum[k][0].x), low = fminf(low, shared_sum[k][0].y);
-      to_parts[0] = begin < end ? make_float4(ref0, high, low, 0.f) : make_float4(-3e38f, -3e38f, 3e38f, 0.f);
+    for (int o = 4; o < 32; o <<= 1) {
+      const float other_high = __shfl_xor_sync(~0u, known.high[i], o), other_low = __shfl_xor_sync(~0u, known.low[i], o);
+      known.merge(i, other_high, other_low);
     }
-    return;
+    if (gid == 0 && (!POOLED || tig == 0)) shared_sum[warp][slot(i)] = make_float2(known.high[i], known.low[i]);
   }
-#pragma unroll
-  for (int o = 4; o < 32; o <<= 1) {
-    const float other0 = __shfl_xor_sync(~0u, shift0, o), other1 = __shfl_xor_sync(~0u, shift1, o);
-    const float more0 = __shfl_xor_sync(~0u, sum0, o), more1 = __shfl_xor_sync(~0u, sum1, o);
-    const float top0 = fmaxf(shift0, other0), top1 = fmaxf(shift1, other1);
-    sum0 = sum0 * exp2_fast(shift0 - top0) + more0 * exp2_fast(other0 - top0), shift0 = top0;
-    sum1 = sum1 * exp2_fast(shift1 - top1) + more1 * exp2_fast(other1 - top1), shift1 = top1;
-  }
-  if (gid == 0) shared_sum[warp][2 * tig] = make_float2(shift0, sum0), shared_sum[warp][2 * tig + 1] = make_float2(shift1, sum1);
   __syncthreads();
-  if (threadIdx.x < GROUP_HEADS) {
-    float top = -3e38f, total = 0.f, ref = -3e38f;
+  if (threadIdx.x >= HEADS_OUT) return;
+  float ref = -3e38f, high = -3e38f, low = RAW ? 3e38f : 0.f;
 #pragma unroll
-    for (int k = 0; k < WARPS; k++) top = fmaxf(top, shared_sum[k][threadIdx.x].x), ref = fmaxf(ref, shared_ref[k][threadIdx.x]);
-#pragma unroll
-    for (int k = 0; k < WARPS; k++) total += shared_sum[k][threadIdx.x].y * exp2_fast(shared_sum[k][threadIdx.x].x - top);
-    to_parts[threadIdx.x] = make_float4(ref, begin < end ? ref + top + log2f(total) : -3e38f, 0.f, 0.f);
+  for (int k = 0; k < WARPS; k++) {
+    const float2 one = shared_sum[k][threadIdx.x];
+    ref = fmaxf(ref, shared_ref[k][threadIdx.x]), high = fmaxf(high, one.x);
+    if (RAW) low = fminf(low, one.y);
   }
+  if (!RAW) {
+#pragma unroll
+    for (int k = 0; k < WARPS; k++) low += shared_sum[k][threadIdx.x].y * exp2_fast(shared_sum[k][threadIdx.x].x - high);
+  }
+  float4 part = RAW ? make_float4(ref, high, low, 0.f) : make_float4(ref, ref + high + log2f(low), 0.f, 0.f);
+  if (begin >= end) part = RAW ? make_float4(-3e38f, -3e38f, 3e38f, 0.f) : make_float4(ref, -3e38f, 0.f, 0.f);
+#ifdef SHARED
+  for (int k = 0; k < copies; k++) parts[(row * copies + k) * gridDim.x + blockIdx.x] = part;
+#elif POOL == 3
+  parts[(row * GROUP_HEADS + threadIdx.x) * gridDim.x + blockIdx.x] = part;
+#else
+  parts[(row * gridDim.x + blockIdx.x) * HEADS_OUT + threadIdx.x] = part;
+#endif
 }
+
+#ifdef WHOLE_PAGES
+extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) page_score(const real* q, const char* bounds, const int* table, const int* lens, __half* scores, float4* parts,
+    int q_stride, int table_stride, int page_size, long long score_stride, int budget, float scale_log2) {
+  run(q, bounds, nullptr, nullptr, table, lens, scores, parts, q_stride, table_stride, page_size, gridDim.y, 1, score_stride, budget, scale_log2);
+}
+#else
+extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) score_pages(const real* q, const char* vectors, const void* beside, const uint2* cut, const int* table,
+    const int* lens, __half* scores, float4* parts, int q_stride, int table_stride, int unit, int heads, int copies, long long score_stride, int budget,
+    float scale_log2) {
+  run(q, vectors, beside, cut, table, lens, scores, parts, q_stride, table_stride, unit, heads, copies, score_stride, budget, scale_log2);
+}
+#endif

@@ -1,4 +1,4 @@
-"""Bounds of pages (Quest, FreeKV): computed once when a page is full, kept beside it."""
+"""Bounds of pages (Quest, FreeKV, ArkVale's cuboids): computed once when a page is full, kept beside it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from torch import Tensor
 from trtkv.plan import SelectPlan
 from trtkv.plugins._torch.paged import read_pages
 from trtkv.plugins.roles import load_role
-from trtkv.plugins.session import Row, Session
+from trtkv.plugins.rows import Row
+from trtkv.plugins.session import Session
 
 
 class PageIndex:

@@ -312,7 +312,7 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
   MARK(4)
   find_cut(totals, wanted, &cut, warp_sums, turn);
   MARK(5)
-  u32 from = (u32)cut.bin << 4, to = from | 15; // candidates' keys
+  u32 from = max((u32)cut.bin << 4, 1u), to = (u32)cut.bin << 4 | 15; // candidates' keys; 0 is none
   int need = wanted - cut.above, crowd = cut.count;
   if (crowd > CROWD && crowd != need) {
     for (int p = tid; p < share; p += THREADS) {
@@ -332,7 +332,7 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
         for (int c = 0; c < CLUSTER; c++) sum += peer(fine, c)[15 - lane];
       }
       const int seen = warp_scan(sum) - sum;
-      if (seen < need && seen + sum >= need) cut = {(int)(from | (15 - lane)), wanted - need + seen, sum};
+      if (seen < need && seen + sum >= need) cut = {(int)((from & ~15u) | (15 - lane)), wanted - need + seen, sum};
     }
     __syncthreads();
     from = to = cut.bin, need = wanted - cut.above, crowd = cut.count;

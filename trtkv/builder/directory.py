@@ -7,14 +7,17 @@ import hashlib
 import json
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import trtkv
+from trtkv.builder.kernels import list_kernels, write_kernels
 from trtkv.builder.profiles import profiles
+from trtkv.builder.targets import Targets, choose_targets
 from trtkv.builder.tensorrt import build_plan
 from trtkv.checkpoint.find import Source, data_home
 from trtkv.checkpoint.weights import Checkpoint
@@ -30,12 +33,11 @@ from trtkv.policies.policy import Policy
 
 Progress = Callable[[str, float], None]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "special_tokens_map.json")
-PORTABLE_SMS = ("80", "86", "89", "120")  # what a backend that builds without a GPU builds for unless told otherwise
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to build: model is source's configuration with dtype and rope changes applied."""
+    """What to build: model is source's configuration with dtype and rope changes applied, sms are compute capabilities as typed."""
 
     source: Source
     model: ModelConfig
@@ -70,15 +72,20 @@ def build_engine(request: Request, progress: Progress = lambda stage, fraction: 
         Checkpoint(request.source.path).check(expected_tensors(decoder.weights))
     graph = decoder.model.SerializeToString(deterministic=True)
     backend = _backend(request.backend)
-    identity = _identity(request, plan, graph, backend)
+    targets = choose_targets(request.sms, load(backend) if backend else None, insisted=request.backend is not None)
+    specs, no_kernels = list_kernels(plan, request.model, limits, targets.kernels)
+    plan_key = _plan_key(request, plan, graph, backend, targets)
+    identity = _hash([plan_key, [[spec.arch, spec.name] for spec in specs], no_kernels])
     if not request.force and (found := _existing(request.out, identity)):
         progress("reused", 1.0)
         return Built(request.out, found, True)
     with _staging(request.out) as stage:
         (stage / GRAPH).write_bytes(graph)
         _copy_tokenizer(request.source, stage)
-        info, missing = _write_plan(request, plan, graph, backend, stage, progress)
-        manifest = _manifest(request, plan, decoder.weights, identity, info, missing, stage)
+        info, no_plan = _write_plan(request, plan, graph, backend, targets, plan_key, stage, progress)
+        kernels = write_kernels(specs, stage, progress, fresh=request.force) if specs else None
+        parts = {"plan_info": info, "plan_missing": no_plan, "kernels": kernels, "kernels_missing": no_kernels}
+        manifest = _manifest(request, plan, decoder.weights, identity, parts, stage)
         manifest.write(stage)
     progress("done", 1.0)
     return Built(request.out, manifest, False)
@@ -94,22 +101,22 @@ def _backend(wanted: str | None) -> str | None:
     return wanted or (load(None).name if found else None)
 
 
-def _sms(request: Request, backend: str | None) -> tuple[str, ...]:
-    """Full TensorRT builds for the GPU at hand and is told nothing."""
-    return request.sms or (PORTABLE_SMS if backend and load(backend).portable else ())
-
-
-def _identity(request: Request, plan: CachePlan, graph: bytes, backend: str | None) -> str:
+def _plan_key(request: Request, plan: CachePlan, graph: bytes, backend: str | None, targets: Targets) -> str:
+    """Name everything that decides a TensorRT plan; plans are kept by it."""
     parts = {
         "graph": hashlib.sha256(graph).hexdigest(),
         "plan": plan.hash,
         "limits": request.limits.model_dump(),
         "backend": [backend, available().get(backend or "")],
-        "sms": _sms(request, backend),
+        "sms": [targets.plan, targets.no_plan],
         "source": str(request.source.path),
         "version": trtkv.__version__,
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    return _hash(parts)
+
+
+def _hash(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _existing(out: Path, identity: str) -> Manifest | None:
@@ -165,11 +172,12 @@ def _copy_tokenizer(source: Source, stage: Path) -> None:
 
 
 def _write_plan(
-    request: Request, plan: CachePlan, graph: bytes, backend: str | None, stage: Path, progress: Progress
+    request: Request, plan: CachePlan, graph: bytes, backend: str | None, targets: Targets, key: str, stage: Path, progress: Progress
 ) -> tuple[PlanInfo | None, str | None]:
     if backend is None:
         return None, "no TensorRT was installed at build time; the torch executor runs this engine"
-    key = _identity(request, plan, graph, backend)
+    if targets.no_plan is not None:
+        return None, f"{targets.no_plan}; the torch executor runs this engine"
     cached = data_home() / "plans" / f"{key}.plan"
     note = cached.with_suffix(".json")
     if not request.force and cached.is_file() and note.is_file():
@@ -177,7 +185,7 @@ def _write_plan(
         shutil.copyfile(cached, stage / PLAN)
         return info, None
     built = build_plan(
-        graph, profiles(request.model, plan, request.limits), backend=backend, sms=_sms(request, backend), faces=FACES.values(), progress=progress
+        graph, profiles(request.model, plan, request.limits), backend=backend, sms=targets.plan, faces=FACES.values(), progress=progress
     )
     info = PlanInfo(backend=built.backend, version=built.version, sms=built.sms, seconds=round(built.seconds, 2))
     (stage / PLAN).write_bytes(built.data)
@@ -198,9 +206,7 @@ def _remember(plan: Path, cached: Path, note: Path, info: PlanInfo) -> None:
         part.unlink(missing_ok=True)
 
 
-def _manifest(
-    request: Request, plan: CachePlan, weights: Sequence[WeightSpec], identity: str, info: PlanInfo | None, missing: str | None, stage: Path
-) -> Manifest:
+def _manifest(request: Request, plan: CachePlan, weights: Sequence[WeightSpec], identity: str, parts: Mapping[str, Any], stage: Path) -> Manifest:
     return Manifest(
         name=request.out.name,
         version=trtkv.__version__,
@@ -213,9 +219,8 @@ def _manifest(
         policy=request.policy.model_dump(mode="json", exclude_none=True),
         cache_plan=plan.to_json(),
         weights=tuple(WeightInput(name=one.name, shape=one.shape, sources=one.sources) for one in weights),
-        plan_info=info,
-        plan_missing=missing,
-        files={file.name: file_sha256(file) for file in sorted(stage.iterdir())},
+        **parts,
+        files={file.relative_to(stage).as_posix(): file_sha256(file) for file in sorted(stage.rglob("*")) if file.is_file()},
         command=request.command,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )

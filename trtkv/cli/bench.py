@@ -9,6 +9,7 @@ from cyclopts import App, Parameter
 
 from trtkv.cli import bench_engine
 from trtkv.cli.output import notes, print_json, print_table, progress
+from trtkv.cli.values import find_device, numbers_of, words_of
 from trtkv.errors import ConfigError, TrtkvError, UnknownName
 
 if TYPE_CHECKING:
@@ -69,11 +70,11 @@ def kernel(
     from trtkv.bench.kernels import Setup, run_cases
     from trtkv.bench.records import append_records
 
-    where = _device(device)
-    sizes = (_numbers("context", context), _numbers("batch", batch))
+    where = find_device(device)
+    sizes = (numbers_of("context", context), numbers_of("batch", batch))
     _check_counts(op, chunk, runs, layers)
     options = {"budget": budget, "pooling": pooling, "layers": layers}
-    cases = _cases(op, _words("geometry", geometry), *sizes, _words("policy", policy), options, settings or [], chunk, dtype, where)
+    cases = _cases(op, words_of("geometry", geometry), *sizes, words_of("policy", policy), options, settings or [], chunk, dtype, where)
     records: list[dict[str, Any]] = []
     with progress("bench") as show:
         for record in run_cases(cases, Setup(where, runs, layers), show):
@@ -140,28 +141,3 @@ def _check_counts(op: str, chunk: int, runs: int, layers: int | None) -> None:
         raise ConfigError(f"runs {runs} is below 1", "Give one sample or more.")
     if layers is not None and layers < 1:
         raise ConfigError(f"layers {layers} is below 1", "Leave --layers out, or give one layer or more.")
-
-
-def _words(name: str, text: str) -> list[str]:
-    words = [word.strip() for word in text.split(",")]
-    if not all(words):
-        raise ConfigError(f"{name} '{text}' has an empty part", "Join several by single commas.")
-    return list(dict.fromkeys(words))
-
-
-def _numbers(name: str, text: str) -> list[int]:
-    words = _words(name, text)
-    bad = [word for word in words if not word.isdecimal()]
-    if bad:
-        raise ConfigError(f"{name} '{bad[0]}' is not a whole number", "Write digits, several joined by commas, such as 8192,32768.")
-    return sorted({int(word) for word in words})
-
-
-def _device(name: str) -> torch.device:
-    import torch
-
-    from trtkv.runtime.loading import _device as find
-
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device '{name}' was asked for, but torch sees no CUDA GPU", "Use --device cpu, or see trtkv doctor.")
-    return find(name)

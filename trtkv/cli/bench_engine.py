@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from trtkv.cli.output import notes, print_json, print_table, progress
+from trtkv.cli.values import find_device, numbers_of, words_of
 from trtkv.errors import ConfigError, TrtkvError
 
 STEP_COLUMNS = {
@@ -62,20 +63,19 @@ def step(
     from trtkv.bench.records import append_records
     from trtkv.bench.report import plot_steps
     from trtkv.bench.steps import Cell, run_cells
-    from trtkv.cli.bench import _device, _numbers, _words
 
     if steps < 1 or chunk < 2:
         raise ConfigError(f"steps {steps} or chunk {chunk} is too small", "Give at least 1 step and chunks of 2 tokens.")
-    names = _words("policy", policy)
+    names = words_of("policy", policy)
     names = names if "full" in names else ["full", *names]
-    grid = [(b, c) for b in _numbers("batch", batch) for c in _numbers("context", context)]
+    grid = [(b, c) for b in numbers_of("batch", batch) for c in numbers_of("context", context)]
     if grid[0][0] < 1:
         raise ConfigError("batch 0 is below 1", "Give one sequence or more.")
     options = {name: _options(name, budget, settings or []) for name in names}
     cells = [Cell(model, name, *options[name], c, b, weights, dtype, chunk, steps) for b, c in grid for name in names]
     records: list[dict[str, Any]] = []
     with progress("bench") as report:
-        for record in run_cells(cells, _device(device), report):
+        for record in run_cells(cells, find_device(device), report):
             _compare(record, records)
             records.append(record)
             if output and record["status"] != "skipped":

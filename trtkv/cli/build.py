@@ -32,7 +32,7 @@ def build(
     force: bool = False,
     json: bool = False,
 ) -> None:
-    """Build an engine directory: graph, TensorRT plan, tokenizer and manifest.
+    """Build an engine directory: graph, TensorRT plan, GPU kernels, tokenizer and manifest.
 
     Args:
         model: Preset name (trtkv models), Hugging Face directory, or hub id that has been pulled.
@@ -46,7 +46,8 @@ def build(
         dtype: float32, float16 or bfloat16; the checkpoint's by default.
         rope_scaling: Extend the model's positions: yarn:FACTOR or linear:FACTOR.
         backend: tensorrt_rtx, tensorrt or none; whichever is installed by default.
-        sm: Compute capability to build for, such as 89; may be repeated.
+        sm: Compute capabilities to build for, such as 89 or 80,89,90,120, or none to compile no kernels. By default kernels are for the GPU at hand,
+            or for all four without one.
         force: Build again even if the directory is up to date.
         json: Print one JSON object.
     """
@@ -71,7 +72,7 @@ def build(
             progress=report,
         )
     manifest = read_manifest(path)
-    plan, info = manifest.cache, manifest.plan_info
+    plan, info, kernels = manifest.cache, manifest.plan_info, manifest.kernels
     facts = {
         "engine": str(path),
         "model": manifest.model_name,
@@ -80,6 +81,10 @@ def build(
         "sms": list(info.sms) if info else [],
         "plan_bytes": (path / PLAN).stat().st_size if info else 0,
         "build_s": info.seconds if info else 0.0,
+        "kernels": len(kernels.files) if kernels else 0,
+        "kernel_sms": list(kernels.sms) if kernels else [],
+        "kernel_bytes": sum(one.size_bytes for one in kernels.files) if kernels else 0,
+        "kernels_s": kernels.seconds if kernels else 0.0,
         "kv_bytes_per_token": plan.bytes_per_token(),
         "max_seq_len": manifest.limits.max_seq_len,
         "build_hash": manifest.build_hash,
@@ -90,5 +95,7 @@ def build(
         print_table(["", ""], [[key, ", ".join(value) if isinstance(value, list) else value] for key, value in facts.items()])
     if manifest.plan_missing:
         notes.print(f"The directory holds no TensorRT plan: {manifest.plan_missing}.")
+    if manifest.kernels_missing:
+        notes.print(f"GPU kernels compile at the first run instead: {manifest.kernels_missing} here (pip install 'trtkv[gpu]').", markup=False)
     if manifest.checkpoint is None:
         notes.print(f"No weights yet: run trtkv pull {manifest.model_name}, or run the engine with --weights random.")

@@ -13,8 +13,12 @@ from trtkv.checkpoint.weights import Checkpoint
 from trtkv.config import DTYPE_BYTES
 from trtkv.errors import CheckpointError, ConfigError, EngineError, TrtkvError
 from trtkv.manifest import GRAPH, PLAN, Manifest, check_files, read_manifest
+from trtkv.plugins._device import store
+from trtkv.plugins._device.driver import arch
 from trtkv.plugins.dtypes import TORCH_DTYPES
+from trtkv.plugins.kernels import FOLDER, request
 from trtkv.plugins.session import Session
+from trtkv.plugins.support import gpu_ready
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.memory import check_weights, pool_pages
 from trtkv.runtime.pages import PageAllocator
@@ -55,20 +59,26 @@ def open_engine(directory: Path, options: Options, progress: Progress = lambda s
     """
     manifest = read_manifest(directory)
     check_files(directory, manifest)
-    device = _device(options.device)
+    store.register(directory / FOLDER)
+    device = find_device(options.device)
     plan = manifest.cache
     total = sum(_numel(one.shape) for one in manifest.weights) * DTYPE_BYTES[manifest.model.dtype]
     check_weights(total, device)
     weights = _weights(manifest, options.weights, device, progress)
     num_pages = pool_pages(plan, manifest.limits, device, options.cache_bytes)
     session = Session(plan, [num_pages] * plan.num_page_groups, manifest.limits.max_batch_size, device)
+    if gpu_ready(device) is None:
+        progress("kernels", 0.0)
+        with torch.cuda.device(device):
+            request(plan, manifest.model, manifest.limits, arch())
     executor, why_torch = _executor(directory, manifest, options.executor, weights, session)
     rope = rope_table(manifest.model.rope, manifest.model.head_dim, manifest.limits.max_seq_len)
     slots = list(range(manifest.limits.max_batch_size - 1, -1, -1))
     return Engine(manifest, session, Stepper(executor, session, manifest.limits, rope), PageAllocator(num_pages), slots, why_torch)
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """Return the device of a name as typed; raises ConfigError for one that is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -15,35 +15,23 @@ from torch import Tensor
 
 from trtkv.config import ModelConfig
 from trtkv.plan import BufferSpec, Pooling
-from trtkv.policies.base import Retrieve
 from trtkv.policies.bounds import ball_score, box_score, mean_boxes, page_boxes
+from trtkv.policies.paged import PagedRetrieve
 
 
-class ArkVale(Retrieve):
+class ArkVale(PagedRetrieve):
     """Read the pages whose bounding volumes promise most.
 
-    page: tokens of a page; digest: box, or ball with the mean or the largest distance as radius; shared: one selection for all heads of a layer.
+    digest: box, or ball with the mean or the largest distance as radius; shared: one selection for all heads of a layer.
     """
 
     source: ClassVar[str] = "ArkVale, NeurIPS 2024"
-    gives: ClassVar[frozenset[str]] = frozenset({"pages_chosen"})
     sink: int = Field(32, ge=0)
     window: int = Field(64, ge=1)
     dense_layers: int = Field(2, ge=0)
     pooling: Pooling = "mean"
-    page: int = Field(32, ge=1)
     digest: Literal["cuboid-mean", "ball-mean", "ball-max"] = "cuboid-mean"
     shared: bool = False
-
-    @property
-    def unit(self) -> int:
-        """The page."""
-        return self.page
-
-    @property
-    def summary_group(self) -> int:
-        """The page."""
-        return self.page
 
     def summarize(self, keys: Tensor) -> dict[str, Tensor]:
         """Enclose the keys [Hk, S, D] of every page: low and high [Hk, M, D], or centre [Hk, M, D] and radius [Hk, M], in the keys' dtype."""

@@ -17,36 +17,24 @@ from torch import Tensor
 
 from trtkv.config import ModelConfig
 from trtkv.plan import BufferSpec
-from trtkv.policies.base import Retrieve
 from trtkv.policies.bounds import box_score, mean_boxes, page_boxes
+from trtkv.policies.paged import PagedRetrieve
 
 
-class FreeKV(Retrieve):
+class FreeKV(PagedRetrieve):
     """Read the pages that the previous query chose, corrected per KV head.
 
-    page: tokens of a page; tau: mean cosine below which a head selects with the current query (0: hardly ever, 1: always); digest: a page's
-    bounds, its extremes or "cuboid-mean".
+    tau: mean cosine below which a head selects with the current query (0: hardly ever, 1: always); digest: a page's bounds, its extremes or
+    "cuboid-mean".
     """
 
     source: ClassVar[str] = "FreeKV, arXiv 2505.13109"
-    gives: ClassVar[frozenset[str]] = frozenset({"pages_chosen"})
     budget: int = Field(2048, gt=0)
     sink: int = Field(128, ge=0)
     window: int = Field(128, ge=1)
     dense_layers: int = Field(1, ge=0)
-    page: int = Field(32, ge=1)
     tau: float = Field(0.8, ge=-1.0, le=1.0)
     digest: Literal["minmax", "cuboid-mean"] = "minmax"
-
-    @property
-    def unit(self) -> int:
-        """The page."""
-        return self.page
-
-    @property
-    def summary_group(self) -> int:
-        """The page."""
-        return self.page
 
     def summarize(self, keys: Tensor) -> dict[str, Tensor]:
         """Bound the keys [Hk, S, D] of every page: low and high [Hk, M, D] in the keys' dtype."""

@@ -14,31 +14,17 @@ from torch import Tensor
 
 from trtkv.config import ModelConfig
 from trtkv.plan import BufferSpec, Pooling
-from trtkv.policies.base import Retrieve
 from trtkv.policies.bounds import box_score, page_boxes
+from trtkv.policies.paged import PagedRetrieve
 
 
-class Quest(Retrieve):
-    """Read the pages whose bounds promise most.
-
-    page: tokens of a page.
-    """
+class Quest(PagedRetrieve):
+    """Read the pages whose bounds promise most."""
 
     source: ClassVar[str] = "Quest, arXiv 2406.10774"
-    gives: ClassVar[frozenset[str]] = frozenset({"pages_chosen"})
     page: int = Field(16, ge=1)
     dense_layers: int = Field(2, ge=0)
     pooling: Pooling = "max"
-
-    @property
-    def unit(self) -> int:
-        """The page."""
-        return self.page
-
-    @property
-    def summary_group(self) -> int:
-        """The page."""
-        return self.page
 
     def summarize(self, keys: Tensor) -> dict[str, Tensor]:
         """Bound the keys [Hk, S, D] of every page: low and high [Hk, M, D] in the keys' dtype."""

@@ -1,0 +1,63 @@
+"""What a kernel is compiled from, for which GPUs, and how it is called; compiled kernels are named by all of it that decides their code."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Int, Long, Float, Pointer = ctypes.c_int, ctypes.c_longlong, ctypes.c_float, ctypes.c_void_p
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    """A compiled kernel: a cubin, and what only its compiler knows (see `triton_aot`)."""
+
+    cubin: bytes
+    facts: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Spec(ABC):
+    """A kernel for the GPUs of one compute capability.
+
+    source is its file, entry its function, types the C types of its arguments, arch the compute capability such as "90"; shared is the dynamic
+    shared memory in bytes that its launches may ask for (Triton's compiler knows better).
+    """
+
+    source: Path
+    entry: str
+    types: tuple[Any, ...]
+    arch: str
+    shared: int
+
+    @abstractmethod
+    def content(self) -> list[str]:
+        """Return everything that decides the compiled code, the architecture aside."""
+
+    @abstractmethod
+    def compile(self) -> Binary:
+        """Compile; raises BuildError where the compiler is missing or refuses."""
+
+    @abstractmethod
+    def missing(self) -> str | None:
+        """Say what is not installed of the compiler, None where nothing is."""
+
+    @property
+    def name(self) -> str:
+        """File name of the cubin: equal where the same code would be compiled again."""
+        text = "\0".join([*self.content(), self.arch])
+        return hashlib.sha256(text.encode()).hexdigest()[:24] + ".cubin"
+
+    @property
+    def title(self) -> str:
+        """The kernel for messages and lists."""
+        return f"{self.entry} of {self.source.parent.name}/{self.source.name}"
+
+    @abstractmethod
+    def options(self) -> list[str]:
+        """Return what sets this kernel apart from others of its source."""

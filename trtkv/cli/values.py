@@ -1,0 +1,38 @@
+"""Values as typed: lists joined by commas, and devices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trtkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def words_of(name: str, text: str) -> list[str]:
+    """Split words joined by commas, each once; raises ConfigError for an empty one."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise ConfigError(f"{name} '{text}' has an empty part", "Join several by single commas.")
+    return list(dict.fromkeys(words))
+
+
+def numbers_of(name: str, text: str) -> list[int]:
+    """Split whole numbers joined by commas, ascending; raises ConfigError for anything else."""
+    words = words_of(name, text)
+    bad = [word for word in words if not word.isdecimal()]
+    if bad:
+        raise ConfigError(f"{name} '{bad[0]}' is not a whole number", "Write digits, several joined by commas, such as 8192,32768.")
+    return sorted({int(word) for word in words})
+
+
+def find_device(name: str) -> torch.device:
+    """Return the device of a name as typed; raises ConfigError for one that is not there."""
+    import torch
+
+    from trtkv.runtime.loading import find_device as find
+
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device '{name}' was asked for, but torch sees no CUDA GPU", "Use --device cpu, or see trtkv doctor.")
+    return find(name)
