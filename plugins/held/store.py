@@ -30,11 +30,12 @@ class PartStore:
 
     def decoded(self) -> Tensor:
         """Return all tokens [S, D] fp32."""
+        if not self.codes:
+            return self.plain.float()
         rows = self.plain.new_empty(len(self.coded), self.plain.shape[1], dtype=torch.float32)
         rows[~self.coded] = self.plain.float()
-        if self.codes:
-            assert self.quantize is not None
-            rows[self.coded] = self.quantize.decode(self.codes, self.part)[0]
+        assert self.quantize is not None
+        rows[self.coded] = self.quantize.decode(self.codes, self.part)[0]
         return rows
 
     def encode_until(self, count: int) -> None:

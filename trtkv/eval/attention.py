@@ -1,7 +1,7 @@
 """Attention error and recall per layer: a policy's attention against full attention over the same queries, keys and values.
 
-The model runs once with the whole cache over a text; what its layers computed is then given to the policy, layer by layer, so that errors of one layer
-do not reach the next.
+The model runs once with the whole cache over a text; what its layers computed is then given to the policy, layer by layer, so that errors of one
+layer do not reach the next.
 """
 
 from __future__ import annotations

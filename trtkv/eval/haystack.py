@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
-from trtkv.eval.task import CountTokens
+if TYPE_CHECKING:
+    from trtkv.eval.task import CountTokens
 
 FILLER = ("Rain falls on the hills.", "The river runs to the sea.", "Birds sit in the trees.", "Night comes, and then day.", "So it goes on.")
 MISSES = 20  # sentences passed over at the end of a passage
@@ -78,3 +81,9 @@ def _from(start: int) -> Iterator[str]:
     while True:
         yield every[start]
         start = (start + 1) % len(every)
+
+
+@cache
+def fingerprint() -> str:
+    """Return twelve hex digits of all sentences: they differ from one version of Python to the next."""
+    return hashlib.sha256("\n".join(sentences()).encode()).hexdigest()[:12]

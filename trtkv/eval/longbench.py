@@ -52,15 +52,11 @@ DATASETS: Mapping[str, Dataset] = {
     "triviaqa": Dataset(metrics.qa_f1, 32, GO_ON, first_line=True),
     "samsum": Dataset(metrics.rouge_l, 128, GO_ON, first_line=True),
     "lsht": Dataset(metrics.classification, 64, GO_ON, first_line=True),
-    "passage_count": Dataset(
-        metrics.count, 32, "{context}\n\nHow many different paragraphs are there above? Answer with the number alone.\n\nAnswer:"
-    ),
+    "passage_count": Dataset(metrics.count, 32, "{context}\n\nHow many different paragraphs are there above? Give the number alone.\n\nAnswer:"),
     "passage_retrieval_en": Dataset(
         metrics.retrieval, 32, "{context}\n\n{input}\n\nWhich paragraph is this about? Answer in the form Paragraph 1.\n\nAnswer:"
     ),
-    "passage_retrieval_zh": Dataset(
-        metrics.retrieval, 32, "{context}\n\n{input}\n\nWhich paragraph is this about? Answer with its number.\n\nAnswer:"
-    ),
+    "passage_retrieval_zh": Dataset(metrics.retrieval, 32, "{context}\n\n{input}\n\nWhich paragraph is this about? Give its number.\n\nAnswer:"),
     "lcc": Dataset(metrics.code_similarity, 64, "{context}"),
     "repobench-p": Dataset(metrics.code_similarity, 64, "{context}{input}"),
 }

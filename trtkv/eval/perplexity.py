@@ -31,14 +31,18 @@ def windows(llm: LLM, data: Path | None, length: int, samples: int, seed: int) -
 
     Raises ConfigError for a text that is shorter than one window; fewer windows than samples come of one that ends early.
     """
+    wanted = length + (samples - 1) * scored_tokens(length)
+    return cut(_own_text(llm, wanted, seed) if data is None else llm.encode(read_text(data)), length, samples, str(data))
+
+
+def cut(tokens: Sequence[int], length: int, samples: int, name: str) -> list[Given]:
+    """Cut consecutive windows from the start of a text of that name; raises ConfigError where it is shorter than one."""
     if length < 2:
         raise ConfigError(f"a window of {length} tokens predicts nothing", "Give at least --length 2.")
-    step = scored_tokens(length)
-    wanted = length + (samples - 1) * step
-    tokens = _own_text(llm, wanted, seed) if data is None else llm.encode(read_text(data))
     if len(tokens) < length:
-        raise ConfigError(f"'{data}' has {len(tokens)} tokens, a window takes {length}", "Give a longer text or a lower --length.")
-    starts = range(0, min(len(tokens), wanted) - length + 1, step)
+        raise ConfigError(f"'{name}' has {len(tokens)} tokens, a window takes {length}", "Give a longer text or a lower --length.")
+    step = scored_tokens(length)
+    starts = range(0, min(len(tokens), length + (samples - 1) * step) - length + 1, step)
     return [Given(tokens[start : start + length], length - step) for start in starts]
 
 
@@ -67,7 +71,7 @@ class Perplexity(TextTask):
     @property
     def identity(self) -> str:
         """The text's checksum and how much of a window is scored."""
-        return f"scored {SCORED} {checksum(self._data) if self._data else 'documentation'}"
+        return f"scored {SCORED} {checksum(self._data) if self._data else super().identity}"
 
     def measure(self, bench: Bench) -> Mapping[str, float]:
         """Score the ends of `samples` windows."""

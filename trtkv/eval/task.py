@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from trtkv.eval.haystack import fingerprint
+
 if TYPE_CHECKING:
     from trtkv.runtime.llm import LLM
 
@@ -74,8 +76,11 @@ class Task(ABC):
 
     @property
     def identity(self) -> str:
-        """Everything besides name, length, samples and seed that changes a result, such as a file's checksum."""
-        return ""
+        """Everything besides name, length, samples and seed that changes a result, such as a file's checksum.
+
+        By default the text to hide things in, which each version of Python brings its own of.
+        """
+        return f"documentation {fingerprint()}"
 
 
 class AnswerTask(Task):

@@ -18,6 +18,7 @@ from trtkv.eval.needle import Needle
 from trtkv.eval.niah import VARIANTS
 from trtkv.eval.passkey import PasskeyTask
 from trtkv.eval.perplexity import Perplexity
+from trtkv.eval.pg19 import Pg19
 from trtkv.eval.ruler_qa import RulerQA
 from trtkv.eval.variable_tracking import VariableTracking
 
@@ -46,6 +47,7 @@ TASKS: Mapping[str, Callable[[TaskOptions], Task]] = {
     "long-generation": partial(LongGeneration, name="long-generation"),
     "longbench": partial(LongBench, name="longbench"),
     "longbench-v2": LongBenchV2,
+    "pg19": Pg19,
 }
 
 # Names for several tasks at once.

@@ -75,12 +75,15 @@ class _Static:
             start += size
         self.tensors["page_table"] = torch.zeros(self._groups, len(rows), width, dtype=torch.int32, device=session.device)
         self._pages: list[Sequence[int]] = []
+        self._copied = torch.cuda.Event()
 
     def fill(self, rows: Sequence[StepRow]) -> None:
-        """Copy a step's values to their addresses; the copy before this one has ended, because its step's answer was read."""
+        """Copy a step's values to their addresses, once the copy before this one has read the pinned block."""
+        self._copied.synchronize()
         for name, values in small_inputs(rows, self._groups).items():
             self._host[name][...] = values
         self._block.copy_(self._staging, non_blocking=True)
+        self._copied.record()
         if len(self._pages) != len(rows) or any(row.pages is not known for row, known in zip(rows, self._pages, strict=True)):
             self.tensors["page_table"].copy_(torch.from_numpy(page_table(rows, self._groups, self._width).copy()))
             self._pages = [row.pages for row in rows]

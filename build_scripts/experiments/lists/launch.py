@@ -1,0 +1,224 @@
+"""Launching the scorers and the selector: grids, shared memory and scratch; every tensor is given, nothing is allocated or synchronized."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trtkv.errors import CapacityError
+from trtkv.plugins._device import nvrtc
+from trtkv.plugins._device.nvrtc import Float, Int, Kernel, Long, Pointer
+
+_HERE = Path(__file__).parent
+_SCORE = (Pointer,) * 7 + (Int, Int, Int, Long, Int, Float)
+_PAGES = (Pointer,) * 6 + (Int, Int, Int, Long, Int, Float)
+_SELECT = (Pointer,) * 4 + (Long,) + (Int,) * 7
+_LIST = (Pointer,) * 7 + (Int, Int, Int, Long, Int, Int, Float)
+_PICK = (Pointer,) * 8 + (Int, Int, Int, Long, Int, Int, Int, Int, Int, Int, Int, Float)
+EXTRA_DEFINES: tuple[str, ...] = ()
+LIST_FILE = "fier_list.cu"
+_POOLS = {"softmax-mean": 0, "softmax-max": 0, "mean": 1, "max": 2}
+STAGES = 4  # of fier.cu
+_WORTHWHILE_UNITS = 4096  # a block more costs more than it saves below
+_EXACT_PACKETS = 2048  # packets of eight units of a block whose exact scores are kept
+_SELECT_BLOCK_UNITS = 65536  # keys of two bytes in the shared memory of a block
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """What a scorer hands to the selector: scores [R, heads, stride] fp16 and parts [R, parts, heads, 4] fp32."""
+
+    heads: int
+    stride: int
+    parts: int
+
+    @staticmethod
+    def plan(rows: int, group_heads: int, pooling: str, units: int, sms: int) -> Scratch:
+        """Lay out scratch for R rows of at most `units` scored units; the same for every step of an engine."""
+        heads = 1 if _POOLS[pooling] else group_heads
+        return Scratch(heads, -(-units // 32) * 32, _parts(rows, -(-units // 32), 2 * sms))
+
+    def allocate(self, rows: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        """Allocate the two tensors."""
+        scores = torch.empty(rows, self.heads, self.stride, dtype=torch.float16, device=device)
+        return scores, torch.empty(rows, self.parts, self.heads, 4, dtype=torch.float32, device=device)
+
+
+def fier_score(
+    q: Tensor, bits: Tensor, meta: Tensor, table: Tensor, lens: Tensor, scores: Tensor, parts: Tensor, *,
+    page_size: int, budget: int, scale: float, pooling: str, overlap: bool = False,
+) -> None:  # fmt: skip
+    """Score all closed groups: q [B, Hq D], bits int32 [P, Hk, N / 32, D], meta fp16 [P, Hk, N / 32, 2, D], table [B, M], lens [B] int32."""
+    heads, dim = bits.shape[1], bits.shape[-1]
+    group = q.shape[1] // dim // heads
+    kernel = score_kernel(dim, group, pooling, q.dtype == torch.bfloat16, arch())
+    values = (q.data_ptr(), bits.data_ptr(), meta.data_ptr(), table.data_ptr(), lens.data_ptr(), scores.data_ptr(), parts.data_ptr(),
+              q.stride(0), table.stride(0), page_size // 32, scores.shape[2], budget, scale * 1.4426950408889634)  # fmt: skip
+    kernel.launch((parts.shape[1], heads, lens.shape[0]), 256, 8 * STAGES * 8 * dim, stream(), values, overlap=overlap)
+
+
+def list_kernels(dim, group, pooling, bf16, arch):
+    defines = (f"-DD={dim}", f"-DGROUP_HEADS={group}", f"-DMAXIMUM={int(pooling == 'softmax-max')}", *(("-DQ_BF16",) if bf16 else ()), *EXTRA_DEFINES)
+    shared = _list_shared(dim)
+    return (
+        nvrtc.load(_HERE / LIST_FILE, "fier_list", _LIST, defines, arch, shared),
+        nvrtc.load(_HERE / LIST_FILE, "fier_pick", _PICK, defines, arch, 200 * 1024),
+    )
+
+
+def _list_shared(dim):
+    return 8 * (
+        (8 * 6 * dim + 8 * (2 * dim + 16) + 4096)
+        if LIST_FILE == "fier_list.cu"
+        else 4 * 6 * dim + 16 * (128 if dim <= 64 else 256 if dim <= 128 else 512) + 4096
+    )
+
+
+def _list_bytes(scores, parts):
+    return scores.shape[1] * scores.shape[2] * 2 // (parts.shape[1] * 8) // 16 * 16
+
+
+def fier_list(q, bits, meta, table, lens, scores, parts, *, page_size, budget, width, scale, pooling, overlap=False):
+    heads, dim = bits.shape[1], bits.shape[-1]
+    kernel = list_kernels(dim, q.shape[1] // dim // heads, pooling, q.dtype == torch.bfloat16, arch())[0]
+    values = (
+        q.data_ptr(),
+        bits.data_ptr(),
+        meta.data_ptr(),
+        table.data_ptr(),
+        lens.data_ptr(),
+        scores.data_ptr(),
+        parts.data_ptr(),
+        q.stride(0),
+        table.stride(0),
+        page_size // 32,
+        _list_bytes(scores, parts),
+        budget,
+        width,
+        scale * 1.4426950408889634,
+    )
+    kernel.launch((parts.shape[1], heads, lens.shape[0]), 256, _list_shared(dim), stream(), values, overlap=overlap)
+
+
+def fier_pick(q, bits, meta, table, lens, scores, parts, out, *, page_size, budget, sink, window, scale, pooling, overlap=False, capacity=12288):
+    heads, dim = bits.shape[1], bits.shape[-1]
+    group = q.shape[1] // dim // heads
+    kernel = list_kernels(dim, group, pooling, q.dtype == torch.bfloat16, arch())[1]
+    longest = scores.shape[2]
+    n = parts.shape[1]
+    shared = (
+        capacity * 8
+        + n * 32
+        + (n + 3) // 4 * 16
+        + (longest + 31) // 32 * 4
+        + (longest + 127) // 128 * 4
+        + 16
+        + 128
+        + 8 * (16 * dim + 16 * (32 if group <= 4 else 64))
+    )
+    values = (
+        q.data_ptr(),
+        bits.data_ptr(),
+        meta.data_ptr(),
+        table.data_ptr(),
+        lens.data_ptr(),
+        scores.data_ptr(),
+        parts.data_ptr(),
+        out.data_ptr(),
+        q.stride(0),
+        table.stride(0),
+        page_size // 32,
+        _list_bytes(scores, parts),
+        budget,
+        out.shape[2] - 1,
+        sink,
+        window,
+        n,
+        capacity,
+        longest,
+        scale * 1.4426950408889634,
+    )
+    kernel.launch((1, heads, lens.shape[0]), 1024, shared, stream(), values, overlap=overlap)
+
+
+def page_score(
+    q: Tensor, bounds: Tensor, table: Tensor, lens: Tensor, scores: Tensor, parts: Tensor, *,
+    page_size: int, budget: int, scale: float, pooling: str, overlap: bool = False,
+) -> None:  # fmt: skip
+    """Score all full pages: q [B, Hq D], bounds [P, Hk, 2, D] (minima, maxima) in the dtype of q, table [B, M], lens [B] int32."""
+    heads, dim = bounds.shape[1], bounds.shape[-1]
+    kernel = page_kernel(dim, q.shape[1] // dim // heads, pooling, q.dtype == torch.bfloat16, arch())
+    values = (q.data_ptr(), bounds.data_ptr(), table.data_ptr(), lens.data_ptr(), scores.data_ptr(), parts.data_ptr(),
+              q.stride(0), table.stride(0), page_size, scores.shape[2], budget, scale * 1.4426950408889634)  # fmt: skip
+    kernel.launch((parts.shape[1], heads, lens.shape[0]), 256, 0, stream(), values, overlap=overlap)
+
+
+def select_units(
+    scores: Tensor, parts: Tensor, lens: Tensor, out: Tensor, *,
+    budget: int, sink: int, window: int, unit: int, group: int, pooling: str, cluster: int = 0, overlap: bool = False,
+) -> None:  # fmt: skip
+    """Choose units by scores and parts of a scorer, lens [B]: out [B, H, K + 1] int32, units ascending, then their count, -1 where all are read."""
+    rows, heads, stride = scores.shape
+    cluster = cluster or select_cluster(rows, stride)
+    kernel = select_kernel(cluster, heads, pooling == "softmax-max", unit, group, arch())
+    share = -(-(stride // 8) // (cluster * 4)) * 4
+    exact = share <= _EXACT_PACKETS
+    shared = share * (49 if exact else 17) + 16 + parts.shape[1] * heads * 8
+    values = (scores.data_ptr(), parts.data_ptr(), lens.data_ptr(), out.data_ptr(), stride, parts.shape[1], rows // lens.shape[0],
+              budget, out.shape[2] - 1, sink, window, int(exact))  # fmt: skip
+    kernel.launch((rows * cluster, 1, 1), 1024, shared, stream(), values, cluster=cluster, overlap=overlap)
+
+
+def select_cluster(rows: int, units: int) -> int:
+    """Choose blocks a row: as many as are resident at once, but not for little work each, and enough to hold the keys."""
+    most = next((c for c, limit in ((16, 6), (8, 12), (4, 24), (3, 40), (2, 66)) if rows <= limit), 1)
+    while most > 1 and units < most * _WORTHWHILE_UNITS:
+        most //= 2
+    need = -(-units // _SELECT_BLOCK_UNITS)
+    if need > 16:
+        raise CapacityError(f"{units} units of one sequence cannot be ranked", f"Lower the maximum length to {16 * _SELECT_BLOCK_UNITS} units.")
+    return next(c for c in (1, 2, 3, 4, 8, 16) if c >= max(most, need))
+
+
+def overlaps(rows: int, units: int) -> bool:
+    """Say whether launches should overlap: blocks that start early spoil the balance of kernels that fill the device for long."""
+    return rows * units <= 1 << 21
+
+
+def score_kernel(dim: int, group: int, pooling: str, bf16: bool, arch: str) -> Kernel:
+    """Load the FIER scorer for a shape."""
+    defines = (f"-DD={dim}", f"-DGROUP_HEADS={group}", f"-DPOOL={_POOLS[pooling] if group > 1 else 0}", *(("-DQ_BF16",) if bf16 else ()))
+    return nvrtc.load(_HERE / "fier.cu", "fier_score", _SCORE, defines, arch, 8 * STAGES * 8 * dim)
+
+
+def page_kernel(dim: int, group: int, pooling: str, bf16: bool, arch: str) -> Kernel:
+    """Load the page scorer for a shape."""
+    defines = (f"-DD={dim}", f"-DGROUP_HEADS={group}", f"-DPOOL={_POOLS[pooling] if group > 1 else 0}", *(("-DBF16",) if bf16 else ()))
+    return nvrtc.load(_HERE / "pages.cu", "page_score", _PAGES, defines, arch, 0)
+
+
+def select_kernel(cluster: int, heads: int, maximum: bool, unit: int, group: int, arch: str) -> Kernel:
+    """Load the selector for a cluster size and number of scored heads."""
+    defines = (f"-DCLUSTER={cluster}", f"-DHEADS={heads}", f"-DMAXIMUM={int(maximum and heads > 1)}", f"-DUNIT={unit}", f"-DGROUP={group}")
+    return nvrtc.load(_HERE / "select.cu", "select_units", _SELECT, defines, arch, 180 * 1024)
+
+
+def arch() -> str:
+    """Name the current device's architecture, with the specific features of sm_90 and later left out."""
+    major, minor = torch.cuda.get_device_capability()
+    return f"{major}{minor}"
+
+
+def stream() -> int:
+    """Return the current stream's handle."""
+    return torch.cuda.current_stream().cuda_stream
+
+
+def _parts(rows: int, groups: int, slots: int) -> int:
+    """Choose blocks a row so that the last wave of blocks is full; a block has at least eight groups of 32 units."""
+    most = max(1, min(-(-groups // 8), 4 * slots // rows + 1))
+    fill = {p: p * rows / (-(-p * rows // slots) * slots) - 0.02 * -(-p * rows // slots) for p in range(1, most + 1)}
+    return max(fill, key=lambda p: (fill[p], -p))

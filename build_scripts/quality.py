@@ -1,0 +1,147 @@
+"""Measures what every preset costs in quality on a small real model; `quality_doc.py` writes docs/quality.md from the records.
+
+    python build_scripts/quality.py list > cells.jsonl                       # what is to be measured, most wanted first
+    python build_scripts/quality.py samples samples.json                     # prompts in tokens, for quality_peer.py
+    python build_scripts/quality.py run cells.jsonl records --workers 14     # stops in time, goes on where it stopped
+    cat records/*.jsonl peer.jsonl > docs/quality.jsonl                      # what the document is written from
+
+All of it under one Python version: the haystack is its documentation. Needs a model that `trtkv pull` has brought. Every worker is a process of its
+own; a finished cell is one line of its file in `records`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from quality_cells import LENGTHS, PERCENTS, Cell, Model, cells, measure, samples_of
+
+TASKS = ("passkey", "needle")
+# What a goal compares to within a point or two: more samples, of another seed.
+CLOSE = (
+    ("full", (), 0),
+    ("fier", (), 11),
+    ("fier", ("retrieve.sink=4",), 11),
+    ("quest", (), 11),
+    ("freekv", (), 11),
+    ("freekv", ("retrieve.tau=1",), 11),
+    ("minikv-pyramid", (), 0),
+    ("arkv", (), 25),
+)
+
+
+def main() -> None:
+    """Run one of the commands."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, places in (("list", ()), ("samples", ("target",)), ("run", ("cells", "records")), ("work", ("cells", "records"))):
+        one = commands.add_parser(name)
+        for place in places:
+            one.add_argument(place, type=Path)
+        one.add_argument("--model", default="smollm2-135m")
+        one.add_argument("--device", default="auto")
+        one.add_argument("--dtype", default="float16")
+        one.add_argument("--batch", type=int, default=10, help="samples at once")
+        one.add_argument("--seconds", type=float, default=1e9, help="after which no further cell is begun")
+        one.add_argument("--workers", type=int, default=1)
+        one.add_argument("--index", type=int, default=0)
+    options = parser.parse_args()
+    {"list": show, "samples": write_samples, "run": run, "work": work}[options.command](options)
+
+
+def everything() -> Iterator[Cell]:
+    """List all cells, most wanted first."""
+    yield from cells(TASKS, PERCENTS, LENGTHS[:1], (20, 10))
+    for name, sets, percent in CLOSE:
+        yield from (Cell(task, name, sets, percent, LENGTHS[0], 60, seed=1) for task in TASKS)
+    yield from cells(("agreement",), (11, 25), LENGTHS[:1], (2, 2))
+    yield from cells(TASKS, PERCENTS, LENGTHS[1:], (20, 10))
+    for one in cells(TASKS, (11,), LENGTHS[:1], (20, 10)):
+        yield dataclasses.replace(one, blind=False)
+
+
+def show(options: argparse.Namespace) -> None:
+    """Print the cells as JSON lines."""
+    for cell in everything():
+        print(json.dumps(dataclasses.asdict(cell)))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Start workers and wait for them; an interruption ends them, and what they finished stays."""
+    options.records.mkdir(parents=True, exist_ok=True)
+    forget_unfinished(options.records)
+    forward = ["--model", options.model, "--device", options.device, "--dtype", options.dtype, "--batch", str(options.batch)]
+    command = [sys.executable, __file__, "work", str(options.cells), str(options.records), *forward, "--seconds", str(options.seconds)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    workers = [subprocess.Popen([*command, "--index", str(index)], env=environment) for index in range(options.workers)]
+    try:
+        failed = [worker.wait() for worker in workers]
+    finally:
+        for worker in workers:
+            worker.terminate()
+    sys.exit(any(failed))
+
+
+def forget_unfinished(records: Path) -> None:
+    """Remove the claims of workers that ended without a record."""
+    rows = [json.loads(line) for file in records.glob("worker-*.jsonl") for line in file.read_text(encoding="utf-8").splitlines()]
+    fields = [one.name for one in dataclasses.fields(Cell)]
+    done = {f".{name_of(Cell(**{**{name: row[name] for name in fields}, 'sets': tuple(row['sets'])}))}" for row in rows}
+    for claim in records.glob(".*"):
+        if claim.name not in done:
+            claim.unlink()
+
+
+def work(options: argparse.Namespace) -> None:
+    """Take cells that nobody has taken until none is left or the time is over."""
+    until = time.monotonic() + options.seconds
+    torch.set_num_threads(1)
+    wanted = [Cell(**{**json.loads(line), "sets": tuple(json.loads(line)["sets"])}) for line in options.cells.read_text().splitlines()]
+    own = options.records / f"worker-{options.index}-{os.getpid()}.jsonl"
+    model = None
+    for cell in wanted:
+        if time.monotonic() > until:
+            return
+        claim = options.records / f".{name_of(cell)}"
+        try:
+            claim.touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        model = model or Model(options.model, options.device, options.dtype, max(one.length for one in wanted), options.batch)
+        try:
+            record = measure(cell, model)
+        except BaseException:
+            claim.unlink()
+            raise
+        with own.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def name_of(cell: Cell) -> str:
+    """Name a cell's claim."""
+    return "-".join(str(value).replace("/", "_") for value in (*dataclasses.astuple(cell)[:2], *cell.sets, *dataclasses.astuple(cell)[3:]))
+
+
+def write_samples(options: argparse.Namespace) -> None:
+    """Write the main systems' samples of all lengths as tokens."""
+    model = Model(options.model, "cpu", "float32", 128, 1)
+    from trtkv.eval.forced import tokens_of
+
+    rows = []
+    for cell in everything():
+        if cell.preset == "full" and cell.task in TASKS and cell.blind and not cell.seed:
+            asked = [tokens_of(model.full, sample, blind=True) for sample in samples_of(cell, model.full)]
+            rows.append({"task": cell.task, "length": cell.length, "samples": [one.to_json() for one in asked]})
+    options.target.write_text(json.dumps(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
