@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trtkv.config import DTYPE_BYTES
 from trtkv.plan import CachePlan, SelectPlan
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 HEAD_DIMS = (64, 96, 128, 256)
 MOST_GROUP_HEADS = 8
 MOST_OVERLAPPED_TOKENS = 1 << 21  # tokens times KV heads of a step, as measured on an H200
+# Bytes of keys and values of a layer's step up to which an H200 reads all of them in the time of a selection, for fewer rows (sequences times
+# KV heads) than FULL_ROWS and for more: few rows do not fill the device.
+DENSE_BYTES, DENSE_BYTES_FULL, FULL_ROWS = 30_000_000, 85_000_000, 32
 SUMMARIES = {"fier": "fier", "quest": "bounds", "freekv": "bounds"}  # op names of roles whose summaries the append kernel writes
 
 
@@ -51,6 +55,17 @@ def overlaps(session: Session, table: Tensor) -> bool:
     """
     batch, pages = table.shape[-2:]
     return batch * session.plan.num_kv_heads * pages * session.plan.page_size <= MOST_OVERLAPPED_TOKENS
+
+
+def dense_below(plan: CachePlan, sequences: int, device: torch.device) -> int:
+    """Return the tokens up to which decode reads everything because that is as fast as to select, for as many sequences as may run at once.
+
+    One number for an engine, so that an answer does not depend on the batch that it shares; 0 where no kernels run.
+    """
+    if gpu_ready(device) is not None or plan.held or not any(plan.select):
+        return 0
+    rows = sequences * plan.num_kv_heads
+    return (DENSE_BYTES_FULL if rows >= FULL_ROWS else DENSE_BYTES) // (rows * 2 * plan.head_dim * DTYPE_BYTES[plan.kv_dtype])
 
 
 def fits(config: OpConfig, dtype: torch.dtype) -> bool:

@@ -44,6 +44,14 @@ def test_build_run_and_reuse(engine: Path, tiny_llama: TinyModel, capsys: Captur
     assert answer["stats"]["tokens_read_per_step"] == pytest.approx((2 * 124 + 64) / 3)
 
 
+
+def test_a_short_sequence_can_be_read_whole(engine: Path, capsys: Capture) -> None:
+    selecting = output(capsys, "run", engine, "hello " * 20, "--max-tokens", 8, "--ignore-eos")
+    whole = output(capsys, "run", engine, "hello " * 20, "--max-tokens", 8, "--ignore-eos", "--dense-below", 256)
+    assert selecting["stats"]["tokens_read_per_step"] < 120 < whole["stats"]["tokens_read_per_step"]
+    assert "dense-below -1" in complaint(capsys, "run", engine, "hello", "--dense-below", -1)
+
+
 def test_prompts_from_files_and_standard_input(engine: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("first prompt")
     (tmp_path / "b.txt").write_text("second, a longer prompt")

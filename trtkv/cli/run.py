@@ -33,6 +33,7 @@ def run(
     device: str = "auto",
     executor: str = "auto",
     cache_gib: float | None = None,
+    dense_below: int | None = None,
     max_tokens: int = 128,
     temperature: float = 0.0,
     top_k: int = 0,
@@ -56,6 +57,7 @@ def run(
         device: auto, cpu, cuda or cuda:N.
         executor: auto (TensorRT where it runs, else torch), torch or tensorrt.
         cache_gib: Memory for the KV cache in GiB; what is free by default.
+        dense_below: Read sequences of up to so many tokens whole, whatever the budget; by default where a GPU does that as fast as selecting.
         max_tokens: Longest answer.
         temperature: 0 takes the likeliest token.
         top_k: Draw from the k likeliest tokens; 0 is off.
@@ -90,6 +92,7 @@ def run(
             device=device,
             executor=executor,
             cache_bytes=None if cache_gib is None else int(cache_gib * 2**30),
+            dense_below=dense_below,
             progress=report,
         )
     if prompts is None:

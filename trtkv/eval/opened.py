@@ -34,7 +34,7 @@ def open_subject(subject: Subject, setup: Setup) -> LLM:
     Raises what `trtkv build` and `trtkv run` raise, and CapacityError when an engine takes fewer sequences at once than setup.batch.
     """
     if subject.engine is not None:
-        llm = LLM(subject.engine, weights=str(subject.source.path), device=setup.device, executor=setup.executor)
+        llm = LLM(subject.engine, weights=str(subject.source.path), device=setup.device, executor=setup.executor, dense_below=0)
         there = llm.engine.manifest.limits.max_batch_size
         if setup.batch > there:
             raise CapacityError(f"the engine '{subject.engine}' takes {there} sequences at once", f"Give --batch {there}.")
@@ -45,4 +45,4 @@ def open_subject(subject: Subject, setup: Setup) -> LLM:
     sms = () if on_gpu else ("none",)  # kernels for the GPU at hand, and none where no GPU runs them
     with TemporaryDirectory(prefix="trtkv-eval-") as place:
         request = Request(subject.source, subject.source.config, subject.policy, limits, Path(place) / "engine", sms, backend="none")
-        return LLM(build_engine(request).path, device=setup.device, executor=setup.executor)
+        return LLM(build_engine(request).path, device=setup.device, executor=setup.executor, dense_below=0)

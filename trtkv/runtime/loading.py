@@ -18,7 +18,7 @@ from trtkv.plugins._device.driver import arch
 from trtkv.plugins.dtypes import TORCH_DTYPES
 from trtkv.plugins.kernels import FOLDER, request
 from trtkv.plugins.session import Session
-from trtkv.plugins.support import gpu_ready
+from trtkv.plugins.support import dense_below, gpu_ready
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.memory import check_weights, pool_pages
 from trtkv.runtime.pages import PageAllocator
@@ -31,12 +31,16 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to open an engine: weights is a directory, "random" or None for the engine's own; executor is auto, torch or tensorrt."""
+    """How to open an engine: weights is a directory, "random" or None for the engine's own; executor is auto, torch or tensorrt.
+
+    Sequences of up to dense_below tokens are read whole whatever the budget; None chooses what is fastest here (0 without kernels).
+    """
 
     weights: str | None = None
     device: str = "auto"
     executor: str = "auto"
     cache_bytes: int | None = None
+    dense_below: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,11 @@ def open_engine(directory: Path, options: Options, progress: Progress = lambda s
     check_weights(total, device)
     weights = _weights(manifest, options.weights, device, progress)
     num_pages = pool_pages(plan, manifest.limits, device, options.cache_bytes)
-    session = Session(plan, [num_pages] * plan.num_page_groups, manifest.limits.max_batch_size, device)
+    if options.dense_below is not None and options.dense_below < 0:
+        raise ConfigError(f"dense-below {options.dense_below} is below 0", "Give tokens, 0 to select wherever the budget is smaller.")
+    sequences = manifest.limits.max_batch_size
+    dense = dense_below(plan, sequences, device) if options.dense_below is None else options.dense_below
+    session = Session(plan, [num_pages] * plan.num_page_groups, sequences, device, dense)
     if gpu_ready(device) is None:
         progress("kernels", 0.0)
         with torch.cuda.device(device):
