@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from trtkv.errors import EngineError, TrtkvError
 from trtkv.runtime.loading import Engine
-from trtkv.runtime.sampler import SamplingParams, StopChecker, sample
+from trtkv.runtime.sampler import SamplingParams, StopChecker, choose, not_finite, top_logprobs
 from trtkv.runtime.scheduler import Running, Scheduler
 from trtkv.runtime.stats import Stats
 from trtkv.runtime.step import StepRow
@@ -25,13 +26,19 @@ Batch = list[tuple[Running, StepRow]]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A piece of one answer: request is the prompt's index, text what became final with this token, finish_reason set with the last."""
+    """A piece of one answer: request is the prompt's index, text what became final with this token, finish_reason set with the last.
+
+    top holds the likeliest tokens with their log probabilities where they were asked for. An answer that cannot go on ends with the reason
+    "error" and what was wrong; the others of its batch go on.
+    """
 
     request: int
     token_id: int | None
     text: str
     logprob: float | None = None
     finish_reason: str | None = None
+    top: Sequence[tuple[int, float]] = ()
+    error: TrtkvError | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +62,7 @@ class Batcher:
         self.engine, self.tokenizer = engine, tokenizer
         self.scheduler = Scheduler(engine.session.plan, engine.manifest.limits, engine.pages, engine.slots)
         self.lock = threading.RLock()
+        self.evicted_tokens = 0.0  # of sequences that have ended, mean over layers and KV heads
         self._calls: dict[Running, Call] = {}
 
     @property
@@ -94,23 +102,26 @@ class Batcher:
             started = time.perf_counter()
             logits = self.engine.stepper.run([row for _, row in batch])
             wanted = [one for one, row in batch if row.logits_of]
-            ids, logprobs = self._sample(logits, wanted)
+            ids, logprobs, tops = self._sample(logits, wanted)
             self._count(batch, time.perf_counter() - started)
             for one, row in batch:
                 one.seen += len(row.tokens)
                 self.scheduler.stored(one)
             touched = self._calls_of(wanted)
-            for one, token, logprob in zip(wanted, ids, logprobs, strict=True):
-                self._answer(one, token, logprob)
+            for row, (one, token, logprob) in enumerate(zip(wanted, ids, logprobs, strict=True)):
+                self._answer_or_end(one, token, logprob, tops.get(row, ()))
             for call in touched:
                 call.wake()
             return True
 
-    def _sample(self, logits: Tensor, wanted: Sequence[Running]) -> tuple[list[int], list[float | None]]:
+    def _sample(self, logits: Tensor, wanted: Sequence[Running]) -> tuple[list[int], list[float | None], dict[int, list[tuple[int, float]]]]:
         if not wanted:
-            return [], []
+            return [], [], {}
         settings = [self._calls[one].params[one.request] for one in wanted]
-        return sample(logits, settings, [one.tokens for one in wanted], [one.num_prompt for one in wanted])
+        ids, logprobs = choose(logits, settings, [one.tokens for one in wanted], [one.num_prompt for one in wanted])
+        rows = [row for row, one in enumerate(settings) if one.top_logprobs and ids[row] >= 0]
+        most = top_logprobs(logits[rows], max(settings[row].top_logprobs for row in rows)) if rows else []
+        return ids, logprobs, {row: top[: settings[row].top_logprobs] for row, top in zip(rows, most, strict=True)}
 
     def _count(self, batch: Batch, seconds: float) -> None:
         for call in self._calls_of([one for one, _ in batch]):
@@ -119,8 +130,19 @@ class Batcher:
     def _calls_of(self, sequences: Sequence[Running]) -> list[Call]:
         return list(dict.fromkeys(self._calls[one] for one in sequences))
 
-    def _answer(self, one: Running, token: int, logprob: float | None) -> None:
+    def _answer_or_end(self, one: Running, token: int, logprob: float | None, top: Sequence[tuple[int, float]]) -> None:
+        """Answer one sequence; whatever goes wrong with it ends it alone."""
         call = self._calls[one]
+        try:
+            if token < 0:
+                raise not_finite(f"sequence {one.request}")
+            self._answer(one, call, token, logprob, top)
+        except Exception as error:  # noqa: BLE001 (a checker or tokenizer that fails on one text must not take the batch with it)
+            known = error if isinstance(error, TrtkvError) else EngineError(f"the answer could not go on: {error}", "Report it with the prompt.")
+            call.events.append(Event(one.request, None, "", finish_reason="error", error=known))
+            self._drop(one)
+
+    def _answer(self, one: Running, call: Call, token: int, logprob: float | None, top: Sequence[tuple[int, float]]) -> None:
         if not one.num_generated:
             call.stats.reused_tokens += one.reused
         one.tokens.append(token)
@@ -128,7 +150,7 @@ class Batcher:
         if reason is None and one.num_generated >= one.max_tokens:
             # The engine's limit can come before the request's own, which the checker counts.
             text, reason = text + call.checkers[one.request].flush(), "length"
-        call.events.append(Event(one.request, token, text, logprob, reason))
+        call.events.append(Event(one.request, token, text, logprob, reason, top))
         if reason is not None:
             self._drop(one)
 
@@ -138,5 +160,14 @@ class Batcher:
             return
         call.open.discard(one.request)
         if one.slot >= 0:
+            self.evicted_tokens += self._evicted(one)
             self.engine.session.release(one.slot)
         self.scheduler.remove(one)
+
+    def _evicted(self, one: Running) -> float:
+        """Return the tokens of a sequence that its caches no longer hold."""
+        session = self.engine.session
+        if session.held is None or session.plan.evict is None or not one.seen:
+            return 0.0
+        caches = [session.held.find(layer, one.slot) for layer in range(session.plan.num_layers)]
+        return sum(cache.seen - sum(cache.lengths) / len(cache.lengths) for cache in caches) / len(caches)

@@ -38,6 +38,7 @@ class LLM:
         device: str = "auto",
         executor: str = "auto",
         cache_bytes: int | None = None,
+        dense_below: int | None = None,
         progress: Progress = lambda stage, fraction: None,
     ) -> None:
         """Open an engine directory.
@@ -48,9 +49,10 @@ class LLM:
             device: auto, cpu, cuda or cuda:N.
             executor: auto (TensorRT where it runs, else torch), torch or tensorrt.
             cache_bytes: Memory for the KV cache; None takes what is free, up to full length for every sequence.
+            dense_below: Tokens up to which a sequence is read whole whatever the budget; None chooses what is fastest here.
             progress: Called with a stage and a fraction while weights are read.
         """
-        options = Options(None if weights is None else str(weights), device, executor, cache_bytes)
+        options = Options(None if weights is None else str(weights), device, executor, cache_bytes, dense_below)
         self.engine: Engine = open_engine(Path(engine), options, progress)
         self.tokenizer = Tokenizer(Path(engine)) if (Path(engine) / "tokenizer.json").is_file() else None
         self.batcher = Batcher(self.engine, self.tokenizer)
@@ -120,7 +122,10 @@ class LLM:
         try:
             while call.events or call.open:
                 if call.events:
-                    yield call.events.popleft()
+                    event = call.events.popleft()
+                    if event.error is not None:
+                        raise event.error
+                    yield event
                 else:
                     self.batcher.advance()
         finally:

@@ -28,7 +28,8 @@ class SamplingParams(BaseModel):
     likeliest that together have this probability; min_p: draw from those at least this fraction as likely as the likeliest;
     repetition_penalty: divides the logits of tokens in prompt and answer; presence_penalty and frequency_penalty: taken from the logits of
     tokens in the answer, once or for every time; seed: makes draws reproducible; stop: texts that end the answer and are not part of it;
-    stop_token_ids: tokens that do; ignore_eos: go on after the end-of-text token; logprobs: 1 or more reports log probabilities.
+    stop_token_ids: tokens that do; ignore_eos: go on after the end-of-text token; logprobs: 1 or more reports log probabilities; top_logprobs:
+    report so many of the likeliest tokens beside each answered one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -45,6 +46,7 @@ class SamplingParams(BaseModel):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int = Field(0, ge=0, le=20)
+    top_logprobs: int = Field(0, ge=0, le=20)
 
     def __init__(self, **fields: Any) -> None:
         """Check every field."""
@@ -80,12 +82,26 @@ class SamplingParams(BaseModel):
 def sample(
     logits: Tensor, params: Sequence[SamplingParams], histories: Sequence[Sequence[int]], prompt_lengths: Sequence[int]
 ) -> tuple[list[int], list[float | None]]:
-    """Choose the next token of every sequence from logits [B, V].
+    """Choose the next token of every sequence from logits [B, V], as `choose` does; raises EngineError for logits that are not finite."""
+    ids, logprobs = choose(logits, params, histories, prompt_lengths)
+    if -1 in ids:
+        raise not_finite(f"sequence {ids.index(-1)} of the batch")
+    return ids, logprobs
+
+
+def not_finite(what: str) -> EngineError:
+    """Return the error for logits of a sequence that are not finite."""
+    return EngineError(f"the logits of {what} are not finite", "Build with --dtype float32, and check the checkpoint.")
+
+
+def choose(
+    logits: Tensor, params: Sequence[SamplingParams], histories: Sequence[Sequence[int]], prompt_lengths: Sequence[int]
+) -> tuple[list[int], list[float | None]]:
+    """Choose the next token of every sequence from logits [B, V]; -1 where they are not finite.
 
     histories are the tokens of prompt and answer so far, prompt_lengths how many of them are the prompt. Ties go to the lowest id. A draw
     depends on the logits, the seed and the number of tokens answered, never on the rest of the batch; without a seed it is fresh.
-    Returns the ids and, where asked for, the log probability of each under the model's own distribution. Raises EngineError for logits that are
-    not finite.
+    Returns the ids and, where asked for, the log probability of each under the model's own distribution.
     """
     raw = logits.float()
     usable = raw.amax(-1).isfinite()
@@ -99,11 +115,7 @@ def sample(
             numbers = [uniform(params[row].seed, len(histories[row]) - prompt_lengths[row]) for row in rows]
             chosen[index] = choose(scores[index], [params[row] for row in rows], numbers)
     ids = chosen.where(usable, -1).tolist()
-    if -1 in ids:
-        raise EngineError(
-            f"the logits of sequence {ids.index(-1)} of the batch are not finite", "Build with --dtype float32, and check the checkpoint."
-        )
-    return ids, _logprobs(raw, ids, [bool(one.logprobs) for one in params])
+    return ids, _logprobs(raw, ids, [bool(one.logprobs) and id_ >= 0 for one, id_ in zip(params, ids, strict=True)])
 
 
 def top_logprobs(logits: Tensor, count: int) -> list[list[tuple[int, float]]]:

@@ -7,6 +7,7 @@ and is computed again when there is room. Caches held in tensors cannot be compu
 from __future__ import annotations
 
 import itertools
+import time
 from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,8 @@ _arrivals = itertools.count()
 class Running:
     """A prompt on its way: tokens with what was generated so far, and how many of them are in the cache.
 
-    Higher priority runs first; reused counts prompt tokens whose pages another prompt had filled, keys names the prompt's full pages.
+    Higher priority runs first; reused counts prompt tokens whose pages another prompt had filled, keys names the prompt's full pages; began_s is
+    when it first got a place (monotonic seconds).
     """
 
     request: int
@@ -38,6 +40,7 @@ class Running:
     reused: int = 0
     keys: list[Key] = field(default_factory=list)
     arrival: int = field(default_factory=lambda: next(_arrivals))
+    began_s: float | None = None
 
     @property
     def num_generated(self) -> int:
@@ -148,6 +151,7 @@ class Scheduler:
             self.pages.give(shared)
             return False
         one.pages, one.slot = shared + self.pages.take(need), self._slots.pop()
+        one.began_s = one.began_s or time.monotonic()
         one.seen = one.reused = len(shared) * self.plan.page_size
         return True
 
