@@ -50,6 +50,8 @@ class Session:
                 for layer in range(plan.num_layers)
             ]
         self.dense_below = dense_below
+        self.on_release: Callable[[int], None] | None = None
+        self.reduce: Callable[[Tensor], None] | None = None  # sums a tensor in place over the parts of an engine
         self._scratch: dict[Hashable, object] = {}
         self._step: list[StepGroup] = []
 
@@ -138,6 +140,8 @@ class Session:
 
     def release(self, slot: int) -> None:
         """Free what a slot holds; pages belong to their allocator."""
+        if self.on_release is not None:
+            self.on_release(slot)
         if self.held is not None:
             self.held.release(slot)
 

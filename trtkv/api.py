@@ -53,6 +53,7 @@ def build(
     rope_scaling: str | None = None,
     backend: str | None = None,
     sms: Sequence[str] | None = None,
+    tp: int = 1,
     force: bool = False,
     progress: Callable[[str, float], None] = lambda stage, fraction: None,
 ) -> Path:
@@ -65,10 +66,11 @@ def build(
     sets = list(sets)
     source, config, chosen = prepare(model, policy, budget, sets, dtype, rope_scaling)
     limits = limits_for(config, max_seq_len, max_batch_size, max_chunk_tokens)
+    chosen.check_parts(tp)
     target = Path(out) if out else Path("engines") / f"{Path(source.name).name}-{chosen.name.replace(':', '-')}"
     words = ["trtkv", "build", "--model", model, "--policy", policy if isinstance(policy, str) else chosen.name, "--out", str(target)]
     words += [] if budget is None else ["--budget", str(budget)]
     words += [word for item in sets for word in ("--set", item)]
-    words += ["--max-seq-len", str(limits.max_seq_len)]
-    request = Request(source, config, chosen, limits, target, tuple(sms or ()), backend, force, shlex.join(words))
+    words += ["--max-seq-len", str(limits.max_seq_len), *([] if tp == 1 else ["--tp", str(tp)])]
+    request = Request(source, config.part(tp), chosen, limits, target, tuple(sms or ()), backend, force, shlex.join(words), tp)
     return build_engine(request, progress).path

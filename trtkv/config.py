@@ -70,6 +70,20 @@ class ModelConfig(BaseModel):
         layer += self.qkv_size * self.qkv_bias + 2 * d * self.qk_norm
         return self.num_layers * layer + self.vocab_size * e * (1 if self.tie_embeddings else 2) + e
 
+    def part(self, tp: int) -> ModelConfig:
+        """Return what one of tp GPUs computes: its share of heads and of the hidden layer; raises ConfigError where they do not divide."""
+        for name in ("num_kv_heads", "num_q_heads", "intermediate_size"):
+            if tp < 1 or getattr(self, name) % tp:
+                raise ConfigError(
+                    f"tp {tp} does not divide the model's {name} of {getattr(self, name)}",
+                    f"Choose from: {', '.join(map(str, self._splits()))}.",
+                )
+        update = {name: getattr(self, name) // tp for name in ("num_kv_heads", "num_q_heads", "intermediate_size")}
+        return self.model_copy(update=update)
+
+    def _splits(self) -> list[int]:
+        return [n for n in range(1, self.num_kv_heads + 1) if not (self.num_kv_heads % n or self.intermediate_size % n)]
+
     @staticmethod
     def from_hf(raw: dict[str, Any], where: str = "config.json") -> ModelConfig:
         """Read a Hugging Face configuration.

@@ -75,6 +75,7 @@ class Manifest(BaseModel):
     model: ModelConfig
     checkpoint: str | None
     hub: str | None
+    tp: int = 1
     limits: Limits
     policy: dict[str, Any]
     cache_plan: dict[str, Any]

@@ -48,6 +48,7 @@ class Request:
     backend: str | None = None
     force: bool = False
     command: str = "trtkv build"
+    tp: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ def build_engine(request: Request, progress: Progress = lambda stage, fraction: 
     limits = request.limits.check(request.model)
     plan = request.policy.plan(request.model)
     progress("graph", 0.0)
-    decoder = build_decoder(request.model, plan, limits)
+    decoder = build_decoder(request.model, plan, limits, request.tp)
     if request.source.path and any(request.source.path.glob("*.safetensors")):
         Checkpoint(request.source.path).check(expected_tensors(decoder.weights))
     graph = decoder.model.SerializeToString(deterministic=True)
@@ -215,6 +216,7 @@ def _manifest(request: Request, plan: CachePlan, weights: Sequence[WeightSpec], 
         model=request.model,
         checkpoint=str(request.source.path.resolve()) if request.source.path else None,
         hub=request.source.hub,
+        tp=request.tp,
         limits=request.limits,
         policy=request.policy.model_dump(mode="json", exclude_none=True),
         cache_plan=plan.to_json(),

@@ -29,6 +29,8 @@ def build(
     rope_scaling: str | None = None,
     backend: str | None = None,
     sm: list[str] | None = None,
+    tp: int = 1,
+    via: str | None = None,
     force: bool = False,
     json: bool = False,
 ) -> None:
@@ -48,28 +50,52 @@ def build(
         backend: tensorrt_rtx, tensorrt or none; whichever is installed by default.
         sm: Compute capabilities to build for, such as 89 or 80,89,90,120, or none to compile no kernels. By default kernels are for the GPU at hand,
             or for all four without one.
+        tp: GPUs that share the KV heads of every layer; the engine then runs on so many.
+        via: tensorrt-llm lets TensorRT-LLM 1.2.x build the plan from its own model definition, weights inside; tensorrt-llm:DIRECTORY takes what
+            trtllm-build wrote there.
         force: Build again even if the directory is up to date.
         json: Print one JSON object.
     """
     from trtkv import api
+    from trtkv.cli.via import build_via
     from trtkv.manifest import PLAN, read_manifest
 
     with progress("build") as report:
-        path = api.build(
-            model,
-            policy,
-            budget=budget,
-            sets=settings or (),
-            out=out,
-            max_seq_len=max_seq_len,
-            max_batch_size=max_batch_size,
-            max_chunk_tokens=max_chunk_tokens,
-            dtype=dtype,
-            rope_scaling=rope_scaling,
-            backend=backend,
-            sms=sm,
-            force=force,
-            progress=report,
+        path = (
+            build_via(
+                via,
+                model=model,
+                policy=policy,
+                budget=budget,
+                settings=settings or (),
+                out=out,
+                max_seq_len=max_seq_len,
+                max_batch_size=max_batch_size,
+                max_chunk_tokens=max_chunk_tokens,
+                dtype=dtype,
+                sm=sm or (),
+                force=force,
+                others={"rope_scaling": rope_scaling, "backend": backend, "tp": tp > 1},
+                progress=report,
+            )
+            if via
+            else api.build(
+                model,
+                policy,
+                budget=budget,
+                sets=settings or (),
+                out=out,
+                max_seq_len=max_seq_len,
+                max_batch_size=max_batch_size,
+                max_chunk_tokens=max_chunk_tokens,
+                dtype=dtype,
+                rope_scaling=rope_scaling,
+                backend=backend,
+                sms=sm,
+                tp=tp,
+                force=force,
+                progress=report,
+            )
         )
     manifest = read_manifest(path)
     plan, info, kernels = manifest.cache, manifest.plan_info, manifest.kernels

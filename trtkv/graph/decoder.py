@@ -9,7 +9,7 @@ from trtkv.config import Limits, ModelConfig
 from trtkv.graph.network import Network
 from trtkv.graph.weights import WeightSpec, weight_specs
 from trtkv.plan import CachePlan
-from trtkv.plugins import kv_append, kv_attend, kv_select
+from trtkv.plugins import all_reduce, kv_append, kv_attend, kv_select
 from trtkv.plugins.face import OpConfig
 
 if TYPE_CHECKING:
@@ -39,21 +39,22 @@ class Decoder:
     weights: list[WeightSpec]
 
 
-def build_decoder(model: ModelConfig, plan: CachePlan, limits: Limits) -> Decoder:
+def build_decoder(model: ModelConfig, plan: CachePlan, limits: Limits, tp: int = 1) -> Decoder:
     """Build the graph of one model under one cache plan; weights are inputs, the KV cache is reached through `state`.
 
+    With tp above 1 model and plan are one part's, and the parts add up behind attention and behind the hidden layer.
     Output: logits [R, V] fp32 of the rows that `last_rows` names.
     """
     net = Network(f"{model.model_type}-{plan.policy}", model.dtype)
     sizes = {"X": limits.max_seq_len, "D": model.head_dim, "A": state_length(plan), "Y": plan.num_page_groups}
     for name, (dtype, shape) in STEP_INPUTS.items():
         net.input(name, dtype, [sizes.get(letter, letter) for letter in shape])
-    specs = weight_specs(model)
+    specs = weight_specs(model, tp)
     for spec in specs:
         net.input(spec.name, model.dtype, spec.shape)
     x = net.node("Gather", ["embed", "token_ids"], "x", axis=0)
     for layer in range(model.num_layers):
-        x = _layer(net, model, plan, layer, x)
+        x = _layer(net, model, plan, layer, x, tp)
     last = net.node("Gather", [x, "last_rows"], "last", axis=0)
     normed = net.rms_norm(last, "norm", model.rms_eps, "last.normed")
     logits = net.linear(normed, "embed" if model.tie_embeddings else "head", "logits" if model.dtype == "float32" else "logits.narrow")
@@ -83,8 +84,12 @@ def op_config(model: ModelConfig, plan: CachePlan, layer: int) -> OpConfig:
     )
 
 
-def _layer(net: Network, model: ModelConfig, plan: CachePlan, layer: int, x: str) -> str:
+def _layer(net: Network, model: ModelConfig, plan: CachePlan, layer: int, x: str, tp: int) -> str:
     at, config = f"layers.{layer}", op_config(model, plan, layer)
+
+    def added(part: str) -> str:
+        return part if tp == 1 else net.plugin(all_reduce.FACE, [part], f"{part}_added", layer, config)
+
     normed = net.rms_norm(x, f"{at}.attention_norm", model.rms_eps, f"{at}.attention_in")
     qkv = net.linear(normed, f"{at}.qkv", f"{at}.qkv_out", f"{at}.qkv_bias" if model.qkv_bias else None)
     norms = [f"{at}.q_norm", f"{at}.k_norm"] if model.qk_norm else []
@@ -93,7 +98,7 @@ def _layer(net: Network, model: ModelConfig, plan: CachePlan, layer: int, x: str
     if plan.select[layer]:
         selection.append(net.plugin(kv_select.FACE, [q, *SEQUENCE_INPUTS, "state"], f"{at}.selection", layer, config))
     attended = net.plugin(kv_attend.FACE, [q, *SEQUENCE_INPUTS, "state", *selection], f"{at}.attended", layer, config)
-    x = net.node("Add", [x, net.linear(attended, f"{at}.o", f"{at}.o_out")], f"{at}.attention_residual")
+    x = net.node("Add", [x, added(net.linear(attended, f"{at}.o", f"{at}.o_out"))], f"{at}.attention_residual")
     normed = net.rms_norm(x, f"{at}.mlp_norm", model.rms_eps, f"{at}.mlp_in")
     hidden = net.swiglu(net.linear(normed, f"{at}.gate_up", f"{at}.gate_up_out"), f"{at}.mlp_hidden")
-    return net.node("Add", [x, net.linear(hidden, f"{at}.down", f"{at}.down_out")], f"{at}.residual")
+    return net.node("Add", [x, added(net.linear(hidden, f"{at}.down", f"{at}.down_out"))], f"{at}.residual")

@@ -20,12 +20,15 @@ class WeightSpec:
     sources: tuple[tuple[str, tuple[int, ...]], ...]
 
 
-def weight_specs(model: ModelConfig) -> list[WeightSpec]:
-    """List the weights of a decoder in the order of the graph's inputs."""
+def weight_specs(model: ModelConfig, tp: int = 1) -> list[WeightSpec]:
+    """List the weights of a decoder in the order of the graph's inputs.
+
+    With tp above 1 model is one part: shapes are the part's, sources the whole tensors, of which a part takes rows, or columns of `o` and `down`.
+    """
     e, v = model.hidden_size, model.vocab_size
     specs = [_single("embed", "model.embed_tokens.weight", (v, e))]
     for layer in range(model.num_layers):
-        specs += _layer(model, layer)
+        specs += _layer(model, layer, tp)
     specs.append(_single("norm", "model.norm.weight", (e,)))
     if not model.tie_embeddings:
         specs.append(_single("head", "lm_head.weight", (v, e)))
@@ -37,11 +40,12 @@ def expected_tensors(specs: list[WeightSpec]) -> Mapping[str, tuple[int, ...]]:
     return {name: shape for spec in specs for name, shape in spec.sources}
 
 
-def _layer(model: ModelConfig, layer: int) -> Iterator[WeightSpec]:
+def _layer(model: ModelConfig, layer: int, tp: int) -> Iterator[WeightSpec]:
     e, f, d = model.hidden_size, model.intermediate_size, model.head_dim
     q, kv = model.num_q_heads * d, model.num_kv_heads * d
+    whole = lambda rows: rows * tp  # noqa: E731
     ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
-    attention = [(f"{theirs}.self_attn.{name}_proj", rows) for name, rows in (("q", q), ("k", kv), ("v", kv))]
+    attention = [(f"{theirs}.self_attn.{name}_proj", rows) for name, rows in (("q", whole(q)), ("k", whole(kv)), ("v", whole(kv)))]
     yield _single(f"{ours}.attention_norm", f"{theirs}.input_layernorm.weight", (e,))
     yield WeightSpec(f"{ours}.qkv", (q + 2 * kv, e), tuple((f"{name}.weight", (rows, e)) for name, rows in attention))
     if model.qkv_bias:
@@ -49,11 +53,11 @@ def _layer(model: ModelConfig, layer: int) -> Iterator[WeightSpec]:
     if model.qk_norm:
         yield _single(f"{ours}.q_norm", f"{theirs}.self_attn.q_norm.weight", (d,))
         yield _single(f"{ours}.k_norm", f"{theirs}.self_attn.k_norm.weight", (d,))
-    yield _single(f"{ours}.o", f"{theirs}.self_attn.o_proj.weight", (e, q))
+    yield WeightSpec(f"{ours}.o", (e, q), ((f"{theirs}.self_attn.o_proj.weight", (e, whole(q))),))
     yield _single(f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm.weight", (e,))
-    gate_up = tuple((f"{theirs}.mlp.{name}_proj.weight", (f, e)) for name in ("gate", "up"))
+    gate_up = tuple((f"{theirs}.mlp.{name}_proj.weight", (whole(f), e)) for name in ("gate", "up"))
     yield WeightSpec(f"{ours}.gate_up", (2 * f, e), gate_up)
-    yield _single(f"{ours}.down", f"{theirs}.mlp.down_proj.weight", (e, f))
+    yield WeightSpec(f"{ours}.down", (e, f), ((f"{theirs}.mlp.down_proj.weight", (e, whole(f))),))
 
 
 def _single(name: str, source: str, shape: tuple[int, ...]) -> WeightSpec:

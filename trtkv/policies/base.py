@@ -57,6 +57,11 @@ class Role(BaseModel):
     gives: ClassVar[frozenset[str]] = frozenset()
     takes: ClassVar[frozenset[str]] = frozenset()
 
+    @property
+    def joins_heads(self) -> bool:
+        """Whether what one KV head keeps or reads depends on others: such a role cannot be shared out over GPUs."""
+        return False
+
     def meaning(self) -> Meaning:
         """Name this role by import path and fields, as a plan carries it."""
         cls = type(self)
@@ -99,6 +104,11 @@ class Allocate(Role):
     def observe_window(self) -> int:
         """Newest queries (W) that `measure` reads."""
         return 0
+
+    @property
+    def joins_heads(self) -> bool:
+        """Where heads are measured against each other."""
+        return self.measured
 
     def measure(self, view: CacheView) -> Tensor:
         """Measure a layer at the end of the prompt: [Hk] fp32."""

@@ -93,6 +93,16 @@ class Policy(BaseModel):
                 return role, missing[0], None
         return None
 
+    def check_parts(self, tp: int) -> Policy:
+        """Raise ConfigError where the policy's KV heads cannot be shared out over tp GPUs."""
+        joined = [kind for kind, role in self.roles.items() if role.joins_heads]
+        if tp > 1 and joined:
+            raise ConfigError(
+                f"the {joined[0]} role of '{self.name}' weighs KV heads against each other, so they cannot be shared out over {tp} GPUs",
+                "Leave --tp out, or choose another policy.",
+            )
+        return self
+
     def plan(self, model: ModelConfig) -> CachePlan:
         """Lower the policy for a model; raises ConfigError or PolicyConflict when it cannot work."""
         self.check()

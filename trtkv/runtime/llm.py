@@ -8,7 +8,8 @@ from pathlib import Path
 
 from trtkv.errors import RequestError
 from trtkv.runtime.batcher import Batcher, Event
-from trtkv.runtime.loading import Engine, Options, Progress, open_engine
+from trtkv.runtime.loading import Engine, Options, Progress
+from trtkv.runtime.parallel import LeadingStepper, open_parts
 from trtkv.runtime.sampler import SamplingParams
 from trtkv.runtime.stats import Stats
 from trtkv.runtime.tokenizer import Tokenizer
@@ -53,7 +54,7 @@ class LLM:
             progress: Called with a stage and a fraction while weights are read.
         """
         options = Options(None if weights is None else str(weights), device, executor, cache_bytes, dense_below)
-        self.engine: Engine = open_engine(Path(engine), options, progress)
+        self.engine: Engine = open_parts(Path(engine), options, progress)
         self.tokenizer = Tokenizer(Path(engine)) if (Path(engine) / "tokenizer.json").is_file() else None
         self.batcher = Batcher(self.engine, self.tokenizer)
         self.stats = Stats()
@@ -62,6 +63,11 @@ class LLM:
     def executor_name(self) -> str:
         """What runs the graph: torch, or the TensorRT backend's name."""
         return self.engine.stepper.executor.name
+
+    def close(self) -> None:
+        """End the other processes of an engine of several parts; the engine cannot run any more."""
+        if isinstance(self.engine.stepper, LeadingStepper):
+            self.engine.stepper.close()
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = SamplingParams()) -> list[Completion]:  # noqa: B008
         """Answer prompts (texts or token ids), batched as the engine allows; the answers are in the order of the prompts.

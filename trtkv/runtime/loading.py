@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from trtkv.checkpoint.find import resolve_model
 from trtkv.checkpoint.weights import Checkpoint
@@ -55,8 +56,18 @@ class Engine:
     why_torch: str | None
 
 
-def open_engine(directory: Path, options: Options, progress: Progress = lambda stage, fraction: None) -> Engine:
-    """Open an engine directory for running.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which part of an engine this process runs: reduce sums a tensor in place over all parts, least agrees on the smallest of their numbers."""
+
+    index: int
+    count: int
+    reduce: Callable[[Tensor], None]
+    least: Callable[[int], int]
+
+
+def open_engine(directory: Path, options: Options, progress: Progress = lambda stage, fraction: None, *, part: Part | None = None) -> Engine:
+    """Open an engine directory, or one part of it, for running.
 
     Raises EngineError for a directory that is damaged or of another version, CheckpointError for weights that are missing or do not fit,
     CapacityError when weights or cache exceed the memory.
@@ -68,13 +79,15 @@ def open_engine(directory: Path, options: Options, progress: Progress = lambda s
     plan = manifest.cache
     total = sum(_numel(one.shape) for one in manifest.weights) * DTYPE_BYTES[manifest.model.dtype]
     check_weights(total, device)
-    weights = _weights(manifest, options.weights, device, progress)
+    weights = _weights(manifest, options.weights, device, progress, (part.index, part.count) if part else (0, 1))
     num_pages = pool_pages(plan, manifest.limits, device, options.cache_bytes)
+    num_pages = part.least(num_pages) if part else num_pages
     if options.dense_below is not None and options.dense_below < 0:
         raise ConfigError(f"dense-below {options.dense_below} is below 0", "Give tokens, 0 to select wherever the budget is smaller.")
     sequences = manifest.limits.max_batch_size
     dense = dense_below(plan, sequences, device) if options.dense_below is None else options.dense_below
     session = Session(plan, [num_pages] * plan.num_page_groups, sequences, device, dense)
+    session.reduce = part.reduce if part else None
     if gpu_ready(device) is None:
         progress("kernels", 0.0)
         with torch.cuda.device(device):
@@ -100,7 +113,7 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def _weights(manifest: Manifest, wanted: str | None, device: torch.device, progress: Progress) -> dict[str, Weight]:
+def _weights(manifest: Manifest, wanted: str | None, device: torch.device, progress: Progress, part: tuple[int, int]) -> dict[str, Weight]:
     specs = [one.model_dump() for one in manifest.weights]
     dtype = TORCH_DTYPES[manifest.model.dtype]
     report = lambda done, total: progress("weights", done / max(1, total))  # noqa: E731
@@ -109,7 +122,7 @@ def _weights(manifest: Manifest, wanted: str | None, device: torch.device, progr
     path = _checkpoint_path(manifest, wanted)
     checkpoint = Checkpoint(path)
     checkpoint.check({name: tuple(shape) for one in manifest.weights for name, shape in one.sources})
-    return map_weights(checkpoint, specs, dtype, device, report)
+    return map_weights(checkpoint, specs, dtype, device, report, part)
 
 
 def _checkpoint_path(manifest: Manifest, wanted: str | None) -> Path:

@@ -44,9 +44,14 @@ class Weight:
 
 
 def map_weights(
-    checkpoint: Checkpoint, specs: Sequence[Mapping[str, object]], dtype: torch.dtype, device: torch.device, report: Report
+    checkpoint: Checkpoint,
+    specs: Sequence[Mapping[str, object]],
+    dtype: torch.dtype,
+    device: torch.device,
+    report: Report,
+    part: tuple[int, int] = (0, 1),
 ) -> dict[str, Weight]:
-    """Bind every graph input to its tensors in the checkpoint.
+    """Bind every graph input to its tensors in the checkpoint; part says which of how many GPUs this is.
 
     On the CPU parts stay mapped unless their dtype differs; on a device each input is packed into one tensor, read straight from the
     mapping. report(done_bytes, total_bytes) is called as weights arrive.
@@ -54,10 +59,21 @@ def map_weights(
     total, done, weights = checkpoint.nbytes, 0, {}
     for spec in specs:
         parts = [checkpoint.tensor(name) for name, _ in spec["sources"]]  # type: ignore[attr-defined]
-        done += sum(part.nbytes for part in parts)
+        done += sum(one.nbytes for one in parts)
+        parts = [take_part(one, tuple(spec["shape"]), parts, part) for one in parts]  # type: ignore[arg-type]
         weights[str(spec["name"])] = _bind(parts, tuple(spec["shape"]), dtype, device)  # type: ignore[arg-type]
         report(min(done, total), total)
     return weights
+
+
+def take_part(tensor: Tensor, shape: tuple[int, ...], stacked: Sequence[Tensor], part: tuple[int, int]) -> Tensor:
+    """Return a part's rows or columns of a tensor [out, in] or [out] that is stacked with others into a graph input of this shape."""
+    index, count = part
+    if count == 1 or (len(stacked) == 1 and tensor.numel() == torch.Size(shape).numel()):
+        return tensor
+    if tensor.dim() == 2 and tensor.shape[1] != shape[1]:
+        return tensor.chunk(count, 1)[index].contiguous()
+    return tensor.chunk(count, 0)[index]
 
 
 def random_weights(

@@ -47,6 +47,11 @@ class Razor(Allocate):
         """The window."""
         return self.window
 
+    @property
+    def joins_heads(self) -> bool:
+        """Heads are chosen among those of all layers."""
+        return True
+
     def measure(self, view: CacheView) -> Tensor:
         """Return the attention that the last queries pay to far tokens [Hk], mean over the queries, maximum over the group."""
         far = view.positions < view.at.seen - self.window - self.near

@@ -38,6 +38,11 @@ class QHitter(Budgeted):
     bits: Literal[2, 4, 8] = 4
     pooling: Literal["mean", "max"] = "mean"
 
+    @property
+    def joins_heads(self) -> bool:
+        """Attention and errors are scaled to the range of all heads."""
+        return True
+
     def reserved(self, prompt: int) -> tuple[int, int]:
         """The recent share, at least the newest token."""
         return 0, max(1, int(self.budget * self.recent))

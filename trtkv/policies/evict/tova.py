@@ -27,6 +27,11 @@ class Tova(Budgeted):
     budget: int = Field(512, gt=0)
     shared: bool = True
 
+    @property
+    def joins_heads(self) -> bool:
+        """Where all heads keep the same tokens."""
+        return self.shared
+
     def reserved(self, prompt: int) -> tuple[int, int]:
         """The newest token."""
         return 0, 1

@@ -33,6 +33,11 @@ class ArkVale(PagedRetrieve):
     digest: Literal["cuboid-mean", "ball-mean", "ball-max"] = "cuboid-mean"
     shared: bool = False
 
+    @property
+    def joins_heads(self) -> bool:
+        """Where all heads read the same pages."""
+        return self.shared
+
     def summarize(self, keys: Tensor) -> dict[str, Tensor]:
         """Enclose the keys [Hk, S, D] of every page: low and high [Hk, M, D], or centre [Hk, M, D] and radius [Hk, M], in the keys' dtype."""
         if self.digest == "cuboid-mean":

@@ -1,0 +1,215 @@
+"""Engines of several parts (tensor parallelism): one process a part, each with its share of the KV heads and of the hidden layer.
+
+The first process schedules and samples. It tells the others which sequences take part in a step; all run the same graph, which adds the parts up.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import shutil
+import signal
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trtkv.errors import ConfigError, EngineError, TrtkvError
+from trtkv.manifest import Manifest, read_manifest
+from trtkv.runtime.loading import Engine, Options, Part, Progress, find_device, open_engine
+from trtkv.runtime.step import Stepper, StepRow
+
+PATIENCE = timedelta(minutes=30)  # of a part for the others: one may still be reading weights
+RESTART = "Open the engine again."
+
+
+@dataclass(slots=True)
+class Follower:
+    """Another part's process and the pipe to it; known holds the page lists that it has."""
+
+    process: BaseProcess
+    pipe: Connection
+    known: dict[int, Sequence[int]]
+
+
+def open_parts(directory: Path, options: Options, progress: Progress = lambda stage, fraction: None) -> Engine:
+    """Open an engine with all its parts; one of a single part opens in this process alone.
+
+    Raises as `open_engine` does, and ConfigError where there are fewer GPUs than parts or one GPU is named.
+    """
+    manifest = read_manifest(directory)
+    if manifest.tp == 1:
+        return open_engine(directory, options, progress)
+    devices = _devices(options.device, manifest)
+    folder = tempfile.mkdtemp(prefix="trtkv-parts-")  # the parts meet here, and again whenever they need a new connection
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    context = multiprocessing.get_context("spawn")
+    followers = []
+    for index in range(1, manifest.tp):
+        ours, theirs = context.Pipe()
+        own = replace(options, device=devices[index])
+        process = context.Process(target=_follow, args=(directory, own, index, manifest.tp, f"{folder}/store", theirs), daemon=True)
+        process.start()
+        theirs.close()
+        followers.append(Follower(process, ours, {}))
+    try:
+        part = _join(0, manifest.tp, f"{folder}/store", devices[0])
+        engine = open_engine(directory, replace(options, device=devices[0]), progress, part=part)
+        for follower in followers:
+            _expect_ready(follower)
+    except BaseException:
+        _stop(followers)
+        raise
+    stepper = LeadingStepper(engine.stepper, followers)
+    engine.session.on_release = lambda slot: stepper.tell("release", slot)
+    return replace(engine, stepper=stepper)
+
+
+class LeadingStepper(Stepper):
+    """Runs a step here and in every other part."""
+
+    def __init__(self, stepper: Stepper, followers: list[Follower]) -> None:
+        """Lead followers with an opened part's stepper."""
+        self.executor, self.session, self.limits = stepper.executor, stepper.session, stepper.limits
+        self._own, self._followers = stepper, followers
+
+    def run(self, rows: Sequence[StepRow]) -> Tensor:
+        """Run one step as `Stepper.run` does; raises EngineError when another part has failed."""
+        for follower in self._followers:
+            self._send(follower, "run", [_without_known_pages(row, follower.known) for row in rows])
+        try:
+            return self._own.run(rows)
+        except RuntimeError as error:
+            # A collective breaks when a process at its other end has gone.
+            raise self._failure(str(error).splitlines()[0]) from None
+
+    def tell(self, kind: str, value: object) -> None:
+        """Send every other part a message."""
+        for follower in self._followers:
+            self._send(follower, kind, value)
+
+    def close(self) -> None:
+        """End the other parts' processes."""
+        self.session.on_release = None
+        _stop(self._followers)
+
+    def _send(self, follower: Follower, kind: str, value: object) -> None:
+        try:
+            if follower.pipe.poll():
+                raise self._failure(str(follower.pipe.recv()))
+            follower.pipe.send((kind, value))
+        except (OSError, EOFError):
+            raise self._failure("its process has ended") from None
+
+    def _failure(self, reason: str) -> EngineError:
+        for index, follower in enumerate(self._followers, 1):
+            if follower.pipe.poll():
+                try:
+                    reason = str(follower.pipe.recv())
+                except (OSError, EOFError):
+                    reason = f"the process of part {index} has ended"
+                break
+        self.close()
+        return EngineError(f"a part of the engine has failed: {reason}", RESTART)
+
+
+def _without_known_pages(row: StepRow, known: dict[int, Sequence[int]]) -> StepRow:
+    """Leave out a page list that the other side has already: lists of long sequences have thousands of numbers."""
+    if known.get(row.slot) is row.pages:
+        return StepRow(row.tokens, row.seen, row.slot, (), row.logits_of, row.prompt)
+    known[row.slot] = row.pages
+    return row
+
+
+def _with_known_pages(row: StepRow, known: dict[int, Sequence[int]]) -> StepRow:
+    if row.pages:
+        known[row.slot] = row.pages
+        return row
+    return StepRow(row.tokens, row.seen, row.slot, known.get(row.slot, ()), row.logits_of, row.prompt)
+
+
+def _follow(directory: Path, options: Options, index: int, count: int, store: str, pipe: Connection) -> None:
+    """Run one part until the pipe closes or says stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    known: dict[int, Sequence[int]] = {}
+    try:
+        engine = open_engine(directory, options, part=_join(index, count, store, options.device))
+        pipe.send("ready")
+        while True:
+            kind, value = pipe.recv()
+            if kind == "stop":
+                return
+            if kind == "release":
+                engine.session.release(value)
+            else:
+                engine.stepper.run([_with_known_pages(row, known) for row in value])
+    except (EOFError, KeyboardInterrupt):
+        return
+    except BaseException as error:  # noqa: BLE001 (the leader raises it again in its own words)
+        text = f"{type(error).__name__}: {error}" if not isinstance(error, TrtkvError) else str(error)
+        pipe.send(" ".join(text.split()))
+
+
+def _join(index: int, count: int, store: str, device: str) -> Part:
+    """Meet the other parts through a file and return what this one needs of them."""
+    import torch.distributed as dist
+
+    shared = dist.FileStore(store, count)
+    where = find_device(device)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+        group: Any = dist.ProcessGroupNCCL(shared, index, count, PATIENCE)
+    else:
+        group = dist.ProcessGroupGloo(shared, index, count, PATIENCE)
+
+    def least(number: int) -> int:
+        held = torch.tensor([number], dtype=torch.int64, device=where)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        group.allreduce([held], options).wait()
+        return int(held.item())
+
+    return Part(index, count, lambda tensor: group.allreduce([tensor]).wait(), least)
+
+
+def _devices(name: str, manifest: Manifest) -> list[str]:
+    """Name the device of every part."""
+    device = find_device(name)
+    if device.type == "cpu":
+        return ["cpu"] * manifest.tp
+    if ":" in name:
+        raise ConfigError(f"device '{name}' names one GPU, the engine has {manifest.tp} parts", "Write --device cuda.")
+    if torch.cuda.device_count() < manifest.tp:
+        raise ConfigError(
+            f"the engine has {manifest.tp} parts, {torch.cuda.device_count()} GPUs are there",
+            f"Build with --tp {torch.cuda.device_count()} or fewer.",
+        )
+    return [f"cuda:{index}" for index in range(manifest.tp)]
+
+
+def _expect_ready(follower: Follower) -> None:
+    try:
+        answer = follower.pipe.recv()
+    except (OSError, EOFError):
+        answer = "its process has ended"
+    if answer != "ready":
+        raise EngineError(f"a part of the engine could not be opened: {answer}", "See trtkv doctor.")
+
+
+def _stop(followers: Sequence[Follower]) -> None:
+    for follower in followers:
+        with contextlib.suppress(OSError, EOFError):
+            follower.pipe.send(("stop", None))
+        follower.pipe.close()
+    for follower in followers:
+        follower.process.join(5)
+        if follower.process.is_alive():
+            follower.process.terminate()
