@@ -1,60 +1,152 @@
-"""The graph through ONNX's reference evaluator and the ops' reference forms, against the executor, value by value."""
+"""Every value of an engine against the reference: right engines pass, planted errors are found where they are made."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from tests.tiny import make_rig, make_tiny
-from trtkv.runtime.step import StepRow
-from trtkv.verify import ReferenceGraph, as_numpy
+from tests.tiny import make_tiny
+from tests.toy_graph import needs_rtx
+from trtkv import api
+from trtkv.errors import ConfigError, EngineError
+from trtkv.plugins.ops import FACES
+from trtkv.runtime import fused
+from trtkv.runtime.loading import Options
+from trtkv.verify import Plan, Report, verify
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("policy", ["full", "fier"])
-def test_every_layer_agrees(kind: str, policy: str, tmp_path: Path) -> None:
-    tiny = make_tiny(kind, tmp_path / "model")
-    rig = make_rig(tiny, policy, tmp_path, sets=("retrieve.budget=64",) if policy == "fier" else (), slots=2)
-    reference = ReferenceGraph(rig.graph, rig.plan)
-    weights = {
-        name: np.concatenate([as_numpy(part) for part in one.parts], one.parts[0].dim() - 1 if "bias" in name else 0)
-        for name, one in bound(rig).items()
+def engine(path: Path, kind: str = "llama", policy: str = "full", dtype: torch.dtype = torch.float32, **build: Any) -> Path:
+    tiny = make_tiny(kind, path / "model", dtype=dtype, tokenizer=False)
+    return api.build(str(tiny.path), policy, out=path / "engine", max_seq_len=256, max_batch_size=2, backend="none", sms=["none"], **build)
+
+
+def run(directory: Path, **plan: Any) -> Report:
+    return verify(directory, Options(device="cpu"), Plan(**plan))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_engines_agree_with_the_reference(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    report = run(engine(tmp_path, kind, "fier", dtype, budget=64))
+    assert max(one.ratio for one in report.nodes) <= 1
+    assert report.not_compared == ()
+    # Of three layers: the projections, attention's parts, norms and sums; and all of the selections of the one that selects.
+    whats = [(one.op, one.what) for one in report.nodes]
+    assert [whats.count(("KvAppend", what)) for what in ("queries", "keys", "values")] == [3, 3, 3]
+    assert whats.count(("KvAttend", "value")) == 3
+    assert whats.count(("KvSelect", "units")) == 1
+    assert whats.count(("Gemm", "value")) == 3 * 4 + 1
+    assert report.tokens == 128 + 7 and report.steps == 5
+
+
+@pytest.mark.parametrize("policy", ["quest", "freekv", "arkvale", "shadowkv", "h2o", "snapkv", "kivi", "minikv-pyramid", "lagkv", "arkv"])
+def test_other_policies_agree_too(policy: str, tmp_path: Path) -> None:
+    sets = {
+        "quest": ["retrieve.budget=64"],
+        "freekv": ["retrieve.budget=96", "retrieve.sink=16", "retrieve.window=16"],
+        "arkvale": ["retrieve.budget=128"],
     }
-    weights = {name: value.reshape(1, -1) if name.endswith("bias") else value for name, value in weights.items()}
-    tokens = torch.randint(0, 256, (2, 80), generator=torch.Generator().manual_seed(0)).tolist()
-    steps = [[(0, 0, 50), (1, 0, 7)], [(0, 50, 76), (1, 7, 8)], [(0, 76, 77), (1, 8, 9)], [(0, 77, 78), (1, 9, 80)]]
-    for step in steps:
-        rows = [StepRow(tokens[slot][start:end], start, slot, rig.pages(slot), (end - start - 1,)) for slot, start, end in step]
-        rig.executor.taps = {}
-        fed: dict[str, torch.Tensor] = {}
-        original = rig.executor.run
-        rig.stepper.executor = Spy(original, fed)  # type: ignore[assignment]
-        rig.stepper.run(rows)
-        expected = reference.run({**weights, **{name: as_numpy(tensor) for name, tensor in fed.items()}})
-        compared = 0
-        for name, ours in rig.executor.taps.items():
-            theirs = expected[name]
-            if ours.dtype == torch.int32:
-                assert np.array_equal(ours.numpy(), theirs), name
-            else:
-                np.testing.assert_allclose(ours.numpy(), theirs, rtol=2e-4, atol=2e-4, err_msg=name)
-            compared += 1
-        assert compared == sum(1 + (node.also is not None) for node in rig.executor._nodes)
+    report = run(engine(tmp_path, "qwen3", policy, torch.bfloat16, sets=sets.get(policy, ())), tokens=150)
+    assert max(one.ratio for one in report.nodes) <= 1
+    assert {one.op for one in report.nodes} >= {"KvAppend", "KvAttend", "Gemm", "Mul", "Add", "Gather"}
 
 
-class Spy:
-    name = "spy"
+@pytest.mark.trt
+@needs_rtx
+@pytest.mark.parametrize(("kind", "policy"), [("qwen3", "full"), ("qwen2", "fier"), ("llama", "minikv")])
+def test_plugin_objects_give_what_the_executor_gives(kind: str, policy: str, tmp_path: Path) -> None:
+    directory = engine(tmp_path, kind, policy, budget=64 if policy == "fier" else None)
+    plain, hosted = run(directory), run(directory, through_plugins="tensorrt_rtx")
+    assert hosted.executor.startswith("torch, plugins as objects of tensorrt_rtx")
+    assert hosted.nodes == plain.nodes
 
-    def __init__(self, run: object, fed: dict[str, torch.Tensor]) -> None:
-        self._run, self._fed = run, fed
 
-    def run(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        self._fed.update(inputs)
-        return self._run(inputs)  # type: ignore[operator]
+@pytest.mark.gpu
+@needs_rtx
+@pytest.mark.parametrize("policy", ["full", "fier", "quest"])
+def test_on_the_gpu_with_its_kernels(policy: str, tmp_path: Path) -> None:
+    tiny = make_tiny("llama", tmp_path / "model", dtype=torch.float16, tokenizer=False, num_attention_heads=4, head_dim=128)
+    directory = api.build(str(tiny.path), policy, out=tmp_path / "engine", max_seq_len=256, max_batch_size=2, backend="none", sms=["none"])
+    for through in (None, "tensorrt_rtx"):
+        report = verify(directory, Options(device="cuda"), Plan(tokens=150, through_plugins=through))
+        assert max(one.ratio for one in report.nodes) <= 1
 
 
-def bound(rig: object) -> dict:
-    return {name: value for name, value in rig.executor._bound.items() if hasattr(value, "parts")}  # type: ignore[attr-defined]
+# Errors that are planted
+
+
+def scaled(face: Any) -> Any:
+    def wrong(session: Any, layer: int, config: Any, inputs: Any, out: Any) -> None:
+        face.torch(session, layer, config, inputs, out)
+        if layer == 1:
+            out.mul_(1.01)
+
+    return replace(face, torch=wrong)
+
+
+def stored_wrong(face: Any) -> Any:
+    def wrong(session: Any, layer: int, config: Any, inputs: Any, out: Any) -> None:
+        face.torch(session, layer, config, inputs, out)
+        if layer == 2:
+            session.buffer("values", 2).roll(1, -1)
+            session.buffer("values", 2).copy_(session.buffer("values", 2).roll(1, -1))
+
+    return replace(face, torch=wrong)
+
+
+def selects_first(face: Any) -> Any:
+    def wrong(session: Any, layer: int, config: Any, inputs: Any, out: Any) -> None:
+        face.torch(session, layer, config, inputs, out)
+        count = out.shape[2] - 1
+        chosen = out[:, :, -1] >= 0
+        out[:, :, :-1] = torch.where(chosen[..., None], torch.arange(count, dtype=torch.int32), out[:, :, :-1])
+
+    return replace(face, torch=wrong)
+
+
+@pytest.mark.parametrize(
+    ("op", "plant", "words"),
+    [
+        ("KvAttend", scaled, r"'layers\.1\.attended' \(KvAttend of layer 1\) is off by .* at step 0"),
+        ("KvAppend", scaled, r"'layers\.1\.query' \(KvAppend of layer 1\)"),
+        ("KvAppend", stored_wrong, r"'layers\.2\.query' \(KvAppend of layer 2\)"),
+        ("KvSelect", selects_first, r"'layers\.2\.selection' \(KvSelect of layer 2\) is off by .* at step 2"),
+    ],
+)
+def test_wrong_plugins_are_found(op: str, plant: Callable[[Any], Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = engine(tmp_path, "llama", "fier", torch.bfloat16, budget=64)
+    monkeypatch.setitem(FACES, op, plant(FACES[op]))
+    with pytest.raises(EngineError, match=words):
+        run(directory, tokens=130)
+
+
+def test_wrong_activation_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = fused.silu_product
+    monkeypatch.setattr(fused, "silu_product", lambda packed: right(packed.flip(1)))
+    with pytest.raises(EngineError, match=r"'layers\.0\.mlp_hidden' \(Mul of layer 0\)"):
+        run(engine(tmp_path))
+
+
+def test_one_wrong_row_of_a_weight_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trtkv.runtime.weights import Weight
+
+    right = Weight.linear
+
+    def wrong(self: Weight, x: torch.Tensor, bias: Weight | None) -> torch.Tensor:
+        out = right(self, x, bias)
+        out[:, 3] *= 1.5
+        return out
+
+    monkeypatch.setattr(Weight, "linear", wrong)
+    with pytest.raises(EngineError, match=r"'layers\.0\.qkv_out' \(Gemm of layer 0\)"):
+        run(engine(tmp_path))
+
+
+def test_more_tokens_than_the_engine_takes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"300 tokens and 4 steps do not fit the engine's 256\. Give --tokens 1 to 252"):
+        run(engine(tmp_path), tokens=300)

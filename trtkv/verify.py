@@ -1,138 +1,194 @@
-"""Compares an engine's graph, run by ONNX's own reference evaluator with the ops' reference forms, with the executor, value by value."""
+"""`trtkv verify`: runs an engine with torch or through its TensorRT plugins and checks every value of every layer against ONNX's reference.
+
+Each operator gets the executor's own inputs, so an error is found where it is made and does not grow. Exact values come from the reference
+evaluator in a wider dtype. Allowed is twice the error of the same computation in the engine's dtype, operator by operator. Attention is compared
+over the keys and values that the executor has stored.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import onnx
 import torch
-from onnx.reference import ReferenceEvaluator
-from onnx.reference.op_run import OpRun
 from torch import Tensor
 
-from trtkv.plan import CachePlan, SelectPlan
-from trtkv.plugins.face import DOMAIN, OpConfig
-from trtkv.plugins.kv_append import reference as append_reference
-from trtkv.plugins.kv_attend import reference as attend_reference
-from trtkv.plugins.kv_select import reference as select_reference
-from trtkv.plugins.roles import load_role
+from trtkv.errors import ConfigError, EngineError
+from trtkv.manifest import GRAPH
+from trtkv.plugins._tensorrt.backend import load
+from trtkv.plugins._tensorrt.host import PluginHost
+from trtkv.plugins.ops import FACES
+from trtkv.runtime.executor import TorchExecutor
+from trtkv.runtime.loading import Engine, Options, Progress, open_engine
+from trtkv.runtime.program import Node
+from trtkv.runtime.step import StepRow
+from trtkv.runtime.weights import Weight
+from trtkv.shadow import Finding, Shadow
+
+CHUNK_TOKENS = 128  # every value of a step is kept until it is compared
+SHORT_TOKENS = 7
 
 
-@dataclass(slots=True)
-class ReferenceCache:
-    """Keys and values as plain tensors [Hk, S, D] by (layer, slot), without pages or summaries."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run: prompt tokens of the longer sequence (None: enough that the policy selects), decode steps, and the seed of the tokens."""
 
-    plan: CachePlan
-    keys: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    values: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-
-    def append(self, layer: int, slot: int, keys: Tensor, values: Tensor) -> None:
-        """Store new keys and values [n, Hk, D] behind what is there."""
-        for store, new in ((self.keys, keys), (self.values, values)):
-            parts = [store[layer, slot]] if (layer, slot) in store else []
-            store[layer, slot] = torch.cat([*parts, new.transpose(0, 1)], 1)
-
-    def choose(self, layer: int, slot: int, query: Tensor, config: OpConfig) -> list[list[int]] | None:
-        """Return the units that query [Hq, D] reads in this layer, or None for all."""
-        plan = self.plan.select[layer]
-        assert plan is not None, f"layer {layer} selects nothing"
-        keys = self.keys[layer, slot]
-        if keys.shape[1] <= plan.budget:
-            return None
-        role = load_role(plan.meaning)
-        closed = keys.shape[1] // plan.group * plan.group
-        scores = role.score(query, role.summarize(keys[:, :closed]))
-        return select_reference.select(scores, keys.shape[1], plan, config)
+    tokens: int | None = None
+    steps: int = 4
+    seed: int = 0
+    through_plugins: str | None = None
 
 
-class ReferenceGraph:
-    """A graph under ONNX's reference evaluator, with a cache of its own."""
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was compared: the worst finding of every node, in the graph's order, and the nodes that have no second implementation."""
 
-    def __init__(self, graph: Path | onnx.ModelProto, plan: CachePlan) -> None:
-        model = onnx.load(str(graph)) if isinstance(graph, Path) else graph
-        self.cache = ReferenceCache(plan)
-        self._evaluator = ReferenceEvaluator(model, new_ops=[_op(kind, run, self.cache) for kind, run in _RUNS.items()])
+    policy: str
+    dtype: str
+    device: str
+    executor: str
+    tokens: int
+    steps: int
+    values: int
+    nodes: tuple[Finding, ...]
+    not_compared: tuple[str, ...]
 
-    def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Run one step and return every value that the graph computes, by name."""
-        return self._evaluator.run(None, dict(inputs), intermediate=True)
-
-
-def as_numpy(tensor: Tensor) -> np.ndarray:
-    """Convert a tensor for the evaluator; bfloat16 becomes ml_dtypes' bfloat16."""
-    if tensor.dtype == torch.bfloat16:
-        import ml_dtypes
-
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.numpy()
-
-
-def as_tensor(array: np.ndarray) -> Tensor:
-    """Convert a value of the evaluator back."""
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(np.ascontiguousarray(array).view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(np.ascontiguousarray(array))
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON-ready data, with the worst node of every layer."""
+        layers: dict[int, Finding] = {}
+        for one in self.nodes:
+            if one.layer not in layers or one.ratio > layers[one.layer].ratio:
+                layers[one.layer] = one
+        data = {key: value for key, value in asdict(self).items() if key != "nodes"}
+        return {**data, "nodes": len(self.nodes), "layers": [{**asdict(one), "ratio": one.ratio} for one in layers.values()]}
 
 
-def _op(kind: str, run: Any, cache: ReferenceCache) -> type[OpRun]:
-    def _run(self: OpRun, *arrays: np.ndarray, layer: int, cfg: str, plugin_namespace: str, plugin_version: str) -> tuple[np.ndarray]:
-        return (as_numpy(run(cache, layer, OpConfig.from_json(cfg), [as_tensor(one) for one in arrays]).contiguous()),)
+class WatchedExecutor(TorchExecutor):
+    """The torch executor with every value compared after each step, and with plugin nodes run through TensorRT's objects if there is a host."""
 
-    return type(kind, (OpRun,), {"op_domain": DOMAIN, "_run": _run})
+    shadow: Shadow
+    host: PluginHost | None
+    findings: list[Finding]
+    comparing: bool
 
+    @classmethod
+    def over(cls, executor: TorchExecutor, graph: Path, host: PluginHost | None) -> WatchedExecutor:
+        """Take the graph, weights and session of an executor."""
+        watched = copy.copy(executor)
+        watched.__class__ = cls
+        assert isinstance(watched, WatchedExecutor)
+        weights = {name: one for name, one in watched._bound.items() if isinstance(one, Weight)}
+        watched.shadow, watched.host, watched.findings = Shadow(graph, weights, executor.session), host, []
+        watched.comparing = True
+        return watched
 
-def _rows(starts: Tensor, seq_lens: Tensor, slots: Tensor) -> Sequence[tuple[int, int, int, int]]:
-    ends = starts.tolist()
-    return list(zip(ends[:-1], ends[1:], seq_lens.tolist(), slots.tolist(), strict=True))
+    @property
+    def capturable(self) -> bool:
+        """Every value is looked at, so nothing is captured."""
+        return False
 
+    def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Run one step, and compare it where that is asked for."""
+        self.taps = {} if self.comparing else None
+        logits = super().run(inputs)
+        if self.taps is not None:
+            self.findings += self.shadow.check(inputs, self.taps)
+        return logits
 
-def _append(cache: ReferenceCache, layer: int, config: OpConfig, inputs: list[Tensor]) -> Tensor:
-    qkv, positions, starts, seq_lens, _, slots, _, rope = inputs[:8]
-    norms = (inputs[9], inputs[10]) if len(inputs) > 9 else None
-    query, keys, values = append_reference.append(qkv, positions, rope, config, norms)
-    for start, end, total, slot in _rows(starts, seq_lens, slots):
-        if total == end - start:
-            cache.keys.pop((layer, slot), None), cache.values.pop((layer, slot), None)
-        cache.append(layer, slot, keys[start:end], values[start:end])
-    return query.flatten(1)
-
-
-def _select(cache: ReferenceCache, layer: int, config: OpConfig, inputs: list[Tensor]) -> Tensor:
-    query, starts, seq_lens, _, slots = inputs[:5]
-    out = torch.full((len(slots), config.select_heads, config.select_width + 1), -1, dtype=torch.int32)
-    for b, (start, end, _, slot) in enumerate(_rows(starts, seq_lens, slots)):
-        if end - start != 1:
-            continue
-        chosen = cache.choose(layer, slot, query[start].unflatten(0, (config.num_q_heads, -1)), config)
-        for head, units in enumerate(chosen or []):
-            out[b, head, : len(units)] = torch.tensor(units, dtype=torch.int32)
-            out[b, head, -1] = len(units)
-    return out
-
-
-def _attend(cache: ReferenceCache, layer: int, config: OpConfig, inputs: list[Tensor]) -> Tensor:
-    query, starts, seq_lens, _, slots = inputs[:5]
-    out = torch.empty_like(query)
-    for b, (start, end, total, slot) in enumerate(_rows(starts, seq_lens, slots)):
-        for token in range(start, end):
-            visible = total - (end - 1 - token)
-            chosen = None
-            if len(inputs) > 7 and inputs[7][b, 0, -1] >= 0:
-                plan = cache.plan.select[layer]
-                assert plan is not None, f"layer {layer} selects nothing"
-                chosen = [_tokens(row, plan, visible) for row in inputs[7][b].tolist()]
-            keys, values = cache.keys[layer, slot][:, :visible], cache.values[layer, slot][:, :visible]
-            heads = query[token].unflatten(0, (config.num_q_heads, -1))
-            out[token] = attend_reference.attend(heads, keys, values, config, chosen).flatten().to(query.dtype)
-    return out
+    def _run(self, node: Node, args: list[Any]) -> Any:
+        if self.host is None or "call" not in node.attributes:
+            return super()._run(node, args)
+        face, call = FACES[node.kind], node.attributes["call"]
+        args = [arg.whole if isinstance(arg, Weight) else arg for arg in args]
+        args = [arg.contiguous() for arg in args]
+        shape = face.shape([arg.shape for arg in args], call.config)
+        out = torch.empty(shape, dtype=torch.int32 if face.integer_output else args[0].dtype, device=args[0].device)  # type: ignore[arg-type]
+        self.host.run(face, node.output, call.layer, call.config, args, out)
+        return out
 
 
-def _tokens(row: list[int], plan: SelectPlan, visible: int) -> list[int]:
-    return [token for unit in row[: row[-1]] for token in range(unit * plan.unit, (unit + 1) * plan.unit) if token < visible]
+def verify(directory: Path, options: Options, plan: Plan, progress: Progress = lambda stage, fraction: None) -> Report:
+    """Run two sequences through prefill and decode and compare all that is computed.
+
+    Raises EngineError for the first value in the graph's order that is further from the reference than allowed, and what opening the engine raises.
+    """
+    engine = open_engine(directory, Options(options.weights, options.device, "torch", options.cache_bytes), progress)
+    executor = engine.stepper.executor
+    assert isinstance(executor, TorchExecutor)
+    host = PluginHost(load(plan.through_plugins), engine.session) if plan.through_plugins else None
+    watched = WatchedExecutor.over(executor, directory / GRAPH, host)
+    engine.stepper.executor = watched
+    steps = list(_steps(engine, plan))
+    for index, rows in enumerate(steps):
+        progress("compare", index / len(steps))
+        # Of a long prompt the first chunks and the last; what lies between is more of the same.
+        watched.comparing = index < 2 or index >= len(steps) - plan.steps - 1
+        before = len(watched.findings)
+        engine.stepper.run(rows)
+        _raise_first(watched.findings[before:], index)
+    return _report(engine, watched, host, sum(len(row.tokens) for step in steps for row in step if row.seen < (row.prompt or 0)), len(steps))
 
 
-_RUNS = {"KvAppend": _append, "KvSelect": _select, "KvAttend": _attend}
+def _raise_first(findings: Sequence[Finding], step: int) -> None:
+    wrong = [one for one in findings if one.ratio > 1]
+    if wrong:
+        one = wrong[0]
+        place = f"'{one.node}' ({one.op}" + (f" of layer {one.layer})" if one.layer >= 0 else ")")
+        raise EngineError(
+            f"{place} is off by {one.error:.2e} at step {step} where {one.allowed:.2e} is allowed, {len(wrong)} values in all",
+            "Build the engine again with --force; if it stays, report it with trtkv doctor's output.",
+        )
+
+
+def _report(engine: Engine, watched: WatchedExecutor, host: PluginHost | None, tokens: int, steps: int) -> Report:
+    worst: dict[str, Finding] = {}
+    for one in watched.findings:
+        key = f"{one.node} {one.what}"
+        if key not in worst or one.ratio > worst[key].ratio:
+            worst[key] = one
+    manifest = engine.manifest
+    return Report(
+        policy=manifest.cache.policy,
+        dtype=manifest.model.dtype,
+        device=str(engine.session.device),
+        executor=f"torch, plugins as objects of {host.backend.name} {host.backend.version}" if host else "torch",
+        tokens=tokens,
+        steps=steps,
+        values=sum(one.values for one in watched.findings),
+        nodes=tuple(worst.values()),
+        not_compared=tuple(sorted(watched.shadow.not_compared)),
+    )
+
+
+def _steps(engine: Engine, plan: Plan) -> Iterator[list[StepRow]]:
+    """Yield the steps: a long and, where the batch allows, a short prompt in chunks, then decode steps of both."""
+    limits, cache = engine.manifest.limits, engine.manifest.cache
+    wanted = max([64, *(one.budget + 2 * one.group for one in cache.select if one)]) if plan.tokens is None else plan.tokens
+    longest = limits.max_seq_len - plan.steps
+    if plan.tokens is not None and not 1 <= plan.tokens <= longest:
+        raise ConfigError(
+            f"{plan.tokens} tokens and {plan.steps} steps do not fit the engine's {limits.max_seq_len}", f"Give --tokens 1 to {longest}."
+        )
+    lengths = [max(1, min(wanted, longest))] + ([min(SHORT_TOKENS, longest)] if limits.max_batch_size > 1 else [])
+    generator = torch.Generator().manual_seed(plan.seed)
+    total = [length + plan.steps for length in lengths]
+    texts = [torch.randint(0, engine.manifest.model.vocab_size, (one,), generator=generator).tolist() for one in total]
+    places = [(engine.slots.pop(), engine.pages.take(cache.pages(one))) for one in total]
+    chunk = max(
+        1, min(CHUNK_TOKENS, limits.max_chunk_tokens - SHORT_TOKENS) if limits.max_chunk_tokens > SHORT_TOKENS else limits.max_chunk_tokens // 2
+    )
+    seen = [0] * len(lengths)
+    while any(here < length for here, length in zip(seen, total, strict=True)):
+        rows = []
+        for index, (slot, pages) in enumerate(places):
+            end = min(seen[index] + chunk, lengths[index]) if seen[index] < lengths[index] else seen[index] + 1
+            waits = seen[index] >= lengths[index] and seen[0] < lengths[0]  # the short one answers with the long one
+            if waits or end > total[index]:
+                continue
+            tokens = texts[index][seen[index] : end]
+            rows.append(StepRow(tokens, seen[index], slot, pages, (len(tokens) - 1,), lengths[index]))
+            seen[index] = end
+        yield rows

@@ -37,10 +37,16 @@ def compute_capability(device: int = 0) -> str | None:
 
 
 def zero_fill(pointer: int, size: int, stream: int) -> None:
-    """Set size bytes of device memory to zero on a stream; safe inside a capture. Raises RuntimeError when the driver refuses."""
+    """Set size bytes of device memory to zero on a stream; safe inside a capture. Raises RuntimeError when the driver refuses.
+
+    Without a driver the pointer can only be the host's (see `tensors.wrap`).
+    """
     if size == 0:
         return
-    driver, place = _driver(), ctypes.c_uint64(pointer)
-    code = -1 if driver is None else driver.cuMemsetD8Async(place, ctypes.c_ubyte(0), ctypes.c_size_t(size), ctypes.c_void_p(stream))
+    driver = _driver()
+    if driver is None:
+        ctypes.memset(pointer, 0, size)
+        return
+    code = driver.cuMemsetD8Async(ctypes.c_uint64(pointer), ctypes.c_ubyte(0), ctypes.c_size_t(size), ctypes.c_void_p(stream))
     if code != 0:
         raise RuntimeError(f"cuMemsetD8Async of {size} bytes failed with code {code}")

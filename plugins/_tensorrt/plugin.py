@@ -235,6 +235,11 @@ def register(trt: Any, faces: Sequence[OpFace]) -> None:
                 creator.plugin_class = make_plugin_class(trt, face)
 
 
+def new_plugin(trt: Any, face: OpFace, layer: int, config: OpConfig, recorder: Recorder) -> Any:
+    """Make a plugin object for a network that is put together by hand; its op is registered."""
+    return _creators[trt.__name__, face.name].plugin_class(layer, config, recorder=recorder, runtime=False)
+
+
 def _make_creator(trt: Any, face: OpFace) -> Any:
     class Creator(trt.IPluginCreatorV3One):
         def __init__(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -30,10 +32,18 @@ class DeviceArray:
 
 
 def wrap(pointer: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-    """View device memory as a contiguous tensor; dtype is TensorRT's name. Raises KeyError for a dtype that plugins do not take."""
+    """View device memory as a contiguous tensor; dtype is TensorRT's name. Raises KeyError for a dtype that plugins do not take.
+
+    Without CUDA a pointer can only be the host's: there nothing but the plugin host (host.py) calls a plugin.
+    """
     import torch
 
     wanted = getattr(torch, TORCH_NAMES[dtype])
+    if not torch.cuda.is_available():
+        size = math.prod(shape) * wanted.itemsize
+        if size == 0:
+            return torch.empty(shape, dtype=wanted)
+        return torch.frombuffer((ctypes.c_byte * size).from_address(pointer), dtype=wanted).view(shape)
     if 0 in shape:
         return torch.empty(shape, dtype=wanted, device="cuda")
     tensor = torch.as_tensor(DeviceArray(pointer, shape, TYPE_CODES[dtype]), device="cuda")
@@ -45,7 +55,7 @@ def on_stream(handle: int) -> Iterator[None]:
     """Make a stream that somebody else owns torch's current one."""
     import torch
 
-    with torch.cuda.stream(_stream(handle)):
+    with torch.cuda.stream(_stream(handle)) if torch.cuda.is_available() else nullcontext():
         yield
 
 

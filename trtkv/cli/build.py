@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -61,41 +62,22 @@ def build(
     from trtkv.manifest import PLAN, read_manifest
 
     with progress("build") as report:
-        path = (
-            build_via(
-                via,
-                model=model,
-                policy=policy,
-                budget=budget,
-                settings=settings or (),
-                out=out,
-                max_seq_len=max_seq_len,
-                max_batch_size=max_batch_size,
-                max_chunk_tokens=max_chunk_tokens,
-                dtype=dtype,
-                sm=sm or (),
-                force=force,
-                others={"rope_scaling": rope_scaling, "backend": backend, "tp": tp > 1},
-                progress=report,
-            )
-            if via
-            else api.build(
-                model,
-                policy,
-                budget=budget,
-                sets=settings or (),
-                out=out,
-                max_seq_len=max_seq_len,
-                max_batch_size=max_batch_size,
-                max_chunk_tokens=max_chunk_tokens,
-                dtype=dtype,
-                rope_scaling=rope_scaling,
-                backend=backend,
-                sms=sm,
-                tp=tp,
-                force=force,
-                progress=report,
-            )
+        path = (partial(build_via, via) if via else api.build)(
+            model,
+            policy,
+            budget=budget,
+            sets=settings or (),
+            out=out,
+            max_seq_len=max_seq_len,
+            max_batch_size=max_batch_size,
+            max_chunk_tokens=max_chunk_tokens,
+            dtype=dtype,
+            rope_scaling=rope_scaling,
+            backend=backend,
+            sms=sm,
+            tp=tp,
+            force=force,
+            progress=report,
         )
     manifest = read_manifest(path)
     plan, info, kernels = manifest.cache, manifest.plan_info, manifest.kernels

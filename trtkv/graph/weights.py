@@ -43,9 +43,8 @@ def expected_tensors(specs: list[WeightSpec]) -> Mapping[str, tuple[int, ...]]:
 def _layer(model: ModelConfig, layer: int, tp: int) -> Iterator[WeightSpec]:
     e, f, d = model.hidden_size, model.intermediate_size, model.head_dim
     q, kv = model.num_q_heads * d, model.num_kv_heads * d
-    whole = lambda rows: rows * tp  # noqa: E731
     ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
-    attention = [(f"{theirs}.self_attn.{name}_proj", rows) for name, rows in (("q", whole(q)), ("k", whole(kv)), ("v", whole(kv)))]
+    attention = [(f"{theirs}.self_attn.{name}_proj", rows) for name, rows in (("q", q * tp), ("k", kv * tp), ("v", kv * tp))]
     yield _single(f"{ours}.attention_norm", f"{theirs}.input_layernorm.weight", (e,))
     yield WeightSpec(f"{ours}.qkv", (q + 2 * kv, e), tuple((f"{name}.weight", (rows, e)) for name, rows in attention))
     if model.qkv_bias:
@@ -53,11 +52,11 @@ def _layer(model: ModelConfig, layer: int, tp: int) -> Iterator[WeightSpec]:
     if model.qk_norm:
         yield _single(f"{ours}.q_norm", f"{theirs}.self_attn.q_norm.weight", (d,))
         yield _single(f"{ours}.k_norm", f"{theirs}.self_attn.k_norm.weight", (d,))
-    yield WeightSpec(f"{ours}.o", (e, q), ((f"{theirs}.self_attn.o_proj.weight", (e, whole(q))),))
+    yield WeightSpec(f"{ours}.o", (e, q), ((f"{theirs}.self_attn.o_proj.weight", (e, q * tp)),))
     yield _single(f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm.weight", (e,))
-    gate_up = tuple((f"{theirs}.mlp.{name}_proj.weight", (whole(f), e)) for name in ("gate", "up"))
+    gate_up = tuple((f"{theirs}.mlp.{name}_proj.weight", (f * tp, e)) for name in ("gate", "up"))
     yield WeightSpec(f"{ours}.gate_up", (2 * f, e), gate_up)
-    yield WeightSpec(f"{ours}.down", (e, f), ((f"{theirs}.mlp.down_proj.weight", (e, whole(f))),))
+    yield WeightSpec(f"{ours}.down", (e, f), ((f"{theirs}.mlp.down_proj.weight", (e, f * tp)),))
 
 
 def _single(name: str, source: str, shape: tuple[int, ...]) -> WeightSpec:

@@ -22,6 +22,7 @@ from trtkv.runtime.weights import Weight
 
 TRY_TORCH = "Try --executor torch, which runs the same graph."
 DECODE, PREFILL = 0, 1  # profiles, in the order in which the build adds them
+ROPE = "rope"  # an engine built by TensorRT-LLM holds its own rotary table
 Shape = tuple[int, ...]
 
 
@@ -61,7 +62,12 @@ def open_executor(plan: bytes, manifest: Manifest, weights: Mapping[str, Weight]
         versions = "" if built == here else f" (built with version {built}, here is {here})"
         reason = messages.errors[0].rstrip(". ") if messages.errors else "it gave no reason"
         raise EngineError(f"{backend.title} refused the plan{versions}: {reason}", f"Build the engine again: {manifest.command} --force.")
-    bindings = {name: weight.whole for name, weight in weights.items()}
+    taken = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}.intersection(weights)
+    if taken and len(taken) < len(weights):
+        missing = min(set(weights) - taken)
+        raise EngineError(f"the plan takes no weight '{missing}', unlike the manifest", f"Build the engine again: {manifest.command} --force.")
+    # A plan that takes none holds its weights itself: TensorRT-LLM built it.
+    bindings = {name: weights[name].whole for name in taken}
     return TensorrtExecutor(engine, backend, session, bindings, recorder, Lane(session.device), keep=runtime)
 
 
@@ -131,6 +137,8 @@ class TensorrtExecutor:
 
         Raises EngineError for a step beyond the engine's limits and for what fails inside TensorRT or a plugin.
         """
+        if ROPE not in self._fixed:
+            inputs = {name: tensor for name, tensor in inputs.items() if name != ROPE}
         profile = self.choose_profile(inputs)
         context = self._contexts[profile]
         with self._reporting("the step failed"):

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.console import Capture, complaint, output, printed
+from tests.tiny import TinyModel
+from tests.toy_graph import needs_rtx
+from trtkv import api
+from trtkv.contents import PlanEntry, first_profile, plan_schedule
+
+
+@pytest.fixture(scope="module")
+def bare(tiny_llama: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("inspect") / "bare"
+    return api.build(str(tiny_llama.path), "fier", budget=64, out=out, max_seq_len=256, backend="none", sms=["none"])
+
+
+def test_what_is_in_an_engine(bare: Path, capsys: Capture) -> None:
+    found = output(capsys, "inspect", bare)
+    assert (found["policy"], found["cache"], found["max_seq_len"], found["backend"]) == ("fier", "paged", 256, None)
+    assert found["plugins"] == [
+        {"op": "KvAppend", "nodes": 3, "layers": "0-2"},
+        {"op": "KvAttend", "nodes": 3, "layers": "0-2"},
+        {"op": "KvSelect", "nodes": 1, "layers": "2"},
+    ]
+    assert {one["name"]: (one["in"], one["out"], one["nodes"]) for one in found["gemms"]} == {
+        "qkv": (96, 160, 3),
+        "o": (96, 96, 3),
+        "gate_up": (96, 224, 3),
+        "down": (112, 96, 3),
+        "head": (96, 262, 1),
+    }
+    assert {one["buffer"]: one["layers"] for one in found["buffers"]} == {"keys": 3, "values": 3, "fier_bits": 1, "fier_range": 1}
+    assert found["files"] == {name: (bare / name).stat().st_size for name in found["files"]}
+    assert set(found["files"]) == {file.relative_to(bare).as_posix() for file in bare.rglob("*") if file.is_file()}
+    assert found["fused"] == [] and found["notes"][0].startswith("The directory holds no TensorRT plan")
+    assert found["runs_here"].startswith("torch on ")
+
+
+def test_held_caches_and_tables(tiny_llama: TinyModel, tmp_path: Path, capsys: Capture) -> None:
+    path = api.build(str(tiny_llama.path), "minikv", out=tmp_path / "held", max_seq_len=256, backend="none", sms=["none"])
+    text = printed(capsys, "inspect", path, "--layers")
+    for words in ("held in tensors of the stored size", "layers.2.attended", "gate_up", "Plugin nodes"):
+        assert words in text
+
+
+@pytest.mark.trt
+@needs_rtx
+def test_fused_kernels_of_a_plan(tiny_llama: TinyModel, tmp_path: Path, capsys: Capture) -> None:
+    path = api.build(
+        str(tiny_llama.path), "fier", budget=64, out=tmp_path / "rtx", max_seq_len=256, dtype="bfloat16", backend="tensorrt_rtx", sms=["86"]
+    )
+    found = output(capsys, "inspect", path, "--layers")
+    assert found["backend"].startswith("tensorrt_rtx ") and found["files"]["engine.plan"] > 10_000
+    counts = {one["kernel"]: one["count"] for one in found["fused"]}
+    assert (counts["custom_layer query"], counts["custom_layer attended"], counts["custom_layer selection"]) == (3, 3, 1)
+    assert counts["fully_connected qkv_out"] == 3
+    layers = [name for one in found["schedule"] for name in one["layers"]]
+    positions = [layers.index(f"layers.{layer}.query") for layer in range(3)]
+    assert positions == sorted(positions)
+    assert [one["layer"] for one in found["plugin_nodes"] if one["op"] == "KvSelect"] == [2]
+
+
+def test_damaged_and_missing_files(bare: Path, tmp_path: Path, capsys: Capture) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(bare, copy)
+    (copy / "graph.onnx").write_bytes(b"\0" * 10)
+    assert "is damaged (its checksum differs from the manifest's). Build the engine again: trtkv build" in complaint(capsys, "inspect", copy)
+    (copy / "graph.onnx").unlink()
+    assert "is missing" in complaint(capsys, "inspect", copy)
+    assert "is not an engine directory" in complaint(capsys, "inspect", tmp_path)
+
+
+LINE = '\n  {kind}={{ name="{name}" layers="{layers}" }}'
+
+
+def written(*entries: tuple[str, str, str]) -> bytes:
+    return b"\1\2" + "".join(LINE.format(kind=kind, name=name, layers=layers) for kind, name, layers in entries).encode() + b"\n\xff"
+
+
+def test_schedule_of_two_profiles() -> None:
+    one = [
+        ("function", "norm", "[ONNX Layer: a.square][ONNX Layer: a]"),
+        ("fully_connected", "qkv_U1", "[ONNX Layer: qkv]"),
+        ("custom_layer", "q_U2", "[ONNX Layer: q]"),
+    ]
+    entries = plan_schedule(written(*one, ("copy", "c", ""), *one))
+    assert entries[0] == PlanEntry("function", "norm", ("a.square", "a"))
+    assert [entry.name for entry in first_profile(entries)] == ["norm", "qkv_U1", "q_U2", "c"]
+    assert first_profile(entries[:3]) == entries[:3]
+    assert plan_schedule(b"a plan of full TensorRT") == []

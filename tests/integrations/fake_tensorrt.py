@@ -1,0 +1,122 @@
+"""The part of TensorRT 10.14 that the adapter and its plugins touch while a network is put together by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from types import ModuleType
+from typing import Any
+
+
+class DataType(Enum):
+    FLOAT = "float32"
+    HALF = "float16"
+    BF16 = "bfloat16"
+    INT32 = "int32"
+    INT64 = "int64"
+    FP8 = "fp8"
+
+
+class TensorRTPhase(Enum):
+    BUILD = 0
+    RUNTIME = 1
+
+
+class TensorFormat(Enum):
+    LINEAR = 0
+
+
+class PluginFieldType(Enum):
+    INT32 = 0
+    CHAR = 1
+
+
+class PluginField:
+    def __init__(self, name: str, data: Any = None, type: PluginFieldType = PluginFieldType.INT32) -> None:
+        self.name, self.data, self.type = name, data, type
+
+
+class PluginFieldCollection(list[Any]):
+    pass
+
+
+class DimsExprs(list[Any]):
+    pass
+
+
+class Dimension:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def is_constant(self) -> bool:
+        return self.size >= 0
+
+    def get_constant_value(self) -> int:
+        return self.size
+
+
+class ExprBuilder:
+    def constant(self, size: int) -> Dimension:
+        return Dimension(size)
+
+
+class Registry:
+    def __init__(self) -> None:
+        self.creators: dict[tuple[str, str], Any] = {}
+
+    def register_creator(self, creator: Any, namespace: str = "") -> bool:
+        return self.creators.setdefault((namespace, creator.name), creator) is creator
+
+
+class ITensor:
+    def __init__(self, name: str, dtype: DataType, shape: Sequence[int]) -> None:
+        self.name, self.dtype, self.shape = name, dtype, tuple(shape)
+
+
+class Layer:
+    """An IPluginV3Layer: what the plugin says of its output."""
+
+    def __init__(self, inputs: Sequence[ITensor], plugin: Any) -> None:
+        self.inputs, self.plugin, self.name = list(inputs), plugin, "(unnamed)"
+        (dtype,) = plugin.get_output_data_types([one.dtype for one in inputs])
+        (shape,) = plugin.get_output_shapes([DimsExprs(map(Dimension, one.shape)) for one in inputs], [], ExprBuilder())
+        self._output = ITensor("", dtype, [one.size for one in shape])
+
+    def get_output(self, index: int) -> ITensor:
+        assert index == 0
+        self._output.name = self.name
+        return self._output
+
+
+class INetworkDefinition:
+    def __init__(self) -> None:
+        self.plugins: list[Layer] = []
+        self.refuse = False
+
+    def add_plugin_v3(self, inputs: Sequence[ITensor], shape_inputs: Sequence[ITensor], plugin: Any) -> Layer | None:
+        assert not shape_inputs
+        assert all(isinstance(one, ITensor) for one in inputs)
+        if self.refuse:
+            return None
+        self.plugins.append(Layer(inputs, plugin))
+        return self.plugins[-1]
+
+
+def _class(name: str) -> type:
+    return type(name, (), {})
+
+
+def make_tensorrt() -> ModuleType:
+    module = ModuleType("tensorrt")
+    registry = Registry()
+    interfaces = ("IPluginV3", "IPluginV3OneCore", "IPluginV3OneBuild", "IPluginV3OneRuntime", "IPluginCreatorV3One", "Builder")
+    severities = dict.fromkeys(("INTERNAL_ERROR", "ERROR", "WARNING", "INFO", "VERBOSE"))
+    content = {
+        "__version__": "10.14.1",
+        **{name: _class(name) for name in interfaces},
+        "ILogger": type("ILogger", (), severities),
+        "get_plugin_registry": lambda: registry,
+        **{one.__name__: one for one in (DataType, TensorRTPhase, TensorFormat, PluginField, PluginFieldCollection, PluginFieldType, DimsExprs)},
+    }
+    module.__dict__.update(content)
+    return module

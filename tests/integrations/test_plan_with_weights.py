@@ -1,0 +1,56 @@
+"""A plan that holds its weights and its rotary table, as TensorRT-LLM builds it, in the runtime."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from tests.runtime import test_tensorrt_runtime as rig
+from trtkv.errors import EngineError
+from trtkv.plugins._tensorrt.backend import Backend, MessageLog
+from trtkv.runtime import tensorrt as runtime
+from trtkv.runtime.weights import Weight
+
+
+class NoRope(rig.Engine):
+    """The engine of the runtime's tests whose table and rotary factor (2) are constants."""
+
+    INPUTS: ClassVar[dict[str, Any]] = {name: value for name, value in rig.Engine.INPUTS.items() if name not in ("rope", "table")}
+    num_io_tensors = len(INPUTS) + 1
+
+    def create_execution_context(self, strategy: str) -> Any:
+        context = super().create_execution_context(strategy)
+        read = context.read
+        context.read = lambda name: {"rope": torch.full((8,), 2.0), "table": rig.TABLE}[name] if name in ("rope", "table") else read(name)
+        return context
+
+
+def opened(monkeypatch: pytest.MonkeyPatch, engine: Any, weights: dict[str, torch.Tensor]) -> runtime.TensorrtExecutor:
+    trt = SimpleNamespace(**vars(rig.TRT), Runtime=lambda logger: SimpleNamespace(deserialize_cuda_engine=lambda plan: engine))
+    monkeypatch.setattr(runtime, "load", lambda name: Backend("tensorrt", "10.14.1", trt, None, MessageLog()))
+    monkeypatch.setattr(runtime, "register", lambda trt, faces: None)
+    monkeypatch.setattr(runtime, "Lane", lambda device: rig.Lane())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: runtime.recording(runtime.Recorder()))
+    manifest: Any = SimpleNamespace(plan_info=SimpleNamespace(backend="tensorrt", version="10.14.1"), command="trtkv build")
+    session: Any = SimpleNamespace(device=torch.device("cpu"))
+    return runtime.open_executor(b"plan", manifest, {name: Weight((tensor,)) for name, tensor in weights.items()}, session)
+
+
+def test_weights_and_rope_that_the_plan_holds_are_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = opened(monkeypatch, NoRope(), {"table": rig.TABLE + 1, "other": rig.TABLE})
+    inputs = rig.step([3, 1], 2, [0, 1])
+    assert torch.equal(executor.run(inputs), rig.expected(inputs))
+
+
+def test_plan_that_takes_only_some_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EngineError, match="the plan takes no weight 'other', unlike the manifest"):
+        opened(monkeypatch, rig.Engine(), {"table": rig.TABLE, "other": rig.TABLE})
+
+
+def test_weights_are_bound_where_the_plan_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = opened(monkeypatch, rig.Engine(), {"table": rig.TABLE})
+    inputs = rig.step([3, 1], 2, [0, 1])
+    assert torch.equal(executor.run(inputs), rig.expected(inputs))

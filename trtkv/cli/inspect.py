@@ -1,0 +1,71 @@
+"""`trtkv inspect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cyclopts import App
+
+from trtkv.cli.output import notes, print_json, print_table
+
+
+def register(app: App) -> None:
+    """Add the command."""
+    app.command(inspect)
+
+
+def inspect(engine: Path, /, *, layers: bool = False, json: bool = False) -> None:
+    """Tell what is in an engine directory: files, plugins, cache buffers, GPU kernels, the plan's fused kernels, and what would run it here.
+
+    Args:
+        engine: Engine directory; its files are checked against their checksums.
+        layers: List every fused kernel of the plan's first profile, with the layers that it is made of, and every plugin node.
+        json: Print one JSON object.
+    """
+    from trtkv.contents import contents
+
+    found = contents(engine, layers=layers)
+    if json:
+        print_json(found)
+        return
+    _print_facts(found)
+    print_table(["file", "bytes"], [[name, size] for name, size in found["files"].items()], title="Files")
+    print()
+    columns = ["buffer", "shape", "dtype", "layers", "tier", "bytes_per_row"]
+    print_table(columns, [[one[name] for name in columns] for one in found["buffers"]], title="Cache buffers (P pages, Z sequences)")
+    print()
+    print_table(["plugin", "nodes", "layers"], [[one["op"], one["nodes"], one["layers"]] for one in found["plugins"]], title="Plugins")
+    print()
+    print_table(
+        ["product", "in", "out", "nodes"], [[one["name"], one["in"], one["out"], one["nodes"]] for one in found["gemms"]], title="Matrix products"
+    )
+    if found["kernels"]:
+        print()
+        rows = [[one["kernel"], ", ".join(one["sms"]), one["files"], one["bytes"]] for one in found["kernels"]]
+        print_table(["kernel", "sm", "files", "bytes"], rows, title="GPU kernels")
+    if found["fused"]:
+        print()
+        print_table(["fused by TensorRT", "count"], [[one["kernel"], one["count"]] for one in found["fused"]], title="Plan")
+    if layers:
+        _print_layers(found)
+    for line in found["notes"]:
+        notes.print(line, markup=False)
+
+
+def _print_facts(found: dict[str, Any]) -> None:
+    rows = [[key, ", ".join(value) if isinstance(value, list) else value] for key, value in found.items() if not _nested(value)]
+    print_table(["", ""], rows)
+    print()
+
+
+def _nested(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and not all(isinstance(one, str) for one in value)) or value == []
+
+
+def _print_layers(found: dict[str, Any]) -> None:
+    print()
+    rows = [[one["kind"], one["kernel"], ", ".join(one["layers"])] for one in found["schedule"]]
+    print_table(["kind", "kernel", "layers of the graph"], rows, title="Decode profile, in order")
+    print()
+    print_table(["plugin node", "op", "inputs"], [[one["node"], one["op"], one["inputs"]] for one in found["plugin_nodes"]], title="Plugin nodes")

@@ -1,0 +1,64 @@
+"""`trtkv verify`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cyclopts import App
+
+from trtkv.cli.output import notes, print_json, print_table, progress
+
+
+def register(app: App) -> None:
+    """Add the command."""
+    app.command(verify)
+
+
+def verify(
+    engine: Path,
+    /,
+    *,
+    weights: str | None = None,
+    device: str = "auto",
+    tokens: int | None = None,
+    steps: int = 4,
+    seed: int = 0,
+    through_plugins: bool = False,
+    backend: str | None = None,
+    json: bool = False,
+) -> None:
+    """Compare everything that an engine computes, layer by layer, with ONNX's reference evaluator; exit code 1 where it differs.
+
+    Two sequences of random tokens run through prefill and decode by the torch executor, with this machine's kernels where there is a GPU.
+
+    Args:
+        engine: Engine directory.
+        weights: Directory with safetensors, or random; the engine's own by default.
+        device: auto, cpu, cuda or cuda:1.
+        tokens: Prompt tokens of the longer sequence; enough that the policy selects by default.
+        steps: Decode steps.
+        seed: Of the random tokens.
+        through_plugins: Run the plugin nodes as TensorRT's own plugin objects, taken through their whole life; needs a TensorRT package, not its GPU.
+        backend: The package for that: tensorrt or tensorrt_rtx.
+        json: Print one JSON object.
+    """
+    from trtkv.plugins._tensorrt.backend import load
+    from trtkv.runtime.loading import Options
+    from trtkv.verify import Plan
+    from trtkv.verify import verify as run
+
+    package = load(backend).name if through_plugins or backend else None
+    with progress("verify") as report:
+        found = run(engine, Options(weights, device), Plan(tokens, steps, seed, package), report).to_json()
+    if json:
+        print_json(found)
+        return
+    rows = [
+        [one["layer"] if one["layer"] >= 0 else "", one["node"], one["what"], f"{one['error']:.1e}", f"{one['allowed']:.1e}"]
+        for one in found["layers"]
+    ]
+    print_table(["layer", "node", "what", "rms error", "allowed"], rows, title="Worst value of every layer")
+    notes.print(f"Ran {found['steps']} steps in {found['dtype']} on {found['device']} ({found['executor']}).")
+    notes.print(f"{found['values']:,} numbers of {found['nodes']} values agree with the reference.")
+    for one in found["not_compared"]:
+        notes.print(f"Not compared, because there is no second implementation: {one}.")

@@ -1,0 +1,48 @@
+"""`trtkv build --via`: a plan by another product's builder."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from trtkv.errors import BuildError
+
+
+def build_via(
+    via: str,
+    model: str,
+    policy: str,
+    *,
+    budget: int | None,
+    sets: Sequence[str],
+    out: Path | None,
+    max_seq_len: int | None,
+    max_batch_size: int,
+    max_chunk_tokens: int,
+    dtype: str | None,
+    rope_scaling: str | None,
+    backend: str | None,
+    sms: Sequence[str] | None,
+    tp: int,
+    force: bool,
+    progress: Callable[[str, float], None],
+) -> Path:
+    """Build an engine directory through TensorRT-LLM and return it; the other arguments are those of `trtkv.build`. Raises TrtkvError."""
+    from trtkv import api
+    from trtkv.builder.directory import Request
+    from trtkv.integrations.tensorrt_llm import build as through
+
+    taken = through.parse_via(via)
+    for flag, given in (("--rope-scaling", rope_scaling), ("--backend", backend), ("--tp", tp > 1)):
+        if given:
+            raise BuildError(f"{flag} does not go with --via {through.VIA}", "Leave one of them out.")
+    source, config, chosen = api.prepare(model, policy, budget, sets, dtype, None)
+    limits = api.limits_for(config, max_seq_len, max_batch_size, max_chunk_tokens)
+    target = out or Path("engines") / f"{Path(source.name).name}-{chosen.name.replace(':', '-')}-{through.VIA}"
+    words = ["trtkv", "build", "--via", via, "--model", model, "--policy", policy, "--out", str(target), "--max-seq-len", str(limits.max_seq_len)]
+    words += [] if budget is None else ["--budget", str(budget)]
+    words += [word for item in sets for word in ("--set", item)]
+    command = shlex.join(words)
+    request = Request(source=source, model=config, policy=chosen, limits=limits, out=target, sms=tuple(sms or ()), force=force, command=command)
+    return through.build_via(request, through.Policy(policy, budget, tuple(sets)), taken, progress).path

@@ -1,0 +1,1 @@
+"""Other products' front ends onto trtkv's engines."""

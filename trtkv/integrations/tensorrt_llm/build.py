@@ -1,0 +1,154 @@
+"""`trtkv build --via tensorrt-llm`: TensorRT-LLM builds the plan, the rest of the engine directory is as always.
+
+The directory's graph and weight list describe the same model, so the torch executor and `trtkv verify` work on it as well, with the checkpoint's own
+weights. The plan holds the weights that TensorRT-LLM gave it, quantized ones included.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trtkv.builder.directory import Built, Request, build_engine
+from trtkv.config import Limits
+from trtkv.errors import BuildError
+from trtkv.integrations.tensorrt_llm.models import models
+from trtkv.integrations.tensorrt_llm.settings import ARCHITECTURES, KEY
+from trtkv.integrations.tensorrt_llm.surface import load_surface
+from trtkv.manifest import PLAN, PlanInfo, file_sha256
+from trtkv.plan import CachePlan
+from trtkv.plugins._tensorrt import cuda
+from trtkv.plugins._tensorrt.backend import available
+
+Progress = Callable[[str, float], None]
+VIA = "tensorrt-llm"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A policy as typed, in which form it travels through TensorRT-LLM's configuration."""
+
+    name: str
+    budget: int | None = None
+    sets: tuple[str, ...] = ()
+
+    def to_config(self) -> dict[str, Any]:
+        """Return the entry of the configuration."""
+        return {"policy": self.name, **({"budget": self.budget} if self.budget else {}), **({"set": list(self.sets)} if self.sets else {})}
+
+
+def parse_via(text: str) -> Path | None:
+    """Read `--via`: tensorrt-llm builds, tensorrt-llm:DIRECTORY takes what trtllm-build wrote there. Raises BuildError for anything else."""
+    name, _, directory = text.partition(":")
+    if name != VIA:
+        raise BuildError(f"--via '{text}' is not known", f"Write --via {VIA} or --via {VIA}:DIRECTORY, or leave it out.")
+    return Path(directory) if directory else None
+
+
+def build_via(request: Request, policy: Policy, directory: Path | None = None, progress: Progress = lambda stage, fraction: None) -> Built:
+    """Build an engine directory whose plan is TensorRT-LLM's: built here, or taken from the directory that trtllm-build wrote.
+
+    An engine that is taken brings its own limits. Raises BuildError, also for an engine that was built for another model or policy; nothing is
+    written before the plan is there.
+    """
+    with tempfile.TemporaryDirectory(prefix="trtkv-") as scratch:
+        started = time.perf_counter()
+        if directory is None:
+            directory = Path(scratch)
+            progress("tensorrt-llm", 0.0)
+            _build(request, policy, directory)
+        seconds = time.perf_counter() - started
+        data, limits = read_engine(directory, request)
+        built = build_engine(replace(request, limits=limits, backend="none"), progress)
+        return _insert(built, data, seconds)
+
+
+def read_engine(directory: Path, request: Request) -> tuple[Path, Limits]:
+    """Return the plan of an engine that TensorRT-LLM saved, and its limits; raises BuildError unless it is this model with this policy."""
+    file, plan = directory / "config.json", directory / "rank0.engine"
+    if not file.is_file() or not plan.is_file():
+        raise BuildError(f"'{directory}' is not an engine of TensorRT-LLM (no {file.name} or {plan.name})", "Give the --output_dir of trtllm-build.")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        model, build = config["pretrained_config"], config["build_config"]
+        limits = Limits(max_seq_len=build["max_seq_len"], max_batch_size=build["max_batch_size"], max_chunk_tokens=build["max_num_tokens"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise BuildError(f"{file} cannot be read ({error})", "Run trtllm-build again.") from None
+    _check_model(model, request, f"the engine in '{directory}'")
+    return plan, limits
+
+
+def _check_model(model: Mapping[str, Any], request: Request, engine: str) -> None:
+    """Raise BuildError unless an engine's configuration is that of the model and policy asked for."""
+    written = model.get(KEY)
+    if not isinstance(written, dict) or "cache_plan" not in written:
+        raise BuildError(f"{engine} was built without trtkv's model classes", "Give trtllm-build --model_cls_file (docs/tensorrt-llm.md).")
+    shape = request.model
+    for name, here in (("num_hidden_layers", shape.num_layers), ("hidden_size", shape.hidden_size), ("vocab_size", shape.vocab_size)):
+        if model.get(name) != here:
+            raise BuildError(f"{engine} has {name} {model.get(name)}, the model has {here}", "Name the model that it was built from.")
+    theirs, ours = CachePlan.from_json(written["cache_plan"]), request.policy.plan(shape)
+    if theirs.hash != ours.hash:
+        raise BuildError(f"{engine} has the policy {_describe(theirs)}, asked for is {_describe(ours)}", "Name the same model, policy and budget.")
+
+
+def _build(request: Request, policy: Policy, directory: Path) -> None:
+    surface = load_surface()
+    classes = models()
+    kinds = {"llama": classes.llama, "mistral": classes.llama, "qwen2": classes.qwen, "qwen3": classes.qwen}
+    assert set(kinds) == set(ARCHITECTURES.values())
+    if not request.source.path:
+        raise BuildError(f"no checkpoint of '{request.source.name}' is on this machine", f"Run trtkv pull {request.source.name}.")
+    model = kinds[request.model.model_type].from_hugging_face(str(request.source.path), dtype=request.model.dtype, **{KEY: policy.to_config()})
+    limits = request.limits
+    config = surface.build_config(
+        max_input_len=limits.max_seq_len,
+        max_seq_len=limits.max_seq_len,
+        max_batch_size=limits.max_batch_size,
+        max_num_tokens=limits.max_chunk_tokens,
+        max_beam_width=1,
+    )
+    engine = surface.build(model, config)
+    if engine is None:
+        raise BuildError("TensorRT-LLM built no engine", "See its log for the reason.")
+    engine.save(str(directory))
+
+
+def _insert(built: Built, plan: Path, seconds: float) -> Built:
+    """Put the plan into a directory that is whole without it; the manifest, which makes it known, comes last."""
+    directory = built.path
+    part = directory / f".{PLAN}.partial"
+    try:
+        shutil.copyfile(plan, part)
+        part.replace(directory / PLAN)
+        here = cuda.compute_capability()
+        info = PlanInfo(backend="tensorrt", version=available().get("tensorrt", "unknown"), sms=(here,) if here else (), seconds=round(seconds, 2))
+        digest = file_sha256(directory / PLAN)
+        manifest = built.manifest.model_copy(
+            update={
+                "plan_info": info,
+                "plan_missing": None,
+                "build_hash": f"{built.manifest.build_hash}-{digest[:8]}",
+                "files": {**built.manifest.files, PLAN: digest},
+            }
+        )
+        stage = directory / ".manifest.partial"
+        stage.mkdir(exist_ok=True)
+        manifest.write(stage)
+        (stage / "manifest.json").replace(directory / "manifest.json")
+        stage.rmdir()
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise BuildError(f"'{directory}' cannot be written: {error.strerror or error}", "Choose another --out.") from None
+    return Built(directory, manifest, False)
+
+
+def _describe(plan: CachePlan) -> str:
+    budgets = sorted({one.budget for one in plan.select if one})
+    return f"{plan.policy} (budget {budgets[0]}, plan {plan.hash})" if budgets else f"{plan.policy} (plan {plan.hash})"

@@ -1,0 +1,80 @@
+"""What goes into TensorRT-LLM's network: step inputs as the core path has them, and trtkv's plugin nodes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trtkv.builder.profiles import profiles
+from trtkv.config import Limits, ModelConfig
+from trtkv.errors import BuildError
+from trtkv.graph.decoder import SEQUENCE_INPUTS, STEP_INPUTS, op_config, state_length
+from trtkv.integrations.tensorrt_llm.surface import Surface
+from trtkv.plan import CachePlan
+from trtkv.plugins import kv_append, kv_attend, kv_select
+from trtkv.plugins._tensorrt.backend import load
+from trtkv.plugins._tensorrt.plugin import new_plugin, register
+from trtkv.plugins._tensorrt.recorder import Recorder
+from trtkv.plugins.face import OpFace
+from trtkv.plugins.ops import FACES
+
+
+def declare_inputs(surface: Surface, model: ModelConfig, plan: CachePlan, limits: Limits) -> dict[str, Any]:
+    """Declare the inputs of a step, named, typed and ranged as in the core path's graph; the rotary table is no input but a constant."""
+    ranges = [profile.shapes for profile in profiles(model, plan, limits)]
+    fixed = {"A": state_length(plan), "Y": plan.num_page_groups}
+    tensors = {}
+    for name, (dtype, letters) in STEP_INPUTS.items():
+        if name == "rope":
+            continue
+        dims: OrderedDict[str, list[Any]] = OrderedDict()
+        for axis, letter in enumerate(letters):
+            dims[letter] = [fixed[letter] if letter in fixed else tuple(bound[axis] for bound in shapes[name]) for shapes in ranges]
+        tensors[name] = surface.tensor(name=name, dtype=dtype, shape=[fixed.get(letter, -1) for letter in letters], dim_range=dims)
+    return tensors
+
+
+def rope_rows(table: npt.NDArray[Any], head_dim: int, max_seq_len: int) -> npt.NDArray[np.float32]:
+    """Turn TensorRT-LLM's rotary table, one (cosine, sine) pair a frequency, into the plugins': [max_seq_len, D], cosines, then sines.
+
+    Raises BuildError when the table has fewer positions.
+    """
+    pairs = np.asarray(table, np.float32).reshape(-1, head_dim // 2, 2)
+    if len(pairs) < max_seq_len:
+        raise BuildError(f"the checkpoint's rotary table has {len(pairs)} positions, max_seq_len is {max_seq_len}", "Lower --max_seq_len.")
+    return np.ascontiguousarray(pairs[:max_seq_len].transpose(0, 2, 1).reshape(max_seq_len, head_dim))
+
+
+class Emitter:
+    """Adds the plugin nodes of one model; what goes wrong in their callbacks is raised where the node is added."""
+
+    def __init__(self, surface: Surface, model: ModelConfig, plan: CachePlan) -> None:
+        self.surface, self.model, self.plan, self.recorder = surface, model, plan, Recorder()
+
+    def attention(self, layer: int, qkv: Any, step: Mapping[str, Any], norms: Sequence[Any]) -> Any:
+        """Add one layer's nodes: packed projections [T, (Hq + 2 Hk) D] in, attended [T, Hq D] out; step holds the tensors of a step by name."""
+        sequence = [step[name] for name in SEQUENCE_INPUTS]
+        at = f"layers.{layer}"
+        query = self._node(kv_append.FACE, [qkv, step["positions"], *sequence, step["rope"], step["state"], *norms], f"{at}.query", layer)
+        selection = []
+        if self.plan.select[layer]:
+            selection.append(self._node(kv_select.FACE, [query, *sequence, step["state"]], f"{at}.selection", layer))
+        return self._node(kv_attend.FACE, [query, *sequence, step["state"], *selection], f"{at}.attended", layer)
+
+    def _node(self, face: OpFace, inputs: Sequence[Any], name: str, layer: int) -> Any:
+        trt = load("tensorrt").trt
+        register(trt, list(FACES.values()))
+        plugin = new_plugin(trt, face, layer, op_config(self.model, self.plan, layer), self.recorder)
+        node = self.surface.default_trtnet().add_plugin_v3([one.trt_tensor for one in inputs], [], plugin)
+        self.recorder.check(BuildError)
+        if node is None:
+            raise BuildError(f"TensorRT refused the plugin node '{name}'", "See TensorRT-LLM's log for its reason.")
+        node.name = name
+        out = node.get_output(0)
+        _ = tuple(out.shape)  # asks for shape and dtype now, so that an error names this node
+        self.recorder.check(BuildError)
+        return self.surface.create_tensor(out, node)
