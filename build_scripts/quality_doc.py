@@ -71,11 +71,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path)
     parser.add_argument("--commit", required=True, help="that was measured")
+    parser.add_argument("--agreement", type=Path, help="records of `trtkv eval --task agreement`")
     parser.add_argument("--out", type=Path, default=TARGET)
     options = parser.parse_args()
     records = Records(options.records)
     lengths = sorted({row["length"] for row in records.own})
     parts = [head(records, options.commit, lengths), goals(records), *(section(records, length) for length in lengths)]
+    if options.agreement:
+        parts.append(agreement(options.agreement))
     part = options.out.with_suffix(".partial")
     part.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     part.replace(options.out)
@@ -222,6 +225,31 @@ def section(records: Records, length: int) -> str:
             rows += [row_of(records, name, own, percent, length) for percent in percents_of(records, name, own, length)]
     columns = ["preset", "budget", "bytes", "read", "passkey", "digits", "nll", "needle", "tokens", "nll", "perplexity", "kvpress"]
     return f"## {length:,} tokens\n\n![quality against stored bytes and against tokens read](quality-{length}.png)\n\n" + table(columns, rows)
+
+
+def agreement(file: Path) -> str:
+    """Write the table of agreement with full on the same text."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    full = next(row for row in rows if row["policy"] == "full")
+    tokens = int(full["task_identity"].split()[1]) * full["samples"]
+    cells = []
+    for row in rows:
+        budget = f"{row['budget']:,}" if row["budget"] else "own"
+        values = row["figures"]
+        held, read = row["stored_bytes"] / full["stored_bytes"], f"{row['tokens_read_per_step']:,.0f}"
+        cells.append([f"`{row['policy']}`", budget, f"{held:.1%}", read, f"{values['agreement']:.2f}", f"{values['kl']:.3f}", f"{values['nll']:.2f}"])
+    columns = ["preset", "budget", "bytes", "read", "same next token", "KL", "nll"]
+    return f"""## Agreement with full
+
+`trtkv eval --task agreement --length {full["length"]} --samples {full["samples"]} --budget 11%,25% --device cpu`, {full["dtype"]}; records
+in `{file.name}`. {tokens} tokens of Python's documentation, each predicted behind the true text before it.
+
+- **same next token**: share of tokens at which the likeliest next one is full's; its standard error is about 0.03.
+- **KL**: mean divergence from full's distribution, in nats. **nll**: the text's own loss, {full["figures"]["nll"]:.2f} under `full`.
+
+Presets whose sinks and windows do not fit a budget are left out.
+
+{table(columns, cells)}"""
 
 
 def percents_of(records: Records, name: str, sets: tuple[str, ...], length: int) -> list[int]:
