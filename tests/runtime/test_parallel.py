@@ -115,6 +115,12 @@ def test_a_part_that_dies_is_an_error_and_leaves_no_process(tiny_llama: TinyMode
     assert not process.is_alive()
 
 
+def test_commands_that_take_one_part_say_so(tiny_llama: TinyModel, tmp_path: Path, capsys: Capture) -> None:
+    path = engine(tiny_llama, "full", tmp_path, 2)
+    assert "has 2 parts" in complaint(capsys, "verify", path)
+    assert call("bench", "serve", path, "--requests", 2, "--prompt-tokens", 10, "--answer-tokens", 3, "--device", "cpu") == 0
+
+
 def test_weights_that_are_missing_are_told_before_anything_runs(tiny_llama: TinyModel, tmp_path: Path, capsys: Capture) -> None:
     path = engine(tiny_llama, "full", tmp_path, 2)
     assert "does not exist" in complaint(capsys, "run", path, "hello", "--weights", tmp_path / "nowhere", "--device", "cpu")

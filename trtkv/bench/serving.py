@@ -14,7 +14,8 @@ import torch
 from trtkv.bench.records import make_record
 from trtkv.errors import ConfigError
 from trtkv.runtime.batcher import Batcher, Call
-from trtkv.runtime.loading import Options, open_engine
+from trtkv.runtime.loading import Options
+from trtkv.runtime.parallel import LeadingStepper, open_parts
 from trtkv.runtime.sampler import SamplingParams
 
 Report = Callable[[str, float], None]
@@ -61,7 +62,7 @@ def serve(engine_dir: Path, traffic: Traffic, options: Options, command: str, re
 
     Raises ConfigError for traffic that the engine cannot take, CapacityError where the engine does not fit.
     """
-    engine = open_engine(engine_dir, options, report)
+    engine = open_parts(engine_dir, options, report)
     traffic.check(engine.manifest.limits.max_seq_len)
     device = engine.session.device
     requests = make_requests(traffic, engine.manifest.model.vocab_size)
@@ -70,6 +71,8 @@ def serve(engine_dir: Path, traffic: Traffic, options: Options, command: str, re
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     seconds, most = _run(batcher, requests, traffic, report)
+    if isinstance(engine.stepper, LeadingStepper):
+        engine.stepper.close()
     complete = all(len(one.token_times_s) == traffic.answer_tokens for one in requests)
     facts = {
         "model": engine.manifest.model_name, "policy": engine.session.plan.policy, "requests": traffic.requests,

@@ -74,6 +74,8 @@ def open_engine(directory: Path, options: Options, progress: Progress = lambda s
     """
     manifest = read_manifest(directory)
     check_files(directory, manifest)
+    if manifest.tp > 1 and part is None:
+        raise EngineError(f"'{directory}' has {manifest.tp} parts, and this needs one of a single part", "Build it without --tp for this.")
     store.register(directory / FOLDER)
     device = find_device(options.device)
     plan = manifest.cache
