@@ -1,4 +1,4 @@
-"""The command line: `trtkv build|run|eval|bench|pull|plan|policies|models|doctor`."""
+"""The command line: `trtkv build|run|serve|export-triton|eval|bench|pull|inspect|verify|plan|policies|models|doctor`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import cyclopts
 from rich.console import Console
 
 import trtkv
-from trtkv.cli import bench, build, doctor, lists, pull, run
+from trtkv.cli import bench, build, doctor, export_triton, inspect, lists, pull, run, serve, verify
 from trtkv.cli import eval as evaluation
 from trtkv.errors import TrtkvError
 
@@ -24,7 +24,7 @@ app = cyclopts.App(
     suppress_keyboard_interrupt=False,
     default_parameter=cyclopts.Parameter(negative=()),
 )
-for module in (build, run, evaluation, bench, pull, lists, doctor):
+for module in (build, run, serve, export_triton, evaluation, bench, pull, inspect, verify, lists, doctor):
     module.register(app)
 
 

@@ -17,7 +17,7 @@ from trtkv.errors import EngineError, TrtkvError
 from trtkv.runtime.loading import Engine
 from trtkv.runtime.sampler import SamplingParams, StopChecker, choose, not_finite, top_logprobs
 from trtkv.runtime.scheduler import Running, Scheduler
-from trtkv.runtime.stats import Stats
+from trtkv.runtime.stats import Stats, StepFigures
 from trtkv.runtime.step import StepRow
 from trtkv.runtime.tokenizer import Tokenizer
 
@@ -124,8 +124,9 @@ class Batcher:
         return ids, logprobs, {row: top[: settings[row].top_logprobs] for row, top in zip(rows, most, strict=True)}
 
     def _count(self, batch: Batch, seconds: float) -> None:
+        step = StepFigures.of(self.engine.session, batch, seconds)
         for call in self._calls_of([one for one, _ in batch]):
-            call.stats.add_step(self.engine.session, batch, seconds)
+            call.stats.add_step(step)
 
     def _calls_of(self, sequences: Sequence[Running]) -> list[Call]:
         return list(dict.fromkeys(self._calls[one] for one in sequences))

@@ -10,6 +10,36 @@ from trtkv.runtime.scheduler import Running
 from trtkv.runtime.step import StepRow
 
 
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """What one step did, measured once however many calls share it: sequences in it, those that decode, tokens, bytes behind it."""
+
+    seconds: float
+    sequences: int
+    decoding: int
+    prompt_tokens: int
+    generated: int
+    read_tokens: float
+    stored_bytes: int
+    reserved_bytes: int
+
+    @staticmethod
+    def of(session: Session, batch: Sequence[tuple[Running, StepRow]], seconds: float) -> StepFigures:
+        """Measure a step; the sequences' `seen` are those before it."""
+        lengths = [row.seen + len(row.tokens) for _, row in batch]
+        stored = session.stored_bytes()
+        return StepFigures(
+            seconds=seconds,
+            sequences=len(batch),
+            decoding=sum(length > one.num_prompt for (one, _), length in zip(batch, lengths, strict=True)),
+            prompt_tokens=sum(len(row.tokens) for one, row in batch if row.seen < one.num_prompt),
+            generated=sum(bool(row.logits_of) for _, row in batch),
+            read_tokens=session.read_tokens,
+            stored_bytes=stored,
+            reserved_bytes=stored if session.held is not None else sum(map(session.plan.reserved_bytes, lengths)),
+        )
+
+
 @dataclass(slots=True)
 class Stats:
     """Seconds in steps with prompt tokens and in pure decode steps, tokens, and the cache at its fullest.
@@ -31,24 +61,20 @@ class Stats:
     read_tokens: float = 0.0
     _reads: int = 0
 
-    def add_step(self, session: Session, batch: Sequence[tuple[Running, StepRow]], seconds: float) -> None:
-        """Count one step; the sequences' `seen` are those before it."""
-        lengths = [row.seen + len(row.tokens) for _, row in batch]
-        decoding = [length for (one, _), length in zip(batch, lengths, strict=True) if length > one.num_prompt]
-        if len(decoding) == len(batch):
-            self.decode_s += seconds
-            self.decode_tokens += len(batch)
+    def add_step(self, step: StepFigures) -> None:
+        """Count one step."""
+        if step.decoding == step.sequences:
+            self.decode_s += step.seconds
+            self.decode_tokens += step.sequences
         else:
-            self.prefill_s += seconds
-            self.prompt_tokens += sum(len(row.tokens) for one, row in batch if row.seen < one.num_prompt)
-        self.read_tokens += session.read_tokens
-        self._reads += len(decoding)
-        self.generated_tokens += sum(bool(row.logits_of) for _, row in batch)
-        stored = session.stored_bytes()
-        self.stored_bytes = max(self.stored_bytes, stored)
-        self.final_bytes = stored
-        reserved = stored if session.held is not None else sum(map(session.plan.reserved_bytes, lengths))
-        self.reserved_bytes = max(self.reserved_bytes, reserved)
+            self.prefill_s += step.seconds
+            self.prompt_tokens += step.prompt_tokens
+        self.read_tokens += step.read_tokens
+        self._reads += step.decoding
+        self.generated_tokens += step.generated
+        self.stored_bytes = max(self.stored_bytes, step.stored_bytes)
+        self.final_bytes = step.stored_bytes
+        self.reserved_bytes = max(self.reserved_bytes, step.reserved_bytes)
 
     @property
     def prefill_tokens_per_s(self) -> float:

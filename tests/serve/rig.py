@@ -1,0 +1,123 @@
+"""Servers for tests: the application over engines of this process, and `trtkv serve` as a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+from starlette.testclient import TestClient
+
+from trtkv.runtime.llm import LLM
+from trtkv.serve.app import Settings, make_app
+from trtkv.serve.backend import Backend, Facts, LocalBackend
+from trtkv.serve.metrics import Prometheus
+
+PATIENCE_S = 30.0
+
+
+@contextlib.contextmanager
+def client(llms: Mapping[str, LLM], settings: Settings = Settings(), max_waiting: int = 64) -> Iterator[TestClient]:  # noqa: B008
+    """Serve engines of this process to a client without sockets."""
+    metrics, backends = Prometheus(), dict[str, Backend]()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Any) -> AsyncIterator[None]:
+        for name, llm in llms.items():
+            backends[name] = LocalBackend(llm, Facts.of(name, llm.engine.manifest, 0), metrics, max_waiting)
+        yield
+        await asyncio.gather(*(one.close(0.0) for one in backends.values()))
+
+    with TestClient(make_app(backends, metrics, settings, lifespan=lifespan), raise_server_exceptions=False) as inner:
+        inner.backends = backends  # type: ignore[attr-defined]
+        yield inner
+
+
+def chunks(text: str) -> list[dict[str, Any]]:
+    """Read server-sent events; the last must be [DONE]."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+class Server:
+    """`trtkv serve` as a process; `url` is known once it takes requests."""
+
+    def __init__(self, *words: object, python: str = sys.executable, patience_s: float = PATIENCE_S, **environment: str) -> None:
+        # Files, not pipes: whoever the server leaves behind must not keep a reader waiting.
+        self._out, self._err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed at the end)
+        command = [python, "-m", "trtkv", "serve", *map(str, words), "--port", "0", "--json"]
+        self.process = subprocess.Popen(command, stdout=self._out, stderr=self._err, env={**os.environ, **environment})
+        end = time.monotonic() + patience_s
+        while not (line := self._read(self._out)).endswith("\n"):
+            if self.process.poll() is not None or time.monotonic() > end:
+                self.process.kill()
+                raise AssertionError(self.errors())
+            time.sleep(0.05)
+        self.url = json.loads(line)["address"]
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE_S)
+
+    def errors(self) -> str:
+        """Return what the process has written to standard error."""
+        return self._read(self._err)
+
+    @staticmethod
+    def _read(file: Any) -> str:
+        file.seek(0)
+        return str(file.read())
+
+    def engine(self, index: int = 0) -> dict[str, Any]:
+        """Return an engine's row of /status."""
+        row: dict[str, Any] = self.http.get("/status").json()["engines"][index]
+        return row
+
+    def wait(self, **wanted: object) -> None:
+        """Wait until /status shows some values."""
+        end = time.monotonic() + PATIENCE_S
+        while any(self.engine()[name] != value for name, value in wanted.items()):
+            assert time.monotonic() < end, (self.engine(), wanted)
+            time.sleep(0.02)
+
+    def stop(self, sign: int = signal.SIGTERM) -> int:
+        """Send a signal and return the exit code."""
+        self.process.send_signal(sign)
+        return self.process.wait(PATIENCE_S)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                raise
+        self.http.close()
+        self._out.close()
+        self._err.close()
+
+
+def free(llm: LLM) -> bool:
+    """Whether an engine holds nothing."""
+    pages, slots = llm.engine.pages, llm.engine.slots
+    return pages.free == pages.num_pages and len(slots) == llm.engine.manifest.limits.max_batch_size
+
+
+def built(model: Path, out: Path, policy: str = "full", **limits: Any) -> Path:
+    """Build a small engine without TensorRT."""
+    from trtkv.api import build
+
+    sizes = {"max_seq_len": 512, "max_batch_size": 4, "max_chunk_tokens": 64, **limits}
+    return build(str(model), policy, out=out, backend="none", **sizes)

@@ -1,0 +1,208 @@
+"""The OpenAI API: answers are the engine's own, streams join to them, and whatever cannot be served is refused with the status that means it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.serve.rig import chunks, client, free
+from trtkv.runtime.llm import LLM
+from trtkv.runtime.sampler import SamplingParams
+from trtkv.serve.app import Settings
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 10, "ignore_eos": True}
+PLAIN: dict[str, Any] = {"prompt": "hello", "temperature": 0, "max_tokens": 10, "ignore_eos": True}
+
+
+def same(api: TestClient, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Ask whole and as a stream; both must agree. Returns the choices."""
+    whole = api.post(path, json=body)
+    assert whole.status_code == 200, whole.text
+    parts = chunks(api.post(path, json={**body, "stream": True, "stream_options": {"include_usage": True}}).text)
+    choices: list[dict[str, Any]] = whole.json()["choices"]
+    for choice in choices:
+        own = [one["choices"][0] for one in parts[:-1] if one["choices"][0]["index"] == choice["index"]]
+        key = "delta" if "message" in choice else "text"
+        pieces = [one["delta"].get("content", "") if key == "delta" else one["text"] for one in own]
+        assert "".join(pieces) == (choice["message"]["content"] if key == "delta" else choice["text"])
+        assert [one["finish_reason"] for one in own] == [None] * (len(own) - 1) + [choice["finish_reason"]]
+    assert parts[-1]["choices"] == [] and all("usage" not in one for one in parts[:-1])
+    counts = [{name: one["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")} for one in (whole.json(), parts[-1])]
+    assert counts[0] == counts[1]
+    return choices
+
+
+def test_a_completion_is_what_the_engine_answers(api: TestClient, llm: LLM) -> None:
+    expected = llm.generate(["hello", "other"], SamplingParams(max_tokens=10, ignore_eos=True))
+    choices = same(api, TEXT, {**PLAIN, "prompt": ["hello", "other"]})
+    assert [one["text"] for one in choices] == [one.text for one in expected]
+    assert [one["finish_reason"] for one in choices] == ["length", "length"]
+    tokens = [one["text"] for one in same(api, TEXT, {**PLAIN, "prompt": [llm.encode("hello"), llm.encode("other")]})]
+    assert tokens == [one.text for one in expected]
+
+
+def test_a_chat_goes_through_the_checkpoints_template(api: TestClient, llm: LLM) -> None:
+    prompt = llm.chat([{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}])
+    (expected,) = llm.generate(prompt, SamplingParams(max_tokens=10, ignore_eos=True))
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    for content in ("hello", parts):
+        messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": content}]
+        (choice,) = same(api, CHAT, {**HELLO, "messages": messages})
+        assert choice["message"] == {"role": "assistant", "content": expected.text, "refusal": None}
+    body = api.post(CHAT, json={**HELLO, "model": "tiny"}).json()
+    assert body["object"] == "chat.completion" and body["model"] == "tiny"
+    assert body["usage"]["prompt_tokens"] == len(llm.encode(llm.chat(HELLO["messages"]))) and body["usage"]["completion_tokens"] == 10
+
+
+def test_seeds_repeat_and_n_answers_differ(api: TestClient, llm: LLM) -> None:
+    body = {**PLAIN, "temperature": 1.5, "seed": 7, "n": 3}
+    first, second = ([one["text"] for one in same(api, TEXT, body)] for _ in range(2))
+    assert first == second and len(set(first)) == 3
+    params = [SamplingParams(max_tokens=10, ignore_eos=True, temperature=1.5, seed=7 + index) for index in range(3)]
+    assert first == [one.text for one in llm.generate(["hello"] * 3, params)]
+    assert api.post(TEXT, json=body).json()["usage"]["prompt_tokens"] == len(llm.encode("hello"))
+
+
+def test_stop_texts_end_an_answer_and_are_not_part_of_it(api: TestClient, llm: LLM) -> None:
+    (whole,) = llm.generate("hello", SamplingParams(max_tokens=40, ignore_eos=True))
+    stop = next(char for char in whole.text[3:] if char not in whole.text[:3])
+    (choice,) = same(api, TEXT, {**PLAIN, "max_tokens": 40, "stop": [stop, "never there"]})
+    assert choice["text"] == whole.text[: whole.text.index(stop)] and choice["finish_reason"] == "stop"
+
+
+def test_logprobs_are_the_models(api: TestClient, llm: LLM) -> None:
+    (expected,) = llm.generate("hello", SamplingParams(max_tokens=10, ignore_eos=True, logprobs=1))
+    (choice,) = same(api, CHAT, {**HELLO, "messages": [{"role": "user", "content": "hello"}], "logprobs": True, "top_logprobs": 3})
+    content = choice["logprobs"]["content"]
+    assert len(content) == 10
+    for one in content:
+        tops = [top["logprob"] for top in one["top_logprobs"]]
+        # Greedy: the token is the likeliest of the three.
+        assert len(tops) == 3 and tops == sorted(tops, reverse=True) and one["logprob"] == tops[0] and one["token"] == one["top_logprobs"][0]["token"]
+    (text,) = same(api, TEXT, {**PLAIN, "logprobs": 0})
+    assert text["logprobs"]["token_logprobs"] == expected.logprobs and text["logprobs"]["top_logprobs"] == [{}] * 10
+    lengths = [len(token) for token in text["logprobs"]["tokens"]]
+    assert text["logprobs"]["text_offset"] == [sum(lengths[:index]) for index in range(10)]
+
+
+def test_echo_puts_the_prompt_first(api: TestClient) -> None:
+    plain, echoed = same(api, TEXT, PLAIN)[0]["text"], same(api, TEXT, {**PLAIN, "echo": True})[0]["text"]
+    assert echoed == "hello" + plain
+
+
+def test_a_prompt_that_comes_again_is_not_computed_again(api: TestClient) -> None:
+    body = {**PLAIN, "prompt": "a long beginning " * 12}
+    cached = [api.post(TEXT, json=body).json()["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)]
+    assert cached[0] == 0 and cached[1] > 100
+
+
+REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
+    (CHAT, {**HELLO, "model": "nobody"}, 404, "model"),
+    (CHAT, {**HELLO, "tools": []}, 400, "tools"),
+    (CHAT, {**HELLO, "messages": []}, 400, "messages"),
+    (CHAT, {**HELLO, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
+    (CHAT, {**HELLO, "temperature": -1}, 400, "temperature"),
+    (CHAT, {**HELLO, "temperature": "hot"}, 400, "temperature"),
+    (CHAT, {**HELLO, "top_p": 0}, 400, "top_p"),
+    (CHAT, {**HELLO, "n": 129}, 400, "n"),
+    (CHAT, {**HELLO, "n": 100}, 400, "100 answers"),
+    (CHAT, {**HELLO, "max_tokens": 0}, 400, "max_tokens"),
+    (CHAT, {**HELLO, "max_tokens": 3, "max_completion_tokens": 4}, 400, "differ"),
+    (CHAT, {**HELLO, "top_logprobs": 2}, 400, "top_logprobs"),
+    (CHAT, {**HELLO, "logit_bias": {"5": 1.0}}, 400, "logit_bias"),
+    (CHAT, {**HELLO, "stop": ""}, 400, "stop"),
+    (CHAT, {**HELLO, "seed": 2**70}, 400, "seed"),
+    (CHAT, {**HELLO, "stream_options": {"include_usage": True}}, 400, "stream_options"),
+    (CHAT, {**HELLO, "response_format": {"type": "json_object"}}, 400, "response_format"),
+    (CHAT, {**HELLO, "messages": [{"role": "user", "content": "x" * 600}]}, 400, "the engine takes"),
+    (TEXT, {**PLAIN, "prompt": ""}, 400, "empty"),
+    (TEXT, {**PLAIN, "prompt": []}, 400, "prompt"),
+    (TEXT, {**PLAIN, "prompt": [1, 9999]}, 400, "vocabulary"),
+    (TEXT, {**PLAIN, "prompt": [-1]}, 400, "prompt"),
+    (TEXT, {**PLAIN, "echo": True, "logprobs": 1}, 400, "echo"),
+    (TEXT, {**PLAIN, "suffix": "x"}, 400, "suffix"),
+    (TEXT, {"max_tokens": 3}, 400, "prompt"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "said"), REFUSED, ids=lambda value: str(value)[-40:])
+def test_what_cannot_be_served_is_refused_by_name(api: TestClient, llm: LLM, path: str, body: dict[str, Any], status: int, said: str) -> None:
+    for stream in (False, True):
+        answer = api.post(path, json={**body, "stream": stream} if "stream_options" not in body else body)
+        error = answer.json()["error"]
+        assert answer.status_code == status and said in error["message"] and "\n" not in error["message"], error
+    assert free(llm)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status"),
+    [
+        (b"", "application/json", 400),
+        (b"{", "application/json", 400),
+        (b"[]", "application/json", 400),
+        (b"null", "application/json", 400),
+        (b'{"prompt": "\xff\xfe"}', "application/json", 400),
+        (rb'{"prompt": "\ud800"}', "application/json", 400),
+        (b"[" * 100_000, "application/json", 400),
+        (b'{"prompt": "hello", "seed": ' + b"9" * 10_000 + b"}", "application/json", 400),
+        (b'{"prompt": "hello"}', "text/plain", 415),
+        (b'{"prompt": "' + b"x" * 300_000 + b'"}', "application/json", 413),
+    ],
+    ids=["empty", "open", "list", "null", "not utf-8", "surrogate", "deep", "long number", "text", "large"],
+)
+def test_bodies_that_are_no_requests(llm: LLM, content: bytes, kind: str, status: int) -> None:
+    with client({"tiny": llm}, Settings(max_body_bytes=200_000)) as api:
+        answer = api.post(TEXT, content=content, headers={"content-type": kind})
+        assert answer.status_code == status and answer.json()["error"]["type"], answer.text
+        assert api.post(TEXT, json=PLAIN).status_code == 200
+
+
+def test_keys_let_in_and_keep_out(llm: LLM) -> None:
+    with client({"tiny": llm}, Settings(api_keys=["first", "second"])) as api:
+        for key, status in (("first", 200), ("second", 200), ("third", 401), ("", 401), ("först", 401)):
+            headers = {"authorization": f"Bearer {key}".encode()}
+            assert api.post(TEXT, json=PLAIN, headers=headers).status_code == status
+        for path in ("/v1/models", "/status"):
+            denied = api.get(path)
+            assert denied.status_code == 401 and denied.headers["www-authenticate"] == "Bearer"
+        assert [api.get(path).status_code for path in ("/health", "/ready", "/metrics", "/")] == [200] * 4
+
+
+def test_origins(llm: LLM) -> None:
+    ask = {"origin": "https://chat.example.org", "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    with client({"tiny": llm}, Settings(api_keys=["k"], origins=["https://chat.example.org"])) as api:
+        assert api.options(CHAT, headers=ask).headers["access-control-allow-origin"] == "https://chat.example.org"
+        assert api.options(CHAT, headers={**ask, "origin": "https://evil.example.org"}).status_code == 400
+    with client({"tiny": llm}) as api:
+        assert "access-control-allow-origin" not in api.get("/v1/models", headers={"origin": "https://chat.example.org"}).headers
+
+
+def test_models_are_named(llm: LLM) -> None:
+    with client({"one": llm, "two": LLM(llm.tokenizer.path, device="cpu")}) as api:  # type: ignore[union-attr]
+        assert [one["id"] for one in api.get("/v1/models").json()["data"]] == ["one", "two"]
+        assert api.get("/v1/models/two").json()["max_model_len"] == 512
+        assert api.get("/v1/models/three").status_code == 404
+        assert api.post(TEXT, json={**PLAIN, "model": "two"}).json()["model"] == "two"
+        missing = api.post(TEXT, json=PLAIN)
+        assert missing.status_code == 400 and "one, two" in missing.json()["error"]["message"]
+
+
+def test_paths_and_methods_that_are_not_there(api: TestClient) -> None:
+    assert api.get("/v1/embeddings").status_code == 404 and api.get("/v1/embeddings").json()["error"]["message"]
+    assert api.get(CHAT).status_code == 405 and api.get(CHAT).json()["error"]["type"] == "method_not_allowed"
+
+
+def test_the_openapi_document_names_every_route(api: TestClient) -> None:
+    document = api.get("/openapi.json").json()
+    assert set(document["paths"]) >= {CHAT, TEXT, "/v1/models", "/v1/models/{model}", "/health", "/ready", "/metrics"}
+    schema = document["components"]["schemas"]["ChatRequest"]
+    assert schema["additionalProperties"] is False and schema["required"] == ["messages"]
+
+
+def test_the_page_runs_its_own_script_only(api: TestClient) -> None:
+    page = api.get("/")
+    assert page.headers["content-security-policy"].startswith("default-src 'none'; connect-src 'self'")
+    assert page.text.count("<script>") == 1 and "http://" not in page.text and "https://" not in page.text

@@ -1,0 +1,210 @@
+"""`trtkv serve --no-triton` as a process: clients that leave, read slowly or come in crowds, and signals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.console import Capture, complaint
+from tests.serve.rig import PATIENCE_S, Server, built, chunks
+from tests.tiny import TinyModel
+
+TEXT = "/v1/completions"
+SHORT: dict[str, Any] = {"prompt": "hello", "temperature": 0, "max_tokens": 16, "ignore_eos": True, "stream": True}
+LONG: dict[str, Any] = {**SHORT, "max_tokens": 3900}
+
+
+@pytest.fixture(scope="module")
+def long_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.tiny import make_tiny
+
+    folder = tmp_path_factory.mktemp("long")
+    model = make_tiny("llama", folder / "model", max_position_embeddings=4096)
+    return built(model.path, folder / "long", max_seq_len=4096, max_batch_size=8)
+
+
+@pytest.fixture(scope="module")
+def server(long_engine: Path) -> Iterator[Server]:
+    with Server(long_engine, "--no-triton", "--device", "cpu", "--max-waiting", "120") as running:
+        yield running
+
+
+def test_the_official_client(server: Server) -> None:
+    ask = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
+    assert [one.id for one in ask.models.list()] == ["long"]
+    common: dict[str, Any] = {"model": "long", "temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
+    messages: Any = [{"role": "user", "content": "hello"}]
+    whole = ask.chat.completions.create(messages=messages, logprobs=True, top_logprobs=2, **common)
+    stream = ask.chat.completions.create(messages=messages, stream=True, stream_options={"include_usage": True}, **common)
+    parts = list(stream)
+    assert "".join(one.choices[0].delta.content or "" for one in parts if one.choices) == whole.choices[0].message.content
+    assert parts[-1].usage is not None and whole.usage is not None and parts[-1].usage.completion_tokens == whole.usage.completion_tokens == 12
+    assert whole.choices[0].logprobs is not None and len(whole.choices[0].logprobs.content or []) == 12
+    text = ask.completions.create(prompt=["a", "b"], n=2, **common)
+    assert [one.index for one in text.choices] == [0, 1, 2, 3] and text.choices[0].text == text.choices[1].text
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        ask.chat.completions.create(**{**common, "model": "gpt-5"}, messages=messages)
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        ask.chat.completions.create(**{**common, "temperature": -3}, messages=messages)
+
+
+def test_a_client_that_leaves_ends_its_generation(server: Server) -> None:
+    with server.http.stream("POST", TEXT, json=LONG) as stream:
+        pieces = stream.iter_text()
+        next(pieces)
+        server.wait(running=1)
+    server.wait(running=0)
+    with pytest.raises(httpx.ReadTimeout):
+        server.http.post(TEXT, json={**LONG, "stream": False}, timeout=0.3)
+    server.wait(running=0)
+    text = server.http.get("/metrics").text
+    assert 'trtkv:http_requests_total{path="/v1/completions",status="499"} 2.0' in text
+    assert 'trtkv:request_success_total{finished_reason="abort",model_name="long"} 2.0' in text
+
+
+def test_crowds_get_the_answers_that_one_alone_gets(server: Server) -> None:
+    prompts = [f"prompt {index} " * (1 + index % 5) for index in range(64)]
+    alone = [chunks(server.http.post(TEXT, json={**SHORT, "prompt": one}).text) for one in prompts[:5]]
+
+    async def crowd() -> list[list[dict[str, Any]]]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S, limits=httpx.Limits(max_connections=None)) as client:
+            answers = await asyncio.gather(*(client.post(TEXT, json={**SHORT, "prompt": one}) for one in prompts))
+            return [chunks(one.text) for one in answers]
+
+    together = asyncio.run(crowd())
+    texts = [["".join(part["choices"][0]["text"] for part in one) for one in run] for run in (alone, together)]
+    assert texts[0] == texts[1][:5]
+    assert all(one[-1]["choices"][0]["finish_reason"] == "length" for one in together)
+
+
+def test_beyond_the_queue_everybody_gets_an_answer_or_429(server: Server) -> None:
+    async def crowd() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S, limits=httpx.Limits(max_connections=None)) as client:
+            return list(await asyncio.gather(*(client.post(TEXT, json={**SHORT, "max_tokens": 60}) for _ in range(384))))
+
+    answers = asyncio.run(crowd())
+    refused = [one for one in answers if one.status_code == 429]
+    complete = [one for one in answers if one.status_code == 200]
+    assert len(refused) + len(complete) == 384 and len(complete) >= 128 and refused
+    assert all(one.headers["retry-after"] == "1" and one.json()["error"]["type"] == "overloaded_error" for one in refused)
+    assert all(chunks(one.text)[-1]["choices"][0]["finish_reason"] == "length" for one in complete)
+    server.wait(running=0, waiting=0)
+
+
+def test_a_slow_reader_holds_nobody_up(server: Server) -> None:
+    """It reads nothing until its answer, far larger than any socket buffer, has been generated; then it gets every token."""
+    body = json.dumps({**SHORT, "max_tokens": 3900, "logprobs": 20, "prompt": "slow"}).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        slow.connect((host, int(port)))
+        head = f"POST {TEXT} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        slow.sendall(head.encode() + body)
+        server.wait(running=1)
+        assert server.http.post(TEXT, json=SHORT).status_code == 200
+        server.wait(running=0)
+        data = bytearray()
+        slow.settimeout(PATIENCE_S)
+        while part := slow.recv(1 << 20):
+            data += part
+    tokens = 0
+    for line in data.decode().splitlines():
+        if line.startswith("data: {"):
+            tokens += len(json.loads(line.removeprefix("data: "))["choices"][0]["logprobs"]["tokens"])
+    assert tokens == 3900
+
+
+def test_bodies_of_ten_megabytes(server: Server) -> None:
+    large = server.http.post(TEXT, json={**SHORT, "prompt": "x" * 10_000_000})
+    assert large.status_code == 413 and "4194304 bytes" in large.json()["error"]["message"]
+    long = server.http.post(TEXT, json={**SHORT, "prompt": "x " * 100_000})
+    assert long.status_code == 400 and long.json()["error"]["code"] == "context_length_exceeded"
+    assert server.http.get("/health").status_code == 200
+
+
+def test_the_server_listens_to_this_machine_only(server: Server) -> None:
+    import psutil
+
+    process = psutil.Process(server.process.pid)
+    addresses = [one.laddr.ip for child in (process, *process.children(recursive=True)) for one in child.net_connections() if one.status == "LISTEN"]
+    assert addresses == ["127.0.0.1"]
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
+def test_streams_in_flight_are_finished_before_the_end(long_engine: Path, sign: int) -> None:
+    with Server(long_engine, "--no-triton", "--device", "cpu") as server:
+        with server.http.stream("POST", TEXT, json={**SHORT, "max_tokens": 800}) as stream:
+            pieces = stream.iter_text()
+            text = next(pieces)
+            server.process.send_signal(sign)
+            text += "".join(pieces)
+        assert chunks(text)[-1]["choices"][0]["finish_reason"] == "length"
+        assert server.process.wait(PATIENCE_S) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(server.url)
+        assert "Traceback" not in server.errors()
+
+
+def test_what_outlasts_the_drain_is_told_so(long_engine: Path) -> None:
+    with Server(long_engine, "--no-triton", "--device", "cpu", "--drain-s", "0.2") as server:
+        with server.http.stream("POST", TEXT, json=LONG) as stream:
+            pieces = stream.iter_text()
+            text = next(pieces)
+            server.process.send_signal(signal.SIGTERM)
+            text += "".join(pieces)
+        last = chunks(text)[-1]
+        assert last["error"]["type"] == "unavailable_error" and "was stopped" in last["error"]["message"]
+        assert server.process.wait(PATIENCE_S) == 0
+
+
+def test_a_second_signal_ends_at_once(long_engine: Path) -> None:
+    with Server(long_engine, "--no-triton", "--device", "cpu") as server:
+        with server.http.stream("POST", TEXT, json={**LONG, "n": 4}) as stream:
+            pieces = stream.iter_text()
+            next(pieces)
+            server.process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+            assert server.process.poll() is None
+            assert server.stop(signal.SIGINT) == 0
+
+
+def test_what_a_user_gets_wrong(engine_dir: Path, tiny_llama: TinyModel, tmp_path: Path, capsys: Capture) -> None:
+    assert "not an engine directory" in complaint(capsys, "serve", tmp_path, "--no-triton")
+    assert "two engines are named 'tiny'" in complaint(capsys, "serve", engine_dir, engine_dir, "--no-triton")
+    assert "max-waiting -1" in complaint(capsys, "serve", engine_dir, "--no-triton", "--max-waiting", "-1")
+    assert "API key" in complaint(capsys, "serve", engine_dir, "--no-triton", "--api-key", "")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert "cannot be listened to" in complaint(capsys, "serve", engine_dir, "--no-triton", "--port", taken.getsockname()[1])
+
+
+def test_pieces_leave_at_once() -> None:
+    """Accepted sockets inherit the protocol, by which asyncio decides whether to turn Nagle's algorithm off."""
+    from trtkv.serve.server import listen
+
+    async def nodelay() -> int:
+        flags: asyncio.Queue[int] = asyncio.Queue()
+
+        async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            flags.put_nowait(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        own = listen("127.0.0.1", 0)
+        async with await asyncio.start_server(accepted, sock=own):
+            _, writer = await asyncio.open_connection(*own.getsockname())
+            flag = await flags.get()
+            writer.close()
+            return flag
+
+    assert asyncio.run(nodelay()) == 1

@@ -1,0 +1,232 @@
+"""The engine's thread: one bad request ends alone, a failed step is answered, queues have an end, what is dropped is freed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.serve.rig import PATIENCE_S, built, free
+from tests.tiny import TinyModel
+from trtkv.errors import EngineError, RequestError
+from trtkv.runtime.batcher import Event
+from trtkv.runtime.llm import LLM
+from trtkv.runtime.sampler import SamplingParams
+from trtkv.runtime.step import StepRow
+from trtkv.serve.errors import Busy, Unavailable
+from trtkv.serve.metrics import Prometheus
+from trtkv.serve.service import FAILED_STEPS, Service, Ticket
+
+SHORT = SamplingParams(max_tokens=8, ignore_eos=True)
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+
+
+class Listener:
+    """A service whose events are kept by ticket."""
+
+    def __init__(self, llm: LLM, max_waiting: int = 16) -> None:
+        self.llm, self.news, self.metrics = llm, threading.Condition(), Prometheus()
+        self.events: dict[Ticket, list[Event]] = {}
+        self.service = Service(llm.batcher, self.metrics.of("tiny"), self.take, max_waiting).start()
+
+    def take(self, batch: list[tuple[Ticket, list[Event]]]) -> None:
+        with self.news:
+            for ticket, events in batch:
+                self.events.setdefault(ticket, []).extend(events)
+            self.news.notify_all()
+
+    def ask(self, *prompts: str, params: SamplingParams = SHORT) -> Ticket:
+        return self.service.submit([self.llm.encode(one) for one in prompts], [params] * len(prompts))
+
+    def wait(self, ticket: Ticket, tokens: int | None = None) -> list[Event]:
+        """Wait for so many events, or for the end."""
+
+        def there() -> bool:
+            events = self.events.get(ticket, [])
+            ended = sum(one.finish_reason is not None for one in events) == len(ticket.prompts)
+            return ended if tokens is None else len(events) >= tokens
+
+        with self.news:
+            assert self.news.wait_for(there, PATIENCE_S)
+            return list(self.events[ticket])
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(name, {"model_name": "tiny", **labels}) or 0.0
+
+    def until(self, name: str, wanted: float, **labels: str) -> None:
+        """Wait for a metric: the engine counts behind the events."""
+        end = time.monotonic() + PATIENCE_S
+        while self.value(name, **labels) != wanted:
+            assert time.monotonic() < end, self.value(name, **labels)
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def listener(llm: LLM) -> Any:
+    made = Listener(llm)
+    yield made
+    made.service.stop()
+    assert free(llm)
+
+
+def spoil(llm: LLM, monkeypatch: pytest.MonkeyPatch, token: int, value: float) -> None:
+    """Let the logits of every sequence that feeds a token be no numbers."""
+    run = llm.engine.stepper.run
+
+    def spoilt(rows: Sequence[StepRow]) -> Tensor:
+        logits = run(rows)
+        hit = [token in row.tokens for row in rows for _ in row.logits_of]
+        return torch.where(torch.tensor(hit)[:, None], torch.tensor(value), logits)
+
+    monkeypatch.setattr(llm.engine.stepper, "run", spoilt)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_logits_that_are_no_numbers_end_their_own_request(llm: LLM, listener: Listener, monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    expected = [llm.generate([one], SHORT)[0].text for one in ("first", "second")]
+    spoil(llm, monkeypatch, 255, value)
+    tickets = [listener.ask("first"), listener.service.submit([[7, 8, 255]], [SHORT]), listener.ask("second")]
+    answers = [listener.wait(one) for one in tickets]
+    assert ["".join(one.text for one in events) for events in (answers[0], answers[2])] == expected
+    (event,) = answers[1]
+    assert event.finish_reason == "error" and isinstance(event.error, EngineError) and "not finite" in str(event.error)
+    assert listener.value("trtkv:request_success_total", finished_reason="error") == 1 and not listener.service.broken
+
+
+def test_without_a_service_the_same_error_is_raised(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(llm, monkeypatch, 255, float("nan"))
+    with pytest.raises(EngineError, match="the logits of sequence 1 are not finite"):
+        llm.generate([[1, 2], [7, 8, 255]], SHORT)
+    assert free(llm)
+
+
+def test_a_tokenizer_that_fails_ends_its_own_request(llm: LLM, listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trtkv.runtime.sampler import StopChecker
+
+    push = StopChecker.push
+
+    def failing(self: StopChecker, token: int) -> tuple[str, str | None]:
+        if self._params.max_tokens == 5:
+            raise IndexError("no such token")
+        return push(self, token)
+
+    monkeypatch.setattr(StopChecker, "push", failing)
+    good, bad = listener.ask("first"), listener.ask("second", params=SHORT.model_copy(update={"max_tokens": 5}))
+    assert [one.finish_reason for one in listener.wait(good)][-1] == "length"
+    assert "no such token" in str(listener.wait(bad)[0].error)
+
+
+def test_a_failed_step_is_answered_and_the_engine_goes_on(llm: LLM, listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, failures = llm.engine.stepper.run, [RuntimeError("CUDA error: out of memory")]
+
+    def failing(rows: Sequence[StepRow]) -> Tensor:
+        if failures:
+            raise failures.pop()
+        return run(rows)
+
+    monkeypatch.setattr(llm.engine.stepper, "run", failing)
+    ended = listener.wait(listener.ask("first", "second"))
+    assert [one.request for one in ended] == [0, 1] and all("out of memory" in str(one.error) for one in ended)
+    assert listener.wait(listener.ask("first"))[-1].finish_reason == "length"
+    assert listener.value("trtkv:engine_failed_steps_total") == 1
+
+
+def test_an_engine_that_keeps_failing_is_broken(engine_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(engine_dir, device="cpu")
+    listener = Listener(llm)
+
+    def failing(rows: Sequence[StepRow]) -> Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(llm.engine.stepper, "run", failing)
+    for _ in range(FAILED_STEPS):
+        listener.wait(listener.ask("first"))
+    with pytest.raises(Unavailable, match="illegal memory access"):
+        listener.ask("first")
+    listener.service.stop()
+
+
+def test_the_queue_has_an_end(listener: Listener) -> None:
+    tickets = [listener.ask("x", params=LONG) for _ in range(20)]
+    with pytest.raises(Busy, match="20 sequences run or wait, 20 are taken"):
+        listener.ask("x")
+    with pytest.raises(RequestError, match="21 answers"):
+        listener.ask(*["x"] * 21)
+    for one in tickets:
+        listener.service.cancel(one)
+    listener.until("trtkv:request_success_total", 20, finished_reason="abort")
+    assert listener.wait(listener.ask("x"))[-1].finish_reason == "length"
+
+
+def test_what_is_cancelled_is_freed_at_once_and_only_once(llm: LLM, listener: Listener) -> None:
+    ticket, other = listener.ask("one", "two", params=LONG), listener.ask("other")
+    listener.wait(ticket, tokens=4)
+    for _ in range(3):
+        listener.service.cancel(ticket)
+    assert listener.wait(other)[-1].finish_reason == "length"
+    listener.until("trtkv:request_success_total", 2, finished_reason="abort")
+    listener.until("trtkv:num_requests_running", 0)
+    assert free(llm) and listener.service.open == 0
+
+
+def test_stopping_finishes_what_is_going_and_ends_the_rest(engine_dir: Path) -> None:
+    listener = Listener(LLM(engine_dir, device="cpu"))
+    ticket = listener.ask("x")
+    listener.service.stop(PATIENCE_S)
+    assert listener.wait(ticket)[-1].finish_reason == "length"
+    with pytest.raises(Unavailable, match="is being stopped"):
+        listener.ask("x")
+    listener = Listener(LLM(engine_dir, device="cpu"))
+    ticket = listener.ask(*["x"] * 6, params=LONG)
+    listener.wait(ticket, tokens=2)
+    listener.service.stop(0.0)
+    events = [one for one in listener.wait(ticket) if one.finish_reason]
+    assert sorted(one.request for one in events) == list(range(6)) and all("was stopped" in str(one.error) for one in events)
+
+
+def test_figures(llm: LLM, listener: Listener) -> None:
+    tickets = [listener.ask("first", "second"), listener.ask("third" * 40)]
+    for one in tickets:
+        listener.wait(one)
+    prompts = sum(len(tokens) for one in tickets for tokens in one.prompts)
+    listener.until("trtkv:num_requests_running", 0)
+    assert listener.value("trtkv:prompt_tokens_total") == prompts and listener.value("trtkv:generation_tokens_total") == 24
+    assert listener.value("trtkv:request_success_total", finished_reason="length") == 3
+    for name, count in (("time_to_first_token", 3), ("request_queue_time", 3), ("inter_token_latency", 21), ("e2e_request_latency", 3)):
+        assert listener.value(f"trtkv:{name}_seconds_count") == count, name
+    wait, first, last = (listener.value(f"trtkv:{name}_seconds_sum") for name in ("request_queue_time", "time_to_first_token", "e2e_request_latency"))
+    assert 0 <= wait < first < last
+    # The full policy reads what is stored: a query at position p reads p + 1 tokens, its own included.
+    reads = sum(len(tokens) * 7 + sum(range(1, 8)) for one in tickets for tokens in one.prompts)
+    assert listener.value("trtkv:kv_tokens_selected_total") == listener.value("trtkv:kv_tokens_stored_total") == reads
+    assert listener.value("trtkv:kv_cache_capacity_bytes", tier="device") == sum(
+        x.nbytes for xs in llm.engine.session.buffers.values() for x in xs if x is not None
+    )
+    assert listener.value("trtkv:kv_cache_bytes", tier="device") == 0 == listener.value("trtkv:kv_cache_usage_perc")
+
+
+def test_bytes_of_the_cache_while_it_works(llm: LLM, listener: Listener) -> None:
+    ticket = listener.ask("x" * 100, params=LONG)
+    listener.wait(ticket, tokens=300)
+    shown, plan = listener.value("trtkv:kv_cache_bytes", tier="device"), llm.engine.session.plan
+    assert plan.stored_bytes(100) <= shown <= plan.stored_bytes(500)
+    listener.service.cancel(ticket)
+    listener.until("trtkv:kv_cache_bytes", 0, tier="device")
+
+
+def test_evicted_tokens_are_counted(tiny_llama: TinyModel, tmp_path: Path) -> None:
+    llm = LLM(built(tiny_llama.path, tmp_path / "streaming", "streaming", budget=64), device="cpu")
+    listener = Listener(llm)
+    ticket = listener.ask("x" * 150)
+    listener.wait(ticket)
+    listener.until("trtkv:num_requests_running", 0)
+    # The last token was never fed; of the others each head keeps its budget.
+    assert listener.value("trtkv:kv_tokens_evicted_total") == len(ticket.prompts[0]) + 7 - 64
+    assert listener.value("trtkv:kv_cache_capacity_bytes", tier="device") == 0
+    listener.service.stop()

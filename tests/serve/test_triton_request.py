@@ -1,0 +1,79 @@
+"""The TensorRT-LLM dialect: what is read, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from trtkv.errors import RequestError
+from trtkv.runtime.llm import LLM
+from trtkv.runtime.sampler import SamplingParams
+from trtkv.serve.triton_request import read_request
+
+HELLO = {"text_input": [b"hello"]}
+
+
+def read(llm: LLM, tensors: dict[str, Any], parameters: dict[str, Any] | None = None, *, decoupled: bool = True) -> Any:
+    return read_request(tensors, json.dumps(parameters or {}), llm, decoupled=decoupled)
+
+
+def test_defaults(llm: LLM) -> None:
+    asked = read(llm, HELLO)
+    assert asked.tokens == llm.encode("hello") and asked.params == SamplingParams(max_tokens=16, temperature=1.0)
+    assert not asked.stream and asked.echo == "" and asked.priority == 0
+
+
+def test_every_input_reaches_the_sampler(llm: LLM) -> None:
+    tensors = {
+        "input_ids": [1, 2, 3], "max_tokens": [9], "stream": [True], "stop_words": [b"a", b"", b"b"], "end_id": [7], "temperature": [0.5],
+        "top_k": [3], "top_p": [0.25], "min_p": [0.125], "repetition_penalty": [1.5], "presence_penalty": [0.5], "frequency_penalty": [0.75],
+        "seed": [2**63], "ignore_eos": [True], "return_log_probs": [True], "exclude_input_in_output": [False],
+        "sampling_parameters": [b'{"top_logprobs": 4, "priority": 2}'],
+    }  # fmt: skip
+    asked = read(llm, tensors)
+    assert asked.params == SamplingParams(
+        max_tokens=9, stop=("a", "b"), stop_token_ids=(7,), temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, repetition_penalty=1.5,
+        presence_penalty=0.5, frequency_penalty=0.75, seed=2**63, ignore_eos=True, logprobs=1, top_logprobs=4,
+    )  # fmt: skip
+    assert asked.stream and asked.priority == 2 and asked.tokens == [1, 2, 3] and asked.echo == llm.tokenizer.decode([1, 2, 3])  # type: ignore[union-attr]
+
+
+def test_json_parameters_are_the_same_as_tensors(llm: LLM) -> None:
+    tensors = {**HELLO, "max_tokens": [5], "temperature": [0.0], "ignore_eos": [True]}
+    asked = read(llm, HELLO, {"max_tokens": 5, "temperature": 0.0, "ignore_eos": True, "triton_enable_empty_final_response": True})
+    assert asked == read(llm, tensors)
+    with_echo = read(llm, {**HELLO, "exclude_input_in_output": [False]})
+    assert with_echo.echo == "hello"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "parameters", "said"),
+    [
+        ({}, {}, "neither text_input nor input_ids"),
+        ({**HELLO, "input_ids": [1]}, {}, "both text_input and input_ids"),
+        (HELLO, {"beam_width": 2}, "there is no parameter 'beam_width'"),
+        (HELLO, {"max_token": 2}, "there is no parameter 'max_token'"),
+        ({**HELLO, "sampling_parameters": [b'{"beam_width": 2}']}, {}, "no sampling parameter 'beam_width'"),
+        ({**HELLO, "max_tokens": [4], "sampling_parameters": [b'{"max_tokens": 4}']}, {}, "max_tokens is given twice"),
+        ({**HELLO, "stop_words": [b"x"], "sampling_parameters": [b'{"stop": ["x"]}']}, {}, "stop_words is given twice"),
+        ({**HELLO, "sampling_parameters": [b"[1]"]}, {}, "no JSON object"),
+        ({**HELLO, "sampling_parameters": [b"{"]}, {}, "not JSON"),
+        ({**HELLO, "sampling_parameters": [b'{"priority": "high"}']}, {}, "priority is 'high'"),
+        ({**HELLO, "temperature": [-1.0]}, {}, "temperature is -1.0"),
+        ({**HELLO, "max_tokens": [0]}, {}, "max_tokens is 0"),
+        ({"text_input": [b"\xff"]}, {}, "text_input is not UTF-8"),
+        ({"text_input": [b"a", b"b"]}, {}, "text_input has 2 values"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_refused(llm: LLM, tensors: dict[str, Any], parameters: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        read(llm, tensors, parameters)
+
+
+def test_a_model_with_one_response_does_not_stream(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="cannot stream"):
+        read(llm, {**HELLO, "stream": [True]}, decoupled=False)
+    assert read(llm, HELLO, decoupled=False).tokens

@@ -1,0 +1,63 @@
+"""`trtkv export-triton`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from trtkv.cli.output import notes, print_json
+from trtkv.errors import ConfigError
+
+
+def register(app: App) -> None:
+    """Add the command."""
+    app.command(export_triton, name="export-triton")
+
+
+def export_triton(
+    engine: Annotated[list[Path], Parameter(negative=())],
+    /,
+    *,
+    output: Annotated[Path, Parameter(name=["--out", "--output", "-o"])],
+    unary: bool = False,
+    weights: str | None = None,
+    copy_weights: bool = False,
+    device: str = "auto",
+    executor: str = "auto",
+    cache_gib: float | None = None,
+    max_waiting: int = 256,
+    force: bool = False,
+    json: bool = False,
+) -> None:
+    """Write a model repository for Triton Inference Server.
+
+    Args:
+        engine: Engine directories that trtkv build made; a model's name is its directory's.
+        output: Model repository; models of the same names in it are replaced with --force only.
+        unary: Add a second model NAME_unary for clients that want one response (HTTP infer, unary gRPC); it holds an engine of its own.
+        weights: Checkpoint directory as Triton will see it, or random; the one that the engine was built from by default.
+        copy_weights: Copy the checkpoint's safetensors into the repository, so that nothing outside it is needed.
+        device: auto, cpu, cuda or cuda:N.
+        executor: auto (TensorRT where it runs, else torch), torch or tensorrt.
+        cache_gib: Memory for the KV cache of each model in GiB; what is free by default.
+        max_waiting: Sequences that may wait beyond those that run; the rest is refused as UNAVAILABLE.
+        force: Replace models that are there.
+        json: Print one JSON object with the models written.
+    """
+    from trtkv.serve.triton_repo import Export, export
+
+    if weights is not None and copy_weights:
+        raise ConfigError("--weights and --copy-weights contradict each other", "Give one of them.")
+    if max_waiting < 0:
+        raise ConfigError(f"max-waiting {max_waiting} is below 0", "0 refuses whatever does not fit into the batch.")
+    if cache_gib is not None and cache_gib <= 0:
+        raise ConfigError(f"cache-gib {cache_gib} is not above 0", "Leave it out to take what is free.")
+    cache_bytes = None if cache_gib is None else int(cache_gib * 2**30)
+    settings = Export(weights, device, executor, cache_bytes, max_waiting, unary, copy_weights)
+    models = export(engine, output, settings, force=force)
+    if json:
+        print_json({"repository": str(output), "models": models})
+        return
+    notes.print(f"wrote {', '.join(models)} to {output}; start with: tritonserver --model-repository {output}", markup=False)

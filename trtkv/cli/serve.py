@@ -1,0 +1,172 @@
+"""`trtkv serve`."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+
+from trtkv.cli.output import notes, print_json, progress
+from trtkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trtkv.serve.backend import Backend
+    from trtkv.serve.metrics import Prometheus
+
+KEY = "TRTKV_API_KEY"
+
+
+def register(app: App) -> None:
+    """Add the command."""
+    app.command(serve)
+
+
+def serve(
+    engine: Annotated[list[Path], Parameter(negative=())],
+    /,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8080,
+    triton: Annotated[bool, Parameter(negative="--no-triton")] = True,
+    triton_env: Path | None = None,
+    triton_ports: str = "auto",
+    weights: str | None = None,
+    device: str = "auto",
+    executor: str = "auto",
+    cache_gib: float | None = None,
+    api_key: list[str] | None = None,
+    cors: list[str] | None = None,
+    max_waiting: int = 256,
+    max_body_mib: float = 4.0,
+    drain_s: float = 30.0,
+    json: bool = False,
+) -> None:
+    """Serve engines behind the OpenAI API, with a chat page at /.
+
+    Args:
+        engine: Engine directories that trtkv build made; a model's name is its directory's.
+        host: Address to listen on; 0.0.0.0 is every network.
+        port: Port to listen on; 0 takes a free one.
+        triton: Run the engines in Triton Inference Server (extra trtkv[triton]), or with --no-triton in this process.
+        triton_env: Virtual environment with trtkv[triton], where this one has none.
+        triton_ports: HTTP, gRPC and metrics ports of Triton on 127.0.0.1, joined by commas; free ones by default.
+        weights: Checkpoint directory, or random; the ones that the engines were built from by default.
+        device: auto, cpu, cuda or cuda:N.
+        executor: auto (TensorRT where it runs, else torch), torch or tensorrt.
+        cache_gib: Memory for the KV cache of each engine in GiB; what is free by default.
+        api_key: Key that clients must send; may be repeated. The environment variable TRTKV_API_KEY adds one.
+        cors: Origin of web pages that may ask, such as https://chat.example.org; may be repeated.
+        max_waiting: Sequences that may wait for each engine; beyond that clients get 429.
+        max_body_mib: Largest body of a request in MiB.
+        drain_s: Seconds that requests have to finish after SIGTERM or Ctrl-C.
+        json: Print one JSON object with the address once requests are taken.
+    """
+    _need_extra()
+    from trtkv.serve.app import Settings
+    from trtkv.serve.server import listen
+    from trtkv.serve.server import serve as run
+
+    _check(max_waiting=max_waiting, max_body_mib=max_body_mib, drain_s=drain_s, cache_gib=cache_gib)
+    names = _names(engine)
+    keys = [*(api_key or []), *([os.environ[KEY]] if os.environ.get(KEY) else [])]
+    if any(not one.strip() or not one.isascii() for one in keys):
+        raise ConfigError("an API key is empty or not ASCII", "Give letters, digits and signs.")
+    cache_bytes = None if cache_gib is None else int(cache_gib * 2**30)
+    options = {"weights": weights, "device": device, "executor": executor, "cache_bytes": cache_bytes}
+    own = listen(host, port)
+    address = f"http://{f'[{host}]' if ':' in host else host}:{own.getsockname()[1]}"
+    if not keys and not _is_local(host):
+        notes.print(f"{host} is open to the network and no --api-key is set: everybody there may ask.", style="yellow", markup=False)
+
+    def ready() -> None:
+        told = {"address": address, "models": list(names), "pid": os.getpid()}
+        if json:
+            print_json(told)
+        else:
+            notes.print(f"serving {', '.join(names)} at {address} (chat: {address}/, API: {address}/v1, metrics: {address}/metrics)", markup=False)
+
+    settings = Settings(keys, cors or [], int(max_body_mib * 2**20))
+    if triton:
+        from trtkv.serve.triton_backend import start_triton
+
+        async def start(metrics: Prometheus) -> Mapping[str, Backend]:
+            return await start_triton(names, options, max_waiting, triton_env, _ports(triton_ports), drain_s, notes.print)
+    else:
+        opened = _open(names, options)
+
+        async def start(metrics: Prometheus) -> Mapping[str, Backend]:
+            return local_backends(opened, metrics, max_waiting)
+
+    run(own, start, settings, drain_s, ready)
+
+
+def local_backends(opened: Mapping[str, Any], metrics: Prometheus, max_waiting: int) -> Mapping[str, Backend]:
+    """Put engines of this process to work, inside the event loop."""
+    from trtkv.serve.backend import Facts, LocalBackend
+
+    now = int(time.time())
+    return {name: LocalBackend(llm, Facts.of(name, llm.engine.manifest, now), metrics, max_waiting) for name, llm in opened.items()}
+
+
+def _open(names: Mapping[str, Path], options: Mapping[str, Any]) -> dict[str, Any]:
+    from trtkv.runtime.llm import LLM
+
+    opened = {}
+    for name, path in names.items():
+        with progress(name) as report:
+            opened[name] = LLM(path, **options, progress=report)
+    return opened
+
+
+def _names(engines: Sequence[Path]) -> dict[str, Path]:
+    from trtkv.manifest import read_manifest
+
+    names: dict[str, Path] = {}
+    for one in engines:
+        name = one.resolve().name
+        if name in names:
+            raise ConfigError(f"two engines are named '{name}'", "Rename one of the directories.")
+        read_manifest(one)
+        names[name] = one
+    return names
+
+
+def _ports(text: str) -> tuple[int, int, int] | None:
+    if text == "auto":
+        return None
+    words = text.split(",")
+    if len(words) != 3 or not all(word.isdecimal() and 0 < int(word) < 65536 for word in words) or len(set(words)) != 3:
+        raise ConfigError(f"triton-ports '{text}' are no three ports", "Write them as 8000,8001,8002: HTTP, gRPC, metrics.")
+    return int(words[0]), int(words[1]), int(words[2])
+
+
+def _check(max_waiting: int, max_body_mib: float, drain_s: float, cache_gib: float | None) -> None:
+    if max_waiting < 0:
+        raise ConfigError(f"max-waiting {max_waiting} is below 0", "0 refuses whatever does not fit into the batch.")
+    if not 0 < max_body_mib <= 1024:
+        raise ConfigError(f"max-body-mib {max_body_mib:g} is outside 0 to 1024", "4 is the default.")
+    if not 0 <= drain_s <= 86400:
+        raise ConfigError(f"drain-s {drain_s:g} is outside 0 to 86400", "30 is the default.")
+    if cache_gib is not None and cache_gib <= 0:
+        raise ConfigError(f"cache-gib {cache_gib} is not above 0", "Leave it out to take what is free.")
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _need_extra() -> None:
+    try:
+        import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"serving needs the package '{error.name}'", "Install it: pip install 'trtkv[serve]'.") from None

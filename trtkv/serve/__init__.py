@@ -1,0 +1,1 @@
+"""Serving: an engine behind the OpenAI API and behind Triton Inference Server."""

@@ -1,0 +1,176 @@
+"""The HTTP application: the OpenAI API, health and metrics, the chat page; keys, origins and limits around them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from trtkv.errors import TrtkvError
+from trtkv.serve.backend import Backend
+from trtkv.serve.errors import KINDS, ApiError, Unavailable
+from trtkv.serve.metrics import Prometheus
+from trtkv.serve.openai import OpenAI, answer_error
+from trtkv.serve.openapi import document
+
+PROBE_S = 10.0  # a probe that takes longer says "not ready"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the front lets in: keys (none: everybody), origins of web pages, bytes of a body."""
+
+    api_keys: Sequence[str] = ()
+    origins: Sequence[str] = ()
+    max_body_bytes: int = 4 << 20
+
+
+def make_app(backends: Mapping[str, Backend], metrics: Prometheus, settings: Settings = Settings(), **more: Any) -> Starlette:
+    """Make the application; more goes to Starlette, such as lifespan."""
+    api, own = OpenAI(backends, settings.max_body_bytes), Own(backends, metrics)
+    routes = [
+        Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        Route("/v1/completions", api.completions, methods=["POST"]),
+        Route("/v1/models", api.models),
+        Route("/v1/models/{model:path}", api.model),
+        Route("/health", own.health),
+        Route("/ready", own.ready),
+        Route("/metrics", own.metrics),
+        Route("/status", own.status),
+        Route("/openapi.json", own.openapi),
+        Route("/", own.page),
+    ]
+    around = [Middleware(Count, metrics=metrics)]
+    if settings.origins:
+        around.append(Middleware(CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["GET", "POST"], allow_headers=["*"]))
+    around.append(Middleware(Keys, keys=settings.api_keys))
+    handlers: dict[Any, Any] = {TrtkvError: answer_error, HTTPException: _answer_http, ClientDisconnect: _answer_nobody, Exception: answer_error}
+    return Starlette(routes=routes, middleware=around, exception_handlers=handlers, **more)
+
+
+class Own:
+    """Endpoints beside the OpenAI API."""
+
+    def __init__(self, backends: Mapping[str, Backend], metrics: Prometheus) -> None:
+        self.backends, self.registry = backends, metrics.registry
+
+    async def health(self, request: Request) -> Response:
+        """Say that the process answers; whether engines generate is /ready's matter."""
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """Let every engine generate a token, unless it has just done so."""
+        try:
+            await asyncio.wait_for(asyncio.gather(*(one.probe() for one in self.backends.values())), PROBE_S)
+        except asyncio.TimeoutError:
+            raise Unavailable(f"no token within {PROBE_S:.0f} s", "Try again shortly.") from None
+        except TrtkvError as error:
+            raise Unavailable(error.problem, error.fix) from None
+        return JSONResponse({"status": "ready"})
+
+    async def metrics(self, request: Request) -> Response:
+        """Show all metrics in Prometheus' text format."""
+        parts = [generate_latest(self.registry), *(await asyncio.gather(*(one.metrics() for one in self.backends.values())))]
+        return Response(b"".join(dict.fromkeys(parts)), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def status(self, request: Request) -> Response:
+        """Show what the engines are and hold, as the chat page polls it."""
+        rows = []
+        for name, one in self.backends.items():
+            limits = one.facts.limits
+            facts = {"model": name, "policy": one.facts.policy, "max_seq_len": limits.max_seq_len, "max_batch_size": limits.max_batch_size}
+            rows.append({**facts, **await one.status()})
+        return JSONResponse({"engines": rows})
+
+    async def openapi(self, request: Request) -> Response:
+        """Show the OpenAPI document."""
+        return JSONResponse(document())
+
+    async def page(self, request: Request) -> Response:
+        """Show the chat page."""
+        text, policy = page()
+        return HTMLResponse(text, headers={"content-security-policy": policy, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"})
+
+
+@cache
+def page() -> tuple[str, str]:
+    """Return the chat page and the content security policy that lets its own script run and nothing else."""
+    text = files("trtkv.serve").joinpath("page", "index.html").read_text(encoding="utf-8")
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(one.encode()).digest()).decode()}'" for one in scripts)
+    return text, f"default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; script-src {hashes}; form-action 'none'"
+
+
+class Keys:
+    """Lets requests to /v1 and /status through that carry one of the keys; all, when there are none."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self.app, self.keys = app, [one.encode() for one in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check one request."""
+        if scope["type"] == "http" and self.keys and scope["path"].startswith(("/v1/", "/status")) and not self._known(scope):
+            error = ApiError(401, "the API key is missing or wrong", "Send it as Authorization: Bearer KEY.", code="invalid_api_key")
+            await (await answer_error(Request(scope), error))(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _known(self, scope: Scope) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        kind, _, key = given.partition(b" ")
+        return kind.lower() == b"bearer" and any(hmac.compare_digest(key.strip(), one) for one in self.keys)
+
+
+class Count:
+    """Counts answers by path and status; 499 are those whose client had gone."""
+
+    def __init__(self, app: ASGIApp, metrics: Prometheus) -> None:
+        self.app, self.answers = app, metrics.answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Count one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        status = 499
+
+        async def sender(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, sender)
+        finally:
+            route = scope.get("route")
+            self.answers.labels(path=getattr(route, "path", "other"), status=str(scope.get("trtkv.status", status))).inc()
+
+
+async def _answer_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    fix = "See /openapi.json for what there is."
+    known = error.status_code if error.status_code in KINDS else 400
+    return await answer_error(request, ApiError(known, f"{request.method} {request.url.path[:200]}: {error.detail}".rstrip("."), fix))
+
+
+async def _answer_nobody(request: Request, error: Exception) -> Response:
+    request.scope["trtkv.status"] = 499
+    return Response(status_code=400)

@@ -1,0 +1,176 @@
+"""Engines as the HTTP front sees them: one in this process, or one behind Triton (`triton_backend.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from trtkv.config import Limits
+from trtkv.errors import RequestError
+from trtkv.manifest import Manifest
+from trtkv.runtime.batcher import Event
+from trtkv.runtime.llm import LLM
+from trtkv.runtime.sampler import SamplingParams
+from trtkv.runtime.tokenizer import Tokenizer
+from trtkv.serve.errors import Busy, Unavailable
+from trtkv.serve.metrics import Prometheus
+from trtkv.serve.service import Service, Ticket
+
+PROBE = SamplingParams(max_tokens=1, ignore_eos=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the front knows of an engine without asking it."""
+
+    name: str
+    policy: str
+    limits: Limits
+    vocab_size: int
+    created_s: int
+
+    @staticmethod
+    def of(name: str, manifest: Manifest, created_s: int) -> Facts:
+        """Take an engine's facts from its manifest."""
+        return Facts(name, manifest.cache.policy, manifest.limits, manifest.model.vocab_size, created_s)
+
+
+class Answer(Protocol):
+    """Events of one request as they come; cached_tokens are prompt tokens that were not computed again."""
+
+    cached_tokens: int
+
+    async def next(self) -> list[Event]:
+        """Wait for events; an empty list says that every prompt has been answered."""
+
+    def close(self) -> None:
+        """Drop what is not finished; may be called at any time, and again."""
+
+
+class Backend(Protocol):
+    """One served engine."""
+
+    facts: Facts
+    tokenizer: Tokenizer | None
+
+    async def ask(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int = 0) -> Answer:
+        """Queue a request; raises RequestError, Busy or Unavailable."""
+
+    async def status(self) -> dict[str, Any]:
+        """Return running, waiting, kv_cache_usage and kv_cache_bytes by tier, as they were a moment ago."""
+
+    async def probe(self) -> None:
+        """Generate one token, unless the engine has just done so; raises what goes wrong."""
+
+    async def metrics(self) -> bytes:
+        """Return metrics that this process does not hold, in Prometheus' text format."""
+
+    async def close(self, drain_s: float) -> None:
+        """Finish what is going for so long, end the rest with an error."""
+
+
+class LocalAnswer:
+    """Events that come from the engine's thread, gathered until they are taken: a slow reader costs memory for its own text only."""
+
+    def __init__(self, backend: LocalBackend, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int) -> None:
+        self._bell, self._events, self._left = asyncio.Event(), [], len(prompts)  # type: ignore[var-annotated]
+        self._service = backend.service
+        self._ticket: Ticket = self._service.submit(prompts, params, self, priority)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were found in pages of an earlier prompt."""
+        return self._ticket.cached_tokens
+
+    def add(self, events: list[Event]) -> None:
+        """Take events, in the loop's thread."""
+        self._events += events
+        self._bell.set()
+
+    async def next(self) -> list[Event]:
+        """Wait for events; an empty list says that every prompt has been answered."""
+        while self._left and not self._events:
+            self._bell.clear()
+            await self._bell.wait()
+        taken, self._events = self._events, []
+        self._left -= sum(one.finish_reason is not None for one in taken)
+        return taken
+
+    def close(self) -> None:
+        """Drop what is not finished."""
+        if self._left:
+            self._left = 0
+            self._service.cancel(self._ticket)
+
+
+class LocalBackend:
+    """An engine in this process, driven by a thread of its own."""
+
+    def __init__(self, llm: LLM, facts: Facts, metrics: Prometheus, max_waiting: int = 256) -> None:
+        """Take over an opened engine; must be made in the event loop that will ask it."""
+        self.facts, self.tokenizer, self._llm = facts, llm.tokenizer, llm
+        self._loop = asyncio.get_running_loop()
+        self._probing: asyncio.Task[None] | None = None
+        self.service = Service(llm.batcher, metrics.of(facts.name), self._post, max_waiting).start()
+
+    def _post(self, batch: list[tuple[Ticket, list[Event]]]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it everybody who listened
+            self._loop.call_soon_threadsafe(_hand_out, batch)
+
+    async def ask(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int = 0) -> LocalAnswer:
+        """Queue a request; raises RequestError, Busy or Unavailable."""
+        return LocalAnswer(self, prompts, params, priority)
+
+    async def status(self) -> dict[str, Any]:
+        """Return the engine's gauges."""
+        return dict(self.service.gauges.latest)
+
+    async def probe(self) -> None:
+        """Generate one token, unless the engine has just done so; several askers share one probe."""
+        if self.service.broken:
+            raise Unavailable(f"the engine is broken: {self.service.broken}", "Restart the server.")
+        if self.service.alive:
+            return
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.create_task(probe(self))
+        await asyncio.shield(self._probing)
+
+    async def metrics(self) -> bytes:
+        """Return nothing: this process holds all of them."""
+        return b""
+
+    async def close(self, drain_s: float) -> None:
+        """Finish what is going for so long, end the rest with an error."""
+        await asyncio.to_thread(self.service.stop, drain_s)
+        self._llm.close()
+
+
+def _hand_out(batch: list[tuple[Ticket, list[Event]]]) -> None:
+    for ticket, events in batch:
+        if isinstance(ticket.sink, LocalAnswer):
+            ticket.sink.add(events)
+
+
+async def probe(backend: Backend) -> None:
+    """Generate one token from a prompt of two; a queue that is full proves that the engine works."""
+    try:
+        answer = await backend.ask([[0, 1 % backend.facts.vocab_size]], [PROBE], priority=1)
+    except Busy:
+        return
+    try:
+        while events := await answer.next():
+            for event in events:
+                if event.error is not None:
+                    raise event.error
+    finally:
+        answer.close()
+
+
+def tokenizer_of(backend: Backend) -> Tokenizer:
+    """Return a backend's tokenizer; raises RequestError when the engine has none."""
+    if backend.tokenizer is None:
+        raise RequestError("the engine was built without a tokenizer", "Give token ids to /v1/completions, or build from a checkpoint that has one.")
+    return backend.tokenizer

@@ -1,0 +1,46 @@
+"""What a client is told when a request cannot be served, with the HTTP status that means it."""
+
+from __future__ import annotations
+
+from trtkv.errors import RequestError, TrtkvError
+
+
+class Busy(TrtkvError):
+    """More requests wait than the server takes; the client should come back."""
+
+
+class Unavailable(TrtkvError):
+    """The engine is not there: it is starting, being restarted, or going down."""
+
+
+class ApiError(TrtkvError):
+    """A request that is refused before it reaches an engine, with its HTTP status, and the parameter at fault where there is one."""
+
+    def __init__(self, status: int, problem: str, fix: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(problem, fix)
+        self.status, self.param, self.code = status, param, code
+
+
+KINDS = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "method_not_allowed", 413: "request_too_large",
+    415: "unsupported_media_type", 429: "overloaded_error", 499: "client_closed_request", 500: "server_error", 503: "unavailable_error",
+}  # fmt: skip
+
+
+def status_of(error: Exception) -> int:
+    """Return the HTTP status that says what an error means."""
+    if isinstance(error, ApiError):
+        return error.status
+    if isinstance(error, Busy):
+        return 429
+    if isinstance(error, Unavailable):
+        return 503
+    return 400 if isinstance(error, RequestError) else 500
+
+
+def describe(error: Exception) -> dict[str, object]:
+    """Return the body of an error answer, as OpenAI's clients read it."""
+    status = status_of(error)
+    message = str(error) if isinstance(error, TrtkvError) else "the server failed on this request; its log says why"
+    param, code = (error.param, error.code) if isinstance(error, ApiError) else (None, None)
+    return {"error": {"message": message, "type": KINDS[status], "param": param, "code": code or status}}

@@ -1,0 +1,65 @@
+"""What is counted while serving, under names like vLLM's: the same families in Prometheus' registry and in Triton's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+Kind = Literal["counter", "gauge", "histogram"]
+FIRST_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
+BETWEEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+LONG_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One family: the name carries the unit; every family has the label model_name besides its own."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+FAMILIES = {
+    one.name: one
+    for one in (
+        Metric("trtkv:num_requests_running", "gauge", "Sequences that take part in steps."),
+        Metric("trtkv:num_requests_waiting", "gauge", "Sequences that wait for a place."),
+        Metric("trtkv:kv_cache_usage_perc", "gauge", "Share of the pages in use, 0 to 1; of the places where tokens are evicted or encoded."),
+        Metric("trtkv:kv_cache_bytes", "gauge", "Bytes of the last step's keys, values and summaries.", ("tier",)),
+        Metric("trtkv:kv_cache_capacity_bytes", "gauge", "Bytes that the cache's buffers take; 0 where sequences own their tensors.", ("tier",)),
+        Metric("trtkv:kv_tokens_selected_total", "counter", "Stored tokens that decode queries read, mean over the layers."),
+        Metric("trtkv:kv_tokens_stored_total", "counter", "Stored tokens that those queries could have read: their sequences' lengths."),
+        Metric("trtkv:kv_tokens_evicted_total", "counter", "Tokens that finished sequences had evicted, mean over layers and KV heads."),
+        Metric("trtkv:num_preemptions_total", "counter", "Sequences that gave way and were computed again."),
+        Metric("trtkv:prefix_cache_hit_tokens_total", "counter", "Prompt tokens found in pages of an earlier prompt."),
+        Metric("trtkv:prompt_tokens_total", "counter", "Prompt tokens of finished requests."),
+        Metric("trtkv:generation_tokens_total", "counter", "Generated tokens."),
+        Metric("trtkv:request_success_total", "counter", "Finished sequences.", ("finished_reason",)),
+        Metric("trtkv:engine_steps_total", "counter", "Steps."),
+        Metric("trtkv:engine_failed_steps_total", "counter", "Steps that failed; their sequences were answered with an error."),
+        Metric("trtkv:engine_info", "gauge", "1, with what the engine is.", ("policy", "executor", "version")),
+        Metric("trtkv:time_to_first_token_seconds", "histogram", "From arrival to the first token.", (), FIRST_S),
+        Metric("trtkv:inter_token_latency_seconds", "histogram", "Between two tokens of a sequence.", (), BETWEEN_S),
+        Metric("trtkv:request_queue_time_seconds", "histogram", "From arrival to the sequence's first step.", (), FIRST_S),
+        Metric("trtkv:e2e_request_latency_seconds", "histogram", "From arrival to the last token.", (), LONG_S),
+        Metric("trtkv:request_prompt_tokens", "histogram", "Prompt tokens of a sequence.", (), SIZES),
+        Metric("trtkv:request_generation_tokens", "histogram", "Generated tokens of a sequence.", (), SIZES),
+    )
+}
+
+
+class Sink(Protocol):
+    """Where numbers go; called from the engine's thread."""
+
+    def inc(self, name: str, amount: float = 1.0, **labels: str) -> None:
+        """Add to a counter."""
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        """Set a gauge."""
+
+    def observe(self, name: str, value: float) -> None:
+        """Add to a histogram."""

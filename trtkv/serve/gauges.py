@@ -1,0 +1,92 @@
+"""What an engine's cache and queue look like between two steps, counted at every step and shown a few times a second."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import trtkv
+from trtkv.runtime.batcher import Batcher
+from trtkv.runtime.scheduler import Running
+from trtkv.serve.families import Sink
+
+EVERY_S = 0.2  # gauges are set this often at most: the bytes of held caches are summed over their tensors
+
+
+class Gauges:
+    """Follows one batcher; `latest` is what was shown last, as JSON-ready data."""
+
+    def __init__(self, batcher: Batcher, metrics: Sink) -> None:
+        """Show what the engine is."""
+        self._batcher, self._metrics = batcher, metrics
+        self._shown_s = 0.0
+        self._seen: Counter[str] = Counter()
+        engine = batcher.engine
+        self._host_share = _host_share(batcher)
+        metrics.set("trtkv:engine_info", 1, policy=engine.session.plan.policy, executor=engine.stepper.executor.name, version=trtkv.__version__)
+        for tier, size in _capacity(batcher).items():
+            metrics.set("trtkv:kv_cache_capacity_bytes", size, tier=tier)
+        self.latest: dict[str, Any] = {}
+        self._show()
+
+    def step(self) -> None:
+        """Count a step that has run."""
+        session, metrics = self._batcher.engine.session, self._metrics
+        metrics.inc("trtkv:engine_steps_total")
+        if session.read_tokens:
+            metrics.inc("trtkv:kv_tokens_selected_total", session.read_tokens)
+            metrics.inc("trtkv:kv_tokens_stored_total", sum(row.stored for row in session.step(0).rows if row.answers))
+        self._rise("trtkv:num_preemptions_total", self._batcher.scheduler.preemptions)
+        self._rise("trtkv:kv_tokens_evicted_total", self._batcher.evicted_tokens)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Show the present state, unless that was done a moment ago; an engine that has become idle is always shown."""
+        if not self._batcher.busy or time.monotonic() - self._shown_s >= EVERY_S:
+            self._show()
+
+    def _rise(self, name: str, value: float) -> None:
+        if value > self._seen[name]:
+            self._metrics.inc(name, value - self._seen[name])
+            self._seen[name] = value  # type: ignore[assignment]
+
+    def _show(self) -> None:
+        self._shown_s = time.monotonic()
+        engine, scheduler = self._batcher.engine, self._batcher.scheduler
+        stored = sum(self._bytes(one) for one in scheduler.running)
+        places = (len(engine.slots), engine.manifest.limits.max_batch_size) if engine.session.held else (engine.pages.free, engine.pages.num_pages)
+        used = 1 - places[0] / places[1]
+        tiers = {"device": stored * (1 - self._host_share), "host": stored * self._host_share}
+        self.latest = {
+            "running": len(scheduler.running), "waiting": len(scheduler.waiting), "kv_cache_usage": round(used, 4),
+            "kv_cache_bytes": {tier: round(size) for tier, size in tiers.items()},
+        }  # fmt: skip
+        self._metrics.set("trtkv:num_requests_running", len(scheduler.running))
+        self._metrics.set("trtkv:num_requests_waiting", len(scheduler.waiting))
+        self._metrics.set("trtkv:kv_cache_usage_perc", used)
+        for tier, size in tiers.items():
+            self._metrics.set("trtkv:kv_cache_bytes", size, tier=tier)
+
+    def _bytes(self, one: Running) -> int:
+        session = self._batcher.engine.session
+        if session.held is None:
+            return session.plan.stored_bytes(one.seen)
+        return session.held.nbytes(one.slot) if one.seen else 0
+
+
+def _capacity(batcher: Batcher) -> dict[str, int]:
+    session = batcher.engine.session
+    sizes = {"device": 0, "host": 0}
+    for spec in session.plan.buffers:
+        tensors = session.buffers.get(spec.name, [])
+        sizes[spec.tier] += sum(one.numel() * one.element_size() for one in tensors if one is not None)
+    return sizes
+
+
+def _host_share(batcher: Batcher) -> float:
+    """Return the part of a page's bytes that lies in host memory."""
+    paged = [spec for spec in batcher.engine.session.plan.buffers if spec.paged and spec.pool == "plain"]
+    total = sum(spec.row_bytes * len(spec.layers) for spec in paged)
+    host = sum(spec.row_bytes * len(spec.layers) for spec in paged if spec.tier == "host")
+    return host / total if total and not batcher.engine.session.plan.held else 0.0

@@ -1,0 +1,58 @@
+"""The families of all models in a Prometheus registry of this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+
+from trtkv.serve.families import FAMILIES, Metric
+
+
+class Prometheus:
+    """All models' families in one registry of this process."""
+
+    def __init__(self) -> None:
+        """Make a registry of its own, so that two servers of one process do not meet."""
+        disable_created_metrics()
+        self.registry = CollectorRegistry()
+        self._families: dict[str, Any] = {}
+        self.answers = Counter("trtkv:http_requests_total", "Answered HTTP requests.", ("path", "status"), registry=self.registry)
+
+    def of(self, model_name: str) -> ModelSink:
+        """Return the sink of one model; without any, the engines' families are not shown at all: Triton shows them."""
+        if not self._families:
+            self._families = {one.name: self._make(one) for one in FAMILIES.values()}
+        return ModelSink(self._families, model_name)
+
+    def _make(self, one: Metric) -> Any:
+        labels = ("model_name", *one.labels)
+        if one.kind == "histogram":
+            return Histogram(one.name, one.help, labels, buckets=one.buckets, registry=self.registry)
+        return (Counter if one.kind == "counter" else Gauge)(one.name, one.help, labels, registry=self.registry)
+
+
+class ModelSink:
+    """One model's numbers in a Prometheus registry; finding a child by its labels costs more than counting, so children are kept."""
+
+    def __init__(self, families: dict[str, Any], model_name: str) -> None:
+        self._families, self._model = families, model_name
+        self._children: dict[tuple[str, tuple[str, ...]], Any] = {}
+
+    def inc(self, name: str, amount: float = 1.0, **labels: str) -> None:
+        """Add to a counter."""
+        self._child(name, labels).inc(amount)
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        """Set a gauge."""
+        self._child(name, labels).set(value)
+
+    def observe(self, name: str, value: float) -> None:
+        """Add to a histogram."""
+        self._child(name, {}).observe(value)
+
+    def _child(self, name: str, labels: dict[str, str]) -> Any:
+        key = name, tuple(labels.values())
+        if key not in self._children:
+            self._children[key] = self._families[name].labels(model_name=self._model, **labels)
+        return self._children[key]

@@ -1,0 +1,236 @@
+"""The OpenAI API over one or more engines: chat completions, completions, models."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+
+from trtkv.errors import RequestError
+from trtkv.runtime.batcher import Event
+from trtkv.serve.answers import Shape, dump, sse, usage
+from trtkv.serve.backend import Answer, Backend, tokenizer_of
+from trtkv.serve.errors import ApiError, describe, status_of
+from trtkv.serve.schema import ChatRequest, CompletionRequest, Generation, parse, user_error
+
+LONG_CHARS = 8192  # a prompt beyond this is tokenized in another thread, so that other streams go on
+AT_ONCE = 128  # events of one answer that are written together: those of a slow reader may be thousands
+DISCARD_BYTES = 64 << 20  # of a body that is too large: read on so far, so that the client sees the answer
+COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat goes on to the engine's limit
+log = logging.getLogger("trtkv.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request ready for its engine: one prompt in tokens and one way of sampling for every answer."""
+
+    backend: Backend
+    body: Generation
+    shape: Shape
+    prompts: Sequence[Sequence[int]]
+    prompt_tokens: int
+
+
+class OpenAI:
+    """The API's endpoints."""
+
+    def __init__(self, backends: Mapping[str, Backend], max_body_bytes: int) -> None:
+        """Serve engines by name."""
+        self.backends, self.max_body_bytes = backends, max_body_bytes
+
+    async def models(self, request: Request) -> Response:
+        """List what is served."""
+        return JSONResponse({"object": "list", "data": [_model(one) for one in self.backends.values()]})
+
+    async def model(self, request: Request) -> Response:
+        """Describe one engine."""
+        return JSONResponse(_model(self.find(request.path_params["model"])))
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
+        return await self._answer(request, ChatRequest, _read_chat)
+
+    async def completions(self, request: Request) -> Response:
+        """Continue texts."""
+        return await self._answer(request, CompletionRequest, _read_completion)
+
+    def find(self, name: str | None) -> Backend:
+        """Return an engine by name; raises ApiError (404)."""
+        if name is None and len(self.backends) == 1:
+            return next(iter(self.backends.values()))
+        if name is None:
+            raise ApiError(400, "no model is named", f"Served are: {', '.join(self.backends)}.", param="model")
+        if name not in self.backends:
+            problem, fix = f"the model '{name[:200]}' does not exist", f"Served are: {', '.join(self.backends)}."
+            raise ApiError(404, problem, fix, param="model", code="model_not_found")
+        return self.backends[name]
+
+    async def _answer(self, request: Request, kind: type[Generation], read: Any) -> Response:
+        body = parse(kind, await read_body(request, self.max_body_bytes))
+        try:
+            asked: Asked = await read(self.find(body.model), body)
+            count = len(asked.prompts)
+            default = asked.backend.facts.limits.max_seq_len if asked.shape.chat else COMPLETION_TOKENS
+            params = [body.sampling(default, index % body.count) for index in range(count)]
+            answer = await asked.backend.ask(asked.prompts, params, body.priority)
+        except RequestError as error:
+            raise user_error(error) from None
+        return Reply(asked, answer)
+
+
+async def _read_chat(backend: Backend, body: ChatRequest) -> Asked:
+    tokenizer = tokenizer_of(backend)
+    messages = [one.plain() for one in body.messages]
+
+    def encode() -> list[int]:
+        return tokenizer.encode(tokenizer.chat(messages, add_generation_prompt=body.add_generation_prompt))
+
+    tokens = await _aside(encode, sum(len(one["content"]) for one in messages))
+    shape = Shape(True, f"chatcmpl-{uuid.uuid4().hex}", backend.facts.name, int(time.time()), tokenizer, bool(body.logprobs))
+    return Asked(backend, body, shape, [tokens] * body.count, len(tokens))
+
+
+async def _read_completion(backend: Backend, body: CompletionRequest) -> Asked:
+    given = body.prompts()
+
+    def encode() -> list[list[int]]:
+        return [tokenizer_of(backend).encode(one) if isinstance(one, str) else one for one in given]
+
+    tokens = await _aside(encode, sum(map(len, given)))
+    echo = [text for one in given for text in [_text(backend, one)] * body.count] if body.echo else []
+    shape = Shape(False, f"cmpl-{uuid.uuid4().hex}", backend.facts.name, int(time.time()), backend.tokenizer, body.logprobs is not None, echo)
+    prompts = [one for one in tokens for _ in range(body.count)]
+    return Asked(backend, body, shape, prompts, sum(map(len, tokens)))
+
+
+def _text(backend: Backend, prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else tokenizer_of(backend).decode(prompt)
+
+
+async def _aside(encode: Any, chars: int) -> Any:
+    try:
+        return await asyncio.to_thread(encode) if chars > LONG_CHARS else encode()
+    except UnicodeError:
+        raise RequestError("the prompt is no Unicode text", "Send UTF-8 without single surrogates.") from None
+
+
+async def read_body(request: Request, most_bytes: int) -> bytes:
+    """Read a JSON body; raises ApiError (413 beyond most_bytes, 415 for another kind)."""
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, f"the body is '{kind[:80]}'", "Send JSON with Content-Type: application/json.")
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= most_bytes:
+            parts.append(part)
+        elif size > DISCARD_BYTES:
+            break
+    if size > most_bytes:
+        raise ApiError(413, f"the body exceeds {most_bytes} bytes", "Shorten the prompt, or start the server with a larger --max-body-mib.")
+    return b"".join(parts)
+
+
+class Reply(Response):
+    """Sends an answer whole or as a stream; a client that goes away ends its generation."""
+
+    def __init__(self, asked: Asked, answer: Answer) -> None:
+        """Take over a request that has been queued."""
+        self.asked, self.answer, self.background = asked, answer, None
+        self._tokens = 0
+        self.status_code = 200
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Race the answer against the client's going away."""
+        gone, work = asyncio.create_task(_until_gone(receive)), asyncio.create_task(self._send(send))
+        try:
+            await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            else:
+                scope["trtkv.status"] = 499
+        finally:
+            self.answer.close()
+            for task in (gone, work):
+                task.cancel()
+            await asyncio.gather(gone, work, return_exceptions=True)
+
+    async def _send(self, send: Send) -> None:
+        # The first events come before the status line: what fails before the first token has a status of its own.
+        events = await self.answer.next()
+        failed = next((one.error for one in events if one.error is not None), None)
+        if failed is not None:
+            raise user_error(failed) if isinstance(failed, RequestError) else failed
+        await (self._stream if self.asked.body.stream else self._whole)(events, send)
+
+    async def _whole(self, events: list[Event], send: Send) -> None:
+        own: list[list[Event]] = [[] for _ in self.asked.prompts]
+        while events:
+            for one in events:
+                if one.error is not None:
+                    raise one.error
+                own[one.request].append(one)
+            self._count(events)
+            events = await self.answer.next()
+        body = dump(self.asked.shape.whole(own, self._usage()))
+        await send(_start(200, b"application/json", (b"content-length", str(len(body)).encode())))
+        await send({"type": "http.response.body", "body": body})
+
+    async def _stream(self, events: list[Event], send: Send) -> None:
+        shape, options = self.asked.shape, self.asked.body.stream_options
+        await send(_start(200, b"text/event-stream; charset=utf-8", (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")))
+        opening = b"".join(sse(one) for one in shape.first(len(self.asked.prompts)))
+        while events:
+            events, later = events[:AT_ONCE], events[AT_ONCE:]
+            self._count(events)
+            good = [one for one in events if one.error is None]
+            counted = {"usage": self._usage()} if options is not None and options.continuous_usage_stats else {}
+            chunks = [sse({**one, **counted}) for one in shape.chunks(good)]
+            errors = [sse(describe(one.error)) for one in events if one.error is not None]
+            data = opening + b"".join(chunks + errors)
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            opening = b""
+            events = later or await self.answer.next()
+        last = sse(shape.usage_chunk(self._usage())) if options is not None and options.include_usage else b""
+        await send({"type": "http.response.body", "body": last + b"data: [DONE]\n\n"})
+
+    def _count(self, events: Sequence[Event]) -> None:
+        self._tokens += sum(one.token_id is not None for one in events)
+
+    def _usage(self) -> dict[str, Any]:
+        return usage(self.asked.prompt_tokens, self._tokens, self.answer.cached_tokens)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _start(status: int, kind: bytes, *more: tuple[bytes, bytes]) -> Message:
+    return {"type": "http.response.start", "status": status, "headers": [(b"content-type", kind), *more]}
+
+
+def _model(backend: Backend) -> dict[str, Any]:
+    facts = backend.facts
+    return {
+        "id": facts.name, "object": "model", "created": facts.created_s, "owned_by": "trtkv", "root": facts.name, "parent": None,
+        "max_model_len": facts.limits.max_seq_len, "policy": facts.policy,
+    }  # fmt: skip
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Answer what went wrong in the API's own form."""
+    status = status_of(error)
+    headers = {"retry-after": "1"} if status in (429, 503) else {"www-authenticate": "Bearer"} if status == 401 else None
+    if status >= 500:
+        log.error("%s %s: %s", request.method, request.url.path, error, exc_info=None if status == 503 else error)
+    return JSONResponse(describe(error), status, headers)

@@ -1,0 +1,242 @@
+"""An engine at work: one thread owns the batcher, takes requests between steps, and hands what each step brought to whoever listens."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from trtkv.errors import EngineError, RequestError, TrtkvError
+from trtkv.runtime.batcher import Batcher, Call, Event
+from trtkv.runtime.sampler import SamplingParams
+from trtkv.serve.errors import Busy, Unavailable
+from trtkv.serve.families import Sink
+from trtkv.serve.gauges import Gauges
+
+FAILED_STEPS = 3  # in a row: after that the engine counts as broken, and every request is refused
+ALIVE_S = 2.0  # a token this recent proves that the engine generates
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One request of one or more prompts: what was asked, when (monotonic seconds), and what its listener keeps in `sink`."""
+
+    prompts: Sequence[Sequence[int]]
+    params: Sequence[SamplingParams]
+    priority: int
+    sink: object
+    arrived_s: float = field(default_factory=time.monotonic)
+    call: Call | None = None
+    last_s: dict[int, float] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+    open: int = 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were found in pages of an earlier prompt."""
+        return self.call.stats.reused_tokens if self.call else 0
+
+
+Post = Callable[[list[tuple[Ticket, list[Event]]]], None]
+
+
+class Service:
+    """Drives one batcher; `post` gets the events of every step, in the engine's thread, and must not block.
+
+    max_waiting sequences beyond those that run are taken, the rest is refused with Busy.
+    """
+
+    def __init__(self, batcher: Batcher, metrics: Sink, post: Post, max_waiting: int = 256) -> None:
+        """Take over a batcher that nobody else drives."""
+        limits = batcher.engine.manifest.limits
+        self.batcher, self.metrics, self.post = batcher, metrics, post
+        self.most = limits.max_batch_size + max_waiting
+        self.broken: str | None = None
+        self.last_token_s = -ALIVE_S
+        self.gauges = Gauges(batcher, metrics)
+        self._bell, self._inbox = threading.Condition(), deque[Callable[[], None]]()
+        self._open = self._failed = 0
+        self._stopping = False
+        self._touched: list[Ticket] = []
+        self._going: dict[Ticket, None] = {}
+        self._thread = threading.Thread(target=self._run, name="trtkv-engine", daemon=True)
+
+    def start(self) -> Service:
+        """Begin to take requests."""
+        self._thread.start()
+        return self
+
+    def submit(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], sink: object = None, priority: int = 0) -> Ticket:
+        """Queue a request; safe from any thread.
+
+        Raises RequestError for what can never be served, Busy when too many wait, Unavailable when the engine is broken or stops.
+        """
+        vocab = self.batcher.engine.manifest.model.vocab_size
+        for tokens, one in zip(prompts, params, strict=True):
+            self.batcher.scheduler.check(tokens, one.max_tokens)
+            if min(tokens) < 0 or max(tokens) >= vocab:
+                raise RequestError(f"a token id is outside the vocabulary of {vocab}", "Use the model's own tokenizer.")
+        if len(prompts) > self.most:
+            raise RequestError(f"the request asks for {len(prompts)} answers, the server takes {self.most} at once", "Split it.")
+        ticket = Ticket(prompts, params, priority, sink, open=len(prompts))
+        with self._bell:
+            if self._stopping or self.broken:
+                raise Unavailable(f"the engine {'is broken: ' + self.broken if self.broken else 'is being stopped'}", "Try another server or later.")
+            if self._open + len(prompts) > self.most:
+                raise Busy(f"{self._open} sequences run or wait, {self.most} are taken", "Try again shortly.")
+            self._open += len(prompts)
+            self._inbox.append(partial(self._admit, ticket))
+            self._bell.notify()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Drop what a request has not finished; safe from any thread, any number of times. No events follow."""
+        self._ask(partial(self._forget, ticket))
+
+    @property
+    def open(self) -> int:
+        """Sequences that run or wait."""
+        return self._open
+
+    def tickets(self) -> list[Ticket]:
+        """Return the requests that run or wait."""
+        return list(self._going)
+
+    @property
+    def alive(self) -> bool:
+        """Whether a token came a moment ago."""
+        return not self.broken and time.monotonic() - self.last_token_s < ALIVE_S
+
+    def stop(self, timeout_s: float = 0.0) -> None:
+        """Refuse new requests, finish what is going for so long, then end the rest with an error."""
+        with self._bell:
+            self._stopping = True
+            self._bell.notify()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self.abort("the server was stopped")
+            self._thread.join(10.0)
+
+    def abort(self, why: str) -> None:
+        """End everything that runs or waits with an error, after the step that is under way."""
+        self._ask(partial(self._end_all, Unavailable(why, "Send the request again.")))
+
+    def _ask(self, action: Callable[[], None]) -> None:
+        with self._bell:
+            self._inbox.append(action)
+            self._bell.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._bell:
+                while not self._inbox and not self.batcher.busy and not self._stopping:
+                    self._bell.wait()
+                inbox, self._inbox = self._inbox, deque()
+                if self._stopping and not inbox and not self.batcher.busy:
+                    return
+            for action in inbox:
+                action()
+            began = time.monotonic()
+            try:
+                if self.batcher.advance():
+                    self._failed = 0
+                    self.gauges.step()
+            except Exception as error:  # noqa: BLE001 (whatever a step raises, its clients must be answered and the thread go on)
+                self._fail(error)
+            self._deliver(began)
+
+    def _admit(self, ticket: Ticket) -> None:
+        try:
+            ticket.call = self.batcher.submit(ticket.prompts, ticket.params, priority=ticket.priority, wake=partial(self._touched.append, ticket))
+            self._going[ticket] = None
+        except TrtkvError as error:
+            self._end(ticket, error)
+
+    def _forget(self, ticket: Ticket) -> None:
+        if ticket.call is not None:
+            self.batcher.cancel(ticket.call)
+        if ticket.open:
+            self.metrics.inc("trtkv:request_success_total", ticket.open, finished_reason="abort")
+        self._close(ticket, ticket.open)
+        self.gauges.refresh()
+
+    def _close(self, ticket: Ticket, count: int) -> None:
+        ticket.open -= count
+        with self._bell:
+            self._open -= count
+        if not ticket.open:
+            self._going.pop(ticket, None)
+
+    def _deliver(self, began_s: float) -> None:
+        """Hand over what the step brought; sequences that took part in it for the first time have waited until it began."""
+        now, batch = time.monotonic(), []
+        touched, self._touched[:] = list(dict.fromkeys(self._touched)), []
+        for ticket in touched:
+            assert ticket.call is not None
+            events = list(ticket.call.events)
+            ticket.call.events.clear()
+            for event in events:
+                self._count(ticket, event, began_s, now)
+            self._close(ticket, sum(one.finish_reason is not None for one in events))
+            batch.append((ticket, events))
+        if batch:
+            self.last_token_s = now
+            self.post(batch)
+
+    def _count(self, ticket: Ticket, event: Event, began_s: float, now: float) -> None:
+        index = event.request
+        last = ticket.last_s.get(index)
+        if last is None:
+            self.metrics.observe("trtkv:time_to_first_token_seconds", now - ticket.arrived_s)
+            self.metrics.observe("trtkv:request_queue_time_seconds", max(0.0, self._began(ticket, index, began_s) - ticket.arrived_s))
+        else:
+            self.metrics.observe("trtkv:inter_token_latency_seconds", now - last)
+        ticket.last_s[index] = now
+        if event.token_id is not None:
+            self.metrics.inc("trtkv:generation_tokens_total")
+        if event.finish_reason is None:
+            return
+        ticket.ended.add(index)
+        assert ticket.call is not None
+        prompt, generated = len(ticket.prompts[index]), ticket.call.members[index].num_generated
+        self.metrics.inc("trtkv:request_success_total", finished_reason=event.finish_reason)
+        self.metrics.inc("trtkv:prompt_tokens_total", prompt)
+        self.metrics.observe("trtkv:e2e_request_latency_seconds", now - ticket.arrived_s)
+        self.metrics.observe("trtkv:request_prompt_tokens", prompt)
+        self.metrics.observe("trtkv:request_generation_tokens", generated)
+        if ticket.open == 1 and ticket.cached_tokens:
+            self.metrics.inc("trtkv:prefix_cache_hit_tokens_total", ticket.cached_tokens)
+
+    def _began(self, ticket: Ticket, index: int, began_s: float) -> float:
+        assert ticket.call is not None
+        began = ticket.call.members[index].began_s
+        return began_s if began is None else began
+
+    def _end(self, ticket: Ticket, error: TrtkvError) -> None:
+        left = [index for index in range(len(ticket.prompts)) if index not in ticket.ended]
+        events = [Event(index, None, "", finish_reason="error", error=error) for index in left]
+        self.metrics.inc("trtkv:request_success_total", ticket.open, finished_reason="error")
+        self._close(ticket, ticket.open)
+        self.post([(ticket, events)])
+
+    def _fail(self, error: Exception) -> None:
+        """Answer everybody whose state a failed step may have spoilt; after some in a row the engine counts as broken."""
+        print(f"trtkv: a step failed\n{''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
+        self.metrics.inc("trtkv:engine_failed_steps_total")
+        self._failed += 1
+        if self._failed >= FAILED_STEPS:
+            self.broken = " ".join(str(error).split())[:200]
+        self._end_all(error if isinstance(error, TrtkvError) else EngineError(f"a step of the engine failed: {error}", "Its log says more."))
+
+    def _end_all(self, error: TrtkvError) -> None:
+        self._touched.clear()
+        for ticket in list(self._going):
+            if ticket.call is not None:
+                self.batcher.cancel(ticket.call)
+            self._end(ticket, error)
+        self.gauges.refresh()

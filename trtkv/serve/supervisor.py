@@ -1,0 +1,255 @@
+"""Runs tritonserver beside this process: finds the binary, starts it on this machine only, watches it, starts it again, ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from trtkv.errors import ConfigError, EngineError
+from trtkv.serve.triton_model import PARENT
+
+LOOK_S = 0.2  # between two looks at the processes
+PROBE_S = 2.0  # between two one-token generations, where no token has come meanwhile
+PROBE_LIMIT_S = 30.0  # a probe may wait behind a long prompt
+LOAD_LIMIT_S = 1800.0
+RESTARTS, WITHIN_S = 5, 300.0  # more restarts than that in that time: give up
+Say = Callable[[str], None]
+# Run by the environment's own interpreter: where its tritonserver is, and whether it can serve.
+FIND = """
+import importlib.util, json, sys, sysconfig
+spec = importlib.util.find_spec("pytriton")
+version = "%d.%d" % sys.version_info[:2]
+try:
+    import numpy, trtkv
+    missing, major = None, int(numpy.__version__.split(".")[0])
+except ImportError as error:
+    missing, major = error.name, 0
+libdir = sysconfig.get_config_var("LIBDIR")
+print(json.dumps({"wheel": spec and spec.origin, "version": version, "libdir": libdir, "missing": missing, "numpy": major}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """A tritonserver and the Python that runs its models."""
+
+    binary: Path
+    backend: Path
+    stub: Path
+    python: Path
+    libdir: str
+
+
+def find_install(environment: Path | None) -> Install:
+    """Find tritonserver in a virtual environment, by default the one that runs this; raises ConfigError with what is missing."""
+    python = Path(sys.executable) if environment is None else environment / "bin" / "python"
+    where = f"'{environment}'" if environment else "this environment"
+    fix = "Install it: pip install 'trtkv[serve,triton]', best into an environment of its own for --triton-env; or serve with --no-triton."
+    try:
+        answer = subprocess.run([python, "-c", FIND], capture_output=True, text=True, timeout=60, check=True)
+        found = json.loads(answer.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise ConfigError(f"{where} has no Python that works: {str(error)[:120]}", fix) from None
+    if not found["wheel"]:
+        raise ConfigError(f"{where} has no tritonserver", fix)
+    if found["missing"]:
+        raise ConfigError(f"{where} has no package '{found['missing']}'", fix)
+    if found["numpy"] >= 2:
+        raise ConfigError(
+            f"{where} has numpy {found['numpy']}, with which this tritonserver's models die", "Install numpy<2 there, or use --triton-env."
+        )
+    home = Path(found["wheel"]).parent / "tritonserver"
+    stub = home / "python_backend_stubs" / found["version"] / "triton_python_backend_stub"
+    if not stub.is_file():
+        raise ConfigError(f"the tritonserver of {where} has no stub for Python {found['version']}", "Use Python 3.10, 3.11 or 3.12.")
+    return Install(home / "bin" / "tritonserver", home / "backends" / "python", stub, python, found["libdir"] or "")
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Triton's ports on 127.0.0.1."""
+
+    http: int
+    grpc: int
+    metrics: int
+
+
+def free_ports() -> Ports:
+    """Choose three ports that nobody listens to."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return Ports(*(one.getsockname()[1] for one in sockets))
+
+
+class Supervisor:
+    """One tritonserver with the models of a repository."""
+
+    def __init__(self, install: Install, repository: Path, models: Sequence[str], ports: Ports, drain_s: float, say: Say) -> None:
+        self.install, self.repository, self.models, self.ports, self.say = install, repository, models, ports, say
+        self.drain_s, self.up, self.starts, self.began_s = drain_s, False, 0, 0.0
+        self._work = Path(tempfile.mkdtemp(prefix="trtkv-triton-"))
+        self._prefix = f"trtkv_{uuid.uuid4().hex[:8]}_"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stubs: set[psutil.Process] = set()
+        self._watch: asyncio.Task[None] | None = None
+        self.log = self._work / "tritonserver.log"
+
+    async def start(self, probe: Callable[[], Awaitable[None]], give_up: Callable[[str], None]) -> None:
+        """Start the server and wait for its models; raises EngineError with Triton's own reason when one does not load.
+
+        From then on the processes are watched; probe raises when an engine does not generate, give_up is told when restarting is of no use.
+        """
+        self._link_backend()
+        try:
+            await self._begin()
+        except BaseException:
+            await self.stop()
+            raise
+        self._watch = asyncio.create_task(self._guard(probe, give_up))
+
+    async def stop(self) -> None:
+        """Let the server finish what is going, and clean up behind it."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        self.up = False
+        await asyncio.to_thread(self._end, self.drain_s)
+        shutil.rmtree(self._work, ignore_errors=True)
+
+    @property
+    def pid(self) -> int:
+        """The server's process."""
+        assert self._process is not None
+        return self._process.pid
+
+    def get(self, port: int, path: str, timeout_s: float = 2.0) -> tuple[int, bytes]:
+        """Ask the server over HTTP: status and body; status 0 when it does not answer."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=timeout_s) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+        except OSError as error:
+            return 0, str(error).encode()
+
+    def _link_backend(self) -> None:
+        # The wheel keeps the stubs outside the backend's directory, where the server looks for them; its libraries resolve through the links.
+        own = self._work / "backends" / "python"
+        own.mkdir(parents=True)
+        for file in (self.install.backend / "libtriton_python.so", self.install.backend / "triton_python_backend_utils.py", self.install.stub):
+            (own / file.name).symlink_to(file)
+
+    def _command(self) -> list[str]:
+        here, ports = "127.0.0.1", self.ports
+        return [
+            str(self.install.binary), "--model-repository", str(self.repository), "--backend-directory", str(self._work / "backends"),
+            "--model-control-mode=explicit", *(f"--load-model={name}" for name in self.models),
+            "--http-address", here, "--http-port", str(ports.http), "--grpc-address", here, "--grpc-port", str(ports.grpc),
+            "--metrics-address", here, "--metrics-port", str(ports.metrics), "--exit-timeout-secs", str(max(1, int(self.drain_s))),
+            "--disable-auto-complete-config", "--pinned-memory-pool-byte-size=0", f"--backend-config=python,shm-region-prefix-name={self._prefix}",
+        ]  # fmt: skip
+
+    def _environment(self) -> dict[str, str]:
+        # The stub finds its standard library by the first python3 of PATH, and libpython by the loader: both must be the environment's.
+        path = os.pathsep.join([str(self.install.python.parent), os.environ.get("PATH", "")])
+        libraries = os.pathsep.join(one for one in (self.install.libdir, os.environ.get("LD_LIBRARY_PATH", "")) if one)
+        return {**os.environ, "PATH": path, "LD_LIBRARY_PATH": libraries, PARENT: str(os.getpid())}
+
+    async def _begin(self) -> None:
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command(), env=self._environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        end = time.monotonic() + LOAD_LIMIT_S
+        while not all([(await asyncio.to_thread(self.get, self.ports.http, f"/v2/models/{name}/ready"))[0] == 200 for name in self.models]):
+            if self._process.poll() is not None or time.monotonic() > end:
+                raise EngineError(f"tritonserver did not load the engines: {self._reason()}", "See trtkv doctor, or serve with --no-triton.")
+            await asyncio.sleep(0.05)
+        self._stubs = {one for one in psutil.Process(self.pid).children(recursive=True) if "stub" in one.name()}
+        self.up, self.began_s = True, time.monotonic()
+        self.starts += 1
+
+    async def _guard(self, probe: Callable[[], Awaitable[None]], give_up: Callable[[str], None]) -> None:
+        times: list[float] = []
+        while True:
+            why = await self._wrong(probe)
+            self.up = False
+            times = [one for one in times if time.monotonic() - one < WITHIN_S] + [time.monotonic()]
+            if len(times) > RESTARTS:
+                give_up(f"tritonserver failed {len(times)} times in {WITHIN_S:.0f} s, last: {why}")
+                return
+            self.say(f"tritonserver: {why}; starting it again")
+            began = time.monotonic()
+            await asyncio.to_thread(self._end, 0.0)
+            try:
+                await self._begin()
+            except EngineError as error:
+                self.say(str(error))
+                continue
+            self.say(f"tritonserver is back after {time.monotonic() - began:.1f} s")
+
+    async def _wrong(self, probe: Callable[[], Awaitable[None]]) -> str:
+        """Wait until something is wrong and say what."""
+        assert self._process is not None
+        probed_s, failed = time.monotonic(), 0
+        while True:
+            if (code := self._process.poll()) is not None:
+                return f"it ended with code {code}"
+            if not self._stubs or not all(map(_runs, self._stubs)):
+                return "an engine's process ended"
+            if time.monotonic() - probed_s > PROBE_S:
+                try:
+                    await asyncio.wait_for(probe(), PROBE_LIMIT_S)
+                    failed = 0
+                except Exception as error:  # noqa: BLE001 (whatever a probe meets is the finding)
+                    failed += 1
+                    if failed > 1:
+                        return f"an engine does not generate ({str(error)[:160] or type(error).__name__})"
+                probed_s = time.monotonic()
+            await asyncio.sleep(LOOK_S)
+
+    def _end(self, drain_s: float) -> None:
+        """End the server and whatever it has started: nothing may keep a GPU's memory."""
+        process = self._process
+        if process is None:
+            return
+        if process.poll() is None and drain_s > 0:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(drain_s + 2.0)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for left in Path("/dev/shm").glob(f"{self._prefix}*"):
+            left.unlink(missing_ok=True)
+
+    def _reason(self) -> str:
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        told = [line.partition("failed to load")[2] for line in lines if "failed to load" in line]
+        return " ".join((told or lines or ["it wrote nothing"])[-1].split())[-400:]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False

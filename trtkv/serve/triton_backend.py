@@ -1,0 +1,298 @@
+"""Engines behind a supervised tritonserver, as the HTTP front sees them: one bidirectional gRPC stream a request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trtkv.errors import ConfigError, EngineError, RequestError, TrtkvError
+from trtkv.manifest import read_manifest
+from trtkv.runtime.batcher import Event
+from trtkv.runtime.sampler import SamplingParams
+from trtkv.runtime.tokenizer import Tokenizer
+from trtkv.serve.backend import Backend, Facts, probe
+from trtkv.serve.errors import Busy, Unavailable
+from trtkv.serve.supervisor import Ports, Say, Supervisor, find_install, free_ports
+from trtkv.serve.triton_model import BUSY
+from trtkv.serve.triton_repo import Export, export
+
+ALIVE_S = 2.0
+TRUE_CODES = {"triton_grpc_error": "true"}  # without it a stream's errors carry no status code
+STATUS_S = 0.25
+BASIC = ("text_output", "output_ids", "finish_reason", "kv_cache_reused_tokens")
+GAUGES = {"num_requests_running": "running", "num_requests_waiting": "waiting", "kv_cache_usage_perc": "kv_cache_usage"}
+DEFAULTS = SamplingParams().model_dump(mode="json")
+
+
+class TritonAnswer:
+    """One request's stream; its events are read in a task, so that closing it cancels the request in Triton."""
+
+    def __init__(self, backend: TritonBackend, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int) -> None:
+        self.cached_tokens = 0
+        self._backend, self._count = backend, len(prompts)
+        self._left = set(range(len(prompts)))
+        self._news: asyncio.Queue[list[Event]] = asyncio.Queue()
+        wanted = [*BASIC, *(["output_log_probs"] if params[0].logprobs else []), *(["top_log_probs"] if params[0].top_logprobs else [])]
+        self._requests = [backend.request(index, *one, priority, wanted) for index, one in enumerate(zip(prompts, params, strict=True))]
+        self._task = asyncio.create_task(self._read())
+
+    async def next(self) -> list[Event]:
+        """Wait for events; an empty list says that every prompt has been answered."""
+        if not self._left and self._news.empty():
+            return []
+        events = await self._news.get()
+        while not self._news.empty():
+            events = events + self._news.get_nowait()
+        return events
+
+    def close(self) -> None:
+        """Drop what is not finished."""
+        if self._left:
+            self._left.clear()
+            self._task.cancel()
+
+    async def _read(self) -> None:
+        try:
+            stream = self._backend.channel.client().stream_infer(self._sent(), headers=TRUE_CODES)
+            async for result, error in stream:
+                if error is not None:
+                    raise error
+                self._take(result)
+            # The stream is read to its end: one that is dropped or cancelled behind its last answer stays in the server for ever.
+            if self._left:
+                raise Unavailable("the engine's stream ended early", "Send the request again.")
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001 (whatever ends the stream is told to who waits for it)
+            known = _known(error)
+            if isinstance(known, Unavailable):
+                self._backend.last_token_s = -ALIVE_S  # what came before proves nothing any more
+            ended = [Event(index, None, "", finish_reason="error", error=known) for index in sorted(self._left)]
+            self._left.clear()
+            self._news.put_nowait(ended)
+
+    async def _sent(self) -> AsyncIterator[dict[str, Any]]:
+        for one in self._requests:
+            yield one
+
+    def _take(self, result: Any) -> None:
+        response = result.get_response()
+        if not response.outputs:
+            return
+        self._backend.last_token_s = time.monotonic()
+        index = int(response.id)
+        tokens = result.as_numpy("output_ids").reshape(-1).tolist()
+        text = result.as_numpy("text_output").reshape(-1)[0].decode()
+        reason = result.as_numpy("finish_reason").reshape(-1)[0].decode() or None
+        logprobs = _floats(result, "output_log_probs") or [None] * len(tokens)
+        tops = _json(result, "top_log_probs") or [()] * len(tokens)
+        last = len(tokens) - 1
+        events = [
+            Event(index, token, text if at == last else "", logprobs[at], reason if at == last else None, [tuple(pair) for pair in tops[at]])
+            for at, token in enumerate(tokens)
+        ]
+        if reason:
+            self._left.discard(index)
+            self.cached_tokens += int(result.as_numpy("kv_cache_reused_tokens").reshape(-1)[0])
+        self._news.put_nowait(events or [Event(index, None, text, finish_reason=reason)])
+
+
+class Channel:
+    """The gRPC client of all models: a new one for every start of the server, because a channel waits longer and longer to connect again."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor, self._start, self._client = supervisor, -1, None  # type: ignore[var-annotated]
+
+    def client(self) -> Any:
+        """Return the client of the server that runs now."""
+        from tritonclient.grpc.aio import InferenceServerClient
+
+        if self._start != self._supervisor.starts:
+            self._start = self._supervisor.starts
+            self._client = InferenceServerClient(f"127.0.0.1:{self._supervisor.ports.grpc}")
+        return self._client
+
+    async def close(self) -> None:
+        """Close it."""
+        if self._client is not None:
+            with contextlib.suppress(Exception):
+                await self._client.close()
+
+
+class TritonBackend:
+    """One model of the supervised server."""
+
+    def __init__(self, facts: Facts, tokenizer: Tokenizer | None, supervisor: Supervisor, channel: Channel, *, first: bool) -> None:
+        self.facts, self.tokenizer, self._supervisor, self.channel, self._first = facts, tokenizer, supervisor, channel, first
+        self.last_token_s = -ALIVE_S
+        self._status: tuple[float, dict[str, Any]] = (-STATUS_S, {})
+        self._probing: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def ask(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int = 0) -> TritonAnswer:
+        """Queue a request; raises Unavailable while Triton is not there. What the engine refuses comes as the answer's first event."""
+        if self._closed or not self._supervisor.up:
+            raise Unavailable("the engine is being stopped" if self._closed else "the engine is being started again", "Try again shortly.")
+        if not all(prompts):
+            raise RequestError("the prompt is empty", "Give at least one token.")
+        return TritonAnswer(self, prompts, params, priority)
+
+    def request(self, index: int, tokens: Sequence[int], params: SamplingParams, priority: int, wanted: Sequence[str]) -> dict[str, Any]:
+        """Return one request of a stream, told from its others by its id."""
+        from tritonclient.grpc import InferInput, InferRequestedOutput
+
+        settings = {name: value for name, value in params.model_dump(mode="json").items() if value != DEFAULTS[name]}
+        settings |= {"max_tokens": params.max_tokens, "temperature": params.temperature, "priority": priority}
+        values = {
+            "input_ids": np.array([tokens], np.int32),
+            "stream": np.array([[True]]),
+            "sampling_parameters": np.array([[json.dumps(settings).encode()]], np.object_),
+        }
+        inputs = []
+        for (name, value), kind in zip(values.items(), ("INT32", "BOOL", "BYTES"), strict=True):
+            inputs.append(InferInput(name, list(value.shape), kind))
+            inputs[-1].set_data_from_numpy(value)
+        return {
+            "model_name": self.facts.name, "inputs": inputs, "request_id": str(index),
+            "outputs": [InferRequestedOutput(name) for name in wanted], "enable_empty_final_response": False,
+        }  # fmt: skip
+
+    async def status(self) -> dict[str, Any]:
+        """Return the engine's gauges from Triton's metrics."""
+        if time.monotonic() - self._status[0] > STATUS_S:
+            self._status = time.monotonic(), _gauges((await self._metrics()).decode(), self.facts.name)
+        return dict(self._status[1])
+
+    async def probe(self) -> None:
+        """Generate one token, unless the engine has just done so; several askers share one probe."""
+        if not self._supervisor.up:
+            raise Unavailable("the engine is being started again", "Try again shortly.")
+        if self.last_token_s > self._supervisor.began_s and time.monotonic() - self.last_token_s < ALIVE_S:
+            return
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.create_task(probe(self))
+        await asyncio.shield(self._probing)
+
+    async def metrics(self) -> bytes:
+        """Return Triton's own metrics, once for all models."""
+        return await self._metrics() if self._first else b""
+
+    async def _metrics(self) -> bytes:
+        status, body = await asyncio.to_thread(self._supervisor.get, self._supervisor.ports.metrics, "/metrics")
+        return body if status == 200 else b""
+
+    async def close(self, drain_s: float) -> None:
+        """Stop the server with its first model; what is going ends with an error."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._first:
+            await self._supervisor.stop()
+            await self.channel.close()
+            shutil.rmtree(self._supervisor.repository, ignore_errors=True)
+
+
+async def start_triton(
+    names: Mapping[str, Path],
+    options: Mapping[str, Any],
+    max_waiting: int,
+    environment: Path | None,
+    ports: tuple[int, int, int] | None,
+    drain_s: float,
+    say: Say,
+) -> dict[str, Backend]:
+    """Write a repository, start the server over it and return its models.
+
+    Raises ConfigError when there is no tritonserver or client, EngineError when a model does not load.
+    """
+    try:
+        import tritonclient.grpc.aio  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "the package 'tritonclient' is missing", "Install it: pip install 'tritonclient[grpc]'; or serve with --no-triton."
+        ) from None
+    install = find_install(environment)
+    folder = Path(tempfile.mkdtemp(prefix="trtkv-models-"))
+    try:
+        export(list(names.values()), folder, Export(**options, max_waiting=max_waiting))
+        supervisor = Supervisor(install, folder, list(names), Ports(*ports) if ports else free_ports(), 1.0, say)
+        backends: dict[str, Backend] = {}
+
+        async def probe_all() -> None:
+            await asyncio.gather(*(one.probe() for one in backends.values()))
+
+        def give_up(why: str) -> None:
+            say(why)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        await supervisor.start(probe_all, give_up)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    channel = Channel(supervisor)
+    for index, (name, path) in enumerate(names.items()):
+        manifest = read_manifest(path)
+        tokenizer = Tokenizer(path) if (path / "tokenizer.json").is_file() else None
+        backends[name] = TritonBackend(Facts.of(name, manifest, int(time.time())), tokenizer, supervisor, channel, first=index == 0)
+    say(f"tritonserver listens at http 127.0.0.1:{supervisor.ports.http}, grpc :{supervisor.ports.grpc}, metrics :{supervisor.ports.metrics}")
+    return backends
+
+
+def _known(error: Exception) -> TrtkvError:
+    """Turn what gRPC says into the front's errors."""
+    if isinstance(error, TrtkvError):
+        return error
+    # grpc.aio's errors have code and details, tritonclient's status and message.
+    status = str(_call(error, "code") or _call(error, "status"))
+    said = " ".join(str(_call(error, "details") or _call(error, "message") or error).split())
+    problem, _, fix = said.partition(". ")
+    if "INVALID_ARGUMENT" in status:
+        return RequestError(problem, fix or "See /openapi.json.")
+    if "UNAVAILABLE" in status and BUSY in said:
+        return Busy(problem.partition(BUSY)[2], fix or "Try again shortly.")
+    if any(one in status for one in ("UNAVAILABLE", "NOT_FOUND", "CANCELLED")):
+        return Unavailable(f"the engine has gone: {problem}", "Send the request again.")
+    return EngineError(problem or type(error).__name__, fix or "The server's log says more.")
+
+
+def _call(error: Exception, name: str) -> Any:
+    method = getattr(error, name, None)
+    return method() if callable(method) else None
+
+
+def _floats(result: Any, name: str) -> list[float] | None:
+    values = result.as_numpy(name)
+    return None if values is None else values.reshape(-1).tolist()
+
+
+def _json(result: Any, name: str) -> Any:
+    values = result.as_numpy(name)
+    return None if values is None else json.loads(values.reshape(-1)[0])
+
+
+def _gauges(text: str, model: str) -> dict[str, Any]:
+    """Read one model's gauges out of Triton's metrics."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found: dict[str, Any] = {"kv_cache_bytes": {}}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples if family.name.startswith("trtkv:") else ():
+            if sample.labels.get("model_name") != model:
+                continue
+            name = family.name.removeprefix("trtkv:")
+            if name in GAUGES:
+                found[GAUGES[name]] = round(sample.value, 4) if name.endswith("perc") else int(sample.value)
+            elif name == "kv_cache_bytes":
+                found["kv_cache_bytes"][sample.labels["tier"]] = int(sample.value)
+    return found

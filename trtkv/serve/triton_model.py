@@ -1,0 +1,237 @@
+"""The model that Triton's Python backend loads: requests go to the engine's thread, one other thread sends what comes back.
+
+Measured rules behind it: one sender must be used by one thread, metrics by one thread at a time (the server dies otherwise); sending from the
+engine's thread doubles a step at 32 sequences; a thread that sends everything gathered so far does not slow it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trtkv.errors import RequestError, TrtkvError
+from trtkv.runtime.batcher import Event
+from trtkv.runtime.llm import LLM
+from trtkv.serve.errors import Busy, Unavailable
+from trtkv.serve.service import Service, Ticket
+from trtkv.serve.triton_metrics import TritonSink
+from trtkv.serve.triton_repo import OUTPUTS
+from trtkv.serve.triton_request import Asked, read_request
+
+BUSY = "busy: "  # begins the message of a request that may come again shortly
+CANCEL_S = 0.1  # how often requests that nothing is sent to are asked whether their client is still there
+PARENT = "TRTKV_SUPERVISOR"  # process that started the server, if trtkv did
+KINDS = {"STRING": np.object_, "INT32": np.int32, "INT64": np.int64, "FP32": np.float32}
+# The second field of /proc/PID/stat has no spaces here, the third is the state and the fourth the parent.
+WATCH = """
+while read -r _ _ state parent _ < /proc/$1/stat && [ "$state" != Z ] && [ "$parent" = "$2" ]; do
+  if [ -n "$3" ]; then
+    state=Z
+    while read -r key value _; do [ "$key" = State: ] && state=$value; done < /proc/$3/status
+    [ "$state" != Z ] || kill -9 $2
+  fi
+  sleep 0.25
+done
+kill -9 $1
+"""
+TYPES = {name: KINDS[kind] for name, kind, _, _ in OUTPUTS}
+
+
+@dataclass(slots=True, eq=False)
+class Open:
+    """A request on its way: its sender and what its responses are made of."""
+
+    request: Any
+    sender: Any
+    asked: Asked
+    wanted: frozenset[str]
+    events: list[Event] = field(default_factory=list)
+    cum_logprob: float = 0.0
+    told: bool = False
+    ended: bool = False
+
+
+class TritonPythonModel:
+    """What the Python backend calls; `initialize` once, `execute` from one thread, `finalize` at the end."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Open the engine; what is wrong with it stands in Triton's log and repository index."""
+        import triton_python_backend_utils as pb_utils
+
+        self.pb = pb_utils
+        self.name = args["model_name"]
+        config = json.loads(args["model_config"])
+        given = {key: value["string_value"] for key, value in config["parameters"].items()}
+        self.decoupled = bool(config["model_transaction_policy"]["decoupled"])
+        home = Path(args["model_repository"]) / args["model_version"]
+        _watch_parents()
+        try:
+            self.llm = LLM(
+                home / given["engine_dir"],
+                weights=_weights(given["weights"], home),
+                device=given["device"],
+                executor=given["executor"],
+                cache_bytes=int(given["cache_bytes"]) if given["cache_bytes"] else None,
+            )
+        except TrtkvError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+        self.inbox: queue.SimpleQueue[list[tuple[Ticket, list[Event]]] | None] = queue.SimpleQueue()
+        self.metrics = TritonSink(pb_utils, self.name)
+        self.service = Service(self.llm.batcher, self.metrics, self.inbox.put, int(given["max_waiting"])).start()
+        self.thread = threading.Thread(target=self._send_all, name="trtkv-send", daemon=True)
+        self.thread.start()
+        self.unloaded = False
+
+    def execute(self, requests: list[Any]) -> None:
+        """Queue requests; answers follow through their senders."""
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                self._queue(request, sender)
+            except Exception as error:  # noqa: BLE001 (whatever is wrong with a request is its client's to hear)
+                self._refuse(sender, error)
+
+    def finalize(self) -> None:
+        """End what is still going, and the threads."""
+        self.service.stop(0.0)
+        self.inbox.put(None)
+        self.thread.join(10.0)
+        self.metrics.stop()
+        self.llm.close()
+
+    def _queue(self, request: Any, sender: Any) -> None:
+        given = {one.name(): one.as_numpy().reshape(-1).tolist() for one in request.inputs()}
+        asked = read_request(given, request.parameters(), self.llm, decoupled=self.decoupled)
+        own = Open(request, sender, asked, frozenset(request.requested_output_names()) or frozenset(TYPES))
+        self.service.submit([asked.tokens], [asked.params], own, asked.priority)
+
+    def _refuse(self, sender: Any, error: Exception) -> None:
+        code, said = self._code(error)
+        sender.send(self.pb.InferenceResponse(error=self.pb.TritonError(said, code)), flags=self.pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def _code(self, error: Exception) -> tuple[Any, str]:
+        codes, said = self.pb.TritonError, " ".join(str(error).split())
+        if isinstance(error, Busy):
+            return codes.UNAVAILABLE, BUSY + said
+        if isinstance(error, Unavailable):
+            return codes.UNAVAILABLE, said
+        return (codes.INVALID_ARG if isinstance(error, RequestError | UnicodeError) else codes.INTERNAL), said
+
+    def _send_all(self) -> None:
+        """Send what has gathered, one response a request however many tokens came meanwhile."""
+        last_s = time.monotonic()
+        while True:
+            touched: dict[Ticket, Open] = {}
+            try:
+                batches = [self.inbox.get(timeout=CANCEL_S)]
+                while not self.inbox.empty():
+                    batches.append(self.inbox.get())
+            except queue.Empty:
+                batches = []
+            for batch in batches:
+                if batch is None:
+                    return
+                for ticket, events in batch:
+                    own: Any = ticket.sink
+                    if not own.ended:
+                        own.events += events
+                        touched[ticket] = own
+            for ticket, own in touched.items():
+                self._guarded(ticket, own)
+            if time.monotonic() - last_s > CANCEL_S:
+                last_s = time.monotonic()
+                self._drop_cancelled()
+                self._unload_if_broken()
+
+    def _guarded(self, ticket: Ticket, own: Open) -> None:
+        try:
+            self._send(ticket, own)
+        except Exception as error:  # noqa: BLE001 (one client's channel must not end the thread that serves all)
+            self.pb.Logger.log_error(f"{self.name}: a response could not be sent: {error}")
+            self._end(own)
+
+    def _send(self, ticket: Ticket, own: Open) -> None:
+        last = own.events[-1]
+        if last.error is not None:
+            self._refuse(own.sender, last.error)
+            self._end(own)
+        elif last.finish_reason is not None:
+            own.sender.send(self._response(ticket, own), flags=self.pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            self._end(own)
+        elif own.asked.stream and (own.wanted & {"output_ids", "output_log_probs"} or any(one.text for one in own.events)):
+            own.sender.send(self._response(ticket, own))
+
+    def _response(self, ticket: Ticket, own: Open) -> Any:
+        events, own.events = own.events, []
+        told = [one for one in events if one.token_id is not None]
+        logprobs = [one.logprob for one in told if one.logprob is not None]
+        own.cum_logprob += sum(logprobs)
+        echo, own.told = ("" if own.told else own.asked.echo), True
+        shown = self.service.gauges.latest
+        make: dict[str, Callable[[], list[Any]]] = {
+            "text_output": lambda: [(echo + "".join(one.text for one in events)).encode()],
+            "output_ids": lambda: [one.token_id for one in told],
+            "finish_reason": lambda: [(events[-1].finish_reason or "").encode()],
+            "num_input_tokens": lambda: [len(own.asked.tokens)],
+            "num_output_tokens": lambda: [len(told)],
+            "output_log_probs": lambda: logprobs,
+            "cum_log_probs": lambda: [own.cum_logprob],
+            "top_log_probs": lambda: [json.dumps([one.top for one in told]).encode()],
+            "kv_cache_bytes": lambda: [sum(shown["kv_cache_bytes"].values())],
+            "kv_cache_usage": lambda: [shown["kv_cache_usage"]],
+            "kv_cache_reused_tokens": lambda: [ticket.cached_tokens],
+        }
+        # Shapes begin with the batch dimension that max_batch_size 1 declares.
+        tensors = [self.pb.Tensor(name, np.array([make[name]()], dtype=TYPES[name])) for name in TYPES if name in own.wanted]
+        return self.pb.InferenceResponse(tensors)
+
+    def _end(self, own: Open) -> None:
+        own.ended = True
+        own.request = own.sender = None
+
+    def _drop_cancelled(self) -> None:
+        for ticket in self.service.tickets():
+            own = ticket.sink
+            if isinstance(own, Open) and not own.ended and own.sender.is_cancelled():
+                self.service.cancel(ticket)
+                error = self.pb.TritonError("the client has gone", self.pb.TritonError.CANCELLED)
+                own.sender.send(self.pb.InferenceResponse(error=error), flags=self.pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+                self._end(own)
+
+    def _unload_if_broken(self) -> None:
+        """Turn the model's readiness red: Triton itself does not notice that an engine has died."""
+        if self.service.broken and not self.unloaded:
+            self.unloaded = True
+            self.pb.Logger.log_error(f"{self.name}: the engine is broken: {self.service.broken}")
+            threading.Thread(target=self._unload, daemon=True).start()
+
+    def _unload(self) -> None:
+        try:
+            self.pb.unload_model(self.name)
+        except Exception as error:  # noqa: BLE001 (allowed under --model-control-mode=explicit only)
+            self.pb.Logger.log_error(f"{self.name}: Triton does not unload it: {error}")
+
+
+def _weights(given: str, home: Path) -> str | None:
+    if not given or given == "random":
+        return given or None
+    return str(home / given)  # an absolute path stays what it is
+
+
+def _watch_parents() -> None:
+    """End this process when the server has gone, and both when the trtkv that started the server has: neither happens by itself.
+
+    A shell watches, not a thread: calls into a server that has died hold the interpreter's lock for ever.
+    """
+    command = ["/bin/sh", "-c", WATCH, "trtkv-watch", str(os.getpid()), str(os.getppid()), os.environ.get(PARENT, "")]
+    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)

@@ -1,0 +1,160 @@
+"""`trtkv export-triton`: engines written as a model repository that official containers and the bundled server load alike."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import trtkv
+from trtkv.checkpoint.find import resolve_model
+from trtkv.errors import ConfigError
+from trtkv.manifest import Manifest, read_manifest
+
+VERSION, ENGINE, WEIGHTS = "1", "engine", "weights"
+MODEL_PY = '''"""Loaded by Triton's Python backend; the work is done in trtkv, which must be installed for the backend's interpreter."""
+
+from trtkv.serve.triton_model import TritonPythonModel  # noqa: F401
+'''
+# name, type, dims, what it means
+INPUTS = (
+    ("text_input", "STRING", 1, "the prompt as text; this or input_ids"),
+    ("input_ids", "INT32", -1, "the prompt as token ids"),
+    ("max_tokens", "INT32", 1, "longest answer in tokens, 16 by default"),
+    ("stream", "BOOL", 1, "send pieces as they come instead of one response"),
+    ("stop_words", "STRING", -1, "texts that end the answer and are not part of it"),
+    ("end_id", "INT32", 1, "a token that ends the answer, besides the model's own"),
+    ("temperature", "FP32", 1, "0 takes the likeliest token; 1 by default"),
+    ("top_k", "INT32", 1, "draw from the k likeliest tokens; 0 is off"),
+    ("top_p", "FP32", 1, "draw from the likeliest tokens that together have this probability"),
+    ("min_p", "FP32", 1, "draw from tokens at least this fraction as likely as the likeliest"),
+    ("repetition_penalty", "FP32", 1, "divides the logits of tokens that were there"),
+    ("presence_penalty", "FP32", 1, "taken once from the logits of answered tokens"),
+    ("frequency_penalty", "FP32", 1, "taken every time from the logits of answered tokens"),
+    ("seed", "UINT64", 1, "makes draws reproducible"),
+    ("ignore_eos", "BOOL", 1, "go on after the end of the text"),
+    ("return_log_probs", "BOOL", 1, "fill output_log_probs and cum_log_probs"),
+    ("exclude_input_in_output", "BOOL", 1, "true by default; false puts the prompt before the answer"),
+    ("sampling_parameters", "STRING", 1, "the same and more as a JSON object; nothing may be given twice"),
+)
+OUTPUTS = (
+    ("text_output", "STRING", -1, "the answer, or its next piece"),
+    ("output_ids", "INT32", -1, "its tokens"),
+    ("finish_reason", "STRING", -1, "stop or length with the last piece, empty before"),
+    ("num_input_tokens", "INT32", -1, "tokens of the prompt"),
+    ("num_output_tokens", "INT32", -1, "tokens of this response"),
+    ("output_log_probs", "FP32", -1, "log probability of every token, where asked for"),
+    ("cum_log_probs", "FP32", -1, "their sum so far"),
+    ("top_log_probs", "STRING", -1, "JSON: for every token the likeliest ones as [id, log probability], where asked for"),
+    ("kv_cache_bytes", "INT64", -1, "bytes that all running sequences' caches hold"),
+    ("kv_cache_usage", "FP32", -1, "share of the cache in use, 0 to 1"),
+    ("kv_cache_reused_tokens", "INT32", -1, "prompt tokens found in pages of an earlier prompt"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """How Triton is to open the engines; as for `LLM`, with the second model and the copy of the weights on demand."""
+
+    weights: str | None = None
+    device: str = "auto"
+    executor: str = "auto"
+    cache_bytes: int | None = None
+    max_waiting: int = 256
+    unary: bool = False
+    copy_weights: bool = False
+
+
+def export(engines: Sequence[Path], repository: Path, settings: Export, *, force: bool = False) -> list[str]:
+    """Write a model for every engine and return their names.
+
+    Raises ConfigError for names that are there already or mean nothing to Triton, EngineError for what is no engine, and CheckpointError for
+    weights that are to be copied and are not there. Nothing is left half-written.
+    """
+    models: dict[str, tuple[Path, bool]] = {}
+    for one in engines:
+        name = one.resolve().name
+        if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+            raise ConfigError(f"'{name}' is no name for a model", "Rename the engine's directory to letters, digits, dots and dashes.")
+        for own in (name, f"{name}_unary") if settings.unary else (name,):
+            if own in models:
+                raise ConfigError(f"two models would be named '{own}'", "Rename one of the engines' directories.")
+            if (repository / own).exists() and not force:
+                raise ConfigError(f"'{repository / own}' exists", "Give --force to replace it.")
+            models[own] = one, own == name
+    manifests = {one: read_manifest(one) for one, _ in models.values()}
+    repository.mkdir(parents=True, exist_ok=True)
+    for name, (one, decoupled) in models.items():
+        _write(repository, name, one, manifests[one], settings, decoupled=decoupled)
+    return list(models)
+
+
+def _write(repository: Path, name: str, engine: Path, manifest: Manifest, settings: Export, *, decoupled: bool) -> None:
+    """Write one model beside its place, then move it there."""
+    with tempfile.TemporaryDirectory(dir=repository, prefix=".new-") as folder:
+        new = Path(folder) / name
+        version = new / VERSION
+        shutil.copytree(engine, version / ENGINE)
+        (version / "model.py").write_text(MODEL_PY, encoding="utf-8")
+        weights = settings.weights
+        if settings.copy_weights:
+            weights = WEIGHTS
+            _copy_weights(_checkpoint(manifest), version / WEIGHTS)
+        (new / "config.pbtxt").write_text(config(name, manifest, settings, weights, decoupled=decoupled), encoding="utf-8")
+        place = repository / name
+        if place.exists():
+            place.rename(Path(folder) / "old")
+        new.rename(place)
+
+
+def _checkpoint(manifest: Manifest) -> Path:
+    own = Path(manifest.checkpoint) if manifest.checkpoint else None
+    return own if own and any(own.glob("*.safetensors")) else resolve_model(manifest.model_name).path
+
+
+def _copy_weights(source: Path, target: Path) -> None:
+    target.mkdir()
+    for file in (*source.glob("*.safetensors"), *source.glob("*.safetensors.index.json"), *source.glob("config.json")):
+        shutil.copyfile(file, target / file.name)
+
+
+def config(name: str, manifest: Manifest, settings: Export, weights: str | None, *, decoupled: bool) -> str:
+    """Return the text of `config.pbtxt`."""
+    limits = manifest.limits
+    parameters = {
+        "engine_dir": ENGINE, "weights": weights or "", "device": settings.device, "executor": settings.executor,
+        "cache_bytes": "" if settings.cache_bytes is None else str(settings.cache_bytes), "max_waiting": str(settings.max_waiting),
+    }  # fmt: skip
+    kind = "One request may have many responses" if decoupled else "Every request has one response: `stream` is refused"
+    return "\n".join(
+        [
+            f"# Written by trtkv {trtkv.__version__}: {manifest.model_name} under the policy {manifest.cache.policy},",
+            f"# up to {limits.max_seq_len} tokens in each of {limits.max_batch_size} sequences at once.",
+            f"name: {json.dumps(name)}",
+            'backend: "python"',
+            "# Every request is one sequence; they are batched step by step inside the model, so Triton need not wait for others.",
+            "max_batch_size: 1",
+            f"# {kind}.",
+            f"model_transaction_policy {{ decoupled: {'true' if decoupled else 'false'} }}",
+            "# One instance is one engine; the parameter `device` says where it runs.",
+            "instance_group [ { kind: KIND_MODEL count: 1 } ]",
+            f"input [\n{_tensors(INPUTS, optional=True)}\n]",
+            f"output [\n{_tensors(OUTPUTS, optional=False)}\n]",
+            "# Directories are relative to the version's; empty means the default: weights from where the engine was built, memory that is free.",
+            *(f'parameters {{ key: "{key}" value: {{ string_value: {json.dumps(value)} }} }}' for key, value in parameters.items()),
+            "",
+        ]
+    )
+
+
+def _tensors(rows: Sequence[tuple[str, str, int, str]], *, optional: bool) -> str:
+    lines = []
+    for index, (name, kind, size, what) in enumerate(rows):
+        more = " optional: true" if optional else ""
+        comma = "," if index < len(rows) - 1 else ""
+        lines.append(f'  # {what}\n  {{ name: "{name}" data_type: TYPE_{kind} dims: [ {size} ]{more} }}{comma}')
+    return "\n".join(lines)
