@@ -58,7 +58,7 @@ async def drive(args: argparse.Namespace, seen: Seen) -> float:
 
     def body() -> bytes:
         prompt = [rng.randrange(1, args.vocab) for _ in range(args.prompt)]
-        options = {"stream_options": {"include_usage": True}, "ignore_eos": True, "temperature": 0, "stream": True}
+        options = {"stream_options": {"include_usage": True}, "ignore_eos": True, "temperature": 0, "stream": True, "logprobs": args.logprobs}
         return json.dumps({"prompt": prompt, "max_tokens": args.tokens, **options, **({"model": args.model} if args.model else {})}).encode()
 
     async def worker() -> None:
@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=16)
     parser.add_argument("--vocab", type=int, default=256)
     parser.add_argument("--rate", type=float)
+    parser.add_argument("--logprobs", type=int, help="ask for log probabilities: every token has a piece then, even one that ends inside a character")
     parser.add_argument("--model")
     parser.add_argument("--pid", type=int, help="process whose memory is shown before and after")
     args = parser.parse_args()

@@ -44,7 +44,6 @@ def test_build_run_and_reuse(engine: Path, tiny_llama: TinyModel, capsys: Captur
     assert answer["stats"]["tokens_read_per_step"] == pytest.approx((2 * 124 + 64) / 3)
 
 
-
 def test_a_short_sequence_can_be_read_whole(engine: Path, capsys: Capture) -> None:
     selecting = output(capsys, "run", engine, "hello " * 20, "--max-tokens", 8, "--ignore-eos")
     whole = output(capsys, "run", engine, "hello " * 20, "--max-tokens", 8, "--ignore-eos", "--dense-below", 256)
