@@ -50,6 +50,7 @@ class Session:
                 for layer in range(plan.num_layers)
             ]
         self.dense_below = dense_below
+        self.parts = 1
         self.on_release: Callable[[int], None] | None = None
         self.reduce: Callable[[Tensor], None] | None = None  # sums a tensor in place over the parts of an engine
         self._scratch: dict[Hashable, object] = {}
@@ -132,11 +133,11 @@ class Session:
             self.read_tokens += tokens / self.plan.num_layers
 
     def stored_bytes(self) -> int:
-        """Return the bytes that hold keys, values and summaries of the announced step's sequences."""
+        """Return the bytes that hold keys, values and summaries of the announced step's sequences, in all parts of the engine."""
         rows = self._step[0].rows
         if self.held is not None:
-            return sum(self.held.nbytes(row.slot) for row in rows)
-        return sum(self.plan.stored_bytes(row.stored) for row in rows)
+            return self.parts * sum(self.held.nbytes(row.slot) for row in rows)
+        return self.parts * sum(self.plan.stored_bytes(row.stored) for row in rows)
 
     def release(self, slot: int) -> None:
         """Free what a slot holds; pages belong to their allocator."""

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -249,3 +250,7 @@ def test_nothing_outlives_a_killed_front(engines: list[Path]) -> None:
         server.process.kill()
         server.process.wait()
         until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in children))
+        left = list(Path(tempfile.gettempdir()).glob(f"trtkv-serve-{server.process.pid}-*"))
+    assert len(left) == 2
+    with started(engines[:1]):
+        assert not any(one.exists() for one in left)

@@ -89,7 +89,8 @@ def open_engine(directory: Path, options: Options, progress: Progress = lambda s
     sequences = manifest.limits.max_batch_size
     dense = dense_below(plan, sequences, device) if options.dense_below is None else options.dense_below
     session = Session(plan, [num_pages] * plan.num_page_groups, sequences, device, dense)
-    session.reduce = part.reduce if part else None
+    if part:
+        session.reduce, session.parts = part.reduce, part.count
     if gpu_ready(device) is None:
         progress("kernels", 0.0)
         with torch.cuda.device(device):

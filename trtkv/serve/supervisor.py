@@ -100,14 +100,24 @@ def free_ports() -> Ports:
         return Ports(*(one.getsockname()[1] for one in sockets))
 
 
+def temporary(what: str) -> Path:
+    """Make a temporary folder that carries this process's number; what killed processes of this kind have left is removed."""
+    for left in (*Path(tempfile.gettempdir()).glob("trtkv-serve-*-*"), *Path("/dev/shm").glob("trtkv_*_*")):
+        owner = left.name.replace("trtkv-serve-", "trtkv_").split("_")[1].split("-")[0]
+        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
+            with contextlib.suppress(OSError):
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+    return Path(tempfile.mkdtemp(prefix=f"trtkv-serve-{os.getpid()}-{what}-"))
+
+
 class Supervisor:
     """One tritonserver with the models of a repository."""
 
     def __init__(self, install: Install, repository: Path, models: Sequence[str], ports: Ports, drain_s: float, say: Say) -> None:
         self.install, self.repository, self.models, self.ports, self.say = install, repository, models, ports, say
         self.drain_s, self.up, self.starts, self.began_s = drain_s, False, 0, 0.0
-        self._work = Path(tempfile.mkdtemp(prefix="trtkv-triton-"))
-        self._prefix = f"trtkv_{uuid.uuid4().hex[:8]}_"
+        self._work = temporary("triton")
+        self._prefix = f"trtkv_{os.getpid()}_{uuid.uuid4().hex[:8]}_"
         self._process: subprocess.Popen[bytes] | None = None
         self._stubs: set[psutil.Process] = set()
         self._watch: asyncio.Task[None] | None = None

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from trtkv.runtime.sampler import SamplingParams
 from trtkv.runtime.tokenizer import Tokenizer
 from trtkv.serve.backend import Backend, Facts, probe
 from trtkv.serve.errors import Busy, Unavailable
-from trtkv.serve.supervisor import Ports, Say, Supervisor, find_install, free_ports
+from trtkv.serve.supervisor import Ports, Say, Supervisor, find_install, free_ports, temporary
 from trtkv.serve.triton_model import BUSY
 from trtkv.serve.triton_repo import Export, export
 
@@ -223,7 +222,7 @@ async def start_triton(
             "the package 'tritonclient' is missing", "Install it: pip install 'tritonclient[grpc]'; or serve with --no-triton."
         ) from None
     install = find_install(environment)
-    folder = Path(tempfile.mkdtemp(prefix="trtkv-models-"))
+    folder = temporary("models")
     try:
         export(list(names.values()), folder, Export(**options, max_waiting=max_waiting))
         supervisor = Supervisor(install, folder, list(names), Ports(*ports) if ports else free_ports(), 1.0, say)
