@@ -19,7 +19,8 @@ STEP_COLUMNS = {
     "rest_us": "rest",
 }  # fmt: skip
 SERVE_COLUMNS = {
-    "policy": "policy", "seconds": "seconds", "requests_per_s": "requests/s", "tokens_in_per_s": "in tokens/s", "tokens_out_per_s": "out tokens/s",
+    "policy": "policy", "endpoint": "endpoint", "statuses": "statuses", "seconds": "seconds",
+    "requests_per_s": "requests/s", "tokens_in_per_s": "in tokens/s", "tokens_out_per_s": "out tokens/s",
     "ttft_p50_ms": "TTFT p50 ms", "ttft_p99_ms": "p99", "itl_p50_ms": "ITL p50 ms", "itl_p99_ms": "p99 ", "most_running": "running",
     "most_kv_bytes": "KV", "preemptions": "gave way", "reused_tokens": "reused tokens",
 }  # fmt: skip
@@ -94,7 +95,7 @@ def step(
 
 
 def serve(
-    engines: list[Path],
+    engines: list[str],
     /,
     *,
     requests: int = 32,
@@ -106,13 +107,15 @@ def serve(
     seed: int = 0,
     weights: str | None = None,
     device: str = "auto",
+    model: str | None = None,
+    api_key: str | None = None,
     output: Path | None = None,
     json: bool = False,
 ) -> None:
-    """Put engines under load in this process, one after the other: prompts of random tokens, answers of a fixed length.
+    """Put engines under load in this process, one after the other, or running servers: prompts of random tokens, answers of a fixed length.
 
     Args:
-        engines: Engine directories, such as one of `full` and one of the policy to compare.
+        engines: Engine directories, such as one of `full` and one of the policy to compare, or addresses of `trtkv serve` (http://HOST:PORT).
         requests: How many arrive.
         prompt_tokens: Tokens of every prompt.
         answer_tokens: Tokens of every answer.
@@ -122,9 +125,12 @@ def serve(
         seed: Draws prompts and times.
         weights: Checkpoint directory, or random.
         device: auto, cpu, cuda or cuda:N.
+        model: Name of the model to ask a server for; its only or first one by default.
+        api_key: Key that a server asks for.
         output: File of JSON lines to which the records are appended.
         json: Print one JSON object an engine instead of a table.
     """
+    from trtkv.bench.endpoint import serve_endpoint
     from trtkv.bench.records import append_records
     from trtkv.bench.serving import Traffic
     from trtkv.bench.serving import serve as run
@@ -137,13 +143,18 @@ def serve(
         words += ["--answer-tokens", str(answer_tokens), *(["--rate", str(rate)] if rate else ["--concurrency", str(concurrency)])]
         words += ["--shared-tokens", str(shared_tokens), "--seed", str(seed), *([] if weights is None else ["--weights", weights])]
         with progress("bench") as report:
-            records.append(run(engine, traffic, Options(weights, device), shlex.join(words), report))
+            if engine.startswith(("http:", "https:")):
+                records.append(serve_endpoint(engine, traffic, shlex.join(words), model=model, key=api_key, report=report))
+            else:
+                records.append(run(Path(engine), traffic, Options(weights, device), shlex.join(words), report))
         if output:
             append_records(output, records[-1:])
         if json:
             print_json(records[-1])
     if not json:
         print_table(*_table(records, SERVE_COLUMNS))
+    if any(record["status"] != "ok" for record in records):
+        raise TrtkvError("some requests got no complete answer, so there are no times", "See the check of the record (--json) and the server's log.")
 
 
 def _options(policy: str, budget: int | None, sets: list[str]) -> tuple[int | None, tuple[str, ...]]:

@@ -1,0 +1,65 @@
+"""`trtkv bench serve URL` against a real server in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.console import Capture, complaint, printed
+from tests.tiny import TinyModel
+from trtkv.api import build
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llama: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    path = build(
+        str(tiny_llama.path), "fier", budget=64, out=tmp_path_factory.mktemp("served") / "tiny", backend="none", sms=["none"], max_seq_len=256
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [sys.executable, "-m", "trtkv", "serve", str(path), "--no-triton", "--port", str(port), "--device", "cpu", "--api-key", "secret"]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(200):
+            try:
+                urllib.request.urlopen(f"{url}/ready", timeout=5)
+                break
+            except (OSError, urllib.error.URLError):
+                assert process.poll() is None
+                time.sleep(0.1)
+        yield url
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+def test_a_server_under_load(server: str, tmp_path: Path, capsys: Capture) -> None:
+    words = ("--requests", 6, "--concurrency", 3, "--prompt-tokens", 20, "--answer-tokens", 5, "--api-key", "secret")
+    record = json.loads(printed(capsys, "bench", "serve", server, *words, "--output", tmp_path / "rows.jsonl", "--json"))
+    assert record["status"] == "ok"
+    assert record["statuses"] == {"200": 6}
+    assert record["tokens_out_per_s"] == pytest.approx(30 / record["seconds"], rel=0.0006 / record["seconds"] + 1e-3)
+    assert record["ttft_p50_ms"] <= record["ttft_p99_ms"]
+    assert "statuses" in printed(capsys, "bench", "serve", server, *words, "--rate", 50)
+
+
+def test_a_server_that_refuses_has_no_times(server: str, capsys: Capture) -> None:
+    assert "no complete answer" in complaint(capsys, "bench", "serve", server, "--requests", 2, "--prompt-tokens", 5, "--json")
+
+
+@pytest.mark.parametrize(("url", "says"), [("http://127.0.0.1:9", "nobody answers"), ("http://", "no address"), ("https://x", "no address")])
+def test_addresses_that_do_not_answer(url: str, says: str, capsys: Capture) -> None:
+    assert says in complaint(capsys, "bench", "serve", url)
