@@ -14,7 +14,6 @@ from trtkv.plugins._device.nvrtc import Float, Int, Kernel, Long, Pointer
 
 _HERE = Path(__file__).parent
 _SCORE = (Pointer,) * 7 + (Int, Int, Int, Long, Int, Float)
-_PAGES = (Pointer,) * 6 + (Int, Int, Int, Long, Int, Float)
 _SELECT = (Pointer,) * 4 + (Long,) + (Int,) * 7
 _POOLS = {"softmax-mean": 0, "softmax-max": 0, "mean": 1, "max": 2}
 STAGES = 4  # of fier.cu
@@ -57,18 +56,6 @@ def fier_score(
     kernel.launch((parts.shape[1], heads, lens.shape[0]), 256, 8 * STAGES * 6 * dim, stream(), values, overlap=overlap)
 
 
-def page_score(
-    q: Tensor, bounds: Tensor, table: Tensor, lens: Tensor, scores: Tensor, parts: Tensor, *,
-    page_size: int, budget: int, scale: float, pooling: str, overlap: bool = False,
-) -> None:  # fmt: skip
-    """Score all full pages: q [B, Hq D], bounds [P, Hk, 2, D] (minima, maxima) in the dtype of q, table [B, M], lens [B] int32."""
-    heads, dim = bounds.shape[1], bounds.shape[-1]
-    kernel = page_kernel(dim, q.shape[1] // dim // heads, pooling, q.dtype == torch.bfloat16, arch())
-    values = (q.data_ptr(), bounds.data_ptr(), table.data_ptr(), lens.data_ptr(), scores.data_ptr(), parts.data_ptr(),
-              q.stride(0), table.stride(0), page_size, scores.shape[2], budget, scale * 1.4426950408889634)  # fmt: skip
-    kernel.launch((parts.shape[1], heads, lens.shape[0]), 256, 0, stream(), values, overlap=overlap)
-
-
 def select_units(
     scores: Tensor, parts: Tensor, lens: Tensor, out: Tensor, *,
     budget: int, sink: int, window: int, unit: int, group: int, pooling: str, cluster: int = 0, overlap: bool = False,
@@ -96,21 +83,10 @@ def select_cluster(rows: int, units: int) -> int:
     return next(c for c in (1, 2, 3, 4, 8, 16) if c >= max(most, need))
 
 
-def overlaps(rows: int, units: int) -> bool:
-    """Say whether launches should overlap: blocks that start early spoil the balance of kernels that fill the device for long."""
-    return rows * units <= 1 << 21
-
-
 def score_kernel(dim: int, group: int, pooling: str, bf16: bool, arch: str) -> Kernel:
     """Load the FIER scorer for a shape."""
     defines = (f"-DD={dim}", f"-DGROUP_HEADS={group}", f"-DPOOL={_POOLS[pooling] if group > 1 else 0}", *(("-DQ_BF16",) if bf16 else ()))
     return nvrtc.load(_HERE / "fier.cu", "fier_score", _SCORE, defines, arch, 8 * STAGES * 6 * dim)
-
-
-def page_kernel(dim: int, group: int, pooling: str, bf16: bool, arch: str) -> Kernel:
-    """Load the page scorer for a shape."""
-    defines = (f"-DD={dim}", f"-DGROUP_HEADS={group}", f"-DPOOL={_POOLS[pooling] if group > 1 else 0}", *(("-DBF16",) if bf16 else ()))
-    return nvrtc.load(_HERE / "pages.cu", "page_score", _PAGES, defines, arch, 0)
 
 
 def select_kernel(cluster: int, heads: int, maximum: bool, unit: int, group: int, arch: str) -> Kernel:

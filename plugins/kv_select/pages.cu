@@ -11,11 +11,6 @@
 
 typedef unsigned int u32;
 
-#ifndef KIND // the entry for bounds of whole pages
-#define WHOLE_PAGES
-#define KIND 0
-#define PER_PAGE 1
-#endif
 #define WARPS 8
 #define PIECES (D / 32)                // 16-byte pieces that a lane reads of a vector
 #define PAIRS (D / 8)
@@ -394,15 +389,8 @@ __device__ __forceinline__ void run(const real* q, const char* vectors, const vo
 #endif
 }
 
-#ifdef WHOLE_PAGES
-extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) page_score(const real* q, const char* bounds, const int* table, const int* lens, __half* scores, float4* parts,
-    int q_stride, int table_stride, int page_size, long long score_stride, int budget, float scale_log2) {
-  run(q, bounds, nullptr, nullptr, table, lens, scores, parts, q_stride, table_stride, page_size, gridDim.y, 1, score_stride, budget, scale_log2);
-}
-#else
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) score_pages(const real* q, const char* vectors, const void* beside, const uint2* cut, const int* table,
     const int* lens, __half* scores, float4* parts, int q_stride, int table_stride, int unit, int heads, int copies, long long score_stride, int budget,
     float scale_log2) {
   run(q, vectors, beside, cut, table, lens, scores, parts, q_stride, table_stride, unit, heads, copies, score_stride, budget, scale_log2);
 }
-#endif

@@ -17,6 +17,7 @@ from trtkv.plugins.kv_append import kernel as append
 from trtkv.plugins.kv_attend import launch as attend
 from trtkv.plugins.kv_select import fier_layout
 from trtkv.plugins.kv_select import launch as select
+from trtkv.plugins.kv_select import launch_pages
 
 DEV = "cuda"
 LOG2E = 1.4426950408889634
@@ -112,13 +113,14 @@ def check_chain(case: Case, budget: int, sink: int, window: int, pooling: str, l
     width = -(-budget // unit)
     chosen = case.guard.like((batch, case.heads, width + 1), torch.int32, -7)
     out = case.guard.like(tuple(case.q.shape), case.dtype, float("nan"))
-    common = {"page_size": case.page, "budget": budget, "scale": scale, "pooling": pooling}
+    common = {"budget": budget, "scale": scale, "pooling": pooling}
 
     def step() -> None:
         if case.pages:
-            select.page_score(case.q, case.bounds, case.table, case.lens, scores, parts, **common)
+            bounds = case.bounds.unsqueeze(2)  # one unit a page
+            launch_pages.score_pages(case.q, bounds, None, case.table, case.lens, scores, parts, kind="box", unit=case.page, **common)
         else:
-            select.fier_score(case.q, case.bits, case.meta, case.table, case.lens, scores, parts, **common)
+            select.fier_score(case.q, case.bits, case.meta, case.table, case.lens, scores, parts, page_size=case.page, **common)
         select.select_units(
             scores, parts, case.lens, chosen, budget=budget, sink=sink, window=window, unit=unit, group=32 if unit == 1 else unit, pooling=pooling
         )
@@ -273,11 +275,12 @@ def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype) -> Non
             qkv, case.lens, starts, case.lens, case.table, rope, None, case.q, case.keys, case.values, case.bits,
             case.bounds if case.pages else case.meta, eps=0.0, group=unit if case.pages else 32, summary=policy, longest=1, overlap=True,
         )  # fmt: skip
-        common = {"page_size": page, "budget": budget, "scale": dim**-0.5, "pooling": "softmax-mean", "overlap": True}
+        common = {"budget": budget, "scale": dim**-0.5, "pooling": "softmax-mean", "overlap": True}
         if case.pages:
-            select.page_score(case.q, case.bounds, case.table, case.lens, scores, parts, **common)
+            bounds = case.bounds.unsqueeze(2)  # one unit a page
+            launch_pages.score_pages(case.q, bounds, None, case.table, case.lens, scores, parts, kind="box", unit=case.page, **common)
         else:
-            select.fier_score(case.q, case.bits, case.meta, case.table, case.lens, scores, parts, **common)
+            select.fier_score(case.q, case.bits, case.meta, case.table, case.lens, scores, parts, page_size=case.page, **common)
         select.select_units(
             scores, parts, case.lens, chosen, budget=budget, sink=sink, window=window, unit=unit, group=unit if case.pages else 32,
             pooling="softmax-mean", overlap=True,

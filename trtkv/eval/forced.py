@@ -218,11 +218,6 @@ def score_answers(
     ], held
 
 
-def _answer_score(one: Asked, hits: list[bool], losses: list[float]) -> AnswerScore:
-    digits = fmean(hit for hit, digit in zip(hits, one.digits, strict=True) if digit)
-    return AnswerScore(float(all(hits)), digits, fmean(losses))
-
-
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A sample in tokens: where its answer begins, and which of the answer's tokens hold digits (all, where none does)."""
