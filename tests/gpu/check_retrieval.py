@@ -15,9 +15,8 @@ from torch import Tensor
 
 from trtkv.plugins.kv_append import kernel as append
 from trtkv.plugins.kv_attend import launch as attend
-from trtkv.plugins.kv_select import fier_layout
+from trtkv.plugins.kv_select import fier_layout, launch_pages
 from trtkv.plugins.kv_select import launch as select
-from trtkv.plugins.kv_select import launch_pages
 
 DEV = "cuda"
 LOG2E = 1.4426950408889634
