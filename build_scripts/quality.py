@@ -1,6 +1,6 @@
 """Measures what every preset costs in quality on a small real model; `quality_doc.py` writes docs/quality.md from the records.
 
-    python build_scripts/quality.py list > cells.jsonl                       # what is to be measured, most wanted first
+    python build_scripts/quality.py list > cells.jsonl                       # what is to be measured, most wanted first; --without FILE: the rest
     python build_scripts/quality.py samples samples.json                     # prompts in tokens, for quality_peer.py
     python build_scripts/quality.py run cells.jsonl records --workers 14     # stops in time, goes on where it stopped
     cat records/*.jsonl peer.jsonl > docs/quality.jsonl                      # what the document is written from
@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from quality_cells import LENGTHS, PERCENTS, Cell, Model, cells, measure, samples_of
@@ -53,6 +54,8 @@ def main() -> None:
         one.add_argument("--seconds", type=float, default=1e9, help="after which no further cell is begun")
         one.add_argument("--workers", type=int, default=1)
         one.add_argument("--index", type=int, default=0)
+        one.add_argument("--commit", default="", help="goes into the records")
+        one.add_argument("--without", type=Path, help="records whose cells list leaves out")
     options = parser.parse_args()
     {"list": show, "samples": write_samples, "run": run, "work": work}[options.command](options)
 
@@ -70,8 +73,10 @@ def everything() -> Iterator[Cell]:
 
 def show(options: argparse.Namespace) -> None:
     """Print the cells as JSON lines."""
+    done = {name_of(cell_of(row)) for row in rows_of(options.without) if "preset" in row} if options.without else set()
     for cell in everything():
-        print(json.dumps(dataclasses.asdict(cell)))
+        if name_of(cell) not in done:
+            print(json.dumps(dataclasses.asdict(cell)))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -79,7 +84,8 @@ def run(options: argparse.Namespace) -> None:
     options.records.mkdir(parents=True, exist_ok=True)
     forget_unfinished(options.records)
     forward = ["--model", options.model, "--device", options.device, "--dtype", options.dtype, "--batch", str(options.batch)]
-    command = [sys.executable, __file__, "work", str(options.cells), str(options.records), *forward, "--seconds", str(options.seconds)]
+    forward += ["--seconds", str(options.seconds), "--commit", options.commit]
+    command = [sys.executable, __file__, "work", str(options.cells), str(options.records), *forward]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     workers = [subprocess.Popen([*command, "--index", str(index)], env=environment) for index in range(options.workers)]
     try:
@@ -92,9 +98,7 @@ def run(options: argparse.Namespace) -> None:
 
 def forget_unfinished(records: Path) -> None:
     """Remove the claims of workers that ended without a record."""
-    rows = [json.loads(line) for file in records.glob("worker-*.jsonl") for line in file.read_text(encoding="utf-8").splitlines()]
-    fields = [one.name for one in dataclasses.fields(Cell)]
-    done = {f".{name_of(Cell(**{**{name: row[name] for name in fields}, 'sets': tuple(row['sets'])}))}" for row in rows}
+    done = {f".{name_of(cell_of(row))}" for file in records.glob("worker-*.jsonl") for row in rows_of(file)}
     for claim in records.glob(".*"):
         if claim.name not in done:
             claim.unlink()
@@ -104,7 +108,7 @@ def work(options: argparse.Namespace) -> None:
     """Take cells that nobody has taken until none is left or the time is over."""
     until = time.monotonic() + options.seconds
     torch.set_num_threads(1)
-    wanted = [Cell(**{**json.loads(line), "sets": tuple(json.loads(line)["sets"])}) for line in options.cells.read_text().splitlines()]
+    wanted = [cell_of(row) for row in rows_of(options.cells)]
     own = options.records / f"worker-{options.index}-{os.getpid()}.jsonl"
     model = None
     for cell in wanted:
@@ -117,12 +121,23 @@ def work(options: argparse.Namespace) -> None:
             continue
         model = model or Model(options.model, options.device, options.dtype, max(one.length for one in wanted), options.batch)
         try:
-            record = measure(cell, model)
+            record = {**measure(cell, model), "commit": options.commit}
         except BaseException:
             claim.unlink()
             raise
         with own.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    """Read a file of JSON lines."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def cell_of(row: dict[str, Any]) -> Cell:
+    """Return the cell that a line of a list or a record is about."""
+    fields = {one.name: row[one.name] for one in dataclasses.fields(Cell)}
+    return Cell(**{**fields, "sets": tuple(fields["sets"])})
 
 
 def name_of(cell: Cell) -> str:

@@ -102,7 +102,8 @@ class Model:
 
     def __init__(self, name: str, device: str, dtype: str, max_seq_len: int, batch: int) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        settings = {"max_seq_len": max_seq_len, "max_batch_size": batch, "max_chunk_tokens": max_seq_len, "dtype": dtype}
+        sms = ("none",) if device == "cpu" else ()  # kernels for the GPU at hand
+        settings = {"max_seq_len": max_seq_len, "max_batch_size": batch, "max_chunk_tokens": max_seq_len, "dtype": dtype, "sms": sms}
         engine = build(name, "full", out=Path(self._folder.name) / "engine", backend="none", **settings)
         self.full = LLM(engine, device=device, executor="torch")
         executor = self.full.engine.stepper.executor

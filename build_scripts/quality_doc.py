@@ -1,14 +1,14 @@
-"""Writes docs/quality.md and its plots from the records that `quality.py` and `quality_peer.py` made.
+"""Writes docs/quality.md and its plots from the records that `quality.py` and `quality_peer.py` made, and from those of `trtkv eval` beside them.
 
-python build_scripts/quality_doc.py docs/quality.jsonl --commit COMMIT
+python build_scripts/quality_doc.py docs/quality.jsonl
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import matplotlib as mpl
 from matplotlib import pyplot as plt
 from quality import everything
 from quality_cells import VARIED, standard_error
+from quality_tables import MARKERS, Record, rows_of, sections, table
 
 from trtkv.presets import policy_presets
 
@@ -27,18 +28,16 @@ FAMILIES = {  # what shares a hue: retrieval reads less, the others store less
     "eviction": ("lagkv", "snapkv", "streaming", "h2o", "keydiff", "tova", "raas", "razor", "pyramidkv", "knorm"),
     "compression": ("minikv", "minikv-pyramid", "arkv", "qhitter", "kivi"),
 }
-MARKERS = "osD^vP*X<>h"
-Record = dict[str, Any]
 
 
 class Records:
     """Finished cells, found by what they are."""
 
     def __init__(self, file: Path) -> None:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        rows = rows_of(file)
         self.own = [row for row in rows if "preset" in row]
         self.peers = {(row["task"], row["peer"], row["percent"], row["length"]): row for row in rows if "peer" in row}
-        self._by_key = {key_of(row): row for row in self.own}
+        self._by_key = {key_of(row): row for row in self.own}  # the newest of a cell: files grow at their end
 
     def find(self, task: str, preset: str, percent: int, length: int, sets: tuple[str, ...] = (), blind: bool = True, seed: int = 0) -> Record | None:
         """Return a cell's record, None where it was not run."""
@@ -49,6 +48,15 @@ class Records:
         full = self.find(record["task"], "full", 0, record["length"], seed=record["seed"])
         assert full is not None, "the reference was not run"
         return record["stored_bytes"] / full["stored_bytes"]
+
+    def again(self) -> list[tuple[Record, Record]]:
+        """List the cells that were run at two commits, the older record first."""
+        first = {key_of(row): row for row in reversed(self.own)}
+        return [(first[key], row) for key, row in self._by_key.items() if first[key] is not row]
+
+    def newest(self) -> list[Record]:
+        """Return every cell's newest record."""
+        return list(self._by_key.values())
 
     def missing(self) -> int:
         """Count the cells with answers that have no record."""
@@ -70,15 +78,12 @@ def main() -> None:
     """Write the document whole or not at all, then the plots."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path)
-    parser.add_argument("--commit", required=True, help="that was measured")
-    parser.add_argument("--agreement", type=Path, help="records of `trtkv eval --task agreement`")
     parser.add_argument("--out", type=Path, default=TARGET)
     options = parser.parse_args()
     records = Records(options.records)
     lengths = sorted({row["length"] for row in records.own})
-    parts = [head(records, options.commit, lengths), goals(records), *(section(records, length) for length in lengths)]
-    if options.agreement:
-        parts.append(agreement(options.agreement))
+    parts = [head(records, lengths), goals(records), *(section(records, length) for length in lengths), inside(records)]
+    parts += sections(options.records.parent)
     part = options.out.with_suffix(".partial")
     part.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     part.replace(options.out)
@@ -86,7 +91,7 @@ def main() -> None:
         plot(records, length, options.out.with_name(f"quality-{length}.png"))
 
 
-def head(records: Records, commit: str, lengths: list[int]) -> str:
+def head(records: Records, lengths: list[int]) -> str:
     """Say what was measured and how."""
     full = records.find("passkey", "full", 0, lengths[0])
     assert full is not None
@@ -98,8 +103,11 @@ def head(records: Records, commit: str, lengths: list[int]) -> str:
     peer = f"kvpress {versions['kvpress']} with transformers {versions['transformers']}" if versions else "no peer"
     return f"""# Quality
 
-Written by `python build_scripts/quality_doc.py docs/quality.jsonl` from the records of `build_scripts/quality.py` and `quality_peer.py`; do not edit.
-Commit {commit}, SmolLM2-135M-Instruct in {full["dtype"]} on one {full["device"]} (torch executor); peer: {peer}, same weights.
+Written by `python build_scripts/quality_doc.py docs/quality.jsonl` from the records of `build_scripts/quality.py` and `quality_peer.py`, and of
+`trtkv eval` in the files beside it; do not edit. SmolLM2-135M-Instruct in {full["dtype"]} on one {full["device"]} (torch executor); peer: {peer},
+same weights. Sections that say `--device cpu` ran there in float32.
+
+{commits(records)}
 
 How to read the tables:
 
@@ -112,14 +120,52 @@ How to read the tables:
 - **bytes**: what one sequence stores at its fullest behind the prompt, summaries and metadata included, over what `full` stores. **read**: tokens
   whose keys and values a decoded token reads, mean over layers.
 - **perplexity** of 256 tokens of the same prose behind 1,920 (two windows): too few to rank presets that are close.
-- **kvpress**: passkey and needle, right answers, of the press of the same name that keeps as many tokens. Keys, places and lengths are the same, but
-  its prompts were written by Python 3.11 and the presets' by 3.12, whose documentation differs: other sentences stand around the needle.
+- **kvpress**: passkey and needle, right answers, of the press of the same name that keeps as many tokens, on the same prompts.{peer_check(records)}
 - 20 samples a cell for `full`, the five systems, `quest`, `snapkv`, `streaming` and `h2o`, 10 for the others. A share of 0.5 has a standard error of
   0.11 at 20 samples and 0.16 at 10: smaller differences say nothing. Haystacks and keys are the same for all presets.
 {absent}
 
-One small model, two tasks: enough to see what a policy loses, not to rank the papers. LagKV's lag is chosen for the budget (`trtkv eval` does the
+One small model, few tasks: enough to see what a policy loses, not to rank the papers. LagKV's lag is chosen for the budget (`trtkv eval` does the
 same), and sinks and windows that do not fit a budget are made smaller: `changed` in the records."""
+
+
+def commits(records: Records) -> str:
+    """Say how many cells are of which commit, and how those that were run at two compare."""
+    counts = Counter(row["commit"] for row in records.newest())
+    parts = ", ".join(f"{count} at {commit}" for commit, count in counts.most_common())
+    pairs = [(old, new) for old, new in records.again() if "exact" in new]
+    text = f"Cells by commit: {parts} (`commit` in the records)."
+    if not pairs:
+        return text
+    same = sum(old["each"]["exact"] == new["each"]["exact"] for old, new in pairs)
+    apart = max(abs(old["nll"] - new["nll"]) for old, new in pairs)
+    names = ", ".join(f"`{new['preset']}` on {new['task']}" for _, new in pairs)
+    return (
+        f"{text} Run at both: {names}; in {same} of {len(pairs)} the\nsame samples are answered right, and mean losses differ by at most {apart:.4f}."
+        " The newer record stands in the tables."
+    )
+
+
+def peer_check(records: Records) -> str:
+    """Set the peer's answers beside the product's, sample by sample where both have as many: the whole cache shows whether the prompts are equal."""
+    pairs: dict[str, list[tuple[Record, Record]]] = {}
+    for (task, name, percent, length), row in records.peers.items():
+        own = records.find(task, name, 0 if name == "full" else percent, length)
+        if own and "exact" in own and own["samples"] == row["samples"]:
+            pairs.setdefault(name, []).append((own, row))
+    if "full" not in pairs:
+        return ""
+    apart = max(abs(own["nll"] - row["nll"]) for own, row in pairs["full"])
+    others = ", ".join(f"`{name}` {alike(rows)}" for name, rows in pairs.items() if name != "full")
+    return f"""
+  Samples of which both answer right or both wrong: {alike(pairs["full"])} with the whole cache, whose mean losses differ by at most {apart:.4f};
+  {others}."""
+
+
+def alike(pairs: list[tuple[Record, Record]]) -> str:
+    """Say in how many samples two records agree."""
+    same = [int(x) == int(y) for own, row in pairs for x, y in zip(own["each"]["exact"], row["each"]["exact"], strict=True)]
+    return f"{sum(same)} of {len(same)}"
 
 
 def goals(records: Records) -> str:
@@ -227,29 +273,24 @@ def section(records: Records, length: int) -> str:
     return f"## {length:,} tokens\n\n![quality against stored bytes and against tokens read](quality-{length}.png)\n\n" + table(columns, rows)
 
 
-def agreement(file: Path) -> str:
-    """Write the table of agreement with full on the same text."""
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    full = next(row for row in rows if row["policy"] == "full")
-    tokens = int(full["task_identity"].split()[1]) * full["samples"]
-    cells = []
-    for row in rows:
-        budget = f"{row['budget']:,}" if row["budget"] else "own"
-        values = row["figures"]
-        held, read = row["stored_bytes"] / full["stored_bytes"], f"{row['tokens_read_per_step']:,.0f}"
-        cells.append([f"`{row['policy']}`", budget, f"{held:.1%}", read, f"{values['agreement']:.2f}", f"{values['kl']:.3f}", f"{values['nll']:.2f}"])
-    columns = ["preset", "budget", "bytes", "read", "same next token", "KL", "nll"]
-    return f"""## Agreement with full
+def inside(records: Records) -> str:
+    """Write what changes where the question belongs to the prompt that is compressed."""
+    rows = []
+    for name in policy_presets():
+        for sets in sorted({tuple(row["sets"]) for row in records.own if row["preset"] == name and not row["blind"]}):
+            percents = {cell.percent for cell in everything() if (cell.preset, cell.sets, cell.blind) == (name, sets, False)}
+            for percent in sorted(percents):
+                seen = [records.find(task, name, percent, 2048, sets, blind=False) for task in TASKS]
+                apart = [records.find(task, name, percent, 2048, sets) for task in TASKS]
+                scores = [f"{one['exact']:.2f}" if one and "exact" in one else "-" for pair in zip(apart, seen, strict=True) for one in pair]
+                rows.append(["".join(f"`{one}` " for one in (name, *sets)).strip(), f"{percent}%" if percent else "own", *scores])
+    columns = ["preset", "budget", "passkey, question apart", "question inside", "needle, question apart", "question inside"]
+    return f"""## The question inside the prompt
 
-`trtkv eval --task agreement --length {full["length"]} --samples {full["samples"]} --budget 11%,25% --device cpu`, {full["dtype"]}; records
-in `{file.name}`. {tokens} tokens of Python's documentation, each predicted behind the true text before it.
+The same cells at 11% of 2,048 tokens with the question as part of the prompt, so that what is evicted at its end can be chosen for the question:
+right answers, beside those of the table above. A dash: not run; presets of which neither task was run are left out.
 
-- **same next token**: share of tokens at which the likeliest next one is full's; its standard error is about 0.03.
-- **KL**: mean divergence from full's distribution, in nats. **nll**: the text's own loss, {full["figures"]["nll"]:.2f} under `full`.
-
-Presets whose sinks and windows do not fit a budget are left out.
-
-{table(columns, cells)}"""
+{table(columns, rows)}"""
 
 
 def percents_of(records: Records, name: str, sets: tuple[str, ...], length: int) -> list[int]:
@@ -280,13 +321,6 @@ def perplexity(record: Record | None) -> str:
     if not record or "nll" not in record:
         return ""
     return f"{math.exp(record['nll']):.1f}" + (f" ({record['agreement']:.0%}, {record['kl']:.2f})" if "agreement" in record else "")
-
-
-def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Write a Markdown table."""
-    lines = [list(columns)]
-    lines += [["---"] * len(lines[0]), *map(list, rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def plot(records: Records, length: int, target: Path) -> None:

@@ -56,7 +56,9 @@ def test_an_end_of_text_ends_the_answer(llms: dict[str, LLM], monkeypatch: pytes
     llm = llms["full"]
     first = llm.generate([prompt(50)], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids
     monkeypatch.setattr(llm.tokenizer, "eos_ids", frozenset({first[2]}))
-    assert generate(llm, [prompt(50)], [4], 1).reads == 2
+    found = generate(llm, [prompt(50)], [4], 1)
+    assert (found.reads, found.token_ids) == (2, [first[:3]])
+    assert generate(llm, [prompt(50)], [4], 1, ignore_eos=True).token_ids == [first]
 
 
 def test_nothing_stays_lent_behind_an_error(llms: dict[str, LLM]) -> None:

@@ -83,7 +83,7 @@ def test_settings_go_to_the_policies_that_have_the_role(request_for: Request) ->
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"sets": ("quantize.bits=2",)}, "none has a quantize role"),
+        ({"sets": ("quantize.bits=2",)}, "none has the role quantize"),
         ({"sets": ("retreive.sink=2",)}, "unknown policy field 'retreive.sink'.*retrieve.sink"),
         ({"sets": ("retrieve.snk=2",)}, "unknown policy field 'retrieve.snk'.*retrieve.sink"),
         ({"sets": ("retrieve.sink",)}, "has no value"),
@@ -106,6 +106,8 @@ def test_settings_go_to_the_policies_that_have_the_role(request_for: Request) ->
         ({"dtype": "int8"}, "unknown dtype"),
         ({"weights": "nowhere"}, "'nowhere' holds no safetensors"),
         ({"data": ("needle=x",)}, "--data names the task 'needle'"),
+        ({"data": ("x.jsonl",)}, "the task 'passkey' reads no file"),
+        ({"tasks": ("perplexity", "needle"), "data": ("needle=x",)}, "the task 'needle' reads no file"),
         ({"tasks": ("ruler-qa-1",)}, "--data ruler-qa-1=FILE"),
         ({"tasks": ("ruler-qa-1",), "data": ("nowhere.json",)}, "'nowhere.json' of task 'ruler-qa-1' does not exist"),
     ],
@@ -135,7 +137,7 @@ def test_every_preset_with_a_budget_takes_one(name: str) -> None:
     """A quarter of 2,048 tokens: every policy takes it, or says what it lacks."""
     policy = parse_policy(name)
     if not has_budget(policy):
-        assert name in ("full", "kivi")
+        assert name in ("full", "kivi", "fp8")
         return
     fitted = apply_budget(policy, 512, 2048)
     if isinstance(fitted.evict, LagKV):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from trtkv.eval import metrics
@@ -24,10 +26,27 @@ def test_qa_f1(given: str, wanted: str, score: float) -> None:
     assert metrics.qa_f1(given, wanted) == pytest.approx(score)
 
 
-def test_chinese_answers_compare_characters() -> None:
+def test_chinese_answers_without_a_dictionary_compare_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_jieba", lambda: None)
+    assert metrics.segmentation() == "characters"
     assert metrics.qa_f1_zh("北京。", "北 京") == 1.0
     assert metrics.qa_f1_zh("北京市", "北京") == pytest.approx(2 * 2 / 5)
+    assert metrics.qa_f1_zh("·北", "北") == pytest.approx(2 / 3)  # this mark is not among those that LongBench drops
     assert metrics.rouge_l_zh("我是人", "我是一个人") == pytest.approx(2 * 3 / 8)
+
+
+class Words:
+    """A dictionary of a few words in jieba's place."""
+
+    def cut(self, text: str) -> list[str]:
+        return re.findall("北京|一个|.", text)
+
+
+def test_chinese_answers_by_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_jieba", Words)
+    assert metrics.qa_f1_zh("北京市", "北京") == pytest.approx(2 / 3)  # 1 of 2 given, 1 of 1 wanted
+    assert metrics.qa_f1_zh("北京。", "北 京") == 0.0  # a space divides words
+    assert metrics.rouge_l_zh("我是人", "我是一个人") == pytest.approx(2 * 3 / 7)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +59,9 @@ def test_chinese_answers_compare_characters() -> None:
         ("a b", "c d", 0.0),
         ("", "a", 0.0),
         ("a", ".", 0.0),
+        ("a. ", "a", 2 / 3),  # the blank behind the full stop is a word of its own
+        ("a. ", "a.\n", 1.0),
+        ("...", "a", 0.0),
     ],
 )
 def test_rouge_l(given: str, wanted: str, score: float) -> None:
@@ -55,6 +77,13 @@ def test_classification() -> None:
     assert metrics.classification("a lake", "city", classes) == 0.0
 
 
+def test_classification_looks_past_the_class_behind_a_dropped_one() -> None:
+    # Of "a", "a b" and "a b c", all inside the right name or the name itself, LongBench drops the first and passes over the second.
+    assert metrics.classification("a b c", "a b c", ("a", "a b", "a b c")) == 0.5
+    assert metrics.classification("a b c", "a b c", ("a", "x", "a b", "a b c")) == 0.5
+    assert metrics.classification("a x b c", "b c", ("a", "x", "c", "b c")) == 1 / 3
+
+
 def test_numbers() -> None:
     assert metrics.count("There are 7, maybe 8 or 7.", "7") == pytest.approx(2 / 3)
     assert metrics.count("17", "7") == 0.0
@@ -67,9 +96,13 @@ def test_numbers() -> None:
 def test_code_similarity() -> None:
     assert metrics.code_similarity("\n# a comment\nreturn x\nmore", "return x") == 1.0
     assert metrics.code_similarity("```\n// no\n", "return x") == 0.0
-    assert metrics.edit_similarity("abcd", "abxd") == 0.75  # three of four and four
+    assert metrics.edit_similarity("abcd", "abxd") == 0.75  # blocks "ab" and "d": three of four and four
     assert metrics.edit_similarity("abc", "ab") == 0.8
     assert metrics.edit_similarity("ab", "abcdefg") == 0.44  # 4 of 9
+    assert metrics.edit_similarity("xaby", "abxy") == 0.75
+    assert metrics.edit_similarity("abc", "cab") == 0.67
+    assert metrics.edit_similarity("bxcxd", "bcdx") == 0.44  # the blocks are "b" and "x"; the subsequence "bcd" is longer
+    assert metrics.edit_similarity("", "a") == 0.0
 
 
 @pytest.mark.parametrize(

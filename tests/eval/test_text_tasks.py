@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,33 @@ def test_long_generation_under_a_policy(tiny_llm: Open) -> None:
         task.measure(bench(llm, tiny_llm(), length=55))
     assert first_difference([1, 2, 3], [1, 5, 3]) == 1
     assert first_difference([1, 2], [1, 2]) == 2
+
+
+def test_what_full_wrote_is_kept_for_the_next_policy(tiny_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    task, full, llm = LongGeneration(TaskOptions(), generated=20), tiny_llm(), tiny_llm("streaming", STREAMING)
+    first = task.measure(bench(llm, full, length=60, samples=2))
+    runs: list[object] = []
+    run = full.engine.stepper.run
+    monkeypatch.setattr(full.engine.stepper, "run", lambda rows: (runs.append(rows), run(rows))[1])
+    assert task.measure(bench(llm, full, length=60, samples=2)) == first
+    assert not runs
+    assert task.measure(bench(llm, full, length=61, samples=2)) != first
+    assert runs
+
+
+def test_long_generation_does_not_depend_on_the_batch(tiny_llm: Open) -> None:
+    # LagKV answers otherwise where chunks of a prompt end elsewhere, as they would if prompts of a batch shared steps.
+    llm, full = tiny_llm("lagkv", ("evict.lag=16", "evict.sink=4")), tiny_llm()
+    found = [LongGeneration(TaskOptions(), generated=20).measure(replace(bench(llm, full, length=150), batch=batch)) for batch in (1, 2, 3)]
+    texts = [{name: one[name] for name in ("same", "diverged", "agreement")} for one in found]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_attention_weighs_pages_as_the_plan_does(tiny_llm: Open) -> None:
+    # A simulation keeps FIER's bits in bytes; the engine packs them.
+    llm = tiny_llm("fier", ("retrieve.budget=48",))
+    found = AttentionError(TaskOptions(), name="attention").measure(bench(llm, tiny_llm(), samples=1))
+    assert found["stored_bytes"] == llm.engine.session.plan.stored_bytes(96)
 
 
 def test_pg19_counts_words(tiny_llm: Open, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ layer do not reach the next.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -65,7 +65,7 @@ class AttentionError(Perplexity):
             done = replay(policy, record(full, Given(text.tokens, bench.length - DECODED)))
             for layer, one in enumerate(done):
                 errors[index, layer], recalls[index, layer], covered[index, layer] = one.mean_error, one.mean_recall, one.mean_covered
-            stored = max(stored, sum(one.stored_bytes[-1] + one.state_bytes[-1] for one in done))
+            stored = max(stored, _stored(bench.llm, done, len(text.tokens)))
             read += fmean(_read(one) for one in done) / len(texts)
             bench.report((index + 1) / len(texts))
         figures = {"error": float(errors.mean()), "recall": float(recalls.mean()), "covered": float(covered.mean())}
@@ -83,7 +83,7 @@ def record(full: LLM, text: Given) -> Recorded:
     """Run a text with the whole cache and take what the attention of every layer sees; raises ConfigError without the torch executor."""
     engine = full.engine
     executor, session, shape = engine.stepper.executor, engine.session, engine.manifest.model
-    if not isinstance(executor, TorchExecutor) or session.held is not None:
+    if not isinstance(executor, TorchExecutor) or session.plan.roles:
         raise ConfigError("the values inside an engine can be read only where torch runs it without a policy", "Give --executor torch.")
     pages, slot = engine.pages.take(session.plan.pages(len(text.tokens))), engine.slots.pop()
     queries: list[list[Tensor]] = [[] for _ in range(shape.num_layers)]
@@ -121,6 +121,14 @@ def _view(seen: Recorded, layer: int) -> CacheView:
     at = Occupancy(prompt, (prompt,) * heads, prompt, 0, "prefill", True, prompt, layer, len(seen.layers))
     positions = torch.arange(prompt, device=k.device).expand(heads, -1)
     return CacheView(at, k.transpose(0, 1), v.transpose(0, 1), positions, q.shape[2] ** -0.5, queries=q)
+
+
+def _stored(llm: LLM, done: Sequence[Simulation], num_tokens: int) -> float:
+    """Return the bytes of a sequence of so many tokens: the plan's where nothing is evicted or encoded, else what was held."""
+    plan = llm.engine.session.plan
+    if not {"allocate", "evict", "quantize"} & set(plan.roles):
+        return plan.stored_bytes(num_tokens)
+    return sum(one.stored_bytes[-1] + one.state_bytes[-1] for one in done)
 
 
 def _read(done: Simulation) -> float:

@@ -108,8 +108,8 @@ def _admit(llm: LLM, texts: Sequence[Given], waiting: list[int]) -> list[_Row]:
     """Take slots and pages for as many waiting texts as there are; raises CapacityError when there are none for the first."""
     engine, rows = llm.engine, list[_Row]()
     while waiting and engine.slots:
-        need = engine.session.plan.pages(len(texts[waiting[0]].tokens))
-        if need > engine.pages.free:
+        need = engine.pages_for(texts[waiting[0]].prompt, len(texts[waiting[0]].tokens))
+        if not engine.pages.has(need):
             break
         index = waiting.pop(0)
         rows.append(_Row(index, texts[index], engine.slots.pop(), engine.pages.take(need)))

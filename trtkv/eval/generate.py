@@ -44,6 +44,7 @@ class Generated:
     """Answers in the order of the prompts, and what they cost: bytes of one sequence and tokens that a decoded one read, both means."""
 
     texts: list[str] = field(default_factory=list)
+    token_ids: list[list[int]] = field(default_factory=list)
     held_bytes: list[int] = field(default_factory=list)
     read_tokens: float = 0.0
     reads: int = 0
@@ -60,11 +61,17 @@ class Generated:
 
 
 def generate(
-    llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], batch: int, report: Callable[[float], None] = lambda fraction: None
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: Sequence[int],
+    batch: int,
+    report: Callable[[float], None] = lambda fraction: None,
+    ignore_eos: bool = False,
 ) -> Generated:
     """Answer prompts in tokens greedily, batch of them at once; report takes the fraction that is done, in tokens.
 
-    Raises RequestError for a prompt that the engine cannot take, CapacityError when another call holds the engine.
+    ignore_eos writes on behind the end of a text, to max_tokens. Raises RequestError for a prompt that the engine cannot take, CapacityError when
+    another call holds the engine.
     """
     found, done, total = Generated(), 0, sum(map(len, prompts)) + sum(max_tokens)
 
@@ -75,19 +82,20 @@ def generate(
 
     for start in range(0, len(prompts), batch):
         own = slice(start, start + batch)
-        with _admitted(llm, prompts[own], max_tokens[own]) as answers:
+        with _admitted(llm, prompts[own], max_tokens[own], ignore_eos) as answers:
             for one in answers:
                 _prefill(llm, one, count)
             while running := [one for one in answers if not one.ended]:
                 _decode(llm, running, found)
                 count(len(running))
             found.texts += [one.text for one in answers]
+            found.token_ids += [one.tokens[one.num_prompt :] for one in answers]
             found.held_bytes += [one.held_bytes for one in answers]
     return found
 
 
 @contextmanager
-def _admitted(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]) -> Iterator[list[Answer]]:
+def _admitted(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], ignore_eos: bool) -> Iterator[list[Answer]]:
     """Lend slots and pages to prompts for the block."""
     engine, answers = llm.engine, list[Answer]()
     try:
@@ -95,8 +103,8 @@ def _admitted(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: Sequence[i
             llm.batcher.scheduler.check(tokens, most)
             if not engine.slots:
                 raise CapacityError("another call holds the engine's slots", "Finish or close it first.")
-            pages = engine.pages.take(engine.session.plan.pages(len(tokens) + most))
-            params = SamplingParams(max_tokens=min(most, engine.manifest.limits.max_seq_len - len(tokens)))
+            pages = engine.pages.take(engine.pages_for(len(tokens), len(tokens) + most))
+            params = SamplingParams(max_tokens=min(most, engine.manifest.limits.max_seq_len - len(tokens)), ignore_eos=ignore_eos)
             checker = StopChecker(params, llm.tokenizer, engine.manifest.model.eos_ids)
             answers.append(Answer(list(tokens), len(tokens), params, checker, engine.slots.pop(), pages))
         yield answers
@@ -129,8 +137,7 @@ def _take(llm: LLM, answers: Sequence[Answer], logits: Tensor) -> None:
     session = llm.engine.session
     ids, _ = sample(logits, [one.params for one in answers], [one.tokens for one in answers], [one.num_prompt for one in answers])
     for one, token in zip(answers, ids, strict=True):
-        size = session.held.nbytes(one.slot) if session.held is not None else session.plan.stored_bytes(one.fed)
-        one.held_bytes = max(one.held_bytes, size)
+        one.held_bytes = max(one.held_bytes, session.bytes_of(one.slot, one.fed))
         one.tokens.append(token)
         text, reason = one.checker.push(token)
         one.text += text

@@ -169,4 +169,9 @@ def task_specs(names: Sequence[str], data: Sequence[str]) -> list[TaskSpec]:
     if stray:
         raise ConfigError(f"--data names the task '{stray[0]}', which is not asked for", f"The tasks: {', '.join(names)}.")
     options = {name: TaskOptions(own.get(name, everyone)) for name in names}
-    return [TaskSpec(name, one, make_task(name, one).identity) for name, one in options.items()]
+    tasks = {name: make_task(name, one) for name, one in options.items()}
+    readers = [name for name, task in tasks.items() if task.reads_data]
+    deaf = next((name for name in own if name not in readers), None if readers or everyone is None else names[0])
+    if deaf:
+        raise ConfigError(f"the task '{deaf}' reads no file", "Leave --data out, or name the task that reads it: --data TASK=FILE.")
+    return [TaskSpec(name, options[name], task.identity) for name, task in tasks.items()]

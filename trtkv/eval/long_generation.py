@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from trtkv.errors import ConfigError
 from trtkv.eval.forced import Given, force
+from trtkv.eval.generate import generate
 from trtkv.eval.perplexity import Perplexity, windows
 from trtkv.eval.task import Bench
 from trtkv.runtime.llm import LLM
-from trtkv.runtime.sampler import SamplingParams
 
 GENERATED = 2048
 LEAST_PROMPT = 16
@@ -34,6 +36,7 @@ class LongGeneration(Perplexity):
         """Take the text's file, or None."""
         super().__init__(options, name)  # type: ignore[arg-type]
         self._generated = generated
+        self._full: _Full | None = None
 
     @property
     def identity(self) -> str:
@@ -46,25 +49,48 @@ class LongGeneration(Perplexity):
         if prompt < LEAST_PROMPT:
             least = self._generated + LEAST_PROMPT
             raise ConfigError(f"the task '{self.name}' generates {self._generated} tokens behind a prompt", f"Give at least --length {least}.")
-        texts = windows(bench.llm, self._data, prompt, bench.samples, bench.seed)
-        prompts = [list(text.tokens) for text in texts]
-        wanted = _generate(bench.full(), prompts, self._generated)
-        bench.report(1 / 4)
-        written = _generate(bench.llm, prompts, self._generated)
-        bench.report(1 / 2)
-        given = [Given([*start, *text], prompt) for start, text in zip(prompts, wanted, strict=True)]
-        full_losses = _follow(bench.full(), given)[0]
-        bench.report(3 / 4)
-        losses, hits, held = _follow(bench.llm, given, bench)
-        pairs = list(zip(wanted, written, strict=True))
+        prompts = [list(text.tokens) for text in windows(bench.llm, self._data, prompt, bench.samples, bench.seed)]
+        full = self._of_full(bench, prompts)
+        written = self._generate(bench.llm, prompts, bench, (1 / 2, 3 / 4))
+        losses, hits, held = _follow(bench.llm, full.given(prompts), lambda part: bench.report(3 / 4 + part / 4))
+        pairs = list(zip(full.written, written, strict=True))
         return {
             "agreement": fmean(fmean(one) for one in hits),
-            "same": fmean(fmean(a == b for a, b in zip(full, mine, strict=True)) for full, mine in pairs),
-            "diverged": fmean(first_difference(full, mine) for full, mine in pairs),
+            "same": fmean(fmean(a == b for a, b in zip(theirs, mine, strict=True)) for theirs, mine in pairs),
+            "diverged": fmean(first_difference(theirs, mine) for theirs, mine in pairs),
             "nll": fmean(fmean(one) for one in losses),
-            "full_nll": fmean(fmean(one) for one in full_losses),
+            "full_nll": full.nll,
             **held,
         }
+
+    def _of_full(self, bench: Bench, prompts: list[list[int]]) -> _Full:
+        """Return what full KV writes behind the prompts; kept for the next policy, as long as full stays open."""
+        llm, key = bench.full(), (bench.length, bench.samples, bench.seed, bench.batch)
+        if self._full is None or self._full.llm() is not llm or self._full.key != key:
+            found = _Full(ref(llm), key, self._generate(llm, prompts, bench, (0.0, 1 / 4)))
+            found.nll = fmean(fmean(one) for one in _follow(llm, found.given(prompts), lambda part: bench.report((1 + part) / 4))[0])
+            self._full = found
+        return self._full
+
+    def _generate(self, llm: LLM, prompts: list[list[int]], bench: Bench, span: tuple[float, float]) -> list[list[int]]:
+        """Write exactly so many tokens behind every prompt, ends of text included; span is the part of the whole work."""
+        start, end = span
+        most = [self._generated] * len(prompts)
+        return generate(llm, prompts, most, bench.batch, lambda part: bench.report(start + (end - start) * part), ignore_eos=True).token_ids
+
+
+@dataclass(slots=True)
+class _Full:
+    """Texts that full KV wrote, and its loss on them in nats a token; the engine itself is the runner's to close."""
+
+    llm: ref[LLM]
+    key: tuple[int, ...]
+    written: list[list[int]]
+    nll: float = 0.0
+
+    def given(self, prompts: list[list[int]]) -> list[Given]:
+        """Put prompts and texts together, to be fed."""
+        return [Given([*start, *text], len(start)) for start, text in zip(prompts, self.written, strict=True)]
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
@@ -72,13 +98,7 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
     return next((index for index, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
-def _generate(llm: LLM, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """Generate exactly so many tokens behind every prompt, ends of text included."""
-    answers = llm.generate(prompts, SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True))
-    return [one.token_ids for one in answers]
-
-
-def _follow(llm: LLM, texts: Sequence[Given], bench: Bench | None = None) -> tuple[list[list[float]], list[list[float]], dict[str, float]]:
+def _follow(llm: LLM, texts: Sequence[Given], report: Callable[[float], None]) -> tuple[list[list[float]], list[list[float]], dict[str, float]]:
     """Feed texts and return each token's loss, whether it was the likeliest, and what the sequences held."""
     losses: list[list[float]] = [[] for _ in texts]
     hits: list[list[float]] = [[] for _ in texts]
@@ -91,5 +111,5 @@ def _follow(llm: LLM, texts: Sequence[Given], bench: Bench | None = None) -> tup
             losses[index].append(loss)
             hits[index].append(hit)
 
-    held = force(llm, texts, visit, (lambda part: bench.report(3 / 4 + part / 4)) if bench else (lambda part: None))
+    held = force(llm, texts, visit, report)
     return losses, hits, held.figures()

@@ -81,6 +81,8 @@ class LongBench(AnswerTask):
     The figure of a row's dataset carries its name, and its length bucket's that of LongBench-E where the file tells lengths.
     """
 
+    reads_data = True
+
     def __init__(self, options: TaskOptions, name: str = "longbench") -> None:
         """Read the file; raises ConfigError with the line number for a line that is malformed."""
         self.name = name
@@ -93,8 +95,10 @@ class LongBench(AnswerTask):
 
     @property
     def identity(self) -> str:
-        """Checksums of the file and of its templates."""
-        return f"{checksum(self._file)} {checksum(self._file.parent / TEMPLATES) if self._templates else 'own wording'}"
+        """Checksums of the file and of its templates, and what divides Chinese answers into words."""
+        wording = checksum(self._file.parent / TEMPLATES) if self._templates else "own wording"
+        chinese = any(DATASETS[row.dataset].metric in (metrics.qa_f1_zh, metrics.rouge_l_zh) for row in self._rows)
+        return f"{checksum(self._file)} {wording}" + (f" {metrics.segmentation()}" if chinese else "")
 
     def samples(self, length_tokens: int, count: int, seed: int, count_tokens: CountTokens) -> list[Sample]:
         """Build prompts; the middle of those that are too long is dropped."""

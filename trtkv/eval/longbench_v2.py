@@ -44,6 +44,7 @@ class LongBenchV2(AnswerTask):
     """
 
     name = "longbench-v2"
+    reads_data = True
 
     def __init__(self, options: TaskOptions) -> None:
         """Read the file; raises ConfigError with the line (or the question's number) where it is malformed."""

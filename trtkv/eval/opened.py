@@ -45,4 +45,8 @@ def open_subject(subject: Subject, setup: Setup) -> LLM:
     sms = () if on_gpu else ("none",)  # kernels for the GPU at hand, and none where no GPU runs them
     with TemporaryDirectory(prefix="trtkv-eval-") as place:
         request = Request(subject.source, subject.source.config, subject.policy, limits, Path(place) / "engine", sms, backend="none")
-        return LLM(build_engine(request).path, device=setup.device, executor=setup.executor, dense_below=0)
+        try:
+            built = build_engine(request)
+        except CapacityError as error:  # the directory is not the user's choice
+            raise CapacityError(error.problem, "Free some space, or set TMPDIR to a directory on another disk.") from None
+        return LLM(built.path, device=setup.device, executor=setup.executor, dense_below=0)

@@ -61,6 +61,7 @@ class Perplexity(TextTask):
 
     main = "perplexity"
     higher_is_better = False
+    reads_data = True
 
     def __init__(self, options: TaskOptions, name: str = "perplexity") -> None:
         """Take the text's file, or None; raises ConfigError when it is not there."""

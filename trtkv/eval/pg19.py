@@ -25,6 +25,7 @@ class Pg19(TextTask):
     name = "pg19"
     main = "word_perplexity"
     higher_is_better = False
+    reads_data = True
 
     def __init__(self, options: TaskOptions) -> None:
         """Find the books; raises ConfigError where there are none."""

@@ -33,6 +33,8 @@ class Asked:
 class RulerQA(AnswerTask):
     """A question about documents: "score" is 1 when one of the accepted answers stands in the model's."""
 
+    reads_data = True
+
     def __init__(self, name: str, options: TaskOptions) -> None:
         """Read the file; raises ConfigError when it is missing or of another format."""
         self.name = name

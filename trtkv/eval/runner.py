@@ -47,7 +47,8 @@ class Runner:
         started = time.perf_counter()
         task = self.maker.task(cell.task)
         try:
-            llm = self._opened("cell", cell.subject)
+            # Text tasks compare with full: where that is the cell itself, it is the engine that later cells compare with.
+            llm = self._opened("full" if isinstance(task, TextTask) and cell.subject.is_reference else "cell", cell.subject)
             found = self._find(cell, task, llm, report)
         except torch.OutOfMemoryError as error:
             self._open.clear()

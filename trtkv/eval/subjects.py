@@ -161,7 +161,7 @@ def _with_settings(names: list[str], sets: Sequence[str]) -> list[tuple[Policy, 
 
 def _nobody_takes(item: str, path: str, kind: str, policies: Iterable[Policy]) -> TrtkvError:
     if kind in KINDS:
-        return ConfigError(f"--set '{item}' changes none of the policies: none has a {kind} role", "Leave it out, or see trtkv policies NAME.")
+        return ConfigError(f"--set '{item}' changes none of the policies: none has the role {kind}", "Leave it out, or see trtkv policies NAME.")
     return UnknownName("policy field", path, {f"{k}.{f}" for one in policies for k, role in one.roles.items() for f in type(role).model_fields})
 
 

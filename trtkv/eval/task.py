@@ -68,11 +68,12 @@ class Bench:
 
 
 class Task(ABC):
-    """One row of the task table: main names the figure that tables and plots show, higher_is_better how it is read."""
+    """One row of the task table: main names the figure that tables and plots show, higher_is_better how it is read, reads_data whether a file is."""
 
     name: str
     main: ClassVar[str] = "score"
     higher_is_better: ClassVar[bool] = True
+    reads_data: ClassVar[bool] = False
 
     @property
     def identity(self) -> str:
