@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -68,9 +68,16 @@ def build(
     limits = limits_for(config, max_seq_len, max_batch_size, max_chunk_tokens)
     chosen.check_parts(tp)
     target = Path(out) if out else Path("engines") / f"{Path(source.name).name}-{chosen.name.replace(':', '-')}"
-    words = ["trtkv", "build", "--model", model, "--policy", policy if isinstance(policy, str) else chosen.name, "--out", str(target)]
-    words += [] if budget is None else ["--budget", str(budget)]
-    words += [word for item in sets for word in ("--set", item)]
-    words += ["--max-seq-len", str(limits.max_seq_len), *([] if tp == 1 else ["--tp", str(tp)])]
-    request = Request(source, config.part(tp), chosen, limits, target, tuple(sms or ()), backend, force, shlex.join(words), tp)
+    given = {"budget": budget, "dtype": dtype, "rope-scaling": rope_scaling, "backend": backend, "tp": None if tp == 1 else tp}
+    command = rebuild_command(model, policy if isinstance(policy, str) else chosen.name, target, limits, sets, given)
+    request = Request(source, config.part(tp), chosen, limits, target, tuple(sms or ()), backend, force, command, tp)
     return build_engine(request, progress).path
+
+
+def rebuild_command(model: str, policy: str, out: Path, limits: Limits, sets: Iterable[str], given: Mapping[str, object]) -> str:
+    """Write the command that builds an engine again, for any GPU; given are further options by name, None for those that were left out."""
+    words = ["trtkv", "build", "--model", model, "--policy", policy, "--out", str(out)]
+    words += [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+    words += [word for item in sets for word in ("--set", item)]
+    words += [word for name, value in limits.model_dump().items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return shlex.join(words)

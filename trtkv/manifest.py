@@ -5,28 +5,32 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+import trtkv
 from trtkv.config import Limits, ModelConfig
 from trtkv.errors import EngineError
 from trtkv.plan import CachePlan, Meaning
 
 MANIFEST, GRAPH, PLAN = "manifest.json", "graph.onnx", "engine.plan"
+UNKNOWN = "unknown"  # the version of a plan whose builder did not write it down
 FORMAT = 1  # raised whenever an engine directory of the previous format can no longer be run
 
 
 class PlanInfo(BaseModel):
-    """Which TensorRT built the plan, for which GPUs, and how long it took."""
+    """Which TensorRT built the plan, for which GPUs, how long it took, and whether the plan holds the weights instead of taking them as inputs."""
 
     model_config = ConfigDict(frozen=True)
     backend: str
     version: str
     sms: tuple[str, ...]
     seconds: float
+    holds_weights: bool = False
 
 
 class KernelFile(BaseModel):
@@ -91,10 +95,18 @@ class Manifest(BaseModel):
     @property
     def cache(self) -> CachePlan:
         """The cache plan; raises EngineError when another format wrote it or a role of the user's own cannot be found."""
-        plan = CachePlan.from_json(self.cache_plan)
+        try:
+            plan = CachePlan.from_json(self.cache_plan)
+        except EngineError as error:
+            raise EngineError(error.problem, self.remedy) from None
         for kind, meaning in plan.roles.items():
             _check_role(kind, meaning, self.command)
         return plan
+
+    @property
+    def remedy(self) -> str:
+        """What to do where this version cannot run the engine."""
+        return _remedy(self.command, self.version)
 
     def write(self, directory: Path) -> None:
         """Write `manifest.json`."""
@@ -113,7 +125,7 @@ def read_manifest(directory: Path) -> Manifest:
     except (OSError, ValueError) as error:
         raise EngineError(f"{file} is damaged ({error})", rebuild) from None
     if isinstance(data, dict):
-        rebuild = f"Build the engine again: {data.get('command', 'trtkv build')} --force."
+        rebuild = _remedy(str(data.get("command", "trtkv build")), str(data.get("version", "")))
         if data.get("format") != FORMAT:
             raise EngineError(f"'{directory}' has engine format {data.get('format')}, this version runs format {FORMAT}", rebuild)
     try:
@@ -134,6 +146,13 @@ def check_files(directory: Path, manifest: Manifest) -> None:
                 f"the engine file {file} is damaged (its checksum differs from the manifest's)",
                 f"Build the engine again: {manifest.command} --force.",
             )
+
+
+def _remedy(command: str, version: str) -> str:
+    """Say how to get an engine that this version runs: one that a newer version built may also be run by that."""
+    built, here = ([int(part) for part in re.findall(r"\d+", one)] for one in (version, trtkv.__version__))
+    newer = f"trtkv {version} built it and here is {trtkv.__version__}: upgrade trtkv, or build the engine again" if built > here else ""
+    return f"{newer or 'Build the engine again'}: {command} --force."
 
 
 def _check_role(kind: str, meaning: Meaning, command: str) -> None:

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from trtkv.runtime.step import StepRow
 from trtkv.runtime.weights import Weight
 from trtkv.shadow import Finding, Shadow
 
+Hosted = TypeVar("Hosted", bound="HostedExecutor")
 CHUNK_TOKENS = 128  # every value of a step is kept until it is compared
 SHORT_TOKENS = 7
 
@@ -66,24 +67,43 @@ class Report:
         return {**data, "nodes": len(self.nodes), "layers": [{**asdict(one), "ratio": one.ratio} for one in layers.values()]}
 
 
-class WatchedExecutor(TorchExecutor):
-    """The torch executor with every value compared after each step, and with plugin nodes run through TensorRT's objects if there is a host."""
+class HostedExecutor(TorchExecutor):
+    """The torch executor with plugin nodes run through TensorRT's objects, if there is a host."""
+
+    host: PluginHost | None
+
+    @classmethod
+    def over(cls: type[Hosted], executor: TorchExecutor, host: PluginHost | None) -> Hosted:
+        """Take the graph, weights and session of an executor."""
+        made = copy.copy(executor)
+        made.__class__ = cls
+        assert isinstance(made, cls)
+        made.host = host
+        return made
+
+    def _run(self, node: Node, args: list[Any]) -> Any:
+        if self.host is None or "call" not in node.attributes:
+            return super()._run(node, args)
+        face, call = FACES[node.kind], node.attributes["call"]
+        args = [arg.whole if isinstance(arg, Weight) else arg for arg in args]
+        args = [arg.contiguous() for arg in args]
+        shape = face.shape([arg.shape for arg in args], call.config)
+        out = torch.empty(shape, dtype=torch.int32 if face.integer_output else args[0].dtype, device=args[0].device)  # type: ignore[arg-type]
+        self.host.run(face, node.output, call.layer, call.config, args, out)
+        return out
+
+
+class WatchedExecutor(HostedExecutor):
+    """A hosted executor with every value compared after each step."""
 
     shadow: Shadow
-    host: PluginHost | None
     findings: list[Finding]
     comparing: bool
 
-    @classmethod
-    def over(cls, executor: TorchExecutor, graph: Path, host: PluginHost | None) -> WatchedExecutor:
-        """Take the graph, weights and session of an executor."""
-        watched = copy.copy(executor)
-        watched.__class__ = cls
-        assert isinstance(watched, WatchedExecutor)
-        weights = {name: one for name, one in watched._bound.items() if isinstance(one, Weight)}
-        watched.shadow, watched.host, watched.findings = Shadow(graph, weights, executor.session), host, []
-        watched.comparing = True
-        return watched
+    def watch(self, graph: Path) -> None:
+        """Begin to compare, by the reference over this graph."""
+        weights = {name: one for name, one in self._bound.items() if isinstance(one, Weight)}
+        self.shadow, self.findings, self.comparing = Shadow(graph, weights, self.session), [], True
 
     @property
     def capturable(self) -> bool:
@@ -98,17 +118,6 @@ class WatchedExecutor(TorchExecutor):
             self.findings += self.shadow.check(inputs, self.taps)
         return logits
 
-    def _run(self, node: Node, args: list[Any]) -> Any:
-        if self.host is None or "call" not in node.attributes:
-            return super()._run(node, args)
-        face, call = FACES[node.kind], node.attributes["call"]
-        args = [arg.whole if isinstance(arg, Weight) else arg for arg in args]
-        args = [arg.contiguous() for arg in args]
-        shape = face.shape([arg.shape for arg in args], call.config)
-        out = torch.empty(shape, dtype=torch.int32 if face.integer_output else args[0].dtype, device=args[0].device)  # type: ignore[arg-type]
-        self.host.run(face, node.output, call.layer, call.config, args, out)
-        return out
-
 
 def verify(directory: Path, options: Options, plan: Plan, progress: Progress = lambda stage, fraction: None) -> Report:
     """Run two sequences through prefill and decode and compare all that is computed.
@@ -119,7 +128,8 @@ def verify(directory: Path, options: Options, plan: Plan, progress: Progress = l
     executor = engine.stepper.executor
     assert isinstance(executor, TorchExecutor)
     host = PluginHost(load(plan.through_plugins), engine.session) if plan.through_plugins else None
-    watched = WatchedExecutor.over(executor, directory / GRAPH, host)
+    watched = WatchedExecutor.over(executor, host)
+    watched.watch(directory / GRAPH)
     engine.stepper.executor = watched
     steps = list(_steps(engine, plan))
     for index, rows in enumerate(steps):
@@ -176,7 +186,7 @@ def _steps(engine: Engine, plan: Plan) -> Iterator[list[StepRow]]:
     generator = torch.Generator().manual_seed(plan.seed)
     total = [length + plan.steps for length in lengths]
     texts = [torch.randint(0, engine.manifest.model.vocab_size, (one,), generator=generator).tolist() for one in total]
-    places = [(engine.slots.pop(), engine.pages.take(cache.pages(one))) for one in total]
+    places = [(engine.slots.pop(), engine.pages.take(engine.pages_for(*one))) for one in zip(lengths, total, strict=True)]
     chunk = max(
         1, min(CHUNK_TOKENS, limits.max_chunk_tokens - SHORT_TOKENS) if limits.max_chunk_tokens > SHORT_TOKENS else limits.max_chunk_tokens // 2
     )

@@ -9,6 +9,7 @@ told of every new shape or address; run on a stream with integer pointers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -123,8 +124,11 @@ def _create(backend: Backend, face: OpFace, name: str, fields: Sequence[tuple[st
 
 
 def _enqueue(trt: Any, plugin: Any, inputs: Sequence[Tensor], out: Tensor, stream: int) -> None:
+    import torch
+
     descs = [_describe(trt, one) for one in inputs]
-    plugin.enqueue(descs, [_describe(trt, out)], [one.data_ptr() for one in inputs], [out.data_ptr()], 0, stream)
+    with torch.cuda.device(out.device) if out.is_cuda else nullcontext():  # TensorRT calls with its own device current
+        plugin.enqueue(descs, [_describe(trt, out)], [one.data_ptr() for one in inputs], [out.data_ptr()], 0, stream)
 
 
 def _describe(trt: Any, tensor: Tensor) -> Any:

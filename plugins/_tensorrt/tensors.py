@@ -46,21 +46,22 @@ def wrap(pointer: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         return torch.frombuffer((ctypes.c_byte * size).from_address(pointer), dtype=wanted).view(shape)
     if 0 in shape:
         return torch.empty(shape, dtype=wanted, device="cuda")
-    tensor = torch.as_tensor(DeviceArray(pointer, shape, TYPE_CODES[dtype]), device="cuda")
+    tensor = torch.as_tensor(DeviceArray(pointer, shape, TYPE_CODES[dtype]))  # on the GPU that the memory belongs to
     return tensor if tensor.dtype == wanted else tensor.view(wanted)
 
 
 @contextmanager
 def on_stream(handle: int) -> Iterator[None]:
-    """Make a stream that somebody else owns torch's current one."""
+    """Make a stream of the current device that somebody else owns torch's current one."""
     import torch
 
-    with torch.cuda.stream(_stream(handle)) if torch.cuda.is_available() else nullcontext():
+    with torch.cuda.stream(_stream(handle, torch.cuda.current_device())) if torch.cuda.is_available() else nullcontext():
         yield
 
 
 @lru_cache(maxsize=64)
-def _stream(handle: int) -> torch.cuda.ExternalStream:
+def _stream(handle: int, device: int) -> torch.cuda.Stream:
     import torch
 
-    return torch.cuda.ExternalStream(handle)
+    # 0 is the default stream of every device; torch would take it for "no handle" and make a stream that is in order with nothing.
+    return torch.cuda.ExternalStream(handle, device=torch.device("cuda", device)) if handle else torch.cuda.default_stream(device)

@@ -28,8 +28,9 @@ def test_build_via_tensorrt_llm(package: None, tiny_llama: TinyModel, tmp_path: 
     found = output(capsys, *words(tiny_llama, tmp_path / "engine", "--via", "tensorrt-llm"))
     assert found["backend"] == "tensorrt 10.14.1"
     shown = output(capsys, "inspect", tmp_path / "engine")
-    assert shown["command"].startswith("trtkv build --via tensorrt-llm --model")
+    assert shown["command"].startswith("trtkv build --model") and " --via tensorrt-llm --budget 64 --max-seq-len 256 " in shown["command"]
     assert "only TensorRT-RTX writes its schedule" in shown["notes"][0]
+    assert shown["weights"].startswith("in the plan")
     assert output(capsys, "verify", tmp_path / "engine", "--device", "cpu", "--steps", "1")["policy"] == "fier"
 
 

@@ -1,4 +1,4 @@
-"""The part of TensorRT 10.14 that the adapter and its plugins touch while a network is put together by hand."""
+"""The part of TensorRT 10.14 that plugins, the adapter and the plugin host touch: for machines and GPUs without the package."""
 
 from __future__ import annotations
 
@@ -67,6 +67,24 @@ class Registry:
     def register_creator(self, creator: Any, namespace: str = "") -> bool:
         return self.creators.setdefault((namespace, creator.name), creator) is creator
 
+    def get_creator(self, type: str, version: str, plugin_namespace: str = "") -> Any:
+        found = self.creators.get((plugin_namespace, type))
+        return found if found is not None and found.plugin_version == version else None
+
+
+class Dims(tuple[int, ...]):
+    pass
+
+
+class PluginTensorDesc:
+    dims: Dims
+    type: DataType
+    format: TensorFormat
+
+
+class DynamicPluginTensorDesc:
+    desc: PluginTensorDesc
+
 
 class ITensor:
     def __init__(self, name: str, dtype: DataType, shape: Sequence[int]) -> None:
@@ -102,12 +120,27 @@ class INetworkDefinition:
         return self.plugins[-1]
 
 
+CLASSES = (
+    DataType,
+    Dims,
+    DimsExprs,
+    DynamicPluginTensorDesc,
+    PluginField,
+    PluginFieldCollection,
+    PluginFieldType,
+    PluginTensorDesc,
+    TensorFormat,
+    TensorRTPhase,
+)
+
+
 def _class(name: str) -> type:
     return type(name, (), {})
 
 
-def make_tensorrt() -> ModuleType:
-    module = ModuleType("tensorrt")
+def make_tensorrt(name: str = "tensorrt") -> ModuleType:
+    """Make a module; plugins are registered once a name, so another registry takes another name."""
+    module = ModuleType(name)
     registry = Registry()
     interfaces = ("IPluginV3", "IPluginV3OneCore", "IPluginV3OneBuild", "IPluginV3OneRuntime", "IPluginCreatorV3One", "Builder")
     severities = dict.fromkeys(("INTERNAL_ERROR", "ERROR", "WARNING", "INFO", "VERBOSE"))
@@ -116,7 +149,7 @@ def make_tensorrt() -> ModuleType:
         **{name: _class(name) for name in interfaces},
         "ILogger": type("ILogger", (), severities),
         "get_plugin_registry": lambda: registry,
-        **{one.__name__: one for one in (DataType, TensorRTPhase, TensorFormat, PluginField, PluginFieldCollection, PluginFieldType, DimsExprs)},
+        **{one.__name__: one for one in CLASSES},
     }
     module.__dict__.update(content)
     return module

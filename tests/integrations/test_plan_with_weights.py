@@ -28,21 +28,34 @@ class NoRope(rig.Engine):
         return context
 
 
-def opened(monkeypatch: pytest.MonkeyPatch, engine: Any, weights: dict[str, torch.Tensor]) -> runtime.TensorrtExecutor:
+def opened(monkeypatch: pytest.MonkeyPatch, engine: Any, weights: dict[str, torch.Tensor], *, holds: bool = False) -> runtime.TensorrtExecutor:
     trt = SimpleNamespace(**vars(rig.TRT), Runtime=lambda logger: SimpleNamespace(deserialize_cuda_engine=lambda plan: engine))
     monkeypatch.setattr(runtime, "load", lambda name: Backend("tensorrt", "10.14.1", trt, None, MessageLog()))
     monkeypatch.setattr(runtime, "register", lambda trt, faces: None)
     monkeypatch.setattr(runtime, "Lane", lambda device: rig.Lane())
     monkeypatch.setattr(torch.cuda, "device", lambda device: runtime.recording(runtime.Recorder()))
-    manifest: Any = SimpleNamespace(plan_info=SimpleNamespace(backend="tensorrt", version="10.14.1"), command="trtkv build")
+    info = SimpleNamespace(backend="tensorrt", version="10.14.1", holds_weights=holds)
+    listed = [SimpleNamespace(name=name) for name in weights]
+    manifest: Any = SimpleNamespace(plan_info=info, weights=listed, command="trtkv build")
     session: Any = SimpleNamespace(device=torch.device("cpu"))
-    return runtime.open_executor(b"plan", manifest, {name: Weight((tensor,)) for name, tensor in weights.items()}, session)
+    given = {} if holds else {name: Weight((tensor,)) for name, tensor in weights.items()}
+    return runtime.open_executor(b"plan", manifest, given, session)
 
 
-def test_weights_and_rope_that_the_plan_holds_are_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = opened(monkeypatch, NoRope(), {"table": rig.TABLE + 1, "other": rig.TABLE})
+def test_plan_that_holds_its_weights_and_rope_runs_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = opened(monkeypatch, NoRope(), {"table": rig.TABLE + 1, "other": rig.TABLE}, holds=True)
     inputs = rig.step([3, 1], 2, [0, 1])
     assert torch.equal(executor.run(inputs), rig.expected(inputs))
+
+
+def test_plan_that_takes_a_weight_although_it_is_said_to_hold_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EngineError, match="the plan takes the weight 'table', unlike the manifest"):
+        opened(monkeypatch, rig.Engine(), {"table": rig.TABLE}, holds=True)
+
+
+def test_plan_that_takes_none_although_it_is_said_to_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EngineError, match="the plan takes no weight 'table', unlike the manifest"):
+        opened(monkeypatch, NoRope(), {"table": rig.TABLE})
 
 
 def test_plan_that_takes_only_some_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,7 @@
-"""The very objects that TensorRT would call, through their life, without TensorRT running anything: on host memory here, on the GPU where one is."""
+"""The very objects that TensorRT would call, through their life, without TensorRT running anything: on host memory here, on the GPU where one is.
+
+Over every TensorRT package that is installed, and over a stand-in with TensorRT's names for machines that have none.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.toy_graph import APPEND, ATTEND, CONFIG, needs_rtx
+from tests.integrations.fake_tensorrt import make_tensorrt
+from tests.toy_graph import APPEND, ATTEND, CONFIG
 from trtkv.errors import BuildError
 from trtkv.plugins import kv_append, kv_attend, kv_select
-from trtkv.plugins._tensorrt.backend import Backend, load
+from trtkv.plugins._tensorrt.backend import NAMES, Backend, MessageLog, available, load
 from trtkv.plugins._tensorrt.host import BuiltPlugin, LoadedPlugin, PluginHost
 from trtkv.plugins._tensorrt.plugin import PluginLogic
 from trtkv.plugins.face import OpConfig, OpFace
 
-pytestmark = [pytest.mark.trt, needs_rtx]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -28,9 +31,13 @@ class Session:
         self.plan, self.device = None, torch.device(DEVICE)
 
 
-@pytest.fixture(scope="module")
-def rtx() -> Backend:
-    return load("tensorrt_rtx")
+@pytest.fixture(scope="module", params=["stand-in", *(pytest.param(name, marks=pytest.mark.trt) for name in NAMES)])
+def package(request: pytest.FixtureRequest) -> Backend:
+    if request.param == "stand-in":
+        return Backend("stand-in", "10.14", make_tensorrt("stand-in of test_host"), None, MessageLog())
+    if request.param not in available():
+        pytest.skip(f"{request.param} is not installed")
+    return load(request.param)
 
 
 def tensors(rows: int = 5, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
@@ -38,16 +45,16 @@ def tensors(rows: int = 5, dtype: torch.dtype = torch.float32) -> tuple[list[Ten
     return inputs, torch.full((rows, 32), 7.0, device=DEVICE).to(dtype)
 
 
-def built(rtx: Backend, layer: int = 3, dtype: torch.dtype = torch.float32) -> BuiltPlugin:
-    return BuiltPlugin(rtx, ATTEND, "node", layer, CONFIG, *tensors(dtype=dtype))
+def built(package: Backend, layer: int = 3, dtype: torch.dtype = torch.float32) -> BuiltPlugin:
+    return BuiltPlugin(package, ATTEND, "node", layer, CONFIG, *tensors(dtype=dtype))
 
 
 def stream() -> int:
     return int(torch.cuda.current_stream().cuda_stream) if DEVICE == "cuda" else 0
 
 
-def test_two_contexts_have_their_own_sessions(rtx: Backend) -> None:
-    node, one, two = built(rtx), Session(), Session()
+def test_two_contexts_have_their_own_sessions(package: Backend) -> None:
+    node, one, two = built(package), Session(), Session()
     contexts = [LoadedPlugin(node, session) for session in (one, two)]  # type: ignore[arg-type]
     for context, times in zip(contexts, (1, 2), strict=True):
         for _ in range(times):
@@ -58,7 +65,7 @@ def test_two_contexts_have_their_own_sessions(rtx: Backend) -> None:
     assert one.calls == [(3, [(5, 32), (2,)])]
 
 
-def test_shapes_are_announced_only_when_shapes_or_addresses_change(rtx: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_are_announced_only_when_shapes_or_addresses_change(package: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     announced: list[tuple[int, ...]] = []
     right = PluginLogic.on_shape_change
 
@@ -67,7 +74,7 @@ def test_shapes_are_announced_only_when_shapes_or_addresses_change(rtx: Backend,
         right(self, inputs, outputs)
 
     monkeypatch.setattr(PluginLogic, "on_shape_change", watch)
-    context = LoadedPlugin(built(rtx), session := Session())  # type: ignore[arg-type]
+    context = LoadedPlugin(built(package), session := Session())  # type: ignore[arg-type]
     inputs, out = tensors()
     for _ in range(3):
         context.run(inputs, out, stream())
@@ -85,8 +92,8 @@ def test_shapes_are_announced_only_when_shapes_or_addresses_change(rtx: Backend,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_timing_with_arbitrary_inputs_fills_zeros_and_touches_no_cache(rtx: Backend, dtype: torch.dtype) -> None:
-    node = built(rtx, dtype=dtype)
+def test_timing_with_arbitrary_inputs_fills_zeros_and_touches_no_cache(package: Backend, dtype: torch.dtype) -> None:
+    node = built(package, dtype=dtype)
     garbage = [torch.full((9, 32), float("nan"), device=DEVICE).to(dtype), torch.full((4,), -(2**31), dtype=torch.int32, device=DEVICE)]
     out = torch.ones(9, 32, device=DEVICE).to(dtype)
     node.time(garbage, out, stream())
@@ -121,9 +128,9 @@ def real_inputs(face: OpFace, rows: int = 3) -> tuple[list[Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("face", [kv_append.FACE, kv_select.FACE, kv_attend.FACE], ids=lambda face: face.name)
-def test_real_ops_are_timed_safely(rtx: Backend, face: OpFace) -> None:
+def test_real_ops_are_timed_safely(package: Backend, face: OpFace) -> None:
     inputs, out = real_inputs(face)
-    node = BuiltPlugin(rtx, face, "node", 0, CONFIGS, inputs, out)
+    node = BuiltPlugin(package, face, "node", 0, CONFIGS, inputs, out)
     assert [name for name, _, _ in node.fields] == ["layer", "cfg"]
     node.time(inputs, out, stream())
     assert not out.any()
@@ -131,9 +138,9 @@ def test_real_ops_are_timed_safely(rtx: Backend, face: OpFace) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("face", [kv_append.FACE, kv_select.FACE, kv_attend.FACE], ids=lambda face: face.name)
-def test_timing_inside_a_capture(rtx: Backend, face: OpFace) -> None:
+def test_timing_inside_a_capture(package: Backend, face: OpFace) -> None:
     inputs, out = real_inputs(face)
-    node = BuiltPlugin(rtx, face, "node", 0, CONFIGS, inputs, out)
+    node = BuiltPlugin(package, face, "node", 0, CONFIGS, inputs, out)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
@@ -146,8 +153,8 @@ def test_timing_inside_a_capture(rtx: Backend, face: OpFace) -> None:
 
 
 @pytest.mark.gpu
-def test_context_is_captured_and_replayed(rtx: Backend) -> None:
-    context = LoadedPlugin(built(rtx), session := Session())  # type: ignore[arg-type]
+def test_context_is_captured_and_replayed(package: Backend) -> None:
+    context = LoadedPlugin(built(package), session := Session())  # type: ignore[arg-type]
     inputs, out = tensors()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -164,34 +171,34 @@ def test_context_is_captured_and_replayed(rtx: Backend) -> None:
     assert len(session.calls) == 2  # a replay runs no Python
 
 
-def test_wrong_promises_and_inputs_are_build_errors(rtx: Backend) -> None:
+def test_wrong_promises_and_inputs_are_build_errors(package: Backend) -> None:
     inputs, out = tensors()
     with pytest.raises(BuildError, match="ToyAppend of layer 0 takes 4 to 6 inputs and is given 2"):
-        BuiltPlugin(rtx, APPEND, "node", 0, CONFIG, inputs, out)
+        BuiltPlugin(package, APPEND, "node", 0, CONFIG, inputs, out)
     with pytest.raises(BuildError, match=r"node promises FLOAT and is given torch\.int32"):
-        BuiltPlugin(rtx, ATTEND, "node", 0, CONFIG, inputs, out.int())
+        BuiltPlugin(package, ATTEND, "node", 0, CONFIG, inputs, out.int())
 
 
-def test_what_an_op_raises_comes_out(rtx: Backend) -> None:
+def test_what_an_op_raises_comes_out(package: Backend) -> None:
     def broken(session: Any, layer: int, config: Any, inputs: Any, out: Any) -> None:
         raise KeyError("fier_bits")
 
     face = OpFace("ToyBroken", ("q", "lens"), (), False, ATTEND.shape, broken)
     inputs, out = tensors()
-    node = BuiltPlugin(rtx, face, "node", 4, CONFIG, inputs, out)
+    node = BuiltPlugin(package, face, "node", 4, CONFIG, inputs, out)
     session = Session()  # plugins hold it weakly
     with pytest.raises(KeyError, match="fier_bits"):
         LoadedPlugin(node, session).run(inputs, out, stream())  # type: ignore[arg-type]
 
 
-def test_host_makes_every_node_once_and_shares_them_between_contexts(rtx: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_makes_every_node_once_and_shares_them_between_contexts(package: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     right = BuiltPlugin.__init__
     monkeypatch.setattr(BuiltPlugin, "__init__", lambda self, *args: made.append(args[2]) or right(self, *args))
     sessions = (Session(), Session())
-    first = PluginHost(rtx, sessions[0])  # type: ignore[arg-type]
+    first = PluginHost(package, sessions[0])  # type: ignore[arg-type]
     for name in ("a", "b", "a"):
         first.run(ATTEND, name, 0, CONFIG, *tensors())
-    second = PluginHost(rtx, sessions[1], first.built)  # type: ignore[arg-type]
+    second = PluginHost(package, sessions[1], first.built)  # type: ignore[arg-type]
     second.run(ATTEND, "b", 0, CONFIG, *tensors())
     assert made == ["a", "b"]

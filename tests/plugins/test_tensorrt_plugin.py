@@ -439,6 +439,15 @@ def test_enqueue_works_on_the_given_stream_and_can_be_captured() -> None:
 
 @pytest.mark.gpu
 @needs_gpu
+def test_handles_name_the_streams_that_they_are_of() -> None:
+    own = torch.cuda.Stream()
+    for stream in (own, torch.cuda.default_stream()):
+        with tensors.on_stream(stream.cuda_stream):
+            assert torch.cuda.current_stream().cuda_stream == stream.cuda_stream
+
+
+@pytest.mark.gpu
+@needs_gpu
 def test_driver_and_torch_agree_on_the_device() -> None:
     assert cuda.device_count() == torch.cuda.device_count()
     assert cuda.compute_capability() == "{}{}".format(*torch.cuda.get_device_capability(0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -40,9 +39,6 @@ def build_via(
     source, config, chosen = api.prepare(model, policy, budget, sets, dtype, None)
     limits = api.limits_for(config, max_seq_len, max_batch_size, max_chunk_tokens)
     target = out or Path("engines") / f"{Path(source.name).name}-{chosen.name.replace(':', '-')}-{through.VIA}"
-    words = ["trtkv", "build", "--via", via, "--model", model, "--policy", policy, "--out", str(target), "--max-seq-len", str(limits.max_seq_len)]
-    words += [] if budget is None else ["--budget", str(budget)]
-    words += [word for item in sets for word in ("--set", item)]
-    command = shlex.join(words)
+    command = api.rebuild_command(model, policy, target, limits, sets, {"via": via, "budget": budget, "dtype": dtype})
     request = Request(source=source, model=config, policy=chosen, limits=limits, out=target, sms=tuple(sms or ()), force=force, command=command)
     return through.build_via(request, through.Policy(policy, budget, tuple(sets)), taken, progress).path

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trtkv.errors import EngineError
-from trtkv.manifest import Manifest
+from trtkv.manifest import UNKNOWN, Manifest, PlanInfo
 from trtkv.plugins._tensorrt.backend import EXTRAS, NAMES, Backend, available, load
 from trtkv.plugins._tensorrt.plugin import register
 from trtkv.plugins._tensorrt.recorder import Recorder, recording
@@ -30,25 +31,53 @@ class _Refused(Exception):
     """TensorRT said no; why is in its log or in what a plugin recorded."""
 
 
-def can_run(backend: str, sms: Sequence[str], device: torch.device | int | None = None) -> str | None:
-    """Say why a plan of this backend, built for these compute capabilities (none: any), cannot run on a GPU here; None when it can."""
+def supports(backend: str, device: torch.device | int | None = None) -> str | None:
+    """Say why a backend can run nothing on a GPU here; None when it can run what is built for that GPU."""
     if not torch.cuda.is_available():
         return "there is no CUDA device, or torch was installed without CUDA"
     if backend not in available():
         return f"{NAMES.get(backend, backend)} is not installed (pip install 'trtkv[{EXTRAS.get(backend, 'tensorrt')}]')"
-    major, minor = torch.cuda.get_device_capability(device)
-    here, supported = f"{major}{minor}", load(backend).capabilities
+    here, supported = _capability(device), load(backend).capabilities
     if supported and here not in supported:
-        return f"{NAMES[backend]} does not support this GPU's compute capability {major}.{minor}"
-    if sms and here not in sms:
-        return f"the plan is built for sm {', '.join(sms)} and this GPU is sm {here} (build it with --sm {here})"
+        return f"{NAMES[backend]} does not support this GPU's compute capability {here[:-1]}.{here[-1]}"
     return None
 
 
-def open_executor(plan: bytes, manifest: Manifest, weights: Mapping[str, Weight], session: Session) -> TensorrtExecutor:
-    """Load an engine's plan on the session's device with the weights as its inputs.
+def can_run(info: PlanInfo, command: str, device: torch.device | int | None = None) -> str | None:
+    """Say why a plan cannot run on a GPU here, and how command builds one that can; None when it can.
 
-    Raises EngineError when TensorRT refuses the plan, BuildError when the plan's TensorRT is not installed.
+    A plan runs only with the version that built it, of TensorRT and TensorRT-RTX alike (NVIDIA's pages on engine compatibility), and on the
+    compute capabilities that it was built for (none: any).
+    """
+    reason = supports(info.backend, device)
+    if reason is not None:
+        return reason
+    here, version = _capability(device), load(info.backend).version
+    if info.version != UNKNOWN and not _same_version(info.version, version):
+        name = NAMES[info.backend]
+        return f"the plan is of {name} {info.version} and here is {version}, which does not read it (build it again: {command} --force)"
+    if info.sms and here not in info.sms:
+        return f"the plan is built for sm {', '.join(info.sms)} and this GPU is sm {here} (build it again: {command} --force --sm {here})"
+    return None
+
+
+def _capability(device: torch.device | int | None) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{major}{minor}"
+
+
+def _same_version(built: str, here: str) -> bool:
+    """Compare the numbers that both versions have; what follows them, such as .post1, is the package's."""
+    numbers = [re.match(r"\d+(\.\d+)*", version) for version in (built, here)]
+    if not all(numbers):
+        return built == here
+    return all(a == b for a, b in zip(*(found[0].split(".") for found in numbers if found), strict=False))
+
+
+def open_executor(plan: bytes, manifest: Manifest, weights: Mapping[str, Weight], session: Session) -> TensorrtExecutor:
+    """Load an engine's plan on the session's device with the weights as its inputs; none are needed for a plan that holds them.
+
+    Raises EngineError when TensorRT refuses the plan or its inputs are not the manifest's, BuildError when its TensorRT is not installed.
     """
     assert manifest.plan_info is not None
     backend, recorder = load(manifest.plan_info.backend), Recorder()
@@ -62,11 +91,12 @@ def open_executor(plan: bytes, manifest: Manifest, weights: Mapping[str, Weight]
         versions = "" if built == here else f" (built with version {built}, here is {here})"
         reason = messages.errors[0].rstrip(". ") if messages.errors else "it gave no reason"
         raise EngineError(f"{backend.title} refused the plan{versions}: {reason}", f"Build the engine again: {manifest.command} --force.")
-    taken = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}.intersection(weights)
-    if taken and len(taken) < len(weights):
-        missing = min(set(weights) - taken)
-        raise EngineError(f"the plan takes no weight '{missing}', unlike the manifest", f"Build the engine again: {manifest.command} --force.")
-    # A plan that takes none holds its weights itself: TensorRT-LLM built it.
+    listed = {one.name for one in manifest.weights}
+    taken = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)} & listed
+    wrong = taken if manifest.plan_info.holds_weights else listed - taken
+    if wrong:
+        does = "takes the" if manifest.plan_info.holds_weights else "takes no"
+        raise EngineError(f"the plan {does} weight '{min(wrong)}', unlike the manifest", f"Build the engine again: {manifest.command} --force.")
     bindings = {name: weights[name].whole for name in taken}
     return TensorrtExecutor(engine, backend, session, bindings, recorder, Lane(session.device), keep=runtime)
 

@@ -21,7 +21,7 @@ from trtkv.errors import BuildError
 from trtkv.integrations.tensorrt_llm.models import models
 from trtkv.integrations.tensorrt_llm.settings import ARCHITECTURES, KEY
 from trtkv.integrations.tensorrt_llm.surface import load_surface
-from trtkv.manifest import PLAN, PlanInfo, file_sha256
+from trtkv.manifest import PLAN, UNKNOWN, PlanInfo, file_sha256
 from trtkv.plan import CachePlan
 from trtkv.plugins._tensorrt import cuda
 from trtkv.plugins._tensorrt.backend import available
@@ -58,19 +58,23 @@ def build_via(request: Request, policy: Policy, directory: Path | None = None, p
     written before the plan is there.
     """
     with tempfile.TemporaryDirectory(prefix="trtkv-") as scratch:
-        started = time.perf_counter()
+        started, here = time.perf_counter(), None
         if directory is None:
-            directory = Path(scratch)
+            directory, here = Path(scratch), cuda.compute_capability()
             progress("tensorrt-llm", 0.0)
             _build(request, policy, directory)
         seconds = time.perf_counter() - started
-        data, limits = read_engine(directory, request)
+        data, limits, version = read_engine(directory, request)
         built = build_engine(replace(request, limits=limits, backend="none"), progress)
-        return _insert(built, data, seconds)
+        info = PlanInfo(backend="tensorrt", version=version, sms=(here,) if here else (), seconds=round(seconds, 2), holds_weights=True)
+        return _insert(built, data, info)
 
 
-def read_engine(directory: Path, request: Request) -> tuple[Path, Limits]:
-    """Return the plan of an engine that TensorRT-LLM saved, and its limits; raises BuildError unless it is this model with this policy."""
+def read_engine(directory: Path, request: Request) -> tuple[Path, Limits, str]:
+    """Return the plan of an engine that TensorRT-LLM saved, its limits, and the version of TensorRT where that is known.
+
+    Raises BuildError unless the engine is this model with this policy and holds its weights.
+    """
     file, plan = directory / "config.json", directory / "rank0.engine"
     if not file.is_file() or not plan.is_file():
         raise BuildError(f"'{directory}' is not an engine of TensorRT-LLM (no {file.name} or {plan.name})", "Give the --output_dir of trtllm-build.")
@@ -81,7 +85,25 @@ def read_engine(directory: Path, request: Request) -> tuple[Path, Limits]:
     except (ValueError, KeyError, TypeError) as error:
         raise BuildError(f"{file} cannot be read ({error})", "Run trtllm-build again.") from None
     _check_model(model, request, f"the engine in '{directory}'")
-    return plan, limits
+    _check_weights(directory, build)
+    return plan, limits, _tensorrt_version(config.get("version"))
+
+
+def _check_weights(directory: Path, build: Mapping[str, Any]) -> None:
+    """Raise BuildError for an engine whose weights are not in its plan, or not in one piece."""
+    for name, flag in (("use_strip_plan", "--strip_plan"), ("weight_streaming", "--weight_streaming")):
+        if build.get(name):
+            raise BuildError(f"the engine in '{directory}' was built with {flag}, which trtkv's runtime does not support", "Build without it.")
+    if any(directory.glob("*_managed_weights.safetensors")):
+        raise BuildError(f"the engine in '{directory}' keeps weights in a file of their own", "Build without managed weights.")
+
+
+def _tensorrt_version(built: object) -> str:
+    """Return the version here if the TensorRT-LLM that built an engine is the installed one: each pins its TensorRT, and writes down only its own."""
+    try:
+        return available().get("tensorrt", UNKNOWN) if load_surface().version == built else UNKNOWN
+    except BuildError:
+        return UNKNOWN
 
 
 def _check_model(model: Mapping[str, Any], request: Request, engine: str) -> None:
@@ -120,15 +142,13 @@ def _build(request: Request, policy: Policy, directory: Path) -> None:
     engine.save(str(directory))
 
 
-def _insert(built: Built, plan: Path, seconds: float) -> Built:
+def _insert(built: Built, plan: Path, info: PlanInfo) -> Built:
     """Put the plan into a directory that is whole without it; the manifest, which makes it known, comes last."""
     directory = built.path
     part = directory / f".{PLAN}.partial"
     try:
         shutil.copyfile(plan, part)
         part.replace(directory / PLAN)
-        here = cuda.compute_capability()
-        info = PlanInfo(backend="tensorrt", version=available().get("tensorrt", "unknown"), sms=(here,) if here else (), seconds=round(seconds, 2))
         digest = file_sha256(directory / PLAN)
         manifest = built.manifest.model_copy(
             update={
