@@ -11,6 +11,12 @@ from pathlib import Path
 from typing import Any
 
 Int, Long, Float, Pointer = ctypes.c_int, ctypes.c_longlong, ctypes.c_float, ctypes.c_void_p
+_SHARED_KIB = {"80": 163, "87": 163, "90": 227, "100": 227, "101": 227, "103": 227, "110": 227}
+
+
+def shared_limit(arch: str) -> int:
+    """Return the bytes of shared memory that a block may have on GPUs of a compute capability; 99 KiB where it is not known to be more."""
+    return 1024 * _SHARED_KIB.get(arch, 99)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ def _keep_bits(wide, at, bits, meta, d, inside, D: tl.constexpr, BLOCK_D: tl.con
     for e in tl.static_range(8):
         channel = (4 * (d % words) + lane % 4) * 8 + e
         four = (tl.gather(mask, channel, 0) >> (lane // 4 * 4)) & 15
-        spread = (four & 1) | ((four & 2) << 3) | ((four & 4) << 6) | ((four & 8) << 9)
-        word |= spread << (e // 2 + 16 * (e % 2))
+        spread = (four & 3) | ((four & 12) << 14)
+        word |= spread << (2 * e)
     tl.store(bits + at * D + d, word, inside)
 
 
@@ -74,6 +74,7 @@ def append_kernel(
     starts,
     lens,
     table,
+    homes,
     rope,
     q_weight,
     k_weight,
@@ -98,7 +99,8 @@ def append_kernel(
     """Append the new tokens of one block; grid [blocks of the longest chunk, Hk + Hq, B].
 
     qkv [T, (Hq + 2 Hk) D]; positions [T], starts [B + 1], lens [B] stored tokens behind the append, table [B, M] int32; rope [X, D] fp32; keys and
-    values [P, Hk, N, D]. What is kept of a group lies in meta, and in bits where there are two parts; in the keys' dtype unless said otherwise: FIER
+    values [P, Hk, N, D]; homes [B, M] names the pages of the summaries, mostly those of table. What is kept of a group lies in meta, and in bits
+    where there are two parts; in the keys' dtype unless said otherwise: FIER
     meta [P, Hk, N / GROUP, 2, D] fp16 and bits [P, Hk, N / GROUP, D] words; minima and maxima, or the corners of a cuboid, meta
     [P, Hk, N / GROUP, 2, D]; balls meta [P, Hk, N / GROUP, D] centres and bits [P, Hk, N / GROUP] radii; means meta [P, Hk, N / GROUP, D] and bits
     [P, Hk, N / GROUP] fp32, the lowest cosine that a key has with its mean.
@@ -153,7 +155,7 @@ def append_kernel(
                 whole = tl.where(fresh[:, None], turned, old)
                 members = tl.where(inside[None, :], whole.to(tl.float32), 0.0)
                 first = group * GROUP
-                home = tl.load(table + b.to(tl.int64) * table_stride + first // page_size).to(tl.int64)
+                home = tl.load(homes + b.to(tl.int64) * table_stride + first // page_size).to(tl.int64)
                 at_summary = (home * HEADS_KV + head) * (page_size // GROUP) + (first % page_size) // GROUP
                 if SUMMARY == 1:
                     _keep_bits(members, at_summary, bits, meta, d, inside, D, BLOCK_D, GROUP)
@@ -186,6 +188,7 @@ def launch(
     summary: int,
     longest: int,
     overlap: bool = False,
+    homes: Any = None,
 ) -> None:
     """Append up to `longest` new tokens of every sequence; tensors as in the kernel, page size and heads from the shapes.
 
@@ -197,7 +200,7 @@ def launch(
     q_weight, k_weight = norms or (rope, rope)
     extra = {"launch_pdl": True} if overlap else {}
     append_kernel[(blocks, heads_kv + heads_q, lens.shape[0])](
-        qkv, positions, starts, lens, table, rope, q_weight, k_weight, out, keys, values,
+        qkv, positions, starts, lens, table, table if homes is None else homes, rope, q_weight, k_weight, out, keys, values,
         keys if bits is None else bits, keys if meta is None else meta,
         qkv.stride(0), table.stride(0), page_size, eps,
         HEADS_Q=heads_q, HEADS_KV=heads_kv, D=dim, BLOCK_D=triton.next_power_of_2(dim), GROUP=group, SUMMARY=summary,

@@ -12,6 +12,7 @@ from trtkv.plugins._device import triton_aot
 from trtkv.plugins._device.driver import Kernel, arch
 
 NONE, FIER, MINMAX, CUBOID, BALL_MEAN, BALL_MAX, MEAN = range(7)  # what is kept of a group, as in kernel.py, which needs Triton
+KINDS = {None: NONE, "fier": FIER, "minmax": MINMAX, "cuboid": CUBOID, "ball-mean": BALL_MEAN, "ball-max": BALL_MAX, "mean": MEAN}
 NO_GROUP = 16  # tokens of a block where nothing is summarized
 _SOURCE = Path(__file__).parent / "kernel.py"
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -21,19 +22,20 @@ _ALIGNED = ("qkv", "rope", "out", "keys", "values", "bits", "meta", "qkv_stride"
 def launch(
     qkv: Tensor, positions: Tensor, starts: Tensor, lens: Tensor, table: Tensor, rope: Tensor, norms: tuple[Tensor, Tensor] | None, out: Tensor,
     keys: Tensor, values: Tensor, bits: Tensor | None, meta: Tensor | None, *,
-    eps: float, group: int, summary: int, longest: int, overlap: bool = False,
+    eps: float, group: int, summary: int, longest: int, overlap: bool = False, homes: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Append up to `longest` new tokens of every sequence; tensors as in the kernel, page size and heads from the shapes.
 
     bits may be None where the summary has only meta, both where it is NONE; what they hold is the kernel's to say, not their dtype's. group is a
-    power of two that divides the page, which is a multiple of 16.
+    power of two that divides the page, which is a multiple of 16. homes [B, M] names the pages of the summaries where they are not those of table.
     """
     if not qkv.is_cuda:
         from trtkv.plugins.kv_append import kernel as interpreted
 
         interpreted.launch(
-            qkv, positions, starts, lens, table, rope, norms, out, keys, values, bits, meta, eps=eps, group=group, summary=summary, longest=longest
-        )
+            qkv, positions, starts, lens, table, rope, norms, out, keys, values, bits, meta, eps=eps, group=group, summary=summary, longest=longest,
+            homes=homes,
+        )  # fmt: skip
         return
     _, heads_kv, page_size, dim = keys.shape
     heads_q = qkv.shape[1] // dim - 2 * heads_kv
@@ -43,7 +45,8 @@ def launch(
     aligned = [one.data_ptr() for one in (qkv, rope, out, keys, values, bits, meta)]
     if any(pointer % 16 for pointer in aligned) or qkv.stride(0) % 16 or page_size % 16:
         raise EngineError("an input of the append kernel is not aligned to 16 bytes", "Report this with the output of trtkv doctor.")
-    pointers = [one.data_ptr() for one in (qkv, positions, starts, lens, table, rope, q_weight, k_weight, out, keys, values, bits, meta)]
+    homes = table if homes is None else homes
+    pointers = [one.data_ptr() for one in (qkv, positions, starts, lens, table, homes, rope, q_weight, k_weight, out, keys, values, bits, meta)]
     blocks = 1 if longest == 1 else (longest + group - 2) // group + 1
     grid = (blocks, heads_kv + heads_q, lens.shape[0])
     stream = torch.cuda.current_stream().cuda_stream
@@ -58,7 +61,7 @@ def append_kernel(heads_q: int, heads_kv: int, dim: int, group: int, summary: in
     real, index = f"*{dtype}", "*i32"
     norms = real if norm else "*fp32"
     signature: tuple[tuple[str, str | int | bool], ...] = (
-        ("qkv", real), ("positions", index), ("starts", index), ("lens", index), ("table", index), ("rope", "*fp32"),
+        ("qkv", real), ("positions", index), ("starts", index), ("lens", index), ("table", index), ("homes", index), ("rope", "*fp32"),
         ("q_weight", norms), ("k_weight", norms), ("out", real), ("keys", real), ("values", real),
         ("bits", index if summary == FIER else "*fp32" if summary == MEAN else real), ("meta", "*fp16" if summary == FIER else real),
         ("qkv_stride", "i32"), ("table_stride", "i32"), ("page_size", "i32"), ("eps", "fp32"),

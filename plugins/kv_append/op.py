@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from trtkv.plugins.face import OpConfig
+from trtkv.plugins.kv_recall.chunk import write_chunk
 from trtkv.plugins.kv_select import indexes
 from trtkv.plugins.rows import StepGroup
 from trtkv.plugins.session import Session
@@ -33,9 +34,12 @@ def append(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
             rows = slice(row.start, row.start + row.new)
             session.held.find(layer, row.slot).append(rotated[rows, config.num_q_heads :].to(qkv.dtype), values[rows], row.prompt)
         return
-    page, inside = step.places
-    session.buffer("keys", layer)[page, :, inside] = rotated[:, config.num_q_heads :].to(qkv.dtype)
-    session.buffer("values", layer)[page, :, inside] = values
+    if session.offload is not None and session.offload.covers(layer):
+        write_chunk(session.offload, layer, step, rotated[:, config.num_q_heads :], values)
+    else:
+        page, inside = step.places
+        session.buffer("keys", layer)[page, :, inside] = rotated[:, config.num_q_heads :].to(qkv.dtype)
+        session.buffer("values", layer)[page, :, inside] = values
     select = session.plan.select[layer]
     if select is not None:
         indexes.find(select).update(session, layer, select)

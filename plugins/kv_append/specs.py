@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from trtkv.config import Limits, ModelConfig
 from trtkv.plan import CachePlan
-from trtkv.plugins.kv_append.launch import FIER, MINMAX, NO_GROUP, NONE, append_kernel
+from trtkv.plugins.kv_append.launch import KINDS, NO_GROUP, append_kernel
 from trtkv.plugins.support import summary_kind
 
 _NAMES = {"bfloat16": "bf16", "float16": "fp16"}
-_KINDS = {None: NONE, "fier": FIER, "bounds": MINMAX}
 
 
 def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> None:
@@ -16,4 +15,4 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
     for layer, select in enumerate(plan.select):
         kind = summary_kind(plan, layer)
         group = NO_GROUP if kind is None or select is None else select.group
-        append_kernel(plan.num_q_heads, plan.num_kv_heads, plan.head_dim, group, _KINDS[kind], model.qk_norm, _NAMES[plan.kv_dtype], arch)
+        append_kernel(plan.num_q_heads, plan.num_kv_heads, plan.head_dim, group, KINDS[kind], model.qk_norm, _NAMES[plan.kv_dtype], arch)

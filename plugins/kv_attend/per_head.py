@@ -7,6 +7,11 @@ from torch import Tensor
 from trtkv.plugins.kv_attend.launch import attend_list
 
 
+def by_head(x: Tensor, num_kv_heads: int) -> Tensor:
+    """Lay query heads out as sequences: x [B, Hq, ...] to [G B, Hk, ...], in which sequence g B + b holds head g of every group of sequence b."""
+    return x.unflatten(1, (num_kv_heads, -1)).movedim(2, 0).flatten(0, 1)
+
+
 def attend_per_head(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lens: Tensor, chosen: Tensor, out: Tensor, *, unit: int, scale: float
 ) -> None:  # fmt: skip
@@ -17,9 +22,7 @@ def attend_per_head(
     """
     heads, dim = keys.shape[1], keys.shape[3]
     batch, group = lens.shape[0], q.shape[1] // dim // heads
-    first = lambda x: x.unflatten(1, (heads, group)).movedim(2, 0)  # noqa: E731 - [G, B, Hk, ...]
-    own = first(q.unflatten(1, (-1, dim))).reshape(group * batch, heads * dim)
-    lists = first(chosen).reshape(group * batch, heads, -1)
+    own, lists = by_head(q.unflatten(1, (-1, dim)), heads).flatten(1), by_head(chosen, heads).contiguous()
     answer = own.new_empty(own.shape)
     attend_list(own, keys, values, table.repeat(group, 1), lens.repeat(group), lists, answer, unit=unit, scale=scale)
-    first(out.unflatten(1, (-1, dim))).copy_(answer.view(group, batch, heads, dim))
+    out.view(batch, heads, group, dim).copy_(answer.view(group, batch, heads, dim).movedim(0, 2))

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from trtkv.plan import SelectPlan
 from trtkv.plugins.face import OpConfig
+from trtkv.plugins.kv_attend.per_head import by_head
 from trtkv.plugins.kv_select import launch, launch_pages, op
 from trtkv.plugins.kv_select.launch_speculate import speculate
 from trtkv.plugins.session import Session
-from trtkv.plugins.support import overlaps, summary_kind
+from trtkv.plugins.support import Summary, outliers, overlaps, shares_selection, summary_of
 
 
 def select(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
     """Choose units for the sequences that decode; inputs and result as the torch form's, what prefill rows hold is not read."""
     plan, step = session.plan.select[layer], session.step(layer)
     assert plan is not None, f"layer {layer} selects nothing"
-    if summary_kind(session.plan, layer) is None:
+    if summary_of(session.plan, layer) is None:
         op.select(session, layer, config, inputs, out)
         return
     query, starts, _, stored, slots, table = inputs[:6]
@@ -33,30 +35,109 @@ def select(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
     if plan.speculative:
         remembered, tau = session.buffer("previous_query", layer), float(plan.meaning.fields["tau"])
         asking = speculate(asking, remembered, slots, tau, config.num_kv_heads)
-    _launch(session, layer, config, plan, asking, stored[group], table[group], out)
+        if fresh:  # a prompt's query is nobody's previous query
+            remembered[fresh] = torch.nan
+    choose_units(session, layer, config, plan, asking, stored[group], table[group], out)
 
 
-def _launch(session: Session, layer: int, config: OpConfig, plan: SelectPlan, query: Tensor, lens: Tensor, table: Tensor, out: Tensor) -> None:
-    batch, page = table.shape[0], session.plan.page_size
-    units = table.shape[1] * page // plan.unit
-    scores, parts = session.scratch(("select", batch, units, plan.pooling), lambda: _allocate(batch, units, config, plan, query.device))
-    threshold, overlap = session.reads_all_up_to(layer), overlaps(session, table)
-    common = {"budget": threshold, "scale": config.scale, "pooling": plan.pooling, "overlap": overlap}
-    if summary_kind(session.plan, layer) == "fier":
-        launch.fier_score(query, session.words(layer), session.ranges(layer), table, lens, scores, parts, page_size=page, **common)
+def choose_units(
+    session: Session, layer: int, config: OpConfig, plan: SelectPlan, query: Tensor, lens: Tensor, table: Tensor, out: Tensor,
+    ahead: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Score and choose for query [B, Hq D]; ahead [B] int32 are the lengths of the next step where it is chosen for, beside this one's launches.
+
+    The scores of this step are all that the next step's candidates need: a page enters them behind the step that completes it.
+    """
+    summary = summary_of(session.plan, layer)
+    assert summary is not None, f"layer {layer} selects in torch"
+    threshold, overlap = session.reads_all_up_to(layer), ahead is None and overlaps(session, table)
+    if summary.scorer == "fier" and plan.pooling == "none":
+        _choose_per_head(session, layer, config, plan, query, lens, table, out)
+        return
+    desk = _desk(session, config, plan, table, ahead is not None)
+    score = {"budget": threshold - (ahead is not None), "scale": config.scale, "overlap": overlap}
+    if summary.scorer == "fier":
+        bits, ranges = session.words(layer), session.ranges(layer)
+        launch.fier_score(query, bits, ranges, table, lens, desk.scores, desk.parts, page_size=session.plan.page_size, pooling=plan.pooling, **score)
     else:
-        bounds = session.buffer("page_bounds", layer)
-        launch_pages.score_pages(query, bounds, None, table, lens, scores, parts, kind="box", unit=plan.unit, **common)
+        _score_pages(session, layer, plan, summary, query, lens, table, desk, **score)
     launch.select_units(
-        scores, parts, lens, out, budget=threshold, sink=plan.sink, window=plan.window, unit=plan.unit, group=plan.group, pooling=plan.pooling,
-        overlap=overlap,
+        desk.scores, desk.parts, lens if ahead is None else ahead, out, budget=threshold, sink=plan.sink, window=plan.window, unit=plan.unit,
+        group=plan.group, pooling=plan.pooling, overlap=overlap,
     )  # fmt: skip
 
 
-def _allocate(batch: int, units: int, config: OpConfig, plan: SelectPlan, device: torch.device) -> tuple[Tensor, Tensor]:
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    group = config.num_q_heads // config.num_kv_heads
+@dataclass(frozen=True, slots=True)
+class _Desk:
+    """What the launches of a selection hand to each other: scores and parts as the scorer lays them out, cut [B, Hk, 2] int32 for outliers."""
+
+    scores: Tensor
+    parts: Tensor
+    cut: Tensor
+
+
+def _score_pages(
+    session: Session, layer: int, plan: SelectPlan, summary: Summary, query: Tensor, lens: Tensor, table: Tensor, desk: _Desk, *,
+    budget: int, scale: float, overlap: bool,
+) -> None:  # fmt: skip
+    vectors, beside = session.buffer(summary.vectors, layer), None if summary.beside is None else session.buffer(summary.beside, layer)
+    cut = None
+    if count := outliers(plan):
+        assert beside is not None
+        cut = desk.cut
+        launch_pages.outlier_cut(beside, table, lens, cut, unit=plan.unit, outliers=count, budget=budget, overlap=overlap)
+    launch_pages.score_pages(
+        query, vectors, beside, table, lens, desk.scores, desk.parts, kind=summary.scorer, unit=plan.unit, budget=budget, scale=scale,
+        pooling=plan.pooling, cut=cut, shared=shares_selection(plan), overlap=overlap,
+    )  # fmt: skip
+
+
+def _choose_per_head(
+    session: Session, layer: int, config: OpConfig, plan: SelectPlan, query: Tensor, lens: Tensor, table: Tensor, out: Tensor
+) -> None:
+    """Let every query head choose tokens by one-bit keys: the heads of a group become sequences that share pages, as in `kv_attend/per_head.py`.
+
+    Lengths and tables are laid out anew by kernels just before, which the scorer reads before it waits, so nothing overlaps.
+    """
+    heads, batch = config.num_kv_heads, lens.shape[0]
+    group = config.num_q_heads // heads
+    asking = by_head(query.unflatten(1, (-1, config.head_dim)), heads).flatten(1)
+    own_lens, own_table = lens.repeat(group), table.repeat(group, 1)
+    rows, units = group * batch * heads, table.shape[1] * session.plan.page_size
+    key = ("select per head", batch, units, out.shape[2])
+    scores, parts, lists = session.scratch(key, lambda: _allocate_per_head(rows, group * batch, units, out))
+    threshold = session.reads_all_up_to(layer)
+    launch.fier_score(
+        asking, session.words(layer), session.ranges(layer), own_table, own_lens, scores, parts, page_size=session.plan.page_size, budget=threshold,
+        scale=config.scale, pooling="mean",
+    )  # fmt: skip
+    launch.select_units(
+        scores, parts, own_lens, lists, budget=threshold, sink=plan.sink, window=plan.window, unit=1, group=plan.group, pooling="mean"
+    )
+    out.unflatten(1, (heads, group)).movedim(2, 0).copy_(lists.view(group, batch, heads, -1))
+
+
+def _allocate_per_head(rows: int, sequences: int, units: int, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scores, parts = launch.Scratch.plan(rows, 1, "mean", units, _multiprocessors(out.device)).allocate(rows, out.device)
+    return scores, parts, out.new_empty(sequences, rows // sequences, out.shape[2])
+
+
+def _desk(session: Session, config: OpConfig, plan: SelectPlan, table: Tensor, ahead: bool) -> _Desk:
+    batch, units = table.shape[0], table.shape[1] * session.plan.page_size // plan.unit
+    key = ("select ahead" if ahead else "select", batch, units, plan.pooling)
+    return session.scratch(key, lambda: _furnish(batch, units, config, plan, table.device))
+
+
+def _furnish(batch: int, units: int, config: OpConfig, plan: SelectPlan, device: torch.device) -> _Desk:
+    sms, heads = _multiprocessors(device), config.num_kv_heads
+    group = config.num_q_heads // heads
+    cut = torch.empty(batch, heads, 2, dtype=torch.int32, device=device)
     if plan.unit == 1:
-        rows = batch * config.num_kv_heads
-        return launch.Scratch.plan(rows, group, plan.pooling, units, sms).allocate(rows, device)
-    return launch_pages.PageScratch.plan(batch, config.num_kv_heads, group, plan.pooling, units, sms).allocate(device)
+        rows = batch * heads
+        return _Desk(*launch.Scratch.plan(rows, group, plan.pooling, units, sms).allocate(rows, device), cut)
+    pages = launch_pages.PageScratch.plan(batch, heads, group, plan.pooling, units, sms, shared=shares_selection(plan))
+    return _Desk(*pages.allocate(device), cut)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

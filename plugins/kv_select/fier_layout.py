@@ -1,7 +1,7 @@
 """How FIER's one-bit keys lie in memory: in the order in which the matrix instructions of fier.cu read them.
 
 A group of 32 tokens is D words of 32 bits. Word lane D / 32 + w, lane = 4 r + c, holds four tokens from 4 r and eight channels from 8 (4 w + c):
-token 4 r + v and channel 8 (4 w + c) + 2 i + h at bit 4 v + i + 16 h. Lows and ranges are fp16 in the order of the channels.
+token 4 r + 2 h + s and channel 8 (4 w + c) + e at bit 2 e + s + 16 h. Lows and ranges are fp16 in the order of the channels.
 """
 
 from __future__ import annotations
@@ -43,6 +43,6 @@ def _positions(dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return token and channel [D, 32] of every bit of every word."""
     word, bit = torch.arange(dim, device=device)[:, None], torch.arange(32, device=device)
     lane, w = word // (dim // 32), word % (dim // 32)
-    token = lane // 4 * 4 + bit % 16 // 4
-    channel = (4 * w + lane % 4) * 8 + bit % 4 * 2 + bit // 16
+    token = lane // 4 * 4 + bit // 16 * 2 + bit % 2
+    channel = (4 * w + lane % 4) * 8 + bit % 16 // 2
     return token, channel

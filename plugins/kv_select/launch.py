@@ -11,16 +11,19 @@ from torch import Tensor
 from trtkv.errors import CapacityError
 from trtkv.plugins._device import nvrtc
 from trtkv.plugins._device.nvrtc import Float, Int, Kernel, Long, Pointer
+from trtkv.plugins._device.spec import shared_limit
 
 _HERE = Path(__file__).parent
 _SCORE = (Pointer,) * 7 + (Int, Int, Int, Long, Int, Float)
 _SELECT = (Pointer,) * 4 + (Long,) + (Int,) * 7
 _POOLS = {"softmax-mean": 0, "softmax-max": 0, "mean": 1, "max": 2}
-STAGES = 4  # of fier.cu
 CLUSTERS_FROM = 90  # clusters of blocks came with this compute capability
 _WORTHWHILE_UNITS = 4096  # a block more costs more than it saves below
 _EXACT_PACKETS = 2048  # packets of eight units of a block whose exact scores are kept
-_SELECT_BLOCK_UNITS = 65536  # keys of two bytes in the shared memory of a block
+_BLOCK_UNITS = 65536  # keys of two bytes in the shared memory of a block, at most
+_LARGE_CLUSTERS = ("90", "100", "103")  # compute capabilities with clusters of sixteen blocks, others have eight
+SELECT_STATIC = 34 * 1024  # shared memory of the selector beside what its launch asks for
+_PARTS_ROOM = 20 * 1024  # for what scorers say about their parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +50,16 @@ def fier_score(
     q: Tensor, bits: Tensor, meta: Tensor, table: Tensor, lens: Tensor, scores: Tensor, parts: Tensor, *,
     page_size: int, budget: int, scale: float, pooling: str, overlap: bool = False,
 ) -> None:  # fmt: skip
-    """Score all closed groups: q [B, Hq D], bits int32 [P, Hk, N / 32, D], meta fp16 [P, Hk, N / 32, 2, D], table [B, M], lens [B] int32."""
+    """Score all closed groups: q [B, Hq D], bits int32 [P, Hk, N / 32, D], meta fp16 [P, Hk, N / 32, 2, D], table [B, M], lens [B] int32.
+
+    With overlap the kernel launched before this one must have written nothing that this one reads but queries and the newest token's group.
+    """
     heads, dim = bits.shape[1], bits.shape[-1]
     group = q.shape[1] // dim // heads
     kernel = score_kernel(dim, group, pooling, q.dtype == torch.bfloat16, arch())
     values = (q.data_ptr(), bits.data_ptr(), meta.data_ptr(), table.data_ptr(), lens.data_ptr(), scores.data_ptr(), parts.data_ptr(),
               q.stride(0), table.stride(0), page_size // 32, scores.shape[2], budget, scale * 1.4426950408889634)  # fmt: skip
-    kernel.launch((parts.shape[1], heads, lens.shape[0]), 256, 8 * STAGES * 6 * dim, stream(), values, overlap=overlap)
+    kernel.launch((parts.shape[1], heads, lens.shape[0]), 256, 64 * score_stages(dim, arch()) * dim, stream(), values, overlap=overlap)
 
 
 def select_units(
@@ -62,36 +68,82 @@ def select_units(
 ) -> None:  # fmt: skip
     """Choose units by scores and parts of a scorer, lens [B]: out [B, H, K + 1] int32, units ascending, then their count, -1 where all are read."""
     rows, heads, stride = scores.shape
-    cluster = cluster or (select_cluster(rows, stride) if int(arch()) >= CLUSTERS_FROM else 1)
-    kernel = select_kernel(cluster, heads, pooling == "softmax-max", unit, group, arch())
-    share = -(-(stride // 8) // (cluster * 4)) * 4
-    exact = share <= _EXACT_PACKETS
-    shared = share * (49 if exact else 17) + 16 + parts.shape[1] * heads * 8
+    sm = arch()
+    cluster = cluster or select_cluster(rows, stride, sm)
+    kernel = select_kernel(cluster, heads, pooling == "softmax-max", unit, group, sm, streams=select_streams(stride, cluster, sm))
+    shared = select_shared(stride, cluster, parts.shape[1] * heads * 8, sm)
     values = (scores.data_ptr(), parts.data_ptr(), lens.data_ptr(), out.data_ptr(), stride, parts.shape[1], rows // lens.shape[0],
-              budget, out.shape[2] - 1, sink, window, int(exact))  # fmt: skip
-    kernel.launch((rows * cluster, 1, 1), 1024, shared, stream(), values, cluster=cluster, overlap=overlap)
+              budget, out.shape[2] - 1, sink, window, int(shared.exact))  # fmt: skip
+    kernel.launch((rows * cluster, 1, 1), 1024, shared.bytes, stream(), values, cluster=cluster, overlap=overlap)
 
 
-def select_cluster(rows: int, units: int) -> int:
-    """Choose blocks a row: as many as are resident at once, but not for little work each, and enough to hold the keys."""
+def select_cluster(rows: int, units: int, arch: str = "90") -> int:
+    """Choose blocks a row: as many as are resident at once, but not for little work each, and enough to hold the keys; 1 where none are enough.
+
+    Raises CapacityError for more units than a row can have.
+    """
+    largest = 1 if int(arch) < CLUSTERS_FROM else 16 if arch in _LARGE_CLUSTERS else 8
     most = next((c for c, limit in ((16, 6), (8, 12), (4, 24), (3, 40), (2, 66)) if rows <= limit), 1)
-    while most > 1 and units < most * _WORTHWHILE_UNITS:
+    while most > 1 and (units < most * _WORTHWHILE_UNITS or most > largest):
         most //= 2
-    need = -(-units // _SELECT_BLOCK_UNITS)
-    if need > 16:
-        raise CapacityError(f"{units} units of one sequence cannot be ranked", f"Lower the maximum length to {16 * _SELECT_BLOCK_UNITS} units.")
-    return next(c for c in (1, 2, 3, 4, 8, 16) if c >= max(most, need))
+    block = min(_BLOCK_UNITS, _select_room(arch) // 17 * 8)
+    enough = [c for c in (1, 2, 3, 4, 8, 16) if most <= c <= largest and units <= c * block]
+    if enough:
+        return enough[0]
+    if units > 8 * _select_room(arch) - 32:
+        limit = max(largest * block, 8 * _select_room(arch) - 32)
+        raise CapacityError(f"{units} units of one sequence cannot be ranked on this GPU", f"Lower the maximum length to {limit} units.")
+    return 1
+
+
+def select_streams(units: int, cluster: int, arch: str) -> bool:
+    """Say whether keys are computed again for every look at them, because a block's do not fit in its shared memory."""
+    return cluster == 1 and 17 * _packets(units, cluster) > _select_room(arch)
+
+
+@dataclass(frozen=True, slots=True)
+class SelectShared:
+    """Dynamic shared memory of the selector: bytes, whether keys are not kept in it (streams), and whether exact scores are (exact)."""
+
+    bytes: int
+    streams: bool
+    exact: bool
+
+
+def select_shared(units: int, cluster: int, parts_bytes: int, arch: str) -> SelectShared:
+    """Lay out shared memory for rows of at most so many units and parts_bytes, eight a part and head."""
+    streams, share = select_streams(units, cluster, arch), _packets(units, cluster)
+    least = share * (1 if streams else 17) + parts_bytes + 64
+    exact = not streams and share <= _EXACT_PACKETS and least + 32 * share <= shared_limit(arch) - SELECT_STATIC
+    return SelectShared(least + 32 * share * exact, streams, exact)
+
+
+def _select_room(arch: str) -> int:
+    return shared_limit(arch) - SELECT_STATIC - _PARTS_ROOM - 64
+
+
+def _packets(units: int, cluster: int) -> int:
+    """Packets of eight units of a block."""
+    return -(-units // (cluster * 32)) * 4
+
+
+def score_stages(dim: int, arch: str) -> int:
+    """Choose how many groups of 8 D bytes a warp of the FIER scorer holds: eight, where its eight warps' fit in shared memory."""
+    return 8 if 64 * 8 * dim + 2048 <= shared_limit(arch) else 4
 
 
 def score_kernel(dim: int, group: int, pooling: str, bf16: bool, arch: str) -> Kernel:
     """Load the FIER scorer for a shape."""
-    defines = (f"-DD={dim}", f"-DGROUP_HEADS={group}", f"-DPOOL={_POOLS[pooling] if group > 1 else 0}", *(("-DQ_BF16",) if bf16 else ()))
-    return nvrtc.load(_HERE / "fier.cu", "fier_score", _SCORE, defines, arch, 8 * STAGES * 6 * dim)
+    stages = score_stages(dim, arch)
+    shape = {"D": dim, "GROUP_HEADS": group, "POOL": _POOLS[pooling] if group > 1 else 0, "STAGES": stages}
+    defines = (*(f"-D{name}={value}" for name, value in shape.items()), *(("-DBF16",) if bf16 else ()))
+    return nvrtc.load(_HERE / "fier.cu", "fier_score", _SCORE, defines, arch, 64 * stages * dim)
 
 
-def select_kernel(cluster: int, heads: int, maximum: bool, unit: int, group: int, arch: str) -> Kernel:
+def select_kernel(cluster: int, heads: int, maximum: bool, unit: int, group: int, arch: str, *, streams: bool = False) -> Kernel:
     """Load the selector for a cluster size and number of scored heads."""
-    defines = (f"-DCLUSTER={cluster}", f"-DHEADS={heads}", f"-DMAXIMUM={int(maximum and heads > 1)}", f"-DUNIT={unit}", f"-DGROUP={group}")
+    shape = {"CLUSTER": cluster, "HEADS": heads, "MAXIMUM": int(maximum and heads > 1), "UNIT": unit, "GROUP": group}
+    defines = (*(f"-D{name}={value}" for name, value in shape.items()), *(("-DSTREAM",) if streams else ()))
     return nvrtc.load(_HERE / "select.cu", "select_units", _SELECT, defines, arch, 180 * 1024)
 
 

@@ -47,8 +47,9 @@ def _select_paged(session: Session, layer: int, config: OpConfig, plan: SelectPl
         first = row.stored <= row.prompt + 1
         asking = speculative_query(load_role(plan.meaning), query, None if first else remembered[row.slot], config.num_kv_heads)
         remembered[row.slot] = query
-    if row.stored <= session.reads_all_up_to(layer):
+    own = session.select_of(layer, row.slot) or plan
+    if row.stored <= max(own.budget, session.dense_below):
         return None
     scores, forced = indexes.find(plan).score(session, layer, plan, row, asking)
     pooled = pool(scores, config.num_kv_heads, config.scale, plan.pooling)
-    return choose(plan, pooled, row.stored, spread(forced, len(pooled)))
+    return choose(own, pooled, row.stored, spread(forced, len(pooled)))

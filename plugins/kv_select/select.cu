@@ -1,272 +1,51 @@
 // Exact top-k of pooled scores, one thread-block cluster a key-value head: score descending, index ascending on ties, ascending output.
 //
-// Built with -DCLUSTER (1 to 16), -DHEADS (scored heads a row: 1 ranks raw scores, more pool their softmaxes), -DMAXIMUM (pool by maximum
-// instead of mean), -DUNIT (tokens of a unit) and -DGROUP (tokens that are summarized together).
+// Built as pooling.cuh says, with -DCLUSTER (1 to 16), -DUNIT (tokens of a unit) and -DGROUP (tokens that are summarized together).
 //
 // Every block keeps a 16-bit monotone key of its share of the units in shared memory. One histogram of the upper 12 bits, summed over the
-// cluster, leaves a bin of candidates; a second of the lower 4 bits splits it where it is crowded. The candidates' exact scores are computed
-// again and ranked. Should more than CANDIDATES still share a 16-bit key, the cut is found by bisection over score and index.
-#include <cuda_fp16.h>
+// cluster, leaves a bin of candidates; a second of the lower 4 bits splits it where it is crowded. The candidates' exact scores are then
+// ranked. Should more than CANDIDATES still share a 16-bit key, the cut is found by bisection over score and index.
+#include "pooling.cuh"
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-
-#ifndef THREADS
-#define THREADS 1024
-#endif
-#define EACH (BINS / THREADS) // bins a thread looks through
-#define BINS 4096
+#define BINS (4 * THREADS)
+#define COARSE (BINS / 16)    // sums of sixteen bins: what the blocks of a cluster tell each other
 #define CANDIDATES 1024
 #define CROWD 192
 
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
-  return y;
-}
-// Wait for the kernels before this one, then let the one behind start its preamble: it may read what was written before the kernel before it.
-__device__ __forceinline__ void dependency_wait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-__device__ __forceinline__ void cluster_sync() {
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-#else
-  __syncthreads();
-#endif
-}
-// The same shared variable of another block of the cluster.
-template <typename T> __device__ __forceinline__ T* peer(T* p, int rank) {
-#if CLUSTER > 1
-  T* there;
-  asm("mapa.u64 %0,%1,%2;" : "=l"(there) : "l"(p), "r"(rank));
-  return there;
-#else
-  return p;
-#endif
-}
-__device__ __forceinline__ void load_halves(u32 (&v)[4], const __half* p) {
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(p) : "memory");
-}
-__device__ __forceinline__ void load_halves(u32 (&v)[1], const __half* p) {
-  asm volatile("ld.global.L1::no_allocate.u32 %0,[%1];" : "=r"(v[0]) : "l"(p) : "memory");
-}
-// Order-preserving image of a float.
-__device__ __forceinline__ u32 ordered(float x) {
-  const u32 bits = __float_as_uint(x + 0.f);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-struct Scale {
-  float low, factor;
-};
-
-// Pooled score of 2 N units: h their halves minus the part's reference, c what is added to it.
-template <int N> __device__ __forceinline__ void pool(const u32 (&h)[HEADS][N], const float* c, float (&out)[2 * N]) {
-#pragma unroll
-  for (int j = 0; j < HEADS; j++) {
-    const float add = c[j];
-#pragma unroll
-    for (int k = 0; k < N; k++) {
-      const float2 f = __half22float2(*reinterpret_cast<const __half2*>(&h[j][k]));
-      float x = f.x + add, y = f.y + add;
-      if (HEADS > 1) {
-        x = exp2_fast(x), y = exp2_fast(y);
-        if (j > 0) {
-          x = MAXIMUM ? fmaxf(out[2 * k], x) : out[2 * k] + x;
-          y = MAXIMUM ? fmaxf(out[2 * k + 1], y) : out[2 * k + 1] + y;
-        }
-      }
-      out[2 * k] = x, out[2 * k + 1] = y;
-    }
-  }
-}
-__device__ __forceinline__ float pool1(const __half* scores, long long stride, const float* c) {
-  float out = 0.f;
-#pragma unroll
-  for (int j = 0; j < HEADS; j++) {
-    float x = __half2float(scores[j * stride]) + c[j];
-    if (HEADS > 1) x = exp2_fast(x);
-    out = j == 0 ? x : MAXIMUM ? fmaxf(out, x) : out + x;
-  }
-  return out;
-}
-__device__ __forceinline__ u32 key_of(float score, Scale scale) {
-  if (HEADS > 1) return min(__float_as_uint(score) >> 14, 65534u) + 1; // a pooled softmax is in [0, 1]: nine bits of mantissa
-  return (u32)fminf(fmaxf((score - scale.low) * scale.factor, 0.f), 65534.f) + 1;
-}
-__device__ __forceinline__ int warp_scan(int v) {
-  const int lane = threadIdx.x & 31;
-#pragma unroll
-  for (int o = 1; o < 32; o <<= 1) {
-    const int y = __shfl_up_sync(~0u, v, o);
-    if (lane >= o) v += y;
-  }
-  return v;
-}
-// Inclusive prefix sum over the block; the two halves of warp_sums [64] are used in turn, so that one barrier is enough.
-__device__ __forceinline__ int block_scan(int v, int* warp_sums, int& turn) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  v = warp_scan(v);
-  int* sums = warp_sums + turn * 32;
-  turn ^= 1;
-  if (lane == 31) sums[warp] = v;
-  __syncthreads();
-  const int own = lane < THREADS / 32 ? sums[lane] : 0;
-  return v + __shfl_sync(~0u, warp_scan(own) - own, warp);
-}
 struct Cut {
   int bin, above, count; // bin of the wanted-th unit, units in higher bins, units in it
 };
-// Look through the bins from the top for the one with the wanted-th unit; bin -1 where there are fewer.
-__device__ __forceinline__ void find_cut(const int* bins, int wanted, Cut* found, int* warp_sums, int& turn) {
-  const int top = BINS - EACH - threadIdx.x * EACH;
-  int each[EACH], mine = 0;
-#pragma unroll
-  for (int i = 0; i < EACH; i += 4) *reinterpret_cast<int4*>(each + i) = *reinterpret_cast<const int4*>(bins + top + i);
-#pragma unroll
-  for (int i = 0; i < EACH; i++) mine += each[i];
-  int seen = block_scan(mine, warp_sums, turn) - mine;
-  if (seen < wanted && seen + mine >= wanted) {
-#pragma unroll
-    for (int i = EACH - 1; i >= 0; i--) {
-      if (seen < wanted && seen + each[i] >= wanted) *found = {top + i, seen, each[i]};
-      seen += each[i];
-    }
-  }
-  __syncthreads();
-}
-#ifdef TRACE
-extern "C" __device__ long long trace[64 * 32];
-#define MARK(i) if (threadIdx.x == 0 && blockIdx.x < 64) trace[blockIdx.x * 32 + i] = clock64();
-#else
-#define MARK(i)
-#endif
-
-// What a block knows of its row.
-struct Share {
-  const __half* scores; // of the row
-  long long stride;     // between heads
-  int begin, units;     // first unit of this block and their number, multiples of 32
-  int usable, first, last, wanted;
-  int part_units;       // units of a part
-  u16* keys;            // [units]
-  u32* exact;           // [units] order-preserving scores, or null: then they are computed again
-  float* add;           // [parts, HEADS]
-};
-__device__ __forceinline__ u32 exact_score(const Share& share, int u) {
-  if (share.exact) return share.exact[u - share.begin];
-  return ordered(pool1(share.scores + u, share.stride, share.add + u / share.part_units * HEADS));
-}
-
-// Loads packets of 2 N units a thread: the first while the normalizers are summed, the next while the last is counted.
-template <int N> struct Packets {
-  u32 h[HEADS][N];
-  __device__ __forceinline__ void load(const Share& share, int at) {
-    const int u = share.begin + at;
-    if (at < share.units && u < share.usable) {
-#pragma unroll
-      for (int j = 0; j < HEADS; j++) load_halves(h[j], share.scores + j * share.stride + u);
-    }
-  }
-  // Keys of all units of the block, and how many have which upper bits.
-  __device__ __forceinline__ void count(const Share& share, Scale scale, int* hist) {
-    int part = (share.begin + (int)threadIdx.x * 2 * N) / share.part_units;
-    for (int at = threadIdx.x * 2 * N; at < share.units; at += THREADS * 2 * N) {
-      const int u = share.begin + at;
-      u32 key[2 * N];
-#pragma unroll
-      for (int k = 0; k < 2 * N; k++) key[k] = 0;
-      if (u < share.usable) {
-        while (u >= (part + 1) * share.part_units) part++;
-        float pooled[2 * N];
-        pool<N>(h, share.add + part * HEADS, pooled);
-        load(share, at + THREADS * 2 * N);
-#pragma unroll
-        for (int k = 0; k < 2 * N; k++) {
-          if (u + k >= share.first && u + k < share.last) {
-            key[k] = key_of(pooled[k], scale);
-            atomicAdd(&hist[key[k] >> 4], 1);
-          }
-          if (share.exact) share.exact[at + k] = ordered(pooled[k]);
-        }
-      }
-      u32* to = reinterpret_cast<u32*>(share.keys + at);
-      if (N == 4) {
-        *reinterpret_cast<uint4*>(to) = make_uint4(key[0] | key[1] << 16, key[2 % (2 * N)] | key[3 % (2 * N)] << 16,
-            key[4 % (2 * N)] | key[5 % (2 * N)] << 16, key[6 % (2 * N)] | key[7 % (2 * N)] << 16);
-      } else {
-        to[0] = key[0] | key[1] << 16;
-      }
-    }
-  }
+struct Shared {
+  __align__(16) int hist[BINS];
+  __align__(16) u32 told[COARSE]; // sums of bins of this block
+  union {
+    __align__(16) u32 coarse[16][COARSE]; // sums of bins of every block of the cluster, before
+    struct {
+      u32 all_scores[CANDIDATES], all_units[CANDIDATES]; // the candidates of the cluster
+      uint2 own[CANDIDATES];                             // scores and units of this block's
+    };
+  };
+  int fine[16], warp_sums[64];
+  float row_low, lows[32];
+  int2 counts; // of this block: candidates, units above them
+  int starts[CLUSTER + 1], before, lower, round_count[2];
+  Cut cut;
+  u32 cut_score, cut_unit;
 };
 
-__device__ __forceinline__ void run(const __half* scores, const float4* parts, int* out, int stored,
-    long long score_stride, int num_parts, int width, int sink, int window, bool exact_units, char* dynamic) {
-  __shared__ int hist[BINS];
-#if CLUSTER > 1
-  __shared__ __align__(16) int totals[BINS];
-  uint2* all = reinterpret_cast<uint2*>(totals); // once the bins have been looked through
-#else
-  int* totals = hist;
-#endif
-  __shared__ int fine[16], warp_sums[64];
-  __shared__ float row_low, lows[32];
-  __shared__ uint2 own[CANDIDATES];
-  __shared__ int2 counts; // of this block: candidates, units above them
-  __shared__ int starts[CLUSTER + 1], before_all, lower, round_count[2];
-  __shared__ Cut cut;
-  __shared__ u32 cut_key, cut_index;
-  int turn = 0;
-  const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0, tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  const long long row = blockIdx.x / CLUSTER;
-
-  const int closed = stored / GROUP * GROUP, usable = closed / UNIT, units = (stored + UNIT - 1) / UNIT;
-  const int first = (sink + UNIT - 1) / UNIT;
-  const int last = max(first, min(closed, stored - window) / UNIT);
-  const int wanted = width - first - (units - last);
-  if (wanted >= last - first || wanted <= 0) { // every unit, or nothing but the forced ones
-    const int gap = wanted <= 0 ? last - first : 0, count = min(units - gap, width);
-    for (int i = rank * THREADS + tid; i <= width; i += CLUSTER * THREADS) out[i] = i == width ? count : i >= count ? -1 : i < first ? i : i + gap;
-    return;
-  }
-
-  const int packets = (usable + 7) >> 3, share = ((packets + CLUSTER * 4 - 1) / (CLUSTER * 4)) * 4; // packets of eight units, four a word of flags
-  const int begin = rank * share;
-  uint4* keys = reinterpret_cast<uint4*>(dynamic);                                        // [share] eight keys each
-  u32* bitmap = reinterpret_cast<u32*>(keys + share);                                     // [share / 4]
-  unsigned char* bytes = reinterpret_cast<unsigned char*>(bitmap);                        // [share]
-  float* add = reinterpret_cast<float*>(bitmap + ((share / 4 + 3) & ~3));                 // [num_parts, HEADS]
-  float* sums = add + num_parts * HEADS;                                                  // [num_parts, HEADS]
-  u32* exact = exact_units ? reinterpret_cast<u32*>(sums + num_parts * HEADS) : nullptr; // [8 share]
-  const Share mine_of = {scores + row * HEADS * score_stride, score_stride, begin * 8, share * 8, usable, first, last, wanted,
-      (((usable + 31) >> 5) + num_parts - 1) / num_parts * 32, reinterpret_cast<u16*>(keys), exact, add};
-  for (int i = tid; i < BINS; i += THREADS) hist[i] = 0;
-  if (tid < 16) fine[tid] = 0;
-  if (tid == 0) counts = make_int2(0, 0), lower = 0;
-
-  parts += row * num_parts * HEADS;
-  const bool narrow = share * 8 <= 4 * THREADS;
-  Packets<4> wide_packets;
-  Packets<1> narrow_packets;
-  if (narrow) narrow_packets.load(mine_of, tid * 2);
-  else wide_packets.load(mine_of, tid * 8);
-  Scale scale = {0.f, 0.f};
-  float lowest_part = 3e38f;
+// What is added to every part's scores, so that heads are normalized over the row; the range of raw scores. Uses sums [num_parts, HEADS].
+__device__ __forceinline__ void normalize(Shared& s, Share& share, const float4* parts, int num_parts, float* sums) {
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  float lowest = 3e38f;
   for (int i = tid; i < num_parts * HEADS; i += THREADS) {
     const float4 v = parts[i];
-    add[i] = v.x, sums[i] = v.y;
-    lowest_part = fminf(lowest_part, v.z);
+    share.add[i] = v.x, sums[i] = v.y;
+    lowest = fminf(lowest, v.z);
   }
   if (HEADS == 1) {
 #pragma unroll
-    for (int o = 16; o; o >>= 1) lowest_part = fminf(lowest_part, __shfl_xor_sync(~0u, lowest_part, o));
-    if (lane == 0) lows[warp] = lowest_part;
+    for (int o = 16; o; o >>= 1) lowest = fminf(lowest, __shfl_xor_sync(~0u, lowest, o));
+    if (lane == 0) s.lows[warp] = lowest;
   }
   __syncthreads();
   if (warp < HEADS) {
@@ -281,78 +60,232 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
       for (int o = 16; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
       zero += log2f(total) + (MAXIMUM ? 0.f : log2f((float)HEADS));
     }
-    for (int p = lane; p < num_parts; p += 32) add[p * HEADS + warp] -= zero;
+    for (int p = lane; p < num_parts; p += 32) share.add[p * HEADS + warp] -= zero;
     if (HEADS == 1) {
-      float low = lane < THREADS / 32 ? lows[lane] : 3e38f;
+      float low = lane < THREADS / 32 ? s.lows[lane] : 3e38f;
 #pragma unroll
       for (int o = 16; o; o >>= 1) low = fminf(low, __shfl_xor_sync(~0u, low, o));
-      if (lane == 0) row_low = low - top;
+      if (lane == 0) s.row_low = low - top;
     }
   }
   __syncthreads();
-  if (HEADS == 1) scale.low = row_low, scale.factor = 65534.f / fmaxf(-row_low, 1e-30f);
-  MARK(2)
+  share.scale = {0.f, 0.f};
+  if (HEADS == 1) share.scale = {s.row_low, 65534.f / fmaxf(-s.row_low, 1e-30f)};
+}
 
-  if (narrow) narrow_packets.count(mine_of, scale, hist);
-  else wide_packets.count(mine_of, scale, hist);
-  MARK(3)
-  cluster_sync();
-#if CLUSTER > 1
-  // Every block sums its slice of the bins over the cluster and tells all.
-  const int slice = (BINS + CLUSTER - 1) / CLUSTER;
-  for (int bin = rank * slice + tid; bin < min(BINS, (rank + 1) * slice); bin += THREADS) {
-    int sum = 0;
+// Look through values [THREADS, N] of this thread, which stand for bins from `top` down, for the one with the wanted-th unit.
+template <int N> __device__ __forceinline__ void find_cut(Shared& s, const int (&values)[N], int top, int wanted, int& turn) {
+  int mine = 0;
 #pragma unroll
-    for (int c = 0; c < CLUSTER; c++) sum += peer(hist, c)[bin];
+  for (int i = 0; i < N; i++) mine += values[i];
+  int seen = block_scan(mine, s.warp_sums, turn) - mine;
+  if (seen < wanted && seen + mine >= wanted) {
 #pragma unroll
-    for (int c = 0; c < CLUSTER; c++) peer(totals, c)[bin] = sum;
+    for (int i = 0; i < N; i++) {
+      if (seen < wanted && seen + values[i] >= wanted) s.cut = {top - i, seen, values[i]};
+      seen += values[i];
+    }
   }
+  __syncthreads();
+}
+
+// The bin of the cluster's histograms with the wanted-th unit.
+__device__ __forceinline__ void cut_cluster(Shared& s, int wanted, int rank, int& turn) {
+  const int tid = threadIdx.x;
+#if CLUSTER == 1
+  __syncthreads();
+  const int4 v = *reinterpret_cast<const int4*>(s.hist + BINS - 4 - tid * 4);
+  const int values[4] = {v.w, v.z, v.y, v.x};
+  find_cut<4>(s, values, BINS - 1 - tid * 4, wanted, turn);
+#else
+  __syncthreads();
+  cluster_wait(); // every block has begun
+  const int4 v = *reinterpret_cast<const int4*>(s.hist + tid * 4);
+  int sum = v.x + v.y + v.z + v.w;
+  sum += __shfl_xor_sync(~0u, sum, 1), sum += __shfl_xor_sync(~0u, sum, 2);
+  if ((tid & 3) == 0) s.told[tid >> 2] = sum;
+  __syncthreads();
+  constexpr int QUADS = COARSE / 4;
+  const int quad = tid % QUADS, c = tid / QUADS; // two warps tell a block
+  if (c < CLUSTER) *peer(reinterpret_cast<uint4*>(s.coarse[rank]) + quad, c) = *(reinterpret_cast<const uint4*>(s.told) + quad);
   cluster_sync();
+  int values[1] = {0};
+  if (tid < COARSE) {
+#pragma unroll
+    for (int c = 0; c < CLUSTER; c++) values[0] += s.coarse[c][COARSE - 1 - tid];
+  }
+  find_cut<1>(s, values, COARSE - 1 - tid, wanted, turn);
+  if (tid < 32) { // the bins of that sum: two lanes a bin, from the highest on
+    const int bin = s.cut.bin * 16 + 15 - (tid & 15), above = s.cut.above;
+    int own = 0;
+#pragma unroll
+    for (int c = tid >> 4; c < CLUSTER; c += 2) own += peer(s.hist, c)[bin];
+    own += __shfl_xor_sync(~0u, own, 16);
+    const int seen = above + warp_scan(tid < 16 ? own : 0) - own;
+    __syncwarp();
+    if (tid < 16 && seen < wanted && seen + own >= wanted) s.cut = {bin, seen, own};
+  }
+  __syncthreads();
 #endif
-  MARK(4)
-  find_cut(totals, wanted, &cut, warp_sums, turn);
-  MARK(5)
-  u32 from = max((u32)cut.bin << 4, 1u), to = (u32)cut.bin << 4 | 15; // candidates' keys; 0 is none
-  int need = wanted - cut.above, crowd = cut.count;
-  if (crowd > CROWD && crowd != need) {
-    for (int p = tid; p < share; p += THREADS) {
-      const uint4 v = keys[p];
-      const u32 w[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-      for (int k = 0; k < 8; k++) {
-        const u32 key = (w[k >> 1] >> ((k & 1) * 16)) & 0xffffu;
-        if (key >= from && key <= to) atomicAdd(&fine[key & 15], 1);
-      }
-    }
-    cluster_sync();
-    if (warp == 0) {
-      int sum = 0;
-      if (lane < 16) {
-#pragma unroll
-        for (int c = 0; c < CLUSTER; c++) sum += peer(fine, c)[15 - lane];
-      }
-      const int seen = warp_scan(sum) - sum;
-      if (seen < need && seen + sum >= need) cut = {(int)((from & ~15u) | (15 - lane)), wanted - need + seen, sum};
-    }
-    __syncthreads();
-    from = to = cut.bin, need = wanted - cut.above, crowd = cut.count;
-  }
+}
 
-  // Mark what is above, collect candidates with their exact scores.
-  const bool few = crowd <= CANDIDATES, whole = crowd == need;
-  int above = 0;
-  for (int p = tid; p < share; p += THREADS) {
-    const uint4 v = keys[p];
-    const u32 w[4] = {v.x, v.y, v.z, v.w};
-    u32 flags = 0;
+// Split a crowded bin by the lower four bits of its keys.
+__device__ __forceinline__ void split_bin(Shared& s, const Share& share, int packets, u32 from, int wanted, int need) {
+  const int tid = threadIdx.x;
+  for (int p = tid; p < packets; p += THREADS) {
+    u32 key[8];
+    share.packet(p, key);
 #pragma unroll
     for (int k = 0; k < 8; k++) {
-      const u32 key = (w[k >> 1] >> ((k & 1) * 16)) & 0xffffu;
-      if (key > to || (whole && key >= from)) {
+      if (key[k] >= from && key[k] <= (from | 15)) atomicAdd(&s.fine[key[k] & 15], 1);
+    }
+  }
+  cluster_sync();
+  if (tid < 32) {
+    int sum = 0;
+    if (tid < 16) {
+#pragma unroll
+      for (int c = 0; c < CLUSTER; c++) sum += peer(s.fine, c)[15 - tid];
+    }
+    const int seen = warp_scan(sum) - sum;
+    if (seen < need && seen + sum >= need) s.cut = {(int)((from & ~15u) | (15 - tid)), wanted - need + seen, sum};
+  }
+  __syncthreads();
+}
+
+// Bring the candidates of all blocks together, and count what lower blocks have selected above them.
+__device__ __forceinline__ void gather(Shared& s, int rank, bool listed) {
+  const int tid = threadIdx.x, lane = tid & 31;
+  if (CLUSTER == 1) return; // they are together
+  constexpr int SLOTS = THREADS / CLUSTER; // candidates of a block that are fetched while their number is
+  const int c = tid / SLOTS, slot = tid % SLOTS;
+  uint2 first = make_uint2(0, 0);
+  if (listed && c < CLUSTER) first = peer(s.own, c)[slot];
+  if (tid < 32) {
+    const int2 theirs = lane < CLUSTER ? *peer(&s.counts, lane) : make_int2(0, 0);
+    const int end = warp_scan(theirs.x);
+    int above = lane < rank ? theirs.y : 0;
+#pragma unroll
+    for (int o = 16; o; o >>= 1) above += __shfl_xor_sync(~0u, above, o);
+    if (lane <= CLUSTER) s.starts[lane] = end - theirs.x; // lane CLUSTER: all
+    if (lane == 0) s.before = above;
+  }
+  __syncthreads();
+  if (!listed) return;
+  if (c < CLUSTER) {
+    const int start = s.starts[c], count = s.starts[c + 1] - start;
+    for (int i = slot; i < count; i += SLOTS) {
+      const uint2 v = i == slot ? first : peer(s.own, c)[i];
+      s.all_scores[start + i] = v.x, s.all_units[start + i] = v.y;
+    }
+  }
+  __syncthreads();
+}
+
+// Find the need-th best of the candidates: eight lanes compare one with all.
+__device__ __forceinline__ void rank_candidates(Shared& s, int crowd, int need) {
+  const int tid = threadIdx.x;
+  for (int i = crowd + tid; i < ((crowd + 31) & ~31); i += THREADS) s.all_scores[i] = 0; // below every score
+  __syncthreads();
+  for (int i = tid >> 3; i < ((crowd + 3) & ~3); i += THREADS / 8) {
+    const u32 own = i < crowd ? s.all_scores[i] : 0;
+    int better = 0, equal = 0;
+    for (int k = (tid & 7) * 4; k < crowd; k += 32) {
+      const uint4 o = *reinterpret_cast<const uint4*>(s.all_scores + k);
+      better += (o.x > own) + (o.y > own) + (o.z > own) + (o.w > own);
+      equal += (o.x == own) + (o.y == own) + (o.z == own) + (o.w == own);
+    }
+#pragma unroll
+    for (int o = 1; o < 8; o <<= 1) better += __shfl_xor_sync(~0u, better, o), equal += __shfl_xor_sync(~0u, equal, o);
+    if (i >= crowd || (tid & 7) || better >= need || better + equal < need) continue;
+    const u32 unit = s.all_units[i];
+    for (int k = 0; equal > 1 && k < crowd; k++) better += s.all_scores[k] == own && s.all_units[k] < unit;
+    if (better == need - 1) s.cut_score = own, s.cut_unit = unit;
+  }
+  __syncthreads();
+}
+
+// Rare: bisect for the lowest score, then the highest index, that still belong; every round counts over the cluster. Marks what belongs and returns
+// how much of it lies in lower blocks.
+__device__ __forceinline__ int bisect(Shared& s, const Share& share, int packets, u32 from, u32 to, int need, int rank, unsigned char* bytes, int& turn) {
+  const int tid = threadIdx.x;
+  u32 score_from = 0, score_to = 0xffffffffu; // largest cut with count(score >= cut) >= need lies in [score_from, score_to]
+  u32 unit_from = 0, unit_to = share.last;    // smallest bound with count(score == cut, unit < bound) >= rest
+  int rest = need;
+  for (int round = 0; round < 64; round++) {
+    const bool by_unit = score_from == score_to;
+    if (by_unit && unit_from == unit_to) break;
+    const u32 middle = by_unit ? unit_from + (unit_to - unit_from) / 2 : score_from + (score_to - score_from) / 2 + 1;
+    int n = 0, over = 0;
+    for (int p = tid; p < packets; p += THREADS) {
+      u32 key[8];
+      share.packet(p, key);
+      for (int k = 0; k < 8; k++) {
+        if (key[k] < from || key[k] > to) continue;
+        const u32 u = share.begin + p * 8 + k, score = share.exact_score(u);
+        n += by_unit ? score == score_from && u < middle : score >= middle;
+        over += score > score_from;
+      }
+    }
+    n = block_scan(n, s.warp_sums, turn);
+    over = block_scan(over, s.warp_sums, turn);
+    if (tid == THREADS - 1) s.round_count[0] = n, s.round_count[1] = over;
+    cluster_sync();
+    int sum = 0, sum_over = 0;
+#pragma unroll
+    for (int c = 0; c < CLUSTER; c++) sum += peer(s.round_count, c)[0], sum_over += peer(s.round_count, c)[1];
+    cluster_sync();
+    if (!by_unit) {
+      if (sum >= need) score_from = middle;
+      else score_to = middle - 1;
+    } else {
+      rest = need - sum_over;
+      if (sum >= rest) unit_to = middle;
+      else unit_from = middle + 1;
+    }
+  }
+  int mine = 0;
+  for (int p = tid; p < packets; p += THREADS) {
+    u32 key[8], flags = bytes[p];
+    share.packet(p, key);
+    for (int k = 0; k < 8; k++) {
+      if (key[k] < from || key[k] > to) continue;
+      const u32 u = share.begin + p * 8 + k, score = share.exact_score(u);
+      if (score > score_from || (score == score_from && u < unit_to)) flags |= 1u << k, mine++;
+    }
+    bytes[p] = flags;
+  }
+  mine = block_scan(mine, s.warp_sums, turn);
+  if (tid == THREADS - 1) s.round_count[0] = mine;
+  cluster_sync();
+  int lower = 0;
+  for (int c = 0; c < rank; c++) lower += peer(s.round_count, c)[0];
+  return lower;
+}
+
+// Mark what is chosen in bytes, a bit a unit; returns how much of it lies in lower blocks.
+__device__ __forceinline__ int choose(Shared& s, const Share& share, int packets, int rank, u32* bitmap, int& turn) {
+  const int tid = threadIdx.x, lane = tid & 31;
+  unsigned char* bytes = reinterpret_cast<unsigned char*>(bitmap);
+  u32 from = max((u32)s.cut.bin << 4, 1u), to = (u32)s.cut.bin << 4 | 15; // candidates' keys; 0 is none
+  int need = share.wanted - s.cut.above, crowd = s.cut.count;
+  if (crowd > CROWD && crowd != need) {
+    split_bin(s, share, packets, from, share.wanted, need);
+    from = to = s.cut.bin, need = share.wanted - s.cut.above, crowd = s.cut.count;
+  }
+  const bool few = crowd <= CANDIDATES, whole = crowd == need;
+  int above = 0;
+  for (int p = tid; p < packets; p += THREADS) {
+    u32 key[8], flags = 0;
+    share.packet(p, key);
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+      if (key[k] > to || (whole && key[k] >= from)) {
         flags |= 1u << k;
-      } else if (key >= from && few) {
-        const int u = (begin + p) * 8 + k;
-        own[atomicAdd(&counts.x, 1)] = make_uint2(exact_score(mine_of, u), u);
+      } else if (key[k] >= from && few) {
+        const int u = share.begin + p * 8 + k, at = atomicAdd(&s.counts.x, 1);
+        if (CLUSTER == 1) s.all_scores[at] = share.exact_score(u), s.all_units[at] = u;
+        else s.own[at] = make_uint2(share.exact_score(u), u);
       }
     }
     bytes[p] = flags;
@@ -360,125 +293,85 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
   }
 #pragma unroll
   for (int o = 16; o; o >>= 1) above += __shfl_xor_sync(~0u, above, o);
-  if (lane == 0 && above) atomicAdd(&counts.y, above);
+  if (lane == 0 && above) atomicAdd(&s.counts.y, above);
   MARK(6)
   cluster_sync();
   MARK(7)
-  if (warp == 0) { // where everybody's candidates begin, and what lower blocks selected
-    const int2 theirs = lane < CLUSTER ? *peer(&counts, lane) : make_int2(0, 0);
-    const int end = warp_scan(theirs.x);
-    int lower_above = lane < rank ? theirs.y : 0;
-#pragma unroll
-    for (int o = 16; o; o >>= 1) lower_above += __shfl_xor_sync(~0u, lower_above, o);
-    if (lane <= CLUSTER) starts[lane] = end - theirs.x; // lane CLUSTER: all
-    if (lane == 0) before_all = lower_above;
+  gather(s, rank, !whole && few);
+  if (whole) return s.before;
+  if (!few) return s.before + bisect(s, share, packets, from, to, need, rank, bytes, turn);
+  rank_candidates(s, crowd, need);
+  MARK(8)
+  const u32 lowest = share.begin, behind = lowest + share.units;
+  int less = 0;
+  for (int i = tid; i < crowd; i += THREADS) {
+    const u32 score = s.all_scores[i], unit = s.all_units[i];
+    if (score > s.cut_score || (score == s.cut_score && unit <= s.cut_unit)) {
+      if (unit < lowest) less++;
+      else if (unit < behind) atomicOr(&bitmap[(unit - lowest) >> 5], 1u << ((unit - lowest) & 31));
+    }
   }
+  if (less) atomicAdd(&s.lower, less);
   __syncthreads();
-  int before = before_all; // selected units of lower blocks
-  if (!whole && few) {
-    const uint2* list = own;
-#if CLUSTER > 1
-    list = all;
-    for (int i = tid; i < crowd; i += THREADS) {
-      int c = 0;
-#pragma unroll
-      for (int k = 1; k < CLUSTER; k++) c += i >= starts[k];
-      all[i] = peer(own, c)[i - starts[c]];
-    }
-    __syncthreads();
-#endif
-    MARK(8)
-    // Eight lanes compare one candidate with all.
-    for (int i = tid >> 3; i < ((crowd + 3) & ~3); i += THREADS / 8) {
-      const uint2 a = i < crowd ? list[i] : make_uint2(0, 0);
-      int better = 0;
-      for (int k = tid & 7; k < crowd; k += 8) {
-        const uint2 o = list[k];
-        better += o.x > a.x || (o.x == a.x && o.y < a.y);
-      }
-      better += __shfl_xor_sync(~0u, better, 1), better += __shfl_xor_sync(~0u, better, 2), better += __shfl_xor_sync(~0u, better, 4);
-      if (i < crowd && better == need - 1 && (tid & 7) == 0) cut_key = a.x, cut_index = a.y;
-    }
-    __syncthreads();
-    const u32 lowest = (u32)begin * 8, behind = lowest + share * 8;
-    int less = 0;
-    for (int i = tid; i < crowd; i += THREADS) {
-      const uint2 a = list[i];
-      if (a.x > cut_key || (a.x == cut_key && a.y <= cut_index)) {
-        if (a.y < lowest) less++;
-        else if (a.y < behind) atomicOr(&bitmap[(a.y - lowest) >> 5], 1u << ((a.y - lowest) & 31));
-      }
-    }
-    if (less) atomicAdd(&lower, less);
-    __syncthreads();
-    before += lower;
-  } else if (!whole) {
-    // Rare: bisect for the lowest score, then the highest index, that still belong; every round counts over the cluster.
-    u32 key_from = 0, key_to = 0xffffffffu; // largest cut with count(score >= cut) >= need lies in [key_from, key_to]
-    u32 index_from = 0, index_to = last;    // smallest bound with count(score == cut, index < bound) >= rest
-    int rest = need;
-    for (int round = 0; round < 64; round++) {
-      const bool by_index = key_from == key_to;
-      if (by_index && index_from == index_to) break;
-      const u32 middle = by_index ? index_from + (index_to - index_from) / 2 : key_from + (key_to - key_from) / 2 + 1;
-      int n = 0, over = 0;
-      for (int p = tid; p < share; p += THREADS) {
-        const uint4 v = keys[p];
-        const u32 w[4] = {v.x, v.y, v.z, v.w};
-        for (int k = 0; k < 8; k++) {
-          const u32 key = (w[k >> 1] >> ((k & 1) * 16)) & 0xffffu;
-          if (key < from || key > to) continue;
-          const int u = (begin + p) * 8 + k;
-          const u32 score = exact_score(mine_of, u);
-          n += by_index ? score == key_from && u < middle : score >= middle;
-          over += score > key_from;
-        }
-      }
-      n = block_scan(n, warp_sums, turn);
-      over = block_scan(over, warp_sums, turn);
-      if (tid == THREADS - 1) round_count[0] = n, round_count[1] = over;
-      cluster_sync();
-      int sum = 0, sum_over = 0;
-#pragma unroll
-      for (int c = 0; c < CLUSTER; c++) sum += peer(round_count, c)[0], sum_over += peer(round_count, c)[1];
-      cluster_sync();
-      if (!by_index) {
-        if (sum >= need) key_from = middle;
-        else key_to = middle - 1;
-      } else {
-        rest = need - sum_over;
-        if (sum >= rest) index_to = middle;
-        else index_from = middle + 1;
-      }
-    }
-    int mine = 0;
-    for (int p = tid; p < share; p += THREADS) {
-      const uint4 v = keys[p];
-      const u32 w[4] = {v.x, v.y, v.z, v.w};
-      u32 flags = bytes[p];
-      for (int k = 0; k < 8; k++) {
-        const u32 key = (w[k >> 1] >> ((k & 1) * 16)) & 0xffffu;
-        if (key < from || key > to) continue;
-        const int u = (begin + p) * 8 + k;
-        const u32 score = exact_score(mine_of, u);
-        if (score > key_from || (score == key_from && u < index_to)) flags |= 1u << k, mine++;
-      }
-      bytes[p] = flags;
-    }
-    mine = block_scan(mine, warp_sums, turn);
-    if (tid == THREADS - 1) round_count[0] = mine;
-    cluster_sync();
-    for (int c = 0; c < rank; c++) before += peer(round_count, c)[0];
-  }
-  MARK(9)
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); // nobody leaves while others read its memory
-#endif
+  return s.before + s.lower;
+}
 
-  const int each = (share + THREADS - 1) / THREADS, from_byte = min(share, tid * each), to_byte = min(share, from_byte + each);
+// Dynamic shared memory: 17 bytes a packet of eight units (share, of the longest row), 8 bytes a part and head, and with exact_units 32 a packet; where
+// STREAM only one byte a packet, and no exact_units. scores [R, HEADS, score_stride] fp16 and parts [R, num_parts, HEADS] as a scorer leaves them, lens
+// [B]. Writes out [R, width + 1]: ascending units, then their count; -1 everywhere where the sequence is read whole. Row r belongs to sequence
+// r / rows_per_sequence.
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_units(const __half* scores, const float4* parts, const int* lens,
+    int* out, long long score_stride, int num_parts, int rows_per_sequence, int budget, int width, int sink, int window, int exact_units) {
+  extern __shared__ __align__(16) char dynamic[];
+  __shared__ Shared s;
+  const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0, tid = threadIdx.x;
+  const long long row = blockIdx.x / CLUSTER;
+  const int stored = lens[row / rows_per_sequence];
+  int turn = 0;
+  MARK(0)
+  cluster_arrive();
+  for (int i = tid; i < BINS; i += THREADS) s.hist[i] = 0;
+  if (tid < 16) s.fine[tid] = 0;
+  if (tid == 0) s.counts = make_int2(0, 0), s.before = s.lower = 0;
+  dependency_wait();
+  MARK(1)
+  scores += row * HEADS * score_stride, parts += row * num_parts * HEADS, out += row * (width + 1);
+  const int closed = stored / GROUP * GROUP, usable = closed / UNIT, units = (stored + UNIT - 1) / UNIT;
+  const int first = (sink + UNIT - 1) / UNIT, last = max(first, min(closed, stored - window) / UNIT), wanted = width - first - (units - last);
+  if (stored <= budget || wanted >= last - first || wanted <= 0) { // all is read, every unit chosen, or nothing but the forced ones
+    const int gap = wanted <= 0 ? last - first : 0, count = stored <= budget ? -1 : min(units - gap, width);
+    for (int i = rank * THREADS + tid; i <= width; i += CLUSTER * THREADS) out[i] = i == width ? count : i >= count ? -1 : i < first ? i : i + gap;
+    return;
+  }
+
+  const int packets = ((((usable + 7) >> 3) + CLUSTER * 4 - 1) / (CLUSTER * 4)) * 4, begin = rank * packets; // of eight units, four a word of flags
+  uint4* keys = reinterpret_cast<uint4*>(dynamic);                    // [packets] eight keys each
+  u32* bitmap = reinterpret_cast<u32*>(keys + (KEPT ? packets : 0));  // [packets / 4]
+  float* add = reinterpret_cast<float*>(bitmap + ((packets / 4 + 3) & ~3)); // [num_parts, HEADS], twice
+  u32* exact = exact_units ? reinterpret_cast<u32*>(add + (2 * num_parts * HEADS + 3) / 4 * 4) : nullptr;
+  Share share = {scores, score_stride, begin * 8, packets * 8, usable, first, last, wanted,
+      (((usable + 31) >> 5) + num_parts - 1) / num_parts * 32, keys, exact, add};
+  const bool narrow = KEPT && packets * 8 <= 4 * THREADS;
+  Packets<4> wide_packets;
+  Packets<1> narrow_packets;
+  if (narrow) narrow_packets.load(share, tid * 2);
+  else wide_packets.load(share, tid * 8);
+  normalize(s, share, parts, num_parts, add + num_parts * HEADS);
+  MARK(2)
+  if (narrow) narrow_packets.count(share, s.hist);
+  else wide_packets.count(share, s.hist);
+  MARK(3)
+  cut_cluster(s, wanted, rank, turn);
+  MARK(5)
+  const int before = choose(s, share, packets, rank, bitmap, turn);
+  MARK(9)
+  cluster_arrive(); // nobody leaves while others read its memory
+
+  const unsigned char* bytes = reinterpret_cast<const unsigned char*>(bitmap);
+  const int each = (packets + THREADS - 1) / THREADS, from_byte = min(packets, tid * each), to_byte = min(packets, from_byte + each);
   int mine = 0;
   for (int i = from_byte; i < to_byte; i++) mine += __popc(bytes[i]);
-  int at = first + before + block_scan(mine, warp_sums, turn) - mine;
+  int at = first + before + block_scan(mine, s.warp_sums, turn) - mine;
   for (int i = from_byte; i < to_byte; i++) {
     u32 flags = bytes[i];
     const int u = (begin + i) * 8;
@@ -492,25 +385,5 @@ __device__ __forceinline__ void run(const __half* scores, const float4* parts, i
   for (int i = first + wanted + rank * THREADS + tid; i < count; i += CLUSTER * THREADS) out[i] = last + i - first - wanted;
   if (rank == 0 && tid == 0) out[width] = count;
   MARK(10)
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-#endif
-}
-
-// Dynamic shared memory: 17 bytes a packet of eight units (share, of the longest row), 8 bytes a part and head, and with exact_units 32 a packet.
-// scores [R, HEADS, score_stride] fp16 and parts [R, num_parts, HEADS] as a scorer leaves them, lens [B]. Writes out [R, width + 1]: ascending
-// units, then their count; -1 everywhere where the sequence is read whole. Row r belongs to sequence r / rows_per_sequence.
-extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_units(const __half* scores, const float4* parts, const int* lens,
-    int* out, long long score_stride, int num_parts, int rows_per_sequence, int budget, int width, int sink, int window, int exact_units) {
-  extern __shared__ __align__(16) char dynamic[];
-  const int row = blockIdx.x / CLUSTER, stored = lens[row / rows_per_sequence];
-  int* to = out + (long long)row * (width + 1);
-  MARK(0)
-  dependency_wait();
-  MARK(1)
-  if (stored <= budget) {
-    for (int i = blockIdx.x % CLUSTER * THREADS + threadIdx.x; i <= width; i += CLUSTER * THREADS) to[i] = -1;
-    return;
-  }
-  run(scores, parts, to, stored, score_stride, num_parts, width, sink, window, exact_units != 0, dynamic);
+  cluster_wait();
 }

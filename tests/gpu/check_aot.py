@@ -1,7 +1,8 @@
 """Engines with compiled kernels on a GPU where nothing can be compiled: every kernel is in the directory, and computes what torch does.
 
-Build the engines anywhere (`trtkv build --sm 90 ...`), then: python tests/gpu/check_aot.py ENGINE... [--seed N]; exit code 1 when anything
-differs. Weights are random. Times are those of loading an engine's kernels, and of compiling them where the directory has none.
+Build the engines anywhere (`trtkv build --sm 90 ...`), then, from the folder that holds `tests`: python -m tests.gpu.check_aot ENGINE...
+[--seed N]; exit code 1 when anything differs. Weights are random. Times are those of loading an engine's kernels, and of compiling them where the
+directory has none.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ from trtkv.plugins.kv_select import fier_layout
 from trtkv.plugins.kv_select.launch_speculate import speculate
 from trtkv.plugins.roles import load_role
 from trtkv.plugins.selection import speculative_query
+from trtkv.plugins.support import in_torch
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.sampler import SamplingParams
 
 DEV = "cuda"
+BESIDE = {"recall", "open_pages"}  # only where pages live on the host
 SMALL = 2e9  # parameters up to which random weights are made and the model is run
 launched: Counter[str] = Counter()
 
@@ -148,16 +151,22 @@ def close(found: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, what: s
     expect(bool(error <= limit), f"{what}: {error:.3e}, allowed {limit:.3e}")
 
 
-def check_generation(directory: Path) -> dict[str, int]:
-    """Answer prompts of different lengths together, twice; returns how often each kernel was launched (a captured step counts once)."""
+def check_generation(directory: Path, manifest: Manifest) -> dict[str, int]:
+    """Answer prompts of different lengths together, twice; returns how often each kernel was launched (a captured step counts once).
+
+    Whatever is longer than the budget is selected from, so that every kernel of the policy takes part.
+    """
     launched.clear()
-    llm = LLM(directory, weights="random", device="cuda", executor="torch")
+    llm = LLM(directory, weights="random", device="cuda", executor="torch", dense_below=0)
+    expect(llm.engine.stepper.executor.capturable == (in_torch(manifest.cache) == []), f"{directory.name}: decode steps are not captured")
     vocab = llm.engine.manifest.model.vocab_size
     prompts = [torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(count)).tolist() for count in (1500, 700, 40)]
     settings = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     first = [one.token_ids for one in llm.generate(prompts, settings)]
     again = [one.token_ids for one in llm.generate(prompts, settings)]
     expect([len(one) for one in first] == [40] * 3 and first == again, f"{directory.name}: answers")
+    missed = {spec.entry for spec in kernels_for(manifest.cache, manifest.model, manifest.limits, driver.arch())} - launched.keys() - BESIDE
+    expect(not missed, f"{directory.name}: never launched: {', '.join(sorted(missed))}")
     llm.engine.session.buffers.clear()
     return dict(launched)
 
@@ -223,7 +232,7 @@ def main() -> None:
             check_speculation(manifest, path.name)
         if manifest.model.num_params < SMALL:
             try:
-                row["launches"] = check_generation(path)
+                row["launches"] = check_generation(path, manifest)
             except (TrtkvError, AssertionError) as error:
                 expect(False, f"{path.name}: {type(error).__name__}: {error}")
         print(json.dumps(row), flush=True)

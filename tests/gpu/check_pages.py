@@ -265,10 +265,23 @@ def cases() -> list[Case]:
         made.append(Case(kind, 2, 4, dim, 64, 64 if kind == "box" else 32, [2048, 1537, 40], fp16 if dim == 64 else bf16, pooling))
     for group, pooling in ((12, "softmax-mean"), (12, "none"), (16, "max")):
         made.append(Case("box", 2, group, 128, 16, 16, [2500, 1111], bf16, pooling))
+    made.append(Case("mean", 1, 16, 64, 64, 8, [2500, 1111], bf16, "softmax-max", outliers=5))
+    made.append(Case("ball", 1, 16, 96, 32, 32, [2500, 1111], fp16, "none"))
+    made.append(Case("box", 2, 5, 128, 64, 4, [2500, 1111], bf16, "softmax-mean"))
     for kind, pooling in (("box", "mean"), ("ball", "softmax-max"), ("ball", "none")):
         made.append(Case(kind, 3, 5, 128, 32, 32, lens, bf16, pooling, shared=True))
     made.append(Case("mean", 1, 7, 128, 32, 8, [150_001], bf16, "softmax-max", outliers=20))
     return made
+
+
+def few() -> list[Case]:
+    """One case of every kernel, small enough to be run under compute-sanitizer."""
+    bf16, lens = torch.bfloat16, [901, 300]
+    return [
+        Case("box", 2, 5, 64, 32, 8, lens, bf16, "none"),
+        Case("ball", 2, 3, 128, 32, 16, lens, bf16, "max", shared=True),
+        Case("mean", 1, 16, 64, 64, 8, lens, bf16, "softmax-max", outliers=5),
+    ]
 
 
 def growing() -> list[tuple[Case, int]]:
@@ -285,10 +298,12 @@ def growing() -> list[tuple[Case, int]]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--few", action="store_true", help="a few short cases, for compute-sanitizer")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     print("seed", options.seed, flush=True)
-    begin, every, grown = time.time(), cases(), growing()
+    begin, every, grown = time.time(), few() if options.few else cases(), growing()
+    grown = [(case, 2) for case, _ in grown] if options.few else grown
     with store.listing() as asked:
         for case in [*every, *(case for case, _ in grown)]:
             case.kernels()
@@ -299,7 +314,7 @@ def main() -> int:
     for case in every:
         check_chain(case)
     print(f"{len(every)} chains {time.time() - begin:.0f} s", flush=True)
-    for levels, count, outliers in ((3, 5000, 48), (1, 40_000, 700), (10_000, 40_000, 48), (40, 2000, 1)):
+    for levels, count, outliers in ((3, 5000, 48), (1, 40_000, 700), (10_000, 40_000, 48), (40, 2000, 1))[: 1 if options.few else None]:
         check_ties(8, levels, count, outliers)
     check_lowest_ties()
     for case, steps in grown:

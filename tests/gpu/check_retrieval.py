@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trtkv.plugins.kv_append import kernel as append
 from trtkv.plugins.kv_attend import launch as attend
+from trtkv.plugins.kv_attend import launch_dense
 from trtkv.plugins.kv_select import fier_layout, launch_pages
 from trtkv.plugins.kv_select import launch as select
 
@@ -53,7 +54,9 @@ class Guarded:
 class Case:
     """A paged cache of random keys with outlier channels, its index, and the scratch of one layer."""
 
-    def __init__(self, heads: int, group: int, dim: int, page: int, lens: list[int], dtype: torch.dtype, pages: bool = False) -> None:
+    def __init__(
+        self, heads: int, group: int, dim: int, page: int, lens: list[int], dtype: torch.dtype, pages: bool = False, indexed: bool = True
+    ) -> None:  # fmt: skip
         self.heads, self.group, self.dim, self.page, self.dtype = heads, group, dim, page, dtype
         self.guard, batch = Guarded(), len(lens)
         most = -(-(max(lens) + 130) // page)
@@ -76,7 +79,7 @@ class Case:
             self.bounds = self.guard.like((pool, heads, 2, dim), dtype, float("nan"))
             self.bounds[:, :, 0], self.bounds[:, :, 1] = self.keys.amin(2), self.keys.amax(2)
             self.bits = None
-        else:
+        elif indexed:
             self.bits = self.guard.like((pool, heads, page // 32, dim), torch.int32, 0)
             self.meta = self.guard.like((pool, heads, page // 32, 2, dim), torch.float16, float("nan"))
             words, bounds = fier_layout.pack(self.keys.unflatten(2, (-1, 32)))
@@ -215,6 +218,31 @@ def check_attention(case, b, attended, out, scale, label) -> None:
         expect(bool(error <= limit), f"{label}: attention of {b}, head {h}: {error / want.norm():.2e}, allowed {limit / want.norm():.2e}")
 
 
+def check_dense(heads: int, group: int, dim: int, page: int, lens: list[int], dtype: torch.dtype, blocks: int = 0) -> None:
+    """Attend to everything stored, by the dense kernel and by the list kernel without a list."""
+    label = f"dense Hk {heads} G {group} D {dim} {lens[:4]} blocks {blocks}"
+    case = Case(heads, group, dim, page, lens, dtype, indexed=False)
+    scale, batch = dim**-0.5, len(lens)
+    out, listed = (case.guard.like(tuple(case.q.shape), dtype, float("nan")) for _ in range(2))
+    sms = blocks or torch.cuda.get_device_properties(0).multi_processor_count
+    plan = launch_dense.DenseScratch.plan(batch, heads, group, dim, sms)
+    shares = case.guard.like((2 * plan.blocks, plan.floats), torch.float32, float("nan"))
+    arrived = torch.zeros(plan.rows, dtype=torch.int32, device=DEV)
+    launch_dense.attend_dense(case.q, case.keys, case.values, case.table, case.lens, out, shares, arrived, scale=scale)
+    torch.cuda.synchronize()
+    first = out.clone()
+    out.fill_(float("nan")), shares.fill_(float("nan"))
+    launch_dense.attend_dense(case.q, case.keys, case.values, case.table, case.lens, out, shares, arrived, scale=scale)
+    attend.attend_list(case.q, case.keys, case.values, case.table, case.lens, None, listed, unit=1, scale=scale)
+    torch.cuda.synchronize()
+    expect(torch.equal(first, out), f"{label}: two runs differ")
+    expect(not bool(arrived.any()), f"{label}: counters are left")
+    expect(case.guard.intact(), f"{label}: a margin was written")
+    for b in range(batch):
+        check_attention(case, b, None, out[b], scale, label)
+        check_attention(case, b, None, listed[b], scale, f"{label} by the list kernel")
+
+
 def check_ties(rows: int, units: int, budget: int, heads: int, levels: int, kind: str, cluster: int = 0) -> None:
     """Scores written straight into the scratch: few levels, all equal, or crowded around one value."""
     label = f"ties {kind} {rows}x{units} k{budget} heads {heads} levels {levels} cluster {cluster}"
@@ -248,6 +276,45 @@ def check_ties(rows: int, units: int, budget: int, heads: int, levels: int, kind
         raw = torch.where(raw - raw.amax(1, keepdim=True) - 7 - plan.parts < -120, torch.full_like(raw, -1e9), raw)
     want = torch.sort(raw, dim=1, descending=True, stable=True).indices[:, :budget].sort().values.int()
     expect(torch.equal(out[:, 0, :-1], want) and bool((out[:, 0, -1] == budget).all()), label)
+
+
+def check_dense_growth(steps: int) -> None:
+    """Replay a captured append and dense attention, overlapped, while sequences grow over page borders."""
+    heads, group, dim, page = 2, 4, 128, 16
+    case = Case(heads, group, dim, page, [501, 1030, 14, 127], torch.bfloat16, indexed=False)
+    batch = len(case.lens)
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=DEV)
+    rope = torch.cat([torch.ones(4096, dim // 2, device=DEV), torch.zeros(4096, dim // 2, device=DEV)], 1)
+    qkv = torch.zeros(batch, (heads * group + 2 * heads) * dim, dtype=torch.bfloat16, device=DEV)
+    out = torch.full_like(case.q, float("nan"))
+    scratch = launch_dense.DenseScratch.plan(batch, heads, group, dim, 132).allocate(DEV)
+
+    def step() -> None:
+        append.launch(
+            qkv, case.lens, starts, case.lens, case.table, rope, None, case.q, case.keys, case.values, None, None,
+            eps=0.0, group=16, summary=append.NONE, longest=1, overlap=True,
+        )  # fmt: skip
+        launch_dense.attend_dense(case.q, case.keys, case.values, case.table, case.lens, out, *scratch, scale=dim**-0.5, overlap=True)
+
+    saved = case.lens.clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        case.lens += 1
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    case.lens.copy_(saved)
+    for _ in range(steps):
+        case.lens += 1
+        qkv.normal_()
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        for b in range(batch):
+            check_attention(case, b, None, out[b], dim**-0.5, f"dense growth at {int(case.lens[b])}")
 
 
 def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype) -> None:
@@ -284,7 +351,7 @@ def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype) -> Non
             scores, parts, case.lens, chosen, budget=budget, sink=sink, window=window, unit=unit, group=unit if case.pages else 32,
             pooling="softmax-mean", overlap=True,
         )  # fmt: skip
-        attend.attend_list(case.q, case.keys, case.values, case.table, case.lens, chosen, out, unit=unit, scale=dim**-0.5, overlap=True)
+        attend.attend_list(case.q, case.keys, case.values, case.table, case.lens, chosen, out, unit=unit, scale=dim**-0.5, overlap=True, settled=True)
 
     saved = case.lens.clone()
     stream = torch.cuda.Stream()
@@ -348,6 +415,7 @@ def main() -> int:
         check_chain(Case(2, 4, 128, 32, [700, 97], bf16, pages=True), 192, 32, 64, "softmax-mean", "small pages")
         check_ties(2, 5000, 300, 1, 9, "levels", 2)
         check_growth(4, append.FIER, 2, bf16)
+        check_dense(2, 7, 128, 32, [700, 1, 129], bf16, 5)
         print("failures", len(failures))
         return bool(failures)
     begin = time.time()
@@ -369,6 +437,13 @@ def main() -> int:
     check_ties(1, 1000003, 8192, 1, 3000, "levels")
     check_ties(1, 30000, 3000, 1, 3000, "normal", 1)
     print(f"ties {time.time() - begin:.0f} s", flush=True)
+    for group, (dim, dtype) in itertools.product(range(1, 9), ((64, fp16), (96, bf16), (128, bf16), (256, fp16))):
+        check_dense(3, group, dim, 16, [1, 777, 4096], dtype, 0 if group % 2 else 7)
+    check_dense(4, 7, 128, 32, [131071], bf16)
+    check_dense(8, 4, 128, 64, [33001, 16, 9000, 40000, 1, 555, 12800, 32768], bf16)
+    check_dense(2, 4, 128, 16, list(range(1, 301, 7)), bf16)
+    check_dense_growth(40)
+    print(f"dense {time.time() - begin:.0f} s", flush=True)
     check_growth(4, append.FIER, 70, bf16)
     check_growth(7, append.MINMAX, 70, bf16)
     check_growth(1, append.FIER, 40, fp16)

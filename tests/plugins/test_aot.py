@@ -17,7 +17,7 @@ from trtkv.errors import BuildError, EngineError
 from trtkv.plugins._device import nvrtc, store, triton_aot
 from trtkv.plugins._device.driver import Refused
 from trtkv.plugins._device.nvrtc import CudaSpec, Int, Pointer
-from trtkv.plugins._device.spec import Binary, Spec
+from trtkv.plugins._device.spec import Binary, Spec, shared_limit
 from trtkv.plugins._device.triton_aot import TritonSpec
 from trtkv.plugins.kernels import kernels_for
 from trtkv.policies.registry import parse_policy
@@ -38,6 +38,12 @@ def specs(policy: str, sm: str, config: ModelConfig, *sets: str) -> list[Spec]:
     return kernels_for(parse_policy(policy, sets=sets).plan(config), config, LIMITS, sm)
 
 
+@pytest.fixture(scope="module")
+def compiled() -> set[str]:
+    """Names of the kernels that a test has compiled: policies share most of theirs."""
+    return set()
+
+
 def architecture(cubin: bytes) -> int:
     """The compute capability that a cubin's ELF header names; its place moved with version 8 of the format."""
     assert cubin[:4] == b"\x7fELF"
@@ -46,11 +52,15 @@ def architecture(cubin: bytes) -> int:
 
 
 @needs_compilers
+@pytest.mark.parametrize("policy", RETRIEVAL)
 @pytest.mark.parametrize("sm", ["80", "89", "90", "120"])
-def test_every_kernel_of_every_retrieval_policy_compiles(sm: str) -> None:
-    found = {spec.name: spec for name in RETRIEVAL for spec in specs(name, sm, model())}
-    kinds = {spec.entry for spec in found.values()}
-    assert {"append_kernel", "fier_score", "select_units", "attend_list"} < kinds
+def test_every_kernel_of_every_retrieval_policy_compiles(sm: str, policy: str, compiled: set[str]) -> None:
+    every = specs(policy, sm, model())
+    scorer = "fier_score" if policy == "fier" else "score_pages"
+    more = {"freekv": {"_speculate_kernel"}, "shadowkv": {"outlier_cut"}}.get(policy, set())
+    assert {"append_kernel", scorer, "select_units", "attend_list"} | more <= {spec.entry for spec in every}
+    found = {spec.name: spec for spec in every if spec.name not in compiled}
+    compiled |= found.keys()
     triton = [spec for spec in found.values() if isinstance(spec, TritonSpec)]
     done = {spec.name: binary for spec, binary in triton_aot.compile_all(triton)}
     assert all(binary.facts["threads"] == 128 and binary.facts["scratch"] >= 0 for binary in done.values())
@@ -88,10 +98,18 @@ def test_kernels_take_the_arguments_that_are_given() -> None:
 
 @needs_compilers
 @pytest.mark.parametrize(
-    ("kind", "changes"), [("llama", {"num_key_value_heads": 10, "head_dim": 96}), ("qwen2", {"dtype": "float16", "head_dim": 128})]
+    ("policy", "kind", "changes", "sets"),
+    [
+        ("fier", "llama", {"num_key_value_heads": 10, "head_dim": 96}, ("pooling=softmax-max",)),
+        ("fier", "qwen2", {"dtype": "float16", "head_dim": 128}, ("pooling=none",)),
+        ("quest", "llama", {"num_attention_heads": 16, "num_key_value_heads": 1}, ("page=8", "pooling=softmax-mean")),
+        ("arkvale", "llama", {"head_dim": 128}, ("digest=ball-max", "shared=true")),
+        ("shadowkv", "qwen2", {"dtype": "float16", "head_dim": 96}, ("pooling=none", "chunk=32")),
+    ],
 )
-def test_other_shapes_compile(kind: str, changes: dict[str, Any]) -> None:
-    found = specs("fier", "89", model(model_type=kind, **changes), "retrieve.pooling=softmax-max")
+def test_other_shapes_compile(policy: str, kind: str, changes: dict[str, Any], sets: tuple[str, ...]) -> None:
+    found = specs(policy, "89", model(model_type=kind, **changes), *(f"retrieve.{one}" for one in sets))
+    assert {"attend_list", "select_units"} < {spec.entry for spec in found}
     assert [architecture(spec.compile().cubin) for spec in found] == [89] * len(found)
 
 
@@ -107,8 +125,8 @@ def test_below_sm_90_nothing_asks_for_clusters_and_nothing_overlaps() -> None:
 @pytest.mark.parametrize(
     ("policy", "config", "sm"),
     [
-        ("lagkv", model(), "90"),
-        ("kivi", model(), "90"),
+        ("qhitter", model(), "90"),
+        ("arkv", model(), "90"),
         ("fier", model(dtype="float32"), "90"),
         ("fier", model(head_dim=16), "90"),
         ("fier", model(), "75"),
@@ -152,6 +170,15 @@ def test_a_name_changes_with_all_that_decides_the_code_and_with_nothing_else(tmp
     (tmp_path / "b.cuh").write_text("#define FACTOR 5\n")
     changed.add(spec.name)
     assert len(changed | {name}) == 5
+
+
+def test_layers_that_read_everything_have_a_kernel_of_their_own() -> None:
+    for sm, warps in (("80", 8), ("89", 8), ("90", 8), ("120", 8)):
+        (dense,) = [spec for spec in specs("full", sm, model()) if spec.entry.startswith("attend")]
+        assert dense.entry == "attend_dense" and dense.shared <= shared_limit(sm) - 2048
+        assert f"WARPS={warps}" in dense.options()
+    assert {"attend_dense", "attend_list"} <= {spec.entry for spec in specs("quest", "90", model())}
+    assert "attend_dense" not in {spec.entry for spec in specs("fier", "90", model(), "retrieve.dense_layers=0")}
 
 
 @needs_compilers

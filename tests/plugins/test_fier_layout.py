@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from trtkv.errors import CapacityError
+from trtkv.plugins._device.spec import shared_limit
 from trtkv.plugins.kv_select import fier_layout, launch
 
 
@@ -43,3 +45,22 @@ def test_scratch_and_clusters_cover_the_row(rows: int, units: int) -> None:
     cluster = launch.select_cluster(rows, plan.stride)
     assert 1 <= cluster <= 16 and plan.stride <= cluster * 65536
     assert launch.Scratch.plan(rows, 7, "mean", units, 132).heads == 1
+
+
+@pytest.mark.parametrize("arch", ["80", "89", "120"])
+def test_a_row_has_a_place_where_there_are_no_clusters_or_little_memory(arch: str) -> None:
+    room = shared_limit(arch)
+    for units in (64, 4096, 16384, 32768, 65536, 131072, 262144, 344064):
+        cluster = launch.select_cluster(4, units, arch)
+        assert cluster == 1 or (arch == "120" and cluster <= 8)
+        shared = launch.select_shared(units, cluster, 1024, arch)
+        assert shared.bytes + launch.SELECT_STATIC <= room
+        assert not (shared.streams and shared.exact)
+    assert launch.select_shared(4096, 1, 1024, arch).exact
+    with pytest.raises(CapacityError, match=r"\d+ units of one sequence cannot be ranked.*"):
+        launch.select_cluster(4, 1 << 22, arch)
+
+
+def test_keys_are_kept_wherever_they_fit() -> None:
+    assert [launch.select_shared(65536, 1, 4096, arch).streams for arch in ("80", "89", "90")] == [True, True, False]
+    assert not launch.select_shared(32768, 1, 4096, "80").streams

@@ -128,6 +128,7 @@ def test_append_matches_reference(dim: int, summary: int, norm: bool, lengths: l
     ("kind", "dim", "group", "lengths", "new"),
     [
         ("minmax", 64, 16, [32, 47, 63], [1, 1, 1]),
+        ("minmax", 96, 4, [32, 47, 63], [1, 9, 63]),
         ("cuboid", 96, 32, [96, 31, 65], [1, 1, 65]),
         ("cuboid", 64, 64, [64, 130], [1, 100]),
         ("ball-mean", 128, 32, [64, 33, 95], [1, 1, 64]),

@@ -1,12 +1,21 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
+from tests.console import Capture, output
+from tests.tiny import TinyModel
+from trtkv import api
 from trtkv.config import ModelConfig
 from trtkv.plan import CachePlan
 from trtkv.plugins import support
+from trtkv.plugins.dtypes import TORCH_DTYPES
+from trtkv.plugins.face import OpConfig
 from trtkv.policies.registry import parse_policy
+from trtkv.presets import policy_presets
 
 MODEL = ModelConfig(
     model_type="llama",
@@ -36,13 +45,104 @@ def test_short_sequences_are_read_whole_only_where_kernels_select(monkeypatch: p
     assert support.dense_below(plan("snapkv"), 1, CPU) == 0
 
 
-@pytest.mark.parametrize(("policy", "kind"), [("fier", "fier"), ("quest", "bounds"), ("freekv", "bounds"), ("full", None), ("shadowkv", None)])
-def test_summaries_that_kernels_keep(policy: str, kind: str | None) -> None:
-    assert support.summary_kind(plan(policy), 3) == kind
+@pytest.mark.parametrize(
+    ("policy", "sets", "kept"),
+    [
+        ("fier", (), "fier"),
+        ("fier", ("pooling=none",), "fier"),
+        ("quest", (), "minmax"),
+        ("quest", ("page=8", "pooling=none"), "minmax"),
+        ("freekv", (), "minmax"),
+        ("freekv", ("digest=cuboid-mean",), "cuboid"),
+        ("arkvale", (), "cuboid"),
+        ("arkvale", ("digest=ball-mean", "page=64"), "ball-mean"),
+        ("arkvale", ("digest=ball-max", "shared=true"), "ball-max"),
+        ("shadowkv", (), "mean"),
+        ("shadowkv", ("chunk=32", "outliers=0"), "mean"),
+        ("full", (), None),
+        ("streaming", (), None),
+    ],
+)
+def test_summaries_that_kernels_keep(policy: str, sets: tuple[str, ...], kept: str | None) -> None:
+    one = parse_policy(policy, sets=[f"retrieve.{field}" for field in sets]).plan(MODEL)
+    assert support.summary_kind(one, 3) == kept
+    assert support.in_torch(one) == []
 
 
-def test_what_the_kernels_do_not_take() -> None:
-    assert support.summary_kind(parse_policy("fier", sets=["retrieve.pooling=none"]).plan(MODEL), 3) is None
-    assert support.summary_kind(parse_policy("fier", sets=["retrieve.group=64"]).plan(MODEL), 3) is None
-    assert support.summary_kind(parse_policy("freekv", sets=["retrieve.digest=cuboid-mean"]).plan(MODEL), 3) is None
-    assert support.gpu_ready(CPU) is not None
+@pytest.mark.parametrize("policy", [name for name, table in policy_presets().items() if "retrieve" in table])
+def test_every_retrieval_preset_is_captured(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the heads of the models that the presets were written for, a layer that reads everything included."""
+    monkeypatch.setattr(support, "gpu_ready", lambda device: None)
+    for heads, kv, dim in ((32, 8, 128), (28, 4, 128), (9, 3, 64), (32, 32, 128), (24, 8, 96)):
+        dtype = "float16" if kv == 3 else "bfloat16"
+        model = MODEL.model_copy(update={"num_q_heads": heads, "num_kv_heads": kv, "head_dim": dim, "dtype": dtype})
+        one = parse_policy(policy).plan(model)
+        config = OpConfig(heads, kv, dim, 1.0, 1e-6, 0, 0, one.hash)
+        assert all(support.captures(one, layer, config, TORCH_DTYPES[dtype], torch.device("cuda")) for layer in range(4))
+
+
+@pytest.mark.parametrize(
+    ("policy", "sets", "changes", "words"),
+    [
+        ("fier", ("group=64",), {}, "64 tokens share their extremes, and FIER's kernels take 32"),
+        ("fier", (), {"num_kv_heads": 2}, "16 query heads share a KV head, and FIER's scorer pools at most 8"),
+        ("quest", ("page=48",), {}, "48 tokens are summarized together"),
+        ("shadowkv", ("chunk=2",), {}, "2 tokens are summarized together, and the kernels take powers of two from 4 to 128"),
+        ("quest", ("page=256",), {}, "256 tokens are summarized together"),
+    ],
+)
+def test_what_is_selected_in_torch_is_said_and_not_captured(
+    policy: str, sets: tuple[str, ...], changes: dict[str, int], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(support, "gpu_ready", lambda device: None)
+    model = MODEL.model_copy(update=changes)
+    one = parse_policy(policy, sets=[f"retrieve.{field}" for field in sets]).plan(model)
+    (line,) = support.in_torch(one)
+    assert words in line and line.startswith("selection runs in torch, so decode steps are not captured")
+    assert support.summary_of(one, 3) is None
+    config = OpConfig(model.num_q_heads, model.num_kv_heads, 128, 1.0, 1e-6, 0, 0, one.hash)
+    captured = [support.captures(one, layer, config, torch.bfloat16, torch.device("cuda")) for layer in range(4)]
+    assert captured == [select is None for select in one.select]
+    assert support.runs_kernels(one, config, torch.bfloat16, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("policy", "changes", "words"),
+    [
+        ("full", {"dtype": "float32"}, "the cache is float32, and the kernels take bfloat16 and float16"),
+        ("quest", {"head_dim": 80}, "heads have 80 channels, and the kernels take 64, 96, 128, 256"),
+        ("quest", {"num_kv_heads": 1}, "32 query heads share a KV head, and the kernels take 16"),
+    ],
+)
+def test_heads_that_no_kernel_takes(policy: str, changes: dict[str, object], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "gpu_ready", lambda device: None)
+    model = MODEL.model_copy(update=changes)
+    one = parse_policy(policy).plan(model)
+    assert support.in_torch(one) == [f"all operations on the cache run in torch: {words}"]
+    config = OpConfig(model.num_q_heads, model.num_kv_heads, model.head_dim, 1.0, 1e-6, 0, 0, one.hash)
+    assert not support.fits(config, TORCH_DTYPES[model.dtype])
+    assert not support.runs_kernels(one, config, TORCH_DTYPES[model.dtype], torch.device("cuda"))
+    assert support.dense_below(one, 1, torch.device("cuda")) == 0
+
+
+def test_a_role_of_ones_own_selects_in_torch() -> None:
+    one = plan("arkvale")
+    own = replace(one, select=tuple(select and replace(select, meaning=replace(select.meaning, role="mine:ArkVale")) for select in one.select))
+    assert support.in_torch(own) == ["selection runs in torch, so decode steps are not captured: no kernel is written for the summaries of 'arkvale'"]
+
+
+def test_without_a_gpu_no_kernel_runs() -> None:
+    assert support.gpu_ready(CPU) == "no CUDA device is used"
+
+
+def test_plan_doctor_and_inspect_say_what_runs_in_torch(tiny_llama: TinyModel, tmp_path: Path, capsys: Capture) -> None:
+    words = ["plan", "--model", "llama-3.1-8b", "--context", "4096", "--policy"]
+    assert output(capsys, *words, "fier")["in_torch"] == []
+    (line,) = output(capsys, *words, "fier", "--set", "retrieve.group=64")["in_torch"]
+    assert "FIER's kernels take 32" in line
+    note = next(row["note"] for row in output(capsys, "doctor")["abilities"] if row["what"] == "run cache operations as GPU code")
+    assert note.endswith("bfloat16 and float16, 64, 96, 128 or 256 channels a head, up to 16 query heads a KV head")
+    path = api.build(str(tiny_llama.path), "quest", budget=64, out=tmp_path / "engine", max_seq_len=256, backend="none", sms=["none"])
+    assert output(capsys, "inspect", path)["notes"][-1] == (
+        "On a GPU too, all operations on the cache run in torch: the cache is float32, and the kernels take bfloat16 and float16."
+    )

@@ -1,0 +1,72 @@
+"""Launching decode attention over everything stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trtkv.plugins._device import nvrtc
+from trtkv.plugins._device.nvrtc import Float, Int, Kernel, Pointer
+from trtkv.plugins._device.spec import shared_limit
+from trtkv.plugins.kv_attend.launch import device_arch
+
+_HERE = Path(__file__).parent
+_TYPES = (Pointer,) * 8 + (Int,) * 6 + (Float,)
+_TILE = 16  # tokens of a warp's block
+_MOST_STAGES = 6
+
+
+@dataclass(frozen=True, slots=True)
+class DenseScratch:
+    """What blocks leave of a row that several of them read: shares [2 blocks, floats] fp32, arrived [B Hk] int32."""
+
+    blocks: int
+    floats: int
+    rows: int
+
+    @staticmethod
+    def plan(batch: int, num_kv_heads: int, group: int, dim: int, sms: int) -> DenseScratch:
+        """Lay out scratch for B sequences, G query heads a key-value head and a GPU of so many multiprocessors."""
+        return DenseScratch(sms, -(-group * (dim + 2) // 4) * 4, batch * num_kv_heads)
+
+    def allocate(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        """Allocate the two tensors; every launch leaves `arrived` as it found it, zeros."""
+        shares = torch.empty(2 * self.blocks, self.floats, dtype=torch.float32, device=device)
+        return shares, torch.zeros(self.rows, dtype=torch.int32, device=device)
+
+
+def attend_dense(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lens: Tensor, out: Tensor, shares: Tensor, arrived: Tensor, *,
+    scale: float, overlap: bool = False,
+) -> None:  # fmt: skip
+    """Attend one token a sequence: q, out [B, Hq D], keys, values [P, Hk, N, D], table [B, M], lens [B] int32, scratch of `DenseScratch`.
+
+    N is a multiple of 16, lengths are at least 1. With overlap the kernel launched before this one must have written nothing that is read here but
+    queries and each sequence's newest token.
+    """
+    _, heads, page_size, dim = keys.shape
+    group, batch = q.shape[1] // dim // heads, lens.shape[0]
+    warps, stages = dense_shape(dim, device_arch())
+    kernel = dense_kernel(dim, group, q.dtype == torch.bfloat16, device_arch())
+    most = batch * heads * -(-table.shape[1] * page_size // (warps * _TILE))
+    pointers = [one.data_ptr() for one in (q, keys, values, table, lens, out, shares, arrived)]
+    values_ = (*pointers, batch, heads, q.stride(0), out.stride(0), table.stride(0), page_size, scale * 1.4426950408889634)
+    stream = torch.cuda.current_stream().cuda_stream
+    kernel.launch((min(shares.shape[0] // 2, most), 1, 1), warps * 32, warps * stages * 64 * dim, stream, values_, overlap=overlap)
+
+
+def dense_shape(dim: int, arch: str) -> tuple[int, int]:
+    """Choose warps of a block and stages of a warp's ring: one block fills the shared memory of a multiprocessor."""
+    room = shared_limit(arch) - 2048
+    warps = next((w for w in (8, 4, 2) if room // (w * 64 * dim) >= 3), 2)
+    return warps, min(_MOST_STAGES, room // (warps * 64 * dim))
+
+
+def dense_kernel(dim: int, group: int, bf16: bool, arch: str) -> Kernel:
+    """Load the kernel for a shape."""
+    warps, stages = dense_shape(dim, arch)
+    defines = (f"-DD={dim}", f"-DGROUP_HEADS={group}", f"-DWARPS={warps}", f"-DSTAGES={stages}", *(("-DBF16",) if bf16 else ()))
+    return nvrtc.load(_HERE / "dense.cu", "attend_dense", _TYPES, defines, arch, warps * stages * 64 * dim)

@@ -1,0 +1,380 @@
+// Stands for the GPU when a kernel's source is compiled as C++: threads are fibers of one system thread a block, blocks of a cluster run side by side, and
+// instructions that have no C++ are written out from their definition in the PTX manual. Shared memory begins as ones, so that what is read before
+// it is written shows as NaN; a copy or access that is not aligned ends the process.
+#pragma once
+#include <immintrin.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+#define __CUDA_ARCH__ 900
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
+#define MARK(i)
+using std::max;
+using std::min;
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) int2 { int x, y; };
+struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(8) uint2 { u32 x, y; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+static inline float2 make_float2(float a, float b) { return {a, b}; }
+static inline float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
+static inline int2 make_int2(int a, int b) { return {a, b}; }
+static inline uint2 make_uint2(u32 a, u32 b) { return {a, b}; }
+static inline uint4 make_uint4(u32 a, u32 b, u32 c, u32 d) { return {a, b, c, d}; }
+
+namespace cpu {
+constexpr size_t STACK = 128 << 10, ARENA = 1 << 20, MARGIN = 128;
+struct Place { int x, y, z; };
+struct Fiber { void* sp; char* stack; bool done; };
+struct Warp { u32 slots[2][32][16]; int arrived, round; };
+struct Cluster {
+  std::atomic<int> arrived{0}, round{0};
+  int threads;
+  std::vector<char*> arenas, dynamics;
+};
+struct Block {
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  std::vector<int> tokens; // of a cluster barrier, a thread
+  std::vector<std::pair<const void*, char*>> variables;
+  int current = 0, alive = 0, arrived = 0, round = 0;
+  size_t used = 0;
+  void* outside;
+  Cluster* cluster;
+  char *arena, *dynamic; // static and dynamic shared memory
+  Place at, grid;
+  void (*body)(void*);
+  void* given;
+};
+inline thread_local Block* block;
+inline thread_local Place thread;
+
+[[noreturn]] static inline void fail(const char* what) {
+  fprintf(stderr, "%s\n", what);
+  abort();
+}
+static inline void aligned(const void* p, size_t n) {
+  if ((uintptr_t)p % n) fail("an access is not aligned");
+}
+extern "C" void cpu_switch(void** from, void* to); // keep the registers that a call keeps, and the stack
+asm(R"(
+.text
+.weak cpu_switch
+.type cpu_switch,@function
+cpu_switch:
+ push %rbp
+ push %rbx
+ push %r12
+ push %r13
+ push %r14
+ push %r15
+ mov %rsp,(%rdi)
+ mov %rsi,%rsp
+ pop %r15
+ pop %r14
+ pop %r13
+ pop %r12
+ pop %rbx
+ pop %rbp
+ ret
+)");
+static inline void yield() { // to the next thread of the block that lives
+  Block* b = block;
+  const int count = (int)b->fibers.size(), from = b->current;
+  int to = from;
+  do to = to + 1 == count ? 0 : to + 1;
+  while (b->fibers[to].done);
+  if (CLUSTER > 1 && to <= from) sched_yield(); // to the other blocks
+  if (to == from) return;
+  b->current = to, thread = {to, 0, 0};
+  cpu_switch(&b->fibers[from].sp, b->fibers[to].sp);
+}
+static void enter() {
+  Block* b = block;
+  b->body(b->given);
+  b->fibers[b->current].done = true;
+  void* nowhere;
+  if (--b->alive == 0) cpu_switch(&nowhere, b->outside);
+  yield();
+  abort();
+}
+static inline void run(Block& b) {
+  block = &b;
+  for (Fiber& fiber : b.fibers) {
+    fiber = {nullptr, (char*)aligned_alloc(64, STACK), false};
+    void** sp = (void**)(fiber.stack + STACK - 64);
+    *--sp = nullptr, *--sp = (void*)enter;
+    for (int i = 0; i < 6; i++) *--sp = nullptr;
+    fiber.sp = sp;
+  }
+  b.alive = (int)b.fibers.size(), thread = {0, 0, 0};
+  cpu_switch(&b.outside, b.fibers[0].sp);
+  for (Fiber& fiber : b.fibers) free(fiber.stack);
+}
+// Words of all lanes of the warp; two sets in turn, because a lane can be one exchange ahead at most.
+static inline u32 (*exchange(const u32* words, int count))[16] {
+  Warp& warp = block->warps[thread.x >> 5];
+  const int round = warp.round;
+  auto* slots = warp.slots[round & 1];
+  for (int i = 0; i < count; i++) slots[thread.x & 31][i] = words[i];
+  if (++warp.arrived == 32) warp.arrived = 0, warp.round++;
+  else
+    while (warp.round == round) yield();
+  return slots;
+}
+template <typename T> static inline T& shared(const void* key) {
+  Block* b = block;
+  for (auto& one : b->variables)
+    if (one.first == key) return *(T*)one.second;
+  char* at = b->arena + b->used;
+  b->used += (sizeof(T) + 127) & ~127ul;
+  if (b->used > ARENA) fail("too much shared memory");
+  b->variables.push_back({key, at});
+  return *(T*)at;
+}
+template <typename F> static void launch(Place grid, int threads, int dynamic, int cluster, F body) {
+  for (int i = 0; i < grid.x * grid.y * grid.z; i += cluster) {
+    Cluster together;
+    together.threads = cluster * threads;
+    std::vector<Block> blocks(cluster);
+    for (int r = 0; r < cluster; r++) {
+      Block& b = blocks[r];
+      b.fibers.resize(threads), b.warps.resize(threads / 32), b.tokens.resize(threads);
+      b.cluster = &together, b.grid = grid, b.at = {(i + r) % grid.x, (i + r) / grid.x % grid.y, (i + r) / grid.x / grid.y};
+      b.arena = (char*)aligned_alloc(128, ARENA), b.dynamic = (char*)aligned_alloc(128, (dynamic + MARGIN + 127) / 128 * 128);
+      memset(b.arena, 0xff, ARENA), memset(b.dynamic, 0xff, dynamic), memset(b.dynamic + dynamic, 0x5a, MARGIN);
+      together.arenas.push_back(b.arena), together.dynamics.push_back(b.dynamic);
+      b.body = [](void* given) { (*(F*)given)(); }, b.given = &body;
+    }
+    std::vector<std::thread> others;
+    for (int r = 1; r < cluster; r++) others.emplace_back([&blocks, r] { run(blocks[r]); });
+    run(blocks[0]);
+    for (std::thread& other : others) other.join();
+    for (Block& b : blocks) {
+      if (std::any_of(b.dynamic + dynamic, b.dynamic + dynamic + MARGIN, [](char c) { return c != 0x5a; })) fail("shared memory was overrun");
+      free(b.arena), free(b.dynamic);
+    }
+  }
+}
+static inline char* from_shared(u32 at) { return block->dynamic + at; }
+template <typename To, typename From> static inline To bits(From v) {
+  To to;
+  static_assert(sizeof to == sizeof v);
+  memcpy(&to, &v, sizeof v);
+  return to;
+}
+} // namespace cpu
+
+#define threadIdx cpu::thread
+#define blockIdx (cpu::block->at)
+#define gridDim (cpu::block->grid)
+static inline int lane_id() { return threadIdx.x & 31; }
+static inline void __syncthreads() {
+  cpu::Block* b = cpu::block;
+  const int round = b->round;
+  if (++b->arrived == (int)b->fibers.size()) b->arrived = 0, b->round++;
+  else
+    while (b->round == round) cpu::yield();
+}
+static inline void __syncwarp() {
+  const u32 nothing = 0;
+  cpu::exchange(&nothing, 1);
+}
+template <typename T> static inline T __shfl_sync(u32, T v, int lane) {
+  if constexpr (sizeof(T) == 8) {
+    u32 words[2];
+    memcpy(words, &v, 8);
+    memcpy(&v, cpu::exchange(words, 2)[lane & 31], 8);
+    return v;
+  } else {
+    const u32 word = cpu::bits<u32>(v);
+    return cpu::bits<T>(cpu::exchange(&word, 1)[lane & 31][0]);
+  }
+}
+template <typename T> static inline T __shfl_xor_sync(u32 all, T v, int mask) { return __shfl_sync(all, v, lane_id() ^ mask); }
+template <typename T> static inline T __shfl_up_sync(u32 all, T v, int by) { return __shfl_sync(all, v, max(0, lane_id() - by) + (lane_id() < by) * lane_id()); }
+static inline u32 __ballot_sync(u32, bool set) {
+  const u32 word = set;
+  auto* all = cpu::exchange(&word, 1);
+  u32 mask = 0;
+  for (int i = 0; i < 32; i++) mask |= all[i][0] << i;
+  return mask;
+}
+static inline bool __any_sync(u32 all, bool set) { return __ballot_sync(all, set) != 0; }
+static inline int __ffs(u32 x) { return __builtin_ffs(x); }
+static inline int __popc(u32 x) { return __builtin_popcount(x); }
+static inline u32 __byte_perm(u32 a, u32 b, u32 which) {
+  const u64 both = (u64)b << 32 | a;
+  u32 out = 0;
+  for (int i = 0; i < 4; i++) out |= (u32)(both >> 8 * (which >> 4 * i & 7) & 255) << 8 * i;
+  return out;
+}
+template <typename T> static inline T __ldcg(const T* p) { return cpu::aligned(p, alignof(T)), *p; }
+template <typename T> static inline void __stcg(T* p, T v) { cpu::aligned(p, alignof(T)), *p = v; }
+static inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+template <typename T> static inline T atomicAdd(T* p, T v) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
+static inline u32 atomicOr(u32* p, u32 v) { return __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST); }
+static inline u32 __float_as_uint(float x) { return cpu::bits<u32>(x); }
+static inline float __uint_as_float(u32 x) { return cpu::bits<float>(x); }
+
+struct __half { u16 v; };
+struct __half2 { __half x, y; };
+struct __nv_bfloat16 { u16 v; };
+struct __nv_bfloat162 { __nv_bfloat16 x, y; };
+static inline float __half2float(__half h) { return _cvtsh_ss(h.v); }
+static inline __half __float2half_rn(float x) { return {(u16)_cvtss_sh(x, 0)}; }
+static inline float2 __half22float2(__half2 h) { return {__half2float(h.x), __half2float(h.y)}; }
+static inline __half2 __floats2half2_rn(float x, float y) { return {__float2half_rn(x), __float2half_rn(y)}; }
+static inline float __bfloat162float(__nv_bfloat16 h) { return __uint_as_float((u32)h.v << 16); }
+static inline __nv_bfloat16 __float2bfloat16_rn(float x) {
+  const u32 word = __float_as_uint(x);
+  return {(u16)(x != x ? 0x7fff : (word + 0x7fff + (word >> 16 & 1)) >> 16)};
+}
+static inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)}; }
+
+// What common.cuh and the kernels write in PTX.
+static inline u32 shared_at(const void* p) { return (u32)((char*)p - cpu::block->dynamic); }
+static inline float exp2_fast(float x) {
+  const float y = exp2f(x);
+  return y < 1.1754944e-38f ? 0.f : y;
+}
+static inline void dependency_wait() {}
+static inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
+static inline float __fdiv_rn(float a, float b) { return a / b; }
+static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline float __fsub_rn(float a, float b) { return a - b; }
+static inline int __float_as_int(float x) { return cpu::bits<int>(x); }
+static inline void start_next() {}
+static inline void wait_for_input() {}
+template <typename T> static inline uint4 load_once(const T* p) { return __ldcg((const uint4*)p); }
+static inline void cluster_arrive() {
+  cpu::Cluster* c = cpu::block->cluster;
+  cpu::block->tokens[threadIdx.x] = c->round;
+  if (CLUSTER > 1 && ++c->arrived == c->threads) c->arrived = 0, c->round++;
+}
+static inline void cluster_wait() {
+  while (CLUSTER > 1 && cpu::block->cluster->round == cpu::block->tokens[threadIdx.x]) cpu::yield();
+}
+static inline void cluster_sync() {
+  if (CLUSTER > 1) cluster_arrive(), cluster_wait();
+  else __syncthreads();
+}
+template <typename T> static inline T* peer(T* p, int rank) {
+  cpu::Block* b = cpu::block;
+  const ptrdiff_t inside = (char*)p - b->arena;
+  if (inside >= 0 && inside < (ptrdiff_t)cpu::ARENA) return (T*)(b->cluster->arenas[rank] + inside);
+  return (T*)(b->cluster->dynamics[rank] + ((char*)p - b->dynamic));
+}
+static inline uint4 shared16(u32 at) { return __ldcg((const uint4*)cpu::from_shared(at)); }
+static inline u32 shared4(u32 at) { return __ldcg((const u32*)cpu::from_shared(at)); }
+static inline void copy16_sized(u32 to, const void* from, u32 size) {
+  cpu::aligned(from, 16), cpu::aligned(cpu::from_shared(to), 16);
+  memset(cpu::from_shared(to), 0, 16), memcpy(cpu::from_shared(to), from, size);
+}
+static inline void copy16(u32 to, const void* from) { copy16_sized(to, from, 16); }
+static inline u64 read_once_policy() { return 0; }
+static inline void copy16_once(u32 to, const void* from, u64) { copy16(to, from); }
+static inline void copies_commit() {}
+template <int LEFT> static inline void copies_wait() {}
+static inline void store8(__half* p, u32 x, u32 y) { __stcg((uint2*)p, make_uint2(x, y)); }
+static inline void load_halves(u32 (&v)[4], const __half* p) { cpu::aligned(p, 16), memcpy(v, p, 16); }
+static inline void load_halves(u32 (&v)[1], const __half* p) { cpu::aligned(p, 4), memcpy(v, p, 4); }
+static inline float half_of(u32 word, int i) { return __half2float({(u16)(word >> 16 * i)}); }
+static inline float real_of(u32 word, int i) {
+#ifdef BF16
+  return __bfloat162float({(u16)(word >> 16 * i)});
+#else
+  return half_of(word, i);
+#endif
+}
+// ldmatrix: four matrices of eight rows, whose addresses the lanes hold.
+static inline void read4(u32 (&r)[4], u32 at) {
+  auto* rows = cpu::exchange(&at, 1);
+  for (int i = 0; i < 4; i++) {
+    const char* row = cpu::from_shared(rows[8 * i + lane_id() / 4][0]);
+    cpu::aligned(row, 16), memcpy(&r[i], row + lane_id() % 4 * 4, 4);
+  }
+}
+static inline void shared_units(u32 (&r)[4], u32 at) { read4(r, at); }
+static inline void read4_transposed(u32 (&r)[4], u32 at) {
+  auto* rows = cpu::exchange(&at, 1);
+  for (int i = 0; i < 4; i++) {
+    u16 two[2];
+    for (int e = 0; e < 2; e++) {
+      const char* row = cpu::from_shared(rows[8 * i + lane_id() % 4 * 2 + e][0]);
+      cpu::aligned(row, 16), memcpy(&two[e], row + lane_id() / 4 * 2, 2);
+    }
+    memcpy(&r[i], two, 4);
+  }
+}
+static inline u32 transpose8(u32 x) { // movmatrix
+  auto* all = cpu::exchange(&x, 1);
+  u32 out = 0;
+  for (int e = 0; e < 2; e++) out |= (all[(lane_id() % 4 * 2 + e) * 4 + lane_id() / 8][0] >> lane_id() / 4 % 2 * 16 & 0xffff) << 16 * e;
+  return out;
+}
+// mma.m16n8k16 of `real`.
+static inline void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  const u32 words[6] = {a0, a1, a2, a3, b0, b1};
+  auto* all = cpu::exchange(words, 6);
+  for (int i = 0; i < 4; i++) {
+    const int row = lane_id() / 4 + i / 2 * 8, column = lane_id() % 4 * 2 + i % 2;
+    for (int k = 0; k < 16; k++) {
+      const int inside = k % 8 / 2;
+      c[i] += real_of(all[row % 8 * 4 + inside][row / 8 + k / 8 * 2], k % 2) * real_of(all[column * 4 + inside][4 + k / 8], k % 2);
+    }
+  }
+}
+// mma.sp.m16n8k32 of fp16: of every four values in a row of A two are given, at the places that `chosen` names; lanes of a quad from 2 HALF on hold it.
+template <int HALF> static inline void mma(float (&d)[4], const float (&c)[4], const u32 (&a)[4], const u32* b, u32 chosen) {
+  const u32 words[9] = {a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3], chosen};
+  auto* all = cpu::exchange(words, 9);
+  float out[4];
+  for (int i = 0; i < 4; i++) {
+    const int row = lane_id() / 4 + i / 2 * 8, column = lane_id() % 4 * 2 + i % 2;
+    out[i] = c[i];
+    for (int j = 0; j < 16; j++) {
+      const int four = j / 2;
+      const u32 places = all[row % 8 * 4 + HALF * 2 + four / 4][8];
+      const int k = four * 4 + (places >> (row / 8 * 16 + four % 4 * 4 + j % 2 * 2) & 3);
+      out[i] += half_of(all[row % 8 * 4 + j % 8 / 2][row / 8 + j / 8 * 2], j % 2) * half_of(all[column * 4 + k % 8 / 2][4 + k / 8], k % 2);
+    }
+  }
+  for (int i = 0; i < 4; i++) d[i] = out[i];
+}
+
+// Of pages.cu and outliers.cu.
+struct int3 { int x, y, z; };
+static inline int3 make_int3(int x, int y, int z) { return {x, y, z}; }
+static inline __half2 __float2half2_rn(float x) { return __floats2half2_rn(x, x); }
+static inline __half2 __hmax2(__half2 a, __half2 b) {
+  return __floats2half2_rn(std::fmax(__half2float(a.x), __half2float(b.x)), std::fmax(__half2float(a.y), __half2float(b.y)));
+}
+static inline __half2 __hmin2(__half2 a, __half2 b) {
+  return __floats2half2_rn(std::fmin(__half2float(a.x), __half2float(b.x)), std::fmin(__half2float(a.y), __half2float(b.y)));
+}
+static inline uint4 load16(const void* p) { uint4 v; cpu::aligned(p, 16), memcpy(&v, p, 16); return v; }
+static inline float __int_as_float(int x) { return cpu::bits<float>((u32)x); }

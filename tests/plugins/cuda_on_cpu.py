@@ -1,0 +1,137 @@
+"""CUDA sources of the package compiled as C++ and run on the CPU: the arithmetic, the indexing and the barriers of a kernel without a GPU.
+
+`cuda_on_cpu.h` has what the GPU has. Functions that hold PTX are left out of a source, because the header has them; shared variables are looked up in
+the block's memory. Races are not found: threads of a block run in turn.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from trtkv.plugins._device import nvrtc, store
+from trtkv.plugins._device.nvrtc import CudaSpec
+from trtkv.plugins._device.spec import shared_limit
+
+HEADER = Path(__file__).with_suffix(".h")
+OPTIONS = ("-std=c++17", "-O1", "-w", "-fpermissive", "-mf16c", "-mavx2", "-mfma", "-fPIC", "-shared", "-pthread")
+_ALSO = ("cluster_sync", "shared_at")  # of the header, though without PTX
+_FUNCTION = re.compile(r"^(?:template <[^\n]*?> )?__device__ __forceinline__ [^\n(]*?(\w+)\(", re.MULTILINE)
+
+
+def missing() -> str | None:
+    """Say what is missing to run kernels this way, None where nothing is."""
+    if platform.machine() != "x86_64":
+        return "needs an x86-64 CPU"
+    if "f16c" not in Path("/proc/cpuinfo").read_text():
+        return "needs a CPU with half precision"
+    return None if shutil.which("g++") else "needs g++"
+
+
+class Kernel:
+    """Stands for the driver's kernel."""
+
+    def __init__(self, spec: CudaSpec, folder: Path) -> None:
+        self.spec, self.call = spec, ctypes.CDLL(str(_compile(spec, folder))).run
+
+    def launch(
+        self, grid: tuple[int, int, int], threads: int, shared: int, stream: int, values: Sequence[Any], *, cluster: int = 1, overlap: bool = False
+    ) -> None:
+        assert shared <= min(self.spec.shared, shared_limit(self.spec.arch)), self.spec.title
+        self.call(*grid, threads, shared, cluster, *(kind(value) for kind, value in zip(self.spec.types, values, strict=True)))
+
+
+def install(monkeypatch: pytest.MonkeyPatch, folder: Path, capability: tuple[int, int] = (9, 0), multiprocessors: int = 8) -> None:
+    """Let kernels be loaded this way, for a GPU of a compute capability; compiled ones are kept in a folder."""
+    loaded: dict[Any, Kernel] = {}
+    monkeypatch.setattr(store, "load", lambda spec: loaded.get(spec) or loaded.setdefault(spec, Kernel(spec, folder)))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: capability)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *args: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *args: SimpleNamespace(multi_processor_count=multiprocessors))
+
+
+def _compile(spec: CudaSpec, folder: Path) -> Path:
+    text = _translate(spec)
+    name = hashlib.sha256("\0".join([text, HEADER.read_text(), *spec.defines]).encode()).hexdigest()[:16]
+    library, source = folder / f"{name}.so", folder / f"{name}.cpp"
+    if not library.exists():
+        source.write_text(text)
+        subprocess.run(["g++", *OPTIONS, f"-I{HEADER.parent}", *spec.defines, str(source), "-o", str(library)], check=True)
+    return library
+
+
+def _translate(spec: CudaSpec) -> str:
+    text = _without_ptx(_joined(spec.source, [spec.source.parent, nvrtc.HEADERS], set()))
+    text = re.sub(r"extern __shared__ (?:__align__\(\d+\) )?char (\w+)\[\];", r"char* \1 = cpu::block->dynamic;", text)
+    text = _with_shared_variables(text)
+    found = re.search(rf"__global__ void (?:__launch_bounds__\([^()]*(?:\([^()]*\)[^()]*)*\) )?{spec.entry}\((.*?)\) {{", text, re.DOTALL)
+    assert found is not None
+    parameters = " ".join(found[1].split())
+    names = ", ".join(one.split()[-1].lstrip("*") for one in parameters.split(","))
+    entry = f"int grid_x, int grid_y, int grid_z, int threads, int dynamic, int cluster, {parameters}"
+    return (
+        f'#include "{HEADER.name}"\n{text}\n'
+        f'extern "C" void run({entry}) {{ cpu::launch({{grid_x, grid_y, grid_z}}, threads, dynamic, cluster, [&] {{ {spec.entry}({names}); }}); }}\n'
+    )
+
+
+def _joined(path: Path, folders: Sequence[Path], seen: set[Path]) -> str:
+    """Return a source with its own headers in place, without those of CUDA and without what the header of this folder defines."""
+
+    def include(found: re.Match[str]) -> str:
+        file = next(folder / found[1] for folder in folders if (folder / found[1]).is_file())
+        if file in seen:
+            return ""
+        seen.add(file)
+        return _joined(file, folders, seen)
+
+    text = re.sub(r"#ifdef TRACE.*?#endif\n", "", path.read_text(), flags=re.DOTALL)
+    text = re.sub(r"^#(include <.*|pragma once)\n|^typedef unsigned (int|short|long long) u(32|16|64);\n", "", text, flags=re.MULTILINE)
+    return re.sub(r'^#include "([^"]+)"', include, text, flags=re.MULTILINE)
+
+
+def _without_ptx(text: str) -> str:
+    """Leave out functions that the header has; one that holds PTX and is not there is the compiler's to report."""
+    parts, end = [], 0
+    for found in _FUNCTION.finditer(text):
+        if found.start() < end:
+            continue
+        start = close = text.index("{", text.index(")", found.end()))
+        depth = 0
+        while True:
+            depth += {"{": 1, "}": -1}.get(text[close], 0)
+            if depth == 0:
+                break
+            close += 1
+        if "asm" in text[start:close] or found[1] in _ALSO:
+            parts.append(text[end : found.start()])
+            end = close + 1
+    return "".join([*parts, text[end:]])
+
+
+def _with_shared_variables(text: str) -> str:
+    def look_up(found: re.Match[str]) -> str:
+        declared = re.sub(r"__align__\(\d+\)\s*", "", found[1])
+        number = len(declarations)
+        declarations.append(declared)
+        names = re.findall(r"(\w+)\s*(?:,|$)", re.sub(r"\[[^\]]*\]", "", declared))
+        kind, variables = declared.split(maxsplit=1)
+        struct = f"struct S{number} {{ {kind} __attribute__((aligned(16))) {variables}; }}; static const char key_of_s{number} = 0;"
+        return f"{struct} auto& all_of_s{number} = cpu::shared<S{number}>(&key_of_s{number}); " + "".join(
+            f"auto& {name} = all_of_s{number}.{name}; " for name in names
+        )
+
+    declarations: list[str] = []
+    return re.sub(r"(?<!extern )__shared__ ([^;]+);", look_up, text)

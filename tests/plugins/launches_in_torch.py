@@ -1,0 +1,153 @@
+"""What the launches of a decode step promise, in torch: stand-ins on machines without a GPU, so that the ops around them can be checked there.
+
+Scores pass from scorer to selector exactly, not through fp16 scratch, so that selections can be compared to the last index.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from trtkv.plugins.face import OpConfig
+from trtkv.plugins.kv_attend import launch as attend_launch
+from trtkv.plugins.kv_attend import launch_dense, per_head, prefill, reference
+from trtkv.plugins.kv_attend import op as attend_op
+from trtkv.plugins.kv_select import fier_layout, launch, launch_pages
+from trtkv.plugins.selection import choose
+from trtkv.ranking import best
+
+
+class Launches:
+    """Scores and outliers by the address of the scratch that the kernels would hand on; names counts what was launched."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.scores: dict[int, list[Tensor | None]] = {}
+        self.outliers: dict[int, list[Tensor | None]] = {}
+        self.raised: dict[int, list[Tensor | None] | None] = {}
+        self.names: list[str] = []
+        monkeypatch.setattr(launch, "fier_score", self.fier_score)
+        monkeypatch.setattr(launch, "select_units", self.select_units)
+        monkeypatch.setattr(launch_pages, "score_pages", self.score_pages)
+        monkeypatch.setattr(launch_pages, "outlier_cut", self.outlier_cut)
+        monkeypatch.setattr(attend_launch, "attend_list", self.attend_list)
+        monkeypatch.setattr(launch_dense, "attend_dense", self.attend_dense)
+        monkeypatch.setattr(per_head, "attend_list", self.attend_list)
+        monkeypatch.setattr(prefill, "_takes_cudnn", lambda query: False)
+        monkeypatch.setattr(prefill, "_flash", self.flash)
+        fake_device(monkeypatch)
+
+    def fier_score(self, q, bits, meta, table, lens, scores, parts, *, page_size, budget, scale, pooling, overlap=False) -> None:
+        self.names.append("fier_score")
+        heads, dim = bits.shape[1], bits.shape[-1]
+        assert scores.shape[0] == parts.shape[0] == len(lens) * heads
+        rows: list[Tensor | None] = []
+        for b, stored in enumerate(lens.tolist()):
+            own, groups = table[b].long(), stored // 32
+            keys = fier_layout.unpack(*(flat(x, own)[:, :groups] for x in (bits, meta))).flatten(1, 2)
+            rows += (
+                self.pooled(q[b].float().view(heads, -1, dim) @ keys.transpose(1, 2) * scale, pooling, heads) if stored > budget else [None] * heads
+            )
+        self.scores[scores.data_ptr()] = rows
+        assert scores.shape[1] == next((len(one) for one in rows if one is not None), scores.shape[1])
+
+    def score_pages(
+        self, q, vectors, beside, table, lens, scores, parts, *, kind, unit, budget, scale, pooling, cut=None, shared=False, overlap=False
+    ) -> None:  # fmt: skip
+        self.names.append("score_pages")
+        heads, dim, rows = vectors.shape[1], vectors.shape[-1], []
+        each = scores.shape[0] // len(lens)
+        assert scores.shape[0] == parts.shape[0] and unit * vectors.shape[2] % 16 == 0
+        for b, stored in enumerate(lens.tolist()):
+            if stored <= budget:
+                rows += [None] * each
+                continue
+            own, count = table[b].long(), stored // unit
+            x, query = flat(vectors, own)[:, :count].float(), q[b].float().view(heads, -1, dim)
+            if kind == "box":
+                found = query.clamp(min=0) @ x[:, :, 1].transpose(1, 2) + query.clamp(max=0) @ x[:, :, 0].transpose(1, 2)
+            else:
+                found = query @ x.transpose(1, 2)
+            if kind == "ball":
+                found = found + query.norm(dim=-1, keepdim=True) * flat(beside, own)[:, None, :count].float()
+            made = [found.mean((0, 1))[None]] * each if shared else self.pooled(found * scale, pooling, heads)
+            rows += made
+        self.scores[scores.data_ptr()] = rows
+        self.raised[scores.data_ptr()] = None if cut is None else [one for row in self.outliers.pop(cut.data_ptr()) for one in self.each(row, each)]
+
+    @staticmethod
+    def each(raised: Tensor | None, rows: int) -> list[Tensor | None]:
+        """Repeat a sequence's outliers [Hk, U] for its rows."""
+        return [None] * rows if raised is None else list(raised.repeat_interleave(rows // len(raised), 0))
+
+    @staticmethod
+    def pooled(scores: Tensor, pooling: str, heads: int) -> list[Tensor]:
+        """Return the rows of a scorer [heads, U] each, from scores [Hk, G, U]."""
+        if pooling == "none":
+            return list(scores.flatten(0, 1)[:, None])
+        if pooling in ("mean", "max"):
+            return list((scores.mean(1) if pooling == "mean" else scores.amax(1))[:, None])
+        return list(scores)
+
+    def outlier_cut(self, likeness, table, lens, cut, *, unit, outliers, budget, overlap=False) -> None:
+        self.names.append("outlier_cut")
+        assert outliers > 0 and cut.shape == (len(lens), likeness.shape[1], 2)
+        found: list[Tensor | None] = []
+        for b, stored in enumerate(lens.tolist()):
+            own = flat(likeness, table[b].long())[:, : stored // unit]
+            found.append(torch.zeros_like(own, dtype=torch.bool).scatter(1, best(-own, outliers), True) if stored > budget else None)
+        self.outliers[cut.data_ptr()] = found
+
+    def select_units(self, scores, parts, lens, out, *, budget, sink, window, unit, group, pooling, cluster=0, overlap=False) -> None:
+        self.names.append("select_units")
+        rows, lists = self.scores.pop(scores.data_ptr()), out.view(-1, out.shape[-1])
+        raised = self.raised.pop(scores.data_ptr(), None)
+        assert len(rows) == len(lists) == scores.shape[0] and out.is_contiguous()
+        plan = SimpleNamespace(unit=unit, group=group, sink=sink, window=window, width=out.shape[-1] - 1)
+        for r, own in enumerate(rows):
+            stored = int(lens[r // (len(rows) // len(lens))])
+            lists[r] = -1
+            if stored > budget:
+                assert own is not None
+                soft = own.softmax(1) if len(own) > 1 else own
+                pooled = (soft.amax(0) if pooling == "softmax-max" else soft.mean(0))[None]
+                chosen = choose(plan, pooled, stored, None if raised is None else raised[r][None])
+                lists[r, : chosen.shape[1]], lists[r, -1] = chosen[0].int(), chosen.shape[1]
+
+    def attend_list(self, q, keys, values, table, lens, chosen, out, *, unit, scale, cluster=0, overlap=False, settled=False) -> None:
+        self.names.append("attend_list")
+        heads, dim = keys.shape[1], keys.shape[3]
+        config = OpConfig(q.shape[1] // dim, heads, dim, scale, 0.0, 0, heads, "")
+        for b, stored in enumerate(lens.tolist()):
+            lists = None
+            if chosen is not None and int(chosen[b, 0, -1]) >= 0:
+                units = [row[: row[-1]] for row in chosen[b].tolist()]
+                lists = [[token for one in row for token in range(one * unit, (one + 1) * unit) if token < stored] for row in units]
+            k, v = (flat(x, table[b].long())[:, :stored] for x in (keys, values))
+            out[b] = reference.attend(q[b].view(-1, dim), k, v, config, lists).flatten()
+
+    def attend_dense(self, q, keys, values, table, lens, out, shares, arrived, *, scale, overlap=False) -> None:
+        assert len(arrived) == len(lens) * keys.shape[1] and not arrived.any()
+        self.attend_list(q, keys, values, table, lens, None, out, unit=1, scale=scale)
+        self.names[-1] = "attend_dense"
+
+    @staticmethod
+    def flash(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        config = OpConfig(query.shape[1], keys.shape[1], query.shape[3], scale, 0.0, 0, 0, "")
+        row = SimpleNamespace(new=query.shape[2], stored=keys.shape[2])
+        out = attend_op.attend_all(config, row, query[0].transpose(0, 1), keys[0], values[0])  # type: ignore[arg-type]
+        return out.transpose(0, 1)[None], torch.full(query.shape[:3], float("nan"))
+
+
+def flat(x: Tensor, pages: Tensor) -> Tensor:
+    """Return a buffer's pages side by side: [Hk, entries, ...]."""
+    return x[pages].transpose(0, 1).flatten(1, 2)
+
+
+def fake_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answer what launches ask of a GPU as an H200 does."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *args: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *args: SimpleNamespace(cuda_stream=0))

@@ -1,0 +1,68 @@
+"""The checks of `tests/gpu/check_retrieval.py`, smaller, with the CUDA sources compiled for the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.plugins import cuda_on_cpu
+
+pytest.importorskip("triton")
+from tests.gpu import check_retrieval as checks
+
+pytestmark = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
+HOPPER, ADA = (9, 0), (8, 9)
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(autouse=True)
+def _checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "DEV", "cpu")
+    monkeypatch.setattr(checks, "failures", [])
+    torch.manual_seed(torch.initial_seed() % 1000)
+
+
+@pytest.mark.parametrize(
+    ("heads", "group", "dim", "page", "lens", "dtype", "blocks"),
+    [(2, 7, 128, 32, [300, 1, 129], BF16, 5), (1, 12, 64, 16, [17, 400, 33], FP16, 3), (2, 2, 256, 16, [200], FP16, 40)],
+)
+def test_dense_attention(
+    heads: int, group: int, dim: int, page: int, lens: list[int], dtype: torch.dtype, blocks: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda_on_cpu.install(monkeypatch, folder)
+    checks.check_dense(heads, group, dim, page, lens, dtype, blocks)
+    assert checks.failures == []
+
+
+@pytest.mark.parametrize("capability", [HOPPER, ADA])
+@pytest.mark.parametrize(("group", "dim", "pooling"), [(7, 128, "softmax-mean"), (4, 64, "mean"), (1, 96, "softmax-max")])
+def test_score_choose_and_attend(
+    group: int, dim: int, pooling: str, capability: tuple[int, int], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda_on_cpu.install(monkeypatch, folder, capability)
+    case = checks.Case(1, group, dim, 64, [417, 97], BF16 if group > 4 else FP16)
+    checks.check_chain(case, 160, 4, 16, pooling, f"G {group} D {dim} {pooling}")
+    assert checks.failures == []
+
+
+@pytest.mark.parametrize("kind", ["levels", "equal", "outlier", "normal"])
+@pytest.mark.parametrize(("cluster", "heads"), [(1, 4), (3, 1), (2, 4)])
+def test_the_best_are_chosen(cluster: int, kind: str, heads: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_on_cpu.install(monkeypatch, folder)
+    checks.check_ties(1, 1501, 150, heads, 9, kind, cluster)
+    assert checks.failures == []
+
+
+@pytest.mark.parametrize("kind", ["levels", "equal"])
+def test_the_best_are_chosen_where_keys_are_not_kept(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_on_cpu.install(monkeypatch, folder, ADA)
+    monkeypatch.setattr(checks.select, "_select_room", lambda arch: 4096)
+    checks.check_ties(1, 3001, 300, 4, 9, kind)
+    assert checks.failures == []

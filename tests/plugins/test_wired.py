@@ -1,0 +1,178 @@
+"""Every retrieval policy through the ops that launch kernels, with torch in the kernels' place: the selections and answers of the torch forms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tests.plugins.launches_in_torch import Launches, fake_device
+from tests.runtime.test_kernels import POLICIES, SELECTING
+from trtkv.config import Limits, ModelConfig
+from trtkv.plan import CachePlan
+from trtkv.plugins import support
+from trtkv.plugins._device import store
+from trtkv.plugins._device.spec import Spec
+from trtkv.plugins.face import OpConfig
+from trtkv.plugins.kernels import kernels_for
+from trtkv.plugins.kv_attend import cuda as attend_cuda
+from trtkv.plugins.kv_attend import op as attend_op
+from trtkv.plugins.kv_select import cuda as select_cuda
+from trtkv.plugins.kv_select import fier_layout, indexes
+from trtkv.plugins.kv_select import op as select_op
+from trtkv.plugins.session import Session
+from trtkv.policies.registry import parse_policy
+
+HQ, HK, DIM, SLOTS = 6, 2, 64, 3
+LIMITS = Limits(max_seq_len=512, max_batch_size=SLOTS, max_chunk_tokens=256)
+# New tokens by slot: a prompt in chunks, another beside its answers, the last chunk of one token, then all together; then a slot is used again.
+SCHEDULE: list[dict[int, int]] = [
+    {0: 100}, {0: 60}, {0: 1}, {0: 1, 1: 90}, {0: 1, 1: 43}, {0: 1, 1: 1}, *[{0: 1, 1: 1}] * 5, {1: 1}, {0: 1, 1: 1, 2: 20},
+    *[{0: 1, 1: 1, 2: 1}] * 3, {0: 130, 1: 1}, {0: 1, 2: 1}, {0: 1, 1: 1},
+]  # fmt: skip
+PROMPTS = {0: 160, 1: 134, 2: 20}  # slot 1's last chunk is one token
+SHAPES = [
+    (policy, *heads)
+    for policy in POLICIES
+    for heads in ((HQ, HK), (16, 1), (4, 4))
+    if policy != "full" and (heads != (16, 1) or policy not in ("fier", "fier+mean"))  # more than FIER's scorer pools
+]
+
+
+def model(heads: int = HQ, kv: int = HK) -> ModelConfig:
+    return ModelConfig(
+        model_type="llama", hidden_size=heads * DIM, intermediate_size=32, num_layers=2, num_q_heads=heads, num_kv_heads=kv, head_dim=DIM,
+        vocab_size=8, dtype="float16",
+    )  # fmt: skip
+
+
+def lower(policy: str, one: ModelConfig) -> CachePlan:
+    sets = [*POLICIES[policy], "retrieve.dense_layers=1"]
+    return parse_policy(policy.partition("+")[0], sets=sets).plan(one)
+
+
+class Twins:
+    """Two sessions over the same keys, values and page summaries: one for the torch forms, one for the ops that launch kernels."""
+
+    def __init__(self, plan: CachePlan, config: ModelConfig) -> None:
+        select = plan.select[1]
+        assert select is not None
+        self.plan, self.select = plan, select
+        heads = config.num_q_heads if select.pooling == "none" else config.num_kv_heads
+        self.config = OpConfig(config.num_q_heads, config.num_kv_heads, DIM, DIM**-0.5, 1e-6, select.width, heads, plan.hash)
+        self.width = plan.pages(512)
+        self.plain, self.wired = (Session(plan, [SLOTS * self.width], SLOTS) for _ in range(2))
+        for name in self.plain.buffers:
+            for buffer in self.plain.buffers[name]:
+                if buffer is not None:
+                    buffer.fill_(0 if name == "fier_bits" else float("nan"))
+            if name not in ("fier_bits", "fier_range", "previous_query"):
+                self.wired.buffers[name] = self.plain.buffers[name]
+        generator = torch.Generator().manual_seed(7)
+        self.generator = generator
+        self.pages = torch.randperm(SLOTS * self.width, generator=generator).view(SLOTS, self.width).tolist()
+        self.bases = torch.randn(SLOTS, config.num_q_heads * DIM, generator=generator)
+        self.stored: dict[int, int] = {}
+
+    def begin(self, new: dict[int, int], prompts: dict[int, int]) -> list[Tensor]:
+        """Announce a step, write its keys and values, summarize what it closes; returns the inputs of the ops behind the append."""
+        for slot, count in new.items():
+            fresh = slot not in self.stored or (count > 1 and self.stored[slot] >= prompts[slot])
+            self.stored[slot] = count if fresh else self.stored[slot] + count
+        lens, slots = [self.stored[slot] for slot in new], list(new)
+        table = [self.pages[slot] for slot in new]
+        for session in (self.plain, self.wired):
+            session.begin_step(list(new.values()), [lens], slots, [table], [prompts[slot] for slot in new])
+        tokens = sum(new.values())
+        # Multiples of 1/8: the range of a group of one-bit keys is then exact in fp16.
+        made = [torch.randint(-24, 25, (tokens, self.config.num_kv_heads, DIM), generator=self.generator) / 8 for _ in range(2)]
+        page, inside = self.plain.step(1).places
+        for layer in range(2):
+            for name, values in zip(("keys", "values"), made, strict=True):
+                self.plain.buffer(name, layer)[page, :, inside] = values.half()
+        indexes.find(self.select).update(self.plain, 1, self.select)
+        if self.select.meaning.op == "fier":
+            pages, where = self.plain.step(1).closed_groups(32)
+            words, ranges = fier_layout.pack(self.plain.buffer("keys", 1).unflatten(2, (-1, 32))[pages, :, where])
+            self.wired.words(1)[pages, :, where], self.wired.ranges(1)[pages, :, where] = words, ranges
+        # Queries of a sequence resemble each other (cosines around 0.83): FreeKV keeps the previous one of some heads and corrects others.
+        own = torch.cat([self.bases[slot].expand(count, -1) for slot, count in new.items()])
+        query = (own + 0.45 * torch.randn(own.shape, generator=self.generator)).half()
+        starts = torch.tensor([0, *torch.tensor(list(new.values())).cumsum(0)], dtype=torch.int32)
+        integers = [torch.tensor(x, dtype=torch.int32) for x in ([lens], slots, [table])]
+        return [query, starts, starts, integers[0], integers[1], integers[2], torch.empty(0)]
+
+
+def run(twins: Twins, forms: tuple[Any, Any], session: Session, inputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Select and attend in the selecting layer, attend in the dense one."""
+    select, attend = forms
+    batch = len(inputs[4])
+    chosen = torch.full((batch, twins.config.select_heads, twins.config.select_width + 1), -7, dtype=torch.int32)
+    outs = [torch.full_like(inputs[0], float("nan")) for _ in range(2)]
+    attend(session, 0, twins.config, inputs, outs[0])
+    select(session, 1, twins.config, inputs, chosen)
+    attend(session, 1, twins.config, [*inputs, chosen], outs[1])
+    return chosen, outs[0], outs[1]
+
+
+@pytest.mark.parametrize("policy", SELECTING)
+def test_ops_with_kernels_choose_and_answer_as_the_torch_forms(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches(monkeypatch)
+    twins = Twins(lower(policy, model()), model())
+    prompts, compared = dict(PROMPTS), 0
+    for new in SCHEDULE:
+        prompts |= {0: 130} if new.get(0) == 130 else {}
+        inputs = twins.begin(new, prompts)
+        launches.names.clear()
+        found = run(twins, (select_cuda.select, attend_cuda.attend), twins.wired, inputs)
+        expected = run(twins, (select_op.select, attend_op.attend), twins.plain, inputs)
+        for b, row in enumerate(twins.plain.step(1).rows):
+            if row.decodes:
+                assert torch.equal(found[0][b], expected[0][b]), (new, b)
+                compared += int(found[0][b, 0, -1] >= 0)
+        for got, wanted in zip(found[1:], expected[1:], strict=True):
+            torch.testing.assert_close(got, wanted, rtol=4e-3, atol=4e-3)
+        for row in twins.plain.step(1).rows if twins.select.speculative else ():
+            if row.answers:
+                assert torch.equal(*(session.buffer("previous_query", 1)[row.slot] for session in (twins.wired, twins.plain)))
+    assert compared > 20
+    assert ("outlier_cut" in launches.names) == (support.outliers(twins.select) > 0)
+
+
+class Recorder:
+    """Stands for a loaded kernel: a launch leaves everything as it is."""
+
+    def __init__(self, spec: Spec, launched: dict[str, Spec]) -> None:
+        self.spec, self.launched, self.threads, self.shared = spec, launched, 128, 0
+
+    def launch(self, grid: tuple[int, int, int], threads: int, shared: int, stream: int, values: Any, **more: Any) -> None:
+        assert len(values) == len(self.spec.types) and all(one > 0 for one in grid)
+        self.launched[self.spec.name] = self.spec
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # nothing is computed
+@pytest.mark.parametrize(("policy", "heads", "kv"), SHAPES)
+def test_every_kernel_that_a_step_launches_is_listed(policy: str, heads: int, kv: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is launched for one, two and three sequences is what an engine for three brings; append, recall and sampling aside."""
+    config = model(heads, kv)
+    plan = lower(policy, config)
+    assert support.in_torch(plan) == []
+    launched: dict[str, Spec] = {}
+    fake_device(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "load", lambda spec: Recorder(spec, launched))
+        twins = Twins(plan, config)
+        prompts = dict.fromkeys(range(SLOTS), 100)
+        twins.plain.begin_step([100] * SLOTS, [[100] * SLOTS], list(range(SLOTS)), [twins.pages], [100] * SLOTS)
+        twins.stored = dict.fromkeys(range(SLOTS), 100)
+        for batch in range(1, SLOTS + 1):
+            inputs = twins.begin(dict.fromkeys(range(batch), 1), prompts)
+            run(twins, (select_cuda.select, attend_cuda.attend), twins.wired, inputs)
+    listed = {spec.name: spec for spec in kernels_for(plan, config, LIMITS, "90")}
+    assert launched.keys() <= listed.keys()
+    rest = {spec.entry for name, spec in listed.items() if name not in launched}
+    assert rest <= {"append_kernel", "_speculate_kernel", "sample", "feed", "recall", "open_pages"}

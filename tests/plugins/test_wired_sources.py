@@ -1,0 +1,50 @@
+"""Retrieval through the ops that launch kernels, the CUDA sources compiled for the CPU: the selections and answers of the torch forms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.plugins import cuda_on_cpu
+
+pytest.importorskip("triton")
+
+from tests.plugins.launches_in_torch import Launches
+from tests.plugins.test_wired import Twins, lower, model, run
+from trtkv.plugins.kv_attend import cuda as attend_cuda
+from trtkv.plugins.kv_attend import op as attend_op
+from trtkv.plugins.kv_attend import prefill
+from trtkv.plugins.kv_select import cuda as select_cuda
+from trtkv.plugins.kv_select import op as select_op
+
+pytestmark = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
+SCHEDULE = [{0: 160}, {0: 1}, {0: 1, 1: 134}, {0: 1, 1: 1}, {1: 1}]
+PROMPTS = {0: 160, 1: 134}
+
+
+@pytest.mark.parametrize(
+    ("policy", "heads", "kv"), [("shadowkv", 16, 1), ("arkvale+ball", 6, 2), ("arkvale+shared", 6, 2), ("quest+none", 6, 2), ("fier+none", 4, 2)]
+)
+def test_sources_choose_and_answer_as_the_torch_forms(
+    policy: str, heads: int, kv: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Scores pass from scorer to selector in fp16, so that of a hundred lists a few may differ in places where scores are nearly equal."""
+    cuda_on_cpu.install(monkeypatch, tmp_path, multiprocessors=4)
+    monkeypatch.setattr(prefill, "_takes_cudnn", lambda query: False)
+    monkeypatch.setattr(prefill, "_flash", Launches.flash)
+    twins, lists, other = Twins(lower(policy, model(heads, kv)), model(heads, kv)), 0, 0
+    for new in SCHEDULE:
+        inputs = twins.begin(new, PROMPTS)
+        found = run(twins, (select_cuda.select, attend_cuda.attend), twins.wired, inputs)
+        expected = run(twins, (select_op.select, attend_op.attend), twins.plain, inputs)
+        torch.testing.assert_close(found[1], expected[1], rtol=4e-3, atol=4e-3)
+        for b, row in enumerate(twins.plain.step(1).rows):
+            if row.decodes:
+                same = (found[0][b] == expected[0][b]).all(1)
+                lists, other = lists + len(same), other + int((~same).sum())
+                assert torch.equal(found[0][b, :, -1], expected[0][b, :, -1])
+                if same.all():
+                    torch.testing.assert_close(found[2][row.start], expected[2][row.start], rtol=4e-3, atol=4e-3)
+    assert lists >= 5 and other <= lists // 10
