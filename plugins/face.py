@@ -67,7 +67,7 @@ class OpFace:
 
     def run(self, session: Session, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
         """Write the output in place, by kernels where they take on this layer."""
-        if self.cuda is not None and runs_kernels(session.plan, config, inputs[0].dtype, session.device):
+        if self.cuda is not None and session.held is None and runs_kernels(session.plan, config, inputs[0].dtype, session.device):
             _load(self.cuda)(session, layer, config, inputs, out)
         else:
             self.torch(session, layer, config, inputs, out)

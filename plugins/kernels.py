@@ -6,12 +6,15 @@ from trtkv.config import Limits, ModelConfig
 from trtkv.plan import CachePlan
 from trtkv.plugins._device import store
 from trtkv.plugins._device.spec import Spec
-from trtkv.plugins.dtypes import TORCH_DTYPES
-from trtkv.plugins.face import OpConfig
+from trtkv.plugins.compaction import specs as compaction
+from trtkv.plugins.encoded import specs as encoded
+from trtkv.plugins.encoded.formats import find_format
 from trtkv.plugins.kv_append import specs as append
 from trtkv.plugins.kv_attend import specs as attend
+from trtkv.plugins.kv_recall import specs as recall
 from trtkv.plugins.kv_select import specs as select
-from trtkv.plugins.support import fits
+from trtkv.plugins.sampling import launch as sampling
+from trtkv.plugins.support import why_torch
 
 FOLDER = "kernels"  # of an engine directory
 LEAST_CAPABILITY = 80
@@ -22,11 +25,10 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
 
     Afterwards no step compiles or loads one. Raises as `store.load` does.
     """
-    config = OpConfig(plan.num_q_heads, plan.num_kv_heads, plan.head_dim, plan.head_dim**-0.5, model.rms_eps, 0, 0, plan.hash)
-    taken = not plan.held and plan.page_size % 16 == 0 and fits(config, TORCH_DTYPES[plan.kv_dtype])
-    if taken and int(arch) >= LEAST_CAPABILITY:
-        for op in (append, select, attend):
+    if why_torch(plan) is None and int(arch) >= LEAST_CAPABILITY:
+        for op in (append, encoded) if find_format(plan) else (append, select, attend, recall, compaction):
             op.request(plan, model, limits, arch)
+        sampling.request(model.vocab_size, arch)
 
 
 def kernels_for(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> list[Spec]:

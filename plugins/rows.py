@@ -16,6 +16,7 @@ class Row:
     """One sequence of the step: its rows [start, start + new) among the T tokens, and where it is stored.
 
     stored counts the tokens behind the append, prompt those of the whole prompt; page_numbers are in order and may name pages that come later.
+    seen counts the sequence's tokens, of which some may have been evicted.
     """
 
     start: int
@@ -26,6 +27,12 @@ class Row:
     page_size: int
     device: torch.device
     prompt: int = 0
+    seen: int = -1
+
+    def __post_init__(self) -> None:
+        """Take all tokens to be stored where nothing else is said."""
+        if self.seen < 0:
+            self.seen = self.stored
 
     @property
     def decodes(self) -> bool:
@@ -35,12 +42,18 @@ class Row:
     @property
     def answers(self) -> bool:
         """Whether the sequence is behind its prompt."""
-        return self.new == 1 and self.stored > self.prompt
+        return self.new == 1 and self.seen > self.prompt
 
     @cached_property
     def pages(self) -> Tensor:
         """Numbers of the used pages [M] int64."""
         return torch.tensor(self._used, dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def table(self) -> Tensor:
+        """Numbers of the used pages [M] int32, brought to the device without waiting for it."""
+        pinned = self.device.type == "cuda"
+        return torch.tensor(self._used, dtype=torch.int32, pin_memory=pinned).to(self.device, non_blocking=True)
 
     @cached_property
     def run(self) -> slice | None:

@@ -9,52 +9,84 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from trtkv.plan import CachePlan
+from trtkv.plan import CachePlan, SelectPlan
+from trtkv.plugins.compaction.compactor import Compactor
+from trtkv.plugins.compaction.stacks import Stacks
 from trtkv.plugins.dtypes import TORCH_DTYPES
+from trtkv.plugins.encoded.store import EncodedStore
 from trtkv.plugins.held.caches import HeldCaches
+from trtkv.plugins.kv_recall.store import Offload
 from trtkv.plugins.rows import Row, StepGroup
+from trtkv.plugins.support import encodes_by_kernels
 
 T = TypeVar("T")
 _keys = itertools.count(1)
+_OFFLOADED = ("keys", "values")  # parts of a page on the host, in this order
 _current: ContextVar[Session | None] = ContextVar("session", default=None)
 
 
 class Session:
     """Buffers of a running engine: `buffers[name][layer]` is a tensor or None, rows are pages or slots as the plan says."""
 
-    def __init__(self, plan: CachePlan, num_pages: Sequence[int], num_slots: int, device: torch.device | str = "cpu", dense_below: int = 0) -> None:
+    def __init__(
+        self,
+        plan: CachePlan,
+        num_pages: Sequence[int],
+        num_slots: int,
+        device: torch.device | str = "cpu",
+        dense_below: int = 0,
+        *,
+        by_definition: bool = False,
+        offload: Offload | None = None,
+    ) -> None:
         """Allocate the cache: num_pages for every page group, num_slots sequences at once.
 
-        Sequences of up to dense_below tokens are read whole even where the budget is smaller: on a GPU that can be faster.
+        Sequences of up to dense_below tokens are read whole even where the budget is smaller: on a GPU that can be faster. by_definition holds what
+        is evicted from in tensors, as roles define it, where pages and kernels could: what those are compared with. offload holds the keys and values
+        of the layers that it covers; their frames have room for a selection, so dense_below is none there.
         """
         self.plan, self.num_slots, self.device = plan, num_slots, torch.device(device)
         self.num_pages = tuple(num_pages)
-        self.held = HeldCaches(plan, self.device) if plan.held else None
+        form = None if by_definition else encodes_by_kernels(plan, self.device)
+        self.encoded = EncodedStore(plan, form, self.num_pages[0], num_slots, self.device) if form else None
+        held = (plan.held and form is None) or (by_definition and plan.compacts)
+        self.held = HeldCaches(plan, self.device) if held else None
         self.read_tokens = 0.0
         self.key = next(_keys)
         self.buffers: dict[str, list[Tensor | None]] = {}
-        for spec in () if plan.held else plan.buffers:
+        self.stacks = Stacks(plan, self.num_pages, num_slots, self.device) if plan.compacts and not held else None
+        if self.stacks is not None or self.encoded is not None:
+            self.buffers = (self.stacks or self.encoded).buffers  # type: ignore[union-attr]
+        for spec in () if held or self.buffers else plan.buffers:
             self.buffers[spec.name] = [
                 torch.empty(
                     (self.num_pages[plan.page_groups[layer]] if spec.paged else num_slots, *map(int, spec.shape[1:])),
                     dtype=TORCH_DTYPES[spec.dtype],
                     device="cpu" if spec.tier == "host" else self.device,
                 )
-                if layer in spec.layers
+                if layer in spec.layers and not (offload is not None and spec.name in _OFFLOADED and offload.covers(layer))
                 else None
                 for layer in range(plan.num_layers)
             ]
-        self.dense_below = dense_below
+        self.offload = offload
+        for layer, tier in (offload.tiers if offload else {}).items():
+            for part, name in enumerate(_OFFLOADED):
+                self.buffers[name][layer] = tier.host[:, :, part]
+        self.dense_below = 0 if offload else dense_below
+        self.budgets: dict[int, int] = {}  # of slots whose requests asked for smaller ones than the plan's; torch forms alone read them
         self.parts = 1
         self.on_release: Callable[[int], None] | None = None
         self.reduce: Callable[[Tensor], None] | None = None  # sums a tensor in place over the parts of an engine
+        self.gather: Callable[[Tensor, Tensor], None] | None = None  # writes the columns of all parts [R, V / G] into [R, V]
         self._scratch: dict[Hashable, object] = {}
         self._step: list[StepGroup] = []
+        self.compactor = Compactor(self) if self.stacks is not None else None
 
     def buffer(self, name: str, layer: int) -> Tensor:
         """Return one layer's buffer; KeyError or TypeError here means that a plan and an op disagree."""
@@ -82,11 +114,19 @@ class Session:
         select = self.plan.select[layer]
         return 1 << 30 if select is None else max(select.budget, self.dense_below)
 
-    def tokens_read(self, stored: int) -> float:
+    def select_of(self, layer: int, slot: int) -> SelectPlan | None:
+        """Return how a layer selects for the sequence of a slot: as the plan says, with the smaller budget that its request asked for, if any."""
+        plan, own = self.plan.select[layer], self.budgets.get(slot)
+        return plan if plan is None or own is None or own >= plan.budget else replace(plan, budget=own)
+
+    def tokens_read(self, stored: int, slot: int = -1) -> float:
         """Tokens that one decode query of a paged cache reads of so many stored ones, mean over the layers."""
         if stored <= self.dense_below:
             return float(stored)
-        return self.plan.tokens_read(stored)
+        if slot not in self.budgets:
+            return self.plan.tokens_read(stored)
+        plans = [self.select_of(layer, slot) for layer in range(self.plan.num_layers)]
+        return sum(one.reads(stored) if one else stored for one in plans) / len(plans)
 
     def step(self, layer: int) -> StepGroup:
         """Return the announced step as this layer sees it."""
@@ -110,22 +150,35 @@ class Session:
     ) -> None:
         """Announce a step: new tokens of each of B sequences, stored [Y][B] tokens behind it, slots [B], page numbers [Y][B][M], prompts [B].
 
-        A sequence whose stored tokens are all new begins afresh, whatever its slot held before.
+        A sequence whose stored tokens are all new begins afresh, whatever its slot held before. Where a plan compacts, stored counts tokens as if
+        none had been evicted; the session knows better.
         """
-        groups = range(self.plan.num_page_groups)
-        self._step = [self._group(new, stored[group], slots, pages[group], prompts) for group in groups]
+        if self.offload is not None:
+            self.offload.join()  # a step that failed may have left work behind
+        groups, seen = range(self.plan.num_page_groups), stored[0]
+        if self.compactor is not None:
+            stored = self.compactor.begin(new, seen, slots, prompts)
+        self._step = [self._group(new, stored[group], slots, pages[group], prompts, seen) for group in groups]
         self.read_tokens = 0.0
+        if self.encoded is not None:
+            self.encoded.begin(self._step[0].rows)
         for row in self._step[0].rows:
-            if self.held is None:
-                self.read_tokens += self.tokens_read(row.stored) if row.answers else 0
+            if self.compactor is not None:
+                self.read_tokens += self.compactor.mean_stored(row.slot) if row.answers else 0
+            elif self.held is None:
+                self.read_tokens += self.tokens_read(row.stored, row.slot) if row.answers else 0
             elif row.new == row.stored:
                 self.held.start(row.slot)
 
     def end_step(self) -> None:
-        """Evict and encode behind the step's attention, where the plan says so."""
+        """Evict and encode behind the step's attention, where the plan says so; what runs beside the step is waited for."""
+        if self.offload is not None:
+            self.offload.join()
         if self.held is not None:
             for row in self._step[0].rows:
                 self.held.finish(row.slot)
+        elif self.compactor is not None:
+            self.compactor.finish([group.rows for group in self._step])
 
     def note_read(self, row: Row, tokens: float) -> None:
         """Count what a layer's attention read of a held cache; `read_tokens` is the step's mean over layers, all decoding sequences together."""
@@ -134,10 +187,32 @@ class Session:
 
     def stored_bytes(self) -> int:
         """Return the bytes that hold keys, values and summaries of the announced step's sequences, in all parts of the engine."""
-        rows = self._step[0].rows
+        return sum(self.bytes_of(row.slot, row.seen) for row in self._step[0].rows)
+
+    def bytes_of(self, slot: int, seen: int) -> int:
+        """Return the bytes that hold keys, values and summaries of a sequence that has seen so many tokens, in all parts of the engine."""
         if self.held is not None:
-            return self.parts * sum(self.held.nbytes(row.slot) for row in rows)
-        return self.parts * sum(self.plan.stored_bytes(row.stored) for row in rows)
+            return self.parts * self.held.nbytes(slot) if seen else 0
+        if self.encoded is not None:
+            return self.parts * self.encoded.stored_bytes(slot, seen)
+        lengths = self.stored_of(slot, seen)
+        return self.parts * (self.plan.stored_bytes(seen) if self.compactor is None else self.plan.stored_bytes_by_group(lengths))
+
+    def reserved_bytes(self) -> int:
+        """Return the bytes that the announced step's sequences occupy: whole pages and slots, or what is held."""
+        if self.held is not None:
+            return self.stored_bytes()
+        if self.encoded is not None:
+            return self.parts * sum(self.encoded.reserved_bytes(row.slot, row.seen) for row in self._step[0].rows)
+        return self.parts * sum(self.plan.reserved_bytes_by_group(self.stored_of(row.slot, row.seen)) for row in self._step[0].rows)
+
+    def stored_of(self, slot: int, seen: int) -> Sequence[int]:
+        """Return the tokens that the layers of each page group store of a sequence that has seen so many."""
+        return [seen] * self.plan.num_page_groups if self.compactor is None else self.compactor.ledger.stored(slot)
+
+    def stored_lens(self) -> list[list[int]]:
+        """Return the tokens [Y][B] that the announced step's sequences store behind its append."""
+        return [[row.stored for row in group.rows] for group in self._step]
 
     def release(self, slot: int) -> None:
         """Free what a slot holds; pages belong to their allocator."""
@@ -145,13 +220,23 @@ class Session:
             self.on_release(slot)
         if self.held is not None:
             self.held.release(slot)
+        if self.encoded is not None:
+            self.encoded.release(slot)
+        if self.compactor is not None:
+            self.compactor.ledger.release(slot)
 
     def _group(
-        self, new: Sequence[int], stored: Sequence[int], slots: Sequence[int], pages: Sequence[Sequence[int]], prompts: Sequence[int]
+        self,
+        new: Sequence[int],
+        stored: Sequence[int],
+        slots: Sequence[int],
+        pages: Sequence[Sequence[int]],
+        prompts: Sequence[int],
+        seen: Sequence[int],
     ) -> StepGroup:
         size, rows, start = self.plan.page_size, [], 0
-        for count, total, slot, own, prompt in zip(new, stored, slots, pages, prompts, strict=True):
-            rows.append(Row(start, count, total, slot, own, size, self.device, prompt))
+        for count, total, slot, own, prompt, whole in zip(new, stored, slots, pages, prompts, seen, strict=True):
+            rows.append(Row(start, count, total, slot, own, size, self.device, prompt, whole))
             start += count
         return StepGroup(rows, size, self.device)
 

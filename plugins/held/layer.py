@@ -224,7 +224,7 @@ class LayerCache:
             verdict = evict.keep(self._view())
             demote = self.roles.quantize is not None and self.roles.quantize.demoted_only
             for head, (store, kept) in enumerate(zip(self.heads, verdict.kept, strict=True)):
-                marked = verdict.demoted[head] if verdict.demoted else torch.zeros_like(kept, dtype=torch.bool)
+                marked = verdict.demoted[head] if verdict.demoted is not None else torch.zeros_like(kept, dtype=torch.bool)
                 store.keep(kept, marked if demote else None)
             self.summarized = 0
         self.settled = evict.settled(self.occupancy())

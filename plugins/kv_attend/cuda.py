@@ -1,50 +1,80 @@
-"""KvAttend on an NVIDIA GPU: sequences with one new token by the list kernel, chunks of a prompt by the library."""
+"""KvAttend on an NVIDIA GPU: sequences with one new token by the list kernel or the dense one, chunks of a prompt by the library."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from trtkv.plugins._torch.paged import read_pages
+from trtkv.plugins.compaction.observe import observe, observe_chunk, remember
+from trtkv.plugins.encoded import cuda as encoded
 from trtkv.plugins.face import OpConfig
-from trtkv.plugins.kv_attend import launch, op
-from trtkv.plugins.kv_attend.prefill import attend_chunk
+from trtkv.plugins.kv_attend import launch, launch_dense
+from trtkv.plugins.kv_attend.per_head import attend_per_head
+from trtkv.plugins.kv_attend.prefill import attend_with_lse
+from trtkv.plugins.kv_recall import cuda as offloaded
 from trtkv.plugins.session import Session
 from trtkv.plugins.support import overlaps
 
 
 def attend(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
     """Attend to the stored tokens; inputs and result as the torch form's."""
+    if session.encoded is not None:
+        encoded.attend(session, session.encoded, layer, config, inputs, out)
+        return
     query, _, _, stored, _, table = inputs[:6]
     group, step = session.plan.page_groups[layer], session.step(layer)
     selection = inputs[7] if len(inputs) > 7 else None
-    if selection is not None and selection.shape[1] != config.num_kv_heads:
-        op.attend(session, layer, config, inputs, out)
+    if session.offload is not None and session.offload.covers(layer):
+        offloaded.attend(session, layer, config, inputs, out)
         return
     if step.decoding:
         _decode(session, layer, config, query, stored[group], table[group], selection, out)
+        remember(session, layer, step.rows, query, inputs[2], inputs[4])
         return
     for row in step.rows:
         if not row.decodes:
             rows = slice(row.start, row.start + row.new)
             chunk = query[rows].unflatten(1, (config.num_q_heads, config.head_dim))
             keys, values = (read_pages(session.buffer(name, layer), row)[:, : row.stored] for name in ("keys", "values"))
-            out[rows] = attend_chunk(chunk, keys, values, config.scale).flatten(1)
+            answer, lse = attend_with_lse(chunk, keys, values, config.scale)
+            out[rows] = answer.flatten(1)
+            observe_chunk(session, layer, row, chunk, keys, lse)
     which = step.decode_rows
     if len(which):
         places = inputs[1][:-1][which]
         own, lens, pages = query[places], stored[group][which], table[group][which]
         chosen = None if selection is None else selection[which]
         answer = own.new_empty(own.shape)
-        _decode(session, layer, config, own, lens, pages, chosen, answer)
+        # Lengths and pages are gathered just before, and attention reads them before it waits.
+        _decode(session, layer, config, own, lens, pages, chosen, answer, overlap=False)
         out[places] = answer
+        for row in step.rows:
+            if row.decodes:
+                observe(session, layer, row, query[row.start : row.start + 1].unflatten(1, (config.num_q_heads, -1)))
 
 
 def _decode(
-    session: Session, layer: int, config: OpConfig, query: Tensor, lens: Tensor, table: Tensor, selection: Tensor | None, out: Tensor
-) -> None:
+    session: Session, layer: int, config: OpConfig, query: Tensor, lens: Tensor, table: Tensor, selection: Tensor | None, out: Tensor,
+    overlap: bool = True,
+) -> None:  # fmt: skip
     plan = session.plan.select[layer]
     keys, values = session.buffer("keys", layer), session.buffer("values", layer)
-    unit = plan.unit if plan is not None and selection is not None else 1
-    launch.attend_list(query, keys, values, table, lens, selection, out, unit=unit, scale=config.scale, overlap=overlaps(session, table))
+    if plan is None or selection is None:
+        shares, arrived = _scratch(session, config, lens.shape[0], query.device)
+        launch_dense.attend_dense(query, keys, values, table, lens, out, shares, arrived, scale=config.scale, overlap=overlap)
+        return
+    if selection.shape[1] != keys.shape[1]:
+        attend_per_head(query, keys, values, table, lens, selection, out, unit=plan.unit, scale=config.scale)
+        return
+    overlap = overlap and overlaps(session, table)
+    launch.attend_list(query, keys, values, table, lens, selection, out, unit=plan.unit, scale=config.scale, overlap=overlap, settled=True)
+
+
+def _scratch(session: Session, config: OpConfig, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    group = config.num_q_heads // config.num_kv_heads
+    plan = launch_dense.DenseScratch.plan(batch, config.num_kv_heads, group, config.head_dim, sms)
+    return session.scratch(("attend", batch), lambda: plan.allocate(device))

@@ -10,7 +10,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from trtkv.plan import SelectPlan
 from trtkv.plugins._torch.paged import read_pages, read_rows, token_rows
+from trtkv.plugins.compaction.observe import observe
 from trtkv.plugins.face import OpConfig
+from trtkv.plugins.kv_recall.attend import chosen_pages
+from trtkv.plugins.kv_recall.attend import read_pages as recalled
+from trtkv.plugins.kv_recall.chunk import read_prompt, stage_next
+from trtkv.plugins.kv_recall.op import likely_pages, recall
 from trtkv.plugins.rows import Row
 from trtkv.plugins.session import Session
 
@@ -22,8 +27,8 @@ def attend(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
     [B, H, K + 1] int32. Writes out [T, Hq D]. Query i of a sequence's n new tokens sees all but the last n - 1 - i stored tokens.
     """
     selection = inputs[7] if len(inputs) > 7 else None
-    plan = session.plan.select[layer]
     for b, row in enumerate(session.step(layer).rows):
+        plan = session.select_of(layer, row.slot)
         rows = slice(row.start, row.start + row.new)
         query = inputs[0][rows].unflatten(1, (config.num_q_heads, config.head_dim))
         target = out[rows].unflatten(1, (config.num_q_heads, config.head_dim))
@@ -31,16 +36,24 @@ def attend(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
             cache = session.held.find(layer, row.slot)
             target.copy_(cache.attend(query))
             session.note_read(row, cache.read_tokens)
-        elif plan is not None and selection is not None and row.decodes and row.stored > session.reads_all_up_to(layer):
+        elif session.offload is not None and session.offload.covers(layer):
+            target.copy_(_offloaded(session, layer, config, row, query, None if selection is None else selection[b], b))
+        elif plan is not None and selection is not None and row.decodes and row.stored > max(plan.budget, session.dense_below):
             count = min(plan.width, -(-row.stored // plan.unit))
             target[0] = _sparse(session, layer, config, plan, row, query[0], selection[b, :, :count].long())
         else:
             target.copy_(dense(session, layer, config, row, query))
+            observe(session, layer, row, query)
 
 
 def dense(session: Session, layer: int, config: OpConfig, row: Row, query: Tensor) -> Tensor:
     """Attend query [n, Hq, D] of a sequence's n new tokens to everything stored: [n, Hq, D]."""
     keys, values = (read_pages(session.buffer(name, layer), row)[:, : row.stored] for name in ("keys", "values"))
+    return attend_all(config, row, query, keys, values)
+
+
+def attend_all(config: OpConfig, row: Row, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attend query [n, Hq, D] of a sequence's n new tokens to keys and values [Hk, S, D], of which the last n are their own: [n, Hq, D]."""
     if row.new == 1:
         return _decode(query[0], keys, values, config).unsqueeze(0)
     heads_first = query.transpose(0, 1).unsqueeze(0)
@@ -48,6 +61,25 @@ def dense(session: Session, layer: int, config: OpConfig, row: Row, query: Tenso
     mask = None if whole else torch.ones(row.new, row.stored, dtype=torch.bool, device=query.device).tril(row.stored - row.new)
     out = scaled_dot_product_attention(heads_first, keys[None], values[None], attn_mask=mask, is_causal=whole, scale=config.scale, enable_gqa=True)
     return out[0].transpose(0, 1)
+
+
+def _offloaded(session: Session, layer: int, config: OpConfig, row: Row, query: Tensor, selection: Tensor | None, b: int) -> Tensor:
+    """Attend query [n, Hq, D] of sequence b of the step in a layer whose pages live on the host: [n, Hq, D]."""
+    store, plan = session.offload, session.plan.select[layer]
+    assert store is not None and plan is not None
+    if not row.decodes:
+        stage_next(store, layer, session.step(layer), [b])
+        return attend_all(config, row, query, *read_prompt(store, layer, session.step(layer), b))
+    if not store.recall.reuse:
+        store.forget(layer, [row.slot])
+    keys, values, tokens = recalled(store, layer, row, chosen_pages(store, row, selection, plan, config.num_kv_heads))
+    if row.stored <= plan.budget:
+        out = attend_all(config, row, query, keys[:, : row.stored], values[:, : row.stored])
+    else:
+        out = _decode(query[0], keys, values, config, _beyond(tokens, row, plan)).unsqueeze(0)
+    if store.recall.ahead:
+        recall(store, layer, row, likely_pages(session, layer, config, plan, row, query[0]), row.stored + 1, ahead=True)
+    return out
 
 
 def _sparse(session: Session, layer: int, config: OpConfig, plan: SelectPlan, row: Row, query: Tensor, units: Tensor) -> Tensor:

@@ -16,6 +16,11 @@ LEAST_QUERIES = 1024  # and a multiple of it: odd chunks, mostly a prompt's last
 
 def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """Attend query [n, Hq, D], the newest n tokens, to keys and values [Hk, S, D] of bf16 or fp16: [n, Hq, D]."""
+    return attend_with_lse(query, keys, values, scale)[0]
+
+
+def attend_with_lse(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Do so and return the log-sum-exp [Hq, n] fp32 as well."""
     own, k, v = query.transpose(0, 1).unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0)
     blocks = (k.shape[2] - len(query)) // BLOCK_TOKENS if _takes_cudnn(query) else 0
     first = blocks * BLOCK_TOKENS
@@ -23,7 +28,7 @@ def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> T
     for block in range(blocks):
         span = slice(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS)
         out, lse = _merge(out, lse, *_cudnn(own, k[:, :, span], v[:, :, span], scale))
-    return out[0].transpose(0, 1)
+    return out[0].transpose(0, 1), lse[0]
 
 
 def _takes_cudnn(query: Tensor) -> bool:

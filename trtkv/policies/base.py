@@ -130,11 +130,14 @@ class Evict(Role):
     """Which stored tokens go for good?
 
     Eviction follows the attention of the step. token_state names numbers that the role owns for each stored token; they move with the tokens
-    and are zero for new ones.
+    and are zero for new ones. prompt_only roles evict nothing behind the prompt. takes_layers says that `keep` and `observe` may be asked for several
+    layers at once, whose heads stand one behind the other in the view.
     """
 
     kind: ClassVar[Kind] = "evict"
     token_state: ClassVar[Mapping[str, str]] = {}
+    prompt_only: ClassVar[bool] = False
+    takes_layers: ClassVar[bool] = False
 
     @property
     def observe_window(self) -> int:
@@ -182,12 +185,19 @@ class Evict(Role):
         """Tell how many leading tokens will never be evicted, once this step's eviction is done."""
         return at.settled
 
+    def page_groups(self, allocate: Allocate | None, num_layers: int) -> tuple[int, ...]:
+        """Number the layers [L] so that those of one number store equally many tokens in every step; here all do, unless tokens are distributed."""
+        shared = allocate is None or allocate.splits != "tokens"
+        return (0,) * num_layers if shared else tuple(range(num_layers))
+
     def plan(self, allocate: Allocate | None = None) -> EvictPlan:
         """Lower the role, with the allocate role that serves it, to what the runtime must provide."""
-        needs, window = self.needs, self.observe_window
+        needs, window, paged = self.needs, self.observe_window, "equal_heads" not in self.takes
         if allocate is not None:
             needs, window = needs | allocate.needs, max(window, allocate.observe_window)
-        return EvictPlan(self.meaning(), tuple(sorted(needs & set(RUNTIME_NEEDS))), window, dict(self.token_state))
+            paged = paged and not allocate.measured and "equal_heads" not in allocate.takes
+        asked = tuple(sorted(needs & set(RUNTIME_NEEDS)))
+        return EvictPlan(self.meaning(), asked, window, dict(self.token_state), paged, self.prompt_only)
 
 
 class Quantize(Role):

@@ -23,7 +23,6 @@ class Budgeted(Evict):
 
     gives: ClassVar[frozenset[str]] = frozenset({"free_tokens"})
     takes: ClassVar[frozenset[str]] = frozenset({"settled_prefix", "stable_groups"})
-    prompt_only: ClassVar[bool] = False
     budget: int = Field(1024, gt=0)
 
     @property
@@ -69,14 +68,20 @@ class Budgeted(Evict):
     def keep(self, view: CacheView) -> Verdict:
         """Keep first and last tokens and the best of the others."""
         sink, window = self.reserved(view.at.prompt)
-        scores, kept = self.scores(view), []
-        for head, (length, budget) in enumerate(zip(view.at.lengths, self.granted(view.at), strict=True)):
-            if length <= budget:
-                kept.append(span(0, length, scores))
-                continue
-            middle = best(scores[head, sink : length - window], budget - sink - window) + sink
-            kept.append(torch.cat([span(0, sink, scores), middle, span(length - window, length, scores)]))
+        scores, kept, granted = self.scores(view), [], self.granted(view.at)
+        if len({*zip(view.at.lengths, granted, strict=True)}) == 1:
+            return Verdict(self._kept(scores, view.at.stored, granted[0], sink, window))
+        for head, (length, budget) in enumerate(zip(view.at.lengths, granted, strict=True)):
+            kept.append(self._kept(scores[head : head + 1], length, budget, sink, window)[0])
         return Verdict(tuple(kept))
+
+    def _kept(self, scores: Tensor, length: int, budget: int, sink: int, window: int) -> Tensor:
+        """Return the ascending tokens [H, K] that heads of one length and budget keep, from scores [H, S]."""
+        heads = scores.shape[0]
+        if length <= budget:
+            return span(0, length, scores).expand(heads, -1)
+        middle = best(scores[:, sink : length - window], budget - sink - window) + sink
+        return torch.cat([span(0, sink, scores).expand(heads, -1), middle, span(length - window, length, scores).expand(heads, -1)], 1)
 
     def settled(self, at: Occupancy) -> int:
         """Everything once the prompt has been evicted from, when generated tokens stay; else nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import lcm
 from typing import Any
 
@@ -12,6 +13,7 @@ from trtkv.config import ModelConfig
 from trtkv.errors import ConfigError, PolicyConflict, UnknownName
 from trtkv.plan import BufferSpec, CachePlan, SelectPlan
 from trtkv.policies.base import CAPABILITIES, KINDS, Allocate, Evict, Offload, Quantize, Retrieve, Role
+from trtkv.policies.compacted import state_buffers
 
 DEFAULT_PAGE_SIZE = 32
 
@@ -119,7 +121,7 @@ class Policy(BaseModel):
                 select[layer] = retrieve.select_plan()
         for role in (self.allocate, self.evict, quantize):
             buffers += role.buffers(model, page_size, every) if role else ()
-        return CachePlan(
+        made = CachePlan(
             policy=self.name,
             num_layers=model.num_layers,
             num_q_heads=model.num_q_heads,
@@ -133,6 +135,10 @@ class Policy(BaseModel):
             evict=self.evict.plan(self.allocate) if self.evict else None,
             quantize=quantize.plan() if quantize else None,
         )
+        if not made.compacts or self.evict is None or made.evict is None:
+            return made
+        groups = self.evict.page_groups(self.allocate, model.num_layers)
+        return replace(made, buffers=(*made.buffers, *state_buffers(made.evict, model, page_size)), page_groups=groups)
 
 
 def _least_page(retrieve: Retrieve | None) -> int:

@@ -31,6 +31,7 @@ class Arkv(Budgeted):
     """
 
     source: ClassVar[str] = "ARKV, Lei and Ilager"
+    takes_layers: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset({"last_queries", "equal_heads"})
     gives: ClassVar[frozenset[str]] = frozenset({"free_tokens", "precision_classes"})
     window: int = Field(32, ge=1)
@@ -63,21 +64,21 @@ class Arkv(Budgeted):
 
     def keep(self, view: CacheView) -> Verdict:
         """Keep the window and the best of the others, the best of those undemoted."""
-        stored, heads = view.at.stored, view.keys.shape[0]
+        stored, heads = view.at.stored, len(view.at.lengths)
         scores = self.scores(view)[:, : stored - self.window]
         chosen = best(scores, self._past(view.at))
         kept = torch.cat([chosen, span(stored - self.window, stored, scores).expand(heads, -1)], 1)
         demoted = torch.ones_like(kept, dtype=torch.bool)
         demoted[:, chosen.shape[1] :] = False
         demoted.scatter_(1, best(scores.gather(1, chosen), self.precise_tokens(view.at)), False)
-        return Verdict(tuple(kept), tuple(demoted) if bool(demoted.any()) else None)
+        return Verdict(kept, demoted if bool(demoted.any()) else None)
 
     def scores(self, view: CacheView) -> Tensor:
         """Return mean plus gamma times variance over the window's queries, smoothed, mean over the group [Hk, S] (eq. 9)."""
         seen = window_attention(view, self.window)[:, :, : view.at.stored - self.window]
         heavy = seen.mean(1) + self.gamma * seen.var(1, correction=min(1, seen.shape[1] - 1))
         smooth = F.avg_pool1d(heavy, self.kernel, 1, self.kernel // 2)[:, : heavy.shape[1]]
-        return F.pad(group_mean(smooth, view.keys.shape[0]), (0, self.window))
+        return F.pad(group_mean(smooth, len(view.at.lengths)), (0, self.window))
 
     def expected_tokens(self, prompt: int, decoded: int, precise: int | None = None) -> tuple[int, int]:
         """Return the tokens of a KV head in full precision and encoded, behind a prompt and so many generated tokens."""

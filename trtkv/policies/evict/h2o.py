@@ -24,6 +24,7 @@ class H2O(Budgeted):
     """
 
     source: ClassVar[str] = "H2O, arXiv 2306.14048"
+    takes_layers: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset({"attention_mass", "dense_decode"})
     recent: float = Field(0.5, ge=0.0, lt=1.0)
     pooling: Literal["mean", "max"] = "mean"
@@ -35,4 +36,4 @@ class H2O(Budgeted):
     def scores(self, view: CacheView) -> Tensor:
         """Return the mean accumulated attention of the group [Hk, S]."""
         assert view.mass is not None
-        return group_mean(view.mass, view.keys.shape[0], self.pooling)
+        return group_mean(view.mass, len(view.at.lengths), self.pooling)

@@ -23,6 +23,7 @@ class KeyDiff(Budgeted):
     """
 
     source: ClassVar[str] = "KeyDiff, arXiv 2504.15364"
+    takes_layers: ClassVar[bool] = True
     sink: int = Field(0, ge=0)
     window: int = Field(0, ge=0)
     interval: int = Field(128, ge=1)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trtkv.errors import ConfigError
 from trtkv.plan import CacheView, Occupancy, Verdict
-from trtkv.policies.base import ROUND_OFF, Evict
+from trtkv.policies.base import ROUND_OFF, Allocate, Evict
 from trtkv.ranking import best, span
 
 
@@ -31,6 +31,7 @@ class LagKV(Evict):
     """
 
     source: ClassVar[str] = "LagKV, arXiv 2504.04704"
+    takes_layers: ClassVar[bool] = True
     ratio: float = Field(0.5, ge=0.0, lt=1.0)
     lag: int = Field(1024, ge=1)
     sink: int = Field(16, ge=0)
@@ -78,13 +79,18 @@ class LagKV(Evict):
         offsets = span(0, partitions - 1, chosen) * self.lag + start
         middle = (chosen + offsets[:, None]).flatten(1)
         front, back = span(0, start, chosen), span(stop - self.lag, stored, chosen)
-        return Verdict(tuple(torch.cat([front, one, back]) for one in middle))
+        return Verdict(torch.cat([front.expand(len(middle), -1), middle, back.expand(len(middle), -1)], 1))
 
     def token_scores(self, keys: Tensor, values: Tensor) -> Tensor:
         """Score the tokens of all partitions but the last: keys and values [Hk, P, L, D] to [Hk, P - 1, L] fp32."""
         if self.score == "norm":
             return keys[:, :-1].float().square().sum(-1).sqrt().neg()
         return self._part_scores(keys) + self.value_weight * self._part_scores(values)
+
+    def page_groups(self, allocate: Allocate | None, num_layers: int) -> tuple[int, ...]:
+        """Layers that keep everything, if there are any, and the others."""
+        first = 0 in self.skip_layers
+        return tuple(int((layer in self.skip_layers) != first) for layer in range(num_layers))
 
     def settled(self, at: Occupancy) -> int:
         """The frozen tokens; everything in a layer that is skipped."""

@@ -27,6 +27,7 @@ class MiniKV(Budgeted):
     """
 
     source: ClassVar[str] = "MiniKV, arXiv 2411.18077"
+    takes_layers: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset({"attention_mass"})
     takes: ClassVar[frozenset[str]] = frozenset()
     prompt_only: ClassVar[bool] = True
@@ -46,7 +47,7 @@ class MiniKV(Budgeted):
     def scores(self, view: CacheView) -> Tensor:
         """Return the accumulated attention of the prompt's queries, mean over the group [Hk, S]."""
         assert view.mass is not None
-        return group_mean(view.mass, view.keys.shape[0], self.pooling)
+        return group_mean(view.mass, len(view.at.lengths), self.pooling)
 
     def expected_length(self, prompt: int, decoded: int) -> int:
         """Return the stored tokens of a layer with the mean share, behind a prompt and so many generated tokens (appendix I)."""

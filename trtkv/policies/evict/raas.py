@@ -30,6 +30,7 @@ class Raas(Evict):
     """
 
     source: ClassVar[str] = "RaaS, arXiv 2502.11147"
+    takes_layers: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset({"last_queries", "equal_heads"})
     takes: ClassVar[frozenset[str]] = frozenset({"settled_prefix", "stable_groups"})
     token_state: ClassVar[Mapping[str, str]] = {"stamp": "float32"}
@@ -73,7 +74,7 @@ class Raas(Evict):
         rank = self.weights(view) if view.at.phase == "prefill" else stamps
         dropped = best(-rank[:, first:last], self._dropped(view.at)) + first
         gone = torch.zeros_like(rank, dtype=torch.bool).scatter(1, dropped, True).repeat_interleave(self.page, 1)[:, : view.at.stored]
-        return Verdict(tuple((~head).nonzero()[:, 0] for head in gone))
+        return Verdict((~gone).nonzero()[:, 1].unflatten(0, (len(gone), -1)))
 
     def check(self, policy: str) -> None:
         """Raise ConfigError when sink, window and an open page leave no page to choose."""

@@ -28,6 +28,7 @@ class SnapKV(Budgeted):
     """
 
     source: ClassVar[str] = "SnapKV, arXiv 2404.14469"
+    takes_layers: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset({"last_queries"})
     takes: ClassVar[frozenset[str]] = frozenset()
     prompt_only: ClassVar[bool] = True
@@ -51,11 +52,11 @@ class SnapKV(Budgeted):
 
     def scores(self, view: CacheView) -> Tensor:
         """Return pooled column sums [Hk, S]; the window's own are zero."""
-        stored = view.keys.shape[1]
+        stored = view.at.stored
         sums = window_attention(view, self.window)[:, :, : stored - self.window].sum(1)
         pad = self.kernel // 2
         pooled = F.avg_pool1d(sums, self.kernel, 1, pad) if self.smooth == "avg" else F.max_pool1d(sums, self.kernel, 1, pad)
-        return F.pad(group_mean(pooled, view.keys.shape[0], self.pooling), (0, self.window))
+        return F.pad(group_mean(pooled, len(view.at.lengths), self.pooling), (0, self.window))
 
     def check(self, policy: str) -> None:
         """Raise ConfigError for a kernel that cannot be centred or a budget that is too small."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
-from trtkv.plan import CacheView
+from trtkv.plan import CacheView, Verdict
 from trtkv.policies.budgeted import Budgeted
 
 
@@ -22,11 +23,20 @@ class Streaming(Budgeted):
     """
 
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
+    takes_layers: ClassVar[bool] = True
     sink: int = Field(4, ge=0)
 
     def reserved(self, prompt: int) -> tuple[int, int]:
         """The sink and the newest token."""
         return self.sink, 1
+
+    def keep(self, view: CacheView) -> Verdict:
+        """Keep what has been kept so far of the first tokens and the newest ones."""
+        budget, stored = self.granted(view.at)[0], view.at.stored
+        if set(self.granted(view.at)) != {budget} or stored <= budget:
+            return super().keep(view)
+        kept = torch.arange(budget, device=view.positions.device)
+        return Verdict(torch.where(kept < self.sink, kept, kept + stored - budget).expand(len(view.at.lengths), -1))
 
     def scores(self, view: CacheView) -> Tensor:
         """Return the logical positions [Hk, S]."""

@@ -23,6 +23,7 @@ class Tova(Budgeted):
     """
 
     source: ClassVar[str] = "TOVA, arXiv 2401.06104"
+    takes_layers: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset({"attention_newest", "dense_decode"})
     budget: int = Field(512, gt=0)
     shared: bool = True
@@ -39,5 +40,7 @@ class Tova(Budgeted):
     def scores(self, view: CacheView) -> Tensor:
         """Return the newest query's attention [Hk, S], mean over the layer or the group."""
         assert view.newest is not None
-        heads = view.keys.shape[0]
-        return view.newest.mean(0).expand(heads, -1) if self.shared else group_mean(view.newest, heads)
+        heads = len(view.at.lengths)
+        if not self.shared:
+            return group_mean(view.newest, heads)
+        return group_mean(view.newest, view.num_layers).repeat_interleave(heads // view.num_layers, 0)

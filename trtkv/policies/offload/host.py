@@ -1,6 +1,7 @@
 """A host pool for pages between the steps that select them (FreeKV, ArkVale, ShadowKV).
 
-Sink and window stay on the device; every other full page lives in pinned host memory and is copied to the device when a selection names it.
+Every full page lives in pinned host memory and is copied to the device when a selection names it; pages that are named again and again, as the
+sink's, and the newest ones, as the window's, stay there. It takes effect where an engine is opened with --offload; without, pages are on the device.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from trtkv.policies.base import Offload, Part
 
 
 class Host(Offload):
-    """Keep all pages but sink and window in host memory.
+    """Keep pages in host memory, where an engine is opened with --offload.
 
-    parts: what is moved out, keys and values or values alone; schedule: "speculative" recalls behind the attention of the previous step what its
-    query selected, "blocking" recalls before attention.
+    parts: what is moved out, keys and values or (not there yet) values alone; schedule: "speculative" recalls behind the attention of the previous
+    step what its query selected, "blocking" recalls before attention.
     """
 
     source: ClassVar[str] = "FreeKV, arXiv 2505.13109"

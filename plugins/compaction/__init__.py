@@ -1,0 +1,5 @@
+"""Evicting from pages: the tokens that stay move together, in order, and whole pages become free for others.
+
+Keys are stored after rotation, so attention over what stays is plain dense attention over a shorter row of pages: KvAppend and KvAttend run
+unchanged. `ledger.py` knows all lengths in integers, `compactor.py` runs behind each step.
+"""

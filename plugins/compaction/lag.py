@@ -1,0 +1,40 @@
+"""LagKV by kernels: scores and choice in two launches for all layers of a page group, then the move behind the frozen tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from trtkv.plan import EvictPlan
+from trtkv.plugins.compaction import launch
+from trtkv.plugins.compaction.ledger import Account, Ledger
+from trtkv.plugins.compaction.move import launch_moves
+from trtkv.plugins.compaction.stacks import Stacks
+from trtkv.plugins.rows import Row
+
+MOST_LAG = 8192  # tokens of a partition that one block ranks
+
+
+def takes(evict: EvictPlan) -> bool:
+    """Say whether a role is LagKV as the kernels know it."""
+    meaning = evict.meaning
+    own = meaning.op == "lagkv" and meaning.role.startswith("trtkv.")
+    return own and not meaning.fields["strict"] and int(meaning.fields["lag"]) <= MOST_LAG
+
+
+def evict(stacks: Stacks, group: int, row: Row, account: Account, ledger: Ledger) -> None:
+    """Evict from all layers of a group of one sequence that is due."""
+    fields = ledger.plan.evict.meaning.fields  # type: ignore[union-attr]
+    length, stored, start = int(fields["lag"]), row.stored, max(account.settled[group], int(fields["sink"]))
+    scored = (stored - start) // length - 1
+    left = ledger.evict.remaining(ledger.occupancy(account, group))[0]
+    rest = stored - start - scored * length  # the last full partition and what follows it
+    count = (left - start - rest) // scored
+    keys, values = stacks.groups["keys"][group], stacks.groups["values"][group]
+    kept = torch.empty(keys.shape[0], keys.shape[2], left - start, dtype=torch.int32, device=keys.device)
+    kept[:, :, left - start - rest :] = torch.arange(stored - rest, stored, dtype=torch.int32, device=keys.device)
+    if count:
+        launch.lag_choose(
+            keys, values, row.table, kept, start=start, partitions=scored, count=count, lag=length, score=fields["score"],
+            value_weight=float(fields["value_weight"]),
+        )  # fmt: skip
+    launch_moves(stacks, group, range(len(keys)), row, account, kept, start)

@@ -1,0 +1,32 @@
+"""Every kernel that eviction from pages may launch."""
+
+from __future__ import annotations
+
+from trtkv.config import Limits, ModelConfig
+from trtkv.plan import CachePlan
+from trtkv.plugins.compaction import lag, launch
+from trtkv.plugins.dtypes import TORCH_DTYPES
+from trtkv.plugins.kv_sums.launch import sums_kernel
+
+
+def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> None:
+    """Load the kernels of a plan that compacts for a compute capability: moves, LagKV's score and choice, what is kept of queries and attention."""
+    evict = plan.evict
+    if not plan.compacts or evict is None:
+        return
+    dtype, heads, dim = launch.TYPES[TORCH_DTYPES[plan.kv_dtype]], plan.num_kv_heads, plan.head_dim
+    group = plan.num_q_heads // heads
+    for spec in plan.buffers:
+        if spec.paged:
+            rows, words = int(spec.shape[1]), spec.row_bytes // (int(spec.shape[1]) * plan.page_size * 4)
+            launch.move_kernel(launch.move_constants(rows, rows // heads, words, spec.name == "positions"), arch)
+    if lag.takes(evict):
+        length, score = int(evict.meaning.fields["lag"]), str(evict.meaning.fields["score"])
+        launch.spread_kernel(launch.spread_constants(heads, dim, length, score), dtype, arch)
+        launch.choose_kernel(launch.choose_constants(heads, length, score), arch)
+    if evict.queries and not evict.prompt_only:
+        launch.remember_kernel(launch.remember_constants(evict.queries, plan.num_q_heads * dim), dtype, arch)
+    if "attention_mass" in evict.needs:
+        sums_kernel(group, dim, dtype, arch)
+        if not evict.prompt_only:
+            launch.received_kernel(launch.received_constants(heads, group, dim, evict.queries), dtype, arch)

@@ -1,0 +1,64 @@
+"""Which encodings the kernels know, and how much of a sequence is encoded: closed formulas that host and device share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+from trtkv.plan import CachePlan
+
+STEP = 32  # tokens that a warp attends to at once: pages are a multiple
+KEY_GROUPS = (16, 32, 64, 128)
+MOST_GROUP_HEADS = 8  # query heads a KV head: one column of a matrix instruction
+RING_SPARE = 16  # tokens of a residual's ring beyond those that are never encoded: the newest, rounded to what copies move
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How tokens of a layer are stored.
+
+    bits of a code, 8 for e4m3; key_group tokens share a scale of a channel, value_group channels share a scale of a token (1 and D with eight bits);
+    residual tokens stay in full precision: keys are encoded in runs of so many, values one by one once so many newer ones follow, or with the keys
+    (together). lag is 1 where a step's attention does not see what the step itself completes.
+    """
+
+    bits: int
+    key_group: int
+    value_group: int
+    residual: int
+    lag: int = 1
+    together: bool = False
+
+    @property
+    def ring(self) -> int:
+        """Tokens of a slot's ring."""
+        return -(-self.residual // 16) * 16 + RING_SPARE
+
+    def encoded(self, stored: int) -> tuple[int, int]:
+        """Return how many leading keys and values are encoded behind a step that left so many tokens stored."""
+        keys = stored // self.residual * self.residual
+        return keys, keys if self.together else max(0, stored - self.residual)
+
+    def seen(self, stored: int) -> tuple[int, int]:
+        """Return how many leading keys and values a decode step's attention reads as codes, of so many stored with its own token."""
+        return self.encoded(stored - self.lag)
+
+
+def find_format(plan: CachePlan) -> Format | None:
+    """Return the format of a plan whose layers do nothing but encode, None where no kernel knows it."""
+    if plan.quantize is None or plan.evict is not None or any(plan.select) or not plan.quantize.meaning.role.startswith("trtkv."):
+        return None
+    meaning = plan.quantize.meaning
+    found = None
+    if meaning.op == "kivi":
+        group = int(meaning.fields["group"])
+        found = Format(int(meaning.fields["bits"]), group, gcd(group, plan.head_dim), int(meaning.fields["residual"]))
+    elif meaning.op == "float8":
+        found = Format(8, 1, plan.head_dim, 1, together=True)
+    return found if found and _fits(found, plan) else None
+
+
+def _fits(one: Format, plan: CachePlan) -> bool:
+    if plan.page_size % STEP or plan.page_size % one.key_group or plan.num_q_heads // plan.num_kv_heads > MOST_GROUP_HEADS:
+        return False
+    return one.bits == 8 or (one.key_group in KEY_GROUPS and one.value_group % 16 == 0)

@@ -1,0 +1,316 @@
+"""Appending to an encoded cache and encoding, in Triton: a step's newest token with whatever it completes, and all of a prompt.
+
+Rounding follows the roles (`trtkv.policies.packing`, `quantize/fp8.py`) bit for bit; where codes and metadata lie is said in `layout.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _word_at(word, lane, D: tl.constexpr, BITS: tl.constexpr):
+    words: tl.constexpr = D * BITS // 64
+    run: tl.constexpr = 4 if words % 4 == 0 else (2 if words % 2 == 0 else 1)
+    return (word // run * 32 + lane) * run + word % run
+
+
+@triton.jit
+def _round(x):
+    """Round fp32 below 2**22 to the nearest integer, half to even."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _codes(x, low, scale, steps):
+    """Round x to a number of steps above low; the scale is the one stored, as fp32."""
+    code = tl.where(scale > 0, tl.math.div_rn(x - low, tl.where(scale > 0, scale, 1.0)), 0.0)
+    return tl.minimum(tl.maximum(_round(code), 0.0), steps).to(tl.int32)
+
+
+@triton.jit
+def _row(table, b, token, head, table_stride, page_size, HEADS_KV: tl.constexpr, wanted):
+    """Return which of the pool's rows of tokens is a token's."""
+    page = tl.load(table + b.to(tl.int64) * table_stride + token // page_size, wanted, 0).to(tl.int64)
+    return (page * HEADS_KV + head) * page_size + token % page_size
+
+
+@triton.jit
+def _keep_keys(x, row, codes, scales, minima, dtype: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr):
+    """Encode a group's keys x [GROUP, BLOCK_D] fp32 in groups of tokens; row is the first token's in the pool."""
+    steps: tl.constexpr = (1 << BITS) - 1
+    low, high = tl.min(x, 0), tl.max(x, 0)
+    scale = tl.math.div_rn(high - low, tl.full([BLOCK_D], steps, tl.float32)).to(dtype)
+    d = tl.arange(0, BLOCK_D)
+    at = row // GROUP * D + (d // 32 * 4 + d % 8 // 2) * 8 + d // 16 % 2 * 4 + d % 16 // 8 * 2 + d % 2
+    tl.store(scales + at, scale, d < D)
+    tl.store(minima + row // GROUP * D + d, low.to(dtype), d < D)
+    code = _codes(x, low[None, :], scale.to(tl.float32)[None, :], steps)
+    each: tl.constexpr = 16 // BITS  # codes in half a word
+    blocks: tl.constexpr = each // 4  # of 16 channels in a word
+    words: tl.constexpr = BLOCK_D // 16 // blocks
+    token = tl.arange(0, GROUP)[:, None]
+    shift = d // 16 % blocks * 4 + d % 16 // 8 * 2
+    code = code << ((shift[None, :] + token % 16 // 8) * BITS + d[None, :] % 2 * 16)
+    parts = tl.reshape(code, [GROUP // 16, 2, 8, words, blocks, 2, 4, 2])
+    laid = tl.reshape(tl.permute(parts, [0, 3, 2, 6, 1, 4, 5, 7]), [GROUP // 16, words, 32, each * 2])
+    packed = tl.sum(laid, 3)
+    tile, word, lane = tl.arange(0, GROUP // 16)[:, None, None], tl.arange(0, words)[None, :, None], tl.arange(0, 32)[None, None, :]
+    to = (row // 16 + tile) * (D * BITS // 2) + _word_at(word, lane, D, BITS)
+    tl.store(codes.to(tl.pointer_type(tl.int32)) + to, packed, (word < D * BITS // 64) & (tile >= 0) & (lane >= 0))
+
+
+@triton.jit
+def _keep_values(
+    x, row, wanted, codes, scales, minima,
+    dtype: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Encode values x [T, BLOCK_D] fp32 in groups of channels; row [T] are their places in the pool, wanted [T] says which are encoded."""
+    steps: tl.constexpr = (1 << BITS) - 1
+    share: tl.constexpr = D // GROUP
+    groups: tl.constexpr = BLOCK_D // GROUP
+    parts = tl.reshape(x, [T, groups, GROUP])
+    low, high = tl.min(parts, 2), tl.max(parts, 2)
+    scale = tl.math.div_rn(high - low, tl.full([T, groups], steps, tl.float32)).to(dtype)
+    g = tl.arange(0, groups)
+    tig, side, half = row % 8 // 2, row % 16 // 8, row % 2
+    at = (row // 16 * (16 * share))[:, None] + (g[None, :] * 4 + tig[:, None]) * 4 + side[:, None] * 2 + half[:, None]
+    there = wanted[:, None] & (g < share)[None, :]
+    tl.store(scales + at, scale, there)
+    at = (row // 16 * (16 * share) + row % 16)[:, None] + g[None, :] * 16
+    tl.store(minima + at, low.to(dtype), there)
+    code = tl.reshape(_codes(parts, low[:, :, None], scale.to(tl.float32)[:, :, None], steps), [T, BLOCK_D])
+    each: tl.constexpr = 8 // BITS  # codes of a byte: 8 channels apart
+    d = tl.arange(0, BLOCK_D)
+    code = code << (d // 8 % each * BITS)[None, :]
+    packed = tl.sum(tl.reshape(code, [T, BLOCK_D // 8 // each, each, 8]), 2)
+    n, gid = tl.arange(0, BLOCK_D // 8 // each)[None, :, None], tl.arange(0, 8)[None, None, :]
+    byte = side[:, None, None] * (D // 8 // each) + n
+    lane = gid * 4 + tig[:, None, None]
+    to = (row // 16 * (2 * D * BITS))[:, None, None] + _word_at(byte // 2, lane, D, BITS) * 4 + half[:, None, None] * 2 + byte % 2
+    tl.store(codes + to, packed.to(tl.uint8), wanted[:, None, None] & (n < D // 8 // each) & (gid >= 0))
+
+
+@triton.jit
+def _float8(x):
+    """Round fp32 up to 448 to e4m3 bytes, half to even, on GPUs that have no such instruction too."""
+    bits = tl.abs(x).to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+    small = _round(tl.abs(x) * 512.0).to(tl.int32)
+    code = tl.where(tl.abs(x) < 0.015625, small, normal)
+    return code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
+
+
+@triton.jit
+def _keep_floats(x, row, wanted, codes, scales, dtype: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr):
+    """Encode keys or values x [T, BLOCK_D] fp32 as e4m3 with one scale a token."""
+    scale = tl.math.div_rn(tl.max(tl.abs(x), 1), tl.zeros_like(tl.max(x, 1)) + 448.0).to(dtype)
+    scale = tl.where(scale > 0, scale, 1.0).to(dtype)
+    tl.store(scales + row, scale, wanted)
+    y = tl.math.div_rn(x, tl.zeros_like(x) + scale.to(tl.float32)[:, None])
+    code = _float8(tl.minimum(tl.maximum(y, -448.0), 448.0))
+    d, t = tl.arange(0, BLOCK_D)[None, :], (row % 16)[:, None].to(tl.int32)
+    if KEYS:
+        word, lane, byte = d // 8, t % 8 * 4 + d % 8 // 2, d % 2 * 2 + t // 8
+    else:
+        word, lane, byte = t // 8 * (D // 16) + d // 16, d % 8 * 4 + t % 8 // 2, t % 2 * 2 + d % 16 // 8
+    to = (row // 16 * (16 * D))[:, None] + _word_at(word, lane, D, 8) * 4 + byte
+    tl.store(codes + to, code.to(tl.uint8), wanted[:, None] & (d < D))
+
+
+@triton.jit
+def _encode_keys(
+    keys, places, first, least, end, b, head, table, table_stride, page_size, codes, scales, minima,
+    HEADS_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Encode the keys at places [GROUP] of `keys`, tokens from first on of sequence b, those from least to before `end`: of groups, all."""
+    d = tl.arange(0, BLOCK_D)
+    token = first + tl.arange(0, GROUP)
+    wanted = (token >= least) & (token < end)
+    x = tl.load(keys + places[:, None] * D + d[None, :], wanted[:, None] & (d < D)[None, :], 0.0)
+    dtype = x.dtype
+    if BITS == 8:
+        rows = _row(table, b, token, head, table_stride, page_size, HEADS_KV, wanted)
+        _keep_floats(x.to(tl.float32), rows, wanted, codes, scales, dtype, D, BLOCK_D, True)
+    else:
+        row = _row(table, b, first, head, table_stride, page_size, HEADS_KV, first >= 0)
+        _keep_keys(x.to(tl.float32), row, codes, scales, minima, dtype, D, BLOCK_D, BITS, GROUP)
+
+
+@triton.jit
+def _encode_values(
+    values, places, first, least, end, b, head, table, table_stride, page_size, codes, scales, minima,
+    HEADS_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Encode the values at places [T] of `values`, tokens from first on of sequence b, those from least to before `end`."""
+    d = tl.arange(0, BLOCK_D)
+    token = first + tl.arange(0, T)
+    wanted = (token >= least) & (token < end)
+    x = tl.load(values + places[:, None] * D + d[None, :], wanted[:, None] & (d < D)[None, :], 0.0)
+    dtype = x.dtype
+    rows = _row(table, b, token, head, table_stride, page_size, HEADS_KV, wanted)
+    if BITS == 8:
+        _keep_floats(x.to(tl.float32), rows, wanted, codes, scales, dtype, D, BLOCK_D, False)
+    else:
+        _keep_values(x.to(tl.float32), rows, wanted, codes, scales, minima, dtype, D, BLOCK_D, BITS, GROUP, T)
+
+
+@triton.jit
+def append_encoded(
+    qkv,
+    positions,
+    starts,
+    lens,
+    slots,
+    table,
+    rope,
+    q_weight,
+    k_weight,
+    out,
+    keys,
+    values,
+    key_codes,
+    key_scale,
+    key_minimum,
+    value_codes,
+    value_scale,
+    value_minimum,
+    qkv_stride,
+    table_stride,
+    page_size,
+    ring,
+    residual,
+    eps,
+    HEADS_Q: tl.constexpr,
+    HEADS_KV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BITS: tl.constexpr,
+    KEY_GROUP: tl.constexpr,
+    VALUE_GROUP: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Append one token of every sequence and encode what it completes; grid [Hk + Hq, B].
+
+    qkv [T, (Hq + 2 Hk) D], row starts[b] for sequence b; positions [T], lens [B] stored tokens behind the append, slots [B], table
+    [B, M] int32; rope [X, D] fp32; keys and values [Z, Hk, ring, D], token t at place t % ring.
+    When a run of `residual` tokens is complete its keys are encoded; so are its values (TOGETHER), or else in every step the value
+    that leaves the residual. BITS 8 is e4m3 with a scale a token, whose run is one token.
+    """
+    head, b = tl.program_id(0), tl.program_id(1)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.load(starts + b).to(tl.int64)
+    stored = tl.load(lens + b)
+    d = tl.arange(0, BLOCK_D)
+    inside = d < D
+    half: tl.constexpr = D // 2
+    mirror = tl.where(d < half, d + half, d - half)
+    is_key = head < HEADS_KV
+    column = tl.where(is_key, HEADS_Q + head, head - HEADS_KV).to(tl.int64) * D
+    at = qkv + row * qkv_stride + column
+    x = tl.load(at + d, inside, 0.0)
+    y = tl.load(at + mirror, inside, 0.0)
+    dtype = x.dtype
+    if NORM:
+        wide = x.to(tl.float32)
+        root = tl.sqrt(tl.sum(wide * wide, 0) / D + eps)
+        if is_key:
+            x = (wide / root).to(dtype) * tl.load(k_weight + d, inside, 0.0)
+            y = (y.to(tl.float32) / root).to(dtype) * tl.load(k_weight + mirror, inside, 0.0)
+        else:
+            x = (wide / root).to(dtype) * tl.load(q_weight + d, inside, 0.0)
+            y = (y.to(tl.float32) / root).to(dtype) * tl.load(q_weight + mirror, inside, 0.0)
+    angle = rope + tl.load(positions + row).to(tl.int64) * D + d % half
+    cos, sin = tl.load(angle, inside, 0.0), tl.load(angle + half, inside, 0.0)
+    sign = tl.where(d < half, -1.0, 1.0)
+    turned = (x.to(tl.float32) * cos + sign * (y.to(tl.float32) * sin)).to(dtype)
+    if is_key:
+        slot = tl.load(slots + b).to(tl.int64)
+        base = (slot * HEADS_KV + head) * ring
+        to = (base + (stored - 1) % ring) * D + d
+        tl.store(keys + to, turned, inside)
+        tl.store(values + to, tl.load(at + HEADS_KV * D + d, inside, 0.0), inside)
+        tl.debug_barrier()  # the other threads of this program read what was stored
+        if stored % residual == 0:
+            for begin in range(stored - residual, stored, KEY_GROUP):
+                places = base + (begin + tl.arange(0, KEY_GROUP)) % ring
+                _encode_keys(
+                    keys, places, begin, begin, stored, b, head, table, table_stride, page_size, key_codes, key_scale, key_minimum,
+                    HEADS_KV, D, BLOCK_D, BITS, KEY_GROUP,
+                )  # fmt: skip
+                if TOGETHER:
+                    _encode_values(
+                        values, places, begin, begin, stored, b, head, table, table_stride, page_size, value_codes, value_scale, value_minimum,
+                        HEADS_KV, D, BLOCK_D, BITS, VALUE_GROUP, KEY_GROUP,
+                    )  # fmt: skip
+        if not TOGETHER:
+            leaving = stored - residual - 1
+            if leaving >= 0:
+                _encode_values(
+                    values, base + (leaving + tl.arange(0, 1)) % ring, leaving, leaving, leaving + 1, b, head, table, table_stride, page_size,
+                    value_codes, value_scale, value_minimum, HEADS_KV, D, BLOCK_D, BITS, VALUE_GROUP, 1,
+                )  # fmt: skip
+    else:
+        tl.store(out + row * (HEADS_Q * D) + column + d, turned, inside)
+
+
+@triton.jit
+def encode_prompt(
+    keys,
+    values,
+    table,
+    key_codes,
+    key_scale,
+    key_minimum,
+    value_codes,
+    value_scale,
+    value_minimum,
+    tokens,
+    keys_begin,
+    values_begin,
+    keys_end,
+    values_end,
+    page_size,
+    HEADS_KV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BITS: tl.constexpr,
+    KEY_GROUP: tl.constexpr,
+    VALUE_GROUP: tl.constexpr,
+    T: tl.constexpr,
+):
+    """Encode keys from keys_begin to keys_end and values from values_begin to values_end; grid [blocks of T tokens, Hk].
+
+    keys and values [Hk, tokens, D]; table [M] int32. T is a multiple of KEY_GROUP; with less than eight bits, so are both bounds of the keys.
+    """
+    block, head = tl.program_id(0), tl.program_id(1)
+    b = head * 0
+    base = head.to(tl.int64) * tokens
+    for begin in range(block * T, block * T + T, KEY_GROUP):
+        if (begin + (KEY_GROUP - 1 if BITS == 8 else 0) >= keys_begin) & (begin + (1 if BITS == 8 else KEY_GROUP) <= keys_end):
+            _encode_keys(
+                keys, base + begin + tl.arange(0, KEY_GROUP), begin, keys_begin, keys_end, b, head, table, 0, page_size,
+                key_codes, key_scale, key_minimum, HEADS_KV, D, BLOCK_D, BITS, KEY_GROUP,
+            )  # fmt: skip
+    if (block * T < values_end) & (block * T + T > values_begin):
+        _encode_values(
+            values, base + block * T + tl.arange(0, T), block * T, values_begin, values_end, b, head, table, 0, page_size,
+            value_codes, value_scale, value_minimum, HEADS_KV, D, BLOCK_D, BITS, VALUE_GROUP, T,
+        )  # fmt: skip
+
+
+def launch_append(grid: Any, values: Any, constants: Any) -> None:
+    """Run `append_encoded` in Triton's interpreter."""
+    append_encoded[grid](*values, **constants)
+
+
+def launch_prompt(grid: Any, values: Any, constants: Any) -> None:
+    """Run `encode_prompt` in Triton's interpreter."""
+    encode_prompt[grid](*values, **constants)

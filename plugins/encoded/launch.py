@@ -1,0 +1,241 @@
+"""Launching the kernels of encoded caches: compiled ahead of time on a GPU; what is written in Triton also in its interpreter on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trtkv.errors import EngineError
+from trtkv.plugins._device import nvrtc, triton_aot
+from trtkv.plugins._device.driver import Kernel, arch
+from trtkv.plugins._device.nvrtc import Float, Int, Pointer
+from trtkv.plugins.encoded.formats import STEP, Format
+
+_HERE = Path(__file__).parent
+ATTEND_TYPES = (Pointer,) * 16 + (Int,) * 8 + (Float,)
+_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_CODES = ("key_codes", "key_scale", "key_minimum", "value_codes", "value_scale", "value_minimum")
+RESIDENT_WARPS = {64: 16, 96: 16, 128: 16, 256: 8}  # of a multiprocessor, by head dimension: what the attention kernel's registers leave room for
+ENOUGH_WARPS = 8  # resident ones that reach the memory's bandwidth
+STAGES = 2  # steps of a warp in shared memory; more were slower on an H200
+BLOCK_SHARED_KB = {"80": 163, "87": 163, "90": 227, "100": 227, "103": 227}  # by compute capability
+LEAST_SHARED_KB = 99  # of the others
+STATIC_SHARED = 3072  # bytes of a block that launches do not ask for, at most
+MOST_SPLITS = 64  # as in attend.cu
+PROMPT_TOKENS = 32  # of a block that encodes a prompt, at least
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """A layer's encoded cache: codes and metadata in pages as the plan's buffers have them, keys and values [Z, Hk, ring, D] each slot's residual.
+
+    With eight bits there is no minimum, and any tensor stands for it.
+    """
+
+    format: Format
+    page_size: int
+    keys: Tensor
+    values: Tensor
+    key_codes: Tensor
+    key_scale: Tensor
+    key_minimum: Tensor
+    value_codes: Tensor
+    value_scale: Tensor
+    value_minimum: Tensor
+
+    @property
+    def heads(self) -> int:
+        """Key-value heads."""
+        return self.keys.shape[1]
+
+    @property
+    def dim(self) -> int:
+        """Head dimension."""
+        return self.keys.shape[3]
+
+    @property
+    def codes(self) -> tuple[Tensor, ...]:
+        """Codes, scale and minimum of keys, then of values."""
+        return (self.key_codes, self.key_scale, self.key_minimum, self.value_codes, self.value_scale, self.value_minimum)
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """What blocks that share a row exchange: parts [B, Hk, splits, G, D] and tops [B, Hk, splits, 8, 2] fp32, counters [B, Hk] int32, all zero."""
+
+    parts: Tensor
+    tops: Tensor
+    counters: Tensor
+    splits: int
+
+    @staticmethod
+    def allocate(batch: int, heads: int, group: int, dim: int, splits: int, device: torch.device) -> Scratch:
+        """Allocate for a batch."""
+        made = lambda *shape: torch.empty(shape, dtype=torch.float32, device=device)  # noqa: E731
+        counters = torch.zeros(batch, heads, dtype=torch.int32, device=device)
+        return Scratch(made(batch, heads, splits, group, dim), made(batch, heads, splits, 8, 2), counters, splits)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The shape of an attention block: warps, stages of each, bytes of shared memory, and how many such blocks a multiprocessor holds."""
+
+    warps: int
+    stages: int
+    shared: int
+    resident: int
+
+
+@cache
+def attend_block(one: Format, dim: int, arch: str) -> Block:
+    """Choose the largest shape that keeps eight warps resident, which was the fastest on an H200: rows then have the fewest parts to merge."""
+    room = BLOCK_SHARED_KB.get(arch, LEAST_SHARED_KB) * 1024
+    found = [_block(one, dim, warps, STAGES, room) for warps in (16, 8, 4, 2)]
+    return max(found, key=lambda block: (min(block.resident * block.warps, ENOUGH_WARPS), block.warps))
+
+
+def _block(one: Format, dim: int, warps: int, stages: int, room: int) -> Block:
+    shared = warps * max(stages * step_bytes(one, dim), 64 * dim)
+    return Block(warps, stages, shared, min(RESIDENT_WARPS[dim] // warps, (room + 1024) // (shared + STATIC_SHARED)))
+
+
+def step_bytes(one: Format, dim: int) -> int:
+    """Return the bytes of a warp's step of 32 tokens: codes and metadata of keys and values."""
+    keys = 2 * STEP if one.bits == 8 else max(1, STEP // one.key_group) * 2 * dim
+    values = 2 * STEP if one.bits == 8 else STEP * 2 * dim // one.value_group
+    return 2 * STEP * dim * one.bits // 8 + (keys + values) * (1 if one.bits == 8 else 2)
+
+
+def choose_splits(block: Block, rows: int, multiprocessors: int, most_tokens: int) -> int:
+    """Choose blocks a row: as many as fill the device at once, no more than have a step for each warp at the longest."""
+    fill = max(1, multiprocessors * block.resident // rows)
+    return min(fill, MOST_SPLITS, max(1, -(-most_tokens // (STEP * block.warps))))
+
+
+def attend(
+    q: Tensor, pages: Pages, table: Tensor, lens: Tensor, slots: Tensor, out: Tensor, scratch: Scratch, *, scale: float, overlap: bool = False
+) -> None:
+    """Attend one token a sequence: q, out [B, Hq D], table [B, M], lens and slots [B] int32."""
+    one, batch, group = pages.format, lens.shape[0], q.shape[1] // pages.dim // pages.heads
+    kernel = attend_kernel(one, pages.dim, group, q.dtype == torch.bfloat16, arch())
+    pointers = (q, *pages.codes, pages.keys, pages.values, table, lens, slots)
+    values = (*(x.data_ptr() for x in (*pointers, out, scratch.parts, scratch.tops, scratch.counters)),
+              q.stride(0), out.stride(0), table.stride(0), pages.page_size, pages.keys.shape[2], one.residual, one.lag, int(one.together),
+              scale * 1.4426950408889634)  # fmt: skip
+    stream = torch.cuda.current_stream().cuda_stream
+    grid, block = (scratch.splits, pages.heads, batch), attend_block(one, pages.dim, arch())
+    kernel.launch(grid, block.warps * 32, block.shared, stream, values, overlap=overlap)
+
+
+def attend_kernel(one: Format, dim: int, group: int, bf16: bool, arch: str) -> Kernel:
+    """Load the attention kernel for a shape."""
+    block = attend_block(one, dim, arch)
+    defines = attend_defines(one, dim, group, bf16, block.warps, block.stages)
+    return nvrtc.load(_HERE / "attend.cu", "attend_encoded", ATTEND_TYPES, defines, arch, block.shared)
+
+
+def attend_defines(one: Format, dim: int, group: int, bf16: bool, warps: int, stages: int) -> tuple[str, ...]:
+    """Return the definitions of the attention kernel's source."""
+    shape = {"D": dim, "GROUP_HEADS": group, "BITS": one.bits, "KEY_GROUP": max(16, one.key_group), "VALUE_GROUP": one.value_group}
+    return (*(f"-D{name}={value}" for name, value in (shape | {"WARPS": warps, "STAGES": stages}).items()), *(("-DBF16",) if bf16 else ()))
+
+
+def append(
+    qkv: Tensor, positions: Tensor, starts: Tensor, lens: Tensor, slots: Tensor, table: Tensor, rope: Tensor, norms: tuple[Tensor, Tensor] | None,
+    out: Tensor, pages: Pages, *, eps: float, overlap: bool = False,
+) -> None:  # fmt: skip
+    """Append one new token of every sequence and encode what it completes; tensors as in the kernel."""
+    one, heads, dim = pages.format, pages.heads, pages.dim
+    heads_q = qkv.shape[1] // dim - 2 * heads
+    q_weight, k_weight = norms or (rope, rope)
+    tensors = (qkv, positions, starts, lens, slots, table, rope, q_weight, k_weight, out, pages.keys, pages.values, *pages.codes)
+    numbers = (qkv.stride(0), table.stride(0), pages.page_size, pages.keys.shape[2], one.residual, eps)
+    grid = (heads + heads_q, lens.shape[0], 1)
+    if not qkv.is_cuda:
+        from trtkv.plugins.encoded import kernel as interpreted
+
+        constants = _append_constants(one, heads_q, heads, dim, norms is not None, False)
+        interpreted.launch_append(grid[:2], (*tensors, *numbers), constants)
+        return
+    kernel = append_kernel(one, heads_q, heads, dim, norms is not None, _TYPES[pages.keys.dtype], arch())
+    _check_aligned((qkv, rope, out, pages.keys, pages.values, *pages.codes))
+    stream = torch.cuda.current_stream().cuda_stream
+    triton_aot.launch(kernel, grid, stream, (*(x.data_ptr() for x in tensors), *numbers), overlap=overlap)
+
+
+def append_kernel(one: Format, heads_q: int, heads: int, dim: int, norm: bool, dtype: str, arch: str) -> Kernel:
+    """Load the decode step's append kernel; dtype is Triton's name of what activations and metadata hold."""
+    real, index = f"*{dtype}", "*i32"
+    norms = real if norm else "*fp32"
+    signature: tuple[tuple[str, str | int | bool], ...] = (
+        ("qkv", real), *((name, index) for name in ("positions", "starts", "lens", "slots", "table")), ("rope", "*fp32"),
+        ("q_weight", norms), ("k_weight", norms), ("out", real), ("keys", real), ("values", real), *_code_types(real),
+        *((name, "i32") for name in ("qkv_stride", "table_stride", "page_size", "ring", "residual")), ("eps", "fp32"),
+        *_append_constants(one, heads_q, heads, dim, norm, int(arch) >= 90).items(),
+    )  # fmt: skip
+    aligned = ("qkv", "rope", "out", "keys", "values", *_CODES, "qkv_stride", "page_size", "ring")
+    return triton_aot.load(_HERE / "kernel.py", "append_encoded", signature, aligned, 4, arch)
+
+
+def encode_prompt(keys: Tensor, values: Tensor, table: Tensor, pages: Pages, ends: tuple[int, int], begins: tuple[int, int] = (0, 0)) -> None:
+    """Encode keys and values [Hk, X, D], contiguous, of tokens from begins on to before ends, into pages table [M] int32."""
+    one, heads, dim = pages.format, pages.heads, pages.dim
+    block = max(PROMPT_TOKENS, one.key_group)
+    blocks = -(-max(ends) // block)
+    if ends == begins:
+        return
+    tensors = (keys, values, table, *pages.codes)
+    numbers = (keys.shape[1], *begins, *ends, pages.page_size)
+    grid = (blocks, heads, 1)
+    if not keys.is_cuda:
+        from trtkv.plugins.encoded import kernel as interpreted
+
+        interpreted.launch_prompt(grid[:2], (*tensors, *numbers), _prompt_constants(one, heads, dim))
+        return
+    kernel = prompt_kernel(one, heads, dim, _TYPES[keys.dtype], arch())
+    _check_aligned((keys, values, *pages.codes))
+    stream = torch.cuda.current_stream().cuda_stream
+    triton_aot.launch(kernel, grid, stream, (*(x.data_ptr() for x in tensors), *numbers))
+
+
+def prompt_kernel(one: Format, heads: int, dim: int, dtype: str, arch: str) -> Kernel:
+    """Load the kernel that encodes prompts."""
+    real = f"*{dtype}"
+    signature: tuple[tuple[str, str | int | bool], ...] = (
+        ("keys", real), ("values", real), ("table", "*i32"), *_code_types(real),
+        *((name, "i32") for name in ("tokens", "keys_begin", "values_begin", "keys_end", "values_end", "page_size")),
+        *_prompt_constants(one, heads, dim).items(),
+    )  # fmt: skip
+    aligned = ("keys", "values", *_CODES, "tokens", "page_size")
+    return triton_aot.load(_HERE / "kernel.py", "encode_prompt", signature, aligned, 4, arch)
+
+
+def _code_types(real: str) -> Sequence[tuple[str, str]]:
+    return [(name, "*u8" if name.endswith("codes") else real) for name in _CODES]
+
+
+def _shape_constants(one: Format, heads: int, dim: int) -> dict[str, int]:
+    block = 1 << (dim - 1).bit_length()
+    return {"HEADS_KV": heads, "D": dim, "BLOCK_D": block, "BITS": one.bits, "KEY_GROUP": one.key_group, "VALUE_GROUP": one.value_group}
+
+
+def _append_constants(one: Format, heads_q: int, heads: int, dim: int, norm: bool, overlap: bool) -> Mapping[str, int | bool]:
+    shape = _shape_constants(one, heads, dim)
+    return {"HEADS_Q": heads_q, **shape, "TOGETHER": one.together, "NORM": norm, "OVERLAP": overlap}
+
+
+def _prompt_constants(one: Format, heads: int, dim: int) -> Mapping[str, int]:
+    shape = _shape_constants(one, heads, dim)
+    tokens = max(PROMPT_TOKENS, one.key_group)
+    return {**shape, "KEY_GROUP": tokens if one.bits == 8 else one.key_group, "T": tokens}
+
+
+def _check_aligned(tensors: Sequence[Any]) -> None:
+    if any(one.data_ptr() % 16 for one in tensors):
+        raise EngineError("a tensor of an encoded cache is not aligned to 16 bytes", "Report this with the output of trtkv doctor.")

@@ -1,0 +1,20 @@
+"""Every kernel of encoded caches that an engine may launch."""
+
+from __future__ import annotations
+
+from trtkv.config import Limits, ModelConfig
+from trtkv.plan import CachePlan
+from trtkv.plugins.encoded import launch
+from trtkv.plugins.encoded.formats import find_format
+
+_NAMES = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> None:
+    """Load the kernels for a compute capability; none where a plan encodes nothing, or in a form that kernels do not know."""
+    form, dtype = find_format(plan), _NAMES.get(plan.kv_dtype)
+    if form is None or dtype is None:
+        return
+    launch.attend_kernel(form, plan.head_dim, plan.num_q_heads // plan.num_kv_heads, dtype == "bf16", arch)
+    launch.append_kernel(form, plan.num_q_heads, plan.num_kv_heads, plan.head_dim, model.qk_norm, dtype, arch)
+    launch.prompt_kernel(form, plan.num_kv_heads, plan.head_dim, dtype, arch)

@@ -1,0 +1,184 @@
+// What a warp and a block of the attention over encoded pages keep, and their part over blocks of sixteen tokens in full precision.
+//
+// Scores are K [16, D] times the heads' queries, outputs V transposed times the heads' weights, so that the query heads of the group fill the narrow side
+// of mma.m16n8k16. Built with -DD (head dimension, multiple of 32), -DGROUP_HEADS (G <= 8), -DWARPS and -DBF16.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+
+#define TILE 16
+#define ROW (2 * D) // bytes of a key
+#define CHUNKS (ROW / 16)
+#define TILE_ROWS_BYTES (2 * TILE * ROW) // keys, then values
+#define HEADS8 8
+#define LAID (D + 4) // floats of a head's output in shared memory, padded against bank conflicts
+#define THREADS (WARPS * 32)
+
+#ifdef BF16
+#define MMA_TYPE "bf16"
+typedef __nv_bfloat16 real;
+typedef __nv_bfloat162 real2;
+__device__ __forceinline__ float to_float(real x) { return __bfloat162float(x); }
+__device__ __forceinline__ real2 both(float x) { return __float2bfloat162_rn(x); }
+__device__ __forceinline__ real2 round2(float x, float y) { return __floats2bfloat162_rn(x, y); }
+#else
+#define MMA_TYPE "f16"
+typedef __half real;
+typedef __half2 real2;
+__device__ __forceinline__ float to_float(real x) { return __half2float(x); }
+__device__ __forceinline__ real2 both(float x) { return __float2half2_rn(x); }
+__device__ __forceinline__ real2 round2(float x, float y) { return __floats2half2_rn(x, y); }
+#endif
+__device__ __forceinline__ real2 as_pair(u32 x) { return *reinterpret_cast<real2*>(&x); }
+__device__ __forceinline__ u32 bits_of(real2 x) { return *reinterpret_cast<u32*>(&x); }
+__device__ __forceinline__ u32 times(u32 x, u32 y) { return bits_of(__hmul2(as_pair(x), as_pair(y))); }
+__device__ __forceinline__ u32 pack_real(float x, float y) { return bits_of(round2(x, y)); }
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Wait for the kernels before this one, then let the one behind start its preamble: it may read what was written before the kernel before it.
+__device__ __forceinline__ void dependency_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ u32 shared_at(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void copy16(u32 to, const void* from) { asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(to), "l"(from) : "memory"); }
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT> __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
+
+__device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPE "." MMA_TYPE ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void read4(u32 (&r)[4], u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+__device__ __forceinline__ void read4_transposed(u32 (&r)[4], u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+__device__ __forceinline__ u32 transpose8(u32 x) {
+  u32 y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(y) : "r"(x));
+  return y;
+}
+// Where 16-byte chunk c of row r lies, so that ldmatrix meets every bank once.
+__device__ __forceinline__ u32 place(u32 r, u32 c) { return r * ROW + (CHUNKS % 8 == 0 ? c ^ (r & 7) : c ^ ((r >> 1) & 3)) * 16; }
+
+// What a warp has seen: the outputs of its share before normalization, the largest scores in log2 units and the sums of the weights. Of encoded values,
+// low has the outputs of their minima for each group of channels, in the order of an accumulator.
+struct Seen {
+  float acc[D / 16][4], low[4], top[2], sum[2];
+
+  __device__ __forceinline__ void clear() {
+    top[0] = top[1] = -1e30f, sum[0] = sum[1] = 0.f, low[0] = low[1] = low[2] = low[3] = 0.f;
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) acc[k][0] = acc[k][1] = acc[k][2] = acc[k][3] = 0.f;
+  }
+
+  // Bring everything to the largest scores of all lanes, given the lane's in log2 units.
+  __device__ __forceinline__ void raise(float mx, float my) {
+#pragma unroll
+    for (int o = 4; o < 32; o <<= 1) mx = fmaxf(mx, __shfl_xor_sync(~0u, mx, o)), my = fmaxf(my, __shfl_xor_sync(~0u, my, o));
+    mx = fmaxf(mx, top[0]), my = fmaxf(my, top[1]);
+    if (__any_sync(~0u, mx != top[0] || my != top[1])) { // seldom once the first blocks are seen
+      const float fx = exp2_fast(top[0] - mx), fy = exp2_fast(top[1] - my);
+      top[0] = mx, top[1] = my;
+      sum[0] *= fx, sum[1] *= fy, low[0] *= fx, low[1] *= fy, low[2] *= fx, low[3] *= fy;
+#pragma unroll
+      for (int k = 0; k < D / 16; k++) acc[k][0] *= fx, acc[k][1] *= fy, acc[k][2] *= fx, acc[k][3] *= fy;
+    }
+  }
+
+  // Attend to a block in shared memory: bit r of ok says that token r exists; the values of the others are zero, because 0 times NaN is NaN.
+  __device__ __forceinline__ void take(const u32 (&query)[D / 8], u32 stage, u32 ok, float scale_log2) {
+    const int lane = threadIdx.x & 31, gid = lane >> 2;
+    float s[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) {
+      u32 a[4];
+      read4(a, stage + place(lane & 15, 2 * k + (lane >> 4)));
+      mma(s, a[0], a[1], a[2], a[3], query[2 * k], query[2 * k + 1]);
+    }
+    const bool ok0 = ok >> gid & 1, ok1 = ok >> (gid + 8) & 1;
+#pragma unroll
+    for (int i = 0; i < 4; i++) s[i] = (i < 2 ? ok0 : ok1) ? s[i] * scale_log2 : -1e30f;
+    raise(fmaxf(s[0], s[2]), fmaxf(s[1], s[3]));
+#pragma unroll
+    for (int i = 0; i < 4; i++) s[i] = (i < 2 ? ok0 : ok1) ? exp2_fast(s[i] - top[i & 1]) : 0.f;
+    sum[0] += s[0] + s[2], sum[1] += s[1] + s[3];
+    const u32 p0 = transpose8(pack_real(s[0], s[1])), p1 = transpose8(pack_real(s[2], s[3]));
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) {
+      u32 a[4]; // 8 x 8 blocks of V: tokens 0-7 and 8-15, channels 16 k and 16 k + 8; transposed they are rows of channels
+      read4_transposed(a, stage + TILE * ROW + place((lane & 7) + (lane >> 4) * 8, 2 * k + ((lane >> 3) & 1)));
+      mma(acc[k], a[0], a[1], a[2], a[3], p0, p1);
+    }
+  }
+};
+
+// The query heads of a key-value head as the other operand, from q [G, D].
+__device__ __forceinline__ void load_query(u32 (&query)[D / 8], const real* q) {
+  const int lane = threadIdx.x & 31, gid = lane >> 2, tig = lane & 3;
+  const u32* from = reinterpret_cast<const u32*>(q + gid * D) + tig;
+#pragma unroll
+  for (int k = 0; k < D / 8; k++) query[k] = gid < GROUP_HEADS ? __ldcg(from + k * 4) : 0u;
+}
+
+// What the warps of a block have seen, brought to the block's largest scores.
+struct Block {
+  float warp_top[WARPS][HEADS8], warp_sum[WARPS][HEADS8], top[HEADS8], sum[HEADS8];
+
+  // Lay the outputs of every warp down as laid [WARPS, HEADS8, LAID]: the first barrier is behind the last use of what lies there, the second before
+  // the first read.
+  __device__ __forceinline__ void gather(Seen& seen, float* laid) {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gid = lane >> 2, tig = lane & 3, h = 2 * tig;
+    float l0 = seen.sum[0], l1 = seen.sum[1];
+#pragma unroll
+    for (int o = 4; o < 32; o <<= 1) l0 += __shfl_xor_sync(~0u, l0, o), l1 += __shfl_xor_sync(~0u, l1, o);
+    if (gid == 0) warp_top[warp][h] = seen.top[0], warp_top[warp][h + 1] = seen.top[1], warp_sum[warp][h] = l0, warp_sum[warp][h + 1] = l1;
+    __syncthreads();
+    float m0 = warp_top[0][h], m1 = warp_top[0][h + 1];
+#pragma unroll
+    for (int w = 1; w < WARPS; w++) m0 = fmaxf(m0, warp_top[w][h]), m1 = fmaxf(m1, warp_top[w][h + 1]);
+    const float f0 = exp2_fast(seen.top[0] - m0), f1 = exp2_fast(seen.top[1] - m1);
+    float* to = laid + (warp * HEADS8 + h) * LAID + gid;
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) {
+      to[k * 16] = seen.acc[k][0] * f0, to[LAID + k * 16] = seen.acc[k][1] * f1;
+      to[k * 16 + 8] = seen.acc[k][2] * f0, to[LAID + k * 16 + 8] = seen.acc[k][3] * f1;
+    }
+    if (threadIdx.x < HEADS8) {
+      float m = warp_top[0][threadIdx.x], l = 0.f;
+#pragma unroll
+      for (int w = 1; w < WARPS; w++) m = fmaxf(m, warp_top[w][threadIdx.x]);
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) l += warp_sum[w][threadIdx.x] * exp2_fast(warp_top[w][threadIdx.x] - m);
+      top[threadIdx.x] = m, sum[threadIdx.x] = l;
+    }
+    __syncthreads();
+  }
+
+  // The block's output of four channels from `channel` on of head h, before normalization.
+  static __device__ __forceinline__ float4 output(const float* laid, int h, int channel) {
+    const float* at = laid + h * LAID + channel;
+    float4 x = *reinterpret_cast<const float4*>(at);
+#pragma unroll
+    for (int w = 1; w < WARPS; w++) {
+      const float4 y = *reinterpret_cast<const float4*>(at + w * HEADS8 * LAID);
+      x.x += y.x, x.y += y.y, x.z += y.z, x.w += y.w;
+    }
+    return x;
+  }
+};
+__device__ __forceinline__ void store_output(real* to, float4 x, float factor) {
+  *reinterpret_cast<uint2*>(to) = make_uint2(pack_real(x.x * factor, x.y * factor), pack_real(x.z * factor, x.w * factor));
+}

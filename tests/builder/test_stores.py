@@ -1,0 +1,62 @@
+"""Engines whose caches are encoded: one fused graph in TensorRT-RTX for every storage format, and compiled kernels for those that have some."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import TinyModel, make_tiny
+from tests.toy_graph import needs_rtx
+from trtkv.api import build
+from trtkv.builder import schedule
+from trtkv.manifest import PLAN, check_files, read_manifest
+from trtkv.plugins._device import nvrtc, triton_aot
+
+needs_compilers = pytest.mark.skipif(nvrtc.missing() is not None or triton_aot.missing() is not None, reason="needs NVRTC and Triton")
+FORMATS = {
+    "int2": ("kivi", {}),
+    "int2 in groups of 16": ("kivi", {"quantize.group": "16"}),
+    "int4": ("kivi", {"quantize.bits": "4"}),
+    "fp8": ("fp8", {}),
+    "int2 behind eviction": ("minikv", {}),
+    "int4 a token": ("qhitter", {}),
+    "mixed": ("arkv", {}),
+}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TRTKV_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.mark.trt
+@needs_rtx
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_storage_format_is_one_fused_graph(name: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
+    policy, fields = FORMATS[name]
+    sets = [f"{path}={value}" for path, value in fields.items()]
+    path = build(
+        str(tiny_llama.path), policy, sets=sets, dtype="bfloat16", out=tmp_path / "engine", max_seq_len=256, backend="tensorrt_rtx", sms=["86"]
+    )  # fmt: skip
+    manifest, plan = read_manifest(path), (path / PLAN).read_bytes()
+    check_files(path, manifest)
+    assert any(spec.pool == "encoded" for spec in manifest.cache.buffers)
+    assert schedule.segments(plan) == 1
+    expected = sorted(f"layers.{layer}.{node}" for layer in range(3) for node in ("query", "attended"))
+    for profile in (0, 1):
+        assert sorted(one.name for one in schedule.kernels(plan) if one.kind == "custom_layer" and one.profile == profile) == expected
+
+
+@needs_compilers
+def test_kernels_of_an_encoded_cache_are_compiled_into_the_engine(tmp_path: Path) -> None:
+    wide = make_tiny("llama", tmp_path / "model", head_dim=64)
+    path = build(str(wide.path), "kivi", dtype="bfloat16", out=tmp_path / "engine", max_seq_len=256, max_batch_size=1, backend="none", sms=["90"])
+    manifest = read_manifest(path)
+    check_files(path, manifest)
+    assert manifest.kernels is not None
+    entries = {one.kernel.split()[0] for one in manifest.kernels.files}
+    assert {"append_kernel", "append_encoded", "encode_prompt", "attend_encoded"} <= entries
+    assert "attend_list" not in entries
+    assert any("BITS=2" in one.options for one in manifest.kernels.files if one.kernel.startswith("attend_encoded"))

@@ -1,0 +1,158 @@
+"""Eviction from pages on a GPU: kernels against the roles' definitions on the same engine, captured steps, and moves and choices at full size.
+
+Run as a script on a machine with a GPU; prints one line a check and ends with the number of failures.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from tests.policies.cases import small
+from tests.runtime.test_policies import generate, prompts
+from tests.tiny import make_rig, make_tiny
+from trtkv.checkpoint.find import resolve_model
+from trtkv.plugins.compaction import lag, launch
+from trtkv.plugins.session import Session
+from trtkv.policies.registry import parse_policy
+from trtkv.ranking import best
+
+POLICIES = ("lagkv", "localkv", "knorm", "streaming", "keydiff", "snapkv", "pyramidkv", "h2o", "tova", "raas", "arkv-origin")
+FAILED: list[str] = []
+
+
+def report(what: str, good: bool, more: str = "") -> None:
+    print(("ok    " if good else "WRONG ") + what, more, flush=True)
+    if not good:
+        FAILED.append(what)
+
+
+@torch.inference_mode()
+def engines(directory: Path) -> None:
+    """Compare answers with kernels and with roles in torch: the same attention kernels run, so equal choices give equal bits."""
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 128}
+    tiny = make_tiny("llama", directory / "tiny", dtype=torch.bfloat16, **shape)
+    texts = prompts(150, 61, 90)
+    for name in POLICIES:
+        found = []
+        for kernels in (True, False):
+            rig = make_rig(tiny, small(name), directory, slots=3, dtype="bfloat16", device="cuda")
+            assert rig.session.compactor is not None and rig.session.stacks is not None
+            report(f"{name} takes kernels", rig.session.compactor.kernels) if kernels else None
+            rig.session.compactor.kernels = kernels
+            logits = generate(rig, texts, 40, chunk=70)
+            account = rig.session.compactor.ledger
+            lengths = [list(account.stored(slot)) for slot in range(3)]
+            found.append((logits, lengths, rig))
+        same = torch.equal(found[0][0], found[1][0])
+        off = float((found[0][0] - found[1][0]).abs().max())
+        captured = found[0][2].stepper._graphs
+        report(f"{name} logits by kernels equal those by torch", same, f"largest difference {off:.3g}")
+        report(f"{name} is captured", captured is not None and len(captured._captured) > 0)
+        report(f"{name} finite", bool(torch.isfinite(found[0][0]).all()))
+
+
+@torch.inference_mode()
+def at_full_size() -> None:
+    """Evict from a long prompt of a real model's shape, and compare a few layers with the definition."""
+    model = resolve_model("llama-3.1-8b").config
+    for name, tokens in (("lagkv", 40000), ("localkv", 9000), ("knorm", 9000)):
+        policy = parse_policy(name)
+        plan = policy.plan(model)
+        count = plan.pages(tokens)
+        session = Session(plan, [count] * plan.num_page_groups, 1, "cuda")
+        assert session.stacks is not None and session.compactor is not None
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
+        for part in ("keys", "values"):
+            for stack in session.stacks.groups[part]:
+                stack.normal_()
+        session.begin_step([tokens], [[tokens]], [0], [[order]] * plan.num_page_groups, [tokens])
+        layer = plan.num_layers - 1
+        group = plan.page_groups[layer]
+        row, account = session.step(layer).rows[0], session.compactor.ledger.find(0)
+        ledger = session.compactor.ledger
+        before = [view_keys(session, part, layer, row) for part in ("keys", "values")]
+        role, start = policy.evict, max(account.settled[group], policy.evict.sink)
+        partitions = (tokens - start) // role.lag
+        cut = [one[:, start : start + partitions * role.lag].float().unflatten(1, (partitions, role.lag)) for one in before]
+        scores = role.token_scores(*cut)
+        wanted = best(scores, role.kept_per_lag)
+        lag.evict(session.stacks, group, row, account, ledger)
+        left = ledger.evict.remaining(ledger.occupancy(account, group))[0]
+        positions = view_keys(session, "positions", layer, row)[:, :left].long()
+        middle = (positions[:, start : start + wanted[0].numel()] - start).unflatten(1, (partitions - 1, -1))
+        got = middle % role.lag
+        different = sum(int((~torch.isin(a, b)).sum()) for a, b in zip(got.flatten(0, 1), wanted.flatten(0, 1), strict=True))
+        edge = scores.gather(2, wanted).amin(2)
+        worse = float(((edge - scores.gather(2, got).amin(2)) / edge.abs()).max())
+        report(f"{name} keeps the best of every partition", worse <= 2.0**-18, f"{different} of {wanted.numel()} others, worst {worse:.2g}")
+        report(f"{name} keeps them in order", bool((positions.diff(dim=1) > 0).all()))
+        for part, was in zip(("keys", "values"), before, strict=True):
+            now = view_keys(session, part, layer, row)[:, :left]
+            index = positions[:, :, None].expand(-1, -1, was.shape[2])
+            report(f"{name} moved {part}", torch.equal(now, was.gather(1, index)))
+        del session
+        torch.cuda.empty_cache()
+
+
+def view_keys(session: Session, name: str, layer: int, row: object) -> torch.Tensor:
+    """Copy a sequence's entries of a buffer [H, S, ...]."""
+    return session.buffer(name, layer)[row.pages].transpose(0, 1).flatten(1, 2)[:, : row.stored].clone()  # type: ignore[attr-defined]
+
+
+@torch.inference_mode()
+def moves_and_mass() -> None:
+    """Move and count at odd sizes against torch."""
+    made = torch.Generator("cuda").manual_seed(3)
+    for layers, pages, heads, size, dim, share, kept_count, dtype in (
+        (3, 40, 4, 32, 128, 1, 700, torch.bfloat16), (2, 30, 2, 16, 96, 1, 301, torch.float16), (2, 50, 8, 32, 1, 4, 900, torch.float32),
+    ):  # fmt: skip
+        data = torch.randn(layers, pages, heads, size, dim, device="cuda", generator=made).to(dtype)
+        data = data[..., 0].contiguous() if dim == 1 else data
+        table = torch.randperm(pages, device="cuda", generator=made).int()
+        stored, first = pages * size - 5, 13
+        rows = [torch.randperm(stored - first, device="cuda", generator=made)[:kept_count].sort().values for _ in range(layers * heads // share)]
+        kept = torch.stack(rows).unflatten(0, (layers, -1)) + first
+        flat = data[:, table.long()].transpose(1, 2).flatten(2, 3).clone()
+        index = kept.repeat_interleave(share, 1)
+        index = index if dim == 1 else index[..., None].expand(-1, -1, -1, dim)
+        wanted = flat.gather(2, index)
+        launch.move(data, kept.int(), table, first)
+        now = data[:, table.long()].transpose(1, 2).flatten(2, 3)
+        report(
+            f"move {dtype} of {dim}",
+            torch.equal(now[:, :, first : first + kept_count], wanted) and torch.equal(now[:, :, :first], flat[:, :, :first]),
+        )
+    layers, pages, heads, group, dim, window, stored = 3, 40, 2, 4, 128, 3, 1021
+    keys = torch.randn(layers, pages, heads, 32, dim, device="cuda", generator=made).bfloat16()
+    ring = torch.randn(layers, 2, window, heads * group, dim, device="cuda", generator=made).bfloat16()
+    mass = torch.rand(layers, pages, heads * group, 32, device="cuda", generator=made)
+    table = torch.randperm(pages, device="cuda", generator=made).int()
+    flat, old = (
+        keys[:, table.long()].transpose(1, 2).flatten(2, 3)[:, :, :stored],
+        mass[:, table.long()].transpose(1, 2).flatten(2, 3)[:, :, :stored].clone(),
+    )
+    logits = torch.einsum("lhd,lhsd->lhs", ring[:, 1, 2].double(), flat.double().repeat_interleave(group, 1)) * dim**-0.5
+    old[:, :, -1] = 0
+    exact = logits.softmax(2) + old
+    launch.received(keys, ring, mass, table, stored=stored, slot=1, place=2, scale=dim**-0.5)
+    found = mass[:, table.long()].transpose(1, 2).flatten(2, 3)[:, :, :stored]
+    error = float((found - exact).abs().max())
+    report("attention received", error <= 2.0**-20, f"{error:.3g}")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        for check in (moves_and_mass, lambda: engines(Path(folder)), at_full_size):
+            try:
+                check()
+            except Exception as error:  # noqa: BLE001
+                import traceback
+
+                traceback.print_exc()
+                report(f"{check} {type(error).__name__}: {error}", False)
+    print(f"{len(FAILED)} failures")
+    sys.exit(bool(FAILED))

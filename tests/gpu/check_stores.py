@@ -1,0 +1,270 @@
+"""Encoded caches on the GPU against torch: codes bit for bit, attention against fp64 of what is stored, graph replay over group and page borders.
+
+Run it on a machine with a GPU: python -m tests.gpu.check_stores [--seed N] [--short]; exit code 1 when anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from trtkv.plugins._device import store
+from trtkv.plugins._device.driver import arch
+from trtkv.plugins.encoded import launch, reference
+from trtkv.plugins.encoded.formats import Format
+from trtkv.policies.packing import unpack
+from trtkv.policies.quantize.fp8 import Fp8
+from trtkv.policies.quantize.kivi import Kivi
+
+DEV = "cuda"
+MARGIN = 65536
+failures: list[str] = []
+
+
+def expect(ok: bool, what: str) -> None:
+    if not ok:
+        failures.append(what)
+        print("FAIL", what, flush=True)
+
+
+class Case:
+    """A layer's encoded cache between margins, everything in it poisoned, with the whole history of its sequences."""
+
+    def __init__(
+        self, bits: int, key_group: int, residual: int, heads: int, group: int, dim: int, dtype: torch.dtype, lens: list[int], page: int = 128,
+        splits: int = 0,
+    ) -> None:  # fmt: skip
+        self.format = Format(8, 1, dim, 1, together=True) if bits == 8 else Format(bits, key_group, gcd(key_group, dim), residual)
+        self.role: Any = Fp8() if bits == 8 else Kivi(bits=bits, group=key_group, residual=residual)
+        self.heads, self.group, self.dim, self.dtype, self.page, self.lens = heads, group, dim, dtype, page, list(lens)
+        self.splits, self.worst, self.errors = splits, 0.0, list[tuple[Tensor, Tensor]]()
+        self.label = f"{bits} bits, groups {key_group}, heads {heads} x {group}, dim {dim}, {str(dtype)[6:]}, page {page}, splits {splits}"
+
+    def kernels(self, name: str) -> None:
+        """Ask for every kernel."""
+        dtype = "bf16" if self.dtype == torch.bfloat16 else "fp16"
+        launch.attend_kernel(self.format, self.dim, self.group, self.dtype == torch.bfloat16, name)
+        launch.append_kernel(self.format, self.heads * self.group, self.heads, self.dim, False, dtype, name)
+        launch.prompt_kernel(self.format, self.heads, self.dim, dtype, name)
+
+    def fill(self) -> None:
+        """Allocate, and encode a prompt for every sequence."""
+        one, heads, dim, page = self.format, self.heads, self.dim, self.page
+        batch, self.margins = len(self.lens), []
+        most = -(-(max(self.lens) + 600) // page)
+        pool, slots = batch * most + 2, batch + 2
+        meta = (pool, heads, page)
+        key_meta = meta if one.bits == 8 else (pool, heads, page // one.key_group, dim)
+        value_meta = meta if one.bits == 8 else (pool, heads, page, dim // one.value_group)
+        codes = (pool, heads, page, dim * one.bits // 8)
+        ring = (slots, heads, one.ring, dim)
+        shapes = (ring, ring, codes, key_meta, key_meta, codes, value_meta, value_meta)
+        tensors = [self.guarded(shape, torch.uint8 if i in (2, 5) else self.dtype) for i, shape in enumerate(shapes)]
+        self.pages = launch.Pages(one, page, *tensors)
+        self.table = torch.randperm(pool, device=DEV)[: batch * most].view(batch, most).int()
+        self.places = torch.randperm(slots)[:batch].tolist()
+        self.slots = torch.tensor(self.places, dtype=torch.int32, device=DEV)
+        self.lengths = torch.tensor(self.lens, dtype=torch.int32, device=DEV)
+        self.q = self.guarded((batch, heads * self.group * dim), self.dtype)
+        self.out = self.guarded((batch, heads * self.group * dim), self.dtype)
+        block, processors = launch.attend_block(one, dim, arch()), torch.cuda.get_device_properties(0).multi_processor_count
+        splits = self.splits or launch.choose_splits(block, batch * heads, processors, most * page)
+        self.scratch = launch.Scratch.allocate(batch, heads, self.group, dim, splits, torch.device(DEV))
+        self.history: list[list[Tensor]] = [[], []]
+        self.newer: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.lens]
+        for b, stored in enumerate(self.lens):
+            self.prompt(b, stored)
+
+    def guarded(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Allocate NaN (or code 0xff) between sentinel bytes."""
+        size = torch.Size(shape).numel() * dtype.itemsize
+        whole = torch.full((2 * MARGIN + size,), 0xA5, dtype=torch.uint8, device=DEV)
+        view = whole[MARGIN : MARGIN + size].view(dtype).view(shape)
+        self.margins.append((whole, size))
+        return view.fill_(255 if dtype == torch.uint8 else torch.nan)
+
+    def prompt(self, b: int, stored: int) -> None:
+        """Encode a new prompt of a sequence's slot."""
+        room = -(-stored // 16) * 16
+        outliers = 1 + 6 * (torch.rand(self.heads, 1, self.dim, device=DEV) > 0.95)
+        keys, values = (torch.randn(self.heads, room, self.dim, device=DEV) + torch.randn(self.heads, 1, self.dim, device=DEV) for _ in range(2))
+        plain = [(keys * outliers).to(self.dtype), values.to(self.dtype)]
+        ends = self.format.encoded(stored)
+        launch.encode_prompt(plain[0], plain[1], self.table[b], self.pages, ends)
+        for part, x, ring, end in zip(range(2), plain, (self.pages.keys, self.pages.values), ends, strict=True):
+            tokens = torch.arange(end, stored, device=DEV)
+            ring[self.places[b]].fill_(torch.nan)[:, tokens % self.format.ring] = x[:, end:stored]
+            self.history[part][b : b + 1] = [x[:, :stored]]
+        self.newer[b] = []
+
+    def step(self, overlap: bool = False) -> None:
+        """Append a token to every sequence and attend."""
+        launch.append(
+            self.qkv, self.positions, self.starts, self.lengths, self.slots, self.table, self.rope, None, self.q, self.pages, eps=0.0, overlap=overlap
+        )
+        scale = self.dim**-0.5
+        launch.attend(self.q, self.pages, self.table, self.lengths, self.slots, self.out, self.scratch, scale=scale, overlap=overlap)
+
+    def prepare(self) -> None:
+        """Make the inputs of decode steps."""
+        batch = len(self.lens)
+        self.qkv = torch.zeros(batch, (self.heads * self.group + 2 * self.heads) * self.dim, dtype=self.dtype, device=DEV)
+        self.positions = torch.arange(batch, dtype=torch.int32, device=DEV)
+        self.starts = torch.arange(batch + 1, dtype=torch.int32, device=DEV)
+        angles = torch.rand(64, self.dim // 2, device=DEV) * 6
+        self.rope = torch.cat([angles.cos(), angles.sin()], 1)
+
+    def grew(self) -> None:
+        """Take the newest tokens into the history: keys as they were stored, values as given."""
+        self.lens = [n + 1 for n in self.lens]
+        values = self.qkv.unflatten(1, (-1, self.dim))[:, -self.heads :]
+        for b, stored in enumerate(self.lens):
+            key = self.pages.keys[self.places[b]][:, (stored - 1) % self.format.ring]
+            self.newer[b].append((key.clone(), values[b].clone()))
+
+    def check_codes(self) -> None:
+        """Compare codes and metadata with the role's, bit for bit."""
+        for b, stored in enumerate(self.lens):
+            for part in range(2 if self.newer[b] else 0):
+                self.history[part][b] = torch.cat([self.history[part][b], torch.stack([pair[part] for pair in self.newer[b]], 1)], 1)
+            self.newer[b] = []
+            for part, name, end in zip(range(2), ("keys", "values"), self.format.encoded(stored), strict=True):
+                if not end:
+                    continue
+                got = reference.stored_numbers(self.pages, self.table[b], name)
+                want = {key: x.to(DEV) for key, x in self.role.encode(self.history[part][b][:, :end].cpu(), name).items()}  # exact division
+                codes = want["codes"] if self.format.bits == 8 else unpack(want["codes"], self.format.bits)
+                codes = codes.transpose(2, 3).flatten(1, 2) if name == "keys" and self.format.bits < 8 else codes
+                entries = end // self.format.key_group if name == "keys" else end
+                expect(torch.equal(got["codes"][:, :end], codes), f"{self.label}: codes of {name} of {b} at {stored}")
+                for one in ("scale", "minimum")[: 1 if self.format.bits == 8 else 2]:
+                    expect(torch.equal(got[one][:, :entries], want[one]), f"{self.label}: {one} of {name} of {b} at {stored}")
+
+    def check_attention(self) -> None:
+        """Compare the outputs of a step with fp64 over what is stored, within twice the error of torch on the same numbers in this dtype."""
+        errors, allowed = [], []
+        for b, stored in enumerate(self.lens):
+            keys, values = reference.visible(self.pages, self.table[b], self.places[b], stored)
+            q = self.q[b].view(self.heads, self.group, self.dim)
+            want = torch.softmax(q.double() @ keys.double().transpose(1, 2) * self.dim**-0.5, -1) @ values.double()
+            plain = scaled_dot_product_attention(q[None], keys.to(self.dtype)[None], values.to(self.dtype)[None])[0].double()
+            errors.append((self.out[b].view_as(q).double() - want).norm() / want.norm())
+            allowed.append(torch.maximum((plain - want).norm(), (want.to(self.dtype).double() - want).norm()) / want.norm())
+        share = [float(one / two) for one, two in zip(errors, allowed, strict=True)]
+        self.worst = max(self.worst, *share)
+        self.errors.append((torch.stack(errors), torch.stack(allowed)))
+        expect(max(share) <= 4, f"{self.label}: attention at {self.lens} has {[round(x, 2) for x in share]} times torch's error")
+
+    def check_errors(self) -> None:
+        """Compare the errors of all steps together: of few heads and tokens one alone may be lucky on either side."""
+        own, torchs = (torch.stack([pair[i] for pair in self.errors]).square().mean().sqrt() for i in (0, 1))
+        expect(bool(own <= 2 * torchs), f"{self.label}: attention is off by {own:.2e}, torch by {torchs:.2e}")
+        print(f"{self.label}: error {own:.2e}, torch {torchs:.2e}, worst of one {self.worst:.2f}", flush=True)
+
+    def check_margins(self) -> None:
+        """See that nothing beside the tensors was written."""
+        whole = all(bool((x[:MARGIN] == 0xA5).all()) and bool((x[MARGIN + n :] == 0xA5).all()) for x, n in self.margins)
+        expect(whole, f"{self.label}: a margin was written")
+        expect(not self.scratch.counters.any(), f"{self.label}: a counter was left")
+
+
+def grow(case: Case, steps: int, every: int) -> None:
+    """Replay one captured step while sequences grow, with another request in a slot half-way."""
+    case.fill()
+    case.prepare()
+    case.check_codes()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    case.lengths += 1
+    case.qkv.normal_()
+    with torch.cuda.stream(stream):
+        case.step(overlap=True)
+    torch.cuda.synchronize()
+    case.grew()
+    case.check_attention()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        case.step(overlap=True)
+    for i in range(steps):
+        if i == steps // 2:
+            case.lens[0] = 77 if case.lens[0] > 300 else 400
+            case.lengths[0] = case.lens[0]
+            case.prompt(0, case.lens[0])
+        case.lengths += 1
+        case.qkv.normal_()
+        case.q.fill_(torch.nan)
+        case.out.fill_(torch.nan)
+        graph.replay()
+        case.grew()
+        if i % every == every - 1 or i < 2:
+            case.check_attention()
+    case.check_codes()
+    case.check_margins()
+    case.check_errors()
+    again = case.out.clone()
+    launch.attend(case.q, case.pages, case.table, case.lengths, case.slots, case.out, case.scratch, scale=case.dim**-0.5)
+    expect(torch.equal(again, case.out), f"{case.label}: two runs differ")
+    alone = torch.full_like(case.out[1:2], torch.nan)
+    scratch = launch.Scratch.allocate(1, case.heads, case.group, case.dim, case.scratch.splits, torch.device(DEV))
+    launch.attend(case.q[1:2], case.pages, case.table[1:2], case.lengths[1:2], case.slots[1:2], alone, scratch, scale=case.dim**-0.5)
+    expect(torch.equal(alone, case.out[1:2]), f"{case.label}: an answer depends on the batch")
+
+
+def cases() -> list[Case]:
+    """Every width, group and head dimension, and every number of query heads up to eight."""
+    bf16, fp16 = torch.bfloat16, torch.float16
+    lens = [3000, 5, 129, 1023]
+    return [
+        Case(2, 32, 128, 8, 4, 128, bf16, [33000, 128, 255]),
+        Case(2, 16, 128, 2, 4, 128, bf16, lens, page=32),
+        Case(2, 32, 128, 2, 7, 128, fp16, lens, page=32),
+        Case(2, 32, 32, 2, 1, 64, bf16, lens, page=32, splits=3),
+        Case(2, 64, 64, 3, 5, 64, fp16, lens, page=64),
+        Case(2, 32, 96, 2, 6, 96, bf16, lens, page=32),
+        Case(2, 16, 32, 2, 2, 256, fp16, lens, page=64),
+        Case(2, 32, 128, 1, 8, 256, bf16, lens, page=32, splits=1),
+        Case(4, 32, 128, 2, 3, 128, bf16, lens, page=32),
+        Case(4, 16, 64, 2, 4, 96, fp16, lens, page=32),
+        Case(4, 128, 128, 2, 8, 64, bf16, lens),
+        Case(8, 1, 1, 8, 4, 128, bf16, [33000, 31, 255]),
+        Case(8, 1, 1, 2, 7, 128, fp16, lens, page=32),
+        Case(8, 1, 1, 2, 2, 64, bf16, lens, page=32),
+        Case(8, 1, 1, 2, 3, 96, fp16, lens, page=32),
+        Case(8, 1, 1, 1, 8, 256, bf16, lens, page=64, splits=2),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--short", action="store_true", help="one small case, for compute-sanitizer")
+    options = parser.parse_args()
+    torch.manual_seed(options.seed)
+    print("seed", options.seed, flush=True)
+    begin, every = time.time(), cases()
+    if options.short:
+        every = [Case(bits, 32, 32, 2, 4, 128, torch.bfloat16, [130, 61], page=32, splits=2) for bits in (2, 8)]
+    with store.listing() as asked:
+        for case in every:
+            case.kernels(arch())
+    torch.zeros(1, device=DEV)
+    with ThreadPoolExecutor(16) as threads:
+        list(threads.map(lambda spec: store.obtain(spec) or store.write(store.user_folder(), spec, spec.compile()), asked))
+    print(f"{len(asked)} kernels {time.time() - begin:.0f} s", flush=True)
+    for case in every:
+        grow(case, 6 if options.short else 140, 2 if options.short else 9)
+        print(f"{case.label}: {time.time() - begin:.0f} s", flush=True)
+    print(f"failures {len(failures)}, {time.time() - begin:.0f} s")
+    return bool(failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Evicting from pages against the definition, which holds every layer of every sequence in tensors of its own."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from pathlib import Path
+
+import pytest
+
+from tests.policies.cases import PRESETS, small
+from tests.runtime.test_executor import REORDERED, worst
+from tests.runtime.test_policies import generate, prompts
+from tests.test_predict import MODEL
+from tests.tiny import Rig, TinyModel, make_rig
+from trtkv.config import Limits
+from trtkv.plugins.compaction.view import PagedView
+from trtkv.plugins.kernels import kernels_for
+from trtkv.policies.schedule import trajectory
+
+COMPACTING = [name for name in PRESETS if small(name).evict and not small(name).quantize and name != "razor"]
+STEPS = 60
+
+
+def kept(rig: Rig, layer: int, slot: int) -> list[list[int]]:
+    """Return the logical positions that each KV head of a layer stores."""
+    session = rig.session
+    if session.held is not None:
+        return [store.positions.tolist() for store in session.held.find(layer, slot).heads]
+    assert session.compactor is not None
+    ledger, group = session.compactor.ledger, rig.plan.page_groups[layer]
+    account, row = ledger.find(slot), next(row for row in session.step(layer).rows if row.slot == slot)
+    row.stored = account.stored[group]
+    return PagedView(session, [layer], row, account, ledger.occupancy(account, group), 1.0).positions.tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("chunk", [512, 37])
+@pytest.mark.parametrize("name", COMPACTING)
+def test_pages_keep_what_the_definition_keeps(name: str, chunk: int, tiny_llama: TinyModel, tmp_path: Path) -> None:
+    texts, policy, config = prompts(150, 61), small(name), tiny_llama.config
+    paged, held = (make_rig(tiny_llama, policy, tmp_path, slots=2, by_definition=one) for one in (False, True))
+    layers = [trajectory(policy, 150, STEPS, num_kv_heads=2, layer=layer, num_layers=config.num_layers) for layer in range(config.num_layers)]
+    session, token = paged.session, 2 * config.head_dim * 4
+    assert session.compactor is not None and held.session.held is not None
+
+    def check(step: int) -> None:
+        lengths = [layer[step].lengths for layer in layers]
+        beside = session.bytes_of(0, 150 + step) - sum(sum(own) * token for own in lengths)
+        evict = paged.plan.evict
+        assert evict is not None
+        scores = 2 * len(evict.token_state) + (6 if "attention_mass" in evict.needs else 0)  # numbers of four bytes, a KV head or a query head
+        assert beside == sum(own[0] * scores * 4 for own in lengths)
+        assert [session.stored_of(0, 0)[group] for group in paged.plan.page_groups] == [own[0] for own in lengths]
+
+    ours = generate(paged, texts, STEPS, chunk=chunk, after=check)
+    theirs = generate(held, texts, STEPS, chunk=chunk)
+    assert worst(ours.flatten(0, 1), theirs.flatten(0, 1).double()) <= 2 * REORDERED
+    for layer in range(config.num_layers):
+        for slot in range(2):
+            assert kept(paged, layer, slot) == kept(held, layer, slot)
+
+
+@pytest.mark.parametrize("name", ["lagkv", "localkv", "knorm", "h2o", "tova", "pyramidkv"])
+def test_kernels_keep_what_the_definition_keeps(name: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    texts, policy = prompts(75, 61), small(name, 48)
+    paged, held = (make_rig(tiny_llama, policy, tmp_path, slots=2, by_definition=one) for one in (False, True))
+    assert paged.session.compactor is not None
+    paged.session.compactor.kernels = True
+    steps = 3 if name in ("h2o", "tova") else 8  # the interpreter takes a second for a launch over all heads and layers
+    ours, theirs = (generate(rig, texts, steps, chunk=50) for rig in (paged, held))
+    assert worst(ours.flatten(0, 1), theirs.flatten(0, 1).double()) <= 2 * REORDERED
+    for layer in range(tiny_llama.config.num_layers):
+        for slot in range(2):
+            assert kept(paged, layer, slot) == kept(held, layer, slot)
+
+
+@pytest.mark.parametrize(
+    ("name", "entries"),
+    [
+        ("lagkv", {"move_kernel", "spread_kernel", "choose_kernel"}),
+        ("snapkv", {"move_kernel"}),
+        ("h2o", {"move_kernel", "remember_kernel", "received_kernel", "sums_kernel"}),
+        ("tova", {"move_kernel", "remember_kernel"}),
+        ("full", set()),
+    ],
+)
+def test_kernels_of_eviction_are_compiled_ahead(name: str, entries: set[str]) -> None:
+    model = MODEL.model_copy(update={"head_dim": 64})
+    plan = small(name).plan(model)
+    specs = kernels_for(plan, model, Limits(max_seq_len=512, max_batch_size=2), "90")
+    assert {spec.entry for spec in specs if spec.source.parent.name in ("compaction", "kv_sums")} == entries
+    wide = model.model_copy(update={"dtype": "float32"})
+    assert not kernels_for(small(name).plan(wide), wide, Limits(), "90"), "no kernel takes fp32"

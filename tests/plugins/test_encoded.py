@@ -1,0 +1,339 @@
+"""Encoded caches: the kernels that encode, in Triton's interpreter, bit for bit against the roles; formats and bytes; and whole sessions."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tests.tiny import Rig, TinyModel, make_rig, make_tiny
+from trtkv.checkpoint.find import resolve_model
+from trtkv.config import Limits, ModelConfig
+from trtkv.plugins import kernels, support
+from trtkv.plugins.encoded import cuda, formats, launch, layout, reference, store
+from trtkv.plugins.encoded.formats import Format
+from trtkv.plugins.face import OpConfig
+from trtkv.plugins.kv_append.reference import append as append_reference
+from trtkv.plugins.kv_attend import reference as attention
+from trtkv.policies.packing import unpack
+from trtkv.policies.quantize.fp8 import Fp8
+from trtkv.policies.quantize.kivi import Kivi
+from trtkv.policies.registry import parse_policy
+from trtkv.runtime.step import StepRow
+
+HEADS, GROUP, PAGE, POOL = 2, 2, 64, 8
+FORMS = [  # bits, group, residual, head dimension, dtype
+    (2, 32, 32, 128, torch.float16),
+    (2, 16, 16, 64, torch.float32),
+    (2, 64, 64, 96, torch.float16),
+    (4, 32, 32, 96, torch.float32),
+    (4, 16, 16, 128, torch.float16),
+    (8, 1, 1, 64, torch.float16),
+    (8, 1, 1, 96, torch.float32),
+]
+
+
+def make_form(bits: int, group: int, residual: int, dim: int) -> tuple[Format, Any]:
+    """Return a format and the role that it stores."""
+    if bits == 8:
+        return Format(8, 1, dim, 1, together=True), Fp8()
+    return Format(bits, group, gcd(group, dim), residual), Kivi(bits=bits, group=group, residual=residual)  # type: ignore[arg-type]
+
+
+def make_pages(form: Format, dim: int, dtype: torch.dtype) -> launch.Pages:
+    """Allocate poisoned pages and rings of three slots."""
+    meta = (POOL, HEADS, PAGE)
+    key_meta = meta if form.bits == 8 else (POOL, HEADS, PAGE // form.key_group, dim)
+    value_meta = meta if form.bits == 8 else (POOL, HEADS, PAGE, dim // form.value_group)
+    real = lambda shape: torch.full(shape, torch.nan, dtype=dtype)  # noqa: E731
+    codes = lambda: torch.full((POOL, HEADS, PAGE, dim * form.bits // 8), 255, dtype=torch.uint8)  # noqa: E731
+    ring = (3, HEADS, form.ring, dim)
+    return launch.Pages(
+        form, PAGE, real(ring), real(ring), codes(), real(key_meta), real(key_meta), codes(), real(value_meta), real(value_meta)
+    )  # fmt: skip
+
+
+def check(pages: launch.Pages, table: Tensor, role: Any, history: tuple[Tensor, Tensor], ends: tuple[int, int]) -> None:
+    """Compare codes and metadata with the role's, bit for bit; what lies behind them is as it was."""
+    form = pages.format
+    for name, x, end in zip(("keys", "values"), history, ends, strict=True):
+        got, want = reference.stored_numbers(pages, table, name), role.encode(x[:, :end], name)
+        codes = want["codes"] if form.bits == 8 else unpack(want["codes"], form.bits)
+        codes = codes.transpose(2, 3).flatten(1, 2) if name == "keys" and form.bits < 8 else codes
+        assert torch.equal(got["codes"][:, :end], codes)
+        assert bool((got["codes"][:, end:] == (1 << form.bits) - 1).all())
+        entries = end // form.key_group if name == "keys" else end
+        for part in ("scale", "minimum")[: 1 if form.bits == 8 else 2]:
+            assert torch.equal(got[part][:, :entries], want[part])
+            assert bool(got[part][:, entries:].isnan().all())
+        torch.testing.assert_close(reference.decode(pages, table, name)[:, :end], role.decode(want, name), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("bits", "group", "residual", "dim", "dtype"), FORMS)
+@pytest.mark.parametrize("stored", [150, 64, 15])
+def test_a_prompt_is_encoded_as_its_role_says(bits: int, group: int, residual: int, dim: int, dtype: torch.dtype, stored: int) -> None:
+    torch.manual_seed(stored)
+    form, role = make_form(bits, group, residual, dim)
+    pages, table = make_pages(form, dim, dtype), torch.randperm(POOL)[:3].int()
+    room = -(-stored // 16) * 16
+    keys, values = (3 * torch.randn(HEADS, room, dim) + torch.randn(HEADS, 1, dim)).to(dtype), torch.randn(HEADS, room, dim).to(dtype)
+    values[:, 3] = 0.25  # no range
+    keys[:, :16, 5] = 0
+    first = tuple(end // 2 // form.key_group * form.key_group for end in form.encoded(stored))
+    launch.encode_prompt(keys, values, table, pages, (first[0], first[1]))  # in two goes
+    launch.encode_prompt(keys, values, table, pages, form.encoded(stored), (first[0], first[1]))
+    check(pages, table, role, (keys[:, :stored], values[:, :stored]), form.encoded(stored))
+
+
+@pytest.mark.parametrize(("bits", "group", "residual", "dim", "dtype"), [FORMS[1], FORMS[3], FORMS[5]])
+def test_decode_steps_append_and_encode_what_they_complete(bits: int, group: int, residual: int, dim: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(bits)
+    form, role = make_form(bits, group, residual, dim)
+    pages, tables = make_pages(form, dim, dtype), torch.randperm(POOL)[:6].int().view(2, 3)
+    config = OpConfig(HEADS * GROUP, HEADS, dim, dim**-0.5, 1e-6, 0, 0, "")
+    slots, lens = torch.tensor([2, 0], dtype=torch.int32), [0, 0]
+    rope = torch.randn(200, dim)
+    norms = (torch.rand(dim).to(dtype), torch.rand(dim).to(dtype)) if dim == 64 else None
+    history = [[torch.zeros(HEADS, 0, dim, dtype=dtype)] * 2 for _ in range(2)]
+    for step in range(form.residual + 6):
+        lens = [n + 1 + (0 if n else 7 * b) for b, n in enumerate(lens)]
+        if step == 0:  # a prompt shorter than the residual, which stays in full precision
+            ring = [torch.randn(HEADS, 7, dim).to(dtype) for _ in range(2)]
+            if form.bits == 8:
+                launch.encode_prompt(*(torch.nn.functional.pad(x, (0, 0, 0, 9)) for x in ring), tables[1], pages, (7, 7))
+            for part, target in enumerate((pages.keys, pages.values)):
+                target[slots[1]][:, :7] = ring[part]
+                history[1][part] = ring[part]
+        qkv = torch.randn(2, (HEADS * GROUP + 2 * HEADS) * dim).to(dtype)
+        positions = torch.tensor(lens, dtype=torch.int32) - 1
+        out = torch.full((2, HEADS * GROUP * dim), torch.nan, dtype=dtype)
+        starts, stored = torch.tensor([1, 0, 2], dtype=torch.int32), torch.tensor(lens, dtype=torch.int32)
+        launch.append(qkv, positions.flip(0), starts, stored, slots, tables, rope, norms, out, pages, eps=1e-6)
+        exact = append_reference(qkv.double(), positions.flip(0), rope.double(), config, tuple(x.double() for x in norms) if norms else None)  # type: ignore[arg-type]
+        plain = append_reference(qkv, positions.flip(0), rope, config, norms)
+        keys = torch.stack([pages.keys[slots[b]][:, (lens[b] - 1) % form.ring] for b in (1, 0)])
+        for got, wide, own in ((out.view_as(plain[0]), exact[0], plain[0]), (keys, exact[1], plain[1])):
+            allowed = 2 * max(float((own.double() - wide).norm()), 1e-6 * float(wide.norm()))
+            assert float((got.double() - wide).norm()) <= allowed
+        for b in range(2):
+            new = (keys[1 - b][:, None], plain[2][1 - b][:, None])
+            history[b] = [torch.cat([old, x], 1) for old, x in zip(history[b], new, strict=True)]
+    for b in range(2):
+        check(pages, tables[b], role, (history[b][0], history[b][1]), form.encoded(lens[b]))
+        seen = reference.visible(pages, tables[b], int(slots[b]), lens[b])
+        for x, whole, end in zip(seen, history[b], form.seen(lens[b]), strict=True):
+            assert torch.equal(x[:, end:], whole[:, end:].float())
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_codes_lie_in_the_order_of_the_matrix_instruction(bits: int, dim: int) -> None:
+    codes = torch.randint(0, 1 << bits, (3, 32, dim), dtype=torch.uint8)
+    for places in (layout.key_places(dim, bits), layout.value_places(dim, bits)):
+        packed = layout.pack(codes, places, bits)
+        assert packed.shape == (3, 32 * dim * bits // 8)
+        assert torch.equal(layout.unpack(packed, places, bits), codes)
+    # Lane 4 g + t: of keys token g or g + 8 and channels 2 t, 2 t + 1 (+ 8) of a block; of values the other way round.
+    words = dim * bits // 64
+    run = 4 if words % 4 == 0 else 2 if words % 2 == 0 else 1
+    for places, keys in ((layout.key_places(dim, bits), True), (layout.value_places(dim, bits), False)):
+        word, shift = places
+        lane, half = word // run % 32, shift // 16
+        token, channel = torch.arange(16)[:, None].expand(16, dim), torch.arange(dim)[None].expand(16, dim)
+        one, two = (token, channel) if keys else (channel, token)
+        assert torch.equal(lane, one % 8 * 4 + two % 8 // 2) and torch.equal(half, two % 2)
+
+
+def model(**update: Any) -> ModelConfig:
+    return resolve_model("llama-3.1-8b").config.model_copy(update=update)
+
+
+@pytest.mark.parametrize(
+    ("policy", "sets", "update", "form"),
+    [
+        ("kivi", (), {}, Format(2, 32, 32, 128)),
+        ("kivi", ("quantize.bits=4", "quantize.group=16", "quantize.residual=48"), {}, Format(4, 16, 16, 48)),
+        ("fp8", (), {}, Format(8, 1, 128, 1, together=True)),
+        ("kivi", ("quantize.group=8",), {}, None),
+        ("kivi", (), {"num_q_heads": 128}, None),
+        ("minikv", (), {}, None),
+        ("full", (), {}, None),
+    ],
+)
+def test_which_plans_the_kernels_store(policy: str, sets: tuple[str, ...], update: dict[str, Any], form: Format | None) -> None:
+    plan = parse_policy(policy, sets=sets).plan(model(dtype="bfloat16", **update))
+    assert formats.find_format(plan) == form
+    assert (support.why_torch(plan) is None) == (form is not None or policy == "full")
+    specs = kernels.kernels_for(plan, model(), Limits(), "90")
+    entries = {spec.entry for spec in specs}
+    assert ({"attend_encoded", "append_encoded", "encode_prompt"} <= entries) == (form is not None)
+
+
+@pytest.mark.parametrize(("policy", "role"), [("kivi", Kivi()), ("fp8", parse_policy("fp8").quantize)])
+def test_lengths_follow_the_role(policy: str, role: Any) -> None:
+    from trtkv.plan import Occupancy
+
+    form = formats.find_format(parse_policy(policy).plan(model()))
+    assert form is not None
+    for prompt in (1, 127, 128, 129, 1000):
+        ends = (0, 0)
+        for stored in range(prompt, prompt + 300):
+            if stored > prompt:
+                assert form.seen(stored) == ends  # attention comes before encoding
+            ends = role.flush(Occupancy(seen=stored, lengths=(stored,), settled=stored, prompt=prompt), ends)
+            assert form.encoded(stored) == ends
+            assert stored - min(form.seen(stored)) <= form.ring
+
+
+class Torch:
+    """Attention and device of a session without a GPU: what the launches promise, in torch."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        from trtkv.plugins import session
+        from trtkv.plugins.kv_attend import op
+        from trtkv.runtime import executor
+
+        self.attended = 0
+        for module in (support, session, executor):
+            for name in ("gpu_ready", "why_torch"):
+                if hasattr(module, name):
+                    patch.setattr(module, name, lambda *args: None)
+        patch.setattr(executor, "captures", lambda *args: False)
+        patch.setattr(support, "fits", lambda *args: True)
+        patch.setattr(launch, "attend", self.attend)
+        patch.setattr(cuda, "overlaps", lambda *args: False)
+        patch.setattr(cuda, "_scratch", lambda one, config, batch, tokens: launch.Scratch.allocate(batch, HEADS, 1, config.head_dim, 1, one.device))
+        self.op = op
+        patch.setattr(cuda, "attend_chunk", self.chunk)
+
+    def chunk(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        whole = torch.ones(len(query), keys.shape[1], dtype=torch.bool).tril(keys.shape[1] - len(query))
+        heads = query.transpose(0, 1)[None]
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        return sdpa(heads, keys[None], values[None], attn_mask=whole, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+
+    def attend(self, q: Tensor, pages: launch.Pages, table: Tensor, lens: Tensor, slots: Tensor, out: Tensor, scratch: Any, **rest: Any) -> None:
+        self.attended += 1
+        config = OpConfig(q.shape[1] // pages.dim, pages.heads, pages.dim, rest["scale"], 0.0, 0, 0, "")
+        for b, stored in enumerate(lens.tolist()):
+            keys, values = reference.visible(pages, table[b], int(slots[b]), stored)
+            out[b] = attention.attend(q[b].view(-1, pages.dim), keys, values, config).flatten()
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return make_tiny("llama", tmp_path_factory.mktemp("wide") / "model", head_dim=64)
+
+
+@pytest.mark.parametrize(("policy", "sets"), [("kivi", ("quantize.group=16", "quantize.residual=16")), ("fp8", ())])
+def test_a_session_stores_and_answers_like_the_definition(
+    wide: TinyModel, policy: str, sets: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = make_rig(wide, policy, tmp_path, sets=sets, slots=3)
+    fake = Torch(monkeypatch)
+    paged = make_rig(wide, policy, tmp_path, sets=sets, slots=3)
+    assert held.session.held is not None and paged.session.encoded is not None and paged.session.held is None
+    texts = torch.randint(1, 250, (3, 40), generator=torch.Generator().manual_seed(0))
+    answers = [run(rig, texts) for rig in (held, paged)]
+    assert fake.attended
+    torch.testing.assert_close(answers[1][0], answers[0][0], rtol=1e-3, atol=1e-3 * float(answers[0][0].abs().max()))
+    assert answers[1][1] == answers[0][1]
+    assert not any(paged.session.encoded._prompts.values())
+    more = [rig.stepper.run([StepRow(texts[0, 33:37].tolist(), 33, 0, rig.pages(0), range(4))]) for rig in (held, paged)]  # no prompt any more
+    torch.testing.assert_close(more[1], more[0], rtol=1e-3, atol=1e-3 * float(more[0].abs().max()))
+    assert paged.session.stored_bytes() == held.session.stored_bytes()
+    paged.session.release(0)
+    assert paged.session.encoded.stored_bytes(1, 19) > 0
+
+
+def run(rig: Rig, texts: Tensor) -> tuple[Tensor, list[int]]:
+    """Read prompts of 30, 17 and 2 tokens, the first in two chunks, the last while others decode, then decode: logits and stored bytes."""
+    logits, sizes, prompts = [], [], (30, 17, 2)
+    steps = [[(0, 0, 20)], [(0, 20, 10), (1, 0, 17)], [(0, 30, 1), (1, 17, 1)], [(0, 31, 1), (2, 0, 2)], [(0, 32, 1), (1, 18, 1), (2, 2, 1)]]
+    for step in steps:
+        rows = [
+            StepRow(texts[slot, seen : seen + count].tolist(), seen, slot, rig.pages(slot), (count - 1,) if seen + count >= prompts[slot] else (),
+                    prompts[slot])
+            for slot, seen, count in step
+        ]  # fmt: skip
+        logits.append(rig.stepper.run(rows))
+        sizes.append(rig.session.stored_bytes())
+    return torch.cat([x for x in logits if len(x)]), sizes
+
+
+def test_reserved_bytes_are_pages_rings_and_prompts() -> None:
+    plan = parse_policy("kivi").plan(model(num_layers=2, dtype="bfloat16"))
+    form = formats.find_format(plan)
+    assert form is not None
+    # 2 bits and 2 x 16 bits a group of 32: three bits a number; keys and values of 8 heads x 128 channels, 32 tokens, 2 layers.
+    assert store.page_bytes(plan) == 2 * 8 * 128 * 32 * 2 * 3 // 8
+    assert store.slot_bytes(plan, form) == 144 * store.token_bytes(plan) == 144 * 2 * 8 * 128 * 2 * 2
+
+
+def test_bench_checks_and_times_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trtkv.bench import stores
+    from trtkv.bench.cases import Case, find_geometry
+    from trtkv.bench.timing import Times
+
+    fake = Torch(monkeypatch)
+    policy, options = stores.find_store("int2", ["quantize.group=16"])
+    one = stores.StoreCase("int2", Case("attend", "4x2x64", find_geometry("4x2x64", "float32"), policy, 2, 192, 1, options))
+    assert one.command().endswith("--batch 2 --dtype float32 --set quantize.group=16")
+    times = {name: Times(100.0, 100.0, 100.0, 100.0, 1, "wall clock") for name in ("sdpa", "sdpa again")}
+    record = stores.measure_store(one, times, 1e9, stores.Setup(torch.device("cpu"), runs=2, layers=1))
+    assert record["status"] == "ok" and fake.attended and record["group"] == 16
+    # 176 tokens: 128 keys and 48 values in two bits with two numbers of 32 a group of 16, the others in full precision.
+    assert record["least_bytes"] == 2 * 2 * 64 * ((128 + 48) * 3 // 4 + (48 + 128) * 4)
+    wrong = stores.StoredLayers(one.case, 1, torch.device("cpu"))
+    wrong.attend(0)
+    wrong.out[0, 0] += wrong.out.abs().max()
+    assert not wrong.check(0)["passed"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("policy", "sets"), [("kivi", ()), ("kivi", ("quantize.bits=4", "quantize.group=16", "quantize.residual=32")), ("fp8", ())])
+def test_captured_steps_on_a_gpu_answer_like_the_definition(wide: TinyModel, policy: str, sets: tuple[str, ...], tmp_path: Path) -> None:
+    rigs = [make_rig(wide, policy, tmp_path, sets=sets, slots=3, dtype="bfloat16", device="cuda", by_definition=one) for one in (True, False)]
+    assert rigs[1].session.encoded is not None and rigs[1].executor.capturable and not rigs[0].executor.capturable
+    exact = make_rig(wide, policy, tmp_path, sets=sets, slots=3, by_definition=True)
+    prompts, texts = (150, 33, 7), torch.randint(1, 250, (3, 420), generator=torch.Generator().manual_seed(0))
+    found: list[tuple[Tensor, list[int]]] = []
+    for rig in (exact, *rigs):
+        logits, sizes = [], []
+        for slot, count in enumerate(prompts):
+            row = StepRow(texts[slot, :count].tolist(), 0, slot, rig.pages(slot), (count - 1,), count)
+            logits.append(rig.stepper.run([row]))
+        for step in range(150):
+            rows = [
+                StepRow([int(texts[slot, count + step])], count + step, slot, rig.pages(slot), (0,), count) for slot, count in enumerate(prompts)
+            ]  # fmt: skip
+            logits.append(rig.stepper.run(rows))
+            sizes.append(rig.session.stored_bytes())
+        found.append((torch.cat(logits).double().cpu(), sizes))
+    assert found[1][1] == found[2][1]
+    plain, own = ((one[0] - found[0][0]).norm() for one in found[1:])
+    assert own <= 2 * plain
+
+
+@pytest.mark.parametrize("arch", ["80", "86", "89", "90", "120"])
+def test_blocks_fit_every_gpu(arch: str) -> None:
+    limit = {"80": 163, "90": 227}.get(arch, 99) * 1024  # of a block; a multiprocessor has one KiB more
+    for bits, group in ((2, 16), (2, 32), (4, 16), (4, 128), (8, 1)):
+        for dim in support.HEAD_DIMS:
+            form = make_form(bits, group, 128, dim)[0]
+            block = launch.attend_block(form, dim, arch)
+            assert block.shared >= block.warps * launch.STAGES * launch.step_bytes(form, dim)
+            assert block.resident >= 1 and block.resident * (block.shared + launch.STATIC_SHARED) <= limit + 1024
+            assert block.shared + launch.STATIC_SHARED <= limit
+            # Laid down at the end: outputs of eight heads a warp, then a factor a part and a sum a thread.
+            assert block.shared >= max(block.warps * 8 * (dim + 4) * 4, 8 * 4 * launch.MOST_SPLITS + block.warps * 32 * 16)

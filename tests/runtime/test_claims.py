@@ -1,0 +1,126 @@
+"""Pages of caches that are evicted from: they follow integers, so thousands of steps are scheduled without a model."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.policies.cases import small
+from tests.runtime.test_scheduler import ids, params, prompt
+from tests.test_predict import MODEL
+from tests.tiny import TinyModel
+from trtkv.api import build
+from trtkv.config import Limits
+from trtkv.errors import CapacityError, RequestError
+from trtkv.plan import CachePlan
+from trtkv.plugins.compaction.ledger import Ledger
+from trtkv.runtime.claims import ClaimScheduler
+from trtkv.runtime.llm import LLM
+from trtkv.runtime.memory import pool_sizes
+from trtkv.runtime.pages import GroupPages, PageAllocator, make_pages
+from trtkv.runtime.scheduler import Running
+
+POLICIES = ("lagkv", "knorm", "streaming", "h2o", "snapkv", "pyramidkv", "tova", "raas", "keydiff", "arkv-origin")
+LIMITS = Limits(max_seq_len=400, max_batch_size=6, max_chunk_tokens=64)
+
+
+class Rig:
+    """A scheduler and what a session does to its ledger, without a cache."""
+
+    def __init__(self, plan: CachePlan, share: float) -> None:
+        self.plan, self.ledger, self.slots = plan, Ledger(plan), list(range(LIMITS.max_batch_size))
+        whole = self.ledger.most_pages(LIMITS.max_seq_len, LIMITS.max_chunk_tokens)
+        self.pages: PageAllocator | GroupPages = make_pages([int(one * share) for one in whole])
+        self.scheduler = ClaimScheduler(plan, LIMITS, self.pages, self.slots, self.ledger)
+        self.pools = self.pages.pools if isinstance(self.pages, GroupPages) else [self.pages]
+        self.most = self.steps = 0
+
+    def add(self, length: int, answer: int) -> None:
+        self.scheduler.add(Running(self.steps, [0] * length, length, answer))
+
+    def step(self) -> bool:
+        batch = self.scheduler.next()
+        for group, pool in enumerate(self.pools):
+            owned = [page for one in self.scheduler.running for page in one.pages[group]]  # type: ignore[attr-defined]
+            assert len(owned) == len(set(owned)) == pool.num_pages - pool.free
+        for one, row in batch:
+            account = self.ledger.append(one.slot, len(row.tokens), one.seen + len(row.tokens), one.num_prompt)
+            assert all(self.plan.pages(have) <= len(own) for have, own in zip(account.stored, one.pages, strict=True))  # type: ignore[arg-type]
+            self.ledger.settle(account, self.ledger.due(account))
+            one.seen += len(row.tokens)
+            self.scheduler.stored(one)
+            if row.logits_of:
+                one.tokens.append(0)
+                if one.num_generated >= one.max_tokens:
+                    self.ledger.release(one.slot)
+                    self.scheduler.remove(one)
+        self.most, self.steps = max(self.most, len(batch)), self.steps + 1
+        return bool(batch)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_page_is_lost_in_ten_thousand_steps(name: str) -> None:
+    rig, chance = Rig(small(name).plan(MODEL), 1.7), random.Random(name)
+    while rig.steps < 10_000:
+        while len(rig.scheduler.waiting) < 3:
+            length = chance.choice((1, 2, 30, 63, 64, 65, 129, 300))
+            rig.add(length, chance.randint(1, 399 - length if chance.random() < 0.2 else 40))
+        assert rig.step(), "sequences wait and none can go on"
+    while rig.step():
+        pass
+    assert not rig.scheduler.running and not rig.scheduler.waiting
+    assert all(pool.free == pool.num_pages for pool in rig.pools)
+    assert sorted(rig.slots) == list(range(LIMITS.max_batch_size))
+
+
+def test_freed_pages_serve_others() -> None:
+    """One and a half whole prompts of room hold one sequence of full length, and four that have been evicted from or are read."""
+    rig = Rig(small("snapkv", 32).plan(MODEL), 1.5)
+    for _ in range(6):
+        rig.add(380, 20)
+    while rig.step():
+        pass
+    assert rig.most >= 4
+
+
+def test_what_never_fits_is_refused() -> None:
+    rig = Rig(small("pyramidkv").plan(MODEL), 0.5)
+    rig.scheduler.check([0] * 150, 40)
+    with pytest.raises(RequestError, match="pages of the cache"):
+        rig.scheduler.check([0] * 300, 40)
+
+
+@pytest.mark.parametrize("policy", ["lagkv", "h2o", "pyramidkv"])
+def test_an_answer_does_not_depend_on_its_batch(policy: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
+    sets = ("evict.lag=16", "evict.sink=4") if policy == "lagkv" else ("evict.window=8",) if policy == "pyramidkv" else ()
+    limits = {"max_seq_len": 256, "max_batch_size": 4, "max_chunk_tokens": 48}
+    path = build(str(tiny_llama.path), policy, budget=None if policy == "lagkv" else 64, sets=sets, out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
+    llm = LLM(path)
+    alone = [llm.generate([prompt(100 + 9 * seed, seed)], params(40))[0].token_ids for seed in range(5)]
+    calls = [llm.batcher.submit([prompt(100 + 9 * seed, seed)], [params(40)]) for seed in range(5)]
+    while llm.batcher.advance():
+        pass
+    assert [ids(call) for call in calls] == alone
+    assert llm.batcher.evicted_tokens > 0
+    assert llm.engine.pages.free == llm.engine.pages.num_pages and len(llm.engine.slots) == 4
+
+
+def test_layers_that_keep_less_get_less_of_a_small_memory() -> None:
+    plan = small("pyramidkv", 64).plan(MODEL)
+    one = 400 * plan.page_bytes // plan.page_size
+    sizes = pool_sizes(plan, LIMITS, torch.device("cpu"), 3 * one)
+    assert all(a >= b for a, b in itertools.pairwise(sizes)) and sizes[0] > 1.2 * sizes[-1] >= 1.2 * plan.pages(400)
+    assert sum(count * plan.group_page_bytes(group) for group, count in enumerate(sizes)) + 6 * plan.slot_bytes <= 3 * one
+    assert pool_sizes(plan, LIMITS, torch.device("cpu"), 100 * one) == [6 * plan.pages(400)] * plan.num_page_groups
+    with pytest.raises(CapacityError, match="the cache of one sequence of 400 tokens"):
+        pool_sizes(plan, LIMITS, torch.device("cpu"), one)
+
+
+def test_a_policy_that_evicts_while_it_reads_needs_less_than_its_length() -> None:
+    plan, full = small("lagkv").plan(MODEL), small("full").plan(MODEL)
+    (pages,) = pool_sizes(plan, LIMITS, torch.device("cpu"), 1 << 40)
+    assert pages < 0.9 * LIMITS.max_batch_size * full.pages(LIMITS.max_seq_len)

@@ -1,0 +1,23 @@
+"""A cache in eight-bit floats, as inference engines offer it, with one e4m3 scale a token and head instead of one for a whole layer.
+
+Every token is encoded behind the attention of the step that appends it, a prompt when it is complete.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from trtkv.plan import Occupancy
+from trtkv.policies.quantize.fp8 import Fp8
+
+
+class Float8(Fp8):
+    """Keep every token in eight-bit floats."""
+
+    source: ClassVar[str] = "FP8 formats, arXiv 2209.05433"
+    needs: ClassVar[frozenset[str]] = frozenset()
+    demoted_only: ClassVar[bool] = False
+
+    def flush(self, at: Occupancy, encoded: tuple[int, int]) -> tuple[int, int]:
+        """Encode everything once the prompt is complete."""
+        return (at.stored, at.stored) if at.complete else encoded
