@@ -1,0 +1,67 @@
+"""Launching recall; every tensor is given, nothing is allocated or synchronized."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from trtkv.plugins._device import nvrtc
+from trtkv.plugins._device.nvrtc import Int, Kernel, Long, Pointer
+from trtkv.plugins.kv_recall.layout import Layout
+from trtkv.plugins.kv_recall.store import Tier
+from trtkv.plugins.kv_select.launch import arch, stream
+
+_SOURCE = Path(__file__).parent / "recall.cu"
+_RECALL = (Pointer,) * 13 + (Long,) * 4 + (Int,) * 7
+_OPEN = (Pointer,) * 8 + (Int,) * 6
+THREADS = 256
+BUSY = 132  # blocks beyond which more of them a head gain nothing: the bus is full
+
+
+def recall_pages(
+    tier: Tier, shape: Layout, selection: Tensor, lens: Tensor, slots: Tensor, table: Tensor, places: Tensor | None, rows: Tensor | None, *,
+    num_slots: int, ahead: bool, flush: bool, pending: Tensor | None = None, overlap: bool = False,
+) -> None:  # fmt: skip
+    """Bring selected pages into frames: selection [B, Hk, K + 1], lens and slots [B], table [B, M] int32, as in `recall.cu`.
+
+    places [B, Hk, K + 1] and rows [B, F + R] int32 are written unless the selection is the next step's (ahead); flush writes completed pages to the
+    host; pending [B, Hk, 1 + 2 F] int32 gets the copies instead of their being made.
+    """
+    batch, heads, width = selection.shape[0], selection.shape[1], selection.shape[2] - 1
+    _, _, size, dim = tier.keys.shape
+    cluster = recall_cluster(batch * heads) if int(arch()) >= 90 else 1
+    kernel = recall_kernel(dim * tier.keys.element_size(), size, cluster, arch())
+    page, head, part, token, _ = (step * tier.host.element_size() for step in tier.host.stride())
+    address = lambda x: 0 if x is None else x.data_ptr()  # noqa: E731
+    given = (selection, lens, slots, table, tier.host, tier.keys, tier.values, tier.held, tier.stamps, tier.moved, places, rows, pending)
+    values = (*map(address, given), page, head, part, token, width, table.stride(0), shape.frames, shape.ring, num_slots, int(ahead), int(flush))
+    shared = 4 * (2 * width + 4 * shape.frames)
+    kernel.launch((cluster, heads, batch), THREADS, shared, stream(), values, cluster=cluster, overlap=overlap)
+
+
+def open_pages(
+    shape: Layout, lens: Tensor, slots: Tensor, table: Tensor, found: Tensor, row_bytes: int, *, num_slots: int, budget: int, overlap: bool = False
+) -> None:
+    """Find what a decode step must know of the open pages: found [5, B] int32 (row, tokens inside, page, next length, end of places)."""
+    kernel = open_kernel(row_bytes, shape.page_size, arch())
+    batch = lens.shape[0]
+    outputs = [found[i].data_ptr() for i in range(5)]
+    values = (lens.data_ptr(), slots.data_ptr(), table.data_ptr(), *outputs, batch, table.stride(0), shape.frames, shape.ring, num_slots, budget)
+    kernel.launch((1, 1, 1), 32, 0, stream(), values, overlap=overlap)
+
+
+def recall_cluster(rows: int) -> int:
+    """Choose blocks a row."""
+    return next((c for c in (8, 4, 2) if rows * c <= BUSY), 1)
+
+
+def recall_kernel(row_bytes: int, tokens: int, cluster: int, arch: str) -> Kernel:
+    """Load the kernel for heads of so many bytes and pages of so many tokens."""
+    defines = (f"-DCLUSTER={cluster}", f"-DROW={row_bytes}", f"-DTOKENS={tokens}")
+    return nvrtc.load(_SOURCE, "recall", _RECALL, defines, arch, 64 * 1024)
+
+
+def open_kernel(row_bytes: int, tokens: int, arch: str) -> Kernel:
+    """Load the kernel that looks at open pages."""
+    return nvrtc.load(_SOURCE, "open_pages", _OPEN, ("-DCLUSTER=1", f"-DROW={row_bytes}", f"-DTOKENS={tokens}"), arch, 0)

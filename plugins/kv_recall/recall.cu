@@ -1,0 +1,189 @@
+// Recall of selected pages from host memory into device frames: one thread-block cluster a sequence and KV head, planned and copied in one launch.
+//
+// Built with -DCLUSTER (1 to 16), -DROW (bytes of a key of one head) and -DTOKENS (of a page).
+//
+// Every block of a cluster plans alike: which listed pages are in a frame, which frames the others take (empty ones first, then the least recently
+// selected, then the lowest). The pages to copy are shared out over the blocks, sixteen bytes a thread and load; pinned memory answers after
+// microseconds, so a block asks for a whole page before it stores any of it. The first block writes the new state once all have read the old one.
+typedef unsigned int u32;
+typedef long long i64;
+
+#define THREADS 256
+#define VECTORS (2 * TOKENS * ROW / 16) // of a page: keys, then values
+#define LOADS ((VECTORS + THREADS - 1) / THREADS)
+#define HIT 0x7fffffff
+
+// Wait for the kernels before this one, then let the one behind start its preamble: it may read what was written before the kernel before it.
+__device__ __forceinline__ void dependency_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void cluster_arrive() {
+#if CLUSTER > 1
+  asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if CLUSTER > 1
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+// Host memory changes between launches only, but is read once: no cache is to keep it.
+__device__ __forceinline__ uint4 load_once(const char* p) { return __ldcv(reinterpret_cast<const uint4*>(p)); }
+
+// Where a page of a head lies on the host, in bytes.
+struct Host {
+  char* base;
+  i64 page, head, part, token;
+  __device__ __forceinline__ char* at(int p, int h, int vector) const {
+    const int byte = vector * 16, row = byte / ROW;
+    return base + p * page + h * head + (row / TOKENS) * part + (row % TOKENS) * token + byte % ROW;
+  }
+};
+// The same vector of a row of the device's pools.
+__device__ __forceinline__ char* place_of(char* keys, char* values, i64 row, int vector) {
+  const int byte = vector * 16;
+  return byte < TOKENS * ROW ? keys + row * (TOKENS * ROW) + byte : values + row * (TOKENS * ROW) + byte - TOKENS * ROW;
+}
+
+__device__ __forceinline__ void bring(const Host& host, int page, int head, char* keys, char* values, i64 row) {
+  uint4 v[LOADS];
+#pragma unroll
+  for (int i = 0; i < LOADS; i++) {
+    const int vector = i * THREADS + threadIdx.x;
+    if (vector < VECTORS) v[i] = load_once(host.at(page, head, vector));
+  }
+#pragma unroll
+  for (int i = 0; i < LOADS; i++) {
+    const int vector = i * THREADS + threadIdx.x;
+    if (vector < VECTORS) *reinterpret_cast<uint4*>(place_of(keys, values, row, vector)) = v[i];
+  }
+}
+
+// selection [B, H, width + 1] int32: ascending pages and last their count, -1 for all of them; lens [B] stored tokens; slots [B]; table
+// [B, table_stride] pages of the host; host as its strides say; keys, values [Z (F + R), H, TOKENS, D] pools of frames and rings; held, stamps
+// [Z, H, F] int32; moved [2] counts. With ahead the selection is the next step's, which has one token more; else places [B, H, width + 1] gets the
+// places of the pages and rows [B, F + R] the row of every place. With flush a page that this step completes is written to the host. With pending
+// [B, H, 1 + 2 F] nothing is copied: it gets the number of copies and their pages and frames.
+extern "C" __global__ void __launch_bounds__(THREADS) recall(const int* selection, const int* lens, const int* slots, const int* table, char* host_base,
+    char* keys, char* values, int* held, int* stamps, unsigned long long* moved, int* places, int* rows, int* pending, i64 host_page, i64 host_head,
+    i64 host_part, i64 host_token, int width, int table_stride, int frames, int ring, int num_slots, int ahead, int flush) {
+  extern __shared__ __align__(16) char arena[];
+  __shared__ int warp_missing[THREADS / 32];
+  int *wanted = reinterpret_cast<int*>(arena), *place = wanted + width, *pages = place + width, *age = pages + frames, *victim = age + frames, *copied = victim + frames;
+  const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0, head = blockIdx.y, heads = gridDim.y, b = blockIdx.z, t = threadIdx.x;
+  const Host host = {host_base, host_page, host_head, host_part, host_token};
+  dependency_wait();
+  const int now = lens[b], stored = now + ahead, slot = slots[b], newest = (stored - 1) / TOKENS;
+  const int* list = selection + ((i64)b * heads + head) * (width + 1);
+  const int count = list[width];
+  const bool whole = count < 0;
+  const int n = min(whole ? newest + 1 : count, width), recent = newest - ring; // the last page that is not in the ring
+  const i64 state = ((i64)slot * heads + head) * frames;
+  for (int j = t; j < n; j += THREADS) {
+    const int page = whole ? j : list[j];
+    wanted[j] = page, place[j] = page > recent ? frames + ring - 1 - (newest - page) : HIT;
+  }
+  for (int f = t; f < frames; f += THREADS) {
+    const int page = held[state + f];
+    pages[f] = page, age[f] = page < 0 ? -1 : stamps[state + f];
+  }
+  __syncthreads();
+  cluster_arrive(); // the old state has been read
+  for (int f = t; f < frames; f += THREADS) {
+    const int page = pages[f];
+    int low = 0, high = n;
+    while (low < high) {
+      const int middle = (low + high) >> 1;
+      if (wanted[middle] < page) low = middle + 1;
+      else high = middle;
+    }
+    if (page >= 0 && low < n && wanted[low] == page && page <= recent) place[low] = f, age[f] = HIT;
+  }
+  __syncthreads();
+  int missing = 0; // number the pages that are in no frame
+  for (int first = 0; first < n; first += THREADS) {
+    const int j = first + t;
+    const bool own = j < n && place[j] == HIT;
+    const u32 votes = __ballot_sync(~0u, own);
+    if (t % 32 == 0) warp_missing[t / 32] = __popc(votes);
+    __syncthreads();
+    int before = missing;
+    for (int w = 0; w < THREADS / 32; w++) {
+      if (w < t / 32) before += warp_missing[w];
+      missing += warp_missing[w];
+    }
+    if (own) place[j] = -1 - before - __popc(votes & ((1u << t % 32) - 1));
+    __syncthreads();
+  }
+  if (missing) {
+    for (int f = t; f < frames; f += THREADS) {
+      const int own = age[f];
+      if (own == HIT) continue;
+      int rank_of = 0;
+      for (int g = 0; g < frames; g++) rank_of += age[g] < own || (age[g] == own && g < f);
+      if (rank_of < missing) victim[rank_of] = f;
+    }
+    __syncthreads();
+    for (int j = t; j < n; j += THREADS) {
+      if (place[j] < 0) {
+        const int number = -1 - place[j];
+        copied[number] = wanted[j], place[j] = victim[number];
+      }
+    }
+    __syncthreads();
+    const int* own_table = table + (i64)b * table_stride;
+    if (!pending) {
+      for (int i = rank; i < missing; i += CLUSTER)
+        bring(host, own_table[copied[i]], head, keys, values, ((i64)slot * frames + victim[i]) * heads + head);
+    }
+  }
+  if (flush && now % TOKENS == 0 && rank == CLUSTER - 1) {
+    const int page = now / TOKENS - 1, home = table[(i64)b * table_stride + page];
+    const i64 row = ((i64)num_slots * frames + (i64)slot * ring + page % ring) * heads + head;
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+      const int vector = i * THREADS + t;
+      if (vector < VECTORS) *reinterpret_cast<uint4*>(host.at(home, head, vector)) = *reinterpret_cast<const uint4*>(place_of(keys, values, row, vector));
+    }
+  }
+  cluster_wait();
+  if (rank) return;
+  for (int j = t; j < n; j += THREADS) {
+    if (wanted[j] <= recent) held[state + place[j]] = wanted[j], stamps[state + place[j]] = 2 * stored - ahead;
+  }
+  if (missing && t == 0) atomicAdd(moved + ahead, (unsigned long long)missing);
+  if (pending) {
+    int* to = pending + ((i64)b * heads + head) * (1 + 2 * frames);
+    if (t == 0) to[0] = missing;
+    for (int i = t; i < missing; i += THREADS) to[1 + 2 * i] = copied[i], to[2 + 2 * i] = victim[i];
+  }
+  if (ahead) return;
+  int* to = places + ((i64)b * heads + head) * (width + 1);
+  for (int j = t; j < width; j += THREADS) to[j] = j < n ? place[j] : -1;
+  if (t == 0) to[width] = whole ? -1 : n;
+  if (head) return;
+  // A sequence that is read whole has the same frames in all heads, since their lists have always been the same.
+  for (int i = t; i < frames + ring; i += THREADS) {
+    const int page = whole ? i : newest - (frames + ring - 1 - i);
+    int row = slot * frames + min(i, frames - 1);
+    if (whole && i < n && place[i] < frames) row = slot * frames + place[i];
+    else if (whole ? i < n : i >= frames && page >= 0) row = num_slots * frames + slot * ring + page % ring;
+    rows[(i64)b * (frames + ring) + i] = row;
+  }
+}
+
+// What the other kernels of a decode step need to know of the open pages, from lens [B], slots [B] and table [B, table_stride]: the row of the open
+// page, the tokens in it, its page number, the tokens of the next step, and the length behind which no place holds tokens; each [B] int32.
+extern "C" __global__ void open_pages(const int* lens, const int* slots, const int* table, int* row, int* inside, int* home, int* next, int* end, int batch,
+    int table_stride, int frames, int ring, int num_slots, int budget) {
+  dependency_wait();
+  for (int b = threadIdx.x; b < batch; b += 32) {
+    const int stored = lens[b], newest = (stored - 1) / TOKENS, filled = (stored - 1) % TOKENS + 1;
+    row[b] = num_slots * frames + slots[b] * ring + newest % ring;
+    inside[b] = filled, home[b] = table[(i64)b * table_stride + newest], next[b] = stored + 1;
+    end[b] = stored <= budget ? stored : (frames + ring - 1) * TOKENS + filled;
+  }
+}

@@ -1,0 +1,19 @@
+"""Every recall kernel that an engine may launch."""
+
+from __future__ import annotations
+
+from trtkv.config import DTYPE_BYTES, Limits, ModelConfig
+from trtkv.plan import CachePlan
+from trtkv.plugins.kv_recall import launch
+from trtkv.plugins.kv_recall.layout import why_not
+
+
+def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> None:
+    """Load the kernels for a compute capability where the policy's pages may live on the host: one for each number of blocks a head."""
+    if "offload" not in plan.roles or why_not(plan) is not None:
+        return
+    row_bytes = plan.head_dim * DTYPE_BYTES[plan.kv_dtype]
+    launch.open_kernel(row_bytes, plan.page_size, arch)
+    for batch in range(1, limits.max_batch_size + 1):
+        cluster = launch.recall_cluster(batch * plan.num_kv_heads) if int(arch) >= 90 else 1
+        launch.recall_kernel(row_bytes, plan.page_size, cluster, arch)

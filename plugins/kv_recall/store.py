@@ -1,0 +1,139 @@
+"""The tiers of an offloaded session: every page on the host, the newest and the selected ones on the device too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from trtkv.plan import CachePlan
+from trtkv.plugins.dtypes import TORCH_DTYPES
+from trtkv.plugins.kv_recall.layout import Layout, layout
+
+Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """How pages come back: engine "kernel" gathers on the device, "copies" in one batch of copies, "blocking" page by page.
+
+    The last two let the host read every layer's selection, so their steps cannot be captured. ahead recalls behind a layer's attention what the
+    next step will probably read; slack is the share of a selection that stays resident beyond it; reuse off brings every page of a selection anew;
+    order is that of a page on the host: "heads" first, so that what moves is contiguous, or "tokens" first.
+    """
+
+    engine: Literal["kernel", "copies", "blocking"] = "kernel"
+    ahead: bool = True
+    slack: float = 0.25
+    reuse: bool = True
+    order: Literal["heads", "tokens"] = "heads"
+
+
+class Lane(Protocol):
+    """Work beside the step's own stream."""
+
+    def behind(self) -> AbstractContextManager[None]:
+        """Enqueue what is done inside behind all that has been enqueued so far, beside what comes next."""
+
+    def join(self) -> None:
+        """Let what is enqueued from now on wait for all of it."""
+
+
+class SameLane:
+    """No second stream: work is done where it is enqueued."""
+
+    @contextmanager
+    def behind(self) -> Iterator[None]:
+        """Do it now."""
+        yield
+
+    def join(self) -> None:
+        """Nothing is left to wait for."""
+
+
+class Tier:
+    """One layer: host [P, Hk, 2, N, D] keys and values of full pages; keys and values [Z (F + R), Hk, N, D] of frames and rings.
+
+    Frame f of slot z is row z F + f, ring place j is row Z F + z R + j. held [Z, Hk, F] int32 names each frame's page, -1 for none, stamps when it
+    was last selected; moved [2] int64 counts pages that came back in front of attention and ahead of it. host may be pinned memory that the device
+    reads and writes, in any order of its axes but the last.
+    """
+
+    def __init__(self, plan: CachePlan, shape: Layout, num_slots: int, host: Tensor, device: torch.device) -> None:
+        rows = (num_slots * shape.places, plan.num_kv_heads, plan.page_size, plan.head_dim)
+        self.host = host
+        self.keys, self.values = (torch.zeros(rows, dtype=host.dtype, device=device) for _ in range(2))
+        self.held = torch.full((num_slots, plan.num_kv_heads, shape.frames), -1, dtype=torch.int32, device=device)
+        self.stamps = torch.zeros_like(self.held)
+        self.moved = torch.zeros(2, dtype=torch.int64, device=device)
+
+
+class Offload:
+    """All offloaded layers of a session; `lane` is where recall ahead of the next step runs."""
+
+    def __init__(
+        self, plan: CachePlan, num_pages: int, num_slots: int, device: torch.device | str = "cpu", recall: Recall = Recall(),
+        allocate: Allocate | None = None, lane: Lane | None = None,
+    ) -> None:  # fmt: skip
+        """Allocate both tiers; allocate makes a layer's host pool as the device sees it, by default in plain memory of the device.
+
+        Raises ConfigError where the plan's pages cannot live on the host, and what allocate raises.
+        """
+        self.shape, self.recall, self.device = layout(plan, recall.slack), recall, torch.device(device)
+        self.num_slots, self.num_pages = num_slots, num_pages
+        self.lane: Lane = lane or SameLane()
+        dtype = TORCH_DTYPES[plan.kv_dtype]
+        heads, tokens, dim = plan.num_kv_heads, plan.page_size, plan.head_dim
+        make = allocate or (lambda one, kind: torch.empty(one, dtype=kind, device=self.device))
+        if recall.order == "heads":
+            hosts = {layer: make((num_pages, heads, 2, tokens, dim), dtype) for layer in self.shape.layers}
+        else:
+            hosts = {layer: make((num_pages, 2, tokens, heads, dim), dtype).permute(0, 3, 1, 2, 4) for layer in self.shape.layers}
+        self.tiers = {layer: Tier(plan, self.shape, num_slots, host, self.device) for layer, host in hosts.items()}
+        self.chunk: tuple[Tensor, Tensor] | None = None  # keys and values of the running layer's new tokens, in whole pages
+        self.staged: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by layer and slot: what a prompt's next layer will read
+        self.kept: list[Tensor] = []  # what the lane still reads
+
+    def covers(self, layer: int) -> bool:
+        """Whether a layer's pages live on the host."""
+        return layer in self.tiers
+
+    def forget(self, layer: int, slots: Sequence[int]) -> None:
+        """Empty the frames of slots whose sequence begins or reads its prompt."""
+        if slots:
+            self.tiers[layer].held[list(slots)] = -1
+
+    def ring_row(self, slot: int, page: int) -> int:
+        """Return the row of keys and values at which a page among a sequence's newest lies."""
+        return self.num_slots * self.shape.frames + slot * self.shape.ring + page % self.shape.ring
+
+    def place_rows(self, slot: int, newest: int) -> Tensor:
+        """Return the row of every place of a slot whose open page is `newest`: [F + R] int64, -1 for ring places before the first page."""
+        frames, ring = self.shape.frames, self.shape.ring
+        rows = list(range(slot * frames, (slot + 1) * frames))
+        rows += [self.ring_row(slot, page) if page >= 0 else -1 for page in range(newest - ring + 1, newest + 1)]
+        return torch.tensor(rows, dtype=torch.int64, device=self.device)
+
+    def moved_pages(self) -> tuple[int, int]:
+        """Return how many pages of one KV head came back so far, in front of attention and ahead of it; waits for the device."""
+        total = torch.stack([tier.moved for tier in self.tiers.values()]).sum(0).tolist()
+        return total[0], total[1]
+
+    def device_bytes(self) -> int:
+        """Return the bytes of frames, rings and what is known about them."""
+        return sum(x.nbytes for tier in self.tiers.values() for x in (tier.keys, tier.values, tier.held, tier.stamps, tier.moved))
+
+    def host_bytes(self) -> int:
+        """Return the bytes of the host pools."""
+        return sum(tier.host.nbytes for tier in self.tiers.values())
+
+    def join(self) -> None:
+        """Wait, on the step's stream, for what runs beside it."""
+        self.lane.join()
+        self.kept.clear()
+        self.staged.clear()
+        self.chunk = None

@@ -1,0 +1,82 @@
+"""The recall kernels compiled for the CPU: alone against their reference, and whole engines through the ops that launch them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.plugins import cuda_on_cpu
+
+pytest.importorskip("triton")
+from tests.gpu import check_recall as checks
+from tests.plugins.launches_in_torch import Launches
+from tests.runtime.test_offload import feed, prompts, rig
+from tests.tiny import TinyModel, make_tiny
+from trtkv.plugins import support
+from trtkv.plugins.kv_recall import launch
+from trtkv.plugins.kv_recall.store import Recall
+from trtkv.runtime.executor import TorchExecutor
+
+pytestmark = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(autouse=True)
+def _cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_on_cpu, "OPTIONS", (*cuda_on_cpu.OPTIONS, "-D__ldcv(p)=(*(p))"))
+    monkeypatch.setattr(checks, "DEV", torch.device("cpu"))
+    monkeypatch.setattr(checks, "failures", [])
+    monkeypatch.setattr(launch, "recall_cluster", lambda rows: 2)
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 9)])
+@pytest.mark.parametrize(
+    ("heads", "dim", "page", "width", "window", "order"),
+    [(2, 64, 16, 6, 16, "heads"), (3, 96, 16, 20, 1, "tokens"), (1, 64, 16, 300, 40, "heads"), (2, 64, 32, 2, 1, "tokens")],
+)
+def test_recall_against_its_reference(
+    heads: int, dim: int, page: int, width: int, window: int, order: str, capability: tuple[int, int], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda_on_cpu.install(monkeypatch, folder, capability)
+    random.seed(width), torch.manual_seed(width)
+    budget = width * page
+    case = checks.Case(heads, dim, page, width, window, [budget - 2, budget * 2 + page - 2, 3], order, False)
+    for number in range(4):
+        case.step(ahead=False)
+        if number % 2:
+            case.step(ahead=True)
+        case.lens = [length + 1 for length in case.lens]
+    assert checks.failures == []
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 128, "num_hidden_layers": 2}
+    return make_tiny("llama", tmp_path_factory.mktemp("wide") / "model", **shape)
+
+
+@pytest.mark.parametrize(("policy", "recall"), [("freekv", Recall()), ("freekv+own", Recall(ahead=False, order="tokens"))])
+def test_engines_answer_bit_for_bit(
+    policy: str, recall: Recall, wide: TinyModel, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ops as on a GPU: recall by its kernels, the other launches by what they promise, pages of prompts beside the layers."""
+    cuda_on_cpu.install(monkeypatch, folder)
+    launches = Launches(monkeypatch)
+    monkeypatch.setattr(support, "gpu_ready", lambda device: None)
+    monkeypatch.setattr(TorchExecutor, "capturable", False)
+    texts = prompts(106, 20)
+    forced = [torch.randint(0, 256, (9,), generator=torch.Generator().manual_seed(slot)).tolist() for slot in range(2)]
+    host = rig(wide, policy, tmp_path, recall, slots=2, dtype="float16")
+    found = feed(host, texts, forced)
+    assert {"score_pages", "select_units", "attend_list"} <= set(launches.names)
+    assert torch.equal(found, feed(rig(wide, policy, tmp_path, None, slots=2, dtype="float16"), texts, forced))
+    assert host.session.offload is not None
+    front, ahead = host.session.offload.moved_pages()
+    assert front > 0 and (ahead > 0) == recall.ahead

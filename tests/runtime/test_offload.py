@@ -1,0 +1,114 @@
+"""Engines whose pages live on the host answer bit for bit as those whose pages do not, whatever is recalled ahead and whoever used a slot before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.runtime.test_policies import generate, prompts
+from tests.tiny import Rig, TinyModel, make_rig, make_tiny
+from trtkv.errors import ConfigError
+from trtkv.plugins.kv_recall.store import Recall
+from trtkv.runtime.step import StepRow
+
+POLICIES = {
+    "freekv": ("retrieve.budget=96", "retrieve.sink=16", "retrieve.window=16", "retrieve.page=16"),
+    "freekv+own": ("retrieve.budget=96", "retrieve.sink=16", "retrieve.window=40", "retrieve.page=16", "retrieve.tau=1"),
+    "quest": ("retrieve.budget=64",),
+    "arkvale": ("retrieve.budget=128", "retrieve.page=16", "retrieve.sink=16", "retrieve.window=32", "retrieve.dense_layers=0"),
+}
+RECALLS = {
+    "ahead": Recall(),
+    "blocking": Recall(ahead=False),
+    "no slack": Recall(slack=0.0),
+    "no reuse": Recall(ahead=False, reuse=False),
+    "tokens first": Recall(order="tokens"),
+}
+BY_HOST = {"page by page": Recall("blocking", ahead=False), "one batch": Recall("copies", ahead=False, slack=0.0)}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return make_tiny("qwen3", tmp_path_factory.mktemp("offload") / "model")
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """A model whose heads are as wide as the kernels take them."""
+    shape = {"num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 640}
+    return make_tiny("qwen3", tmp_path_factory.mktemp("wide") / "model", **shape)
+
+
+def rig(model: TinyModel, policy: str, directory: Path, recall: Recall | None, slots: int = 3, **more: str) -> Rig:
+    return make_rig(model, policy.partition("+")[0], directory, sets=POLICIES[policy], slots=slots, recall=recall, **more)
+
+
+def feed(own: Rig, texts: list[list[int]], forced: list[list[int]]) -> Tensor:
+    """Prefill in chunks of 50 while others decode, then feed given tokens together: logits [steps, B, V]."""
+    seen = [0] * len(texts)
+    pages = [own.pages(slot) for slot in range(len(texts))]
+    out = []
+    while any(seen[slot] < len(text) + len(forced[slot]) for slot, text in enumerate(texts)):
+        rows, members = [], []
+        for slot, text in enumerate(texts):
+            if seen[slot] < len(text):
+                part = text[seen[slot] : seen[slot] + 50]
+                rows.append(StepRow(part, seen[slot], slot, pages[slot], (), len(text)))
+            elif seen[slot] - len(text) < len(forced[slot]):
+                rows.append(StepRow([forced[slot][seen[slot] - len(text)]], seen[slot], slot, pages[slot], (0,), len(text)))
+                members.append(slot)
+        logits = own.stepper.run(rows)
+        for row in rows:
+            seen[row.slot] += len(row.tokens)
+        whole = torch.zeros(len(texts), logits.shape[1], device=logits.device)
+        whole[members] = logits[: len(members)]
+        out.append(whole)
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("recall", RECALLS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_offloaded_pages_answer_bit_for_bit(policy: str, recall: str, tiny: TinyModel, tmp_path: Path) -> None:
+    compare(tiny, policy, tmp_path, RECALLS[recall])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("recall", {**RECALLS, **BY_HOST})
+@pytest.mark.parametrize("policy", POLICIES)
+def test_offloaded_kernels_answer_bit_for_bit(policy: str, recall: str, dtype: str, wide: TinyModel, tmp_path: Path) -> None:
+    how = {**RECALLS, **BY_HOST}[recall]
+    host = compare(wide, policy, tmp_path, how, dtype=dtype, device="cuda")
+    assert host.executor.capturable == (how.engine == "kernel")
+
+
+def compare(model: TinyModel, policy: str, directory: Path, recall: Recall, **more: str) -> Rig:
+    texts = prompts(150, 61, 33)
+    forced = [torch.randint(0, 256, (50,), generator=torch.Generator().manual_seed(slot)).tolist() for slot in range(3)]
+    host = rig(model, policy, directory, recall, **more)
+    found = feed(host, texts, forced)
+    assert torch.equal(found, feed(rig(model, policy, directory, None, **more), texts, forced))
+    assert host.session.offload is not None
+    front, ahead = host.session.offload.moved_pages()
+    assert front > 0
+    assert (ahead > 0) == recall.ahead
+    return host
+
+
+def test_a_slot_used_again_answers_as_a_fresh_one(tiny: TinyModel, tmp_path: Path) -> None:
+    first, second = prompts(150, 61)
+    used = rig(tiny, "freekv", tmp_path, Recall(), slots=1)
+    generate(used, [first], 40)
+    assert torch.equal(generate(used, [second], 60), generate(rig(tiny, "freekv", tmp_path, Recall(), slots=1), [second], 60))
+
+
+REFUSED = {"full": "every stored token", "fier": "other units", "snapkv": "evicts", "shadowkv": "other units"}
+
+
+@pytest.mark.parametrize(("policy", "words"), REFUSED.items())
+def test_policies_whose_pages_cannot_move_say_why(policy: str, words: str, tiny: TinyModel, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_rig(tiny, policy, tmp_path, recall=Recall())

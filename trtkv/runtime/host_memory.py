@@ -1,0 +1,184 @@
+"""Pinned host memory that the device reads and writes: allocated layer by layer, near the GPU, given back when nobody uses it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from trtkv.config import Limits
+from trtkv.errors import CapacityError, EngineError
+from trtkv.plan import CachePlan
+from trtkv.plugins.kv_recall.layout import Layout, layout
+from trtkv.plugins.kv_recall.store import Offload, Recall
+from trtkv.runtime.memory import HEADROOM, available_bytes, readable
+from trtkv.runtime.streams import SideStream
+
+HOST_SHARE = 0.8  # of what is free: pinned memory cannot be swapped out
+SMALLER = 0.75  # of the pages before, where pinning failed midway
+Report = Callable[[str, float], None]
+
+
+def open_offload(
+    plan: CachePlan, limits: Limits, device: torch.device, recall: Recall = Recall(), *,  # noqa: B008
+    host_bytes: int | None = None, cache_bytes: int | None = None, report: Report = lambda stage, fraction: None,
+) -> Offload:  # fmt: skip
+    """Allocate the tiers of an engine: enough host pages for every sequence at full length, or as many as the memory (or host_bytes) allows.
+
+    Where pinning fails midway all of it is given back and fewer pages are tried, down to one sequence of full length. cache_bytes limits the
+    device's part. Raises ConfigError where the plan's pages cannot live on the host, CapacityError where one sequence does not fit.
+    """
+    shape, slots = layout(plan, recall.slack), limits.max_batch_size
+    least = plan.pages(limits.max_seq_len)
+    pages = fitting_pages(plan, shape, limits, device, host_bytes, cache_bytes)
+    while True:
+        pool = HostPool(device, len(shape.layers), report)
+        try:
+            lane = SideStream(device) if device.type == "cuda" else None
+            return Offload(plan, pages, slots, device, recall, pool.allocate, lane)
+        except CapacityError:
+            pool.close()
+            if pages == least:
+                raise
+            pages = max(least, int(pages * SMALLER))
+        except BaseException:
+            pool.close()
+            raise
+
+
+def recall_of(plan: CachePlan) -> Recall:
+    """Say how pages come back under a plan's own schedule: ahead of the step that reads them, unless it is "blocking"."""
+    offload = plan.roles.get("offload")
+    return Recall(ahead=offload is None or offload.fields.get("schedule") != "blocking")
+
+
+def fitting_pages(
+    plan: CachePlan, shape: Layout, limits: Limits, device: torch.device, host_bytes: int | None = None, cache_bytes: int | None = None
+) -> int:
+    """Return the pages for which both tiers have room; raises CapacityError where one sequence of full length does not fit."""
+    wanted, slots = plan.pages(limits.max_seq_len), limits.max_batch_size
+    host_page = shape.host_bytes(1)
+    device_page, fixed = plan.page_bytes - host_page, slots * plan.slot_bytes + shape.device_bytes(slots)
+    host_room = int(host_available_bytes() * HOST_SHARE) if host_bytes is None else host_bytes
+    room = int(available_bytes(device) * HEADROOM) if cache_bytes is None else cache_bytes
+    if wanted * host_page > host_room:
+        raise CapacityError(
+            f"a sequence of {limits.max_seq_len} tokens takes {readable(wanted * host_page)} of host memory, {readable(host_room)} may be pinned",
+            "Build with a lower --max-seq-len, or use a machine with more memory.",
+        )
+    if wanted * device_page + fixed > room:
+        raise CapacityError(
+            f"summaries, dense layers and frames take {readable(wanted * device_page + fixed)} on {device.type}, {readable(room)} is available",
+            "Build with a lower --max-seq-len or --max-batch-size, or a smaller budget.",
+        )
+    return min(wanted * slots, host_room // host_page, (room - fixed) // max(1, device_page))
+
+
+def host_available_bytes() -> int:
+    """Return the bytes of host memory that this process may still take, the limit of its container included."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+        return free if limit == "max" else max(0, min(free, int(limit) - used))
+    except (OSError, ValueError):
+        return free
+
+
+class HostPool:
+    """Makes pools of host memory, each a tensor that the device sees: pinned with a GPU, plain memory without."""
+
+    def __init__(self, device: torch.device, count: int, report: Report = lambda stage, fraction: None) -> None:
+        """Make up to `count` pools for a device, reporting each."""
+        self._device, self._count, self._report = device, count, report
+        self._made: list[weakref.finalize] = []
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialized tensor in host memory; raises CapacityError where it cannot be pinned."""
+        self._report("host memory", len(self._made) / self._count)
+        if self._device.type != "cuda":
+            return torch.empty(shape, dtype=dtype)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        torch.cuda.synchronize(self._device)  # the first use of a device makes its context
+        with torch.cuda.device(self._device), near(self._device):
+            view, release = _pin(size, self._device)
+        self._made.append(release)
+        return view.view(dtype).view(shape)
+
+    def close(self) -> None:
+        """Give all of it back; the tensors may not be used any more."""
+        for release in self._made:
+            release()
+        self._made.clear()
+
+
+class _Memory:
+    """What torch needs to know to take memory as a tensor of the device that can address it."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 2, "strides": None}
+
+
+def _pin(size: int, device: torch.device) -> tuple[Tensor, weakref.finalize]:
+    from cuda.bindings import driver
+
+    flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
+    code, address = driver.cuMemHostAlloc(size, flags)
+    if int(code) != 0:
+        raise CapacityError(
+            f"{readable(size)} of host memory could not be pinned ({getattr(code, 'name', code)})",
+            "Give the process more memory, a higher limit of locked memory (ulimit -l), or build with a lower --max-seq-len.",
+        )
+    memory = _Memory(int(address), size)
+    release = weakref.finalize(memory, driver.cuMemFreeHost, address)  # torch's tensor keeps `memory`
+    release.atexit = False  # the driver takes everything back when the process ends
+    view = torch.as_tensor(memory, device=device)
+    if view.data_ptr() != int(address):
+        raise EngineError("torch copied host memory instead of addressing it", "Report this with the output of trtkv doctor.")
+    return view, release
+
+
+@contextmanager
+def near(device: torch.device) -> Iterator[None]:
+    """Run on the processors of the GPU's NUMA node, where the platform names one: memory then comes from that node."""
+    own = _processors_near(device)
+    if not own:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, own & before or before)
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _processors_near(device: torch.device) -> set[int]:
+    """Return the processors of the GPU's NUMA node, none where that is not known."""
+    if not hasattr(os, "sched_setaffinity"):
+        return set()
+    facts = torch.cuda.get_device_properties(device)
+    names = (getattr(facts, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id"))
+    domain, bus, slot = (0 if one is None else int(one) for one in names)
+    try:
+        node = int(Path(f"/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{slot:02x}.0/numa_node").read_text())
+        text = Path(f"/sys/devices/system/node/node{node}/cpulist").read_text().strip() if node >= 0 else ""
+    except (OSError, ValueError):
+        return set()
+    found: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def plain_bytes(address: int, size: int) -> memoryview:
+    """Return memory at an address as bytes of the host, for files."""
+    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
