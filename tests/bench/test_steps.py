@@ -9,6 +9,7 @@ import pytest
 
 from tests.console import Capture, call, complaint, printed
 from tests.tiny import TinyModel
+from trtkv.bench import load
 from trtkv.bench.serving import Traffic, make_requests, percentile
 from trtkv.bench.steps import weight_bytes
 from trtkv.manifest import read_manifest
@@ -56,6 +57,19 @@ def test_a_context_beyond_the_models_positions_is_measured_with_scaled_ones(tiny
     assert record["prefill_tokens"] == 600 - 2 - 3 - 5
 
 
+def test_long_caches_are_filled_with_the_pages_of_a_short_prompt(
+    tiny_llama: TinyModel, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "DIRECT_TOKENS", 64)
+    words = ("--policy", "full,fier,lagkv", "--context", "300", "--batch", 2, "--budget", 64, "--steps", 2, "--set", "evict.lag=32")
+    lines = printed(capsys, "bench", "step", "--model", tiny_llama.path, *words, "--fill", "direct", "--json").splitlines()
+    full, fier, lagkv = (json.loads(line) for line in lines)
+    assert "ttft_ms" not in full and "ttft_ms" not in fier and lagkv["ttft_ms"] > 0  # what is evicted from is always prefilled
+    assert full["kv_bytes"] == 2 * 295 * 2 * 2 * 16 * 3 * 4
+    assert fier["tokens_read_per_step"] == pytest.approx((2 * 295 + 64) / 3, abs=0.1)
+    assert full["command"].endswith("--fill direct --chunk 2048 --steps 2")
+
+
 def test_weights_that_are_only_looked_up_are_not_read(engines: list[Path]) -> None:
     manifest = read_manifest(engines[0])
     sizes = {one.name: 4 * one.shape[0] * (one.shape[1] if len(one.shape) > 1 else 1) for one in manifest.weights}
@@ -100,6 +114,7 @@ def test_percentiles_are_measured_values() -> None:
         (("--context", "many"), "not a whole number"),
         (("--policy", "fire", "--context", "200"), "fier"),
         (("--context", "200", "--steps", "0"), "steps 0"),
+        (("--context", "200", "--fill", "dirct"), "direct"),
         (("--context", "200", "--device", "cuda:9"), "cuda:9"),
     ],
 )

@@ -10,18 +10,32 @@ import torch
 from tests.runtime.test_policies import generate, prompts
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
 from trtkv.plugins import support
+from trtkv.plugins.dtypes import TORCH_DTYPES as DTYPES
 from trtkv.plugins.roles import load_role
-from trtkv.plugins.selection import choose, pool
+from trtkv.plugins.selection import choose, pool, spread
 from trtkv.runtime.step import StepRow
 
 pytestmark = pytest.mark.gpu
+PAGED = ("retrieve.budget=96", "retrieve.sink=16", "retrieve.window=16", "retrieve.page=16")
 POLICIES = {
     "full": (),
     "fier": ("retrieve.budget=64",),
     "fier+mean": ("retrieve.budget=64", "retrieve.pooling=mean"),
+    "fier+none": ("retrieve.budget=64", "retrieve.pooling=none", "retrieve.dense_layers=1"),
     "quest": ("retrieve.budget=64",),
-    "freekv": ("retrieve.budget=96", "retrieve.sink=16", "retrieve.window=16", "retrieve.page=16"),
+    "quest+none": ("retrieve.budget=64", "retrieve.pooling=none"),
+    "quest+small pages": ("retrieve.budget=64", "retrieve.page=8", "retrieve.dense_layers=0"),
+    "freekv": PAGED,
+    "freekv+cuboid": (*PAGED, "retrieve.digest=cuboid-mean", "retrieve.pooling=none"),
+    "arkvale": PAGED,
+    "arkvale+ball": (*PAGED[:3], "retrieve.page=32", "retrieve.digest=ball-mean", "retrieve.pooling=softmax-mean"),
+    "arkvale+shared": (*PAGED, "retrieve.digest=ball-max", "retrieve.shared=true"),
+    "shadowkv": ("retrieve.budget=80", "retrieve.window=8", "retrieve.outliers=3"),
+    "shadowkv+none": ("retrieve.budget=80", "retrieve.window=8", "retrieve.outliers=2", "retrieve.chunk=16", "retrieve.pooling=none"),
+    "shadowkv+no outliers": ("retrieve.budget=64", "retrieve.window=8", "retrieve.outliers=0", "retrieve.pooling=mean"),
 }
+LONG = {"quest+large pages": ("retrieve.budget=256", "retrieve.page=128")}  # selects from more tokens than the other tests have
+SELECTING = [policy for policy in POLICIES if policy != "full"]
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +45,15 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return make_tiny("qwen3", tmp_path_factory.mktemp("wide") / "model", **shape)
 
 
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """A model with as many query heads for its one KV head as the kernels take."""
+    shape = {"num_attention_heads": 16, "num_key_value_heads": 1, "head_dim": 64, "hidden_size": 256}
+    return make_tiny("llama", tmp_path_factory.mktemp("single") / "model", **shape)
+
+
 def rig(model: TinyModel, policy: str, directory: Path, dtype: str, slots: int = 3) -> Rig:
-    return make_rig(model, policy.partition("+")[0], directory, sets=POLICIES[policy], slots=slots, dtype=dtype, device="cuda")
+    return make_rig(model, policy.partition("+")[0], directory, sets=(POLICIES | LONG)[policy], slots=slots, dtype=dtype, device="cuda")
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -42,15 +63,25 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_kernels_answer_as_well_as_the_torch_forms(policy: str, dtype: str, wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare(policy, dtype, wide, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("policy", ["full", "fier+none", "quest", "arkvale+ball", "shadowkv"])
+def test_sixteen_heads_share_a_kv_head(policy: str, single: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare(policy, "bfloat16", single, tmp_path, monkeypatch)
+
+
+def compare(policy: str, dtype: str, model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Feed the same tokens to kernels, twice, and to the torch forms in this dtype and in fp32."""
     texts = prompts(150, 61, 33)
     forced = [torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(slot)).tolist() for slot in range(3)]
-    kernels = rig(wide, policy, tmp_path, dtype)
+    kernels = rig(model, policy, tmp_path, dtype)
     assert kernels.executor.capturable
     found = feed(kernels, texts, forced)
-    assert torch.equal(found, feed(rig(wide, policy, tmp_path, dtype), texts, forced))
+    assert torch.equal(found, feed(rig(model, policy, tmp_path, dtype), texts, forced))
     monkeypatch.setattr(support, "gpu_ready", lambda device: "switched off")
-    torch_form = feed(rig(wide, policy, tmp_path, dtype), texts, forced)
-    exact = feed(rig(wide, policy, tmp_path, "float32"), texts, forced)
+    torch_form = feed(rig(model, policy, tmp_path, dtype), texts, forced)
+    exact = feed(rig(model, policy, tmp_path, "float32"), texts, forced)
     assert error(found, exact) <= 2 * error(torch_form, exact)
 
 
@@ -82,24 +113,32 @@ def test_a_slot_used_again_answers_as_a_fresh_one(policy: str, wide: TinyModel, 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_prompt_joins_a_step_in_which_others_decode(policy: str, wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts, forced = prompts(150, 61), list(range(60, 90))
+    """One sequence decodes throughout; another brings its prompt in chunks of nine, the last of one token, and then decodes too."""
+    texts, forced = prompts(150, 118), list(range(60, 90))
 
     def mixed(one: Rig) -> torch.Tensor:
         for start in range(0, 150, 50):
             one.stepper.run([StepRow(texts[0][start : start + 50], start, 0, one.pages(0), (), 150)])
-        out = []
+        out, seen = [], 0
         for step, token in enumerate(forced):
             rows = [StepRow([token], 150 + step, 0, one.pages(0), (0,), 150)]
-            if 3 <= step < 10:
-                chunk = texts[1][(step - 3) * 9 : (step - 2) * 9]
-                rows.append(StepRow(chunk, (step - 3) * 9, 1, one.pages(1), (), 61))
-            out.append(one.stepper.run(rows)[0])
+            if step >= 3 and seen < 118:
+                chunk = texts[1][seen : seen + 9]
+                rows.append(StepRow(chunk, seen, 1, one.pages(1), (len(chunk) - 1,), 118))
+                seen += len(chunk)
+            elif step >= 3:
+                rows.append(StepRow([token], seen, 1, one.pages(1), (0,), 118))
+                seen += 1
+            logits = one.stepper.run(rows)
+            out.append(torch.cat([logits, logits.new_zeros(2 - len(logits), logits.shape[1])]))
+        assert seen > 118 + 10
         return torch.stack(out)
 
     found = mixed(rig(wide, policy, tmp_path, "bfloat16"))
     monkeypatch.setattr(support, "gpu_ready", lambda device: "switched off")
     torch_form, exact = (mixed(rig(wide, policy, tmp_path, dtype)) for dtype in ("bfloat16", "float32"))
-    assert error(found, exact) <= 2 * error(torch_form, exact)
+    for row in range(2):
+        assert error(found[:, row], exact[:, row]) <= 2 * error(torch_form[:, row], exact[:, row])
 
 
 def test_a_short_sequence_is_read_whole_where_that_is_faster(wide: TinyModel, tmp_path: Path) -> None:
@@ -110,7 +149,7 @@ def test_a_short_sequence_is_read_whole_where_that_is_faster(wide: TinyModel, tm
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "full"])
+@pytest.mark.parametrize("policy", [*SELECTING, *LONG])
 def test_kernels_choose_the_best_of_their_own_cache(policy: str, dtype: str, wide: TinyModel, tmp_path: Path) -> None:
     (text,) = prompts(400)
     one = rig(wide, policy, tmp_path, dtype, slots=1)
@@ -122,20 +161,44 @@ def test_kernels_choose_the_best_of_their_own_cache(policy: str, dtype: str, wid
     assert calls
     for node in calls:
         layer, config = node.attributes["call"].layer, node.attributes["call"].config
-        plan, keys = one.session.plan.select[layer], one.session.buffer("keys", layer)
-        role, chosen = load_role(plan.meaning), taps[node.output][0]
-        stored = keys[one.pages(0)].transpose(0, 1).flatten(1, 2)[:, : 400 // plan.group * plan.group]
-        scores = role.score(taps[node.inputs[0]][0].double().unflatten(0, (config.num_q_heads, -1)), role.summarize(stored.double())).double()
+        plan, chosen = one.session.plan.select[layer], taps[node.output][0]
+        query = taps[node.inputs[0]][0].double().unflatten(0, (config.num_q_heads, -1))
+        role, summary = load_role(plan.meaning), kept(one, layer, 400)
+        keys = one.session.buffer("keys", layer)[one.pages(0)].transpose(0, 1).flatten(1, 2)[:, : 400 // plan.group * plan.group]
+        for part, true in role.summarize(keys.double()).items():
+            rounded = (role.summarize(keys)[part].double() - true.double()).norm()
+            assert (summary[part].double() - true.double()).norm() <= 2 * rounded + 1e-6 * true.double().norm(), part
+        scores, forced = role.score(query, summary).double(), role.forced(summary) if plan.forces else None
         pooled = pool(scores, config.num_kv_heads, config.scale, plan.pooling)
         # A score between a kernel and the next is as wide as the model: what that alone moves, twice, may change places.
-        slack = 2 * (pool(scores.to(keys.dtype).double(), config.num_kv_heads, config.scale, plan.pooling) - pooled).abs().amax(1)
+        slack = 2 * (pool(scores.to(DTYPES[dtype]).double(), config.num_kv_heads, config.scale, plan.pooling) - pooled).abs().amax(1)
+        if forced is not None:
+            pooled = pooled.masked_fill(spread(forced, len(pooled)), float("inf"))
         exact = choose(plan, pooled, 400)
+        assert len(exact) == (config.num_q_heads if plan.pooling == "none" else config.num_kv_heads) == len(chosen)
         assert chosen[:, -1].tolist() == [exact.shape[1]] * len(exact)
         for head, units in enumerate(chosen[:, : exact.shape[1]].long()):
             assert bool((units[1:] > units[:-1]).all())
             taken, lacking = _without(units, exact[head]), _without(exact[head], units)
             assert bool((taken < pooled.shape[1]).all()) and len(taken) == len(lacking)
             assert bool((pooled[head, taken] >= pooled[head, lacking].max() - slack[head]).all()) if len(taken) else True
+
+
+def kept(one: Rig, layer: int, stored: int) -> dict[str, torch.Tensor]:
+    """Read what the append kernel kept of slot 0, by the names of the role's summary, in fp64; one-bit keys from the keys themselves."""
+    plan, summary = one.session.plan.select[layer], support.summary_of(one.session.plan, layer)
+    closed = stored // plan.group
+
+    def read(name: str, entries: int) -> torch.Tensor:
+        return one.session.buffer(name, layer)[one.pages(0)].transpose(0, 1).flatten(1, 2)[:, :entries].double()
+
+    if summary.scorer == "fier":
+        return load_role(plan.meaning).summarize(read("keys", closed * plan.group))
+    vectors = read(summary.vectors, closed)
+    if summary.scorer == "box":
+        return {"low": vectors[:, :, 0], "high": vectors[:, :, 1]}
+    first, second = ("centre", "radius") if summary.scorer == "ball" else ("landmark", "likeness")
+    return {first: vectors, second: read(summary.beside, closed)}
 
 
 def _without(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

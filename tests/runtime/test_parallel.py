@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -12,16 +13,19 @@ import torch
 
 from tests.console import Capture, call, complaint
 from tests.policies.cases import PRESETS
-from tests.tiny import TinyModel
+from tests.tiny import TinyModel, make_tiny
 from trtkv.api import build
 from trtkv.checkpoint.weights import Checkpoint
 from trtkv.config import ModelConfig
 from trtkv.errors import ConfigError, EngineError
 from trtkv.graph.weights import weight_specs
 from trtkv.policies.registry import parse_policy
+from trtkv.runtime.batcher import Batcher
 from trtkv.runtime.llm import LLM
-from trtkv.runtime.parallel import LeadingStepper
+from trtkv.runtime.loading import Options
+from trtkv.runtime.parallel import LeadingStepper, open_parts
 from trtkv.runtime.sampler import SamplingParams
+from trtkv.runtime.step import StepRow
 from trtkv.runtime.weights import map_weights
 from trtkv.simulation import simulate
 
@@ -50,6 +54,23 @@ def test_two_parts_answer_as_one(both: tuple[LLM, LLM]) -> None:
     assert both[1].stats.reserved_bytes == both[0].stats.reserved_bytes
     again = both[1].generate(prompts[:2], LONG)
     assert [answer.token_ids for answer in again] == [answer.token_ids for answer in one[:2]]
+
+
+def test_two_parts_choose_the_same_tokens_by_themselves(tiny_llama: TinyModel, tmp_path: Path) -> None:
+    """As on GPUs: every part draws, steps are queued before the tokens of the one before are read, and penalties count in every part."""
+    params = [
+        SamplingParams(max_tokens=30, ignore_eos=True),
+        SamplingParams(max_tokens=30, ignore_eos=True, temperature=1.0, seed=5, top_p=0.9),
+        SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.8, seed=7, repetition_penalty=1.3, frequency_penalty=0.2),
+    ]
+    prompts = [[(11 * index + step) % 250 for step in range(length)] for index, length in enumerate((70, 12, 33))]
+    answers = []
+    for tp in (1, 2):
+        llm = LLM(engine(tiny_llama, "fier", tmp_path, tp), device="cpu")
+        llm.batcher = Batcher(llm.engine, llm.tokenizer, ahead=True)
+        answers.append([[one.token_ids for one in llm.generate(prompts, params)] for _ in range(2)])
+        llm.close()
+    assert answers[0] == answers[1] and answers[0][0] == answers[0][1]
 
 
 def test_every_weight_is_shared_out_once(tiny_llama: TinyModel) -> None:
@@ -86,6 +107,21 @@ def test_policies_that_weigh_heads_against_each_other_are_refused(name: str, tin
     assert not (tmp_path / "engine").exists()
 
 
+@pytest.mark.parametrize(("vocab", "tied", "head"), [(262, False, (131, 96)), (262, True, (131, 96)), (261, False, (261, 96)), (261, True, None)])
+def test_head_is_shared_where_the_vocabulary_divides(vocab: int, tied: bool, head: tuple[int, int] | None, tmp_path: Path) -> None:
+    model = make_tiny("llama", tmp_path / "model", vocab_size=vocab, tie_word_embeddings=tied, tokenizer=False)
+    shapes = {one.name: one.shape for one in weight_specs(model.config.part(2), 2)}
+    assert shapes["embed"] == (vocab, 96) and shapes.get("head") == head
+    tokens = [[(7 * step) % 250 for step in range(80)]]
+    llms = [
+        LLM(build(str(model.path), "full", out=tmp_path / str(tp), backend="none", sms=["none"], max_seq_len=128, tp=tp), device="cpu")
+        for tp in (1, 2)
+    ]
+    one, two = (llm.generate(tokens, LONG)[0].token_ids for llm in llms)
+    llms[1].close()
+    assert one == two
+
+
 def test_heads_that_do_not_divide_are_refused(tiny_llama: TinyModel, tmp_path: Path, capsys: Capture) -> None:
     words = ("build", "--model", tiny_llama.path, "--out", tmp_path / "engine", "--backend", "none")
     assert "tp 3 does not divide the model's num_kv_heads of 2" in complaint(capsys, *words, "--tp", 3)
@@ -116,6 +152,17 @@ def test_a_part_that_dies_is_an_error_and_leaves_no_process(tiny_llama: TinyMode
     assert not process.is_alive()
 
 
+def test_an_engine_that_nobody_holds_leaves_no_process(tiny_llama: TinyModel, tmp_path: Path) -> None:
+    llm = LLM(engine(tiny_llama, "full", tmp_path, 2), device="cpu")
+    assert isinstance(llm.engine.stepper, LeadingStepper)
+    process = llm.engine.stepper._followers[0].process
+    assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].token_ids
+    del llm
+    gc.collect()
+    process.join(20)
+    assert process.exitcode == 0
+
+
 def test_commands_that_take_one_part_say_so(tiny_llama: TinyModel, tmp_path: Path, capsys: Capture) -> None:
     path = engine(tiny_llama, "full", tmp_path, 2)
     assert "has 2 parts" in complaint(capsys, "verify", path)
@@ -126,3 +173,50 @@ def test_weights_that_are_missing_are_told_before_anything_runs(tiny_llama: Tiny
     path = engine(tiny_llama, "full", tmp_path, 2)
     assert "does not exist" in complaint(capsys, "run", path, "hello", "--weights", tmp_path / "nowhere", "--device", "cpu")
     assert call("run", path, "hello", "--max-tokens", 2, "--weights", "random", "--device", "cpu") == 0
+
+
+# On two GPUs
+
+
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@pytest.mark.gpu
+@needs_two
+@pytest.mark.parametrize("policy", ["full", "fier", "minikv"])
+def test_two_gpus_are_as_precise_as_one(policy: str, tmp_path: Path) -> None:
+    """Against fp32 on the CPU, through captured steps where the kernels take the policy."""
+    model = make_tiny("llama", tmp_path / "model", dtype=torch.float16, tokenizer=False, num_attention_heads=4, head_dim=128)
+    limits = {"max_seq_len": 256, "backend": "none", "sms": ["none"]}
+    wide = build(str(model.path), policy, sets=POLICIES[policy], out=tmp_path / "wide", dtype="float32", **limits)  # type: ignore[arg-type]
+    truth = part_logits(wide, "cpu")
+    one, two = (
+        part_logits(build(str(model.path), policy, sets=POLICIES[policy], out=tmp_path / str(tp), tp=tp, **limits), "cuda")  # type: ignore[arg-type]
+        for tp in (1, 2)
+    )
+    usual = float((one - truth).square().mean().sqrt())
+    assert usual > 0 and float((two - truth).square().mean().sqrt()) <= 2 * usual
+
+
+def part_logits(directory: Path, device: str) -> torch.Tensor:
+    """Logits [6, V] fp64 of a fixed text, one token a step behind its prompt."""
+    engine = open_parts(directory, Options(device=device, executor="torch", cache_bytes=1 << 28, dense_below=0))
+    tokens = torch.randint(0, 262, (106,), generator=torch.Generator().manual_seed(0)).tolist()
+    slot, pages = engine.slots.pop(), engine.pages.take(engine.manifest.cache.pages(len(tokens)))
+    rows = [StepRow(tokens[:100], 0, slot, pages, (99,), 100)] + [StepRow([tokens[at]], at, slot, pages, (0,), 100) for at in range(100, 106)]
+    found = torch.cat([engine.stepper.run([row]).double().cpu() for row in rows])[1:]
+    if isinstance(engine.stepper, LeadingStepper):
+        engine.stepper.close()
+    return found
+
+
+@pytest.mark.gpu
+@needs_two
+def test_a_gpus_part_that_dies_does_not_leave_the_other_waiting(tmp_path: Path) -> None:
+    model = make_tiny("llama", tmp_path / "model", dtype=torch.float16, num_attention_heads=4, head_dim=128)
+    llm = LLM(build(str(model.path), "full", out=tmp_path / "engine", tp=2, max_seq_len=256, backend="none", sms=["none"]), device="cuda")
+    stream = llm.stream([1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True))
+    next(stream)
+    os.kill(llm.engine.stepper._followers[0].process.pid or 0, signal.SIGKILL)  # type: ignore[attr-defined]
+    with pytest.raises(EngineError, match="a part of the engine has failed"):
+        list(stream)

@@ -79,7 +79,7 @@ def test_with_room_for_everything_a_policy_is_full(name: str, tiny_llama: TinyMo
 @pytest.mark.parametrize("name", HELD)
 def test_stored_lengths_and_bytes_follow_the_schedule_at_every_step(name: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
     policy = small(name)
-    rig = make_rig(tiny_llama, policy, tmp_path, slots=2)
+    rig = make_rig(tiny_llama, policy, tmp_path, slots=2, by_definition=True)
     (text,) = prompts(150)
     held = rig.session.held
     assert held is not None
@@ -125,7 +125,7 @@ def test_chunked_prefill_stores_what_one_prompt_stores(name: str, tiny_llama: Ti
     (text,) = prompts(150)
     kept = []
     for chunk in (512, 37):
-        rig = make_rig(tiny_llama, small(name), tmp_path, slots=1)
+        rig = make_rig(tiny_llama, small(name), tmp_path, slots=1, by_definition=True)
         generate(rig, [text], 3, chunk=chunk)
         kept.append([store.positions.tolist() for store in rig.session.held.find(0, 0).heads])  # type: ignore[union-attr]
     assert kept[0] == kept[1]

@@ -55,7 +55,7 @@ def test_more_than_fits_is_answered_all_the_same(llm: LLM) -> None:
     finish(llm)
     assert [len(ids(call)) for call in calls] == [100] * 4
     assert idle(llm)
-    assert (llm.batcher.scheduler.preemptions > before) == (not llm.engine.session.plan.held)
+    assert (llm.batcher.scheduler.preemptions > before) == (not llm.engine.session.plan.evict)
 
 
 def test_with_full_attention_a_sequence_that_gave_way_answers_as_if_alone(llm: LLM) -> None:
@@ -98,7 +98,7 @@ def test_a_prompt_that_begins_like_an_earlier_one_reuses_its_pages(llm: LLM) -> 
     llm.generate([first], params(2))
     found = llm.generate([other], params(8))[0].token_ids
     size = llm.engine.session.plan.page_size
-    if llm.engine.session.plan.held:
+    if llm.engine.session.plan.evict:
         assert llm.stats.reused_tokens == 0
     else:
         assert llm.stats.reused_tokens == 100 // size * size

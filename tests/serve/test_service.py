@@ -228,5 +228,7 @@ def test_evicted_tokens_are_counted(tiny_llama: TinyModel, tmp_path: Path) -> No
     listener.until("trtkv:num_requests_running", 0)
     # The last token was never fed; of the others each head keeps its budget.
     assert listener.value("trtkv:kv_tokens_evicted_total") == len(ticket.prompts[0]) + 7 - 64
-    assert listener.value("trtkv:kv_cache_capacity_bytes", tier="device") == 0
+    plan, limits = llm.engine.session.plan, llm.engine.manifest.limits
+    held = llm.engine.pages.num_pages * plan.page_bytes + limits.max_batch_size * plan.slot_bytes
+    assert listener.value("trtkv:kv_cache_capacity_bytes", tier="device") == held > 0
     listener.service.stop()

@@ -38,6 +38,12 @@ def kernel_times_of(work: Callable[[], object], times: int) -> dict[str, float]:
     return mean_times(_trace(work, times), times)
 
 
+def trace_spans(work: Callable[[], object]) -> list[tuple[float, float, str]]:
+    """Return the spans (start and end in microseconds, name) of everything that some work runs on the current device."""
+    torch.cuda.synchronize()
+    return _trace(work, 1)
+
+
 def _trace(work: Callable[[], object], times: int) -> list[tuple[float, float, str]]:
     """Run work so many times and return the spans of its kernels."""
     activities = [torch.profiler.ProfilerActivity.CUDA]

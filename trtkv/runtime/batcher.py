@@ -1,6 +1,9 @@
 """Continuous batching over one engine: calls come and go between steps, every step serves all that run.
 
 Whoever wants an answer drives: `advance` runs one step for everybody and hands each call its events. A lock makes that safe from several threads.
+
+Where the device chooses the tokens, a step is queued before the tokens of the one before it are read: events come one step late, an answer whose
+end only its tokens show has one step thrown away, and the device never waits for the host.
 """
 
 from __future__ import annotations
@@ -9,19 +12,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from trtkv.errors import EngineError, TrtkvError
+from trtkv.errors import EngineError, RequestError, TrtkvError
+from trtkv.plugins.support import gpu_ready, summary_kind
+from trtkv.runtime.claims import make_scheduler
+from trtkv.runtime.device_sampler import PENDING, Ask, Chosen
 from trtkv.runtime.loading import Engine
-from trtkv.runtime.sampler import SamplingParams, StopChecker, choose, not_finite, top_logprobs
-from trtkv.runtime.scheduler import Running, Scheduler
+from trtkv.runtime.sampler import SamplingParams, StopChecker, choose, not_finite, settings_of, top_logprobs
+from trtkv.runtime.scheduler import Running
 from trtkv.runtime.stats import Stats, StepFigures
 from trtkv.runtime.step import StepRow
 from trtkv.runtime.tokenizer import Tokenizer
 
 Batch = list[tuple[Running, StepRow]]
+Found = tuple[list[int], list[float | None], dict[int, list[tuple[int, float]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +61,35 @@ class Call:
     members: list[Running] = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A step on its way: which sequences get a token and where it goes in theirs, what was counted when it was queued."""
+
+    batch: Batch
+    wanted: list[Running]
+    places: list[int]
+    result: Chosen | Found
+    figures: StepFigures
+    began_s: float
+
+
 class Batcher:
     """The sequences of one engine."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
-        """Serve an engine; nothing else may use its slots and pages at the same time."""
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, *, ahead: bool | None = None) -> None:
+        """Serve an engine; nothing else may use its slots and pages at the same time.
+
+        ahead queues a step before the tokens of the one before it are read; by default where the device chooses them.
+        """
+        self._chooses = engine.stepper.chooses or bool(ahead)
+        self._ahead = engine.stepper.runs_ahead if ahead is None else ahead
+        self.steps = 0  # that were queued
+        self._pending: _Step | None = None
+        self._ended_s = 0.0
+        self._settings: dict[Running, list[float]] = {}
+        self._counted: dict[int, Running] = {}  # whose tokens a slot has counted on the device
         self.engine, self.tokenizer = engine, tokenizer
-        self.scheduler = Scheduler(engine.session.plan, engine.manifest.limits, engine.pages, engine.slots)
+        self.scheduler = make_scheduler(engine.session, engine.manifest.limits, engine.pages, engine.slots)
         self.lock = threading.RLock()
         self.evicted_tokens = 0.0  # of sequences that have ended, mean over layers and KV heads
         self._calls: dict[Running, Call] = {}
@@ -75,7 +104,7 @@ class Batcher:
     ) -> Call:
         """Queue prompts in tokens; raises RequestError, and queues none, when one can never be served."""
         for tokens, settings in zip(prompts, params, strict=True):
-            self.scheduler.check(tokens, settings.max_tokens)
+            self.check(tokens, settings)
         ends = self.engine.manifest.model.eos_ids
         call = Call(params, wake=wake, checkers=[StopChecker(one, self.tokenizer, ends) for one in params])
         with self.lock:
@@ -87,6 +116,28 @@ class Batcher:
                 call.open.add(index)
         return call
 
+    def check(self, tokens: Sequence[int], params: SamplingParams) -> None:
+        """Raise RequestError for a request that can never be served: its length, or a budget that this engine cannot give it."""
+        self.scheduler.check(tokens, params.max_tokens)
+        if params.budget is not None:
+            self._check_budget(params.budget)
+
+    def _check_budget(self, budget: int) -> None:
+        session, plan = self.engine.session, self.engine.session.plan
+        selecting = [layer for layer, one in enumerate(plan.select) if one is not None]
+        by_kernels = gpu_ready(session.device) is None and any(summary_kind(plan, layer) for layer in selecting)
+        why = None
+        if not selecting or session.held is not None:
+            why = f"policy '{plan.policy}' has no budget that a request could lower"
+        elif by_kernels or session.offload is not None:
+            why = "this engine selects with kernels, which take one budget for all"
+        if why:
+            raise RequestError(f"{why}, and the request asks for {budget} tokens", "Leave the budget out, or build an engine with it.")
+        plans = [one for one in plan.select if one is not None]
+        least, most = max(one.sink + one.window + one.group + one.unit for one in plans), min(one.budget for one in plans)
+        if not least <= budget <= most:
+            raise RequestError(f"a budget of {budget} tokens is outside {least} to {most}, what this engine takes", "Give one in between.")
+
     def cancel(self, call: Call) -> None:
         """Drop what a call has not finished and free what it holds."""
         with self.lock:
@@ -96,25 +147,73 @@ class Batcher:
     def advance(self) -> bool:
         """Run one step for everybody; False when nothing is left to do."""
         with self.lock:
-            batch = self.scheduler.next()
-            if not batch:
+            batch = self._next()
+            if not batch and self._pending is None:
                 return False
-            started = time.perf_counter()
-            logits = self.engine.stepper.run([row for _, row in batch])
-            wanted = [one for one, row in batch if row.logits_of]
-            ids, logprobs, tops = self._sample(logits, wanted)
-            self._count(batch, time.perf_counter() - started)
-            for one, row in batch:
-                one.seen += len(row.tokens)
-                self.scheduler.stored(one)
-            touched = self._calls_of(wanted)
-            for row, (one, token, logprob) in enumerate(zip(wanted, ids, logprobs, strict=True)):
-                self._answer_or_end(one, token, logprob, tops.get(row, ()))
-            for call in touched:
-                call.wake()
+            queued = self._queue(batch) if batch else None
+            before, self._pending = self._pending, queued if self._ahead else None
+            if before is not None:
+                self._finish(before)
+            if queued is not None and not self._ahead:
+                self._finish(queued)
             return True
 
-    def _sample(self, logits: Tensor, wanted: Sequence[Running]) -> tuple[list[int], list[float | None], dict[int, list[tuple[int, float]]]]:
+    def _next(self) -> Batch:
+        """Choose the next step's sequences; those whose last token is on its way already are left out."""
+        batch = self.scheduler.next()
+        if self._pending is not None and any(len(row.tokens) > 1 and PENDING in row.tokens for _, row in batch):
+            # A sequence that gave way begins again: its tokens have to be known.
+            pending, self._pending = self._pending, None
+            self._finish(pending)
+            batch = self.scheduler.next()
+        return [(one, row) for one, row in batch if one.num_generated < one.max_tokens]
+
+    def _queue(self, batch: Batch) -> _Step:
+        """Run a step, or queue it where the device chooses its tokens; what it will have stored counts from now on."""
+        began_s, rows = time.perf_counter(), [row for _, row in batch]
+        budgets = ((one.slot, self._calls[one].params[one.request].budget) for one, _ in batch)
+        self.engine.session.budgets = {slot: budget for slot, budget in budgets if budget is not None}
+        wanted = [one for one, row in batch if row.logits_of]
+        result: Chosen | Found
+        if self._chooses:
+            result = self.engine.stepper.launch(rows, [self._ask(one, row) for one, row in batch if row.logits_of])
+        else:
+            result = self._choose(self.engine.stepper.run(rows), wanted)
+        self.steps += 1
+        figures = StepFigures.of(self.engine.session, batch, 0.0)
+        for one, row in batch:
+            one.seen += len(row.tokens)
+            self.scheduler.stored(one)
+        for one in wanted:
+            one.tokens.append(PENDING)
+        return _Step(batch, wanted, [len(one.tokens) - 1 for one in wanted], result, figures, began_s)
+
+    def _finish(self, step: _Step) -> None:
+        """Read what a step chose and answer; sequences that have ended meanwhile get nothing."""
+        ids, logprobs, tops = step.result.read() if isinstance(step.result, Chosen) else step.result
+        now = time.perf_counter()
+        self._count(step, now - max(step.began_s, self._ended_s))
+        self._ended_s = now
+        going = [one for one in step.wanted if one in self._calls]
+        touched = self._calls_of(going)
+        for row, (one, place, token, logprob) in enumerate(zip(step.wanted, step.places, ids, logprobs, strict=True)):
+            if one in self._calls:
+                self._answer_or_end(one, place, token, logprob, tops.get(row, ()))
+        for call in touched:
+            call.wake()
+
+    def _ask(self, one: Running, row: StepRow) -> Ask:
+        """Say how the device chooses a sequence's next token."""
+        params = self._calls[one].params[one.request]
+        settings = self._settings.get(one)
+        if settings is None:
+            settings = self._settings[one] = settings_of(params)
+        continues = len(row.tokens) == 1 and self._counted.get(one.slot) is one
+        if params.penalizes:
+            self._counted[one.slot] = one
+        return Ask.of(params, one.tokens, one.num_prompt, continues=continues, settings=settings)
+
+    def _choose(self, logits: Tensor, wanted: Sequence[Running]) -> Found:
         if not wanted:
             return [], [], {}
         settings = [self._calls[one].params[one.request] for one in wanted]
@@ -123,32 +222,32 @@ class Batcher:
         most = top_logprobs(logits[rows], max(settings[row].top_logprobs for row in rows)) if rows else []
         return ids, logprobs, {row: top[: settings[row].top_logprobs] for row, top in zip(rows, most, strict=True)}
 
-    def _count(self, batch: Batch, seconds: float) -> None:
-        step = StepFigures.of(self.engine.session, batch, seconds)
-        for call in self._calls_of([one for one, _ in batch]):
-            call.stats.add_step(step)
+    def _count(self, step: _Step, seconds: float) -> None:
+        figures = replace(step.figures, seconds=seconds)
+        for call in self._calls_of([one for one, _ in step.batch if one in self._calls]):
+            call.stats.add_step(figures)
 
     def _calls_of(self, sequences: Sequence[Running]) -> list[Call]:
         return list(dict.fromkeys(self._calls[one] for one in sequences))
 
-    def _answer_or_end(self, one: Running, token: int, logprob: float | None, top: Sequence[tuple[int, float]]) -> None:
+    def _answer_or_end(self, one: Running, place: int, token: int, logprob: float | None, top: Sequence[tuple[int, float]]) -> None:
         """Answer one sequence; whatever goes wrong with it ends it alone."""
         call = self._calls[one]
         try:
             if token < 0:
                 raise not_finite(f"sequence {one.request}")
-            self._answer(one, call, token, logprob, top)
+            self._answer(one, call, place, token, logprob, top)
         except Exception as error:  # noqa: BLE001 (a checker or tokenizer that fails on one text must not take the batch with it)
             known = error if isinstance(error, TrtkvError) else EngineError(f"the answer could not go on: {error}", "Report it with the prompt.")
             call.events.append(Event(one.request, None, "", finish_reason="error", error=known))
             self._drop(one)
 
-    def _answer(self, one: Running, call: Call, token: int, logprob: float | None, top: Sequence[tuple[int, float]]) -> None:
-        if not one.num_generated:
+    def _answer(self, one: Running, call: Call, place: int, token: int, logprob: float | None, top: Sequence[tuple[int, float]]) -> None:
+        if place == one.num_prompt:
             call.stats.reused_tokens += one.reused
-        one.tokens.append(token)
+        one.tokens[place] = token
         text, reason = call.checkers[one.request].push(token)
-        if reason is None and one.num_generated >= one.max_tokens:
+        if reason is None and place + 1 - one.num_prompt >= one.max_tokens:
             # The engine's limit can come before the request's own, which the checker counts.
             text, reason = text + call.checkers[one.request].flush(), "length"
         call.events.append(Event(one.request, token, text, logprob, reason, top))
@@ -159,7 +258,10 @@ class Batcher:
         call = self._calls.pop(one, None)
         if call is None:
             return
+        self._settings.pop(one, None)
         call.open.discard(one.request)
+        while one.tokens[-1] == PENDING:
+            one.tokens.pop()  # what was on its way for it is thrown away
         if one.slot >= 0:
             self.evicted_tokens += self._evicted(one)
             self.engine.session.release(one.slot)
@@ -168,6 +270,8 @@ class Batcher:
     def _evicted(self, one: Running) -> float:
         """Return the tokens of a sequence that its caches no longer hold."""
         session = self.engine.session
+        if session.compactor is not None and one.seen:
+            return one.seen - session.compactor.mean_stored(one.slot)
         if session.held is None or session.plan.evict is None or not one.seen:
             return 0.0
         caches = [session.held.find(layer, one.slot) for layer in range(session.plan.num_layers)]

@@ -13,7 +13,8 @@ from trtkv.plugins.dtypes import TORCH_DTYPES
 from trtkv.plugins.ops import FACES
 from trtkv.plugins.session import Session
 from trtkv.plugins.support import captures
-from trtkv.runtime.program import TORCH_OPS, Node, load_program
+from trtkv.runtime import fused
+from trtkv.runtime.program import TORCH_OPS, Node, join_products, load_program
 from trtkv.runtime.weights import Weight
 
 
@@ -31,18 +32,28 @@ class TorchExecutor:
         self.taps: dict[str, Tensor] | None = None
         calls = [node.attributes["call"] for node in self._nodes if "call" in node.attributes]
         dtype = TORCH_DTYPES[session.plan.kv_dtype]
-        self._capturable = all(captures(session.plan, call.layer, call.config, dtype, session.device) for call in calls)
+        self._joined = join_products(self._nodes, {"logits"})
+        for node in self._joined:
+            if node.kind in ("Gemm", "Product"):
+                normed, gated = node.kind == "Product" and bool(node.inputs[2]), bool(node.attributes.get("gated"))
+                fused.prepare(self._bound[node.inputs[1 if node.kind == "Gemm" else 3]], session.num_slots, gated=gated, normed=normed)
+        self._capturable = session.held is None and all(captures(session.plan, call.layer, call.config, dtype, session.device) for call in calls)
 
     @property
     def capturable(self) -> bool:
-        """Whether decode steps need nothing from the host: every op runs as kernels, and nobody taps."""
-        return self._capturable and self.taps is None
+        """Whether decode steps need nothing from the host: every op runs as kernels, nobody taps, no copies are made by the host."""
+        by_host = self.session.offload is not None and self.session.offload.recall.engine != "kernel"
+        return self._capturable and self.taps is None and not by_host
+
+    def weight(self, name: str) -> Tensor:
+        """Return a graph input that never changes, as the graph uses it."""
+        return self._bound[name].whole  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Run one step that `Session.begin_step` announced; inputs by graph input name. Returns logits [R, V] fp32."""
-        values: dict[str, Any] = {**self._bound, **inputs}
-        for node in self._nodes:
+        values: dict[str, Any] = {**self._bound, **inputs, "": None}
+        for node in self._joined if self.taps is None else self._nodes:
             made = self._run(node, [values[name] for name in node.inputs])
             outputs = {node.output: made} if node.also is None else {node.output: made[0], node.also: made[1]}
             values |= outputs
@@ -50,11 +61,18 @@ class TorchExecutor:
                 self.taps |= outputs
             for name in node.dead:
                 del values[name]
+        if self.session.offload is not None:
+            self.session.offload.join()
         return values["logits"]
 
     def _run(self, node: Node, args: list[Any]) -> Any:
         if node.kind == "Gemm":
-            return args[1].linear(args[0], args[2] if len(args) > 2 else None)
+            return fused.linear(args[0], args[1], args[2] if len(args) > 2 else None)
+        if node.kind == "Product":
+            x, more, scale, matrix, *bias = args
+            norm = None if scale is None else (scale.whole, node.attributes["eps"])
+            out, total = fused.product(x, more, norm, matrix, bias[0] if bias else None, gated=node.attributes["gated"])
+            return out if node.also is None else (out, total)
         args = [arg.whole if isinstance(arg, Weight) else arg for arg in args]
         if "call" not in node.attributes:
             return TORCH_OPS[node.kind](node, args)

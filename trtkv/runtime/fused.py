@@ -1,6 +1,7 @@
-"""Norms and the gated activation as one kernel each on an NVIDIA GPU (Triton), with the residual sum before a norm; in torch elsewhere.
+"""Norms, the gated activation and products of few tokens as one kernel each on an NVIDIA GPU; in torch and by the library elsewhere.
 
-Both forms round where the graph's own operators round: sums and products in the dtype of the activations, norms in fp32.
+A norm takes the residual sum before it, a product of few tokens its bias or the activation behind it. All forms round where the graph's own
+operators round: sums and products in the dtype of the activations, norms in fp32.
 """
 
 from __future__ import annotations
@@ -11,13 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trtkv.plugins._device.driver import arch
+from trtkv.plugins.linear import launch
 from trtkv.plugins.support import gpu_ready
+from trtkv.runtime.weights import Weight
 
 _HAS_TRITON = find_spec("triton") is not None
+FEW_TOKENS = 64  # of a decode step: its norms overlap with the kernels around them
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalize x [T, E] by its root mean square and scale by weight [E]."""
+    if _norms(x):
+        out = torch.empty_like(x)
+        launch.norm(x, None, weight, eps, out, None)
+        return out
     if _takes(x):
         out = torch.empty_like(x)
         _kernels().norm(x, None, weight, eps, out, None)
@@ -30,6 +39,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the norm of x + more, both [T, E], and the sum itself."""
+    if _norms(x):
+        out, total = torch.empty_like(x), torch.empty_like(x)
+        launch.norm(x, more, weight, eps, out, total)
+        return out, total
     if _takes(x):
         out, total = torch.empty_like(x), torch.empty_like(x)
         _kernels().norm(x, more, weight, eps, out, total)
@@ -46,6 +59,51 @@ def silu_product(gate_up: Tensor) -> Tensor:
         return out
     gate, up = gate_up.chunk(2, -1)
     return torch.nn.functional.silu(gate).mul_(up)
+
+
+def linear(x: Tensor, weight: Weight, bias: Weight | None) -> Tensor:
+    """Return x [T, in] times the weight transposed, plus bias: [T, out]."""
+    return product(x, None, None, weight, bias)[0]
+
+
+def product(
+    x: Tensor, more: Tensor | None, norm: tuple[Tensor, float] | None, weight: Weight, bias: Weight | None, *, gated: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Return the product [T, out] of x [T, in] with a weight, plus bias, and x + more where more is given.
+
+    norm normalizes x (plus more) first, scaled by its weight [in] and with its eps; gated returns silu(gate) * up, side by side in the product.
+    """
+    width = len(weight.parts[0]) // 2 if gated else len(weight.parts[0])
+    if not _multiplies(x, weight, width):
+        total = None
+        if norm is not None:
+            x, total = (rms_norm(x, *norm), None) if more is None else add_rms_norm(x, more, *norm)
+        out = weight.linear(x, bias)
+        return silu_product(out) if gated else out, total
+    out, total = x.new_empty(x.shape[0], width), None if more is None else torch.empty_like(x)
+    before = None if norm is None else launch.Norm(*norm, more, total)
+    launch.gemv(x, weight.whole, bias.whole.view(-1) if bias else None, out, gated=gated, norm=before)
+    return out, total
+
+
+def prepare(weight: Weight, most_tokens: int, *, gated: bool, normed: bool) -> None:
+    """Load the kernels that products of up to so many tokens with a weight run, so that no step has to."""
+    matrix = weight.parts[0]
+    if matrix.is_cuda and len(weight.parts) == 1 and matrix.dim() == 2 and gpu_ready(matrix.device) is None:
+        width, inner = matrix.shape
+        with torch.cuda.device(matrix.device):
+            launch.request(width // 2 if gated else width, inner, matrix.dtype, most_tokens, arch(), gated=gated, normed=normed)
+
+
+def _multiplies(x: Tensor, weight: Weight, width: int) -> bool:
+    if not x.is_cuda or len(weight.parts) > 1 or weight.whole.dtype != x.dtype:
+        return False
+    return launch.takes(x, width) and gpu_ready(x.device) is None and not (weight.whole.data_ptr() | x.data_ptr()) % 16
+
+
+def _norms(x: Tensor) -> bool:
+    few = x.is_cuda and x.shape[0] <= FEW_TOKENS and x.shape[1] <= launch.MOST_WIDTH and x.shape[1] % 8 == 0
+    return few and x.dtype in (torch.bfloat16, torch.float16) and x.is_contiguous() and gpu_ready(x.device) is None
 
 
 def _takes(x: Tensor) -> bool:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from trtkv.errors import RequestError
 from trtkv.runtime.batcher import Batcher, Event
-from trtkv.runtime.loading import Engine, Options, Progress
+from trtkv.runtime.loading import Engine, Options, Progress, checkpoint_path
 from trtkv.runtime.parallel import LeadingStepper, open_parts
 from trtkv.runtime.sampler import SamplingParams
+from trtkv.runtime.saved_pages import SavedPages, identity_of
 from trtkv.runtime.stats import Stats
 from trtkv.runtime.tokenizer import Tokenizer
 
@@ -40,6 +41,9 @@ class LLM:
         executor: str = "auto",
         cache_bytes: int | None = None,
         dense_below: int | None = None,
+        offload: bool = False,
+        host_bytes: int | None = None,
+        kv_disk: str | Path | None = None,
         progress: Progress = lambda stage, fraction: None,
     ) -> None:
         """Open an engine directory.
@@ -51,12 +55,18 @@ class LLM:
             executor: auto (TensorRT where it runs, else torch), torch or tensorrt.
             cache_bytes: Memory for the KV cache; None takes what is free, up to full length for every sequence.
             dense_below: Tokens up to which a sequence is read whole whatever the budget; None chooses what is fastest here.
+            offload: Keep pages in host memory, and on the device only those that were selected last: for policies that read whole pages.
+            host_bytes: Host memory that may be pinned for it; None takes most of what is free, up to full length for every sequence.
+            kv_disk: Directory that keeps pages of prompts for later ones that begin alike, also of other processes.
             progress: Called with a stage and a fraction while weights are read.
         """
-        options = Options(None if weights is None else str(weights), device, executor, cache_bytes, dense_below)
+        options = Options(None if weights is None else str(weights), device, executor, cache_bytes, dense_below, offload, host_bytes)
         self.engine: Engine = open_parts(Path(engine), options, progress)
         self.tokenizer = Tokenizer(Path(engine)) if (Path(engine) / "tokenizer.json").is_file() else None
         self.batcher = Batcher(self.engine, self.tokenizer)
+        if kv_disk is not None:
+            path = None if weights == "random" else checkpoint_path(self.engine.manifest, options.weights)
+            self.batcher.scheduler.saved = SavedPages(Path(kv_disk), self.engine.session, identity_of(self.engine.manifest, path))
         self.stats = Stats()
 
     @property

@@ -11,18 +11,22 @@ from torch import Tensor
 
 from trtkv.checkpoint.find import resolve_model
 from trtkv.checkpoint.weights import Checkpoint
-from trtkv.config import DTYPE_BYTES
-from trtkv.errors import CheckpointError, ConfigError, EngineError, TrtkvError
+from trtkv.config import DTYPE_BYTES, Limits
+from trtkv.errors import CapacityError, CheckpointError, ConfigError, EngineError, TrtkvError
 from trtkv.manifest import GRAPH, PLAN, Manifest, check_files, read_manifest
+from trtkv.plan import CachePlan
 from trtkv.plugins._device import store
 from trtkv.plugins._device.driver import arch
 from trtkv.plugins.dtypes import TORCH_DTYPES
 from trtkv.plugins.kernels import FOLDER, request
+from trtkv.plugins.kv_recall.layout import why_not
+from trtkv.plugins.kv_recall.store import Offload, Recall
 from trtkv.plugins.session import Session
 from trtkv.plugins.support import dense_below, gpu_ready
 from trtkv.runtime.executor import TorchExecutor
-from trtkv.runtime.memory import check_weights, pool_pages
-from trtkv.runtime.pages import PageAllocator
+from trtkv.runtime.host_memory import open_offload, recall_of
+from trtkv.runtime.memory import check_weights, pool_sizes
+from trtkv.runtime.pages import GroupPages, PageAllocator, make_pages
 from trtkv.runtime.rope import rope_table
 from trtkv.runtime.step import Executor, Stepper
 from trtkv.runtime.weights import Weight, map_weights, random_weights
@@ -34,7 +38,8 @@ Progress = Callable[[str, float], None]
 class Options:
     """How to open an engine: weights is a directory, "random" or None for the engine's own; executor is auto, torch or tensorrt.
 
-    Sequences of up to dense_below tokens are read whole whatever the budget; None chooses what is fastest here (0 without kernels).
+    Sequences of up to dense_below tokens are read whole whatever the budget; None chooses what is fastest here (0 without kernels). offload keeps
+    pages in host memory, up to host_bytes of it, and may say how they come back; True leaves that to the policy.
     """
 
     weights: str | None = None
@@ -42,6 +47,8 @@ class Options:
     executor: str = "auto"
     cache_bytes: int | None = None
     dense_below: int | None = None
+    offload: Recall | bool = False
+    host_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +58,38 @@ class Engine:
     manifest: Manifest
     session: Session
     stepper: Stepper
-    pages: PageAllocator
+    pages: PageAllocator | GroupPages
     slots: list[int]
     why_torch: str | None
+
+    @property
+    def plan_unused(self) -> str | None:
+        """Why a plan that is there does not run on the GPU that is used, and how to build one that does."""
+        return self.why_torch if self.session.device.type == "cuda" and self.manifest.plan_info is not None else None
+
+    def pages_for(self, prompt: int, total: int) -> int | list[int]:
+        """Pages to take for a sequence of so many tokens in all, `prompt` of them read in chunks; one number a page group where there are several."""
+        session = self.session
+        if session.compactor is None:
+            return session.plan.pages(total)
+        need = session.compactor.ledger.pages_for(prompt, self.manifest.limits.max_chunk_tokens, total - prompt)
+        return need[0] if isinstance(self.pages, PageAllocator) else need
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Which part of an engine this process runs: reduce sums a tensor in place over all parts, least agrees on the smallest of their numbers."""
+    """Which part of an engine this process runs, and what it does with the others.
+
+    reduce sums a tensor in place over all parts, gather writes the columns of all parts [R, V / G] side by side into [R, V], least agrees on the
+    smallest of their numbers, close leaves the others.
+    """
 
     index: int
     count: int
     reduce: Callable[[Tensor], None]
+    gather: Callable[[Tensor, Tensor], None]
     least: Callable[[int], int]
+    close: Callable[[], None]
 
 
 def open_engine(directory: Path, options: Options, progress: Progress = lambda stage, fraction: None, *, part: Part | None = None) -> Engine:
@@ -79,26 +105,50 @@ def open_engine(directory: Path, options: Options, progress: Progress = lambda s
     store.register(directory / FOLDER)
     device = find_device(options.device)
     plan = manifest.cache
-    total = sum(_numel(one.shape) for one in manifest.weights) * DTYPE_BYTES[manifest.model.dtype]
-    check_weights(total, device)
-    weights = _weights(manifest, options.weights, device, progress, (part.index, part.count) if part else (0, 1))
-    num_pages = pool_pages(plan, manifest.limits, device, options.cache_bytes)
-    num_pages = part.least(num_pages) if part else num_pages
+    why_torch = _why_torch(manifest, options.executor, device)
+    held = _held_bytes(directory, manifest, why_torch)
+    if held and options.weights is not None:
+        raise ConfigError("this engine's plan holds its weights, and --weights was given", "Leave it out, or add --executor torch.")
+    check_weights(held or _weight_bytes(manifest), device)
+    weights = {} if held else _weights(manifest, options.weights, device, progress, (part.index, part.count) if part else (0, 1))
+    offload = _offload(plan, manifest.limits, device, options, progress, part)
+    num_pages = [offload.num_pages] if offload else _pool_sizes(plan, manifest.limits, device, options, held)
+    num_pages = [part.least(one) for one in num_pages] if part else num_pages
     if options.dense_below is not None and options.dense_below < 0:
         raise ConfigError(f"dense-below {options.dense_below} is below 0", "Give tokens, 0 to select wherever the budget is smaller.")
     sequences = manifest.limits.max_batch_size
     dense = dense_below(plan, sequences, device) if options.dense_below is None else options.dense_below
-    session = Session(plan, [num_pages] * plan.num_page_groups, sequences, device, dense)
+    session = Session(plan, num_pages, sequences, device, dense, offload=offload)
     if part:
-        session.reduce, session.parts = part.reduce, part.count
+        session.reduce, session.gather, session.parts = part.reduce, part.gather, part.count
     if gpu_ready(device) is None:
         progress("kernels", 0.0)
         with torch.cuda.device(device):
             request(plan, manifest.model, manifest.limits, arch())
-    executor, why_torch = _executor(directory, manifest, options.executor, weights, session)
+    executor = _executor(directory, manifest, why_torch, weights, session)
     rope = rope_table(manifest.model.rope, manifest.model.head_dim, manifest.limits.max_seq_len)
     slots = list(range(manifest.limits.max_batch_size - 1, -1, -1))
-    return Engine(manifest, session, Stepper(executor, session, manifest.limits, rope), PageAllocator(num_pages), slots, why_torch)
+    return Engine(manifest, session, Stepper(executor, session, manifest.limits, rope), make_pages(num_pages), slots, why_torch)
+
+
+def _pool_sizes(plan: CachePlan, limits: Limits, device: torch.device, options: Options, promised_bytes: int) -> list[int]:
+    try:
+        return pool_sizes(plan, limits, device, options.cache_bytes, promised_bytes)
+    except CapacityError as error:
+        if why_not(plan) is not None:
+            raise
+        raise CapacityError(error.problem, "Keep its pages in host memory with --offload, or build with a lower --max-seq-len.") from None
+
+
+def _offload(
+    plan: CachePlan, limits: Limits, device: torch.device, options: Options, progress: Progress, part: Part | None
+) -> Offload | None:  # fmt: skip
+    if options.offload is False:
+        return None
+    recall = recall_of(plan) if options.offload is True else options.offload
+    if part is not None:
+        raise ConfigError("an engine of several parts keeps its pages on the GPUs", "Leave --offload out, or build without --tp.")
+    return open_offload(plan, limits, device, recall, host_bytes=options.host_bytes, cache_bytes=options.cache_bytes, report=progress)
 
 
 def find_device(name: str) -> torch.device:
@@ -122,13 +172,14 @@ def _weights(manifest: Manifest, wanted: str | None, device: torch.device, progr
     report = lambda done, total: progress("weights", done / max(1, total))  # noqa: E731
     if wanted == "random":
         return random_weights(specs, dtype, device, report)
-    path = _checkpoint_path(manifest, wanted)
+    path = checkpoint_path(manifest, wanted)
     checkpoint = Checkpoint(path)
     checkpoint.check({name: tuple(shape) for one in manifest.weights for name, shape in one.sources})
     return map_weights(checkpoint, specs, dtype, device, report, part)
 
 
-def _checkpoint_path(manifest: Manifest, wanted: str | None) -> Path:
+def checkpoint_path(manifest: Manifest, wanted: str | None) -> Path:
+    """Return the directory of an engine's weights; raises CheckpointError where there is none."""
     if wanted is not None:
         path = Path(wanted)
         if not path.is_dir():
@@ -142,33 +193,49 @@ def _checkpoint_path(manifest: Manifest, wanted: str | None) -> Path:
     for path in candidates + ([found] if found else []):
         if any(path.glob("*.safetensors")):
             return path
-    raise CheckpointError(
-        f"no weights for '{manifest.model_name}' are on this machine",
-        f"Run trtkv pull {manifest.model_name}, or give --weights DIRECTORY or --weights random.",
-    )
+    fetch = "Put its safetensors there" if Path(manifest.model_name).is_dir() else f"Run trtkv pull {manifest.model_name}"
+    raise CheckpointError(f"no weights for '{manifest.model_name}' are on this machine", f"{fetch}, or give --weights DIRECTORY or --weights random.")
 
 
-def _executor(directory: Path, manifest: Manifest, wanted: str, weights: dict[str, Weight], session: Session) -> tuple[Executor, str | None]:
+def _executor(directory: Path, manifest: Manifest, why_torch: str | None, weights: dict[str, Weight], session: Session) -> Executor:
+    if why_torch is not None:
+        try:
+            return TorchExecutor(directory / GRAPH, weights, session)
+        except EngineError as error:
+            raise EngineError(error.problem, manifest.remedy) from None
+    from trtkv.runtime.tensorrt import open_executor
+
+    return open_executor((directory / PLAN).read_bytes(), manifest, weights, session)
+
+
+def _why_torch(manifest: Manifest, wanted: str, device: torch.device) -> str | None:
+    """Say why torch is to run the engine, None where TensorRT is; raises EngineError where that was asked for and cannot be."""
     if wanted not in ("auto", "torch", "tensorrt"):
         raise ConfigError(f"executor '{wanted}' is not known", "Choose auto, torch or tensorrt.")
-    reason = "the torch executor was asked for" if wanted == "torch" else _why_not_tensorrt(manifest, session)
-    if reason is None and manifest.plan_info:
-        from trtkv.runtime.tensorrt import open_executor
-
-        return open_executor((directory / PLAN).read_bytes(), manifest, weights, session), None
-    if wanted == "tensorrt":
+    reason = "the torch executor was asked for" if wanted == "torch" else _why_not_tensorrt(manifest, device)
+    if wanted == "tensorrt" and reason is not None:
         raise EngineError(f"TensorRT cannot run this engine here: {reason}", "Leave --executor out: the torch executor runs the same graph.")
-    return TorchExecutor(directory / GRAPH, weights, session), reason
+    return reason
 
 
-def _why_not_tensorrt(manifest: Manifest, session: Session) -> str | None:
-    if session.device.type != "cuda":
+def _why_not_tensorrt(manifest: Manifest, device: torch.device) -> str | None:
+    if device.type != "cuda":
         return "no CUDA device is used"
     if manifest.plan_info is None:
-        return manifest.plan_missing
+        return manifest.plan_missing or "the directory holds no plan"
     from trtkv.runtime.tensorrt import can_run
 
-    return can_run(manifest.plan_info.backend, manifest.plan_info.sms)
+    return can_run(manifest.plan_info, manifest.command, device)
+
+
+def _held_bytes(directory: Path, manifest: Manifest, why_torch: str | None) -> int:
+    """Return the bytes of a plan that TensorRT will load with its own weights, 0 where the checkpoint's are needed."""
+    holds = why_torch is None and manifest.plan_info is not None and manifest.plan_info.holds_weights
+    return (directory / PLAN).stat().st_size if holds else 0
+
+
+def _weight_bytes(manifest: Manifest) -> int:
+    return sum(_numel(one.shape) for one in manifest.weights) * DTYPE_BYTES[manifest.model.dtype]
 
 
 def _numel(shape: tuple[int, ...]) -> int:

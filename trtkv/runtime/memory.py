@@ -8,7 +8,11 @@ import torch
 from trtkv.config import Limits
 from trtkv.errors import CapacityError
 from trtkv.plan import CachePlan
+from trtkv.plugins.compaction.ledger import Ledger
+from trtkv.plugins.encoded import store as encoded
+from trtkv.plugins.support import encodes_by_kernels
 
+ANSWER_SHARE = 8  # of a sequence of full length, an eighth is taken to be its answer where layers share memory out
 HEADROOM = 0.9  # the rest is left to activations and to everybody else
 
 
@@ -29,22 +33,59 @@ def check_weights(weight_bytes: int, device: torch.device) -> None:
         )
 
 
-def pool_pages(plan: CachePlan, limits: Limits, device: torch.device, cache_bytes: int | None = None) -> int:
+def pool_pages(plan: CachePlan, limits: Limits, device: torch.device, cache_bytes: int | None = None, promised_bytes: int = 0) -> int:
     """Return the pages of a pool: enough for every sequence at full length, or what the memory (or cache_bytes) allows.
 
-    Raises CapacityError when not even one sequence of full length fits.
+    promised_bytes of the memory that is free now will be taken by something else. Raises CapacityError when not even one sequence of full length
+    fits.
     """
-    room = int(available_bytes(device) * HEADROOM) if cache_bytes is None else cache_bytes
-    slots = limits.max_batch_size * plan.slot_bytes
+    room = int(max(0, available_bytes(device) - promised_bytes) * HEADROOM) if cache_bytes is None else cache_bytes
+    page_bytes, beside = _sizes(plan, limits, device)
     wanted = plan.pages(limits.max_seq_len)
-    pages = min(wanted * limits.max_batch_size, max(0, room - slots) // max(1, plan.page_bytes))
+    pages = min(wanted * limits.max_batch_size, max(0, room - beside) // max(1, page_bytes))
     if pages < wanted:
-        need = wanted * plan.page_bytes + slots
+        need = wanted * page_bytes + beside
         raise CapacityError(
             f"the cache of one sequence of {limits.max_seq_len} tokens takes {readable(need)}, {readable(room)} is available",
             "Build with a lower --max-seq-len, or give the cache more memory.",
         )
     return pages
+
+
+def _sizes(plan: CachePlan, limits: Limits, device: torch.device) -> tuple[int, int]:
+    """Return the bytes of a page, and those that all slots take beside their pages; where tokens are encoded, with a prompt that is being read."""
+    form = encodes_by_kernels(plan, device)
+    if form is None:
+        return plan.page_bytes, limits.max_batch_size * plan.slot_bytes
+    layers = plan.num_layers if limits.max_seq_len > limits.max_chunk_tokens else 1  # a prompt of one chunk is encoded layer by layer
+    prompt = encoded.token_bytes(plan) // plan.num_layers * layers * limits.max_seq_len
+    return encoded.page_bytes(plan), limits.max_batch_size * encoded.slot_bytes(plan, form) + prompt
+
+
+def pool_sizes(plan: CachePlan, limits: Limits, device: torch.device, cache_bytes: int | None = None, promised_bytes: int = 0) -> list[int]:
+    """Return the pages of every page group's pool, as `pool_pages`; where tokens are evicted, enough for the most that every sequence stores.
+
+    Where memory does not allow that, every pool holds one prompt that is read, and a share of others behind theirs: layers that keep less get less.
+    Raises CapacityError when not even one sequence of full length fits.
+    """
+    if not plan.compacts:
+        return [pool_pages(plan, limits, device, cache_bytes, promised_bytes)] * plan.num_page_groups
+    room = int(max(0, available_bytes(device) - promised_bytes) * HEADROOM) if cache_bytes is None else cache_bytes
+    ledger, longest, chunk = Ledger(plan), limits.max_seq_len, limits.max_chunk_tokens
+    slots, most = limits.max_batch_size * plan.slot_bytes, ledger.most_pages(longest, chunk)
+    sizes = [plan.group_page_bytes(group) for group in range(plan.num_page_groups)]
+    one = sum(count * size for count, size in zip(most, sizes, strict=True))
+    if one + slots > room:
+        raise CapacityError(
+            f"the cache of one sequence of {limits.max_seq_len} tokens takes {readable(one + slots)}, {readable(room)} is available",
+            "Build with a lower --max-seq-len, or give the cache more memory.",
+        )
+    if limits.max_batch_size * one + slots <= room:
+        return [limits.max_batch_size * count for count in most]
+    answer = max(1, longest // ANSWER_SHARE)
+    behind = ledger.pages_behind(max(1, longest - answer), chunk, answer)
+    others = (room - slots - one) / sum(count * size for count, size in zip(behind, sizes, strict=True))
+    return [count + int(others * later) for count, later in zip(most, behind, strict=True)]
 
 
 def readable(size: float) -> str:

@@ -33,6 +33,10 @@ class PageAllocator:
         """Pages that nobody owns."""
         return len(self._free) + len(self._idle)
 
+    def has(self, count: int) -> bool:
+        """Say whether so many pages can be taken."""
+        return count <= self.free
+
     def take(self, count: int) -> list[int]:
         """Take pages; raises CapacityError and takes none when there are too few."""
         if count > self.free:
@@ -79,6 +83,45 @@ class PageAllocator:
         del self._idle[page]
         del self._page_of[self._key_of.pop(page)]
         heapq.heappush(self._free, page)
+
+
+class GroupPages:
+    """Pages of several page groups, each with a pool of its own: lists of page numbers are then lists of one list a group."""
+
+    def __init__(self, num_pages: Sequence[int]) -> None:
+        """Take the pages of every group's pool."""
+        self.pools = [PageAllocator(one) for one in num_pages]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the smallest pool."""
+        return min(pool.num_pages for pool in self.pools)
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody owns in every group."""
+        return min(pool.free for pool in self.pools)
+
+    def has(self, counts: Sequence[int]) -> bool:
+        """Say whether so many pages of each group can be taken."""
+        return all(pool.has(count) for pool, count in zip(self.pools, counts, strict=True))
+
+    def take(self, counts: Sequence[int]) -> list[list[int]]:
+        """Take so many pages of each group; raises CapacityError and takes none when there are too few."""
+        if not self.has(counts):
+            short = next((pool, count) for pool, count in zip(self.pools, counts, strict=True) if not pool.has(count))
+            short[0].take(short[1])
+        return [pool.take(count) for pool, count in zip(self.pools, counts, strict=True)]
+
+    def give(self, pages: Sequence[Sequence[int]]) -> None:
+        """Return pages of one owner."""
+        for pool, own in zip(self.pools, pages, strict=True):
+            pool.give(own)
+
+
+def make_pages(num_pages: Sequence[int]) -> PageAllocator | GroupPages:
+    """Make the pools of an engine's page groups."""
+    return PageAllocator(num_pages[0]) if len(num_pages) == 1 else GroupPages(num_pages)
 
 
 def page_keys(tokens: Sequence[int], page_size: int, count: int, known: Sequence[Key] = ()) -> list[Key]:

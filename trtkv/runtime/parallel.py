@@ -11,10 +11,12 @@ import multiprocessing
 import shutil
 import signal
 import tempfile
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,12 @@ from torch import Tensor
 
 from trtkv.errors import ConfigError, EngineError, TrtkvError
 from trtkv.manifest import Manifest, read_manifest
+from trtkv.runtime.device_sampler import Ask, Chosen
 from trtkv.runtime.loading import Engine, Options, Part, Progress, find_device, open_engine
 from trtkv.runtime.step import Stepper, StepRow
 
 PATIENCE = timedelta(minutes=30)  # of a part for the others: one may still be reading weights
+LEAVE_S = 5.0
 RESTART = "Open the engine again."
 
 
@@ -68,18 +72,20 @@ def open_parts(directory: Path, options: Options, progress: Progress = lambda st
     except BaseException:
         _stop(followers)
         raise
-    stepper = LeadingStepper(engine.stepper, followers)
-    engine.session.on_release = lambda slot: stepper.tell("release", slot)
+    stepper = LeadingStepper(engine.stepper, followers, part.close)
+    engine.session.on_release = _released_by(stepper)
     return replace(engine, stepper=stepper)
 
 
 class LeadingStepper(Stepper):
     """Runs a step here and in every other part."""
 
-    def __init__(self, stepper: Stepper, followers: list[Follower]) -> None:
-        """Lead followers with an opened part's stepper."""
+    def __init__(self, stepper: Stepper, followers: list[Follower], leave: Callable[[], None]) -> None:
+        """Lead followers with an opened part's stepper; leave ends what this part has in common with them."""
         self.executor, self.session, self.limits = stepper.executor, stepper.session, stepper.limits
         self._own, self._followers = stepper, followers
+        self._end = weakref.finalize(self, _end, stepper, followers, leave)  # at the process's end at the latest
+        threading.Thread(target=_watch, args=([one.process.sentinel for one in followers], leave), daemon=True).start()
 
     def run(self, rows: Sequence[StepRow]) -> Tensor:
         """Run one step as `Stepper.run` does; raises EngineError when another part has failed."""
@@ -91,6 +97,26 @@ class LeadingStepper(Stepper):
             # A collective breaks when a process at its other end has gone.
             raise self._failure(str(error).splitlines()[0]) from None
 
+    @property
+    def chooses(self) -> bool:
+        """Whether next tokens are chosen on the device: every part has the whole logits and chooses the same."""
+        return self._own.chooses
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may be queued before the tokens of the one before it are known."""
+        return self._own.runs_ahead
+
+    def launch(self, rows: Sequence[StepRow], asks: Sequence[Ask]) -> Chosen:
+        """Run one step and choose its next tokens as `Stepper.launch` does; raises EngineError when another part has failed."""
+        counted = [replace(ask, history=((), 0)) if ask.history and ask.continues else ask for ask in asks]  # a slot's own count goes on
+        for follower in self._followers:
+            self._send(follower, "launch", ([_without_known_pages(row, follower.known) for row in rows], counted))
+        try:
+            return self._own.launch(rows, asks)
+        except RuntimeError as error:
+            raise self._failure(str(error).splitlines()[0]) from None
+
     def tell(self, kind: str, value: object) -> None:
         """Send every other part a message."""
         for follower in self._followers:
@@ -98,8 +124,7 @@ class LeadingStepper(Stepper):
 
     def close(self) -> None:
         """End the other parts' processes."""
-        self.session.on_release = None
-        _stop(self._followers)
+        self._end()
 
     def _send(self, follower: Follower, kind: str, value: object) -> None:
         try:
@@ -119,6 +144,30 @@ class LeadingStepper(Stepper):
                 break
         self.close()
         return EngineError(f"a part of the engine has failed: {reason}", RESTART)
+
+
+def _released_by(stepper: LeadingStepper) -> Callable[[int], None]:
+    """Return what tells the other parts of a slot that is free; it does not keep the engine alive."""
+    tell = weakref.WeakMethod(stepper.tell)
+
+    def release(slot: int) -> None:
+        if (alive := tell()) is not None:
+            alive("release", slot)
+
+    return release
+
+
+def _end(own: Stepper, followers: list[Follower], leave: Callable[[], None]) -> None:
+    """End the other parts and leave them; captured steps go first, because NCCL keeps a communicator for as long as one holds it."""
+    own.session.on_release, own._graphs = None, None
+    _stop(followers)
+    leave()
+
+
+def _watch(sentinels: Sequence[int], leave: Callable[[], None]) -> None:
+    """Leave the others as soon as one of them has ended: on a GPU a collective would wait for it for ever."""
+    wait(sentinels)
+    leave()
 
 
 def _without_known_pages(row: StepRow, known: dict[int, Sequence[int]]) -> StepRow:
@@ -141,14 +190,20 @@ def _follow(directory: Path, options: Options, index: int, count: int, store: st
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     known: dict[int, Sequence[int]] = {}
     try:
-        engine = open_engine(directory, options, part=_join(index, count, store, options.device))
+        part = _join(index, count, store, options.device)
+        engine: Engine | None = open_engine(directory, options, part=part)
         pipe.send("ready")
         while True:
             kind, value = pipe.recv()
-            if kind == "stop":
+            if kind == "stop" or engine is None:
+                engine = None  # with its captured steps, as in _end
+                part.close()
                 return
             if kind == "release":
                 engine.session.release(value)
+            elif kind == "launch":
+                rows, asks = value
+                engine.stepper.launch([_with_known_pages(row, known) for row in rows], asks)
             else:
                 engine.stepper.run([_with_known_pages(row, known) for row in value])
     except (EOFError, KeyboardInterrupt):
@@ -177,7 +232,30 @@ def _join(index: int, count: int, store: str, device: str) -> Part:
         group.allreduce([held], options).wait()
         return int(held.item())
 
-    return Part(index, count, lambda tensor: group.allreduce([tensor]).wait(), least)
+    def gather(own: Tensor, out: Tensor) -> None:
+        rows, width = own.shape
+        parts = out.view(count, rows, width) if rows == 1 else own.new_empty(count, rows, width)
+        if where.type == "cuda":
+            group._allgather_base(parts, own).wait()
+        else:
+            group.allgather([list(parts)], [own]).wait()
+        if rows != 1:
+            out.view(rows, count, width).copy_(parts.transpose(0, 1))
+
+    return Part(index, count, lambda tensor: group.allreduce([tensor]).wait(), gather, least, _leaving(group))
+
+
+def _leaving(group: Any) -> Callable[[], None]:
+    """Return a function that leaves a group and waits for that, but not for ever: what still holds the group is told to let go all the same."""
+    thread, lock = threading.Thread(target=getattr(group, "abort", lambda: None), daemon=True), threading.Lock()
+
+    def leave() -> None:
+        with lock:
+            if thread.ident is None:
+                thread.start()
+        thread.join(LEAVE_S)
+
+    return leave
 
 
 def _devices(name: str, manifest: Manifest) -> list[str]:

@@ -5,6 +5,7 @@ Norms and the gated activation are spelled out in the graph so that every Tensor
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trtkv.errors import EngineError
-from trtkv.plugins.face import DOMAIN, OpConfig
+from trtkv.plugins.face import DOMAIN, VERSION, OpConfig
 from trtkv.plugins.ops import FACES
 from trtkv.runtime import fused
 
@@ -62,10 +63,20 @@ def _read(node: onnx.NodeProto) -> Node:
     if node.domain == DOMAIN:
         if node.op_type not in FACES:
             raise EngineError(f"the graph holds the op '{node.op_type}', which this version lacks", "Build the engine again.")
-        attributes = {"call": PluginCall(attributes["layer"], OpConfig.from_json(attributes["cfg"].decode()))}
+        version = attributes.get("plugin_version", b"").decode()
+        if version != VERSION:
+            raise EngineError(f"the graph needs version {version} of the op '{node.op_type}', this is version {VERSION}", "Build the engine again.")
+        attributes = {"call": PluginCall(attributes["layer"], _config(node, attributes["cfg"].decode()))}
     if node.op_type == "Split":
         attributes["outputs"] = tuple(node.output)
     return Node(node.op_type, tuple(node.input), node.output[0], attributes)
+
+
+def _config(node: onnx.NodeProto, text: str) -> OpConfig:
+    try:
+        return OpConfig.from_json(text)
+    except (TypeError, ValueError):
+        raise EngineError(f"the op '{node.op_type}' has settings that this version does not know", "Build the engine again.") from None
 
 
 def _fuse(nodes: list[Node], constants: dict[str, Tensor]) -> Iterator[Node]:
@@ -140,6 +151,31 @@ def _join_sums(nodes: list[Node]) -> Iterator[Node]:
             yield node
     if held is not None:
         yield held
+
+
+def join_products(nodes: list[Node], outputs: set[str]) -> list[Node]:
+    """Let products take the norm in front of them and the gated activation behind them where nothing else reads those.
+
+    A Product reads x, more (or "" where the norm makes no sum), the norm's weight, the matrix and its bias if it has one; outputs are the graph's.
+    """
+    readers = Counter(name for node in nodes for name in node.inputs) + Counter(outputs)
+    joined: list[Node] = []
+    for node in nodes:
+        before = joined[-1] if joined else None
+        if before is not None and node.kind == "Gemm" and node.inputs[0] == before.output and readers[before.output] == 1 and "Norm" in before.kind:
+            x, more = before.inputs[0], before.inputs[1] if before.kind == "AddRmsNorm" else ""
+            attributes = {"eps": before.attributes["eps"], "gated": False}
+            joined[-1] = Node("Product", (x, more, before.inputs[-1], *node.inputs[1:]), node.output, attributes, also=before.also)
+        elif before is not None and node.kind == "SwiGlu" and node.inputs[0] == before.output and readers[before.output] == 1 and _gateable(before):
+            inputs = before.inputs if before.kind == "Product" else (before.inputs[0], "", "", *before.inputs[1:])
+            joined[-1] = Node("Product", inputs, node.output, {"eps": None, **before.attributes, "gated": True}, also=before.also)
+        else:
+            joined.append(Node(node.kind, node.inputs, node.output, node.attributes, also=node.also))
+    return _with_lifetimes(joined, outputs)
+
+
+def _gateable(node: Node) -> bool:
+    return (node.kind == "Gemm" and len(node.inputs) == 2) or (node.kind == "Product" and len(node.inputs) == 4)
 
 
 def _with_lifetimes(nodes: list[Node], outputs: set[str]) -> list[Node]:

@@ -12,13 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from torch import Tensor
 
 from trtkv.errors import EngineError, RequestError
+from trtkv.plugins.sampling import reference
 from trtkv.runtime.tokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from trtkv.runtime.tokenizer import Tokenizer
 
 COLDEST = 1e-5  # below this temperature the likeliest token is certain to many digits
-UNIT = 2.0**40  # integer weight of the likeliest token; sums of a vocabulary stay far below 2**63
+MOST_TOP_K = 1 << 24  # beyond every vocabulary; whole numbers up to here are exact in fp32
 
 
 class SamplingParams(BaseModel):
@@ -29,7 +30,8 @@ class SamplingParams(BaseModel):
     repetition_penalty: divides the logits of tokens in prompt and answer; presence_penalty and frequency_penalty: taken from the logits of
     tokens in the answer, once or for every time; seed: makes draws reproducible; stop: texts that end the answer and are not part of it;
     stop_token_ids: tokens that do; ignore_eos: go on after the end-of-text token; logprobs: 1 or more reports log probabilities; top_logprobs:
-    report so many of the likeliest tokens beside each answered one.
+    report so many of the likeliest tokens beside each answered one; budget: tokens that each KV head reads in a decode step, fewer than the
+    engine's policy does (`Batcher.check` says where that can be).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -47,6 +49,7 @@ class SamplingParams(BaseModel):
     ignore_eos: bool = False
     logprobs: int = Field(0, ge=0, le=20)
     top_logprobs: int = Field(0, ge=0, le=20)
+    budget: int | None = Field(None, ge=1)
 
     def __init__(self, **fields: Any) -> None:
         """Check every field."""
@@ -78,6 +81,11 @@ class SamplingParams(BaseModel):
         """Whether the likeliest token is taken."""
         return self.temperature < COLDEST or self.top_k == 1
 
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens of prompt or answer lose score."""
+        return self.repetition_penalty != 1.0 or bool(self.presence_penalty) or bool(self.frequency_penalty)
+
 
 def sample(
     logits: Tensor, params: Sequence[SamplingParams], histories: Sequence[Sequence[int]], prompt_lengths: Sequence[int]
@@ -104,18 +112,36 @@ def choose(
     Returns the ids and, where asked for, the log probability of each under the model's own distribution.
     """
     raw = logits.float()
-    usable = raw.amax(-1).isfinite()
-    scores = _penalized(raw, params, histories, prompt_lengths)
-    chosen = scores.argmax(-1)
-    drawn = [row for row, one in enumerate(params) if not one.greedy]
-    plain = [row for row in drawn if not _filters(params[row])]
-    for rows, choose in ((plain, _draw), ([row for row in drawn if _filters(params[row])], _draw_filtered)):
-        if rows:
-            index = torch.tensor(rows, device=raw.device)
-            numbers = [uniform(params[row].seed, len(histories[row]) - prompt_lengths[row]) for row in rows]
-            chosen[index] = choose(scores[index], [params[row] for row in rows], numbers)
-    ids = chosen.where(usable, -1).tolist()
-    return ids, _logprobs(raw, ids, [bool(one.logprobs) and id_ >= 0 for one, id_ in zip(params, ids, strict=True)])
+    drawn = [row for row, one in enumerate(params) if not one.greedy or one.penalizes]
+    ids = raw.argmax(-1).where(raw.amax(-1).isfinite(), -1)
+    if drawn:
+        index, own = torch.tensor(drawn, device=raw.device), [params[row] for row in drawn]
+        numbers = [uniform(params[row].seed, len(histories[row]) - prompt_lengths[row]) for row in drawn]
+        counts = None
+        if any(one.penalizes for one in own):
+            vocab = raw.shape[-1]
+            plain = torch.zeros(vocab, dtype=torch.int32)
+            rows = [count_tokens(histories[row], prompt_lengths[row], vocab) if params[row].penalizes else plain for row in drawn]
+            counts = torch.stack(rows).to(raw.device)
+        settings = torch.tensor([settings_of(one) for one in own], dtype=torch.float32, device=raw.device)
+        ids[index] = reference.choose(raw[index], settings, torch.tensor(numbers, dtype=torch.float64, device=raw.device), counts)
+    found: list[int] = ids.tolist()
+    return found, _logprobs(raw, found, [bool(one.logprobs) and id_ >= 0 for one, id_ in zip(params, found, strict=True)])
+
+
+def settings_of(one: SamplingParams) -> list[float]:
+    """Return a request's row of the settings that `plugins/sampling` takes: a temperature of 0 takes the likeliest."""
+    flags = reference.PENALIZED * one.penalizes + reference.LOGPROB * bool(one.logprobs)
+    penalties = (one.repetition_penalty, one.presence_penalty, one.frequency_penalty)
+    return [0.0 if one.greedy else one.temperature, one.min_p, one.top_p, *penalties, float(min(one.top_k, MOST_TOP_K)), float(flags)]
+
+
+def count_tokens(history: Sequence[int], prompt_length: int, vocab_size: int) -> Tensor:
+    """Return what penalties need of a sequence: [V] int32, how often each token was answered, and IN_PROMPT where it is in the prompt."""
+    tokens = torch.tensor(history, dtype=torch.int64)
+    counts = torch.bincount(tokens[prompt_length:], minlength=vocab_size).int()
+    counts[tokens[:prompt_length].unique()] += reference.IN_PROMPT
+    return counts
 
 
 def top_logprobs(logits: Tensor, count: int) -> list[list[tuple[int, float]]]:
@@ -186,56 +212,6 @@ class StopChecker:
 def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of text that begins stop."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
-
-
-def _filters(one: SamplingParams) -> bool:
-    return one.top_k > 0 or one.top_p < 1.0
-
-
-def _penalized(logits: Tensor, params: Sequence[SamplingParams], histories: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> Tensor:
-    scores = logits
-    for row, one in enumerate(params):
-        if one.repetition_penalty == 1.0 and not one.presence_penalty and not one.frequency_penalty:
-            continue
-        scores = logits.clone() if scores is logits else scores
-        seen = torch.tensor(histories[row], dtype=torch.int64, device=logits.device)
-        unique = seen.unique()
-        values = scores[row, unique]
-        scores[row, unique] = torch.where(values > 0, values / one.repetition_penalty, values * one.repetition_penalty)
-        answered, counts = seen[prompt_lengths[row] :].unique(return_counts=True)
-        scores[row, answered] -= one.presence_penalty + one.frequency_penalty * counts
-    return scores
-
-
-def _weights(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Turn scores [B, V] into integer weights [B, V]: sums of integers are exact, in whatever order a device adds them."""
-    settings = torch.tensor([[one.temperature, one.min_p] for one in params], dtype=torch.float32, device=scores.device)
-    relative = ((scores - scores.amax(-1, keepdim=True)) / settings[:, :1]).exp()
-    relative = relative.where(relative >= settings[:, 1:], 0.0)
-    return (relative.double() * UNIT).long()
-
-
-def _pick(weights: Tensor, numbers: Sequence[float]) -> Tensor:
-    """Choose positions [B] from weights [B, V]: the first whose running sum exceeds the number's share of the total."""
-    sums = weights.cumsum(-1)
-    share = torch.tensor(numbers, dtype=torch.float64, device=weights.device)[:, None] * sums[:, -1:]
-    return torch.searchsorted(sums, share.long(), right=True)[:, 0].clamp_(max=weights.shape[-1] - 1)
-
-
-def _draw(scores: Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]) -> Tensor:
-    return _pick(_weights(scores, params), numbers)
-
-
-def _draw_filtered(scores: Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]) -> Tensor:
-    ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
-    weights = _weights(ordered, params)
-    rank = torch.arange(weights.shape[-1], device=weights.device)
-    k = torch.tensor([one.top_k or weights.shape[-1] for one in params], device=weights.device)[:, None]
-    weights = weights.where(rank < k, 0)
-    sums = weights.cumsum(-1)
-    p = torch.tensor([one.top_p for one in params], dtype=torch.float64, device=weights.device)[:, None]
-    weights = weights.where((sums - weights) < p * sums[:, -1:], 0)
-    return ids.gather(-1, _pick(weights, numbers)[:, None])[:, 0]
 
 
 def _logprobs(logits: Tensor, ids: list[int], wanted: list[bool]) -> list[float | None]:

@@ -1,7 +1,8 @@
 """Which sequences take part in the next step: running ones first, then prompts by priority and arrival, chunk by chunk.
 
 A sequence of a paged cache owns the pages that it fills and one more; when they run out, the one that came last gives way: it loses its pages
-and is computed again when there is room. Caches held in tensors cannot be computed again half-way, so those are admitted for their longest form.
+and is computed again when there is room. Caches that are evicted from cannot be computed again half-way: those that are held in tensors are admitted
+for their longest form, those in pages for the most that is still to come (`claims.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from trtkv.config import Limits
 from trtkv.errors import CapacityError, RequestError
 from trtkv.plan import CachePlan
 from trtkv.runtime.pages import Key, PageAllocator, page_keys
+from trtkv.runtime.saved_pages import SavedPages
 from trtkv.runtime.step import StepRow
 
 _arrivals = itertools.count()
@@ -62,19 +64,14 @@ class Scheduler:
         self.waiting: list[Running] = []
         self.running: list[Running] = []
         self.preemptions = 0
+        self.saved: SavedPages | None = None  # a third tier on disk
         self._slots = slots
+        self._gives_way = not plan.held
 
     def check(self, tokens: Sequence[int], max_tokens: int) -> None:
         """Raise RequestError for a prompt that can never be served."""
-        if not tokens:
-            raise RequestError("the prompt is empty", "Give at least one token.")
-        longest = self.limits.max_seq_len
-        if len(tokens) + 1 > longest:
-            raise RequestError(
-                f"the prompt has {len(tokens)} tokens, the engine takes {longest - 1}",
-                f"Shorten it, or build with --max-seq-len {len(tokens) + max_tokens} or more.",
-            )
-        need, there = self.plan.pages(min(longest, len(tokens) + max_tokens)), self.pages.num_pages
+        self._check_length(tokens, max_tokens)
+        need, there = self.plan.pages(min(self.limits.max_seq_len, len(tokens) + max_tokens)), self.pages.num_pages
         if need > there:
             raise RequestError(
                 f"prompt and answer take {need} pages of the cache, which has {there}", "Lower max-tokens or give the cache more memory."
@@ -113,7 +110,19 @@ class Scheduler:
         keys = page_keys(sequence.tokens, self.plan.page_size, full, sequence.keys)
         for index in range(len(sequence.keys), full):
             self.pages.publish(sequence.pages[index], keys[index])
+            if self.saved is not None:
+                self.saved.save(sequence.pages[index], keys[index])
         sequence.keys = keys
+
+    def _check_length(self, tokens: Sequence[int], max_tokens: int) -> None:
+        if not tokens:
+            raise RequestError("the prompt is empty", "Give at least one token.")
+        longest = self.limits.max_seq_len
+        if len(tokens) + 1 > longest:
+            raise RequestError(
+                f"the prompt has {len(tokens)} tokens, the engine takes {longest - 1}",
+                f"Shorten it, or build with --max-seq-len {len(tokens) + max_tokens} or more.",
+            )
 
     def _choose(self, room: int) -> Iterator[tuple[Running, StepRow]]:
         decoding = [one for one in self.running if len(one.tokens) - one.seen == 1]
@@ -123,6 +132,7 @@ class Scheduler:
             count = min(room, left)
             if count == left - 1 and count > 1:
                 count -= 1  # a prompt's last token alone would be taken for one that decodes
+            count = self._prepare(one, count)
             if count:
                 room -= count
                 finished = one.seen + count == len(one.tokens)
@@ -131,11 +141,15 @@ class Scheduler:
                     StepRow(one.tokens[one.seen : one.seen + count], one.seen, one.slot, one.pages, (count - 1,) if finished else (), one.num_prompt),
                 )
 
+    def _prepare(self, one: Running, count: int) -> int:
+        """Have pages for a sequence's next tokens; returns for how many of them there are."""
+        return count
+
     def _admit(self) -> None:
         while self.waiting:
             if self._begin(self.waiting[0]):
                 insort(self.running, self.waiting.pop(0), key=lambda one: one.order)
-            elif not self.plan.held and self.running and self.running[-1].priority < self.waiting[0].priority:
+            elif self._gives_way and self.running and self.running[-1].priority < self.waiting[0].priority:
                 self._preempt(self.running[-1])
             else:
                 return
@@ -151,9 +165,24 @@ class Scheduler:
             self.pages.give(shared)
             return False
         one.pages, one.slot = shared + self.pages.take(need), self._slots.pop()
-        one.began_s = one.began_s or time.monotonic()
-        one.seen = one.reused = len(shared) * self.plan.page_size
+        one.seen = one.reused = (len(shared) + self._load(one, len(shared))) * self.plan.page_size
+        self._began(one)
         return True
+
+    def _load(self, one: Running, shared: int) -> int:
+        """Fill a sequence's pages behind the shared ones with what is saved of its prompt; returns how many."""
+        if self.saved is None:
+            return 0
+        waiting = list(zip(one.pages[shared:], self._prompt_keys(one)[shared:], strict=False))
+        for index, (page, key) in enumerate(waiting):
+            if not self.saved.load(page, key):
+                return index
+            self.pages.publish(page, key)
+        return len(waiting)
+
+    @staticmethod
+    def _began(one: Running) -> None:
+        one.began_s = one.began_s or time.monotonic()
 
     def _prompt_keys(self, one: Running) -> list[Key]:
         """Name the prompt's pages that may be reused: at least two tokens are always computed, the last of which gives the logits."""

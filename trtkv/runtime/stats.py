@@ -36,7 +36,7 @@ class StepFigures:
             generated=sum(bool(row.logits_of) for _, row in batch),
             read_tokens=session.read_tokens,
             stored_bytes=stored,
-            reserved_bytes=stored if session.held is not None else session.parts * sum(map(session.plan.reserved_bytes, lengths)),
+            reserved_bytes=session.reserved_bytes(),
         )
 
 

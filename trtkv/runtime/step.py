@@ -2,21 +2,25 @@
 
 The scheduler says which sequences take part and with how many new tokens; the step announces to the session where their tokens are stored,
 fills the engine's inputs, and runs the graph once. Decode is the case of one new token each, prefill of a chunk; both may share a step.
+`run` hands out logits; `launch` chooses the next tokens on the device as well, where the next step finds them before the host does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from trtkv.config import Limits
 from trtkv.plugins.session import Session
+from trtkv.runtime.device_sampler import PENDING, Ask, Chosen, DeviceSampler
 from trtkv.runtime.graphs import DecodeGraphs
-from trtkv.runtime.inputs import page_table, small_inputs
+from trtkv.runtime.inputs import page_table, pages_of, small_inputs
 
 
 class Executor(Protocol):
@@ -37,20 +41,24 @@ class Executor(Protocol):
 class StepRow:
     """One sequence in a step: the new tokens, how many tokens came before them, its slot, its pages, and the rows whose logits are wanted.
 
-    logits_of counts from the first new token; empty while a prompt is not finished. prompt is the length of the whole prompt, by default what
-    there is once these tokens are in.
+    pages are one list for all page groups, or a list of one for each. logits_of counts from the first new token; empty while a prompt is not
+    finished. prompt is the length of the whole prompt, by default what there is once these tokens are in.
     """
 
     tokens: Sequence[int]
     seen: int
     slot: int
-    pages: Sequence[int]
+    pages: Sequence[int] | Sequence[Sequence[int]]
     logits_of: Sequence[int] = ()
     prompt: int | None = None
 
 
 class Stepper:
     """Runs steps of one session; holds the inputs that never change."""
+
+    sampler: DeviceSampler | None = None
+    _graphs: DecodeGraphs | None = None
+    _vocab = 0
 
     def __init__(self, executor: Executor, session: Session, limits: Limits, rope: Tensor) -> None:
         """Take an executor and its session; rope is `rope_table`'s result."""
@@ -59,19 +67,69 @@ class Stepper:
         self._width = session.plan.pages(limits.max_seq_len)
         self._graphs = DecodeGraphs(executor, session, self._width, self._fixed) if executor.capturable else None
 
+    @property
+    def chooses(self) -> bool:
+        """Whether next tokens are chosen on the device, behind the captured step."""
+        return self._graphs is not None and self.executor.capturable
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may be queued before the tokens of the one before it are known: nothing behind a step needs the host."""
+        return self.chooses and self.session.compactor is None and self.session.offload is None
+
     @torch.inference_mode()
     def run(self, rows: Sequence[StepRow]) -> Tensor:
         """Run one step: logits [R, V] fp32 of the rows asked for, in order; all sequences' keys and values are stored afterwards."""
+        self._announce(rows)
+        logits = self._graphs.run(rows) if self._graphs is not None and self._captures(rows) else self.executor.run(self._inputs(rows))
+        self.session.end_step()
+        return logits
+
+    @torch.inference_mode()
+    def launch(self, rows: Sequence[StepRow], asks: Sequence[Ask]) -> Chosen:
+        """Run one step and choose the next token of every row whose logits are asked for (one each), as asks [R] say; nobody waits for it.
+
+        A token may be PENDING where its slot's last launched step chose it.
+        """
+        self._announce(rows)
+        sampler = self.sampler = self.sampler or DeviceSampler(self.session.num_slots, self.session.device)
+        if self._graphs is not None and self._captures(rows) and (self._vocab or not any(ask.history for ask in asks)):
+            sampler.prepare([row.slot for row in rows], asks, self._vocab)
+            logits = self._graphs.choose(rows, asks, sampler)
+        else:
+            logits = self._choose(rows, asks, sampler)
+        self.session.end_step()
+        return sampler.send(logits, asks)
+
+    def _choose(self, rows: Sequence[StepRow], asks: Sequence[Ask], sampler: DeviceSampler) -> Tensor:
+        inputs = self._inputs(rows)
+        if any(token == PENDING for row in rows for token in row.tokens):
+            slots = np.repeat(np.fromiter((row.slot for row in rows), np.int32), [len(row.tokens) for row in rows])
+            inputs["token_ids"] = sampler.tokens(inputs["token_ids"], self._moved(slots))
+        logits = self.executor.run(inputs)
+        if asks:
+            self._vocab = logits.shape[-1]
+            slots = np.array([row.slot for row in rows if row.logits_of], np.int32)
+            sampler.prepare(slots.tolist(), asks, self._vocab)
+            values = {name: self._moved(value) for name, value in sampler.inputs(asks).items()}
+            sampler.choose(logits.contiguous(), values, self._moved(slots))
+        return logits
+
+    def _announce(self, rows: Sequence[StepRow]) -> None:
         new = [len(row.tokens) for row in rows]
         stored = [row.seen + len(row.tokens) for row in rows]
         groups = self.session.plan.num_page_groups
         prompts = [total if row.prompt is None else row.prompt for row, total in zip(rows, stored, strict=True)]
-        self.session.begin_step(new, [stored] * groups, [row.slot for row in rows], [[row.pages for row in rows]] * groups, prompts)
-        if self._graphs is not None and self.executor.capturable and self._graphs.takes(rows):
-            logits = self._graphs.run(rows)
-        else:
-            values = {**small_inputs(rows, groups), "page_table": page_table(rows, groups, self._width)}
-            inputs = {name: torch.from_numpy(value.copy()).to(self.session.device, non_blocking=True) for name, value in values.items()}
-            logits = self.executor.run({**self._fixed, **inputs})
-        self.session.end_step()
-        return logits
+        pages = [[pages_of(row, group) for row in rows] for group in range(groups)]
+        self.session.begin_step(new, [stored] * groups, [row.slot for row in rows], pages, prompts)
+
+    def _captures(self, rows: Sequence[StepRow]) -> bool:
+        return self.chooses and DecodeGraphs.takes(rows)
+
+    def _inputs(self, rows: Sequence[StepRow]) -> dict[str, Tensor]:
+        groups = self.session.plan.num_page_groups
+        values = {**small_inputs(rows, groups, self.session.stored_lens()), "page_table": page_table(rows, groups, self._width)}
+        return {**self._fixed, **{name: self._moved(value) for name, value in values.items()}}
+
+    def _moved(self, values: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(values.copy()).to(self.session.device, non_blocking=True)

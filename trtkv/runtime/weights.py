@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from trtkv.runtime.uploads import Piece, cut, upload
 
 if TYPE_CHECKING:
     from trtkv.checkpoint.weights import Checkpoint
@@ -53,27 +56,64 @@ def map_weights(
 ) -> dict[str, Weight]:
     """Bind every graph input to its tensors in the checkpoint; part says which of how many GPUs this is.
 
-    On the CPU parts stay mapped unless their dtype differs; on a device each input is packed into one tensor, read straight from the
-    mapping. report(done_bytes, total_bytes) is called as weights arrive.
+    On the CPU tensors stay mapped unless their dtype differs; on a device each input is packed into one tensor, read from the files by several
+    threads. report(done_bytes, total_bytes) is called as weights arrive.
     """
+    named = [(str(spec["name"]), tuple(spec["shape"]), [name for name, _ in spec["sources"]]) for spec in specs]  # type: ignore[attr-defined, arg-type]
+    if device.type != "cpu":
+        return upload_weights(checkpoint, named, dtype, device, report, part)
     total, done, weights = checkpoint.nbytes, 0, {}
-    for spec in specs:
-        parts = [checkpoint.tensor(name) for name, _ in spec["sources"]]  # type: ignore[attr-defined]
-        done += sum(one.nbytes for one in parts)
-        parts = [take_part(one, tuple(spec["shape"]), parts, part) for one in parts]  # type: ignore[arg-type]
-        weights[str(spec["name"])] = _bind(parts, tuple(spec["shape"]), dtype, device)  # type: ignore[arg-type]
+    for name, shape, sources in named:
+        tensors = [checkpoint.tensor(source) for source in sources]
+        done += sum(one.nbytes for one in tensors)
+        cuts = [share(tuple(one.shape), shape, len(sources), part) for one in tensors]
+        shares = [one[rows] if columns is None else one[rows, columns].contiguous() for one, (rows, columns) in zip(tensors, cuts, strict=True)]
+        weights[name] = _bind(shares, shape, dtype)
         report(min(done, total), total)
     return weights
 
 
-def take_part(tensor: Tensor, shape: tuple[int, ...], stacked: Sequence[Tensor], part: tuple[int, int]) -> Tensor:
-    """Return a part's rows or columns of a tensor [out, in] or [out] that is stacked with others into a graph input of this shape."""
+def upload_weights(
+    checkpoint: Checkpoint,
+    named: Sequence[tuple[str, tuple[int, ...], Sequence[str]]],
+    dtype: torch.dtype,
+    device: torch.device,
+    report: Report,
+    part: tuple[int, int] = (0, 1),
+) -> dict[str, Weight]:
+    """Fill one tensor a graph input (name, shape, checkpoint tensors stacked along the first axis) from the checkpoint's files."""
+    weights, pieces = {}, []
+    for name, shape, sources in named:
+        packed = torch.empty(shape, dtype=dtype, device=device)
+        flat, start = packed.view(-1), 0
+        for source in sources:
+            entry = checkpoint.entry(source)
+            rows, columns = share(entry.shape, shape, len(sources), part)
+            width = math.prod(entry.shape[1:])
+            count, kept = rows.stop - rows.start, width if columns is None else columns.stop - columns.start
+            target = flat[start : start + count * kept].view(count, kept)
+            start += count * kept
+            row_bytes = width * entry.dtype.itemsize
+            if count and row_bytes:
+                whole = Piece(entry.file, entry.start + rows.start * row_bytes, count * row_bytes, entry.dtype, width, target, columns)
+                pieces += list(cut(whole))
+        weights[name] = Weight((packed,))
+    upload(sorted(pieces, key=lambda one: (one.file, one.start)), device, report)
+    return weights
+
+
+def share(tensor: tuple[int, ...], shape: tuple[int, ...], stacked: int, part: tuple[int, int]) -> tuple[slice, slice | None]:
+    """Return which rows, and which columns if not all, a part takes of a tensor [out, in] or [out].
+
+    shape is the graph input's, stacked how many tensors it is stacked from.
+    """
     index, count = part
-    if count == 1 or (len(stacked) == 1 and tensor.numel() == torch.Size(shape).numel()):
-        return tensor
-    if tensor.dim() == 2 and tensor.shape[1] != shape[1]:
-        return tensor.chunk(count, 1)[index].contiguous()
-    return tensor.chunk(count, 0)[index]
+    if count == 1 or (stacked == 1 and math.prod(tensor) == math.prod(shape)):
+        return slice(0, tensor[0]), None
+    if len(tensor) == 2 and tensor[1] != shape[1]:
+        return slice(0, tensor[0]), slice(index * shape[1], (index + 1) * shape[1])
+    size = tensor[0] // count
+    return slice(index * size, (index + 1) * size), None
 
 
 def random_weights(
@@ -94,14 +134,5 @@ def random_weights(
     return weights
 
 
-def _bind(parts: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Weight:
-    if device.type == "cpu":
-        return Weight(
-            tuple(part.to(dtype).view(1, -1) if len(shape) == 2 and part.dim() == 1 and len(parts) == 1 else part.to(dtype) for part in parts)
-        )
-    packed = torch.empty(shape, dtype=dtype, device=device)
-    flat, start = packed.view(-1), 0
-    for part in parts:
-        flat[start : start + part.numel()].copy_(part.reshape(-1))
-        start += part.numel()
-    return Weight((packed,))
+def _bind(parts: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
+    return Weight(tuple(part.to(dtype).view(1, -1) if len(shape) == 2 and part.dim() == 1 and len(parts) == 1 else part.to(dtype) for part in parts))

@@ -1,0 +1,48 @@
+"""Measures how busy a GPU is with many streams, and what lies between two steps; appends a record to a file of JSON lines.
+
+python build_scripts/bench_busy.py [RESULTS] [--model M] [--policy P] [--streams N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+from trtkv.api import build
+from trtkv.bench.busy import ENOUGH, Streams, measure_busy
+from trtkv.bench.records import append_records
+from trtkv.runtime.loading import Options
+
+ROOT = Path(__file__).parent.parent
+
+
+def main() -> None:
+    """Build an engine with random weights, load it, write what was seen."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("results", nargs="?", type=Path, default=ROOT / "engines" / "results.jsonl")
+    parser.add_argument("--model", default="qwen2.5-7b")
+    parser.add_argument("--policy", default="full")
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--prompt-tokens", type=int, default=1024)
+    parser.add_argument("--answer-tokens", type=int, default=256)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    own = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        longest = own.prompt_tokens + 2 * own.answer_tokens
+        limits = {"max_seq_len": longest, "max_batch_size": own.streams, "max_chunk_tokens": 2048}
+        path = build(own.model, own.policy, out=Path(folder) / "engine", backend="none", sms=("none",), **limits)
+        streams = Streams(own.streams, own.prompt_tokens, own.answer_tokens, own.seconds)
+        words = [word for word in sys.argv[1:] if word != str(own.results)]
+        command = shlex.join(["python", "build_scripts/bench_busy.py", *words])
+        record = measure_busy(path, streams, Options("random", "cuda", "torch"), command)
+    append_records(own.results, [record])
+    gap = record.get("between_steps_p50_us")
+    goal = "reached" if record["busy_share"] >= ENOUGH else "missed"
+    print(f"GPU busy {record['busy_share']:.1%} of the time (goal {ENOUGH:.0%}: {goal}), {gap} us between decode steps")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The choice of next tokens from logits, on the device."""

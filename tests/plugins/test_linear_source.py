@@ -1,0 +1,101 @@
+"""`linear.cu` and `sample.cu` run on the CPU: products, norms and choices beside torch, with tails in every dimension."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.plugins import cuda_on_cpu
+from trtkv.plugins.linear import launch
+from trtkv.plugins.sampling import launch as sampling
+from trtkv.plugins.sampling import reference
+
+pytestmark = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sources")
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    cuda_on_cpu.install(monkeypatch, folder)
+    for module in (launch, sampling):
+        monkeypatch.setattr(module, "arch", lambda: "90")
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("tokens", "gated", "normed"), [(1, False, False), (1, True, True), (2, False, True)])
+def test_products(tokens: int, gated: bool, normed: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    width, inner = 24, 2056
+    rows = 2 * width if gated else width
+    x, more, matrix, bias = (torch.randn(size, generator=generator) for size in ((tokens, inner), (tokens, inner), (rows, inner), (width,)))
+    x, more, matrix, bias = x.to(dtype), more.to(dtype), (matrix / inner**0.5).to(dtype), bias.to(dtype)
+    scale, out, total = torch.rand(inner, generator=generator).to(dtype), torch.zeros(tokens, width, dtype=dtype), torch.zeros_like(x)
+    launch.gemv(x, matrix, None if gated else bias, out, gated=gated, norm=launch.Norm(scale, 1e-6, more, total) if normed else None)
+    given, plain = x.double(), x
+    if normed:
+        assert torch.equal(total, x + more)
+        given = total.double()
+        given = given / (given.square().mean(-1, keepdim=True) + 1e-6).sqrt() * scale.double()
+        wide = total.float()
+        plain = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(dtype) * scale
+    exact, theirs = given @ matrix.double().t(), torch.nn.functional.linear(plain, matrix, None if gated else bias)
+    if gated:
+        (gate, up), (their_gate, their_up) = exact.chunk(2, -1), theirs.chunk(2, -1)
+        exact, theirs = torch.nn.functional.silu(gate) * up, torch.nn.functional.silu(their_gate) * their_up
+    else:
+        exact = exact + bias.double()
+    assert error(out, exact) <= 2 * error(theirs, exact)
+
+
+def test_norms() -> None:
+    x, more, weight = torch.randn(3, 2056).bfloat16(), torch.randn(3, 2056).bfloat16(), torch.rand(2056).bfloat16()
+    out, total = torch.zeros_like(x), torch.zeros_like(x)
+    launch.norm(x, more, weight, 1e-6, out, total)
+    assert torch.equal(total, x + more)
+    wide = total.float()
+    plain = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).bfloat16() * weight
+    exact = total.double() / (total.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    assert error(out, exact) <= 2 * error(plain, exact)
+
+
+@pytest.mark.parametrize("vocab", [50, 1003])
+def test_choices(vocab: int) -> None:
+    rng, noise = random.Random(vocab), torch.Generator().manual_seed(vocab)
+    rows = [
+        [rng.choice([0.0, 0.4, 1.5]), rng.choice([0.0, 0.05]), rng.choice([1.0, 0.8, 0.3]), 1.2, 0.3, 0.1, float(rng.choice([0, 1, 7, 40])),
+         float(rng.choice([0, 1, 3]))]
+        for _ in range(8)
+    ]  # fmt: skip
+    settings, numbers = torch.tensor(rows), torch.rand(8, generator=noise, dtype=torch.float64)
+    logits = torch.randn(8, vocab, generator=noise) * 2
+    logits[:3] = logits[:3].round()
+    logits[7, 5] = torch.nan
+    counts = torch.randint(0, 3, (9, vocab), generator=noise, dtype=torch.int32)
+    counts[:, ::5] += reference.IN_PROMPT
+    slots = torch.tensor(rng.sample(range(9), 8), dtype=torch.int32)
+    expected = reference.choose(logits, settings, numbers, counts[slots.long()])
+    last, ring, before = torch.zeros(9, dtype=torch.int32), torch.zeros(4, 2, 9, dtype=torch.int32), counts.clone()
+    sampling.sample(logits, settings, numbers, slots, counts, last, torch.tensor([2], dtype=torch.int32), ring)
+    assert ring[2, 0, :8].tolist() == expected.tolist() and not ring[[0, 1, 3]].any()
+    assert last[slots.long()].tolist() == expected.clamp(min=0).tolist()
+    for row, (slot, token) in enumerate(zip(slots.tolist(), expected.tolist(), strict=True)):
+        if int(rows[row][reference.FLAGS]) & reference.PENALIZED and token >= 0:
+            before[slot, token] += 1
+        if int(rows[row][reference.FLAGS]) & reference.LOGPROB and token >= 0:
+            found = ring[2, 1].view(torch.float32)[row].item()
+            assert found == pytest.approx(logits[row].log_softmax(-1)[token].item(), abs=1e-5)
+    assert torch.equal(counts, before)
+    ids = torch.zeros(3, dtype=torch.int32)
+    sampling.feed(torch.tensor([-1, 4, -1], dtype=torch.int32), slots[:3].contiguous(), last, ids)
+    assert ids.tolist() == [int(last[slots[0]]), 4, int(last[slots[2]])]

@@ -1,0 +1,56 @@
+"""The soak of `build_scripts/soak.py`, shorter: everything that was asked is answered or refused, and everything comes back."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.serve.rig import Server, built
+from tests.tiny import make_tiny
+from trtkv.manifest import read_manifest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("soak", ROOT / "build_scripts" / "soak.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["soak"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_overload_cancels_and_vanishing_clients_leave_nothing(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "COUNTED", 6)
+    monkeypatch.setattr(script, "FLAT_BYTES", 1 << 30)  # too short to say anything about memory
+    model = make_tiny("llama", tmp_path / "model")
+    engine = built(model.path, tmp_path / "engine", max_seq_len=256)
+    cache = read_manifest(engine).cache.reserved_bytes(3 * 256) / 2**30
+    with Server(engine, "--no-triton", "--device", "cpu", "--max-waiting", "6", "--cache-gib", cache) as server:
+        record = script.soak(server.url, server.process.pid, 40, 256, 3.0)
+    assert record["wrong"] == []
+    assert record["answered"] + record["refused"] + record["cancelled"] + record["vanished"] == 40
+    assert record["refused"] and record["cancelled"]
+
+
+def test_what_is_not_flat_is_seen(script: ModuleType) -> None:
+    steady = [(sent, 10 << 20) for sent in range(10, 1001, 10)]
+    rising = [(sent, sent << 20) for sent in range(10, 1001, 10)]
+    assert script.flat(steady, 1000) == (True, 0)
+    assert script.flat(rising, 1000)[0] is False
+
+
+def test_an_answer_that_is_cut_is_wrong(script: ModuleType) -> None:
+    outcome, asked = script.Outcome(), script.Asked([1], 5, "whole", 1, 0)
+    script.check(asked, 5, "length", outcome)
+    assert not outcome.wrong
+    script.check(asked, 4, "length", outcome)
+    script.check(asked, 5, "stop", outcome)
+    assert script.refused(500, '{"error": {"message": "no"}}', outcome)
+    assert len(outcome.wrong) == 3

@@ -1,0 +1,171 @@
+"""An engine filled with sequences, and its decode steps: as `trtkv generate` runs them, the next queued before the last one's tokens are read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trtkv.bench.profile import kernel_times_of
+from trtkv.errors import ConfigError
+from trtkv.runtime.device_sampler import PENDING, Ask, Chosen
+from trtkv.runtime.loading import Engine
+from trtkv.runtime.sampler import SamplingParams, sample, settings_of
+from trtkv.runtime.step import StepRow
+
+WARM_UP, PROFILED = 3, 5
+GREEDY = SamplingParams()
+DIRECT_TOKENS = 4096  # whose pages fill longer sequences where these are filled directly
+KINDS = {  # what a kernel's time is spent on, by words of its name; the first that fits. Eviction and encoding count as appending.
+    "recall": ("recall", "received", "open_pages"),
+    "attention": ("attend", "flash", "fmha", "merge"),
+    "selection": ("score", "select", "speculate", "outlier"),
+    "append": ("append", "encode", "move_kernel", "remember", "sums_kernel", "choose_kernel", "spread_kernel"),
+    "weights": ("gemv", "nvjet", "gemm", "splitk", "cutlass"),
+}
+
+Report = Callable[[float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What an engine is loaded with: tokens of each sequence at the end, sequences, prompt tokens of a step, decode steps that are timed.
+
+    direct fills long sequences with the pages of a short prompt, in no time; what they attend to is of the same size and kind, but no text.
+    """
+
+    context: int
+    batch: int
+    chunk: int
+    steps: int
+    direct: bool = False
+
+
+class Load:
+    """An engine filled with sequences of random tokens: the first is prefilled, the others take copies of its pages where there are pages."""
+
+    def __init__(self, engine: Engine, work: Work) -> None:
+        """Draw the tokens and take the pages; raises ConfigError for a context without a prompt or what cannot be filled directly."""
+        self.engine, self.work = engine, work
+        session = engine.session
+        self.prompt = work.context - work.steps - WARM_UP - PROFILED
+        if self.prompt < 2:
+            raise ConfigError(f"context {work.context} leaves no prompt before {work.steps} steps", "Give a longer --context or fewer --steps.")
+        self._copies = session.held is None and session.compactor is None and session.offload is None
+        longest = engine.manifest.limits.max_seq_len
+        self.pages = [engine.pages.take(engine.pages_for(self.prompt, longest)) for _ in range(work.batch)]
+        generator = torch.Generator().manual_seed(0)
+        self.tokens = torch.randint(0, engine.manifest.model.vocab_size, (self.prompt,), generator=generator).tolist()
+        self.seen, self.last, self.finite, self.read_tokens = self.prompt, [0] * work.batch, True, 0.0
+
+    @property
+    def direct(self) -> bool:
+        """Whether sequences are filled directly: asked for, and there are pages that can be copied."""
+        return self.work.direct and self._copies and self.prompt > DIRECT_TOKENS
+
+    def fill(self, report: Report) -> float | None:
+        """Fill every sequence; returns the seconds to the first one's first token (all shapes prepared before), None where filled directly."""
+        short = min(self.prompt, 2 * self.work.chunk)
+        if self.direct:
+            self._prefill(0, DIRECT_TOKENS, report)
+            for slot in range(self.work.batch):
+                self._copy(slot, DIRECT_TOKENS // self.engine.session.plan.page_size)
+                report(slot / self.work.batch)
+            return None
+        self._prefill(0, short, lambda fraction: None)
+        started = time.perf_counter()
+        self._prefill(0, self.prompt, report)
+        took = time.perf_counter() - started
+        for slot in range(1, self.work.batch):
+            if self._copies:
+                self._copy(slot, len(self.pages[0]))
+            else:
+                self._prefill(slot, self.prompt, report)
+        return took
+
+    def decode(self, report: Report) -> list[float]:
+        """Run steps and return the microseconds from one step's tokens to the next one's."""
+        self._run(WARM_UP)
+        took = self._run(self.work.steps)
+        self.read_tokens = self.engine.session.read_tokens
+        report(1.0)
+        return took
+
+    def split(self) -> dict[str, float]:
+        """Return the microseconds of a step by what they are spent on, from a trace of its kernels."""
+        shares = dict.fromkeys((*(f"{kind}_us" for kind in ("weights", "attention", "selection", "recall", "append")), "rest_us"), 0.0)
+        for name, took in kernel_times_of(lambda: self._run(PROFILED), 1).items():
+            shares[f"{kind_of(name)}_us"] += took / PROFILED
+        return {name: round(took, 1) for name, took in shares.items()}
+
+    def _prefill(self, slot: int, count: int, report: Report) -> None:
+        chunk, tokens = self.work.chunk, self.tokens[:count]
+        for start in range(0, count, chunk):
+            part = tokens[start : start + chunk]
+            ends = start + len(part) == count
+            logits = self.engine.stepper.run([StepRow(part, start, slot, self._pages(slot), (len(part) - 1,) if ends else (), count)])
+            report(start / count)
+        self.last[slot] = self._sample(logits)[0]
+
+    def _pages(self, slot: int) -> list[int]:
+        return self.pages[slot]
+
+    def _copy(self, slot: int, known: int) -> None:
+        """Fill a sequence's pages with the first one's, of which so many are known, again and again."""
+        session = self.engine.session
+        for spec in session.plan.buffers:
+            for tensor in (one for one in session.buffers[spec.name] if one is not None):
+                if not spec.paged:
+                    tensor[slot] = tensor[0]
+                    continue
+                for start in range(0, len(self.pages[slot]), known):
+                    part = self.pages[slot][start : start + known]
+                    if part[0] != self.pages[0][0]:
+                        tensor[part] = tensor[self.pages[0][: len(part)]]
+        self.last[slot] = self.last[0]
+
+    def _run(self, steps: int) -> list[float]:
+        """Run steps; returns the microseconds of each, the first without its wait for the device."""
+        if not self.engine.stepper.chooses:
+            return [self._step() for _ in range(steps)]
+        took, waiting = [], self._launch(self.last)
+        started = time.perf_counter()
+        for index in range(steps):
+            following = self._launch([PENDING] * self.work.batch) if index + 1 < steps and self.engine.stepper.runs_ahead else None
+            self.last = waiting.read()[0]
+            self.finite &= -1 not in self.last
+            now = time.perf_counter()
+            took.append((now - started) * 1e6)
+            started = now
+            if index + 1 < steps:
+                waiting = following or self._launch(self.last)
+        return took
+
+    def _rows(self, tokens: list[int]) -> list[StepRow]:
+        return [StepRow([token], self.seen, slot, self._pages(slot), (0,), self.prompt) for slot, token in enumerate(tokens)]
+
+    def _launch(self, tokens: list[int]) -> Chosen:
+        asks = [Ask(settings_of(GREEDY), 0.5) for _ in tokens]
+        chosen = self.engine.stepper.launch(self._rows(tokens), asks)
+        self.seen += 1
+        return chosen
+
+    def _step(self) -> float:
+        started = time.perf_counter()
+        self.last = self._sample(self.engine.stepper.run(self._rows(self.last)))
+        self.seen += 1
+        return (time.perf_counter() - started) * 1e6
+
+    def _sample(self, logits: Tensor) -> list[int]:
+        self.finite &= bool(torch.isfinite(logits).all())
+        count = len(logits)
+        return sample(logits.nan_to_num(), [GREEDY] * count, [self.tokens[:1]] * count, [1] * count)[0]
+
+
+def kind_of(kernel: str) -> str:
+    """Say what a kernel is for, by its name."""
+    name = kernel.lower()
+    return next((kind for kind, words in KINDS.items() if any(word in name for word in words)), "rest")

@@ -1,0 +1,145 @@
+"""Next tokens chosen on the device behind a step: the next step finds them there, the host reads them while that step runs.
+
+What a slot chose last stays on the device; a host that does not know it yet writes PENDING in its place. Results leave through a ring in pinned
+memory, which the sampler's kernel writes itself, with an event a step, so that nobody waits for more than the step that is asked about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trtkv.plugins.sampling import launch, reference
+from trtkv.plugins.support import gpu_ready
+from trtkv.runtime.sampler import SamplingParams, count_tokens, settings_of, uniform
+
+PENDING = -1  # stands for a token that the device knows and the host does not
+RING = 4  # blocks for results: more than there are steps on their way
+
+
+@dataclass(slots=True)
+class Ask:
+    """How the next token of one sequence is chosen: its request's settings, the number that decides a draw, likeliest tokens to report.
+
+    history is the sequence with its prompt's length where penalties count tokens; continues says that the slot has counted them already.
+    """
+
+    settings: Sequence[float]
+    number: float
+    top: int = 0
+    logprob: bool = False
+    history: tuple[Sequence[int], int] | None = None
+    continues: bool = False
+
+    @staticmethod
+    def of(params: SamplingParams, tokens: Sequence[int], prompt: int, *, continues: bool, settings: Sequence[float] | None = None) -> Ask:
+        """Ask for the token behind `tokens`, of which the first `prompt` are the prompt; the last may be PENDING where the sequence continues."""
+        number = 0.5 if params.greedy else uniform(params.seed, len(tokens) - prompt)
+        history = (tokens, prompt) if params.penalizes else None
+        return Ask(settings or settings_of(params), number, params.top_logprobs, bool(params.logprobs), history, continues)
+
+
+class Chosen:
+    """The tokens of one step, on their way to the host."""
+
+    def __init__(self, block: Tensor, asks: Sequence[Ask], tops: Tensor | None, event: torch.cuda.Event | None) -> None:
+        self._block, self._asks, self._tops, self._event = block, asks, tops, event
+
+    def read(self) -> tuple[list[int], list[float | None], dict[int, list[tuple[int, float]]]]:
+        """Wait for the step: ids (-1: not finite), log probabilities where asked for, and the likeliest tokens of the rows that asked for them."""
+        if self._event is not None:
+            self._event.synchronize()
+        count = len(self._asks)
+        ids = self._block[0, :count].tolist()
+        values = self._block[1].view(torch.float32)[:count].tolist()
+        logprobs = [value if ask.logprob and id_ >= 0 else None for ask, id_, value in zip(self._asks, ids, values, strict=True)]
+        tops: dict[int, list[tuple[int, float]]] = {}
+        if self._tops is not None:
+            for row, pairs in zip(self._asking(), self._tops.tolist(), strict=True):
+                if ids[row] >= 0:
+                    tops[row] = [(int(id_), value) for id_, value in pairs[: self._asks[row].top]]
+        return ids, logprobs, tops
+
+    def _asking(self) -> list[int]:
+        return [row for row, ask in enumerate(self._asks) if ask.top]
+
+
+class DeviceSampler:
+    """Chooses tokens for the slots of one engine; `version` changes when captured steps must be captured again."""
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        """Make the state of every slot: what it chose last, and (once penalties are asked for) how often each token was answered."""
+        self.device, self.version = device, 0
+        self._slots = num_slots
+        self._kernels = gpu_ready(device) is None
+        pinned = device.type == "cuda"
+        self.last = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self.counts: Tensor | None = None
+        self._ring = torch.zeros(RING, 2, num_slots, dtype=torch.int32, pin_memory=pinned)
+        self._events = [torch.cuda.Event() for _ in range(RING)] if pinned else []
+        self._turn = 0
+
+    def inputs(self, asks: Sequence[Ask]) -> dict[str, np.ndarray]:
+        """Begin a step; returns what its choice needs from the host: settings [B, FIELDS] fp32, numbers [B] fp64, its place in the ring [1]."""
+        self._turn = (self._turn + 1) % RING
+        settings = np.array([ask.settings for ask in asks], np.float32).reshape(len(asks), reference.FIELDS)
+        numbers = np.array([ask.number for ask in asks], np.float64)
+        return {"settings": settings, "numbers": numbers, "turn": np.array([self._turn], np.int32)}
+
+    def prepare(self, slots: Sequence[int], asks: Sequence[Ask], vocab_size: int) -> None:
+        """Count the tokens of sequences that begin in their slots and are penalized; others cost nothing."""
+        for slot, ask in zip(slots, asks, strict=True):
+            if ask.history is None or ask.continues:
+                continue
+            if self.counts is None:
+                self.counts = torch.zeros(self._slots, vocab_size, dtype=torch.int32, device=self.device)
+                self.version += 1
+            self.counts[slot].copy_(count_tokens(*ask.history, vocab_size))
+
+    def tokens(self, given: Tensor, slots: Tensor) -> Tensor:
+        """Return a step's token ids [T]: the given ones, and for PENDING what the slot [T] chose last; int32, can be captured."""
+        if self._kernels:
+            ids = torch.empty_like(given)
+            launch.feed(given, slots, self.last, ids)
+            return ids
+        return torch.where(given >= 0, given, self.last[slots.long()])
+
+    def choose(self, logits: Tensor, values: Mapping[str, Tensor], slots: Tensor) -> None:
+        """Choose a token for every row of logits [B, V] fp32; values are those of `inputs` on the device. With kernels it can be captured."""
+        settings, numbers = values["settings"], values["numbers"]
+        if self._kernels:
+            launch.sample(logits, settings, numbers, slots, self.counts, self.last, values["turn"], self._ring)
+            return
+        where, own = slots.long(), None if self.counts is None else self.counts[slots.long()]
+        ids = reference.choose(logits, settings, numbers, own)
+        self._ring[self._turn, 0, : len(ids)] = ids.int()
+        self._ring[self._turn, 1, : len(ids)] = reference.logprobs(logits, ids).contiguous().view(torch.int32)
+        self.last[where] = ids.clamp(min=0).int()
+        if self.counts is not None:
+            counted = (settings[:, reference.FLAGS].int() & reference.PENALIZED > 0) & (ids >= 0)
+            self.counts[where, ids.clamp(min=0)] += counted.int()
+
+    def send(self, logits: Tensor, asks: Sequence[Ask]) -> Chosen:
+        """Send the host what the queued choice over logits [B, V] will have found."""
+        if not asks:
+            self._turn = (self._turn + 1) % RING  # its event is its own, too
+        block = self._ring[self._turn]
+        tops, asking = None, [row for row, ask in enumerate(asks) if ask.top]
+        if asking:
+            tops = self._likeliest(torch.stack([logits[row] for row in asking]), max(asks[row].top for row in asking))
+        if not self._events:
+            return Chosen(block.clone(), asks, tops, None)
+        event = self._events[self._turn]
+        event.record()
+        return Chosen(block, asks, tops, event)
+
+    def _likeliest(self, logits: Tensor, count: int) -> Tensor:
+        """Return the likeliest ids with their log probabilities [B, K, 2] fp64 in host memory, once the stream is there."""
+        values, ids = logits.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
+        pairs = torch.stack([ids[:, :count].double(), values[:, :count].double()], -1)
+        there = torch.empty(pairs.shape, dtype=pairs.dtype, pin_memory=self.device.type == "cuda")
+        return there.copy_(pairs, non_blocking=True)
