@@ -11,6 +11,8 @@ from tests.policies.cases import PRESETS, small, tensors
 from trtkv.config import ModelConfig
 from trtkv.errors import ConfigError
 from trtkv.footprint import Footprint
+from trtkv.plugins.kv_recall.store import Offload
+from trtkv.plugins.session import Session
 from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy, role_class
 from trtkv.predict import predict
@@ -46,10 +48,14 @@ def test_stored_bytes_are_what_a_simulation_holds(name: str, prompt: int) -> Non
     done = [simulate(policy, q, k, v, prefill=prompt, layer=layer, num_layers=LAYERS) for layer in range(LAYERS)]
     found = predict(MODEL, policy, prompt, 3)
     assert found["stored_bytes"] == 3 * sum(one.stored_bytes[0] for one in done)
-    assert found["score_bytes"] == 3 * sum(one.state_bytes[0] for one in done)
-    assert found["reserved_bytes"] == found["stored_bytes"] + found["score_bytes"] == sum(one["bytes"] for one in found["buffers"])
     assert found["bytes_per_token"] == pytest.approx(found["stored_bytes"] / (3 * prompt))
-    kept = [len(head) for one in done for head in one.kept[0]]
+    kept, plan = [len(head) for one in done for head in one.kept[0]], policy.plan(MODEL)
+    assert found["score_bytes"] == 3 * sum(one.state_bytes[0] for one in done)
+    if plan.compacts:  # in pages, which know their tokens' positions, beside the newest queries
+        pages = sum(-(-len(one.kept[0][0]) // plan.page_size) for one in done)
+        assert found["reserved_bytes"] == sum(one["bytes"] for one in found["buffers"]) == 3 * (pages * plan.page_bytes // LAYERS + plan.slot_bytes)
+    else:
+        assert found["reserved_bytes"] == found["stored_bytes"] + found["score_bytes"] == sum(one["bytes"] for one in found["buffers"])
     assert found["tokens_read_per_step"] == pytest.approx(sum(kept) / len(kept))
 
 
@@ -119,10 +125,11 @@ def test_the_peak_is_what_a_chunked_prompt_needs(prompt: int, chunk: int, ratio:
     for start in range(0, prompt, chunk):
         before = len(simulate(lagkv, q[:start], k[:start], v[:start], prefill=start).kept[0][0]) if start else 0
         most = max(most, before + min(chunk, prompt - start))
-    assert Footprint(MODEL, lagkv, chunk).peak_bytes(prompt) == most * PLAIN
-    assert Footprint(MODEL, small("snapkv"), chunk).peak_bytes(prompt) == prompt * PLAIN
-    scores = prompt * Q_HEADS * 4 * LAYERS
-    assert Footprint(MODEL, small("h2o"), chunk).peak_bytes(prompt) == prompt * PLAIN + scores
+    size, positions = 32, 4 * KV_HEADS * LAYERS
+    assert Footprint(MODEL, lagkv, chunk).peak_bytes(prompt) == -(-most // size) * size * (PLAIN + positions)
+    whole, query = -(-prompt // size) * size, Q_HEADS * DIM * 2 * LAYERS
+    assert Footprint(MODEL, small("snapkv"), chunk).peak_bytes(prompt) == whole * (PLAIN + positions) + 8 * query
+    assert Footprint(MODEL, small("h2o"), chunk).peak_bytes(prompt) == whole * (PLAIN + positions + Q_HEADS * 4 * LAYERS) + query
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -158,3 +165,28 @@ def test_an_evict_role_that_cannot_count_what_it_demotes() -> None:
     found = predict(MODEL, silent, 200, 1)
     assert found["stored_bytes"] == 96 * PLAIN > predict(MODEL, arkv, 200, 1)["stored_bytes"]
     assert any("full precision" in line for line in found["assumes"])
+
+
+@pytest.mark.parametrize("name", ["freekv", "quest", "arkvale"])
+def test_tiers_of_an_offloaded_cache_are_those_that_a_session_allocates(name: str) -> None:
+    policy = parse_policy(name, sets=["retrieve.budget=320", "retrieve.page=32"])
+    plan, context, batch = policy.plan(MODEL), 1000, 3
+    store = Offload(plan, batch * plan.pages(context), batch)
+    session = Session(plan, [batch * plan.pages(context)], batch, offload=store)
+    found = predict(MODEL, policy, context, batch, "1GiB", offload=True)
+    resident = predict(MODEL, policy, context, batch)
+    others = [
+        x for kind, tensors in session.buffers.items() for layer, x in enumerate(tensors) if not (kind in ("keys", "values") and layer in store.tiers)
+    ]
+    assert found["host_bytes"] == store.host_bytes()
+    assert found["device_bytes"] == store.device_bytes() + sum(x.nbytes for x in others if x is not None)
+    assert sum(row["bytes"] for row in found["buffers"]) == found["host_bytes"] + found["device_bytes"]
+    assert resident["reserved_bytes"] - found["host_bytes"] == found["device_bytes"] - store.device_bytes()
+    assert found["device_peak_bytes"] > found["device_bytes"]
+    assert predict(MODEL, policy, found["longest_prompt"], batch, offload=True)["device_peak_bytes"] <= found["cache_room_bytes"]
+    assert predict(MODEL, policy, found["longest_prompt"] + 32, batch, offload=True)["device_peak_bytes"] > found["cache_room_bytes"]
+
+
+def test_a_policy_that_reads_tokens_has_no_tiers() -> None:
+    with pytest.raises(ConfigError, match="cannot be offloaded"):
+        predict(MODEL, parse_policy("fier"), 1000, 1, offload=True)

@@ -14,12 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trtkv.config import Limits, ModelConfig
 from trtkv.graph.decoder import build_decoder
 from trtkv.plan import CachePlan
+from trtkv.plugins.kv_recall.store import Offload, Recall
 from trtkv.plugins.session import Session
 from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.executor import TorchExecutor
+from trtkv.runtime.host_memory import HostPool
 from trtkv.runtime.rope import rope_table
 from trtkv.runtime.step import Stepper, StepRow
+from trtkv.runtime.streams import SideStream
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 96,
@@ -116,6 +119,8 @@ def make_rig(
     slots: int = 4,
     dtype: str | None = None,
     device: str = "cpu",
+    by_definition: bool = False,
+    recall: Recall | None = None,
 ) -> Rig:
     """Set up an executor for a tiny model under a policy."""
     from trtkv.checkpoint.weights import Checkpoint
@@ -128,7 +133,10 @@ def make_rig(
     decoder = build_decoder(config, plan, limits)
     graph = directory / f"{plan.hash}.onnx"
     graph.write_bytes(decoder.model.SerializeToString())
-    session = Session(plan, [slots * plan.pages(512)] * plan.num_page_groups, slots, device)
+    pages = slots * plan.pages(512)
+    lane = SideStream(torch.device(device)) if device != "cpu" else None
+    offload = Offload(plan, pages, slots, device, recall, HostPool(torch.device(device), plan.num_layers).allocate, lane) if recall else None
+    session = Session(plan, [pages] * plan.num_page_groups, slots, device, by_definition=by_definition, offload=offload)
     specs = [{"name": one.name, "shape": one.shape, "sources": one.sources} for one in decoder.weights]
     weights = map_weights(Checkpoint(tiny.path), specs, TORCH_DTYPES[config.dtype], session.device, lambda done, total: None)
     executor = TorchExecutor(graph, weights, session)

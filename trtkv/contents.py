@@ -13,7 +13,9 @@ import onnx
 from onnx import helper
 
 from trtkv.manifest import GRAPH, MANIFEST, PLAN, Manifest, check_files, read_manifest
+from trtkv.plan import CachePlan
 from trtkv.plugins.face import DOMAIN
+from trtkv.plugins.support import in_torch, why_torch
 
 # TensorRT-RTX writes its schedule into the plan as text, one line an entry; this format is not documented.
 ENTRY = re.compile(rb'\n  (function|custom_layer|fully_connected|copy|memset|transpose|runtime_fusion)=\{ name="?([^ "]+)"?([^\n]{0,6000})')
@@ -87,6 +89,13 @@ def _until(schedule: Sequence[PlanEntry], index: int) -> list[PlanEntry]:
     return list(schedule[:index])
 
 
+def _cache(plan: CachePlan) -> str:
+    if not plan.held:
+        return "paged"
+    held = "held in tensors of the stored size"
+    return held if why_torch(plan) else f"encoded in pages where kernels run, elsewhere {held}"
+
+
 def _facts(manifest: Manifest) -> dict[str, Any]:
     plan, info, limits = manifest.cache, manifest.plan_info, manifest.limits
     return {
@@ -95,7 +104,7 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
         "dtype": manifest.model.dtype,
         "policy": plan.policy,
         "plan_hash": plan.hash,
-        "cache": "held in tensors of the stored size" if plan.held else "paged",
+        "cache": _cache(plan),
         "page_size": plan.page_size,
         "kv_bytes_per_token": plan.bytes_per_token(),
         "max_seq_len": limits.max_seq_len,
@@ -104,6 +113,7 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
         "backend": f"{info.backend} {info.version}" if info else None,
         "sms": list(info.sms) if info else [],
         "runs_here": _runs_here(manifest),
+        "weights": "in the plan; the torch executor takes the checkpoint's" if info and info.holds_weights else "the checkpoint's",
         "checkpoint": manifest.checkpoint or manifest.hub,
         "created": manifest.created,
         "command": manifest.command,
@@ -117,7 +127,7 @@ def _runs_here(manifest: Manifest) -> str:
     from trtkv.runtime.tensorrt import can_run
 
     where = "cuda" if torch.cuda.is_available() else "cpu"
-    reason = manifest.plan_missing if manifest.plan_info is None else can_run(manifest.plan_info.backend, manifest.plan_info.sms)
+    reason = manifest.plan_missing if manifest.plan_info is None else can_run(manifest.plan_info, manifest.command)
     return f"torch on {where}: {reason}" if reason else f"TensorRT ({manifest.plan_info.backend if manifest.plan_info else ''})"
 
 
@@ -186,6 +196,7 @@ def _notes(manifest: Manifest, schedule: Sequence[PlanEntry]) -> list[str]:
         lines.append("This plan does not say how it was fused: only TensorRT-RTX writes its schedule into the plan.")
     if manifest.kernels_missing:
         lines.append(f"GPU kernels compile at the first run instead: {manifest.kernels_missing}.")
+    lines += [f"On a GPU too, {reason}." for reason in in_torch(manifest.cache)]
     return lines
 
 

@@ -12,8 +12,9 @@ from trtkv.checkpoint.find import data_home
 from trtkv.plugins._device import nvrtc, triton_aot
 from trtkv.plugins._device.driver import cuda_version
 from trtkv.plugins._tensorrt.backend import available
+from trtkv.plugins.support import gpu_ready, taken
 from trtkv.runtime.memory import readable
-from trtkv.runtime.tensorrt import can_run
+from trtkv.runtime.tensorrt import supports
 
 PACKAGES = {
     "torch": "the torch executor",
@@ -67,9 +68,12 @@ def _abilities() -> list[dict[str, Any]]:
         builds = there and (name == "tensorrt_rtx" or cuda)
         note = f"version {backends[name]}" if builds else "needs a CUDA GPU" if there else f"pip install 'trtkv[{extra}]'"
         rows.append({"what": f"build engines with {name}", "here": builds, "note": note})
-        reason = can_run(name, ()) if there else f"pip install 'trtkv[{extra}]'"
+        reason = supports(name) if there else f"pip install 'trtkv[{extra}]'"
         rows.append({"what": f"run engines with {name}", "here": reason is None, "note": reason or "engines built for this GPU"})
     rows += _kernel_abilities()
+    problem = gpu_ready(torch.device("cuda" if cuda else "cpu"))
+    note = f"{problem}; it takes {taken()}" if problem else taken()
+    rows.append({"what": "run cache operations as GPU code", "here": problem is None, "note": note})
     rows.append({"what": "run engines with torch on the CPU", "here": True, "note": "every engine"})
     rows.append(
         {"what": "run engines with torch on a GPU", "here": cuda, "note": "every engine" if cuda else "needs a CUDA GPU and a torch built for it"}

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from trtkv.config import ModelConfig
-from trtkv.plan import BufferSpec, CachePlan
+from trtkv.plan import BOOKKEEPING, BufferSpec, CachePlan
+from trtkv.policies.compacted import state_buffers
 from trtkv.policies.policy import Policy
 from trtkv.policies.schedule import Stored, prefill_peak, trajectory
 
@@ -17,7 +18,7 @@ DEFAULT_CHUNK = 2048
 class Footprint:
     """The cache of one sequence of a model under a policy; prompts are read in chunks of `chunk` tokens.
 
-    A policy that neither evicts nor encodes lends whole pages; under any other a cache is held exactly as long as it is.
+    A policy that encodes, or whose KV heads keep different numbers of tokens, holds a cache exactly as long as it is; any other lends whole pages.
     """
 
     model: ModelConfig
@@ -31,15 +32,30 @@ class Footprint:
 
     @property
     def held(self) -> bool:
-        """Whether tokens are evicted or encoded, so that lengths differ from the context's."""
+        """Whether tokens are held in tensors of exactly their size."""
         return self.plan.held
 
     @property
+    def shrinks(self) -> bool:
+        """Whether tokens are evicted or encoded, so that lengths differ from the context's."""
+        return self.plan.held or self.plan.compacts
+
+    @property
+    def data(self) -> tuple[BufferSpec, ...]:
+        """Keys, values, codes and summaries."""
+        if not self.plan.compacts:
+            return self.plan.buffers
+        return tuple(spec for spec in self.plan.buffers if spec not in self.scores and spec.name not in BOOKKEEPING)
+
+    @property
     def scores(self) -> tuple[BufferSpec, ...]:
-        """What the evict role keeps for every stored token beside keys and values."""
+        """What the evict role keeps for every stored token beside them."""
         evict, plan = self.policy.evict, self.plan
         if evict is None:
             return ()
+        if plan.compacts:
+            assert plan.evict is not None
+            return tuple(spec for spec in state_buffers(plan.evict, self.model, plan.page_size) if spec.name not in BOOKKEEPING)
         every = tuple(range(plan.num_layers))
         kept = [BufferSpec(name, ("P", plan.num_kv_heads, plan.page_size), "P Hk N", dtype, every) for name, dtype in evict.token_state.items()]
         if "attention_mass" in evict.needs:
@@ -80,7 +96,7 @@ class Footprint:
 
     def stored_bytes(self, prompt: int) -> int:
         """Return the bytes of keys, values, codes and summaries that hold data behind a prompt."""
-        return self.bytes_of(self.plan.buffers, self.layers(prompt)) if self.held else self.plan.stored_bytes(prompt)
+        return self.bytes_of(self.data, self.layers(prompt)) if self.shrinks else self.plan.stored_bytes(prompt)
 
     def score_bytes(self, prompt: int) -> int:
         """Return the bytes of the evict role's numbers behind a prompt."""
@@ -88,10 +104,14 @@ class Footprint:
 
     def reserved_bytes(self, prompt: int) -> int:
         """Return the bytes that a sequence occupies behind its prompt: whole pages, or what is held with its scores."""
+        if self.plan.compacts:
+            return self.plan.reserved_bytes_by_group(self.by_group(self.layers(prompt)))
         return self.stored_bytes(prompt) + self.score_bytes(prompt) if self.held else self.plan.reserved_bytes(prompt)
 
     def peak_bytes(self, prompt: int) -> int:
         """Return the most bytes that a sequence occupies while its prompt is read, and behind it."""
+        if self.plan.compacts:
+            return max(self.reserved_bytes(prompt), self.plan.reserved_bytes_by_group(self.by_group(self.layers_at_peak(prompt))))
         if not self.held:
             return self.plan.reserved_bytes(prompt)
         return max(self.reserved_bytes(prompt), self.bytes_of((*self.plan.buffers, *self.scores), self.layers_at_peak(prompt)))
@@ -103,6 +123,10 @@ class Footprint:
             mean = sum(own.lengths) / len(own.lengths)
             read += min(mean, select.budget) if select else mean
         return read / self.model.num_layers
+
+    def by_group(self, layers: Sequence[Stored]) -> list[int]:
+        """Return the tokens of each page group, whose layers are alike."""
+        return [layers[self.plan.page_groups.index(group)].lengths[0] for group in range(self.plan.num_page_groups)]
 
     def bytes_of(self, specs: Sequence[BufferSpec], layers: Sequence[Stored]) -> int:
         """Return the bytes of these buffers for one sequence that holds so much in each layer."""

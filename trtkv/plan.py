@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +18,7 @@ from trtkv.errors import EngineError
 if TYPE_CHECKING:
     from torch import Tensor
 
+BOOKKEEPING = ("positions", "last_queries")  # buffers of a cache that is evicted from that hold none of it: they are occupied, not stored
 FORMAT = 1  # raised whenever an engine directory of the previous format can no longer be run
 
 Tier = Literal["device", "host"]
@@ -100,13 +101,23 @@ class EvictPlan:
     """What the runtime must know to let a layer evict.
 
     needs names what the role, or the allocate role that serves it, reads besides keys and values (attention_mass, attention_newest, last_queries);
-    observe_window is the number of queries kept for them; token_state maps the role's own numbers per stored token to their dtype.
+    observe_window is the number of queries kept for them; token_state maps the role's own numbers per stored token to their dtype; paged says that
+    all KV heads of a layer keep equally many tokens and that integers alone say how many, so that the cache can lie in pages; prompt_only that
+    nothing is evicted behind the prompt.
     """
 
     meaning: Meaning
     needs: tuple[str, ...] = ()
     observe_window: int = 0
     token_state: Mapping[str, str] = field(default_factory=dict)
+    paged: bool = False
+    prompt_only: bool = False
+
+    @property
+    def queries(self) -> int:
+        """Newest queries that are kept for a sequence: the role's window, or the one whose attention is looked at behind a decode step."""
+        newest = "attention_newest" in self.needs or ("attention_mass" in self.needs and not self.prompt_only)
+        return max(self.observe_window, int(newest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +170,7 @@ class CacheView:
     length; queries [W, Hq, D] the newest queries after rotation, the last at position seen - 1 (fewer than a role asked for in short sequences,
     more where another role asks for more); mass [Hq, S] attention probability that each token received from all queries so far; newest [Hq, S]
     probabilities of the newest query; state: the role's own numbers [Hk, S] by name, zero for tokens that are new in this step. What the role does
-    not need is None.
+    not need is None. num_layers layers are shown at once to a role that takes several: their heads stand one behind the other.
     """
 
     at: Occupancy
@@ -171,14 +182,18 @@ class CacheView:
     mass: Tensor | None = None
     newest: Tensor | None = None
     state: Mapping[str, Tensor] = field(default_factory=dict)
+    num_layers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What stays: for each KV head ascending int64 indices into the stored tokens, and which of them a quantize role is to encode (bool)."""
+    """What stays: for each KV head ascending int64 indices into the stored tokens, and which of them a quantize role is to encode (bool).
 
-    kept: tuple[Tensor, ...]
-    demoted: tuple[Tensor, ...] | None = None
+    Where all heads keep equally many, one tensor [Hk, K] does for both.
+    """
+
+    kept: tuple[Tensor, ...] | Tensor
+    demoted: tuple[Tensor, ...] | Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +222,13 @@ class CachePlan:
 
     @property
     def held(self) -> bool:
-        """Whether tokens are evicted or encoded, so that a cache is no row of plain pages."""
-        return self.evict is not None or self.quantize is not None
+        """Whether tokens are evicted or encoded in a way that pages do not hold: caches are then tensors of exactly the stored size."""
+        return (self.evict is not None or self.quantize is not None) and not self.compacts
+
+    @property
+    def compacts(self) -> bool:
+        """Whether tokens are evicted from pages: those that stay move together, and freed pages go back to the pool."""
+        return self.evict is not None and self.evict.paged and self.quantize is None and not any(self.select)
 
     @property
     def num_page_groups(self) -> int:
@@ -251,6 +271,11 @@ class CachePlan:
         """Bytes of one page in full precision, in all layers and paged buffers."""
         return sum(spec.row_bytes * len(spec.layers) for spec in self.buffers if spec.paged and spec.pool == "plain")
 
+    def group_page_bytes(self, group: int) -> int:
+        """Bytes of one page in full precision, in the layers of one page group."""
+        paged = [spec for spec in self.buffers if spec.paged and spec.pool == "plain"]
+        return sum(spec.row_bytes for spec in paged for layer in spec.layers if self.page_groups[layer] == group)
+
     @property
     def slot_bytes(self) -> int:
         """Bytes that one sequence occupies whatever its length."""
@@ -259,6 +284,20 @@ class CachePlan:
     def stored_bytes(self, tokens: int) -> int:
         """Bytes that hold data for a sequence of so many tokens, without the unused rest of its last page."""
         return sum(size for _, size in self._stored(tokens))
+
+    def stored_bytes_by_group(self, lengths: Sequence[int]) -> int:
+        """Bytes that hold data for a sequence of which the layers of each page group store so many tokens, without bookkeeping."""
+        total = 0
+        for spec in self.buffers:
+            if spec.paged and spec.pool == "plain" and spec.name not in BOOKKEEPING:
+                entry = spec.row_bytes * spec.tokens_per_entry // self.page_size
+                total += sum(lengths[self.page_groups[layer]] // spec.tokens_per_entry for layer in spec.layers) * entry
+        return total
+
+    def reserved_bytes_by_group(self, lengths: Sequence[int]) -> int:
+        """Bytes that the pool lends to such a sequence: whole pages and its slot."""
+        own = (spec.row_bytes * self.pages(lengths[self.page_groups[layer]]) for spec in self.buffers if spec.paged for layer in spec.layers)
+        return sum(own) + self.slot_bytes
 
     def reserved_bytes(self, tokens: int) -> int:
         """Bytes that the pool lends to a sequence of so many tokens: whole pages and its slot."""

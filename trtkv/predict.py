@@ -10,6 +10,8 @@ from trtkv.config import DTYPE_BYTES, ModelConfig
 from trtkv.errors import ConfigError
 from trtkv.footprint import DEFAULT_CHUNK, Footprint
 from trtkv.plan import BufferSpec
+from trtkv.plugins.kv_recall.layout import layout
+from trtkv.plugins.support import in_torch
 from trtkv.policies.policy import Policy
 
 UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -25,14 +27,18 @@ def parse_bytes(text: str) -> int:
 
 
 def predict(
-    model: ModelConfig, policy: Policy, context: int, batch_size: int, gpu_memory: str | None = None, chunk_tokens: int = DEFAULT_CHUNK
-) -> dict[str, Any]:
+    model: ModelConfig, policy: Policy, context: int, batch_size: int, gpu_memory: str | None = None, chunk_tokens: int = DEFAULT_CHUNK,
+    offload: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Return the bytes of every buffer and of the whole behind prompts of `context` tokens, batch_size sequences at once.
 
     peak_bytes is the most while the prompts are read in chunks: one is then still whole (several, where a chunk holds them), the others are evicted
     from and encoded. With gpu_memory also what fits beside the weights: longest_context, the longest prompt that such sequences may have had
     (None: the cache is not what limits it), longest_prompt, the longest that can be read, and largest_batch of this context, reading included.
-    `assumes` says in words what the figures take for granted. Raises ConfigError for sizes that are not positive and policies that cannot work.
+    `assumes` says in words what the figures take for granted, `in_torch` what no kernel does on any GPU. With offload, pages are counted where
+    `trtkv run --offload` keeps them: host_bytes, device_bytes and, as device_peak_bytes, the most on the device while one prompt is read; the limits
+    of gpu_memory are then the device's, as if host memory had none. Raises ConfigError for sizes that are not positive and policies that cannot
+    work, or cannot be offloaded.
     """
     if context < 1 or batch_size < 1:
         raise ConfigError(f"context {context} and batch size {batch_size} must both be above 0", "Give positive numbers.")
@@ -43,18 +49,28 @@ def predict(
         "policy": policy.name,
         "plan_hash": one.plan.hash,
         "buffers": _held(one, context, batch_size) if one.held else _paged(one, context, batch_size),
-        "bytes_per_token": stored / context if one.held else one.plan.bytes_per_token(),
+        "bytes_per_token": stored / context if one.shrinks else one.plan.bytes_per_token(),
         "stored_bytes": stored * batch_size,
         "score_bytes": one.score_bytes(context) * batch_size,
         "reserved_bytes": one.reserved_bytes(context) * batch_size,
         "peak_bytes": _peak(one, context, batch_size),
         "tokens_read_per_step": one.tokens_read(context),
         "weight_bytes": weights,
-        "assumes": _assumptions(one),
+        "assumes": _assumptions(one, offload),
+        "in_torch": in_torch(one.plan),
     }
+    if offload:
+        found["buffers"] = _tiered(one, context, batch_size)
+        found["host_bytes"] = layout(one.plan).host_bytes(one.plan.pages(context)) * batch_size
+        found["device_bytes"], found["device_peak_bytes"] = _on_device(one, context, batch_size)
     if gpu_memory is not None:
         room = parse_bytes(gpu_memory) - weights
         found["cache_room_bytes"] = max(0, room)
+        if offload:
+            found["longest_context"] = _longest(lambda tokens: _on_device(one, tokens, batch_size)[0] <= room)
+            found["longest_prompt"] = _longest(lambda tokens: _on_device(one, tokens, batch_size)[1] <= room)
+            found["largest_batch"] = _longest(lambda sequences: _on_device(one, context, sequences)[1] <= room)
+            return found
         found["longest_context"] = _longest(lambda tokens: one.reserved_bytes(tokens) * batch_size <= room)
         found["longest_prompt"] = _longest(lambda tokens: _peak(one, tokens, batch_size) <= room)
         found["largest_batch"] = _largest_batch(one, context, room)
@@ -92,12 +108,46 @@ def _longest(fits: Callable[[int], bool]) -> int | None:
 
 def _paged(one: Footprint, context: int, batch_size: int) -> list[dict[str, Any]]:
     """List buffers of whole pages."""
-    pages = one.plan.pages(context) * batch_size
-    rows = []
-    for spec in one.plan.buffers:
-        count = pages if spec.paged else batch_size
-        shape = f"[{spec.letters}] = {[count, *spec.shape[1:]]}"
-        rows.append(_row(spec, shape, spec.row_bytes * count * len(spec.layers)))
+    plan, rows = one.plan, []
+    tokens = one.by_group(one.layers(context)) if one.shrinks else [context] * plan.num_page_groups
+    pages = [plan.pages(stored) * batch_size for stored in tokens]
+    for spec in plan.buffers:
+        counts = [pages[plan.page_groups[layer]] if spec.paged else batch_size for layer in spec.layers]
+        length = str(counts[0]) if min(counts) == max(counts) else f"{min(counts)}..{max(counts)}"
+        shape = f"[{spec.letters}] = [{', '.join([length, *map(str, spec.shape[1:])])}]"
+        rows.append(_row(spec, shape, spec.row_bytes * sum(counts)))
+    return rows
+
+
+def _on_device(one: Footprint, context: int, batch_size: int) -> tuple[int, int]:
+    """Return the device's bytes behind offloaded prompts, and the most while the last is read.
+
+    On top come the keys and values of two layers at full length, the one that runs and the next, and of a layer's new tokens.
+    """
+    plan, shape = one.plan, layout(one.plan)
+    pages = plan.pages(context)
+    own = plan.reserved_bytes(context) - shape.host_bytes(pages)
+    steady = own * batch_size + shape.device_bytes(batch_size)
+    chunk = plan.pages(min(context, one.chunk)) + 1
+    return steady, steady + (2 * pages + chunk) * shape.page_bytes
+
+
+def _tiered(one: Footprint, context: int, batch_size: int) -> list[dict[str, Any]]:
+    """List the buffers of an offloaded cache: those that keep their tokens on the device, the host's pages, and the device's places for them."""
+    plan, shape = one.plan, layout(one.plan)
+    pages, rows = plan.pages(context) * batch_size, []
+    for spec in plan.buffers:
+        layers = tuple(layer for layer in spec.layers if not (spec.name in ("keys", "values") and layer in shape.layers))
+        if layers:
+            count = pages if spec.paged else batch_size
+            row = _row(spec, f"[{spec.letters}] = [{', '.join(map(str, (count, *spec.shape[1:])))}]", spec.row_bytes * count * len(layers))
+            rows.append(row | {"layers": len(layers)})
+    sizes = {"host pages": (pages, shape.host_bytes(pages)), "frames": (batch_size * shape.places, shape.device_bytes(batch_size))}
+    for name, (count, size) in sizes.items():
+        dims = [count, plan.num_kv_heads, 2, plan.page_size, plan.head_dim]
+        tier = "host" if name == "host pages" else "device"
+        text = f"[{'P' if tier == 'host' else 'Z(F+R)'} Hk 2 N D] = {dims}"
+        rows.append({"name": name, "shape": text, "dtype": plan.kv_dtype, "layers": len(shape.layers), "tier": tier, "bytes": size})
     return rows
 
 
@@ -120,12 +170,12 @@ def _row(spec: BufferSpec, shape: str, size: int) -> dict[str, Any]:
     return {"name": spec.name, "shape": shape, "dtype": spec.dtype, "layers": len(spec.layers), "tier": spec.tier, "bytes": size}
 
 
-def _assumptions(one: Footprint) -> list[str]:
+def _assumptions(one: Footprint, offload: bool) -> list[str]:
     policy, said = one.policy, []
     if policy.allocate and policy.allocate.measured:
         said.append(f"allocate role '{type(policy.allocate).__name__}' measures the prompt: all layers are taken to be alike")
     if policy.quantize and policy.quantize.demoted_only and not one.counts_demoted:
         said.append("the evict role does not say how many tokens it demotes: all are counted in full precision")
-    if policy.offload:
-        said.append("the offload role is not applied: every page is counted on the device")
+    if policy.offload and not offload:
+        said.append("the offload role is not applied: every page is counted on the device (--offload counts it on the host)")
     return said

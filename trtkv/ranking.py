@@ -13,6 +13,8 @@ def best(scores: Tensor, count: int) -> Tensor:
         return torch.empty(*scores.shape[:-1], 0, dtype=torch.int64, device=scores.device)
     if count == scores.shape[-1]:
         return span(0, count, scores).expand(*scores.shape[:-1], count)
+    if scores.is_cuda:
+        return _best_without_waiting(scores, count)
     values, order = scores.topk(count + 1, -1)
     if bool((values[..., count - 1] > values[..., count]).all()):
         return order[..., :count].sort(-1).values
@@ -23,6 +25,16 @@ def best(scores: Tensor, count: int) -> Tensor:
     room = count - above.sum(-1, keepdim=True)
     taken = above | (level & (level.cumsum(-1) <= room))
     return taken.nonzero()[:, -1].view(*scores.shape[:-1], count)
+
+
+def _best_without_waiting(scores: Tensor, count: int) -> Tensor:
+    """Return the same indices by operations whose sizes the host knows, so that it does not wait for the device."""
+    threshold = scores.topk(count, -1).values[..., count - 1 : count]
+    above, level = scores > threshold, scores == threshold
+    taken = above | (level & (level.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
+    places = torch.where(taken, taken.cumsum(-1) - 1, count)
+    index = torch.arange(scores.shape[-1], device=scores.device).expand_as(scores)
+    return index.new_empty(*scores.shape[:-1], count + 1).scatter_(-1, places, index)[..., :count]
 
 
 def span(start: int, stop: int, like: Tensor) -> Tensor:

@@ -62,6 +62,8 @@ class Shadow:
     def __init__(self, graph: Path, weights: Mapping[str, Weight], session: Session) -> None:
         model = onnx.load(str(graph))
         self._weights, self._session = weights, session
+        if session.encoded is not None:
+            session.encoded.keep_prompts = True
         self._nodes = list(model.graph.node)
         unused = [type(name, (OpRun,), {"op_domain": DOMAIN, "_run": None}) for name in FACES]
         self._ops = ReferenceEvaluator(model, new_ops=unused).rt_nodes_
@@ -236,7 +238,7 @@ class _Step:
         session = self.shadow._session
         back = {index: row.stored - row.new + index - row.start for index in _sample(row)}
         if session.held is None:
-            keys, values = (read_pages(session.buffer(name, layer), _of(session, layer, row)).cpu() for name in ("keys", "values"))
+            keys, values = self._paged(layer, row)
             return {index: (keys[:, token], values[:, token]) for index, token in back.items()}
         found = {}
         for index in back:
@@ -299,7 +301,10 @@ class _Step:
 
     def _paged(self, layer: int, row: Row) -> tuple[Tensor, Tensor]:
         session = self.shadow._session
-        keys, values = (read_pages(session.buffer(name, layer), _of(session, layer, row)).cpu()[:, : row.stored] for name in ("keys", "values"))
+        if session.encoded is not None:
+            keys, values = (x.cpu() for x in session.encoded.seen(layer, row))
+        else:
+            keys, values = (read_pages(session.buffer(name, layer), _of(session, layer, row)).cpu()[:, : row.stored] for name in ("keys", "values"))
         return keys, values
 
     def _held(self, layer: int, row: Row, index: int, config: OpConfig) -> list[tuple[Tensor, Tensor]]:

@@ -36,8 +36,8 @@ AGAIN = "Fetch the file again (trtkv pull --force)."
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    """A tensor's place: start is its byte offset in the file."""
+class Entry:
+    """A tensor's place: start is its byte offset in the file, where it lies without gaps."""
 
     file: Path
     dtype: torch.dtype
@@ -46,6 +46,7 @@ class _Entry:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -59,7 +60,7 @@ class Checkpoint:
         """Read the headers of every file in a directory."""
         self.path = Path(path)
         self._maps: dict[Path, mmap.mmap] = {}
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         shards = _shards(self.path)
         for file in dict.fromkeys(shards.values()) if shards else [_single(self.path)]:
             self._entries |= _read_header(file)
@@ -78,18 +79,18 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape; raises CheckpointError when there is none of that name."""
-        return self._entry(name).shape
+        return self.entry(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
         """Return a tensor's dtype; raises CheckpointError when there is none of that name."""
-        return self._entry(name).dtype
+        return self.entry(name).dtype
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor as a read-only view of the mapped file: writing to it ends the process.
 
         Only a tensor whose bytes are not aligned to its dtype is copied. Raises CheckpointError when there is none of that name.
         """
-        entry = self._entry(name)
+        entry = self.entry(name)
         if not entry.nbytes:
             return torch.empty(entry.shape, dtype=entry.dtype)
         mapped = self._map(entry.file)
@@ -117,7 +118,8 @@ class Checkpoint:
                     "Take a float32, float16 or bfloat16 checkpoint.",
                 )
 
-    def _entry(self, name: str) -> _Entry:
+    def entry(self, name: str) -> Entry:
+        """Return a tensor's place; raises CheckpointError when there is none of that name."""
         if name not in self._entries:
             raise CheckpointError(f"'{self.path}' has no tensor '{name}'", "Take the checkpoint that belongs to this model.")
         return self._entries[name]
@@ -132,7 +134,7 @@ class Checkpoint:
         return self._maps[file]
 
 
-def _view(buffer: Any, entry: _Entry, offset: int) -> Tensor:
+def _view(buffer: Any, entry: Entry, offset: int) -> Tensor:
     with warnings.catch_warnings():
         # torch warns that a read-only buffer must not be written to; the docstring of `tensor` says so.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
@@ -175,7 +177,7 @@ def _shards(path: Path) -> dict[str, Path]:
     return shards
 
 
-def _read_header(file: Path) -> dict[str, _Entry]:
+def _read_header(file: Path) -> dict[str, Entry]:
     try:
         actual = file.stat().st_size
         with file.open("rb") as stream:
@@ -198,11 +200,11 @@ def _read_header(file: Path) -> dict[str, _Entry]:
     return entries
 
 
-def _entry(file: Path, name: str, item: Mapping[str, Any], base: int) -> _Entry:
+def _entry(file: Path, name: str, item: Mapping[str, Any], base: int) -> Entry:
     if item["dtype"] not in DTYPES:
         raise CheckpointError(f"{file}: the tensor '{name}' has the unknown dtype {item['dtype']}", "Take a float32, float16 or bfloat16 checkpoint.")
     start, end = item["data_offsets"]
-    entry = _Entry(file, DTYPES[item["dtype"]], tuple(int(dim) for dim in item["shape"]), base + int(start))
+    entry = Entry(file, DTYPES[item["dtype"]], tuple(int(dim) for dim in item["shape"]), base + int(start))
     if start < 0 or any(dim < 0 for dim in entry.shape) or end - start != entry.nbytes:
         raise ValueError(f"'{name}' has {end - start} bytes for the shape {list(entry.shape)}")
     return entry

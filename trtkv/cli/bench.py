@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from trtkv.cli import bench_engine
+from trtkv.cli import bench_engine, bench_stores
 from trtkv.cli.output import notes, print_json, print_table, progress
 from trtkv.cli.values import find_device, numbers_of, words_of
 from trtkv.errors import ConfigError, TrtkvError, UnknownName
@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     import torch
 
     from trtkv.bench.cases import Case
+
+
+RETRIEVING = "fier,quest,full"
+PROMPT_OPS = ("prefill-sums", "lag")
+PROMPT_COLUMNS = (
+    "geometry", "context", "new_tokens", "policy", "status", "attention_us", "flash_us", "cudnn_us", "sums_us", "last_32_us", "with_sums_per_flash",
+    "compress_us", "compress_percent_of_attention", "stored_tokens",
+)  # fmt: skip
 
 
 def register(app: App) -> None:
@@ -33,7 +41,8 @@ def kernel(
     geometry: str = "llama-3.1-8b",
     context: str = "32768",
     batch: str = "1",
-    policy: str = "fier,quest,full",
+    policy: str = RETRIEVING,
+    store: str | None = None,
     budget: int | None = None,
     pooling: str | None = None,
     settings: Annotated[list[str] | None, Parameter(name="--set")] = None,
@@ -49,15 +58,17 @@ def kernel(
     """Time one layer's ops over the KV cache beside dense attention; every result is checked before it is timed.
 
     Args:
-        op: retrieve (append, select and attend, with each alone), append, select or attend.
+        op: retrieve (append, select and attend, with each alone), append, select or attend; prefill-sums (the attention that a prompt's tokens
+            receive) or lag (LagKV's evictions of a whole prompt in all layers).
         geometry: Model preset or HqxHkxD (query heads, key-value heads, head dimension); several joined by commas.
         context: Tokens of each sequence; several joined by commas.
         batch: Sequences; several joined by commas.
         policy: full or policies that retrieve, such as fier, quest, freekv; several joined by commas.
+        store: With --op attend, instead of a policy, how the cache is stored: int2, int4, fp8, bf16; several joined by commas.
         budget: Tokens that each KV head reads; by default 1024 up to 32768 tokens and 2048 beyond.
         pooling: How the query heads of a group agree; the policy's own by default.
         settings: Change a field of the policies that have it, such as retrieve.page=32; may be repeated.
-        chunk: New tokens of each sequence, for --op append.
+        chunk: New tokens of each sequence, for --op append; for prefill-sums by default the whole prompt, for lag 2048.
         dtype: float32, float16 or bfloat16; bfloat16 on a GPU and float32 on a CPU by default.
         device: auto, cpu, cuda or cuda:N.
         layers: Layers to rotate through; by default as many as exceed the cache twice.
@@ -72,7 +83,14 @@ def kernel(
 
     where = find_device(device)
     sizes = (numbers_of("context", context), numbers_of("batch", batch))
+    if op in PROMPT_OPS:
+        _prompt(op, words_of("geometry", geometry), sizes[0], policy, settings or [], chunk, dtype, where, runs, output, json)
+        return
     _check_counts(op, chunk, runs, layers)
+    if store is not None:
+        shapes, names = words_of("geometry", geometry), words_of("store", store)
+        bench_stores.measure(op, names, shapes, *sizes, settings or [], dtype, where, layers, runs, output, json)
+        return
     options = {"budget": budget, "pooling": pooling, "layers": layers}
     cases = _cases(op, words_of("geometry", geometry), *sizes, words_of("policy", policy), options, settings or [], chunk, dtype, where)
     records: list[dict[str, Any]] = []
@@ -93,6 +111,41 @@ def kernel(
     if wrong:
         problem = f"{len(wrong)} of {len(records)} rows gave wrong results and have no times"
         raise TrtkvError(problem, f"Report this with the output of trtkv doctor: {wrong[0]['command']}.")
+
+
+def _prompt(
+    op: str, geometries: list[str], contexts: list[int], policy: str, sets: list[str], chunk: int, dtype: str | None, device: torch.device, runs: int,
+    output: Path | None, json: bool,
+) -> None:  # fmt: skip
+    """Measure what eviction adds to prompts."""
+    from trtkv.bench.cases import find_geometry
+    from trtkv.bench.compress import PromptCase, every_layer, run_cases
+    from trtkv.bench.records import append_records
+    from trtkv.policies.registry import parse_policy
+
+    kind = dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    chosen = parse_policy("lagkv" if policy == RETRIEVING else policy, sets=sets) if op == "lag" else None
+    if chosen is not None and (chosen.evict is None or type(chosen.evict).__name__ != "LagKV" or len(chosen.roles) > 1):
+        raise ConfigError(f"--op lag measures LagKV, and '{policy}' is something else", "Give --policy lagkv, localkv or knorm.")
+    size = {"prefill-sums": 0, "lag": 2048}[op] if chunk == 1 else chunk
+    options = [word for item in sets for word in ("--set", item)] + (["--policy", chosen.name] if chosen else [])
+    shapes = {name: find_geometry(name, kind) for name in geometries}
+    if op == "lag":
+        shapes = {name: every_layer(name, shape) for name, shape in shapes.items()}
+    cases = [PromptCase(op, name, shape, one, min(size or one, one), chosen, tuple(options)) for name, shape in shapes.items() for one in contexts]
+    records: list[dict[str, Any]] = []
+    with progress("bench") as show:
+        for record in run_cases(cases, device, runs, show):
+            records.append(record)
+            if output:
+                append_records(output, [record])
+            if json:
+                print_json(record)
+    if not json:
+        columns = [name for name in PROMPT_COLUMNS if any(name in record for record in records)]
+        print_table([name.replace("_", " ") for name in columns], [[str(record.get(name, "-")) for name in columns] for record in records])
+    if any(record["status"] != "ok" for record in records):
+        raise TrtkvError("some rows gave wrong results and have no times", "Report this with the output of trtkv doctor.")
 
 
 def _cases(

@@ -10,13 +10,19 @@ from cyclopts import Parameter
 
 from trtkv.cli.output import notes, print_json, print_table, progress
 from trtkv.cli.values import find_device, numbers_of, words_of
-from trtkv.errors import ConfigError, TrtkvError
+from trtkv.errors import ConfigError, TrtkvError, UnknownName
 
 STEP_COLUMNS = {
     "policy": "policy", "batch": "batch", "context": "context", "status": "status", "ttft_ms": "TTFT ms", "itl_p50_ms": "ITL p50 ms",
     "itl_p90_ms": "p90", "itl_p99_ms": "p99", "decode_tokens_per_s": "tokens/s", "ratio": "x full", "kv_bytes": "KV", "peak_memory_bytes": "peak",
-    "bandwidth_share": "of bandwidth", "weights_us": "weights us", "attention_us": "attention", "selection_us": "selection", "append_us": "append",
-    "rest_us": "rest",
+    "prefill_tokens_per_s": "in tokens/s", "bandwidth_share": "of bandwidth", "weights_us": "weights us", "attention_us": "attention",
+    "selection_us": "selection", "recall_us": "recall", "append_us": "append", "rest_us": "rest",
+}  # fmt: skip
+OFFLOAD_COLUMNS = {
+    "policy": "policy", "batch": "batch", "context": "context", "recall": "recall", "status": "status", "ttft_ms": "TTFT ms",
+    "itl_p50_ms": "ITL p50 ms", "itl_p90_ms": "p90", "itl_p99_ms": "p99", "x_resident": "x resident", "pages_in_front": "pages in front",
+    "pages_ahead": "ahead", "recall_GBps": "GB/s", "bus_GBps": "bus", "query_cosine": "cosine", "device_kv_bytes": "KV on device",
+    "host_kv_bytes": "on host",
 }  # fmt: skip
 SERVE_COLUMNS = {
     "policy": "policy", "endpoint": "endpoint", "statuses": "statuses", "seconds": "seconds",
@@ -38,6 +44,9 @@ def step(
     dtype: str | None = None,
     chunk: int = 2048,
     steps: int = 64,
+    fill: str = "prefill",
+    offload: bool = False,
+    drift: float = 0.25,
     device: str = "auto",
     output: Path | None = None,
     plot: Path | None = None,
@@ -56,6 +65,9 @@ def step(
         dtype: float32, float16 or bfloat16; the model's by default.
         chunk: Prompt tokens of one step.
         steps: Decode steps that are timed.
+        fill: prefill, or direct: fill long caches with the pages of a short prompt, which takes no time and tells no TTFT.
+        offload: Compare pages on the device with pages on the host, which come back in every way there is, one by one at the host's word too.
+        drift: With --offload and random weights, how much of their own the decoded tokens' embeddings keep: it makes consecutive queries differ.
         device: auto, cpu, cuda or cuda:N.
         output: File of JSON lines to which the records are appended.
         plot: Draw tokens a second against context into this file.
@@ -67,13 +79,20 @@ def step(
 
     if steps < 1 or chunk < 2:
         raise ConfigError(f"steps {steps} or chunk {chunk} is too small", "Give at least 1 step and chunks of 2 tokens.")
+    if fill not in ("prefill", "direct"):
+        raise UnknownName("fill", fill, ("prefill", "direct"))
     names = words_of("policy", policy)
+    if offload:
+        loads = (numbers_of("context", context), numbers_of("batch", batch))
+        common = (weights, dtype, chunk, steps, drift)
+        _compare_tiers(model, names, loads, common, budget, settings or [], find_device(device), output, json)
+        return
     names = names if "full" in names else ["full", *names]
     grid = [(b, c) for b in numbers_of("batch", batch) for c in numbers_of("context", context)]
     if grid[0][0] < 1:
         raise ConfigError("batch 0 is below 1", "Give one sequence or more.")
     options = {name: _options(name, budget, settings or []) for name in names}
-    cells = [Cell(model, name, *options[name], c, b, weights, dtype, chunk, steps) for b, c in grid for name in names]
+    cells = [Cell(model, name, *options[name], c, b, weights, dtype, chunk, steps, fill) for b, c in grid for name in names]
     records: list[dict[str, Any]] = []
     with progress("bench") as report:
         for record in run_cells(cells, find_device(device), report):
@@ -92,6 +111,32 @@ def step(
                 notes.print(f"{record['policy']} {record['batch']} x {record['context']}: {record['reason']}", markup=False)
     if any(record["status"] == "wrong" for record in records):
         raise TrtkvError("some rows gave logits that are not finite and have no times", "Report this with the output of trtkv doctor.")
+
+
+def _compare_tiers(
+    model: str, names: list[str], loads: tuple[list[int], list[int]], common: tuple[Any, ...], budget: int | None, sets: list[str], device: Any,
+    output: Path | None, json: bool,
+) -> None:  # fmt: skip
+    """Measure offloaded engines; see `trtkv.bench.recall`."""
+    from trtkv.bench.recall import Cell, run_cells
+    from trtkv.bench.records import append_records
+
+    drift = common[-1]
+    if not 0 < drift <= 1:
+        raise ConfigError(f"drift {drift} is outside 0 to 1", "Give a share such as 0.3.")
+    cells = [Cell(model, name, *_options(name, budget, sets), c, b, *common) for b in loads[1] for c in loads[0] for name in names]
+    records = []
+    with progress("bench") as report:
+        for record in run_cells(cells, device, report):
+            records.append(record)
+            if output:
+                append_records(output, [record])
+            if json:
+                print_json(record)
+    if not json:
+        print_table(*_table(records, OFFLOAD_COLUMNS))
+    if any(record["status"] == "wrong" for record in records):
+        raise TrtkvError("some rows gave other logits than the engine whose pages stay on the device", "Report it with the output of trtkv doctor.")
 
 
 def serve(

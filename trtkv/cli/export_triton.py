@@ -27,6 +27,7 @@ def export_triton(
     device: str = "auto",
     executor: str = "auto",
     cache_gib: float | None = None,
+    offload: bool = False,
     max_waiting: int = 256,
     force: bool = False,
     json: bool = False,
@@ -42,6 +43,7 @@ def export_triton(
         device: auto, cpu, cuda or cuda:N.
         executor: auto (TensorRT where it runs, else torch), torch or tensorrt.
         cache_gib: Memory for the KV cache of each model in GiB; what is free by default.
+        offload: Keep pages in host memory, for policies that read whole pages, such as freekv, quest and arkvale.
         max_waiting: Sequences that may wait beyond those that run; the rest is refused as UNAVAILABLE.
         force: Replace models that are there.
         json: Print one JSON object with the models written.
@@ -55,7 +57,7 @@ def export_triton(
     if cache_gib is not None and cache_gib <= 0:
         raise ConfigError(f"cache-gib {cache_gib} is not above 0", "Leave it out to take what is free.")
     cache_bytes = None if cache_gib is None else int(cache_gib * 2**30)
-    settings = Export(weights, device, executor, cache_bytes, max_waiting, unary, copy_weights)
+    settings = Export(weights, device, executor, cache_bytes, max_waiting, unary, copy_weights, offload)
     models = export(engine, output, settings, force=force)
     if json:
         print_json({"repository": str(output), "models": models})

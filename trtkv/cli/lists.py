@@ -61,6 +61,7 @@ def plan(
     settings: Annotated[list[str] | None, Parameter(name="--set")] = None,
     dtype: str | None = None,
     gpu_memory: str | None = None,
+    offload: bool = False,
     json: bool = False,
 ) -> None:
     """Predict the bytes of a KV cache; needs neither GPU nor weights.
@@ -74,13 +75,14 @@ def plan(
         settings: Change one field of a role; may be repeated.
         dtype: float32, float16 or bfloat16; the checkpoint's by default.
         gpu_memory: Memory of the GPU, such as 24GiB: also tells the longest context and the largest batch that fit beside the weights.
+        offload: Count pages where trtkv run --offload keeps them.
         json: Print one JSON object.
     """
     from trtkv import api
     from trtkv.predict import predict
 
     _, config, chosen = api.prepare(model, policy, budget, settings or (), dtype, None)
-    found = predict(config, chosen, context, batch_size, gpu_memory)
+    found = predict(config, chosen, context, batch_size, gpu_memory, offload=offload)
     if json:
         print_json(found)
         return
@@ -92,6 +94,8 @@ def plan(
     print_table(["", ""], [[key, value] for key, value in figures.items()])
     for line in found["assumes"]:
         notes.print(f"Assumed: {line}.")
+    for line in found["in_torch"]:
+        notes.print(f"On a GPU too, {line}.", markup=False)
 
 
 def _print_policy(row: dict[str, Any]) -> None:

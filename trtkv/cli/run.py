@@ -34,12 +34,16 @@ def run(
     executor: str = "auto",
     cache_gib: float | None = None,
     dense_below: int | None = None,
+    offload: bool = False,
+    host_gib: float | None = None,
+    kv_disk: Path | None = None,
     max_tokens: int = 128,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
     seed: int | None = None,
+    budget: int | None = None,
     stop: list[str] | None = None,
     ignore_eos: bool = False,
     quiet: bool = False,
@@ -58,12 +62,16 @@ def run(
         executor: auto (TensorRT where it runs, else torch), torch or tensorrt.
         cache_gib: Memory for the KV cache in GiB; what is free by default.
         dense_below: Read sequences of up to so many tokens whole, whatever the budget; by default where a GPU does that as fast as selecting.
+        offload: Keep pages in host memory, for policies that read whole pages, such as freekv, quest and arkvale.
+        host_gib: Host memory that --offload may take in GiB; most of what is free by default.
+        kv_disk: Directory that keeps the pages of prompts, so that a later prompt that begins alike need not compute them.
         max_tokens: Longest answer.
         temperature: 0 takes the likeliest token.
         top_k: Draw from the k likeliest tokens; 0 is off.
         top_p: Draw from the likeliest tokens that together have this probability.
         min_p: Draw from tokens at least this fraction as likely as the likeliest.
         seed: Makes draws reproducible.
+        budget: Tokens that each KV head reads in a decode step, fewer than the engine's policy does, where that can be.
         stop: End the answer before this text; may be repeated.
         ignore_eos: Do not end at the end-of-text token.
         quiet: Print no figures on standard error.
@@ -80,11 +88,14 @@ def run(
         top_p=top_p,
         min_p=min_p,
         seed=seed,
+        budget=budget,
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
     )
     if cache_gib is not None and cache_gib <= 0:
         raise ConfigError(f"cache-gib {cache_gib} is not above 0", "Leave it out to take what is free.")
+    if host_gib is not None and (host_gib <= 0 or not offload):
+        raise ConfigError(f"host-gib {host_gib} is not above 0, or --offload is missing", "Give a size in GiB together with --offload.")
     with progress("open") as report:
         llm = LLM(
             engine,
@@ -93,8 +104,13 @@ def run(
             executor=executor,
             cache_bytes=None if cache_gib is None else int(cache_gib * 2**30),
             dense_below=dense_below,
+            offload=offload,
+            host_bytes=None if host_gib is None else int(host_gib * 2**30),
+            kv_disk=kv_disk,
             progress=report,
         )
+    if not quiet and executor == "auto" and llm.engine.plan_unused:
+        notes.print(f"TensorRT does not run this engine's plan: {llm.engine.plan_unused}.", markup=False)
     if prompts is None:
         _converse(llm, params, system)
         return

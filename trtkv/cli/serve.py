@@ -39,6 +39,9 @@ def serve(
     device: str = "auto",
     executor: str = "auto",
     cache_gib: float | None = None,
+    offload: bool = False,
+    host_gib: float | None = None,
+    kv_disk: Path | None = None,
     api_key: list[str] | None = None,
     cors: list[str] | None = None,
     max_waiting: int = 256,
@@ -59,6 +62,9 @@ def serve(
         device: auto, cpu, cuda or cuda:N.
         executor: auto (TensorRT where it runs, else torch), torch or tensorrt.
         cache_gib: Memory for the KV cache of each engine in GiB; what is free by default.
+        offload: Keep pages in host memory, for policies that read whole pages, such as freekv, quest and arkvale.
+        host_gib: Host memory that --offload may take for each engine in GiB; most of what is free by default.
+        kv_disk: Directory that keeps the pages of prompts, so that a later prompt that begins alike need not compute them.
         api_key: Key that clients must send; may be repeated. The environment variable TRTKV_API_KEY adds one.
         cors: Origin of web pages that may ask, such as https://chat.example.org; may be repeated.
         max_waiting: Sequences that may wait for each engine; beyond that clients get 429.
@@ -77,7 +83,10 @@ def serve(
     if any(not one.strip() or not one.isascii() for one in keys):
         raise ConfigError("an API key is empty or not ASCII", "Give letters, digits and signs.")
     cache_bytes = None if cache_gib is None else int(cache_gib * 2**30)
-    options = {"weights": weights, "device": device, "executor": executor, "cache_bytes": cache_bytes}
+    if host_gib is not None and (host_gib <= 0 or not offload):
+        raise ConfigError(f"host-gib {host_gib} is not above 0, or --offload is missing", "Give a size in GiB together with --offload.")
+    options: dict[str, Any] = {"weights": weights, "device": device, "executor": executor, "cache_bytes": cache_bytes}
+    options |= {"offload": offload, "host_bytes": None if host_gib is None else int(host_gib * 2**30), "kv_disk": kv_disk}
     own = listen(host, port)
     address = f"http://{f'[{host}]' if ':' in host else host}:{own.getsockname()[1]}"
     if not keys and not _is_local(host):

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from trtkv.config import Limits, ModelConfig
 from trtkv.graph.network import Network
-from trtkv.graph.weights import WeightSpec, weight_specs
+from trtkv.graph.weights import WeightSpec, shares_head, weight_specs
 from trtkv.plan import CachePlan
-from trtkv.plugins import all_reduce, kv_append, kv_attend, kv_select
+from trtkv.plugins import all_gather, all_reduce, kv_append, kv_attend, kv_select
 from trtkv.plugins.face import OpConfig
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ class Decoder:
 def build_decoder(model: ModelConfig, plan: CachePlan, limits: Limits, tp: int = 1) -> Decoder:
     """Build the graph of one model under one cache plan; weights are inputs, the KV cache is reached through `state`.
 
-    With tp above 1 model and plan are one part's, and the parts add up behind attention and behind the hidden layer.
+    With tp above 1 model and plan are one part's: the parts add up behind attention and behind the hidden layer, and put their logits together.
     Output: logits [R, V] fp32 of the rows that `last_rows` names.
     """
     net = Network(f"{model.model_type}-{plan.policy}", model.dtype)
@@ -57,11 +59,22 @@ def build_decoder(model: ModelConfig, plan: CachePlan, limits: Limits, tp: int =
         x = _layer(net, model, plan, layer, x, tp)
     last = net.node("Gather", [x, "last_rows"], "last", axis=0)
     normed = net.rms_norm(last, "norm", model.rms_eps, "last.normed")
-    logits = net.linear(normed, "embed" if model.tie_embeddings else "head", "logits" if model.dtype == "float32" else "logits.narrow")
-    if model.dtype != "float32":
-        net.node("Cast", [logits], "logits", to=1)
+    _head(net, model, plan, normed, tp)
     net.output("logits", "float32", ["R", model.vocab_size])
     return Decoder(net.model(), specs)
+
+
+def _head(net: Network, model: ModelConfig, plan: CachePlan, normed: str, tp: int) -> None:
+    """Multiply with the head, of which each of several parts has its rows where they divide."""
+    shared, narrow = shares_head(model, tp), model.dtype != "float32"
+    whole = "logits.narrow" if narrow else "logits"
+    weight = "embed" if model.tie_embeddings and not shared else "head"
+    product = net.linear(normed, weight, "logits.part" if shared else whole)
+    if shared:
+        last = model.num_layers - 1
+        net.plugin(all_gather.FACE, [product, net.constant("parts", np.zeros(tp, np.int32))], whole, last, op_config(model, plan, last))
+    if narrow:
+        net.node("Cast", [whole], "logits", to=1)
 
 
 def state_length(plan: CachePlan) -> int:

@@ -24,15 +24,22 @@ def weight_specs(model: ModelConfig, tp: int = 1) -> list[WeightSpec]:
     """List the weights of a decoder in the order of the graph's inputs.
 
     With tp above 1 model is one part: shapes are the part's, sources the whole tensors, of which a part takes rows, or columns of `o` and `down`.
+    The embedding stays whole, because a step reads few of its rows; a head that is tied to it becomes an input of its own where parts share it.
     """
     e, v = model.hidden_size, model.vocab_size
     specs = [_single("embed", "model.embed_tokens.weight", (v, e))]
     for layer in range(model.num_layers):
         specs += _layer(model, layer, tp)
     specs.append(_single("norm", "model.norm.weight", (e,)))
-    if not model.tie_embeddings:
-        specs.append(_single("head", "lm_head.weight", (v, e)))
+    if shares_head(model, tp) or not model.tie_embeddings:
+        rows = v // tp if shares_head(model, tp) else v
+        specs.append(WeightSpec("head", (rows, e), (("model.embed_tokens.weight" if model.tie_embeddings else "lm_head.weight", (v, e)),)))
     return specs
+
+
+def shares_head(model: ModelConfig, tp: int) -> bool:
+    """Say whether each of several parts has its own rows of the head: where the vocabulary divides."""
+    return tp > 1 and model.vocab_size % tp == 0
 
 
 def expected_tensors(specs: list[WeightSpec]) -> Mapping[str, tuple[int, ...]]:

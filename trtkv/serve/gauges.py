@@ -21,6 +21,7 @@ class Gauges:
         """Show what the engine is."""
         self._batcher, self._metrics = batcher, metrics
         self._shown_s = 0.0
+        self._steps = batcher.steps
         self._seen: Counter[str] = Counter()
         engine = batcher.engine
         self._host_share = _host_share(batcher)
@@ -31,8 +32,12 @@ class Gauges:
         self._show()
 
     def step(self) -> None:
-        """Count a step that has run."""
+        """Count a step that was queued since the last call, if one was: the last of a batch only reads what one before it chose."""
         session, metrics = self._batcher.engine.session, self._metrics
+        if self._batcher.steps == self._steps:
+            self.refresh()
+            return
+        self._steps = self._batcher.steps
         metrics.inc("trtkv:engine_steps_total")
         if session.read_tokens:
             metrics.inc("trtkv:kv_tokens_selected_total", session.read_tokens)
@@ -69,23 +74,25 @@ class Gauges:
             self._metrics.set("trtkv:kv_cache_bytes", size, tier=tier)
 
     def _bytes(self, one: Running) -> int:
-        session = self._batcher.engine.session
-        if session.held is None:
-            return session.plan.stored_bytes(one.seen)
-        return session.held.nbytes(one.slot) if one.seen else 0
+        return self._batcher.engine.session.bytes_of(one.slot, one.seen) if one.seen else 0
 
 
 def _capacity(batcher: Batcher) -> dict[str, int]:
     session = batcher.engine.session
     sizes = {"device": 0, "host": 0}
     for spec in session.plan.buffers:
-        tensors = session.buffers.get(spec.name, [])
-        sizes[spec.tier] += sum(one.numel() * one.element_size() for one in tensors if one is not None)
+        for layer, tensor in enumerate(session.buffers.get(spec.name, [])):
+            hosted = session.offload is not None and spec.name in ("keys", "values") and session.offload.covers(layer)
+            sizes["host" if hosted else spec.tier] += 0 if tensor is None else tensor.numel() * tensor.element_size()
+    sizes["device"] += session.offload.device_bytes() if session.offload is not None else 0
     return sizes
 
 
 def _host_share(batcher: Batcher) -> float:
     """Return the part of a page's bytes that lies in host memory."""
+    session = batcher.engine.session
+    if session.offload is not None:
+        return session.offload.shape.host_bytes(1) / session.plan.page_bytes
     paged = [spec for spec in batcher.engine.session.plan.buffers if spec.paged and spec.pool == "plain"]
     total = sum(spec.row_bytes * len(spec.layers) for spec in paged)
     host = sum(spec.row_bytes * len(spec.layers) for spec in paged if spec.tier == "host")

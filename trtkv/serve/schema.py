@@ -70,6 +70,7 @@ class Generation(Strict):
     seed: Seed | None = None
     stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
+    budget: int | None = Field(None, ge=1, le=2**31 - 1)
     ignore_eos: bool = False
     n: int | None = Field(None, ge=1, le=128)
     stream: bool | None = None
@@ -105,6 +106,7 @@ class Generation(Strict):
             seed=None if self.seed is None else self.seed + index,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
+            budget=self.budget,
             logprobs=int(report),
             top_logprobs=top,
             **{name: value for name, value in given.items() if value is not None},

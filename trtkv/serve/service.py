@@ -78,7 +78,7 @@ class Service:
         """
         vocab = self.batcher.engine.manifest.model.vocab_size
         for tokens, one in zip(prompts, params, strict=True):
-            self.batcher.scheduler.check(tokens, one.max_tokens)
+            self.batcher.check(tokens, one)
             if min(tokens) < 0 or max(tokens) >= vocab:
                 raise RequestError(f"a token id is outside the vocabulary of {vocab}", "Use the model's own tokenizer.")
         if len(prompts) > self.most:

@@ -82,6 +82,9 @@ class TritonPythonModel:
                 device=given["device"],
                 executor=given["executor"],
                 cache_bytes=int(given["cache_bytes"]) if given["cache_bytes"] else None,
+                offload=bool(given.get("offload")),
+                host_bytes=int(given["host_bytes"]) if given.get("host_bytes") else None,
+                kv_disk=given.get("kv_disk") or None,
             )
         except TrtkvError as error:
             raise pb_utils.TritonModelException(str(error)) from None
