@@ -173,7 +173,7 @@ def test_a_user_runs_offloaded_and_keeps_prompts(engine: Path, tmp_path: Path, c
     disk = ("--offload", "--host-gib", 0.1, "--kv-disk", tmp_path / "disk")
     first, second = (json.loads(printed(capsys, *words, *disk)) for _ in range(2))
     assert plain["text"] == first["text"] == second["text"]
-    assert "--offload is missing" in complaint(capsys, *words, "--host-gib", 1)
+    assert "--offload, which is missing" in complaint(capsys, *words, "--host-gib", 1)
     assert [one["stats"]["reused_tokens"] for one in (plain, first, second)] == [0, 0, 128]
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from trtkv.cli.output import notes, print_json, progress
+from trtkv.cli.values import host_bytes
 from trtkv.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -94,8 +95,6 @@ def run(
     )
     if cache_gib is not None and cache_gib <= 0:
         raise ConfigError(f"cache-gib {cache_gib} is not above 0", "Leave it out to take what is free.")
-    if host_gib is not None and (host_gib <= 0 or not offload):
-        raise ConfigError(f"host-gib {host_gib} is not above 0, or --offload is missing", "Give a size in GiB together with --offload.")
     with progress("open") as report:
         llm = LLM(
             engine,
@@ -105,7 +104,7 @@ def run(
             cache_bytes=None if cache_gib is None else int(cache_gib * 2**30),
             dense_below=dense_below,
             offload=offload,
-            host_bytes=None if host_gib is None else int(host_gib * 2**30),
+            host_bytes=host_bytes(host_gib, offload),
             kv_disk=kv_disk,
             progress=report,
         )

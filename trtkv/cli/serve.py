@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from trtkv.cli.output import notes, print_json, progress
+from trtkv.cli.values import host_bytes
 from trtkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -83,10 +84,8 @@ def serve(
     if any(not one.strip() or not one.isascii() for one in keys):
         raise ConfigError("an API key is empty or not ASCII", "Give letters, digits and signs.")
     cache_bytes = None if cache_gib is None else int(cache_gib * 2**30)
-    if host_gib is not None and (host_gib <= 0 or not offload):
-        raise ConfigError(f"host-gib {host_gib} is not above 0, or --offload is missing", "Give a size in GiB together with --offload.")
     options: dict[str, Any] = {"weights": weights, "device": device, "executor": executor, "cache_bytes": cache_bytes}
-    options |= {"offload": offload, "host_bytes": None if host_gib is None else int(host_gib * 2**30), "kv_disk": kv_disk}
+    options |= {"offload": offload, "host_bytes": host_bytes(host_gib, offload), "kv_disk": kv_disk}
     own = listen(host, port)
     address = f"http://{f'[{host}]' if ':' in host else host}:{own.getsockname()[1]}"
     if not keys and not _is_local(host):

@@ -36,3 +36,14 @@ def find_device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device '{name}' was asked for, but torch sees no CUDA GPU", "Use --device cpu, or see trtkv doctor.")
     return find(name)
+
+
+def host_bytes(host_gib: float | None, offload: bool) -> int | None:
+    """Return the bytes of host memory that --offload may take, None for what is free; raises ConfigError for no size and without --offload."""
+    if host_gib is None:
+        return None
+    if host_gib <= 0:
+        raise ConfigError(f"--host-gib {host_gib} is no size", "Give GiB above 0.")
+    if not offload:
+        raise ConfigError(f"--host-gib {host_gib} is for --offload, which is missing", "Add --offload, or leave --host-gib out.")
+    return int(host_gib * 2**30)
