@@ -3,11 +3,7 @@
 // Scores are K [16, D] times the heads' queries, outputs V transposed times the heads' weights, so that the query heads of the group fill the narrow side
 // of mma.m16n8k16. Built with -DD (head dimension, multiple of 32), -DGROUP_HEADS (G <= 8), -DWARPS and -DBF16.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-typedef unsigned int u32;
-typedef unsigned short u16;
+#include "common.cuh"
 
 #define TILE 16
 #define ROW (2 * D) // bytes of a key
@@ -19,40 +15,9 @@ typedef unsigned short u16;
 
 #ifdef BF16
 #define MMA_TYPE "bf16"
-typedef __nv_bfloat16 real;
-typedef __nv_bfloat162 real2;
-__device__ __forceinline__ float to_float(real x) { return __bfloat162float(x); }
-__device__ __forceinline__ real2 both(float x) { return __float2bfloat162_rn(x); }
-__device__ __forceinline__ real2 round2(float x, float y) { return __floats2bfloat162_rn(x, y); }
 #else
 #define MMA_TYPE "f16"
-typedef __half real;
-typedef __half2 real2;
-__device__ __forceinline__ float to_float(real x) { return __half2float(x); }
-__device__ __forceinline__ real2 both(float x) { return __float2half2_rn(x); }
-__device__ __forceinline__ real2 round2(float x, float y) { return __floats2half2_rn(x, y); }
 #endif
-__device__ __forceinline__ real2 as_pair(u32 x) { return *reinterpret_cast<real2*>(&x); }
-__device__ __forceinline__ u32 bits_of(real2 x) { return *reinterpret_cast<u32*>(&x); }
-__device__ __forceinline__ u32 times(u32 x, u32 y) { return bits_of(__hmul2(as_pair(x), as_pair(y))); }
-__device__ __forceinline__ u32 pack_real(float x, float y) { return bits_of(round2(x, y)); }
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// Wait for the kernels before this one, then let the one behind start its preamble: it may read what was written before the kernel before it.
-__device__ __forceinline__ void dependency_wait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-__device__ __forceinline__ u32 shared_at(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void copy16(u32 to, const void* from) { asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(to), "l"(from) : "memory"); }
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int LEFT> __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
 
 __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPE "." MMA_TYPE ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"

@@ -70,6 +70,7 @@ struct Block {
 };
 inline thread_local Block* block;
 inline thread_local Place thread;
+inline bool backwards; // the last thread first: what lacks a barrier then reads other values
 
 [[noreturn]] static inline void fail(const char* what) {
   fprintf(stderr, "%s\n", what);
@@ -100,6 +101,7 @@ cpu_switch:
  pop %rbp
  ret
 )");
+static inline Place thread_of(int fiber) { return {backwards ? (int)block->fibers.size() - 1 - fiber : fiber, 0, 0}; }
 static inline void yield() { // to the next thread of the block that lives
   Block* b = block;
   const int count = (int)b->fibers.size(), from = b->current;
@@ -108,7 +110,7 @@ static inline void yield() { // to the next thread of the block that lives
   while (b->fibers[to].done);
   if (CLUSTER > 1 && to <= from) sched_yield(); // to the other blocks
   if (to == from) return;
-  b->current = to, thread = {to, 0, 0};
+  b->current = to, thread = thread_of(to);
   cpu_switch(&b->fibers[from].sp, b->fibers[to].sp);
 }
 static void enter() {
@@ -129,7 +131,7 @@ static inline void run(Block& b) {
     for (int i = 0; i < 6; i++) *--sp = nullptr;
     fiber.sp = sp;
   }
-  b.alive = (int)b.fibers.size(), thread = {0, 0, 0};
+  b.alive = (int)b.fibers.size(), thread = thread_of(0);
   cpu_switch(&b.outside, b.fibers[0].sp);
   for (Fiber& fiber : b.fibers) free(fiber.stack);
 }
@@ -163,7 +165,7 @@ template <typename F> static void launch(Place grid, int threads, int dynamic, i
       Block& b = blocks[r];
       b.fibers.resize(threads), b.warps.resize(threads / 32), b.tokens.resize(threads);
       b.cluster = &together, b.grid = grid, b.at = {(i + r) % grid.x, (i + r) / grid.x % grid.y, (i + r) / grid.x / grid.y};
-      b.arena = (char*)aligned_alloc(128, ARENA), b.dynamic = (char*)aligned_alloc(128, (dynamic + MARGIN + 127) / 128 * 128);
+      b.arena = (char*)aligned_alloc(128, ARENA + (dynamic + MARGIN + 127) / 128 * 128), b.dynamic = b.arena + ARENA;
       memset(b.arena, 0xff, ARENA), memset(b.dynamic, 0xff, dynamic), memset(b.dynamic + dynamic, 0x5a, MARGIN);
       together.arenas.push_back(b.arena), together.dynamics.push_back(b.dynamic);
       b.body = [](void* given) { (*(F*)given)(); }, b.given = &body;
@@ -174,11 +176,11 @@ template <typename F> static void launch(Place grid, int threads, int dynamic, i
     for (std::thread& other : others) other.join();
     for (Block& b : blocks) {
       if (std::any_of(b.dynamic + dynamic, b.dynamic + dynamic + MARGIN, [](char c) { return c != 0x5a; })) fail("shared memory was overrun");
-      free(b.arena), free(b.dynamic);
+      free(b.arena);
     }
   }
 }
-static inline char* from_shared(u32 at) { return block->dynamic + at; }
+static inline char* from_shared(u32 at) { return block->dynamic + (int)at; } // static variables lie before the dynamic part
 template <typename To, typename From> static inline To bits(From v) {
   To to;
   static_assert(sizeof to == sizeof v);
@@ -378,3 +380,15 @@ static inline __half2 __hmin2(__half2 a, __half2 b) {
 }
 static inline uint4 load16(const void* p) { uint4 v; cpu::aligned(p, 16), memcpy(&v, p, 16); return v; }
 static inline float __int_as_float(int x) { return cpu::bits<float>((u32)x); }
+
+// Of encoded/codes.cuh: pairs of `real`, each result rounded once more from fp32.
+static inline __nv_bfloat162 __float2bfloat162_rn(float x) { return __floats2bfloat162_rn(x, x); }
+static inline __half __ushort_as_half(u16 x) { return {x}; }
+static inline float number_of(__half x) { return __half2float(x); }
+static inline float number_of(__nv_bfloat16 x) { return __bfloat162float(x); }
+static inline __half2 pair_of(float x, float y, __half2) { return __floats2half2_rn(x, y); }
+static inline __nv_bfloat162 pair_of(float x, float y, __nv_bfloat162) { return __floats2bfloat162_rn(x, y); }
+template <typename T> static inline T __hmul2(T x, T y) { return pair_of(number_of(x.x) * number_of(y.x), number_of(x.y) * number_of(y.y), x); }
+template <typename T> static inline T __hfma2(T x, T y, T z) {
+  return pair_of(std::fma(number_of(x.x), number_of(y.x), number_of(z.x)), std::fma(number_of(x.y), number_of(y.y), number_of(z.y)), x);
+}

@@ -1,7 +1,7 @@
 """CUDA sources of the package compiled as C++ and run on the CPU: the arithmetic, the indexing and the barriers of a kernel without a GPU.
 
 `cuda_on_cpu.h` has what the GPU has. Functions that hold PTX are left out of a source, because the header has them; shared variables are looked up in
-the block's memory. Races are not found: threads of a block run in turn.
+the block's memory. Threads of a block run in turn, so races are not found, but for those that `Kernel.backwards` shows: it turns their order round.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ def missing() -> str | None:
 class Kernel:
     """Stands for the driver's kernel."""
 
+    backwards = False  # the last thread of a block first
+
     def __init__(self, spec: CudaSpec, folder: Path) -> None:
         self.spec, self.call = spec, ctypes.CDLL(str(_compile(spec, folder))).run
 
@@ -49,7 +51,7 @@ class Kernel:
         self, grid: tuple[int, int, int], threads: int, shared: int, stream: int, values: Sequence[Any], *, cluster: int = 1, overlap: bool = False
     ) -> None:
         assert shared <= min(self.spec.shared, shared_limit(self.spec.arch)), self.spec.title
-        self.call(*grid, threads, shared, cluster, *(kind(value) for kind, value in zip(self.spec.types, values, strict=True)))
+        self.call(*grid, threads, shared, cluster, self.backwards, *(kind(value) for kind, value in zip(self.spec.types, values, strict=True)))
 
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: Path, capability: tuple[int, int] = (9, 0), multiprocessors: int = 8) -> None:
@@ -80,11 +82,9 @@ def _translate(spec: CudaSpec) -> str:
     assert found is not None
     parameters = " ".join(found[1].split())
     names = ", ".join(one.split()[-1].lstrip("*") for one in parameters.split(","))
-    entry = f"int grid_x, int grid_y, int grid_z, int threads, int dynamic, int cluster, {parameters}"
-    return (
-        f'#include "{HEADER.name}"\n{text}\n'
-        f'extern "C" void run({entry}) {{ cpu::launch({{grid_x, grid_y, grid_z}}, threads, dynamic, cluster, [&] {{ {spec.entry}({names}); }}); }}\n'
-    )
+    entry = f"int grid_x, int grid_y, int grid_z, int threads, int dynamic, int cluster, int backwards, {parameters}"
+    launch = f"cpu::launch({{grid_x, grid_y, grid_z}}, threads, dynamic, cluster, [&] {{ {spec.entry}({names}); }});"
+    return f'#include "{HEADER.name}"\n{text}\nextern "C" void run({entry}) {{\n  cpu::backwards = backwards;\n  {launch}\n}}\n'
 
 
 def _joined(path: Path, folders: Sequence[Path], seen: set[Path]) -> str:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 from math import gcd
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.plugins.cuda_host import COMPILER, compile_kernel
+from tests.plugins import cuda_on_cpu
+from trtkv.plugins._device.spec import shared_limit
 from trtkv.plugins.encoded import launch, reference
 from trtkv.plugins.encoded.formats import Format
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
-SOURCE = Path(launch.__file__).parent / "attend.cu"
-HEADS, PAGE = 2, 64
+pytestmark = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
+HEADS, PAGE, WARPS = 2, 64, 2
 
 
 def make_pages(form: Format, dim: int, dtype: torch.dtype, pool: int) -> launch.Pages:
@@ -39,15 +37,12 @@ def make_pages(form: Format, dim: int, dtype: torch.dtype, pool: int) -> launch.
     )  # fmt: skip
 
 
-def attend(run: Any, pages: launch.Pages, q: Tensor, table: Tensor, lens: Tensor, slots: Tensor, splits: int, warps: int) -> Tensor:
+def attend(pages: launch.Pages, q: Tensor, table: Tensor, lens: Tensor, slots: Tensor, splits: int) -> Tensor:
     """Launch the kernel for a batch."""
-    form, dim, batch = pages.format, pages.dim, len(lens)
-    group = q.shape[1] // dim // HEADS
+    batch, group = len(lens), q.shape[1] // pages.dim // HEADS
     out = torch.full_like(q, torch.nan)
-    scratch = launch.Scratch.allocate(batch, HEADS, group, dim, splits, torch.device("cpu"))
-    tensors = (q, *pages.codes, pages.keys, pages.values, table, lens, slots, out, scratch.parts, scratch.tops, scratch.counters)
-    numbers = (q.stride(0), out.stride(0), table.stride(0), PAGE, form.ring, form.residual, form.lag, int(form.together))
-    run(*(x.data_ptr() for x in tensors), *numbers, dim**-0.5 * 1.4426950408889634, splits, HEADS, batch, warps * 32)
+    scratch = launch.Scratch.allocate(batch, HEADS, group, pages.dim, splits, torch.device("cpu"))
+    launch.attend(q, pages, table, lens, slots, out, scratch, scale=pages.dim**-0.5)
     assert not scratch.counters.any()
     return out
 
@@ -66,20 +61,20 @@ CASES = [  # bits, key group, residual, query heads a KV head, head dimension, d
 
 @pytest.mark.parametrize(("bits", "key_group", "residual", "group", "dim", "dtype"), CASES)
 def test_attention_reads_codes_as_they_are_stored(
-    bits: int, key_group: int, residual: int, group: int, dim: int, dtype: torch.dtype, tmp_path: Path
+    bits: int, key_group: int, residual: int, group: int, dim: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(bits + dim)
     form = Format(8, 1, dim, 1, together=True) if bits == 8 else Format(bits, key_group, gcd(key_group, dim), residual)
-    warps = 2
-    defines = launch.attend_defines(form, dim, group, dtype == torch.bfloat16, warps, launch.STAGES)
-    library = compile_kernel(SOURCE, "attend_encoded", launch.ATTEND_TYPES, defines, tmp_path)
-    run = library.run
+    cuda_on_cpu.install(monkeypatch, tmp_path)
+    block = launch._block(form, dim, WARPS, launch.STAGES, shared_limit("90"))
+    monkeypatch.setattr(launch, "arch", lambda: "90")
+    monkeypatch.setattr(launch, "attend_block", lambda *shape: block)  # few warps, so that each has several steps
     stored = [330, 1, residual + 1, 2 * residual + 40]
     pages = make_pages(form, dim, dtype, 4 * 8)
     table = torch.randperm(4 * 8).int().view(4, 8)
     lens, slots = torch.tensor(stored, dtype=torch.int32), torch.tensor([3, 0, 2, 1], dtype=torch.int32)
     q = torch.randn(4, HEADS * group * dim).to(dtype)
-    out = attend(run, pages, q, table, lens, slots, 2, warps)
+    out = attend(pages, q, table, lens, slots, 2)
     errors, torchs = [], []
     for b, count in enumerate(stored):
         keys, values = reference.visible(pages, table[b], int(slots[b]), count)
@@ -89,9 +84,9 @@ def test_attention_reads_codes_as_they_are_stored(
         errors.append((out[b].view_as(exact).double() - exact).norm() / exact.norm())
         torchs.append(max((plain.double() - exact).norm(), (exact.to(dtype).double() - exact).norm()) / exact.norm())
     assert float(torch.stack(errors).square().mean().sqrt()) <= 2 * float(torch.stack(torchs).square().mean().sqrt())
-    one = attend(run, pages, q[:1], table[:1], lens[:1], slots[:1], 2, warps)
+    one = attend(pages, q[:1], table[:1], lens[:1], slots[:1], 2)
     assert torch.equal(one, out[:1])  # an answer does not depend on the batch
-    ctypes.c_int.in_dll(library, "backwards").value = 1
-    assert torch.equal(attend(run, pages, q, table, lens, slots, 2, warps), out)  # no thread waits for another without a barrier
-    whole = attend(run, pages, q[:1], table[:1], lens[:1], slots[:1], 1, warps)
+    monkeypatch.setattr(cuda_on_cpu.Kernel, "backwards", True)
+    assert torch.equal(attend(pages, q, table, lens, slots, 2), out)  # no thread waits for another without a barrier
+    whole = attend(pages, q[:1], table[:1], lens[:1], slots[:1], 1)
     assert (whole.float() - one.float()).norm() <= 2 * torchs[0] * one.float().norm()
