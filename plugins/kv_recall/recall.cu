@@ -5,7 +5,8 @@
 // Every block of a cluster plans alike: which listed pages are in a frame, which frames the others take (empty ones first, then the least recently
 // selected, then the lowest). The pages to copy are shared out over the blocks, sixteen bytes a thread and load; pinned memory answers after
 // microseconds, so a block asks for a whole page before it stores any of it. The first block writes the new state once all have read the old one.
-typedef unsigned int u32;
+#include "common.cuh"
+
 typedef long long i64;
 
 #define THREADS 256
@@ -13,23 +14,6 @@ typedef long long i64;
 #define LOADS ((VECTORS + THREADS - 1) / THREADS)
 #define HIT 0x7fffffff
 
-// Wait for the kernels before this one, then let the one behind start its preamble: it may read what was written before the kernel before it.
-__device__ __forceinline__ void dependency_wait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-__device__ __forceinline__ void cluster_arrive() {
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void cluster_wait() {
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-#endif
-}
 // Host memory changes between launches only, but is read once: no cache is to keep it.
 __device__ __forceinline__ uint4 load_once(const char* p) { return __ldcv(reinterpret_cast<const uint4*>(p)); }
 
