@@ -41,25 +41,26 @@ def write_kernels(specs: Sequence[Spec], stage: Path, progress: Progress, *, fre
         file = store.write(stage / FOLDER, spec, binary).relative_to(stage)
         files.append(KernelFile(file=file.as_posix(), kernel=spec.title, sm=spec.arch, options=tuple(spec.options()), size_bytes=len(binary.cubin)))
         progress("kernels", len(files) / len(specs))
-    order = {spec.name: index for index, spec in enumerate(specs)}
-    files.sort(key=lambda one: order[Path(one.file).name])
+    order = {(spec.name, spec.title): index for index, spec in enumerate(specs)}
+    files.sort(key=lambda one: order[Path(one.file).name, one.kernel])
     sms = tuple(dict.fromkeys(spec.arch for spec in specs))
     return KernelsInfo(sms=sms, files=tuple(files), seconds=round(time.perf_counter() - started, 2))
 
 
 def _compile_all(specs: Sequence[Spec], fresh: bool) -> Iterator[tuple[Spec, Binary]]:
     """Yield every kernel as it is done; what has to be compiled is remembered in the user's folder."""
-    waiting = []
+    waiting: dict[str, list[Spec]] = {}  # one file may hold several functions
     for spec in specs:
         binary = None if fresh else store.obtain(spec)
         if binary is None:
-            waiting.append(spec)
+            waiting.setdefault(spec.name, []).append(spec)
         else:
             yield spec, binary
-    for spec, binary in _in_parallel(waiting):
+    for spec, binary in _in_parallel([alike[0] for alike in waiting.values()]):
         with suppress(OSError):  # a folder that cannot be written is no error
             store.write(store.user_folder(), spec, binary)
-        yield spec, binary
+        for one in waiting[spec.name]:
+            yield one, binary
 
 
 def _in_parallel(specs: Sequence[Spec]) -> Iterator[tuple[Spec, Binary]]:
