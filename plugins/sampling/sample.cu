@@ -2,8 +2,7 @@
 //
 // Built with -DCLUSTER (blocks of a row), -DTHREADS and -DSTAGED (whether a block's share of a row lies in shared memory). Every sum that decides
 // is one of integers, so it does not depend on the order in which threads add; ties go to the lowest id. `reference.py` says the same in torch.
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "common.cuh"
 
 #define WARPS (THREADS / 32)
 #define FEED_THREADS 256 // of a block of feed
@@ -17,24 +16,6 @@ enum { PENALIZED = 1, LOGPROB = 2 };
 __device__ __forceinline__ void wait_for_input() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void cluster_sync() {
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-#else
-  __syncthreads();
-#endif
-}
-// The same shared variable of another block of the cluster.
-template <typename T> __device__ __forceinline__ T* peer(T* p, int rank) {
-#if CLUSTER > 1
-  T* there;
-  asm("mapa.u64 %0,%1,%2;" : "=l"(there) : "l"(p), "r"(rank));
-  return there;
-#else
-  return p;
 #endif
 }
 // Order-preserving image of a float that is not NaN; both zeros are one.
