@@ -63,11 +63,12 @@ def ruler(file: Path) -> str:
         + [f"{by_task[policy, budget, task]['figures']['score']:.2f}" if (policy, budget, task) in by_task else "-" for task in tasks]
         for policy, budget in subjects
     ]
-    about = rows[0]
+    about, commits = rows[0], ", ".join(dict.fromkeys(row["commit"] for row in rows))
     return f"""## RULER's tasks
 
 {command(rows, "ruler", " --policy ... --budget 11%,25% --batch 10")}
-on the H200, commit {about["commit"]}; records with all answers in `{file.name}`. Greedy answers to whole prompts: here a policy sees the question.
+on one NVIDIA H200, commits {commits}; records with all answers in `{file.name}`. Greedy answers to
+whole prompts: here a policy sees the question.
 
 Scores are the share of wanted strings in the answer, mean of {about["samples"]} samples: a standard error of up to 0.16. The model itself fails
 where `full` is low, and a policy can then not be told from it. The budget is in tokens of each KV head, of {about["length"]:,}. A dash: not run.
@@ -153,26 +154,34 @@ def draw_layers(rows: list[Record], layers: int, target: Path) -> None:
 
 
 def long_generation(file: Path) -> str:
-    """Write how long policies write what full writes."""
+    """Write how long policies write what full writes: a table a dtype and device."""
     rows = rows_of(file)
     full = full_of(rows)
     generated = int(full["task_identity"].split()[-1])
-    cells = []
+    settings = dict.fromkeys((row["dtype"], row["device"]) for row in rows)
+    tables = "\n\n".join(_long_table([row for row in rows if (row["dtype"], row["device"]) == setting]) for setting in settings)
+    return f"""## Long generation
+
+{command(rows, "long-generation", " --policy ... --budget 25%").replace(f" --dtype {full['dtype']}", "")};
+records in `{file.name}`. Greedy generation of {generated:,} tokens behind {full["samples"]} prompts of
+{full["length"] - generated} tokens, so nearly all that a policy compresses or selects from is text that the model wrote. `full` has a loss of
+{full["figures"]["nll"]:.3f} nats a token on it, so the model is nearly certain of what it writes and such texts are easier to agree with than what
+people write. Presets that were not run are left out.
+
+- **same next token**: share of full's tokens that the policy would have written behind full's own text; **nll**: its loss on that text in nats a
+  token.
+- **differs from**: tokens before the freely generated texts differ for the first time; **same place**: share of places at which they hold the same
+  token. Behind a first difference texts go their own ways, whatever the policy.
+
+{tables}"""
+
+
+def _long_table(rows: list[Record]) -> str:
+    full, cells = full_of(rows), []
     for row in rows:
         values = row["figures"]
         shares = [f"{values['agreement']:.3f}", f"{values['nll']:.3f}", f"{values['diverged']:,.0f}", f"{values['same']:.2f}"]
         cells.append([*costs(row, full), *shares])
-    return f"""## Long generation
-
-{command(rows, "long-generation", " --policy ... --budget 25% --device cpu")},
-commit {full["commit"]}; records in `{file.name}`. Greedy generation of {generated:,} tokens behind {full["samples"]} prompts of
-{full["length"] - generated} tokens, so nearly all that a policy compresses or selects from is text that the model wrote. At
-{full["figures"]["nll"]:.3f} nats a token the model is nearly certain of what it writes, so such texts are easier to agree with than what people
-write. Presets that were not run are left out.
-
-- **same next token**: share of full's tokens that the policy would have written behind full's own text; **nll**: its loss on that text in nats a
-  token, {full["figures"]["nll"]:.3f} under `full` itself.
-- **differs from**: tokens before the freely generated texts differ for the first time; **same place**: share of places at which they hold the same
-  token. Behind a first difference texts go their own ways, whatever the policy.
-
-{table(["preset", "budget", "bytes", "read", "same next token", "nll", "differs from", "same place"], cells)}"""
+    where = {"cuda": "one NVIDIA H200", "cpu": "a CPU"}[full["device"]]
+    columns = ["preset", "budget", "bytes", "read", "same next token", "nll", "differs from", "same place"]
+    return f"`--dtype {full['dtype']}` on {where}, commit {', '.join(dict.fromkeys(row['commit'] for row in rows))}:\n\n{table(columns, cells)}"
