@@ -66,3 +66,13 @@ def test_the_best_are_chosen_where_keys_are_not_kept(kind: str, folder: Path, mo
     monkeypatch.setattr(checks.select, "_select_room", lambda arch: 4096)
     checks.check_ties(1, 3001, 300, 4, 9, kind)
     assert checks.failures == []
+
+
+@pytest.mark.parametrize(("unit", "group", "heads", "cluster"), [(1, 32, 4, 2), (1, 32, 1, 1), (16, 16, 4, 3)])
+def test_requests_with_budgets_of_their_own_choose_fewer(
+    unit: int, group: int, heads: int, cluster: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda_on_cpu.install(monkeypatch, folder)
+    checks.check_own_budgets(unit, group, heads, [1501, 1501, 900, 130, 2000, 450], [120, 0, 300, 96, 64, 400], 480, cluster=cluster)
+    checks.check_own_budgets(unit, group, heads, [700, 300, 520], [96, 96, 0], 480, dense_below=512, cluster=cluster)
+    assert checks.failures == []
