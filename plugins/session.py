@@ -9,19 +9,19 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from trtkv.plan import CachePlan, SelectPlan
+from trtkv.plan import CachePlan
 from trtkv.plugins.compaction.compactor import Compactor
 from trtkv.plugins.compaction.stacks import Stacks
 from trtkv.plugins.dtypes import TORCH_DTYPES
 from trtkv.plugins.encoded.store import EncodedStore
 from trtkv.plugins.held.caches import HeldCaches
 from trtkv.plugins.kv_recall.store import Offload
+from trtkv.plugins.own import OwnValues, least_budget
 from trtkv.plugins.rows import Row, StepGroup
 from trtkv.plugins.support import encodes_by_kernels
 
@@ -79,7 +79,7 @@ class Session:
             for part, name in enumerate(_OFFLOADED):
                 self.buffers[name][layer] = tier.host[:, :, part]
         self.dense_below = 0 if offload else dense_below
-        self.budgets: dict[int, int] = {}  # of slots whose requests asked for smaller ones than the plan's; torch forms alone read them
+        self.own = OwnValues(plan, num_slots, self.device)
         self.parts = 1
         self.on_release: Callable[[int], None] | None = None
         self.reduce: Callable[[Tensor], None] | None = None  # sums a tensor in place over the parts of an engine
@@ -114,18 +114,20 @@ class Session:
         select = self.plan.select[layer]
         return 1 << 30 if select is None else max(select.budget, self.dense_below)
 
-    def select_of(self, layer: int, slot: int) -> SelectPlan | None:
-        """Return how a layer selects for the sequence of a slot: as the plan says, with the smaller budget that its request asked for, if any."""
-        plan, own = self.plan.select[layer], self.budgets.get(slot)
-        return plan if plan is None or own is None or own >= plan.budget else replace(plan, budget=own)
+    def scores_from(self, layer: int) -> int:
+        """Stored tokens up to which no decode query needs scores, whatever its request asked for."""
+        select = self.plan.select[layer]
+        if select is None or self.offload is not None:
+            return self.reads_all_up_to(layer)
+        return max(min(select.budget, least_budget(select)), self.dense_below)
 
     def tokens_read(self, stored: int, slot: int = -1) -> float:
         """Tokens that one decode query of a paged cache reads of so many stored ones, mean over the layers."""
         if stored <= self.dense_below:
             return float(stored)
-        if slot not in self.budgets:
+        if not self.own.has(slot):
             return self.plan.tokens_read(stored)
-        plans = [self.select_of(layer, slot) for layer in range(self.plan.num_layers)]
+        plans = [self.own.plan(layer, slot) for layer in range(self.plan.num_layers)]
         return sum(one.reads(stored) if one else stored for one in plans) / len(plans)
 
     def step(self, layer: int) -> StepGroup:
@@ -218,6 +220,7 @@ class Session:
         """Free what a slot holds; pages belong to their allocator."""
         if self.on_release is not None:
             self.on_release(slot)
+        self.own.set(slot, None)
         if self.held is not None:
             self.held.release(slot)
         if self.encoded is not None:

@@ -48,7 +48,7 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class OwnBudgets:
-    """Smaller budgets that requests asked for: budgets [Z] int32 by slot, 0 where none was; slots [B] int32; tokens up to which all are read anyway."""
+    """Smaller budgets that requests asked for: slots [B] int32, budgets [Z] int32 by slot, 0 where none was; up to dense_below all is read anyway."""
 
     slots: Tensor
     budgets: Tensor

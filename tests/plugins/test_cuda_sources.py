@@ -76,3 +76,10 @@ def test_requests_with_budgets_of_their_own_choose_fewer(
     checks.check_own_budgets(unit, group, heads, [1501, 1501, 900, 130, 2000, 450], [120, 0, 300, 96, 64, 400], 480, cluster=cluster)
     checks.check_own_budgets(unit, group, heads, [700, 300, 520], [96, 96, 0], 480, dense_below=512, cluster=cluster)
     assert checks.failures == []
+
+
+@pytest.mark.parametrize("unit", [1, 16])
+def test_a_list_with_places_left_is_read_as_a_full_one(unit: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_on_cpu.install(monkeypatch, folder)
+    checks.check_short_lists(unit, [500, 700, 33], [3, 9, 1] if unit > 1 else [100, 180, 33], 12 if unit > 1 else 200, dim=64)
+    assert checks.failures == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from trtkv.plugins.kv_attend import op as attend_op
 from trtkv.plugins.kv_select import cuda as select_cuda
 from trtkv.plugins.kv_select import fier_layout, indexes
 from trtkv.plugins.kv_select import op as select_op
+from trtkv.plugins.own import Own, least_budget
 from trtkv.plugins.session import Session
 from trtkv.policies.registry import parse_policy
 
@@ -119,12 +121,22 @@ def run(twins: Twins, forms: tuple[Any, Any], session: Session, inputs: list[Ten
     return chosen, outs[0], outs[1]
 
 
+OWN = {1: 78, 2: 50}  # budgets of slots whose requests ask for less; 78 is not a whole number of pages
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["", "own"])
 @pytest.mark.parametrize("policy", SELECTING)
-def test_ops_with_kernels_choose_and_answer_as_the_torch_forms(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ops_with_kernels_choose_and_answer_as_the_torch_forms(policy: str, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches(monkeypatch)
     twins = Twins(lower(policy, model()), model())
     prompts, compared = dict(PROMPTS), 0
+    for session, (slot, asked) in itertools.product((twins.plain, twins.wired), OWN.items() if own else ()):
+        budget = max(asked, least_budget(twins.select))
+        session.own.set(slot, Own(budget, 1.0 if twins.select.speculative and slot == 1 else None))
     for new in SCHEDULE:
+        if own and new == {0: 1, 2: 1}:  # a request ends, and the slot is as planned again
+            for session in (twins.plain, twins.wired):
+                session.own.set(1, None)
         prompts |= {0: 130} if new.get(0) == 130 else {}
         inputs = twins.begin(new, prompts)
         launches.names.clear()
