@@ -13,6 +13,7 @@ import torch
 from trtkv.plan import CachePlan, SelectPlan
 from trtkv.plugins.support import outliers
 
+EVERYTHING = 1 << 30  # tokens: more than there are
 AS_PLANNED = 0  # a budget that nobody asked for; a tau that nobody asked for is NaN
 
 
@@ -29,7 +30,7 @@ class OwnValues:
 
     def __init__(self, plan: CachePlan, num_slots: int, device: torch.device) -> None:
         """Let every slot begin as planned."""
-        self._plan = plan
+        self._plan, self._smallest = plan, min((one.budget for one in plan.select if one is not None), default=EVERYTHING)
         self._known: dict[int, Own] = {}
         self.budgets = torch.full((num_slots,), AS_PLANNED, dtype=torch.int32, device=device)
         self.taus = torch.full((num_slots,), torch.nan, dtype=torch.float32, device=device)
@@ -56,6 +57,11 @@ class OwnValues:
     def has(self, slot: int) -> bool:
         """Whether a slot's sequence has values of its own."""
         return slot in self._known
+
+    def smallest_budget(self, slot: int) -> int:
+        """Return the tokens up to which every layer reads a slot's sequence whole."""
+        own = self._known.get(slot)
+        return self._smallest if own is None or own.budget is None else min(self._smallest, own.budget)
 
     def plan(self, layer: int, slot: int) -> SelectPlan | None:
         """Return how a layer selects for the sequence of a slot: as the plan says, but for its own values."""

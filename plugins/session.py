@@ -21,7 +21,7 @@ from trtkv.plugins.dtypes import TORCH_DTYPES
 from trtkv.plugins.encoded.store import EncodedStore
 from trtkv.plugins.held.caches import HeldCaches
 from trtkv.plugins.kv_recall.store import Offload
-from trtkv.plugins.own import OwnValues, least_budget
+from trtkv.plugins.own import EVERYTHING, OwnValues, least_budget
 from trtkv.plugins.rows import Row, StepGroup
 from trtkv.plugins.support import encodes_by_kernels
 
@@ -112,7 +112,7 @@ class Session:
     def reads_all_up_to(self, layer: int) -> int:
         """Stored tokens up to which a layer's decode query reads everything."""
         select = self.plan.select[layer]
-        return 1 << 30 if select is None else max(select.budget, self.dense_below)
+        return EVERYTHING if select is None else max(select.budget, self.dense_below)
 
     def scores_from(self, layer: int) -> int:
         """Stored tokens up to which no decode query needs scores, whatever its request asked for."""
@@ -120,6 +120,18 @@ class Session:
         if select is None or self.offload is not None:
             return self.reads_all_up_to(layer)
         return max(min(select.budget, least_budget(select)), self.dense_below)
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether the announced step reads every sequence that decodes whole, in all layers: kernels then skip the selection and its list."""
+        if self.offload is not None:
+            return False
+        step, key = self._step[0], ("reads all", self.dense_below)
+        if key not in step.cache:
+            step.cache[key] = all(
+                row.stored <= max(self.own.smallest_budget(row.slot), self.dense_below) for row in step.rows if row.decodes
+            )  # fmt: skip
+        return bool(step.cache[key])
 
     def tokens_read(self, stored: int, slot: int = -1) -> float:
         """Tokens that one decode query of a paged cache reads of so many stored ones, mean over the layers."""

@@ -18,7 +18,10 @@ from trtkv.plugins.support import Summary, outliers, overlaps, shares_selection,
 
 
 def select(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
-    """Choose units for the sequences that decode; inputs and result as the torch form's, what prefill rows hold is not read."""
+    """Choose units for the sequences that decode; inputs and result as the torch form's, what prefill rows hold is not read.
+
+    Nothing is written where all are read whole.
+    """
     plan, step = session.plan.select[layer], session.step(layer)
     assert plan is not None, f"layer {layer} selects nothing"
     if summary_of(session.plan, layer) is None:
@@ -37,7 +40,8 @@ def select(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
         asking = speculate(asking, remembered, slots, session.own.taus, tau, config.num_kv_heads)
         if fresh:  # a prompt's query is nobody's previous query
             remembered[fresh] = torch.nan
-    choose_units(session, layer, config, plan, asking, stored[group], slots, table[group], out)
+    if not session.reads_all:
+        choose_units(session, layer, config, plan, asking, stored[group], slots, table[group], out)
 
 
 def choose_units(

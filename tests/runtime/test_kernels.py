@@ -153,6 +153,14 @@ def test_a_short_sequence_is_read_whole_where_that_is_faster(wide: TinyModel, tm
     assert torch.equal(generate(full, texts, 12), generate(fier, texts, 12))
 
 
+def test_steps_of_short_sequences_are_captured_apart(wide: TinyModel, tmp_path: Path) -> None:
+    one = rig(wide, "fier", tmp_path, "bfloat16", slots=1)
+    generate(one, prompts(50), 14)
+    assert one.stepper._graphs is not None and list(one.stepper._graphs._captured) == [(1, -1, True)]
+    generate(one, prompts(60), 14)
+    assert list(one.stepper._graphs._captured) == [(1, -1, True), (1, -1, False)]
+
+
 @pytest.mark.parametrize("policy", SELECTING)
 def test_one_captured_step_serves_requests_with_budgets_of_their_own(policy: str, wide: TinyModel, tmp_path: Path) -> None:
     """Every sequence of a mixture answers, bit for bit, as in an engine in which all have its budget."""

@@ -1,7 +1,8 @@
 """Decode steps as CUDA graphs: one for every batch size, replayed with new inputs at fixed addresses.
 
 The first step of a batch size runs as it is, which loads every kernel, and is captured behind it; capturing computes nothing. Steps that choose
-their next tokens on the device are graphs of their own: a step may then be queued before the host has read what the one before it chose.
+their next tokens on the device are graphs of their own: a step may then be queued before the host has read what the one before it chose. So are steps in
+which every sequence is short enough to be read whole: they select nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from trtkv.runtime.step import Executor, StepRow
 
 Arrays = Mapping[str, np.ndarray]
+Key = tuple[int, int, bool]  # sequences; the sampler's version, LOGITS where none chooses; whether all are read whole
+LOGITS = -1
 ALIGNMENT = 128  # bytes at which every input begins
 QUEUED = 3  # pinned blocks: one more than the steps that may be on their way
 FEW_ROWS = 4  # changed rows of the page table that are copied one by one
@@ -32,7 +35,7 @@ class DecodeGraphs:
     def __init__(self, executor: Executor, session: Session, width: int, fixed: Mapping[str, Tensor]) -> None:
         """Take an executor whose steps can be captured; width is M of the page table, fixed the inputs that never change."""
         self._executor, self._session, self._width, self._fixed = executor, session, width, fixed
-        self._captured: dict[tuple[int, int], _Captured] = {}
+        self._captured: dict[Key, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     @staticmethod
@@ -42,7 +45,7 @@ class DecodeGraphs:
 
     def run(self, rows: Sequence[StepRow]) -> Tensor:
         """Run an announced step: logits [B, V] fp32, the caller's to keep."""
-        logits, again = self._run(rows, (len(rows), -1), {}, self._executor.run)
+        logits, again = self._run(rows, LOGITS, {}, self._executor.run)
         return logits.clone() if again else logits
 
     def choose(self, rows: Sequence[StepRow], asks: Sequence[Ask], sampler: DeviceSampler) -> Tensor:
@@ -55,14 +58,15 @@ class DecodeGraphs:
             sampler.choose(logits, values, values["slots"])
             return logits
 
-        for key in [key for key in self._captured if key[1] not in (-1, sampler.version)]:
+        for key in [key for key in self._captured if key[1] not in (LOGITS, sampler.version)]:
             del self._captured[key]  # its sampler's state lies elsewhere now
-        return self._run(rows, (len(rows), sampler.version), more, step)[0]
+        return self._run(rows, sampler.version, more, step)[0]
 
     def _run(
-        self, rows: Sequence[StepRow], key: tuple[int, int], more: Arrays, step: Callable[[Mapping[str, Tensor]], Tensor]
+        self, rows: Sequence[StepRow], version: int, more: Arrays, step: Callable[[Mapping[str, Tensor]], Tensor]
     ) -> tuple[Tensor, bool]:
         """Run a step, captured if it was before; returns its logits and whether they lie where the next step's will."""
+        key = (len(rows), version, self._session.reads_all)
         arrays = {**small_inputs(rows, self._session.plan.num_page_groups, self._session.stored_lens()), **more}
         captured = self._captured.get(key)
         if captured is not None:
