@@ -23,6 +23,7 @@ from trtkv.plugins.held.caches import HeldCaches
 from trtkv.plugins.kv_recall.store import Offload
 from trtkv.plugins.own import EVERYTHING, OwnValues, least_budget
 from trtkv.plugins.rows import Row, StepGroup
+from trtkv.plugins.sizes import Sizes
 from trtkv.plugins.support import encodes_by_kernels
 
 T = TypeVar("T")
@@ -79,6 +80,7 @@ class Session:
             for part, name in enumerate(_OFFLOADED):
                 self.buffers[name][layer] = tier.host[:, :, part]
         self.dense_below = 0 if offload else dense_below
+        self._sizes = Sizes(plan)
         self.own = OwnValues(plan, num_slots, self.device)
         self.parts = 1
         self.on_release: Callable[[int], None] | None = None
@@ -128,9 +130,8 @@ class Session:
             return False
         step, key = self._step[0], ("reads all", self.dense_below)
         if key not in step.cache:
-            step.cache[key] = all(
-                row.stored <= max(self.own.smallest_budget(row.slot), self.dense_below) for row in step.rows if row.decodes
-            )  # fmt: skip
+            below, smallest = self.dense_below, self.own.smallest_budget
+            step.cache[key] = all(row.stored <= max(smallest(row.slot), below) for row in step.rows if row.new == 1)
         return bool(step.cache[key])
 
     def tokens_read(self, stored: int, slot: int = -1) -> float:
@@ -138,7 +139,7 @@ class Session:
         if stored <= self.dense_below:
             return float(stored)
         if not self.own.has(slot):
-            return self.plan.tokens_read(stored)
+            return self._sizes.tokens_read(stored)
         plans = [self.own.plan(layer, slot) for layer in range(self.plan.num_layers)]
         return sum(one.reads(stored) if one else stored for one in plans) / len(plans)
 
@@ -210,7 +211,7 @@ class Session:
         if self.encoded is not None:
             return self.parts * self.encoded.stored_bytes(slot, seen)
         lengths = self.stored_of(slot, seen)
-        return self.parts * (self.plan.stored_bytes(seen) if self.compactor is None else self.plan.stored_bytes_by_group(lengths))
+        return self.parts * (self._sizes.stored_bytes(seen) if self.compactor is None else self._sizes.stored_bytes_by_group(lengths))
 
     def reserved_bytes(self) -> int:
         """Return the bytes that the announced step's sequences occupy: whole pages and slots, or what is held."""
@@ -218,7 +219,7 @@ class Session:
             return self.stored_bytes()
         if self.encoded is not None:
             return self.parts * sum(self.encoded.reserved_bytes(row.slot, row.seen) for row in self._step[0].rows)
-        return self.parts * sum(self.plan.reserved_bytes_by_group(self.stored_of(row.slot, row.seen)) for row in self._step[0].rows)
+        return self.parts * sum(self._sizes.reserved_bytes_by_group(self.stored_of(row.slot, row.seen)) for row in self._step[0].rows)
 
     def stored_of(self, slot: int, seen: int) -> Sequence[int]:
         """Return the tokens that the layers of each page group store of a sequence that has seen so many."""

@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: one for every batch size, replayed with new inputs at fixed addresses.
 
 The first step of a batch size runs as it is, which loads every kernel, and is captured behind it; capturing computes nothing. Steps that choose
-their next tokens on the device are graphs of their own: a step may then be queued before the host has read what the one before it chose. So are steps in
-which every sequence is short enough to be read whole: they select nothing.
+their next tokens on the device are graphs of their own: a step may then be queued before the host has read what the one before it chose. So are steps
+in which every sequence is short enough to be read whole: they select nothing.
 """
 
 from __future__ import annotations
