@@ -18,6 +18,7 @@ from trtkv.runtime.step import StepRow
 
 WARM_UP, PROFILED = 3, 5
 GREEDY = SamplingParams()
+ASK = Ask(settings_of(GREEDY), 0.5)
 DIRECT_TOKENS = 4096  # whose pages fill longer sequences where these are filled directly
 KINDS = {  # what a kernel's time is spent on, by words of its name; the first that fits. Eviction and encoding count as appending.
     "recall": ("recall", "received", "open_pages"),
@@ -148,8 +149,7 @@ class Load:
         return [StepRow([token], self.seen, slot, self._pages(slot), (0,), self.prompt) for slot, token in enumerate(tokens)]
 
     def _launch(self, tokens: list[int]) -> Chosen:
-        asks = [Ask(settings_of(GREEDY), 0.5) for _ in tokens]
-        chosen = self.engine.stepper.launch(self._rows(tokens), asks)
+        chosen = self.engine.stepper.launch(self._rows(tokens), [ASK] * len(tokens))
         self.seen += 1
         return chosen
 
