@@ -25,7 +25,7 @@ COLUMNS = {
     "itl_p50_ms": "ITL p50 ms", "itl_p90_ms": "p90", "itl_p99_ms": "p99", "decode_tokens_per_s": "out tokens/s",
     "x_full": "x full", "goal": "goal", "kv": "KV", "peak": "peak",
     "x_least": "x least", "weights_us": "weights us", "attention_us": "attention", "selection_us": "selection", "recall_us": "recall",
-    "append_us": "append", "rest_us": "rest",
+    "append_us": "append", "norms_us": "norms", "sampling_us": "sampling", "rest_us": "rest", "idle_us": "idle", "gap": "largest gap",
 }  # fmt: skip
 WORDS = 3  # columns of words, the rest are figures
 HEAD = """
@@ -34,7 +34,8 @@ HEAD = """
 `build_scripts/bench_steps.sh` measures these rows with random weights of the models' shapes: {machine}, driver {driver}, torch {torch},
 commit {commit}, {date}. *ITL* is the time from one step's tokens to the next one's, sampling included; *x full* compares with `full` of the
 same load and run; *x least* is the step over the time that its weights and the cache that it reads take at {copy:.2f} TB/s, what a copy
-reaches there. The split is from a trace of the kernels. Where *TTFT* is empty, caches were filled with copies of a short prompt's pages.
+reaches there. The split is from a trace of the kernels, *idle* what no kernel takes of a step; *largest gap* is the part that takes most beyond the
+time of its bytes. Where *TTFT* is empty, caches were filled with copies of a short prompt's pages.
 
 """
 BUSY = """
@@ -94,6 +95,7 @@ def _shown(one: Record, rows: Sequence[Record]) -> Record:
         **one, "shape": f"{one['batch']} x {one['context'] // 1024}k", "ttft": one["ttft_ms"] / 1e3 if "ttft_ms" in one else None, "x_full": x_full,
         "goal": GOALS.get((one["model"], one["policy"], one["batch"], one["context"])), "kv": readable(one["kv_bytes"]),
         "peak": readable(one["peak_memory_bytes"]) if "peak_memory_bytes" in one else None, "x_least": 1 / one["bandwidth_share"],
+        "gap": f"{one['largest_gap']}, {one['largest_gap_us']:.0f} us" if "largest_gap" in one else None,
     }  # fmt: skip
 
 

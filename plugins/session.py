@@ -9,20 +9,21 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from trtkv.plan import CachePlan, SelectPlan
+from trtkv.plan import CachePlan
 from trtkv.plugins.compaction.compactor import Compactor
 from trtkv.plugins.compaction.stacks import Stacks
 from trtkv.plugins.dtypes import TORCH_DTYPES
 from trtkv.plugins.encoded.store import EncodedStore
 from trtkv.plugins.held.caches import HeldCaches
 from trtkv.plugins.kv_recall.store import Offload
+from trtkv.plugins.own import EVERYTHING, OwnValues, least_budget
 from trtkv.plugins.rows import Row, StepGroup
+from trtkv.plugins.sizes import Sizes
 from trtkv.plugins.support import encodes_by_kernels
 
 T = TypeVar("T")
@@ -79,7 +80,8 @@ class Session:
             for part, name in enumerate(_OFFLOADED):
                 self.buffers[name][layer] = tier.host[:, :, part]
         self.dense_below = 0 if offload else dense_below
-        self.budgets: dict[int, int] = {}  # of slots whose requests asked for smaller ones than the plan's; torch forms alone read them
+        self._sizes = Sizes(plan)
+        self.own = OwnValues(plan, num_slots, self.device)
         self.parts = 1
         self.on_release: Callable[[int], None] | None = None
         self.reduce: Callable[[Tensor], None] | None = None  # sums a tensor in place over the parts of an engine
@@ -112,20 +114,33 @@ class Session:
     def reads_all_up_to(self, layer: int) -> int:
         """Stored tokens up to which a layer's decode query reads everything."""
         select = self.plan.select[layer]
-        return 1 << 30 if select is None else max(select.budget, self.dense_below)
+        return EVERYTHING if select is None else max(select.budget, self.dense_below)
 
-    def select_of(self, layer: int, slot: int) -> SelectPlan | None:
-        """Return how a layer selects for the sequence of a slot: as the plan says, with the smaller budget that its request asked for, if any."""
-        plan, own = self.plan.select[layer], self.budgets.get(slot)
-        return plan if plan is None or own is None or own >= plan.budget else replace(plan, budget=own)
+    def scores_from(self, layer: int) -> int:
+        """Stored tokens up to which no decode query needs scores, whatever its request asked for."""
+        select = self.plan.select[layer]
+        if select is None or self.offload is not None:
+            return self.reads_all_up_to(layer)
+        return max(min(select.budget, least_budget(select)), self.dense_below)
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether the announced step reads every sequence that decodes whole, in all layers: kernels then skip the selection and its list."""
+        if self.offload is not None:
+            return False
+        step, key = self._step[0], ("reads all", self.dense_below)
+        if key not in step.cache:
+            below, smallest = self.dense_below, self.own.smallest_budget
+            step.cache[key] = all(row.stored <= max(smallest(row.slot), below) for row in step.rows if row.new == 1)
+        return bool(step.cache[key])
 
     def tokens_read(self, stored: int, slot: int = -1) -> float:
         """Tokens that one decode query of a paged cache reads of so many stored ones, mean over the layers."""
         if stored <= self.dense_below:
             return float(stored)
-        if slot not in self.budgets:
-            return self.plan.tokens_read(stored)
-        plans = [self.select_of(layer, slot) for layer in range(self.plan.num_layers)]
+        if not self.own.has(slot):
+            return self._sizes.tokens_read(stored)
+        plans = [self.own.plan(layer, slot) for layer in range(self.plan.num_layers)]
         return sum(one.reads(stored) if one else stored for one in plans) / len(plans)
 
     def step(self, layer: int) -> StepGroup:
@@ -196,7 +211,7 @@ class Session:
         if self.encoded is not None:
             return self.parts * self.encoded.stored_bytes(slot, seen)
         lengths = self.stored_of(slot, seen)
-        return self.parts * (self.plan.stored_bytes(seen) if self.compactor is None else self.plan.stored_bytes_by_group(lengths))
+        return self.parts * (self._sizes.stored_bytes(seen) if self.compactor is None else self._sizes.stored_bytes_by_group(lengths))
 
     def reserved_bytes(self) -> int:
         """Return the bytes that the announced step's sequences occupy: whole pages and slots, or what is held."""
@@ -204,7 +219,7 @@ class Session:
             return self.stored_bytes()
         if self.encoded is not None:
             return self.parts * sum(self.encoded.reserved_bytes(row.slot, row.seen) for row in self._step[0].rows)
-        return self.parts * sum(self.plan.reserved_bytes_by_group(self.stored_of(row.slot, row.seen)) for row in self._step[0].rows)
+        return self.parts * sum(self._sizes.reserved_bytes_by_group(self.stored_of(row.slot, row.seen)) for row in self._step[0].rows)
 
     def stored_of(self, slot: int, seen: int) -> Sequence[int]:
         """Return the tokens that the layers of each page group store of a sequence that has seen so many."""
@@ -218,6 +233,7 @@ class Session:
         """Free what a slot holds; pages belong to their allocator."""
         if self.on_release is not None:
             self.on_release(slot)
+        self.own.set(slot, None)
         if self.held is not None:
             self.held.release(slot)
         if self.encoded is not None:

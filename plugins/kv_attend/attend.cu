@@ -27,13 +27,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
   if (settled) load_query(query, queries);
   dependency_wait();
   MARK(1)
-  // The count and the first entries come together: that the list is one is nearly always true.
-  const int count = list ? list[room] : -1, first_entry = list ? list[min((begin * TILE + lane) / UNIT, room - 1)] : 0;
+  // The count and the first entries come together: that the list is one, and full, is nearly always true.
+  const int count = list ? list[room] : -1;
+  int first_entry = list ? list[min((begin * TILE + lane) / UNIT, room - 1)] : 0;
   if (!settled) load_query(query, queries);
   const bool sparse = count >= 0;
-  if (list && !sparse) {
-    total = stored, blocks = (total + TILE - 1) / TILE;
+  if (list && count != room) {
+    total = sparse ? count * UNIT : stored, blocks = (total + TILE - 1) / TILE;
     begin = worker * (blocks / workers) + min(worker, blocks % workers), mine = blocks / workers + (worker < blocks % workers);
+    if (sparse) first_entry = list[min((begin * TILE + lane) / UNIT, room - 1)];
   }
 
   // Lane l looks up the row of token l of the next two blocks; -1 behind the end.

@@ -62,7 +62,7 @@ def _decode(
 ) -> None:  # fmt: skip
     plan = session.plan.select[layer]
     keys, values = session.buffer("keys", layer), session.buffer("values", layer)
-    if plan is None or selection is None:
+    if plan is None or selection is None or session.reads_all:
         shares, arrived = _scratch(session, config, lens.shape[0], query.device)
         launch_dense.attend_dense(query, keys, values, table, lens, out, shares, arrived, scale=config.scale, overlap=overlap)
         return

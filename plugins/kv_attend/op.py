@@ -28,7 +28,7 @@ def attend(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
     """
     selection = inputs[7] if len(inputs) > 7 else None
     for b, row in enumerate(session.step(layer).rows):
-        plan = session.select_of(layer, row.slot)
+        plan = session.own.plan(layer, row.slot)
         rows = slice(row.start, row.start + row.new)
         query = inputs[0][rows].unflatten(1, (config.num_q_heads, config.head_dim))
         target = out[rows].unflatten(1, (config.num_q_heads, config.head_dim))

@@ -122,7 +122,7 @@ def _recall_ahead(session: Session, layer: int, config: OpConfig, query: Tensor,
     store, plan, desk = _store(session), _plan(session, layer), _desk(session, lens.shape[0])
     store.kept += (query, lens, slots, table)
     with store.lane.behind():
-        choose_units(session, layer, config, plan, query, lens, table, desk.likely, ahead=desk.found[3])
+        choose_units(session, layer, config, plan, query, lens, slots, table, desk.likely, ahead=desk.found[3])
         launch.recall_pages(
             store.tiers[layer], store.shape, desk.likely, lens, slots, table, None, None, num_slots=store.num_slots, ahead=True, flush=True
         )

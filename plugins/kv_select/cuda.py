@@ -18,7 +18,10 @@ from trtkv.plugins.support import Summary, outliers, overlaps, shares_selection,
 
 
 def select(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
-    """Choose units for the sequences that decode; inputs and result as the torch form's, what prefill rows hold is not read."""
+    """Choose units for the sequences that decode; inputs and result as the torch form's, what prefill rows hold is not read.
+
+    Nothing is written where all are read whole.
+    """
     plan, step = session.plan.select[layer], session.step(layer)
     assert plan is not None, f"layer {layer} selects nothing"
     if summary_of(session.plan, layer) is None:
@@ -34,37 +37,43 @@ def select(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
     asking = query if step.decoding else query.index_select(0, starts[1:] - 1)
     if plan.speculative:
         remembered, tau = session.buffer("previous_query", layer), float(plan.meaning.fields["tau"])
-        asking = speculate(asking, remembered, slots, tau, config.num_kv_heads)
+        asking = speculate(asking, remembered, slots, session.own.taus, tau, config.num_kv_heads)
         if fresh:  # a prompt's query is nobody's previous query
             remembered[fresh] = torch.nan
-    choose_units(session, layer, config, plan, asking, stored[group], table[group], out)
+    if not session.reads_all:
+        choose_units(session, layer, config, plan, asking, stored[group], slots, table[group], out)
 
 
 def choose_units(
-    session: Session, layer: int, config: OpConfig, plan: SelectPlan, query: Tensor, lens: Tensor, table: Tensor, out: Tensor,
+    session: Session, layer: int, config: OpConfig, plan: SelectPlan, query: Tensor, lens: Tensor, slots: Tensor, table: Tensor, out: Tensor,
     ahead: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Score and choose for query [B, Hq D]; ahead [B] int32 are the lengths of the next step where it is chosen for, beside this one's launches.
+    """Score and choose for query [B, Hq D] of the sequences in slots [B].
 
-    The scores of this step are all that the next step's candidates need: a page enters them behind the step that completes it.
+    ahead [B] int32 are the lengths of the next step where it is chosen for, beside this one's launches. The scores of this step are all that the
+    next step's candidates need: a page enters them behind the step that completes it.
     """
     summary = summary_of(session.plan, layer)
     assert summary is not None, f"layer {layer} selects in torch"
-    threshold, overlap = session.reads_all_up_to(layer), ahead is None and overlaps(session, table)
+    overlap, own = ahead is None and overlaps(session, table), _own(session, slots)
     if summary.scorer == "fier" and plan.pooling == "none":
-        _choose_per_head(session, layer, config, plan, query, lens, table, out)
+        _choose_per_head(session, layer, config, plan, query, lens, slots, table, out)
         return
     desk = _desk(session, config, plan, table, ahead is not None)
-    score = {"budget": threshold - (ahead is not None), "scale": config.scale, "overlap": overlap}
+    score = {"budget": session.scores_from(layer) - (ahead is not None), "scale": config.scale, "overlap": overlap}
     if summary.scorer == "fier":
         bits, ranges = session.words(layer), session.ranges(layer)
         launch.fier_score(query, bits, ranges, table, lens, desk.scores, desk.parts, page_size=session.plan.page_size, pooling=plan.pooling, **score)
     else:
         _score_pages(session, layer, plan, summary, query, lens, table, desk, **score)
     launch.select_units(
-        desk.scores, desk.parts, lens if ahead is None else ahead, out, budget=threshold, sink=plan.sink, window=plan.window, unit=plan.unit,
-        group=plan.group, pooling=plan.pooling, overlap=overlap,
+        desk.scores, desk.parts, lens if ahead is None else ahead, out, budget=session.reads_all_up_to(layer), sink=plan.sink, window=plan.window,
+        unit=plan.unit, group=plan.group, pooling=plan.pooling, own=own, overlap=overlap,
     )  # fmt: skip
+
+
+def _own(session: Session, slots: Tensor) -> launch.OwnBudgets | None:
+    return None if session.offload is not None else launch.OwnBudgets(slots, session.own.budgets, session.dense_below)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +102,7 @@ def _score_pages(
 
 
 def _choose_per_head(
-    session: Session, layer: int, config: OpConfig, plan: SelectPlan, query: Tensor, lens: Tensor, table: Tensor, out: Tensor
+    session: Session, layer: int, config: OpConfig, plan: SelectPlan, query: Tensor, lens: Tensor, slots: Tensor, table: Tensor, out: Tensor
 ) -> None:
     """Let every query head choose tokens by one-bit keys: the heads of a group become sequences that share pages, as in `kv_attend/per_head.py`.
 
@@ -102,18 +111,18 @@ def _choose_per_head(
     heads, batch = config.num_kv_heads, lens.shape[0]
     group = config.num_q_heads // heads
     asking = by_head(query.unflatten(1, (-1, config.head_dim)), heads).flatten(1)
-    own_lens, own_table = lens.repeat(group), table.repeat(group, 1)
+    own_lens, own_slots, own_table = lens.repeat(group), slots.repeat(group), table.repeat(group, 1)
     rows, units = group * batch * heads, table.shape[1] * session.plan.page_size
     key = ("select per head", batch, units, out.shape[2])
     scores, parts, lists = session.scratch(key, lambda: _allocate_per_head(rows, group * batch, units, out))
-    threshold = session.reads_all_up_to(layer)
     launch.fier_score(
-        asking, session.words(layer), session.ranges(layer), own_table, own_lens, scores, parts, page_size=session.plan.page_size, budget=threshold,
-        scale=config.scale, pooling="mean",
+        asking, session.words(layer), session.ranges(layer), own_table, own_lens, scores, parts, page_size=session.plan.page_size,
+        budget=session.scores_from(layer), scale=config.scale, pooling="mean",
     )  # fmt: skip
     launch.select_units(
-        scores, parts, own_lens, lists, budget=threshold, sink=plan.sink, window=plan.window, unit=1, group=plan.group, pooling="mean"
-    )
+        scores, parts, own_lens, lists, budget=session.reads_all_up_to(layer), sink=plan.sink, window=plan.window, unit=1, group=plan.group,
+        pooling="mean", own=_own(session, own_slots),
+    )  # fmt: skip
     out.unflatten(1, (heads, group)).movedim(2, 0).copy_(lists.view(group, batch, heads, -1))
 
 

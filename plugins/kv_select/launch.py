@@ -15,7 +15,7 @@ from trtkv.plugins._device.spec import shared_limit
 
 _HERE = Path(__file__).parent
 _SCORE = (Pointer,) * 7 + (Int, Int, Int, Long, Int, Float)
-_SELECT = (Pointer,) * 4 + (Long,) + (Int,) * 7
+_SELECT = (Pointer,) * 6 + (Long,) + (Int,) * 8
 _POOLS = {"softmax-mean": 0, "softmax-max": 0, "mean": 1, "max": 2}
 CLUSTERS_FROM = 90  # clusters of blocks came with this compute capability
 _WORTHWHILE_UNITS = 4096  # a block more costs more than it saves below
@@ -46,6 +46,15 @@ class Scratch:
         return scores, torch.empty(rows, self.parts, self.heads, 4, dtype=torch.float32, device=device)
 
 
+@dataclass(frozen=True, slots=True)
+class OwnBudgets:
+    """Smaller budgets that requests asked for: slots [B] int32, budgets [Z] int32 by slot, 0 where none was; up to dense_below all is read anyway."""
+
+    slots: Tensor
+    budgets: Tensor
+    dense_below: int
+
+
 def fier_score(
     q: Tensor, bits: Tensor, meta: Tensor, table: Tensor, lens: Tensor, scores: Tensor, parts: Tensor, *,
     page_size: int, budget: int, scale: float, pooling: str, overlap: bool = False,
@@ -64,16 +73,20 @@ def fier_score(
 
 def select_units(
     scores: Tensor, parts: Tensor, lens: Tensor, out: Tensor, *,
-    budget: int, sink: int, window: int, unit: int, group: int, pooling: str, cluster: int = 0, overlap: bool = False,
+    budget: int, sink: int, window: int, unit: int, group: int, pooling: str, own: OwnBudgets | None = None, cluster: int = 0, overlap: bool = False,
 ) -> None:  # fmt: skip
-    """Choose units by scores and parts of a scorer, lens [B]: out [B, H, K + 1] int32, units ascending, then their count, -1 where all are read."""
+    """Choose units by scores and parts of a scorer, lens [B]: out [B, H, K + 1] int32, units ascending, then their count, -1 where all are read.
+
+    Sequences of up to `budget` tokens are read whole; own says which sequences choose fewer units than K. Both are read before the kernel waits.
+    """
     rows, heads, stride = scores.shape
     sm = arch()
     cluster = cluster or select_cluster(rows, stride, sm)
     kernel = select_kernel(cluster, heads, pooling == "softmax-max", unit, group, sm, streams=select_streams(stride, cluster, sm))
     shared = select_shared(stride, cluster, parts.shape[1] * heads * 8, sm)
-    values = (scores.data_ptr(), parts.data_ptr(), lens.data_ptr(), out.data_ptr(), stride, parts.shape[1], rows // lens.shape[0],
-              budget, out.shape[2] - 1, sink, window, int(shared.exact))  # fmt: skip
+    slots, budgets, below = (0, 0, 0) if own is None else (own.slots.data_ptr(), own.budgets.data_ptr(), own.dense_below)
+    values = (scores.data_ptr(), parts.data_ptr(), lens.data_ptr(), out.data_ptr(), slots, budgets, stride, parts.shape[1], rows // lens.shape[0],
+              budget, below, out.shape[2] - 1, sink, window, int(shared.exact))  # fmt: skip
     kernel.launch((rows * cluster, 1, 1), 1024, shared.bytes, stream(), values, cluster=cluster, overlap=overlap)
 
 

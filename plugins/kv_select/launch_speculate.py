@@ -14,16 +14,16 @@ _SOURCE = Path(__file__).parent / "speculate.py"
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-def speculate(query: Tensor, remembered: Tensor, slots: Tensor, tau: float, num_kv_heads: int) -> Tensor:
+def speculate(query: Tensor, remembered: Tensor, slots: Tensor, taus: Tensor, tau: float, num_kv_heads: int) -> Tensor:
     """Return the query [B, Hq D] that each sequence selects with, and remember this step's; tensors as in `speculate.py`."""
     if not query.is_cuda:
         from trtkv.plugins.kv_select.speculate import speculate as interpreted
 
-        return interpreted(query, remembered, slots, tau, num_kv_heads)
+        return interpreted(query, remembered, slots, taus, tau, num_kv_heads)
     _, heads, dim = remembered.shape
     out = query.new_empty(query.shape)
     kernel = speculate_kernel(heads // num_kv_heads, dim, _TYPES[query.dtype], arch())
-    values = (query.data_ptr(), remembered.data_ptr(), slots.data_ptr(), out.data_ptr(), query.stride(0), tau)
+    values = (query.data_ptr(), remembered.data_ptr(), slots.data_ptr(), taus.data_ptr(), out.data_ptr(), query.stride(0), tau)
     triton_aot.launch(kernel, (query.shape[0], num_kv_heads, 1), torch.cuda.current_stream().cuda_stream, values)
     return out
 
@@ -33,7 +33,7 @@ def speculate_kernel(group: int, dim: int, dtype: str, arch: str) -> Kernel:
     real = f"*{dtype}"
     power = lambda size: 1 << (size - 1).bit_length()  # noqa: E731
     signature: tuple[tuple[str, str | int | bool], ...] = (
-        ("query", real), ("remembered", real), ("slots", "*i32"), ("out", real), ("query_stride", "i32"), ("tau", "fp32"),
+        ("query", real), ("remembered", real), ("slots", "*i32"), ("taus", "*fp32"), ("out", real), ("query_stride", "i32"), ("tau", "fp32"),
         ("GROUP", group), ("D", dim), ("HEADS", power(group)), ("DIMS", power(dim)),
     )  # fmt: skip
     return triton_aot.load(_SOURCE, "_speculate_kernel", signature, (), 4, arch)

@@ -41,13 +41,12 @@ def select(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
 
 
 def _select_paged(session: Session, layer: int, config: OpConfig, plan: SelectPlan, row: Row, query: Tensor) -> Tensor | None:
-    asking = query
+    asking, own = query, session.own.plan(layer, row.slot) or plan
     if plan.speculative:
         remembered = session.buffer("previous_query", layer)
         first = row.stored <= row.prompt + 1
-        asking = speculative_query(load_role(plan.meaning), query, None if first else remembered[row.slot], config.num_kv_heads)
+        asking = speculative_query(load_role(own.meaning), query, None if first else remembered[row.slot], config.num_kv_heads)
         remembered[row.slot] = query
-    own = session.select_of(layer, row.slot) or plan
     if row.stored <= max(own.budget, session.dense_below):
         return None
     scores, forced = indexes.find(plan).score(session, layer, plan, row, asking)

@@ -318,15 +318,19 @@ __device__ __forceinline__ int choose(Shared& s, const Share& share, int packets
 
 // Dynamic shared memory: 17 bytes a packet of eight units (share, of the longest row), 8 bytes a part and head, and with exact_units 32 a packet; where
 // STREAM only one byte a packet, and no exact_units. scores [R, HEADS, score_stride] fp16 and parts [R, num_parts, HEADS] as a scorer leaves them, lens
-// [B]. Writes out [R, width + 1]: ascending units, then their count; -1 everywhere where the sequence is read whole. Row r belongs to sequence
-// r / rows_per_sequence.
+// [B]. Writes out [R, width + 1]: ascending units, -1 behind them, then their count; -1 everywhere where the sequence is read whole. Row r belongs to
+// sequence r / rows_per_sequence. budgets [Z] holds by slots [B] the smaller budgets that requests asked for, 0 for none; null: nobody did. Such a
+// sequence is read whole up to its own budget or dense_below tokens.
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_units(const __half* scores, const float4* parts, const int* lens,
-    int* out, long long score_stride, int num_parts, int rows_per_sequence, int budget, int width, int sink, int window, int exact_units) {
+    int* out, const int* slots, const int* budgets, long long score_stride, int num_parts, int rows_per_sequence, int budget, int dense_below, int room,
+    int sink, int window, int exact_units) {
   extern __shared__ __align__(16) char dynamic[];
   __shared__ Shared s;
   const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0, tid = threadIdx.x;
   const long long row = blockIdx.x / CLUSTER;
   const int stored = lens[row / rows_per_sequence];
+  const int own = budgets ? budgets[slots[row / rows_per_sequence]] : 0, width = own ? min(room, (own + UNIT - 1) / UNIT) : room;
+  const int whole_to = own ? max(min(own, budget), dense_below) : budget;
   int turn = 0;
   MARK(0)
   cluster_arrive();
@@ -335,12 +339,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
   if (tid == 0) s.counts = make_int2(0, 0), s.before = s.lower = 0;
   dependency_wait();
   MARK(1)
-  scores += row * HEADS * score_stride, parts += row * num_parts * HEADS, out += row * (width + 1);
+  scores += row * HEADS * score_stride, parts += row * num_parts * HEADS, out += row * (room + 1);
   const int closed = stored / GROUP * GROUP, usable = closed / UNIT, units = (stored + UNIT - 1) / UNIT;
   const int first = (sink + UNIT - 1) / UNIT, last = max(first, min(closed, stored - window) / UNIT), wanted = width - first - (units - last);
-  if (stored <= budget || wanted >= last - first || wanted <= 0) { // all is read, every unit chosen, or nothing but the forced ones
-    const int gap = wanted <= 0 ? last - first : 0, count = stored <= budget ? -1 : min(units - gap, width);
-    for (int i = rank * THREADS + tid; i <= width; i += CLUSTER * THREADS) out[i] = i == width ? count : i >= count ? -1 : i < first ? i : i + gap;
+  if (stored <= whole_to || wanted >= last - first || wanted <= 0) { // all is read, every unit chosen, or nothing but the forced ones
+    const int gap = wanted <= 0 ? last - first : 0, count = stored <= whole_to ? -1 : min(units - gap, width);
+    for (int i = rank * THREADS + tid; i <= room; i += CLUSTER * THREADS) out[i] = i == room ? count : i >= count ? -1 : i < first ? i : i + gap;
     return;
   }
 
@@ -383,7 +387,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
   const int count = first + wanted + units - last; // == width
   for (int i = rank * THREADS + tid; i < first; i += CLUSTER * THREADS) out[i] = i;
   for (int i = first + wanted + rank * THREADS + tid; i < count; i += CLUSTER * THREADS) out[i] = last + i - first - wanted;
-  if (rank == 0 && tid == 0) out[width] = count;
+  for (int i = count + rank * THREADS + tid; i < room; i += CLUSTER * THREADS) out[i] = -1;
+  if (rank == 0 && tid == 0) out[room] = count;
   MARK(10)
   cluster_wait();
 }

@@ -11,7 +11,7 @@ from tests.console import Capture, call, complaint, printed
 from tests.tiny import TinyModel
 from trtkv.bench import load
 from trtkv.bench.serving import Traffic, make_requests, percentile
-from trtkv.bench.steps import weight_bytes
+from trtkv.bench.split import weight_bytes
 from trtkv.manifest import read_manifest
 
 

@@ -51,6 +51,14 @@ def test_a_short_sequence_can_be_read_whole(engine: Path, capsys: Capture) -> No
     assert "dense-below -1" in complaint(capsys, "run", engine, "hello", "--dense-below", -1)
 
 
+def test_a_request_may_read_less_than_its_engine(engine: Path, capsys: Capture) -> None:
+    answer = output(capsys, "run", engine, "hello " * 20, "--max-tokens", 8, "--ignore-eos", "--budget", 40)
+    assert answer["stats"]["tokens_read_per_step"] == pytest.approx((2 * 124 + 40) / 3)
+    assert "a budget of 65 tokens is outside 34 to 64" in complaint(capsys, "run", engine, "hello", "--budget", 65)
+    assert "policy 'fier' has no tau" in complaint(capsys, "run", engine, "hello", "--tau", 0.5)
+    assert "tau is 2.0" in complaint(capsys, "run", engine, "hello", "--tau", 2)
+
+
 def test_prompts_from_files_and_standard_input(engine: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("first prompt")
     (tmp_path / "b.txt").write_text("second, a longer prompt")

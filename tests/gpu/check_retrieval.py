@@ -317,6 +317,53 @@ def check_dense_growth(steps: int) -> None:
             check_attention(case, b, None, out[b], dim**-0.5, f"dense growth at {int(case.lens[b])}")
 
 
+def check_own_budgets(
+    unit: int, group: int, heads: int, lens: list[int], own: list[int], budget: int, dense_below: int = 0, cluster: int = 0
+) -> None:  # fmt: skip
+    """Rows whose requests asked for smaller budgets choose what a launch of that budget chooses for all."""
+    label = f"own budgets unit {unit} heads {heads} cluster {cluster}"
+    rows, units = len(lens), -(-max(lens) // unit)
+    plan = select.Scratch.plan(rows, heads, "softmax-mean", units, torch.cuda.get_device_properties(0).multi_processor_count)
+    scores = torch.full((rows, heads, plan.stride), float("nan"), dtype=torch.float16, device=DEV)
+    scores[:, :, :units] = torch.randn(rows, heads, units, device=DEV).half()
+    parts = torch.zeros(rows, plan.parts, heads, 4, device=DEV)
+    parts[..., 1], parts[..., 2] = 9.0, -9.0
+    stored, slots = torch.tensor(lens, dtype=torch.int32, device=DEV), torch.randperm(rows + 2, device=DEV)[:rows].int()
+    budgets = torch.full((rows + 2,), -5, dtype=torch.int32, device=DEV)
+    budgets[slots.long()] = torch.tensor(own, dtype=torch.int32, device=DEV)
+    given = {"sink": 3, "window": 5, "unit": unit, "group": group, "pooling": "softmax-mean", "cluster": cluster}
+
+    def chosen(tokens: int, asked: select.OwnBudgets | None) -> Tensor:
+        out = torch.full((rows, 1, -(-tokens // unit) + 1), -7, dtype=torch.int32, device=DEV)
+        select.select_units(scores, parts, stored, out, budget=max(tokens, dense_below), own=asked, **given)
+        return out[:, 0]
+
+    found = chosen(budget, select.OwnBudgets(slots, budgets, dense_below))
+    for b, tokens in enumerate(own):
+        expected = chosen(tokens or budget, None)[b]
+        width = len(expected) - 1
+        expect(torch.equal(found[b, :width], expected[:width]) and found[b, -1] == expected[-1], f"{label}: row {b} chooses otherwise")
+        expect(bool((found[b, width:-1] == -1).all()), f"{label}: row {b} has units behind its last")
+
+
+def check_short_lists(unit: int, lens: list[int], counts: list[int], room: int, group: int = 4, dim: int = 128) -> None:
+    """A list with places left over is read as one that is full: the same bits."""
+    case = Case(2, group, dim, 64, lens, torch.bfloat16, indexed=False)
+    lists = torch.full((len(lens), 2, room + 1), -1, dtype=torch.int32, device=DEV)
+    for b, (stored, count) in enumerate(zip(lens, counts, strict=True)):
+        for h in range(2):
+            lists[b, h, :count] = torch.randperm(-(-stored // unit), device=DEV)[:count].sort().values.int()
+        lists[b, :, -1] = count
+    found = case.guard.like(tuple(case.q.shape), case.dtype, float("nan"))
+    attend.attend_list(case.q, case.keys, case.values, case.table, case.lens, lists, found, unit=unit, scale=dim**-0.5)
+    for count in set(counts):
+        full, own = torch.full_like(found, float("nan")), torch.cat([lists[:, :, :count], lists[:, :, -1:]], 2).contiguous()
+        attend.attend_list(case.q, case.keys, case.values, case.table, case.lens, own, full, unit=unit, scale=dim**-0.5)
+        for b in (b for b, one in enumerate(counts) if one == count):
+            expect(torch.equal(found[b], full[b]), f"lists of unit {unit}: sequence {b} with {count} of {room} places")
+    expect(case.guard.intact(), f"lists of unit {unit}: a margin was written")
+
+
 def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype) -> None:
     """Replay one captured step while sequences grow over group and page borders and a slot is taken by another request."""
     label = f"growth G {group} policy {policy}"
@@ -414,6 +461,8 @@ def main() -> int:
         check_chain(Case(2, 7, 128, 64, [700, 97], bf16), 200, 4, 16, "softmax-mean", "small")
         check_chain(Case(2, 4, 128, 32, [700, 97], bf16, pages=True), 192, 32, 64, "softmax-mean", "small pages")
         check_ties(2, 5000, 300, 1, 9, "levels", 2)
+        check_own_budgets(1, 32, 4, [5000, 900, 90], [100, 0, 100], 300)
+        check_short_lists(1, [500, 700, 40], [100, 300, 33], 300)
         check_growth(4, append.FIER, 2, bf16)
         check_dense(2, 7, 128, 32, [700, 1, 129], bf16, 5)
         print("failures", len(failures))
@@ -435,6 +484,11 @@ def main() -> int:
         for rows, units, budget in ((3, 9001, 700), (4, 131072, 2048), (40, 32768, 1024)):
             check_ties(rows, units, budget, heads, levels, kind)
     check_ties(1, 1000003, 8192, 1, 3000, "levels")
+    for unit, group, heads in ((1, 32, 1), (1, 32, 4), (32, 32, 4), (16, 16, 1)):
+        check_own_budgets(unit, group, heads, [70001, 900, 4096, 300, 33000], [700, 0, 1024, 200, 513], 1024)
+        check_own_budgets(unit, group, heads, [5000, 900, 300], [200, 0, 200], 1024, dense_below=512)
+    check_short_lists(1, [9000, 5000, 40], [700, 1024, 33], 1024)
+    check_short_lists(32, [9000, 5000, 90], [20, 32, 2], 32)
     check_ties(1, 30000, 3000, 1, 3000, "normal", 1)
     print(f"ties {time.time() - begin:.0f} s", flush=True)
     for group, (dim, dtype) in itertools.product(range(1, 9), ((64, fp16), (96, bf16), (128, bf16), (256, fp16))):

@@ -100,18 +100,20 @@ class Launches:
             found.append(torch.zeros_like(own, dtype=torch.bool).scatter(1, best(-own, outliers), True) if stored > budget else None)
         self.outliers[cut.data_ptr()] = found
 
-    def select_units(self, scores, parts, lens, out, *, budget, sink, window, unit, group, pooling, cluster=0, overlap=False) -> None:
+    def select_units(self, scores, parts, lens, out, *, budget, sink, window, unit, group, pooling, own=None, cluster=0, overlap=False) -> None:
         self.names.append("select_units")
         rows, lists = self.scores.pop(scores.data_ptr()), out.view(-1, out.shape[-1])
         raised = self.raised.pop(scores.data_ptr(), None)
         assert len(rows) == len(lists) == scores.shape[0] and out.is_contiguous()
-        plan = SimpleNamespace(unit=unit, group=group, sink=sink, window=window, width=out.shape[-1] - 1)
-        for r, own in enumerate(rows):
-            stored = int(lens[r // (len(rows) // len(lens))])
+        for r, found in enumerate(rows):
+            b, width, whole_to = r // (len(rows) // len(lens)), out.shape[-1] - 1, budget
+            if own is not None and (asked := int(own.budgets[own.slots[b]])):
+                width, whole_to = min(width, -(-asked // unit)), max(min(asked, budget), own.dense_below)
+            plan, stored = SimpleNamespace(unit=unit, group=group, sink=sink, window=window, width=width), int(lens[b])
             lists[r] = -1
-            if stored > budget:
-                assert own is not None
-                soft = own.softmax(1) if len(own) > 1 else own
+            if stored > whole_to:
+                assert found is not None
+                soft = found.softmax(1) if len(found) > 1 else found
                 pooled = (soft.amax(0) if pooling == "softmax-max" else soft.mean(0))[None]
                 chosen = choose(plan, pooled, stored, None if raised is None else raised[r][None])
                 lists[r, : chosen.shape[1]], lists[r, -1] = chosen[0].int(), chosen.shape[1]

@@ -66,3 +66,20 @@ def test_the_best_are_chosen_where_keys_are_not_kept(kind: str, folder: Path, mo
     monkeypatch.setattr(checks.select, "_select_room", lambda arch: 4096)
     checks.check_ties(1, 3001, 300, 4, 9, kind)
     assert checks.failures == []
+
+
+@pytest.mark.parametrize(("unit", "group", "heads", "cluster"), [(1, 32, 4, 2), (1, 32, 1, 1), (16, 16, 4, 3)])
+def test_requests_with_budgets_of_their_own_choose_fewer(
+    unit: int, group: int, heads: int, cluster: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda_on_cpu.install(monkeypatch, folder)
+    checks.check_own_budgets(unit, group, heads, [1501, 1501, 900, 130, 2000, 450], [120, 0, 300, 96, 64, 400], 480, cluster=cluster)
+    checks.check_own_budgets(unit, group, heads, [700, 300, 520], [96, 96, 0], 480, dense_below=512, cluster=cluster)
+    assert checks.failures == []
+
+
+@pytest.mark.parametrize("unit", [1, 16])
+def test_a_list_with_places_left_is_read_as_a_full_one(unit: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_on_cpu.install(monkeypatch, folder)
+    checks.check_short_lists(unit, [500, 700, 33], [3, 9, 1] if unit > 1 else [100, 180, 33], 12 if unit > 1 else 200, dim=64)
+    assert checks.failures == []

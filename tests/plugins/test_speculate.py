@@ -24,10 +24,13 @@ def test_each_head_corrects_as_the_role_says(heads: int, group: int, dim: int, d
     remembered[3, :group] = query[0, :group] * 1.01
     remembered[0] = torch.nan
     before = remembered.clone()
-    found = speculate(query.flatten(1), remembered, which, role.tau, heads).unflatten(1, (heads * group, dim))
+    taus = torch.full((slots,), torch.nan, device=DEVICE)
+    taus[4], taus[1] = -1.0, 0.9  # the third's request asked for one of its own
+    found = speculate(query.flatten(1), remembered, which, taus, role.tau, heads).unflatten(1, (heads * group, dim))
     for b, slot in enumerate(which.tolist()):
         previous = None if slot == 0 else before[slot]
-        assert torch.equal(found[b], speculative_query(role, query[b], previous, heads))
+        own = FreeKV(tau=-1.0) if slot == 4 else role
+        assert torch.equal(found[b], speculative_query(own, query[b], previous, heads))
         assert torch.equal(remembered[slot], query[b])
-    assert torch.equal(found[0, :group], before[3, :group])
+    assert torch.equal(found[0, :group], before[3, :group]) and torch.equal(found[2], before[4])
     assert torch.equal(remembered[[1, 2]], before[[1, 2]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from trtkv.plugins.kv_attend import op as attend_op
 from trtkv.plugins.kv_select import cuda as select_cuda
 from trtkv.plugins.kv_select import fier_layout, indexes
 from trtkv.plugins.kv_select import op as select_op
+from trtkv.plugins.own import Own, least_budget
 from trtkv.plugins.session import Session
 from trtkv.policies.registry import parse_policy
 
@@ -32,7 +34,7 @@ LIMITS = Limits(max_seq_len=512, max_batch_size=SLOTS, max_chunk_tokens=256)
 # New tokens by slot: a prompt in chunks, another beside its answers, the last chunk of one token, then all together; then a slot is used again.
 SCHEDULE: list[dict[int, int]] = [
     {0: 100}, {0: 60}, {0: 1}, {0: 1, 1: 90}, {0: 1, 1: 43}, {0: 1, 1: 1}, *[{0: 1, 1: 1}] * 5, {1: 1}, {0: 1, 1: 1, 2: 20},
-    *[{0: 1, 1: 1, 2: 1}] * 3, {0: 130, 1: 1}, {0: 1, 2: 1}, {0: 1, 1: 1},
+    *[{0: 1, 1: 1, 2: 1}] * 3, {2: 1}, {0: 130, 1: 1}, {0: 1, 2: 1}, {0: 1, 1: 1},
 ]  # fmt: skip
 PROMPTS = {0: 160, 1: 134, 2: 20}  # slot 1's last chunk is one token
 SHAPES = [
@@ -119,21 +121,35 @@ def run(twins: Twins, forms: tuple[Any, Any], session: Session, inputs: list[Ten
     return chosen, outs[0], outs[1]
 
 
+OWN = {1: 78, 2: 50}  # budgets of slots whose requests ask for less; 78 is not a whole number of pages
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["", "own"])
 @pytest.mark.parametrize("policy", SELECTING)
-def test_ops_with_kernels_choose_and_answer_as_the_torch_forms(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ops_with_kernels_choose_and_answer_as_the_torch_forms(policy: str, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches(monkeypatch)
     twins = Twins(lower(policy, model()), model())
     prompts, compared = dict(PROMPTS), 0
+    for session, (slot, asked) in itertools.product((twins.plain, twins.wired), OWN.items() if own else ()):
+        budget = max(asked, least_budget(twins.select))
+        session.own.set(slot, Own(budget, 1.0 if twins.select.speculative and slot == 1 else None))
     for new in SCHEDULE:
+        if own and new == {0: 1, 2: 1}:  # a request ends, and the slot is as planned again
+            for session in (twins.plain, twins.wired):
+                session.own.set(1, None)
         prompts |= {0: 130} if new.get(0) == 130 else {}
         inputs = twins.begin(new, prompts)
         launches.names.clear()
         found = run(twins, (select_cuda.select, attend_cuda.attend), twins.wired, inputs)
         expected = run(twins, (select_op.select, attend_op.attend), twins.plain, inputs)
         for b, row in enumerate(twins.plain.step(1).rows):
-            if row.decodes:
+            if twins.wired.reads_all:
+                assert not row.decodes or bool((expected[0][b] == -1).all() and (found[0][b] == -7).all())
+            elif row.decodes:
                 assert torch.equal(found[0][b], expected[0][b]), (new, b)
                 compared += int(found[0][b, 0, -1] >= 0)
+        if new == {2: 1}:
+            assert twins.wired.reads_all and launches.names == ["attend_dense"] * 2
         for got, wanted in zip(found[1:], expected[1:], strict=True):
             torch.testing.assert_close(got, wanted, rtol=4e-3, atol=4e-3)
         for row in twins.plain.step(1).rows if twins.select.speculative else ():
@@ -141,6 +157,24 @@ def test_ops_with_kernels_choose_and_answer_as_the_torch_forms(policy: str, monk
                 assert torch.equal(*(session.buffer("previous_query", 1)[row.slot] for session in (twins.wired, twins.plain)))
     assert compared > 20
     assert ("outlier_cut" in launches.names) == (support.outliers(twins.select) > 0)
+
+
+def test_a_step_reads_all_where_every_sequence_that_decodes_is_short() -> None:
+    session = Session(lower("fier", model()), [48], SLOTS)
+
+    def reads_all(new: list[int], stored: list[int], slots: list[int]) -> bool:
+        session.begin_step(new, [stored], slots, [[list(range(16))] * len(new)], [1] * len(new))
+        return session.reads_all
+
+    assert reads_all([1, 1], [64, 3], [0, 1]) and not reads_all([1, 1], [64, 65], [0, 1])
+    assert reads_all([1, 30], [64, 300], [0, 1])  # a prompt's chunk selects nothing
+    session.own.set(1, Own(50))
+    assert reads_all([1, 1], [64, 50], [0, 1]) and not reads_all([1, 1], [64, 51], [0, 1]) and reads_all([1, 1], [64, 51], [0, 2])
+    session.dense_below = 200
+    assert reads_all([1, 1], [64, 200], [0, 1]) and not reads_all([1], [201], [0])
+    session.own.set(1, None)
+    session.dense_below = 0
+    assert session.own.budgets.tolist() == [0] * SLOTS and reads_all([1], [64], [1])
 
 
 class Recorder:

@@ -18,6 +18,7 @@ from trtkv.plugins.kv_attend import op as attend_op
 from trtkv.plugins.kv_attend import prefill
 from trtkv.plugins.kv_select import cuda as select_cuda
 from trtkv.plugins.kv_select import op as select_op
+from trtkv.plugins.own import Own, least_budget
 
 pytestmark = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
 SCHEDULE = [{0: 160}, {0: 1}, {0: 1, 1: 134}, {0: 1, 1: 1}, {1: 1}]
@@ -35,6 +36,8 @@ def test_sources_choose_and_answer_as_the_torch_forms(
     monkeypatch.setattr(prefill, "_takes_cudnn", lambda query: False)
     monkeypatch.setattr(prefill, "_flash", Launches.flash)
     twins, lists, other = Twins(lower(policy, model(heads, kv)), model(heads, kv)), 0, 0
+    for session in (twins.plain, twins.wired):
+        session.own.set(1, Own(max(50, least_budget(twins.select))))
     for new in SCHEDULE:
         inputs = twins.begin(new, PROMPTS)
         found = run(twins, (select_cuda.select, attend_cuda.attend), twins.wired, inputs)

@@ -11,6 +11,7 @@ from tests.runtime.test_policies import generate, prompts
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
 from trtkv.plugins import support
 from trtkv.plugins.dtypes import TORCH_DTYPES as DTYPES
+from trtkv.plugins.own import Own, least_budget
 from trtkv.plugins.roles import load_role
 from trtkv.plugins.selection import choose, pool, spread
 from trtkv.runtime.step import StepRow
@@ -73,8 +74,7 @@ def test_sixteen_heads_share_a_kv_head(policy: str, single: TinyModel, tmp_path:
 
 def compare(policy: str, dtype: str, model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Feed the same tokens to kernels, twice, and to the torch forms in this dtype and in fp32."""
-    texts = prompts(150, 61, 33)
-    forced = [torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(slot)).tolist() for slot in range(3)]
+    texts, forced = three(150, 61, 33)
     kernels = rig(model, policy, tmp_path, dtype)
     assert kernels.executor.capturable
     found = feed(kernels, texts, forced)
@@ -83,6 +83,11 @@ def compare(policy: str, dtype: str, model: TinyModel, tmp_path: Path, monkeypat
     torch_form = feed(rig(model, policy, tmp_path, dtype), texts, forced)
     exact = feed(rig(model, policy, tmp_path, "float32"), texts, forced)
     assert error(found, exact) <= 2 * error(torch_form, exact)
+
+
+def three(*lengths: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Three prompts and the 40 tokens that are fed behind each."""
+    return prompts(*lengths), [torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(slot)).tolist() for slot in range(3)]
 
 
 def feed(rig: Rig, texts: list[list[int]], forced: list[list[int]]) -> torch.Tensor:
@@ -146,6 +151,50 @@ def test_a_short_sequence_is_read_whole_where_that_is_faster(wide: TinyModel, tm
     full, fier = rig(wide, "full", tmp_path, "bfloat16"), rig(wide, "fier", tmp_path, "bfloat16")
     fier.session.dense_below = 200
     assert torch.equal(generate(full, texts, 12), generate(fier, texts, 12))
+
+
+def test_steps_of_short_sequences_are_captured_apart(wide: TinyModel, tmp_path: Path) -> None:
+    one = rig(wide, "fier", tmp_path, "bfloat16", slots=1)
+    generate(one, prompts(50), 14)
+    assert one.stepper._graphs is not None and list(one.stepper._graphs._captured) == [(1, -1, True)]
+    generate(one, prompts(60), 14)
+    assert list(one.stepper._graphs._captured) == [(1, -1, True), (1, -1, False)]
+
+
+@pytest.mark.parametrize("policy", SELECTING)
+def test_one_captured_step_serves_requests_with_budgets_of_their_own(policy: str, wide: TinyModel, tmp_path: Path) -> None:
+    """Every sequence of a mixture answers, bit for bit, as in an engine in which all have its budget."""
+    texts, forced = three(150, 141, 133)
+    select = next(one for one in rig(wide, policy, tmp_path, "bfloat16").plan.select if one is not None)
+    least = least_budget(select)
+    most = max(select.budget, least + 32)
+    budgets = (least, most, (least + most) // 2)
+
+    def with_budget(budget: int) -> Rig:
+        sets = (*POLICIES[policy], f"retrieve.budget={budget}")
+        return make_rig(wide, policy.partition("+")[0], tmp_path, sets=sets, slots=3, dtype="bfloat16", device="cuda")
+
+    mixed = with_budget(most)
+    for slot, budget in enumerate(budgets):
+        mixed.session.own.set(slot, Own(budget))
+    found = feed(mixed, texts, forced)
+    for slot, budget in enumerate(budgets):
+        assert torch.equal(found[:, slot], feed(with_budget(budget), texts, forced)[:, slot]), budget
+
+
+def test_one_captured_step_serves_requests_with_a_tau_of_their_own(wide: TinyModel, tmp_path: Path) -> None:
+    texts, forced = three(150, 141, 133)
+    alike = {
+        tau: feed(make_rig(wide, "freekv", tmp_path, sets=(*PAGED, f"retrieve.tau={tau}"), slots=3, dtype="bfloat16", device="cuda"), texts, forced)
+        for tau in (-1, 0.8, 1)
+    }
+    assert not torch.equal(alike[-1], alike[1])
+    mixed = rig(wide, "freekv", tmp_path, "bfloat16")
+    mixed.session.own.set(0, Own(tau=1.0))
+    mixed.session.own.set(2, Own(tau=-1.0))
+    found = feed(mixed, texts, forced)
+    for slot, tau in enumerate((1, 0.8, -1)):
+        assert torch.equal(found[:, slot], alike[tau][:, slot]), tau
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -73,6 +73,18 @@ def test_two_parts_choose_the_same_tokens_by_themselves(tiny_llama: TinyModel, t
     assert answers[0] == answers[1] and answers[0][0] == answers[0][1]
 
 
+def test_every_part_reads_what_a_request_asked_for(tiny_llama: TinyModel, tmp_path: Path) -> None:
+    prompts = [[(7 * index + step) % 250 for step in range(length)] for index, length in enumerate((150, 90))]
+    params = [SamplingParams(max_tokens=20, ignore_eos=True, budget=budget) for budget in (40, None)]
+    answers = []
+    for tp in (1, 2):
+        llm = LLM(engine(tiny_llama, "fier", tmp_path, tp), device="cpu")
+        answers.append([one.token_ids for one in llm.generate(prompts, params)])
+        assert answers[-1][0] != llm.generate(prompts[:1], params[1])[0].token_ids
+        llm.close()
+    assert answers[0] == answers[1]
+
+
 def test_every_weight_is_shared_out_once(tiny_llama: TinyModel) -> None:
     specs = [{"name": one.name, "shape": one.shape, "sources": one.sources} for one in weight_specs(tiny_llama.config.part(2), 2)]
     checkpoint, cpu = Checkpoint(tiny_llama.path), torch.device("cpu")

@@ -124,6 +124,10 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (TEXT, {**PLAIN, "prompt": [-1]}, 400, "prompt"),
     (TEXT, {**PLAIN, "echo": True, "logprobs": 1}, 400, "echo"),
     (TEXT, {**PLAIN, "suffix": "x"}, 400, "suffix"),
+    (TEXT, {**PLAIN, "budget": 0}, 400, "budget"),
+    (TEXT, {**PLAIN, "budget": 100_000}, 400, "budget"),
+    (TEXT, {**PLAIN, "tau": 1.5}, 400, "tau"),
+    (TEXT, {**PLAIN, "tau": 0.5}, 400, "has no tau"),
     (TEXT, {"max_tokens": 3}, 400, "prompt"),
 ]
 

@@ -18,7 +18,7 @@ from trtkv.runtime.loading import Options, open_engine
 from trtkv.runtime.sampler import SamplingParams
 
 Span = tuple[float, float, str]
-FIRST, LAST = "feed", "sample"  # kernels of a step that chooses its tokens on the device
+FIRST, LAST = ("fetch", "feed"), "sample"  # kernels of a step that chooses its tokens on the device, captured or not
 ENOUGH = 0.95  # of the time: the goal
 
 
@@ -98,7 +98,7 @@ def between(spans: Sequence[Span]) -> list[float]:
         if name == LAST:
             last = end
         elif last is not None and not name.startswith("Memcpy"):
-            if name == FIRST:
+            if name in FIRST:
                 gaps.append(start - last)
             last = None
     return gaps

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trtkv.bench.profile import kernel_times_of
+from trtkv.bench.profile import trace_spans
+from trtkv.bench.split import split_step
 from trtkv.errors import ConfigError
 from trtkv.runtime.device_sampler import PENDING, Ask, Chosen
 from trtkv.runtime.loading import Engine
@@ -18,14 +19,8 @@ from trtkv.runtime.step import StepRow
 
 WARM_UP, PROFILED = 3, 5
 GREEDY = SamplingParams()
+ASK = Ask(settings_of(GREEDY), 0.5)
 DIRECT_TOKENS = 4096  # whose pages fill longer sequences where these are filled directly
-KINDS = {  # what a kernel's time is spent on, by words of its name; the first that fits. Eviction and encoding count as appending.
-    "recall": ("recall", "received", "open_pages"),
-    "attention": ("attend", "flash", "fmha", "merge"),
-    "selection": ("score", "select", "speculate", "outlier"),
-    "append": ("append", "encode", "move_kernel", "remember", "sums_kernel", "choose_kernel", "spread_kernel"),
-    "weights": ("gemv", "nvjet", "gemm", "splitk", "cutlass"),
-}
 
 Report = Callable[[float], None]
 
@@ -96,10 +91,7 @@ class Load:
 
     def split(self) -> dict[str, float]:
         """Return the microseconds of a step by what they are spent on, from a trace of its kernels."""
-        shares = dict.fromkeys((*(f"{kind}_us" for kind in ("weights", "attention", "selection", "recall", "append")), "rest_us"), 0.0)
-        for name, took in kernel_times_of(lambda: self._run(PROFILED), 1).items():
-            shares[f"{kind_of(name)}_us"] += took / PROFILED
-        return {name: round(took, 1) for name, took in shares.items()}
+        return split_step(trace_spans(lambda: self._run(PROFILED)), PROFILED, self.engine.manifest.model.num_layers)
 
     def _prefill(self, slot: int, count: int, report: Report) -> None:
         chunk, tokens = self.work.chunk, self.tokens[:count]
@@ -148,8 +140,7 @@ class Load:
         return [StepRow([token], self.seen, slot, self._pages(slot), (0,), self.prompt) for slot, token in enumerate(tokens)]
 
     def _launch(self, tokens: list[int]) -> Chosen:
-        asks = [Ask(settings_of(GREEDY), 0.5) for _ in tokens]
-        chosen = self.engine.stepper.launch(self._rows(tokens), asks)
+        chosen = self.engine.stepper.launch(self._rows(tokens), [ASK] * len(tokens))
         self.seen += 1
         return chosen
 
@@ -163,9 +154,3 @@ class Load:
         self.finite &= bool(torch.isfinite(logits).all())
         count = len(logits)
         return sample(logits.nan_to_num(), [GREEDY] * count, [self.tokens[:1]] * count, [1] * count)[0]
-
-
-def kind_of(kernel: str) -> str:
-    """Say what a kernel is for, by its name."""
-    name = kernel.lower()
-    return next((kind for kind, words in KINDS.items() if any(word in name for word in words)), "rest")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from trtkv.bench.timing import WARM_UP, Call, capture
 
+Span = tuple[float, float, str]  # start and end in microseconds, name
 REPLAYS = 5
 _NAME = re.compile(r"(?:void )?((?:[A-Za-z_]\w*::)*[A-Za-z_]\w*)")
 
@@ -32,19 +33,13 @@ def kernel_times(call: Call, launches: int, device: torch.device) -> dict[str, f
         return mean_times(_trace(graph.replay, REPLAYS), REPLAYS * launches)
 
 
-def kernel_times_of(work: Callable[[], object], times: int) -> dict[str, float]:
-    """Return the mean microseconds of every kernel of some work on the current device by name, from so many traced runs."""
-    torch.cuda.synchronize()
-    return mean_times(_trace(work, times), times)
-
-
-def trace_spans(work: Callable[[], object]) -> list[tuple[float, float, str]]:
+def trace_spans(work: Callable[[], object]) -> list[Span]:
     """Return the spans (start and end in microseconds, name) of everything that some work runs on the current device."""
     torch.cuda.synchronize()
     return _trace(work, 1)
 
 
-def _trace(work: Callable[[], object], times: int) -> list[tuple[float, float, str]]:
+def _trace(work: Callable[[], object], times: int) -> list[Span]:
     """Run work so many times and return the spans of its kernels."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as trace:
@@ -55,17 +50,21 @@ def _trace(work: Callable[[], object], times: int) -> list[tuple[float, float, s
     return [(event.time_range.start, event.time_range.end, short_name(event.name)) for event in on_device]
 
 
-def mean_times(spans: list[tuple[float, float, str]], calls: int) -> dict[str, float]:
-    """Sum the time of spans (start, end, name) by name and divide by the number of calls; the name that ends first stands first.
-
-    A kernel that starts while the one before it still runs, and waits for it, counts from that one's end.
-    """
+def mean_times(spans: Sequence[Span], calls: int) -> dict[str, float]:
+    """Sum the time of spans by name, as `own_times` counts it, and divide by the number of calls; the first to end stands first."""
     total: dict[str, float] = {}
-    before = float("-inf")
-    for start, end, name in sorted(spans, key=lambda span: span[1]):
-        total[name] = total.get(name, 0.0) + end - max(start, before)
-        before = end
+    for name, took in own_times(spans):
+        total[name] = total.get(name, 0.0) + took
     return {name: round(took / calls, 2) for name, took in total.items()}
+
+
+def own_times(spans: Sequence[Span]) -> list[tuple[str, float]]:
+    """Return name and microseconds of spans in the order of their ends; one that starts before the one before it ends counts from there."""
+    times, before = [], float("-inf")
+    for start, end, name in sorted(spans, key=lambda span: span[1]):
+        times.append((name, end - max(start, before)))
+        before = end
+    return times
 
 
 def short_name(name: str) -> str:

@@ -15,11 +15,10 @@ import torch
 from trtkv.api import build
 from trtkv.bench.load import Load, Work
 from trtkv.bench.records import make_record
+from trtkv.bench.split import kv_bytes_read, largest_gap, least_times, weight_bytes
 from trtkv.bench.timing import Times, copy_bandwidth
 from trtkv.checkpoint.find import resolve_model
-from trtkv.config import DTYPE_BYTES
 from trtkv.errors import CapacityError
-from trtkv.manifest import Manifest
 from trtkv.runtime.loading import Engine, Options, open_engine
 
 Report = Callable[[str, float], None]
@@ -78,9 +77,11 @@ def measure(cell: Cell, folder: Path, device: torch.device, bandwidth: float, re
     load = Load(engine, Work(cell.context, cell.batch, cell.chunk, cell.steps, cell.fill == "direct"))
     ttft_s = load.fill(lambda fraction: report("fill", 0.3 + 0.4 * fraction))
     latencies = load.decode(lambda fraction: report("decode", 0.7 + 0.2 * fraction))
+    times, least = Times.of(latencies, "wall clock"), least_times(engine, bandwidth)
     split = load.split() if device.type == "cuda" else {}
+    split |= largest_gap(split, least, times.median_us)  # type: ignore[arg-type]
     check = {"passed": load.finite, "compared": "logits of every step are finite; answers are compared by the tests"}
-    figures = _figures(cell, engine, load, ttft_s, Times.of(latencies, "wall clock"), bandwidth) | split
+    figures = _figures(cell, engine, load, ttft_s, times, bandwidth) | least | split
     return make_record("step", cell.command(), device, check, _facts(cell) | {"executor": engine.stepper.executor.name}, figures)
 
 
@@ -111,27 +112,9 @@ def _figures(cell: Cell, engine: Engine, load: Load, ttft_s: float | None, times
         "decode_tokens_per_s": round(cell.batch / times.median_us * 1e6, 1), "kv_bytes": stored,
         "tokens_read_per_step": round(load.read_tokens / cell.batch, 1),
     }  # fmt: skip
-    moved = weight_bytes(engine.manifest) + kv_bytes_read(engine)
+    moved = weight_bytes(engine.manifest) + sum(kv_bytes_read(engine))
     if device.type == "cuda":
         figures["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
     figures |= {"copy_GBps": round(bandwidth / 1e9, 1), "bytes_read_per_step": moved}
     least_us = moved / bandwidth * 1e6
     return figures | {"least_us": round(least_us, 1), "bandwidth_share": round(least_us / times.median_us, 3)}
-
-
-def weight_bytes(manifest: Manifest) -> int:
-    """Bytes of the weights that every step reads: all but an embedding that is only looked up."""
-    looked_up = set() if manifest.model.tie_embeddings else {"embed"}
-    sizes = (torch.Size(one.shape).numel() for one in manifest.weights if one.name not in looked_up)
-    return sum(sizes) * DTYPE_BYTES[manifest.model.dtype]
-
-
-def kv_bytes_read(engine: Engine) -> int:
-    """Bytes of keys, values and summaries that the announced step reads: the tokens read, and the whole index where there is one."""
-    session, plan = engine.session, engine.session.plan
-    if session.held is not None:
-        return session.stored_bytes()
-    token = 2 * plan.num_kv_heads * plan.head_dim * DTYPE_BYTES[plan.kv_dtype] * plan.num_layers
-    rows = session.step(0).rows
-    index = sum(plan.stored_bytes(row.stored) - row.stored * token for row in rows) if any(plan.select) else 0
-    return int(session.read_tokens * token) + index

@@ -16,7 +16,8 @@ STEP_COLUMNS = {
     "policy": "policy", "batch": "batch", "context": "context", "status": "status", "ttft_ms": "TTFT ms", "itl_p50_ms": "ITL p50 ms",
     "itl_p90_ms": "p90", "itl_p99_ms": "p99", "decode_tokens_per_s": "tokens/s", "ratio": "x full", "kv_bytes": "KV", "peak_memory_bytes": "peak",
     "prefill_tokens_per_s": "in tokens/s", "bandwidth_share": "of bandwidth", "weights_us": "weights us", "attention_us": "attention",
-    "selection_us": "selection", "recall_us": "recall", "append_us": "append", "rest_us": "rest",
+    "selection_us": "selection", "recall_us": "recall", "append_us": "append", "norms_us": "norms", "sampling_us": "sampling", "rest_us": "rest",
+    "idle_us": "idle", "largest_gap": "largest gap", "largest_gap_us": "us ",
 }  # fmt: skip
 OFFLOAD_COLUMNS = {
     "policy": "policy", "batch": "batch", "context": "context", "recall": "recall", "status": "status", "ttft_ms": "TTFT ms",

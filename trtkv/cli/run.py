@@ -45,6 +45,7 @@ def run(
     min_p: float = 0.0,
     seed: int | None = None,
     budget: int | None = None,
+    tau: float | None = None,
     stop: list[str] | None = None,
     ignore_eos: bool = False,
     quiet: bool = False,
@@ -72,7 +73,8 @@ def run(
         top_p: Draw from the likeliest tokens that together have this probability.
         min_p: Draw from tokens at least this fraction as likely as the likeliest.
         seed: Makes draws reproducible.
-        budget: Tokens that each KV head reads in a decode step, fewer than the engine's policy does, where that can be.
+        budget: Tokens that each KV head reads in a decode step, at most the engine's; for policies that select what is read.
+        tau: Cosine to the step before below which a head selects anew, from -1 (hardly ever) to 1 (always); for freekv.
         stop: End the answer before this text; may be repeated.
         ignore_eos: Do not end at the end-of-text token.
         quiet: Print no figures on standard error.
@@ -90,6 +92,7 @@ def run(
         min_p=min_p,
         seed=seed,
         budget=budget,
+        tau=tau,
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
     )

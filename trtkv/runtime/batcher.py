@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from trtkv.errors import EngineError, RequestError, TrtkvError
-from trtkv.plugins.support import gpu_ready, summary_kind
+from trtkv.errors import EngineError, TrtkvError
+from trtkv.runtime.asked import check_own, own_values
 from trtkv.runtime.claims import make_scheduler
 from trtkv.runtime.device_sampler import PENDING, Ask, Chosen
 from trtkv.runtime.loading import Engine
@@ -87,6 +87,7 @@ class Batcher:
         self._pending: _Step | None = None
         self._ended_s = 0.0
         self._settings: dict[Running, list[float]] = {}
+        self._placed: dict[int, Running] = {}  # whose own values a slot has
         self._counted: dict[int, Running] = {}  # whose tokens a slot has counted on the device
         self.engine, self.tokenizer = engine, tokenizer
         self.scheduler = make_scheduler(engine.session, engine.manifest.limits, engine.pages, engine.slots)
@@ -117,26 +118,9 @@ class Batcher:
         return call
 
     def check(self, tokens: Sequence[int], params: SamplingParams) -> None:
-        """Raise RequestError for a request that can never be served: its length, or a budget that this engine cannot give it."""
+        """Raise RequestError for a request that can never be served: its length, or a budget or tau that this engine cannot give it."""
         self.scheduler.check(tokens, params.max_tokens)
-        if params.budget is not None:
-            self._check_budget(params.budget)
-
-    def _check_budget(self, budget: int) -> None:
-        session, plan = self.engine.session, self.engine.session.plan
-        selecting = [layer for layer, one in enumerate(plan.select) if one is not None]
-        by_kernels = gpu_ready(session.device) is None and any(summary_kind(plan, layer) for layer in selecting)
-        why = None
-        if not selecting or session.held is not None:
-            why = f"policy '{plan.policy}' has no budget that a request could lower"
-        elif by_kernels or session.offload is not None:
-            why = "this engine selects with kernels, which take one budget for all"
-        if why:
-            raise RequestError(f"{why}, and the request asks for {budget} tokens", "Leave the budget out, or build an engine with it.")
-        plans = [one for one in plan.select if one is not None]
-        least, most = max(one.sink + one.window + one.group + one.unit for one in plans), min(one.budget for one in plans)
-        if not least <= budget <= most:
-            raise RequestError(f"a budget of {budget} tokens is outside {least} to {most}, what this engine takes", "Give one in between.")
+        check_own(self.engine.session, params)
 
     def cancel(self, call: Call) -> None:
         """Drop what a call has not finished and free what it holds."""
@@ -171,8 +155,10 @@ class Batcher:
     def _queue(self, batch: Batch) -> _Step:
         """Run a step, or queue it where the device chooses its tokens; what it will have stored counts from now on."""
         began_s, rows = time.perf_counter(), [row for _, row in batch]
-        budgets = ((one.slot, self._calls[one].params[one.request].budget) for one, _ in batch)
-        self.engine.session.budgets = {slot: budget for slot, budget in budgets if budget is not None}
+        for one, _ in batch:
+            if self._placed.get(one.slot) is not one:
+                self._placed[one.slot] = one
+                self.engine.session.own.set(one.slot, own_values(self._calls[one].params[one.request]))
         wanted = [one for one, row in batch if row.logits_of]
         result: Chosen | Found
         if self._chooses:
@@ -263,6 +249,7 @@ class Batcher:
         while one.tokens[-1] == PENDING:
             one.tokens.pop()  # what was on its way for it is thrown away
         if one.slot >= 0:
+            self._placed.pop(one.slot, None)
             self.evicted_tokens += self._evicted(one)
             self.engine.session.release(one.slot)
         self.scheduler.remove(one)

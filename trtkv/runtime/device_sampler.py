@@ -83,12 +83,17 @@ class DeviceSampler:
         self._events = [torch.cuda.Event() for _ in range(RING)] if pinned else []
         self._turn = 0
 
+    def begin(self) -> int:
+        """Begin a step; returns the place of its choice in the ring."""
+        self._turn = (self._turn + 1) % RING
+        return self._turn
+
     def inputs(self, asks: Sequence[Ask]) -> dict[str, np.ndarray]:
         """Begin a step; returns what its choice needs from the host: settings [B, FIELDS] fp32, numbers [B] fp64, its place in the ring [1]."""
-        self._turn = (self._turn + 1) % RING
+        place = self.begin()
         settings = np.array([ask.settings for ask in asks], np.float32).reshape(len(asks), reference.FIELDS)
         numbers = np.array([ask.number for ask in asks], np.float64)
-        return {"settings": settings, "numbers": numbers, "turn": np.array([self._turn], np.int32)}
+        return {"settings": settings, "numbers": numbers, "turn": np.array([place], np.int32)}
 
     def prepare(self, slots: Sequence[int], asks: Sequence[Ask], vocab_size: int) -> None:
         """Count the tokens of sequences that begin in their slots and are penalized; others cost nothing."""
@@ -126,7 +131,7 @@ class DeviceSampler:
     def send(self, logits: Tensor, asks: Sequence[Ask]) -> Chosen:
         """Send the host what the queued choice over logits [B, V] will have found."""
         if not asks:
-            self._turn = (self._turn + 1) % RING  # its event is its own, too
+            self.begin()  # its event is its own, too
         block = self._ring[self._turn]
         tops, asking = None, [row for row, ask in enumerate(asks) if ask.top]
         if asking:

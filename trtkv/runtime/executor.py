@@ -79,5 +79,7 @@ class TorchExecutor:
         face, call = FACES[node.kind], node.attributes["call"]
         shape = face.shape([arg.shape for arg in args], call.config)
         out = torch.empty(shape, dtype=torch.int32 if face.integer_output else args[0].dtype, device=args[0].device)  # type: ignore[arg-type]
+        if self.taps is not None and face.integer_output:
+            out.fill_(-1)  # a selection that is not made reads everything
         face.run(self.session, call.layer, call.config, args, out)
         return out

@@ -1,29 +1,35 @@
 """Decode steps as CUDA graphs: one for every batch size, replayed with new inputs at fixed addresses.
 
 The first step of a batch size runs as it is, which loads every kernel, and is captured behind it; capturing computes nothing. Steps that choose
-their next tokens on the device are graphs of their own: a step may then be queued before the host has read what the one before it chose.
+their next tokens on the device are graphs of their own: a step may then be queued before the host has read what the one before it chose. So are steps
+in which every sequence is short enough to be read whole: they select nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from trtkv.plugins.session import Session
 from trtkv.runtime.device_sampler import Ask, DeviceSampler
-from trtkv.runtime.inputs import differ, page_table, small_inputs
+from trtkv.runtime.staged import StagedInputs
 
 if TYPE_CHECKING:
     from trtkv.runtime.step import Executor, StepRow
 
-Arrays = Mapping[str, np.ndarray]
-ALIGNMENT = 128  # bytes at which every input begins
-QUEUED = 3  # pinned blocks: one more than the steps that may be on their way
-FEW_ROWS = 4  # changed rows of the page table that are copied one by one
+Key = tuple[int, int, bool]  # sequences; the sampler's version, LOGITS where none chooses; whether all are read whole
+LOGITS = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    inputs: StagedInputs
+    replay: Callable[[], None]
+    logits: Tensor
 
 
 class DecodeGraphs:
@@ -32,8 +38,9 @@ class DecodeGraphs:
     def __init__(self, executor: Executor, session: Session, width: int, fixed: Mapping[str, Tensor]) -> None:
         """Take an executor whose steps can be captured; width is M of the page table, fixed the inputs that never change."""
         self._executor, self._session, self._width, self._fixed = executor, session, width, fixed
-        self._captured: dict[tuple[int, int], _Captured] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[Key, _Captured] = {}
+        self._version = LOGITS
+        self._pool: Any = None
 
     @staticmethod
     def takes(rows: Sequence[StepRow]) -> bool:
@@ -42,96 +49,54 @@ class DecodeGraphs:
 
     def run(self, rows: Sequence[StepRow]) -> Tensor:
         """Run an announced step: logits [B, V] fp32, the caller's to keep."""
-        logits, again = self._run(rows, (len(rows), -1), {}, self._executor.run)
+        logits, again = self._run(rows, (), None)
         return logits.clone() if again else logits
 
     def choose(self, rows: Sequence[StepRow], asks: Sequence[Ask], sampler: DeviceSampler) -> Tensor:
         """Run an announced step and choose its next tokens on the device; returns the logits [B, V] fp32, which the next step overwrites."""
-        more = sampler.inputs(asks)
+        if sampler.version != self._version:
+            self._captured = {key: one for key, one in self._captured.items() if key[1] == LOGITS}  # the sampler's state lies elsewhere now
+            self._version = sampler.version
+        return self._run(rows, asks, sampler)[0]
 
-        def step(values: Mapping[str, Tensor]) -> Tensor:
-            ids = sampler.tokens(values["token_ids"], values["slots"])
-            logits = self._executor.run({**{name: value for name, value in values.items() if name not in more}, "token_ids": ids})
-            sampler.choose(logits, values, values["slots"])
-            return logits
-
-        for key in [key for key in self._captured if key[1] not in (-1, sampler.version)]:
-            del self._captured[key]  # its sampler's state lies elsewhere now
-        return self._run(rows, (len(rows), sampler.version), more, step)[0]
-
-    def _run(
-        self, rows: Sequence[StepRow], key: tuple[int, int], more: Arrays, step: Callable[[Mapping[str, Tensor]], Tensor]
-    ) -> tuple[Tensor, bool]:
+    def _run(self, rows: Sequence[StepRow], asks: Sequence[Ask], sampler: DeviceSampler | None) -> tuple[Tensor, bool]:
         """Run a step, captured if it was before; returns its logits and whether they lie where the next step's will."""
-        arrays = {**small_inputs(rows, self._session.plan.num_page_groups, self._session.stored_lens()), **more}
+        key = (len(rows), LOGITS if sampler is None else sampler.version, self._session.reads_all)
+        place = 0 if sampler is None else sampler.begin()
         captured = self._captured.get(key)
         if captured is not None:
-            captured.inputs.fill(rows, arrays)
-            captured.graph.replay()
+            captured.inputs.fill(rows, asks, place)
+            captured.replay()
+            captured.inputs.sent()
             return captured.logits, True
-        inputs = _Static(arrays, len(rows), self._session, self._width)
-        inputs.fill(rows, arrays)
+        inputs = StagedInputs(len(rows), self._session, self._width, chooses=sampler is not None)
         values = {**self._fixed, **inputs.tensors}
-        first = step(values)
-        torch.cuda.current_stream(self._session.device).synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = step(values)
-        self._captured[key] = _Captured(graph, inputs, logits)
+
+        def step() -> Tensor:
+            inputs.fetch(None if sampler is None else sampler.last)
+            logits = self._executor.run(values)
+            if sampler is not None:
+                sampler.choose(logits, inputs.choice, inputs.tensors["slots"])
+            return logits
+
+        inputs.fill(rows, asks, place)
+        first = step()
+        inputs.sent()
+        self._pool = self._pool or new_pool()
+        replay, logits = capture(step, self._session.device, self._pool)
+        self._captured[key] = _Captured(inputs, replay, logits)
         return first, False
 
 
-class _Captured:
-    def __init__(self, graph: torch.cuda.CUDAGraph, inputs: _Static, logits: Tensor) -> None:
-        self.graph, self.inputs, self.logits = graph, inputs, logits
+def new_pool() -> Any:
+    """Return memory that captured steps share."""
+    return torch.cuda.graph_pool_handle()
 
 
-class _Static:
-    """Inputs of B decoding sequences at fixed addresses: the small ones in one block, the page table moved only where it changes.
-
-    The host writes to pinned memory in turns, so that it can fill the next step's block while this one's is still to be copied.
-    """
-
-    def __init__(self, arrays: Arrays, batch: int, session: Session, width: int) -> None:
-        self._groups, self._width = session.plan.num_page_groups, width
-        starts, size = {}, 0
-        for name, values in arrays.items():
-            starts[name], size = size, size + -(-values.nbytes // ALIGNMENT) * ALIGNMENT
-        self._block = torch.zeros(size, dtype=torch.uint8, device=session.device)
-        self.tensors = {name: _view(self._block, starts[name], values) for name, values in arrays.items()}
-        self.tensors["page_table"] = torch.zeros(self._groups, batch, width, dtype=torch.int32, device=session.device)
-        self._staged = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(QUEUED)]
-        self._host = [{name: _view(one, starts[name], values).numpy() for name, values in arrays.items()} for one in self._staged]
-        self._tables = [torch.zeros(self._groups, batch, width, dtype=torch.int32, pin_memory=True) for _ in range(QUEUED)]
-        self._copied = [torch.cuda.Event() for _ in range(QUEUED)]
-        self._pages: list[Sequence[int] | Sequence[Sequence[int]] | None] = [None] * batch
-        self._turn = 0
-
-    def fill(self, rows: Sequence[StepRow], arrays: Arrays) -> None:
-        """Queue the copy of a step's values to their addresses."""
-        self._turn = (self._turn + 1) % QUEUED
-        self._copied[self._turn].synchronize()
-        for name, values in arrays.items():
-            self._host[self._turn][name][...] = values
-        self._block.copy_(self._staged[self._turn], non_blocking=True)
-        changed = [b for b, (row, known) in enumerate(zip(rows, self._pages, strict=True)) if row.pages is not known]
-        if changed:
-            self._move_pages(rows, changed)
-            self._pages = [row.pages for row in rows]
-        self._copied[self._turn].record()
-
-    def _move_pages(self, rows: Sequence[StepRow], changed: Sequence[int]) -> None:
-        table, staged = self.tensors["page_table"], self._tables[self._turn]
-        if len(changed) > FEW_ROWS or self._groups > 1 or any(map(differ, rows)):
-            staged.numpy()[...] = page_table(rows, self._groups, self._width)
-            table.copy_(staged, non_blocking=True)
-            return
-        for b in changed:
-            staged.numpy()[:, b] = page_table([rows[b]], 1, self._width)[:, 0]
-            table[0, b].copy_(staged[0, b], non_blocking=True)
-
-
-def _view(block: Tensor, start: int, values: np.ndarray) -> Tensor:
-    """Return the part of a block of bytes that holds an array of this shape and dtype."""
-    dtype = torch.from_numpy(np.empty(0, values.dtype)).dtype
-    return block[start : start + values.nbytes].view(dtype).view(values.shape)
+def capture(step: Callable[[], Tensor], device: torch.device, pool: Any) -> tuple[Callable[[], None], Tensor]:
+    """Capture a step that has run before; returns what replays it, and the logits that it then writes."""
+    torch.cuda.current_stream(device).synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        logits = step()
+    return graph.replay, logits

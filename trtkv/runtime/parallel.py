@@ -73,7 +73,9 @@ def open_parts(directory: Path, options: Options, progress: Progress = lambda st
         _stop(followers)
         raise
     stepper = LeadingStepper(engine.stepper, followers, part.close)
-    engine.session.on_release = _released_by(stepper)
+    tell = _teller(stepper)
+    engine.session.on_release = lambda slot: tell("release", slot)
+    engine.session.own.on_change = lambda slot, own: tell("own", (slot, own))
     return replace(engine, stepper=stepper)
 
 
@@ -146,20 +148,20 @@ class LeadingStepper(Stepper):
         return EngineError(f"a part of the engine has failed: {reason}", RESTART)
 
 
-def _released_by(stepper: LeadingStepper) -> Callable[[int], None]:
-    """Return what tells the other parts of a slot that is free; it does not keep the engine alive."""
-    tell = weakref.WeakMethod(stepper.tell)
+def _teller(stepper: LeadingStepper) -> Callable[[str, object], None]:
+    """Return what tells the other parts something; it does not keep the engine alive."""
+    alive = weakref.WeakMethod(stepper.tell)
 
-    def release(slot: int) -> None:
-        if (alive := tell()) is not None:
-            alive("release", slot)
+    def tell(kind: str, value: object) -> None:
+        if (found := alive()) is not None:
+            found(kind, value)
 
-    return release
+    return tell
 
 
 def _end(own: Stepper, followers: list[Follower], leave: Callable[[], None]) -> None:
     """End the other parts and leave them; captured steps go first, because NCCL keeps a communicator for as long as one holds it."""
-    own.session.on_release, own._graphs = None, None
+    own.session.on_release, own.session.own.on_change, own._graphs = None, None, None
     _stop(followers)
     leave()
 
@@ -201,6 +203,8 @@ def _follow(directory: Path, options: Options, index: int, count: int, store: st
                 return
             if kind == "release":
                 engine.session.release(value)
+            elif kind == "own":
+                engine.session.own.set(*value)
             elif kind == "launch":
                 rows, asks = value
                 engine.stepper.launch([_with_known_pages(row, known) for row in rows], asks)

@@ -30,8 +30,8 @@ class SamplingParams(BaseModel):
     repetition_penalty: divides the logits of tokens in prompt and answer; presence_penalty and frequency_penalty: taken from the logits of
     tokens in the answer, once or for every time; seed: makes draws reproducible; stop: texts that end the answer and are not part of it;
     stop_token_ids: tokens that do; ignore_eos: go on after the end-of-text token; logprobs: 1 or more reports log probabilities; top_logprobs:
-    report so many of the likeliest tokens beside each answered one; budget: tokens that each KV head reads in a decode step, fewer than the
-    engine's policy does (`Batcher.check` says where that can be).
+    report so many of the likeliest tokens beside each answered one; budget: tokens that each KV head reads in a decode step, at most the
+    engine's; tau: for FreeKV, the mean cosine below which a head selects anew (`asked.check_own` says where these can be had).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,6 +50,7 @@ class SamplingParams(BaseModel):
     logprobs: int = Field(0, ge=0, le=20)
     top_logprobs: int = Field(0, ge=0, le=20)
     budget: int | None = Field(None, ge=1)
+    tau: float | None = Field(None, ge=-1.0, le=1.0, allow_inf_nan=False)
 
     def __init__(self, **fields: Any) -> None:
         """Check every field."""

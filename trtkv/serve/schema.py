@@ -71,6 +71,7 @@ class Generation(Strict):
     stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
     budget: int | None = Field(None, ge=1, le=2**31 - 1)
+    tau: float | None = Field(None, ge=-1, le=1)
     ignore_eos: bool = False
     n: int | None = Field(None, ge=1, le=128)
     stream: bool | None = None
@@ -107,6 +108,7 @@ class Generation(Strict):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
             budget=self.budget,
+            tau=self.tau,
             logprobs=int(report),
             top_logprobs=top,
             **{name: value for name, value in given.items() if value is not None},

@@ -36,6 +36,8 @@ INPUTS = (
     ("presence_penalty", "FP32", 1, "taken once from the logits of answered tokens"),
     ("frequency_penalty", "FP32", 1, "taken every time from the logits of answered tokens"),
     ("seed", "UINT64", 1, "makes draws reproducible"),
+    ("budget", "INT32", 1, "tokens that each KV head reads in a decode step, at most the engine's"),
+    ("tau", "FP32", 1, "freekv: cosine to the step before below which a head selects anew"),
     ("ignore_eos", "BOOL", 1, "go on after the end of the text"),
     ("return_log_probs", "BOOL", 1, "fill output_log_probs and cum_log_probs"),
     ("exclude_input_in_output", "BOOL", 1, "true by default; false puts the prompt before the answer"),

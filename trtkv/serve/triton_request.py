@@ -14,7 +14,8 @@ from trtkv.runtime.sampler import SamplingParams
 # tensors of the TensorRT-LLM dialect that are sampling parameters under another name
 RENAMED = {"stop_words": "stop", "end_id": "stop_token_ids", "return_log_probs": "logprobs"}
 PLAIN = (
-    "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "ignore_eos",
+    "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "budget", "tau",
+    "ignore_eos",
 )  # fmt: skip
 OTHER = ("text_input", "input_ids", "stream", "exclude_input_in_output", "sampling_parameters")
 DEFAULTS: dict[str, Any] = {"max_tokens": 16, "temperature": 1.0}
