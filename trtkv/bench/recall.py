@@ -23,6 +23,7 @@ from trtkv.bench.load import Work
 from trtkv.bench.pinned import bus_bandwidth
 from trtkv.bench.records import make_record
 from trtkv.bench.tiers import COMPARED, Load, calibrate, weights_bytes
+from trtkv.bench.timeline import Timeline
 from trtkv.checkpoint.find import resolve_model
 from trtkv.manifest import read_manifest
 from trtkv.plugins.kv_recall.store import Recall
@@ -78,8 +79,10 @@ class Cell:
         return shlex.join([*words, "--chunk", str(self.chunk), "--steps", str(self.steps)])
 
 
-def run_cells(cells: Sequence[Cell], device: torch.device, report: Report = lambda stage, fraction: None) -> Iterator[dict[str, Any]]:
-    """Measure cells one by one: a record for every way of a cell, each as soon as it is known."""
+def run_cells(
+    cells: Sequence[Cell], device: torch.device, report: Report = lambda stage, fraction: None, timelines: list[Timeline] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Measure cells one by one: a record for every way of a cell, each as soon as it is known; timelines gets a traced step of each."""
     bus = bus_bandwidth(device) if device.type == "cuda" else 0.0
     with tempfile.TemporaryDirectory(prefix="trtkv-bench-") as folder:
         for index, cell in enumerate(cells):
@@ -88,18 +91,18 @@ def run_cells(cells: Sequence[Cell], device: torch.device, report: Report = lamb
             def show(name: str, share: float, cell: Cell = cell, index: int = index) -> None:
                 report(f"{cell.policy} {cell.batch} x {cell.context}: {name}", (index + share) / len(cells))
 
-            for row in _measure(cell, path, device, show):
+            for row in _measure(cell, path, device, show, timelines):
                 row |= {"bus_GBps": round(bus / 1e9, 1)} if bus else {}
                 facts = _facts(cell) | {name: row.pop(name) for name in ("recall", "drift")}
                 yield make_record("step", cell.command(), device, row.pop("check"), facts, row)
 
 
-def _measure(cell: Cell, path: Path, device: torch.device, report: Report) -> Iterator[dict[str, Any]]:
+def _measure(cell: Cell, path: Path, device: torch.device, report: Report, timelines: list[Timeline] | None) -> Iterator[dict[str, Any]]:
     """Run the same tokens through every engine; logits must be the same bits as the resident one's.
 
     A drift is looked for in the first engine that recalls; where there is a resident one, the first engine's rows wait for it.
     """
-    bench = _Bench(cell, path, device, report)
+    bench = _Bench(cell, path, device, report, timelines)
     engines = _engines(cell, path)
     first = bench.rows(engines.pop(0)) if engines else iter(())
     if RESIDENT in cell.ways:
@@ -114,8 +117,8 @@ def _measure(cell: Cell, path: Path, device: torch.device, report: Report) -> It
 class _Bench:
     """What the engines of a cell share: the drift that was found, and what the resident one answered."""
 
-    def __init__(self, cell: Cell, path: Path, device: torch.device, report: Report) -> None:
-        self._cell, self._path, self._device, self._report = cell, path, device, report
+    def __init__(self, cell: Cell, path: Path, device: torch.device, report: Report, timelines: list[Timeline] | None) -> None:
+        self._cell, self._path, self._device, self._report, self._timelines = cell, path, device, report, timelines
         self._drift = cell.drift if cell.miss_pages is None else None
         self._wanted: Tensor | None = None
         self._base_ms = 0.0
@@ -140,7 +143,12 @@ class _Bench:
             load.restore(begun, VARIANTS.get(name))
             _reset_peak(device)
             row = {"recall": name, "drift": self._drift, **facts, **load.run(VARIANTS.get(name)), **_peak("kv_peak_bytes", engine, device)}
-            yield {**row, "logits": load.logits, "finite": load.finite}
+            logits = load.logits
+            if self._timelines is not None:
+                load.restore(begun, VARIANTS.get(name))
+                self._timelines.append(Timeline.of(name, load.trace(VARIANTS.get(name))))
+                row["timeline"] = self._timelines[-1].figures()
+            yield {**row, "logits": logits, "finite": load.finite}
         del engine, load, begun
         gc.collect()
         if device.type == "cuda":

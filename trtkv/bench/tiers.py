@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trtkv.bench.load import Work
+from trtkv.bench.profile import trace_streams
 from trtkv.bench.timing import Times
 from trtkv.config import DTYPE_BYTES
 from trtkv.errors import ConfigError
@@ -97,6 +98,13 @@ class Load:
         }  # fmt: skip
         figures |= {"query_cosine": round(sum(alike) / len(alike), 3)} if alike else {}
         return figures | (self._traffic(moved, steps, times.median_us) if self.session.offload else {})
+
+    def trace(self, how: Recall | None) -> list[tuple[float, float, str, int]]:
+        """Return the spans (start, end in microseconds, name, stream) of a decode step behind some that are not traced."""
+        stepper = self.stepper(how)
+        for step in range(WARM_UP):
+            stepper.run(self.rows(step))
+        return trace_streams(lambda: stepper.run(self.rows(WARM_UP)))
 
     def stepper(self, how: Recall | None) -> Stepper:
         """Return what runs the steps of one way of recall: captured steps are those of the way that they were captured with."""

@@ -43,6 +43,7 @@ def step(
     recall: str | None = None,
     drift: float = 0.25,
     miss_pages: float | None = None,
+    timeline: Path | None = None,
     device: str = "auto",
     output: Path | None = None,
     plot: Path | None = None,
@@ -66,6 +67,7 @@ def step(
         recall: With --offload, which ways to measure, joined by commas: resident, ahead, in front, and others; all by default.
         drift: With --offload and random weights, how much of their own the decoded tokens' embeddings keep: it makes consecutive queries differ.
         miss_pages: Instead of --drift, the pages that every KV head misses in a step, for which a drift is looked for.
+        timeline: With --offload, draw when a step of each way computes and when pages move; the events go to the same name with .json.
         device: auto, cpu, cuda or cuda:N.
         output: File of JSON lines to which the records are appended.
         plot: Draw tokens a second against context into this file.
@@ -80,6 +82,8 @@ def step(
     if fill not in ("prefill", "direct"):
         raise UnknownName("fill", fill, ("prefill", "direct"))
     names = words_of("policy", policy)
+    if timeline is not None and not offload:
+        raise ConfigError("--timeline shows pages that move, and nothing is offloaded", "Add --offload, or leave --timeline out.")
     if offload:
         from trtkv.bench import recall as tiers
         from trtkv.cli.bench_offload import compare_tiers, ways_of
@@ -87,7 +91,7 @@ def step(
         common = (weights, dtype, chunk, steps, drift, ways_of(recall), miss_pages, fill)
         loads = [(c, b) for b in numbers_of("batch", batch) for c in numbers_of("context", context)]
         cells_of = [tiers.Cell(model, name, *_options(name, budget, settings or []), *load, *common) for load in loads for name in names]
-        compare_tiers(cells_of, find_device(device), output, json)
+        compare_tiers(cells_of, find_device(device), output, timeline, json)
         return
     names = names if "full" in names else ["full", *names]
     grid = [(b, c) for b in numbers_of("batch", batch) for c in numbers_of("context", context)]

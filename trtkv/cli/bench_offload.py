@@ -35,15 +35,22 @@ def ways_of(recall: str | None) -> tuple[str, ...]:
     return tuple(name for name in WAYS if name in names)
 
 
-def compare_tiers(cells: list[Cell], device: torch.device, output: Path | None, json: bool) -> None:
-    """Measure offloaded engines; see `trtkv.bench.recall`."""
+def compare_tiers(cells: list[Cell], device: torch.device, output: Path | None, timeline: Path | None, json: bool) -> None:
+    """Measure offloaded engines, see `trtkv.bench.recall`, and draw a step of each way of recall."""
     from trtkv.bench.recall import run_cells
+    from trtkv.bench.timeline import Timeline, write
     from trtkv.cli.bench_engine import rows_of
 
     for cell in cells:
         _check(cell)
+    traced: list[Timeline] | None = None
+    if timeline is not None:
+        _check_timeline(timeline, cells, device)
+        traced = []
     with progress("bench") as report:
-        records = _kept(run_cells(cells, device, report), output, json)
+        records = _kept(run_cells(cells, device, report, traced), output, json)
+    if timeline is not None and traced:
+        write(traced, timeline)
     if not json:
         print_table(*rows_of(records, COLUMNS))
     if any(record["status"] == "wrong" for record in records):
@@ -82,6 +89,16 @@ def _check(cell: Cell) -> None:
         raise ConfigError(f"miss-pages {cell.miss_pages} is not above 0", "Give pages a KV head and step, such as 10.")
     if cell.miss_pages is not None and cell.weights != "random":
         raise ConfigError("--miss-pages changes embeddings, and these weights are a checkpoint's", "Add --weights random, or leave --miss-pages out.")
+
+
+def _check_timeline(file: Path, cells: list[Cell], device: torch.device) -> None:
+    """Refuse before anything is measured."""
+    if len(cells) != 1:
+        raise ConfigError(f"--timeline draws one load, and these are {len(cells)}", "Give one --policy, --context and --batch.")
+    if file.suffix == ".json":
+        raise ConfigError(f"the timeline '{file}' is to be a picture", "Give a file such as step.png: its events are written to step.json.")
+    if device.type != "cuda":
+        raise ConfigError("--timeline traces kernels, and no GPU is used", "Run it on a machine with a GPU.")
 
 
 def _page(sets: list[str]) -> int:
