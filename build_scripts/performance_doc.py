@@ -65,12 +65,14 @@ WORDS = ("geometry", "batch x context", "rows x context", "policy", "by kernel",
 def main() -> None:
     """Write page and plots."""
     sys.path.insert(0, str(Path(__file__).parent))
+    from performance_offload import section as offload_section
     from performance_steps import section as steps_section
     from performance_stores import section
 
     file = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "engines" / "results.jsonl"
     every = read_records(file)
     text = page(latest(every), ROOT / "docs" / PLOT) + section(every) + steps_section(every, ROOT / "docs")
+    text += offload_section(every)
     (ROOT / "docs" / "performance.md").write_text(text, encoding="utf-8")
 
 

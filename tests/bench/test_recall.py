@@ -10,7 +10,10 @@ import torch
 
 from tests.console import Capture, complaint, printed
 from tests.tiny import TinyModel
-from trtkv.bench.recall import VARIANTS, Cell, run_cells
+from trtkv.bench.recall import RESIDENT, VARIANTS, Cell, run_cells
+from trtkv.plugins.kv_recall import op
+from trtkv.plugins.kv_recall.store import Offload
+from trtkv.plugins.rows import Row
 
 SETS = ("--set", "retrieve.sink=16", "--set", "retrieve.window=16", "--set", "retrieve.page=16", "--budget", 96)
 
@@ -42,14 +45,66 @@ def test_every_way_of_recall_beside_the_resident_engine(tiny_llama: TinyModel, t
 def test_less_drift_leaves_queries_more_alike(tiny_llama: TinyModel) -> None:
     sets, alike = tuple(word for word in SETS if str(word).startswith("retrieve.")), []
     for drift in (0.05, 0.4, 1.0):
-        cell = Cell(str(tiny_llama.path), "freekv", 96, sets, 160, 1, "random", None, 150, 8, drift, ())
+        cell = Cell(str(tiny_llama.path), "freekv", 96, sets, 160, 1, "random", None, 150, 8, drift, (RESIDENT,))
         alike += [row["query_cosine"] for row in run_cells([cell], torch.device("cpu"))]
     assert len(alike) == 3
     assert alike == sorted(alike, reverse=True)
 
 
-@pytest.mark.parametrize(("words", "says"), [(("--drift", "0"), "drift 0.0 is outside"), (("--policy", "fier"), "cannot be offloaded")])
+def test_a_drift_is_found_for_pages_that_are_missed(tiny_llama: TinyModel) -> None:
+    sets = tuple(word for word in SETS if str(word).startswith("retrieve."))
+    load = ("freekv", 160, sets, 500, 1, "random", None, 200, 24, 0.25)
+    wanted = []
+    for pages in (0.8, 1.5):
+        rows = list(run_cells([Cell(str(tiny_llama.path), *load, (RESIDENT, "in front"), pages)], torch.device("cpu")))
+        assert [row["recall"] for row in rows] == [RESIDENT, "in front"]
+        assert len({row["drift"] for row in rows}) == 1
+        assert rows[1]["miss_pages"] == pages
+        wanted.append(rows[1]["pages_in_front"])
+    assert wanted[0] == pytest.approx(0.8, rel=0.2)
+    assert wanted[1] == pytest.approx(1.5, rel=0.2)
+
+
+def test_caches_filled_directly_answer_alike_wherever_their_pages_lie(tiny_llama: TinyModel, capsys: Capture) -> None:
+    words = ("--weights", "random", "--context", 500, "--batch", 2, "--steps", 8, "--chunk", 64, "--fill", "direct", "--json")
+    lines = printed(capsys, "bench", "step", "--model", tiny_llama.path, "--policy", "freekv,full", "--offload", *words, *SETS).splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["policy"] for row in rows] == ["freekv"] * (1 + len(VARIANTS)) + ["full"]
+    assert all(row["status"] == "ok" and "ttft_ms" not in row for row in rows)
+    assert all("the resident engine's" in row["check"]["compared"] for row in rows)
+    one = printed(capsys, "bench", "step", "--model", tiny_llama.path, "--policy", "freekv", "--offload", "--recall", "ahead", *words, *SETS)
+    assert json.loads(one)["check"]["compared"] == "logits of every step are finite"
+
+
+def test_launches_that_bring_pages_are_checked_and_recorded(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--op", "recall", "--geometry", "8x2x16", "--batch", "1,2", "--pages", "3,6", "--order", "heads,tokens", "--set", "retrieve.page=16")
+    rows = [
+        json.loads(line) for line in printed(capsys, "bench", "kernel", *words, "--runs", 2, "--json", "--output", tmp_path / "rows").splitlines()
+    ]
+    assert len(rows) == 8
+    assert (tmp_path / "rows").read_text().count("\n") == 8
+    assert {(row["batch"], row["pages"], row["moved_bytes"]) for row in rows} == {(b, n, b * n * 2 * 16 * 16 * 2 * 4) for b in (1, 2) for n in (3, 6)}
+    assert all(row["status"] == "ok" for row in rows)
+    right = op.recall
+
+    def brings_another_page(store: Offload, layer: int, row: Row, pages: torch.Tensor, stored: int, *, ahead: bool) -> torch.Tensor:
+        return right(store, layer, row, pages + 1, stored, ahead=ahead)
+
+    monkeypatch.setattr(op, "recall", brings_another_page)
+    assert "wrong pages" in complaint(capsys, "bench", "kernel", *words, "--runs", 2, "--json")
+
+
+UNSAID = {
+    ("--drift", "0"): "drift 0.0 is outside",
+    ("--policy", "fier"): "cannot be offloaded",
+    ("--miss-pages", "0"): "miss-pages 0.0 is not above 0",
+    ("--miss-pages", "3", "--weights", "elsewhere"): "these weights are a checkpoint's",
+    ("--recall", "sideways"): "sideways",
+}
+
+
+@pytest.mark.parametrize(("words", "says"), UNSAID.items())
 def test_what_cannot_be_measured_is_said(words: tuple[str, ...], says: str, tiny_llama: TinyModel, capsys: Capture) -> None:
     policy = () if "--policy" in words else ("--policy", "freekv", *SETS)
-    common = ("--weights", "random", "--context", 100, "--steps", 2, "--chunk", 50)
+    common = (*(() if "--weights" in words else ("--weights", "random")), "--context", 100, "--steps", 2, "--chunk", 50)
     assert says in complaint(capsys, "bench", "step", "--model", tiny_llama.path, "--offload", *policy, *common, *words)

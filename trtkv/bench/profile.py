@@ -33,6 +33,19 @@ def kernel_times(call: Call, launches: int, device: torch.device) -> dict[str, f
         return mean_times(_trace(graph.replay, REPLAYS), REPLAYS * launches)
 
 
+def kernel_times_of(work: Callable[[], object], times: int) -> dict[str, float]:
+    """Return the mean microseconds of every kernel of some work on the current device by name, from so many traced runs."""
+    torch.cuda.synchronize()
+    return mean_times(_trace(work, times), times)
+
+
+def trace_streams(work: Callable[[], object]) -> list[tuple[float, float, str, int]]:
+    """Return the spans of everything that some work runs on the current device, with the stream that each ran on; copies say their direction."""
+    torch.cuda.synchronize()
+    copies = lambda name: name.partition(" (")[0] if name.startswith("Memcpy") else short_name(name)  # noqa: E731
+    return [(start, end, copies(name), stream) for start, end, name, stream in _events(work, 1)]
+
+
 def trace_spans(work: Callable[[], object]) -> list[Span]:
     """Return the spans (start and end in microseconds, name) of everything that some work runs on the current device."""
     torch.cuda.synchronize()
@@ -41,13 +54,17 @@ def trace_spans(work: Callable[[], object]) -> list[Span]:
 
 def _trace(work: Callable[[], object], times: int) -> list[Span]:
     """Run work so many times and return the spans of its kernels."""
+    return [(start, end, short_name(name)) for start, end, name, _ in _events(work, times)]
+
+
+def _events(work: Callable[[], object], times: int) -> list[tuple[float, float, str, int]]:
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as trace:
         for _ in range(times):
             work()
         torch.cuda.synchronize()
     on_device = [event for event in trace.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
-    return [(event.time_range.start, event.time_range.end, short_name(event.name)) for event in on_device]
+    return [(one.time_range.start, one.time_range.end, one.name, int(one.device_resource_id)) for one in on_device]
 
 
 def mean_times(spans: Sequence[Span], calls: int) -> dict[str, float]:

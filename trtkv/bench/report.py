@@ -86,7 +86,7 @@ def plot(records: Sequence[Record], file: Path) -> None:
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-    _save(figure, file)
+    save(figure, file)
 
 
 def _lines(records: Sequence[Record]) -> dict[str, list[tuple[int, float]]]:
@@ -106,7 +106,7 @@ def label(record: Record) -> str:
     return record["policy"] + (f" ({record['pooling']}{pages})" if "pooling" in record else " (own kernels)" if record["policy"] == "full" else "")
 
 
-def _save(figure: Any, file: Path) -> None:
+def save(figure: Any, file: Path) -> None:
     """Write under another name and rename, so that no half a plot is left."""
     draft = file.with_name(f".{file.stem}.draft{file.suffix or '.png'}")
     try:
@@ -141,4 +141,4 @@ def plot_steps(records: Sequence[Record], file: Path) -> None:
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-    _save(figure, file)
+    save(figure, file)

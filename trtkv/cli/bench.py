@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from trtkv.cli import bench_engine, bench_stores
+from trtkv.cli import bench_engine, bench_offload, bench_stores
 from trtkv.cli.output import notes, print_json, print_table, progress
 from trtkv.cli.values import find_device, numbers_of, words_of
 from trtkv.errors import ConfigError, TrtkvError, UnknownName
@@ -47,6 +47,8 @@ def kernel(
     pooling: str | None = None,
     settings: Annotated[list[str] | None, Parameter(name="--set")] = None,
     chunk: int = 1,
+    pages: str = "64",
+    order: str = "heads",
     dtype: str | None = None,
     device: str = "auto",
     layers: int | None = None,
@@ -59,7 +61,7 @@ def kernel(
 
     Args:
         op: retrieve (append, select and attend, with each alone), append, select or attend; prefill-sums (the attention that a prompt's tokens
-            receive) or lag (LagKV's evictions of a whole prompt in all layers).
+            receive) or lag (LagKV's evictions of a whole prompt in all layers); recall (pages that come back from host memory).
         geometry: Model preset or HqxHkxD (query heads, key-value heads, head dimension); several joined by commas.
         context: Tokens of each sequence; several joined by commas.
         batch: Sequences; several joined by commas.
@@ -69,6 +71,8 @@ def kernel(
         pooling: How the query heads of a group agree; the policy's own by default.
         settings: Change a field of the policies that have it, such as retrieve.page=32; may be repeated.
         chunk: New tokens of each sequence, for --op append; for prefill-sums by default the whole prompt, for lag 2048.
+        pages: For --op recall, pages of every KV head that one launch brings; several joined by commas.
+        order: For --op recall, how a page lies on the host: heads or tokens first; both joined by a comma.
         dtype: float32, float16 or bfloat16; bfloat16 on a GPU and float32 on a CPU by default.
         device: auto, cpu, cuda or cuda:N.
         layers: Layers to rotate through; by default as many as exceed the cache twice.
@@ -85,6 +89,10 @@ def kernel(
     sizes = (numbers_of("context", context), numbers_of("batch", batch))
     if op in PROMPT_OPS:
         _prompt(op, words_of("geometry", geometry), sizes[0], policy, settings or [], chunk, dtype, where, runs, output, json)
+        return
+    if op == "recall":
+        shapes, many = words_of("geometry", geometry), numbers_of("pages", pages)
+        bench_offload.measure_recall(shapes, sizes[1], many, order, settings or [], dtype, where, runs, output, json)
         return
     _check_counts(op, chunk, runs, layers)
     if store is not None:
@@ -187,7 +195,7 @@ def _check_counts(op: str, chunk: int, runs: int, layers: int | None) -> None:
     from trtkv.bench.cases import OPS
 
     if op not in OPS:
-        raise UnknownName("op", op, OPS)
+        raise UnknownName("op", op, (*OPS, *PROMPT_OPS, "recall"))
     if chunk != 1 and op != "append":
         raise ConfigError(f"chunk {chunk} means nothing to --op {op}, which times decode steps", "Leave --chunk out, or give --op append.")
     if runs < 1:

@@ -19,12 +19,6 @@ STEP_COLUMNS = {
     "selection_us": "selection", "recall_us": "recall", "append_us": "append", "norms_us": "norms", "sampling_us": "sampling", "rest_us": "rest",
     "idle_us": "idle", "largest_gap": "largest gap", "largest_gap_us": "us ",
 }  # fmt: skip
-OFFLOAD_COLUMNS = {
-    "policy": "policy", "batch": "batch", "context": "context", "recall": "recall", "status": "status", "ttft_ms": "TTFT ms",
-    "itl_p50_ms": "ITL p50 ms", "itl_p90_ms": "p90", "itl_p99_ms": "p99", "x_resident": "x resident", "pages_in_front": "pages in front",
-    "pages_ahead": "ahead", "recall_GBps": "GB/s", "bus_GBps": "bus", "query_cosine": "cosine", "device_kv_bytes": "KV on device",
-    "host_kv_bytes": "on host",
-}  # fmt: skip
 SERVE_COLUMNS = {
     "policy": "policy", "endpoint": "endpoint", "statuses": "statuses", "seconds": "seconds",
     "requests_per_s": "requests/s", "tokens_in_per_s": "in tokens/s", "tokens_out_per_s": "out tokens/s",
@@ -47,7 +41,10 @@ def step(
     steps: int = 64,
     fill: str = "prefill",
     offload: bool = False,
+    recall: str | None = None,
     drift: float = 0.25,
+    miss_pages: float | None = None,
+    timeline: Path | None = None,
     device: str = "auto",
     output: Path | None = None,
     plot: Path | None = None,
@@ -66,9 +63,12 @@ def step(
         dtype: float32, float16 or bfloat16; the model's by default.
         chunk: Prompt tokens of one step.
         steps: Decode steps that are timed.
-        fill: prefill, or direct: fill long caches with the pages of a short prompt, which takes no time and tells no TTFT.
+        fill: prefill, or direct: fill long caches with the pages of a short prompt (with --offload, with random ones), which tells no TTFT.
         offload: Compare pages on the device with pages on the host, which come back in every way there is, one by one at the host's word too.
+        recall: With --offload, which ways to measure, joined by commas: resident, ahead, in front, and others; all by default.
         drift: With --offload and random weights, how much of their own the decoded tokens' embeddings keep: it makes consecutive queries differ.
+        miss_pages: Instead of --drift, the pages that every KV head misses in a step, for which a drift is looked for.
+        timeline: With --offload, draw when a step of each way computes and when pages move; the events go to the same name with .json.
         device: auto, cpu, cuda or cuda:N.
         output: File of JSON lines to which the records are appended.
         plot: Draw tokens a second against context into this file.
@@ -83,10 +83,16 @@ def step(
     if fill not in ("prefill", "direct"):
         raise UnknownName("fill", fill, ("prefill", "direct"))
     names = words_of("policy", policy)
+    if timeline is not None and not offload:
+        raise ConfigError("--timeline shows pages that move, and nothing is offloaded", "Add --offload, or leave --timeline out.")
     if offload:
-        loads = (numbers_of("context", context), numbers_of("batch", batch))
-        common = (weights, dtype, chunk, steps, drift)
-        _compare_tiers(model, names, loads, common, budget, settings or [], find_device(device), output, json)
+        from trtkv.bench import recall as tiers
+        from trtkv.cli.bench_offload import compare_tiers, ways_of
+
+        common = (weights, dtype, chunk, steps, drift, ways_of(recall), miss_pages, fill)
+        loads = [(c, b) for b in numbers_of("batch", batch) for c in numbers_of("context", context)]
+        cells_of = [tiers.Cell(model, name, *_options(name, budget, settings or []), *load, *common) for load in loads for name in names]
+        compare_tiers(cells_of, find_device(device), output, timeline, json)
         return
     names = names if "full" in names else ["full", *names]
     grid = [(b, c) for b in numbers_of("batch", batch) for c in numbers_of("context", context)]
@@ -106,38 +112,12 @@ def step(
     if plot:
         plot_steps(records, plot)
     if not json:
-        print_table(*_table(records, STEP_COLUMNS))
+        print_table(*rows_of(records, STEP_COLUMNS))
         for record in records:
             if record["status"] == "skipped":
                 notes.print(f"{record['policy']} {record['batch']} x {record['context']}: {record['reason']}", markup=False)
     if any(record["status"] == "wrong" for record in records):
         raise TrtkvError("some rows gave logits that are not finite and have no times", "Report this with the output of trtkv doctor.")
-
-
-def _compare_tiers(
-    model: str, names: list[str], loads: tuple[list[int], list[int]], common: tuple[Any, ...], budget: int | None, sets: list[str], device: Any,
-    output: Path | None, json: bool,
-) -> None:  # fmt: skip
-    """Measure offloaded engines; see `trtkv.bench.recall`."""
-    from trtkv.bench.recall import Cell, run_cells
-    from trtkv.bench.records import append_records
-
-    drift = common[-1]
-    if not 0 < drift <= 1:
-        raise ConfigError(f"drift {drift} is outside 0 to 1", "Give a share such as 0.3.")
-    cells = [Cell(model, name, *_options(name, budget, sets), c, b, *common) for b in loads[1] for c in loads[0] for name in names]
-    records = []
-    with progress("bench") as report:
-        for record in run_cells(cells, device, report):
-            records.append(record)
-            if output:
-                append_records(output, [record])
-            if json:
-                print_json(record)
-    if not json:
-        print_table(*_table(records, OFFLOAD_COLUMNS))
-    if any(record["status"] == "wrong" for record in records):
-        raise TrtkvError("some rows gave other logits than the engine whose pages stay on the device", "Report it with the output of trtkv doctor.")
 
 
 def serve(
@@ -198,7 +178,7 @@ def serve(
         if json:
             print_json(records[-1])
     if not json:
-        print_table(*_table(records, SERVE_COLUMNS))
+        print_table(*rows_of(records, SERVE_COLUMNS))
     if any(record["status"] != "ok" for record in records):
         raise TrtkvError("some requests got no complete answer, so there are no times", "See the check of the record (--json) and the server's log.")
 
@@ -220,7 +200,8 @@ def _compare(record: dict[str, Any], before: list[dict[str, Any]]) -> None:
         record["ratio"] = round(alike[0]["itl_p50_ms"] / record["itl_p50_ms"], 2)
 
 
-def _table(records: list[dict[str, Any]], columns: dict[str, str]) -> tuple[list[str], list[list[str]]]:
+def rows_of(records: list[dict[str, Any]], columns: dict[str, str]) -> tuple[list[str], list[list[str]]]:
+    """Return titles and cells of a table, without columns that no record fills."""
     from trtkv.runtime.memory import readable
 
     used = [name for name in columns if any(name in record for record in records)]

@@ -63,7 +63,8 @@ class Stepper:
     def __init__(self, executor: Executor, session: Session, limits: Limits, rope: Tensor) -> None:
         """Take an executor and its session; rope is `rope_table`'s result."""
         self.executor, self.session, self.limits = executor, session, limits
-        self._fixed = {"rope": rope.to(session.device), "state": session.address_table()}
+        self.rope = rope.to(session.device)
+        self._fixed = {"rope": self.rope, "state": session.address_table()}
         self._width = session.plan.pages(limits.max_seq_len)
         self._graphs = DecodeGraphs(executor, session, self._width, self._fixed) if executor.capturable else None
 

@@ -1,0 +1,120 @@
+"""The section of docs/performance.md about pages in host memory, from the records of `build_scripts/bench_offload.sh`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from trtkv.bench.report import cell
+from trtkv.runtime.memory import readable
+
+Record = dict[str, Any]
+BUS_SHARE, BUS_PAGES = 0.85, 64  # of the pinned bandwidth, when a launch brings so many pages of every head
+X_RESIDENT, X_PAGE_BY_PAGE = 1.10, 13.0
+BELOW_FULL_FROM = 65536  # tokens of context from which an offloaded step may not be slower than one of full
+MILLION, MILLION_BYTES = 1 << 20, 24 << 30
+BASELINE = "page by page tokens first"  # what systems that copy page by page do
+LAUNCHES = {
+    "geometry": "geometry", "batch": "sequences", "pages": "pages a head", "order": "first on the host", "recall_us": "us", "GBps": "GB/s",
+    "bus_GBps": "bus", "share": "of the bus",
+}  # fmt: skip
+STEPS = {
+    "model": "model", "shape": "batch x context", "label": "pages", "moved": "pages a head and step", "query_cosine": "queries' cosine",
+    "ttft": "TTFT s", "itl_p50_ms": "step p50 ms", "itl_p90_ms": "p90", "x_resident": "x resident", "x_full": "x full", "device": "KV on device",
+    "host": "on host", "peak": "peak beside weights", "fill": "while filled",
+}  # fmt: skip
+HEAD = """
+## Pages in host memory
+
+`build_scripts/bench_offload.sh` measures these rows: {machine}, driver {driver}, torch {torch}, commit {commit}, {date}; {bus:.1f} GB/s come from
+pinned memory by the copy engine.
+"""
+LAUNCHES_HEAD = """
+One launch of the recall kernel that finds none of its pages resident, pages of {page} tokens, {dtype}; every page was compared with the host's.
+
+"""
+STEPS_HEAD = """
+Whole decode steps with random weights, `{policy}` with a budget of {budget}; queries change from step to step so that about {miss} pages of
+every KV head are missed. *x resident* is the step over that of the engine that keeps all pages on the device, *x full* over that of `full` on the
+device. *page by page* is a host that reads each layer's selection and copies; *tokens first* parts a page of a head into rows. Where TTFT is
+empty, caches were filled with random pages. The peak is the most that was taken beside the weights: cache, activations, captured steps.
+
+"""
+
+
+def section(records: Sequence[Record]) -> str:
+    """Return the section, of every row the newest record with a time; nothing where there is none."""
+    good = [one for one in records if one.get("status") == "ok"]
+    launches = _newest([one for one in good if one["benchmark"] == "kernel" and one.get("op") == "recall"], ("geometry", "batch", "pages", "order"))
+    steps = [one for one in good if one["benchmark"] == "step" and "recall" in one and "miss_pages" in one]
+    steps = _newest(steps, ("model", "batch", "context", "policy", "recall"))
+    if not launches and not steps:
+        return ""
+    newest = (launches + steps)[-1]
+    facts = {**newest["environment"], "date": newest["environment"]["date"][:10], "commit": newest["commit"], "bus": newest["bus_GBps"]}
+    text = HEAD.format(**{"driver": "", **facts})
+    if launches:
+        text += LAUNCHES_HEAD.format(**launches[-1]) + _table(launches, LAUNCHES, 1)
+    if steps:
+        about = next((one for one in steps if one["policy"] != "full"), steps[0])
+        text += STEPS_HEAD.format(policy=about["policy"], budget=about["budget"], miss=cell(about["miss_pages"])) + _steps(steps)
+    missed = _missed(launches, steps)
+    return text + ("\nGoals missed:\n\n" + "\n".join(missed) + "\n" if missed else "\nNo goal is missed.\n")
+
+
+def _newest(records: Sequence[Record], names: tuple[str, ...]) -> list[Record]:
+    return list({tuple(one.get(name) for name in names): one for one in records}.values())
+
+
+def _steps(steps: list[Record]) -> str:
+    steps.sort(key=lambda one: (one["model"], one["batch"], one["context"]))
+    return _table([_shown(one, steps) for one in steps], STEPS, 3)
+
+
+def _shown(one: Record, steps: Sequence[Record]) -> Record:
+    size = lambda name: readable(one[name]) if name in one else None  # noqa: E731
+    full = _other(one, steps, "resident", "full")
+    where = "on the device" if one["recall"] == "resident" else one["recall"]
+    return {
+        **one, "shape": f"{one['batch']} x {one['context'] // 1024}k", "label": f"{one['policy']}, {where}", "moved": _moved(one),
+        "ttft": one["ttft_ms"] / 1e3 if "ttft_ms" in one else None, "x_full": one["itl_p50_ms"] / full["itl_p50_ms"] if full else None,
+        "device": size("device_kv_bytes"), "host": size("host_kv_bytes"), "peak": size("kv_peak_bytes"), "fill": size("fill_peak_bytes"),
+    }  # fmt: skip
+
+
+def _moved(one: Record) -> float | None:
+    return one["pages_in_front"] + one["pages_ahead"] if "pages_in_front" in one else None
+
+
+def _other(one: Record, steps: Sequence[Record], recall: str, policy: str) -> Record | None:
+    """Return another row of the same load, if it was measured; never the row itself."""
+    load = ("model", "batch", "context")
+    alike = (other for other in steps if all(other[name] == one[name] for name in load) and other is not one)
+    return next((other for other in alike if (other["recall"], other["policy"]) == (recall, policy)), None)
+
+
+def _table(rows: Sequence[Record], columns: dict[str, str], words: int) -> str:
+    used = {name: title for name, title in columns.items() if any(row.get(name) is not None for row in rows)}
+    lines = ["| " + " | ".join(used.values()) + " |", "|" + "---|" * words + "---:|" * (len(used) - words)]
+    return "\n".join([*lines, *("| " + " | ".join(cell(row.get(name)) for name in used) + " |" for row in rows)]) + "\n"
+
+
+def _missed(launches: Sequence[Record], steps: Sequence[Record]) -> list[str]:
+    """Name the goals that are missed."""
+    lines = [
+        f"- {one['geometry']}, {one['batch']} sequences, {one['pages']} pages a head: {one['share']:.0%} of the bus, goal {BUS_SHARE:.0%}."
+        for one in launches
+        if one["pages"] >= BUS_PAGES and one["order"] == "heads" and one["share"] < BUS_SHARE
+    ]
+    for one in (_shown(step, steps) for step in steps if step["recall"] == "ahead"):
+        where = f"- {one['model']} {one['shape']}"
+        if one.get("x_resident", 0) > X_RESIDENT:
+            lines.append(f"{where}: {cell(one['x_resident'])} times resident, goal {cell(X_RESIDENT)}.")
+        if one["context"] >= BELOW_FULL_FROM and one["x_full"] is not None and one["x_full"] >= 1:
+            lines.append(f"{where}: slower than full.")
+        slow = _other(one, steps, BASELINE, one["policy"])
+        if slow and slow["itl_p50_ms"] < X_PAGE_BY_PAGE * one["itl_p50_ms"]:
+            lines.append(f"{where}: {cell(slow['itl_p50_ms'] / one['itl_p50_ms'])} times as fast as {BASELINE}, goal {cell(X_PAGE_BY_PAGE)}.")
+        if one["context"] >= MILLION and one.get("kv_peak_bytes", 0) > MILLION_BYTES:
+            lines.append(f"{where}: {one['peak']} beside the weights, goal {readable(MILLION_BYTES)}.")
+    return lines

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+PLACE = {"machine": "NVIDIA H200", "driver": "1", "torch": "2", "date": "2026-11-21T00:00:00+00:00"}
+COMMON = {"status": "ok", "bus_GBps": 55.0, "commit": "abc", "environment": PLACE}
+
+
+@pytest.fixture(scope="module")
+def writer() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("performance_offload", ROOT / "build_scripts" / "performance_offload.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def launch(pages: int, share: float) -> dict[str, Any]:
+    row = {"benchmark": "kernel", "op": "recall", "geometry": "llama-3.1-8b", "batch": 1, "page": 32, "pages": pages, "order": "heads"}
+    return {**COMMON, **row, "dtype": "bfloat16", "recall_us": 100.0, "GBps": 55 * share, "share": share}
+
+
+def step(recall: str, itl_ms: float, policy: str = "freekv", **changes: Any) -> dict[str, Any]:
+    row = {"benchmark": "step", "model": "llama-3.1-8b", "policy": policy, "budget": 2048, "batch": 1, "context": 32768, "recall": recall}
+    pages = {} if recall == "resident" else {"pages_in_front": 1.5, "pages_ahead": 8.5}
+    return {**COMMON, **row, "miss_pages": 10.0, "itl_p50_ms": itl_ms, "itl_p90_ms": itl_ms, "device_kv_bytes": 1 << 30, **pages, **changes}
+
+
+def test_goals_are_compared_with_rows_of_the_same_load(writer: ModuleType) -> None:
+    rows = [launch(64, 0.7), launch(64, 0.9), launch(2, 0.4), step("resident", 5.0), step("ahead", 6.0, x_resident=1.2)]
+    rows += [step("page by page tokens first", 60.0), step("ahead", 5.0, context=65536), step("resident", 4.0, "full", context=65536)]
+    text = writer.section([*rows, step("ahead", 5.0, context=1 << 20, kv_peak_bytes=25 << 30)])
+    assert "| llama-3.1-8b | 1 x 32k | freekv, ahead | 10.00 | 6.00 |" in text
+    assert "1.20 times resident, goal 1.10" in text and "10.00 times as fast as page by page tokens first, goal 13.00" in text
+    assert "1 x 64k: slower than full" in text and "25.0 GiB beside the weights, goal 24.0 GiB" in text
+    assert "of the bus, goal" not in text
+    assert "70% of the bus, goal 85%" in writer.section([launch(64, 0.7)])
+    assert "No goal is missed" in writer.section([launch(64, 0.9), step("ahead", 5.0, x_resident=1.05), step("page by page tokens first", 66.0)])
+
+
+def test_what_was_not_measured_is_not_there(writer: ModuleType) -> None:
+    assert writer.section([{"benchmark": "kernel", "status": "ok"}, {**launch(64, 0.9), "status": "wrong"}]) == ""

@@ -1,0 +1,145 @@
+"""Pages that one launch brings back from host memory, beside what the copy engine brings from there."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trtkv.bench.cases import find_policy
+from trtkv.bench.records import make_record
+from trtkv.bench.timing import measure
+from trtkv.config import DTYPE_BYTES, ModelConfig
+from trtkv.errors import ConfigError, UnknownName
+from trtkv.plugins.kv_recall import launch, op
+from trtkv.plugins.kv_recall.store import Offload, Recall
+from trtkv.plugins.rows import Row
+from trtkv.runtime.host_memory import HostPool
+
+BUS_BYTES = 256 << 20
+TIMES_PAGES = 16  # pages of a sequence to one that is selected
+ORDERS = ("heads", "tokens")
+COLUMNS = ("geometry", "batch", "order", "page", "pages", "status", "recall_us", "GBps", "bus_GBps", "share")
+Report = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RecallCase:
+    """One row: `pages` pages of `page` tokens for every KV head of every sequence, laid out on the host in an order."""
+
+    geometry: str
+    model: ModelConfig
+    batch: int
+    page: int
+    pages: int
+    order: str
+
+    def command(self) -> str:
+        """Write the command that measures this row."""
+        words = ["trtkv", "bench", "kernel", "--op", "recall", "--geometry", self.geometry, "--batch", str(self.batch), "--pages", str(self.pages)]
+        return shlex.join([*words, "--order", self.order, "--set", f"retrieve.page={self.page}", "--dtype", self.model.dtype])
+
+
+def check_case(case: RecallCase) -> None:
+    """Raise ConfigError or UnknownName for a row that cannot be measured."""
+    if case.order not in ORDERS:
+        raise UnknownName("order", case.order, ORDERS)
+    if case.pages < 1 or case.page < 1 or case.batch < 1:
+        raise ConfigError("pages, tokens of a page or sequences are below 1", "Give whole numbers from 1 on.")
+
+
+def run_cases(
+    cases: Sequence[RecallCase], device: torch.device, runs: int, report: Report = lambda stage, fraction: None
+) -> Iterator[dict[str, Any]]:
+    """Measure cases one by one and yield a record each."""
+    bus = bus_bandwidth(device)
+    for index, case in enumerate(cases):
+        report(f"{case.geometry} x {case.batch}: {case.pages} pages", index / len(cases))
+        with torch.inference_mode():
+            yield _measure(case, device, runs, bus)
+
+
+def _measure(case: RecallCase, device: torch.device, runs: int, bus: float) -> dict[str, Any]:
+    layer = OneLayer(case, device)
+    times = measure(layer.call, 2, runs, device)
+    us, model = times.median_us, case.model
+    moved = case.batch * model.num_kv_heads * case.pages * case.page * model.head_dim * 2 * DTYPE_BYTES[model.dtype]
+    figures = {
+        "recall_us": round(us, 1), "p90_us": round(times.p90_us, 1), "timing": times.how, "moved_bytes": moved, "GBps": round(moved / us / 1e3, 1),
+        "bus_GBps": round(bus / 1e9, 1), "share": round(moved / (us * 1e-6) / bus, 3),
+    }  # fmt: skip
+    facts = {
+        "op": "recall", "geometry": case.geometry, "kv_heads": model.num_kv_heads, "head_dim": model.head_dim, "dtype": model.dtype,
+        "batch": case.batch, "page": case.page, "pages": case.pages, "order": case.order, "runs": runs,
+    }  # fmt: skip
+    check = {"passed": layer.right(times.last), "compared": "every page of the last launch with the host's"}
+    return make_record("kernel", case.command(), device, check, facts, figures)
+
+
+class OneLayer:
+    """An offloaded layer whose host pages hold random numbers, and two selections of it that have nothing in common: each finds the other's pages."""
+
+    def __init__(self, case: RecallCase, device: torch.device) -> None:
+        """Allocate, fill and draw."""
+        self.case, self.device = case, device
+        sets = [f"retrieve.page={case.page}", "retrieve.sink=0", "retrieve.window=1"]
+        plan = find_policy("freekv", 32768, case.page * case.pages, None, sets).plan(case.model)
+        self.most, heads = TIMES_PAGES * case.pages + 8, case.model.num_kv_heads
+        pool = HostPool(device, 1).allocate
+        self.store = Offload(plan, case.batch * self.most, case.batch, device, Recall(slack=0.0, order=case.order), pool)  # type: ignore[arg-type]
+        self.tier = self.store.tiers[0]
+        self.tier.host.copy_(torch.randn(self.tier.host.shape, dtype=self.tier.host.dtype, device=device))
+        self.table = torch.randperm(case.batch * self.most, generator=torch.Generator().manual_seed(0)).view(case.batch, self.most).int()
+        older = self.most - self.store.shape.ring
+        drawn = [torch.randperm(older, generator=torch.Generator().manual_seed(row))[: 2 * case.pages] for row in range(case.batch * heads)]
+        shape = (case.batch, heads, case.pages)
+        self.lists = [torch.stack(drawn)[:, t * case.pages : (t + 1) * case.pages].sort(1).values.view(shape) for t in range(2)]
+        full = torch.full((case.batch, heads, 1), case.pages)
+        self.selections = [torch.cat([one, full], 2).int().to(device) for one in self.lists]
+        integers = lambda values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
+        self.given = (integers([self.most * case.page] * case.batch), integers(list(range(case.batch))), self.table.to(device))
+        self.places = torch.zeros_like(self.selections[0])
+        self.rows = torch.empty(case.batch, self.store.shape.places, dtype=torch.int32, device=device)
+        self._numbers = self.table.tolist()
+
+    def call(self, i: int) -> None:
+        """Bring the pages of one selection, none of which is there."""
+        if self.device.type == "cuda":
+            given = (self.tier, self.store.shape, self.selections[i % 2], *self.given, self.places, self.rows)
+            launch.recall_pages(*given, num_slots=self.case.batch, ahead=False, flush=False)
+            return
+        for b, numbers in enumerate(self._numbers):
+            row = Row(b, 1, self.most * self.case.page, b, numbers, self.case.page, self.device)
+            self.places[b, :, :-1] = op.recall(self.store, 0, row, self.lists[i % 2][b], row.stored, ahead=False)
+
+    def right(self, last: int) -> bool:
+        """Say whether the frames hold what the last call selected."""
+        frames = self.store.shape.frames
+        heads = torch.arange(self.case.model.num_kv_heads)[:, None].to(self.device)
+        for b, pages in enumerate(self.lists[last % 2]):
+            rows = b * frames + self.places[b, :, :-1].long()
+            host = self.tier.host[self.table[b][pages].long().to(self.device), heads]
+            same = torch.equal(self.tier.keys[rows, heads], host[:, :, 0]) and torch.equal(self.tier.values[rows, heads], host[:, :, 1])
+            if not same:
+                return False
+        return True
+
+
+def bus_bandwidth(device: torch.device) -> float:
+    """Return the bytes a second that the copy engine brings from pinned host memory; without a GPU, those of a copy in memory."""
+    source, target = HostPool(device, 1).allocate((BUS_BYTES,), torch.uint8), torch.empty(BUS_BYTES, dtype=torch.uint8, device=device)
+    copy = _copy_engine if device.type == "cuda" else Tensor.copy_
+    times = measure(lambda i: copy(target, source), 1, 9, device)
+    return BUS_BYTES / (times.median_us * 1e-6)
+
+
+def _copy_engine(target: Tensor, source: Tensor) -> None:
+    from cuda.bindings import driver
+
+    driver.cuMemcpyAsync(
+        driver.CUdeviceptr(target.data_ptr()), driver.CUdeviceptr(source.data_ptr()), target.nbytes, torch.cuda.current_stream().cuda_stream
+    )

@@ -1,0 +1,260 @@
+"""An engine whose pages may lie on the host, filled with sequences that then answer given tokens, so that every way of recall does the same work."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trtkv.bench.load import Work
+from trtkv.bench.profile import trace_streams
+from trtkv.bench.timing import Times
+from trtkv.config import DTYPE_BYTES
+from trtkv.errors import ConfigError
+from trtkv.plugins.kv_recall.copies import Route
+from trtkv.plugins.kv_recall.store import Offload, Recall
+from trtkv.plugins.kv_select import indexes
+from trtkv.plugins.session import Session
+from trtkv.runtime.executor import TorchExecutor
+from trtkv.runtime.loading import Engine
+from trtkv.runtime.step import Stepper, StepRow
+
+WARM_UP, SLOW_SHARE = 4, 4
+COMPARED = 64  # logits of each sequence
+ALIKE = 256  # tokens that decode steps take, of vocabularies that have four times as many
+BLOCK_PAGES = 1024  # whose keys and values are drawn at once
+
+
+class Load:
+    """Sequences of random tokens in an engine; `logits` [steps, B, COMPARED] are those of the last run."""
+
+    def __init__(self, engine: Engine, work: Work) -> None:
+        """Choose the tokens; raises ConfigError for a context without a prompt."""
+        self.engine, self.work, self.session = engine, work, engine.session
+        self.prompt = work.context - work.steps - WARM_UP - 1
+        if self.prompt < 2:
+            raise ConfigError(f"context {work.context} leaves no prompt before {work.steps} steps", "Give a longer --context or fewer --steps.")
+        longest = self.session.plan.pages(engine.manifest.limits.max_seq_len)
+        self.pages = [engine.pages.take(longest) for _ in range(work.batch)]
+        vocab = engine.manifest.model.vocab_size
+        self.alike = min(ALIKE, vocab // 4)
+        generator = torch.Generator().manual_seed(0)
+        self.tokens = torch.randint(self.alike, vocab, (self.prompt,), generator=generator).tolist()
+        self.forced = torch.randint(0, self.alike, (work.steps + WARM_UP, work.batch), generator=generator).tolist()
+        self.logits = torch.empty(0)
+        self.finite = True
+        self._own: Tensor | None = None
+        self._stepper: tuple[Recall | None, Stepper] | None = None
+
+    def calm(self, drift: float) -> None:
+        """Draw the embeddings of the tokens that decode steps take towards the first: drift is the share of their own that they keep."""
+        executor = self.engine.stepper.executor
+        assert isinstance(executor, TorchExecutor)
+        table = executor.weight("embed")
+        self._own = table[: self.alike].clone() if self._own is None else self._own
+        first = self._own[:1]
+        table[: self.alike] = (self._own - first) * drift + first
+
+    def fill(self) -> float | None:
+        """Fill the first sequence and copy it to the others; returns the seconds to its first token, None where it was filled directly."""
+        took = None
+        if self.work.direct:
+            self._fill_directly()
+        else:
+            self._read(0, min(self.prompt, 2 * self.work.chunk))
+            self.wait()
+            started = time.perf_counter()
+            self._read(0, self.prompt)
+            self.wait()
+            took = time.perf_counter() - started
+        for slot in range(1, self.work.batch):
+            self._copy(slot)
+        self.wait()
+        return took
+
+    def run(self, how: Recall | None) -> dict[str, Any]:
+        """Decode: figures of the steps. Steps whose copies the host makes are fewer, because they are slow."""
+        steps = self.work.steps if how is None or how.engine == "kernel" else max(2, self.work.steps // SLOW_SHARE)
+        stepper, took, kept, alike, moved = self.stepper(how), [], [], [], (0, 0)
+        for step in range(steps + WARM_UP):
+            if step == WARM_UP:
+                moved = self.session.offload.moved_pages() if self.session.offload else (0, 0)
+            rows, before = self.rows(step), self._queries()
+            self.wait()
+            started = time.perf_counter()
+            logits = stepper.run(rows)
+            self.wait()
+            took.append((time.perf_counter() - started) * 1e6)
+            kept.append(logits[:, :COMPARED].clone())
+            self.finite &= bool(torch.isfinite(logits).all())
+            alike += _cosine(before, self._queries()) if step >= WARM_UP else []
+        self.logits = torch.stack(kept)[: WARM_UP + max(2, self.work.steps // SLOW_SHARE)]
+        times = Times.of(took[WARM_UP:], "wall clock")
+        figures: dict[str, Any] = {
+            "itl_p50_ms": round(times.median_us / 1e3, 3), "itl_p90_ms": round(times.p90_us / 1e3, 3), "itl_p99_ms": round(times.p99_us / 1e3, 3),
+            "device_kv_bytes": self._device_bytes(),
+        }  # fmt: skip
+        figures |= {"query_cosine": round(sum(alike) / len(alike), 3)} if alike else {}
+        return figures | (self._traffic(moved, steps, times.median_us) if self.session.offload else {})
+
+    def trace(self, how: Recall | None) -> list[tuple[float, float, str, int]]:
+        """Return the spans (start, end in microseconds, name, stream) of a decode step behind some that are not traced."""
+        stepper = self.stepper(how)
+        for step in range(WARM_UP):
+            stepper.run(self.rows(step))
+        return trace_streams(lambda: stepper.run(self.rows(WARM_UP)))
+
+    def stepper(self, how: Recall | None) -> Stepper:
+        """Return what runs the steps of one way of recall: captured steps are those of the way that they were captured with."""
+        if self._stepper is None or self._stepper[0] != how:
+            self._stepper = None  # gives back what the last one captured
+            engine = self.engine
+            self._stepper = (how, Stepper(engine.stepper.executor, self.session, engine.manifest.limits, engine.stepper.rope))
+        return self._stepper[1]
+
+    def rows(self, step: int) -> list[StepRow]:
+        """Return the sequences of a decode step, counted from the first behind the prompt."""
+        tokens = self.forced[step]
+        return [StepRow([token], self.prompt + step, slot, self.pages[slot], (0,), self.prompt) for slot, token in enumerate(tokens)]
+
+    def saved(self) -> list[Tensor]:
+        """Copy what a decode step changes and the next run must find as it was: slots, rings and the open pages' summaries are written again."""
+        return [tensor[: self.work.batch].clone() for tensor in self._slot_state()]
+
+    def restore(self, saved: list[Tensor], how: Recall | None) -> None:
+        """Go back to the end of the prompt, and recall in another way from now on."""
+        for tensor, old in zip(self._slot_state(), saved, strict=True):
+            tensor[: self.work.batch] = old
+        if self.session.offload is not None and how is not None:
+            if how.order != self.session.offload.recall.order:
+                arrange(self.session, how.order)
+            self.session.offload.recall = how
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        if self.session.device.type == "cuda":
+            torch.cuda.synchronize(self.session.device)
+
+    def _slot_state(self) -> list[Tensor]:
+        plan = self.session.plan
+        state = [self.session.buffer(spec.name, layer) for spec in plan.buffers if not spec.paged for layer in spec.layers]
+        tiers = self.session.offload.tiers.values() if self.session.offload else ()
+        return state + [x for tier in tiers for x in (tier.held, tier.stamps, *self._rings(tier))]
+
+    def _rings(self, tier: Any) -> list[Tensor]:
+        shape = self._store().shape
+        first = self.session.num_slots * shape.frames
+        return [pool[first:].view(self.session.num_slots, shape.ring, *pool.shape[1:]) for pool in (tier.keys, tier.values)]
+
+    def _read(self, first: int, end: int) -> None:
+        """Read tokens of the first sequence's prompt."""
+        for start in range(first, end, self.work.chunk):
+            part = self.tokens[start : min(end, start + self.work.chunk)]
+            self.engine.stepper.run([StepRow(part, start, 0, self.pages[0], (len(part) - 1,), self.prompt)])
+
+    def _fill_directly(self) -> None:
+        """Draw the keys and values of all full pages but one, summarize them as an append would, and read the tokens behind them as a chunk."""
+        session, plan = self.session, self.session.plan
+        known = max(0, self.prompt // plan.page_size - 1) * plan.page_size
+        if known:
+            session.begin_step([known], [[known]] * plan.num_page_groups, [0], [[self.pages[0]]] * plan.num_page_groups, [self.prompt])
+            for layer, select in enumerate(plan.select):
+                self._draw(layer, known // plan.page_size)
+                if select is not None:
+                    indexes.find(select).update(session, layer, select)
+            session.end_step()
+        self._read(known, self.prompt)
+
+    def _draw(self, layer: int, pages: int) -> None:
+        """Fill the first sequence's pages of a layer with numbers that depend on the layer only, wherever the pages lie."""
+        generator = torch.Generator(self.session.device).manual_seed(layer)
+        for name in ("keys", "values"):
+            to = self.session.buffer(name, layer)
+            for start in range(0, pages, BLOCK_PAGES):
+                part = self.pages[0][start : min(pages, start + BLOCK_PAGES)]
+                drawn = torch.randn((len(part), *to.shape[1:]), generator=generator, device=self.session.device).to(to.dtype)
+                Route.of(part, 0, self.session.device).send(drawn, to)
+
+    def _copy(self, slot: int) -> None:
+        for spec in self.session.plan.buffers:
+            for layer in spec.layers:
+                tensor = self.session.buffer(spec.name, layer)
+                if spec.paged:
+                    tensor[self.pages[slot]] = tensor[self.pages[0]]
+        for tensor in self._slot_state():
+            tensor[slot] = tensor[0]
+
+    def _queries(self) -> list[Tensor]:
+        found = self.session.buffers.get("previous_query", [])
+        return [tensor[: self.work.batch].clone() for tensor in found if tensor is not None]
+
+    def _device_bytes(self) -> int:
+        hosted = set(self.session.offload.tiers) if self.session.offload else set()
+        total = self.session.offload.device_bytes() if self.session.offload else 0
+        for name, tensors in self.session.buffers.items():
+            total += sum(x.nbytes for layer, x in enumerate(tensors) if x is not None and not (name in ("keys", "values") and layer in hosted))
+        return total
+
+    def _traffic(self, moved: tuple[int, int], steps: int, median_us: float) -> dict[str, Any]:
+        store, plan = self._store(), self.session.plan
+        front, ahead = (now - before for now, before in zip(store.moved_pages(), moved, strict=True))
+        rows = steps * self.work.batch * plan.num_kv_heads * len(store.tiers)
+        page = store.shape.page_bytes // plan.num_kv_heads
+        return {
+            "pages_in_front": round(front / rows, 2), "pages_ahead": round(ahead / rows, 2), "host_kv_bytes": store.host_bytes(),
+            "frames_bytes": store.device_bytes(), "recall_GBps": round((front + ahead) / steps * page / median_us / 1e3, 1),
+        }  # fmt: skip
+
+    def _store(self) -> Offload:
+        assert self.session.offload is not None
+        return self.session.offload
+
+
+def arrange(session: Session, order: str) -> None:
+    """Lay the host's pages out anew in the same memory, "heads" or "tokens" first."""
+    store = session.offload
+    assert store is not None
+    for layer, tier in store.tiers.items():
+        pages, heads, parts, tokens, dim = tier.host.shape
+        content = tier.host.clone()
+        flat = torch.as_strided(tier.host, (tier.host.numel(),), (1,))
+        tier.host = flat.view(pages, heads, parts, tokens, dim) if order == "heads" else _tokens_first(flat, tier.host.shape)
+        tier.host.copy_(content)
+        for part, name in enumerate(("keys", "values")):
+            session.buffers[name][layer] = tier.host[:, :, part]
+
+
+def _tokens_first(flat: Tensor, shape: torch.Size) -> Tensor:
+    pages, heads, parts, tokens, dim = shape
+    return flat.view(pages, parts, tokens, heads, dim).permute(0, 3, 1, 2, 4)
+
+
+def calibrate(load: Load, wanted: float, how: Recall, runs: int = 9) -> float:
+    """Return the drift at which consecutive steps' selections differ by `wanted` pages a KV head, or the nearest that bisection finds."""
+    begun, found, low, high = load.saved(), [], 0.0, 1.0
+    for _ in range(runs):
+        drift = (low + high) / 2
+        load.calm(drift)
+        load.restore(begun, how)
+        pages = load.run(how)["pages_in_front"]
+        found.append((abs(pages - wanted), drift))
+        if abs(pages - wanted) <= 0.05 * wanted:
+            break
+        low, high = (drift, high) if pages < wanted else (low, drift)
+    load.restore(begun, how)
+    return min(found)[1]
+
+
+def weights_bytes(engine: Engine) -> int:
+    """Return the bytes of all weights of an engine."""
+    return sum(torch.Size(one.shape).numel() for one in engine.manifest.weights) * DTYPE_BYTES[engine.manifest.model.dtype]
+
+
+def _cosine(before: list[Tensor], after: list[Tensor]) -> list[float]:
+    """Return the mean cosine of two lists of queries [B, Hq, D], over all of them; nothing where there are none."""
+    if not before:
+        return []
+    means = [torch.cosine_similarity(x.float(), y.float(), dim=-1).mean() for x, y in zip(before, after, strict=True)]
+    return [float(torch.stack(means).mean())]

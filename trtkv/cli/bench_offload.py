@@ -1,0 +1,126 @@
+"""`trtkv bench step --offload` and `trtkv bench kernel --op recall`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtkv.cli.output import notes, print_json, print_table, progress
+from trtkv.cli.values import words_of
+from trtkv.errors import ConfigError, TrtkvError, UnknownName
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+    from trtkv.bench.recall import Cell
+
+COLUMNS = {
+    "policy": "policy", "batch": "batch", "context": "context", "recall": "recall", "status": "status", "ttft_ms": "TTFT ms",
+    "itl_p50_ms": "ITL p50 ms", "itl_p90_ms": "p90", "itl_p99_ms": "p99", "x_resident": "x resident", "pages_in_front": "pages in front",
+    "pages_ahead": "ahead", "recall_GBps": "GB/s", "bus_GBps": "bus", "query_cosine": "cosine", "device_kv_bytes": "KV on device",
+    "host_kv_bytes": "on host", "kv_peak_bytes": "peak beside weights",
+}  # fmt: skip
+
+
+def ways_of(recall: str | None) -> tuple[str, ...]:
+    """Return the ways of recall that were typed, in the order in which they are compared; all of them by default."""
+    from trtkv.bench.recall import WAYS
+
+    names = list(WAYS) if recall is None else words_of("recall", recall)
+    for name in names:
+        if name not in WAYS:
+            raise UnknownName("recall", name, WAYS)
+    return tuple(name for name in WAYS if name in names)
+
+
+def compare_tiers(cells: list[Cell], device: torch.device, output: Path | None, timeline: Path | None, json: bool) -> None:
+    """Measure offloaded engines, see `trtkv.bench.recall`, and draw a step of each way of recall."""
+    from trtkv.bench.recall import run_cells
+    from trtkv.bench.timeline import Timeline, write
+    from trtkv.cli.bench_engine import rows_of
+
+    for cell in cells:
+        _check(cell)
+    traced: list[Timeline] | None = None
+    if timeline is not None:
+        _check_timeline(timeline, cells, device)
+        traced = []
+    with progress("bench") as report:
+        records = _kept(run_cells(cells, device, report, traced), output, json)
+    if timeline is not None and traced:
+        write(traced, timeline)
+    if not json:
+        print_table(*rows_of(records, COLUMNS))
+    if any(record["status"] == "wrong" for record in records):
+        raise TrtkvError("some rows gave other logits than the engine whose pages stay on the device", "Report it with the output of trtkv doctor.")
+
+
+def measure_recall(
+    geometries: list[str], batches: list[int], pages: list[int], order: str, sets: list[str], dtype: str | None, device: torch.device, runs: int,
+    output: Path | None, json: bool,
+) -> None:  # fmt: skip
+    """Time launches that bring pages back from host memory; see `trtkv.bench.pinned`."""
+    from trtkv.bench import pinned, report
+    from trtkv.bench.cases import find_geometry
+
+    kind = dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    shapes = {name: find_geometry(name, kind) for name in geometries}
+    orders, page = words_of("order", order), _page(sets)
+    cases = [pinned.RecallCase(name, shape, b, page, n, one) for name, shape in shapes.items() for b in batches for one in orders for n in pages]
+    for case in cases:
+        pinned.check_case(case)
+    with progress("bench") as show:
+        records = _kept(pinned.run_cases(cases, device, runs, show), output, json)
+    if not json:
+        columns = [name for name in pinned.COLUMNS if any(name in record for record in records)]
+        print_table([name.replace("_", " ") for name in columns], [[report.cell(record.get(name), "-") for name in columns] for record in records])
+        if device.type != "cuda":
+            notes.print("No GPU was used: pages were copied by torch within one memory.", markup=False)
+    if any(record["status"] != "ok" for record in records):
+        raise TrtkvError("some rows brought wrong pages and have no times", "Report this with the output of trtkv doctor.")
+
+
+def _check(cell: Cell) -> None:
+    if not 0 < cell.drift <= 1:
+        raise ConfigError(f"drift {cell.drift} is outside 0 to 1", "Give a share such as 0.3.")
+    if cell.miss_pages is not None and cell.miss_pages <= 0:
+        raise ConfigError(f"miss-pages {cell.miss_pages} is not above 0", "Give pages a KV head and step, such as 10.")
+    if cell.miss_pages is not None and cell.weights != "random":
+        raise ConfigError("--miss-pages changes embeddings, and these weights are a checkpoint's", "Add --weights random, or leave --miss-pages out.")
+
+
+def _check_timeline(file: Path, cells: list[Cell], device: torch.device) -> None:
+    """Refuse before anything is measured."""
+    if len(cells) != 1:
+        raise ConfigError(f"--timeline draws one load, and these are {len(cells)}", "Give one --policy, --context and --batch.")
+    if file.suffix == ".json":
+        raise ConfigError(f"the timeline '{file}' is to be a picture", "Give a file such as step.png: its events are written to step.json.")
+    if device.type != "cuda":
+        raise ConfigError("--timeline traces kernels, and no GPU is used", "Run it on a machine with a GPU.")
+
+
+def _page(sets: list[str]) -> int:
+    """Return the tokens of a page that --set names, 32 by default."""
+    page = "32"
+    for item in sets:
+        field, _, value = item.partition("=")
+        if field.strip() != "retrieve.page" or not value.strip().isdecimal():
+            raise ConfigError(f"--set '{item}' means nothing to --op recall", "Leave it out, or give tokens of a page, such as retrieve.page=16.")
+        page = value
+    return int(page)
+
+
+def _kept(measured: Iterable[dict[str, Any]], output: Path | None, json: bool) -> list[dict[str, Any]]:
+    """Append and print every record as soon as it is there."""
+    from trtkv.bench.records import append_records
+
+    records = []
+    for record in measured:
+        records.append(record)
+        if output:
+            append_records(output, [record])
+        if json:
+            print_json(record)
+    return records
