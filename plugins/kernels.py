@@ -13,6 +13,7 @@ from trtkv.plugins.kv_append import specs as append
 from trtkv.plugins.kv_attend import specs as attend
 from trtkv.plugins.kv_recall import specs as recall
 from trtkv.plugins.kv_select import specs as select
+from trtkv.plugins.linear import specs as linear
 from trtkv.plugins.sampling import launch as sampling
 from trtkv.plugins.support import why_torch
 
@@ -25,14 +26,17 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
 
     Afterwards no step compiles or loads one. Raises as `store.load` does.
     """
-    if why_torch(plan) is None and int(arch) >= LEAST_CAPABILITY:
+    if int(arch) < LEAST_CAPABILITY:
+        return
+    if why_torch(plan) is None:
         for op in (append, encoded) if find_format(plan) else (append, select, attend, recall, compaction):
             op.request(plan, model, limits, arch)
         sampling.request(model.vocab_size, arch)
+    linear.request(model, limits, arch)
 
 
 def kernels_for(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> list[Spec]:
-    """List every kernel that an engine may launch on GPUs of a compute capability; none where its ops run in torch. Needs no GPU."""
+    """List every kernel that an engine may launch on GPUs of a compute capability; few where its ops over the cache run in torch. Needs no GPU."""
     with store.listing() as asked:
         request(plan, model, limits, arch)
     return list(asked)

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.tiny import SHAPE
+from tests.tiny import SHAPE, make_rig, make_tiny
 from trtkv.config import Limits, ModelConfig
 from trtkv.errors import BuildError, EngineError
 from trtkv.plugins._device import nvrtc, store, triton_aot
@@ -20,8 +21,10 @@ from trtkv.plugins._device.nvrtc import CudaSpec, Int, Pointer
 from trtkv.plugins._device.spec import Binary, Spec, shared_limit
 from trtkv.plugins._device.triton_aot import TritonSpec
 from trtkv.plugins.kernels import kernels_for
+from trtkv.plugins.linear import launch as linear
 from trtkv.policies.registry import parse_policy
 from trtkv.presets import policy_presets
+from trtkv.runtime import fused
 
 needs_compilers = pytest.mark.skipif(nvrtc.missing() is not None or triton_aot.missing() is not None, reason="needs NVRTC and Triton")
 LIMITS = Limits(max_seq_len=65536, max_batch_size=2, max_chunk_tokens=256)
@@ -132,8 +135,24 @@ def test_below_sm_90_nothing_asks_for_clusters_and_nothing_overlaps() -> None:
         ("fier", model(), "75"),
     ],
 )
-def test_where_ops_run_in_torch_there_is_nothing_to_compile(policy: str, config: ModelConfig, sm: str) -> None:
-    assert specs(policy, sm, config) == []
+def test_where_ops_run_in_torch_only_products_are_compiled(policy: str, config: ModelConfig, sm: str) -> None:
+    products = {"gemv", "rms_norm"} if sm != "75" and config.dtype != "float32" else set()
+    assert {spec.entry for spec in specs(policy, sm, config)} == products
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_every_product_that_an_executor_prepares_is_listed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = []
+    monkeypatch.setattr(fused, "prepare", lambda weight, tokens, **form: prepared.append((weight, tokens, form)))
+    tiny = make_tiny(kind, tmp_path / "tiny", vocab_size=264, tokenizer=False)
+    make_rig(tiny, "full", tmp_path)
+    config = tiny.config.model_copy(update={"dtype": "bfloat16"})
+    with store.listing() as asked:
+        for weight, tokens, form in prepared:
+            width, inner = sum(len(part) for part in weight.parts), weight.parts[0].shape[1]
+            linear.request(width // 2 if form["gated"] else width, inner, torch.bfloat16, tokens, "90", **form)
+    listed = kernels_for(parse_policy("full").plan(config), config, Limits(max_seq_len=512, max_batch_size=4), "90")
+    assert len(asked) > 4 and {spec.name for spec in asked} <= {spec.name for spec in listed}
 
 
 def test_a_list_has_no_kernel_twice_and_follows_the_batch() -> None:
