@@ -88,7 +88,8 @@ def _keep_values(
     code = code << (d // 8 % each * BITS)[None, :]
     packed = tl.sum(tl.reshape(code, [T, BLOCK_D // 8 // each, each, 8]), 2)
     n, gid = tl.arange(0, BLOCK_D // 8 // each)[None, :, None], tl.arange(0, 8)[None, None, :]
-    byte = side[:, None, None] * (D // 8 // each) + n
+    # Not side * share + n: for odd shares the compiler takes half of that for the sum of both halves.
+    byte = tl.where(side[:, None, None] > 0, n + D // 8 // each, n)
     lane = gid * 4 + tig[:, None, None]
     to = (row // 16 * (2 * D * BITS))[:, None, None] + _word_at(byte // 2, lane, D, BITS) * 4 + half[:, None, None] * 2 + byte % 2
     tl.store(codes + to, packed.to(tl.uint8), wanted[:, None, None] & (n < D // 8 // each) & (gid >= 0))

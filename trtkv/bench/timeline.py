@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtkv.bench.load import kind_of
+from trtkv.bench.split import kind_of
 from trtkv.bench.report import save
 from trtkv.errors import ConfigError
 
