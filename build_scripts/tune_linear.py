@@ -25,9 +25,9 @@ from trtkv.config import ModelConfig
 from trtkv.plugins._device import store
 from trtkv.plugins.linear import launch
 from trtkv.plugins.linear.launch import Form, Norm, Ring
+from trtkv.plugins.linear.specs import Shape, products
 
 RUNS, DTYPE = 7, torch.bfloat16
-Shape = tuple[int, int, bool, bool]  # width, inner size, gated, normed
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,6 @@ class Chain:
     scale: torch.Tensor
     sums: list[torch.Tensor]
     outs: dict[str, torch.Tensor]
-
-
-def shapes_of(model: ModelConfig) -> dict[str, Shape]:
-    """Return the products of a layer and the head."""
-    hidden, q_size = model.hidden_size, model.num_q_heads * model.head_dim
-    return {
-        "qkv": (model.qkv_size, hidden, False, True), "o": (hidden, q_size, False, False), "gate_up": (model.intermediate_size, hidden, True, True),
-        "down": (hidden, model.intermediate_size, False, False), "head": (model.vocab_size, hidden, False, True),
-    }  # fmt: skip
 
 
 def candidates(shape: Shape) -> list[Form | Ring]:
@@ -70,7 +61,7 @@ def candidates(shape: Shape) -> list[Form | Ring]:
 
 def make_chain(model: ModelConfig, tokens: int, layers: int, device: torch.device) -> Chain:
     """Draw weights."""
-    shapes = shapes_of(model)
+    shapes = products(model)
     draw = lambda width, inner, gated, normed: torch.randn(width * (1 + gated), inner, device=device, dtype=DTYPE).mul_(inner**-0.5)  # noqa: E731
     weights = [{name: draw(*shapes[name]) for name in shapes if name != "head"} for _ in range(layers)]
     outs = {name: torch.zeros(tokens, shape[0], device=device, dtype=DTYPE) for name, shape in shapes.items()}
@@ -128,7 +119,7 @@ def tune(chain: Chain, device: torch.device) -> tuple[dict[str, Form | Ring | No
 def compile_all(model: ModelConfig, tokens: int, arch: str) -> None:
     """Compile what `tune` would launch."""
     with store.listing() as asked:
-        for width, inner, gated, normed in shapes_of(model).values():
+        for width, inner, gated, normed in products(model).values():
             for form in (launch.form_of(width, inner, gated), *candidates((width, inner, gated, normed))):
                 launch.gemv_kernel(form, inner, tokens, gated, normed, False, arch)
     with tempfile.TemporaryDirectory() as stage:

@@ -1,0 +1,25 @@
+"""The products of a decoder that run as kernels for few tokens."""
+
+from __future__ import annotations
+
+from trtkv.config import Limits, ModelConfig
+from trtkv.plan import CachePlan
+from trtkv.plugins.dtypes import TORCH_DTYPES
+from trtkv.plugins.linear import launch
+
+Shape = tuple[int, int, bool, bool]  # width, inner size, gated, with the norm in front of it
+
+
+def products(model: ModelConfig) -> dict[str, Shape]:
+    """Return the products of a layer in their order, and the head, as the executor joins them with what stands around them."""
+    hidden, q_size = model.hidden_size, model.num_q_heads * model.head_dim
+    return {
+        "qkv": (model.qkv_size, hidden, False, True), "o": (hidden, q_size, False, False), "gate_up": (model.intermediate_size, hidden, True, True),
+        "down": (hidden, model.intermediate_size, False, False), "head": (model.vocab_size, hidden, False, True),
+    }  # fmt: skip
+
+
+def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> None:
+    """Load the kernels of every product and of the norm for a compute capability."""
+    for width, inner, gated, normed in products(model).values():
+        launch.request(width, inner, TORCH_DTYPES[model.dtype], limits.max_batch_size, arch, gated=gated, normed=normed)
