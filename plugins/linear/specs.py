@@ -1,4 +1,4 @@
-"""The products of few tokens that an engine's steps run."""
+"""The products of a decoder that run as kernels for few tokens."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ from trtkv.config import Limits, ModelConfig
 from trtkv.plugins.dtypes import TORCH_DTYPES
 from trtkv.plugins.linear import launch
 
-PARTS = (1, 2, 4, 8)  # processes that may share a model's matrices
+Shape = tuple[int, int, bool, bool]  # width, inner size, gated, with the norm in front of it
+
+
+def products(model: ModelConfig) -> dict[str, Shape]:
+    """Return the products of a layer in their order, and the head, as the executor joins them with what stands around them."""
+    hidden, q_size = model.hidden_size, model.num_q_heads * model.head_dim
+    return {
+        "qkv": (model.qkv_size, hidden, False, True), "o": (hidden, q_size, False, False), "gate_up": (model.intermediate_size, hidden, True, True),
+        "down": (hidden, model.intermediate_size, False, False), "head": (model.vocab_size, hidden, False, True),
+    }  # fmt: skip
 
 
 def request(model: ModelConfig, limits: Limits, arch: str) -> None:
-    """Load the kernels of every matrix of a decoder layer and of the head, whole or shared by parts; raises as `store.load` does."""
-    hidden, attended, inner = model.hidden_size, model.num_q_heads * model.head_dim, model.intermediate_size
-    dtype, tokens = TORCH_DTYPES[model.dtype], limits.max_batch_size
-    for parts in PARTS:
-        for width in (model.qkv_size // parts, model.vocab_size // parts):
-            launch.request(width, hidden, dtype, tokens, arch, normed=True)
-        launch.request(inner // parts, hidden, dtype, tokens, arch, gated=True, normed=True)
-        for source in (attended // parts, inner // parts):
-            launch.request(hidden, source, dtype, tokens, arch)
+    """Load the kernels of every product and of the norm for a compute capability; parts of a model load their own when they are opened."""
+    for width, inner, gated, normed in products(model).values():
+        launch.request(width, inner, TORCH_DTYPES[model.dtype], limits.max_batch_size, arch, gated=gated, normed=normed)

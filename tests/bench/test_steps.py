@@ -12,7 +12,12 @@ from tests.tiny import TinyModel
 from trtkv.bench import load
 from trtkv.bench.serving import Traffic, make_requests, percentile
 from trtkv.bench.split import weight_bytes
+from trtkv.config import Limits
 from trtkv.manifest import read_manifest
+from trtkv.plugins._device import nvrtc, store
+from trtkv.plugins.linear import specs as linear
+
+LIMITS = Limits(max_seq_len=200, max_batch_size=1, max_chunk_tokens=64)
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +73,18 @@ def test_long_caches_are_filled_with_the_pages_of_a_short_prompt(
     assert full["kv_bytes"] == 2 * 295 * 2 * 2 * 16 * 3 * 4
     assert fier["tokens_read_per_step"] == pytest.approx((2 * 295 + 64) / 3, abs=0.1)
     assert full["command"].endswith("--fill direct --chunk 2048 --steps 2")
+
+
+@pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
+def test_kernels_are_compiled_beforehand(tiny_llama: TinyModel, tmp_path: Path, capsys: Capture) -> None:
+    words = ("--policy", "full", "--context", "200", "--dtype", "bfloat16", "--compile-for")
+    printed(capsys, "bench", "step", "--model", tiny_llama.path, *words, 90)
+    folder = tmp_path / "home" / "kernels" / "sm_90"
+    compiled = {file.name for file in folder.glob("*.cubin")}
+    with store.listing() as asked:
+        linear.request(tiny_llama.config.model_copy(update={"dtype": "bfloat16"}), LIMITS, "90")
+    assert compiled == {spec.name for spec in asked} and len(compiled) > 2  # this model's heads are too narrow for other kernels
+    assert "unknown compile-for '91'" in complaint(capsys, "bench", "step", "--model", tiny_llama.path, *words, 91)
 
 
 def test_weights_that_are_only_looked_up_are_not_read(engines: list[Path]) -> None:

@@ -28,20 +28,24 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         monkeypatch.setattr(module, "arch", lambda: "90")
 
 
+FORMS = {"chosen": None, "form": launch.Form(4, 2, 2, 6), "ring": launch.Ring(3, 2, 1), "long ring": launch.Ring(8, 4, 2)}
+
+
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize(("tokens", "gated", "normed"), [(1, False, False), (1, True, True), (2, False, True)])
-def test_products(tokens: int, gated: bool, normed: bool, dtype: torch.dtype) -> None:
+def test_products(tokens: int, gated: bool, normed: bool, form: launch.Form | launch.Ring | None, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(tokens)
     width, inner = 24, 2056
     rows = 2 * width if gated else width
     x, more, matrix, bias = (torch.randn(size, generator=generator) for size in ((tokens, inner), (tokens, inner), (rows, inner), (width,)))
     x, more, matrix, bias = x.to(dtype), more.to(dtype), (matrix / inner**0.5).to(dtype), bias.to(dtype)
     scale, out, total = torch.rand(inner, generator=generator).to(dtype), torch.zeros(tokens, width, dtype=dtype), torch.zeros_like(x)
-    launch.gemv(x, matrix, None if gated else bias, out, gated=gated, norm=launch.Norm(scale, 1e-6, more, total) if normed else None)
+    launch.gemv(x, matrix, None if gated else bias, out, gated=gated, norm=launch.Norm(scale, 1e-6, more, total) if normed else None, form=form)
     given, plain = x.double(), x
     if normed:
         assert torch.equal(total, x + more)

@@ -9,6 +9,7 @@ import torch
 from trtkv.bench.profile import Span, own_times
 from trtkv.config import DTYPE_BYTES
 from trtkv.manifest import Manifest
+from trtkv.plugins.linear.specs import products
 from trtkv.runtime.loading import Engine
 
 KINDS = {  # what a kernel's time is spent on, by words of its name; the first that fits. Eviction and encoding count as appending.
@@ -21,7 +22,7 @@ KINDS = {  # what a kernel's time is spent on, by words of its name; the first t
     "sampling": ("sample", "fetch", "feed"),
 }
 PARTS = (*KINDS, "rest")
-PRODUCTS = ("qkv", "o", "gate_up", "down")  # of a layer, in their order; the head comes last
+PRODUCTS = ("qkv", "o", "gate_up", "down")  # of a layer, in the order of `linear.specs.products`; the head comes last
 
 
 def kind_of(kernel: str) -> str:
@@ -36,12 +37,12 @@ def split_step(spans: Sequence[Span], steps: int, num_layers: int) -> dict[str, 
     """Return the microseconds of a step by part, and by product where each is one kernel, from the spans of so many steps."""
     times = [(kind_of(name), took) for name, took in own_times(spans)]
     found = {f"{part}_us": sum(took for kind, took in times if kind == part) / steps for part in PARTS}
-    products = [took for kind, took in times if kind == "weights"]
+    single = [took for kind, took in times if kind == "weights"]
     a_step = len(PRODUCTS) * num_layers + 1
-    if len(products) == steps * a_step:
-        found["head_us"] = sum(products[a_step - 1 :: a_step]) / steps
-        del products[a_step - 1 :: a_step]
-        found |= {f"{name}_us": sum(products[index :: len(PRODUCTS)]) / steps for index, name in enumerate(PRODUCTS)}
+    if len(single) == steps * a_step:
+        found["head_us"] = sum(single[a_step - 1 :: a_step]) / steps
+        del single[a_step - 1 :: a_step]
+        found |= {f"{name}_us": sum(single[index :: len(PRODUCTS)]) / steps for index, name in enumerate(PRODUCTS)}
     return {name: round(took, 1) for name, took in found.items()}
 
 
@@ -60,12 +61,8 @@ def least_times(engine: Engine, bandwidth: float) -> dict[str, float]:
         "append": tokens * (model.qkv_size + q_size + 2 * kv_size) * size,
         "norms": 2 * 4 * tokens * model.hidden_size * size, "sampling": 4 * batch * model.vocab_size,
     }  # fmt: skip
-    products = {
-        "qkv": model.qkv_size * model.hidden_size, "o": q_size * model.hidden_size, "gate_up": 2 * model.intermediate_size * model.hidden_size,
-        "down": model.intermediate_size * model.hidden_size,
-    }  # fmt: skip
-    parts |= {name: model.num_layers * numbers * size for name, numbers in products.items()}
-    parts["head"] = model.vocab_size * model.hidden_size * size
+    for name, (width, inner, gated, _) in products(model).items():
+        parts[name] = (1 if name == "head" else model.num_layers) * (1 + gated) * width * inner * size
     return {f"{name}_least_us": round(moved / bandwidth * 1e6, 1) for name, moved in parts.items()}
 
 

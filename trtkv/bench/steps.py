@@ -17,8 +17,13 @@ from trtkv.bench.load import Load, Work
 from trtkv.bench.records import make_record
 from trtkv.bench.split import kv_bytes_read, largest_gap, least_times, weight_bytes
 from trtkv.bench.timing import Times, copy_bandwidth
+from trtkv.builder.kernels import write_kernels
 from trtkv.checkpoint.find import resolve_model
+from trtkv.config import Limits
 from trtkv.errors import CapacityError
+from trtkv.plugins._device import store
+from trtkv.plugins.kernels import request
+from trtkv.policies.registry import parse_policy
 from trtkv.runtime.loading import Engine, Options, open_engine
 
 Report = Callable[[str, float], None]
@@ -64,6 +69,23 @@ def run_cells(cells: Sequence[Cell], device: torch.device, report: Report = lamb
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
+
+
+def compile_cells(cells: Sequence[Cell], sm: str, report: Report = lambda stage, fraction: None) -> int:
+    """Compile the kernels that cells would load on a GPU of a compute capability into the user's folder; returns how many there are.
+
+    Triton's own norms and activations are left out: Triton compiles them when they are first called.
+    """
+    with store.listing() as asked:
+        for cell in cells:
+            model = resolve_model(cell.model).config
+            model = model if cell.dtype is None else model.model_copy(update={"dtype": cell.dtype})
+            limits = Limits(max_seq_len=cell.context, max_batch_size=cell.batch, max_chunk_tokens=max(cell.chunk, cell.batch))
+            plan = parse_policy(cell.policy, budget=cell.budget, sets=cell.sets).plan(model)
+            request(plan, model, limits, sm)
+    with tempfile.TemporaryDirectory(prefix="trtkv-bench-") as folder:
+        write_kernels(list(asked), Path(folder), report)
+    return len(asked)
 
 
 @torch.inference_mode()

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtkv.bench.split import kind_of
 from trtkv.bench.report import save
+from trtkv.bench.split import kind_of
 from trtkv.errors import ConfigError
 
 COPIES = ("memcpy htod", "memcpy dtoh")

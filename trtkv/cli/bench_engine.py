@@ -46,6 +46,7 @@ def step(
     miss_pages: float | None = None,
     timeline: Path | None = None,
     device: str = "auto",
+    compile_for: str | None = None,
     output: Path | None = None,
     plot: Path | None = None,
     json: bool = False,
@@ -70,6 +71,7 @@ def step(
         miss_pages: Instead of --drift, the pages that every KV head misses in a step, for which a drift is looked for.
         timeline: With --offload, draw when a step of each way computes and when pages move; the events go to the same name with .json.
         device: auto, cpu, cuda or cuda:N.
+        compile_for: Measure nothing, only compile the kernels of these rows for a compute capability such as 90, so that no row has to.
         output: File of JSON lines to which the records are appended.
         plot: Draw tokens a second against context into this file.
         json: Print one JSON object a row instead of a table.
@@ -100,6 +102,9 @@ def step(
         raise ConfigError("batch 0 is below 1", "Give one sequence or more.")
     options = {name: _options(name, budget, settings or []) for name in names}
     cells = [Cell(model, name, *options[name], c, b, weights, dtype, chunk, steps, fill) for b, c in grid for name in names]
+    if compile_for is not None:
+        _compile(cells, compile_for)
+        return
     records: list[dict[str, Any]] = []
     with progress("bench") as report:
         for record in run_cells(cells, find_device(device), report):
@@ -118,6 +123,17 @@ def step(
                 notes.print(f"{record['policy']} {record['batch']} x {record['context']}: {record['reason']}", markup=False)
     if any(record["status"] == "wrong" for record in records):
         raise TrtkvError("some rows gave logits that are not finite and have no times", "Report this with the output of trtkv doctor.")
+
+
+def _compile(cells: list[Any], sm: str) -> None:
+    from trtkv.bench.steps import compile_cells
+    from trtkv.plugins._device import nvrtc, store
+
+    if sm not in nvrtc.architectures():
+        raise UnknownName("compile-for", sm, tuple(nvrtc.architectures()))
+    with progress("compile") as report:
+        count = compile_cells(cells, sm, report)
+    notes.print(f"{count} kernels for sm_{sm} lie in {store.user_folder()}", markup=False)
 
 
 def serve(
