@@ -96,7 +96,7 @@ def test_launches_that_bring_pages_are_checked_and_recorded(capsys: Capture, tmp
 
 UNSAID = {
     ("--drift", "0"): "drift 0.0 is outside",
-    ("--policy", "fier"): "cannot be offloaded",
+    ("--policy", "snapkv"): "cannot be offloaded",
     ("--miss-pages", "0"): "miss-pages 0.0 is not above 0",
     ("--miss-pages", "3", "--weights", "elsewhere"): "these weights are a checkpoint's",
     ("--recall", "sideways"): "sideways",

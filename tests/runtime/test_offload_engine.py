@@ -27,11 +27,11 @@ PAGES = 12
 SETS = ("retrieve.sink=8", "retrieve.window=8")
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_llama: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["freekv", "fier"])
+def engine(request: pytest.FixtureRequest, tiny_llama: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("offload") / "engine"
     return build(
-        str(tiny_llama.path), "freekv", budget=96, sets=SETS, out=out, backend="none", max_seq_len=256, max_batch_size=4, max_chunk_tokens=48
+        str(tiny_llama.path), request.param, budget=96, sets=SETS, out=out, backend="none", max_seq_len=256, max_batch_size=4, max_chunk_tokens=48
     )
 
 
@@ -238,7 +238,7 @@ def test_an_engine_that_does_not_fit_is_told_where_its_pages_could_lie(engine: P
         LLM(engine, cache_bytes=1000, offload=True)
 
 
-def test_an_engine_whose_policy_reads_tokens_cannot_be_offloaded(tiny_llama: TinyModel, tmp_path: Path) -> None:
-    path = build(str(tiny_llama.path), "fier", budget=96, out=tmp_path / "engine", backend="none", max_seq_len=256)
+def test_an_engine_whose_policy_reads_parts_of_pages_cannot_be_offloaded(tiny_llama: TinyModel, tmp_path: Path) -> None:
+    path = build(str(tiny_llama.path), "shadowkv", out=tmp_path / "engine", backend="none", max_seq_len=256)
     with pytest.raises(ConfigError, match="cannot be offloaded"):
         LLM(path, offload=True)

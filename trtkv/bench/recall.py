@@ -178,7 +178,7 @@ class _Bench:
 def _engines(cell: Cell, path: Path) -> list[list[str]]:
     """Group the ways that one engine can take in turn; none where everything that is stored is read."""
     plan = read_manifest(path).cache
-    if not any(plan.select) and "retrieve" not in plan.roles and RESIDENT in cell.ways:
+    if not plan.roles and not any(plan.select) and RESIDENT in cell.ways:
         return []
     groups: dict[float, list[str]] = {}
     for name in (one for one in WAYS if one in cell.ways and one != RESIDENT):
