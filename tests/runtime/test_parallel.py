@@ -17,8 +17,10 @@ from tests.tiny import TinyModel, make_tiny
 from trtkv.api import build
 from trtkv.checkpoint.weights import Checkpoint
 from trtkv.config import ModelConfig
-from trtkv.errors import ConfigError, EngineError
+from trtkv.errors import CapacityError, ConfigError, EngineError
 from trtkv.graph.weights import weight_specs
+from trtkv.manifest import read_manifest
+from trtkv.plugins.kv_recall.layout import layout
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.batcher import Batcher
 from trtkv.runtime.llm import LLM
@@ -30,12 +32,15 @@ from trtkv.runtime.weights import map_weights
 from trtkv.simulation import simulate
 
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
+OFFLOADED = {"freekv": ("retrieve.budget=96", "retrieve.sink=8", "retrieve.window=8"), "fier": ("retrieve.budget=64",)}
 POLICIES = {"full": (), "fier": ("retrieve.budget=64",), "lagkv": ("evict.lag=16",), "minikv": ("evict.budget=64",)}
 
 
 def engine(model: TinyModel, policy: str, out: Path, tp: int) -> Path:
     limits = {"max_seq_len": 256, "max_batch_size": 3, "max_chunk_tokens": 64}
-    return build(str(model.path), policy, sets=POLICIES[policy], out=out / f"{policy}-{tp}", backend="none", sms=["none"], tp=tp, **limits)  # type: ignore[arg-type]
+    return build(
+        str(model.path), policy, sets={**OFFLOADED, **POLICIES}[policy], out=out / f"{policy}-{tp}", backend="none", sms=["none"], tp=tp, **limits
+    )  # type: ignore[arg-type]
 
 
 @pytest.fixture(params=POLICIES)
@@ -71,6 +76,33 @@ def test_two_parts_choose_the_same_tokens_by_themselves(tiny_llama: TinyModel, t
         answers.append([[one.token_ids for one in llm.generate(prompts, params)] for _ in range(2)])
         llm.close()
     assert answers[0] == answers[1] and answers[0][0] == answers[0][1]
+
+
+@pytest.mark.parametrize("policy", OFFLOADED)
+def test_parts_whose_pages_live_on_the_host_answer_as_those_on_the_device(policy: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
+    """Every part recalls for its own heads; one and a half sequences fit, so that some give way and come back."""
+    prompts = [[(7 * index + step) % 250 for step in range(length)] for index, length in enumerate((150, 90, 120))]
+    path, pages, answers = engine(tiny_llama, policy, tmp_path, 2), 12, []
+    plan = read_manifest(path).cache
+    on_host = {"offload": True, "host_bytes": 2 * pages * layout(plan).host_bytes(1)}
+    for where in ({"cache_bytes": pages * plan.page_bytes + 3 * plan.slot_bytes}, on_host):
+        parts = LLM(path, device="cpu", **where)  # type: ignore[arg-type]
+        try:
+            answers.append([one.token_ids for one in parts.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))])
+            assert parts.engine.pages.free == parts.engine.pages.num_pages == pages
+            assert parts.batcher.scheduler.preemptions > 0
+            store = parts.engine.session.offload
+            assert (store is None) == (where is not on_host)
+            assert store is None or 2 * store.host_bytes() == on_host["host_bytes"]
+        finally:
+            parts.close()
+    assert answers[0] == answers[1]
+
+
+def test_parts_that_have_no_room_on_the_host_say_so(tiny_llama: TinyModel, tmp_path: Path) -> None:
+    path = engine(tiny_llama, "freekv", tmp_path, 2)
+    with pytest.raises(CapacityError, match="of host memory"):
+        LLM(path, device="cpu", offload=True, host_bytes=1000)
 
 
 def test_every_weight_is_shared_out_once(tiny_llama: TinyModel) -> None:

@@ -77,11 +77,11 @@ def fitting_pages(
     wanted, slots = plan.pages(limits.max_seq_len), limits.max_batch_size
     host_page = shape.host_bytes(1)
     device_page, fixed = plan.page_bytes - host_page, slots * plan.slot_bytes + shape.device_bytes(slots)
-    host_room = int(host_available_bytes() * HOST_SHARE) if host_bytes is None else host_bytes
+    own_room = host_room() if host_bytes is None else host_bytes
     room = int(available_bytes(device) * HEADROOM) if cache_bytes is None else cache_bytes
-    if wanted * host_page > host_room:
+    if wanted * host_page > own_room:
         raise CapacityError(
-            f"a sequence of {limits.max_seq_len} tokens takes {readable(wanted * host_page)} of host memory, {readable(host_room)} may be pinned",
+            f"a sequence of {limits.max_seq_len} tokens takes {readable(wanted * host_page)} of host memory, {readable(own_room)} may be pinned",
             "Build with a lower --max-seq-len, or use a machine with more memory.",
         )
     if wanted * device_page + fixed > room:
@@ -89,7 +89,12 @@ def fitting_pages(
             f"summaries, dense layers and frames take {readable(wanted * device_page + fixed)} on {device.type}, {readable(room)} is available",
             "Build with a lower --max-seq-len or --max-batch-size, or a smaller budget.",
         )
-    return min(wanted * slots, host_room // host_page, (room - fixed) // max(1, device_page))
+    return min(wanted * slots, own_room // host_page, (room - fixed) // max(1, device_page))
+
+
+def host_room() -> int:
+    """Return the bytes of host memory that may be pinned: a share of what is free."""
+    return int(host_available_bytes() * HOST_SHARE)
 
 
 def host_available_bytes() -> int:
