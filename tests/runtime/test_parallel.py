@@ -81,14 +81,14 @@ def test_two_parts_choose_the_same_tokens_by_themselves(tiny_llama: TinyModel, t
 @pytest.mark.parametrize("policy", OFFLOADED)
 def test_parts_whose_pages_live_on_the_host_answer_as_those_on_the_device(policy: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
     """Every part recalls for its own heads; one and a half sequences fit, so that some give way and come back."""
-    prompts = [[(7 * index + step) % 250 for step in range(length)] for index, length in enumerate((150, 90, 120))]
+    prompts = [[(7 * index + step) % 250 for step in range(length)] for index, length in enumerate((150, 33, 90))]
     path, pages, answers = engine(tiny_llama, policy, tmp_path, 2), 12, []
     plan = read_manifest(path).cache
     on_host = {"offload": True, "host_bytes": 2 * pages * layout(plan).host_bytes(1)}
     for where in ({"cache_bytes": pages * plan.page_bytes + 3 * plan.slot_bytes}, on_host):
         parts = LLM(path, device="cpu", **where)  # type: ignore[arg-type]
         try:
-            answers.append([one.token_ids for one in parts.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))])
+            answers.append([one.token_ids for one in parts.generate(prompts, LONG)])
             assert parts.engine.pages.free == parts.engine.pages.num_pages == pages
             assert parts.batcher.scheduler.preemptions > 0
             store = parts.engine.session.offload
