@@ -130,6 +130,36 @@ def test_a_slot_used_again_answers_as_a_fresh_one(tiny: TinyModel, tmp_path: Pat
     assert torch.equal(generate(used, [second], 60), generate(rig(tiny, "freekv", tmp_path, Recall(), slots=1), [second], 60))
 
 
+@pytest.mark.parametrize("policy", ["freekv", "fier"])
+def test_pages_and_slots_that_change_hands_between_steps(policy: str, tiny: TinyModel, tmp_path: Path) -> None:
+    found, right = (changing_hands(rig(tiny, policy, tmp_path, how, slots=2)) for how in (Recall(), None))
+    assert torch.equal(found, right)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["freekv", "fier"])
+def test_pages_and_slots_that_change_hands_between_replays(policy: str, wide: TinyModel, tmp_path: Path) -> None:
+    found, right = (changing_hands(rig(wide, policy, tmp_path, how, slots=2, dtype="bfloat16", device="cuda")) for how in (Recall(), None))
+    assert torch.equal(found, right)
+
+
+def changing_hands(own: Rig) -> Tensor:
+    """Two sequences answer together; then two others, each in the other's slot and pages, and so on: logits [steps, 2, V]."""
+    out, texts = [], prompts(150, 61, 130, 90, 70, 140)
+    forced = torch.randint(0, 256, (3, 20, 2), generator=torch.Generator().manual_seed(3)).tolist()
+    for turn in range(3):
+        places = [(slot, own.pages(1 - slot if turn % 2 else slot), texts[2 * turn + slot]) for slot in range(2)]
+        for slot, pages, text in places:
+            own.stepper.run([StepRow(text, 0, slot, pages, (), len(text))])
+        order = places[::-1] if turn == 1 else places
+        for step, tokens in enumerate(forced[turn]):
+            rows = [
+                StepRow([token], len(text) + step, slot, pages, (0,), len(text)) for token, (slot, pages, text) in zip(tokens, order, strict=True)
+            ]
+            out.append(own.stepper.run(rows).clone())
+    return torch.stack(out)
+
+
 LIMITS = Limits(max_seq_len=512, max_batch_size=2, max_chunk_tokens=64)
 REFUSED = {"full": "every stored token", "snapkv": "evicts", "shadowkv": "other units"}
 

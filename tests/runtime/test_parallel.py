@@ -230,9 +230,19 @@ def test_two_gpus_are_as_precise_as_one(policy: str, tmp_path: Path) -> None:
     assert usual > 0 and float((two - truth).square().mean().sqrt()) <= 2 * usual
 
 
-def part_logits(directory: Path, device: str) -> torch.Tensor:
+@pytest.mark.gpu
+@needs_two
+@pytest.mark.parametrize("policy", OFFLOADED)
+def test_pages_of_two_gpus_on_the_host_answer_as_those_on_the_gpus(policy: str, tmp_path: Path) -> None:
+    model = make_tiny("llama", tmp_path / "model", dtype=torch.float16, tokenizer=False, num_attention_heads=4, head_dim=128)
+    limits = {"max_seq_len": 256, "backend": "none", "sms": ["none"], "tp": 2}
+    path = build(str(model.path), policy, sets=OFFLOADED[policy], out=tmp_path / "engine", **limits)  # type: ignore[arg-type]
+    assert torch.equal(part_logits(path, "cuda", offload=True), part_logits(path, "cuda"))
+
+
+def part_logits(directory: Path, device: str, *, offload: bool = False) -> torch.Tensor:
     """Logits [6, V] fp64 of a fixed text, one token a step behind its prompt."""
-    engine = open_parts(directory, Options(device=device, executor="torch", cache_bytes=1 << 28, dense_below=0))
+    engine = open_parts(directory, Options(device=device, executor="torch", cache_bytes=1 << 28, dense_below=0, offload=offload))
     tokens = torch.randint(0, 262, (106,), generator=torch.Generator().manual_seed(0)).tolist()
     slot, pages = engine.slots.pop(), engine.pages.take(engine.manifest.cache.pages(len(tokens)))
     rows = [StepRow(tokens[:100], 0, slot, pages, (99,), 100)] + [StepRow([tokens[at]], at, slot, pages, (0,), 100) for at in range(100, 106)]
