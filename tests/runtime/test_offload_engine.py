@@ -145,7 +145,7 @@ def test_steps_that_are_queued_ahead_answer_the_same(policy: str, tmp_path: Path
     path = build(str(model.path), policy, budget=96, sets=SETS, out=out, backend="none", sms=["none"], max_seq_len=512, max_batch_size=4)
     answers = []
     for offload, ahead in ((False, True), (True, True), (True, False)):
-        llm = LLM(path, device="cuda", offload=offload)
+        llm = LLM(path, device="cuda", dense_below=0, offload=offload)
         assert llm.engine.stepper.runs_ahead
         llm.batcher = Batcher(llm.engine, llm.tokenizer, ahead=ahead)
         answers.append([one.token_ids for one in llm.generate([prompt(60 + 70 * seed, seed) for seed in range(6)], params(90))])
