@@ -78,33 +78,6 @@ def test_two_parts_choose_the_same_tokens_by_themselves(tiny_llama: TinyModel, t
     assert answers[0] == answers[1] and answers[0][0] == answers[0][1]
 
 
-@pytest.mark.parametrize("policy", OFFLOADED)
-def test_parts_whose_pages_live_on_the_host_answer_as_those_on_the_device(policy: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
-    """Every part recalls for its own heads; one and a half sequences fit, so that some give way and come back."""
-    prompts = [[(7 * index + step) % 250 for step in range(length)] for index, length in enumerate((150, 33, 90))]
-    path, pages, answers = engine(tiny_llama, policy, tmp_path, 2), 12, []
-    plan = read_manifest(path).cache
-    on_host = {"offload": True, "host_bytes": 2 * pages * layout(plan).host_bytes(1)}
-    for where in ({"cache_bytes": pages * plan.page_bytes + 3 * plan.slot_bytes}, on_host):
-        parts = LLM(path, device="cpu", **where)  # type: ignore[arg-type]
-        try:
-            answers.append([one.token_ids for one in parts.generate(prompts, LONG)])
-            assert parts.engine.pages.free == parts.engine.pages.num_pages == pages
-            assert parts.batcher.scheduler.preemptions > 0
-            store = parts.engine.session.offload
-            assert (store is None) == (where is not on_host)
-            assert store is None or 2 * store.host_bytes() == on_host["host_bytes"]
-        finally:
-            parts.close()
-    assert answers[0] == answers[1]
-
-
-def test_parts_that_have_no_room_on_the_host_say_so(tiny_llama: TinyModel, tmp_path: Path) -> None:
-    path = engine(tiny_llama, "freekv", tmp_path, 2)
-    with pytest.raises(CapacityError, match="of host memory"):
-        LLM(path, device="cpu", offload=True, host_bytes=1000)
-
-
 def test_every_weight_is_shared_out_once(tiny_llama: TinyModel) -> None:
     specs = [{"name": one.name, "shape": one.shape, "sources": one.sources} for one in weight_specs(tiny_llama.config.part(2), 2)]
     checkpoint, cpu = Checkpoint(tiny_llama.path), torch.device("cpu")
@@ -205,6 +178,33 @@ def test_weights_that_are_missing_are_told_before_anything_runs(tiny_llama: Tiny
     path = engine(tiny_llama, "full", tmp_path, 2)
     assert "does not exist" in complaint(capsys, "run", path, "hello", "--weights", tmp_path / "nowhere", "--device", "cpu")
     assert call("run", path, "hello", "--max-tokens", 2, "--weights", "random", "--device", "cpu") == 0
+
+
+@pytest.mark.parametrize("policy", OFFLOADED)
+def test_parts_whose_pages_live_on_the_host_answer_as_those_on_the_device(policy: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
+    """Every part recalls for its own heads; one and a half sequences fit, so that some give way and come back."""
+    prompts = [[(7 * index + step) % 250 for step in range(length)] for index, length in enumerate((150, 33, 90))]
+    path, pages, answers = engine(tiny_llama, policy, tmp_path, 2), 12, []
+    plan = read_manifest(path).cache
+    on_host = {"offload": True, "host_bytes": 2 * pages * layout(plan).host_bytes(1)}
+    for where in ({"cache_bytes": pages * plan.page_bytes + 3 * plan.slot_bytes}, on_host):
+        parts = LLM(path, device="cpu", **where)  # type: ignore[arg-type]
+        try:
+            answers.append([one.token_ids for one in parts.generate(prompts, LONG)])
+            assert parts.engine.pages.free == parts.engine.pages.num_pages == pages
+            assert parts.batcher.scheduler.preemptions > 0
+            store = parts.engine.session.offload
+            assert (store is None) == (where is not on_host)
+            assert store is None or 2 * store.host_bytes() == on_host["host_bytes"]
+        finally:
+            parts.close()
+    assert answers[0] == answers[1]
+
+
+def test_parts_that_have_no_room_on_the_host_say_so(tiny_llama: TinyModel, tmp_path: Path) -> None:
+    path = engine(tiny_llama, "freekv", tmp_path, 2)
+    with pytest.raises(CapacityError, match="of host memory"):
+        LLM(path, device="cpu", offload=True, host_bytes=1000)
 
 
 # On two GPUs
