@@ -1,7 +1,8 @@
 #!/bin/sh
 # Measures engines whose pages live in host memory on this machine's GPU, appends the records to engines/results.jsonl and writes
 # docs/performance.md. Exit code 1 when a row was wrong. Parts can be run alone, in this order by default: bus (one launch that brings pages), short
-# (32k tokens, Llama), long (64k and 128k beside full), million (a million tokens; needs 64 GB of host memory), other (32k, Qwen), answer (16k).
+# (32k tokens, Llama), long (64k and 128k beside full), million (a million tokens; needs 64 GB of host memory), other (32k, Qwen), answer (16k), tokens
+# (FIER, whose selected tokens come back page by page).
 # sh build_scripts/bench_offload.sh [RESULTS [PART ...]]     TRTKV and PYTHON name the programs; TRTKV_COMMIT the commit where the package is installed.
 set -eu
 cd "$(dirname "$0")/.."
@@ -9,13 +10,13 @@ results=${1:-engines/results.jsonl}
 [ $# -eq 0 ] || shift
 trtkv=${TRTKV:-trtkv}
 failed=0
-ways="resident,ahead,in front,one batch of copies,page by page,page by page tokens first"
+ways="resident,ahead,in front,without reuse,one batch of copies,page by page,tokens first,page by page tokens first"
 recall() { $trtkv bench kernel --op recall --device cuda --dtype bfloat16 --output "$results" "$@" || failed=1; }
 step() {
   $trtkv bench step --offload --device cuda --weights random --budget 2048 --miss-pages 10 --chunk 8192 --steps 32 --output "$results" "$@" || failed=1
 }
 
-for part in ${*:-bus short long million other answer}; do
+for part in ${*:-bus short long million other answer tokens}; do
   case $part in
     bus)
       recall --geometry llama-3.1-8b --batch 1,4 --pages 64,16,10,2
@@ -26,6 +27,7 @@ for part in ${*:-bus short long million other answer}; do
     million) step --model qwen2.5-7b --policy freekv --context 1048576 --fill direct --recall ahead ;;
     other) step --model qwen2.5-7b --policy freekv --context 32768 --batch 1,4 --recall "$ways" ;;
     answer) step --model llama-3.1-8b --policy freekv --context 16384 --batch 1,4 --fill direct --recall resident,ahead ;;
+    tokens) step --model llama-3.1-8b --policy fier --context 131072 --fill direct --recall resident,ahead ;;
     *) echo "no part $part" >&2; exit 2 ;;
   esac
 done

@@ -187,6 +187,18 @@ def test_tiers_of_an_offloaded_cache_are_those_that_a_session_allocates(name: st
     assert predict(MODEL, policy, found["longest_prompt"] + 32, batch, offload=True)["device_peak_bytes"] > found["cache_room_bytes"]
 
 
-def test_a_policy_that_reads_tokens_has_no_tiers() -> None:
+def test_a_policy_that_reads_parts_of_pages_has_no_tiers() -> None:
     with pytest.raises(ConfigError, match="cannot be offloaded"):
-        predict(MODEL, parse_policy("fier"), 1000, 1, offload=True)
+        predict(MODEL, parse_policy("shadowkv"), 1000, 1, offload=True)
+
+
+def test_tokens_have_as_many_frames_as_pages_they_may_lie_in() -> None:
+    """One page a token of the budget, and never more than the longest sequence has."""
+    frames = {}
+    for context in (8192, 32768, 131072):
+        found = predict(MODEL, parse_policy("fier", sets=["retrieve.budget=512"]), context, 1, offload=True)
+        frames[context] = next(one for one in found["buffers"] if one["name"] == "frames")["shape"]
+    places = {context: int(shape.partition("= [")[2].partition(",")[0]) for context, shape in frames.items()}
+    ring = places[8192] - 8192 // 32
+    assert 2 <= ring <= 4
+    assert places == {8192: 256 + ring, 32768: 512 + ring, 131072: 512 + ring}

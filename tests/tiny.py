@@ -121,6 +121,7 @@ def make_rig(
     device: str = "cpu",
     by_definition: bool = False,
     recall: Recall | None = None,
+    length: int = 512,
 ) -> Rig:
     """Set up an executor for a tiny model under a policy."""
     from trtkv.checkpoint.weights import Checkpoint
@@ -129,15 +130,16 @@ def make_rig(
 
     config = tiny.config.model_copy(update={"dtype": dtype}) if dtype else tiny.config
     plan = (parse_policy(policy, sets=sets) if isinstance(policy, str) else policy).plan(config)
-    limits = Limits(max_seq_len=512, max_batch_size=slots, max_chunk_tokens=256)
+    limits = Limits(max_seq_len=length, max_batch_size=slots, max_chunk_tokens=256)
     decoder = build_decoder(config, plan, limits)
     graph = directory / f"{plan.hash}.onnx"
     graph.write_bytes(decoder.model.SerializeToString())
-    pages = slots * plan.pages(512)
+    pages = slots * plan.pages(length)
     lane = SideStream(torch.device(device)) if device != "cpu" else None
-    offload = Offload(plan, pages, slots, device, recall, HostPool(torch.device(device), plan.num_layers).allocate, lane) if recall else None
+    pool = HostPool(torch.device(device), plan.num_layers).allocate
+    offload = Offload(plan, pages, slots, device, recall, pool, lane, plan.pages(length)) if recall else None
     session = Session(plan, [pages] * plan.num_page_groups, slots, device, by_definition=by_definition, offload=offload)
     specs = [{"name": one.name, "shape": one.shape, "sources": one.sources} for one in decoder.weights]
     weights = map_weights(Checkpoint(tiny.path), specs, TORCH_DTYPES[config.dtype], session.device, lambda done, total: None)
     executor = TorchExecutor(graph, weights, session)
-    return Rig(Stepper(executor, session, limits, rope_table(config.rope, config.head_dim, 512)), executor, session, plan, graph)
+    return Rig(Stepper(executor, session, limits, rope_table(config.rope, config.head_dim, length)), executor, session, plan, graph)

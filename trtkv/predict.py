@@ -10,7 +10,7 @@ from trtkv.config import DTYPE_BYTES, ModelConfig
 from trtkv.errors import ConfigError
 from trtkv.footprint import DEFAULT_CHUNK, Footprint
 from trtkv.plan import BufferSpec
-from trtkv.plugins.kv_recall.layout import layout
+from trtkv.plugins.kv_recall.layout import Layout, layout
 from trtkv.plugins.support import in_torch
 from trtkv.policies.policy import Policy
 
@@ -61,7 +61,7 @@ def predict(
     }
     if offload:
         found["buffers"] = _tiered(one, context, batch_size)
-        found["host_bytes"] = layout(one.plan).host_bytes(one.plan.pages(context)) * batch_size
+        found["host_bytes"] = _layout(one, context).host_bytes(one.plan.pages(context)) * batch_size
         found["device_bytes"], found["device_peak_bytes"] = _on_device(one, context, batch_size)
     if gpu_memory is not None:
         room = parse_bytes(gpu_memory) - weights
@@ -124,7 +124,7 @@ def _on_device(one: Footprint, context: int, batch_size: int) -> tuple[int, int]
 
     On top come the keys and values of two layers at full length, the one that runs and the next, and of a layer's new tokens.
     """
-    plan, shape = one.plan, layout(one.plan)
+    plan, shape = one.plan, _layout(one, context)
     pages = plan.pages(context)
     own = plan.reserved_bytes(context) - shape.host_bytes(pages)
     steady = own * batch_size + shape.device_bytes(batch_size)
@@ -132,9 +132,14 @@ def _on_device(one: Footprint, context: int, batch_size: int) -> tuple[int, int]
     return steady, steady + (2 * pages + chunk) * shape.page_bytes
 
 
+def _layout(one: Footprint, context: int) -> Layout:
+    """Lay out the device's places of an engine whose sequences are at most so long."""
+    return layout(one.plan, longest=one.plan.pages(context))
+
+
 def _tiered(one: Footprint, context: int, batch_size: int) -> list[dict[str, Any]]:
     """List the buffers of an offloaded cache: those that keep their tokens on the device, the host's pages, and the device's places for them."""
-    plan, shape = one.plan, layout(one.plan)
+    plan, shape = one.plan, _layout(one, context)
     pages, rows = plan.pages(context) * batch_size, []
     for spec in plan.buffers:
         layers = tuple(layer for layer in spec.layers if not (spec.name in ("keys", "values") and layer in shape.layers))

@@ -12,10 +12,9 @@ from trtkv.plan import SelectPlan
 from trtkv.plugins._torch.paged import read_pages, read_rows, token_rows
 from trtkv.plugins.compaction.observe import observe
 from trtkv.plugins.face import OpConfig
-from trtkv.plugins.kv_recall.attend import chosen_pages
-from trtkv.plugins.kv_recall.attend import read_pages as recalled
+from trtkv.plugins.kv_recall.attend import read_chosen, read_whole
 from trtkv.plugins.kv_recall.chunk import read_prompt, stage_next
-from trtkv.plugins.kv_recall.op import likely_pages, recall
+from trtkv.plugins.kv_recall.op import recall_ahead
 from trtkv.plugins.rows import Row
 from trtkv.plugins.session import Session
 
@@ -72,13 +71,13 @@ def _offloaded(session: Session, layer: int, config: OpConfig, row: Row, query: 
         return attend_all(config, row, query, *read_prompt(store, layer, session.step(layer), b))
     if not store.recall.reuse:
         store.forget(layer, [row.slot])
-    keys, values, tokens = recalled(store, layer, row, chosen_pages(store, row, selection, plan, config.num_kv_heads))
-    if row.stored <= plan.budget:
-        out = attend_all(config, row, query, keys[:, : row.stored], values[:, : row.stored])
+    if selection is None or row.stored <= plan.budget:
+        out = attend_all(config, row, query, *read_whole(store, layer, row))
     else:
+        keys, values, tokens = read_chosen(store, layer, row, selection, plan)
         out = _decode(query[0], keys, values, config, _beyond(tokens, row, plan)).unsqueeze(0)
     if store.recall.ahead:
-        recall(store, layer, row, likely_pages(session, layer, config, plan, row, query[0]), row.stored + 1, ahead=True)
+        recall_ahead(session, layer, config, plan, row, query[0])
     return out
 
 

@@ -11,11 +11,22 @@ from trtkv.plugins.kv_recall.store import Offload
 from trtkv.plugins.rows import Row
 
 
-def chosen_pages(store: Offload, row: Row, selection: Tensor | None, plan: SelectPlan | None, heads: int) -> Tensor:
-    """Return the pages [Hk, n] int64 that a decoding sequence reads: of its selection [Hk, K + 1] int32, or all of them."""
-    if selection is None or plan is None or row.stored <= plan.budget:
-        return op.every_page(store, row.stored, heads)
-    return selection[:, : min(plan.width, -(-row.stored // plan.unit))].long()
+def read_whole(store: Offload, layer: int, row: Row) -> tuple[Tensor, Tensor]:
+    """Recall every page of a decoding sequence: keys and values [Hk, S, D]."""
+    keys, values, _ = read_pages(store, layer, row, op.every_page(store, row.stored, store.shape.num_kv_heads))
+    return keys[:, : row.stored], values[:, : row.stored]
+
+
+def read_chosen(store: Offload, layer: int, row: Row, selection: Tensor, plan: SelectPlan) -> tuple[Tensor, Tensor, Tensor]:
+    """Recall what a decoding sequence selects, [Hk, K + 1] int32: keys and values [Hk, n, D], and the tokens [Hk, n] int64 that they are.
+
+    Tokens behind the end, in the last page, repeat the last token.
+    """
+    units = selection[:, : min(plan.width, -(-row.stored // plan.unit))].long()
+    if plan.unit > 1:
+        return read_pages(store, layer, row, units)
+    places = op.recall_tokens(store, layer, row, units, row.stored, ahead=False)
+    return *op.read_places(store, layer, row, places, units), units
 
 
 def read_pages(store: Offload, layer: int, row: Row, pages: Tensor) -> tuple[Tensor, Tensor, Tensor]:

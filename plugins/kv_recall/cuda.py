@@ -112,7 +112,7 @@ def _decode(
     )  # fmt: skip
     if by_host:
         copy_pages(store, layer, [row for row in step.rows if row.decodes], desk.pending)
-    unit = shape.page_size
+    unit = shape.unit
     given = (query, tier.keys, tier.values, desk.rows, desk.found[4], desk.places, out)
     attend_launch.attend_list(*given, unit=unit, scale=config.scale, overlap=overlap, settled=True)
 
@@ -143,7 +143,7 @@ def _desk(session: Session, batch: int) -> Desk:
 def _furnish(session: Session, batch: int) -> Desk:
     shape, heads = _store(session).shape, session.plan.num_kv_heads
     make = lambda *size: torch.zeros(size, dtype=torch.int32, device=session.device)  # noqa: E731
-    lists = (batch, heads, shape.width + 1)
+    lists = (batch, heads, shape.entries + 1)
     return Desk(make(5, batch), make(*lists), make(batch, shape.places), make(*lists), make(batch, heads, 1 + 2 * shape.frames))
 
 

@@ -13,9 +13,10 @@ from trtkv.plugins.kv_recall.store import Tier
 from trtkv.plugins.kv_select.launch import arch, stream
 
 _SOURCE = Path(__file__).parent / "recall.cu"
-_RECALL = (Pointer,) * 13 + (Long,) * 4 + (Int,) * 7
+_RECALL = (Pointer,) * 13 + (Long,) * 4 + (Int,) * 8
 _OPEN = (Pointer,) * 8 + (Int,) * 6
 THREADS = 256
+SHARED = (64 * 1024, 96 * 1024)  # bytes of a block in which it plans; the second where the first does not do
 BUSY = 132  # blocks beyond which more of them a head gain nothing: the bus is full
 
 
@@ -23,20 +24,23 @@ def recall_pages(
     tier: Tier, shape: Layout, selection: Tensor, lens: Tensor, slots: Tensor, table: Tensor, places: Tensor | None, rows: Tensor | None, *,
     num_slots: int, ahead: bool, flush: bool, pending: Tensor | None = None, overlap: bool = False,
 ) -> None:  # fmt: skip
-    """Bring selected pages into frames: selection [B, Hk, K + 1], lens and slots [B], table [B, M] int32, as in `recall.cu`.
+    """Bring selected pages, or those of selected tokens, into frames: selection [B, Hk, K + 1], lens and slots [B], table [B, M] int32.
+
+    They are as `recall.cu` says.
 
     places [B, Hk, K + 1] and rows [B, F + R] int32 are written unless the selection is the next step's (ahead); flush writes completed pages to the
     host; pending [B, Hk, 1 + 2 F] int32 gets the copies instead of their being made.
     """
-    batch, heads, width = selection.shape[0], selection.shape[1], selection.shape[2] - 1
+    batch, heads, room = selection.shape[0], selection.shape[1], selection.shape[2] - 1
+    width = _width(shape, room)
     _, _, size, dim = tier.keys.shape
     cluster = recall_cluster(batch * heads) if int(arch()) >= 90 else 1
-    kernel = recall_kernel(dim * tier.keys.element_size(), size, cluster, arch())
+    shared = plan_bytes(shape, room)
+    kernel = recall_kernel(dim * tier.keys.element_size(), size, shape.unit, cluster, shared, arch())
     page, head, part, token, _ = (step * tier.host.element_size() for step in tier.host.stride())
     address = lambda x: 0 if x is None else x.data_ptr()  # noqa: E731
     given = (selection, lens, slots, table, tier.host, tier.keys, tier.values, tier.held, tier.stamps, tier.moved, places, rows, pending)
-    values = (*map(address, given), page, head, part, token, width, table.stride(0), shape.frames, shape.ring, num_slots, int(ahead), int(flush))
-    shared = 4 * (2 * width + 4 * shape.frames)
+    values = (*map(address, given), page, head, part, token, room, width, table.stride(0), shape.frames, shape.ring, num_slots, ahead, flush)
     kernel.launch((cluster, heads, batch), THREADS, shared, stream(), values, cluster=cluster, overlap=overlap)
 
 
@@ -51,17 +55,31 @@ def open_pages(
     kernel.launch((1, 1, 1), 32, 0, stream(), values, overlap=overlap)
 
 
+def plan_bytes(shape: Layout, room: int) -> int:
+    """Return the bytes of shared memory in which a block plans for lists of so many entries."""
+    return 4 * (2 * _width(shape, room) + 4 * shape.frames)
+
+
+def _width(shape: Layout, room: int) -> int:
+    """Return the pages in which so many entries may lie."""
+    return min(room, shape.width) if shape.unit == 1 else room
+
+
 def recall_cluster(rows: int) -> int:
     """Choose blocks a row."""
     return next((c for c in (8, 4, 2) if rows * c <= BUSY), 1)
 
 
-def recall_kernel(row_bytes: int, tokens: int, cluster: int, arch: str) -> Kernel:
-    """Load the kernel for heads of so many bytes and pages of so many tokens."""
-    defines = (f"-DCLUSTER={cluster}", f"-DROW={row_bytes}", f"-DTOKENS={tokens}")
-    return nvrtc.load(_SOURCE, "recall", _RECALL, defines, arch, 64 * 1024)
+def recall_kernel(row_bytes: int, tokens: int, unit: int, cluster: int, shared: int, arch: str) -> Kernel:
+    """Load the kernel for heads of so many bytes, pages of so many tokens and selections of tokens (unit 1) or pages."""
+    room = next(one for one in SHARED if shared <= one)
+    return nvrtc.load(_SOURCE, "recall", _RECALL, _defines(row_bytes, tokens, unit, cluster), arch, room)
 
 
 def open_kernel(row_bytes: int, tokens: int, arch: str) -> Kernel:
     """Load the kernel that looks at open pages."""
-    return nvrtc.load(_SOURCE, "open_pages", _OPEN, ("-DCLUSTER=1", f"-DROW={row_bytes}", f"-DTOKENS={tokens}"), arch, 0)
+    return nvrtc.load(_SOURCE, "open_pages", _OPEN, _defines(row_bytes, tokens, tokens, 1), arch, 0)
+
+
+def _defines(row_bytes: int, tokens: int, unit: int, cluster: int) -> tuple[str, ...]:
+    return (f"-DCLUSTER={cluster}", f"-DROW={row_bytes}", f"-DTOKENS={tokens}", f"-DUNIT={unit}")

@@ -10,6 +10,7 @@ from trtkv.errors import ConfigError
 from trtkv.plan import CachePlan, SelectPlan
 
 LEAST_RING = 2  # the page that fills up and the one before it
+MOST_PAGES = 4096  # of a selection: what a block's shared memory has room to plan for
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +18,16 @@ class Layout:
     """Places of one sequence in one offloaded layer, in pages, the same for every KV head.
 
     frames (F) hold older pages that were selected; the newest ring (R) pages, which the window always reads, lie at place page % R of a ring. A
-    selection lists at most width (K) pages. page_bytes are those of the keys and values of one page of one layer on the host.
+    selection has at most `entries` (K) entries of `unit` tokens each, pages or single tokens, which lie in at most width pages. page_bytes are those
+    of the keys and values of one page of one layer on the host.
     """
 
     layers: tuple[int, ...]
     frames: int
     ring: int
     width: int
+    entries: int
+    unit: int
     page_size: int
     page_bytes: int
     num_kv_heads: int
@@ -50,8 +54,8 @@ def why_not(plan: CachePlan) -> str | None:
         return "evicts or encodes tokens, and only plain pages move to the host"
     if not chosen:
         return "reads every stored token in every step"
-    if any(one.unit != plan.page_size for one in chosen):
-        return "selects other units than whole pages of the cache"
+    if len({one.unit for one in chosen}) > 1 or chosen[0].unit not in (1, plan.page_size):
+        return "selects other units than tokens or whole pages of the cache"
     if any(one.pooling == "none" for one in chosen):
         return "selects for every query head, and pages move for a KV head"
     if plan.num_page_groups > 1:
@@ -62,22 +66,28 @@ def why_not(plan: CachePlan) -> str | None:
     return None
 
 
-def layout(plan: CachePlan, slack: float = 0.25) -> Layout:
+def layout(plan: CachePlan, slack: float = 0.25, longest: int | None = None) -> Layout:
     """Lay out the frames of a plan; slack is the share of a selection that stays resident beyond it, for pages that come back.
 
-    Raises ConfigError where the plan's pages cannot live on the host.
+    A selection of tokens may lie in as many pages, so that there are as many frames, or `longest`, the pages of the longest sequence, where that is
+    less. Raises ConfigError where the plan's pages cannot live on the host.
     """
     problem = why_not(plan)
     if problem is not None:
-        raise ConfigError(f"policy '{plan.policy}' cannot be offloaded: it {problem}", "Leave --offload out, or choose freekv, quest or arkvale.")
+        raise ConfigError(f"policy '{plan.policy}' cannot be offloaded: it {problem}", "Leave --offload out, or choose freekv, quest or fier.")
     layers = tuple(layer for layer, one in enumerate(plan.select) if one is not None)
     chosen = [one for one in plan.select if one is not None]
-    width, size = max(one.width for one in chosen), plan.page_size
-    ring = max([LEAST_RING, *(_window_pages(one) for one in chosen)])
+    entries, size, unit = max(one.width for one in chosen), plan.page_size, chosen[0].unit
+    width = entries if unit > 1 else min(entries, longest or entries)
+    if width > MOST_PAGES:
+        problem = f"a selection of {entries} tokens may lie in {width} pages, and recall takes up to {MOST_PAGES}"
+        raise ConfigError(f"policy '{plan.policy}' cannot be offloaded: {problem}", f"Give a budget of up to {MOST_PAGES} tokens.")
+    ring = max([LEAST_RING, *(_window_pages(one, size) for one in chosen)])
     page_bytes = 2 * plan.num_kv_heads * size * plan.head_dim * DTYPE_BYTES[plan.kv_dtype]
-    return Layout(layers, width + ceil(width * slack), ring, width, size, page_bytes, plan.num_kv_heads)
+    frames = width + (ceil(width * slack) if unit > 1 else 0)
+    return Layout(layers, frames, ring, width, entries, unit, size, page_bytes, plan.num_kv_heads)
 
 
-def _window_pages(select: SelectPlan) -> int:
-    """Return the most pages that the window touches."""
-    return (select.window + select.unit - 2) // select.unit + 1
+def _window_pages(select: SelectPlan, size: int) -> int:
+    """Return the most pages of so many tokens that the window touches."""
+    return (select.window + size - 2) // size + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from trtkv.plan import SelectPlan
 from trtkv.plugins.face import OpConfig
@@ -12,6 +13,7 @@ from trtkv.plugins.kv_recall.store import Offload
 from trtkv.plugins.kv_select import indexes
 from trtkv.plugins.rows import Row
 from trtkv.plugins.selection import choose, pool, spread
+from trtkv.plugins.session import Session
 
 
 def recall(store: Offload, layer: int, row: Row, pages: Tensor, stored: int, *, ahead: bool) -> Tensor:
@@ -19,10 +21,21 @@ def recall(store: Offload, layer: int, row: Row, pages: Tensor, stored: int, *, 
 
     ahead says that they are for the next step: `stored` then counts its token too.
     """
+    return torch.tensor(_recall(store, layer, row, pages.tolist(), stored, ahead), dtype=torch.int64, device=pages.device)
+
+
+def recall_tokens(store: Offload, layer: int, row: Row, tokens: Tensor, stored: int, *, ahead: bool) -> Tensor:
+    """Bring the pages of the listed tokens [Hk, n] int64, ascending, as `recall` does, and return the places [Hk, n] int64 of the tokens' pages."""
+    named = [page.unique_consecutive(return_inverse=True) for page in tokens // store.shape.page_size]
+    places = _recall(store, layer, row, [pages.tolist() for pages, _ in named], stored, ahead)
+    return torch.stack([torch.tensor(own, dtype=torch.int64, device=tokens.device)[at] for own, (_, at) in zip(places, named, strict=True)])
+
+
+def _recall(store: Offload, layer: int, row: Row, lists: list[list[int]], stored: int, ahead: bool) -> list[list[int]]:
     tier, shape = store.tiers[layer], store.shape
     newest, clock = (stored - 1) // shape.page_size, 2 * stored - ahead
     held, stamps, places = tier.held[row.slot].tolist(), tier.stamps[row.slot].tolist(), []
-    for head, wanted in enumerate(pages.tolist()):
+    for head, wanted in enumerate(lists):
         found, copies = assign(wanted, newest, shape.ring, held[head], stamps[head], clock)
         places.append(found)
         for page, frame in copies:
@@ -31,7 +44,7 @@ def recall(store: Offload, layer: int, row: Row, pages: Tensor, stored: int, *, 
         tier.moved[int(ahead)] += len(copies)
     tier.held[row.slot] = torch.tensor(held, dtype=torch.int32, device=tier.held.device)
     tier.stamps[row.slot] = torch.tensor(stamps, dtype=torch.int32, device=tier.held.device)
-    return torch.tensor(places, dtype=torch.int64, device=tier.held.device)
+    return places
 
 
 def read_places(store: Offload, layer: int, row: Row, places: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,11 +62,18 @@ def every_page(store: Offload, stored: int, heads: int) -> Tensor:
     return torch.arange(-(-stored // store.shape.page_size), device=store.device).expand(heads, -1)
 
 
-def likely_pages(session: object, layer: int, config: OpConfig, plan: SelectPlan, row: Row, query: Tensor) -> Tensor:
-    """List the pages [Hk, n] int64 that this step's query [Hq, D] chooses for the next step, which has one token more."""
-    store: Offload = session.offload  # type: ignore[attr-defined]
-    if row.stored + 1 <= session.reads_all_up_to(layer):  # type: ignore[attr-defined]
-        return every_page(store, row.stored + 1, config.num_kv_heads)
-    scores, forced = indexes.find(plan).score(session, layer, plan, row, query)  # type: ignore[arg-type]
+def recall_ahead(session: Session, layer: int, config: OpConfig, plan: SelectPlan, row: Row, query: Tensor) -> None:
+    """Bring what this step's query [Hq, D] chooses for the next step, which has one token more."""
+    store = session.offload
+    assert store is not None
+    stored = row.stored + 1
+    if stored <= session.reads_all_up_to(layer):
+        recall(store, layer, row, every_page(store, stored, config.num_kv_heads), stored, ahead=True)
+        return
+    scores, forced = indexes.find(plan).score(session, layer, plan, row, query)
     pooled = pool(scores, config.num_kv_heads, config.scale, plan.pooling)
-    return choose(plan, pooled, row.stored + 1, spread(forced, len(pooled)))
+    # A group that the next token completes has no scores yet.
+    pooled = functional.pad(pooled, (0, max(0, stored // plan.unit - pooled.shape[1])), value=float("-inf"))
+    forced = None if forced is None else functional.pad(forced, (0, pooled.shape[1] - forced.shape[1]))
+    chosen = choose(plan, pooled, stored, spread(forced, len(pooled)))
+    (recall_tokens if store.shape.unit == 1 else recall)(store, layer, row, chosen, stored, ahead=True)

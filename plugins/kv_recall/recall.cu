@@ -1,10 +1,11 @@
 // Recall of selected pages from host memory into device frames: one thread-block cluster a sequence and KV head, planned and copied in one launch.
 //
-// Built with -DCLUSTER (1 to 16), -DROW (bytes of a key of one head) and -DTOKENS (of a page).
+// Built with -DCLUSTER (1 to 16), -DROW (bytes of a key of one head), -DTOKENS (of a page) and -DUNIT (tokens of a list entry: 1 or a page).
 //
-// Every block of a cluster plans alike: which listed pages are in a frame, which frames the others take (empty ones first, then the least recently
-// selected, then the lowest). The pages to copy are shared out over the blocks, sixteen bytes a thread and load; pinned memory answers after
+// Every block of a cluster plans alike: which listed pages are in a frame, which frames the others take (empty ones, then the least recently selected,
+// then the lowest). The pages to copy are shared out over the blocks, sixteen bytes a thread and load; pinned memory answers after
 // microseconds, so a block asks for a whole page before it stores any of it. The first block writes the new state once all have read the old one.
+// A list of tokens is one of pages, each named once; what it gets back are the places of its tokens.
 #include "common.cuh"
 
 typedef long long i64;
@@ -46,14 +47,86 @@ __device__ __forceinline__ void bring(const Host& host, int page, int head, char
   }
 }
 
-// selection [B, H, width + 1] int32: ascending pages and last their count, -1 for all of them; lens [B] stored tokens; slots [B]; table
-// [B, table_stride] pages of the host; host as its strides say; keys, values [Z (F + R), H, TOKENS, D] pools of frames and rings; held, stamps
-// [Z, H, F] int32; moved [2] counts. With ahead the selection is the next step's, which has one token more; else places [B, H, width + 1] gets the
-// places of the pages and rows [B, F + R] the row of every place. With flush a page that this step completes is written to the host. With pending
-// [B, H, 1 + 2 F] nothing is copied: it gets the number of copies and their pages and frames.
+// Numbers, over all threads of a block, those that ask: a thread's number among them, from `before` on, which grows by all of them.
+__device__ __forceinline__ int number_of_thread(bool asks, int& before, int* of_warps) {
+  const int t = threadIdx.x;
+  const u32 votes = __ballot_sync(~0u, asks);
+  if (t % 32 == 0) of_warps[t / 32] = __popc(votes);
+  __syncthreads();
+  int number = before + __popc(votes & ((1u << t % 32) - 1));
+  for (int w = 0; w < THREADS / 32; w++) {
+    if (w < t / 32) number += of_warps[w];
+    before += of_warps[w];
+  }
+  __syncthreads();
+  return number;
+}
+
+// Of page p, where in the ascending list of n wanted ones it would stand.
+__device__ __forceinline__ int find(const int* wanted, int n, int page) {
+  int low = 0, high = n;
+  while (low < high) {
+    const int middle = (low + high) >> 1;
+    if (wanted[middle] < page) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+// The sum over all threads of a block.
+__device__ __forceinline__ int sum_of_threads(int count, int* of_warps) {
+  for (int by = 16; by; by >>= 1) count += __shfl_xor_sync(~0u, count, by);
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = count;
+  __syncthreads();
+  int total = 0;
+  for (int w = 0; w < THREADS / 32; w++) total += of_warps[w];
+  __syncthreads();
+  return total;
+}
+
+// Finds the `missing` frames of least age, the lowest of equal ones: victim [missing], ascending. Frames of age HIT are in use.
+__device__ __forceinline__ void find_victims(const int* age, int frames, int missing, int* victim, int* of_warps) {
+  const int t = threadIdx.x;
+  if (frames <= THREADS) { // every frame counts those before it
+    int rank = 0;
+    const int own = t < frames ? age[t] : HIT;
+    for (int g = 0; g < frames; g++) rank += age[g] < own || (age[g] == own && g < t);
+    int taken = 0;
+    const bool take = own != HIT && rank < missing;
+    const int number = number_of_thread(take, taken, of_warps);
+    if (take) victim[number] = t;
+    __syncthreads();
+    return;
+  }
+  int low = -2, high = HIT - 4; // fewer than missing are at most low, that many or more at most high; their distance is an int
+  while (high - low > 1) {
+    const int middle = low + (high - low) / 2;
+    int count = 0;
+    for (int f = t; f < frames; f += THREADS) count += age[f] <= middle;
+    if (sum_of_threads(count, of_warps) >= missing) high = middle;
+    else low = middle;
+  }
+  int below = 0;
+  for (int f = t; f < frames; f += THREADS) below += age[f] < high;
+  int equal = sum_of_threads(below, of_warps), taken = 0; // frames of age `high` are taken until there are enough
+  for (int first = 0; first < frames; first += THREADS) {
+    const int f = first + t, own = f < frames ? age[f] : HIT;
+    const int number_equal = number_of_thread(own == high, equal, of_warps);
+    const bool take = own < high || (own == high && number_equal < missing);
+    const int number = number_of_thread(take, taken, of_warps);
+    if (take) victim[number] = f;
+  }
+  __syncthreads();
+}
+
+// selection [B, H, room + 1] int32: ascending pages (or tokens, of at most width pages) and last their count, -1 for all of them; lens [B] stored
+// tokens; slots [B]; table [B, table_stride] pages of the host; host as its strides say; keys, values [Z (F + R), H, TOKENS, D] pools of frames and
+// rings; held, stamps [Z, H, F] int32; moved [2] counts. With ahead the selection is the next step's, which has one token more; else places
+// [B, H, room + 1] gets the places of the entries and rows [B, F + R] the row of every place. With flush a page that this step completes is written to
+// the host. With pending [B, H, 1 + 2 F] nothing is copied: it gets the number of copies and their pages and frames.
 extern "C" __global__ void __launch_bounds__(THREADS) recall(const int* selection, const int* lens, const int* slots, const int* table, char* host_base,
     char* keys, char* values, int* held, int* stamps, unsigned long long* moved, int* places, int* rows, int* pending, i64 host_page, i64 host_head,
-    i64 host_part, i64 host_token, int width, int table_stride, int frames, int ring, int num_slots, int ahead, int flush) {
+    i64 host_part, i64 host_token, int room, int width, int table_stride, int frames, int ring, int num_slots, int ahead, int flush) {
   extern __shared__ __align__(16) char arena[];
   __shared__ int warp_missing[THREADS / 32];
   int *wanted = reinterpret_cast<int*>(arena), *place = wanted + width, *pages = place + width, *age = pages + frames, *victim = age + frames, *copied = victim + frames;
@@ -61,15 +134,30 @@ extern "C" __global__ void __launch_bounds__(THREADS) recall(const int* selectio
   const Host host = {host_base, host_page, host_head, host_part, host_token};
   dependency_wait();
   const int now = lens[b], stored = now + ahead, slot = slots[b], newest = (stored - 1) / TOKENS;
-  const int* list = selection + ((i64)b * heads + head) * (width + 1);
-  const int count = list[width];
+  const int* list = selection + ((i64)b * heads + head) * (room + 1);
+  const int count = list[room];
   const bool whole = count < 0;
-  const int n = min(whole ? newest + 1 : count, width), recent = newest - ring; // the last page that is not in the ring
+  const int recent = newest - ring; // the last page that is not in the ring
   const i64 state = ((i64)slot * heads + head) * frames;
+#if UNIT == TOKENS
+  const int n = min(whole ? newest + 1 : count, width);
   for (int j = t; j < n; j += THREADS) {
     const int page = whole ? j : list[j];
     wanted[j] = page, place[j] = page > recent ? frames + ring - 1 - (newest - page) : HIT;
   }
+#else
+  int n = 0;
+  for (int first = 0; first < count; first += THREADS) {
+    const int j = first + t, page = j < count ? list[j] / TOKENS : 0;
+    const bool begins = j < count && (j == 0 || list[j - 1] / TOKENS != page);
+    const int number = number_of_thread(begins, n, warp_missing);
+    if (begins && number < width) wanted[number] = page;
+  }
+  n = min(whole ? newest + 1 : n, width);
+  for (int j = t; whole && j < n; j += THREADS) wanted[j] = j;
+  __syncthreads();
+  for (int j = t; j < n; j += THREADS) place[j] = wanted[j] > recent ? frames + ring - 1 - (newest - wanted[j]) : HIT;
+#endif
   for (int f = t; f < frames; f += THREADS) {
     const int page = held[state + f];
     pages[f] = page, age[f] = page < 0 ? -1 : stamps[state + f];
@@ -78,12 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) recall(const int* selectio
   cluster_arrive(); // the old state has been read
   for (int f = t; f < frames; f += THREADS) {
     const int page = pages[f];
-    int low = 0, high = n;
-    while (low < high) {
-      const int middle = (low + high) >> 1;
-      if (wanted[middle] < page) low = middle + 1;
-      else high = middle;
-    }
+    const int low = find(wanted, n, page);
     if (page >= 0 && low < n && wanted[low] == page && page <= recent) place[low] = f, age[f] = HIT;
   }
   __syncthreads();
@@ -91,26 +174,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) recall(const int* selectio
   for (int first = 0; first < n; first += THREADS) {
     const int j = first + t;
     const bool own = j < n && place[j] == HIT;
-    const u32 votes = __ballot_sync(~0u, own);
-    if (t % 32 == 0) warp_missing[t / 32] = __popc(votes);
-    __syncthreads();
-    int before = missing;
-    for (int w = 0; w < THREADS / 32; w++) {
-      if (w < t / 32) before += warp_missing[w];
-      missing += warp_missing[w];
-    }
-    if (own) place[j] = -1 - before - __popc(votes & ((1u << t % 32) - 1));
-    __syncthreads();
+    const int number = number_of_thread(own, missing, warp_missing);
+    if (own) place[j] = -1 - number;
   }
   if (missing) {
-    for (int f = t; f < frames; f += THREADS) {
-      const int own = age[f];
-      if (own == HIT) continue;
-      int rank_of = 0;
-      for (int g = 0; g < frames; g++) rank_of += age[g] < own || (age[g] == own && g < f);
-      if (rank_of < missing) victim[rank_of] = f;
-    }
-    __syncthreads();
+    find_victims(age, frames, missing, victim, warp_missing);
     for (int j = t; j < n; j += THREADS) {
       if (place[j] < 0) {
         const int number = -1 - place[j];
@@ -145,9 +213,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) recall(const int* selectio
     for (int i = t; i < missing; i += THREADS) to[1 + 2 * i] = copied[i], to[2 + 2 * i] = victim[i];
   }
   if (ahead) return;
-  int* to = places + ((i64)b * heads + head) * (width + 1);
-  for (int j = t; j < width; j += THREADS) to[j] = j < n ? place[j] : -1;
-  if (t == 0) to[width] = whole ? -1 : n;
+  int* to = places + ((i64)b * heads + head) * (room + 1);
+#if UNIT == TOKENS
+  for (int j = t; j < room; j += THREADS) to[j] = j < n ? place[j] : -1;
+  if (t == 0) to[room] = whole ? -1 : n;
+#else
+  for (int j = t; j < room; j += THREADS) to[j] = j < count ? place[find(wanted, n, list[j] / TOKENS)] * TOKENS + list[j] % TOKENS : -1;
+  if (t == 0) to[room] = count;
+#endif
   if (head) return;
   // A sequence that is read whole has the same frames in all heads, since their lists have always been the same.
   for (int i = t; i < frames + ring; i += THREADS) {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trtkv.config import DTYPE_BYTES, Limits, ModelConfig
 from trtkv.plan import CachePlan
 from trtkv.plugins.kv_recall import launch
-from trtkv.plugins.kv_recall.layout import why_not
+from trtkv.plugins.kv_recall.layout import layout, why_not
 
 
 def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> None:
@@ -13,7 +13,9 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
     if "offload" not in plan.roles or why_not(plan) is not None:
         return
     row_bytes = plan.head_dim * DTYPE_BYTES[plan.kv_dtype]
+    shape = layout(plan, longest=plan.pages(limits.max_seq_len))
+    shared = launch.plan_bytes(shape, shape.entries)
     launch.open_kernel(row_bytes, plan.page_size, arch)
     for batch in range(1, limits.max_batch_size + 1):
         cluster = launch.recall_cluster(batch * plan.num_kv_heads) if int(arch) >= 90 else 1
-        launch.recall_kernel(row_bytes, plan.page_size, cluster, arch)
+        launch.recall_kernel(row_bytes, plan.page_size, shape.unit, cluster, shared, arch)

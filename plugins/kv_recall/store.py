@@ -77,13 +77,15 @@ class Offload:
 
     def __init__(
         self, plan: CachePlan, num_pages: int, num_slots: int, device: torch.device | str = "cpu", recall: Recall = Recall(),
-        allocate: Allocate | None = None, lane: Lane | None = None,
+        allocate: Allocate | None = None, lane: Lane | None = None, longest: int | None = None,
     ) -> None:  # fmt: skip
         """Allocate both tiers; allocate makes a layer's host pool as the device sees it, by default in plain memory of the device.
 
+        longest are the pages of the longest sequence, where that is less than all of them.
+
         Raises ConfigError where the plan's pages cannot live on the host, and what allocate raises.
         """
-        self.shape, self.recall, self.device = layout(plan, recall.slack), recall, torch.device(device)
+        self.shape, self.recall, self.device = layout(plan, recall.slack, longest or num_pages), recall, torch.device(device)
         self.num_slots, self.num_pages = num_slots, num_pages
         self.lane: Lane = lane or SameLane()
         dtype = TORCH_DTYPES[plan.kv_dtype]

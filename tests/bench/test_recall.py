@@ -9,11 +9,17 @@ import pytest
 import torch
 
 from tests.console import Capture, complaint, printed
-from tests.tiny import TinyModel
+from tests.tiny import TinyModel, make_tiny
+from trtkv.api import build
+from trtkv.bench import tiers
+from trtkv.bench.load import Work
 from trtkv.bench.recall import RESIDENT, VARIANTS, Cell, run_cells
+from trtkv.bench.tiers import Load
 from trtkv.plugins.kv_recall import op
 from trtkv.plugins.kv_recall.store import Offload
+from trtkv.plugins.kv_select import fier_layout
 from trtkv.plugins.rows import Row
+from trtkv.runtime.loading import Options, open_engine
 
 SETS = ("--set", "retrieve.sink=16", "--set", "retrieve.window=16", "--set", "retrieve.page=16", "--budget", 96)
 
@@ -76,6 +82,20 @@ def test_caches_filled_directly_answer_alike_wherever_their_pages_lie(tiny_llama
     assert json.loads(one)["check"]["compared"] == "logits of every step are finite"
 
 
+def test_one_bit_keys_of_filled_caches_lie_as_their_kernels_read_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_tiny("llama", tmp_path / "model", head_dim=64, hidden_size=384)
+    sets = ("retrieve.budget=64", "retrieve.dense_layers=0")
+    path = build(str(model.path), "fier", sets=sets, out=tmp_path / "engine", max_seq_len=256, dtype="float16", backend="none", sms=("none",))
+    load = Load(open_engine(path, Options("random", "cpu", "torch", offload=True)), Work(256, 1, 64, 8, direct=True))
+    monkeypatch.setattr(tiers, "gpu_ready", lambda device: None)
+    load.fill()
+    session, pages = load.session, load.pages[0][:6]
+    for layer in range(session.plan.num_layers):
+        words, ranges = fier_layout.pack(session.buffer("keys", layer)[pages].unflatten(2, (-1, 32)))
+        assert torch.equal(session.words(layer)[pages], words)
+        assert torch.equal(session.ranges(layer)[pages], ranges)
+
+
 def test_launches_that_bring_pages_are_checked_and_recorded(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("--op", "recall", "--geometry", "8x2x16", "--batch", "1,2", "--pages", "3,6", "--order", "heads,tokens", "--set", "retrieve.page=16")
     rows = [
@@ -96,7 +116,7 @@ def test_launches_that_bring_pages_are_checked_and_recorded(capsys: Capture, tmp
 
 UNSAID = {
     ("--drift", "0"): "drift 0.0 is outside",
-    ("--policy", "fier"): "cannot be offloaded",
+    ("--policy", "snapkv"): "cannot be offloaded",
     ("--miss-pages", "0"): "miss-pages 0.0 is not above 0",
     ("--miss-pages", "3", "--weights", "elsewhere"): "these weights are a checkpoint's",
     ("--recall", "sideways"): "sideways",

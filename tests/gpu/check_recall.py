@@ -28,8 +28,8 @@ def expect(right: bool, text: str) -> None:
         print("WRONG", text, flush=True)
 
 
-def make_plan(heads: int, dim: int, page: int, width: int, window: int) -> CachePlan:
-    select = SelectPlan(Meaning("quest", "trtkv.policies.retrieve.quest:Quest"), width * page, 0, window, page, page, "max")
+def make_plan(heads: int, dim: int, page: int, width: int, window: int, unit: int) -> CachePlan:
+    select = SelectPlan(Meaning("quest", "trtkv.policies.retrieve.quest:Quest"), width * unit, 0, window, unit, page, "max")
     return CachePlan(
         "quest", 1, 4 * heads, heads, dim, "bfloat16", page, (BufferSpec("keys", ("P", heads, page, dim), "", "bfloat16", (0,)),), (select,)
     )
@@ -38,12 +38,13 @@ def make_plan(heads: int, dim: int, page: int, width: int, window: int) -> Cache
 class Case:
     """Some sequences of an offloaded layer; lists stand for what the kernel must do."""
 
-    def __init__(self, heads: int, dim: int, page: int, width: int, window: int, lens: list[int], order: str, host: bool) -> None:
-        self.heads, self.page, self.width, self.lens = heads, page, width, lens
-        self.label = f"Hk {heads} D {dim} page {page} K {width} window {window} {order}"
+    def __init__(self, heads: int, dim: int, page: int, width: int, window: int, lens: list[int], order: str, host: bool, unit: int = 0) -> None:
+        self.heads, self.page, self.width, self.lens, self.unit = heads, page, width, lens, unit or page
+        self.budget = width * self.unit
+        self.label = f"Hk {heads} D {dim} page {page} unit {self.unit} K {width} window {window} {order}"
         self.batch, self.slots = len(lens), len(lens) + 2
         self.most = max(lens) // page + 4
-        plan = make_plan(heads, dim, page, width, window)
+        plan = make_plan(heads, dim, page, width, window, self.unit)
         recall = Recall("blocking" if host else "kernel", order=order)
         self.store = Offload(plan, self.batch * self.most + 3, self.slots, DEV, recall, HostPool(DEV, 1).allocate)
         self.tier, self.shape = self.store.tiers[0], self.store.shape
@@ -63,7 +64,7 @@ class Case:
         for b, length in enumerate(self.lens):
             stored = length + ahead
             newest = (stored - 1) // self.page
-            if stored <= self.width * self.page:
+            if stored <= self.budget:
                 chosen.append([list(range(newest + 1))] * self.heads)
                 continue
             recent = list(range(max(0, newest - self.shape.ring + 2), newest + 1))
@@ -77,20 +78,29 @@ class Case:
             chosen.append(heads)
         return chosen
 
+    def entries(self, pages: list[int], stored: int) -> list[int]:
+        """List the pages, or a token of each and others of them while there is room."""
+        if self.unit > 1:
+            return pages
+        own = [range(page * self.page, min(stored, (page + 1) * self.page)) for page in pages]
+        first = {random.choice(tokens) for tokens in own}
+        others = [token for tokens in own for token in tokens if token not in first]
+        return sorted(first | set(random.sample(others, min(len(others), self.width - len(first)))))
+
     def step(self, ahead: bool) -> None:
         """Launch once and compare."""
         lists = self.lists(ahead)
         selection = torch.full((self.batch, self.heads, self.width + 1), -1, dtype=torch.int32)
         for b, heads in enumerate(lists):
             for head, pages in enumerate(heads):
-                if self.lens[b] + ahead > self.width * self.page:
-                    selection[b, head, : len(pages)], selection[b, head, -1] = torch.tensor(pages, dtype=torch.int32), len(pages)
+                if self.lens[b] + ahead > self.budget:
+                    entries = self.entries(pages, self.lens[b] + ahead)
+                    selection[b, head, : len(entries)], selection[b, head, -1] = torch.tensor(entries, dtype=torch.int32), len(entries)
+        self.selection = selection
         lens, slots = (torch.tensor(x, dtype=torch.int32, device=DEV) for x in (self.lens, self.slot))
         before = (self.places.clone(), self.rows.clone())
         size = {"num_slots": self.slots, "ahead": ahead, "flush": True}
-        launch.open_pages(
-            self.shape, lens, slots, self.table, self.found, self.tier.keys.shape[3] * 2, num_slots=self.slots, budget=self.width * self.page
-        )
+        launch.open_pages(self.shape, lens, slots, self.table, self.found, self.tier.keys.shape[3] * 2, num_slots=self.slots, budget=self.budget)
         given = (None, None) if ahead else (self.places, self.rows)
         launch.recall_pages(self.tier, self.shape, selection.to(DEV), lens, slots, self.table, *given, **size)
         torch.cuda.synchronize()
@@ -104,7 +114,7 @@ class Case:
         """Compare what one sequence was given."""
         label, shape, slot, length = f"{self.label} sequence {b} of {self.lens[b]}", self.shape, self.slot[b], self.lens[b]
         stored = length + ahead
-        newest, whole = (stored - 1) // self.page, stored <= self.width * self.page
+        newest, whole = (stored - 1) // self.page, stored <= self.budget
         rows = self.rows[b].tolist()
         for head, pages in enumerate(lists):
             found, copies = assign(pages, newest, shape.ring, self.held[b][head], self.stamps[b][head], 2 * stored - ahead)
@@ -119,7 +129,15 @@ class Case:
                 expect(torch.equal(self.tier.values[slot * shape.frames + frames, head], host[:, 1]), f"{label}: values")
             if not ahead:
                 own = self.places[b, head].tolist()
-                expect(own[: len(found)] == found and own[-1] == (-1 if whole else len(found)), f"{label}: places")
+                if not whole and self.unit == 1:
+                    at = dict(zip(pages, found, strict=True))
+                    listed = self.selection[b, head].tolist()
+                    wanted = [at[token // self.page] * self.page + token % self.page for token in listed[: listed[-1]]]
+                    expect(own == [*wanted, *[-1] * (self.width - len(wanted)), len(wanted)], f"{label}: places of tokens")
+                elif whole and self.unit == 1:
+                    expect(own[-1] == -1, f"{label}: a list of everything")
+                else:
+                    expect(own[: len(found)] == found and own[-1] == (-1 if whole else len(found)), f"{label}: places")
                 expected = self.store.place_rows(slot, newest).tolist()
                 if whole and head == 0:
                     at = [expected[place] for place in found]
@@ -131,7 +149,7 @@ class Case:
             expect(torch.equal(self.tier.host[home, :, 0], self.tier.keys[row]), f"{label}: flushed keys")
             expect(torch.equal(self.tier.host[home, :, 1], self.tier.values[row]), f"{label}: flushed values")
         last, filled = (length - 1) // self.page, (length - 1) % self.page + 1
-        end = length if length <= self.width * self.page else (shape.places - 1) * self.page + filled
+        end = length if length <= self.budget else (shape.places - 1) * self.page + filled
         wanted = [self.store.ring_row(slot, last), filled, int(self.table[b][last]), length + 1, end]
         expect(self.found[:, b].tolist() == wanted, f"{label}: open page {self.found[:, b].tolist()} instead of {wanted}")
 
@@ -154,6 +172,13 @@ def main() -> int:
                 if number % 3:
                     case.step(ahead=True)
                 case.lens = [length + 1 for length in case.lens]
+    for heads, dim, page, width, window in ((8, 128, 32, 1024, 64), (4, 128, 32, 300, 40), (2, 64, 16, 40, 1), (1, 128, 32, 2048, 64)):
+        case = Case(heads, dim, page, width, window, [width - 7, width * page + page - 2, width + 1, 3], "heads", False, unit=1)
+        for number in range(6):
+            case.step(ahead=False)
+            if number % 3:
+                case.step(ahead=True)
+            case.lens = [length + 1 for length in case.lens]
     print(len(failures), "failures")
     return bool(failures)
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.tiny import TinyModel
 from trtkv.api import build
 from trtkv.errors import EngineError
+from trtkv.plugins.kv_recall.layout import layout
 from trtkv.plugins.sampling import reference
 from trtkv.runtime.batcher import Batcher, Call
 from trtkv.runtime.device_sampler import PENDING, Ask, DeviceSampler
@@ -20,14 +21,18 @@ from trtkv.runtime.loading import Engine, Options, open_engine
 from trtkv.runtime.sampler import SamplingParams, choose, count_tokens, settings_of, uniform
 
 
-@pytest.fixture(scope="module", params=["full", "fier", "lagkv"])
+@pytest.fixture(scope="module", params=["full", "fier", "lagkv", "freekv on the host"])
 def engine(request: pytest.FixtureRequest, tiny_llama: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """An engine whose cache holds one and a half sequences of full length, so that sequences give way."""
-    out = tmp_path_factory.mktemp(request.param) / "engine"
+    policy, _, hosted = request.param.partition(" ")
+    out = tmp_path_factory.mktemp(policy) / "engine"
     limits = {"max_seq_len": 256, "max_batch_size": 4, "max_chunk_tokens": 48}
-    sets = ("evict.lag=32",) if request.param == "lagkv" else ()
-    build(str(tiny_llama.path), request.param, budget=96 if request.param == "fier" else None, sets=sets, out=out, backend="none", **limits)  # type: ignore[arg-type]
+    sets = {"lagkv": ("evict.lag=32",), "freekv": ("retrieve.sink=8", "retrieve.window=8")}.get(policy, ())
+    build(str(tiny_llama.path), policy, budget=96 if policy in ("fier", "freekv") else None, sets=sets, out=out, backend="none", **limits)  # type: ignore[arg-type]
     whole = open_engine(out, Options())
+    if hosted:
+        page_bytes = layout(whole.session.plan).host_bytes(1)
+        return open_engine(out, Options(offload=True, host_bytes=page_bytes * whole.session.plan.pages(256) * 3 // 2))
     return open_engine(out, Options(cache_bytes=whole.session.plan.reserved_bytes(256) * 3 // 2))
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.console import Capture, complaint, printed
-from tests.tiny import TinyModel
+from tests.tiny import TinyModel, make_tiny
 from trtkv.api import build
 from trtkv.config import Limits
 from trtkv.errors import CapacityError, ConfigError
@@ -18,7 +18,7 @@ from trtkv.plugins.kv_recall import chunk
 from trtkv.plugins.kv_recall.layout import layout
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime import host_memory
-from trtkv.runtime.batcher import Call
+from trtkv.runtime.batcher import Batcher, Call
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.sampler import SamplingParams
 from trtkv.serve.gauges import Gauges
@@ -27,11 +27,11 @@ PAGES = 12
 SETS = ("retrieve.sink=8", "retrieve.window=8")
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_llama: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["freekv", "fier"])
+def engine(request: pytest.FixtureRequest, tiny_llama: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("offload") / "engine"
     return build(
-        str(tiny_llama.path), "freekv", budget=96, sets=SETS, out=out, backend="none", max_seq_len=256, max_batch_size=4, max_chunk_tokens=48
+        str(tiny_llama.path), request.param, budget=96, sets=SETS, out=out, backend="none", max_seq_len=256, max_batch_size=4, max_chunk_tokens=48
     )
 
 
@@ -133,6 +133,23 @@ def test_nothing_leaks_over_a_thousand_requests(pair: tuple[LLM, LLM]) -> None:
         hosted.generate([prompt(3 + seed % 5, seed) for seed in range(first, first + 100)], params(1))
     assert idle(hosted)
     assert store.device_bytes() + store.host_bytes() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["freekv", "fier"])
+def test_steps_that_are_queued_ahead_answer_the_same(policy: str, tmp_path: Path) -> None:
+    """On a GPU the next step is queued while this one runs, also where pages come from the host."""
+    shape = {"num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 640}
+    model = make_tiny("qwen3", tmp_path / "model", dtype=torch.bfloat16, **shape)
+    out = tmp_path / "engine"
+    path = build(str(model.path), policy, budget=96, sets=SETS, out=out, backend="none", sms=["none"], max_seq_len=512, max_batch_size=4)
+    answers = []
+    for offload, ahead in ((False, True), (True, True), (True, False)):
+        llm = LLM(path, device="cuda", dense_below=0, offload=offload)
+        assert llm.engine.stepper.runs_ahead
+        llm.batcher = Batcher(llm.engine, llm.tokenizer, ahead=ahead)
+        answers.append([one.token_ids for one in llm.generate([prompt(60 + 70 * seed, seed) for seed in range(6)], params(90))])
+    assert answers[0] == answers[1] == answers[2]
 
 
 def test_metrics_say_which_tier_holds_what(pair: tuple[LLM, LLM]) -> None:
@@ -238,7 +255,7 @@ def test_an_engine_that_does_not_fit_is_told_where_its_pages_could_lie(engine: P
         LLM(engine, cache_bytes=1000, offload=True)
 
 
-def test_an_engine_whose_policy_reads_tokens_cannot_be_offloaded(tiny_llama: TinyModel, tmp_path: Path) -> None:
-    path = build(str(tiny_llama.path), "fier", budget=96, out=tmp_path / "engine", backend="none", max_seq_len=256)
+def test_an_engine_whose_policy_reads_parts_of_pages_cannot_be_offloaded(tiny_llama: TinyModel, tmp_path: Path) -> None:
+    path = build(str(tiny_llama.path), "shadowkv", out=tmp_path / "engine", backend="none", max_seq_len=256)
     with pytest.raises(ConfigError, match="cannot be offloaded"):
         LLM(path, offload=True)

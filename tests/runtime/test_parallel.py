@@ -17,8 +17,10 @@ from tests.tiny import TinyModel, make_tiny
 from trtkv.api import build
 from trtkv.checkpoint.weights import Checkpoint
 from trtkv.config import ModelConfig
-from trtkv.errors import ConfigError, EngineError
+from trtkv.errors import CapacityError, ConfigError, EngineError
 from trtkv.graph.weights import weight_specs
+from trtkv.manifest import read_manifest
+from trtkv.plugins.kv_recall.layout import layout
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.batcher import Batcher
 from trtkv.runtime.llm import LLM
@@ -30,12 +32,15 @@ from trtkv.runtime.weights import map_weights
 from trtkv.simulation import simulate
 
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
+OFFLOADED = {"freekv": ("retrieve.budget=96", "retrieve.sink=8", "retrieve.window=8"), "fier": ("retrieve.budget=64",)}
 POLICIES = {"full": (), "fier": ("retrieve.budget=64",), "lagkv": ("evict.lag=16",), "minikv": ("evict.budget=64",)}
 
 
 def engine(model: TinyModel, policy: str, out: Path, tp: int) -> Path:
     limits = {"max_seq_len": 256, "max_batch_size": 3, "max_chunk_tokens": 64}
-    return build(str(model.path), policy, sets=POLICIES[policy], out=out / f"{policy}-{tp}", backend="none", sms=["none"], tp=tp, **limits)  # type: ignore[arg-type]
+    return build(
+        str(model.path), policy, sets={**OFFLOADED, **POLICIES}[policy], out=out / f"{policy}-{tp}", backend="none", sms=["none"], tp=tp, **limits
+    )  # type: ignore[arg-type]
 
 
 @pytest.fixture(params=POLICIES)
@@ -187,6 +192,33 @@ def test_weights_that_are_missing_are_told_before_anything_runs(tiny_llama: Tiny
     assert call("run", path, "hello", "--max-tokens", 2, "--weights", "random", "--device", "cpu") == 0
 
 
+@pytest.mark.parametrize("policy", OFFLOADED)
+def test_parts_whose_pages_live_on_the_host_answer_as_those_on_the_device(policy: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
+    """Every part recalls for its own heads; one and a half sequences fit, so that some give way and come back."""
+    prompts = [[(7 * index + step) % 250 for step in range(length)] for index, length in enumerate((150, 33, 90))]
+    path, pages, answers = engine(tiny_llama, policy, tmp_path, 2), 12, []
+    plan = read_manifest(path).cache
+    on_host = {"offload": True, "host_bytes": 2 * pages * layout(plan).host_bytes(1)}
+    for where in ({"cache_bytes": pages * plan.page_bytes + 3 * plan.slot_bytes}, on_host):
+        parts = LLM(path, device="cpu", **where)  # type: ignore[arg-type]
+        try:
+            answers.append([one.token_ids for one in parts.generate(prompts, LONG)])
+            assert parts.engine.pages.free == parts.engine.pages.num_pages == pages
+            assert parts.batcher.scheduler.preemptions > 0
+            store = parts.engine.session.offload
+            assert (store is None) == (where is not on_host)
+            assert store is None or 2 * store.host_bytes() == on_host["host_bytes"]
+        finally:
+            parts.close()
+    assert answers[0] == answers[1]
+
+
+def test_parts_that_have_no_room_on_the_host_say_so(tiny_llama: TinyModel, tmp_path: Path) -> None:
+    path = engine(tiny_llama, "freekv", tmp_path, 2)
+    with pytest.raises(CapacityError, match="of host memory"):
+        LLM(path, device="cpu", offload=True, host_bytes=1000)
+
+
 # On two GPUs
 
 
@@ -210,9 +242,19 @@ def test_two_gpus_are_as_precise_as_one(policy: str, tmp_path: Path) -> None:
     assert usual > 0 and float((two - truth).square().mean().sqrt()) <= 2 * usual
 
 
-def part_logits(directory: Path, device: str) -> torch.Tensor:
+@pytest.mark.gpu
+@needs_two
+@pytest.mark.parametrize("policy", OFFLOADED)
+def test_pages_of_two_gpus_on_the_host_answer_as_those_on_the_gpus(policy: str, tmp_path: Path) -> None:
+    model = make_tiny("llama", tmp_path / "model", dtype=torch.float16, tokenizer=False, num_attention_heads=4, head_dim=128)
+    limits = {"max_seq_len": 256, "backend": "none", "sms": ["none"], "tp": 2}
+    path = build(str(model.path), policy, sets=OFFLOADED[policy], out=tmp_path / "engine", **limits)  # type: ignore[arg-type]
+    assert torch.equal(part_logits(path, "cuda", offload=True), part_logits(path, "cuda"))
+
+
+def part_logits(directory: Path, device: str, *, offload: bool = False) -> torch.Tensor:
     """Logits [6, V] fp64 of a fixed text, one token a step behind its prompt."""
-    engine = open_parts(directory, Options(device=device, executor="torch", cache_bytes=1 << 28, dense_below=0))
+    engine = open_parts(directory, Options(device=device, executor="torch", cache_bytes=1 << 28, dense_below=0, offload=offload))
     tokens = torch.randint(0, 262, (106,), generator=torch.Generator().manual_seed(0)).tolist()
     slot, pages = engine.slots.pop(), engine.pages.take(engine.manifest.cache.pages(len(tokens)))
     rows = [StepRow(tokens[:100], 0, slot, pages, (99,), 100)] + [StepRow([tokens[at]], at, slot, pages, (0,), 100) for at in range(100, 106)]

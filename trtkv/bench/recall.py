@@ -129,7 +129,8 @@ class _Bench:
         cell, device, how = self._cell, self._device, VARIANTS.get(names[0])
         self._report(", ".join(names), 0.0)
         _reset_peak(device)
-        engine = open_engine(self._path, Options(cell.weights, str(device), "torch", offload=how or False))
+        # Offloaded engines select however short a sequence is, so the resident one does too.
+        engine = open_engine(self._path, Options(cell.weights, str(device), "torch", dense_below=0, offload=how or False))
         load = Load(engine, Work(cell.context, cell.batch, cell.chunk, cell.steps, cell.fill == "direct"))
         self._report(f"{names[0]}: fill", 0.2)
         ttft_s = load.fill()
@@ -178,7 +179,7 @@ class _Bench:
 def _engines(cell: Cell, path: Path) -> list[list[str]]:
     """Group the ways that one engine can take in turn; none where everything that is stored is read."""
     plan = read_manifest(path).cache
-    if not any(plan.select) and "retrieve" not in plan.roles and RESIDENT in cell.ways:
+    if not plan.roles and not any(plan.select) and RESIDENT in cell.ways:
         return []
     groups: dict[float, list[str]] = {}
     for name in (one for one in WAYS if one in cell.ways and one != RESIDENT):

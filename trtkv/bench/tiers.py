@@ -13,10 +13,12 @@ from trtkv.bench.profile import trace_streams
 from trtkv.bench.timing import Times
 from trtkv.config import DTYPE_BYTES
 from trtkv.errors import ConfigError
+from trtkv.plan import SelectPlan
 from trtkv.plugins.kv_recall.copies import Route
 from trtkv.plugins.kv_recall.store import Offload, Recall
-from trtkv.plugins.kv_select import indexes
+from trtkv.plugins.kv_select import fier_layout, indexes
 from trtkv.plugins.session import Session
+from trtkv.plugins.support import gpu_ready, summary_kind, why_torch
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.loading import Engine
 from trtkv.runtime.step import Stepper, StepRow
@@ -163,7 +165,7 @@ class Load:
             for layer, select in enumerate(plan.select):
                 self._draw(layer, known // plan.page_size)
                 if select is not None:
-                    indexes.find(select).update(session, layer, select)
+                    self._summarize(layer, select, known // plan.page_size)
             session.end_step()
         self._read(known, self.prompt)
 
@@ -176,6 +178,18 @@ class Load:
                 part = self.pages[0][start : min(pages, start + BLOCK_PAGES)]
                 drawn = torch.randn((len(part), *to.shape[1:]), generator=generator, device=self.session.device).to(to.dtype)
                 Route.of(part, 0, self.session.device).send(drawn, to)
+
+    def _summarize(self, layer: int, select: SelectPlan, pages: int) -> None:
+        """Summarize the announced tokens of a layer; FIER's kernels read bits in an order of their own."""
+        session, plan = self.session, self.session.plan
+        by_kernels = gpu_ready(session.device) is None and why_torch(plan) is None
+        if not by_kernels or summary_kind(plan, layer) != "fier":
+            indexes.find(select).update(session, layer, select)
+            return
+        for start in range(0, pages, BLOCK_PAGES):
+            part = self.pages[0][start : min(pages, start + BLOCK_PAGES)]
+            keys = session.buffer("keys", layer)[part].unflatten(2, (-1, fier_layout.GROUP))
+            session.words(layer)[part], session.ranges(layer)[part] = fier_layout.pack(keys)
 
     def _copy(self, slot: int) -> None:
         for spec in self.session.plan.buffers:

@@ -15,7 +15,8 @@ from trtkv.errors import ConfigError
 COPIES = ("memcpy htod", "memcpy dtoh")
 ROWS = ("compute", "recall in front", "beside")  # of a plot, from the top
 COLOURS = {
-    "weights": "#9aa5b1", "attention": "#2f6db3", "selection": "#e0a526", "recall": "#c0392b", "append": "#5b8c5a", "rest": "#d5dae0",
+    "weights": "#9aa5b1", "attention": "#2f6db3", "selection": "#e0a526", "recall": "#c0392b", "append": "#5b8c5a",
+    "norms": "#8e6bb0", "sampling": "#4aa3a2", "rest": "#d5dae0",
 }  # fmt: skip
 ZOOM_SHARE = 10  # of a step's time, shown below the whole
 
@@ -129,7 +130,7 @@ def draw(timelines: Sequence[Timeline], file: Path) -> None:
             axes = figure.add_subplot(len(timelines), 2, 2 * index + part + 1)
             for one in line.spans:
                 place = ROWS.index(line.row(one))
-                axes.barh(place, one.end_us - one.start_us, left=one.start_us, height=0.7, color=COLOURS[one.kind])
+                axes.barh(place, one.end_us - one.start_us, left=one.start_us, height=0.7, color=COLOURS.get(one.kind, COLOURS["rest"]))
             axes.set(xlim=(low, max(high, low + 1e-3)), xlabel="microseconds", title=line.label if not part else "a part of it")
             axes.set_yticks(range(len(ROWS)), ROWS)
             axes.invert_yaxis()

@@ -64,7 +64,7 @@ def run(
         executor: auto (TensorRT where it runs, else torch), torch or tensorrt.
         cache_gib: Memory for the KV cache in GiB; what is free by default.
         dense_below: Read sequences of up to so many tokens whole, whatever the budget; by default where a GPU does that as fast as selecting.
-        offload: Keep pages in host memory, for policies that read whole pages, such as freekv, quest and arkvale.
+        offload: Keep pages in host memory, for policies that select pages or tokens, such as freekv, quest and fier.
         host_gib: Host memory that --offload may take in GiB; most of what is free by default.
         kv_disk: Directory that keeps the pages of prompts, so that a later prompt that begins alike need not compute them.
         max_tokens: Longest answer.

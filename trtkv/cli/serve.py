@@ -63,7 +63,7 @@ def serve(
         device: auto, cpu, cuda or cuda:N.
         executor: auto (TensorRT where it runs, else torch), torch or tensorrt.
         cache_gib: Memory for the KV cache of each engine in GiB; what is free by default.
-        offload: Keep pages in host memory, for policies that read whole pages, such as freekv, quest and arkvale.
+        offload: Keep pages in host memory, for policies that select pages or tokens, such as freekv, quest and fier.
         host_gib: Host memory that --offload may take for each engine in GiB; most of what is free by default.
         kv_disk: Directory that keeps the pages of prompts, so that a later prompt that begins alike need not compute them.
         api_key: Key that clients must send; may be repeated. The environment variable TRTKV_API_KEY adds one.

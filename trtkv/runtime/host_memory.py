@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from trtkv.config import Limits
-from trtkv.errors import CapacityError, EngineError
+from trtkv.errors import CapacityError, ConfigError, EngineError
 from trtkv.plan import CachePlan
 from trtkv.plugins.kv_recall.layout import Layout, layout
 from trtkv.plugins.kv_recall.store import Offload, Recall
+from trtkv.plugins.support import gpu_ready, why_selects_in_torch, why_torch
 from trtkv.runtime.memory import HEADROOM, available_bytes, readable
 from trtkv.runtime.streams import SideStream
 
@@ -35,14 +36,15 @@ def open_offload(
     Where pinning fails midway all of it is given back and fewer pages are tried, down to one sequence of full length. cache_bytes limits the
     device's part. Raises ConfigError where the plan's pages cannot live on the host, CapacityError where one sequence does not fit.
     """
-    shape, slots = layout(plan, recall.slack), limits.max_batch_size
     least = plan.pages(limits.max_seq_len)
+    shape, slots = layout(plan, recall.slack, least), limits.max_batch_size
+    _check_kernels(plan, device)
     pages = fitting_pages(plan, shape, limits, device, host_bytes, cache_bytes)
     while True:
         pool = HostPool(device, len(shape.layers), report)
         try:
             lane = SideStream(device) if device.type == "cuda" else None
-            return Offload(plan, pages, slots, device, recall, pool.allocate, lane)
+            return Offload(plan, pages, slots, device, recall, pool.allocate, lane, least)
         except CapacityError:
             pool.close()
             if pages == least:
@@ -51,6 +53,15 @@ def open_offload(
         except BaseException:
             pool.close()
             raise
+
+
+def _check_kernels(plan: CachePlan, device: torch.device) -> None:
+    """Raise ConfigError where kernels would append and torch would summarize: a page that fills up is not on the host while its step runs."""
+    if gpu_ready(device) is not None or why_torch(plan) is not None:
+        return
+    problem = next((why for why in (why_selects_in_torch(plan, layer) for layer in range(plan.num_layers)) if why), None)
+    if problem is not None:
+        raise ConfigError(f"policy '{plan.policy}' cannot be offloaded on a GPU: {problem}", "Leave --offload out.")
 
 
 def recall_of(plan: CachePlan) -> Recall:
@@ -66,11 +77,11 @@ def fitting_pages(
     wanted, slots = plan.pages(limits.max_seq_len), limits.max_batch_size
     host_page = shape.host_bytes(1)
     device_page, fixed = plan.page_bytes - host_page, slots * plan.slot_bytes + shape.device_bytes(slots)
-    host_room = int(host_available_bytes() * HOST_SHARE) if host_bytes is None else host_bytes
+    own_room = host_room() if host_bytes is None else host_bytes
     room = int(available_bytes(device) * HEADROOM) if cache_bytes is None else cache_bytes
-    if wanted * host_page > host_room:
+    if wanted * host_page > own_room:
         raise CapacityError(
-            f"a sequence of {limits.max_seq_len} tokens takes {readable(wanted * host_page)} of host memory, {readable(host_room)} may be pinned",
+            f"a sequence of {limits.max_seq_len} tokens takes {readable(wanted * host_page)} of host memory, {readable(own_room)} may be pinned",
             "Build with a lower --max-seq-len, or use a machine with more memory.",
         )
     if wanted * device_page + fixed > room:
@@ -78,7 +89,12 @@ def fitting_pages(
             f"summaries, dense layers and frames take {readable(wanted * device_page + fixed)} on {device.type}, {readable(room)} is available",
             "Build with a lower --max-seq-len or --max-batch-size, or a smaller budget.",
         )
-    return min(wanted * slots, host_room // host_page, (room - fixed) // max(1, device_page))
+    return min(wanted * slots, own_room // host_page, (room - fixed) // max(1, device_page))
+
+
+def host_room() -> int:
+    """Return the bytes of host memory that may be pinned: a share of what is free."""
+    return int(host_available_bytes() * HOST_SHARE)
 
 
 def host_available_bytes() -> int:

@@ -55,7 +55,7 @@ class LLM:
             executor: auto (TensorRT where it runs, else torch), torch or tensorrt.
             cache_bytes: Memory for the KV cache; None takes what is free, up to full length for every sequence.
             dense_below: Tokens up to which a sequence is read whole whatever the budget; None chooses what is fastest here.
-            offload: Keep pages in host memory, and on the device only those that were selected last: for policies that read whole pages.
+            offload: Keep pages in host memory, and on the device only those that were selected last: for policies that select pages or tokens.
             host_bytes: Host memory that may be pinned for it; None takes most of what is free, up to full length for every sequence.
             kv_disk: Directory that keeps pages of prompts for later ones that begin alike, also of other processes.
             progress: Called with a stage and a fraction while weights are read.

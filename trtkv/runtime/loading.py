@@ -24,7 +24,7 @@ from trtkv.plugins.kv_recall.store import Offload, Recall
 from trtkv.plugins.session import Session
 from trtkv.plugins.support import dense_below, gpu_ready
 from trtkv.runtime.executor import TorchExecutor
-from trtkv.runtime.host_memory import open_offload, recall_of
+from trtkv.runtime.host_memory import host_room, open_offload, recall_of
 from trtkv.runtime.memory import check_weights, pool_sizes
 from trtkv.runtime.pages import GroupPages, PageAllocator, make_pages
 from trtkv.runtime.rope import rope_table
@@ -146,9 +146,10 @@ def _offload(
     if options.offload is False:
         return None
     recall = recall_of(plan) if options.offload is True else options.offload
+    room = host_room() if options.host_bytes is None else options.host_bytes
     if part is not None:
-        raise ConfigError("an engine of several parts keeps its pages on the GPUs", "Leave --offload out, or build without --tp.")
-    return open_offload(plan, limits, device, recall, host_bytes=options.host_bytes, cache_bytes=options.cache_bytes, report=progress)
+        room = part.least(room // part.count)  # which every part knows before any of them takes its share
+    return open_offload(plan, limits, device, recall, host_bytes=room, cache_bytes=options.cache_bytes, report=progress)
 
 
 def find_device(name: str) -> torch.device:

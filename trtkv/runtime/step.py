@@ -76,7 +76,7 @@ class Stepper:
     @property
     def runs_ahead(self) -> bool:
         """Whether a step may be queued before the tokens of the one before it are known: nothing behind a step needs the host."""
-        return self.chooses and self.session.compactor is None and self.session.offload is None
+        return self.chooses and self.session.compactor is None
 
     @torch.inference_mode()
     def run(self, rows: Sequence[StepRow]) -> Tensor:

@@ -85,7 +85,7 @@ def _capacity(batcher: Batcher) -> dict[str, int]:
             hosted = session.offload is not None and spec.name in ("keys", "values") and session.offload.covers(layer)
             sizes["host" if hosted else spec.tier] += 0 if tensor is None else tensor.numel() * tensor.element_size()
     sizes["device"] += session.offload.device_bytes() if session.offload is not None else 0
-    return sizes
+    return {tier: size * session.parts for tier, size in sizes.items()}
 
 
 def _host_share(batcher: Batcher) -> float:
