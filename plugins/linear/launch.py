@@ -80,7 +80,7 @@ def form_of(width: int, inner: int, gated: bool) -> Form | Ring:
     """Choose the form for a matrix [width, inner], as measured on an H200."""
     if gated:
         return Form(2, 8, 1)
-    return Form(2, 8, 2) if width >= WIDE else Form(2, 8, 1) if inner >= LONG else Form(4, 8, 1)
+    return Form(4, 8, 2) if width >= WIDE else Form(2, 8, 1) if inner >= LONG else Form(4, 8, 1)
 
 
 def gemv(
