@@ -209,4 +209,4 @@ def test_every_kernel_that_a_step_launches_is_listed(policy: str, heads: int, kv
     listed = {spec.name: spec for spec in kernels_for(plan, config, LIMITS, "90")}
     assert launched.keys() <= listed.keys()
     rest = {spec.entry for name, spec in listed.items() if name not in launched}
-    assert rest <= {"append_kernel", "_speculate_kernel", "sample", "feed", "recall", "open_pages", "gemv", "rms_norm"}
+    assert rest <= {"append_kernel", "_speculate_kernel", "sample", "feed", "fetch", "recall", "open_pages", "gemv", "rms_norm"}
