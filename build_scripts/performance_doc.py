@@ -72,7 +72,7 @@ def main() -> None:
     file = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "engines" / "results.jsonl"
     every = read_records(file)
     text = page(latest(every), ROOT / "docs" / PLOT) + section(every) + steps_section(every, ROOT / "docs")
-    text += offload_section(every)
+    text += offload_section(every, ROOT / "docs")
     (ROOT / "docs" / "performance.md").write_text(text, encoding="utf-8")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from trtkv.bench.report import cell
@@ -18,6 +19,11 @@ LAUNCHES = {
     "geometry": "geometry", "batch": "sequences", "pages": "pages a head", "order": "first on the host", "recall_us": "us", "GBps": "GB/s",
     "bus_GBps": "bus", "share": "of the bus",
 }  # fmt: skip
+PICTURE = "offload-step.svg"
+TRACED = (
+    "- {model} {shape}, {label}: {step_us} us, recall in front of attention {recall_in_front_us} us, beside {beside_us} us, of which {hidden_us} us "
+    "while others compute.\n"
+)
 STEPS = {
     "model": "model", "shape": "batch x context", "label": "pages", "moved": "pages a head and step", "query_cosine": "queries' cosine",
     "ttft": "TTFT s", "itl_p50_ms": "step p50 ms", "itl_p90_ms": "p90", "x_resident": "x resident", "x_full": "x full", "device": "KV on device",
@@ -42,11 +48,11 @@ empty, caches were filled with random pages. The peak is the most that was taken
 """
 
 
-def section(records: Sequence[Record]) -> str:
-    """Return the section, of every row the newest record with a time; nothing where there is none."""
+def section(records: Sequence[Record], docs: Path) -> str:
+    """Return the section, of every row the newest record with a time; nothing where there is none. A picture of steps is shown where docs has it."""
     good = [one for one in records if one.get("status") == "ok"]
     launches = _newest([one for one in good if one["benchmark"] == "kernel" and one.get("op") == "recall"], ("geometry", "batch", "pages", "order"))
-    steps = [one for one in good if one["benchmark"] == "step" and "recall" in one and "miss_pages" in one]
+    steps = [one for one in good if one["benchmark"] == "step" and "recall" in one and "miss_pages" in one and "timeline" not in one]
     steps = _newest(steps, ("model", "batch", "context", "policy", "recall"))
     if not launches and not steps:
         return ""
@@ -58,8 +64,17 @@ def section(records: Sequence[Record]) -> str:
     if steps:
         about = next((one for one in steps if one["policy"] != "full"), steps[0])
         text += STEPS_HEAD.format(policy=about["policy"], budget=about["budget"], miss=cell(about["miss_pages"])) + _steps(steps)
+        text += _traced([one for one in good if "timeline" in one], docs)
     missed = _missed(launches, steps)
     return text + ("\nGoals missed:\n\n" + "\n".join(missed) + "\n" if missed else "\nNo goal is missed.\n")
+
+
+def _traced(records: Sequence[Record], docs: Path) -> str:
+    """Say where the time of traced steps went."""
+    newest = _newest(records, ("model", "batch", "context", "policy", "recall"))
+    lines = [TRACED.format(**_shown(one, newest), **{name: cell(took) for name, took in one["timeline"].items()}) for one in newest]
+    picture = [f"\n![When steps compute and when pages move]({PICTURE})\n"] if lines and (docs / PICTURE).exists() else []
+    return "\nTraced steps:\n\n" + "".join(lines) + "".join(picture) if lines else ""
 
 
 def _newest(records: Sequence[Record], names: tuple[str, ...]) -> list[Record]:

@@ -124,8 +124,9 @@ def _recall_ahead(session: Session, layer: int, config: OpConfig, query: Tensor,
     with store.lane.behind():
         choose_units(session, layer, config, plan, query, lens, slots, table, desk.likely, ahead=desk.found[3])
         launch.recall_pages(
-            store.tiers[layer], store.shape, desk.likely, lens, slots, table, None, None, num_slots=store.num_slots, ahead=True, flush=True
-        )
+            store.tiers[layer], store.shape, desk.likely, lens, slots, table, None, None, num_slots=store.num_slots, ahead=True, flush=True,
+            blocks=store.recall.blocks,
+        )  # fmt: skip
 
 
 def _open(session: Session, desk: Desk, lens: Tensor, slots: Tensor, table: Tensor) -> None:

@@ -22,7 +22,7 @@ BUSY = 132  # blocks beyond which more of them a head gain nothing: the bus is f
 
 def recall_pages(
     tier: Tier, shape: Layout, selection: Tensor, lens: Tensor, slots: Tensor, table: Tensor, places: Tensor | None, rows: Tensor | None, *,
-    num_slots: int, ahead: bool, flush: bool, pending: Tensor | None = None, overlap: bool = False,
+    num_slots: int, ahead: bool, flush: bool, pending: Tensor | None = None, overlap: bool = False, blocks: int = 0,
 ) -> None:  # fmt: skip
     """Bring selected pages, or those of selected tokens, into frames: selection [B, Hk, K + 1], lens and slots [B], table [B, M] int32.
 
@@ -30,11 +30,13 @@ def recall_pages(
 
     places [B, Hk, K + 1] and rows [B, F + R] int32 are written unless the selection is the next step's (ahead); flush writes completed pages to the
     host; pending [B, Hk, 1 + 2 F] int32 gets the copies instead of their being made.
+    blocks (a power of two) is the most blocks of a head, 0 for what suits the number of rows.
     """
     batch, heads, room = selection.shape[0], selection.shape[1], selection.shape[2] - 1
     width = _width(shape, room)
     _, _, size, dim = tier.keys.shape
     cluster = recall_cluster(batch * heads) if int(arch()) >= 90 else 1
+    cluster = min(cluster, blocks) if blocks else cluster
     shared = plan_bytes(shape, room)
     kernel = recall_kernel(dim * tier.keys.element_size(), size, shape.unit, cluster, shared, arch())
     page, head, part, token, _ = (step * tier.host.element_size() for step in tier.host.stride())

@@ -32,17 +32,30 @@ def step(recall: str, itl_ms: float, policy: str = "freekv", **changes: Any) -> 
     return {**COMMON, **row, "miss_pages": 10.0, "itl_p50_ms": itl_ms, "itl_p90_ms": itl_ms, "device_kv_bytes": 1 << 30, **pages, **changes}
 
 
-def test_goals_are_compared_with_rows_of_the_same_load(writer: ModuleType) -> None:
+def test_goals_are_compared_with_rows_of_the_same_load(writer: ModuleType, tmp_path: Path) -> None:
     rows = [launch(64, 0.7), launch(64, 0.9), launch(2, 0.4), step("resident", 5.0), step("ahead", 6.0, x_resident=1.2)]
     rows += [step("page by page tokens first", 60.0), step("ahead", 5.0, context=65536), step("resident", 4.0, "full", context=65536)]
-    text = writer.section([*rows, step("ahead", 5.0, context=1 << 20, kv_peak_bytes=25 << 30)])
+    text = writer.section([*rows, step("ahead", 5.0, context=1 << 20, kv_peak_bytes=25 << 30)], tmp_path)
     assert "| llama-3.1-8b | 1 x 32k | freekv, ahead | 10.00 | 6.00 |" in text
     assert "1.20 times resident, goal 1.10" in text and "10.00 times as fast as page by page tokens first, goal 13.00" in text
     assert "1 x 64k: slower than full" in text and "25.0 GiB beside the weights, goal 24.0 GiB" in text
     assert "of the bus, goal" not in text
-    assert "70% of the bus, goal 85%" in writer.section([launch(64, 0.7)])
-    assert "No goal is missed" in writer.section([launch(64, 0.9), step("ahead", 5.0, x_resident=1.05), step("page by page tokens first", 66.0)])
+    assert "70% of the bus, goal 85%" in writer.section([launch(64, 0.7)], tmp_path)
+    assert "No goal is missed" in writer.section(
+        [launch(64, 0.9), step("ahead", 5.0, x_resident=1.05), step("page by page tokens first", 66.0)], tmp_path
+    )
 
 
-def test_what_was_not_measured_is_not_there(writer: ModuleType) -> None:
-    assert writer.section([{"benchmark": "kernel", "status": "ok"}, {**launch(64, 0.9), "status": "wrong"}]) == ""
+def test_what_was_not_measured_is_not_there(writer: ModuleType, tmp_path: Path) -> None:
+    assert writer.section([{"benchmark": "kernel", "status": "ok"}, {**launch(64, 0.9), "status": "wrong"}], tmp_path) == ""
+
+
+def test_traced_steps_are_described_and_shown(writer: ModuleType, tmp_path: Path) -> None:
+    times = {"step_us": 5000.0, "recall_in_front_us": 90.0, "beside_us": 700.0, "hidden_us": 650.0}
+    rows = [step("resident", 5.0), step("ahead", 5.3), step("ahead", 5.2, timeline=times)]
+    text = writer.section(rows, tmp_path)
+    assert "- llama-3.1-8b 1 x 32k, freekv, ahead: 5000.0 us, recall in front of attention 90.00 us, beside 700.0 us, of which 650.0 us" in text
+    assert "![" not in text and "| 5.30 |" in text and "| 5.20 |" not in text
+    (tmp_path / "offload-step.svg").touch()
+    assert "](offload-step.svg)" in writer.section(rows, tmp_path)
+    assert "Traced" not in writer.section(rows[:2], tmp_path)

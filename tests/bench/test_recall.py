@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +81,22 @@ def test_caches_filled_directly_answer_alike_wherever_their_pages_lie(tiny_llama
     assert all("the resident engine's" in row["check"]["compared"] for row in rows)
     one = printed(capsys, "bench", "step", "--model", tiny_llama.path, "--policy", "freekv", "--offload", "--recall", "ahead", *words, *SETS)
     assert json.loads(one)["check"]["compared"] == "logits of every step are finite"
+
+
+def test_rows_whose_logits_are_others_have_no_times(tiny_llama: TinyModel, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = op.assign
+
+    def brings_other_pages(pages: list[int], *more: Any) -> tuple[list[int], list[tuple[int, int]]]:
+        places, copies = right(pages, *more)
+        return places, [(max(0, page - 1), frame) for page, frame in copies]
+
+    monkeypatch.setattr(op, "assign", brings_other_pages)
+    words = ("--policy", "freekv", "--weights", "random", "--context", 260, "--steps", 8, "--chunk", 50, "--recall", "resident,ahead", *SETS)
+    says = complaint(capsys, "bench", "step", "--model", tiny_llama.path, "--offload", *words, "--json", "--output", tmp_path / "rows")
+    assert "other logits" in says
+    resident, ahead = map(json.loads, (tmp_path / "rows").read_text().splitlines())
+    assert (resident["status"], ahead["status"]) == ("ok", "wrong")
+    assert "itl_p50_ms" in resident and not {"itl_p50_ms", "x_resident"} & set(ahead)
 
 
 def test_one_bit_keys_of_filled_caches_lie_as_their_kernels_read_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

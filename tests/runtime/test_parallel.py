@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from trtkv.plugins.kv_recall.layout import layout
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.batcher import Batcher
 from trtkv.runtime.llm import LLM
-from trtkv.runtime.loading import Options
+from trtkv.runtime.loading import Options, Part, open_engine
 from trtkv.runtime.parallel import LeadingStepper, open_parts
 from trtkv.runtime.sampler import SamplingParams
 from trtkv.runtime.step import StepRow
@@ -217,6 +218,23 @@ def test_parts_that_have_no_room_on_the_host_say_so(tiny_llama: TinyModel, tmp_p
     path = engine(tiny_llama, "freekv", tmp_path, 2)
     with pytest.raises(CapacityError, match="of host memory"):
         LLM(path, device="cpu", offload=True, host_bytes=1000)
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_a_part_without_room_tells_the_others_instead_of_letting_them_wait(offload: bool, tiny_llama: TinyModel, tmp_path: Path) -> None:
+    path, told = engine(tiny_llama, "freekv", tmp_path, 2), list[int]()
+
+    def least(number: int) -> int:
+        told.append(number)
+        return number
+
+    part = Part(0, 2, lambda tensor: None, lambda own, out: None, least, lambda: None)
+    with pytest.raises(CapacityError, match="of host memory" if offload else "the cache of one sequence"):
+        open_engine(path, Options(device="cpu", cache_bytes=1000, offload=offload, host_bytes=1000), part=part)
+    assert told == ([500, 0] if offload else [0])
+    lucky = replace(part, least=lambda number: 0)
+    with pytest.raises(CapacityError, match="another part of the engine"):
+        open_engine(path, Options(device="cpu"), part=lucky)
 
 
 # On two GPUs

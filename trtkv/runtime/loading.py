@@ -111,9 +111,16 @@ def open_engine(directory: Path, options: Options, progress: Progress = lambda s
         raise ConfigError("this engine's plan holds its weights, and --weights was given", "Leave it out, or add --executor torch.")
     check_weights(held or _weight_bytes(manifest), device)
     weights = {} if held else _weights(manifest, options.weights, device, progress, (part.index, part.count) if part else (0, 1))
-    offload = _offload(plan, manifest.limits, device, options, progress, part)
-    num_pages = [offload.num_pages] if offload else _pool_sizes(plan, manifest.limits, device, options, held)
-    num_pages = [part.least(one) for one in num_pages] if part else num_pages
+    try:
+        offload = _offload(plan, manifest.limits, device, options, progress, part)
+        num_pages = [offload.num_pages] if offload else _pool_sizes(plan, manifest.limits, device, options, held)
+    except CapacityError:
+        if part:
+            _agreed([0] * plan.num_page_groups, part)
+        raise
+    num_pages = _agreed(num_pages, part) if part else num_pages
+    if 0 in num_pages:
+        raise CapacityError("another part of the engine has no room for its share of the cache", "Build with a lower --max-seq-len.")
     if options.dense_below is not None and options.dense_below < 0:
         raise ConfigError(f"dense-below {options.dense_below} is below 0", "Give tokens, 0 to select wherever the budget is smaller.")
     sequences = manifest.limits.max_batch_size
@@ -129,6 +136,11 @@ def open_engine(directory: Path, options: Options, progress: Progress = lambda s
     rope = rope_table(manifest.model.rope, manifest.model.head_dim, manifest.limits.max_seq_len)
     slots = list(range(manifest.limits.max_batch_size - 1, -1, -1))
     return Engine(manifest, session, Stepper(executor, session, manifest.limits, rope), make_pages(num_pages), slots, why_torch)
+
+
+def _agreed(num_pages: list[int], part: Part) -> list[int]:
+    """Return the fewest pages that any part has, of every page group; one that has none says so, because the others wait for it."""
+    return [part.least(one) for one in num_pages]
 
 
 def _pool_sizes(plan: CachePlan, limits: Limits, device: torch.device, options: Options, promised_bytes: int) -> list[int]:
