@@ -16,7 +16,7 @@ from torch import Tensor
 from trtkv.plugins.kv_append import kernel as append
 from trtkv.plugins.kv_attend import launch as attend
 from trtkv.plugins.kv_attend import launch_dense
-from trtkv.plugins.kv_select import fier_layout, launch_pages
+from trtkv.plugins.kv_select import fier_layout, launch_fused, launch_pages
 from trtkv.plugins.kv_select import launch as select
 
 DEV = "cuda"
@@ -144,6 +144,35 @@ def check_chain(case: Case, budget: int, sink: int, window: int, pooling: str, l
         else:
             attended = check_selection(case, b, scores, parts, plan, chosen[b], budget, sink, window, pooling, unit, label)
         check_attention(case, b, attended, out[b], scale, label)
+
+
+def check_fused(case: Case, budget: int, sink: int, window: int, pooling: str, blocks: int, label: str, replays: int = 1) -> None:
+    """Scores and choice in one launch of `blocks` blocks a row: lists as the selector makes them of the same scores, and right."""
+    batch, rows = len(case.lens), len(case.lens) * case.heads
+    sms, sm, capacity = blocks * rows, select.arch(), case.table.shape[1] * case.page
+    plan = launch_fused.Fused.plan(rows, case.group, case.dim, pooling, capacity, sms, sm)
+    assert plan is not None and plan.blocks == blocks, label
+    mail, stamps = plan.allocate(DEV)
+    scratch = select.Scratch(plan.heads, capacity // 32 * 32, blocks)
+    scores, parts = case.guard.like((rows, plan.heads, scratch.stride), torch.float16, float("nan")), torch.zeros(rows, blocks, plan.heads, 4, device=DEV)
+    chosen, again = (case.guard.like((batch, case.heads, budget + 1), torch.int32, -7) for _ in range(2))
+    common = {"budget": budget, "sink": sink, "window": window, "pooling": pooling}
+    arguments = (case.q, case.bits, case.meta, case.table, case.lens, chosen, mail, stamps, plan)
+    for _ in range(replays):
+        launch_fused.fier_select(*arguments, page_size=case.page, scale=case.dim**-0.5, scores=scores, parts=parts, **common)
+    select.select_units(scores, parts, case.lens, again, unit=1, group=32, **common)
+    torch.cuda.synchronize()
+    expect(torch.equal(chosen, again), f"{label}: the selector chooses other units")
+    chosen.fill_(-7)
+    launch_fused.fier_select(*arguments, page_size=case.page, scale=case.dim**-0.5, **common)
+    torch.cuda.synchronize()
+    expect(torch.equal(chosen, again), f"{label}: a second launch chooses other units")
+    expect(case.guard.intact(), f"{label}: a margin was written")
+    for b in range(batch):
+        if int(case.lens[b]) <= budget:
+            expect(bool((chosen[b] == -1).all()), f"{label}: sequence {b} should be dense")
+        else:
+            check_selection(case, b, scores, parts, scratch, chosen[b], budget, sink, window, pooling, 1, label)
 
 
 def check_selection(case, b, scores, parts, plan, chosen, budget, sink, window, pooling, unit, label):

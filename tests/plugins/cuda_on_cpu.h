@@ -1,5 +1,5 @@
-// Stands for the GPU when a kernel's source is compiled as C++: threads are fibers of one system thread a block, blocks of a cluster run side by side, and
-// instructions that have no C++ are written out from their definition in the PTX manual. Shared memory begins as ones, so that what is read before
+// Stands for the GPU when a kernel's source is compiled as C++: threads are fibers of one system thread a block, blocks of a cluster or of a
+// cooperative grid run side by side, and instructions that have no C++ are written out from their definition in the PTX manual. Shared memory begins as ones, so that what is read before
 // it is written shows as NaN; a copy or access that is not aligned ends the process.
 #pragma once
 #include <immintrin.h>
@@ -71,6 +71,7 @@ struct Block {
 inline thread_local Block* block;
 inline thread_local Place thread;
 inline bool backwards; // the last thread first: what lacks a barrier then reads other values
+inline bool cooperative; // all blocks of a grid run side by side
 
 [[noreturn]] static inline void fail(const char* what) {
   fprintf(stderr, "%s\n", what);
@@ -108,7 +109,7 @@ static inline void yield() { // to the next thread of the block that lives
   int to = from;
   do to = to + 1 == count ? 0 : to + 1;
   while (b->fibers[to].done);
-  if (CLUSTER > 1 && to <= from) sched_yield(); // to the other blocks
+  if ((CLUSTER > 1 || cooperative) && to <= from) sched_yield(); // to the other blocks
   if (to == from) return;
   b->current = to, thread = thread_of(to);
   cpu_switch(&b->fibers[from].sp, b->fibers[to].sp);
@@ -157,6 +158,7 @@ template <typename T> static inline T& shared(const void* key) {
   return *(T*)at;
 }
 template <typename F> static void launch(Place grid, int threads, int dynamic, int cluster, F body) {
+  if (cooperative) cluster = grid.x * grid.y * grid.z;
   for (int i = 0; i < grid.x * grid.y * grid.z; i += cluster) {
     Cluster together;
     together.threads = cluster * threads;
@@ -301,7 +303,7 @@ static inline u64 read_once_policy() { return 0; }
 static inline void copy16_once(u32 to, const void* from, u64) { copy16(to, from); }
 static inline void copies_commit() {}
 template <int LEFT> static inline void copies_wait() {}
-static inline void store8(__half* p, u32 x, u32 y) { __stcg((uint2*)p, make_uint2(x, y)); }
+static inline void put8(__half* p, u32 x, u32 y) { __stcg((uint2*)p, make_uint2(x, y)); }
 static inline void load_halves(u32 (&v)[4], const __half* p) { cpu::aligned(p, 16), memcpy(v, p, 16); }
 static inline void load_halves(u32 (&v)[1], const __half* p) { cpu::aligned(p, 4), memcpy(v, p, 4); }
 static inline float half_of(u32 word, int i) { return __half2float({(u16)(word >> 16 * i)}); }
@@ -366,6 +368,13 @@ template <int HALF> static inline void mma(float (&d)[4], const float (&c)[4], c
     }
   }
   for (int i = 0; i < 4; i++) d[i] = out[i];
+}
+
+// Of exchange.cuh: words of sixteen bytes, written and read at once; who looks lets others run.
+static inline void post(uint4* to, u32 a, u32 b, u32 c, u32 stamp) { cpu::aligned(to, 16), _mm_store_si128((__m128i*)to, _mm_set_epi32(stamp, c, b, a)); }
+static inline uint4 look(const uint4* from) {
+  cpu::yield();
+  return cpu::bits<uint4>(_mm_load_si128((const __m128i*)from));
 }
 
 // Of pages.cu and outliers.cu.

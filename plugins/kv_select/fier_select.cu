@@ -1,0 +1,66 @@
+// FIER's scores and the exact choice among them in one launch, for few rows: every multiprocessor scores a share and keeps the scores to itself.
+//
+// Built as fier_groups.cuh and pooling.cuh say, with SCORES_SHARED. The choice is that of fier.cu and select.cu for the same shares: the same fp16
+// scores, pooled in the same order. Blocks tell each other normalizers, then counts by the upper twelve bits of their keys, then the candidates of
+// the bin that is cut.
+#define SCORES_SHARED
+#define THREADS (32 * WARPS)
+#include "fier_groups.cuh"
+#include "exchange.cuh"
+
+// q [B, q_stride] the rotated queries; bits, meta the pool of one layer as fier_groups.cuh says; table [B, table_stride]; lens [B] stored tokens; mail
+// [R, gridDim.x MAIL_WORDS + CROWD] and stamps [R], zero before the first launch. Writes out [R, width + 1]: ascending units, then their count; -1
+// everywhere where the sequence is read whole. room: units of a block that shared memory holds. Where scores is not null, scores and parts are
+// written as fier.cu does. Dynamic shared memory: the ring of fier_groups.cuh or 33 bytes for eight units of room, then STEP_HEADS (room + 8) scores.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) fier_select(const real* q, const char* bits, const char* meta, const int* table,
+    const int* lens, int* out, uint4* mail_words, u32* stamps, __half* scores, float4* parts, int q_stride, int table_stride, int page_groups,
+    long long score_stride, int budget, int width, int sink, int window, int room, float scale_log2) {
+  extern __shared__ __align__(128) char dynamic[];
+  __shared__ Desk s;
+  const int rank = blockIdx.x, blocks = gridDim.x, head = blockIdx.y, heads = gridDim.y, b = blockIdx.z, tid = threadIdx.x;
+  const long long row = (long long)b * heads + head;
+  const int stored = lens[b], groups = stored >> 5;
+  const int first = sink, last = max(first, min(groups * 32, stored - window)), wanted = width - first - (stored - last);
+  out += row * (width + 1);
+  if (stored <= budget || wanted >= last - first || wanted <= 0) { // all is read, every unit chosen, or nothing but the forced ones
+    dependency_wait();
+    const int gap = wanted <= 0 ? last - first : 0, count = stored <= budget ? -1 : min(stored - gap, width);
+    for (int i = rank * THREADS + tid; i <= width; i += blocks * THREADS) out[i] = i == width ? count : i >= count ? -1 : i < first ? i : i + gap;
+    return;
+  }
+  clear(s);
+  const int per = (groups + blocks - 1) / blocks, begin = min(groups, rank * per), end = min(groups, begin + per);
+  const int stride = room + 8, ring = max(WARPS * STAGES * STAGE_BYTES, (room / 8 * 33 + 127) / 128 * 128);
+  __half* own = reinterpret_cast<__half*>(dynamic + ring);
+  const Groups share = {bits, meta, table + (long long)b * table_stride, head, heads, page_groups, stored, begin, end, false};
+  Mail mail = {mail_words + row * (blocks * MAIL_WORDS + CROWD), blocks, rank, 0};
+  float4* to_parts = scores ? parts + (row * blocks + rank) * HEADS : nullptr;
+  score_groups(share, q + (long long)b * q_stride + (long long)head * GROUP_HEADS * D, dynamic, own, stride, scale_log2,
+      [&] { mail.stamp = __ldcg(stamps + row) + 1; },
+      [&](int h, float4 part) {
+        post_part(mail, h, part);
+        if (to_parts) to_parts[h] = part;
+      });
+  Units units = {own, stride, begin * 32, (end - begin) * 32, first, last, reinterpret_cast<u32*>(dynamic), {}}; // the ring is not needed any more
+  unsigned char* flags = reinterpret_cast<unsigned char*>(dynamic + room * 4);
+  float add[HEADS];
+  normalize(s, mail, add, units.scale);
+  MARK(6)
+  if (per <= THREADS / 16) units.pool_all<1>(add, s.hist);
+  else units.pool_all<4>(add, s.hist);
+  __syncthreads();
+  MARK(7)
+  Candidates candidates = cut_row(s, mail, wanted);
+  MARK(10)
+  split(s, mail, units, candidates);
+  const int before = choose(s, mail, units, candidates, flags);
+  MARK(13)
+  put_chosen(s, units, flags, out, first + before);
+  for (int i = rank * THREADS + tid; i < first; i += blocks * THREADS) out[i] = i;
+  for (int i = rank * THREADS + tid; i < stored - last; i += blocks * THREADS) out[first + wanted + i] = last + i;
+  if (rank == 0 && tid == 0) out[width] = width, stamps[row] = mail.stamp; // every block has read the stamp, because it has told its part
+  for (int h = 0; scores && h < HEADS; h++) {
+    for (int i = tid; i < units.count; i += THREADS) scores[(row * HEADS + h) * score_stride + units.begin + i] = own[h * stride + i];
+  }
+  MARK(14)
+}

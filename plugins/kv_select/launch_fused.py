@@ -1,0 +1,83 @@
+"""Launching scores and choice together, for few rows: one cooperative grid, a block a multiprocessor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trtkv.plugins._device import nvrtc
+from trtkv.plugins._device.nvrtc import Float, Int, Kernel, Long, Pointer
+from trtkv.plugins._device.spec import shared_limit
+from trtkv.plugins.kv_select.launch import POOLS, arch, stream
+
+_HERE = Path(__file__).parent
+_TYPES = (Pointer,) * 10 + (Int, Int, Int, Long) + (Int,) * 5 + (Float,)
+WARPS = 16
+_STATIC = 28 * 1024  # shared memory of a block beside what its launch asks for
+_COUNT_WORDS = 11 * (1 + 64 + 10)  # words of sixteen bytes that a block tells beside one a head, as in exchange.cuh
+_CROWD = 512
+_MOST_BLOCKS = 160  # a row, as in exchange.cuh
+_LEAST_GROUPS = 8  # of a block
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """How one launch scores and chooses: blocks a row, groups in a warp's ring (stages), units of a block (room), scored heads, bytes of shared memory."""
+
+    rows: int
+    blocks: int
+    stages: int
+    room: int
+    heads: int
+    shared: int
+
+    @staticmethod
+    def plan(rows: int, group_heads: int, dim: int, pooling: str, units: int, sms: int, arch: str) -> Fused | None:
+        """Lay out R rows of at most `units` tokens for a GPU; None where its multiprocessors do not hold their scores."""
+        groups = -(-units // 32)
+        blocks = min(sms // rows, _MOST_BLOCKS, -(-groups // _LEAST_GROUPS))
+        if blocks < 2:
+            return None
+        heads, room = 1 if POOLS[pooling] else group_heads, -(-groups // blocks) * 32
+        for stages in (8, 4):
+            shared = max(WARPS * stages * 8 * dim, -(-room * 33 // 8 // 128) * 128) + heads * (room + 8) * 2
+            if shared + _STATIC <= shared_limit(arch):
+                return Fused(rows, blocks, stages, room, heads, shared)
+        return None
+
+    def allocate(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        """Allocate what blocks tell each other, int32, and the rows' stamps [R] int32, all zero."""
+        words = self.blocks * (self.heads + _COUNT_WORDS) + _CROWD
+        return torch.zeros(self.rows, words, 4, dtype=torch.int32, device=device), torch.zeros(self.rows, dtype=torch.int32, device=device)
+
+
+def fier_select(
+    q: Tensor, bits: Tensor, meta: Tensor, table: Tensor, lens: Tensor, out: Tensor, mail: Tensor, stamps: Tensor, plan: Fused, *,
+    page_size: int, budget: int, scale: float, pooling: str, sink: int, window: int, overlap: bool = False,
+    scores: Tensor | None = None, parts: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Score and choose: arguments as of `launch.fier_score` and `launch.select_units`, mail and stamps as the plan allocates them.
+
+    scores [R, heads, stride] and parts [R, blocks, heads, 4] are written as the scorer does where they are given. Launches that share mail must
+    follow each other.
+    """
+    heads, dim = bits.shape[1], bits.shape[-1]
+    group = q.shape[1] // dim // heads
+    kernel = fused_kernel(dim, group, pooling, plan.stages, q.dtype == torch.bfloat16, arch())
+    pointers = [one.data_ptr() for one in (q, bits, meta, table, lens, out, mail, stamps)]
+    extra = (0, 0) if scores is None or parts is None else (scores.data_ptr(), parts.data_ptr())
+    values = (*pointers, *extra, q.stride(0), table.stride(0), page_size // 32, 0 if scores is None else scores.shape[2],
+              budget, out.shape[2] - 1, sink, window, plan.room, scale * 1.4426950408889634)  # fmt: skip
+    kernel.launch((plan.blocks, heads, lens.shape[0]), 32 * WARPS, plan.shared, stream(), values, overlap=overlap, cooperative=True)
+
+
+def fused_kernel(dim: int, group: int, pooling: str, stages: int, bf16: bool, arch: str) -> Kernel:
+    """Load the kernel for a shape."""
+    pool = POOLS[pooling] if group > 1 else 0
+    shape = {"D": dim, "GROUP_HEADS": group, "POOL": pool, "HEADS": 1 if pool else group, "MAXIMUM": int(pooling == "softmax-max" and group > 1),
+             "STAGES": stages, "WARPS": WARPS}  # fmt: skip
+    defines = (*(f"-D{name}={value}" for name, value in shape.items()), *(("-DBF16",) if bf16 else ()))
+    return nvrtc.load(_HERE / "fier_select.cu", "fier_select", _TYPES, defines, arch, shared_limit(arch) - _STATIC)
