@@ -5,11 +5,12 @@
 #pragma once
 #include "pooling.cuh"
 
-#define DIGIT 64                        // bins of a count
-#define COUNT_WORDS ((DIGIT + 5) / 6)   // words of six counts
-#define ROUNDS 10                       // digits of a score and a unit
+#define BINS 256                        // of the first count
+#define DIGIT 64                        // bins of every further one
+#define WORDS_OF(bins) (((bins) + 5) / 6) // words of six counts
+#define ROUNDS 11                       // further counts: six bits of the key, then sixty of score and unit
 #define CROWD 512                       // candidates that are ranked
-#define MAIL_WORDS (HEADS + COUNT_WORDS * (1 + DIGIT + ROUNDS)) // a block of a row; CROWD words a row beside
+#define MAIL_WORDS (HEADS + WORDS_OF(BINS) + WORDS_OF(DIGIT) * ROUNDS) // a block of a row; CROWD words a row beside
 
 __device__ __forceinline__ void post(uint4* to, u32 a, u32 b, u32 c, u32 stamp) {
   const u64 low = (u64)b << 32 | a, high = (u64)stamp << 32 | c;
@@ -26,16 +27,15 @@ __device__ __forceinline__ uint4 await(const uint4* from, u32 stamp) {
   return v;
 }
 
-// Mail of a row with `blocks` blocks. Words of a reader's warp lie side by side.
+// Mail of a row with `blocks` blocks; every part is [blocks, words].
 struct Mail {
   uint4* words;
   int blocks, rank;
   u32 stamp;
   __device__ __forceinline__ uint4* part(int head, int block) const { return words + head * blocks + block; }
-  __device__ __forceinline__ uint4* coarse() const { return words + HEADS * blocks; }                                    // [blocks, COUNT_WORDS]
-  __device__ __forceinline__ uint4* fine(int bin) const { return coarse() + (1 + bin) * blocks * COUNT_WORDS; }         // of a coarse bin
-  __device__ __forceinline__ uint4* round(int i) const { return coarse() + (1 + DIGIT + i) * blocks * COUNT_WORDS; }
-  __device__ __forceinline__ uint4* list() const { return coarse() + (1 + DIGIT + ROUNDS) * blocks * COUNT_WORDS; }     // [CROWD]
+  __device__ __forceinline__ uint4* bins() const { return words + HEADS * blocks; }
+  __device__ __forceinline__ uint4* round(int i) const { return bins() + (WORDS_OF(BINS) + i * WORDS_OF(DIGIT)) * blocks; }
+  __device__ __forceinline__ uint4* list() const { return round(ROUNDS); } // [CROWD]
 };
 
 // What a block tells about its share goes out at once, from one thread a head.
@@ -47,21 +47,29 @@ struct Chosen { // the bin of the wanted-th unit: units in higher bins and in it
   int bin, above, count, lower_above, lower_count;
 };
 struct Desk {
-  __align__(16) int hist[DIGIT * DIGIT];
+  __align__(16) int own[BINS];   // counts of this block; bin 0 of the first count stays empty
+  __align__(16) int total[BINS + 2];
+  __align__(16) int lower[BINS + 2]; // of the row, and of lower blocks
   __align__(16) u64 list[CROWD];
-  int own[DIGIT], total[2][DIGIT + 2], lower[2][DIGIT + 2], warp_sums[64]; // counts of this block; of the row and of lower blocks, two rounds in turn
+  int warp_sums[64], listed, less;
   float add[HEADS], low;
-  int listed, less;
 };
 
 __device__ __forceinline__ void clear(Desk& s) {
-  for (int i = threadIdx.x; i < DIGIT * DIGIT; i += THREADS) s.hist[i] = 0;
-  for (int i = threadIdx.x; i < 2 * (DIGIT + 2); i += THREADS) s.total[0][i] = s.lower[0][i] = 0;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < BINS + 2; i += THREADS) {
+    s.total[i] = s.lower[i] = 0;
+    if (i < BINS) s.own[i] = 0;
+  }
   if (threadIdx.x == 0) s.listed = s.less = 0;
 }
+__device__ __forceinline__ float highest(float x) { // of the warp
+  const u32 top = __reduce_max_sync(~0u, ordered(x));
+  return __uint_as_float(top & 0x80000000u ? top & 0x7fffffffu : ~top);
+}
 
-// What is added to this block's scores, so that heads are normalized over the row; the range of raw scores.
-__device__ __forceinline__ void normalize(Desk& s, const Mail& mail, float (&add)[HEADS], Scale& scale) {
+// What is added to this block's scores, so that heads are normalized over the row; s.low is the lowest of raw scores.
+__device__ __forceinline__ void normalize(Desk& s, const Mail& mail, float (&add)[HEADS]) {
   constexpr int MOST = 5; // 160 blocks
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   if (warp < HEADS) {
@@ -70,6 +78,7 @@ __device__ __forceinline__ void normalize(Desk& s, const Mail& mail, float (&add
     for (int k = 0; k < MOST; k++) {
       const int p = lane + 32 * k;
       x[k] = -3e38f;
+      if (32 * k >= mail.blocks) continue;
       if (p < mail.blocks) {
         const uint4 v = await(mail.part(warp, p), mail.stamp);
         x[k] = __uint_as_float(v.x), low = fminf(low, __uint_as_float(v.y));
@@ -79,18 +88,18 @@ __device__ __forceinline__ void normalize(Desk& s, const Mail& mail, float (&add
     }
     __syncwarp();
     ref = __shfl_sync(~0u, ref, mail.rank & 31);
-#pragma unroll
-    for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+    top = highest(top);
     float zero = top; // raw scores: differences count at the top
     if (HEADS > 1) {
 #pragma unroll
-      for (int k = 0; k < MOST; k++) total += exp2_fast(x[k] - top);
+      for (int k = 0; k < MOST; k++) {
+        if (32 * k < mail.blocks) total += exp2_fast(x[k] - top);
+      }
 #pragma unroll
       for (int o = 16; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
       zero += log2f(total) + (MAXIMUM ? 0.f : log2f((float)HEADS));
     } else {
-#pragma unroll
-      for (int o = 16; o; o >>= 1) low = fminf(low, __shfl_xor_sync(~0u, low, o));
+      low = -highest(-low);
       if (lane == 0) s.low = low - top;
     }
     if (lane == 0) s.add[warp] = ref - zero;
@@ -98,22 +107,29 @@ __device__ __forceinline__ void normalize(Desk& s, const Mail& mail, float (&add
   __syncthreads();
 #pragma unroll
   for (int h = 0; h < HEADS; h++) add[h] = s.add[h];
-  scale = {0.f, 0.f};
-  if (HEADS == 1) scale = {s.low, 65534.f / fmaxf(-s.low, 1e-30f)};
 }
 
 // The block's units: their scores [HEADS, stride] in shared memory, then order-preserving pooled scores, 0 where a unit is no candidate.
+//
+// Keys of fourteen bits. Pooled softmaxes: at most 1 / share units are above `share`, so the range is sixteen octaves below it, 1024 keys each. Raw
+// scores: from the lowest to the highest. The upper eight bits are the bin.
 struct Units {
   const __half* scores;
   int stride, begin, count, first, last; // first unit of the block and their number; candidates are [first, last)
   u32* exact;
-  Scale scale;
+  int base;
+  float low, factor;
 
-  __device__ __forceinline__ u32 key(u32 x) const { // as key_of
-    if (x == 0) return 0;
-    if (HEADS > 1) return min((x & 0x7fffffffu) >> 14, 65534u) + 1;
-    return key_of(__uint_as_float(x & 0x80000000u ? x & 0x7fffffffu : ~x), scale);
+  __device__ __forceinline__ void scale(float lowest, float share) {
+    base = __float_as_int(share) - ((BINS - 1) << 19);
+    low = lowest, factor = 16383.f / fmaxf(-lowest, 1e-30f);
   }
+  __device__ __forceinline__ int key(float x) const {
+    if (HEADS > 1) return min(max((__float_as_int(x) - base) >> 13, 0), 16383);
+    return (int)fminf(fmaxf((x - low) * factor, 0.f), 16383.f);
+  }
+  __device__ __forceinline__ int key_again(u32 x) const { return key(__uint_as_float(x & 0x80000000u ? x & 0x7fffffffu : ~x)); }
+  __device__ __forceinline__ int eligible(int upto) const { return max(0, min(upto, last) - first); } // candidates in front of a unit
   __device__ __forceinline__ void read(u32 (&v)[1], const __half* p) const { v[0] = *reinterpret_cast<const u32*>(p); }
   __device__ __forceinline__ void read(u32 (&v)[4], const __half* p) const {
     const uint4 w = *reinterpret_cast<const uint4*>(p);
@@ -121,6 +137,7 @@ struct Units {
   }
   // Pool 2 N units a thread, and count by the upper bits of their keys.
   template <int N> __device__ __forceinline__ void pool_all(const float (&add)[HEADS], int* hist) const {
+#pragma unroll 1
     for (int at = threadIdx.x * 2 * N; at < count; at += THREADS * 2 * N) {
       u32 h[HEADS][N], image[2 * N];
       float pooled[2 * N];
@@ -131,7 +148,8 @@ struct Units {
       for (int k = 0; k < 2 * N; k++) {
         const int u = begin + at + k;
         image[k] = u >= first && u < last ? ordered(pooled[k]) : 0;
-        if (image[k]) atomicAdd(&hist[key_of(pooled[k], scale) >> 4], 1);
+        const int bin = key(pooled[k]) >> 6;
+        if (image[k] && bin) atomicAdd(&hist[bin], 1); // where many are in the lowest bin, counting them would take longest
       }
 #pragma unroll
       for (int k = 0; k < 2 * N; k += 2) *reinterpret_cast<uint2*>(exact + at + k) = make_uint2(image[k], image[k + 1]);
@@ -139,110 +157,113 @@ struct Units {
   }
 };
 
-__device__ __forceinline__ void post_counts(uint4* to, const int* counts, int w, u32 stamp) { // word w of DIGIT counts
-  u32 v[6];
+// Tell all blocks the counts of this one, and add theirs up.
+template <int N> __device__ __forceinline__ void add_counts(Desk& s, const Mail& mail, uint4* words) {
+  constexpr int OWN = WORDS_OF(N), UNDER_WAY = N == BINS ? 3 : 1;
+  const int tid = threadIdx.x;
+  if (tid < OWN) {
+    u32 v[6];
 #pragma unroll
-  for (int k = 0; k < 6; k++) v[k] = 6 * w + k < DIGIT ? counts[6 * w + k] : 0;
-  post(to + w, v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, stamp);
-}
-// Add up the counts of all blocks.
-__device__ __forceinline__ void add_counts(Desk& s, const Mail& mail, const uint4* from, int turn) {
-  for (int i = threadIdx.x; i < mail.blocks * COUNT_WORDS; i += THREADS) {
-    const int p = i / COUNT_WORDS, bin = (i - p * COUNT_WORDS) * 6;
-    const uint4 v = await(from + i, mail.stamp);
-    const u32 counts[6] = {v.x & 0xffff, v.x >> 16, v.y & 0xffff, v.y >> 16, v.z & 0xffff, v.z >> 16};
+    for (int k = 0; k < 6; k++) v[k] = 6 * tid + k < N ? s.own[min(6 * tid + k, N - 1)] : 0;
+    post(words + mail.rank * OWN + tid, v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, mail.stamp);
+  }
+#pragma unroll 1
+  for (int from = tid; from < mail.blocks * OWN; from += UNDER_WAY * THREADS) {
+    uint4 v[UNDER_WAY];
 #pragma unroll
-    for (int k = 0; k < 6; k++) {
-      if (counts[k]) {
-        atomicAdd(&s.total[turn][bin + k], (int)counts[k]);
-        if (p < mail.rank) atomicAdd(&s.lower[turn][bin + k], (int)counts[k]);
+    for (int k = 0; k < UNDER_WAY; k++) {
+      if (from + k * THREADS < mail.blocks * OWN) v[k] = look(words + from + k * THREADS);
+    }
+#pragma unroll
+    for (int k = 0; k < UNDER_WAY; k++) {
+      const int i = from + k * THREADS;
+      if (i >= mail.blocks * OWN) break;
+      while (v[k].w != mail.stamp) v[k] = look(words + i);
+      const int p = i / OWN, bin = (i - p * OWN) * 6;
+      const u32 pairs[3] = {v[k].x, v[k].y, v[k].z};
+#pragma unroll
+      for (int c = 0; c < 6; c++) {
+        const int one = pairs[c / 2] >> 16 * (c & 1) & 0xffff;
+        if (one) {
+          atomicAdd(&s.total[bin + c], one);
+          if (p < mail.rank) atomicAdd(&s.lower[bin + c], one);
+        }
       }
     }
   }
   __syncthreads();
 }
-// The bin with the wanted-th unit; every warp looks for itself.
-__device__ __forceinline__ Chosen find(const Desk& s, int turn, int wanted) {
-  const int lane = threadIdx.x & 31, *total = s.total[turn], *lower = s.lower[turn];
-  const int high = DIGIT - 1 - 2 * lane, a = total[high], b = total[high - 1];
-  const int end = warp_scan(a + b), seen = end - a - b;
-  const int there = __ffs(__ballot_sync(~0u, seen < wanted && end >= wanted)) - 1;
-  const bool second = seen + a < wanted;
-  Chosen found;
-  found.bin = __shfl_sync(~0u, second ? high - 1 : high, there);
-  found.above = __shfl_sync(~0u, second ? seen + a : seen, there), found.count = __shfl_sync(~0u, second ? b : a, there);
-  int less = (high > found.bin ? lower[high] : 0) + (high - 1 > found.bin ? lower[high - 1] : 0);
+// The bin with the wanted-th unit; every warp looks for itself. What no bin counts is in the lowest: of so many units that may be chosen.
+template <int N> __device__ __forceinline__ Chosen find(const Desk& s, int wanted, int eligible, int lower_eligible) {
+  constexpr int EACH = N / 32;
+  const int lane = threadIdx.x & 31, base = N - EACH * (lane + 1);
+  int total[EACH], lower[EACH], sum = 0, lower_sum = 0;
 #pragma unroll
-  for (int o = 16; o; o >>= 1) less += __shfl_xor_sync(~0u, less, o);
-  found.lower_above = less, found.lower_count = lower[found.bin];
+  for (int i = 0; i < EACH; i++) total[i] = s.total[base + i], lower[i] = s.lower[base + i], sum += total[i], lower_sum += lower[i];
+  const int end = warp_scan(sum);
+  int above = end - sum, bin = -1, count = 0;
+  if (above < wanted && end >= wanted) {
+#pragma unroll
+    for (int i = EACH - 1; i >= 0; i--) {
+      if (bin < 0) {
+        if (above + total[i] >= wanted) bin = base + i, count = total[i];
+        else above += total[i];
+      }
+    }
+  }
+  const u32 there = __ballot_sync(~0u, bin >= 0);
+  Chosen found;
+  if (!there) {
+    found.bin = 0, found.above = __shfl_sync(~0u, end, 31), found.lower_above = __reduce_add_sync(~0u, lower_sum);
+    found.count = eligible - found.above, found.lower_count = lower_eligible - found.lower_above;
+    return found;
+  }
+  const int at = __ffs(there) - 1;
+  found.bin = __shfl_sync(~0u, bin, at), found.above = __shfl_sync(~0u, above, at), found.count = __shfl_sync(~0u, count, at);
+  int less = 0;
+#pragma unroll
+  for (int i = 0; i < EACH; i++) less += base + i > found.bin ? lower[i] : 0;
+  found.lower_above = __reduce_add_sync(~0u, less), found.lower_count = s.lower[found.bin];
   return found;
 }
 
-// Candidates of the row: units with a key of `bin` whose value has this prefix above `shift`; better ones are chosen.
+// Candidates of the row: units whose key and value begin like this; better ones are chosen.
 struct Candidates {
   int bin, need, crowd, before, start; // how many are wanted of how many; chosen units and candidates of lower blocks
-  u64 prefix;
+  int key;                             // the lower six bits of their keys, -1: any
+  u64 prefix;                          // of their values, shifted
   int shift;
   __device__ __forceinline__ static u64 value(u32 exact, int unit) { return (u64)exact << 28 | (0xfffffff - unit); }
-  // 2: better, 1: one of them, 0: worse
+  // Of a unit of the bin, 1: better, 0: one of them, -1: worse.
   __device__ __forceinline__ int place(const Units& units, u32 exact, int unit) const {
-    const u32 key = units.key(exact);
-    if (key == 0 || (int)(key >> 4) < bin) return 0;
-    if ((int)(key >> 4) > bin) return 2;
+    if (key < 0) return 0;
+    const int own = units.key_again(exact) & (DIGIT - 1);
+    if (own != key) return own > key ? 1 : -1;
     const u64 upper = value(exact, unit) >> shift;
-    return upper > prefix ? 2 : upper == prefix;
+    return upper == prefix ? 0 : upper > prefix ? 1 : -1;
   }
 };
 
-// The row's histogram: the upper six bits of all keys, then the next six of the bin that is cut.
-__device__ __forceinline__ Candidates cut_row(Desk& s, const Mail& mail, int wanted) {
-  const int tid = threadIdx.x;
-  constexpr int EACH = DIGIT * DIGIT / THREADS, LANES = DIGIT / EACH; // bins of a thread, threads of a coarse bin
-  static_assert(LANES >= 1 && LANES <= 32 && EACH % 4 == 0, "coarse bins are added up inside a warp");
-  int sum = 0;
-#pragma unroll
-  for (int i = 0; i < EACH; i += 4) {
-    const int4 v = *reinterpret_cast<const int4*>(s.hist + tid * EACH + i);
-    sum += v.x + v.y + v.z + v.w;
-  }
-#pragma unroll
-  for (int o = 1; o < LANES; o <<= 1) sum += __shfl_xor_sync(~0u, sum, o);
-  if (tid % LANES == 0) s.own[tid / LANES] = sum;
-  __syncthreads();
-  if (tid < COUNT_WORDS) post_counts(mail.coarse() + mail.rank * COUNT_WORDS, s.own, tid, mail.stamp);
-  for (int i = tid; i < DIGIT * COUNT_WORDS; i += THREADS) {
-    const int bin = i / COUNT_WORDS;
-    post_counts(mail.fine(bin) + mail.rank * COUNT_WORDS, s.hist + bin * DIGIT, i - bin * COUNT_WORDS, mail.stamp);
-  }
-  MARK(8)
-  add_counts(s, mail, mail.coarse(), 0);
-  const Chosen coarse = find(s, 0, wanted);
-  MARK(9)
-  add_counts(s, mail, mail.fine(coarse.bin), 1);
-  const Chosen fine = find(s, 1, wanted - coarse.above);
-  return {coarse.bin * DIGIT + fine.bin, wanted - coarse.above - fine.above, fine.count, coarse.lower_above + fine.lower_above, fine.lower_count, 0, 6 * ROUNDS};
-}
-
-// Rare: as many digits of score and unit as leave few enough candidates.
+// Rare: as many digits of key, score and unit as leave few enough candidates.
 __device__ __forceinline__ void split(Desk& s, const Mail& mail, const Units& units, Candidates& of) {
+#pragma unroll 1
   for (int round = 0; of.crowd > CROWD && of.crowd != of.need; round++) {
-    const int turn = round & 1;
-    __syncthreads(); // the counts of this turn have been read
-    for (int i = threadIdx.x; i < DIGIT + 2; i += THREADS) {
-      s.total[turn][i] = s.lower[turn][i] = 0;
-      if (i < DIGIT) s.own[i] = 0;
-    }
+    __syncthreads(); // the counts have been read
+    clear(s);
     __syncthreads();
+#pragma unroll 1
     for (int i = threadIdx.x; i < units.count; i += THREADS) {
       const u32 exact = units.exact[i];
-      if (of.place(units, exact, units.begin + i) == 1) atomicAdd(&s.own[Candidates::value(exact, units.begin + i) >> (of.shift - 6) & (DIGIT - 1)], 1);
+      if (exact == 0 || units.key_again(exact) >> 6 != of.bin || of.place(units, exact, units.begin + i) != 0) continue;
+      const int digit = round == 0 ? units.key_again(exact) : (int)(Candidates::value(exact, units.begin + i) >> (of.shift - 6));
+      atomicAdd(&s.own[digit & (DIGIT - 1)], 1);
     }
     __syncthreads();
-    if (threadIdx.x < COUNT_WORDS) post_counts(mail.round(round) + mail.rank * COUNT_WORDS, s.own, threadIdx.x, mail.stamp);
-    add_counts(s, mail, mail.round(round), turn);
-    const Chosen found = find(s, turn, of.need);
+    add_counts<DIGIT>(s, mail, mail.round(round));
+    const Chosen found = find<DIGIT>(s, of.need, 0, 0);
     of.need -= found.above, of.crowd = found.count, of.before += found.lower_above, of.start = found.lower_count;
-    of.prefix = of.prefix << 6 | found.bin, of.shift -= 6;
+    if (round == 0) of.key = found.bin;
+    else of.prefix = of.prefix << 6 | found.bin, of.shift -= 6;
   }
 }
 
@@ -250,15 +271,24 @@ __device__ __forceinline__ void split(Desk& s, const Mail& mail, const Units& un
 __device__ __forceinline__ int choose(Desk& s, const Mail& mail, const Units& units, Candidates of, unsigned char* flags) {
   const int tid = threadIdx.x, packets = units.count / 8;
   const bool whole = of.crowd == of.need;
+#pragma unroll 1
   for (int p = tid; p < packets; p += THREADS) {
     const uint4 a = reinterpret_cast<const uint4*>(units.exact)[2 * p], b = reinterpret_cast<const uint4*>(units.exact)[2 * p + 1];
     const u32 exact[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-    u32 set = 0;
+    u32 set = 0, near = 0;
 #pragma unroll
     for (int k = 0; k < 8; k++) {
-      const int u = units.begin + p * 8 + k, place = of.place(units, exact[k], u);
-      if (place == 2 || (place == 1 && whole)) set |= 1u << k;
-      else if (place == 1) post(mail.list() + of.start + atomicAdd(&s.listed, 1), exact[k], ~(u32)u, 0, mail.stamp);
+      const int bin = exact[k] ? units.key_again(exact[k]) >> 6 : -1;
+      set |= (u32)(bin > of.bin) << k, near |= (u32)(bin == of.bin) << k;
+    }
+#pragma unroll 1
+    while (near) {
+      const int k = __ffs(near) - 1, u = units.begin + p * 8 + k;
+      const u32 own = units.exact[p * 8 + k];
+      const int place = of.place(units, own, u);
+      near &= near - 1;
+      if (place > 0 || (place == 0 && whole)) set |= 1u << k;
+      else if (place == 0) post(mail.list() + of.start + atomicAdd(&s.listed, 1), own, ~(u32)u, 0, mail.stamp);
     }
     flags[p] = set;
   }
@@ -267,14 +297,16 @@ __device__ __forceinline__ int choose(Desk& s, const Mail& mail, const Units& un
     __syncthreads();
     return of.before + of.start;
   }
+#pragma unroll 1
   for (int i = tid; i < of.crowd; i += THREADS) {
     const uint4 v = await(mail.list() + i, mail.stamp);
     s.list[i] = (u64)v.x << 32 | v.y;
   }
-  for (int i = of.crowd + tid; i < min(CROWD, (of.crowd + 1) & ~1); i += THREADS) s.list[i] = 0; // below every value
+  if (tid == 0 && (of.crowd & 1)) s.list[of.crowd] = 0; // below every value
   __syncthreads();
   MARK(12)
   const int own_end = of.start + s.listed;
+#pragma unroll 1
   for (int i = tid >> 3; i < ((of.crowd + 3) & ~3); i += THREADS / 8) { // eight lanes compare one with all
     const u64 own = i < of.crowd ? s.list[i] : 0;
     int better = 0;
@@ -301,10 +333,13 @@ __device__ __forceinline__ void put_chosen(Desk& s, const Units& units, const un
   const int packets = units.count / 8, each = (packets + THREADS - 1) / THREADS;
   const int from = min(packets, (int)threadIdx.x * each), to = min(packets, from + each);
   int mine = 0, turn = 0;
+#pragma unroll 1
   for (int i = from; i < to; i++) mine += __popc(flags[i]);
   at += block_scan(mine, s.warp_sums, turn) - mine;
+#pragma unroll 1
   for (int i = from; i < to; i++) {
     u32 set = flags[i];
+#pragma unroll 1
     while (set) {
       out[at++] = units.begin + i * 8 + __ffs(set) - 1;
       set &= set - 1;

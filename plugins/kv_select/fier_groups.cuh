@@ -109,6 +109,7 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
   {
     const int own = MERGED ? gid & 3 : gid;
     float x[D / 4], top = 0.f;
+#pragma unroll 1
     for (int i = threadIdx.x * 8; i < GROUP_HEADS * D; i += WARPS * 32 * 8) {
       *reinterpret_cast<uint4*>(&queries[i / D][i % D]) = __ldcg(reinterpret_cast<const uint4*>(q + i));
     }
@@ -267,9 +268,14 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
     }
     to0 += 2 * WARPS * 32, to1 += 2 * WARPS * 32;
   };
+#ifdef SCORES_SHARED
+#pragma unroll 1
+  for (int j = 0; j == 0 || j < mine; j += 2) round(j, j == 0); // one copy of the code: few rounds do not pay for fetching two
+#else
   round(0, true); // every warp, because it has a barrier
   MARK(3)
   for (int j = 2; j < mine; j += 2) round(j, false);
+#endif
   MARK(4)
   copies_wait<0>();
   if (POOL != 0 || GROUP_HEADS == 1) {
@@ -289,10 +295,12 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
   // The first groups' maximum is a good reference unless a later score is 2^120 times heavier: then the sums are taken again.
   float shift0 = 0.f, shift1 = 0.f;
   auto again = [&](float& sum, float& shift, const __half* from) {
+#pragma unroll 1
     for (int j = 0; j + second < mine; j += 1 + MERGED) {
       for (int v = 0; v < 4; v++) shift = fmaxf(shift, __half2float(from[j * (WARPS * 32) + v]));
     }
     sum = 0.f;
+#pragma unroll 1
     for (int j = 0; j + second < mine; j += 1 + MERGED) {
       for (int v = 0; v < 4; v++) sum += exp2_fast(__half2float(from[j * (WARPS * 32) + v]) - shift);
     }

@@ -226,6 +226,19 @@ static inline u32 __ballot_sync(u32, bool set) {
   for (int i = 0; i < 32; i++) mask |= all[i][0] << i;
   return mask;
 }
+static inline int __reduce_add_sync(u32, int v) {
+  const u32 word = (u32)v;
+  auto* all = cpu::exchange(&word, 1);
+  u32 sum = 0;
+  for (int i = 0; i < 32; i++) sum += all[i][0];
+  return (int)sum;
+}
+static inline u32 __reduce_max_sync(u32, u32 v) {
+  auto* all = cpu::exchange(&v, 1);
+  u32 top = 0;
+  for (int i = 0; i < 32; i++) top = max(top, all[i][0]);
+  return top;
+}
 static inline bool __any_sync(u32 all, bool set) { return __ballot_sync(all, set) != 0; }
 static inline int __ffs(u32 x) { return __builtin_ffs(x); }
 static inline int __popc(u32 x) { return __builtin_popcount(x); }
