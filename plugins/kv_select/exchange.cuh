@@ -346,3 +346,56 @@ __device__ __forceinline__ void put_chosen(Desk& s, const Units& units, const un
     }
   }
 }
+
+// What a row's query reads: units [0, first) and [last, units) in any case, `wanted` of those between.
+struct Reading {
+  int units, first, last, wanted;
+  bool plain; // all is read, every unit chosen, or nothing but the forced ones
+
+  __device__ __forceinline__ Reading(int stored, int closed, int unit, int budget, int width, int sink, int window) { // closed: tokens with a summary
+    units = (stored + unit - 1) / unit, first = (sink + unit - 1) / unit, last = max(first, min(closed, max(0, stored - window)) / unit);
+    wanted = width - first - (units - last), plain = stored <= budget || wanted >= last - first || wanted <= 0;
+  }
+  __device__ __forceinline__ void put_plain(int* out, int width, bool whole, int rank, int blocks) const {
+    const int gap = wanted <= 0 ? last - first : 0, count = whole ? -1 : min(units - gap, width);
+#pragma unroll 1
+    for (int i = rank * THREADS + threadIdx.x; i <= width; i += blocks * THREADS) out[i] = i == width ? count : i >= count ? -1 : i < first ? i : i + gap;
+  }
+};
+
+// For checks: the block's scores as a scorer leaves them.
+__device__ __forceinline__ void put_scores(const Units& units, __half* scores, long long stride) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < HEADS * units.count; i += THREADS) {
+    const int h = i / units.count, u = i - h * units.count;
+    scores[h * stride + units.begin + u] = units.scores[h * units.stride + u];
+  }
+}
+
+// From the block's scores in shared memory and what all blocks have told about theirs to the block's part of the row's list.
+__device__ __forceinline__ void choose_units(Desk& s, const Mail& mail, const Reading& row, Units& units, unsigned char* flags, int* out, int width, u32* stamp) {
+  float add[HEADS];
+  normalize(s, mail, add);
+  units.scale(s.low, (MAXIMUM ? HEADS : 1) / (float)row.wanted);
+  MARK(6)
+  if (units.count <= 2 * THREADS) units.pool_all<1>(add, s.own);
+  else units.pool_all<4>(add, s.own);
+  __syncthreads();
+  MARK(7)
+  add_counts<BINS>(s, mail, mail.bins());
+  MARK(9)
+  const Chosen cut = find<BINS>(s, row.wanted, units.eligible(row.last), units.eligible(units.begin));
+  Candidates candidates = {cut.bin, row.wanted - cut.above, cut.count, cut.lower_above, cut.lower_count, -1, 0, 60};
+  MARK(10)
+  split(s, mail, units, candidates);
+  const int before = choose(s, mail, units, candidates, flags);
+  MARK(13)
+  put_chosen(s, units, flags, out, row.first + before);
+  const int at = mail.rank * THREADS + threadIdx.x, step = mail.blocks * THREADS;
+#pragma unroll 1
+  for (int i = at; i < row.first; i += step) out[i] = i;
+#pragma unroll 1
+  for (int i = at; i < row.units - row.last; i += step) out[row.first + row.wanted + i] = row.last + i;
+  if (at == 0) out[width] = width, *stamp = mail.stamp; // every block has read the stamp, because it has told its part
+  MARK(14)
+}

@@ -130,6 +130,7 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
     k0 = __shfl_sync(~0u, up, (2 * pair) * 4);
     k1 = __shfl_sync(~0u, up, (2 * pair + 1) * 4);
   }
+  MARK(2)
   float ref0 = 0.f, ref1 = 0.f, sum0 = 0.f, sum1 = 0.f, low = 3e38f, high = -3e38f;
   __half* to_scores = scores + (POOL == 0 ? 2 * pair * stride : 0) + (warp + second * WARPS) * 32 + gid * 4;
   __half *to0 = to_scores, *to1 = to_scores + stride;
@@ -213,6 +214,7 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
     ahead0 = __shfl_sync(~0u, place, (next + 2) & 31), ahead1 = __shfl_sync(~0u, place, (next + 3) & 31);
     copies_wait<STAGES / 2 - 1>();
     __syncwarp();
+    if (first) { MARK(3) }
     float c[4][4];
     product(j, c);
     __syncwarp(); // the next round overwrites these places
@@ -273,7 +275,6 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
   for (int j = 0; j == 0 || j < mine; j += 2) round(j, j == 0); // one copy of the code: few rounds do not pay for fetching two
 #else
   round(0, true); // every warp, because it has a barrier
-  MARK(3)
   for (int j = 2; j < mine; j += 2) round(j, false);
 #endif
   MARK(4)

@@ -20,13 +20,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fier_select(const real*
   const int rank = blockIdx.x, blocks = gridDim.x, head = blockIdx.y, heads = gridDim.y, b = blockIdx.z, tid = threadIdx.x;
   const long long row = (long long)b * heads + head;
   const int stored = lens[b], groups = stored >> 5;
-  const int first = sink, last = max(first, min(groups * 32, stored - window)), wanted = width - first - (stored - last);
+  const Reading reading(stored, groups * 32, 1, budget, width, sink, window);
   out += row * (width + 1);
-  if (stored <= budget || wanted >= last - first || wanted <= 0) { // all is read, every unit chosen, or nothing but the forced ones
+  if (reading.plain) {
     dependency_wait();
-    const int gap = wanted <= 0 ? last - first : 0, count = stored <= budget ? -1 : min(stored - gap, width);
-#pragma unroll 1
-    for (int i = rank * THREADS + tid; i <= width; i += blocks * THREADS) out[i] = i == width ? count : i >= count ? -1 : i < first ? i : i + gap;
+    reading.put_plain(out, width, stored <= budget, rank, blocks);
     return;
   }
   clear(s);
@@ -42,34 +40,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fier_select(const real*
         post_part(mail, h, part);
         if (to_parts) to_parts[h] = part;
       });
-  Units units = {own, stride, begin * 32, (end - begin) * 32, first, last, reinterpret_cast<u32*>(dynamic)}; // the ring is not needed any more
-  unsigned char* flags = reinterpret_cast<unsigned char*>(dynamic + room * 4);
-  float add[HEADS];
-  normalize(s, mail, add);
-  units.scale(s.low, (MAXIMUM ? HEADS : 1) / (float)wanted);
-  MARK(6)
-  if (per <= THREADS / 16) units.pool_all<1>(add, s.own);
-  else units.pool_all<4>(add, s.own);
-  __syncthreads();
-  MARK(7)
-  add_counts<BINS>(s, mail, mail.bins());
-  MARK(9)
-  const Chosen cut = find<BINS>(s, wanted, units.eligible(last), units.eligible(units.begin));
-  Candidates candidates = {cut.bin, wanted - cut.above, cut.count, cut.lower_above, cut.lower_count, -1, 0, 60};
-  MARK(10)
-  split(s, mail, units, candidates);
-  const int before = choose(s, mail, units, candidates, flags);
-  MARK(13)
-  put_chosen(s, units, flags, out, first + before);
-#pragma unroll 1
-  for (int i = rank * THREADS + tid; i < first; i += blocks * THREADS) out[i] = i;
-#pragma unroll 1
-  for (int i = rank * THREADS + tid; i < stored - last; i += blocks * THREADS) out[first + wanted + i] = last + i;
-  if (rank == 0 && tid == 0) out[width] = width, stamps[row] = mail.stamp; // every block has read the stamp, because it has told its part
-#pragma unroll 1
-  for (int h = 0; scores && h < HEADS; h++) {
-#pragma unroll 1
-    for (int i = tid; i < units.count; i += THREADS) scores[(row * HEADS + h) * score_stride + units.begin + i] = own[h * stride + i];
-  }
-  MARK(14)
+  // The ring is not needed any more.
+  Units units = {own, stride, begin * 32, (end - begin) * 32, reading.first, reading.last, reinterpret_cast<u32*>(dynamic)};
+  choose_units(s, mail, reading, units, reinterpret_cast<unsigned char*>(dynamic + room * 4), out, width, stamps + row);
+  if (scores) put_scores(units, scores + row * HEADS * score_stride, score_stride);
 }

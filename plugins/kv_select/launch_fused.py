@@ -12,15 +12,19 @@ from trtkv.plugins._device import nvrtc
 from trtkv.plugins._device.nvrtc import Float, Int, Kernel, Long, Pointer
 from trtkv.plugins._device.spec import shared_limit
 from trtkv.plugins.kv_select.launch import POOLS, arch, stream
+from trtkv.plugins.kv_select.launch_pages import KINDS
 
 _HERE = Path(__file__).parent
-_TYPES = (Pointer,) * 10 + (Int, Int, Int, Long) + (Int,) * 5 + (Float,)
+_FIER = (Pointer,) * 10 + (Int, Int, Int, Long) + (Int,) * 5 + (Float,)
+_PAGES = (Pointer,) * 11 + (Int, Int, Int, Long) + (Int,) * 5 + (Float,)
 WARPS = 16
+STAGES = (8, 4)  # groups of a warp in flight: as many as shared memory has room for
 _STATIC = 28 * 1024  # shared memory of a block beside what its launch asks for
 _COUNT_WORDS = 43 + 11 * 11  # words of sixteen bytes that a block tells beside one a head, as in exchange.cuh
 _CROWD = 512
 _MOST_BLOCKS = 160  # a row, as in exchange.cuh
 _LEAST_GROUPS = 8  # of a block
+_MOST_HEADS = WARPS  # scored heads of a row: a warp adds one up
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +46,23 @@ class Fused:
         if blocks < 2:
             return None
         heads, room = 1 if POOLS[pooling] else group_heads, -(-groups // blocks) * 32
-        for stages in (8, 4):
-            shared = max(WARPS * stages * 8 * dim, -(-room * 33 // 8 // 128) * 128) + heads * (room + 8) * 2
+        for stages in STAGES:
+            shared = max(WARPS * stages * 8 * dim, _marks_bytes(room)) + heads * (room + 8) * 2
             if shared + _STATIC <= shared_limit(arch):
                 return Fused(rows, blocks, stages, room, heads, shared)
         return None
+
+    @staticmethod
+    def plan_pages(rows: int, group_heads: int, pooling: str, units: int, sms: int, arch: str) -> Fused | None:
+        """Lay out R rows of at most `units` pages; None where a selection is shared or every head's own, or does not fit."""
+        chunks = -(-units // 32)
+        blocks = min(sms // rows, _MOST_BLOCKS, chunks)
+        heads = 1 if POOLS.get(pooling, 0) else group_heads
+        if blocks < 2 or pooling not in POOLS or heads > _MOST_HEADS:
+            return None
+        room = -(-chunks // blocks) * 32
+        shared = _marks_bytes(room) + heads * (room + 8) * 2
+        return Fused(rows, blocks, 0, room, heads, shared) if shared + _STATIC <= shared_limit(arch) else None
 
     def allocate(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Allocate what blocks tell each other, int32, and the rows' stamps [R] int32, all zero."""
@@ -74,10 +90,41 @@ def fier_select(
     kernel.launch((plan.blocks, heads, lens.shape[0]), 32 * WARPS, plan.shared, stream(), values, overlap=overlap, cooperative=True)
 
 
+def page_select(
+    q: Tensor, vectors: Tensor, beside: Tensor | None, table: Tensor, lens: Tensor, out: Tensor, mail: Tensor, stamps: Tensor, plan: Fused, *,
+    kind: str, unit: int, budget: int, scale: float, pooling: str, sink: int, window: int, cut: Tensor | None = None, overlap: bool = False,
+    scores: Tensor | None = None, parts: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Score and choose pages: arguments as of `launch_pages.score_pages` and `fier_select`."""
+    heads, per_page, dim = vectors.shape[1], vectors.shape[2], vectors.shape[-1]
+    group = q.shape[1] // dim // heads
+    kernel = page_kernel(kind, dim, group, pooling, per_page, q.dtype == torch.bfloat16, arch(), forced=cut is not None)
+    given = (q, vectors, beside, cut, table, lens, out, mail, stamps, scores, parts)
+    values = (*(0 if one is None else one.data_ptr() for one in given), q.stride(0), table.stride(0), unit, 0 if scores is None else scores.shape[2],
+              budget, out.shape[2] - 1, sink, window, plan.room, scale * 1.4426950408889634)  # fmt: skip
+    kernel.launch((plan.blocks, heads, lens.shape[0]), 32 * WARPS, plan.shared, stream(), values, overlap=overlap, cooperative=True)
+
+
 def fused_kernel(dim: int, group: int, pooling: str, stages: int, bf16: bool, arch: str) -> Kernel:
-    """Load the kernel for a shape."""
+    """Load the kernel of one-bit keys for a shape."""
+    defines = (*_defines(dim, group, pooling), f"-DSTAGES={stages}", *(("-DBF16",) if bf16 else ()))
+    return nvrtc.load(_HERE / "fier_select.cu", "fier_select", _FIER, defines, arch, shared_limit(arch) - _STATIC)
+
+
+def page_kernel(kind: str, dim: int, group: int, pooling: str, per_page: int, bf16: bool, arch: str, *, forced: bool) -> Kernel:
+    """Load the kernel of pages for a shape."""
+    flags = [*(["-DFORCED"] if forced else []), *(["-DBF16"] if bf16 else [])]
+    defines = (*_defines(dim, group, pooling), f"-DKIND={KINDS[kind]}", f"-DPER_PAGE={per_page}", *flags)
+    return nvrtc.load(_HERE / "page_select.cu", "page_select", _PAGES, defines, arch, shared_limit(arch) - _STATIC)
+
+
+def _defines(dim: int, group: int, pooling: str) -> tuple[str, ...]:
     pool = POOLS[pooling] if group > 1 else 0
     shape = {"D": dim, "GROUP_HEADS": group, "POOL": pool, "HEADS": 1 if pool else group, "MAXIMUM": int(pooling == "softmax-max" and group > 1),
-             "STAGES": stages, "WARPS": WARPS}  # fmt: skip
-    defines = (*(f"-D{name}={value}" for name, value in shape.items()), *(("-DBF16",) if bf16 else ()))
-    return nvrtc.load(_HERE / "fier_select.cu", "fier_select", _TYPES, defines, arch, shared_limit(arch) - _STATIC)
+             "WARPS": WARPS}  # fmt: skip
+    return tuple(f"-D{name}={value}" for name, value in shape.items())
+
+
+def _marks_bytes(room: int) -> int:
+    """Shared memory of exact scores and marks of so many units."""
+    return -(-room * 33 // 8 // 128) * 128

@@ -149,22 +149,34 @@ def check_chain(case: Case, budget: int, sink: int, window: int, pooling: str, l
 def check_fused(case: Case, budget: int, sink: int, window: int, pooling: str, blocks: int, label: str, replays: int = 1) -> None:
     """Scores and choice in one launch of `blocks` blocks a row: lists as the selector makes them of the same scores, and right."""
     batch, rows = len(case.lens), len(case.lens) * case.heads
-    sms, sm, capacity = blocks * rows, select.arch(), case.table.shape[1] * case.page
-    plan = launch_fused.Fused.plan(rows, case.group, case.dim, pooling, capacity, sms, sm)
+    sms, sm, unit = blocks * rows, select.arch(), case.page if case.pages else 1
+    capacity, width = case.table.shape[1] * case.page // unit, -(-budget // unit)
+    if case.pages:
+        plan = launch_fused.Fused.plan_pages(rows, case.group, pooling, capacity, sms, sm)
+    else:
+        plan = launch_fused.Fused.plan(rows, case.group, case.dim, pooling, capacity, sms, sm)
     assert plan is not None and plan.blocks == blocks, label
     mail, stamps = plan.allocate(DEV)
-    scratch = select.Scratch(plan.heads, capacity // 32 * 32, blocks)
+    scratch = select.Scratch(plan.heads, -(-capacity // 32) * 32, blocks)
     scores, parts = case.guard.like((rows, plan.heads, scratch.stride), torch.float16, float("nan")), torch.zeros(rows, blocks, plan.heads, 4, device=DEV)
-    chosen, again = (case.guard.like((batch, case.heads, budget + 1), torch.int32, -7) for _ in range(2))
+    chosen, again = (case.guard.like((batch, case.heads, width + 1), torch.int32, -7) for _ in range(2))
     common = {"budget": budget, "sink": sink, "window": window, "pooling": pooling}
-    arguments = (case.q, case.bits, case.meta, case.table, case.lens, chosen, mail, stamps, plan)
+
+    def launch(**more: Tensor) -> None:
+        if case.pages:
+            arguments = (case.q, case.bounds.unsqueeze(2), None, case.table, case.lens, chosen, mail, stamps, plan)
+            launch_fused.page_select(*arguments, kind="box", unit=unit, scale=case.dim**-0.5, **common, **more)
+        else:
+            arguments = (case.q, case.bits, case.meta, case.table, case.lens, chosen, mail, stamps, plan)
+            launch_fused.fier_select(*arguments, page_size=case.page, scale=case.dim**-0.5, **common, **more)
+
     for _ in range(replays):
-        launch_fused.fier_select(*arguments, page_size=case.page, scale=case.dim**-0.5, scores=scores, parts=parts, **common)
-    select.select_units(scores, parts, case.lens, again, unit=1, group=32, **common)
+        launch(scores=scores, parts=parts)
+    select.select_units(scores, parts, case.lens, again, unit=unit, group=32 if unit == 1 else unit, **common)
     torch.cuda.synchronize()
     expect(torch.equal(chosen, again), f"{label}: the selector chooses other units")
     chosen.fill_(-7)
-    launch_fused.fier_select(*arguments, page_size=case.page, scale=case.dim**-0.5, **common)
+    launch()
     torch.cuda.synchronize()
     expect(torch.equal(chosen, again), f"{label}: a second launch chooses other units")
     expect(case.guard.intact(), f"{label}: a margin was written")
@@ -172,7 +184,7 @@ def check_fused(case: Case, budget: int, sink: int, window: int, pooling: str, b
         if int(case.lens[b]) <= budget:
             expect(bool((chosen[b] == -1).all()), f"{label}: sequence {b} should be dense")
         else:
-            check_selection(case, b, scores, parts, scratch, chosen[b], budget, sink, window, pooling, 1, label)
+            check_selection(case, b, scores, parts, scratch, chosen[b], budget, sink, window, pooling, unit, label)
 
 
 def check_selection(case, b, scores, parts, plan, chosen, budget, sink, window, pooling, unit, label):

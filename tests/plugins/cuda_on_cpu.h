@@ -400,6 +400,7 @@ static inline __half2 __hmax2(__half2 a, __half2 b) {
 static inline __half2 __hmin2(__half2 a, __half2 b) {
   return __floats2half2_rn(std::fmin(__half2float(a.x), __half2float(b.x)), std::fmin(__half2float(a.y), __half2float(b.y)));
 }
+static inline void prefetch(const void*) {}
 static inline uint4 load16(const void* p) { uint4 v; cpu::aligned(p, 16), memcpy(&v, p, 16); return v; }
 static inline float __int_as_float(int x) { return cpu::bits<float>((u32)x); }
 

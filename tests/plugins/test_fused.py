@@ -40,6 +40,16 @@ def test_the_choice_is_the_selectors(group: int, dim: int, pooling: str, lens: l
     assert checks.failures == []
 
 
+@pytest.mark.parametrize(
+    ("group", "dim", "pooling", "lens", "page"),
+    [(7, 64, "softmax-mean", [1617, 97], 16), (4, 64, "mean", [1201], 16), (1, 32, "softmax-max", [1700], 16), (12, 32, "softmax-max", [1216], 16)],
+)
+def test_the_choice_among_pages_is_the_selectors(group: int, dim: int, pooling: str, lens: list[int], page: int) -> None:
+    case = checks.Case(1, group, dim, page, lens, FP16, pages=True)
+    checks.check_fused(case, 20 * page, page, 3 * page, pooling, 2, f"G {group} D {dim} {pooling}")
+    assert checks.failures == []
+
+
 @pytest.mark.parametrize(("levels", "budget"), [(1, 100), (2, 900), (3, 300)])
 def test_crowded_scores(levels: int, budget: int) -> None:
     case = checks.Case(1, 2, 32, 32, [1500], FP16)
