@@ -9,7 +9,8 @@
 #define DIGIT 64                        // bins of every further one
 #define WORDS_OF(bins) (((bins) + 5) / 6) // words of six counts
 #define ROUNDS 11                       // further counts: six bits of the key, then sixty of score and unit
-#define CROWD 512                       // candidates that are ranked
+#define CROWD 512                       // candidates that blocks tell each other
+#define COMPARED 96                     // candidates of which each is compared with all
 #define MAIL_WORDS (HEADS + WORDS_OF(BINS) + WORDS_OF(DIGIT) * ROUNDS) // a block of a row; CROWD words a row beside
 
 __device__ __forceinline__ void post(uint4* to, u32 a, u32 b, u32 c, u32 stamp) {
@@ -50,8 +51,9 @@ struct Desk {
   __align__(16) int own[BINS];   // counts of this block; bin 0 of the first count stays empty
   __align__(16) int total[BINS + 2];
   __align__(16) int lower[BINS + 2]; // of the row, and of lower blocks
-  __align__(16) u64 list[CROWD];
-  int warp_sums[64], listed, less;
+  __align__(16) u64 list[CROWD], few[CROWD];
+  int warp_sums[64], listed, less, left;
+  Chosen cut;
   float add[HEADS], low;
 };
 
@@ -61,7 +63,7 @@ __device__ __forceinline__ void clear(Desk& s) {
     s.total[i] = s.lower[i] = 0;
     if (i < BINS) s.own[i] = 0;
   }
-  if (threadIdx.x == 0) s.listed = s.less = 0;
+  if (threadIdx.x == 0) s.listed = s.less = s.left = 0;
 }
 __device__ __forceinline__ float highest(float x) { // of the warp
   const u32 top = __reduce_max_sync(~0u, ordered(x));
@@ -193,38 +195,48 @@ template <int N> __device__ __forceinline__ void add_counts(Desk& s, const Mail&
   }
   __syncthreads();
 }
-// The bin with the wanted-th unit; every warp looks for itself. What no bin counts is in the lowest: of so many units that may be chosen.
-template <int N> __device__ __forceinline__ Chosen find(const Desk& s, int wanted, int eligible, int lower_eligible) {
+// The bin with the wanted-th unit, found by one warp; the counts of this block are cleared beside it. What no bin counts is in the lowest: of so many
+// units that may be chosen.
+template <int N> __device__ __forceinline__ Chosen find(Desk& s, const int* totals, const int* lowers, int wanted, int eligible, int lower_eligible) {
   constexpr int EACH = N / 32;
   const int lane = threadIdx.x & 31, base = N - EACH * (lane + 1);
-  int total[EACH], lower[EACH], sum = 0, lower_sum = 0;
+  if (threadIdx.x >= 32) {
+    if (totals != s.own && threadIdx.x - 32 < DIGIT) s.own[threadIdx.x - 32] = 0;
+  } else {
+    int total[EACH], lower[EACH], sum = 0, lower_sum = 0;
 #pragma unroll
-  for (int i = 0; i < EACH; i++) total[i] = s.total[base + i], lower[i] = s.lower[base + i], sum += total[i], lower_sum += lower[i];
-  const int end = warp_scan(sum);
-  int above = end - sum, bin = -1, count = 0;
-  if (above < wanted && end >= wanted) {
+    for (int i = 0; i < EACH; i += 2) {
+      const int2 t = *reinterpret_cast<const int2*>(totals + base + i), l = *reinterpret_cast<const int2*>(lowers + base + i);
+      total[i] = t.x, total[i + 1] = t.y, lower[i] = l.x, lower[i + 1] = l.y, sum += t.x + t.y, lower_sum += l.x + l.y;
+    }
+    const int end = warp_scan(sum);
+    int above = end - sum, bin = -1, count = 0;
+    if (above < wanted && end >= wanted) {
 #pragma unroll
-    for (int i = EACH - 1; i >= 0; i--) {
-      if (bin < 0) {
-        if (above + total[i] >= wanted) bin = base + i, count = total[i];
-        else above += total[i];
+      for (int i = EACH - 1; i >= 0; i--) {
+        if (bin < 0) {
+          if (above + total[i] >= wanted) bin = base + i, count = total[i];
+          else above += total[i];
+        }
       }
     }
-  }
-  const u32 there = __ballot_sync(~0u, bin >= 0);
-  Chosen found;
-  if (!there) {
-    found.bin = 0, found.above = __shfl_sync(~0u, end, 31), found.lower_above = __reduce_add_sync(~0u, lower_sum);
-    found.count = eligible - found.above, found.lower_count = lower_eligible - found.lower_above;
-    return found;
-  }
-  const int at = __ffs(there) - 1;
-  found.bin = __shfl_sync(~0u, bin, at), found.above = __shfl_sync(~0u, above, at), found.count = __shfl_sync(~0u, count, at);
-  int less = 0;
+    const u32 there = __ballot_sync(~0u, bin >= 0);
+    Chosen found;
+    if (there) {
+      const int at = __ffs(there) - 1;
+      found.bin = __shfl_sync(~0u, bin, at), found.above = __shfl_sync(~0u, above, at), found.count = __shfl_sync(~0u, count, at);
+      int less = 0;
 #pragma unroll
-  for (int i = 0; i < EACH; i++) less += base + i > found.bin ? lower[i] : 0;
-  found.lower_above = __reduce_add_sync(~0u, less), found.lower_count = s.lower[found.bin];
-  return found;
+      for (int i = 0; i < EACH; i++) less += base + i > found.bin ? lower[i] : 0;
+      found.lower_above = __reduce_add_sync(~0u, less), found.lower_count = lowers[found.bin];
+    } else {
+      found.bin = 0, found.above = __shfl_sync(~0u, end, 31), found.lower_above = __reduce_add_sync(~0u, lower_sum);
+      found.count = eligible - found.above, found.lower_count = lower_eligible - found.lower_above;
+    }
+    if (lane == 0) s.cut = found;
+  }
+  __syncthreads();
+  return s.cut;
 }
 
 // Candidates of the row: units whose key and value begin like this; better ones are chosen.
@@ -260,7 +272,7 @@ __device__ __forceinline__ void split(Desk& s, const Mail& mail, const Units& un
     }
     __syncthreads();
     add_counts<DIGIT>(s, mail, mail.round(round));
-    const Chosen found = find<DIGIT>(s, of.need, 0, 0);
+    const Chosen found = find<DIGIT>(s, s.total, s.lower, of.need, 0, 0);
     of.need -= found.above, of.crowd = found.count, of.before += found.lower_above, of.start = found.lower_count;
     if (round == 0) of.key = found.bin;
     else of.prefix = of.prefix << 6 | found.bin, of.shift -= 6;
@@ -297,26 +309,36 @@ __device__ __forceinline__ int choose(Desk& s, const Mail& mail, const Units& un
     __syncthreads();
     return of.before + of.start;
   }
+  const bool fine = of.key < 0 && of.crowd > COMPARED; // many: the lower six bits of their keys leave few to compare
 #pragma unroll 1
   for (int i = tid; i < of.crowd; i += THREADS) {
     const uint4 v = await(mail.list() + i, mail.stamp);
     s.list[i] = (u64)v.x << 32 | v.y;
+    if (fine) atomicAdd(&s.own[units.key_again(v.x) & (DIGIT - 1)], 1);
   }
-  if (tid == 0 && (of.crowd & 1)) s.list[of.crowd] = 0; // below every value
   __syncthreads();
   MARK(12)
   const int own_end = of.start + s.listed;
+  const u64* few = s.list;
+  int left = of.crowd, need = of.need, sub = -1;
+  if (fine) {
+    const Chosen cut = find<DIGIT>(s, s.own, s.own, of.need, 0, 0);
+    sub = cut.bin, need -= cut.above, left = cut.count, few = s.few;
 #pragma unroll 1
-  for (int i = tid >> 3; i < ((of.crowd + 3) & ~3); i += THREADS / 8) { // eight lanes compare one with all
-    const u64 own = i < of.crowd ? s.list[i] : 0;
-    int better = 0;
-    for (int k = (tid & 7) * 2; k < of.crowd; k += 16) {
-      const uint4 two = *reinterpret_cast<const uint4*>(s.list + k);
-      better += (((u64)two.y << 32 | two.x) > own) + (((u64)two.w << 32 | two.z) > own);
+    for (int i = tid; i < of.crowd; i += THREADS) {
+      if ((units.key_again((u32)(s.list[i] >> 32)) & (DIGIT - 1)) == sub) s.few[atomicAdd(&s.left, 1)] = s.list[i];
     }
-#pragma unroll
-    for (int o = 1; o < 8; o <<= 1) better += __shfl_xor_sync(~0u, better, o);
-    if (i >= of.crowd || (tid & 7) || better >= of.need) continue;
+    __syncthreads();
+  }
+#pragma unroll 1
+  for (int i = tid; i < of.crowd; i += THREADS) {
+    const u64 own = s.list[i];
+    const int digit = fine ? units.key_again((u32)(own >> 32)) & (DIGIT - 1) : sub;
+    int better = 0;
+    if (digit == sub) {
+      for (int k = 0; k < left; k++) better += few[k] > own;
+    }
+    if (digit < sub || better >= need) continue;
     if (i < of.start) {
       atomicAdd(&s.less, 1);
     } else if (i < own_end) {
@@ -384,7 +406,7 @@ __device__ __forceinline__ void choose_units(Desk& s, const Mail& mail, const Re
   MARK(7)
   add_counts<BINS>(s, mail, mail.bins());
   MARK(9)
-  const Chosen cut = find<BINS>(s, row.wanted, units.eligible(row.last), units.eligible(units.begin));
+  const Chosen cut = find<BINS>(s, s.total, s.lower, row.wanted, units.eligible(row.last), units.eligible(units.begin));
   Candidates candidates = {cut.bin, row.wanted - cut.above, cut.count, cut.lower_above, cut.lower_count, -1, 0, 60};
   MARK(10)
   split(s, mail, units, candidates);

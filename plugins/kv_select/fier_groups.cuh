@@ -13,6 +13,9 @@
 #ifndef WARPS
 #define WARPS 8
 #endif
+#ifndef EARLY_GROUPS
+#define EARLY_GROUPS (STAGES - 2) // of a warp, fetched before the query is read
+#endif
 #define WORDS (D / 32)            // 32-bit words of bits that a lane owns in a group
 #define BIT_BYTES (4 * D)         // bytes of bits in a group
 #define META_BYTES (4 * D)        // lows, then ranges, fp16
@@ -92,16 +95,25 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
       }
     }
   };
-#pragma unroll
-  for (int j = 0; j < STAGES - 2; j += 2) {
+  auto fetch_first = [&](int j) {
     fetch(j, __shfl_sync(~0u, place, j)), fetch(j + 1, __shfl_sync(~0u, place, j + 1));
     copies_commit();
-  }
+  };
+#pragma unroll
+  for (int j = 0; j < EARLY_GROUPS; j += 2) fetch_first(j);
   int ahead0 = __shfl_sync(~0u, place, STAGES - 2), ahead1 = __shfl_sync(~0u, place, STAGES - 1); // where the next two groups lie
 
   if (settled) dependency_wait();
   begun();
   MARK(1)
+
+  // Behind the groups that are fetched first, or it waits for all of them.
+#pragma unroll 1
+  for (int i = threadIdx.x * 8; i < GROUP_HEADS * D; i += WARPS * 32 * 8) {
+    *reinterpret_cast<uint4*>(&queries[i / D][i % D]) = __ldcg(reinterpret_cast<const uint4*>(q + i));
+  }
+#pragma unroll
+  for (int j = EARLY_GROUPS; j < STAGES - 2; j += 2) fetch_first(j);
 
   // The query, normalized by a power of two: register 4 (2 w + f) + i, the p-th, holds channel 4 p + tig in its upper half.
   u32 qr[D / 4];
@@ -109,10 +121,6 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
   {
     const int own = MERGED ? gid & 3 : gid;
     float x[D / 4], top = 0.f;
-#pragma unroll 1
-    for (int i = threadIdx.x * 8; i < GROUP_HEADS * D; i += WARPS * 32 * 8) {
-      *reinterpret_cast<uint4*>(&queries[i / D][i % D]) = __ldcg(reinterpret_cast<const uint4*>(q + i));
-    }
     __syncthreads();
     const real* from = queries[min(own, GROUP_HEADS - 1)] + tig;
 #pragma unroll

@@ -5,6 +5,9 @@
 // the bin that is cut.
 #define SCORES_SHARED
 #define THREADS (32 * WARPS)
+#ifndef EARLY_GROUPS
+#define EARLY_GROUPS 2
+#endif
 #include "fier_groups.cuh"
 #include "exchange.cuh"
 

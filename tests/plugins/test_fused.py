@@ -42,7 +42,7 @@ def test_the_choice_is_the_selectors(group: int, dim: int, pooling: str, lens: l
 
 @pytest.mark.parametrize(
     ("group", "dim", "pooling", "lens", "page"),
-    [(7, 64, "softmax-mean", [1617, 97], 16), (4, 64, "mean", [1201], 16), (1, 32, "softmax-max", [1700], 16), (12, 32, "softmax-max", [1216], 16)],
+    [(7, 64, "softmax-mean", [2617, 97], 16), (4, 64, "mean", [2201], 16), (1, 32, "softmax-max", [2700], 16), (12, 32, "softmax-max", [2216], 16)],
 )
 def test_the_choice_among_pages_is_the_selectors(group: int, dim: int, pooling: str, lens: list[int], page: int) -> None:
     case = checks.Case(1, group, dim, page, lens, FP16, pages=True)
