@@ -1,4 +1,4 @@
-"""KvSelect on an NVIDIA GPU: score, then choose, both launches reading lengths and pages on the device."""
+"""KvSelect on an NVIDIA GPU: score and choose, in one launch or two, reading lengths and pages on the device."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class _Together:
 
 
 def _together(session: Session, config: OpConfig, plan: SelectPlan, summary: Summary, table: Tensor) -> _Together | None:
-    """Return the scratch of the one launch, None where there are too many rows or scores for it. Only this step's choice uses it, one after another."""
+    """Return the scratch of the one launch, None where there are too many rows or scores for it. Layers use it in turn."""
     batch, units = table.shape[0], table.shape[1] * session.plan.page_size // plan.unit
     key = ("select together", batch, units, plan.pooling)
     return session.scratch(key, lambda: _furnish_together(batch, units, config, plan, summary, table.device))

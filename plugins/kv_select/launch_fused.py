@@ -31,7 +31,7 @@ LEAST_PAGES = 128  # of a block
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """How one launch scores and chooses: blocks a row, groups in a warp's ring (stages), units of a block (room), scored heads, bytes of shared memory."""
+    """One launch that scores and chooses: blocks a row, groups in a warp's ring (stages), units of a block (room), scored heads, shared memory."""
 
     rows: int
     blocks: int

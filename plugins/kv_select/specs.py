@@ -1,4 +1,4 @@
-"""Every scorer and selector that an engine may launch."""
+"""Every scorer and selector that an engine may launch, and the launches that are both."""
 
 from __future__ import annotations
 

@@ -158,7 +158,8 @@ def check_fused(case: Case, budget: int, sink: int, window: int, pooling: str, b
     assert plan is not None and plan.blocks == blocks, label
     mail, stamps = plan.allocate(DEV)
     scratch = select.Scratch(plan.heads, -(-capacity // 32) * 32, blocks)
-    scores, parts = case.guard.like((rows, plan.heads, scratch.stride), torch.float16, float("nan")), torch.zeros(rows, blocks, plan.heads, 4, device=DEV)
+    scores = case.guard.like((rows, plan.heads, scratch.stride), torch.float16, float("nan"))
+    parts = torch.zeros(rows, blocks, plan.heads, 4, device=DEV)
     chosen, again = (case.guard.like((batch, case.heads, width + 1), torch.int32, -7) for _ in range(2))
     common = {"budget": budget, "sink": sink, "window": window, "pooling": pooling}
 
@@ -358,9 +359,9 @@ def check_dense_growth(steps: int) -> None:
             check_attention(case, b, None, out[b], dim**-0.5, f"dense growth at {int(case.lens[b])}")
 
 
-def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype) -> None:
-    """Replay one captured step while sequences grow over group and page borders and a slot is taken by another request."""
-    label = f"growth G {group} policy {policy}"
+def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype, *, together: bool = False) -> None:
+    """Replay one captured step while sequences grow over group and page borders and a slot is taken by another request; together: in one launch."""
+    label = f"growth G {group} policy {policy} together {together}"
     heads, dim, page = 2, 128, 32 if policy == append.MINMAX else 64
     case = Case(heads, group, dim, page, [501, 1030, 63, 320], dtype, pages=policy == append.MINMAX)
     batch, budget, sink, window = 4, 320, 4, 16
@@ -371,7 +372,15 @@ def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype) -> Non
     angles = torch.rand(4096, dim // 2, device=DEV) * 6
     rope = torch.cat([angles.cos(), angles.sin()], 1)
     qkv = torch.zeros(batch, (heads * group + 2 * heads) * dim, dtype=dtype, device=DEV)
-    plan = select.Scratch.plan(batch * heads, group, "softmax-mean", case.table.shape[1] * page // unit, 132)
+    capacity, fused = case.table.shape[1] * page // unit, None
+    if together:
+        kind = (batch * heads, group, *(() if case.pages else (dim,)), "softmax-mean", capacity, 132, select.arch())
+        fused = launch_fused.Fused.plan_pages(*kind) if case.pages else launch_fused.Fused.plan(*kind)
+        assert fused is not None, label
+        handed = (*fused.allocate(DEV), fused)
+    plan = select.Scratch.plan(batch * heads, group, "softmax-mean", capacity, 132)
+    if fused is not None:
+        plan = select.Scratch(fused.heads, plan.stride, fused.blocks)
     scores, parts = plan.allocate(batch * heads, DEV)
     width = -(-budget // unit)
     chosen = torch.full((batch, heads, width + 1), -7, dtype=torch.int32, device=DEV)
@@ -383,15 +392,23 @@ def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype) -> Non
             case.bounds if case.pages else case.meta, eps=0.0, group=unit if case.pages else 32, summary=policy, longest=1, overlap=True,
         )  # fmt: skip
         common = {"budget": budget, "scale": dim**-0.5, "pooling": "softmax-mean", "overlap": True}
-        if case.pages:
+        if fused is not None:
+            common |= {"sink": sink, "window": window, "scores": scores, "parts": parts}
+        if fused is not None and case.pages:
+            bounds = case.bounds.unsqueeze(2)
+            launch_fused.page_select(case.q, bounds, None, case.table, case.lens, chosen, *handed, kind="box", unit=case.page, **common)
+        elif fused is not None:
+            launch_fused.fier_select(case.q, case.bits, case.meta, case.table, case.lens, chosen, *handed, page_size=case.page, **common)
+        elif case.pages:
             bounds = case.bounds.unsqueeze(2)  # one unit a page
             launch_pages.score_pages(case.q, bounds, None, case.table, case.lens, scores, parts, kind="box", unit=case.page, **common)
         else:
             select.fier_score(case.q, case.bits, case.meta, case.table, case.lens, scores, parts, page_size=case.page, **common)
-        select.select_units(
-            scores, parts, case.lens, chosen, budget=budget, sink=sink, window=window, unit=unit, group=unit if case.pages else 32,
-            pooling="softmax-mean", overlap=True,
-        )  # fmt: skip
+        if fused is None:
+            select.select_units(
+                scores, parts, case.lens, chosen, budget=budget, sink=sink, window=window, unit=unit, group=unit if case.pages else 32,
+                pooling="softmax-mean", overlap=True,
+            )  # fmt: skip
         attend.attend_list(case.q, case.keys, case.values, case.table, case.lens, chosen, out, unit=unit, scale=dim**-0.5, overlap=True, settled=True)
 
     saved = case.lens.clone()
@@ -456,6 +473,8 @@ def main() -> int:
         check_chain(Case(2, 4, 128, 32, [700, 97], bf16, pages=True), 192, 32, 64, "softmax-mean", "small pages")
         check_ties(2, 5000, 300, 1, 9, "levels", 2)
         check_growth(4, append.FIER, 2, bf16)
+        check_growth(4, append.FIER, 2, bf16, together=True)
+        check_fused(Case(2, 7, 128, 64, [700, 97], bf16), 200, 4, 16, "softmax-mean", 3, "small, one launch", 2)
         check_dense(2, 7, 128, 32, [700, 1, 129], bf16, 5)
         print("failures", len(failures))
         return bool(failures)

@@ -52,7 +52,8 @@ class Kernel:
         cooperative: bool = False,
     ) -> None:  # fmt: skip
         assert shared <= min(self.spec.shared, shared_limit(self.spec.arch)), self.spec.title
-        self.call(*grid, threads, shared, cluster, self.backwards, cooperative, *(kind(value) for kind, value in zip(self.spec.types, values, strict=True)))
+        given = (kind(value) for kind, value in zip(self.spec.types, values, strict=True))
+        self.call(*grid, threads, shared, cluster, self.backwards, cooperative, *given)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: Path, capability: tuple[int, int] = (9, 0), multiprocessors: int = 8) -> None:
@@ -84,8 +85,9 @@ def _translate(spec: CudaSpec) -> str:
     parameters = " ".join(found[1].split())
     names = ", ".join(one.split()[-1].lstrip("*") for one in parameters.split(","))
     entry = f"int grid_x, int grid_y, int grid_z, int threads, int dynamic, int cluster, int backwards, int cooperative, {parameters}"
+    set_up = "  cpu::backwards = backwards, cpu::cooperative = cooperative;\n"
     launch = f"cpu::launch({{grid_x, grid_y, grid_z}}, threads, dynamic, cluster, [&] {{ {spec.entry}({names}); }});"
-    return f'#include "{HEADER.name}"\n{text}\nextern "C" void run({entry}) {{\n  cpu::backwards = backwards, cpu::cooperative = cooperative;\n  {launch}\n}}\n'
+    return f'#include "{HEADER.name}"\n{text}\nextern "C" void run({entry}) {{\n{set_up}  {launch}\n}}\n'
 
 
 def _joined(path: Path, folders: Sequence[Path], seen: set[Path]) -> str:

@@ -118,7 +118,9 @@ class Launches:
                 chosen = choose(plan, pooled, stored, None if raised is None else raised[r][None])
                 lists[r, : chosen.shape[1]], lists[r, -1] = chosen[0].int(), chosen.shape[1]
 
-    def fier_select(self, q, bits, meta, table, lens, out, mail, stamps, plan, *, page_size, budget, scale, pooling, sink, window, overlap=False) -> None:
+    def fier_select(
+        self, q, bits, meta, table, lens, out, mail, stamps, plan, *, page_size, budget, scale, pooling, sink, window, overlap=False
+    ) -> None:  # fmt: skip
         scores, parts = self.between(plan, len(lens) * bits.shape[1], mail, stamps)
         self.fier_score(q, bits, meta, table, lens, scores, parts, page_size=page_size, budget=budget, scale=scale, pooling=pooling)
         self.select_units(scores, parts, lens, out, budget=budget, sink=sink, window=window, unit=1, group=32, pooling=pooling)
