@@ -44,9 +44,13 @@ class Kernel:
             driver.cuFuncSetAttribute(self._function, settings.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
 
     def launch(
-        self, grid: tuple[int, int, int], threads: int, shared: int, stream: int, values: Sequence[Any], *, cluster: int = 1, overlap: bool = False
-    ) -> None:
-        """Launch on a stream; overlap lets the kernel start while the one before it drains (it waits itself before it reads; from sm_90 on)."""
+        self, grid: tuple[int, int, int], threads: int, shared: int, stream: int, values: Sequence[Any], *, cluster: int = 1, overlap: bool = False,
+        cooperative: bool = False,
+    ) -> None:  # fmt: skip
+        """Launch on a stream; overlap lets the kernel start while the one before it drains (it waits itself before it reads; from sm_90 on).
+
+        Blocks of a cooperative launch may wait for each other: all of them are resident at once, or the driver refuses the launch.
+        """
         driver = self._driver
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
@@ -57,6 +61,10 @@ class Kernel:
             one = driver.CUlaunchAttribute()
             one.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             one.value.clusterDim.x, one.value.clusterDim.y, one.value.clusterDim.z = cluster, 1, 1
+            attributes.append(one)
+        if cooperative:
+            one = driver.CUlaunchAttribute()
+            one.id, one.value.cooperative = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, 1
             attributes.append(one)
         if overlap and self._major >= 9:
             one = driver.CUlaunchAttribute()

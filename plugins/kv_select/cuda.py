@@ -1,4 +1,4 @@
-"""KvSelect on an NVIDIA GPU: score, then choose, both launches reading lengths and pages on the device."""
+"""KvSelect on an NVIDIA GPU: score and choose, in one launch or two, reading lengths and pages on the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from trtkv.plan import SelectPlan
 from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_attend.per_head import by_head
-from trtkv.plugins.kv_select import launch, launch_pages, op
+from trtkv.plugins.kv_select import launch, launch_fused, launch_pages, op
 from trtkv.plugins.kv_select.launch_speculate import speculate
 from trtkv.plugins.session import Session
 from trtkv.plugins.support import Summary, outliers, overlaps, shares_selection, summary_of
@@ -59,6 +59,11 @@ def choose_units(
     if summary.scorer == "fier" and plan.pooling == "none":
         _choose_per_head(session, layer, config, plan, query, lens, slots, table, out)
         return
+    if session.offload is None:  # beside pages on their way a launch that needs every multiprocessor would wait for them
+        together = _together(session, config, plan, summary, table)
+        if together is not None:
+            _score_and_choose(session, layer, config, plan, summary, query, lens, table, out, together, own, overlap)
+            return
     desk = _desk(session, config, plan, table, ahead is not None)
     score = {"budget": session.scores_from(layer) - (ahead is not None), "scale": config.scale, "overlap": overlap}
     if summary.scorer == "fier":
@@ -85,16 +90,63 @@ class _Desk:
     cut: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """A launch that scores and chooses, what its blocks tell each other, and the cut [B, Hk, 2] int32 for outliers."""
+
+    fused: launch_fused.Fused
+    mail: Tensor
+    stamps: Tensor
+    cut: Tensor
+
+
+def _together(session: Session, config: OpConfig, plan: SelectPlan, summary: Summary, table: Tensor) -> _Together | None:
+    """Return the scratch of the one launch, None where there are too many rows or scores for it. Layers use it in turn."""
+    batch, units = table.shape[0], table.shape[1] * session.plan.page_size // plan.unit
+    key = ("select together", batch, units, plan.pooling)
+    return session.scratch(key, lambda: _furnish_together(batch, units, config, plan, summary, table.device))
+
+
+def _furnish_together(batch: int, units: int, config: OpConfig, plan: SelectPlan, summary: Summary, device: torch.device) -> _Together | None:
+    group, sms = config.num_q_heads // config.num_kv_heads, _multiprocessors(device)
+    fused = launch_fused.plan_for(plan, summary, batch, config.num_kv_heads, group, config.head_dim, units, sms, launch.arch())
+    if fused is None:
+        return None
+    return _Together(fused, *fused.allocate(device), torch.empty(batch, config.num_kv_heads, 2, dtype=torch.int32, device=device))
+
+
+def _score_and_choose(
+    session: Session, layer: int, config: OpConfig, plan: SelectPlan, summary: Summary, query: Tensor, lens: Tensor, table: Tensor, out: Tensor,
+    together: _Together, own: launch.OwnBudgets | None, overlap: bool,
+) -> None:  # fmt: skip
+    handed, sizes = (out, together.mail, together.stamps, together.fused), {"sink": plan.sink, "window": plan.window}
+    common = {"budget": session.reads_all_up_to(layer), "own": own, "scale": config.scale, "pooling": plan.pooling, "overlap": overlap, **sizes}
+    if summary.scorer == "fier":
+        bits, ranges = session.words(layer), session.ranges(layer)
+        launch_fused.fier_select(query, bits, ranges, table, lens, *handed, page_size=session.plan.page_size, **common)
+        return
+    vectors, beside, cut = _index(session, layer, plan, summary, lens, table, together.cut, budget=session.scores_from(layer), overlap=overlap)
+    launch_fused.page_select(query, vectors, beside, table, lens, *handed, kind=summary.scorer, unit=plan.unit, cut=cut, **common)
+
+
+def _index(
+    session: Session, layer: int, plan: SelectPlan, summary: Summary, lens: Tensor, table: Tensor, cut: Tensor, *, budget: int, overlap: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the buffers that a page scorer reads, and where outliers are kept the cut, found by a launch."""
+    vectors, beside = session.buffer(summary.vectors, layer), None if summary.beside is None else session.buffer(summary.beside, layer)
+    count = outliers(plan)
+    if not count:
+        return vectors, beside, None
+    assert beside is not None
+    launch_pages.outlier_cut(beside, table, lens, cut, unit=plan.unit, outliers=count, budget=budget, overlap=overlap)
+    return vectors, beside, cut
+
+
 def _score_pages(
     session: Session, layer: int, plan: SelectPlan, summary: Summary, query: Tensor, lens: Tensor, table: Tensor, desk: _Desk, *,
     budget: int, scale: float, overlap: bool,
 ) -> None:  # fmt: skip
-    vectors, beside = session.buffer(summary.vectors, layer), None if summary.beside is None else session.buffer(summary.beside, layer)
-    cut = None
-    if count := outliers(plan):
-        assert beside is not None
-        cut = desk.cut
-        launch_pages.outlier_cut(beside, table, lens, cut, unit=plan.unit, outliers=count, budget=budget, overlap=overlap)
+    vectors, beside, cut = _index(session, layer, plan, summary, lens, table, desk.cut, budget=budget, overlap=overlap)
     launch_pages.score_pages(
         query, vectors, beside, table, lens, desk.scores, desk.parts, kind=summary.scorer, unit=plan.unit, budget=budget, scale=scale,
         pooling=plan.pooling, cut=cut, shared=shares_selection(plan), overlap=overlap,

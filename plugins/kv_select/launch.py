@@ -16,7 +16,7 @@ from trtkv.plugins._device.spec import shared_limit
 _HERE = Path(__file__).parent
 _SCORE = (Pointer,) * 7 + (Int, Int, Int, Long, Int, Float)
 _SELECT = (Pointer,) * 6 + (Long,) + (Int,) * 8
-_POOLS = {"softmax-mean": 0, "softmax-max": 0, "mean": 1, "max": 2}
+POOLS = {"softmax-mean": 0, "softmax-max": 0, "mean": 1, "max": 2}
 CLUSTERS_FROM = 90  # clusters of blocks came with this compute capability
 _WORTHWHILE_UNITS = 4096  # a block more costs more than it saves below
 _EXACT_PACKETS = 2048  # packets of eight units of a block whose exact scores are kept
@@ -37,7 +37,7 @@ class Scratch:
     @staticmethod
     def plan(rows: int, group_heads: int, pooling: str, units: int, sms: int) -> Scratch:
         """Lay out scratch for R rows of at most `units` scored units; the same for every step of an engine."""
-        heads = 1 if _POOLS[pooling] else group_heads
+        heads = 1 if POOLS[pooling] else group_heads
         return Scratch(heads, -(-units // 32) * 32, _parts(rows, -(-units // 32), 2 * sms))
 
     def allocate(self, rows: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
@@ -148,7 +148,7 @@ def score_stages(dim: int, arch: str) -> int:
 def score_kernel(dim: int, group: int, pooling: str, bf16: bool, arch: str) -> Kernel:
     """Load the FIER scorer for a shape."""
     stages = score_stages(dim, arch)
-    shape = {"D": dim, "GROUP_HEADS": group, "POOL": _POOLS[pooling] if group > 1 else 0, "STAGES": stages}
+    shape = {"D": dim, "GROUP_HEADS": group, "POOL": POOLS[pooling] if group > 1 else 0, "STAGES": stages}
     defines = (*(f"-D{name}={value}" for name, value in shape.items()), *(("-DBF16",) if bf16 else ()))
     return nvrtc.load(_HERE / "fier.cu", "fier_score", _SCORE, defines, arch, 64 * stages * dim)
 

@@ -3,7 +3,7 @@
 // Built with -DHEADS (scored heads a row: 1 ranks raw scores, more pool their softmaxes), -DMAXIMUM (pool by maximum instead of mean) and -DSTREAM
 // where a block's keys do not fit in shared memory: they are computed again whenever they are looked at.
 #pragma once
-#include "common.cuh"
+#include "ordered.cuh"
 
 #ifndef THREADS
 #define THREADS 1024
@@ -19,11 +19,6 @@ __device__ __forceinline__ void load_halves(u32 (&v)[4], const __half* p) {
 }
 __device__ __forceinline__ void load_halves(u32 (&v)[1], const __half* p) {
   asm volatile("ld.global.L1::no_allocate.u32 %0,[%1];" : "=r"(v[0]) : "l"(p) : "memory");
-}
-// Order-preserving image of a float.
-__device__ __forceinline__ u32 ordered(float x) {
-  const u32 bits = __float_as_uint(x + 0.f);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
 struct Scale {

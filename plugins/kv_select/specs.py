@@ -1,10 +1,10 @@
-"""Every scorer and selector that an engine may launch."""
+"""Every scorer and selector that an engine may launch, and the launches that are both."""
 
 from __future__ import annotations
 
 from trtkv.config import Limits, ModelConfig
 from trtkv.plan import CachePlan, SelectPlan
-from trtkv.plugins.kv_select import launch, launch_pages, launch_speculate
+from trtkv.plugins.kv_select import launch, launch_fused, launch_pages, launch_speculate
 from trtkv.plugins.support import Summary, outliers, shares_selection, summary_of
 
 _NAMES = {"bfloat16": "bf16", "float16": "fp16"}
@@ -23,6 +23,7 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
             launch_speculate.speculate_kernel(plan.num_q_heads // plan.num_kv_heads, plan.head_dim, _NAMES[plan.kv_dtype], arch)
         for batch in range(1, limits.max_batch_size + 1):
             _selector(plan, select, summary, batch, limits, arch)
+            _together(plan, select, summary, batch, limits, arch)
 
 
 def _scorer(plan: CachePlan, select: SelectPlan, summary: Summary, arch: str) -> None:
@@ -54,3 +55,14 @@ def _selector(plan: CachePlan, select: SelectPlan, summary: Summary, batch: int,
     cluster = launch.select_cluster(rows, stride, arch)
     streams = launch.select_streams(stride, cluster, arch)
     launch.select_kernel(cluster, heads, select.pooling == "softmax-max", select.unit, select.group, arch, streams=streams)
+
+
+def _together(plan: CachePlan, select: SelectPlan, summary: Summary, batch: int, limits: Limits, arch: str) -> None:
+    group, bf16 = plan.num_q_heads // plan.num_kv_heads, plan.kv_dtype == "bfloat16"
+    units = plan.pages(limits.max_seq_len) * plan.page_size // select.unit
+    for fused in launch_fused.plans_on_any(select, summary, batch, plan.num_kv_heads, group, plan.head_dim, units, arch):
+        if summary.scorer == "fier":
+            launch_fused.fused_kernel(plan.head_dim, group, select.pooling, fused, bf16, arch)
+        else:
+            per_page, forced = plan.page_size // select.unit, outliers(select) > 0
+            launch_fused.page_kernel(summary.scorer, plan.head_dim, group, select.pooling, fused, per_page, bf16, arch, forced=forced)

@@ -161,7 +161,15 @@ def test_a_user_folder_that_cannot_be_written_is_no_error(wide: TinyModel, tmp_p
     assert manifest.kernels is not None and {file.name for file in path.glob(f"{FOLDER}/sm_90/*.cubin")} == {
         Path(one.file).name for one in manifest.kernels.files
     }
-    assert {one.kernel.split()[0] for one in manifest.kernels.files} == {"append_kernel", "attend_dense", "sample", "feed", "fetch", "gemv", "rms_norm"}
+    assert {one.kernel.split()[0] for one in manifest.kernels.files} == {
+        "append_kernel",
+        "attend_dense",
+        "sample",
+        "feed",
+        "fetch",
+        "gemv",
+        "rms_norm",
+    }
 
 
 def test_an_engine_without_kernels_still_opens(wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

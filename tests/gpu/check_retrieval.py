@@ -9,6 +9,7 @@ import argparse
 import itertools
 import sys
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from trtkv.plugins.kv_append import kernel as append
 from trtkv.plugins.kv_attend import launch as attend
 from trtkv.plugins.kv_attend import launch_dense
-from trtkv.plugins.kv_select import fier_layout, launch_pages
+from trtkv.plugins.kv_select import fier_layout, launch_fused, launch_pages
 from trtkv.plugins.kv_select import launch as select
 
 DEV = "cuda"
@@ -144,6 +145,56 @@ def check_chain(case: Case, budget: int, sink: int, window: int, pooling: str, l
         else:
             attended = check_selection(case, b, scores, parts, plan, chosen[b], budget, sink, window, pooling, unit, label)
         check_attention(case, b, attended, out[b], scale, label)
+
+
+def check_fused(case: Case, budget: int, sink: int, window: int, pooling: str, blocks: int, label: str, replays: int = 1) -> None:
+    """Scores and choice in one launch of `blocks` blocks a row: lists as the selector makes them of the same scores, and right."""
+    batch, rows = len(case.lens), len(case.lens) * case.heads
+    sms, sm, unit = blocks * rows, select.arch(), case.page if case.pages else 1
+    capacity, width = case.table.shape[1] * case.page // unit, -(-budget // unit)
+    if case.pages:
+        plan = launch_fused.Fused.plan_pages(rows, case.group, pooling, capacity, sms, sm)
+    else:
+        plan = launch_fused.Fused.plan(rows, case.group, case.dim, pooling, capacity, sms, sm)
+    assert plan is not None and plan.blocks == blocks, label
+    mail, stamps = plan.allocate(DEV)
+    scratch = select.Scratch(plan.heads, -(-capacity // 32) * 32, blocks)
+    scores = case.guard.like((rows, plan.heads, scratch.stride), torch.float16, float("nan"))
+    parts = torch.zeros(rows, blocks, plan.heads, 4, device=DEV)
+    chosen, again = (case.guard.like((batch, case.heads, width + 1), torch.int32, -7) for _ in range(2))
+    common = {"budget": budget, "sink": sink, "window": window, "pooling": pooling}
+
+    def launch(**more: Any) -> None:
+        if case.pages:
+            arguments = (case.q, case.bounds.unsqueeze(2), None, case.table, case.lens, chosen, mail, stamps, plan)
+            launch_fused.page_select(*arguments, kind="box", unit=unit, scale=case.dim**-0.5, **common, **more)
+        else:
+            arguments = (case.q, case.bits, case.meta, case.table, case.lens, chosen, mail, stamps, plan)
+            launch_fused.fier_select(*arguments, page_size=case.page, scale=case.dim**-0.5, **common, **more)
+
+    for _ in range(replays):
+        launch(scores=scores, parts=parts)
+    select.select_units(scores, parts, case.lens, again, unit=unit, group=32 if unit == 1 else unit, **common)
+    torch.cuda.synchronize()
+    expect(torch.equal(chosen, again), f"{label}: the selector chooses other units")
+    slots, budgets = torch.randperm(batch + 1, device=DEV)[:batch].int(), torch.zeros(batch + 1, dtype=torch.int32, device=DEV)
+    budgets[slots[0].long()] = sink + window + 2 * max(unit, 32)
+    own = select.OwnBudgets(slots, budgets, 0)
+    launch(scores=scores, parts=parts, own=own)
+    select.select_units(scores, parts, case.lens, again, unit=unit, group=32 if unit == 1 else unit, own=own, **common)
+    torch.cuda.synchronize()
+    expect(torch.equal(chosen, again), f"{label}: with a budget of its own a sequence gets other units")
+    select.select_units(scores, parts, case.lens, again, unit=unit, group=32 if unit == 1 else unit, **common)
+    chosen.fill_(-7)
+    launch()
+    torch.cuda.synchronize()
+    expect(torch.equal(chosen, again), f"{label}: a second launch chooses other units")
+    expect(case.guard.intact(), f"{label}: a margin was written")
+    for b in range(batch):
+        if int(case.lens[b]) <= budget:
+            expect(bool((chosen[b] == -1).all()), f"{label}: sequence {b} should be dense")
+        else:
+            check_selection(case, b, scores, parts, scratch, chosen[b], budget, sink, window, pooling, unit, label)
 
 
 def check_selection(case, b, scores, parts, plan, chosen, budget, sink, window, pooling, unit, label):
@@ -364,9 +415,9 @@ def check_short_lists(unit: int, lens: list[int], counts: list[int], room: int, 
     expect(case.guard.intact(), f"lists of unit {unit}: a margin was written")
 
 
-def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype) -> None:
-    """Replay one captured step while sequences grow over group and page borders and a slot is taken by another request."""
-    label = f"growth G {group} policy {policy}"
+def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype, *, together: bool = False) -> None:
+    """Replay one captured step while sequences grow over group and page borders and a slot is taken by another request; together: in one launch."""
+    label = f"growth G {group} policy {policy} together {together}"
     heads, dim, page = 2, 128, 32 if policy == append.MINMAX else 64
     case = Case(heads, group, dim, page, [501, 1030, 63, 320], dtype, pages=policy == append.MINMAX)
     batch, budget, sink, window = 4, 320, 4, 16
@@ -377,7 +428,15 @@ def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype) -> Non
     angles = torch.rand(4096, dim // 2, device=DEV) * 6
     rope = torch.cat([angles.cos(), angles.sin()], 1)
     qkv = torch.zeros(batch, (heads * group + 2 * heads) * dim, dtype=dtype, device=DEV)
-    plan = select.Scratch.plan(batch * heads, group, "softmax-mean", case.table.shape[1] * page // unit, 132)
+    capacity, fused = case.table.shape[1] * page // unit, None
+    if together:
+        kind = (batch * heads, group, *(() if case.pages else (dim,)), "softmax-mean", capacity, 132, select.arch())
+        fused = launch_fused.Fused.plan_pages(*kind) if case.pages else launch_fused.Fused.plan(*kind)
+        assert fused is not None, label
+        handed = (*fused.allocate(DEV), fused)
+    plan = select.Scratch.plan(batch * heads, group, "softmax-mean", capacity, 132)
+    if fused is not None:
+        plan = select.Scratch(fused.heads, plan.stride, fused.blocks)
     scores, parts = plan.allocate(batch * heads, DEV)
     width = -(-budget // unit)
     chosen = torch.full((batch, heads, width + 1), -7, dtype=torch.int32, device=DEV)
@@ -389,15 +448,23 @@ def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype) -> Non
             case.bounds if case.pages else case.meta, eps=0.0, group=unit if case.pages else 32, summary=policy, longest=1, overlap=True,
         )  # fmt: skip
         common = {"budget": budget, "scale": dim**-0.5, "pooling": "softmax-mean", "overlap": True}
-        if case.pages:
+        if fused is not None:
+            common |= {"sink": sink, "window": window, "scores": scores, "parts": parts}
+        if fused is not None and case.pages:
+            bounds = case.bounds.unsqueeze(2)
+            launch_fused.page_select(case.q, bounds, None, case.table, case.lens, chosen, *handed, kind="box", unit=case.page, **common)
+        elif fused is not None:
+            launch_fused.fier_select(case.q, case.bits, case.meta, case.table, case.lens, chosen, *handed, page_size=case.page, **common)
+        elif case.pages:
             bounds = case.bounds.unsqueeze(2)  # one unit a page
             launch_pages.score_pages(case.q, bounds, None, case.table, case.lens, scores, parts, kind="box", unit=case.page, **common)
         else:
             select.fier_score(case.q, case.bits, case.meta, case.table, case.lens, scores, parts, page_size=case.page, **common)
-        select.select_units(
-            scores, parts, case.lens, chosen, budget=budget, sink=sink, window=window, unit=unit, group=unit if case.pages else 32,
-            pooling="softmax-mean", overlap=True,
-        )  # fmt: skip
+        if fused is None:
+            select.select_units(
+                scores, parts, case.lens, chosen, budget=budget, sink=sink, window=window, unit=unit, group=unit if case.pages else 32,
+                pooling="softmax-mean", overlap=True,
+            )  # fmt: skip
         attend.attend_list(case.q, case.keys, case.values, case.table, case.lens, chosen, out, unit=unit, scale=dim**-0.5, overlap=True, settled=True)
 
     saved = case.lens.clone()
@@ -464,6 +531,8 @@ def main() -> int:
         check_own_budgets(1, 32, 4, [5000, 900, 90], [100, 0, 100], 300)
         check_short_lists(1, [500, 700, 40], [100, 300, 33], 300)
         check_growth(4, append.FIER, 2, bf16)
+        check_growth(4, append.FIER, 2, bf16, together=True)
+        check_fused(Case(2, 7, 128, 64, [700, 97], bf16), 200, 4, 16, "softmax-mean", 3, "small, one launch", 2)
         check_dense(2, 7, 128, 32, [700, 1, 129], bf16, 5)
         print("failures", len(failures))
         return bool(failures)

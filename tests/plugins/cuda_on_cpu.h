@@ -1,5 +1,5 @@
-// Stands for the GPU when a kernel's source is compiled as C++: threads are fibers of one system thread a block, blocks of a cluster run side by side, and
-// instructions that have no C++ are written out from their definition in the PTX manual. Shared memory begins as ones, so that what is read before
+// Stands for the GPU when a kernel's source is compiled as C++: threads are fibers of one system thread a block, blocks of a cluster or of a
+// cooperative grid run side by side, and instructions that have no C++ are written out from their definition in the PTX manual. Shared memory begins as ones, so that what is read before
 // it is written shows as NaN; a copy or access that is not aligned ends the process.
 #pragma once
 #include <immintrin.h>
@@ -71,6 +71,7 @@ struct Block {
 inline thread_local Block* block;
 inline thread_local Place thread;
 inline bool backwards; // the last thread first: what lacks a barrier then reads other values
+inline bool cooperative; // all blocks of a grid run side by side
 
 [[noreturn]] static inline void fail(const char* what) {
   fprintf(stderr, "%s\n", what);
@@ -108,7 +109,7 @@ static inline void yield() { // to the next thread of the block that lives
   int to = from;
   do to = to + 1 == count ? 0 : to + 1;
   while (b->fibers[to].done);
-  if (CLUSTER > 1 && to <= from) sched_yield(); // to the other blocks
+  if ((CLUSTER > 1 || cooperative) && to <= from) sched_yield(); // to the other blocks
   if (to == from) return;
   b->current = to, thread = thread_of(to);
   cpu_switch(&b->fibers[from].sp, b->fibers[to].sp);
@@ -157,6 +158,7 @@ template <typename T> static inline T& shared(const void* key) {
   return *(T*)at;
 }
 template <typename F> static void launch(Place grid, int threads, int dynamic, int cluster, F body) {
+  if (cooperative) cluster = grid.x * grid.y * grid.z;
   for (int i = 0; i < grid.x * grid.y * grid.z; i += cluster) {
     Cluster together;
     together.threads = cluster * threads;
@@ -223,6 +225,19 @@ static inline u32 __ballot_sync(u32, bool set) {
   u32 mask = 0;
   for (int i = 0; i < 32; i++) mask |= all[i][0] << i;
   return mask;
+}
+static inline int __reduce_add_sync(u32, int v) {
+  const u32 word = (u32)v;
+  auto* all = cpu::exchange(&word, 1);
+  u32 sum = 0;
+  for (int i = 0; i < 32; i++) sum += all[i][0];
+  return (int)sum;
+}
+static inline u32 __reduce_max_sync(u32, u32 v) {
+  auto* all = cpu::exchange(&v, 1);
+  u32 top = 0;
+  for (int i = 0; i < 32; i++) top = max(top, all[i][0]);
+  return top;
 }
 static inline bool __any_sync(u32 all, bool set) { return __ballot_sync(all, set) != 0; }
 static inline int __ffs(u32 x) { return __builtin_ffs(x); }
@@ -301,7 +316,7 @@ static inline u64 read_once_policy() { return 0; }
 static inline void copy16_once(u32 to, const void* from, u64) { copy16(to, from); }
 static inline void copies_commit() {}
 template <int LEFT> static inline void copies_wait() {}
-static inline void store8(__half* p, u32 x, u32 y) { __stcg((uint2*)p, make_uint2(x, y)); }
+static inline void put8(__half* p, u32 x, u32 y) { __stcg((uint2*)p, make_uint2(x, y)); }
 static inline void load_halves(u32 (&v)[4], const __half* p) { cpu::aligned(p, 16), memcpy(v, p, 16); }
 static inline void load_halves(u32 (&v)[1], const __half* p) { cpu::aligned(p, 4), memcpy(v, p, 4); }
 static inline float half_of(u32 word, int i) { return __half2float({(u16)(word >> 16 * i)}); }
@@ -368,6 +383,13 @@ template <int HALF> static inline void mma(float (&d)[4], const float (&c)[4], c
   for (int i = 0; i < 4; i++) d[i] = out[i];
 }
 
+// Of exchange.cuh: words of sixteen bytes, written and read at once; who looks lets others run.
+static inline void post(uint4* to, u32 a, u32 b, u32 c, u32 stamp) { cpu::aligned(to, 16), _mm_store_si128((__m128i*)to, _mm_set_epi32(stamp, c, b, a)); }
+static inline uint4 look(const uint4* from) {
+  cpu::yield();
+  return cpu::bits<uint4>(_mm_load_si128((const __m128i*)from));
+}
+
 // Of pages.cu and outliers.cu.
 struct int3 { int x, y, z; };
 static inline int3 make_int3(int x, int y, int z) { return {x, y, z}; }
@@ -378,6 +400,7 @@ static inline __half2 __hmax2(__half2 a, __half2 b) {
 static inline __half2 __hmin2(__half2 a, __half2 b) {
   return __floats2half2_rn(std::fmin(__half2float(a.x), __half2float(b.x)), std::fmin(__half2float(a.y), __half2float(b.y)));
 }
+static inline void prefetch(const void*) {}
 static inline uint4 load16(const void* p) { uint4 v; cpu::aligned(p, 16), memcpy(&v, p, 16); return v; }
 static inline float __int_as_float(int x) { return cpu::bits<float>((u32)x); }
 

@@ -48,10 +48,12 @@ class Kernel:
         self.spec, self.call = spec, ctypes.CDLL(str(_compile(spec, folder))).run
 
     def launch(
-        self, grid: tuple[int, int, int], threads: int, shared: int, stream: int, values: Sequence[Any], *, cluster: int = 1, overlap: bool = False
-    ) -> None:
+        self, grid: tuple[int, int, int], threads: int, shared: int, stream: int, values: Sequence[Any], *, cluster: int = 1, overlap: bool = False,
+        cooperative: bool = False,
+    ) -> None:  # fmt: skip
         assert shared <= min(self.spec.shared, shared_limit(self.spec.arch)), self.spec.title
-        self.call(*grid, threads, shared, cluster, self.backwards, *(kind(value) for kind, value in zip(self.spec.types, values, strict=True)))
+        given = (kind(value) for kind, value in zip(self.spec.types, values, strict=True))
+        self.call(*grid, threads, shared, cluster, self.backwards, cooperative, *given)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: Path, capability: tuple[int, int] = (9, 0), multiprocessors: int = 8) -> None:
@@ -82,9 +84,10 @@ def _translate(spec: CudaSpec) -> str:
     assert found is not None
     parameters = " ".join(found[1].split())
     names = ", ".join(one.split()[-1].lstrip("*") for one in parameters.split(","))
-    entry = f"int grid_x, int grid_y, int grid_z, int threads, int dynamic, int cluster, int backwards, {parameters}"
+    entry = f"int grid_x, int grid_y, int grid_z, int threads, int dynamic, int cluster, int backwards, int cooperative, {parameters}"
+    set_up = "  cpu::backwards = backwards, cpu::cooperative = cooperative;\n"
     launch = f"cpu::launch({{grid_x, grid_y, grid_z}}, threads, dynamic, cluster, [&] {{ {spec.entry}({names}); }});"
-    return f'#include "{HEADER.name}"\n{text}\nextern "C" void run({entry}) {{\n  cpu::backwards = backwards;\n  {launch}\n}}\n'
+    return f'#include "{HEADER.name}"\n{text}\nextern "C" void run({entry}) {{\n{set_up}  {launch}\n}}\n'
 
 
 def _joined(path: Path, folders: Sequence[Path], seen: set[Path]) -> str:

@@ -6,6 +6,7 @@ Scores pass from scorer to selector exactly, not through fp16 scratch, so that s
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,15 @@ from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_attend import launch as attend_launch
 from trtkv.plugins.kv_attend import launch_dense, per_head, prefill, reference
 from trtkv.plugins.kv_attend import op as attend_op
-from trtkv.plugins.kv_select import fier_layout, launch, launch_pages
+from trtkv.plugins.kv_select import fier_layout, launch, launch_fused, launch_pages
 from trtkv.plugins.selection import choose
 from trtkv.ranking import best
+
+
+def least(budget: int, own: Any) -> int:
+    """Return the tokens up to which no sequence needs scores."""
+    asked = [int(own.budgets[slot]) for slot in own.slots] if own is not None else []
+    return min([budget, *(max(one, own.dense_below) for one in asked if one)])
 
 
 class Launches:
@@ -30,6 +37,8 @@ class Launches:
         self.names: list[str] = []
         monkeypatch.setattr(launch, "fier_score", self.fier_score)
         monkeypatch.setattr(launch, "select_units", self.select_units)
+        monkeypatch.setattr(launch_fused, "fier_select", self.fier_select)
+        monkeypatch.setattr(launch_fused, "page_select", self.page_select)
         monkeypatch.setattr(launch_pages, "score_pages", self.score_pages)
         monkeypatch.setattr(launch_pages, "outlier_cut", self.outlier_cut)
         monkeypatch.setattr(attend_launch, "attend_list", self.attend_list)
@@ -117,6 +126,29 @@ class Launches:
                 pooled = (soft.amax(0) if pooling == "softmax-max" else soft.mean(0))[None]
                 chosen = choose(plan, pooled, stored, None if raised is None else raised[r][None])
                 lists[r, : chosen.shape[1]], lists[r, -1] = chosen[0].int(), chosen.shape[1]
+
+    def fier_select(
+        self, q, bits, meta, table, lens, out, mail, stamps, plan, *, page_size, budget, scale, pooling, sink, window, own=None, overlap=False
+    ) -> None:  # fmt: skip
+        scores, parts = self.between(plan, len(lens) * bits.shape[1], mail, stamps)
+        self.fier_score(q, bits, meta, table, lens, scores, parts, page_size=page_size, budget=least(budget, own), scale=scale, pooling=pooling)
+        self.select_units(scores, parts, lens, out, budget=budget, sink=sink, window=window, unit=1, group=32, pooling=pooling, own=own)
+        self.names[-2:] = ["fier_select"]
+
+    def page_select(
+        self, q, vectors, beside, table, lens, out, mail, stamps, plan, *, kind, unit, budget, scale, pooling, sink, window, own=None, cut=None,
+        overlap=False,
+    ) -> None:  # fmt: skip
+        scores, parts = self.between(plan, len(lens) * vectors.shape[1], mail, stamps)
+        common = {"unit": unit, "budget": least(budget, own), "scale": scale, "pooling": pooling}
+        self.score_pages(q, vectors, beside, table, lens, scores, parts, kind=kind, cut=cut, **common)
+        self.select_units(scores, parts, lens, out, budget=budget, sink=sink, window=window, unit=unit, group=unit, pooling=pooling, own=own)
+        self.names[-2:] = ["page_select"]
+
+    def between(self, plan, rows, mail, stamps) -> tuple[Tensor, Tensor]:
+        """Return what two launches would hand over, of the shape that one launch keeps to itself."""
+        assert plan.rows == rows == len(mail) == len(stamps) and not mail.any()
+        return torch.zeros(rows, plan.heads, 32), torch.zeros(rows, plan.blocks, plan.heads, 4)
 
     def attend_list(self, q, keys, values, table, lens, chosen, out, *, unit, scale, cluster=0, overlap=False, settled=False) -> None:
         self.names.append("attend_list")

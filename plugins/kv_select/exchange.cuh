@@ -1,0 +1,434 @@
+// What the blocks of a row tell each other through global memory, and the choice of a row's best units over it, in few steps of latency.
+//
+// A word is twelve bytes and the launch's stamp, written and read as one: who sees the stamp has the bytes, so there is no barrier, no fence and nothing
+// to clear. Every block of the grid must be resident (a cooperative launch). Built as pooling.cuh says.
+#pragma once
+#include "pooling.cuh"
+
+#define BINS 256                        // of the first count
+#define DIGIT 64                        // bins of every further one
+#define WORDS_OF(bins) (((bins) + 5) / 6) // words of six counts
+#define ROUNDS 11                       // further counts: six bits of the key, then sixty of score and unit
+#define CROWD 512                       // candidates that blocks tell each other
+#define COMPARED 96                     // candidates of which each is compared with all
+#define MAIL_WORDS (HEADS + WORDS_OF(BINS) + WORDS_OF(DIGIT) * ROUNDS) // a block of a row; CROWD words a row beside
+
+__device__ __forceinline__ void post(uint4* to, u32 a, u32 b, u32 c, u32 stamp) {
+  const u64 low = (u64)b << 32 | a, high = (u64)stamp << 32 | c;
+  asm volatile("{.reg .b128 v;\n mov.b128 v,{%1,%2};\n st.relaxed.gpu.global.b128 [%0],v;}" ::"l"(to), "l"(low), "l"(high) : "memory");
+}
+__device__ __forceinline__ uint4 look(const uint4* from) {
+  u64 low, high;
+  asm volatile("{.reg .b128 v;\n ld.relaxed.gpu.global.b128 v,[%2];\n mov.b128 {%0,%1},v;}" : "=l"(low), "=l"(high) : "l"(from) : "memory");
+  return make_uint4((u32)low, (u32)(low >> 32), (u32)high, (u32)(high >> 32));
+}
+__device__ __forceinline__ uint4 await(const uint4* from, u32 stamp) {
+  uint4 v = look(from);
+  while (v.w != stamp) v = look(from);
+  return v;
+}
+
+// Mail of a row with `blocks` blocks; every part is [blocks, words].
+struct Mail {
+  uint4* words;
+  int blocks, rank;
+  u32 stamp;
+  __device__ __forceinline__ uint4* part(int head, int block) const { return words + head * blocks + block; }
+  __device__ __forceinline__ uint4* bins() const { return words + HEADS * blocks; }
+  __device__ __forceinline__ uint4* round(int i) const { return bins() + (WORDS_OF(BINS) + i * WORDS_OF(DIGIT)) * blocks; }
+  __device__ __forceinline__ uint4* list() const { return round(ROUNDS); } // [CROWD]
+};
+
+// What a block tells about its share goes out at once, from one thread a head.
+__device__ __forceinline__ void post_part(const Mail& mail, int head, float4 part) {
+  post(mail.part(head, mail.rank), __float_as_uint(part.y), __float_as_uint(part.z), __float_as_uint(part.x), mail.stamp);
+}
+
+struct Chosen { // the bin of the wanted-th unit: units in higher bins and in it, of the row and of lower blocks
+  int bin, above, count, lower_above, lower_count;
+};
+struct Desk {
+  __align__(16) int own[BINS];   // counts of this block; bin 0 of the first count stays empty
+  __align__(16) int total[BINS + 2];
+  __align__(16) int lower[BINS + 2]; // of the row, and of lower blocks
+  __align__(16) u64 list[CROWD], few[CROWD];
+  int warp_sums[64], listed, less, left;
+  Chosen cut;
+  float add[HEADS], low;
+};
+
+__device__ __forceinline__ void clear(Desk& s) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < BINS + 2; i += THREADS) {
+    s.total[i] = s.lower[i] = 0;
+    if (i < BINS) s.own[i] = 0;
+  }
+  if (threadIdx.x == 0) s.listed = s.less = s.left = 0;
+}
+__device__ __forceinline__ float highest(float x) { // of the warp
+  const u32 top = __reduce_max_sync(~0u, ordered(x));
+  return __uint_as_float(top & 0x80000000u ? top & 0x7fffffffu : ~top);
+}
+
+// What is added to this block's scores, so that heads are normalized over the row; s.low is the lowest of raw scores.
+__device__ __forceinline__ void normalize(Desk& s, const Mail& mail, float (&add)[HEADS]) {
+  constexpr int MOST = 5; // 160 blocks
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  if (warp < HEADS) {
+    float x[MOST], top = -3e38f, low = 3e38f, ref = 0.f, total = 0.f;
+#pragma unroll
+    for (int k = 0; k < MOST; k++) {
+      const int p = lane + 32 * k;
+      x[k] = -3e38f;
+      if (32 * k >= mail.blocks) continue;
+      if (p < mail.blocks) {
+        const uint4 v = await(mail.part(warp, p), mail.stamp);
+        x[k] = __uint_as_float(v.x), low = fminf(low, __uint_as_float(v.y));
+        if (p == mail.rank) ref = __uint_as_float(v.z);
+      }
+      top = fmaxf(top, x[k]);
+    }
+    __syncwarp();
+    ref = __shfl_sync(~0u, ref, mail.rank & 31);
+    top = highest(top);
+    float zero = top; // raw scores: differences count at the top
+    if (HEADS > 1) {
+#pragma unroll
+      for (int k = 0; k < MOST; k++) {
+        if (32 * k < mail.blocks) total += exp2_fast(x[k] - top);
+      }
+#pragma unroll
+      for (int o = 16; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
+      zero += log2f(total) + (MAXIMUM ? 0.f : log2f((float)HEADS));
+    } else {
+      low = -highest(-low);
+      if (lane == 0) s.low = low - top;
+    }
+    if (lane == 0) s.add[warp] = ref - zero;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int h = 0; h < HEADS; h++) add[h] = s.add[h];
+}
+
+// The block's units: their scores [HEADS, stride] in shared memory, then order-preserving pooled scores, 0 where a unit is no candidate.
+//
+// Keys of fourteen bits. Pooled softmaxes: at most 1 / share units are above `share`, so the range is sixteen octaves below it, 1024 keys each. Raw
+// scores: from the lowest to the highest. The upper eight bits are the bin.
+struct Units {
+  const __half* scores;
+  int stride, begin, count, first, last; // first unit of the block and their number; candidates are [first, last)
+  u32* exact;
+  int base;
+  float low, factor;
+
+  __device__ __forceinline__ void scale(float lowest, float share) {
+    base = __float_as_int(share) - ((BINS - 1) << 19);
+    low = lowest, factor = 16383.f / fmaxf(-lowest, 1e-30f);
+  }
+  __device__ __forceinline__ int key(float x) const {
+    if (HEADS > 1) return min(max((__float_as_int(x) - base) >> 13, 0), 16383);
+    return (int)fminf(fmaxf((x - low) * factor, 0.f), 16383.f);
+  }
+  __device__ __forceinline__ int key_again(u32 x) const { return key(__uint_as_float(x & 0x80000000u ? x & 0x7fffffffu : ~x)); }
+  __device__ __forceinline__ int eligible(int upto) const { return max(0, min(upto, last) - first); } // candidates in front of a unit
+  __device__ __forceinline__ void read(u32 (&v)[1], const __half* p) const { v[0] = *reinterpret_cast<const u32*>(p); }
+  __device__ __forceinline__ void read(u32 (&v)[4], const __half* p) const {
+    const uint4 w = *reinterpret_cast<const uint4*>(p);
+    v[0] = w.x, v[1] = w.y, v[2] = w.z, v[3] = w.w;
+  }
+  // Pool 2 N units a thread, and count by the upper bits of their keys.
+  template <int N> __device__ __forceinline__ void pool_all(const float (&add)[HEADS], int* hist) const {
+#pragma unroll 1
+    for (int at = threadIdx.x * 2 * N; at < count; at += THREADS * 2 * N) {
+      u32 h[HEADS][N], image[2 * N];
+      float pooled[2 * N];
+#pragma unroll
+      for (int j = 0; j < HEADS; j++) read(h[j], scores + j * stride + at);
+      pool<N>(h, add, pooled);
+#pragma unroll
+      for (int k = 0; k < 2 * N; k++) {
+        const int u = begin + at + k;
+        image[k] = u >= first && u < last ? ordered(pooled[k]) : 0;
+        const int bin = key(pooled[k]) >> 6;
+        if (image[k] && bin) atomicAdd(&hist[bin], 1); // where many are in the lowest bin, counting them would take longest
+      }
+#pragma unroll
+      for (int k = 0; k < 2 * N; k += 2) *reinterpret_cast<uint2*>(exact + at + k) = make_uint2(image[k], image[k + 1]);
+    }
+  }
+};
+
+// Tell all blocks the counts of this one, and add theirs up.
+template <int N> __device__ __forceinline__ void add_counts(Desk& s, const Mail& mail, uint4* words) {
+  constexpr int OWN = WORDS_OF(N), UNDER_WAY = N == BINS ? 3 : 1;
+  const int tid = threadIdx.x;
+  if (tid < OWN) {
+    u32 v[6];
+#pragma unroll
+    for (int k = 0; k < 6; k++) v[k] = 6 * tid + k < N ? s.own[min(6 * tid + k, N - 1)] : 0;
+    post(words + mail.rank * OWN + tid, v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, mail.stamp);
+  }
+#pragma unroll 1
+  for (int from = tid; from < mail.blocks * OWN; from += UNDER_WAY * THREADS) {
+    uint4 v[UNDER_WAY];
+#pragma unroll
+    for (int k = 0; k < UNDER_WAY; k++) {
+      if (from + k * THREADS < mail.blocks * OWN) v[k] = look(words + from + k * THREADS);
+    }
+#pragma unroll
+    for (int k = 0; k < UNDER_WAY; k++) {
+      const int i = from + k * THREADS;
+      if (i >= mail.blocks * OWN) break;
+      while (v[k].w != mail.stamp) v[k] = look(words + i);
+      const int p = i / OWN, bin = (i - p * OWN) * 6;
+      const u32 pairs[3] = {v[k].x, v[k].y, v[k].z};
+#pragma unroll
+      for (int c = 0; c < 6; c++) {
+        const int one = pairs[c / 2] >> 16 * (c & 1) & 0xffff;
+        if (one) {
+          atomicAdd(&s.total[bin + c], one);
+          if (p < mail.rank) atomicAdd(&s.lower[bin + c], one);
+        }
+      }
+    }
+  }
+  __syncthreads();
+}
+// The bin with the wanted-th unit, found by one warp; the counts of this block are cleared beside it. What no bin counts is in the lowest: of so many
+// units that may be chosen.
+template <int N> __device__ __forceinline__ Chosen find(Desk& s, const int* totals, const int* lowers, int wanted, int eligible, int lower_eligible) {
+  constexpr int EACH = N / 32;
+  const int lane = threadIdx.x & 31, base = N - EACH * (lane + 1);
+  if (threadIdx.x >= 32) {
+    if (totals != s.own && threadIdx.x - 32 < DIGIT) s.own[threadIdx.x - 32] = 0;
+  } else {
+    int total[EACH], lower[EACH], sum = 0, lower_sum = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i += 2) {
+      const int2 t = *reinterpret_cast<const int2*>(totals + base + i), l = *reinterpret_cast<const int2*>(lowers + base + i);
+      total[i] = t.x, total[i + 1] = t.y, lower[i] = l.x, lower[i + 1] = l.y, sum += t.x + t.y, lower_sum += l.x + l.y;
+    }
+    const int end = warp_scan(sum);
+    int above = end - sum, bin = -1, count = 0;
+    if (above < wanted && end >= wanted) {
+#pragma unroll
+      for (int i = EACH - 1; i >= 0; i--) {
+        if (bin < 0) {
+          if (above + total[i] >= wanted) bin = base + i, count = total[i];
+          else above += total[i];
+        }
+      }
+    }
+    const u32 there = __ballot_sync(~0u, bin >= 0);
+    Chosen found;
+    if (there) {
+      const int at = __ffs(there) - 1;
+      found.bin = __shfl_sync(~0u, bin, at), found.above = __shfl_sync(~0u, above, at), found.count = __shfl_sync(~0u, count, at);
+      int less = 0;
+#pragma unroll
+      for (int i = 0; i < EACH; i++) less += base + i > found.bin ? lower[i] : 0;
+      found.lower_above = __reduce_add_sync(~0u, less), found.lower_count = lowers[found.bin];
+    } else {
+      found.bin = 0, found.above = __shfl_sync(~0u, end, 31), found.lower_above = __reduce_add_sync(~0u, lower_sum);
+      found.count = eligible - found.above, found.lower_count = lower_eligible - found.lower_above;
+    }
+    if (lane == 0) s.cut = found;
+  }
+  __syncthreads();
+  return s.cut;
+}
+
+// Candidates of the row: units whose key and value begin like this; better ones are chosen.
+struct Candidates {
+  int bin, need, crowd, before, start; // how many are wanted of how many; chosen units and candidates of lower blocks
+  int key;                             // the lower six bits of their keys, -1: any
+  u64 prefix;                          // of their values, shifted
+  int shift;
+  __device__ __forceinline__ static u64 value(u32 exact, int unit) { return (u64)exact << 28 | (0xfffffff - unit); }
+  // Of a unit of the bin, 1: better, 0: one of them, -1: worse.
+  __device__ __forceinline__ int place(const Units& units, u32 exact, int unit) const {
+    if (key < 0) return 0;
+    const int own = units.key_again(exact) & (DIGIT - 1);
+    if (own != key) return own > key ? 1 : -1;
+    const u64 upper = value(exact, unit) >> shift;
+    return upper == prefix ? 0 : upper > prefix ? 1 : -1;
+  }
+};
+
+// Rare: as many digits of key, score and unit as leave few enough candidates.
+__device__ __forceinline__ void split(Desk& s, const Mail& mail, const Units& units, Candidates& of) {
+#pragma unroll 1
+  for (int round = 0; of.crowd > CROWD && of.crowd != of.need; round++) {
+    __syncthreads(); // the counts have been read
+    clear(s);
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < units.count; i += THREADS) {
+      const u32 exact = units.exact[i];
+      if (exact == 0 || units.key_again(exact) >> 6 != of.bin || of.place(units, exact, units.begin + i) != 0) continue;
+      const int digit = round == 0 ? units.key_again(exact) : (int)(Candidates::value(exact, units.begin + i) >> (of.shift - 6));
+      atomicAdd(&s.own[digit & (DIGIT - 1)], 1);
+    }
+    __syncthreads();
+    add_counts<DIGIT>(s, mail, mail.round(round));
+    const Chosen found = find<DIGIT>(s, s.total, s.lower, of.need, 0, 0);
+    of.need -= found.above, of.crowd = found.count, of.before += found.lower_above, of.start = found.lower_count;
+    if (round == 0) of.key = found.bin;
+    else of.prefix = of.prefix << 6 | found.bin, of.shift -= 6;
+  }
+}
+
+// Mark in flags, a bit a unit, what is chosen; returns how much lower blocks choose.
+__device__ __forceinline__ int choose(Desk& s, const Mail& mail, const Units& units, Candidates of, unsigned char* flags) {
+  const int tid = threadIdx.x, packets = units.count / 8;
+  const bool whole = of.crowd == of.need;
+#pragma unroll 1
+  for (int p = tid; p < packets; p += THREADS) {
+    const uint4 a = reinterpret_cast<const uint4*>(units.exact)[2 * p], b = reinterpret_cast<const uint4*>(units.exact)[2 * p + 1];
+    const u32 exact[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    u32 set = 0, near = 0;
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+      const int bin = exact[k] ? units.key_again(exact[k]) >> 6 : -1;
+      set |= (u32)(bin > of.bin) << k, near |= (u32)(bin == of.bin) << k;
+    }
+#pragma unroll 1
+    while (near) {
+      const int k = __ffs(near) - 1, u = units.begin + p * 8 + k;
+      const u32 own = units.exact[p * 8 + k];
+      const int place = of.place(units, own, u);
+      near &= near - 1;
+      if (place > 0 || (place == 0 && whole)) set |= 1u << k;
+      else if (place == 0) post(mail.list() + of.start + atomicAdd(&s.listed, 1), own, ~(u32)u, 0, mail.stamp);
+    }
+    flags[p] = set;
+  }
+  MARK(11)
+  if (whole) {
+    __syncthreads();
+    return of.before + of.start;
+  }
+  const bool fine = of.key < 0 && of.crowd > COMPARED; // many: the lower six bits of their keys leave few to compare
+#pragma unroll 1
+  for (int i = tid; i < of.crowd; i += THREADS) {
+    const uint4 v = await(mail.list() + i, mail.stamp);
+    s.list[i] = (u64)v.x << 32 | v.y;
+    if (fine) atomicAdd(&s.own[units.key_again(v.x) & (DIGIT - 1)], 1);
+  }
+  __syncthreads();
+  MARK(12)
+  const int own_end = of.start + s.listed;
+  const u64* few = s.list;
+  int left = of.crowd, need = of.need, sub = -1;
+  if (fine) {
+    const Chosen cut = find<DIGIT>(s, s.own, s.own, of.need, 0, 0);
+    sub = cut.bin, need -= cut.above, left = cut.count, few = s.few;
+#pragma unroll 1
+    for (int i = tid; i < of.crowd; i += THREADS) {
+      if ((units.key_again((u32)(s.list[i] >> 32)) & (DIGIT - 1)) == sub) s.few[atomicAdd(&s.left, 1)] = s.list[i];
+    }
+    __syncthreads();
+  }
+#pragma unroll 1
+  for (int i = tid; i < of.crowd; i += THREADS) {
+    const u64 own = s.list[i];
+    const int digit = fine ? units.key_again((u32)(own >> 32)) & (DIGIT - 1) : sub;
+    int better = 0;
+    if (digit == sub) {
+      for (int k = 0; k < left; k++) better += few[k] > own;
+    }
+    if (digit < sub || better >= need) continue;
+    if (i < of.start) {
+      atomicAdd(&s.less, 1);
+    } else if (i < own_end) {
+      const int at = (int)~(u32)own - units.begin;
+      atomicOr(reinterpret_cast<u32*>(flags) + (at >> 5), 1u << (at & 31));
+    }
+  }
+  __syncthreads();
+  return of.before + s.less;
+}
+
+// Write the block's chosen units, ascending, from out[at] on.
+__device__ __forceinline__ void put_chosen(Desk& s, const Units& units, const unsigned char* flags, int* out, int at) {
+  const int packets = units.count / 8, each = (packets + THREADS - 1) / THREADS;
+  const int from = min(packets, (int)threadIdx.x * each), to = min(packets, from + each);
+  int mine = 0, turn = 0;
+#pragma unroll 1
+  for (int i = from; i < to; i++) mine += __popc(flags[i]);
+  at += block_scan(mine, s.warp_sums, turn) - mine;
+#pragma unroll 1
+  for (int i = from; i < to; i++) {
+    u32 set = flags[i];
+#pragma unroll 1
+    while (set) {
+      out[at++] = units.begin + i * 8 + __ffs(set) - 1;
+      set &= set - 1;
+    }
+  }
+}
+
+// How many units a sequence may read, and up to how many tokens it reads all: its own smaller budget, 0 for none, or its engine's.
+struct Budget {
+  int width, whole_to, room; // room: of its list
+
+  __device__ __forceinline__ Budget(int own, int budget, int dense_below, int room_, int unit)
+      : width(own ? min(room_, (own + unit - 1) / unit) : room_), whole_to(own ? max(min(own, budget), dense_below) : budget), room(room_) {}
+};
+
+// What a row's query reads: units [0, first) and [last, units) in any case, `wanted` of those between.
+struct Reading {
+  int units, first, last, wanted, width, room;
+  bool whole, plain; // plain: all is read, every unit chosen, or nothing but the forced ones
+
+  __device__ __forceinline__ Reading(int stored, int closed, int unit, Budget at, int sink, int window) { // closed: tokens with a summary
+    units = (stored + unit - 1) / unit, first = (sink + unit - 1) / unit, last = max(first, min(closed, max(0, stored - window)) / unit);
+    width = at.width, room = at.room, whole = stored <= at.whole_to;
+    wanted = width - first - (units - last), plain = whole || wanted >= last - first || wanted <= 0;
+  }
+  __device__ __forceinline__ void put_plain(int* out, int rank, int blocks) const {
+    const int gap = wanted <= 0 ? last - first : 0, count = whole ? -1 : min(units - gap, width);
+#pragma unroll 1
+    for (int i = rank * THREADS + threadIdx.x; i <= room; i += blocks * THREADS) out[i] = i == room ? count : i >= count ? -1 : i < first ? i : i + gap;
+  }
+};
+
+// For checks: the block's scores as a scorer leaves them.
+__device__ __forceinline__ void put_scores(const Units& units, __half* scores, long long stride) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < HEADS * units.count; i += THREADS) {
+    const int h = i / units.count, u = i - h * units.count;
+    scores[h * stride + units.begin + u] = units.scores[h * units.stride + u];
+  }
+}
+
+// From the block's scores in shared memory and what all blocks have told about theirs to the block's part of the row's list.
+__device__ __forceinline__ void choose_units(Desk& s, const Mail& mail, const Reading& row, Units& units, unsigned char* flags, int* out, u32* stamp) {
+  float add[HEADS];
+  normalize(s, mail, add);
+  units.scale(s.low, (MAXIMUM ? HEADS : 1) / (float)row.wanted);
+  MARK(6)
+  if (units.count <= 2 * THREADS) units.pool_all<1>(add, s.own);
+  else units.pool_all<4>(add, s.own);
+  __syncthreads();
+  MARK(7)
+  add_counts<BINS>(s, mail, mail.bins());
+  MARK(9)
+  const Chosen cut = find<BINS>(s, s.total, s.lower, row.wanted, units.eligible(row.last), units.eligible(units.begin));
+  Candidates candidates = {cut.bin, row.wanted - cut.above, cut.count, cut.lower_above, cut.lower_count, -1, 0, 60};
+  MARK(10)
+  split(s, mail, units, candidates);
+  const int before = choose(s, mail, units, candidates, flags);
+  MARK(13)
+  put_chosen(s, units, flags, out, row.first + before);
+  const int at = mail.rank * THREADS + threadIdx.x, step = mail.blocks * THREADS;
+#pragma unroll 1
+  for (int i = at; i < row.first; i += step) out[i] = i;
+#pragma unroll 1
+  for (int i = at; i < row.units - row.last; i += step) out[row.first + row.wanted + i] = row.last + i;
+#pragma unroll 1
+  for (int i = row.width + at; i < row.room; i += step) out[i] = -1;
+  if (at == 0) out[row.room] = row.width, *stamp = mail.stamp; // every block has read the stamp, because it has told its part
+  MARK(14)
+}

@@ -1,0 +1,338 @@
+// FIER's scores of a block's share of groups: one-bit keys of 32 tokens against the G <= 8 query heads of a key-value head, on tensor cores.
+//
+// Built with -DD (head dimension, multiple of 32), -DGROUP_HEADS (G), -DPOOL (0: every head for itself, 1: mean, 2: maximum), -DSTAGES and -DBF16,
+// and -DWARPS where a block has not eight.
+//
+// A pair of groups is the sparse operand of mma.m16n8k32: rows are tokens, and of every four values in a row two are not zero. Those are the ranges of two
+// channels, the same in all rows; the metadata that says at which of two places each of them stands are the bits. The query stands at the second
+// place, zero at the first. So nothing is unpacked but the metadata, one AND-OR for sixteen tokens and sixteen channels; the order of the bits
+// (`fier_layout.py`) is that of the metadata. Lows are added by the same product with every value in its second place.
+#pragma once
+#include "common.cuh"
+
+#ifndef WARPS
+#define WARPS 8
+#endif
+#ifndef EARLY_GROUPS
+#define EARLY_GROUPS (STAGES - 2) // of a warp, fetched before the query is read
+#endif
+#define WORDS (D / 32)            // 32-bit words of bits that a lane owns in a group
+#define BIT_BYTES (4 * D)         // bytes of bits in a group
+#define META_BYTES (4 * D)        // lows, then ranges, fp16
+#define STAGE_BYTES (8 * D)       // bits, lows and ranges of a group in the ring; STAGES of them a warp, a power of two
+#define MERGED (GROUP_HEADS <= 4) // the columns hold the heads twice: lanes with tig < 2 keep the first group of a pair, the others the second
+#define STEP_HEADS (POOL == 0 ? GROUP_HEADS : 1)
+
+template <int HALF> __device__ __forceinline__ void mma(float (&d)[4], const float (&c)[4], const u32 (&a)[4], const u32* b, u32 chosen) {
+  asm("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9,%10,%11},{%12,%13,%14,%15},%16,%17;"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]), "r"(chosen),
+        "n"(HALF));
+}
+__device__ __forceinline__ void shared_units(u32 (&a)[4], u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];" : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at) : "memory");
+}
+__device__ __forceinline__ void put8(__half* p, u32 x, u32 y) {
+#ifdef SCORES_SHARED
+  *reinterpret_cast<uint2*>(p) = make_uint2(x, y);
+#else
+  asm volatile("st.global.v2.u32 [%0],{%1,%2};" ::"l"(p), "r"(x), "r"(y) : "memory");
+#endif
+}
+
+// The groups [begin, end) of a sequence that a block scores, `groups` of it in all (0: there is nothing to score).
+struct Groups {
+  const char *bits, *meta; // the pool of one layer: BIT_BYTES and META_BYTES a group, [P, Hk, N / 32] groups
+  const int* table;        // page numbers of the sequence
+  int head, heads, page_groups, stored, begin, end;
+  bool idle;
+};
+
+// Waits for the kernels before this one as late as it can, then calls begun(). q: the query heads, [G, D]. Writes fp16 scores times scale and log2(e)
+// minus the reference of the share, head h at scores + h * stride, from the share's first unit on. Calls tell(h, part) in thread h, for STEP_HEADS
+// heads: reference, then log2 of the sum of exponentials (POOL 0 and G > 1) or the maximum, and the minimum.
+template <typename Begun, typename Tell> __device__ __forceinline__ void score_groups(const Groups& row, const real* q, char* smem, __half* scores,
+    long long stride, float scale_log2, Begun begun, Tell tell) {
+  __shared__ float shared_ref[WARPS][8];
+  __shared__ __align__(16) real queries[GROUP_HEADS][D + 8]; // padded against bank conflicts
+  __shared__ float2 shared_sum[WARPS][8];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gid = lane >> 2, tig = lane & 3;
+  const int pair = MERGED ? tig & 1 : tig, second = MERGED ? tig >> 1 : 0; // this lane's heads 2 pair and 2 pair + 1; merged: of which group
+  const int begin = row.begin, end = row.end;
+  const int mine = max(0, (end - begin - warp + WARPS - 1) / WARPS); // groups begin + warp, + WARPS, ...
+  const u64 policy = read_once_policy();
+
+  // Lane l knows where the l-th group of this warp lies; refreshed every 32 groups.
+  int place = 0;
+  auto locate = [&](int from) {
+    int j = from + lane;
+    if (j < mine) {
+      int g = begin + warp + j * WARPS, page = g / row.page_groups;
+      place = (row.table[page] * row.heads + row.head) * row.page_groups + g - page * row.page_groups;
+    }
+  };
+  locate(0);
+  MARK(0)
+  // Groups that are older than the newest token were there before the kernel before this one began: they are fetched before the wait.
+  const bool settled = begin + warp + (min(mine, STAGES - 2) - 1) * WARPS < (row.stored - 1) >> 5;
+  if (!settled || row.idle) dependency_wait();
+  if (row.idle) return;
+  const u32 ring = shared_at(smem) + warp * STAGES * STAGE_BYTES;
+  const u32 bits_at = ring + lane * WORDS * 4;            // this lane's words and ranges in the first stage
+  const u32 units_at = ring + BIT_BYTES + (lane >> 3 & 1) * STAGE_BYTES + (lane >> 4) * 16; // lows; ranges 2 D behind
+  const u32 bits_to = ring + lane * 16, meta_to = ring + BIT_BYTES + lane * 16;
+  const char *bits_from = row.bits + lane * 16, *meta_from = row.meta + lane * 16;
+  auto fetch = [&](int j, long long at) {
+    if (j < mine) {
+      const u32 stage = (j & (STAGES - 1)) * STAGE_BYTES;
+#pragma unroll
+      for (int c = 0; c < BIT_BYTES / 16; c += 32) {
+        if (BIT_BYTES / 16 - c >= 32 || lane < BIT_BYTES / 16 - c) copy16_once(bits_to + stage + c * 16, bits_from + at * BIT_BYTES + c * 16, policy);
+      }
+#pragma unroll
+      for (int c = 0; c < META_BYTES / 16; c += 32) {
+        if (META_BYTES / 16 - c >= 32 || lane < META_BYTES / 16 - c) copy16_once(meta_to + stage + c * 16, meta_from + at * META_BYTES + c * 16, policy);
+      }
+    }
+  };
+  auto fetch_first = [&](int j) {
+    fetch(j, __shfl_sync(~0u, place, j)), fetch(j + 1, __shfl_sync(~0u, place, j + 1));
+    copies_commit();
+  };
+#pragma unroll
+  for (int j = 0; j < EARLY_GROUPS; j += 2) fetch_first(j);
+  int ahead0 = __shfl_sync(~0u, place, STAGES - 2), ahead1 = __shfl_sync(~0u, place, STAGES - 1); // where the next two groups lie
+
+  if (settled) dependency_wait();
+  begun();
+  MARK(1)
+
+  // Behind the groups that are fetched first, or it waits for all of them.
+#pragma unroll 1
+  for (int i = threadIdx.x * 8; i < GROUP_HEADS * D; i += WARPS * 32 * 8) {
+    *reinterpret_cast<uint4*>(&queries[i / D][i % D]) = __ldcg(reinterpret_cast<const uint4*>(q + i));
+  }
+#pragma unroll
+  for (int j = EARLY_GROUPS; j < STAGES - 2; j += 2) fetch_first(j);
+
+  // The query, normalized by a power of two: register 4 (2 w + f) + i, the p-th, holds channel 4 p + tig in its upper half.
+  u32 qr[D / 4];
+  float k0, k1; // factors of this lane's two heads from products to log2 units
+  {
+    const int own = MERGED ? gid & 3 : gid;
+    float x[D / 4], top = 0.f;
+    __syncthreads();
+    const real* from = queries[min(own, GROUP_HEADS - 1)] + tig;
+#pragma unroll
+    for (int p = 0; p < D / 4; p++) {
+      x[p] = own < GROUP_HEADS ? to_float(from[4 * p]) : 0.f;
+      top = fmaxf(top, fabsf(x[p]));
+    }
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+    const int exponent = min(max((int)(__float_as_uint(top) >> 23) - 127 - 10, -100), 100); // top / 2^exponent lies in [2^10, 2^11)
+    const float down = __uint_as_float((u32)(127 - exponent) << 23);
+#pragma unroll
+    for (int p = 0; p < D / 4; p++) qr[p] = pack_halves(0.f, x[p] * down);
+    const float up = __uint_as_float((u32)(127 + exponent) << 23) * scale_log2;
+    k0 = __shfl_sync(~0u, up, (2 * pair) * 4);
+    k1 = __shfl_sync(~0u, up, (2 * pair + 1) * 4);
+  }
+  MARK(2)
+  float ref0 = 0.f, ref1 = 0.f, sum0 = 0.f, sum1 = 0.f, low = 3e38f, high = -3e38f;
+  __half* to_scores = scores + (POOL == 0 ? 2 * pair * stride : 0) + (warp + second * WARPS) * 32 + gid * 4;
+  __half *to0 = to_scores, *to1 = to_scores + stride;
+
+  // Scores of groups j and j + 1 over k0 or k1: rows 0 to 7 of tile v are tokens 4 gid + v of the first, rows 8 to 15 of the second.
+  auto product = [&](int j, float (&c)[4][4]) {
+    const u32 stage = (j & (STAGES - 1)) * STAGE_BYTES;
+    u32 word[2][WORDS], unit[4];
+#pragma unroll
+    for (int g = 0; g < 2; g++) {
+      if (WORDS % 4 == 0) {
+#pragma unroll
+        for (int w = 0; w < WORDS; w += 4) {
+          const uint4 v = shared16(bits_at + stage + g * STAGE_BYTES + w * 4);
+          word[g][w] = v.x, word[g][(w + 1) % WORDS] = v.y, word[g][(w + 2) % WORDS] = v.z, word[g][(w + 3) % WORDS] = v.w;
+        }
+      } else {
+#pragma unroll
+        for (int w = 0; w < WORDS; w++) word[g][w] = shared4(bits_at + stage + g * STAGE_BYTES + w * 4);
+      }
+    }
+    float base[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int w = 0; w < WORDS; w++) {
+      shared_units(unit, units_at + stage + w * 64);
+      mma<0>(base, base, unit, qr + 8 * w, 0xddddddddu);
+      shared_units(unit, units_at + stage + w * 64 + 32);
+      mma<1>(base, base, unit, qr + 8 * w + 4, 0xddddddddu);
+    }
+#pragma unroll
+    for (int w = 0; w < WORDS; w++) {
+      const u32 lower = __byte_perm(word[0][w], word[1][w], 0x5410), upper = __byte_perm(word[0][w], word[1][w], 0x7632);
+      const u32 chosen[4] = {(lower & 0x55555555u) | 0x88888888u, (lower >> 1 & 0x55555555u) | 0x88888888u, (upper & 0x55555555u) | 0x88888888u,
+          (upper >> 1 & 0x55555555u) | 0x88888888u};
+      shared_units(unit, units_at + stage + 2 * D + w * 64);
+#pragma unroll
+      for (int v = 0; v < 4; v++) mma<0>(c[v], w == 0 ? base : c[v], unit, qr + 8 * w, chosen[v]);
+      shared_units(unit, units_at + stage + 2 * D + w * 64 + 32);
+#pragma unroll
+      for (int v = 0; v < 4; v++) mma<1>(c[v], c[v], unit, qr + 8 * w + 4, chosen[v]);
+    }
+  };
+#if POOL != 0
+#if POOL == 1
+#define JOIN(a, b) ((a) + (b))
+#else
+#define JOIN(a, b) fmaxf(a, b)
+#endif
+  auto pool = [&](const float (&t0)[4], const float (&t1)[4], float (&out)[2]) { // over the heads: token 4 gid + pair, or 2 pair and 2 pair + 1
+    float r[4];
+#pragma unroll
+    for (int v = 0; v < 4; v++) r[v] = POOL == 1 ? t0[v] + t1[v] : fmaxf(2 * pair < GROUP_HEADS ? t0[v] : -3e38f, 2 * pair + 1 < GROUP_HEADS ? t1[v] : -3e38f);
+    const float s0 = __shfl_xor_sync(~0u, (pair & 1) ? r[0] : r[MERGED ? 2 : 1], 1), s1 = __shfl_xor_sync(~0u, (pair & 1) ? r[MERGED ? 1 : 2] : r[3], 1);
+    float m0 = JOIN((pair & 1) ? r[MERGED ? 2 : 1] : r[0], s0), m1 = JOIN((pair & 1) ? r[3] : r[MERGED ? 1 : 2], s1);
+    if (!MERGED) m0 = JOIN((pair & 2) ? m1 : m0, __shfl_xor_sync(~0u, (pair & 2) ? m0 : m1, 2));
+    out[0] = POOL == 1 ? m0 * (1.f / GROUP_HEADS) : m0, out[1] = POOL == 1 ? m1 * (1.f / GROUP_HEADS) : m1;
+  };
+#endif
+  auto keep = [&](float (&t0)[4], float (&t1)[4], const float (&pooled)[2], __half* at0, __half* at1) { // scores of a group that exists
+#if POOL != 0
+    if (MERGED) *reinterpret_cast<u32*>(at0 + 2 * pair) = pack_halves(pooled[0], pooled[1]), low = fminf(low, pooled[1]), high = fmaxf(high, pooled[1]);
+    else at0[pair] = __float2half_rn(pooled[0]);
+    low = fminf(low, pooled[0]), high = fmaxf(high, pooled[0]);
+#else
+    if (2 * pair < GROUP_HEADS) put8(at0, pack_halves(t0[0], t0[1]), pack_halves(t0[2], t0[3]));
+    if (2 * pair + 1 < GROUP_HEADS) put8(at1, pack_halves(t1[0], t1[1]), pack_halves(t1[2], t1[3]));
+    if (GROUP_HEADS == 1) {
+      high = fmaxf(high, fmaxf(fmaxf(t0[0], t0[1]), fmaxf(t0[2], t0[3]))), low = fminf(low, fminf(fminf(t0[0], t0[1]), fminf(t0[2], t0[3])));
+    } else {
+      sum0 += (exp2_fast(t0[0]) + exp2_fast(t0[1])) + (exp2_fast(t0[2]) + exp2_fast(t0[3]));
+      sum1 += (exp2_fast(t1[0]) + exp2_fast(t1[1])) + (exp2_fast(t1[2]) + exp2_fast(t1[3]));
+    }
+#endif
+  };
+
+  auto round = [&](int j, bool first) { // groups j and j + 1 of this warp
+    const int next = j + STAGES - 2;
+    fetch(next, ahead0), fetch(next + 1, ahead1); // into the places that the round before has read
+    copies_commit();
+    if (((next + 2) & 31) == 0) locate(next + 2);
+    ahead0 = __shfl_sync(~0u, place, (next + 2) & 31), ahead1 = __shfl_sync(~0u, place, (next + 3) & 31);
+    copies_wait<STAGES / 2 - 1>();
+    __syncwarp();
+    if (first) { MARK(3) }
+    float c[4][4];
+    product(j, c);
+    __syncwarp(); // the next round overwrites these places
+    const float r0 = POOL == 0 ? ref0 : 0.f, r1 = POOL == 0 ? ref1 : 0.f;
+    float t[MERGED ? 1 : 2][2][4], pooled[MERGED ? 1 : 2][2] = {};
+#pragma unroll
+    for (int g = 0; g < (MERGED ? 1 : 2); g++) {
+#pragma unroll
+      for (int v = 0; v < 4; v++) {
+        t[g][0][v] = (MERGED && second ? c[v][2] : c[v][2 * g]) * k0 - r0;
+        t[g][1][v] = (MERGED && second ? c[v][3] : c[v][2 * g + 1]) * k1 - r1;
+      }
+#if POOL != 0
+      pool(t[g][0], t[g][1], pooled[g]);
+      pooled[g][0] -= ref0, pooled[g][1] -= ref0;
+#endif
+    }
+    if (first) { // the block agrees on a reference: the maximum of every warp's first groups
+      float m0 = -3e38f, m1 = -3e38f;
+#pragma unroll
+      for (int g = 0; g < (MERGED ? 1 : 2); g++) {
+        if (j + second + g < mine) {
+#if POOL != 0
+          m0 = fmaxf(m0, MERGED ? fmaxf(pooled[g][0], pooled[g][1]) : pooled[g][0]);
+#else
+#pragma unroll
+          for (int v = 0; v < 4; v++) m0 = fmaxf(m0, t[g][0][v]), m1 = fmaxf(m1, t[g][1][v]);
+#endif
+        }
+      }
+#if POOL != 0
+      m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 1)), m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 2)), m1 = m0;
+#else
+      if (MERGED) m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 2)), m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, 2));
+#endif
+#pragma unroll
+      for (int o = 4; o < 32; o <<= 1) m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, o)), m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, o));
+      if (gid == 0 && second == 0) shared_ref[warp][2 * pair] = m0, shared_ref[warp][2 * pair + 1] = m1;
+      __syncthreads();
+      ref0 = shared_ref[0][2 * pair], ref1 = shared_ref[0][2 * pair + 1];
+#pragma unroll
+      for (int w = 1; w < WARPS; w++) ref0 = fmaxf(ref0, shared_ref[w][2 * pair]), ref1 = fmaxf(ref1, shared_ref[w][2 * pair + 1]);
+#pragma unroll
+      for (int g = 0; g < (MERGED ? 1 : 2); g++) {
+        pooled[g][0] -= ref0, pooled[g][1] -= ref0;
+#pragma unroll
+        for (int v = 0; v < 4; v++) t[g][0][v] -= ref0, t[g][1][v] -= ref1;
+      }
+    }
+#pragma unroll
+    for (int g = 0; g < (MERGED ? 1 : 2); g++) {
+      if (j + second + g < mine) keep(t[g][0], t[g][1], pooled[g], to0 + g * WARPS * 32, to1 + g * WARPS * 32);
+    }
+    to0 += 2 * WARPS * 32, to1 += 2 * WARPS * 32;
+  };
+#ifdef SCORES_SHARED
+#pragma unroll 1
+  for (int j = 0; j == 0 || j < mine; j += 2) round(j, j == 0); // one copy of the code: few rounds do not pay for fetching two
+#else
+  round(0, true); // every warp, because it has a barrier
+  for (int j = 2; j < mine; j += 2) round(j, false);
+#endif
+  MARK(4)
+  copies_wait<0>();
+  if (POOL != 0 || GROUP_HEADS == 1) {
+    high += ref0, low += ref0;
+    if (POOL == 0 && pair != 0) high = -3e38f, low = 3e38f; // only lanes with pair 0 hold head 0
+#pragma unroll
+    for (int o = 1; o < 32; o <<= 1) high = fmaxf(high, __shfl_xor_sync(~0u, high, o)), low = fminf(low, __shfl_xor_sync(~0u, low, o));
+    if (lane == 0) shared_sum[warp][0] = make_float2(high, low);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+#pragma unroll
+      for (int w = 1; w < WARPS; w++) high = fmaxf(high, shared_sum[w][0].x), low = fminf(low, shared_sum[w][0].y);
+      tell(0, begin < end ? make_float4(ref0, high, low, 0.f) : make_float4(-3e38f, -3e38f, 3e38f, 0.f));
+    }
+    return;
+  }
+  // The first groups' maximum is a good reference unless a later score is 2^120 times heavier: then the sums are taken again.
+  float shift0 = 0.f, shift1 = 0.f;
+  auto again = [&](float& sum, float& shift, const __half* from) {
+#pragma unroll 1
+    for (int j = 0; j + second < mine; j += 1 + MERGED) {
+      for (int v = 0; v < 4; v++) shift = fmaxf(shift, __half2float(from[j * (WARPS * 32) + v]));
+    }
+    sum = 0.f;
+#pragma unroll 1
+    for (int j = 0; j + second < mine; j += 1 + MERGED) {
+      for (int v = 0; v < 4; v++) sum += exp2_fast(__half2float(from[j * (WARPS * 32) + v]) - shift);
+    }
+  };
+  if (2 * pair < GROUP_HEADS && !(sum0 < 1e36f)) again(sum0, shift0, to_scores);
+  if (2 * pair + 1 < GROUP_HEADS && !(sum1 < 1e36f)) again(sum1, shift1, to_scores + stride);
+#pragma unroll
+  for (int o = MERGED ? 2 : 4; o < 32; o <<= 1) {
+    const float other0 = __shfl_xor_sync(~0u, shift0, o), other1 = __shfl_xor_sync(~0u, shift1, o);
+    const float more0 = __shfl_xor_sync(~0u, sum0, o), more1 = __shfl_xor_sync(~0u, sum1, o);
+    const float top0 = fmaxf(shift0, other0), top1 = fmaxf(shift1, other1);
+    sum0 = sum0 * exp2_fast(shift0 - top0) + more0 * exp2_fast(other0 - top0), shift0 = top0;
+    sum1 = sum1 * exp2_fast(shift1 - top1) + more1 * exp2_fast(other1 - top1), shift1 = top1;
+  }
+  if (gid == 0 && second == 0) shared_sum[warp][2 * pair] = make_float2(shift0, sum0), shared_sum[warp][2 * pair + 1] = make_float2(shift1, sum1);
+  __syncthreads();
+  if (threadIdx.x < GROUP_HEADS) {
+    float top = -3e38f, total = 0.f, ref = -3e38f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) top = fmaxf(top, shared_sum[w][threadIdx.x].x), ref = fmaxf(ref, shared_ref[w][threadIdx.x]);
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) total += shared_sum[w][threadIdx.x].y * exp2_fast(shared_sum[w][threadIdx.x].x - top);
+    tell(threadIdx.x, make_float4(ref, begin < end ? ref + top + log2f(total) : -3e38f, 0.f, 0.f));
+    MARK(5)
+  }
+}

@@ -1,0 +1,153 @@
+"""Launching scores and choice together, for few rows: one cooperative grid, a block a multiprocessor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trtkv.plan import SelectPlan
+from trtkv.plugins._device import nvrtc
+from trtkv.plugins._device.nvrtc import Float, Int, Kernel, Long, Pointer
+from trtkv.plugins._device.spec import shared_limit
+from trtkv.plugins.kv_select.launch import POOLS, OwnBudgets, arch, stream
+from trtkv.plugins.kv_select.launch_pages import KINDS
+from trtkv.plugins.support import Summary, shares_selection
+
+_HERE = Path(__file__).parent
+_FIER = (Pointer,) * 12 + (Int, Int, Int, Long) + (Int,) * 6 + (Float,)
+_PAGES = (Pointer,) * 13 + (Int, Int, Int, Long) + (Int,) * 6 + (Float,)
+WARPS = 16
+STAGES = (8, 4)  # groups of a warp in flight: as many as shared memory has room for
+_STATIC = 20 * 1024  # shared memory of a block beside what its launch asks for
+_COUNT_WORDS = 43 + 11 * 11  # words of sixteen bytes that a block tells beside one a head, as in exchange.cuh
+_CROWD = 512
+_MOST_BLOCKS = 160  # a row, as in exchange.cuh
+LEAST_GROUPS = 8  # of a block
+LEAST_PAGES = 128  # of a block
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """One launch that scores and chooses: blocks a row, groups in a warp's ring (stages), units of a block (room), scored heads, shared memory."""
+
+    rows: int
+    blocks: int
+    warps: int
+    stages: int
+    room: int
+    heads: int
+    shared: int
+
+    @staticmethod
+    def plan(rows: int, group_heads: int, dim: int, pooling: str, units: int, sms: int, arch: str, warps: int = WARPS) -> Fused | None:
+        """Lay out R rows of at most `units` tokens for a GPU; None where its multiprocessors do not hold their scores."""
+        groups = -(-units // 32)
+        blocks = min(sms // rows, _MOST_BLOCKS, -(-groups // LEAST_GROUPS))
+        if blocks < 2:
+            return None
+        heads, room = 1 if POOLS[pooling] else group_heads, -(-groups // blocks) * 32
+        for stages in STAGES:
+            shared = max(warps * stages * 8 * dim, _marks_bytes(room)) + heads * (room + 8) * 2
+            if shared + _STATIC <= shared_limit(arch):
+                return Fused(rows, blocks, warps, stages, room, heads, shared)
+        return None
+
+    @staticmethod
+    def plan_pages(rows: int, group_heads: int, pooling: str, units: int, sms: int, arch: str, warps: int = WARPS) -> Fused | None:
+        """Lay out R rows of at most `units` pages; None where a selection is shared or every head's own, or does not fit."""
+        chunks = -(-units // 32)
+        blocks = min(sms // rows, _MOST_BLOCKS, -(-units // LEAST_PAGES))
+        heads = 1 if POOLS.get(pooling, 0) else group_heads
+        if blocks < 2 or pooling not in POOLS or heads > warps:
+            return None
+        room = -(-chunks // blocks) * 32
+        shared = _marks_bytes(room) + heads * (room + 8) * 2
+        return Fused(rows, blocks, warps, 0, room, heads, shared) if shared + _STATIC <= shared_limit(arch) else None
+
+    def allocate(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        """Allocate what blocks tell each other, int32, and the rows' stamps [R] int32, all zero."""
+        words = self.blocks * (self.heads + _COUNT_WORDS) + _CROWD
+        return torch.zeros(self.rows, words, 4, dtype=torch.int32, device=device), torch.zeros(self.rows, dtype=torch.int32, device=device)
+
+
+def plan_for(plan: SelectPlan, summary: Summary, batch: int, heads: int, group: int, dim: int, units: int, sms: int, arch: str) -> Fused | None:
+    """Say how a layer's selection runs in one launch for B sequences of at most `units` units, None where it takes two."""
+    if shares_selection(plan) or plan.pooling == "none":
+        return None
+    if summary.scorer == "fier":
+        return Fused.plan(batch * heads, group, dim, plan.pooling, units, sms, arch)
+    return Fused.plan_pages(batch * heads, group, plan.pooling, units, sms, arch)
+
+
+def plans_on_any(plan: SelectPlan, summary: Summary, batch: int, heads: int, group: int, dim: int, units: int, arch: str) -> list[Fused]:
+    """List a plan for every kernel that GPUs of a compute capability may launch, whose multiprocessors are not counted when kernels are built."""
+    rows, found = batch * heads, {}
+    for blocks in range(2, _MOST_BLOCKS // rows + 1):
+        fused = plan_for(plan, summary, batch, heads, group, dim, units, rows * blocks, arch)
+        if fused is not None:
+            found[fused.warps, fused.stages] = fused
+    return list(found.values())
+
+
+def fier_select(
+    q: Tensor, bits: Tensor, meta: Tensor, table: Tensor, lens: Tensor, out: Tensor, mail: Tensor, stamps: Tensor, plan: Fused, *,
+    page_size: int, budget: int, scale: float, pooling: str, sink: int, window: int, own: OwnBudgets | None = None, overlap: bool = False,
+    scores: Tensor | None = None, parts: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Score and choose: arguments as of `launch.fier_score` and `launch.select_units`, mail and stamps as the plan allocates them.
+
+    scores [R, heads, stride] and parts [R, blocks, heads, 4] are written as the scorer does where they are given. Launches that share mail must
+    follow each other.
+    """
+    heads, dim = bits.shape[1], bits.shape[-1]
+    group = q.shape[1] // dim // heads
+    kernel = fused_kernel(dim, group, pooling, plan, q.dtype == torch.bfloat16, arch())
+    slots, budgets, below = (None, None, 0) if own is None else (own.slots, own.budgets, own.dense_below)
+    given = (q, bits, meta, table, lens, out, slots, budgets, mail, stamps, scores, parts)
+    values = (*(0 if one is None else one.data_ptr() for one in given), q.stride(0), table.stride(0), page_size // 32,
+              0 if scores is None else scores.shape[2], budget, below, out.shape[2] - 1, sink, window, plan.room, scale * 1.4426950408889634)  # fmt: skip
+    kernel.launch((plan.blocks, heads, lens.shape[0]), 32 * plan.warps, plan.shared, stream(), values, overlap=overlap, cooperative=True)
+
+
+def page_select(
+    q: Tensor, vectors: Tensor, beside: Tensor | None, table: Tensor, lens: Tensor, out: Tensor, mail: Tensor, stamps: Tensor, plan: Fused, *,
+    kind: str, unit: int, budget: int, scale: float, pooling: str, sink: int, window: int, own: OwnBudgets | None = None, cut: Tensor | None = None,
+    overlap: bool = False, scores: Tensor | None = None, parts: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Score and choose pages: arguments as of `launch_pages.score_pages` and `fier_select`."""
+    heads, per_page, dim = vectors.shape[1], vectors.shape[2], vectors.shape[-1]
+    group = q.shape[1] // dim // heads
+    kernel = page_kernel(kind, dim, group, pooling, plan, per_page, q.dtype == torch.bfloat16, arch(), forced=cut is not None)
+    slots, budgets, below = (None, None, 0) if own is None else (own.slots, own.budgets, own.dense_below)
+    given = (q, vectors, beside, cut, table, lens, out, slots, budgets, mail, stamps, scores, parts)
+    values = (*(0 if one is None else one.data_ptr() for one in given), q.stride(0), table.stride(0), unit, 0 if scores is None else scores.shape[2],
+              budget, below, out.shape[2] - 1, sink, window, plan.room, scale * 1.4426950408889634)  # fmt: skip
+    kernel.launch((plan.blocks, heads, lens.shape[0]), 32 * plan.warps, plan.shared, stream(), values, overlap=overlap, cooperative=True)
+
+
+def fused_kernel(dim: int, group: int, pooling: str, plan: Fused, bf16: bool, arch: str) -> Kernel:
+    """Load the kernel of one-bit keys for a shape."""
+    defines = (*_defines(dim, group, pooling, plan), f"-DSTAGES={plan.stages}", *(("-DBF16",) if bf16 else ()))
+    return nvrtc.load(_HERE / "fier_select.cu", "fier_select", _FIER, defines, arch, shared_limit(arch) - _STATIC)
+
+
+def page_kernel(kind: str, dim: int, group: int, pooling: str, plan: Fused, per_page: int, bf16: bool, arch: str, *, forced: bool) -> Kernel:
+    """Load the kernel of pages for a shape."""
+    flags = [*(["-DFORCED"] if forced else []), *(["-DBF16"] if bf16 else [])]
+    defines = (*_defines(dim, group, pooling, plan), f"-DKIND={KINDS[kind]}", f"-DPER_PAGE={per_page}", *flags)
+    return nvrtc.load(_HERE / "page_select.cu", "page_select", _PAGES, defines, arch, shared_limit(arch) - _STATIC)
+
+
+def _defines(dim: int, group: int, pooling: str, plan: Fused) -> tuple[str, ...]:
+    pool = POOLS[pooling] if group > 1 else 0
+    shape = {"D": dim, "GROUP_HEADS": group, "POOL": pool, "HEADS": 1 if pool else group, "MAXIMUM": int(pooling == "softmax-max" and group > 1),
+             "WARPS": plan.warps}  # fmt: skip
+    return tuple(f"-D{name}={value}" for name, value in shape.items())
+
+
+def _marks_bytes(room: int) -> int:
+    """Shared memory of exact scores and marks of so many units."""
+    return -(-room * 33 // 8 // 128) * 128
