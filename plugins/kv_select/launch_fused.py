@@ -19,6 +19,7 @@ from trtkv.plugins.support import Summary, shares_selection
 _HERE = Path(__file__).parent
 _FIER = (Pointer,) * 12 + (Int, Int, Int, Long) + (Int,) * 6 + (Float,)
 _PAGES = (Pointer,) * 13 + (Int, Int, Int, Long) + (Int,) * 6 + (Float,)
+LOG2_E = 1.4426950408889634
 WARPS = 16
 STAGES = (8, 4)  # groups of a warp in flight: as many as shared memory has room for
 _STATIC = 20 * 1024  # shared memory of a block beside what its launch asks for
@@ -108,7 +109,7 @@ def fier_select(
     slots, budgets, below = (None, None, 0) if own is None else (own.slots, own.budgets, own.dense_below)
     given = (q, bits, meta, table, lens, out, slots, budgets, mail, stamps, scores, parts)
     values = (*(0 if one is None else one.data_ptr() for one in given), q.stride(0), table.stride(0), page_size // 32,
-              0 if scores is None else scores.shape[2], budget, below, out.shape[2] - 1, sink, window, plan.room, scale * 1.4426950408889634)  # fmt: skip
+              0 if scores is None else scores.shape[2], budget, below, out.shape[2] - 1, sink, window, plan.room, scale * LOG2_E)  # fmt: skip
     kernel.launch((plan.blocks, heads, lens.shape[0]), 32 * plan.warps, plan.shared, stream(), values, overlap=overlap, cooperative=True)
 
 
@@ -124,7 +125,7 @@ def page_select(
     slots, budgets, below = (None, None, 0) if own is None else (own.slots, own.budgets, own.dense_below)
     given = (q, vectors, beside, cut, table, lens, out, slots, budgets, mail, stamps, scores, parts)
     values = (*(0 if one is None else one.data_ptr() for one in given), q.stride(0), table.stride(0), unit, 0 if scores is None else scores.shape[2],
-              budget, below, out.shape[2] - 1, sink, window, plan.room, scale * 1.4426950408889634)  # fmt: skip
+              budget, below, out.shape[2] - 1, sink, window, plan.room, scale * LOG2_E)  # fmt: skip
     kernel.launch((plan.blocks, heads, lens.shape[0]), 32 * plan.warps, plan.shared, stream(), values, overlap=overlap, cooperative=True)
 
 
