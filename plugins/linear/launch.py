@@ -16,10 +16,12 @@ from trtkv.plugins._device.nvrtc import Float, Int, Kernel, Pointer
 MOST_TOKENS = 2  # beyond, the library's products are as fast
 MOST_WIDTH = 16384  # of a norm alone
 RING_SHARED = 220 * 1024  # bytes of dynamic shared memory that blocks which stay may ask for
-NORM_THREADS = 512
+NORM_THREADS, SILU_THREADS = 512, 256
+FEW_TOKENS = 64  # of a decode step: what stands between its kernels overlaps with them
 WIDE, LONG = 65536, 8192  # widths and inner sizes from which other forms are faster on an H200
 _SOURCE = Path(__file__).parent / "linear.cu"
-_GEMV, _NORM = (Pointer,) * 7 + (Int, Int, Float), (Pointer,) * 5 + (Int, Float)
+_GEMV, _NORM, _SILU = (Pointer,) * 7 + (Int, Int, Float), (Pointer,) * 5 + (Int, Float), (Pointer, Pointer, Int)
+_ALONE = ("-DTOKENS=1", "-DWARPS=8", "-DROWS=1", "-DSPLIT=1", "-DUNROLL=1", "-DGATED=0", "-DNORM=0")
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -105,8 +107,16 @@ def norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, out: Tensor
     tokens, width = x.shape
     tensors = (x, more, weight, out, total)
     values = (*(0 if one is None else one.data_ptr() for one in tensors), width, eps)
-    kernel = norm_kernel(x.dtype == torch.float16, arch())
-    kernel.launch((tokens, 1, 1), NORM_THREADS, 0, torch.cuda.current_stream().cuda_stream, values, overlap=True)
+    kernel, stream = norm_kernel(x.dtype == torch.float16, arch()), torch.cuda.current_stream().cuda_stream
+    kernel.launch((tokens, 1, 1), NORM_THREADS, 0, stream, values, overlap=tokens <= FEW_TOKENS)
+
+
+def silu_gate(both: Tensor, out: Tensor) -> None:
+    """Write silu of the gate times the up, side by side in both [T, 2 F], to out [T, F]; both contiguous."""
+    tokens, width = out.shape
+    kernel, stream = silu_kernel(both.dtype == torch.float16, arch()), torch.cuda.current_stream().cuda_stream
+    blocks = (tokens, -(-width // (8 * SILU_THREADS)), 1)
+    kernel.launch(blocks, SILU_THREADS, 0, stream, (both.data_ptr(), out.data_ptr(), width), overlap=tokens <= FEW_TOKENS)
 
 
 def gemv_kernel(form: Form | Ring, inner: int, tokens: int, gated: bool, normed: bool, half: bool, arch: str) -> Kernel:
@@ -118,16 +128,21 @@ def gemv_kernel(form: Form | Ring, inner: int, tokens: int, gated: bool, normed:
 
 def norm_kernel(half: bool, arch: str) -> Kernel:
     """Load the norm."""
-    defines = ("-DTOKENS=1", "-DWARPS=8", "-DROWS=1", "-DSPLIT=1", "-DUNROLL=1", "-DGATED=0", "-DNORM=0", *(("-DFP16",) if half else ()))
-    return nvrtc.load(_SOURCE, "rms_norm", _NORM, defines, arch, 0)
+    return nvrtc.load(_SOURCE, "rms_norm", _NORM, (*_ALONE, *(("-DFP16",) if half else ())), arch, 0)
+
+
+def silu_kernel(half: bool, arch: str) -> Kernel:
+    """Load the gated activation."""
+    return nvrtc.load(_SOURCE, "silu_gate", _SILU, (*_ALONE, *(("-DFP16",) if half else ())), arch, 0)
 
 
 def request(width: int, inner: int, dtype: torch.dtype, most_tokens: int, arch: str, *, gated: bool = False, normed: bool = False) -> None:
-    """Load every kernel for a matrix [width, inner] (gated: [2 width, inner]) and up to so many tokens, and the norm."""
+    """Load every kernel for a matrix [width, inner] (gated: [2 width, inner]) and up to so many tokens, the norm and the gated activation."""
     if dtype not in _DTYPES or width % 8 or inner % 8:
         return
     half = dtype == torch.float16
     norm_kernel(half, arch)
+    silu_kernel(half, arch)
     for tokens in range(1, min(MOST_TOKENS, most_tokens) + 1):
         gemv_kernel(form_of(width, inner, gated), inner, tokens, gated, normed, half, arch)
 

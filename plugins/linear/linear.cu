@@ -1,4 +1,4 @@
-// Products of a few tokens with a matrix, y = x W^T + b, as fast as the memory gives the matrix, with the norm in front of them; and a norm alone.
+// Products of a few tokens with a matrix, y = x W^T + b, as fast as the memory gives the matrix, with the norm in front of them; and norm and gate alone.
 //
 // Built with -DTOKENS (1 to 4), -DWARPS (of a block), -DROWS (matrix rows of a group of warps), -DSPLIT (warps that share these rows), -DUNROLL (16-byte loads of a lane
 // and row on their way), -DGATED (row n and row n + N are gate and up: silu(gate) * up), -DNORM (x is a sum that is normalized first) and -DFP16
@@ -324,4 +324,23 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS) rms_norm(const real* 
     for (int j = 0; j < 8; j++) a[j] = narrow(wide(narrow(wide(a[j]) * factor)) * wide(b[j]));
     *reinterpret_cast<uint4*>(out + row + at) = kept[i];
   }
+}
+
+// One stretch of a token a block: out = silu(gate) * up, gate and up side by side in both [tokens, 2 width]; out [tokens, width], width a multiple of 8.
+extern "C" __global__ void __launch_bounds__(THREADS) silu_gate(const real* both, real* out, int width) {
+  const int at = (blockIdx.y * THREADS + threadIdx.x) * 8;
+  start_next();
+  wait_for_input();
+  if (at >= width) return;
+  const real* from = both + (long long)blockIdx.x * 2 * width + at;
+  float2 gates[4], ups[4];
+  unpack(*reinterpret_cast<const uint4*>(from), gates);
+  unpack(*reinterpret_cast<const uint4*>(from + width), ups);
+  u32 made[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float2 gate = gates[i], silu = make_float2(rounded(gate.x / (1.f + expf(-gate.x))), rounded(gate.y / (1.f + expf(-gate.y))));
+    made[i] = pack(make_float2(silu.x * ups[i].x, silu.y * ups[i].y));
+  }
+  *reinterpret_cast<uint4*>(out + (long long)blockIdx.x * width + at) = make_uint4(made[0], made[1], made[2], made[3]);
 }

@@ -73,6 +73,15 @@ def test_norms() -> None:
     assert error(out, exact) <= 2 * error(plain, exact)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gates(dtype: torch.dtype) -> None:
+    both, out = torch.randn(3, 2 * 2056).to(dtype), torch.full((3, 2056), torch.nan, dtype=dtype)
+    launch.silu_gate(both, out)
+    (gate, up), (exact_gate, exact_up) = both.chunk(2, -1), both.double().chunk(2, -1)
+    exact = torch.nn.functional.silu(exact_gate) * exact_up
+    assert error(out, exact) <= 2 * error(torch.nn.functional.silu(gate) * up, exact)
+
+
 @pytest.mark.parametrize("vocab", [50, 1003])
 def test_choices(vocab: int) -> None:
     rng, noise = random.Random(vocab), torch.Generator().manual_seed(vocab)

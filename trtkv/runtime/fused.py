@@ -6,9 +6,6 @@ operators round: sums and products in the dtype of the activations, norms in fp3
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -17,19 +14,12 @@ from trtkv.plugins.linear import launch
 from trtkv.plugins.support import gpu_ready
 from trtkv.runtime.weights import Weight
 
-_HAS_TRITON = find_spec("triton") is not None
-FEW_TOKENS = 64  # of a decode step: its norms overlap with the kernels around them
-
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalize x [T, E] by its root mean square and scale by weight [E]."""
-    if _norms(x):
+    if _takes(x) and x.shape[1] <= launch.MOST_WIDTH:
         out = torch.empty_like(x)
         launch.norm(x, None, weight, eps, out, None)
-        return out
-    if _takes(x):
-        out = torch.empty_like(x)
-        _kernels().norm(x, None, weight, eps, out, None)
         return out
     if x.dtype == torch.float32:
         return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
@@ -39,13 +29,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the norm of x + more, both [T, E], and the sum itself."""
-    if _norms(x):
+    if _takes(x) and x.shape[1] <= launch.MOST_WIDTH:
         out, total = torch.empty_like(x), torch.empty_like(x)
         launch.norm(x, more, weight, eps, out, total)
-        return out, total
-    if _takes(x):
-        out, total = torch.empty_like(x), torch.empty_like(x)
-        _kernels().norm(x, more, weight, eps, out, total)
         return out, total
     total = x + more
     return rms_norm(total, weight, eps), total
@@ -53,9 +39,10 @@ def add_rms_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[T
 
 def silu_product(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up of gate and up side by side [T, 2 F]: [T, F]."""
-    if _takes(gate_up):
-        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        _kernels().silu(gate_up, out)
+    width = gate_up.shape[1] // 2
+    if _takes(gate_up) and width % 8 == 0:
+        out = gate_up.new_empty(gate_up.shape[0], width)
+        launch.silu_gate(gate_up, out)
         return out
     gate, up = gate_up.chunk(2, -1)
     return torch.nn.functional.silu(gate).mul_(up)
@@ -101,16 +88,6 @@ def _multiplies(x: Tensor, weight: Weight, width: int) -> bool:
     return launch.takes(x, width) and gpu_ready(x.device) is None and not (weight.whole.data_ptr() | x.data_ptr()) % 16
 
 
-def _norms(x: Tensor) -> bool:
-    few = x.is_cuda and x.shape[0] <= FEW_TOKENS and x.shape[1] <= launch.MOST_WIDTH and x.shape[1] % 8 == 0
-    return few and x.dtype in (torch.bfloat16, torch.float16) and x.is_contiguous() and gpu_ready(x.device) is None
-
-
 def _takes(x: Tensor) -> bool:
-    return _HAS_TRITON and gpu_ready(x.device) is None
-
-
-def _kernels() -> Any:
-    from trtkv.runtime import fused_kernels  # imports triton
-
-    return fused_kernels
+    alike = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.is_contiguous() and x.shape[1] % 8 == 0 and x.data_ptr() % 16 == 0
+    return alike and gpu_ready(x.device) is None
