@@ -26,8 +26,8 @@ TRACED = (
 )
 STEPS = {
     "model": "model", "shape": "batch x context", "label": "pages", "moved": "pages a head and step", "query_cosine": "queries' cosine",
-    "ttft": "TTFT s", "itl_p50_ms": "step p50 ms", "itl_p90_ms": "p90", "x_resident": "x resident", "x_full": "x full's time", "device": "KV on device",
-    "host": "on host", "peak": "peak beside weights", "fill": "while filled",
+    "ttft": "TTFT s", "itl_p50_ms": "step p50 ms", "itl_p90_ms": "p90", "x_resident": "x resident", "x_full": "x full's time",
+    "device": "KV on device", "host": "on host", "peak": "peak beside weights", "fill": "while filled",
 }  # fmt: skip
 HEAD = """
 ## Pages in host memory
@@ -41,8 +41,8 @@ One launch of the recall kernel that finds none of its pages resident, pages of 
 """
 STEPS_HEAD = """
 Whole decode steps with random weights, `{policy}` with a budget of {budget}; queries change from step to step so that about {miss} pages of
-every KV head are missed. *x resident* is the step over that of the engine that keeps all pages on the device, *x full's time* over that of `full` on the
-device. *page by page* is a host that reads each layer's selection and copies; *tokens first* parts a page of a head into rows. Where TTFT is
+every KV head are missed. *x resident* is the step over that of the engine that keeps all pages on the device, *x full's time* over that of
+`full` on the device. *page by page* is a host that reads each layer's selection and copies; *tokens first* parts a page of a head into rows. Where TTFT is
 empty, caches were filled with random pages. The peak is the most that was taken beside the weights: cache, activations, captured steps.
 
 """
