@@ -26,8 +26,8 @@ TRACED = (
 )
 STEPS = {
     "model": "model", "shape": "batch x context", "label": "pages", "moved": "pages a head and step", "query_cosine": "queries' cosine",
-    "ttft": "TTFT s", "itl_p50_ms": "step p50 ms", "itl_p90_ms": "p90", "x_resident": "x resident", "x_full": "x full", "device": "KV on device",
-    "host": "on host", "peak": "peak beside weights", "fill": "while filled",
+    "ttft": "TTFT s", "itl_p50_ms": "step p50 ms", "itl_p90_ms": "p90", "x_resident": "x resident", "x_full": "x full's time",
+    "device": "KV on device", "host": "on host", "peak": "peak beside weights", "fill": "while filled",
 }  # fmt: skip
 HEAD = """
 ## Pages in host memory
@@ -41,16 +41,16 @@ One launch of the recall kernel that finds none of its pages resident, pages of 
 """
 STEPS_HEAD = """
 Whole decode steps with random weights, `{policy}` with a budget of {budget}; queries change from step to step so that about {miss} pages of
-every KV head are missed. *x resident* is the step over that of the engine that keeps all pages on the device, *x full* over that of `full` on the
-device. *page by page* is a host that reads each layer's selection and copies; *tokens first* parts a page of a head into rows. Where TTFT is
-empty, caches were filled with random pages. The peak is the most that was taken beside the weights: cache, activations, captured steps.
+every KV head are missed. *x resident* is the step over that of the engine that keeps all pages on the device, *x full's time* over that of
+`full` on the device. *page by page* is a host that reads each layer's selection and copies; *tokens first* parts a page of a head into rows. Where
+TTFT is empty, caches were filled with random pages. The peak is the most that was taken beside the weights: cache, activations, captured steps.
 
 """
 
 
 def section(records: Sequence[Record], docs: Path) -> str:
     """Return the section, of every row the newest record with a time; nothing where there is none. A picture of steps is shown where docs has it."""
-    good = [one for one in records if one.get("status") == "ok"]
+    good = [one for one in records if one.get("status") == "ok" and "bus_GBps" in one]  # measured on a GPU
     launches = _newest([one for one in good if one["benchmark"] == "kernel" and one.get("op") == "recall"], ("geometry", "batch", "pages", "order"))
     steps = [one for one in good if one["benchmark"] == "step" and "recall" in one and "miss_pages" in one and "timeline" not in one]
     steps = _newest(steps, ("model", "batch", "context", "policy", "recall"))
