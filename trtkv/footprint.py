@@ -22,8 +22,8 @@ DEFAULT_CHUNK = 2048
 class Footprint:
     """The cache of one sequence of a model under a policy; prompts are read in chunks of `chunk` tokens.
 
-    A policy that encodes, where kernels do so, lends whole pages of codes and a ring of newest tokens a sequence; another one that encodes, or whose KV
-    heads keep different numbers of tokens, holds a cache exactly as long as it is; any other lends whole pages.
+    A policy that encodes, where kernels do so, lends whole pages of codes and a ring of newest tokens a sequence; another one that encodes, or whose
+    KV heads keep different numbers of tokens, holds a cache exactly as long as it is; any other lends whole pages.
     """
 
     model: ModelConfig
@@ -119,7 +119,7 @@ class Footprint:
         return self.bytes_of(self.lasting_scores, self.layers(prompt)) if self.lasting_scores else 0
 
     def reserved_bytes(self, prompt: int) -> int:
-        """Return the bytes that a sequence occupies behind its prompt: whole pages, with a ring where they hold codes, or what is held with its scores."""
+        """Return the bytes that a sequence occupies behind its prompt: whole pages, with a ring beside codes, or what is held with its scores."""
         if self.form is not None:
             lengths = self.by_group(self.layers(prompt))
             pages = sum(self.plan.pages(one) * encoded.group_bytes(self.plan, group) for group, one in enumerate(lengths))

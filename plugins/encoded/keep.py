@@ -18,7 +18,10 @@ from trtkv.plugins.rows import Row
 
 @dataclass
 class PromptView:
-    """A `CacheView` of a complete prompt: keys and values [Hk, S, D] as they lie, mass [Hq, S] fp32 and queries [W, Hq, D] where the role reads them."""
+    """A `CacheView` of a complete prompt.
+
+    plain: keys and values [Hk, S, D] as they lie; mass [Hq, S] fp32 and own_queries [W, Hq, D], None where the role does not read them.
+    """
 
     at: Occupancy
     plain: tuple[Tensor, Tensor]

@@ -35,7 +35,8 @@ PROMPT_TOKENS = 32  # of a block that encodes a prompt, at least
 class Pages:
     """A layer's encoded cache: codes and metadata in pages as the plan's buffers have them, keys and values [Z, Hk, ring, D] each slot's residual.
 
-    With eight bits there is no minimum, and any tensor stands for it. origins [Z] int32: where the runs of each slot's sequence begin, of a phased format.
+    With eight bits there is no minimum, and any tensor stands for it. origins [Z] int32: where the runs of each slot's sequence begin, in a phased
+    format.
     """
 
     format: Format

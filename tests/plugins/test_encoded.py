@@ -280,9 +280,7 @@ STORED = {
 
 
 @pytest.mark.parametrize("policy", STORED)
-def test_a_session_stores_and_answers_like_the_definition(
-    wide: TinyModel, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_stores_and_answers_like_the_definition(wide: TinyModel, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sets = STORED[policy]
     held = make_rig(wide, policy, tmp_path, sets=sets, slots=3)
     fake = Torch(monkeypatch)

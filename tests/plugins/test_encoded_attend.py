@@ -75,14 +75,22 @@ def test_runs_are_counted_from_each_sequences_origin(
 ) -> None:
     form = Format(bits, key_group, gcd(key_group, dim), residual, lag=0, together=True, phased=True)
     prompts = [260, 5, residual + key_group + 3, 3 * key_group]
-    stored = [prompts[0] + residual + 7, prompts[1] + 1, prompts[2] + residual - 3, prompts[3] + residual]  # the last one's newest token completes a run
+    more = (residual + 7, 1, residual - 3, residual)  # the last one's newest token completes a run
+    stored = [one + two for one, two in zip(prompts, more, strict=True)]
     assert form.seen(stored[3], form.origin(prompts[3])) == (stored[3], stored[3])
     compare(form, group, dim, dtype, stored, [form.origin(one) for one in prompts], tmp_path, monkeypatch)
 
 
 def compare(
-    form: Format, group: int, dim: int, dtype: torch.dtype, stored: list[int], origins: list[int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+    form: Format,
+    group: int,
+    dim: int,
+    dtype: torch.dtype,
+    stored: list[int],
+    origins: list[int] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Attend to sequences of so many stored tokens, whose runs begin at origins, alone and together, and compare with fp64."""
     torch.manual_seed(form.bits + dim)
     cuda_on_cpu.install(monkeypatch, tmp_path)

@@ -25,7 +25,21 @@ from trtkv.runtime.memory import pool_sizes
 from trtkv.runtime.pages import GroupPages, PageAllocator, make_pages
 from trtkv.runtime.scheduler import Running
 
-POLICIES = ("lagkv", "knorm", "streaming", "h2o", "snapkv", "pyramidkv", "tova", "raas", "keydiff", "arkv-origin", "minikv", "minikv-pyramid", "snapkv+fp8")
+POLICIES = (
+    "lagkv",
+    "knorm",
+    "streaming",
+    "h2o",
+    "snapkv",
+    "pyramidkv",
+    "tova",
+    "raas",
+    "keydiff",
+    "arkv-origin",
+    "minikv",
+    "minikv-pyramid",
+    "snapkv+fp8",
+)
 LIMITS = Limits(max_seq_len=400, max_batch_size=6, max_chunk_tokens=64)
 
 

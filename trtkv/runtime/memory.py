@@ -69,7 +69,7 @@ def _beside(plan: CachePlan, limits: Limits, form: Format | None) -> int:
 
 
 def pool_sizes(plan: CachePlan, limits: Limits, device: torch.device, cache_bytes: int | None = None, promised_bytes: int = 0) -> list[int]:
-    """Return the pages of every page group's pool, as `pool_pages`; where pages are evicted from, or hold what stays, enough for the most of every sequence.
+    """Return the pages of every page group's pool, as `pool_pages`; where tokens are evicted, enough for the most that pages hold of every sequence.
 
     Where memory does not allow that, every pool holds one prompt that is read, and a share of others behind theirs: layers that keep less get less.
     Raises CapacityError when not even one sequence of full length fits.
