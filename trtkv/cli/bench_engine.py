@@ -15,8 +15,8 @@ from trtkv.errors import ConfigError, TrtkvError, UnknownName
 STEP_COLUMNS = {
     "policy": "policy", "batch": "batch", "context": "context", "status": "status", "ttft_ms": "TTFT ms", "itl_p50_ms": "ITL p50 ms",
     "itl_p90_ms": "p90", "itl_p99_ms": "p99", "decode_tokens_per_s": "tokens/s", "ratio": "x full", "batch_ratio": "x batch", "kv_bytes": "KV",
-    "peak_memory_bytes": "peak", "prefill_tokens_per_s": "in tokens/s", "bandwidth_share": "of bandwidth", "weights_us": "weights us", "attention_us": "attention",
-    "selection_us": "selection", "recall_us": "recall", "append_us": "append", "rest_us": "rest",
+    "peak_memory_bytes": "peak", "prefill_tokens_per_s": "in tokens/s", "bandwidth_share": "of bandwidth", "weights_us": "weights us",
+    "attention_us": "attention", "selection_us": "selection", "recall_us": "recall", "append_us": "append", "rest_us": "rest",
 }  # fmt: skip
 OFFLOAD_COLUMNS = {
     "policy": "policy", "batch": "batch", "context": "context", "recall": "recall", "status": "status", "ttft_ms": "TTFT ms",
