@@ -370,8 +370,20 @@ def test_bench_checks_and_times_a_store(monkeypatch: pytest.MonkeyPatch) -> None
     assert not wrong.check(0)["passed"]
 
 
+NEWEST = ("evict.heavy=0", "evict.recent=0.6", "quantize.residual=32")  # what stays depends on no rounding
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(("policy", "sets"), [("kivi", ()), ("kivi", ("quantize.bits=4", "quantize.group=16", "quantize.residual=32")), ("fp8", ())])
+@pytest.mark.parametrize(
+    ("policy", "sets"),
+    [
+        ("kivi", ()),
+        ("kivi", ("quantize.bits=4", "quantize.group=16", "quantize.residual=32")),
+        ("fp8", ()),
+        ("minikv", NEWEST),
+        ("minikv-pyramid", NEWEST),
+    ],
+)
 def test_captured_steps_on_a_gpu_answer_like_the_definition(wide: TinyModel, policy: str, sets: tuple[str, ...], tmp_path: Path) -> None:
     rigs = [make_rig(wide, policy, tmp_path, sets=sets, slots=3, dtype="bfloat16", device="cuda", by_definition=one) for one in (True, False)]
     assert rigs[1].session.encoded is not None and rigs[1].executor.capturable and not rigs[0].executor.capturable
