@@ -47,6 +47,13 @@ class EncodedStore:
         self.one_page = torch.zeros(1, 1, dtype=torch.int32, device=device)  # the page table of a prompt that is read
         self.keep_prompts = False  # until the step behind the prompt, for those who compare
         self.keeper = Keeper(plan, ledger, device) if ledger is not None else None
+        coded = {part: sum(spec.row_bytes for spec in _encoded(plan) if spec.name.startswith(part)) for part in ("key", "value")}
+        # Bytes in a layer of one key or value in full precision, of a group's encoded keys, of an encoded value.
+        self._rates = (
+            token_bytes(plan) // (2 * plan.num_layers), coded["key"] * form.key_group // plan.page_size, coded["value"] // plan.page_size
+        )  # fmt: skip
+        groups = range(plan.num_page_groups)
+        self._layers, self._page_bytes = [plan.page_groups.count(group) for group in groups], [group_bytes(plan, group) for group in groups]
         self._prompts: dict[int, dict[int, Prompt]] = {}  # by slot, then layer
         self._lengths: dict[int, int] = {}
         self._begins: dict[int, tuple[int, int]] = {}  # encoded tokens before what is being read
@@ -137,10 +144,11 @@ class EncodedStore:
         plan, reading = self.plan, seen < self._lengths.get(slot, 0)
         stored = [seen] * plan.num_page_groups if self.keeper is None else self.keeper.ledger.stored(slot)
         total = 0 if self.keeper is None or not reading else self.keeper.counted_bytes(seen)
+        runs, (plain, key, value) = self._runs.get(slot), self._rates
         for group, own in enumerate(stored):
-            ends = (0, 0) if reading else self.form.encoded(own, self._runs.get(slot, [0] * plan.num_page_groups)[group])
-            layer = sum(self._bytes(spec, own, ends[spec.name.startswith("value")]) for spec in plan.buffers)
-            total += layer * plan.page_groups.count(group)
+            keys, values = (0, 0) if reading or runs is None else self.form.encoded(own, runs[group])
+            layer = (2 * own - keys - values) * plain + keys // self.form.key_group * key + values * value
+            total += layer * self._layers[group]
         return total
 
     def reserved_bytes(self, slot: int, seen: int) -> int:
@@ -150,7 +158,7 @@ class EncodedStore:
         if self.keeper is not None:
             reading += self.keeper.bytes_of(slot)
             stored = list(self.keeper.ledger.stored(slot)) if seen >= self._lengths.get(slot, 0) else [0] * plan.num_page_groups
-        pages = sum(plan.pages(own) * group_bytes(plan, group) for group, own in enumerate(stored))
+        pages = sum(plan.pages(own) * size for own, size in zip(stored, self._page_bytes, strict=True))
         return pages + slot_bytes(plan, self.form) + reading
 
     def _begin_runs(self, group: int, slot: int, stored: int) -> int:
@@ -160,10 +168,6 @@ class EncodedStore:
             self._runs[slot][group] = origin
             self.origins[group, slot] = origin
         return origin
-
-    def _bytes(self, spec: BufferSpec, seen: int, end: int) -> int:
-        tokens = end if spec.pool == "encoded" else seen - end
-        return tokens // spec.tokens_per_entry * spec.row_bytes * spec.tokens_per_entry // self.plan.page_size
 
     def _pages(self, layer: int) -> launch.Pages:
         found = {name: self.buffers[name][layer] for name in ("keys", "values", *_CODES) if name in self.buffers}
