@@ -38,7 +38,7 @@ HEAD = """
 commit {commit}, {date}. *ITL* is the time from one step's tokens to the next one's, sampling included; *x full* compares with `full` of the
 same load and run, in a row of the most sequences that fit the memory tokens a second with those of `full` in its own such row; *x least* is the
 step over the time that its weights and the cache that it reads take at {copy:.2f} TB/s, what a copy reaches there. The split is from a trace of
-the kernels. Where *TTFT* is empty, caches were filled with copies of a short prompt's pages; otherwise all but the first sequence are copies.
+the kernels. Where *TTFT* is empty, caches were filled with copies of a short prompt's pages.
 
 """
 BUSY = """

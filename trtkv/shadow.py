@@ -239,7 +239,8 @@ class _Step:
         back = {index: row.stored - row.new + index - row.start for index in _sample(row)}
         if session.held is None:
             keys, values = self._paged(layer, row)
-            return {index: (keys[:, token], values[:, token]) for index, token in back.items()}
+            first = session.encoded.precise_from(layer, row) if session.encoded is not None else 0
+            return {index: (keys[:, token], values[:, token]) for index, token in back.items() if token >= first}
         found = {}
         for index in back:
             behind = row.start + row.new - index

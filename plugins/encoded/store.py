@@ -139,6 +139,12 @@ class EncodedStore:
             return plain[0][0, :, : row.stored], plain[1][0, :, : row.stored]
         return reference.visible(self.pages[layer], row.pages, row.slot, row.stored)
 
+    def precise_from(self, layer: int, row: Row) -> int:
+        """Return the token from which on `seen` returns keys and values as they were appended."""
+        if layer in self._prompts[row.slot]:
+            return 0
+        return max(self.form.seen(row.stored, self._runs[row.slot][self.plan.page_groups[layer]]))
+
     def stored_bytes(self, slot: int, seen: int) -> int:
         """Return the bytes that hold keys, values, codes and metadata of a sequence that has seen so many tokens, and what is seen of a prompt."""
         plan, reading = self.plan, seen < self._lengths.get(slot, 0)

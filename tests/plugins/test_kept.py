@@ -20,6 +20,7 @@ from tests.runtime.test_scheduler import ids, params, prompt
 from tests.tiny import TinyModel, make_tiny
 from trtkv.api import build
 from trtkv.config import Limits, ModelConfig
+from trtkv.contents import _cache
 from trtkv.plan import CacheView
 from trtkv.plugins import support
 from trtkv.plugins.compaction.ledger import Ledger
@@ -33,7 +34,9 @@ from trtkv.policies.quantize.minikv import MiniKVBits
 from trtkv.policies.registry import parse_policy
 from trtkv.predict import predict
 from trtkv.runtime.llm import LLM
+from trtkv.runtime.loading import Options
 from trtkv.runtime.memory import claimed_chunk, pool_sizes
+from trtkv.verify import Plan, verify
 
 CPU = torch.device("cpu")
 KEPT = ("minikv", "minikv-pyramid", "snapkv+kivi", "pyramidkv+fp8")
@@ -149,6 +152,18 @@ def test_an_answer_does_not_depend_on_its_batch(wide: TinyModel, tmp_path: Path,
     assert not session.encoded._prompts and not session.encoded.keeper._mass  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("policy", ["minikv", "minikv-pyramid", "kivi"])
+def test_verify_compares_what_each_layer_attends_to(policy: str, wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"max_seq_len": 64, "max_batch_size": 1, "max_chunk_tokens": 24}
+    sets = ("quantize.group=16", "quantize.residual=16")
+    path = build(str(wide.path), policy, sets=sets, out=tmp_path / "engine", backend="none", sms=["none"], **limits)  # type: ignore[arg-type]
+    Torch(monkeypatch)
+    report = verify(path, Options(device="cpu"), Plan(tokens=30, steps=3))  # of minikv 14 stay, so that a step completes a run
+    whats = [(one.op, one.what) for one in report.nodes]
+    assert max(one.ratio for one in report.nodes) <= 1
+    assert whats.count(("KvAttend", "value")) == 2 and whats.count(("KvAppend", "keys")) == 2
+
+
 @pytest.mark.parametrize("policy", KEPT)
 @pytest.mark.parametrize("context", [100, 300])
 def test_planned_bytes_are_those_that_a_session_allocates(policy: str, context: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +192,20 @@ def test_planned_bytes_are_those_that_a_session_allocates(policy: str, context: 
     assert pool_sizes(plan, limits, CPU, batch * one + beside) == [batch * count for count in most]
     fewer = pool_sizes(plan, limits, CPU, 2 * one + beside)
     assert one < sum(count * store.group_bytes(plan, group) for group, count in enumerate(fewer)) <= 2 * one
+
+
+@pytest.mark.parametrize("policy", [*KEPT, "kivi"])
+def test_what_is_said_to_fit_fits_and_one_more_does_not(policy: str) -> None:
+    config = model(num_layers=3, dtype="bfloat16", num_q_heads=8, num_kv_heads=2, head_dim=64, hidden_size=64, intermediate_size=64, vocab_size=64)
+    parsed = parse_policy(policy, sets=("evict.budget=150",) if "+" in policy else ())
+    found = predict(config, parsed, 700, 3, "16MB", chunk_tokens=512)
+    room = found["cache_room_bytes"]
+    for key, figure in (("longest_context", "reserved_bytes"), ("longest_prompt", "peak_bytes")):
+        assert found[key] is None or predict(config, parsed, found[key], 3, chunk_tokens=512)[figure] <= room
+        assert found[key] is None or predict(config, parsed, found[key] + 1, 3, chunk_tokens=512)[figure] > room
+    batch = found["largest_batch"]
+    assert batch > 3 and predict(config, parsed, 700, batch, chunk_tokens=512)["peak_bytes"] <= room
+    assert predict(config, parsed, 700, batch + 1, chunk_tokens=512)["peak_bytes"] > room
 
 
 def run_to(session: Session, context: int, chunk: int) -> None:
@@ -226,5 +255,6 @@ def test_a_copied_sequence_goes_on_as_the_first_does(monkeypatch: pytest.MonkeyP
 
 def test_why_others_are_held() -> None:
     config: ModelConfig = model(dtype="bfloat16")
+    assert _cache(parse_policy("minikv").plan(config)).startswith("encoded in pages where kernels run")
     said: dict[str, Any] = {name: support.why_torch(parse_policy(name).plan(config)) for name in ("qhitter", "arkv", "lagkv+kivi", *KEPT)}
     assert [name for name, why in said.items() if why is None] == list(KEPT)
