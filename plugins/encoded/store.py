@@ -118,11 +118,12 @@ class EncodedStore:
 
     def copy(self, source: int, target: int, source_pages: Sequence[Sequence[int]], target_pages: Sequence[Sequence[int]]) -> None:
         """Let a slot's sequence be a copy of another's, whose prompts are complete; pages [Y] of both are as many."""
+        index = [[torch.tensor(own, device=self.device) for own in pages] for pages in (source_pages, target_pages)]
         for spec in _encoded(self.plan):
             for layer, x in enumerate(self.buffers[spec.name]):
                 group = self.plan.page_groups[layer]
                 assert x is not None, "every layer is encoded"
-                x[list(target_pages[group])] = x[list(source_pages[group])]
+                x[index[1][group]] = x[index[0][group]]
         for name in ("keys", "values"):
             for x in self.buffers[name]:
                 assert x is not None, "every layer has a ring"
