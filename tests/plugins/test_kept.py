@@ -253,6 +253,28 @@ def test_a_copied_sequence_goes_on_as_the_first_does(monkeypatch: pytest.MonkeyP
     assert session.bytes_of(1, 201) == session.bytes_of(2, 201) > 0
 
 
+def test_bench_steps_finds_the_largest_batch_of_encoded_sequences(wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trtkv.bench import steps
+
+    Torch(monkeypatch)
+    plan = parse_policy("minikv-pyramid").plan(wide.config)
+    form = find_format(plan)
+    assert form is not None
+    cell = steps.Cell(str(wide.path), "minikv-pyramid", None, (), 64, 1, None, None, 32, 1, largest=True)
+    assert steps.prompt_of(cell) == 55
+    # Each layer's pages at the end of 55 tokens, of which so many stay, and nine more; of full length there is room for one, and its prompt.
+    pages = [plan.pages(kept + 9) for kept in (int(55 * 0.25 * (2 - 1 / 7)) + 13, int(55 * 0.25 / 7) + 13)]
+    own = sum(count * store.group_bytes(plan, group) for group, count in enumerate(pages))
+    one = 2 * store.page_bytes(plan) + store.prompt_bytes(plan, 64, whole=False)
+    monkeypatch.setattr(steps, "cache_room", lambda device: one + 3 * (own + store.slot_bytes(plan, form)))
+    (record,) = steps.run_cells([cell], CPU)
+    assert record["status"] == "ok" and record["largest"] and 2 <= record["batch"] <= 4
+    stored = predict(wide.config, parse_policy("minikv-pyramid"), 55, record["batch"])["stored_bytes"]
+    token = store.token_bytes(plan) * record["batch"]
+    assert record["kv_bytes"] == stored + 4 * token  # three steps to warm up and one that is timed: nothing is encoded again
+    assert record["bytes_read_per_step"] > record["kv_bytes"]
+
+
 def test_why_others_are_held() -> None:
     config: ModelConfig = model(dtype="bfloat16")
     assert _cache(parse_policy("minikv").plan(config)).startswith("encoded in pages where kernels run")
