@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trtkv.plan import CachePlan
 from trtkv.plugins.compaction.compactor import Compactor
+from trtkv.plugins.compaction.ledger import Ledger
 from trtkv.plugins.compaction.stacks import Stacks
 from trtkv.plugins.dtypes import TORCH_DTYPES
 from trtkv.plugins.encoded.store import EncodedStore
@@ -55,9 +56,10 @@ class Session:
         self.plan, self.num_slots, self.device = plan, num_slots, torch.device(device)
         self.num_pages = tuple(num_pages)
         form = None if by_definition else encodes_by_kernels(plan, self.device)
-        self.encoded = EncodedStore(plan, form, self.num_pages[0], num_slots, self.device) if form else None
         held = (plan.held and form is None) or (by_definition and plan.compacts)
         self.held = HeldCaches(plan, self.device) if held else None
+        self.ledger = Ledger(plan) if plan.evict is not None and not held else None  # lengths of what is evicted from
+        self.encoded = EncodedStore(plan, form, self.num_pages, num_slots, self.device, self.ledger) if form else None
         self.read_tokens = 0.0
         self.key = next(_keys)
         self.buffers: dict[str, list[Tensor | None]] = {}
@@ -165,21 +167,21 @@ class Session:
     ) -> None:
         """Announce a step: new tokens of each of B sequences, stored [Y][B] tokens behind it, slots [B], page numbers [Y][B][M], prompts [B].
 
-        A sequence whose stored tokens are all new begins afresh, whatever its slot held before. Where a plan compacts, stored counts tokens as if
-        none had been evicted; the session knows better.
+        A sequence whose stored tokens are all new begins afresh, whatever its slot held before. Where tokens are evicted, stored counts as if none
+        had been; the session knows better.
         """
         if self.offload is not None:
             self.offload.join()  # a step that failed may have left work behind
         groups, seen = range(self.plan.num_page_groups), stored[0]
-        if self.compactor is not None:
-            stored = self.compactor.begin(new, seen, slots, prompts)
+        if self.ledger is not None:
+            stored = self.ledger.begin(new, seen, slots, prompts)
         self._step = [self._group(new, stored[group], slots, pages[group], prompts, seen) for group in groups]
         self.read_tokens = 0.0
         if self.encoded is not None:
             self.encoded.begin(self._step[0].rows)
         for row in self._step[0].rows:
-            if self.compactor is not None:
-                self.read_tokens += self.compactor.mean_stored(row.slot) if row.answers else 0
+            if self.ledger is not None:
+                self.read_tokens += self.ledger.mean_stored(row.slot) if row.answers else 0
             elif self.held is None:
                 self.read_tokens += self.tokens_read(row.stored, row.slot) if row.answers else 0
             elif row.new == row.stored:
@@ -194,6 +196,8 @@ class Session:
                 self.held.finish(row.slot)
         elif self.compactor is not None:
             self.compactor.finish([group.rows for group in self._step])
+        elif self.ledger is not None:
+            self.ledger.finish([row.slot for row in self._step[0].rows])
 
     def note_read(self, row: Row, tokens: float) -> None:
         """Count what a layer's attention read of a held cache; `read_tokens` is the step's mean over layers, all decoding sequences together."""
@@ -211,7 +215,7 @@ class Session:
         if self.encoded is not None:
             return self.parts * self.encoded.stored_bytes(slot, seen)
         lengths = self.stored_of(slot, seen)
-        return self.parts * (self._sizes.stored_bytes(seen) if self.compactor is None else self._sizes.stored_bytes_by_group(lengths))
+        return self.parts * (self._sizes.stored_bytes(seen) if self.ledger is None else self._sizes.stored_bytes_by_group(lengths))
 
     def reserved_bytes(self) -> int:
         """Return the bytes that the announced step's sequences occupy: whole pages and slots, or what is held."""
@@ -223,7 +227,7 @@ class Session:
 
     def stored_of(self, slot: int, seen: int) -> Sequence[int]:
         """Return the tokens that the layers of each page group store of a sequence that has seen so many."""
-        return [seen] * self.plan.num_page_groups if self.compactor is None else self.compactor.ledger.stored(slot)
+        return [seen] * self.plan.num_page_groups if self.ledger is None else self.ledger.stored(slot)
 
     def stored_lens(self) -> list[list[int]]:
         """Return the tokens [Y][B] that the announced step's sequences store behind its append."""
@@ -238,8 +242,8 @@ class Session:
             self.held.release(slot)
         if self.encoded is not None:
             self.encoded.release(slot)
-        if self.compactor is not None:
-            self.compactor.ledger.release(slot)
+        if self.ledger is not None:
+            self.ledger.release(slot)
 
     def _group(
         self,

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from trtkv.config import ModelConfig
 from trtkv.plan import BOOKKEEPING, BufferSpec, CachePlan
+from trtkv.plugins.encoded import store as encoded
+from trtkv.plugins.encoded.formats import Format, find_format
+from trtkv.plugins.support import why_torch
 from trtkv.policies.compacted import state_buffers
 from trtkv.policies.policy import Policy
 from trtkv.policies.schedule import Stored, prefill_peak, trajectory
@@ -18,7 +22,8 @@ DEFAULT_CHUNK = 2048
 class Footprint:
     """The cache of one sequence of a model under a policy; prompts are read in chunks of `chunk` tokens.
 
-    A policy that encodes, or whose KV heads keep different numbers of tokens, holds a cache exactly as long as it is; any other lends whole pages.
+    A policy that encodes, where kernels do so, lends whole pages of codes and a ring of newest tokens a sequence; another one that encodes, or whose
+    KV heads keep different numbers of tokens, holds a cache exactly as long as it is; any other lends whole pages.
     """
 
     model: ModelConfig
@@ -30,10 +35,15 @@ class Footprint:
         """Lower the policy; raises ConfigError or PolicyConflict when it cannot work."""
         object.__setattr__(self, "plan", self.policy.plan(self.model))
 
+    @cached_property
+    def form(self) -> Format | None:
+        """How kernels store what is encoded, None where nothing is or no kernel does."""
+        return find_format(self.plan) if why_torch(self.plan) is None else None
+
     @property
     def held(self) -> bool:
         """Whether tokens are held in tensors of exactly their size."""
-        return self.plan.held
+        return self.plan.held and self.form is None
 
     @property
     def shrinks(self) -> bool:
@@ -48,8 +58,14 @@ class Footprint:
         return tuple(spec for spec in self.plan.buffers if spec not in self.scores and spec.name not in BOOKKEEPING)
 
     @property
+    def lasting_scores(self) -> tuple[BufferSpec, ...]:
+        """Those that are kept behind the prompt: none where eviction ends with it and the scores lie beside the pages."""
+        evict = self.policy.evict
+        return () if evict is not None and evict.prompt_only and not evict.token_state and not self.plan.compacts else self.scores
+
+    @property
     def scores(self) -> tuple[BufferSpec, ...]:
-        """What the evict role keeps for every stored token beside them."""
+        """What the evict role keeps for every stored token beside them while a prompt is read."""
         evict, plan = self.policy.evict, self.plan
         if evict is None:
             return ()
@@ -100,16 +116,22 @@ class Footprint:
 
     def score_bytes(self, prompt: int) -> int:
         """Return the bytes of the evict role's numbers behind a prompt."""
-        return self.bytes_of(self.scores, self.layers(prompt)) if self.scores else 0
+        return self.bytes_of(self.lasting_scores, self.layers(prompt)) if self.lasting_scores else 0
 
     def reserved_bytes(self, prompt: int) -> int:
-        """Return the bytes that a sequence occupies behind its prompt: whole pages, or what is held with its scores."""
+        """Return the bytes that a sequence occupies behind its prompt: whole pages, with a ring beside codes, or what is held with its scores."""
+        if self.form is not None:
+            lengths = self.by_group(self.layers(prompt))
+            pages = sum(self.plan.pages(one) * encoded.group_bytes(self.plan, group) for group, one in enumerate(lengths))
+            return pages + encoded.slot_bytes(self.plan, self.form)
         if self.plan.compacts:
             return self.plan.reserved_bytes_by_group(self.by_group(self.layers(prompt)))
         return self.stored_bytes(prompt) + self.score_bytes(prompt) if self.held else self.plan.reserved_bytes(prompt)
 
     def peak_bytes(self, prompt: int) -> int:
         """Return the most bytes that a sequence occupies while its prompt is read, and behind it."""
+        if self.form is not None:
+            return self.reserved_bytes(prompt) + encoded.prompt_bytes(self.plan, prompt, whole=prompt <= self.chunk)
         if self.plan.compacts:
             return max(self.reserved_bytes(prompt), self.plan.reserved_bytes_by_group(self.by_group(self.layers_at_peak(prompt))))
         if not self.held:

@@ -231,6 +231,14 @@ class CachePlan:
         return self.evict is not None and self.evict.paged and self.quantize is None and not any(self.select)
 
     @property
+    def evicts_once(self) -> bool:
+        """Whether tokens go at the end of the prompt alone, equally many of each KV head of a layer, and what stays is encoded."""
+        if self.evict is None or self.quantize is None or any(self.select):
+            return False
+        once = self.evict.paged and self.evict.prompt_only and not self.evict.token_state and "attention_newest" not in self.evict.needs
+        return once and not self.quantize.demoted_only
+
+    @property
     def num_page_groups(self) -> int:
         """Page groups (Y): layers of one group keep equally many tokens and share page numbers."""
         return max(self.page_groups) + 1

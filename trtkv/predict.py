@@ -10,6 +10,7 @@ from trtkv.config import DTYPE_BYTES, ModelConfig
 from trtkv.errors import ConfigError
 from trtkv.footprint import DEFAULT_CHUNK, Footprint
 from trtkv.plan import BufferSpec
+from trtkv.plugins.encoded import store as encoded
 from trtkv.plugins.kv_recall.layout import Layout, layout
 from trtkv.plugins.support import in_torch
 from trtkv.policies.policy import Policy
@@ -48,7 +49,7 @@ def predict(
     found: dict[str, Any] = {
         "policy": policy.name,
         "plan_hash": one.plan.hash,
-        "buffers": _held(one, context, batch_size) if one.held else _paged(one, context, batch_size),
+        "buffers": (_encoded if one.form else _held if one.held else _paged)(one, context, batch_size),
         "bytes_per_token": stored / context if one.shrinks else one.plan.bytes_per_token(),
         "stored_bytes": stored * batch_size,
         "score_bytes": one.score_bytes(context) * batch_size,
@@ -119,6 +120,22 @@ def _paged(one: Footprint, context: int, batch_size: int) -> list[dict[str, Any]
     return rows
 
 
+def _encoded(one: Footprint, context: int, batch_size: int) -> list[dict[str, Any]]:
+    """List pages of codes, and the rings of newest tokens in full precision."""
+    plan, rows, lengths = one.plan, [], one.by_group(one.layers(context))
+    assert one.form is not None, "nothing is encoded"
+    for spec in plan.buffers:
+        if spec.pool == "encoded":
+            counts = [plan.pages(lengths[plan.page_groups[layer]]) * batch_size for layer in spec.layers]
+            length = str(counts[0]) if min(counts) == max(counts) else f"{min(counts)}..{max(counts)}"
+            shape = f"[{spec.letters}] = [{', '.join([length, *map(str, spec.shape[1:])])}]"
+            rows.append(_row(spec, shape, spec.row_bytes * sum(counts)))
+        else:
+            dims = [batch_size, plan.num_kv_heads, one.form.ring, plan.head_dim]
+            rows.append(_row(spec, f"[Z Hk R D] = {dims}", batch_size * encoded.slot_bytes(plan, one.form) // 2))
+    return rows
+
+
 def _on_device(one: Footprint, context: int, batch_size: int) -> tuple[int, int]:
     """Return the device's bytes behind offloaded prompts, and the most while the last is read.
 
@@ -160,7 +177,7 @@ def _held(one: Footprint, context: int, batch_size: int) -> list[dict[str, Any]]
     """List buffers that are as long as what they hold; lengths that differ between heads or layers are given as a range."""
     layers = one.layers(context)
     rows = []
-    for spec in (*one.plan.buffers, *one.scores):
+    for spec in (*one.plan.buffers, *one.lasting_scores):
         shape = f"[{spec.letters}] = {[batch_size, *spec.shape[1:]]}"
         if spec.paged:
             entries = [count for layer in spec.layers for count in one.entries(spec, layers[layer])]
@@ -181,6 +198,8 @@ def _assumptions(one: Footprint, offload: bool) -> list[str]:
         said.append(f"allocate role '{type(policy.allocate).__name__}' measures the prompt: all layers are taken to be alike")
     if policy.quantize and policy.quantize.demoted_only and not one.counts_demoted:
         said.append("the evict role does not say how many tokens it demotes: all are counted in full precision")
+    if one.form is not None:
+        said.append("a GPU runs it: elsewhere tokens are held in tensors of the stored size, and only those bytes are occupied")
     if policy.offload and not offload:
         said.append("the offload role is not applied: every page is counted on the device (--offload counts it on the host)")
     return said

@@ -219,7 +219,7 @@ class _Step:
             sides.append(append_reference.append(env[node.input[0]].to(dtype), positions, table, config, weights))
         ours = self.taps[node.output[0]].cpu()[self.rows].unflatten(1, (config.num_q_heads, -1))
         yield shadow.measure(node, "queries", layer, ours, sides[0][0], sides[1][0])
-        stored = [self._newest(layer, row) for row in self._sequences()]
+        stored = [self._newest(layer, _of(shadow._session, layer, row)) for row in self._sequences()]
         for part, what in enumerate(("keys", "values")):
             found = [(index, one[part]) for (index, *_), one in self._located(stored) if one is not None]
             if found:
@@ -239,7 +239,8 @@ class _Step:
         back = {index: row.stored - row.new + index - row.start for index in _sample(row)}
         if session.held is None:
             keys, values = self._paged(layer, row)
-            return {index: (keys[:, token], values[:, token]) for index, token in back.items()}
+            first = session.encoded.precise_from(layer, row) if session.encoded is not None else 0
+            return {index: (keys[:, token], values[:, token]) for index, token in back.items() if token >= first}
         found = {}
         for index in back:
             behind = row.start + row.new - index
@@ -280,7 +281,7 @@ class _Step:
         queries, out = self.taps[node.input[0]].cpu(), self.taps[node.output[0]].cpu()
         selection = self.taps[node.input[7]].cpu() if len(node.input) > 7 else None
         sides: list[list[Tensor]] = [[], [], [], []]
-        for b, row in enumerate(self._sequences()):
+        for b, row in enumerate(_of(session, layer, one) for one in self._sequences()):
             stored = None if session.held is not None else self._paged(layer, row)
             for index in _sample(row):
                 query = queries[index].unflatten(0, (config.num_q_heads, -1))
@@ -304,7 +305,7 @@ class _Step:
         if session.encoded is not None:
             keys, values = (x.cpu() for x in session.encoded.seen(layer, row))
         else:
-            keys, values = (read_pages(session.buffer(name, layer), _of(session, layer, row)).cpu()[:, : row.stored] for name in ("keys", "values"))
+            keys, values = (read_pages(session.buffer(name, layer), row).cpu()[:, : row.stored] for name in ("keys", "values"))
         return keys, values
 
     def _held(self, layer: int, row: Row, index: int, config: OpConfig) -> list[tuple[Tensor, Tensor]]:

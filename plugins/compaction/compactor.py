@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trtkv.plugins.compaction import lag, launch, move
-from trtkv.plugins.compaction.ledger import Account, Ledger
+from trtkv.plugins.compaction.ledger import Account
 from trtkv.plugins.compaction.view import PagedView
 from trtkv.plugins.rows import Row
 from trtkv.plugins.support import compacts_by_kernels
@@ -27,22 +27,12 @@ class Compactor:
 
     def __init__(self, session: Session) -> None:
         """Serve a session whose buffers are allocated; `kernels` says that eviction runs by them."""
-        self._session, self.ledger = session, Ledger(session.plan)
         plan = session.plan
         assert plan.evict is not None, "the plan evicts nothing"
-        assert session.stacks is not None, "the session holds caches in tensors"
+        assert session.stacks is not None and session.ledger is not None, "the session holds caches in tensors"
+        self._session, self.ledger = session, session.ledger
         self._plan, self._evict, self._stacks, self._scale = plan, plan.evict, session.stacks, plan.head_dim**-0.5
         self.kernels = compacts_by_kernels(plan, session.device)
-
-    def begin(self, new: Sequence[int], seen: Sequence[int], slots: Sequence[int], prompts: Sequence[int]) -> list[list[int]]:
-        """Count a step's new tokens and return the tokens [Y][B] that are stored once they are appended."""
-        accounts = [self.ledger.append(*one) for one in zip(slots, new, seen, prompts, strict=True)]
-        return [[account.stored[group] for account in accounts] for group in range(self._plan.num_page_groups)]
-
-    def mean_stored(self, slot: int) -> float:
-        """Return the tokens that a sequence stores, mean over the layers."""
-        stored = self.ledger.stored(slot)
-        return sum(stored[group] for group in self._plan.page_groups) / self._plan.num_layers
 
     def finish(self, rows: Sequence[Sequence[Row]]) -> None:
         """Evict behind a step, whose rows [Y][B] are those of the page groups."""

@@ -1,6 +1,7 @@
 """How many tokens every sequence stores in every page group, in integers: the roles' own functions, walked as the sequence goes on.
 
-The session keeps its account of what is stored by it, the scheduler asks it for pages. No step waits for a device.
+The session keeps its account of what is stored by it, the scheduler asks it for pages. No step waits for a device. Where what stays of a prompt is
+encoded, pages hold that alone: the prompt itself lies elsewhere until it is complete.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ class Ledger:
     """The accounts of the sequences of a session, by slot."""
 
     def __init__(self, plan: CachePlan) -> None:
-        """Take a plan that compacts; raises EngineError where a role cannot be loaded."""
+        """Take a plan that compacts or evicts once; raises EngineError where a role cannot be loaded."""
         assert plan.evict is not None, "the plan evicts nothing"
-        self.plan, self._prompt_only = plan, plan.evict.prompt_only
+        self.plan, self._prompt_only, self.encodes = plan, plan.evict.prompt_only, plan.quantize is not None
         self.evict = load_role(plan.evict.meaning)
         self.allocate = load_role(plan.roles["allocate"]) if "allocate" in plan.roles else None
         self._first = [plan.page_groups.index(group) for group in range(plan.num_page_groups)]
@@ -59,6 +60,26 @@ class Ledger:
         """Return the tokens that a sequence stores in every page group, none where it has not begun."""
         account = self._accounts.get(slot)
         return [0] * len(self._first) if account is None else account.stored
+
+    def mean_stored(self, slot: int) -> float:
+        """Return the tokens that a sequence stores, mean over the layers."""
+        stored = self.stored(slot)
+        return sum(stored[group] for group in self.plan.page_groups) / self.plan.num_layers
+
+    def begin(self, new: Sequence[int], seen: Sequence[int], slots: Sequence[int], prompts: Sequence[int]) -> list[list[int]]:
+        """Count a step's new tokens and return the tokens [Y][B] that are stored once they are appended."""
+        accounts = [self.append(*one) for one in zip(slots, new, seen, prompts, strict=True)]
+        return [[account.stored[group] for account in accounts] for group in range(len(self._first))]
+
+    def finish(self, slots: Sequence[int]) -> None:
+        """Count what goes from a step's sequences."""
+        for account in map(self.find, slots):
+            self.settle(account, self.due(account))
+
+    def copy(self, source: int, target: int) -> None:
+        """Let a slot's sequence be where another's is."""
+        one = self._accounts[source]
+        self._accounts[target] = replace(one, stored=list(one.stored), settled=list(one.settled), placed=list(one.placed))
 
     def append(self, slot: int, new: int, seen: int, prompt: int) -> Account:
         """Count new tokens of a sequence, after which it has seen so many; it begins afresh where all are new."""
@@ -110,6 +131,13 @@ class Ledger:
             precise=account.precise[layer] if account.precise else None,
         )
 
+    def pages_after(self, slot: int, count: int, seen: int, prompt: int) -> list[int]:
+        """Return the pages of each group that a sequence of so many seen tokens fills in a step of `count` more."""
+        stored = self.stored(slot) if seen else [0] * len(self._first)
+        if not self.encodes or seen >= prompt:
+            return [self.plan.pages(one + count) for one in stored]
+        return self.pages_for(prompt, prompt, 0) if seen + count == prompt else [0] * len(self._first)
+
     def pages_to_end(self, slot: int, left: int) -> list[int]:
         """Return the most pages of each group that a sequence behind its prompt takes for so many more tokens."""
         account = self._accounts[slot]
@@ -156,7 +184,7 @@ class Ledger:
     def _simulate(self, prompt: int, chunk: int, answer: int) -> tuple[int, ...]:
         account, most = self._read(prompt, chunk)
         # Chunks cut elsewhere can leave up to a chunk more than these did.
-        most = [min(prompt, one + chunk) for one in most]
+        most = list(account.stored) if self.encodes else [min(prompt, one + chunk) for one in most]
         if answer:
             most = [max(a, b) for a, b in zip(most, self._decode(account, answer), strict=True)]
         return tuple(map(self.plan.pages, most))

@@ -1,7 +1,8 @@
 // Decode attention over encoded pages and a residual in full precision: split over blocks of a row, merged by whichever of them ends last.
 //
 // Built with -DD (head dimension, multiple of 32), -DGROUP_HEADS (G <= 8), -DBITS (2 or 4: codes with scale and minimum; 8: e4m3 with a scale a token),
-// -DKEY_GROUP (tokens, multiple of 16), -DVALUE_GROUP (channels, multiple of 16), -DWARPS, -DSTAGES and -DBF16. How codes lie: `layout.py`.
+// -DKEY_GROUP (tokens, multiple of 16), -DVALUE_GROUP (channels, multiple of 16), -DWARPS, -DSTAGES, -DPHASED (runs are counted from the slot's origin)
+// and -DBF16. How codes lie: `layout.py`.
 //
 // A step of a warp is 32 tokens. Codes become numbers of a few significant bits by one mask into the mantissa of a constant and one multiplication, and
 // go to the matrix instruction as they are: the keys' scale is folded into the query, their minimum is a product of its own; the values' scale is folded
@@ -139,12 +140,12 @@ struct SeenCodes : Seen {
 };
 
 // q [B, q_stride]; codes and metadata in pages of page_size tokens; keys, values [Z, Hk, ring, D] the residual, token t at place t % ring; table
-// [B, table_stride], lens [B], slots [B]. Behind `lag` tokens, runs of `residual` keys are encoded, and values older than the residual (together: with
-// the keys). Scratch: parts [B, Hk, splits, G, D] and tops [B, Hk, splits, 8, 2] fp32, counters [B, Hk] int32, zero before and after. Writes out
+// [B, table_stride], lens [B], slots [B], origins [Z]. Behind `lag` tokens, runs of `residual` keys are encoded, and values older than the residual
+// (together: with the keys). Scratch: parts [B, Hk, splits, G, D] and tops [B, Hk, splits, 8, 2] fp32, counters [B, Hk] int32, zero before and after. Writes out
 // [B, out_stride].
 extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / THREADS) attend_encoded(const real* q, const char* key_codes, const char* key_scale,
     const char* key_minimum, const char* value_codes, const char* value_scale, const char* value_minimum, const char* keys, const char* values,
-    const int* table, const int* lens, const int* slots, real* out, float* parts, float* tops, int* counters, int q_stride,
+    const int* table, const int* lens, const int* slots, const int* origins, real* out, float* parts, float* tops, int* counters, int q_stride,
     int out_stride, int table_stride, int page_size, int ring_tokens, int residual, int lag, int together, float scale_log2) {
   extern __shared__ __align__(128) char ring[];
   __shared__ Block block;
@@ -155,7 +156,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / TH
   dependency_wait();
   const int stored = lens[b], slot = slots[b];
   const int* pages = table + (long long)b * table_stride;
-  const int keys_end = (stored - lag) / residual * residual;
+#ifdef PHASED
+  const int origin = origins[slot];
+#else
+  const int origin = 0;
+#endif
+  const int keys_end = origin + (stored - lag - origin) / residual * residual;
   const int values_end = together ? keys_end : max(0, stored - lag - residual);
   const int coded = min(keys_end, values_end) / STEP * STEP, steps = coded / STEP;
   const int workers = splits * WARPS, worker = blockIdx.x * WARPS + warp;

@@ -12,7 +12,7 @@ from trtkv.plugins.encoded import launch
 from trtkv.plugins.encoded.store import EncodedStore
 from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_append import launch as plain
-from trtkv.plugins.kv_attend.prefill import attend_chunk
+from trtkv.plugins.kv_attend.prefill import attend_with_lse
 from trtkv.plugins.rows import StepGroup
 from trtkv.plugins.session import Session
 from trtkv.plugins.support import overlaps
@@ -38,14 +38,18 @@ def append(session: Session, store: EncodedStore, layer: int, config: OpConfig, 
 
 
 def attend(session: Session, store: EncodedStore, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
-    """Attend to the stored tokens; inputs and result as the plain op's. A prompt that this step completes is encoded behind its attention."""
+    """Attend to the stored tokens; inputs and result as the plain op's. What stays of a prompt that this step completes is encoded behind it."""
     query, starts, _, stored, slots, table = inputs[:6]
     group, step = session.plan.page_groups[layer], session.step(layer)
     for b, row in enumerate(step.rows):
         if not row.answers:
             rows = slice(row.start, row.start + row.new)
             keys, values = (x[0, :, : row.stored] for x in store.prompt(layer, row))
-            out[rows] = attend_chunk(query[rows].unflatten(1, (config.num_q_heads, config.head_dim)), keys, values, config.scale).flatten(1)
+            chunk = query[rows].unflatten(1, (config.num_q_heads, config.head_dim))
+            answer, lse = attend_with_lse(chunk, keys, values, config.scale)
+            out[rows] = answer.flatten(1)
+            if store.keeper is not None:
+                store.keeper.observe(layer, row, chunk, keys, lse)
             if row.stored >= row.prompt:
                 store.encode_prompt(layer, row, table[group][b])
     which = _answering(step)

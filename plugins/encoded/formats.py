@@ -19,7 +19,8 @@ class Format:
 
     bits of a code, 8 for e4m3; key_group tokens share a scale of a channel, value_group channels share a scale of a token (1 and D with eight bits);
     residual tokens stay in full precision: keys are encoded in runs of so many, values one by one once so many newer ones follow, or with the keys
-    (together). lag is 1 where a step's attention does not see what the step itself completes.
+    (together). lag is 1 where a step's attention does not see what the step itself completes. phased: all whole groups of a prompt are encoded, so
+    runs begin behind them, at the sequence's `origin`.
     """
 
     bits: int
@@ -28,31 +29,43 @@ class Format:
     residual: int
     lag: int = 1
     together: bool = False
+    phased: bool = False
 
     @property
     def ring(self) -> int:
         """Tokens of a slot's ring."""
         return -(-self.residual // 16) * 16 + RING_SPARE
 
-    def encoded(self, stored: int) -> tuple[int, int]:
+    def origin(self, prompt: int) -> int:
+        """Return where runs begin, less whole runs, in a sequence whose prompt left so many tokens stored."""
+        return prompt // self.key_group * self.key_group % self.residual if self.phased else 0
+
+    def encoded(self, stored: int, origin: int = 0) -> tuple[int, int]:
         """Return how many leading keys and values are encoded behind a step that left so many tokens stored."""
-        keys = stored // self.residual * self.residual
+        keys = origin + (stored - origin) // self.residual * self.residual
         return keys, keys if self.together else max(0, stored - self.residual)
 
-    def seen(self, stored: int) -> tuple[int, int]:
+    def seen(self, stored: int, origin: int = 0) -> tuple[int, int]:
         """Return how many leading keys and values a decode step's attention reads as codes, of so many stored with its own token."""
-        return self.encoded(stored - self.lag)
+        return self.encoded(stored - self.lag, origin)
 
 
 def find_format(plan: CachePlan) -> Format | None:
-    """Return the format of a plan whose layers do nothing but encode, None where no kernel knows it."""
-    if plan.quantize is None or plan.evict is not None or any(plan.select) or not plan.quantize.meaning.role.startswith("trtkv."):
+    """Return the format of a plan that encodes what it stores, or what it keeps of prompts, None where no kernel knows it."""
+    if plan.quantize is None or any(plan.select) or not plan.quantize.meaning.role.startswith("trtkv."):
         return None
+    if plan.evict is not None and not plan.evicts_once:
+        return None
+    if "allocate" in plan.roles and plan.num_page_groups < plan.num_layers:
+        return None  # layers keep different numbers of tokens, and a plan of an earlier version has one page table for all
     meaning = plan.quantize.meaning
     found = None
     if meaning.op == "kivi":
         group = int(meaning.fields["group"])
         found = Format(int(meaning.fields["bits"]), group, gcd(group, plan.head_dim), int(meaning.fields["residual"]))
+    elif meaning.op == "minikv":
+        group, residual = int(meaning.fields["group"]), int(meaning.fields["residual"])
+        found = Format(int(meaning.fields["bits"]), group, gcd(group, plan.head_dim), residual, lag=0, together=True, phased=True)
     elif meaning.op == "float8":
         found = Format(8, 1, plan.head_dim, 1, together=True)
     return found if found and _fits(found, plan) else None

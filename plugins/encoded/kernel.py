@@ -166,6 +166,7 @@ def append_encoded(
     starts,
     lens,
     slots,
+    origins,
     table,
     rope,
     q_weight,
@@ -193,6 +194,7 @@ def append_encoded(
     KEY_GROUP: tl.constexpr,
     VALUE_GROUP: tl.constexpr,
     TOGETHER: tl.constexpr,
+    PHASED: tl.constexpr,
     NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -201,7 +203,8 @@ def append_encoded(
     qkv [T, (Hq + 2 Hk) D], row starts[b] for sequence b; positions [T], lens [B] stored tokens behind the append, slots [B], table
     [B, M] int32; rope [X, D] fp32; keys and values [Z, Hk, ring, D], token t at place t % ring.
     When a run of `residual` tokens is complete its keys are encoded; so are its values (TOGETHER), or else in every step the value
-    that leaves the residual. BITS 8 is e4m3 with a scale a token, whose run is one token.
+    that leaves the residual. PHASED: runs are counted from origins[slot] of origins [Z] int32. BITS 8 is e4m3 with a scale a token, whose run is one
+    token.
     """
     head, b = tl.program_id(0), tl.program_id(1)
     if OVERLAP:
@@ -239,7 +242,10 @@ def append_encoded(
         tl.store(keys + to, turned, inside)
         tl.store(values + to, tl.load(at + HEADS_KV * D + d, inside, 0.0), inside)
         tl.debug_barrier()  # the other threads of this program read what was stored
-        if stored % residual == 0:
+        counted = stored
+        if PHASED:
+            counted = stored - tl.load(origins + slot)
+        if counted % residual == 0:
             for begin in range(stored - residual, stored, KEY_GROUP):
                 places = base + (begin + tl.arange(0, KEY_GROUP)) % ring
                 _encode_keys(
@@ -266,6 +272,7 @@ def append_encoded(
 def encode_prompt(
     keys,
     values,
+    kept,
     table,
     key_codes,
     key_scale,
@@ -274,6 +281,7 @@ def encode_prompt(
     value_scale,
     value_minimum,
     tokens,
+    count,
     keys_begin,
     values_begin,
     keys_end,
@@ -286,23 +294,31 @@ def encode_prompt(
     KEY_GROUP: tl.constexpr,
     VALUE_GROUP: tl.constexpr,
     T: tl.constexpr,
+    LISTED: tl.constexpr,
 ):
     """Encode keys from keys_begin to keys_end and values from values_begin to values_end; grid [blocks of T tokens, Hk].
 
-    keys and values [Hk, tokens, D]; table [M] int32. T is a multiple of KEY_GROUP; with less than eight bits, so are both bounds of the keys.
+    keys and values [Hk, tokens, D]; table [M] int32. LISTED: token t of a head is row kept[head, t] of kept [Hk, count] int32. T is a multiple of
+    KEY_GROUP; with less than eight bits, so are both bounds of the keys.
     """
     block, head = tl.program_id(0), tl.program_id(1)
     b = head * 0
     base = head.to(tl.int64) * tokens
     for begin in range(block * T, block * T + T, KEY_GROUP):
         if (begin + (KEY_GROUP - 1 if BITS == 8 else 0) >= keys_begin) & (begin + (1 if BITS == 8 else KEY_GROUP) <= keys_end):
+            row = begin + tl.arange(0, KEY_GROUP)
+            if LISTED:
+                row = tl.load(kept + head.to(tl.int64) * count + row, row < keys_end, 0)
             _encode_keys(
-                keys, base + begin + tl.arange(0, KEY_GROUP), begin, keys_begin, keys_end, b, head, table, 0, page_size,
+                keys, base + row, begin, keys_begin, keys_end, b, head, table, 0, page_size,
                 key_codes, key_scale, key_minimum, HEADS_KV, D, BLOCK_D, BITS, KEY_GROUP,
             )  # fmt: skip
     if (block * T < values_end) & (block * T + T > values_begin):
+        row = block * T + tl.arange(0, T)
+        if LISTED:
+            row = tl.load(kept + head.to(tl.int64) * count + row, row < values_end, 0)
         _encode_values(
-            values, base + block * T + tl.arange(0, T), block * T, values_begin, values_end, b, head, table, 0, page_size,
+            values, base + row, block * T, values_begin, values_end, b, head, table, 0, page_size,
             value_codes, value_scale, value_minimum, HEADS_KV, D, BLOCK_D, BITS, VALUE_GROUP, T,
         )  # fmt: skip
 

@@ -18,7 +18,7 @@ from trtkv.plugins._device.nvrtc import Float, Int, Pointer
 from trtkv.plugins.encoded.formats import STEP, Format
 
 _HERE = Path(__file__).parent
-ATTEND_TYPES = (Pointer,) * 16 + (Int,) * 8 + (Float,)
+ATTEND_TYPES = (Pointer,) * 17 + (Int,) * 8 + (Float,)
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _CODES = ("key_codes", "key_scale", "key_minimum", "value_codes", "value_scale", "value_minimum")
 RESIDENT_WARPS = {64: 16, 96: 16, 128: 16, 256: 8}  # of a multiprocessor, by head dimension: what the attention kernel's registers leave room for
@@ -35,7 +35,8 @@ PROMPT_TOKENS = 32  # of a block that encodes a prompt, at least
 class Pages:
     """A layer's encoded cache: codes and metadata in pages as the plan's buffers have them, keys and values [Z, Hk, ring, D] each slot's residual.
 
-    With eight bits there is no minimum, and any tensor stands for it.
+    With eight bits there is no minimum, and any tensor stands for it. origins [Z] int32: where the runs of each slot's sequence begin, in a phased
+    format.
     """
 
     format: Format
@@ -48,6 +49,7 @@ class Pages:
     value_codes: Tensor
     value_scale: Tensor
     value_minimum: Tensor
+    origins: Tensor | None = None
 
     @property
     def heads(self) -> int:
@@ -63,6 +65,11 @@ class Pages:
     def codes(self) -> tuple[Tensor, ...]:
         """Codes, scale and minimum of keys, then of values."""
         return (self.key_codes, self.key_scale, self.key_minimum, self.value_codes, self.value_scale, self.value_minimum)
+
+    def runs(self, slots: Tensor) -> Tensor:
+        """Return what kernels take for origins; where none are read, any tensor such as slots does."""
+        assert self.origins is not None or not self.format.phased, "a phased format has origins"
+        return slots if self.origins is None else self.origins
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +131,7 @@ def attend(
     """Attend one token a sequence: q, out [B, Hq D], table [B, M], lens and slots [B] int32."""
     one, batch, group = pages.format, lens.shape[0], q.shape[1] // pages.dim // pages.heads
     kernel = attend_kernel(one, pages.dim, group, q.dtype == torch.bfloat16, arch())
-    pointers = (q, *pages.codes, pages.keys, pages.values, table, lens, slots)
+    pointers = (q, *pages.codes, pages.keys, pages.values, table, lens, slots, pages.runs(slots))
     values = (*(x.data_ptr() for x in (*pointers, out, scratch.parts, scratch.tops, scratch.counters)),
               q.stride(0), out.stride(0), table.stride(0), pages.page_size, pages.keys.shape[2], one.residual, one.lag, int(one.together),
               scale * 1.4426950408889634)  # fmt: skip
@@ -143,7 +150,8 @@ def attend_kernel(one: Format, dim: int, group: int, bf16: bool, arch: str) -> K
 def attend_defines(one: Format, dim: int, group: int, bf16: bool, warps: int, stages: int) -> tuple[str, ...]:
     """Return the definitions of the attention kernel's source."""
     shape = {"D": dim, "GROUP_HEADS": group, "BITS": one.bits, "KEY_GROUP": max(16, one.key_group), "VALUE_GROUP": one.value_group}
-    return (*(f"-D{name}={value}" for name, value in (shape | {"WARPS": warps, "STAGES": stages}).items()), *(("-DBF16",) if bf16 else ()))
+    flags = (*(("-DPHASED",) if one.phased else ()), *(("-DBF16",) if bf16 else ()))
+    return (*(f"-D{name}={value}" for name, value in (shape | {"WARPS": warps, "STAGES": stages}).items()), *flags)
 
 
 def append(
@@ -154,7 +162,8 @@ def append(
     one, heads, dim = pages.format, pages.heads, pages.dim
     heads_q = qkv.shape[1] // dim - 2 * heads
     q_weight, k_weight = norms or (rope, rope)
-    tensors = (qkv, positions, starts, lens, slots, table, rope, q_weight, k_weight, out, pages.keys, pages.values, *pages.codes)
+    runs = pages.runs(slots)
+    tensors = (qkv, positions, starts, lens, slots, runs, table, rope, q_weight, k_weight, out, pages.keys, pages.values, *pages.codes)
     numbers = (qkv.stride(0), table.stride(0), pages.page_size, pages.keys.shape[2], one.residual, eps)
     grid = (heads + heads_q, lens.shape[0], 1)
     if not qkv.is_cuda:
@@ -174,7 +183,7 @@ def append_kernel(one: Format, heads_q: int, heads: int, dim: int, norm: bool, d
     real, index = f"*{dtype}", "*i32"
     norms = real if norm else "*fp32"
     signature: tuple[tuple[str, str | int | bool], ...] = (
-        ("qkv", real), *((name, index) for name in ("positions", "starts", "lens", "slots", "table")), ("rope", "*fp32"),
+        ("qkv", real), *((name, index) for name in ("positions", "starts", "lens", "slots", "origins", "table")), ("rope", "*fp32"),
         ("q_weight", norms), ("k_weight", norms), ("out", real), ("keys", real), ("values", real), *_code_types(real),
         *((name, "i32") for name in ("qkv_stride", "table_stride", "page_size", "ring", "residual")), ("eps", "fp32"),
         *_append_constants(one, heads_q, heads, dim, norm, int(arch) >= 90).items(),
@@ -183,34 +192,40 @@ def append_kernel(one: Format, heads_q: int, heads: int, dim: int, norm: bool, d
     return triton_aot.load(_HERE / "kernel.py", "append_encoded", signature, aligned, 4, arch)
 
 
-def encode_prompt(keys: Tensor, values: Tensor, table: Tensor, pages: Pages, ends: tuple[int, int], begins: tuple[int, int] = (0, 0)) -> None:
-    """Encode keys and values [Hk, X, D], contiguous, of tokens from begins on to before ends, into pages table [M] int32."""
+def encode_prompt(
+    keys: Tensor, values: Tensor, table: Tensor, pages: Pages, ends: tuple[int, int], begins: tuple[int, int] = (0, 0), kept: Tensor | None = None
+) -> None:
+    """Encode keys and values [Hk, X, D], contiguous, of tokens from begins on to before ends, into pages table [M] int32.
+
+    With kept [Hk, K] int32, contiguous, those count what stays: token t of a head is row kept[head, t].
+    """
     one, heads, dim = pages.format, pages.heads, pages.dim
     block = max(PROMPT_TOKENS, one.key_group)
     blocks = -(-max(ends) // block)
     if ends == begins:
         return
-    tensors = (keys, values, table, *pages.codes)
-    numbers = (keys.shape[1], *begins, *ends, pages.page_size)
+    listed = kept is not None
+    tensors = (keys, values, table if kept is None else kept, table, *pages.codes)
+    numbers = (keys.shape[1], 0 if kept is None else kept.shape[1], *begins, *ends, pages.page_size)
     grid = (blocks, heads, 1)
     if not keys.is_cuda:
         from trtkv.plugins.encoded import kernel as interpreted
 
-        interpreted.launch_prompt(grid[:2], (*tensors, *numbers), _prompt_constants(one, heads, dim))
+        interpreted.launch_prompt(grid[:2], (*tensors, *numbers), _prompt_constants(one, heads, dim, listed))
         return
-    kernel = prompt_kernel(one, heads, dim, _TYPES[keys.dtype], arch())
+    kernel = prompt_kernel(one, heads, dim, listed, _TYPES[keys.dtype], arch())
     _check_aligned((keys, values, *pages.codes))
     stream = torch.cuda.current_stream().cuda_stream
     triton_aot.launch(kernel, grid, stream, (*(x.data_ptr() for x in tensors), *numbers))
 
 
-def prompt_kernel(one: Format, heads: int, dim: int, dtype: str, arch: str) -> Kernel:
-    """Load the kernel that encodes prompts."""
+def prompt_kernel(one: Format, heads: int, dim: int, listed: bool, dtype: str, arch: str) -> Kernel:
+    """Load the kernel that encodes prompts, or what a list says stays of them."""
     real = f"*{dtype}"
     signature: tuple[tuple[str, str | int | bool], ...] = (
-        ("keys", real), ("values", real), ("table", "*i32"), *_code_types(real),
-        *((name, "i32") for name in ("tokens", "keys_begin", "values_begin", "keys_end", "values_end", "page_size")),
-        *_prompt_constants(one, heads, dim).items(),
+        ("keys", real), ("values", real), ("kept", "*i32"), ("table", "*i32"), *_code_types(real),
+        *((name, "i32") for name in ("tokens", "count", "keys_begin", "values_begin", "keys_end", "values_end", "page_size")),
+        *_prompt_constants(one, heads, dim, listed).items(),
     )  # fmt: skip
     aligned = ("keys", "values", *_CODES, "tokens", "page_size")
     return triton_aot.load(_HERE / "kernel.py", "encode_prompt", signature, aligned, 4, arch)
@@ -227,13 +242,13 @@ def _shape_constants(one: Format, heads: int, dim: int) -> dict[str, int]:
 
 def _append_constants(one: Format, heads_q: int, heads: int, dim: int, norm: bool, overlap: bool) -> Mapping[str, int | bool]:
     shape = _shape_constants(one, heads, dim)
-    return {"HEADS_Q": heads_q, **shape, "TOGETHER": one.together, "NORM": norm, "OVERLAP": overlap}
+    return {"HEADS_Q": heads_q, **shape, "TOGETHER": one.together, "PHASED": one.phased, "NORM": norm, "OVERLAP": overlap}
 
 
-def _prompt_constants(one: Format, heads: int, dim: int) -> Mapping[str, int]:
+def _prompt_constants(one: Format, heads: int, dim: int, listed: bool) -> Mapping[str, int]:
     shape = _shape_constants(one, heads, dim)
     tokens = max(PROMPT_TOKENS, one.key_group)
-    return {**shape, "KEY_GROUP": tokens if one.bits == 8 else one.key_group, "T": tokens}
+    return {**shape, "KEY_GROUP": tokens if one.bits == 8 else one.key_group, "T": tokens, "LISTED": listed}
 
 
 def _check_aligned(tensors: Sequence[Any]) -> None:

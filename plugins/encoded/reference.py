@@ -42,7 +42,8 @@ def decode(pages: Pages, table: Tensor, part: str) -> Tensor:
 def visible(pages: Pages, table: Tensor, slot: int, stored: int) -> tuple[Tensor, Tensor]:
     """Return the keys and values [Hk, S, D] fp32 that a decode step attends to, its own token included."""
     found = []
-    for part, ring, end in zip(("keys", "values"), (pages.keys, pages.values), pages.format.seen(stored), strict=True):
+    origin = int(pages.origins[slot]) if pages.format.phased and pages.origins is not None else 0
+    for part, ring, end in zip(("keys", "values"), (pages.keys, pages.values), pages.format.seen(stored, origin), strict=True):
         coded = decode(pages, table, part)[:, :end]
         found.append(torch.cat([coded, ring[slot][:, torch.arange(end, stored, device=ring.device) % ring.shape[2]].float()], 1))
     return found[0], found[1]

@@ -6,6 +6,7 @@ from trtkv.config import Limits, ModelConfig
 from trtkv.plan import CachePlan
 from trtkv.plugins.encoded import launch
 from trtkv.plugins.encoded.formats import find_format
+from trtkv.plugins.kv_sums.launch import sums_kernel
 
 _NAMES = {"bfloat16": "bf16", "float16": "fp16"}
 
@@ -17,4 +18,6 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
         return
     launch.attend_kernel(form, plan.head_dim, plan.num_q_heads // plan.num_kv_heads, dtype == "bf16", arch)
     launch.append_kernel(form, plan.num_q_heads, plan.num_kv_heads, plan.head_dim, model.qk_norm, dtype, arch)
-    launch.prompt_kernel(form, plan.num_kv_heads, plan.head_dim, dtype, arch)
+    launch.prompt_kernel(form, plan.num_kv_heads, plan.head_dim, plan.evict is not None, dtype, arch)
+    if plan.evict is not None and "attention_mass" in plan.evict.needs:
+        sums_kernel(plan.num_q_heads // plan.num_kv_heads, plan.head_dim, dtype, arch)

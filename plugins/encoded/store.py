@@ -1,20 +1,24 @@
 """Encoded caches of a session on a GPU: pages of codes for every layer, a ring of newest tokens for every slot, and prompts while they are read.
 
-A prompt attends to itself in full precision and is encoded when it is complete, so its keys and values lie in tensors of their own until then.
+A prompt attends to itself in full precision and is encoded when it is complete, so its keys and values lie in tensors of their own until then. Where
+a plan also evicts, what stays of it is chosen then (`keep.py`), and that alone is encoded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from trtkv.config import DTYPE_BYTES
+from trtkv.errors import EngineError
 from trtkv.plan import BufferSpec, CachePlan
+from trtkv.plugins.compaction.ledger import Ledger
 from trtkv.plugins.dtypes import TORCH_DTYPES
 from trtkv.plugins.encoded import launch, reference
 from trtkv.plugins.encoded.formats import Format
+from trtkv.plugins.encoded.keep import Keeper, watched_bytes
 from trtkv.plugins.rows import Row
 
 _CODES = ("key_codes", "key_scale", "key_minimum", "value_codes", "value_scale", "value_minimum")
@@ -24,8 +28,10 @@ Prompt = tuple[Tensor, Tensor]
 class EncodedStore:
     """The caches of all layers; `buffers[name][layer]` as a session has them, "keys" and "values" being the rings [Z, Hk, ring, D]."""
 
-    def __init__(self, plan: CachePlan, form: Format, num_pages: int, num_slots: int, device: torch.device) -> None:
-        """Allocate pages and rings."""
+    def __init__(
+        self, plan: CachePlan, form: Format, num_pages: Sequence[int], num_slots: int, device: torch.device, ledger: Ledger | None = None
+    ) -> None:  # fmt: skip
+        """Allocate pages of every page group, and rings; the ledger knows the lengths of a plan that evicts."""
         self.plan, self.form, self.device = plan, form, device
         every = range(plan.num_layers)
         ring = (num_slots, plan.num_kv_heads, form.ring, plan.head_dim)
@@ -34,27 +40,47 @@ class EncodedStore:
         for name in ("keys", "values"):
             self.buffers[name] = [torch.empty(ring, dtype=real, device=device) for _ in every]
         for spec in _encoded(plan):
-            shape = (num_pages, *map(int, spec.shape[1:]))
-            self.buffers[spec.name] = [torch.empty(shape, dtype=TORCH_DTYPES[spec.dtype], device=device) for _ in every]
+            shapes = [(num_pages[plan.page_groups[layer]], *map(int, spec.shape[1:])) for layer in every]
+            self.buffers[spec.name] = [torch.empty(shape, dtype=TORCH_DTYPES[spec.dtype], device=device) for shape in shapes]
+        self.origins = torch.zeros(plan.num_page_groups, num_slots, dtype=torch.int32, device=device)
         self.pages = [self._pages(layer) for layer in every]
         self.one_page = torch.zeros(1, 1, dtype=torch.int32, device=device)  # the page table of a prompt that is read
         self.keep_prompts = False  # until the step behind the prompt, for those who compare
+        self.keeper = Keeper(plan, ledger, device) if ledger is not None else None
+        coded = {part: sum(spec.row_bytes for spec in _encoded(plan) if spec.name.startswith(part)) for part in ("key", "value")}
+        # Bytes in a layer of one key or value in full precision, of a group's encoded keys, of an encoded value.
+        self._rates = (
+            token_bytes(plan) // (2 * plan.num_layers), coded["key"] * form.key_group // plan.page_size, coded["value"] // plan.page_size
+        )  # fmt: skip
+        groups = range(plan.num_page_groups)
+        self._layers, self._page_bytes = [plan.page_groups.count(group) for group in groups], [group_bytes(plan, group) for group in groups]
         self._prompts: dict[int, dict[int, Prompt]] = {}  # by slot, then layer
         self._lengths: dict[int, int] = {}
         self._begins: dict[int, tuple[int, int]] = {}  # encoded tokens before what is being read
+        self._runs: dict[int, list[int]] = {}  # origins [Y] of a slot's sequence, as the device has them
 
     def begin(self, rows: Iterable[Row]) -> None:
         """Take note of a step's sequences; one whose stored tokens are all new begins afresh."""
         for row in rows:
-            before = row.stored - row.new
-            if row.answers or not before or before >= self._lengths[row.slot]:
+            before = row.seen - row.new
+            goes_on = bool(before) and before >= self._lengths[row.slot]
+            if self.keeper is not None and goes_on and not row.answers:
+                raise EngineError("a prompt that was evicted from goes on with several tokens at once", "Feed what follows it token by token.")
+            if row.answers or not before or goes_on:
                 self._prompts[row.slot] = {}
+            if not before:
+                self._runs[row.slot] = [0] * self.plan.num_page_groups
+                if self.keeper is not None:
+                    self.keeper.forget(row.slot)
             self._lengths[row.slot] = row.prompt
 
     def release(self, slot: int) -> None:
         """Drop what a slot holds beside its pages."""
         self._prompts.pop(slot, None)
         self._lengths.pop(slot, None)
+        self._runs.pop(slot, None)
+        if self.keeper is not None:
+            self.keeper.forget(slot)
 
     def prompt(self, layer: int, row: Row) -> Prompt:
         """Return the keys and values [1, Hk, X, D] of a prompt that is being read, X its length in whole sixteens; made with its first chunk.
@@ -70,19 +96,42 @@ class EncodedStore:
                 for x, old in zip(made, reference.visible(self.pages[layer], row.pages, row.slot, before + self.form.lag), strict=True):
                     x[0, :, :before] = old[:, :before]
             own[layer] = (made[0], made[1])
-            self._begins[row.slot] = self.form.encoded(before)
+            self._begins[row.slot] = self.form.encoded(before, self._runs[row.slot][self.plan.page_groups[layer]]) if before else (0, 0)
         return own[layer]
 
     def encode_prompt(self, layer: int, row: Row, table: Tensor) -> None:
-        """Encode a complete prompt into its pages, table [M] int32, and keep what stays in full precision in the slot's ring."""
-        plain, pages = self._prompts[row.slot][layer], self.pages[layer]
+        """Encode a complete prompt, or what stays of it, into its pages, table [M] int32; what is in full precision goes to the slot's ring."""
+        plain, pages, group = self._prompts[row.slot][layer], self.pages[layer], self.plan.page_groups[layer]
         if not self.keep_prompts:
             del self._prompts[row.slot][layer]
-        ends = self.form.encoded(row.stored)
-        launch.encode_prompt(plain[0][0], plain[1][0], table, pages, ends, self._begins[row.slot])
+        kept = None
+        if self.keeper is not None:
+            kept = self.keeper.keep(layer, row, plain[0][0, :, : row.stored], plain[1][0, :, : row.stored])
+        stored = row.stored if kept is None else kept.shape[1]
+        origin = self._begin_runs(group, row.slot, stored)
+        ends = self.form.encoded(stored, origin)
+        launch.encode_prompt(plain[0][0], plain[1][0], table, pages, ends, self._begins[row.slot], kept)
         for x, ring, end in zip(plain, (pages.keys, pages.values), ends, strict=True):
-            tokens = torch.arange(end, row.stored, device=self.device)
-            ring[row.slot][:, tokens % self.form.ring] = x[0, :, end : row.stored]
+            tokens = torch.arange(end, stored, device=self.device)
+            rest = x[0, :, end:stored] if kept is None else x[0].gather(1, kept[:, end:, None].long().expand(-1, -1, x.shape[3]))
+            ring[row.slot][:, tokens % self.form.ring] = rest
+
+    def copy(self, source: int, target: int, source_pages: Sequence[Sequence[int]], target_pages: Sequence[Sequence[int]]) -> None:
+        """Let a slot's sequence be a copy of another's, whose prompts are complete; pages [Y] of both are as many."""
+        index = [[torch.tensor(own, device=self.device) for own in pages] for pages in (source_pages, target_pages)]
+        for spec in _encoded(self.plan):
+            for layer, x in enumerate(self.buffers[spec.name]):
+                group = self.plan.page_groups[layer]
+                assert x is not None, "every layer is encoded"
+                x[index[1][group]] = x[index[0][group]]
+        for name in ("keys", "values"):
+            for x in self.buffers[name]:
+                assert x is not None, "every layer has a ring"
+                x[target] = x[source]
+        self.origins[:, target] = self.origins[:, source]
+        self._prompts[target], self._lengths[target], self._runs[target] = {}, self._lengths[source], list(self._runs[source])
+        if self.keeper is not None:
+            self.keeper.ledger.copy(source, target)
 
     def seen(self, layer: int, row: Row) -> Prompt:
         """Return the keys and values [Hk, S, D] that the announced step's attention read of a sequence; of a complete prompt with `keep_prompts`."""
@@ -91,29 +140,56 @@ class EncodedStore:
             return plain[0][0, :, : row.stored], plain[1][0, :, : row.stored]
         return reference.visible(self.pages[layer], row.pages, row.slot, row.stored)
 
+    def precise_from(self, layer: int, row: Row) -> int:
+        """Return the token from which on `seen` returns keys and values as they were appended."""
+        if layer in self._prompts[row.slot]:
+            return 0
+        return max(self.form.seen(row.stored, self._runs[row.slot][self.plan.page_groups[layer]]))
+
     def stored_bytes(self, slot: int, seen: int) -> int:
-        """Return the bytes that hold keys, values, codes and metadata of a sequence that has seen so many tokens."""
-        ends = self.form.encoded(seen) if seen >= self._lengths.get(slot, 0) else (0, 0)
-        return sum(self._bytes(spec, seen, ends[spec.name.startswith("value")]) for spec in self.plan.buffers) * self.plan.num_layers
+        """Return the bytes that hold keys, values, codes and metadata of a sequence that has seen so many tokens, and what is seen of a prompt."""
+        plan, reading = self.plan, seen < self._lengths.get(slot, 0)
+        stored = [seen] * plan.num_page_groups if self.keeper is None else self.keeper.ledger.stored(slot)
+        total = 0 if self.keeper is None or not reading else self.keeper.counted_bytes(seen)
+        runs, (plain, key, value) = self._runs.get(slot), self._rates
+        for group, own in enumerate(stored):
+            keys, values = (0, 0) if reading or runs is None else self.form.encoded(own, runs[group])
+            layer = (2 * own - keys - values) * plain + keys // self.form.key_group * key + values * value
+            total += layer * self._layers[group]
+        return total
 
     def reserved_bytes(self, slot: int, seen: int) -> int:
-        """Return the bytes that such a sequence occupies: pages, ring, and its prompt while that is read."""
+        """Return the bytes that such a sequence occupies: pages, ring, and its prompt with what is seen of it while that is read."""
+        plan, stored = self.plan, [seen] * self.plan.num_page_groups
         reading = sum(x.nbytes for pair in self._prompts.get(slot, {}).values() for x in pair)
-        return self.plan.pages(seen) * page_bytes(self.plan) + slot_bytes(self.plan, self.form) + reading
+        if self.keeper is not None:
+            reading += self.keeper.bytes_of(slot)
+            stored = list(self.keeper.ledger.stored(slot)) if seen >= self._lengths.get(slot, 0) else [0] * plan.num_page_groups
+        pages = sum(plan.pages(own) * size for own, size in zip(stored, self._page_bytes, strict=True))
+        return pages + slot_bytes(plan, self.form) + reading
 
-    def _bytes(self, spec: BufferSpec, seen: int, end: int) -> int:
-        tokens = end if spec.pool == "encoded" else seen - end
-        return tokens // spec.tokens_per_entry * spec.row_bytes * spec.tokens_per_entry // self.plan.page_size
+    def _begin_runs(self, group: int, slot: int, stored: int) -> int:
+        """Note where the runs of a sequence begin whose prompt left so many tokens stored, and return it."""
+        origin = self.form.origin(stored)
+        if self.form.phased:
+            self._runs[slot][group] = origin
+            self.origins[group, slot] = origin
+        return origin
 
     def _pages(self, layer: int) -> launch.Pages:
         found = {name: self.buffers[name][layer] for name in ("keys", "values", *_CODES) if name in self.buffers}
         found |= {name: found[name.replace("minimum", "scale")] for name in _CODES if name not in found}
-        return launch.Pages(self.form, self.plan.page_size, **found)  # type: ignore[arg-type]
+        return launch.Pages(self.form, self.plan.page_size, **found, origins=self.origins[self.plan.page_groups[layer]])  # type: ignore[arg-type]
 
 
 def page_bytes(plan: CachePlan) -> int:
     """Return the bytes of one page of encoded tokens in all layers."""
     return sum(spec.row_bytes * len(spec.layers) for spec in _encoded(plan))
+
+
+def group_bytes(plan: CachePlan, group: int) -> int:
+    """Return the bytes of one page of encoded tokens in the layers of one page group."""
+    return sum(spec.row_bytes for spec in _encoded(plan) for layer in spec.layers if plan.page_groups[layer] == group)
 
 
 def slot_bytes(plan: CachePlan, form: Format) -> int:
@@ -124,6 +200,12 @@ def slot_bytes(plan: CachePlan, form: Format) -> int:
 def token_bytes(plan: CachePlan) -> int:
     """Return the bytes of one token in full precision in all layers."""
     return 2 * plan.num_kv_heads * plan.head_dim * DTYPE_BYTES[plan.kv_dtype] * plan.num_layers
+
+
+def prompt_bytes(plan: CachePlan, tokens: int, *, whole: bool) -> int:
+    """Return the most bytes of a prompt of so many tokens while it is read: in all layers, or layer by layer where it is read as a whole."""
+    one = -(-tokens // 16) * 16 * token_bytes(plan) // plan.num_layers + watched_bytes(plan, tokens)
+    return one if whole else one * plan.num_layers
 
 
 def _encoded(plan: CachePlan) -> list[BufferSpec]:

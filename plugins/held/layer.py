@@ -81,6 +81,12 @@ class LayerCache:
         return self.seen > self.prompt
 
     @property
+    def _evicts_now(self) -> bool:
+        """Whether stored tokens may still go: behind the prompt not where eviction ends with it."""
+        evict = self.roles.evict
+        return evict is not None and not (evict.prompt_only and self.decoding)
+
+    @property
     def lengths(self) -> tuple[int, ...]:
         """Stored tokens of each head."""
         return tuple(map(len, self.heads))
@@ -116,7 +122,8 @@ class LayerCache:
             kept = [] if self.queries is None else [self.queries]
             self.queries = torch.cat([*kept, queries.float()])[-self.roles.observe_window :]
         self.read_tokens = float(self.chosen.sum(1).float().mean()) if self.chosen is not None else sum(self.lengths) / len(self.heads)
-        attend = self._attend_counting if self.roles.counts_attention or self.chosen is not None else self._attend_fused
+        counting = self.roles.counts_attention and self._evicts_now
+        attend = self._attend_counting if counting or self.chosen is not None else self._attend_fused
         asked = span(self.seen - self.new, self.seen, queries)
         grouped = queries.float().transpose(0, 1).unflatten(0, (self.num_kv_heads, -1))
         return torch.cat([attend(head, one, asked) for head, one in enumerate(grouped)]).transpose(0, 1)
@@ -145,7 +152,7 @@ class LayerCache:
     def state_bytes(self) -> int:
         """Return the bytes of summaries and scores that roles keep beside keys and values."""
         beside = [*self.summary.values(), *(x for store in self.heads for x in store.state.values())]
-        beside += [store.mass for store in self.heads] if self.roles.evict and "attention_mass" in self.roles.evict.needs else []
+        beside += [store.mass for store in self.heads if store.counts] if self.roles.evict and "attention_mass" in self.roles.evict.needs else []
         return sum(x.numel() * x.element_size() for x in beside)
 
     def occupancy(self) -> Occupancy:
@@ -155,7 +162,7 @@ class LayerCache:
             seen=self.seen,
             lengths=self.lengths,
             new=self.new,
-            settled=self.settled if self.roles.evict else min(self.lengths),
+            settled=self.settled if self._evicts_now else min(self.lengths),
             phase="decode" if self.decoding else "prefill",
             complete=self.seen >= self.prompt,
             prompt=self.prompt,
@@ -173,7 +180,8 @@ class LayerCache:
             visible = visible & self.chosen[head * self.group : (head + 1) * self.group, None]
         keys, values = (store.parts[part].decoded() for part in PARTS)
         probs = attention(queries.transpose(0, 1), keys[None], self.scale, visible[None] if visible.dim() == 3 else visible)
-        store.mass, store.newest = store.mass + probs.sum(1), probs[:, -1]
+        if store.counts:
+            store.mass, store.newest = store.mass + probs.sum(1), probs[:, -1]
         return probs @ values
 
     def _attend_fused(self, head: int, queries: Tensor, asked: Tensor) -> Tensor:
@@ -228,6 +236,9 @@ class LayerCache:
                 store.keep(kept, marked if demote else None)
             self.summarized = 0
         self.settled = evict.settled(self.occupancy())
+        if evict.prompt_only and not evict.token_state and self.seen >= self.prompt:
+            for store in self.heads:
+                store.stop_counting()
 
     def _flush(self) -> None:
         quantize = self.roles.quantize

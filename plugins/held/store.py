@@ -88,7 +88,7 @@ class HeadStore:
         self.positions = torch.zeros(0, dtype=torch.int64, device=empty.device)
         self.parts = {part: PartStore(part, empty, quantize) for part in PARTS}
         self.mass = torch.zeros(group, 0, device=empty.device)
-        self.newest = self.mass
+        self.newest, self.counts = self.mass, True
         self.state = {name: torch.zeros(0, device=empty.device) for name in state}
 
     def append(self, keys: Tensor, values: Tensor, first: int) -> None:
@@ -97,16 +97,21 @@ class HeadStore:
         self.positions = torch.cat([self.positions, new])
         self.parts["keys"].append(keys)
         self.parts["values"].append(values)
-        self.mass = torch.cat([self.mass, self.mass.new_zeros(len(self.mass), len(keys))], 1)
+        if self.counts:
+            self.mass = torch.cat([self.mass, self.mass.new_zeros(len(self.mass), len(keys))], 1)
         self.state = {name: torch.cat([x, x.new_zeros(len(keys))]) for name, x in self.state.items()}
 
     def keep(self, tokens: Tensor, demoted: Tensor | None) -> None:
         """Drop all but ascending tokens [K]."""
         for part in self.parts.values():
             part.keep(tokens, demoted)
-        self.positions, self.mass = self.positions[tokens], self.mass[:, tokens]
+        self.positions, self.mass = self.positions[tokens], self.mass[:, tokens] if self.counts else self.mass
         self.newest = self.newest[:, tokens] if self.newest.shape[1] else self.newest
         self.state = {name: x[tokens] for name, x in self.state.items()}
+
+    def stop_counting(self) -> None:
+        """Drop the attention that was counted: no role will ask for it again."""
+        self.counts, self.mass, self.newest = False, self.mass[:, :0].clone(), self.newest[:, :0].clone()
 
     def __len__(self) -> int:
         """Return the stored tokens."""

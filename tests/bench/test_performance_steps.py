@@ -37,6 +37,18 @@ def test_goals_are_compared_with_full_of_the_same_load(writer: ModuleType, tmp_p
     assert "No goal is missed" in writer.section([record("full", 9.0, bandwidth_share=0.9), record("fier", 5.0)], tmp_path)
 
 
+def test_largest_batches_are_compared_as_a_whole(writer: ModuleType, tmp_path: Path) -> None:
+    one = {"model": "llama-3.1-8b", "largest": True}
+    full = record("full", 30.0, batch=27, decode_tokens_per_s=900.0, **one)
+    mini = record("minikv", 40.0, batch=108, decode_tokens_per_s=2340.0, **one)
+    older = record("minikv", 40.0, batch=107, decode_tokens_per_s=2000.0, **one)
+    text = writer.section([full, older, mini, record("minikv", 5.0, batch=27, model="llama-3.1-8b")], tmp_path)
+    assert "108 x 32k, the most" in text and "107 x 32k" not in text
+    assert "minikv: 2.60 times full, goal 3.00" in text and "minikv: 4.00 times the sequences of full, goal 5.00" in text
+    mini |= {"batch": 140, "decode_tokens_per_s": 2800.0}
+    assert "times the sequences" not in writer.section([full, mini], tmp_path)
+
+
 def test_what_was_not_measured_is_not_there(writer: ModuleType, tmp_path: Path) -> None:
     assert writer.section([{"benchmark": "kernel", "status": "ok"}, record("full", 1.0, status="wrong")], tmp_path) == ""
     busy = {

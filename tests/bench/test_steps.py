@@ -87,6 +87,28 @@ def test_kernels_are_compiled_beforehand(tiny_llama: TinyModel, tmp_path: Path, 
     assert "unknown compile-for '91'" in complaint(capsys, "bench", "step", "--model", tiny_llama.path, *words, 91)
 
 
+def test_the_largest_batch_that_fits(tiny_llama: TinyModel, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trtkv.bench import steps
+
+    # Pages of 32 tokens of two heads of 16 in three layers in fp32: 160 tokens take five, and 22 fit. SnapKV has positions and newest queries beside.
+    page = 32 * 2 * 2 * 16 * 3 * 4
+    monkeypatch.setattr(steps, "cache_room", lambda device: 22 * page)
+    words = ("--policy", "snapkv", "--context", "160", "--batch", "2,largest", "--budget", 48, "--set", "evict.window=8", "--steps", 2, "--chunk", 64)
+    records = [json.loads(line) for line in printed(capsys, "bench", "step", "--model", tiny_llama.path, *words, "--json").splitlines()]
+    assert [(one["batch"], one["policy"], one.get("largest", False)) for one in records[:3]] == [
+        (2, "full", False),
+        (2, "snapkv", False),
+        (4, "full", True),
+    ]
+    snapkv = records[3]
+    # Two pages of 48 tokens behind the prompt, and five while it is read.
+    whole = page + 32 * 2 * 3 * 4
+    assert 4 < snapkv["batch"] <= (22 * page - 5 * whole) // (2 * whole) + 1 and snapkv["largest"]
+    assert snapkv["ratio"] == round(snapkv["decode_tokens_per_s"] / records[2]["decode_tokens_per_s"], 2)
+    assert snapkv["batch_ratio"] == snapkv["batch"] / 4 and "--batch largest" in snapkv["command"]
+    assert "batch_ratio" not in records[1] and records[1]["ratio"] > 0
+
+
 def test_weights_that_are_only_looked_up_are_not_read(engines: list[Path]) -> None:
     manifest = read_manifest(engines[0])
     sizes = {one.name: 4 * one.shape[0] * (one.shape[1] if len(one.shape) > 1 else 1) for one in manifest.weights}

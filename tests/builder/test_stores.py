@@ -1,4 +1,4 @@
-"""Engines whose caches are encoded: one fused graph in TensorRT-RTX for every storage format, and compiled kernels for those that have some."""
+"""Engines of every storage format: one fused graph in TensorRT-RTX, and compiled kernels for the encoded ones that have some."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tests.toy_graph import needs_rtx
 from trtkv.api import build
 from trtkv.builder import schedule
 from trtkv.manifest import PLAN, check_files, read_manifest
+from trtkv.plan import CachePlan
 from trtkv.plugins._device import nvrtc, triton_aot
 
 needs_compilers = pytest.mark.skipif(nvrtc.missing() is not None or triton_aot.missing() is not None, reason="needs NVRTC and Triton")
@@ -20,9 +21,12 @@ FORMATS = {
     "int4": ("kivi", {"quantize.bits": "4"}),
     "fp8": ("fp8", {}),
     "int2 behind eviction": ("minikv", {}),
+    "int2 behind eviction, other lengths in every layer": ("minikv-pyramid", {}),
+    "fp8 behind eviction": ("snapkv+fp8", {}),
     "int4 a token": ("qhitter", {}),
     "mixed": ("arkv", {}),
 }
+PLAIN = {"full": 1, "lagkv": 1, "snapkv": 1, "pyramidkv": 3}  # policies that store tokens as they are: page groups
 
 
 @pytest.fixture(autouse=True)
@@ -36,27 +40,43 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_storage_format_is_one_fused_graph(name: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
     policy, fields = FORMATS[name]
-    sets = [f"{path}={value}" for path, value in fields.items()]
-    path = build(
-        str(tiny_llama.path), policy, sets=sets, dtype="bfloat16", out=tmp_path / "engine", max_seq_len=256, backend="tensorrt_rtx", sms=["86"]
-    )  # fmt: skip
+    cache = check_fused(policy, tuple(f"{path}={value}" for path, value in fields.items()), tiny_llama, tmp_path)
+    assert any(spec.pool == "encoded" for spec in cache.buffers)
+    assert cache.num_page_groups == (3 if policy == "minikv-pyramid" else 1)
+
+
+@pytest.mark.trt
+@needs_rtx
+@pytest.mark.parametrize("policy", PLAIN)
+def test_plain_and_evicting_caches_are_one_fused_graph(policy: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
+    cache = check_fused(policy, (), tiny_llama, tmp_path)
+    assert all(spec.pool == "plain" for spec in cache.buffers) and cache.num_page_groups == PLAIN[policy]
+    assert cache.compacts == (policy != "full")
+
+
+def check_fused(policy: str, sets: tuple[str, ...], tiny: TinyModel, tmp_path: Path) -> CachePlan:
+    """Build an engine with TensorRT-RTX and see that its plan is one graph with one plugin for each cache operation of a layer."""
+    path = build(str(tiny.path), policy, sets=sets, dtype="bfloat16", out=tmp_path / "engine", max_seq_len=256, backend="tensorrt_rtx", sms=["86"])
     manifest, plan = read_manifest(path), (path / PLAN).read_bytes()
     check_files(path, manifest)
-    assert any(spec.pool == "encoded" for spec in manifest.cache.buffers)
     assert schedule.segments(plan) == 1
     expected = sorted(f"layers.{layer}.{node}" for layer in range(3) for node in ("query", "attended"))
     for profile in (0, 1):
         assert sorted(one.name for one in schedule.kernels(plan) if one.kind == "custom_layer" and one.profile == profile) == expected
+    return manifest.cache
 
 
 @needs_compilers
-def test_kernels_of_an_encoded_cache_are_compiled_into_the_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("policy", "more"), [("kivi", set()), ("minikv-pyramid", {"sums_kernel"})])
+def test_kernels_of_an_encoded_cache_are_compiled_into_the_engine(policy: str, more: set[str], tmp_path: Path) -> None:
     wide = make_tiny("llama", tmp_path / "model", head_dim=64)
-    path = build(str(wide.path), "kivi", dtype="bfloat16", out=tmp_path / "engine", max_seq_len=256, max_batch_size=1, backend="none", sms=["90"])
+    path = build(str(wide.path), policy, dtype="bfloat16", out=tmp_path / "engine", max_seq_len=256, max_batch_size=1, backend="none", sms=["90"])
     manifest = read_manifest(path)
     check_files(path, manifest)
     assert manifest.kernels is not None
     entries = {one.kernel.split()[0] for one in manifest.kernels.files}
-    assert {"append_kernel", "append_encoded", "encode_prompt", "attend_encoded"} <= entries
-    assert "attend_list" not in entries
+    assert entries == {"append_kernel", "append_encoded", "encode_prompt", "attend_encoded", "sample", "feed"} | more
+    evicts = bool(more)
+    assert any(f"LISTED={evicts}" in one.options for one in manifest.kernels.files if one.kernel.startswith("encode_prompt"))
+    assert any(f"PHASED={evicts}" in one.options for one in manifest.kernels.files if one.kernel.startswith("append_encoded"))
     assert any("BITS=2" in one.options for one in manifest.kernels.files if one.kernel.startswith("attend_encoded"))

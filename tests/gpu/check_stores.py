@@ -23,6 +23,7 @@ from trtkv.plugins.encoded.formats import Format
 from trtkv.policies.packing import unpack
 from trtkv.policies.quantize.fp8 import Fp8
 from trtkv.policies.quantize.kivi import Kivi
+from trtkv.policies.quantize.minikv import MiniKVBits
 
 DEV = "cuda"
 MARGIN = 65536
@@ -40,20 +41,26 @@ class Case:
 
     def __init__(
         self, bits: int, key_group: int, residual: int, heads: int, group: int, dim: int, dtype: torch.dtype, lens: list[int], page: int = 128,
-        splits: int = 0,
+        splits: int = 0, kept: bool = False,
     ) -> None:  # fmt: skip
         self.format = Format(8, 1, dim, 1, together=True) if bits == 8 else Format(bits, key_group, gcd(key_group, dim), residual)
         self.role: Any = Fp8() if bits == 8 else Kivi(bits=bits, group=key_group, residual=residual)
+        self.kept = kept  # a list says what stays of prompts, as MiniKV has it
+        if kept:
+            self.format = Format(bits, key_group, gcd(key_group, dim), residual, lag=0, together=True, phased=True)
+            self.role = MiniKVBits(bits=bits, group=key_group, residual=residual)
         self.heads, self.group, self.dim, self.dtype, self.page, self.lens = heads, group, dim, dtype, page, list(lens)
         self.splits, self.worst, self.errors = splits, 0.0, list[tuple[Tensor, Tensor]]()
-        self.label = f"{bits} bits, groups {key_group}, heads {heads} x {group}, dim {dim}, {str(dtype)[6:]}, page {page}, splits {splits}"
+        self.label = (
+            f"{bits} bits, groups {key_group}, heads {heads} x {group}, dim {dim}, {str(dtype)[6:]}, page {page}, splits {splits}{', kept' * kept}"
+        )
 
     def kernels(self, name: str) -> None:
         """Ask for every kernel."""
         dtype = "bf16" if self.dtype == torch.bfloat16 else "fp16"
         launch.attend_kernel(self.format, self.dim, self.group, self.dtype == torch.bfloat16, name)
         launch.append_kernel(self.format, self.heads * self.group, self.heads, self.dim, False, dtype, name)
-        launch.prompt_kernel(self.format, self.heads, self.dim, dtype, name)
+        launch.prompt_kernel(self.format, self.heads, self.dim, self.kept, dtype, name)
 
     def fill(self) -> None:
         """Allocate, and encode a prompt for every sequence."""
@@ -68,7 +75,9 @@ class Case:
         ring = (slots, heads, one.ring, dim)
         shapes = (ring, ring, codes, key_meta, key_meta, codes, value_meta, value_meta)
         tensors = [self.guarded(shape, torch.uint8 if i in (2, 5) else self.dtype) for i, shape in enumerate(shapes)]
-        self.pages = launch.Pages(one, page, *tensors)
+        self.origins = torch.zeros(slots, dtype=torch.int32, device=DEV)
+        self.pages = launch.Pages(one, page, *tensors, origins=self.origins)
+        self.runs = [0] * batch
         self.table = torch.randperm(pool, device=DEV)[: batch * most].view(batch, most).int()
         self.places = torch.randperm(slots)[:batch].tolist()
         self.slots = torch.tensor(self.places, dtype=torch.int32, device=DEV)
@@ -93,12 +102,19 @@ class Case:
 
     def prompt(self, b: int, stored: int) -> None:
         """Encode a new prompt of a sequence's slot."""
-        room = -(-stored // 16) * 16
+        room = -(-stored // 16) * 16 * (2 if self.kept else 1)
         outliers = 1 + 6 * (torch.rand(self.heads, 1, self.dim, device=DEV) > 0.95)
         keys, values = (torch.randn(self.heads, room, self.dim, device=DEV) + torch.randn(self.heads, 1, self.dim, device=DEV) for _ in range(2))
         plain = [(keys * outliers).to(self.dtype), values.to(self.dtype)]
-        ends = self.format.encoded(stored)
-        launch.encode_prompt(plain[0], plain[1], self.table[b], self.pages, ends)
+        self.runs[b] = self.format.origin(stored)
+        self.origins[self.places[b]] = self.runs[b]
+        ends = self.format.encoded(stored, self.runs[b])
+        kept = None
+        if self.kept:
+            kept = torch.stack([torch.randperm(room, device=DEV)[:stored].sort().values for _ in range(self.heads)]).int()
+        launch.encode_prompt(plain[0], plain[1], self.table[b], self.pages, ends, kept=kept)
+        if kept is not None:
+            plain = [x.gather(1, kept.long()[..., None].expand(-1, -1, self.dim)) for x in plain]
         for part, x, ring, end in zip(range(2), plain, (self.pages.keys, self.pages.values), ends, strict=True):
             tokens = torch.arange(end, stored, device=DEV)
             ring[self.places[b]].fill_(torch.nan)[:, tokens % self.format.ring] = x[:, end:stored]
@@ -136,7 +152,7 @@ class Case:
             for part in range(2 if self.newer[b] else 0):
                 self.history[part][b] = torch.cat([self.history[part][b], torch.stack([pair[part] for pair in self.newer[b]], 1)], 1)
             self.newer[b] = []
-            for part, name, end in zip(range(2), ("keys", "values"), self.format.encoded(stored), strict=True):
+            for part, name, end in zip(range(2), ("keys", "values"), self.format.encoded(stored, self.runs[b]), strict=True):
                 if not end:
                     continue
                 got = reference.stored_numbers(self.pages, self.table[b], name)
@@ -234,6 +250,8 @@ def cases() -> list[Case]:
         Case(4, 32, 128, 2, 3, 128, bf16, lens, page=32),
         Case(4, 16, 64, 2, 4, 96, fp16, lens, page=32),
         Case(4, 128, 128, 2, 8, 64, bf16, lens),
+        Case(2, 16, 128, 8, 4, 128, bf16, [17000, 128, 255], page=32, kept=True),
+        Case(2, 32, 64, 2, 7, 64, fp16, lens, page=64, kept=True),
         Case(8, 1, 1, 8, 4, 128, bf16, [33000, 31, 255]),
         Case(8, 1, 1, 2, 7, 128, fp16, lens, page=32),
         Case(8, 1, 1, 2, 2, 64, bf16, lens, page=32),
@@ -252,6 +270,7 @@ def main() -> int:
     begin, every = time.time(), cases()
     if options.short:
         every = [Case(bits, 32, 32, 2, 4, 128, torch.bfloat16, [130, 61], page=32, splits=2) for bits in (2, 8)]
+        every.append(Case(2, 16, 32, 2, 4, 128, torch.bfloat16, [130, 61], page=32, splits=2, kept=True))
     with store.listing() as asked:
         for case in every:
             case.kernels(arch())

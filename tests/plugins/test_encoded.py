@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from dataclasses import replace
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ pytest.importorskip("triton")
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
 from trtkv.checkpoint.find import resolve_model
 from trtkv.config import Limits, ModelConfig
+from trtkv.errors import EngineError
 from trtkv.plugins import kernels, support
 from trtkv.plugins.encoded import cuda, formats, launch, layout, reference, store
 from trtkv.plugins.encoded.formats import Format
@@ -29,6 +31,7 @@ from trtkv.policies.packing import unpack
 from trtkv.policies.quantize.fp8 import Fp8
 from trtkv.policies.quantize.kivi import Kivi
 from trtkv.policies.registry import parse_policy
+from trtkv.policies.schedule import trajectory
 from trtkv.runtime.step import StepRow
 
 HEADS, GROUP, PAGE, POOL = 2, 2, 64, 8
@@ -166,7 +169,15 @@ def model(**update: Any) -> ModelConfig:
         ("fp8", (), {}, Format(8, 1, 128, 1, together=True)),
         ("kivi", ("quantize.group=8",), {}, None),
         ("kivi", (), {"num_q_heads": 128}, None),
-        ("minikv", (), {}, None),
+        ("minikv", (), {}, Format(2, 16, 16, 128, lag=0, together=True, phased=True)),
+        ("minikv-pyramid", ("quantize.group=32",), {}, Format(2, 32, 32, 128, lag=0, together=True, phased=True)),
+        ("snapkv+kivi", (), {}, Format(2, 32, 32, 128)),
+        ("pyramidkv+fp8", (), {}, Format(8, 1, 128, 1, together=True)),
+        ("lagkv+kivi", (), {}, None),
+        ("qhitter", (), {}, None),
+        ("arkv", (), {}, None),
+        ("minikv+fier", (), {}, None),
+        ("minikv", ("quantize.group=8",), {}, None),
         ("full", (), {}, None),
     ],
 )
@@ -177,6 +188,25 @@ def test_which_plans_the_kernels_store(policy: str, sets: tuple[str, ...], updat
     specs = kernels.kernels_for(plan, model(), Limits(), "90")
     entries = {spec.entry for spec in specs}
     assert ({"attend_encoded", "append_encoded", "encode_prompt"} <= entries) == (form is not None)
+    assert ("sums_kernel" in entries) == (form is not None and plan.evict is not None and "attention_mass" in plan.evict.needs)
+    if form is not None and "allocate" in plan.roles:
+        assert plan.num_page_groups == plan.num_layers
+        assert formats.find_format(replace(plan, page_groups=(0,) * plan.num_layers)) is None, "one length for layers that keep different numbers"
+
+
+@pytest.mark.parametrize("residual", [32, 128])
+@pytest.mark.parametrize("group", [16, 32])
+def test_runs_begin_behind_the_groups_of_what_stays(group: int, residual: int) -> None:
+    policy = parse_policy("minikv", sets=[f"quantize.group={group}", f"quantize.residual={residual}"])
+    form = formats.find_format(policy.plan(model()))
+    assert form is not None
+    for prompt in (1, 15, 64, 100, 257, 1000, 4097):
+        for step, own in enumerate(trajectory(policy, prompt, 300, num_kv_heads=1)):
+            kept, (stored,) = own.lengths[0] - step, own.lengths
+            assert form.encoded(stored, form.origin(kept)) == own.encoded
+            if step:
+                assert form.seen(stored, form.origin(kept)) == own.encoded  # a step reads what it completes
+            assert stored - own.encoded[0] < form.ring
 
 
 @pytest.mark.parametrize(("policy", "role"), [("kivi", Kivi()), ("fp8", parse_policy("fp8").quantize)])
@@ -214,13 +244,15 @@ class Torch:
         patch.setattr(cuda, "overlaps", lambda *args: False)
         patch.setattr(cuda, "_scratch", lambda one, config, batch, tokens: launch.Scratch.allocate(batch, HEADS, 1, config.head_dim, 1, one.device))
         self.op = op
-        patch.setattr(cuda, "attend_chunk", self.chunk)
+        patch.setattr(cuda, "attend_with_lse", self.chunk)
 
-    def chunk(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def chunk(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         whole = torch.ones(len(query), keys.shape[1], dtype=torch.bool).tril(keys.shape[1] - len(query))
-        heads = query.transpose(0, 1)[None]
+        heads, group = query.transpose(0, 1)[None], query.shape[1] // len(keys)
         sdpa = torch.nn.functional.scaled_dot_product_attention
-        return sdpa(heads, keys[None], values[None], attn_mask=whole, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+        out = sdpa(heads, keys[None], values[None], attn_mask=whole, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+        scores = heads[0].float() @ keys.float().repeat_interleave(group, 0).transpose(1, 2) * scale
+        return out, scores.masked_fill(~whole, float("-inf")).logsumexp(2)
 
     def attend(self, q: Tensor, pages: launch.Pages, table: Tensor, lens: Tensor, slots: Tensor, out: Tensor, scratch: Any, **rest: Any) -> None:
         self.attended += 1
@@ -235,20 +267,34 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return make_tiny("llama", tmp_path_factory.mktemp("wide") / "model", head_dim=64)
 
 
-@pytest.mark.parametrize(("policy", "sets"), [("kivi", ("quantize.group=16", "quantize.residual=16")), ("fp8", ())])
-def test_a_session_stores_and_answers_like_the_definition(
-    wide: TinyModel, policy: str, sets: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+KIVI16 = ("quantize.group=16", "quantize.residual=16")
+MINI = ("evict.heavy=0.4", "evict.recent=0.3")
+STORED = {
+    "kivi": KIVI16,
+    "fp8": (),
+    "minikv": (*MINI, "quantize.residual=16"),
+    "minikv-pyramid": (*MINI, "allocate.depth=2", "quantize.residual=16"),
+    "snapkv+kivi": (*KIVI16, "evict.budget=20", "evict.window=4"),
+    "pyramidkv+fp8": ("evict.budget=24", "evict.window=4"),
+}
+
+
+@pytest.mark.parametrize("policy", STORED)
+def test_a_session_stores_and_answers_like_the_definition(wide: TinyModel, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sets = STORED[policy]
     held = make_rig(wide, policy, tmp_path, sets=sets, slots=3)
     fake = Torch(monkeypatch)
     paged = make_rig(wide, policy, tmp_path, sets=sets, slots=3)
     assert held.session.held is not None and paged.session.encoded is not None and paged.session.held is None
-    texts = torch.randint(1, 250, (3, 40), generator=torch.Generator().manual_seed(0))
+    texts = torch.randint(1, 250, (3, 60), generator=torch.Generator().manual_seed(0))
     answers = [run(rig, texts) for rig in (held, paged)]
     assert fake.attended
     torch.testing.assert_close(answers[1][0], answers[0][0], rtol=1e-3, atol=1e-3 * float(answers[0][0].abs().max()))
     assert answers[1][1] == answers[0][1]
     assert not any(paged.session.encoded._prompts.values())
+    if paged.plan.evict is not None:
+        check_kept(paged, held)
+        return
     more = [rig.stepper.run([StepRow(texts[0, 33:37].tolist(), 33, 0, rig.pages(0), range(4))]) for rig in (held, paged)]  # no prompt any more
     torch.testing.assert_close(more[1], more[0], rtol=1e-3, atol=1e-3 * float(more[0].abs().max()))
     assert paged.session.stored_bytes() == held.session.stored_bytes()
@@ -256,10 +302,34 @@ def test_a_session_stores_and_answers_like_the_definition(
     assert paged.session.encoded.stored_bytes(1, 19) > 0
 
 
+def check_kept(paged: Rig, held: Rig) -> None:
+    """Compare lengths, and what every layer attends to, with the definition; slots end with their sequences."""
+    store, session = paged.session.encoded, held.session.held
+    assert store is not None and store.keeper is not None and session is not None
+    for slot in (1, 0):
+        for layer in range(paged.plan.num_layers):
+            cache, group = session.find(layer, slot), paged.plan.page_groups[layer]
+            row = next(one for one in paged.session.step(layer).rows if one.slot == slot)
+            assert cache.lengths == (store.keeper.ledger.stored(slot)[group],) * paged.plan.num_kv_heads == (row.stored,) * paged.plan.num_kv_heads
+            assert row.stored < row.seen or slot
+            for part, found in zip(("keys", "values"), store.seen(layer, row), strict=True):
+                # Behind the step, kivi has encoded what this step's attention still read as it was.
+                want = torch.stack([one.parts[part].decoded() for one in cache.heads])
+                end = min(store.form.seen(row.stored, store._runs[slot][group]))
+                torch.testing.assert_close(found[:, :end], want[:, :end], rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+    with pytest.raises(EngineError, match="token by token"):
+        paged.stepper.run([StepRow([1, 2], row.seen, 0, paged.pages(0), (1,))])
+    for slot in range(3):
+        paged.session.release(slot)
+    assert not store._prompts and not store._runs and not store.keeper._mass and store.stored_bytes(0, 0) == 0
+
+
 def run(rig: Rig, texts: Tensor) -> tuple[Tensor, list[int]]:
     """Read prompts of 30, 17 and 2 tokens, the first in two chunks, the last while others decode, then decode: logits and stored bytes."""
     logits, sizes, prompts = [], [], (30, 17, 2)
     steps = [[(0, 0, 20)], [(0, 20, 10), (1, 0, 17)], [(0, 30, 1), (1, 17, 1)], [(0, 31, 1), (2, 0, 2)], [(0, 32, 1), (1, 18, 1), (2, 2, 1)]]
+    more = 12 if rig.plan.quantize is not None and rig.plan.quantize.flush_first else 0  # until runs are complete, whose newest token is read encoded
+    steps += [[(0, 33 + i, 1), (1, 19 + i, 1), (2, 3 + i, 1)] for i in range(more)]
     for step in steps:
         rows = [
             StepRow(texts[slot, seen : seen + count].tolist(), seen, slot, rig.pages(slot), (count - 1,) if seen + count >= prompts[slot] else (),
@@ -300,8 +370,20 @@ def test_bench_checks_and_times_a_store(monkeypatch: pytest.MonkeyPatch) -> None
     assert not wrong.check(0)["passed"]
 
 
+NEWEST = ("evict.heavy=0", "evict.recent=0.6", "quantize.residual=32")  # what stays depends on no rounding
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(("policy", "sets"), [("kivi", ()), ("kivi", ("quantize.bits=4", "quantize.group=16", "quantize.residual=32")), ("fp8", ())])
+@pytest.mark.parametrize(
+    ("policy", "sets"),
+    [
+        ("kivi", ()),
+        ("kivi", ("quantize.bits=4", "quantize.group=16", "quantize.residual=32")),
+        ("fp8", ()),
+        ("minikv", NEWEST),
+        ("minikv-pyramid", NEWEST),
+    ],
+)
 def test_captured_steps_on_a_gpu_answer_like_the_definition(wide: TinyModel, policy: str, sets: tuple[str, ...], tmp_path: Path) -> None:
     rigs = [make_rig(wide, policy, tmp_path, sets=sets, slots=3, dtype="bfloat16", device="cuda", by_definition=one) for one in (True, False)]
     assert rigs[1].session.encoded is not None and rigs[1].executor.capturable and not rigs[0].executor.capturable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import gcd
 from pathlib import Path
 
@@ -57,22 +58,50 @@ CASES = [  # bits, key group, residual, query heads a KV head, head dimension, d
     (8, 1, 1, 5, 64, torch.bfloat16),
     (8, 1, 1, 4, 128, torch.float16),
 ]
+PHASED = [(2, 16, 128, 4, 128, torch.bfloat16), (2, 32, 32, 3, 64, torch.float16), (4, 16, 48, 8, 96, torch.bfloat16)]
 
 
 @pytest.mark.parametrize(("bits", "key_group", "residual", "group", "dim", "dtype"), CASES)
 def test_attention_reads_codes_as_they_are_stored(
     bits: int, key_group: int, residual: int, group: int, dim: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.manual_seed(bits + dim)
     form = Format(8, 1, dim, 1, together=True) if bits == 8 else Format(bits, key_group, gcd(key_group, dim), residual)
+    compare(form, group, dim, dtype, [330, 1, residual + 1, 2 * residual + 40], None, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(("bits", "key_group", "residual", "group", "dim", "dtype"), PHASED)
+def test_runs_are_counted_from_each_sequences_origin(
+    bits: int, key_group: int, residual: int, group: int, dim: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = Format(bits, key_group, gcd(key_group, dim), residual, lag=0, together=True, phased=True)
+    prompts = [260, 5, residual + key_group + 3, 3 * key_group]
+    more = (residual + 7, 1, residual - 3, residual)  # the last one's newest token completes a run
+    stored = [one + two for one, two in zip(prompts, more, strict=True)]
+    assert form.seen(stored[3], form.origin(prompts[3])) == (stored[3], stored[3])
+    compare(form, group, dim, dtype, stored, [form.origin(one) for one in prompts], tmp_path, monkeypatch)
+
+
+def compare(
+    form: Format,
+    group: int,
+    dim: int,
+    dtype: torch.dtype,
+    stored: list[int],
+    origins: list[int] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Attend to sequences of so many stored tokens, whose runs begin at origins, alone and together, and compare with fp64."""
+    torch.manual_seed(form.bits + dim)
     cuda_on_cpu.install(monkeypatch, tmp_path)
     block = launch._block(form, dim, WARPS, launch.STAGES, shared_limit("90"))
     monkeypatch.setattr(launch, "arch", lambda: "90")
     monkeypatch.setattr(launch, "attend_block", lambda *shape: block)  # few warps, so that each has several steps
-    stored = [330, 1, residual + 1, 2 * residual + 40]
     pages = make_pages(form, dim, dtype, 4 * 8)
     table = torch.randperm(4 * 8).int().view(4, 8)
     lens, slots = torch.tensor(stored, dtype=torch.int32), torch.tensor([3, 0, 2, 1], dtype=torch.int32)
+    if origins is not None:
+        pages = replace(pages, origins=torch.zeros(4, dtype=torch.int32).scatter(0, slots.long(), torch.tensor(origins, dtype=torch.int32)))
     q = torch.randn(4, HEADS * group * dim).to(dtype)
     out = attend(pages, q, table, lens, slots, 2)
     errors, torchs = [], []

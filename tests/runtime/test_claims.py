@@ -18,13 +18,28 @@ from trtkv.config import Limits
 from trtkv.errors import CapacityError, RequestError
 from trtkv.plan import CachePlan
 from trtkv.plugins.compaction.ledger import Ledger
+from trtkv.policies.registry import parse_policy
 from trtkv.runtime.claims import ClaimScheduler
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.memory import pool_sizes
 from trtkv.runtime.pages import GroupPages, PageAllocator, make_pages
 from trtkv.runtime.scheduler import Running
 
-POLICIES = ("lagkv", "knorm", "streaming", "h2o", "snapkv", "pyramidkv", "tova", "raas", "keydiff", "arkv-origin")
+POLICIES = (
+    "lagkv",
+    "knorm",
+    "streaming",
+    "h2o",
+    "snapkv",
+    "pyramidkv",
+    "tova",
+    "raas",
+    "keydiff",
+    "arkv-origin",
+    "minikv",
+    "minikv-pyramid",
+    "snapkv+fp8",
+)
 LIMITS = Limits(max_seq_len=400, max_batch_size=6, max_chunk_tokens=64)
 
 
@@ -43,14 +58,21 @@ class Rig:
         self.scheduler.add(Running(self.steps, [0] * length, length, answer))
 
     def step(self) -> bool:
+        if self.ledger.encodes:
+            between = [one for one in self.scheduler.running if 0 < one.seen < one.num_prompt]
+            assert len(between) <= 1 and not any(any(one.pages) for one in between), "one prompt is read outside the pages at a time"
         batch = self.scheduler.next()
         for group, pool in enumerate(self.pools):
             owned = [page for one in self.scheduler.running for page in one.pages[group]]  # type: ignore[attr-defined]
             assert len(owned) == len(set(owned)) == pool.num_pages - pool.free
         for one, row in batch:
             account = self.ledger.append(one.slot, len(row.tokens), one.seen + len(row.tokens), one.num_prompt)
-            assert all(self.plan.pages(have) <= len(own) for have, own in zip(account.stored, one.pages, strict=True))  # type: ignore[arg-type]
-            self.ledger.settle(account, self.ledger.due(account))
+            if self.ledger.encodes:  # pages hold what stays
+                self.ledger.settle(account, self.ledger.due(account))
+            if not self.ledger.encodes or account.seen >= account.prompt:
+                assert all(self.plan.pages(have) <= len(own) for have, own in zip(account.stored, one.pages, strict=True))  # type: ignore[arg-type]
+            if not self.ledger.encodes:
+                self.ledger.settle(account, self.ledger.due(account))
             one.seen += len(row.tokens)
             self.scheduler.stored(one)
             if row.logits_of:
@@ -85,6 +107,17 @@ def test_freed_pages_serve_others() -> None:
     while rig.step():
         pass
     assert rig.most >= 4
+
+
+def test_pages_of_codes_are_taken_when_a_prompt_is_complete() -> None:
+    """A quarter of the tokens stays: room for one and a half whole prompts holds four such sequences, which are read one after the other."""
+    policy = parse_policy("minikv", sets=["evict.heavy=0.15", "evict.recent=0.1"])
+    rig = Rig(policy.plan(MODEL), 1.5)
+    for _ in range(6):
+        rig.add(380, 20)
+    while rig.step():
+        pass
+    assert rig.most == 4
 
 
 def test_what_never_fits_is_refused() -> None:

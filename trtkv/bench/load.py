@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,9 @@ from trtkv.bench.profile import trace_spans
 from trtkv.bench.split import split_step
 from trtkv.errors import ConfigError
 from trtkv.runtime.device_sampler import PENDING, Ask, Chosen
+from trtkv.runtime.inputs import pages_of
 from trtkv.runtime.loading import Engine
+from trtkv.runtime.pages import PageAllocator
 from trtkv.runtime.sampler import SamplingParams, sample, settings_of
 from trtkv.runtime.step import StepRow
 
@@ -40,7 +43,7 @@ class Work:
 
 
 class Load:
-    """An engine filled with sequences of random tokens: the first is prefilled, the others take copies of its pages where there are pages."""
+    """An engine filled with sequences of random tokens: the first is prefilled, the others take copies of its pages where nothing moves in them."""
 
     def __init__(self, engine: Engine, work: Work) -> None:
         """Draw the tokens and take the pages; raises ConfigError for a context without a prompt or what cannot be filled directly."""
@@ -50,8 +53,7 @@ class Load:
         if self.prompt < 2:
             raise ConfigError(f"context {work.context} leaves no prompt before {work.steps} steps", "Give a longer --context or fewer --steps.")
         self._copies = session.held is None and session.compactor is None and session.offload is None
-        longest = engine.manifest.limits.max_seq_len
-        self.pages = [engine.pages.take(engine.pages_for(self.prompt, longest)) for _ in range(work.batch)]
+        self.pages: list[list[Any]] = [[] for _ in range(work.batch)]
         generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(0, engine.manifest.model.vocab_size, (self.prompt,), generator=generator).tolist()
         self.seen, self.last, self.finite, self.read_tokens = self.prompt, [0] * work.batch, True, 0.0
@@ -59,14 +61,16 @@ class Load:
     @property
     def direct(self) -> bool:
         """Whether sequences are filled directly: asked for, and there are pages that can be copied."""
-        return self.work.direct and self._copies and self.prompt > DIRECT_TOKENS
+        return self.work.direct and self._copies and self.engine.session.encoded is None and self.prompt > DIRECT_TOKENS
 
     def fill(self, report: Report) -> float | None:
         """Fill every sequence; returns the seconds to the first one's first token (all shapes prepared before), None where filled directly."""
         short = min(self.prompt, 2 * self.work.chunk)
+        self._take(0)
         if self.direct:
             self._prefill(0, DIRECT_TOKENS, report)
             for slot in range(self.work.batch):
+                self._take(slot)
                 self._copy(slot, DIRECT_TOKENS // self.engine.session.plan.page_size)
                 report(slot / self.work.batch)
             return None
@@ -74,11 +78,14 @@ class Load:
         started = time.perf_counter()
         self._prefill(0, self.prompt, report)
         took = time.perf_counter() - started
+        self._give_back(0)
         for slot in range(1, self.work.batch):
+            self._take(slot)
             if self._copies:
                 self._copy(slot, len(self.pages[0]))
             else:
                 self._prefill(slot, self.prompt, report)
+                self._give_back(slot)
         return took
 
     def decode(self, report: Report) -> list[float]:
@@ -93,6 +100,24 @@ class Load:
         """Return the microseconds of a step by what they are spent on, from a trace of its kernels."""
         return split_step(trace_spans(lambda: self._run(PROFILED)), PROFILED, self.engine.manifest.model.num_layers)
 
+    def _take(self, slot: int) -> None:
+        """Take the pages of a sequence to its end; raises CapacityError where there are too few."""
+        if not self.pages[slot]:
+            self.pages[slot] = self.engine.pages.take(self.engine.pages_for(self.prompt, self.engine.manifest.limits.max_seq_len))  # type: ignore[arg-type]
+
+    def _give_back(self, slot: int) -> None:
+        """Return the pages that a sequence has no more use for once its prompt has been evicted from."""
+        session, pages = self.engine.session, self.engine.pages
+        if session.compactor is None or session.ledger is None:
+            return
+        keep = session.ledger.pages_to_end(slot, self.engine.manifest.limits.max_seq_len - self.prompt)
+        if isinstance(pages, PageAllocator):
+            pages.give(self.pages[slot][keep[0] :])
+            self.pages[slot] = self.pages[slot][: keep[0]]
+        else:
+            pages.give([own[count:] for own, count in zip(self.pages[slot], keep, strict=True)])
+            self.pages[slot] = [own[:count] for own, count in zip(self.pages[slot], keep, strict=True)]
+
     def _prefill(self, slot: int, count: int, report: Report) -> None:
         chunk, tokens = self.work.chunk, self.tokens[:count]
         for start in range(0, count, chunk):
@@ -105,9 +130,17 @@ class Load:
     def _pages(self, slot: int) -> list[int]:
         return self.pages[slot]
 
+    def _by_group(self, slot: int) -> list[list[int]]:
+        """Return a sequence's pages in every page group."""
+        row, groups = StepRow([], 0, slot, self.pages[slot]), self.engine.session.plan.num_page_groups
+        return [list(pages_of(row, group)) for group in range(groups)]
+
     def _copy(self, slot: int, known: int) -> None:
         """Fill a sequence's pages with the first one's, of which so many are known, again and again."""
-        session = self.engine.session
+        session, self.last[slot] = self.engine.session, self.last[0]
+        if session.encoded is not None:
+            session.encoded.copy(0, slot, self._by_group(0), self._by_group(slot))
+            return
         for spec in session.plan.buffers:
             for tensor in (one for one in session.buffers[spec.name] if one is not None):
                 if not spec.paged:
@@ -117,7 +150,6 @@ class Load:
                     part = self.pages[slot][start : start + known]
                     if part[0] != self.pages[0][0]:
                         tensor[part] = tensor[self.pages[0][: len(part)]]
-        self.last[slot] = self.last[0]
 
     def _run(self, steps: int) -> list[float]:
         """Run steps; returns the microseconds of each, the first without its wait for the device."""

@@ -6,32 +6,38 @@ import gc
 import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trtkv.api import build
-from trtkv.bench.load import Load, Work
+from trtkv.bench.load import PROFILED, WARM_UP, Load, Work
 from trtkv.bench.records import make_record
 from trtkv.bench.split import kv_bytes_read, largest_gap, least_times, weight_bytes
 from trtkv.bench.timing import Times, copy_bandwidth
 from trtkv.builder.kernels import write_kernels
 from trtkv.checkpoint.find import resolve_model
-from trtkv.config import Limits
+from trtkv.config import DTYPE_BYTES, Limits
 from trtkv.errors import CapacityError
+from trtkv.plan import CachePlan
 from trtkv.plugins._device import store
+from trtkv.plugins.compaction.ledger import Ledger
 from trtkv.plugins.kernels import request
+from trtkv.plugins.support import encodes_by_kernels
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.loading import Engine, Options, open_engine
+from trtkv.runtime.memory import pool_sizes
+from trtkv.runtime.pages import GroupPages
 
+MOST_SEQUENCES = 4096  # that a search for the largest batch tries
 Report = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One row: an engine of a model and a policy, and how it is loaded with work."""
+    """One row: an engine of a model and a policy, and how it is loaded with work; largest asks for as many sequences as fit instead of `batch`."""
 
     model: str
     policy: str
@@ -44,10 +50,12 @@ class Cell:
     chunk: int
     steps: int
     fill: str = "prefill"
+    largest: bool = False
 
     def command(self) -> str:
         """Write the command that measures this row."""
-        words = ["trtkv", "bench", "step", "--model", self.model, "--policy", self.policy, "--context", str(self.context), "--batch", str(self.batch)]
+        batch = "largest" if self.largest else str(self.batch)
+        words = ["trtkv", "bench", "step", "--model", self.model, "--policy", self.policy, "--context", str(self.context), "--batch", batch]
         words += [] if self.weights is None else ["--weights", self.weights]
         words += [] if self.budget is None else ["--budget", str(self.budget)]
         words += [word for item in self.sets for word in ("--set", item)]
@@ -60,7 +68,7 @@ def run_cells(cells: Sequence[Cell], device: torch.device, report: Report = lamb
     bandwidth = copy_bandwidth(device)
     with tempfile.TemporaryDirectory(prefix="trtkv-bench-") as folder:
         for index, cell in enumerate(cells):
-            stage = f"{cell.policy} {cell.batch} x {cell.context}"
+            stage = f"{cell.policy} {'largest' if cell.largest else cell.batch} x {cell.context}"
             show = lambda what, share, stage=stage, index=index: report(f"{stage}: {what}", (index + share) / len(cells))  # noqa: E731
             try:
                 yield measure(cell, Path(folder) / str(index), device, bandwidth, show)
@@ -93,9 +101,12 @@ def measure(cell: Cell, folder: Path, device: torch.device, bandwidth: float, re
     """Build, open and load an engine, then time its steps; raises CapacityError where it does not fit."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    path = _build(cell, folder)
-    cache = None if device.type == "cuda" else 4 << 30
+    if cell.largest:
+        cell = replace(cell, batch=most_sequences(cell, device))
+    path, cache = _build(cell, folder), cache_room(device)
     engine = open_engine(path, Options(cell.weights, str(device), "torch", cache), lambda stage, fraction: report(stage, 0.3 * fraction))
+    if cell.largest:
+        cell = replace(cell, batch=min(cell.batch, _fitting(engine, cell)))
     load = Load(engine, Work(cell.context, cell.batch, cell.chunk, cell.steps, cell.fill == "direct"))
     ttft_s = load.fill(lambda fraction: report("fill", 0.3 + 0.4 * fraction))
     latencies = load.decode(lambda fraction: report("decode", 0.7 + 0.2 * fraction))
@@ -105,6 +116,58 @@ def measure(cell: Cell, folder: Path, device: torch.device, bandwidth: float, re
     check = {"passed": load.finite, "compared": "logits of every step are finite; answers are compared by the tests"}
     figures = _figures(cell, engine, load, ttft_s, times, bandwidth) | least | split
     return make_record("step", cell.command(), device, check, _facts(cell) | {"executor": engine.stepper.executor.name}, figures)
+
+
+def cache_room(device: torch.device) -> int | None:
+    """Return the bytes that a cache may take, None for what is free."""
+    return None if device.type == "cuda" else 4 << 30
+
+
+def most_sequences(cell: Cell, device: torch.device) -> int:
+    """Return the most sequences of a row's context that find pages beside the weights; raises CapacityError where not even one does."""
+    model = resolve_model(cell.model).config
+    model = model.model_copy(update={"dtype": cell.dtype}) if cell.dtype else model
+    plan = parse_policy(cell.policy, budget=cell.budget, sets=cell.sets).plan(model)
+    weights = 0 if device.type == "cpu" else model.num_params * DTYPE_BYTES[model.dtype]
+    by_ledger = plan.compacts or (plan.evict is not None and encodes_by_kernels(plan, device) is not None)
+    ledger = Ledger(plan) if by_ledger else None
+
+    def fits(batch: int) -> bool:
+        limits = Limits(max_seq_len=cell.context, max_batch_size=batch, max_chunk_tokens=max(cell.chunk, batch))
+        try:
+            pools = pool_sizes(plan, limits, device, cache_room(device), weights)
+        except CapacityError:
+            if batch == 1:
+                raise
+            return False
+        return _sequences_in(pools if ledger else pools[:1], plan, ledger, cell) >= batch
+
+    low, high = 0, 1
+    while high <= MOST_SEQUENCES and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return max(1, low)
+
+
+def _fitting(engine: Engine, cell: Cell) -> int:
+    """Return the sequences that an opened engine has pages for."""
+    pools = engine.pages.pools if isinstance(engine.pages, GroupPages) else [engine.pages]
+    return max(1, _sequences_in([pool.free for pool in pools], engine.session.plan, engine.session.ledger, cell))
+
+
+def _sequences_in(pools: Sequence[int], plan: CachePlan, ledger: Ledger | None, cell: Cell) -> int:
+    """Return how many sequences find their pages while one prompt after the other is read."""
+    prompt, answer = prompt_of(cell), cell.context - prompt_of(cell)
+    most = ledger.pages_for(prompt, cell.chunk, answer) if ledger else [plan.pages(cell.context)]
+    later = ledger.pages_behind(prompt, cell.chunk, answer) if ledger else most
+    return min((pool - whole) // own + 1 for pool, whole, own in zip(pools, most, later, strict=True))
+
+
+def prompt_of(cell: Cell) -> int:
+    """Return the tokens of a row's prompts."""
+    return cell.context - cell.steps - WARM_UP - PROFILED
 
 
 def _build(cell: Cell, folder: Path) -> Path:
@@ -121,7 +184,7 @@ def _facts(cell: Cell) -> dict[str, Any]:
     return {
         "model": cell.model, "policy": cell.policy, "budget": cell.budget, "sets": list(cell.sets), "context": cell.context, "batch": cell.batch,
         "weights": cell.weights or "checkpoint", "chunk": cell.chunk, "steps": cell.steps, "fill": cell.fill,
-    }  # fmt: skip
+    } | ({"largest": True} if cell.largest else {})  # fmt: skip
 
 
 def _figures(cell: Cell, engine: Engine, load: Load, ttft_s: float | None, times: Times, bandwidth: float) -> dict[str, Any]:

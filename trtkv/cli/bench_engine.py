@@ -14,11 +14,12 @@ from trtkv.errors import ConfigError, TrtkvError, UnknownName
 
 STEP_COLUMNS = {
     "policy": "policy", "batch": "batch", "context": "context", "status": "status", "ttft_ms": "TTFT ms", "itl_p50_ms": "ITL p50 ms",
-    "itl_p90_ms": "p90", "itl_p99_ms": "p99", "decode_tokens_per_s": "tokens/s", "ratio": "x full", "kv_bytes": "KV", "peak_memory_bytes": "peak",
-    "prefill_tokens_per_s": "in tokens/s", "bandwidth_share": "of bandwidth", "weights_us": "weights us", "attention_us": "attention",
-    "selection_us": "selection", "recall_us": "recall", "append_us": "append", "norms_us": "norms", "sampling_us": "sampling", "rest_us": "rest",
-    "idle_us": "idle", "largest_gap": "largest gap", "largest_gap_us": "us ",
+    "itl_p90_ms": "p90", "itl_p99_ms": "p99", "decode_tokens_per_s": "tokens/s", "ratio": "x full", "batch_ratio": "x batch",
+    "kv_bytes": "KV", "peak_memory_bytes": "peak", "prefill_tokens_per_s": "in tokens/s", "bandwidth_share": "of bandwidth",
+    "weights_us": "weights us", "attention_us": "attention", "selection_us": "selection", "recall_us": "recall", "append_us": "append",
+    "norms_us": "norms", "sampling_us": "sampling", "rest_us": "rest", "idle_us": "idle", "largest_gap": "largest gap", "largest_gap_us": "us ",
 }  # fmt: skip
+LARGEST = "largest"  # batch: as many sequences as fit
 SERVE_COLUMNS = {
     "policy": "policy", "endpoint": "endpoint", "statuses": "statuses", "seconds": "seconds",
     "requests_per_s": "requests/s", "tokens_in_per_s": "in tokens/s", "tokens_out_per_s": "out tokens/s",
@@ -57,7 +58,7 @@ def step(
         model: Preset name, directory or hub id.
         policy: KV policies; several joined by commas.
         context: Tokens of each sequence at the end; several joined by commas.
-        batch: Sequences; several joined by commas.
+        batch: Sequences; several joined by commas. largest stands for as many of the context as fit the memory beside the weights.
         weights: Checkpoint directory, or random for numbers of the model's shape.
         budget: Tokens that each KV head keeps or reads, for policies that have a budget.
         settings: Change a field of the policies that have it, such as retrieve.page=32; may be repeated.
@@ -97,11 +98,9 @@ def step(
         compare_tiers(cells_of, find_device(device), output, timeline, json)
         return
     names = names if "full" in names else ["full", *names]
-    grid = [(b, c) for b in numbers_of("batch", batch) for c in numbers_of("context", context)]
-    if grid[0][0] < 1:
-        raise ConfigError("batch 0 is below 1", "Give one sequence or more.")
+    grid = [(b, c) for b in _batches(batch) for c in numbers_of("context", context)]
     options = {name: _options(name, budget, settings or []) for name in names}
-    cells = [Cell(model, name, *options[name], c, b, weights, dtype, chunk, steps, fill) for b, c in grid for name in names]
+    cells = [Cell(model, name, *options[name], c, b or 1, weights, dtype, chunk, steps, fill, not b) for b, c in grid for name in names]
     if compile_for is not None:
         _compile(cells, compile_for)
         return
@@ -123,6 +122,15 @@ def step(
                 notes.print(f"{record['policy']} {record['batch']} x {record['context']}: {record['reason']}", markup=False)
     if any(record["status"] == "wrong" for record in records):
         raise TrtkvError("some rows gave logits that are not finite and have no times", "Report this with the output of trtkv doctor.")
+
+
+def _batches(text: str) -> list[int]:
+    """Return batch sizes as typed, 0 for the largest that fits, behind the others."""
+    words = words_of("batch", text)
+    numbers = numbers_of("batch", ",".join(word for word in words if word != LARGEST)) if set(words) != {LARGEST} else []
+    if numbers and numbers[0] < 1:
+        raise ConfigError("batch 0 is below 1", f"Give one sequence or more, or {LARGEST} for as many as fit.")
+    return numbers + [0] * (LARGEST in words)
 
 
 def _compile(cells: list[Any], sm: str) -> None:
@@ -210,9 +218,17 @@ def _options(policy: str, budget: int | None, sets: list[str]) -> tuple[int | No
 
 
 def _compare(record: dict[str, Any], before: list[dict[str, Any]]) -> None:
-    """Add how many times faster a row decodes than `full` of the same load."""
-    alike = [one for one in before if all(one[key] == record[key] for key in ("model", "context", "batch")) and one["policy"] == "full"]
-    if record["status"] == "ok" and alike and alike[0]["status"] == "ok":
+    """Add how many times faster a row decodes than `full` of the same load; of the largest batches that fit, all sequences together."""
+    largest = record.get("largest", False)
+    alike = [
+        one for one in before
+        if one["policy"] == "full" and one.get("largest", False) == largest
+        and all(one[key] == record[key] for key in ("model", "context", *(() if largest else ("batch",))))
+    ]  # fmt: skip
+    if largest and record["status"] == "ok" and alike and alike[0]["status"] == "ok":
+        record["ratio"] = round(record["decode_tokens_per_s"] / alike[0]["decode_tokens_per_s"], 2)
+        record["batch_ratio"] = round(record["batch"] / alike[0]["batch"], 2)
+    elif record["status"] == "ok" and alike and alike[0]["status"] == "ok":
         record["ratio"] = round(alike[0]["itl_p50_ms"] / record["itl_p50_ms"], 2)
 
 

@@ -135,10 +135,10 @@ class Policy(BaseModel):
             evict=self.evict.plan(self.allocate) if self.evict else None,
             quantize=quantize.plan() if quantize else None,
         )
-        if not made.compacts or self.evict is None or made.evict is None:
+        if self.evict is None or made.evict is None or not (made.compacts or made.evicts_once):
             return made
-        groups = self.evict.page_groups(self.allocate, model.num_layers)
-        return replace(made, buffers=(*made.buffers, *state_buffers(made.evict, model, page_size)), page_groups=groups)
+        beside = state_buffers(made.evict, model, page_size) if made.compacts else ()
+        return replace(made, buffers=(*made.buffers, *beside), page_groups=self.evict.page_groups(self.allocate, model.num_layers))
 
 
 def _least_page(retrieve: Retrieve | None) -> int:

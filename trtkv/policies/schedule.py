@@ -36,7 +36,7 @@ def trajectory(
             seen=prompt + step,
             lengths=lengths,
             new=1 if step else prompt,
-            settled=settled if evict else min(lengths),
+            settled=settled if evict and not (evict.prompt_only and step) else min(lengths),
             phase="decode" if step else "prefill",
             prompt=prompt,
             layer=layer,

@@ -257,8 +257,8 @@ class Batcher:
     def _evicted(self, one: Running) -> float:
         """Return the tokens of a sequence that its caches no longer hold."""
         session = self.engine.session
-        if session.compactor is not None and one.seen:
-            return one.seen - session.compactor.mean_stored(one.slot)
+        if session.ledger is not None and one.seen:
+            return one.seen - session.ledger.mean_stored(one.slot)
         if session.held is None or session.plan.evict is None or not one.seen:
             return 0.0
         caches = [session.held.find(layer, one.slot) for layer in range(session.plan.num_layers)]

@@ -2,7 +2,8 @@
 
 What a policy stores follows from integers, so the most pages that a sequence still takes are known: first for its prompt, which may be whole until
 its end, then for the rest of its answer. Whoever is admitted finds them, so nobody gives way. Pages that an eviction frees, and those that a sequence
-no longer claims behind its prompt, go to others at once.
+no longer claims behind its prompt, go to others at once. Where what stays is encoded, prompts are read outside the pages, where there is room for one
+that takes several steps.
 
 Prompts are cut at the same places whoever shares a step, with room for a token of every other sequence: a policy may evict between two chunks, and an
 answer must not depend on its batch.
@@ -17,6 +18,7 @@ from trtkv.errors import RequestError
 from trtkv.plan import CachePlan
 from trtkv.plugins.compaction.ledger import Ledger
 from trtkv.plugins.session import Session
+from trtkv.runtime.memory import claimed_chunk
 from trtkv.runtime.pages import GroupPages, PageAllocator
 from trtkv.runtime.scheduler import Running, Scheduler
 
@@ -30,7 +32,8 @@ class ClaimScheduler(Scheduler):
         self._pools = pages.pools if isinstance(pages, GroupPages) else [pages]
         self._ledger, self._gives_way = ledger, False
         self._claims: dict[Running, list[int]] = {}
-        self._chunk = max(1, limits.max_chunk_tokens // 2, limits.max_chunk_tokens - limits.max_batch_size)
+        self._chunk = claimed_chunk(limits)
+        self._read: Running | None = None  # whose prompt is in between two steps, where there is room for one
 
     def check(self, tokens: Sequence[int], max_tokens: int) -> None:
         """Raise RequestError for a prompt that can never be served."""
@@ -52,6 +55,8 @@ class ClaimScheduler(Scheduler):
             for pool, own, count in zip(self._pools, old, keep, strict=True):
                 pool.give(own[count:])  # type: ignore[index]
             sequence.pages = [own[:count] for own, count in zip(old, keep, strict=True)]  # type: ignore[index, misc]
+        if sequence is self._read and sequence.seen >= sequence.num_prompt:
+            self._read = None
         if sequence.seen == sequence.num_prompt:
             self._claims[sequence] = self._ledger.pages_to_end(sequence.slot, sequence.max_tokens)
 
@@ -78,7 +83,6 @@ class ClaimScheduler(Scheduler):
 
     def _prepare(self, one: Running, count: int) -> int:
         """Take the pages of the next tokens: the next chunk of a prompt or nothing of it."""
-        stored = self._ledger.stored(one.slot) if one.seen else [0] * len(self._pools)
         if one.seen < one.num_prompt:
             left = one.num_prompt - one.seen
             whole = min(self._chunk, left)
@@ -86,7 +90,12 @@ class ClaimScheduler(Scheduler):
             if count < whole:
                 return 0
             count = whole
-        need = [self.plan.pages(have + count) - len(own) for have, own in zip(stored, one.pages, strict=True)]  # type: ignore[arg-type]
+            if self._ledger.encodes and count < one.num_prompt:
+                if self._read not in (None, one):
+                    return 0
+                self._read = one
+        after = self._ledger.pages_after(one.slot, count, one.seen, one.num_prompt)
+        need = [pages - len(own) for pages, own in zip(after, one.pages, strict=True)]  # type: ignore[arg-type]
         if any(more > 0 for more in need):
             one.pages = [own + pool.take(max(0, more)) for own, pool, more in zip(one.pages, self._pools, need, strict=True)]  # type: ignore
         return count
@@ -96,13 +105,14 @@ class ClaimScheduler(Scheduler):
         for pool, own in zip(self._pools, one.pages, strict=True):
             pool.give(own)  # type: ignore[arg-type]
         del self._claims[one]
+        self._read = None if self._read is one else self._read
         self._slots.append(one.slot)
         one.pages, one.slot = [], -1
 
 
 def make_scheduler(session: Session, limits: Limits, pages: PageAllocator | GroupPages, slots: list[int]) -> Scheduler:
     """Make the scheduler that a session's plan needs."""
-    if session.compactor is not None:
-        return ClaimScheduler(session.plan, limits, pages, slots, session.compactor.ledger)
+    if session.ledger is not None:
+        return ClaimScheduler(session.plan, limits, pages, slots, session.ledger)
     assert isinstance(pages, PageAllocator), "several page groups have pages of their own only where tokens are evicted"
     return Scheduler(session.plan, limits, pages, slots)

@@ -70,9 +70,9 @@ class Engine:
     def pages_for(self, prompt: int, total: int) -> int | list[int]:
         """Pages to take for a sequence of so many tokens in all, `prompt` of them read in chunks; one number a page group where there are several."""
         session = self.session
-        if session.compactor is None:
+        if session.ledger is None:
             return session.plan.pages(total)
-        need = session.compactor.ledger.pages_for(prompt, self.manifest.limits.max_chunk_tokens, total - prompt)
+        need = session.ledger.pages_for(prompt, self.manifest.limits.max_chunk_tokens, total - prompt)
         return need[0] if isinstance(self.pages, PageAllocator) else need
 
 
@@ -135,7 +135,8 @@ def open_engine(directory: Path, options: Options, progress: Progress = lambda s
     executor = _executor(directory, manifest, why_torch, weights, session)
     rope = rope_table(manifest.model.rope, manifest.model.head_dim, manifest.limits.max_seq_len)
     slots = list(range(manifest.limits.max_batch_size - 1, -1, -1))
-    return Engine(manifest, session, Stepper(executor, session, manifest.limits, rope), make_pages(num_pages), slots, why_torch)
+    pages = make_pages(num_pages if session.held is None else num_pages[:1])  # what is held in tensors lies in no pages, which only limit it
+    return Engine(manifest, session, Stepper(executor, session, manifest.limits, rope), pages, slots, why_torch)
 
 
 def _agreed(num_pages: list[int], part: Part) -> list[int]:

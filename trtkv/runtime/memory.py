@@ -10,6 +10,7 @@ from trtkv.errors import CapacityError
 from trtkv.plan import CachePlan
 from trtkv.plugins.compaction.ledger import Ledger
 from trtkv.plugins.encoded import store as encoded
+from trtkv.plugins.encoded.formats import Format
 from trtkv.plugins.support import encodes_by_kernels
 
 ANSWER_SHARE = 8  # of a sequence of full length, an eighth is taken to be its answer where layers share memory out
@@ -40,7 +41,8 @@ def pool_pages(plan: CachePlan, limits: Limits, device: torch.device, cache_byte
     fits.
     """
     room = int(max(0, available_bytes(device) - promised_bytes) * HEADROOM) if cache_bytes is None else cache_bytes
-    page_bytes, beside = _sizes(plan, limits, device)
+    form = encodes_by_kernels(plan, device)
+    page_bytes, beside = plan.page_bytes if form is None else encoded.page_bytes(plan), _beside(plan, limits, form)
     wanted = plan.pages(limits.max_seq_len)
     pages = min(wanted * limits.max_batch_size, max(0, room - beside) // max(1, page_bytes))
     if pages < wanted:
@@ -52,28 +54,33 @@ def pool_pages(plan: CachePlan, limits: Limits, device: torch.device, cache_byte
     return pages
 
 
-def _sizes(plan: CachePlan, limits: Limits, device: torch.device) -> tuple[int, int]:
-    """Return the bytes of a page, and those that all slots take beside their pages; where tokens are encoded, with a prompt that is being read."""
-    form = encodes_by_kernels(plan, device)
+def claimed_chunk(limits: Limits) -> int:
+    """Return the tokens of a prompt's step where every other sequence is to find room for one."""
+    return max(1, limits.max_chunk_tokens // 2, limits.max_chunk_tokens - limits.max_batch_size)
+
+
+def _beside(plan: CachePlan, limits: Limits, form: Format | None) -> int:
+    """Return the bytes that all slots take beside their pages; where tokens are encoded, with a prompt that is being read."""
     if form is None:
-        return plan.page_bytes, limits.max_batch_size * plan.slot_bytes
-    layers = plan.num_layers if limits.max_seq_len > limits.max_chunk_tokens else 1  # a prompt of one chunk is encoded layer by layer
-    prompt = encoded.token_bytes(plan) // plan.num_layers * layers * limits.max_seq_len
-    return encoded.page_bytes(plan), limits.max_batch_size * encoded.slot_bytes(plan, form) + prompt
+        return limits.max_batch_size * plan.slot_bytes
+    chunk = limits.max_chunk_tokens if plan.evict is None else claimed_chunk(limits)
+    prompt = encoded.prompt_bytes(plan, limits.max_seq_len, whole=limits.max_seq_len <= chunk)
+    return limits.max_batch_size * encoded.slot_bytes(plan, form) + prompt
 
 
 def pool_sizes(plan: CachePlan, limits: Limits, device: torch.device, cache_bytes: int | None = None, promised_bytes: int = 0) -> list[int]:
-    """Return the pages of every page group's pool, as `pool_pages`; where tokens are evicted, enough for the most that every sequence stores.
+    """Return the pages of every page group's pool, as `pool_pages`; where tokens are evicted, enough for the most that pages hold of every sequence.
 
     Where memory does not allow that, every pool holds one prompt that is read, and a share of others behind theirs: layers that keep less get less.
     Raises CapacityError when not even one sequence of full length fits.
     """
-    if not plan.compacts:
+    form = encodes_by_kernels(plan, device)
+    if not plan.compacts and (form is None or plan.evict is None):
         return [pool_pages(plan, limits, device, cache_bytes, promised_bytes)] * plan.num_page_groups
     room = int(max(0, available_bytes(device) - promised_bytes) * HEADROOM) if cache_bytes is None else cache_bytes
     ledger, longest, chunk = Ledger(plan), limits.max_seq_len, limits.max_chunk_tokens
-    slots, most = limits.max_batch_size * plan.slot_bytes, ledger.most_pages(longest, chunk)
-    sizes = [plan.group_page_bytes(group) for group in range(plan.num_page_groups)]
+    slots, most = _beside(plan, limits, form), ledger.most_pages(longest, chunk)
+    sizes = [plan.group_page_bytes(group) if form is None else encoded.group_bytes(plan, group) for group in range(plan.num_page_groups)]
     one = sum(count * size for count, size in zip(most, sizes, strict=True))
     if one + slots > room:
         raise CapacityError(
