@@ -51,13 +51,16 @@ class Load:
         self._stepper: tuple[Recall | None, Stepper] | None = None
 
     def calm(self, drift: float) -> None:
-        """Draw the embeddings of the tokens that decode steps take towards the first: drift is the share of their own that they keep."""
+        """Draw the embeddings of the tokens that decode steps take towards the first: drift is the share of their own in the sum.
+
+        The first's share is added, so that a small drift also outweighs what attention adds to the embeddings in every layer.
+        """
         executor = self.engine.stepper.executor
         assert isinstance(executor, TorchExecutor)
         table = executor.weight("embed")
         self._own = table[: self.alike].clone() if self._own is None else self._own
         first = self._own[:1]
-        table[: self.alike] = (self._own - first) * drift + first
+        table[: self.alike] = self._own + first * ((1 - drift) / drift)
 
     def fill(self) -> float | None:
         """Fill the first sequence and copy it to the others; returns the seconds to its first token, None where it was filled directly."""

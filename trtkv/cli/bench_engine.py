@@ -68,7 +68,7 @@ def step(
         fill: prefill, or direct: fill long caches with the pages of a short prompt (with --offload, with random ones), which tells no TTFT.
         offload: Compare pages on the device with pages on the host, which come back in every way there is, one by one at the host's word too.
         recall: With --offload, which ways to measure, joined by commas: resident, ahead, in front, and others; all by default.
-        drift: With --offload and random weights, how much of their own the decoded tokens' embeddings keep: it makes consecutive queries differ.
+        drift: With --offload and random weights, the share of their own in the decoded tokens' embeddings: it makes consecutive queries differ.
         miss_pages: Instead of --drift, the pages that every KV head misses in a step, for which a drift is looked for.
         timeline: With --offload, draw when a step of each way computes and when pages move; the events go to the same name with .json.
         device: auto, cpu, cuda or cuda:N.
