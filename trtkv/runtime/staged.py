@@ -68,7 +68,7 @@ class StagedInputs:
         host["token_ids"][:] = [row.tokens[0] for row in rows]
         host["positions"][:] = [row.seen for row in rows]
         np.add(host["positions"], 1, out=host["seq_lens"])
-        host["stored_lens"][:] = host["seq_lens"] if self._session.compactor is None else self._session.stored_lens()
+        host["stored_lens"][:] = host["seq_lens"] if self._session.ledger is None else self._session.stored_lens()
         host["slots"][:] = [row.slot for row in rows]
         if asks:
             host["numbers"][:] = [ask.number for ask in asks]
