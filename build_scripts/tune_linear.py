@@ -25,7 +25,7 @@ from trtkv.checkpoint.find import resolve_model
 from trtkv.config import ModelConfig
 from trtkv.plugins._device import store
 from trtkv.plugins.linear import launch
-from trtkv.plugins.linear.launch import Form, Norm, Ring
+from trtkv.plugins.linear.launch import Form, Norm
 from trtkv.plugins.linear.specs import Shape, products
 from trtkv.runtime.fused import silu_product
 
@@ -44,21 +44,13 @@ class Chain:
     outs: dict[str, torch.Tensor]
 
 
-def candidates(shape: Shape) -> list[Form | Ring]:
-    """List the forms worth a try for a product: warps that fit its inner size, rows and loads on their way, and blocks that stay."""
+def candidates(shape: Shape) -> list[Form]:
+    """List the forms worth a try for a product: warps that fit its inner size, rows and loads on their way."""
     _, inner, gated, _ = shape
     chunks = -(-inner // 256)
     fitting = sorted(range(6, 17), key=lambda warps: (-(-chunks // warps) * warps - chunks, warps))[0]
-    groups = sorted({8, fitting})
-    cuts = ((1, 1), (1, 2), (2, 1), (2, 2)) if gated else ((1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (4, 2))
-    forms: list[Form | Ring] = [Form(rows, warps, unroll, warps) for warps in groups for rows, unroll in cuts]
-    for warps in groups:
-        row_bytes = -(-inner // 8 // (32 * warps)) * 32 * warps * 16
-        for resident, room in ((1, 56), (1, 104), (1, 200), (2, 40), (2, 56), (2, 104), (3, 40), (3, 64)):
-            ring = Ring(warps, max(2, min(16, room * 1024 // row_bytes)), resident)
-            if resident * (ring.ahead * row_bytes + 8192) <= 224 * 1024 and ring not in forms:
-                forms.append(ring)
-    return forms
+    cuts = ((1, 1), (1, 2), (2, 1), (2, 2)) if gated else ((1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1))
+    return [Form(rows, warps, unroll, warps) for warps in sorted({8, fitting}) for rows, unroll in cuts]
 
 
 def make_chain(model: ModelConfig, tokens: int, layers: int, device: torch.device) -> Chain:
@@ -71,7 +63,7 @@ def make_chain(model: ModelConfig, tokens: int, layers: int, device: torch.devic
     return Chain(shapes, weights, draw(*shapes["head"]), torch.ones(model.hidden_size, device=device, dtype=DTYPE), sums, outs)
 
 
-def run_chain(chain: Chain, forms: dict[str, Form | Ring | None], _: int = 0) -> None:
+def run_chain(chain: Chain, forms: dict[str, Form | None], _: int = 0) -> None:
     """Launch all products of a step; attention is left out, its result is as wide as its queries."""
     here, there = chain.sums
     outs = chain.outs
@@ -105,7 +97,7 @@ def run_library(chain: Chain, _: int = 0) -> None:
     linear(normed(here, more)[0], chain.head)
 
 
-def differs(chain: Chain, forms: dict[str, Form | Ring | None], name: str, form: Form | Ring) -> bool:
+def differs(chain: Chain, forms: dict[str, Form | None], name: str, form: Form) -> bool:
     """Say whether a form's product of its own is further from the chosen form's than rounding."""
     width, inner, gated, normed = chain.shapes[name]
     matrix = chain.head if name == "head" else chain.weights[0][name]
@@ -117,10 +109,10 @@ def differs(chain: Chain, forms: dict[str, Form | Ring | None], name: str, form:
     return not bool((found.float() - expected.float()).norm() <= 4e-3 * expected.float().norm())
 
 
-def tune(chain: Chain, device: torch.device) -> tuple[dict[str, Form | Ring | None], list[tuple[str, str, float]]]:
+def tune(chain: Chain, device: torch.device) -> tuple[dict[str, Form | None], list[tuple[str, str, float]]]:
     """Return the fastest forms, None where the chosen one is, and every trial: product, form, microseconds of the chain."""
-    best: dict[str, Form | Ring | None] = dict.fromkeys(chain.shapes)
-    timed: Callable[[dict[str, Form | Ring | None]], float] = lambda forms: measure(partial(run_chain, chain, forms), 1, RUNS, device).median_us  # noqa: E731
+    best: dict[str, Form | None] = dict.fromkeys(chain.shapes)
+    timed: Callable[[dict[str, Form | None]], float] = lambda forms: measure(partial(run_chain, chain, forms), 1, RUNS, device).median_us  # noqa: E731
     least = timed(best)
     trials = [("all", "chosen", least), ("all", "library", measure(partial(run_library, chain), 1, RUNS, device).median_us)]
     for name, shape in chain.shapes.items():
@@ -140,7 +132,7 @@ def compile_all(model: ModelConfig, tokens: int, arch: str) -> None:
     with store.listing() as asked:
         for width, inner, gated, normed in products(model).values():
             for form in (launch.form_of(width, inner, gated), *candidates((width, inner, gated, normed))):
-                launch.gemv_kernel(form, inner, tokens, gated, normed, False, arch)
+                launch.gemv_kernel(form, tokens, gated, normed, False, arch)
     with tempfile.TemporaryDirectory() as stage:
         write_kernels(list(asked), Path(stage), lambda stage, done: None)
     print(f"{len(asked)} kernels lie in {store.user_folder()}")

@@ -12,6 +12,8 @@ from typing import Any
 from trtkv.errors import CapacityError, EngineError
 from trtkv.plugins._device.spec import Binary, Pointer, Spec
 
+MOST_CONFIGS = 256  # of a kernel that are kept; prompts' chunks have ever new shapes
+
 
 class Refused(EngineError):
     """The driver does not take a compiled kernel: it is damaged, or made for another GPU or by a newer CUDA."""
@@ -28,6 +30,7 @@ class Kernel:
         from cuda.bindings import driver
 
         self._driver = driver
+        self._configs: dict[tuple[Any, ...], Any] = {}
         scratch = binary.facts.get("scratch", 0)
         self._types, self._nulls = spec.types + (Pointer,) * scratch, (0,) * scratch
         self.threads, self.shared = binary.facts.get("threads", 0), binary.facts.get("shared", spec.shared)
@@ -51,6 +54,18 @@ class Kernel:
 
         Blocks of a cooperative launch may wait for each other: all of them are resident at once, or the driver refuses the launch.
         """
+        shape = (grid, threads, shared, stream, cluster, overlap, cooperative)
+        config = self._configs.get(shape)
+        if config is None:
+            if len(self._configs) >= MOST_CONFIGS:
+                self._configs.clear()
+            config = self._configs[shape] = self._configure(*shape)
+        _check(self._driver.cuLaunchKernelEx(config, self._function, ((*values, *self._nulls), self._types), 0)[0])
+
+    def _configure(
+        self, grid: tuple[int, int, int], threads: int, shared: int, stream: int, cluster: int, overlap: bool, cooperative: bool
+    ) -> Any:  # fmt: skip
+        """Make what a launch takes; that costs more than the launch itself, so it is kept."""
         driver = self._driver
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
@@ -72,7 +87,7 @@ class Kernel:
             one.value.programmaticStreamSerializationAllowed = 1
             attributes.append(one)
         config.attrs, config.numAttrs = attributes, len(attributes)
-        _check(driver.cuLaunchKernelEx(config, self._function, ((*values, *self._nulls), self._types), 0)[0])
+        return config
 
     def _load(self, spec: Spec, call: Any) -> Any:
         answer = call()

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from trtkv.plugins._torch.paged import read_pages
-from trtkv.plugins.compaction.observe import observe, observe_chunk, remember
+from trtkv.plugins.compaction.observe import looks_at, observe, observe_chunk, remember
 from trtkv.plugins.encoded import cuda as encoded
 from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_attend import launch, launch_dense
 from trtkv.plugins.kv_attend.per_head import attend_per_head
 from trtkv.plugins.kv_attend.prefill import attend_with_lse
 from trtkv.plugins.kv_recall import cuda as offloaded
+from trtkv.plugins.rows import StepGroup
 from trtkv.plugins.session import Session
 from trtkv.plugins.support import overlaps
 
@@ -44,16 +45,23 @@ def attend(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
             observe_chunk(session, layer, row, chunk, keys, lse)
     which = step.decode_rows
     if len(which):
-        places = inputs[1][:-1][which]
-        own, lens, pages = query[places], stored[group][which], table[group][which]
-        chosen = None if selection is None else selection[which]
+        places, lens, pages = _decoding(step, inputs[1], stored[group], table[group])
+        own, chosen = query[places], None if selection is None or session.reads_all else selection[which]
         answer = own.new_empty(own.shape)
-        # Lengths and pages are gathered just before, and attention reads them before it waits.
+        # Lengths and pages may have been gathered just before, and attention reads them before it waits.
         _decode(session, layer, config, own, lens, pages, chosen, answer, overlap=False)
         out[places] = answer
         for row in step.rows:
-            if row.decodes:
+            if row.decodes and looks_at(session, row):
                 observe(session, layer, row, query[row.start : row.start + 1].unflatten(1, (config.num_q_heads, -1)))
+
+
+def _decoding(step: StepGroup, starts: Tensor, lens: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows of the sequences that have one new token, their lengths and their pages; gathered once for all layers."""
+    if "decoding" not in step.cache:
+        which = step.decode_rows
+        step.cache["decoding"] = (starts[:-1][which], lens[which], table[which])
+    return step.cache["decoding"]  # type: ignore[return-value]
 
 
 def _decode(

@@ -15,7 +15,6 @@ from trtkv.plugins._device.nvrtc import Float, Int, Kernel, Pointer
 
 MOST_TOKENS = 2  # beyond, the library's products are as fast
 MOST_WIDTH = 16384  # of a norm alone
-RING_SHARED = 220 * 1024  # bytes of dynamic shared memory that blocks which stay may ask for
 NORM_THREADS, SILU_THREADS = 512, 256
 FEW_TOKENS = 64  # of a decode step: what stands between its kernels overlaps with them
 WIDE, LONG = 65536, 8192  # widths and inner sizes from which other forms are faster on an H200
@@ -34,32 +33,10 @@ class Form:
     unroll: int
     warps: int = 8
 
-    def defines(self, inner: int) -> tuple[str, ...]:
-        """Return what the kernel is built with, for a matrix of this inner size."""
-        return (f"-DWARPS={self.warps}", f"-DROWS={self.rows}", f"-DSPLIT={self.split}", f"-DUNROLL={self.unroll}")
-
-    def grid(self, width: int, inner: int, tokens: int, kinds: int, sms: int) -> tuple[int, int]:
-        """Return blocks and bytes of their dynamic shared memory."""
-        return -(-width // (self.rows * (self.warps // self.split))), 0
-
-
-@dataclass(frozen=True, slots=True)
-class Ring:
-    """How a product is cut among blocks that stay: warps of a block, matrix rows on their way, blocks of a multiprocessor."""
-
-    warps: int
-    ahead: int
-    resident: int
-
-    def defines(self, inner: int) -> tuple[str, ...]:
-        """Return what the kernel is built with, for a matrix of this inner size."""
-        return (f"-DWARPS={self.warps}", f"-DK={inner}", f"-DAHEAD={self.ahead}", "-DROWS=1", "-DSPLIT=1", "-DUNROLL=1")
-
-    def grid(self, width: int, inner: int, tokens: int, kinds: int, sms: int) -> tuple[int, int]:
-        """Return blocks and bytes of their dynamic shared memory."""
-        threads, blocks = 32 * self.warps, min(width, sms * self.resident)
-        passes = -(-inner // 8 // threads)
-        return blocks, self.ahead * passes * threads * 16 + -(-width // blocks) * kinds * tokens * self.warps * 4
+    @property
+    def block_rows(self) -> int:
+        """Results that a block computes for a token."""
+        return self.rows * (self.warps // self.split)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +55,7 @@ def takes(x: Tensor, width: int) -> bool:
 
 
 @cache
-def form_of(width: int, inner: int, gated: bool) -> Form | Ring:
+def form_of(width: int, inner: int, gated: bool) -> Form:
     """Choose the form for a matrix [width, inner], as measured on an H200."""
     if gated:
         return Form(2, 8, 1)
@@ -86,7 +63,7 @@ def form_of(width: int, inner: int, gated: bool) -> Form | Ring:
 
 
 def gemv(
-    x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, *, gated: bool = False, norm: Norm | None = None, form: Form | Ring | None = None
+    x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, *, gated: bool = False, norm: Norm | None = None, form: Form | None = None
 ) -> None:
     """Write x [T, K] times the matrix [N, K] transposed, plus bias [N], to out [T, N]; gated: matrix [2 N, K], silu of one half times the other.
 
@@ -95,11 +72,10 @@ def gemv(
     tokens, inner = x.shape
     width = out.shape[1]
     form = form or form_of(width, inner, gated)
-    kernel = gemv_kernel(form, inner, tokens, gated, norm is not None, x.dtype == torch.float16, arch())
+    kernel = gemv_kernel(form, tokens, gated, norm is not None, x.dtype == torch.float16, arch())
     tensors = (x, matrix, bias, out, *((norm.more, norm.weight, norm.total) if norm else (None,) * 3))
     values = (*(0 if one is None else one.data_ptr() for one in tensors), width, inner, norm.eps if norm else 0.0)
-    blocks, shared = form.grid(width, inner, tokens, 1 + gated, _multiprocessors(x.device))
-    kernel.launch((blocks, 1, 1), 32 * form.warps, shared, torch.cuda.current_stream().cuda_stream, values, overlap=True)
+    kernel.launch((-(-width // form.block_rows), 1, 1), 32 * form.warps, 0, torch.cuda.current_stream().cuda_stream, values, overlap=True)
 
 
 def norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, out: Tensor, total: Tensor | None) -> None:
@@ -119,11 +95,11 @@ def silu_gate(both: Tensor, out: Tensor) -> None:
     kernel.launch(blocks, SILU_THREADS, 0, stream, (both.data_ptr(), out.data_ptr(), width), overlap=tokens <= FEW_TOKENS)
 
 
-def gemv_kernel(form: Form | Ring, inner: int, tokens: int, gated: bool, normed: bool, half: bool, arch: str) -> Kernel:
-    """Load a form's kernel for an inner size and a number of tokens."""
-    flags = (f"-DTOKENS={tokens}", f"-DGATED={int(gated)}", f"-DNORM={int(normed)}", *(("-DFP16",) if half else ()))
-    ring = isinstance(form, Ring)
-    return nvrtc.load(_SOURCE, "gemv_ring" if ring else "gemv", _GEMV, (*flags, *form.defines(inner)), arch, RING_SHARED if ring else 0)
+def gemv_kernel(form: Form, tokens: int, gated: bool, normed: bool, half: bool, arch: str) -> Kernel:
+    """Load a form's kernel for a number of tokens."""
+    shape = {"TOKENS": tokens, "WARPS": form.warps, "ROWS": form.rows, "SPLIT": form.split, "UNROLL": form.unroll}
+    flags = (f"-DGATED={int(gated)}", f"-DNORM={int(normed)}", *(("-DFP16",) if half else ()))
+    return nvrtc.load(_SOURCE, "gemv", _GEMV, (*(f"-D{name}={value}" for name, value in shape.items()), *flags), arch, 0)
 
 
 def norm_kernel(half: bool, arch: str) -> Kernel:
@@ -144,8 +120,4 @@ def request(width: int, inner: int, dtype: torch.dtype, most_tokens: int, arch: 
     norm_kernel(half, arch)
     silu_kernel(half, arch)
     for tokens in range(1, min(MOST_TOKENS, most_tokens) + 1):
-        gemv_kernel(form_of(width, inner, gated), inner, tokens, gated, normed, half, arch)
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+        gemv_kernel(form_of(width, inner, gated), tokens, gated, normed, half, arch)

@@ -2,7 +2,7 @@
 //
 // Built with -DTOKENS (1 to 4), -DWARPS (of a block), -DROWS (matrix rows of a group of warps), -DSPLIT (warps that share these rows), -DUNROLL (16-byte loads of a lane
 // and row on their way), -DGATED (row n and row n + N are gate and up: silu(gate) * up), -DNORM (x is a sum that is normalized first) and -DFP16
-// (fp16 instead of bf16). The form that stays (`gemv_ring`) takes -DK (inner size) and -DAHEAD (matrix rows on their way) instead of ROWS, SPLIT and UNROLL.
+// (fp16 instead of bf16).
 //
 // A kernel may start while the one before it runs: it loads its first piece of the matrix, which nobody writes, and waits only then.
 #include <cuda_bf16.h>
@@ -161,119 +161,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) gemv(const real* x, const 
   }
   finish(found, bias, out, t, row, n);
 }
-
-#ifdef K
-#define VECTORS (K / 8) // of sixteen bytes, in a matrix row
-#define PASSES ((VECTORS + THREADS - 1) / THREADS)
-#define KINDS (GATED ? 2 : 1)
-
-__device__ __forceinline__ u32 shared_at(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void copy16(u32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0],[%1],16;" ::"r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int LEFT> __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
-
-// The same product by blocks that stay: each has a share of the results, and AHEAD rows of the matrix on their way, the first of them before it waits for
-// its input. A lane reads only what it has fetched itself, so that warps meet once, at the end. Dynamic shared memory: AHEAD PASSES THREADS vectors, then
-// KINDS TOKENS WARPS floats for each of ceil(n / gridDim.x) results.
-extern "C" __global__ void __launch_bounds__(THREADS) gemv_ring(const real* x, const real* matrix, const real* bias, real* out, const real* more,
-    const real* scale, real* total, int n, int k, float eps) {
-  extern __shared__ __align__(128) char ring[];
-  __shared__ float squares[TOKENS][WARPS];
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  const int first = (int)((long long)blockIdx.x * n / gridDim.x), count = (int)((long long)(blockIdx.x + 1) * n / gridDim.x) - first;
-  float* partial = reinterpret_cast<float*>(ring + AHEAD * PASSES * THREADS * 16);
-  start_next();
-  auto fetch = [&](int i, int slot) {
-    if (i < count * KINDS) {
-      const real* row = matrix + (long long)(first + i / KINDS + (i % KINDS) * n) * K;
-#pragma unroll
-      for (int p = 0; p < PASSES; p++) {
-        const int v = p * THREADS + tid;
-        if ((p + 1) * THREADS <= VECTORS || v < VECTORS) copy16(shared_at(ring) + ((slot * PASSES + p) * THREADS + tid) * 16, row + v * 8);
-      }
-    }
-    copies_commit();
-  };
-#pragma unroll
-  for (int i = 0; i < AHEAD; i++) fetch(i, i);
-  wait_for_input();
-#if NORM
-  float own[TOKENS][PASSES][8];
-#else
-  uint4 own[TOKENS][PASSES];
-#endif
-#pragma unroll
-  for (int t = 0; t < TOKENS; t++) {
-    float sum = 0.f;
-#pragma unroll
-    for (int p = 0; p < PASSES; p++) {
-      const int v = p * THREADS + tid;
-      const bool there = (p + 1) * THREADS <= VECTORS || v < VECTORS;
-#if NORM
-      float2 entries[4] = {};
-      if (there) load_entries(x, more, scale, total, (long long)t * K, v * 8, blockIdx.x == 0, entries, sum);
-#pragma unroll
-      for (int i = 0; i < 4; i++) own[t][p][2 * i] = entries[i].x, own[t][p][2 * i + 1] = entries[i].y;
-#else
-      own[t][p] = there ? *reinterpret_cast<const uint4*>(x + (long long)t * K + v * 8) : make_uint4(0, 0, 0, 0);
-#endif
-    }
-    if (NORM) {
-#pragma unroll
-      for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
-      if (lane == 0) squares[t][warp] = sum;
-    }
-  }
-  for (int i = 0, slot = 0; i < count * KINDS; i++) {
-    copies_wait<AHEAD - 1>();
-    float sum[TOKENS] = {};
-#pragma unroll
-    for (int p = 0; p < PASSES; p++) {
-      if ((p + 1) * THREADS > VECTORS && p * THREADS + tid >= VECTORS) continue;
-      float2 entries[4];
-      unpack(*reinterpret_cast<const uint4*>(ring + ((slot * PASSES + p) * THREADS + tid) * 16), entries);
-#pragma unroll
-      for (int t = 0; t < TOKENS; t++) {
-#if NORM
-        const float* with = own[t][p];
-        float2 other[4] = {{with[0], with[1]}, {with[2], with[3]}, {with[4], with[5]}, {with[6], with[7]}};
-#else
-        float2 other[4];
-        unpack(own[t][p], other);
-#endif
-#pragma unroll
-        for (int j = 0; j < 4; j++) sum[t] = fmaf(entries[j].x, other[j].x, fmaf(entries[j].y, other[j].y, sum[t]));
-      }
-    }
-    fetch(i + AHEAD, slot);
-    slot = slot + 1 == AHEAD ? 0 : slot + 1;
-#pragma unroll
-    for (int t = 0; t < TOKENS; t++) {
-#pragma unroll
-      for (int o = 16; o; o >>= 1) sum[t] += __shfl_xor_sync(~0u, sum[t], o);
-      if (lane == 0) partial[(i * TOKENS + t) * WARPS + warp] = sum[t];
-    }
-  }
-  copies_wait<0>();
-  __syncthreads();
-  for (int i = tid; i < count * TOKENS; i += THREADS) {
-    const int row = first + i / TOKENS, t = i % TOKENS;
-    float found[2] = {0.f, 0.f}, factor = 0.f;
-    for (int w = 0; w < WARPS; w++) {
-#pragma unroll
-      for (int kind = 0; kind < KINDS; kind++) found[kind] += partial[((i / TOKENS * KINDS + kind) * TOKENS + t) * WARPS + w];
-      if (NORM) factor += squares[t][w];
-    }
-    if (NORM) {
-      factor = rsqrtf(factor / K + eps);
-      found[0] *= factor, found[1] *= factor;
-    }
-    finish(found, bias, out, t, row, n);
-  }
-}
-#endif
 
 #define NORM_THREADS 512
 

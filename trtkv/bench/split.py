@@ -70,7 +70,7 @@ def largest_gap(split: dict[str, float], least: dict[str, float], step_us: float
     """Name the part that takes most beyond its bytes, and what of a step no kernel takes: {} where nothing was traced."""
     if not split:
         return {}
-    idle = step_us - sum(split[f"{part}_us"] for part in PARTS)
+    idle = max(0.0, step_us - sum(split[f"{part}_us"] for part in PARTS))  # a traced step may take longer
     gaps = {part: split[f"{part}_us"] - least.get(f"{part}_least_us", 0.0) for part in PARTS} | {"idle": idle}
     name = max(gaps, key=lambda one: gaps[one])
     return {"idle_us": round(idle, 1), "largest_gap": name, "largest_gap_us": round(gaps[name], 1)}
