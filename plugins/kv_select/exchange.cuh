@@ -44,23 +44,26 @@ __device__ __forceinline__ void post_part(const Mail& mail, int head, float4 par
   post(mail.part(head, mail.rank), __float_as_uint(part.y), __float_as_uint(part.z), __float_as_uint(part.x), mail.stamp);
 }
 
-struct Chosen { // the bin of the wanted-th unit: units in higher bins and in it, of the row and of lower blocks
-  int bin, above, count, lower_above, lower_count;
+struct Cut { // the bin of the wanted-th unit, units in higher bins and in it
+  int bin, above, count;
+};
+struct Chosen { // of the row, and units of lower blocks in higher bins and in it
+  Cut cut;
+  int lower_above, lower_count;
 };
 struct Desk {
   __align__(16) int own[BINS];   // counts of this block; bin 0 of the first count stays empty
-  __align__(16) int total[BINS + 2];
-  __align__(16) int lower[BINS + 2]; // of the row, and of lower blocks
+  __align__(16) int total[BINS + 2]; // of the row
   __align__(16) u64 list[CROWD], few[CROWD];
-  int warp_sums[64], listed, less, left;
-  Chosen cut;
+  int warp_sums[64], listed, less, left, lower_above, lower_count;
+  Cut cut;
   float add[HEADS], low;
 };
 
 __device__ __forceinline__ void clear(Desk& s) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < BINS + 2; i += THREADS) {
-    s.total[i] = s.lower[i] = 0;
+    s.total[i] = 0;
     if (i < BINS) s.own[i] = 0;
   }
   if (threadIdx.x == 0) s.listed = s.less = s.left = 0;
@@ -74,7 +77,8 @@ __device__ __forceinline__ float highest(float x) { // of the warp
 __device__ __forceinline__ void normalize(Desk& s, const Mail& mail, float (&add)[HEADS]) {
   constexpr int MOST = 5; // 160 blocks
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  if (warp < HEADS) {
+#pragma unroll 1
+  for (int h = warp; h < HEADS; h += THREADS / 32) {
     float x[MOST], top = -3e38f, low = 3e38f, ref = 0.f, total = 0.f;
 #pragma unroll
     for (int k = 0; k < MOST; k++) {
@@ -82,7 +86,7 @@ __device__ __forceinline__ void normalize(Desk& s, const Mail& mail, float (&add
       x[k] = -3e38f;
       if (32 * k >= mail.blocks) continue;
       if (p < mail.blocks) {
-        const uint4 v = await(mail.part(warp, p), mail.stamp);
+        const uint4 v = await(mail.part(h, p), mail.stamp);
         x[k] = __uint_as_float(v.x), low = fminf(low, __uint_as_float(v.y));
         if (p == mail.rank) ref = __uint_as_float(v.z);
       }
@@ -104,7 +108,7 @@ __device__ __forceinline__ void normalize(Desk& s, const Mail& mail, float (&add
       low = -highest(-low);
       if (lane == 0) s.low = low - top;
     }
-    if (lane == 0) s.add[warp] = ref - zero;
+    if (lane == 0) s.add[h] = ref - zero;
   }
   __syncthreads();
 #pragma unroll
@@ -159,55 +163,63 @@ struct Units {
   }
 };
 
-// Tell all blocks the counts of this one, and add theirs up.
-template <int N> __device__ __forceinline__ void add_counts(Desk& s, const Mail& mail, uint4* words) {
-  constexpr int OWN = WORDS_OF(N), UNDER_WAY = N == BINS ? 3 : 1;
-  const int tid = threadIdx.x;
+// Counts of lower blocks in six bins from `bin` on that a thread has added up.
+struct Lower {
+  int bin, counts[6];
+};
+// Tell all blocks the counts of this one, and add theirs up: the row's in s.total, lower blocks' where they were read. A thread takes a word of several
+// blocks, because adding in shared memory takes longest.
+template <int N> __device__ __forceinline__ Lower add_counts(Desk& s, const Mail& mail, uint4* words) {
+  constexpr int OWN = WORDS_OF(N), TEAMS = THREADS / OWN, UNDER_WAY = 3;
+  const int tid = threadIdx.x, team = tid / OWN, word = tid - team * OWN;
   if (tid < OWN) {
     u32 v[6];
 #pragma unroll
     for (int k = 0; k < 6; k++) v[k] = 6 * tid + k < N ? s.own[min(6 * tid + k, N - 1)] : 0;
     post(words + mail.rank * OWN + tid, v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, mail.stamp);
   }
+  Lower lower = {word * 6, {0, 0, 0, 0, 0, 0}};
+  int total[6] = {0, 0, 0, 0, 0, 0};
 #pragma unroll 1
-  for (int from = tid; from < mail.blocks * OWN; from += UNDER_WAY * THREADS) {
+  for (int from = team; from < mail.blocks && team < TEAMS; from += UNDER_WAY * TEAMS) {
     uint4 v[UNDER_WAY];
 #pragma unroll
     for (int k = 0; k < UNDER_WAY; k++) {
-      if (from + k * THREADS < mail.blocks * OWN) v[k] = look(words + from + k * THREADS);
+      if (from + k * TEAMS < mail.blocks) v[k] = look(words + (from + k * TEAMS) * OWN + word);
     }
 #pragma unroll
     for (int k = 0; k < UNDER_WAY; k++) {
-      const int i = from + k * THREADS;
-      if (i >= mail.blocks * OWN) break;
-      while (v[k].w != mail.stamp) v[k] = look(words + i);
-      const int p = i / OWN, bin = (i - p * OWN) * 6;
+      const int p = from + k * TEAMS;
+      if (p >= mail.blocks) break;
+      while (v[k].w != mail.stamp) v[k] = look(words + p * OWN + word);
       const u32 pairs[3] = {v[k].x, v[k].y, v[k].z};
 #pragma unroll
       for (int c = 0; c < 6; c++) {
         const int one = pairs[c / 2] >> 16 * (c & 1) & 0xffff;
-        if (one) {
-          atomicAdd(&s.total[bin + c], one);
-          if (p < mail.rank) atomicAdd(&s.lower[bin + c], one);
-        }
+        total[c] += one, lower.counts[c] += p < mail.rank ? one : 0;
       }
     }
   }
+#pragma unroll
+  for (int c = 0; c < 6; c++) {
+    if (total[c]) atomicAdd(&s.total[lower.bin + c], total[c]);
+  }
   __syncthreads();
+  return lower;
 }
-// The bin with the wanted-th unit, found by one warp; the counts of this block are cleared beside it. What no bin counts is in the lowest: of so many
-// units that may be chosen.
-template <int N> __device__ __forceinline__ Chosen find(Desk& s, const int* totals, const int* lowers, int wanted, int eligible, int lower_eligible) {
+// The bin with the wanted-th unit, found by one warp; s.own is cleared for the next count beside it. What no bin counts is in the lowest.
+template <int N> __device__ __forceinline__ void find(Desk& s, const int* totals, int wanted, int eligible) {
   constexpr int EACH = N / 32;
   const int lane = threadIdx.x & 31, base = N - EACH * (lane + 1);
   if (threadIdx.x >= 32) {
     if (totals != s.own && threadIdx.x - 32 < DIGIT) s.own[threadIdx.x - 32] = 0;
+    if (threadIdx.x == 32) s.lower_above = s.lower_count = 0;
   } else {
-    int total[EACH], lower[EACH], sum = 0, lower_sum = 0;
+    int total[EACH], sum = 0;
 #pragma unroll
     for (int i = 0; i < EACH; i += 2) {
-      const int2 t = *reinterpret_cast<const int2*>(totals + base + i), l = *reinterpret_cast<const int2*>(lowers + base + i);
-      total[i] = t.x, total[i + 1] = t.y, lower[i] = l.x, lower[i + 1] = l.y, sum += t.x + t.y, lower_sum += l.x + l.y;
+      const int2 t = *reinterpret_cast<const int2*>(totals + base + i);
+      total[i] = t.x, total[i + 1] = t.y, sum += t.x + t.y;
     }
     const int end = warp_scan(sum);
     int above = end - sum, bin = -1, count = 0;
@@ -219,24 +231,30 @@ template <int N> __device__ __forceinline__ Chosen find(Desk& s, const int* tota
           else above += total[i];
         }
       }
+      s.cut = {bin, above, count};
     }
-    const u32 there = __ballot_sync(~0u, bin >= 0);
-    Chosen found;
-    if (there) {
-      const int at = __ffs(there) - 1;
-      found.bin = __shfl_sync(~0u, bin, at), found.above = __shfl_sync(~0u, above, at), found.count = __shfl_sync(~0u, count, at);
-      int less = 0;
-#pragma unroll
-      for (int i = 0; i < EACH; i++) less += base + i > found.bin ? lower[i] : 0;
-      found.lower_above = __reduce_add_sync(~0u, less), found.lower_count = lowers[found.bin];
-    } else {
-      found.bin = 0, found.above = __shfl_sync(~0u, end, 31), found.lower_above = __reduce_add_sync(~0u, lower_sum);
-      found.count = eligible - found.above, found.lower_count = lower_eligible - found.lower_above;
-    }
-    if (lane == 0) s.cut = found;
+    if (lane == 31 && end < wanted) s.cut = {0, end, eligible - end};
   }
   __syncthreads();
-  return s.cut;
+}
+// The same of the row, and what of it lies in lower blocks, of which so many units may be chosen.
+template <int N> __device__ __forceinline__ Chosen cut_row(Desk& s, const Lower& lower, int wanted, int eligible, int lower_eligible) {
+  find<N>(s, s.total, wanted, eligible);
+  const Cut cut = s.cut;
+  int above = 0, inside = 0;
+#pragma unroll
+  for (int c = 0; c < 6; c++) {
+    above += lower.bin + c > cut.bin ? lower.counts[c] : 0;
+    inside += lower.bin + c == cut.bin ? lower.counts[c] : 0;
+  }
+  above = __reduce_add_sync(~0u, above), inside = __reduce_add_sync(~0u, inside);
+  if ((threadIdx.x & 31) == 0) {
+    if (above) atomicAdd(&s.lower_above, above);
+    if (inside) atomicAdd(&s.lower_count, inside);
+  }
+  __syncthreads();
+  const bool uncounted = N == BINS && cut.bin == 0;
+  return {cut, s.lower_above, uncounted ? lower_eligible - s.lower_above : s.lower_count};
 }
 
 // Candidates of the row: units whose key and value begin like this; better ones are chosen.
@@ -271,11 +289,11 @@ __device__ __forceinline__ void split(Desk& s, const Mail& mail, const Units& un
       atomicAdd(&s.own[digit & (DIGIT - 1)], 1);
     }
     __syncthreads();
-    add_counts<DIGIT>(s, mail, mail.round(round));
-    const Chosen found = find<DIGIT>(s, s.total, s.lower, of.need, 0, 0);
-    of.need -= found.above, of.crowd = found.count, of.before += found.lower_above, of.start = found.lower_count;
-    if (round == 0) of.key = found.bin;
-    else of.prefix = of.prefix << 6 | found.bin, of.shift -= 6;
+    const Lower lower = add_counts<DIGIT>(s, mail, mail.round(round));
+    const Chosen found = cut_row<DIGIT>(s, lower, of.need, 0, 0);
+    of.need -= found.cut.above, of.crowd = found.cut.count, of.before += found.lower_above, of.start = found.lower_count;
+    if (round == 0) of.key = found.cut.bin;
+    else of.prefix = of.prefix << 6 | found.cut.bin, of.shift -= 6;
   }
 }
 
@@ -322,8 +340,8 @@ __device__ __forceinline__ int choose(Desk& s, const Mail& mail, const Units& un
   const u64* few = s.list;
   int left = of.crowd, need = of.need, sub = -1;
   if (fine) {
-    const Chosen cut = find<DIGIT>(s, s.own, s.own, of.need, 0, 0);
-    sub = cut.bin, need -= cut.above, left = cut.count, few = s.few;
+    find<DIGIT>(s, s.own, of.need, 0);
+    sub = s.cut.bin, need -= s.cut.above, left = s.cut.count, few = s.few;
 #pragma unroll 1
     for (int i = tid; i < of.crowd; i += THREADS) {
       if ((units.key_again((u32)(s.list[i] >> 32)) & (DIGIT - 1)) == sub) s.few[atomicAdd(&s.left, 1)] = s.list[i];
@@ -413,10 +431,10 @@ __device__ __forceinline__ void choose_units(Desk& s, const Mail& mail, const Re
   else units.pool_all<4>(add, s.own);
   __syncthreads();
   MARK(7)
-  add_counts<BINS>(s, mail, mail.bins());
+  const Lower lower = add_counts<BINS>(s, mail, mail.bins());
   MARK(9)
-  const Chosen cut = find<BINS>(s, s.total, s.lower, row.wanted, units.eligible(row.last), units.eligible(units.begin));
-  Candidates candidates = {cut.bin, row.wanted - cut.above, cut.count, cut.lower_above, cut.lower_count, -1, 0, 60};
+  const Chosen found = cut_row<BINS>(s, lower, row.wanted, units.eligible(row.last), units.eligible(units.begin));
+  Candidates candidates = {found.cut.bin, row.wanted - found.cut.above, found.cut.count, found.lower_above, found.lower_count, -1, 0, 60};
   MARK(10)
   split(s, mail, units, candidates);
   const int before = choose(s, mail, units, candidates, flags);

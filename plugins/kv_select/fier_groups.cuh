@@ -56,6 +56,8 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
   __shared__ float shared_ref[WARPS][8];
   __shared__ __align__(16) real queries[GROUP_HEADS][D + 8]; // padded against bank conflicts
   __shared__ float2 shared_sum[WARPS][8];
+  __shared__ uint4 fragments[D * 2];
+  __shared__ int exponents[8];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gid = lane >> 2, tig = lane & 3;
   const int pair = MERGED ? tig & 1 : tig, second = MERGED ? tig >> 1 : 0; // this lane's heads 2 pair and 2 pair + 1; merged: of which group
   const int begin = row.begin, end = row.end;
@@ -115,29 +117,36 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
 #pragma unroll
   for (int j = EARLY_GROUPS; j < STAGES - 2; j += 2) fetch_first(j);
 
-  // The query, normalized by a power of two: register 4 (2 w + f) + i, the p-th, holds channel 4 p + tig in its upper half.
+  // The query, normalized by a power of two: register 4 (2 w + f) + i, the p-th, holds channel 4 p + tig in its upper half. It is the same in all
+  // warps, so every thread makes four registers of one lane.
   u32 qr[D / 4];
-  float k0, k1; // factors of this lane's two heads from products to log2 units
-  {
-    const int own = MERGED ? gid & 3 : gid;
-    float x[D / 4], top = 0.f;
-    __syncthreads();
-    const real* from = queries[min(own, GROUP_HEADS - 1)] + tig;
+  __syncthreads();
+  if (warp < 8) {
+    u32 top = 0;
 #pragma unroll
-    for (int p = 0; p < D / 4; p++) {
-      x[p] = own < GROUP_HEADS ? to_float(from[4 * p]) : 0.f;
-      top = fmaxf(top, fabsf(x[p]));
-    }
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-    const int exponent = min(max((int)(__float_as_uint(top) >> 23) - 127 - 10, -100), 100); // top / 2^exponent lies in [2^10, 2^11)
-    const float down = __uint_as_float((u32)(127 - exponent) << 23);
-#pragma unroll
-    for (int p = 0; p < D / 4; p++) qr[p] = pack_halves(0.f, x[p] * down);
-    const float up = __uint_as_float((u32)(127 + exponent) << 23) * scale_log2;
-    k0 = __shfl_sync(~0u, up, (2 * pair) * 4);
-    k1 = __shfl_sync(~0u, up, (2 * pair + 1) * 4);
+    for (int i = lane; i < D; i += 32) top = max(top, warp < GROUP_HEADS ? __float_as_uint(fabsf(to_float(queries[min(warp, GROUP_HEADS - 1)][i]))) : 0);
+    top = __reduce_max_sync(~0u, top);
+    if (lane == 0) exponents[warp] = min(max((int)(top >> 23) - 127 - 10, -100), 100); // top / 2^exponent lies in [2^10, 2^11)
   }
+  __syncthreads();
+#pragma unroll 1
+  for (int i = threadIdx.x; i < D / 16 * 32; i += WARPS * 32) {
+    const int head = MERGED ? i >> 2 & 3 : i >> 2 & 7, from = (i >> 5) * 16 + (i & 3);
+    const float down = __uint_as_float((u32)(127 - exponents[head]) << 23);
+    u32 four[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) four[k] = head < GROUP_HEADS ? pack_halves(0.f, to_float(queries[min(head, GROUP_HEADS - 1)][from + 4 * k]) * down) : 0;
+    fragments[i] = make_uint4(four[0], four[1], four[2], four[3]);
+  }
+  __syncthreads();
+#pragma unroll
+  for (int p = 0; p < D / 4; p += 4) {
+    const uint4 four = fragments[p * 8 + lane];
+    qr[p] = four.x, qr[p + 1] = four.y, qr[p + 2] = four.z, qr[p + 3] = four.w;
+  }
+  // Factors of this lane's two heads from products to log2 units.
+  const float k0 = __uint_as_float((u32)(127 + exponents[2 * pair]) << 23) * scale_log2;
+  const float k1 = __uint_as_float((u32)(127 + exponents[2 * pair + 1]) << 23) * scale_log2;
   MARK(2)
   float ref0 = 0.f, ref1 = 0.f, sum0 = 0.f, sum1 = 0.f, low = 3e38f, high = -3e38f;
   __half* to_scores = scores + (POOL == 0 ? 2 * pair * stride : 0) + (warp + second * WARPS) * 32 + gid * 4;

@@ -142,7 +142,7 @@ def _packets(units: int, cluster: int) -> int:
 
 def score_stages(dim: int, arch: str) -> int:
     """Choose how many groups of 8 D bytes a warp of the FIER scorer holds: eight, where its eight warps' fit in shared memory."""
-    return 8 if 64 * 8 * dim + 2048 <= shared_limit(arch) else 4
+    return 8 if 64 * 8 * dim + 16384 <= shared_limit(arch) else 4
 
 
 def score_kernel(dim: int, group: int, pooling: str, bf16: bool, arch: str) -> Kernel:

@@ -20,14 +20,16 @@ _HERE = Path(__file__).parent
 _FIER = (Pointer,) * 12 + (Int, Int, Int, Long) + (Int,) * 6 + (Float,)
 _PAGES = (Pointer,) * 13 + (Int, Int, Int, Long) + (Int,) * 6 + (Float,)
 LOG2_E = 1.4426950408889634
-WARPS = 16
 STAGES = (8, 4)  # groups of a warp in flight: as many as shared memory has room for
-_STATIC = 20 * 1024  # shared memory of a block beside what its launch asks for
+MOST_SMS = 160  # multiprocessors of a device that are used: blocks of a row, as in exchange.cuh
+# As measured on an H200. Eight warps leave a multiprocessor room for blocks of the next kernel; sixteen score faster.
+FEW_WARPS, MANY_WARPS = 8, 16
+LEAST_GROUPS, FEW_GROUPS = 16, 72  # of a block, at least; up to which eight warps are enough
+FEW_BLOCKS = 16  # of a row with eight warps: more take longer to tell each other
+LEAST_PAGES = 128  # of a block
+_STATIC = 28 * 1024  # shared memory of a block beside what its launch asks for
 _COUNT_WORDS = 43 + 11 * 11  # words of sixteen bytes that a block tells beside one a head, as in exchange.cuh
 _CROWD = 512
-_MOST_BLOCKS = 160  # a row, as in exchange.cuh
-LEAST_GROUPS = 8  # of a block
-LEAST_PAGES = 128  # of a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +45,16 @@ class Fused:
     shared: int
 
     @staticmethod
-    def plan(rows: int, group_heads: int, dim: int, pooling: str, units: int, sms: int, arch: str, warps: int = WARPS) -> Fused | None:
+    def plan(rows: int, group_heads: int, dim: int, pooling: str, units: int, sms: int, arch: str) -> Fused | None:
         """Lay out R rows of at most `units` tokens for a GPU; None where its multiprocessors do not hold their scores."""
-        groups = -(-units // 32)
-        blocks = min(sms // rows, _MOST_BLOCKS, -(-groups // LEAST_GROUPS))
+        groups, sms = -(-units // 32), min(sms, MOST_SMS)
+        few = min(FEW_BLOCKS, sms // 2 // rows, -(-groups // LEAST_GROUPS))
+        if few >= 2 and groups <= few * FEW_GROUPS:
+            return Fused._with_blocks(rows, group_heads, dim, pooling, groups, few, FEW_WARPS, arch)
+        return Fused._with_blocks(rows, group_heads, dim, pooling, groups, min(sms // rows, -(-groups // LEAST_GROUPS)), MANY_WARPS, arch)
+
+    @staticmethod
+    def _with_blocks(rows: int, group_heads: int, dim: int, pooling: str, groups: int, blocks: int, warps: int, arch: str) -> Fused | None:
         if blocks < 2:
             return None
         heads, room = 1 if POOLS[pooling] else group_heads, -(-groups // blocks) * 32
@@ -57,16 +65,17 @@ class Fused:
         return None
 
     @staticmethod
-    def plan_pages(rows: int, group_heads: int, pooling: str, units: int, sms: int, arch: str, warps: int = WARPS) -> Fused | None:
+    def plan_pages(rows: int, group_heads: int, pooling: str, units: int, sms: int, arch: str) -> Fused | None:
         """Lay out R rows of at most `units` pages; None where a selection is shared or every head's own, or does not fit."""
-        chunks = -(-units // 32)
-        blocks = min(sms // rows, _MOST_BLOCKS, -(-units // LEAST_PAGES))
-        heads = 1 if POOLS.get(pooling, 0) else group_heads
-        if blocks < 2 or pooling not in POOLS or heads > warps:
+        if pooling not in POOLS:
+            return None
+        heads, chunks = 1 if POOLS[pooling] else group_heads, -(-units // 32)
+        blocks = min(FEW_BLOCKS, sms // rows, -(-units // LEAST_PAGES))
+        if blocks < 2:
             return None
         room = -(-chunks // blocks) * 32
         shared = _marks_bytes(room) + heads * (room + 8) * 2
-        return Fused(rows, blocks, warps, 0, room, heads, shared) if shared + _STATIC <= shared_limit(arch) else None
+        return Fused(rows, blocks, FEW_WARPS, 0, room, heads, shared) if shared + _STATIC <= shared_limit(arch) else None
 
     def allocate(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Allocate what blocks tell each other, int32, and the rows' stamps [R] int32, all zero."""
@@ -85,9 +94,9 @@ def plan_for(plan: SelectPlan, summary: Summary, batch: int, heads: int, group: 
 
 def plans_on_any(plan: SelectPlan, summary: Summary, batch: int, heads: int, group: int, dim: int, units: int, arch: str) -> list[Fused]:
     """List a plan for every kernel that GPUs of a compute capability may launch, whose multiprocessors are not counted when kernels are built."""
-    rows, found = batch * heads, {}
-    for blocks in range(2, _MOST_BLOCKS // rows + 1):
-        fused = plan_for(plan, summary, batch, heads, group, dim, units, rows * blocks, arch)
+    found = {}
+    for sms in range(2 * batch * heads, MOST_SMS + 1):
+        fused = plan_for(plan, summary, batch, heads, group, dim, units, sms, arch)
         if fused is not None:
             found[fused.warps, fused.stages] = fused
     return list(found.values())

@@ -147,20 +147,43 @@ def check_chain(case: Case, budget: int, sink: int, window: int, pooling: str, l
         check_attention(case, b, attended, out[b], scale, label)
 
 
-def check_fused(case: Case, budget: int, sink: int, window: int, pooling: str, blocks: int, label: str, replays: int = 1) -> None:
-    """Scores and choice in one launch of `blocks` blocks a row: lists as the selector makes them of the same scores, and right."""
+def repeat_tokens(case: Case, levels: int) -> None:
+    """Let every page hold the same few different tokens, so that few scores are taken by many."""
+    vectors, level = torch.randn(levels, case.dim, device=DEV), torch.arange(case.page, device=DEV) % levels
+    case.keys[:] = vectors[level].to(case.dtype)
+    words, bounds = fier_layout.pack(case.keys.unflatten(2, (-1, 32)))
+    case.bits.copy_(words), case.meta.copy_(bounds)
+
+
+def check_together() -> None:
+    """Both forms of the one launch at the sizes of an H200, crowded scores, and captured steps that grow."""
+    bf16, fp16 = torch.bfloat16, torch.float16
+    for heads, group, lens, blocks in ((4, 7, [32761], 16), (4, 7, [131065], 33), (8, 4, [131000], 16), (32, 1, [32700], 4), (1, 3, [131065], 132)):
+        check_fused(Case(heads, group, 128, 32, lens, bf16), len(lens) * 1024, 4, 64, "softmax-mean", 132, blocks, f"one launch {heads} x {lens}", 3)
+    for pooling in ("mean", "max", "softmax-max"):
+        check_fused(Case(2, 4, 64, 64, [9000, 97], fp16), 500, 4, 64, pooling, 132, 16, f"one launch {pooling}", 2)
+    for heads, group, lens, blocks in ((4, 7, [131065], 16), (8, 4, [32700, 9000], 8), (2, 12, [40000], 10)):
+        check_fused(Case(heads, group, 128, 32, lens, bf16, pages=True), 1024, 32, 64, "softmax-mean", 132, blocks, f"one launch, pages {lens}", 3)
+    for levels, budget in ((1, 3000), (2, 9000), (7, 1111)):
+        case = Case(2, 2, 32, 32, [20000, 15000], fp16)
+        repeat_tokens(case, levels)
+        check_fused(case, budget, 0, 0, "softmax-mean", 132, 16, f"one launch, {levels} levels", 2)
+    check_growth(4, append.FIER, 70, bf16, together=True)
+    check_growth(7, append.FIER, 40, bf16, together=True)
+
+
+def check_fused(case: Case, budget: int, sink: int, window: int, pooling: str, sms: int, blocks: int, label: str, replays: int = 1) -> None:
+    """Scores and choice in one launch, of `blocks` blocks a row on so many multiprocessors: lists as the selector makes them of the same scores."""
     batch, rows = len(case.lens), len(case.lens) * case.heads
-    sms, sm, unit = blocks * rows, select.arch(), case.page if case.pages else 1
+    unit = case.page if case.pages else 1
     capacity, width = case.table.shape[1] * case.page // unit, -(-budget // unit)
-    if case.pages:
-        plan = launch_fused.Fused.plan_pages(rows, case.group, pooling, capacity, sms, sm)
-    else:
-        plan = launch_fused.Fused.plan(rows, case.group, case.dim, pooling, capacity, sms, sm)
-    assert plan is not None and plan.blocks == blocks, label
+    kind = (rows, case.group, *(() if case.pages else (case.dim,)), pooling, capacity, sms, select.arch())
+    plan = launch_fused.Fused.plan_pages(*kind) if case.pages else launch_fused.Fused.plan(*kind)
+    assert plan is not None and plan.blocks == blocks, f"{label}: {plan}"
     mail, stamps = plan.allocate(DEV)
     scratch = select.Scratch(plan.heads, -(-capacity // 32) * 32, blocks)
     scores = case.guard.like((rows, plan.heads, scratch.stride), torch.float16, float("nan"))
-    parts = torch.zeros(rows, blocks, plan.heads, 4, device=DEV)
+    parts = torch.zeros(rows, plan.blocks, plan.heads, 4, device=DEV)
     chosen, again = (case.guard.like((batch, case.heads, width + 1), torch.int32, -7) for _ in range(2))
     common = {"budget": budget, "sink": sink, "window": window, "pooling": pooling}
 
@@ -532,7 +555,7 @@ def main() -> int:
         check_short_lists(1, [500, 700, 40], [100, 300, 33], 300)
         check_growth(4, append.FIER, 2, bf16)
         check_growth(4, append.FIER, 2, bf16, together=True)
-        check_fused(Case(2, 7, 128, 64, [700, 97], bf16), 200, 4, 16, "softmax-mean", 3, "small, one launch", 2)
+        check_fused(Case(2, 7, 128, 64, [700, 97], bf16), 200, 4, 16, "softmax-mean", 8, 2, "small, one launch", 2)
         check_dense(2, 7, 128, 32, [700, 1, 129], bf16, 5)
         print("failures", len(failures))
         return bool(failures)
@@ -570,6 +593,7 @@ def main() -> int:
     check_growth(4, append.FIER, 70, bf16)
     check_growth(7, append.MINMAX, 70, bf16)
     check_growth(1, append.FIER, 40, fp16)
+    check_together()
     print(f"failures {len(failures)}, {time.time() - begin:.0f} s")
     return bool(failures)
 

@@ -11,7 +11,7 @@ from tests.plugins import cuda_on_cpu
 
 pytest.importorskip("triton")
 from tests.gpu import check_retrieval as checks
-from trtkv.plugins.kv_select import fier_layout
+from trtkv.plugins.kv_select import launch_fused
 
 pytestmark = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -31,37 +31,63 @@ def _checks(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "dim", "pooling", "lens", "blocks"),
-    [(7, 64, "softmax-mean", [817, 97], 3), (4, 64, "mean", [801], 3), (1, 96, "softmax-max", [700], 2), (3, 64, "softmax-max", [640], 2)],
+    ("group", "dim", "pooling", "lens", "sms", "blocks"),
+    [
+        (7, 64, "softmax-mean", [817, 97], 8, 2),
+        (4, 64, "mean", [801], 3, 2),
+        (1, 96, "softmax-max", [700], 4, 2),
+        (3, 32, "softmax-max", [1300], 3, 3),
+    ],
 )
-def test_the_choice_is_the_selectors(group: int, dim: int, pooling: str, lens: list[int], blocks: int) -> None:
+def test_the_choice_is_the_selectors(group: int, dim: int, pooling: str, lens: list[int], sms: int, blocks: int) -> None:
+    """Few multiprocessors a row take blocks of sixteen warps, more take eight."""
     case = checks.Case(1, group, dim, 64, lens, BF16 if group > 4 else FP16)
-    checks.check_fused(case, 160, 4, 16, pooling, blocks, f"G {group} D {dim} {pooling}")
+    checks.check_fused(case, 160, 4, 16, pooling, sms, blocks, f"G {group} D {dim} {pooling}")
     assert checks.failures == []
 
 
 @pytest.mark.parametrize(
-    ("group", "dim", "pooling", "lens", "page"),
-    [(7, 64, "softmax-mean", [2617, 97], 16), (4, 64, "mean", [2201], 16), (1, 32, "softmax-max", [2700], 16), (12, 32, "softmax-max", [2216], 16)],
+    ("group", "pooling", "lens"), [(7, "softmax-mean", [2617, 97]), (4, "mean", [2201]), (1, "softmax-max", [2700]), (12, "softmax-max", [2216])]
 )
-def test_the_choice_among_pages_is_the_selectors(group: int, dim: int, pooling: str, lens: list[int], page: int) -> None:
-    case = checks.Case(1, group, dim, page, lens, FP16, pages=True)
-    checks.check_fused(case, 20 * page, page, 3 * page, pooling, 2, f"G {group} D {dim} {pooling}")
+def test_the_choice_among_pages_is_the_selectors(group: int, pooling: str, lens: list[int]) -> None:
+    case = checks.Case(1, group, 32, 16, lens, FP16, pages=True)
+    checks.check_fused(case, 320, 16, 48, pooling, 8, 2, f"pages, G {group} {pooling}")
     assert checks.failures == []
 
 
 @pytest.mark.parametrize(("levels", "budget"), [(1, 100), (2, 900), (3, 300)])
 def test_crowded_scores(levels: int, budget: int) -> None:
+    """Far more units share a key than blocks tell each other, so that scores and then units decide."""
     case = checks.Case(1, 2, 32, 32, [1500], FP16)
-    vectors, level = torch.randn(levels, 32), torch.arange(32) % levels
-    case.keys[:] = vectors[level].half()  # every page holds the same tokens
-    words, bounds = fier_layout.pack(case.keys.unflatten(2, (-1, 32)))
-    case.bits.copy_(words), case.meta.copy_(bounds)
-    checks.check_fused(case, budget, 0, 0, "softmax-mean", 3, f"{levels} levels")
+    checks.repeat_tokens(case, levels)
+    checks.check_fused(case, budget, 0, 0, "softmax-mean", 8, 4, f"{levels} levels")
+    assert checks.failures == []
+
+
+def test_many_candidates_are_compared_by_digits() -> None:
+    """One outlier stretches the range of raw scores, so that hundreds of units fall into the bin that is cut."""
+    case = checks.Case(1, 1, 32, 32, [900], FP16)
+    case.meta[case.table[0, 0].long(), :, 0, 0] = 3000.0  # the lows of the first 32 tokens
+    checks.check_fused(case, 400, 0, 0, "mean", 4, 2, "outliers")
     assert checks.failures == []
 
 
 def test_threads_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_on_cpu.Kernel, "backwards", True)
-    checks.check_fused(checks.Case(1, 4, 64, 64, [600], FP16), 100, 0, 8, "softmax-mean", 2, "backwards")
+    checks.check_fused(checks.Case(1, 4, 32, 64, [600], FP16), 100, 0, 8, "softmax-mean", 4, 2, "backwards")
     assert checks.failures == []
+
+
+def test_plans_follow_the_device() -> None:
+    plan = launch_fused.Fused.plan
+    few = plan(4, 7, 128, "softmax-mean", 32768, 132, "90")
+    many = plan(4, 7, 128, "softmax-mean", 131072, 132, "90")
+    assert few is not None and (few.blocks, few.warps) == (16, launch_fused.FEW_WARPS)
+    assert many is not None and (many.blocks, many.warps, many.room) == (33, launch_fused.MANY_WARPS, 4000)
+    assert plan(64, 4, 128, "softmax-mean", 131072, 132, "90") is None, "their scores fit in no shared memory"
+    assert plan(4, 7, 128, "softmax-mean", 131072, 128, "89") is None
+    assert plan(200, 1, 128, "mean", 4096, 132, "90") is None, "more rows than multiprocessors"
+    pages = launch_fused.Fused.plan_pages(4, 7, "softmax-mean", 4096, 132, "90")
+    assert pages is not None and pages.blocks == 16 and launch_fused.Fused.plan_pages(4, 7, "none", 4096, 132, "90") is None
+    mail, stamps = many.allocate("cpu")
+    assert not mail.any() and not stamps.any() and len(mail) == len(stamps) == 4
