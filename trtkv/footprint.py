@@ -125,7 +125,9 @@ class Footprint:
         return read / self.model.num_layers
 
     def by_group(self, layers: Sequence[Stored]) -> list[int]:
-        """Return the tokens of each page group, whose layers are alike."""
+        """Return the tokens of each page group, whose layers are alike, or of every KV head of every layer where those are the groups."""
+        if self.plan.ragged:
+            return [length for layer in layers for length in layer.lengths]
         return [layers[self.plan.page_groups.index(group)].lengths[0] for group in range(self.plan.num_page_groups)]
 
     def bytes_of(self, specs: Sequence[BufferSpec], layers: Sequence[Stored]) -> int:

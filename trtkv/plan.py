@@ -102,8 +102,9 @@ class EvictPlan:
 
     needs names what the role, or the allocate role that serves it, reads besides keys and values (attention_mass, attention_newest, last_queries);
     observe_window is the number of queries kept for them; token_state maps the role's own numbers per stored token to their dtype; paged says that
-    all KV heads of a layer keep equally many tokens and that integers alone say how many, so that the cache can lie in pages; prompt_only that
-    nothing is evicted behind the prompt.
+    all KV heads of a layer keep equally many tokens and that integers alone say how many, so that the cache can lie in pages; ragged that heads keep
+    as many as they are granted and integers say how many once that is known, so that every head can have pages of its own; prompt_only that nothing
+    is evicted behind the prompt.
     """
 
     meaning: Meaning
@@ -112,6 +113,7 @@ class EvictPlan:
     token_state: Mapping[str, str] = field(default_factory=dict)
     paged: bool = False
     prompt_only: bool = False
+    ragged: bool = False
 
     @property
     def queries(self) -> int:
@@ -228,16 +230,24 @@ class CachePlan:
     @property
     def compacts(self) -> bool:
         """Whether tokens are evicted from pages: those that stay move together, and freed pages go back to the pool."""
-        return self.evict is not None and self.evict.paged and self.quantize is None and not any(self.select)
+        return self.evict is not None and (self.evict.paged or self.evict.ragged) and self.quantize is None and not any(self.select)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether every KV head of every layer has pages of its own, all from one pool: each is then a page group."""
+        return self.compacts and self.evict is not None and not self.evict.paged
 
     @property
     def num_page_groups(self) -> int:
-        """Page groups (Y): layers of one group keep equally many tokens and share page numbers."""
-        return max(self.page_groups) + 1
+        """Page groups (Y): layers of one group keep equally many tokens and share page numbers; `page_groups` names a ragged layer's first head."""
+        return self.num_layers * self.num_kv_heads if self.ragged else max(self.page_groups) + 1
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON-ready data; `from_json` reads it back equal."""
-        return dict(json.loads(json.dumps(asdict(self))))
+        data = dict(json.loads(json.dumps(asdict(self))))
+        if data["evict"] and not data["evict"]["ragged"]:
+            del data["evict"]["ragged"]  # the hashes of plans that are recorded know nothing of it
+        return data
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> CachePlan:
@@ -272,7 +282,9 @@ class CachePlan:
         return sum(spec.row_bytes * len(spec.layers) for spec in self.buffers if spec.paged and spec.pool == "plain")
 
     def group_page_bytes(self, group: int) -> int:
-        """Bytes of one page in full precision, in the layers of one page group."""
+        """Bytes of one page in full precision, in the layers of one page group, or in one KV head."""
+        if self.ragged:
+            return self.page_bytes // self.num_page_groups
         paged = [spec for spec in self.buffers if spec.paged and spec.pool == "plain"]
         return sum(spec.row_bytes for spec in paged for layer in spec.layers if self.page_groups[layer] == group)
 
@@ -291,11 +303,16 @@ class CachePlan:
         for spec in self.buffers:
             if spec.paged and spec.pool == "plain" and spec.name not in BOOKKEEPING:
                 entry = spec.row_bytes * spec.tokens_per_entry // self.page_size
+                if self.ragged:
+                    total += sum(map(int, lengths)) * entry // self.num_kv_heads
+                    continue
                 total += sum(lengths[self.page_groups[layer]] // spec.tokens_per_entry for layer in spec.layers) * entry
         return total
 
     def reserved_bytes_by_group(self, lengths: Sequence[int]) -> int:
         """Bytes that the pool lends to such a sequence: whole pages and its slot."""
+        if self.ragged:
+            return sum(self.pages(int(one)) for one in lengths) * self.group_page_bytes(0) + self.slot_bytes
         own = (spec.row_bytes * self.pages(lengths[self.page_groups[layer]]) for spec in self.buffers if spec.paged for layer in spec.layers)
         return sum(own) + self.slot_bytes
 

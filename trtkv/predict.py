@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from trtkv.config import DTYPE_BYTES, ModelConfig
 from trtkv.errors import ConfigError
 from trtkv.footprint import DEFAULT_CHUNK, Footprint
-from trtkv.plan import BufferSpec
+from trtkv.plan import BufferSpec, CachePlan
 from trtkv.plugins.kv_recall.layout import layout
 from trtkv.plugins.support import in_torch
 from trtkv.policies.policy import Policy
@@ -112,11 +113,26 @@ def _paged(one: Footprint, context: int, batch_size: int) -> list[dict[str, Any]
     tokens = one.by_group(one.layers(context)) if one.shrinks else [context] * plan.num_page_groups
     pages = [plan.pages(stored) * batch_size for stored in tokens]
     for spec in plan.buffers:
+        if plan.ragged and spec.paged:
+            rows.append(_row(_one_head(spec, plan), *_heads(spec, plan, sum(pages))))
+            continue
         counts = [pages[plan.page_groups[layer]] if spec.paged else batch_size for layer in spec.layers]
         length = str(counts[0]) if min(counts) == max(counts) else f"{min(counts)}..{max(counts)}"
         shape = f"[{spec.letters}] = [{', '.join([length, *map(str, spec.shape[1:])])}]"
         rows.append(_row(spec, shape, spec.row_bytes * sum(counts)))
     return rows
+
+
+def _one_head(spec: BufferSpec, plan: CachePlan) -> BufferSpec:
+    """Describe a buffer whose pages are those of single KV heads of all layers."""
+    return replace(spec, shape=("P", int(spec.shape[1]) // plan.num_kv_heads, *spec.shape[2:]), layers=spec.layers[:1])
+
+
+def _heads(spec: BufferSpec, plan: CachePlan, count: int) -> tuple[str, int]:
+    """Return shape in words and bytes of so many pages of single KV heads."""
+    one = _one_head(spec, plan)
+    letters = one.letters.replace("Hk", "1").replace("Hq", "G")
+    return f"[{letters}] = [{', '.join(map(str, (count, *one.shape[1:])))}]", one.row_bytes * count
 
 
 def _on_device(one: Footprint, context: int, batch_size: int) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 // Decode attention over everything stored: the tokens of all sequences and key-value heads, laid end to end, are shared out evenly among the blocks.
 //
-// Built as tile.cuh says. A sequence's heads are rows; a row is read in units of a block of sixteen tokens for every warp. A block's share may begin within
-// one row and end within another. Where several blocks have parts of a row, the last of them to finish merges all.
+// Built as tile.cuh says, with -DRAGGED where every head has its own length and pages. A sequence's heads are rows; a row is read in units of a block of
+// sixteen tokens for every warp. A block's share may begin within one row and end within another. Where several blocks have parts of a row, the last of
+// them to finish merges all.
 #include "tile.cuh"
 
 #define UNIT_TOKENS (WARPS * TILE)
@@ -96,7 +97,8 @@ __device__ __forceinline__ void merge(const float* shares, long long low, long l
 }
 
 // q [B, q_stride]; keys, values [P, Hk, page_size, D]; table [B, table_stride]; lens [B], at least 1; page_size a multiple of 16. Writes out
-// [B, out_stride]. shares [2 blocks, SHARE]; arrived [B Hk] zeros, and zeros again behind it. Tokens before the newest and page numbers were there
+// [B, out_stride]. Where ragged: keys, values [P, page_size, D], table [Hk, B, table_stride], lens [Hk, B], so that heads are sequences of one head.
+// shares [2 blocks, SHARE]; arrived [B Hk] zeros, and zeros again behind it. Tokens before the newest and page numbers were there
 // before the kernel before this one began.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real* q, const char* keys, const char* values, const int* table,
     const int* lens, real* out, float* shares, int* arrived, int batch, int heads, int q_stride, int out_stride, int table_stride, int page_size,
@@ -106,6 +108,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
   __shared__ int is_last;
   MARK(0)
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+#ifdef RAGGED
+  const int sequences = batch;
+  batch *= heads, heads = 1;
+#endif
   int in_all = 0;
   for (int c = 0; c < batch; c += 32) in_all += __shfl_sync(~0u, warp_scan(c + lane < batch ? units_of(lens[c + lane]) : 0), 31);
   const long long units = (long long)in_all * heads, blocks = min((long long)gridDim.x, units);
@@ -119,6 +125,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
     const Row row = find_row(lens, batch, heads, unit);
     const int stored = lens[row.b], from = (int)(unit - row.first), to = (int)min((long long)row.units, from + (end - unit));
     const int* pages = table + (long long)row.b * table_stride;
+#ifdef RAGGED
+    const int own = row.b % sequences, head = row.b / sequences;
+#else
+    const int own = row.b, head = row.head;
+#endif
     auto token_of = [&](int j) { return (from + j) * UNIT_TOKENS + warp * TILE; };
     const int mine = to - from - (token_of(to - from - 1) >= stored); // blocks of tokens of this warp
     // Lane l knows the page of block l of the 32 at hand, and of the 32 behind them.
@@ -146,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
     if (!waited) dependency_wait(), waited = true;
     MARK(1)
     u32 query[TILES][D / 8];
-    load_query(query, q + (long long)row.b * q_stride + (long long)row.head * GROUP_HEADS * D);
+    load_query(query, q + (long long)own * q_stride + (long long)head * GROUP_HEADS * D);
     Seen seen;
     seen.clear();
     for (int j = 0, slot = 0, free = STAGES - 1; j < mine; j++) {
@@ -162,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
     MARK(2)
     block.gather(seen, laid);
     MARK(3)
-    real* target = out + (long long)row.b * out_stride + (long long)row.head * GROUP_HEADS * D;
+    real* target = out + (long long)own * out_stride + (long long)head * GROUP_HEADS * D;
     // The block with unit u is the last whose share begins at or before it.
     const long long low = ((row.first + 1) * blocks - 1) / units, high = ((row.first + row.units) * blocks - 1) / units;
     if (low == high) {

@@ -16,6 +16,7 @@ from trtkv.plugins.kv_recall.attend import chosen_pages
 from trtkv.plugins.kv_recall.attend import read_pages as recalled
 from trtkv.plugins.kv_recall.chunk import read_prompt, stage_next
 from trtkv.plugins.kv_recall.op import likely_pages, recall
+from trtkv.plugins.ragged import ops as ragged
 from trtkv.plugins.rows import Row
 from trtkv.plugins.session import Session
 
@@ -36,6 +37,8 @@ def attend(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
             cache = session.held.find(layer, row.slot)
             target.copy_(cache.attend(query))
             session.note_read(row, cache.read_tokens)
+        elif session.ragged is not None:
+            target.copy_(ragged.attend(session, layer, config, b, row, query))
         elif session.offload is not None and session.offload.covers(layer):
             target.copy_(_offloaded(session, layer, config, row, query, None if selection is None else selection[b], b))
         elif plan is not None and selection is not None and row.decodes and row.stored > max(plan.budget, session.dense_below):

@@ -137,7 +137,8 @@ class Policy(BaseModel):
         )
         if not made.compacts or self.evict is None or made.evict is None:
             return made
-        groups = self.evict.page_groups(self.allocate, model.num_layers)
+        heads = model.num_kv_heads
+        groups = tuple(range(0, model.num_layers * heads, heads)) if made.ragged else self.evict.page_groups(self.allocate, model.num_layers)
         return replace(made, buffers=(*made.buffers, *state_buffers(made.evict, model, page_size)), page_groups=groups)
 
 

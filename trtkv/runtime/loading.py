@@ -26,7 +26,7 @@ from trtkv.plugins.support import dense_below, gpu_ready
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.host_memory import open_offload, recall_of
 from trtkv.runtime.memory import check_weights, pool_sizes
-from trtkv.runtime.pages import GroupPages, PageAllocator, make_pages
+from trtkv.runtime.pages import GroupPages, HeadPageAllocator, PageAllocator, make_pages
 from trtkv.runtime.rope import rope_table
 from trtkv.runtime.step import Executor, Stepper
 from trtkv.runtime.weights import Weight, map_weights, random_weights
@@ -58,7 +58,7 @@ class Engine:
     manifest: Manifest
     session: Session
     stepper: Stepper
-    pages: PageAllocator | GroupPages
+    pages: PageAllocator | GroupPages | HeadPageAllocator
     slots: list[int]
     why_torch: str | None
 
@@ -70,8 +70,8 @@ class Engine:
     def pages_for(self, prompt: int, total: int) -> int | list[int]:
         """Pages to take for a sequence of so many tokens in all, `prompt` of them read in chunks; one number a page group where there are several."""
         session = self.session
-        if session.compactor is None:
-            return session.plan.pages(total)
+        if session.compactor is None or session.ragged is not None:
+            return session.plan.pages(total)  # of every head, where each has its own: who keeps how many is not known yet
         need = session.compactor.ledger.pages_for(prompt, self.manifest.limits.max_chunk_tokens, total - prompt)
         return need[0] if isinstance(self.pages, PageAllocator) else need
 
@@ -128,7 +128,7 @@ def open_engine(directory: Path, options: Options, progress: Progress = lambda s
     executor = _executor(directory, manifest, why_torch, weights, session)
     rope = rope_table(manifest.model.rope, manifest.model.head_dim, manifest.limits.max_seq_len)
     slots = list(range(manifest.limits.max_batch_size - 1, -1, -1))
-    return Engine(manifest, session, Stepper(executor, session, manifest.limits, rope), make_pages(num_pages), slots, why_torch)
+    return Engine(manifest, session, Stepper(executor, session, manifest.limits, rope), make_pages(num_pages, plan.num_page_groups if plan.ragged else 0), slots, why_torch)
 
 
 def _pool_sizes(plan: CachePlan, limits: Limits, device: torch.device, options: Options, promised_bytes: int) -> list[int]:

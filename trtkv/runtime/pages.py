@@ -7,8 +7,10 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 import numpy as np
+import numpy.typing as npt
 
 from trtkv.errors import CapacityError
+from trtkv.plugins.ragged.pages import HeadPages
 
 Key = bytes
 
@@ -119,8 +121,57 @@ class GroupPages:
             pool.give(own)
 
 
-def make_pages(num_pages: Sequence[int]) -> PageAllocator | GroupPages:
-    """Make the pools of an engine's page groups."""
+class HeadPageAllocator:
+    """Hands out page numbers of one pool to the KV heads of sequences, each of which has pages of its own."""
+
+    def __init__(self, num_pages: int, heads: int) -> None:
+        """Take the pages of the pool, and the heads Y of all layers."""
+        self.num_pages, self.heads = num_pages, heads
+        self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
+        self._count = num_pages
+        self._owned = np.zeros(num_pages, bool)
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody owns."""
+        return self._count
+
+    def has(self, count: int) -> bool:
+        """Say whether every head can have so many pages."""
+        return count * self.heads <= self._count
+
+    def take(self, count: int) -> HeadPages:
+        """Take so many pages for every head; raises CapacityError and takes none when there are too few."""
+        return self.extend(HeadPages.empty(self.heads), np.full(self.heads, count, np.int32))
+
+    def extend(self, pages: HeadPages, more: npt.NDArray[np.int32]) -> HeadPages:
+        """Take so many more pages [Y] for each head."""
+        count = int(more.sum())
+        if count > self._count:
+            raise CapacityError(f"{count} pages wanted, {self._count} of {self.num_pages} free", "Lower max-batch-size or give the cache more memory.")
+        taken = self._free[self._count - count : self._count][::-1].copy()
+        self._count -= count
+        self._owned[taken] = True
+        return pages.extended(more, taken)
+
+    def cut(self, pages: HeadPages, keep: npt.NDArray[np.int32]) -> HeadPages:
+        """Return what heads have beyond so many pages [Y]."""
+        left, numbers = pages.cut(keep)
+        assert self._owned[numbers].all(), "a page was returned twice"
+        self._owned[numbers] = False
+        self._free[self._count : self._count + len(numbers)] = numbers[::-1]
+        self._count += len(numbers)
+        return left
+
+    def give(self, pages: HeadPages) -> None:
+        """Return all pages of one owner."""
+        self.cut(pages, np.zeros(self.heads, np.int32))
+
+
+def make_pages(num_pages: Sequence[int], heads: int = 0) -> PageAllocator | GroupPages | HeadPageAllocator:
+    """Make the pools of an engine's page groups, or the one pool of so many KV heads that have pages of their own."""
+    if heads:
+        return HeadPageAllocator(num_pages[0], heads)
     return PageAllocator(num_pages[0]) if len(num_pages) == 1 else GroupPages(num_pages)
 
 
