@@ -13,6 +13,7 @@ from trtkv.plugins.kv_append import specs as append
 from trtkv.plugins.kv_attend import specs as attend
 from trtkv.plugins.kv_recall import specs as recall
 from trtkv.plugins.kv_select import specs as select
+from trtkv.plugins.ragged import specs as ragged
 from trtkv.plugins.sampling import launch as sampling
 from trtkv.plugins.support import why_torch
 
@@ -26,7 +27,7 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
     Afterwards no step compiles or loads one. Raises as `store.load` does.
     """
     if why_torch(plan) is None and int(arch) >= LEAST_CAPABILITY:
-        for op in (append, encoded) if find_format(plan) else (append, select, attend, recall, compaction):
+        for op in (append, encoded) if find_format(plan) else (append, select, attend, recall, compaction, ragged):
             op.request(plan, model, limits, arch)
         sampling.request(model.vocab_size, arch)
 

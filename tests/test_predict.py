@@ -52,8 +52,9 @@ def test_stored_bytes_are_what_a_simulation_holds(name: str, prompt: int) -> Non
     kept, plan = [len(head) for one in done for head in one.kept[0]], policy.plan(MODEL)
     assert found["score_bytes"] == 3 * sum(one.state_bytes[0] for one in done)
     if plan.compacts:  # in pages, which know their tokens' positions, beside the newest queries
-        pages = sum(-(-len(one.kept[0][0]) // plan.page_size) for one in done)
-        assert found["reserved_bytes"] == sum(one["bytes"] for one in found["buffers"]) == 3 * (pages * plan.page_bytes // LAYERS + plan.slot_bytes)
+        pages = sum(-(-len(head) // plan.page_size) for one in done for head in one.kept[0])  # of single heads
+        size = plan.page_bytes // (LAYERS * KV_HEADS)
+        assert found["reserved_bytes"] == sum(one["bytes"] for one in found["buffers"]) == 3 * (pages * size + plan.slot_bytes)
     else:
         assert found["reserved_bytes"] == found["stored_bytes"] + found["score_bytes"] == sum(one["bytes"] for one in found["buffers"])
     assert found["tokens_read_per_step"] == pytest.approx(sum(kept) / len(kept))

@@ -46,7 +46,7 @@ def move_kernel(
     for start in range(0, count, BLOCK):
         index = start + tl.arange(0, BLOCK)
         inside = index < count
-        if LISTS:
+        if LISTS:  # noqa: SIM108 - a constant, which decides what is compiled
             source = tl.load(kept + origin + index, inside, 0)
         else:
             source = tl.where(inside, origin + index, 0)

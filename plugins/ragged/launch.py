@@ -47,7 +47,7 @@ def _run(name: str, grid: tuple[int, int, int], values: Sequence[Any], constants
 
 def move_kernel(constants: Constants, arch: str) -> Kernel:
     """Load the move."""
-    kinds = {name: "*i32" for name in ("data", "kept", "table", "rows")}
+    kinds = dict.fromkeys(("data", "kept", "table", "rows"), "*i32")
     signature = (*kinds.items(), ("page_size", "i32"), ("table_stride", "i32"), *constants)
     return triton_aot.load(_SOURCE, "move_kernel", signature, ("data",), WARPS, arch)
 

@@ -17,7 +17,7 @@ from trtkv.plugins.ragged.pool import HeadPool
 
 @dataclass(slots=True)
 class Move:
-    """One head of sequence b of the step: of its stored tokens so many stay, those named by kept [stay] or, without it, the first `sink` and the newest.
+    """One head of sequence b of the step: of its stored tokens `stay` do, those in kept [stay] or, without it, the first `sink` and the newest.
 
     The logical positions of the first `placed` tokens are written; behind those they are index plus shift.
     """

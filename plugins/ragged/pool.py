@@ -77,6 +77,14 @@ class HeadPool:
             data = torch.where(there.view(self.heads, 1, longest, *(1,) * (data.dim() - 3)), data, torch.full((), fill, dtype=data.dtype))
         return data.flatten(0, 1)
 
+    def aligned(self, name: str, layer: int, b: int) -> Tensor:
+        """Return the entries of a buffer for KV heads [Hk, S, ...] with the newest token of each last, S the tokens of any layer's longest head."""
+        data, longest = self.read(name, layer, b), int(self.stored[:, b].max())
+        found = data.new_zeros(self.heads, longest, *data.shape[2:])
+        for head, length in enumerate(self.lengths(layer, b)):
+            found[head, longest - length :] = data[head, :length]
+        return found
+
     def there(self, layer: int, b: int) -> Tensor:
         """Say which of S tokens each head has [Hk, S] bool."""
         return self._there(layer, b)

@@ -187,9 +187,9 @@ class Evict(Role):
         return False
 
     def limits(self, at: Occupancy) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Tell of each KV head above how many tokens its layer evicts, and how many stay then at most, whatever the lengths: `bounded` roles alone can.
+        """Tell of each KV head above how many tokens its layer evicts, and how many stay then at most, whatever the lengths.
 
-        A prompt that is not complete is never evicted from.
+        Roles that are `bounded` can. A prompt that is not complete is never evicted from.
         """
         raise NotImplementedError
 

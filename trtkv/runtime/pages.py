@@ -148,7 +148,8 @@ class HeadPageAllocator:
         """Take so many more pages [Y] for each head."""
         count = int(more.sum())
         if count > self._count:
-            raise CapacityError(f"{count} pages wanted, {self._count} of {self.num_pages} free", "Lower max-batch-size or give the cache more memory.")
+            problem = f"{count} pages wanted, {self._count} of {self.num_pages} free"
+            raise CapacityError(problem, "Lower max-batch-size or give the cache more memory.")
         taken = self._free[self._count - count : self._count][::-1].copy()
         self._count -= count
         self._owned[taken] = True
