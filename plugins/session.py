@@ -207,6 +207,8 @@ class Session:
         if self.encoded is not None:
             return self.parts * self.encoded.stored_bytes(slot, seen)
         lengths = self.stored_of(slot, seen)
+        if self.ragged is not None:
+            return self.parts * self.ragged.stored_bytes(lengths)
         return self.parts * (self.plan.stored_bytes(seen) if self.compactor is None else self.plan.stored_bytes_by_group(lengths))
 
     def reserved_bytes(self) -> int:
@@ -215,6 +217,8 @@ class Session:
             return self.stored_bytes()
         if self.encoded is not None:
             return self.parts * sum(self.encoded.reserved_bytes(row.slot, row.seen) for row in self._step[0].rows)
+        if self.ragged is not None:
+            return self.parts * sum(self.ragged.reserved_bytes(self.stored_of(row.slot, row.seen)) for row in self._step[0].rows)
         return self.parts * sum(self.plan.reserved_bytes_by_group(self.stored_of(row.slot, row.seen)) for row in self._step[0].rows)
 
     def stored_of(self, slot: int, seen: int) -> Sequence[int]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trtkv.plugins.ragged import move, received
-from trtkv.plugins.ragged.ledger import HeadAccount, HeadLedger
+from trtkv.plugins.ragged.ledger import HeadAccount, HeadLedger, Lengths
 from trtkv.plugins.ragged.view import HeadView
 from trtkv.plugins.rows import Row
 from trtkv.plugins.support import compacts_by_kernels
@@ -30,7 +30,7 @@ class HeadCompactor:
         self.ledger = HeadLedger(plan)
         self.kernels = compacts_by_kernels(plan, session.device)
 
-    def begin(self, new: Sequence[int], seen: Sequence[int], slots: Sequence[int], prompts: Sequence[int]) -> np.ndarray:
+    def begin(self, new: Sequence[int], seen: Sequence[int], slots: Sequence[int], prompts: Sequence[int]) -> Lengths:
         """Count a step's new tokens and return the tokens [Y, B] of every head that are stored once they are appended."""
         accounts = [self.ledger.append(*one) for one in zip(slots, new, seen, prompts, strict=True)]
         return np.stack([account.stored for account in accounts], 1)
@@ -50,7 +50,7 @@ class HeadCompactor:
             due, stay = self.ledger.cut(account)
             left.append((account, stay))
             if due:
-                moves += self._moves(b, due, stay, account)
+                moves.append(self._moves(b, due, stay, account))
         if moves:
             move.run(self._pool, moves, self.kernels)
         for account, stay in left:
@@ -79,16 +79,13 @@ class HeadCompactor:
         allocate = self.ledger.allocate
         return torch.stack([allocate.measure(view).float() for view in self._views(b, account)]) if allocate.measured else None
 
-    def _moves(self, b: int, due: Sequence[int], stay: np.ndarray, account: HeadAccount) -> Iterator[move.Move]:
-        """Yield what moves in every head of the layers that are due and keeps fewer tokens than it has."""
-        sink = move.slides(self._evict)
-        for layer in due:
-            own = range(layer * self._plan.num_kv_heads, (layer + 1) * self._plan.num_kv_heads)
-            shrinking = [head for head in own if stay[head] < account.stored[head]]
-            kept: Sequence[Tensor] | Tensor | None = None
-            if sink is None and shrinking:
-                kept = self.ledger.evict.keep(self.view(layer, b, account)).kept
-            for head in shrinking:
-                chosen = None if kept is None else kept[head - own.start].to(self._pool.device)
-                stored, placed = int(account.stored[head]), int(account.placed[head])
-                yield move.Move(b, head, stored, int(stay[head]), placed, account.seen - stored, chosen, sink or 0)
+    def _moves(self, b: int, due: Sequence[int], stay: Lengths, account: HeadAccount) -> move.Moves:
+        """Say what moves in the heads that keep fewer tokens than they have; all of them are of layers that are due."""
+        heads, sink = (stay < account.stored).nonzero()[0], move.slides(self._evict)
+        own = account.stored[heads]
+        moves = move.Moves(b, heads, own, stay[heads], account.placed[heads], account.seen - own, None, sink or 0)
+        if sink is None:
+            verdicts = {layer: self.ledger.evict.keep(self.view(layer, b, account)).kept for layer in due}
+            count = self._plan.num_kv_heads
+            moves.kept = [verdicts[head // count][head % count].to(self._pool.device) for head in heads.tolist()]
+        return moves

@@ -11,7 +11,7 @@ from torch import Tensor
 from trtkv.plan import CachePlan
 from trtkv.plugins.dtypes import TORCH_DTYPES
 from trtkv.plugins.ragged.ledger import Lengths
-from trtkv.plugins.ragged.pages import HeadPages
+from trtkv.plugins.ragged.pages import HeadPages, head_pages
 from trtkv.plugins.rows import Row
 
 
@@ -42,6 +42,14 @@ class HeadPool:
         """Take a step: its rows [B], their pages, the tokens [Y, B] of every head."""
         self.rows, self.stored, self._cache = rows, stored, {}
         self.pages = [HeadPages.of(one, self.plan.num_page_groups) for one in pages]
+
+    def stored_bytes(self, lengths: Sequence[int] | Lengths) -> int:
+        """Return the bytes that hold data for a sequence of whose heads [Y] each has so many tokens, without bookkeeping."""
+        return self.plan.stored_bytes_by_group([int(np.sum(lengths))])
+
+    def reserved_bytes(self, lengths: Sequence[int] | Lengths) -> int:
+        """Return the bytes that such a sequence occupies: whole pages of its heads and its slot."""
+        return int(head_pages(lengths, self.plan.page_size).sum()) * self.plan.group_page_bytes(0) + self.plan.slot_bytes
 
     def index(self, row: Row) -> int:
         """Return a row's place in the step."""
