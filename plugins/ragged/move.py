@@ -18,7 +18,7 @@ from trtkv.plugins.ragged.pool import HeadPool
 
 @dataclass(slots=True)
 class Moves:
-    """Heads [K] of sequence b of the step that keep `stay` [K] of their `stored` [K] tokens: those in kept, or without it the first `sink` and the newest.
+    """Heads [K] of sequence b of the step that keep `stay` [K] of `stored` [K] tokens: those in kept, or without it the first `sink` and the newest.
 
     The logical positions of a head's first `placed` [K] tokens are written; behind those they are index plus shift [K].
     """

@@ -143,7 +143,6 @@ class _Static:
             staged.numpy()[:, b] = page_table([rows[b]], 1, self._width)[:, 0]
             table[0, b].copy_(staged[0, b], non_blocking=True)
 
-
     def _move_heads(self, b: int, pages: HeadPages) -> None:
         """Move the page numbers of every head of a sequence, as far as they go: the whole table is long where heads have rows of their own."""
         own = torch.from_numpy(pages.table[:, : int(pages.counts.max(initial=0))]).pin_memory()
