@@ -22,9 +22,9 @@ from trtkv.plugins.dtypes import TORCH_DTYPES
 from trtkv.plugins.encoded.store import EncodedStore
 from trtkv.plugins.held.caches import HeldCaches
 from trtkv.plugins.kv_recall.store import Offload
+from trtkv.plugins.mixed import make_compactor, make_pool
 from trtkv.plugins.ragged.compactor import HeadCompactor
 from trtkv.plugins.ragged.pages import HeadPages
-from trtkv.plugins.ragged.pool import HeadPool
 from trtkv.plugins.rows import Row, StepGroup
 from trtkv.plugins.support import encodes_by_kernels
 
@@ -58,13 +58,13 @@ class Session:
         self.num_pages = tuple(num_pages)
         form = None if by_definition else encodes_by_kernels(plan, self.device)
         self.encoded = EncodedStore(plan, form, self.num_pages[0], num_slots, self.device) if form else None
-        held = (plan.held and form is None) or (by_definition and plan.compacts)
+        held = (plan.held and form is None) or (by_definition and (plan.compacts or plan.mixed))
         self.held = HeldCaches(plan, self.device) if held else None
         self.read_tokens = 0.0
         self.key = next(_keys)
         self.buffers: dict[str, list[Tensor | None]] = {}
-        self.ragged = HeadPool(plan, sum(self.num_pages), num_slots, self.device) if plan.ragged and not held else None
-        self.stacks = Stacks(plan, self.num_pages, num_slots, self.device) if plan.compacts and not plan.ragged and not held else None
+        self.ragged = make_pool(plan, sum(self.num_pages), num_slots, self.device) if plan.pooled and not held else None
+        self.stacks = Stacks(plan, self.num_pages, num_slots, self.device) if plan.compacts and not plan.pooled and not held else None
         if self.stacks is not None or self.encoded is not None or self.ragged is not None:
             self.buffers = (self.stacks or self.encoded or self.ragged).buffers  # type: ignore[union-attr]
         for spec in () if held or self.buffers else plan.buffers:
@@ -90,7 +90,7 @@ class Session:
         self.gather: Callable[[Tensor, Tensor], None] | None = None  # writes the columns of all parts [R, V / G] into [R, V]
         self._scratch: dict[Hashable, object] = {}
         self._step: list[StepGroup] = []
-        self.compactor = Compactor(self) if self.stacks is not None else HeadCompactor(self) if self.ragged is not None else None
+        self.compactor = Compactor(self) if self.stacks is not None else make_compactor(self) if self.ragged is not None else None
 
     def buffer(self, name: str, layer: int) -> Tensor:
         """Return one layer's buffer; KeyError or TypeError here means that a plan and an op disagree."""
@@ -162,7 +162,7 @@ class Session:
         groups, seen = range(self.plan.num_page_groups), stored[0]
         if isinstance(self.compactor, HeadCompactor) and self.ragged is not None:
             lengths = self.compactor.begin(new, seen, slots, prompts)
-            self._step = [self._group(new, lengths.max(0).tolist(), slots, [()] * len(slots), prompts, seen)]
+            self._step = [self._group(new, self.ragged.longest(lengths), slots, [()] * len(slots), prompts, seen)]
             self.ragged.announce(self._step[0].rows, pages[0], lengths)
         else:
             if self.compactor is not None:

@@ -128,7 +128,7 @@ class QuantizePlan:
 
     flush_first: a decode step encodes before its attention instead of behind it; demoted_only: the tokens that the evict role marks are encoded
     instead of a leading run; key_group: consecutive tokens that are encoded together; residual: tokens behind the settled ones that stay in full
-    precision at most.
+    precision at most; mixed: the marked tokens lie in pages like those in full precision, of the same pool.
     """
 
     meaning: Meaning
@@ -136,6 +136,7 @@ class QuantizePlan:
     demoted_only: bool = False
     key_group: int = 1
     residual: int = 0
+    mixed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +226,7 @@ class CachePlan:
     @property
     def held(self) -> bool:
         """Whether tokens are evicted or encoded in a way that pages do not hold: caches are then tensors of exactly the stored size."""
-        return (self.evict is not None or self.quantize is not None) and not self.compacts
+        return (self.evict is not None or self.quantize is not None) and not self.compacts and not self.mixed
 
     @property
     def compacts(self) -> bool:
@@ -238,8 +239,20 @@ class CachePlan:
         return self.compacts and self.evict is not None and not self.evict.paged
 
     @property
+    def mixed(self) -> bool:
+        """Whether tokens in full precision and encoded ones of a layer have pages of one pool: page groups are the layers, then the layers' codes."""
+        return self.quantize is not None and self.quantize.mixed
+
+    @property
+    def pooled(self) -> bool:
+        """Whether all page groups have pages of one pool."""
+        return self.ragged or self.mixed
+
+    @property
     def num_page_groups(self) -> int:
         """Page groups (Y): layers of one group keep equally many tokens and share page numbers; `page_groups` names a ragged layer's first head."""
+        if self.mixed:
+            return 2 * self.num_layers
         return self.num_layers * self.num_kv_heads if self.ragged else max(self.page_groups) + 1
 
     def to_json(self) -> dict[str, Any]:
@@ -247,6 +260,8 @@ class CachePlan:
         data = dict(json.loads(json.dumps(asdict(self))))
         if data["evict"] and not data["evict"]["ragged"]:
             del data["evict"]["ragged"]  # the hashes of plans that are recorded know nothing of it
+        if data["quantize"] and not data["quantize"]["mixed"]:
+            del data["quantize"]["mixed"]
         return data
 
     @staticmethod
@@ -285,8 +300,17 @@ class CachePlan:
         """Bytes of one page in full precision, in the layers of one page group, or in one KV head."""
         if self.ragged:
             return self.page_bytes // self.num_page_groups
+        if self.mixed:
+            one = {spec.name: spec.row_bytes for spec in self.buffers if spec.paged}
+            more = sum(one[name] for name in ("positions", "key_scale", "value_scale"))
+            return one["keys"] + one["values"] + self.codes_per_row * more
         paged = [spec for spec in self.buffers if spec.paged and spec.pool == "plain"]
         return sum(spec.row_bytes for spec in paged for layer in spec.layers if self.page_groups[layer] == group)
+
+    @property
+    def codes_per_row(self) -> int:
+        """Encoded tokens that fit where one lies in full precision, in a mixed plan."""
+        return DTYPE_BYTES[self.kv_dtype]
 
     @property
     def slot_bytes(self) -> int:
@@ -299,10 +323,14 @@ class CachePlan:
 
     def stored_bytes_by_group(self, lengths: Sequence[int]) -> int:
         """Bytes that hold data for a sequence of which the layers of each page group store so many tokens, without bookkeeping."""
-        total = 0
+        coded = [spec for spec in self.buffers if self.mixed and spec.pool == "encoded"]
+        total = sum(spec.row_bytes // self.page_size * sum(map(int, lengths[self.num_layers :])) for spec in coded)
         for spec in self.buffers:
             if spec.paged and spec.pool == "plain" and spec.name not in BOOKKEEPING:
                 entry = spec.row_bytes * spec.tokens_per_entry // self.page_size
+                if self.mixed:
+                    total += sum(map(int, lengths[: self.num_layers])) * entry
+                    continue
                 if self.ragged:
                     total += sum(map(int, lengths)) * entry // self.num_kv_heads
                     continue
@@ -313,6 +341,9 @@ class CachePlan:
         """Bytes that the pool lends to such a sequence: whole pages and its slot."""
         if self.ragged:
             return sum(self.pages(int(one)) for one in lengths) * self.group_page_bytes(0) + self.slot_bytes
+        if self.mixed:
+            coded = sum(self.pages(-(-int(one) // self.codes_per_row)) for one in lengths[self.num_layers :])
+            return (coded + sum(self.pages(int(one)) for one in lengths[: self.num_layers])) * self.group_page_bytes(0) + self.slot_bytes
         own = (spec.row_bytes * self.pages(lengths[self.page_groups[layer]]) for spec in self.buffers if spec.paged for layer in spec.layers)
         return sum(own) + self.slot_bytes
 

@@ -112,7 +112,12 @@ def _paged(one: Footprint, context: int, batch_size: int) -> list[dict[str, Any]
     plan, rows = one.plan, []
     tokens = one.by_group(one.layers(context)) if one.shrinks else [context] * plan.num_page_groups
     pages = [plan.pages(stored) * batch_size for stored in tokens]
+    if plan.mixed:
+        pages[plan.num_layers :] = [plan.pages(-(-stored // plan.codes_per_row)) * batch_size for stored in tokens[plan.num_layers :]]
     for spec in plan.buffers:
+        if plan.mixed and spec.paged:
+            rows += _mixed(spec, plan, sum(pages))
+            continue
         if plan.ragged and spec.paged:
             rows.append(_row(_one_head(spec, plan), *_heads(spec, plan, sum(pages))))
             continue
@@ -121,6 +126,16 @@ def _paged(one: Footprint, context: int, batch_size: int) -> list[dict[str, Any]
         shape = f"[{spec.letters}] = [{', '.join([length, *map(str, spec.shape[1:])])}]"
         rows.append(_row(spec, shape, spec.row_bytes * sum(counts)))
     return rows
+
+
+def _mixed(spec: BufferSpec, plan: CachePlan, count: int) -> list[dict[str, Any]]:
+    """List a buffer of so many pages, each of which holds tokens in full precision or codes: codes lie where keys and values do."""
+    if spec.name in ("key_codes", "value_codes"):
+        return []
+    more = 1 if spec.name in ("keys", "values") else plan.codes_per_row
+    one = replace(spec, shape=(*spec.shape[:2], more * int(spec.shape[2]), *spec.shape[3:]), layers=spec.layers[:1])
+    letters = one.letters if more == 1 else one.letters.replace("N", f"{more}N")
+    return [_row(one, f"[{letters}] = [{', '.join(map(str, (count, *one.shape[1:])))}]", one.row_bytes * count)]
 
 
 def _one_head(spec: BufferSpec, plan: CachePlan) -> BufferSpec:

@@ -9,7 +9,6 @@ from torch import Tensor
 from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_recall.chunk import write_chunk
 from trtkv.plugins.kv_select import indexes
-from trtkv.plugins.ragged import ops as ragged
 from trtkv.plugins.rows import StepGroup
 from trtkv.plugins.session import Session
 
@@ -36,7 +35,7 @@ def append(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
             session.held.find(layer, row.slot).append(rotated[rows, config.num_q_heads :].to(qkv.dtype), values[rows], row.prompt)
         return
     if session.ragged is not None:
-        ragged.store(session.ragged, layer, rotated[:, config.num_q_heads :], values)
+        session.ragged.store(layer, rotated[:, config.num_q_heads :], values)
         return
     if session.offload is not None and session.offload.covers(layer):
         write_chunk(session.offload, layer, step, rotated[:, config.num_q_heads :], values)

@@ -38,9 +38,22 @@ class DenseScratch:
         return shares, torch.zeros(self.rows, dtype=torch.int32, device=device)
 
 
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """Encoded tokens beside those in full precision, in pages of the same bytes: their numbers [B] and pages [B, M], scales [P, Hk, F N].
+
+    A code is an eight-bit float (e4m3), F the bytes of an element in full precision.
+    """
+
+    lens: Tensor
+    table: Tensor
+    key_scale: Tensor
+    value_scale: Tensor
+
+
 def attend_dense(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lens: Tensor, out: Tensor, shares: Tensor, arrived: Tensor, *,
-    scale: float, overlap: bool = False,
+    scale: float, overlap: bool = False, codes: Codes | None = None,
 ) -> None:  # fmt: skip
     """Attend one token a sequence: q, out [B, Hq D], keys, values [P, Hk, N, D], table [B, M], lens [B] int32, scratch of `DenseScratch`.
 

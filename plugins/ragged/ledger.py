@@ -35,6 +35,7 @@ class HeadAccount:
     seen: int = 0
     new: int = 0
     tokens: tuple[tuple[int, ...], ...] | None = None
+    precise: tuple[tuple[int, ...], ...] | None = None
     limits: tuple[Lengths, Lengths] | None = field(default=None, repr=False)
 
     @property
@@ -50,6 +51,8 @@ class HeadAccount:
 
 class HeadLedger:
     """The accounts of the sequences of a session, by slot."""
+
+    _grows: Any = 1  # how many tokens a new one adds to each row [Y]
 
     def __init__(self, plan: CachePlan) -> None:
         """Take a ragged plan; raises EngineError where a role cannot be loaded."""
@@ -77,7 +80,7 @@ class HeadLedger:
         if account.prompt != prompt:
             account.prompt, account.limits = prompt, None
         account.new, account.seen = new, seen
-        account.stored = account.stored + new
+        account.stored = account.stored + new * self._grows
         return account
 
     def grant(self, account: HeadAccount, measures: Tensor | None) -> None:
@@ -119,6 +122,14 @@ class HeadLedger:
             num_layers=self.plan.num_layers,
             budget=account.tokens[layer] if account.tokens else None,
         )
+
+    def pages(self, slot: int, more: int) -> Ints:
+        """Return the pages [Y] of a sequence with so many more tokens."""
+        return self._pages(self.stored(slot) + more)
+
+    def pages_to_begin(self, prompt: int, count: int) -> Ints:
+        """Return the pages [Y] of the first `count` tokens of a prompt of so many."""
+        return self._pages(np.full(self.heads, count))
 
     def pages_to_end(self, slot: int, left: int) -> list[int]:
         """Return the most pages that a sequence behind its prompt takes for so many more tokens."""

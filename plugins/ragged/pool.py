@@ -51,6 +51,10 @@ class HeadPool:
         """Return the bytes that such a sequence occupies: whole pages of its heads and its slot."""
         return int(head_pages(lengths, self.plan.page_size).sum()) * self.plan.group_page_bytes(0) + self.plan.slot_bytes
 
+    def longest(self, stored: Lengths) -> list[int]:
+        """Return the tokens [B] of the longest head of any layer."""
+        return stored.max(0).tolist()  # type: ignore[no-any-return]
+
     def index(self, row: Row) -> int:
         """Return a row's place in the step."""
         return next(b for b, one in enumerate(self.rows) if one.slot == row.slot)
@@ -84,6 +88,21 @@ class HeadPool:
             there = self._there(layer, b)
             data = torch.where(there.view(self.heads, 1, longest, *(1,) * (data.dim() - 3)), data, torch.full((), fill, dtype=data.dtype))
         return data.flatten(0, 1)
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store rotated keys and values [T, Hk, D] of the step in torch."""
+        page, inside = self.places(layer)
+        self.pools["keys"][page, 0, inside] = keys.to(self.pools["keys"].dtype)
+        self.pools["values"][page, 0, inside] = values
+
+    def parts(self, layer: int, b: int, num_q_heads: int) -> list[tuple[slice, Tensor, Tensor]]:
+        """Return the query heads, keys and values [H, S, D] of KV heads that store equally many: all of them where they do, else each alone."""
+        lengths, group = self.lengths(layer, b), num_q_heads // self.heads
+        keys, values = (self.read(name, layer, b) for name in ("keys", "values"))
+        if len(set(lengths)) == 1:
+            return [(slice(0, num_q_heads), keys, values)]
+        each = enumerate(lengths)
+        return [(slice(h * group, (h + 1) * group), keys[h : h + 1, :length], values[h : h + 1, :length]) for h, length in each]
 
     def aligned(self, name: str, layer: int, b: int) -> Tensor:
         """Return the entries of a buffer for KV heads [Hk, S, ...] with the newest token of each last, S the tokens of any layer's longest head."""

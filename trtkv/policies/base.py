@@ -193,6 +193,10 @@ class Evict(Role):
         """
         raise NotImplementedError
 
+    def split(self, at: Occupancy) -> tuple[int, int] | None:
+        """Tell how many tokens of each KV head `keep` will leave in full precision and how many it will mark, when it is due; None where data decide."""
+        return None
+
     def settled(self, at: Occupancy) -> int:
         """Tell how many leading tokens will never be evicted, once this step's eviction is done."""
         return at.settled
@@ -219,13 +223,15 @@ class Quantize(Role):
     """How is a stored token encoded?
 
     flush_first: a decode step encodes before its attention; token_granular: encoded tokens can be dropped one by one; demoted_only: the tokens
-    that the evict role marks are encoded, `flush` is never asked.
+    that the evict role marks are encoded, `flush` is never asked; bytewise: a token's codes are a byte an element with one scale a KV head, so that
+    they fit into pages of tokens in full precision.
     """
 
     kind: ClassVar[Kind] = "quantize"
     flush_first: ClassVar[bool] = False
     token_granular: ClassVar[bool] = False
     demoted_only: ClassVar[bool] = False
+    bytewise: ClassVar[bool] = False
 
     @property
     def key_group(self) -> int:

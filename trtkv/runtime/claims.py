@@ -20,7 +20,7 @@ from trtkv.plan import CachePlan
 from trtkv.plugins.compaction.ledger import Ledger
 from trtkv.plugins.ragged.compactor import HeadCompactor
 from trtkv.plugins.ragged.ledger import HeadLedger
-from trtkv.plugins.ragged.pages import HeadPages, head_pages
+from trtkv.plugins.ragged.pages import HeadPages
 from trtkv.plugins.session import Session
 from trtkv.runtime.pages import GroupPages, HeadPageAllocator, PageAllocator
 from trtkv.runtime.scheduler import Running, Scheduler
@@ -117,12 +117,12 @@ class HeadClaimScheduler(ClaimScheduler):
     def __init__(self, plan: CachePlan, limits: Limits, pages: HeadPageAllocator, slots: list[int], ledger: HeadLedger) -> None:
         """Share pages by a session's ledger, which knows what every head stores."""
         super().__init__(plan, limits, pages, slots, ledger)  # type: ignore[arg-type]
-        self._pool = pages
+        self._pool, self._heads = pages, ledger
 
     def stored(self, sequence: Running) -> None:
         """Take note that a step is done: pages that heads no longer fill go back, but for one in hand."""
         own: HeadPages = sequence.pages  # type: ignore[assignment]
-        keep = head_pages(self._ledger.stored(sequence.slot) + 1, self.plan.page_size)  # type: ignore[operator]
+        keep = self._heads.pages(sequence.slot, 1)
         if (own.counts > keep).any():
             sequence.pages = self._pool.cut(own, keep)  # type: ignore[assignment]
         if sequence.seen == sequence.num_prompt:
@@ -137,8 +137,8 @@ class HeadClaimScheduler(ClaimScheduler):
 
     def _prepare(self, one: Running, count: int) -> int:
         count = self._cut(one, count)
-        stored = self._ledger.stored(one.slot) if one.seen else np.zeros(self._pool.heads, np.int64)
-        more = head_pages(stored + count, self.plan.page_size) - one.pages.counts  # type: ignore[attr-defined, operator]
+        need = self._heads.pages(one.slot, count) if one.seen else self._heads.pages_to_begin(one.num_prompt, count)
+        more = need - one.pages.counts  # type: ignore[attr-defined]
         if count and (more > 0).any():
             one.pages = self._pool.extend(one.pages, np.maximum(more, 0))  # type: ignore[arg-type, assignment]
         return count

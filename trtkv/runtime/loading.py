@@ -128,7 +128,7 @@ def open_engine(directory: Path, options: Options, progress: Progress = lambda s
     executor = _executor(directory, manifest, why_torch, weights, session)
     rope = rope_table(manifest.model.rope, manifest.model.head_dim, manifest.limits.max_seq_len)
     slots = list(range(manifest.limits.max_batch_size - 1, -1, -1))
-    pages = make_pages(num_pages, plan.num_page_groups if plan.ragged else 0)
+    pages = make_pages(num_pages, plan.num_page_groups if plan.pooled else 0)
     return Engine(manifest, session, Stepper(executor, session, manifest.limits, rope), pages, slots, why_torch)
 
 
