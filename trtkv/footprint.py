@@ -112,7 +112,9 @@ class Footprint:
         """Return the most bytes that a sequence occupies while its prompt is read, and behind it."""
         if self.plan.mixed:  # codes are written while what they come from is still there
             layers, behind = self.plan.num_layers, self.by_group(self.layers(prompt))
-            return max(self.reserved_bytes(prompt), self.plan.reserved_bytes_by_group(self.by_group(self.layers_at_peak(prompt))[:layers] + behind[layers:]))
+            return max(
+                self.reserved_bytes(prompt), self.plan.reserved_bytes_by_group(self.by_group(self.layers_at_peak(prompt))[:layers] + behind[layers:])
+            )
         if self.plan.compacts:
             return max(self.reserved_bytes(prompt), self.plan.reserved_bytes_by_group(self.by_group(self.layers_at_peak(prompt))))
         if not self.held:

@@ -14,7 +14,7 @@ from trtkv.plugins._device.spec import shared_limit
 from trtkv.plugins.kv_attend.launch import device_arch
 
 _HERE = Path(__file__).parent
-_TYPES = (Pointer,) * 8 + (Int,) * 6 + (Float,)
+_TYPES = (Pointer,) * 8 + (Int,) * 6 + (Float,) + (Pointer,) * 4
 _TILE = 16  # tokens of a warp's block
 _MOST_STAGES = 6
 
@@ -66,10 +66,11 @@ def attend_dense(
     heads, batch = lens.shape[0] if ragged else heads, lens.shape[-1]
     group = q.shape[1] // dim // heads
     warps, stages = dense_shape(dim, device_arch())
-    kernel = dense_kernel(dim, group, q.dtype == torch.bfloat16, device_arch(), ragged)
-    most = batch * heads * -(-table.shape[-1] * page_size // (warps * _TILE))
+    kernel = dense_kernel(dim, group, q.dtype == torch.bfloat16, device_arch(), ragged, codes is not None)
+    most = (1 if codes is None else 2) * batch * heads * -(-table.shape[-1] * page_size // (warps * _TILE))
     pointers = [one.data_ptr() for one in (q, keys, values, table, lens, out, shares, arrived)]
-    values_ = (*pointers, batch, heads, q.stride(0), out.stride(0), table.stride(-2), page_size, scale * 1.4426950408889634)
+    more = (0,) * 4 if codes is None else tuple(one.data_ptr() for one in (codes.table, codes.lens, codes.key_scale, codes.value_scale))
+    values_ = (*pointers, batch, heads, q.stride(0), out.stride(0), table.stride(-2), page_size, scale * 1.4426950408889634, *more)
     stream = torch.cuda.current_stream().cuda_stream
     kernel.launch((min(shares.shape[0] // 2, most), 1, 1), warps * 32, warps * stages * 64 * dim, stream, values_, overlap=overlap)
 
@@ -81,9 +82,9 @@ def dense_shape(dim: int, arch: str) -> tuple[int, int]:
     return warps, min(_MOST_STAGES, room // (warps * 64 * dim))
 
 
-def dense_kernel(dim: int, group: int, bf16: bool, arch: str, ragged: bool = False) -> Kernel:
-    """Load the kernel for a shape; ragged lets every KV head have its own length and pages."""
+def dense_kernel(dim: int, group: int, bf16: bool, arch: str, ragged: bool = False, mixed: bool = False) -> Kernel:
+    """Load the kernel for a shape; ragged lets every KV head have its own length and pages, mixed lets some tokens be encoded."""
     warps, stages = dense_shape(dim, arch)
     shape = (f"-DD={dim}", f"-DGROUP_HEADS={group}", f"-DWARPS={warps}", f"-DSTAGES={stages}")
-    defines = (*shape, *(("-DBF16",) if bf16 else ()), *(("-DRAGGED",) if ragged else ()))
+    defines = (*shape, *(("-DBF16",) if bf16 else ()), *(("-DRAGGED",) if ragged else ()), *(("-DMIXED",) if mixed else ()))
     return nvrtc.load(_HERE / "dense.cu", "attend_dense", _TYPES, defines, arch, warps * stages * 64 * dim)

@@ -11,7 +11,7 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
     """Load the kernels of every layer for a compute capability: for everything stored, or for the units of its list and every cluster size."""
     group, bf16 = plan.num_q_heads // plan.num_kv_heads, plan.kv_dtype == "bfloat16"
     if any(select is None for select in plan.select):
-        launch_dense.dense_kernel(plan.head_dim, group, bf16, arch, plan.ragged)
+        launch_dense.dense_kernel(plan.head_dim, group, bf16, arch, plan.ragged, plan.mixed)
     shapes = {(select.unit, 1 if select.pooling == "none" else group) for select in plan.select if select is not None}
     for unit, together in sorted(shapes):
         for batch in range(1, limits.max_batch_size + 1):

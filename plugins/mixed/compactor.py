@@ -25,7 +25,7 @@ PARTS = ("key", "value")
 
 @dataclass
 class MixedView:
-    """A `CacheView` of one layer of sequence b of the announced step, its tokens in the order of their positions whatever kind of page they lie in."""
+    """A `CacheView` of one layer of sequence b of the announced step, its tokens in the order of their positions, in whatever pages they lie."""
 
     pool: MixedPool
     layer: int

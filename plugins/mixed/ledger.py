@@ -75,7 +75,7 @@ class MixedLedger(HeadLedger):
         return np.maximum(self._pages(stored), self._coded_after(HeadAccount(prompt, stored, stored, count, count)))
 
     def pages_for(self, prompt: int, chunk: int, answer: int) -> list[int]:
-        """Return the most pages that a prompt and an answer of so many tokens take: the prompt is whole until its end, then nothing exceeds the budget.
+        """Return the most pages that a prompt and an answer of so many tokens take: a prompt is whole until its end, then nothing exceeds the budget.
 
         Until a role has measured, all of the budget may be in full precision or encoded.
         """

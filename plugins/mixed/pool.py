@@ -18,7 +18,7 @@ from trtkv.plugins.rows import Row
 
 
 class MixedPool(HeadPool):
-    """`pools`: keys, values [P, Hk, N, D]; the same bytes as key_codes, value_codes [P, Hk, F N, D] uint8; their scales and the positions [P, Hk, F N].
+    """`pools`: keys, values [P, Hk, N, D]; the same bytes as key_codes, value_codes [P, Hk, F N, D] uint8; scales and positions [P, Hk, F N].
 
     F are the bytes of an element. A step is announced with the tokens [2 L, B] of every layer, encoded ones behind.
     """
@@ -73,7 +73,7 @@ class MixedPool(HeadPool):
             self.pools[name][page, :, place] = rows.to(self.pools[name].dtype)
 
     def parts(self, layer: int, b: int, num_q_heads: int) -> list[tuple[slice, Tensor, Tensor]]:
-        """Return the query heads, keys and values [Hk, S, D]: encoded tokens as they decode, then those in full precision, of which the newest are last."""
+        """Return the query heads, keys and values [Hk, S, D]: encoded tokens as they decode, then those in full precision, the newest last."""
         count, coded = int(self.stored[layer, b]), int(self.stored[self.layers + layer, b])
         found = []
         for part in ("key", "value"):

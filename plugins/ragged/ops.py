@@ -91,7 +91,8 @@ def _chunks(session: Session, layer: int, config: OpConfig, query: Tensor, out: 
 
 
 def _decode(
-    session: Session, layer: int, config: OpConfig, query: Tensor, lens: Sequence[Tensor], tables: Sequence[Tensor], out: Tensor, overlap: bool = True,
+    session: Session, layer: int, config: OpConfig, query: Tensor, lens: Sequence[Tensor], tables: Sequence[Tensor], out: Tensor,
+    overlap: bool = True,
 ) -> None:  # fmt: skip
     """Attend one token a sequence: lens [Hk, B], table [Hk, B, M] of heads, or those [B], [B, M] of tokens in full precision and of codes."""
     keys, values = session.buffer("keys", layer), session.buffer("values", layer)

@@ -11,13 +11,13 @@ from trtkv.plugins.ragged import launch, move
 
 
 def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> None:
-    """Load the kernels of a ragged plan for a compute capability: moves, what is kept of queries and attention."""
+    """Load the kernels of a plan with one pool for a compute capability: moves of single heads, what is kept of queries and attention."""
     evict = plan.evict
-    if not plan.ragged or evict is None:
+    if not plan.pooled or evict is None:
         return
     dtype, heads, dim = compaction.TYPES[TORCH_DTYPES[plan.kv_dtype]], plan.num_kv_heads, plan.head_dim
     group, lists = plan.num_q_heads // heads, move.slides(evict) is None
-    for spec in plan.buffers:
+    for spec in plan.buffers if plan.ragged else ():
         if spec.paged:
             rows = int(spec.shape[1]) // heads
             words = spec.row_bytes // (int(spec.shape[1]) * plan.page_size * 4)

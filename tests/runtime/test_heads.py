@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.plugins.test_mixed import POLICIES as MIXED
 from tests.plugins.test_ragged import POLICIES
 from tests.policies.cases import small
 from tests.runtime.test_claims import LIMITS
@@ -19,6 +20,7 @@ from trtkv.api import build
 from trtkv.errors import CapacityError, RequestError
 from trtkv.footprint import Footprint
 from trtkv.plan import CachePlan
+from trtkv.plugins.mixed import make_ledger
 from trtkv.plugins.ragged.ledger import HeadLedger
 from trtkv.plugins.ragged.pages import head_pages
 from trtkv.runtime.claims import HeadClaimScheduler
@@ -34,8 +36,9 @@ class Rig:
     """A scheduler and what a session does to its ledger, without a cache; heads are measured at random."""
 
     def __init__(self, plan: CachePlan, share: float) -> None:
-        self.plan, self.ledger, self.slots = plan, HeadLedger(plan), list(range(LIMITS.max_batch_size))
-        self.pages = HeadPageAllocator(int(share * self.ledger.most_pages(LIMITS.max_seq_len, LIMITS.max_chunk_tokens)[0]), HEADS)
+        self.plan, self.ledger, self.slots = plan, make_ledger(plan), list(range(LIMITS.max_batch_size))
+        whole = self.ledger.most_pages(LIMITS.max_seq_len, LIMITS.max_chunk_tokens)[0]
+        self.pages = HeadPageAllocator(int(share * whole), plan.num_page_groups)
         self.scheduler = HeadClaimScheduler(plan, LIMITS, self.pages, self.slots, self.ledger)
         self.measured = torch.Generator().manual_seed(1)
         self.most = self.steps = 0
@@ -49,10 +52,12 @@ class Rig:
         assert len(owned) == len(set(owned)) == self.pages.num_pages - self.pages.free
         for one, row in batch:
             account = self.ledger.append(one.slot, len(row.tokens), one.seen + len(row.tokens), one.num_prompt)
-            assert (head_pages(account.stored, self.plan.page_size) <= one.pages.counts).all()
+            assert (self.ledger.pages(one.slot, 0) <= one.pages.counts).all()
             if account.measures:
                 self.ledger.grant(account, torch.rand(LAYERS, KV_HEADS, generator=self.measured))
-            self.ledger.settle(account, self.ledger.cut(account)[1])
+            stay = self.ledger.cut(account)[1]
+            self.ledger.settle(account, stay)
+            assert (self.ledger.pages(one.slot, 0) <= one.pages.counts).all(), "what is written anew has no room"
             one.seen += len(row.tokens)
             self.scheduler.stored(one)
             if row.logits_of:
@@ -64,9 +69,9 @@ class Rig:
         return bool(batch)
 
 
-@pytest.mark.parametrize("name", ["razor", "razor, keydiff", "shares, h2o", "shares, snapkv"])
+@pytest.mark.parametrize("name", ["razor", "razor, keydiff", "shares, h2o", "shares, snapkv", *MIXED])
 def test_no_page_is_lost_in_ten_thousand_steps(name: str) -> None:
-    rig, chance = Rig(POLICIES[name].plan(MODEL), 1.7), random.Random(name)
+    rig, chance = Rig((MIXED | POLICIES)[name].plan(MODEL), 1.7), random.Random(name)
     while rig.steps < 10_000:
         while len(rig.scheduler.waiting) < 3:
             length = chance.choice((1, 2, 30, 63, 64, 65, 129, 300))
@@ -77,8 +82,9 @@ def test_no_page_is_lost_in_ten_thousand_steps(name: str) -> None:
     assert not rig.scheduler.running and not rig.scheduler.waiting
     assert rig.pages.free == rig.pages.num_pages
     assert sorted(rig.slots) == list(range(LIMITS.max_batch_size))
-    each = rig.pages.num_pages // HEADS
-    assert len(set(rig.pages.take(each).table[:, :each].flatten().tolist())) == each * HEADS, "a page would have two owners"
+    heads = rig.plan.num_page_groups
+    each = rig.pages.num_pages // heads
+    assert len(set(rig.pages.take(each).table[:, :each].flatten().tolist())) == each * heads, "a page would have two owners"
 
 
 def test_freed_pages_serve_others() -> None:
@@ -129,10 +135,10 @@ def test_memory_is_shared_out_as_planned() -> None:
         pool_sizes(plan, LIMITS, torch.device("cpu"), one)
 
 
-@pytest.mark.parametrize("name", ["razor", "razor, h2o"])
+@pytest.mark.parametrize("name", ["razor", "razor, h2o", "arkv"])
 def test_an_answer_does_not_depend_on_its_batch(name: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
-    sets = ("allocate.window=8", "allocate.near=16", *(("evict.recent=0.25",) if "h2o" in name else ()))
-    text = "razor" if name == "razor" else "tests.runtime.test_heads:RAZOR_H2O"
+    sets = ("allocate.window=8", *(("evict.window=8", "evict.slack_ratio=0.95") if name == "arkv" else ("allocate.near=16",)))
+    text = "tests.runtime.test_heads:RAZOR_H2O" if "h2o" in name else name
     limits = {"max_seq_len": 256, "max_batch_size": 4, "max_chunk_tokens": 48}
     path = build(str(tiny_llama.path), text, budget=64, sets=sets, out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
     llm = LLM(path)

@@ -194,7 +194,10 @@ class Evict(Role):
         raise NotImplementedError
 
     def split(self, at: Occupancy) -> tuple[int, int] | None:
-        """Tell how many tokens of each KV head `keep` will leave in full precision and how many it will mark, when it is due; None where data decide."""
+        """Tell how many tokens of each KV head `keep` will leave in full precision and how many it will mark, when it is due.
+
+        None where data decide.
+        """
         return None
 
     def settled(self, at: Occupancy) -> int:
