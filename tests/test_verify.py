@@ -44,7 +44,9 @@ def test_engines_agree_with_the_reference(kind: str, dtype: torch.dtype, tmp_pat
     assert report.tokens == 128 + 7 and report.steps == 5
 
 
-@pytest.mark.parametrize("policy", ["quest", "freekv", "arkvale", "shadowkv", "h2o", "snapkv", "kivi", "minikv-pyramid", "lagkv", "arkv", "razor"])
+@pytest.mark.parametrize(
+    "policy", ["quest", "freekv", "arkvale", "shadowkv", "h2o", "snapkv", "kivi", "minikv-pyramid", "lagkv", "arkv", "arkv-quant", "razor"]
+)
 def test_other_policies_agree_too(policy: str, tmp_path: Path) -> None:
     sets = {
         "quest": ["retrieve.budget=64"],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -173,7 +173,8 @@ class CacheView:
     length; queries [W, Hq, D] the newest queries after rotation, the last at position seen - 1 (fewer than a role asked for in short sequences,
     more where another role asks for more); mass [Hq, S] attention probability that each token received from all queries so far; newest [Hq, S]
     probabilities of the newest query; state: the role's own numbers [Hk, S] by name, zero for tokens that are new in this step. What the role does
-    not need is None. num_layers layers are shown at once to a role that takes several: their heads stand one behind the other.
+    not need is None. num_layers layers are shown at once to a role that takes several: their heads stand one behind the other. received tells what
+    each stored token [Hq, S] received from the newest so many queries where a kernel counts that, else None.
     """
 
     at: Occupancy
@@ -186,6 +187,7 @@ class CacheView:
     newest: Tensor | None = None
     state: Mapping[str, Tensor] = field(default_factory=dict)
     num_layers: int = 1
+    received: Callable[[int], Tensor | None] = lambda window: None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,9 @@ from trtkv.plugins.mixed.ledger import MixedLedger
 from trtkv.plugins.mixed.pool import MixedPool
 from trtkv.plugins.ragged.compactor import HeadCompactor
 from trtkv.plugins.ragged.ledger import HeadAccount
+from trtkv.plugins.ragged.view import count_received, newest_queries
 from trtkv.plugins.rows import Row
+from trtkv.plugins.support import compacts_by_kernels
 
 if TYPE_CHECKING:
     from trtkv.plugins.session import Session
@@ -78,11 +80,12 @@ class MixedView:
     @cached_property
     def queries(self) -> Tensor | None:
         """The newest queries [W, Hq, D] fp32, oldest first."""
-        window = self.pool.plan.evict.queries  # type: ignore[union-attr]
-        ring = self.pool.buffers["last_queries"][self.layer]
-        assert ring is not None
-        order = torch.arange(max(0, self.account.seen - window), self.account.seen, device=ring.device) % window
-        return ring[self.pool.rows[self.b].slot].index_select(0, order).float()
+        found = newest_queries(self.pool, self.layer, self.b, self.account.seen)
+        return None if found is None else found.float()
+
+    def received(self, window: int) -> Tensor | None:
+        """Return what each token [Hq, S] received from the newest queries, by kernels, where every token seen is still stored; else None."""
+        return None if self.counts[1] else count_received(self.pool, self.layer, self.b, self.at, window, self.scale)
 
     def decoded(self, part: str) -> Tensor:
         """Return keys or values [Hk, S, D] fp32 as they are attended to, in order."""
@@ -116,7 +119,7 @@ class MixedCompactor(HeadCompactor):
         assert plan.evict is not None, "the plan evicts nothing"
         self._pool, self._plan, self._evict, self._scale = cast(MixedPool, session.ragged), plan, plan.evict, plan.head_dim**-0.5
         self.ledger = MixedLedger(plan)
-        self.kernels = False  # nothing moves here but once in many steps, a layer at a time
+        self.kernels = self._pool.kernels = compacts_by_kernels(plan, session.device)
 
     def mean_stored(self, slot: int) -> float:
         """Return the tokens that a sequence stores, mean over the layers."""

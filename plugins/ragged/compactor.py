@@ -28,7 +28,7 @@ class HeadCompactor:
         assert session.ragged is not None and plan.evict is not None, "the heads of the plan keep equally many tokens"
         self._pool, self._plan, self._evict, self._scale = session.ragged, plan, plan.evict, plan.head_dim**-0.5
         self.ledger = HeadLedger(plan)
-        self.kernels = compacts_by_kernels(plan, session.device)
+        self.kernels = self._pool.kernels = compacts_by_kernels(plan, session.device)
 
     def begin(self, new: Sequence[int], seen: Sequence[int], slots: Sequence[int], prompts: Sequence[int]) -> Lengths:
         """Count a step's new tokens and return the tokens [Y, B] of every head that are stored once they are appended."""

@@ -21,6 +21,8 @@ class HeadPool:
     A step is announced with its rows, their pages, and the tokens [Y, B] of every head behind the append.
     """
 
+    kernels = False  # whether roles' views may count attention by kernels
+
     def __init__(self, plan: CachePlan, num_pages: int, num_slots: int, device: torch.device) -> None:
         """Allocate so many pages, and what slots have of their own."""
         self.plan, self.num_pages, self.device, self.heads = plan, num_pages, device, plan.num_kv_heads

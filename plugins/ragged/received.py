@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from trtkv.plugins.session import Session
 
 
+def from_window(query: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """Return what each of S tokens received from queries [W, Hq, D], the newest W tokens, over keys [Hk, S, D]: [Hq, S] fp32, by kernels."""
+    from trtkv.plugins.kv_attend.prefill import attend_with_lse  # its package needs sessions, which need this module
+
+    _, lse = attend_with_lse(query, keys, keys, scale)
+    return sums.column_sums(query, keys, lse, scale)
+
+
 def newest(pool: HeadPool, b: int, seen: int, scale: float, kernels: bool) -> None:
     """Count what the newest query of sequence b of the step pays in every layer."""
     evict, slot = pool.plan.evict, pool.rows[b].slot

@@ -24,7 +24,7 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
             launch.move_kernel(launch.move_constants(rows, words, spec.name == "positions", lists), arch)
     if evict.queries and not evict.prompt_only:
         compaction.remember_kernel(compaction.remember_constants(evict.queries, plan.num_q_heads * dim), dtype, arch)
-    if "attention_mass" in evict.needs:
+    if "attention_mass" in evict.needs or ("allocate" in plan.roles and evict.queries):
         sums_kernel(group, dim, dtype, arch)
-        if not evict.prompt_only:
-            launch.received_kernel(launch.received_constants(heads, group, dim), dtype, arch)
+    if "attention_mass" in evict.needs and not evict.prompt_only:
+        launch.received_kernel(launch.received_constants(heads, group, dim), dtype, arch)

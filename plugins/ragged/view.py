@@ -12,7 +12,25 @@ from torch import Tensor
 from trtkv.plan import Occupancy
 from trtkv.plugins.ragged.ledger import HeadAccount
 from trtkv.plugins.ragged.pool import HeadPool
+from trtkv.plugins.ragged.received import from_window
 from trtkv.ranking import attention
+
+
+def newest_queries(pool: HeadPool, layer: int, b: int, seen: int) -> Tensor | None:
+    """Return the newest queries [W, Hq, D] of a sequence of the step in the cache's dtype, oldest first, None where the plan keeps none."""
+    evict, ring = pool.plan.evict, pool.buffers.get("last_queries", [None] * (layer + 1))[layer]
+    if evict is None or ring is None:
+        return None
+    order = torch.arange(max(0, seen - evict.queries), seen, device=ring.device) % evict.queries
+    return ring[pool.rows[b].slot].index_select(0, order)
+
+
+def count_received(pool: HeadPool, layer: int, b: int, at: Occupancy, window: int, scale: float) -> Tensor | None:
+    """Return what each token of a layer [Hq, S] received from the newest queries, by kernels, where they run and every token seen is stored."""
+    queries = newest_queries(pool, layer, b, at.seen)
+    if not pool.kernels or queries is None or set(at.lengths) != {at.seen}:
+        return None
+    return from_window(queries[-window:], pool.parts(layer, b, queries.shape[1])[0][1], scale)
 
 
 @dataclass
@@ -50,15 +68,8 @@ class HeadView:
     @cached_property
     def queries(self) -> Tensor | None:
         """The newest queries [W, Hq, D] fp32, oldest first, None where the plan keeps none."""
-        evict = self.pool.plan.evict
-        assert evict is not None
-        if not evict.queries:
-            return None
-        ring = self.pool.buffers["last_queries"][self.layer]
-        assert ring is not None
-        seen = self.account.seen
-        order = torch.arange(max(0, seen - evict.queries), seen, device=ring.device) % evict.queries
-        return ring[self.pool.rows[self.b].slot].index_select(0, order).float()
+        found = newest_queries(self.pool, self.layer, self.b, self.account.seen)
+        return None if found is None else found.float()
 
     @cached_property
     def mass(self) -> Tensor:
@@ -70,6 +81,10 @@ class HeadView:
         """The newest query's attention [Hq, S] fp32."""
         assert self.queries is not None
         return attention(self.queries[-1:], self.keys, self.scale, self.pool.there(self.layer, self.b)[:, None, None])[:, 0]
+
+    def received(self, window: int) -> Tensor | None:
+        """Return what each token [Hq, S] received from the newest queries, by kernels, where every token seen is still stored; else None."""
+        return count_received(self.pool, self.layer, self.b, self.at, window, self.scale)
 
     @cached_property
     def state(self) -> Mapping[str, Tensor]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from tests.plugins import cuda_on_cpu
@@ -21,6 +22,7 @@ from tests.test_predict import MODEL
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
 from trtkv.config import Limits
 from trtkv.footprint import Footprint
+from trtkv.plan import CacheView
 from trtkv.plugins import face
 from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kernels import kernels_for
@@ -181,3 +183,37 @@ def test_kernels_of_mixtures_are_compiled_ahead() -> None:
     specs = kernels_for(plan, model, Limits(max_seq_len=512, max_batch_size=2), "90")
     assert any(spec.source.name == "dense.cu" and "-DMIXED" in spec.defines for spec in specs)
     assert {spec.entry for spec in specs} >= {"append_kernel", "remember_kernel", "attend_dense"}
+
+
+@pytest.mark.parametrize("name", ["arkv", "razor"])
+def test_what_allocate_roles_measure_comes_from_kernels(name: str, tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log-sum-exp of the newest queries by the library's stand-in, the sums by the kernel in the interpreter: the numbers of the definition."""
+    pytest.importorskip("triton")
+
+    def flash(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        group, (count, stored) = query.shape[1] // keys.shape[1], (query.shape[2], keys.shape[2])
+        logits = query[0] @ keys[0].repeat_interleave(group, 0).transpose(1, 2) * scale
+        hidden = torch.ones(count, stored, dtype=torch.bool).triu(stored - count + 1)
+        return torch.empty_like(query), logits.masked_fill(hidden, float("-inf")).logsumexp(2)[None]
+
+    monkeypatch.setattr(prefill, "_takes_cudnn", lambda query: False)
+    monkeypatch.setattr(prefill, "_flash", flash)
+    found, (text,) = [], prompts(150)
+    for kernels in (True, False):
+        rig = make_rig(tiny_llama, small(name), tmp_path, slots=1)
+        assert rig.session.ragged is not None and rig.session.compactor is not None
+        rig.session.ragged.kernels = kernels
+        role, measured = rig.session.compactor.ledger.allocate, []
+        count = type(role).measure
+
+        def measure(self: object, view: CacheView, count=count, measured=measured, kernels=kernels) -> Tensor:
+            assert (view.received(8) is not None) is kernels
+            measured.append(count(self, view))
+            return measured[-1]
+
+        monkeypatch.setattr(type(role), "measure", measure)
+        generate(rig, [text], 2)
+        monkeypatch.setattr(type(role), "measure", count)
+        found.append(torch.stack(measured))
+    assert len(found[0]) == tiny_llama.config.num_layers
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
