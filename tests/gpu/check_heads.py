@@ -1,4 +1,4 @@
-"""KV heads of different lengths on a GPU: kernels against torch on the same engine, captured steps, moves at full size, and a step's time.
+"""Ragged heads and mixed precisions on a GPU: kernels against torch on the same engine, captured steps, moves at full size, and a step's time.
 
 Run as a module on a machine with a GPU; prints one line a check and ends with the number of failures.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tests.plugins.test_mixed import POLICIES as MIXED
 from tests.plugins.test_ragged import POLICIES, kept
 from tests.runtime.test_policies import generate, prompts
 from tests.tiny import make_rig, make_tiny
@@ -63,6 +64,86 @@ def engines(directory: Path) -> None:
 
 
 @torch.inference_mode()
+def mixtures(directory: Path) -> None:
+    """Compare answers over mixed pages with the definition's in the same dtype, both against fp32, with forced tokens."""
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 128}
+    tiny = make_tiny("llama", directory / "mixed", dtype=torch.bfloat16, **shape)
+    texts = prompts(150, 61, 90)
+    for name, policy in MIXED.items():
+        rig = make_rig(tiny, policy, directory, slots=3, dtype="bfloat16", device="cuda")
+        ours = generate(rig, texts, 40, chunk=70)
+        again = generate(make_rig(tiny, policy, directory, slots=3, dtype="bfloat16", device="cuda"), texts, 40, chunk=70)
+        exact, half = (
+            generate(make_rig(tiny, policy, directory, slots=3, dtype=dtype, device="cuda", by_definition=True), texts, 40, chunk=70)
+            for dtype in ("float32", "bfloat16")
+        )
+        compactor, graphs = rig.session.compactor, rig.stepper._graphs
+        assert compactor is not None
+        coded = int(sum(compactor.ledger.stored(slot)[tiny.config.num_layers :].sum() for slot in range(3)))
+        report(f"{name} encodes and is captured", coded > 0 and graphs is not None and len(graphs._captured) > 0, f"{coded} encoded")
+        report(f"{name} takes kernels", compactor.kernels)
+        report(f"{name} finite, the same again", bool(torch.isfinite(ours).all()) and torch.equal(ours, again))
+        first = [float((x[0] - exact[0]).norm() / exact[0].norm()) for x in (ours, half)]
+        report(f"{name} prompt as good as the definition's", first[0] <= 2 * first[1], f"{first[0]:.3g} and {first[1]:.3g}")
+
+
+@torch.inference_mode()
+def mixed_attention_at_full_size() -> None:
+    """Attend over tokens in full precision and codes of a real model's shape, and time it beside all in full precision."""
+    heads, group, dim, page, batch = 8, 4, 128, 32, 8
+    made = torch.Generator("cuda").manual_seed(9)
+    for plain, coded in ((300, 724), (8000, 24768), (32768, 0)):
+        width = -(-max(plain, coded) // page) + 1
+        tables = torch.randperm(2 * batch * width, device="cuda", generator=made).int().view(2, batch, width)
+        keys, values = (torch.randn(2 * batch * width, heads, page, dim, device="cuda", generator=made).bfloat16() for _ in range(2))
+        scales = [(torch.rand(2 * batch * width, heads, 2 * page, device="cuda", generator=made) * 0.02).bfloat16() for _ in range(2)]
+        for pool in (keys, values):
+            own = tables[1].flatten().long()
+            pool[own] = torch.randint(0, 127, (len(own), heads, page, 2 * dim), device="cuda", generator=made, dtype=torch.uint8).view(torch.bfloat16)
+        query = torch.randn(batch, heads * group * dim, device="cuda", generator=made).bfloat16()
+        out = torch.full_like(query, float("nan"))
+        lens = torch.tensor([[plain] * batch, [coded] * batch], dtype=torch.int32, device="cuda")
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
+        scratch = launch_dense.DenseScratch.plan(batch, heads, group, dim, sms).allocate("cuda")
+        codes = launch_dense.Codes(lens[1], tables[1], *scales)
+        run = lambda: launch_dense.attend_dense(query, keys, values, tables[0], lens[0], out, *scratch, scale=dim**-0.5, codes=codes)  # noqa: B023, E731
+        run()
+        worst = 0.0
+        for b in range(0, batch, 3):
+            sides = []
+            for pool, scale in zip((keys, values), scales, strict=True):
+                rows = pool[tables[0, b].long()].transpose(0, 1).flatten(1, 2)[:, :plain].double()
+                low = pool[tables[1, b].long()].view(torch.float8_e4m3fn).view(-1, heads, 2 * page, dim).transpose(0, 1).flatten(1, 2)[:, :coded]
+                factor = scale[tables[1, b].long()].transpose(0, 1).flatten(1, 2)[:, :coded]
+                sides.append(torch.cat([rows, low.double() * factor.double()[..., None]], 1).repeat_interleave(group, 0))
+            asked = query[b].view(heads * group, dim)
+            exact = ((asked.double()[:, None] @ sides[0].transpose(1, 2) * dim**-0.5).softmax(2) @ sides[1])[:, 0]
+            each = [x.bfloat16()[None] for x in sides]
+            rounded = torch.nn.functional.scaled_dot_product_attention(asked[None, :, None], *each, scale=dim**-0.5)[0, :, 0]
+            allowed = 2 * float((rounded.double() - exact).abs().max()) + 2.0**-8 * float(exact.abs().max())
+            worst = max(worst, float((out[b].view(-1, dim).double() - exact).abs().max()) / allowed)
+        report(f"attention over {plain} and {coded}", worst <= 1, f"{worst:.2f} of the allowed error")
+        size = batch * heads * (plain * 4 * dim + coded * (2 * dim + 4))
+        print(f"      {plain} and {coded} tokens, batch {batch}: {timed(run):.1f} us a layer, warm, {size / 1e6:.1f} MB", flush=True)
+
+
+def timed(run: Callable[[], None]) -> float:
+    """Return the microseconds of one of twenty captured launches."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        run()
+    stream.synchronize()
+    with torch.cuda.graph(graph):
+        for _ in range(20):
+            run()
+    graph.replay()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record(), graph.replay(), end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) * 50
+
+
+@torch.inference_mode()
 def attention_at_full_size() -> None:
     """Attend over heads of a real model's shape whose lengths differ by a factor of thirty, and time it beside heads that are all long."""
     heads, group, dim, page, batch, long = 8, 4, 128, 32, 4, 32768
@@ -89,18 +170,8 @@ def attention_at_full_size() -> None:
                 allowed = 2 * float((rounded.double() - exact).abs().max()) + 2.0**-8 * float(exact.abs().max())
                 worst = max(worst, float((out[b].view(heads, group, dim)[head].double() - exact).abs().max()) / allowed)
         report(f"{label} attention", worst <= 1, f"{worst:.2f} of the allowed error")
-        stream, run = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            launch_dense.attend_dense(query, keys, values, table, lens, out, *scratch, scale=dim**-0.5)
-        stream.synchronize()
-        with torch.cuda.graph(run):
-            for _ in range(20):
-                launch_dense.attend_dense(query, keys, values, table, lens, out, *scratch, scale=dim**-0.5)
-        run.replay()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record(), run.replay(), end.record()
-        torch.cuda.synchronize()
-        print(f"      {label}: {begin.elapsed_time(end) * 50:.1f} us a layer, warm, {int(lens.sum()) * 4 * dim / 1e6:.1f} MB", flush=True)
+        took = timed(lambda: launch_dense.attend_dense(query, keys, values, table, lens, out, *scratch, scale=dim**-0.5))  # noqa: B023
+        print(f"      {label}: {took:.1f} us a layer, warm, {int(lens.sum()) * 4 * dim / 1e6:.1f} MB", flush=True)
 
 
 @torch.inference_mode()
@@ -167,9 +238,9 @@ def step_at_full_size() -> None:
 
 
 if __name__ == "__main__":
-    checks: list[Callable[[], None]] = [moves_at_full_size, attention_at_full_size, step_at_full_size]
+    checks: list[Callable[[], None]] = [moves_at_full_size, attention_at_full_size, mixed_attention_at_full_size, step_at_full_size]
     with tempfile.TemporaryDirectory() as folder:
-        for check in (*checks, lambda: engines(Path(folder))):
+        for check in (*checks, lambda: mixtures(Path(folder)), lambda: engines(Path(folder))):
             try:
                 check()
             except Exception as error:  # noqa: BLE001
