@@ -89,9 +89,7 @@ class MixedView:
 
     def decoded(self, part: str) -> Tensor:
         """Return keys or values [Hk, S, D] fp32 as they are attended to, in order."""
-        count, coded = self.counts
-        rows = self.pool.entries(f"{part}s", self.layer, self.b, count).float()
-        rows = torch.cat([self.pool._decoded(part, self.layer, self.b, coded), rows], 1) if coded else rows
+        rows = self.pool.aligned(f"{part}s", self.layer, self.b)
         return rows.gather(1, self.order[:, :, None].expand_as(rows))
 
     def codes(self, part: str, kept: Tensor, rows: Tensor) -> dict[str, Tensor]:

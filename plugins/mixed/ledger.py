@@ -79,9 +79,13 @@ class MixedLedger(HeadLedger):
 
         Until a role has measured, all of the budget may be in full precision or encoded.
         """
-        total, limit = prompt + answer, self._limit(prompt)
-        plain = self.layers * max(self.plan.pages(prompt), self.plan.pages(min(total, limit + 1)))
-        return [plain + (self.layers * self._coded_pages(limit) if total > limit else 0)]
+        return [int(self.rows_for(prompt, prompt + answer).sum())]
+
+    def rows_for(self, prompt: int, total: int) -> Ints:
+        """Return the most pages [2 L] that a sequence of so many tokens takes, `prompt` of them read in chunks."""
+        limit = self._limit(prompt)
+        plain, coded = max(self.plan.pages(prompt), self.plan.pages(min(total, limit + 1))), self._coded_pages(limit) if total > limit else 0
+        return np.where(self._grows, plain, coded).astype(np.int32)
 
     def pages_to_end(self, slot: int, left: int) -> list[int]:
         """Return the most pages that a sequence behind its prompt takes for so many more tokens."""

@@ -78,12 +78,14 @@ class MixedPool(HeadPool):
         found = []
         for part in ("key", "value"):
             rows = self.entries(f"{part}s", layer, b, count)
-            found.append(torch.cat([self._decoded(part, layer, b, coded).to(rows.dtype), rows], 1) if coded else rows)
+            found.append(torch.cat([self.decoded(part, layer, b, coded).to(rows.dtype), rows], 1) if coded else rows)
         return [(slice(0, num_q_heads), *found)]
 
     def aligned(self, name: str, layer: int, b: int) -> Tensor:
-        """Return keys or values of all heads [Hk, S, D], the newest token last."""
-        return self.parts(layer, b, 0)[0][1 + ("keys", "values").index(name)]
+        """Return keys or values of all heads [Hk, S, D] fp32, the newest token last."""
+        count, coded = int(self.stored[layer, b]), int(self.stored[self.layers + layer, b])
+        rows = self.entries(name, layer, b, count).float()
+        return torch.cat([self.decoded(name[:-1], layer, b, coded), rows], 1) if coded else rows
 
     def entries(self, name: str, layer: int, b: int, count: int, coded: bool = False) -> Tensor:
         """Return the first `count` entries of a buffer [Hk, count, ...] in a layer's pages of one kind."""
@@ -97,10 +99,11 @@ class MixedPool(HeadPool):
         page = self._pages_of(layer, b, coded)[index // pool.shape[2]]
         pool[page, :, index % pool.shape[2]] = data.transpose(0, 1).to(pool.dtype)
 
+    def decoded(self, part: str, layer: int, b: int, count: int) -> Tensor:
+        """Return what the first `count` codes of a layer's "key" or "value" stand for [Hk, count, D] fp32."""
+        found = {name: self.entries(f"{part}_{name}", layer, b, count, True) for name in ("codes", "scale")}
+        return self.quantize.decode({name: x.contiguous() for name, x in found.items()}, f"{part}s")  # type: ignore[no-any-return]
+
     def _pages_of(self, layer: int, b: int, coded: bool) -> Tensor:
         row = self.pages[b].table[layer + self.layers * coded]
         return torch.from_numpy(row.astype(np.int64)).to(self.device)
-
-    def _decoded(self, part: str, layer: int, b: int, count: int) -> Tensor:
-        found = {name: self.entries(f"{part}_{name}", layer, b, count, True) for name in ("codes", "scale")}
-        return self.quantize.decode({name: x.contiguous() for name, x in found.items()}, f"{part}s")  # type: ignore[no-any-return]

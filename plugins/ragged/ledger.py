@@ -147,6 +147,10 @@ class HeadLedger:
             return [self.heads * self.plan.pages(prompt + answer)]
         return [max(whole, self._pages_decoding(self._behind(prompt, None), answer))]
 
+    def rows_for(self, prompt: int, total: int) -> Ints:
+        """Return the most pages [Y] that a sequence of so many tokens takes where any head may keep everything."""
+        return self._pages(np.full(self.heads, total))
+
     def most_pages(self, longest: int, chunk: int) -> list[int]:
         """Return the most pages that any sequence of up to `longest` tokens takes."""
         return [self.heads * self.plan.pages(longest)]

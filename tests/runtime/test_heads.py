@@ -28,6 +28,7 @@ from trtkv.runtime.llm import LLM
 from trtkv.runtime.memory import pool_sizes
 from trtkv.runtime.pages import HeadPageAllocator
 from trtkv.runtime.scheduler import Running
+from trtkv.runtime.step import StepRow
 
 HEADS = LAYERS * KV_HEADS
 
@@ -178,3 +179,25 @@ def test_what_is_planned_is_what_the_allocator_lends(tiny_llama: TinyModel, tmp_
         llm.batcher.cancel(call)
         assert engine.pages.free == engine.pages.num_pages
     assert np.all(engine.pages._owned == 0)
+
+
+@pytest.mark.parametrize("name", ["razor", "arkv"])
+def test_pages_taken_in_advance_are_enough(name: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
+    """What runs without the scheduler, such as evaluations, takes the pages of whole sequences at once; one of full length finds them."""
+    sets = ("allocate.window=8", *(("evict.window=8", "evict.slack_ratio=0.95") if name == "arkv" else ("allocate.near=16",)))
+    limits = {"max_seq_len": 256, "max_batch_size": 1, "max_chunk_tokens": 48}
+    path = build(str(tiny_llama.path), name, budget=64, sets=sets, out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
+    engine = LLM(path).engine
+    need = engine.pages_for(150, 256)
+    assert engine.pages.has(need)
+    pages = engine.pages.take(need)
+    text = prompt(256, 1)
+    for start in range(0, 150, 48):
+        part = text[start : min(150, start + 48)]
+        engine.stepper.run([StepRow(part, start, 0, pages, (len(part) - 1,), 150)])
+    for step in range(150, 256):
+        ledger = engine.session.compactor.ledger
+        assert (ledger.pages(0, 1) <= pages.counts).all()
+        assert bool(torch.isfinite(engine.stepper.run([StepRow(text[step : step + 1], step, 0, pages, (0,), 150)])).all())
+    engine.pages.give(pages)
+    assert engine.pages.free == engine.pages.num_pages

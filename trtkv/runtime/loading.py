@@ -21,6 +21,7 @@ from trtkv.plugins.dtypes import TORCH_DTYPES
 from trtkv.plugins.kernels import FOLDER, request
 from trtkv.plugins.kv_recall.layout import why_not
 from trtkv.plugins.kv_recall.store import Offload, Recall
+from trtkv.plugins.ragged.pages import Ints
 from trtkv.plugins.session import Session
 from trtkv.plugins.support import dense_below, gpu_ready
 from trtkv.runtime.executor import TorchExecutor
@@ -67,11 +68,13 @@ class Engine:
         """Why a plan that is there does not run on the GPU that is used, and how to build one that does."""
         return self.why_torch if self.session.device.type == "cuda" and self.manifest.plan_info is not None else None
 
-    def pages_for(self, prompt: int, total: int) -> int | list[int]:
+    def pages_for(self, prompt: int, total: int) -> int | list[int] | Ints:
         """Pages to take for a sequence of so many tokens in all, `prompt` of them read in chunks; one number a page group where there are several."""
         session = self.session
-        if session.compactor is None or session.ragged is not None:
-            return session.plan.pages(total)  # of every head, where each has its own: who keeps how many is not known yet
+        if session.compactor is None:
+            return session.plan.pages(total)
+        if isinstance(self.pages, HeadPageAllocator):
+            return session.compactor.ledger.rows_for(prompt, total)
         need = session.compactor.ledger.pages_for(prompt, self.manifest.limits.max_chunk_tokens, total - prompt)
         return need[0] if isinstance(self.pages, PageAllocator) else need
 

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 import numpy as np
-import numpy.typing as npt
 
 from trtkv.errors import CapacityError
-from trtkv.plugins.ragged.pages import HeadPages
+from trtkv.plugins.ragged.pages import HeadPages, Ints
 
 Key = bytes
 
@@ -136,15 +135,15 @@ class HeadPageAllocator:
         """Pages that nobody owns."""
         return self._count
 
-    def has(self, count: int) -> bool:
-        """Say whether every head can have so many pages."""
-        return count * self.heads <= self._count
+    def has(self, count: int | Ints) -> bool:
+        """Say whether every head can have so many pages, or each its own number of them [Y]."""
+        return int(np.broadcast_to(count, self.heads).sum()) <= self._count
 
-    def take(self, count: int) -> HeadPages:
-        """Take so many pages for every head; raises CapacityError and takes none when there are too few."""
-        return self.extend(HeadPages.empty(self.heads), np.full(self.heads, count, np.int32))
+    def take(self, count: int | Ints) -> HeadPages:
+        """Take so many pages for every head, or for each its own number [Y]; raises CapacityError and takes none when there are too few."""
+        return self.extend(HeadPages.empty(self.heads), np.broadcast_to(count, self.heads).astype(np.int32))
 
-    def extend(self, pages: HeadPages, more: npt.NDArray[np.int32]) -> HeadPages:
+    def extend(self, pages: HeadPages, more: Ints) -> HeadPages:
         """Take so many more pages [Y] for each head."""
         count = int(more.sum())
         if count > self._count:
@@ -155,7 +154,7 @@ class HeadPageAllocator:
         self._owned[taken] = True
         return pages.extended(more, taken)
 
-    def cut(self, pages: HeadPages, keep: npt.NDArray[np.int32]) -> HeadPages:
+    def cut(self, pages: HeadPages, keep: Ints) -> HeadPages:
         """Return what heads have beyond so many pages [Y]."""
         left, numbers = pages.cut(keep)
         assert self._owned[numbers].all(), "a page was returned twice"
