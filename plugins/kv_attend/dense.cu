@@ -1,8 +1,8 @@
 // Decode attention over everything stored: the tokens of all sequences and key-value heads, laid end to end, are shared out evenly among the blocks.
 //
-// Built as tile.cuh says, with -DRAGGED where every head has its own length and pages, with -DMIXED where some tokens are encoded. A sequence's heads are rows; a row is read in units of a block of
-// sixteen tokens for every warp. A block's share may begin within one row and end within another. Where several blocks have parts of a row, the last of
-// them to finish merges all.
+// Built as tile.cuh says, with -DRAGGED where every head has its own length and pages, with -DMIXED where some tokens are encoded. A sequence's
+// heads are rows; a row is read in units of a block of sixteen tokens for every warp. A block's share may begin within one row and end within another.
+// Where several blocks have parts of a row, the last of them to finish merges all.
 #include "mixed.cuh"
 
 #define UNIT_TOKENS (WARPS * TILE)
@@ -104,8 +104,8 @@ __device__ __forceinline__ void merge(const float* shares, long long low, long l
 // q [B, q_stride]; keys, values [P, Hk, page_size, D]; table [B, table_stride]; lens [B], at least 1; page_size a multiple of 16. Writes out
 // [B, out_stride]. Where ragged: keys, values [P, page_size, D], table [Hk, B, table_stride], lens [Hk, B], so that heads are sequences of one head.
 // Where mixed: coded_table [B, table_stride], coded_lens [B], codes in the bytes of keys and values as [P, Hk, FOLD page_size, D], scales [P, Hk,
-// FOLD page_size]; else null. shares [2 blocks, SHARE]; arrived [B Hk] zeros, and zeros again behind it. Tokens before the newest and page numbers were there
-// before the kernel before this one began.
+// FOLD page_size]; else null. shares [2 blocks, SHARE]; arrived [B Hk] zeros, and zeros again behind it. Tokens before the newest and page numbers were
+// there before the kernel before this one began.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real* q, const char* keys, const char* values, const int* table,
     const int* lens, real* out, float* shares, int* arrived, int batch, int heads, int q_stride, int out_stride, int table_stride, int page_size,
     float scale_log2, const int* coded_table, const int* coded_lens, const real* key_scale, const real* value_scale) {
