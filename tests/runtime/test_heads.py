@@ -22,8 +22,10 @@ from trtkv.footprint import Footprint
 from trtkv.plan import CachePlan
 from trtkv.plugins.mixed import make_ledger
 from trtkv.plugins.ragged.ledger import HeadLedger
-from trtkv.plugins.ragged.pages import head_pages
+from trtkv.plugins.ragged.pages import HeadPages, head_pages
+from trtkv.plugins.session import Session
 from trtkv.runtime.claims import HeadClaimScheduler
+from trtkv.runtime.head_table import HeadTable
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.memory import pool_sizes
 from trtkv.runtime.pages import HeadPageAllocator
@@ -201,3 +203,17 @@ def test_pages_taken_in_advance_are_enough(name: str, tiny_llama: TinyModel, tmp
         assert bool(torch.isfinite(engine.stepper.run([StepRow(text[step : step + 1], step, 0, pages, (0,), 150)])).all())
     engine.pages.give(pages)
     assert engine.pages.free == engine.pages.num_pages
+
+
+def test_batch_sizes_share_a_page_table() -> None:
+    """A batch size that comes back finds nothing of its own; a sequence's numbers stand in every row, as far as they go."""
+    session = Session(small("razor").plan(MODEL), [64 * HEADS], 3)
+    table = HeadTable.of(session, 8)
+    assert table is not None and table is HeadTable.of(session, 8)
+    assert HeadTable.of(Session(small("full").plan(MODEL), [8], 3), 8) is None
+    one, two = object(), object()
+    assert [table.taken_by(user) for user in (one, one, two, one)] == [True, False, True, True]
+    pages = HeadPages.of([5, 2, 7], HEADS)
+    table.move(3, 1, pages)
+    assert torch.equal(table.view(3)[:, 1, :3], torch.from_numpy(pages.table))
+    assert not table.view(3)[:, 0].any() and not table.view(3)[:, 2].any()

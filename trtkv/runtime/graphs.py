@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trtkv.plugins.ragged.pages import HeadPages
 from trtkv.plugins.session import Session
 from trtkv.runtime.device_sampler import Ask, DeviceSampler
+from trtkv.runtime.head_table import HeadTable
 from trtkv.runtime.inputs import differ, page_table, small_inputs
 
 if TYPE_CHECKING:
@@ -100,15 +100,12 @@ class _Static:
             starts[name], size = size, size + -(-values.nbytes // ALIGNMENT) * ALIGNMENT
         self._block = torch.zeros(size, dtype=torch.uint8, device=session.device)
         self.tensors = {name: _view(self._block, starts[name], values) for name, values in arrays.items()}
-        self._shared = None if session.ragged is None else session.scratch("page table", lambda: _Shared(session, width))
-        shape = (self._groups, batch, width)
-        if self._shared is None:
-            self.tensors["page_table"] = torch.zeros(shape, dtype=torch.int32, device=session.device)
-        else:
-            self.tensors["page_table"] = self._shared.numbers[: self._groups * batch * width].view(shape)
+        self._heads, shape = HeadTable.of(session, width), (self._groups, batch, width)
+        table = torch.zeros(shape, dtype=torch.int32, device=session.device) if self._heads is None else self._heads.view(batch)
+        self.tensors["page_table"] = table
         self._staged = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(QUEUED)]
         self._host = [{name: _view(one, starts[name], values).numpy() for name, values in arrays.items()} for one in self._staged]
-        queued = QUEUED if self._shared is None else 0
+        queued = QUEUED if self._heads is None else 0
         self._tables = [torch.zeros(shape, dtype=torch.int32, pin_memory=True) for _ in range(queued)]
         self._copied = [torch.cuda.Event() for _ in range(QUEUED)]
         self._pages: list[Any] = [None] * batch
@@ -121,8 +118,8 @@ class _Static:
         for name, values in arrays.items():
             self._host[self._turn][name][...] = values
         self._block.copy_(self._staged[self._turn], non_blocking=True)
-        if self._shared is not None and self._shared.user is not self:
-            self._shared.user, self._pages = self, [None] * len(rows)
+        if self._heads is not None and self._heads.taken_by(self):
+            self._pages = [None] * len(rows)
         changed = [b for b, (row, known) in enumerate(zip(rows, self._pages, strict=True)) if row.pages is not known]
         if changed:
             self._move_pages(rows, changed)
@@ -130,9 +127,9 @@ class _Static:
         self._copied[self._turn].record()
 
     def _move_pages(self, rows: Sequence[StepRow], changed: Sequence[int]) -> None:
-        if self._shared is not None:
+        if self._heads is not None:
             for b in changed:
-                self._move_heads(b, rows[b].pages)  # type: ignore[arg-type]
+                self._heads.move(len(rows), b, rows[b].pages)  # type: ignore[arg-type]
             return
         table, staged = self.tensors["page_table"], self._tables[self._turn]
         if len(changed) > FEW_ROWS or self._groups > 1 or any(map(differ, rows)):
@@ -142,21 +139,6 @@ class _Static:
         for b in changed:
             staged.numpy()[:, b] = page_table([rows[b]], 1, self._width)[:, 0]
             table[0, b].copy_(staged[0, b], non_blocking=True)
-
-    def _move_heads(self, b: int, pages: HeadPages) -> None:
-        """Move the page numbers of every head of a sequence, as far as they go: the whole table is long where heads have rows of their own."""
-        own = torch.from_numpy(pages.table[:, : int(pages.counts.max(initial=0))]).pin_memory()
-        table = self.tensors["page_table"]
-        table[:, b, : own.shape[1]].copy_(own.to(table.device, non_blocking=True))
-
-
-class _Shared:
-    """Room for the page table of every batch size: where heads have rows of their own it is too large to have one for each."""
-
-    def __init__(self, session: Session, width: int) -> None:
-        size = session.plan.num_page_groups * session.num_slots * width
-        self.numbers = torch.zeros(size, dtype=torch.int32, device=session.device)
-        self.user: _Static | None = None
 
 
 def _view(block: Tensor, start: int, values: np.ndarray) -> Tensor:
