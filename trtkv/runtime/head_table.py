@@ -10,7 +10,7 @@ from trtkv.plugins.session import Session
 
 
 class HeadTable:
-    """Room for the page numbers [Y, B, M] of as many sequences as there are slots: with so many rows, a table for each batch size would be too large."""
+    """Room for the page numbers [Y, B, M] of as many sequences as there are slots: a table for each batch size would take too much memory."""
 
     def __init__(self, session: Session, width: int) -> None:
         """Allocate for a session; width is M."""
