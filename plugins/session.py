@@ -21,7 +21,10 @@ from trtkv.plugins.dtypes import TORCH_DTYPES
 from trtkv.plugins.encoded.store import EncodedStore
 from trtkv.plugins.held.caches import HeldCaches
 from trtkv.plugins.kv_recall.store import Offload
+from trtkv.plugins.mixed import make_compactor, make_pool
 from trtkv.plugins.own import EVERYTHING, OwnValues, least_budget
+from trtkv.plugins.ragged.compactor import HeadCompactor
+from trtkv.plugins.ragged.pages import HeadPages
 from trtkv.plugins.rows import Row, StepGroup
 from trtkv.plugins.sizes import Sizes
 from trtkv.plugins.support import encodes_by_kernels
@@ -46,7 +49,7 @@ class Session:
         by_definition: bool = False,
         offload: Offload | None = None,
     ) -> None:
-        """Allocate the cache: num_pages for every page group, num_slots sequences at once.
+        """Allocate the cache: num_pages for every page group (or of their one pool, where heads have their own), num_slots sequences at once.
 
         Sequences of up to dense_below tokens are read whole even where the budget is smaller: on a GPU that can be faster. by_definition holds what
         is evicted from in tensors, as roles define it, where pages and kernels could: what those are compared with. offload holds the keys and values
@@ -56,14 +59,15 @@ class Session:
         self.num_pages = tuple(num_pages)
         form = None if by_definition else encodes_by_kernels(plan, self.device)
         self.encoded = EncodedStore(plan, form, self.num_pages[0], num_slots, self.device) if form else None
-        held = (plan.held and form is None) or (by_definition and plan.compacts)
+        held = (plan.held and form is None) or (by_definition and (plan.compacts or plan.mixed))
         self.held = HeldCaches(plan, self.device) if held else None
         self.read_tokens = 0.0
         self.key = next(_keys)
         self.buffers: dict[str, list[Tensor | None]] = {}
-        self.stacks = Stacks(plan, self.num_pages, num_slots, self.device) if plan.compacts and not held else None
-        if self.stacks is not None or self.encoded is not None:
-            self.buffers = (self.stacks or self.encoded).buffers  # type: ignore[union-attr]
+        self.ragged = make_pool(plan, sum(self.num_pages), num_slots, self.device) if plan.pooled and not held else None
+        self.stacks = Stacks(plan, self.num_pages, num_slots, self.device) if plan.compacts and not plan.pooled and not held else None
+        if self.stacks is not None or self.encoded is not None or self.ragged is not None:
+            self.buffers = (self.stacks or self.encoded or self.ragged).buffers  # type: ignore[union-attr]
         for spec in () if held or self.buffers else plan.buffers:
             self.buffers[spec.name] = [
                 torch.empty(
@@ -88,7 +92,7 @@ class Session:
         self.gather: Callable[[Tensor, Tensor], None] | None = None  # writes the columns of all parts [R, V / G] into [R, V]
         self._scratch: dict[Hashable, object] = {}
         self._step: list[StepGroup] = []
-        self.compactor = Compactor(self) if self.stacks is not None else None
+        self.compactor = Compactor(self) if self.stacks is not None else make_compactor(self) if self.ragged is not None else None
 
     def buffer(self, name: str, layer: int) -> Tensor:
         """Return one layer's buffer; KeyError or TypeError here means that a plan and an op disagree."""
@@ -145,7 +149,7 @@ class Session:
 
     def step(self, layer: int) -> StepGroup:
         """Return the announced step as this layer sees it."""
-        return self._step[self.plan.page_groups[layer]]
+        return self._step[self.plan.page_groups[layer] if self.ragged is None else 0]
 
     def address_table(self) -> Tensor:
         """Return the `state` input: this session's key, then the address of every buffer of every layer (0: none), int64."""
@@ -160,20 +164,25 @@ class Session:
         new: Sequence[int],
         stored: Sequence[Sequence[int]],
         slots: Sequence[int],
-        pages: Sequence[Sequence[Sequence[int]]],
+        pages: Sequence[Sequence[Sequence[int] | HeadPages]],
         prompts: Sequence[int],
     ) -> None:
         """Announce a step: new tokens of each of B sequences, stored [Y][B] tokens behind it, slots [B], page numbers [Y][B][M], prompts [B].
 
         A sequence whose stored tokens are all new begins afresh, whatever its slot held before. Where a plan compacts, stored counts tokens as if
-        none had been evicted; the session knows better.
+        none had been evicted; the session knows better. Where heads have pages of their own, pages[0] says which, as `HeadPages`.
         """
         if self.offload is not None:
             self.offload.join()  # a step that failed may have left work behind
         groups, seen = range(self.plan.num_page_groups), stored[0]
-        if self.compactor is not None:
-            stored = self.compactor.begin(new, seen, slots, prompts)
-        self._step = [self._group(new, stored[group], slots, pages[group], prompts, seen) for group in groups]
+        if isinstance(self.compactor, HeadCompactor) and self.ragged is not None:
+            lengths = self.compactor.begin(new, seen, slots, prompts)
+            self._step = [self._group(new, self.ragged.longest(lengths), slots, [()] * len(slots), prompts, seen)]
+            self.ragged.announce(self._step[0].rows, pages[0], lengths)
+        else:
+            if self.compactor is not None:
+                stored = self.compactor.begin(new, seen, slots, prompts)
+            self._step = [self._group(new, stored[group], slots, pages[group], prompts, seen) for group in groups]
         self.read_tokens = 0.0
         if self.encoded is not None:
             self.encoded.begin(self._step[0].rows)
@@ -192,6 +201,8 @@ class Session:
         if self.held is not None:
             for row in self._step[0].rows:
                 self.held.finish(row.slot)
+        elif isinstance(self.compactor, HeadCompactor):
+            self.compactor.finish(self._step[0].rows)
         elif self.compactor is not None:
             self.compactor.finish([group.rows for group in self._step])
 
@@ -211,6 +222,8 @@ class Session:
         if self.encoded is not None:
             return self.parts * self.encoded.stored_bytes(slot, seen)
         lengths = self.stored_of(slot, seen)
+        if self.ragged is not None:
+            return self.parts * self.ragged.stored_bytes(lengths)
         return self.parts * (self._sizes.stored_bytes(seen) if self.compactor is None else self._sizes.stored_bytes_by_group(lengths))
 
     def reserved_bytes(self) -> int:
@@ -219,14 +232,18 @@ class Session:
             return self.stored_bytes()
         if self.encoded is not None:
             return self.parts * sum(self.encoded.reserved_bytes(row.slot, row.seen) for row in self._step[0].rows)
+        if self.ragged is not None:
+            return self.parts * sum(self.ragged.reserved_bytes(self.stored_of(row.slot, row.seen)) for row in self._step[0].rows)
         return self.parts * sum(self._sizes.reserved_bytes_by_group(self.stored_of(row.slot, row.seen)) for row in self._step[0].rows)
 
     def stored_of(self, slot: int, seen: int) -> Sequence[int]:
         """Return the tokens that the layers of each page group store of a sequence that has seen so many."""
         return [seen] * self.plan.num_page_groups if self.compactor is None else self.compactor.ledger.stored(slot)
 
-    def stored_lens(self) -> list[list[int]]:
+    def stored_lens(self) -> Sequence[Sequence[int]]:
         """Return the tokens [Y][B] that the announced step's sequences store behind its append."""
+        if self.ragged is not None:
+            return self.ragged.stored
         return [[row.stored for row in group.rows] for group in self._step]
 
     def release(self, slot: int) -> None:

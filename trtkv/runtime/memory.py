@@ -10,6 +10,7 @@ from trtkv.errors import CapacityError
 from trtkv.plan import CachePlan
 from trtkv.plugins.compaction.ledger import Ledger
 from trtkv.plugins.encoded import store as encoded
+from trtkv.plugins.mixed import make_ledger
 from trtkv.plugins.support import encodes_by_kernels
 
 ANSWER_SHARE = 8  # of a sequence of full length, an eighth is taken to be its answer where layers share memory out
@@ -68,12 +69,12 @@ def pool_sizes(plan: CachePlan, limits: Limits, device: torch.device, cache_byte
     Where memory does not allow that, every pool holds one prompt that is read, and a share of others behind theirs: layers that keep less get less.
     Raises CapacityError when not even one sequence of full length fits.
     """
-    if not plan.compacts:
+    if not plan.compacts and not plan.mixed:
         return [pool_pages(plan, limits, device, cache_bytes, promised_bytes)] * plan.num_page_groups
     room = int(max(0, available_bytes(device) - promised_bytes) * HEADROOM) if cache_bytes is None else cache_bytes
-    ledger, longest, chunk = Ledger(plan), limits.max_seq_len, limits.max_chunk_tokens
+    ledger, longest, chunk = make_ledger(plan) if plan.pooled else Ledger(plan), limits.max_seq_len, limits.max_chunk_tokens
     slots, most = limits.max_batch_size * plan.slot_bytes, ledger.most_pages(longest, chunk)
-    sizes = [plan.group_page_bytes(group) for group in range(plan.num_page_groups)]
+    sizes = [plan.group_page_bytes(group) for group in range(len(most))]  # one pool a page group, or one for all heads
     one = sum(count * size for count, size in zip(most, sizes, strict=True))
     if one + slots > room:
         raise CapacityError(
