@@ -11,8 +11,12 @@ from trtkv.plan import Meaning
 
 def load_role(meaning: Meaning) -> Any:
     """Return the role that a plan names, with its fields."""
-    fields = tuple(sorted((key, tuple(value) if isinstance(value, list) else value) for key, value in meaning.fields.items()))
-    return _load(meaning.role, fields)
+    return _load(meaning.role, tuple(sorted((key, _frozen(value)) for key, value in meaning.fields.items())))
+
+
+def _frozen(value: Any) -> Any:
+    """Return tuples for lists, however deep: pairs such as (layer, head) are lists within a list."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 @lru_cache(maxsize=256)

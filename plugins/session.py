@@ -22,7 +22,11 @@ from trtkv.plugins.dtypes import TORCH_DTYPES
 from trtkv.plugins.encoded.store import EncodedStore
 from trtkv.plugins.held.caches import HeldCaches
 from trtkv.plugins.kv_recall.store import Offload
+from trtkv.plugins.mixed import make_compactor, make_pool
 from trtkv.plugins.own import EVERYTHING, OwnValues, least_budget
+from trtkv.plugins.ragged.compactor import HeadCompactor
+from trtkv.plugins.ragged.ledger import HeadLedger
+from trtkv.plugins.ragged.pages import HeadPages
 from trtkv.plugins.rows import Row, StepGroup
 from trtkv.plugins.sizes import Sizes
 from trtkv.plugins.support import encodes_by_kernels
@@ -47,7 +51,7 @@ class Session:
         by_definition: bool = False,
         offload: Offload | None = None,
     ) -> None:
-        """Allocate the cache: num_pages for every page group, num_slots sequences at once.
+        """Allocate the cache: num_pages for every page group (or of their one pool, where heads have their own), num_slots sequences at once.
 
         Sequences of up to dense_below tokens are read whole even where the budget is smaller: on a GPU that can be faster. by_definition holds what
         is evicted from in tensors, as roles define it, where pages and kernels could: what those are compared with. offload holds the keys and values
@@ -56,16 +60,18 @@ class Session:
         self.plan, self.num_slots, self.device = plan, num_slots, torch.device(device)
         self.num_pages = tuple(num_pages)
         form = None if by_definition else encodes_by_kernels(plan, self.device)
-        held = (plan.held and form is None) or (by_definition and plan.compacts)
+        held = (plan.held and form is None) or (by_definition and (plan.compacts or plan.mixed))
         self.held = HeldCaches(plan, self.device) if held else None
-        self.ledger = Ledger(plan) if plan.evict is not None and not held else None  # lengths of what is evicted from
+        # Lengths of what is evicted from; of heads that differ their compactor's.
+        self.ledger: Ledger | HeadLedger | None = Ledger(plan) if plan.evict is not None and not held and not plan.pooled else None
         self.encoded = EncodedStore(plan, form, self.num_pages, num_slots, self.device, self.ledger) if form else None
         self.read_tokens = 0.0
         self.key = next(_keys)
         self.buffers: dict[str, list[Tensor | None]] = {}
-        self.stacks = Stacks(plan, self.num_pages, num_slots, self.device) if plan.compacts and not held else None
-        if self.stacks is not None or self.encoded is not None:
-            self.buffers = (self.stacks or self.encoded).buffers  # type: ignore[union-attr]
+        self.ragged = make_pool(plan, sum(self.num_pages), num_slots, self.device) if plan.pooled and not held else None
+        self.stacks = Stacks(plan, self.num_pages, num_slots, self.device) if plan.compacts and not plan.pooled and not held else None
+        if self.stacks is not None or self.encoded is not None or self.ragged is not None:
+            self.buffers = (self.stacks or self.encoded or self.ragged).buffers  # type: ignore[union-attr]
         for spec in () if held or self.buffers else plan.buffers:
             self.buffers[spec.name] = [
                 torch.empty(
@@ -90,7 +96,9 @@ class Session:
         self.gather: Callable[[Tensor, Tensor], None] | None = None  # writes the columns of all parts [R, V / G] into [R, V]
         self._scratch: dict[Hashable, object] = {}
         self._step: list[StepGroup] = []
-        self.compactor = Compactor(self) if self.stacks is not None else None
+        self.compactor = Compactor(self) if self.stacks is not None else make_compactor(self) if self.ragged is not None else None
+        if isinstance(self.compactor, HeadCompactor):
+            self.ledger = self.compactor.ledger
 
     def buffer(self, name: str, layer: int) -> Tensor:
         """Return one layer's buffer; KeyError or TypeError here means that a plan and an op disagree."""
@@ -147,7 +155,7 @@ class Session:
 
     def step(self, layer: int) -> StepGroup:
         """Return the announced step as this layer sees it."""
-        return self._step[self.plan.page_groups[layer]]
+        return self._step[self.plan.page_groups[layer] if self.ragged is None else 0]
 
     def address_table(self) -> Tensor:
         """Return the `state` input: this session's key, then the address of every buffer of every layer (0: none), int64."""
@@ -162,20 +170,26 @@ class Session:
         new: Sequence[int],
         stored: Sequence[Sequence[int]],
         slots: Sequence[int],
-        pages: Sequence[Sequence[Sequence[int]]],
+        pages: Sequence[Sequence[Sequence[int] | HeadPages]],
         prompts: Sequence[int],
     ) -> None:
         """Announce a step: new tokens of each of B sequences, stored [Y][B] tokens behind it, slots [B], page numbers [Y][B][M], prompts [B].
 
         A sequence whose stored tokens are all new begins afresh, whatever its slot held before. Where tokens are evicted, stored counts as if none
-        had been; the session knows better.
+        had been; the session knows better. Where heads have pages of their own, pages[0] says
+        which, as `HeadPages`.
         """
         if self.offload is not None:
             self.offload.join()  # a step that failed may have left work behind
         groups, seen = range(self.plan.num_page_groups), stored[0]
-        if self.ledger is not None:
-            stored = self.ledger.begin(new, seen, slots, prompts)
-        self._step = [self._group(new, stored[group], slots, pages[group], prompts, seen) for group in groups]
+        if isinstance(self.compactor, HeadCompactor) and self.ragged is not None:
+            lengths = self.compactor.begin(new, seen, slots, prompts)
+            self._step = [self._group(new, self.ragged.longest(lengths), slots, [()] * len(slots), prompts, seen)]
+            self.ragged.announce(self._step[0].rows, pages[0], lengths)
+        else:
+            if self.ledger is not None:
+                stored = self.ledger.begin(new, seen, slots, prompts)
+            self._step = [self._group(new, stored[group], slots, pages[group], prompts, seen) for group in groups]
         self.read_tokens = 0.0
         if self.encoded is not None:
             self.encoded.begin(self._step[0].rows)
@@ -194,6 +208,8 @@ class Session:
         if self.held is not None:
             for row in self._step[0].rows:
                 self.held.finish(row.slot)
+        elif isinstance(self.compactor, HeadCompactor):
+            self.compactor.finish(self._step[0].rows)
         elif self.compactor is not None:
             self.compactor.finish([group.rows for group in self._step])
         elif self.ledger is not None:
@@ -215,6 +231,8 @@ class Session:
         if self.encoded is not None:
             return self.parts * self.encoded.stored_bytes(slot, seen)
         lengths = self.stored_of(slot, seen)
+        if self.ragged is not None:
+            return self.parts * self.ragged.stored_bytes(lengths)
         return self.parts * (self._sizes.stored_bytes(seen) if self.ledger is None else self._sizes.stored_bytes_by_group(lengths))
 
     def reserved_bytes(self) -> int:
@@ -223,14 +241,18 @@ class Session:
             return self.stored_bytes()
         if self.encoded is not None:
             return self.parts * sum(self.encoded.reserved_bytes(row.slot, row.seen) for row in self._step[0].rows)
+        if self.ragged is not None:
+            return self.parts * sum(self.ragged.reserved_bytes(self.stored_of(row.slot, row.seen)) for row in self._step[0].rows)
         return self.parts * sum(self._sizes.reserved_bytes_by_group(self.stored_of(row.slot, row.seen)) for row in self._step[0].rows)
 
     def stored_of(self, slot: int, seen: int) -> Sequence[int]:
         """Return the tokens that the layers of each page group store of a sequence that has seen so many."""
         return [seen] * self.plan.num_page_groups if self.ledger is None else self.ledger.stored(slot)
 
-    def stored_lens(self) -> list[list[int]]:
+    def stored_lens(self) -> Sequence[Sequence[int]]:
         """Return the tokens [Y][B] that the announced step's sequences store behind its append."""
+        if self.ragged is not None:
+            return self.ragged.stored
         return [[row.stored for row in group.rows] for group in self._step]
 
     def release(self, slot: int) -> None:

@@ -82,8 +82,8 @@ def captures(plan: CachePlan, layer: int, config: OpConfig, dtype: torch.dtype, 
 
 
 def compacts_by_kernels(plan: CachePlan, device: torch.device) -> bool:
-    """Say whether tokens are evicted from pages by kernels, and not in torch."""
-    return gpu_ready(device) is None and plan.compacts and why_torch(plan) is None
+    """Say whether tokens are evicted from pages by kernels, and not in torch; where plans mix precisions, whether attention is counted by them."""
+    return gpu_ready(device) is None and (plan.compacts or plan.mixed) and why_torch(plan) is None
 
 
 def encodes_by_kernels(plan: CachePlan, device: torch.device) -> Format | None:

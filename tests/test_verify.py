@@ -44,12 +44,15 @@ def test_engines_agree_with_the_reference(kind: str, dtype: torch.dtype, tmp_pat
     assert report.tokens == 128 + 7 and report.steps == 5
 
 
-@pytest.mark.parametrize("policy", ["quest", "freekv", "arkvale", "shadowkv", "h2o", "snapkv", "kivi", "minikv-pyramid", "lagkv", "arkv"])
+@pytest.mark.parametrize(
+    "policy", ["quest", "freekv", "arkvale", "shadowkv", "h2o", "snapkv", "kivi", "minikv-pyramid", "lagkv", "arkv", "arkv-quant", "razor"]
+)
 def test_other_policies_agree_too(policy: str, tmp_path: Path) -> None:
     sets = {
         "quest": ["retrieve.budget=64"],
         "freekv": ["retrieve.budget=96", "retrieve.sink=16", "retrieve.window=16"],
         "arkvale": ["retrieve.budget=128"],
+        "razor": ["evict.budget=40", "allocate.near=16"],
     }
     report = run(engine(tmp_path, "qwen3", policy, torch.bfloat16, sets=sets.get(policy, ())), tokens=150)
     assert max(one.ratio for one in report.nodes) <= 1

@@ -48,12 +48,12 @@ class Footprint:
     @property
     def shrinks(self) -> bool:
         """Whether tokens are evicted or encoded, so that lengths differ from the context's."""
-        return self.plan.held or self.plan.compacts
+        return self.plan.held or self.plan.compacts or self.plan.mixed
 
     @property
     def data(self) -> tuple[BufferSpec, ...]:
         """Keys, values, codes and summaries."""
-        if not self.plan.compacts:
+        if not self.plan.compacts and not self.plan.mixed:
             return self.plan.buffers
         return tuple(spec for spec in self.plan.buffers if spec not in self.scores and spec.name not in BOOKKEEPING)
 
@@ -69,7 +69,7 @@ class Footprint:
         evict, plan = self.policy.evict, self.plan
         if evict is None:
             return ()
-        if plan.compacts:
+        if plan.compacts or plan.mixed:
             assert plan.evict is not None
             return tuple(spec for spec in state_buffers(plan.evict, self.model, plan.page_size) if spec.name not in BOOKKEEPING)
         every = tuple(range(plan.num_layers))
@@ -124,7 +124,7 @@ class Footprint:
             lengths = self.by_group(self.layers(prompt))
             pages = sum(self.plan.pages(one) * encoded.group_bytes(self.plan, group) for group, one in enumerate(lengths))
             return pages + encoded.slot_bytes(self.plan, self.form)
-        if self.plan.compacts:
+        if self.plan.compacts or self.plan.mixed:
             return self.plan.reserved_bytes_by_group(self.by_group(self.layers(prompt)))
         return self.stored_bytes(prompt) + self.score_bytes(prompt) if self.held else self.plan.reserved_bytes(prompt)
 
@@ -132,6 +132,11 @@ class Footprint:
         """Return the most bytes that a sequence occupies while its prompt is read, and behind it."""
         if self.form is not None:
             return self.reserved_bytes(prompt) + encoded.prompt_bytes(self.plan, prompt, whole=prompt <= self.chunk)
+        if self.plan.mixed:  # codes are written while what they come from is still there
+            layers, behind = self.plan.num_layers, self.by_group(self.layers(prompt))
+            return max(
+                self.reserved_bytes(prompt), self.plan.reserved_bytes_by_group(self.by_group(self.layers_at_peak(prompt))[:layers] + behind[layers:])
+            )
         if self.plan.compacts:
             return max(self.reserved_bytes(prompt), self.plan.reserved_bytes_by_group(self.by_group(self.layers_at_peak(prompt))))
         if not self.held:
@@ -147,7 +152,11 @@ class Footprint:
         return read / self.model.num_layers
 
     def by_group(self, layers: Sequence[Stored]) -> list[int]:
-        """Return the tokens of each page group, whose layers are alike."""
+        """Return the tokens of each page group, whose layers are alike, or of every KV head of every layer where those are the groups."""
+        if self.plan.ragged:
+            return [length for layer in layers for length in layer.lengths]
+        if self.plan.mixed:
+            return [layer.lengths[0] - layer.encoded[0] for layer in layers] + [layer.encoded[0] for layer in layers]
         return [layers[self.plan.page_groups.index(group)].lengths[0] for group in range(self.plan.num_page_groups)]
 
     def bytes_of(self, specs: Sequence[BufferSpec], layers: Sequence[Stored]) -> int:

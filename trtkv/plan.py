@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -102,8 +102,9 @@ class EvictPlan:
 
     needs names what the role, or the allocate role that serves it, reads besides keys and values (attention_mass, attention_newest, last_queries);
     observe_window is the number of queries kept for them; token_state maps the role's own numbers per stored token to their dtype; paged says that
-    all KV heads of a layer keep equally many tokens and that integers alone say how many, so that the cache can lie in pages; prompt_only that
-    nothing is evicted behind the prompt.
+    all KV heads of a layer keep equally many tokens and that integers alone say how many, so that the cache can lie in pages; ragged that heads keep
+    as many as they are granted and integers say how many once that is known, so that every head can have pages of its own; prompt_only that nothing
+    is evicted behind the prompt.
     """
 
     meaning: Meaning
@@ -112,6 +113,7 @@ class EvictPlan:
     token_state: Mapping[str, str] = field(default_factory=dict)
     paged: bool = False
     prompt_only: bool = False
+    ragged: bool = False
 
     @property
     def queries(self) -> int:
@@ -126,7 +128,7 @@ class QuantizePlan:
 
     flush_first: a decode step encodes before its attention instead of behind it; demoted_only: the tokens that the evict role marks are encoded
     instead of a leading run; key_group: consecutive tokens that are encoded together; residual: tokens behind the settled ones that stay in full
-    precision at most.
+    precision at most; mixed: the marked tokens lie in pages like those in full precision, of the same pool.
     """
 
     meaning: Meaning
@@ -134,6 +136,7 @@ class QuantizePlan:
     demoted_only: bool = False
     key_group: int = 1
     residual: int = 0
+    mixed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +173,8 @@ class CacheView:
     length; queries [W, Hq, D] the newest queries after rotation, the last at position seen - 1 (fewer than a role asked for in short sequences,
     more where another role asks for more); mass [Hq, S] attention probability that each token received from all queries so far; newest [Hq, S]
     probabilities of the newest query; state: the role's own numbers [Hk, S] by name, zero for tokens that are new in this step. What the role does
-    not need is None. num_layers layers are shown at once to a role that takes several: their heads stand one behind the other.
+    not need is None. num_layers layers are shown at once to a role that takes several: their heads stand one behind the other. received tells what
+    each stored token [Hq, S] received from the newest so many queries where a kernel counts that, else None.
     """
 
     at: Occupancy
@@ -183,6 +187,7 @@ class CacheView:
     newest: Tensor | None = None
     state: Mapping[str, Tensor] = field(default_factory=dict)
     num_layers: int = 1
+    received: Callable[[int], Tensor | None] = lambda window: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,12 +228,27 @@ class CachePlan:
     @property
     def held(self) -> bool:
         """Whether tokens are evicted or encoded in a way that pages do not hold: caches are then tensors of exactly the stored size."""
-        return (self.evict is not None or self.quantize is not None) and not self.compacts
+        return (self.evict is not None or self.quantize is not None) and not self.compacts and not self.mixed
 
     @property
     def compacts(self) -> bool:
         """Whether tokens are evicted from pages: those that stay move together, and freed pages go back to the pool."""
-        return self.evict is not None and self.evict.paged and self.quantize is None and not any(self.select)
+        return self.evict is not None and (self.evict.paged or self.evict.ragged) and self.quantize is None and not any(self.select)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether every KV head of every layer has pages of its own, all from one pool: each is then a page group."""
+        return self.compacts and self.evict is not None and not self.evict.paged
+
+    @property
+    def mixed(self) -> bool:
+        """Whether tokens in full precision and encoded ones of a layer have pages of one pool: page groups are the layers, then the layers' codes."""
+        return self.quantize is not None and self.quantize.mixed
+
+    @property
+    def pooled(self) -> bool:
+        """Whether all page groups have pages of one pool."""
+        return self.ragged or self.mixed
 
     @property
     def evicts_once(self) -> bool:
@@ -240,12 +260,19 @@ class CachePlan:
 
     @property
     def num_page_groups(self) -> int:
-        """Page groups (Y): layers of one group keep equally many tokens and share page numbers."""
-        return max(self.page_groups) + 1
+        """Page groups (Y): layers of one group keep equally many tokens and share page numbers; `page_groups` names a ragged layer's first head."""
+        if self.mixed:
+            return 2 * self.num_layers
+        return self.num_layers * self.num_kv_heads if self.ragged else max(self.page_groups) + 1
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON-ready data; `from_json` reads it back equal."""
-        return dict(json.loads(json.dumps(asdict(self))))
+        data = dict(json.loads(json.dumps(asdict(self))))
+        if data["evict"] and not data["evict"]["ragged"]:
+            del data["evict"]["ragged"]  # the hashes of plans that are recorded know nothing of it
+        if data["quantize"] and not data["quantize"]["mixed"]:
+            del data["quantize"]["mixed"]
+        return data
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> CachePlan:
@@ -280,9 +307,20 @@ class CachePlan:
         return sum(spec.row_bytes * len(spec.layers) for spec in self.buffers if spec.paged and spec.pool == "plain")
 
     def group_page_bytes(self, group: int) -> int:
-        """Bytes of one page in full precision, in the layers of one page group."""
+        """Bytes of one page in full precision, in the layers of one page group, or in one KV head."""
+        if self.ragged:
+            return self.page_bytes // self.num_page_groups
+        if self.mixed:
+            one = {spec.name: spec.row_bytes for spec in self.buffers if spec.paged}
+            more = sum(one[name] for name in ("positions", "key_scale", "value_scale"))
+            return one["keys"] + one["values"] + self.codes_per_row * more
         paged = [spec for spec in self.buffers if spec.paged and spec.pool == "plain"]
         return sum(spec.row_bytes for spec in paged for layer in spec.layers if self.page_groups[layer] == group)
+
+    @property
+    def codes_per_row(self) -> int:
+        """Encoded tokens that fit where one lies in full precision, in a mixed plan."""
+        return DTYPE_BYTES[self.kv_dtype]
 
     @property
     def slot_bytes(self) -> int:
@@ -295,15 +333,27 @@ class CachePlan:
 
     def stored_bytes_by_group(self, lengths: Sequence[int]) -> int:
         """Bytes that hold data for a sequence of which the layers of each page group store so many tokens, without bookkeeping."""
-        total = 0
+        coded = [spec for spec in self.buffers if self.mixed and spec.pool == "encoded"]
+        total = sum(spec.row_bytes // self.page_size * sum(map(int, lengths[self.num_layers :])) for spec in coded)
         for spec in self.buffers:
             if spec.paged and spec.pool == "plain" and spec.name not in BOOKKEEPING:
                 entry = spec.row_bytes * spec.tokens_per_entry // self.page_size
+                if self.mixed:
+                    total += sum(map(int, lengths[: self.num_layers])) * entry
+                    continue
+                if self.ragged:
+                    total += sum(map(int, lengths)) * entry // self.num_kv_heads
+                    continue
                 total += sum(lengths[self.page_groups[layer]] // spec.tokens_per_entry for layer in spec.layers) * entry
         return total
 
     def reserved_bytes_by_group(self, lengths: Sequence[int]) -> int:
         """Bytes that the pool lends to such a sequence: whole pages and its slot."""
+        if self.ragged:
+            return sum(self.pages(int(one)) for one in lengths) * self.group_page_bytes(0) + self.slot_bytes
+        if self.mixed:
+            coded = sum(self.pages(-(-int(one) // self.codes_per_row)) for one in lengths[self.num_layers :])
+            return (coded + sum(self.pages(int(one)) for one in lengths[: self.num_layers])) * self.group_page_bytes(0) + self.slot_bytes
         own = (spec.row_bytes * self.pages(lengths[self.page_groups[layer]]) for spec in self.buffers if spec.paged for layer in spec.layers)
         return sum(own) + self.slot_bytes
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from trtkv.config import DTYPE_BYTES, ModelConfig
 from trtkv.errors import ConfigError
 from trtkv.footprint import DEFAULT_CHUNK, Footprint
-from trtkv.plan import BufferSpec
+from trtkv.plan import BufferSpec, CachePlan
 from trtkv.plugins.encoded import store as encoded
 from trtkv.plugins.kv_recall.layout import Layout, layout
 from trtkv.plugins.support import in_torch
@@ -112,7 +113,15 @@ def _paged(one: Footprint, context: int, batch_size: int) -> list[dict[str, Any]
     plan, rows = one.plan, []
     tokens = one.by_group(one.layers(context)) if one.shrinks else [context] * plan.num_page_groups
     pages = [plan.pages(stored) * batch_size for stored in tokens]
+    if plan.mixed:
+        pages[plan.num_layers :] = [plan.pages(-(-stored // plan.codes_per_row)) * batch_size for stored in tokens[plan.num_layers :]]
     for spec in plan.buffers:
+        if plan.mixed and spec.paged:
+            rows += _mixed(spec, plan, sum(pages))
+            continue
+        if plan.ragged and spec.paged:
+            rows.append(_row(_one_head(spec, plan), *_heads(spec, plan, sum(pages))))
+            continue
         counts = [pages[plan.page_groups[layer]] if spec.paged else batch_size for layer in spec.layers]
         length = str(counts[0]) if min(counts) == max(counts) else f"{min(counts)}..{max(counts)}"
         shape = f"[{spec.letters}] = [{', '.join([length, *map(str, spec.shape[1:])])}]"
@@ -134,6 +143,28 @@ def _encoded(one: Footprint, context: int, batch_size: int) -> list[dict[str, An
             dims = [batch_size, plan.num_kv_heads, one.form.ring, plan.head_dim]
             rows.append(_row(spec, f"[Z Hk R D] = {dims}", batch_size * encoded.slot_bytes(plan, one.form) // 2))
     return rows
+
+
+def _mixed(spec: BufferSpec, plan: CachePlan, count: int) -> list[dict[str, Any]]:
+    """List a buffer of so many pages, each of which holds tokens in full precision or codes: codes lie where keys and values do."""
+    if spec.name in ("key_codes", "value_codes"):
+        return []
+    more = 1 if spec.name in ("keys", "values") else plan.codes_per_row
+    one = replace(spec, shape=(*spec.shape[:2], more * int(spec.shape[2]), *spec.shape[3:]), layers=spec.layers[:1])
+    letters = one.letters if more == 1 else one.letters.replace("N", f"{more}N")
+    return [_row(one, f"[{letters}] = [{', '.join(map(str, (count, *one.shape[1:])))}]", one.row_bytes * count)]
+
+
+def _one_head(spec: BufferSpec, plan: CachePlan) -> BufferSpec:
+    """Describe a buffer whose pages are those of single KV heads of all layers."""
+    return replace(spec, shape=("P", int(spec.shape[1]) // plan.num_kv_heads, *spec.shape[2:]), layers=spec.layers[:1])
+
+
+def _heads(spec: BufferSpec, plan: CachePlan, count: int) -> tuple[str, int]:
+    """Return shape in words and bytes of so many pages of single KV heads."""
+    one = _one_head(spec, plan)
+    letters = one.letters.replace("Hk", "1").replace("Hq", "G")
+    return f"[{letters}] = [{', '.join(map(str, (count, *one.shape[1:])))}]", one.row_bytes * count
 
 
 def _on_device(one: Footprint, context: int, batch_size: int) -> tuple[int, int]:

@@ -289,7 +289,7 @@ class _Step:
                 if stored is None:
                     parts = self._held(layer, row, index, config)
                 else:
-                    chosen = None
+                    chosen = None if session.ragged is None else [list(range(row.stored - n, visible)) for n in session.ragged.lengths(layer, b)]
                     if selection is not None and row.decodes and int(selection[b, 0, -1]) >= 0:
                         plan = session.plan.select[layer]
                         assert plan is not None, f"layer {layer} selects nothing"
@@ -304,6 +304,8 @@ class _Step:
         session = self.shadow._session
         if session.encoded is not None:
             keys, values = (x.cpu() for x in session.encoded.seen(layer, row))
+        elif session.ragged is not None:
+            keys, values = (session.ragged.aligned(name, layer, session.ragged.index(row)).cpu() for name in ("keys", "values"))
         else:
             keys, values = (read_pages(session.buffer(name, layer), row).cpu()[:, : row.stored] for name in ("keys", "values"))
         return keys, values

@@ -25,7 +25,7 @@ def observe(session: Session, layer: int, row: Row, query: Tensor) -> None:
     """Look at the queries [n, Hq, D] of a sequence's new tokens, in torch."""
     if not looks_at(session, row):
         return
-    _keep_queries(session, layer, row, query)
+    keep_queries(session, layer, row, query)
     if counts_sums(session, row):
         view = _view(session, layer, row)
         add_mass(view, column_sums(query, view.keys, view.scale))
@@ -35,7 +35,7 @@ def observe_chunk(session: Session, layer: int, row: Row, query: Tensor, keys: T
     """Do so by kernels for a prompt's chunk, whose attention over keys [Hk, S, D] left its log-sum-exp [Hq, n]."""
     if not looks_at(session, row):
         return
-    _keep_queries(session, layer, row, query)
+    keep_queries(session, layer, row, query)
     if counts_sums(session, row):
         add_mass(_view(session, layer, row), launch_sums.column_sums(query, keys, lse, session.plan.head_dim**-0.5))
 
@@ -67,7 +67,8 @@ def counts_sums(session: Session, row: Row) -> bool:
     return evict is not None and "attention_mass" in evict.needs and not row.answers
 
 
-def _keep_queries(session: Session, layer: int, row: Row, query: Tensor) -> None:
+def keep_queries(session: Session, layer: int, row: Row, query: Tensor) -> None:
+    """Keep the newest of queries [n, Hq, D] in the sequence's slot, as many as a role looks at."""
     evict = session.plan.evict
     if evict is not None and evict.queries:
         last = query[-evict.queries :]

@@ -12,7 +12,7 @@ from trtkv.plugins.kv_sums.launch import sums_kernel
 def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> None:
     """Load the kernels of a plan that compacts for a compute capability: moves, LagKV's score and choice, what is kept of queries and attention."""
     evict = plan.evict
-    if not plan.compacts or evict is None:
+    if not plan.compacts or plan.ragged or evict is None:
         return
     dtype, heads, dim = launch.TYPES[TORCH_DTYPES[plan.kv_dtype]], plan.num_kv_heads, plan.head_dim
     group = plan.num_q_heads // heads

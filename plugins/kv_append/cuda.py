@@ -11,6 +11,7 @@ from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_append import launch
 from trtkv.plugins.kv_recall import cuda as recall
 from trtkv.plugins.kv_select import indexes
+from trtkv.plugins.ragged import ops as ragged
 from trtkv.plugins.session import Session
 from trtkv.plugins.support import overlaps, summary_of
 
@@ -19,6 +20,9 @@ def append(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
     """Rotate and store new tokens; inputs and result as the torch form's."""
     if session.encoded is not None:
         encoded.append(session, session.encoded, layer, config, inputs, out)
+        return
+    if session.ragged is not None:
+        ragged.append_by_kernels(session, layer, config, inputs, out)
         return
     qkv, positions, starts, _, stored, _, table, rope = inputs[:8]
     group, step = session.plan.page_groups[layer], session.step(layer)

@@ -95,6 +95,7 @@ def append_kernel(
     SUMMARY: tl.constexpr,
     NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):
     """Append the new tokens of one block; grid [blocks of the longest chunk, Hk + Hq, B].
 
@@ -104,6 +105,7 @@ def append_kernel(
     meta [P, Hk, N / GROUP, 2, D] fp16 and bits [P, Hk, N / GROUP, D] words; minima and maxima, or the corners of a cuboid, meta
     [P, Hk, N / GROUP, 2, D]; balls meta [P, Hk, N / GROUP, D] centres and bits [P, Hk, N / GROUP] radii; means meta [P, Hk, N / GROUP, D] and bits
     [P, Hk, N / GROUP] fp32, the lowest cosine that a key has with its mean.
+    RAGGED: every KV head has its own length and pages: lens [Hk, B], table [Hk, B, M], keys and values [P, 1, N, D], no summary.
     """
     block, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if OVERLAP:
@@ -111,7 +113,12 @@ def append_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     row0 = tl.load(starts + b)
     new = tl.load(starts + b + 1) - row0
-    stored = tl.load(lens + b)
+    is_key = head < HEADS_KV
+    if RAGGED:  # noqa: SIM108 - a constant, which decides what is compiled
+        owner = tl.where(is_key, head, (head - HEADS_KV) // (HEADS_Q // HEADS_KV)) * tl.num_programs(2) + b
+    else:
+        owner = b
+    stored = tl.load(lens + owner)
     group = (stored - new) // GROUP + block
     if group * GROUP >= stored or new <= 0:
         return
@@ -122,7 +129,6 @@ def append_kernel(
     inside = d < D
     half: tl.constexpr = D // 2
     mirror = tl.where(d < half, d + half, d - half)
-    is_key = head < HEADS_KV
     column = tl.where(is_key, HEADS_Q + head, head - HEADS_KV).to(tl.int64) * D
     both = fresh[:, None] & inside[None, :]
     at = qkv + row.to(tl.int64)[:, None] * qkv_stride + column
@@ -144,8 +150,10 @@ def append_kernel(
     sign = tl.where(d < half, -1.0, 1.0)[None, :]
     turned = (x.to(tl.float32) * cos + sign * (y.to(tl.float32) * sin)).to(dtype)
     if is_key:
-        page = tl.load(table + b.to(tl.int64) * table_stride + token // page_size, token < stored, 0).to(tl.int64)
-        slot = ((page * HEADS_KV + head) * page_size + token % page_size)[:, None] * D + d[None, :]
+        page = tl.load(table + owner.to(tl.int64) * table_stride + token // page_size, token < stored, 0).to(tl.int64)
+        if not RAGGED:
+            page = page * HEADS_KV + head
+        slot = (page * page_size + token % page_size)[:, None] * D + d[None, :]
         tl.store(keys + slot, turned, both)
         v = tl.load(at + HEADS_KV * D + d[None, :], both, 0.0)
         tl.store(values + slot, v, both)
@@ -189,20 +197,22 @@ def launch(
     longest: int,
     overlap: bool = False,
     homes: Any = None,
+    heads: int | None = None,
 ) -> None:
     """Append up to `longest` new tokens of every sequence; tensors as in the kernel, page size and heads from the shapes.
 
-    bits may be None where the summary has only meta, both where it is NONE; group is a power of two that divides the page.
+    bits may be None where the summary has only meta, both where it is NONE; group is a power of two that divides the page. heads says how many KV
+    heads there are where each has its own pages.
     """
-    _, heads_kv, page_size, dim = keys.shape
+    heads_kv, page_size, dim = heads or keys.shape[1], *keys.shape[2:]
     heads_q = qkv.shape[1] // dim - 2 * heads_kv
     blocks = 1 if longest == 1 else (longest + group - 2) // group + 1
     q_weight, k_weight = norms or (rope, rope)
     extra = {"launch_pdl": True} if overlap else {}
-    append_kernel[(blocks, heads_kv + heads_q, lens.shape[0])](
+    append_kernel[(blocks, heads_kv + heads_q, lens.shape[-1])](
         qkv, positions, starts, lens, table, table if homes is None else homes, rope, q_weight, k_weight, out, keys, values,
         keys if bits is None else bits, keys if meta is None else meta,
-        qkv.stride(0), table.stride(0), page_size, eps,
+        qkv.stride(0), table.stride(-2), page_size, eps,
         HEADS_Q=heads_q, HEADS_KV=heads_kv, D=dim, BLOCK_D=triton.next_power_of_2(dim), GROUP=group, SUMMARY=summary,
-        NORM=norms is not None, OVERLAP=overlap, num_warps=4, **extra,
+        NORM=norms is not None, OVERLAP=overlap, RAGGED=heads is not None, num_warps=4, **extra,
     )  # fmt: skip

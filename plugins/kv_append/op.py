@@ -34,6 +34,9 @@ def append(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
             rows = slice(row.start, row.start + row.new)
             session.held.find(layer, row.slot).append(rotated[rows, config.num_q_heads :].to(qkv.dtype), values[rows], row.prompt)
         return
+    if session.ragged is not None:
+        session.ragged.store(layer, rotated[:, config.num_q_heads :], values)
+        return
     if session.offload is not None and session.offload.covers(layer):
         write_chunk(session.offload, layer, step, rotated[:, config.num_q_heads :], values)
     else:

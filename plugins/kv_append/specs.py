@@ -15,4 +15,4 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
     for layer, select in enumerate(plan.select):
         kind = summary_kind(plan, layer)
         group = NO_GROUP if kind is None or select is None else select.group
-        append_kernel(plan.num_q_heads, plan.num_kv_heads, plan.head_dim, group, KINDS[kind], model.qk_norm, _NAMES[plan.kv_dtype], arch)
+        append_kernel(plan.num_q_heads, plan.num_kv_heads, plan.head_dim, group, KINDS[kind], model.qk_norm, _NAMES[plan.kv_dtype], arch, plan.ragged)

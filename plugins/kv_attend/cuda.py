@@ -15,6 +15,7 @@ from trtkv.plugins.kv_attend import launch, launch_dense
 from trtkv.plugins.kv_attend.per_head import attend_per_head
 from trtkv.plugins.kv_attend.prefill import attend_with_lse
 from trtkv.plugins.kv_recall import cuda as offloaded
+from trtkv.plugins.ragged import ops as ragged
 from trtkv.plugins.rows import StepGroup
 from trtkv.plugins.session import Session
 from trtkv.plugins.support import overlaps
@@ -24,6 +25,9 @@ def attend(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
     """Attend to the stored tokens; inputs and result as the torch form's."""
     if session.encoded is not None:
         encoded.attend(session, session.encoded, layer, config, inputs, out)
+        return
+    if session.ragged is not None:
+        ragged.attend_by_kernels(session, layer, config, inputs, out)
         return
     query, _, _, stored, _, table = inputs[:6]
     group, step = session.plan.page_groups[layer], session.step(layer)

@@ -1,8 +1,9 @@
 // Decode attention over everything stored: the tokens of all sequences and key-value heads, laid end to end, are shared out evenly among the blocks.
 //
-// Built as tile.cuh says. A sequence's heads are rows; a row is read in units of a block of sixteen tokens for every warp. A block's share may begin within
-// one row and end within another. Where several blocks have parts of a row, the last of them to finish merges all.
-#include "tile.cuh"
+// Built as tile.cuh says, with -DRAGGED where every head has its own length and pages, with -DMIXED where some tokens are encoded. A sequence's
+// heads are rows; a row is read in units of a block of sixteen tokens for every warp. A block's share may begin within one row and end within another.
+// Where several blocks have parts of a row, the last of them to finish merges all.
+#include "mixed.cuh"
 
 #define UNIT_TOKENS (WARPS * TILE)
 #define QUADS (GROUP_HEADS * D / 4)
@@ -10,17 +11,22 @@
 
 // Units of a sequence by its length.
 __device__ __forceinline__ int units_of(int stored) { return (stored + UNIT_TOKENS - 1) / UNIT_TOKENS; }
+#ifdef MIXED // encoded tokens come behind the others
+#define UNITS(b) (units_of(lens[b]) + units_of(coded_lens[b]))
+#else
+#define UNITS(b) units_of(lens[b])
+#endif
 
 struct Row {
   int b, head, units;
   long long first; // its first unit among those of all rows
 };
 // The row of a unit; every lane of a warp calls it. Units are ordered by sequence, then head.
-__device__ __forceinline__ Row find_row(const int* lens, int batch, int heads, long long unit) {
+__device__ __forceinline__ Row find_row(const int* lens, const int* coded_lens, int batch, int heads, long long unit) {
   const int lane = threadIdx.x & 31;
   int before = 0;
   for (int c = 0;; c += 32) {
-    const int own = c + lane < batch ? units_of(lens[c + lane]) : 0, end = before + warp_scan(own);
+    const int own = c + lane < batch ? UNITS(c + lane) : 0, end = before + warp_scan(own);
     const u32 hit = __ballot_sync(~0u, (long long)end * heads > unit);
     if (hit || c + 32 >= batch) {
       const int l = __ffs(hit) - 1, units = __shfl_sync(~0u, own, l), start = __shfl_sync(~0u, end, l) - units;
@@ -96,18 +102,24 @@ __device__ __forceinline__ void merge(const float* shares, long long low, long l
 }
 
 // q [B, q_stride]; keys, values [P, Hk, page_size, D]; table [B, table_stride]; lens [B], at least 1; page_size a multiple of 16. Writes out
-// [B, out_stride]. shares [2 blocks, SHARE]; arrived [B Hk] zeros, and zeros again behind it. Tokens before the newest and page numbers were there
-// before the kernel before this one began.
+// [B, out_stride]. Where ragged: keys, values [P, page_size, D], table [Hk, B, table_stride], lens [Hk, B], so that heads are sequences of one head.
+// Where mixed: coded_table [B, table_stride], coded_lens [B], codes in the bytes of keys and values as [P, Hk, FOLD page_size, D], scales [P, Hk,
+// FOLD page_size]; else null. shares [2 blocks, SHARE]; arrived [B Hk] zeros, and zeros again behind it. Tokens before the newest and page numbers were
+// there before the kernel before this one began.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real* q, const char* keys, const char* values, const int* table,
     const int* lens, real* out, float* shares, int* arrived, int batch, int heads, int q_stride, int out_stride, int table_stride, int page_size,
-    float scale_log2) {
+    float scale_log2, const int* coded_table, const int* coded_lens, const real* key_scale, const real* value_scale) {
   extern __shared__ __align__(128) char ring[];
   __shared__ Block block;
   __shared__ int is_last;
   MARK(0)
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+#ifdef RAGGED
+  const int sequences = batch;
+  batch *= heads, heads = 1;
+#endif
   int in_all = 0;
-  for (int c = 0; c < batch; c += 32) in_all += __shfl_sync(~0u, warp_scan(c + lane < batch ? units_of(lens[c + lane]) : 0), 31);
+  for (int c = 0; c < batch; c += 32) in_all += __shfl_sync(~0u, warp_scan(c + lane < batch ? UNITS(c + lane) : 0), 31);
   const long long units = (long long)in_all * heads, blocks = min((long long)gridDim.x, units);
   long long unit = blockIdx.x < blocks ? blockIdx.x * units / blocks : 0;
   const long long end = blockIdx.x < blocks ? (blockIdx.x + 1) * units / blocks : 0;
@@ -116,20 +128,54 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
   bool waited = false;
 
   while (unit < end) {
-    const Row row = find_row(lens, batch, heads, unit);
+    const Row row = find_row(lens, coded_lens, batch, heads, unit);
     const int stored = lens[row.b], from = (int)(unit - row.first), to = (int)min((long long)row.units, from + (end - unit));
     const int* pages = table + (long long)row.b * table_stride;
+#ifdef RAGGED
+    const int own = row.b % sequences, head = row.b / sequences;
+#else
+    const int own = row.b, head = row.head;
+#endif
+#ifdef MIXED
+    const int plain = units_of(stored), coded = coded_lens[row.b];
+    const int* coded_pages = coded_table + (long long)row.b * table_stride;
+    auto in_codes = [&](int j) { return from + j >= plain; };
+    auto token_of = [&](int j) { return (from + j - (in_codes(j) ? plain : 0)) * UNIT_TOKENS + warp * TILE; };
+    auto left_of = [&](int j) { return (in_codes(j) ? coded : stored) - token_of(j); };
+    auto page_at = [&](int j) { return in_codes(j) ? coded_pages + token_of(j) / (FOLD * page_size) : pages + token_of(j) / page_size; };
+#else
     auto token_of = [&](int j) { return (from + j) * UNIT_TOKENS + warp * TILE; };
-    const int mine = to - from - (token_of(to - from - 1) >= stored); // blocks of tokens of this warp
+    auto left_of = [&](int j) { return stored - token_of(j); };
+    auto page_at = [&](int j) { return pages + token_of(j) / page_size; };
+#endif
+    const int mine = to - from - (left_of(to - from - 1) <= 0); // blocks of tokens of this warp, of which one before the codes may be empty
     // Lane l knows the page of block l of the 32 at hand, and of the 32 behind them.
-    auto page_of = [&](int j) { return j < mine ? __ldcg(pages + token_of(j) / page_size) : 0; };
+    auto page_of = [&](int j) { return j < mine && left_of(j) > 0 ? __ldcg(page_at(j)) : 0; };
     int here = page_of(lane), ahead = page_of(lane + 32);
     auto fetch = [&](int j, int slot) {
       if (j < mine) {
         if (j > 0 && (j & 31) == 0) here = ahead, ahead = page_of(j + lane + 32);
-        const int token = token_of(j), there = stored - token;
-        const long long at = ((long long)(__shfl_sync(~0u, here, j & 31) * heads + row.head) * page_size + token % page_size) * ROW;
+        const int token = token_of(j), there = left_of(j);
+        const long long rows = (long long)(__shfl_sync(~0u, here, j & 31) * heads + row.head) * page_size;
         const u32 into = ring_at + slot * STAGE_BYTES;
+#ifdef MIXED
+        if (in_codes(j)) {
+          const long long first = rows * FOLD + token % (FOLD * page_size), at = first * D;
+#pragma unroll
+          for (int i = lane; i < TILE * D / 16; i += 32) {
+            const u32 size = i / (D / 16) < there ? 16 : 0;
+            copy16_sized(into + i * 16, keys + at + i * 16, size);
+            copy16_sized(into + TILE * ROW + i * 16, values + at + i * 16, size);
+          }
+          if (lane < 4) {
+            const real* scales = (lane < 2 ? key_scale : value_scale) + first + lane % 2 * 8;
+            copy16_sized(into + lane / 2 * TILE * ROW + TILE * D + lane % 2 * 16, scales, there > 0 ? 16 : 0);
+          }
+          copies_commit();
+          return;
+        }
+#endif
+        const long long at = (rows + token % page_size) * ROW;
 #pragma unroll
         for (int i = lane; i < TILE * CHUNKS; i += 32) {
           const u32 size = i / CHUNKS < there ? 16 : 0, where = into + place(i / CHUNKS, i % CHUNKS);
@@ -140,21 +186,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
       copies_commit();
     };
     // The first blocks need not wait, unless the newest token is among them.
+#ifdef MIXED
+    if (!waited) dependency_wait(), waited = true;
+#endif
     if (!waited && mine > 0 && token_of(min(mine, STAGES - 1) - 1) + TILE >= stored) dependency_wait(), waited = true;
 #pragma unroll
     for (int j = 0; j < STAGES - 1; j++) fetch(j, j);
     if (!waited) dependency_wait(), waited = true;
     MARK(1)
     u32 query[TILES][D / 8];
-    load_query(query, q + (long long)row.b * q_stride + (long long)row.head * GROUP_HEADS * D);
+    load_query(query, q + (long long)own * q_stride + (long long)head * GROUP_HEADS * D);
     Seen seen;
     seen.clear();
     for (int j = 0, slot = 0, free = STAGES - 1; j < mine; j++) {
       fetch(j + STAGES - 1, free);
       copies_wait<STAGES - 1>();
       __syncwarp();
-      const int there = stored - token_of(j);
+      const int there = left_of(j);
+#ifdef MIXED
+      const u32 ok = there <= 0 ? 0u : there < TILE ? (1u << there) - 1 : 0xffffu;
+      float2 key = make_float2(scale_log2, scale_log2), value = make_float2(1.f, 1.f);
+      if (in_codes(j)) {
+        char* stage = ring + (warp * STAGES + slot) * STAGE_BYTES;
+        key = expand(stage), value = expand(stage + TILE * ROW);
+        key.x *= scale_log2, key.y *= scale_log2;
+        const int gid = lane >> 2; // scales of tokens that do not exist may be anything
+        value.x = ok >> gid & 1 ? value.x : 0.f, value.y = ok >> (gid + 8) & 1 ? value.y : 0.f;
+      }
+      seen.take(query, ring_at + slot * STAGE_BYTES, ok, key.x, key.y, value.x, value.y);
+#else
       seen.take(query, ring_at + slot * STAGE_BYTES, there < TILE ? (1u << there) - 1 : 0xffffu, scale_log2);
+#endif
       __syncwarp();
       free = slot, slot = slot + 1 == STAGES ? 0 : slot + 1;
     }
@@ -162,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
     MARK(2)
     block.gather(seen, laid);
     MARK(3)
-    real* target = out + (long long)row.b * out_stride + (long long)row.head * GROUP_HEADS * D;
+    real* target = out + (long long)own * out_stride + (long long)head * GROUP_HEADS * D;
     // The block with unit u is the last whose share begins at or before it.
     const long long low = ((row.first + 1) * blocks - 1) / units, high = ((row.first + row.units) * blocks - 1) / units;
     if (low == high) {

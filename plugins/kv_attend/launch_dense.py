@@ -14,7 +14,7 @@ from trtkv.plugins._device.spec import shared_limit
 from trtkv.plugins.kv_attend.launch import device_arch
 
 _HERE = Path(__file__).parent
-_TYPES = (Pointer,) * 8 + (Int,) * 6 + (Float,)
+_TYPES = (Pointer,) * 8 + (Int,) * 6 + (Float,) + (Pointer,) * 4
 _TILE = 16  # tokens of a warp's block
 _MOST_STAGES = 6
 
@@ -38,22 +38,39 @@ class DenseScratch:
         return shares, torch.zeros(self.rows, dtype=torch.int32, device=device)
 
 
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """Encoded tokens beside those in full precision, in pages of the same bytes: their numbers [B] and pages [B, M], scales [P, Hk, F N].
+
+    A code is an eight-bit float (e4m3), F the bytes of an element in full precision.
+    """
+
+    lens: Tensor
+    table: Tensor
+    key_scale: Tensor
+    value_scale: Tensor
+
+
 def attend_dense(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lens: Tensor, out: Tensor, shares: Tensor, arrived: Tensor, *,
-    scale: float, overlap: bool = False,
+    scale: float, overlap: bool = False, codes: Codes | None = None,
 ) -> None:  # fmt: skip
     """Attend one token a sequence: q, out [B, Hq D], keys, values [P, Hk, N, D], table [B, M], lens [B] int32, scratch of `DenseScratch`.
+
+    Where every KV head has its own length and pages: keys, values [P, 1, N, D], table [Hk, B, M], lens [Hk, B].
 
     N is a multiple of 16, lengths are at least 1. With overlap the kernel launched before this one must have written nothing that is read here but
     queries and each sequence's newest token.
     """
-    _, heads, page_size, dim = keys.shape
-    group, batch = q.shape[1] // dim // heads, lens.shape[0]
+    ragged, (_, heads, page_size, dim) = lens.dim() > 1, keys.shape
+    heads, batch = lens.shape[0] if ragged else heads, lens.shape[-1]
+    group = q.shape[1] // dim // heads
     warps, stages = dense_shape(dim, device_arch())
-    kernel = dense_kernel(dim, group, q.dtype == torch.bfloat16, device_arch())
-    most = batch * heads * -(-table.shape[1] * page_size // (warps * _TILE))
+    kernel = dense_kernel(dim, group, q.dtype == torch.bfloat16, device_arch(), ragged, codes is not None)
+    most = (1 if codes is None else 2) * batch * heads * -(-table.shape[-1] * page_size // (warps * _TILE))
     pointers = [one.data_ptr() for one in (q, keys, values, table, lens, out, shares, arrived)]
-    values_ = (*pointers, batch, heads, q.stride(0), out.stride(0), table.stride(0), page_size, scale * 1.4426950408889634)
+    more = (0,) * 4 if codes is None else tuple(one.data_ptr() for one in (codes.table, codes.lens, codes.key_scale, codes.value_scale))
+    values_ = (*pointers, batch, heads, q.stride(0), out.stride(0), table.stride(-2), page_size, scale * 1.4426950408889634, *more)
     stream = torch.cuda.current_stream().cuda_stream
     kernel.launch((min(shares.shape[0] // 2, most), 1, 1), warps * 32, warps * stages * 64 * dim, stream, values_, overlap=overlap)
 
@@ -65,8 +82,9 @@ def dense_shape(dim: int, arch: str) -> tuple[int, int]:
     return warps, min(_MOST_STAGES, room // (warps * 64 * dim))
 
 
-def dense_kernel(dim: int, group: int, bf16: bool, arch: str) -> Kernel:
-    """Load the kernel for a shape."""
+def dense_kernel(dim: int, group: int, bf16: bool, arch: str, ragged: bool = False, mixed: bool = False) -> Kernel:
+    """Load the kernel for a shape; ragged lets every KV head have its own length and pages, mixed lets some tokens be encoded."""
     warps, stages = dense_shape(dim, arch)
-    defines = (f"-DD={dim}", f"-DGROUP_HEADS={group}", f"-DWARPS={warps}", f"-DSTAGES={stages}", *(("-DBF16",) if bf16 else ()))
+    shape = (f"-DD={dim}", f"-DGROUP_HEADS={group}", f"-DWARPS={warps}", f"-DSTAGES={stages}")
+    defines = (*shape, *(("-DBF16",) if bf16 else ()), *(("-DRAGGED",) if ragged else ()), *(("-DMIXED",) if mixed else ()))
     return nvrtc.load(_HERE / "dense.cu", "attend_dense", _TYPES, defines, arch, warps * stages * 64 * dim)

@@ -15,6 +15,7 @@ from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_recall.attend import read_chosen, read_whole
 from trtkv.plugins.kv_recall.chunk import read_prompt, stage_next
 from trtkv.plugins.kv_recall.op import recall_ahead
+from trtkv.plugins.ragged import ops as ragged
 from trtkv.plugins.rows import Row
 from trtkv.plugins.session import Session
 
@@ -35,6 +36,8 @@ def attend(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
             cache = session.held.find(layer, row.slot)
             target.copy_(cache.attend(query))
             session.note_read(row, cache.read_tokens)
+        elif session.ragged is not None:
+            target.copy_(ragged.attend(session, layer, config, b, row, query))
         elif session.offload is not None and session.offload.covers(layer):
             target.copy_(_offloaded(session, layer, config, row, query, None if selection is None else selection[b], b))
         elif plan is not None and selection is not None and row.decodes and row.stored > max(plan.budget, session.dense_below):

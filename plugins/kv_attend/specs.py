@@ -10,7 +10,7 @@ from trtkv.plugins.kv_attend import launch, launch_dense
 def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> None:
     """Load the kernels of every layer for a compute capability: for everything stored, and for the units of its list and every cluster size."""
     group, bf16 = plan.num_q_heads // plan.num_kv_heads, plan.kv_dtype == "bfloat16"
-    launch_dense.dense_kernel(plan.head_dim, group, bf16, arch)
+    launch_dense.dense_kernel(plan.head_dim, group, bf16, arch, plan.ragged, plan.mixed)
     shapes = {(select.unit, 1 if select.pooling == "none" else group) for select in plan.select if select is not None}
     for unit, together in sorted(shapes):
         for batch in range(1, limits.max_batch_size + 1):

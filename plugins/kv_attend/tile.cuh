@@ -27,6 +27,11 @@ struct Seen {
 
   // Attend to a block: bit r of ok says that token r exists; the values of the others are zero, because 0 times NaN is NaN.
   __device__ __forceinline__ void take(const u32 (&query)[TILES][D / 8], u32 stage, u32 ok, float scale_log2) {
+    take(query, stage, ok, scale_log2, scale_log2, 1.f, 1.f);
+  }
+  // The same where the keys and values of a lane's two tokens stand for multiples of themselves: key0 and key1 are these times scale_log2.
+  __device__ __forceinline__ void take(
+      const u32 (&query)[TILES][D / 8], u32 stage, u32 ok, float key0, float key1, float value0, float value1) {
     const int lane = threadIdx.x & 31, gid = lane >> 2;
     float s[TILES][4];
 #pragma unroll
@@ -42,8 +47,8 @@ struct Seen {
     u32 p[TILES][2];
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
-      float x0 = ok0 ? s[t][0] * scale_log2 : -1e30f, y0 = ok0 ? s[t][1] * scale_log2 : -1e30f;
-      float x1 = ok1 ? s[t][2] * scale_log2 : -1e30f, y1 = ok1 ? s[t][3] * scale_log2 : -1e30f;
+      float x0 = ok0 ? s[t][0] * key0 : -1e30f, y0 = ok0 ? s[t][1] * key0 : -1e30f;
+      float x1 = ok1 ? s[t][2] * key1 : -1e30f, y1 = ok1 ? s[t][3] * key1 : -1e30f;
       float mx = fmaxf(x0, x1), my = fmaxf(y0, y1);
 #pragma unroll
       for (int o = 4; o < 32; o <<= 1) mx = fmaxf(mx, __shfl_xor_sync(~0u, mx, o)), my = fmaxf(my, __shfl_xor_sync(~0u, my, o));
@@ -58,7 +63,7 @@ struct Seen {
       x0 = ok0 ? exp2_fast(x0 - mx) : 0.f, x1 = ok1 ? exp2_fast(x1 - mx) : 0.f;
       y0 = ok0 ? exp2_fast(y0 - my) : 0.f, y1 = ok1 ? exp2_fast(y1 - my) : 0.f;
       sum[t][0] += x0 + x1, sum[t][1] += y0 + y1;
-      p[t][0] = transpose8(pack_real(x0, y0)), p[t][1] = transpose8(pack_real(x1, y1));
+      p[t][0] = transpose8(pack_real(x0 * value0, y0 * value0)), p[t][1] = transpose8(pack_real(x1 * value1, y1 * value1));
     }
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {

@@ -16,7 +16,7 @@ from trtkv.errors import ConfigError
 from trtkv.runtime.device_sampler import PENDING, Ask, Chosen
 from trtkv.runtime.inputs import pages_of
 from trtkv.runtime.loading import Engine
-from trtkv.runtime.pages import PageAllocator
+from trtkv.runtime.pages import HeadPageAllocator, PageAllocator
 from trtkv.runtime.sampler import SamplingParams, sample, settings_of
 from trtkv.runtime.step import StepRow
 
@@ -108,7 +108,7 @@ class Load:
     def _give_back(self, slot: int) -> None:
         """Return the pages that a sequence has no more use for once its prompt has been evicted from."""
         session, pages = self.engine.session, self.engine.pages
-        if session.compactor is None or session.ledger is None:
+        if session.compactor is None or session.ledger is None or isinstance(pages, HeadPageAllocator):
             return
         keep = session.ledger.pages_to_end(slot, self.engine.manifest.limits.max_seq_len - self.prompt)
         if isinstance(pages, PageAllocator):

@@ -25,6 +25,8 @@ from trtkv.plan import CachePlan
 from trtkv.plugins._device import store
 from trtkv.plugins.compaction.ledger import Ledger
 from trtkv.plugins.kernels import request
+from trtkv.plugins.mixed import make_ledger
+from trtkv.plugins.ragged.ledger import HeadLedger
 from trtkv.plugins.support import encodes_by_kernels
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.loading import Engine, Options, open_engine
@@ -129,8 +131,8 @@ def most_sequences(cell: Cell, device: torch.device) -> int:
     model = model.model_copy(update={"dtype": cell.dtype}) if cell.dtype else model
     plan = parse_policy(cell.policy, budget=cell.budget, sets=cell.sets).plan(model)
     weights = 0 if device.type == "cpu" else model.num_params * DTYPE_BYTES[model.dtype]
-    by_ledger = plan.compacts or (plan.evict is not None and encodes_by_kernels(plan, device) is not None)
-    ledger = Ledger(plan) if by_ledger else None
+    by_ledger = plan.compacts or plan.mixed or (plan.evict is not None and encodes_by_kernels(plan, device) is not None)
+    ledger = (make_ledger(plan) if plan.pooled else Ledger(plan)) if by_ledger else None
 
     def fits(batch: int) -> bool:
         limits = Limits(max_seq_len=cell.context, max_batch_size=batch, max_chunk_tokens=max(cell.chunk, batch))
@@ -157,7 +159,7 @@ def _fitting(engine: Engine, cell: Cell) -> int:
     return max(1, _sequences_in([pool.free for pool in pools], engine.session.plan, engine.session.ledger, cell))
 
 
-def _sequences_in(pools: Sequence[int], plan: CachePlan, ledger: Ledger | None, cell: Cell) -> int:
+def _sequences_in(pools: Sequence[int], plan: CachePlan, ledger: Ledger | HeadLedger | None, cell: Cell) -> int:
     """Return how many sequences find their pages while one prompt after the other is read."""
     prompt, answer = prompt_of(cell), cell.context - prompt_of(cell)
     most = ledger.pages_for(prompt, cell.chunk, answer) if ledger else [plan.pages(cell.context)]

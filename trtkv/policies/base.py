@@ -181,6 +181,25 @@ class Evict(Role):
         """Choose the tokens that stay; ties go to the lowest index."""
         raise NotImplementedError
 
+    @property
+    def bounded(self) -> bool:
+        """Whether `limits` says all about lengths."""
+        return False
+
+    def limits(self, at: Occupancy) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Tell of each KV head above how many tokens its layer evicts, and how many stay then at most, whatever the lengths.
+
+        Roles that are `bounded` can. A prompt that is not complete is never evicted from.
+        """
+        raise NotImplementedError
+
+    def split(self, at: Occupancy) -> tuple[int, int] | None:
+        """Tell how many tokens of each KV head `keep` will leave in full precision and how many it will mark, when it is due.
+
+        None where data decide.
+        """
+        return None
+
     def settled(self, at: Occupancy) -> int:
         """Tell how many leading tokens will never be evicted, once this step's eviction is done."""
         return at.settled
@@ -193,24 +212,29 @@ class Evict(Role):
     def plan(self, allocate: Allocate | None = None) -> EvictPlan:
         """Lower the role, with the allocate role that serves it, to what the runtime must provide."""
         needs, window, paged = self.needs, self.observe_window, "equal_heads" not in self.takes
+        ragged = False
         if allocate is not None:
             needs, window = needs | allocate.needs, max(window, allocate.observe_window)
-            paged = paged and not allocate.measured and "equal_heads" not in allocate.takes
+            shares = allocate.measured or "equal_heads" in allocate.takes
+            ragged = paged and shares and allocate.splits == "tokens" and self.bounded
+            paged = paged and not shares
         asked = tuple(sorted(needs & set(RUNTIME_NEEDS)))
-        return EvictPlan(self.meaning(), asked, window, dict(self.token_state), paged, self.prompt_only)
+        return EvictPlan(self.meaning(), asked, window, dict(self.token_state), paged, self.prompt_only, ragged)
 
 
 class Quantize(Role):
     """How is a stored token encoded?
 
     flush_first: a decode step encodes before its attention; token_granular: encoded tokens can be dropped one by one; demoted_only: the tokens
-    that the evict role marks are encoded, `flush` is never asked.
+    that the evict role marks are encoded, `flush` is never asked; bytewise: a token's codes are a byte an element with one scale a KV head, so that
+    they fit into pages of tokens in full precision.
     """
 
     kind: ClassVar[Kind] = "quantize"
     flush_first: ClassVar[bool] = False
     token_granular: ClassVar[bool] = False
     demoted_only: ClassVar[bool] = False
+    bytewise: ClassVar[bool] = False
 
     @property
     def key_group(self) -> int:

@@ -56,10 +56,20 @@ class Budgeted(Evict):
 
     def due(self, at: Occupancy) -> bool:
         """Evict when a head is over its budget: at the end of the prompt and, unless `prompt_only`, in decode."""
+        return any(length > most for length, most in zip(at.lengths, self.limits(at)[0], strict=True))
+
+    @property
+    def bounded(self) -> bool:
+        """Unless a role decides about lengths in its own way."""
+        return type(self).due is Budgeted.due and type(self).remaining is Budgeted.remaining
+
+    def limits(self, at: Occupancy) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The budget and what gathers beyond it, and the budget."""
+        granted = self.granted(at)
         if not at.complete or (self.prompt_only and at.phase == "decode"):
-            return False
+            return (UNLIMITED,) * len(granted), granted
         slack = self.slack if at.phase == "decode" else 0
-        return any(length > budget + slack for length, budget in zip(at.lengths, self.granted(at), strict=True))
+        return tuple(budget + slack for budget in granted), granted
 
     def remaining(self, at: Occupancy) -> tuple[int, ...]:
         """The budget, or what there is."""

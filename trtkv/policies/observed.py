@@ -22,6 +22,12 @@ def window_attention(view: CacheView, window: int) -> Tensor:
     return attention(queries, view.keys, view.scale, (stored >= 0) & (stored <= asked[:, None]))
 
 
+def window_sums(view: CacheView, window: int) -> Tensor:
+    """Return what each of a view's stored tokens received from the newest W queries [Hq, S] fp32, by a kernel where the view has one."""
+    counted = view.received(window)
+    return window_attention(view, window).sum(1) if counted is None else counted
+
+
 def recent_and_best(scores: Tensor, count: int, recent: int) -> tuple[Tensor, ...]:
     """Keep the last `recent` of S tokens and the `count` highest scores [Hk, S] before them: Hk ascending index tensors."""
     heads, stored = scores.shape

@@ -105,6 +105,15 @@ class Policy(BaseModel):
             )
         return self
 
+    @property
+    def _mixes(self) -> bool:
+        """Whether encoded tokens, whose number integers tell, lie in pages like those in full precision."""
+        evict, allocate = self.evict, self.allocate
+        if evict is None or self.quantize is None or self.retrieve is not None or type(evict).split is Evict.split:
+            return False
+        alike = "equal_heads" not in evict.takes and not evict.token_state and "attention_mass" not in evict.needs
+        return alike and self.quantize.demoted_only and self.quantize.bytewise and (allocate is None or allocate.splits == "precise")
+
     def plan(self, model: ModelConfig) -> CachePlan:
         """Lower the policy for a model; raises ConfigError or PolicyConflict when it cannot work."""
         self.check()
@@ -135,10 +144,14 @@ class Policy(BaseModel):
             evict=self.evict.plan(self.allocate) if self.evict else None,
             quantize=quantize.plan() if quantize else None,
         )
+        if self._mixes and made.evict is not None and made.quantize is not None:
+            made = replace(made, quantize=replace(made.quantize, mixed=True), page_groups=every)
+            return replace(made, buffers=(*made.buffers, *state_buffers(made.evict, model, page_size)))
         if self.evict is None or made.evict is None or not (made.compacts or made.evicts_once):
             return made
-        beside = state_buffers(made.evict, model, page_size) if made.compacts else ()
-        return replace(made, buffers=(*made.buffers, *beside), page_groups=self.evict.page_groups(self.allocate, model.num_layers))
+        heads, beside = model.num_kv_heads, state_buffers(made.evict, model, page_size) if made.compacts else ()
+        groups = tuple(range(0, model.num_layers * heads, heads)) if made.ragged else self.evict.page_groups(self.allocate, model.num_layers)
+        return replace(made, buffers=(*made.buffers, *beside), page_groups=groups)
 
 
 def _least_page(retrieve: Retrieve | None) -> int:

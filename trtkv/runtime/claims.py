@@ -13,13 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from trtkv.config import Limits
 from trtkv.errors import RequestError
 from trtkv.plan import CachePlan
 from trtkv.plugins.compaction.ledger import Ledger
+from trtkv.plugins.ragged.ledger import HeadLedger
+from trtkv.plugins.ragged.pages import HeadPages
 from trtkv.plugins.session import Session
 from trtkv.runtime.memory import claimed_chunk
-from trtkv.runtime.pages import GroupPages, PageAllocator
+from trtkv.runtime.pages import GroupPages, HeadPageAllocator, PageAllocator
 from trtkv.runtime.scheduler import Running, Scheduler
 
 
@@ -64,9 +68,12 @@ class ClaimScheduler(Scheduler):
         claim = self._pages_for(one.num_prompt, one.max_tokens)
         if not self._slots or any(need > room for need, room in zip(claim, self._unclaimed(), strict=True)):
             return False
-        self._claims[one], one.slot, one.seen, one.pages = claim, self._slots.pop(), 0, [[] for _ in self._pools]  # type: ignore[misc]
+        self._claims[one], one.slot, one.seen, one.pages = claim, self._slots.pop(), 0, self._no_pages()
         self._began(one)
         return True
+
+    def _no_pages(self) -> list[int]:
+        return [[] for _ in self._pools]  # type: ignore[misc]
 
     def _pages_for(self, prompt: int, answer: int) -> list[int]:
         return self._ledger.pages_for(prompt, self.limits.max_chunk_tokens, answer)
@@ -83,22 +90,25 @@ class ClaimScheduler(Scheduler):
 
     def _prepare(self, one: Running, count: int) -> int:
         """Take the pages of the next tokens: the next chunk of a prompt or nothing of it."""
-        if one.seen < one.num_prompt:
-            left = one.num_prompt - one.seen
-            whole = min(self._chunk, left)
-            whole -= left - whole == 1 and whole > 1  # as in any schedule: a last token alone would be taken for one that decodes
-            if count < whole:
+        count = self._cut(one, count)
+        if self._ledger.encodes and one.seen < one.num_prompt and 0 < count < one.num_prompt:
+            if self._read not in (None, one):
                 return 0
-            count = whole
-            if self._ledger.encodes and count < one.num_prompt:
-                if self._read not in (None, one):
-                    return 0
-                self._read = one
+            self._read = one
         after = self._ledger.pages_after(one.slot, count, one.seen, one.num_prompt)
         need = [pages - len(own) for pages, own in zip(after, one.pages, strict=True)]  # type: ignore[arg-type]
         if any(more > 0 for more in need):
             one.pages = [own + pool.take(max(0, more)) for own, pool, more in zip(one.pages, self._pools, need, strict=True)]  # type: ignore
         return count
+
+    def _cut(self, one: Running, count: int) -> int:
+        """Return the tokens of a sequence's next step, none where a prompt's next chunk does not fit into count tokens."""
+        if one.seen >= one.num_prompt:
+            return count
+        left = one.num_prompt - one.seen
+        whole = min(self._chunk, left)
+        whole -= left - whole == 1 and whole > 1  # as in any schedule: a last token alone would be taken for one that decodes
+        return whole if count >= whole else 0
 
     def _release(self, one: Running) -> None:
         self.running.remove(one)
@@ -110,9 +120,52 @@ class ClaimScheduler(Scheduler):
         one.pages, one.slot = [], -1
 
 
-def make_scheduler(session: Session, limits: Limits, pages: PageAllocator | GroupPages, slots: list[int]) -> Scheduler:
+class HeadClaimScheduler(ClaimScheduler):
+    """Does so where every KV head has pages of its own, all from one pool; `Running.pages` are `HeadPages`."""
+
+    def __init__(self, plan: CachePlan, limits: Limits, pages: HeadPageAllocator, slots: list[int], ledger: HeadLedger) -> None:
+        """Share pages by a session's ledger, which knows what every head stores."""
+        super().__init__(plan, limits, pages, slots, ledger)  # type: ignore[arg-type]
+        self._pool, self._heads = pages, ledger
+
+    def stored(self, sequence: Running) -> None:
+        """Take note that a step is done: pages that heads no longer fill go back, but for one in hand."""
+        own: HeadPages = sequence.pages  # type: ignore[assignment]
+        keep = self._heads.pages(sequence.slot, 1)
+        if (own.counts > keep).any():
+            sequence.pages = self._pool.cut(own, keep)  # type: ignore[assignment]
+        if sequence.seen == sequence.num_prompt:
+            self._claims[sequence] = self._ledger.pages_to_end(sequence.slot, sequence.max_tokens)
+
+    def _no_pages(self) -> list[int]:
+        return HeadPages.empty(self._pool.heads)  # type: ignore[return-value]
+
+    def _unclaimed(self) -> list[int]:
+        wanted = (max(0, claim[0] - one.pages.total) for one, claim in self._claims.items())  # type: ignore[attr-defined]
+        return [self._pool.free - sum(wanted)]
+
+    def _prepare(self, one: Running, count: int) -> int:
+        count = self._cut(one, count)
+        need = self._heads.pages(one.slot, count) if one.seen else self._heads.pages_to_begin(one.num_prompt, count)
+        more = need - one.pages.counts  # type: ignore[attr-defined]
+        if count and (more > 0).any():
+            one.pages = self._pool.extend(one.pages, np.maximum(more, 0))  # type: ignore[arg-type, assignment]
+        return count
+
+    def _release(self, one: Running) -> None:
+        self.running.remove(one)
+        self._pool.give(one.pages)  # type: ignore[arg-type]
+        del self._claims[one]
+        self._slots.append(one.slot)
+        one.pages, one.slot = [], -1
+
+
+def make_scheduler(session: Session, limits: Limits, pages: PageAllocator | GroupPages | HeadPageAllocator, slots: list[int]) -> Scheduler:
     """Make the scheduler that a session's plan needs."""
-    if session.ledger is not None:
+    if isinstance(pages, HeadPageAllocator):
+        assert isinstance(session.ledger, HeadLedger), "heads have pages of their own only where they are evicted from"
+        return HeadClaimScheduler(session.plan, limits, pages, slots, session.ledger)
+    if isinstance(session.ledger, Ledger):
         return ClaimScheduler(session.plan, limits, pages, slots, session.ledger)
     assert isinstance(pages, PageAllocator), "several page groups have pages of their own only where tokens are evicted"
     return Scheduler(session.plan, limits, pages, slots)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from trtkv.plugins.ragged.pages import HeadPages
+
 if TYPE_CHECKING:
     from trtkv.runtime.step import StepRow
 
@@ -37,6 +39,12 @@ def small_inputs(rows: Sequence[StepRow], groups: int, stored_lens: Sequence[Seq
 
 def page_table(rows: Sequence[StepRow], groups: int, width: int) -> Int32:
     """Return the pages of every sequence [Y, B, M] int32; a constant width spares TensorRT a callback in every plugin."""
+    if any(isinstance(row.pages, HeadPages) for row in rows):
+        table = np.zeros((groups, len(rows), width), np.int32)
+        for b, row in enumerate(rows):
+            own = row.pages.table[:, :width]  # type: ignore[union-attr]
+            table[:, b, : own.shape[1]] = own
+        return table
     if not any(map(differ, rows)):
         table = np.zeros((len(rows), width), np.int32)
         for b, row in enumerate(rows):
@@ -52,9 +60,11 @@ def page_table(rows: Sequence[StepRow], groups: int, width: int) -> Int32:
 
 def differ(row: StepRow) -> bool:
     """Say whether a sequence's page groups have pages of their own."""
-    return bool(row.pages) and not isinstance(row.pages[0], int)
+    return isinstance(row.pages, HeadPages) or (bool(row.pages) and not isinstance(row.pages[0], int))
 
 
-def pages_of(row: StepRow, group: int) -> Sequence[int]:
-    """Return a sequence's page numbers in one page group."""
+def pages_of(row: StepRow, group: int) -> Sequence[int] | HeadPages:
+    """Return a sequence's page numbers in one page group, or of all heads where they have their own."""
+    if isinstance(row.pages, HeadPages):
+        return row.pages
     return row.pages[group] if differ(row) else row.pages  # type: ignore[return-value]

@@ -21,12 +21,13 @@ from trtkv.plugins.dtypes import TORCH_DTYPES
 from trtkv.plugins.kernels import FOLDER, request
 from trtkv.plugins.kv_recall.layout import why_not
 from trtkv.plugins.kv_recall.store import Offload, Recall
+from trtkv.plugins.ragged.pages import Ints
 from trtkv.plugins.session import Session
 from trtkv.plugins.support import dense_below, gpu_ready
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.host_memory import host_room, open_offload, recall_of
 from trtkv.runtime.memory import check_weights, pool_sizes
-from trtkv.runtime.pages import GroupPages, PageAllocator, make_pages
+from trtkv.runtime.pages import GroupPages, HeadPageAllocator, PageAllocator, make_pages
 from trtkv.runtime.rope import rope_table
 from trtkv.runtime.step import Executor, Stepper
 from trtkv.runtime.weights import Weight, map_weights, random_weights
@@ -58,7 +59,7 @@ class Engine:
     manifest: Manifest
     session: Session
     stepper: Stepper
-    pages: PageAllocator | GroupPages
+    pages: PageAllocator | GroupPages | HeadPageAllocator
     slots: list[int]
     why_torch: str | None
 
@@ -67,11 +68,13 @@ class Engine:
         """Why a plan that is there does not run on the GPU that is used, and how to build one that does."""
         return self.why_torch if self.session.device.type == "cuda" and self.manifest.plan_info is not None else None
 
-    def pages_for(self, prompt: int, total: int) -> int | list[int]:
+    def pages_for(self, prompt: int, total: int) -> int | list[int] | Ints:
         """Pages to take for a sequence of so many tokens in all, `prompt` of them read in chunks; one number a page group where there are several."""
         session = self.session
         if session.ledger is None:
             return session.plan.pages(total)
+        if isinstance(self.pages, HeadPageAllocator):
+            return session.ledger.rows_for(prompt, total)
         need = session.ledger.pages_for(prompt, self.manifest.limits.max_chunk_tokens, total - prompt)
         return need[0] if isinstance(self.pages, PageAllocator) else need
 
@@ -135,7 +138,8 @@ def open_engine(directory: Path, options: Options, progress: Progress = lambda s
     executor = _executor(directory, manifest, why_torch, weights, session)
     rope = rope_table(manifest.model.rope, manifest.model.head_dim, manifest.limits.max_seq_len)
     slots = list(range(manifest.limits.max_batch_size - 1, -1, -1))
-    pages = make_pages(num_pages if session.held is None else num_pages[:1])  # what is held in tensors lies in no pages, which only limit it
+    # What is held in tensors lies in no pages, which only limit it.
+    pages = make_pages(num_pages if session.held is None else num_pages[:1], plan.num_page_groups if plan.pooled else 0)
     return Engine(manifest, session, Stepper(executor, session, manifest.limits, rope), pages, slots, why_torch)
 
 

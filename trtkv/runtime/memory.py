@@ -11,6 +11,7 @@ from trtkv.plan import CachePlan
 from trtkv.plugins.compaction.ledger import Ledger
 from trtkv.plugins.encoded import store as encoded
 from trtkv.plugins.encoded.formats import Format
+from trtkv.plugins.mixed import make_ledger
 from trtkv.plugins.support import encodes_by_kernels
 
 ANSWER_SHARE = 8  # of a sequence of full length, an eighth is taken to be its answer where layers share memory out
@@ -75,12 +76,13 @@ def pool_sizes(plan: CachePlan, limits: Limits, device: torch.device, cache_byte
     Raises CapacityError when not even one sequence of full length fits.
     """
     form = encodes_by_kernels(plan, device)
-    if not plan.compacts and (form is None or plan.evict is None):
+    if not plan.compacts and not plan.mixed and (form is None or plan.evict is None):
         return [pool_pages(plan, limits, device, cache_bytes, promised_bytes)] * plan.num_page_groups
     room = int(max(0, available_bytes(device) - promised_bytes) * HEADROOM) if cache_bytes is None else cache_bytes
-    ledger, longest, chunk = Ledger(plan), limits.max_seq_len, limits.max_chunk_tokens
+    ledger, longest, chunk = make_ledger(plan) if plan.pooled else Ledger(plan), limits.max_seq_len, limits.max_chunk_tokens
     slots, most = _beside(plan, limits, form), ledger.most_pages(longest, chunk)
-    sizes = [plan.group_page_bytes(group) if form is None else encoded.group_bytes(plan, group) for group in range(plan.num_page_groups)]
+    # One pool a page group, or one for all heads.
+    sizes = [plan.group_page_bytes(group) if form is None else encoded.group_bytes(plan, group) for group in range(len(most))]
     one = sum(count * size for count, size in zip(most, sizes, strict=True))
     if one + slots > room:
         raise CapacityError(

@@ -9,6 +9,7 @@ from hashlib import blake2b
 import numpy as np
 
 from trtkv.errors import CapacityError
+from trtkv.plugins.ragged.pages import HeadPages, Ints
 
 Key = bytes
 
@@ -119,8 +120,58 @@ class GroupPages:
             pool.give(own)
 
 
-def make_pages(num_pages: Sequence[int]) -> PageAllocator | GroupPages:
-    """Make the pools of an engine's page groups."""
+class HeadPageAllocator:
+    """Hands out page numbers of one pool to the KV heads of sequences, each of which has pages of its own."""
+
+    def __init__(self, num_pages: int, heads: int) -> None:
+        """Take the pages of the pool, and the heads Y of all layers."""
+        self.num_pages, self.heads = num_pages, heads
+        self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
+        self._count = num_pages
+        self._owned = np.zeros(num_pages, bool)
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody owns."""
+        return self._count
+
+    def has(self, count: int | Ints) -> bool:
+        """Say whether every head can have so many pages, or each its own number of them [Y]."""
+        return int(np.broadcast_to(count, self.heads).sum()) <= self._count
+
+    def take(self, count: int | Ints) -> HeadPages:
+        """Take so many pages for every head, or for each its own number [Y]; raises CapacityError and takes none when there are too few."""
+        return self.extend(HeadPages.empty(self.heads), np.broadcast_to(count, self.heads).astype(np.int32))
+
+    def extend(self, pages: HeadPages, more: Ints) -> HeadPages:
+        """Take so many more pages [Y] for each head."""
+        count = int(more.sum())
+        if count > self._count:
+            problem = f"{count} pages wanted, {self._count} of {self.num_pages} free"
+            raise CapacityError(problem, "Lower max-batch-size or give the cache more memory.")
+        taken = self._free[self._count - count : self._count][::-1].copy()
+        self._count -= count
+        self._owned[taken] = True
+        return pages.extended(more, taken)
+
+    def cut(self, pages: HeadPages, keep: Ints) -> HeadPages:
+        """Return what heads have beyond so many pages [Y]."""
+        left, numbers = pages.cut(keep)
+        assert self._owned[numbers].all(), "a page was returned twice"
+        self._owned[numbers] = False
+        self._free[self._count : self._count + len(numbers)] = numbers[::-1]
+        self._count += len(numbers)
+        return left
+
+    def give(self, pages: HeadPages) -> None:
+        """Return all pages of one owner."""
+        self.cut(pages, np.zeros(self.heads, np.int32))
+
+
+def make_pages(num_pages: Sequence[int], heads: int = 0) -> PageAllocator | GroupPages | HeadPageAllocator:
+    """Make the pools of an engine's page groups, or the one pool of so many KV heads that have pages of their own."""
+    if heads:
+        return HeadPageAllocator(num_pages[0], heads)
     return PageAllocator(num_pages[0]) if len(num_pages) == 1 else GroupPages(num_pages)
 
 

@@ -6,7 +6,7 @@ So nothing but that kernel stands between one step and the next: no copy, which 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from trtkv.plugins.sampling import launch, reference
 from trtkv.plugins.session import Session
 from trtkv.plugins.support import gpu_ready
 from trtkv.runtime.device_sampler import Ask
+from trtkv.runtime.head_table import HeadTable
 from trtkv.runtime.inputs import differ, page_table
 
 if TYPE_CHECKING:
@@ -47,14 +48,15 @@ class StagedInputs:
         views = {name: _view(self._block, self._at[name], *layout[name]) for name in layout}
         self._grown = views.pop("grown")
         self.choice = {name: views.pop(name) for name in CHOICE if name in views}
-        self.table = torch.zeros(self._groups, batch, width, dtype=torch.int32, device=session.device)
+        self._heads, shape = HeadTable.of(session, width), (self._groups, batch, width)
+        self.table = torch.zeros(shape, dtype=torch.int32, device=session.device) if self._heads is None else self._heads.view(batch)
         self.tensors = {**views, "page_table": self.table}
         self._host = [{name: _view(block, self._at[name], *layout[name]).numpy() for name in layout} for block in self._staged]
         for host in self._host:
             host["cu_seqlens"][:], host["last_rows"][:], host["grown"][:] = range(batch + 1), range(batch), -1
-        self._tables = torch.zeros(QUEUED, self._groups, batch, width, dtype=torch.int32, pin_memory=pinned)
+        self._tables = torch.zeros(QUEUED if self._heads is None else 0, *shape, dtype=torch.int32, pin_memory=pinned)
         self._done = [torch.cuda.Event() for _ in range(QUEUED)] if pinned else []
-        self._pages: list[Sequence[int] | Sequence[Sequence[int]] | None] = [None] * batch
+        self._pages: list[Any] = [None] * batch
         self._settings: list[list[Sequence[float] | None]] = [[None] * batch for _ in range(QUEUED)]
         self._grew, self._turn = [False] * QUEUED, 0
         self._device_turn = torch.zeros(1, dtype=torch.int32, device=session.device)
@@ -107,6 +109,8 @@ class StagedInputs:
             grown[0] = -1
             self._grew[self._turn] = False
         moved = []
+        if self._heads is not None and self._heads.taken_by(self):
+            self._pages = [None] * self._batch
         for b, row in enumerate(rows):
             before, now = self._pages[b], row.pages
             if now is before:
@@ -121,6 +125,10 @@ class StagedInputs:
             self._move(rows, moved)
 
     def _move(self, rows: Sequence[StepRow], moved: Sequence[int]) -> None:
+        if self._heads is not None:
+            for b in moved:
+                self._heads.move(self._batch, b, rows[b].pages)  # type: ignore[arg-type]
+            return
         staged = self._tables[self._turn]
         if len(moved) > FEW_ROWS or self._groups > 1 or any(map(differ, rows)):
             staged.numpy()[...] = page_table(rows, self._groups, self._width)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from trtkv.config import Limits
+from trtkv.plugins.ragged.pages import HeadPages
 from trtkv.plugins.session import Session
 from trtkv.runtime.device_sampler import PENDING, Ask, Chosen, DeviceSampler
 from trtkv.runtime.graphs import DecodeGraphs
@@ -41,14 +42,14 @@ class Executor(Protocol):
 class StepRow:
     """One sequence in a step: the new tokens, how many tokens came before them, its slot, its pages, and the rows whose logits are wanted.
 
-    pages are one list for all page groups, or a list of one for each. logits_of counts from the first new token; empty while a prompt is not
-    finished. prompt is the length of the whole prompt, by default what there is once these tokens are in.
+    pages are one list for all page groups, or a list of one for each, or those of KV heads that have their own. logits_of counts from the first new
+    token; empty while a prompt is not finished. prompt is the length of the whole prompt, by default what there is once these tokens are in.
     """
 
     tokens: Sequence[int]
     seen: int
     slot: int
-    pages: Sequence[int] | Sequence[Sequence[int]]
+    pages: Sequence[int] | Sequence[Sequence[int]] | HeadPages
     logits_of: Sequence[int] = ()
     prompt: int | None = None
 
@@ -120,8 +121,11 @@ class Stepper:
         new = [len(row.tokens) for row in rows]
         stored = [row.seen + len(row.tokens) for row in rows]
         groups = self.session.plan.num_page_groups
+        if self.session.ragged is not None:
+            for row in rows:
+                row.pages = HeadPages.of(row.pages, groups)  # type: ignore[arg-type]
         prompts = [total if row.prompt is None else row.prompt for row, total in zip(rows, stored, strict=True)]
-        pages = [[pages_of(row, group) for row in rows] for group in range(groups)]
+        pages = [[pages_of(row, group) for row in rows] for group in range(1 if self.session.ragged is not None else groups)]
         self.session.begin_step(new, [stored] * groups, [row.slot for row in rows], pages, prompts)
 
     def _captures(self, rows: Sequence[StepRow]) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trtkv.plan import CacheView
 from trtkv.policies.base import ROUND_OFF, Allocate, Ask
-from trtkv.policies.observed import window_attention
+from trtkv.policies.observed import window_attention, window_sums
 
 
 class ArkvRatio(Allocate):
@@ -46,12 +46,15 @@ class ArkvRatio(Allocate):
 
     def measure(self, view: CacheView) -> Tensor:
         """Return the layer's score q (eq. 6), the same for all its heads; zero for prompts no longer than the window."""
-        seen = window_attention(view, self.window)[:, :, : max(0, view.at.stored - self.window)]
-        if not seen.shape[2]:
-            return view.keys.new_zeros(view.keys.shape[0])
-        h, v, k = _paper_statistics(seen) if self.statistics == "paper" else _code_statistics(seen)
+        heads, past = len(view.at.lengths), view.at.stored - self.window
+        if past <= 0:
+            return torch.zeros(heads, device=view.positions.device)
+        if self.statistics == "paper":
+            h, v, k = _paper_statistics(window_sums(view, self.window)[:, :past])
+        else:
+            h, v, k = _code_statistics(window_attention(view, self.window)[:, :, :past])
         score = h.clamp(min=0) ** (1 / self.entropy) * v ** (1 / self.variance) * k ** (1 / self.kurtosis)
-        return score.expand(view.keys.shape[0])
+        return score.expand(heads)
 
     def budgets(self, ask: Ask, measures: Tensor | None) -> Tensor:
         """Return the tokens in full precision beside the window [L, Hk] (eq. 8 and algorithm 1)."""
@@ -61,9 +64,9 @@ class ArkvRatio(Allocate):
         return (ratio.double().cpu() * ask.free + 0.5 - ROUND_OFF).long()
 
 
-def _paper_statistics(seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Entropy, variance and kurtosis over tokens of the normalized mass of attention [Hq, W, K]."""
-    mass = seen.double().sum((0, 1))
+def _paper_statistics(received: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Entropy, variance and kurtosis over tokens of the normalized mass of attention that they received [Hq, K]."""
+    mass = received.double().sum(0)
     share = mass / mass.sum().clamp(min=1e-300)
     centred = share - share.mean()
     variance = centred.square().mean()

@@ -17,7 +17,7 @@ from torch import Tensor
 from trtkv.errors import ConfigError
 from trtkv.plan import CacheView
 from trtkv.policies.base import ROUND_OFF, UNLIMITED, Allocate, Ask
-from trtkv.policies.observed import window_attention
+from trtkv.policies.observed import window_sums
 from trtkv.ranking import best, group_mean
 
 
@@ -56,8 +56,9 @@ class Razor(Allocate):
         """Return the attention that the last queries pay to far tokens [Hk], mean over the queries, maximum over the group."""
         far = view.positions < view.at.seen - self.window - self.near
         far &= view.positions >= self.sink
-        seen = torch.unflatten(window_attention(view, self.window), 0, (view.keys.shape[0], -1))
-        return group_mean((seen * far[:, None, None]).sum(-1).mean(-1).flatten(), view.keys.shape[0], "max")
+        heads, queries = len(view.at.lengths), min(self.window, view.at.seen)
+        seen = torch.unflatten(window_sums(view, self.window), 0, (heads, -1))
+        return group_mean((seen * far[:, None]).sum(-1).flatten() / queries, heads, "max")
 
     def budgets(self, ask: Ask, measures: Tensor | None) -> Tensor:
         """Return no limit for retrieval heads and the evict role's budget for the others [L, Hk]."""

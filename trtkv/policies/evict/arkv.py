@@ -55,6 +55,11 @@ class Arkv(Budgeted):
             return super().remaining(at)
         return tuple(self.window + self._past(at) for _ in at.lengths)
 
+    def split(self, at: Occupancy) -> tuple[int, int]:
+        """The window and the best of the others, and the rest of these."""
+        full = self.window + self.precise_tokens(at)
+        return full, self.remaining(at)[0] - full
+
     def precise_tokens(self, at: Occupancy) -> int:
         """Return how many tokens before the window stay in full precision in an eviction."""
         past = self._past(at)

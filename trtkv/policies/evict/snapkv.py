@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trtkv.errors import ConfigError
 from trtkv.plan import CacheView, Occupancy
+from trtkv.policies.base import UNLIMITED
 from trtkv.policies.budgeted import Budgeted
 from trtkv.policies.observed import window_attention
 from trtkv.ranking import group_mean
@@ -46,9 +47,10 @@ class SnapKV(Budgeted):
         """The window."""
         return 0, self.window
 
-    def due(self, at: Occupancy) -> bool:
+    def limits(self, at: Occupancy) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Evict at the end of a prompt that is longer than the budget, whatever this layer was granted."""
-        return at.prompt > self.budget and super().due(at)
+        above, left = super().limits(at)
+        return (above if at.prompt > self.budget else (UNLIMITED,) * len(left)), left
 
     def scores(self, view: CacheView) -> Tensor:
         """Return pooled column sums [Hk, S]; the window's own are zero."""

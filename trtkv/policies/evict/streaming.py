@@ -32,8 +32,9 @@ class Streaming(Budgeted):
 
     def keep(self, view: CacheView) -> Verdict:
         """Keep what has been kept so far of the first tokens and the newest ones."""
-        budget, stored = self.granted(view.at)[0], view.at.stored
-        if set(self.granted(view.at)) != {budget} or stored <= budget:
+        granted = self.granted(view.at)
+        budget, stored = granted[0], view.at.stored
+        if len({*zip(view.at.lengths, granted, strict=True)}) != 1 or stored <= budget:
             return super().keep(view)
         kept = torch.arange(budget, device=view.positions.device)
         return Verdict(torch.where(kept < self.sink, kept, kept + stored - budget).expand(len(view.at.lengths), -1))

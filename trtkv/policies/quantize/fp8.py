@@ -26,6 +26,7 @@ class Fp8(Quantize):
     needs: ClassVar[frozenset[str]] = frozenset({"precision_classes"})
     token_granular: ClassVar[bool] = True
     demoted_only: ClassVar[bool] = True
+    bytewise: ClassVar[bool] = True
 
     def encode(self, x: Tensor, part: Part) -> dict[str, Tensor]:
         """Encode keys or values [Hk, S, D] to e4m3 bytes uint8 [Hk, S, D] and a scale [Hk, S] in the dtype of x."""

@@ -1,0 +1,109 @@
+"""Pages of tokens in full precision and of codes, in one pool for all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trtkv.plan import CachePlan
+from trtkv.plugins.dtypes import TORCH_DTYPES
+from trtkv.plugins.ragged.ledger import Lengths
+from trtkv.plugins.ragged.pages import HeadPages
+from trtkv.plugins.ragged.pool import HeadPool
+from trtkv.plugins.roles import load_role
+from trtkv.plugins.rows import Row
+
+
+class MixedPool(HeadPool):
+    """`pools`: keys, values [P, Hk, N, D]; the same bytes as key_codes, value_codes [P, Hk, F N, D] uint8; scales and positions [P, Hk, F N].
+
+    F are the bytes of an element. A step is announced with the tokens [2 L, B] of every layer, encoded ones behind.
+    """
+
+    def __init__(self, plan: CachePlan, num_pages: int, num_slots: int, device: torch.device) -> None:
+        """Allocate so many pages, and what slots have of their own."""
+        assert plan.quantize is not None, "the plan encodes nothing"
+        self.plan, self.num_pages, self.device, self.heads, self.layers = plan, num_pages, device, plan.num_kv_heads, plan.num_layers
+        self.quantize = load_role(plan.quantize.meaning)
+        self.pools: dict[str, Tensor] = {}
+        more, head = plan.codes_per_row, (num_pages, plan.num_kv_heads)
+        real, size, dim = TORCH_DTYPES[plan.kv_dtype], plan.page_size, plan.head_dim
+        for part in ("key", "value"):
+            self.pools[f"{part}s"] = torch.empty(*head, size, dim, dtype=real, device=device)
+            self.pools[f"{part}_codes"] = self.pools[f"{part}s"].view(torch.uint8).view(*head, more * size, dim)
+            self.pools[f"{part}_scale"] = torch.empty(*head, more * size, dtype=real, device=device)
+        self.pools["positions"] = torch.empty(*head, more * size, dtype=torch.int32, device=device)
+        self.buffers: dict[str, list[Tensor | None]] = {name: [pool] * plan.num_layers for name, pool in self.pools.items()}
+        for spec in plan.buffers:
+            if not spec.paged:
+                shape = (num_slots, *map(int, spec.shape[1:]))
+                self.buffers[spec.name] = [torch.empty(*shape, dtype=TORCH_DTYPES[spec.dtype], device=device) for _ in range(plan.num_layers)]
+        self.rows: Sequence[Row] = ()
+        self.pages: list[HeadPages] = []
+        self.stored: Lengths = np.zeros((0, 0), np.int64)
+
+    def stored_bytes(self, lengths: Sequence[int] | Lengths) -> int:
+        """Return the bytes that hold data for a sequence of whose layers each has so many tokens [2 L], without bookkeeping."""
+        return self.plan.stored_bytes_by_group(list(map(int, lengths)))
+
+    def reserved_bytes(self, lengths: Sequence[int] | Lengths) -> int:
+        """Return the bytes that such a sequence occupies: whole pages of its layers and its slot."""
+        return self.plan.reserved_bytes_by_group(list(map(int, lengths)))
+
+    def longest(self, stored: Lengths) -> list[int]:
+        """Return the tokens [B] of the layers, which all store equally many."""
+        return (stored[0] + stored[self.layers]).tolist()  # type: ignore[no-any-return]
+
+    def lengths(self, layer: int, b: int) -> list[int]:
+        """Return the tokens of each KV head of a layer."""
+        return [int(self.stored[layer, b] + self.stored[self.layers + layer, b])] * self.heads
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store rotated keys and values [T, Hk, D] of the step in torch."""
+        pages, inside, size = [], [], self.plan.page_size
+        for b, row in enumerate(self.rows):
+            tokens = np.arange(self.stored[layer, b] - row.new, self.stored[layer, b])
+            pages.append(self.pages[b].table[layer, tokens // size].astype(np.int64))
+            inside.append(tokens % size)
+        page, place = (torch.from_numpy(np.concatenate(one)).to(self.device) for one in (pages, inside))
+        for name, rows in (("keys", keys), ("values", values)):
+            self.pools[name][page, :, place] = rows.to(self.pools[name].dtype)
+
+    def parts(self, layer: int, b: int, num_q_heads: int) -> list[tuple[slice, Tensor, Tensor]]:
+        """Return the query heads, keys and values [Hk, S, D]: encoded tokens as they decode, then those in full precision, the newest last."""
+        count, coded = int(self.stored[layer, b]), int(self.stored[self.layers + layer, b])
+        found = []
+        for part in ("key", "value"):
+            rows = self.entries(f"{part}s", layer, b, count)
+            found.append(torch.cat([self.decoded(part, layer, b, coded).to(rows.dtype), rows], 1) if coded else rows)
+        return [(slice(0, num_q_heads), *found)]
+
+    def aligned(self, name: str, layer: int, b: int) -> Tensor:
+        """Return keys or values of all heads [Hk, S, D] fp32, the newest token last."""
+        count, coded = int(self.stored[layer, b]), int(self.stored[self.layers + layer, b])
+        rows = self.entries(name, layer, b, count).float()
+        return torch.cat([self.decoded(name[:-1], layer, b, coded), rows], 1) if coded else rows
+
+    def entries(self, name: str, layer: int, b: int, count: int, coded: bool = False) -> Tensor:
+        """Return the first `count` entries of a buffer [Hk, count, ...] in a layer's pages of one kind."""
+        pool = self.pools[name]
+        table = self._pages_of(layer, b, coded)[: -(-count // pool.shape[2])]
+        return pool[table].transpose(0, 1).flatten(1, 2)[:, :count]
+
+    def put(self, name: str, layer: int, b: int, data: Tensor, coded: bool = False) -> None:
+        """Write data [Hk, count, ...] to the first entries of a buffer in a layer's pages of one kind."""
+        pool, index = self.pools[name], torch.arange(data.shape[1], device=data.device)
+        page = self._pages_of(layer, b, coded)[index // pool.shape[2]]
+        pool[page, :, index % pool.shape[2]] = data.transpose(0, 1).to(pool.dtype)
+
+    def decoded(self, part: str, layer: int, b: int, count: int) -> Tensor:
+        """Return what the first `count` codes of a layer's "key" or "value" stand for [Hk, count, D] fp32."""
+        found = {name: self.entries(f"{part}_{name}", layer, b, count, True) for name in ("codes", "scale")}
+        return self.quantize.decode({name: x.contiguous() for name, x in found.items()}, f"{part}s")  # type: ignore[no-any-return]
+
+    def _pages_of(self, layer: int, b: int, coded: bool) -> Tensor:
+        row = self.pages[b].table[layer + self.layers * coded]
+        return torch.from_numpy(row.astype(np.int64)).to(self.device)

@@ -1,0 +1,67 @@
+"""Which pages every KV head of a sequence has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(eq=False, slots=True)
+class HeadPages:
+    """Page numbers table [Y, M], of which the first counts [Y] are a head's own; heads of layer 0 come first.
+
+    Changes make a new object, which may write into the same table: captured steps know by the object what they have seen.
+    """
+
+    table: Ints
+    counts: Ints
+
+    @staticmethod
+    def empty(heads: int) -> HeadPages:
+        """Give no page to any of Y heads."""
+        return HeadPages(np.zeros((heads, 0), np.int32), np.zeros(heads, np.int32))
+
+    @staticmethod
+    def of(pages: Sequence[int] | HeadPages, heads: int) -> HeadPages:
+        """Take whole pages, numbered as where layers share theirs, to be one page of each of Y heads."""
+        if isinstance(pages, HeadPages):
+            return pages
+        own = np.asarray(pages, np.int32)
+        return HeadPages(own * heads + np.arange(heads, dtype=np.int32)[:, None], np.full(heads, len(own), np.int32))
+
+    @property
+    def total(self) -> int:
+        """Pages of all heads."""
+        return int(self.counts.sum())
+
+    def extended(self, more: Ints, numbers: Ints) -> HeadPages:
+        """Give each head so many more pages [Y]; numbers are theirs, one head's behind the other's."""
+        counts = self.counts + more
+        table, wide = self.table, int(counts.max(initial=0))
+        if wide > table.shape[1]:
+            table = np.zeros((len(counts), -(-wide // 32) * 32), np.int32)
+            table[:, : self.table.shape[1]] = self.table
+        inside = np.arange(table.shape[1])
+        table[(inside >= self.counts[:, None]) & (inside < counts[:, None])] = numbers
+        return HeadPages(table, counts)
+
+    def cut(self, keep: Ints) -> tuple[HeadPages, Ints]:
+        """Leave each head at most so many pages [Y]; returns the numbers of the others as well."""
+        left = np.minimum(self.counts, keep).astype(np.int32)
+        inside = np.arange(self.table.shape[1])
+        return HeadPages(self.table, left), self.table[(inside >= left[:, None]) & (inside < self.counts[:, None])]
+
+    def __bool__(self) -> bool:
+        """Say whether there is any page."""
+        return bool(self.counts.any())
+
+
+def head_pages(tokens: Any, page_size: int) -> Ints:
+    """Return the pages [Y] that hold so many tokens [Y]."""
+    return (-(-np.asarray(tokens) // page_size)).astype(np.int32)

@@ -1,0 +1,219 @@
+"""Tokens in full precision and encoded ones in pages of one pool: against the definition, and the attention kernel against fp64."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from tests.plugins import cuda_on_cpu
+from tests.plugins.launches_in_torch import Launches
+from tests.policies.cases import small
+from tests.runtime.test_executor import REORDERED, worst
+from tests.runtime.test_policies import generate, prompts
+from tests.test_predict import MODEL
+from tests.tiny import Rig, TinyModel, make_rig, make_tiny
+from trtkv.config import Limits
+from trtkv.footprint import Footprint
+from trtkv.plan import CacheView
+from trtkv.plugins import face
+from trtkv.plugins.face import OpConfig
+from trtkv.plugins.kernels import kernels_for
+from trtkv.plugins.kv_attend import launch_dense, prefill
+from trtkv.plugins.kv_attend import reference as attend_reference
+from trtkv.plugins.support import in_torch
+
+POLICIES = {
+    "arkv": small("arkv").with_field("evict.slack_ratio", "0.95"),
+    "arkv-quant": small("arkv-quant"),
+    "half": small("arkv-quant").with_field("evict.share", "0.5"),
+}
+STEPS = 60
+on_cpu = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
+
+
+def kept(rig: Rig, layer: int, slot: int) -> list[tuple[list[int], list[bool]]]:
+    """Return the logical positions that each KV head of a layer stores, and which of them are encoded."""
+    session = rig.session
+    if session.held is not None:
+        return [(one.positions.tolist(), one.parts["keys"].coded.tolist()) for one in session.held.find(layer, slot).heads]
+    pool, compactor = session.ragged, session.compactor
+    assert pool is not None and compactor is not None
+    account, b = compactor.ledger.find(slot), next(b for b, row in enumerate(pool.rows) if row.slot == slot)
+    pool.stored[:, b] = account.stored
+    view = compactor.view(layer, b, account)
+    return list(zip(view.positions.tolist(), view.was_coded.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("chunk", [512, 37])
+@pytest.mark.parametrize("name", POLICIES)
+def test_pages_keep_what_the_definition_keeps(name: str, chunk: int, tiny_llama: TinyModel, tmp_path: Path) -> None:
+    texts, policy, config = prompts(150, 61), POLICIES[name], tiny_llama.config
+    paged, held = (make_rig(tiny_llama, policy, tmp_path, slots=2, by_definition=one) for one in (False, True))
+    session = paged.session
+    assert session.ragged is not None and session.compactor is not None and held.session.held is not None
+    coded = []
+
+    def check(step: int) -> None:
+        stored = session.compactor.ledger.stored(0)
+        assert policy.evict is not None
+        for layer in range(config.num_layers):
+            precise = session.compactor.ledger.find(0).precise
+            expected = policy.evict.expected_tokens(150, step, precise[layer][0] if precise and policy.allocate else None)
+            assert (stored[layer], stored[config.num_layers + layer]) == expected
+        full, low = int(stored[: config.num_layers].sum()), int(stored[config.num_layers :].sum())
+        assert session.bytes_of(0, 150 + step) == policy.evict.expected_bytes(full, low, config.num_kv_heads, config.head_dim, 4)
+        coded.append(low)
+
+    ours = generate(paged, texts, STEPS, chunk=chunk, after=check)
+    theirs = generate(held, texts, STEPS, chunk=chunk)
+    assert worst(ours.flatten(0, 1), theirs.flatten(0, 1).double()) <= 2 * REORDERED
+    assert max(coded) > 0
+    for layer in range(config.num_layers):
+        for slot in range(2):
+            assert kept(paged, layer, slot) == kept(held, layer, slot)
+
+
+def test_a_prompt_that_goes_on_after_eviction(tiny_llama: TinyModel, tmp_path: Path) -> None:
+    (text,) = prompts(300)
+    paged, held = (make_rig(tiny_llama, POLICIES["half"], tmp_path, slots=1, by_definition=one) for one in (False, True))
+    ours, theirs = (rig.feed(torch.tensor(text), chunks=[150, 40, 1, 1, 33, 70, 5]) for rig in (paged, held))
+    assert worst(ours, theirs.double()) <= 2 * REORDERED
+    for layer in range(tiny_llama.config.num_layers):
+        assert kept(paged, layer, 0) == kept(held, layer, 0)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_planned_bytes_are_those_of_the_pages(name: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
+    policy = POLICIES[name]
+    rig = make_rig(tiny_llama, policy, tmp_path, slots=1)
+    generate(rig, prompts(150), 0)
+    planned = Footprint(tiny_llama.config, policy)
+    assert rig.session.bytes_of(0, 150) == planned.stored_bytes(150)
+    assert rig.session.reserved_bytes() == planned.reserved_bytes(150)
+    pool = rig.session.ragged
+    assert pool is not None
+    own = [x for part, x in pool.pools.items() if "codes" not in part]  # codes lie in the bytes of keys and values
+    assert sum(x.nbytes for x in own) == pool.num_pages * rig.plan.group_page_bytes(0)
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("heads", "group", "dim", "page", "plain", "coded", "dtype", "blocks"),
+    [
+        (2, 4, 64, 16, [300, 1, 129], [17, 400, 0], torch.float16, 5),
+        (1, 7, 128, 32, [33, 64], [200, 1], torch.bfloat16, 2),
+        (2, 2, 96, 32, [5], [900], torch.float16, 40),
+        (1, 1, 256, 16, [130, 20], [16, 77], torch.bfloat16, 3),
+    ],
+)
+def test_attention_over_both_kinds(
+    heads: int, group: int, dim: int, page: int, plain: list[int], coded: list[int], dtype: torch.dtype, blocks: int, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Every byte but NaN is a code; scales of tokens that do not exist are NaN."""
+    cuda_on_cpu.install(monkeypatch, tmp_path)
+    made, batch = torch.Generator().manual_seed(dim), len(plain)
+    width = -(-max(*plain, *coded) // page) + 1
+    tables = torch.randperm(2 * batch * width, generator=made).int().view(2, batch, width)
+    keys, values = (torch.randn(2 * batch * width, heads, page, dim, generator=made).to(dtype) for _ in range(2))
+    scales = [torch.full((2 * batch * width, heads, 2 * page), float("nan"), dtype=dtype) for _ in range(2)]
+    decoded = []
+    for pool, scale in zip((keys, values), scales, strict=True):
+        codes = pool.view(torch.uint8).view(-1, heads, 2 * page, dim)
+        own = []
+        for b, count in enumerate(coded):
+            token = torch.arange(count)
+            at = (tables[1, b, token // (2 * page)].long(), slice(None), token % (2 * page))
+            codes[at] = torch.randint(0, 127, (count, heads, dim), generator=made, dtype=torch.uint8) | (
+                torch.randint(0, 2, (count, heads, dim), generator=made, dtype=torch.uint8) << 7
+            )
+            scale[at] = (torch.rand(count, heads, generator=made) * 0.02).to(dtype)
+            own.append((codes[at].view(torch.float8_e4m3fn).double() * scale[at].double()[..., None]).transpose(0, 1))
+        decoded.append(own)
+    query = torch.randn(batch, heads * group * dim, generator=made).to(dtype)
+    out, lens = torch.full_like(query, float("nan")), torch.tensor([plain, coded], dtype=torch.int32)
+    shares, arrived = launch_dense.DenseScratch.plan(batch, heads, group, dim, blocks).allocate("cpu")
+    codes_of = launch_dense.Codes(lens[1], tables[1], *scales)
+    launch_dense.attend_dense(query, keys, values, tables[0], lens[0], out, shares, arrived, scale=dim**-0.5, codes=codes_of)
+    assert not arrived.any()
+    config = OpConfig(heads * group, heads, dim, dim**-0.5, 0.0, 0, 0, "")
+    for b in range(batch):
+        rows = [x[tables[0, b].long()].transpose(0, 1).flatten(1, 2)[:, : plain[b]].double() for x in (keys, values)]
+        k, v = (torch.cat([x, more[b]], 1) for x, more in zip(rows, decoded, strict=True))
+        asked = query[b].view(-1, dim)
+        exact = attend_reference.attend(asked.double(), k, v, config)
+        rounded = scaled_dot_product_attention(asked[None, :, None], k.to(dtype)[None], v.to(dtype)[None], scale=config.scale, enable_gqa=True)
+        bound = 2 * float((rounded[0, :, 0].double() - exact).abs().max()) + torch.finfo(dtype).eps * float(exact.abs().max())
+        assert float((out[b].view(-1, dim).double() - exact).abs().max()) <= bound
+
+
+@on_cpu
+def test_all_kernels_together_answer_as_the_torch_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Append in the interpreter and decode attention from its CUDA source; prompts by the library's stand-in."""
+    pytest.importorskip("triton")
+    cuda_on_cpu.install(monkeypatch, tmp_path, multiprocessors=3)
+    monkeypatch.setattr(prefill, "_takes_cudnn", lambda query: False)
+    monkeypatch.setattr(prefill, "_flash", Launches.flash)
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 64, "num_hidden_layers": 2}
+    tiny = make_tiny("llama", tmp_path / "tiny", dtype=torch.float16, **shape)
+    policy, texts, found = POLICIES["half"].with_budget(48), prompts(75, 61), []
+    for kernels in (True, False):
+        monkeypatch.setattr(face, "runs_kernels", lambda *args, on=kernels: on)
+        rig = make_rig(tiny, policy, tmp_path, slots=2, dtype="float16")
+        found.append(generate(rig, texts, 6, chunk=50))
+        assert rig.session.compactor is not None and rig.session.compactor.ledger.stored(0)[2:].sum() > 0
+    exact = generate(make_rig(tiny, policy, tmp_path, slots=2, dtype="float32", by_definition=True), texts, 6, chunk=50)
+    ours, theirs = found
+    assert worst(ours[0], exact[0].double()) <= 2 * worst(theirs[0], exact[0].double())
+    torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
+def test_kernels_of_mixtures_are_compiled_ahead() -> None:
+    model = MODEL.model_copy(update={"head_dim": 64})
+    plan = POLICIES["arkv"].plan(model)
+    assert plan.mixed and in_torch(plan) == []
+    specs = kernels_for(plan, model, Limits(max_seq_len=512, max_batch_size=2), "90")
+    assert any(spec.source.name == "dense.cu" and "-DMIXED" in spec.defines for spec in specs)
+    assert {spec.entry for spec in specs} >= {"append_kernel", "remember_kernel", "attend_dense"}
+
+
+@pytest.mark.parametrize("name", ["arkv", "razor"])
+def test_what_allocate_roles_measure_comes_from_kernels(name: str, tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log-sum-exp of the newest queries by the library's stand-in, the sums by the kernel in the interpreter: the numbers of the definition."""
+    pytest.importorskip("triton")
+
+    def flash(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        group, (count, stored) = query.shape[1] // keys.shape[1], (query.shape[2], keys.shape[2])
+        logits = query[0] @ keys[0].repeat_interleave(group, 0).transpose(1, 2) * scale
+        hidden = torch.ones(count, stored, dtype=torch.bool).triu(stored - count + 1)
+        return torch.empty_like(query), logits.masked_fill(hidden, float("-inf")).logsumexp(2)[None]
+
+    monkeypatch.setattr(prefill, "_takes_cudnn", lambda query: False)
+    monkeypatch.setattr(prefill, "_flash", flash)
+    found, (text,) = [], prompts(150)
+    for kernels in (True, False):
+        rig = make_rig(tiny_llama, small(name), tmp_path, slots=1)
+        assert rig.session.ragged is not None and rig.session.compactor is not None
+        rig.session.ragged.kernels = kernels
+        role, measured = rig.session.compactor.ledger.allocate, []
+        count = type(role).measure
+
+        def measure(self: object, view: CacheView, count=count, measured=measured, kernels=kernels) -> Tensor:
+            assert (view.received(8) is not None) is kernels
+            measured.append(count(self, view))
+            return measured[-1]
+
+        monkeypatch.setattr(type(role), "measure", measure)
+        generate(rig, [text], 2)
+        monkeypatch.setattr(type(role), "measure", count)
+        found.append(torch.stack(measured))
+    assert len(found[0]) == tiny_llama.config.num_layers
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)

@@ -1,0 +1,39 @@
+"""The page table of captured steps where heads, or layers and their codes, have rows of their own: one for every batch size."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trtkv.plugins.ragged.pages import HeadPages
+from trtkv.plugins.session import Session
+
+
+class HeadTable:
+    """Room for the page numbers [Y, B, M] of as many sequences as there are slots: a table for each batch size would take too much memory."""
+
+    def __init__(self, session: Session, width: int) -> None:
+        """Allocate for a session; width is M."""
+        self.groups, self.width = session.plan.num_page_groups, width
+        self._numbers = torch.zeros(self.groups * session.num_slots * width, dtype=torch.int32, device=session.device)
+        self._user: object = None
+
+    @staticmethod
+    def of(session: Session, width: int) -> HeadTable | None:
+        """Return the table that a session's steps share, None where a table is small."""
+        return None if session.ragged is None else session.scratch("page table", lambda: HeadTable(session, width))
+
+    def view(self, batch: int) -> Tensor:
+        """Return the table [Y, B, M] of a batch size."""
+        return self._numbers[: self.groups * batch * self.width].view(self.groups, batch, self.width)
+
+    def taken_by(self, user: object) -> bool:
+        """Let the table be a user's, and say whether it was somebody else's, so that nothing in it is known."""
+        before, self._user = self._user, user
+        return before is not user
+
+    def move(self, batch: int, b: int, pages: HeadPages) -> None:
+        """Queue the copy of a sequence's page numbers, as far as they go."""
+        own = torch.from_numpy(pages.table[:, : int(pages.counts.max(initial=0))])
+        own = own.pin_memory() if self._numbers.is_cuda else own
+        self.view(batch)[:, b, : own.shape[1]].copy_(own.to(self._numbers.device, non_blocking=True))
