@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from trtkv.config import ModelConfig
 from trtkv.errors import ConfigError, EngineError
 from trtkv.graph.weights import weight_specs
 from trtkv.policies.registry import parse_policy
+from trtkv.runtime import parallel
 from trtkv.runtime.batcher import Batcher
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.loading import Options
@@ -185,6 +187,23 @@ def test_weights_that_are_missing_are_told_before_anything_runs(tiny_llama: Tiny
     path = engine(tiny_llama, "full", tmp_path, 2)
     assert "does not exist" in complaint(capsys, "run", path, "hello", "--weights", tmp_path / "nowhere", "--device", "cpu")
     assert call("run", path, "hello", "--max-tokens", 2, "--weights", "random", "--device", "cpu") == 0
+
+
+def test_a_part_that_fails_while_others_still_join_says_why(
+    tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Under load another part can have joined, failed and gone before this one has joined."""
+    path = engine(tiny_llama, "full", tmp_path, 2)
+
+    joined = parallel._join
+
+    def join(*args: Any) -> None:
+        joined(*args)
+        raise RuntimeError("connection closed by peer")
+
+    monkeypatch.setattr(parallel, "_join", join)  # in this process alone
+    with pytest.raises(EngineError, match=r"could not be opened.*does not exist"):
+        open_parts(path, Options(str(tmp_path / "nowhere"), "cpu"))
 
 
 # On two GPUs
