@@ -87,6 +87,22 @@ def test_every_part_reads_what_a_request_asked_for(tiny_llama: TinyModel, tmp_pa
     assert answers[0] == answers[1]
 
 
+def test_a_part_that_fails_while_others_still_join_says_why(
+    tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Under load another part can have joined, failed and gone before this one has joined."""
+    path = engine(tiny_llama, "full", tmp_path, 2)
+    joined = parallel._join
+
+    def join(*args: Any) -> None:
+        joined(*args)
+        raise RuntimeError("connection closed by peer")
+
+    monkeypatch.setattr(parallel, "_join", join)  # in this process alone
+    with pytest.raises(EngineError, match=r"could not be opened.*does not exist"):
+        open_parts(path, Options(str(tmp_path / "nowhere"), "cpu"))
+
+
 def test_every_weight_is_shared_out_once(tiny_llama: TinyModel) -> None:
     specs = [{"name": one.name, "shape": one.shape, "sources": one.sources} for one in weight_specs(tiny_llama.config.part(2), 2)]
     checkpoint, cpu = Checkpoint(tiny_llama.path), torch.device("cpu")
@@ -187,23 +203,6 @@ def test_weights_that_are_missing_are_told_before_anything_runs(tiny_llama: Tiny
     path = engine(tiny_llama, "full", tmp_path, 2)
     assert "does not exist" in complaint(capsys, "run", path, "hello", "--weights", tmp_path / "nowhere", "--device", "cpu")
     assert call("run", path, "hello", "--max-tokens", 2, "--weights", "random", "--device", "cpu") == 0
-
-
-def test_a_part_that_fails_while_others_still_join_says_why(
-    tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    """Under load another part can have joined, failed and gone before this one has joined."""
-    path = engine(tiny_llama, "full", tmp_path, 2)
-
-    joined = parallel._join
-
-    def join(*args: Any) -> None:
-        joined(*args)
-        raise RuntimeError("connection closed by peer")
-
-    monkeypatch.setattr(parallel, "_join", join)  # in this process alone
-    with pytest.raises(EngineError, match=r"could not be opened.*does not exist"):
-        open_parts(path, Options(str(tmp_path / "nowhere"), "cpu"))
 
 
 # On two GPUs
