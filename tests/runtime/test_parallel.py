@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from trtkv.graph.weights import weight_specs
 from trtkv.manifest import read_manifest
 from trtkv.plugins.kv_recall.layout import layout
 from trtkv.policies.registry import parse_policy
+from trtkv.runtime import parallel
 from trtkv.runtime.batcher import Batcher
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.loading import Options, Part, open_engine
@@ -89,6 +91,22 @@ def test_every_part_reads_what_a_request_asked_for(tiny_llama: TinyModel, tmp_pa
         assert answers[-1][0] != llm.generate(prompts[:1], params[1])[0].token_ids
         llm.close()
     assert answers[0] == answers[1]
+
+
+def test_a_part_that_fails_while_others_still_join_says_why(
+    tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Under load another part can have joined, failed and gone before this one has joined."""
+    path = engine(tiny_llama, "full", tmp_path, 2)
+    joined = parallel._join
+
+    def join(*args: Any) -> None:
+        joined(*args)
+        raise RuntimeError("connection closed by peer")
+
+    monkeypatch.setattr(parallel, "_join", join)  # in this process alone
+    with pytest.raises(EngineError, match=r"could not be opened.*does not exist"):
+        open_parts(path, Options(str(tmp_path / "nowhere"), "cpu"))
 
 
 def test_every_weight_is_shared_out_once(tiny_llama: TinyModel) -> None:

@@ -65,7 +65,7 @@ def open_parts(directory: Path, options: Options, progress: Progress = lambda st
         theirs.close()
         followers.append(Follower(process, ours, {}))
     try:
-        part = _join(0, manifest.tp, f"{folder}/store", devices[0])
+        part = _meet(manifest.tp, f"{folder}/store", devices[0], followers)
         engine = open_engine(directory, replace(options, device=devices[0]), progress, part=part)
         for follower in followers:
             _expect_ready(follower)
@@ -247,6 +247,17 @@ def _join(index: int, count: int, store: str, device: str) -> Part:
             out.view(rows, count, width).copy_(parts.transpose(0, 1))
 
     return Part(index, count, lambda tensor: group.allreduce([tensor]).wait(), gather, least, _leaving(group))
+
+
+def _meet(count: int, store: str, device: str, followers: Sequence[Follower]) -> Part:
+    """Join as the first part; another one that has failed meanwhile says why."""
+    try:
+        return _join(0, count, store, device)
+    except RuntimeError:
+        for follower in followers:
+            if follower.pipe.poll(LEAVE_S):
+                _expect_ready(follower)
+        raise
 
 
 def _leaving(group: Any) -> Callable[[], None]:
