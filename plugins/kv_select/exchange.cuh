@@ -52,7 +52,7 @@ struct Chosen { // of the row, and units of lower blocks in higher bins and in i
   int lower_above, lower_count;
 };
 struct Desk {
-  __align__(16) int own[BINS];   // counts of this block; bin 0 of the first count stays empty
+  __align__(16) int own[BINS];       // counts of this block; bin 0 of the first count stays empty
   __align__(16) int total[BINS + 2]; // of the row
   __align__(16) u64 list[CROWD], few[CROWD];
   int warp_sums[64], listed, less, left, lower_above, lower_count;

@@ -40,7 +40,7 @@ __device__ __forceinline__ void put8(__half* p, u32 x, u32 y) {
 #endif
 }
 
-// The groups [begin, end) of a sequence that a block scores, `groups` of it in all (0: there is nothing to score).
+// The groups [begin, end) of a sequence that a block scores; idle: there is nothing to score.
 struct Groups {
   const char *bits, *meta; // the pool of one layer: BIT_BYTES and META_BYTES a group, [P, Hk, N / 32] groups
   const int* table;        // page numbers of the sequence

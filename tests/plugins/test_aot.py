@@ -59,9 +59,9 @@ def architecture(cubin: bytes) -> int:
 @pytest.mark.parametrize("sm", ["80", "89", "90", "120"])
 def test_every_kernel_of_every_retrieval_policy_compiles(sm: str, policy: str, compiled: set[str]) -> None:
     every = specs(policy, sm, model())
-    scorer = "fier_score" if policy == "fier" else "score_pages"
+    scorers = {"fier_score", "fier_select"} if policy == "fier" else {"score_pages", "page_select"}
     more = {"freekv": {"_speculate_kernel"}, "shadowkv": {"outlier_cut"}}.get(policy, set())
-    assert {"append_kernel", scorer, "select_units", "attend_list"} | more <= {spec.entry for spec in every}
+    assert {"append_kernel", "select_units", "attend_list"} | scorers | more <= {spec.entry for spec in every}
     found = {spec.name: spec for spec in every if spec.name not in compiled}
     compiled |= found.keys()
     triton = [spec for spec in found.values() if isinstance(spec, TritonSpec)]
@@ -94,7 +94,7 @@ def parameters(spec: CudaSpec) -> list[int]:
 @needs_compilers
 def test_kernels_take_the_arguments_that_are_given() -> None:
     found = {spec.entry: spec for name in RETRIEVAL for spec in specs(name, "90", model()) if isinstance(spec, CudaSpec)}
-    assert {"fier_score", "select_units", "attend_list"} < found.keys()
+    assert {"fier_score", "select_units", "attend_list", "fier_select", "page_select"} < found.keys()
     for spec in found.values():
         assert parameters(spec) == [ctypes.sizeof(kind) for kind in spec.types], spec.title
 
