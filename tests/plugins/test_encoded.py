@@ -175,7 +175,6 @@ def model(**update: Any) -> ModelConfig:
         ("pyramidkv+fp8", (), {}, Format(8, 1, 128, 1, together=True)),
         ("lagkv+kivi", (), {}, None),
         ("qhitter", (), {}, None),
-        ("arkv", (), {}, None),
         ("minikv+fier", (), {}, None),
         ("minikv", ("quantize.group=8",), {}, None),
         ("full", (), {}, None),
