@@ -20,14 +20,14 @@ _HERE = Path(__file__).parent
 _FIER = (Pointer,) * 10 + (Int, Int, Int, Long) + (Int,) * 5 + (Float,)
 _PAGES = (Pointer,) * 11 + (Int, Int, Int, Long) + (Int,) * 5 + (Float,)
 STAGES = (8, 4)  # groups of a warp in flight: as many as shared memory has room for
-MOST_SMS = 160  # multiprocessors of a device that are used: blocks of a row, as in exchange.cuh
+MOST_SMS = 160  # multiprocessors of a device that are used: blocks of a row, as in mail.cuh
 # As measured on an H200. Eight warps leave a multiprocessor room for blocks of the next kernel; sixteen score faster.
 FEW_WARPS, MANY_WARPS = 8, 16
 LEAST_GROUPS, FEW_GROUPS = 16, 72  # of a block, at least; up to which eight warps are enough
 FEW_BLOCKS = 16  # of a row with eight warps: more take longer to tell each other
 LEAST_PAGES = 128  # of a block
 _STATIC = 28 * 1024  # shared memory of a block beside what its launch asks for
-_COUNT_WORDS = 43 + 11 * 11  # words of sixteen bytes that a block tells beside one a head, as in exchange.cuh
+_COUNT_WORDS = 43 + 11 * 11  # words of sixteen bytes that a block tells beside one a head, as in mail.cuh
 _CROWD = 512
 
 
