@@ -29,10 +29,6 @@ __device__ __forceinline__ void clear(Desk& s) {
   }
   if (threadIdx.x == 0) s.listed = s.less = s.left = 0;
 }
-__device__ __forceinline__ float highest(float x) { // of the warp
-  const u32 top = __reduce_max_sync(~0u, ordered(x));
-  return __uint_as_float(top & 0x80000000u ? top & 0x7fffffffu : ~top);
-}
 
 // What is added to this block's scores, so that heads are normalized over the row; s.low is the lowest of raw scores.
 __device__ __forceinline__ void normalize(Desk& s, const Mail& mail, float (&add)[HEADS]) {

@@ -20,7 +20,7 @@ _HERE = Path(__file__).parent
 _FIER = (Pointer,) * 10 + (Int, Int, Int, Long) + (Int,) * 5 + (Float,)
 _PAGES = (Pointer,) * 11 + (Int, Int, Int, Long) + (Int,) * 5 + (Float,)
 STAGES = (8, 4)  # groups of a warp in flight: as many as shared memory has room for
-MOST_SMS = 160  # multiprocessors of a device that are used: blocks of a row, as in mail.cuh
+MOST_SMS = 160  # multiprocessors of a device that are used: blocks of a row, as in exchange.cuh
 # As measured on an H200. Eight warps leave a multiprocessor room for blocks of the next kernel; sixteen score faster.
 FEW_WARPS, MANY_WARPS = 8, 16
 LEAST_GROUPS, FEW_GROUPS = 16, 72  # of a block, at least; up to which eight warps are enough
