@@ -1,48 +1,9 @@
-// What the blocks of a row tell each other through global memory, and the choice of a row's best units over it, in few steps of latency.
+// The choice of a row's best units by several blocks, each of which holds the scores of its share: three exchanges, each as short as it can be.
 //
-// A word is twelve bytes and the launch's stamp, written and read as one: who sees the stamp has the bytes, so there is no barrier, no fence and nothing
-// to clear. Every block of the grid must be resident (a cooperative launch). Built as pooling.cuh says.
+// Built as pooling.cuh says.
 #pragma once
+#include "mail.cuh"
 #include "pooling.cuh"
-
-#define BINS 256                        // of the first count
-#define DIGIT 64                        // bins of every further one
-#define WORDS_OF(bins) (((bins) + 5) / 6) // words of six counts
-#define ROUNDS 11                       // further counts: six bits of the key, then sixty of score and unit
-#define CROWD 512                       // candidates that blocks tell each other
-#define COMPARED 96                     // candidates of which each is compared with all
-#define MAIL_WORDS (HEADS + WORDS_OF(BINS) + WORDS_OF(DIGIT) * ROUNDS) // a block of a row; CROWD words a row beside
-
-__device__ __forceinline__ void post(uint4* to, u32 a, u32 b, u32 c, u32 stamp) {
-  const u64 low = (u64)b << 32 | a, high = (u64)stamp << 32 | c;
-  asm volatile("{.reg .b128 v;\n mov.b128 v,{%1,%2};\n st.relaxed.gpu.global.b128 [%0],v;}" ::"l"(to), "l"(low), "l"(high) : "memory");
-}
-__device__ __forceinline__ uint4 look(const uint4* from) {
-  u64 low, high;
-  asm volatile("{.reg .b128 v;\n ld.relaxed.gpu.global.b128 v,[%2];\n mov.b128 {%0,%1},v;}" : "=l"(low), "=l"(high) : "l"(from) : "memory");
-  return make_uint4((u32)low, (u32)(low >> 32), (u32)high, (u32)(high >> 32));
-}
-__device__ __forceinline__ uint4 await(const uint4* from, u32 stamp) {
-  uint4 v = look(from);
-  while (v.w != stamp) v = look(from);
-  return v;
-}
-
-// Mail of a row with `blocks` blocks; every part is [blocks, words].
-struct Mail {
-  uint4* words;
-  int blocks, rank;
-  u32 stamp;
-  __device__ __forceinline__ uint4* part(int head, int block) const { return words + head * blocks + block; }
-  __device__ __forceinline__ uint4* bins() const { return words + HEADS * blocks; }
-  __device__ __forceinline__ uint4* round(int i) const { return bins() + (WORDS_OF(BINS) + i * WORDS_OF(DIGIT)) * blocks; }
-  __device__ __forceinline__ uint4* list() const { return round(ROUNDS); } // [CROWD]
-};
-
-// What a block tells about its share goes out at once, from one thread a head.
-__device__ __forceinline__ void post_part(const Mail& mail, int head, float4 part) {
-  post(mail.part(head, mail.rank), __float_as_uint(part.y), __float_as_uint(part.z), __float_as_uint(part.x), mail.stamp);
-}
 
 struct Cut { // the bin of the wanted-th unit, units in higher bins and in it
   int bin, above, count;
@@ -67,10 +28,6 @@ __device__ __forceinline__ void clear(Desk& s) {
     if (i < BINS) s.own[i] = 0;
   }
   if (threadIdx.x == 0) s.listed = s.less = s.left = 0;
-}
-__device__ __forceinline__ float highest(float x) { // of the warp
-  const u32 top = __reduce_max_sync(~0u, ordered(x));
-  return __uint_as_float(top & 0x80000000u ? top & 0x7fffffffu : ~top);
 }
 
 // What is added to this block's scores, so that heads are normalized over the row; s.low is the lowest of raw scores.

@@ -28,7 +28,7 @@ LEAST_GROUPS, FEW_GROUPS = 16, 72  # of a block, at least; up to which eight war
 FEW_BLOCKS = 16  # of a row with eight warps: more take longer to tell each other
 LEAST_PAGES = 128  # of a block
 _STATIC = 28 * 1024  # shared memory of a block beside what its launch asks for
-_COUNT_WORDS = 43 + 11 * 11  # words of sixteen bytes that a block tells beside one a head, as in exchange.cuh
+_COUNT_WORDS = 43 + 11 * 11  # words of sixteen bytes that a block tells beside one a head, as in mail.cuh
 _CROWD = 512
 
 

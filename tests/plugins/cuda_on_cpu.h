@@ -383,7 +383,7 @@ template <int HALF> static inline void mma(float (&d)[4], const float (&c)[4], c
   for (int i = 0; i < 4; i++) d[i] = out[i];
 }
 
-// Of exchange.cuh: words of sixteen bytes, written and read at once; who looks lets others run.
+// Of mail.cuh: words of sixteen bytes, written and read at once; who looks lets others run.
 static inline void post(uint4* to, u32 a, u32 b, u32 c, u32 stamp) { cpu::aligned(to, 16), _mm_store_si128((__m128i*)to, _mm_set_epi32(stamp, c, b, a)); }
 static inline uint4 look(const uint4* from) {
   cpu::yield();
