@@ -95,7 +95,8 @@ def _work(
 ) -> None:
     """Read and copy pieces until there are none, or until told to stop."""
     try:
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # a new thread begins on the first GPU
+        # A new thread begins on the first GPU, and outside of inference mode: tensors that were made inside take no copies there.
+        with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             lane = _Lane(device, size, ready)
             try:
                 while not stop.is_set():
