@@ -42,8 +42,8 @@ One launch of the recall kernel that finds none of its pages resident, pages of 
 STEPS_HEAD = """
 Whole decode steps with random weights, `{policy}` with a budget of {budget}; queries change from step to step, by a drift looked for to miss
 {miss} pages of every KV head; the table says how many it was. *x resident* is the step over that of the engine that keeps all pages on the device,
-*x full's time* over that of `full` on the device. *page by page* is a host that reads each layer's selection and copies; *tokens first* parts a page of
-a head into rows. Where TTFT is empty, caches were filled with random pages. The peak is the most that was taken beside the weights: cache,
+*x full's time* over that of `full` on the device. *page by page* is a host that reads each layer's selection and copies; *tokens first* parts a page
+of a head into rows. Where TTFT is empty, caches were filled with random pages. The peak is the most that was taken beside the weights: cache,
 activations, captured steps.
 
 """
