@@ -9,11 +9,10 @@ from trtkv.plan import BOOKKEEPING, CachePlan
 
 
 class Sizes:
-    """The same numbers as `CachePlan`'s methods of these names; of plans whose groups share a pool, where sessions count for themselves, by these."""
+    """The same numbers as `CachePlan`'s methods of these names; by group not of plans whose groups share a pool, which counts for itself."""
 
     def __init__(self, plan: CachePlan) -> None:
         """Count bytes by what they grow with."""
-        self._pooled = plan if plan.pooled else None
         self._page_size, self._groups = plan.page_size, range(plan.num_page_groups)
         self._slot_bytes = plan.slot_bytes
         self._pages, self._entries, own = Counter[int](), Counter[int](), Counter[tuple[int, int]]()
@@ -38,14 +37,10 @@ class Sizes:
 
     def stored_bytes_by_group(self, lengths: Sequence[int]) -> int:
         """Bytes that hold data for a sequence of which the layers of each page group store so many tokens, without bookkeeping."""
-        if self._pooled is not None:
-            return self._pooled.stored_bytes_by_group(lengths)
         return sum(lengths[group] // entry * size for group, entry, size in self._by_group)
 
     def reserved_bytes_by_group(self, lengths: Sequence[int]) -> int:
         """Bytes that the pool lends to such a sequence: whole pages and its slot."""
-        if self._pooled is not None:
-            return self._pooled.reserved_bytes_by_group(lengths)
         total = self._slot_bytes
         for group in self._groups:
             total += -(-lengths[group] // self._page_size) * self._pages[group]

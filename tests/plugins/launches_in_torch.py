@@ -180,8 +180,8 @@ def flat(x: Tensor, pages: Tensor) -> Tensor:
     return x[pages].transpose(0, 1).flatten(1, 2)
 
 
-def fake_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answer what launches ask of a GPU as an H200 does."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *args: SimpleNamespace(multi_processor_count=132))
+def fake_device(monkeypatch: pytest.MonkeyPatch, sms: int = 132) -> None:
+    """Answer what launches ask of a GPU as an H200 does, or one with another number of multiprocessors."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *args: SimpleNamespace(multi_processor_count=sms))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *args: SimpleNamespace(cuda_stream=0))

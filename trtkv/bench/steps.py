@@ -82,10 +82,7 @@ def run_cells(cells: Sequence[Cell], device: torch.device, report: Report = lamb
 
 
 def compile_cells(cells: Sequence[Cell], sm: str, report: Report = lambda stage, fraction: None) -> int:
-    """Compile the kernels that cells would load on a GPU of a compute capability into the user's folder; returns how many there are.
-
-    Triton's own norms and activations are left out: Triton compiles them when they are first called.
-    """
+    """Compile the kernels that cells would load on a GPU of a compute capability into the user's folder; returns how many there are."""
     with store.listing() as asked:
         for cell in cells:
             model = resolve_model(cell.model).config
