@@ -10,8 +10,8 @@ results=${1:-engines/results.jsonl}
 [ $# -eq 0 ] || shift
 trtkv=${TRTKV:-trtkv}
 failed=0
-ways="resident,ahead,ahead with a block a head,in front,without reuse,one batch of copies,page by page,tokens first,page by page tokens first"
-few="resident,ahead,ahead with a block a head,in front,page by page"
+ways="resident,ahead,ahead on all multiprocessors,in front,without reuse,one batch of copies,page by page,tokens first,page by page tokens first"
+few="resident,ahead,ahead on all multiprocessors,in front,page by page"
 recall() { $trtkv bench kernel --op recall --device cuda --dtype bfloat16 --output "$results" "$@" || failed=1; }
 step() {
   $trtkv bench step --offload --device cuda --weights random --budget 2048 --miss-pages 10 --chunk 8192 --steps 32 --output "$results" "$@" || failed=1
