@@ -100,21 +100,21 @@ class Block:
 
 
 @cache
-def attend_block(one: Format, dim: int, arch: str) -> Block:
+def attend_block(one: Format, dim: int, arch: str, listed: bool = False) -> Block:
     """Choose the largest shape that keeps eight warps resident, which was the fastest on an H200: rows then have the fewest parts to merge."""
     room = BLOCK_SHARED_KB.get(arch, LEAST_SHARED_KB) * 1024
-    found = [_block(one, dim, warps, STAGES, room) for warps in (16, 8, 4, 2)]
+    found = [_block(one, dim, warps, STAGES, room, listed) for warps in (16, 8, 4, 2)]
     return max(found, key=lambda block: (min(block.resident * block.warps, ENOUGH_WARPS), block.warps))
 
 
-def _block(one: Format, dim: int, warps: int, stages: int, room: int) -> Block:
-    shared = warps * max(stages * step_bytes(one, dim), 64 * dim)
+def _block(one: Format, dim: int, warps: int, stages: int, room: int, listed: bool = False) -> Block:
+    shared = warps * max(stages * step_bytes(one, dim, listed), 64 * dim)
     return Block(warps, stages, shared, min(RESIDENT_WARPS[dim] // warps, (room + 1024) // (shared + STATIC_SHARED)))
 
 
-def step_bytes(one: Format, dim: int) -> int:
-    """Return the bytes of a warp's step of 32 tokens: codes and metadata of keys and values."""
-    keys = 2 * STEP if one.bits == 8 else max(1, STEP // one.key_group) * 2 * dim
+def step_bytes(one: Format, dim: int, listed: bool = False) -> int:
+    """Return the bytes of a warp's step of 32 tokens: codes and metadata of keys and values; of a list, each half has a group of keys of its own."""
+    keys = 2 * STEP if one.bits == 8 else max(2 if listed else 1, STEP // one.key_group) * 2 * dim
     values = 2 * STEP if one.bits == 8 else STEP * 2 * dim // one.value_group
     return 2 * STEP * dim * one.bits // 8 + (keys + values) * (1 if one.bits == 8 else 2)
 
