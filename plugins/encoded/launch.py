@@ -19,7 +19,7 @@ from trtkv.plugins.encoded.formats import STEP, Format
 
 _HERE = Path(__file__).parent
 ATTEND_TYPES = (Pointer,) * 17 + (Int,) * 8 + (Float,)
-_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _CODES = ("key_codes", "key_scale", "key_minimum", "value_codes", "value_scale", "value_minimum")
 RESIDENT_WARPS = {64: 16, 96: 16, 128: 16, 256: 8}  # of a multiprocessor, by head dimension: what the attention kernel's registers leave room for
 ENOUGH_WARPS = 8  # resident ones that reach the memory's bandwidth
@@ -172,8 +172,8 @@ def append(
         constants = _append_constants(one, heads_q, heads, dim, norms is not None, False)
         interpreted.launch_append(grid[:2], (*tensors, *numbers), constants)
         return
-    kernel = append_kernel(one, heads_q, heads, dim, norms is not None, _TYPES[pages.keys.dtype], arch())
-    _check_aligned((qkv, rope, out, pages.keys, pages.values, *pages.codes))
+    kernel = append_kernel(one, heads_q, heads, dim, norms is not None, TYPES[pages.keys.dtype], arch())
+    check_aligned((qkv, rope, out, pages.keys, pages.values, *pages.codes))
     stream = torch.cuda.current_stream().cuda_stream
     triton_aot.launch(kernel, grid, stream, (*(x.data_ptr() for x in tensors), *numbers), overlap=overlap)
 
@@ -213,8 +213,8 @@ def encode_prompt(
 
         interpreted.launch_prompt(grid[:2], (*tensors, *numbers), _prompt_constants(one, heads, dim, listed))
         return
-    kernel = prompt_kernel(one, heads, dim, listed, _TYPES[keys.dtype], arch())
-    _check_aligned((keys, values, *pages.codes))
+    kernel = prompt_kernel(one, heads, dim, listed, TYPES[keys.dtype], arch())
+    check_aligned((keys, values, *pages.codes))
     stream = torch.cuda.current_stream().cuda_stream
     triton_aot.launch(kernel, grid, stream, (*(x.data_ptr() for x in tensors), *numbers))
 
@@ -251,6 +251,7 @@ def _prompt_constants(one: Format, heads: int, dim: int, listed: bool) -> Mappin
     return {**shape, "KEY_GROUP": tokens if one.bits == 8 else one.key_group, "T": tokens, "LISTED": listed}
 
 
-def _check_aligned(tensors: Sequence[Any]) -> None:
+def check_aligned(tensors: Sequence[Any]) -> None:
+    """Raise EngineError where a tensor of a cache does not lie on a multiple of sixteen bytes, which kernels rely on."""
     if any(one.data_ptr() % 16 for one in tensors):
         raise EngineError("a tensor of an encoded cache is not aligned to 16 bytes", "Report this with the output of trtkv doctor.")

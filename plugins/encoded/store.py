@@ -6,6 +6,7 @@ a plan also evicts, what stays of it is chosen then (`keep.py`), and that alone 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -42,6 +43,12 @@ class EncodedStore:
         for spec in _encoded(plan):
             shapes = [(num_pages[plan.page_groups[layer]], *map(int, spec.shape[1:])) for layer in every]
             self.buffers[spec.name] = [torch.empty(shape, dtype=TORCH_DTYPES[spec.dtype], device=device) for shape in shapes]
+        for spec in _beside(plan):
+            rows = [num_pages[plan.page_groups[layer]] if spec.paged else num_slots for layer in every]
+            self.buffers[spec.name] = [
+                torch.empty((rows[layer], *map(int, spec.shape[1:])), dtype=TORCH_DTYPES[spec.dtype], device=device) if layer in spec.layers else None
+                for layer in every
+            ]
         self.origins = torch.zeros(plan.num_page_groups, num_slots, dtype=torch.int32, device=device)
         self.pages = [self._pages(layer) for layer in every]
         self.one_page = torch.zeros(1, 1, dtype=torch.int32, device=device)  # the page table of a prompt that is read
@@ -53,6 +60,13 @@ class EncodedStore:
             token_bytes(plan) // (2 * plan.num_layers), coded["key"] * form.key_group // plan.page_size, coded["value"] // plan.page_size
         )  # fmt: skip
         groups = range(plan.num_page_groups)
+        # Of what a selection keeps: bytes of an entry in all layers by the tokens that it describes, and of a slot.
+        self._entries, self._slot_bytes = Counter[int](), 0
+        for spec in _beside(plan):
+            if spec.paged:
+                self._entries[spec.tokens_per_entry] += spec.row_bytes * spec.tokens_per_entry // plan.page_size * len(spec.layers)
+            else:
+                self._slot_bytes += spec.row_bytes * len(spec.layers)
         self._layers, self._page_bytes = [plan.page_groups.count(group) for group in groups], [group_bytes(plan, group) for group in groups]
         self._prompts: dict[int, dict[int, Prompt]] = {}  # by slot, then layer
         self._lengths: dict[int, int] = {}
@@ -119,11 +133,15 @@ class EncodedStore:
     def copy(self, source: int, target: int, source_pages: Sequence[Sequence[int]], target_pages: Sequence[Sequence[int]]) -> None:
         """Let a slot's sequence be a copy of another's, whose prompts are complete; pages [Y] of both are as many."""
         index = [[torch.tensor(own, device=self.device) for own in pages] for pages in (source_pages, target_pages)]
-        for spec in _encoded(self.plan):
+        for spec in (*_encoded(self.plan), *_beside(self.plan)):
             for layer, x in enumerate(self.buffers[spec.name]):
-                group = self.plan.page_groups[layer]
-                assert x is not None, "every layer is encoded"
-                x[index[1][group]] = x[index[0][group]]
+                if x is None:
+                    continue  # what a layer that reads everything does not have
+                if spec.paged:
+                    group = self.plan.page_groups[layer]
+                    x[index[1][group]] = x[index[0][group]]
+                else:
+                    x[target] = x[source]
         for name in ("keys", "values"):
             for x in self.buffers[name]:
                 assert x is not None, "every layer has a ring"
@@ -156,7 +174,7 @@ class EncodedStore:
             keys, values = (0, 0) if reading or runs is None else self.form.encoded(own, runs[group])
             layer = (2 * own - keys - values) * plain + keys // self.form.key_group * key + values * value
             total += layer * self._layers[group]
-        return total
+        return total + self._slot_bytes + sum(stored[0] // tokens * size for tokens, size in self._entries.items())
 
     def reserved_bytes(self, slot: int, seen: int) -> int:
         """Return the bytes that such a sequence occupies: pages, ring, and its prompt with what is seen of it while that is read."""
@@ -183,18 +201,19 @@ class EncodedStore:
 
 
 def page_bytes(plan: CachePlan) -> int:
-    """Return the bytes of one page of encoded tokens in all layers."""
-    return sum(spec.row_bytes * len(spec.layers) for spec in _encoded(plan))
+    """Return the bytes of one page of encoded tokens in all layers, with what a selection keeps of them."""
+    return sum(spec.row_bytes * len(spec.layers) for spec in (*_encoded(plan), *_beside(plan)) if spec.paged)
 
 
 def group_bytes(plan: CachePlan, group: int) -> int:
     """Return the bytes of one page of encoded tokens in the layers of one page group."""
-    return sum(spec.row_bytes for spec in _encoded(plan) for layer in spec.layers if plan.page_groups[layer] == group)
+    paged = [spec for spec in (*_encoded(plan), *_beside(plan)) if spec.paged]
+    return sum(spec.row_bytes for spec in paged for layer in spec.layers if plan.page_groups[layer] == group)
 
 
 def slot_bytes(plan: CachePlan, form: Format) -> int:
-    """Return the bytes of a slot's rings in all layers."""
-    return form.ring * token_bytes(plan)
+    """Return the bytes of a slot's rings in all layers, with what a selection keeps of a sequence."""
+    return form.ring * token_bytes(plan) + sum(spec.row_bytes * len(spec.layers) for spec in _beside(plan) if not spec.paged)
 
 
 def token_bytes(plan: CachePlan) -> int:
@@ -210,3 +229,8 @@ def prompt_bytes(plan: CachePlan, tokens: int, *, whole: bool) -> int:
 
 def _encoded(plan: CachePlan) -> list[BufferSpec]:
     return [spec for spec in plan.buffers if spec.pool == "encoded"]
+
+
+def _beside(plan: CachePlan) -> list[BufferSpec]:
+    """List what a selection keeps: summaries in pages, and numbers of a slot."""
+    return [spec for spec in plan.buffers if spec.pool == "plain" and spec.name not in ("keys", "values")]
