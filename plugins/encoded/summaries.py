@@ -1,7 +1,7 @@
 """Summaries of keys that are encoded: what a selection scores, kept when a group of keys closes.
 
-A role summarizes the keys that it finds. Those of a prompt are in full precision; in a decode step the older ones of a group may have been encoded, and
-count as what they stand for.
+A role summarizes the keys that it finds. Those of a prompt are in full precision; in a decode step the older ones of a group may have been encoded,
+and count as what they stand for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ALIGNED = ("keys", "codes", "scales", "minima", "bits", "meta", "tokens", "page
 
 
 def summarize_prompt(keys: Tensor, table: Tensor, pages: Pages, kept: Kept, begin: int, end: int) -> None:
-    """Summarize the groups of tokens that close behind token `begin` and up to `end`, of a prompt's keys [Hk, X, D]; its pages are table [M] int32."""
+    """Summarize the groups that close behind token `begin` up to `end`, of a prompt's keys [Hk, X, D], contiguous; its pages are table [M] int32."""
     first, count = begin // kept.group, end // kept.group - begin // kept.group
     if count:
         _launch(keys, table, table, table[None], pages, kept, (first, keys.shape[1]), (count, pages.heads, 1), step=False, overlap=False)

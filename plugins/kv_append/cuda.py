@@ -42,4 +42,3 @@ def append(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
     select = session.plan.select[layer]
     if select is not None and kept.kind == launch.NONE:
         indexes.find(select).update(session, layer, select)
-

@@ -95,7 +95,9 @@ def _sparse(session: Session, layer: int, config: OpConfig, plan: SelectPlan, ro
     return attend_units(config, plan, row, query, units, read)
 
 
-def attend_units(config: OpConfig, plan: SelectPlan, row: Row, query: Tensor, units: Tensor, read: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+def attend_units(
+    config: OpConfig, plan: SelectPlan, row: Row, query: Tensor, units: Tensor, read: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> Tensor:  # fmt: skip
     """Attend query [Hq, D] to selected units [H, K] int64, whose keys and values [Hk, K, D] `read` returns for tokens [Hk, K]: [Hq, D]."""
     if plan.unit > 1:
         units = (units[..., None] * plan.unit + torch.arange(plan.unit, device=units.device)).flatten(1)

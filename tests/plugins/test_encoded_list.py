@@ -31,7 +31,7 @@ CASES = [  # bits, key group, residual, query heads a KV head, head dimension, t
 
 
 def make_lists(stored: list[int], unit: int, most: int) -> Tensor:
-    """Choose units at random, ascending: the last one always, in one row fewer than there is room for; a row no longer than the list is read whole."""
+    """Choose units at random, ascending: the last one always, in one row fewer than there is room for; short rows are read whole."""
     lists = torch.full((len(stored), HEADS, most + 1), -1, dtype=torch.int32)
     for b, count in enumerate(stored):
         units = -(-count // unit)

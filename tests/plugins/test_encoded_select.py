@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.plugins.launches_in_torch import Launches, fake_device
 from tests.plugins.test_encoded import Torch
 from tests.plugins.test_encoded_list import tokens_of
 from tests.plugins.test_wired import Recorder
+from tests.tiny import TinyModel, make_rig, make_tiny
 from trtkv.config import Limits, ModelConfig
 from trtkv.footprint import Footprint
 from trtkv.plan import CachePlan
@@ -38,6 +40,7 @@ from trtkv.plugins.kv_select import op as select_op
 from trtkv.plugins.session import Session
 from trtkv.policies.registry import parse_policy
 from trtkv.predict import predict
+from trtkv.runtime.step import StepRow
 
 HQ, HK, DIM, SLOTS, LONGEST = 4, 2, 64, 3, 256
 KIVI = ("quantize.group=16", "quantize.residual=16")  # half of a group of 32 keys is encoded before the group closes
@@ -49,7 +52,6 @@ POLICIES: dict[str, tuple[str, ...]] = {
     "quest+kivi, alone": (*LONGER, *BUDGET, "retrieve.pooling=none"),
     "quest+fp8": BUDGET,
     "freekv+kivi": (*LONGER, *BUDGET, "retrieve.page=16", "retrieve.sink=16", "retrieve.window=16"),
-    "freekv+fp8": (*BUDGET, "retrieve.page=16", "retrieve.sink=16", "retrieve.window=16"),
     "arkvale+kivi": (*KIVI, *BUDGET, "retrieve.page=16", "retrieve.sink=16", "retrieve.window=16"),
     "arkvale+kivi, balls": (*LONGER, *BUDGET, "retrieve.page=16", "retrieve.digest=ball-max", "retrieve.sink=16", "retrieve.window=16"),
     "fier+kivi": (*LONGER, *BUDGET),
@@ -278,3 +280,31 @@ def test_every_kernel_that_a_step_launches_is_listed(policy: str, monkeypatch: p
             assert twins.wired.encoded is not None
             summaries.summary_kernel(twins.wired.encoded.form, HK, DIM, kept.group, kept.kind, step, "fp16", "90")
     assert set(asked) == set(wanted)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return make_tiny("llama", tmp_path_factory.mktemp("wide") / "model", head_dim=64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["quest+kivi", "fier+fp8", "freekv+kivi", "quest+kivi, alone"])
+def test_captured_steps_on_a_gpu_answer_like_the_definition(policy: str, wide: TinyModel, tmp_path: Path) -> None:
+    name, sets = policy.partition(",")[0], POLICIES[policy]
+    rigs = [make_rig(wide, name, tmp_path, sets=sets, slots=3, dtype="bfloat16", device="cuda", by_definition=one) for one in (True, False)]
+    assert rigs[1].session.encoded is not None and rigs[1].executor.capturable and not rigs[0].executor.capturable
+    exact = make_rig(wide, name, tmp_path, sets=sets, slots=3, by_definition=True)
+    prompts, texts = (150, 93, 27), torch.randint(1, 250, (3, 260), generator=torch.Generator().manual_seed(0))
+    found = []
+    for rig in (exact, *rigs):
+        logits = []
+        for slot, count in enumerate(prompts):
+            logits.append(rig.stepper.run([StepRow(texts[slot, :count].tolist(), 0, slot, rig.pages(slot), (count - 1,), count)]))
+        for step in range(70):
+            rows = [
+                StepRow([int(texts[slot, count + step])], count + step, slot, rig.pages(slot), (0,), count) for slot, count in enumerate(prompts)
+            ]  # fmt: skip
+            logits.append(rig.stepper.run(rows))
+        found.append(torch.cat(logits).double().cpu())
+    plain, own = ((one - found[0]).norm() for one in found[1:])
+    assert own <= 2 * plain
