@@ -1,6 +1,7 @@
 // Decode attention over a list of tokens or pages of an encoded cache: split over blocks of a row, merged by whichever of them ends last.
 //
-// Built as `attend.cu` is, with -DLISTED=1 and -DUNIT (tokens a list entry: 1, 4, 8 or a multiple of 16).
+// Built as `attend.cu` is, with -DLISTED=1, -DUNIT (tokens a list entry: 1, 4, 8 or a multiple of 16) and -DPLACED where the pages of a row are not
+// those of a table: the list of rows of pages that `recall.cu` writes says where each entry's page lies.
 //
 // What is read is a tile of 16 tokens, because codes lie in the order of the matrix instruction: tokens of a tile that are not asked for get no weight.
 // Each warp takes an equal share of the list, 32 tiles at a time, a lane each; two of them are a step. Entries of one tile that two warps or two such
@@ -10,10 +11,10 @@
 #define TILES_OF_UNIT (UNIT > TILE ? UNIT / TILE : 1)
 
 // As `attend_encoded`, whose parameters these are; chosen [B, Hk, chosen_stride] int32 has ascending entries of UNIT tokens and last their count, -1 for
-// everything stored.
+// everything stored; placed [B, Hk, chosen_stride] names, in table's stead, the page of each entry, or of each page where everything is read.
 extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / THREADS) attend_encoded_list(const real* q, const char* key_codes,
     const char* key_scale, const char* key_minimum, const char* value_codes, const char* value_scale, const char* value_minimum, const char* keys,
-    const char* values, const int* table, const int* lens, const int* slots, const int* origins, const int* chosen, real* out, float* parts, float* tops,
+    const char* values, const int* table, const int* lens, const int* slots, const int* origins, const int* chosen, const int* placed, real* out, float* parts, float* tops,
     int* counters, int q_stride, int out_stride, int table_stride, int page_size, int chosen_stride, int ring_tokens, int residual, int lag, int together,
     float scale_log2) {
   extern __shared__ __align__(128) char ring[];
@@ -46,6 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / TH
   u32 asked;
   auto look = [&](int base) {
     const int i = begin + base + lane;
+    int page_row = 0;
     tile = -1, asked = 0;
     if (base + lane < mine) {
       tile = i, asked = 0xffffu;
@@ -54,6 +56,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / TH
         tile = UNIT < TILE ? entry * UNIT / TILE : entry * TILES_OF_UNIT + i % TILES_OF_UNIT;
         if (UNIT < TILE) asked = ((1u << UNIT % TILE) - 1) << (entry * UNIT % TILE);
       }
+#ifdef PLACED
+      page_row = placed[((long long)b * heads + head) * chosen_stride + (sparse ? i / TILES_OF_UNIT : tile * TILE / page_size)];
+#endif
       const int left = stored - tile * TILE;
       if (left < TILE) asked &= (1u << max(left, 0)) - 1;
     }
@@ -70,7 +75,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / TH
     }
     first = first && asked != 0;
     const int token = max(tile, 0) * TILE, page = token / page_size;
-    rows = first ? (pages[page] * heads + head) * page_size + token - page * page_size : 0;
+#ifndef PLACED
+    if (first) page_row = pages[page];
+#endif
+    rows = first ? (page_row * heads + head) * page_size + token - page * page_size : 0;
     return __ballot_sync(~0u, first);
   };
 

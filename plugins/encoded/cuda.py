@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trtkv.plugins._device.driver import arch
-from trtkv.plugins.encoded import launch, launch_list
+from trtkv.plugins.encoded import launch, launch_list, recalled
 from trtkv.plugins.encoded.layout import TILE
 from trtkv.plugins.encoded.store import EncodedStore
 from trtkv.plugins.encoded.summaries import summarize_prompt, summarize_step
@@ -40,9 +40,12 @@ def append(session: Session, store: EncodedStore, layer: int, config: OpConfig, 
     if which is None or len(which):
         begin, lens, own, pages = (x if which is None else x[which] for x in (starts[:-1], stored[group], slots, table[group]))
         alone = which is None and overlaps(session, table)
+        homes, away = pages, store.away
+        if away is not None and away.covers(layer):
+            pages, alone = recalled.ring_table(away, step, own), False
         launch.append(qkv, positions, begin, lens, own, pages, rope, norms, out, store.pages[layer], eps=config.rms_eps, overlap=alone)
         if kept.kind != plain.NONE:
-            summarize_step(store.pages[layer], lens, own, pages, kept, overlap=alone)
+            summarize_step(store.pages[layer], lens, own, pages, kept, homes=homes, overlap=alone)
 
 
 def attend(session: Session, store: EncodedStore, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
@@ -101,8 +104,12 @@ def _decode(
         launch.attend(query, store.pages[layer], table, lens, slots, out, scratch, scale=config.scale, overlap=overlaps(session, table))
         return
     sequences, alone = batch * (chosen.shape[1] // heads), chosen.shape[1] != heads
-    most = launch_list.most_tiles(plan, session.reads_all_up_to(layer)) * TILE
+    most = launch_list.most_tiles(plan) * TILE
     scratch = session.scratch(("attend encoded list", sequences, most), lambda: _scratch(store, config, sequences, most, listed=True, alone=alone))
+    if store.away is not None and store.away.covers(layer):
+        assert isinstance(scratch, launch.Scratch)
+        recalled.attend(session, store, layer, config, plan, query, lens, slots, table, chosen, out, scratch, overlaps(session, table))
+        return
     given = (query, store.pages[layer], table, lens, slots, chosen, out, scratch)
     if alone:
         launch_list.attend_per_head(*given, unit=plan.unit, scale=config.scale)

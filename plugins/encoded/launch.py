@@ -66,6 +66,11 @@ class Pages:
         """Codes, scale and minimum of keys, then of values."""
         return (self.key_codes, self.key_scale, self.key_minimum, self.value_codes, self.value_scale, self.value_minimum)
 
+    @property
+    def coded(self) -> tuple[Tensor, ...]:
+        """Codes and metadata, each once."""
+        return tuple({id(one): one for one in self.codes}.values())
+
     def runs(self, slots: Tensor) -> Tensor:
         """Return what kernels take for origins; where none are read, any tensor such as slots does."""
         assert self.origins is not None or not self.format.phased, "a phased format has origins"

@@ -17,17 +17,20 @@ from trtkv.plugins.encoded.layout import TILE
 from trtkv.plugins.kv_attend.per_head import by_head
 
 _SOURCE = Path(__file__).parent / "attend_list.cu"
-TYPES = (Pointer,) * 18 + (Int,) * 9 + (Float,)
+TYPES = (Pointer,) * 19 + (Int,) * 9 + (Float,)
 
 
 def attend_list(
     q: Tensor, pages: launch.Pages, table: Tensor, lens: Tensor, slots: Tensor, chosen: Tensor, out: Tensor, scratch: launch.Scratch, *,
-    unit: int, scale: float, overlap: bool = False,
+    unit: int, scale: float, overlap: bool = False, placed: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Attend one token a sequence: q, out [B, Hq D], table [B, M], lens and slots [B], chosen [B, Hk, K + 1] int32 of units, last their count."""
+    """Attend one token a sequence: q, out [B, Hq D], table [B, M], lens and slots [B], chosen [B, Hk, K + 1] int32 of units, last their count.
+
+    placed, of the same shape, says in table's stead which page of the pools each unit lies in.
+    """
     one, batch, group = pages.format, lens.shape[0], q.shape[1] // pages.dim // pages.heads
-    kernel = list_kernel(one, pages.dim, group, unit, q.dtype == torch.bfloat16, arch())
-    pointers = (q, *pages.codes, pages.keys, pages.values, table, lens, slots, pages.runs(slots), chosen)
+    kernel = list_kernel(one, pages.dim, group, unit, q.dtype == torch.bfloat16, arch(), placed is not None)
+    pointers = (q, *pages.codes, pages.keys, pages.values, table, lens, slots, pages.runs(slots), chosen, chosen if placed is None else placed)
     values = (*(x.data_ptr() for x in (*pointers, out, scratch.parts, scratch.tops, scratch.counters)),
               q.stride(0), out.stride(0), table.stride(0), pages.page_size, chosen.shape[2], pages.keys.shape[2], one.residual, one.lag,
               int(one.together), scale * 1.4426950408889634)  # fmt: skip
@@ -53,13 +56,18 @@ def attend_per_head(
     out.view(batch, heads, group, dim).copy_(answer.view(group, batch, heads, dim).movedim(0, 2))
 
 
-def list_kernel(one: Format, dim: int, group: int, unit: int, bf16: bool, arch: str) -> Kernel:
+def list_kernel(one: Format, dim: int, group: int, unit: int, bf16: bool, arch: str, placed: bool = False) -> Kernel:
     """Load the kernel for a shape and lists of so many tokens an entry."""
     block = launch.attend_block(one, dim, arch, True)
-    defines = (*launch.attend_defines(one, dim, group, bf16, block.warps, block.stages), "-DLISTED=1", f"-DUNIT={unit}")
+    defines = (
+        *launch.attend_defines(one, dim, group, bf16, block.warps, block.stages),
+        "-DLISTED=1",
+        f"-DUNIT={unit}",
+        *(("-DPLACED",) if placed else ()),
+    )
     return nvrtc.load(_SOURCE, "attend_encoded_list", TYPES, defines, arch, block.shared)
 
 
-def most_tiles(select: SelectPlan, all_up_to: int) -> int:
-    """Return the most tiles of 16 tokens that a list names, or that a row has which is read whole: one of up to so many tokens."""
-    return max(select.width * max(1, select.unit // TILE), -(-all_up_to // TILE))
+def most_tiles(select: SelectPlan) -> int:
+    """Return the most tiles of 16 tokens that a list names, which are those of a row that is read whole for want of one, too."""
+    return max(select.width * max(1, select.unit // TILE), -(-select.budget // TILE))

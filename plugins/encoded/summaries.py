@@ -27,24 +27,31 @@ def summarize_prompt(keys: Tensor, table: Tensor, pages: Pages, kept: Kept, begi
     """Summarize the groups that close behind token `begin` up to `end`, of a prompt's keys [Hk, X, D], contiguous; its pages are table [M] int32."""
     first, count = begin // kept.group, end // kept.group - begin // kept.group
     if count:
-        _launch(keys, table, table, table[None], pages, kept, (first, keys.shape[1]), (count, pages.heads, 1), step=False, overlap=False)
+        _launch(
+            keys, table, table, (table[None], table[None]), pages, kept, (first, keys.shape[1]), (count, pages.heads, 1), step=False, overlap=False
+        )
 
 
-def summarize_step(pages: Pages, lens: Tensor, slots: Tensor, table: Tensor, kept: Kept, *, overlap: bool = False) -> None:
-    """Summarize the groups that a decode step of one token a sequence closes, behind its append: lens and slots [B], table [B, M] int32."""
+def summarize_step(
+    pages: Pages, lens: Tensor, slots: Tensor, table: Tensor, kept: Kept, *, homes: Tensor | None = None, overlap: bool = False
+) -> None:  # fmt: skip
+    """Summarize the groups that a decode step of one token a sequence closes, behind its append: lens and slots [B], table [B, M] int32.
+
+    homes [B, M'] names the pages of the summaries where they are not those of the codes.
+    """
     tokens, grid = pages.keys.shape[2], (1, pages.heads, lens.shape[0])
     assert tokens >= kept.group or pages.format.residual < kept.group, "a group's keys are in full precision or encoded"
     assert not pages.format.phased, "runs begin at token 0"
-    _launch(pages.keys, lens, slots, table, pages, kept, (0, tokens), grid, step=True, overlap=overlap)
+    _launch(pages.keys, lens, slots, (table, table if homes is None else homes), pages, kept, (0, tokens), grid, step=True, overlap=overlap)
 
 
 def _launch(
-    keys: Tensor, lens: Tensor, slots: Tensor, table: Tensor, pages: Pages, kept: Kept, sizes: tuple[int, int], grid: tuple[int, int, int], *,
+    keys: Tensor, lens: Tensor, slots: Tensor, tables: tuple[Tensor, Tensor], pages: Pages, kept: Kept, sizes: tuple[int, int], grid: tuple[int, int, int], *,
     step: bool, overlap: bool,
 ) -> None:  # fmt: skip
     bits, meta = (keys if one is None else one for one in (kept.bits, kept.meta))
-    tensors = (keys, *pages.codes[:3], lens, slots, table, bits, meta)
-    numbers = (*sizes, pages.format.residual, pages.format.lag, table.stride(0), pages.page_size)
+    tensors = (keys, *pages.codes[:3], lens, slots, *tables, bits, meta)
+    numbers = (*sizes, pages.format.residual, pages.format.lag, *(one.stride(0) for one in tables), pages.page_size)
     if not keys.is_cuda:
         from trtkv.plugins.kv_append import kernel as interpreted
 
@@ -60,8 +67,8 @@ def summary_kernel(one: Format, heads: int, dim: int, group: int, kind: int, ste
     """Load the kernel of decode steps or of prompts, for groups and a kind of summary; dtype is Triton's name of what keys and metadata hold."""
     real, index = f"*{dtype}", "*i32"
     signature: tuple[tuple[str, str | int | bool], ...] = (
-        ("keys", real), ("codes", "*u8"), ("scales", real), ("minima", real), ("lens", index), ("slots", index), ("table", index),
-        *plain.summary_types(kind, real), *((name, "i32") for name in ("first", "tokens", "residual", "lag", "table_stride", "page_size")),
+        ("keys", real), ("codes", "*u8"), ("scales", real), ("minima", real), ("lens", index), ("slots", index), ("table", index), ("homes", index),
+        *plain.summary_types(kind, real), *((name, "i32") for name in ("first", "tokens", "residual", "lag", "table_stride", "homes_stride", "page_size")),
         *_constants(one, heads, dim, group, kind, step, int(arch) >= 90).items(),
     )  # fmt: skip
     return triton_aot.load(_SOURCE, "summarize_kernel", signature, _ALIGNED, 4, arch)

@@ -210,6 +210,7 @@ def summarize_kernel(
     lens,
     slots,
     table,
+    homes,
     bits,
     meta,
     first,
@@ -217,6 +218,7 @@ def summarize_kernel(
     residual,
     lag,
     table_stride,
+    homes_stride,
     page_size,
     HEADS_KV: tl.constexpr,
     D: tl.constexpr,
@@ -230,8 +232,8 @@ def summarize_kernel(
     """Keep what `append_kernel` keeps of groups of keys, where keys are encoded; grid [groups, Hk, B].
 
     BITS > 0: a decode step completes the newest group of a sequence or none. keys [Z, Hk, tokens, D] are the slots' newest, token t at place
-    t % tokens; older ones, encoded in runs of `residual` behind `lag` tokens, are codes in pages, and count as what they stand for. BITS = 0: of a
-    prompt, groups from `first` on; keys [Hk, tokens, D].
+    t % tokens; older ones, encoded in runs of `residual` behind `lag` tokens, are codes in the pages of table, and count as what they stand for.
+    BITS = 0: of a prompt, groups from `first` on; keys [Hk, tokens, D]. homes names the pages of the summaries.
     """
     block, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if OVERLAP:
@@ -247,9 +249,9 @@ def summarize_kernel(
     else:
         group = first + block
     token = group * GROUP + tl.arange(0, GROUP)
-    pages = table + b.to(tl.int64) * table_stride
-    home = tl.load(pages + group * GROUP // page_size).to(tl.int64)
-    row = (home * HEADS_KV + head) * page_size + token % page_size
+    page = tl.load(table + b.to(tl.int64) * table_stride + group * GROUP // page_size).to(tl.int64)
+    home = tl.load(homes + b.to(tl.int64) * homes_stride + group * GROUP // page_size).to(tl.int64)
+    row = (page * HEADS_KV + head) * page_size + token % page_size
     both = (token >= 0)[:, None] & inside[None, :]
     if BITS > 0:
         coded = (stored - lag) // residual * residual
