@@ -30,7 +30,7 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
     if int(arch) < LEAST_CAPABILITY:
         return
     if why_torch(plan) is None:
-        for op in (append, encoded) if find_format(plan) else (append, select, attend, recall, compaction, ragged):
+        for op in (append, select, recall, encoded) if find_format(plan) else (append, select, attend, recall, compaction, ragged):
             op.request(plan, model, limits, arch)
         sampling.request(model.vocab_size, arch)
     linear.request(model, limits, arch)

@@ -64,7 +64,7 @@ class Session:
         self.held = HeldCaches(plan, self.device) if held else None
         # Lengths of what is evicted from; of heads that differ their compactor's.
         self.ledger: Ledger | HeadLedger | None = Ledger(plan) if plan.evict is not None and not held and not plan.pooled else None
-        self.encoded = EncodedStore(plan, form, self.num_pages, num_slots, self.device, self.ledger) if form else None
+        self.encoded = EncodedStore(plan, form, self.num_pages, num_slots, self.device, self.ledger, offload) if form else None
         self.read_tokens = 0.0
         self.key = next(_keys)
         self.buffers: dict[str, list[Tensor | None]] = {}

@@ -130,18 +130,18 @@ def _paged(one: Footprint, context: int, batch_size: int) -> list[dict[str, Any]
 
 
 def _encoded(one: Footprint, context: int, batch_size: int) -> list[dict[str, Any]]:
-    """List pages of codes, and the rings of newest tokens in full precision."""
+    """List pages of codes, the rings of newest tokens in full precision, and what a selection keeps."""
     plan, rows, lengths = one.plan, [], one.by_group(one.layers(context))
     assert one.form is not None, "nothing is encoded"
     for spec in plan.buffers:
-        if spec.pool == "encoded":
-            counts = [plan.pages(lengths[plan.page_groups[layer]]) * batch_size for layer in spec.layers]
+        if spec.name not in ("keys", "values"):
+            counts = [(plan.pages(lengths[plan.page_groups[layer]]) if spec.paged else 1) * batch_size for layer in spec.layers]
             length = str(counts[0]) if min(counts) == max(counts) else f"{min(counts)}..{max(counts)}"
             shape = f"[{spec.letters}] = [{', '.join([length, *map(str, spec.shape[1:])])}]"
             rows.append(_row(spec, shape, spec.row_bytes * sum(counts)))
         else:
             dims = [batch_size, plan.num_kv_heads, one.form.ring, plan.head_dim]
-            rows.append(_row(spec, f"[Z Hk R D] = {dims}", batch_size * encoded.slot_bytes(plan, one.form) // 2))
+            rows.append(_row(spec, f"[Z Hk R D] = {dims}", batch_size * one.form.ring * encoded.token_bytes(plan) // 2))
     return rows
 
 

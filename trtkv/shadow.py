@@ -253,7 +253,7 @@ class _Step:
     def _select(self, node: onnx.NodeProto, layer: int, config: OpConfig) -> Iterator[Finding]:
         session, plan = self.shadow._session, self.shadow._session.plan.select[layer]
         assert plan is not None, f"layer {layer} selects nothing"
-        if session.held is not None or plan.forces:
+        if session.held is not None or session.encoded is not None or plan.forces:
             self.shadow.not_compared.add(f"KvSelect under {session.plan.policy}")
             return
         ours, queries = self.taps[node.output[0]].cpu(), self.taps[node.input[0]].cpu()

@@ -1,16 +1,20 @@
 // Codes of keys and values: how they lie in pages and in shared memory, and how they become numbers.
 //
-// Built with -DD, -DBITS, -DKEY_GROUP, -DVALUE_GROUP and -DBF16, as `attend.cu` is. How codes lie in a tile: `layout.py`.
+// Built with -DD, -DBITS, -DKEY_GROUP, -DVALUE_GROUP and -DBF16, as `attend.cu` is, and -DLISTED=1 where the two tiles of a step need not be neighbours.
+// How codes lie in a tile: `layout.py`.
 #pragma once
 #include "common.cuh"
 
+#ifndef LISTED
+#define LISTED 0
+#endif
 #define STEP 32
 #define WORDS (D * BITS / 64)                             // of a lane, of 16 tokens
 #define VECTOR (WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1) // consecutive words of a lane
 #define HALF_CODES (16 / BITS)                            // codes in half a word
 #define TILE_BYTES (2 * D * BITS)                         // codes of 16 tokens
 #define SHARE (D / VALUE_GROUP)
-#define KEY_GROUPS (KEY_GROUP < STEP ? STEP / KEY_GROUP : 1)
+#define KEY_GROUPS (KEY_GROUP < STEP ? STEP / KEY_GROUP : LISTED ? 2 : 1) // of a step
 #define FLOATING (BITS == 8)
 #define KEY_META (FLOATING ? 2 * STEP : KEY_GROUPS * 2 * D)
 #define VALUE_META (FLOATING ? 2 * STEP : STEP * 2 * SHARE)
@@ -108,6 +112,23 @@ struct Codes {
     const long long group = row / KEY_GROUP * (2 * D), token = row * (2 * SHARE);
     copy_two(to + KEY_META_AT, key_scale + group, key_minimum + group, KEY_META, lane);
     copy_two(to + VALUE_META_AT, value_scale + token, value_minimum + token, VALUE_META, lane);
+#endif
+  }
+  // The two tiles of a step that need not be neighbours; each has a place of its own for what its group of keys shares.
+  __device__ __forceinline__ void fetch_tiles(u32 to, long long first, long long second) const {
+    const int lane = threadIdx.x & 31;
+    const long long bytes = D * BITS / 8;
+    copy_two(to + KEYS_AT, key_codes + first * bytes, key_codes + second * bytes, TILE_BYTES, lane);
+    copy_two(to + VALUES_AT, value_codes + first * bytes, value_codes + second * bytes, TILE_BYTES, lane);
+#if FLOATING
+    copy_two(to + KEY_META_AT, key_scale + first * 2, key_scale + second * 2, STEP, lane);
+    copy_two(to + VALUE_META_AT, value_scale + first * 2, value_scale + second * 2, STEP, lane);
+#else
+    const long long own = first / KEY_GROUP * (2 * D), other = second / KEY_GROUP * (2 * D);
+    copy_two(to + KEY_META_AT, key_scale + own, key_scale + other, 2 * D, lane);
+    copy_two(to + KEY_META_AT + KEY_META, key_minimum + own, key_minimum + other, 2 * D, lane);
+    copy_two(to + VALUE_META_AT, value_scale + first * (2 * SHARE), value_scale + second * (2 * SHARE), STEP * SHARE, lane);
+    copy_two(to + VALUE_META_AT + VALUE_META, value_minimum + first * (2 * SHARE), value_minimum + second * (2 * SHARE), STEP * SHARE, lane);
 #endif
   }
   // Channels 8 chunk to 8 chunk + 7 of a token's key and value; no load waits for another.

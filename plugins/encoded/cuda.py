@@ -8,12 +8,16 @@ import torch
 from torch import Tensor
 
 from trtkv.plugins._device.driver import arch
-from trtkv.plugins.encoded import launch
+from trtkv.plugins.encoded import launch, launch_list, recalled
+from trtkv.plugins.encoded.layout import TILE
 from trtkv.plugins.encoded.store import EncodedStore
+from trtkv.plugins.encoded.summaries import summarize_prompt, summarize_step
 from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_append import launch as plain
+from trtkv.plugins.kv_append.summary import kept_of
+from trtkv.plugins.kv_attend.op import attend_units
 from trtkv.plugins.kv_attend.prefill import attend_with_lse
-from trtkv.plugins.rows import StepGroup
+from trtkv.plugins.rows import Row, StepGroup
 from trtkv.plugins.session import Session
 from trtkv.plugins.support import overlaps
 
@@ -22,7 +26,7 @@ def append(session: Session, store: EncodedStore, layer: int, config: OpConfig, 
     """Rotate and store new tokens; inputs and result as the plain op's. What a decode step's token completes is encoded with it."""
     qkv, positions, starts, _, stored, slots, table, rope = inputs[:8]
     group, step = session.plan.page_groups[layer], session.step(layer)
-    norms = (inputs[9], inputs[10]) if len(inputs) > 9 else None
+    norms, kept = (inputs[9], inputs[10]) if len(inputs) > 9 else None, kept_of(session, layer)
     for b, row in enumerate(step.rows):
         if not row.answers:
             keys, values = store.prompt(layer, row)
@@ -30,57 +34,100 @@ def append(session: Session, store: EncodedStore, layer: int, config: OpConfig, 
                 qkv, positions, starts[b : b + 2], stored[group][b : b + 1], store.one_page, rope, norms, out, keys, values, None, None,
                 eps=config.rms_eps, group=plain.NO_GROUP, summary=plain.NONE, longest=row.new,
             )  # fmt: skip
+            if kept.kind != plain.NONE:
+                summarize_prompt(keys[0], table[group][b], store.pages[layer], kept, row.stored - row.new, row.stored)
     which = _answering(step)
     if which is None or len(which):
         begin, lens, own, pages = (x if which is None else x[which] for x in (starts[:-1], stored[group], slots, table[group]))
         alone = which is None and overlaps(session, table)
+        homes, away = pages, store.away
+        if away is not None and away.covers(layer):
+            pages, alone = recalled.ring_table(away, step, own), False
         launch.append(qkv, positions, begin, lens, own, pages, rope, norms, out, store.pages[layer], eps=config.rms_eps, overlap=alone)
+        if kept.kind != plain.NONE:
+            summarize_step(store.pages[layer], lens, own, pages, kept, homes=homes, overlap=alone)
 
 
 def attend(session: Session, store: EncodedStore, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
-    """Attend to the stored tokens; inputs and result as the plain op's. What stays of a prompt that this step completes is encoded behind it."""
+    """Attend to the stored or selected tokens; inputs and result as the plain op's. What stays of a prompt that this step completes is encoded."""
     query, starts, _, stored, slots, table = inputs[:6]
     group, step = session.plan.page_groups[layer], session.step(layer)
+    selection = inputs[7] if len(inputs) > 7 else None
     for b, row in enumerate(step.rows):
         if not row.answers:
-            rows = slice(row.start, row.start + row.new)
-            keys, values = (x[0, :, : row.stored] for x in store.prompt(layer, row))
-            chunk = query[rows].unflatten(1, (config.num_q_heads, config.head_dim))
-            answer, lse = attend_with_lse(chunk, keys, values, config.scale)
-            out[rows] = answer.flatten(1)
-            if store.keeper is not None:
-                store.keeper.observe(layer, row, chunk, keys, lse)
+            _attend_prompt(session, store, layer, config, row, query, None if selection is None else selection[b], out)
             if row.stored >= row.prompt:
                 store.encode_prompt(layer, row, table[group][b])
+    if session.reads_all:
+        selection = None
     which = _answering(step)
     if which is None:
-        _decode(session, store, layer, config, query, stored[group], slots, table[group], out)
+        _decode(session, store, layer, config, query, stored[group], slots, table[group], selection, out)
     elif len(which):
         places = starts[:-1][which]
-        own = query[places]
+        own, lists = query[places], None if selection is None else selection[which]
         answer = own.new_empty(own.shape)
-        _decode(session, store, layer, config, own, stored[group][which], slots[which], table[group][which], answer)
+        # Lengths and pages are gathered just before, and attention reads them before it waits.
+        _decode(session, store, layer, config, own, stored[group][which], slots[which], table[group][which], lists, answer, overlap=False)
         out[places] = answer
 
 
+def _attend_prompt(
+    session: Session, store: EncodedStore, layer: int, config: OpConfig, row: Row, query: Tensor, chosen: Tensor | None, out: Tensor
+) -> None:  # fmt: skip
+    """Attend to a prompt that is being read; a chunk of one token reads what it chose, [H, K + 1], where the prompt is longer than that."""
+    rows, plan = slice(row.start, row.start + row.new), session.own.plan(layer, row.slot)
+    keys, values = (x[0, :, : row.stored] for x in store.prompt(layer, row))
+    chunk = query[rows].unflatten(1, (config.num_q_heads, config.head_dim))
+    if chosen is not None and plan is not None and row.decodes and row.stored > max(plan.budget, session.dense_below):
+        units = chosen[:, : min(plan.width, -(-row.stored // plan.unit))].long()
+        out[rows] = attend_units(config, plan, row, chunk[0], units, lambda tokens: (_taken(keys, tokens), _taken(values, tokens))).flatten()
+        return
+    answer, lse = attend_with_lse(chunk, keys, values, config.scale)
+    out[rows] = answer.flatten(1)
+    if store.keeper is not None:
+        store.keeper.observe(layer, row, chunk, keys, lse)
+
+
+def _taken(x: Tensor, tokens: Tensor) -> Tensor:
+    """Return tokens [H, K] of keys or values x [H, S, D]."""
+    return x.gather(1, tokens[..., None].expand(-1, -1, x.shape[2]))
+
+
 def _decode(
-    session: Session, store: EncodedStore, layer: int, config: OpConfig, query: Tensor, lens: Tensor, slots: Tensor, table: Tensor, out: Tensor
-) -> None:
-    batch, heads, dim = lens.shape[0], config.num_kv_heads, config.head_dim
-    scratch = session.scratch(("attend encoded", batch), lambda: _scratch(store, config, batch, table.shape[1] * session.plan.page_size))
-    assert isinstance(scratch, launch.Scratch) and scratch.parts.shape[4] == dim and scratch.parts.shape[1] == heads
-    launch.attend(query, store.pages[layer], table, lens, slots, out, scratch, scale=config.scale, overlap=overlaps(session, table))
+    session: Session, store: EncodedStore, layer: int, config: OpConfig, query: Tensor, lens: Tensor, slots: Tensor, table: Tensor,
+    chosen: Tensor | None, out: Tensor, overlap: bool = True,
+) -> None:  # fmt: skip
+    batch, heads, dim, plan = lens.shape[0], config.num_kv_heads, config.head_dim, session.plan.select[layer]
+    overlap = overlap and overlaps(session, table)
+    if chosen is None or plan is None:
+        scratch = session.scratch(("attend encoded", batch), lambda: _scratch(store, config, batch, table.shape[1] * session.plan.page_size))
+        assert isinstance(scratch, launch.Scratch) and scratch.parts.shape[4] == dim and scratch.parts.shape[1] == heads
+        launch.attend(query, store.pages[layer], table, lens, slots, out, scratch, scale=config.scale, overlap=overlap)
+        return
+    sequences, alone = batch * (chosen.shape[1] // heads), chosen.shape[1] != heads
+    most = launch_list.most_tiles(plan) * TILE
+    scratch = session.scratch(("attend encoded list", sequences, most), lambda: _scratch(store, config, sequences, most, listed=True, alone=alone))
+    if store.away is not None and store.away.covers(layer):
+        assert isinstance(scratch, launch.Scratch)
+        recalled.attend(session, store, layer, config, plan, query, lens, slots, table, chosen, out, scratch, overlap)
+        return
+    given = (query, store.pages[layer], table, lens, slots, chosen, out, scratch)
+    if alone:
+        launch_list.attend_per_head(*given, unit=plan.unit, scale=config.scale)
+        return
+    launch_list.attend_list(*given, unit=plan.unit, scale=config.scale, overlap=overlap)
 
 
-def _scratch(store: EncodedStore, config: OpConfig, batch: int, most_tokens: int) -> launch.Scratch:
+def _scratch(store: EncodedStore, config: OpConfig, batch: int, most_tokens: int, *, listed: bool = False, alone: bool = False) -> launch.Scratch:
     device = store.device
     splits = launch.choose_splits(
-        launch.attend_block(store.form, config.head_dim, arch()),
+        launch.attend_block(store.form, config.head_dim, arch(), listed),
         batch * config.num_kv_heads,
         torch.cuda.get_device_properties(device).multi_processor_count,
         most_tokens,
     )
-    group = config.num_q_heads // config.num_kv_heads
+    group = 1 if alone else config.num_q_heads // config.num_kv_heads
     return launch.Scratch.allocate(batch, config.num_kv_heads, group, config.head_dim, splits, device)
 
 

@@ -9,6 +9,7 @@ from trtkv.plan import CachePlan
 
 STEP = 32  # tokens that a warp attends to at once: pages are a multiple
 KEY_GROUPS = (16, 32, 64, 128)
+LIST_UNITS = (1, 4, 8, 16, 32, 64, 128)  # tokens of an entry of a list
 MOST_GROUP_HEADS = 8  # query heads a KV head: one column of a matrix instruction
 RING_SPARE = 16  # tokens of a residual's ring beyond those that are never encoded: the newest, rounded to what copies move
 
@@ -52,7 +53,7 @@ class Format:
 
 def find_format(plan: CachePlan) -> Format | None:
     """Return the format of a plan that encodes what it stores, or what it keeps of prompts, None where no kernel knows it."""
-    if plan.quantize is None or any(plan.select) or not plan.quantize.meaning.role.startswith("trtkv."):
+    if plan.quantize is None or not plan.quantize.meaning.role.startswith("trtkv."):
         return None
     if plan.evict is not None and not plan.evicts_once:
         return None
@@ -68,10 +69,22 @@ def find_format(plan: CachePlan) -> Format | None:
         found = Format(int(meaning.fields["bits"]), group, gcd(group, plan.head_dim), residual, lag=0, together=True, phased=True)
     elif meaning.op == "float8":
         found = Format(8, 1, plan.head_dim, 1, together=True)
-    return found if found and _fits(found, plan) else None
+    return found if found and _fits(found, plan) and _selects(found, plan) else None
 
 
 def _fits(one: Format, plan: CachePlan) -> bool:
     if plan.page_size % STEP or plan.page_size % one.key_group or plan.num_q_heads // plan.num_kv_heads > MOST_GROUP_HEADS:
         return False
     return one.bits == 8 or (one.key_group in KEY_GROUPS and one.value_group % 16 == 0)
+
+
+def _selects(one: Format, plan: CachePlan) -> bool:
+    """Say whether kernels read what every layer selects: units of a tile or within one, that kernels choose, of tokens of which none goes."""
+    from trtkv.plugins.support import why_selects_in_torch  # which asks for formats where it says what runs in torch
+
+    units = [select.unit for select in plan.select if select is not None]
+    if not units:
+        return True
+    if plan.evict is not None or one.phased or any(unit not in LIST_UNITS for unit in units):
+        return False
+    return all(why_selects_in_torch(plan, layer) is None for layer in range(plan.num_layers))

@@ -19,7 +19,7 @@ from trtkv.plugins.encoded.formats import STEP, Format
 
 _HERE = Path(__file__).parent
 ATTEND_TYPES = (Pointer,) * 17 + (Int,) * 8 + (Float,)
-_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _CODES = ("key_codes", "key_scale", "key_minimum", "value_codes", "value_scale", "value_minimum")
 RESIDENT_WARPS = {64: 16, 96: 16, 128: 16, 256: 8}  # of a multiprocessor, by head dimension: what the attention kernel's registers leave room for
 ENOUGH_WARPS = 8  # resident ones that reach the memory's bandwidth
@@ -66,6 +66,11 @@ class Pages:
         """Codes, scale and minimum of keys, then of values."""
         return (self.key_codes, self.key_scale, self.key_minimum, self.value_codes, self.value_scale, self.value_minimum)
 
+    @property
+    def coded(self) -> tuple[Tensor, ...]:
+        """Codes and metadata, each once."""
+        return tuple({id(one): one for one in self.codes}.values())
+
     def runs(self, slots: Tensor) -> Tensor:
         """Return what kernels take for origins; where none are read, any tensor such as slots does."""
         assert self.origins is not None or not self.format.phased, "a phased format has origins"
@@ -100,21 +105,21 @@ class Block:
 
 
 @cache
-def attend_block(one: Format, dim: int, arch: str) -> Block:
+def attend_block(one: Format, dim: int, arch: str, listed: bool = False) -> Block:
     """Choose the largest shape that keeps eight warps resident, which was the fastest on an H200: rows then have the fewest parts to merge."""
     room = BLOCK_SHARED_KB.get(arch, LEAST_SHARED_KB) * 1024
-    found = [_block(one, dim, warps, STAGES, room) for warps in (16, 8, 4, 2)]
+    found = [_block(one, dim, warps, STAGES, room, listed) for warps in (16, 8, 4, 2)]
     return max(found, key=lambda block: (min(block.resident * block.warps, ENOUGH_WARPS), block.warps))
 
 
-def _block(one: Format, dim: int, warps: int, stages: int, room: int) -> Block:
-    shared = warps * max(stages * step_bytes(one, dim), 64 * dim)
+def _block(one: Format, dim: int, warps: int, stages: int, room: int, listed: bool = False) -> Block:
+    shared = warps * max(stages * step_bytes(one, dim, listed), 64 * dim)
     return Block(warps, stages, shared, min(RESIDENT_WARPS[dim] // warps, (room + 1024) // (shared + STATIC_SHARED)))
 
 
-def step_bytes(one: Format, dim: int) -> int:
-    """Return the bytes of a warp's step of 32 tokens: codes and metadata of keys and values."""
-    keys = 2 * STEP if one.bits == 8 else max(1, STEP // one.key_group) * 2 * dim
+def step_bytes(one: Format, dim: int, listed: bool = False) -> int:
+    """Return the bytes of a warp's step of 32 tokens: codes and metadata of keys and values; of a list, each half has a group of keys of its own."""
+    keys = 2 * STEP if one.bits == 8 else max(2 if listed else 1, STEP // one.key_group) * 2 * dim
     values = 2 * STEP if one.bits == 8 else STEP * 2 * dim // one.value_group
     return 2 * STEP * dim * one.bits // 8 + (keys + values) * (1 if one.bits == 8 else 2)
 
@@ -172,8 +177,8 @@ def append(
         constants = _append_constants(one, heads_q, heads, dim, norms is not None, False)
         interpreted.launch_append(grid[:2], (*tensors, *numbers), constants)
         return
-    kernel = append_kernel(one, heads_q, heads, dim, norms is not None, _TYPES[pages.keys.dtype], arch())
-    _check_aligned((qkv, rope, out, pages.keys, pages.values, *pages.codes))
+    kernel = append_kernel(one, heads_q, heads, dim, norms is not None, TYPES[pages.keys.dtype], arch())
+    check_aligned((qkv, rope, out, pages.keys, pages.values, *pages.codes))
     stream = torch.cuda.current_stream().cuda_stream
     triton_aot.launch(kernel, grid, stream, (*(x.data_ptr() for x in tensors), *numbers), overlap=overlap)
 
@@ -213,8 +218,8 @@ def encode_prompt(
 
         interpreted.launch_prompt(grid[:2], (*tensors, *numbers), _prompt_constants(one, heads, dim, listed))
         return
-    kernel = prompt_kernel(one, heads, dim, listed, _TYPES[keys.dtype], arch())
-    _check_aligned((keys, values, *pages.codes))
+    kernel = prompt_kernel(one, heads, dim, listed, TYPES[keys.dtype], arch())
+    check_aligned((keys, values, *pages.codes))
     stream = torch.cuda.current_stream().cuda_stream
     triton_aot.launch(kernel, grid, stream, (*(x.data_ptr() for x in tensors), *numbers))
 
@@ -251,6 +256,7 @@ def _prompt_constants(one: Format, heads: int, dim: int, listed: bool) -> Mappin
     return {**shape, "KEY_GROUP": tokens if one.bits == 8 else one.key_group, "T": tokens, "LISTED": listed}
 
 
-def _check_aligned(tensors: Sequence[Any]) -> None:
+def check_aligned(tensors: Sequence[Any]) -> None:
+    """Raise EngineError where a tensor of a cache does not lie on a multiple of sixteen bytes, which kernels rely on."""
     if any(one.data_ptr() % 16 for one in tensors):
         raise EngineError("a tensor of an encoded cache is not aligned to 16 bytes", "Report this with the output of trtkv doctor.")

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from trtkv.config import Limits, ModelConfig
 from trtkv.plan import CachePlan
-from trtkv.plugins.encoded import launch
+from trtkv.plugins.encoded import launch, launch_list
 from trtkv.plugins.encoded.formats import find_format
+from trtkv.plugins.encoded.summaries import summary_kernel
+from trtkv.plugins.kv_append.launch import KINDS
+from trtkv.plugins.kv_recall.layout import why_not
 from trtkv.plugins.kv_sums.launch import sums_kernel
+from trtkv.plugins.support import summary_kind
 
 _NAMES = {"bfloat16": "bf16", "float16": "fp16"}
 
@@ -19,5 +23,14 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
     launch.attend_kernel(form, plan.head_dim, plan.num_q_heads // plan.num_kv_heads, dtype == "bf16", arch)
     launch.append_kernel(form, plan.num_q_heads, plan.num_kv_heads, plan.head_dim, model.qk_norm, dtype, arch)
     launch.prompt_kernel(form, plan.num_kv_heads, plan.head_dim, plan.evict is not None, dtype, arch)
+    for layer, select in enumerate(plan.select):
+        kind = summary_kind(plan, layer)
+        if select is None or kind is None:
+            continue
+        for step in (False, True):
+            summary_kernel(form, plan.num_kv_heads, plan.head_dim, select.group, KINDS[kind], step, dtype, arch)
+        group = 1 if select.pooling == "none" else plan.num_q_heads // plan.num_kv_heads
+        for placed in (False, True)[: 2 if "offload" in plan.roles and why_not(plan) is None else 1]:
+            launch_list.list_kernel(form, plan.head_dim, group, select.unit, dtype == "bf16", arch, placed)
     if plan.evict is not None and "attention_mass" in plan.evict.needs:
         sums_kernel(plan.num_q_heads // plan.num_kv_heads, plan.head_dim, dtype, arch)

@@ -6,7 +6,10 @@ a plan also evicts, what stays of it is chosen then (`keep.py`), and that alone 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +20,10 @@ from trtkv.plan import BufferSpec, CachePlan
 from trtkv.plugins.compaction.ledger import Ledger
 from trtkv.plugins.dtypes import TORCH_DTYPES
 from trtkv.plugins.encoded import launch, reference
+from trtkv.plugins.encoded.away import Away
 from trtkv.plugins.encoded.formats import Format
 from trtkv.plugins.encoded.keep import Keeper, watched_bytes
+from trtkv.plugins.kv_recall.store import Offload
 from trtkv.plugins.rows import Row
 
 _CODES = ("key_codes", "key_scale", "key_minimum", "value_codes", "value_scale", "value_minimum")
@@ -29,9 +34,13 @@ class EncodedStore:
     """The caches of all layers; `buffers[name][layer]` as a session has them, "keys" and "values" being the rings [Z, Hk, ring, D]."""
 
     def __init__(
-        self, plan: CachePlan, form: Format, num_pages: Sequence[int], num_slots: int, device: torch.device, ledger: Ledger | None = None
+        self, plan: CachePlan, form: Format, num_pages: Sequence[int], num_slots: int, device: torch.device, ledger: Ledger | None = None,
+        offload: Offload | None = None,
     ) -> None:  # fmt: skip
-        """Allocate pages of every page group, and rings; the ledger knows the lengths of a plan that evicts."""
+        """Allocate pages of every page group, and rings; the ledger knows the lengths of a plan that evicts.
+
+        The codes of layers that offload covers lie in its frames and rings of pages, and on the host.
+        """
         self.plan, self.form, self.device = plan, form, device
         every = range(plan.num_layers)
         ring = (num_slots, plan.num_kv_heads, form.ring, plan.head_dim)
@@ -41,7 +50,19 @@ class EncodedStore:
             self.buffers[name] = [torch.empty(ring, dtype=real, device=device) for _ in every]
         for spec in _encoded(plan):
             shapes = [(num_pages[plan.page_groups[layer]], *map(int, spec.shape[1:])) for layer in every]
-            self.buffers[spec.name] = [torch.empty(shape, dtype=TORCH_DTYPES[spec.dtype], device=device) for shape in shapes]
+            self.buffers[spec.name] = [
+                offload.coded[layer].named[spec.name]
+                if offload is not None and offload.covers(layer)
+                else torch.empty(shapes[layer], dtype=TORCH_DTYPES[spec.dtype], device=device)
+                for layer in every
+            ]
+        self.away = None if offload is None else Away(offload)
+        for spec in _beside(plan):
+            rows = [num_pages[plan.page_groups[layer]] if spec.paged else num_slots for layer in every]
+            self.buffers[spec.name] = [
+                torch.empty((rows[layer], *map(int, spec.shape[1:])), dtype=TORCH_DTYPES[spec.dtype], device=device) if layer in spec.layers else None
+                for layer in every
+            ]
         self.origins = torch.zeros(plan.num_page_groups, num_slots, dtype=torch.int32, device=device)
         self.pages = [self._pages(layer) for layer in every]
         self.one_page = torch.zeros(1, 1, dtype=torch.int32, device=device)  # the page table of a prompt that is read
@@ -53,6 +74,13 @@ class EncodedStore:
             token_bytes(plan) // (2 * plan.num_layers), coded["key"] * form.key_group // plan.page_size, coded["value"] // plan.page_size
         )  # fmt: skip
         groups = range(plan.num_page_groups)
+        # Of what a selection keeps: bytes of an entry in all layers by the tokens that it describes, and of a slot.
+        self._entries, self._slot_bytes = Counter[int](), 0
+        for spec in _beside(plan):
+            if spec.paged:
+                self._entries[spec.tokens_per_entry] += spec.row_bytes * spec.tokens_per_entry // plan.page_size * len(spec.layers)
+            else:
+                self._slot_bytes += spec.row_bytes * len(spec.layers)
         self._layers, self._page_bytes = [plan.page_groups.count(group) for group in groups], [group_bytes(plan, group) for group in groups]
         self._prompts: dict[int, dict[int, Prompt]] = {}  # by slot, then layer
         self._lengths: dict[int, int] = {}
@@ -93,7 +121,7 @@ class EncodedStore:
             made = [torch.empty(shape, dtype=TORCH_DTYPES[self.plan.kv_dtype], device=self.device) for _ in range(2)]
             before = row.stored - row.new
             if before:
-                for x, old in zip(made, reference.visible(self.pages[layer], row.pages, row.slot, before + self.form.lag), strict=True):
+                for x, old in zip(made, reference.visible(*self._view(layer, row, before), row.slot, before + self.form.lag), strict=True):
                     x[0, :, :before] = old[:, :before]
             own[layer] = (made[0], made[1])
             self._begins[row.slot] = self.form.encoded(before, self._runs[row.slot][self.plan.page_groups[layer]]) if before else (0, 0)
@@ -110,7 +138,13 @@ class EncodedStore:
         stored = row.stored if kept is None else kept.shape[1]
         origin = self._begin_runs(group, row.slot, stored)
         ends = self.form.encoded(stored, origin)
-        launch.encode_prompt(plain[0][0], plain[1][0], table, pages, ends, self._begins[row.slot], kept)
+        if self.away is not None and self.away.covers(layer):
+            before = row.stored - row.new if any(self._begins[row.slot]) else 0
+            own, numbers = self._view(layer, row, before)
+            launch.encode_prompt(plain[0][0], plain[1][0], numbers, own, ends, self._begins[row.slot])
+            self.away.settle(layer, row, own.coded, min(self._begins[row.slot]), min(ends))
+        else:
+            launch.encode_prompt(plain[0][0], plain[1][0], table, pages, ends, self._begins[row.slot], kept)
         for x, ring, end in zip(plain, (pages.keys, pages.values), ends, strict=True):
             tokens = torch.arange(end, stored, device=self.device)
             rest = x[0, :, end:stored] if kept is None else x[0].gather(1, kept[:, end:, None].long().expand(-1, -1, x.shape[3]))
@@ -119,11 +153,15 @@ class EncodedStore:
     def copy(self, source: int, target: int, source_pages: Sequence[Sequence[int]], target_pages: Sequence[Sequence[int]]) -> None:
         """Let a slot's sequence be a copy of another's, whose prompts are complete; pages [Y] of both are as many."""
         index = [[torch.tensor(own, device=self.device) for own in pages] for pages in (source_pages, target_pages)]
-        for spec in _encoded(self.plan):
+        for spec in (*_encoded(self.plan), *_beside(self.plan)):
             for layer, x in enumerate(self.buffers[spec.name]):
-                group = self.plan.page_groups[layer]
-                assert x is not None, "every layer is encoded"
-                x[index[1][group]] = x[index[0][group]]
+                if x is None:
+                    continue  # what a layer that reads everything does not have
+                if spec.paged:
+                    group = self.plan.page_groups[layer]
+                    x[index[1][group]] = x[index[0][group]]
+                else:
+                    x[target] = x[source]
         for name in ("keys", "values"):
             for x in self.buffers[name]:
                 assert x is not None, "every layer has a ring"
@@ -138,7 +176,15 @@ class EncodedStore:
         plain = self._prompts[row.slot].get(layer)
         if plain is not None:
             return plain[0][0, :, : row.stored], plain[1][0, :, : row.stored]
-        return reference.visible(self.pages[layer], row.pages, row.slot, row.stored)
+        return reference.visible(*self._view(layer, row, row.stored), row.slot, row.stored)
+
+    def _view(self, layer: int, row: Row, stored: int) -> tuple[launch.Pages, Tensor]:
+        """Return pages of codes and their numbers [M] int32 in order, of a sequence's first so many tokens: those on the host in a copy."""
+        if self.away is None or not self.away.covers(layer):
+            return self.pages[layer], row.table
+        parts = self.away.gather(layer, row, stored)
+        found = dict(zip((spec.name for spec in _encoded(self.plan)), parts, strict=True))
+        return replace(self.pages[layer], **_with_minima(found)), torch.arange(len(parts[0]), dtype=torch.int32, device=self.device)
 
     def precise_from(self, layer: int, row: Row) -> int:
         """Return the token from which on `seen` returns keys and values as they were appended."""
@@ -156,7 +202,7 @@ class EncodedStore:
             keys, values = (0, 0) if reading or runs is None else self.form.encoded(own, runs[group])
             layer = (2 * own - keys - values) * plain + keys // self.form.key_group * key + values * value
             total += layer * self._layers[group]
-        return total
+        return total + self._slot_bytes + sum(stored[0] // tokens * size for tokens, size in self._entries.items())
 
     def reserved_bytes(self, slot: int, seen: int) -> int:
         """Return the bytes that such a sequence occupies: pages, ring, and its prompt with what is seen of it while that is read."""
@@ -178,23 +224,23 @@ class EncodedStore:
 
     def _pages(self, layer: int) -> launch.Pages:
         found = {name: self.buffers[name][layer] for name in ("keys", "values", *_CODES) if name in self.buffers}
-        found |= {name: found[name.replace("minimum", "scale")] for name in _CODES if name not in found}
-        return launch.Pages(self.form, self.plan.page_size, **found, origins=self.origins[self.plan.page_groups[layer]])  # type: ignore[arg-type]
+        return launch.Pages(self.form, self.plan.page_size, **_with_minima(found), origins=self.origins[self.plan.page_groups[layer]])  # type: ignore[arg-type]
 
 
 def page_bytes(plan: CachePlan) -> int:
-    """Return the bytes of one page of encoded tokens in all layers."""
-    return sum(spec.row_bytes * len(spec.layers) for spec in _encoded(plan))
+    """Return the bytes of one page of encoded tokens in all layers, with what a selection keeps of them."""
+    return sum(spec.row_bytes * len(spec.layers) for spec in (*_encoded(plan), *_beside(plan)) if spec.paged)
 
 
 def group_bytes(plan: CachePlan, group: int) -> int:
     """Return the bytes of one page of encoded tokens in the layers of one page group."""
-    return sum(spec.row_bytes for spec in _encoded(plan) for layer in spec.layers if plan.page_groups[layer] == group)
+    paged = [spec for spec in (*_encoded(plan), *_beside(plan)) if spec.paged]
+    return sum(spec.row_bytes for spec in paged for layer in spec.layers if plan.page_groups[layer] == group)
 
 
 def slot_bytes(plan: CachePlan, form: Format) -> int:
-    """Return the bytes of a slot's rings in all layers."""
-    return form.ring * token_bytes(plan)
+    """Return the bytes of a slot's rings in all layers, with what a selection keeps of a sequence."""
+    return form.ring * token_bytes(plan) + sum(spec.row_bytes * len(spec.layers) for spec in _beside(plan) if not spec.paged)
 
 
 def token_bytes(plan: CachePlan) -> int:
@@ -210,3 +256,13 @@ def prompt_bytes(plan: CachePlan, tokens: int, *, whole: bool) -> int:
 
 def _encoded(plan: CachePlan) -> list[BufferSpec]:
     return [spec for spec in plan.buffers if spec.pool == "encoded"]
+
+
+def _beside(plan: CachePlan) -> list[BufferSpec]:
+    """List what a selection keeps: summaries in pages, and numbers of a slot."""
+    return [spec for spec in plan.buffers if spec.pool == "plain" and spec.name not in ("keys", "values")]
+
+
+def _with_minima(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Let scales stand for minima where there are none."""
+    return {**{name: found[name.replace("minimum", "scale")] for name in _CODES}, **found}

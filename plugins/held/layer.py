@@ -97,6 +97,8 @@ class LayerCache:
             store.append(keys[:, head], values[:, head], self.seen)
         self.new, self.prompt, self.chosen = len(keys), prompt, None
         self.seen += self.new
+        if self.new != 1 or not self.decoding:
+            self.previous = None  # a prompt's query is nobody's previous query
         if self.decoding and self.roles.quantize and self.roles.quantize.flush_first:
             self._flush()
         self._summarize()
@@ -104,7 +106,8 @@ class LayerCache:
     def select(self, query: Tensor) -> Tensor | None:
         """Choose what a decode query [Hq, D] reads: units [H, K] int64 ascending, or None for all; `attend` follows the choice."""
         role, stored = self.roles.retrieve, len(self.heads[0])
-        query, self.chosen, previous, self.previous = query.float(), None, self.previous, query.float()
+        query, self.chosen, previous = query.float(), None, self.previous
+        self.previous = query if self.decoding else None
         if role is None or self.layer < role.dense_layers or stored <= role.budget:
             return None
         plan = role.select_plan()

@@ -9,11 +9,12 @@ from torch import Tensor
 from trtkv.plugins.encoded import cuda as encoded
 from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_append import launch
+from trtkv.plugins.kv_append.summary import kept_of
 from trtkv.plugins.kv_recall import cuda as recall
 from trtkv.plugins.kv_select import indexes
 from trtkv.plugins.ragged import ops as ragged
 from trtkv.plugins.session import Session
-from trtkv.plugins.support import overlaps, summary_of
+from trtkv.plugins.support import overlaps
 
 
 def append(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
@@ -26,29 +27,18 @@ def append(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
         return
     qkv, positions, starts, _, stored, _, table, rope = inputs[:8]
     group, step = session.plan.page_groups[layer], session.step(layer)
-    tokens, summary, bits, meta = _summary(session, layer)
+    kept = kept_of(session, layer)
     if session.offload is not None and session.offload.covers(layer):
         to = recall.begin_append(session, layer, stored[group], inputs[5], table[group])
     else:
         to = recall.Target(session.buffer("keys", layer), session.buffer("values", layer), stored[group], table[group])
     launch.launch(
         qkv, positions, starts, to.lens, to.table, rope, (inputs[9], inputs[10]) if len(inputs) > 9 else None, out,
-        to.keys, to.values, bits, meta, homes=to.homes,
-        eps=config.rms_eps, group=tokens, summary=summary, longest=step.longest, overlap=step.decoding and overlaps(session, table),
+        to.keys, to.values, kept.bits, kept.meta, homes=to.homes,
+        eps=config.rms_eps, group=kept.group, summary=kept.kind, longest=step.longest, overlap=step.decoding and overlaps(session, table),
     )  # fmt: skip
     if session.offload is not None and session.offload.covers(layer):
         recall.end_append(session, layer)
     select = session.plan.select[layer]
-    if select is not None and summary == launch.NONE:
+    if select is not None and kept.kind == launch.NONE:
         indexes.find(select).update(session, layer, select)
-
-
-def _summary(session: Session, layer: int) -> tuple[int, int, Tensor | None, Tensor | None]:
-    """Return tokens of a group, kind of summary, bits and bounds that the kernel keeps."""
-    summary, select = summary_of(session.plan, layer), session.plan.select[layer]
-    if summary is None or select is None:
-        return launch.NO_GROUP, launch.NONE, None, None
-    kind = launch.KINDS[summary.kept]
-    if kind == launch.FIER:
-        return select.group, kind, session.words(layer), session.ranges(layer)
-    return select.group, kind, None if summary.beside is None else session.buffer(summary.beside, layer), session.buffer(summary.vectors, layer)

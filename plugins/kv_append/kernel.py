@@ -177,6 +177,112 @@ def append_kernel(
         tl.store(out + row.to(tl.int64)[:, None] * (HEADS_Q * D) + column + d[None, :], turned, both)
 
 
+@triton.jit
+def _coded_keys(row, d, wanted, codes, scales, minima, D: tl.constexpr, BITS: tl.constexpr, KEY_GROUP: tl.constexpr):
+    """Return what encoded keys stand for, fp32: row [T, 1] are their places in the pool, d [1, BLOCK_D]; `encoded/layout.py` says where codes lie."""
+    words: tl.constexpr = D * BITS // 64
+    run: tl.constexpr = 4 if words % 4 == 0 else (2 if words % 2 == 0 else 1)
+    each: tl.constexpr = 16 // BITS
+    code = d // 16 * 4 + d % 16 // 8 * 2 + row % 16 // 8
+    lane = (row % 8 * 4).to(tl.int32) + d % 8 // 2
+    word = (code // each).to(tl.int32)
+    at = row // 16 * (D * BITS // 2) + (word // run * 32 + lane) * run + word % run
+    shift = (code % each).to(tl.int32) * BITS + d % 2 * 16
+    found = (tl.load(codes.to(tl.pointer_type(tl.int32)) + at, wanted, 0) >> shift) & ((1 << BITS) - 1)
+    if BITS == 8:
+        small = (found & 7).to(tl.float32) * 0.001953125
+        normal = (((found & 0x7F) << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+        x = tl.where((found & 0x78) != 0, normal, small)
+        x = tl.where((found & 0x80) != 0, -x, x)
+        return x * tl.load(scales + row, wanted, 0.0).to(tl.float32)
+    group = row // KEY_GROUP * D
+    place = (d // 32 * 4 + d % 8 // 2) * 8 + d // 16 % 2 * 4 + d % 16 // 8 * 2 + d % 2
+    scale = tl.load(scales + group + place, wanted, 0.0).to(tl.float32)
+    return found.to(tl.float32) * scale + tl.load(minima + group + d, wanted, 0.0).to(tl.float32)
+
+
+@triton.jit
+def summarize_kernel(
+    keys,
+    codes,
+    scales,
+    minima,
+    lens,
+    slots,
+    table,
+    homes,
+    bits,
+    meta,
+    first,
+    tokens,
+    residual,
+    lag,
+    table_stride,
+    homes_stride,
+    page_size,
+    HEADS_KV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    SUMMARY: tl.constexpr,
+    BITS: tl.constexpr,
+    KEY_GROUP: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Keep what `append_kernel` keeps of groups of keys, where keys are encoded; grid [groups, Hk, B].
+
+    BITS > 0: a decode step completes the newest group of a sequence or none. keys [Z, Hk, tokens, D] are the slots' newest, token t at place
+    t % tokens; older ones, encoded in runs of `residual` behind `lag` tokens, are codes in the pages of table, and count as what they stand for.
+    BITS = 0: of a prompt, groups from `first` on; keys [Hk, tokens, D]. homes names the pages of the summaries.
+    """
+    block, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    d = tl.arange(0, BLOCK_D)
+    inside = d < D
+    stored = tl.load(lens + b)
+    if BITS > 0:
+        if stored % GROUP != 0:
+            return
+        group = stored // GROUP - 1
+    else:
+        group = first + block
+    token = group * GROUP + tl.arange(0, GROUP)
+    page = tl.load(table + b.to(tl.int64) * table_stride + group * GROUP // page_size).to(tl.int64)
+    home = tl.load(homes + b.to(tl.int64) * homes_stride + group * GROUP // page_size).to(tl.int64)
+    row = (page * HEADS_KV + head) * page_size + token % page_size
+    both = (token >= 0)[:, None] & inside[None, :]
+    if BITS > 0:
+        coded = (stored - lag) // residual * residual
+        slot = tl.load(slots + b).to(tl.int64)
+        at = (slot * HEADS_KV + head) * tokens + token % tokens
+        x = tl.load(keys + at[:, None] * D + d[None, :], both & (token >= coded)[:, None], 0.0)
+        dtype = x.dtype
+        if group * GROUP < coded:
+            old = both & (token < coded)[:, None]
+            decoded = _coded_keys(row[:, None], d[None, :], old, codes, scales, minima, D, BITS, KEY_GROUP)
+            x = tl.where(old, decoded.to(dtype), x)
+    else:
+        x = tl.load(keys + (head.to(tl.int64) * tokens + token)[:, None] * D + d[None, :], both, 0.0)
+        dtype = x.dtype
+    members = x.to(tl.float32)
+    at_summary = (home * HEADS_KV + head) * (page_size // GROUP) + (group * GROUP % page_size) // GROUP
+    if SUMMARY == 1:
+        _keep_bits(members, at_summary, bits, meta, d, inside, D, BLOCK_D, GROUP)
+    elif SUMMARY <= 3:
+        _keep_bounds(members, at_summary, meta, d, inside, dtype, D, GROUP, SUMMARY)
+    elif SUMMARY <= 5:
+        _keep_ball(members, at_summary, bits, meta, d, inside, dtype, D, GROUP, SUMMARY)
+    else:
+        _keep_mean(members, at_summary, bits, meta, d, inside, dtype, D, GROUP)
+
+
+def launch_summaries(grid: Any, values: Any, constants: Any) -> None:
+    """Run `summarize_kernel` in Triton's interpreter."""
+    summarize_kernel[grid](*values, **constants)
+
+
 def launch(
     qkv: Any,
     positions: Any,

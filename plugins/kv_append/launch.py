@@ -66,9 +66,14 @@ def append_kernel(
     signature: tuple[tuple[str, str | int | bool], ...] = (
         ("qkv", real), ("positions", index), ("starts", index), ("lens", index), ("table", index), ("homes", index), ("rope", "*fp32"),
         ("q_weight", norms), ("k_weight", norms), ("out", real), ("keys", real), ("values", real),
-        ("bits", index if summary == FIER else "*fp32" if summary == MEAN else real), ("meta", "*fp16" if summary == FIER else real),
+        *summary_types(summary, real),
         ("qkv_stride", "i32"), ("table_stride", "i32"), ("page_size", "i32"), ("eps", "fp32"),
         ("HEADS_Q", heads_q), ("HEADS_KV", heads_kv), ("D", dim), ("BLOCK_D", 1 << (dim - 1).bit_length()), ("GROUP", group),
         ("SUMMARY", summary), ("NORM", norm), ("OVERLAP", int(arch) >= 90), ("RAGGED", ragged),
     )  # fmt: skip
     return triton_aot.load(_SOURCE, "append_kernel", signature, _ALIGNED, 4, arch)
+
+
+def summary_types(summary: int, real: str) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Return the types in Triton of the two parts of a summary, of keys of a type."""
+    return ("bits", "*i32" if summary == FIER else "*fp32" if summary == MEAN else real), ("meta", "*fp16" if summary == FIER else real)

@@ -11,8 +11,8 @@ _NAMES = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> None:
-    """Load the kernels of every layer for a compute capability: one a kind of summary."""
+    """Load the kernels of every layer for a compute capability: one a kind of summary; where keys are encoded, other kernels summarize them."""
     for layer, select in enumerate(plan.select):
-        kind = summary_kind(plan, layer)
+        kind = summary_kind(plan, layer) if plan.quantize is None else None
         group = NO_GROUP if kind is None or select is None else select.group
         append_kernel(plan.num_q_heads, plan.num_kv_heads, plan.head_dim, group, KINDS[kind], model.qk_norm, _NAMES[plan.kv_dtype], arch, plan.ragged)

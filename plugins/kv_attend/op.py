@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -85,25 +85,30 @@ def _offloaded(session: Session, layer: int, config: OpConfig, row: Row, query: 
 
 
 def _sparse(session: Session, layer: int, config: OpConfig, plan: SelectPlan, row: Row, query: Tensor, units: Tensor) -> Tensor:
-    """Attend query [Hq, D] to selected units [H, K] int64: [Hq, D]."""
+    """Attend query [Hq, D] to selected units [H, K] int64 of pages: [Hq, D]."""
+    keys, values = session.buffer("keys", layer), session.buffer("values", layer)
+
+    def read(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        rows = token_rows(tokens, row, keys.shape[1], keys.shape[2])
+        return read_rows(keys, rows), read_rows(values, rows)
+
+    return attend_units(config, plan, row, query, units, read)
+
+
+def attend_units(
+    config: OpConfig, plan: SelectPlan, row: Row, query: Tensor, units: Tensor, read: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> Tensor:  # fmt: skip
+    """Attend query [Hq, D] to selected units [H, K] int64, whose keys and values [Hk, K, D] `read` returns for tokens [Hk, K]: [Hq, D]."""
     if plan.unit > 1:
         units = (units[..., None] * plan.unit + torch.arange(plan.unit, device=units.device)).flatten(1)
-    if units.shape[0] == config.num_kv_heads:
-        return _decode(query, *_chosen(session, layer, row, units), config, _beyond(units, row, plan))
-    parts = []
-    for j in range(config.num_q_heads // config.num_kv_heads):
-        # Every query head has its own list: heads j, j + G, ... are one per key-value head.
-        own = units[j :: config.num_q_heads // config.num_kv_heads]
-        keys, values = _chosen(session, layer, row, own)
-        part = query.unflatten(0, (config.num_kv_heads, -1))[:, j]
+    heads, parts = config.num_kv_heads, []
+    each = units.shape[0] // heads  # lists of a group's query heads: heads j, j + G, ... are one per key-value head
+    for j in range(each):
+        own = units[j::each]
+        keys, values = read(own.clamp(max=row.stored - 1))
+        part = query if each == 1 else query.unflatten(0, (heads, -1))[:, j]
         parts.append(_decode(part, keys, values, config, _beyond(own, row, plan)))
-    return torch.stack(parts, 1).flatten(0, 1)
-
-
-def _chosen(session: Session, layer: int, row: Row, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    keys, values = session.buffer("keys", layer), session.buffer("values", layer)
-    rows = token_rows(tokens.clamp(max=row.stored - 1), row, keys.shape[1], keys.shape[2])
-    return read_rows(keys, rows), read_rows(values, rows)
+    return parts[0] if each == 1 else torch.stack(parts, 1).flatten(0, 1)
 
 
 def _beyond(tokens: Tensor, row: Row, plan: SelectPlan) -> Tensor | None:

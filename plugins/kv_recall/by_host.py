@@ -36,7 +36,10 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _copies(store: Offload, layer: int, rows: Sequence[Row], listed: Tensor) -> Iterator[Copy]:
-    """Name the contiguous pieces of every page: keys and values of a head, token by token where the host's layout parts them."""
+    """Name the contiguous pieces of every page: keys and values of a head, token by token where the host's layout parts them; a record's parts."""
+    if store.shape.parts:
+        yield from _record_copies(store, layer, rows, listed)
+        return
     tier, frames = store.tiers[layer], store.shape.frames
     width, heads, size = tier.host.element_size(), tier.keys.shape[1], tier.keys.shape[2]
     page_step, head_step, part_step, token_step, _ = (step * width for step in tier.host.stride())
@@ -50,6 +53,18 @@ def _copies(store: Offload, layer: int, rows: Sequence[Row], listed: Tensor) -> 
                 for part, pool in enumerate((tier.keys, tier.values)):
                     for i in range(pieces):
                         yield pool.data_ptr() + offset + i * piece, source + part * part_step + i * token_step, piece
+
+
+def _record_copies(store: Offload, layer: int, rows: Sequence[Row], listed: Tensor) -> Iterator[Copy]:
+    tier, frames, heads = store.coded[layer], store.shape.frames, store.shape.num_kv_heads
+    page_step, head_step, _ = tier.host.stride()
+    for row, lists in zip(rows, listed.tolist(), strict=True):
+        for head, one in enumerate(lists):
+            for page, frame in zip(one[1 : 1 + 2 * one[0] : 2], one[2 : 2 + 2 * one[0] : 2], strict=True):
+                source = tier.host.data_ptr() + row.page_numbers[page] * page_step + head * head_step
+                for pool, size in zip(tier.pools, store.shape.parts, strict=True):
+                    yield pool.data_ptr() + ((row.slot * frames + frame) * heads + head) * size, source, size
+                    source += size
 
 
 def _copy_each(copies: Sequence[Copy], stream: int) -> None:

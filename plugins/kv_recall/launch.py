@@ -9,11 +9,12 @@ from torch import Tensor
 from trtkv.plugins._device import nvrtc
 from trtkv.plugins._device.nvrtc import Int, Kernel, Long, Pointer
 from trtkv.plugins.kv_recall.layout import Layout
-from trtkv.plugins.kv_recall.store import Tier
+from trtkv.plugins.kv_recall.store import RecordTier, Tier
 from trtkv.plugins.kv_select.launch import arch, stream
 
 _SOURCE = Path(__file__).parent / "recall.cu"
-_RECALL = (Pointer,) * 13 + (Long,) * 4 + (Int,) * 10
+POOLS = 6  # as many as a record has parts at most
+_RECALL = (Pointer,) * (11 + POOLS) + (Long,) * 4 + (Int,) * 11
 _OPEN = (Pointer,) * 8 + (Int,) * 6
 THREADS = 256
 SHARED = (64 * 1024, 96 * 1024)  # bytes of a block in which it plans; the second where the first does not do
@@ -21,7 +22,7 @@ BUSY = 132  # blocks beyond which more of them a head gain nothing: the bus is f
 
 
 def recall_pages(
-    tier: Tier, shape: Layout, selection: Tensor, lens: Tensor, slots: Tensor, table: Tensor, places: Tensor | None, rows: Tensor | None, *,
+    tier: Tier | RecordTier, shape: Layout, selection: Tensor, lens: Tensor, slots: Tensor, table: Tensor, places: Tensor | None, rows: Tensor | None, *,
     num_slots: int, ahead: bool, flush: bool, pending: Tensor | None = None, overlap: bool = False, blocks: int = 0,
 ) -> None:  # fmt: skip
     """Bring selected pages, or those of selected tokens, into frames: selection [B, Hk, K + 1], lens and slots [B], table [B, M] int32.
@@ -34,15 +35,15 @@ def recall_pages(
     """
     batch, heads, room = selection.shape[0], selection.shape[1], selection.shape[2] - 1
     width = _width(shape, room)
-    _, _, size, dim = tier.keys.shape
     count, clusters = batch * heads, int(arch()) >= 90 and not blocks
     cluster = recall_cluster(count) if clusters else 1
     shared = plan_bytes(shape, room)
-    kernel = recall_kernel(dim * tier.keys.element_size(), size, shape.unit, cluster, shared, arch())
-    page, head, part, token, _ = (step * tier.host.element_size() for step in tier.host.stride())
+    kernel = recall_kernel(shape, cluster, shared, arch())
+    page, head, part, token = (*(step * tier.host.element_size() for step in tier.host.stride()[:4]), 0)[:4]
     address = lambda x: 0 if x is None else x.data_ptr()  # noqa: E731
-    given = (selection, lens, slots, table, tier.host, tier.keys, tier.values, tier.held, tier.stamps, tier.moved, places, rows, pending)
-    counts = (batch, heads, room, width, table.stride(0), shape.frames, shape.ring, num_slots, ahead, flush)
+    pools = (*tier.pools, *(None,) * (POOLS - len(tier.pools)))
+    given = (selection, lens, slots, table, tier.host, *pools, tier.held, tier.stamps, tier.moved, places, rows, pending)
+    counts = (batch, heads, room, width, table.stride(0), shape.frames, shape.ring, num_slots, shape.behind, ahead, flush)
     values = (*map(address, given), page, head, part, token, *counts)
     kernel.launch((cluster, min(count, blocks or count), 1), THREADS, shared, stream(), values, cluster=cluster, overlap=overlap)
 
@@ -65,7 +66,7 @@ def plan_bytes(shape: Layout, room: int) -> int:
 
 def _width(shape: Layout, room: int) -> int:
     """Return the pages in which so many entries may lie."""
-    return min(room, shape.width) if shape.unit == 1 else room
+    return room if shape.unit == shape.page_size else min(room, shape.width)
 
 
 def recall_cluster(rows: int) -> int:
@@ -73,10 +74,14 @@ def recall_cluster(rows: int) -> int:
     return next((c for c in (8, 4, 2) if rows * c <= BUSY), 1)
 
 
-def recall_kernel(row_bytes: int, tokens: int, unit: int, cluster: int, shared: int, arch: str) -> Kernel:
-    """Load the kernel for heads of so many bytes, pages of so many tokens and selections of tokens (unit 1) or pages."""
+def recall_kernel(shape: Layout, cluster: int, shared: int, arch: str) -> Kernel:
+    """Load the kernel for a layout: heads and pages of so many bytes, and selections of tokens (unit 1) or pages."""
     room = next(one for one in SHARED if shared <= one)
-    return nvrtc.load(_SOURCE, "recall", _RECALL, _defines(row_bytes, tokens, unit, cluster), arch, room)
+    defines = _defines(shape.record_bytes // (2 * shape.page_size), shape.page_size, shape.unit, cluster)
+    if shape.parts:
+        ends = [sum(shape.parts[: i + 1]) for i in range(POOLS)]
+        defines = (*defines, f"-DRECORD={shape.record_bytes}", *(f"-DEND{i}={end}" for i, end in enumerate(ends)))
+    return nvrtc.load(_SOURCE, "recall", _RECALL, defines, arch, room)
 
 
 def open_kernel(row_bytes: int, tokens: int, arch: str) -> Kernel:

@@ -7,7 +7,8 @@ from math import ceil
 
 from trtkv.config import DTYPE_BYTES
 from trtkv.errors import ConfigError
-from trtkv.plan import CachePlan, SelectPlan
+from trtkv.plan import BufferSpec, CachePlan, SelectPlan
+from trtkv.plugins.encoded.formats import find_format
 
 LEAST_RING = 2  # the page that fills up and the one before it
 MOST_PAGES = 4096  # of a selection: what a block's shared memory has room to plan for
@@ -19,7 +20,8 @@ class Layout:
 
     frames (F) hold older pages that were selected; the newest ring (R) pages, which the window always reads, lie at place page % R of a ring. A
     selection has at most `entries` (K) entries of `unit` tokens each, pages or single tokens, which lie in at most width pages. page_bytes are those
-    of the keys and values of one page of one layer on the host.
+    of the keys and values of one page of one layer on the host. Of encoded tokens that page is a record of parts, their bytes in order, and goes to the
+    host when its last token is encoded, `behind` tokens later; parts is empty otherwise.
     """
 
     layers: tuple[int, ...]
@@ -31,6 +33,13 @@ class Layout:
     page_size: int
     page_bytes: int
     num_kv_heads: int
+    parts: tuple[int, ...] = ()
+    behind: int = 0
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of a page of one head on the host."""
+        return self.page_bytes // self.num_kv_heads
 
     @property
     def places(self) -> int:
@@ -50,11 +59,12 @@ class Layout:
 def why_not(plan: CachePlan) -> str | None:
     """Say why the pages of a plan cannot live on the host, None where they can."""
     chosen = [one for one in plan.select if one is not None]
-    if plan.held or plan.evict is not None or plan.quantize is not None:
-        return "evicts or encodes tokens, and only plain pages move to the host"
+    encoded = find_format(plan) is not None
+    if (plan.held and not encoded) or plan.evict is not None:
+        return "evicts tokens or encodes them in a way that no kernel knows, and only pages move to the host"
     if not chosen:
         return "reads every stored token in every step"
-    if len({one.unit for one in chosen}) > 1 or chosen[0].unit not in (1, plan.page_size):
+    if len({one.unit for one in chosen}) > 1 or (chosen[0].unit not in (1, plan.page_size) and not encoded):
         return "selects other units than tokens or whole pages of the cache"
     if any(one.pooling == "none" for one in chosen):
         return "selects for every query head, and pages move for a KV head"
@@ -78,14 +88,25 @@ def layout(plan: CachePlan, slack: float = 0.25, longest: int | None = None) -> 
     layers = tuple(layer for layer, one in enumerate(plan.select) if one is not None)
     chosen = [one for one in plan.select if one is not None]
     entries, size, unit = max(one.width for one in chosen), plan.page_size, chosen[0].unit
-    width = entries if unit > 1 else min(entries, longest or entries)
+    width = entries if unit == size else min(entries, longest or entries)
     if width > MOST_PAGES:
         problem = f"a selection of {entries} tokens may lie in {width} pages, and recall takes up to {MOST_PAGES}"
         raise ConfigError(f"policy '{plan.policy}' cannot be offloaded: {problem}", f"Give a budget of up to {MOST_PAGES} tokens.")
     ring = max([LEAST_RING, *(_window_pages(one, size) for one in chosen)])
     page_bytes = 2 * plan.num_kv_heads * size * plan.head_dim * DTYPE_BYTES[plan.kv_dtype]
-    frames = width + (ceil(width * slack) if unit > 1 else 0)
-    return Layout(layers, frames, ring, width, entries, unit, size, page_bytes, plan.num_kv_heads)
+    frames = width + (ceil(width * slack) if unit == size else 0)
+    form = find_format(plan)
+    if form is None:
+        return Layout(layers, frames, ring, width, entries, unit, size, page_bytes, plan.num_kv_heads)
+    parts = tuple(spec.row_bytes // plan.num_kv_heads for spec in records(plan))
+    behind = 0 if form.together else form.residual
+    ring = max(ring, -(-behind // size) + LEAST_RING)  # pages that are not encoded to their end
+    return Layout(layers, frames, ring, width, entries, unit, size, sum(parts) * plan.num_kv_heads, plan.num_kv_heads, parts, behind)
+
+
+def records(plan: CachePlan) -> list[BufferSpec]:
+    """List the buffers whose pages of one head make up a record, in its order: codes, scales and minima of keys, then of values."""
+    return [spec for spec in plan.buffers if spec.pool == "encoded"]
 
 
 def _window_pages(select: SelectPlan, size: int) -> int:

@@ -1,7 +1,9 @@
 // Recall of selected pages from host memory into device frames, planned and copied in one launch: by a thread-block cluster for each row (a sequence's
 // KV head), or by fewer that take rows in turn.
 //
-// Built with -DCLUSTER (1 to 16), -DROW (bytes of a key of one head), -DTOKENS (of a page) and -DUNIT (tokens of a list entry: 1 or a page).
+// Built with -DCLUSTER (1 to 16), -DROW (bytes of a key of one head), -DTOKENS (of a page) and -DUNIT (tokens of a list entry: 1 or a page). Of encoded
+// tokens a page of one head is one record: -DRECORD, its bytes, and -DEND0 to -DEND5, where its parts end, each of which has a pool of its own on the
+// device; -DUNIT is then any part of a page.
 //
 // Every block of a cluster plans alike: which listed pages are in a frame, which frames the others take (empty ones, then the least recently selected,
 // then the lowest). The pages to copy are shared out over the blocks, sixteen bytes a thread and load; pinned memory answers after
@@ -12,7 +14,11 @@
 typedef long long i64;
 
 #define THREADS 256
+#ifdef RECORD
+#define VECTORS (RECORD / 16)
+#else
 #define VECTORS (2 * TOKENS * ROW / 16) // of a page: keys, then values
+#endif
 #define LOADS ((VECTORS + THREADS - 1) / THREADS)
 #define HIT 0x7fffffff
 
@@ -24,17 +30,35 @@ struct Host {
   char* base;
   i64 page, head, part, token;
   __device__ __forceinline__ char* at(int p, int h, int vector) const {
-    const int byte = vector * 16, row = byte / ROW;
+    const int byte = vector * 16;
+#ifdef RECORD
+    return base + p * page + h * head + byte;
+#else
+    const int row = byte / ROW;
     return base + p * page + h * head + (row / TOKENS) * part + (row % TOKENS) * token + byte % ROW;
+#endif
   }
 };
-// The same vector of a row of the device's pools.
-__device__ __forceinline__ char* place_of(char* keys, char* values, i64 row, int vector) {
-  const int byte = vector * 16;
-  return byte < TOKENS * ROW ? keys + row * (TOKENS * ROW) + byte : values + row * (TOKENS * ROW) + byte - TOKENS * ROW;
-}
+// The device's pools: keys and values, or the parts of a record.
+struct Pools {
+  char *p0, *p1, *p2, *p3, *p4, *p5;
+  // The same vector of a row.
+  __device__ __forceinline__ char* at(i64 row, int vector) const {
+    const int byte = vector * 16;
+#ifdef RECORD
+    if (byte < END0) return p0 + row * END0 + byte;
+    if (byte < END1) return p1 + row * (END1 - END0) + byte - END0;
+    if (byte < END2) return p2 + row * (END2 - END1) + byte - END1;
+    if (byte < END3) return p3 + row * (END3 - END2) + byte - END2;
+    if (byte < END4) return p4 + row * (END4 - END3) + byte - END3;
+    return p5 + row * (END5 - END4) + byte - END4;
+#else
+    return byte < TOKENS * ROW ? p0 + row * (TOKENS * ROW) + byte : p1 + row * (TOKENS * ROW) + byte - TOKENS * ROW;
+#endif
+  }
+};
 
-__device__ __forceinline__ void bring(const Host& host, int page, int head, char* keys, char* values, i64 row) {
+__device__ __forceinline__ void bring(const Host& host, int page, int head, const Pools& pools, i64 row) {
   uint4 v[LOADS];
 #pragma unroll
   for (int i = 0; i < LOADS; i++) {
@@ -44,7 +68,7 @@ __device__ __forceinline__ void bring(const Host& host, int page, int head, char
 #pragma unroll
   for (int i = 0; i < LOADS; i++) {
     const int vector = i * THREADS + threadIdx.x;
-    if (vector < VECTORS) *reinterpret_cast<uint4*>(place_of(keys, values, row, vector)) = v[i];
+    if (vector < VECTORS) *reinterpret_cast<uint4*>(pools.at(row, vector)) = v[i];
   }
 }
 
@@ -123,16 +147,19 @@ __device__ __forceinline__ void find_victims(const int* age, int frames, int mis
 // selection [B, H, room + 1] int32: ascending pages (or tokens, of at most width pages) and last their count, -1 for all of them; lens [B] stored
 // tokens; slots [B]; table [B, table_stride] pages of the host; host as its strides say; keys, values [Z (F + R), H, TOKENS, D] pools of frames and
 // rings; held, stamps [Z, H, F] int32; moved [2] counts. With ahead the selection is the next step's, which has one token more; else places
-// [B, H, room + 1] gets the places of the entries and rows [B, F + R] the row of every place. With flush a page that this step completes is written to
-// the host. With pending [B, H, 1 + 2 F] nothing is copied: it gets the number of copies and their pages and frames.
+// [B, H, room + 1] gets the places of the entries and rows [B, F + R] the row of every place; of records places gets the rows themselves, where all is
+// read those of all pages, and rows is not written. With flush a page that this step completes is written to
+// the host: the one that ends `behind` tokens before the newest. With pending [B, H, 1 + 2 F] nothing is copied: it gets the number of copies and their pages and frames.
 extern "C" __global__ void __launch_bounds__(THREADS) recall(const int* selection, const int* lens, const int* slots, const int* table, char* host_base,
-    char* keys, char* values, int* held, int* stamps, unsigned long long* moved, int* places, int* rows, int* pending, i64 host_page, i64 host_head,
-    i64 host_part, i64 host_token, int batch, int heads, int room, int width, int table_stride, int frames, int ring, int num_slots, int ahead, int flush) {
+    char* keys, char* values, char* pool2, char* pool3, char* pool4, char* pool5, int* held, int* stamps, unsigned long long* moved, int* places,
+    int* rows, int* pending, i64 host_page, i64 host_head, i64 host_part, i64 host_token, int batch, int heads, int room, int width, int table_stride, int frames, int ring, int num_slots,
+    int behind, int ahead, int flush) {
   extern __shared__ __align__(16) char arena[];
   __shared__ int warp_missing[THREADS / 32];
   int *wanted = reinterpret_cast<int*>(arena), *place = wanted + width, *pages = place + width, *age = pages + frames, *victim = age + frames, *copied = victim + frames;
   const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0, t = threadIdx.x;
   const Host host = {host_base, host_page, host_head, host_part, host_token};
+  const Pools pools = {keys, values, pool2, pool3, pool4, pool5};
   auto recall_row = [&](int head, int b) {
     const int now = lens[b], stored = now + ahead, slot = slots[b], newest = (stored - 1) / TOKENS;
     const int* list = selection + ((i64)b * heads + head) * (room + 1);
@@ -149,8 +176,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) recall(const int* selectio
 #else
     int n = 0;
     for (int first = 0; first < count; first += THREADS) {
-      const int j = first + t, page = j < count ? list[j] / TOKENS : 0;
-      const bool begins = j < count && (j == 0 || list[j - 1] / TOKENS != page);
+      const int j = first + t, page = j < count ? list[j] * UNIT / TOKENS : 0;
+      const bool begins = j < count && (j == 0 || list[j - 1] * UNIT / TOKENS != page);
       const int number = number_of_thread(begins, n, warp_missing);
       if (begins && number < width) wanted[number] = page;
     }
@@ -190,16 +217,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) recall(const int* selectio
       const int* own_table = table + (i64)b * table_stride;
       if (!pending) {
         for (int i = rank; i < missing; i += CLUSTER)
-          bring(host, own_table[copied[i]], head, keys, values, ((i64)slot * frames + victim[i]) * heads + head);
+          bring(host, own_table[copied[i]], head, pools, ((i64)slot * frames + victim[i]) * heads + head);
       }
     }
-    if (flush && now % TOKENS == 0 && rank == CLUSTER - 1) {
-      const int page = now / TOKENS - 1, home = table[(i64)b * table_stride + page];
+    if (flush && now > behind && (now - behind) % TOKENS == 0 && rank == CLUSTER - 1) {
+      const int page = (now - behind) / TOKENS - 1, home = table[(i64)b * table_stride + page];
       const i64 row = ((i64)num_slots * frames + (i64)slot * ring + page % ring) * heads + head;
 #pragma unroll
       for (int i = 0; i < LOADS; i++) {
         const int vector = i * THREADS + t;
-        if (vector < VECTORS) *reinterpret_cast<uint4*>(host.at(home, head, vector)) = *reinterpret_cast<const uint4*>(place_of(keys, values, row, vector));
+        if (vector < VECTORS) *reinterpret_cast<uint4*>(host.at(home, head, vector)) = *reinterpret_cast<const uint4*>(pools.at(row, vector));
       }
     }
     cluster_wait();
@@ -215,11 +242,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) recall(const int* selectio
     }
     if (ahead) return;
     int* to = places + ((i64)b * heads + head) * (room + 1);
+#ifdef RECORD
+    const auto row_of = [&](int p, int page) { return p < frames ? slot * frames + p : num_slots * frames + slot * ring + page % ring; };
+    for (int j = t; j <= room; j += THREADS) {
+      const int page = whole ? j : j < count ? list[j] * UNIT / TOKENS : -1;
+      const int i = whole ? j : page < 0 ? n : find(wanted, n, page);
+      to[j] = i < n && j < room ? row_of(place[i], page) : -1;
+    }
+#else
 #if UNIT == TOKENS
     for (int j = t; j < room; j += THREADS) to[j] = j < n ? place[j] : -1;
     if (t == 0) to[room] = whole ? -1 : n;
 #else
-    for (int j = t; j < room; j += THREADS) to[j] = j < count ? place[find(wanted, n, list[j] / TOKENS)] * TOKENS + list[j] % TOKENS : -1;
+    for (int j = t; j < room; j += THREADS) to[j] = j < count ? place[find(wanted, n, list[j] * UNIT / TOKENS)] * TOKENS + list[j] % TOKENS : -1;
     if (t == 0) to[room] = count;
 #endif
     if (head) return;
@@ -231,6 +266,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) recall(const int* selectio
       else if (whole ? i < n : i >= frames && page >= 0) row = num_slots * frames + slot * ring + page % ring;
       rows[(i64)b * (frames + ring) + i] = row;
     }
+#endif
   };
   dependency_wait();
   for (int row = blockIdx.y; row < batch * heads; row += gridDim.y) {

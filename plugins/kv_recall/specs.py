@@ -15,7 +15,8 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
     row_bytes = plan.head_dim * DTYPE_BYTES[plan.kv_dtype]
     shape = layout(plan, longest=plan.pages(limits.max_seq_len))
     shared = launch.plan_bytes(shape, shape.entries)
-    launch.open_kernel(row_bytes, plan.page_size, arch)
+    if not shape.parts:
+        launch.open_kernel(row_bytes, plan.page_size, arch)
     rows = (batch * plan.num_kv_heads for batch in range(1, limits.max_batch_size + 1))
     for cluster in {1, *(launch.recall_cluster(count) for count in rows if int(arch) >= 90)}:
-        launch.recall_kernel(row_bytes, plan.page_size, shape.unit, cluster, shared, arch)
+        launch.recall_kernel(shape, cluster, shared, arch)

@@ -10,9 +10,10 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from trtkv.errors import ConfigError
 from trtkv.plan import CachePlan
 from trtkv.plugins.dtypes import TORCH_DTYPES
-from trtkv.plugins.kv_recall.layout import Layout, layout
+from trtkv.plugins.kv_recall.layout import Layout, layout, records
 
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
@@ -73,6 +74,46 @@ class Tier:
         self.stamps = torch.zeros_like(self.held)
         self.moved = torch.zeros(2, dtype=torch.int64, device=device)
 
+    @property
+    def pools(self) -> tuple[Tensor, ...]:
+        """The device's memory for pages."""
+        return self.keys, self.values
+
+
+class RecordTier:
+    """One layer of encoded tokens: host [P, Hk, bytes] uint8 records of full pages; pools [Z (F + R), Hk, ...] of frames and rings, as buffers are.
+
+    The rest as in `Tier`.
+    """
+
+    def __init__(self, plan: CachePlan, shape: Layout, num_slots: int, host: Tensor, device: torch.device) -> None:
+        count = num_slots * shape.places
+        self.host = host
+        self.named = {
+            spec.name: torch.zeros((count, *map(int, spec.shape[1:])), dtype=TORCH_DTYPES[spec.dtype], device=device) for spec in records(plan)
+        }
+        self.held = torch.full((num_slots, plan.num_kv_heads, shape.frames), -1, dtype=torch.int32, device=device)
+        self.stamps = torch.zeros_like(self.held)
+        self.moved = torch.zeros(2, dtype=torch.int64, device=device)
+
+    @property
+    def pools(self) -> tuple[Tensor, ...]:
+        """The device's memory for pages."""
+        return tuple(self.named.values())
+
+    def pack(self, parts: Sequence[Tensor]) -> Tensor:
+        """Lay pages of the parts, [n, Hk, ...] each, down as records [n, Hk, bytes] uint8."""
+        return torch.cat([one.contiguous().flatten(2).view(torch.uint8) for one in parts], 2)
+
+    def unpack(self, packed: Tensor) -> list[Tensor]:
+        """Take the parts [n, Hk, ...] of records [n, Hk, bytes] up again."""
+        found, at = [], 0
+        for pool in self.pools:
+            size = pool[0, 0].nbytes
+            found.append(packed[:, :, at : at + size].contiguous().view(pool.dtype).view(len(packed), *pool.shape[1:]))
+            at += size
+        return found
+
 
 class Offload:
     """All offloaded layers of a session; `lane` is where recall ahead of the next step runs."""
@@ -90,26 +131,46 @@ class Offload:
         self.shape, self.recall, self.device = layout(plan, recall.slack, longest or num_pages), recall, torch.device(device)
         self.num_slots, self.num_pages = num_slots, num_pages
         self.lane: Lane = lane or SameLane()
+        self.longest = longest or num_pages
+        if self.shape.parts and recall.order != "heads":
+            raise ConfigError("a record of encoded tokens has one order", "Leave the order of pages on the host as it is.")
         dtype = TORCH_DTYPES[plan.kv_dtype]
         heads, tokens, dim = plan.num_kv_heads, plan.page_size, plan.head_dim
         make = allocate or (lambda one, kind: torch.empty(one, dtype=kind, device=self.device))
-        if recall.order == "heads":
+        if self.shape.parts:
+            hosts = {layer: make((num_pages, heads, self.shape.record_bytes), torch.uint8) for layer in self.shape.layers}
+        elif recall.order == "heads":
             hosts = {layer: make((num_pages, heads, 2, tokens, dim), dtype) for layer in self.shape.layers}
         else:
             hosts = {layer: make((num_pages, 2, tokens, heads, dim), dtype).permute(0, 3, 1, 2, 4) for layer in self.shape.layers}
-        self.tiers = {layer: Tier(plan, self.shape, num_slots, host, self.device) for layer, host in hosts.items()}
+        self.tiers: dict[int, Tier] = {}  # of tokens in full precision
+        self.coded: dict[int, RecordTier] = {}  # of encoded ones
+        for layer, host in hosts.items():
+            if self.shape.parts:
+                self.coded[layer] = RecordTier(plan, self.shape, num_slots, host, self.device)
+            else:
+                self.tiers[layer] = Tier(plan, self.shape, num_slots, host, self.device)
         self.chunk: tuple[Tensor, Tensor] | None = None  # keys and values of the running layer's new tokens, in whole pages
         self.staged: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by layer and slot: what a prompt's next layer will read
         self.kept: list[Tensor] = []  # what the lane still reads
 
+    @property
+    def every(self) -> Sequence[Tier | RecordTier]:
+        """All layers."""
+        return [*self.tiers.values(), *self.coded.values()]
+
+    def tier(self, layer: int) -> Tier | RecordTier:
+        """Return an offloaded layer."""
+        return self.coded[layer] if self.shape.parts else self.tiers[layer]
+
     def covers(self, layer: int) -> bool:
         """Whether a layer's pages live on the host."""
-        return layer in self.tiers
+        return layer in self.shape.layers
 
     def forget(self, layer: int, slots: Sequence[int]) -> None:
         """Empty the frames of slots whose sequence begins or reads its prompt."""
         if slots:
-            self.tiers[layer].held[list(slots)] = -1
+            self.tier(layer).held[list(slots)] = -1
 
     def ring_row(self, slot: int, page: int) -> int:
         """Return the row of keys and values at which a page among a sequence's newest lies."""
@@ -124,16 +185,16 @@ class Offload:
 
     def moved_pages(self) -> tuple[int, int]:
         """Return how many pages of one KV head came back so far, in front of attention and ahead of it; waits for the device."""
-        total = torch.stack([tier.moved for tier in self.tiers.values()]).sum(0).tolist()
+        total = torch.stack([tier.moved for tier in self.every]).sum(0).tolist()
         return total[0], total[1]
 
     def device_bytes(self) -> int:
         """Return the bytes of frames, rings and what is known about them."""
-        return sum(x.nbytes for tier in self.tiers.values() for x in (tier.keys, tier.values, tier.held, tier.stamps, tier.moved))
+        return sum(x.nbytes for tier in self.every for x in (*tier.pools, tier.held, tier.stamps, tier.moved))
 
     def host_bytes(self) -> int:
         """Return the bytes of the host pools."""
-        return sum(tier.host.nbytes for tier in self.tiers.values())
+        return sum(tier.host.nbytes for tier in self.every)
 
     def join(self) -> None:
         """Wait, on the step's stream, for what runs beside it."""

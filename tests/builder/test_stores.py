@@ -24,6 +24,8 @@ FORMATS = {
     "int2 behind eviction, other lengths in every layer": ("minikv-pyramid", {}),
     "fp8 behind eviction": ("snapkv+fp8", {}),
     "int4 a token": ("qhitter", {}),
+    "int2 that is selected from": ("quest+kivi", {}),
+    "fp8 that is selected from": ("fier+fp8", {}),
     "mixed": ("arkv", {}),
 }
 PLAIN = {"full": 1, "lagkv": 1, "snapkv": 1, "pyramidkv": 3}  # policies that store tokens as they are: page groups
@@ -60,14 +62,23 @@ def check_fused(policy: str, sets: tuple[str, ...], tiny: TinyModel, tmp_path: P
     manifest, plan = read_manifest(path), (path / PLAN).read_bytes()
     check_files(path, manifest)
     assert schedule.segments(plan) == 1
-    expected = sorted(f"layers.{layer}.{node}" for layer in range(3) for node in ("query", "attended"))
+    selected = [f"layers.{layer}.selection" for layer, select in enumerate(manifest.cache.select) if select]
+    assert bool(selected) == ("retrieve" in manifest.cache.roles)
+    expected = sorted([*selected, *(f"layers.{layer}.{node}" for layer in range(3) for node in ("query", "attended"))])
     for profile in (0, 1):
         assert sorted(one.name for one in schedule.kernels(plan) if one.kind == "custom_layer" and one.profile == profile) == expected
     return manifest.cache
 
 
 @needs_compilers
-@pytest.mark.parametrize(("policy", "more"), [("kivi", set()), ("minikv-pyramid", {"sums_kernel"})])
+@pytest.mark.parametrize(
+    ("policy", "more"),
+    [
+        ("kivi", set()),
+        ("minikv-pyramid", {"sums_kernel"}),
+        ("quest+kivi", {"attend_encoded_list", "summarize_kernel", "score_pages", "select_units"}),
+    ],
+)
 def test_kernels_of_an_encoded_cache_are_compiled_into_the_engine(policy: str, more: set[str], tmp_path: Path) -> None:
     wide = make_tiny("llama", tmp_path / "model", head_dim=64)
     path = build(str(wide.path), policy, dtype="bfloat16", out=tmp_path / "engine", max_seq_len=256, max_batch_size=1, backend="none", sms=["90"])
@@ -79,7 +90,7 @@ def test_kernels_of_an_encoded_cache_are_compiled_into_the_engine(policy: str, m
         entries
         == {"append_kernel", "append_encoded", "encode_prompt", "attend_encoded", "sample", "feed", "fetch", "gemv", "rms_norm", "silu_gate"} | more
     )
-    evicts = bool(more)
+    evicts = "sums_kernel" in more
     assert any(f"LISTED={evicts}" in one.options for one in manifest.kernels.files if one.kernel.startswith("encode_prompt"))
     assert any(f"PHASED={evicts}" in one.options for one in manifest.kernels.files if one.kernel.startswith("append_encoded"))
     assert any("BITS=2" in one.options for one in manifest.kernels.files if one.kernel.startswith("attend_encoded"))

@@ -126,8 +126,22 @@ class Case:
         launch.append(
             self.qkv, self.positions, self.starts, self.lengths, self.slots, self.table, self.rope, None, self.q, self.pages, eps=0.0, overlap=overlap
         )
-        scale = self.dim**-0.5
-        launch.attend(self.q, self.pages, self.table, self.lengths, self.slots, self.out, self.scratch, scale=scale, overlap=overlap)
+        self.attend(slice(None), self.out, self.scratch, overlap)
+
+    def attend(self, rows: slice, out: Tensor, scratch: launch.Scratch, overlap: bool = False) -> None:
+        """Attend with some of the sequences."""
+        given = (self.q[rows], self.pages, self.table[rows], self.lengths[rows], self.slots[rows])
+        launch.attend(*given, out, scratch, scale=self.dim**-0.5, overlap=overlap)
+
+    def choose(self) -> None:
+        """Choose what the next step reads: everything."""
+
+    def visible(self, b: int) -> list[tuple[Tensor, Tensor]]:
+        """Return keys and values [S, D] that every KV head of a sequence reads."""
+        return list(zip(*reference.visible(self.pages, self.table[b], self.places[b], self.lens[b]), strict=True))
+
+    def check_more(self) -> None:
+        """Compare what else was written."""
 
     def prepare(self) -> None:
         """Make the inputs of decode steps."""
@@ -140,7 +154,6 @@ class Case:
 
     def grew(self) -> None:
         """Take the newest tokens into the history: keys as they were stored, values as given."""
-        self.lens = [n + 1 for n in self.lens]
         values = self.qkv.unflatten(1, (-1, self.dim))[:, -self.heads :]
         for b, stored in enumerate(self.lens):
             key = self.pages.keys[self.places[b]][:, (stored - 1) % self.format.ring]
@@ -167,11 +180,12 @@ class Case:
     def check_attention(self) -> None:
         """Compare the outputs of a step with fp64 over what is stored, within twice the error of torch on the same numbers in this dtype."""
         errors, allowed = [], []
-        for b, stored in enumerate(self.lens):
-            keys, values = reference.visible(self.pages, self.table[b], self.places[b], stored)
-            q = self.q[b].view(self.heads, self.group, self.dim)
-            want = torch.softmax(q.double() @ keys.double().transpose(1, 2) * self.dim**-0.5, -1) @ values.double()
-            plain = scaled_dot_product_attention(q[None], keys.to(self.dtype)[None], values.to(self.dtype)[None])[0].double()
+        for b in range(len(self.lens)):
+            q, read = self.q[b].view(self.heads, self.group, self.dim), self.visible(b)
+            want, plain = (torch.empty_like(q, dtype=torch.float64) for _ in range(2))
+            for head, (keys, values) in enumerate(read):
+                want[head] = torch.softmax(q[head].double() @ keys.double().T * self.dim**-0.5, -1) @ values.double()
+                plain[head] = scaled_dot_product_attention(q[head][None], keys.to(self.dtype)[None], values.to(self.dtype)[None])[0].double()
             errors.append((self.out[b].view_as(q).double() - want).norm() / want.norm())
             allowed.append(torch.maximum((plain - want).norm(), (want.to(self.dtype).double() - want).norm()) / want.norm())
         share = [float(one / two) for one, two in zip(errors, allowed, strict=True)]
@@ -200,6 +214,8 @@ def grow(case: Case, steps: int, every: int) -> None:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     case.lengths += 1
+    case.lens = [n + 1 for n in case.lens]
+    case.choose()
     case.qkv.normal_()
     with torch.cuda.stream(stream):
         case.step(overlap=True)
@@ -215,6 +231,8 @@ def grow(case: Case, steps: int, every: int) -> None:
             case.lengths[0] = case.lens[0]
             case.prompt(0, case.lens[0])
         case.lengths += 1
+        case.lens = [n + 1 for n in case.lens]
+        case.choose()
         case.qkv.normal_()
         case.q.fill_(torch.nan)
         case.out.fill_(torch.nan)
@@ -223,14 +241,15 @@ def grow(case: Case, steps: int, every: int) -> None:
         if i % every == every - 1 or i < 2:
             case.check_attention()
     case.check_codes()
+    case.check_more()
     case.check_margins()
     case.check_errors()
     again = case.out.clone()
-    launch.attend(case.q, case.pages, case.table, case.lengths, case.slots, case.out, case.scratch, scale=case.dim**-0.5)
+    case.attend(slice(None), case.out, case.scratch)
     expect(torch.equal(again, case.out), f"{case.label}: two runs differ")
     alone = torch.full_like(case.out[1:2], torch.nan)
     scratch = launch.Scratch.allocate(1, case.heads, case.group, case.dim, case.scratch.splits, torch.device(DEV))
-    launch.attend(case.q[1:2], case.pages, case.table[1:2], case.lengths[1:2], case.slots[1:2], alone, scratch, scale=case.dim**-0.5)
+    case.attend(slice(1, 2), alone, scratch)
     expect(torch.equal(alone, case.out[1:2]), f"{case.label}: an answer depends on the batch")
 
 
@@ -260,17 +279,14 @@ def cases() -> list[Case]:
     ]
 
 
-def main() -> int:
+def main(every: list[Case], short: list[Case]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--short", action="store_true", help="one small case, for compute-sanitizer")
+    parser.add_argument("--short", action="store_true", help="few small cases, for compute-sanitizer")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     print("seed", options.seed, flush=True)
-    begin, every = time.time(), cases()
-    if options.short:
-        every = [Case(bits, 32, 32, 2, 4, 128, torch.bfloat16, [130, 61], page=32, splits=2) for bits in (2, 8)]
-        every.append(Case(2, 16, 32, 2, 4, 128, torch.bfloat16, [130, 61], page=32, splits=2, kept=True))
+    begin, every = time.time(), short if options.short else every
     with store.listing() as asked:
         for case in every:
             case.kernels(arch())
@@ -285,5 +301,10 @@ def main() -> int:
     return bool(failures)
 
 
+def small(bits: int, key_group: int, more: type[Case] = Case, **form: Any) -> Case:
+    """Make a case for a sanitizer."""
+    return more(bits, key_group, 32, 2, 4, 128, torch.bfloat16, [130, 61], page=32, splits=2, **form)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(cases(), [small(2, 32), small(8, 32), small(2, 16, kept=True)]))

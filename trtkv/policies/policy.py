@@ -119,7 +119,7 @@ class Policy(BaseModel):
         self.check()
         every = tuple(range(model.num_layers))
         retrieve, quantize = self.retrieve, self.quantize
-        page_size = lcm(_least_page(retrieve), retrieve.summary_group if retrieve else 1, quantize.key_group if quantize else 1)
+        page_size = lcm(_least_page(retrieve, quantize), retrieve.summary_group if retrieve else 1, quantize.key_group if quantize else 1)
         head = ("P", model.num_kv_heads, page_size, model.head_dim)
         buffers = [BufferSpec(name, head, "P Hk N D", model.dtype, every) for name in ("keys", "values")]
         select: list[SelectPlan | None] = [None] * model.num_layers
@@ -154,9 +154,11 @@ class Policy(BaseModel):
         return replace(made, buffers=(*made.buffers, *beside), page_groups=groups)
 
 
-def _least_page(retrieve: Retrieve | None) -> int:
-    """Let pages of the cache be the pages that a role chooses, where kernels take such pages."""
+def _least_page(retrieve: Retrieve | None, quantize: Quantize | None) -> int:
+    """Let pages of the cache be the pages that a role chooses, where kernels take such pages; encoded ones hold more than a few tokens."""
     unit = retrieve.unit if retrieve else 1
+    if quantize is not None and unit < DEFAULT_PAGE_SIZE:
+        return DEFAULT_PAGE_SIZE
     return unit if unit > 1 and unit % 16 == 0 else DEFAULT_PAGE_SIZE
 
 
