@@ -15,6 +15,8 @@ from trtkv.plugins.ragged import ops as ragged
 from trtkv.plugins.session import Session
 from trtkv.plugins.support import overlaps, summary_of
 
+EARLY = True  # let the kernel behind an append begin while the product in front of it ends
+
 
 def append(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
     """Rotate and store new tokens; inputs and result as the torch form's."""
@@ -31,10 +33,12 @@ def append(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
         to = recall.begin_append(session, layer, stored[group], inputs[5], table[group])
     else:
         to = recall.Target(session.buffer("keys", layer), session.buffer("values", layer), stored[group], table[group])
+    overlap = step.decoding and overlaps(session, table)
     launch.launch(
         qkv, positions, starts, to.lens, to.table, rope, (inputs[9], inputs[10]) if len(inputs) > 9 else None, out,
         to.keys, to.values, bits, meta, homes=to.homes,
-        eps=config.rms_eps, group=tokens, summary=summary, longest=step.longest, overlap=step.decoding and overlaps(session, table),
+        eps=config.rms_eps, group=tokens, summary=summary, longest=step.longest, overlap=overlap,
+        early=EARLY and overlap and session.offload is None,
     )  # fmt: skip
     if session.offload is not None and session.offload.covers(layer):
         recall.end_append(session, layer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,8 +19,11 @@ MOST_WIDTH = 16384  # of a norm alone
 NORM_THREADS, SILU_THREADS = 512, 256
 FEW_TOKENS = 64  # of a decode step: what stands between its kernels overlaps with them
 WIDE, LONG = 65536, 8192  # widths and inner sizes from which other forms are faster on an H200
+SPANS = 3  # of bytes that a product asks for ahead
+AHEAD_BLOCKS = 264  # of a product that ask for them: the last to start
 _SOURCE = Path(__file__).parent / "linear.cu"
-_GEMV, _NORM, _SILU = (Pointer,) * 7 + (Int, Int, Float), (Pointer,) * 5 + (Int, Float), (Pointer, Pointer, Int)
+_GEMV = (Pointer,) * 7 + (Int, Int, Float) + (Pointer, Int) * SPANS + (Int,)
+_NORM, _SILU = (Pointer,) * 5 + (Int, Float), (Pointer, Pointer, Int)
 _ALONE = ("-DTOKENS=1", "-DWARPS=8", "-DROWS=1", "-DSPLIT=1", "-DUNROLL=1", "-DGATED=0", "-DNORM=0")
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -63,11 +67,13 @@ def form_of(width: int, inner: int, gated: bool) -> Form:
 
 
 def gemv(
-    x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, *, gated: bool = False, norm: Norm | None = None, form: Form | None = None
-) -> None:
+    x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, *, gated: bool = False, norm: Norm | None = None, form: Form | None = None,
+    ahead: Sequence[Tensor] = (),
+) -> None:  # fmt: skip
     """Write x [T, K] times the matrix [N, K] transposed, plus bias [N], to out [T, N]; gated: matrix [2 N, K], silu of one half times the other.
 
     Sums are fp32; results are rounded once, gate, its silu and up each before they are multiplied. A norm's result is not rounded, its sum is.
+    ahead are up to SPANS contiguous tensors that later kernels read, brought into the second-level cache at the end.
     """
     tokens, inner = x.shape
     width = out.shape[1]
@@ -75,7 +81,10 @@ def gemv(
     kernel = gemv_kernel(form, tokens, gated, norm is not None, x.dtype == torch.float16, arch())
     tensors = (x, matrix, bias, out, *((norm.more, norm.weight, norm.total) if norm else (None,) * 3))
     values = (*(0 if one is None else one.data_ptr() for one in tensors), width, inner, norm.eps if norm else 0.0)
-    kernel.launch((-(-width // form.block_rows), 1, 1), 32 * form.warps, 0, torch.cuda.current_stream().cuda_stream, values, overlap=True)
+    blocks = -(-width // form.block_rows)
+    spans = [part for one in ahead for part in (one.data_ptr(), one.nbytes)] + [0, 0] * (SPANS - len(ahead))
+    values = (*values, *spans, min(AHEAD_BLOCKS, blocks) if ahead else 0)
+    kernel.launch((blocks, 1, 1), 32 * form.warps, 0, torch.cuda.current_stream().cuda_stream, values, overlap=True)
 
 
 def norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, out: Tensor, total: Tensor | None) -> None:

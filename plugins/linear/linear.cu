@@ -7,6 +7,7 @@
 // A kernel may start while the one before it runs: it loads its first piece of the matrix, which nobody writes, and waits only then.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include "ahead.cuh"
 
 typedef unsigned int u32;
 #ifdef FP16
@@ -89,9 +90,11 @@ __device__ __forceinline__ void finish(const float* found, const real* bias, rea
 }
 
 // x [TOKENS, k], matrix [n, k] (GATED: [2 n, k]), bias [n] or null, out [TOKENS, n]; NORM: more and total [TOKENS, k] (both or none), scale [k].
-// k is a multiple of 8, everything aligned to 16 bytes.
+// k is a multiple of 8, everything aligned to 16 bytes. The last ahead_blocks blocks, when they have their part of the matrix, ask for three spans of
+// bytes that later kernels read; any may be empty.
 extern "C" __global__ void __launch_bounds__(THREADS) gemv(const real* x, const real* matrix, const real* bias, real* out, const real* more,
-    const real* scale, real* total, int n, int k, float eps) {
+    const real* scale, real* total, int n, int k, float eps, const char* ahead, u32 ahead_bytes, const char* ahead1,
+    u32 ahead1_bytes, const char* ahead2, u32 ahead2_bytes, int ahead_blocks) {
   __shared__ float partial[WARPS][(MATRIX_ROWS + NORM) * TOKENS];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = warp / SPLIT, part = warp % SPLIT;
   const int first = (blockIdx.x * GROUPS + group) * ROWS, start = part * CHUNK + lane * 8;
@@ -135,6 +138,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) gemv(const real* x, const 
       for (int r = 0; r < MATRIX_ROWS; r++)
         if (next < k) w[u][r] = load_once(rows[r] + next);
     }
+  }
+  const int asks = (int)blockIdx.x - ((int)gridDim.x - ahead_blocks);
+  if (asks >= 0 && threadIdx.x == 0) {
+    fetch_ahead(ahead, ahead_bytes, asks, ahead_blocks);
+    fetch_ahead(ahead1, ahead1_bytes, asks, ahead_blocks), fetch_ahead(ahead2, ahead2_bytes, asks, ahead_blocks);
   }
 #pragma unroll
   for (int r = 0; r < MATRIX_ROWS + NORM; r++)

@@ -13,7 +13,7 @@ from trtkv.plugins.dtypes import TORCH_DTYPES
 from trtkv.plugins.ops import FACES
 from trtkv.plugins.session import Session
 from trtkv.plugins.support import captures
-from trtkv.runtime import fused
+from trtkv.runtime import ahead, fused
 from trtkv.runtime.program import TORCH_OPS, Node, join_products, load_program
 from trtkv.runtime.weights import Weight
 
@@ -37,7 +37,19 @@ class TorchExecutor:
             if node.kind in ("Gemm", "Product"):
                 normed, gated = node.kind == "Product" and bool(node.inputs[2]), bool(node.attributes.get("gated"))
                 fused.prepare(self._bound[node.inputs[1 if node.kind == "Gemm" else 3]], session.num_slots, gated=gated, normed=normed)
+        self._ahead: dict[str, list[Tensor]]
+        self.ask_ahead()
         self._capturable = session.held is None and all(captures(session.plan, call.layer, call.config, dtype, session.device) for call in calls)
+
+    def ask_ahead(self) -> None:
+        """Choose what is asked for ahead: by the output of the product in front of a layer's cache, and by layer behind its attention."""
+        self._ahead, self.session.following = {}, {}
+        session, matrices = self.session, ahead.behind_attention(self._joined, self._bound)
+        appends = {node.attributes["call"].layer: node.inputs[0] for node in self._joined if node.kind == "KvAppend"}
+        for layer, own in matrices.items():
+            if session.plan.select[layer] is not None:
+                self._ahead[appends[layer]] = ahead.spans(own, ahead.SELECTING_BYTES)
+            session.following |= {layer: one for one in ahead.spans(own[:1], ahead.ATTENDING_BYTES)}
 
     @property
     def capturable(self) -> bool:
@@ -71,7 +83,8 @@ class TorchExecutor:
         if node.kind == "Product":
             x, more, scale, matrix, *bias = args
             norm = None if scale is None else (scale.whole, node.attributes["eps"])
-            out, total = fused.product(x, more, norm, matrix, bias[0] if bias else None, gated=node.attributes["gated"])
+            spans = () if self.session.reads_all else self._ahead.get(node.output, ())
+            out, total = fused.product(x, more, norm, matrix, bias[0] if bias else None, gated=node.attributes["gated"], ahead=spans)
             return out if node.also is None else (out, total)
         args = [arg.whole if isinstance(arg, Weight) else arg for arg in args]
         if "call" not in node.attributes:

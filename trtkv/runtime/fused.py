@@ -6,6 +6,8 @@ operators round: sums and products in the dtype of the activations, norms in fp3
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -54,11 +56,13 @@ def linear(x: Tensor, weight: Weight, bias: Weight | None) -> Tensor:
 
 
 def product(
-    x: Tensor, more: Tensor | None, norm: tuple[Tensor, float] | None, weight: Weight, bias: Weight | None, *, gated: bool = False
-) -> tuple[Tensor, Tensor | None]:
+    x: Tensor, more: Tensor | None, norm: tuple[Tensor, float] | None, weight: Weight, bias: Weight | None, *, gated: bool = False,
+    ahead: Sequence[Tensor] = (),
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return the product [T, out] of x [T, in] with a weight, plus bias, and x + more where more is given.
 
     norm normalizes x (plus more) first, scaled by its weight [in] and with its eps; gated returns silu(gate) * up, side by side in the product.
+    ahead is what later products read, asked for where the product is a kernel of few tokens.
     """
     width = len(weight.parts[0]) // 2 if gated else len(weight.parts[0])
     if not _multiplies(x, weight, width):
@@ -69,7 +73,7 @@ def product(
         return silu_product(out) if gated else out, total
     out, total = x.new_empty(x.shape[0], width), None if more is None else torch.empty_like(x)
     before = None if norm is None else launch.Norm(*norm, more, total)
-    launch.gemv(x, weight.whole, bias.whole.view(-1) if bias else None, out, gated=gated, norm=before)
+    launch.gemv(x, weight.whole, bias.whole.view(-1) if bias else None, out, gated=gated, norm=before, ahead=ahead)
     return out, total
 
 

@@ -1,0 +1,226 @@
+"""Times ways to launch the kernels of a decode step on this machine's GPU: each is captured anew over the same engine and the same cache.
+
+python build_scripts/tune_step.py [--policy P ...] [--ways W ...] [--seconds N]     prints a line for every policy and way
+python build_scripts/tune_step.py --compile 90 ...     only compiles the kernels that it would launch, into the user's folder
+
+`before` is the step without any of them, `chosen` what engines do. Logits of a way are compared with those of the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from trtkv.api import build
+from trtkv.bench.load import Load, Work
+from trtkv.bench.split import least_times
+from trtkv.bench.timing import copy_bandwidth
+from trtkv.builder.kernels import write_kernels
+from trtkv.checkpoint.find import resolve_model
+from trtkv.config import Limits, ModelConfig
+from trtkv.plugins._device import driver, nvrtc, store
+from trtkv.plugins.kernels import request
+from trtkv.plugins.kv_append import cuda as append
+from trtkv.plugins.kv_attend import launch_dense
+from trtkv.plugins.linear import launch as linear
+from trtkv.plugins.linear.launch import Form
+from trtkv.policies.registry import parse_policy
+from trtkv.runtime import ahead, graphs
+from trtkv.runtime.loading import Engine, Options, open_engine
+
+STEPS = 24
+MIB = 1 << 20
+Way = dict[str, Any]  # what differs from the engine's own way, by the keys of `applied`
+
+LOADED: list[tuple[str, driver.Kernel]] = []  # every kernel by its entry
+_FORM_OF, _LOAD, _INIT = linear.form_of, nvrtc.load, driver.Kernel.__init__
+
+OLD: Way = {"early": False, "attending": 0, "selecting": 0, "at_once": 34}
+NONE: Way = {"attending": 0, "selecting": 0}
+WAYS: dict[str, Way] = {
+    "before": OLD,
+    "chosen": {},
+    "old, L1 for products": {**OLD, "carve": {"gemv": 0}},
+    "old, shared memory for all": {**OLD, "carve": {"": 100}},
+    "old, early": {**OLD, "early": True},
+    "early, at once 17": NONE,
+    "chosen, L1 for products": {"carve": {"gemv": 0}},
+    "chosen, shared memory for all": {"carve": {"": 100}},
+    "ahead 8, 8": {"attending": 8, "selecting": 8},
+    "ahead 16, 16": {"attending": 16, "selecting": 16},
+    "ahead 40, 40": {"attending": 40, "selecting": 40},
+    "ahead by 132": {"ahead_blocks": 132},
+    "ahead by 1024": {"ahead_blocks": 1024},
+    "dense 4 x 4": {"dense": (4, 4)},
+    "dense 8 x 2": {"dense": (8, 2)},
+    "dense 4 x 6": {"dense": (4, 6)},
+    "L1, dense 4 x 4": {"dense": (4, 4), "carve": {"gemv": 0}},
+    "qkv 4 7 1": {"qkv": Form(4, 7, 1, 7)},
+    "qkv 4 7 2": {"qkv": Form(4, 7, 2, 7)},
+    "qkv 2 7 2": {"qkv": Form(2, 7, 2, 7)},
+    "qkv 2 8 1": {"qkv": Form(2, 8, 1, 8)},
+    "before, again": OLD,
+    "chosen, again": {},
+}
+ONLY_DENSE = ("dense 4 x 4", "dense 8 x 2", "dense 4 x 6", "L1, dense 4 x 4")
+
+
+@contextmanager
+def applied(way: Way, model: ModelConfig) -> Iterator[None]:
+    """Let kernels be launched another way for a while."""
+    with ExitStack() as stack:
+        put: Callable[..., Any] = lambda *args: stack.enter_context(patch.object(*args))  # noqa: E731
+        if "early" in way:
+            put(append, "EARLY", way["early"])
+        for key, name in (("attending", "ATTENDING_BYTES"), ("selecting", "SELECTING_BYTES")):
+            if key in way:
+                put(ahead, name, way[key] * MIB)
+        if "ahead_blocks" in way:
+            put(linear, "AHEAD_BLOCKS", way["ahead_blocks"])
+        if "dense" in way:
+            put(launch_dense, "dense_shape", lambda dim, arch: way["dense"])
+        if "qkv" in way:
+            own = (model.qkv_size, model.hidden_size, False)
+            put(linear, "form_of", lambda *shape: way["qkv"] if shape == own else _FORM_OF(*shape))
+        if "at_once" in way:
+            put(launch_dense, "nvrtc", _WithDefine(f"-DMERGED_AT_ONCE={way['at_once']}"))
+        for entry, percent in way.get("carve", {}).items():
+            stack.callback(_carve, entry, -1)
+            _carve(entry, percent)
+        yield
+
+
+class _WithDefine:
+    """Stands for the module `nvrtc`, with a definition more."""
+
+    def __init__(self, define: str) -> None:
+        self._define = define
+
+    def load(self, path: Path, name: str, types: tuple[Any, ...], defines: tuple[str, ...], arch: str, shared: int) -> driver.Kernel:
+        return _LOAD(path, name, types, (*defines, self._define), arch, shared)
+
+
+def _carve(entry: str, percent: int) -> None:
+    """Ask for a part of an SM's memory as shared memory, of the kernels of this name; -1 is the driver's own choice."""
+    for name, kernel in LOADED:
+        if name == entry or not entry:
+            kernel.prefer_shared(percent)
+
+
+def _remember(self: driver.Kernel, spec: Any, binary: Any) -> None:
+    _INIT(self, spec, binary)
+    LOADED.append((spec.entry, self))
+
+
+def opened(model: str, policy: str, budget: int, context: int, folder: Path) -> Engine:
+    """Build and open an engine with random weights."""
+    own = None if policy == "full" else budget
+    path = build(
+        model, policy, budget=own, out=folder, max_seq_len=context, max_batch_size=1, max_chunk_tokens=8192, backend="none", sms=("none",)
+    )  # fmt: skip
+    return open_engine(path, Options("random", "cuda", "torch"))
+
+
+@torch.inference_mode()
+def timed(load: Load, way: Way, split: bool) -> tuple[list[float], dict[str, float], torch.Tensor]:
+    """Capture the step in a way and return microseconds of its steps, of their parts, and the logits of the last."""
+    engine = load.engine
+    with applied(way, engine.manifest.model):
+        executor, stepper = engine.stepper.executor, engine.stepper
+        executor.ask_ahead()
+        stepper._graphs = graphs.DecodeGraphs(executor, stepper.session, stepper._width, stepper._fixed)
+        load.seen, load.last = load.prompt, [7]
+        load._run(3)
+        if way.get("carve"):  # kernels that were first loaded by the step itself
+            for entry, percent in way["carve"].items():
+                _carve(entry, percent)
+            stepper._graphs = graphs.DecodeGraphs(executor, stepper.session, stepper._width, stepper._fixed)
+            load.seen = load.prompt + 3
+            load._run(3)
+            load.seen = load.prompt + 3
+        took = load._run(STEPS)
+        parts = load.split() if split else {}
+        load.seen = load.prompt
+        logits = next(iter(stepper._graphs._captured.values())).logits
+        load.last = [7]
+        load._run(2)
+        return took, parts, logits.float().clone()
+
+
+def compare(model: str, policy: str, budget: int, context: int, ways: Sequence[str], until: float, bandwidth: float) -> None:
+    """Print the step and its parts for every way."""
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        engine = opened(model, policy, budget, context, Path(folder) / "engine")
+        load = Load(engine, Work(context, 1, 8192, STEPS + 16, direct=True))
+        load.fill(lambda fraction: None)
+        print(f"{policy}: opened and filled in {time.perf_counter() - began:.1f} s", flush=True)
+        truth: torch.Tensor | None = None
+        for name in ways:
+            if policy != "full" and name in ONLY_DENSE:
+                continue
+            if time.perf_counter() > until:
+                print(f"  {name}: no time left")
+                continue
+            took, parts, logits = timed(load, WAYS[name], True)
+            truth = logits if truth is None else truth
+            error = float((logits - truth).norm() / truth.norm())
+            shown = " ".join(f"{part}={parts[part + '_us']:.0f}" for part in SHOWN if part + "_us" in parts)
+            print(f"  {policy} {statistics.median(took):7.1f} us  {shown}  error {error:.1e}  {name}", flush=True)
+        least = least_times(engine, bandwidth)
+        print("  least:", {part: least[part + "_least_us"] for part in SHOWN if part + "_least_us" in least}, flush=True)
+
+
+SHOWN = ("qkv", "o", "gate_up", "down", "head", "weights", "attention", "selection", "append", "sampling", "rest")
+
+
+def compile_all(model: str, policies: Sequence[str], budget: int, context: int, ways: Sequence[str], sm: str) -> None:
+    """Compile what every way launches."""
+    config = resolve_model(model).config
+    limits = Limits(max_seq_len=context, max_batch_size=1, max_chunk_tokens=8192)
+    with store.listing() as asked:
+        for policy in policies:
+            plan = parse_policy(policy, budget=None if policy == "full" else budget).plan(config)
+            for name in ways:
+                with applied(WAYS[name], config):
+                    request(plan, config, limits, sm)
+    with tempfile.TemporaryDirectory() as stage:
+        write_kernels(list(asked), Path(stage), lambda stage, done: None)
+    print(f"{len(asked)} kernels lie in {store.user_folder()}")
+
+
+def main() -> None:
+    """Read the options and time."""
+    began = time.perf_counter()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="qwen2.5-7b")
+    parser.add_argument("--policy", nargs="+", default=["full", "fier", "quest"])
+    parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("--context", type=int, default=32768)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--seconds", type=float, default=70.0, help="no way is begun later than this")
+    parser.add_argument("--compile", metavar="SM")
+    own = parser.parse_args()
+    if own.compile:
+        compile_all(own.model, own.policy, own.budget, own.context, own.ways, own.compile)
+        return
+    bandwidth = copy_bandwidth(torch.device("cuda"))
+    with patch.object(driver.Kernel, "__init__", _remember):
+        for index, policy in enumerate(own.policy):
+            share = began + own.seconds * (index + 1) / len(own.policy)
+            partial(compare, own.model, policy, own.budget, own.context, own.ways)(share, bandwidth)
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
