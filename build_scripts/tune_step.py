@@ -43,7 +43,7 @@ MIB = 1 << 20
 Way = dict[str, Any]  # what differs from the engine's own way, by the keys of `applied`
 
 LOADED: list[tuple[str, driver.Kernel]] = []  # every kernel by its entry
-_FORM_OF, _LOAD, _INIT = linear.form_of, nvrtc.load, driver.Kernel.__init__
+_FORM_OF, _LOAD, _INIT, _LAUNCH = linear.form_of, nvrtc.load, driver.Kernel.__init__, driver.Kernel.launch
 
 OLD: Way = {"early": False, "attending": 0, "selecting": 0, "at_once": 34}
 NONE: Way = {"attending": 0, "selecting": 0}
@@ -61,6 +61,7 @@ WAYS: dict[str, Way] = {
     "ahead 40, 40": {"attending": 40, "selecting": 40},
     "ahead by 132": {"ahead_blocks": 132},
     "ahead by 1024": {"ahead_blocks": 1024},
+    "products apart": {"apart": "gemv"},
     "dense 4 x 4": {"dense": (4, 4)},
     "dense 8 x 2": {"dense": (8, 2)},
     "dense 4 x 6": {"dense": (4, 6)},
@@ -94,6 +95,8 @@ def applied(way: Way, model: ModelConfig) -> Iterator[None]:
             put(linear, "form_of", lambda *shape: way["qkv"] if shape == own else _FORM_OF(*shape))
         if "at_once" in way:
             put(launch_dense, "nvrtc", _WithDefine(f"-DMERGED_AT_ONCE={way['at_once']}"))
+        if "apart" in way:
+            put(driver.Kernel, "launch", _apart(way["apart"]))
         for entry, percent in way.get("carve", {}).items():
             stack.callback(_carve, entry, -1)
             _carve(entry, percent)
@@ -108,6 +111,15 @@ class _WithDefine:
 
     def load(self, path: Path, name: str, types: tuple[Any, ...], defines: tuple[str, ...], arch: str, shared: int) -> driver.Kernel:
         return _LOAD(path, name, types, (*defines, self._define), arch, shared)
+
+
+def _apart(entry: str) -> Callable[..., None]:
+    """Return a launch that lets no kernel of this name overlap with the one before it."""
+
+    def launch(self: driver.Kernel, *args: Any, overlap: bool = False, **more: Any) -> None:
+        _LAUNCH(self, *args, overlap=overlap and (entry, self) not in LOADED, **more)
+
+    return launch
 
 
 def _carve(entry: str, percent: int) -> None:
@@ -150,11 +162,22 @@ def timed(load: Load, way: Way, split: bool) -> tuple[list[float], dict[str, flo
             load.seen = load.prompt + 3
         took = load._run(STEPS)
         parts = load.split() if split else {}
+        spoil(load)
         load.seen = load.prompt
         logits = next(iter(stepper._graphs._captured.values())).logits
         load.last = [7]
         load._run(2)
         return took, parts, logits.float().clone()
+
+
+def spoil(load: Load) -> None:
+    """Overwrite what decoded tokens left in the cache, so that a kernel that reads before it is written again shows."""
+    session, first = load.engine.session, load.prompt // load.engine.session.plan.page_size
+    for name in ("keys", "values"):
+        for tensor in session.buffers[name]:
+            if tensor is not None:
+                tensor[load.pages[0][first], :, load.prompt % session.plan.page_size :] = torch.nan
+                tensor[load.pages[0][first + 1 :]] = torch.nan
 
 
 def compare(model: str, policy: str, budget: int, context: int, ways: Sequence[str], until: float, bandwidth: float) -> None:

@@ -47,7 +47,7 @@ class Kernel:
             driver.cuFuncSetAttribute(self._function, settings.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
 
     def prefer_shared(self, percent: int) -> None:
-        """Say how much of an SM's memory its launches would have as shared memory, at most 100 percent; the rest caches. -1 leaves it to the driver."""
+        """Say how much of a multiprocessor's memory is shared memory under its launches, in percent; the rest caches. -1 leaves it to the driver."""
         setting = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
         _check(self._driver.cuFuncSetAttribute(self._function, setting, percent)[0])
 

@@ -22,7 +22,8 @@ _ALIGNED = ("qkv", "rope", "out", "keys", "values", "bits", "meta", "qkv_stride"
 def launch(
     qkv: Tensor, positions: Tensor, starts: Tensor, lens: Tensor, table: Tensor, rope: Tensor, norms: tuple[Tensor, Tensor] | None, out: Tensor,
     keys: Tensor, values: Tensor, bits: Tensor | None, meta: Tensor | None, *,
-    eps: float, group: int, summary: int, longest: int, overlap: bool = False, early: bool = False, homes: Tensor | None = None, heads: int | None = None,
+    eps: float, group: int, summary: int, longest: int, overlap: bool = False, early: bool = False, homes: Tensor | None = None,
+    heads: int | None = None,
 ) -> None:  # fmt: skip
     """Append up to `longest` new tokens of every sequence; tensors as in the kernel, page size and heads from the shapes.
 

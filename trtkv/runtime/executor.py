@@ -49,7 +49,9 @@ class TorchExecutor:
         for layer, own in matrices.items():
             if session.plan.select[layer] is not None:
                 self._ahead[appends[layer]] = ahead.spans(own, ahead.SELECTING_BYTES)
-            session.following |= {layer: one for one in ahead.spans(own[:1], ahead.ATTENDING_BYTES)}
+            following = ahead.spans(own[:1], ahead.ATTENDING_BYTES)
+            if following:
+                session.following[layer] = following[0]
 
     @property
     def capturable(self) -> bool:
