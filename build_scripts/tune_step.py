@@ -9,6 +9,7 @@ python build_scripts/tune_step.py --compile 90 ...     only compiles the kernels
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import tempfile
 import time
@@ -38,7 +39,7 @@ from trtkv.policies.registry import parse_policy
 from trtkv.runtime import ahead, graphs
 from trtkv.runtime.loading import Engine, Options, open_engine
 
-STEPS = 24
+STEPS, CACHE_BYTES = 24, 6 << 30
 MIB = 1 << 20
 Way = dict[str, Any]  # what differs from the engine's own way, by the keys of `applied`
 
@@ -140,10 +141,9 @@ def opened(model: str, policy: str, budget: int, context: int, folder: Path) -> 
     path = build(
         model, policy, budget=own, out=folder, max_seq_len=context, max_batch_size=1, max_chunk_tokens=8192, backend="none", sms=("none",)
     )  # fmt: skip
-    return open_engine(path, Options("random", "cuda", "torch"))
+    return open_engine(path, Options("random", "cuda", "torch", CACHE_BYTES))
 
 
-@torch.inference_mode()
 def timed(load: Load, way: Way, split: bool) -> tuple[list[float], dict[str, float], torch.Tensor]:
     """Capture the step in a way and return microseconds of its steps, of their parts, and the logits of the last."""
     engine = load.engine
@@ -180,6 +180,7 @@ def spoil(load: Load) -> None:
                 tensor[load.pages[0][first + 1 :]] = torch.nan
 
 
+@torch.inference_mode()
 def compare(model: str, policy: str, budget: int, context: int, ways: Sequence[str], until: float, bandwidth: float) -> None:
     """Print the step and its parts for every way."""
     with tempfile.TemporaryDirectory() as folder:
@@ -242,6 +243,7 @@ def main() -> None:
         for index, policy in enumerate(own.policy):
             share = began + own.seconds * (index + 1) / len(own.policy)
             partial(compare, own.model, policy, own.budget, own.context, own.ways)(share, bandwidth)
+            gc.collect()
             torch.cuda.empty_cache()
 
 
