@@ -1,7 +1,8 @@
 """Compares engines of one and of several parts on this machine's GPUs: logits against the same model in float32, and the time of decode steps.
 
-The weights are generated in the shape of a model from `trtkv models`. Steps are queued one after the other and waited for at the end. Exit code 1
-where parts are less precise than one GPU. `--write` appends the rows to engines/results.jsonl.
+The weights are generated in the shape of a model from `trtkv models`. Steps are queued one after the other and waited for at the end. Caches that
+shrink or are encoded are filled with a prompt before, others hold what lay in memory. Exit code 1 where parts are less precise than one GPU. `--write`
+appends the rows to engines/results.jsonl.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def main() -> None:
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--policy", nargs="+", default=["full", "fier"])
+    parser.add_argument("--policy", nargs="+", default=["full", "fier", "quest", "freekv", "lagkv", "minikv"])
+    parser.add_argument("--budget", type=int, help="tokens that policies keep or read, but for full; less than 300 to compare the logits of selections")
+    parser.add_argument("--device", default="cuda", help="cuda or cpu")
     parser.add_argument("--context", type=int, default=32768)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--directory", type=Path, help="where the weights go, such as /dev/shm; the temporary directory by default")
@@ -87,7 +90,8 @@ def compare(model: ModelConfig, weights: Path, options: argparse.Namespace) -> t
             if isinstance(engine.stepper, LeadingStepper):
                 engine.stepper.close()
             del engine
-            torch.cuda.empty_cache()
+            if options.device == "cuda":
+                torch.cuda.empty_cache()
     return rows, precise
 
 
@@ -95,12 +99,13 @@ def opened(model: ModelConfig, policy: str, tp: int, weights: Path, engines: Pat
     """Build an engine where it is not there yet, and open it."""
     batch = max(options.batch)
     limits = Limits(max_seq_len=options.context + 128, max_batch_size=batch, max_chunk_tokens=2048)
-    out = engines / f"{options.model}-{model.num_layers}-{policy}-{tp}-{model.dtype}"
+    budget = None if policy == "full" else options.budget
+    out = engines / f"{options.model}-{model.num_layers}-{policy}-{budget or 'own'}-{tp}-{model.dtype}"
     source = resolve_model(options.model)
-    build_engine(Request(source, model.part(tp), parse_policy(policy), limits, out, backend="none", tp=tp))
+    build_engine(Request(source, model.part(tp), parse_policy(policy, budget=budget), limits, out, backend="none", sms=("none",), tp=tp))
     tokens = (options.context + 256) * (batch if model.dtype != "float32" else 1)
     cache_bytes = int(1.5 * tokens * model.part(tp).num_kv_heads * model.head_dim * 4 * model.num_layers * (2 if model.dtype == "float32" else 1))
-    return open_parts(out, Options(str(weights), "cuda", "torch", cache_bytes, 0))
+    return open_parts(out, Options(str(weights), options.device, "torch", cache_bytes, 0))
 
 
 @torch.inference_mode()
@@ -108,7 +113,7 @@ def logits(engine: Engine) -> Tensor:
     """Feed a fixed text, a prompt and then single tokens: [STEPS, V] fp64 on the host."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, engine.manifest.model.vocab_size, (PROMPT_TOKENS + STEPS,), generator=generator).tolist()
-    slot, pages = engine.slots[-1], engine.pages.take(engine.manifest.cache.pages(len(tokens)))
+    slot, pages = engine.slots[-1], taken(engine, PROMPT_TOKENS, len(tokens))
     cuts = [0, *range(PROMPT_TOKENS, len(tokens) + 1)]
     rows = [StepRow(tokens[a:b], a, slot, pages, (b - a - 1,), PROMPT_TOKENS) for a, b in itertools.pairwise(cuts)]
     found = torch.cat([engine.stepper.run([row]).double().cpu() for row in rows])
@@ -117,24 +122,36 @@ def logits(engine: Engine) -> Tensor:
     return found[-STEPS:]
 
 
+def taken(engine: Engine, prompt: int, total: int) -> Any:
+    """Take the pages of a sequence of so many tokens, the first of them its prompt."""
+    return engine.pages.take(engine.pages_for(prompt, total))  # type: ignore[arg-type]
+
+
+@torch.inference_mode()
 def step_ms(engine: Engine, context: int, batch: int) -> float:
-    """Return the milliseconds of a decode step of so many sequences with so many tokens, over a cache of arbitrary content."""
+    """Return the milliseconds of a decode step of so many sequences with so many tokens."""
+    session, chunk = engine.session, engine.manifest.limits.max_chunk_tokens
     slots = engine.slots[-batch:]
-    pages = [engine.pages.take(engine.manifest.cache.pages(context + 2 * TIMED_STEPS)) for _ in slots]
+    pages = [taken(engine, context, context + 2 * TIMED_STEPS) for _ in slots]
+    if session.ledger is not None or session.encoded is not None or session.held is not None:
+        for slot, own in zip(slots, pages, strict=True):
+            for start in range(0, context, chunk):
+                engine.stepper.run([StepRow([7] * min(chunk, context - start), start, slot, own, (), context)])
 
     def run(step: int) -> None:
         engine.stepper.run([StepRow([7], context + step, slot, own, (0,), context) for slot, own in zip(slots, pages, strict=True)])
 
+    wait = torch.cuda.synchronize if session.device.type == "cuda" else lambda: None
     for step in range(3):
         run(step)
-    torch.cuda.synchronize()
+    wait()
     started = time.perf_counter()
     for step in range(TIMED_STEPS):
         run(3 + step)
-    torch.cuda.synchronize()
+    wait()
     ms = (time.perf_counter() - started) * 1e3 / TIMED_STEPS
     for slot, own in zip(slots, pages, strict=True):
-        engine.session.release(slot)
+        session.release(slot)
         engine.pages.give(own)
     return ms
 
