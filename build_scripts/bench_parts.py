@@ -1,8 +1,8 @@
 """Compares engines of one and of several parts on this machine's GPUs: logits against the same model in float32, and the time of decode steps.
 
 The weights are generated in the shape of a model from `trtkv models`. Steps are queued one after the other and waited for at the end. Caches that
-shrink or are encoded are filled with a prompt before, others hold what lay in memory. Exit code 1 where parts are less precise than one GPU. `--write`
-appends the rows to engines/results.jsonl.
+shrink or are encoded are filled with a prompt before, others hold what lay in memory. Exit code 1 where parts are less precise than one GPU.
+`--write` appends the rows to engines/results.jsonl.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--policy", nargs="+", default=["full", "fier", "quest", "freekv", "lagkv", "minikv"])
-    parser.add_argument("--budget", type=int, help="tokens that policies keep or read, but for full; less than 300 to compare the logits of selections")
+    parser.add_argument("--budget", type=int, help="tokens that policies but full keep or read; below 300 selections are compared too")
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
     parser.add_argument("--context", type=int, default=32768)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])

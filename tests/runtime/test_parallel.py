@@ -44,9 +44,7 @@ POLICIES = {
 
 def engine(model: TinyModel, policy: str, out: Path, tp: int) -> Path:
     limits = {"max_seq_len": 256, "max_batch_size": 3, "max_chunk_tokens": 64}
-    return build(
-        str(model.path), policy, sets=POLICIES[policy], out=out / f"{policy}-{tp}", backend="none", sms=["none"], tp=tp, **limits
-    )  # type: ignore[arg-type]
+    return build(str(model.path), policy, sets=POLICIES[policy], out=out / f"{policy}-{tp}", backend="none", sms=["none"], tp=tp, **limits)  # type: ignore[arg-type]
 
 
 @pytest.fixture(params=POLICIES)
