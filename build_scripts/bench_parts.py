@@ -1,7 +1,7 @@
 """Compares engines of one and of several parts on this machine's GPUs: logits against the same model in float32, and the time of decode steps.
 
-The weights are generated in the shape of a model from `trtkv models`. Steps are queued one after the other and waited for at the end. Caches that
-shrink or are encoded are filled with a prompt before, others hold what lay in memory. Exit code 1 where parts are less precise than one GPU.
+The weights are generated in the shape of a model from `trtkv models`. Steps are queued one after the other and waited for at the end. Caches are
+filled with prompts before, but for `full`, which reads what lay in memory. Exit code 1 where parts are less precise than one GPU.
 `--write` appends the rows to engines/results.jsonl.
 """
 
@@ -133,7 +133,7 @@ def step_ms(engine: Engine, context: int, batch: int) -> float:
     session, chunk = engine.session, engine.manifest.limits.max_chunk_tokens
     slots = engine.slots[-batch:]
     pages = [taken(engine, context, context + 2 * TIMED_STEPS) for _ in slots]
-    if session.ledger is not None or session.encoded is not None or session.held is not None:
+    if session.plan.policy != "full":  # selections of what is no number are none
         for slot, own in zip(slots, pages, strict=True):
             for start in range(0, context, chunk):
                 engine.stepper.run([StepRow([7] * min(chunk, context - start), start, slot, own, (), context)])

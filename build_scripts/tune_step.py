@@ -35,6 +35,7 @@ from trtkv.plugins.kv_append import cuda as append
 from trtkv.plugins.kv_attend import launch_dense
 from trtkv.plugins.linear import launch as linear
 from trtkv.plugins.linear.launch import Form
+from trtkv.plugins.linear.specs import products
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime import ahead, graphs
 from trtkv.runtime.loading import Engine, Options, open_engine
@@ -62,10 +63,15 @@ WAYS: dict[str, Way] = {
     "ahead 8, 8": {"attending": 8, "selecting": 8},
     "ahead 16, 16": {"attending": 16, "selecting": 16},
     "ahead 40, 40": {"attending": 40, "selecting": 40},
-    "qkv 4 7 1": {"qkv": Form(4, 7, 1, 7)},
-    "qkv 4 7 2": {"qkv": Form(4, 7, 2, 7)},
-    "qkv 2 7 2": {"qkv": Form(2, 7, 2, 7)},
-    "qkv 2 8 1": {"qkv": Form(2, 8, 1, 8)},
+    "gate_up 4 8 1": {"forms": {"gate_up": Form(4, 8, 1, 8)}},
+    "gate_up 4 7 1": {"forms": {"gate_up": Form(4, 7, 1, 7)}},
+    "gate_up 3 7 1": {"forms": {"gate_up": Form(3, 7, 1, 7)}},
+    "gate_up 2 7 1": {"forms": {"gate_up": Form(2, 7, 1, 7)}},
+    "down 4 8 1": {"forms": {"down": Form(4, 8, 1, 8)}},
+    "qkv 4 7 1": {"forms": {"qkv": Form(4, 7, 1, 7)}},
+    "qkv 4 7 2": {"forms": {"qkv": Form(4, 7, 2, 7)}},
+    "qkv 2 7 2": {"forms": {"qkv": Form(2, 7, 2, 7)}},
+    "qkv 2 8 1": {"forms": {"qkv": Form(2, 8, 1, 8)}},
     "dense 4 x 4": {"dense": (4, 4)},
     "dense 8 x 2": {"dense": (8, 2)},
     "dense 4 x 6": {"dense": (4, 6)},
@@ -91,9 +97,9 @@ def applied(way: Way, model: ModelConfig) -> Iterator[None]:
             put(linear, "AHEAD_BLOCKS", way["ahead_blocks"])
         if "dense" in way:
             put(launch_dense, "dense_shape", lambda dim, arch: way["dense"])
-        if "qkv" in way:
-            own = (model.qkv_size, model.hidden_size, False)
-            put(linear, "form_of", lambda *shape: way["qkv"] if shape == own else _FORM_OF(*shape))
+        if "forms" in way:
+            forms = {products(model)[name][:3]: form for name, form in way["forms"].items()}
+            put(linear, "form_of", lambda *shape: forms.get(shape) or _FORM_OF(*shape))
         if "at_once" in way:
             put(launch_dense, "nvrtc", _WithDefine(f"-DMERGED_AT_ONCE={way['at_once']}"))
         if "apart" in way:
