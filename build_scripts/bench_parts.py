@@ -25,6 +25,7 @@ from trtkv.builder.directory import Request, build_engine
 from trtkv.checkpoint.find import resolve_model
 from trtkv.cli.output import print_table
 from trtkv.config import Limits, ModelConfig
+from trtkv.errors import ConfigError
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.loading import Engine, Options
 from trtkv.runtime.parallel import LeadingStepper, open_parts
@@ -40,7 +41,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--policy", nargs="+", default=["full", "fier", "quest", "freekv", "lagkv", "minikv"])
-    parser.add_argument("--budget", type=int, help="tokens that policies but full keep or read; below 300 selections are compared too")
+    parser.add_argument("--budget", type=int, help="tokens that policies with a budget keep or read; below 300 selections are compared too")
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
     parser.add_argument("--context", type=int, default=32768)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
@@ -99,10 +100,13 @@ def opened(model: ModelConfig, policy: str, tp: int, weights: Path, engines: Pat
     """Build an engine where it is not there yet, and open it."""
     batch = max(options.batch)
     limits = Limits(max_seq_len=options.context + 128, max_batch_size=batch, max_chunk_tokens=2048)
-    budget = None if policy == "full" else options.budget
-    out = engines / f"{options.model}-{model.num_layers}-{policy}-{budget or 'own'}-{tp}-{model.dtype}"
+    out = engines / f"{options.model}-{model.num_layers}-{policy}-{options.budget or 'own'}-{tp}-{model.dtype}"
+    try:
+        chosen = parse_policy(policy, budget=options.budget)
+    except ConfigError:  # it has none
+        chosen = parse_policy(policy)
     source = resolve_model(options.model)
-    build_engine(Request(source, model.part(tp), parse_policy(policy, budget=budget), limits, out, backend="none", sms=("none",), tp=tp))
+    build_engine(Request(source, model.part(tp), chosen, limits, out, backend="none", sms=("none",), tp=tp))
     tokens = (options.context + 256) * (batch if model.dtype != "float32" else 1)
     cache_bytes = int(1.5 * tokens * model.part(tp).num_kv_heads * model.head_dim * 4 * model.num_layers * (2 if model.dtype == "float32" else 1))
     return open_parts(out, Options(str(weights), options.device, "torch", cache_bytes, 0))

@@ -47,8 +47,8 @@ Way = dict[str, Any]  # what differs from the engine's own way, by the keys of `
 LOADED: list[tuple[str, driver.Kernel]] = []  # every kernel by its entry
 _FORM_OF, _LOAD, _INIT, _LAUNCH = linear.form_of, nvrtc.load, driver.Kernel.__init__, driver.Kernel.launch
 
-OLD: Way = {"early": False, "attending": 0, "selecting": 0, "at_once": 34}
-NONE: Way = {"attending": 0, "selecting": 0}
+OLD: Way = {"early": False, "attending": 0, "selecting": 0, "chaining": 0, "at_once": 34}
+NONE: Way = {"attending": 0, "selecting": 0, "chaining": 0}
 WAYS: dict[str, Way] = {
     "before": OLD,
     "chosen": {},
@@ -60,6 +60,10 @@ WAYS: dict[str, Way] = {
     "old, early": {**OLD, "early": True},
     "early, at once 17": NONE,
     "products apart": {"apart": "gemv"},
+    "no chaining": {"chaining": 0},
+    "chaining 8": {"chaining": 8},
+    "chaining 2": {"chaining": 2},
+    "no ahead but chaining": {"attending": 0, "selecting": 0},
     "ahead 8, 8": {"attending": 8, "selecting": 8},
     "ahead 16, 16": {"attending": 16, "selecting": 16},
     "ahead 40, 40": {"attending": 40, "selecting": 40},
@@ -90,7 +94,7 @@ def applied(way: Way, model: ModelConfig) -> Iterator[None]:
         put: Callable[..., Any] = lambda *args: stack.enter_context(patch.object(*args))  # noqa: E731
         if "early" in way:
             put(append, "EARLY", way["early"])
-        for key, name in (("attending", "ATTENDING_BYTES"), ("selecting", "SELECTING_BYTES")):
+        for key, name in (("attending", "ATTENDING_BYTES"), ("selecting", "SELECTING_BYTES"), ("chaining", "CHAINING_BYTES")):
             if key in way:
                 put(ahead, name, way[key] * MIB)
         if "ahead_blocks" in way:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +38,29 @@ class TorchExecutor:
                 normed, gated = node.kind == "Product" and bool(node.inputs[2]), bool(node.attributes.get("gated"))
                 fused.prepare(self._bound[node.inputs[1 if node.kind == "Gemm" else 3]], session.num_slots, gated=gated, normed=normed)
         self._ahead: dict[str, list[Tensor]]
+        self._selecting: dict[str, list[Tensor]]
         self.ask_ahead()
         self._capturable = session.held is None and all(captures(session.plan, call.layer, call.config, dtype, session.device) for call in calls)
 
     def ask_ahead(self) -> None:
-        """Choose what is asked for ahead: by the output of the product in front of a layer's cache, and by layer behind its attention."""
-        self._ahead, self.session.following = {}, {}
+        """Choose what is asked for ahead: by the output of the product that asks, and by layer behind its attention."""
+        chained = ahead.behind_products(self._joined, self._bound)
+        self._ahead, self.session.following = {name: ahead.spans(own, ahead.CHAINING_BYTES) for name, own in chained.items()}, {}
+        self._selecting = {}
         session, matrices = self.session, ahead.behind_attention(self._joined, self._bound)
         appends = {node.attributes["call"].layer: node.inputs[0] for node in self._joined if node.kind == "KvAppend"}
         for layer, own in matrices.items():
             if session.plan.select[layer] is not None:
-                self._ahead[appends[layer]] = ahead.spans(own, ahead.SELECTING_BYTES)
+                self._selecting[appends[layer]] = ahead.spans(own, ahead.SELECTING_BYTES)
             following = ahead.spans(own[:1], ahead.ATTENDING_BYTES)
             if following:
                 session.following[layer] = following[0]
+
+    def _asked(self, node: Node) -> Sequence[Tensor]:
+        """Return what a product asks for; in front of a selection only where one is made."""
+        if node.output in self._selecting:
+            return () if self.session.reads_all else self._selecting[node.output]
+        return self._ahead.get(node.output, ())
 
     @property
     def capturable(self) -> bool:
@@ -81,12 +90,11 @@ class TorchExecutor:
 
     def _run(self, node: Node, args: list[Any]) -> Any:
         if node.kind == "Gemm":
-            return fused.linear(args[0], args[1], args[2] if len(args) > 2 else None)
+            return fused.linear(args[0], args[1], args[2] if len(args) > 2 else None, ahead=self._asked(node))
         if node.kind == "Product":
             x, more, scale, matrix, *bias = args
             norm = None if scale is None else (scale.whole, node.attributes["eps"])
-            spans = () if self.session.reads_all else self._ahead.get(node.output, ())
-            out, total = fused.product(x, more, norm, matrix, bias[0] if bias else None, gated=node.attributes["gated"], ahead=spans)
+            out, total = fused.product(x, more, norm, matrix, bias[0] if bias else None, gated=node.attributes["gated"], ahead=self._asked(node))
             return out if node.also is None else (out, total)
         args = [arg.whole if isinstance(arg, Weight) else arg for arg in args]
         if "call" not in node.attributes:

@@ -50,9 +50,9 @@ def silu_product(gate_up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate).mul_(up)
 
 
-def linear(x: Tensor, weight: Weight, bias: Weight | None) -> Tensor:
-    """Return x [T, in] times the weight transposed, plus bias: [T, out]."""
-    return product(x, None, None, weight, bias)[0]
+def linear(x: Tensor, weight: Weight, bias: Weight | None, *, ahead: Sequence[Tensor] = ()) -> Tensor:
+    """Return x [T, in] times the weight transposed, plus bias: [T, out]; ahead as in `product`."""
+    return product(x, None, None, weight, bias, ahead=ahead)[0]
 
 
 def product(
