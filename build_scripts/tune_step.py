@@ -33,22 +33,23 @@ from trtkv.plugins._device import driver, nvrtc, store
 from trtkv.plugins.kernels import request
 from trtkv.plugins.kv_append import cuda as append
 from trtkv.plugins.kv_attend import launch_dense
+from trtkv.plugins.linear import ahead
 from trtkv.plugins.linear import launch as linear
 from trtkv.plugins.linear.launch import Form
 from trtkv.plugins.linear.specs import products
 from trtkv.policies.registry import parse_policy
-from trtkv.runtime import ahead, graphs
+from trtkv.runtime import graphs
 from trtkv.runtime.loading import Engine, Options, open_engine
 
-STEPS, CACHE_BYTES = 24, 6 << 30
+STEPS, SPARE_BYTES = 24, 2 << 30
 MIB = 1 << 20
 Way = dict[str, Any]  # what differs from the engine's own way, by the keys of `applied`
 
 LOADED: list[tuple[str, driver.Kernel]] = []  # every kernel by its entry
 _FORM_OF, _LOAD, _INIT, _LAUNCH = linear.form_of, nvrtc.load, driver.Kernel.__init__, driver.Kernel.launch
 
-OLD: Way = {"early": False, "attending": 0, "selecting": 0, "chaining": 0, "at_once": 34}
-NONE: Way = {"attending": 0, "selecting": 0, "chaining": 0}
+OLD: Way = {"early": False, "attending": 0, "selecting": 0, "chaining": 0, "short": 0, "at_once": 34}
+NONE: Way = {"attending": 0, "selecting": 0, "chaining": 0, "short": 0}
 WAYS: dict[str, Way] = {
     "before": OLD,
     "chosen": {},
@@ -60,6 +61,9 @@ WAYS: dict[str, Way] = {
     "old, early": {**OLD, "early": True},
     "early, at once 17": NONE,
     "products apart": {"apart": "gemv"},
+    "short 0": {"short": 0},
+    "short 8": {"short": 8},
+    "short 32": {"short": 32},
     "no chaining": {"chaining": 0},
     "chaining 8": {"chaining": 8},
     "chaining 2": {"chaining": 2},
@@ -84,6 +88,7 @@ WAYS: dict[str, Way] = {
     "before, again": OLD,
     "chosen, again": {},
 }
+FOR_MANY = ("before", "chosen", "short 0", "short 8", "short 32", "chosen, shared memory for all", "before, again", "chosen, again")
 ONLY_DENSE = ("dense 4 x 4", "dense 8 x 2", "dense 4 x 6", "L1, dense 4 x 4")
 
 
@@ -94,9 +99,9 @@ def applied(way: Way, model: ModelConfig) -> Iterator[None]:
         put: Callable[..., Any] = lambda *args: stack.enter_context(patch.object(*args))  # noqa: E731
         if "early" in way:
             put(append, "EARLY", way["early"])
-        for key, name in (("attending", "ATTENDING_BYTES"), ("selecting", "SELECTING_BYTES"), ("chaining", "CHAINING_BYTES")):
+        for key in ("attending", "selecting", "chaining", "short"):
             if key in way:
-                put(ahead, name, way[key] * MIB)
+                put(ahead, f"{key.upper()}_BYTES", way[key] * MIB)
         if "ahead_blocks" in way:
             put(linear, "AHEAD_BLOCKS", way["ahead_blocks"])
         if "dense" in way:
@@ -145,13 +150,15 @@ def _remember(self: driver.Kernel, spec: Any, binary: Any) -> None:
     LOADED.append((spec.entry, self))
 
 
-def opened(model: str, policy: str, budget: int, context: int, folder: Path) -> Engine:
+def opened(model: str, policy: str, budget: int, context: int, batch: int, folder: Path) -> Engine:
     """Build and open an engine with random weights."""
     own = None if policy == "full" else budget
     path = build(
-        model, policy, budget=own, out=folder, max_seq_len=context, max_batch_size=1, max_chunk_tokens=8192, backend="none", sms=("none",)
+        model, policy, budget=own, out=folder, max_seq_len=context, max_batch_size=batch, max_chunk_tokens=8192, backend="none", sms=("none",)
     )  # fmt: skip
-    return open_engine(path, Options("random", "cuda", "torch", CACHE_BYTES))
+    config = resolve_model(model).config
+    kept = 4.8 * context * batch * config.num_kv_heads * config.head_dim * config.num_layers  # keys, values and an index
+    return open_engine(path, Options("random", "cuda", "torch", int(kept) + SPARE_BYTES))
 
 
 def timed(load: Load, way: Way, split: bool) -> tuple[list[float], dict[str, float], torch.Tensor]:
@@ -161,7 +168,7 @@ def timed(load: Load, way: Way, split: bool) -> tuple[list[float], dict[str, flo
         executor, stepper = engine.stepper.executor, engine.stepper
         executor.ask_ahead()
         stepper._graphs = graphs.DecodeGraphs(executor, stepper.session, stepper._width, stepper._fixed)
-        load.seen, load.last = load.prompt, [7]
+        load.seen, load.last = load.prompt, [7] * load.work.batch
         load._run(3)
         if way.get("carve"):  # kernels that were first loaded by the step itself
             for entry, percent in way["carve"].items():
@@ -175,7 +182,7 @@ def timed(load: Load, way: Way, split: bool) -> tuple[list[float], dict[str, flo
         spoil(load)
         load.seen = load.prompt
         logits = next(iter(stepper._graphs._captured.values())).logits
-        load.last = [7]
+        load.last = [7] * load.work.batch
         load._run(2)
         return took, parts, logits.float().clone()
 
@@ -183,25 +190,24 @@ def timed(load: Load, way: Way, split: bool) -> tuple[list[float], dict[str, flo
 def spoil(load: Load) -> None:
     """Overwrite what decoded tokens left in the cache, so that a kernel that reads before it is written again shows."""
     session, first = load.engine.session, load.prompt // load.engine.session.plan.page_size
-    for name in ("keys", "values"):
-        for tensor in session.buffers[name]:
-            if tensor is not None:
-                tensor[load.pages[0][first], :, load.prompt % session.plan.page_size :] = torch.nan
-                tensor[load.pages[0][first + 1 :]] = torch.nan
+    for tensor in (one for name in ("keys", "values") for one in session.buffers[name] if one is not None):
+        for pages in load.pages:
+            tensor[pages[first], :, load.prompt % session.plan.page_size :] = torch.nan
+            tensor[pages[first + 1 :]] = torch.nan
 
 
 @torch.inference_mode()
-def compare(model: str, policy: str, budget: int, context: int, ways: Sequence[str], until: float, bandwidth: float) -> None:
+def compare(model: str, policy: str, budget: int, context: int, batch: int, ways: Sequence[str], until: float, bandwidth: float) -> None:
     """Print the step and its parts for every way."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        engine = opened(model, policy, budget, context, Path(folder) / "engine")
-        load = Load(engine, Work(context, 1, 8192, STEPS + 16, direct=True))
+        engine = opened(model, policy, budget, context, batch, Path(folder) / "engine")
+        load = Load(engine, Work(context, batch, 8192, STEPS + 16, direct=True))
         load.fill(lambda fraction: None)
         print(f"{policy}: opened and filled in {time.perf_counter() - began:.1f} s", flush=True)
         truth: torch.Tensor | None = None
         for name in ways:
-            if policy != "full" and name in ONLY_DENSE:
+            if (policy != "full" and name in ONLY_DENSE) or (batch > 1 and name not in FOR_MANY) or (batch == 1 and name.startswith("short")):
                 continue
             if time.perf_counter() > until:
                 print(f"  {name}: no time left")
@@ -210,18 +216,18 @@ def compare(model: str, policy: str, budget: int, context: int, ways: Sequence[s
             truth = logits if truth is None else truth
             error = float((logits - truth).norm() / truth.norm())
             shown = " ".join(f"{part}={parts[part + '_us']:.0f}" for part in SHOWN if part + "_us" in parts)
-            print(f"  {policy} {statistics.median(took):7.1f} us  {shown}  error {error:.1e}  {name}", flush=True)
+            print(f"  {policy} {batch} {statistics.median(took):7.1f} us  {shown}  error {error:.1e}  {name}", flush=True)
         least = least_times(engine, bandwidth)
         print("  least:", {part: least[part + "_least_us"] for part in SHOWN if part + "_least_us" in least}, flush=True)
 
 
-SHOWN = ("qkv", "o", "gate_up", "down", "head", "weights", "attention", "selection", "append", "sampling", "rest")
+SHOWN = ("qkv", "o", "gate_up", "down", "head", "weights", "attention", "selection", "append", "norms", "sampling", "rest")
 
 
-def compile_all(model: str, policies: Sequence[str], budget: int, context: int, ways: Sequence[str], sm: str) -> None:
+def compile_all(model: str, policies: Sequence[str], budget: int, context: int, batch: int, ways: Sequence[str], sm: str) -> None:
     """Compile what every way launches."""
     config = resolve_model(model).config
-    limits = Limits(max_seq_len=context, max_batch_size=1, max_chunk_tokens=8192)
+    limits = Limits(max_seq_len=context, max_batch_size=batch, max_chunk_tokens=8192)
     with store.listing() as asked:
         for policy in policies:
             plan = parse_policy(policy, budget=None if policy == "full" else budget).plan(config)
@@ -240,19 +246,20 @@ def main() -> None:
     parser.add_argument("--model", default="qwen2.5-7b")
     parser.add_argument("--policy", nargs="+", default=["full", "fier", "quest"])
     parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=32768)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--seconds", type=float, default=70.0, help="no way is begun later than this")
     parser.add_argument("--compile", metavar="SM")
     own = parser.parse_args()
     if own.compile:
-        compile_all(own.model, own.policy, own.budget, own.context, own.ways, own.compile)
+        compile_all(own.model, own.policy, own.budget, own.context, own.batch, own.ways, own.compile)
         return
     bandwidth = copy_bandwidth(torch.device("cuda"))
     with patch.object(driver.Kernel, "__init__", _remember):
         for index, policy in enumerate(own.policy):
             share = began + own.seconds * (index + 1) / len(own.policy)
-            partial(compare, own.model, policy, own.budget, own.context, own.ways)(share, bandwidth)
+            partial(compare, own.model, policy, own.budget, own.context, own.batch, own.ways)(share, bandwidth)
             gc.collect()
             torch.cuda.empty_cache()
 

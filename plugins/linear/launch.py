@@ -19,11 +19,13 @@ MOST_WIDTH = 16384  # of a norm alone
 NORM_THREADS, SILU_THREADS = 512, 256
 FEW_TOKENS = 64  # of a decode step: what stands between its kernels overlaps with them
 WIDE, LONG = 65536, 8192  # widths and inner sizes from which other forms are faster on an H200
-SPANS = 3  # of bytes that a product asks for ahead
+SPANS, SHORT_SPANS = 3, 2  # of bytes that a product, and a norm or activation alone, asks for ahead
+ASKING_BLOCKS = 32  # beside those of a norm
 AHEAD_BLOCKS = 264  # of a product that ask for them: the last to start
 _SOURCE = Path(__file__).parent / "linear.cu"
 _GEMV = (Pointer,) * 7 + (Int, Int, Float) + (Pointer, Int) * SPANS + (Int,)
-_NORM, _SILU = (Pointer,) * 5 + (Int, Float), (Pointer, Pointer, Int)
+_NORM = (Pointer,) * 5 + (Int, Float, Int) + (Pointer, Int) * SHORT_SPANS
+_SILU = (Pointer, Pointer, Int) + (Pointer, Int) * SHORT_SPANS
 _ALONE = ("-DTOKENS=1", "-DWARPS=8", "-DROWS=1", "-DSPLIT=1", "-DUNROLL=1", "-DGATED=0", "-DNORM=0")
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -82,26 +84,38 @@ def gemv(
     tensors = (x, matrix, bias, out, *((norm.more, norm.weight, norm.total) if norm else (None,) * 3))
     values = (*(0 if one is None else one.data_ptr() for one in tensors), width, inner, norm.eps if norm else 0.0)
     blocks = -(-width // form.block_rows)
-    spans = [part for one in ahead for part in (one.data_ptr(), one.nbytes)] + [0, 0] * (SPANS - len(ahead))
-    values = (*values, *spans, min(AHEAD_BLOCKS, blocks) if ahead else 0)
+    values = (*values, *_spans(ahead, SPANS), min(AHEAD_BLOCKS, blocks) if ahead else 0)
     kernel.launch((blocks, 1, 1), 32 * form.warps, 0, torch.cuda.current_stream().cuda_stream, values, overlap=True)
 
 
-def norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, out: Tensor, total: Tensor | None) -> None:
-    """Write the norm of x [T, E] (plus more, whose sum goes to total) scaled by weight [E] to out; all contiguous."""
+def norm(
+    x: Tensor, more: Tensor | None, weight: Tensor, eps: float, out: Tensor, total: Tensor | None, ahead: Sequence[Tensor] = ()
+) -> None:  # fmt: skip
+    """Write the norm of x [T, E] (plus more, whose sum goes to total) scaled by weight [E] to out; all contiguous.
+
+    ahead are up to SHORT_SPANS contiguous tensors that the next kernel reads: of few tokens they are brought into the second-level cache.
+    """
     tokens, width = x.shape
+    few = tokens <= FEW_TOKENS
     tensors = (x, more, weight, out, total)
-    values = (*(0 if one is None else one.data_ptr() for one in tensors), width, eps)
+    values = (*(0 if one is None else one.data_ptr() for one in tensors), width, eps, tokens, *_spans(ahead if few else (), SHORT_SPANS))
     kernel, stream = norm_kernel(x.dtype == torch.float16, arch()), torch.cuda.current_stream().cuda_stream
-    kernel.launch((tokens, 1, 1), NORM_THREADS, 0, stream, values, overlap=tokens <= FEW_TOKENS)
+    kernel.launch((tokens + (ASKING_BLOCKS if ahead and few else 0), 1, 1), NORM_THREADS, 0, stream, values, overlap=few)
 
 
-def silu_gate(both: Tensor, out: Tensor) -> None:
-    """Write silu of the gate times the up, side by side in both [T, 2 F], to out [T, F]; both contiguous."""
+def silu_gate(both: Tensor, out: Tensor, ahead: Sequence[Tensor] = ()) -> None:
+    """Write silu of the gate times the up, side by side in both [T, 2 F], to out [T, F]; both contiguous, ahead as of `norm`."""
     tokens, width = out.shape
+    few = tokens <= FEW_TOKENS
     kernel, stream = silu_kernel(both.dtype == torch.float16, arch()), torch.cuda.current_stream().cuda_stream
     blocks = (tokens, -(-width // (8 * SILU_THREADS)), 1)
-    kernel.launch(blocks, SILU_THREADS, 0, stream, (both.data_ptr(), out.data_ptr(), width), overlap=tokens <= FEW_TOKENS)
+    values = (both.data_ptr(), out.data_ptr(), width, *_spans(ahead if few else (), SHORT_SPANS))
+    kernel.launch(blocks, SILU_THREADS, 0, stream, values, overlap=few)
+
+
+def _spans(tensors: Sequence[Tensor], most: int) -> list[int]:
+    """Return address and bytes of every tensor, zeros for those that there are fewer."""
+    return [part for one in tensors for part in (one.data_ptr(), one.nbytes)] + [0, 0] * (most - len(tensors))
 
 
 def gemv_kernel(form: Form, tokens: int, gated: bool, normed: bool, half: bool, arch: str) -> Kernel:

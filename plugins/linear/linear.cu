@@ -173,13 +173,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) gemv(const real* x, const 
 #define NORM_THREADS 512
 
 // One token a block: total = x + more (rounded; where more is null, x), out = total / sqrt(mean(total^2) + eps), rounded, times weight.
-// Everything [tokens, width]; width is a multiple of 8, at most 16384.
+// Everything [tokens, width]; width is a multiple of 8, at most 16384. Blocks behind the tokens' only ask for two spans of bytes that the next kernel reads.
 extern "C" __global__ void __launch_bounds__(NORM_THREADS) rms_norm(const real* x, const real* more, const real* weight, real* out, real* total, int width,
-    float eps) {
+    float eps, int tokens, const char* ahead, u32 ahead_bytes, const char* ahead1, u32 ahead1_bytes) {
   __shared__ float sums[NORM_THREADS / 32];
   const long long row = (long long)blockIdx.x * width;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   start_next();
+  if (blockIdx.x >= tokens) {
+    const u32 part = blockIdx.x - tokens, parts = gridDim.x - tokens;
+    if (threadIdx.x == 0) fetch_ahead(ahead, ahead_bytes, part, parts), fetch_ahead(ahead1, ahead1_bytes, part, parts);
+    return;
+  }
   wait_for_input();
   uint4 kept[4], scale[4];
   float sum = 0.f;
@@ -222,9 +227,15 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS) rms_norm(const real* 
 }
 
 // One stretch of a token a block: out = silu(gate) * up, gate and up side by side in both [tokens, 2 width]; out [tokens, width], width a multiple of 8.
-extern "C" __global__ void __launch_bounds__(THREADS) silu_gate(const real* both, real* out, int width) {
+// They ask for two spans of bytes that the next kernel reads.
+extern "C" __global__ void __launch_bounds__(THREADS) silu_gate(const real* both, real* out, int width, const char* ahead, u32 ahead_bytes,
+    const char* ahead1, u32 ahead1_bytes) {
   const int at = (blockIdx.y * THREADS + threadIdx.x) * 8;
   start_next();
+  if (threadIdx.x == 0) {
+    const u32 part = blockIdx.y * gridDim.x + blockIdx.x, parts = gridDim.x * gridDim.y;
+    fetch_ahead(ahead, ahead_bytes, part, parts), fetch_ahead(ahead1, ahead1_bytes, part, parts);
+  }
   wait_for_input();
   if (at >= width) return;
   const real* from = both + (long long)blockIdx.x * 2 * width + at;

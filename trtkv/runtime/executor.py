@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trtkv.plugins.dtypes import TORCH_DTYPES
+from trtkv.plugins.linear.ahead import NOTHING, Asked
 from trtkv.plugins.ops import FACES
 from trtkv.plugins.session import Session
 from trtkv.plugins.support import captures
@@ -37,30 +38,22 @@ class TorchExecutor:
             if node.kind in ("Gemm", "Product"):
                 normed, gated = node.kind == "Product" and bool(node.inputs[2]), bool(node.attributes.get("gated"))
                 fused.prepare(self._bound[node.inputs[1 if node.kind == "Gemm" else 3]], session.num_slots, gated=gated, normed=normed)
-        self._ahead: dict[str, list[Tensor]]
-        self._selecting: dict[str, list[Tensor]]
+        self._asked: dict[str, Asked]
+        self._selecting: dict[str, Asked]
         self.ask_ahead()
         self._capturable = session.held is None and all(captures(session.plan, call.layer, call.config, dtype, session.device) for call in calls)
 
     def ask_ahead(self) -> None:
-        """Choose what is asked for ahead: by the output of the product that asks, and by layer behind its attention."""
-        chained = ahead.behind_products(self._joined, self._bound)
-        self._ahead, self.session.following = {name: ahead.spans(own, ahead.CHAINING_BYTES) for name, own in chained.items()}, {}
-        self._selecting = {}
-        session, matrices = self.session, ahead.behind_attention(self._joined, self._bound)
-        appends = {node.attributes["call"].layer: node.inputs[0] for node in self._joined if node.kind == "KvAppend"}
-        for layer, own in matrices.items():
-            if session.plan.select[layer] is not None:
-                self._selecting[appends[layer]] = ahead.spans(own, ahead.SELECTING_BYTES)
-            following = ahead.spans(own[:1], ahead.ATTENDING_BYTES)
-            if following:
-                session.following[layer] = following[0]
+        """Choose what products and attention ask for before others read it."""
+        given = self._joined, self._bound
+        self._asked = ahead.asked_by_products(*given)
+        self._selecting = ahead.asked_in_front_of_selections(*given, self.session.plan.select)
+        self.session.following = ahead.asked_by_attention(*given)
 
-    def _asked(self, node: Node) -> Sequence[Tensor]:
-        """Return what a product asks for; in front of a selection only where one is made."""
-        if node.output in self._selecting:
-            return () if self.session.reads_all else self._selecting[node.output]
-        return self._ahead.get(node.output, ())
+    def _ahead(self, node: Node) -> Asked:
+        """Return what a product asks for; in front of a selection that is made, another thing."""
+        found = None if self.session.reads_all else self._selecting.get(node.output)
+        return found or self._asked.get(node.output, NOTHING)
 
     @property
     def capturable(self) -> bool:
@@ -90,11 +83,11 @@ class TorchExecutor:
 
     def _run(self, node: Node, args: list[Any]) -> Any:
         if node.kind == "Gemm":
-            return fused.linear(args[0], args[1], args[2] if len(args) > 2 else None, ahead=self._asked(node))
+            return fused.linear(args[0], args[1], args[2] if len(args) > 2 else None, ahead=self._ahead(node))
         if node.kind == "Product":
             x, more, scale, matrix, *bias = args
             norm = None if scale is None else (scale.whole, node.attributes["eps"])
-            out, total = fused.product(x, more, norm, matrix, bias[0] if bias else None, gated=node.attributes["gated"], ahead=self._asked(node))
+            out, total = fused.product(x, more, norm, matrix, bias[0] if bias else None, gated=node.attributes["gated"], ahead=self._ahead(node))
             return out if node.also is None else (out, total)
         args = [arg.whole if isinstance(arg, Weight) else arg for arg in args]
         if "call" not in node.attributes:
