@@ -94,7 +94,6 @@ class Session:
         self.on_release: Callable[[int], None] | None = None
         self.reduce: Callable[[Tensor], None] | None = None  # sums a tensor in place over the parts of an engine
         self.gather: Callable[[Tensor, Tensor], None] | None = None  # writes the columns of all parts [R, V / G] into [R, V]
-        self.following: dict[int, Tensor] = {}  # by layer what the product behind its attention reads, as far as it is worth asking for ahead
         self._scratch: dict[Hashable, object] = {}
         self._step: list[StepGroup] = []
         self.compactor = Compactor(self) if self.stacks is not None else make_compactor(self) if self.ragged is not None else None

@@ -15,8 +15,6 @@ from trtkv.plugins.ragged import ops as ragged
 from trtkv.plugins.session import Session
 from trtkv.plugins.support import overlaps, summary_of
 
-EARLY = True  # let the kernel behind an append begin while the product in front of it ends
-
 
 def append(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
     """Rotate and store new tokens; inputs and result as the torch form's."""
@@ -33,16 +31,16 @@ def append(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
         to = recall.begin_append(session, layer, stored[group], inputs[5], table[group])
     else:
         to = recall.Target(session.buffer("keys", layer), session.buffer("values", layer), stored[group], table[group])
-    overlap = step.decoding and overlaps(session, table)
+    overlap, select = step.decoding and overlaps(session, table), session.plan.select[layer]
+    # Attention over everything has keys to load while the product in front of this ends; a selection that takes all multiprocessors slowed down.
     launch.launch(
         qkv, positions, starts, to.lens, to.table, rope, (inputs[9], inputs[10]) if len(inputs) > 9 else None, out,
         to.keys, to.values, bits, meta, homes=to.homes,
         eps=config.rms_eps, group=tokens, summary=summary, longest=step.longest, overlap=overlap,
-        early=EARLY and overlap and session.offload is None,
+        early=overlap and session.offload is None and (select is None or session.reads_all),
     )  # fmt: skip
     if session.offload is not None and session.offload.covers(layer):
         recall.end_append(session, layer)
-    select = session.plan.select[layer]
     if select is not None and summary == launch.NONE:
         indexes.find(select).update(session, layer, select)
 

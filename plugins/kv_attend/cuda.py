@@ -76,8 +76,7 @@ def _decode(
     keys, values = session.buffer("keys", layer), session.buffer("values", layer)
     if plan is None or selection is None or session.reads_all:
         shares, arrived = _scratch(session, config, lens.shape[0], query.device)
-        ahead = session.following.get(layer)
-        launch_dense.attend_dense(query, keys, values, table, lens, out, shares, arrived, scale=config.scale, overlap=overlap, ahead=ahead)
+        launch_dense.attend_dense(query, keys, values, table, lens, out, shares, arrived, scale=config.scale, overlap=overlap)
         return
     if selection.shape[1] != keys.shape[1]:
         attend_per_head(query, keys, values, table, lens, selection, out, unit=plan.unit, scale=config.scale)

@@ -4,12 +4,11 @@
 // heads are rows; a row is read in units of a block of sixteen tokens for every warp. A block's share may begin within one row and end within another.
 // Where several blocks have parts of a row, the last of them to finish merges all.
 #include "mixed.cuh"
-#include "ahead.cuh"
 
 #define UNIT_TOKENS (WARPS * TILE)
 #define QUADS (GROUP_HEADS * D / 4)
-#ifndef MERGED_AT_ONCE // shares that a thread asks for before it waits: with more registers the block would leave none to the append kernel beside it
-#define MERGED_AT_ONCE (D > 128 ? 16 : 17)
+#ifndef MERGED_AT_ONCE // shares that a thread asks for before it waits: with more registers eight warps would leave none to the append kernel beside them
+#define MERGED_AT_ONCE (D > 128 ? 16 : WARPS > 4 ? 17 : 34)
 #endif
 #define SHARE ((GROUP_HEADS * (D + 2) + 3) / 4 * 4) // floats that a block leaves of a row: outputs [G, D], largest scores [G], sums [G]
 
@@ -109,12 +108,10 @@ __device__ __forceinline__ void merge(const float* shares, long long low, long l
 // [B, out_stride]. Where ragged: keys, values [P, page_size, D], table [Hk, B, table_stride], lens [Hk, B], so that heads are sequences of one head.
 // Where mixed: coded_table [B, table_stride], coded_lens [B], codes in the bytes of keys and values as [P, Hk, FOLD page_size, D], scales [P, Hk,
 // FOLD page_size]; else null. shares [2 blocks, SHARE]; arrived [B Hk] zeros, and zeros again behind it. Tokens before the newest and page numbers were
-// there before the kernel before this one began. Behind their last loads blocks ask for following_bytes from `following` on, which the next kernel
-// reads; it may be null.
+// there before the kernel before this one began.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real* q, const char* keys, const char* values, const int* table,
     const int* lens, real* out, float* shares, int* arrived, int batch, int heads, int q_stride, int out_stride, int table_stride, int page_size,
-    float scale_log2, const int* coded_table, const int* coded_lens, const real* key_scale, const real* value_scale, const char* following,
-    u32 following_bytes) {
+    float scale_log2, const int* coded_table, const int* coded_lens, const real* key_scale, const real* value_scale) {
   extern __shared__ __align__(128) char ring[];
   __shared__ Block block;
   __shared__ int is_last;
@@ -204,10 +201,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
     load_query(query, q + (long long)own * q_stride + (long long)head * GROUP_HEADS * D);
     Seen seen;
     seen.clear();
-    const int asks = following && lane == 0 && unit + (to - from) == end ? max(mine - STAGES, 0) : -1; // behind the block that is fetched last
     for (int j = 0, slot = 0, free = STAGES - 1; j < mine; j++) {
       fetch(j + STAGES - 1, free);
-      if (j == asks) fetch_ahead(following, following_bytes, (u32)blockIdx.x * WARPS + warp, (u32)blocks * WARPS);
       copies_wait<STAGES - 1>();
       __syncwarp();
       const int there = left_of(j);

@@ -14,7 +14,7 @@ from trtkv.plugins._device.spec import shared_limit
 from trtkv.plugins.kv_attend.launch import device_arch
 
 _HERE = Path(__file__).parent
-_TYPES = (Pointer,) * 8 + (Int,) * 6 + (Float,) + (Pointer,) * 5 + (Int,)
+_TYPES = (Pointer,) * 8 + (Int,) * 6 + (Float,) + (Pointer,) * 4
 _TILE = 16  # tokens of a warp's block
 _MOST_STAGES = 6
 
@@ -53,14 +53,14 @@ class Codes:
 
 def attend_dense(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lens: Tensor, out: Tensor, shares: Tensor, arrived: Tensor, *,
-    scale: float, overlap: bool = False, codes: Codes | None = None, ahead: Tensor | None = None,
+    scale: float, overlap: bool = False, codes: Codes | None = None,
 ) -> None:  # fmt: skip
     """Attend one token a sequence: q, out [B, Hq D], keys, values [P, Hk, N, D], table [B, M], lens [B] int32, scratch of `DenseScratch`.
 
     Where every KV head has its own length and pages: keys, values [P, 1, N, D], table [Hk, B, M], lens [Hk, B].
 
     N is a multiple of 16, lengths are at least 1. With overlap the kernel launched before this one must have written nothing that is read here but
-    queries and each sequence's newest token. ahead is a contiguous tensor that the next kernel reads: it is brought into the second-level cache.
+    queries and each sequence's newest token.
     """
     ragged, (_, heads, page_size, dim) = lens.dim() > 1, keys.shape
     heads, batch = lens.shape[0] if ragged else heads, lens.shape[-1]
@@ -70,8 +70,7 @@ def attend_dense(
     most = (1 if codes is None else 2) * batch * heads * -(-table.shape[-1] * page_size // (warps * _TILE))
     pointers = [one.data_ptr() for one in (q, keys, values, table, lens, out, shares, arrived)]
     more = (0,) * 4 if codes is None else tuple(one.data_ptr() for one in (codes.table, codes.lens, codes.key_scale, codes.value_scale))
-    values_ = (*pointers, batch, heads, q.stride(0), out.stride(0), table.stride(-2), page_size, scale * 1.4426950408889634, *more,
-               *((0, 0) if ahead is None else (ahead.data_ptr(), ahead.nbytes)))  # fmt: skip
+    values_ = (*pointers, batch, heads, q.stride(0), out.stride(0), table.stride(-2), page_size, scale * 1.4426950408889634, *more)
     stream = torch.cuda.current_stream().cuda_stream
     kernel.launch((min(shares.shape[0] // 2, most), 1, 1), warps * 32, warps * stages * 64 * dim, stream, values_, overlap=overlap)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,13 +18,8 @@ MOST_WIDTH = 16384  # of a norm alone
 NORM_THREADS, SILU_THREADS = 512, 256
 FEW_TOKENS = 64  # of a decode step: what stands between its kernels overlaps with them
 WIDE, LONG = 65536, 8192  # widths and inner sizes from which other forms are faster on an H200
-SPANS, SHORT_SPANS = 3, 2  # of bytes that a product, and a norm or activation alone, asks for ahead
-ASKING_BLOCKS = 32  # beside those of a norm
-AHEAD_BLOCKS = 264  # of a product that ask for them: the last to start
 _SOURCE = Path(__file__).parent / "linear.cu"
-_GEMV = (Pointer,) * 7 + (Int, Int, Float) + (Pointer, Int) * SPANS + (Int,)
-_NORM = (Pointer,) * 5 + (Int, Float, Int) + (Pointer, Int) * SHORT_SPANS
-_SILU = (Pointer, Pointer, Int) + (Pointer, Int) * SHORT_SPANS
+_GEMV, _NORM, _SILU = (Pointer,) * 7 + (Int, Int, Float), (Pointer,) * 5 + (Int, Float), (Pointer, Pointer, Int)
 _ALONE = ("-DTOKENS=1", "-DWARPS=8", "-DROWS=1", "-DSPLIT=1", "-DUNROLL=1", "-DGATED=0", "-DNORM=0")
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -69,13 +63,11 @@ def form_of(width: int, inner: int, gated: bool) -> Form:
 
 
 def gemv(
-    x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, *, gated: bool = False, norm: Norm | None = None, form: Form | None = None,
-    ahead: Sequence[Tensor] = (),
-) -> None:  # fmt: skip
+    x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, *, gated: bool = False, norm: Norm | None = None, form: Form | None = None
+) -> None:
     """Write x [T, K] times the matrix [N, K] transposed, plus bias [N], to out [T, N]; gated: matrix [2 N, K], silu of one half times the other.
 
     Sums are fp32; results are rounded once, gate, its silu and up each before they are multiplied. A norm's result is not rounded, its sum is.
-    ahead are up to SPANS contiguous tensors that later kernels read, brought into the second-level cache at the end.
     """
     tokens, inner = x.shape
     width = out.shape[1]
@@ -83,46 +75,32 @@ def gemv(
     kernel = gemv_kernel(form, tokens, gated, norm is not None, x.dtype == torch.float16, arch())
     tensors = (x, matrix, bias, out, *((norm.more, norm.weight, norm.total) if norm else (None,) * 3))
     values = (*(0 if one is None else one.data_ptr() for one in tensors), width, inner, norm.eps if norm else 0.0)
-    blocks = -(-width // form.block_rows)
-    values = (*values, *_spans(ahead, SPANS), min(AHEAD_BLOCKS, blocks) if ahead else 0)
-    kernel.launch((blocks, 1, 1), 32 * form.warps, 0, torch.cuda.current_stream().cuda_stream, values, overlap=True)
+    kernel.launch((-(-width // form.block_rows), 1, 1), 32 * form.warps, 0, torch.cuda.current_stream().cuda_stream, values, overlap=True)
 
 
-def norm(
-    x: Tensor, more: Tensor | None, weight: Tensor, eps: float, out: Tensor, total: Tensor | None, ahead: Sequence[Tensor] = ()
-) -> None:  # fmt: skip
-    """Write the norm of x [T, E] (plus more, whose sum goes to total) scaled by weight [E] to out; all contiguous.
-
-    ahead are up to SHORT_SPANS contiguous tensors that the next kernel reads: of few tokens they are brought into the second-level cache.
-    """
+def norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, out: Tensor, total: Tensor | None) -> None:
+    """Write the norm of x [T, E] (plus more, whose sum goes to total) scaled by weight [E] to out; all contiguous."""
     tokens, width = x.shape
-    few = tokens <= FEW_TOKENS
     tensors = (x, more, weight, out, total)
-    values = (*(0 if one is None else one.data_ptr() for one in tensors), width, eps, tokens, *_spans(ahead if few else (), SHORT_SPANS))
+    values = (*(0 if one is None else one.data_ptr() for one in tensors), width, eps)
     kernel, stream = norm_kernel(x.dtype == torch.float16, arch()), torch.cuda.current_stream().cuda_stream
-    kernel.launch((tokens + (ASKING_BLOCKS if ahead and few else 0), 1, 1), NORM_THREADS, 0, stream, values, overlap=few)
+    kernel.launch((tokens, 1, 1), NORM_THREADS, 0, stream, values, overlap=tokens <= FEW_TOKENS)
 
 
-def silu_gate(both: Tensor, out: Tensor, ahead: Sequence[Tensor] = ()) -> None:
-    """Write silu of the gate times the up, side by side in both [T, 2 F], to out [T, F]; both contiguous, ahead as of `norm`."""
+def silu_gate(both: Tensor, out: Tensor) -> None:
+    """Write silu of the gate times the up, side by side in both [T, 2 F], to out [T, F]; both contiguous."""
     tokens, width = out.shape
-    few = tokens <= FEW_TOKENS
     kernel, stream = silu_kernel(both.dtype == torch.float16, arch()), torch.cuda.current_stream().cuda_stream
     blocks = (tokens, -(-width // (8 * SILU_THREADS)), 1)
-    values = (both.data_ptr(), out.data_ptr(), width, *_spans(ahead if few else (), SHORT_SPANS))
-    kernel.launch(blocks, SILU_THREADS, 0, stream, values, overlap=few)
-
-
-def _spans(tensors: Sequence[Tensor], most: int) -> list[int]:
-    """Return address and bytes of every tensor, zeros for those that there are fewer."""
-    return [part for one in tensors for part in (one.data_ptr(), one.nbytes)] + [0, 0] * (most - len(tensors))
+    kernel.launch(blocks, SILU_THREADS, 0, stream, (both.data_ptr(), out.data_ptr(), width), overlap=tokens <= FEW_TOKENS)
 
 
 def gemv_kernel(form: Form, tokens: int, gated: bool, normed: bool, half: bool, arch: str) -> Kernel:
     """Load a form's kernel for a number of tokens."""
     shape = {"TOKENS": tokens, "WARPS": form.warps, "ROWS": form.rows, "SPLIT": form.split, "UNROLL": form.unroll}
     flags = (f"-DGATED={int(gated)}", f"-DNORM={int(normed)}", *(("-DFP16",) if half else ()))
-    return nvrtc.load(_SOURCE, "gemv", _GEMV, (*(f"-D{name}={value}" for name, value in shape.items()), *flags), arch, 0)
+    # All blocks read the same tokens: from the second-level cache they would take as long as the matrix from memory.
+    return nvrtc.load(_SOURCE, "gemv", _GEMV, (*(f"-D{name}={value}" for name, value in shape.items()), *flags), arch, 0, caching=True)
 
 
 def norm_kernel(half: bool, arch: str) -> Kernel:

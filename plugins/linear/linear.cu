@@ -7,7 +7,6 @@
 // A kernel may start while the one before it runs: it loads its first piece of the matrix, which nobody writes, and waits only then.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include "ahead.cuh"
 
 typedef unsigned int u32;
 #ifdef FP16
@@ -90,11 +89,9 @@ __device__ __forceinline__ void finish(const float* found, const real* bias, rea
 }
 
 // x [TOKENS, k], matrix [n, k] (GATED: [2 n, k]), bias [n] or null, out [TOKENS, n]; NORM: more and total [TOKENS, k] (both or none), scale [k].
-// k is a multiple of 8, everything aligned to 16 bytes. The last ahead_blocks blocks, when they have their part of the matrix, ask for three spans of
-// bytes that later kernels read; any may be empty.
+// k is a multiple of 8, everything aligned to 16 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS) gemv(const real* x, const real* matrix, const real* bias, real* out, const real* more,
-    const real* scale, real* total, int n, int k, float eps, const char* ahead, u32 ahead_bytes, const char* ahead1,
-    u32 ahead1_bytes, const char* ahead2, u32 ahead2_bytes, int ahead_blocks) {
+    const real* scale, real* total, int n, int k, float eps) {
   __shared__ float partial[WARPS][(MATRIX_ROWS + NORM) * TOKENS];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = warp / SPLIT, part = warp % SPLIT;
   const int first = (blockIdx.x * GROUPS + group) * ROWS, start = part * CHUNK + lane * 8;
@@ -139,11 +136,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) gemv(const real* x, const 
         if (next < k) w[u][r] = load_once(rows[r] + next);
     }
   }
-  const int asks = (int)blockIdx.x - ((int)gridDim.x - ahead_blocks);
-  if (asks >= 0 && threadIdx.x == 0) {
-    fetch_ahead(ahead, ahead_bytes, asks, ahead_blocks);
-    fetch_ahead(ahead1, ahead1_bytes, asks, ahead_blocks), fetch_ahead(ahead2, ahead2_bytes, asks, ahead_blocks);
-  }
 #pragma unroll
   for (int r = 0; r < MATRIX_ROWS + NORM; r++)
 #pragma unroll
@@ -173,18 +165,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) gemv(const real* x, const 
 #define NORM_THREADS 512
 
 // One token a block: total = x + more (rounded; where more is null, x), out = total / sqrt(mean(total^2) + eps), rounded, times weight.
-// Everything [tokens, width]; width is a multiple of 8, at most 16384. Blocks behind the tokens' only ask for two spans of bytes that the next kernel reads.
+// Everything [tokens, width]; width is a multiple of 8, at most 16384.
 extern "C" __global__ void __launch_bounds__(NORM_THREADS) rms_norm(const real* x, const real* more, const real* weight, real* out, real* total, int width,
-    float eps, int tokens, const char* ahead, u32 ahead_bytes, const char* ahead1, u32 ahead1_bytes) {
+    float eps) {
   __shared__ float sums[NORM_THREADS / 32];
   const long long row = (long long)blockIdx.x * width;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   start_next();
-  if (blockIdx.x >= tokens) {
-    const u32 part = blockIdx.x - tokens, parts = gridDim.x - tokens;
-    if (threadIdx.x == 0) fetch_ahead(ahead, ahead_bytes, part, parts), fetch_ahead(ahead1, ahead1_bytes, part, parts);
-    return;
-  }
   wait_for_input();
   uint4 kept[4], scale[4];
   float sum = 0.f;
@@ -227,15 +214,9 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS) rms_norm(const real* 
 }
 
 // One stretch of a token a block: out = silu(gate) * up, gate and up side by side in both [tokens, 2 width]; out [tokens, width], width a multiple of 8.
-// They ask for two spans of bytes that the next kernel reads.
-extern "C" __global__ void __launch_bounds__(THREADS) silu_gate(const real* both, real* out, int width, const char* ahead, u32 ahead_bytes,
-    const char* ahead1, u32 ahead1_bytes) {
+extern "C" __global__ void __launch_bounds__(THREADS) silu_gate(const real* both, real* out, int width) {
   const int at = (blockIdx.y * THREADS + threadIdx.x) * 8;
   start_next();
-  if (threadIdx.x == 0) {
-    const u32 part = blockIdx.y * gridDim.x + blockIdx.x, parts = gridDim.x * gridDim.y;
-    fetch_ahead(ahead, ahead_bytes, part, parts), fetch_ahead(ahead1, ahead1_bytes, part, parts);
-  }
   wait_for_input();
   if (at >= width) return;
   const real* from = both + (long long)blockIdx.x * 2 * width + at;

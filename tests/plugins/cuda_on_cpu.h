@@ -12,7 +12,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <mutex>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -279,21 +278,6 @@ static inline float exp2_fast(float x) {
   return y < 1.1754944e-38f ? 0.f : y;
 }
 static inline void dependency_wait() {}
-namespace cpu {
-inline std::mutex asking;
-inline std::vector<std::pair<u64, u64>> asked; // spans that were asked for ahead
-}
-static inline void ask_for(const char* span, u32 bytes) {
-  if (!bytes || (u64)span % 16 || bytes % 16) cpu::fail("a span ahead is not a multiple of 16 bytes");
-  std::lock_guard<std::mutex> own(cpu::asking);
-  cpu::asked.push_back({(u64)span, bytes});
-}
-extern "C" int take_asked(u64* to, int most) { // starts and sizes, which are forgotten; returns how many there were
-  const int count = (int)cpu::asked.size();
-  for (int i = 0; i < std::min(count, most); i++) to[2 * i] = cpu::asked[i].first, to[2 * i + 1] = cpu::asked[i].second;
-  cpu::asked.clear();
-  return count;
-}
 static inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 static inline float __fdiv_rn(float a, float b) { return a / b; }
 static inline float __fmul_rn(float a, float b) { return a * b; }

@@ -45,8 +45,7 @@ class Kernel:
     backwards = False  # the last thread of a block first
 
     def __init__(self, spec: CudaSpec, folder: Path) -> None:
-        library = ctypes.CDLL(str(_compile(spec, folder)))
-        self.spec, self.call, self._take_asked = spec, library.run, library.take_asked
+        self.spec, self.call = spec, ctypes.CDLL(str(_compile(spec, folder))).run
 
     def launch(
         self, grid: tuple[int, int, int], threads: int, shared: int, stream: int, values: Sequence[Any], *, cluster: int = 1, overlap: bool = False,
@@ -55,13 +54,6 @@ class Kernel:
         assert shared <= min(self.spec.shared, shared_limit(self.spec.arch)), self.spec.title
         given = (kind(value) for kind, value in zip(self.spec.types, values, strict=True))
         self.call(*grid, threads, shared, cluster, self.backwards, cooperative, *given)
-
-    def asked(self) -> list[tuple[int, int]]:
-        """Return the spans (address, bytes) that launches since the last call asked for ahead, by address."""
-        spans = (ctypes.c_ulonglong * 8192)()
-        count = self._take_asked(spans, 4096)
-        assert count <= 4096
-        return sorted((spans[2 * i], spans[2 * i + 1]) for i in range(count))
 
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: Path, capability: tuple[int, int] = (9, 0), multiprocessors: int = 8) -> None:

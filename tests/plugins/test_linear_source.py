@@ -62,30 +62,6 @@ def test_products(tokens: int, gated: bool, normed: bool, form: launch.Form | No
     assert error(out, exact) <= 2 * error(theirs, exact)
 
 
-@pytest.mark.parametrize(("width", "blocks"), [(24, 4), (24, 1000), (8, 264)])
-def test_what_later_products_read_is_asked_for_once(width: int, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "AHEAD_BLOCKS", blocks)
-    x, matrix, later = torch.randn(1, 512).bfloat16(), torch.randn(width, 512).bfloat16(), torch.zeros(2, 37, 136, dtype=torch.bfloat16)
-    out, plain = torch.zeros(1, width).bfloat16(), torch.zeros(1, width).bfloat16()
-    form = launch.Form(1, 8, 1)
-    kernel = launch.gemv_kernel(form, 1, False, False, False, "90")
-    launch.gemv(x, matrix, None, plain, form=form)
-    assert kernel.asked() == []
-    launch.gemv(x, matrix, None, out, form=form, ahead=[later[0, :30], later[1]])
-    assert torch.equal(out, plain)
-    assert joined(kernel.asked()) == [(later[0].data_ptr(), 30 * 136 * 2), (later[1].data_ptr(), 37 * 136 * 2)]
-
-
-def joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join spans that follow each other; spans that overlap stay apart."""
-    found: list[tuple[int, int]] = []
-    for at, size in spans:
-        if found and sum(found[-1]) == at:
-            at, size = found[-1][0], found.pop()[1] + size
-        found.append((at, size))
-    return found
-
-
 def test_norms() -> None:
     x, more, weight = torch.randn(3, 2056).bfloat16(), torch.randn(3, 2056).bfloat16(), torch.rand(2056).bfloat16()
     out, total = torch.zeros_like(x), torch.zeros_like(x)

@@ -167,13 +167,8 @@ def test_heads_attend_to_what_each_has(
     query = torch.randn(batch, heads * group * dim, generator=made).half()
     out, lens = torch.full_like(query, float("nan")), torch.tensor(lengths, dtype=torch.int32)
     shares, arrived = launch_dense.DenseScratch.plan(batch, heads, group, dim, blocks).allocate("cpu")
-    later = torch.zeros(57, 40).half()
-    launch_dense.attend_dense(query, keys, values, table, lens, out, shares, arrived, scale=dim**-0.5, ahead=later)
+    launch_dense.attend_dense(query, keys, values, table, lens, out, shares, arrived, scale=dim**-0.5)
     assert not arrived.any()
-    asked = launch_dense.dense_kernel(dim, group, False, "90", True).asked()
-    ends = [at + size for at, size in asked]
-    assert asked[0][0] >= later.data_ptr() and ends[-1] <= later.data_ptr() + later.nbytes  # warps without tokens ask for nothing
-    assert all(before <= at for before, (at, _) in zip(ends, asked[1:], strict=False))
     config = OpConfig(heads * group, heads, dim, dim**-0.5, 0.0, 0, 0, "")
     for b in range(batch):
         for h in range(heads):

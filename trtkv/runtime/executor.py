@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from trtkv.plugins.dtypes import TORCH_DTYPES
-from trtkv.plugins.linear.ahead import NOTHING, Asked
 from trtkv.plugins.ops import FACES
 from trtkv.plugins.session import Session
 from trtkv.plugins.support import captures
-from trtkv.runtime import ahead, fused
+from trtkv.runtime import fused
 from trtkv.runtime.program import TORCH_OPS, Node, join_products, load_program
 from trtkv.runtime.weights import Weight
 
@@ -38,22 +37,7 @@ class TorchExecutor:
             if node.kind in ("Gemm", "Product"):
                 normed, gated = node.kind == "Product" and bool(node.inputs[2]), bool(node.attributes.get("gated"))
                 fused.prepare(self._bound[node.inputs[1 if node.kind == "Gemm" else 3]], session.num_slots, gated=gated, normed=normed)
-        self._asked: dict[str, Asked]
-        self._selecting: dict[str, Asked]
-        self.ask_ahead()
         self._capturable = session.held is None and all(captures(session.plan, call.layer, call.config, dtype, session.device) for call in calls)
-
-    def ask_ahead(self) -> None:
-        """Choose what products and attention ask for before others read it."""
-        given = self._joined, self._bound
-        self._asked = ahead.asked_by_products(*given)
-        self._selecting = ahead.asked_in_front_of_selections(*given, self.session.plan.select)
-        self.session.following = ahead.asked_by_attention(*given)
-
-    def _ahead(self, node: Node) -> Asked:
-        """Return what a product asks for; in front of a selection that is made, another thing."""
-        found = None if self.session.reads_all else self._selecting.get(node.output)
-        return found or self._asked.get(node.output, NOTHING)
 
     @property
     def capturable(self) -> bool:
@@ -83,11 +67,11 @@ class TorchExecutor:
 
     def _run(self, node: Node, args: list[Any]) -> Any:
         if node.kind == "Gemm":
-            return fused.linear(args[0], args[1], args[2] if len(args) > 2 else None, ahead=self._ahead(node))
+            return fused.linear(args[0], args[1], args[2] if len(args) > 2 else None)
         if node.kind == "Product":
             x, more, scale, matrix, *bias = args
             norm = None if scale is None else (scale.whole, node.attributes["eps"])
-            out, total = fused.product(x, more, norm, matrix, bias[0] if bias else None, gated=node.attributes["gated"], ahead=self._ahead(node))
+            out, total = fused.product(x, more, norm, matrix, bias[0] if bias else None, gated=node.attributes["gated"])
             return out if node.also is None else (out, total)
         args = [arg.whole if isinstance(arg, Weight) else arg for arg in args]
         if "call" not in node.attributes:

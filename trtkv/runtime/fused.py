@@ -6,23 +6,20 @@ operators round: sums and products in the dtype of the activations, norms in fp3
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from trtkv.plugins._device.driver import arch
 from trtkv.plugins.linear import launch
-from trtkv.plugins.linear.ahead import NOTHING, Asked
 from trtkv.plugins.support import gpu_ready
 from trtkv.runtime.weights import Weight
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, ahead: Sequence[Tensor] = ()) -> Tensor:
-    """Normalize x [T, E] by its root mean square and scale by weight [E]; a kernel of few tokens asks for what is read next."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalize x [T, E] by its root mean square and scale by weight [E]."""
     if _takes(x) and x.shape[1] <= launch.MOST_WIDTH:
         out = torch.empty_like(x)
-        launch.norm(x, None, weight, eps, out, None, ahead)
+        launch.norm(x, None, weight, eps, out, None)
         return out
     if x.dtype == torch.float32:
         return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
@@ -30,51 +27,49 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, ahead: Sequence[Tensor] = ()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
-def add_rms_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float, ahead: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
-    """Return the norm of x + more, both [T, E], and the sum itself; ahead as in `rms_norm`."""
+def add_rms_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the norm of x + more, both [T, E], and the sum itself."""
     if _takes(x) and x.shape[1] <= launch.MOST_WIDTH:
         out, total = torch.empty_like(x), torch.empty_like(x)
-        launch.norm(x, more, weight, eps, out, total, ahead)
+        launch.norm(x, more, weight, eps, out, total)
         return out, total
     total = x + more
     return rms_norm(total, weight, eps), total
 
 
-def silu_product(gate_up: Tensor, ahead: Sequence[Tensor] = ()) -> Tensor:
-    """Return silu(gate) * up of gate and up side by side [T, 2 F]: [T, F]; ahead as in `rms_norm`."""
+def silu_product(gate_up: Tensor) -> Tensor:
+    """Return silu(gate) * up of gate and up side by side [T, 2 F]: [T, F]."""
     width = gate_up.shape[1] // 2
     if _takes(gate_up) and width % 8 == 0:
         out = gate_up.new_empty(gate_up.shape[0], width)
-        launch.silu_gate(gate_up, out, ahead)
+        launch.silu_gate(gate_up, out)
         return out
     gate, up = gate_up.chunk(2, -1)
     return torch.nn.functional.silu(gate).mul_(up)
 
 
-def linear(x: Tensor, weight: Weight, bias: Weight | None, *, ahead: Asked = NOTHING) -> Tensor:
-    """Return x [T, in] times the weight transposed, plus bias: [T, out]; ahead as in `product`."""
-    return product(x, None, None, weight, bias, ahead=ahead)[0]
+def linear(x: Tensor, weight: Weight, bias: Weight | None) -> Tensor:
+    """Return x [T, in] times the weight transposed, plus bias: [T, out]."""
+    return product(x, None, None, weight, bias)[0]
 
 
 def product(
-    x: Tensor, more: Tensor | None, norm: tuple[Tensor, float] | None, weight: Weight, bias: Weight | None, *, gated: bool = False,
-    ahead: Asked = NOTHING,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    x: Tensor, more: Tensor | None, norm: tuple[Tensor, float] | None, weight: Weight, bias: Weight | None, *, gated: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """Return the product [T, out] of x [T, in] with a weight, plus bias, and x + more where more is given.
 
     norm normalizes x (plus more) first, scaled by its weight [in] and with its eps; gated returns silu(gate) * up, side by side in the product.
-    ahead is asked for on the way.
     """
     width = len(weight.parts[0]) // 2 if gated else len(weight.parts[0])
     if not _multiplies(x, weight, width):
         total = None
         if norm is not None:
-            x, total = (rms_norm(x, *norm, ahead.own), None) if more is None else add_rms_norm(x, more, *norm, ahead.own)
+            x, total = (rms_norm(x, *norm), None) if more is None else add_rms_norm(x, more, *norm)
         out = weight.linear(x, bias)
-        return silu_product(out, ahead.next) if gated else out, total
+        return silu_product(out) if gated else out, total
     out, total = x.new_empty(x.shape[0], width), None if more is None else torch.empty_like(x)
     before = None if norm is None else launch.Norm(*norm, more, total)
-    launch.gemv(x, weight.whole, bias.whole.view(-1) if bias else None, out, gated=gated, norm=before, ahead=ahead.later)
+    launch.gemv(x, weight.whole, bias.whole.view(-1) if bias else None, out, gated=gated, norm=before)
     return out, total
 
 
