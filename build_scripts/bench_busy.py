@@ -41,6 +41,8 @@ def main() -> None:
     append_records(own.results, [record])
     gap = record.get("between_steps_p50_us")
     goal = "reached" if record["busy_share"] >= ENOUGH else "missed"
+    for place, share in record["idle_shares"].items():
+        print(f"{share:8.3%} idle between {place}")
     print(f"GPU busy {record['busy_share']:.1%} of the time (goal {ENOUGH:.0%}: {goal}), {gap} us between decode steps")
 
 

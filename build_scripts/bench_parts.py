@@ -1,7 +1,8 @@
 """Compares engines of one and of several parts on this machine's GPUs: logits against the same model in float32, and the time of decode steps.
 
-The weights are generated in the shape of a model from `trtkv models`. Steps are queued one after the other and waited for at the end. Exit code 1
-where parts are less precise than one GPU. `--write` appends the rows to engines/results.jsonl.
+The weights are generated in the shape of a model from `trtkv models`. Steps are queued one after the other and waited for at the end. Caches are
+filled with prompts before, but for `full`, which reads what lay in memory. Exit code 1 where parts are less precise than one GPU.
+`--write` appends the rows to engines/results.jsonl.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from trtkv.builder.directory import Request, build_engine
 from trtkv.checkpoint.find import resolve_model
 from trtkv.cli.output import print_table
 from trtkv.config import Limits, ModelConfig
+from trtkv.errors import ConfigError
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.loading import Engine, Options
 from trtkv.runtime.parallel import LeadingStepper, open_parts
@@ -38,7 +40,9 @@ def main() -> None:
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--policy", nargs="+", default=["full", "fier"])
+    parser.add_argument("--policy", nargs="+", default=["full", "fier", "quest", "freekv", "lagkv", "minikv"])
+    parser.add_argument("--budget", type=int, help="tokens that policies with a budget keep or read; below 300 selections are compared too")
+    parser.add_argument("--device", default="cuda", help="cuda or cpu")
     parser.add_argument("--context", type=int, default=32768)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--directory", type=Path, help="where the weights go, such as /dev/shm; the temporary directory by default")
@@ -87,7 +91,8 @@ def compare(model: ModelConfig, weights: Path, options: argparse.Namespace) -> t
             if isinstance(engine.stepper, LeadingStepper):
                 engine.stepper.close()
             del engine
-            torch.cuda.empty_cache()
+            if options.device == "cuda":
+                torch.cuda.empty_cache()
     return rows, precise
 
 
@@ -95,12 +100,16 @@ def opened(model: ModelConfig, policy: str, tp: int, weights: Path, engines: Pat
     """Build an engine where it is not there yet, and open it."""
     batch = max(options.batch)
     limits = Limits(max_seq_len=options.context + 128, max_batch_size=batch, max_chunk_tokens=2048)
-    out = engines / f"{options.model}-{model.num_layers}-{policy}-{tp}-{model.dtype}"
+    out = engines / f"{options.model}-{model.num_layers}-{policy}-{options.budget or 'own'}-{tp}-{model.dtype}"
+    try:
+        chosen = parse_policy(policy, budget=options.budget)
+    except ConfigError:  # it has none
+        chosen = parse_policy(policy)
     source = resolve_model(options.model)
-    build_engine(Request(source, model.part(tp), parse_policy(policy), limits, out, backend="none", tp=tp))
+    build_engine(Request(source, model.part(tp), chosen, limits, out, backend="none", sms=("none",), tp=tp))
     tokens = (options.context + 256) * (batch if model.dtype != "float32" else 1)
     cache_bytes = int(1.5 * tokens * model.part(tp).num_kv_heads * model.head_dim * 4 * model.num_layers * (2 if model.dtype == "float32" else 1))
-    return open_parts(out, Options(str(weights), "cuda", "torch", cache_bytes, 0))
+    return open_parts(out, Options(str(weights), options.device, "torch", cache_bytes, 0))
 
 
 @torch.inference_mode()
@@ -108,7 +117,7 @@ def logits(engine: Engine) -> Tensor:
     """Feed a fixed text, a prompt and then single tokens: [STEPS, V] fp64 on the host."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, engine.manifest.model.vocab_size, (PROMPT_TOKENS + STEPS,), generator=generator).tolist()
-    slot, pages = engine.slots[-1], engine.pages.take(engine.manifest.cache.pages(len(tokens)))
+    slot, pages = engine.slots[-1], taken(engine, PROMPT_TOKENS, len(tokens))
     cuts = [0, *range(PROMPT_TOKENS, len(tokens) + 1)]
     rows = [StepRow(tokens[a:b], a, slot, pages, (b - a - 1,), PROMPT_TOKENS) for a, b in itertools.pairwise(cuts)]
     found = torch.cat([engine.stepper.run([row]).double().cpu() for row in rows])
@@ -117,24 +126,36 @@ def logits(engine: Engine) -> Tensor:
     return found[-STEPS:]
 
 
+def taken(engine: Engine, prompt: int, total: int) -> Any:
+    """Take the pages of a sequence of so many tokens, the first of them its prompt."""
+    return engine.pages.take(engine.pages_for(prompt, total))  # type: ignore[arg-type]
+
+
+@torch.inference_mode()
 def step_ms(engine: Engine, context: int, batch: int) -> float:
-    """Return the milliseconds of a decode step of so many sequences with so many tokens, over a cache of arbitrary content."""
+    """Return the milliseconds of a decode step of so many sequences with so many tokens."""
+    session, chunk = engine.session, engine.manifest.limits.max_chunk_tokens
     slots = engine.slots[-batch:]
-    pages = [engine.pages.take(engine.manifest.cache.pages(context + 2 * TIMED_STEPS)) for _ in slots]
+    pages = [taken(engine, context, context + 2 * TIMED_STEPS) for _ in slots]
+    if session.plan.policy != "full":  # selections of what is no number are none
+        for slot, own in zip(slots, pages, strict=True):
+            for start in range(0, context, chunk):
+                engine.stepper.run([StepRow([7] * min(chunk, context - start), start, slot, own, (), context)])
 
     def run(step: int) -> None:
         engine.stepper.run([StepRow([7], context + step, slot, own, (0,), context) for slot, own in zip(slots, pages, strict=True)])
 
+    wait = torch.cuda.synchronize if session.device.type == "cuda" else lambda: None
     for step in range(3):
         run(step)
-    torch.cuda.synchronize()
+    wait()
     started = time.perf_counter()
     for step in range(TIMED_STEPS):
         run(3 + step)
-    torch.cuda.synchronize()
+    wait()
     ms = (time.perf_counter() - started) * 1e3 / TIMED_STEPS
     for slot, own in zip(slots, pages, strict=True):
-        engine.session.release(slot)
+        session.release(slot)
         engine.pages.give(own)
     return ms
 

@@ -11,6 +11,11 @@ import torch
 from torch import Tensor
 
 
+def brought(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return integers on a device; the host goes on, and does not wait for what is queued there."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
 @dataclass
 class Row:
     """One sequence of the step: its rows [start, start + new) among the T tokens, and where it is stored.
@@ -47,13 +52,12 @@ class Row:
     @cached_property
     def pages(self) -> Tensor:
         """Numbers of the used pages [M] int64."""
-        return torch.tensor(self._used, dtype=torch.int64, device=self.device)
+        return brought(self._used, torch.int64, self.device)
 
     @cached_property
     def table(self) -> Tensor:
-        """Numbers of the used pages [M] int32, brought to the device without waiting for it."""
-        pinned = self.device.type == "cuda"
-        return torch.tensor(self._used, dtype=torch.int32, pin_memory=pinned).to(self.device, non_blocking=True)
+        """Numbers of the used pages [M] int32."""
+        return brought(self._used, torch.int32, self.device)
 
     @cached_property
     def run(self) -> slice | None:
@@ -90,7 +94,12 @@ class StepGroup:
     @cached_property
     def decode_rows(self) -> Tensor:
         """Which of the B sequences have one new token, int64."""
-        return torch.tensor([b for b, row in enumerate(self.rows) if row.decodes], dtype=torch.int64, device=self.device)
+        return brought([b for b, row in enumerate(self.rows) if row.decodes], torch.int64, self.device)
+
+    @cached_property
+    def fresh_slots(self) -> Tensor:
+        """Slots of the sequences that are not behind their prompt, int64."""
+        return brought([row.slot for row in self.rows if not row.answers], torch.int64, self.device)
 
     @cached_property
     def places(self) -> tuple[Tensor, Tensor]:
@@ -115,4 +124,4 @@ class StepGroup:
         return self.cache[key]  # type: ignore[return-value]
 
     def _integers(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return brought(values, torch.int64, self.device)

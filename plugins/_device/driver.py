@@ -43,8 +43,18 @@ class Kernel:
         most -= _value(driver.cuFuncGetAttribute(settings.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, self._function))
         size = settings.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _check(driver.cuFuncSetAttribute(self._function, size, min(self.shared, most))[0])
+        if spec.cached:
+            self.prefer_shared(0)
         if self._major >= 9:  # where sixteen are beyond the device, smaller clusters still are not
             driver.cuFuncSetAttribute(self._function, settings.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+
+    def prefer_shared(self, percent: int) -> None:
+        """Say how much of a multiprocessor's memory is shared memory under its launches, in percent; the rest caches. -1 leaves it to the driver.
+
+        Left to the driver, a kernel that begins while another one ends runs with what that one needed.
+        """
+        setting = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        _check(self._driver.cuFuncSetAttribute(self._function, setting, percent)[0])
 
     def launch(
         self, grid: tuple[int, int, int], threads: int, shared: int, stream: int, values: Sequence[Any], *, cluster: int = 1, overlap: bool = False,

@@ -28,6 +28,12 @@ class CudaSpec(Spec):
     """A kernel of a `.cu` file, compiled with -D definitions; it may include headers beside it and in this folder, by names in quotes."""
 
     defines: tuple[str, ...]
+    caching: bool = False
+
+    @property
+    def cached(self) -> bool:
+        """Whether it asked for that."""
+        return self.caching
 
     def content(self) -> list[str]:
         """Return the source, the headers it includes and the definitions."""
@@ -46,9 +52,9 @@ class CudaSpec(Spec):
         return [one.removeprefix("-D") for one in self.defines]
 
 
-def load(path: Path, name: str, types: tuple[Any, ...], defines: tuple[str, ...], arch: str, shared: int) -> Kernel:
-    """Return the kernel `name` of a source file on the current device (see `store.load`)."""
-    return store.load(CudaSpec(path, name, types, arch, shared, defines))
+def load(path: Path, name: str, types: tuple[Any, ...], defines: tuple[str, ...], arch: str, shared: int, *, caching: bool = False) -> Kernel:
+    """Return the kernel `name` of a source file on the current device (see `store.load`); caching as `Spec.cached` says."""
+    return store.load(CudaSpec(path, name, types, arch, shared, defines, caching))
 
 
 def compile_source(source: str, defines: Sequence[str], arch: str, folder: Path | None = None) -> bytes:

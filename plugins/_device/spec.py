@@ -54,6 +54,11 @@ class Spec(ABC):
         """Say what is not installed of the compiler, None where nothing is."""
 
     @property
+    def cached(self) -> bool:
+        """Whether a multiprocessor's memory is to be cache under it, and not shared memory."""
+        return False
+
+    @property
     def name(self) -> str:
         """File name of the cubin: equal where the same code would be compiled again."""
         text = "\0".join([*self.content(), self.arch])

@@ -32,13 +32,15 @@ def append(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
         to = recall.begin_append(session, layer, stored[group], inputs[5], table[group])
     else:
         to = recall.Target(session.buffer("keys", layer), session.buffer("values", layer), stored[group], table[group])
+    overlap, select = step.decoding and overlaps(session, table), session.plan.select[layer]
+    # Attention over everything has keys to load while the product in front of this ends; a selection that takes all multiprocessors slowed down.
     launch.launch(
         qkv, positions, starts, to.lens, to.table, rope, (inputs[9], inputs[10]) if len(inputs) > 9 else None, out,
         to.keys, to.values, kept.bits, kept.meta, homes=to.homes,
-        eps=config.rms_eps, group=kept.group, summary=kept.kind, longest=step.longest, overlap=step.decoding and overlaps(session, table),
+        eps=config.rms_eps, group=kept.group, summary=kept.kind, longest=step.longest, overlap=overlap,
+        early=overlap and session.offload is None and (select is None or session.reads_all),
     )  # fmt: skip
     if session.offload is not None and session.offload.covers(layer):
         recall.end_append(session, layer)
-    select = session.plan.select[layer]
     if select is not None and kept.kind == launch.NONE:
         indexes.find(select).update(session, layer, select)

@@ -86,6 +86,7 @@ def append_kernel(
     qkv_stride,
     table_stride,
     page_size,
+    early,
     eps,
     HEADS_Q: tl.constexpr,
     HEADS_KV: tl.constexpr,
@@ -105,10 +106,13 @@ def append_kernel(
     meta [P, Hk, N / GROUP, 2, D] fp16 and bits [P, Hk, N / GROUP, D] words; minima and maxima, or the corners of a cuboid, meta
     [P, Hk, N / GROUP, 2, D]; balls meta [P, Hk, N / GROUP, D] centres and bits [P, Hk, N / GROUP] radii; means meta [P, Hk, N / GROUP, D] and bits
     [P, Hk, N / GROUP] fp32, the lowest cosine that a key has with its mean.
+    early lets the kernel behind this one begin before the one in front of it has ended: both may have written nothing that it reads before it waits.
     RAGGED: every KV head has its own length and pages: lens [Hk, B], table [Hk, B, M], keys and values [P, 1, N, D], no summary.
     """
     block, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if OVERLAP:
+        if early:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row0 = tl.load(starts + b)
@@ -302,6 +306,7 @@ def launch(
     summary: int,
     longest: int,
     overlap: bool = False,
+    early: bool = False,
     homes: Any = None,
     heads: int | None = None,
 ) -> None:
@@ -318,7 +323,7 @@ def launch(
     append_kernel[(blocks, heads_kv + heads_q, lens.shape[-1])](
         qkv, positions, starts, lens, table, table if homes is None else homes, rope, q_weight, k_weight, out, keys, values,
         keys if bits is None else bits, keys if meta is None else meta,
-        qkv.stride(0), table.stride(-2), page_size, eps,
+        qkv.stride(0), table.stride(-2), page_size, int(early), eps,
         HEADS_Q=heads_q, HEADS_KV=heads_kv, D=dim, BLOCK_D=triton.next_power_of_2(dim), GROUP=group, SUMMARY=summary,
         NORM=norms is not None, OVERLAP=overlap, RAGGED=heads is not None, num_warps=4, **extra,
     )  # fmt: skip

@@ -22,12 +22,14 @@ _ALIGNED = ("qkv", "rope", "out", "keys", "values", "bits", "meta", "qkv_stride"
 def launch(
     qkv: Tensor, positions: Tensor, starts: Tensor, lens: Tensor, table: Tensor, rope: Tensor, norms: tuple[Tensor, Tensor] | None, out: Tensor,
     keys: Tensor, values: Tensor, bits: Tensor | None, meta: Tensor | None, *,
-    eps: float, group: int, summary: int, longest: int, overlap: bool = False, homes: Tensor | None = None, heads: int | None = None,
+    eps: float, group: int, summary: int, longest: int, overlap: bool = False, early: bool = False, homes: Tensor | None = None,
+    heads: int | None = None,
 ) -> None:  # fmt: skip
     """Append up to `longest` new tokens of every sequence; tensors as in the kernel, page size and heads from the shapes.
 
     bits may be None where the summary has only meta, both where it is NONE; what they hold is the kernel's to say, not their dtype's. group is a
     power of two that divides the page, which is a multiple of 16. homes [B, M] names the pages of the summaries where they are not those of table.
+    early lets the next launch begin before the one in front of this has ended, of which it may then read nothing before it waits.
     heads says how many KV heads there are where each has its own length and pages: lens [Hk, B], table [Hk, B, M], keys and values [P, 1, N, D].
     """
     if not qkv.is_cuda:
@@ -35,7 +37,7 @@ def launch(
 
         interpreted.launch(
             qkv, positions, starts, lens, table, rope, norms, out, keys, values, bits, meta, eps=eps, group=group, summary=summary, longest=longest,
-            homes=homes, heads=heads,
+            early=early, homes=homes, heads=heads,
         )  # fmt: skip
         return
     heads_kv, page_size, dim = heads or keys.shape[1], *keys.shape[2:]
@@ -51,7 +53,7 @@ def launch(
     blocks = 1 if longest == 1 else (longest + group - 2) // group + 1
     grid = (blocks, heads_kv + heads_q, lens.shape[-1])
     stream = torch.cuda.current_stream().cuda_stream
-    triton_aot.launch(kernel, grid, stream, (*pointers, qkv.stride(0), table.stride(-2), page_size, eps), overlap=overlap)
+    triton_aot.launch(kernel, grid, stream, (*pointers, qkv.stride(0), table.stride(-2), page_size, int(early), eps), overlap=overlap)
 
 
 def append_kernel(
@@ -67,7 +69,7 @@ def append_kernel(
         ("qkv", real), ("positions", index), ("starts", index), ("lens", index), ("table", index), ("homes", index), ("rope", "*fp32"),
         ("q_weight", norms), ("k_weight", norms), ("out", real), ("keys", real), ("values", real),
         *summary_types(summary, real),
-        ("qkv_stride", "i32"), ("table_stride", "i32"), ("page_size", "i32"), ("eps", "fp32"),
+        ("qkv_stride", "i32"), ("table_stride", "i32"), ("page_size", "i32"), ("early", "i32"), ("eps", "fp32"),
         ("HEADS_Q", heads_q), ("HEADS_KV", heads_kv), ("D", dim), ("BLOCK_D", 1 << (dim - 1).bit_length()), ("GROUP", group),
         ("SUMMARY", summary), ("NORM", norm), ("OVERLAP", int(arch) >= 90), ("RAGGED", ragged),
     )  # fmt: skip

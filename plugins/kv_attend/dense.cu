@@ -7,6 +7,9 @@
 
 #define UNIT_TOKENS (WARPS * TILE)
 #define QUADS (GROUP_HEADS * D / 4)
+#ifndef MERGED_AT_ONCE // shares that a thread asks for before it waits: with more registers eight warps would leave none to the append kernel beside them
+#define MERGED_AT_ONCE (D > 128 ? 16 : WARPS > 4 ? 17 : 34)
+#endif
 #define SHARE ((GROUP_HEADS * (D + 2) + 3) / 4 * 4) // floats that a block leaves of a row: outputs [G, D], largest scores [G], sums [G]
 
 // Units of a sequence by its length.
@@ -44,7 +47,7 @@ __device__ __forceinline__ void merge(const float* shares, long long low, long l
   // The first block has the row as its last part, the others as their first.
   auto share = [&](int p) { return shares + (2 * (low + p) + (p == 0)) * SHARE; };
   // Where the output has fewer pieces than there are threads, several threads share a piece. A thread asks for AT_ONCE shares before it waits for one.
-  constexpr int TEAMS = QUADS < THREADS ? THREADS / QUADS : 1, AT_ONCE = D > 128 ? 16 : 36;
+  constexpr int TEAMS = QUADS < THREADS ? THREADS / QUADS : 1, AT_ONCE = MERGED_AT_ONCE;
   const int team = TEAMS > 1 ? threadIdx.x / QUADS : 0, first = TEAMS > 1 ? threadIdx.x % QUADS : threadIdx.x;
   float4 ahead[AT_ONCE];
   auto ask = [&](int i, int from) {

@@ -28,9 +28,9 @@ def select(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
         op.select(session, layer, config, inputs, out)
         return
     query, starts, _, stored, slots, table = inputs[:6]
-    fresh = [row.slot for row in step.rows if not row.answers]
-    if plan.speculative and fresh:
-        session.buffer("previous_query", layer)[fresh] = torch.nan
+    fresh = plan.speculative and not all(row.answers for row in step.rows)
+    if fresh:
+        session.buffer("previous_query", layer).index_fill_(0, step.fresh_slots, torch.nan)
     if not any(row.decodes for row in step.rows):
         return
     group = session.plan.page_groups[layer]
@@ -39,7 +39,7 @@ def select(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
         remembered, tau = session.buffer("previous_query", layer), float(plan.meaning.fields["tau"])
         asking = speculate(asking, remembered, slots, session.own.taus, tau, config.num_kv_heads)
         if fresh:  # a prompt's query is nobody's previous query
-            remembered[fresh] = torch.nan
+            remembered.index_fill_(0, step.fresh_slots, torch.nan)
     if not session.reads_all:
         choose_units(session, layer, config, plan, asking, stored[group], slots, table[group], out)
 

@@ -9,6 +9,8 @@ import torch
 from tests.console import Capture, output
 from tests.tiny import TinyModel
 from trtkv import api
+from trtkv.bench.records import read_records
+from trtkv.checkpoint.find import resolve_model
 from trtkv.config import ModelConfig
 from trtkv.plan import CachePlan
 from trtkv.plugins import support
@@ -45,6 +47,18 @@ def test_short_sequences_are_read_whole_only_where_kernels_select(monkeypatch: p
     assert support.dense_below(plan("quest"), 8, CPU) == 20_000_000 // (64 * 512)
     assert support.dense_below(plan("full"), 1, CPU) == 0
     assert support.dense_below(plan("snapkv"), 1, CPU) == 0
+
+
+def test_every_recorded_selection_takes_the_route_that_was_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest row of every shape has the time of its selection and that of reading everything; 3 % are what such times differ by."""
+    monkeypatch.setattr(support, "gpu_ready", lambda device: None)
+    records = read_records(Path(__file__).parents[2] / "engines" / "results.jsonl")
+    rows = {(one["geometry"], one["batch"], one["context"], one["policy"]): one for one in records if "dense_route_us" in one}
+    assert len(rows) >= 20
+    for (geometry, batch, context, policy), row in rows.items():
+        below = support.dense_below(parse_policy(policy).plan(resolve_model(geometry).config), batch, CPU)
+        taken = row["dense_route_us"] if context <= below else row["whole_us"]
+        assert taken <= 1.03 * min(row["dense_route_us"], row["whole_us"]), (geometry, batch, context, policy)
 
 
 @pytest.mark.parametrize(

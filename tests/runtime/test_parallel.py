@@ -36,14 +36,15 @@ from trtkv.simulation import simulate
 
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
 OFFLOADED = {"freekv": ("retrieve.budget=96", "retrieve.sink=8", "retrieve.window=8"), "fier": ("retrieve.budget=64",)}
-POLICIES = {"full": (), "fier": ("retrieve.budget=64",), "lagkv": ("evict.lag=16",), "minikv": ("evict.budget=64",)}
+POLICIES = {
+    "full": (), "fier": OFFLOADED["fier"], "quest": ("retrieve.budget=64",), "freekv": OFFLOADED["freekv"], "lagkv": ("evict.lag=16",),
+    "minikv": ("evict.budget=64",),
+}  # fmt: skip
 
 
 def engine(model: TinyModel, policy: str, out: Path, tp: int) -> Path:
     limits = {"max_seq_len": 256, "max_batch_size": 3, "max_chunk_tokens": 64}
-    return build(
-        str(model.path), policy, sets={**OFFLOADED, **POLICIES}[policy], out=out / f"{policy}-{tp}", backend="none", sms=["none"], tp=tp, **limits
-    )  # type: ignore[arg-type]
+    return build(str(model.path), policy, sets=POLICIES[policy], out=out / f"{policy}-{tp}", backend="none", sms=["none"], tp=tp, **limits)  # type: ignore[arg-type]
 
 
 @pytest.fixture(params=POLICIES)
@@ -263,7 +264,7 @@ needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two 
 
 @pytest.mark.gpu
 @needs_two
-@pytest.mark.parametrize("policy", ["full", "fier", "minikv"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_two_gpus_are_as_precise_as_one(policy: str, tmp_path: Path) -> None:
     """Against fp32 on the CPU, through captured steps where the kernels take the policy."""
     model = make_tiny("llama", tmp_path / "model", dtype=torch.float16, tokenizer=False, num_attention_heads=4, head_dim=128)

@@ -20,6 +20,7 @@ from trtkv.runtime.sampler import SamplingParams
 Span = tuple[float, float, str]
 FIRST, LAST = ("fetch", "feed"), "sample"  # kernels of a step that chooses its tokens on the device, captured or not
 ENOUGH = 0.95  # of the time: the goal
+MOST_PLACES = 12  # where a GPU waits that a record names
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +52,13 @@ def measure_busy(engine_dir: Path, streams: Streams, options: Options, command: 
     spans = trace_spans(lambda: steps.extend(_go(batcher, calls, streams, rng, streams.seconds)))
     for call in calls:
         batcher.cancel(call)
-    gaps = between(spans)
+    gaps, waits = between(spans), idle_by_place(spans)
     facts = {
         "model": engine.manifest.model_name, "policy": engine.session.plan.policy, "streams": streams.count, "prompt_tokens": streams.prompt_tokens,
         "answer_tokens": streams.answer_tokens, "executor": engine.stepper.executor.name,
     }  # fmt: skip
     figures = {"busy_share": round(busy_share(spans), 4), "steps": len(steps), "step_p50_ms": round(percentile(steps, 50) * 1e3, 3)}
+    figures["idle_shares"] = {place: round(share, 5) for place, share in list(waits.items())[:MOST_PLACES]}
     if gaps:
         figures |= {f"between_steps_p{share}_us": round(percentile(gaps, share), 2) for share in (50, 90, 99)}
     return make_record("busy", command, device, {"passed": bool(spans), "compared": "the profiler saw kernels"}, facts, figures)
@@ -89,6 +91,21 @@ def busy_share(spans: Sequence[Span]) -> float:
         worked += max(0.0, end - max(start, until))
         until = max(until, end)
     return worked / (until - ordered[0][0])
+
+
+def idle_by_place(spans: Sequence[Span]) -> dict[str, float]:
+    """Return the shares of the time in which nothing runs, by what ran before and what ran behind ("a > b"), the largest first."""
+    ordered, idle = sorted(spans), dict[str, float]()
+    if not ordered:
+        return {}
+    (first, until, before), rest = ordered[0], ordered[1:]
+    for start, end, name in rest:
+        if start > until:
+            place = f"{before} > {name}"
+            idle[place] = idle.get(place, 0.0) + start - until
+        if end > until:
+            until, before = end, name
+    return {place: took / (until - first) for place, took in sorted(idle.items(), key=lambda item: -item[1])}
 
 
 def between(spans: Sequence[Span]) -> list[float]:

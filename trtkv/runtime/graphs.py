@@ -8,7 +8,9 @@ in which every sequence is short enough to be read whole: they select nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,9 +96,34 @@ def new_pool() -> Any:
 
 
 def capture(step: Callable[[], Tensor], device: torch.device, pool: Any) -> tuple[Callable[[], None], Tensor]:
-    """Capture a step that has run before; returns what replays it, and the logits that it then writes."""
-    torch.cuda.current_stream(device).synchronize()
+    """Capture a step that has run before; returns what replays it, and the logits that it then writes.
+
+    The device goes on with what is queued, and memory that steps have used stays theirs: emptying it for every new batch size, as the library's own
+    context does, made the next prompts' steps ask the driver for all of it again.
+    """
+    try:
+        return _capture(step, device, pool)
+    except torch.OutOfMemoryError:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        return _capture(step, device, pool)
+
+
+def _capture(step: Callable[[], Tensor], device: torch.device, pool: Any) -> tuple[Callable[[], None], Tensor]:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        logits = step()
+    with torch.cuda.stream(_capture_stream(device)):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            logits = step()
+        except BaseException:
+            with suppress(RuntimeError):  # what was captured is of no use, and the first error is the one that counts
+                graph.capture_end()
+            raise
+        graph.capture_end()
     return graph.replay, logits
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which steps are captured: one, because captures that share memory must share it."""
+    return torch.cuda.Stream(device)
