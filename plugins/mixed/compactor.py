@@ -116,7 +116,7 @@ class MixedCompactor(HeadCompactor):
         plan = session.plan
         assert plan.evict is not None, "the plan evicts nothing"
         self._pool, self._plan, self._evict, self._scale = cast(MixedPool, session.ragged), plan, plan.evict, plan.head_dim**-0.5
-        self.ledger = MixedLedger(plan)
+        self.ledger, self._turned = MixedLedger(plan), []
         self.kernels = self._pool.kernels = compacts_by_kernels(plan, session.device)
 
     def finish(self, rows: Sequence[Row]) -> None:

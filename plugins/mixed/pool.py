@@ -44,6 +44,7 @@ class MixedPool(HeadPool):
         self.rows: Sequence[Row] = ()
         self.pages: list[HeadPages] = []
         self.stored: Lengths = np.zeros((0, 0), np.int64)
+        self.turns = []
 
     def stored_bytes(self, lengths: Sequence[int] | Lengths) -> int:
         """Return the bytes that hold data for a sequence of whose layers each has so many tokens [2 L], without bookkeeping."""
