@@ -24,6 +24,7 @@ from trtkv.plugins.kv_attend import launch_dense
 from trtkv.plugins.ragged import launch
 from trtkv.plugins.session import Session
 from trtkv.policies.registry import parse_policy
+from trtkv.runtime.step import StepRow
 
 FAILED: list[str] = []
 
@@ -61,6 +62,33 @@ def engines(directory: Path) -> None:
         graphs = one.stepper._graphs
         report(f"{name} is captured", graphs is not None and len(graphs._captured) > 0)
         report(f"{name} finite", bool(torch.isfinite(ours).all()))
+
+
+@torch.inference_mode()
+def rings(directory: Path) -> None:
+    """Find behind captured decode steps, where rings have turned, and behind several tokens at once the first layer's keys of the right positions."""
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 128}
+    tiny = make_tiny("llama", directory / "rings", dtype=torch.bfloat16, **shape)
+    (text,) = prompts(300)
+    whole = make_rig(tiny, "full", directory, slots=1, dtype="bfloat16", device="cuda")
+    whole.feed(torch.tensor(text), chunks=[256, 44])
+    wanted = whole.session.buffer("keys", 0)[torch.tensor(whole.pages(0), device="cuda")].transpose(0, 1).flatten(1, 2)
+    for name in ("razor", "shares, streaming"):
+        rig = make_rig(tiny, POLICIES[name].with_budget(48), directory, slots=2, dtype="bfloat16", device="cuda")
+        pool, seen = rig.session.ragged, 0
+        assert pool is not None
+        for new in (150, *[1] * 80, 7, *[1] * 60):
+            rig.stepper.run([StepRow(text[seen : seen + new], seen, 1, rig.pages(1), (new - 1,), 150)])
+            seen += new
+            if seen in (230, 237, 297):
+                torch.cuda.synchronize()
+                worst = 0.0
+                for head, positions in enumerate(kept(rig, 0, 1)):
+                    found = pool.read("keys", 0, 0)[head, : len(positions)].float()
+                    right = wanted[head, positions].float()
+                    worst = max(worst, float(((found - right).norm(dim=1) / right.norm(dim=1)).max()))
+                report(f"{name} keys of {seen} tokens stand where rings say", worst < 2.0**-5, f"{worst:.3g}")
+        report(f"{name} with rings is captured", rig.stepper._graphs is not None and len(rig.stepper._graphs._captured) > 0)
 
 
 @torch.inference_mode()
@@ -240,7 +268,7 @@ def step_at_full_size() -> None:
 if __name__ == "__main__":
     checks: list[Callable[[], None]] = [moves_at_full_size, attention_at_full_size, mixed_attention_at_full_size, step_at_full_size]
     with tempfile.TemporaryDirectory() as folder:
-        for check in (*checks, lambda: mixtures(Path(folder)), lambda: engines(Path(folder))):
+        for check in (*checks, lambda: rings(Path(folder)), lambda: mixtures(Path(folder)), lambda: engines(Path(folder))):
             try:
                 check()
             except Exception as error:  # noqa: BLE001
