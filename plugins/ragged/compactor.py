@@ -39,8 +39,11 @@ class HeadCompactor:
         accounts = []
         for b, (slot, count, total, prompt) in enumerate(zip(slots, new, seen, prompts, strict=True)):
             known = self.ledger.known(slot)
-            if known is not None and known.ring is not None and not (count == 1 and total > prompt == known.prompt):
-                self._leave_ring(b, slot, known, afresh=count == total)
+            decodes = known is not None and count == 1 and total > prompt == known.prompt
+            if known is not None and known.ring is not None and not decodes:
+                self._leave_ring(b, known, afresh=count == total)
+            if self._sink is not None and not decodes:
+                self._pool.rings.set(slot, None)  # of whatever was in the slot before, too
             accounts.append(self.ledger.append(slot, count, total, prompt))
         return np.stack([account.stored for account in accounts], 1)
 
@@ -76,7 +79,7 @@ class HeadCompactor:
         """Show a layer of a sequence to a role."""
         return HeadView(self._pool, layer, b, account, self.ledger.occupancy(account, layer), self._scale)
 
-    def _leave_ring(self, b: int, slot: int, account: HeadAccount, afresh: bool) -> None:
+    def _leave_ring(self, b: int, account: HeadAccount, afresh: bool) -> None:
         """Take sequence b of the step out of its rings; what they hold is laid in order once its pages are known."""
         assert account.ring is not None, "tokens lie in order"
         turned = account.ring.turned(account.stored, account.seen)
@@ -85,7 +88,6 @@ class HeadCompactor:
             account.placed = account.placed.copy()
             account.placed[turned] = account.stored[turned]
         account.ring = None
-        self._pool.rings.set(slot, None)
 
     def _views(self, b: int, account: HeadAccount) -> Iterator[HeadView]:
         return (self.view(layer, b, account) for layer in range(self._plan.num_layers))

@@ -173,7 +173,12 @@ def test_several_tokens_behind_a_ring(name: str, tiny_llama: TinyModel, tmp_path
     assert worst(found[0].flatten(0, 1), found[1].flatten(0, 1).double()) <= 2 * REORDERED
     for layer in range(tiny_llama.config.num_layers):
         assert all(kept(paged, layer, slot) == kept(held, layer, slot) for slot in range(2))
-    assert paged.session.ragged is not None and any(one is not None for one in paged.session.ragged.turns)
+    pool = paged.session.ragged
+    assert pool is not None and any(one is not None for one in pool.turns)
+    assert pool.rings.data[0].any() and pool.rings.data[1].any()
+    paged.session.release(0)
+    paged.stepper.run([StepRow(texts[0][:40], 0, 0, paged.pages(0), (), 150)])
+    assert not pool.rings.data[0].any(), "a prompt would be stored in the rings of the sequence before"
 
 
 @pytest.mark.parametrize("name", ["razor", "shares, snapkv", "shares, h2o"])
