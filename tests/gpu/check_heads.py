@@ -139,7 +139,7 @@ def rewriting_at_full_size() -> None:
         session.begin_step([tokens], [[tokens]], [0], [[list(range(each))]], [tokens])
         session.end_step()
         stored, layers = session.compactor.ledger.stored(0), plan.num_layers
-        report("arkv stores its budget", bool((stored[:layers] + stored[layers:] == 1024).all()) and int(stored[layers:].sum()) > 0)
+        report("arkv stores its budget", bool((stored[:layers] + stored[layers:] == 1024).all()))
         took = []
         for seen in range(tokens + 1, tokens + 501):
             before = session.compactor.ledger.stored(0).sum()
@@ -151,6 +151,7 @@ def rewriting_at_full_size() -> None:
             torch.cuda.synchronize()
             if session.compactor.ledger.stored(0).sum() < before:
                 took.append((queued - began, time.perf_counter() - began))
+        report("arkv encodes behind the prompt", int(session.compactor.ledger.stored(0)[layers:].sum()) > 0, f"{len(took)} evictions")
         print(
             f"      arkv evicts {'by kernels' if kernels else 'in torch'}: {took[-1][0] * 1e3:.2f} ms of the host, {took[-1][1] * 1e3:.2f} in all",
             flush=True,
