@@ -126,7 +126,7 @@ def mixtures(directory: Path) -> None:
 def rewriting_at_full_size() -> None:
     """Time ARKV's eviction from all layers of a model's shape behind a decode step, and what stays at the prompt's end."""
     model, tokens = resolve_model("qwen2.5-7b").config, 4096
-    plan = parse_policy("arkv").plan(model)
+    plan = parse_policy("arkv-quant", sets=["evict.share=0.5"]).plan(model)
     each = plan.pages(tokens + 512)
     for kernels in (True, False):
         session = Session(plan, [each * plan.num_page_groups], 1, "cuda")
