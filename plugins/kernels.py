@@ -14,6 +14,7 @@ from trtkv.plugins.kv_attend import specs as attend
 from trtkv.plugins.kv_recall import specs as recall
 from trtkv.plugins.kv_select import specs as select
 from trtkv.plugins.linear import specs as linear
+from trtkv.plugins.mixed import specs as mixed
 from trtkv.plugins.ragged import specs as ragged
 from trtkv.plugins.sampling import launch as sampling
 from trtkv.plugins.support import why_torch
@@ -30,7 +31,7 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
     if int(arch) < LEAST_CAPABILITY:
         return
     if why_torch(plan) is None:
-        for op in (append, select, recall, encoded) if find_format(plan) else (append, select, attend, recall, compaction, ragged):
+        for op in (append, select, recall, encoded) if find_format(plan) else (append, select, attend, recall, compaction, ragged, mixed):
             op.request(plan, model, limits, arch)
         sampling.request(model.vocab_size, arch)
     linear.request(model, limits, arch)

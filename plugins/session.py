@@ -186,6 +186,7 @@ class Session:
             lengths = self.compactor.begin(new, seen, slots, prompts)
             self._step = [self._group(new, self.ragged.longest(lengths), slots, [()] * len(slots), prompts, seen)]
             self.ragged.announce(self._step[0].rows, pages[0], lengths)
+            self.compactor.announced()
         else:
             if self.ledger is not None:
                 stored = self.ledger.begin(new, seen, slots, prompts)

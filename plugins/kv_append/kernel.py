@@ -75,6 +75,8 @@ def append_kernel(
     lens,
     table,
     homes,
+    slots,
+    rings,
     rope,
     q_weight,
     k_weight,
@@ -87,6 +89,7 @@ def append_kernel(
     table_stride,
     page_size,
     early,
+    ring_stride,
     eps,
     HEADS_Q: tl.constexpr,
     HEADS_KV: tl.constexpr,
@@ -97,6 +100,7 @@ def append_kernel(
     NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
     RAGGED: tl.constexpr,
+    SINK: tl.constexpr,
 ):
     """Append the new tokens of one block; grid [blocks of the longest chunk, Hk + Hq, B].
 
@@ -108,6 +112,8 @@ def append_kernel(
     [P, Hk, N / GROUP] fp32, the lowest cosine that a key has with its mean.
     early lets the kernel behind this one begin before the one in front of it has ended: both may have written nothing that it reads before it waits.
     RAGGED: every KV head has its own length and pages: lens [Hk, B], table [Hk, B, M], keys and values [P, 1, N, D], no summary.
+    SINK >= 0: rings [Z, Hk, 2] by ring_stride hold size and start of a slot's heads, slots [B]; where the size is not 0, there is one new token, and
+    its place is that of `plugins/ragged/ring.py`, SINK + (position - start) mod size, once as many have come.
     """
     block, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if OVERLAP:
@@ -118,11 +124,17 @@ def append_kernel(
     row0 = tl.load(starts + b)
     new = tl.load(starts + b + 1) - row0
     is_key = head < HEADS_KV
-    if RAGGED:  # noqa: SIM108 - a constant, which decides what is compiled
-        owner = tl.where(is_key, head, (head - HEADS_KV) // (HEADS_Q // HEADS_KV)) * tl.num_programs(2) + b
+    if RAGGED:
+        own_head = tl.where(is_key, head, (head - HEADS_KV) // (HEADS_Q // HEADS_KV))
+        owner = own_head * tl.num_programs(2) + b
     else:
         owner = b
     stored = tl.load(lens + owner)
+    if SINK >= 0:
+        ring = rings + tl.load(slots + b).to(tl.int64) * ring_stride + own_head * 2
+        size = tl.load(ring)
+        since = tl.load(positions + row0, new > 0, 0) - tl.load(ring + 1)
+        stored = tl.where((size > 0) & (since >= size), SINK + since % tl.maximum(size, 1) + 1, stored)
     group = (stored - new) // GROUP + block
     if group * GROUP >= stored or new <= 0:
         return
@@ -309,11 +321,14 @@ def launch(
     early: bool = False,
     homes: Any = None,
     heads: int | None = None,
+    slots: Any = None,
+    rings: Any = None,
+    sink: int = -1,
 ) -> None:
     """Append up to `longest` new tokens of every sequence; tensors as in the kernel, page size and heads from the shapes.
 
     bits may be None where the summary has only meta, both where it is NONE; group is a power of two that divides the page. heads says how many KV
-    heads there are where each has its own pages.
+    heads there are where each has its own pages, rings with slots and sink that some of them keep their newest tokens in rings.
     """
     heads_kv, page_size, dim = heads or keys.shape[1], *keys.shape[2:]
     heads_q = qkv.shape[1] // dim - 2 * heads_kv
@@ -321,9 +336,10 @@ def launch(
     q_weight, k_weight = norms or (rope, rope)
     extra = {"launch_pdl": True} if overlap else {}
     append_kernel[(blocks, heads_kv + heads_q, lens.shape[-1])](
-        qkv, positions, starts, lens, table, table if homes is None else homes, rope, q_weight, k_weight, out, keys, values,
+        qkv, positions, starts, lens, table, table if homes is None else homes, lens if slots is None else slots,
+        lens if rings is None else rings, rope, q_weight, k_weight, out, keys, values,
         keys if bits is None else bits, keys if meta is None else meta,
-        qkv.stride(0), table.stride(-2), page_size, int(early), eps,
+        qkv.stride(0), table.stride(-2), page_size, int(early), 0 if rings is None else rings.stride(0), eps,
         HEADS_Q=heads_q, HEADS_KV=heads_kv, D=dim, BLOCK_D=triton.next_power_of_2(dim), GROUP=group, SUMMARY=summary,
-        NORM=norms is not None, OVERLAP=overlap, RAGGED=heads is not None, num_warps=4, **extra,
+        NORM=norms is not None, OVERLAP=overlap, RAGGED=heads is not None, SINK=sink if rings is not None else -1, num_warps=4, **extra,
     )  # fmt: skip

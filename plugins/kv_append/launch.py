@@ -23,7 +23,7 @@ def launch(
     qkv: Tensor, positions: Tensor, starts: Tensor, lens: Tensor, table: Tensor, rope: Tensor, norms: tuple[Tensor, Tensor] | None, out: Tensor,
     keys: Tensor, values: Tensor, bits: Tensor | None, meta: Tensor | None, *,
     eps: float, group: int, summary: int, longest: int, overlap: bool = False, early: bool = False, homes: Tensor | None = None,
-    heads: int | None = None,
+    heads: int | None = None, slots: Tensor | None = None, rings: Tensor | None = None, sink: int = -1,
 ) -> None:  # fmt: skip
     """Append up to `longest` new tokens of every sequence; tensors as in the kernel, page size and heads from the shapes.
 
@@ -31,33 +31,37 @@ def launch(
     power of two that divides the page, which is a multiple of 16. homes [B, M] names the pages of the summaries where they are not those of table.
     early lets the next launch begin before the one in front of this has ended, of which it may then read nothing before it waits.
     heads says how many KV heads there are where each has its own length and pages: lens [Hk, B], table [Hk, B, M], keys and values [P, 1, N, D].
+    rings [Z, Hk, 2] with slots [B] and sink says that some of them keep their newest tokens in rings.
     """
     if not qkv.is_cuda:
         from trtkv.plugins.kv_append import kernel as interpreted
 
         interpreted.launch(
             qkv, positions, starts, lens, table, rope, norms, out, keys, values, bits, meta, eps=eps, group=group, summary=summary, longest=longest,
-            early=early, homes=homes, heads=heads,
+            early=early, homes=homes, heads=heads, slots=slots, rings=rings, sink=sink,
         )  # fmt: skip
         return
     heads_kv, page_size, dim = heads or keys.shape[1], *keys.shape[2:]
     heads_q = qkv.shape[1] // dim - 2 * heads_kv
     q_weight, k_weight = norms or (rope, rope)
     bits, meta = keys if bits is None else bits, keys if meta is None else meta
-    kernel = append_kernel(heads_q, heads_kv, dim, group, summary, norms is not None, _TYPES[keys.dtype], arch(), heads is not None)
+    kernel = append_kernel(heads_q, heads_kv, dim, group, summary, norms is not None, _TYPES[keys.dtype], arch(), heads is not None, sink)
     aligned = [one.data_ptr() for one in (qkv, rope, out, keys, values, bits, meta)]
     if any(pointer % 16 for pointer in aligned) or qkv.stride(0) % 16 or page_size % 16:
         raise EngineError("an input of the append kernel is not aligned to 16 bytes", "Report this with the output of trtkv doctor.")
-    homes = table if homes is None else homes
-    pointers = [one.data_ptr() for one in (qkv, positions, starts, lens, table, homes, rope, q_weight, k_weight, out, keys, values, bits, meta)]
+    homes, slots, rings = (table if homes is None else homes), (lens if slots is None else slots), (lens if rings is None else rings)
+    pointers = [
+        one.data_ptr() for one in (qkv, positions, starts, lens, table, homes, slots, rings, rope, q_weight, k_weight, out, keys, values, bits, meta)
+    ]
     blocks = 1 if longest == 1 else (longest + group - 2) // group + 1
     grid = (blocks, heads_kv + heads_q, lens.shape[-1])
     stream = torch.cuda.current_stream().cuda_stream
-    triton_aot.launch(kernel, grid, stream, (*pointers, qkv.stride(0), table.stride(-2), page_size, int(early), eps), overlap=overlap)
+    numbers = (qkv.stride(0), table.stride(-2), page_size, int(early), rings.stride(0), eps)
+    triton_aot.launch(kernel, grid, stream, (*pointers, *numbers), overlap=overlap)
 
 
 def append_kernel(
-    heads_q: int, heads_kv: int, dim: int, group: int, summary: int, norm: bool, dtype: str, arch: str, ragged: bool = False
+    heads_q: int, heads_kv: int, dim: int, group: int, summary: int, norm: bool, dtype: str, arch: str, ragged: bool = False, sink: int = -1
 ) -> Kernel:  # fmt: skip
     """Load the kernel for a shape; dtype is Triton's name of what activations and cache hold.
 
@@ -66,12 +70,13 @@ def append_kernel(
     real, index = f"*{dtype}", "*i32"
     norms = real if norm else "*fp32"
     signature: tuple[tuple[str, str | int | bool], ...] = (
-        ("qkv", real), ("positions", index), ("starts", index), ("lens", index), ("table", index), ("homes", index), ("rope", "*fp32"),
+        ("qkv", real), ("positions", index), ("starts", index), ("lens", index), ("table", index), ("homes", index),
+        ("slots", index), ("rings", index), ("rope", "*fp32"),
         ("q_weight", norms), ("k_weight", norms), ("out", real), ("keys", real), ("values", real),
         *summary_types(summary, real),
-        ("qkv_stride", "i32"), ("table_stride", "i32"), ("page_size", "i32"), ("early", "i32"), ("eps", "fp32"),
+        ("qkv_stride", "i32"), ("table_stride", "i32"), ("page_size", "i32"), ("early", "i32"), ("ring_stride", "i32"), ("eps", "fp32"),
         ("HEADS_Q", heads_q), ("HEADS_KV", heads_kv), ("D", dim), ("BLOCK_D", 1 << (dim - 1).bit_length()), ("GROUP", group),
-        ("SUMMARY", summary), ("NORM", norm), ("OVERLAP", int(arch) >= 90), ("RAGGED", ragged),
+        ("SUMMARY", summary), ("NORM", norm), ("OVERLAP", int(arch) >= 90), ("RAGGED", ragged), ("SINK", sink),
     )  # fmt: skip
     return triton_aot.load(_SOURCE, "append_kernel", signature, _ALIGNED, 4, arch)
 

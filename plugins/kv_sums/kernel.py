@@ -7,8 +7,24 @@ import triton.language as tl
 
 
 @triton.jit
-def _shares(query, lse, k, start, first_token, offset, new, query_row, scale2, d, inside, MASKED: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """Return what BLOCK_Q queries pay to a block of keys k [BLOCK_K, D]: [BLOCK_Q, BLOCK_K] fp32."""
+def _shares(
+    query,
+    lse,
+    k,
+    start,
+    first_token,
+    offset,
+    new,
+    query_row,
+    scale2,
+    d,
+    inside,
+    MASKED: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TURNED: tl.constexpr,
+):
+    """Return what BLOCK_Q queries pay to a block of keys k [D, BLOCK_K]: [BLOCK_Q, BLOCK_K] fp32."""
     row = start + tl.arange(0, BLOCK_Q)
     there = row < new
     at = query + row.to(tl.int64)[:, None] * query_row + d[None, :]
@@ -18,10 +34,16 @@ def _shares(query, lse, k, start, first_token, offset, new, query_row, scale2, d
     else:
         q = tl.load(at, inside[None, :], 0.0)
         norm = tl.load(lse + row)
-    score = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if TURNED:
+        turned = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * scale2 - (norm * 1.4426950408889634)[None, :])
+        if MASKED:
+            token = first_token + tl.arange(0, BLOCK_K)
+            turned = tl.where(there[None, :] & (token[:, None] <= (row + offset)[None, :]), turned, 0.0)
+        return tl.sum(turned, 1)
+    score = tl.dot(q, k, input_precision="ieee")
     share = tl.exp2(score * scale2 - (norm * 1.4426950408889634)[:, None])
     if MASKED:
-        token = first_token + tl.arange(0, k.shape[0])
+        token = first_token + tl.arange(0, BLOCK_K)
         share = tl.where(there[:, None] & (token[None, :] <= (row + offset)[:, None]), share, 0.0)
     return share
 
@@ -45,6 +67,7 @@ def sums_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    TURNED: tl.constexpr,
 ):
     """Write sums [Hq, stored] fp32 of what each stored token receives from queries skipped .. new - 1, the last `new` tokens.
 
@@ -58,6 +81,8 @@ def sums_kernel(
     token = first_token + tl.arange(0, BLOCK_K)
     own = keys + (head // GROUP).to(tl.int64) * key_head
     k = tl.load(own + token.to(tl.int64)[:, None] * D + d[None, :], (token < stored)[:, None] & inside[None, :], 0.0)
+    if not TURNED:
+        k = tl.trans(k)  # here and not in the loops, which would write the block to shared memory in every turn
     query += head.to(tl.int64) * query_head
     lse += head.to(tl.int64) * lse_head
     offset = stored - new
@@ -66,11 +91,16 @@ def sums_kernel(
     high = tl.maximum(low, first_token + BLOCK_K - 1 - offset)
     middle = tl.minimum(low + (high - low + BLOCK_Q - 1) // BLOCK_Q * BLOCK_Q, new)
     end = middle + tl.maximum(new - middle, 0) // BLOCK_Q * BLOCK_Q
-    total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+    if TURNED:  # noqa: SIM108 - a constant, which decides what is compiled
+        total = tl.zeros([BLOCK_K], tl.float32)
+    else:
+        total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
     for start in range(low, middle, BLOCK_Q):
-        total += _shares(query, lse, k, start, first_token, offset, new, query_row, scale2, d, inside, True, BLOCK_Q)
+        total += _shares(query, lse, k, start, first_token, offset, new, query_row, scale2, d, inside, True, BLOCK_Q, BLOCK_K, TURNED)
     for start in range(middle, end, BLOCK_Q):
-        total += _shares(query, lse, k, start, first_token, offset, new, query_row, scale2, d, inside, False, BLOCK_Q)
+        total += _shares(query, lse, k, start, first_token, offset, new, query_row, scale2, d, inside, False, BLOCK_Q, BLOCK_K, TURNED)
     for start in range(end, new, BLOCK_Q):
-        total += _shares(query, lse, k, start, first_token, offset, new, query_row, scale2, d, inside, True, BLOCK_Q)
-    tl.store(sums + head.to(tl.int64) * stored + token, tl.sum(total, 0), token < stored)
+        total += _shares(query, lse, k, start, first_token, offset, new, query_row, scale2, d, inside, True, BLOCK_Q, BLOCK_K, TURNED)
+    if not TURNED:
+        total = tl.sum(total, 0)
+    tl.store(sums + head.to(tl.int64) * stored + token, total, token < stored)

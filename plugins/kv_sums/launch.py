@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,17 @@ _ALIGNED = ("query", "keys", "query_row", "query_head", "key_head")
 LOG2_E = 1.4426950408889634
 
 
-def column_sums(query: Tensor, keys: Tensor, lse: Tensor, scale: float, window: int = 0) -> Tensor:
+class Tile(NamedTuple):
+    """Queries and keys of a tile, warps of a block, tiles on their way; turned: keys are the rows of the products."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int = 3
+    turned: bool = False
+
+
+def column_sums(query: Tensor, keys: Tensor, lse: Tensor, scale: float, window: int = 0, tile: Tile | None = None) -> Tensor:
     """Sum what each of S tokens receives from queries [n, Hq, D], the newest n tokens, over keys [Hk, S, D]: [Hq, S] fp32.
 
     lse [Hq, n] fp32 are the natural log-sum-exps that attention left; with a window only the last so many queries count.
@@ -25,33 +36,38 @@ def column_sums(query: Tensor, keys: Tensor, lse: Tensor, scale: float, window: 
     stored, group = keys.shape[1], heads // keys.shape[0]
     assert keys.stride(1) == dim and keys.stride(2) == 1 and query.stride(2) == 1 and lse.stride(1) == 1, "rows must lie side by side"
     sums = torch.empty(heads, stored, dtype=torch.float32, device=query.device)
-    block_q, block_k, _ = blocks(dim)
+    tile = tile or tile_for(dim)
     skipped = max(0, count - window) if window else 0
-    grid = (-(-stored // block_k), heads, 1)
+    grid = (-(-stored // tile.keys), heads, 1)
     integers = (count, stored, query.stride(0), query.stride(1), keys.stride(0), lse.stride(0), skipped)
     if not query.is_cuda:
         from trtkv.plugins.kv_sums import kernel
 
-        constants = {"GROUP": group, "D": dim, "BLOCK_D": 1 << (dim - 1).bit_length(), "BLOCK_Q": block_q, "BLOCK_K": block_k}
-        kernel.sums_kernel[grid](query, keys, lse, sums, *integers, scale * LOG2_E, **constants)
+        kernel.sums_kernel[grid](query, keys, lse, sums, *integers, scale * LOG2_E, **dict(_constants(group, dim, tile)))
         return sums
     pointers = [one.data_ptr() for one in (query, keys, lse, sums)]
     stream = torch.cuda.current_stream(query.device).cuda_stream
-    triton_aot.launch(sums_kernel(group, dim, _TYPES[query.dtype], arch()), grid, stream, (*pointers, *integers, scale * LOG2_E))
+    triton_aot.launch(sums_kernel(group, dim, _TYPES[query.dtype], arch(), tile), grid, stream, (*pointers, *integers, scale * LOG2_E))
     return sums
 
 
-def blocks(dim: int) -> tuple[int, int, int]:
-    """Queries and keys of a tile, and warps of a block."""
-    return (64, 128, 4) if dim <= 128 else (64, 64, 4)
+def tile_for(dim: int) -> Tile:
+    """Return the tile that was fastest on an H200."""
+    return Tile(64, 128, 4) if dim <= 128 else Tile(64, 64, 4)
 
 
-def sums_kernel(group: int, dim: int, dtype: str, arch: str) -> Kernel:
+def sums_kernel(group: int, dim: int, dtype: str, arch: str, tile: Tile | None = None) -> Kernel:
     """Load the kernel for a shape."""
-    block_q, block_k, warps = blocks(dim)
+    tile = tile or tile_for(dim)
     real, integers = f"*{dtype}", ("new", "stored", "query_row", "query_head", "key_head", "lse_head", "skipped")
     signature: tuple[tuple[str, str | int | bool], ...] = (
         ("query", real), ("keys", real), ("lse", "*fp32"), ("sums", "*fp32"), *((one, "i32") for one in integers), ("scale2", "fp32"),
-        ("GROUP", group), ("D", dim), ("BLOCK_D", 1 << (dim - 1).bit_length()), ("BLOCK_Q", block_q), ("BLOCK_K", block_k),
+        *_constants(group, dim, tile),
     )  # fmt: skip
-    return triton_aot.load(_SOURCE, "sums_kernel", signature, _ALIGNED, warps, arch)
+    return triton_aot.load(_SOURCE, "sums_kernel", signature, _ALIGNED, tile.warps, arch, tile.stages)
+
+
+def _constants(group: int, dim: int, tile: Tile) -> tuple[tuple[str, int], ...]:
+    width = 1 << (dim - 1).bit_length()
+    blocks = ("BLOCK_Q", tile.queries), ("BLOCK_K", tile.keys), ("TURNED", int(tile.turned))
+    return (("GROUP", group), ("D", dim), ("BLOCK_D", width), *blocks)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from trtkv.plan import CachePlan
 from trtkv.plugins.dtypes import TORCH_DTYPES
-from trtkv.plugins.ragged.ledger import Lengths
-from trtkv.plugins.ragged.pages import HeadPages
+from trtkv.plugins.ragged.ledger import HeadAccount, Lengths
+from trtkv.plugins.ragged.pages import HeadPages, Ints
 from trtkv.plugins.ragged.pool import HeadPool
 from trtkv.plugins.roles import load_role
 from trtkv.plugins.rows import Row
@@ -44,6 +44,7 @@ class MixedPool(HeadPool):
         self.rows: Sequence[Row] = ()
         self.pages: list[HeadPages] = []
         self.stored: Lengths = np.zeros((0, 0), np.int64)
+        self.turns, self._cache = [], {}
 
     def stored_bytes(self, lengths: Sequence[int] | Lengths) -> int:
         """Return the bytes that hold data for a sequence of whose layers each has so many tokens [2 L], without bookkeeping."""
@@ -77,33 +78,60 @@ class MixedPool(HeadPool):
         count, coded = int(self.stored[layer, b]), int(self.stored[self.layers + layer, b])
         found = []
         for part in ("key", "value"):
-            rows = self.entries(f"{part}s", layer, b, count)
-            found.append(torch.cat([self.decoded(part, layer, b, coded).to(rows.dtype), rows], 1) if coded else rows)
+            rows = self.entries(f"{part}s", [layer], b, count)[0]
+            found.append(torch.cat([self.decoded(part, [layer], b, coded)[0].to(rows.dtype), rows], 1) if coded else rows)
         return [(slice(0, num_q_heads), *found)]
 
     def aligned(self, name: str, layer: int, b: int) -> Tensor:
-        """Return keys or values of all heads [Hk, S, D] fp32, the newest token last."""
+        """Return keys or values of all heads [Hk, S, D] fp32 as they lie, the newest token last."""
         count, coded = int(self.stored[layer, b]), int(self.stored[self.layers + layer, b])
-        rows = self.entries(name, layer, b, count).float()
-        return torch.cat([self.decoded(name[:-1], layer, b, coded), rows], 1) if coded else rows
+        rows = self.entries(name, [layer], b, count)[0].float()
+        return torch.cat([self.decoded(name[:-1], [layer], b, coded)[0], rows], 1) if coded else rows
 
-    def entries(self, name: str, layer: int, b: int, count: int, coded: bool = False) -> Tensor:
-        """Return the first `count` entries of a buffer [Hk, count, ...] in a layer's pages of one kind."""
-        pool = self.pools[name]
-        table = self._pages_of(layer, b, coded)[: -(-count // pool.shape[2])]
-        return pool[table].transpose(0, 1).flatten(1, 2)[:, :count]
+    def most(self, layers: Sequence[int], b: int) -> tuple[int, int]:
+        """Return the most tokens in full precision, and the most encoded ones, that any of some layers stores."""
+        own = self.stored[:, b]
+        return max(int(own[layer]) for layer in layers), max(int(own[self.layers + layer]) for layer in layers)
+
+    def counts(self, layers: Sequence[int], b: int, account: HeadAccount, plain: Sequence[int] = ()) -> Tensor:
+        """Return numbers of some layers [n, 4] int32 on the device.
+
+        They are the encoded tokens, those to be in full precision, the placed ones, and what positions behind these are above their index.
+        """
+        own = self.stored[:, b]
+        rows = [
+            (own[self.layers + layer], plain[i] if plain else 0, account.placed[layer], account.seen - own[layer]) for i, layer in enumerate(layers)
+        ]
+        return self._moved(np.array(rows, np.int32))
+
+    def table(self, b: int) -> Tensor:
+        """Return the pages [2 L, M] int32 of a sequence, brought to the device once a step without waiting for it."""
+        if b not in self._cache:
+            own = self.pages[b]
+            self._cache[b] = self._moved(np.ascontiguousarray(own.table[:, : int(own.counts.max(initial=1))], np.int32))
+        return self._cache[b]  # type: ignore[return-value]
+
+    def entries(self, name: str, layers: Sequence[int], b: int, count: int, coded: bool = False) -> Tensor:
+        """Return the first `count` entries of a buffer [n, Hk, count, ...] in pages of one kind of layers that follow each other.
+
+        What a layer has not is anything.
+        """
+        pool, first = self.pools[name], layers[0] + self.layers * coded
+        table = self.table(b)[first : first + len(layers), : -(-count // pool.shape[2])]
+        return pool[table].transpose(1, 2).flatten(2, 3)[:, :, :count]
 
     def put(self, name: str, layer: int, b: int, data: Tensor, coded: bool = False) -> None:
         """Write data [Hk, count, ...] to the first entries of a buffer in a layer's pages of one kind."""
         pool, index = self.pools[name], torch.arange(data.shape[1], device=data.device)
-        page = self._pages_of(layer, b, coded)[index // pool.shape[2]]
+        page = self.table(b)[layer + self.layers * coded, index // pool.shape[2]]
         pool[page, :, index % pool.shape[2]] = data.transpose(0, 1).to(pool.dtype)
 
-    def decoded(self, part: str, layer: int, b: int, count: int) -> Tensor:
-        """Return what the first `count` codes of a layer's "key" or "value" stand for [Hk, count, D] fp32."""
-        found = {name: self.entries(f"{part}_{name}", layer, b, count, True) for name in ("codes", "scale")}
-        return self.quantize.decode({name: x.contiguous() for name, x in found.items()}, f"{part}s")  # type: ignore[no-any-return]
+    def decoded(self, part: str, layers: Sequence[int], b: int, count: int) -> Tensor:
+        """Return what the first `count` codes of some layers' "key" or "value" stand for [n, Hk, count, D] fp32."""
+        found = {name: self.entries(f"{part}_{name}", layers, b, count, True).flatten(0, 1) for name in ("codes", "scale")}
+        made: Tensor = self.quantize.decode({name: x.contiguous() for name, x in found.items()}, f"{part}s")
+        return made.unflatten(0, (len(layers), -1))
 
-    def _pages_of(self, layer: int, b: int, coded: bool) -> Tensor:
-        row = self.pages[b].table[layer + self.layers * coded]
-        return torch.from_numpy(row.astype(np.int64)).to(self.device)
+    def _moved(self, values: Ints) -> Tensor:
+        found = torch.from_numpy(values)
+        return found.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else found

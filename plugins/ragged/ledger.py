@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ from trtkv.plan import CachePlan, Occupancy
 from trtkv.plugins.ragged.pages import Ints, head_pages
 from trtkv.plugins.roles import load_role
 
+if TYPE_CHECKING:
+    from trtkv.plugins.ragged.ring import Ring
+
 Lengths = npt.NDArray[np.int64]
 
 
@@ -26,7 +29,8 @@ Lengths = npt.NDArray[np.int64]
 class HeadAccount:
     """One sequence behind its newest tokens: tokens stored of every head [Y], and how many of them have their logical positions written.
 
-    Behind those, positions follow each other up to `seen`. tokens are what was granted [L][Hk]; limits those of the decode phase, once asked for.
+    Behind those, positions follow each other up to `seen`. tokens are what was granted [L][Hk]; limits those of the decode phase, once asked for;
+    ring says where tokens lie that are not in order.
     """
 
     prompt: int
@@ -37,6 +41,7 @@ class HeadAccount:
     tokens: tuple[tuple[int, ...], ...] | None = None
     precise: tuple[tuple[int, ...], ...] | None = None
     limits: tuple[Lengths, Lengths] | None = field(default=None, repr=False)
+    ring: Ring | None = None
 
     @property
     def decoding(self) -> bool:
@@ -64,6 +69,10 @@ class HeadLedger:
     def find(self, slot: int) -> HeadAccount:
         """Return the account of a sequence that has begun."""
         return self._accounts[slot]
+
+    def known(self, slot: int) -> HeadAccount | None:
+        """Return the account of a sequence, None where it has not begun."""
+        return self._accounts.get(slot)
 
     def stored(self, slot: int) -> Lengths:
         """Return the tokens [Y] that a sequence stores, none where it has not begun."""
@@ -107,6 +116,10 @@ class HeadLedger:
         """Count what is gone: heads that keep fewer tokens than they had know all their positions."""
         account.placed = np.where(stay < account.stored, stay, account.placed)
         account.stored = stay
+
+    def most(self, account: HeadAccount) -> Lengths:
+        """Return the most tokens [Y] that heads store behind the prompt, the newest included; far above any length where nothing goes."""
+        return self._limits(account, decoding=True)[0] + 1
 
     def release(self, slot: int) -> None:
         """Forget a sequence."""

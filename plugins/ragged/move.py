@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trtkv.plan import EvictPlan
 from trtkv.plugins.ragged import launch
 from trtkv.plugins.ragged.ledger import Lengths
 from trtkv.plugins.ragged.pages import Ints
 from trtkv.plugins.ragged.pool import HeadPool
+from trtkv.plugins.ragged.ring import Ring
 
 
 @dataclass(slots=True)
@@ -43,10 +43,21 @@ class Moves:
         return np.stack([first, self.stay - first, source, self.placed, self.shift], 1).astype(np.int32)
 
 
-def slides(evict: EvictPlan) -> int | None:
-    """Return the sink of a role that keeps it and the newest tokens whatever they hold, so that nothing has to be scored; None of any other."""
-    meaning = evict.meaning
-    return int(meaning.fields["sink"]) if meaning.op == "streaming" and meaning.role.startswith("trtkv.") else None
+def straighten(pool: HeadPool, b: int, ring: Ring, stored: Lengths, seen: int) -> None:
+    """Lay the tokens [Y] that sequence b of the step stored before it in order, and write their positions."""
+    heads = ring.turned(stored, seen)
+    counts = stored[heads]
+    head, index = np.repeat(heads, counts), np.concatenate([np.arange(count) for count in counts])
+    order = ring.order(heads, stored, seen, int(counts.max()))
+    source = order[np.arange(order.shape[1]) < counts[:, None]]
+    positions = np.where(index < ring.sink, index, seen - stored[head] + index)
+    size, table = pool.plan.page_size, pool.pages[b].table
+    page, place, to_page, to_place, written = (
+        torch.from_numpy(one.astype(np.int64)).to(pool.device)
+        for one in (table[head, source // size], source % size, table[head, index // size], index % size, positions)
+    )
+    for name, data in pool.pools.items():
+        data[to_page, :, to_place] = written.to(data.dtype)[:, None] if name == "positions" else data[page, :, place]
 
 
 def run(pool: HeadPool, moves: Sequence[Moves], kernels: bool) -> None:

@@ -15,6 +15,7 @@ from trtkv.plugins.kv_attend import launch_dense
 from trtkv.plugins.kv_attend.prefill import attend_with_lse
 from trtkv.plugins.ragged.pool import HeadPool
 from trtkv.plugins.ragged.received import observe_chunk
+from trtkv.plugins.ragged.ring import slides
 from trtkv.plugins.rows import Row
 from trtkv.plugins.session import Session
 from trtkv.plugins.support import overlaps
@@ -37,13 +38,16 @@ def attend(session: Session, layer: int, config: OpConfig, b: int, row: Row, que
 
 def append_by_kernels(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
     """Rotate and store new tokens: every head at its own length, in its own pages; inputs and result as the torch form's."""
-    qkv, positions, starts, _, stored, _, table, rope = inputs[:8]
+    qkv, positions, starts, _, stored, slots, table, rope = inputs[:8]
     own, step, ragged = _own(session, layer), session.step(layer), session.plan.ragged
+    sink = slides(session.plan.evict) if ragged and session.plan.evict is not None else None
+    rings = None if sink is None else _pool(session).rings.data[:, own]
     launch_append.launch(
         qkv, positions, starts, stored[own], table[own], rope, (inputs[9], inputs[10]) if len(inputs) > 9 else None, out,
         session.buffer("keys", layer), session.buffer("values", layer), None, None,
         eps=config.rms_eps, group=launch_append.NO_GROUP, summary=launch_append.NONE, longest=step.longest,
         overlap=step.decoding and overlaps(session, table[own]), heads=config.num_kv_heads if ragged else None,
+        slots=slots, rings=rings, sink=-1 if sink is None else sink,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from trtkv.plan import CachePlan
 from trtkv.plugins.dtypes import TORCH_DTYPES
 from trtkv.plugins.ragged.ledger import Lengths
 from trtkv.plugins.ragged.pages import HeadPages, head_pages
+from trtkv.plugins.ragged.ring import Ring, Rings
 from trtkv.plugins.rows import Row
 
 
@@ -38,12 +39,15 @@ class HeadPool:
         self.rows: Sequence[Row] = ()
         self.pages: list[HeadPages] = []
         self.stored: Lengths = np.zeros((0, 0), np.int64)
+        self.rings = Rings(num_slots, plan.num_page_groups, device)
+        self.turns: list[Ring | None] = []
         self._cache: dict[object, tuple[Tensor, Tensor]] = {}
 
     def announce(self, rows: Sequence[Row], pages: Sequence[HeadPages | Sequence[int]], stored: Lengths) -> None:
         """Take a step: its rows [B], their pages, the tokens [Y, B] of every head."""
         self.rows, self.stored, self._cache = rows, stored, {}
         self.pages = [HeadPages.of(one, self.plan.num_page_groups) for one in pages]
+        self.turns = [None] * len(rows)
 
     def stored_bytes(self, lengths: Sequence[int] | Lengths) -> int:
         """Return the bytes that hold data for a sequence of whose heads [Y] each has so many tokens, without bookkeeping."""
@@ -73,7 +77,8 @@ class HeadPool:
         """Return page and place within the page [T, Hk] int64 of every new token of the step."""
         pages, inside, size = [], [], self.plan.page_size
         for b, row in enumerate(self.rows):
-            stored = self.stored[self.own(layer), b]
+            ring = self.turns[b]
+            stored = (self.stored[:, b] if ring is None else ring.ends(self.stored[:, b], row.seen))[self.own(layer)]
             tokens = stored - row.new + np.arange(row.new)[:, None]
             pages.append(np.take_along_axis(self.pages[b].table[self.own(layer)].T, tokens // size, 0))
             inside.append(tokens % size)
@@ -82,10 +87,17 @@ class HeadPool:
         return page, place
 
     def read(self, name: str, layer: int, b: int, fill: float = 0) -> Tensor:
-        """Return a paged buffer's entries of a sequence [H, S, ...], S the tokens of the layer's longest head; `fill` behind a shorter one's end."""
+        """Return a paged buffer's entries of a sequence [H, S, ...], the oldest first.
+
+        S are the tokens of the layer's longest head; `fill` stands behind a shorter one's end.
+        """
         lengths = self.stored[self.own(layer), b]
         longest = int(lengths.max())
-        data = self.pools[name][self._table(layer, b)].transpose(1, 2).flatten(2, 3)[:, :, :longest]
+        data, ring = self.pools[name][self._table(layer, b)].transpose(1, 2).flatten(2, 3), self.turns[b]
+        if ring is not None:
+            order = torch.from_numpy(ring.order(self.own(layer), self.stored[:, b], self.rows[b].seen, longest)).to(self.device)
+            data = data.gather(2, order.view(self.heads, 1, longest, *(1,) * (data.dim() - 3)).expand(-1, data.shape[1], -1, *data.shape[3:]))
+        data = data[:, :, :longest]
         if int(lengths.min()) < longest:
             there = self._there(layer, b)
             data = torch.where(there.view(self.heads, 1, longest, *(1,) * (data.dim() - 3)), data, torch.full((), fill, dtype=data.dtype))
@@ -137,7 +149,7 @@ class HeadPool:
         if key not in self._cache:
             lengths = self.stored[self.own(layer), b]
             longest = int(lengths.max())
-            table = self.pages[b].table[self.own(layer), : self.plan.pages(longest)].astype(np.int64)
+            table = self.pages[b].table[self.own(layer), : self.plan.pages(longest + 1)].astype(np.int64)
             there = np.arange(longest) < lengths[:, None]
             self._cache[key] = (torch.from_numpy(table).to(self.device), torch.from_numpy(there).to(self.device))
         return self._cache[key]

@@ -7,7 +7,8 @@ from trtkv.plan import CachePlan
 from trtkv.plugins.compaction import launch as compaction
 from trtkv.plugins.dtypes import TORCH_DTYPES
 from trtkv.plugins.kv_sums.launch import sums_kernel
-from trtkv.plugins.ragged import launch, move
+from trtkv.plugins.ragged import launch
+from trtkv.plugins.ragged.ring import slides
 
 
 def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> None:
@@ -16,7 +17,7 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
     if not plan.pooled or evict is None:
         return
     dtype, heads, dim = compaction.TYPES[TORCH_DTYPES[plan.kv_dtype]], plan.num_kv_heads, plan.head_dim
-    group, lists = plan.num_q_heads // heads, move.slides(evict) is None
+    group, lists = plan.num_q_heads // heads, slides(evict) is None
     for spec in plan.buffers if plan.ragged else ():
         if spec.paged:
             rows = int(spec.shape[1]) // heads

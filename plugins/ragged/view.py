@@ -62,7 +62,10 @@ class HeadView:
         placed = torch.from_numpy(self.account.placed[own]).to(device)[:, None]
         shift = torch.from_numpy(self.account.seen - self.account.stored[own]).to(device)[:, None]
         index = torch.arange(self.at.stored, device=device).expand(len(placed), -1)
-        moved = self.pool.read("positions", self.layer, self.b).long() if bool((self.account.placed[own] > 0).any()) else index
+        if self.account.ring is not None:  # what was written is no longer true; a head has the sink and the newest
+            placed, moved = torch.full_like(placed, self.account.ring.sink), index
+        else:
+            moved = self.pool.read("positions", self.layer, self.b).long() if bool((self.account.placed[own] > 0).any()) else index
         return torch.where(self.pool.there(self.layer, self.b), torch.where(index < placed, moved, index + shift), -1)
 
     @cached_property

@@ -25,6 +25,7 @@ def test_sums_stand_beside_the_attention_that_they_follow(capsys: Capture, tmp_p
     for row in rows:
         assert row["correct"] and 0 < row["check"]["sums_error"] <= row["check"]["sums_tolerance"] < 1e-4
         assert row["with_sums_per_attention"] == pytest.approx(1 + row["sums_us"] / row["attention_us"], rel=0.01)
+        assert row["fastest"] == "attention" and row["with_sums_per_fastest"] == row["with_sums_per_attention"]
     words, same = shlex.split(rows[1]["command"]), ("op", "context", "new_tokens", "command")
     again = json.loads(printed(capsys, *words[1:], "--device", "cpu", "--runs", "1", "--json"))
     assert [again[name] for name in same] == [rows[1][name] for name in same]
@@ -43,6 +44,8 @@ def test_a_whole_compression_leaves_what_the_formula_says(capsys: Capture) -> No
     row = json.loads(printed(capsys, *LAG, "--context", "1000", "--chunk", "300", "--json"))
     assert row["stored_tokens"] == 16 + 32 * (984 // 64 - 1) + 64 + 984 % 64
     assert row["compress_us"] > 0 and row["compress_percent_of_attention"] == pytest.approx(100 * row["compress_us"] / row["attention_us"], rel=0.01)
+    assert row["products_us"] > 0
+    assert row["compress_percent_of_prefill"] == pytest.approx(100 * row["compress_us"] / (row["attention_us"] + row["products_us"]), rel=0.01)
     assert "stored tokens" in printed(capsys, *LAG, "--context", "700")
 
 

@@ -7,7 +7,9 @@ import os
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,13 +24,19 @@ from tests.test_predict import MODEL
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
 from trtkv.config import Limits
 from trtkv.footprint import Footprint
-from trtkv.plan import CacheView
+from trtkv.plan import CacheView, Occupancy, Verdict
 from trtkv.plugins import face
 from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kernels import kernels_for
 from trtkv.plugins.kv_attend import launch_dense, prefill
 from trtkv.plugins.kv_attend import reference as attend_reference
+from trtkv.plugins.mixed import rewrite
+from trtkv.plugins.mixed.pool import MixedPool
+from trtkv.plugins.ragged.ledger import HeadAccount
+from trtkv.plugins.ragged.pages import HeadPages
+from trtkv.plugins.rows import Row
 from trtkv.plugins.support import in_torch
+from trtkv.policies.evict.arkv import Arkv
 
 POLICIES = {
     "arkv": small("arkv").with_field("evict.slack_ratio", "0.95"),
@@ -102,6 +110,85 @@ def test_planned_bytes_are_those_of_the_pages(name: str, tiny_llama: TinyModel, 
     assert pool is not None
     own = [x for part, x in pool.pools.items() if "codes" not in part]  # codes lie in the bytes of keys and values
     assert sum(x.nbytes for x in own) == pool.num_pages * rig.plan.group_page_bytes(0)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_kernels_write_what_the_torch_form_writes(name: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
+    """In the interpreter, over several evictions: the same tokens, and the same bits of them, so that all answers are equal too."""
+    pytest.importorskip("triton")
+    texts, found = prompts(75, 61), []
+    for kernels in (True, False):
+        rig = make_rig(tiny_llama, POLICIES[name].with_budget(48), tmp_path, slots=2)
+        compactor = rig.session.compactor
+        assert compactor is not None
+        compactor.kernels = kernels
+        found.append((generate(rig, texts, 25, chunk=50), rig))
+    (ours, one), (theirs, two) = found
+    assert torch.equal(ours, theirs)
+    assert all(kept(one, layer, slot) == kept(two, layer, slot) for layer in range(tiny_llama.config.num_layers) for slot in range(2))
+
+
+@pytest.mark.parametrize(("heads", "dim", "dtype"), [(2, 64, torch.float16), (3, 96, torch.float32)])
+def test_every_change_of_kind(heads: int, dim: int, dtype: torch.dtype) -> None:
+    """Layers that encode more, fewer and none: codes are copied as they are, rows encode and decode as the role says, zeros and extremes included."""
+    pytest.importorskip("triton")
+    model = MODEL.model_copy(update={"head_dim": dim, "num_kv_heads": heads, "num_q_heads": heads, "dtype": str(dtype).removeprefix("torch.")})
+    made, plan = torch.Generator().manual_seed(dim), POLICIES["arkv"].plan(model)
+    layers, size = plan.num_layers, plan.page_size
+    plain, coded, full = [70, 40, 101, 33][:layers], [31, 61, 0, 68][:layers], [20, 90, 5, 64][:layers]
+    account = HeadAccount(90, np.array([*plain, *coded]), np.array([25, 0, 101, 33, *[0] * layers][: 2 * layers]), 400, 1)
+    width = -(-101 // size) + 1
+    numbers = torch.randperm(2 * layers * width, generator=made).int().view(2 * layers, width).numpy()
+    pools = []
+    for _ in range(2):
+        pool = MixedPool(plan, 2 * layers * width, 1, torch.device("cpu"))
+        pool.announce(
+            [Row(0, 1, 101, 0, [], size, pool.device, 90, 400)], [HeadPages(numbers, np.full(2 * layers, width, np.int32))], account.stored[:, None]
+        )
+        pools.append(pool)
+    one, two = pools
+    for name, x in one.pools.items():
+        if "codes" not in name:
+            x.copy_(torch.randint(0, 400, x.shape, generator=made) if name == "positions" else torch.randn(x.shape, generator=made) * 4)
+    one.pools["keys"][:, 0, 3], one.pools["keys"][:, 0, 4, 0] = 0, 60000.0
+    for layer in range(layers):
+        codes = torch.randint(0, 127, (heads, coded[layer], dim), generator=made, dtype=torch.uint8)
+        one.put("key_codes", layer, 0, codes | (torch.randint(0, 2, codes.shape, generator=made, dtype=torch.uint8) << 7), True)
+        one.put("value_codes", layer, 0, codes, True)
+    for name, x in one.pools.items():
+        two.pools[name].copy_(x)
+    chosen = torch.stack([torch.stack([torch.randperm(101, generator=made)[:95] for _ in range(heads)]) for _ in range(layers)]).flatten(0, 1)
+    for pool, kernels in ((one, True), (two, False)):
+        rewrite.run(pool, range(1, layers), 0, account, chosen[heads:], full[1:], kernels)
+        rewrite.run(pool, [0], 0, account, chosen[:heads], full[:1], kernels)
+    for name, x in one.pools.items():
+        assert torch.equal(x.view(torch.uint8), two.pools[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_layers_are_judged_together_as_alone(phase: Literal["prefill", "decode"]) -> None:
+    """Equal scores too: what several layers keep in full precision, each its own number, is what each of them would keep alone."""
+    role, made, heads, stored, layers = POLICIES["half"].evict, torch.Generator().manual_seed(3), 2, 70, 3
+    assert isinstance(role, Arkv)
+    role = role.model_copy(update={"budget": 64})
+    keys = torch.randn(layers * heads, stored, 16, generator=made).round()
+    queries = torch.randn(role.window, layers * heads * 2, 16, generator=made).round()
+    positions = torch.arange(stored).expand(layers * heads, -1)
+    precise = (3, 40, 11)
+
+    def judge(some: range) -> Verdict:
+        own, asked = slice(some.start * heads, some.stop * heads), slice(some.start * heads * 2, some.stop * heads * 2)
+        grants = tuple(precise[layer] for layer in some for _ in range(heads))
+        at = Occupancy(stored, (stored,) * heads * len(some), 1, phase=phase, prompt=60, num_layers=layers, precise=grants)
+        return role.keep(CacheView(at, keys[own], keys[own], positions[own], 0.25, queries[:, asked], num_layers=len(some)))
+
+    together, alone = judge(range(layers)), [judge(range(layer, layer + 1)) for layer in range(layers)]
+    assert torch.equal(together.kept, torch.cat([one.kept for one in alone]))
+    marks = [torch.zeros_like(one.kept, dtype=torch.bool) if one.demoted is None else one.demoted for one in alone]
+    assert (together.demoted is None and not any(mark.any() for mark in marks)) or torch.equal(together.demoted, torch.cat(marks))
+    assert phase == "prefill" or [int((~mark).sum(1)[0]) - role.window for mark in marks] == [
+        min(one, int(role.slack_ratio * (stored - role.window))) for one in precise
+    ]
 
 
 @on_cpu
@@ -182,7 +269,8 @@ def test_kernels_of_mixtures_are_compiled_ahead() -> None:
     assert plan.mixed and in_torch(plan) == []
     specs = kernels_for(plan, model, Limits(max_seq_len=512, max_batch_size=2), "90")
     assert any(spec.source.name == "dense.cu" and "-DMIXED" in spec.defines for spec in specs)
-    assert {spec.entry for spec in specs} >= {"append_kernel", "remember_kernel", "attend_dense"}
+    assert {spec.entry for spec in specs} >= {"append_kernel", "remember_kernel", "attend_dense", "gather_kernel", "scatter_kernel"}
+    assert len({spec.signature for spec in specs if spec.source.parent.name == "mixed"}) == 4, "keys with positions and values, read and written"
 
 
 @pytest.mark.parametrize("name", ["arkv", "razor"])

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.plugins import cuda_on_cpu
 from tests.plugins.launches_in_torch import Launches
@@ -30,10 +32,12 @@ from trtkv.plugins.kv_attend import launch_dense, prefill
 from trtkv.plugins.kv_attend import reference as attend_reference
 from trtkv.plugins.ragged import launch
 from trtkv.plugins.ragged.pages import HeadPages
+from trtkv.plugins.ragged.ring import Ring
 from trtkv.plugins.support import in_torch
 from trtkv.policies.base import Grants
 from trtkv.policies.policy import Policy
 from trtkv.policies.schedule import trajectory
+from trtkv.runtime.step import StepRow
 
 HEADS = "[[0, 1], [2, 0]]"
 POLICIES = {
@@ -105,6 +109,76 @@ def test_a_prompt_that_goes_on_after_eviction(tiny_llama: TinyModel, tmp_path: P
         assert worst(ours, theirs.double()) <= 2 * REORDERED
         for layer in range(tiny_llama.config.num_layers):
             assert kept(paged, layer, 0) == kept(held, layer, 0)
+
+
+@given(
+    prompt=st.integers(1, 40), budget=st.integers(6, 30), sink=st.integers(0, 4), more=st.lists(st.integers(1, 5), max_size=60),
+    whole=st.booleans(),
+)  # fmt: skip
+def test_rings_hold_the_sink_and_the_newest(prompt: int, budget: int, sink: int, more: list[int], whole: bool) -> None:
+    """A head beside one that keeps everything, places against a list of positions; several tokens at once end a ring and begin another."""
+    most = np.array([budget + 1, 2**31 if whole else budget + 3])
+    limit = [min(int(one) - 1, 10**6) for one in most]
+    seen, lists = prompt, [list(range(prompt)) for _ in most]
+
+    def cut() -> None:
+        for own, keep in zip(lists, limit, strict=True):
+            del own[sink : len(own) - keep + sink if len(own) > keep else sink]
+
+    def lie() -> tuple[Ring | None, list[dict[int, int]]]:
+        cut()
+        return Ring.begin(sink, most, np.array([len(own) for own in lists]), seen), [dict(enumerate(own)) for own in lists]
+
+    ring, placed = lie()
+    for new in more:
+        seen += new
+        if new > 1 or ring is None:
+            for own in lists:
+                own.extend(range(seen - new, seen))
+            ring, placed = lie()
+            continue
+        stored = np.array([len(own) + 1 for own in lists])
+        for head, end in enumerate(ring.ends(stored, seen).tolist()):
+            lists[head].append(seen - 1)
+            placed[head][end - 1] = seen - 1
+        order = ring.order(slice(0, 2), stored, seen, int(stored.max()))
+        for head, own in enumerate(lists):
+            assert [placed[head][place] for place in order[head, : len(own)].tolist()] == own
+            assert max(placed[head]) < int(most[head]), "a place beyond what its pages hold"
+        cut()
+        stored = np.array([len(own) for own in lists])
+        order = ring.order(np.arange(2), stored, seen, int(stored.max()))
+        for head, own in enumerate(lists):
+            assert [placed[head][place] for place in order[head, : len(own)].tolist()] == own
+            assert head in ring.turned(stored, seen) or (order[head, : len(own)] == np.arange(len(own))).all()
+
+
+@pytest.mark.parametrize("name", ["razor", "shares, streaming"])
+def test_several_tokens_behind_a_ring(name: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
+    """Decode steps turn the rings of both sequences; then one takes several tokens at once beside the other's single ones, and goes on."""
+    texts = prompts(150, 40)
+    paged, held = (make_rig(tiny_llama, POLICIES[name].with_budget(32), tmp_path, slots=2, by_definition=one) for one in (False, True))
+    found = []
+    for rig in (paged, held):
+        out, seen, lengths = [], [0, 0], [(150, 40), *[(1, 1)] * 50, (7, 1), *[(1, 1)] * 40, (40, 9), (1, 1), (1, 2)]
+        for step in lengths:
+            rows = []
+            for slot, count in enumerate(step):
+                tokens = [(7 * slot + 11 * index * index) % 250 for index in range(seen[slot], seen[slot] + count)]
+                tokens = texts[slot] if not seen[slot] else tokens
+                rows.append(StepRow(tokens, seen[slot], slot, rig.pages(slot), (count - 1,), len(texts[slot])))
+                seen[slot] += count
+            out.append(rig.stepper.run(rows))
+        found.append(torch.stack(out))
+    assert worst(found[0].flatten(0, 1), found[1].flatten(0, 1).double()) <= 2 * REORDERED
+    for layer in range(tiny_llama.config.num_layers):
+        assert all(kept(paged, layer, slot) == kept(held, layer, slot) for slot in range(2))
+    pool = paged.session.ragged
+    assert pool is not None and any(one is not None for one in pool.turns)
+    assert pool.rings.data[0].any() and pool.rings.data[1].any()
+    paged.session.release(0)
+    paged.stepper.run([StepRow(texts[0][:40], 0, 0, paged.pages(0), (), 150)])
+    assert not pool.rings.data[0].any(), "a prompt would be stored in the rings of the sequence before"
 
 
 @pytest.mark.parametrize("name", ["razor", "shares, snapkv", "shares, h2o"])
@@ -217,6 +291,44 @@ def test_heads_append_at_their_own_ends(new: list[int], norm: bool) -> None:
                 torch.testing.assert_close(keys[at], k[int(starts[b]) + t, h], atol=1e-5, rtol=1e-5)
                 assert torch.equal(values[at], v[int(starts[b]) + t, h])
     assert torch.equal(keys[~written], before[~written])
+
+
+def test_heads_append_in_rings() -> None:
+    """Every head of a slot has its ring or none; slots are not rows of the batch, and some rings have not turned yet."""
+    pytest.importorskip("triton")
+    heads, group, dim, page, batch, sink = 3, 2, 32, 16, 3, 4
+    made, slots, seen = torch.Generator().manual_seed(5), [4, 0, 2], [90, 37, 500]
+    sizes = torch.tensor([[0, 29, 17], [30, 0, 33], [29, 17, 0]])  # [B, Hk]
+    starts = torch.tensor([[0, 40, 60], [4, 0, 5], [301, 470, 0]])
+    since = torch.tensor(seen)[:, None] - 1 - starts
+    full = (sizes > 0) & (since >= sizes)
+    lens = torch.where(full, sizes + sink, torch.where(sizes > 0, since + sink + 1, torch.tensor([[70], [37], [90]])))
+    place = torch.where(full, sink + since % sizes.clamp(min=1), lens - 1)
+    assert full.any() and not full[sizes > 0].all()
+    rings = torch.full((5, heads, 2), 7, dtype=torch.int32)
+    rings[slots, :, 0], rings[slots, :, 1] = sizes.int(), starts.int()
+    width = 8
+    table = torch.randperm(heads * batch * width, generator=made).int().view(heads, batch, width)
+    keys, values = (torch.randn(heads * batch * width, 1, page, dim, generator=made) for _ in range(2))
+    before = values.clone()
+    qkv = torch.randn(batch, (heads * group + 2 * heads) * dim, generator=made)
+    angles = torch.rand(512, dim // 2, generator=made) * 6
+    rope = torch.cat([angles.cos(), angles.sin()], 1)
+    out, positions = torch.full((batch, heads * group * dim), float("nan")), torch.tensor(seen, dtype=torch.int32) - 1
+    append_launch.launch(
+        qkv, positions, torch.arange(batch + 1, dtype=torch.int32), lens.t().int().contiguous(), table, rope, None, out, keys, values, None, None,
+        eps=1e-6, group=append_launch.NO_GROUP, summary=append_launch.NONE, longest=1, heads=heads,
+        slots=torch.tensor(slots, dtype=torch.int32), rings=rings, sink=sink,
+    )  # fmt: skip
+    q, k, v = append_reference.append(qkv, positions, rope, OpConfig(heads * group, heads, dim, 1.0, 1e-6, 0, 0, ""), None)
+    torch.testing.assert_close(out, q.flatten(1), atol=1e-5, rtol=1e-5)
+    for b in range(batch):
+        for h in range(heads):
+            at = (int(table[h, b, int(place[b, h]) // page]), 0, int(place[b, h]) % page)
+            torch.testing.assert_close(keys[at], k[b, h], atol=1e-5, rtol=1e-5)
+            assert torch.equal(values[at], v[b, h])
+            before[at] = values[at]
+    assert torch.equal(values, before)
 
 
 @pytest.mark.parametrize("lists", [False, True])

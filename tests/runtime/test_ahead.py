@@ -21,19 +21,32 @@ from trtkv.runtime.loading import Engine, Options, open_engine
 from trtkv.runtime.sampler import SamplingParams, choose, count_tokens, settings_of, uniform
 
 
-@pytest.fixture(scope="module", params=["full", "fier", "lagkv", "freekv on the host"])
+@pytest.fixture(scope="module", params=["full", "fier", "lagkv", "razor", "arkv", "freekv on the host"])
 def engine(request: pytest.FixtureRequest, tiny_llama: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """An engine whose cache holds one and a half sequences of full length, so that sequences give way."""
     policy, _, hosted = request.param.partition(" ")
     out = tmp_path_factory.mktemp(policy) / "engine"
     limits = {"max_seq_len": 256, "max_batch_size": 4, "max_chunk_tokens": 48}
-    sets = {"lagkv": ("evict.lag=32",), "freekv": ("retrieve.sink=8", "retrieve.window=8")}.get(policy, ())
-    build(str(tiny_llama.path), policy, budget=96 if policy in ("fier", "freekv") else None, sets=sets, out=out, backend="none", **limits)  # type: ignore[arg-type]
+    window = ("allocate.window=8", "allocate.near=16")
+    sets = {
+        "lagkv": ("evict.lag=32",), "freekv": ("retrieve.sink=8", "retrieve.window=8"), "razor": window,
+        "arkv": ("allocate.window=8", "evict.window=8", "evict.slack_ratio=0.95"),
+    }.get(policy, ())  # fmt: skip
+    build(
+        str(tiny_llama.path),
+        policy,
+        budget={"fier": 96, "freekv": 96, "razor": 48, "arkv": 64}.get(policy),
+        sets=sets,
+        out=out,
+        backend="none",
+        **limits,
+    )  # type: ignore[arg-type]
     whole = open_engine(out, Options())
     if hosted:
         page_bytes = layout(whole.session.plan).host_bytes(1)
         return open_engine(out, Options(offload=True, host_bytes=page_bytes * whole.session.plan.pages(256) * 3 // 2))
-    return open_engine(out, Options(cache_bytes=whole.session.plan.reserved_bytes(256) * 3 // 2))
+    peak = 2 if policy == "arkv" else 1  # while a prompt is whole, its codes find pages too
+    return open_engine(out, Options(cache_bytes=peak * whole.session.plan.reserved_bytes(256) * 3 // 2))
 
 
 def prompt(length: int, seed: int) -> list[int]:

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 RETRIEVING = "fier,quest,full"
 PROMPT_OPS = ("prefill-sums", "lag")
 PROMPT_COLUMNS = (
-    "geometry", "context", "new_tokens", "policy", "status", "attention_us", "flash_us", "cudnn_us", "sums_us", "last_32_us", "with_sums_per_flash",
-    "compress_us", "compress_percent_of_attention", "stored_tokens",
+    "geometry", "context", "new_tokens", "policy", "status", "attention_us", "flash_us", "cudnn_us", "sums_us", "last_32_us", "fastest",
+    "with_sums_per_fastest",
+    "compress_us", "compress_percent_of_attention", "compress_percent_of_prefill", "stored_tokens",
 )  # fmt: skip
 
 

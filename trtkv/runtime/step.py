@@ -76,8 +76,11 @@ class Stepper:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a step may be queued before the tokens of the one before it are known: nothing behind a step needs the host."""
-        return self.chooses and self.session.compactor is None
+        """Whether a step may be queued before the tokens of the one before it are known.
+
+        What is evicted and moved behind a step follows from integers and is queued with it, so that nothing waits for the device.
+        """
+        return self.chooses
 
     @torch.inference_mode()
     def run(self, rows: Sequence[StepRow]) -> Tensor:

@@ -60,11 +60,11 @@ class Arkv(Budgeted):
         full = self.window + self.precise_tokens(at)
         return full, self.remaining(at)[0] - full
 
-    def precise_tokens(self, at: Occupancy) -> int:
-        """Return how many tokens before the window stay in full precision in an eviction."""
+    def precise_tokens(self, at: Occupancy, head: int = 0) -> int:
+        """Return how many tokens of a KV head before the window stay in full precision in an eviction."""
         past = self._past(at)
         if at.precise is not None:
-            return past if at.phase == "prefill" else min(past, at.precise[0])
+            return past if at.phase == "prefill" else min(past, at.precise[head])
         return min(past, round(self.share * (self.granted(at)[0] - self.window)))
 
     def keep(self, view: CacheView) -> Verdict:
@@ -73,10 +73,16 @@ class Arkv(Budgeted):
         scores = self.scores(view)[:, : stored - self.window]
         chosen = best(scores, self._past(view.at))
         kept = torch.cat([chosen, span(stored - self.window, stored, scores).expand(heads, -1)], 1)
-        demoted = torch.ones_like(kept, dtype=torch.bool)
-        demoted[:, chosen.shape[1] :] = False
-        demoted.scatter_(1, best(scores.gather(1, chosen), self.precise_tokens(view.at)), False)
-        return Verdict(kept, demoted if bool(demoted.any()) else None)
+        each, count = heads // view.num_layers, chosen.shape[1]
+        full = [self.precise_tokens(view.at, head) for head in range(0, heads, each)]  # a number a layer
+        if min(full) >= count:
+            return Verdict(kept)
+        demoted = torch.zeros_like(kept, dtype=torch.bool)
+        rank = scores.gather(1, chosen).argsort(dim=1, descending=True, stable=True).argsort(1)
+        for layer, most in enumerate(full):
+            own = slice(layer * each, (layer + 1) * each)
+            demoted[own, :count] = rank[own] >= most
+        return Verdict(kept, demoted)
 
     def scores(self, view: CacheView) -> Tensor:
         """Return mean plus gamma times variance over the window's queries, smoothed, mean over the group [Hk, S] (eq. 9)."""
