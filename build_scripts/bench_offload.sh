@@ -10,7 +10,8 @@ results=${1:-engines/results.jsonl}
 [ $# -eq 0 ] || shift
 trtkv=${TRTKV:-trtkv}
 failed=0
-ways="resident,ahead,ahead with a block a head,in front,without reuse,one batch of copies,page by page,tokens first,page by page tokens first"
+ways="resident,ahead,ahead on all multiprocessors,in front,without reuse,one batch of copies,page by page,tokens first,page by page tokens first"
+few="resident,ahead,ahead on all multiprocessors,in front,page by page"
 recall() { $trtkv bench kernel --op recall --device cuda --dtype bfloat16 --output "$results" "$@" || failed=1; }
 step() {
   $trtkv bench step --offload --device cuda --weights random --budget 2048 --miss-pages 10 --chunk 8192 --steps 32 --output "$results" "$@" || failed=1
@@ -22,10 +23,12 @@ for part in ${*:-bus short long million other answer tokens}; do
       recall --geometry llama-3.1-8b --batch 1,4 --pages 64,16,10,2
       recall --geometry llama-3.1-8b --batch 1 --pages 64 --order tokens
       recall --geometry qwen2.5-7b --batch 1 --pages 64,10 ;;
-    short) step --model llama-3.1-8b --policy freekv --context 32768 --batch 1,4 --recall "$ways" ;;
+    short)
+      step --model llama-3.1-8b --policy freekv --context 32768 --batch 1 --recall "$ways"
+      step --model llama-3.1-8b --policy freekv --context 32768 --batch 4 --recall "$few" ;;
     long) step --model llama-3.1-8b --policy freekv,full --context 65536,131072 --fill direct --recall resident,ahead ;;
     million) step --model qwen2.5-7b --policy freekv --context 1048576 --fill direct --recall ahead ;;
-    other) step --model qwen2.5-7b --policy freekv --context 32768 --batch 1,4 --recall "$ways" ;;
+    other) step --model qwen2.5-7b --policy freekv --context 32768 --batch 1,4 --recall "$few" ;;
     answer) step --model llama-3.1-8b --policy freekv --context 16384 --batch 1,4 --fill direct --recall resident,ahead ;;
     tokens) step --model llama-3.1-8b --policy fier --context 131072 --fill direct --recall resident,ahead ;;
     *) echo "no part $part" >&2; exit 2 ;;

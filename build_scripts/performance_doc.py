@@ -80,6 +80,8 @@ def page(records: list[Record], drawing: Path) -> str:
     """Write the page, and the plot where records of the command stand behind it."""
     by_op = {op: [record for record in records if record["op"] == op] for op in ("retrieve", "select", "append")}
     retrieve = by_op["retrieve"]
+    if not retrieve:
+        return HEAD.partition("\n## ")[0] + "\n"
     text = HEAD + about(retrieve) + markdown([decode_row(record) for record in retrieve], DECODE) + missed(retrieve)
     if "environment" in retrieve[0]:
         plot(drawn(retrieve), drawing)

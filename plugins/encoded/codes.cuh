@@ -42,7 +42,11 @@ __device__ __forceinline__ real2 as_pair(u32 x) { return *reinterpret_cast<real2
 __device__ __forceinline__ u32 bits_of(real2 x) { return *reinterpret_cast<u32*>(&x); }
 __device__ __forceinline__ u32 times(u32 x, u32 y) { return bits_of(__hmul2(as_pair(x), as_pair(y))); }
 
-// Code i of the word's two halves as two numbers; i is a constant after unrolling. magic is MAGIC, but not as a constant: an instruction takes one, the mask.
+// Codes go to the products less CENTRE, and minima as the number that it stands for: what is rounded on the way is then as small as keys and values are.
+#define CENTRE (1 << (BITS - 1))
+__device__ __forceinline__ u32 centred(u32 minimum, u32 scale) { return bits_of(__hfma2(as_pair(scale), both(CENTRE), as_pair(minimum))); }
+
+// Code i of the word's two halves as two numbers, less CENTRE where codes are integers; i is a constant after unrolling. magic is MAGIC, but not as a constant: an instruction takes one, the mask.
 __device__ __forceinline__ u32 numbers(u32 word, int i, u32 magic) {
 #if FLOATING
   const u32 x = i ? word : word << 8;
@@ -55,7 +59,7 @@ __device__ __forceinline__ u32 numbers(u32 word, int i, u32 magic) {
   const int place = i % FIT * BITS;
   const u32 x = ((word >> (i / FIT * FIT * BITS)) & (((1u << BITS) - 1) * 0x00010001u << place)) | magic;
   const float unit = 1.f / (1 << place);
-  return bits_of(__hfma2(as_pair(x), both(unit), both(-MAGIC_VALUE * unit)));
+  return bits_of(__hfma2(as_pair(x), both(unit), both(-MAGIC_VALUE * unit - CENTRE)));
 #endif
 }
 // The number of code i of half a word, for the few tokens between codes and residual.

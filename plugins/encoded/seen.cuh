@@ -1,8 +1,8 @@
 // What a warp has seen of encoded tokens: a step is two tiles of 16 tokens in shared memory.
 //
 // Built as `attend.cu` and `attend_list.cu` say. Codes become numbers of a few significant bits by one mask into the mantissa of a constant and one
-// multiplication, and go to the matrix instruction as they are: the keys' scale is folded into the query, their minimum is a product of its own; the
-// values' scale is folded into the weights, their minimum is one product a tile.
+// multiplication, and go to the matrix instruction as they are: the keys' scale is folded into the query, the number that CENTRE stands for is a product
+// of its own; the values' scale is folded into the weights, the number of CENTRE is one product a tile.
 #pragma once
 #include "codes.cuh"
 #include "tile.cuh"
@@ -58,7 +58,8 @@ struct SeenCodes : Seen {
           const u32 b0 = times(q0, scale[at]), b1 = times(q1, scale[at + 1]);
           u32 low[4]; // every token's row is the group's minimum
           read4(low, shared_at(stage) + KEY_META_AT + KEY_META + g * 2 * D + k * 32 + (lane >> 4) * 16);
-          mma(KEY_GROUPS == 1 ? base : s[g], low[0], low[1], low[2], low[3], q0, q1);
+          const u32 mid0 = centred(low[0], scale[at]), mid1 = centred(low[2], scale[at + 1]);
+          mma(KEY_GROUPS == 1 ? base : s[g], mid0, mid0, mid1, mid1, q0, q1);
 #endif
 #pragma unroll
           for (int u = KEY_GROUPS == 1 ? 0 : g; u < (KEY_GROUPS == 1 ? 2 : g + 1); u++) {
@@ -133,6 +134,12 @@ struct SeenCodes : Seen {
       const char* minima = stage + VALUE_META_AT + VALUE_META + u * 32 * SHARE + row * 32 + (lane >> 4) * 16;
       u32 a[4];
       read4(a, shared_at(SHARE < 16 && row >= SHARE ? reinterpret_cast<const char*>(zeros) : minima));
+#pragma unroll
+      for (int half = 0; half < (SHARE > 8 ? 2 : 1); half++) {
+        if (gid + 8 * half >= SHARE) continue;
+        const uint2 scale = *reinterpret_cast<const uint2*>(stage + VALUE_META_AT + u * 32 * SHARE + ((gid + 8 * half) * 4 + tig) * 8);
+        a[half] = centred(a[half], scale.x), a[2 + half] = centred(a[2 + half], scale.y);
+      }
       mma(low, a[0], a[1], a[2], a[3], p0, p1);
 #endif
     }

@@ -14,7 +14,7 @@ from trtkv.plugins.kv_select.launch import arch, stream
 
 _SOURCE = Path(__file__).parent / "recall.cu"
 POOLS = 6  # as many as a record has parts at most
-_RECALL = (Pointer,) * (11 + POOLS) + (Long,) * 4 + (Int,) * 9
+_RECALL = (Pointer,) * (11 + POOLS) + (Long,) * 4 + (Int,) * 11
 _OPEN = (Pointer,) * 8 + (Int,) * 6
 THREADS = 256
 SHARED = (64 * 1024, 96 * 1024)  # bytes of a block in which it plans; the second where the first does not do
@@ -31,35 +31,21 @@ def recall_pages(
 
     places [B, Hk, K + 1] and rows [B, F + R] int32 are written unless the selection is the next step's (ahead); flush writes completed pages to the
     host; pending [B, Hk, 1 + 2 F] int32 gets the copies instead of their being made.
-    blocks (a power of two) is the most blocks of a head, 0 for what suits the number of rows.
+    blocks is how many take the rows in turn, 0 for a cluster a row, of as many as suit the number of rows.
     """
     batch, heads, room = selection.shape[0], selection.shape[1], selection.shape[2] - 1
     width = _width(shape, room)
-    cluster = recall_cluster(batch * heads) if int(arch()) >= 90 else 1
-    cluster = min(cluster, blocks) if blocks else cluster
+    count, clusters = batch * heads, int(arch()) >= 90 and not blocks
+    cluster = recall_cluster(count) if clusters else 1
     shared = plan_bytes(shape, room)
     kernel = recall_kernel(shape, cluster, shared, arch())
     page, head, part, token = (*(step * tier.host.element_size() for step in tier.host.stride()[:4]), 0)[:4]
     address = lambda x: 0 if x is None else x.data_ptr()  # noqa: E731
     pools = (*tier.pools, *(None,) * (POOLS - len(tier.pools)))
     given = (selection, lens, slots, table, tier.host, *pools, tier.held, tier.stamps, tier.moved, places, rows, pending)
-    values = (
-        *map(address, given),
-        page,
-        head,
-        part,
-        token,
-        room,
-        width,
-        table.stride(0),
-        shape.frames,
-        shape.ring,
-        num_slots,
-        shape.behind,
-        ahead,
-        flush,
-    )
-    kernel.launch((cluster, heads, batch), THREADS, shared, stream(), values, cluster=cluster, overlap=overlap)
+    counts = (batch, heads, room, width, table.stride(0), shape.frames, shape.ring, num_slots, shape.behind, ahead, flush)
+    values = (*map(address, given), page, head, part, token, *counts)
+    kernel.launch((cluster, min(count, blocks or count), 1), THREADS, shared, stream(), values, cluster=cluster, overlap=overlap)
 
 
 def open_pages(

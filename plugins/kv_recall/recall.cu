@@ -1,4 +1,5 @@
-// Recall of selected pages from host memory into device frames: one thread-block cluster a sequence and KV head, planned and copied in one launch.
+// Recall of selected pages from host memory into device frames, planned and copied in one launch: by a thread-block cluster for each row (a sequence's
+// KV head), or by fewer that take rows in turn.
 //
 // Built with -DCLUSTER (1 to 16), -DROW (bytes of a key of one head), -DTOKENS (of a page) and -DUNIT (tokens of a list entry: 1 or a page). Of encoded
 // tokens a page of one head is one record: -DRECORD, its bytes, and -DEND0 to -DEND5, where its parts end, each of which has a pool of its own on the
@@ -147,125 +148,131 @@ __device__ __forceinline__ void find_victims(const int* age, int frames, int mis
 // tokens; slots [B]; table [B, table_stride] pages of the host; host as its strides say; keys, values [Z (F + R), H, TOKENS, D] pools of frames and
 // rings; held, stamps [Z, H, F] int32; moved [2] counts. With ahead the selection is the next step's, which has one token more; else places
 // [B, H, room + 1] gets the places of the entries and rows [B, F + R] the row of every place; of records places gets the rows themselves, where all is
-// read those of all pages, and rows is not written. With flush a page that this step completes is written to
-// the host: the one that ends `behind` tokens before the newest. With pending [B, H, 1 + 2 F] nothing is copied: it gets the number of copies and their pages and frames.
+// read those of all pages, and rows is not written. With flush the page that ends `behind` tokens before the newest is written to the host where that is
+// its last. With pending [B, H, 1 + 2 F] nothing is copied: it gets the number of copies and their pages and frames.
 extern "C" __global__ void __launch_bounds__(THREADS) recall(const int* selection, const int* lens, const int* slots, const int* table, char* host_base,
-    char* keys, char* values, char* pool2, char* pool3, char* pool4, char* pool5, int* held, int* stamps, unsigned long long* moved, int* places, int* rows, int* pending, i64 host_page, i64 host_head,
-    i64 host_part, i64 host_token, int room, int width, int table_stride, int frames, int ring, int num_slots, int behind, int ahead,
-    int flush) {
+    char* keys, char* values, char* pool2, char* pool3, char* pool4, char* pool5, int* held, int* stamps,
+    unsigned long long* moved, int* places, int* rows, int* pending, i64 host_page, i64 host_head, i64 host_part, i64 host_token, int batch, int heads, int room, int width, int table_stride, int frames, int ring, int num_slots, int behind,
+    int ahead, int flush) {
   extern __shared__ __align__(16) char arena[];
   __shared__ int warp_missing[THREADS / 32];
   int *wanted = reinterpret_cast<int*>(arena), *place = wanted + width, *pages = place + width, *age = pages + frames, *victim = age + frames, *copied = victim + frames;
-  const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0, head = blockIdx.y, heads = gridDim.y, b = blockIdx.z, t = threadIdx.x;
+  const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0, t = threadIdx.x;
   const Host host = {host_base, host_page, host_head, host_part, host_token};
   const Pools pools = {keys, values, pool2, pool3, pool4, pool5};
-  dependency_wait();
-  const int now = lens[b], stored = now + ahead, slot = slots[b], newest = (stored - 1) / TOKENS;
-  const int* list = selection + ((i64)b * heads + head) * (room + 1);
-  const int count = list[room];
-  const bool whole = count < 0;
-  const int recent = newest - ring; // the last page that is not in the ring
-  const i64 state = ((i64)slot * heads + head) * frames;
+  auto recall_row = [&](int head, int b) {
+    const int now = lens[b], stored = now + ahead, slot = slots[b], newest = (stored - 1) / TOKENS;
+    const int* list = selection + ((i64)b * heads + head) * (room + 1);
+    const int count = list[room];
+    const bool whole = count < 0;
+    const int recent = newest - ring; // the last page that is not in the ring
+    const i64 state = ((i64)slot * heads + head) * frames;
 #if UNIT == TOKENS
-  const int n = min(whole ? newest + 1 : count, width);
-  for (int j = t; j < n; j += THREADS) {
-    const int page = whole ? j : list[j];
-    wanted[j] = page, place[j] = page > recent ? frames + ring - 1 - (newest - page) : HIT;
-  }
-#else
-  int n = 0;
-  for (int first = 0; first < count; first += THREADS) {
-    const int j = first + t, page = j < count ? list[j] * UNIT / TOKENS : 0;
-    const bool begins = j < count && (j == 0 || list[j - 1] * UNIT / TOKENS != page);
-    const int number = number_of_thread(begins, n, warp_missing);
-    if (begins && number < width) wanted[number] = page;
-  }
-  n = min(whole ? newest + 1 : n, width);
-  for (int j = t; whole && j < n; j += THREADS) wanted[j] = j;
-  __syncthreads();
-  for (int j = t; j < n; j += THREADS) place[j] = wanted[j] > recent ? frames + ring - 1 - (newest - wanted[j]) : HIT;
-#endif
-  for (int f = t; f < frames; f += THREADS) {
-    const int page = held[state + f];
-    pages[f] = page, age[f] = page < 0 ? -1 : stamps[state + f];
-  }
-  __syncthreads();
-  cluster_arrive(); // the old state has been read
-  for (int f = t; f < frames; f += THREADS) {
-    const int page = pages[f];
-    const int low = find(wanted, n, page);
-    if (page >= 0 && low < n && wanted[low] == page && page <= recent) place[low] = f, age[f] = HIT;
-  }
-  __syncthreads();
-  int missing = 0; // number the pages that are in no frame
-  for (int first = 0; first < n; first += THREADS) {
-    const int j = first + t;
-    const bool own = j < n && place[j] == HIT;
-    const int number = number_of_thread(own, missing, warp_missing);
-    if (own) place[j] = -1 - number;
-  }
-  if (missing) {
-    find_victims(age, frames, missing, victim, warp_missing);
+    const int n = min(whole ? newest + 1 : count, width);
     for (int j = t; j < n; j += THREADS) {
-      if (place[j] < 0) {
-        const int number = -1 - place[j];
-        copied[number] = wanted[j], place[j] = victim[number];
-      }
+      const int page = whole ? j : list[j];
+      wanted[j] = page, place[j] = page > recent ? frames + ring - 1 - (newest - page) : HIT;
+    }
+#else
+    int n = 0;
+    for (int first = 0; first < count; first += THREADS) {
+      const int j = first + t, page = j < count ? list[j] * UNIT / TOKENS : 0;
+      const bool begins = j < count && (j == 0 || list[j - 1] * UNIT / TOKENS != page);
+      const int number = number_of_thread(begins, n, warp_missing);
+      if (begins && number < width) wanted[number] = page;
+    }
+    n = min(whole ? newest + 1 : n, width);
+    for (int j = t; whole && j < n; j += THREADS) wanted[j] = j;
+    __syncthreads();
+    for (int j = t; j < n; j += THREADS) place[j] = wanted[j] > recent ? frames + ring - 1 - (newest - wanted[j]) : HIT;
+#endif
+    for (int f = t; f < frames; f += THREADS) {
+      const int page = held[state + f];
+      pages[f] = page, age[f] = page < 0 ? -1 : stamps[state + f];
     }
     __syncthreads();
-    const int* own_table = table + (i64)b * table_stride;
-    if (!pending) {
-      for (int i = rank; i < missing; i += CLUSTER)
-        bring(host, own_table[copied[i]], head, pools, ((i64)slot * frames + victim[i]) * heads + head);
+    cluster_arrive(); // the old state has been read
+    for (int f = t; f < frames; f += THREADS) {
+      const int page = pages[f];
+      const int low = find(wanted, n, page);
+      if (page >= 0 && low < n && wanted[low] == page && page <= recent) place[low] = f, age[f] = HIT;
     }
-  }
-  if (flush && now > behind && (now - behind) % TOKENS == 0 && rank == CLUSTER - 1) {
-    const int page = (now - behind) / TOKENS - 1, home = table[(i64)b * table_stride + page];
-    const i64 row = ((i64)num_slots * frames + (i64)slot * ring + page % ring) * heads + head;
+    __syncthreads();
+    int missing = 0; // number the pages that are in no frame
+    for (int first = 0; first < n; first += THREADS) {
+      const int j = first + t;
+      const bool own = j < n && place[j] == HIT;
+      const int number = number_of_thread(own, missing, warp_missing);
+      if (own) place[j] = -1 - number;
+    }
+    if (missing) {
+      find_victims(age, frames, missing, victim, warp_missing);
+      for (int j = t; j < n; j += THREADS) {
+        if (place[j] < 0) {
+          const int number = -1 - place[j];
+          copied[number] = wanted[j], place[j] = victim[number];
+        }
+      }
+      __syncthreads();
+      const int* own_table = table + (i64)b * table_stride;
+      if (!pending) {
+        for (int i = rank; i < missing; i += CLUSTER)
+          bring(host, own_table[copied[i]], head, pools, ((i64)slot * frames + victim[i]) * heads + head);
+      }
+    }
+    if (flush && now > behind && (now - behind) % TOKENS == 0 && rank == CLUSTER - 1) {
+      const int page = (now - behind) / TOKENS - 1, home = table[(i64)b * table_stride + page];
+      const i64 row = ((i64)num_slots * frames + (i64)slot * ring + page % ring) * heads + head;
 #pragma unroll
-    for (int i = 0; i < LOADS; i++) {
-      const int vector = i * THREADS + t;
-      if (vector < VECTORS) *reinterpret_cast<uint4*>(host.at(home, head, vector)) = *reinterpret_cast<const uint4*>(pools.at(row, vector));
+      for (int i = 0; i < LOADS; i++) {
+        const int vector = i * THREADS + t;
+        if (vector < VECTORS) *reinterpret_cast<uint4*>(host.at(home, head, vector)) = *reinterpret_cast<const uint4*>(pools.at(row, vector));
+      }
     }
-  }
-  cluster_wait();
-  if (rank) return;
-  for (int j = t; j < n; j += THREADS) {
-    if (wanted[j] <= recent) held[state + place[j]] = wanted[j], stamps[state + place[j]] = 2 * stored - ahead;
-  }
-  if (missing && t == 0) atomicAdd(moved + ahead, (unsigned long long)missing);
-  if (pending) {
-    int* to = pending + ((i64)b * heads + head) * (1 + 2 * frames);
-    if (t == 0) to[0] = missing;
-    for (int i = t; i < missing; i += THREADS) to[1 + 2 * i] = copied[i], to[2 + 2 * i] = victim[i];
-  }
-  if (ahead) return;
-  int* to = places + ((i64)b * heads + head) * (room + 1);
+    cluster_wait();
+    if (rank) return;
+    for (int j = t; j < n; j += THREADS) {
+      if (wanted[j] <= recent) held[state + place[j]] = wanted[j], stamps[state + place[j]] = 2 * stored - ahead;
+    }
+    if (missing && t == 0) atomicAdd(moved + ahead, (unsigned long long)missing);
+    if (pending) {
+      int* to = pending + ((i64)b * heads + head) * (1 + 2 * frames);
+      if (t == 0) to[0] = missing;
+      for (int i = t; i < missing; i += THREADS) to[1 + 2 * i] = copied[i], to[2 + 2 * i] = victim[i];
+    }
+    if (ahead) return;
+    int* to = places + ((i64)b * heads + head) * (room + 1);
 #ifdef RECORD
-  const auto row_of = [&](int p, int page) { return p < frames ? slot * frames + p : num_slots * frames + slot * ring + page % ring; };
-  for (int j = t; j <= room; j += THREADS) {
-    const int page = whole ? j : j < count ? list[j] * UNIT / TOKENS : -1;
-    const int i = whole ? j : page < 0 ? n : find(wanted, n, page);
-    to[j] = i < n && j < room ? row_of(place[i], page) : -1;
-  }
+    auto row_of = [&](int p, int page) { return p < frames ? slot * frames + p : num_slots * frames + slot * ring + page % ring; };
+    for (int j = t; j <= room; j += THREADS) {
+      const int page = whole ? j : j < count ? list[j] * UNIT / TOKENS : -1;
+      const int i = whole ? j : page < 0 ? n : find(wanted, n, page);
+      to[j] = i < n && j < room ? row_of(place[i], page) : -1;
+    }
 #else
 #if UNIT == TOKENS
-  for (int j = t; j < room; j += THREADS) to[j] = j < n ? place[j] : -1;
-  if (t == 0) to[room] = whole ? -1 : n;
+    for (int j = t; j < room; j += THREADS) to[j] = j < n ? place[j] : -1;
+    if (t == 0) to[room] = whole ? -1 : n;
 #else
-  for (int j = t; j < room; j += THREADS) to[j] = j < count ? place[find(wanted, n, list[j] * UNIT / TOKENS)] * TOKENS + list[j] % TOKENS : -1;
-  if (t == 0) to[room] = count;
+    for (int j = t; j < room; j += THREADS) to[j] = j < count ? place[find(wanted, n, list[j] * UNIT / TOKENS)] * TOKENS + list[j] % TOKENS : -1;
+    if (t == 0) to[room] = count;
 #endif
-  if (head) return;
-  // A sequence that is read whole has the same frames in all heads, since their lists have always been the same.
-  for (int i = t; i < frames + ring; i += THREADS) {
-    const int page = whole ? i : newest - (frames + ring - 1 - i);
-    int row = slot * frames + min(i, frames - 1);
-    if (whole && i < n && place[i] < frames) row = slot * frames + place[i];
-    else if (whole ? i < n : i >= frames && page >= 0) row = num_slots * frames + slot * ring + page % ring;
-    rows[(i64)b * (frames + ring) + i] = row;
+    if (head) return;
+    // A sequence that is read whole has the same frames in all heads, since their lists have always been the same.
+    for (int i = t; i < frames + ring; i += THREADS) {
+      const int page = whole ? i : newest - (frames + ring - 1 - i);
+      int row = slot * frames + min(i, frames - 1);
+      if (whole && i < n && place[i] < frames) row = slot * frames + place[i];
+      else if (whole ? i < n : i >= frames && page >= 0) row = num_slots * frames + slot * ring + page % ring;
+      rows[(i64)b * (frames + ring) + i] = row;
+    }
+#endif
+  };
+  dependency_wait();
+  for (int row = blockIdx.y; row < batch * heads; row += gridDim.y) {
+    recall_row(row % heads, row / heads);
+    __syncthreads(); // the next row is planned in the same memory
   }
-#endif
 }
 
 // What the other kernels of a decode step need to know of the open pages, from lens [B], slots [B] and table [B, table_stride]: the row of the open

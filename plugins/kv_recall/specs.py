@@ -17,6 +17,6 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
     shared = launch.plan_bytes(shape, shape.entries)
     if not shape.parts:
         launch.open_kernel(row_bytes, plan.page_size, arch)
-    for batch in range(1, limits.max_batch_size + 1):
-        cluster = launch.recall_cluster(batch * plan.num_kv_heads) if int(arch) >= 90 else 1
+    rows = (batch * plan.num_kv_heads for batch in range(1, limits.max_batch_size + 1))
+    for cluster in {1, *(launch.recall_cluster(count) for count in rows if int(arch) >= 90)}:
         launch.recall_kernel(shape, cluster, shared, arch)

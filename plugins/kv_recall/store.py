@@ -24,8 +24,8 @@ class Recall:
 
     The last two let the host read every layer's selection, so their steps cannot be captured. ahead recalls behind a layer's attention what the
     next step will probably read; slack is the share of a selection that stays resident beyond it; reuse off brings every page of a selection anew;
-    order is that of a page on the host: "heads" first, so that what moves is contiguous, or "tokens" first. blocks is the most blocks a KV head with
-    which the kernel recalls ahead, beside the layers that compute; 0 for as many as in front of attention.
+    order is that of a page on the host: "heads" first, so that what moves is contiguous, or "tokens" first. blocks is how many of the
+    kernel's blocks recall ahead, beside the layers that compute: each keeps a multiprocessor from those. 0 takes as many as in front of attention.
     """
 
     engine: Literal["kernel", "copies", "blocking"] = "kernel"
@@ -33,7 +33,7 @@ class Recall:
     slack: float = 0.25
     reuse: bool = True
     order: Literal["heads", "tokens"] = "heads"
-    blocks: int = 0
+    blocks: int = 16
 
 
 class Lane(Protocol):

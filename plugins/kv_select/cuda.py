@@ -59,7 +59,7 @@ def choose_units(
     if summary.scorer == "fier" and plan.pooling == "none":
         _choose_per_head(session, layer, config, plan, query, lens, slots, table, out)
         return
-    if session.offload is None:  # beside pages on their way a launch that needs every multiprocessor would wait for them
+    if ahead is None:  # the same launch with pages on the host or without: how a row is shared out decides how its scores are rounded
         together = _together(session, config, plan, summary, table)
         if together is not None:
             _score_and_choose(session, layer, config, plan, summary, query, lens, table, out, together, own, overlap)

@@ -81,7 +81,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return make_tiny("llama", tmp_path_factory.mktemp("wide") / "model", **shape)
 
 
-@pytest.mark.parametrize(("policy", "recall"), [("freekv", Recall()), ("fier", Recall()), ("freekv+own", Recall(blocks=1, order="tokens"))])
+@pytest.mark.parametrize(("policy", "recall"), [("freekv", Recall()), ("fier", Recall(blocks=0)), ("freekv+own", Recall(blocks=3, order="tokens"))])
 def test_engines_answer_bit_for_bit(
     policy: str, recall: Recall, wide: TinyModel, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

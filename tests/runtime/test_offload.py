@@ -123,6 +123,23 @@ def test_tokens_whose_pages_do_not_all_fit_answer_bit_for_bit(recall: str, tmp_p
     assert torch.equal(*out)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["freekv", "quest", "fier"])
+def test_rows_that_several_blocks_choose_from_answer_bit_for_bit(policy: str, tmp_path: Path) -> None:
+    """Long rows are scored and chosen by several blocks, and how they are shared out decides how scores are rounded."""
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 256}
+    model = make_tiny("llama", tmp_path / "model", max_position_embeddings=8192, **shape)
+    sets = (f"retrieve.budget={512 if policy != 'fier' else 200}", "retrieve.dense_layers=0")
+    texts, out = [prompts(6000)[0]], []
+    forced = [torch.randint(0, 256, (24,), generator=torch.Generator().manual_seed(1)).tolist()]
+    for how in (Recall(), None):
+        own = make_rig(model, policy, tmp_path, sets=sets, slots=1, recall=how, length=8192, dtype="bfloat16", device="cuda")
+        out.append(feed(own, texts, forced))
+        key = next(one for one in own.session._scratch if isinstance(one, tuple) and one[0] == "select together")
+        assert own.session._scratch[key] is not None
+    assert torch.equal(*out)
+
+
 def test_a_slot_used_again_answers_as_a_fresh_one(tiny: TinyModel, tmp_path: Path) -> None:
     first, second = prompts(150, 61)
     used = rig(tiny, "freekv", tmp_path, Recall(), slots=1)

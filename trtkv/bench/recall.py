@@ -35,7 +35,7 @@ RESIDENT = "resident"
 # What is compared: the engine's recall. Before them stands the engine that keeps everything on the device.
 VARIANTS: dict[str, Recall] = {
     "ahead": Recall(),
-    "ahead with a block a head": Recall(blocks=1),
+    "ahead on all multiprocessors": Recall(blocks=0),
     "in front": Recall(ahead=False),
     "without reuse": Recall(ahead=False, reuse=False),
     "one batch of copies": Recall("copies", ahead=False),
