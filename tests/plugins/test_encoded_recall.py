@@ -66,16 +66,17 @@ def as_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Launches:
     return launches
 
 
-def feed(rig: Rig) -> torch.Tensor:
+def feed(rig: Rig, steps: int = 4) -> torch.Tensor:
     """Read a prompt in two chunks, another while the first decodes, then decode both: logits."""
-    texts, prompted, logits = prompts(210, 50), (198, 40), []
-    for new in ({0: (0, 130)}, {0: (130, 68)}, {0: (198, 1), 1: (0, 40)}, *({0: (199 + i, 1), 1: (40 + i, 1)} for i in range(4))):
+    texts, prompted, logits = prompts(206 + steps, 46 + steps), (198, 40), []
+    for new in ({0: (0, 130)}, {0: (130, 68)}, {0: (198, 1), 1: (0, 40)}, *({0: (199 + i, 1), 1: (40 + i, 1)} for i in range(steps))):
         spans = [(slot, seen, count) for slot, (seen, count) in new.items()]
         logits.append(rig.stepper.run([StepRow(texts[b][at : at + n], at, b, rig.pages(b), (n - 1,), prompted[b]) for b, at, n in spans]))
     return torch.cat(logits)
 
 
 @needs_cpu
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "recall"),
     [
@@ -93,7 +94,6 @@ def test_engines_answer_bit_for_bit(policy: str, recall: Recall, wide: TinyModel
     store, other_store = session.encoded, resident.encoded
     assert session.offload is not None and store is not None and other_store is not None
     front, ahead = session.offload.moved_pages()
-    print(front, ahead)
     assert front > 0 and (recall.ahead or not ahead)
     for layer in range(2):  # what went to the host and what is in the ring, put together again
         for one, other in zip(session.step(layer).rows, resident.step(layer).rows, strict=True):
@@ -112,6 +112,22 @@ def test_what_is_no_prompt_any_more_goes_on_behind_pages_on_the_host(wide: TinyM
             logits.append(own.stepper.run([StepRow(text[seen : seen + count], seen, 0, own.pages(0), (count - 1,), prompt)]))
         out.append(torch.cat(logits))
     assert torch.equal(*out)
+
+
+BY_HOST = {"page by page": Recall("blocking", ahead=False), "one batch": Recall("copies", ahead=False, slack=0.0)}
+ON_GPU = {"ahead": Recall(), "a cluster a row": Recall(blocks=0), "blocking": Recall(ahead=False, slack=0.0), **BY_HOST}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ON_GPU)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_offloaded_kernels_answer_bit_for_bit(policy: str, how: str, wide: TinyModel, tmp_path: Path) -> None:
+    common = {"sets": POLICIES[policy], "slots": 2, "dtype": "bfloat16", "device": "cuda"}
+    rigs = [make_rig(wide, policy, tmp_path, recall=recall, **common) for recall in (ON_GPU[how], None)]
+    assert torch.equal(*(feed(rig, 150) for rig in rigs))
+    assert rigs[0].executor.capturable == (how not in BY_HOST) and rigs[0].session.offload is not None
+    front, ahead = rigs[0].session.offload.moved_pages()
+    assert front > 0 and (ahead > 0) == ON_GPU[how].ahead
 
 
 def test_records_hold_what_pages_do() -> None:
