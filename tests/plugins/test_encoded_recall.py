@@ -19,15 +19,19 @@ pytest.importorskip("triton")
 from tests.plugins.launches_in_torch import Launches
 from tests.runtime.test_policies import prompts
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
-from trtkv.errors import ConfigError
+from trtkv.config import Limits
+from trtkv.errors import ConfigError, UnknownName
 from trtkv.plugins import support
 from trtkv.plugins._device.spec import shared_limit
 from trtkv.plugins.encoded import cuda, launch, launch_list
 from trtkv.plugins.kv_recall import launch as recall_launch
 from trtkv.plugins.kv_recall.layout import layout, why_not
 from trtkv.plugins.kv_recall.store import Offload, Recall
+from trtkv.plugins.session import Session
 from trtkv.policies.registry import parse_policy
+from trtkv.predict import predict
 from trtkv.runtime.executor import TorchExecutor
+from trtkv.runtime.host_memory import open_offload
 from trtkv.runtime.step import StepRow
 
 needs_cpu = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
@@ -145,3 +149,50 @@ def test_records_hold_what_pages_do() -> None:
     assert why_not(replace(plan, head_dim=40)) is not None
     with pytest.raises(ConfigError, match="one order"):
         Offload(plan, 1, 1, recall=Recall(order="tokens"))
+
+
+@pytest.mark.parametrize("policy", ["freekv+kivi", "quest+kivi", "fier+fp8"])
+def test_planned_tiers_are_allocated(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.plugins.test_encoded import model
+
+    monkeypatch.setattr(support, "gpu_ready", lambda device: None)
+    chosen, one = parse_policy(policy, sets=["retrieve.budget=320", "retrieve.dense_layers=1"]), model(num_layers=3, dtype="bfloat16")
+    plan, context, batch = chosen.plan(one), 1000, 2
+    store = Offload(plan, batch * plan.pages(context), batch, longest=plan.pages(context))
+    session = Session(plan, [batch * plan.pages(context)], batch, offload=store)
+    found, resident = (predict(one, chosen, context, batch, offload=away) for away in (True, False))
+    others = [x for name, all_ in session.buffers.items() for layer, x in enumerate(all_) if not (name in store.names and store.covers(layer))]
+    assert found["host_bytes"] == store.host_bytes() == sum(tier.host.nbytes for tier in store.every)
+    assert found["device_bytes"] == store.device_bytes() + sum(x.nbytes for x in others if x is not None)
+    assert sum(row["bytes"] for row in found["buffers"]) == found["host_bytes"] + found["device_bytes"]
+    assert resident["reserved_bytes"] - found["host_bytes"] == found["device_bytes"] - store.device_bytes()
+    assert found["device_peak_bytes"] > found["device_bytes"]
+
+
+def test_where_no_kernel_encodes_nothing_is_offloaded() -> None:
+    from tests.plugins.test_encoded import model
+
+    with pytest.raises(ConfigError, match="no kernel encodes: no CUDA device is used"):
+        open_offload(parse_policy("freekv+kivi").plan(model(dtype="bfloat16")), Limits(max_seq_len=4096), torch.device("cpu"))
+
+
+def test_recall_of_records_is_measured() -> None:
+    from trtkv.bench import pinned
+    from trtkv.bench.cases import find_geometry
+
+    cases = [pinned.RecallCase("4x2x64", find_geometry("4x2x64", "float32"), 2, 32, 3, "heads", store) for store in ("int2", "fp8", "bf16")]
+    for case in cases:
+        pinned.check_case(case)
+    records = list(pinned.run_cases(cases, torch.device("cpu"), 2))
+    assert [record["status"] for record in records] == ["ok"] * 3 and "--store int2" in cases[0].command()
+    # A page of two heads' 64 channels and 32 tokens: two bits and two numbers a group of 32; a byte and a number a token; four bytes.
+    sizes = [2 * 32 * 64 * 2 // 8 + 2 * 2 * 4 * 64, 2 * 32 * 64 + 2 * 4 * 32, 2 * 32 * 64 * 4]
+    assert [record["moved_bytes"] for record in records] == [2 * 2 * 3 * size for size in sizes]
+    for page, store, order in ((16, "int2", "heads"), (32, "int2", "tokens"), (32, "int3", "heads")):
+        with pytest.raises(ConfigError if store == "int2" else UnknownName):
+            pinned.check_case(replace(cases[0], page=page, store=store, order=order))
+    layer = pinned.OneLayer(cases[0], torch.device("cpu"))
+    layer.call(0)
+    assert layer.right(0)
+    layer.tier.pools[0].zero_()
+    assert not layer.right(0)

@@ -70,9 +70,9 @@ def check_case(case: RecallCase) -> None:
         raise UnknownName("store", case.store, STORES)
     if case.store != PLAIN and case.order != "heads":
         raise ConfigError("a record of encoded tokens has one order", "Leave --order out.")
-    problem = why_not(case.policy().plan(case.model))
-    if problem is not None:
-        raise ConfigError(f"pages of {case.page} tokens in {case.store} cannot be recalled: the policy {problem}", "Give --set retrieve.page=32.")
+    plan = case.policy().plan(case.model)
+    if plan.page_size != case.page or why_not(plan) is not None:
+        raise ConfigError(f"the cache has no pages of {case.page} tokens in {case.store} that could be recalled", "Give --set retrieve.page=32.")
 
 
 def run_cases(
