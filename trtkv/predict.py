@@ -12,7 +12,7 @@ from trtkv.errors import ConfigError
 from trtkv.footprint import DEFAULT_CHUNK, Footprint
 from trtkv.plan import BufferSpec, CachePlan
 from trtkv.plugins.encoded import store as encoded
-from trtkv.plugins.kv_recall.layout import Layout, layout
+from trtkv.plugins.kv_recall.layout import Layout, layout, records
 from trtkv.plugins.support import in_torch
 from trtkv.policies.policy import Policy
 
@@ -140,9 +140,15 @@ def _encoded(one: Footprint, context: int, batch_size: int) -> list[dict[str, An
             shape = f"[{spec.letters}] = [{', '.join([length, *map(str, spec.shape[1:])])}]"
             rows.append(_row(spec, shape, spec.row_bytes * sum(counts)))
         else:
-            dims = [batch_size, plan.num_kv_heads, one.form.ring, plan.head_dim]
-            rows.append(_row(spec, f"[Z Hk R D] = {dims}", batch_size * one.form.ring * encoded.token_bytes(plan) // 2))
+            rows.append(_ring(spec, one, batch_size))
     return rows
+
+
+def _ring(spec: BufferSpec, one: Footprint, batch_size: int) -> dict[str, Any]:
+    """List the newest keys or values of every sequence."""
+    assert one.form is not None, "nothing is encoded"
+    dims = [batch_size, one.plan.num_kv_heads, one.form.ring, one.plan.head_dim]
+    return _row(spec, f"[Z Hk R D] = {dims}", batch_size * one.form.ring * encoded.token_bytes(one.plan) // 2)
 
 
 def _mixed(spec: BufferSpec, plan: CachePlan, count: int) -> list[dict[str, Any]]:
@@ -170,12 +176,15 @@ def _heads(spec: BufferSpec, plan: CachePlan, count: int) -> tuple[str, int]:
 def _on_device(one: Footprint, context: int, batch_size: int) -> tuple[int, int]:
     """Return the device's bytes behind offloaded prompts, and the most while the last is read.
 
-    On top come the keys and values of two layers at full length, the one that runs and the next, and of a layer's new tokens.
+    On top come the keys and values of two layers at full length, the one that runs and the next, and of a layer's new tokens; of encoded ones the
+    prompt in full precision, and a layer's codes on their way.
     """
     plan, shape = one.plan, _layout(one, context)
     pages = plan.pages(context)
-    own = plan.reserved_bytes(context) - shape.host_bytes(pages)
+    own = one.reserved_bytes(context) - shape.host_bytes(pages)
     steady = own * batch_size + shape.device_bytes(batch_size)
+    if one.form is not None:
+        return steady, steady + encoded.prompt_bytes(plan, context, whole=context <= one.chunk) + pages * shape.page_bytes
     chunk = plan.pages(min(context, one.chunk)) + 1
     return steady, steady + (2 * pages + chunk) * shape.page_bytes
 
@@ -189,18 +198,30 @@ def _tiered(one: Footprint, context: int, batch_size: int) -> list[dict[str, Any
     """List the buffers of an offloaded cache: those that keep their tokens on the device, the host's pages, and the device's places for them."""
     plan, shape = one.plan, _layout(one, context)
     pages, rows = plan.pages(context) * batch_size, []
+    gone = {spec.name for spec in records(plan)} if one.form is not None else {"keys", "values"}
     for spec in plan.buffers:
-        layers = tuple(layer for layer in spec.layers if not (spec.name in ("keys", "values") and layer in shape.layers))
-        if layers:
+        layers = tuple(layer for layer in spec.layers if not (spec.name in gone and layer in shape.layers))
+        if one.form is not None and spec.name in ("keys", "values"):
+            rows.append(_ring(spec, one, batch_size))
+        elif layers:
             count = pages if spec.paged else batch_size
             row = _row(spec, f"[{spec.letters}] = [{', '.join(map(str, (count, *spec.shape[1:])))}]", spec.row_bytes * count * len(layers))
             rows.append(row | {"layers": len(layers)})
     sizes = {"host pages": (pages, shape.host_bytes(pages)), "frames": (batch_size * shape.places, shape.device_bytes(batch_size))}
     for name, (count, size) in sizes.items():
-        dims = [count, plan.num_kv_heads, 2, plan.page_size, plan.head_dim]
+        dims = [count, plan.num_kv_heads, *((shape.record_bytes,) if shape.parts else (2, plan.page_size, plan.head_dim))]
         tier = "host" if name == "host pages" else "device"
-        text = f"[{'P' if tier == 'host' else 'Z(F+R)'} Hk 2 N D] = {dims}"
-        rows.append({"name": name, "shape": text, "dtype": plan.kv_dtype, "layers": len(shape.layers), "tier": tier, "bytes": size})
+        text = f"[{'P' if tier == 'host' else 'Z(F+R)'} Hk {'bytes' if shape.parts else '2 N D'}] = {dims}"
+        rows.append(
+            {
+                "name": name,
+                "shape": text,
+                "dtype": "uint8" if shape.parts else plan.kv_dtype,
+                "layers": len(shape.layers),
+                "tier": tier,
+                "bytes": size,
+            }
+        )
     return rows
 
 

@@ -45,7 +45,7 @@ class Away:
         return found
 
     def settle(self, layer: int, row: Row, parts: Sequence[Tensor], begin: int, end: int) -> None:
-        """Move what a complete prompt's tokens from `begin` to before `end` filled to the host, the newest pages of parts [M, Hk, ...] to the ring."""
+        """Move what a complete prompt's tokens from `begin` to before `end` filled to the host, newest pages of parts [M, Hk, ...] to the ring."""
         tier, shape = self.offload.coded[layer], self.offload.shape
         first, full = begin // shape.page_size, end // shape.page_size
         if full > first:

@@ -21,8 +21,11 @@ from trtkv.plugins.session import Session
 
 @dataclass(frozen=True, slots=True)
 class Desk:
-    """What the launches of a step hand to each other, for B sequences: lists of rows and of what the next step will probably read [B, Hk, K + 1] int32,
-    copies that the host is asked for [B, Hk, 1 + 2 F] int32."""
+    """What the launches of a step hand to each other, for B sequences.
+
+    placed and likely [B, Hk, K + 1] int32: rows of pages, and what the next step will probably read; pending [B, Hk, 1 + 2 F] int32: copies that the
+    host is asked for.
+    """
 
     placed: Tensor
     likely: Tensor
@@ -64,7 +67,7 @@ def _recall_ahead(
     session: Session, away: Away, layer: int, config: OpConfig, plan: SelectPlan, query: Tensor, lens: Tensor, slots: Tensor, table: Tensor,
     likely: Tensor,
 ) -> None:  # fmt: skip
-    """Recall what this step's query chooses for the next one, beside what follows of this step; a page that is encoded to its end goes to the host."""
+    """Recall what this step's query chooses for the next one, beside what follows of this one; complete pages go to the host."""
     offload, step = away.offload, session.step(layer)
     if ("next", len(lens)) not in step.cache:
         step.cache["next", len(lens)] = lens + 1

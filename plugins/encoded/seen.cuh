@@ -1,8 +1,8 @@
 // What a warp has seen of encoded tokens: a step is two tiles of 16 tokens in shared memory.
 //
 // Built as `attend.cu` and `attend_list.cu` say. Codes become numbers of a few significant bits by one mask into the mantissa of a constant and one
-// multiplication, and go to the matrix instruction as they are: the keys' scale is folded into the query, the number that CENTRE stands for is a
-// product of its own; the values' scale is folded into the weights, the number of CENTRE is one product a tile.
+// multiplication, and go to the matrix instruction as they are: the keys' scale is folded into the query, the number that CENTRE stands for is a product
+// of its own; the values' scale is folded into the weights, the number of CENTRE is one product a tile.
 #pragma once
 #include "codes.cuh"
 #include "tile.cuh"

@@ -166,6 +166,10 @@ class EncodedStore:
             for x in self.buffers[name]:
                 assert x is not None, "every layer has a ring"
                 x[target] = x[source]
+        self.note_copy(source, target)
+
+    def note_copy(self, source: int, target: int) -> None:
+        """Take note that a slot's sequence is now a copy of another's."""
         self.origins[:, target] = self.origins[:, source]
         self._prompts[target], self._lengths[target], self._runs[target] = {}, self._lengths[source], list(self._runs[source])
         if self.keeper is not None:

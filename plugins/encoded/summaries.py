@@ -46,8 +46,8 @@ def summarize_step(
 
 
 def _launch(
-    keys: Tensor, lens: Tensor, slots: Tensor, tables: tuple[Tensor, Tensor], pages: Pages, kept: Kept, sizes: tuple[int, int], grid: tuple[int, int, int], *,
-    step: bool, overlap: bool,
+    keys: Tensor, lens: Tensor, slots: Tensor, tables: tuple[Tensor, Tensor], pages: Pages, kept: Kept, sizes: tuple[int, int],
+    grid: tuple[int, int, int], *, step: bool, overlap: bool,
 ) -> None:  # fmt: skip
     bits, meta = (keys if one is None else one for one in (kept.bits, kept.meta))
     tensors = (keys, *pages.codes[:3], lens, slots, *tables, bits, meta)
@@ -67,8 +67,9 @@ def summary_kernel(one: Format, heads: int, dim: int, group: int, kind: int, ste
     """Load the kernel of decode steps or of prompts, for groups and a kind of summary; dtype is Triton's name of what keys and metadata hold."""
     real, index = f"*{dtype}", "*i32"
     signature: tuple[tuple[str, str | int | bool], ...] = (
-        ("keys", real), ("codes", "*u8"), ("scales", real), ("minima", real), ("lens", index), ("slots", index), ("table", index), ("homes", index),
-        *plain.summary_types(kind, real), *((name, "i32") for name in ("first", "tokens", "residual", "lag", "table_stride", "homes_stride", "page_size")),
+        ("keys", real), ("codes", "*u8"), ("scales", real), ("minima", real), *((name, index) for name in ("lens", "slots", "table", "homes")),
+        *plain.summary_types(kind, real),
+        *((name, "i32") for name in ("first", "tokens", "residual", "lag", "table_stride", "homes_stride", "page_size")),
         *_constants(one, heads, dim, group, kind, step, int(arch) >= 90).items(),
     )  # fmt: skip
     return triton_aot.load(_SOURCE, "summarize_kernel", signature, _ALIGNED, 4, arch)

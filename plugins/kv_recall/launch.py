@@ -22,8 +22,8 @@ BUSY = 132  # blocks beyond which more of them a head gain nothing: the bus is f
 
 
 def recall_pages(
-    tier: Tier | RecordTier, shape: Layout, selection: Tensor, lens: Tensor, slots: Tensor, table: Tensor, places: Tensor | None, rows: Tensor | None, *,
-    num_slots: int, ahead: bool, flush: bool, pending: Tensor | None = None, overlap: bool = False, blocks: int = 0,
+    tier: Tier | RecordTier, shape: Layout, selection: Tensor, lens: Tensor, slots: Tensor, table: Tensor, places: Tensor | None,
+    rows: Tensor | None, *, num_slots: int, ahead: bool, flush: bool, pending: Tensor | None = None, overlap: bool = False, blocks: int = 0,
 ) -> None:  # fmt: skip
     """Bring selected pages, or those of selected tokens, into frames: selection [B, Hk, K + 1], lens and slots [B], table [B, M] int32.
 

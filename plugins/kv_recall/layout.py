@@ -20,8 +20,8 @@ class Layout:
 
     frames (F) hold older pages that were selected; the newest ring (R) pages, which the window always reads, lie at place page % R of a ring. A
     selection has at most `entries` (K) entries of `unit` tokens each, pages or single tokens, which lie in at most width pages. page_bytes are those
-    of the keys and values of one page of one layer on the host. Of encoded tokens that page is a record of parts, their bytes in order, and goes to the
-    host when its last token is encoded, `behind` tokens later; parts is empty otherwise.
+    of the keys and values of one page of one layer on the host. Of encoded tokens a page of one head is a record whose parts have so many bytes
+    (empty otherwise); it goes to the host when its last token is encoded, `behind` tokens later.
     """
 
     layers: tuple[int, ...]

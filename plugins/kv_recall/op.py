@@ -9,7 +9,7 @@ from torch.nn import functional
 from trtkv.plan import SelectPlan
 from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_recall.reference import assign
-from trtkv.plugins.kv_recall.store import Offload
+from trtkv.plugins.kv_recall.store import Offload, RecordTier
 from trtkv.plugins.kv_select import indexes
 from trtkv.plugins.rows import Row
 from trtkv.plugins.selection import choose, pool, spread
@@ -32,7 +32,7 @@ def recall_tokens(store: Offload, layer: int, row: Row, tokens: Tensor, stored: 
 
 
 def _recall(store: Offload, layer: int, row: Row, lists: list[list[int]], stored: int, ahead: bool) -> list[list[int]]:
-    tier, shape = store.tiers[layer], store.shape
+    tier, shape = store.tier(layer), store.shape
     newest, clock = (stored - 1) // shape.page_size, 2 * stored - ahead
     held, stamps, places = tier.held[row.slot].tolist(), tier.stamps[row.slot].tolist(), []
     for head, wanted in enumerate(lists):
@@ -40,7 +40,9 @@ def _recall(store: Offload, layer: int, row: Row, lists: list[list[int]], stored
         places.append(found)
         for page, frame in copies:
             source = tier.host[row.page_numbers[page], head]
-            tier.keys[row.slot * shape.frames + frame, head], tier.values[row.slot * shape.frames + frame, head] = source[0], source[1]
+            parts = [x[0, 0] for x in tier.unpack(source[None, None])] if isinstance(tier, RecordTier) else [source[0], source[1]]
+            for frames, part in zip(tier.pools, parts, strict=True):
+                frames[row.slot * shape.frames + frame, head] = part
         tier.moved[int(ahead)] += len(copies)
     tier.held[row.slot] = torch.tensor(held, dtype=torch.int32, device=tier.held.device)
     tier.stamps[row.slot] = torch.tensor(stamps, dtype=torch.int32, device=tier.held.device)

@@ -110,7 +110,7 @@ class RecordTier:
         found, at = [], 0
         for pool in self.pools:
             size = pool[0, 0].nbytes
-            found.append(packed[:, :, at : at + size].contiguous().view(pool.dtype).view(len(packed), *pool.shape[1:]))
+            found.append(packed[:, :, at : at + size].contiguous().view(pool.dtype).view(*packed.shape[:2], *pool.shape[2:]))
             at += size
         return found
 
@@ -153,6 +153,11 @@ class Offload:
         self.chunk: tuple[Tensor, Tensor] | None = None  # keys and values of the running layer's new tokens, in whole pages
         self.staged: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by layer and slot: what a prompt's next layer will read
         self.kept: list[Tensor] = []  # what the lane still reads
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Buffers of a session that lie here, in the layers that are covered."""
+        return frozenset(next(iter(self.coded.values())).named) if self.coded else frozenset({"keys", "values"})
 
     @property
     def every(self) -> Sequence[Tier | RecordTier]:

@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import itertools
 from dataclasses import replace
 from math import gcd
 from pathlib import Path
@@ -410,10 +411,10 @@ def test_captured_steps_on_a_gpu_answer_like_the_definition(wide: TinyModel, pol
 def test_blocks_fit_every_gpu(arch: str) -> None:
     limit = {"80": 163, "90": 227}.get(arch, 99) * 1024  # of a block; a multiprocessor has one KiB more
     for bits, group in ((2, 16), (2, 32), (4, 16), (4, 128), (8, 1)):
-        for dim in support.HEAD_DIMS:
+        for dim, listed in itertools.product(support.HEAD_DIMS, (False, True)):
             form = make_form(bits, group, 128, dim)[0]
-            block = launch.attend_block(form, dim, arch)
-            assert block.shared >= block.warps * launch.STAGES * launch.step_bytes(form, dim)
+            block = launch.attend_block(form, dim, arch, listed)
+            assert block.shared >= block.warps * launch.STAGES * launch.step_bytes(form, dim, listed)
             assert block.resident >= 1 and block.resident * (block.shared + launch.STATIC_SHARED) <= limit + 1024
             assert block.shared + launch.STATIC_SHARED <= limit
             # Laid down at the end: outputs of eight heads a warp, then a factor a part and a sum a thread.

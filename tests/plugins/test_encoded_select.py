@@ -300,7 +300,7 @@ def test_captured_steps_on_a_gpu_answer_like_the_definition(policy: str, wide: T
         logits = []
         for slot, count in enumerate(prompts):
             logits.append(rig.stepper.run([StepRow(texts[slot, :count].tolist(), 0, slot, rig.pages(slot), (count - 1,), count)]))
-        for step in range(70):
+        for step in range(40):
             rows = [
                 StepRow([int(texts[slot, count + step])], count + step, slot, rig.pages(slot), (0,), count) for slot, count in enumerate(prompts)
             ]  # fmt: skip

@@ -10,26 +10,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trtkv.bench.cases import find_policy
 from trtkv.bench.records import make_record
+from trtkv.bench.stores import STORES
 from trtkv.bench.timing import measure
-from trtkv.config import DTYPE_BYTES, ModelConfig
+from trtkv.config import ModelConfig
 from trtkv.errors import ConfigError, UnknownName
 from trtkv.plugins.kv_recall import launch, op
-from trtkv.plugins.kv_recall.store import Offload, Recall
+from trtkv.plugins.kv_recall.layout import why_not
+from trtkv.plugins.kv_recall.store import Offload, Recall, RecordTier
 from trtkv.plugins.rows import Row
+from trtkv.policies.policy import Policy
+from trtkv.policies.registry import parse_policy
 from trtkv.runtime.host_memory import HostPool
 
 BUS_BYTES = 256 << 20
 TIMES_PAGES = 16  # pages of a sequence to one that is selected
 ORDERS = ("heads", "tokens")
-COLUMNS = ("geometry", "batch", "order", "page", "pages", "status", "recall_us", "GBps", "bus_GBps", "share")
+PLAIN = "bf16"  # tokens as they are, whatever their dtype
+COLUMNS = ("geometry", "batch", "store", "order", "page", "pages", "status", "recall_us", "GBps", "bus_GBps", "share")
 Report = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True)
 class RecallCase:
-    """One row: `pages` pages of `page` tokens for every KV head of every sequence, laid out on the host in an order."""
+    """One row: `pages` pages of `page` tokens for every KV head of every sequence, laid out on the host in an order.
+
+    store names how tokens are stored, as `stores.STORES` does: encoded ones are records on the host.
+    """
 
     geometry: str
     model: ModelConfig
@@ -37,11 +44,20 @@ class RecallCase:
     page: int
     pages: int
     order: str
+    store: str = "bf16"
 
     def command(self) -> str:
         """Write the command that measures this row."""
         words = ["trtkv", "bench", "kernel", "--op", "recall", "--geometry", self.geometry, "--batch", str(self.batch), "--pages", str(self.pages)]
+        words += [] if self.store == PLAIN else ["--store", self.store]
         return shlex.join([*words, "--order", self.order, "--set", f"retrieve.page={self.page}", "--dtype", self.model.dtype])
+
+    def policy(self) -> Policy:
+        """Return a policy that selects pages of tokens that are stored so."""
+        sets = [f"retrieve.page={self.page}", f"retrieve.budget={self.page * self.pages}", "retrieve.dense_layers=0"]
+        joined, own = STORES[self.store]
+        name = "freekv" if self.store == PLAIN else f"freekv+{joined}"
+        return parse_policy(name, sets=[*sets, *own, "retrieve.sink=0", "retrieve.window=1"])
 
 
 def check_case(case: RecallCase) -> None:
@@ -50,6 +66,13 @@ def check_case(case: RecallCase) -> None:
         raise UnknownName("order", case.order, ORDERS)
     if case.pages < 1 or case.page < 1 or case.batch < 1:
         raise ConfigError("pages, tokens of a page or sequences are below 1", "Give whole numbers from 1 on.")
+    if case.store not in STORES:
+        raise UnknownName("store", case.store, STORES)
+    if case.store != PLAIN and case.order != "heads":
+        raise ConfigError("a record of encoded tokens has one order", "Leave --order out.")
+    plan = case.policy().plan(case.model)
+    if plan.page_size != case.page or why_not(plan) is not None:
+        raise ConfigError(f"the cache has no pages of {case.page} tokens in {case.store} that could be recalled", "Give --set retrieve.page=32.")
 
 
 def run_cases(
@@ -67,14 +90,14 @@ def _measure(case: RecallCase, device: torch.device, runs: int, bus: float) -> d
     layer = OneLayer(case, device)
     times = measure(layer.call, 2, runs, device)
     us, model = times.median_us, case.model
-    moved = case.batch * model.num_kv_heads * case.pages * case.page * model.head_dim * 2 * DTYPE_BYTES[model.dtype]
+    moved = case.batch * model.num_kv_heads * layer.brought * layer.store.shape.record_bytes
     figures = {
         "recall_us": round(us, 1), "p90_us": round(times.p90_us, 1), "timing": times.how, "moved_bytes": moved, "GBps": round(moved / us / 1e3, 1),
         "bus_GBps": round(bus / 1e9, 1), "share": round(moved / (us * 1e-6) / bus, 3),
     }  # fmt: skip
     facts = {
         "op": "recall", "geometry": case.geometry, "kv_heads": model.num_kv_heads, "head_dim": model.head_dim, "dtype": model.dtype,
-        "batch": case.batch, "page": case.page, "pages": case.pages, "order": case.order, "runs": runs,
+        "batch": case.batch, "page": case.page, "pages": case.pages, "order": case.order, "store": case.store, "runs": runs,
     }  # fmt: skip
     check = {"passed": layer.right(times.last), "compared": "every page of the last launch with the host's"}
     return make_record("kernel", case.command(), device, check, facts, figures)
@@ -86,13 +109,15 @@ class OneLayer:
     def __init__(self, case: RecallCase, device: torch.device) -> None:
         """Allocate, fill and draw."""
         self.case, self.device = case, device
-        sets = [f"retrieve.page={case.page}", "retrieve.sink=0", "retrieve.window=1"]
-        plan = find_policy("freekv", 32768, case.page * case.pages, None, sets).plan(case.model)
+        plan = case.policy().plan(case.model)
+        self.brought = case.pages  # of each head
         self.most, heads = TIMES_PAGES * case.pages + 8, case.model.num_kv_heads
         pool = HostPool(device, 1).allocate
         self.store = Offload(plan, case.batch * self.most, case.batch, device, Recall(slack=0.0, order=case.order), pool)  # type: ignore[arg-type]
-        self.tier = self.store.tiers[0]
-        self.tier.host.copy_(torch.randn(self.tier.host.shape, dtype=self.tier.host.dtype, device=device))
+        self.tier = self.store.tier(0)
+        self._places_are_rows = isinstance(self.tier, RecordTier) and device.type == "cuda"  # as the kernel of records writes them
+        host = self.tier.host
+        host.copy_(torch.randint(0, 256, host.shape, dtype=host.dtype) if isinstance(self.tier, RecordTier) else torch.randn_like(host))
         self.table = torch.randperm(case.batch * self.most, generator=torch.Generator().manual_seed(0)).view(case.batch, self.most).int()
         older = self.most - self.store.shape.ring
         drawn = [torch.randperm(older, generator=torch.Generator().manual_seed(row))[: 2 * case.pages] for row in range(case.batch * heads)]
@@ -118,12 +143,17 @@ class OneLayer:
 
     def right(self, last: int) -> bool:
         """Say whether the frames hold what the last call selected."""
-        frames = self.store.shape.frames
         heads = torch.arange(self.case.model.num_kv_heads)[:, None].to(self.device)
         for b, pages in enumerate(self.lists[last % 2]):
-            rows = b * frames + self.places[b, :, :-1].long()
+            rows = self.places[b, :, :-1].long()
+            if not self._places_are_rows:
+                rows = rows + b * self.store.shape.frames
             host = self.tier.host[self.table[b][pages].long().to(self.device), heads]
-            same = torch.equal(self.tier.keys[rows, heads], host[:, :, 0]) and torch.equal(self.tier.values[rows, heads], host[:, :, 1])
+            if isinstance(self.tier, RecordTier):
+                found = torch.cat([pool[rows, heads].contiguous().flatten(2).view(torch.uint8) for pool in self.tier.pools], 2)
+                same = torch.equal(found, host)
+            else:
+                same = torch.equal(self.tier.keys[rows, heads], host[:, :, 0]) and torch.equal(self.tier.values[rows, heads], host[:, :, 1])
             if not same:
                 return False
         return True

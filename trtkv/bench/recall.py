@@ -183,7 +183,7 @@ def _engines(cell: Cell, path: Path) -> list[list[str]]:
     if not plan.roles and not any(plan.select) and RESIDENT in cell.ways:
         return []
     groups: dict[float, list[str]] = {}
-    for name in (one for one in WAYS if one in cell.ways and one != RESIDENT):
+    for name in (one for one in WAYS if one in cell.ways and one != RESIDENT and (plan.quantize is None or VARIANTS[one].order == "heads")):
         groups.setdefault(VARIANTS[name].slack, []).append(name)
     return list(groups.values())
 

@@ -36,6 +36,8 @@ class Load:
         """Choose the tokens; raises ConfigError for a context without a prompt."""
         self.engine, self.work, self.session = engine, work, engine.session
         self.prompt = work.context - work.steps - WARM_UP - 1
+        if work.direct and self.session.encoded is not None:
+            raise ConfigError(f"policy '{self.session.plan.policy}' encodes, and only prompts are encoded", "Leave --fill out.")
         if self.prompt < 2:
             raise ConfigError(f"context {work.context} leaves no prompt before {work.steps} steps", "Give a longer --context or fewer --steps.")
         longest = self.session.plan.pages(engine.manifest.limits.max_seq_len)
@@ -145,13 +147,15 @@ class Load:
     def _slot_state(self) -> list[Tensor]:
         plan = self.session.plan
         state = [self.session.buffer(spec.name, layer) for spec in plan.buffers if not spec.paged for layer in spec.layers]
-        tiers = self.session.offload.tiers.values() if self.session.offload else ()
+        if self.session.encoded is not None:  # the newest tokens of every slot, in full precision
+            state += [self.session.buffer(name, layer) for name in ("keys", "values") for layer in range(plan.num_layers)]
+        tiers = self.session.offload.every if self.session.offload else ()
         return state + [x for tier in tiers for x in (tier.held, tier.stamps, *self._rings(tier))]
 
     def _rings(self, tier: Any) -> list[Tensor]:
         shape = self._store().shape
         first = self.session.num_slots * shape.frames
-        return [pool[first:].view(self.session.num_slots, shape.ring, *pool.shape[1:]) for pool in (tier.keys, tier.values)]
+        return [pool[first:].view(self.session.num_slots, shape.ring, *pool.shape[1:]) for pool in tier.pools]
 
     def _read(self, first: int, end: int) -> None:
         """Read tokens of the first sequence's prompt."""
@@ -197,27 +201,39 @@ class Load:
     def _copy(self, slot: int) -> None:
         for spec in self.session.plan.buffers:
             for layer in spec.layers:
+                if self.session.encoded is not None and self._stays(spec.name, layer):
+                    continue
                 tensor = self.session.buffer(spec.name, layer)
                 if spec.paged:
                     tensor[self.pages[slot]] = tensor[self.pages[0]]
+        for tier in self.session.offload.coded.values() if self.session.offload else ():
+            tier.host[self.pages[slot]] = tier.host[self.pages[0]]
+        if self.session.encoded is not None:
+            self.session.encoded.note_copy(0, slot)
         for tensor in self._slot_state():
             tensor[slot] = tensor[0]
+
+    def _stays(self, name: str, layer: int) -> bool:
+        """Whether a buffer of encoded caches lies in no pages that sequences name: rings, and what an offload covers."""
+        offload = self.session.offload
+        return name in ("keys", "values") or (offload is not None and name in offload.names and offload.covers(layer))
 
     def _queries(self) -> list[Tensor]:
         found = self.session.buffers.get("previous_query", [])
         return [tensor[: self.work.batch].clone() for tensor in found if tensor is not None]
 
     def _device_bytes(self) -> int:
-        hosted = set(self.session.offload.tiers) if self.session.offload else set()
-        total = self.session.offload.device_bytes() if self.session.offload else 0
+        offload = self.session.offload
+        total = offload.device_bytes() if offload else 0
         for name, tensors in self.session.buffers.items():
-            total += sum(x.nbytes for layer, x in enumerate(tensors) if x is not None and not (name in ("keys", "values") and layer in hosted))
+            hosted = offload is not None and name in offload.names
+            total += sum(x.nbytes for layer, x in enumerate(tensors) if x is not None and not (hosted and self._store().covers(layer)))
         return total
 
     def _traffic(self, moved: tuple[int, int], steps: int, median_us: float) -> dict[str, Any]:
         store, plan = self._store(), self.session.plan
         front, ahead = (now - before for now, before in zip(store.moved_pages(), moved, strict=True))
-        rows = steps * self.work.batch * plan.num_kv_heads * len(store.tiers)
+        rows = steps * self.work.batch * plan.num_kv_heads * len(store.every)
         page = store.shape.page_bytes // plan.num_kv_heads
         return {
             "pages_in_front": round(front / rows, 2), "pages_ahead": round(ahead / rows, 2), "host_kv_bytes": store.host_bytes(),

@@ -67,7 +67,7 @@ def kernel(
         context: Tokens of each sequence; several joined by commas.
         batch: Sequences; several joined by commas.
         policy: full or policies that retrieve, such as fier, quest, freekv; several joined by commas.
-        store: With --op attend, instead of a policy, how the cache is stored: int2, int4, fp8, bf16; several joined by commas.
+        store: With --op attend or recall, instead of a policy, how the cache is stored: int2, int4, fp8, bf16; several joined by commas.
         budget: Tokens that each KV head reads; by default 1024 up to 32768 tokens and 2048 beyond.
         pooling: How the query heads of a group agree; the policy's own by default.
         settings: Change a field of the policies that have it, such as retrieve.page=32; may be repeated.
@@ -93,7 +93,8 @@ def kernel(
         return
     if op == "recall":
         shapes, many = words_of("geometry", geometry), numbers_of("pages", pages)
-        bench_offload.measure_recall(shapes, sizes[1], many, order, settings or [], dtype, where, runs, output, json)
+        stored = words_of("store", store or "bf16")
+        bench_offload.measure_recall(shapes, sizes[1], many, order, stored, settings or [], dtype, where, runs, output, json)
         return
     _check_counts(op, chunk, runs, layers)
     if store is not None:

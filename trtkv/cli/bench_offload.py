@@ -58,8 +58,8 @@ def compare_tiers(cells: list[Cell], device: torch.device, output: Path | None, 
 
 
 def measure_recall(
-    geometries: list[str], batches: list[int], pages: list[int], order: str, sets: list[str], dtype: str | None, device: torch.device, runs: int,
-    output: Path | None, json: bool,
+    geometries: list[str], batches: list[int], pages: list[int], order: str, stores: list[str], sets: list[str], dtype: str | None,
+    device: torch.device, runs: int, output: Path | None, json: bool,
 ) -> None:  # fmt: skip
     """Time launches that bring pages back from host memory; see `trtkv.bench.pinned`."""
     from trtkv.bench import pinned, report
@@ -68,7 +68,10 @@ def measure_recall(
     kind = dtype or ("bfloat16" if device.type == "cuda" else "float32")
     shapes = {name: find_geometry(name, kind) for name in geometries}
     orders, page = words_of("order", order), _page(sets)
-    cases = [pinned.RecallCase(name, shape, b, page, n, one) for name, shape in shapes.items() for b in batches for one in orders for n in pages]
+    cases = [
+        pinned.RecallCase(name, shape, b, page, n, one, stored)
+        for name, shape in shapes.items() for b in batches for stored in stores for one in orders for n in pages
+    ]  # fmt: skip
     for case in cases:
         pinned.check_case(case)
     with progress("bench") as show:

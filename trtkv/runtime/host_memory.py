@@ -16,10 +16,11 @@ from torch import Tensor
 from trtkv.config import Limits
 from trtkv.errors import CapacityError, ConfigError, EngineError
 from trtkv.plan import CachePlan
+from trtkv.plugins.encoded import store as encoded
 from trtkv.plugins.kv_recall.layout import Layout, layout
 from trtkv.plugins.kv_recall.store import Offload, Recall
-from trtkv.plugins.support import gpu_ready, why_selects_in_torch, why_torch
-from trtkv.runtime.memory import HEADROOM, available_bytes, readable
+from trtkv.plugins.support import encodes_by_kernels, gpu_ready, why_selects_in_torch, why_torch
+from trtkv.runtime.memory import HEADROOM, available_bytes, beside_bytes, readable
 from trtkv.runtime.streams import SideStream
 
 HOST_SHARE = 0.8  # of what is free: pinned memory cannot be swapped out
@@ -57,6 +58,9 @@ def open_offload(
 
 def _check_kernels(plan: CachePlan, device: torch.device) -> None:
     """Raise ConfigError where kernels would append and torch would summarize: a page that fills up is not on the host while its step runs."""
+    if plan.quantize is not None and encodes_by_kernels(plan, device) is None:
+        problem = gpu_ready(device) or why_torch(plan)
+        raise ConfigError(f"policy '{plan.policy}' cannot be offloaded here, where no kernel encodes: {problem}", "Leave --offload out.")
     if gpu_ready(device) is not None or why_torch(plan) is not None:
         return
     problem = next((why for why in (why_selects_in_torch(plan, layer) for layer in range(plan.num_layers)) if why), None)
@@ -75,8 +79,10 @@ def fitting_pages(
 ) -> int:
     """Return the pages for which both tiers have room; raises CapacityError where one sequence of full length does not fit."""
     wanted, slots = plan.pages(limits.max_seq_len), limits.max_batch_size
-    host_page = shape.host_bytes(1)
-    device_page, fixed = plan.page_bytes - host_page, slots * plan.slot_bytes + shape.device_bytes(slots)
+    host_page, form = shape.host_bytes(1), encodes_by_kernels(plan, device)
+    device_page = (plan.page_bytes if form is None else encoded.page_bytes(plan)) - host_page
+    fixed = beside_bytes(plan, limits, form) + shape.device_bytes(slots)
+    fixed += 0 if form is None else wanted * shape.page_bytes  # a prompt's codes on their way to the host
     own_room = host_room() if host_bytes is None else host_bytes
     room = int(available_bytes(device) * HEADROOM) if cache_bytes is None else cache_bytes
     if wanted * host_page > own_room:

@@ -43,7 +43,7 @@ def pool_pages(plan: CachePlan, limits: Limits, device: torch.device, cache_byte
     """
     room = int(max(0, available_bytes(device) - promised_bytes) * HEADROOM) if cache_bytes is None else cache_bytes
     form = encodes_by_kernels(plan, device)
-    page_bytes, beside = plan.page_bytes if form is None else encoded.page_bytes(plan), _beside(plan, limits, form)
+    page_bytes, beside = plan.page_bytes if form is None else encoded.page_bytes(plan), beside_bytes(plan, limits, form)
     wanted = plan.pages(limits.max_seq_len)
     pages = min(wanted * limits.max_batch_size, max(0, room - beside) // max(1, page_bytes))
     if pages < wanted:
@@ -60,7 +60,7 @@ def claimed_chunk(limits: Limits) -> int:
     return max(1, limits.max_chunk_tokens // 2, limits.max_chunk_tokens - limits.max_batch_size)
 
 
-def _beside(plan: CachePlan, limits: Limits, form: Format | None) -> int:
+def beside_bytes(plan: CachePlan, limits: Limits, form: Format | None) -> int:
     """Return the bytes that all slots take beside their pages; where tokens are encoded, with a prompt that is being read."""
     if form is None:
         return limits.max_batch_size * plan.slot_bytes
@@ -80,7 +80,7 @@ def pool_sizes(plan: CachePlan, limits: Limits, device: torch.device, cache_byte
         return [pool_pages(plan, limits, device, cache_bytes, promised_bytes)] * plan.num_page_groups
     room = int(max(0, available_bytes(device) - promised_bytes) * HEADROOM) if cache_bytes is None else cache_bytes
     ledger, longest, chunk = make_ledger(plan) if plan.pooled else Ledger(plan), limits.max_seq_len, limits.max_chunk_tokens
-    slots, most = _beside(plan, limits, form), ledger.most_pages(longest, chunk)
+    slots, most = beside_bytes(plan, limits, form), ledger.most_pages(longest, chunk)
     # One pool a page group, or one for all heads.
     sizes = [plan.group_page_bytes(group) if form is None else encoded.group_bytes(plan, group) for group in range(len(most))]
     one = sum(count * size for count, size in zip(most, sizes, strict=True))

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import trtkv
+from trtkv.plugins.encoded import store as encoded
 from trtkv.runtime.batcher import Batcher
 from trtkv.runtime.scheduler import Running
 from trtkv.serve.families import Sink
@@ -82,9 +83,10 @@ def _capacity(batcher: Batcher) -> dict[str, int]:
     sizes = {"device": 0, "host": 0}
     for spec in session.plan.buffers:
         for layer, tensor in enumerate(session.buffers.get(spec.name, [])):
-            hosted = session.offload is not None and spec.name in ("keys", "values") and session.offload.covers(layer)
-            sizes["host" if hosted else spec.tier] += 0 if tensor is None else tensor.numel() * tensor.element_size()
-    sizes["device"] += session.offload.device_bytes() if session.offload is not None else 0
+            if session.offload is None or spec.name not in session.offload.names or not session.offload.covers(layer):
+                sizes[spec.tier] += 0 if tensor is None else tensor.numel() * tensor.element_size()
+    if session.offload is not None:
+        sizes["device"], sizes["host"] = sizes["device"] + session.offload.device_bytes(), sizes["host"] + session.offload.host_bytes()
     return {tier: size * session.parts for tier, size in sizes.items()}
 
 
@@ -92,7 +94,7 @@ def _host_share(batcher: Batcher) -> float:
     """Return the part of a page's bytes that lies in host memory."""
     session = batcher.engine.session
     if session.offload is not None:
-        return session.offload.shape.host_bytes(1) / session.plan.page_bytes
+        return session.offload.shape.host_bytes(1) / (session.plan.page_bytes if session.encoded is None else encoded.page_bytes(session.plan))
     paged = [spec for spec in batcher.engine.session.plan.buffers if spec.paged and spec.pool == "plain"]
     total = sum(spec.row_bytes * len(spec.layers) for spec in paged)
     host = sum(spec.row_bytes * len(spec.layers) for spec in paged if spec.tier == "host")
