@@ -148,12 +148,12 @@ __device__ __forceinline__ void find_victims(const int* age, int frames, int mis
 // tokens; slots [B]; table [B, table_stride] pages of the host; host as its strides say; keys, values [Z (F + R), H, TOKENS, D] pools of frames and
 // rings; held, stamps [Z, H, F] int32; moved [2] counts. With ahead the selection is the next step's, which has one token more; else places
 // [B, H, room + 1] gets the places of the entries and rows [B, F + R] the row of every place; of records places gets the rows themselves, where all is
-// read those of all pages, and rows is not written. With flush a page that this step completes is written to
-// the host: the one that ends `behind` tokens before the newest. With pending [B, H, 1 + 2 F] nothing is copied: it gets the number of copies and their pages and frames.
+// read those of all pages, and rows is not written. With flush the page that ends `behind` tokens before the newest is written to the host where that is
+// its last. With pending [B, H, 1 + 2 F] nothing is copied: it gets the number of copies and their pages and frames.
 extern "C" __global__ void __launch_bounds__(THREADS) recall(const int* selection, const int* lens, const int* slots, const int* table, char* host_base,
     char* keys, char* values, char* pool2, char* pool3, char* pool4, char* pool5, int* held, int* stamps, unsigned long long* moved, int* places,
-    int* rows, int* pending, i64 host_page, i64 host_head, i64 host_part, i64 host_token, int batch, int heads, int room, int width, int table_stride, int frames, int ring, int num_slots,
-    int behind, int ahead, int flush) {
+    int* rows, int* pending, i64 host_page, i64 host_head, i64 host_part, i64 host_token, int batch, int heads, int room, int width,
+    int table_stride, int frames, int ring, int num_slots, int behind, int ahead, int flush) {
   extern __shared__ __align__(16) char arena[];
   __shared__ int warp_missing[THREADS / 32];
   int *wanted = reinterpret_cast<int*>(arena), *place = wanted + width, *pages = place + width, *age = pages + frames, *victim = age + frames, *copied = victim + frames;
