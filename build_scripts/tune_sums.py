@@ -21,15 +21,7 @@ from trtkv.plugins.kv_sums import launch
 from trtkv.plugins.kv_sums.launch import Tile
 
 RUNS = 5
-TILES = [
-    Tile(*blocks, stages, turned)
-    for turned, forms in (
-        (False, ((64, 128, 4), (64, 128, 8), (64, 256, 8), (128, 128, 8))),
-        (True, ((64, 128, 4), (64, 128, 8), (128, 128, 8), (128, 128, 4), (64, 256, 8))),
-    )
-    for blocks in forms
-    for stages in (2, 3)
-]
+TILES = [Tile(*form) for form in ((64, 128, 4), (64, 64, 4), (128, 64, 4), (64, 128, 8), (64, 256, 8), (128, 128, 8))]
 
 
 def main() -> None:

@@ -29,7 +29,6 @@ from trtkv.plugins._device.spec import Binary, Float, Int, Pointer, Spec
 
 INSTALL = "pip install 'trtkv[gpu]'"
 _C_TYPES = {"i32": Int, "fp32": Float}
-STAGES = 3  # Triton's own choice
 
 
 @dataclass(frozen=True)
@@ -37,19 +36,16 @@ class TritonSpec(Spec):
     """A Triton function of a file that needs nothing but Triton.
 
     signature names every argument in order with its Triton type ("*bf16", "i32") or its value where it is a constant; aligned are the pointers
-    that are multiples of sixteen bytes and the integers that are multiples of sixteen; warps is the size of a block, stages how many turns of a loop
-    are on their way.
+    that are multiples of sixteen bytes and the integers that are multiples of sixteen; warps is the size of a block.
     """
 
     signature: tuple[tuple[str, str | int | bool], ...]
     aligned: tuple[str, ...]
     warps: int
-    stages: int = STAGES
 
     def content(self) -> list[str]:
         """Return the source and how it is specialized."""
-        stages = [str(self.stages)] if self.stages != STAGES else []
-        return [self.source.read_text(encoding="utf-8"), self.entry, repr(self.signature), repr(self.aligned), str(self.warps), *stages]
+        return [self.source.read_text(encoding="utf-8"), self.entry, repr(self.signature), repr(self.aligned), str(self.warps)]
 
     def compile(self) -> Binary:
         """Compile to a cubin and its facts; raises BuildError with Triton's reason."""
@@ -64,13 +60,11 @@ class TritonSpec(Spec):
         return [f"{name}={value}" for name, value in self.signature]
 
 
-def load(
-    path: Path, name: str, signature: tuple[tuple[str, str | int | bool], ...], aligned: tuple[str, ...], warps: int, arch: str, stages: int = STAGES
-) -> Kernel:  # fmt: skip
+def load(path: Path, name: str, signature: tuple[tuple[str, str | int | bool], ...], aligned: tuple[str, ...], warps: int, arch: str) -> Kernel:
     """Return the kernel `name` of a source file on the current device (see `store.load`)."""
     kinds = [value for _, value in signature if isinstance(value, str)]
     types = tuple(Pointer if kind.startswith("*") else _C_TYPES[kind] for kind in kinds)
-    return store.load(TritonSpec(path, name, types, arch, 0, signature, aligned, warps, stages))
+    return store.load(TritonSpec(path, name, types, arch, 0, signature, aligned, warps))
 
 
 def launch(kernel: Kernel, grid: tuple[int, int, int], stream: int, values: Sequence[Any], *, overlap: bool = False) -> None:
@@ -153,7 +147,7 @@ def _compile(job: dict[str, Any]) -> dict[str, Any]:
     constants = {(names.index(name),): value for name, value in job["signature"] if not isinstance(value, str)}
     divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in job["aligned"]}
     source = ASTSource(function, types, constexprs=constants, attrs=divisible)
-    options = {"num_warps": job["warps"], "num_stages": job["stages"], "enable_fp_fusion": True}
+    options = {"num_warps": job["warps"], "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", int(job["arch"]), 32), options=options)
     facts = compiled.metadata
     for kind in ("global_scratch_size", "profile_scratch_size"):

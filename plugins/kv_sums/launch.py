@@ -15,16 +15,15 @@ _SOURCE = Path(__file__).parent / "kernel.py"
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _ALIGNED = ("query", "keys", "query_row", "query_head", "key_head")
 LOG2_E = 1.4426950408889634
+MOST_TOGETHER = 8
 
 
 class Tile(NamedTuple):
-    """Queries and keys of a tile, warps of a block, tiles on their way; turned: keys are the rows of the products."""
+    """Queries and keys of a tile, warps of a block."""
 
     queries: int
     keys: int
     warps: int
-    stages: int = 3
-    turned: bool = False
 
 
 def column_sums(query: Tensor, keys: Tensor, lse: Tensor, scale: float, window: int = 0, tile: Tile | None = None) -> Tensor:
@@ -38,8 +37,9 @@ def column_sums(query: Tensor, keys: Tensor, lse: Tensor, scale: float, window: 
     sums = torch.empty(heads, stored, dtype=torch.float32, device=query.device)
     tile = tile or tile_for(dim)
     skipped = max(0, count - window) if window else 0
-    grid = (-(-stored // tile.keys), heads, 1)
-    integers = (count, stored, query.stride(0), query.stride(1), keys.stride(0), lse.stride(0), skipped)
+    together = _together(heads)
+    grid = (-(-stored // tile.keys) * together, heads // together, 1)
+    integers = (count, stored, query.stride(0), query.stride(1), keys.stride(0), lse.stride(0), skipped, together)
     if not query.is_cuda:
         from trtkv.plugins.kv_sums import kernel
 
@@ -59,15 +59,20 @@ def tile_for(dim: int) -> Tile:
 def sums_kernel(group: int, dim: int, dtype: str, arch: str, tile: Tile | None = None) -> Kernel:
     """Load the kernel for a shape."""
     tile = tile or tile_for(dim)
-    real, integers = f"*{dtype}", ("new", "stored", "query_row", "query_head", "key_head", "lse_head", "skipped")
+    real, integers = f"*{dtype}", ("new", "stored", "query_row", "query_head", "key_head", "lse_head", "skipped", "together")
     signature: tuple[tuple[str, str | int | bool], ...] = (
         ("query", real), ("keys", real), ("lse", "*fp32"), ("sums", "*fp32"), *((one, "i32") for one in integers), ("scale2", "fp32"),
         *_constants(group, dim, tile),
     )  # fmt: skip
-    return triton_aot.load(_SOURCE, "sums_kernel", signature, _ALIGNED, tile.warps, arch, tile.stages)
+    return triton_aot.load(_SOURCE, "sums_kernel", signature, _ALIGNED, tile.warps, arch)
+
+
+def _together(heads: int) -> int:
+    """Return how many query heads take turns: few enough that blocks of one head still read the same queries at about the same time."""
+    return max(one for one in range(1, MOST_TOGETHER + 1) if heads % one == 0)
 
 
 def _constants(group: int, dim: int, tile: Tile) -> tuple[tuple[str, int], ...]:
     width = 1 << (dim - 1).bit_length()
-    blocks = ("BLOCK_Q", tile.queries), ("BLOCK_K", tile.keys), ("TURNED", int(tile.turned))
+    blocks = ("BLOCK_Q", tile.queries), ("BLOCK_K", tile.keys)
     return (("GROUP", group), ("D", dim), ("BLOCK_D", width), *blocks)
