@@ -7,8 +7,8 @@
 
 #define UNIT_TOKENS (WARPS * TILE)
 #define QUADS (GROUP_HEADS * D / 4)
-#ifndef MERGED_AT_ONCE // shares that a thread asks for before it waits: with more registers eight warps would leave none to the append kernel beside them
-#define MERGED_AT_ONCE (D > 128 ? 16 : WARPS > 4 ? 17 : 34)
+#ifndef MERGED_AT_ONCE // shares that a thread asks for before it waits: with more registers a block would leave none to the append kernel beside it
+#define MERGED_AT_ONCE (D > 128 ? 16 : 17)
 #endif
 #define SHARE ((GROUP_HEADS * (D + 2) + 3) / 4 * 4) // floats that a block leaves of a row: outputs [G, D], largest scores [G], sums [G]
 

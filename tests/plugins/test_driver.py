@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trtkv.plugins._device import driver
 from trtkv.plugins._device.driver import Kernel
+from trtkv.plugins._device.nvrtc import CudaSpec
+from trtkv.plugins._device.spec import Binary
 
 cuda = pytest.importorskip("cuda.bindings.driver")
 
@@ -59,3 +62,15 @@ def test_older_gpus_start_nothing_early(monkeypatch: pytest.MonkeyPatch) -> None
         made.launch((tokens, 1, 1), 32, 0, 0, (), overlap=True)
     assert [one["grid"][0] for one in noting.launches] == list(range(1, 20)) and not any(one["attributes"] for one in noting.launches)
     assert len(made._configs) <= 5
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_kernels_ask_for_cache_when_they_are_loaded(caching: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    fine, noted = cuda.CUresult.CUDA_SUCCESS, []
+    answers = {"cuModuleLoadData": 1, "cuModuleGetFunction": 2, "cuCtxGetDevice": 0, "cuDeviceGetAttribute": 9, "cuFuncGetAttribute": 0}
+    for name, answer in answers.items():
+        monkeypatch.setattr(cuda, name, lambda *args, answer=answer: (fine, answer))
+    monkeypatch.setattr(cuda, "cuFuncSetAttribute", lambda function, attribute, value: (noted.append((attribute, value)), (fine,))[1])
+    Kernel(CudaSpec(Path("one.cu"), "one", (), "90", 0, (), caching), Binary(b""))
+    carveout = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    assert [value for attribute, value in noted if attribute == carveout] == ([driver.CACHING_PERCENT] if caching else [])

@@ -20,6 +20,7 @@ from trtkv.plugins._device import store
 from trtkv.plugins._device.spec import Spec
 from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kernels import kernels_for
+from trtkv.plugins.kv_append import cuda as append_cuda
 from trtkv.plugins.kv_attend import cuda as attend_cuda
 from trtkv.plugins.kv_attend import op as attend_op
 from trtkv.plugins.kv_select import cuda as select_cuda
@@ -189,6 +190,25 @@ class Recorder:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # nothing is computed
+def test_append_lets_dense_attention_begin_early_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer reads everything, the second selects where there is more than it reads."""
+    Launches(monkeypatch)
+    asked: list[dict[str, bool]] = []
+    monkeypatch.setattr(append_cuda.launch, "launch", lambda *args, overlap, early, **more: asked.append({"overlap": overlap, "early": early}))
+    one, prompts = model(), {0: 160, 2: 20}
+    twins = Twins(lower("quest", one), one)
+    seen = []
+    for new in ({0: 160}, {0: 1}, {0: 1, 2: 20}, {2: 1}):
+        query, starts, _, stored, slots, table, _ = twins.begin(new, prompts)
+        qkv = torch.zeros(len(query), (HQ + 2 * HK) * DIM).half()
+        asked.clear()
+        for layer in range(2):
+            append_cuda.append(twins.wired, layer, twins.config, (qkv, starts, starts, stored[0], stored, slots, table, query), query)
+        seen.append([(each["overlap"], each["early"]) for each in asked])
+    prefilling = [(False, False)] * 2
+    assert seen == [prefilling, [(True, True), (True, False)], prefilling, [(True, True), (True, True)]]
+
+
 @pytest.mark.parametrize(("policy", "heads", "kv"), SHAPES)
 def test_every_kernel_that_a_step_launches_is_listed(policy: str, heads: int, kv: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is launched for one, two and three sequences is what an engine for three brings; append, recall and sampling aside."""
