@@ -17,7 +17,7 @@ from torch import Tensor
 from trtkv.plugins.kv_append import kernel as append
 from trtkv.plugins.kv_attend import launch as attend
 from trtkv.plugins.kv_attend import launch_dense
-from trtkv.plugins.kv_select import fier_layout, launch_fused, launch_pages
+from trtkv.plugins.kv_select import fier_layout, launch_fused, launch_pages, launch_retrieve
 from trtkv.plugins.kv_select import launch as select
 
 DEV = "cuda"
@@ -172,6 +172,83 @@ def check_together() -> None:
     check_growth(7, append.FIER, 40, bf16, together=True)
 
 
+def check_attended(case: Case, budget: int, sink: int, window: int, pooling: str, sms: int, blocks: int, label: str, replays: int = 1) -> None:
+    """Scores, choice and attention in one launch: the units that it marks are the best by the scores that it left, and out is attention to them."""
+    batch, rows = len(case.lens), len(case.lens) * case.heads
+    unit, chunk = (case.page, 1) if case.pages else (1, 32)
+    capacity, width = case.table.shape[1] * case.page // unit, -(-budget // unit)
+    kind = (rows, case.group, *(() if case.pages else (case.dim,)), pooling, capacity, sms, select.arch())
+    fused = launch_fused.Fused.plan_pages(*kind) if case.pages else launch_fused.Fused.plan(*kind)
+    plan = fused and launch_retrieve.Retrieval.of(fused, case.group, case.dim, chunk=chunk, arch=select.arch())
+    assert plan is not None and plan.fused.blocks == blocks, f"{label}: {plan}"
+    mail, stamps = plan.allocate(DEV)
+    out = case.guard.like(tuple(case.q.shape), case.dtype, float("nan"))
+    marks, ranked = (case.guard.like((rows, capacity), dtype, 0) for dtype in (torch.uint8, torch.int32))
+    scores = case.guard.like((rows, plan.fused.heads, capacity), torch.float16, float("nan"))
+    parts = torch.zeros(rows, blocks, plan.fused.heads, 4, device=DEV)
+    common = {"width": width, "budget": budget, "sink": sink, "window": window, "pooling": pooling, "scale": case.dim**-0.5}
+
+    def launch(**more: Any) -> None:
+        if case.pages:
+            given = (case.q, case.bounds.unsqueeze(2), None, case.keys, case.values, case.table, case.lens, out, mail, stamps, plan)
+            launch_retrieve.page_retrieve(*given, kind="box", unit=unit, **common, **more)
+        else:
+            given = (case.q, case.bits, case.meta, case.keys, case.values, case.table, case.lens, out, mail, stamps, plan)
+            launch_retrieve.fier_retrieve(*given, **common, **more)
+
+    def check(budgets: list[int], what: str, own: select.OwnBudgets | None = None) -> None:
+        marks.zero_(), ranked.zero_(), out.fill_(float("nan"))
+        launch(record=launch_retrieve.Record(marks, ranked, scores, parts), own=own)
+        torch.cuda.synchronize()
+        for b in range(batch):
+            check_attended_row(case, b, (scores, parts, ranked, marks), out[b], budgets[b], (sink, window, pooling, unit), blocks, f"{label}{what}")
+
+    for _ in range(replays):
+        check([budget] * batch, "")
+    first = out.clone()
+    out.fill_(float("nan"))
+    launch()
+    torch.cuda.synchronize()
+    expect(torch.equal(first, out), f"{label}: two runs differ")
+    slots, budgets = torch.randperm(batch + 1, device=DEV)[:batch].int(), torch.zeros(batch + 1, dtype=torch.int32, device=DEV)
+    smaller = sink + window + 2 * max(unit, 32)
+    budgets[slots[0].long()] = smaller
+    check([smaller] + [budget] * (batch - 1), ", a budget of its own", select.OwnBudgets(slots, budgets, 0))
+    expect(case.guard.intact(), f"{label}: a margin was written")
+
+
+def check_attended_row(case, b, left, out, budget, asked, blocks, label) -> None:
+    """Compare what one launch left of a sequence: scores, marks and attention."""
+    scores, parts, ranked, marks = left
+    sink, window, pooling, unit = asked
+    stored, count, rows = int(case.lens[b]), case.units(b), slice(b * case.heads, (b + 1) * case.heads)
+    units, closed = -(-stored // unit), count * unit
+    if stored <= budget:
+        expect(not bool(marks[rows].any()), f"{label}: sequence {b} should be dense")
+        check_attention(case, b, None, out, case.dim**-0.5, label)
+        return
+    width, first = -(-budget // unit), -(-sink // unit)
+    last = max(first, min(closed, stored - window) // unit)
+    wanted, taken = width - first - (units - last), marks[rows, :units].bool()
+    expect(bool(taken[:, :first].all() and taken[:, last:].all()), f"{label}: forced units of {b}")
+    expect(not bool(marks[rows, units:].any()), f"{label}: marks behind {b}")
+    if wanted >= last - first:
+        expect(bool(taken.all()), f"{label}: all units of {b}")
+    elif wanted <= 0:
+        expect(not bool(taken[:, first:last].any()), f"{label}: no unit of {b} but the forced")
+    else:
+        part = torch.arange(count, device=DEV) // (1 if case.pages else 32) % blocks
+        pooled, slack = check_scores(case, b, scores, parts, part, pooling, label)
+        image = ranked[rows, first:last].long() & 0xFFFFFFFF  # in the order of pooled scores
+        got = torch.where(image >= 1 << 31, image - (1 << 31), 0xFFFFFFFF - image).int().view(torch.float32).double()
+        want = pooled[:, first:last] * (case.group if pooling == "softmax-mean" and case.group > 1 else 1) ** 0
+        expect(bool(((got - want).abs() <= slack * 10 * want.abs() + 1e-30).all()), f"{label}: pooled scores of {b}")
+        best = torch.sort(image, dim=1, descending=True, stable=True).indices[:, :wanted].sort(1).values
+        for h in range(case.heads):
+            expect(torch.equal(best[h], taken[h, first:last].nonzero()[:, 0]), f"{label}: selection of {b}, head {h}")
+    check_attention(case, b, [one.nonzero()[:, 0].tolist() for one in taken], out, case.dim**-0.5, label)
+
+
 def check_fused(case: Case, budget: int, sink: int, window: int, pooling: str, sms: int, blocks: int, label: str, replays: int = 1) -> None:
     """Scores and choice in one launch, of `blocks` blocks a row on so many multiprocessors: lists as the selector makes them of the same scores."""
     batch, rows = len(case.lens), len(case.lens) * case.heads
@@ -220,23 +297,21 @@ def check_fused(case: Case, budget: int, sink: int, window: int, pooling: str, s
             check_selection(case, b, scores, parts, scratch, chosen[b], budget, sink, window, pooling, unit, label)
 
 
-def check_selection(case, b, scores, parts, plan, chosen, budget, sink, window, pooling, unit, label):
-    stored, count = int(case.lens[b]), case.units(b)
+def check_scores(case, b, scores, parts, part, pooling, label):
+    """Compare the scores of a sequence, whose units belong to parts, with exact ones; return pooled scores [Hk, U] and the relative error that they may have."""
+    count, heads = case.units(b), scores.shape[1]
     rows = slice(b * case.heads, (b + 1) * case.heads)
-    blocks = -(-count // 32)
-    per = -(-blocks // plan.parts) * 32
-    part = torch.arange(count, device=DEV) // per
     ref = parts[rows][:, part, :, 0].transpose(1, 2)  # [Hk, heads, U]
     got = scores[rows, :, :count].float() + ref
     true = case.true_scores(b)
-    if plan.heads == 1 and case.group > 1:
+    if heads == 1 and case.group > 1:
         true = (true.amax(1) if pooling == "max" else true.mean(1)).unsqueeze(1)
     want = true * case.dim**-0.5 * LOG2E
     # Against the same product in bf16 or fp16: its rounding alone is what the error may reach.
     limit = 2 * (want.to(case.dtype).double() - want).norm() + 2e-3 * want.std() * want.numel() ** 0.5
     error = (got.double() - want).norm()
     expect(bool(error <= limit), f"{label}: scores of sequence {b} off by {error / want.norm():.2e}")
-    if plan.heads > 1:
+    if heads > 1:
         lse = torch.logsumexp(parts[rows][..., 1].double() * 0.6931471805599453, 1) * LOG2E
         exact = torch.logsumexp(want * 0.6931471805599453, 2) * LOG2E
         expect(bool((lse - exact).abs().max() < 0.02), f"{label}: normalizer of sequence {b} off by {(lse - exact).abs().max():.2e}")
@@ -247,6 +322,13 @@ def check_selection(case, b, scores, parts, plan, chosen, budget, sink, window, 
         top = parts[rows][..., 0, 1].amax(1)
         pooled = (scores[rows, 0, :count].float() + (ref[:, 0] - top[:, None])).double()  # the selector's own fp32 values
         slack = 0.0
+    return pooled, slack
+
+
+def check_selection(case, b, scores, parts, plan, chosen, budget, sink, window, pooling, unit, label):
+    stored, count = int(case.lens[b]), case.units(b)
+    per = -(-(-(-count // 32)) // plan.parts) * 32
+    pooled, slack = check_scores(case, b, scores, parts, torch.arange(count, device=DEV) // per, pooling, label)
     units = -(-stored // unit)
     closed = stored // (32 if unit == 1 else unit) * (32 if unit == 1 else unit)
     first = -(-sink // unit)
