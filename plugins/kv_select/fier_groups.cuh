@@ -51,11 +51,15 @@ struct Groups {
   int room = 0;          // groups of the table where begin does not follow from lengths: then pages are looked up beside them
 };
 
-// Waits for the kernels before this one as late as it can, then calls begun(). q: the query heads, [G, D]. Writes fp16 scores times scale and log2(e)
+struct Scores { // something to score in any case
+  __device__ __forceinline__ bool operator()() const { return false; }
+};
+
+// Calls idle() when the first groups are on their way: whether there is nothing to score. Waits for the kernels before this one, then calls begun(). q: the query heads, [G, D]. Writes fp16 scores times scale and log2(e)
 // minus the reference of the share, head h at scores + h * stride, from the share's first unit on. Calls tell(h, part) in thread h, for STEP_HEADS
 // heads: reference, then log2 of the sum of exponentials (POOL 0 and G > 1) or the maximum, and the minimum.
-template <typename Begun, typename Tell> __device__ __forceinline__ void score_groups(const Groups& row, const real* q, char* smem, __half* scores,
-    long long stride, float scale_log2, Begun begun, Tell tell) {
+template <typename Begun, typename Tell, typename Idle = Scores> __device__ __forceinline__ void score_groups(const Groups& row, const real* q,
+    char* smem, __half* scores, long long stride, float scale_log2, Begun begun, Tell tell, Idle idle = {}) {
   __shared__ float shared_ref[WARPS][8];
   __shared__ __align__(16) real queries[GROUP_HEADS][D + 8]; // padded against bank conflicts
   __shared__ float2 shared_sum[WARPS][8];
@@ -108,9 +112,10 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
   for (int j = 0; j < EARLY_GROUPS; j += 2) fetch_first(j);
   int ahead0 = __shfl_sync(~0u, place, STAGES - 2), ahead1 = __shfl_sync(~0u, place, STAGES - 1); // where the next two groups lie
 
+  const bool nothing = row.idle || idle();
   if (settled) dependency_wait();
   begun();
-  if (row.idle) {
+  if (nothing) {
     copies_wait<0>();
     return;
   }

@@ -28,13 +28,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fier_retrieve(const rea
   const long long row = (long long)b * heads + head;
   const int stored = lens[b], groups = stored >> 5, page_groups = page_size >> 5, stride = room + 8;
   const int* pages = table + (long long)b * table_stride;
-  const Reading reading(stored, groups * 32, 1, Budget(budgets ? budgets[slots[b]] : 0, budget, dense_below, list_room, 1), sink, window);
   const real* queries = q + (long long)b * q_stride + (long long)head * GROUP_HEADS * D;
   const int count = max(0, (groups - rank + blocks - 1) / blocks);
   const Places at = places_of(dynamic, room, exact_bytes);
   __half* own = reinterpret_cast<__half*>(dynamic + scores_at);
+  Reading reading;
   clear(s);
-  const Groups share = {bits, meta, pages, head, heads, page_groups, stored, rank, rank + count, reading.plain, blocks, at.units, table_stride * page_groups};
+  const Groups share = {bits, meta, pages, head, heads, page_groups, stored, rank, rank + count, false, blocks, at.units, table_stride * page_groups};
   Mail mail = {mail_words + row * row_words, blocks, rank, 0};
   float4* to_parts = parts ? parts + (row * blocks + rank) * HEADS : nullptr;
   score_groups(share, queries, dynamic + ring_at(room), own, stride, scale_log2,
@@ -42,6 +42,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fier_retrieve(const rea
       [&](int h, float4 part) {
         post_part(mail, h, part);
         if (to_parts) to_parts[h] = part;
+      },
+      [&] {
+        reading = Reading(stored, groups * 32, 1, Budget(budgets ? budgets[slots[b]] : 0, budget, dense_below, list_room, 1), sink, window);
+        return reading.plain;
       });
   Units units = {own, stride, rank * 32, count * 32, reading.first, reading.last, at.exact, (blocks - 1) * 32};
   const Certain certain = certain_of(reading, stored, pages, head, heads, page_size);

@@ -21,13 +21,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) page_retrieve(const rea
   const long long row = (long long)b * heads + head;
   const int stored = lens[b], all = stored / UNIT, stride = room + 8;
   const int* pages = table + (long long)b * table_stride;
-  const Reading reading(stored, all * UNIT, UNIT, Budget(budgets ? budgets[slots[b]] : 0, budget, dense_below, list_room, UNIT), sink, window);
   const real* queries = q + (long long)b * q_stride + (long long)head * GROUP_HEADS * D;
   const int count = max(0, (all - rank + blocks - 1) / blocks), per = (all + blocks - 1) / blocks;
   const Places at = places_of(dynamic, room, exact_bytes);
   __half* own = reinterpret_cast<__half*>(dynamic + scores_at);
+  Reading reading;
   clear(s);
-  const Pages share = {vectors, beside, cut + row, pages, head, heads, stored, rank, rank + count, per, reading.plain, blocks, at.units};
+  const Pages share = {vectors, beside, cut + row, pages, head, heads, stored, rank, rank + count, per, false, blocks, at.units, table_stride * PER_PAGE};
   Mail mail = {mail_words + row * row_words, blocks, rank, 0};
   float4* to_parts = parts ? parts + (row * blocks + rank) * HEADS : nullptr;
   score_share(share, queries, scale_log2,
@@ -36,6 +36,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) page_retrieve(const rea
       [&](int h, float4 part) {
         post_part(mail, h, part);
         if (to_parts) to_parts[h] = part;
+      },
+      [&] {
+        reading = Reading(stored, all * UNIT, UNIT, Budget(budgets ? budgets[slots[b]] : 0, budget, dense_below, list_room, UNIT), sink, window);
+        return reading.plain;
       });
   // Scores behind the last page are of nothing, and no candidates.
   Units units = {own, stride, rank, (count + 31) / 32 * 32, reading.first, reading.last, at.exact, blocks - 1};

@@ -210,12 +210,17 @@ struct Pages {
   bool idle;            // there is nothing to score
   int step = 1;
   int* places = nullptr; // where pages lie in the pool is left here, in shared memory
+  int room = 0;          // pages of the table where begin does not follow from lengths: then they are looked up beside them
 };
 
-// Waits for the kernels before this one, then calls begun(). q: the query heads, [G, D], or all of the layer where SHARED. Calls put(head, begin + i,
+struct Scores { // something to score in any case
+  __device__ __forceinline__ bool operator()() const { return false; }
+};
+
+// Calls idle() when it knows where pages lie: whether there is nothing to score. Waits for the kernels before this one, then calls begun(). q: the query heads, [G, D], or all of the layer where SHARED. Calls put(head, begin + i,
 // scores of the i-th page and the next) in one thread each, then tell(head, part) in thread `head`: scores and parts are as score_groups tells them.
-template <typename Begun, typename Put, typename Tell> __device__ __forceinline__ void score_share(const Pages& row, const real* q, float scale_log2,
-    Begun begun, Put put, Tell tell) {
+template <typename Begun, typename Put, typename Tell, typename Idle = Scores> __device__ __forceinline__ void score_share(const Pages& row,
+    const real* q, float scale_log2, Begun begun, Put put, Tell tell, Idle idle = {}) {
   __shared__ float shared_ref[WARPS][8 * TILES];
   __shared__ float2 shared_sum[WARPS][8 * TILES];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gid = lane >> 2, tig = lane & 3;
@@ -226,8 +231,9 @@ template <typename Begun, typename Put, typename Tell> __device__ __forceinline_
 #pragma unroll
     for (int k = 0; k < (SIXTEENS + 1) / 2; k++) {
       const int at = (j * WARPS + warp) * ROUND + 32 * k + (SIXTEENS == 1 ? lane & 15 : lane);
-      const u32 i = max(begin + min(at, end - begin - 1) * row.step, 0);
+      const u32 i = row.room ? min(begin + at * row.step, row.room - 1) : max(begin + min(at, end - begin - 1), 0);
       place[k] = row.table[i / PER_PAGE] * heads * PER_PAGE + i % PER_PAGE;
+      if (row.room && at >= end - begin) place[k] = 0; // any page of the pool will do
       if (row.places && at < end - begin) row.places[at] = place[k] + head * PER_PAGE;
     }
   };
@@ -242,9 +248,10 @@ template <typename Begun, typename Put, typename Tell> __device__ __forceinline_
   }
 #endif
   MARK(0)
+  const bool nothing = row.idle || idle();
   dependency_wait();
   begun();
-  if (row.idle) return;
+  if (nothing) return;
   MARK(1)
   const u32 zero = row.stored >> 31;
   Query query;
