@@ -24,6 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fier_retrieve(const rea
   extern __shared__ __align__(128) char dynamic[];
   __shared__ Desk s;
   __shared__ Work work;
+  MARK(20)
   const int rank = blockIdx.x, blocks = gridDim.x, head = blockIdx.y, heads = gridDim.y, b = blockIdx.z;
   const long long row = (long long)b * heads + head;
   const int stored = lens[b], groups = stored >> 5, page_groups = page_size >> 5, stride = room + 8;
