@@ -337,13 +337,18 @@ template <typename Begun, typename Tell, typename Idle = Scores> __device__ __fo
   };
   if (2 * pair < GROUP_HEADS && !(sum0 < 1e36f)) again(sum0, shift0, to_scores);
   if (2 * pair + 1 < GROUP_HEADS && !(sum1 < 1e36f)) again(sum1, shift1, to_scores + stride);
+  if (__any_sync(~0u, shift0 != 0.f || shift1 != 0.f)) {
 #pragma unroll
-  for (int o = MERGED ? 2 : 4; o < 32; o <<= 1) {
-    const float other0 = __shfl_xor_sync(~0u, shift0, o), other1 = __shfl_xor_sync(~0u, shift1, o);
-    const float more0 = __shfl_xor_sync(~0u, sum0, o), more1 = __shfl_xor_sync(~0u, sum1, o);
-    const float top0 = fmaxf(shift0, other0), top1 = fmaxf(shift1, other1);
-    sum0 = sum0 * exp2_fast(shift0 - top0) + more0 * exp2_fast(other0 - top0), shift0 = top0;
-    sum1 = sum1 * exp2_fast(shift1 - top1) + more1 * exp2_fast(other1 - top1), shift1 = top1;
+    for (int o = MERGED ? 2 : 4; o < 32; o <<= 1) {
+      const float other0 = __shfl_xor_sync(~0u, shift0, o), other1 = __shfl_xor_sync(~0u, shift1, o);
+      const float more0 = __shfl_xor_sync(~0u, sum0, o), more1 = __shfl_xor_sync(~0u, sum1, o);
+      const float top0 = fmaxf(shift0, other0), top1 = fmaxf(shift1, other1);
+      sum0 = sum0 * exp2_fast(shift0 - top0) + more0 * exp2_fast(other0 - top0), shift0 = top0;
+      sum1 = sum1 * exp2_fast(shift1 - top1) + more1 * exp2_fast(other1 - top1), shift1 = top1;
+    }
+  } else {
+#pragma unroll
+    for (int o = MERGED ? 2 : 4; o < 32; o <<= 1) sum0 += __shfl_xor_sync(~0u, sum0, o), sum1 += __shfl_xor_sync(~0u, sum1, o);
   }
   if (gid == 0 && second == 0) shared_sum[warp][2 * pair] = make_float2(shift0, sum0), shared_sum[warp][2 * pair + 1] = make_float2(shift1, sum1);
   __syncthreads();

@@ -285,7 +285,7 @@ __device__ __forceinline__ void retrieve(Desk& s, Work& work, const Mail& mail, 
   Reader reader = {keys, values, certain, at, work, mail.blocks, mail.rank, 0, 0};
   const int first = reader.certain_tiles();
 #pragma unroll 1
-  for (int i = tid; i < min(first * TILE, CACHED); i += THREADS) work.rows[i] = reader.certain_row(i);
+  for (int i = THREADS - 1 - tid; i < min(first * TILE, CACHED); i += THREADS) work.rows[i] = reader.certain_row(i); // the first warps normalize
   u32 query[TILES][D / 8];
   load_query(query, q);
   if (!row.plain) {

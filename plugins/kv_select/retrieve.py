@@ -60,7 +60,10 @@ def retrieve(session: Session, layer: int, config: OpConfig, inputs: Sequence[Te
         rows, units = lens.shape[0] * config.num_kv_heads, table.shape[1] * session.plan.page_size // plan.unit
         record = launch_retrieve.Record(torch.zeros(rows, units, dtype=torch.uint8, device=out.device))
     overlap = overlaps(session, table)
-    handed, own = (keys, values, table, lens, out, one.mail, one.stamps, one.retrieval), launch.OwnBudgets(slots, session.own.budgets, session.dense_below)
+    handed, own = (
+        (keys, values, table, lens, out, one.mail, one.stamps, one.retrieval),
+        launch.OwnBudgets(slots, session.own.budgets, session.dense_below),
+    )
     common = {
         "width": config.select_width, "budget": session.reads_all_up_to(layer), "own": own, "scale": config.scale, "pooling": plan.pooling,
         "sink": plan.sink, "window": plan.window, "record": record,
