@@ -44,7 +44,8 @@ class Retrieval:
         if dim > MOST_DIM or group > MOST_GROUP_HEADS:
             return None
         room, blocks = fused.room, fused.blocks
-        words = -(-(-(-group * dim // 3)) // blocks)  # of a block's share of the outputs
+        outputs = -(-group * dim // 3)
+        words = -(-outputs // blocks)  # of a block's share of the outputs
         ring = fused.warps * fused.stages * 8 * dim
         start, exact = _whole(room // chunk * 4), _whole(max(room * 4, blocks * (12 * words + 4 * group)))
         scores_at = start + max(ring, exact)

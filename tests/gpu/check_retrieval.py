@@ -172,6 +172,27 @@ def check_together() -> None:
     check_growth(7, append.FIER, 40, bf16, together=True)
 
 
+def check_all_together() -> None:
+    """The launch that also attends, at the sizes of an H200, and crowded scores."""
+    bf16, fp16 = torch.bfloat16, torch.float16
+    for heads, group, lens, blocks in ((4, 7, [32761], 16), (4, 7, [131065], 33), (8, 4, [131000], 16), (32, 1, [32700], 4), (1, 3, [131065], 132)):
+        check_attended(
+            Case(heads, group, 128, 32, lens, bf16), len(lens) * 1024, 4, 64, "softmax-mean", 132, blocks, f"with attention {heads} x {lens}", 3
+        )
+    for pooling in ("mean", "max", "softmax-max"):
+        check_attended(Case(2, 4, 64, 64, [9000, 97], fp16), 500, 4, 64, pooling, 132, 16, f"with attention {pooling}", 2)
+    for heads, group, lens, blocks in ((4, 7, [131065], 16), (8, 4, [32700, 9000], 8), (2, 8, [40000], 10)):
+        case = Case(heads, group, 128, 32, lens, bf16, pages=True)
+        check_attended(case, 1024, 32, 64, "softmax-mean", 132, blocks, f"with attention, pages {lens}", 3)
+    for levels, budget in ((1, 3000), (2, 9000), (7, 1111)):
+        case = Case(2, 2, 32, 32, [20000, 15000], fp16)
+        repeat_tokens(case, levels)
+        case.values.nan_to_num_(0.5)  # tokens behind the last have scores here
+        check_attended(case, budget, 0, 0, "softmax-mean", 132, 16, f"with attention, {levels} levels", 2)
+    check_growth(4, append.FIER, 70, bf16, together=True, attends=True)
+    check_growth(7, append.MINMAX, 70, bf16, together=True, attends=True)
+
+
 def check_attended(case: Case, budget: int, sink: int, window: int, pooling: str, sms: int, blocks: int, label: str, replays: int = 1) -> None:
     """Scores, choice and attention in one launch: the units that it marks are the best by the scores that it left, and out is attention to them."""
     batch, rows = len(case.lens), len(case.lens) * case.heads
@@ -298,7 +319,7 @@ def check_fused(case: Case, budget: int, sink: int, window: int, pooling: str, s
 
 
 def check_scores(case, b, scores, parts, part, pooling, label):
-    """Compare the scores of a sequence, whose units belong to parts, with exact ones; return pooled scores [Hk, U] and the relative error that they may have."""
+    """Compare the scores of a sequence, whose units belong to parts, with exact ones; return pooled ones [Hk, U] and their relative error at most."""
     count, heads = case.units(b), scores.shape[1]
     rows = slice(b * case.heads, (b + 1) * case.heads)
     ref = parts[rows][:, part, :, 0].transpose(1, 2)  # [Hk, heads, U]
@@ -327,7 +348,8 @@ def check_scores(case, b, scores, parts, part, pooling, label):
 
 def check_selection(case, b, scores, parts, plan, chosen, budget, sink, window, pooling, unit, label):
     stored, count = int(case.lens[b]), case.units(b)
-    per = -(-(-(-count // 32)) // plan.parts) * 32
+    groups = -(-count // 32)
+    per = -(-groups // plan.parts) * 32
     pooled, slack = check_scores(case, b, scores, parts, torch.arange(count, device=DEV) // per, pooling, label)
     units = -(-stored // unit)
     closed = stored // (32 if unit == 1 else unit) * (32 if unit == 1 else unit)
@@ -520,9 +542,12 @@ def check_short_lists(unit: int, lens: list[int], counts: list[int], room: int, 
     expect(case.guard.intact(), f"lists of unit {unit}: a margin was written")
 
 
-def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype, *, together: bool = False) -> None:
-    """Replay one captured step while sequences grow over group and page borders and a slot is taken by another request; together: in one launch."""
-    label = f"growth G {group} policy {policy} together {together}"
+def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype, *, together: bool = False, attends: bool = False) -> None:
+    """Replay one captured step while sequences grow over group and page borders and a slot is taken by another request.
+
+    together: scores and choice in one launch; attends: attention in it too.
+    """
+    label = f"growth G {group} policy {policy} together {together} attends {attends}"
     heads, dim, page = 2, 128, 32 if policy == append.MINMAX else 64
     case = Case(heads, group, dim, page, [501, 1030, 63, 320], dtype, pages=policy == append.MINMAX)
     batch, budget, sink, window = 4, 320, 4, 16
@@ -536,9 +561,12 @@ def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype, *, tog
     capacity, fused = case.table.shape[1] * page // unit, None
     if together:
         kind = (batch * heads, group, *(() if case.pages else (dim,)), "softmax-mean", capacity, 132, select.arch())
+        least, launch_fused.LEAST_PAGES = launch_fused.LEAST_PAGES, 8
         fused = launch_fused.Fused.plan_pages(*kind) if case.pages else launch_fused.Fused.plan(*kind)
+        launch_fused.LEAST_PAGES = least
         assert fused is not None, label
-        handed = (*fused.allocate(DEV), fused)
+        one: Any = launch_retrieve.Retrieval.of(fused, group, dim, chunk=1 if case.pages else 32, arch=select.arch()) if attends else fused
+        handed = (*one.allocate(DEV), one)
     plan = select.Scratch.plan(batch * heads, group, "softmax-mean", capacity, 132)
     if fused is not None:
         plan = select.Scratch(fused.heads, plan.stride, fused.blocks)
@@ -546,13 +574,23 @@ def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype, *, tog
     width = -(-budget // unit)
     chosen = torch.full((batch, heads, width + 1), -7, dtype=torch.int32, device=DEV)
     out = torch.full_like(case.q, float("nan"))
+    marks, ranked = (torch.zeros(batch * heads, plan.stride, dtype=dtype, device=DEV) for dtype in (torch.uint8, torch.int32))
 
     def step() -> None:
+        marks.zero_()
         append.launch(
             qkv, case.lens, starts, case.lens, case.table, rope, None, case.q, case.keys, case.values, case.bits,
             case.bounds if case.pages else case.meta, eps=0.0, group=unit if case.pages else 32, summary=policy, longest=1, overlap=True,
         )  # fmt: skip
         common = {"budget": budget, "scale": dim**-0.5, "pooling": "softmax-mean", "overlap": True}
+        if attends:
+            common |= {"sink": sink, "window": window, "width": width, "record": launch_retrieve.Record(marks, ranked, scores, parts)}
+            cache = (case.keys, case.values, case.table, case.lens, out, *handed)
+            if case.pages:
+                launch_retrieve.page_retrieve(case.q, case.bounds.unsqueeze(2), None, *cache, kind="box", unit=case.page, **common)
+            else:
+                launch_retrieve.fier_retrieve(case.q, case.bits, case.meta, *cache, **common)
+            return
         if fused is not None:
             common |= {"sink": sink, "window": window, "scores": scores, "parts": parts}
         if fused is not None and case.pages:
@@ -615,6 +653,10 @@ def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype, *, tog
                 words, bounds = fier_layout.pack(keys[:, : whole * 32].unflatten(1, (-1, 32)))
                 mine = [t[case.table[b].long()].transpose(0, 1).flatten(1, 2)[:, :whole] for t in (case.bits, case.meta)]
                 expect(torch.equal(mine[0], words) and torch.equal(mine[1], bounds), f"{label}: index of {b} at {n}")
+            if attends:
+                left, asked = (scores, parts, ranked, marks), (sink, window, "softmax-mean", unit)
+                check_attended_row(case, b, left, out[b], budget, asked, plan.parts, f"{label} at {n}")
+                continue
             attended = None
             if n > budget:
                 attended = check_selection(case, b, scores, parts, plan, chosen[b], budget, sink, window, "softmax-mean", unit, f"{label} at {n}")
@@ -637,7 +679,10 @@ def main() -> int:
         check_short_lists(1, [500, 700, 40], [100, 300, 33], 300)
         check_growth(4, append.FIER, 2, bf16)
         check_growth(4, append.FIER, 2, bf16, together=True)
+        check_growth(4, append.FIER, 2, bf16, together=True, attends=True)
         check_fused(Case(2, 7, 128, 64, [700, 97], bf16), 200, 4, 16, "softmax-mean", 8, 2, "small, one launch", 2)
+        check_attended(Case(2, 7, 128, 64, [700, 97], bf16), 200, 4, 16, "softmax-mean", 8, 2, "small, with attention", 2)
+        check_attended(Case(1, 4, 128, 32, [9000], bf16, pages=True), 512, 32, 64, "max", 8, 2, "small, pages with attention", 2)
         check_dense(2, 7, 128, 32, [700, 1, 129], bf16, 5)
         print("failures", len(failures))
         return bool(failures)
@@ -676,6 +721,7 @@ def main() -> int:
     check_growth(7, append.MINMAX, 70, bf16)
     check_growth(1, append.FIER, 40, fp16)
     check_together()
+    check_all_together()
     print(f"failures {len(failures)}, {time.time() - begin:.0f} s")
     return bool(failures)
 

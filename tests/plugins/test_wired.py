@@ -219,6 +219,7 @@ def test_every_kernel_that_a_step_launches_is_listed(policy: str, heads: int, kv
     listed = {spec.name: spec for spec in kernels_for(plan, config, LIMITS, "90")}
     assert launched.keys() <= listed.keys()
     rest = {spec.entry for name, spec in listed.items() if name not in launched}
-    one_launch = {"fier_select", "page_select", "fier_retrieve", "page_retrieve"}  # forms for other numbers of multiprocessors, which a build does not know
+    # Forms for other numbers of multiprocessors, which a build does not know.
+    one_launch = {"fier_select", "page_select", "fier_retrieve", "page_retrieve"}
     others = {"append_kernel", "_speculate_kernel", "sample", "feed", "fetch", "recall", "open_pages", "gemv", "rms_norm", "silu_gate"}
     assert rest <= others | one_launch
