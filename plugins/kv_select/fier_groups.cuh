@@ -19,7 +19,7 @@
 #define WORDS (D / 32)            // 32-bit words of bits that a lane owns in a group
 #define BIT_BYTES (4 * D)         // bytes of bits in a group
 #define META_BYTES (4 * D)        // lows, then ranges, fp16
-#define GROUP_BYTES (8 * D)       // bits, lows and ranges of a group in the ring; STAGES of them a warp, a power of two
+#define STAGE_BYTES (8 * D)       // bits, lows and ranges of a group in the ring; STAGES of them a warp, a power of two
 #define MERGED (GROUP_HEADS <= 4) // the columns hold the heads twice: lanes with tig < 2 keep the first group of a pair, the others the second
 #define STEP_HEADS (POOL == 0 ? GROUP_HEADS : 1)
 
@@ -86,14 +86,14 @@ template <typename Begun, typename Tell, typename Idle = Scores> __device__ __fo
   // Groups that are older than the newest token were there before the kernel before this one began: they are fetched before the wait.
   const bool settled = begin + (warp + (min(mine, STAGES - 2) - 1) * WARPS) * row.step < (row.stored - 1) >> 5;
   if (!settled) dependency_wait();
-  const u32 ring = shared_at(smem) + warp * STAGES * GROUP_BYTES;
+  const u32 ring = shared_at(smem) + warp * STAGES * STAGE_BYTES;
   const u32 bits_at = ring + lane * WORDS * 4;            // this lane's words and ranges in the first stage
-  const u32 units_at = ring + BIT_BYTES + (lane >> 3 & 1) * GROUP_BYTES + (lane >> 4) * 16; // lows; ranges 2 D behind
+  const u32 units_at = ring + BIT_BYTES + (lane >> 3 & 1) * STAGE_BYTES + (lane >> 4) * 16; // lows; ranges 2 D behind
   const u32 bits_to = ring + lane * 16, meta_to = ring + BIT_BYTES + lane * 16;
   const char *bits_from = row.bits + lane * 16, *meta_from = row.meta + lane * 16;
   auto fetch = [&](int j, long long at) {
     if (j < mine) {
-      const u32 stage = (j & (STAGES - 1)) * GROUP_BYTES;
+      const u32 stage = (j & (STAGES - 1)) * STAGE_BYTES;
 #pragma unroll
       for (int c = 0; c < BIT_BYTES / 16; c += 32) {
         if (BIT_BYTES / 16 - c >= 32 || lane < BIT_BYTES / 16 - c) copy16_once(bits_to + stage + c * 16, bits_from + at * BIT_BYTES + c * 16, policy);
@@ -166,19 +166,19 @@ template <typename Begun, typename Tell, typename Idle = Scores> __device__ __fo
 
   // Scores of groups j and j + 1 over k0 or k1: rows 0 to 7 of tile v are tokens 4 gid + v of the first, rows 8 to 15 of the second.
   auto product = [&](int j, float (&c)[4][4]) {
-    const u32 stage = (j & (STAGES - 1)) * GROUP_BYTES;
+    const u32 stage = (j & (STAGES - 1)) * STAGE_BYTES;
     u32 word[2][WORDS], unit[4];
 #pragma unroll
     for (int g = 0; g < 2; g++) {
       if (WORDS % 4 == 0) {
 #pragma unroll
         for (int w = 0; w < WORDS; w += 4) {
-          const uint4 v = shared16(bits_at + stage + g * GROUP_BYTES + w * 4);
+          const uint4 v = shared16(bits_at + stage + g * STAGE_BYTES + w * 4);
           word[g][w] = v.x, word[g][(w + 1) % WORDS] = v.y, word[g][(w + 2) % WORDS] = v.z, word[g][(w + 3) % WORDS] = v.w;
         }
       } else {
 #pragma unroll
-        for (int w = 0; w < WORDS; w++) word[g][w] = shared4(bits_at + stage + g * GROUP_BYTES + w * 4);
+        for (int w = 0; w < WORDS; w++) word[g][w] = shared4(bits_at + stage + g * STAGE_BYTES + w * 4);
       }
     }
     float base[4] = {0.f, 0.f, 0.f, 0.f};

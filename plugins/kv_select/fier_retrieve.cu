@@ -9,6 +9,7 @@
 #define EARLY_GROUPS 2
 #endif
 #include "fier_groups.cuh"
+#undef STAGE_BYTES // of a group; of a tile from here on
 #include "retrieve.cuh"
 
 // q [B, q_stride] the rotated queries; bits, meta the pool of one layer as fier_groups.cuh says; keys, values [P, Hk, page_size, D]; table

@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fier_select(const real*
   }
   clear(s);
   const int per = (groups + blocks - 1) / blocks, begin = min(groups, rank * per), end = min(groups, begin + per);
-  const int stride = room + 8, ring = max(WARPS * STAGES * GROUP_BYTES, (room / 8 * 33 + 127) / 128 * 128);
+  const int stride = room + 8, ring = max(WARPS * STAGES * STAGE_BYTES, (room / 8 * 33 + 127) / 128 * 128);
   __half* own = reinterpret_cast<__half*>(dynamic + ring);
   const Groups share = {bits, meta, table + (long long)b * table_stride, head, heads, page_groups, stored, begin, end, false};
   Mail mail = {mail_words + row * (blocks * MAIL_WORDS + CROWD), blocks, rank, 0};
