@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -90,8 +90,6 @@ class Session:
         self.dense_below = 0 if offload else dense_below
         self._sizes = Sizes(plan)
         self.own = OwnValues(plan, num_slots, self.device)
-        # Who reads lists of selections: attention, which then follows in a launch of its own ("apart"), nobody ("none"), or others ("kept").
-        self.lists: Literal["apart", "none", "kept"] = "apart"
         self.parts = 1
         self.on_release: Callable[[int], None] | None = None
         self.reduce: Callable[[Tensor], None] | None = None  # sums a tensor in place over the parts of an engine

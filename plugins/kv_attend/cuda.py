@@ -15,7 +15,6 @@ from trtkv.plugins.kv_attend import launch, launch_dense
 from trtkv.plugins.kv_attend.per_head import attend_per_head
 from trtkv.plugins.kv_attend.prefill import attend_with_lse
 from trtkv.plugins.kv_recall import cuda as offloaded
-from trtkv.plugins.kv_select.retrieve import retrieve, together
 from trtkv.plugins.ragged import ops as ragged
 from trtkv.plugins.rows import StepGroup
 from trtkv.plugins.session import Session
@@ -37,11 +36,7 @@ def attend(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
         offloaded.attend(session, layer, config, inputs, out)
         return
     if step.decoding:
-        one = together(session, layer, config, table[group])
-        if one is not None:
-            retrieve(session, layer, config, inputs, out, one)
-        else:
-            _decode(session, layer, config, query, stored[group], table[group], selection, out)
+        _decode(session, layer, config, query, stored[group], table[group], selection, out)
         remember(session, layer, step.rows, query, inputs[2], inputs[4])
         return
     for row in step.rows:

@@ -10,9 +10,7 @@
 #define STAGE_BYTES (2 * TILE * ROW) // keys, then values
 #define HEADS8 (8 * TILES)
 #define LAID (D + 4) // floats of a head's output in shared memory, padded against bank conflicts
-#ifndef THREADS
 #define THREADS (WARPS * 32)
-#endif
 
 // What a warp has seen: the outputs of its share before normalization, the largest scores in log2 units and the sums of the weights.
 struct Seen {

@@ -13,15 +13,14 @@ from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_attend.per_head import by_head
 from trtkv.plugins.kv_select import launch, launch_fused, launch_pages, op
 from trtkv.plugins.kv_select.launch_speculate import speculate
-from trtkv.plugins.kv_select.retrieve import index, multiprocessors, together
 from trtkv.plugins.session import Session
-from trtkv.plugins.support import Summary, overlaps, shares_selection, summary_of
+from trtkv.plugins.support import Summary, outliers, overlaps, shares_selection, summary_of
 
 
 def select(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
     """Choose units for the sequences that decode; inputs and result as the torch form's, what prefill rows hold is not read.
 
-    Nothing is written where all are read whole, and where attention chooses in its own launch.
+    Nothing is written where all are read whole.
     """
     plan, step = session.plan.select[layer], session.step(layer)
     assert plan is not None, f"layer {layer} selects nothing"
@@ -35,8 +34,6 @@ def select(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
     if not any(row.decodes for row in step.rows):
         return
     group = session.plan.page_groups[layer]
-    if together(session, layer, config, table[group]) is not None:
-        return
     asking = query if step.decoding else query.index_select(0, starts[1:] - 1)
     if plan.speculative:
         remembered, tau = session.buffer("previous_query", layer), float(plan.meaning.fields["tau"])
@@ -111,7 +108,7 @@ def _together(session: Session, config: OpConfig, plan: SelectPlan, summary: Sum
 
 
 def _furnish_together(batch: int, units: int, config: OpConfig, plan: SelectPlan, summary: Summary, device: torch.device) -> _Together | None:
-    group, sms = config.num_q_heads // config.num_kv_heads, multiprocessors(device)
+    group, sms = config.num_q_heads // config.num_kv_heads, _multiprocessors(device)
     fused = launch_fused.plan_for(plan, summary, batch, config.num_kv_heads, group, config.head_dim, units, sms, launch.arch())
     if fused is None:
         return None
@@ -128,15 +125,28 @@ def _score_and_choose(
         bits, ranges = session.words(layer), session.ranges(layer)
         launch_fused.fier_select(query, bits, ranges, table, lens, *handed, page_size=session.plan.page_size, **common)
         return
-    vectors, beside, cut = index(session, layer, plan, summary, lens, table, together.cut, budget=session.scores_from(layer), overlap=overlap)
+    vectors, beside, cut = _index(session, layer, plan, summary, lens, table, together.cut, budget=session.scores_from(layer), overlap=overlap)
     launch_fused.page_select(query, vectors, beside, table, lens, *handed, kind=summary.scorer, unit=plan.unit, cut=cut, **common)
+
+
+def _index(
+    session: Session, layer: int, plan: SelectPlan, summary: Summary, lens: Tensor, table: Tensor, cut: Tensor, *, budget: int, overlap: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the buffers that a page scorer reads, and where outliers are kept the cut, found by a launch."""
+    vectors, beside = session.buffer(summary.vectors, layer), None if summary.beside is None else session.buffer(summary.beside, layer)
+    count = outliers(plan)
+    if not count:
+        return vectors, beside, None
+    assert beside is not None
+    launch_pages.outlier_cut(beside, table, lens, cut, unit=plan.unit, outliers=count, budget=budget, overlap=overlap)
+    return vectors, beside, cut
 
 
 def _score_pages(
     session: Session, layer: int, plan: SelectPlan, summary: Summary, query: Tensor, lens: Tensor, table: Tensor, desk: _Desk, *,
     budget: int, scale: float, overlap: bool,
 ) -> None:  # fmt: skip
-    vectors, beside, cut = index(session, layer, plan, summary, lens, table, desk.cut, budget=budget, overlap=overlap)
+    vectors, beside, cut = _index(session, layer, plan, summary, lens, table, desk.cut, budget=budget, overlap=overlap)
     launch_pages.score_pages(
         query, vectors, beside, table, lens, desk.scores, desk.parts, kind=summary.scorer, unit=plan.unit, budget=budget, scale=scale,
         pooling=plan.pooling, cut=cut, shared=shares_selection(plan), overlap=overlap,
@@ -169,7 +179,7 @@ def _choose_per_head(
 
 
 def _allocate_per_head(rows: int, sequences: int, units: int, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    scores, parts = launch.Scratch.plan(rows, 1, "mean", units, multiprocessors(out.device)).allocate(rows, out.device)
+    scores, parts = launch.Scratch.plan(rows, 1, "mean", units, _multiprocessors(out.device)).allocate(rows, out.device)
     return scores, parts, out.new_empty(sequences, rows // sequences, out.shape[2])
 
 
@@ -180,7 +190,7 @@ def _desk(session: Session, config: OpConfig, plan: SelectPlan, table: Tensor, a
 
 
 def _furnish(batch: int, units: int, config: OpConfig, plan: SelectPlan, device: torch.device) -> _Desk:
-    sms, heads = multiprocessors(device), config.num_kv_heads
+    sms, heads = _multiprocessors(device), config.num_kv_heads
     group = config.num_q_heads // heads
     cut = torch.empty(batch, heads, 2, dtype=torch.int32, device=device)
     if plan.unit == 1:
@@ -188,3 +198,7 @@ def _furnish(batch: int, units: int, config: OpConfig, plan: SelectPlan, device:
         return _Desk(*launch.Scratch.plan(rows, group, plan.pooling, units, sms).allocate(rows, device), cut)
     pages = launch_pages.PageScratch.plan(batch, heads, group, plan.pooling, units, sms, shared=shares_selection(plan))
     return _Desk(*pages.allocate(device), cut)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

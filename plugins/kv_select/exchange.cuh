@@ -6,10 +6,6 @@
 #include "reading.cuh"
 #include "pooling.cuh"
 
-#ifndef CHUNK
-#define CHUNK 32
-#endif
-
 struct Cut { // the bin of the wanted-th unit, units in higher bins and in it
   int bin, above, count;
 };
@@ -85,11 +81,8 @@ struct Units {
   const __half* scores;
   int stride, begin, count, first, last; // first unit of the block and their number; candidates are [first, last)
   u32* exact;
-  int jump = 0; // units of other blocks between CHUNK of this one and the next
-  int base = 0;
-  float low = 0.f, factor = 0.f;
-
-  __device__ __forceinline__ int unit(int i) const { return begin + i + (jump ? i / CHUNK * jump : 0); }
+  int base;
+  float low, factor;
 
   __device__ __forceinline__ void scale(float lowest, float share) {
     base = __float_as_int(share) - ((BINS - 1) << 19);
@@ -101,11 +94,6 @@ struct Units {
   }
   __device__ __forceinline__ int key_again(u32 x) const { return key(__uint_as_float(x & 0x80000000u ? x & 0x7fffffffu : ~x)); }
   __device__ __forceinline__ int eligible(int upto) const { return max(0, min(upto, last) - first); } // candidates in front of a unit
-  __device__ __forceinline__ int eligible_lower() const { // in lower blocks
-    if (jump == 0) return eligible(begin);
-    const int cycle = jump + CHUNK, from = min(first, last);
-    return last / cycle * begin + min(last % cycle, begin) - (from / cycle * begin + min(from % cycle, begin));
-  }
   __device__ __forceinline__ void read(u32 (&v)[1], const __half* p) const { v[0] = *reinterpret_cast<const u32*>(p); }
   __device__ __forceinline__ void read(u32 (&v)[4], const __half* p) const {
     const uint4 w = *reinterpret_cast<const uint4*>(p);
@@ -122,7 +110,7 @@ struct Units {
       pool<N>(h, add, pooled);
 #pragma unroll
       for (int k = 0; k < 2 * N; k++) {
-        const int u = unit(at + k);
+        const int u = begin + at + k;
         image[k] = u >= first && u < last ? ordered(pooled[k]) : 0;
         const int bin = key(pooled[k]) >> 6;
         if (image[k] && bin) atomicAdd(&hist[bin], 1); // where many are in the lowest bin, counting them would take longest
@@ -254,8 +242,8 @@ __device__ __forceinline__ void split(Desk& s, const Mail& mail, const Units& un
 #pragma unroll 1
     for (int i = threadIdx.x; i < units.count; i += THREADS) {
       const u32 exact = units.exact[i];
-      if (exact == 0 || units.key_again(exact) >> 6 != of.bin || of.place(units, exact, units.unit(i)) != 0) continue;
-      const int digit = round == 0 ? units.key_again(exact) : (int)(Candidates::value(exact, units.unit(i)) >> (of.shift - 6));
+      if (exact == 0 || units.key_again(exact) >> 6 != of.bin || of.place(units, exact, units.begin + i) != 0) continue;
+      const int digit = round == 0 ? units.key_again(exact) : (int)(Candidates::value(exact, units.begin + i) >> (of.shift - 6));
       atomicAdd(&s.own[digit & (DIGIT - 1)], 1);
     }
     __syncthreads();
@@ -362,7 +350,7 @@ __device__ __forceinline__ void put_scores(const Units& units, __half* scores, l
 #pragma unroll 1
   for (int i = threadIdx.x; i < HEADS * units.count; i += THREADS) {
     const int h = i / units.count, u = i - h * units.count;
-    scores[h * stride + units.unit(u)] = units.scores[h * units.stride + u];
+    scores[h * stride + units.begin + u] = units.scores[h * units.stride + u];
   }
 }
 
@@ -378,7 +366,7 @@ __device__ __forceinline__ void choose_units(Desk& s, const Mail& mail, const Re
   MARK(7)
   const Lower lower = add_counts<BINS>(s, mail, mail.bins());
   MARK(9)
-  const Chosen found = cut_row<BINS>(s, lower, row.wanted, units.eligible(row.last), units.eligible_lower());
+  const Chosen found = cut_row<BINS>(s, lower, row.wanted, units.eligible(row.last), units.eligible(units.begin));
   Candidates candidates = {found.cut.bin, row.wanted - found.cut.above, found.cut.count, found.lower_above, found.lower_count, -1, 0, 60};
   MARK(10)
   split(s, mail, units, candidates);

@@ -40,26 +40,19 @@ __device__ __forceinline__ void put8(__half* p, u32 x, u32 y) {
 #endif
 }
 
-// The end - begin groups of a sequence that a block scores: the i-th is begin + i step; idle: there is nothing to score.
+// The groups [begin, end) of a sequence that a block scores; idle: there is nothing to score.
 struct Groups {
   const char *bits, *meta; // the pool of one layer: BIT_BYTES and META_BYTES a group, [P, Hk, N / 32] groups
   const int* table;        // page numbers of the sequence
   int head, heads, page_groups, stored, begin, end;
   bool idle;
-  int step = 1;
-  int* places = nullptr; // where groups lie in the pool is left here, in shared memory
-  int room = 0;          // groups of the table where begin does not follow from lengths: then pages are looked up beside them
 };
 
-struct Scores { // something to score in any case
-  __device__ __forceinline__ bool operator()() const { return false; }
-};
-
-// Calls idle() when the first groups are on their way: whether there is nothing to score. Waits for the kernels before this one, then calls begun(). q: the query heads, [G, D]. Writes fp16 scores times scale and log2(e)
+// Waits for the kernels before this one as late as it can, then calls begun(). q: the query heads, [G, D]. Writes fp16 scores times scale and log2(e)
 // minus the reference of the share, head h at scores + h * stride, from the share's first unit on. Calls tell(h, part) in thread h, for STEP_HEADS
 // heads: reference, then log2 of the sum of exponentials (POOL 0 and G > 1) or the maximum, and the minimum.
-template <typename Begun, typename Tell, typename Idle = Scores> __device__ __forceinline__ void score_groups(const Groups& row, const real* q,
-    char* smem, __half* scores, long long stride, float scale_log2, Begun begun, Tell tell, Idle idle = {}) {
+template <typename Begun, typename Tell> __device__ __forceinline__ void score_groups(const Groups& row, const real* q, char* smem, __half* scores,
+    long long stride, float scale_log2, Begun begun, Tell tell) {
   __shared__ float shared_ref[WARPS][8];
   __shared__ __align__(16) real queries[GROUP_HEADS][D + 8]; // padded against bank conflicts
   __shared__ float2 shared_sum[WARPS][8];
@@ -74,18 +67,18 @@ template <typename Begun, typename Tell, typename Idle = Scores> __device__ __fo
   // Lane l knows where the l-th group of this warp lies; refreshed every 32 groups.
   int place = 0;
   auto locate = [&](int from) {
-    const int j = from + lane, g = begin + (warp + j * WARPS) * row.step;
-    if (row.room ? g < row.room : j < mine) {
-      const int page = g / row.page_groups;
+    int j = from + lane;
+    if (j < mine) {
+      int g = begin + warp + j * WARPS, page = g / row.page_groups;
       place = (row.table[page] * row.heads + row.head) * row.page_groups + g - page * row.page_groups;
-      if (row.places && j < mine) row.places[warp + j * WARPS] = place;
     }
   };
   locate(0);
   MARK(0)
   // Groups that are older than the newest token were there before the kernel before this one began: they are fetched before the wait.
-  const bool settled = begin + (warp + (min(mine, STAGES - 2) - 1) * WARPS) * row.step < (row.stored - 1) >> 5;
-  if (!settled) dependency_wait();
+  const bool settled = begin + warp + (min(mine, STAGES - 2) - 1) * WARPS < (row.stored - 1) >> 5;
+  if (!settled || row.idle) dependency_wait();
+  if (row.idle) return;
   const u32 ring = shared_at(smem) + warp * STAGES * STAGE_BYTES;
   const u32 bits_at = ring + lane * WORDS * 4;            // this lane's words and ranges in the first stage
   const u32 units_at = ring + BIT_BYTES + (lane >> 3 & 1) * STAGE_BYTES + (lane >> 4) * 16; // lows; ranges 2 D behind
@@ -112,13 +105,8 @@ template <typename Begun, typename Tell, typename Idle = Scores> __device__ __fo
   for (int j = 0; j < EARLY_GROUPS; j += 2) fetch_first(j);
   int ahead0 = __shfl_sync(~0u, place, STAGES - 2), ahead1 = __shfl_sync(~0u, place, STAGES - 1); // where the next two groups lie
 
-  const bool nothing = row.idle || idle();
   if (settled) dependency_wait();
   begun();
-  if (nothing) {
-    copies_wait<0>();
-    return;
-  }
   MARK(1)
 
   // Behind the groups that are fetched first, or it waits for all of them.
@@ -337,18 +325,13 @@ template <typename Begun, typename Tell, typename Idle = Scores> __device__ __fo
   };
   if (2 * pair < GROUP_HEADS && !(sum0 < 1e36f)) again(sum0, shift0, to_scores);
   if (2 * pair + 1 < GROUP_HEADS && !(sum1 < 1e36f)) again(sum1, shift1, to_scores + stride);
-  if (__any_sync(~0u, shift0 != 0.f || shift1 != 0.f)) {
 #pragma unroll
-    for (int o = MERGED ? 2 : 4; o < 32; o <<= 1) {
-      const float other0 = __shfl_xor_sync(~0u, shift0, o), other1 = __shfl_xor_sync(~0u, shift1, o);
-      const float more0 = __shfl_xor_sync(~0u, sum0, o), more1 = __shfl_xor_sync(~0u, sum1, o);
-      const float top0 = fmaxf(shift0, other0), top1 = fmaxf(shift1, other1);
-      sum0 = sum0 * exp2_fast(shift0 - top0) + more0 * exp2_fast(other0 - top0), shift0 = top0;
-      sum1 = sum1 * exp2_fast(shift1 - top1) + more1 * exp2_fast(other1 - top1), shift1 = top1;
-    }
-  } else {
-#pragma unroll
-    for (int o = MERGED ? 2 : 4; o < 32; o <<= 1) sum0 += __shfl_xor_sync(~0u, sum0, o), sum1 += __shfl_xor_sync(~0u, sum1, o);
+  for (int o = MERGED ? 2 : 4; o < 32; o <<= 1) {
+    const float other0 = __shfl_xor_sync(~0u, shift0, o), other1 = __shfl_xor_sync(~0u, shift1, o);
+    const float more0 = __shfl_xor_sync(~0u, sum0, o), more1 = __shfl_xor_sync(~0u, sum1, o);
+    const float top0 = fmaxf(shift0, other0), top1 = fmaxf(shift1, other1);
+    sum0 = sum0 * exp2_fast(shift0 - top0) + more0 * exp2_fast(other0 - top0), shift0 = top0;
+    sum1 = sum1 * exp2_fast(shift1 - top1) + more1 * exp2_fast(other1 - top1), shift1 = top1;
   }
   if (gid == 0 && second == 0) shared_sum[warp][2 * pair] = make_float2(shift0, sum0), shared_sum[warp][2 * pair + 1] = make_float2(shift1, sum1);
   __syncthreads();

@@ -7,7 +7,6 @@
 // minimum: two products. KIND 1: centre and radius (ArkVale's balls), one product plus |q| times the radius. KIND 2: mean (ShadowKV), one product.
 // FORCED raises the pages that every query reads to infinity, SHARED scores by the mean over all query heads of the layer.
 #pragma once
-#include "matrix.cuh"
 #include "ordered.cuh"
 
 #ifndef WARPS
@@ -28,6 +27,7 @@ static_assert(POOL == 1 && KIND != 2, "one selection for all heads ranks the mea
 #endif
 
 #ifdef BF16
+#define MMA_TYPE "bf16"
 __device__ __forceinline__ u32 clip(u32 x, bool positive) {
   const __nv_bfloat162 v = *reinterpret_cast<__nv_bfloat162*>(&x), zero = __float2bfloat162_rn(0.f);
   __nv_bfloat162 r = positive ? __hmax2(v, zero) : __hmin2(v, zero);
@@ -36,6 +36,7 @@ __device__ __forceinline__ u32 clip(u32 x, bool positive) {
 __device__ __forceinline__ float2 wide(u32 x) { return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(&x)); }
 __device__ __forceinline__ float wide1(real x) { return __bfloat162float(x); }
 #else
+#define MMA_TYPE "f16"
 __device__ __forceinline__ u32 clip(u32 x, bool positive) {
   const __half2 v = *reinterpret_cast<__half2*>(&x), zero = __float2half2_rn(0.f);
   __half2 r = positive ? __hmax2(v, zero) : __hmin2(v, zero);
@@ -44,6 +45,11 @@ __device__ __forceinline__ u32 clip(u32 x, bool positive) {
 __device__ __forceinline__ float2 wide(u32 x) { return __half22float2(*reinterpret_cast<__half2*>(&x)); }
 __device__ __forceinline__ float wide1(real x) { return __half2float(x); }
 #endif
+__device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPE "." MMA_TYPE ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
 __device__ __forceinline__ uint4 load16(const void* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
@@ -200,7 +206,7 @@ struct Statistics {
   }
 };
 
-// The end - begin pages of a sequence that a block scores: the i-th is page begin + i step.
+// The pages [begin, end) of a sequence that a block scores.
 struct Pages {
   const char* vectors;  // [P, Hk, PER_PAGE, VECTORS, D] of `real`
   const void* beside;   // [P, Hk, PER_PAGE]: radii, or fp32 likeness where pages are FORCED
@@ -208,19 +214,12 @@ struct Pages {
   const int* table;     // page numbers of the sequence
   int head, heads, stored, begin, end, per; // per: of every block
   bool idle;            // there is nothing to score
-  int step = 1;
-  int* places = nullptr; // where pages lie in the pool is left here, in shared memory
-  int room = 0;          // pages of the table where begin does not follow from lengths: then they are looked up beside them
 };
 
-struct Scores { // something to score in any case
-  __device__ __forceinline__ bool operator()() const { return false; }
-};
-
-// Calls idle() when it knows where pages lie: whether there is nothing to score. Waits for the kernels before this one, then calls begun(). q: the query heads, [G, D], or all of the layer where SHARED. Calls put(head, begin + i,
-// scores of the i-th page and the next) in one thread each, then tell(head, part) in thread `head`: scores and parts are as score_groups tells them.
-template <typename Begun, typename Put, typename Tell, typename Idle = Scores> __device__ __forceinline__ void score_share(const Pages& row,
-    const real* q, float scale_log2, Begun begun, Put put, Tell tell, Idle idle = {}) {
+// Waits for the kernels before this one, then calls begun(). q: the query heads, [G, D], or all of the layer where SHARED. Calls put(head, page,
+// scores of it and the next) in one thread each, then tell(head, part) in thread `head`: scores and parts are as score_groups tells them.
+template <typename Begun, typename Put, typename Tell> __device__ __forceinline__ void score_share(const Pages& row, const real* q, float scale_log2,
+    Begun begun, Put put, Tell tell) {
   __shared__ float shared_ref[WARPS][8 * TILES];
   __shared__ float2 shared_sum[WARPS][8 * TILES];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gid = lane >> 2, tig = lane & 3;
@@ -231,10 +230,8 @@ template <typename Begun, typename Put, typename Tell, typename Idle = Scores> _
 #pragma unroll
     for (int k = 0; k < (SIXTEENS + 1) / 2; k++) {
       const int at = (j * WARPS + warp) * ROUND + 32 * k + (SIXTEENS == 1 ? lane & 15 : lane);
-      const u32 i = row.room ? min(begin + at * row.step, row.room - 1) : max(begin + min(at, end - begin - 1), 0);
+      const u32 i = max(min(begin + at, end - 1), 0);
       place[k] = row.table[i / PER_PAGE] * heads * PER_PAGE + i % PER_PAGE;
-      if (row.room && at >= end - begin) place[k] = 0; // any page of the pool will do
-      if (row.places && at < end - begin) row.places[at] = place[k] + head * PER_PAGE;
     }
   };
   locate(0);
@@ -248,10 +245,9 @@ template <typename Begun, typename Put, typename Tell, typename Idle = Scores> _
   }
 #endif
   MARK(0)
-  const bool nothing = row.idle || idle();
   dependency_wait();
+  if (row.idle) return;
   begun();
-  if (nothing) return;
   MARK(1)
   const u32 zero = row.stored >> 31;
   Query query;
@@ -335,9 +331,8 @@ template <typename Begun, typename Put, typename Tell, typename Idle = Scores> _
 #ifdef FORCED
       const float* likeness = reinterpret_cast<const float*>(row.beside);
       const u32 key0 = ordered(likeness[rows[s][0]]), key1 = ordered(likeness[rows[s][1]]);
-      const int page = begin + (at - begin) * row.step;
-      forced0 = key0 < limit.x || (key0 == limit.x && page <= (int)limit.y);
-      forced1 = key1 < limit.x || (key1 == limit.x && page + row.step <= (int)limit.y);
+      forced0 = key0 < limit.x || (key0 == limit.x && at <= (int)limit.y);
+      forced1 = key1 < limit.x || (key1 == limit.x && at + 1 <= (int)limit.y);
 #endif
 #pragma unroll
       for (int i = 0; i < COLUMNS; i++) {

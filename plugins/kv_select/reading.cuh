@@ -14,7 +14,6 @@ struct Reading {
   int units, first, last, wanted, width, room;
   bool whole, plain; // plain: all is read, every unit chosen, or nothing but the forced ones
 
-  Reading() = default;
   __device__ __forceinline__ Reading(int stored, int closed, int unit, Budget at, int sink, int window) { // closed: tokens with a summary
     units = (stored + unit - 1) / unit, first = (sink + unit - 1) / unit, last = max(first, min(closed, max(0, stored - window)) / unit);
     width = at.width, room = at.room, whole = stored <= at.whole_to;

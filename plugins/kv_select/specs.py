@@ -1,10 +1,10 @@
-"""Every scorer and selector that an engine may launch, the launches that are both, and those that attend too."""
+"""Every scorer and selector that an engine may launch, and the launches that are both."""
 
 from __future__ import annotations
 
 from trtkv.config import Limits, ModelConfig
 from trtkv.plan import CachePlan, SelectPlan
-from trtkv.plugins.kv_select import launch, launch_fused, launch_pages, launch_retrieve, launch_speculate
+from trtkv.plugins.kv_select import launch, launch_fused, launch_pages, launch_speculate
 from trtkv.plugins.support import Summary, outliers, shares_selection, summary_of
 
 _NAMES = {"bfloat16": "bf16", "float16": "fp16"}
@@ -66,11 +66,3 @@ def _together(plan: CachePlan, select: SelectPlan, summary: Summary, batch: int,
         else:
             per_page, forced = plan.page_size // select.unit, outliers(select) > 0
             launch_fused.page_kernel(summary.scorer, plan.head_dim, group, select.pooling, fused, per_page, bf16, arch, forced=forced)
-    if select.speculative:
-        return
-    for one in launch_retrieve.retrievals_on_any(select, summary, batch, plan.num_kv_heads, group, plan.head_dim, units, arch):
-        if summary.scorer == "fier":
-            launch_retrieve.fier_kernel(plan.head_dim, group, select.pooling, one, bf16, arch)
-        else:
-            per_page, forced = plan.page_size // select.unit, outliers(select) > 0
-            launch_retrieve.page_kernel(summary.scorer, plan.head_dim, group, select.pooling, one, per_page, select.unit, bf16, arch, forced=forced)

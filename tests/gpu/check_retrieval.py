@@ -17,7 +17,7 @@ from torch import Tensor
 from trtkv.plugins.kv_append import kernel as append
 from trtkv.plugins.kv_attend import launch as attend
 from trtkv.plugins.kv_attend import launch_dense
-from trtkv.plugins.kv_select import fier_layout, launch_fused, launch_pages, launch_retrieve
+from trtkv.plugins.kv_select import fier_layout, launch_fused, launch_pages
 from trtkv.plugins.kv_select import launch as select
 
 DEV = "cuda"
@@ -172,104 +172,6 @@ def check_together() -> None:
     check_growth(7, append.FIER, 40, bf16, together=True)
 
 
-def check_all_together() -> None:
-    """The launch that also attends, at the sizes of an H200, and crowded scores."""
-    bf16, fp16 = torch.bfloat16, torch.float16
-    for heads, group, lens, blocks in ((4, 7, [32761], 16), (4, 7, [131065], 33), (8, 4, [131000], 16), (32, 1, [32700], 4), (1, 3, [131065], 132)):
-        check_attended(
-            Case(heads, group, 128, 32, lens, bf16), len(lens) * 1024, 4, 64, "softmax-mean", 132, blocks, f"with attention {heads} x {lens}", 3
-        )
-    for pooling in ("mean", "max", "softmax-max"):
-        check_attended(Case(2, 4, 64, 64, [9000, 97], fp16), 500, 4, 64, pooling, 132, 16, f"with attention {pooling}", 2)
-    for heads, group, lens, blocks in ((4, 7, [131065], 16), (8, 4, [32700, 9000], 8), (2, 8, [40000], 10)):
-        case = Case(heads, group, 128, 32, lens, bf16, pages=True)
-        check_attended(case, 1024, 32, 64, "softmax-mean", 132, blocks, f"with attention, pages {lens}", 3)
-    for levels, budget in ((1, 3000), (2, 9000), (7, 1111)):
-        case = Case(2, 2, 32, 32, [20000, 15000], fp16)
-        repeat_tokens(case, levels)
-        case.values.nan_to_num_(0.5)  # tokens behind the last have scores here
-        check_attended(case, budget, 0, 0, "softmax-mean", 132, 16, f"with attention, {levels} levels", 2)
-    check_growth(4, append.FIER, 70, bf16, together=True, attends=True)
-    check_growth(7, append.MINMAX, 70, bf16, together=True, attends=True)
-
-
-def check_attended(case: Case, budget: int, sink: int, window: int, pooling: str, sms: int, blocks: int, label: str, replays: int = 1) -> None:
-    """Scores, choice and attention in one launch: the units that it marks are the best by the scores that it left, and out is attention to them."""
-    batch, rows = len(case.lens), len(case.lens) * case.heads
-    unit, chunk = (case.page, 1) if case.pages else (1, 32)
-    capacity, width = case.table.shape[1] * case.page // unit, -(-budget // unit)
-    kind = (rows, case.group, *(() if case.pages else (case.dim,)), pooling, capacity, sms, select.arch())
-    fused = launch_fused.Fused.plan_pages(*kind) if case.pages else launch_fused.Fused.plan(*kind)
-    plan = fused and launch_retrieve.Retrieval.of(fused, case.group, case.dim, chunk=chunk, arch=select.arch())
-    assert plan is not None and plan.fused.blocks == blocks, f"{label}: {plan}"
-    mail, stamps = plan.allocate(DEV)
-    out = case.guard.like(tuple(case.q.shape), case.dtype, float("nan"))
-    marks, ranked = (case.guard.like((rows, capacity), dtype, 0) for dtype in (torch.uint8, torch.int32))
-    scores = case.guard.like((rows, plan.fused.heads, capacity), torch.float16, float("nan"))
-    parts = torch.zeros(rows, blocks, plan.fused.heads, 4, device=DEV)
-    common = {"width": width, "budget": budget, "sink": sink, "window": window, "pooling": pooling, "scale": case.dim**-0.5}
-
-    def launch(**more: Any) -> None:
-        if case.pages:
-            given = (case.q, case.bounds.unsqueeze(2), None, case.keys, case.values, case.table, case.lens, out, mail, stamps, plan)
-            launch_retrieve.page_retrieve(*given, kind="box", unit=unit, **common, **more)
-        else:
-            given = (case.q, case.bits, case.meta, case.keys, case.values, case.table, case.lens, out, mail, stamps, plan)
-            launch_retrieve.fier_retrieve(*given, **common, **more)
-
-    def check(budgets: list[int], what: str, own: select.OwnBudgets | None = None) -> None:
-        marks.zero_(), ranked.zero_(), out.fill_(float("nan"))
-        launch(record=launch_retrieve.Record(marks, ranked, scores, parts), own=own)
-        torch.cuda.synchronize()
-        for b in range(batch):
-            check_attended_row(case, b, (scores, parts, ranked, marks), out[b], budgets[b], (sink, window, pooling, unit), blocks, f"{label}{what}")
-
-    for _ in range(replays):
-        check([budget] * batch, "")
-    first = out.clone()
-    out.fill_(float("nan"))
-    launch()
-    torch.cuda.synchronize()
-    expect(torch.equal(first, out), f"{label}: two runs differ")
-    slots, budgets = torch.randperm(batch + 1, device=DEV)[:batch].int(), torch.zeros(batch + 1, dtype=torch.int32, device=DEV)
-    smaller = sink + window + 2 * max(unit, 32)
-    budgets[slots[0].long()] = smaller
-    check([smaller] + [budget] * (batch - 1), ", a budget of its own", select.OwnBudgets(slots, budgets, 0))
-    expect(case.guard.intact(), f"{label}: a margin was written")
-
-
-def check_attended_row(case, b, left, out, budget, asked, blocks, label) -> None:
-    """Compare what one launch left of a sequence: scores, marks and attention."""
-    scores, parts, ranked, marks = left
-    sink, window, pooling, unit = asked
-    stored, count, rows = int(case.lens[b]), case.units(b), slice(b * case.heads, (b + 1) * case.heads)
-    units, closed = -(-stored // unit), count * unit
-    if stored <= budget:
-        expect(not bool(marks[rows].any()), f"{label}: sequence {b} should be dense")
-        check_attention(case, b, None, out, case.dim**-0.5, label)
-        return
-    width, first = -(-budget // unit), -(-sink // unit)
-    last = max(first, min(closed, stored - window) // unit)
-    wanted, taken = width - first - (units - last), marks[rows, :units].bool()
-    expect(bool(taken[:, :first].all() and taken[:, last:].all()), f"{label}: forced units of {b}")
-    expect(not bool(marks[rows, units:].any()), f"{label}: marks behind {b}")
-    if wanted >= last - first:
-        expect(bool(taken.all()), f"{label}: all units of {b}")
-    elif wanted <= 0:
-        expect(not bool(taken[:, first:last].any()), f"{label}: no unit of {b} but the forced")
-    else:
-        part = torch.arange(count, device=DEV) // (1 if case.pages else 32) % blocks
-        pooled, slack = check_scores(case, b, scores, parts, part, pooling, label)
-        image = ranked[rows, first:last].long() & 0xFFFFFFFF  # in the order of pooled scores
-        got = torch.where(image >= 1 << 31, image - (1 << 31), 0xFFFFFFFF - image).int().view(torch.float32).double()
-        want = pooled[:, first:last]
-        expect(bool(((got - want).abs() <= slack * want.abs() + 1e-30).all()), f"{label}: pooled scores of {b}")
-        best = torch.sort(image, dim=1, descending=True, stable=True).indices[:, :wanted].sort(1).values
-        for h in range(case.heads):
-            expect(torch.equal(best[h], taken[h, first:last].nonzero()[:, 0]), f"{label}: selection of {b}, head {h}")
-    check_attention(case, b, [one.nonzero()[:, 0].tolist() for one in taken], out, case.dim**-0.5, label)
-
-
 def check_fused(case: Case, budget: int, sink: int, window: int, pooling: str, sms: int, blocks: int, label: str, replays: int = 1) -> None:
     """Scores and choice in one launch, of `blocks` blocks a row on so many multiprocessors: lists as the selector makes them of the same scores."""
     batch, rows = len(case.lens), len(case.lens) * case.heads
@@ -318,21 +220,23 @@ def check_fused(case: Case, budget: int, sink: int, window: int, pooling: str, s
             check_selection(case, b, scores, parts, scratch, chosen[b], budget, sink, window, pooling, unit, label)
 
 
-def check_scores(case, b, scores, parts, part, pooling, label):
-    """Compare the scores of a sequence, whose units belong to parts, with exact ones; return pooled ones [Hk, U] and their relative error at most."""
-    count, heads = case.units(b), scores.shape[1]
+def check_selection(case, b, scores, parts, plan, chosen, budget, sink, window, pooling, unit, label):
+    stored, count = int(case.lens[b]), case.units(b)
     rows = slice(b * case.heads, (b + 1) * case.heads)
+    blocks = -(-count // 32)
+    per = -(-blocks // plan.parts) * 32
+    part = torch.arange(count, device=DEV) // per
     ref = parts[rows][:, part, :, 0].transpose(1, 2)  # [Hk, heads, U]
     got = scores[rows, :, :count].float() + ref
     true = case.true_scores(b)
-    if heads == 1 and case.group > 1:
+    if plan.heads == 1 and case.group > 1:
         true = (true.amax(1) if pooling == "max" else true.mean(1)).unsqueeze(1)
     want = true * case.dim**-0.5 * LOG2E
     # Against the same product in bf16 or fp16: its rounding alone is what the error may reach.
     limit = 2 * (want.to(case.dtype).double() - want).norm() + 2e-3 * want.std() * want.numel() ** 0.5
     error = (got.double() - want).norm()
     expect(bool(error <= limit), f"{label}: scores of sequence {b} off by {error / want.norm():.2e}")
-    if heads > 1:
+    if plan.heads > 1:
         lse = torch.logsumexp(parts[rows][..., 1].double() * 0.6931471805599453, 1) * LOG2E
         exact = torch.logsumexp(want * 0.6931471805599453, 2) * LOG2E
         expect(bool((lse - exact).abs().max() < 0.02), f"{label}: normalizer of sequence {b} off by {(lse - exact).abs().max():.2e}")
@@ -343,14 +247,6 @@ def check_scores(case, b, scores, parts, part, pooling, label):
         top = parts[rows][..., 0, 1].amax(1)
         pooled = (scores[rows, 0, :count].float() + (ref[:, 0] - top[:, None])).double()  # the selector's own fp32 values
         slack = 0.0
-    return pooled, slack
-
-
-def check_selection(case, b, scores, parts, plan, chosen, budget, sink, window, pooling, unit, label):
-    stored, count = int(case.lens[b]), case.units(b)
-    groups = -(-count // 32)
-    per = -(-groups // plan.parts) * 32
-    pooled, slack = check_scores(case, b, scores, parts, torch.arange(count, device=DEV) // per, pooling, label)
     units = -(-stored // unit)
     closed = stored // (32 if unit == 1 else unit) * (32 if unit == 1 else unit)
     first = -(-sink // unit)
@@ -542,12 +438,9 @@ def check_short_lists(unit: int, lens: list[int], counts: list[int], room: int, 
     expect(case.guard.intact(), f"lists of unit {unit}: a margin was written")
 
 
-def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype, *, together: bool = False, attends: bool = False) -> None:
-    """Replay one captured step while sequences grow over group and page borders and a slot is taken by another request.
-
-    together: scores and choice in one launch; attends: attention in it too.
-    """
-    label = f"growth G {group} policy {policy} together {together} attends {attends}"
+def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype, *, together: bool = False) -> None:
+    """Replay one captured step while sequences grow over group and page borders and a slot is taken by another request; together: in one launch."""
+    label = f"growth G {group} policy {policy} together {together}"
     heads, dim, page = 2, 128, 32 if policy == append.MINMAX else 64
     case = Case(heads, group, dim, page, [501, 1030, 63, 320], dtype, pages=policy == append.MINMAX)
     batch, budget, sink, window = 4, 320, 4, 16
@@ -561,12 +454,9 @@ def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype, *, tog
     capacity, fused = case.table.shape[1] * page // unit, None
     if together:
         kind = (batch * heads, group, *(() if case.pages else (dim,)), "softmax-mean", capacity, 132, select.arch())
-        least, launch_fused.LEAST_PAGES = launch_fused.LEAST_PAGES, 8
         fused = launch_fused.Fused.plan_pages(*kind) if case.pages else launch_fused.Fused.plan(*kind)
-        launch_fused.LEAST_PAGES = least
         assert fused is not None, label
-        one: Any = launch_retrieve.Retrieval.of(fused, group, dim, chunk=1 if case.pages else 32, arch=select.arch()) if attends else fused
-        handed = (*one.allocate(DEV), one)
+        handed = (*fused.allocate(DEV), fused)
     plan = select.Scratch.plan(batch * heads, group, "softmax-mean", capacity, 132)
     if fused is not None:
         plan = select.Scratch(fused.heads, plan.stride, fused.blocks)
@@ -574,23 +464,13 @@ def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype, *, tog
     width = -(-budget // unit)
     chosen = torch.full((batch, heads, width + 1), -7, dtype=torch.int32, device=DEV)
     out = torch.full_like(case.q, float("nan"))
-    marks, ranked = (torch.zeros(batch * heads, plan.stride, dtype=dtype, device=DEV) for dtype in (torch.uint8, torch.int32))
 
     def step() -> None:
-        marks.zero_()
         append.launch(
             qkv, case.lens, starts, case.lens, case.table, rope, None, case.q, case.keys, case.values, case.bits,
             case.bounds if case.pages else case.meta, eps=0.0, group=unit if case.pages else 32, summary=policy, longest=1, overlap=True,
         )  # fmt: skip
         common = {"budget": budget, "scale": dim**-0.5, "pooling": "softmax-mean", "overlap": True}
-        if attends:
-            common |= {"sink": sink, "window": window, "width": width, "record": launch_retrieve.Record(marks, ranked, scores, parts)}
-            cache = (case.keys, case.values, case.table, case.lens, out, *handed)
-            if case.pages:
-                launch_retrieve.page_retrieve(case.q, case.bounds.unsqueeze(2), None, *cache, kind="box", unit=case.page, **common)
-            else:
-                launch_retrieve.fier_retrieve(case.q, case.bits, case.meta, *cache, **common)
-            return
         if fused is not None:
             common |= {"sink": sink, "window": window, "scores": scores, "parts": parts}
         if fused is not None and case.pages:
@@ -653,10 +533,6 @@ def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype, *, tog
                 words, bounds = fier_layout.pack(keys[:, : whole * 32].unflatten(1, (-1, 32)))
                 mine = [t[case.table[b].long()].transpose(0, 1).flatten(1, 2)[:, :whole] for t in (case.bits, case.meta)]
                 expect(torch.equal(mine[0], words) and torch.equal(mine[1], bounds), f"{label}: index of {b} at {n}")
-            if attends:
-                left, asked = (scores, parts, ranked, marks), (sink, window, "softmax-mean", unit)
-                check_attended_row(case, b, left, out[b], budget, asked, plan.parts, f"{label} at {n}")
-                continue
             attended = None
             if n > budget:
                 attended = check_selection(case, b, scores, parts, plan, chosen[b], budget, sink, window, "softmax-mean", unit, f"{label} at {n}")
@@ -679,10 +555,7 @@ def main() -> int:
         check_short_lists(1, [500, 700, 40], [100, 300, 33], 300)
         check_growth(4, append.FIER, 2, bf16)
         check_growth(4, append.FIER, 2, bf16, together=True)
-        check_growth(4, append.FIER, 2, bf16, together=True, attends=True)
         check_fused(Case(2, 7, 128, 64, [700, 97], bf16), 200, 4, 16, "softmax-mean", 8, 2, "small, one launch", 2)
-        check_attended(Case(2, 7, 128, 64, [700, 97], bf16), 200, 4, 16, "softmax-mean", 8, 2, "small, with attention", 2)
-        check_attended(Case(1, 4, 128, 32, [9000], bf16, pages=True), 512, 32, 64, "max", 8, 2, "small, pages with attention", 2)
         check_dense(2, 7, 128, 32, [700, 1, 129], bf16, 5)
         print("failures", len(failures))
         return bool(failures)
@@ -721,7 +594,6 @@ def main() -> int:
     check_growth(7, append.MINMAX, 70, bf16)
     check_growth(1, append.FIER, 40, fp16)
     check_together()
-    check_all_together()
     print(f"failures {len(failures)}, {time.time() - begin:.0f} s")
     return bool(failures)
 

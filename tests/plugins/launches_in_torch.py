@@ -16,7 +16,7 @@ from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_attend import launch as attend_launch
 from trtkv.plugins.kv_attend import launch_dense, per_head, prefill, reference
 from trtkv.plugins.kv_attend import op as attend_op
-from trtkv.plugins.kv_select import fier_layout, launch, launch_fused, launch_pages, launch_retrieve
+from trtkv.plugins.kv_select import fier_layout, launch, launch_fused, launch_pages
 from trtkv.plugins.selection import choose
 from trtkv.ranking import best
 
@@ -39,8 +39,6 @@ class Launches:
         monkeypatch.setattr(launch, "select_units", self.select_units)
         monkeypatch.setattr(launch_fused, "fier_select", self.fier_select)
         monkeypatch.setattr(launch_fused, "page_select", self.page_select)
-        monkeypatch.setattr(launch_retrieve, "fier_retrieve", self.fier_retrieve)
-        monkeypatch.setattr(launch_retrieve, "page_retrieve", self.page_retrieve)
         monkeypatch.setattr(launch_pages, "score_pages", self.score_pages)
         monkeypatch.setattr(launch_pages, "outlier_cut", self.outlier_cut)
         monkeypatch.setattr(attend_launch, "attend_list", self.attend_list)
@@ -146,29 +144,6 @@ class Launches:
         self.score_pages(q, vectors, beside, table, lens, scores, parts, kind=kind, cut=cut, **common)
         self.select_units(scores, parts, lens, out, budget=budget, sink=sink, window=window, unit=unit, group=unit, pooling=pooling, own=own)
         self.names[-2:] = ["page_select"]
-
-    def fier_retrieve(
-        self, q, bits, meta, keys, values, table, lens, out, mail, stamps, plan, *, width, record=None, overlap=False, **asked
-    ) -> None:  # fmt: skip
-        chosen = torch.full((len(lens), keys.shape[1], width + 1), -7, dtype=torch.int32)
-        self.fier_select(q, bits, meta, table, lens, chosen, mail, stamps, plan.fused, page_size=keys.shape[2], **asked)
-        self.attend_chosen(q, keys, values, table, lens, chosen, out, 1, asked["scale"], record)
-        self.names[-2:] = ["fier_retrieve"]
-
-    def page_retrieve(
-        self, q, vectors, beside, keys, values, table, lens, out, mail, stamps, plan, *, unit, width, record=None, overlap=False, **asked
-    ) -> None:  # fmt: skip
-        chosen = torch.full((len(lens), keys.shape[1], width + 1), -7, dtype=torch.int32)
-        self.page_select(q, vectors, beside, table, lens, chosen, mail, stamps, plan.fused, unit=unit, **asked)
-        self.attend_chosen(q, keys, values, table, lens, chosen, out, unit, asked["scale"], record)
-        self.names[-2:] = ["page_retrieve"]
-
-    def attend_chosen(self, q, keys, values, table, lens, chosen, out, unit, scale, record) -> None:
-        self.attend_list(q, keys, values, table, lens, chosen, out, unit=unit, scale=scale)
-        if record is not None:
-            assert not record.marks.any()
-            for row, units in zip(record.marks, chosen.flatten(0, 1), strict=True):
-                row[units[: max(0, int(units[-1]))].long()] = 1
 
     def between(self, plan, rows, mail, stamps) -> tuple[Tensor, Tensor]:
         """Return what two launches would hand over, of the shape that one launch keeps to itself."""

@@ -23,7 +23,7 @@ from trtkv.plugins.kernels import kernels_for
 from trtkv.plugins.kv_attend import cuda as attend_cuda
 from trtkv.plugins.kv_attend import op as attend_op
 from trtkv.plugins.kv_select import cuda as select_cuda
-from trtkv.plugins.kv_select import fier_layout, indexes, launch_fused
+from trtkv.plugins.kv_select import fier_layout, indexes
 from trtkv.plugins.kv_select import op as select_op
 from trtkv.plugins.own import Own, least_budget
 from trtkv.plugins.session import Session
@@ -124,15 +124,11 @@ def run(twins: Twins, forms: tuple[Any, Any], session: Session, inputs: list[Ten
 OWN = {1: 78, 2: 50}  # budgets of slots whose requests ask for less; 78 is not a whole number of pages
 
 
-@pytest.mark.parametrize("lists", ["apart", "kept"])
 @pytest.mark.parametrize("own", [False, True], ids=["", "own"])
 @pytest.mark.parametrize("policy", SELECTING)
-def test_ops_with_kernels_choose_and_answer_as_the_torch_forms(policy: str, own: bool, lists: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches, retrieved = Launches(monkeypatch), set()
-    monkeypatch.setattr(launch_fused, "LEAST_GROUPS", 1)
-    monkeypatch.setattr(launch_fused, "LEAST_PAGES", 8)
+def test_ops_with_kernels_choose_and_answer_as_the_torch_forms(policy: str, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches(monkeypatch)
     twins = Twins(lower(policy, model()), model())
-    twins.wired.lists = lists
     prompts, compared = dict(PROMPTS), 0
     for session, (slot, asked) in itertools.product((twins.plain, twins.wired), OWN.items() if own else ()):
         budget = max(asked, least_budget(twins.select))
@@ -145,7 +141,6 @@ def test_ops_with_kernels_choose_and_answer_as_the_torch_forms(policy: str, own:
         inputs = twins.begin(new, prompts)
         launches.names.clear()
         found = run(twins, (select_cuda.select, attend_cuda.attend), twins.wired, inputs)
-        retrieved |= set(launches.names) & {"fier_retrieve", "page_retrieve"}
         expected = run(twins, (select_op.select, attend_op.attend), twins.plain, inputs)
         for b, row in enumerate(twins.plain.step(1).rows):
             if twins.wired.reads_all:
@@ -161,8 +156,6 @@ def test_ops_with_kernels_choose_and_answer_as_the_torch_forms(policy: str, own:
             if row.answers:
                 assert torch.equal(*(session.buffer("previous_query", 1)[row.slot] for session in (twins.wired, twins.plain)))
     assert compared > 20
-    one_launch = lists == "kept" and not twins.select.speculative and not support.shares_selection(twins.select) and twins.select.pooling != "none"
-    assert bool(retrieved) == one_launch
     assert ("outlier_cut" in launches.names) == (support.outliers(twins.select) > 0)
 
 
@@ -213,13 +206,10 @@ def test_every_kernel_that_a_step_launches_is_listed(policy: str, heads: int, kv
             twins.stored = dict.fromkeys(range(SLOTS), 100)
             for batch in range(1, SLOTS + 1):
                 inputs = twins.begin(dict.fromkeys(range(batch), 1), prompts)
-                for lists in ("apart", "none"):
-                    twins.wired.lists = lists
-                    run(twins, (select_cuda.select, attend_cuda.attend), twins.wired, inputs)
+                run(twins, (select_cuda.select, attend_cuda.attend), twins.wired, inputs)
     listed = {spec.name: spec for spec in kernels_for(plan, config, LIMITS, "90")}
     assert launched.keys() <= listed.keys()
     rest = {spec.entry for name, spec in listed.items() if name not in launched}
-    # Forms for other numbers of multiprocessors, which a build does not know.
-    one_launch = {"fier_select", "page_select", "fier_retrieve", "page_retrieve"}
+    one_launch = {"fier_select", "page_select"}  # forms for other numbers of multiprocessors, which a build does not know
     others = {"append_kernel", "_speculate_kernel", "sample", "feed", "fetch", "recall", "open_pages", "gemv", "rms_norm", "silu_gate"}
     assert rest <= others | one_launch

@@ -17,7 +17,7 @@ from trtkv.plugins.kv_attend import cuda as attend_cuda
 from trtkv.plugins.kv_attend import op as attend_op
 from trtkv.plugins.kv_attend import prefill
 from trtkv.plugins.kv_select import cuda as select_cuda
-from trtkv.plugins.kv_select import launch_fused, launch_retrieve
+from trtkv.plugins.kv_select import launch_fused
 from trtkv.plugins.kv_select import op as select_op
 from trtkv.plugins.own import Own, least_budget
 
@@ -48,22 +48,11 @@ def test_one_launch_chooses_and_answers_as_the_torch_forms(
     assert len(launched) == 2, "one sequence decodes in two steps; for two there are too many rows"
 
 
-@pytest.mark.parametrize(("policy", "heads", "kv", "kernel"), [("fier", 4, 2, "fier_retrieve"), ("shadowkv", 4, 2, "page_retrieve")])
-def test_one_launch_attends_too(policy: str, heads: int, kv: int, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_fused, "LEAST_GROUPS", 1)
-    monkeypatch.setattr(launch_fused, "LEAST_PAGES", 8)
-    launched, launch = [], getattr(launch_retrieve, kernel)
-    monkeypatch.setattr(launch_retrieve, kernel, lambda *given, **named: (launched.append(kernel), launch(*given, **named)))
-    _check_sources(policy, heads, kv, tmp_path, monkeypatch, "kept")
-    assert len(launched) == 2, "one sequence decodes in two steps; for two there are too many rows"
-
-
-def _check_sources(policy: str, heads: int, kv: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handed: str = "apart") -> None:
+def _check_sources(policy: str, heads: int, kv: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda_on_cpu.install(monkeypatch, tmp_path, multiprocessors=4)
     monkeypatch.setattr(prefill, "_takes_cudnn", lambda query: False)
     monkeypatch.setattr(prefill, "_flash", Launches.flash)
     twins, lists, other = Twins(lower(policy, model(heads, kv)), model(heads, kv)), 0, 0
-    twins.wired.lists = handed
     for session in (twins.plain, twins.wired):
         session.own.set(1, Own(max(50, least_budget(twins.select))))
     for new in SCHEDULE:

@@ -83,9 +83,8 @@ def _time_ops(layers: Layers, setup: Setup, findings: Findings) -> dict[str, Tim
         return times
     times = {name: time(call) for name, call in ops.items()}
     layers.poison(*ops)
-    layers.session.lists = "none"
     times["whole"] = time(layers.step)
-    _check_whole(layers, times["whole"].last, findings, frozenset(ops))
+    check_layer(layers, times["whole"].last, findings, frozenset(ops))
     if not layers.selects:
         return times
     layers.session.dense_below = layers.case.context
@@ -94,19 +93,8 @@ def _time_ops(layers: Layers, setup: Setup, findings: Findings) -> dict[str, Tim
     if bool((layers.selection[..., -1] < 0).all()):  # kernels leave it as it was, the torch ops say so
         times["dense_route"] = everything
         check_layer(layers, everything.last, findings, frozenset({"append", "attend"}))
-    layers.session.dense_below, layers.session.lists = 0, "apart"
+    layers.session.dense_below = 0
     return times
-
-
-def _check_whole(layers: Layers, last: int, findings: Findings, ops: frozenset[str]) -> None:
-    """Check what the last step left. Attention may have kept its lists to itself: a step that writes them must answer the same."""
-    out = layers.out.clone()
-    layers.session.lists = "kept"
-    layers.poison(*ops)
-    layers.step(last)
-    findings.passed &= torch.equal(out, layers.out)
-    check_layer(layers, last, findings, ops)
-    layers.session.lists = "none"
 
 
 def _layers(case: Case, setup: Setup) -> int:

@@ -52,7 +52,6 @@ class TorchExecutor:
     @torch.inference_mode()
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Run one step that `Session.begin_step` announced; inputs by graph input name. Returns logits [R, V] fp32."""
-        self.session.lists = "none" if self.taps is None else "kept"
         values: dict[str, Any] = {**self._bound, **inputs, "": None}
         for node in self._joined if self.taps is None else self._nodes:
             made = self._run(node, [values[name] for name in node.inputs])

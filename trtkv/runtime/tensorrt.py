@@ -135,7 +135,6 @@ class TensorrtExecutor:
         """
         self.name, self.session, self._backend, self._engine, self._keep = backend.name, session, backend, engine, keep
         self._recorder, self._lane = recorder, lane
-        session.lists = "none"
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         inputs = [name for name in names if engine.get_tensor_mode(name) == backend.trt.TensorIOMode.INPUT]
         self._output = next(name for name in names if name not in inputs)
