@@ -19,6 +19,7 @@ _LIST = (Pointer,) * 8 + (Int, Int, Int, Long, Int, Int, Float)
 _SELECT = (Pointer,) * 8 + (Long,) + (Int,) * 8
 LOG2_E = 1.4426950408889634
 LIST_WARPS, NOTES, NOT_LISTED = 8, 24, 1 << 30  # lists and words of a part, a count where there are none; as in lists.cuh
+LEAST_TOKENS = 1 << 21  # of all rows: below, the kernels behind the lists take as long as is saved
 LEAST_RATIO = 18  # tokens of a row for one that it may choose: below, too many would be listed
 LISTED_SHARE = 0.4  # of a row's tokens, for which shared memory has room
 SET_BYTES = 12  # of four tokens in shared memory
@@ -35,13 +36,14 @@ class Lists:
     parts: int
 
     @staticmethod
-    def plan(rows: int, group_heads: int, pooling: str, units: int, wanted: int, scratch: Scratch, arch: str) -> Lists | None:
-        """Lay out R rows of at most `units` tokens that choose up to `wanted`; None where all scores are stored.
+    def worthwhile(rows: int, group_heads: int, pooling: str, units: int, wanted: int) -> bool:
+        """Say whether lists are short and scores many: R rows of at most `units` tokens that choose up to `wanted`."""
+        pooled = group_heads > 1 and POOLS.get(pooling) == 0  # scores are normalized over the row
+        return pooled and rows * units > LEAST_TOKENS and units >= LEAST_RATIO * wanted
 
-        That is where scores are not normalized over the row, where lists would not be short, and where shared memory does not hold them.
-        """
-        if group_heads == 1 or pooling not in POOLS or POOLS[pooling] or units < LEAST_RATIO * wanted:
-            return None
+    @staticmethod
+    def plan(rows: int, group_heads: int, units: int, scratch: Scratch, arch: str) -> Lists | None:
+        """Lay out R rows of at most `units` tokens; None where shared memory is too small for their lists."""
         cluster = launch.select_cluster(rows, scratch.stride, arch)
         each = -(-scratch.parts // cluster)
         beside = each * -(-(-(-units // 32)) // scratch.parts) * 4 + 8 * scratch.parts * group_heads + 4 * (each * LIST_WARPS + 1) + 64

@@ -8,7 +8,9 @@
 #define NOTE_THRESHOLD (LIST_WARPS + 8)
 #define NOT_LISTED 0x40000000     // a count above every room: nothing is known about the part
 #define MOST_SHARE 6              // rows of which more than a sixth would be listed are not
+#ifndef LIST_FACTOR
 #define LIST_FACTOR 3             // so many times more than may be chosen is listed
+#endif
 #define LIST_EXTRA 8              // of the sample, beside that
 
 // A list: entries of ENTRY bytes (fp16 scores of four tokens a head), then the sets' numbers; a set is four tokens, the first 4 times its number.

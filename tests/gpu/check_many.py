@@ -1,6 +1,6 @@
 """Selection by lists on the GPU against the kernels that store all scores: the same choice, bit for bit.
 
-Run it on a machine with a GPU: python tests/gpu/check_lists.py [--small] [--seed N]; exit code 1 when anything differs.
+Run it on a machine with a GPU: python tests/gpu/check_many.py [--small] [--seed N]; exit code 1 when anything differs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Choice:
         sms = torch.cuda.get_device_properties(0).multi_processor_count
         capacity = case.table.shape[1] * case.page
         scratch = select.Scratch.plan(self.rows, case.group, pooling, capacity, sms)
-        plan = launch_lists.Lists.plan(self.rows, case.group, pooling, capacity, budget, scratch, select.arch())
+        plan = launch_lists.Lists.plan(self.rows, case.group, capacity, scratch, select.arch())
         assert plan is not None, label
         self.plan = plan
         self.scores = case.guard.like((self.rows, scratch.heads, scratch.stride), torch.float16, float("nan"))
@@ -74,7 +74,7 @@ class Choice:
         expect(torch.equal(self.parts[scored][..., :2], parts[scored][..., :2]), f"{self.label}: normalizers differ")
 
 
-def check_lists(case: Case, budget: int, sink: int, window: int, pooling: str, label: str, redone: int | None = 0) -> Choice:
+def check_many(case: Case, budget: int, sink: int, window: int, pooling: str, label: str, redone: int | None = 0) -> Choice:
     """Choose by lists what the other kernels choose, with the engine's budget and with smaller ones."""
     choice = Choice(case, budget, sink, window, pooling, label)
     choice.compare(redone)
@@ -124,26 +124,26 @@ def check_growth(steps: int) -> None:
 def run(sizes: str) -> None:
     bf16, fp16 = torch.bfloat16, torch.float16
     if sizes == "small":
-        check_lists(Case(2, 7, 128, 64, [4099, 300, 2500], bf16), 128, 4, 16, "softmax-mean", "small")
-        check_lists(Case(1, 4, 64, 32, [5000], fp16), 128, 0, 0, "softmax-max", "small, softmax-max")
+        check_many(Case(2, 7, 128, 64, [4099, 300, 2500], bf16), 128, 4, 16, "softmax-mean", "small")
+        check_many(Case(1, 4, 64, 32, [5000], fp16), 128, 0, 0, "softmax-max", "small, softmax-max")
         case = Case(2, 4, 128, 32, [4099, 3000], bf16)
         checks.repeat_tokens(case, 5)
-        check_lists(case, 150, 4, 16, "softmax-mean", "small, ties", None)
+        check_many(case, 150, 4, 16, "softmax-mean", "small, ties", None)
         return
     for group, pooling in itertools.product(range(2, 9), ("softmax-mean", "softmax-max")):
-        check_lists(Case(3, group, 128, 64, [16411, 300, 20001], bf16), 512, 4, 33, pooling, f"G {group} {pooling}")
+        check_many(Case(3, group, 128, 64, [16411, 300, 20001], bf16), 512, 4, 33, pooling, f"G {group} {pooling}")
     for dim in (64, 96, 256):
-        check_lists(Case(2, 4, dim, 128, [9000, 12000, 40], fp16), 256, 4, 16, "softmax-mean", f"D {dim}")
-    check_lists(Case(8, 4, 128, 32, [131056] * 8, bf16), 2048, 4, 64, "softmax-mean", "64 rows of 128k")
-    check_lists(Case(4, 7, 128, 32, [131056] * 8, bf16), 2048, 4, 64, "softmax-mean", "32 rows of 128k")
+        check_many(Case(2, 4, dim, 128, [9000, 12000, 40], fp16), 256, 4, 16, "softmax-mean", f"D {dim}")
+    check_many(Case(8, 4, 128, 32, [131056] * 8, bf16), 2048, 4, 64, "softmax-mean", "64 rows of 128k")
+    check_many(Case(4, 7, 128, 32, [131056] * 8, bf16), 2048, 4, 64, "softmax-mean", "32 rows of 128k")
     for by in (0.5, 3.0, 40.0):
         case = Case(4, 4, 128, 32, [40000, 30001], bf16)
         peak(case, [0, 77, 20000, 20001, 29999, 39990], by)
-        check_lists(case, 1024, 4, 64, "softmax-mean", f"peaks by {by}", None)
+        check_many(case, 1024, 4, 64, "softmax-mean", f"peaks by {by}", None)
     for levels in (1, 5):
         case = Case(2, 4, 64, 32, [20000, 15000], fp16)
         checks.repeat_tokens(case, levels)
-        check_lists(case, 700, 0, 0, "softmax-mean", f"{levels} levels", None)
+        check_many(case, 700, 0, 0, "softmax-mean", f"{levels} levels", None)
     check_growth(70)
 
 

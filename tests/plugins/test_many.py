@@ -10,7 +10,7 @@ import torch
 from tests.plugins import cuda_on_cpu
 
 pytest.importorskip("triton")
-from tests.gpu import check_lists
+from tests.gpu import check_many
 from tests.gpu import check_retrieval as checks
 from trtkv.plugins.kv_select import fier_layout, launch, launch_lists
 
@@ -41,6 +41,6 @@ def test_lists_hold_what_is_chosen(
 ) -> None:
     cuda_on_cpu.install(monkeypatch, folder, capability, multiprocessors=2)
     case = checks.Case(heads, group, dim, 64, [4131, 97, 3000], dtype)
-    choice = check_lists.check_lists(case, 128, 4, 16, pooling, f"G {group} D {dim} {pooling}", redone=None)
+    choice = check_many.check_many(case, 128, 4, 16, pooling, f"G {group} D {dim} {pooling}", redone=None)
     assert checks.failures == []
     assert int(choice.redo.sum()) < heads  # most rows are decided by their lists
