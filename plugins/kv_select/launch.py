@@ -61,7 +61,8 @@ def fier_score(
 ) -> None:  # fmt: skip
     """Score all closed groups: q [B, Hq D], bits int32 [P, Hk, N / 32, D], meta fp16 [P, Hk, N / 32, 2, D], table [B, M], lens [B] int32.
 
-    redo [R] int32 says by a 1 which rows are scored where not all are. With overlap the kernel launched before this one must have written nothing that this one reads but queries and the newest token's group.
+    redo [R] int32 says by a 1 which rows are scored where not all are. With overlap the kernel launched before this one must have written nothing
+    that this one reads but queries and the newest token's group.
     """
     heads, dim = bits.shape[1], bits.shape[-1]
     group = q.shape[1] // dim // heads

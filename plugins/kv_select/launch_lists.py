@@ -45,12 +45,12 @@ class Lists:
     def plan(rows: int, group_heads: int, units: int, scratch: Scratch, arch: str) -> Lists | None:
         """Lay out R rows of at most `units` tokens; None where shared memory is too small for their lists."""
         cluster = launch.select_cluster(rows, scratch.stride, arch)
-        each = -(-scratch.parts // cluster)
-        beside = each * -(-(-(-units // 32)) // scratch.parts) * 4 + 8 * scratch.parts * group_heads + 4 * (each * LIST_WARPS + 1) + 64
+        each, per = -(-scratch.parts // cluster), -(-scratch.stride // 32 // scratch.parts)  # parts of a block, groups of a part
+        beside = 4 * each * per + 8 * scratch.parts * group_heads + 4 * (each * LIST_WARPS + 1) + 64
         room = (shared_limit(arch) - SELECT_STATIC - 1024 - beside) // SET_BYTES
         if room * cluster * 4 < LISTED_SHARE * units:
             return None
-        room = min(room, each * -(-(-(-units // 32)) // scratch.parts) * 8)  # all of them
+        room = min(room, 8 * each * per)  # all of them
         return Lists(rows, cluster, room, room * SET_BYTES + beside, scratch.parts)
 
     def allocate(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
@@ -92,7 +92,7 @@ def select_lists(
     scores: Tensor, parts: Tensor, notes: Tensor, lens: Tensor, out: Tensor, redo: Tensor, plan: Lists, *,
     budget: int, sink: int, window: int, pooling: str, own: OwnBudgets | None = None,
 ) -> None:  # fmt: skip
-    """Choose by what `fier_list` left, out as of `launch.select_units`; redo [R] int32 gets 1 where the lists do not decide, and out nothing there."""
+    """Choose by what `fier_list` left, out as of `launch.select_units`; redo [R] int32 gets 1 where lists do not decide, and out nothing there."""
     rows, heads, stride = scores.shape
     slots, budgets, below = (0, 0, 0) if own is None else (own.slots.data_ptr(), own.budgets.data_ptr(), own.dense_below)
     given = (scores, parts, notes, lens, out, redo)

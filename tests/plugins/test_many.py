@@ -12,7 +12,6 @@ from tests.plugins import cuda_on_cpu
 pytest.importorskip("triton")
 from tests.gpu import check_many
 from tests.gpu import check_retrieval as checks
-from trtkv.plugins.kv_select import fier_layout, launch, launch_lists
 
 pytestmark = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
 HOPPER, AMPERE = (9, 0), (8, 0)
