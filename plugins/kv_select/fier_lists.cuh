@@ -58,16 +58,18 @@ struct Listing {
       const int i = (2 * r + (MERGED ? second() : g)) * WARPS + warp;
       return i == 0 || i == SAMPLED - 1;
     };
-    float top0 = -3e38f, top1 = -3e38f;
+    float top0 = -3e38f, top1 = -3e38f, spread0 = -3e38f, spread1 = -3e38f;
 #pragma unroll
     for (int r = 0; r < SAMPLE / 2; r++) {
 #pragma unroll
       for (int g = 0; g < SETS; g++) {
 #pragma unroll
         for (int v = 0; v < 4; v++) top0 = fmaxf(top0, t[r][g][0][v]), top1 = fmaxf(top1, t[r][g][1][v]);
+        if (!edge(r, g)) spread0 = fmaxf(fmaxf(spread0, fmaxf(t[r][g][0][0], t[r][g][0][1])), fmaxf(t[r][g][0][2], t[r][g][0][3]));
+        if (!edge(r, g)) spread1 = fmaxf(fmaxf(spread1, fmaxf(t[r][g][1][0], t[r][g][1][1])), fmaxf(t[r][g][1][2], t[r][g][1][3]));
       }
     }
-    top0 = across<false>(top0), top1 = across<false>(top1);
+    top0 = across<false>(top0), top1 = across<false>(top1), spread0 = across<false>(spread0), spread1 = across<false>(spread1);
     const bool first = lane() < 4 && second() == 0;
     if (first) tops[warp][head] = top0, tops[warp][head + 1] = top1;
     if (threadIdx.x < 16) tallies[threadIdx.x] = 0;
@@ -85,7 +87,9 @@ struct Listing {
         for (int v = 0; v < 4; v++) sum0 += times * exp2_fast(t[r][g][0][v] - top0), sum1 += times * exp2_fast(t[r][g][1][v] - top1);
       }
     }
-    sum0 = across<true>(sum0), sum1 = across<true>(sum1);
+    // A warp's heaviest token stands for itself: heads whose weight is too small by chance loosen the bound, others only lengthen the lists.
+    sum0 = across<true>(sum0) - fmaxf(stands_for - 1.f, 0.f) * exp2_fast(spread0 - top0);
+    sum1 = across<true>(sum1) - fmaxf(stands_for - 1.f, 0.f) * exp2_fast(spread1 - top1);
     if (first) sums[warp][head] = make_float2(sum0, 0.f), sums[warp][head + 1] = make_float2(sum1, 0.f);
     __syncthreads();
     sum0 = sum1 = 0.f;
