@@ -210,7 +210,7 @@ def _furnish(batch: int, units: int, config: OpConfig, plan: SelectPlan, device:
         rows = batch * heads
         scratch = launch.Scratch.plan(rows, group, plan.pooling, units, sms)
         short = not ahead and launch_lists.Lists.worthwhile(rows, group, plan.pooling, units, plan.width)
-        lists = launch_lists.Lists.plan(rows, group, units, scratch, launch.arch()) if short else None
+        lists = launch_lists.Lists.plan(rows, group, plan.width, scratch, launch.arch()) if short else None
         return _Desk(*scratch.allocate(rows, device), cut, lists, *((none, none) if lists is None else lists.allocate(device)))
     pages = launch_pages.PageScratch.plan(batch, heads, group, plan.pooling, units, sms, shared=shares_selection(plan))
     return _Desk(*pages.allocate(device), cut, None, none, none)

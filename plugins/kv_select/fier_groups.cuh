@@ -161,8 +161,9 @@ template <typename Begun, typename Tell, typename Kept = Dense> __device__ __for
   __half* to_scores = scores + (POOL == 0 ? 2 * pair * stride : 0) + (warp + second * WARPS) * 32 + gid * 4;
   __half *to0 = to_scores, *to1 = to_scores + stride;
 
-  // Scores of groups j and j + 1 over k0 or k1: rows 0 to 7 of tile v are tokens 4 gid + v of the first, rows 8 to 15 of the second.
-  auto product = [&](int j, float (&c)[4][4]) {
+  // Scores of groups j and j + 1 over k0 or k1, but for the lows' share (base): rows 0 to 7 of tile v are tokens 4 gid + v of the first, rows 8 to 15
+  // of the second. The five sums do not wait for each other.
+  auto product = [&](int j, float (&c)[4][4], float (&base)[4]) {
     const u32 stage = (j & (STAGES - 1)) * STAGE_BYTES;
     u32 word[2][WORDS], unit[4];
 #pragma unroll
@@ -178,22 +179,20 @@ template <typename Begun, typename Tell, typename Kept = Dense> __device__ __for
         for (int w = 0; w < WORDS; w++) word[g][w] = shared4(bits_at + stage + g * STAGE_BYTES + w * 4);
       }
     }
-    float base[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-    for (int w = 0; w < WORDS; w++) {
-      shared_units(unit, units_at + stage + w * 64);
-      mma<0>(base, base, unit, qr + 8 * w, 0xddddddddu);
-      shared_units(unit, units_at + stage + w * 64 + 32);
-      mma<1>(base, base, unit, qr + 8 * w + 4, 0xddddddddu);
-    }
+    for (int v = 0; v < 4; v++) base[v] = c[0][v] = c[1][v] = c[2][v] = c[3][v] = 0.f;
 #pragma unroll
     for (int w = 0; w < WORDS; w++) {
       const u32 lower = __byte_perm(word[0][w], word[1][w], 0x5410), upper = __byte_perm(word[0][w], word[1][w], 0x7632);
       const u32 chosen[4] = {(lower & 0x55555555u) | 0x88888888u, (lower >> 1 & 0x55555555u) | 0x88888888u, (upper & 0x55555555u) | 0x88888888u,
           (upper >> 1 & 0x55555555u) | 0x88888888u};
+      shared_units(unit, units_at + stage + w * 64);
+      mma<0>(base, base, unit, qr + 8 * w, 0xddddddddu);
       shared_units(unit, units_at + stage + 2 * D + w * 64);
 #pragma unroll
-      for (int v = 0; v < 4; v++) mma<0>(c[v], w == 0 ? base : c[v], unit, qr + 8 * w, chosen[v]);
+      for (int v = 0; v < 4; v++) mma<0>(c[v], c[v], unit, qr + 8 * w, chosen[v]);
+      shared_units(unit, units_at + stage + w * 64 + 32);
+      mma<1>(base, base, unit, qr + 8 * w + 4, 0xddddddddu);
       shared_units(unit, units_at + stage + 2 * D + w * 64 + 32);
 #pragma unroll
       for (int v = 0; v < 4; v++) mma<1>(c[v], c[v], unit, qr + 8 * w + 4, chosen[v]);
@@ -241,11 +240,12 @@ template <typename Begun, typename Tell, typename Kept = Dense> __device__ __for
     copies_wait<STAGES / 2 - 1>();
     __syncwarp();
   };
-  auto in_log2 = [&](const float (&c)[4][4], int g, float r0, float r1, float (&t)[2][4]) {
+  auto in_log2 = [&](const float (&c)[4][4], const float (&base)[4], int g, float r0, float r1, float (&t)[2][4]) {
+    const float z0 = fmaf(MERGED && second ? base[2] : base[2 * g], k0, -r0), z1 = fmaf(MERGED && second ? base[3] : base[2 * g + 1], k1, -r1);
 #pragma unroll
     for (int v = 0; v < 4; v++) {
-      t[0][v] = (MERGED && second ? c[v][2] : c[v][2 * g]) * k0 - r0;
-      t[1][v] = (MERGED && second ? c[v][3] : c[v][2 * g + 1]) * k1 - r1;
+      t[0][v] = fmaf(MERGED && second ? c[v][2] : c[v][2 * g], k0, z0);
+      t[1][v] = fmaf(MERGED && second ? c[v][3] : c[v][2 * g + 1], k1, z1);
     }
   };
   if constexpr (SAMPLE > 0) {
@@ -253,25 +253,25 @@ template <typename Begun, typename Tell, typename Kept = Dense> __device__ __for
 #pragma unroll
     for (int j = 0; j < SAMPLE; j += 2) {
       advance(j);
-      float c[4][4];
-      product(j, c);
+      float c[4][4], base[4];
+      product(j, c, base);
       __syncwarp();
 #pragma unroll
-      for (int g = 0; g < SETS; g++) in_log2(c, g, 0.f, 0.f, sampled[j / 2][g]);
+      for (int g = 0; g < SETS; g++) in_log2(c, base, g, 0.f, 0.f, sampled[j / 2][g]);
     }
     kept.learn(sampled, shared_ref, shared_sum);
   }
   auto round = [&](int j, bool first) {
     advance(j);
     if (first) { MARK(3) }
-    float c[4][4];
-    product(j, c);
+    float c[4][4], base[4];
+    product(j, c, base);
     __syncwarp(); // the next round overwrites these places
     const float r0 = POOL == 0 ? ref0 : 0.f, r1 = POOL == 0 ? ref1 : 0.f;
     float t[SETS][2][4], pooled[SETS][2] = {};
 #pragma unroll
     for (int g = 0; g < SETS; g++) {
-      in_log2(c, g, r0, r1, t[g]);
+      in_log2(c, base, g, r0, r1, t[g]);
 #if POOL != 0
       pool(t[g][0], t[g][1], pooled[g]);
       pooled[g][0] -= ref0, pooled[g][1] -= ref0;

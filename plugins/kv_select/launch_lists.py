@@ -21,17 +21,16 @@ LOG2_E = 1.4426950408889634
 LIST_WARPS, NOTES, NOT_LISTED = 8, 24, 1 << 30  # lists and words of a part, a count where there are none; as in lists.cuh
 LEAST_TOKENS = 1 << 21  # of all rows: below, the kernels behind the lists take as long as is saved
 LEAST_RATIO = 18  # tokens of a row for one that it may choose: below, too many would be listed
-LISTED_SHARE = 0.4  # of a row's tokens, for which shared memory has room
-SET_BYTES = 12  # of four tokens in shared memory
+LEAST_ROOM = 4  # for tokens of a row in a block's shared memory for one that may be chosen
 
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """A selection by lists: blocks a row of the selector, sets of four tokens that a block holds, its shared memory in bytes, parts of a row."""
+    """A selection by lists: blocks a row of the selector, tokens that a block holds, its shared memory in bytes, parts of a row."""
 
     rows: int
     cluster: int
-    room_sets: int
+    room_tokens: int
     shared: int
     parts: int
 
@@ -42,16 +41,13 @@ class Lists:
         return pooled and rows * units > LEAST_TOKENS and units >= LEAST_RATIO * wanted
 
     @staticmethod
-    def plan(rows: int, group_heads: int, units: int, scratch: Scratch, arch: str) -> Lists | None:
-        """Lay out R rows of at most `units` tokens; None where shared memory is too small for their lists."""
+    def plan(rows: int, group_heads: int, wanted: int, scratch: Scratch, arch: str) -> Lists | None:
+        """Lay out R rows that choose up to `wanted` tokens; None where shared memory is too small for those that may be chosen."""
         cluster = launch.select_cluster(rows, scratch.stride, arch)
         each, per = -(-scratch.parts // cluster), -(-scratch.stride // 32 // scratch.parts)  # parts of a block, groups of a part
-        beside = 4 * each * per + 8 * scratch.parts * group_heads + 4 * (each * LIST_WARPS + 1) + 64
-        room = (shared_limit(arch) - SELECT_STATIC - 1024 - beside) // SET_BYTES
-        if room * cluster * 4 < LISTED_SHARE * units:
-            return None
-        room = min(room, 8 * each * per)  # all of them
-        return Lists(rows, cluster, room, room * SET_BYTES + beside, scratch.parts)
+        beside = 4 * each * per + 12 * scratch.parts * group_heads + 4 * (each * LIST_WARPS + 1) + 64
+        room = min(32 * each * per, (shared_limit(arch) - SELECT_STATIC - 1024 - beside) // 8)
+        return Lists(rows, cluster, room, 8 * room + beside, scratch.parts) if room >= LEAST_ROOM * wanted else None
 
     def allocate(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Allocate notes [R, parts, 24] about the lists and which rows they do not decide, redo [R]; int32."""
@@ -65,13 +61,16 @@ def choose_by_lists(
 ) -> None:  # fmt: skip
     """Score and choose: arguments as of `launch.fier_score` (up to scores_from tokens nothing is scored) and `launch.select_units`.
 
-    The choice is theirs bit for bit. scores holds the lists, or the scores of rows that they do not decide.
+    The choice is theirs bit for bit. scores holds the lists, or the scores of rows that they do not decide. Kernels behind the first begin early:
+    they wait for what they read, and the first one's blocks have all begun by then.
     """
     fier_list(q, bits, meta, table, lens, scores, parts, notes, page_size=page_size, budget=scores_from, wanted=out.shape[2] - 1, scale=scale,
               pooling=pooling)  # fmt: skip
-    select_lists(scores, parts, notes, lens, out, redo, plan, budget=budget, sink=sink, window=window, pooling=pooling, own=own)
-    launch.fier_score(q, bits, meta, table, lens, scores, parts, page_size=page_size, budget=scores_from, scale=scale, pooling=pooling, redo=redo)
-    launch.select_units(scores, parts, lens, out, budget=budget, sink=sink, window=window, unit=1, group=32, pooling=pooling, own=own, redo=redo)
+    sizes = {"budget": budget, "sink": sink, "window": window, "pooling": pooling, "own": own}
+    select_lists(scores, parts, notes, lens, out, redo, plan, overlap=True, **sizes)
+    again = {"redo": redo, "overlap": True}
+    launch.fier_score(q, bits, meta, table, lens, scores, parts, page_size=page_size, budget=scores_from, scale=scale, pooling=pooling, **again)
+    launch.select_units(scores, parts, lens, out, unit=1, group=32, **sizes, **again)
 
 
 def fier_list(
@@ -90,16 +89,16 @@ def fier_list(
 
 def select_lists(
     scores: Tensor, parts: Tensor, notes: Tensor, lens: Tensor, out: Tensor, redo: Tensor, plan: Lists, *,
-    budget: int, sink: int, window: int, pooling: str, own: OwnBudgets | None = None,
+    budget: int, sink: int, window: int, pooling: str, own: OwnBudgets | None = None, overlap: bool = False,
 ) -> None:  # fmt: skip
     """Choose by what `fier_list` left, out as of `launch.select_units`; redo [R] int32 gets 1 where lists do not decide, and out nothing there."""
     rows, heads, stride = scores.shape
     slots, budgets, below = (0, 0, 0) if own is None else (own.slots.data_ptr(), own.budgets.data_ptr(), own.dense_below)
     given = (scores, parts, notes, lens, out, redo)
     values = (*(one.data_ptr() for one in given), slots, budgets, stride, parts.shape[1], rows // lens.shape[0], budget, below, out.shape[2] - 1,
-              sink, window, plan.room_sets)  # fmt: skip
+              sink, window, plan.room_tokens)  # fmt: skip
     kernel = choose_kernel(plan.cluster, heads, pooling, launch.arch())
-    kernel.launch((rows * plan.cluster, 1, 1), 1024, plan.shared, launch.stream(), values, cluster=plan.cluster)
+    kernel.launch((rows * plan.cluster, 1, 1), 1024, plan.shared, launch.stream(), values, cluster=plan.cluster, overlap=overlap)
 
 
 def list_kernel(dim: int, group: int, pooling: str, bf16: bool, arch: str) -> Kernel:

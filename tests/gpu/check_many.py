@@ -20,15 +20,14 @@ from trtkv.plugins.kv_select import launch as select
 
 
 class Choice:
-    """A case's scratch, and both ways to choose."""
+    """A case's scratch, and both ways to choose; as on a GPU of so many multiprocessors, because lists of very few groups may be too short."""
 
-    def __init__(self, case: Case, budget: int, sink: int, window: int, pooling: str, label: str) -> None:
+    def __init__(self, case: Case, budget: int, sink: int, window: int, pooling: str, label: str, sms: int) -> None:
         self.case, self.budget, self.pooling, self.label = case, budget, pooling, label
         self.batch, self.rows = len(case.lens), len(case.lens) * case.heads
-        sms = torch.cuda.get_device_properties(0).multi_processor_count
         capacity = case.table.shape[1] * case.page
         scratch = select.Scratch.plan(self.rows, case.group, pooling, capacity, sms)
-        plan = launch_lists.Lists.plan(self.rows, case.group, capacity, scratch, select.arch())
+        plan = launch_lists.Lists.plan(self.rows, case.group, budget, scratch, select.arch())
         assert plan is not None, label
         self.plan = plan
         self.scores = case.guard.like((self.rows, scratch.heads, scratch.stride), torch.float16, float("nan"))
@@ -74,9 +73,9 @@ class Choice:
         expect(torch.equal(self.parts[scored][..., :2], parts[scored][..., :2]), f"{self.label}: normalizers differ")
 
 
-def check_many(case: Case, budget: int, sink: int, window: int, pooling: str, label: str, redone: int | None = 0) -> Choice:
+def check_many(case: Case, budget: int, sink: int, window: int, pooling: str, label: str, redone: int | None = 0, sms: int = 4) -> Choice:
     """Choose by lists what the other kernels choose, with the engine's budget and with smaller ones."""
-    choice = Choice(case, budget, sink, window, pooling, label)
+    choice = Choice(case, budget, sink, window, pooling, label, sms)
     choice.compare(redone)
     slots = torch.randperm(choice.batch + 1, device=checks.DEV)[: choice.batch].int()
     budgets = torch.zeros(choice.batch + 1, dtype=torch.int32, device=checks.DEV)
@@ -101,7 +100,7 @@ def check_growth(steps: int) -> None:
     case.keys.nan_to_num_(0.0), case.meta.nan_to_num_(0.0)
     words, bounds = fier_layout.pack(case.keys.unflatten(2, (-1, 32)))
     case.bits.copy_(words), case.meta.copy_(bounds)
-    choice = Choice(case, 192, 4, 33, "softmax-mean", "growth")
+    choice = Choice(case, 192, 4, 33, "softmax-mean", "growth", 4)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -134,8 +133,8 @@ def run(sizes: str) -> None:
         check_many(Case(3, group, 128, 64, [16411, 300, 20001], bf16), 512, 4, 33, pooling, f"G {group} {pooling}")
     for dim in (64, 96, 256):
         check_many(Case(2, 4, dim, 128, [9000, 12000, 40], fp16), 256, 4, 16, "softmax-mean", f"D {dim}")
-    check_many(Case(8, 4, 128, 32, [131056] * 8, bf16), 2048, 4, 64, "softmax-mean", "64 rows of 128k")
-    check_many(Case(4, 7, 128, 32, [131056] * 8, bf16), 2048, 4, 64, "softmax-mean", "32 rows of 128k")
+    check_many(Case(8, 4, 128, 32, [131056] * 8, bf16), 2048, 4, 64, "softmax-mean", "64 rows of 128k", sms=132)
+    check_many(Case(4, 7, 128, 32, [131056] * 8, bf16), 2048, 4, 64, "softmax-mean", "32 rows of 128k", sms=132)
     for by in (0.5, 3.0, 40.0):
         case = Case(4, 4, 128, 32, [40000, 30001], bf16)
         peak(case, [0, 77, 20000, 20001, 29999, 39990], by)

@@ -42,9 +42,9 @@ def _checks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lists_hold_what_is_chosen(
     heads: int, group: int, dim: int, pooling: str, dtype: torch.dtype, capability: tuple[int, int], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cuda_on_cpu.install(monkeypatch, folder, capability, multiprocessors=2)
+    cuda_on_cpu.install(monkeypatch, folder, capability)
     case = checks.Case(heads, group, dim, 64, [4131, 97, 3000], dtype)
-    choice = check_many.check_many(case, 128, 4, 16, pooling, f"G {group} D {dim} {pooling}", redone=None)
+    choice = check_many.check_many(case, 128, 4, 16, pooling, f"G {group} D {dim} {pooling}", redone=None, sms=2)
     assert checks.failures == []
     assert int(choice.redo.sum()) < heads  # most rows are decided by their lists
 
