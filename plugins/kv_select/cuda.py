@@ -11,7 +11,7 @@ from torch import Tensor
 from trtkv.plan import SelectPlan
 from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_attend.per_head import by_head
-from trtkv.plugins.kv_select import launch, launch_fused, launch_lists, launch_pages, op
+from trtkv.plugins.kv_select import launch, launch_fused, launch_pages, op
 from trtkv.plugins.kv_select.launch_speculate import speculate
 from trtkv.plugins.session import Session
 from trtkv.plugins.support import Summary, outliers, overlaps, shares_selection, summary_of
@@ -65,13 +65,6 @@ def choose_units(
             _score_and_choose(session, layer, config, plan, summary, query, lens, table, out, together, own, overlap)
             return
     desk = _desk(session, config, plan, table, ahead is not None)
-    if desk.lists is not None and summary.scorer == "fier":
-        launch_lists.choose_by_lists(
-            query, session.words(layer), session.ranges(layer), table, lens, out, desk.scores, desk.parts, desk.notes, desk.redo, desk.lists,
-            page_size=session.plan.page_size, scores_from=session.scores_from(layer), budget=session.reads_all_up_to(layer), scale=config.scale,
-            pooling=plan.pooling, sink=plan.sink, window=plan.window, own=own,
-        )  # fmt: skip
-        return
     score = {"budget": session.scores_from(layer) - (ahead is not None), "scale": config.scale, "overlap": overlap}
     if summary.scorer == "fier":
         bits, ranges = session.words(layer), session.ranges(layer)
@@ -90,17 +83,11 @@ def _own(session: Session, slots: Tensor) -> launch.OwnBudgets | None:
 
 @dataclass(frozen=True, slots=True)
 class _Desk:
-    """What the launches of a selection hand to each other: scores and parts as the scorer lays them out, cut [B, Hk, 2] int32 for outliers.
-
-    Where FIER's scores are many, lists of what may be chosen, and notes and redo as their plan allocates them; empty otherwise.
-    """
+    """What the launches of a selection hand to each other: scores and parts as the scorer lays them out, cut [B, Hk, 2] int32 for outliers."""
 
     scores: Tensor
     parts: Tensor
     cut: Tensor
-    lists: launch_lists.Lists | None
-    notes: Tensor
-    redo: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,21 +186,18 @@ def _allocate_per_head(rows: int, sequences: int, units: int, out: Tensor) -> tu
 def _desk(session: Session, config: OpConfig, plan: SelectPlan, table: Tensor, ahead: bool) -> _Desk:
     batch, units = table.shape[0], table.shape[1] * session.plan.page_size // plan.unit
     key = ("select ahead" if ahead else "select", batch, units, plan.pooling)
-    return session.scratch(key, lambda: _furnish(batch, units, config, plan, table.device, ahead))
+    return session.scratch(key, lambda: _furnish(batch, units, config, plan, table.device))
 
 
-def _furnish(batch: int, units: int, config: OpConfig, plan: SelectPlan, device: torch.device, ahead: bool) -> _Desk:
+def _furnish(batch: int, units: int, config: OpConfig, plan: SelectPlan, device: torch.device) -> _Desk:
     sms, heads = _multiprocessors(device), config.num_kv_heads
     group = config.num_q_heads // heads
-    cut, none = torch.empty(batch, heads, 2, dtype=torch.int32, device=device), torch.empty(0, dtype=torch.int32, device=device)
+    cut = torch.empty(batch, heads, 2, dtype=torch.int32, device=device)
     if plan.unit == 1:
         rows = batch * heads
-        scratch = launch.Scratch.plan(rows, group, plan.pooling, units, sms)
-        short = not ahead and launch_lists.Lists.worthwhile(rows, group, plan.pooling, units, plan.width)
-        lists = launch_lists.Lists.plan(rows, group, plan.width, scratch, launch.arch()) if short else None
-        return _Desk(*scratch.allocate(rows, device), cut, lists, *((none, none) if lists is None else lists.allocate(device)))
+        return _Desk(*launch.Scratch.plan(rows, group, plan.pooling, units, sms).allocate(rows, device), cut)
     pages = launch_pages.PageScratch.plan(batch, heads, group, plan.pooling, units, sms, shared=shares_selection(plan))
-    return _Desk(*pages.allocate(device), cut, None, none, none)
+    return _Desk(*pages.allocate(device), cut)
 
 
 def _multiprocessors(device: torch.device) -> int:

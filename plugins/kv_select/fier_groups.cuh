@@ -21,7 +21,6 @@
 #define META_BYTES (4 * D)        // lows, then ranges, fp16
 #define STAGE_BYTES (8 * D)       // bits, lows and ranges of a group in the ring; STAGES of them a warp, a power of two
 #define MERGED (GROUP_HEADS <= 4) // the columns hold the heads twice: lanes with tig < 2 keep the first group of a pair, the others the second
-#define SETS (MERGED ? 1 : 2)     // groups of a pair of which a lane has scores
 #define STEP_HEADS (POOL == 0 ? GROUP_HEADS : 1)
 
 template <int HALF> __device__ __forceinline__ void mma(float (&d)[4], const float (&c)[4], const u32 (&a)[4], const u32* b, u32 chosen) {
@@ -49,17 +48,11 @@ struct Groups {
   bool idle;
 };
 
-// All scores are stored. What keeps them otherwise (fier_lists.cuh) may score SAMPLE groups a warp before the share.
-struct Dense {
-  static constexpr int SAMPLE = 0;
-};
-
 // Waits for the kernels before this one as late as it can, then calls begun(). q: the query heads, [G, D]. Writes fp16 scores times scale and log2(e)
 // minus the reference of the share, head h at scores + h * stride, from the share's first unit on. Calls tell(h, part) in thread h, for STEP_HEADS
 // heads: reference, then log2 of the sum of exponentials (POOL 0 and G > 1) or the maximum, and the minimum.
-template <typename Begun, typename Tell, typename Kept = Dense> __device__ __forceinline__ void score_groups(const Groups& row, const real* q, char* smem,
-    __half* scores, long long stride, float scale_log2, Begun begun, Tell tell, Kept kept = Kept()) {
-  constexpr int SAMPLE = Kept::SAMPLE;
+template <typename Begun, typename Tell> __device__ __forceinline__ void score_groups(const Groups& row, const real* q, char* smem, __half* scores,
+    long long stride, float scale_log2, Begun begun, Tell tell) {
   __shared__ float shared_ref[WARPS][8];
   __shared__ __align__(16) real queries[GROUP_HEADS][D + 8]; // padded against bank conflicts
   __shared__ float2 shared_sum[WARPS][8];
@@ -68,7 +61,7 @@ template <typename Begun, typename Tell, typename Kept = Dense> __device__ __for
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gid = lane >> 2, tig = lane & 3;
   const int pair = MERGED ? tig & 1 : tig, second = MERGED ? tig >> 1 : 0; // this lane's heads 2 pair and 2 pair + 1; merged: of which group
   const int begin = row.begin, end = row.end;
-  const int mine = SAMPLE + max(0, (end - begin - warp + WARPS - 1) / WARPS); // those of the sample, then begin + warp, + WARPS, ...
+  const int mine = max(0, (end - begin - warp + WARPS - 1) / WARPS); // groups begin + warp, + WARPS, ...
   const u64 policy = read_once_policy();
 
   // Lane l knows where the l-th group of this warp lies; refreshed every 32 groups.
@@ -76,16 +69,14 @@ template <typename Begun, typename Tell, typename Kept = Dense> __device__ __for
   auto locate = [&](int from) {
     int j = from + lane;
     if (j < mine) {
-      int g = begin + warp + (j - SAMPLE) * WARPS;
-      if constexpr (SAMPLE > 0) g = j < SAMPLE ? kept.sample_group(j * WARPS + warp) : g;
-      const int page = g / row.page_groups;
+      int g = begin + warp + j * WARPS, page = g / row.page_groups;
       place = (row.table[page] * row.heads + row.head) * row.page_groups + g - page * row.page_groups;
     }
   };
   locate(0);
   MARK(0)
   // Groups that are older than the newest token were there before the kernel before this one began: they are fetched before the wait.
-  const bool settled = SAMPLE == 0 && begin + warp + (min(mine, STAGES - 2) - 1) * WARPS < (row.stored - 1) >> 5;
+  const bool settled = begin + warp + (min(mine, STAGES - 2) - 1) * WARPS < (row.stored - 1) >> 5;
   if (!settled || row.idle) dependency_wait();
   if (row.idle) return;
   const u32 ring = shared_at(smem) + warp * STAGES * STAGE_BYTES;
@@ -161,9 +152,8 @@ template <typename Begun, typename Tell, typename Kept = Dense> __device__ __for
   __half* to_scores = scores + (POOL == 0 ? 2 * pair * stride : 0) + (warp + second * WARPS) * 32 + gid * 4;
   __half *to0 = to_scores, *to1 = to_scores + stride;
 
-  // Scores of groups j and j + 1 over k0 or k1, but for the lows' share (base): rows 0 to 7 of tile v are tokens 4 gid + v of the first, rows 8 to 15
-  // of the second. The five sums do not wait for each other.
-  auto product = [&](int j, float (&c)[4][4], float (&base)[4]) {
+  // Scores of groups j and j + 1 over k0 or k1: rows 0 to 7 of tile v are tokens 4 gid + v of the first, rows 8 to 15 of the second.
+  auto product = [&](int j, float (&c)[4][4]) {
     const u32 stage = (j & (STAGES - 1)) * STAGE_BYTES;
     u32 word[2][WORDS], unit[4];
 #pragma unroll
@@ -179,20 +169,22 @@ template <typename Begun, typename Tell, typename Kept = Dense> __device__ __for
         for (int w = 0; w < WORDS; w++) word[g][w] = shared4(bits_at + stage + g * STAGE_BYTES + w * 4);
       }
     }
+    float base[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-    for (int v = 0; v < 4; v++) base[v] = c[0][v] = c[1][v] = c[2][v] = c[3][v] = 0.f;
+    for (int w = 0; w < WORDS; w++) {
+      shared_units(unit, units_at + stage + w * 64);
+      mma<0>(base, base, unit, qr + 8 * w, 0xddddddddu);
+      shared_units(unit, units_at + stage + w * 64 + 32);
+      mma<1>(base, base, unit, qr + 8 * w + 4, 0xddddddddu);
+    }
 #pragma unroll
     for (int w = 0; w < WORDS; w++) {
       const u32 lower = __byte_perm(word[0][w], word[1][w], 0x5410), upper = __byte_perm(word[0][w], word[1][w], 0x7632);
       const u32 chosen[4] = {(lower & 0x55555555u) | 0x88888888u, (lower >> 1 & 0x55555555u) | 0x88888888u, (upper & 0x55555555u) | 0x88888888u,
           (upper >> 1 & 0x55555555u) | 0x88888888u};
-      shared_units(unit, units_at + stage + w * 64);
-      mma<0>(base, base, unit, qr + 8 * w, 0xddddddddu);
       shared_units(unit, units_at + stage + 2 * D + w * 64);
 #pragma unroll
-      for (int v = 0; v < 4; v++) mma<0>(c[v], c[v], unit, qr + 8 * w, chosen[v]);
-      shared_units(unit, units_at + stage + w * 64 + 32);
-      mma<1>(base, base, unit, qr + 8 * w + 4, 0xddddddddu);
+      for (int v = 0; v < 4; v++) mma<0>(c[v], w == 0 ? base : c[v], unit, qr + 8 * w, chosen[v]);
       shared_units(unit, units_at + stage + 2 * D + w * 64 + 32);
 #pragma unroll
       for (int v = 0; v < 4; v++) mma<1>(c[v], c[v], unit, qr + 8 * w + 4, chosen[v]);
@@ -231,7 +223,7 @@ template <typename Begun, typename Tell, typename Kept = Dense> __device__ __for
 #endif
   };
 
-  auto advance = [&](int j) { // until groups j and j + 1 of this warp are there
+  auto round = [&](int j, bool first) { // groups j and j + 1 of this warp
     const int next = j + STAGES - 2;
     fetch(next, ahead0), fetch(next + 1, ahead1); // into the places that the round before has read
     copies_commit();
@@ -239,39 +231,19 @@ template <typename Begun, typename Tell, typename Kept = Dense> __device__ __for
     ahead0 = __shfl_sync(~0u, place, (next + 2) & 31), ahead1 = __shfl_sync(~0u, place, (next + 3) & 31);
     copies_wait<STAGES / 2 - 1>();
     __syncwarp();
-  };
-  auto in_log2 = [&](const float (&c)[4][4], const float (&base)[4], int g, float r0, float r1, float (&t)[2][4]) {
-    const float z0 = fmaf(MERGED && second ? base[2] : base[2 * g], k0, -r0), z1 = fmaf(MERGED && second ? base[3] : base[2 * g + 1], k1, -r1);
-#pragma unroll
-    for (int v = 0; v < 4; v++) {
-      t[0][v] = fmaf(MERGED && second ? c[v][2] : c[v][2 * g], k0, z0);
-      t[1][v] = fmaf(MERGED && second ? c[v][3] : c[v][2 * g + 1], k1, z1);
-    }
-  };
-  if constexpr (SAMPLE > 0) {
-    float sampled[SAMPLE / 2][SETS][2][4];
-#pragma unroll
-    for (int j = 0; j < SAMPLE; j += 2) {
-      advance(j);
-      float c[4][4], base[4];
-      product(j, c, base);
-      __syncwarp();
-#pragma unroll
-      for (int g = 0; g < SETS; g++) in_log2(c, base, g, 0.f, 0.f, sampled[j / 2][g]);
-    }
-    kept.learn(sampled, shared_ref, shared_sum);
-  }
-  auto round = [&](int j, bool first) {
-    advance(j);
     if (first) { MARK(3) }
-    float c[4][4], base[4];
-    product(j, c, base);
+    float c[4][4];
+    product(j, c);
     __syncwarp(); // the next round overwrites these places
     const float r0 = POOL == 0 ? ref0 : 0.f, r1 = POOL == 0 ? ref1 : 0.f;
-    float t[SETS][2][4], pooled[SETS][2] = {};
+    float t[MERGED ? 1 : 2][2][4], pooled[MERGED ? 1 : 2][2] = {};
 #pragma unroll
-    for (int g = 0; g < SETS; g++) {
-      in_log2(c, base, g, r0, r1, t[g]);
+    for (int g = 0; g < (MERGED ? 1 : 2); g++) {
+#pragma unroll
+      for (int v = 0; v < 4; v++) {
+        t[g][0][v] = (MERGED && second ? c[v][2] : c[v][2 * g]) * k0 - r0;
+        t[g][1][v] = (MERGED && second ? c[v][3] : c[v][2 * g + 1]) * k1 - r1;
+      }
 #if POOL != 0
       pool(t[g][0], t[g][1], pooled[g]);
       pooled[g][0] -= ref0, pooled[g][1] -= ref0;
@@ -280,7 +252,7 @@ template <typename Begun, typename Tell, typename Kept = Dense> __device__ __for
     if (first) { // the block agrees on a reference: the maximum of every warp's first groups
       float m0 = -3e38f, m1 = -3e38f;
 #pragma unroll
-      for (int g = 0; g < SETS; g++) {
+      for (int g = 0; g < (MERGED ? 1 : 2); g++) {
         if (j + second + g < mine) {
 #if POOL != 0
           m0 = fmaxf(m0, MERGED ? fmaxf(pooled[g][0], pooled[g][1]) : pooled[g][0]);
@@ -303,18 +275,15 @@ template <typename Begun, typename Tell, typename Kept = Dense> __device__ __for
 #pragma unroll
       for (int w = 1; w < WARPS; w++) ref0 = fmaxf(ref0, shared_ref[w][2 * pair]), ref1 = fmaxf(ref1, shared_ref[w][2 * pair + 1]);
 #pragma unroll
-      for (int g = 0; g < SETS; g++) {
+      for (int g = 0; g < (MERGED ? 1 : 2); g++) {
         pooled[g][0] -= ref0, pooled[g][1] -= ref0;
 #pragma unroll
         for (int v = 0; v < 4; v++) t[g][0][v] -= ref0, t[g][1][v] -= ref1;
       }
-      if constexpr (SAMPLE > 0) kept.begin(ref0, ref1);
     }
 #pragma unroll
-    for (int g = 0; g < SETS; g++) {
-      const bool exists = j + second + g < mine;
-      if constexpr (SAMPLE > 0) kept.keep(exists, t[g], sum0, sum1, begin + warp + (j + second + g - SAMPLE) * WARPS);
-      else if (exists) keep(t[g][0], t[g][1], pooled[g], to0 + g * WARPS * 32, to1 + g * WARPS * 32);
+    for (int g = 0; g < (MERGED ? 1 : 2); g++) {
+      if (j + second + g < mine) keep(t[g][0], t[g][1], pooled[g], to0 + g * WARPS * 32, to1 + g * WARPS * 32);
     }
     to0 += 2 * WARPS * 32, to1 += 2 * WARPS * 32;
   };
@@ -322,8 +291,8 @@ template <typename Begun, typename Tell, typename Kept = Dense> __device__ __for
 #pragma unroll 1
   for (int j = 0; j == 0 || j < mine; j += 2) round(j, j == 0); // one copy of the code: few rounds do not pay for fetching two
 #else
-  round(SAMPLE, true); // every warp, because it has a barrier
-  for (int j = SAMPLE + 2; j < mine; j += 2) round(j, false);
+  round(0, true); // every warp, because it has a barrier
+  for (int j = 2; j < mine; j += 2) round(j, false);
 #endif
   MARK(4)
   copies_wait<0>();
@@ -354,12 +323,8 @@ template <typename Begun, typename Tell, typename Kept = Dense> __device__ __for
       for (int v = 0; v < 4; v++) sum += exp2_fast(__half2float(from[j * (WARPS * 32) + v]) - shift);
     }
   };
-  if constexpr (SAMPLE > 0) {
-    kept.end(sum0, sum1);
-  } else {
-    if (2 * pair < GROUP_HEADS && !(sum0 < 1e36f)) again(sum0, shift0, to_scores);
-    if (2 * pair + 1 < GROUP_HEADS && !(sum1 < 1e36f)) again(sum1, shift1, to_scores + stride);
-  }
+  if (2 * pair < GROUP_HEADS && !(sum0 < 1e36f)) again(sum0, shift0, to_scores);
+  if (2 * pair + 1 < GROUP_HEADS && !(sum1 < 1e36f)) again(sum1, shift1, to_scores + stride);
 #pragma unroll
   for (int o = MERGED ? 2 : 4; o < 32; o <<= 1) {
     const float other0 = __shfl_xor_sync(~0u, shift0, o), other1 = __shfl_xor_sync(~0u, shift1, o);

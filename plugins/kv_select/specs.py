@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trtkv.config import Limits, ModelConfig
 from trtkv.plan import CachePlan, SelectPlan
-from trtkv.plugins.kv_select import launch, launch_fused, launch_lists, launch_pages, launch_speculate
+from trtkv.plugins.kv_select import launch, launch_fused, launch_pages, launch_speculate
 from trtkv.plugins.support import Summary, outliers, shares_selection, summary_of
 
 _NAMES = {"bfloat16": "bf16", "float16": "fp16"}
@@ -24,8 +24,6 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
         for batch in range(1, limits.max_batch_size + 1):
             _selector(plan, select, summary, batch, limits, arch)
             _together(plan, select, summary, batch, limits, arch)
-            if summary.scorer == "fier":
-                _lists(plan, select, batch, limits, arch)
 
 
 def _scorer(plan: CachePlan, select: SelectPlan, summary: Summary, arch: str) -> None:
@@ -68,11 +66,3 @@ def _together(plan: CachePlan, select: SelectPlan, summary: Summary, batch: int,
         else:
             per_page, forced = plan.page_size // select.unit, outliers(select) > 0
             launch_fused.page_kernel(summary.scorer, plan.head_dim, group, select.pooling, fused, per_page, bf16, arch, forced=forced)
-
-
-def _lists(plan: CachePlan, select: SelectPlan, batch: int, limits: Limits, arch: str) -> None:
-    group, rows = plan.num_q_heads // plan.num_kv_heads, batch * plan.num_kv_heads
-    units = plan.pages(limits.max_seq_len) * plan.page_size
-    if launch_lists.Lists.worthwhile(rows, group, select.pooling, units, select.width):
-        launch_lists.list_kernel(plan.head_dim, group, select.pooling, plan.kv_dtype == "bfloat16", arch)
-        launch_lists.choose_kernel(launch.select_cluster(rows, -(-units // 32) * 32, arch), group, select.pooling, arch)

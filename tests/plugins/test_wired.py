@@ -23,7 +23,7 @@ from trtkv.plugins.kernels import kernels_for
 from trtkv.plugins.kv_attend import cuda as attend_cuda
 from trtkv.plugins.kv_attend import op as attend_op
 from trtkv.plugins.kv_select import cuda as select_cuda
-from trtkv.plugins.kv_select import fier_layout, indexes, launch_lists
+from trtkv.plugins.kv_select import fier_layout, indexes
 from trtkv.plugins.kv_select import op as select_op
 from trtkv.plugins.own import Own, least_budget
 from trtkv.plugins.session import Session
@@ -196,10 +196,7 @@ def test_every_kernel_that_a_step_launches_is_listed(policy: str, heads: int, kv
     plan = lower(policy, config)
     assert support.in_torch(plan) == []
     launched: dict[str, Spec] = {}
-    monkeypatch.setattr(launch_lists, "LEAST_RATIO", 1)
-    # Scores and choice in one launch where the multiprocessors hold a row's scores, else in two, or by lists where there are many.
-    for sms, least in ((132, 1 << 21), (1, 1 << 21), (1, 0)):
-        monkeypatch.setattr(launch_lists, "LEAST_TOKENS", least)
+    for sms in (132, 1):  # scores and choice in one launch where the multiprocessors hold a row's scores, in two where they do not
         fake_device(monkeypatch, sms)
         with monkeypatch.context() as patch:
             patch.setattr(store, "load", lambda spec: Recorder(spec, launched))

@@ -17,7 +17,7 @@ from trtkv.plugins.kv_attend import cuda as attend_cuda
 from trtkv.plugins.kv_attend import op as attend_op
 from trtkv.plugins.kv_attend import prefill
 from trtkv.plugins.kv_select import cuda as select_cuda
-from trtkv.plugins.kv_select import launch_fused, launch_lists
+from trtkv.plugins.kv_select import launch_fused
 from trtkv.plugins.kv_select import op as select_op
 from trtkv.plugins.own import Own, least_budget
 
@@ -46,17 +46,6 @@ def test_one_launch_chooses_and_answers_as_the_torch_forms(
     monkeypatch.setattr(launch_fused, kernel, lambda *given, **named: (launched.append(kernel), launch(*given, **named)))
     _check_sources(policy, heads, kv, tmp_path, monkeypatch)
     assert len(launched) == 2, "one sequence decodes in two steps; for two there are too many rows"
-
-
-def test_lists_choose_and_answer_as_the_torch_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences are so short that the lists leave every row to the kernels behind them, but in the step where all are read whole."""
-    monkeypatch.setattr(launch_fused.Fused, "plan", lambda *given: None)
-    monkeypatch.setattr(launch_lists, "LEAST_TOKENS", 0)
-    monkeypatch.setattr(launch_lists, "LEAST_RATIO", 1)
-    launched, launch = [], launch_lists.select_lists
-    monkeypatch.setattr(launch_lists, "select_lists", lambda *given, **named: (launch(*given, **named), launched.append(int(given[5].sum()))))
-    _check_sources("fier", 4, 2, tmp_path, monkeypatch)
-    assert len(launched) == 4 and sum(launched) > 0
 
 
 def _check_sources(policy: str, heads: int, kv: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
