@@ -123,7 +123,7 @@ def _missed(launches: Sequence[Record], steps: Sequence[Record]) -> list[str]:
         if one["pages"] >= BUS_PAGES and one["order"] == "heads" and one["share"] < BUS_SHARE
     ]
     for one in (_shown(step, steps) for step in steps if step["recall"] == "ahead"):
-        where = f"- {one['model']} {one['shape']}"
+        where = f"- {one['model']} {one['shape']}, {one['policy']}"
         if one.get("x_resident", 0) > X_RESIDENT:
             lines.append(f"{where}: {cell(one['x_resident'])} times resident, goal {cell(X_RESIDENT)}.")
         if one["context"] >= BELOW_FULL_FROM and one["x_full"] is not None and one["x_full"] >= 1:

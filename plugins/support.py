@@ -26,8 +26,8 @@ MOST_FIER_HEADS, FIER_GROUP = 8, 32  # one column, and the tokens of a word of b
 LEAST_UNIT, MOST_UNIT = 4, 128  # tokens that the append kernel summarizes together, a power of two
 MOST_OVERLAPPED_TOKENS = 1 << 21  # tokens times KV heads of a step, as measured on an H200
 # Bytes of keys and values of a layer's step up to which an H200 reads all of them in the time of a selection, of tokens and of pages, for fewer rows
-# (sequences times KV heads) than FULL_ROWS and for more. From lines through the rows of docs/performance.md at 8k to 32k tokens.
-DENSE_BYTES, DENSE_BYTES_FULL, FULL_ROWS = {True: 30_000_000, False: 10_000_000}, {True: 50_000_000, False: 20_000_000}, 32  # whether of tokens
+# (sequences times KV heads) than FULL_ROWS and for more. From lines through the rows of docs/performance.md at 2k to 32k tokens.
+DENSE_BYTES, DENSE_BYTES_FULL, FULL_ROWS = {True: 34_000_000, False: 10_000_000}, {True: 70_000_000, False: 36_000_000}, 32  # whether of tokens
 
 
 @dataclass(frozen=True, slots=True)

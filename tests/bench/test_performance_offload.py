@@ -38,7 +38,7 @@ def test_goals_are_compared_with_rows_of_the_same_load(writer: ModuleType, tmp_p
     text = writer.section([*rows, step("ahead", 5.0, context=1 << 20, kv_peak_bytes=25 << 30)], tmp_path)
     assert "| llama-3.1-8b | 1 x 32k | freekv, ahead | 10.00 | 6.00 |" in text
     assert "1.20 times resident, goal 1.10" in text and "10.00 times as fast as page by page tokens first, goal 13.00" in text
-    assert "1 x 64k: slower than full" in text and "25.0 GiB beside the weights, goal 24.0 GiB" in text
+    assert "1 x 64k, freekv: slower than full" in text and "25.0 GiB beside the weights, goal 24.0 GiB" in text
     assert "of the bus, goal" not in text
     assert "70% of the bus, goal 85%" in writer.section([launch(64, 0.7)], tmp_path)
     assert "No goal is missed" in writer.section(

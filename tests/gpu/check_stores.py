@@ -212,11 +212,11 @@ def grow(case: Case, steps: int, every: int) -> None:
     case.prepare()
     case.check_codes()
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
     case.lengths += 1
     case.lens = [n + 1 for n in case.lens]
     case.choose()
     case.qkv.normal_()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         case.step(overlap=True)
     torch.cuda.synchronize()
