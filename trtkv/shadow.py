@@ -284,8 +284,7 @@ class _Step:
         for b, row in enumerate(_of(session, layer, one) for one in self._sequences()):
             stored = None if session.held is not None else self._paged(layer, row)
             for index in _sample(row):
-                query = queries[index].unflatten(0, (config.num_q_heads, -1))
-                visible = row.stored - (row.start + row.new - 1 - index)
+                query, visible = queries[index].unflatten(0, (config.num_q_heads, -1)), row.stored - (row.start + row.new - 1 - index)
                 if stored is None:
                     parts = self._held(layer, row, index, config)
                 else:
