@@ -32,7 +32,7 @@ STEPS = {
 HEAD = """
 ## Pages in host memory
 
-`build_scripts/bench_offload.sh` measures these rows: {machine}, driver {driver}, torch {torch}, commit {commit}, {date}; {bus:.1f} GB/s come from
+`build_scripts/bench_offload.sh` measures these rows: {machine}, driver {driver}, torch {torch}, commits {commit}, {date}; {bus:.1f} GB/s come from
 pinned memory by the copy engine.
 """
 LAUNCHES_HEAD = """
@@ -58,7 +58,8 @@ def section(records: Sequence[Record], docs: Path) -> str:
     if not launches and not steps:
         return ""
     newest = (launches + steps)[-1]
-    facts = {**newest["environment"], "date": newest["environment"]["date"][:10], "commit": newest["commit"], "bus": newest["bus_GBps"]}
+    commits = ", ".join(dict.fromkeys(one["commit"] for one in launches + steps))
+    facts = {**newest["environment"], "date": newest["environment"]["date"][:10], "commit": commits, "bus": newest["bus_GBps"]}
     text = HEAD.format(**{"driver": "", **facts})
     if launches:
         text += LAUNCHES_HEAD.format(**launches[-1]) + _table(launches, LAUNCHES, 1)
