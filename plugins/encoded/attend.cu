@@ -24,13 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / TH
   // Lengths, pages and what was encoded before this step are not the launch before this one's work: they are read while it ends.
   const int stored = lens[b], slot = slots[b];
   const int* pages = table + (long long)b * table_stride;
-#ifdef PHASED
-  const int origin = origins[slot];
-#else
-  const int origin = 0;
-#endif
-  const int keys_end = origin + (stored - lag - origin) / residual * residual;
-  const int values_end = together ? keys_end : max(0, stored - lag - residual);
+  const auto [keys_end, values_end] = ends_of(stored, origins, slot, residual, lag, together);
   const int coded = min(keys_end, values_end) / STEP * STEP, steps = coded / STEP;
   // Steps are shared out evenly; a warp that has a tile more of what is left behind them gets fewer.
   const int workers = splits * WARPS, worker = warp * splits + blockIdx.x, tiles = (stored - coded + TILE - 1) / TILE;

@@ -29,13 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / TH
   const int* list = chosen + ((long long)b * heads + head) * chosen_stride;
   const int count = list[chosen_stride - 1];
   const bool sparse = count >= 0;
-#ifdef PHASED
-  const int origin = origins[slot];
-#else
-  const int origin = 0;
-#endif
-  const int keys_end = origin + (stored - lag - origin) / residual * residual;
-  const int values_end = together ? keys_end : max(0, stored - lag - residual);
+  const auto [keys_end, values_end] = ends_of(stored, origins, slot, residual, lag, together);
   const int coded = min(keys_end, values_end) / TILE; // tiles of codes alone
   const int total = sparse ? count * TILES_OF_UNIT : (stored + TILE - 1) / TILE;
   const int workers = splits * WARPS, worker = blockIdx.x * WARPS + warp;

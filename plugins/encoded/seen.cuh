@@ -22,6 +22,21 @@
 #define OUTPUT_UNIT 1.f
 #endif
 
+// How many leading keys and values of a sequence are codes (`formats.py`): behind `lag` tokens, runs of `residual` keys from the origin on, and values older
+// than the residual (together: with the keys).
+struct Ends {
+  int keys, values;
+};
+__device__ __forceinline__ Ends ends_of(int stored, const int* origins, int slot, int residual, int lag, int together) {
+#ifdef PHASED
+  const int origin = origins[slot];
+#else
+  const int origin = 0;
+#endif
+  const int keys = origin + (stored - lag - origin) / residual * residual;
+  return {keys, together ? keys : max(0, stored - lag - residual)};
+}
+
 // A slot's newest tokens in full precision, those of a key-value head: token t at place t % tokens behind `row`. Leading keys_end keys and values_end
 // values are codes.
 struct Residual {

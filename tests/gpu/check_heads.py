@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tests.gpu.check_evict import FAILED, report
 from tests.plugins.test_mixed import POLICIES as MIXED
 from tests.plugins.test_ragged import POLICIES, kept
 from tests.runtime.test_policies import generate, prompts
@@ -25,14 +26,6 @@ from trtkv.plugins.ragged import launch
 from trtkv.plugins.session import Session
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.step import StepRow
-
-FAILED: list[str] = []
-
-
-def report(what: str, good: bool, more: str = "") -> None:
-    print(("ok    " if good else "WRONG ") + what, more, flush=True)
-    if not good:
-        FAILED.append(what)
 
 
 @torch.inference_mode()
