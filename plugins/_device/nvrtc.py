@@ -29,6 +29,7 @@ class CudaSpec(Spec):
 
     defines: tuple[str, ...]
     caching: bool = False
+    specific: bool = False  # takes instructions that only GPUs of exactly this compute capability have
 
     @property
     def cached(self) -> bool:
@@ -37,11 +38,11 @@ class CudaSpec(Spec):
 
     def content(self) -> list[str]:
         """Return the source, the headers it includes and the definitions."""
-        return [*own_sources(self.source), *self.defines]
+        return [*own_sources(self.source), *self.defines, *(["specific"] if self.specific else [])]
 
     def compile(self) -> Binary:
         """Compile to a cubin; raises BuildError with the compiler's log."""
-        return Binary(compile_source(self.source.read_text(encoding="utf-8"), self.defines, self.arch, self.source.parent))
+        return Binary(compile_source(self.source.read_text(encoding="utf-8"), self.defines, self.arch + "a" * self.specific, self.source.parent))
 
     def missing(self) -> str | None:
         """Say what NVRTC lacks."""
@@ -52,9 +53,11 @@ class CudaSpec(Spec):
         return [one.removeprefix("-D") for one in self.defines]
 
 
-def load(path: Path, name: str, types: tuple[Any, ...], defines: tuple[str, ...], arch: str, shared: int, *, caching: bool = False) -> Kernel:
-    """Return the kernel `name` of a source file on the current device (see `store.load`); caching as `Spec.cached` says."""
-    return store.load(CudaSpec(path, name, types, arch, shared, defines, caching))
+def load(
+    path: Path, name: str, types: tuple[Any, ...], defines: tuple[str, ...], arch: str, shared: int, *, caching: bool = False, specific: bool = False
+) -> Kernel:  # fmt: skip
+    """Return the kernel `name` of a source file on the current device (see `store.load`); caching and specific as `CudaSpec` says."""
+    return store.load(CudaSpec(path, name, types, arch, shared, defines, caching, specific))
 
 
 def compile_source(source: str, defines: Sequence[str], arch: str, folder: Path | None = None) -> bytes:

@@ -6,7 +6,7 @@ from trtkv.config import Limits, ModelConfig
 from trtkv.plan import CachePlan
 from trtkv.plugins.compaction import lag, launch
 from trtkv.plugins.dtypes import TORCH_DTYPES
-from trtkv.plugins.kv_sums.launch import sums_kernel
+from trtkv.plugins.kv_sums import launch as sums
 
 
 def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> None:
@@ -27,6 +27,6 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
     if evict.queries and not evict.prompt_only:
         launch.remember_kernel(launch.remember_constants(evict.queries, plan.num_q_heads * dim), dtype, arch)
     if "attention_mass" in evict.needs:
-        sums_kernel(group, dim, dtype, arch)
+        sums.request(group, dim, dtype, arch)
         if not evict.prompt_only:
             launch.received_kernel(launch.received_constants(heads, group, dim, evict.queries), dtype, arch)

@@ -9,7 +9,7 @@ from trtkv.plugins.encoded.formats import find_format
 from trtkv.plugins.encoded.summaries import summary_kernel
 from trtkv.plugins.kv_append.launch import KINDS
 from trtkv.plugins.kv_recall.layout import why_not
-from trtkv.plugins.kv_sums.launch import sums_kernel
+from trtkv.plugins.kv_sums import launch as sums
 from trtkv.plugins.support import summary_kind
 
 _NAMES = {"bfloat16": "bf16", "float16": "fp16"}
@@ -33,4 +33,4 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
         for placed in (False, True)[: 2 if "offload" in plan.roles and why_not(plan) is None else 1]:
             launch_list.list_kernel(form, plan.head_dim, group, select.unit, dtype == "bf16", arch, placed)
     if plan.evict is not None and "attention_mass" in plan.evict.needs:
-        sums_kernel(plan.num_q_heads // plan.num_kv_heads, plan.head_dim, dtype, arch)
+        sums.request(plan.num_q_heads // plan.num_kv_heads, plan.head_dim, dtype, arch)

@@ -1,4 +1,4 @@
-"""Launching the column sums: compiled ahead of time on a GPU, in Triton's interpreter on a CPU."""
+"""Launching the column sums: compiled ahead of time on a GPU, by warp groups where it has them, in Triton's interpreter on a CPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trtkv.plugins._device import triton_aot
 from trtkv.plugins._device.driver import Kernel, arch
+from trtkv.plugins.kv_sums import launch_groups
 
 _SOURCE = Path(__file__).parent / "kernel.py"
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -35,9 +36,12 @@ def column_sums(query: Tensor, keys: Tensor, lse: Tensor, scale: float, window: 
     stored, group = keys.shape[1], heads // keys.shape[0]
     assert keys.stride(1) == dim and keys.stride(2) == 1 and query.stride(2) == 1 and lse.stride(1) == 1, "rows must lie side by side"
     sums = torch.empty(heads, stored, dtype=torch.float32, device=query.device)
-    tile = tile or tile_for(dim)
     skipped = max(0, count - window) if window else 0
     together = _together(heads)
+    if query.is_cuda and tile is None and count - skipped >= launch_groups.FEWEST and launch_groups.fits(dim, _TYPES[query.dtype], arch()):
+        launch_groups.column_sums(query, keys, lse, sums, skipped, together, scale * LOG2_E, _TYPES[query.dtype])
+        return sums
+    tile = tile or tile_for(dim)
     grid = (-(-stored // tile.keys) * together, heads // together, 1)
     integers = (count, stored, query.stride(0), query.stride(1), keys.stride(0), lse.stride(0), skipped, together)
     if not query.is_cuda:
@@ -56,8 +60,15 @@ def tile_for(dim: int) -> Tile:
     return Tile(64, 128, 4) if dim <= 128 else Tile(64, 64, 4)
 
 
+def request(group: int, dim: int, dtype: str, arch: str) -> None:
+    """Load the kernels that sums of a shape take, its dtype in Triton's words."""
+    sums_kernel(group, dim, dtype, arch)
+    if launch_groups.fits(dim, dtype, arch):
+        launch_groups.kernel(group, dim, dtype, arch)
+
+
 def sums_kernel(group: int, dim: int, dtype: str, arch: str, tile: Tile | None = None) -> Kernel:
-    """Load the kernel for a shape."""
+    """Load Triton's kernel for a shape."""
     tile = tile or tile_for(dim)
     real, integers = f"*{dtype}", ("new", "stored", "query_row", "query_head", "key_head", "lse_head", "skipped", "together")
     signature: tuple[tuple[str, str | int | bool], ...] = (

@@ -75,7 +75,7 @@ def check_fused(policy: str, sets: tuple[str, ...], tiny: TinyModel, tmp_path: P
     ("policy", "more"),
     [
         ("kivi", set()),
-        ("minikv-pyramid", {"sums_kernel"}),
+        ("minikv-pyramid", {"sums_kernel", "column_sums"}),
         ("quest+kivi", {"attend_encoded_list", "summarize_kernel", "score_pages", "select_units"}),
     ],
 )

@@ -82,7 +82,7 @@ def test_kernels_keep_what_the_definition_keeps(name: str, tiny_llama: TinyModel
     [
         ("lagkv", {"move_kernel", "spread_kernel", "choose_kernel"}),
         ("snapkv", {"move_kernel"}),
-        ("h2o", {"move_kernel", "remember_kernel", "received_kernel", "sums_kernel"}),
+        ("h2o", {"move_kernel", "remember_kernel", "received_kernel", "sums_kernel", "column_sums"}),
         ("tova", {"move_kernel", "remember_kernel"}),
         ("full", set()),
     ],

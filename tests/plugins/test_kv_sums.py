@@ -11,6 +11,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from trtkv.plugins._device import store
+from trtkv.plugins._device.nvrtc import CudaSpec
 from trtkv.plugins.compaction import observe
 from trtkv.plugins.kv_sums import launch, reference
 from trtkv.ranking import attention
@@ -45,6 +47,41 @@ def test_sums_are_what_each_token_receives(count: int, stored: int, heads: int, 
     bound = 2 * (torch_form.cpu().double() - exact).abs().max() + stored * 2.0**-22
     assert float((found.cpu().double() - exact).abs().max()) <= bound
     assert torch.equal(found, launch.column_sums(query, keys, lse, scale, window))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("count", "stored", "heads", "group", "dim", "window"),
+    [(256, 256, 1, 2, 128, 0), (700, 700, 2, 7, 128, 0), (1025, 3000, 2, 4, 128, 0), (2000, 2000, 1, 5, 64, 300), (511, 4100, 8, 1, 64, 0)],
+)
+def test_sums_by_warp_groups(count: int, stored: int, heads: int, group: int, dim: int, window: int, dtype: torch.dtype) -> None:
+    """Against exact sums in double precision, with a margin that nobody writes and sums that were something else before."""
+    made = torch.Generator("cuda").manual_seed(count)
+    query = (2 * torch.randn(count, heads * group, dim, generator=made, device="cuda")).to(dtype)
+    keys = torch.randn(heads, stored, dim, generator=made, device="cuda").to(dtype)
+    visible = torch.arange(stored, device="cuda") <= torch.arange(stored - count, stored, device="cuda")[:, None]
+    logits = torch.einsum("nhd,hsd->hns", query.double(), keys.double().repeat_interleave(group, 0)) * dim**-0.5
+    lse = logits.masked_fill(~visible, float("-inf")).logsumexp(2)
+    counted = slice(-window if window else None, None)
+    exact = (logits - lse[..., None]).exp().masked_fill(~visible, 0.0)[:, counted].sum(1)
+    torch_form = attention(query[counted], keys, dim**-0.5, visible[counted]).sum(1)
+    found = launch.column_sums(query, keys, lse.float(), dim**-0.5, window)
+    bound = 2 * (torch_form.double() - exact).abs().max() + stored * 2.0**-22
+    assert float((found.double() - exact).abs().max()) <= bound
+    assert torch.equal(found, launch.column_sums(query, keys, lse.float(), dim**-0.5, window))
+    if torch.cuda.get_device_capability() == (9, 0):
+        by_triton = launch.column_sums(query, keys, lse.float(), dim**-0.5, window, launch.tile_for(dim))
+        assert float((found - by_triton).abs().max()) <= count * 2.0**-20
+
+
+def test_sums_by_warp_groups_are_compiled_for_one_generation_alone() -> None:
+    with store.listing() as asked:
+        for arch in ("80", "90", "120"):
+            launch.request(4, 128, "bf16", arch)
+            launch.request(4, 96, "bf16", arch)
+            launch.request(4, 64, "fp32", arch)
+    assert [(one.entry, one.arch) for one in asked if isinstance(one, CudaSpec)] == [("column_sums", "90")]
 
 
 def test_the_torch_form_sums_in_blocks() -> None:

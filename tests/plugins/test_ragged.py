@@ -371,8 +371,8 @@ def test_pages_of_heads_grow_and_shrink() -> None:
 @pytest.mark.parametrize(
     ("name", "entries"),
     [
-        ("razor", {"move_kernel", "remember_kernel", "sums_kernel"}),
-        ("razor, h2o", {"move_kernel", "remember_kernel", "received_kernel", "sums_kernel"}),
+        ("razor", {"move_kernel", "remember_kernel", "sums_kernel", "column_sums"}),
+        ("razor, h2o", {"move_kernel", "remember_kernel", "received_kernel", "sums_kernel", "column_sums"}),
     ],
 )
 def test_kernels_of_heads_are_compiled_ahead(name: str, entries: set[str]) -> None:
