@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,13 +77,10 @@ def measure_sums(case: PromptCase, device: torch.device, runs: int) -> dict[str,
     attend = _attend_on(device)
     _, lse = attend(query, keys, values, scale)
     check = _check_sums(query, keys, lse, scale)
-    times = {
-        "attention": measure_long(lambda i: attend(query, keys, values, scale), runs, device),
-        "sums": measure_long(lambda i: _sums(query, keys, lse, scale), runs, device),
-        "last_32": measure(lambda i: _sums(query, keys, lse, scale, 32), 1, runs, device),
-    }
+    calls: dict[str, Call] = {"attention": lambda i: attend(query, keys, values, scale), "sums": lambda i: _sums(query, keys, lse, scale)}
     if device.type == "cuda" and chunk == case.context:
-        times |= {name: measure_long(call, runs, device) for name, call in libraries(query, keys, values, scale).items()}
+        calls |= libraries(query, keys, values, scale)
+    times = measure_in_turn(calls, runs, device) | {"last_32": measure(lambda i: _sums(query, keys, lse, scale, 32), 1, runs, device)}
     figures = {f"{name}_us": round(one.median_us, 1) for name, one in times.items()}
     sums_us, beside = times["sums"].median_us, [name for name in ("attention", "flash", "cudnn") if name in times]
     figures |= {f"with_sums_per_{name}": round(1 + sums_us / times[name].median_us, 3) for name in beside}
@@ -195,6 +192,26 @@ def measure_long(call: Call, runs: int, device: torch.device) -> Times:
         return measure(call, 1, runs, device)
     samples += [_time(lambda index=index: call(index), device) for index in range(min(runs, LONG_RUNS) - 3)]  # type: ignore[misc]
     return Times.of(samples, "CUDA events")
+
+
+def measure_in_turn(calls: Mapping[str, Call], runs: int, device: torch.device) -> dict[str, Times]:
+    """Time long calls one after the other, all of them again and again: a GPU at its power limit runs the later of two slower.
+
+    They are queued without a pause between them, so that what the host takes for one passes while another runs.
+    """
+    if device.type != "cuda":
+        return {name: measure(call, 1, runs, device) for name, call in calls.items()}
+    samples: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+    for index in range(runs + 1):
+        for name, call in calls.items():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            call(index)
+            end.record()
+            if index:  # the first turn loads kernels
+                samples[name].append((begin, end))
+    torch.cuda.synchronize(device)
+    return {name: Times.of([begin.elapsed_time(end) * 1e3 for begin, end in pairs], "CUDA events in turn") for name, pairs in samples.items()}
 
 
 def _sums(query: Tensor, keys: Tensor, lse: Tensor, scale: float, window: int = 0) -> Tensor:
