@@ -53,7 +53,7 @@ def attend(
         tier.held.fill_(-1)
     recall.recall_pages(
         tier, shape, chosen, lens, slots, table, desk.placed, None, num_slots=offload.num_slots, ahead=False, flush=not offload.recall.ahead,
-        pending=desk.pending if by_host else None, overlap=overlap,
+        pending=desk.pending if by_host else None, overlap=overlap and offload.recall.reuse,
     )  # fmt: skip
     if by_host:
         copy_pages(offload, layer, [row for row in step.rows if row.answers], desk.pending)
@@ -78,7 +78,7 @@ def _recall_ahead(
         choose_units(session, layer, config, plan, query, lens, slots, table, likely, ahead=ahead)
         recall.recall_pages(
             offload.coded[layer], offload.shape, likely, lens, slots, table, None, None, num_slots=offload.num_slots, ahead=True, flush=True,
-            blocks=offload.recall.blocks,
+            blocks=offload.recall.blocks, in_flight=offload.recall.in_flight,
         )  # fmt: skip
 
 

@@ -108,7 +108,7 @@ def _decode(
         tier.held.fill_(-1)
     launch.recall_pages(
         tier, shape, selection, lens, slots, table, desk.places, desk.rows, num_slots=store.num_slots, ahead=False,
-        flush=not store.recall.ahead and _only_answers(step), pending=desk.pending if by_host else None, overlap=overlap,
+        flush=not store.recall.ahead and _only_answers(step), pending=desk.pending if by_host else None, overlap=overlap and store.recall.reuse,
     )  # fmt: skip
     if by_host:
         copy_pages(store, layer, [row for row in step.rows if row.decodes], desk.pending)
@@ -125,7 +125,7 @@ def _recall_ahead(session: Session, layer: int, config: OpConfig, query: Tensor,
         choose_units(session, layer, config, plan, query, lens, slots, table, desk.likely, ahead=desk.found[3])
         launch.recall_pages(
             store.tiers[layer], store.shape, desk.likely, lens, slots, table, None, None, num_slots=store.num_slots, ahead=True, flush=True,
-            blocks=store.recall.blocks,
+            blocks=store.recall.blocks, in_flight=store.recall.in_flight,
         )  # fmt: skip
 
 
