@@ -9,7 +9,7 @@ from trtkv.plugins.kv_recall.layout import layout, why_not
 
 
 def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> None:
-    """Load the kernels for a compute capability where the policy's pages may live on the host: one ahead, and one for each number of blocks a head."""
+    """Load the kernels for a compute capability where the policy's pages may live on the host: one ahead, one for each number of blocks a head."""
     if "offload" not in plan.roles or why_not(plan) is not None:
         return
     row_bytes = plan.head_dim * DTYPE_BYTES[plan.kv_dtype]
