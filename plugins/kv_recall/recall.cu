@@ -337,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, IN_FLIGHT > 4 ? 3 : 4) rec
     };
     if (rank == 0) cluster_wait(), tell();
     MARK(4)
-    if (!pending) bring(host, copied, victim, missing, head, pools, slot * frames * heads + head, heads, rank);
+    if (missing && !pending) bring(host, copied, victim, missing, head, pools, slot * frames * heads + head, heads, rank);
     if (flush && now > behind && (now - behind) % TOKENS == 0 && rank == CLUSTER - 1) {
       const int page = (now - behind) / TOKENS - 1, home = own_table[page];
       const i64 row = ((i64)num_slots * frames + (i64)slot * ring + page % ring) * heads + head;
