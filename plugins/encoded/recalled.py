@@ -79,7 +79,7 @@ def _recall_ahead(
     with offload.lane.after():
         recall.recall_pages(
             offload.coded[layer], offload.shape, likely, lens, slots, table, None, None, num_slots=offload.num_slots, ahead=True, flush=True,
-            blocks=offload.recall.blocks, in_flight=offload.recall.in_flight,
+            blocks=offload.recall.blocks,
         )  # fmt: skip
 
 

@@ -130,7 +130,7 @@ def _recall_ahead(session: Session, layer: int, config: OpConfig, query: Tensor,
     with store.lane.after():
         launch.recall_pages(
             store.tiers[layer], store.shape, likely, lens, slots, table, None, None, num_slots=store.num_slots, ahead=True, flush=True,
-            blocks=store.recall.blocks, in_flight=store.recall.in_flight,
+            blocks=store.recall.blocks,
         )  # fmt: skip
 
 

@@ -25,7 +25,6 @@ FRONT, AHEAD = 12, 4  # vectors that a thread asks for at once: in front of atte
 def recall_pages(
     tier: Tier | RecordTier, shape: Layout, selection: Tensor, lens: Tensor, slots: Tensor, table: Tensor, places: Tensor | None,
     rows: Tensor | None, *, num_slots: int, ahead: bool, flush: bool, pending: Tensor | None = None, overlap: bool = False, blocks: int = 0,
-    in_flight: int = 0,
 ) -> None:  # fmt: skip
     """Bring selected pages, or those of selected tokens, into frames: selection [B, Hk, K + 1], lens and slots [B], table [B, M] int32.
 
@@ -33,16 +32,15 @@ def recall_pages(
 
     places [B, Hk, K + 1] and rows [B, F + R] int32 are written unless the selection is the next step's (ahead); flush writes completed pages to the
     host; pending [B, Hk, 1 + 2 F] int32 gets the copies instead of their being made.
-    blocks is how many take the rows in turn, 0 for a cluster a row, of as many as suit the number of rows; in_flight how many vectors of sixteen
-    bytes a thread asks for before it stores any, 0 for FRONT or AHEAD. With overlap the kernel launched before this one must have written neither
-    lens and slots nor what the tier's frames hold.
+    blocks is how many take the rows in turn, 0 for a cluster a row, of as many as suit the number of rows. With overlap the kernel launched before
+    this one must have written neither lens and slots nor what the tier's frames hold.
     """
     batch, heads, room = selection.shape[0], selection.shape[1], selection.shape[2] - 1
     width = _width(shape, room)
     count, clusters = batch * heads, int(arch()) >= 90 and not blocks
     cluster = recall_cluster(count) if clusters else 1
     shared = plan_bytes(shape, room)
-    kernel = recall_kernel(shape, cluster, shared, arch(), in_flight or (AHEAD if ahead else FRONT))
+    kernel = recall_kernel(shape, cluster, shared, arch(), AHEAD if ahead else FRONT)
     page, head, part, token = (*(step * tier.host.element_size() for step in tier.host.stride()[:4]), 0)[:4]
     address = lambda x: 0 if x is None else x.data_ptr()  # noqa: E731
     pools = (*tier.pools, *(None,) * (POOLS - len(tier.pools)))

@@ -26,7 +26,6 @@ class Recall:
     next step will probably read; slack is the share of a selection that stays resident beyond it; reuse off brings every page of a selection anew;
     order is that of a page on the host: "heads" first, so that what moves is contiguous, or "tokens" first. blocks is how many of the
     kernel's blocks recall ahead, beside the layers that compute: each keeps a multiprocessor from those. 0 takes as many as in front of attention.
-    in_flight is how many vectors of sixteen bytes each of their threads asks for before it stores any, 0 for what is built with an engine.
     """
 
     engine: Literal["kernel", "copies", "blocking"] = "kernel"
@@ -35,7 +34,6 @@ class Recall:
     reuse: bool = True
     order: Literal["heads", "tokens"] = "heads"
     blocks: int = 16
-    in_flight: int = 0
 
 
 class Lane(Protocol):
