@@ -21,6 +21,7 @@ for part in ${*:-bus short long million other answer tokens}; do
   case $part in
     bus)
       recall --geometry llama-3.1-8b --batch 1,4 --pages 64,16,10,2
+      recall --geometry llama-3.1-8b --batch 1,4 --pages 0,0.3,2,10 --selected 64
       recall --geometry llama-3.1-8b --batch 1 --pages 64 --order tokens
       recall --geometry qwen2.5-7b --batch 1 --pages 64,10 ;;
     short)

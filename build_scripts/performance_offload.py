@@ -39,6 +39,11 @@ LAUNCHES_HEAD = """
 One launch of the recall kernel that finds none of its pages resident, pages of {page} tokens, {dtype}; every page was compared with the host's.
 
 """
+PLANNED = {"geometry": "geometry", "batch": "sequences", "selected": "pages selected", "pages": "of them missing", "recall_us": "us"}
+PLANNED_HEAD = """
+Launches whose selections are in the frames but for some pages, the mean over the heads:
+
+"""
 STEPS_HEAD = """
 Whole decode steps with random weights, `{policy}` with a budget of {budget}; queries change from step to step, by a drift looked for to miss
 {miss} pages of every KV head; the table says how many it was. *x resident* is the step over that of the engine that keeps all pages on the device,
@@ -52,17 +57,21 @@ activations, captured steps.
 def section(records: Sequence[Record], docs: Path) -> str:
     """Return the section, of every row the newest record with a time; nothing where there is none. A picture of steps is shown where docs has it."""
     good = [one for one in records if one.get("status") == "ok" and "bus_GBps" in one]  # measured on a GPU
-    launches = _newest([one for one in good if one["benchmark"] == "kernel" and one.get("op") == "recall"], ("geometry", "batch", "pages", "order"))
+    kernels = [one for one in good if one["benchmark"] == "kernel" and one.get("op") == "recall"]
+    launches = _newest([one for one in kernels if "selected" not in one], ("geometry", "batch", "pages", "order"))
+    planned = _newest([one for one in kernels if "selected" in one], ("geometry", "batch", "selected", "pages"))
     steps = [one for one in good if one["benchmark"] == "step" and "recall" in one and "miss_pages" in one and "timeline" not in one]
     steps = _newest(steps, ("model", "batch", "context", "policy", "recall"))
     if not launches and not steps:
         return ""
     newest = (launches + steps)[-1]
-    commits = ", ".join(dict.fromkeys(one["commit"] for one in launches + steps))
+    commits = ", ".join(dict.fromkeys(one["commit"] for one in launches + planned + steps))
     facts = {**newest["environment"], "date": newest["environment"]["date"][:10], "commit": commits, "bus": newest["bus_GBps"]}
     text = HEAD.format(**{"driver": "", **facts})
     if launches:
         text += LAUNCHES_HEAD.format(**launches[-1]) + _table(launches, LAUNCHES, 1)
+    if planned:
+        text += PLANNED_HEAD + _table(planned, PLANNED, 1)
     if steps:
         about = next((one for one in steps if one["policy"] != "full"), steps[0])
         text += STEPS_HEAD.format(policy=about["policy"], budget=about["budget"], miss=cell(about["miss_pages"])) + _steps(steps)

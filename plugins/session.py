@@ -135,13 +135,17 @@ class Session:
 
     @property
     def reads_all(self) -> bool:
-        """Whether the announced step reads every sequence that decodes whole, in all layers: kernels then skip the selection and its list."""
+        """Whether the announced step reads every sequence that decodes whole, in all layers: kernels then skip the selection and its list.
+
+        Where a step selects with the query of the step before it, a step whose next one may select is none of these, and remembers its query.
+        """
         if self.offload is not None:
             return False
         step, key = self._step[0], ("reads all", self.dense_below)
         if key not in step.cache:
             below, smallest = self.dense_below, self.own.smallest_budget
-            step.cache[key] = all(row.stored <= max(smallest(row.slot), below) for row in step.rows if row.new == 1)
+            ahead = any(one.speculative for one in self.plan.select if one is not None)
+            step.cache[key] = all(row.stored + ahead <= max(smallest(row.slot), below) for row in step.rows if row.new == 1)
         return bool(step.cache[key])
 
     def tokens_read(self, stored: int, slot: int = -1) -> float:

@@ -23,8 +23,8 @@ from trtkv.plugins.session import Session
 class Desk:
     """What the launches of a step hand to each other, for B sequences.
 
-    placed and likely [B, Hk, K + 1] int32: rows of pages, and what the next step will probably read; pending [B, Hk, 1 + 2 F] int32: copies that the
-    host is asked for.
+    placed [B, Hk, K + 1] int32: rows of pages; likely [L, B, Hk, K + 1] int32: what the next step will probably read in every offloaded layer;
+    pending [B, Hk, 1 + 2 F] int32: copies that the host is asked for.
     """
 
     placed: Tensor
@@ -53,14 +53,14 @@ def attend(
         tier.held.fill_(-1)
     recall.recall_pages(
         tier, shape, chosen, lens, slots, table, desk.placed, None, num_slots=offload.num_slots, ahead=False, flush=not offload.recall.ahead,
-        pending=desk.pending if by_host else None, overlap=overlap,
+        pending=desk.pending if by_host else None, overlap=overlap and offload.recall.reuse,
     )  # fmt: skip
     if by_host:
         copy_pages(offload, layer, [row for row in step.rows if row.answers], desk.pending)
     given = (query, store.pages[layer], table, lens, slots, chosen, out, scratch)
     launch_list.attend_list(*given, unit=plan.unit, scale=config.scale, overlap=overlap, placed=desk.placed)
     if offload.recall.ahead:
-        _recall_ahead(session, away, layer, config, plan, query, lens, slots, table, desk.likely)
+        _recall_ahead(session, away, layer, config, plan, query, lens, slots, table, desk.likely[shape.layers.index(layer)])
 
 
 def _recall_ahead(
@@ -76,6 +76,7 @@ def _recall_ahead(
     offload.kept += (query, lens, slots, table, ahead)
     with offload.lane.behind():
         choose_units(session, layer, config, plan, query, lens, slots, table, likely, ahead=ahead)
+    with offload.lane.after():
         recall.recall_pages(
             offload.coded[layer], offload.shape, likely, lens, slots, table, None, None, num_slots=offload.num_slots, ahead=True, flush=True,
             blocks=offload.recall.blocks,
@@ -86,4 +87,5 @@ def _furnish(session: Session, batch: int, chosen: Tensor) -> Desk:
     assert session.offload is not None
     shape = session.offload.shape
     make = lambda *size: torch.zeros(size, dtype=torch.int32, device=session.device)  # noqa: E731
-    return Desk(torch.zeros_like(chosen), torch.zeros_like(chosen), make(batch, chosen.shape[1], 1 + 2 * shape.frames))
+    likely = chosen.new_zeros(len(shape.layers), *chosen.shape)
+    return Desk(torch.zeros_like(chosen), likely, make(batch, chosen.shape[1], 1 + 2 * shape.frames))

@@ -39,7 +39,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Desk:
-    """What the launches of a decode step hand to each other, for B sequences: see `recall.cu`; found [5, B] is of all layers, the rest of one."""
+    """What the launches of a decode step hand to each other, for B sequences: see `recall.cu`; found [5, B] is of all layers, the rest of one.
+
+    likely [L, B, Hk, K + 1] holds what every offloaded layer's next selection will probably be: it is read while the next layer selects.
+    """
 
     found: Tensor
     places: Tensor
@@ -108,7 +111,7 @@ def _decode(
         tier.held.fill_(-1)
     launch.recall_pages(
         tier, shape, selection, lens, slots, table, desk.places, desk.rows, num_slots=store.num_slots, ahead=False,
-        flush=not store.recall.ahead and _only_answers(step), pending=desk.pending if by_host else None, overlap=overlap,
+        flush=not store.recall.ahead and _only_answers(step), pending=desk.pending if by_host else None, overlap=overlap and store.recall.reuse,
     )  # fmt: skip
     if by_host:
         copy_pages(store, layer, [row for row in step.rows if row.decodes], desk.pending)
@@ -121,10 +124,12 @@ def _recall_ahead(session: Session, layer: int, config: OpConfig, query: Tensor,
     """Recall what this step's query chooses for the next one, beside what follows of this step."""
     store, plan, desk = _store(session), _plan(session, layer), _desk(session, lens.shape[0])
     store.kept += (query, lens, slots, table)
+    likely = desk.likely[store.shape.layers.index(layer)]
     with store.lane.behind():
-        choose_units(session, layer, config, plan, query, lens, slots, table, desk.likely, ahead=desk.found[3])
+        choose_units(session, layer, config, plan, query, lens, slots, table, likely, ahead=desk.found[3])
+    with store.lane.after():
         launch.recall_pages(
-            store.tiers[layer], store.shape, desk.likely, lens, slots, table, None, None, num_slots=store.num_slots, ahead=True, flush=True,
+            store.tiers[layer], store.shape, likely, lens, slots, table, None, None, num_slots=store.num_slots, ahead=True, flush=True,
             blocks=store.recall.blocks,
         )  # fmt: skip
 
@@ -145,7 +150,8 @@ def _furnish(session: Session, batch: int) -> Desk:
     shape, heads = _store(session).shape, session.plan.num_kv_heads
     make = lambda *size: torch.zeros(size, dtype=torch.int32, device=session.device)  # noqa: E731
     lists = (batch, heads, shape.entries + 1)
-    return Desk(make(5, batch), make(*lists), make(batch, shape.places), make(*lists), make(batch, heads, 1 + 2 * shape.frames))
+    likely = make(len(shape.layers), *lists)
+    return Desk(make(5, batch), make(*lists), make(batch, shape.places), likely, make(batch, heads, 1 + 2 * shape.frames))
 
 
 def _only_answers(step: StepGroup) -> bool:

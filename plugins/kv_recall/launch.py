@@ -19,6 +19,7 @@ _OPEN = (Pointer,) * 8 + (Int,) * 6
 THREADS = 256
 SHARED = (64 * 1024, 96 * 1024)  # bytes of a block in which it plans; the second where the first does not do
 BUSY = 132  # blocks beyond which more of them a head gain nothing: the bus is full
+FRONT, AHEAD = 12, 4  # vectors that a thread asks for at once: in front of attention, which waits for them, and beside it, with fewer registers
 
 
 def recall_pages(
@@ -31,14 +32,15 @@ def recall_pages(
 
     places [B, Hk, K + 1] and rows [B, F + R] int32 are written unless the selection is the next step's (ahead); flush writes completed pages to the
     host; pending [B, Hk, 1 + 2 F] int32 gets the copies instead of their being made.
-    blocks is how many take the rows in turn, 0 for a cluster a row, of as many as suit the number of rows.
+    blocks is how many take the rows in turn, 0 for a cluster a row, of as many as suit the number of rows. With overlap the kernel launched before
+    this one must have written neither lens and slots nor what the tier's frames hold.
     """
     batch, heads, room = selection.shape[0], selection.shape[1], selection.shape[2] - 1
     width = _width(shape, room)
     count, clusters = batch * heads, int(arch()) >= 90 and not blocks
     cluster = recall_cluster(count) if clusters else 1
     shared = plan_bytes(shape, room)
-    kernel = recall_kernel(shape, cluster, shared, arch())
+    kernel = recall_kernel(shape, cluster, shared, arch(), AHEAD if ahead else FRONT)
     page, head, part, token = (*(step * tier.host.element_size() for step in tier.host.stride()[:4]), 0)[:4]
     address = lambda x: 0 if x is None else x.data_ptr()  # noqa: E731
     pools = (*tier.pools, *(None,) * (POOLS - len(tier.pools)))
@@ -74,10 +76,10 @@ def recall_cluster(rows: int) -> int:
     return next((c for c in (8, 4, 2) if rows * c <= BUSY), 1)
 
 
-def recall_kernel(shape: Layout, cluster: int, shared: int, arch: str) -> Kernel:
+def recall_kernel(shape: Layout, cluster: int, shared: int, arch: str, in_flight: int) -> Kernel:
     """Load the kernel for a layout: heads and pages of so many bytes, and selections of tokens (unit 1) or pages."""
     room = next(one for one in SHARED if shared <= one)
-    defines = _defines(shape.record_bytes // (2 * shape.page_size), shape.page_size, shape.unit, cluster)
+    defines = (*_defines(shape.record_bytes // (2 * shape.page_size), shape.page_size, shape.unit, cluster), f"-DIN_FLIGHT={in_flight}")
     if shape.parts:
         ends = [sum(shape.parts[: i + 1]) for i in range(POOLS)]
         defines = (*defines, f"-DRECORD={shape.record_bytes}", *(f"-DEND{i}={end}" for i, end in enumerate(ends)))

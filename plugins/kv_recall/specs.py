@@ -9,7 +9,7 @@ from trtkv.plugins.kv_recall.layout import layout, why_not
 
 
 def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> None:
-    """Load the kernels for a compute capability where the policy's pages may live on the host: one for each number of blocks a head."""
+    """Load the kernels for a compute capability where the policy's pages may live on the host: one ahead, one for each number of blocks a head."""
     if "offload" not in plan.roles or why_not(plan) is not None:
         return
     row_bytes = plan.head_dim * DTYPE_BYTES[plan.kv_dtype]
@@ -18,5 +18,6 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
     if not shape.parts:
         launch.open_kernel(row_bytes, plan.page_size, arch)
     rows = (batch * plan.num_kv_heads for batch in range(1, limits.max_batch_size + 1))
-    for cluster in {1, *(launch.recall_cluster(count) for count in rows if int(arch) >= 90)}:
-        launch.recall_kernel(shape, cluster, shared, arch)
+    launch.recall_kernel(shape, 1, shared, arch, launch.AHEAD)
+    for cluster in {launch.recall_cluster(count) if int(arch) >= 90 else 1 for count in rows}:
+        launch.recall_kernel(shape, cluster, shared, arch, launch.FRONT)

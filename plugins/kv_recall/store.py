@@ -42,6 +42,9 @@ class Lane(Protocol):
     def behind(self) -> AbstractContextManager[None]:
         """Enqueue what is done inside behind all that has been enqueued so far, beside what comes next."""
 
+    def after(self) -> AbstractContextManager[None]:
+        """Enqueue what is done inside behind all that was enqueued so, beside what comes next there too."""
+
     def join(self) -> None:
         """Let what is enqueued from now on wait for all of it."""
 
@@ -51,6 +54,11 @@ class SameLane:
 
     @contextmanager
     def behind(self) -> Iterator[None]:
+        """Do it now."""
+        yield
+
+    @contextmanager
+    def after(self) -> Iterator[None]:
         """Do it now."""
         yield
 

@@ -31,7 +31,7 @@ def select(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
     fresh = plan.speculative and not all(row.answers for row in step.rows)
     if fresh:
         session.buffer("previous_query", layer).index_fill_(0, step.fresh_slots, torch.nan)
-    if not any(row.decodes for row in step.rows):
+    if session.reads_all or not any(row.decodes for row in step.rows):  # nor will the next step ask for the queries of one that reads all
         return
     group = session.plan.page_groups[layer]
     asking = query if step.decoding else query.index_select(0, starts[1:] - 1)
@@ -40,8 +40,7 @@ def select(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
         asking = speculate(asking, remembered, slots, session.own.taus, tau, config.num_kv_heads)
         if fresh:  # a prompt's query is nobody's previous query
             remembered.index_fill_(0, step.fresh_slots, torch.nan)
-    if not session.reads_all:
-        choose_units(session, layer, config, plan, asking, stored[group], slots, table[group], out)
+    choose_units(session, layer, config, plan, asking, stored[group], slots, table[group], out)
 
 
 def choose_units(

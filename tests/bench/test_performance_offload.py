@@ -50,6 +50,13 @@ def test_what_was_not_measured_is_not_there(writer: ModuleType, tmp_path: Path) 
     assert writer.section([{"benchmark": "kernel", "status": "ok"}, {**launch(64, 0.9), "status": "wrong"}], tmp_path) == ""
 
 
+def test_launches_that_miss_little_of_a_selection_have_a_table_of_their_own(writer: ModuleType, tmp_path: Path) -> None:
+    few = {**launch(2, 0.1), "selected": 64, "pages": 0.3, "recall_us": 8.0}
+    text = writer.section([launch(64, 0.9), few], tmp_path)
+    assert "| llama-3.1-8b | 1 | 64 | 0.30 | 8.00 |" in text and text.count("| llama-3.1-8b |") == 2
+    assert "No goal is missed" in writer.section([launch(64, 0.9), {**few, "pages": 64, "share": 0.2}], tmp_path)  # a bus that waits for planning
+
+
 def test_traced_steps_are_described_and_shown(writer: ModuleType, tmp_path: Path) -> None:
     times = {"step_us": 5000.0, "recall_in_front_us": 90.0, "beside_us": 700.0, "hidden_us": 650.0}
     rows = [step("resident", 5.0), step("ahead", 5.3), step("ahead", 5.2, timeline=times)]

@@ -122,6 +122,13 @@ def test_launches_that_bring_pages_are_checked_and_recorded(capsys: Capture, tmp
     assert (tmp_path / "rows").read_text().count("\n") == 8
     assert {(row["batch"], row["pages"], row["moved_bytes"]) for row in rows} == {(b, n, b * n * 2 * 16 * 16 * 2 * 4) for b in (1, 2) for n in (3, 6)}
     assert all(row["status"] == "ok" for row in rows)
+    some = ("--op", "recall", "--geometry", "8x2x16", "--batch", "2", "--pages", "0,0.75,2", "--selected", "6", "--set", "retrieve.page=16")
+    rows = [json.loads(line) for line in printed(capsys, "bench", "kernel", *some, "--runs", 2, "--json").splitlines()]
+    assert [(row["pages"], row["status"]) for row in rows] == [(0, "ok"), (0.75, "ok"), (2, "ok")]
+    assert [row["moved_bytes"] for row in rows] == [pages * 2 * 16 * 16 * 4 for pages in (0, 3, 8)]  # of four KV heads
+    for wrong, says in (("0", "below 1"), ("1.5", "no selection"), ("inf", "no numbers"), ("2,x", "no numbers")):
+        assert says in complaint(capsys, "bench", "kernel", "--op", "recall", "--pages", wrong)
+    assert "cannot be missing" in complaint(capsys, "bench", "kernel", "--op", "recall", "--pages", "7", "--selected", "6")
     right = op.recall
 
     def brings_another_page(store: Offload, layer: int, row: Row, pages: torch.Tensor, stored: int, *, ahead: bool) -> torch.Tensor:

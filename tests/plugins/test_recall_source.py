@@ -56,6 +56,21 @@ def test_recall_against_its_reference(
     assert checks.failures == []
 
 
+@pytest.mark.parametrize(("page", "in_flight"), [(16, 12), (32, 2)])
+def test_blocks_that_share_pages_bring_all_of_them(page: int, in_flight: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four blocks a row: a page of theirs each, many at once, and two that bring a page together, fewer at once than are missing."""
+    cuda_on_cpu.install(monkeypatch, folder)
+    monkeypatch.setattr(launch, "recall_cluster", lambda rows: 4)
+    monkeypatch.setattr(launch, "FRONT", in_flight)
+    random.seed(page), torch.manual_seed(page)
+    case = checks.Case(2, 64, page, 20, 1, [40 * page - 1, 22 * page + 3], "heads", False)
+    for number in range(4):
+        case.step(ahead=number == 2)
+        case.lens = [length + 1 for length in case.lens]
+    assert checks.failures == []
+    assert case.moved[0] > 40
+
+
 @pytest.mark.parametrize("capability", [(9, 0), (8, 9)])
 @pytest.mark.parametrize(("heads", "dim", "page", "width", "window"), [(2, 64, 16, 40, 20), (1, 64, 32, 300, 1)])
 def test_recall_of_tokens_against_its_reference(

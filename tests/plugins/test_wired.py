@@ -26,6 +26,7 @@ from trtkv.plugins.kv_attend import op as attend_op
 from trtkv.plugins.kv_select import cuda as select_cuda
 from trtkv.plugins.kv_select import fier_layout, indexes
 from trtkv.plugins.kv_select import op as select_op
+from trtkv.plugins.kv_select.speculate import speculate
 from trtkv.plugins.own import Own, least_budget
 from trtkv.plugins.session import Session
 from trtkv.policies.registry import parse_policy
@@ -154,10 +155,33 @@ def test_ops_with_kernels_choose_and_answer_as_the_torch_forms(policy: str, own:
         for got, wanted in zip(found[1:], expected[1:], strict=True):
             torch.testing.assert_close(got, wanted, rtol=4e-3, atol=4e-3)
         for row in twins.plain.step(1).rows if twins.select.speculative else ():
-            if row.answers:
+            if row.answers and not twins.wired.reads_all:
                 assert torch.equal(*(session.buffer("previous_query", 1)[row.slot] for session in (twins.wired, twins.plain)))
     assert compared > 20
     assert ("outlier_cut" in launches.names) == (support.outliers(twins.select) > 0)
+
+
+def test_a_step_that_selects_with_the_query_before_it_finds_that_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FreeKV's steps that read everything remember nothing but the last of them, with which the first step that selects does so."""
+    asked: list[int] = []
+    Launches(monkeypatch)
+    twins = Twins(lower("freekv", model()), model())
+    budget = twins.select.budget
+    monkeypatch.setattr(select_cuda, "speculate", lambda *given: (asked.append(twins.stored[0]), speculate(*given))[1])
+    for session in (twins.plain, twins.wired):
+        session.own.set(0, Own(tau=-1.0))  # no head selects with its own query, but in the first step behind a prompt
+    first, second = budget - 6, budget - 4  # prompts: the slot is used again
+    for prompt, new in ((first, first), *[(first, 1)] * 20, (second, second), *[(second, 1)] * 8):
+        inputs = twins.begin({0: new}, {0: prompt})
+        found = run(twins, (select_cuda.select, attend_cuda.attend), twins.wired, inputs)
+        expected = run(twins, (select_op.select, attend_op.attend), twins.plain, inputs)
+        stored = twins.stored[0]
+        assert twins.wired.reads_all == (stored < budget)
+        assert twins.wired.reads_all or torch.equal(found[0], expected[0])
+        assert bool((expected[0][..., -1] >= 0).all()) == (stored > budget)
+        for got, wanted in zip(found[1:], expected[1:], strict=True):
+            torch.testing.assert_close(got, wanted, rtol=4e-3, atol=4e-3)
+    assert asked == [*range(budget, first + 21), *range(budget, second + 9)]
 
 
 def test_a_step_reads_all_where_every_sequence_that_decodes_is_short() -> None:

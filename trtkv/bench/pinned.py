@@ -35,26 +35,39 @@ Report = Callable[[str, float], None]
 class RecallCase:
     """One row: `pages` pages of `page` tokens for every KV head of every sequence, laid out on the host in an order.
 
-    store names how tokens are stored, as `stores.STORES` does: encoded ones are records on the host.
+    store names how tokens are stored, as `stores.STORES` does: encoded ones are records on the host. They are missing of a selection of `selected`
+    pages, 0 where they are all of it; then pages may be a fraction, which is the mean: some heads bring one more than the others.
     """
 
     geometry: str
     model: ModelConfig
     batch: int
     page: int
-    pages: int
+    pages: float
     order: str
     store: str = "bf16"
+    selected: int = 0
+
+    def width(self) -> int:
+        """Return the pages of a selection."""
+        return self.selected or int(self.pages)
+
+    def missing(self) -> list[int]:
+        """Return the pages that every row, a KV head of a sequence, brings."""
+        rows = self.batch * self.model.num_kv_heads
+        total = round(self.pages * rows)
+        return [total // rows + (row < total % rows) for row in range(rows)]
 
     def command(self) -> str:
         """Write the command that measures this row."""
         words = ["trtkv", "bench", "kernel", "--op", "recall", "--geometry", self.geometry, "--batch", str(self.batch), "--pages", str(self.pages)]
+        words += ["--selected", str(self.selected)] if self.selected else []
         words += [] if self.store == PLAIN else ["--store", self.store]
         return shlex.join([*words, "--order", self.order, "--set", f"retrieve.page={self.page}", "--dtype", self.model.dtype])
 
     def policy(self) -> Policy:
         """Return a policy that selects pages of tokens that are stored so."""
-        sets = [f"retrieve.page={self.page}", f"retrieve.budget={self.page * self.pages}", "retrieve.dense_layers=0"]
+        sets = [f"retrieve.page={self.page}", f"retrieve.budget={self.page * self.width()}", "retrieve.dense_layers=0"]
         joined, own = STORES[self.store]
         name = "freekv" if self.store == PLAIN else f"freekv+{joined}"
         return parse_policy(name, sets=[*sets, *own, "retrieve.sink=0", "retrieve.window=1"])
@@ -64,8 +77,12 @@ def check_case(case: RecallCase) -> None:
     """Raise ConfigError or UnknownName for a row that cannot be measured."""
     if case.order not in ORDERS:
         raise UnknownName("order", case.order, ORDERS)
-    if case.pages < 1 or case.page < 1 or case.batch < 1:
+    if case.width() < 1 or case.page < 1 or case.batch < 1:
         raise ConfigError("pages, tokens of a page or sequences are below 1", "Give whole numbers from 1 on.")
+    if not case.selected and case.pages != int(case.pages):
+        raise ConfigError(f"{case.pages} pages are no selection", "Give whole numbers, or the pages of a selection such as --selected 64.")
+    if not 0 <= case.pages <= case.width():
+        raise ConfigError(f"{case.pages} of {case.width()} selected pages cannot be missing", "Give at most as many --pages as --selected.")
     if case.store not in STORES:
         raise UnknownName("store", case.store, STORES)
     if case.store != PLAIN and case.order != "heads":
@@ -90,7 +107,7 @@ def _measure(case: RecallCase, device: torch.device, runs: int, bus: float) -> d
     layer = OneLayer(case, device)
     times = measure(layer.call, 2, runs, device)
     us, model = times.median_us, case.model
-    moved = case.batch * model.num_kv_heads * layer.brought * layer.store.shape.record_bytes
+    moved = sum(case.missing()) * layer.store.shape.record_bytes
     figures = {
         "recall_us": round(us, 1), "p90_us": round(times.p90_us, 1), "timing": times.how, "moved_bytes": moved, "GBps": round(moved / us / 1e3, 1),
         "bus_GBps": round(bus / 1e9, 1), "share": round(moved / (us * 1e-6) / bus, 3),
@@ -98,20 +115,24 @@ def _measure(case: RecallCase, device: torch.device, runs: int, bus: float) -> d
     facts = {
         "op": "recall", "geometry": case.geometry, "kv_heads": model.num_kv_heads, "head_dim": model.head_dim, "dtype": model.dtype,
         "batch": case.batch, "page": case.page, "pages": case.pages, "order": case.order, "store": case.store, "runs": runs,
+        **({"selected": case.selected} if case.selected else {}),
     }  # fmt: skip
     check = {"passed": layer.right(times.last), "compared": "every page of the last launch with the host's"}
     return make_record("kernel", case.command(), device, check, facts, figures)
 
 
 class OneLayer:
-    """An offloaded layer whose host pages hold random numbers, and two selections of it that have nothing in common: each finds the other's pages."""
+    """An offloaded layer whose host pages hold random numbers, and two selections of it, of which each finds the other's pages.
+
+    They have in common what is not to be missing.
+    """
 
     def __init__(self, case: RecallCase, device: torch.device) -> None:
         """Allocate, fill and draw."""
         self.case, self.device = case, device
         plan = case.policy().plan(case.model)
-        self.brought = case.pages  # of each head
-        self.most, heads = TIMES_PAGES * case.pages + 8, case.model.num_kv_heads
+        width, heads = case.width(), case.model.num_kv_heads
+        self.most = TIMES_PAGES * width + 8
         pool = HostPool(device, 1).allocate
         self.store = Offload(plan, case.batch * self.most, case.batch, device, Recall(slack=0.0, order=case.order), pool)  # type: ignore[arg-type]
         self.tier = self.store.tier(0)
@@ -120,10 +141,10 @@ class OneLayer:
         host.copy_(torch.randint(0, 256, host.shape, dtype=host.dtype) if isinstance(self.tier, RecordTier) else torch.randn_like(host))
         self.table = torch.randperm(case.batch * self.most, generator=torch.Generator().manual_seed(0)).view(case.batch, self.most).int()
         older = self.most - self.store.shape.ring
-        drawn = [torch.randperm(older, generator=torch.Generator().manual_seed(row))[: 2 * case.pages] for row in range(case.batch * heads)]
-        shape = (case.batch, heads, case.pages)
-        self.lists = [torch.stack(drawn)[:, t * case.pages : (t + 1) * case.pages].sort(1).values.view(shape) for t in range(2)]
-        full = torch.full((case.batch, heads, 1), case.pages)
+        drawn = [torch.randperm(older, generator=torch.Generator().manual_seed(row)) for row in range(case.batch * heads)]
+        lists = [[pages[t * own : t * own + width] for pages, own in zip(drawn, case.missing(), strict=True)] for t in range(2)]
+        self.lists = [torch.stack(one).sort(1).values.view(case.batch, heads, width) for one in lists]
+        full = torch.full((case.batch, heads, 1), width)
         self.selections = [torch.cat([one, full], 2).int().to(device) for one in self.lists]
         integers = lambda values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
         self.given = (integers([self.most * case.page] * case.batch), integers(list(range(case.batch))), self.table.to(device))
@@ -132,7 +153,7 @@ class OneLayer:
         self._numbers = self.table.tolist()
 
     def call(self, i: int) -> None:
-        """Bring the pages of one selection, none of which is there."""
+        """Bring the pages of one selection that are not there."""
         if self.device.type == "cuda":
             given = (self.tier, self.store.shape, self.selections[i % 2], *self.given, self.places, self.rows)
             launch.recall_pages(*given, num_slots=self.case.batch, ahead=False, flush=False)

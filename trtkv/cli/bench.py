@@ -49,6 +49,7 @@ def kernel(
     settings: Annotated[list[str] | None, Parameter(name="--set")] = None,
     chunk: int = 1,
     pages: str = "64",
+    selected: int = 0,
     order: str = "heads",
     dtype: str | None = None,
     device: str = "auto",
@@ -72,7 +73,8 @@ def kernel(
         pooling: How the query heads of a group agree; the policy's own by default.
         settings: Change a field of the policies that have it, such as retrieve.page=32; may be repeated.
         chunk: New tokens of each sequence, for --op append; for prefill-sums by default the whole prompt, for lag 2048.
-        pages: For --op recall, pages of every KV head that one launch brings; several joined by commas.
+        pages: For --op recall, pages of every KV head that one launch brings; several joined by commas. With --selected also 0 and fractions.
+        selected: For --op recall, pages of the selection of which these are missing; by default all of them are.
         order: For --op recall, how a page lies on the host: heads or tokens first; both joined by a comma.
         dtype: float32, float16 or bfloat16; bfloat16 on a GPU and float32 on a CPU by default.
         device: auto, cpu, cuda or cuda:N.
@@ -92,9 +94,9 @@ def kernel(
         _prompt(op, words_of("geometry", geometry), sizes[0], policy, settings or [], chunk, dtype, where, runs, output, json)
         return
     if op == "recall":
-        shapes, many = words_of("geometry", geometry), numbers_of("pages", pages)
+        shapes, many = words_of("geometry", geometry), bench_offload.pages_of(pages)
         stored = words_of("store", store or "bf16")
-        bench_offload.measure_recall(shapes, sizes[1], many, order, stored, settings or [], dtype, where, runs, output, json)
+        bench_offload.measure_recall(shapes, sizes[1], many, selected, order, stored, settings or [], dtype, where, runs, output, json)
         return
     _check_counts(op, chunk, runs, layers)
     if store is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from trtkv.cli.values import words_of
 from trtkv.errors import ConfigError, TrtkvError, UnknownName
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     import torch
 
@@ -57,9 +58,20 @@ def compare_tiers(cells: list[Cell], device: torch.device, output: Path | None, 
         raise TrtkvError("some rows gave other logits than the engine whose pages stay on the device", "Report it with the output of trtkv doctor.")
 
 
+def pages_of(text: str) -> list[float]:
+    """Split pages joined by commas, whole numbers or fractions, ascending; raises ConfigError for anything else."""
+    try:
+        found = sorted({float(word) for word in words_of("pages", text)})
+    except ValueError:
+        raise ConfigError(f"pages '{text}' are no numbers", "Write digits, several joined by commas, such as 2,10 or 0.3.") from None
+    if not all(math.isfinite(one) for one in found):
+        raise ConfigError(f"pages '{text}' are no numbers", "Write digits, several joined by commas, such as 2,10 or 0.3.")
+    return [int(one) if one == int(one) else one for one in found]
+
+
 def measure_recall(
-    geometries: list[str], batches: list[int], pages: list[int], order: str, stores: list[str], sets: list[str], dtype: str | None,
-    device: torch.device, runs: int, output: Path | None, json: bool,
+    geometries: list[str], batches: list[int], pages: Sequence[float], selected: int, order: str, stores: list[str], sets: list[str],
+    dtype: str | None, device: torch.device, runs: int, output: Path | None, json: bool,
 ) -> None:  # fmt: skip
     """Time launches that bring pages back from host memory; see `trtkv.bench.pinned`."""
     from trtkv.bench import pinned, report
@@ -69,7 +81,7 @@ def measure_recall(
     shapes = {name: find_geometry(name, kind) for name in geometries}
     orders, page = words_of("order", order), _page(sets)
     cases = [
-        pinned.RecallCase(name, shape, b, page, n, one, stored)
+        pinned.RecallCase(name, shape, b, page, n, one, stored, selected)
         for name, shape in shapes.items() for b in batches for stored in stores for one in orders for n in pages
     ]  # fmt: skip
     for case in cases:
