@@ -87,6 +87,7 @@ def feed(rig: Rig, steps: int = 4) -> torch.Tensor:
         ("freekv+kivi", Recall()),
         ("freekv+kivi", Recall(ahead=False, slack=0.0)),
         ("quest+fp8", Recall(blocks=1)),
+        ("quest+fp8", Recall("copies", ahead=False)),
         ("fier+kivi", Recall(ahead=False, reuse=False)),
     ],
 )
