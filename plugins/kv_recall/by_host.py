@@ -1,8 +1,8 @@
 """Recall that the host carries out: it reads which pages are missing and has them copied, in every layer of every step.
 
-"copies" hands all copies of a layer to the copy engine at once: pages land as they lie on the host in one half of a staging buffer, while those in the
-other half are put into the frames' layout. "blocking" is what ArkVale (NeurIPS 2024) and systems like it do, one copy a page and KV head, waited for; it
-is here to be measured against. Neither can be captured.
+"copies" hands all copies of a layer to the copy engine at once: pages land as they lie on the host in one half of a staging buffer, while those in
+the other half are put into the frames' layout. "blocking" is what ArkVale (NeurIPS 2024) and systems like it do, one copy a page and KV head, waited
+for; it is here to be measured against. Neither can be captured.
 """
 
 from __future__ import annotations

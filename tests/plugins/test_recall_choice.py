@@ -118,14 +118,16 @@ def test_without_kernels_nothing_is_measured(tiny_llama: TinyModel) -> None:
 
 @pytest.mark.gpu
 def test_the_choice_is_quick_and_made_where_an_engine_is_opened(tiny_llama: TinyModel, tmp_path: Path) -> None:
+    from tests.tiny import make_tiny
     from trtkv.api import build
     from trtkv.runtime.llm import LLM
     from trtkv.runtime.sampler import SamplingParams
-    from tests.tiny import make_tiny
 
     shape = {"num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 640}
     model = make_tiny("qwen3", tmp_path / "model", dtype=torch.bfloat16, **shape)
-    path = build(str(model.path), "freekv", sets=SETS["freekv"], out=tmp_path / "engine", backend="none", sms=["none"], max_seq_len=512, max_batch_size=2)
+    path = build(
+        str(model.path), "freekv", sets=SETS["freekv"], out=tmp_path / "engine", backend="none", sms=["none"], max_seq_len=512, max_batch_size=2
+    )
     asked, answers = SamplingParams(max_tokens=60, ignore_eos=True), []
     for recall in ("auto", "kernel", "copies"):
         llm = LLM(path, device="cuda", dense_below=0, offload=True, recall=recall)
