@@ -24,12 +24,11 @@ SETS = {
 AUTO = Recall("auto", bulk="auto")
 
 
-@pytest.fixture(autouse=True)
-def _kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_on_cpu, "OPTIONS", (*cuda_on_cpu.OPTIONS, "-D__ldcv(p)=(*(p))"))
     monkeypatch.setattr(launch, "recall_cluster", lambda rows: 2)
-    if cuda_on_cpu.missing() is None:
-        cuda_on_cpu.install(monkeypatch, tmp_path)
+    cuda_on_cpu.install(monkeypatch, tmp_path)
 
 
 def make_store(tiny: TinyModel, policy: str, recall: Recall, pages: int = 24) -> Offload:
@@ -57,6 +56,7 @@ def takes(*times_us: float) -> Callable[[Callable[[], None]], float]:
 
 
 @needs_cpu
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("policy", SETS)
 @pytest.mark.parametrize(
     ("times_us", "step", "bulk"),
@@ -80,6 +80,7 @@ def test_the_faster_way_is_chosen_for_each_use(policy: str, times_us: tuple[floa
 
 
 @needs_cpu
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("policy", SETS)
 def test_what_is_measured_brings_the_pages(policy: str, tiny_llama: TinyModel) -> None:
     """Both ways of a step leave the same pages in the same frames, and both ways of a run the host's."""
