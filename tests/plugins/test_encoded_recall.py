@@ -201,14 +201,15 @@ def test_recall_of_records_is_measured() -> None:
 
 @needs_cpu
 @pytest.mark.slow
-def test_ways_of_recall_are_compared(wide: TinyModel, as_on_a_gpu: Launches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fill", ["prefill", "direct"])
+def test_ways_of_recall_are_compared(fill: str, wide: TinyModel, as_on_a_gpu: Launches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from trtkv.bench import recall as compared
     from trtkv.runtime import loading
 
     monkeypatch.setenv("TRTKV_HOME", str(tmp_path))
     monkeypatch.setattr(loading, "gpu_ready", lambda device: "kernels are loaded as they are needed")
     sets, ways = (*POLICIES["freekv+kivi"], "quantize.group=16", "quantize.residual=16"), (compared.RESIDENT, "ahead", "tokens first")
-    cell = compared.Cell(str(wide.path), "freekv+kivi", 64, sets, 112, 2, None, "float16", 112, 2, 0.3, ways)
+    cell = compared.Cell(str(wide.path), "freekv+kivi", 64, sets, 112, 2, None, "float16", 112, 2, 0.3, ways, fill=fill)
     records = list(compared.run_cells([cell], torch.device("cpu")))
     assert [one["recall"] for one in records] == list(ways[:2])  # a record has one order
     assert all(one["status"] == "ok" for one in records) and records[1]["x_resident"] > 0
