@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -137,3 +138,18 @@ def test_the_choice_is_quick_and_made_where_an_engine_is_opened(tiny_llama: Tiny
         assert llm.engine.stepper.executor.capturable == (llm.recall["step"] == "kernel")
         answers.append([one.token_ids for one in llm.generate([[5 + i * i % 240 for i in range(300)], [7, 8, 9]], asked)])
     assert answers[0] == answers[1] == answers[2]
+
+
+def test_parts_of_an_engine_choose_alike(tiny_llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One part has measured copies to be faster for both uses; another the kernel for steps, so that is what both take."""
+    from trtkv.runtime import loading
+
+    def measured(store: Offload, plan: object) -> None:
+        store.recall = choose.settled(store.recall, "copies", "kernel")
+
+    others = iter((0, 1))  # kernel for steps, copies for prompts
+    part = SimpleNamespace(least=lambda number: min(number, next(others)))
+    monkeypatch.setattr(choose, "settle", measured)
+    store = make_store(tiny_llama, "freekv", AUTO)
+    loading._settle_recall(store, plan_of(tiny_llama, "freekv"), lambda stage, fraction: None, part)  # type: ignore[arg-type]
+    assert (store.recall.engine, store.recall.bulk, store.recall.ahead) == ("kernel", "kernel", True)

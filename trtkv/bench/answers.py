@@ -109,7 +109,7 @@ def _measure(one: Answer, path: Path, names: Sequence[str], device: torch.device
             load.fill()
         load.restore(begun, way)
         took, logits = _sampled(one, load, way) if one.samples else _whole(one, load, way)
-        total = took["answer_s"] + (ttft_s or 0)
+        total = took["answer_s"] + cell.batch * (ttft_s or 0)  # the first prompt is read, the others take copies of its pages
         rates = {"whole_s": round(total, 3), "decode_tokens_per_s": round(cell.batch * one.tokens / took["answer_s"], 1)}
         begin, end = (_device_bytes(load, length) for length in (cell.context, cell.context + one.tokens))
         choice = {"choice": recall_facts(load.session.offload)} if load.session.offload and name == AUTO else {}
