@@ -45,10 +45,10 @@ One launch of the recall kernel that finds none of its pages resident, pages of 
 
 """
 ANSWERS_HEAD = """
-Whole answers with random weights, `{policy}` with a budget of {budget}: a prompt is read, then every token is a step, and only the last is
-waited for. *Whole* counts the prompts of all sequences; one was read, and the others got its pages. Where *sampled at* is a number, steps were timed at so many contexts along the answer and integrated (of 1, multiplied).
-*x resident* is the answer's time over that of the engine that keeps all pages on the device. Tokens are drawn towards one another by a drift of
-{drift}, which decides how many pages move.
+Whole answers with random weights, `{policy}` with a budget of {budget}: a prompt is read, then every token is a step, and only the last is waited
+for. The whole counts the prompts of all sequences, of which one was read. Where *sampled at* is a number, steps were timed at so many contexts along
+the answer and integrated (of 1, multiplied). *x resident* is the answer's time over that of the engine that keeps all pages on the device. Tokens are
+drawn towards one another by a drift of {drift}, which decides how many pages move.
 
 """
 CHOICE_HEAD = """
