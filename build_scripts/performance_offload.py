@@ -117,7 +117,7 @@ def _choice(choice: Record) -> str:
 
 def _answer(one: Record, answers: Sequence[Record]) -> Record:
     size = lambda name: readable(one[name]) if name in one else None  # noqa: E731
-    slow = _slow(one, answers) if one["recall"] == "ahead" else None
+    slow = _slow(one, answers, "page by page") if one["recall"] == "ahead" else None
     context = one["context"]
     where = "on the device" if one["recall"] == "resident" else one["recall"]
     return {
@@ -127,9 +127,9 @@ def _answer(one: Record, answers: Sequence[Record]) -> Record:
     }  # fmt: skip
 
 
-def _slow(one: Record, answers: Sequence[Record]) -> Record | None:
+def _slow(one: Record, answers: Sequence[Record], recall: str) -> Record | None:
     load = ("model", "batch", "context", "answer", "policy")
-    return next((other for other in answers if other["recall"] == "page by page" and all(other[name] == one[name] for name in load)), None)
+    return next((other for other in answers if other["recall"] == recall and all(other[name] == one[name] for name in load)), None)
 
 
 def _missed_answers(answers: Sequence[Record]) -> list[str]:
@@ -139,8 +139,9 @@ def _missed_answers(answers: Sequence[Record]) -> list[str]:
         where = f"- {one['model']} {one['shape']} to {one['answer']} tokens, {one['policy']}"
         if one.get("x_resident", 0) > X_RESIDENT:
             lines.append(f"{where}: {cell(one['x_resident'])} times resident, goal {cell(X_RESIDENT)}.")
-        if one["x_page_by_page"] is not None and one["x_page_by_page"] < X_PAGE_BY_PAGE:
-            lines.append(f"{where}: {cell(one['x_page_by_page'])} times as fast as page by page, goal {cell(X_PAGE_BY_PAGE)}.")
+        slow = _slow(one, answers, BASELINE)
+        if slow and slow["answer_s"] < X_PAGE_BY_PAGE * one["answer_s"]:
+            lines.append(f"{where}: {cell(slow['answer_s'] / one['answer_s'])} times as fast as {BASELINE}, goal {cell(X_PAGE_BY_PAGE)}.")
     return lines
 
 

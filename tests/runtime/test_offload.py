@@ -140,6 +140,19 @@ def test_rows_that_several_blocks_choose_from_answer_bit_for_bit(policy: str, tm
     assert torch.equal(*out)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["freekv", "fier"])
+def test_sequences_that_are_all_read_whole_answer_as_well(policy: str, wide: TinyModel, tmp_path: Path) -> None:
+    """Where all sequences are short, pages on the device are attended to by other kernels: the last bits may differ, and nothing else."""
+    texts = prompts(33, 20)
+    forced = [torch.randint(0, 256, (20,), generator=torch.Generator().manual_seed(slot)).tolist() for slot in range(2)]
+    exact = feed(rig(wide, policy, tmp_path, None, slots=2), texts, forced)
+    found, resident = (
+        feed(rig(wide, policy, tmp_path, how, slots=2, dtype="bfloat16", device="cuda"), texts, forced).cpu() for how in (Recall(), None)
+    )
+    assert bool(found.any()) and float((found - exact).abs().max()) <= 2 * float((resident - exact).abs().max())
+
+
 def test_a_slot_used_again_answers_as_a_fresh_one(tiny: TinyModel, tmp_path: Path) -> None:
     first, second = prompts(150, 61)
     used = rig(tiny, "freekv", tmp_path, Recall(), slots=1)
