@@ -41,10 +41,9 @@ for part in ${*:-bus short long million other answer tokens codes encoded choice
     encoded) step --model llama-3.1-8b --policy freekv+kivi --context 32768 --batch 1,4 --fill direct --recall resident,ahead ;;
     choice) step --model llama-3.1-8b --policy freekv --context 32768 --batch 1,4 --fill direct --recall "resident,one batch of copies,auto" ;;
     answers)
-      answer --context 32768 --batch 1 --answer 512 --recall "resident,ahead,page by page,page by page tokens first"
-      answer --context 32768 --batch 4 --answer 512 --recall "resident,ahead,page by page"
+      answer --context 32768 --batch 1,4 --answer 512 --recall "resident,ahead,page by page"
       answer --context 600 --batch 1 --answer 16384 --samples 5 --steps 8 --recall "resident,ahead,page by page"
-      answer --context 600 --batch 4 --answer 16384 --samples 5 --steps 8 --recall resident,ahead ;;
+      answer --context 600 --batch 4 --answer 16384 --samples 4 --steps 8 --recall resident,ahead ;;
     *) echo "no part $part" >&2; exit 2 ;;
   esac
 done
