@@ -39,7 +39,7 @@ for part in ${*:-bus short long million other answer tokens codes encoded choice
     tokens) step --model llama-3.1-8b --policy fier --context 131072 --fill direct --recall resident,ahead ;;
     codes) recall --geometry llama-3.1-8b --batch 1,4 --pages 64,16,10 --store int2,fp8,bf16 ;;
     encoded) step --model llama-3.1-8b --policy freekv+kivi --context 32768 --batch 1,4 --fill direct --recall resident,ahead ;;
-    choice) step --model llama-3.1-8b --policy freekv --context 32768 --batch 1,4 --fill direct --recall "resident,one batch of copies,auto" ;;
+    choice) step --model llama-3.1-8b --policy freekv --context 32768 --batch 1,4 --fill direct --recall "resident,ahead,one batch of copies,auto" ;;
     answers)
       answer --context 32768 --batch 1,4 --answer 512 --recall "resident,ahead,page by page"
       answer --context 600 --batch 1 --answer 16384 --samples 5 --steps 8 --recall "resident,ahead,page by page"
