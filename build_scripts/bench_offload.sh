@@ -36,7 +36,7 @@ for part in ${*:-bus short long million other answer tokens codes encoded choice
     million) step --model qwen2.5-7b --policy freekv --context 1048576 --fill direct --recall ahead ;;
     other) step --model qwen2.5-7b --policy freekv --context 32768 --batch 1,4 --recall "$few" ;;
     answer) step --model llama-3.1-8b --policy freekv --context 16384 --batch 1,4 --fill direct --recall resident,ahead ;;
-    tokens) step --model llama-3.1-8b --policy fier --context 131072 --fill direct --recall resident,ahead ;;
+    tokens) step --model llama-3.1-8b --policy fier --context 131072 --fill direct --recall "resident,ahead,in front" ;;
     codes) recall --geometry llama-3.1-8b --batch 1,4 --pages 64,16,10 --store int2,fp8,bf16 ;;
     encoded) step --model llama-3.1-8b --policy freekv+kivi --context 32768 --batch 1,4 --fill direct --recall resident,ahead ;;
     choice) step --model llama-3.1-8b --policy freekv --context 32768 --batch 1,4 --fill direct --recall "resident,ahead,one batch of copies,auto" ;;

@@ -190,6 +190,14 @@ def changing_hands(own: Rig) -> Tensor:
     return torch.stack(out)
 
 
+def test_who_recalls_ahead(tiny: TinyModel) -> None:
+    """What the next step reads is known before it only where the policy selects with the previous query."""
+    found = {name: host_memory.recall_of(parse_policy(name).plan(tiny.config)) for name in ("freekv", "quest", "fier", "arkvale")}
+    assert {name: one.ahead for name, one in found.items()} == {"freekv": True, "quest": False, "fier": False, "arkvale": False}
+    by_copies = host_memory.recall_of(parse_policy("freekv").plan(tiny.config), "copies")
+    assert (by_copies.engine, by_copies.bulk, by_copies.ahead) == ("copies", "copies", False)
+
+
 LIMITS = Limits(max_seq_len=512, max_batch_size=2, max_chunk_tokens=64)
 REFUSED = {"full": "every stored token", "snapkv": "evicts", "shadowkv": "other units"}
 

@@ -72,13 +72,14 @@ def _check_kernels(plan: CachePlan, device: torch.device) -> None:
 def recall_of(plan: CachePlan, engine: str = "auto") -> Recall:
     """Say how pages come back under a plan's own schedule: ahead of the step that reads them, unless it is "blocking" or the host copies.
 
+    Only a policy that selects with the previous step's query gains from it: what others choose with this step's query has just been read.
     engine is one of ENGINES: what moves pages, "auto" what is measured to be faster when the engine is opened. Raises UnknownName for another.
     """
     if engine not in ENGINES:
         raise UnknownName("recall", engine, ENGINES)
     offload = plan.roles.get("offload")
-    ahead = (offload is None or offload.fields.get("schedule") != "blocking") and engine != "copies"
-    return Recall(engine=engine, ahead=ahead, bulk=engine)  # type: ignore[arg-type]
+    guesses = any(one is not None and one.speculative for one in plan.select) and (offload is None or offload.fields.get("schedule") != "blocking")
+    return Recall(engine=engine, ahead=guesses and engine != "copies", bulk=engine)  # type: ignore[arg-type]
 
 
 def fitting_pages(
