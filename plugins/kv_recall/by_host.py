@@ -8,7 +8,7 @@ for; it is here to be measured against. Neither can be captured.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -41,7 +41,7 @@ def copy_pages(store: Offload, layer: int, rows: Sequence[Row], pending: Tensor)
     if store.recall.engine == "copies":
         _copy_staged(store, layer, missing)
     else:
-        _copy_each(list(_into_frames(store, layer, missing)), store.device)
+        _copy_each(_into_frames(store, layer, missing), store.device)
 
 
 def find_missing(store: Offload, rows: Sequence[Row], listed: Tensor) -> Missing:
@@ -70,7 +70,9 @@ def _pieces(store: Offload, layer: int) -> list[tuple[int, int]]:
 def _sources(store: Offload, layer: int, missing: Missing) -> list[int]:
     host = store.tier(layer).host
     page_step, head_step = (step * host.element_size() for step in host.stride()[:2])
-    return [host.data_ptr() + number * page_step + head * head_step for number, head in zip(missing.numbers, missing.heads, strict=True)]
+    numbers, heads = (np.array(one, dtype=np.int64) for one in (missing.numbers, missing.heads))
+    found: list[int] = (host.data_ptr() + numbers * page_step + heads * head_step).tolist()
+    return found
 
 
 def part_bytes(store: Offload) -> tuple[int, ...]:
@@ -78,21 +80,19 @@ def part_bytes(store: Offload) -> tuple[int, ...]:
     return store.shape.parts or (store.shape.record_bytes // 2,) * 2
 
 
-def _into_frames(store: Offload, layer: int, missing: Missing) -> list[Copy]:
-    """List the copies that bring pages straight to where they are read: no piece crosses the end of a part."""
-    pieces, copies, ends = [], [], np.cumsum(part_bytes(store)).tolist()
-    at = 0
+def _into_frames(store: Offload, layer: int, missing: Missing) -> Iterator[Copy]:
+    """Name the copies that bring pages straight to where they are read, one after the other: no piece crosses the end of a part."""
+    sizes, pieces, at = part_bytes(store), [], 0
+    ends, pools = np.cumsum(sizes).tolist(), [pool.data_ptr() for pool in store.tier(layer).pools]
     for distance, size in _pieces(store, layer):
         while size:
             part = next(i for i, end in enumerate(ends) if at < end)
             taken = min(size, ends[part] - at)
-            pieces.append((part, at - (ends[part] - part_bytes(store)[part]), distance, taken))
+            pieces.append((pools[part] + at - (ends[part] - sizes[part]), sizes[part], distance, taken))
             at, distance, size = at + taken, distance + taken, size - taken
-    pools = [pool.data_ptr() for pool in store.tier(layer).pools]
-    sizes = part_bytes(store)
     for row, source in zip(missing.rows, _sources(store, layer, missing), strict=True):
-        copies += [(pools[part] + row * sizes[part] + inside, source + distance, size) for part, inside, distance, size in pieces]
-    return copies
+        for place, step, distance, size in pieces:
+            yield place + row * step, source + distance, size
 
 
 def _copy_staged(store: Offload, layer: int, missing: Missing) -> None:
@@ -155,7 +155,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _copy_each(copies: Sequence[Copy], device: torch.device) -> None:
+def _copy_each(copies: Iterable[Copy], device: torch.device) -> None:
     """Make copies one by one and wait for them."""
     if device.type != "cuda":
         for to, source, size in copies:
