@@ -206,6 +206,11 @@ class Session:
             elif row.new == row.stored:
                 self.held.start(row.slot)
 
+    def forget_shared(self) -> None:
+        """Forget what layers of the announced step have shared: a step that is captured makes it anew, from its own inputs and in its own memory."""
+        for group in self._step:
+            group.cache.clear()
+
     def end_step(self) -> None:
         """Evict and encode behind the step's attention, where the plan says so; what runs beside the step is waited for."""
         if self.offload is not None:

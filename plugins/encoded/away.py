@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from trtkv.plugins.kv_recall.copies import Route
 from trtkv.plugins.kv_recall.store import Offload
 from trtkv.plugins.rows import Row
 
@@ -36,7 +37,9 @@ class Away:
         found = [pool.new_zeros((-(-row.stored // shape.page_size), *pool.shape[1:])) for pool in tier.pools]
         older = max(0, (stored - 1) // shape.page_size - shape.ring + 1)
         if older:
-            for x, one in zip(found, tier.unpack(tier.host[self._numbers(row.page_numbers[:older])]), strict=True):
+            packed = tier.host.new_empty(older, *tier.host.shape[1:])
+            self._route(row.page_numbers[:older], 0).bring(tier.host[:, None], packed[:, None])
+            for x, one in zip(found, tier.unpack(packed), strict=True):
                 x[:older] = one
         newest = range(older, -(-stored // shape.page_size))
         rows = self._numbers([self.offload.ring_row(row.slot, page) for page in newest])
@@ -49,13 +52,17 @@ class Away:
         tier, shape = self.offload.coded[layer], self.offload.shape
         first, full = begin // shape.page_size, end // shape.page_size
         if full > first:
-            tier.host[self._numbers(row.page_numbers[first:full])] = tier.pack([x[first:full] for x in parts])
+            packed = tier.pack([x[first:full] for x in parts])
+            self._route(row.page_numbers[first:full], 0).send(packed[:, None], tier.host[:, None])
         last = len(parts[0])
         newest = range(max(0, last - shape.ring), last)
         rows = self._numbers([self.offload.ring_row(row.slot, page) for page in newest])
         for x, pool in zip(parts, tier.pools, strict=True):
             pool[rows] = x[newest.start : newest.stop]
         self.offload.forget(layer, [row.slot])
+
+    def _route(self, pages: Sequence[int], place: int) -> Route:
+        return Route.of(pages, place, self.offload.device, self.offload.least_run)
 
     def _numbers(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int64, device=self.offload.device)

@@ -94,11 +94,11 @@ def _plan(store: Offload, step: StepGroup) -> Chunk:
     homes = [[row.page_numbers[pages_of(row)[min(j, len(pages_of(row)) - 1)]] for j in range(most)] for row in step.rows]
     lens = [row.stored - pages_of(row)[0] * row.page_size for row in step.rows]
     return Chunk(
-        tuple(starts), at, Pairs.of(begun, device), Route.join(full, device), Pairs.of(newest, device), Pairs.of(older, device),
+        tuple(starts), at, Pairs.of(begun, device), Route.join(full, device, store.least_run), Pairs.of(newest, device), Pairs.of(older, device),
         integers(rows, torch.int64), integers(places, torch.int64),
         integers(own, torch.int32), integers(homes, torch.int32), integers(lens, torch.int32),
         tuple(row.slot for row in step.rows if not row.answers),
-        tuple(Route.of(row.page_numbers[: pages_of(row)[0]], 0, device) for row in step.rows),
+        tuple(Route.of(row.page_numbers[: pages_of(row)[0]], 0, device, store.least_run) for row in step.rows),
     )  # fmt: skip
 
 

@@ -22,17 +22,17 @@ class Route:
     places: Tensor
 
     @staticmethod
-    def of(pages: Sequence[int], place: int, device: torch.device) -> Route:
-        """Cut page numbers, which go to consecutive places from `place` on, into runs."""
-        return Route.join([(pages, place)], device)
+    def of(pages: Sequence[int], place: int, device: torch.device, least: int = LEAST_PAGES) -> Route:
+        """Cut page numbers, which go to consecutive places from `place` on, into runs; those of fewer than `least` pages are left to a kernel."""
+        return Route.join([(pages, place)], device, least)
 
     @staticmethod
-    def join(parts: Sequence[tuple[Sequence[int], int]], device: torch.device) -> Route:
+    def join(parts: Sequence[tuple[Sequence[int], int]], device: torch.device, least: int = LEAST_PAGES) -> Route:
         """Do so for several lists."""
         runs = [run for pages, place in parts for run in _runs(pages, place)]
-        single = [(first + i, place + i) for first, count, place in runs if count < LEAST_PAGES for i in range(count)]
+        single = [(first + i, place + i) for first, count, place in runs if count < least for i in range(count)]
         both = torch.tensor(single, dtype=torch.int64, device=device).reshape(-1, 2)
-        return Route(tuple(run for run in runs if run[1] >= LEAST_PAGES), both[:, 0].contiguous(), both[:, 1].contiguous())
+        return Route(tuple(run for run in runs if run[1] >= least), both[:, 0].contiguous(), both[:, 1].contiguous())
 
     def bring(self, host: Tensor, to: Tensor) -> None:
         """Copy pages of host [P, Hk, N, D] to their places in to [n, Hk, N, D]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import Tensor
 from trtkv.errors import ConfigError
 from trtkv.plan import CachePlan
 from trtkv.plugins.dtypes import TORCH_DTYPES
+from trtkv.plugins.kv_recall.copies import LEAST_PAGES
 from trtkv.plugins.kv_recall.layout import Layout, layout, records
 
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
@@ -20,20 +22,23 @@ Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """How pages come back: engine "kernel" gathers on the device, "copies" in one batch of copies, "blocking" page by page.
+    """How pages come back: engine "kernel" gathers on the device, "copies" in one batch of copies a layer, "blocking" page by page.
 
-    The last two let the host read every layer's selection, so their steps cannot be captured. ahead recalls behind a layer's attention what the
-    next step will probably read; slack is the share of a selection that stays resident beyond it; reuse off brings every page of a selection anew;
-    order is that of a page on the host: "heads" first, so that what moves is contiguous, or "tokens" first. blocks is how many of the
-    kernel's blocks recall ahead, beside the layers that compute: each keeps a multiprocessor from those. 0 takes as many as in front of attention.
+    The last two let the host read every layer's selection, so their steps cannot be captured. bulk is what moves many pages at once, of prompts:
+    "copies" leaves long runs of them to the copy engine, "kernel" nothing. "auto" of either is settled by `choose.py` when an engine is opened.
+    ahead recalls by the kernel, behind a layer's attention, what the next step will probably read; slack is the share of a selection that stays
+    resident beyond it; reuse off brings every page of a selection anew; order is that of a page on the host: "heads" first, so that what moves is
+    contiguous, or "tokens" first. blocks is how many of the kernel's blocks recall ahead, beside the layers that compute: each keeps a
+    multiprocessor from those. 0 takes as many as in front of attention.
     """
 
-    engine: Literal["kernel", "copies", "blocking"] = "kernel"
+    engine: Literal["auto", "kernel", "copies", "blocking"] = "kernel"
     ahead: bool = True
     slack: float = 0.25
     reuse: bool = True
     order: Literal["heads", "tokens"] = "heads"
     blocks: int = 16
+    bulk: Literal["auto", "kernel", "copies"] = "copies"
 
 
 class Lane(Protocol):
@@ -161,6 +166,13 @@ class Offload:
         self.chunk: tuple[Tensor, Tensor] | None = None  # keys and values of the running layer's new tokens, in whole pages
         self.staged: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by layer and slot: what a prompt's next layer will read
         self.kept: list[Tensor] = []  # what the lane still reads
+        self.stage: object = None  # of copies by the host, made when the first are
+        self.choice: object = None  # what was measured, where recall was "auto"
+
+    @property
+    def least_run(self) -> int:
+        """Pages from which on a run of them is the copy engine's."""
+        return LEAST_PAGES if self.recall.bulk != "kernel" else sys.maxsize
 
     @property
     def names(self) -> frozenset[str]:

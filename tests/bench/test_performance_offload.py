@@ -46,6 +46,35 @@ def test_goals_are_compared_with_rows_of_the_same_load(writer: ModuleType, tmp_p
     )
 
 
+def answer(recall: str, seconds: float, **changes: Any) -> dict[str, Any]:
+    row = {"benchmark": "answer", "model": "llama-3.1-8b", "policy": "freekv", "budget": 2048, "batch": 4, "context": 600, "answer": 16384}
+    times = {"answer_s": seconds, "whole_s": seconds + 1, "decode_tokens_per_s": 100.0, "x_resident": seconds / 100, "ttft_ms": 1000.0}
+    return {**COMMON, **row, **times, "drift": 0.05, "recall": recall, "kv_begin_bytes": 1 << 30, "kv_end_bytes": 2 << 30, **changes}
+
+
+def test_whole_answers_are_shown_and_compared_with_their_goals(writer: ModuleType, tmp_path: Path) -> None:
+    rows = [answer("resident", 100.0), answer("ahead", 105.0), answer("page by page", 1050.0, sampled=5), answer(writer.BASELINE, 1260.0)]
+    text = writer.section(rows, tmp_path)
+    assert "| llama-3.1-8b | 4 x 600 | freekv, ahead | 16384 | 1.00 | 105.0 | 106.0 | 100.0 | 1.05 | 10.00 | 1.0 GiB | 2.0 GiB |  |" in text
+    assert "to 16384 tokens, freekv: 12.00 times as fast as page by page tokens first, goal 13.00" in text and "times resident, goal" not in text
+    assert "1.30 times resident, goal 1.10" in writer.section([rows[0], answer("ahead", 130.0)], tmp_path)
+    assert "No goal is missed" in writer.section([rows[0], answer("ahead", 80.0), *rows[2:]], tmp_path)
+
+
+def test_launches_of_codes_stand_beside_those_of_numbers(writer: ModuleType, tmp_path: Path) -> None:
+    rows = [launch(64, 0.9), {**launch(64, 0.95), "store": "int2"}, {**launch(64, 0.8), "store": "fp8"}, {**launch(64, 0.97), "store": "bf16"}]
+    text = writer.section(rows, tmp_path)
+    assert [text.count(f"| 1 | {store} | 64 |") for store in ("bf16", "int2", "fp8")] == [1, 1, 1] and "| 0.97 |" in text
+    assert "64 pages a head, fp8: 80% of the bus, goal 85%" in text
+
+
+def test_what_was_chosen_is_said(writer: ModuleType, tmp_path: Path) -> None:
+    took = {"step_kernel_us": 31.2, "step_copies_us": 400.0, "bulk_kernel_us": 350.0, "bulk_copies_us": 320.0, "pages": 10, "run_pages": 256}
+    choice = {"step": "kernel", "bulk": "copies", "ahead": True, "measured": took}
+    text = writer.section([step("resident", 5.0), step("auto", 5.2, choice=choice)], tmp_path)
+    assert "- llama-3.1-8b 1 x 32k, freekv: steps by kernel (kernel 31 us, copies 400 us for 10 pages of every head), prompts by copies" in text
+
+
 def test_what_was_not_measured_is_not_there(writer: ModuleType, tmp_path: Path) -> None:
     assert writer.section([{"benchmark": "kernel", "status": "ok"}, {**launch(64, 0.9), "status": "wrong"}], tmp_path) == ""
 

@@ -87,6 +87,7 @@ def feed(rig: Rig, steps: int = 4) -> torch.Tensor:
         ("freekv+kivi", Recall()),
         ("freekv+kivi", Recall(ahead=False, slack=0.0)),
         ("quest+fp8", Recall(blocks=1)),
+        ("quest+fp8", Recall("copies", ahead=False)),
         ("fier+kivi", Recall(ahead=False, reuse=False)),
     ],
 )
@@ -132,6 +133,44 @@ def test_offloaded_kernels_answer_bit_for_bit(policy: str, how: str, wide: TinyM
     assert rigs[0].executor.capturable == (how not in BY_HOST) and rigs[0].session.offload is not None
     front, ahead = rigs[0].session.offload.moved_pages()
     assert front > 0 and (ahead > 0) == ON_GPU[how].ahead
+
+
+@needs_cpu
+@pytest.mark.slow
+def test_a_guess_is_what_the_next_step_reads(wide: TinyModel, as_on_a_gpu: Launches, tmp_path: Path) -> None:
+    assert guessed_in_vain(make_rig(wide, "freekv+kivi", tmp_path, sets=(*POLICIES["freekv+kivi"], "retrieve.tau=-1"), slots=2, dtype="float16",
+                                    recall=Recall()), 12) == 0  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_a_captured_guess_is_what_the_next_step_reads(wide: TinyModel, tmp_path: Path) -> None:
+    """And slots change hands between replays, which read lengths and ring tables of their own."""
+    common = {"sets": (*POLICIES["freekv+kivi"], "retrieve.tau=-1"), "slots": 2, "dtype": "bfloat16", "device": "cuda"}
+    rigs = [make_rig(wide, "freekv+kivi", tmp_path, recall=recall, **common) for recall in (Recall(), None)]  # type: ignore[arg-type]
+    assert guessed_in_vain(rigs[0], 60) == 0 and rigs[0].executor.capturable
+    guessed_in_vain(rigs[1], 60)
+    texts, out = prompts(320, 160), []
+    for rig in rigs:
+        junk, logits = [], []
+        for i in range(40):
+            order = (0, 1) if i % 3 else (1, 0)
+            logits.append(rig.stepper.run([StepRow([texts[b][100 + i]], (198, 40)[b] + 60 + i, b, rig.pages(b), (0,), (198, 40)[b]) for b in order]))
+            junk.append(torch.full((64,), -1, dtype=torch.int32, device="cuda"))  # takes memory that earlier steps have given back
+        out.append(torch.cat(logits))
+    assert torch.equal(*out)
+
+
+def guessed_in_vain(rig: Rig, steps: int) -> int:
+    """Read two prompts and decode: pages that came in front of attention, behind the first step, where every head reads what it asked for before."""
+    texts = prompts(206 + steps, 46 + steps)
+    for b, (text, length) in enumerate(zip(texts, (198, 40), strict=True)):
+        rig.stepper.run([StepRow(text[:length], 0, b, rig.pages(b), (length - 1,), length)])
+    front = 0
+    for i in range(steps):
+        if i == 2 and rig.session.offload is not None:
+            front = rig.session.offload.moved_pages()[0]
+        rig.stepper.run([StepRow([texts[b][start + i]], start + i, b, rig.pages(b), (0,), start) for b, start in enumerate((198, 40))])
+    return rig.session.offload.moved_pages()[0] - front if rig.session.offload is not None else 0
 
 
 def test_records_hold_what_pages_do() -> None:
@@ -200,14 +239,15 @@ def test_recall_of_records_is_measured() -> None:
 
 @needs_cpu
 @pytest.mark.slow
-def test_ways_of_recall_are_compared(wide: TinyModel, as_on_a_gpu: Launches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fill", ["prefill", "direct"])
+def test_ways_of_recall_are_compared(fill: str, wide: TinyModel, as_on_a_gpu: Launches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from trtkv.bench import recall as compared
     from trtkv.runtime import loading
 
     monkeypatch.setenv("TRTKV_HOME", str(tmp_path))
     monkeypatch.setattr(loading, "gpu_ready", lambda device: "kernels are loaded as they are needed")
     sets, ways = (*POLICIES["freekv+kivi"], "quantize.group=16", "quantize.residual=16"), (compared.RESIDENT, "ahead", "tokens first")
-    cell = compared.Cell(str(wide.path), "freekv+kivi", 64, sets, 112, 2, None, "float16", 112, 2, 0.3, ways)
+    cell = compared.Cell(str(wide.path), "freekv+kivi", 64, sets, 112, 2, None, "float16", 112, 2, 0.3, ways, fill=fill)
     records = list(compared.run_cells([cell], torch.device("cpu")))
     assert [one["recall"] for one in records] == list(ways[:2])  # a record has one order
     assert all(one["status"] == "ok" for one in records) and records[1]["x_resident"] > 0

@@ -16,7 +16,7 @@ from tests.plugins.launches_in_torch import Launches
 from tests.runtime.test_offload import feed, prompts, rig
 from tests.tiny import TinyModel, make_tiny
 from trtkv.plugins import support
-from trtkv.plugins.kv_recall import launch
+from trtkv.plugins.kv_recall import by_host, launch
 from trtkv.plugins.kv_recall.store import Recall
 from trtkv.runtime.executor import TorchExecutor
 
@@ -96,7 +96,18 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return make_tiny("llama", tmp_path_factory.mktemp("wide") / "model", **shape)
 
 
-@pytest.mark.parametrize(("policy", "recall"), [("freekv", Recall()), ("fier", Recall(blocks=0)), ("freekv+own", Recall(blocks=3, order="tokens"))])
+@pytest.mark.parametrize(
+    ("policy", "recall"),
+    [
+        ("freekv", Recall(bulk="kernel")),
+        ("fier", Recall(blocks=0)),
+        ("freekv+own", Recall(blocks=3, order="tokens")),
+        ("freekv", Recall("copies", ahead=False)),
+        ("freekv", Recall("copies", slack=0.0)),
+        ("fier", Recall("copies", ahead=False, order="tokens")),
+        ("freekv+own", Recall("blocking", ahead=False)),
+    ],
+)
 def test_engines_answer_bit_for_bit(
     policy: str, recall: Recall, wide: TinyModel, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +116,7 @@ def test_engines_answer_bit_for_bit(
     launches = Launches(monkeypatch)
     monkeypatch.setattr(support, "gpu_ready", lambda device: None)
     monkeypatch.setattr(TorchExecutor, "capturable", False)
+    monkeypatch.setattr(by_host, "HALF_PAGES", 3)  # several turns of the staging buffer
     texts = prompts(106, 20)
     forced = [torch.randint(0, 256, (9,), generator=torch.Generator().manual_seed(slot)).tolist() for slot in range(2)]
     host = rig(wide, policy, tmp_path, recall, slots=2, dtype="float16")

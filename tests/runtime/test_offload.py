@@ -140,6 +140,19 @@ def test_rows_that_several_blocks_choose_from_answer_bit_for_bit(policy: str, tm
     assert torch.equal(*out)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["freekv", "fier"])
+def test_sequences_that_are_all_read_whole_answer_as_well(policy: str, wide: TinyModel, tmp_path: Path) -> None:
+    """Where all sequences are short, pages on the device are attended to by other kernels: the last bits may differ, and nothing else."""
+    texts = prompts(33, 20)
+    forced = [torch.randint(0, 256, (20,), generator=torch.Generator().manual_seed(slot)).tolist() for slot in range(2)]
+    exact = feed(rig(wide, policy, tmp_path, None, slots=2), texts, forced)
+    found, resident = (
+        feed(rig(wide, policy, tmp_path, how, slots=2, dtype="bfloat16", device="cuda"), texts, forced).cpu() for how in (Recall(), None)
+    )
+    assert bool(found.any()) and float((found - exact).abs().max()) <= 2 * float((resident - exact).abs().max())
+
+
 def test_a_slot_used_again_answers_as_a_fresh_one(tiny: TinyModel, tmp_path: Path) -> None:
     first, second = prompts(150, 61)
     used = rig(tiny, "freekv", tmp_path, Recall(), slots=1)
@@ -175,6 +188,14 @@ def changing_hands(own: Rig) -> Tensor:
             ]
             out.append(own.stepper.run(rows).clone())
     return torch.stack(out)
+
+
+def test_who_recalls_ahead(tiny: TinyModel) -> None:
+    """What the next step reads is known before it only where the policy selects with the previous query."""
+    found = {name: host_memory.recall_of(parse_policy(name).plan(tiny.config)) for name in ("freekv", "quest", "fier", "arkvale")}
+    assert {name: one.ahead for name, one in found.items()} == {"freekv": True, "quest": False, "fier": False, "arkvale": False}
+    by_copies = host_memory.recall_of(parse_policy("freekv").plan(tiny.config), "copies")
+    assert (by_copies.engine, by_copies.bulk, by_copies.ahead) == ("copies", "copies", False)
 
 
 LIMITS = Limits(max_seq_len=512, max_batch_size=2, max_chunk_tokens=64)

@@ -191,6 +191,10 @@ def test_a_user_runs_offloaded_and_keeps_prompts(engine: Path, tmp_path: Path, c
     first, second = (json.loads(printed(capsys, *words, *disk)) for _ in range(2))
     assert plain["text"] == first["text"] == second["text"]
     assert "--offload, which is missing" in complaint(capsys, *words, "--host-gib", 1)
+    assert "--recall copies is for --offload" in complaint(capsys, *words, "--recall", "copies")
+    assert "sideways" in complaint(capsys, *words, "--offload", "--recall", "sideways")
+    asked = json.loads(printed(capsys, *words, "--offload", "--host-gib", 0.1, "--recall", "copies"))
+    assert (asked["text"], asked["recall"], "recall" in plain) == (plain["text"], {"step": "torch", "bulk": "torch", "ahead": False}, False)
     assert [one["stats"]["reused_tokens"] for one in (plain, first, second)] == [0, 0, 128]
 
 

@@ -144,3 +144,24 @@ def test_logits_of_captured_steps_are_the_callers_to_keep(tiny_llama: TinyModel,
     rig.stepper.run(rows)
     made = [rig.stepper.run([StepRow([token], 40 + token, 0, rig.pages(0), (0,), 40)]) for token in range(3)]
     assert replays == [2] and not torch.equal(made[1], made[2]) and made[1].data_ptr() != made[2].data_ptr()
+
+
+def test_a_captured_step_makes_anew_what_its_layers_share(tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the step before the capture made would be read by every replay, long after its memory has gone to others."""
+    rig, shared = make_rig(tiny_llama, "full", tmp_path), []
+    run = rig.executor.run
+
+    def running(values: dict[str, torch.Tensor]) -> torch.Tensor:
+        shared.append(rig.session.step(0).cache.setdefault("shared", object()))
+        return run(values)
+
+    monkeypatch.setattr(rig.executor, "run", running)
+    monkeypatch.setattr(graphs, "capture", lambda step, device, pool: (lambda: None, step()))
+    monkeypatch.setattr(graphs, "new_pool", lambda: 0)
+    stepper = graphs.DecodeGraphs(rig.executor, rig.session, rig.stepper._width, rig.stepper._fixed)
+    rig.stepper.run([StepRow(list(range(40)), 0, 0, rig.pages(0), (39,), 40)])
+    rows = [StepRow([5], 40, 0, rig.pages(0), (0,), 40)]
+    rig.stepper._announce(rows)
+    stepper.run(rows)
+    prompt, first, captured = shared
+    assert first is not captured and first is not prompt

@@ -26,11 +26,13 @@ from trtkv.bench.tiers import COMPARED, Load, calibrate, weights_bytes
 from trtkv.bench.timeline import Timeline
 from trtkv.checkpoint.find import resolve_model
 from trtkv.manifest import read_manifest
+from trtkv.plugins.kv_recall.choose import recall_facts
 from trtkv.plugins.kv_recall.store import Recall
 from trtkv.runtime.loading import Engine, Options, open_engine
 
 Report = Callable[[str, float], None]
 RESIDENT = "resident"
+AUTO = "auto"  # what is measured to be faster, as where an engine is opened with --offload
 
 # What is compared: the engine's recall. Before them stands the engine that keeps everything on the device.
 VARIANTS: dict[str, Recall] = {
@@ -43,8 +45,9 @@ VARIANTS: dict[str, Recall] = {
     "tokens first": Recall(order="tokens"),
     "page by page tokens first": Recall("blocking", ahead=False, order="tokens"),
     "without slack": Recall(slack=0.0),
+    AUTO: Recall("auto", bulk="auto"),
 }
-WAYS = (RESIDENT, *VARIANTS)
+WAYS = (RESIDENT, *(name for name in VARIANTS if name != AUTO))  # by default: what is chosen here is one of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,10 @@ class Cell:
 
     def command(self) -> str:
         """Write the command that measures this row."""
+        return shlex.join(self.words())
+
+    def words(self) -> list[str]:
+        """Return the words of the command."""
         words = ["trtkv", "bench", "step", "--model", self.model, "--policy", self.policy, "--offload"]
         words += ["--context", str(self.context), "--batch", str(self.batch)]
         words += ["--weights", self.weights] if self.weights else []
@@ -77,7 +84,7 @@ class Cell:
         words += [word for item in self.sets for word in ("--set", item)]
         words += [] if self.ways == WAYS else ["--recall", ",".join(self.ways)]
         words += [] if self.fill == "prefill" else ["--fill", self.fill]
-        return shlex.join([*words, "--chunk", str(self.chunk), "--steps", str(self.steps)])
+        return [*words, "--chunk", str(self.chunk), "--steps", str(self.steps)]
 
 
 def run_cells(
@@ -87,14 +94,14 @@ def run_cells(
     bus = bus_bandwidth(device) if device.type == "cuda" else 0.0
     with tempfile.TemporaryDirectory(prefix="trtkv-bench-") as folder:
         for index, cell in enumerate(cells):
-            path = _build(cell, Path(folder) / str(index))
+            path = build_cell(cell, Path(folder) / str(index))
 
             def show(name: str, share: float, cell: Cell = cell, index: int = index) -> None:
                 report(f"{cell.policy} {cell.batch} x {cell.context}: {name}", (index + share) / len(cells))
 
             for row in _measure(cell, path, device, show, timelines):
                 row |= {"bus_GBps": round(bus / 1e9, 1)} if bus else {}
-                facts = _facts(cell) | {name: row.pop(name) for name in ("recall", "drift")}
+                facts = facts_of(cell) | {name: row.pop(name) for name in ("recall", "drift")}
                 yield make_record("step", cell.command(), device, row.pop("check"), facts, row)
 
 
@@ -104,7 +111,7 @@ def _measure(cell: Cell, path: Path, device: torch.device, report: Report, timel
     A drift is looked for in the first engine that recalls; where there is a resident one, the first engine's rows wait for it.
     """
     bench = _Bench(cell, path, device, report, timelines)
-    engines = _engines(cell, path)
+    engines = engines_of(cell, path)
     first = bench.rows(engines.pop(0)) if engines else iter(())
     if RESIDENT in cell.ways:
         waiting = list(first)
@@ -129,22 +136,24 @@ class _Bench:
         """Open one engine and yield a row for each way of recall, with its logits."""
         cell, device, how = self._cell, self._device, VARIANTS.get(names[0])
         self._report(", ".join(names), 0.0)
-        _reset_peak(device)
+        reset_peak(device)
         # Offloaded engines select however short a sequence is, so the resident one does too.
         engine = open_engine(self._path, Options(cell.weights, str(device), "torch", dense_below=0, offload=how or False))
         load = Load(engine, Work(cell.context, cell.batch, cell.chunk, cell.steps, cell.fill == "direct"))
         self._report(f"{names[0]}: fill", 0.2)
         ttft_s = load.fill()
         facts = {} if ttft_s is None else {"ttft_ms": round(ttft_s * 1e3, 1)}
-        facts |= _peak("fill_peak_bytes", engine, device)
+        facts |= peak("fill_peak_bytes", engine, device)
         begun = load.saved()
         if cell.weights == "random":
             load.calm(self._find_drift(load, how))
         for index, name in enumerate(names):
             self._report(name, 0.5 + 0.5 * index / len(names))
             load.restore(begun, VARIANTS.get(name))
-            _reset_peak(device)
-            row = {"recall": name, "drift": self._drift, **facts, **load.run(VARIANTS.get(name)), **_peak("kv_peak_bytes", engine, device)}
+            reset_peak(device)
+            row = {"recall": name, "drift": self._drift, **facts, **load.run(VARIANTS.get(name)), **peak("kv_peak_bytes", engine, device)}
+            if name == AUTO and engine.session.offload is not None:
+                row["choice"] = recall_facts(engine.session.offload)
             logits = load.logits
             if self._timelines is not None:
                 load.restore(begun, VARIANTS.get(name))
@@ -177,18 +186,19 @@ class _Bench:
         return self._drift
 
 
-def _engines(cell: Cell, path: Path) -> list[list[str]]:
+def engines_of(cell: Cell, path: Path) -> list[list[str]]:
     """Group the ways that one engine can take in turn; none where everything that is stored is read."""
     plan = read_manifest(path).cache
     if not plan.roles and not any(plan.select) and RESIDENT in cell.ways:
         return []
     groups: dict[float, list[str]] = {}
-    for name in (one for one in WAYS if one in cell.ways and one != RESIDENT and (plan.quantize is None or VARIANTS[one].order == "heads")):
+    for name in (one for one in VARIANTS if one in cell.ways and (plan.quantize is None or VARIANTS[one].order == "heads")):
         groups.setdefault(VARIANTS[name].slack, []).append(name)
     return list(groups.values())
 
 
-def _build(cell: Cell, folder: Path) -> Path:
+def build_cell(cell: Cell, folder: Path) -> Path:
+    """Build the engine of a cell."""
     model = resolve_model(cell.model).config
     factor = -(-cell.context // model.max_positions)
     return build(
@@ -198,18 +208,20 @@ def _build(cell: Cell, folder: Path) -> Path:
     )  # fmt: skip
 
 
-def _facts(cell: Cell) -> dict[str, Any]:
+def facts_of(cell: Cell) -> dict[str, Any]:
+    """Say what a cell is."""
     return {
         "model": cell.model, "policy": cell.policy, "budget": cell.budget, "sets": list(cell.sets), "context": cell.context, "batch": cell.batch,
         "weights": cell.weights or "checkpoint", "chunk": cell.chunk, "steps": cell.steps, "fill": cell.fill, "miss_pages": cell.miss_pages,
     }  # fmt: skip
 
 
-def _reset_peak(device: torch.device) -> None:
+def reset_peak(device: torch.device) -> None:
+    """Count the most memory from here on."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def _peak(name: str, engine: Engine, device: torch.device) -> dict[str, int]:
+def peak(name: str, engine: Engine, device: torch.device) -> dict[str, int]:
     """Return the most bytes that were taken beside the weights since the last reset: the cache, activations and captured steps."""
     return {name: torch.cuda.max_memory_allocated(device) - weights_bytes(engine)} if device.type == "cuda" else {}

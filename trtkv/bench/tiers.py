@@ -14,6 +14,10 @@ from trtkv.bench.timing import Times
 from trtkv.config import DTYPE_BYTES
 from trtkv.errors import ConfigError
 from trtkv.plan import SelectPlan
+from trtkv.plugins.encoded.summaries import summarize_prompt
+from trtkv.plugins.kv_append.launch import NONE
+from trtkv.plugins.kv_append.summary import kept_of
+from trtkv.plugins.kv_recall.choose import settle
 from trtkv.plugins.kv_recall.copies import Route
 from trtkv.plugins.kv_recall.store import Offload, Recall
 from trtkv.plugins.kv_select import fier_layout, indexes
@@ -36,8 +40,8 @@ class Load:
         """Choose the tokens; raises ConfigError for a context without a prompt."""
         self.engine, self.work, self.session = engine, work, engine.session
         self.prompt = work.context - work.steps - WARM_UP - 1
-        if work.direct and self.session.encoded is not None:
-            raise ConfigError(f"policy '{self.session.plan.policy}' encodes, and only prompts are encoded", "Leave --fill out.")
+        if work.direct and not fills_directly(self.session):
+            raise ConfigError(f"policy '{self.session.plan.policy}' measures its prompts, and none is read", "Leave --fill out.")
         if self.prompt < 2:
             raise ConfigError(f"context {work.context} leaves no prompt before {work.steps} steps", "Give a longer --context or fewer --steps.")
         longest = self.session.plan.pages(engine.manifest.limits.max_seq_len)
@@ -64,11 +68,15 @@ class Load:
         first = self._own[:1]
         table[: self.alike] = self._own + first * ((1 - drift) / drift)
 
-    def fill(self) -> float | None:
+    def begin(self, prompt: int) -> None:
+        """Let the next fill end behind so many tokens, at most as many as at first."""
+        self.prompt = prompt
+
+    def fill(self, *, direct: bool | None = None) -> float | None:
         """Fill the first sequence and copy it to the others; returns the seconds to its first token, None where it was filled directly."""
         took = None
-        if self.work.direct:
-            self._fill_directly()
+        if self.work.direct if direct is None else direct:
+            (self._fill_directly if self.session.encoded is None else self._fill_codes)()
         else:
             self._read(0, min(self.prompt, 2 * self.work.chunk))
             self.wait()
@@ -83,7 +91,7 @@ class Load:
 
     def run(self, how: Recall | None) -> dict[str, Any]:
         """Decode: figures of the steps. Steps whose copies the host makes are fewer, because they are slow."""
-        steps = self.work.steps if how is None or how.engine == "kernel" else max(2, self.work.steps // SLOW_SHARE)
+        steps = max(2, self.work.steps // SLOW_SHARE) if self.by_host else self.work.steps
         stepper, took, kept, alike, moved = self.stepper(how), [], [], [], (0, 0)
         for step in range(steps + WARM_UP):
             if step == WARM_UP:
@@ -101,7 +109,7 @@ class Load:
         times = Times.of(took[WARM_UP:], "wall clock")
         figures: dict[str, Any] = {
             "itl_p50_ms": round(times.median_us / 1e3, 3), "itl_p90_ms": round(times.p90_us / 1e3, 3), "itl_p99_ms": round(times.p99_us / 1e3, 3),
-            "device_kv_bytes": self._device_bytes(),
+            "device_kv_bytes": self.device_bytes(),
         }  # fmt: skip
         figures |= {"query_cosine": round(sum(alike) / len(alike), 3)} if alike else {}
         return figures | (self._traffic(moved, steps, times.median_us) if self.session.offload else {})
@@ -132,12 +140,19 @@ class Load:
 
     def restore(self, saved: list[Tensor], how: Recall | None) -> None:
         """Go back to the end of the prompt, and recall in another way from now on."""
+        store = self.session.offload
+        if store is not None and how is not None:
+            if how.order != store.recall.order:
+                arrange(self.session, how.order)
+            store.recall = how
+            settle(store, self.session.plan)
         for tensor, old in zip(self._slot_state(), saved, strict=True):
             tensor[: self.work.batch] = old
-        if self.session.offload is not None and how is not None:
-            if how.order != self.session.offload.recall.order:
-                arrange(self.session, how.order)
-            self.session.offload.recall = how
+
+    @property
+    def by_host(self) -> bool:
+        """Whether the host makes copies, so that steps are slow."""
+        return self.session.offload is not None and self.session.offload.recall.engine != "kernel"
 
     def wait(self) -> None:
         """Wait for the device."""
@@ -175,6 +190,27 @@ class Load:
                     self._summarize(layer, select, known // plan.page_size)
             session.end_step()
         self._read(known, self.prompt)
+
+    def _fill_codes(self) -> None:
+        """Draw the keys and values of a whole prompt layer by layer, summarize and encode them; what else a slot keeps of its prompt is drawn too."""
+        session, plan, store = self.session, self.session.plan, self.session.encoded
+        assert store is not None
+        session.begin_step([self.prompt], [[self.prompt]] * plan.num_page_groups, [0], [[self.pages[0]]] * plan.num_page_groups, [self.prompt])
+        row = session.step(0).rows[0]
+        for layer in range(plan.num_layers):
+            generator = torch.Generator(session.device).manual_seed(layer)
+            plain, kept = store.prompt(layer, row), kept_of(session, layer)
+            for x in plain:
+                drawn = x[0, :, : self.prompt]
+                drawn.copy_(torch.randn(drawn.shape, generator=generator, device=session.device))
+            if kept.kind != NONE:
+                summarize_prompt(plain[0][0], row.table, store.pages[layer], kept, 0, self.prompt)
+            store.encode_prompt(layer, row, row.table)
+            for spec in plan.buffers:
+                if not spec.paged and spec.pool == "plain" and layer in spec.layers:
+                    own = session.buffer(spec.name, layer)[0]
+                    own.copy_(torch.randn(own.shape, generator=generator, device=session.device))  # the prompt's last query
+        session.end_step()
 
     def _draw(self, layer: int, pages: int) -> None:
         """Fill the first sequence's pages of a layer with numbers that depend on the layer only, wherever the pages lie."""
@@ -222,7 +258,8 @@ class Load:
         found = self.session.buffers.get("previous_query", [])
         return [tensor[: self.work.batch].clone() for tensor in found if tensor is not None]
 
-    def _device_bytes(self) -> int:
+    def device_bytes(self) -> int:
+        """Return the bytes that the device keeps for the cache, used or not."""
         offload = self.session.offload
         total = offload.device_bytes() if offload else 0
         for name, tensors in self.session.buffers.items():
@@ -243,6 +280,11 @@ class Load:
     def _store(self) -> Offload:
         assert self.session.offload is not None
         return self.session.offload
+
+
+def fills_directly(session: Session) -> bool:
+    """Whether a session's sequences may begin with tokens that were never read as a prompt."""
+    return session.encoded is None or session.encoded.keeper is None
 
 
 def arrange(session: Session, order: str) -> None:

@@ -46,6 +46,8 @@ def step(
     drift: float = 0.25,
     miss_pages: float | None = None,
     timeline: Path | None = None,
+    answer: int | None = None,
+    samples: int = 0,
     device: str = "auto",
     compile_for: str | None = None,
     output: Path | None = None,
@@ -71,6 +73,8 @@ def step(
         drift: With --offload and random weights, the share of their own in the decoded tokens' embeddings: it makes consecutive queries differ.
         miss_pages: Instead of --drift, the pages that every KV head misses in a step, for which a drift is looked for.
         timeline: With --offload, draw when a step of each way computes and when pages move; the events go to the same name with .json.
+        answer: With --offload, measure answers of so many tokens instead of steps, behind prompts of --context tokens.
+        samples: With --answer, only measure --steps steps at so many contexts from its first token to its last, and integrate.
         device: auto, cpu, cuda or cuda:N.
         compile_for: Measure nothing, only compile the kernels of these rows for a compute capability such as 90, so that no row has to.
         output: File of JSON lines to which the records are appended.
@@ -88,13 +92,23 @@ def step(
     names = words_of("policy", policy)
     if timeline is not None and not offload:
         raise ConfigError("--timeline shows pages that move, and nothing is offloaded", "Add --offload, or leave --timeline out.")
+    if answer is None and samples:
+        raise ConfigError(f"--samples {samples} samples an answer, and none is measured", "Add --answer, or leave --samples out.")
+    if answer is not None and (not offload or timeline is not None):
+        raise ConfigError("--answer measures offloaded engines, without pictures", "Add --offload, and leave --timeline out.")
     if offload:
         from trtkv.bench import recall as tiers
-        from trtkv.cli.bench_offload import compare_tiers, ways_of
+        from trtkv.cli.bench_offload import compare_tiers, compile_offloaded, measure_answers, ways_of
 
         common = (weights, dtype, chunk, steps, drift, ways_of(recall), miss_pages, fill)
         loads = [(c, b) for b in numbers_of("batch", batch) for c in numbers_of("context", context)]
         cells_of = [tiers.Cell(model, name, *_options(name, budget, settings or []), *load, *common) for load in loads for name in names]
+        if compile_for is not None:
+            compile_offloaded(cells_of, compile_for)
+            return
+        if answer is not None:
+            measure_answers(cells_of, answer, samples, find_device(device), output, json)
+            return
         compare_tiers(cells_of, find_device(device), output, timeline, json)
         return
     names = names if "full" in names else ["full", *names]
@@ -102,7 +116,7 @@ def step(
     options = {name: _options(name, budget, settings or []) for name in names}
     cells = [Cell(model, name, *options[name], c, b or 1, weights, dtype, chunk, steps, fill, not b) for b, c in grid for name in names]
     if compile_for is not None:
-        _compile(cells, compile_for)
+        compile_rows(cells, compile_for)
         return
     records: list[dict[str, Any]] = []
     with progress("bench") as report:
@@ -133,7 +147,8 @@ def _batches(text: str) -> list[int]:
     return numbers + [0] * (LARGEST in words)
 
 
-def _compile(cells: list[Any], sm: str) -> None:
+def compile_rows(cells: list[Any], sm: str) -> None:
+    """Compile the kernels of rows for a compute capability; raises UnknownName for one that the compiler does not know."""
     from trtkv.bench.steps import compile_cells
     from trtkv.plugins._device import nvrtc, store
 

@@ -25,15 +25,24 @@ COLUMNS = {
 }  # fmt: skip
 
 
+ANSWERS = {
+    "policy": "policy", "batch": "batch", "context": "prompt", "answer": "answer", "recall": "recall", "status": "status", "ttft_ms": "TTFT ms",
+    "answer_s": "answer s", "whole_s": "whole s", "decode_tokens_per_s": "tokens/s", "x_resident": "x resident", "sampled": "sampled at",
+    "pages_in_front": "pages in front", "pages_ahead": "ahead", "kv_begin_bytes": "KV on device", "kv_end_bytes": "at the end",
+    "kv_peak_bytes": "peak beside weights",
+}  # fmt: skip
+
+
 def ways_of(recall: str | None) -> tuple[str, ...]:
     """Return the ways of recall that were typed, in the order in which they are compared; all of them by default."""
-    from trtkv.bench.recall import WAYS
+    from trtkv.bench.recall import RESIDENT, VARIANTS, WAYS
 
+    known = (RESIDENT, *VARIANTS)
     names = list(WAYS) if recall is None else words_of("recall", recall)
     for name in names:
-        if name not in WAYS:
-            raise UnknownName("recall", name, WAYS)
-    return tuple(name for name in WAYS if name in names)
+        if name not in known:
+            raise UnknownName("recall", name, known)
+    return tuple(name for name in known if name in names)
 
 
 def compare_tiers(cells: list[Cell], device: torch.device, output: Path | None, timeline: Path | None, json: bool) -> None:
@@ -67,6 +76,36 @@ def pages_of(text: str) -> list[float]:
     if not all(math.isfinite(one) for one in found):
         raise ConfigError(f"pages '{text}' are no numbers", "Write digits, several joined by commas, such as 2,10 or 0.3.")
     return [int(one) if one == int(one) else one for one in found]
+
+
+def measure_answers(cells: list[Cell], tokens: int, samples: int, device: torch.device, output: Path | None, json: bool) -> None:
+    """Measure whole answers, see `trtkv.bench.answers`."""
+    from trtkv.bench.answers import Answer, run_answers
+    from trtkv.cli.bench_engine import rows_of
+
+    if tokens < 1 or samples == 1 or samples < 0:
+        raise ConfigError(f"answer {tokens} or samples {samples} is too small", "Give an answer of 1 token or more, sampled at 2 contexts or more.")
+    for cell in cells:
+        _check(cell)
+        if cell.miss_pages is not None:
+            raise ConfigError("--miss-pages looks for a drift, step by step, and --answer measures no steps", "Give a --drift.")
+    with progress("bench") as report:
+        records = _kept(run_answers([Answer(cell, tokens, samples) for cell in cells], device, report), output, json)
+    if not json:
+        print_table(*rows_of(records, ANSWERS))
+    if any(record["status"] == "wrong" for record in records):
+        raise TrtkvError("some rows gave other logits than the engine whose pages stay on the device", "Report it with the output of trtkv doctor.")
+
+
+def compile_offloaded(cells: list[Cell], sm: str) -> None:
+    """Compile what engines of these rows would load, on the device and offloaded."""
+    from trtkv.bench import steps
+    from trtkv.cli.bench_engine import compile_rows
+
+    plain = [
+        steps.Cell(one.model, one.policy, one.budget, one.sets, one.context, one.batch, one.weights, one.dtype, one.chunk, one.steps) for one in cells
+    ]
+    compile_rows(plain, sm)
 
 
 def measure_recall(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from trtkv.cli.output import notes, print_json, progress
-from trtkv.cli.values import host_bytes
+from trtkv.cli.values import host_bytes, recall_engine
 from trtkv.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def run(
     dense_below: int | None = None,
     offload: bool = False,
     host_gib: float | None = None,
+    recall: str | None = None,
     kv_disk: Path | None = None,
     max_tokens: int = 128,
     temperature: float = 0.0,
@@ -66,6 +67,7 @@ def run(
         dense_below: Read sequences of up to so many tokens whole, whatever the budget; by default where a GPU does that as fast as selecting.
         offload: Keep pages in host memory, for policies that select pages or tokens, such as freekv, quest and fier.
         host_gib: Host memory that --offload may take in GiB; most of what is free by default.
+        recall: With --offload, what moves pages: kernel, copies (the copy engine), or auto, which measures both when the engine is opened.
         kv_disk: Directory that keeps the pages of prompts, so that a later prompt that begins alike need not compute them.
         max_tokens: Longest answer.
         temperature: 0 takes the likeliest token.
@@ -108,11 +110,14 @@ def run(
             dense_below=dense_below,
             offload=offload,
             host_bytes=host_bytes(host_gib, offload),
+            recall=recall_engine(recall, offload),
             kv_disk=kv_disk,
             progress=report,
         )
     if not quiet and executor == "auto" and llm.engine.plan_unused:
         notes.print(f"TensorRT does not run this engine's plan: {llm.engine.plan_unused}.", markup=False)
+    if not quiet and llm.recall_line:
+        notes.print(llm.recall_line, markup=False)
     if prompts is None:
         _converse(llm, params, system)
         return
@@ -192,6 +197,8 @@ def _answer_json(llm: LLM, prompts: list[str], params: SamplingParams) -> None:
         }
         if index == len(answers) - 1:
             line["policy"], line["executor"], line["stats"] = llm.engine.session.plan.policy, llm.executor_name, llm.stats.to_json()
+            if llm.recall is not None:
+                line["recall"] = llm.recall
         print_json(line)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from trtkv.cli.output import notes, print_json, progress
-from trtkv.cli.values import host_bytes
+from trtkv.cli.values import host_bytes, recall_engine
 from trtkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def serve(
     cache_gib: float | None = None,
     offload: bool = False,
     host_gib: float | None = None,
+    recall: str | None = None,
     kv_disk: Path | None = None,
     api_key: list[str] | None = None,
     cors: list[str] | None = None,
@@ -65,6 +66,7 @@ def serve(
         cache_gib: Memory for the KV cache of each engine in GiB; what is free by default.
         offload: Keep pages in host memory, for policies that select pages or tokens, such as freekv, quest and fier.
         host_gib: Host memory that --offload may take for each engine in GiB; most of what is free by default.
+        recall: With --offload, what moves pages: kernel, copies (the copy engine), or auto, which measures both when an engine is opened.
         kv_disk: Directory that keeps the pages of prompts, so that a later prompt that begins alike need not compute them.
         api_key: Key that clients must send; may be repeated. The environment variable TRTKV_API_KEY adds one.
         cors: Origin of web pages that may ask, such as https://chat.example.org; may be repeated.
@@ -85,7 +87,7 @@ def serve(
         raise ConfigError("an API key is empty or not ASCII", "Give letters, digits and signs.")
     cache_bytes = None if cache_gib is None else int(cache_gib * 2**30)
     options: dict[str, Any] = {"weights": weights, "device": device, "executor": executor, "cache_bytes": cache_bytes}
-    options |= {"offload": offload, "host_bytes": host_bytes(host_gib, offload), "kv_disk": kv_disk}
+    options |= {"offload": offload, "host_bytes": host_bytes(host_gib, offload), "kv_disk": kv_disk, "recall": recall_engine(recall, offload)}
     own = listen(host, port)
     address = f"http://{f'[{host}]' if ':' in host else host}:{own.getsockname()[1]}"
     if not keys and not _is_local(host):
@@ -128,6 +130,8 @@ def _open(names: Mapping[str, Path], options: Mapping[str, Any]) -> dict[str, An
     for name, path in names.items():
         with progress(name) as report:
             opened[name] = LLM(path, **options, progress=report)
+        if opened[name].recall_line:
+            notes.print(f"{name}: {opened[name].recall_line}", markup=False)
     return opened
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trtkv.errors import ConfigError
+from trtkv.errors import ConfigError, UnknownName
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +36,17 @@ def find_device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device '{name}' was asked for, but torch sees no CUDA GPU", "Use --device cpu, or see trtkv doctor.")
     return find(name)
+
+
+def recall_engine(recall: str | None, offload: bool) -> str:
+    """Return what moves the pages of --offload; raises ConfigError without --offload and UnknownName for what is none."""
+    from trtkv.runtime.host_memory import ENGINES
+
+    if recall is not None and recall not in ENGINES:
+        raise UnknownName("recall", recall, ENGINES)
+    if recall is not None and not offload:
+        raise ConfigError(f"--recall {recall} is for --offload, which is missing", "Add --offload, or leave --recall out.")
+    return recall or "auto"
 
 
 def host_bytes(host_gib: float | None, offload: bool) -> int | None:

@@ -85,6 +85,7 @@ class DecodeGraphs:
         first = step()
         inputs.sent()
         self._pool = self._pool or new_pool()
+        self._session.forget_shared()
         replay, logits = capture(step, self._session.device, self._pool)
         self._captured[key] = _Captured(inputs, replay, logits)
         return first, False

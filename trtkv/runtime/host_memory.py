@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trtkv.config import Limits
-from trtkv.errors import CapacityError, ConfigError, EngineError
+from trtkv.errors import CapacityError, ConfigError, EngineError, UnknownName
 from trtkv.plan import CachePlan
 from trtkv.plugins.encoded import store as encoded
 from trtkv.plugins.kv_recall.layout import Layout, layout
@@ -24,6 +24,7 @@ from trtkv.runtime.memory import HEADROOM, available_bytes, beside_bytes, readab
 from trtkv.runtime.streams import SideStream
 
 HOST_SHARE = 0.8  # of what is free: pinned memory cannot be swapped out
+ENGINES = ("auto", "kernel", "copies")  # what may move pages
 SMALLER = 0.75  # of the pages before, where pinning failed midway
 Report = Callable[[str, float], None]
 
@@ -68,10 +69,17 @@ def _check_kernels(plan: CachePlan, device: torch.device) -> None:
         raise ConfigError(f"policy '{plan.policy}' cannot be offloaded on a GPU: {problem}", "Leave --offload out.")
 
 
-def recall_of(plan: CachePlan) -> Recall:
-    """Say how pages come back under a plan's own schedule: ahead of the step that reads them, unless it is "blocking"."""
+def recall_of(plan: CachePlan, engine: str = "auto") -> Recall:
+    """Say how pages come back under a plan's own schedule: ahead of the step that reads them, unless it is "blocking" or the host copies.
+
+    Only a policy that selects with the previous step's query gains from it: what others choose with this step's query has just been read.
+    engine is one of ENGINES: what moves pages, "auto" what is measured to be faster when the engine is opened. Raises UnknownName for another.
+    """
+    if engine not in ENGINES:
+        raise UnknownName("recall", engine, ENGINES)
     offload = plan.roles.get("offload")
-    return Recall(ahead=offload is None or offload.fields.get("schedule") != "blocking")
+    guesses = any(one is not None and one.speculative for one in plan.select) and (offload is None or offload.fields.get("schedule") != "blocking")
+    return Recall(engine=engine, ahead=guesses and engine != "copies", bulk=engine)  # type: ignore[arg-type]
 
 
 def fitting_pages(

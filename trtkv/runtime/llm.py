@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from trtkv.errors import RequestError
+from trtkv.plugins.kv_recall.choose import Choice, recall_facts
 from trtkv.runtime.batcher import Batcher, Event
 from trtkv.runtime.loading import Engine, Options, Progress, checkpoint_path
 from trtkv.runtime.parallel import LeadingStepper, open_parts
@@ -43,6 +45,7 @@ class LLM:
         dense_below: int | None = None,
         offload: bool = False,
         host_bytes: int | None = None,
+        recall: str = "auto",
         kv_disk: str | Path | None = None,
         progress: Progress = lambda stage, fraction: None,
     ) -> None:
@@ -57,10 +60,11 @@ class LLM:
             dense_below: Tokens up to which a sequence is read whole whatever the budget; None chooses what is fastest here.
             offload: Keep pages in host memory, and on the device only those that were selected last: for policies that select pages or tokens.
             host_bytes: Host memory that may be pinned for it; None takes most of what is free, up to full length for every sequence.
+            recall: What moves pages between host and device: kernel, copies (the copy engine), or auto, what is measured to be faster here.
             kv_disk: Directory that keeps pages of prompts for later ones that begin alike, also of other processes.
             progress: Called with a stage and a fraction while weights are read.
         """
-        options = Options(None if weights is None else str(weights), device, executor, cache_bytes, dense_below, offload, host_bytes)
+        options = Options(None if weights is None else str(weights), device, executor, cache_bytes, dense_below, offload, host_bytes, recall)
         self.engine: Engine = open_parts(Path(engine), options, progress)
         self.tokenizer = Tokenizer(Path(engine)) if (Path(engine) / "tokenizer.json").is_file() else None
         self.batcher = Batcher(self.engine, self.tokenizer)
@@ -73,6 +77,18 @@ class LLM:
     def executor_name(self) -> str:
         """What runs the graph: torch, or the TensorRT backend's name."""
         return self.engine.stepper.executor.name
+
+    @property
+    def recall(self) -> dict[str, Any] | None:
+        """What moves the pages of an offloaded engine, and what was measured to choose it; None where pages stay on the device."""
+        store = self.engine.session.offload
+        return None if store is None else recall_facts(store)
+
+    @property
+    def recall_line(self) -> str | None:
+        """What was measured to choose what moves pages, in a line; None where nothing was."""
+        store = self.engine.session.offload
+        return store.choice.line() if store is not None and isinstance(store.choice, Choice) else None
 
     def close(self) -> None:
         """End the other processes of an engine of several parts; the engine cannot run any more."""

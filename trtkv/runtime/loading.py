@@ -19,6 +19,7 @@ from trtkv.plugins._device import store
 from trtkv.plugins._device.driver import arch
 from trtkv.plugins.dtypes import TORCH_DTYPES
 from trtkv.plugins.kernels import FOLDER, request
+from trtkv.plugins.kv_recall import choose
 from trtkv.plugins.kv_recall.layout import why_not
 from trtkv.plugins.kv_recall.store import Offload, Recall
 from trtkv.plugins.ragged.pages import Ints
@@ -40,7 +41,8 @@ class Options:
     """How to open an engine: weights is a directory, "random" or None for the engine's own; executor is auto, torch or tensorrt.
 
     Sequences of up to dense_below tokens are read whole whatever the budget; None chooses what is fastest here (0 without kernels). offload keeps
-    pages in host memory, up to host_bytes of it, and may say how they come back; True leaves that to the policy.
+    pages in host memory, up to host_bytes of it, and may say how they come back; True leaves that to the policy and to recall: auto, kernel or
+    copies, which is what moves them.
     """
 
     weights: str | None = None
@@ -50,6 +52,7 @@ class Options:
     dense_below: int | None = None
     offload: Recall | bool = False
     host_bytes: int | None = None
+    recall: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +138,10 @@ def open_engine(directory: Path, options: Options, progress: Progress = lambda s
         progress("kernels", 0.0)
         with torch.cuda.device(device):
             request(plan, manifest.model, manifest.limits, arch())
+            if offload:
+                _settle_recall(offload, plan, progress, part)
+    elif offload:
+        choose.settle(offload, plan)
     executor = _executor(directory, manifest, why_torch, weights, session)
     rope = rope_table(manifest.model.rope, manifest.model.head_dim, manifest.limits.max_seq_len)
     slots = list(range(manifest.limits.max_batch_size - 1, -1, -1))
@@ -162,11 +169,21 @@ def _offload(
 ) -> Offload | None:  # fmt: skip
     if options.offload is False:
         return None
-    recall = recall_of(plan) if options.offload is True else options.offload
+    recall = recall_of(plan, options.recall) if options.offload is True else options.offload
     room = host_room() if options.host_bytes is None else options.host_bytes
     if part is not None:
         room = part.least(room // part.count)  # which every part knows before any of them takes its share
     return open_offload(plan, limits, device, recall, host_bytes=room, cache_bytes=options.cache_bytes, report=progress)
+
+
+def _settle_recall(offload: Offload, plan: CachePlan, progress: Progress, part: Part | None) -> None:
+    """Choose what moves pages; parts agree on a kernel where any has measured one to be faster, since their steps are captured together."""
+    progress("recall", 0.0)
+    wanted = offload.recall
+    choose.settle(offload, plan)
+    if part is not None and "auto" in (wanted.engine, wanted.bulk):
+        both: tuple[choose.Engine, choose.Engine] = ("kernel", "copies")
+        offload.recall = choose.settled(wanted, *(both[part.least(both.index(x))] for x in (offload.recall.engine, offload.recall.bulk)))  # type: ignore
 
 
 def find_device(name: str) -> torch.device:

@@ -85,6 +85,7 @@ class TritonPythonModel:
                 offload=bool(given.get("offload")),
                 host_bytes=int(given["host_bytes"]) if given.get("host_bytes") else None,
                 kv_disk=given.get("kv_disk") or None,
+                recall=given.get("recall") or "auto",
             )
         except TrtkvError as error:
             raise pb_utils.TritonModelException(str(error)) from None
