@@ -44,6 +44,7 @@ class LLM:
         offload: bool = False,
         host_bytes: int | None = None,
         kv_disk: str | Path | None = None,
+        swap_bytes: int | None = None,
         progress: Progress = lambda stage, fraction: None,
     ) -> None:
         """Open an engine directory.
@@ -58,9 +59,11 @@ class LLM:
             offload: Keep pages in host memory, and on the device only those that were selected last: for policies that select pages or tokens.
             host_bytes: Host memory that may be pinned for it; None takes most of what is free, up to full length for every sequence.
             kv_disk: Directory that keeps pages of prompts for later ones that begin alike, also of other processes.
+            swap_bytes: Host memory for sequences that give way to others, which then go on where they stopped; None takes as many bytes as
+                the cache's pages have, at most a fifth of what is free, and none of it before it is needed. 0 computes them again.
             progress: Called with a stage and a fraction while weights are read.
         """
-        options = Options(None if weights is None else str(weights), device, executor, cache_bytes, dense_below, offload, host_bytes)
+        options = Options(None if weights is None else str(weights), device, executor, cache_bytes, dense_below, offload, host_bytes, swap_bytes)
         self.engine: Engine = open_parts(Path(engine), options, progress)
         self.tokenizer = Tokenizer(Path(engine)) if (Path(engine) / "tokenizer.json").is_file() else None
         self.batcher = Batcher(self.engine, self.tokenizer)

@@ -40,7 +40,8 @@ class Options:
     """How to open an engine: weights is a directory, "random" or None for the engine's own; executor is auto, torch or tensorrt.
 
     Sequences of up to dense_below tokens are read whole whatever the budget; None chooses what is fastest here (0 without kernels). offload keeps
-    pages in host memory, up to host_bytes of it, and may say how they come back; True leaves that to the policy.
+    pages in host memory, up to host_bytes of it, and may say how they come back; True leaves that to the policy. swap_bytes of host memory are for
+    sequences that give way, 0 for none: they are then computed again.
     """
 
     weights: str | None = None
@@ -50,11 +51,12 @@ class Options:
     dense_below: int | None = None
     offload: Recall | bool = False
     host_bytes: int | None = None
+    swap_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """An opened engine; slots are the free ones, why_torch says why TensorRT does not run it, if it does not."""
+    """An opened engine; slots are the free ones, why_torch says why TensorRT does not run it, if it does not; swap_bytes as in `Options`."""
 
     manifest: Manifest
     session: Session
@@ -62,6 +64,7 @@ class Engine:
     pages: PageAllocator | GroupPages | HeadPageAllocator
     slots: list[int]
     why_torch: str | None
+    swap_bytes: int | None = None
 
     @property
     def plan_unused(self) -> str | None:
@@ -140,7 +143,7 @@ def open_engine(directory: Path, options: Options, progress: Progress = lambda s
     slots = list(range(manifest.limits.max_batch_size - 1, -1, -1))
     # What is held in tensors lies in no pages, which only limit it.
     pages = make_pages(num_pages if session.held is None else num_pages[:1], plan.num_page_groups if plan.pooled else 0)
-    return Engine(manifest, session, Stepper(executor, session, manifest.limits, rope), pages, slots, why_torch)
+    return Engine(manifest, session, Stepper(executor, session, manifest.limits, rope), pages, slots, why_torch, options.swap_bytes)
 
 
 def _agreed(num_pages: list[int], part: Part) -> list[int]:

@@ -1,0 +1,120 @@
+"""Rows of many buffers, kept as records in host memory: all rows of one page, or of one slot, side by side."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from trtkv.errors import CapacityError
+from trtkv.plugins.kv_recall.copies import Route
+from trtkv.plugins.rows import brought
+
+ALIGNMENT = 16  # bytes at which a row begins in its record
+FIRST_BYTES = 64 << 20  # of the first slab, where the limit is far; each further one doubles the records of its kind
+FIRST_SHARE = 16  # else this part of the limit
+Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
+Place = tuple[int, int]  # slab, record in it
+
+
+class HostRoom:
+    """Host memory that is taken in slabs when it is needed, up to a limit, and kept for what comes next."""
+
+    def __init__(self, limit_bytes: int, allocate: Allocate) -> None:
+        """Take nothing yet; allocate makes a slab as the device sees it."""
+        self.limit_bytes, self.taken_bytes = limit_bytes, 0
+        self._allocate = allocate
+
+    def slab(self, record_bytes: int, least: int, there: int) -> Tensor | None:
+        """Return a slab [n, record_bytes] uint8 of at least so many records, where so many are there already; None where memory does not allow it."""
+        room = (self.limit_bytes - self.taken_bytes) // record_bytes
+        first = min(FIRST_BYTES, self.limit_bytes // FIRST_SHARE) // record_bytes
+        for count in dict.fromkeys((min(room, max(least, there, first)), least)):
+            if least <= count <= room:
+                try:
+                    slab = self._allocate((count, record_bytes), torch.uint8)
+                except CapacityError:
+                    continue
+                self.taken_bytes += slab.nbytes
+                return slab
+        if least <= room:
+            self.limit_bytes = self.taken_bytes  # a host that had no more is not asked in every step
+        return None
+
+
+class Records:
+    """Records of the rows of some buffers, each [n, ...] with the same n; what two stretches of copies share is ordered by their stream."""
+
+    def __init__(self, buffers: Sequence[Tensor], room: HostRoom, device: torch.device) -> None:
+        """Lay a record out; slabs come with the first records."""
+        self._buffers, self._room, self._device = buffers, room, device
+        self._starts, self.record_bytes = [], 0
+        for one in buffers:
+            self._starts.append(self.record_bytes)
+            self.record_bytes += -(-one[0].nbytes // ALIGNMENT) * ALIGNMENT
+        self._slabs: list[Tensor] = []
+        self._free: list[Place] = []
+        self.used = 0
+
+    def take(self, count: int) -> list[Place] | None:
+        """Take places for so many records, lowest first; None, and none is taken, where there is no memory for them."""
+        if count > len(self._free):
+            slab = self._room.slab(self.record_bytes, count - len(self._free), sum(map(len, self._slabs)))
+            if slab is None:
+                return None
+            self._slabs.append(slab)
+            self._free += [(len(self._slabs) - 1, index) for index in range(len(slab))]
+        self._free.sort(reverse=True)
+        self.used += count
+        return [self._free.pop() for _ in range(count)]
+
+    def give(self, places: Sequence[Place]) -> None:
+        """Return places."""
+        self._free += places
+        self.used -= len(places)
+
+    def send(self, rows: Sequence[int], places: Sequence[Place]) -> None:
+        """Copy rows to their places."""
+        for slab, pairs in self._by_slab(rows, places).items():
+            self._copy(slab, pairs, out=True)
+
+    def bring(self, rows: Sequence[int], places: Sequence[Place]) -> None:
+        """Copy what lies at the places to rows."""
+        for slab, pairs in self._by_slab(rows, places).items():
+            self._copy(slab, pairs, out=False)
+
+    def _by_slab(self, rows: Sequence[int], places: Sequence[Place]) -> dict[int, list[tuple[int, int]]]:
+        found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for row, (slab, index) in zip(rows, places, strict=True):
+            found[slab].append((row, index))
+        return found
+
+    @torch.inference_mode()
+    def _copy(self, slab: int, pairs: Sequence[tuple[int, int]], *, out: bool) -> None:
+        """Copy rows of the device by runs; what lies in host memory already is moved by a kernel, since the driver's copies there wait."""
+        route, pool = Route.join(_runs(pairs), self._device), self._slabs[slab]
+        every: Route | None = None
+        for buffer, start in zip(self._buffers, self._starts, strict=True):
+            cells = pool[:, start : start + buffer[0].nbytes].view(buffer.dtype)
+            if buffer.is_contiguous():
+                rows, cells, way = buffer.flatten(1).unflatten(1, (1, 1, -1)), cells.unflatten(1, (1, 1, -1)), route
+            else:
+                every = every or Route((), *(brought([pair[i] for pair in pairs], torch.int64, self._device) for i in (1, 0)))
+                rows, cells, way = buffer, cells.unflatten(1, buffer.shape[1:]), every
+            if out:
+                way.send(rows, cells)
+            else:
+                way.bring(cells, rows)
+
+
+def _runs(pairs: Sequence[tuple[int, int]]) -> list[tuple[list[int], int]]:
+    """Cut pairs of row and record where the rows are not consecutive: the records of each part, and its first row."""
+    parts: list[tuple[list[int], int]] = []
+    for row, index in pairs:
+        if parts and parts[-1][1] + len(parts[-1][0]) == row:
+            parts[-1][0].append(index)
+        else:
+            parts.append(([index], row))
+    return parts
