@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from trtkv.cli.output import notes, print_json, progress
-from trtkv.cli.values import host_bytes
+from trtkv.cli.values import host_bytes, swap_bytes
 from trtkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def serve(
     offload: bool = False,
     host_gib: float | None = None,
     kv_disk: Path | None = None,
+    swap_gib: float | None = None,
     api_key: list[str] | None = None,
     cors: list[str] | None = None,
     max_waiting: int = 256,
@@ -66,6 +67,7 @@ def serve(
         offload: Keep pages in host memory, for policies that select pages or tokens, such as freekv, quest and fier.
         host_gib: Host memory that --offload may take for each engine in GiB; most of what is free by default.
         kv_disk: Directory that keeps the pages of prompts, so that a later prompt that begins alike need not compute them.
+        swap_gib: Host memory in GiB for sequences that give way, taken when needed; as much as each cache by default, 0 computes them again.
         api_key: Key that clients must send; may be repeated. The environment variable TRTKV_API_KEY adds one.
         cors: Origin of web pages that may ask, such as https://chat.example.org; may be repeated.
         max_waiting: Sequences that may wait for each engine; beyond that clients get 429.
@@ -85,7 +87,7 @@ def serve(
         raise ConfigError("an API key is empty or not ASCII", "Give letters, digits and signs.")
     cache_bytes = None if cache_gib is None else int(cache_gib * 2**30)
     options: dict[str, Any] = {"weights": weights, "device": device, "executor": executor, "cache_bytes": cache_bytes}
-    options |= {"offload": offload, "host_bytes": host_bytes(host_gib, offload), "kv_disk": kv_disk}
+    options |= {"offload": offload, "host_bytes": host_bytes(host_gib, offload), "kv_disk": kv_disk, "swap_bytes": swap_bytes(swap_gib)}
     own = listen(host, port)
     address = f"http://{f'[{host}]' if ':' in host else host}:{own.getsockname()[1]}"
     if not keys and not _is_local(host):

@@ -1,8 +1,9 @@
 """Which sequences take part in the next step: running ones first, then prompts by priority and arrival, chunk by chunk.
 
-A sequence of a paged cache owns the pages that it fills and one more; when they run out, the one that came last gives way. It goes on where it stopped
-when there is room again (`swap.py`), or is computed again where there is no host memory for it. Caches that are evicted from cannot be computed again half-way: those that are held in tensors are admitted
-for their longest form, those in pages for the most that is still to come (`claims.py`).
+A sequence of a paged cache owns the pages that it fills and one more; when they run out, the one that came last gives way. It goes on where it
+stopped when there is room again (`swap.py`), or is computed again where there is no host memory for it. Caches that are evicted from cannot be
+computed again half-way: those that are held in tensors are admitted for their longest form, those in pages for the most that is still to come
+(`claims.py`).
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Running:
     """A prompt on its way: tokens with what was generated so far, and how many of them are in the cache.
 
     Higher priority runs first; reused counts prompt tokens whose pages another prompt had filled, keys names the prompt's full pages; began_s is
-    when it first got a place (monotonic seconds). left is what a sequence that gave way has in host memory beside the pages that it still owns, arriving
-    what is on its way back.
+    when it first got a place (monotonic seconds). left is what a sequence that gave way has in host memory beside the pages that it still owns,
+    arriving what is on its way back.
     """
 
     request: int

@@ -6,8 +6,8 @@ the step completed to the host, selects with this step's query for the next step
 longer reads. The step waits for the side stream at its end, before the next step may append to the ring, and nowhere else. Captured, both
 branches and the two kinds of edges between them are one CUDA graph.
 
-A sequence that gives way leaves for host memory, and comes back, on a stream of its own, stretch by stretch, each behind what the steps have queued by
-then. A step waits for a stretch only when it is the first to use pages or a slot of it. No graph holds any of this: it happens between two steps.
+A sequence that gives way leaves for host memory, and comes back, on a stream of its own, stretch by stretch, each behind what the steps have queued
+by then. A step waits for a stretch only when it is the first to use pages or a slot of it. No graph holds any of this: it happens between two steps.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Whoever gives way leaves its slot at once. What the slot held (FreeKV's previous
 else) goes to host memory. Pages follow when others need them, the last ones first and no more than are needed; a page that several own goes once. On
 their return pages that are still there are owned again, the others come back to new ones, and decoding goes on with the same bits.
 
-An answer is never computed again while there is host memory: selection would then see it as a prompt. A half-read prompt is, where that is quicker than
-two ways over the bus, at the rates measured so far.
+An answer is never computed again while there is host memory: selection would then see it as a prompt. A half-read prompt is, where that is quicker
+than two ways over the bus, at the rates measured so far.
 """
 
 from __future__ import annotations

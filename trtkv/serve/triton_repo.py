@@ -72,6 +72,7 @@ class Export:
     offload: bool = False
     host_bytes: int | None = None
     kv_disk: Path | None = None
+    swap_bytes: int | None = None
 
 
 def export(engines: Sequence[Path], repository: Path, settings: Export, *, force: bool = False) -> list[str]:
@@ -135,6 +136,7 @@ def config(name: str, manifest: Manifest, settings: Export, weights: str | None,
         "cache_bytes": "" if settings.cache_bytes is None else str(settings.cache_bytes), "max_waiting": str(settings.max_waiting),
         "offload": "yes" if settings.offload else "", "kv_disk": "" if settings.kv_disk is None else str(settings.kv_disk.resolve()),
         "host_bytes": "" if settings.host_bytes is None else str(settings.host_bytes),
+        "swap_bytes": "" if settings.swap_bytes is None else str(settings.swap_bytes),
     }  # fmt: skip
     kind = "One request may have many responses" if decoupled else "Every request has one response: `stream` is refused"
     return "\n".join(
