@@ -30,7 +30,7 @@ ENGINES = ("full", "fier", "freekv", "quest", "fier on the host", "freekv on the
 
 def built(model: Path, policy: str, folder: Path, **limits: int) -> Path:
     budget, sets = (None, ()) if policy == "full" else (96, SETS)
-    return build(str(model), policy, budget=budget, sets=sets, out=folder / policy, backend="none", **{**LIMITS, **limits})  # type: ignore[arg-type]
+    return build(str(model), policy, budget=budget, sets=sets, out=folder / policy, backend="none", sms=["none"], **{**LIMITS, **limits})  # type: ignore[arg-type]
 
 
 def scarce(path: Path, hosted: bool, sequences: float = 1.5, **more: object) -> Engine:
