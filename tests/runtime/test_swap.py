@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.console import Capture, complaint, printed
 from tests.tiny import TinyModel, make_tiny
 from trtkv.api import build
 from trtkv.errors import CapacityError
@@ -22,6 +24,7 @@ from trtkv.runtime.pages import PageAllocator
 from trtkv.runtime.sampler import SamplingParams
 from trtkv.runtime.slabs import HostRoom, Records
 from trtkv.runtime.swap import Swap, open_swap
+from trtkv.serve.gauges import Gauges
 
 LIMITS = {"max_seq_len": 256, "max_batch_size": 3, "max_chunk_tokens": 48}
 SETS = ("retrieve.sink=8", "retrieve.window=8")
@@ -239,6 +242,75 @@ def test_where_host_memory_runs_out_midway_sequences_are_computed_again(pair: tu
     assert [len(ids(call)) for call in calls] == [150] * 3
     assert batcher.scheduler.recomputed > 0
     assert nothing_left(batcher)
+
+
+@pytest.mark.parametrize("way", ["send", "bring"])
+def test_a_copy_that_fails_leaves_everything_in_its_place(pair: tuple[Engine, Engine], way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, whole = pair
+    batcher = Batcher(engine, None, ahead=False)
+
+    def fails(*args: object) -> None:
+        raise RuntimeError("the bus is gone")
+
+    calls = [batcher.submit([prompt(90, seed)], [greedy(150)]) for seed in (1, 2)]
+    until(batcher, lambda: sum(len(call.events) for call in calls) > 8)
+    with monkeypatch.context() as broken:
+        broken.setattr(Records, way, fails)
+        with pytest.raises(RuntimeError, match="the bus is gone"):
+            finish(batcher)
+    batcher.cancel(calls[1])
+    finish(batcher)
+    assert ids(calls[0]) == answer(whole, prompt(90, 1), greedy(150))
+    assert nothing_left(batcher)
+
+
+def test_what_users_say_and_see(tiny_llama: TinyModel, tmp_path: Path, capsys: Capture) -> None:
+    path = built(tiny_llama.path, "full", tmp_path)
+    assert "--swap-gib -1.0 is no size" in complaint(capsys, "run", path, "hello", "--swap-gib", -1)
+    words = ("bench", "serve", path, "--requests", 4, "--concurrency", 4, "--prompt-tokens", 60, "--answer-tokens", 150, "--json", "--device", "cpu")
+    gib = open_engine(path, Options()).session.plan.page_bytes * 12 / 2**30
+    swapped, again = (json.loads(printed(capsys, *words, "--cache-gib", gib, *more)) for more in ((), ("--swap-gib", 0)))
+    assert swapped["preemptions"] == again["preemptions"] == again["recomputed"] > 0
+    assert swapped["recomputed"] == again["swapped_bytes"] == 0
+    assert swapped["swapped_in"] == swapped["swapped_out"] > 0 and swapped["swap_host_bytes"] > 0
+    assert f"--cache-gib {gib} --swap-gib 0" in again["command"]
+
+
+def test_metrics_count_what_leaves_and_returns(pair: tuple[Engine, Engine]) -> None:
+    batcher = Batcher(pair[0], None, ahead=False)
+    sink = Counting()
+    gauges = Gauges(batcher, sink)
+    for seed in (1, 2):
+        batcher.submit([prompt(90, seed)], [greedy(150)])
+    waited = 0.0
+    while batcher.advance():
+        gauges.step()
+        gauges._show()
+        waited = max(waited, sink.values["trtkv:num_requests_swapped"])
+        assert sink.values["trtkv:swap_bytes"] == swapping(batcher).used_bytes
+    own = swapping(batcher)
+    assert waited == sink.values["trtkv:num_preemptions_total"] == 1
+    assert (sink.values["trtkv:num_swapped_total", "out"], sink.values["trtkv:num_swapped_total", "in"]) == (own.out, own.back) == (1, 1)
+    assert (sink.values["trtkv:swapped_bytes_total", "out"], sink.values["trtkv:swapped_bytes_total", "in"]) == (own.out_bytes, own.in_bytes)
+    assert "trtkv:num_recomputed_total" not in sink.values
+    assert nothing_left(batcher)
+
+
+class Counting:
+    """Keeps gauges and sums counters, by name and direction."""
+
+    def __init__(self) -> None:
+        self.values: dict[object, float] = {}
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        self.values[name] = value
+
+    def inc(self, name: str, amount: float = 1.0, **labels: str) -> None:
+        key = (name, labels["direction"]) if "direction" in labels else name
+        self.values[key] = self.values.get(key, 0.0) + amount
+
+    def observe(self, name: str, value: float) -> None:
+        """No histogram is looked at."""
 
 
 def test_a_beginning_that_several_share_goes_to_the_host_once_and_is_shared_again(tiny_llama: TinyModel, tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ class Batcher:
 
     def _count(self, step: _Step, seconds: float) -> None:
         figures = replace(step.figures, seconds=seconds)
-        if figures.prompt_tokens and self.scheduler.swap is not None:
+        if figures.prompt_tokens and seconds > 0 and self.scheduler.swap is not None:
             self.scheduler.swap.learn_prompts(figures.prompt_tokens / seconds)
         for call in self._calls_of([one for one, _ in step.batch if one in self._calls]):
             call.stats.add_step(figures)

@@ -192,8 +192,14 @@ class Scheduler:
         if not self._room(need + len(self.running), one):
             self.pages.give([page for page in kept if page is not None])
             return False
-        one.slot = self._slots.pop()
-        self.swap.bring(one, kept, self.pages.take(need))
+        one.slot, fresh = self._slots.pop(), self.pages.take(need)
+        try:
+            self.swap.bring(one, kept, fresh)
+        except BaseException:  # it stays in line, and whoever cancels it finds everything in its place
+            self.pages.give(fresh + [page for page in kept if page is not None])
+            self._slots.append(one.slot)
+            one.slot = -1
+            raise
         return True
 
     def _load(self, one: Running, shared: int) -> int:

@@ -11,7 +11,8 @@ than two ways over the bus, at the rates measured so far.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -92,7 +93,7 @@ class Swap:
             if found is None:
                 return False
             (place,) = found
-            with self._lane.stretch() as stretch:
+            with given_back(self._slots, found), self._lane.stretch() as stretch:
                 self._slots.send([one.slot], found)
             self._leaving[one.slot] = stretch
             self.out_bytes += self._slots.record_bytes
@@ -119,17 +120,17 @@ class Swap:
         places = self._paged.take(len(new))
         if places is None:
             return False
+        if new:
+            numbers = [page for page, _ in new]
+            with given_back(self._paged, places), self._lane.stretch() as stretch:
+                self._paged.send(numbers, places)
+            self._note(stretch, numbers)
+            self.out_bytes += len(new) * self._paged.record_bytes
         self.out += not one.left.tail
         for content in contents:
             if content in self._copies:
                 self._copies[content].holders += 1
         self._copies |= {content: Copied(place, content) for content, place in zip(new, places, strict=True)}
-        if new:
-            numbers = [page for page, _ in new]
-            with self._lane.stretch() as stretch:
-                self._paged.send(numbers, places)
-            self._note(stretch, numbers)
-            self.out_bytes += len(new) * self._paged.record_bytes
         one.left.tail = [self._copies[content] for content in contents] + one.left.tail
         one.pages = one.pages[: len(one.pages) - len(tail)]
         self._pages.give(tail)
@@ -213,6 +214,16 @@ class Swap:
             stretch, size = self._timed.popleft()
             if stretch.seconds > 0:
                 self.bus_bytes_per_s += OF_LAST * (size / stretch.seconds - self.bus_bytes_per_s)
+
+
+@contextmanager
+def given_back(records: Records, places: Sequence[Place]) -> Iterator[None]:
+    """Give places back where copying to them fails."""
+    try:
+        yield
+    except BaseException:
+        records.give(places)
+        raise
 
 
 def slot_buffers(session: Session) -> list[Tensor]:
