@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -401,6 +402,24 @@ def test_records_bring_back_what_was_sent(data: st.DataObject, offset: int) -> N
     assert records.used == 0
 
 
+def test_the_next_slab_is_made_beside_the_steps() -> None:
+    made: list[str] = []
+
+    def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        made.append(threading.current_thread().name)
+        return torch.empty(shape, dtype=dtype)
+
+    room = HostRoom(16 * 20, allocate)
+    records = Records([torch.zeros(30, 16, dtype=torch.uint8)], room, torch.device("cpu"), first=4, beside=True)
+    records.prepare()
+    assert [records.take(count) is not None for count in (2, 4, 9)] == [True, True, True]
+    assert records._coming is not None and records._coming.result() is not None
+    places = records.take(5)
+    assert places is not None and room.taken_bytes == 16 * 20 and records.used == 20
+    assert records.take(1) is None, "the limit holds for the thread too"
+    assert all(name.startswith("trtkv-host-memory") for name in made)
+
+
 def test_a_page_is_regained_while_it_holds_what_it_did() -> None:
     pages = PageAllocator(3)
     (page,) = pages.take(1)
@@ -418,36 +437,36 @@ def test_a_page_is_regained_while_it_holds_what_it_did() -> None:
     assert pages.free == 3
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("where", [*ENGINES[:4], "quest on the host", "freekv on the host"])
-def test_captured_engines_answer_the_same_bits(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One place for three sequences of rising priority: whoever gives way goes on in other pages, in steps that were captured before."""
+def test_one_place_for_all_gives_the_same_bits(where: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One place for three sequences of rising priority: whoever gives way goes on in other pages, on a GPU in steps that were captured before."""
     policy, _, hosted = where.partition(" ")
     shape = {"num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 640}
     model = make_tiny("qwen3", tmp_path / "model", dtype=torch.bfloat16, **shape)
     path = built(model.path, policy, tmp_path, max_seq_len=512, max_batch_size=1, max_chunk_tokens=512)
-    engine = open_engine(path, Options(device="cuda", dense_below=0))
-    assert engine.stepper.runs_ahead
+    engine = open_engine(path, Options(device=device, dense_below=0))
+    assert engine.stepper.runs_ahead == (device == "cuda")
     asked = [(prompt(300, 1), 60), (prompt(280, 2), 50), (prompt(400, 3), 40)]
     alone = [_events(Batcher(engine, None), [one]) for one in asked]
     pages = engine.session.plan.pages(512) + 1
     del engine
     monkeypatch.setattr(swap, "LEAST_PAGES", 4)
     monkeypatch.setattr(swap, "MOST_PAGES", 8)
-    more = _scarce_on_gpu(path, pages, hosted=bool(hosted))
+    more = _scarce(path, device, pages, hosted=bool(hosted))
     batcher = Batcher(more, None)
     found = _events(batcher, asked)
     own = swapping(batcher)
-    assert batcher.scheduler.preemptions == own.out == own.back == 2 and batcher.scheduler.recomputed == 0
+    assert (batcher.scheduler.preemptions, batcher.scheduler.recomputed) == (2, 0) and own.out >= 1 and own.out == own.back
     assert found == [one for (one,) in alone]
     assert own.used_bytes == 0 and more.pages.free == more.pages.num_pages and not batcher.busy
 
 
-def _scarce_on_gpu(path: Path, pages: int, *, hosted: bool) -> Engine:
+def _scarce(path: Path, device: str, pages: int, *, hosted: bool) -> Engine:
     plan = open_engine(path, Options(device="cpu", weights="random")).session.plan
     if hosted:
-        return open_engine(path, Options(device="cuda", offload=True, host_bytes=pages * layout(plan).host_bytes(1)))
-    return open_engine(path, Options(device="cuda", dense_below=0, cache_bytes=pages * plan.page_bytes + plan.slot_bytes))
+        return open_engine(path, Options(device=device, offload=True, host_bytes=pages * layout(plan).host_bytes(1), swap_bytes=1 << 28))
+    return open_engine(path, Options(device=device, dense_below=0, cache_bytes=pages * plan.page_bytes + plan.slot_bytes, swap_bytes=1 << 28))
 
 
 def _events(batcher: Batcher, asked: list[tuple[list[int], int]]) -> list[list[tuple[int | None, float | None]]]:

@@ -24,7 +24,7 @@ SERVE_COLUMNS = {
     "policy": "policy", "endpoint": "endpoint", "statuses": "statuses", "seconds": "seconds",
     "requests_per_s": "requests/s", "tokens_in_per_s": "in tokens/s", "tokens_out_per_s": "out tokens/s",
     "ttft_p50_ms": "TTFT p50 ms", "ttft_p99_ms": "p99", "itl_p50_ms": "ITL p50 ms", "itl_p99_ms": "p99 ", "most_running": "running",
-    "most_kv_bytes": "KV", "preemptions": "gave way", "recomputed": "computed again", "swapped_bytes": "swapped", "reused_tokens": "reused tokens",
+    "most_kv_bytes": "KV", "preemptions": "gave way", "recomputed": "anew", "reused_tokens": "reused tokens",
 }  # fmt: skip
 
 

@@ -128,7 +128,7 @@ class HostPool:
         if self._device.type != "cuda":
             return _plain(shape, dtype)
         size = torch.Size(shape).numel() * dtype.itemsize
-        torch.cuda.synchronize(self._device)  # the first use of a device makes its context
+        torch.empty(1, device=self._device)  # the first use of a device in a thread makes its context that of the thread
         with torch.cuda.device(self._device), near(self._device):
             view, release = _pin(size, self._device)
         self._made.append(release)

@@ -1,9 +1,14 @@
-"""Rows of many buffers, kept as records in host memory: all rows of one page, or of one slot, side by side."""
+"""Rows of many buffers, kept as records in host memory: all rows of one page, or of one slot, side by side.
+
+Pinning a GiB takes half a second, so the next slab is made by a thread of its own, before it is needed.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -13,8 +18,9 @@ from trtkv.plugins.kv_recall.copies import Route
 from trtkv.plugins.rows import brought
 
 ALIGNMENT = 16  # bytes at which a row begins in its record
-FIRST_BYTES = 64 << 20  # of the first slab, where the limit is far; each further one doubles the records of its kind
+FIRST_BYTES = 256 << 20  # of the first slab, where the limit is far; each further one doubles the records of its kind
 FIRST_SHARE = 16  # else this part of the limit
+MOST_BYTES = 1 << 30  # of one slab, unless so many records are wanted at once
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
 Place = tuple[int, int]  # slab, record in it
 
@@ -25,13 +31,20 @@ class HostRoom:
     def __init__(self, limit_bytes: int, allocate: Allocate) -> None:
         """Take nothing yet; allocate makes a slab as the device sees it."""
         self.limit_bytes, self.taken_bytes = limit_bytes, 0
-        self._allocate = allocate
+        self._allocate, self._lock = allocate, threading.Lock()
 
-    def slab(self, record_bytes: int, least: int, there: int) -> Tensor | None:
-        """Return a slab [n, record_bytes] uint8 of at least so many records, where so many are there already; None where memory does not allow it."""
+    def first(self, record_bytes: int) -> int:
+        """Return how many records a first slab may well have."""
+        return min(FIRST_BYTES, self.limit_bytes // FIRST_SHARE) // record_bytes
+
+    def slab(self, record_bytes: int, least: int, wanted: int) -> Tensor | None:
+        """Return a slab [n, record_bytes] uint8 of so many records, or at least of so many; None where memory does not allow it."""
+        with self._lock:
+            return self._slab(record_bytes, least, min(wanted, MOST_BYTES // record_bytes))
+
+    def _slab(self, record_bytes: int, least: int, wanted: int) -> Tensor | None:
         room = (self.limit_bytes - self.taken_bytes) // record_bytes
-        first = min(FIRST_BYTES, self.limit_bytes // FIRST_SHARE) // record_bytes
-        for count in dict.fromkeys((min(room, max(least, there, first)), least)):
+        for count in dict.fromkeys((min(room, max(least, wanted)), least)):
             if least <= count <= room:
                 try:
                     slab = self._allocate((count, record_bytes), torch.uint8)
@@ -47,28 +60,48 @@ class HostRoom:
 class Records:
     """Records of the rows of some buffers, each [n, ...] with the same n; what two stretches of copies share is ordered by their stream."""
 
-    def __init__(self, buffers: Sequence[Tensor], room: HostRoom, device: torch.device) -> None:
-        """Lay a record out; slabs come with the first records."""
-        self._buffers, self._room, self._device = buffers, room, device
+    def __init__(self, buffers: Sequence[Tensor], room: HostRoom, device: torch.device, *, first: int = 0, beside: bool = False) -> None:
+        """Lay a record out; slabs come with the first records, the first of at least so many. beside lets a thread make the next one early."""
+        self._buffers, self._room, self._device, self._first = buffers, room, device, first
+        self._maker = ThreadPoolExecutor(1, "trtkv-host-memory") if beside else None
+        self._coming: Future[Tensor | None] | None = None
         self._starts, self.record_bytes = [], 0
         for one in buffers:
             self._starts.append(self.record_bytes)
             self.record_bytes += -(-one[0].nbytes // ALIGNMENT) * ALIGNMENT
         self._slabs: list[Tensor] = []
         self._free: list[Place] = []
-        self.used = 0
+        self._count = self.used = 0
 
     def take(self, count: int) -> list[Place] | None:
         """Take places for so many records, lowest first; None, and none is taken, where there is no memory for them."""
+        self._adopt(wait=count > len(self._free))
         if count > len(self._free):
-            slab = self._room.slab(self.record_bytes, count - len(self._free), sum(map(len, self._slabs)))
-            if slab is None:
-                return None
-            self._slabs.append(slab)
-            self._free += [(len(self._slabs) - 1, index) for index in range(len(slab))]
+            self._add(self._room.slab(self.record_bytes, count - len(self._free), max(self._count, self._first)))
+        if count > len(self._free):
+            return None
         self._free.sort(reverse=True)
         self.used += count
-        return [self._free.pop() for _ in range(count)]
+        found = [self._free.pop() for _ in range(count)]
+        self.prepare()
+        return found
+
+    def prepare(self) -> None:
+        """Have the next slab made beside the steps, where less than half of the records are free."""
+        if self._maker is not None and self._coming is None and 2 * len(self._free) <= self._count:
+            self._coming = self._maker.submit(self._room.slab, self.record_bytes, 1, max(self._count, self._first))
+
+    def _adopt(self, *, wait: bool) -> None:
+        """Take over a slab that a thread has made, or wait for it."""
+        if self._coming is not None and (wait or self._coming.done()):
+            slab, self._coming = self._coming.result(), None
+            self._add(slab)
+
+    def _add(self, slab: Tensor | None) -> None:
+        if slab is not None:
+            self._slabs.append(slab)
+            self._free += [(len(self._slabs) - 1, index) for index in range(len(slab))]
+            self._count += len(slab)
 
     def give(self, places: Sequence[Place]) -> None:
         """Return places."""

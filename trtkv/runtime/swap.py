@@ -65,12 +65,14 @@ class Swap:
         self._plan, self._pages, device = session.plan, pages, session.device
         self._offload = session.offload
         self._room = HostRoom(limit_bytes, allocate or HostPool(device, 1).allocate)
-        self._paged = Records(list(session.page_buffers()), self._room, device)
-        self._slots = Records(slot_buffers(session), self._room, device)
+        paged = list(session.page_buffers())
+        first = self._room.first(sum(one[0].nbytes for one in paged))
+        self._paged = Records(paged, self._room, device, first=first, beside=device.type == "cuda")
+        self._slots = Records(slot_buffers(session), self._room, device, first=session.num_slots)
         self._copies: dict[tuple[int, int], Copied] = {}
         self._lane = CopyLane(device)
         self._moving: dict[int, Stretch] = {}  # pages that the lane may still read or write
-        self._leaving: dict[int, Stretch] = {}  # slots likewise
+        self._moving_slots: dict[int, Stretch] = {}
         self._timed: deque[tuple[Stretch, int]] = deque()
 
     @property
@@ -82,6 +84,10 @@ class Swap:
     def taken_bytes(self) -> int:
         """Bytes of host memory that were taken so far, used or not."""
         return self._room.taken_bytes
+
+    def prepare(self) -> None:
+        """Take note that pages are becoming few: host memory is made ready beside the steps."""
+        self._paged.prepare()
 
     def park(self, one: Running) -> bool:
         """Save what a sequence's slot holds, and give back pages that hold nothing yet; False where it is better computed again."""
@@ -95,7 +101,7 @@ class Swap:
             (place,) = found
             with given_back(self._slots, found), self._lane.stretch() as stretch:
                 self._slots.send([one.slot], found)
-            self._leaving[one.slot] = stretch
+            self._moving_slots[one.slot] = stretch
             self.out_bytes += self._slots.record_bytes
         filled = self._plan.pages(one.seen)
         self._pages.give(one.pages[filled:])
@@ -156,7 +162,7 @@ class Swap:
                     self._slots.bring([one.slot], [left.slot])
             self._note(stretch, [page for page, _ in pairs])
             self.in_bytes += len(pairs) * self._paged.record_bytes + (left.slot is not None) * self._slots.record_bytes
-            one.arriving = stretch
+            one.arriving = self._moving_slots[one.slot] = stretch
         if self._offload is not None:
             self._offload.leave_frames(one.slot)
         self.back += bool(left.tail)
@@ -185,8 +191,8 @@ class Swap:
     def claim(self, pages: Sequence[int], slot: int | None = None) -> None:
         """Let the steps to come wait for copies of pages, and of a slot, that somebody takes."""
         waiting = {self._moving.pop(page) for page in pages if page in self._moving}
-        if slot in self._leaving:
-            waiting.add(self._leaving.pop(slot))
+        if slot in self._moving_slots:
+            waiting.add(self._moving_slots.pop(slot))
         for stretch in waiting:
             stretch.wait()
 
