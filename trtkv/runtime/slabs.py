@@ -62,14 +62,16 @@ class Records:
 
     def __init__(self, buffers: Sequence[Tensor], room: HostRoom, device: torch.device, *, first: int = 0, beside: bool = False) -> None:
         """Lay a record out; slabs come with the first records, the first of at least so many. beside lets a thread make the next one early."""
-        self._buffers, self._room, self._device, self._first = buffers, room, device, first
+        self._room, self._device, self._first = room, device, first
+        # Whole rows in one piece where the driver can copy them; what is strided already lies in host memory.
+        self._rows = [one.flatten(1).unflatten(1, (1, 1, -1)) if one.is_contiguous() else one for one in buffers]
         self._maker = ThreadPoolExecutor(1, "trtkv-host-memory") if beside else None
         self._coming: Future[Tensor | None] | None = None
         self._starts, self.record_bytes = [], 0
         for one in buffers:
             self._starts.append(self.record_bytes)
             self.record_bytes += -(-one[0].nbytes // ALIGNMENT) * ALIGNMENT
-        self._slabs: list[Tensor] = []
+        self._slabs: list[list[Tensor]] = []  # each as the cells of every buffer's rows
         self._free: list[Place] = []
         self._count = self.used = 0
 
@@ -99,7 +101,7 @@ class Records:
 
     def _add(self, slab: Tensor | None) -> None:
         if slab is not None:
-            self._slabs.append(slab)
+            self._slabs.append([self._cells(slab, rows, start) for rows, start in zip(self._rows, self._starts, strict=True)])
             self._free += [(len(self._slabs) - 1, index) for index in range(len(slab))]
             self._count += len(slab)
 
@@ -118,6 +120,10 @@ class Records:
         for slab, pairs in self._by_slab(rows, places).items():
             self._copy(slab, pairs, out=False)
 
+    @staticmethod
+    def _cells(slab: Tensor, rows: Tensor, start: int) -> Tensor:
+        return slab[:, start : start + rows[0].nbytes].view(rows.dtype).unflatten(1, rows.shape[1:])
+
     def _by_slab(self, rows: Sequence[int], places: Sequence[Place]) -> dict[int, list[tuple[int, int]]]:
         found: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for row, (slab, index) in zip(rows, places, strict=True):
@@ -127,15 +133,11 @@ class Records:
     @torch.inference_mode()
     def _copy(self, slab: int, pairs: Sequence[tuple[int, int]], *, out: bool) -> None:
         """Copy rows of the device by runs; what lies in host memory already is moved by a kernel, since the driver's copies there wait."""
-        route, pool = Route.join(_runs(pairs), self._device), self._slabs[slab]
-        every: Route | None = None
-        for buffer, start in zip(self._buffers, self._starts, strict=True):
-            cells = pool[:, start : start + buffer[0].nbytes].view(buffer.dtype)
-            if buffer.is_contiguous():
-                rows, cells, way = buffer.flatten(1).unflatten(1, (1, 1, -1)), cells.unflatten(1, (1, 1, -1)), route
-            else:
-                every = every or Route((), *(brought([pair[i] for pair in pairs], torch.int64, self._device) for i in (1, 0)))
-                rows, cells, way = buffer, cells.unflatten(1, buffer.shape[1:]), every
+        route, every = Route.join(_runs(pairs), self._device), None
+        for rows, cells in zip(self._rows, self._slabs[slab], strict=True):
+            if not rows.is_contiguous() and every is None:
+                every = Route((), *(brought([pair[i] for pair in pairs], torch.int64, self._device) for i in (1, 0)))
+            way = route if rows.is_contiguous() or every is None else every
             if out:
                 way.send(rows, cells)
             else:
