@@ -106,6 +106,12 @@ class Session:
         assert found is not None, f"layer {layer} has no buffer {name}"
         return found
 
+    def page_buffers(self) -> Iterator[Tensor]:
+        """Yield the buffers whose rows are pages, of all layers, in the plan's order; of offloaded layers those of their pages on the host."""
+        for spec in self.plan.buffers:
+            if spec.paged:
+                yield from (self.buffer(spec.name, layer) for layer in spec.layers)
+
     def words(self, layer: int) -> Tensor:
         """Return a layer's one-bit keys as the kernels lay them out: int32 [P, Hk, N / 32, D], the bytes of `fier_bits`."""
         packed = self.buffer("fier_bits", layer)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trtkv.errors import EngineError
+from trtkv.plugins.rows import brought
 
 LEAST_PAGES = 8  # of a run: what costs less than the launches of its copies is left to a kernel
 
@@ -31,8 +32,9 @@ class Route:
         """Do so for several lists."""
         runs = [run for pages, place in parts for run in _runs(pages, place)]
         single = [(first + i, place + i) for first, count, place in runs if count < least for i in range(count)]
-        both = torch.tensor(single, dtype=torch.int64, device=device).reshape(-1, 2)
-        return Route(tuple(run for run in runs if run[1] >= least), both[:, 0].contiguous(), both[:, 1].contiguous())
+        pages, places = ([pair[i] for pair in single] for i in range(2))
+        long = tuple(run for run in runs if run[1] >= least)
+        return Route(long, brought(pages, torch.int64, device), brought(places, torch.int64, device))
 
     def bring(self, host: Tensor, to: Tensor) -> None:
         """Copy pages of host [P, Hk, N, D] to their places in to [n, Hk, N, D]."""

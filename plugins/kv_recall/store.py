@@ -197,9 +197,20 @@ class Offload:
         if slots:
             self.tier(layer).held[list(slots)] = -1
 
+    @torch.inference_mode()
+    def leave_frames(self, slot: int) -> None:
+        """Empty the frames of a slot in all layers; the host does not wait."""
+        for tier in self.every:
+            tier.held[slot].fill_(-1)
+
     def ring_row(self, slot: int, page: int) -> int:
         """Return the row of keys and values at which a page among a sequence's newest lies."""
         return self.num_slots * self.shape.frames + slot * self.shape.ring + page % self.shape.ring
+
+    def rings(self) -> list[Tensor]:
+        """Return the newest pages of every slot, a view [Z, R, Hk, ...] of each pool of each layer."""
+        frames, ring = self.num_slots * self.shape.frames, self.shape.ring
+        return [pool[frames:].unflatten(0, (self.num_slots, ring)) for tier in self.every for pool in tier.pools]
 
     def place_rows(self, slot: int, newest: int) -> Tensor:
         """Return the row of every place of a slot whose open page is `newest`: [F + R] int64, -1 for ring places before the first page."""

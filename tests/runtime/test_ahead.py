@@ -90,9 +90,7 @@ def answers(batcher: Batcher, prompts: list[list[int]], params: list[SamplingPar
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=12)
 @given(data=st.data(), params=st.lists(some_params(), min_size=1, max_size=6))
 def test_answers_are_those_of_one_step_at_a_time(engine: Engine, data: st.DataObject, params: list[SamplingParams]) -> None:
-    if engine.session.plan.policy != "full":
-        # Who gives way is computed again, and policies then see its answer as a prompt: when that happens depends on the pace.
-        params = params[:1]
+    params = params if engine.session.plan.policy == "full" else params[:3]  # the other engines take longer
     draw = random.Random(data.draw(st.integers(0, 2**20)))
     prompts = [prompt(draw.randint(1, 90), seed) for seed in range(len(params))]
     joins = sorted(draw.randint(0, 25) for _ in params)

@@ -58,9 +58,7 @@ def test_more_than_fits_is_answered_all_the_same(llm: LLM) -> None:
     assert (llm.batcher.scheduler.preemptions > before) == (not llm.engine.session.plan.evict)
 
 
-def test_with_full_attention_a_sequence_that_gave_way_answers_as_if_alone(llm: LLM) -> None:
-    if llm.engine.session.plan.policy != "full":
-        pytest.skip("policies that select see generated tokens densely when they are computed again")
+def test_a_sequence_that_gave_way_answers_as_if_alone(llm: LLM) -> None:
     alone = [llm.generate([prompt(60, seed)], params(100))[0].token_ids for seed in range(4)]
     calls = [llm.batcher.submit([prompt(60, seed)], [params(100)]) for seed in range(4)]
     finish(llm)

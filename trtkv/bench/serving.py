@@ -81,11 +81,19 @@ def serve(engine_dir: Path, traffic: Traffic, options: Options, command: str, re
         "shared_tokens": traffic.shared_tokens, "executor": engine.stepper.executor.name,
     }  # fmt: skip
     figures = _figures(requests, seconds) | {"most_running": most[0], "most_kv_bytes": most[1], "preemptions": batcher.scheduler.preemptions}
+    figures |= _swapped(batcher)
     figures["reused_tokens"] = sum(one.call.stats.reused_tokens for one in requests if one.call)
     if device.type == "cuda":
         figures["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
     check = {"passed": complete, "compared": f"every request has {traffic.answer_tokens} tokens"}
     return make_record("serve", command, device, check, facts, figures)
+
+
+def _swapped(batcher: Batcher) -> dict[str, float]:
+    """Say what became of the sequences that gave way."""
+    swap = batcher.scheduler.swap
+    out, back, size, taken = (0, 0, 0, 0) if swap is None else (swap.out, swap.back, swap.out_bytes + swap.in_bytes, swap.taken_bytes)
+    return {"recomputed": batcher.scheduler.recomputed, "swapped_out": out, "swapped_in": back, "swapped_bytes": size, "swap_host_bytes": taken}
 
 
 def make_requests(traffic: Traffic, vocab_size: int) -> list[Request]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from trtkv.cli.output import notes, print_json, print_table, progress
-from trtkv.cli.values import find_device, numbers_of, words_of
+from trtkv.cli.values import cache_bytes, find_device, numbers_of, swap_bytes, words_of
 from trtkv.errors import ConfigError, TrtkvError, UnknownName
 
 STEP_COLUMNS = {
@@ -24,7 +24,7 @@ SERVE_COLUMNS = {
     "policy": "policy", "endpoint": "endpoint", "statuses": "statuses", "seconds": "seconds",
     "requests_per_s": "requests/s", "tokens_in_per_s": "in tokens/s", "tokens_out_per_s": "out tokens/s",
     "ttft_p50_ms": "TTFT p50 ms", "ttft_p99_ms": "p99", "itl_p50_ms": "ITL p50 ms", "itl_p99_ms": "p99 ", "most_running": "running",
-    "most_kv_bytes": "KV", "preemptions": "gave way", "reused_tokens": "reused tokens",
+    "most_kv_bytes": "KV", "preemptions": "gave way", "recomputed": "anew", "reused_tokens": "reused tokens",
 }  # fmt: skip
 
 
@@ -172,6 +172,8 @@ def serve(
     seed: int = 0,
     weights: str | None = None,
     device: str = "auto",
+    cache_gib: float | None = None,
+    swap_gib: float | None = None,
     model: str | None = None,
     api_key: str | None = None,
     output: Path | None = None,
@@ -190,6 +192,8 @@ def serve(
         seed: Draws prompts and times.
         weights: Checkpoint directory, or random.
         device: auto, cpu, cuda or cuda:N.
+        cache_gib: Memory for the KV cache in GiB; what is free by default.
+        swap_gib: Host memory in GiB for sequences that give way, taken when needed; as much as the cache by default, 0 computes them again.
         model: Name of the model to ask a server for; its only or first one by default.
         api_key: Key that a server asks for.
         output: File of JSON lines to which the records are appended.
@@ -202,16 +206,19 @@ def serve(
     from trtkv.runtime.loading import Options
 
     traffic = Traffic(requests, prompt_tokens, answer_tokens, rate, concurrency, shared_tokens, seed)
+    options = Options(weights, device, cache_bytes=cache_bytes(cache_gib), swap_bytes=swap_bytes(swap_gib))
     records = []
     for engine in engines:
         words = ["trtkv", "bench", "serve", str(engine), "--requests", str(requests), "--prompt-tokens", str(prompt_tokens)]
         words += ["--answer-tokens", str(answer_tokens), *(["--rate", str(rate)] if rate else ["--concurrency", str(concurrency)])]
         words += ["--shared-tokens", str(shared_tokens), "--seed", str(seed), *([] if weights is None else ["--weights", weights])]
+        words += [] if cache_gib is None else ["--cache-gib", str(cache_gib)]
+        words += [] if swap_gib is None else ["--swap-gib", str(swap_gib)]
         with progress("bench") as report:
             if engine.startswith(("http:", "https:")):
                 records.append(serve_endpoint(engine, traffic, shlex.join(words), model=model, key=api_key, report=report))
             else:
-                records.append(run(Path(engine), traffic, Options(weights, device), shlex.join(words), report))
+                records.append(run(Path(engine), traffic, options, shlex.join(words), report))
         if output:
             append_records(output, records[-1:])
         if json:

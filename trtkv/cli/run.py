@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from trtkv.cli.output import notes, print_json, progress
-from trtkv.cli.values import host_bytes, recall_engine
+from trtkv.cli.values import host_bytes, recall_engine, swap_bytes
 from trtkv.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def run(
     host_gib: float | None = None,
     recall: str | None = None,
     kv_disk: Path | None = None,
+    swap_gib: float | None = None,
     max_tokens: int = 128,
     temperature: float = 0.0,
     top_k: int = 0,
@@ -69,6 +70,7 @@ def run(
         host_gib: Host memory that --offload may take in GiB; most of what is free by default.
         recall: With --offload, what moves pages: kernel, copies (the copy engine), or auto, which measures both when the engine is opened.
         kv_disk: Directory that keeps the pages of prompts, so that a later prompt that begins alike need not compute them.
+        swap_gib: Host memory in GiB for sequences that give way, taken when needed; as much as the cache by default, 0 computes them again.
         max_tokens: Longest answer.
         temperature: 0 takes the likeliest token.
         top_k: Draw from the k likeliest tokens; 0 is off.
@@ -112,6 +114,7 @@ def run(
             host_bytes=host_bytes(host_gib, offload),
             recall=recall_engine(recall, offload),
             kv_disk=kv_disk,
+            swap_bytes=swap_bytes(swap_gib),
             progress=report,
         )
     if not quiet and executor == "auto" and llm.engine.plan_unused:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from trtkv.cli.output import notes, print_json, progress
-from trtkv.cli.values import host_bytes, recall_engine
+from trtkv.cli.values import host_bytes, recall_engine, swap_bytes
 from trtkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def serve(
     host_gib: float | None = None,
     recall: str | None = None,
     kv_disk: Path | None = None,
+    swap_gib: float | None = None,
     api_key: list[str] | None = None,
     cors: list[str] | None = None,
     max_waiting: int = 256,
@@ -68,6 +69,7 @@ def serve(
         host_gib: Host memory that --offload may take for each engine in GiB; most of what is free by default.
         recall: With --offload, what moves pages: kernel, copies (the copy engine), or auto, which measures both when an engine is opened.
         kv_disk: Directory that keeps the pages of prompts, so that a later prompt that begins alike need not compute them.
+        swap_gib: Host memory in GiB for sequences that give way, taken when needed; as much as each cache by default, 0 computes them again.
         api_key: Key that clients must send; may be repeated. The environment variable TRTKV_API_KEY adds one.
         cors: Origin of web pages that may ask, such as https://chat.example.org; may be repeated.
         max_waiting: Sequences that may wait for each engine; beyond that clients get 429.
@@ -87,7 +89,8 @@ def serve(
         raise ConfigError("an API key is empty or not ASCII", "Give letters, digits and signs.")
     cache_bytes = None if cache_gib is None else int(cache_gib * 2**30)
     options: dict[str, Any] = {"weights": weights, "device": device, "executor": executor, "cache_bytes": cache_bytes}
-    options |= {"offload": offload, "host_bytes": host_bytes(host_gib, offload), "kv_disk": kv_disk, "recall": recall_engine(recall, offload)}
+    options |= {"offload": offload, "host_bytes": host_bytes(host_gib, offload), "recall": recall_engine(recall, offload)}
+    options |= {"kv_disk": kv_disk, "swap_bytes": swap_bytes(swap_gib)}
     own = listen(host, port)
     address = f"http://{f'[{host}]' if ':' in host else host}:{own.getsockname()[1]}"
     if not keys and not _is_local(host):

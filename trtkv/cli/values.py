@@ -49,6 +49,20 @@ def recall_engine(recall: str | None, offload: bool) -> str:
     return recall or "auto"
 
 
+def swap_bytes(swap_gib: float | None) -> int | None:
+    """Return the bytes of host memory for sequences that give way, None for what is sensible; raises ConfigError for no size."""
+    if swap_gib is not None and not 0 <= swap_gib < float("inf"):
+        raise ConfigError(f"--swap-gib {swap_gib} is no size", "Give GiB, or 0 to compute sequences that gave way again.")
+    return None if swap_gib is None else int(swap_gib * 2**30)
+
+
+def cache_bytes(cache_gib: float | None) -> int | None:
+    """Return the bytes that the KV cache may take, None for what is free; raises ConfigError for no size."""
+    if cache_gib is not None and not 0 < cache_gib < float("inf"):
+        raise ConfigError(f"cache-gib {cache_gib} is not above 0", "Leave it out to take what is free.")
+    return None if cache_gib is None else int(cache_gib * 2**30)
+
+
 def host_bytes(host_gib: float | None, offload: bool) -> int | None:
     """Return the bytes of host memory that --offload may take, None for what is free; raises ConfigError for no size and without --offload."""
     if host_gib is None:

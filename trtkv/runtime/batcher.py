@@ -21,10 +21,12 @@ from trtkv.runtime.asked import check_own, own_values
 from trtkv.runtime.claims import make_scheduler
 from trtkv.runtime.device_sampler import PENDING, Ask, Chosen
 from trtkv.runtime.loading import Engine
+from trtkv.runtime.pages import PageAllocator
 from trtkv.runtime.sampler import SamplingParams, StopChecker, choose, not_finite, settings_of, top_logprobs
 from trtkv.runtime.scheduler import Running
 from trtkv.runtime.stats import Stats, StepFigures
 from trtkv.runtime.step import StepRow
+from trtkv.runtime.swap import open_swap
 from trtkv.runtime.tokenizer import Tokenizer
 
 Batch = list[tuple[Running, StepRow]]
@@ -91,6 +93,8 @@ class Batcher:
         self._counted: dict[int, Running] = {}  # whose tokens a slot has counted on the device
         self.engine, self.tokenizer = engine, tokenizer
         self.scheduler = make_scheduler(engine.session, engine.manifest.limits, engine.pages, engine.slots)
+        if isinstance(engine.pages, PageAllocator):
+            self.scheduler.swap = open_swap(engine.session, engine.pages, engine.swap_bytes)
         self.lock = threading.RLock()
         self.evicted_tokens = 0.0  # of sequences that have ended, mean over layers and KV heads
         self._calls: dict[Running, Call] = {}
@@ -145,12 +149,16 @@ class Batcher:
     def _next(self) -> Batch:
         """Choose the next step's sequences; those whose last token is on its way already are left out."""
         batch = self.scheduler.next()
-        if self._pending is not None and any(len(row.tokens) > 1 and PENDING in row.tokens for _, row in batch):
-            # A sequence that gave way begins again: its tokens have to be known.
+        if self._pending is not None and any(PENDING in row.tokens and not self._continues(one, row) for one, row in batch):
+            # A sequence that gave way begins again, or goes on in another slot: its tokens have to be known.
             pending, self._pending = self._pending, None
             self._finish(pending)
             batch = self.scheduler.next()
         return [(one, row) for one, row in batch if one.num_generated < one.max_tokens]
+
+    def _continues(self, one: Running, row: StepRow) -> bool:
+        """Whether the token that a row begins with is the one that its slot chose last."""
+        return len(row.tokens) == 1 and self._placed.get(one.slot) is one
 
     def _queue(self, batch: Batch) -> _Step:
         """Run a step, or queue it where the device chooses its tokens; what it will have stored counts from now on."""
@@ -210,6 +218,8 @@ class Batcher:
 
     def _count(self, step: _Step, seconds: float) -> None:
         figures = replace(step.figures, seconds=seconds)
+        if figures.prompt_tokens and seconds > 0 and self.scheduler.swap is not None:
+            self.scheduler.swap.learn_prompts(figures.prompt_tokens / seconds)
         for call in self._calls_of([one for one, _ in step.batch if one in self._calls]):
             call.stats.add_step(figures)
 

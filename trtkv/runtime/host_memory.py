@@ -134,9 +134,9 @@ class HostPool:
         """Return an uninitialized tensor in host memory; raises CapacityError where it cannot be pinned."""
         self._report("host memory", len(self._made) / self._count)
         if self._device.type != "cuda":
-            return torch.empty(shape, dtype=dtype)
+            return _plain(shape, dtype)
         size = torch.Size(shape).numel() * dtype.itemsize
-        torch.cuda.synchronize(self._device)  # the first use of a device makes its context
+        torch.empty(1, device=self._device)  # the first use of a device in a thread makes its context that of the thread
         with torch.cuda.device(self._device), near(self._device):
             view, release = _pin(size, self._device)
         self._made.append(release)
@@ -147,6 +147,14 @@ class HostPool:
         for release in self._made:
             release()
         self._made.clear()
+
+
+def _plain(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    try:
+        return torch.empty(shape, dtype=dtype)
+    except (RuntimeError, MemoryError):
+        size = torch.Size(shape).numel() * dtype.itemsize
+        raise CapacityError(f"{readable(size)} of host memory are not there", "Give the process more memory.") from None
 
 
 class _Memory:

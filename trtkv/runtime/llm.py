@@ -47,6 +47,7 @@ class LLM:
         host_bytes: int | None = None,
         recall: str = "auto",
         kv_disk: str | Path | None = None,
+        swap_bytes: int | None = None,
         progress: Progress = lambda stage, fraction: None,
     ) -> None:
         """Open an engine directory.
@@ -62,9 +63,13 @@ class LLM:
             host_bytes: Host memory that may be pinned for it; None takes most of what is free, up to full length for every sequence.
             recall: What moves pages between host and device: kernel, copies (the copy engine), or auto, what is measured to be faster here.
             kv_disk: Directory that keeps pages of prompts for later ones that begin alike, also of other processes.
+            swap_bytes: Host memory for sequences that give way to others, which then go on where they stopped; None takes as many bytes as
+                the cache's pages have, at most a fifth of what is free, and none of it before it is needed. 0 computes them again.
             progress: Called with a stage and a fraction while weights are read.
         """
-        options = Options(None if weights is None else str(weights), device, executor, cache_bytes, dense_below, offload, host_bytes, recall)
+        options = Options(
+            None if weights is None else str(weights), device, executor, cache_bytes, dense_below, offload, host_bytes, recall, swap_bytes
+        )
         self.engine: Engine = open_parts(Path(engine), options, progress)
         self.tokenizer = Tokenizer(Path(engine)) if (Path(engine) / "tokenizer.json").is_file() else None
         self.batcher = Batcher(self.engine, self.tokenizer)

@@ -43,6 +43,7 @@ class Options:
     Sequences of up to dense_below tokens are read whole whatever the budget; None chooses what is fastest here (0 without kernels). offload keeps
     pages in host memory, up to host_bytes of it, and may say how they come back; True leaves that to the policy and to recall: auto, kernel or
     copies, which is what moves them.
+    swap_bytes of host memory are for sequences that give way, 0 for none: they are then computed again.
     """
 
     weights: str | None = None
@@ -53,11 +54,12 @@ class Options:
     offload: Recall | bool = False
     host_bytes: int | None = None
     recall: str = "auto"
+    swap_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """An opened engine; slots are the free ones, why_torch says why TensorRT does not run it, if it does not."""
+    """An opened engine; slots are the free ones, why_torch says why TensorRT does not run it, if it does not; swap_bytes as in `Options`."""
 
     manifest: Manifest
     session: Session
@@ -65,6 +67,7 @@ class Engine:
     pages: PageAllocator | GroupPages | HeadPageAllocator
     slots: list[int]
     why_torch: str | None
+    swap_bytes: int | None = None
 
     @property
     def plan_unused(self) -> str | None:
@@ -147,7 +150,7 @@ def open_engine(directory: Path, options: Options, progress: Progress = lambda s
     slots = list(range(manifest.limits.max_batch_size - 1, -1, -1))
     # What is held in tensors lies in no pages, which only limit it.
     pages = make_pages(num_pages if session.held is None else num_pages[:1], plan.num_page_groups if plan.pooled else 0)
-    return Engine(manifest, session, Stepper(executor, session, manifest.limits, rope), pages, slots, why_torch)
+    return Engine(manifest, session, Stepper(executor, session, manifest.limits, rope), pages, slots, why_torch, options.swap_bytes)
 
 
 def _agreed(num_pages: list[int], part: Part) -> list[int]:

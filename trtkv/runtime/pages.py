@@ -24,6 +24,7 @@ class PageAllocator:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._free = list(range(num_pages))
+        self._taken = [0] * num_pages  # how often a page has been taken: its contents then begin anew
         self._owners: dict[int, int] = {}
         self._page_of: dict[Key, int] = {}
         self._key_of: dict[int, Key] = {}
@@ -48,6 +49,7 @@ class PageAllocator:
                 self._forget(next(iter(self._idle)))
             page = heapq.heappop(self._free)
             self._owners[page] = 1
+            self._taken[page] += 1
             taken.append(page)
         return taken
 
@@ -74,6 +76,23 @@ class PageAllocator:
             self._owners[page] = self._owners.get(page, 0) + 1
             shared.append(page)
         return shared
+
+    def owners(self, page: int) -> int:
+        """Return how many own a page."""
+        return self._owners.get(page, 0)
+
+    def content(self, page: int) -> tuple[int, int]:
+        """Name what an owned page holds until somebody takes it anew."""
+        return page, self._taken[page]
+
+    def regain(self, content: tuple[int, int]) -> bool:
+        """Become an owner of a page again that somebody else owns or that is published, if it still holds what it did."""
+        page, taken = content
+        if self._taken[page] != taken or (page not in self._owners and page not in self._idle):
+            return False
+        self._idle.pop(page, None)
+        self._owners[page] = self._owners.get(page, 0) + 1
+        return True
 
     def publish(self, page: int, key: Key) -> None:
         """Offer an owned, full page to prompts that begin the same way; the first page of a key is kept."""

@@ -91,9 +91,7 @@ class SavedPages:
         self.saved += 1
 
     def _rows(self, page: int) -> Iterator[Tensor]:
-        for spec in self._session.plan.buffers:
-            if spec.paged:
-                yield from (self._session.buffer(spec.name, layer)[page] for layer in spec.layers)
+        return (buffer[page] for buffer in self._session.page_buffers())
 
     def _path(self, key: Key) -> Path:
         name = blake2b(key + self._identity.encode(), digest_size=16).hexdigest()

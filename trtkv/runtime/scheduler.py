@@ -1,8 +1,9 @@
 """Which sequences take part in the next step: running ones first, then prompts by priority and arrival, chunk by chunk.
 
-A sequence of a paged cache owns the pages that it fills and one more; when they run out, the one that came last gives way: it loses its pages
-and is computed again when there is room. Caches that are evicted from cannot be computed again half-way: those that are held in tensors are admitted
-for their longest form, those in pages for the most that is still to come (`claims.py`).
+A sequence of a paged cache owns the pages that it fills and one more; when they run out, the one that came last gives way. It goes on where it
+stopped when there is room again (`swap.py`), or is computed again where there is no host memory for it. Caches that are evicted from cannot be
+computed again half-way: those that are held in tensors are admitted for their longest form, those in pages for the most that is still to come
+(`claims.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from trtkv.plan import CachePlan
 from trtkv.runtime.pages import Key, PageAllocator, page_keys
 from trtkv.runtime.saved_pages import SavedPages
 from trtkv.runtime.step import StepRow
+from trtkv.runtime.streams import Stretch
+from trtkv.runtime.swap import Left, Swap
 
 _arrivals = itertools.count()
+FEW = 8  # pages are few when less than an eighth of them is free
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +32,8 @@ class Running:
     """A prompt on its way: tokens with what was generated so far, and how many of them are in the cache.
 
     Higher priority runs first; reused counts prompt tokens whose pages another prompt had filled, keys names the prompt's full pages; began_s is
-    when it first got a place (monotonic seconds).
+    when it first got a place (monotonic seconds). left is what a sequence that gave way has in host memory beside the pages that it still owns,
+    arriving what is on its way back.
     """
 
     request: int
@@ -43,6 +48,8 @@ class Running:
     keys: list[Key] = field(default_factory=list)
     arrival: int = field(default_factory=lambda: next(_arrivals))
     began_s: float | None = None
+    left: Left | None = None
+    arriving: Stretch | None = None
 
     @property
     def num_generated(self) -> int:
@@ -63,8 +70,9 @@ class Scheduler:
         self.plan, self.limits, self.pages = plan, limits, pages
         self.waiting: list[Running] = []
         self.running: list[Running] = []
-        self.preemptions = 0
+        self.preemptions = self.recomputed = 0  # sequences that gave way, and those of them that begin again
         self.saved: SavedPages | None = None  # a third tier on disk
+        self.swap: Swap | None = None  # host memory for sequences that give way
         self._slots = slots
         self._gives_way = not plan.held
 
@@ -86,6 +94,7 @@ class Scheduler:
         """Forget a finished or cancelled sequence and free what it held."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
+            self._lose(sequence)
         if sequence in self.running:
             self._release(sequence)
 
@@ -125,8 +134,9 @@ class Scheduler:
             )
 
     def _choose(self, room: int) -> Iterator[tuple[Running, StepRow]]:
-        decoding = [one for one in self.running if len(one.tokens) - one.seen == 1]
-        prefilling = [one for one in self.running if len(one.tokens) - one.seen > 1]
+        here = [one for one in self.running if one.arriving is None or one.arriving.done] or self.running
+        decoding = [one for one in here if len(one.tokens) - one.seen == 1]
+        prefilling = [one for one in here if len(one.tokens) - one.seen > 1]
         for one in decoding + prefilling:
             left = len(one.tokens) - one.seen
             count = min(room, left)
@@ -134,6 +144,9 @@ class Scheduler:
                 count -= 1  # a prompt's last token alone would be taken for one that decodes
             count = self._prepare(one, count)
             if count:
+                if one.arriving is not None:
+                    one.arriving.wait()
+                    one.arriving = None
                 room -= count
                 finished = one.seen + count == len(one.tokens)
                 yield (
@@ -158,15 +171,36 @@ class Scheduler:
         """Give a waiting sequence its slot and pages, if there are any."""
         if not self._slots:
             return False
+        if one.left is not None:
+            return self._resume(one)
         shared = [] if self.plan.held else self.pages.share(self._prompt_keys(one))
         need = self._pages_to_begin(one) - len(shared)
         # One page in hand for every running sequence, or the newest would soon have to give way.
-        if need + (0 if self.plan.held else len(self.running)) > self.pages.free:
+        if not self._room(need + (0 if self.plan.held else len(self.running)), one):
             self.pages.give(shared)
             return False
         one.pages, one.slot = shared + self.pages.take(need), self._slots.pop()
+        self._claim(one.pages, one.slot)
         one.seen = one.reused = (len(shared) + self._load(one, len(shared))) * self.plan.page_size
         self._began(one)
+        return True
+
+    def _resume(self, one: Running) -> bool:
+        """Let a sequence that gave way go on where it stopped, if there are pages for what has left the device."""
+        assert self.swap is not None
+        kept = self.swap.regain(one)
+        need = self._pages_to_begin(one) - len(one.pages) - sum(page is not None for page in kept)
+        if not self._room(need + len(self.running), one):
+            self.pages.give([page for page in kept if page is not None])
+            return False
+        one.slot, fresh = self._slots.pop(), self.pages.take(need)
+        try:
+            self.swap.bring(one, kept, fresh)
+        except BaseException:  # it stays in line, and whoever cancels it finds everything in its place
+            self.pages.give(fresh + [page for page in kept if page is not None])
+            self._slots.append(one.slot)
+            one.slot = -1
+            raise
         return True
 
     def _load(self, one: Running, shared: int) -> int:
@@ -194,18 +228,60 @@ class Scheduler:
 
     def _grow(self) -> None:
         """Give every running sequence the page of its next token; whoever came last gives way where there is none."""
+        if self.swap is not None and len(self.running) > 1 and self.pages.free * FEW < self.pages.num_pages:
+            self.swap.prepare()
         for one in list(self.running):
             need = self.plan.pages(len(one.tokens)) - len(one.pages)
-            while one in self.running and need > self.pages.free:
+            while one in self.running and not self._room(need):
                 self._preempt(self.running[-1])
             if one in self.running and need > 0:
-                one.pages = one.pages + self.pages.take(need)  # a new list: captured steps know their page table by it
+                more = self.pages.take(need)
+                self._claim(more)
+                one.pages = one.pages + more  # a new list: captured steps know their page table by it
+
+    def _room(self, count: int, asking: Running | None = None) -> bool:
+        """Have so many pages free: sequences that wait let go of theirs, the last in line first, and what several own last of all."""
+        if count <= self.pages.free:
+            return True
+        for shared in (False, True) if not self.running else (False,):
+            for one in reversed(self.waiting):
+                while one is not asking and count > self.pages.free and self._shrink(one, count - self.pages.free, shared=shared):
+                    pass
+        return count <= self.pages.free
+
+    def _shrink(self, one: Running, missing: int, *, shared: bool) -> bool:
+        """Let a waiting sequence let go of some pages; False where it has none that may go."""
+        tail = self.swap.tail(one, missing, shared=shared) if self.swap is not None else []
+        if tail and self.swap is not None and not self.swap.send(one, tail):
+            self._lose(one)
+            self._begin_again(one)
+        return bool(tail)
 
     def _preempt(self, one: Running) -> None:
         self.preemptions += 1
-        self._release(one)
-        one.seen, one.keys = 0, []
+        if self.swap is not None and self.swap.park(one):
+            self.running.remove(one)
+            self._slots.append(one.slot)
+            one.slot = -1
+        else:
+            self._release(one)
+            self._begin_again(one)
         insort(self.waiting, one, key=lambda other: other.order)
+
+    def _begin_again(self, one: Running) -> None:
+        self.recomputed += one.seen > one.reused
+        one.seen, one.keys, one.arriving = 0, [], None
+
+    def _lose(self, one: Running) -> None:
+        """Give back what a waiting sequence holds."""
+        if one.left is not None and self.swap is not None:
+            self.swap.drop(one)
+            self.pages.give(one.pages)
+            one.pages = []
+
+    def _claim(self, pages: Sequence[int], slot: int | None = None) -> None:
+        if self.swap is not None:
+            self.swap.claim(pages, slot)
 
     def _release(self, one: Running) -> None:
         self.running.remove(one)

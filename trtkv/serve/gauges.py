@@ -23,7 +23,7 @@ class Gauges:
         self._batcher, self._metrics = batcher, metrics
         self._shown_s = 0.0
         self._steps = batcher.steps
-        self._seen: Counter[str] = Counter()
+        self._seen: Counter[tuple[str, ...]] = Counter()
         engine = batcher.engine
         self._host_share = _host_share(batcher)
         metrics.set("trtkv:engine_info", 1, policy=engine.session.plan.policy, executor=engine.stepper.executor.name, version=trtkv.__version__)
@@ -44,6 +44,12 @@ class Gauges:
             metrics.inc("trtkv:kv_tokens_selected_total", session.read_tokens)
             metrics.inc("trtkv:kv_tokens_stored_total", sum(row.stored for row in session.step(0).rows if row.answers))
         self._rise("trtkv:num_preemptions_total", self._batcher.scheduler.preemptions)
+        self._rise("trtkv:num_recomputed_total", self._batcher.scheduler.recomputed)
+        swap = self._batcher.scheduler.swap
+        if swap is not None:
+            for way, count, size in (("out", swap.out, swap.out_bytes), ("in", swap.back, swap.in_bytes)):
+                self._rise("trtkv:num_swapped_total", count, direction=way)
+                self._rise("trtkv:swapped_bytes_total", size, direction=way)
         self._rise("trtkv:kv_tokens_evicted_total", self._batcher.evicted_tokens)
         self.refresh()
 
@@ -52,10 +58,11 @@ class Gauges:
         if not self._batcher.busy or time.monotonic() - self._shown_s >= EVERY_S:
             self._show()
 
-    def _rise(self, name: str, value: float) -> None:
-        if value > self._seen[name]:
-            self._metrics.inc(name, value - self._seen[name])
-            self._seen[name] = value  # type: ignore[assignment]
+    def _rise(self, name: str, value: float, **labels: str) -> None:
+        key = (name, *labels.values())
+        if value > self._seen[key]:
+            self._metrics.inc(name, value - self._seen[key], **labels)
+            self._seen[key] = value  # type: ignore[assignment]
 
     def _show(self) -> None:
         self._shown_s = time.monotonic()
@@ -70,6 +77,8 @@ class Gauges:
         }  # fmt: skip
         self._metrics.set("trtkv:num_requests_running", len(scheduler.running))
         self._metrics.set("trtkv:num_requests_waiting", len(scheduler.waiting))
+        self._metrics.set("trtkv:num_requests_swapped", sum(one.left is not None for one in scheduler.waiting))
+        self._metrics.set("trtkv:swap_bytes", 0 if scheduler.swap is None else scheduler.swap.used_bytes)
         self._metrics.set("trtkv:kv_cache_usage_perc", used)
         for tier, size in tiers.items():
             self._metrics.set("trtkv:kv_cache_bytes", size, tier=tier)

@@ -86,6 +86,7 @@ class TritonPythonModel:
                 host_bytes=int(given["host_bytes"]) if given.get("host_bytes") else None,
                 kv_disk=given.get("kv_disk") or None,
                 recall=given.get("recall") or "auto",
+                swap_bytes=int(given["swap_bytes"]) if given.get("swap_bytes") else None,
             )
         except TrtkvError as error:
             raise pb_utils.TritonModelException(str(error)) from None

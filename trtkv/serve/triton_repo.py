@@ -73,6 +73,7 @@ class Export:
     host_bytes: int | None = None
     kv_disk: Path | None = None
     recall: str = "auto"
+    swap_bytes: int | None = None
 
 
 def export(engines: Sequence[Path], repository: Path, settings: Export, *, force: bool = False) -> list[str]:
@@ -136,6 +137,7 @@ def config(name: str, manifest: Manifest, settings: Export, weights: str | None,
         "cache_bytes": "" if settings.cache_bytes is None else str(settings.cache_bytes), "max_waiting": str(settings.max_waiting),
         "offload": "yes" if settings.offload else "", "kv_disk": "" if settings.kv_disk is None else str(settings.kv_disk.resolve()),
         "recall": settings.recall, "host_bytes": "" if settings.host_bytes is None else str(settings.host_bytes),
+        "swap_bytes": "" if settings.swap_bytes is None else str(settings.swap_bytes),
     }  # fmt: skip
     kind = "One request may have many responses" if decoupled else "Every request has one response: `stream` is refused"
     return "\n".join(

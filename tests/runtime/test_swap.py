@@ -1,0 +1,481 @@
+"""Sequences that give way and come back: the same bits as if nobody had asked for their place, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.console import Capture, complaint, printed
+from tests.tiny import TinyModel, make_tiny
+from trtkv.api import build
+from trtkv.errors import CapacityError
+from trtkv.plugins.kv_recall.layout import layout
+from trtkv.runtime import swap
+from trtkv.runtime.batcher import Batcher, Call
+from trtkv.runtime.loading import Engine, Options, open_engine
+from trtkv.runtime.pages import PageAllocator
+from trtkv.runtime.sampler import SamplingParams
+from trtkv.runtime.slabs import HostRoom, Records
+from trtkv.runtime.swap import Swap, open_swap
+from trtkv.serve.gauges import Gauges
+
+LIMITS = {"max_seq_len": 256, "max_batch_size": 3, "max_chunk_tokens": 48}
+SETS = ("retrieve.sink=8", "retrieve.window=8")
+ENGINES = ("full", "fier", "freekv", "quest", "fier on the host", "freekv on the host")
+
+
+def built(model: Path, policy: str, folder: Path, **limits: int) -> Path:
+    budget, sets = (None, ()) if policy == "full" else (96, SETS)
+    return build(str(model), policy, budget=budget, sets=sets, out=folder / policy, backend="none", sms=["none"], **{**LIMITS, **limits})  # type: ignore[arg-type]
+
+
+def scarce(path: Path, hosted: bool, sequences: float = 1.5, **more: object) -> Engine:
+    """Open an engine whose cache holds so many sequences of full length."""
+    plan = open_engine(path, Options(device="cpu", weights="random")).session.plan
+    pages = int(plan.pages(LIMITS["max_seq_len"]) * sequences)
+    if hosted:
+        return open_engine(path, Options(offload=True, host_bytes=pages * layout(plan).host_bytes(1), **more))  # type: ignore[arg-type]
+    return open_engine(path, Options(cache_bytes=pages * plan.page_bytes + 3 * plan.slot_bytes, **more))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def pair(request: pytest.FixtureRequest, tiny_llama: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine]:
+    """An engine in which sequences give way, and one with all its pages on the device and room for all."""
+    policy, _, hosted = request.param.partition(" ")
+    path = built(tiny_llama.path, policy, tmp_path_factory.mktemp("swap"))
+    return scarce(path, bool(hosted)), open_engine(path, Options())
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [(17 * seed + 5 * index * index + index) % 250 for index in range(length)]
+
+
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=1)
+
+
+def ids(call: Call, request: int = 0) -> list[int | None]:
+    return [event.token_id for event in call.events if event.request == request]
+
+
+def finish(batcher: Batcher) -> None:
+    for _ in range(5000):
+        if not batcher.advance():
+            return
+    raise AssertionError("the batch does not end")
+
+
+def until(batcher: Batcher, reached: Callable[[], object]) -> None:
+    """Run steps until something is so."""
+    while not reached():
+        assert batcher.advance(), "the batch ends before"
+
+
+def nothing_left(batcher: Batcher) -> bool:
+    engine, own = batcher.engine, batcher.scheduler.swap
+    assert own is None or (own.used_bytes == 0 and not own._copies)
+    assert own is None or own.taken_bytes <= own._room.limit_bytes
+    return engine.pages.free == engine.pages.num_pages and sorted(engine.slots) == [0, 1, 2] and not batcher.busy
+
+
+def swapping(batcher: Batcher) -> Swap:
+    assert batcher.scheduler.swap is not None
+    return batcher.scheduler.swap
+
+
+def answer(engine: Engine, tokens: list[int], params: SamplingParams) -> list[int | None]:
+    batcher = Batcher(engine, None, ahead=False)
+    call = batcher.submit([tokens], [params])
+    finish(batcher)
+    return ids(call)
+
+
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages leave one or two at a time, so that sequences lie partly here and partly there."""
+    monkeypatch.setattr(swap, "LEAST_PAGES", 1)
+    monkeypatch.setattr(swap, "MOST_PAGES", 2)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> list[dict[str, object]]:
+    """Calls with what they begin like, when they join, how urgent they are, and when they are cancelled."""
+    chance = random.Random(draw(st.integers(0, 2**20)))
+    calls = []
+    for index in range(draw(st.integers(2, 5))):
+        sampled = chance.random() < 0.5
+        params = SamplingParams(
+            max_tokens=chance.randint(1, 60), ignore_eos=True, temperature=1.0 if sampled else 0.0, seed=index,
+            repetition_penalty=chance.choice([1.0, 1.3]), frequency_penalty=chance.choice([0.0, 0.5]),
+        )  # fmt: skip
+        like = chance.choice([0, 0, index])
+        tokens = prompt(chance.randint(1, 70), like) + prompt(chance.randint(0, 40), index)
+        calls.append({
+            "prompts": [tokens] * chance.choice([1, 1, 2]), "params": params, "priority": chance.choice([0, 0, 1, 5]), "joins": chance.randint(0, 30),
+            "cancelled": chance.randint(1, 60) if chance.random() < 0.25 else None,
+        })  # fmt: skip
+    return calls
+
+
+@pytest.mark.usefixtures("small_steps")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=6)
+@given(calls=schedules(), ahead=st.booleans(), room=st.sampled_from([None, None, 0, 60_000]))
+def test_schedules_leave_nothing_behind_and_answers_are_those_of_nobody_giving_way(
+    pair: tuple[Engine, Engine], calls: list[dict], ahead: bool, room: int | None
+) -> None:
+    engine, whole = pair
+    batcher = Batcher(engine, None, ahead=ahead)
+    batcher.scheduler.swap = open_swap(engine.session, engine.pages, room)  # type: ignore[arg-type]
+    going: dict[int, Call] = {}
+    for step in range(5000):
+        for index, one in enumerate(calls):
+            if one["joins"] == step:
+                going[index] = batcher.submit(one["prompts"], [one["params"]] * len(one["prompts"]), priority=one["priority"])
+            if one["cancelled"] == step and index in going:
+                batcher.cancel(going[index])
+        if not batcher.advance() and len(going) == len(calls):
+            break
+        _count_owners(batcher)
+    assert nothing_left(batcher)
+    exact = engine.session.plan.policy == "full" or not batcher.scheduler.recomputed
+    for index, one in enumerate(calls):
+        expected = answer(whole, one["prompts"][0], one["params"])
+        for request in range(len(one["prompts"])):
+            found = ids(going[index], request)
+            assert len(found) == len(expected) or one["cancelled"] is not None
+            assert not exact or found == expected[: len(found)]
+
+
+def _count_owners(batcher: Batcher) -> None:
+    """Every page has as many owners as sequences name it, every place in host memory belongs to somebody."""
+    scheduler, pages = batcher.scheduler, batcher.engine.pages
+    assert isinstance(pages, PageAllocator)
+    everybody = [*scheduler.running, *scheduler.waiting]
+    named = [page for one in everybody for page in one.pages]
+    assert all(pages.owners(page) == named.count(page) for page in range(pages.num_pages))
+    if scheduler.swap is None:
+        assert all(one.left is None and not one.pages for one in scheduler.waiting)
+        return
+    held = [copy for one in scheduler.waiting if one.left is not None for copy in one.left.tail]
+    assert all(copy.holders == held.count(copy) for copy in held)
+    assert set(held) == set(scheduler.swap._copies.values())
+    assert scheduler.swap._paged.used == len(set(held))
+    assert scheduler.swap._slots.used == sum(one.left is not None and one.left.slot is not None for one in scheduler.waiting)
+    assert all(one.left is None for one in scheduler.running)
+
+
+def test_a_sequence_that_waits_for_a_slot_alone_keeps_its_pages(pair: tuple[Engine, Engine]) -> None:
+    engine, whole = pair
+    batcher = Batcher(engine, None, ahead=False)
+    low = [batcher.submit([prompt(20, seed)], [greedy(30)]) for seed in range(3)]
+    for _ in range(8):
+        batcher.advance()
+    high = batcher.submit([prompt(20, 7)], [greedy(5)], priority=1)
+    batcher.advance()
+    (waits,) = batcher.scheduler.waiting
+    assert waits.left is not None and waits.slot < 0 and len(waits.pages) == engine.session.plan.pages(waits.seen)
+    assert not waits.left.tail and swapping(batcher).out == 0
+    finish(batcher)
+    assert batcher.scheduler.preemptions == 1 and batcher.scheduler.recomputed == 0
+    assert [ids(call) for call in low] == [answer(whole, prompt(20, seed), greedy(30)) for seed in range(3)]
+    assert ids(high) == answer(whole, prompt(20, 7), greedy(5))
+    assert nothing_left(batcher)
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_pages_leave_when_others_need_them_and_no_more_than_these(pair: tuple[Engine, Engine]) -> None:
+    engine, whole = pair
+    batcher = Batcher(engine, None, ahead=False)
+    first, second = (batcher.submit([prompt(90, seed)], [greedy(150)]) for seed in (1, 2))
+    most = 0
+    until(batcher, lambda: batcher.scheduler.preemptions)
+    (waits,) = batcher.scheduler.waiting
+    while first.open:
+        batcher.advance()
+        if first.open:
+            assert waits.left is not None and engine.pages.free < 3, "a page in hand was there, and others left all the same"
+            most = max(most, len(waits.left.tail))
+    assert 0 < most < engine.session.plan.pages(waits.seen)
+    finish(batcher)
+    record = sum(buffer[0].nbytes for buffer in engine.session.page_buffers())
+    own = swapping(batcher)
+    assert (own.out, own.back, batcher.scheduler.recomputed) == (1, 1, 0)
+    assert own.out_bytes >= most * record and own.in_bytes <= own.out_bytes
+    assert [ids(first), ids(second)] == [answer(whole, prompt(90, seed), greedy(150)) for seed in (1, 2)]
+    assert nothing_left(batcher)
+
+
+def test_a_cancelled_sequence_gives_its_host_memory_back(pair: tuple[Engine, Engine]) -> None:
+    batcher = Batcher(pair[0], None, ahead=False)
+    calls = [batcher.submit([prompt(90, seed)], [greedy(150)]) for seed in (1, 2)]
+    until(batcher, lambda: swapping(batcher).out)
+    assert swapping(batcher).used_bytes > 0
+    batcher.cancel(calls[1])
+    assert swapping(batcher).used_bytes == 0
+    finish(batcher)
+    assert nothing_left(batcher)
+
+
+@pytest.mark.usefixtures("small_steps")
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_where_host_memory_runs_out_midway_sequences_are_computed_again(pair: tuple[Engine, Engine], after: int) -> None:
+    engine = pair[0]
+    batcher, left = Batcher(engine, None, ahead=False), [after]
+
+    def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        left[0] -= 1
+        if left[0] < 0 or shape[0] > 2:
+            raise CapacityError("no more host memory could be pinned", "Give more.")
+        return torch.empty(shape, dtype=dtype)
+
+    assert isinstance(engine.pages, PageAllocator)
+    batcher.scheduler.swap = Swap(engine.session, engine.pages, 1 << 30, allocate)
+    calls = [batcher.submit([prompt(60, seed)], [greedy(150)]) for seed in range(3)]
+    finish(batcher)
+    assert [len(ids(call)) for call in calls] == [150] * 3
+    assert batcher.scheduler.recomputed > 0
+    assert nothing_left(batcher)
+
+
+@pytest.mark.parametrize("way", ["send", "bring"])
+def test_a_copy_that_fails_leaves_everything_in_its_place(pair: tuple[Engine, Engine], way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, whole = pair
+    batcher = Batcher(engine, None, ahead=False)
+
+    def fails(*args: object) -> None:
+        raise RuntimeError("the bus is gone")
+
+    calls = [batcher.submit([prompt(90, seed)], [greedy(150)]) for seed in (1, 2)]
+    until(batcher, lambda: sum(len(call.events) for call in calls) > 8)
+    with monkeypatch.context() as broken:
+        broken.setattr(Records, way, fails)
+        with pytest.raises(RuntimeError, match="the bus is gone"):
+            finish(batcher)
+    batcher.cancel(calls[1])
+    finish(batcher)
+    assert ids(calls[0]) == answer(whole, prompt(90, 1), greedy(150))
+    assert nothing_left(batcher)
+
+
+def test_what_users_say_and_see(tiny_llama: TinyModel, tmp_path: Path, capsys: Capture) -> None:
+    path = built(tiny_llama.path, "full", tmp_path)
+    assert "--swap-gib -1.0 is no size" in complaint(capsys, "run", path, "hello", "--swap-gib", -1)
+    words = ("bench", "serve", path, "--requests", 4, "--concurrency", 4, "--prompt-tokens", 60, "--answer-tokens", 150, "--json", "--device", "cpu")
+    gib = open_engine(path, Options()).session.plan.page_bytes * 12 / 2**30
+    swapped, again = (json.loads(printed(capsys, *words, "--cache-gib", gib, *more)) for more in ((), ("--swap-gib", 0)))
+    assert swapped["preemptions"] == again["preemptions"] == again["recomputed"] > 0
+    assert swapped["recomputed"] == again["swapped_bytes"] == 0
+    assert swapped["swapped_in"] == swapped["swapped_out"] > 0 and swapped["swap_host_bytes"] > 0
+    assert f"--cache-gib {gib} --swap-gib 0" in again["command"]
+
+
+def test_metrics_count_what_leaves_and_returns(pair: tuple[Engine, Engine]) -> None:
+    batcher = Batcher(pair[0], None, ahead=False)
+    sink = Counting()
+    gauges = Gauges(batcher, sink)
+    for seed in (1, 2):
+        batcher.submit([prompt(90, seed)], [greedy(150)])
+    waited = 0.0
+    while batcher.advance():
+        gauges.step()
+        gauges._show()
+        waited = max(waited, sink.values["trtkv:num_requests_swapped"])
+        assert sink.values["trtkv:swap_bytes"] == swapping(batcher).used_bytes
+    own = swapping(batcher)
+    assert waited == sink.values["trtkv:num_preemptions_total"] == 1
+    assert (sink.values["trtkv:num_swapped_total", "out"], sink.values["trtkv:num_swapped_total", "in"]) == (own.out, own.back) == (1, 1)
+    assert (sink.values["trtkv:swapped_bytes_total", "out"], sink.values["trtkv:swapped_bytes_total", "in"]) == (own.out_bytes, own.in_bytes)
+    assert "trtkv:num_recomputed_total" not in sink.values
+    assert nothing_left(batcher)
+
+
+class Counting:
+    """Keeps gauges and sums counters, by name and direction."""
+
+    def __init__(self) -> None:
+        self.values: dict[object, float] = {}
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        self.values[name] = value
+
+    def inc(self, name: str, amount: float = 1.0, **labels: str) -> None:
+        key = (name, labels["direction"]) if "direction" in labels else name
+        self.values[key] = self.values.get(key, 0.0) + amount
+
+    def observe(self, name: str, value: float) -> None:
+        """No histogram is looked at."""
+
+
+def test_a_beginning_that_several_share_goes_to_the_host_once_and_is_shared_again(tiny_llama: TinyModel, tmp_path: Path) -> None:
+    path = built(tiny_llama.path, "full", tmp_path)
+    engine, whole = scarce(path, False, 1.0), open_engine(path, Options())
+    batcher = Batcher(engine, None, ahead=False)
+    shared, params = prompt(100, 3), [SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0, seed=seed) for seed in range(3)]
+    first = batcher.submit([shared], params[:1])
+    for _ in range(4):
+        batcher.advance()
+    others = batcher.submit([shared] * 2, params[1:])
+    for _ in range(6):
+        batcher.advance()
+    assert [len(one.tokens) > 100 for one in batcher.scheduler.running] == [True] * 3
+    urgent = batcher.submit([prompt(200, 9)], [greedy(40)], priority=3)
+    batcher.advance()
+    tails = [one.left.tail for one in batcher.scheduler.waiting if one.left is not None]
+    full = 100 // engine.session.plan.page_size
+    assert [len(tail) for tail in tails] == [full + 1] * 3
+    assert all(len({tail[index] for tail in tails}) == 1 for index in range(full))
+    assert swapping(batcher)._paged.used == full + 3
+    until(batcher, lambda: not urgent.open and len(batcher.scheduler.running) == 3)
+    assert {tuple(one.pages[:full]) for one in batcher.scheduler.running} == {tuple(batcher.scheduler.running[0].pages[:full])}
+    finish(batcher)
+    assert swapping(batcher).in_bytes == swapping(batcher).out_bytes == (full + 3) * swapping(batcher)._paged.record_bytes
+    assert ids(first) == answer(whole, shared, params[0])
+    assert [ids(others, index) for index in range(2)] == [answer(whole, shared, one) for one in params[1:]]
+    assert ids(urgent) == answer(whole, prompt(200, 9), greedy(40))
+    assert nothing_left(batcher)
+
+
+def test_a_half_read_prompt_is_copied_where_that_is_quicker(tiny_llama: TinyModel, tmp_path: Path) -> None:
+    path = built(tiny_llama.path, "full", tmp_path)
+    whole = open_engine(path, Options())
+    for tokens_per_s, again in ((1.0, 0), (1e12, 1)):
+        batcher = Batcher(scarce(path, False, 1.0), None, ahead=False)
+        low = batcher.submit([prompt(200, 1)], [greedy(10)])
+        batcher.advance()
+        swapping(batcher).prompt_tokens_per_s = tokens_per_s
+        high = batcher.submit([prompt(220, 2)], [greedy(3)], priority=1)
+        batcher.advance()
+        assert (batcher.scheduler.preemptions, batcher.scheduler.recomputed, swapping(batcher).out) == (1, again, 1 - again)
+        finish(batcher)
+        assert ids(low) == answer(whole, prompt(200, 1), greedy(10))
+        assert ids(high) == answer(whole, prompt(220, 2), greedy(3))
+        assert nothing_left(batcher)
+
+
+def test_what_is_not_swapped_out_and_why(tiny_llama: TinyModel, tmp_path: Path) -> None:
+    engine = open_engine(built(tiny_llama.path, "full", tmp_path), Options(swap_bytes=0))
+    assert Batcher(engine, None).scheduler.swap is None
+    engine.session.parts = 2
+    assert "several processes" in (swap.why_not(engine.session) or "")
+    held = open_engine(build(str(tiny_llama.path), "kivi", out=tmp_path / "kivi", backend="none", **LIMITS), Options())
+    assert "never give way" in (swap.why_not(held.session) or "")
+    assert Batcher(held, None).scheduler.swap is None
+
+
+@settings(max_examples=50)
+@given(data=st.data(), offset=st.integers(0, 3))
+def test_records_bring_back_what_was_sent(data: st.DataObject, offset: int) -> None:
+    """Rows of any order, contiguous buffers and strided ones, slabs of several sizes."""
+    rows, noise = 12, torch.Generator().manual_seed(offset)
+    strided = torch.randn(rows, 2, 2, 3, generator=noise)[:, :, 1]
+    buffers = [torch.randn(rows, 5, generator=noise), strided, torch.randint(0, 250, (rows, 3, 7 + offset), generator=noise, dtype=torch.uint8)]
+    room = HostRoom(2000, lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    records = Records(buffers, room, torch.device("cpu"))
+    before, kept = [one.clone() for one in buffers], []
+    for count in data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)):
+        chosen = data.draw(st.permutations(range(rows)))[:count]
+        places = records.take(count)
+        if places is None:
+            assert (records.used + count) * records.record_bytes > room.limit_bytes - records.record_bytes
+            continue
+        records.send(chosen, places)
+        kept.append((chosen, places))
+    assert room.taken_bytes <= room.limit_bytes
+    assert len({place for _, places in kept for place in places}) == records.used
+    for chosen, places in kept:
+        target = data.draw(st.permutations(range(rows)))[: len(chosen)]
+        for one in buffers:
+            one.fill_(7)
+        records.bring(target, places)
+        for one, old in zip(buffers, before, strict=True):
+            assert torch.equal(one[target], old[chosen])
+            assert (one[[row for row in range(rows) if row not in target]] == 7).all()
+        records.give(places)
+    assert records.used == 0
+
+
+def test_the_next_slab_is_made_beside_the_steps() -> None:
+    made: list[str] = []
+
+    def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        made.append(threading.current_thread().name)
+        return torch.empty(shape, dtype=dtype)
+
+    room = HostRoom(16 * 20, allocate)
+    records = Records([torch.zeros(30, 16, dtype=torch.uint8)], room, torch.device("cpu"), first=4, beside=True)
+    records.prepare()
+    assert [records.take(count) is not None for count in (2, 4, 9)] == [True, True, True]
+    assert records._coming is not None and records._coming.result() is not None
+    places = records.take(5)
+    assert places is not None and room.taken_bytes == 16 * 20 and records.used == 20
+    assert records.take(1) is None, "the limit holds for the thread too"
+    assert all(name.startswith("trtkv-host-memory") for name in made)
+
+
+def test_a_page_is_regained_while_it_holds_what_it_did() -> None:
+    pages = PageAllocator(3)
+    (page,) = pages.take(1)
+    content = pages.content(page)
+    pages.publish(page, b"key")
+    assert pages.regain(content) and pages.owners(page) == 2
+    pages.give([page])
+    pages.give([page])
+    assert pages.regain(content), "published pages keep their contents"
+    pages.give([page])
+    taken = pages.take(3)
+    assert page in taken and not pages.regain(content)
+    pages.give(taken)
+    assert not pages.regain(pages.content(page)), "a free page belongs to whoever takes it"
+    assert pages.free == 3
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("where", [*ENGINES[:4], "quest on the host", "freekv on the host"])
+def test_one_place_for_all_gives_the_same_bits(where: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One place for three sequences of rising priority: whoever gives way goes on in other pages, on a GPU in steps that were captured before."""
+    policy, _, hosted = where.partition(" ")
+    shape = {"num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 640}
+    model = make_tiny("qwen3", tmp_path / "model", dtype=torch.bfloat16, **shape)
+    path = built(model.path, policy, tmp_path, max_seq_len=512, max_batch_size=1, max_chunk_tokens=512)
+    engine = open_engine(path, Options(device=device, dense_below=0))
+    assert engine.stepper.runs_ahead == (device == "cuda")
+    asked = [(prompt(300, 1), 60), (prompt(280, 2), 50), (prompt(400, 3), 40)]
+    alone = [_events(Batcher(engine, None), [one]) for one in asked]
+    pages = engine.session.plan.pages(512) + 1
+    del engine
+    monkeypatch.setattr(swap, "LEAST_PAGES", 4)
+    monkeypatch.setattr(swap, "MOST_PAGES", 8)
+    more = _scarce(path, device, pages, hosted=bool(hosted))
+    batcher = Batcher(more, None)
+    found = _events(batcher, asked)
+    own = swapping(batcher)
+    assert (batcher.scheduler.preemptions, batcher.scheduler.recomputed) == (2, 0) and own.out >= 1 and own.out == own.back
+    assert found == [one for (one,) in alone]
+    assert own.used_bytes == 0 and more.pages.free == more.pages.num_pages and not batcher.busy
+
+
+def _scarce(path: Path, device: str, pages: int, *, hosted: bool) -> Engine:
+    plan = open_engine(path, Options(device="cpu", weights="random")).session.plan
+    if hosted:
+        return open_engine(path, Options(device=device, offload=True, host_bytes=pages * layout(plan).host_bytes(1), swap_bytes=1 << 28))
+    return open_engine(path, Options(device=device, dense_below=0, cache_bytes=pages * plan.page_bytes + plan.slot_bytes, swap_bytes=1 << 28))
+
+
+def _events(batcher: Batcher, asked: list[tuple[list[int], int]]) -> list[list[tuple[int | None, float | None]]]:
+    """Answer prompts that arrive every ten steps, each more urgent than those before: tokens and their log probabilities."""
+    calls, steps = [], 0
+    while len(calls) < len(asked) or batcher.busy:
+        if steps % 10 == 0 and len(calls) < len(asked):
+            tokens, longest = asked[len(calls)]
+            calls.append(batcher.submit([tokens], [greedy(longest)], priority=len(calls)))
+        batcher.advance()
+        steps += 1
+    return [[(event.token_id, event.logprob) for event in call.events] for call in calls]

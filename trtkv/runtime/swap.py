@@ -1,0 +1,259 @@
+"""Sequences that give way keep what has been computed: their pages as long as nobody needs these, then copies in host memory.
+
+Whoever gives way leaves its slot at once. What the slot held (FreeKV's previous query; with --offload the newest pages, of which the last is nowhere
+else) goes to host memory. Pages follow when others need them, the last ones first and no more than are needed; a page that several own goes once. On
+their return pages that are still there are owned again, the others come back to new ones, and decoding goes on with the same bits.
+
+An answer is never computed again while there is host memory: selection would then see it as a prompt. A half-read prompt is, where that is quicker
+than two ways over the bus, at the rates measured so far.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from trtkv.plugins.session import Session
+from trtkv.runtime.host_memory import HostPool, host_room
+from trtkv.runtime.pages import PageAllocator
+from trtkv.runtime.slabs import Allocate, HostRoom, Place, Records
+from trtkv.runtime.streams import CopyLane, Stretch
+
+if TYPE_CHECKING:
+    from trtkv.runtime.scheduler import Running
+
+BUS_BYTES_PER_S = 20e9  # before a copy has been measured
+OF_LAST = 0.5  # share of the newest measurement in a rate
+LEAST_PAGES = 16  # that go together: a stretch of copies has its price
+MOST_PAGES = 128  # of one stretch: what others may take before the rest has gone
+HOST_SHARE = 4  # of the host memory that may be pinned, by default a quarter at most
+
+
+@dataclass(eq=False, slots=True)
+class Copied:
+    """A page's contents in host memory, for so many sequences, and on the device as long as that page keeps them."""
+
+    place: Place
+    content: tuple[int, int]
+    holders: int = 1
+
+
+@dataclass(eq=False, slots=True)
+class Left:
+    """What a sequence that gave way has in host memory: its slot's record, and the pages behind those that it still owns."""
+
+    slot: Place | None
+    tail: list[Copied] = field(default_factory=list)
+
+
+class Swap:
+    """Host memory for the sequences of one engine that give way.
+
+    out and back count sequences whose pages left and returned, out_bytes and in_bytes what was copied of pages and slots.
+    """
+
+    def __init__(self, session: Session, pages: PageAllocator, limit_bytes: int, allocate: Allocate | None = None) -> None:
+        """Take up to limit_bytes of host memory for an engine of which `why_not` says nothing; allocate makes slabs of it."""
+        self.out = self.back = self.out_bytes = self.in_bytes = 0
+        self.prompt_tokens_per_s = 0.0  # at which prompts are read, 0 before one was
+        self.bus_bytes_per_s = BUS_BYTES_PER_S
+        self._plan, self._pages, device = session.plan, pages, session.device
+        self._offload = session.offload
+        self._room = HostRoom(limit_bytes, allocate or HostPool(device, 1).allocate)
+        paged = list(session.page_buffers())
+        first = self._room.first(sum(one[0].nbytes for one in paged))
+        self._paged = Records(paged, self._room, device, first=first, beside=device.type == "cuda")
+        self._slots = Records(slot_buffers(session), self._room, device, first=session.num_slots)
+        self._copies: dict[tuple[int, int], Copied] = {}
+        self._lane = CopyLane(device)
+        self._moving: dict[int, Stretch] = {}  # pages that the lane may still read or write
+        self._moving_slots: dict[int, Stretch] = {}
+        self._timed: deque[tuple[Stretch, int]] = deque()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of host memory that sequences have."""
+        return self._paged.used * self._paged.record_bytes + self._slots.used * self._slots.record_bytes
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of host memory that were taken so far, used or not."""
+        return self._room.taken_bytes
+
+    def prepare(self) -> None:
+        """Take note that pages are becoming few: host memory is made ready beside the steps."""
+        self._paged.prepare()
+
+    def park(self, one: Running) -> bool:
+        """Save what a sequence's slot holds, and give back pages that hold nothing yet; False where it is better computed again."""
+        if one.seen <= one.reused:
+            return False
+        place = None
+        if self._slots.record_bytes:
+            found = self._slots.take(1)
+            if found is None:
+                return False
+            (place,) = found
+            with given_back(self._slots, found), self._lane.stretch() as stretch:
+                self._slots.send([one.slot], found)
+            self._moving_slots[one.slot] = stretch
+            self.out_bytes += self._slots.record_bytes
+        filled = self._plan.pages(one.seen)
+        self._pages.give(one.pages[filled:])
+        one.pages, one.left, one.arriving = one.pages[:filled], Left(place), None
+        return True
+
+    def tail(self, one: Running, missing: int, *, shared: bool) -> list[int]:
+        """Name the last pages of a waiting sequence that may go for others to have so many more; with `shared` also those that others own too."""
+        most = min(len(one.pages), max(missing, LEAST_PAGES), MOST_PAGES)
+        count = 0
+        while count < most and (shared or self._pages.owners(one.pages[-1 - count]) == 1):
+            count += 1
+        return one.pages[len(one.pages) - count :]
+
+    def send(self, one: Running, tail: Sequence[int]) -> bool:
+        """Copy a waiting sequence's last pages to the host and give them back; False where it is to be computed again."""
+        assert one.left is not None
+        if not one.left.tail and not self._worth(one):
+            return False
+        contents = [self._pages.content(page) for page in tail]
+        new = [content for content in contents if content not in self._copies]
+        places = self._paged.take(len(new))
+        if places is None:
+            return False
+        if new:
+            numbers = [page for page, _ in new]
+            with given_back(self._paged, places), self._lane.stretch() as stretch:
+                self._paged.send(numbers, places)
+            self._note(stretch, numbers)
+            self.out_bytes += len(new) * self._paged.record_bytes
+        self.out += not one.left.tail
+        for content in contents:
+            if content in self._copies:
+                self._copies[content].holders += 1
+        self._copies |= {content: Copied(place, content) for content, place in zip(new, places, strict=True)}
+        one.left.tail = [self._copies[content] for content in contents] + one.left.tail
+        one.pages = one.pages[: len(one.pages) - len(tail)]
+        self._pages.give(tail)
+        return True
+
+    def regain(self, one: Running) -> list[int | None]:
+        """Own those pages of a sequence again that still hold what they did: the number of each of its pages that left, None where it has gone."""
+        assert one.left is not None
+        return [copy.content[0] if self._pages.regain(copy.content) else None for copy in one.left.tail]
+
+    def bring(self, one: Running, kept: Sequence[int | None], fresh: Sequence[int]) -> None:
+        """Let a sequence go on in its new slot: kept are what `regain` found, fresh the pages for the rest and for what comes next."""
+        left, numbers = one.left, iter(fresh)
+        assert left is not None
+        tail = [next(numbers) if page is None else page for page in kept]
+        pairs = [(page, copy) for page, copy, old in zip(tail, left.tail, kept, strict=True) if old is None]
+        more = list(numbers)
+        self.claim([*one.pages, *(page for page in kept if page is not None), *more], one.slot)
+        if pairs or left.slot is not None:
+            with self._lane.stretch() as stretch:
+                self._paged.bring([page for page, _ in pairs], [copy.place for _, copy in pairs])
+                if left.slot is not None:
+                    self._slots.bring([one.slot], [left.slot])
+            self._note(stretch, [page for page, _ in pairs])
+            self.in_bytes += len(pairs) * self._paged.record_bytes + (left.slot is not None) * self._slots.record_bytes
+            one.arriving = self._moving_slots[one.slot] = stretch
+        if self._offload is not None:
+            self._offload.leave_frames(one.slot)
+        self.back += bool(left.tail)
+        for page, copy in pairs:
+            del self._copies[copy.content]
+            copy.content = self._pages.content(page)
+            self._copies[copy.content] = copy
+        one.pages = [*one.pages, *tail, *more]
+        for page, key in zip(one.pages, one.keys, strict=False):
+            self._pages.publish(page, key)
+        self.drop(one)
+
+    def drop(self, one: Running) -> None:
+        """Give back the host memory of a sequence."""
+        if one.left is None:
+            return
+        for copy in one.left.tail:
+            copy.holders -= 1
+            if not copy.holders:
+                del self._copies[copy.content]
+                self._paged.give([copy.place])
+        if one.left.slot is not None:
+            self._slots.give([one.left.slot])
+        one.left = None
+
+    def claim(self, pages: Sequence[int], slot: int | None = None) -> None:
+        """Let the steps to come wait for copies of pages, and of a slot, that somebody takes."""
+        waiting = {self._moving.pop(page) for page in pages if page in self._moving}
+        if slot in self._moving_slots:
+            waiting.add(self._moving_slots.pop(slot))
+        for stretch in waiting:
+            stretch.wait()
+
+    def learn_prompts(self, tokens_per_s: float) -> None:
+        """Take note of the rate at which a step has read prompts."""
+        self.prompt_tokens_per_s += (OF_LAST if self.prompt_tokens_per_s else 1.0) * (tokens_per_s - self.prompt_tokens_per_s)
+
+    def _worth(self, one: Running) -> bool:
+        """Say whether to copy rather than to compute again: always behind the prompt, whose answer would come out otherwise."""
+        self._learn()
+        if one.seen > one.num_prompt or one.num_generated or not self.prompt_tokens_per_s:
+            return True
+        copied = 2 * len(one.pages) * self._paged.record_bytes / self.bus_bytes_per_s
+        return copied <= one.seen / self.prompt_tokens_per_s
+
+    def _note(self, stretch: Stretch, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._moving[page] = stretch
+        if pages:
+            self._timed.append((stretch, len(pages) * self._paged.record_bytes))
+
+    def _learn(self) -> None:
+        """Take the rate of the bus from copies that are done."""
+        while self._timed and self._timed[0][0].done:
+            stretch, size = self._timed.popleft()
+            if stretch.seconds > 0:
+                self.bus_bytes_per_s += OF_LAST * (size / stretch.seconds - self.bus_bytes_per_s)
+
+
+@contextmanager
+def given_back(records: Records, places: Sequence[Place]) -> Iterator[None]:
+    """Give places back where copying to them fails."""
+    try:
+        yield
+    except BaseException:
+        records.give(places)
+        raise
+
+
+def slot_buffers(session: Session) -> list[Tensor]:
+    """List the buffers whose rows are slots and outlive a step: what selection keeps of a sequence, and the rings of offloaded layers."""
+    own = [session.buffer(spec.name, layer) for spec in session.plan.buffers if not spec.paged for layer in spec.layers]
+    return own + (session.offload.rings() if session.offload is not None else [])
+
+
+def why_not(session: Session) -> str | None:
+    """Say why the sequences of an engine that give way are computed again, None where they can be swapped out."""
+    if session.parts > 1:
+        return "its KV heads are shared out over several processes"
+    if session.plan.held or session.plan.evict is not None:
+        return "its sequences never give way: they are admitted for all that they may still need"
+    if any(one.device.type != session.device.type for one in session.page_buffers()):
+        return "some of its pages lie outside the device's memory without --offload"
+    return None
+
+
+def open_swap(session: Session, pages: PageAllocator, limit_bytes: int | None = None) -> Swap | None:
+    """Make room for an engine's sequences that give way, by default for as many bytes as its pages have; None where they are computed again."""
+    if limit_bytes == 0 or why_not(session) is not None:
+        return None
+    if limit_bytes is None:
+        paged, slots = (sum(one[0].nbytes for one in rows) for rows in (session.page_buffers(), slot_buffers(session)))
+        limit_bytes = min(paged * pages.num_pages + slots * session.num_slots, host_room() // HOST_SHARE)
+    return Swap(session, pages, limit_bytes)
