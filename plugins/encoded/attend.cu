@@ -1,8 +1,8 @@
 // Decode attention over encoded pages and a residual in full precision: split over blocks of a row, merged by whichever of them ends last.
 //
 // Built with -DD (head dimension, multiple of 32), -DGROUP_HEADS (G <= 8), -DBITS (2 or 4: codes with scale and minimum; 8: e4m3 with a scale a token),
-// -DKEY_GROUP (tokens, multiple of 16), -DVALUE_GROUP (channels, multiple of 16), -DWARPS, -DSTAGES, -DPHASED (runs are counted from the slot's origin)
-// and -DBF16. How codes lie: `layout.py`; how a warp takes them: `seen.cuh`.
+// -DKEY_GROUP (tokens, multiple of 16), -DVALUE_GROUP (channels, multiple of 16), -DWARPS, -DSTAGES, -DPHASED (runs are counted from the slot's origin),
+// -DSETTLED (how much is encoded is said a slot) and -DBF16. How codes lie: `layout.py`; how a warp takes them: `seen.cuh`.
 #include "merge.cuh"
 
 #define TILE_COST 4 // steps that take as long as a tile in full precision, whose loads wait for each other
@@ -48,7 +48,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / TH
     }
     copies_commit();
   };
+#ifdef SETTLED
+  const bool early = true; // steps encode nothing themselves
+#else
   const bool early = (begin + STAGES) * STEP <= coded - residual; // nothing of it was encoded in this step
+#endif
   if (early) {
 #pragma unroll
     for (int j = 0; j < STAGES - 1; j++) fetch(j);

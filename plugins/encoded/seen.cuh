@@ -23,11 +23,14 @@
 #endif
 
 // How many leading keys and values of a sequence are codes (`formats.py`): behind `lag` tokens, runs of `residual` keys from the origin on, and values older
-// than the residual (together: with the keys).
+// than the residual (together: with the keys). SETTLED: as the slot says, in ends [Z, 2] that stand in origins' place.
 struct Ends {
   int keys, values;
 };
 __device__ __forceinline__ Ends ends_of(int stored, const int* origins, int slot, int residual, int lag, int together) {
+#ifdef SETTLED
+  return {origins[2 * slot], origins[2 * slot + 1]};
+#else
 #ifdef PHASED
   const int origin = origins[slot];
 #else
@@ -35,6 +38,7 @@ __device__ __forceinline__ Ends ends_of(int stored, const int* origins, int slot
 #endif
   const int keys = origin + (stored - lag - origin) / residual * residual;
   return {keys, together ? keys : max(0, stored - lag - residual)};
+#endif
 }
 
 // A slot's newest tokens in full precision, those of a key-value head: token t at place t % tokens behind `row`. Leading keys_end keys and values_end
