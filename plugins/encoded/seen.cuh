@@ -171,6 +171,22 @@ struct SeenCodes : Seen {
     const int lane = threadIdx.x & 31;
     const bool some_keys = first < residual.keys_end, some_values = first < residual.values_end;
     __syncwarp();
+#ifdef SETTLED // most tiles are in full precision: everything is asked for at once, and no tile wraps round a ring of whole tiles
+    if (!some_keys && !some_values && there == TILE) {
+      const u32 to = shared_at(own);
+      const long long from = (residual.row + first % residual.tokens) * ROW;
+#pragma unroll
+      for (int i = lane; i < TILE * CHUNKS; i += 32) {
+        copy16(to + place(i / CHUNKS, i % CHUNKS), residual.keys + from + i * 16);
+        copy16(to + TILE * ROW + place(i / CHUNKS, i % CHUNKS), residual.values + from + i * 16);
+      }
+      copies_commit();
+      copies_wait<0>();
+      __syncwarp();
+      take(query, to, ok, scale_log2);
+      return;
+    }
+#endif
 #pragma unroll 1
     for (int base = lane; base < TILE * CHUNKS; base += 64) {
       uint4 key[2], value[2];
