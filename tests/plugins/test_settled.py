@@ -42,7 +42,7 @@ from trtkv.verify import Plan, verify
 KIVI = ("quantize.group=16", "quantize.residual=16")
 SETTLED = {
     "lagkv+kivi": (*KIVI, "evict.lag=16", "evict.sink=4"),
-    "localkv+kivi": ("quantize.group=16", "quantize.residual=32", "quantize.bits=4", "evict.lag=8", "evict.sink=20"),  # values wait for newer ones
+    "localkv+kivi": ("quantize.group=16", "quantize.residual=32", "quantize.bits=4", "evict.lag=16", "evict.sink=20"),  # values wait for newer ones
     "knorm+kivi": (*KIVI, "evict.lag=16", "evict.sink=0", "evict.ratio=0.25", "evict.skip_layers=[0]"),  # the first layer keeps everything
 }
 PROMPTS = (70, 33, 2)
@@ -84,11 +84,11 @@ def pair(wide: TinyModel, policy: str, folder: Path, patch: pytest.MonkeyPatch, 
     return held, paged, fake
 
 
-@pytest.mark.parametrize("policy", SETTLED)
+@pytest.mark.parametrize("policy", ["lagkv+kivi", "knorm+kivi"])
 def test_a_session_stores_and_answers_like_the_definition(wide: TinyModel, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held, paged, fake = pair(wide, policy, tmp_path, monkeypatch)
     texts = torch.randint(1, 250, (3, 150), generator=torch.Generator().manual_seed(0))
-    answers = [run(rig, texts, 60) for rig in (held, paged)]
+    answers = [run(rig, texts, 16) for rig in (held, paged)]
     assert fake.attended
     torch.testing.assert_close(answers[1][0], answers[0][0], rtol=1e-3, atol=1e-3 * float(answers[0][0].abs().max()))
     assert answers[1][1] == answers[0][1]
@@ -98,7 +98,7 @@ def test_a_session_stores_and_answers_like_the_definition(wide: TinyModel, polic
         for layer in range(2):
             check_layer(paged, held.session.held.find(layer, slot), layer, slot)  # type: ignore[union-attr]
     with pytest.raises(EngineError, match="token by token"):
-        paged.stepper.run([StepRow([1, 2], 132, 0, paged.pages(0), (1,))])
+        paged.stepper.run([StepRow([1, 2], 88, 0, paged.pages(0), (1,))])
     for slot in range(3):
         session.release(slot)
     assert not store._prompts and not store._runs and store.stored_bytes(0, 0) == 0
@@ -132,7 +132,7 @@ def test_what_lies_in_pages_and_rings_is_the_definitions_bit_for_bit(policy: str
     roles, empty = Roles(evict=parsed.evict, quantize=parsed.quantize), torch.empty(0, 64, dtype=torch.float16)
     caches = [LayerCache(roles, layer, 2, 2, 1, empty, 0.125) for layer in range(2)]
     seen, groups, compared = 0, plan.num_page_groups, 0
-    for new in (*cuts, *[1] * 75):
+    for new in (*cuts, *[1] * 34):
         seen += new
         session.begin_step([new], [[seen]] * groups, [slot], [[pages]] * groups, [150])
         stored = torch.tensor(session.stored_lens(), dtype=torch.int32)
@@ -148,7 +148,7 @@ def test_what_lies_in_pages_and_rings_is_the_definitions_bit_for_bit(policy: str
             cuda.attend(session, store, layer, ops, (query, starts, torch.tensor([seen]), stored, slots, table), torch.empty_like(query))
             cache.finish()
         session.end_step()
-        if seen in (150, 166, 183, 225):
+        if seen in (150, 165, 184):
             for layer, cache in enumerate(caches):
                 compared += compare_bits(store, layer, slot, pages, cache)
     assert compared > 0
@@ -199,9 +199,9 @@ def test_an_answer_does_not_depend_on_its_batch(wide: TinyModel, tmp_path: Path,
     llm = LLM(path)
     session = llm.engine.session
     assert session.encoded is not None and isinstance(session.ledger, SettledLedger)
-    texts = [prompt(40 + 14 * seed, seed) for seed in range(3)]
-    alone = [llm.generate([text], params(20))[0].token_ids for text in texts]
-    calls = [llm.batcher.submit([text], [params(20)]) for text in texts]  # three sequences in two slots
+    texts = [prompt(50 + 14 * seed, seed) for seed in range(3)]
+    alone = [llm.generate([text], params(7))[0].token_ids for text in texts]
+    calls = [llm.batcher.submit([text], [params(7)]) for text in texts]  # three sequences in two slots
     cancelled = llm.batcher.submit([texts[2]], [params(6)])
     most = 0
     while llm.batcher.advance():
@@ -226,7 +226,7 @@ def test_verify_compares_what_each_layer_attends_to(policy: str, wide: TinyModel
 
 
 @pytest.mark.parametrize("policy", SETTLED)
-@pytest.mark.parametrize("context", [30, 300])
+@pytest.mark.parametrize("context", [30, 130])
 def test_planned_bytes_are_those_that_a_session_allocates(policy: str, context: int, monkeypatch: pytest.MonkeyPatch) -> None:
     config = model(num_layers=3, dtype="bfloat16", num_q_heads=8, num_kv_heads=2, head_dim=64)
     parsed, batch, chunk = parse_policy(policy, sets=SETTLED[policy]), 3, 64
@@ -281,13 +281,13 @@ def test_captured_steps_follow_what_evictions_leave(wide: TinyModel, tmp_path: P
     Torch(monkeypatch)
     monkeypatch.setattr(graphs, "capture", capture)
     monkeypatch.setattr(graphs, "new_pool", lambda: 0)
-    texts, found = [prompt(50, 0), prompt(29, 1)], []
+    texts, found = [prompt(59, 0), prompt(29, 1)], []
     for captured in (True, False):
         monkeypatch.setattr(TorchExecutor, "capturable", property(lambda self, captured=captured: captured))
         llm = LLM(path)
         assert llm.engine.stepper.runs_ahead == captured
-        found.append([one.token_ids for one in llm.generate(texts, [params(20), params(12)])])
-    assert found[0] == found[1] and replays[0] >= 14
+        found.append([one.token_ids for one in llm.generate(texts, [params(9), params(6)])])
+    assert found[0] == found[1] and replays[0] >= 5
 
 
 @pytest.mark.parametrize("arch", ["80", "89", "90", "120"])
