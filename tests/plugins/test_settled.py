@@ -119,7 +119,7 @@ def check_layer(paged: Rig, cache: LayerCache, layer: int, slot: int) -> None:
 
 
 @pytest.mark.parametrize("policy", SETTLED)
-@pytest.mark.parametrize("cuts", [(150,), (64, 1, 60, 25), (20, 130)])
+@pytest.mark.parametrize("cuts", [(100,), (50, 1, 30, 19), (20, 80)])
 def test_what_lies_in_pages_and_rings_is_the_definitions_bit_for_bit(policy: str, cuts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Both get the same keys and values: a prompt in chunks cut anywhere, then decode steps."""
     torch.manual_seed(len(cuts))
@@ -134,21 +134,21 @@ def test_what_lies_in_pages_and_rings_is_the_definitions_bit_for_bit(policy: str
     seen, groups, compared = 0, plan.num_page_groups, 0
     for new in (*cuts, *[1] * 34):
         seen += new
-        session.begin_step([new], [[seen]] * groups, [slot], [[pages]] * groups, [150])
+        session.begin_step([new], [[seen]] * groups, [slot], [[pages]] * groups, [100])
         stored = torch.tensor(session.stored_lens(), dtype=torch.int32)
         table = torch.tensor(pages, dtype=torch.int32).expand(groups, 1, -1)
         starts, slots = torch.tensor([0, new], dtype=torch.int32), torch.tensor([slot], dtype=torch.int32)
         for layer, cache in enumerate(caches):
             qkv = torch.randn(new, 6 * 64, dtype=torch.float16)
             _, keys, values = qkv.view(new, 3, 2, 64).unbind(1)
-            cache.append(keys, values, 150)
+            cache.append(keys, values, 100)
             query = torch.empty(new, 128, dtype=torch.float16)
             places = torch.arange(seen - new, seen, dtype=torch.int32)
             cuda.append(session, store, layer, ops, (qkv, places, starts, torch.tensor([seen]), stored, slots, table, rope), query)
             cuda.attend(session, store, layer, ops, (query, starts, torch.tensor([seen]), stored, slots, table), torch.empty_like(query))
             cache.finish()
         session.end_step()
-        if seen in (150, 165, 184):
+        if seen in (100, 117, 134):
             for layer, cache in enumerate(caches):
                 compared += compare_bits(store, layer, slot, pages, cache)
     assert compared > 0
@@ -286,7 +286,7 @@ def test_captured_steps_follow_what_evictions_leave(wide: TinyModel, tmp_path: P
         monkeypatch.setattr(TorchExecutor, "capturable", property(lambda self, captured=captured: captured))
         llm = LLM(path)
         assert llm.engine.stepper.runs_ahead == captured
-        found.append([one.token_ids for one in llm.generate(texts, [params(9), params(6)])])
+        found.append([one.token_ids for one in llm.generate(texts, [params(11), params(6)])])
     assert found[0] == found[1] and replays[0] >= 5
 
 
@@ -305,7 +305,7 @@ def test_which_plans_the_kernels_store() -> None:
     assert find("lagkv+kivi") == Format(2, 32, 32, 128, window=2048)
     assert find("lagkv+kivi").ring == 2176  # type: ignore[union-attr]
     assert find("lagkv+kivi", "evict.strict=true") is None and find("lagkv+kivi", "evict.lag=9000") is None
-    assert find("lagkv+fp8") is None and find("keydiff+kivi") is None
+    assert find("lagkv+fp8") is None
     assert support.why_torch(parse_policy("lagkv+kivi").plan(config)) is None
 
 
