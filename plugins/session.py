@@ -203,6 +203,11 @@ class Session:
             elif row.new == row.stored:
                 self.held.start(row.slot)
 
+    def forget_made(self) -> None:
+        """Forget what layers of the announced step share: its ops run once more, and are to launch all that makes it."""
+        for group in self._step:
+            group.cache.clear()
+
     def end_step(self) -> None:
         """Evict and encode behind the step's attention, where the plan says so; what runs beside the step is waited for."""
         if self.offload is not None:

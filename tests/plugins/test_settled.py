@@ -268,6 +268,7 @@ def test_captured_steps_follow_what_evictions_leave(wide: TinyModel, tmp_path: P
 
     def capture(step: Any, device: torch.device, pool: object) -> tuple[Any, Tensor]:
         logits = torch.empty(0)
+        assert not any(group.cache for group in llm.engine.session._step), "what the step before has made is no part of the graph"
 
         def replay() -> None:
             replays[0] += 1

@@ -84,6 +84,7 @@ class DecodeGraphs:
         inputs.fill(rows, asks, place)
         first = step()
         inputs.sent()
+        self._session.forget_made()  # or the captured step would find what this one made, and not make it
         self._pool = self._pool or new_pool()
         replay, logits = capture(step, self._session.device, self._pool)
         self._captured[key] = _Captured(inputs, replay, logits)
