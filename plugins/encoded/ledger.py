@@ -13,6 +13,8 @@ from trtkv.plan import CachePlan, Occupancy
 from trtkv.plugins.compaction.ledger import Account, Ledger
 from trtkv.plugins.roles import load_role
 
+MOST_QUIET = 1 << 16  # steps that are looked ahead
+
 
 class SettledLedger(Ledger):
     """The accounts of a plan that settles; how many tokens are settled follows from those that were seen, whatever the prompt's chunks."""
@@ -31,11 +33,40 @@ class SettledLedger(Ledger):
         keys, values = self.quantize.flush(replace(at, settled=self.evict.settled(at)), account.encoded[group])
         return at.stored, (min(keys, at.stored), min(values, at.stored))
 
+    def due(self, account: Account) -> list[int]:
+        """Return the page groups from which tokens go behind this step's attention."""
+        return [] if account.seen < account.quiet else super().due(account)
+
     def settle(self, account: Account, due: Sequence[int]) -> None:
         """Count what goes from the groups that are due, what will never go in any, and what is encoded."""
+        if account.seen < account.quiet:
+            return
         encoded = [self.behind(account, group)[1] for group in range(len(self._first))]
         super().settle(account, due)
         account.encoded = encoded
+        if account.seen >= account.prompt:
+            account.quiet = account.seen + self._steps_to_change(account)
+
+    def _steps_to_change(self, account: Account) -> int:
+        """Return the decode steps until something goes, settles or is encoded: roles are not asked in those between."""
+        low, high = 0, 1
+        while not self._changes(account, high) and high < MOST_QUIET:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._changes(account, middle) else (middle, high)
+        return high
+
+    def _changes(self, account: Account, steps: int) -> bool:
+        later = replace(account, stored=list(account.stored))
+        self._advance(later, steps)
+        for group in range(len(self._first)):
+            at = self.occupancy(later, group)
+            if self.evict.due(at) or self.evict.settled(at) != account.settled[group]:
+                return True
+            if self.quantize.flush(at, account.encoded[group]) != account.encoded[group]:
+                return True
+        return False
 
     def _begin(self, prompt: int) -> Account:
         return replace(super()._begin(prompt), encoded=[(0, 0)] * len(self._first))

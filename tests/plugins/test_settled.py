@@ -199,9 +199,9 @@ def test_an_answer_does_not_depend_on_its_batch(wide: TinyModel, tmp_path: Path,
     llm = LLM(path)
     session = llm.engine.session
     assert session.encoded is not None and isinstance(session.ledger, SettledLedger)
-    texts = [prompt(50 + 14 * seed, seed) for seed in range(3)]
-    alone = [llm.generate([text], params(7))[0].token_ids for text in texts]
-    calls = [llm.batcher.submit([text], [params(7)]) for text in texts]  # three sequences in two slots
+    texts = [prompt(51 + 16 * seed, seed) for seed in range(3)]
+    alone = [llm.generate([text], params(4))[0].token_ids for text in texts]
+    calls = [llm.batcher.submit([text], [params(4)]) for text in texts]  # three sequences in two slots
     cancelled = llm.batcher.submit([texts[2]], [params(6)])
     most = 0
     while llm.batcher.advance():
@@ -282,13 +282,13 @@ def test_captured_steps_follow_what_evictions_leave(wide: TinyModel, tmp_path: P
     Torch(monkeypatch)
     monkeypatch.setattr(graphs, "capture", capture)
     monkeypatch.setattr(graphs, "new_pool", lambda: 0)
-    texts, found = [prompt(59, 0), prompt(29, 1)], []
+    texts, found = [prompt(61, 0), prompt(29, 1)], []
     for captured in (True, False):
         monkeypatch.setattr(TorchExecutor, "capturable", property(lambda self, captured=captured: captured))
         llm = LLM(path)
         assert llm.engine.stepper.runs_ahead == captured
-        found.append([one.token_ids for one in llm.generate(texts, [params(11), params(6)])])
-    assert found[0] == found[1] and replays[0] >= 5
+        found.append([one.token_ids for one in llm.generate(texts, [params(7), params(6)])])
+    assert found[0] == found[1] and replays[0] >= 3
 
 
 @pytest.mark.parametrize("arch", ["80", "89", "90", "120"])
