@@ -22,7 +22,7 @@ class Account:
     """One sequence behind its newest tokens; lists hold one number for every page group.
 
     placed is the number of leading tokens whose logical positions are written: those behind them follow each other up to `seen`. encoded counts
-    leading keys and values of each group where the ledger walks a quantize role too, and nothing goes or is encoded then before `quiet` tokens are seen.
+    leading keys and values of each group where the ledger walks a quantize role too; nothing goes or is encoded then before `quiet` tokens.
     """
 
     prompt: int

@@ -152,6 +152,14 @@ def test_what_lies_in_pages_and_rings_is_the_definitions_bit_for_bit(policy: str
             for layer, cache in enumerate(caches):
                 compared += compare_bits(store, layer, slot, pages, cache)
     assert compared > 0
+    own, other = pages[:5], pages[5:10]
+    store.copy(slot, 0, [own] * groups, [other] * groups)
+    for layer in range(2):
+        tables = [torch.tensor(numbers, dtype=torch.int32) for numbers in (own, other)]
+        stored = store.settler.ledger.find(0).stored[plan.page_groups[layer]]
+        first, second = (reference.visible(store.pages[layer], table, one, stored) for table, one in zip(tables, (slot, 0), strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+    assert session.bytes_of(0, seen) == session.bytes_of(slot, seen)
 
 
 def compare_bits(store: EncodedStore, layer: int, slot: int, pages: list[int], cache: LayerCache) -> int:
