@@ -37,6 +37,7 @@ if wanted busy && [ -z "${COMPILE_FOR:-}" ]; then
 fi
 step encoded --model qwen2.5-7b --batch 1 --context 32768 --policy full,arkv,minikv --budget 1024
 step largest --model llama-3.1-8b --batch 8,24,largest --context 32768 --policy full,minikv,minikv-pyramid
+step settled --model llama-3.1-8b --batch 1,8 --context 32768 --policy full,lagkv+kivi
 step evicting --model qwen2.5-7b --batch 8 --context 32768 --policy full,lagkv --budget 1024
 step most --model qwen2.5-7b --batch 1 --context 131072 --policy full,lagkv,minikv --budget 2048
 [ -n "${COMPILE_FOR:-}" ] || $python build_scripts/performance_doc.py "$results"

@@ -19,6 +19,7 @@ from trtkv.plugins.compaction.compactor import Compactor
 from trtkv.plugins.compaction.ledger import Ledger
 from trtkv.plugins.compaction.stacks import Stacks
 from trtkv.plugins.dtypes import TORCH_DTYPES
+from trtkv.plugins.encoded.ledger import find_ledger
 from trtkv.plugins.encoded.store import EncodedStore
 from trtkv.plugins.held.caches import HeldCaches
 from trtkv.plugins.kv_recall.store import Offload
@@ -63,7 +64,7 @@ class Session:
         held = (plan.held and form is None) or (by_definition and (plan.compacts or plan.mixed))
         self.held = HeldCaches(plan, self.device) if held else None
         # Lengths of what is evicted from; of heads that differ their compactor's.
-        self.ledger: Ledger | HeadLedger | None = Ledger(plan) if plan.evict is not None and not held and not plan.pooled else None
+        self.ledger: Ledger | HeadLedger | None = find_ledger(plan) if plan.evict is not None and not held and not plan.pooled else None
         self.encoded = EncodedStore(plan, form, self.num_pages, num_slots, self.device, self.ledger, offload) if form else None
         self.read_tokens = 0.0
         self.key = next(_keys)
@@ -228,6 +229,8 @@ class Session:
             self.compactor.finish(self._step[0].rows)
         elif self.compactor is not None:
             self.compactor.finish([group.rows for group in self._step])
+        elif self.encoded is not None and self.encoded.settler is not None:
+            self.encoded.settler.finish([group.rows for group in self._step])
         elif self.ledger is not None:
             self.ledger.finish([row.slot for row in self._step[0].rows])
 

@@ -10,6 +10,7 @@ from trtkv.config import ModelConfig
 from trtkv.plan import BOOKKEEPING, BufferSpec, CachePlan
 from trtkv.plugins.encoded import store as encoded
 from trtkv.plugins.encoded.formats import Format, find_format
+from trtkv.plugins.encoded.ledger import SettledLedger
 from trtkv.plugins.support import why_torch
 from trtkv.policies.compacted import state_buffers
 from trtkv.policies.policy import Policy
@@ -121,17 +122,22 @@ class Footprint:
     def reserved_bytes(self, prompt: int) -> int:
         """Return the bytes that a sequence occupies behind its prompt: whole pages, with a ring beside codes, or what is held with its scores."""
         if self.form is not None:
-            lengths = self.by_group(self.layers(prompt))
-            pages = sum(self.plan.pages(one) * encoded.group_bytes(self.plan, group) for group, one in enumerate(lengths))
+            pages = sum(count * encoded.group_bytes(self.plan, group) for group, count in enumerate(self.coded_pages(prompt)))
             return pages + encoded.slot_bytes(self.plan, self.form)
         if self.plan.compacts or self.plan.mixed:
             return self.plan.reserved_bytes_by_group(self.by_group(self.layers(prompt)))
         return self.stored_bytes(prompt) + self.score_bytes(prompt) if self.held else self.plan.reserved_bytes(prompt)
 
+    def coded_pages(self, prompt: int) -> list[int]:
+        """Return the pages of each page group behind a prompt where kernels encode: those of its tokens, or of the settled ones."""
+        if self.form is not None and self.form.window:
+            return SettledLedger(self.plan).pages_of(prompt)
+        return [self.plan.pages(one) for one in self.by_group(self.layers(prompt))]
+
     def peak_bytes(self, prompt: int) -> int:
         """Return the most bytes that a sequence occupies while its prompt is read, and behind it."""
         if self.form is not None:
-            return self.reserved_bytes(prompt) + encoded.prompt_bytes(self.plan, prompt, whole=prompt <= self.chunk)
+            return self.reserved_bytes(prompt) + encoded.prompt_bytes(self.plan, prompt, whole=prompt <= self.chunk, chunk=self.chunk)
         if self.plan.mixed:  # codes are written while what they come from is still there
             layers, behind = self.plan.num_layers, self.by_group(self.layers(prompt))
             return max(

@@ -259,6 +259,14 @@ class CachePlan:
         return once and not self.quantize.demoted_only
 
     @property
+    def settles(self) -> bool:
+        """Whether tokens go while the model decodes, by keys and values alone, and those that will never go are encoded in a leading run."""
+        if self.evict is None or self.quantize is None or any(self.select):
+            return False
+        alone = self.evict.paged and not self.evict.prompt_only and not self.evict.token_state and not self.evict.needs and not self.evict.queries
+        return alone and not self.quantize.demoted_only and not self.quantize.flush_first
+
+    @property
     def num_page_groups(self) -> int:
         """Page groups (Y): layers of one group keep equally many tokens and share page numbers; `page_groups` names a ragged layer's first head."""
         if self.mixed:

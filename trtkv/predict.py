@@ -131,11 +131,11 @@ def _paged(one: Footprint, context: int, batch_size: int) -> list[dict[str, Any]
 
 def _encoded(one: Footprint, context: int, batch_size: int) -> list[dict[str, Any]]:
     """List pages of codes, the rings of newest tokens in full precision, and what a selection keeps."""
-    plan, rows, lengths = one.plan, [], one.by_group(one.layers(context))
     assert one.form is not None, "nothing is encoded"
+    plan, rows, pages = one.plan, [], one.coded_pages(context)
     for spec in plan.buffers:
         if spec.name not in ("keys", "values"):
-            counts = [(plan.pages(lengths[plan.page_groups[layer]]) if spec.paged else 1) * batch_size for layer in spec.layers]
+            counts = [(pages[plan.page_groups[layer]] if spec.paged else 1) * batch_size for layer in spec.layers]
             length = str(counts[0]) if min(counts) == max(counts) else f"{min(counts)}..{max(counts)}"
             shape = f"[{spec.letters}] = [{', '.join([length, *map(str, spec.shape[1:])])}]"
             rows.append(_row(spec, shape, spec.row_bytes * sum(counts)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from trtkv.plan import EvictPlan
 from trtkv.plugins.compaction import launch
@@ -23,18 +24,27 @@ def takes(evict: EvictPlan) -> bool:
 
 def evict(stacks: Stacks, group: int, row: Row, account: Account, ledger: Ledger) -> None:
     """Evict from all layers of a group of one sequence that is due."""
+    keys, values = stacks.groups["keys"][group], stacks.groups["values"][group]
+    kept, start = choose(keys, values, row.table, account, group, ledger)
+    launch_moves(stacks, group, range(len(keys)), row, account, kept, start)
+
+
+def choose(keys: Tensor, values: Tensor, table: Tensor, account: Account, group: int, ledger: Ledger) -> tuple[Tensor, int]:
+    """Return what stays [L, Hk, K] int32 behind the first so many tokens of a sequence that is due, and how many those are.
+
+    keys, values [L, P, Hk, N, D] are layers of a page group, table [M] int32 the sequence's pages.
+    """
     fields = ledger.plan.evict.meaning.fields  # type: ignore[union-attr]
-    length, stored, start = int(fields["lag"]), row.stored, max(account.settled[group], int(fields["sink"]))
+    length, stored, start = int(fields["lag"]), account.stored[group], max(account.settled[group], int(fields["sink"]))
     scored = (stored - start) // length - 1
     left = ledger.evict.remaining(ledger.occupancy(account, group))[0]
     rest = stored - start - scored * length  # the last full partition and what follows it
     count = (left - start - rest) // scored
-    keys, values = stacks.groups["keys"][group], stacks.groups["values"][group]
     kept = torch.empty(keys.shape[0], keys.shape[2], left - start, dtype=torch.int32, device=keys.device)
     kept[:, :, left - start - rest :] = torch.arange(stored - rest, stored, dtype=torch.int32, device=keys.device)
     if count:
         launch.lag_choose(
-            keys, values, row.table, kept, start=start, partitions=scored, count=count, lag=length, score=fields["score"],
+            keys, values, table, kept, start=start, partitions=scored, count=count, lag=length, score=fields["score"],
             value_weight=float(fields["value_weight"]),
         )  # fmt: skip
-    launch_moves(stacks, group, range(len(keys)), row, account, kept, start)
+    return kept, start

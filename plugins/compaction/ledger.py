@@ -7,7 +7,7 @@ encoded, pages hold that alone: the prompt itself lies elsewhere until it is com
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from trtkv.errors import EngineError
@@ -21,7 +21,8 @@ Grants = tuple[tuple[int, ...], ...]
 class Account:
     """One sequence behind its newest tokens; lists hold one number for every page group.
 
-    placed is the number of leading tokens whose logical positions are written: those behind them follow each other up to `seen`.
+    placed is the number of leading tokens whose logical positions are written: those behind them follow each other up to `seen`. encoded counts
+    leading keys and values of each group where the ledger walks a quantize role too; nothing goes or is encoded then before `quiet` tokens.
     """
 
     prompt: int
@@ -32,6 +33,8 @@ class Account:
     new: int = 0
     tokens: Grants | None = None
     precise: Grants | None = None
+    encoded: list[tuple[int, int]] = field(default_factory=list)
+    quiet: int = 0
 
     @property
     def decoding(self) -> bool:
@@ -79,7 +82,8 @@ class Ledger:
     def copy(self, source: int, target: int) -> None:
         """Let a slot's sequence be where another's is."""
         one = self._accounts[source]
-        self._accounts[target] = replace(one, stored=list(one.stored), settled=list(one.settled), placed=list(one.placed))
+        lists = {name: list(getattr(one, name)) for name in ("stored", "settled", "placed", "encoded")}
+        self._accounts[target] = replace(one, **lists)
 
     def append(self, slot: int, new: int, seen: int, prompt: int) -> Account:
         """Count new tokens of a sequence, after which it has seen so many; it begins afresh where all are new."""

@@ -9,6 +9,15 @@ from trtkv.plugins.dtypes import TORCH_DTYPES
 from trtkv.plugins.kv_sums import launch as sums
 
 
+def lag_kernels(plan: CachePlan, dtype: str, arch: str) -> None:
+    """Load LagKV's score and choice, for keys and values of Triton's name of a dtype."""
+    assert plan.evict is not None, "the plan evicts nothing"
+    fields, heads = plan.evict.meaning.fields, plan.num_kv_heads
+    length, score = int(fields["lag"]), str(fields["score"])
+    launch.spread_kernel(launch.spread_constants(heads, plan.head_dim, length, score), dtype, arch)
+    launch.choose_kernel(launch.choose_constants(heads, length, score), arch)
+
+
 def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> None:
     """Load the kernels of a plan that compacts for a compute capability: moves, LagKV's score and choice, what is kept of queries and attention."""
     evict = plan.evict
@@ -21,9 +30,7 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
             rows, words = int(spec.shape[1]), spec.row_bytes // (int(spec.shape[1]) * plan.page_size * 4)
             launch.move_kernel(launch.move_constants(rows, rows // heads, words, spec.name == "positions"), arch)
     if lag.takes(evict):
-        length, score = int(evict.meaning.fields["lag"]), str(evict.meaning.fields["score"])
-        launch.spread_kernel(launch.spread_constants(heads, dim, length, score), dtype, arch)
-        launch.choose_kernel(launch.choose_constants(heads, length, score), arch)
+        lag_kernels(plan, dtype, arch)
     if evict.queries and not evict.prompt_only:
         launch.remember_kernel(launch.remember_constants(evict.queries, plan.num_q_heads * dim), dtype, arch)
     if "attention_mass" in evict.needs:

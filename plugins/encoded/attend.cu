@@ -1,11 +1,24 @@
 // Decode attention over encoded pages and a residual in full precision: split over blocks of a row, merged by whichever of them ends last.
 //
 // Built with -DD (head dimension, multiple of 32), -DGROUP_HEADS (G <= 8), -DBITS (2 or 4: codes with scale and minimum; 8: e4m3 with a scale a token),
-// -DKEY_GROUP (tokens, multiple of 16), -DVALUE_GROUP (channels, multiple of 16), -DWARPS, -DSTAGES, -DPHASED (runs are counted from the slot's origin)
-// and -DBF16. How codes lie: `layout.py`; how a warp takes them: `seen.cuh`.
+// -DKEY_GROUP (tokens, multiple of 16), -DVALUE_GROUP (channels, multiple of 16), -DWARPS, -DSTAGES, -DPHASED (runs are counted from the slot's origin),
+// -DSETTLED (how much is encoded is said a slot) and -DBF16. How codes lie: `layout.py`; how a warp takes them: `seen.cuh`.
 #include "merge.cuh"
 
 #define TILE_COST 4 // steps that take as long as a tile in full precision, whose loads wait for each other
+
+#ifdef SETTLED
+// A worker's first step and their number, where any number of workers may have a tile more: what does not divide goes to the last ones.
+__device__ __forceinline__ int2 share_of(int steps, int slow, int worker, int workers) {
+  const int even = (steps + TILE_COST * slow) / workers, rest = (steps + TILE_COST * slow) % workers, late = max(0, worker - (workers - rest));
+  if (even >= TILE_COST) {
+    const int mine = even + (worker >= workers - rest) - (worker < slow ? TILE_COST : 0);
+    return make_int2(worker * even + late - TILE_COST * min(worker, slow), mine);
+  }
+  const int fast = worker - slow, many = steps / (workers - slow), more = steps % (workers - slow);
+  return fast < 0 ? make_int2(0, 0) : make_int2(fast * many + min(fast, more), many + (fast < more));
+}
+#endif
 
 // q [B, q_stride]; codes and metadata in pages of page_size tokens; keys, values [Z, Hk, ring, D] the residual, token t at place t % ring; table
 // [B, table_stride], lens [B], slots [B], origins [Z]. Behind `lag` tokens, runs of `residual` keys are encoded, and values older than the residual
@@ -28,9 +41,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / TH
   const int coded = min(keys_end, values_end) / STEP * STEP, steps = coded / STEP;
   // Steps are shared out evenly; a warp that has a tile more of what is left behind them gets fewer.
   const int workers = splits * WARPS, worker = warp * splits + blockIdx.x, tiles = (stored - coded + TILE - 1) / TILE;
+#ifdef SETTLED
+  const int2 share = share_of(steps, tiles % workers, worker, workers);
+  const int begin = share.x, mine = share.y;
+#else
   const int slow = tiles % workers, few = max(0, (steps + TILE_COST * slow) / workers - TILE_COST);
   const int many = (steps - slow * few) / (workers - slow), more = (steps - slow * few) % (workers - slow), fast = worker - slow;
   const int begin = fast < 0 ? worker * few : slow * few + fast * many + min(fast, more), mine = fast < 0 ? few : many + (fast < more);
+#endif
   const Codes codes = {key_codes, key_scale, key_minimum, value_codes, value_scale, value_minimum};
   auto row_of = [&](int token) { const int page = token / page_size; return (pages[page] * heads + head) * page_size + token - page * page_size; };
   auto look = [&](int j) { return j + lane < mine ? row_of((begin + j + lane) * STEP) : 0; }; // of 32 steps, one a lane
@@ -48,7 +66,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / TH
     }
     copies_commit();
   };
+#ifdef SETTLED
+  const bool early = true; // steps encode nothing themselves
+#else
   const bool early = (begin + STAGES) * STEP <= coded - residual; // nothing of it was encoded in this step
+#endif
   if (early) {
 #pragma unroll
     for (int j = 0; j < STAGES - 1; j++) fetch(j);

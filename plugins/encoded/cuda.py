@@ -10,6 +10,7 @@ from torch import Tensor
 from trtkv.plugins._device.driver import arch
 from trtkv.plugins.encoded import launch, launch_list, recalled
 from trtkv.plugins.encoded.layout import TILE
+from trtkv.plugins.encoded.settle import Settler
 from trtkv.plugins.encoded.store import EncodedStore
 from trtkv.plugins.encoded.summaries import summarize_prompt, summarize_step
 from trtkv.plugins.face import OpConfig
@@ -37,7 +38,10 @@ def append(session: Session, store: EncodedStore, layer: int, config: OpConfig, 
             if kept.kind != plain.NONE:
                 summarize_prompt(keys[0], table[group][b], store.pages[layer], kept, row.stored - row.new, row.stored)
     which = _answering(step)
-    if which is None or len(which):
+    if store.settler is not None:
+        if which is None or len(which):
+            _append_to_rings(session, store, store.settler, layer, config, inputs, which, out)
+    elif which is None or len(which):
         begin, lens, own, pages = (x if which is None else x[which] for x in (starts[:-1], stored[group], slots, table[group]))
         alone = which is None and overlaps(session, table)
         homes, away = pages, store.away
@@ -48,6 +52,26 @@ def append(session: Session, store: EncodedStore, layer: int, config: OpConfig, 
             summarize_step(store.pages[layer], lens, own, pages, kept, homes=homes, overlap=alone)
 
 
+def _append_to_rings(
+    session: Session, store: EncodedStore, settler: Settler, layer: int, config: OpConfig, inputs: Sequence[Tensor], which: Tensor | None, out: Tensor
+) -> None:  # fmt: skip
+    """Append the newest tokens of sequences `which` (None: all) to their slots' rings, which are pages of a plain cache; nothing is encoded."""
+    qkv, positions, starts, _, stored, slots, table, rope = inputs[:8]
+    group, step, pages = session.plan.page_groups[layer], session.step(layer), store.pages[layer]
+    norms = (inputs[9], inputs[10]) if len(inputs) > 9 else None
+    lens, to, overlap = stored[group], out, which is None and overlaps(session, table)
+    if which is not None:
+        places, lens, slots = starts[:-1][which], lens[which], slots[which]
+        qkv, positions, to = qkv[places], positions[places], out.new_empty(len(places), out.shape[1])
+        starts = torch.arange(len(places) + 1, dtype=torch.int32, device=out.device)
+    plain.launch(
+        qkv, positions, starts, lens, settler.ring_table(step, slots), rope, norms, to, pages.keys, pages.values, None, None,
+        eps=config.rms_eps, group=plain.NO_GROUP, summary=plain.NONE, longest=1, overlap=overlap,
+    )  # fmt: skip
+    if which is not None:
+        out[places] = to
+
+
 def attend(session: Session, store: EncodedStore, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
     """Attend to the stored or selected tokens; inputs and result as the plain op's. What stays of a prompt that this step completes is encoded."""
     query, starts, _, stored, slots, table = inputs[:6]
@@ -56,7 +80,7 @@ def attend(session: Session, store: EncodedStore, layer: int, config: OpConfig, 
     for b, row in enumerate(step.rows):
         if not row.answers:
             _attend_prompt(session, store, layer, config, row, query, None if selection is None else selection[b], out)
-            if row.stored >= row.prompt:
+            if row.seen >= row.prompt:
                 store.encode_prompt(layer, row, table[group][b])
     if session.reads_all:
         selection = None

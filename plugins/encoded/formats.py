@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from trtkv.plan import CachePlan
+from trtkv.plugins.compaction import lag
 
 STEP = 32  # tokens that a warp attends to at once: pages are a multiple
 KEY_GROUPS = (16, 32, 64, 128)
@@ -21,7 +22,8 @@ class Format:
     bits of a code, 8 for e4m3; key_group tokens share a scale of a channel, value_group channels share a scale of a token (1 and D with eight bits);
     residual tokens stay in full precision: keys are encoded in runs of so many, values one by one once so many newer ones follow, or with the keys
     (together). lag is 1 where a step's attention does not see what the step itself completes. phased: all whole groups of a prompt are encoded, so
-    runs begin behind them, at the sequence's `origin`.
+    runs begin behind them, at the sequence's `origin`. window is not 0 where an evict role works on the newest tokens, on up to so many:
+    how many tokens are encoded then follows from what it has settled, and is kept a slot.
     """
 
     bits: int
@@ -31,10 +33,13 @@ class Format:
     lag: int = 1
     together: bool = False
     phased: bool = False
+    window: int = 0
 
     @property
     def ring(self) -> int:
         """Tokens of a slot's ring."""
+        if self.window:  # settled tokens wait for their run behind those that may go; values, also for `residual` newer ones
+            return -(-max(self.window + self.residual - 1, self.residual + 1) // 16) * 16
         return -(-self.residual // 16) * 16 + RING_SPARE
 
     def origin(self, prompt: int) -> int:
@@ -56,7 +61,7 @@ def find_format(plan: CachePlan) -> Format | None:
     if plan.quantize is None or not plan.quantize.meaning.role.startswith("trtkv."):
         return None
     if plan.evict is not None and not plan.evicts_once:
-        return None
+        return _settled_format(plan)
     if "allocate" in plan.roles and plan.num_page_groups < plan.num_layers:
         return None  # layers keep different numbers of tokens, and a plan of an earlier version has one page table for all
     meaning = plan.quantize.meaning
@@ -70,6 +75,17 @@ def find_format(plan: CachePlan) -> Format | None:
     elif meaning.op == "float8":
         found = Format(8, 1, plan.head_dim, 1, together=True)
     return found if found and _fits(found, plan) and _selects(found, plan) else None
+
+
+def _settled_format(plan: CachePlan) -> Format | None:
+    """Return the format of a plan whose LagKV works on the newest tokens and whose KIVI encodes what that has settled."""
+    evict, quantize = plan.evict, plan.quantize
+    if evict is None or quantize is None or not plan.settles or not lag.takes(evict) or quantize.meaning.op != "kivi" or "allocate" in plan.roles:
+        return None
+    fields = quantize.meaning.fields
+    bits, group, residual = (int(fields[name]) for name in ("bits", "group", "residual"))
+    found = Format(bits, group, gcd(group, plan.head_dim), residual, window=2 * int(evict.meaning.fields["lag"]))
+    return found if _fits(found, plan) else None
 
 
 def _fits(one: Format, plan: CachePlan) -> bool:

@@ -36,7 +36,7 @@ class Pages:
     """A layer's encoded cache: codes and metadata in pages as the plan's buffers have them, keys and values [Z, Hk, ring, D] each slot's residual.
 
     With eight bits there is no minimum, and any tensor stands for it. origins [Z] int32: where the runs of each slot's sequence begin, in a phased
-    format.
+    format; ends [Z, 2] int32: how many leading keys and values of each are encoded, in a format with a window.
     """
 
     format: Format
@@ -50,6 +50,7 @@ class Pages:
     value_scale: Tensor
     value_minimum: Tensor
     origins: Tensor | None = None
+    ends: Tensor | None = None
 
     @property
     def heads(self) -> int:
@@ -72,7 +73,10 @@ class Pages:
         return tuple({id(one): one for one in self.codes}.values())
 
     def runs(self, slots: Tensor) -> Tensor:
-        """Return what kernels take for origins; where none are read, any tensor such as slots does."""
+        """Return what kernels take for origins, or for ends; where neither is read, any tensor such as slots does."""
+        if self.format.window:
+            assert self.ends is not None, "a format with a window has ends"
+            return self.ends
         assert self.origins is not None or not self.format.phased, "a phased format has origins"
         return slots if self.origins is None else self.origins
 
@@ -155,7 +159,7 @@ def attend_kernel(one: Format, dim: int, group: int, bf16: bool, arch: str) -> K
 def attend_defines(one: Format, dim: int, group: int, bf16: bool, warps: int, stages: int) -> tuple[str, ...]:
     """Return the definitions of the attention kernel's source."""
     shape = {"D": dim, "GROUP_HEADS": group, "BITS": one.bits, "KEY_GROUP": max(16, one.key_group), "VALUE_GROUP": one.value_group}
-    flags = (*(("-DPHASED",) if one.phased else ()), *(("-DBF16",) if bf16 else ()))
+    flags = (*(("-DPHASED",) if one.phased else ()), *(("-DSETTLED",) if one.window else ()), *(("-DBF16",) if bf16 else ()))
     return (*(f"-D{name}={value}" for name, value in (shape | {"WARPS": warps, "STAGES": stages}).items()), *flags)
 
 

@@ -43,7 +43,8 @@ def visible(pages: Pages, table: Tensor, slot: int, stored: int) -> tuple[Tensor
     """Return the keys and values [Hk, S, D] fp32 that a decode step attends to, its own token included."""
     found = []
     origin = int(pages.origins[slot]) if pages.format.phased and pages.origins is not None else 0
-    for part, ring, end in zip(("keys", "values"), (pages.keys, pages.values), pages.format.seen(stored, origin), strict=True):
+    ends = pages.format.seen(stored, origin) if pages.ends is None else pages.ends[slot].tolist()
+    for part, ring, end in zip(("keys", "values"), (pages.keys, pages.values), ends, strict=True):
         coded = decode(pages, table, part)[:, :end]
         found.append(torch.cat([coded, ring[slot][:, torch.arange(end, stored, device=ring.device) % ring.shape[2]].float()], 1))
     return found[0], found[1]

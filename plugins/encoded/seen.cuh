@@ -23,11 +23,14 @@
 #endif
 
 // How many leading keys and values of a sequence are codes (`formats.py`): behind `lag` tokens, runs of `residual` keys from the origin on, and values older
-// than the residual (together: with the keys).
+// than the residual (together: with the keys). SETTLED: as the slot says, in ends [Z, 2] that stand in origins' place.
 struct Ends {
   int keys, values;
 };
 __device__ __forceinline__ Ends ends_of(int stored, const int* origins, int slot, int residual, int lag, int together) {
+#ifdef SETTLED
+  return {origins[2 * slot], origins[2 * slot + 1]};
+#else
 #ifdef PHASED
   const int origin = origins[slot];
 #else
@@ -35,6 +38,7 @@ __device__ __forceinline__ Ends ends_of(int stored, const int* origins, int slot
 #endif
   const int keys = origin + (stored - lag - origin) / residual * residual;
   return {keys, together ? keys : max(0, stored - lag - residual)};
+#endif
 }
 
 // A slot's newest tokens in full precision, those of a key-value head: token t at place t % tokens behind `row`. Leading keys_end keys and values_end
@@ -167,6 +171,22 @@ struct SeenCodes : Seen {
     const int lane = threadIdx.x & 31;
     const bool some_keys = first < residual.keys_end, some_values = first < residual.values_end;
     __syncwarp();
+#ifdef SETTLED // most tiles are in full precision: everything is asked for at once, and no tile wraps round a ring of whole tiles
+    if (!some_keys && !some_values && there == TILE) {
+      const u32 to = shared_at(own);
+      const long long from = (residual.row + first % residual.tokens) * ROW;
+#pragma unroll
+      for (int i = lane; i < TILE * CHUNKS; i += 32) {
+        copy16(to + place(i / CHUNKS, i % CHUNKS), residual.keys + from + i * 16);
+        copy16(to + TILE * ROW + place(i / CHUNKS, i % CHUNKS), residual.values + from + i * 16);
+      }
+      copies_commit();
+      copies_wait<0>();
+      __syncwarp();
+      take(query, to, ok, scale_log2);
+      return;
+    }
+#endif
 #pragma unroll 1
     for (int base = lane; base < TILE * CHUNKS; base += 64) {
       uint4 key[2], value[2];

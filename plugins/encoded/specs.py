@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from trtkv.config import Limits, ModelConfig
+from trtkv.config import DTYPE_BYTES, Limits, ModelConfig
 from trtkv.plan import CachePlan
+from trtkv.plugins.compaction.launch import move_constants, move_kernel
+from trtkv.plugins.compaction.specs import lag_kernels
 from trtkv.plugins.encoded import launch, launch_list
 from trtkv.plugins.encoded.formats import find_format
 from trtkv.plugins.encoded.summaries import summary_kernel
@@ -21,7 +23,12 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
     if form is None or dtype is None:
         return
     launch.attend_kernel(form, plan.head_dim, plan.num_q_heads // plan.num_kv_heads, dtype == "bf16", arch)
-    launch.append_kernel(form, plan.num_q_heads, plan.num_kv_heads, plan.head_dim, model.qk_norm, dtype, arch)
+    if form.window and plan.evict is not None:
+        lag_kernels(plan, dtype, arch)  # tokens are appended as to a plain cache
+        words = plan.head_dim * DTYPE_BYTES[plan.kv_dtype] // 4
+        move_kernel(move_constants(plan.num_kv_heads, 1, words, False), arch)
+    else:
+        launch.append_kernel(form, plan.num_q_heads, plan.num_kv_heads, plan.head_dim, model.qk_norm, dtype, arch)
     launch.prompt_kernel(form, plan.num_kv_heads, plan.head_dim, plan.evict is not None, dtype, arch)
     for layer, select in enumerate(plan.select):
         kind = summary_kind(plan, layer)

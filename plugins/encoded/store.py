@@ -1,13 +1,14 @@
 """Encoded caches of a session on a GPU: pages of codes for every layer, a ring of newest tokens for every slot, and prompts while they are read.
 
 A prompt attends to itself in full precision and is encoded when it is complete, so its keys and values lie in tensors of their own until then. Where
-a plan also evicts, what stays of it is chosen then (`keep.py`), and that alone is encoded.
+a plan also evicts, what stays of it is chosen then (`keep.py`), and that alone is encoded. Where it evicts in every phase, such a tensor has room for
+what is left of the prompt, and the ring for all tokens that may still go (`settle.py`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,8 @@ from trtkv.plugins.encoded import launch, reference
 from trtkv.plugins.encoded.away import Away
 from trtkv.plugins.encoded.formats import Format
 from trtkv.plugins.encoded.keep import Keeper, watched_bytes
+from trtkv.plugins.encoded.ledger import SettledLedger
+from trtkv.plugins.encoded.settle import Settler
 from trtkv.plugins.kv_recall.store import Offload
 from trtkv.plugins.rows import Row
 
@@ -46,8 +49,12 @@ class EncodedStore:
         ring = (num_slots, plan.num_kv_heads, form.ring, plan.head_dim)
         real = TORCH_DTYPES[plan.kv_dtype]
         self.buffers: dict[str, list[Tensor | None]] = {}
-        for name in ("keys", "values"):
-            self.buffers[name] = [torch.empty(ring, dtype=real, device=device) for _ in every]
+        layers = [[layer for layer in every if plan.page_groups[layer] == group] for group in range(plan.num_page_groups)]
+        # Keys and values [layers of a page group, Z, Hk, ring, D] of every one.
+        self.rings = [tuple(torch.empty(len(own), *ring, dtype=real, device=device) for _ in range(2)) for own in layers]
+        for part, name in enumerate(("keys", "values")):
+            places = {layer: self.rings[group][part][index] for group, own in enumerate(layers) for index, layer in enumerate(own)}
+            self.buffers[name] = [places[layer] for layer in every]
         for spec in _encoded(plan):
             shapes = [(num_pages[plan.page_groups[layer]], *map(int, spec.shape[1:])) for layer in every]
             self.buffers[spec.name] = [
@@ -64,10 +71,13 @@ class EncodedStore:
                 for layer in every
             ]
         self.origins = torch.zeros(plan.num_page_groups, num_slots, dtype=torch.int32, device=device)
+        self.ends = torch.zeros(plan.num_page_groups, num_slots, 2, dtype=torch.int32, device=device)
         self.pages = [self._pages(layer) for layer in every]
         self.one_page = torch.zeros(1, 1, dtype=torch.int32, device=device)  # the page table of a prompt that is read
         self.keep_prompts = False  # until the step behind the prompt, for those who compare
-        self.keeper = Keeper(plan, ledger, device) if ledger is not None else None
+        self.ledger = ledger
+        self.settler = Settler(self, ledger) if isinstance(ledger, SettledLedger) else None
+        self.keeper = Keeper(plan, ledger, device) if ledger is not None and self.settler is None else None
         coded = {part: sum(spec.row_bytes for spec in _encoded(plan) if spec.name.startswith(part)) for part in ("key", "value")}
         # Bytes in a layer of one key or value in full precision, of a group's encoded keys, of an encoded value.
         self._rates = (
@@ -92,7 +102,7 @@ class EncodedStore:
         for row in rows:
             before = row.seen - row.new
             goes_on = bool(before) and before >= self._lengths[row.slot]
-            if self.keeper is not None and goes_on and not row.answers:
+            if self.ledger is not None and goes_on and not row.answers:
                 raise EngineError("a prompt that was evicted from goes on with several tokens at once", "Feed what follows it token by token.")
             if row.answers or not before or goes_on:
                 self._prompts[row.slot] = {}
@@ -111,21 +121,31 @@ class EncodedStore:
             self.keeper.forget(slot)
 
     def prompt(self, layer: int, row: Row) -> Prompt:
-        """Return the keys and values [1, Hk, X, D] of a prompt that is being read, X its length in whole sixteens; made with its first chunk.
+        """Return the keys and values [1, Hk, X, D] of a prompt that is being read, made with its first chunk.
 
-        What is longer than its prompt was said to be goes on behind what its pages and its ring hold.
+        X is its length in whole sixteens, or the most that is left of it with a further chunk such as the first. What is longer than its prompt was
+        said to be goes on behind what its pages and its ring hold.
         """
         own = self._prompts[row.slot]
         if layer not in own:
-            shape = (1, self.plan.num_kv_heads, -(-row.prompt // 16) * 16, self.plan.head_dim)
-            made = [torch.empty(shape, dtype=TORCH_DTYPES[self.plan.kv_dtype], device=self.device) for _ in range(2)]
+            room = row.prompt if self.settler is None else self.settler.ledger.rooms(row.prompt, row.new)[self.plan.page_groups[layer]]
+            made = self._room(room)
             before = row.stored - row.new
             if before:
                 for x, old in zip(made, reference.visible(*self._view(layer, row, before), row.slot, before + self.form.lag), strict=True):
                     x[0, :, :before] = old[:, :before]
             own[layer] = (made[0], made[1])
             self._begins[row.slot] = self.form.encoded(before, self._runs[row.slot][self.plan.page_groups[layer]]) if before else (0, 0)
+        elif own[layer][0].shape[2] < row.stored:  # a chunk that is longer than the first
+            more = self._room(row.stored)
+            for x, old in zip(more, own[layer], strict=True):
+                x[:, :, : old.shape[2]] = old
+            own[layer] = (more[0], more[1])
         return own[layer]
+
+    def read(self, slot: int) -> Iterator[tuple[int, Prompt]]:
+        """Yield the layers of a slot's prompt that is being read, with its keys and values [1, Hk, X, D]."""
+        yield from self._prompts[slot].items()
 
     def encode_prompt(self, layer: int, row: Row, table: Tensor) -> None:
         """Encode a complete prompt, or what stays of it, into its pages, table [M] int32; what is in full precision goes to the slot's ring."""
@@ -133,11 +153,15 @@ class EncodedStore:
         if not self.keep_prompts:
             del self._prompts[row.slot][layer]
         kept = None
-        if self.keeper is not None:
-            kept = self.keeper.keep(layer, row, plain[0][0, :, : row.stored], plain[1][0, :, : row.stored])
-        stored = row.stored if kept is None else kept.shape[1]
-        origin = self._begin_runs(group, row.slot, stored)
-        ends = self.form.encoded(stored, origin)
+        if self.settler is not None:
+            kept, stored, ends = self.settler.keep(layer, row, *plain)
+            if kept is None:
+                kept = torch.arange(stored, dtype=torch.int32, device=self.device).repeat(plain[0].shape[1], 1)
+        else:
+            if self.keeper is not None:
+                kept = self.keeper.keep(layer, row, plain[0][0, :, : row.stored], plain[1][0, :, : row.stored])
+            stored = row.stored if kept is None else kept.shape[1]
+            ends = self.form.encoded(stored, self._begin_runs(group, row.slot, stored))
         if self.away is not None and self.away.covers(layer):
             before = row.stored - row.new if any(self._begins[row.slot]) else 0
             own, numbers = self._view(layer, row, before)
@@ -170,10 +194,10 @@ class EncodedStore:
 
     def note_copy(self, source: int, target: int) -> None:
         """Take note that a slot's sequence is now a copy of another's."""
-        self.origins[:, target] = self.origins[:, source]
+        self.origins[:, target], self.ends[:, target] = self.origins[:, source], self.ends[:, source]
         self._prompts[target], self._lengths[target], self._runs[target] = {}, self._lengths[source], list(self._runs[source])
-        if self.keeper is not None:
-            self.keeper.ledger.copy(source, target)
+        if self.ledger is not None:
+            self.ledger.copy(source, target)
 
     def seen(self, layer: int, row: Row) -> Prompt:
         """Return the keys and values [Hk, S, D] that the announced step's attention read of a sequence; of a complete prompt with `keep_prompts`."""
@@ -194,16 +218,19 @@ class EncodedStore:
         """Return the token from which on `seen` returns keys and values as they were appended."""
         if layer in self._prompts[row.slot]:
             return 0
-        return max(self.form.seen(row.stored, self._runs[row.slot][self.plan.page_groups[layer]]))
+        group = self.plan.page_groups[layer]
+        if self.settler is not None:
+            return max(self.settler.ledger.find(row.slot).encoded[group])
+        return max(self.form.seen(row.stored, self._runs[row.slot][group]))
 
     def stored_bytes(self, slot: int, seen: int) -> int:
         """Return the bytes that hold keys, values, codes and metadata of a sequence that has seen so many tokens, and what is seen of a prompt."""
         plan, reading = self.plan, seen < self._lengths.get(slot, 0)
-        stored = [seen] * plan.num_page_groups if self.keeper is None else self.keeper.ledger.stored(slot)
+        stored = [seen] * plan.num_page_groups if self.ledger is None else self.ledger.stored(slot)
         total = 0 if self.keeper is None or not reading else self.keeper.counted_bytes(seen)
         runs, (plain, key, value) = self._runs.get(slot), self._rates
         for group, own in enumerate(stored):
-            keys, values = (0, 0) if reading or runs is None else self.form.encoded(own, runs[group])
+            keys, values = (0, 0) if reading or runs is None else self._ends(slot, group, own, runs)
             layer = (2 * own - keys - values) * plain + keys // self.form.key_group * key + values * value
             total += layer * self._layers[group]
         return total + self._slot_bytes + sum(stored[0] // tokens * size for tokens, size in self._entries.items())
@@ -214,9 +241,18 @@ class EncodedStore:
         reading = sum(x.nbytes for pair in self._prompts.get(slot, {}).values() for x in pair)
         if self.keeper is not None:
             reading += self.keeper.bytes_of(slot)
-            stored = list(self.keeper.ledger.stored(slot)) if seen >= self._lengths.get(slot, 0) else [0] * plan.num_page_groups
-        pages = sum(plan.pages(own) * size for own, size in zip(stored, self._page_bytes, strict=True))
-        return pages + slot_bytes(plan, self.form) + reading
+        if self.ledger is not None:
+            stored = list(self.ledger.stored(slot)) if seen >= self._lengths.get(slot, 0) else [0] * plan.num_page_groups
+        pages = list(map(plan.pages, stored)) if self.settler is None or not any(stored) else self.settler.ledger.pages_of(seen)
+        return sum(own * size for own, size in zip(pages, self._page_bytes, strict=True)) + slot_bytes(plan, self.form) + reading
+
+    def _ends(self, slot: int, group: int, stored: int, runs: Sequence[int]) -> tuple[int, int]:
+        """Return how many leading keys and values of a sequence are encoded behind its newest step."""
+        return self.form.encoded(stored, runs[group]) if self.settler is None else self.settler.ledger.find(slot).encoded[group]
+
+    def _room(self, tokens: int) -> list[Tensor]:
+        shape = (1, self.plan.num_kv_heads, -(-tokens // 16) * 16, self.plan.head_dim)
+        return [torch.empty(shape, dtype=TORCH_DTYPES[self.plan.kv_dtype], device=self.device) for _ in range(2)]
 
     def _begin_runs(self, group: int, slot: int, stored: int) -> int:
         """Note where the runs of a sequence begin whose prompt left so many tokens stored, and return it."""
@@ -228,7 +264,9 @@ class EncodedStore:
 
     def _pages(self, layer: int) -> launch.Pages:
         found = {name: self.buffers[name][layer] for name in ("keys", "values", *_CODES) if name in self.buffers}
-        return launch.Pages(self.form, self.plan.page_size, **_with_minima(found), origins=self.origins[self.plan.page_groups[layer]])  # type: ignore[arg-type]
+        group = self.plan.page_groups[layer]
+        ends = self.ends[group] if self.form.window else None
+        return launch.Pages(self.form, self.plan.page_size, **_with_minima(found), origins=self.origins[group], ends=ends)  # type: ignore[arg-type]
 
 
 def page_bytes(plan: CachePlan) -> int:
@@ -252,8 +290,14 @@ def token_bytes(plan: CachePlan) -> int:
     return 2 * plan.num_kv_heads * plan.head_dim * DTYPE_BYTES[plan.kv_dtype] * plan.num_layers
 
 
-def prompt_bytes(plan: CachePlan, tokens: int, *, whole: bool) -> int:
-    """Return the most bytes of a prompt of so many tokens while it is read: in all layers, or layer by layer where it is read as a whole."""
+def prompt_bytes(plan: CachePlan, tokens: int, *, whole: bool, chunk: int = 0) -> int:
+    """Return the most bytes of a prompt of so many tokens while it is read: in all layers, or layer by layer where it is read as a whole.
+
+    Of one that is evicted from in between, what its chunks leave counts.
+    """
+    if plan.settles and not whole:
+        rooms = SettledLedger(plan).rooms(tokens, chunk or tokens)
+        return sum(-(-rooms[group] // 16) * 16 for group in plan.page_groups) * token_bytes(plan) // plan.num_layers
     one = -(-tokens // 16) * 16 * token_bytes(plan) // plan.num_layers + watched_bytes(plan, tokens)
     return one if whole else one * plan.num_layers
 

@@ -23,6 +23,8 @@ FORMATS = {
     "int2 behind eviction": ("minikv", {}),
     "int2 behind eviction, other lengths in every layer": ("minikv-pyramid", {}),
     "fp8 behind eviction": ("snapkv+fp8", {}),
+    "int2 behind eviction in every phase": ("lagkv+kivi", {}),
+    "int4 behind eviction, none in some layers": ("knorm+kivi", {"quantize.bits": "4"}),
     "int4 a token": ("qhitter", {}),
     "int2 that is selected from": ("quest+kivi", {}),
     "fp8 that is selected from": ("fier+fp8", {}),
@@ -44,7 +46,7 @@ def test_every_storage_format_is_one_fused_graph(name: str, tiny_llama: TinyMode
     policy, fields = FORMATS[name]
     cache = check_fused(policy, tuple(f"{path}={value}" for path, value in fields.items()), tiny_llama, tmp_path)
     assert any(spec.pool == "encoded" for spec in cache.buffers)
-    assert cache.num_page_groups == {"minikv-pyramid": 3, "arkv": 6}.get(policy, 1)  # a group a layer, and one for a layer's codes
+    assert cache.num_page_groups == {"minikv-pyramid": 3, "arkv": 6, "knorm+kivi": 2}.get(policy, 1)  # a group a layer, and one for a layer's codes
 
 
 @pytest.mark.trt
@@ -94,3 +96,19 @@ def test_kernels_of_an_encoded_cache_are_compiled_into_the_engine(policy: str, m
     assert any(f"LISTED={evicts}" in one.options for one in manifest.kernels.files if one.kernel.startswith("encode_prompt"))
     assert any(f"PHASED={evicts}" in one.options for one in manifest.kernels.files if one.kernel.startswith("append_encoded"))
     assert any("BITS=2" in one.options for one in manifest.kernels.files if one.kernel.startswith("attend_encoded"))
+
+
+@needs_compilers
+def test_kernels_of_a_cache_that_settles_are_compiled_into_the_engine(tmp_path: Path) -> None:
+    """Tokens are appended as to a plain cache, and LagKV's kernels work on the rings."""
+    wide = make_tiny("llama", tmp_path / "model", head_dim=64)
+    path = build(
+        str(wide.path), "lagkv+kivi", dtype="bfloat16", out=tmp_path / "engine", max_seq_len=256, max_batch_size=1, backend="none", sms=["89"]
+    )
+    manifest = read_manifest(path)
+    check_files(path, manifest)
+    assert manifest.kernels is not None
+    files = {one.kernel.split()[0]: one for one in manifest.kernels.files}
+    lag = {"spread_kernel", "choose_kernel", "move_kernel"}
+    assert set(files) == {"append_kernel", "encode_prompt", "attend_encoded", "sample", "feed", "fetch", "gemv", "rms_norm", "silu_gate"} | lag
+    assert "SETTLED" in files["attend_encoded"].options and any("LISTED=True" in one for one in files["encode_prompt"].options)

@@ -1,6 +1,7 @@
 """Policies that evict once and encode what stays, on a GPU: verdicts against exact sums, codes against the roles bit for bit, captured steps.
 
-Run it on a machine with a GPU: python -m tests.gpu.check_kept; prints one line a check and ends with the number of failures.
+LagKV and KIVI, which evict and encode all the time, too. Run it on a machine with a GPU: python -m tests.gpu.check_kept, with --settled for these
+alone; prints one line a check and ends with the number of failures.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from torch import Tensor
 
 from tests.runtime.test_policies import generate, prompts
 from tests.tiny import Rig, make_rig, make_tiny
+from trtkv.api import build
 from trtkv.checkpoint.find import resolve_model
-from trtkv.plugins.encoded import reference
+from trtkv.plugins.encoded import launch, reference
 from trtkv.plugins.encoded.keep import Keeper
+from trtkv.plugins.encoded.ledger import find_ledger
 from trtkv.plugins.kv_sums import launch as sums
 from trtkv.plugins.rows import Row
 from trtkv.plugins.session import Session
@@ -27,6 +30,8 @@ from trtkv.policies.packing import unpack
 from trtkv.policies.registry import parse_policy
 from trtkv.policies.schedule import trajectory
 from trtkv.ranking import attention, group_mean
+from trtkv.runtime.loading import Options
+from trtkv.verify import Plan, verify
 
 MINI = ("evict.heavy=0.3", "evict.recent=0.2", "quantize.residual=32")
 POLICIES = {
@@ -138,6 +143,127 @@ def engines(directory: Path) -> None:
         report(f"{name} answers twice alike", torch.equal(generate(rig, texts, steps, chunk=70), logits))
 
 
+SETTLED = ("evict.lag=16", "evict.sink=4", "quantize.group=16", "quantize.residual=32")
+SETTLING = {
+    "lagkv+kivi": SETTLED,
+    "localkv+kivi": ("evict.lag=8", "evict.sink=20", "quantize.bits=4", "quantize.residual=64"),
+    "knorm+kivi": (*SETTLED, "evict.skip_layers=[0]"),
+}
+
+
+@dataclass
+class Encoded:
+    """What was given to be encoded, by a layer's codes and a sequence's first page: keys and values [Hk, S, D], grown run by run."""
+
+    parts: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+
+    def watch(self) -> Any:
+        """Look at every launch that encodes; returns what ends that."""
+        encode = launch.encode_prompt
+
+        def watched(keys: Tensor, values: Tensor, table: Tensor, pages: launch.Pages, ends: Any, begins: Any = (0, 0), kept: Any = None) -> None:
+            own = self.parts.setdefault((pages.key_codes.data_ptr(), int(table[0])), [])
+            if begins == (0, 0):
+                own[:] = [x[:, :0].cpu() for x in (keys, values)]
+            for part, x in enumerate((keys, values)):
+                index = kept[:, begins[part] : ends[part], None].long().expand(-1, -1, x.shape[2])
+                own[part] = torch.cat([own[part], x.gather(1, index).cpu()], 1)
+            encode(keys, values, table, pages, ends, begins, kept)
+
+        launch.encode_prompt = watched  # type: ignore[assignment]
+
+        def end() -> None:
+            launch.encode_prompt = encode
+
+        return end
+
+
+@torch.inference_mode()
+def settling(directory: Path) -> None:
+    """Read prompts in chunks under LagKV and KIVI, decode in captured steps, and compare lengths, codes and rings with the roles."""
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 128}
+    tiny = make_tiny("llama", directory / "settled", dtype=torch.bfloat16, **shape)
+    texts, steps = prompts(150, 61, 90), 90
+    for name, sets in SETTLING.items():
+        make = lambda name=name, sets=sets: make_rig(tiny, name, directory, sets=sets, slots=3, dtype="bfloat16", device="cuda")  # noqa: E731
+        rig, encoded = make(), Encoded()
+        store = rig.session.encoded
+        assert store is not None and store.settler is not None
+        end = encoded.watch()
+        logits = generate(rig, texts, steps, chunk=70)
+        end()
+        report(f"{name} is captured", rig.stepper._graphs is not None and len(rig.stepper._graphs._captured) > 0)
+        report(f"{name} is finite", bool(torch.isfinite(logits).all()))
+        policy, layers = parse_policy(name, sets=sets), rig.plan.num_layers
+        assert policy.quantize is not None
+        lengths, codes, compared = True, True, 0
+        for slot, text in enumerate(texts):
+            account = store.settler.ledger.find(slot)
+            for layer in range(layers):
+                own = trajectory(policy, len(text), steps, num_kv_heads=1, layer=layer, num_layers=layers)[-1]
+                group = rig.plan.page_groups[layer]
+                lengths &= (account.stored[group],) == own.lengths and account.encoded[group] == own.encoded
+                lengths &= store.ends[group, slot].tolist() == list(own.encoded)
+                pages, table = store.pages[layer], torch.tensor(rig.pages(slot), dtype=torch.int32, device="cuda")
+                given = encoded.parts.get((pages.key_codes.data_ptr(), int(table[0])))
+                for part, kind in enumerate(("keys", "values")):
+                    if own.encoded[part]:
+                        assert given is not None and given[part].shape[1] == own.encoded[part]
+                        codes &= _alike(reference.stored_numbers(pages, table, kind), policy.quantize.encode(given[part], kind), store.form.bits)  # type: ignore[arg-type]
+                        compared += given[part].numel()
+        report(f"{name} stores and encodes what was planned", lengths)
+        report(f"{name} encodes what settles", codes, f"{compared} codes")
+        again, fresh = generate(rig, texts[::-1], steps, chunk=70), generate(make(), texts[::-1], steps, chunk=70)
+        report(f"{name} answers in used slots as in fresh ones", torch.equal(again, fresh))
+        report(f"{name} answers twice alike", torch.equal(generate(rig, texts, steps, chunk=70), logits))
+        limits = {"max_seq_len": 256, "max_batch_size": 1, "max_chunk_tokens": 64}
+        path = build(str(tiny.path), name, sets=sets, out=directory / name, backend="none", sms=["none"], **limits)  # type: ignore[arg-type]
+        worst = max(verify(path, Options(device="cuda"), Plan(tokens=162, steps=4)).nodes, key=lambda one: one.ratio)
+        report(f"{name} attends to what it stores", worst.ratio <= 1, f"{worst.op} {worst.what}: {worst.ratio:.2f} of what is allowed")
+
+
+def _alike(got: dict[str, Tensor], want: Any, bits: int) -> bool:
+    """Say whether codes and metadata are a role's, bit for bit."""
+    codes = unpack(want["codes"], bits)
+    codes = codes.transpose(2, 3).flatten(1, 2) if codes.dim() == 4 else codes
+    good = torch.equal(got["codes"][:, : codes.shape[1]].cpu(), codes)
+    return good and all(torch.equal(got[name][:, : want[name].shape[1]].cpu(), want[name]) for name in ("scale", "minimum"))
+
+
+@torch.inference_mode()
+def settle_at_full_size() -> None:
+    """Evict and encode behind decode steps of a real model's caches; print what that takes."""
+    model = resolve_model("llama-3.1-8b").config
+    plan = parse_policy("lagkv+kivi").plan(model)
+    prompt, steps = 16 + 30 * 1024 + 512, 1600  # partitions are complete 512 and 1536 steps behind it
+    need = find_ledger(plan).pages_for(prompt, prompt, steps)
+    session, pages = Session(plan, need, 1, "cuda"), [list(range(own)) for own in need]
+    store = session.encoded
+    assert store is not None and store.settler is not None
+    for x in store.rings[0]:
+        x.normal_()
+    for seen in range(prompt, prompt + steps):
+        session.begin_step([seen if seen == prompt else 1], [[seen]], [0], [pages], [prompt])
+        if seen == prompt:
+            for layer in range(plan.num_layers):
+                row = session.step(layer).rows[0]
+                keys, values = store.prompt(layer, row)
+                keys.normal_(), values.normal_()
+                store.encode_prompt(layer, row, torch.arange(len(pages[0]), dtype=torch.int32, device="cuda"))
+        account = store.settler.ledger.find(0)
+        due, marks = store.settler.ledger.due(account), [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        marks[0].record()
+        session.end_step()
+        marks[1].record()
+        if due:
+            torch.cuda.synchronize()
+            print(f"      {len(plan.page_groups)} layers evict and encode behind {seen} tokens in {marks[0].elapsed_time(marks[1]):.2f} ms")
+    stored, ends = account.stored[0], account.encoded[0]
+    element, count = 2 * model.num_kv_heads * model.head_dim * plan.num_layers, (2 / 8 + 2 * 2 / 32)
+    want = round(element / 2 * (sum(ends) * count + (2 * stored - sum(ends)) * 2))
+    report("stored bytes are those of codes and of the rest", session.bytes_of(0, seen) == want, f"{session.bytes_of(0, seen)} of {want}")
+
+
 @torch.inference_mode()
 def at_full_size() -> None:
     """Keep and encode a long prompt of a real model's layer; print what that takes beside its attention."""
@@ -184,7 +310,8 @@ def at_full_size() -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        for check in (lambda: engines(Path(folder)), at_full_size):
+        checks: list[Any] = [lambda: settling(Path(folder)), settle_at_full_size]
+        for check in checks if "--settled" in sys.argv else [lambda: engines(Path(folder)), at_full_size, *checks]:
             try:
                 check()
             except Exception as error:  # noqa: BLE001

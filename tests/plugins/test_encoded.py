@@ -174,7 +174,7 @@ def model(**update: Any) -> ModelConfig:
         ("minikv-pyramid", ("quantize.group=32",), {}, Format(2, 32, 32, 128, lag=0, together=True, phased=True)),
         ("snapkv+kivi", (), {}, Format(2, 32, 32, 128)),
         ("pyramidkv+fp8", (), {}, Format(8, 1, 128, 1, together=True)),
-        ("lagkv+kivi", (), {}, None),
+        ("lagkv+fp8", (), {}, None),
         ("qhitter", (), {}, None),
         ("minikv+fier", (), {}, None),
         ("minikv", ("quantize.group=8",), {}, None),

@@ -90,8 +90,12 @@ def compare(
     origins: list[int] | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    ends: list[tuple[int, int]] | None = None,
 ) -> None:
-    """Attend to sequences of so many stored tokens, whose runs begin at origins, alone and together, and compare with fp64."""
+    """Attend to sequences of so many stored tokens, whose runs begin at origins, alone and together, and compare with fp64.
+
+    ends are the encoded keys and values of each in a format with a window.
+    """
     torch.manual_seed(form.bits + dim)
     cuda_on_cpu.install(monkeypatch, tmp_path)
     block = launch._block(form, dim, WARPS, launch.STAGES, shared_limit("90"))
@@ -102,6 +106,8 @@ def compare(
     lens, slots = torch.tensor(stored, dtype=torch.int32), torch.tensor([3, 0, 2, 1], dtype=torch.int32)
     if origins is not None:
         pages = replace(pages, origins=torch.zeros(4, dtype=torch.int32).scatter(0, slots.long(), torch.tensor(origins, dtype=torch.int32)))
+    if ends is not None:
+        pages = replace(pages, ends=torch.tensor(ends, dtype=torch.int32)[slots.long().argsort()])
     q = torch.randn(4, HEADS * group * dim).to(dtype)
     out = attend(pages, q, table, lens, slots, 2)
     errors, torchs = [], []

@@ -22,7 +22,13 @@ from trtkv.runtime.step import StepRow
 from trtkv.verify import HostedExecutor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-POLICIES = {"full": (), "fier": ("retrieve.budget=64",), "quest": ("retrieve.budget=64",), "minikv": ("evict.budget=64",)}
+POLICIES = {
+    "full": (),
+    "fier": ("retrieve.budget=64",),
+    "quest": ("retrieve.budget=64",),
+    "minikv": ("evict.budget=64",),
+    "lagkv+kivi": ("evict.lag=16", "evict.sink=4"),
+}
 PROMPTS, STEPS = (150, 20), 5
 
 

@@ -17,7 +17,7 @@ from trtkv.api import build
 from trtkv.config import Limits
 from trtkv.errors import CapacityError, RequestError
 from trtkv.plan import CachePlan
-from trtkv.plugins.compaction.ledger import Ledger
+from trtkv.plugins.encoded.ledger import SettledLedger, find_ledger
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.claims import ClaimScheduler
 from trtkv.runtime.llm import LLM
@@ -39,6 +39,8 @@ POLICIES = (
     "minikv",
     "minikv-pyramid",
     "snapkv+fp8",
+    "lagkv+kivi",
+    "knorm+kivi",
 )
 LIMITS = Limits(max_seq_len=400, max_batch_size=6, max_chunk_tokens=64)
 
@@ -47,7 +49,7 @@ class Rig:
     """A scheduler and what a session does to its ledger, without a cache."""
 
     def __init__(self, plan: CachePlan, share: float) -> None:
-        self.plan, self.ledger, self.slots = plan, Ledger(plan), list(range(LIMITS.max_batch_size))
+        self.plan, self.ledger, self.slots = plan, find_ledger(plan), list(range(LIMITS.max_batch_size))
         whole = self.ledger.most_pages(LIMITS.max_seq_len, LIMITS.max_chunk_tokens)
         self.pages: PageAllocator | GroupPages = make_pages([int(one * share) for one in whole])
         self.scheduler = ClaimScheduler(plan, LIMITS, self.pages, self.slots, self.ledger)
@@ -70,7 +72,8 @@ class Rig:
             if self.ledger.encodes:  # pages hold what stays
                 self.ledger.settle(account, self.ledger.due(account))
             if not self.ledger.encodes or account.seen >= account.prompt:
-                assert all(self.plan.pages(have) <= len(own) for have, own in zip(account.stored, one.pages, strict=True))  # type: ignore[arg-type]
+                coded = [max(ends) for ends in account.encoded] if isinstance(self.ledger, SettledLedger) else account.stored
+                assert all(self.plan.pages(have) <= len(own) for have, own in zip(coded, one.pages, strict=True))  # type: ignore[arg-type]
             if not self.ledger.encodes:
                 self.ledger.settle(account, self.ledger.due(account))
             one.seen += len(row.tokens)

@@ -86,8 +86,8 @@ def weight_bytes(manifest: Manifest) -> int:
 def kv_bytes_read(engine: Engine) -> tuple[int, int]:
     """Bytes of keys and values that the announced step reads, and of summaries: the tokens read, and the whole index where there is one."""
     session, plan = engine.session, engine.session.plan
-    if session.held is not None:
-        return session.stored_bytes(), 0
+    if session.held is not None or (session.encoded is not None and not any(plan.select)):
+        return session.stored_bytes(), 0  # whatever is stored is read, codes as they are
     token = 2 * plan.num_kv_heads * plan.head_dim * DTYPE_BYTES[plan.kv_dtype] * plan.num_layers
     rows = session.step(0).rows
     index = sum(plan.stored_bytes(row.stored) - row.stored * token for row in rows) if any(plan.select) else 0

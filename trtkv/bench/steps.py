@@ -24,6 +24,7 @@ from trtkv.errors import CapacityError
 from trtkv.plan import CachePlan
 from trtkv.plugins._device import store
 from trtkv.plugins.compaction.ledger import Ledger
+from trtkv.plugins.encoded.ledger import find_ledger
 from trtkv.plugins.kernels import request
 from trtkv.plugins.mixed import make_ledger
 from trtkv.plugins.ragged.ledger import HeadLedger
@@ -129,7 +130,7 @@ def most_sequences(cell: Cell, device: torch.device) -> int:
     plan = parse_policy(cell.policy, budget=cell.budget, sets=cell.sets).plan(model)
     weights = 0 if device.type == "cpu" else model.num_params * DTYPE_BYTES[model.dtype]
     by_ledger = plan.compacts or plan.mixed or (plan.evict is not None and encodes_by_kernels(plan, device) is not None)
-    ledger = (make_ledger(plan) if plan.pooled else Ledger(plan)) if by_ledger else None
+    ledger = (make_ledger(plan) if plan.pooled else find_ledger(plan)) if by_ledger else None
 
     def fits(batch: int) -> bool:
         limits = Limits(max_seq_len=cell.context, max_batch_size=batch, max_chunk_tokens=max(cell.chunk, batch))

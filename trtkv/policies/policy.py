@@ -147,7 +147,7 @@ class Policy(BaseModel):
         if self._mixes and made.evict is not None and made.quantize is not None:
             made = replace(made, quantize=replace(made.quantize, mixed=True), page_groups=every)
             return replace(made, buffers=(*made.buffers, *state_buffers(made.evict, model, page_size)))
-        if self.evict is None or made.evict is None or not (made.compacts or made.evicts_once):
+        if self.evict is None or made.evict is None or not (made.compacts or made.evicts_once or made.settles):
             return made
         heads, beside = model.num_kv_heads, state_buffers(made.evict, model, page_size) if made.compacts else ()
         groups = tuple(range(0, model.num_layers * heads, heads)) if made.ragged else self.evict.page_groups(self.allocate, model.num_layers)

@@ -8,9 +8,9 @@ import torch
 from trtkv.config import Limits
 from trtkv.errors import CapacityError
 from trtkv.plan import CachePlan
-from trtkv.plugins.compaction.ledger import Ledger
 from trtkv.plugins.encoded import store as encoded
 from trtkv.plugins.encoded.formats import Format
+from trtkv.plugins.encoded.ledger import find_ledger
 from trtkv.plugins.mixed import make_ledger
 from trtkv.plugins.support import encodes_by_kernels
 
@@ -65,7 +65,7 @@ def beside_bytes(plan: CachePlan, limits: Limits, form: Format | None) -> int:
     if form is None:
         return limits.max_batch_size * plan.slot_bytes
     chunk = limits.max_chunk_tokens if plan.evict is None else claimed_chunk(limits)
-    prompt = encoded.prompt_bytes(plan, limits.max_seq_len, whole=limits.max_seq_len <= chunk)
+    prompt = encoded.prompt_bytes(plan, limits.max_seq_len, whole=limits.max_seq_len <= chunk, chunk=chunk)
     return limits.max_batch_size * encoded.slot_bytes(plan, form) + prompt
 
 
@@ -79,7 +79,7 @@ def pool_sizes(plan: CachePlan, limits: Limits, device: torch.device, cache_byte
     if not plan.compacts and not plan.mixed and (form is None or plan.evict is None):
         return [pool_pages(plan, limits, device, cache_bytes, promised_bytes)] * plan.num_page_groups
     room = int(max(0, available_bytes(device) - promised_bytes) * HEADROOM) if cache_bytes is None else cache_bytes
-    ledger, longest, chunk = make_ledger(plan) if plan.pooled else Ledger(plan), limits.max_seq_len, limits.max_chunk_tokens
+    ledger, longest, chunk = make_ledger(plan) if plan.pooled else find_ledger(plan), limits.max_seq_len, limits.max_chunk_tokens
     slots, most = beside_bytes(plan, limits, form), ledger.most_pages(longest, chunk)
     # One pool a page group, or one for all heads.
     sizes = [plan.group_page_bytes(group) if form is None else encoded.group_bytes(plan, group) for group in range(len(most))]
