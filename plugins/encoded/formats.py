@@ -11,6 +11,7 @@ STEP = 32  # tokens that a warp attends to at once: pages are a multiple
 KEY_GROUPS = (16, 32, 64, 128)
 LIST_UNITS = (1, 4, 8, 16, 32, 64, 128)  # tokens of an entry of a list
 MOST_GROUP_HEADS = 8  # query heads a KV head: one column of a matrix instruction
+MOST_BUDGET = 16384  # tokens of a head among which one block finds the least
 RING_SPARE = 16  # tokens of a residual's ring beyond those that are never encoded: the newest, rounded to what copies move
 
 
@@ -21,7 +22,8 @@ class Format:
     bits of a code, 8 for e4m3; key_group tokens share a scale of a channel, value_group channels share a scale of a token (1 and D with eight bits);
     residual tokens stay in full precision: keys are encoded in runs of so many, values one by one once so many newer ones follow, or with the keys
     (together). lag is 1 where a step's attention does not see what the step itself completes. phased: all whole groups of a prompt are encoded, so
-    runs begin behind them, at the sequence's `origin`.
+    runs begin behind them, at the sequence's `origin`. replaced: a token's codes with a zero point of its own take the place of those of one that goes
+    (`plugins/replaced/`), and the newest alone is in full precision.
     """
 
     bits: int
@@ -31,11 +33,12 @@ class Format:
     lag: int = 1
     together: bool = False
     phased: bool = False
+    replaced: bool = False
 
     @property
     def ring(self) -> int:
         """Tokens of a slot's ring."""
-        return -(-self.residual // 16) * 16 + RING_SPARE
+        return 1 if self.replaced else -(-self.residual // 16) * 16 + RING_SPARE
 
     def origin(self, prompt: int) -> int:
         """Return where runs begin, less whole runs, in a sequence whose prompt left so many tokens stored."""
@@ -55,6 +58,8 @@ def find_format(plan: CachePlan) -> Format | None:
     """Return the format of a plan that encodes what it stores, or what it keeps of prompts, None where no kernel knows it."""
     if plan.quantize is None or not plan.quantize.meaning.role.startswith("trtkv."):
         return None
+    if replaces(plan):
+        return Format(4, 1, plan.head_dim, 1, together=True, replaced=True) if plan.page_size % 16 == 0 else None
     if plan.evict is not None and not plan.evicts_once:
         return None
     if "allocate" in plan.roles and plan.num_page_groups < plan.num_layers:
@@ -70,6 +75,16 @@ def find_format(plan: CachePlan) -> Format | None:
     elif meaning.op == "float8":
         found = Format(8, 1, plan.head_dim, 1, together=True)
     return found if found and _fits(found, plan) and _selects(found, plan) else None
+
+
+def replaces(plan: CachePlan) -> bool:
+    """Say whether kernels encode each token of a plan by itself, and let a decode step's take the place of one that goes: pages hold the budget."""
+    evict, quantize = plan.evict, plan.quantize
+    if evict is None or quantize is None or "allocate" in plan.roles or any(plan.select):
+        return False
+    if any(one.op != "qhitter" or not one.role.startswith("trtkv.") for one in (evict.meaning, quantize.meaning)):
+        return False
+    return int(quantize.meaning.fields["bits"]) == 4 and int(evict.meaning.fields["budget"]) <= MOST_BUDGET
 
 
 def _fits(one: Format, plan: CachePlan) -> bool:

@@ -16,14 +16,15 @@ from torch import Tensor
 
 from trtkv.config import DTYPE_BYTES
 from trtkv.errors import EngineError
-from trtkv.plan import BufferSpec, CachePlan
+from trtkv.plan import BOOKKEEPING, BufferSpec, CachePlan
 from trtkv.plugins.compaction.ledger import Ledger
 from trtkv.plugins.dtypes import TORCH_DTYPES
 from trtkv.plugins.encoded import launch, reference
 from trtkv.plugins.encoded.away import Away
-from trtkv.plugins.encoded.formats import Format
+from trtkv.plugins.encoded.formats import Format, replaces
 from trtkv.plugins.encoded.keep import Keeper, watched_bytes
 from trtkv.plugins.kv_recall.store import Offload
+from trtkv.plugins.replaced.buffers import known_of
 from trtkv.plugins.rows import Row
 
 _CODES = ("key_codes", "key_scale", "key_minimum", "value_codes", "value_scale", "value_minimum")
@@ -47,22 +48,19 @@ class EncodedStore:
         real = TORCH_DTYPES[plan.kv_dtype]
         self.buffers: dict[str, list[Tensor | None]] = {}
         for name in ("keys", "values"):
-            self.buffers[name] = [torch.empty(ring, dtype=real, device=device) for _ in every]
+            self.buffers[name] = [*self._tensors(name, [num_slots] * plan.num_layers, ring[1:], real)]
         for spec in _encoded(plan):
-            shapes = [(num_pages[plan.page_groups[layer]], *map(int, spec.shape[1:])) for layer in every]
+            away = [layer for layer in every if offload is not None and offload.covers(layer)]
+            rows = [num_pages[plan.page_groups[layer]] for layer in every if layer not in away]
+            made = iter(self._tensors(spec.name, rows, [*map(int, spec.shape[1:])], TORCH_DTYPES[spec.dtype]))
             self.buffers[spec.name] = [
-                offload.coded[layer].named[spec.name]
-                if offload is not None and offload.covers(layer)
-                else torch.empty(shapes[layer], dtype=TORCH_DTYPES[spec.dtype], device=device)
-                for layer in every
+                offload.coded[layer].named[spec.name] if offload is not None and layer in away else next(made) for layer in every
             ]
         self.away = None if offload is None else Away(offload)
         for spec in _beside(plan):
-            rows = [num_pages[plan.page_groups[layer]] if spec.paged else num_slots for layer in every]
-            self.buffers[spec.name] = [
-                torch.empty((rows[layer], *map(int, spec.shape[1:])), dtype=TORCH_DTYPES[spec.dtype], device=device) if layer in spec.layers else None
-                for layer in every
-            ]
+            rows = [num_pages[plan.page_groups[layer]] if spec.paged else num_slots for layer in spec.layers]
+            made = iter(self._tensors(spec.name, rows, [*map(int, spec.shape[1:])], TORCH_DTYPES[spec.dtype]))
+            self.buffers[spec.name] = [next(made) if layer in spec.layers else None for layer in every]
         self.origins = torch.zeros(plan.num_page_groups, num_slots, dtype=torch.int32, device=device)
         self.pages = [self._pages(layer) for layer in every]
         self.one_page = torch.zeros(1, 1, dtype=torch.int32, device=device)  # the page table of a prompt that is read
@@ -76,7 +74,7 @@ class EncodedStore:
         groups = range(plan.num_page_groups)
         # Of what a selection keeps: bytes of an entry in all layers by the tokens that it describes, and of a slot.
         self._entries, self._slot_bytes = Counter[int](), 0
-        for spec in _beside(plan):
+        for spec in (one for one in _beside(plan) if one.name not in BOOKKEEPING):
             if spec.paged:
                 self._entries[spec.tokens_per_entry] += spec.row_bytes * spec.tokens_per_entry // plan.page_size * len(spec.layers)
             else:
@@ -201,12 +199,13 @@ class EncodedStore:
         plan, reading = self.plan, seen < self._lengths.get(slot, 0)
         stored = [seen] * plan.num_page_groups if self.keeper is None else self.keeper.ledger.stored(slot)
         total = 0 if self.keeper is None or not reading else self.keeper.counted_bytes(seen)
+        entries = {} if reading and self.form.replaced else self._entries  # what is known of a token is written with its codes
         runs, (plain, key, value) = self._runs.get(slot), self._rates
         for group, own in enumerate(stored):
             keys, values = (0, 0) if reading or runs is None else self.form.encoded(own, runs[group])
             layer = (2 * own - keys - values) * plain + keys // self.form.key_group * key + values * value
             total += layer * self._layers[group]
-        return total + self._slot_bytes + sum(stored[0] // tokens * size for tokens, size in self._entries.items())
+        return total + self._slot_bytes + sum(stored[0] // tokens * size for tokens, size in entries.items())
 
     def reserved_bytes(self, slot: int, seen: int) -> int:
         """Return the bytes that such a sequence occupies: pages, ring, and its prompt with what is seen of it while that is read."""
@@ -215,8 +214,16 @@ class EncodedStore:
         if self.keeper is not None:
             reading += self.keeper.bytes_of(slot)
             stored = list(self.keeper.ledger.stored(slot)) if seen >= self._lengths.get(slot, 0) else [0] * plan.num_page_groups
-        pages = sum(plan.pages(own) * size for own, size in zip(stored, self._page_bytes, strict=True))
+        held = plan.pages if self.keeper is None else self.keeper.ledger.pages_of
+        pages = sum(held(own) * size for own, size in zip(stored, self._page_bytes, strict=True))
         return pages + slot_bytes(plan, self.form) + reading
+
+    def finish(self) -> None:
+        """Do what a step leaves behind its attention to be done."""
+
+    def _tensors(self, name: str, rows: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        """Allocate a buffer of several layers, of so many rows each."""
+        return [torch.empty((count, *shape), dtype=dtype, device=self.device) for count in rows]
 
     def _begin_runs(self, group: int, slot: int, stored: int) -> int:
         """Note where the runs of a sequence begin whose prompt left so many tokens stored, and return it."""
@@ -263,8 +270,9 @@ def _encoded(plan: CachePlan) -> list[BufferSpec]:
 
 
 def _beside(plan: CachePlan) -> list[BufferSpec]:
-    """List what a selection keeps: summaries in pages, and numbers of a slot."""
-    return [spec for spec in plan.buffers if spec.pool == "plain" and spec.name not in ("keys", "values")]
+    """List what a selection keeps, summaries in pages and numbers of a slot, and what is known of single tokens."""
+    found = [spec for spec in plan.buffers if spec.pool == "plain" and spec.name not in ("keys", "values")]
+    return [*found, *known_of(plan)] if replaces(plan) else found
 
 
 def _with_minima(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,129 @@
+"""Single encoded tokens of which each step replaces one: kernels against the roles, sessions against the definition, attention from its CUDA source."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tests.plugins.test_encoded import Torch
+from tests.tiny import Rig, TinyModel, make_rig, make_tiny
+from trtkv.plugins.face import OpConfig
+from trtkv.plugins.kv_attend import launch_dense
+from trtkv.plugins.kv_attend import reference as attention
+from trtkv.plugins.replaced import launch, reference
+from trtkv.plugins.replaced.store import ReplacedStore
+from trtkv.runtime.step import StepRow
+
+SMALL = ("evict.budget=24",)
+WAYS = {
+    "mean": SMALL,
+    "max": (*SMALL, "evict.pooling=max", "evict.bits=2", "evict.blend=0.8"),
+    "no heavy": ("evict.budget=16", "evict.heavy=0", "evict.recent=0"),
+    "heavy alone": ("evict.budget=33", "evict.heavy=0.6", "evict.recent=0.39", "evict.bits=8"),
+}
+
+
+class InTorch(Torch):
+    """Attention of a session without a GPU; the rest are its kernels in the interpreter."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__(patch)
+        patch.setattr(launch_dense, "attend_replaced", self.replaced)
+        patch.setattr(torch.cuda, "get_device_properties", lambda *args: type("H200", (), {"multi_processor_count": 132}))
+
+    def replaced(
+        self, q: Tensor, keys: Tensor, values: Tensor, codes: launch_dense.Nibbles, table: Tensor, lens: Tensor, slots: Tensor, out: Tensor,
+        shares: Tensor, arrived: Tensor, *, scale: float,
+    ) -> None:  # fmt: skip
+        self.attended += 1
+        heads, dim = keys.shape[1], keys.shape[3]
+        config = OpConfig(q.shape[1] // dim, heads, dim, scale, 0.0, 0, 0, "")
+        found = {name: getattr(codes, name)[None] for name in launch_dense.NIBBLES}
+        stacks = launch.Stacks({**found, "keys": keys[None], "values": values[None]})
+        for b, stored in enumerate(lens.tolist()):
+            k, v = reference.visible(stacks, 0, table[b], int(slots[b]), stored)
+            out[b] = attention.attend(q[b].view(-1, dim), k, v, config).flatten()
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return make_tiny("llama", tmp_path_factory.mktemp("wide") / "model", head_dim=64, num_hidden_layers=2)
+
+
+def run(rig: Rig, texts: Tensor, prompts: tuple[int, ...], steps: int) -> tuple[Tensor, list[int]]:
+    """Read prompts, the first in two chunks and the last while others decode, then decode: logits, and stored bytes of steps without a prompt."""
+    plan: list[list[tuple[int, int, int]]] = [[(0, 0, 20)], [(0, 20, prompts[0] - 20), (1, 0, prompts[1])]]
+    plan += [[(0, prompts[0], 1), (1, prompts[1], 1)], [(0, prompts[0] + 1, 1), (2, 0, prompts[2])]]
+    plan += [[(0, prompts[0] + 2 + i, 1), (1, prompts[1] + 1 + i, 1), (2, prompts[2] + i, 1)] for i in range(steps)]
+    logits, sizes = [], []
+    for step in plan:
+        rows = [
+            StepRow(texts[slot, seen : seen + count].tolist(), seen, slot, rig.pages(slot), (count - 1,) if seen + count >= prompts[slot] else (),
+                    prompts[slot])
+            for slot, seen, count in step
+        ]  # fmt: skip
+        logits.append(rig.stepper.run(rows))
+        if all(seen + count >= prompts[slot] for slot, seen, count in step):
+            sizes.append(rig.session.stored_bytes())
+    return torch.cat([x for x in logits if len(x)]), sizes
+
+
+def kept(rig: Rig, layer: int, slot: int) -> list[list[int]]:
+    """Return the positions that each KV head of a layer stores, ascending."""
+    session = rig.session
+    if session.held is not None:
+        return [store.positions.tolist() for store in session.held.find(layer, slot).heads]
+    assert isinstance(session.encoded, ReplacedStore) and session.ledger is not None
+    row = next(row for row in session.step(layer).rows if row.slot == slot)
+    found = reference.entries(session.encoded.stacks, "positions", layer, row.table, session.ledger.stored(slot)[0])
+    return found.sort(1).values.tolist()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_session_stores_and_answers_like_the_definition(way: str, wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = make_rig(wide, "qhitter", tmp_path, sets=WAYS[way], slots=3)
+    fake = InTorch(monkeypatch)
+    paged = make_rig(wide, "qhitter", tmp_path, sets=WAYS[way], slots=3)
+    assert held.session.held is not None and isinstance(paged.session.encoded, ReplacedStore) and paged.session.held is None
+    texts = torch.randint(1, 250, (3, 90), generator=torch.Generator().manual_seed(0))
+    answers = [run(rig, texts, (30, 40, 3), 30) for rig in (held, paged)]
+    assert fake.attended
+    for layer in range(2):
+        for slot in range(3):
+            assert kept(paged, layer, slot) == kept(held, layer, slot), (layer, slot)
+    torch.testing.assert_close(answers[1][0], answers[0][0], rtol=1e-3, atol=1e-3 * float(answers[0][0].abs().max()))
+    assert answers[1][1] == answers[0][1]
+    check_tokens(paged, held)
+    for slot in range(3):
+        paged.session.release(slot)
+    assert not paged.session.encoded._prompts and not paged.session.encoded.keeper._mass  # type: ignore[union-attr]
+
+
+def check_tokens(paged: Rig, held: Rig) -> None:
+    """Compare what is stored and known of every token of the first sequence with the definition's."""
+    session, store, definition = paged.session, paged.session.encoded, held.session.held
+    assert isinstance(store, ReplacedStore) and session.ledger is not None and definition is not None
+    for layer in range(paged.plan.num_layers):
+        row, count = session.step(layer).rows[0], session.ledger.stored(0)[0]
+        cache = definition.find(layer, 0)
+        order = reference.entries(store.stacks, "positions", layer, row.table, count).argsort(1)
+        for head, one in enumerate(cache.heads):
+            for part in ("keys", "values"):
+                found = reference.decode(store.stacks, part[:-1], layer, row.table, count)[head][order[head]]
+                want: Any = one.parts[part].decoded()  # type: ignore[index]
+                torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+                error = reference.entries(store.stacks, f"{part[:-1]}_error", layer, row.table, count)[head][order[head]]
+                torch.testing.assert_close(error, one.state[f"{part[:-1]}_error"], rtol=1e-3, atol=1e-5)
+            group = one.mass.shape[0]
+            mass = reference.entries(store.stacks, "attention_mass", layer, row.table, count)[head * group : (head + 1) * group]
+            torch.testing.assert_close(mass[:, order[head]], one.mass, rtol=1e-3, atol=1e-5)
