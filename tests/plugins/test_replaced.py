@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 pytest.importorskip("triton")
 
+from tests.plugins import cuda_on_cpu
 from tests.plugins.test_encoded import Torch
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
 from trtkv.plugins.face import OpConfig
@@ -24,6 +26,7 @@ from trtkv.plugins.replaced import launch, reference
 from trtkv.plugins.replaced.store import ReplacedStore
 from trtkv.runtime.step import StepRow
 
+on_cpu = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
 SMALL = ("evict.budget=24",)
 WAYS = {
     "mean": SMALL,
@@ -127,3 +130,50 @@ def check_tokens(paged: Rig, held: Rig) -> None:
             group = one.mass.shape[0]
             mass = reference.entries(store.stacks, "attention_mass", layer, row.table, count)[head * group : (head + 1) * group]
             torch.testing.assert_close(mass[:, order[head]], one.mass, rtol=1e-3, atol=1e-5)
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("heads", "group", "dim", "page", "stored", "dtype", "blocks"),
+    [
+        (2, 4, 64, 32, [300, 2, 130], torch.float16, 5),
+        (1, 7, 128, 16, [33, 129, 1], torch.bfloat16, 2),
+        (2, 2, 96, 32, [901], torch.float16, 40),
+        (1, 12, 256, 64, [78, 17], torch.bfloat16, 3),
+    ],
+)
+def test_attention_over_nibbles(
+    heads: int, group: int, dim: int, page: int, stored: list[int], dtype: torch.dtype, blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scales and zero points of tokens that do not exist are NaN."""
+    cuda_on_cpu.install(monkeypatch, tmp_path)
+    made, batch = torch.Generator().manual_seed(dim), len(stored)
+    width = -(-max(stored) // page) + 1
+    table = torch.randperm(batch * width, generator=made).int().view(batch, width)
+    slots = torch.randperm(batch + 2, generator=made).int()[:batch]
+    newest = [torch.randn(batch + 2, heads, 1, dim, generator=made).to(dtype) for _ in range(2)]
+    named = {}
+    for part in ("key", "value"):
+        named[f"{part}_codes"] = torch.randint(0, 256, (batch * width, heads, page, dim // 2), generator=made, dtype=torch.uint8)
+        for name, most in (("scale", 0.3), ("zero", 16)):
+            x = torch.full((batch * width, heads, page), float("nan"), dtype=dtype)
+            for b, count in enumerate(stored):
+                token = torch.arange(count - 1)
+                drawn = torch.rand(count - 1, heads, generator=made) * most
+                x[table[b, token // page].long(), :, token % page] = (drawn.floor() if name == "zero" else drawn).to(dtype)
+            named[f"{part}_{name}"] = x
+    query = torch.randn(batch, heads * group * dim, generator=made).to(dtype)
+    out, lens = torch.full_like(query, float("nan")), torch.tensor(stored, dtype=torch.int32)
+    shares, arrived = launch_dense.DenseScratch.plan(batch, heads, group, dim, blocks).allocate("cpu")
+    codes = launch_dense.Nibbles(*(named[name] for name in launch_dense.NIBBLES))
+    launch_dense.attend_replaced(query, *newest, codes, table, lens, slots, out, shares, arrived, scale=dim**-0.5)
+    assert not arrived.any()
+    stacks = launch.Stacks({**{name: x[None] for name, x in named.items()}, "keys": newest[0][None], "values": newest[1][None]})
+    config = OpConfig(heads * group, heads, dim, dim**-0.5, 0.0, 0, 0, "")
+    for b, count in enumerate(stored):
+        k, v = (x.double() for x in reference.visible(stacks, 0, table[b], int(slots[b]), count))
+        asked = query[b].view(-1, dim)
+        exact = attention.attend(asked.double(), k, v, config)
+        rounded = scaled_dot_product_attention(asked[None, :, None], k.to(dtype)[None], v.to(dtype)[None], scale=config.scale, enable_gqa=True)
+        bound = 2 * float((rounded[0, :, 0].double() - exact).abs().max()) + torch.finfo(dtype).eps * float(exact.abs().max())
+        assert float((out[b].view(-1, dim).double() - exact).abs().max()) <= bound
