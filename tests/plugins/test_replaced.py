@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 pytest.importorskip("triton")
 
+from tests.gpu import check_replaced as checks
 from tests.plugins import cuda_on_cpu
 from tests.plugins.test_encoded import Torch
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
@@ -63,11 +64,10 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return make_tiny("llama", tmp_path_factory.mktemp("wide") / "model", head_dim=64, num_hidden_layers=2)
 
 
-def run(rig: Rig, texts: Tensor, prompts: tuple[int, ...], steps: int) -> tuple[Tensor, list[int]]:
-    """Read prompts, the first in two chunks and the last while others decode, then decode: logits, and stored bytes of steps without a prompt."""
-    plan: list[list[tuple[int, int, int]]] = [[(0, 0, 20)], [(0, 20, prompts[0] - 20), (1, 0, prompts[1])]]
-    plan += [[(0, prompts[0], 1), (1, prompts[1], 1)], [(0, prompts[0] + 1, 1), (2, 0, prompts[2])]]
-    plan += [[(0, prompts[0] + 2 + i, 1), (1, prompts[1] + 1 + i, 1), (2, prompts[2] + i, 1)] for i in range(steps)]
+def run(rig: Rig, texts: Tensor, prompts: tuple[int, int], steps: int) -> tuple[Tensor, list[int]]:
+    """Read prompts, the first in two chunks and the other while that decodes, then decode: logits, and stored bytes of steps without a prompt."""
+    plan: list[list[tuple[int, int, int]]] = [[(0, 0, 20)], [(0, 20, prompts[0] - 20)], [(0, prompts[0], 1), (1, 0, prompts[1])]]
+    plan += [[(0, prompts[0] + 1 + i, 1), (1, prompts[1] + i, 1)] for i in range(steps)]
     logits, sizes = [], []
     for step in plan:
         rows = [
@@ -92,22 +92,22 @@ def kept(rig: Rig, layer: int, slot: int) -> list[list[int]]:
     return found.sort(1).values.tolist()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_session_stores_and_answers_like_the_definition(way: str, wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = make_rig(wide, "qhitter", tmp_path, sets=WAYS[way], slots=3)
+def test_a_session_stores_and_answers_like_the_definition(wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first sequence evicts from its prompt and in every step, the other comes to its budget."""
+    held = make_rig(wide, "qhitter", tmp_path, sets=SMALL, slots=2)
     fake = InTorch(monkeypatch)
-    paged = make_rig(wide, "qhitter", tmp_path, sets=WAYS[way], slots=3)
+    paged = make_rig(wide, "qhitter", tmp_path, sets=SMALL, slots=2)
     assert held.session.held is not None and isinstance(paged.session.encoded, ReplacedStore) and paged.session.held is None
-    texts = torch.randint(1, 250, (3, 90), generator=torch.Generator().manual_seed(0))
-    answers = [run(rig, texts, (30, 40, 3), 30) for rig in (held, paged)]
+    texts = torch.randint(1, 250, (2, 90), generator=torch.Generator().manual_seed(0))
+    answers = [run(rig, texts, (30, 22), 4) for rig in (held, paged)]
     assert fake.attended
     for layer in range(2):
-        for slot in range(3):
+        for slot in range(2):
             assert kept(paged, layer, slot) == kept(held, layer, slot), (layer, slot)
     torch.testing.assert_close(answers[1][0], answers[0][0], rtol=1e-3, atol=1e-3 * float(answers[0][0].abs().max()))
     assert answers[1][1] == answers[0][1]
     check_tokens(paged, held)
-    for slot in range(3):
+    for slot in range(2):
         paged.session.release(slot)
     assert not paged.session.encoded._prompts and not paged.session.encoded.keeper._mass  # type: ignore[union-attr]
 
@@ -130,6 +130,20 @@ def check_tokens(paged: Rig, held: Rig) -> None:
             group = one.mass.shape[0]
             mass = reference.entries(store.stacks, "attention_mass", layer, row.table, count)[head * group : (head + 1) * group]
             torch.testing.assert_close(mass[:, order[head]], one.mass, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_prompts_and_exchanges_follow_the_role(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks of `tests/gpu/check_replaced.py`, smaller: a full sequence and one that is nearly."""
+    monkeypatch.setattr(checks, "DEV", "cpu")
+    monkeypatch.setattr(checks, "failures", [])
+    torch.manual_seed(len(way))
+    dim, group, dtype = {"mean": (64, 3, torch.float16), "max": (96, 2, torch.float32)}.get(way, (64, 1, torch.float32))
+    full = int(WAYS[way][0].partition("=")[2]) + 1
+    case = checks.Case([full, full - 1], layers=1, group=group, dim=dim, page=16, dtype=dtype, sets=WAYS[way])
+    for _ in range(2):
+        case.step()
+    assert checks.failures == []
 
 
 @on_cpu
