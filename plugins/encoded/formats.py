@@ -22,8 +22,8 @@ class Format:
     bits of a code, 8 for e4m3; key_group tokens share a scale of a channel, value_group channels share a scale of a token (1 and D with eight bits);
     residual tokens stay in full precision: keys are encoded in runs of so many, values one by one once so many newer ones follow, or with the keys
     (together). lag is 1 where a step's attention does not see what the step itself completes. phased: all whole groups of a prompt are encoded, so
-    runs begin behind them, at the sequence's `origin`. replaced: a token's codes with a zero point of its own take the place of those of one that goes
-    (`plugins/replaced/`), and the newest alone is in full precision.
+XX
+    takes the place of one that goes (`plugins/replaced/`).
     """
 
     bits: int
@@ -78,7 +78,7 @@ def find_format(plan: CachePlan) -> Format | None:
 
 
 def replaces(plan: CachePlan) -> bool:
-    """Say whether kernels encode each token of a plan by itself, and let a decode step's take the place of one that goes: pages hold the budget."""
+    """Say whether kernels encode each token of a plan by itself, and let a step's take the place of one that goes: pages hold the budget."""
     evict, quantize = plan.evict, plan.quantize
     if evict is None or quantize is None or "allocate" in plan.roles or any(plan.select):
         return False

@@ -23,8 +23,10 @@ _STEP_INTEGERS = ("table_stride", "num_pages", "num_slots", "page_size")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Which token goes: a budget with the newest `recent` and the `heavy` ones of most attention, the weight of attention, how heads agree; bits of
-    the rounding whose error counts.
+    """Which token goes.
+
+    Of a budget the newest `recent` stay and the `heavy` ones of most attention; blend is attention's weight for the others, pool_max how heads agree,
+    bits those of the rounding whose error counts.
     """
 
     budget: int
@@ -37,8 +39,9 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Stacks:
-    """The caches of all layers [L, ...] by name: codes and what is known of each token in pages, "keys" and "values" [L, Z, Hk, 1, D] newest ones,
-    last_queries [L, Z, 1, Hq, D].
+    """The caches of all layers [L, ...] by name.
+
+    Codes and what is known of each token lie in pages; "keys" and "values" [L, Z, Hk, 1, D] are the newest tokens, last_queries [L, Z, 1, Hq, D].
     """
 
     named: dict[str, Tensor]

@@ -140,7 +140,7 @@ def exact_error(x: Tensor, bits: int) -> Tensor:
 
 
 def judge(case: Any, before: Stacks, layer: int, b: int, stored: int) -> None:
-    """Compare what a step left of a sequence's layer with what the role makes of what was there before: the newest token is stored, and one is gone."""
+    """Compare what a step left of a sequence's layer with what the role makes of what was there before."""
     evict, slot, seen, count, table = case.policy.evict, int(case.slots[b]), int(case.seen[b]), stored - 1, case.table[b]
     now = Stacks({**before.named, **{name: case.stacks[name] for name in ("keys", "values", "last_queries")}})
     keys, values = reference.visible(now, layer, table, slot, stored)

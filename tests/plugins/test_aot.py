@@ -128,7 +128,7 @@ def test_below_sm_90_nothing_asks_for_clusters_and_nothing_overlaps() -> None:
 @pytest.mark.parametrize(
     ("policy", "config", "sm"),
     [
-        ("qhitter", model(), "90"),
+        ("snapkv+freekv", model(), "90"),
         ("fier", model(dtype="float32"), "90"),
         ("fier", model(head_dim=16), "90"),
         ("fier", model(), "75"),

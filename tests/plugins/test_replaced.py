@@ -1,4 +1,4 @@
-"""Single encoded tokens of which each step replaces one: kernels against the roles, sessions against the definition, attention from its CUDA source."""
+"""Single encoded tokens of which each step replaces one: kernels against roles, sessions against the definition, attention from its CUDA source."""
 
 from __future__ import annotations
 
@@ -18,14 +18,27 @@ pytest.importorskip("triton")
 
 from tests.gpu import check_replaced as checks
 from tests.plugins import cuda_on_cpu
-from tests.plugins.test_encoded import Torch
+from tests.plugins.test_encoded import Torch, model
+from tests.runtime.test_scheduler import ids, params, prompt
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
+from trtkv.api import build
+from trtkv.config import Limits
+from trtkv.plugins.compaction.ledger import Ledger
+from trtkv.plugins.encoded import store
+from trtkv.plugins.encoded.formats import find_format
 from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_attend import launch_dense
 from trtkv.plugins.kv_attend import reference as attention
 from trtkv.plugins.replaced import launch, reference
 from trtkv.plugins.replaced.store import ReplacedStore
+from trtkv.plugins.session import Session
+from trtkv.policies.registry import parse_policy
+from trtkv.predict import predict
+from trtkv.runtime.llm import LLM
+from trtkv.runtime.loading import Options
+from trtkv.runtime.memory import pool_sizes
 from trtkv.runtime.step import StepRow
+from trtkv.verify import Plan, verify
 
 on_cpu = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
 SMALL = ("evict.budget=24",)
@@ -191,3 +204,76 @@ def test_attention_over_nibbles(
         rounded = scaled_dot_product_attention(asked[None, :, None], k.to(dtype)[None], v.to(dtype)[None], scale=config.scale, enable_gqa=True)
         bound = 2 * float((rounded[0, :, 0].double() - exact).abs().max()) + torch.finfo(dtype).eps * float(exact.abs().max())
         assert float((out[b].view(-1, dim).double() - exact).abs().max()) <= bound
+
+
+def test_an_answer_does_not_depend_on_its_batch(wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"max_seq_len": 64, "max_batch_size": 2, "max_chunk_tokens": 24}
+    path = build(str(wide.path), "qhitter", sets=("evict.budget=16",), out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
+    InTorch(monkeypatch)
+    llm = LLM(path)
+    session, texts = llm.engine.session, [prompt(14 + 9 * seed, seed) for seed in range(2)]
+    alone = [llm.generate([text], params(4))[0].token_ids for text in texts]
+    calls = [llm.batcher.submit([text], [params(4)]) for text in texts]
+    most = 0
+    while llm.batcher.advance():
+        most = max(most, len(session.step(0).rows))
+    assert [ids(call) for call in calls] == alone and most == 2
+    assert llm.batcher.evicted_tokens > 0
+    assert llm.engine.pages.free == llm.engine.pages.num_pages and len(llm.engine.slots) == 2
+
+
+def test_verify_compares_what_each_layer_attends_to(wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"max_seq_len": 64, "max_batch_size": 1, "max_chunk_tokens": 24}
+    path = build(str(wide.path), "qhitter", sets=("evict.budget=16",), out=tmp_path / "engine", backend="none", sms=["none"], **limits)  # type: ignore[arg-type]
+    InTorch(monkeypatch)
+    report = verify(path, Options(device="cpu"), Plan(tokens=30, steps=2))
+    whats = [(one.op, one.what) for one in report.nodes]
+    assert max(one.ratio for one in report.nodes) <= 1
+    assert whats.count(("KvAttend", "value")) == 2 and whats.count(("KvAppend", "keys")) == 2
+
+
+@pytest.mark.parametrize("context", [100, 160, 300])
+def test_planned_bytes_are_those_that_a_session_allocates(context: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget of 160 tokens fills its pages: the newest token needs none."""
+    config = model(num_layers=3, dtype="bfloat16", num_q_heads=8, num_kv_heads=2, head_dim=64)
+    policy, batch = parse_policy("qhitter", sets=("evict.budget=160",)), 3
+    plan, limits = policy.plan(config), Limits(max_seq_len=context + 1, max_batch_size=3, max_chunk_tokens=64)
+    found = predict(config, policy, context, batch, "1GiB", chunk_tokens=64)
+    assert found["in_torch"] == []
+    InTorch(monkeypatch)
+    behind = Ledger(plan).pages_for(context, 64, 5)
+    assert behind == [-(-min(160, context + 5) // 32)] and Ledger(plan).pages_for(context, 64, 0) == [-(-min(160, context) // 32)]
+    session = Session(plan, [batch * count for count in Ledger(plan).pages_for(context, 64, 0)], batch, "cpu")
+    assert isinstance(session.encoded, ReplacedStore)
+    allocated = sum(x.nbytes for x in session.encoded.stacks.named.values())
+    assert allocated == sum(x.nbytes for tensors in session.buffers.values() for x in tensors if x is not None)
+    assert found["reserved_bytes"] == allocated == sum(one["bytes"] for one in found["buffers"])
+    account = session.ledger.append(1, context, context, context)  # type: ignore[union-attr]
+    session.ledger.settle(account, session.ledger.due(account))  # type: ignore[union-attr, arg-type]
+    session.encoded._lengths[1], session.encoded._runs[1] = context, [0]
+    assert session.encoded.reserved_bytes(1, context) * batch == found["reserved_bytes"]
+    assert session.bytes_of(1, context) * batch == found["stored_bytes"] + found["score_bytes"]
+    beside = store.prompt_bytes(plan, limits.max_seq_len, whole=False)
+    slots = batch * store.slot_bytes(plan, find_format(plan))  # type: ignore[arg-type]
+    most = Ledger(plan).most_pages(context + 1, 64)
+    assert pool_sizes(plan, limits, torch.device("cpu"), batch * most[0] * store.page_bytes(plan) + slots + beside) == [batch * most[0]]
+
+
+def test_a_copied_sequence_is_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the benchmark fills its slots: pages, the newest token and the newest query."""
+    config = model(num_layers=2, dtype="float16", num_q_heads=4, num_kv_heads=2, head_dim=64)
+    plan = parse_policy("qhitter", sets=("evict.budget=40",)).plan(config)
+    InTorch(monkeypatch)
+    session = Session(plan, [6], 2, "cpu")
+    own = session.encoded
+    assert isinstance(own, ReplacedStore) and isinstance(session.ledger, Ledger)
+    for name, x in own.stacks.named.items():
+        x.copy_(torch.randint(0, 9, x.shape)) if name != "last_queries" else x.normal_()
+    account = session.ledger.append(0, 60, 60, 60)
+    session.ledger.settle(account, session.ledger.due(account))
+    own._lengths[0], own._runs[0] = 60, [0]
+    own.copy(0, 1, [[4, 1]], [[0, 3]])
+    for name, x in own.stacks.named.items():
+        source, target = ([4, 1], [0, 3]) if x.shape[1] == 6 else ([0], [1])
+        assert torch.equal(x[:, source], x[:, target]), name
+    assert session.bytes_of(0, 60) == session.bytes_of(1, 60) > 0 and session.ledger.stored(1) == [40]

@@ -39,6 +39,7 @@ POLICIES = (
     "minikv",
     "minikv-pyramid",
     "snapkv+fp8",
+    "qhitter",
 )
 LIMITS = Limits(max_seq_len=400, max_batch_size=6, max_chunk_tokens=64)
 
