@@ -22,8 +22,8 @@ class Format:
     bits of a code, 8 for e4m3; key_group tokens share a scale of a channel, value_group channels share a scale of a token (1 and D with eight bits);
     residual tokens stay in full precision: keys are encoded in runs of so many, values one by one once so many newer ones follow, or with the keys
     (together). lag is 1 where a step's attention does not see what the step itself completes. phased: all whole groups of a prompt are encoded, so
-XX
-    takes the place of one that goes (`plugins/replaced/`).
+    runs begin behind them, at the sequence's `origin`. replaced: tokens have a scale and a zero point each; the newest alone is in full precision,
+    and takes the place of one that goes (`plugins/replaced/`).
     """
 
     bits: int
