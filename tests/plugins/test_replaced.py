@@ -34,6 +34,8 @@ from trtkv.plugins.replaced.store import ReplacedStore
 from trtkv.plugins.session import Session
 from trtkv.policies.registry import parse_policy
 from trtkv.predict import predict
+from trtkv.runtime import graphs
+from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.loading import Options
 from trtkv.runtime.memory import pool_sizes
@@ -75,6 +77,11 @@ class InTorch(Torch):
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return make_tiny("llama", tmp_path_factory.mktemp("wide") / "model", head_dim=64, num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def low(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return make_tiny("llama", tmp_path_factory.mktemp("low") / "model", head_dim=64, num_hidden_layers=1)
 
 
 def run(rig: Rig, texts: Tensor, prompts: tuple[int, int], steps: int) -> tuple[Tensor, list[int]]:
@@ -206,18 +213,33 @@ def test_attention_over_nibbles(
         assert float((out[b].view(-1, dim).double() - exact).abs().max()) <= bound
 
 
-def test_an_answer_does_not_depend_on_its_batch(wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = {"max_seq_len": 64, "max_batch_size": 2, "max_chunk_tokens": 24}
-    path = build(str(wide.path), "qhitter", sets=("evict.budget=16",), out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
+def test_an_answer_does_not_depend_on_its_batch(low: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor on whether its steps are captured: those get their inputs from `StagedInputs` alone and are queued ahead."""
+    limits, replays = {"max_seq_len": 64, "max_batch_size": 2, "max_chunk_tokens": 24}, [0]
+    path = build(str(low.path), "qhitter", sets=("evict.budget=16",), out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
     InTorch(monkeypatch)
-    llm = LLM(path)
-    session, texts = llm.engine.session, [prompt(14 + 9 * seed, seed) for seed in range(2)]
+
+    def capture(step: Any, device: torch.device, pool: object) -> tuple[Any, Tensor]:
+        logits = torch.empty(0)
+
+        def replay() -> None:
+            replays[0] += 1
+            made = step()
+            logits.resize_(made.shape).copy_(made)
+
+        return replay, logits
+
+    llm, texts = LLM(path), [prompt(14, 0), prompt(25, 1)]
     alone = [llm.generate([text], params(4))[0].token_ids for text in texts]
-    calls = [llm.batcher.submit([text], [params(4)]) for text in texts]
-    most = 0
+    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(graphs, "new_pool", lambda: 0)
+    monkeypatch.setattr(TorchExecutor, "capturable", property(lambda self: True))
+    llm = LLM(path)
+    assert llm.engine.stepper.runs_ahead
+    calls, most = [llm.batcher.submit([text], [params(4)]) for text in texts], 0
     while llm.batcher.advance():
-        most = max(most, len(session.step(0).rows))
-    assert [ids(call) for call in calls] == alone and most == 2
+        most = max(most, len(llm.engine.session.step(0).rows))
+    assert [ids(call) for call in calls] == alone and most == 2 and replays[0]
     assert llm.batcher.evicted_tokens > 0
     assert llm.engine.pages.free == llm.engine.pages.num_pages and len(llm.engine.slots) == 2
 
