@@ -95,8 +95,7 @@ class Case:
 
     def same(self, part: str, layer: int, b: int, places: slice, data: Tensor) -> None:
         """Compare codes, scales and zero points of tokens [Hk, n, D] with the role's, bit for bit."""
-        made = self.policy.quantize.encode(data, f"{part}s")  # type: ignore[union-attr, arg-type]
-        for name, want in made.items():
+        for name, want in encoded(self.policy, part, data).items():
             found = self.entries(f"{part}_{name}", layer, b, places.stop)[:, places]
             check(torch.equal(found, want), f"{part} {name}: {int((found != want).sum())} of {want.numel()} differ")
 
@@ -132,11 +131,16 @@ class Case:
             self.stacks[name].normal_()
 
 
+def encoded(policy: Any, part: str, x: Tensor) -> dict[str, Tensor]:
+    """Encode tokens [Hk, n, D] on the CPU, where torch divides as written: a GPU multiplies by the reciprocal of a number of the host's."""
+    return {name: found.to(x.device) for name, found in policy.quantize.encode(x.cpu(), f"{part}s").items()}
+
+
 def exact_error(x: Tensor, bits: int) -> Tensor:
-    """Return the role's rounding errors [Hk, S]."""
+    """Return the role's rounding errors [Hk, S], likewise."""
     from trtkv.policies.evict.qhitter import rounding_error
 
-    return rounding_error(x.float(), bits)
+    return rounding_error(x.cpu().float(), bits).to(x.device)
 
 
 def judge(case: Any, before: Stacks, layer: int, b: int, stored: int) -> None:
@@ -180,7 +184,7 @@ def judge(case: Any, before: Stacks, layer: int, b: int, stored: int) -> None:
     for name, x in state.items():
         close(reference.entries(case.stacks, name, layer, table, left), x.gather(1, source), 1e-4, name)
     for part, x in zip(("key", "value"), newest, strict=True):
-        for name, want in case.policy.quantize.encode(x, f"{part}s").items():
+        for name, want in encoded(case.policy, part, x).items():
             new = reference.entries(case.stacks, f"{part}_{name}", layer, table, left)
             check(torch.equal(new[torch.arange(len(new)), where], want[:, 0]), f"{part} {name} of the newest token")
             old = torch.cat([reference.entries(before, f"{part}_{name}", layer, table, count), want], 1)
