@@ -1,7 +1,7 @@
 """Codes of single tokens in Triton: a prompt's, the attention that they receive, and the exchange of one of them for a step's newest token.
 
-Rounding follows `encode_integer_zero` of the roles, scores and ties those of `evict/qhitter.py`. A byte holds the codes of channels 2 i and 2 i + 1, so
-keys and values are read as their even and odd channels.
+Rounding follows `encode_integer_zero` of the roles, scores and ties those of `evict/qhitter.py`. A byte holds the codes of channels 2 i and 2 i + 1,
+so keys and values are read as their even and odd channels.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def prompt_kernel(
 ):
     """Encode what stays of a prompt, with its errors, positions and attention; grid [blocks of T tokens, Hk].
 
-    keys, values [Hk, tokens, D], of which `stored` tokens are there; kept [Hk, count] int32; errors [2, Hk, stored], mass [Hq, stored] fp32; table [M]
-    int32. Codes [P, Hk, N, D / 2], the others [P, Hk, N], attention_mass [P, Hq, N].
+    keys, values [Hk, tokens, D], of which `stored` tokens are there; kept [Hk, count] int32; errors [2, Hk, stored], mass [Hq, stored] fp32; table
+    [M] int32. Codes [P, Hk, N, D / 2], the others [P, Hk, N], attention_mass [P, Hq, N].
     """
     head, index = tl.program_id(1).to(tl.int64), tl.program_id(0) * T + tl.arange(0, T)
     wanted = index < count

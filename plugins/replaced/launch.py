@@ -18,6 +18,7 @@ _SOURCE = Path(__file__).parent / "kernel.py"
 NOTES = 8  # numbers of a head beside what its query heads pay
 _CODES = ("key_codes", "key_scale", "key_zero", "value_codes", "value_scale", "value_zero")
 _ERRORS = ("key_error", "value_error")
+_TOKENS_OF_WARP = {"received_kernel": 16, "exchange_kernel": 128}  # of a block's at once
 _STEP_INTEGERS = ("table_stride", "num_pages", "num_slots", "page_size")
 
 
@@ -138,8 +139,9 @@ def load_kernel(name: str, constants: Constants, dtype: str, arch: str) -> Kerne
     else:
         pools = [*newest, *codes, *known, ("positions", "*i32"), counted, ("fresh", "*fp32")]
         signature = [*pools, *step, ("seen", "*i32"), ("slots", "*i32"), *integers(*_STEP_INTEGERS), ("blend", "fp32")]
-    block = dict(constants).get("BUDGET") and dict(constants)["BLOCK"]
-    warps = WARPS if not block else min(16, max(WARPS, block // 512))
+    warps = WARPS
+    if name in _TOKENS_OF_WARP:
+        warps = min(16, max(WARPS, dict(constants)["BLOCK"] // _TOKENS_OF_WARP[name]))
     aligned = tuple(one for one, kind in signature if one in ("data", "ring", "keys", "values", "key_codes", "value_codes", "page_size"))
     return triton_aot.load(_SOURCE, name, (*signature, *constants), aligned, warps, arch)
 
@@ -166,7 +168,7 @@ def prompt_constants(heads: int, group: int, dim: int) -> Constants:
 def received_constants(heads: int, group: int, dim: int, rule: Rule) -> Constants:
     """Constants of what counts attention."""
     shape = (("HEADS", heads), ("GROUP", group), ("WIDE", _wide(group)), *_shape(dim))
-    return (*shape, ("BLOCK", 64), ("STEPS", (1 << rule.bits) - 1), ("POOL_MAX", int(rule.pool_max)))
+    return (*shape, ("BLOCK", 128), ("STEPS", (1 << rule.bits) - 1), ("POOL_MAX", int(rule.pool_max)))
 
 
 def exchange_constants(heads: int, group: int, dim: int, rule: Rule) -> Constants:
