@@ -25,7 +25,7 @@ from trtkv.api import build
 from trtkv.config import Limits
 from trtkv.plugins.compaction.ledger import Ledger
 from trtkv.plugins.encoded import store
-from trtkv.plugins.encoded.formats import find_format
+from trtkv.plugins.encoded.formats import Format, find_format
 from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_attend import launch_dense
 from trtkv.plugins.kv_attend import reference as attention
@@ -261,7 +261,7 @@ def test_planned_bytes_are_those_that_a_session_allocates(context: int, monkeypa
     policy, batch = parse_policy("qhitter", sets=("evict.budget=160",)), 3
     plan, limits = policy.plan(config), Limits(max_seq_len=context + 1, max_batch_size=3, max_chunk_tokens=64)
     found = predict(config, policy, context, batch, "1GiB", chunk_tokens=64)
-    assert found["in_torch"] == []
+    assert found["in_torch"] == [] and find_format(plan) == Format(4, 1, 64, 1, together=True, replaced=True)
     InTorch(monkeypatch)
     behind = Ledger(plan).pages_for(context, 64, 5)
     assert behind == [-(-min(160, context + 5) // 32)] and Ledger(plan).pages_for(context, 64, 0) == [-(-min(160, context) // 32)]
