@@ -28,6 +28,7 @@ from trtkv.plugins.own import EVERYTHING, OwnValues, least_budget
 from trtkv.plugins.ragged.compactor import HeadCompactor
 from trtkv.plugins.ragged.ledger import HeadLedger
 from trtkv.plugins.ragged.pages import HeadPages
+from trtkv.plugins.replaced.store import ReplacedStore
 from trtkv.plugins.rows import Row, StepGroup
 from trtkv.plugins.sizes import Sizes
 from trtkv.plugins.support import encodes_by_kernels
@@ -65,7 +66,10 @@ class Session:
         self.held = HeldCaches(plan, self.device) if held else None
         # Lengths of what is evicted from; of heads that differ their compactor's.
         self.ledger: Ledger | HeadLedger | None = find_ledger(plan) if plan.evict is not None and not held and not plan.pooled else None
-        self.encoded = EncodedStore(plan, form, self.num_pages, num_slots, self.device, self.ledger, offload) if form else None
+        self.encoded: EncodedStore | None = None
+        if form is not None:
+            make = ReplacedStore if form.replaced else EncodedStore
+            self.encoded = make(plan, form, self.num_pages, num_slots, self.device, self.ledger, offload)
         self.read_tokens = 0.0
         self.key = next(_keys)
         self.buffers: dict[str, list[Tensor | None]] = {}
@@ -222,6 +226,8 @@ class Session:
         """Evict and encode behind the step's attention, where the plan says so; what runs beside the step is waited for."""
         if self.offload is not None:
             self.offload.join()
+        if self.encoded is not None:
+            self.encoded.finish()
         if self.held is not None:
             for row in self._step[0].rows:
                 self.held.finish(row.slot)

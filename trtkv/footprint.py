@@ -131,7 +131,7 @@ class Footprint:
     def coded_pages(self, prompt: int) -> list[int]:
         """Return the pages of each page group behind a prompt where kernels encode: those of its tokens, or of the settled ones."""
         if self.form is not None and self.form.window:
-            return SettledLedger(self.plan).pages_of(prompt)
+            return SettledLedger(self.plan).settled_pages(prompt)
         return [self.plan.pages(one) for one in self.by_group(self.layers(prompt))]
 
     def peak_bytes(self, prompt: int) -> int:

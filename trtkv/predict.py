@@ -13,6 +13,7 @@ from trtkv.footprint import DEFAULT_CHUNK, Footprint
 from trtkv.plan import BufferSpec, CachePlan
 from trtkv.plugins.encoded import store as encoded
 from trtkv.plugins.kv_recall.layout import Layout, layout, records
+from trtkv.plugins.replaced.buffers import known_of
 from trtkv.plugins.support import in_torch
 from trtkv.policies.policy import Policy
 
@@ -130,10 +131,10 @@ def _paged(one: Footprint, context: int, batch_size: int) -> list[dict[str, Any]
 
 
 def _encoded(one: Footprint, context: int, batch_size: int) -> list[dict[str, Any]]:
-    """List pages of codes, the rings of newest tokens in full precision, and what a selection keeps."""
+    """List pages of codes, the rings of newest tokens in full precision, what a selection keeps, and what is known of single tokens."""
     assert one.form is not None, "nothing is encoded"
     plan, rows, pages = one.plan, [], one.coded_pages(context)
-    for spec in plan.buffers:
+    for spec in (*plan.buffers, *(known_of(plan) if one.form.replaced else ())):
         if spec.name not in ("keys", "values"):
             counts = [(pages[plan.page_groups[layer]] if spec.paged else 1) * batch_size for layer in spec.layers]
             length = str(counts[0]) if min(counts) == max(counts) else f"{min(counts)}..{max(counts)}"

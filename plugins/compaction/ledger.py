@@ -12,6 +12,7 @@ from functools import lru_cache
 
 from trtkv.errors import EngineError
 from trtkv.plan import CachePlan, Occupancy
+from trtkv.plugins.replaced.buffers import replaces
 from trtkv.plugins.roles import load_role
 
 Grants = tuple[tuple[int, ...], ...]
@@ -53,6 +54,8 @@ class Ledger:
         self.allocate = load_role(plan.roles["allocate"]) if "allocate" in plan.roles else None
         self._first = [plan.page_groups.index(group) for group in range(plan.num_page_groups)]
         self._accounts: dict[int, Account] = {}
+        # Where the newest token lies beside the pages until it takes the place of one that goes.
+        self._most = int(plan.evict.meaning.fields["budget"]) if replaces(plan) else None
         self._claim = lru_cache(maxsize=256)(self._simulate)
 
     def find(self, slot: int) -> Account:
@@ -135,18 +138,22 @@ class Ledger:
             precise=account.precise[layer] if account.precise else None,
         )
 
+    def pages_of(self, stored: int) -> int:
+        """Return the pages of a group whose layers store so many tokens."""
+        return self.plan.pages(stored if self._most is None else min(stored, self._most))
+
     def pages_after(self, slot: int, count: int, seen: int, prompt: int) -> list[int]:
         """Return the pages of each group that a sequence of so many seen tokens fills in a step of `count` more."""
         stored = self.stored(slot) if seen else [0] * len(self._first)
         if not self.encodes or seen >= prompt:
-            return [self.plan.pages(one + count) for one in stored]
+            return [self.pages_of(one + count) for one in stored]
         return self.pages_for(prompt, prompt, 0) if seen + count == prompt else [0] * len(self._first)
 
     def pages_to_end(self, slot: int, left: int) -> list[int]:
         """Return the most pages of each group that a sequence behind its prompt takes for so many more tokens."""
         account = self._accounts[slot]
         most = self._decode(replace(account, stored=list(account.stored), settled=list(account.settled), placed=list(account.placed)), left)
-        return [self.plan.pages(one) for one in most]
+        return [self.pages_of(one) for one in most]
 
     def pages_for(self, prompt: int, chunk: int, answer: int) -> list[int]:
         """Return the most pages of each group that a prompt and an answer of so many tokens take.
@@ -163,7 +170,7 @@ class Ledger:
 
     def pages_behind(self, prompt: int, chunk: int, answer: int) -> list[int]:
         """Return the most pages of each group that a prompt takes once it is read, and an answer of so many tokens."""
-        return [self.plan.pages(one) for one in self._decode(self._read(prompt, chunk)[0], answer)]
+        return [self.pages_of(one) for one in self._decode(self._read(prompt, chunk)[0], answer)]
 
     def _begin(self, prompt: int) -> Account:
         none = [0] * len(self._first)
@@ -191,7 +198,7 @@ class Ledger:
         most = list(account.stored) if self.encodes else [min(prompt, one + chunk) for one in most]
         if answer:
             most = [max(a, b) for a, b in zip(most, self._decode(account, answer), strict=True)]
-        return tuple(map(self.plan.pages, most))
+        return tuple(map(self.pages_of, most))
 
     def _decode(self, account: Account, left: int) -> list[int]:
         """Walk so many decode steps and return the most tokens that each group stores.

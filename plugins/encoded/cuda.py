@@ -18,6 +18,8 @@ from trtkv.plugins.kv_append import launch as plain
 from trtkv.plugins.kv_append.summary import kept_of
 from trtkv.plugins.kv_attend.op import attend_units
 from trtkv.plugins.kv_attend.prefill import attend_with_lse
+from trtkv.plugins.replaced import cuda as replaced
+from trtkv.plugins.replaced.store import ReplacedStore
 from trtkv.plugins.rows import Row, StepGroup
 from trtkv.plugins.session import Session
 from trtkv.plugins.support import overlaps
@@ -85,7 +87,9 @@ def attend(session: Session, store: EncodedStore, layer: int, config: OpConfig, 
     if session.reads_all:
         selection = None
     which = _answering(step)
-    if which is None:
+    if isinstance(store, ReplacedStore):
+        _decode_replaced(session, store, layer, config, inputs, which, out)
+    elif which is None:
         _decode(session, store, layer, config, query, stored[group], slots, table[group], selection, out)
     elif len(which):
         places = starts[:-1][which]
@@ -93,6 +97,19 @@ def attend(session: Session, store: EncodedStore, layer: int, config: OpConfig, 
         answer = own.new_empty(own.shape)
         # Lengths and pages are gathered just before, and attention reads them before it waits.
         _decode(session, store, layer, config, own, stored[group][which], slots[which], table[group][which], lists, answer, overlap=False)
+        out[places] = answer
+
+
+def _decode_replaced(
+    session: Session, store: ReplacedStore, layer: int, config: OpConfig, inputs: Sequence[Tensor], which: Tensor | None, out: Tensor
+) -> None:  # fmt: skip
+    query, starts, seen, stored, slots, table = inputs[:6]
+    if which is None:
+        replaced.decode(session, store, layer, config, query, stored[0], seen, slots, table[0], out)
+    elif len(which):
+        places = starts[:-1][which]
+        answer = query.new_empty(len(which), query.shape[1])
+        replaced.decode(session, store, layer, config, query[places], stored[0][which], seen[which], slots[which], table[0][which], answer)
         out[places] = answer
 
 

@@ -7,6 +7,7 @@ from math import gcd
 
 from trtkv.plan import CachePlan
 from trtkv.plugins.compaction import lag
+from trtkv.plugins.replaced.buffers import replaces
 
 STEP = 32  # tokens that a warp attends to at once: pages are a multiple
 KEY_GROUPS = (16, 32, 64, 128)
@@ -23,7 +24,8 @@ class Format:
     residual tokens stay in full precision: keys are encoded in runs of so many, values one by one once so many newer ones follow, or with the keys
     (together). lag is 1 where a step's attention does not see what the step itself completes. phased: all whole groups of a prompt are encoded, so
     runs begin behind them, at the sequence's `origin`. window is not 0 where an evict role works on the newest tokens, on up to so many:
-    how many tokens are encoded then follows from what it has settled, and is kept a slot.
+    how many tokens are encoded then follows from what it has settled, and is kept a slot. replaced: tokens have a scale and a zero
+    point each; the newest alone is in full precision, and takes the place of one that goes (`plugins/replaced/`).
     """
 
     bits: int
@@ -34,10 +36,13 @@ class Format:
     together: bool = False
     phased: bool = False
     window: int = 0
+    replaced: bool = False
 
     @property
     def ring(self) -> int:
         """Tokens of a slot's ring."""
+        if self.replaced:
+            return 1
         if self.window:  # settled tokens wait for their run behind those that may go; values, also for `residual` newer ones
             return -(-max(self.window + self.residual - 1, self.residual + 1) // 16) * 16
         return -(-self.residual // 16) * 16 + RING_SPARE
@@ -60,6 +65,8 @@ def find_format(plan: CachePlan) -> Format | None:
     """Return the format of a plan that encodes what it stores, or what it keeps of prompts, None where no kernel knows it."""
     if plan.quantize is None or not plan.quantize.meaning.role.startswith("trtkv."):
         return None
+    if replaces(plan):
+        return Format(4, 1, plan.head_dim, 1, together=True, replaced=True) if plan.page_size % 16 == 0 else None
     if plan.evict is not None and not plan.evicts_once:
         return _settled_format(plan)
     if "allocate" in plan.roles and plan.num_page_groups < plan.num_layers:

@@ -74,14 +74,21 @@ class Keeper:
             known = [self._queries[place]] if place in self._queries else []
             self._queries[place] = torch.cat([*known, query])[-self._evict.queries :]
 
-    def keep(self, layer: int, row: Row, keys: Tensor, values: Tensor) -> Tensor:
-        """Return the tokens [Hk, K] int32, ascending, that stay of a complete prompt, keys and values [Hk, S, D]; what was seen of it is dropped."""
+    def mass(self, layer: int, row: Row) -> Tensor:
+        """Return the attention [Hq, S] fp32 that the tokens of a complete prompt received."""
+        return self._mass[row.slot, layer]
+
+    def keep(self, layer: int, row: Row, keys: Tensor, values: Tensor, state: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return the tokens [Hk, K] int32, ascending, that stay of a complete prompt, keys and values [Hk, S, D]; what was seen of it is dropped.
+
+        state is what the role has observed of each token.
+        """
         account, group = self.ledger.find(row.slot), self._plan.page_groups[layer]
         at = replace(self.ledger.occupancy(account, group), layer=layer)
         mass, queries = self._mass.pop((row.slot, layer), None), self._queries.pop((row.slot, layer), None)
         if not self.ledger.evict.due(at):
             return torch.arange(row.stored, dtype=torch.int32, device=self._device).repeat(len(keys), 1)
-        found = self.ledger.evict.keep(PromptView(at, (keys, values), self._scale, mass, queries)).kept
+        found = self.ledger.evict.keep(PromptView(at, (keys, values), self._scale, mass, queries, state=state or {})).kept
         kept = found if isinstance(found, Tensor) else torch.stack(list(found))
         assert kept.shape[1] == self.ledger.evict.remaining(at)[0], "the evict role keeps another number of tokens than it says"
         return kept.to(self._device, torch.int32).contiguous()

@@ -197,7 +197,7 @@ def append_kernel(one: Format, heads_q: int, heads: int, dim: int, norm: bool, d
         *((name, "i32") for name in ("qkv_stride", "table_stride", "page_size", "ring", "residual")), ("eps", "fp32"),
         *_append_constants(one, heads_q, heads, dim, norm, int(arch) >= 90).items(),
     )  # fmt: skip
-    aligned = ("qkv", "rope", "out", "keys", "values", *_CODES, "qkv_stride", "page_size", "ring")
+    aligned = ("qkv", "rope", "out", "keys", "values", *_CODES, "qkv_stride", "page_size", *(() if one.ring % 16 else ("ring",)))
     return triton_aot.load(_HERE / "kernel.py", "append_encoded", signature, aligned, 4, arch)
 
 

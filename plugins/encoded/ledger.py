@@ -73,25 +73,25 @@ class SettledLedger(Ledger):
 
     def pages_after(self, slot: int, count: int, seen: int, prompt: int) -> list[int]:
         """Return the pages of each group that a sequence of so many seen tokens fills in a step of `count` more: none before its prompt is in."""
-        return self.pages_of(seen + count) if seen + count >= prompt else [0] * len(self._first)
+        return self.settled_pages(seen + count) if seen + count >= prompt else [0] * len(self._first)
 
     def pages_to_end(self, slot: int, left: int) -> list[int]:
         """Return the most pages of each group that a sequence takes for so many more tokens."""
-        return self.pages_of(self._accounts[slot].seen + left)
+        return self.settled_pages(self._accounts[slot].seen + left)
 
     def pages_for(self, prompt: int, chunk: int, answer: int) -> list[int]:
         """Return the most pages of each group that a prompt and an answer of so many tokens take."""
-        return self.pages_of(prompt + answer)
+        return self.settled_pages(prompt + answer)
 
     def most_pages(self, longest: int, chunk: int) -> list[int]:
         """Return the most pages of each group that any sequence of up to `longest` tokens takes."""
-        return self.pages_of(longest)
+        return self.settled_pages(longest)
 
     def pages_behind(self, prompt: int, chunk: int, answer: int) -> list[int]:
         """Return the most pages of each group that a prompt takes once it is read, and an answer of so many tokens."""
-        return self.pages_of(prompt + answer)
+        return self.settled_pages(prompt + answer)
 
-    def pages_of(self, seen: int) -> list[int]:
+    def settled_pages(self, seen: int) -> list[int]:
         """Return the pages of each group behind so many tokens, one at least."""
         heads = self.plan.num_kv_heads
         found = []

@@ -12,6 +12,7 @@ from trtkv.plugins.encoded.summaries import summary_kernel
 from trtkv.plugins.kv_append.launch import KINDS
 from trtkv.plugins.kv_recall.layout import why_not
 from trtkv.plugins.kv_sums import launch as sums
+from trtkv.plugins.replaced import specs as replaced
 from trtkv.plugins.support import summary_kind
 
 _NAMES = {"bfloat16": "bf16", "float16": "fp16"}
@@ -21,6 +22,9 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
     """Load the kernels for a compute capability; none where a plan encodes nothing, or in a form that kernels do not know."""
     form, dtype = find_format(plan), _NAMES.get(plan.kv_dtype)
     if form is None or dtype is None:
+        return
+    if form.replaced:
+        replaced.request(plan, form, model, dtype, arch)
         return
     launch.attend_kernel(form, plan.head_dim, plan.num_q_heads // plan.num_kv_heads, dtype == "bf16", arch)
     if form.window and plan.evict is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trtkv.config import DTYPE_BYTES
 from trtkv.errors import EngineError
-from trtkv.plan import BufferSpec, CachePlan
+from trtkv.plan import BOOKKEEPING, BufferSpec, CachePlan
 from trtkv.plugins.compaction.ledger import Ledger
 from trtkv.plugins.dtypes import TORCH_DTYPES
 from trtkv.plugins.encoded import launch, reference
@@ -27,6 +27,7 @@ from trtkv.plugins.encoded.keep import Keeper, watched_bytes
 from trtkv.plugins.encoded.ledger import SettledLedger
 from trtkv.plugins.encoded.settle import Settler
 from trtkv.plugins.kv_recall.store import Offload
+from trtkv.plugins.replaced.buffers import known_of, replaces
 from trtkv.plugins.rows import Row
 
 _CODES = ("key_codes", "key_scale", "key_minimum", "value_codes", "value_scale", "value_minimum")
@@ -50,26 +51,26 @@ class EncodedStore:
         real = TORCH_DTYPES[plan.kv_dtype]
         self.buffers: dict[str, list[Tensor | None]] = {}
         layers = [[layer for layer in every if plan.page_groups[layer] == group] for group in range(plan.num_page_groups)]
-        # Keys and values [layers of a page group, Z, Hk, ring, D] of every one.
-        self.rings = [tuple(torch.empty(len(own), *ring, dtype=real, device=device) for _ in range(2)) for own in layers]
+        # Keys and values [layers of a page group, Z, Hk, ring, D] of every one, where tokens are evicted from rings.
+        self.rings = [tuple(torch.empty(len(own), *ring, dtype=real, device=device) for _ in range(2)) for own in layers if form.window]
         for part, name in enumerate(("keys", "values")):
-            places = {layer: self.rings[group][part][index] for group, own in enumerate(layers) for index, layer in enumerate(own)}
-            self.buffers[name] = [places[layer] for layer in every]
+            if form.window:
+                places = {layer: self.rings[group][part][index] for group, own in enumerate(layers) for index, layer in enumerate(own)}
+                self.buffers[name] = [places[layer] for layer in every]
+            else:
+                self.buffers[name] = [*self._tensors(name, [num_slots] * plan.num_layers, ring[1:], real)]
         for spec in _encoded(plan):
-            shapes = [(num_pages[plan.page_groups[layer]], *map(int, spec.shape[1:])) for layer in every]
+            away = [layer for layer in every if offload is not None and offload.covers(layer)]
+            rows = [num_pages[plan.page_groups[layer]] for layer in every if layer not in away]
+            made = iter(self._tensors(spec.name, rows, [*map(int, spec.shape[1:])], TORCH_DTYPES[spec.dtype]))
             self.buffers[spec.name] = [
-                offload.coded[layer].named[spec.name]
-                if offload is not None and offload.covers(layer)
-                else torch.empty(shapes[layer], dtype=TORCH_DTYPES[spec.dtype], device=device)
-                for layer in every
+                offload.coded[layer].named[spec.name] if offload is not None and layer in away else next(made) for layer in every
             ]
         self.away = None if offload is None else Away(offload)
         for spec in _beside(plan):
-            rows = [num_pages[plan.page_groups[layer]] if spec.paged else num_slots for layer in every]
-            self.buffers[spec.name] = [
-                torch.empty((rows[layer], *map(int, spec.shape[1:])), dtype=TORCH_DTYPES[spec.dtype], device=device) if layer in spec.layers else None
-                for layer in every
-            ]
+            rows = [num_pages[plan.page_groups[layer]] if spec.paged else num_slots for layer in spec.layers]
+            made = iter(self._tensors(spec.name, rows, [*map(int, spec.shape[1:])], TORCH_DTYPES[spec.dtype]))
+            self.buffers[spec.name] = [next(made) if layer in spec.layers else None for layer in every]
         self.origins = torch.zeros(plan.num_page_groups, num_slots, dtype=torch.int32, device=device)
         self.ends = torch.zeros(plan.num_page_groups, num_slots, 2, dtype=torch.int32, device=device)
         self.pages = [self._pages(layer) for layer in every]
@@ -86,7 +87,7 @@ class EncodedStore:
         groups = range(plan.num_page_groups)
         # Of what a selection keeps: bytes of an entry in all layers by the tokens that it describes, and of a slot.
         self._entries, self._slot_bytes = Counter[int](), 0
-        for spec in _beside(plan):
+        for spec in (one for one in _beside(plan) if one.name not in BOOKKEEPING):
             if spec.paged:
                 self._entries[spec.tokens_per_entry] += spec.row_bytes * spec.tokens_per_entry // plan.page_size * len(spec.layers)
             else:
@@ -228,12 +229,13 @@ class EncodedStore:
         plan, reading = self.plan, seen < self._lengths.get(slot, 0)
         stored = [seen] * plan.num_page_groups if self.ledger is None else self.ledger.stored(slot)
         total = 0 if self.keeper is None or not reading else self.keeper.counted_bytes(seen)
+        entries = {} if reading and self.form.replaced else self._entries  # what is known of a token is written with its codes
         runs, (plain, key, value) = self._runs.get(slot), self._rates
         for group, own in enumerate(stored):
             keys, values = (0, 0) if reading or runs is None else self._ends(slot, group, own, runs)
             layer = (2 * own - keys - values) * plain + keys // self.form.key_group * key + values * value
             total += layer * self._layers[group]
-        return total + self._slot_bytes + sum(stored[0] // tokens * size for tokens, size in self._entries.items())
+        return total + self._slot_bytes + sum(stored[0] // tokens * size for tokens, size in entries.items())
 
     def reserved_bytes(self, slot: int, seen: int) -> int:
         """Return the bytes that such a sequence occupies: pages, ring, and its prompt with what is seen of it while that is read."""
@@ -243,7 +245,8 @@ class EncodedStore:
             reading += self.keeper.bytes_of(slot)
         if self.ledger is not None:
             stored = list(self.ledger.stored(slot)) if seen >= self._lengths.get(slot, 0) else [0] * plan.num_page_groups
-        pages = list(map(plan.pages, stored)) if self.settler is None or not any(stored) else self.settler.ledger.pages_of(seen)
+        held = plan.pages if self.ledger is None else self.ledger.pages_of
+        pages = list(map(held, stored)) if self.settler is None or not any(stored) else self.settler.ledger.settled_pages(seen)
         return sum(own * size for own, size in zip(pages, self._page_bytes, strict=True)) + slot_bytes(plan, self.form) + reading
 
     def _ends(self, slot: int, group: int, stored: int, runs: Sequence[int]) -> tuple[int, int]:
@@ -253,6 +256,13 @@ class EncodedStore:
     def _room(self, tokens: int) -> list[Tensor]:
         shape = (1, self.plan.num_kv_heads, -(-tokens // 16) * 16, self.plan.head_dim)
         return [torch.empty(shape, dtype=TORCH_DTYPES[self.plan.kv_dtype], device=self.device) for _ in range(2)]
+
+    def finish(self) -> None:
+        """Do what a step leaves behind its attention to be done."""
+
+    def _tensors(self, name: str, rows: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        """Allocate a buffer of several layers, of so many rows each."""
+        return [torch.empty((count, *shape), dtype=dtype, device=self.device) for count in rows]
 
     def _begin_runs(self, group: int, slot: int, stored: int) -> int:
         """Note where the runs of a sequence begin whose prompt left so many tokens stored, and return it."""
@@ -307,8 +317,9 @@ def _encoded(plan: CachePlan) -> list[BufferSpec]:
 
 
 def _beside(plan: CachePlan) -> list[BufferSpec]:
-    """List what a selection keeps: summaries in pages, and numbers of a slot."""
-    return [spec for spec in plan.buffers if spec.pool == "plain" and spec.name not in ("keys", "values")]
+    """List what a selection keeps, summaries in pages and numbers of a slot, and what is known of single tokens."""
+    found = [spec for spec in plan.buffers if spec.pool == "plain" and spec.name not in ("keys", "values")]
+    return [*found, *known_of(plan)] if replaces(plan) else found
 
 
 def _with_minima(found: Mapping[str, Any]) -> dict[str, Any]:

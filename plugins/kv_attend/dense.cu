@@ -14,8 +14,15 @@
 
 // Units of a sequence by its length.
 __device__ __forceinline__ int units_of(int stored) { return (stored + UNIT_TOKENS - 1) / UNIT_TOKENS; }
+#ifdef NIBBLES // of which the newest token is not one
+#define PLAIN_OF(b) 1
+#define CODED_OF(b) (lens[b] - 1)
+#else
+#define PLAIN_OF(b) lens[b]
+#define CODED_OF(b) coded_lens[b]
+#endif
 #ifdef MIXED // encoded tokens come behind the others
-#define UNITS(b) (units_of(lens[b]) + units_of(coded_lens[b]))
+#define UNITS(b) (units_of(PLAIN_OF(b)) + units_of(CODED_OF(b)))
 #else
 #define UNITS(b) units_of(lens[b])
 #endif
@@ -107,11 +114,13 @@ __device__ __forceinline__ void merge(const float* shares, long long low, long l
 // q [B, q_stride]; keys, values [P, Hk, page_size, D]; table [B, table_stride]; lens [B], at least 1; page_size a multiple of 16. Writes out
 // [B, out_stride]. Where ragged: keys, values [P, page_size, D], table [Hk, B, table_stride], lens [Hk, B], so that heads are sequences of one head.
 // Where mixed: coded_table [B, table_stride], coded_lens [B], codes in the bytes of keys and values as [P, Hk, FOLD page_size, D], scales [P, Hk,
-// FOLD page_size]; else null. shares [2 blocks, SHARE]; arrived [B Hk] zeros, and zeros again behind it. Tokens before the newest and page numbers were
-// there before the kernel before this one began.
+// FOLD page_size]; else null. With -DNIBBLES: keys, values [slots, Hk, 1, D] are the newest tokens, coded_table [B] the slots; the other tokens of lens
+// are codes of the pages in table: key_codes, value_codes [P, Hk, page_size, D / 2], scales and zero points [P, Hk, page_size]. shares [2 blocks, SHARE];
+// arrived [B Hk] zeros, and zeros again behind it. Tokens before the newest and page numbers were there before the kernel before this one began.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real* q, const char* keys, const char* values, const int* table,
     const int* lens, real* out, float* shares, int* arrived, int batch, int heads, int q_stride, int out_stride, int table_stride, int page_size,
-    float scale_log2, const int* coded_table, const int* coded_lens, const real* key_scale, const real* value_scale) {
+    float scale_log2, const int* coded_table, const int* coded_lens, const real* key_scale, const real* value_scale,
+    const char* key_codes, const char* value_codes, const real* key_zero, const real* value_zero) {
   extern __shared__ __align__(128) char ring[];
   __shared__ Block block;
   __shared__ int is_last;
@@ -132,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
 
   while (unit < end) {
     const Row row = find_row(lens, coded_lens, batch, heads, unit);
-    const int stored = lens[row.b], from = (int)(unit - row.first), to = (int)min((long long)row.units, from + (end - unit));
+    const int stored = PLAIN_OF(row.b), from = (int)(unit - row.first), to = (int)min((long long)row.units, from + (end - unit));
     const int* pages = table + (long long)row.b * table_stride;
 #ifdef RAGGED
     const int own = row.b % sequences, head = row.b / sequences;
@@ -140,12 +149,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
     const int own = row.b, head = row.head;
 #endif
 #ifdef MIXED
-    const int plain = units_of(stored), coded = coded_lens[row.b];
-    const int* coded_pages = coded_table + (long long)row.b * table_stride;
+    const int plain = units_of(stored), coded = CODED_OF(row.b);
+#ifdef NIBBLES
+    const int *coded_pages = pages, *newest = coded_table + row.b;
+#else
+    const int *coded_pages = coded_table + (long long)row.b * table_stride, *newest = nullptr;
+#endif
     auto in_codes = [&](int j) { return from + j >= plain; };
     auto token_of = [&](int j) { return (from + j - (in_codes(j) ? plain : 0)) * UNIT_TOKENS + warp * TILE; };
     auto left_of = [&](int j) { return (in_codes(j) ? coded : stored) - token_of(j); };
-    auto page_at = [&](int j) { return in_codes(j) ? coded_pages + token_of(j) / (FOLD * page_size) : pages + token_of(j) / page_size; };
+    auto page_at = [&](int j) { return in_codes(j) ? coded_pages + token_of(j) / (FOLD * page_size) : newest ? newest : pages + token_of(j) / page_size; };
 #else
     auto token_of = [&](int j) { return (from + j) * UNIT_TOKENS + warp * TILE; };
     auto left_of = [&](int j) { return stored - token_of(j); };
@@ -159,26 +172,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
       if (j < mine) {
         if (j > 0 && (j & 31) == 0) here = ahead, ahead = page_of(j + lane + 32);
         const int token = token_of(j), there = left_of(j);
-        const long long rows = (long long)(__shfl_sync(~0u, here, j & 31) * heads + row.head) * page_size;
+        const long long page = __shfl_sync(~0u, here, j & 31) * heads + row.head, rows = page * page_size;
         const u32 into = ring_at + slot * STAGE_BYTES;
 #ifdef MIXED
         if (in_codes(j)) {
-          const long long first = rows * FOLD + token % (FOLD * page_size), at = first * D;
+          const long long first = rows * FOLD + token % (FOLD * page_size), at = first * CODES;
+#ifdef NIBBLES
+          const char *k = key_codes + at, *v = value_codes + at;
+#else
+          const char *k = keys + at, *v = values + at;
+#endif
 #pragma unroll
-          for (int i = lane; i < TILE * D / 16; i += 32) {
-            const u32 size = i / (D / 16) < there ? 16 : 0;
-            copy16_sized(into + i * 16, keys + at + i * 16, size);
-            copy16_sized(into + TILE * ROW + i * 16, values + at + i * 16, size);
+          for (int i = lane; i < TILE * CODES / 16; i += 32) {
+            const u32 size = i / (CODES / 16) < there ? 16 : 0;
+            copy16_sized(into + i * 16, k + i * 16, size);
+            copy16_sized(into + TILE * ROW + i * 16, v + i * 16, size);
           }
+#ifdef NIBBLES // of tokens that do not exist zeros
+          if (lane < 8) {
+            const real* source = (lane < 2 ? key_scale : lane < 4 ? key_zero : lane < 6 ? value_scale : value_zero) + first + lane % 2 * 8;
+            copy16_sized(into + lane / 4 * TILE * ROW + TILE * CODES + lane % 4 * 16, source, max(0, min(16, (there - lane % 2 * 8) * 2)));
+          }
+          copies_commit();
+          return;
+#endif
           if (lane < 4) {
             const real* scales = (lane < 2 ? key_scale : value_scale) + first + lane % 2 * 8;
-            copy16_sized(into + lane / 2 * TILE * ROW + TILE * D + lane % 2 * 16, scales, there > 0 ? 16 : 0);
+            copy16_sized(into + lane / 2 * TILE * ROW + TILE * CODES + lane % 2 * 16, scales, there > 0 ? 16 : 0);
           }
           copies_commit();
           return;
         }
 #endif
+#ifdef NIBBLES
+        const long long at = page * ROW; // a slot has one such token
+#else
         const long long at = (rows + token % page_size) * ROW;
+#endif
 #pragma unroll
         for (int i = lane; i < TILE * CHUNKS; i += 32) {
           const u32 size = i / CHUNKS < there ? 16 : 0, where = into + place(i / CHUNKS, i % CHUNKS);

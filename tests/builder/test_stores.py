@@ -112,3 +112,17 @@ def test_kernels_of_a_cache_that_settles_are_compiled_into_the_engine(tmp_path: 
     lag = {"spread_kernel", "choose_kernel", "move_kernel"}
     assert set(files) == {"append_kernel", "encode_prompt", "attend_encoded", "sample", "feed", "fetch", "gemv", "rms_norm", "silu_gate"} | lag
     assert "SETTLED" in files["attend_encoded"].options and any("LISTED=True" in one for one in files["encode_prompt"].options)
+
+
+@needs_compilers
+def test_kernels_that_replace_single_tokens_are_compiled_into_the_engine(tmp_path: Path) -> None:
+    wide = make_tiny("llama", tmp_path / "model", head_dim=64)
+    path = build(str(wide.path), "qhitter", dtype="bfloat16", out=tmp_path / "engine", max_seq_len=256, max_batch_size=1, backend="none", sms=["90"])
+    manifest = read_manifest(path)
+    check_files(path, manifest)
+    assert manifest.kernels is not None
+    files = {one.kernel.split()[0]: one for one in manifest.kernels.files}
+    own = {"append_encoded", "attend_dense", "remember_kernel", "errors_kernel", "prompt_kernel", "received_kernel", "exchange_kernel"}
+    assert files.keys() == own | {"append_kernel", "sums_kernel", "column_sums", "sample", "feed", "fetch", "gemv", "rms_norm", "silu_gate"}
+    assert any("NIBBLES" in one for one in files["attend_dense"].options)
+    assert "BUDGET=1024" in files["exchange_kernel"].options

@@ -75,6 +75,25 @@ def test_every_kernel_of_every_retrieval_policy_compiles(sm: str, policy: str, c
         assert str(Path(__file__).parents[2]).encode() not in binary.cubin
 
 
+@needs_compilers
+@pytest.mark.parametrize("sm", ["80", "89", "90", "120"])
+def test_kernels_that_replace_single_tokens_compile(sm: str, compiled: set[str]) -> None:
+    """Small and large: the budget of one block."""
+    own = {"errors_kernel", "prompt_kernel", "received_kernel", "exchange_kernel", "append_encoded", "attend_dense"}
+    changes = {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 96, "dtype": "float16"}
+    large = ("evict.budget=16384", "evict.pooling=max", "evict.heavy=0")
+    config, sets = (model(**changes), large) if sm == "120" else (model(), ())
+    found = [spec for spec in specs("qhitter", sm, config, *sets) if spec.entry in own]
+    assert {spec.entry for spec in found} == own
+    done = dict(triton_aot.compile_all([spec for spec in found if isinstance(spec, TritonSpec)]))
+    threads = {spec.entry: binary.facts["threads"] for spec, binary in done.items()}
+    assert threads["received_kernel"] == 256 and threads["exchange_kernel"] == (512 if sets else 256) and threads["prompt_kernel"] == 128
+    cuda = [spec for spec in found if isinstance(spec, CudaSpec)]
+    cubins = [binary.cubin for binary in done.values()] + [spec.compile().cubin for spec in cuda]
+    assert {architecture(cubin) for cubin in cubins} == {int(sm)}
+    assert all(parameters(spec) == [ctypes.sizeof(kind) for kind in spec.types] for spec in cuda)
+
+
 def parameters(spec: CudaSpec) -> list[int]:
     """Bytes of every parameter that a kernel declares, read from its PTX."""
     from cuda.bindings import nvrtc as native
@@ -128,7 +147,7 @@ def test_below_sm_90_nothing_asks_for_clusters_and_nothing_overlaps() -> None:
 @pytest.mark.parametrize(
     ("policy", "config", "sm"),
     [
-        ("qhitter", model(), "90"),
+        ("snapkv+freekv", model(), "90"),
         ("fier", model(dtype="float32"), "90"),
         ("fier", model(head_dim=16), "90"),
         ("fier", model(), "75"),

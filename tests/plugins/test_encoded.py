@@ -175,7 +175,8 @@ def model(**update: Any) -> ModelConfig:
         ("snapkv+kivi", (), {}, Format(2, 32, 32, 128)),
         ("pyramidkv+fp8", (), {}, Format(8, 1, 128, 1, together=True)),
         ("lagkv+fp8", (), {}, None),
-        ("qhitter", (), {}, None),
+        ("qhitter", ("quantize.bits=8",), {}, None),
+        ("qhitter", ("evict.budget=20000",), {}, None),
         ("minikv+fier", (), {}, None),
         ("minikv", ("quantize.group=8",), {}, None),
         ("full", (), {}, None),
@@ -382,6 +383,7 @@ NEWEST = ("evict.heavy=0", "evict.recent=0.6", "quantize.residual=32")  # what s
         ("fp8", ()),
         ("minikv", NEWEST),
         ("minikv-pyramid", NEWEST),
+        ("qhitter", ("evict.budget=600",)),  # what goes is judged step by step in tests/gpu/check_replaced.py
     ],
 )
 def test_captured_steps_on_a_gpu_answer_like_the_definition(wide: TinyModel, policy: str, sets: tuple[str, ...], tmp_path: Path) -> None:

@@ -1,0 +1,29 @@
+"""Which plans replace single tokens, and what is known of each beside its codes: buffers that follow from a plan, and are counted with it."""
+
+from __future__ import annotations
+
+from trtkv.plan import BufferSpec, CachePlan
+
+MOST_BUDGET = 16384  # tokens of a head among which one block finds the least
+
+
+def replaces(plan: CachePlan) -> bool:
+    """Say whether kernels encode each token of a plan by itself, and let a step's take the place of one that goes: pages hold the budget."""
+    evict, quantize = plan.evict, plan.quantize
+    if evict is None or quantize is None or "allocate" in plan.roles or any(plan.select):
+        return False
+    if any(one.op != "qhitter" or not one.role.startswith("trtkv.") for one in (evict.meaning, quantize.meaning)):
+        return False
+    return int(quantize.meaning.fields["bits"]) == 4 and int(evict.meaning.fields["budget"]) <= MOST_BUDGET
+
+
+def known_of(plan: CachePlan) -> tuple[BufferSpec, ...]:
+    """Return positions, rounding errors and attention of the tokens in pages, and the newest query of a slot."""
+    assert plan.evict is not None, "the plan evicts nothing"
+    every, head = tuple(range(plan.num_layers)), ("P", plan.num_kv_heads, plan.page_size)
+    return (
+        BufferSpec("positions", head, "P Hk N", "int32", every),
+        *(BufferSpec(name, head, "P Hk N", dtype, every) for name, dtype in plan.evict.token_state.items()),
+        BufferSpec("attention_mass", ("P", plan.num_q_heads, plan.page_size), "P Hq N", "float32", every),
+        BufferSpec("last_queries", ("Z", 1, plan.num_q_heads, plan.head_dim), "Z W Hq D", plan.kv_dtype, every),
+    )

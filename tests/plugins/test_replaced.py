@@ -1,0 +1,301 @@
+"""Single encoded tokens of which each step replaces one: kernels against roles, sessions against the definition, attention from its CUDA source."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+pytest.importorskip("triton")
+
+from tests.gpu import check_replaced as checks
+from tests.plugins import cuda_on_cpu
+from tests.plugins.test_encoded import Torch, model
+from tests.runtime.test_scheduler import ids, params, prompt
+from tests.tiny import Rig, TinyModel, make_rig, make_tiny
+from trtkv.api import build
+from trtkv.config import Limits
+from trtkv.plugins.compaction.ledger import Ledger
+from trtkv.plugins.encoded import store
+from trtkv.plugins.encoded.formats import Format, find_format
+from trtkv.plugins.face import OpConfig
+from trtkv.plugins.kv_attend import launch_dense
+from trtkv.plugins.kv_attend import reference as attention
+from trtkv.plugins.replaced import launch, reference
+from trtkv.plugins.replaced.store import ReplacedStore
+from trtkv.plugins.session import Session
+from trtkv.policies.registry import parse_policy
+from trtkv.predict import predict
+from trtkv.runtime import graphs
+from trtkv.runtime.executor import TorchExecutor
+from trtkv.runtime.llm import LLM
+from trtkv.runtime.loading import Options
+from trtkv.runtime.memory import pool_sizes
+from trtkv.runtime.step import StepRow
+from trtkv.verify import Plan, verify
+
+on_cpu = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
+SMALL = ("evict.budget=24",)
+WAYS = {
+    "mean": SMALL,
+    "max": (*SMALL, "evict.pooling=max", "evict.bits=2", "evict.blend=0.8"),
+    "no heavy": ("evict.budget=16", "evict.heavy=0", "evict.recent=0"),
+    "heavy alone": ("evict.budget=33", "evict.heavy=0.6", "evict.recent=0.39", "evict.bits=8"),
+}
+
+
+class InTorch(Torch):
+    """Attention of a session without a GPU; the rest are its kernels in the interpreter."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__(patch)
+        patch.setattr(launch_dense, "attend_replaced", self.replaced)
+        patch.setattr(torch.cuda, "get_device_properties", lambda *args: type("H200", (), {"multi_processor_count": 132}))
+
+    def replaced(
+        self, q: Tensor, keys: Tensor, values: Tensor, codes: launch_dense.Nibbles, table: Tensor, lens: Tensor, slots: Tensor, out: Tensor,
+        shares: Tensor, arrived: Tensor, *, scale: float,
+    ) -> None:  # fmt: skip
+        self.attended += 1
+        heads, dim = keys.shape[1], keys.shape[3]
+        config = OpConfig(q.shape[1] // dim, heads, dim, scale, 0.0, 0, 0, "")
+        found = {name: getattr(codes, name)[None] for name in launch_dense.NIBBLES}
+        stacks = launch.Stacks({**found, "keys": keys[None], "values": values[None]})
+        for b, stored in enumerate(lens.tolist()):
+            k, v = reference.visible(stacks, 0, table[b], int(slots[b]), stored)
+            out[b] = attention.attend(q[b].view(-1, dim), k, v, config).flatten()
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return make_tiny("llama", tmp_path_factory.mktemp("wide") / "model", head_dim=64, num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def low(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return make_tiny("llama", tmp_path_factory.mktemp("low") / "model", head_dim=64, num_hidden_layers=1)
+
+
+def run(rig: Rig, texts: Tensor, prompts: tuple[int, int], steps: int) -> tuple[Tensor, list[int]]:
+    """Read prompts, the first in two chunks and the other while that decodes, then decode: logits, and stored bytes of steps without a prompt."""
+    plan: list[list[tuple[int, int, int]]] = [[(0, 0, 20)], [(0, 20, prompts[0] - 20)], [(0, prompts[0], 1), (1, 0, prompts[1])]]
+    plan += [[(0, prompts[0] + 1 + i, 1), (1, prompts[1] + i, 1)] for i in range(steps)]
+    logits, sizes = [], []
+    for step in plan:
+        rows = [
+            StepRow(texts[slot, seen : seen + count].tolist(), seen, slot, rig.pages(slot), (count - 1,) if seen + count >= prompts[slot] else (),
+                    prompts[slot])
+            for slot, seen, count in step
+        ]  # fmt: skip
+        logits.append(rig.stepper.run(rows))
+        if all(seen + count >= prompts[slot] for slot, seen, count in step):
+            sizes.append(rig.session.stored_bytes())
+    return torch.cat([x for x in logits if len(x)]), sizes
+
+
+def kept(rig: Rig, layer: int, slot: int) -> list[list[int]]:
+    """Return the positions that each KV head of a layer stores, ascending."""
+    session = rig.session
+    if session.held is not None:
+        return [store.positions.tolist() for store in session.held.find(layer, slot).heads]
+    assert isinstance(session.encoded, ReplacedStore) and session.ledger is not None
+    row = next(row for row in session.step(layer).rows if row.slot == slot)
+    found = reference.entries(session.encoded.stacks, "positions", layer, row.table, session.ledger.stored(slot)[0])
+    return found.sort(1).values.tolist()
+
+
+def test_a_session_stores_and_answers_like_the_definition(wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first sequence evicts from its prompt and in every step, the other comes to its budget."""
+    held = make_rig(wide, "qhitter", tmp_path, sets=SMALL, slots=2)
+    fake = InTorch(monkeypatch)
+    paged = make_rig(wide, "qhitter", tmp_path, sets=SMALL, slots=2)
+    assert held.session.held is not None and isinstance(paged.session.encoded, ReplacedStore) and paged.session.held is None
+    texts = torch.randint(1, 250, (2, 90), generator=torch.Generator().manual_seed(0))
+    answers = [run(rig, texts, (30, 22), 4) for rig in (held, paged)]
+    assert fake.attended
+    for layer in range(2):
+        for slot in range(2):
+            assert kept(paged, layer, slot) == kept(held, layer, slot), (layer, slot)
+    torch.testing.assert_close(answers[1][0], answers[0][0], rtol=1e-3, atol=1e-3 * float(answers[0][0].abs().max()))
+    assert answers[1][1] == answers[0][1]
+    check_tokens(paged, held)
+    for slot in range(2):
+        paged.session.release(slot)
+    assert not paged.session.encoded._prompts and not paged.session.encoded.keeper._mass  # type: ignore[union-attr]
+
+
+def check_tokens(paged: Rig, held: Rig) -> None:
+    """Compare what is stored and known of every token of the first sequence with the definition's."""
+    session, store, definition = paged.session, paged.session.encoded, held.session.held
+    assert isinstance(store, ReplacedStore) and session.ledger is not None and definition is not None
+    for layer in range(paged.plan.num_layers):
+        row, count = session.step(layer).rows[0], session.ledger.stored(0)[0]
+        cache = definition.find(layer, 0)
+        order = reference.entries(store.stacks, "positions", layer, row.table, count).argsort(1)
+        for head, one in enumerate(cache.heads):
+            for part in ("keys", "values"):
+                found = reference.decode(store.stacks, part[:-1], layer, row.table, count)[head][order[head]]
+                want: Any = one.parts[part].decoded()  # type: ignore[index]
+                torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+                error = reference.entries(store.stacks, f"{part[:-1]}_error", layer, row.table, count)[head][order[head]]
+                torch.testing.assert_close(error, one.state[f"{part[:-1]}_error"], rtol=1e-3, atol=1e-5)
+            group = one.mass.shape[0]
+            mass = reference.entries(store.stacks, "attention_mass", layer, row.table, count)[head * group : (head + 1) * group]
+            torch.testing.assert_close(mass[:, order[head]], one.mass, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_prompts_and_exchanges_follow_the_role(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks of `tests/gpu/check_replaced.py`, smaller: a full sequence and one that is nearly."""
+    monkeypatch.setattr(checks, "DEV", "cpu")
+    monkeypatch.setattr(checks, "failures", [])
+    torch.manual_seed(len(way))
+    dim, group, dtype = {"mean": (64, 3, torch.float16), "max": (96, 2, torch.float32)}.get(way, (64, 1, torch.float32))
+    full = int(WAYS[way][0].partition("=")[2]) + 1
+    case = checks.Case([full, full - 1], layers=1, group=group, dim=dim, page=16, dtype=dtype, sets=WAYS[way])
+    for _ in range(2):
+        case.step()
+    assert checks.failures == []
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("heads", "group", "dim", "page", "stored", "dtype", "blocks"),
+    [
+        (2, 4, 64, 32, [300, 2, 130], torch.float16, 5),
+        (1, 7, 128, 16, [33, 129, 1], torch.bfloat16, 2),
+        (2, 2, 96, 32, [901], torch.float16, 40),
+        (1, 12, 256, 64, [78, 17], torch.bfloat16, 3),
+    ],
+)
+def test_attention_over_nibbles(
+    heads: int, group: int, dim: int, page: int, stored: list[int], dtype: torch.dtype, blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scales and zero points of tokens that do not exist are NaN."""
+    cuda_on_cpu.install(monkeypatch, tmp_path)
+    made, batch = torch.Generator().manual_seed(dim), len(stored)
+    width = -(-max(stored) // page) + 1
+    table = torch.randperm(batch * width, generator=made).int().view(batch, width)
+    slots = torch.randperm(batch + 2, generator=made).int()[:batch]
+    newest = [torch.randn(batch + 2, heads, 1, dim, generator=made).to(dtype) for _ in range(2)]
+    named = {}
+    for part in ("key", "value"):
+        named[f"{part}_codes"] = torch.randint(0, 256, (batch * width, heads, page, dim // 2), generator=made, dtype=torch.uint8)
+        for name, most in (("scale", 0.3), ("zero", 16)):
+            x = torch.full((batch * width, heads, page), float("nan"), dtype=dtype)
+            for b, count in enumerate(stored):
+                token = torch.arange(count - 1)
+                drawn = torch.rand(count - 1, heads, generator=made) * most
+                x[table[b, token // page].long(), :, token % page] = (drawn.floor() if name == "zero" else drawn).to(dtype)
+            named[f"{part}_{name}"] = x
+    query = torch.randn(batch, heads * group * dim, generator=made).to(dtype)
+    out, lens = torch.full_like(query, float("nan")), torch.tensor(stored, dtype=torch.int32)
+    shares, arrived = launch_dense.DenseScratch.plan(batch, heads, group, dim, blocks).allocate("cpu")
+    codes = launch_dense.Nibbles(*(named[name] for name in launch_dense.NIBBLES))
+    launch_dense.attend_replaced(query, *newest, codes, table, lens, slots, out, shares, arrived, scale=dim**-0.5)
+    assert not arrived.any()
+    stacks = launch.Stacks({**{name: x[None] for name, x in named.items()}, "keys": newest[0][None], "values": newest[1][None]})
+    config = OpConfig(heads * group, heads, dim, dim**-0.5, 0.0, 0, 0, "")
+    for b, count in enumerate(stored):
+        k, v = (x.double() for x in reference.visible(stacks, 0, table[b], int(slots[b]), count))
+        asked = query[b].view(-1, dim)
+        exact = attention.attend(asked.double(), k, v, config)
+        rounded = scaled_dot_product_attention(asked[None, :, None], k.to(dtype)[None], v.to(dtype)[None], scale=config.scale, enable_gqa=True)
+        bound = 2 * float((rounded[0, :, 0].double() - exact).abs().max()) + torch.finfo(dtype).eps * float(exact.abs().max())
+        assert float((out[b].view(-1, dim).double() - exact).abs().max()) <= bound
+
+
+def test_an_answer_does_not_depend_on_its_batch(low: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor on whether its steps are captured: those get their inputs from `StagedInputs` alone and are queued ahead."""
+    limits, replays = {"max_seq_len": 64, "max_batch_size": 2, "max_chunk_tokens": 24}, [0]
+    path = build(str(low.path), "qhitter", sets=("evict.budget=16",), out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
+    InTorch(monkeypatch)
+
+    def capture(step: Any, device: torch.device, pool: object) -> tuple[Any, Tensor]:
+        logits = torch.empty(0)
+
+        def replay() -> None:
+            replays[0] += 1
+            made = step()
+            logits.resize_(made.shape).copy_(made)
+
+        return replay, logits
+
+    llm, texts = LLM(path), [prompt(14, 0), prompt(25, 1)]
+    alone = [llm.generate([text], params(4))[0].token_ids for text in texts]
+    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(graphs, "new_pool", lambda: 0)
+    monkeypatch.setattr(TorchExecutor, "capturable", property(lambda self: True))
+    llm = LLM(path)
+    assert llm.engine.stepper.runs_ahead
+    calls, most = [llm.batcher.submit([text], [params(4)]) for text in texts], 0
+    while llm.batcher.advance():
+        most = max(most, len(llm.engine.session.step(0).rows))
+    assert [ids(call) for call in calls] == alone and most == 2 and replays[0]
+    assert llm.batcher.evicted_tokens > 0
+    assert llm.engine.pages.free == llm.engine.pages.num_pages and len(llm.engine.slots) == 2
+
+
+def test_verify_compares_what_each_layer_attends_to(wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"max_seq_len": 64, "max_batch_size": 1, "max_chunk_tokens": 24}
+    path = build(str(wide.path), "qhitter", sets=("evict.budget=16",), out=tmp_path / "engine", backend="none", sms=["none"], **limits)  # type: ignore[arg-type]
+    InTorch(monkeypatch)
+    report = verify(path, Options(device="cpu"), Plan(tokens=30, steps=2))
+    whats = [(one.op, one.what) for one in report.nodes]
+    assert max(one.ratio for one in report.nodes) <= 1
+    assert whats.count(("KvAttend", "value")) == 2 and whats.count(("KvAppend", "keys")) == 2
+
+
+@pytest.mark.parametrize("context", [100, 160, 300])
+def test_planned_bytes_are_those_that_a_session_allocates(context: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget of 160 tokens fills its pages: the newest token needs none."""
+    config = model(num_layers=3, dtype="bfloat16", num_q_heads=8, num_kv_heads=2, head_dim=64)
+    policy, batch = parse_policy("qhitter", sets=("evict.budget=160",)), 3
+    plan, limits = policy.plan(config), Limits(max_seq_len=context + 1, max_batch_size=3, max_chunk_tokens=64)
+    found = predict(config, policy, context, batch, "1GiB", chunk_tokens=64)
+    assert found["in_torch"] == [] and find_format(plan) == Format(4, 1, 64, 1, together=True, replaced=True)
+    InTorch(monkeypatch)
+    behind = Ledger(plan).pages_for(context, 64, 5)
+    assert behind == [-(-min(160, context + 5) // 32)] and Ledger(plan).pages_for(context, 64, 0) == [-(-min(160, context) // 32)]
+    session = Session(plan, [batch * count for count in Ledger(plan).pages_for(context, 64, 0)], batch, "cpu")
+    assert isinstance(session.encoded, ReplacedStore)
+    allocated = sum(x.nbytes for x in session.encoded.stacks.named.values())
+    assert allocated == sum(x.nbytes for tensors in session.buffers.values() for x in tensors if x is not None)
+    assert found["reserved_bytes"] == allocated == sum(one["bytes"] for one in found["buffers"])
+    account = session.ledger.append(1, context, context, context)  # type: ignore[union-attr]
+    session.ledger.settle(account, session.ledger.due(account))  # type: ignore[union-attr, arg-type]
+    session.encoded._lengths[1], session.encoded._runs[1] = context, [0]
+    assert session.encoded.reserved_bytes(1, context) * batch == found["reserved_bytes"]
+    assert session.bytes_of(1, context) * batch == found["stored_bytes"] + found["score_bytes"]
+    beside = store.prompt_bytes(plan, limits.max_seq_len, whole=False)
+    slots = batch * store.slot_bytes(plan, find_format(plan))  # type: ignore[arg-type]
+    most = Ledger(plan).most_pages(context + 1, 64)
+    assert pool_sizes(plan, limits, torch.device("cpu"), batch * most[0] * store.page_bytes(plan) + slots + beside) == [batch * most[0]]
+
+
+def test_a_copied_sequence_is_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the benchmark fills its slots: pages, the newest token and the newest query."""
+    config = model(num_layers=2, dtype="float16", num_q_heads=4, num_kv_heads=2, head_dim=64)
+    plan = parse_policy("qhitter", sets=("evict.budget=40",)).plan(config)
+    InTorch(monkeypatch)
+    session = Session(plan, [6], 2, "cpu")
+    own = session.encoded
+    assert isinstance(own, ReplacedStore) and isinstance(session.ledger, Ledger)
+    for name, x in own.stacks.named.items():
+        x.copy_(torch.randint(0, 9, x.shape)) if name != "last_queries" else x.normal_()
+    account = session.ledger.append(0, 60, 60, 60)
+    session.ledger.settle(account, session.ledger.due(account))
+    own._lengths[0], own._runs[0] = 60, [0]
+    own.copy(0, 1, [[4, 1]], [[0, 3]])
+    for name, x in own.stacks.named.items():
+        source, target = ([4, 1], [0, 3]) if x.shape[1] == 6 else ([0], [1])
+        assert torch.equal(x[:, source], x[:, target]), name
+    assert session.bytes_of(0, 60) == session.bytes_of(1, 60) > 0 and session.ledger.stored(1) == [40]
