@@ -420,6 +420,24 @@ def test_the_next_slab_is_made_beside_the_steps() -> None:
     assert all(name.startswith("trtkv-host-memory") for name in made)
 
 
+def test_what_a_thread_could_not_have_is_asked_for_when_it_is_needed() -> None:
+    asked: list[str] = []
+
+    def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        asked.append(threading.current_thread().name)
+        if asked[-1].startswith("trtkv-host-memory"):
+            raise CapacityError("no more host memory could be pinned", "Give more.")
+        return torch.empty(shape, dtype=dtype)
+
+    room = HostRoom(16 * 20, allocate)
+    records = Records([torch.zeros(30, 16, dtype=torch.uint8)], room, torch.device("cpu"), first=4, beside=True)
+    records.prepare()
+    assert records.take(3) is not None and records.take(5) is not None
+    assert room.limit_bytes == 16 * 20 and records.used == 8
+    assert {one.startswith("trtkv-host-memory") for one in asked} == {True, False}
+    assert [one.startswith("trtkv-host-memory") for one in asked].count(True) <= 2, "once for four records, once for one; then no more"
+
+
 def test_a_page_is_regained_while_it_holds_what_it_did() -> None:
     pages = PageAllocator(3)
     (page,) = pages.take(1)

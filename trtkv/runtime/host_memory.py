@@ -136,8 +136,8 @@ class HostPool:
         if self._device.type != "cuda":
             return _plain(shape, dtype)
         size = torch.Size(shape).numel() * dtype.itemsize
-        torch.empty(1, device=self._device)  # the first use of a device in a thread makes its context that of the thread
         with torch.cuda.device(self._device), near(self._device):
+            available_bytes(self._device)  # a thread's first question to the runtime makes the device's context its own; steps go on meanwhile
             view, release = _pin(size, self._device)
         self._made.append(release)
         return view.view(dtype).view(shape)

@@ -9,6 +9,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -37,12 +38,15 @@ class HostRoom:
         """Return how many records a first slab may well have."""
         return min(FIRST_BYTES, self.limit_bytes // FIRST_SHARE) // record_bytes
 
-    def slab(self, record_bytes: int, least: int, wanted: int) -> Tensor | None:
-        """Return a slab [n, record_bytes] uint8 of so many records, or at least of so many; None where memory does not allow it."""
-        with self._lock:
-            return self._slab(record_bytes, least, min(wanted, MOST_BYTES // record_bytes))
+    def slab(self, record_bytes: int, least: int, wanted: int, *, early: bool = False) -> Tensor | None:
+        """Return a slab [n, record_bytes] uint8 of so many records, or at least of so many; None where memory does not allow it.
 
-    def _slab(self, record_bytes: int, least: int, wanted: int) -> Tensor | None:
+        A slab that could not be made early may be asked for again; otherwise a host that had no more is not asked in every step.
+        """
+        with self._lock:
+            return self._slab(record_bytes, least, min(wanted, MOST_BYTES // record_bytes), early)
+
+    def _slab(self, record_bytes: int, least: int, wanted: int, early: bool) -> Tensor | None:
         room = (self.limit_bytes - self.taken_bytes) // record_bytes
         for count in dict.fromkeys((min(room, max(least, wanted)), least)):
             if least <= count <= room:
@@ -52,8 +56,8 @@ class HostRoom:
                     continue
                 self.taken_bytes += slab.nbytes
                 return slab
-        if least <= room:
-            self.limit_bytes = self.taken_bytes  # a host that had no more is not asked in every step
+        if least <= room and not early:
+            self.limit_bytes = self.taken_bytes
         return None
 
 
@@ -91,12 +95,18 @@ class Records:
     def prepare(self) -> None:
         """Have the next slab made beside the steps, where less than half of the records are free."""
         if self._maker is not None and self._coming is None and 2 * len(self._free) <= self._count:
-            self._coming = self._maker.submit(self._room.slab, self.record_bytes, 1, max(self._count, self._first))
+            self._coming = self._maker.submit(self._early, max(self._count, self._first))
+
+    def _early(self, wanted: int) -> Tensor | None:
+        with suppress(RuntimeError):  # whatever keeps the thread from it: who needs the slab asks again, and hears of it
+            return self._room.slab(self.record_bytes, 1, wanted, early=True)
+        return None
 
     def _adopt(self, *, wait: bool) -> None:
         """Take over a slab that a thread has made, or wait for it."""
         if self._coming is not None and (wait or self._coming.done()):
             slab, self._coming = self._coming.result(), None
+            self._maker = None if slab is None else self._maker
             self._add(slab)
 
     def _add(self, slab: Tensor | None) -> None:
