@@ -47,8 +47,8 @@ __device__ __forceinline__ Row find_row(const int* lens, const int* coded_lens, 
   }
 }
 
-// Merge what blocks from `low` to `high` have left of a row. Scratch holds THREADS float4, then a weight a block and head.
-__device__ __forceinline__ void merge(const float* shares, long long low, long long high, real* to, float* scratch) {
+// Merge what blocks from `low` to `high` have left of a row; with -DNIBBLES also lse [G]. Scratch holds THREADS float4, then a weight a block and head.
+__device__ __forceinline__ void merge(const float* shares, long long low, long long high, real* to, float* scratch, float* lse) {
   const int blocks = (int)(high - low + 1), warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   float* weights = scratch + 4 * THREADS; // [blocks, G]
   // The first block has the row as its last part, the others as their first.
@@ -76,6 +76,9 @@ __device__ __forceinline__ void merge(const float* shares, long long low, long l
     }
 #pragma unroll
     for (int o = 16; o; o >>= 1) l += __shfl_xor_sync(~0u, l, o);
+#ifdef NIBBLES
+    if (lane == 0) lse[h] = m + log2f(l);
+#endif
     __syncwarp();
     for (int p = lane; p < blocks; p += 32) weights[p * GROUP_HEADS + h] /= l;
   }
@@ -115,12 +118,13 @@ __device__ __forceinline__ void merge(const float* shares, long long low, long l
 // [B, out_stride]. Where ragged: keys, values [P, page_size, D], table [Hk, B, table_stride], lens [Hk, B], so that heads are sequences of one head.
 // Where mixed: coded_table [B, table_stride], coded_lens [B], codes in the bytes of keys and values as [P, Hk, FOLD page_size, D], scales [P, Hk,
 // FOLD page_size]; else null. With -DNIBBLES: keys, values [slots, Hk, 1, D] are the newest tokens, coded_table [B] the slots; the other tokens of lens
-// are codes of the pages in table: key_codes, value_codes [P, Hk, page_size, D / 2], scales and zero points [P, Hk, page_size]. shares [2 blocks, SHARE];
+// are codes of the pages in table: key_codes, value_codes [P, Hk, page_size, D / 2], scales and zero points [P, Hk, page_size]; lse [B, Hq] takes the
+// logarithms to base 2 of the sums of the weights. shares [2 blocks, SHARE];
 // arrived [B Hk] zeros, and zeros again behind it. Tokens before the newest and page numbers were there before the kernel before this one began.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real* q, const char* keys, const char* values, const int* table,
     const int* lens, real* out, float* shares, int* arrived, int batch, int heads, int q_stride, int out_stride, int table_stride, int page_size,
     float scale_log2, const int* coded_table, const int* coded_lens, const real* key_scale, const real* value_scale,
-    const char* key_codes, const char* value_codes, const real* key_zero, const real* value_zero) {
+    const char* key_codes, const char* value_codes, const real* key_zero, const real* value_zero, float* lse) {
   extern __shared__ __align__(128) char ring[];
   __shared__ Block block;
   __shared__ int is_last;
@@ -260,7 +264,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
     real* target = out + (long long)own * out_stride + (long long)head * GROUP_HEADS * D;
     // The block with unit u is the last whose share begins at or before it.
     const long long low = ((row.first + 1) * blocks - 1) / units, high = ((row.first + row.units) * blocks - 1) / units;
+    float* noted = lse + ((long long)row.b * heads + row.head) * GROUP_HEADS;
     if (low == high) {
+#ifdef NIBBLES
+      if (threadIdx.x < GROUP_HEADS) noted[threadIdx.x] = block.top[threadIdx.x] + log2f(block.sum[threadIdx.x]);
+#endif
       for (int i = threadIdx.x; i < QUADS; i += THREADS) {
         store_output(target + i * 4, Block::output(laid, i * 4 / D, i * 4 % D), 1.f / block.sum[i * 4 / D]);
       }
@@ -279,7 +287,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
       MARK(4)
       if (is_last) {
         __threadfence();
-        merge(shares, low, high, target, laid);
+        merge(shares, low, high, target, laid, noted);
         MARK(5)
         if (threadIdx.x == 0) *count = 0;
       }

@@ -14,7 +14,7 @@ from trtkv.plugins._device.spec import shared_limit
 from trtkv.plugins.kv_attend.launch import device_arch
 
 _HERE = Path(__file__).parent
-_TYPES = (Pointer,) * 8 + (Int,) * 6 + (Float,) + (Pointer,) * 8
+_TYPES = (Pointer,) * 8 + (Int,) * 6 + (Float,) + (Pointer,) * 9
 NIBBLES = ("key_codes", "key_scale", "key_zero", "value_codes", "value_scale", "value_zero")
 _TILE = 16  # tokens of a warp's block
 _MOST_STAGES = 6
@@ -83,7 +83,7 @@ def attend_dense(
     most = (1 if codes is None else 2) * batch * heads * -(-table.shape[-1] * page_size // (warps * _TILE))
     pointers = [one.data_ptr() for one in (q, keys, values, table, lens, out, shares, arrived)]
     more = (0,) * 4 if codes is None else tuple(one.data_ptr() for one in (codes.table, codes.lens, codes.key_scale, codes.value_scale))
-    more = (*more, *(0,) * 4)
+    more = (*more, *(0,) * 5)
     values_ = (*pointers, batch, heads, q.stride(0), out.stride(0), table.stride(-2), page_size, scale * 1.4426950408889634, *more)
     stream = torch.cuda.current_stream().cuda_stream
     kernel.launch((min(shares.shape[0] // 2, most), 1, 1), warps * 32, warps * stages * 64 * dim, stream, values_, overlap=overlap)
@@ -91,11 +91,12 @@ def attend_dense(
 
 def attend_replaced(
     q: Tensor, keys: Tensor, values: Tensor, codes: Nibbles, table: Tensor, lens: Tensor, slots: Tensor, out: Tensor, shares: Tensor,
-    arrived: Tensor, *, scale: float,
+    arrived: Tensor, lse: Tensor, *, scale: float,
 ) -> None:  # fmt: skip
     """Attend one token a sequence to its codes and itself: q, out [B, Hq D], keys, values [Z, Hk, 1, D] of the newest, table [B, M] of codes.
 
-    lens [B] stored tokens with the newest, at least 1, slots [B] int32; N is a multiple of 16, scratch of `DenseScratch`.
+    lens [B] stored tokens with the newest, at least 1, slots [B] int32; N is a multiple of 16, scratch of `DenseScratch`. lse [B, Hq] fp32 takes the
+    logarithm to base 2 of the sum of each head's weights.
     """
     (_, heads, page_size), dim, batch = codes.key_scale.shape, keys.shape[3], lens.shape[0]
     group = q.shape[1] // dim // heads
@@ -107,7 +108,7 @@ def attend_replaced(
     beside = [one.data_ptr() for one in (codes.key_scale, codes.value_scale, codes.key_codes, codes.value_codes, codes.key_zero, codes.value_zero)]
     stream = torch.cuda.current_stream().cuda_stream
     grid, shared = (min(shares.shape[0] // 2, most), 1, 1), warps * stages * 64 * dim
-    kernel.launch(grid, warps * 32, shared, stream, (*pointers, *numbers, slots.data_ptr(), 0, *beside))
+    kernel.launch(grid, warps * 32, shared, stream, (*pointers, *numbers, slots.data_ptr(), 0, *beside, lse.data_ptr()))
 
 
 def dense_shape(dim: int, arch: str) -> tuple[int, int]:

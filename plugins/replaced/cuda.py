@@ -27,7 +27,8 @@ def decode(
     shares, arrived = session.scratch(("attend", batch), lambda: plan.allocate(query.device))
     codes = launch_dense.Nibbles(*(stacks[name][layer] for name in launch_dense.NIBBLES))
     newest = stacks["keys"][layer], stacks["values"][layer]
-    launch_dense.attend_replaced(query, *newest, codes, table, lens, slots, out, shares, arrived, scale=config.scale)
+    lse, notes = session.scratch(("exchange", batch), lambda: launch.scratch(stacks, batch, store.rule))
+    launch_dense.attend_replaced(query, *newest, codes, table, lens, slots, out, shares, arrived, lse[layer], scale=config.scale)
     compaction.remember(query, seen, slots, stacks["last_queries"][layer])
     if layer == store.plan.num_layers - 1:
-        store.exchange(session.scratch(("exchange", batch), lambda: launch.fresh(stacks, batch)), table, lens, seen, slots)
+        store.exchange(lse, notes, table, lens, seen, slots)

@@ -154,7 +154,7 @@ def _pooled(x, ok, POOL_MAX: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def received_kernel(
+def mass_kernel(
     ring,
     keys,
     values,
@@ -164,7 +164,8 @@ def received_kernel(
     key_error,
     value_error,
     attention_mass,
-    fresh,
+    lse,
+    notes,
     table,
     lens,
     slots,
@@ -172,7 +173,7 @@ def received_kernel(
     num_pages,
     num_slots,
     page_size,
-    scale,
+    scale2,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     WIDE: tl.constexpr,
@@ -182,71 +183,62 @@ def received_kernel(
     STEPS: tl.constexpr,
     POOL_MAX: tl.constexpr,
 ):
-    """Count the attention that each sequence's newest query pays, and note what its layer's scores reach from and to; grid [Hk, L, B].
+    """Count the attention that each sequence's newest query pays to a block, and note what its scores reach from and to; grid [blocks Hk, L, B].
 
     ring [L, Z, 1, Hq, D] queries; keys, values [L, Z, Hk, 1, D] newest tokens; codes [L, P, Hk, N, D / 2], scales, zeros and errors [L, P, Hk, N],
-    attention_mass [L, P, Hq, N] fp32, which is added to; table [B, M], lens [B] stored tokens with the newest, slots [B] int32. fresh
-    [L, B, Hk, 8 + WIDE] fp32 takes the least and the largest of attention, of key and of value errors, the newest token's two errors, and what it
-    received from each query head.
+    attention_mass [L, P, Hq, N] fp32, which is added to; lse [L, B, Hq] fp32 as attention left it, scale2 attention's scale for base 2; table [B, M],
+    lens [B] stored tokens with the newest, slots [B] int32. notes [L, B, blocks Hk, 8 + WIDE] fp32 take the least and the largest of attention, of
+    key and of value errors; of the first block also the newest token's two errors, and what it received from each query head.
     """
-    head, layer, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    head, layer, b = tl.program_id(0) % HEADS, tl.program_id(1).to(tl.int64), tl.program_id(2)
+    start = tl.program_id(0) // HEADS * BLOCK
     coded, slot = tl.load(lens + b) - 1, tl.load(slots + b).to(tl.int64)
     own, g, d = table + b.to(tl.int64) * table_stride, tl.arange(0, WIDE), tl.arange(0, HALF)
     ok = g < GROUP
-    at = ring + ((layer * num_slots + slot) * (HEADS * GROUP) + head * GROUP + g)[None, :] * D + 2 * d[:, None]
+    query_head = head * GROUP + g
+    at = ring + ((layer * num_slots + slot) * (HEADS * GROUP) + query_head)[None, :] * D + 2 * d[:, None]
     inside = ok[None, :] & (d < D // 2)[:, None]
     even, odd = tl.load(at, inside, 0.0), tl.load(at + 1, inside, 0.0)
-    newest = ((layer * num_slots + slot) * HEADS + head) + tl.arange(0, 1)
-    key_even, key_odd = _halves(keys, newest, newest >= 0, D, HALF)
-    value_even, value_odd = _halves(values, newest, newest >= 0, D, HALF)
-    key_even, key_odd = key_even.to(tl.float32), key_odd.to(tl.float32)
-    last = tl.sum(tl.reshape(key_even, [HALF, 1]) * even.to(tl.float32) + tl.reshape(key_odd, [HALF, 1]) * odd.to(tl.float32), 0) * scale
-    highest, total = last, tl.full([WIDE], 1.0, tl.float32)
-    for start in range(0, coded, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        there = token < coded
-        page = layer * num_pages + tl.load(own + token // page_size, there, 0)
-        row = (page * HEADS + head) * page_size + token % page_size
-        logit = _scores(even, odd, key_codes, key_scale, key_zero, row, there, D, HALF) * scale
-        logit = tl.where(there[:, None], logit, float("-inf"))
-        peak = tl.maximum(highest, tl.max(logit, 0))
-        total = total * tl.exp(highest - peak) + tl.sum(tl.exp(logit - peak[None, :]), 0)
-        highest = peak
-    last = tl.exp(last - highest) / total
-    key_new = _error(key_even, key_odd, STEPS)
-    value_new = _error(value_even.to(tl.float32), value_odd.to(tl.float32), STEPS)
-    first = _pooled(tl.reshape(last, [1, WIDE]), ok, POOL_MAX, GROUP)
-    low, high = tl.min(first, 0), tl.max(first, 0)
-    key_low, key_high = tl.min(key_new, 0), tl.max(key_new, 0)
-    value_low, value_high = tl.min(value_new, 0), tl.max(value_new, 0)
-    for start in range(0, coded, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        there = token < coded
-        page = layer * num_pages + tl.load(own + token // page_size, there, 0)
-        row = (page * HEADS + head) * page_size + token % page_size
-        logit = _scores(even, odd, key_codes, key_scale, key_zero, row, there, D, HALF) * scale
-        to = (page * (HEADS * GROUP) + head * GROUP)[:, None] + g[None, :]
-        to = attention_mass + to * page_size + (token % page_size)[:, None]
-        both = there[:, None] & ok[None, :]
-        counted = tl.load(to, both, 0.0) + tl.exp(logit - highest[None, :]) / total[None, :]
-        tl.store(to, counted, both)
-        pooled = _pooled(counted, ok, POOL_MAX, GROUP)
-        low = tl.minimum(low, tl.min(tl.where(there, pooled, float("inf")), 0))
-        high = tl.maximum(high, tl.max(tl.where(there, pooled, float("-inf")), 0))
-        key_low = tl.minimum(key_low, tl.min(tl.load(key_error + row, there, float("inf")), 0))
-        key_high = tl.maximum(key_high, tl.max(tl.load(key_error + row, there, float("-inf")), 0))
-        value_low = tl.minimum(value_low, tl.min(tl.load(value_error + row, there, float("inf")), 0))
-        value_high = tl.maximum(value_high, tl.max(tl.load(value_error + row, there, float("-inf")), 0))
-    noted = fresh + ((layer * tl.num_programs(2) + b) * HEADS + head) * (8 + WIDE)
+    total = tl.load(lse + (layer * tl.num_programs(2) + b) * (HEADS * GROUP) + query_head, ok, 0.0)
+    token = start + tl.arange(0, BLOCK)
+    there = token < coded
+    page = layer * num_pages + tl.load(own + token // page_size, there, 0)
+    row = (page * HEADS + head) * page_size + token % page_size
+    logit = _scores(even, odd, key_codes, key_scale, key_zero, row, there, D, HALF) * scale2
+    to = (page * (HEADS * GROUP) + head * GROUP)[:, None] + g[None, :]
+    to = attention_mass + to * page_size + (token % page_size)[:, None]
+    both = there[:, None] & ok[None, :]
+    counted = tl.load(to, both, 0.0) + tl.exp2(logit - total[None, :])
+    tl.store(to, counted, both)
+    pooled = _pooled(counted, ok, POOL_MAX, GROUP)
+    low, high = tl.min(tl.where(there, pooled, float("inf")), 0), tl.max(tl.where(there, pooled, float("-inf")), 0)
+    key_low = tl.min(tl.load(key_error + row, there, float("inf")), 0)
+    key_high = tl.max(tl.load(key_error + row, there, float("-inf")), 0)
+    value_low = tl.min(tl.load(value_error + row, there, float("inf")), 0)
+    value_high = tl.max(tl.load(value_error + row, there, float("-inf")), 0)
+    noted = notes + ((layer * tl.num_programs(2) + b) * tl.num_programs(0) + tl.program_id(0)) * (8 + WIDE)
+    if start == 0:
+        newest = ((layer * num_slots + slot) * HEADS + head) + tl.arange(0, 1)
+        key_even, key_odd = _halves(keys, newest, newest >= 0, D, HALF)
+        value_even, value_odd = _halves(values, newest, newest >= 0, D, HALF)
+        key_even, key_odd = key_even.to(tl.float32), key_odd.to(tl.float32)
+        first = tl.sum(tl.reshape(key_even, [HALF, 1]) * even.to(tl.float32) + tl.reshape(key_odd, [HALF, 1]) * odd.to(tl.float32), 0)
+        paid = tl.exp2(first * scale2 - total)
+        key_new = tl.sum(_error(key_even, key_odd, STEPS), 0)
+        value_new = tl.sum(_error(value_even.to(tl.float32), value_odd.to(tl.float32), STEPS), 0)
+        agreed = tl.sum(_pooled(tl.reshape(paid, [1, WIDE]), ok, POOL_MAX, GROUP), 0)
+        low, high = tl.minimum(low, agreed), tl.maximum(high, agreed)
+        key_low, key_high = tl.minimum(key_low, key_new), tl.maximum(key_high, key_new)
+        value_low, value_high = tl.minimum(value_low, value_new), tl.maximum(value_high, value_new)
+        tl.store(noted + 6, key_new)
+        tl.store(noted + 7, value_new)
+        tl.store(noted + 8 + g, paid, ok)
     tl.store(noted, low)
     tl.store(noted + 1, high)
     tl.store(noted + 2, key_low)
     tl.store(noted + 3, key_high)
     tl.store(noted + 4, value_low)
     tl.store(noted + 5, value_high)
-    tl.store(noted + 6 + tl.arange(0, 1), key_new)
-    tl.store(noted + 7 + tl.arange(0, 1), value_new)
-    tl.store(noted + 8 + g, last, ok)
 
 
 @triton.jit
@@ -279,7 +271,7 @@ def exchange_kernel(
     value_error,
     positions,
     attention_mass,
-    fresh,
+    notes,
     table,
     lens,
     seen,
@@ -288,6 +280,7 @@ def exchange_kernel(
     num_pages,
     num_slots,
     page_size,
+    blocks,
     blend,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -295,6 +288,7 @@ def exchange_kernel(
     D: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
     BUDGET: tl.constexpr,
     HEAVY: tl.constexpr,
     RECENT: tl.constexpr,
@@ -302,23 +296,21 @@ def exchange_kernel(
 ):
     """Encode each sequence's newest token behind the stored ones, or in the place of the least of them; grid [Hk, L, B].
 
-    Arguments as of `received_kernel`, positions [L, P, Hk, N] and seen [B] int32, the tokens of a sequence so far. Where more than BUDGET tokens are
+    Arguments as of `mass_kernel` with so many blocks, PARTS at least blocks times HEADS; positions [L, P, Hk, N] and seen [B] int32, the tokens
+    of a sequence so far. Where more than BUDGET tokens are
     stored, the newest RECENT stay, then the HEAVY ones of most attention, then those of the best blend of attention and small errors, all scaled to
     the range of the layer. Of equal ones the older stays.
     """
     head, layer, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     coded, slot, last = tl.load(lens + b) - 1, tl.load(slots + b).to(tl.int64), tl.load(seen + b) - 1
     own, base = table + b.to(tl.int64) * table_stride, layer * num_pages
-    noted = fresh + (layer * tl.num_programs(2) + b) * HEADS * (8 + WIDE)
+    noted = notes + (layer * tl.num_programs(2) + b) * blocks * HEADS * (8 + WIDE)
     place = coded
     if coded >= BUDGET:
-        low, high, key_low, key_high = tl.load(noted), tl.load(noted + 1), tl.load(noted + 2), tl.load(noted + 3)
-        value_low, value_high = tl.load(noted + 4), tl.load(noted + 5)
-        for other in tl.static_range(1, HEADS):
-            of = noted + other * (8 + WIDE)
-            low, high = tl.minimum(low, tl.load(of)), tl.maximum(high, tl.load(of + 1))
-            key_low, key_high = tl.minimum(key_low, tl.load(of + 2)), tl.maximum(key_high, tl.load(of + 3))
-            value_low, value_high = tl.minimum(value_low, tl.load(of + 4)), tl.maximum(value_high, tl.load(of + 5))
+        of, some = noted + tl.arange(0, PARTS) * (8 + WIDE), tl.arange(0, PARTS) < blocks * HEADS
+        low, high = tl.min(tl.load(of, some, float("inf")), 0), tl.max(tl.load(of + 1, some, float("-inf")), 0)
+        key_low, key_high = tl.min(tl.load(of + 2, some, float("inf")), 0), tl.max(tl.load(of + 3, some, float("-inf")), 0)
+        value_low, value_high = tl.min(tl.load(of + 4, some, float("inf")), 0), tl.max(tl.load(of + 5, some, float("-inf")), 0)
         token = tl.arange(0, BLOCK)
         there = token < coded
         page = base + tl.load(own + token // page_size, there, 0)

@@ -15,10 +15,12 @@ from trtkv.plugins._device.driver import Kernel, arch
 from trtkv.plugins.compaction.launch import TYPES, WARPS, Constants
 
 _SOURCE = Path(__file__).parent / "kernel.py"
+BLOCK = 128  # tokens whose attention one block counts
+LOG2_E = 1.4426950408889634
 NOTES = 8  # numbers of a head beside what its query heads pay
 _CODES = ("key_codes", "key_scale", "key_zero", "value_codes", "value_scale", "value_zero")
 _ERRORS = ("key_error", "value_error")
-_TOKENS_OF_WARP = {"received_kernel": 16, "exchange_kernel": 128}  # of a block's at once
+_TOKENS_OF_WARP = {"mass_kernel": 16, "exchange_kernel": 128}  # of a block's at once
 _STEP_INTEGERS = ("table_stride", "num_pages", "num_slots", "page_size")
 
 
@@ -59,10 +61,12 @@ class Stacks:
         return heads_q, heads, dim, self.named["key_scale"].shape[1], slots
 
 
-def fresh(stacks: Stacks, batch: int) -> Tensor:
-    """Allocate what the two launches of a step hand on [L, B, Hk, NOTES + wide] fp32."""
+def scratch(stacks: Stacks, batch: int, rule: Rule) -> tuple[Tensor, Tensor]:
+    """Allocate what attention leaves for the two launches of a step [L, B, Hq] fp32, and what these hand on [L, B, blocks Hk, NOTES + wide] fp32."""
     heads_q, heads, *_ = stacks.shape
-    return torch.empty(len(stacks["keys"]), batch, heads, NOTES + _wide(heads_q // heads), device=stacks["keys"].device)
+    layers, device = len(stacks["keys"]), stacks["keys"].device
+    notes = torch.empty(layers, batch, -(-rule.budget // BLOCK) * heads, NOTES + _wide(heads_q // heads), device=device)
+    return torch.empty(layers, batch, heads_q, device=device), notes
 
 
 def errors(keys: Tensor, values: Tensor, count: int, bits: int) -> Tensor:
@@ -90,21 +94,24 @@ def encode_prompt(
     _run("prompt_kernel", (-(-count // dict(constants)["T"]), heads, 1), values_, constants, TYPES[keys.dtype])
 
 
-def exchange(stacks: Stacks, notes: Tensor, table: Tensor, lens: Tensor, seen: Tensor, slots: Tensor, rule: Rule, scale: float) -> None:
+def exchange(
+    stacks: Stacks, lse: Tensor, notes: Tensor, table: Tensor, lens: Tensor, seen: Tensor, slots: Tensor, rule: Rule, scale: float
+) -> None:  # fmt: skip
     """Let the newest token of B sequences become codes in all layers, in the place of the least where more than the budget are stored.
 
-    notes as `fresh` says; table [B, M], lens [B] stored tokens with the newest, seen [B] all there were, slots [B] int32.
+    lse and notes as `scratch` says, lse as attention left it; table [B, M], lens [B] stored tokens with the newest, seen [B] all there were, slots
+    [B] int32.
     """
     heads_q, heads, dim, pages, num_slots = stacks.shape
     group, dtype = heads_q // heads, TYPES[stacks["keys"].dtype]
-    grid = (heads, len(stacks["keys"]), lens.shape[0])
+    grid, blocks = (heads, len(stacks["keys"]), lens.shape[0]), notes.shape[2] // heads
     integers = (table.stride(0), pages, num_slots, stacks["key_scale"].shape[3])
     own = [stacks[name] for name in ("last_queries", "keys", "values", *_CODES[:3], *_ERRORS, "attention_mass")]
-    constants = received_constants(heads, group, dim, rule)
-    _run("received_kernel", grid, (*own, notes, table, lens, slots, *integers, scale), constants, dtype)
+    constants = mass_constants(heads, group, dim, rule)
+    _run("mass_kernel", (blocks * heads, *grid[1:]), (*own, lse, notes, table, lens, slots, *integers, scale * LOG2_E), constants, dtype)
     own = [stacks[name] for name in ("keys", "values", *_CODES, *_ERRORS, "positions", "attention_mass")]
     constants = exchange_constants(heads, group, dim, rule)
-    _run("exchange_kernel", grid, (*own, notes, table, lens, seen, slots, *integers, rule.blend), constants, dtype)
+    _run("exchange_kernel", grid, (*own, notes, table, lens, seen, slots, *integers, blocks, rule.blend), constants, dtype)
 
 
 def _run(name: str, grid: tuple[int, int, int], values: Sequence[Any], constants: Constants, dtype: str) -> None:
@@ -133,12 +140,12 @@ def load_kernel(name: str, constants: Constants, dtype: str, arch: str) -> Kerne
     elif name == "prompt_kernel":
         lists = [("kept", "*i32"), ("errors", "*fp32"), ("mass", "*fp32"), ("table", "*i32")]
         signature = [*newest, *lists, *codes, *known, ("positions", "*i32"), counted, *integers("tokens", "stored", "count", "page_size")]
-    elif name == "received_kernel":
-        pools = [("ring", real), *newest, *codes[:3], *known, counted, ("fresh", "*fp32")]
-        signature = [*pools, *step, ("slots", "*i32"), *integers(*_STEP_INTEGERS), ("scale", "fp32")]
+    elif name == "mass_kernel":
+        pools = [("ring", real), *newest, *codes[:3], *known, counted, ("lse", "*fp32"), ("notes", "*fp32")]
+        signature = [*pools, *step, ("slots", "*i32"), *integers(*_STEP_INTEGERS), ("scale2", "fp32")]
     else:
-        pools = [*newest, *codes, *known, ("positions", "*i32"), counted, ("fresh", "*fp32")]
-        signature = [*pools, *step, ("seen", "*i32"), ("slots", "*i32"), *integers(*_STEP_INTEGERS), ("blend", "fp32")]
+        pools = [*newest, *codes, *known, ("positions", "*i32"), counted, ("notes", "*fp32")]
+        signature = [*pools, *step, ("seen", "*i32"), ("slots", "*i32"), *integers(*_STEP_INTEGERS, "blocks"), ("blend", "fp32")]
     warps = WARPS
     if name in _TOKENS_OF_WARP:
         warps = min(16, max(WARPS, dict(constants)["BLOCK"] // _TOKENS_OF_WARP[name]))
@@ -165,13 +172,14 @@ def prompt_constants(heads: int, group: int, dim: int) -> Constants:
     return (("HEADS", heads), ("GROUP", group), *_shape(dim), ("T", 32))
 
 
-def received_constants(heads: int, group: int, dim: int, rule: Rule) -> Constants:
+def mass_constants(heads: int, group: int, dim: int, rule: Rule) -> Constants:
     """Constants of what counts attention."""
     shape = (("HEADS", heads), ("GROUP", group), ("WIDE", _wide(group)), *_shape(dim))
-    return (*shape, ("BLOCK", 128), ("STEPS", (1 << rule.bits) - 1), ("POOL_MAX", int(rule.pool_max)))
+    return (*shape, ("BLOCK", BLOCK), ("STEPS", (1 << rule.bits) - 1), ("POOL_MAX", int(rule.pool_max)))
 
 
 def exchange_constants(heads: int, group: int, dim: int, rule: Rule) -> Constants:
     """Constants of what encodes the newest token."""
     shape = (("HEADS", heads), ("GROUP", group), ("WIDE", _wide(group)), *_shape(dim), ("BLOCK", max(16, 1 << (rule.budget - 1).bit_length())))
-    return (*shape, ("BUDGET", rule.budget), ("HEAVY", rule.heavy), ("RECENT", rule.recent), ("POOL_MAX", int(rule.pool_max)))
+    parts = 1 << (-(-rule.budget // BLOCK) * heads - 1).bit_length()
+    return (*shape, ("PARTS", parts), ("BUDGET", rule.budget), ("HEAVY", rule.heavy), ("RECENT", rule.recent), ("POOL_MAX", int(rule.pool_max)))

@@ -27,7 +27,7 @@ def request(plan: CachePlan, form: Format, model: ModelConfig, dtype: str, arch:
     for name, constants in (
         ("errors_kernel", launch.errors_constants(dim, rule.bits)),
         ("prompt_kernel", launch.prompt_constants(heads, group, dim)),
-        ("received_kernel", launch.received_constants(heads, group, dim, rule)),
+        ("mass_kernel", launch.mass_constants(heads, group, dim, rule)),
         ("exchange_kernel", launch.exchange_constants(heads, group, dim, rule)),
     ):
         launch.load_kernel(name, constants, dtype, arch)

@@ -31,12 +31,12 @@ class ReplacedStore(EncodedStore):
         self.rule, self.scale = rule_of(evict), self.plan.head_dim**-0.5
         self._waiting: list[tuple[Tensor, ...]] = []
 
-    def exchange(self, notes: Tensor, table: Tensor, lens: Tensor, seen: Tensor, slots: Tensor) -> None:
+    def exchange(self, lse: Tensor, notes: Tensor, table: Tensor, lens: Tensor, seen: Tensor, slots: Tensor) -> None:
         """Encode the newest tokens of sequences behind the attention of all layers; where steps are compared, behind the comparison."""
         if self.keep_prompts:
-            self._waiting.append((notes, table, lens, seen, slots))
+            self._waiting.append((lse, notes, table, lens, seen, slots))
             return
-        launch.exchange(self.stacks, notes, table, lens, seen, slots, self.rule, self.scale)
+        launch.exchange(self.stacks, lse, notes, table, lens, seen, slots, self.rule, self.scale)
 
     def finish(self) -> None:
         """Encode what has waited for a comparison."""

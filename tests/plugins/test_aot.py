@@ -79,7 +79,7 @@ def test_every_kernel_of_every_retrieval_policy_compiles(sm: str, policy: str, c
 @pytest.mark.parametrize("sm", ["80", "89", "90", "120"])
 def test_kernels_that_replace_single_tokens_compile(sm: str, compiled: set[str]) -> None:
     """Small and large: the budget of one block."""
-    own = {"errors_kernel", "prompt_kernel", "received_kernel", "exchange_kernel", "append_encoded", "attend_dense"}
+    own = {"errors_kernel", "prompt_kernel", "mass_kernel", "exchange_kernel", "append_encoded", "attend_dense"}
     changes = {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 96, "dtype": "float16"}
     large = ("evict.budget=16384", "evict.pooling=max", "evict.heavy=0")
     config, sets = (model(**changes), large) if sm == "120" else (model(), ())
@@ -87,7 +87,7 @@ def test_kernels_that_replace_single_tokens_compile(sm: str, compiled: set[str])
     assert {spec.entry for spec in found} == own
     done = dict(triton_aot.compile_all([spec for spec in found if isinstance(spec, TritonSpec)]))
     threads = {spec.entry: binary.facts["threads"] for spec, binary in done.items()}
-    assert threads["received_kernel"] == 256 and threads["exchange_kernel"] == (512 if sets else 256) and threads["prompt_kernel"] == 128
+    assert threads["mass_kernel"] == 256 and threads["exchange_kernel"] == (512 if sets else 256) and threads["prompt_kernel"] == 128
     cuda = [spec for spec in found if isinstance(spec, CudaSpec)]
     cubins = [binary.cubin for binary in done.values()] + [spec.compile().cubin for spec in cuda]
     assert {architecture(cubin) for cubin in cubins} == {int(sm)}

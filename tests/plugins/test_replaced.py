@@ -62,7 +62,7 @@ class InTorch(Torch):
 
     def replaced(
         self, q: Tensor, keys: Tensor, values: Tensor, codes: launch_dense.Nibbles, table: Tensor, lens: Tensor, slots: Tensor, out: Tensor,
-        shares: Tensor, arrived: Tensor, *, scale: float,
+        shares: Tensor, arrived: Tensor, lse: Tensor, *, scale: float,
     ) -> None:  # fmt: skip
         self.attended += 1
         heads, dim = keys.shape[1], keys.shape[3]
@@ -72,6 +72,7 @@ class InTorch(Torch):
         for b, stored in enumerate(lens.tolist()):
             k, v = reference.visible(stacks, 0, table[b], int(slots[b]), stored)
             out[b] = attention.attend(q[b].view(-1, dim), k, v, config).flatten()
+            lse[b] = checks.sums(q[b].view(-1, dim), k, scale)
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +201,8 @@ def test_attention_over_nibbles(
     out, lens = torch.full_like(query, float("nan")), torch.tensor(stored, dtype=torch.int32)
     shares, arrived = launch_dense.DenseScratch.plan(batch, heads, group, dim, blocks).allocate("cpu")
     codes = launch_dense.Nibbles(*(named[name] for name in launch_dense.NIBBLES))
-    launch_dense.attend_replaced(query, *newest, codes, table, lens, slots, out, shares, arrived, scale=dim**-0.5)
+    lse = torch.full((batch, heads * group), float("nan"))
+    launch_dense.attend_replaced(query, *newest, codes, table, lens, slots, out, shares, arrived, lse, scale=dim**-0.5)
     assert not arrived.any()
     stacks = launch.Stacks({**{name: x[None] for name, x in named.items()}, "keys": newest[0][None], "values": newest[1][None]})
     config = OpConfig(heads * group, heads, dim, dim**-0.5, 0.0, 0, 0, "")
@@ -211,6 +213,8 @@ def test_attention_over_nibbles(
         rounded = scaled_dot_product_attention(asked[None, :, None], k.to(dtype)[None], v.to(dtype)[None], scale=config.scale, enable_gqa=True)
         bound = 2 * float((rounded[0, :, 0].double() - exact).abs().max()) + torch.finfo(dtype).eps * float(exact.abs().max())
         assert float((out[b].view(-1, dim).double() - exact).abs().max()) <= bound
+        # Products are exact; sums of up to 256 of them and of the weights are in fp32.
+        torch.testing.assert_close(lse[b].double(), checks.sums(asked.double(), k, dim**-0.5), rtol=1e-5, atol=1e-4)
 
 
 def test_an_answer_does_not_depend_on_its_batch(low: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
