@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -402,40 +401,19 @@ def test_records_bring_back_what_was_sent(data: st.DataObject, offset: int) -> N
     assert records.used == 0
 
 
-def test_the_next_slab_is_made_beside_the_steps() -> None:
-    made: list[str] = []
+def test_slabs_come_with_the_records_that_need_them_up_to_the_limit() -> None:
+    made: list[int] = []
 
     def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        made.append(threading.current_thread().name)
+        made.append(shape[0])
         return torch.empty(shape, dtype=dtype)
 
     room = HostRoom(16 * 20, allocate)
-    records = Records([torch.zeros(30, 16, dtype=torch.uint8)], room, torch.device("cpu"), first=4, beside=True)
-    records.prepare()
-    assert [records.take(count) is not None for count in (2, 4, 9)] == [True, True, True]
-    assert records._coming is not None and records._coming.result() is not None
-    places = records.take(5)
-    assert places is not None and room.taken_bytes == 16 * 20 and records.used == 20
-    assert records.take(1) is None, "the limit holds for the thread too"
-    assert all(name.startswith("trtkv-host-memory") for name in made)
-
-
-def test_what_a_thread_could_not_have_is_asked_for_when_it_is_needed() -> None:
-    asked: list[str] = []
-
-    def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        asked.append(threading.current_thread().name)
-        if asked[-1].startswith("trtkv-host-memory"):
-            raise CapacityError("no more host memory could be pinned", "Give more.")
-        return torch.empty(shape, dtype=dtype)
-
-    room = HostRoom(16 * 20, allocate)
-    records = Records([torch.zeros(30, 16, dtype=torch.uint8)], room, torch.device("cpu"), first=4, beside=True)
-    records.prepare()
-    assert records.take(3) is not None and records.take(5) is not None
-    assert room.limit_bytes == 16 * 20 and records.used == 8
-    assert {one.startswith("trtkv-host-memory") for one in asked} == {True, False}
-    assert [one.startswith("trtkv-host-memory") for one in asked].count(True) <= 2, "once for four records, once for one; then no more"
+    records = Records([torch.zeros(30, 16, dtype=torch.uint8)], room, torch.device("cpu"), first=4)
+    assert made == [], "nothing is taken before it is needed"
+    assert [records.take(count) is not None for count in (2, 4, 9, 5)] == [True, True, True, True]
+    assert sum(made) == 20 and room.taken_bytes == 16 * 20 and records.used == 20
+    assert records.take(1) is None and made == [4, 4, 8, 4]
 
 
 def test_a_page_is_regained_while_it_holds_what_it_did() -> None:

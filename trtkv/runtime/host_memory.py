@@ -137,7 +137,7 @@ class HostPool:
             return _plain(shape, dtype)
         size = torch.Size(shape).numel() * dtype.itemsize
         with torch.cuda.device(self._device), near(self._device):
-            available_bytes(self._device)  # a thread's first question to the runtime makes the device's context its own; steps go on meanwhile
+            available_bytes(self._device)  # the first question to the runtime makes the device's context; steps go on meanwhile
             view, release = _pin(size, self._device)
         self._made.append(release)
         return view.view(dtype).view(shape)

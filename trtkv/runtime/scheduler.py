@@ -24,7 +24,6 @@ from trtkv.runtime.streams import Stretch
 from trtkv.runtime.swap import Left, Swap
 
 _arrivals = itertools.count()
-FEW = 8  # pages are few when less than an eighth of them is free
 
 
 @dataclass(slots=True, eq=False)
@@ -228,8 +227,6 @@ class Scheduler:
 
     def _grow(self) -> None:
         """Give every running sequence the page of its next token; whoever came last gives way where there is none."""
-        if self.swap is not None and len(self.running) > 1 and self.pages.free * FEW < self.pages.num_pages:
-            self.swap.prepare()
         for one in list(self.running):
             need = self.plan.pages(len(one.tokens)) - len(one.pages)
             while one in self.running and not self._room(need):

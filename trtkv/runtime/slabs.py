@@ -1,15 +1,9 @@
-"""Rows of many buffers, kept as records in host memory: all rows of one page, or of one slot, side by side.
-
-Pinning a GiB takes half a second, so the next slab is made by a thread of its own, before it is needed.
-"""
+"""Rows of many buffers, kept as records in host memory: all rows of one page, or of one slot, side by side."""
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -32,23 +26,19 @@ class HostRoom:
     def __init__(self, limit_bytes: int, allocate: Allocate) -> None:
         """Take nothing yet; allocate makes a slab as the device sees it."""
         self.limit_bytes, self.taken_bytes = limit_bytes, 0
-        self._allocate, self._lock = allocate, threading.Lock()
+        self._allocate = allocate
 
     def first(self, record_bytes: int) -> int:
         """Return how many records a first slab may well have."""
         return min(FIRST_BYTES, self.limit_bytes // FIRST_SHARE) // record_bytes
 
-    def slab(self, record_bytes: int, least: int, wanted: int, *, early: bool = False) -> Tensor | None:
+    def slab(self, record_bytes: int, least: int, wanted: int) -> Tensor | None:
         """Return a slab [n, record_bytes] uint8 of so many records, or at least of so many; None where memory does not allow it.
 
-        A slab that could not be made early may be asked for again; otherwise a host that had no more is not asked in every step.
+        A host that had no more is not asked in every step.
         """
-        with self._lock:
-            return self._slab(record_bytes, least, min(wanted, MOST_BYTES // record_bytes), early)
-
-    def _slab(self, record_bytes: int, least: int, wanted: int, early: bool) -> Tensor | None:
         room = (self.limit_bytes - self.taken_bytes) // record_bytes
-        for count in dict.fromkeys((min(room, max(least, wanted)), least)):
+        for count in dict.fromkeys((min(room, max(least, min(wanted, MOST_BYTES // record_bytes))), least)):
             if least <= count <= room:
                 try:
                     slab = self._allocate((count, record_bytes), torch.uint8)
@@ -56,7 +46,7 @@ class HostRoom:
                     continue
                 self.taken_bytes += slab.nbytes
                 return slab
-        if least <= room and not early:
+        if least <= room:
             self.limit_bytes = self.taken_bytes
         return None
 
@@ -64,13 +54,11 @@ class HostRoom:
 class Records:
     """Records of the rows of some buffers, each [n, ...] with the same n; what two stretches of copies share is ordered by their stream."""
 
-    def __init__(self, buffers: Sequence[Tensor], room: HostRoom, device: torch.device, *, first: int = 0, beside: bool = False) -> None:
-        """Lay a record out; slabs come with the first records, the first of at least so many. beside lets a thread make the next one early."""
+    def __init__(self, buffers: Sequence[Tensor], room: HostRoom, device: torch.device, *, first: int = 0) -> None:
+        """Lay a record out; slabs come with the first records, the first of at least so many."""
         self._room, self._device, self._first = room, device, first
         # Whole rows in one piece where the driver can copy them; what is strided already lies in host memory.
         self._rows = [one.flatten(1).unflatten(1, (1, 1, -1)) if one.is_contiguous() else one for one in buffers]
-        self._maker = ThreadPoolExecutor(1, "trtkv-host-memory") if beside else None
-        self._coming: Future[Tensor | None] | None = None
         self._starts, self.record_bytes = [], 0
         for one in buffers:
             self._starts.append(self.record_bytes)
@@ -81,33 +69,13 @@ class Records:
 
     def take(self, count: int) -> list[Place] | None:
         """Take places for so many records, lowest first; None, and none is taken, where there is no memory for them."""
-        self._adopt(wait=count > len(self._free))
         if count > len(self._free):
             self._add(self._room.slab(self.record_bytes, count - len(self._free), max(self._count, self._first)))
         if count > len(self._free):
             return None
         self._free.sort(reverse=True)
         self.used += count
-        found = [self._free.pop() for _ in range(count)]
-        self.prepare()
-        return found
-
-    def prepare(self) -> None:
-        """Have the next slab made beside the steps, where less than half of the records are free."""
-        if self._maker is not None and self._coming is None and 2 * len(self._free) <= self._count:
-            self._coming = self._maker.submit(self._early, max(self._count, self._first))
-
-    def _early(self, wanted: int) -> Tensor | None:
-        with suppress(RuntimeError):  # whatever keeps the thread from it: who needs the slab asks again, and hears of it
-            return self._room.slab(self.record_bytes, 1, wanted, early=True)
-        return None
-
-    def _adopt(self, *, wait: bool) -> None:
-        """Take over a slab that a thread has made, or wait for it."""
-        if self._coming is not None and (wait or self._coming.done()):
-            slab, self._coming = self._coming.result(), None
-            self._maker = None if slab is None else self._maker
-            self._add(slab)
+        return [self._free.pop() for _ in range(count)]
 
     def _add(self, slab: Tensor | None) -> None:
         if slab is not None:

@@ -67,7 +67,7 @@ class Swap:
         self._room = HostRoom(limit_bytes, allocate or HostPool(device, 1).allocate)
         paged = list(session.page_buffers())
         first = self._room.first(sum(one[0].nbytes for one in paged))
-        self._paged = Records(paged, self._room, device, first=first, beside=device.type == "cuda")
+        self._paged = Records(paged, self._room, device, first=first)
         self._slots = Records(slot_buffers(session), self._room, device, first=session.num_slots)
         self._copies: dict[tuple[int, int], Copied] = {}
         self._lane = CopyLane(device)
@@ -84,10 +84,6 @@ class Swap:
     def taken_bytes(self) -> int:
         """Bytes of host memory that were taken so far, used or not."""
         return self._room.taken_bytes
-
-    def prepare(self) -> None:
-        """Take note that pages are becoming few: host memory is made ready beside the steps."""
-        self._paged.prepare()
 
     def park(self, one: Running) -> bool:
         """Save what a sequence's slot holds, and give back pages that hold nothing yet; False where it is better computed again."""
