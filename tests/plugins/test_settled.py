@@ -118,8 +118,10 @@ def check_layer(paged: Rig, cache: LayerCache, layer: int, slot: int) -> None:
         torch.testing.assert_close(seen, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
 
 
-@pytest.mark.parametrize("policy", SETTLED)
-@pytest.mark.parametrize("cuts", [(100,), (50, 1, 30, 19), (20, 80)])
+@pytest.mark.parametrize(
+    ("policy", "cuts"),
+    [("lagkv+kivi", (100,)), ("lagkv+kivi", (50, 1, 30, 19)), ("lagkv+kivi", (20, 80)), ("knorm+kivi", (50, 1, 30, 19)), ("localkv+kivi", (20, 80))],
+)
 def test_what_lies_in_pages_and_rings_is_the_definitions_bit_for_bit(policy: str, cuts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Both get the same keys and values: a prompt in chunks cut anywhere, then decode steps."""
     torch.manual_seed(len(cuts))
