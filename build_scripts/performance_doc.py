@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trtkv.bench.records import read_records
-from trtkv.bench.report import by_kernel, cell, label, plot
+from trtkv.bench.report import by_kernel, cell, commits, label, plot
 
 ROOT = Path(__file__).parent.parent
 PLOT = "retrieval.svg"
@@ -66,12 +66,13 @@ def main() -> None:
     """Write page and plots."""
     sys.path.insert(0, str(Path(__file__).parent))
     from performance_offload import section as offload_section
+    from performance_prompts import section as prompts_section
     from performance_steps import section as steps_section
     from performance_stores import section
 
     file = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "engines" / "results.jsonl"
     every = read_records(file)
-    text = page(latest(every), ROOT / "docs" / PLOT) + section(every) + steps_section(every, ROOT / "docs")
+    text = page(latest(every), ROOT / "docs" / PLOT) + section(every) + prompts_section(every) + steps_section(every, ROOT / "docs")
     text += offload_section(every, ROOT / "docs")
     (ROOT / "docs" / "performance.md").write_text(text, encoding="utf-8")
 
@@ -122,7 +123,7 @@ def about(records: list[Record]) -> str:
         )
     libraries = ", ".join(sorted({record["dense"] for record in records}))
     spread, copy = max(record["spread_percent"] for record in records), first["copy_GBps"] / 1e3
-    facts = {**first["environment"], "date": first["environment"]["date"][:10], "dtype": first["dtype"], "commit": first["commit"]}
+    facts = {**first["environment"], "date": first["environment"]["date"][:10], "dtype": first["dtype"], "commit": commits(records)}
     return ABOUT.format(**facts, libraries=libraries, spread=spread, copy=copy)
 
 

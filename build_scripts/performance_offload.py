@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trtkv.bench.report import cell
+from trtkv.bench.report import cell, commits
 from trtkv.runtime.memory import readable
 
 Record = dict[str, Any]
@@ -83,8 +83,8 @@ def section(records: Sequence[Record], docs: Path) -> str:
     if not launches and not steps and not answers:
         return ""
     newest = (launches + steps + answers)[-1]
-    commits = ", ".join(dict.fromkeys(one["commit"] for one in launches + planned + steps + answers))
-    facts = {**newest["environment"], "date": newest["environment"]["date"][:10], "commit": commits, "bus": newest["bus_GBps"]}
+    place, every = newest["environment"], launches + planned + steps + answers
+    facts = {**place, "date": place["date"][:10], "commit": commits(every), "bus": newest["bus_GBps"]}
     text = HEAD.format(**{"driver": "", **facts})
     if launches:
         text += LAUNCHES_HEAD.format(**launches[-1]) + _table(launches, LAUNCHES, 1)

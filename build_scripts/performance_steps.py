@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trtkv.bench.report import cell, plot_steps
+from trtkv.bench.report import cell, commits, plot_steps
 from trtkv.runtime.memory import readable
 
 Record = dict[str, Any]
@@ -74,8 +74,9 @@ def _row(one: Record) -> tuple[Any, ...]:
     return one["model"], batch, one["context"], one["policy"], one["budget"], tuple(one.get("sets", ()))
 
 
-def _facts(one: Record) -> Record:
-    return {**one["environment"], "date": one["environment"]["date"][:10], "commit": one["commit"]}
+def _facts(*rows: Record) -> Record:
+    newest = rows[-1]["environment"]
+    return {**newest, "date": newest["date"][:10], "commit": commits(rows)}
 
 
 def _steps(rows: list[Record], docs: Path) -> str:
@@ -84,7 +85,7 @@ def _steps(rows: list[Record], docs: Path) -> str:
     used = {name: title for name, title in COLUMNS.items() if any(one.get(name) is not None for one in shown)}
     lines = ["| " + " | ".join(used.values()) + " |", "|" + "---|" * WORDS + "---:|" * (len(used) - WORDS)]
     lines += ["| " + " | ".join(cell(one.get(name)) for name in used) + " |" for one in shown]
-    text = HEAD.format(**_facts(rows[-1]), copy=rows[-1]["copy_GBps"] / 1e3) + "\n".join(lines) + "\n" + _missed(shown)
+    text = HEAD.format(**_facts(*rows), copy=rows[-1]["copy_GBps"] / 1e3) + "\n".join(lines) + "\n" + _missed(shown)
     lines_of = [(one["model"], one["batch"], one["policy"]) for one in rows]
     drawn = [one for one in rows if lines_of.count((one["model"], one["batch"], one["policy"])) > 1]
     if drawn:
@@ -101,7 +102,7 @@ def _shown(one: Record, rows: Sequence[Record]) -> Record:
         x_full, x_batch = one["decode_tokens_per_s"] / alike[0]["decode_tokens_per_s"], one["batch"] / alike[0]["batch"]
         goal, batch_goal = LARGEST_GOALS.get((one["model"], one["policy"], one["context"]), (None, None))
     elif alike and one["policy"] != "full":
-        x_full = alike[0]["itl_p50_ms"] / one["itl_p50_ms"]
+        x_full = one.get("ratio", alike[0]["itl_p50_ms"] / one["itl_p50_ms"])  # of the run that measured both
     return {
         **one, "shape": f"{one['batch']} x {one['context'] // 1024}k{', the most' if one.get('largest') else ''}",
         "ttft": one["ttft_ms"] / 1e3 if "ttft_ms" in one else None, "x_full": x_full, "x_batch": x_batch, "batch_goal": batch_goal,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trtkv.bench.report import cell
+from trtkv.bench.report import cell, commits
 
 Record = dict[str, Any]
 # Least ratios to dense attention that the project has set itself: store, geometry, batch, context.
@@ -35,7 +35,7 @@ def section(records: Sequence[Record]) -> str:
     if not rows:
         return ""
     newest = list(rows.values())[-1]
-    facts = {**newest["environment"], "date": newest["environment"]["date"][:10], "dtype": newest["dtype"], "commit": newest["commit"]}
+    facts = {**newest["environment"], "date": newest["environment"]["date"][:10], "dtype": newest["dtype"], "commit": commits(list(rows.values()))}
     lines = ["| " + " | ".join(COLUMNS.values()) + " |", "|" + "---|" * 3 + "---:|" * (len(COLUMNS) - 3)]
     lines += ["| " + " | ".join(cell(_shown(one).get(name)) for name in COLUMNS) + " |" for one in rows.values()]
     return HEAD.format(**facts) + "\n".join(lines) + "\n" + _missed(list(rows.values()))

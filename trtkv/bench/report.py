@@ -42,6 +42,11 @@ def cell(value: Any, missing: str = "") -> str:
     return str(value) if not isinstance(value, float) else f"{value:.2f}" if value < 100 else f"{value:.1f}"
 
 
+def commits(records: Sequence[Record]) -> str:
+    """Name the commits that records are of, each once."""
+    return ", ".join(dict.fromkeys(record["commit"] for record in records))
+
+
 def notes(records: Sequence[Record]) -> list[str]:
     """Say in sentences what a reader of the table must know."""
     good = [record for record in records if record["status"] == "ok"]
