@@ -1,11 +1,11 @@
 // Column sums on GPUs of compute capability 9.0: what keys receive from all queries, by matrix instructions of a warp group.
 //
 // A block owns KEYS keys of one query head, as operands in the registers of two warp groups, and walks over the queries that see them in tiles of TILE.
-// A third warp group brings the tiles into a ring of shared memory. Each of the first two always has the products of one piece (64 keys, a tile of queries)
-// under way while it takes the exponentials of another and adds them up, so that neither unit waits; scores never leave its registers. A key's sum is added
-// up by four threads in the order of the queries: the same bits in every run.
+// A third warp group brings the tiles into a ring of shared memory. While the first two take the exponentials of one half of their keys and add them up, the
+// products of their other half or of the other warp group are under way; scores never leave registers. A key's sum is added up by four threads in the order
+// of the queries: the same bits in every run.
 //
-// Definitions: D head dimension (64, 128), BF16 (1: bfloat16, 0: float16), GROUP query heads of a KV head, HALVES 64 keys a warp group owns, times.
+// Definitions: D head dimension (64, 128), BF16 (1: bfloat16, 0: float16), GROUP query heads of a KV head.
 // Grid: (blocks of keys * together, Hq / together); block: 384 threads.
 
 #include <cuda_bf16.h>
