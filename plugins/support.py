@@ -26,7 +26,8 @@ MOST_FIER_HEADS, FIER_GROUP = 8, 32  # one column, and the tokens of a word of b
 LEAST_UNIT, MOST_UNIT = 4, 128  # tokens that the append kernel summarizes together, a power of two
 MOST_OVERLAPPED_TOKENS = 1 << 21  # tokens times KV heads of a step, as measured on an H200
 # Bytes of keys and values of a layer's step up to which an H200 reads all of them in the time of a selection, for fewer rows (sequences times KV
-# heads) than FULL_ROWS and for more: where tokens are selected, or it is chosen first which query selects, and of pages by the step's own query.
+# heads) than FULL_ROWS and for more: where tokens are selected, or something else is chosen first (which query selects, which units every query
+# reads), and of pages by the step's own query.
 # From lines through the rows of docs/performance.md at 2k to 32k tokens.
 DENSE_BYTES, DENSE_BYTES_FULL, FULL_ROWS = {True: 34_000_000, False: 10_000_000}, {True: 70_000_000, False: 36_000_000}, 32  # whether the former
 
@@ -108,7 +109,8 @@ def dense_below(plan: CachePlan, sequences: int, device: torch.device) -> int:
     """
     if gpu_ready(device) is not None or why_torch(plan) is not None or not any(plan.select):
         return 0
-    rows, slow = sequences * plan.num_kv_heads, any(select.unit == 1 or select.speculative for select in plan.select if select is not None)
+    rows = sequences * plan.num_kv_heads
+    slow = any(select.unit == 1 or select.speculative or outliers(select) > 0 for select in plan.select if select is not None)
     return (DENSE_BYTES_FULL if rows >= FULL_ROWS else DENSE_BYTES)[slow] // (rows * 2 * plan.head_dim * DTYPE_BYTES[plan.kv_dtype])
 
 

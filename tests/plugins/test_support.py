@@ -44,6 +44,7 @@ def test_short_sequences_are_read_whole_only_where_kernels_select(monkeypatch: p
     assert support.dense_below(plan("fier"), 1, CPU) == 34_000_000 // (8 * 512)
     assert support.dense_below(plan("fier"), 8, CPU) == 70_000_000 // (64 * 512)
     assert support.dense_below(plan("freekv"), 1, CPU) == support.dense_below(plan("fier"), 1, CPU)
+    assert support.dense_below(plan("shadowkv"), 1, CPU) == support.dense_below(plan("fier"), 1, CPU)
     assert support.dense_below(plan("quest"), 1, CPU) == 10_000_000 // (8 * 512)
     assert support.dense_below(plan("quest"), 8, CPU) == 36_000_000 // (64 * 512)
     assert support.dense_below(plan("full"), 1, CPU) == 0
