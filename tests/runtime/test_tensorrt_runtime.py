@@ -339,9 +339,6 @@ def test_failed_step_has_tensorrts_reason_or_else_the_plugins() -> None:
     assert executor.run(step([1], 1, [0])).shape == (1, 3)
 
 
-# Where a plan can run
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_lane_is_in_order_with_the_callers_stream() -> None:

@@ -13,7 +13,6 @@ from trtkv.plugins._tensorrt.backend import Backend, MessageLog
 from trtkv.runtime import tensorrt as runtime
 from trtkv.runtime.tensorrt import can_run
 
-# What TensorRT's objects are called in the modules that use them.
 COMMAND = "trtkv build --model m --out e"
 
 
