@@ -38,7 +38,7 @@ def append(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
         qkv, positions, starts, to.lens, to.table, rope, (inputs[9], inputs[10]) if len(inputs) > 9 else None, out,
         to.keys, to.values, kept.bits, kept.meta, homes=to.homes,
         eps=config.rms_eps, group=kept.group, summary=kept.kind, longest=step.longest, overlap=overlap,
-        early=overlap and session.offload is None and (select is None or session.reads_all),
+        early=overlap and session.offload is None and (select is None or session.reads_all), settled=overlap and session.offload is None,
     )  # fmt: skip
     if session.offload is not None and session.offload.covers(layer):
         recall.end_append(session, layer)

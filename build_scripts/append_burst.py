@@ -1,0 +1,265 @@
+"""Times of the append kernel's forms and of what may overlap in a decode step; a tuning script."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from trtkv.bench.cases import Case, find_geometry, find_policy
+from trtkv.config import Limits
+from trtkv.plugins._device import store
+from trtkv.plugins.kv_append import launch as append_launch
+from trtkv.plugins.kv_append import launch_token
+from trtkv.plugins.kv_append.launch import KINDS, NO_GROUP
+from trtkv.plugins.kv_append import specs as append_specs
+from trtkv.plugins.kv_attend import launch as attend_launch
+from trtkv.plugins.kv_attend import launch_dense
+from trtkv.plugins.kv_select import specs as select_specs
+from trtkv.plugins.support import summary_of
+
+STARTED = time.time()
+LIMIT_S = float(os.environ.get("LIMIT_S", "52"))
+FORMS = [  # heads_q, heads_kv, dim, group, summary, norm, dtype
+    (28, 4, 128, 16, 0, False, "bf16"),
+    (28, 4, 128, 32, 1, False, "bf16"),
+    (28, 4, 128, 32, 2, False, "bf16"),
+    (32, 8, 128, 32, 1, True, "bf16"),
+    (16, 8, 128, 16, 0, True, "fp16"),
+    (8, 2, 64, 32, 1, False, "fp16"),
+    (8, 2, 64, 8, 2, True, "bf16"),
+    (8, 2, 96, 32, 1, True, "fp16"),
+    (8, 2, 256, 64, 2, False, "bf16"),
+    (8, 2, 256, 32, 1, True, "bf16"),
+]
+SMALL = [("qwen2.5-7b", 1, 32768, "fier", 20), ("qwen2.5-7b", 1, 8192, "full", 20), ("qwen2.5-7b", 8, 8192, "full", 6), ("qwen2.5-7b", 8, 8192, "fier", 6),
+         ("qwen2.5-7b", 1, 32768, "quest", 20), ("qwen2.5-7b", 1, 131072, "quest", 10), ("llama-3.1-8b", 1, 131072, "fier", 6)]  # fmt: skip
+LARGE = [("qwen2.5-7b", 8, 131072, "quest", 4), ("llama-3.1-8b", 8, 131072, "quest", 4), ("qwen2.5-7b", 8, 131072, "fier", 4),
+         ("llama-3.1-8b", 8, 131072, "fier", 4), ("qwen2.5-7b", 32, 32768, "quest", 4), ("qwen2.5-7b", 32, 32768, "fier", 4)]  # fmt: skip
+
+
+def case_of(geometry: str, batch: int, context: int, policy: str) -> Case:
+    found = find_policy(policy, context, None, None, ["retrieve.page=32"])
+    return Case("retrieve", geometry, find_geometry(geometry, "bfloat16"), found, batch, context)
+
+
+def compile_here(folder: Path) -> None:
+    with store.listing() as asked:
+        for heads_q, heads_kv, dim, group, summary, norm, dtype in FORMS:
+            append_launch.append_kernel(heads_q, heads_kv, dim, group, summary, norm, dtype, "90")
+            launch_token.token_kernel(heads_q, heads_kv, dim, group, summary, norm, dtype == "bf16", "90")
+        for geometry, batch, context, policy, _ in SMALL + LARGE:
+            case = case_of(geometry, batch, context, policy)
+            plan, model, limits = case.plan(1), case.model, Limits(max_seq_len=context, max_batch_size=batch)
+            group, select, summary = model.num_q_heads // model.num_kv_heads, plan.select[0], summary_of(plan, 0)
+            append_specs.request(plan, model, limits, "90")
+            kind = KINDS[summary.kept] if summary else 0
+            for threads in (64, 128, 256):
+                launch_token.THREADS = threads
+                own = NO_GROUP if select is None else select.group
+                launch_token.token_kernel(model.num_q_heads, model.num_kv_heads, model.head_dim, own, kind, False, True, "90")
+            launch_token.THREADS = 128
+            launch_dense.dense_kernel(plan.head_dim, group, True, "90", False, False)
+            if select is not None:
+                select_specs._scorer(plan, select, summary, "90")
+                select_specs._selector(plan, select, summary, batch, limits, "90")
+                select_specs._together(plan, select, summary, batch, limits, "90")
+                attend_launch.attend_kernel(plan.head_dim, group, attend_launch.attend_cluster(batch * plan.num_kv_heads, "90"), select.unit, True, "90")
+    todo = [spec for spec in asked if not store._place(folder, spec).exists()]
+    print(len(asked), "kernels,", len(todo), "to compile")
+    for spec in todo:
+        store.write(folder, spec, spec.compile())
+
+
+@contextmanager
+def forms(summaries=(), threads=128, settled=True):
+    """Which summaries the CUDA form takes, and whether it reads early."""
+    before = launch_token.SUMMARIES, launch_token.THREADS, launch_token.launch
+
+    def launch(*args, **kwargs):
+        return before[2](*args, **{**kwargs, "settled": kwargs["settled"] and settled})
+
+    launch_token.SUMMARIES, launch_token.THREADS, launch_token.launch = summaries, threads, launch
+    try:
+        yield
+    finally:
+        launch_token.SUMMARIES, launch_token.THREADS, launch_token.launch = before
+
+
+def say(*words):
+    print(f"[{time.time() - STARTED:5.1f}]", *words, flush=True)
+
+
+def check_forms():
+    from math import inf  # noqa: F401
+
+    torch.manual_seed(1)
+    for heads_q, heads_kv, dim, group, summary, norm, dtype in FORMS:
+        real = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+        page, batch, most = 64, 7, 5
+        lens = torch.tensor([group, 2 * group, group + 1, 5, 4 * group - 1, 3 * group, 1], dtype=torch.int32, device="cuda")
+        most = max(most, (4 * group + page - 1) // page)
+        pool = batch * most + 1
+        table = torch.randperm(pool, dtype=torch.int32)[: batch * most].view(batch, most).cuda()
+        keys = torch.randn(pool, heads_kv, page, dim, device="cuda").to(real)
+        values = torch.randn_like(keys)
+        starts = torch.tensor([0, 1, 2, 3, 4, 4, 5, 6], dtype=torch.int32, device="cuda")  # the fifth has none
+        qkv = torch.randn(6, (heads_q + 2 * heads_kv) * dim, device="cuda").to(real)
+        positions = torch.randint(0, 1000, (6,), dtype=torch.int32, device="cuda")
+        angles = torch.rand(1000, dim // 2, device="cuda") * 6
+        rope = torch.cat([angles.cos(), angles.sin()], 1)
+        norms = (torch.rand(dim, device="cuda").to(real), torch.rand(dim, device="cuda").to(real)) if norm else None
+        results = []
+        for summaries, settled in (((), False), ((0, 1, 2), False), ((0, 1, 2), True)):
+            own_keys, own_values = keys.clone(), values.clone()
+            bits = torch.full((pool, heads_kv, page // group, dim), 77, dtype=torch.int32, device="cuda")
+            meta = torch.full((pool, heads_kv, page // group, 2, dim), 3.0, dtype=torch.float16 if summary == 1 else real, device="cuda")
+            out = torch.full((6, heads_q * dim), 5.0, dtype=real, device="cuda")
+            with forms(summaries, settled=settled):
+                append_launch.launch(
+                    qkv, positions, starts, lens, table, rope, norms, out, own_keys, own_values, bits if summary == 1 else None,
+                    meta if summary else None, eps=1e-6, group=group, summary=summary, longest=1, overlap=settled, settled=settled)  # fmt: skip
+            torch.cuda.synchronize()
+            results.append((out, own_keys, own_values, bits, meta))
+        for index, name in ((1, "waits"), (2, "early")):
+            same = [bool(torch.equal(a, b)) for a, b in zip(results[0], results[index], strict=True)]
+            off = [(a.float() - b.float()).abs().max().item() for a, b in zip(results[0], results[index], strict=True)]
+            touched = bool((results[0][4] != 3.0).any()) == (summary > 0)
+            say("forms", (heads_q, heads_kv, dim, group, summary, norm, dtype), name, "EQUAL" if all(same) and touched else f"DIFFERS {same} {off} {touched}")
+
+
+OVERLAP = {"append": True, "score": True, "choose": True, "attend": True}
+
+
+def patch_overlaps():
+    import trtkv.plugins.kv_append.cuda as a
+    import trtkv.plugins.kv_attend.cuda as t
+    import trtkv.plugins.kv_select.cuda as s
+    from trtkv.plugins.kv_select import launch
+
+    a.overlaps = lambda *x: OVERLAP["append"]
+    s.overlaps = lambda *x: OVERLAP["score"]
+    t.overlaps = lambda *x: OVERLAP["attend"]
+    own = launch.select_units
+    launch.select_units = lambda *args, **kw: own(*args, **{**kw, "overlap": OVERLAP["choose"]})
+    early = append_launch.launch
+
+    def with_early(*args, **kw):
+        if OVERLAP.get("early") is not None:
+            kw["early"] = OVERLAP["early"] and kw["overlap"]
+        return early(*args, **kw)
+
+    a.launch.launch = with_early
+
+
+def median(call, launches, runs=15):
+    from trtkv.bench.timing import measure
+
+    return measure(call, launches, runs, torch.device("cuda")).median_us
+
+
+def variants(layers, policy):
+    names = [("triton", (), 128, False), ("cuda waits", (0, 1, 2), 128, False), ("cuda early", (0, 1, 2), 128, True),
+             ("cuda early 64", (0, 1, 2), 64, True), ("cuda early 256", (0, 1, 2), 256, True)]  # fmt: skip
+    return names
+
+
+def small(geometry, batch, context, policy, count):
+    from trtkv.bench.layer import Layers
+
+    case = case_of(geometry, batch, context, policy)
+    for key in ("append", "score", "choose", "attend"):
+        OVERLAP[key] = True
+    OVERLAP["early"] = None
+    layers = Layers(case, count, torch.device("cuda"))
+    width, inner = case.model.qkv_size, case.model.hidden_size
+    matrices = [torch.randn(width, inner, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    x = torch.randn(batch, inner, device="cuda", dtype=torch.bfloat16)
+    from trtkv.plugins.linear import launch as linear
+
+    def project(i):
+        if batch <= 2:
+            linear.gemv(x, matrices[i % 4], None, layers.qkv)
+        else:
+            torch.mm(x, matrices[i % 4].t(), out=layers.qkv)
+
+    def with_product(call):
+        def both(i):
+            project(i)
+            call(i)
+        return both
+
+    say("small", geometry, batch, context, policy, "layers", count, f"product {median(project, count):.2f}")
+    for _ in range(2):
+        for name, summaries, threads, settled in variants(layers, policy):
+            with forms(summaries, threads, settled):
+                alone, after = median(layers.append, count), median(with_product(layers.append), count)
+                whole, behind = median(layers.step, count), median(with_product(layers.step), count)
+                line = f"{name:16} append {alone:.2f} product+append {after:.2f} whole {whole:.2f} product+whole {behind:.2f}"
+                if layers.selects and policy == "fier" and context <= 8192:
+                    layers.session.dense_below = context + 1
+                    layers.append(0)
+                    line += f" reads_all {layers.session.reads_all} whole {median(layers.step, count):.2f} product+whole {median(with_product(layers.step), count):.2f}"
+                    layers.session.dense_below = 0
+                say("  ", line)
+
+
+def large(geometry, batch, context, policy, count):
+    from trtkv.bench.layer import Layers
+
+    case = case_of(geometry, batch, context, policy)
+    layers = Layers(case, count, torch.device("cuda"))
+    fused = policy == "quest"
+
+    def setting(a, s, c, t, early=None):
+        OVERLAP.update(append=bool(a), score=bool(s), choose=bool(c), attend=bool(t), early=early)
+
+    setting(0, 0, 0, 0)
+    say("large", geometry, batch, context, policy)
+    for name, summaries, threads, settled in variants(layers, policy)[:3]:
+        with forms(summaries, threads, settled):
+            setting(0, 0, 0, 0)
+            plain = median(layers.append, count)
+            setting(1, 1, 1, 1)
+            say(f"   append alone, {name}: {plain:.2f}, overlapped {median(layers.append, count):.2f}")
+    setting(0, 0, 0, 0)
+    say(f"   alone: select {median(layers.select, count):.2f} attend {median(layers.attend, count):.2f}")
+    combos = [(a, s, c, t, None) for a, s, c, t in product((0, 1), repeat=4) if not fused or c == 0]
+    combos += [(1, 1, 0, 1, True), (1, 1, 1, 1, True), (1, 0, 0, 1, True)]
+    times: dict = {}
+    for again in range(2):
+        for form, summaries in (("triton", ()), ("cuda", (0, 1, 2))):
+            for combo in combos if again == 0 else combos[::-1]:
+                with forms(summaries):
+                    setting(*combo)
+                    times.setdefault((form, combo), []).append(median(layers.step, count, 9))
+    for combo in combos:
+        a, s, c, t, early = combo
+        cells = "  ".join(f"{form} {min(times[form, combo]):.2f} {max(times[form, combo]):.2f}" for form in ("triton", "cuda"))
+        say(f"   append {a} score {s} choose {c} attend {t} early {early}: {cells}")
+
+
+def main():
+    if sys.argv[1:2] == ["compile"]:
+        compile_here(Path(sys.argv[2]))
+        return
+    with torch.inference_mode():
+        torch.zeros(1, device="cuda")
+        say("ready")
+        for work, args in [(check_forms, ()), (patch_overlaps, ()), *[(small, one) for one in SMALL[:4]], *[(large, one) for one in LARGE], *[(small, one) for one in SMALL[4:]]]:
+            if time.time() - STARTED > LIMIT_S:
+                say("no time for", work.__name__, args)
+                continue
+            try:
+                work(*args)
+            except Exception as error:  # noqa: BLE001
+                say("FAILED", work.__name__, args, type(error).__name__, str(error)[:300])
+            torch.cuda.empty_cache()
+
+
+main()
