@@ -23,6 +23,7 @@ from trtkv.plugins.kv_attend import launch_dense
 from trtkv.plugins.kv_select import specs as select_specs
 from trtkv.plugins.support import summary_of
 
+DEVICE = torch.device(os.environ.get("DEVICE", "cuda"))
 STARTED = time.time()
 LIMIT_S = float(os.environ.get("LIMIT_S", "52"))
 FORMS = [  # heads_q, heads_kv, dim, group, summary, norm, dtype
@@ -102,24 +103,24 @@ def check_forms():
     for heads_q, heads_kv, dim, group, summary, norm, dtype in FORMS:
         real = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
         page, batch, most = 64, 7, 5
-        lens = torch.tensor([group, 2 * group, group + 1, 5, 4 * group - 1, 3 * group, 1], dtype=torch.int32, device="cuda")
+        lens = torch.tensor([group, 2 * group, group + 1, 5, 4 * group - 1, 3 * group, 1], dtype=torch.int32, device=DEVICE)
         most = max(most, (4 * group + page - 1) // page)
         pool = batch * most + 1
         table = torch.randperm(pool, dtype=torch.int32)[: batch * most].view(batch, most).cuda()
-        keys = torch.randn(pool, heads_kv, page, dim, device="cuda").to(real)
+        keys = torch.randn(pool, heads_kv, page, dim, device=DEVICE).to(real)
         values = torch.randn_like(keys)
-        starts = torch.tensor([0, 1, 2, 3, 4, 4, 5, 6], dtype=torch.int32, device="cuda")  # the fifth has none
-        qkv = torch.randn(6, (heads_q + 2 * heads_kv) * dim, device="cuda").to(real)
-        positions = torch.randint(0, 1000, (6,), dtype=torch.int32, device="cuda")
-        angles = torch.rand(1000, dim // 2, device="cuda") * 6
+        starts = torch.tensor([0, 1, 2, 3, 4, 4, 5, 6], dtype=torch.int32, device=DEVICE)  # the fifth has none
+        qkv = torch.randn(6, (heads_q + 2 * heads_kv) * dim, device=DEVICE).to(real)
+        positions = torch.randint(0, 1000, (6,), dtype=torch.int32, device=DEVICE)
+        angles = torch.rand(1000, dim // 2, device=DEVICE) * 6
         rope = torch.cat([angles.cos(), angles.sin()], 1)
-        norms = (torch.rand(dim, device="cuda").to(real), torch.rand(dim, device="cuda").to(real)) if norm else None
+        norms = (torch.rand(dim, device=DEVICE).to(real), torch.rand(dim, device=DEVICE).to(real)) if norm else None
         results = []
         for summaries, settled in (((), False), ((0, 1, 2), False), ((0, 1, 2), True)):
             own_keys, own_values = keys.clone(), values.clone()
-            bits = torch.full((pool, heads_kv, page // group, dim), 77, dtype=torch.int32, device="cuda")
-            meta = torch.full((pool, heads_kv, page // group, 2, dim), 3.0, dtype=torch.float16 if summary == 1 else real, device="cuda")
-            out = torch.full((6, heads_q * dim), 5.0, dtype=real, device="cuda")
+            bits = torch.full((pool, heads_kv, page // group, dim), 77, dtype=torch.int32, device=DEVICE)
+            meta = torch.full((pool, heads_kv, page // group, 2, dim), 3.0, dtype=torch.float16 if summary == 1 else real, device=DEVICE)
+            out = torch.full((6, heads_q * dim), 5.0, dtype=real, device=DEVICE)
             with forms(summaries, settled=settled):
                 append_launch.launch(
                     qkv, positions, starts, lens, table, rope, norms, out, own_keys, own_values, bits if summary == 1 else None,
@@ -160,7 +161,20 @@ def patch_overlaps():
 def median(call, launches, runs=15):
     from trtkv.bench.timing import measure
 
-    return measure(call, launches, runs, torch.device("cuda")).median_us
+    return measure(call, launches, runs, DEVICE).median_us
+
+
+def check(layers):
+    """Compare what a captured chain of steps leaves with torch."""
+    from trtkv.bench.check import Findings, check_layer
+
+    ops = frozenset(("append", "select", "attend") if layers.selects else ("append", "attend"))
+    findings = Findings()
+    with forms((0, 1, 2)):
+        layers.poison(*ops)
+        median(layers.step, layers.count, 3)
+        check_layer(layers, max(layers.count, 8) - 1, findings, ops)
+    say("   CHECK", findings.passed, findings.to_json())
 
 
 def variants(layers, policy):
@@ -176,10 +190,10 @@ def small(geometry, batch, context, policy, count):
     for key in ("append", "score", "choose", "attend"):
         OVERLAP[key] = True
     OVERLAP["early"] = None
-    layers = Layers(case, count, torch.device("cuda"))
+    layers = Layers(case, count, DEVICE)
     width, inner = case.model.qkv_size, case.model.hidden_size
-    matrices = [torch.randn(width, inner, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-    x = torch.randn(batch, inner, device="cuda", dtype=torch.bfloat16)
+    matrices = [torch.randn(width, inner, device=DEVICE, dtype=torch.bfloat16) for _ in range(4)]
+    x = torch.randn(batch, inner, device=DEVICE, dtype=torch.bfloat16)
     from trtkv.plugins.linear import launch as linear
 
     def project(i):
@@ -194,6 +208,7 @@ def small(geometry, batch, context, policy, count):
             call(i)
         return both
 
+    check(layers)
     say("small", geometry, batch, context, policy, "layers", count, f"product {median(project, count):.2f}")
     for _ in range(2):
         for name, summaries, threads, settled in variants(layers, policy):
@@ -213,7 +228,7 @@ def large(geometry, batch, context, policy, count):
     from trtkv.bench.layer import Layers
 
     case = case_of(geometry, batch, context, policy)
-    layers = Layers(case, count, torch.device("cuda"))
+    layers = Layers(case, count, DEVICE)
     fused = policy == "quest"
 
     def setting(a, s, c, t, early=None):
@@ -227,6 +242,8 @@ def large(geometry, batch, context, policy, count):
             plain = median(layers.append, count)
             setting(1, 1, 1, 1)
             say(f"   append alone, {name}: {plain:.2f}, overlapped {median(layers.append, count):.2f}")
+    setting(1, 1, 1, 1)
+    check(layers)
     setting(0, 0, 0, 0)
     say(f"   alone: select {median(layers.select, count):.2f} attend {median(layers.attend, count):.2f}")
     combos = [(a, s, c, t, None) for a, s, c, t in product((0, 1), repeat=4) if not fused or c == 0]
@@ -249,7 +266,7 @@ def main():
         compile_here(Path(sys.argv[2]))
         return
     with torch.inference_mode():
-        torch.zeros(1, device="cuda")
+        torch.zeros(1, device=DEVICE)
         say("ready")
         for work, args in [(check_forms, ()), (patch_overlaps, ()), *[(small, one) for one in SMALL[:4]], *[(large, one) for one in LARGE], *[(small, one) for one in SMALL[4:]]]:
             if time.time() - STARTED > LIMIT_S:
