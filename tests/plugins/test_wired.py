@@ -215,10 +215,10 @@ class Recorder:
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # nothing is computed
 def test_append_lets_dense_attention_begin_early_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first layer reads everything, the second selects where there is more than it reads."""
+    """The first layer reads everything, the second selects where there is more than it reads. Only a step of decoding may be read before its wait."""
     Launches(monkeypatch)
     asked: list[dict[str, bool]] = []
-    monkeypatch.setattr(append_cuda.launch, "launch", lambda *args, overlap, early, **more: asked.append({"overlap": overlap, "early": early}))
+    monkeypatch.setattr(append_cuda.launch, "launch", lambda *args, **more: asked.append(more))
     one, prompts = model(), {0: 160, 2: 20}
     twins = Twins(lower("quest", one), one)
     seen = []
@@ -229,6 +229,7 @@ def test_append_lets_dense_attention_begin_early_and_nothing_else(monkeypatch: p
         for layer in range(2):
             append_cuda.append(twins.wired, layer, twins.config, (qkv, starts, starts, stored[0], stored, slots, table, query), query)
         seen.append([(each["overlap"], each["early"]) for each in asked])
+        assert all(each["settled"] == each["overlap"] for each in asked)
     prefilling = [(False, False)] * 2
     assert seen == [prefilling, [(True, True), (True, False)], prefilling, [(True, True), (True, True)]]
 
@@ -255,5 +256,5 @@ def test_every_kernel_that_a_step_launches_is_listed(policy: str, heads: int, kv
     assert launched.keys() <= listed.keys()
     rest = {spec.entry for name, spec in listed.items() if name not in launched}
     one_launch = {"fier_select", "page_select"}  # forms for other numbers of multiprocessors, which a build does not know
-    others = {"append_kernel", "_speculate_kernel", "sample", "feed", "fetch", "recall", "open_pages", "gemv", "rms_norm", "silu_gate"}
+    others = {"append_kernel", "append_token"} | {"_speculate_kernel", "sample", "feed", "fetch", "recall", "open_pages", "gemv", "rms_norm", "silu_gate"}
     assert rest <= others | one_launch
