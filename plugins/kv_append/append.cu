@@ -37,8 +37,8 @@ struct __align__(16) Eight {
   __device__ __forceinline__ void store(real* p) const { *reinterpret_cast<uint4*>(p) = *reinterpret_cast<const uint4*>(x); }
 };
 
-// A head's channels over their root mean square, times the weight [D]: its sum is added up in the order of `kernel.py`.
-__device__ __forceinline__ void normalize(Eight& own, Eight& other, const real* weight, int d, int mirror, float eps) {
+// A head's channels over their root mean square, times the weights of those channels: the sum is added up in the order of `kernel.py`.
+__device__ __forceinline__ void normalize(Eight& own, Eight& other, const Eight& weight, const Eight& other_weight, float eps) {
   float four[4];
 #pragma unroll
   for (int e = 0; e < 4; e++) {
@@ -49,11 +49,10 @@ __device__ __forceinline__ void normalize(Eight& own, Eight& other, const real* 
 #pragma unroll
   for (int o = LANES / 2; o; o >>= 1) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, o));
   const float root = root_fast((D & (D - 1)) == 0 ? fmaf(sum, 1.f / D, eps) : __fadd_rn(divide_fast(sum, D), eps));
-  if (d >= D) return;
 #pragma unroll
   for (int e = 0; e < 8; e++) {
-    own.x[e] = to_real(__fmul_rn(to_float(to_real(divide_fast(to_float(own.x[e]), root))), to_float(weight[d + e])));
-    other.x[e] = to_real(__fmul_rn(to_float(to_real(divide_fast(to_float(other.x[e]), root))), to_float(weight[mirror + e])));
+    own.x[e] = to_real(__fmul_rn(to_float(to_real(divide_fast(to_float(own.x[e]), root))), to_float(weight.x[e])));
+    other.x[e] = to_real(__fmul_rn(to_float(to_real(divide_fast(to_float(other.x[e]), root))), to_float(other_weight.x[e])));
   }
 }
 
@@ -79,6 +78,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_token(const real* q
     const float4* angles = reinterpret_cast<const float4*>(rope + (long long)position * D + d % HALF);
     cosines[0] = angles[0], cosines[1] = angles[1], sines[0] = angles[HALF / 4], sines[1] = angles[HALF / 4 + 1];
   }
+#if NORM
+  Eight weight = {}, other_weight = {};
+  if (turns) {
+    const real* weights = head < 0 ? q_weight : k_weight;
+#pragma unroll
+    for (int e = 0; e < 8; e++) weight.x[e] = weights[d + e], other_weight.x[e] = weights[mirror + e];
+  }
+#endif
 #if SUMMARY
   const bool closes = turns && stores && (token + 1) % GROUP == 0;
   const real* first = keys + slot - (GROUP - 1) * D;
@@ -104,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_token(const real* q
   if (turns) other.load(qkv + (long long)row * qkv_stride + unit * D + mirror);
 #if NORM
   Eight normed = own;
-  normalize(normed, other, head < 0 ? q_weight : k_weight, d, mirror, eps);
+  normalize(normed, other, weight, other_weight, eps);
   if (turns) own = normed;
 #endif
   if (turns) {
