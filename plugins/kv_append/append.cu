@@ -33,7 +33,8 @@ __device__ __forceinline__ float root_fast(float x) {
 
 struct __align__(16) Eight {
   real x[8];
-  __device__ __forceinline__ void load(const real* p) { *reinterpret_cast<uint4*>(x) = __ldcg(reinterpret_cast<const uint4*>(p)); }
+  __device__ __forceinline__ void load(const real* p) { *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(p); }
+  __device__ __forceinline__ void load_new(const real* p) { *reinterpret_cast<uint4*>(x) = __ldcg(reinterpret_cast<const uint4*>(p)); }
   __device__ __forceinline__ void store(real* p) const { *reinterpret_cast<uint4*>(p) = *reinterpret_cast<const uint4*>(x); }
 };
 
@@ -107,8 +108,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_token(const real* q
   if (settled) wait_for_input();
   if (!early) start_next();
   Eight own = {}, other = {};
-  if (has) own.load(qkv + (long long)row * qkv_stride + unit * D + d);
-  if (turns) other.load(qkv + (long long)row * qkv_stride + unit * D + mirror);
+  if (has) own.load_new(qkv + (long long)row * qkv_stride + unit * D + d);
+  if (turns) other.load_new(qkv + (long long)row * qkv_stride + unit * D + mirror);
 #if NORM
   Eight normed = own;
   normalize(normed, other, weight, other_weight, eps);
