@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_token(const real* q
   const real* first = keys + slot - (GROUP - 1) * D;
   float low[8], high[8];
   long long summary = 0;
-  if (closes) {
+  if (__builtin_expect(closes, 0)) {
     summary = ((long long)homes[(long long)b * table_stride + page] * HEADS_KV + head) * (page_size / GROUP) + inside / GROUP;
 #pragma unroll
     for (int e = 0; e < 8; e++) low[e] = __int_as_float(0x7f800000), high[e] = -low[e];
@@ -124,16 +124,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_token(const real* q
   }
   if (has) own.store(!stores ? out + (long long)row * (HEADS_Q * D) + unit * D + d : (turns ? keys : values) + slot);
 #if SUMMARY
-  if (!closes) return;
+  if (__builtin_expect(!closes, 1)) return;
 #pragma unroll
   for (int e = 0; e < 8; e++) low[e] = fminf(low[e], to_float(own.x[e])), high[e] = fmaxf(high[e], to_float(own.x[e]));
 #if SUMMARY == 1
-  __half* range = static_cast<__half*>(meta) + summary * 2 * D + d;
+  __half* ranges = static_cast<__half*>(meta) + summary * 2 * D + d;
+  u32 lows[4], widths[4];
+#pragma unroll
+  for (int e = 0; e < 4; e++) {
+    lows[e] = pack_halves(low[2 * e], low[2 * e + 1]);
+    widths[e] = pack_halves(fminf(high[2 * e] - low[2 * e], 16000.f), fminf(high[2 * e + 1] - low[2 * e + 1], 16000.f));
+  }
+  *reinterpret_cast<uint4*>(ranges) = make_uint4(lows[0], lows[1], lows[2], lows[3]);
+  *reinterpret_cast<uint4*>(ranges + D) = make_uint4(widths[0], widths[1], widths[2], widths[3]);
   float middle[8];
   u32 raised[8];
 #pragma unroll
   for (int e = 0; e < 8; e++) {
-    range[e] = __float2half_rn(low[e]), range[D + e] = __float2half_rn(fminf(high[e] - low[e], 16000.f));
     middle[e] = (low[e] + high[e]) / 2, raised[e] = (u32)(to_float(own.x[e]) >= middle[e]) << (GROUP - 1);
   }
 #pragma unroll 8
