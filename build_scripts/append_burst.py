@@ -180,7 +180,7 @@ def check(layers):
 
 def variants(layers, policy):
     names = [("triton", (), 128, False), ("cuda waits", (0, 1, 2), 128, False), ("cuda early", (0, 1, 2), 128, True),
-             ("cuda early 64", (0, 1, 2), 64, True), ("cuda early 256", (0, 1, 2), 256, True)]  # fmt: skip
+             ("cuda early 64", (0, 1, 2), 64, True), ("cuda early 256", (0, 1, 2), 256, True), ("cuda early starts", (0, 1, 2), 128, True)]  # fmt: skip
     return names
 
 
@@ -213,6 +213,7 @@ def small(geometry, batch, context, policy, count):
     say("small", geometry, batch, context, policy, "layers", count, f"product {median(project, count):.2f}")
     for _ in range(2):
         for name, summaries, threads, settled in variants(layers, policy):
+            OVERLAP["early"] = True if name.endswith("starts") else None
             with forms(summaries, threads, settled):
                 alone, after = median(layers.append, count), median(with_product(layers.append), count)
                 whole, behind = median(layers.step, count), median(with_product(layers.step), count)
