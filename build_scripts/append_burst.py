@@ -40,6 +40,9 @@ FORMS = [  # heads_q, heads_kv, dim, group, summary, norm, dtype
 ]
 SMALL = [("qwen2.5-7b", 1, 32768, "fier", 20), ("qwen2.5-7b", 1, 8192, "full", 20), ("qwen2.5-7b", 8, 8192, "full", 6), ("qwen2.5-7b", 8, 8192, "fier", 6),
          ("qwen2.5-7b", 1, 32768, "quest", 20), ("qwen2.5-7b", 1, 131072, "quest", 10), ("llama-3.1-8b", 1, 131072, "fier", 6)]  # fmt: skip
+EARLY = [(g, b, c, p, n) for g, b, c, n in (("qwen2.5-7b", 1, 8192, 24), ("qwen2.5-7b", 1, 32768, 20), ("qwen2.5-7b", 1, 131072, 10), ("qwen2.5-7b", 2, 131072, 6),
+         ("qwen2.5-7b", 8, 8192, 8), ("qwen2.5-7b", 8, 32768, 6), ("llama-3.1-8b", 1, 32768, 12), ("llama-3.1-8b", 1, 131072, 6), ("llama-3.1-8b", 8, 8192, 6),
+         ("llama-3.1-8b", 8, 32768, 4), ("llama-2-7b", 1, 32768, 6), ("qwen2.5-7b", 8, 131072, 4), ("llama-3.1-8b", 8, 131072, 4), ("llama-3.1-8b", 32, 32768, 4)) for p in ("quest", "fier")]
 LARGE = [("qwen2.5-7b", 8, 131072, "quest", 4), ("llama-3.1-8b", 8, 131072, "quest", 4), ("qwen2.5-7b", 8, 131072, "fier", 4),
          ("llama-3.1-8b", 8, 131072, "fier", 4), ("qwen2.5-7b", 32, 32768, "quest", 4), ("qwen2.5-7b", 32, 32768, "fier", 4)]  # fmt: skip
 
@@ -54,7 +57,7 @@ def compile_here(folder: Path) -> None:
         for heads_q, heads_kv, dim, group, summary, norm, dtype in FORMS:
             append_launch.append_kernel(heads_q, heads_kv, dim, group, summary, norm, dtype, "90")
             launch_token.token_kernel(heads_q, heads_kv, dim, group, summary, norm, dtype == "bf16", "90")
-        for geometry, batch, context, policy, _ in SMALL + LARGE:
+        for geometry, batch, context, policy, _ in SMALL + LARGE + EARLY:
             case = case_of(geometry, batch, context, policy)
             plan, model, limits = case.plan(1), case.model, Limits(max_seq_len=context, max_batch_size=batch)
             group, select, summary = model.num_q_heads // model.num_kv_heads, plan.select[0], summary_of(plan, 0)
@@ -226,6 +229,51 @@ def small(geometry, batch, context, policy, count):
                 say("  ", line)
 
 
+def early(geometry, batch, context, policy, count):
+    """The step alone and behind a product, where append lets the choice begin early and where not."""
+    from trtkv.bench.layer import Layers
+    from trtkv.plugins.linear import launch as linear
+
+    case = case_of(geometry, batch, context, policy)
+    for key in ("append", "score", "choose", "attend"):
+        OVERLAP[key] = True
+    OVERLAP["early"] = None
+    layers = Layers(case, count, DEVICE)
+    matrices = [torch.randn(case.model.qkv_size, case.model.hidden_size, device=DEVICE, dtype=torch.bfloat16) for _ in range(4)]
+    x = torch.randn(batch, case.model.hidden_size, device=DEVICE, dtype=torch.bfloat16)
+
+    def behind(i):
+        if batch <= 2:
+            linear.gemv(x, matrices[i % 4], None, layers.qkv)
+        else:
+            torch.mm(x, matrices[i % 4].t(), out=layers.qkv)
+        layers.step(i)
+
+    cells = []
+    for starts in (False, True, True, False):
+        OVERLAP["early"] = starts
+        with forms((0, 1, 2)):
+            cells.append((median(layers.step, count, 15), median(behind, count, 15)))
+    OVERLAP["early"] = None
+    say(f"{geometry} {batch} x {context} {policy}: whole {cells[0][0]:.2f} {cells[3][0]:.2f} early {cells[1][0]:.2f} {cells[2][0]:.2f}"
+        f" | behind a product {cells[0][1]:.2f} {cells[3][1]:.2f} early {cells[1][1]:.2f} {cells[2][1]:.2f}"
+        f" | select alone {median(layers.select, count, 9):.2f}")
+
+
+def strange(patched):
+    """One-bit keys of 1 x 32k took 46 us where 20 are known."""
+    from trtkv.bench.layer import Layers
+    from trtkv.bench.profile import kernel_times
+
+    for threads in (True, False):
+        layers = Layers(case_of("qwen2.5-7b", 1, 32768, "fier"), 20, DEVICE)
+        say("strange", patched, f"append {median(layers.append, 20):.2f} select {median(layers.select, 20):.2f} attend {median(layers.attend, 20):.2f} whole {median(layers.step, 20):.2f}",
+            kernel_times(layers.step, 20, DEVICE))
+        if not threads:
+            break
+        torch.cuda.synchronize()
+
+
 def large(geometry, batch, context, policy, count):
     from trtkv.bench.layer import Layers
 
@@ -270,7 +318,10 @@ def main():
     with torch.inference_mode():
         torch.zeros(1, device=DEVICE)
         say("ready")
-        for work, args in [(check_forms, ()), (patch_overlaps, ()), *[(small, one) for one in SMALL[:4]], *[(large, one) for one in LARGE], *[(small, one) for one in SMALL[4:]]]:
+        works = [(check_forms, ()), (strange, ("before",)), (patch_overlaps, ()), (strange, ("after",)), *[(early, one) for one in EARLY]]
+        if sys.argv[1:2] == ["strange"]:
+            works = [(strange, ("as it is",))]
+        for work, args in works:
             if time.time() - STARTED > LIMIT_S:
                 say("no time for", work.__name__, args)
                 continue
