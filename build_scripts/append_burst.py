@@ -43,6 +43,7 @@ SMALL = [("qwen2.5-7b", 1, 32768, "fier", 20), ("qwen2.5-7b", 1, 8192, "full", 2
 EARLY = [(g, b, c, p, n) for g, b, c, n in (("qwen2.5-7b", 1, 8192, 24), ("qwen2.5-7b", 1, 32768, 20), ("qwen2.5-7b", 1, 131072, 10), ("qwen2.5-7b", 2, 131072, 6),
          ("qwen2.5-7b", 8, 8192, 8), ("qwen2.5-7b", 8, 32768, 6), ("llama-3.1-8b", 1, 32768, 12), ("llama-3.1-8b", 1, 131072, 6), ("llama-3.1-8b", 8, 8192, 6),
          ("llama-3.1-8b", 8, 32768, 4), ("llama-2-7b", 1, 32768, 6), ("qwen2.5-7b", 8, 131072, 4), ("llama-3.1-8b", 8, 131072, 4), ("llama-3.1-8b", 32, 32768, 4)) for p in ("quest", "fier")]
+EARLY += [("qwen2.5-7b", 8, 32768, "full", 6), ("qwen2.5-7b", 8, 131072, "full", 4), ("llama-3.1-8b", 8, 131072, "full", 4), ("llama-3.1-8b", 32, 8192, "full", 4)]
 LARGE = [("qwen2.5-7b", 8, 131072, "quest", 4), ("llama-3.1-8b", 8, 131072, "quest", 4), ("qwen2.5-7b", 8, 131072, "fier", 4),
          ("llama-3.1-8b", 8, 131072, "fier", 4), ("qwen2.5-7b", 32, 32768, "quest", 4), ("qwen2.5-7b", 32, 32768, "fier", 4)]  # fmt: skip
 
@@ -146,9 +147,9 @@ def patch_overlaps():
     import trtkv.plugins.kv_select.cuda as s
     from trtkv.plugins.kv_select import launch
 
-    a.overlaps = lambda *x: OVERLAP["append"]
-    s.overlaps = lambda *x: OVERLAP["score"]
-    t.overlaps = lambda *x: OVERLAP["attend"]
+    a.overlaps = lambda *x, **y: OVERLAP["append"]
+    s.overlaps = lambda *x, **y: OVERLAP["score"]
+    t.overlaps = lambda *x, **y: OVERLAP["attend"]
     own = launch.select_units
     launch.select_units = lambda *args, **kw: own(*args, **{**kw, "overlap": OVERLAP["choose"]})
     early = append_launch.launch
@@ -257,7 +258,12 @@ def early(geometry, batch, context, policy, count):
     OVERLAP["early"] = None
     say(f"{geometry} {batch} x {context} {policy}: whole {cells[0][0]:.2f} {cells[3][0]:.2f} early {cells[1][0]:.2f} {cells[2][0]:.2f}"
         f" | behind a product {cells[0][1]:.2f} {cells[3][1]:.2f} early {cells[1][1]:.2f} {cells[2][1]:.2f}"
-        f" | select alone {median(layers.select, count, 9):.2f}")
+        f" | select alone {median(layers.select, count, 9) if layers.selects else 0:.2f}")
+    if policy == "full":
+        OVERLAP["append"] = False
+        with forms((0, 1, 2)):
+            cells = [(median(layers.step, count, 15), median(behind, count, 15)) for _ in range(2)]
+        say(f"   append not overlapped: whole {cells[0][0]:.2f} {cells[1][0]:.2f} | behind a product {cells[0][1]:.2f} {cells[1][1]:.2f}")
 
 
 def strange(patched):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trtkv.plugins.encoded import cuda as encoded
 from trtkv.plugins.face import OpConfig
-from trtkv.plugins.kv_append import launch
+from trtkv.plugins.kv_append import launch, launch_token
 from trtkv.plugins.kv_append.summary import kept_of
 from trtkv.plugins.kv_recall import cuda as recall
 from trtkv.plugins.kv_select import indexes
@@ -32,7 +32,7 @@ def append(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
         to = recall.begin_append(session, layer, stored[group], inputs[5], table[group])
     else:
         to = recall.Target(session.buffer("keys", layer), session.buffer("values", layer), stored[group], table[group])
-    overlap, select = step.decoding and overlaps(session, table), session.plan.select[layer]
+    overlap, select = step.decoding and overlaps(session, table, bulky=not launch_token.takes(kept.kind)), session.plan.select[layer]
     # Attention over everything has keys to load while the product in front of this ends; a selection that takes all multiprocessors slowed down.
     launch.launch(
         qkv, positions, starts, to.lens, to.table, rope, (inputs[9], inputs[10]) if len(inputs) > 9 else None, out,

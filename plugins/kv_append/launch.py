@@ -47,7 +47,7 @@ def launch(
     aligned = [one.data_ptr() for one in (qkv, rope, out, keys, values, bits, meta) if one is not None]
     if any(pointer % 16 for pointer in aligned) or qkv.stride(0) % 16 or page_size % 16:
         raise EngineError("an input of the append kernel is not aligned to 16 bytes", "Report this with the output of trtkv doctor.")
-    if longest == 1 and heads is None and rings is None and summary in launch_token.SUMMARIES:
+    if longest == 1 and heads is None and rings is None and launch_token.takes(summary):
         launch_token.launch(
             qkv, positions, starts, lens, table, table if homes is None else homes, rope, norms, out, keys, values, bits, meta,
             eps=eps, group=group, summary=summary, overlap=overlap, early=early, settled=settled,

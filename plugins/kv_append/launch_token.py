@@ -34,6 +34,11 @@ def launch(
     kernel.launch(grid, THREADS, 0, stream, (*(0 if one is None else one.data_ptr() for one in tensors), *numbers), overlap=overlap)
 
 
+def takes(summary: int) -> bool:
+    """Say whether it keeps a summary, by its number in kernel.py."""
+    return summary in SUMMARIES
+
+
 def lanes(dim: int) -> int:
     """Return the threads of a head, as append.cu counts them."""
     return 32 if dim > 128 else 16 if dim > 64 else 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trtkv.config import Limits, ModelConfig
 from trtkv.plan import CachePlan
 from trtkv.plugins.kv_append.launch import KINDS, NO_GROUP, append_kernel
-from trtkv.plugins.kv_append.launch_token import SUMMARIES, token_kernel
+from trtkv.plugins.kv_append.launch_token import takes, token_kernel
 from trtkv.plugins.ragged.ring import slides
 from trtkv.plugins.support import summary_kind
 
@@ -21,5 +21,5 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
         group = NO_GROUP if kind is None or select is None else select.group
         shape = (plan.num_q_heads, plan.num_kv_heads, plan.head_dim, group, KINDS[kind], model.qk_norm)
         append_kernel(*shape, _NAMES[plan.kv_dtype], arch, plan.ragged, sink)
-        if not plan.ragged and KINDS[kind] in SUMMARIES:
+        if not plan.ragged and takes(KINDS[kind]):
             token_kernel(*shape, plan.kv_dtype == "bfloat16", arch)
