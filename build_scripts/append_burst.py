@@ -45,6 +45,7 @@ EARLY = [(g, b, c, p, n) for g, b, c, n in (("qwen2.5-7b", 1, 8192, 24), ("qwen2
          ("llama-3.1-8b", 8, 32768, 4), ("llama-2-7b", 1, 32768, 6), ("qwen2.5-7b", 8, 131072, 4), ("llama-3.1-8b", 8, 131072, 4), ("llama-3.1-8b", 32, 32768, 4)) for p in ("quest", "fier")]
 EARLY = [one for one in EARLY if one[3] == "fier"] + [one for one in EARLY if one[3] == "quest"]
 EARLY += [("qwen2.5-7b", 1, 8192, "full", 20), ("qwen2.5-7b", 1, 32768, "full", 12), ("qwen2.5-7b", 8, 8192, "full", 6)]
+CLOSING = [("qwen2.5-7b", 1, 32768, "fier", 20), ("qwen2.5-7b", 8, 32768, "fier", 6), ("qwen2.5-7b", 8, 32768, "quest", 6), ("qwen2.5-7b", 32, 32768, "fier", 4)]
 LARGE = [("qwen2.5-7b", 8, 131072, "quest", 4), ("llama-3.1-8b", 8, 131072, "quest", 4), ("qwen2.5-7b", 8, 131072, "fier", 4),
          ("llama-3.1-8b", 8, 131072, "fier", 4), ("qwen2.5-7b", 32, 32768, "quest", 4), ("qwen2.5-7b", 32, 32768, "fier", 4)]  # fmt: skip
 
@@ -265,6 +266,25 @@ def early(geometry, batch, context, policy, count):
     say(f"{geometry} {batch} x {context} {policy}:", " | ".join(words))
 
 
+def closing(geometry, batch, context, policy, count):
+    """Append where every sequence completes a group, and where none does."""
+    from trtkv.bench.layer import Layers
+
+    for key in ("append", "score", "choose", "attend"):
+        OVERLAP[key] = True
+    OVERLAP["early"] = None
+    layers = Layers(case_of(geometry, batch, context, policy), count, DEVICE)
+    for what in ("open", "closes"):
+        cells = []
+        for name, summaries, threads, settled in variants(layers, policy)[:3]:
+            with forms(summaries, threads, settled):
+                cells.append(f"{name} {median(layers.append, count):.2f} {median(layers.append, count):.2f} whole {median(layers.step, count):.2f}")
+        say(f"{geometry} {batch} x {context} {policy} {what}:", " | ".join(cells))
+        for one in layers.places[1:3]:
+            one += 16
+        layers.positions += 16 - 1
+
+
 def strange(patched):
     """One-bit keys of 1 x 32k took 46 us where 20 are known."""
     from trtkv.bench.layer import Layers
@@ -323,7 +343,7 @@ def main():
     with torch.inference_mode():
         torch.zeros(1, device=DEVICE)
         say("ready")
-        works = [(check_forms, ()), (patch_overlaps, ()), *[(early, one) for one in EARLY]]
+        works = [(check_forms, ()), (patch_overlaps, ()), *[(closing, one) for one in CLOSING], *[(early, one) for one in EARLY]]
         if sys.argv[1:2] == ["strange"]:
             works = [(strange, ("as it is",))]
         for work, args in works:
