@@ -70,6 +70,9 @@ def compile_here(folder: Path) -> None:
                 launch_token.THREADS = threads
                 own = NO_GROUP if select is None else select.group
                 launch_token.token_kernel(model.num_q_heads, model.num_kv_heads, model.head_dim, own, kind, False, True, "90")
+                if threads == 128:
+                    for unroll in UNROLLS:
+                        with_unroll(unroll)(model.num_q_heads, model.num_kv_heads, model.head_dim, own, kind, False, True, "90")
             launch_token.THREADS = 128
             launch_dense.dense_kernel(plan.head_dim, group, True, "90", False, False)
             if select is not None:
@@ -81,6 +84,29 @@ def compile_here(folder: Path) -> None:
     print(len(asked), "kernels,", len(todo), "to compile")
     for spec in todo:
         store.write(folder, spec, spec.compile())
+
+
+UNROLLS = (2, 4, 8)
+TOKEN_KERNEL = launch_token.token_kernel
+
+
+def with_unroll(unroll):
+    """Load the CUDA form with another UNROLL."""
+    from trtkv.plugins._device import nvrtc
+
+    def load(path, name, types, defines, arch, shared, **more):
+        return OWN_LOAD(path, name, types, (*defines, f"-DUNROLL={unroll}"), arch, shared, **more)
+
+    OWN_LOAD = nvrtc.load
+
+    def kernel(*args):
+        nvrtc.load = load
+        try:
+            return TOKEN_KERNEL(*args)
+        finally:
+            nvrtc.load = OWN_LOAD
+
+    return kernel
 
 
 @contextmanager
@@ -176,7 +202,7 @@ def check(layers):
 
     ops = frozenset(("append", "select", "attend") if layers.selects else ("append", "attend"))
     findings = Findings()
-    with forms((0, 1, 2)):
+    with forms(launch_token.SUMMARIES):
         layers.poison(*ops)
         from trtkv.bench.timing import measure
 
@@ -276,27 +302,27 @@ def closing(geometry, batch, context, policy, count):
     layers = Layers(case_of(geometry, batch, context, policy), count, DEVICE)
     for what in ("open", "closes"):
         cells = []
-        for name, summaries, threads, settled in variants(layers, policy)[:3]:
-            with forms(summaries, threads, settled):
-                cells.append(f"{name} {median(layers.append, count):.2f} {median(layers.append, count):.2f} whole {median(layers.step, count):.2f}")
+        with forms(()):
+            cells.append(f"triton {median(layers.append, count):.2f} {median(layers.append, count):.2f} whole {median(layers.step, count):.2f} {median(layers.step, count):.2f}")
+        for unroll in UNROLLS:
+            launch_token.token_kernel = with_unroll(unroll)
+            with forms((0, 1, 2)):
+                cells.append(f"cuda {unroll}: {median(layers.append, count):.2f} {median(layers.append, count):.2f} whole {median(layers.step, count):.2f} {median(layers.step, count):.2f}")
+        launch_token.token_kernel = TOKEN_KERNEL
         say(f"{geometry} {batch} x {context} {policy} {what}:", " | ".join(cells))
         for one in layers.places[1:3]:
             one += 16
         layers.positions += 16 - 1
 
 
-def strange(patched):
-    """One-bit keys of 1 x 32k took 46 us where 20 are known."""
+def final(geometry, batch, context, policy, count):
+    """The package as it is."""
     from trtkv.bench.layer import Layers
-    from trtkv.bench.profile import kernel_times
 
-    for threads in (True, False):
-        layers = Layers(case_of("qwen2.5-7b", 1, 32768, "fier"), 20, DEVICE)
-        say("strange", patched, f"append {median(layers.append, 20):.2f} select {median(layers.select, 20):.2f} attend {median(layers.attend, 20):.2f} whole {median(layers.step, 20):.2f}",
-            kernel_times(layers.step, 20, DEVICE))
-        if not threads:
-            break
-        torch.cuda.synchronize()
+    layers = Layers(case_of(geometry, batch, context, policy), count, DEVICE)
+    cells = [median(layers.step, count, 15) for _ in range(3)]
+    say(f"final {geometry} {batch} x {context} {policy}: append {median(layers.append, count):.2f} whole", " ".join(f"{one:.2f}" for one in cells))
+    check(layers)
 
 
 def large(geometry, batch, context, policy, count):
@@ -343,9 +369,8 @@ def main():
     with torch.inference_mode():
         torch.zeros(1, device=DEVICE)
         say("ready")
-        works = [(check_forms, ()), (patch_overlaps, ()), *[(closing, one) for one in CLOSING], *[(early, one) for one in EARLY]]
-        if sys.argv[1:2] == ["strange"]:
-            works = [(strange, ("as it is",))]
+        cases = [one for one in EARLY if one[3] != "full"] + [one for one in LARGE if one[1] == 32] + [one for one in EARLY if one[3] == "full"]
+        works = [(check_forms, ()), *[(closing, one) for one in CLOSING], *[(final, one) for one in cases]]
         for work, args in works:
             if time.time() - STARTED > LIMIT_S:
                 say("no time for", work.__name__, args)

@@ -7,6 +7,9 @@
 #define HALF (D / 2)
 #define LANES (D > 128 ? 32 : D > 64 ? 16 : 8) // threads of a head: a power of two, because a norm adds up over them
 #define UNITS (HEADS_Q + 2 * HEADS_KV)
+#ifndef UNROLL // tokens of a closing group that are asked for at once: code that runs seldom is fetched from memory
+#define UNROLL 4
+#endif
 
 __device__ __forceinline__ void wait_for_input() {
 #if __CUDA_ARCH__ >= 900
@@ -96,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_token(const real* q
     summary = ((long long)homes[(long long)b * table_stride + page] * HEADS_KV + head) * (page_size / GROUP) + inside / GROUP;
 #pragma unroll
     for (int e = 0; e < 8; e++) low[e] = __int_as_float(0x7f800000), high[e] = -low[e];
-#pragma unroll 8
+#pragma unroll UNROLL
     for (int t = 0; t < GROUP; t++) {
       Eight old;
       old.load(first + min(t, GROUP - 2) * D);
@@ -140,20 +143,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_token(const real* q
   float middle[8];
   u32 raised[8];
 #pragma unroll
-  for (int e = 0; e < 8; e++) {
-    middle[e] = (low[e] + high[e]) / 2, raised[e] = (u32)(to_float(own.x[e]) >= middle[e]) << (GROUP - 1);
-  }
-#pragma unroll 8
-  for (int t = 0; t < GROUP - 1; t++) {
-    Eight old;
-    old.load(first + t * D);
+  for (int e = 0; e < 8; e++) middle[e] = (low[e] + high[e]) / 2, raised[e] = 0;
+#pragma unroll UNROLL
+  for (int t = 0; t < GROUP; t++) {
+    Eight each; // the last is what this thread has just stored
+    each.load(first + t * D);
 #pragma unroll
-    for (int e = 0; e < 8; e++) raised[e] |= (u32)(to_float(old.x[e]) >= middle[e]) << t;
+    for (int e = 0; e < 8; e++) raised[e] |= (u32)(to_float(each.x[e]) >= middle[e]) << t;
   }
   // Words of the group, as `fier_layout.py` lays them out: of eight neighbouring channels and four tokens each.
   const int piece = d / 8;
   u32* words = bits + summary * D + piece % 4 * (D / 32) + piece / 4;
-#pragma unroll
+#pragma unroll 1
   for (int j = 0; j < 8; j++) {
     u32 word = 0;
 #pragma unroll
