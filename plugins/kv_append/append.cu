@@ -7,9 +7,7 @@
 #define HALF (D / 2)
 #define LANES (D > 128 ? 32 : D > 64 ? 16 : 8) // threads of a head: a power of two, because a norm adds up over them
 #define UNITS (HEADS_Q + 2 * HEADS_KV)
-#ifndef UNROLL // tokens of a closing group that are asked for at once: code that runs seldom is fetched from memory
-#define UNROLL 4
-#endif
+#define UNROLL (SUMMARY == 1 ? 8 : 4) // tokens of a closing group that are asked for at once; code that runs seldom is fetched from memory
 
 __device__ __forceinline__ void wait_for_input() {
 #if __CUDA_ARCH__ >= 900
