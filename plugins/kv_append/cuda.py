@@ -8,13 +8,13 @@ from torch import Tensor
 
 from trtkv.plugins.encoded import cuda as encoded
 from trtkv.plugins.face import OpConfig
-from trtkv.plugins.kv_append import launch
+from trtkv.plugins.kv_append import launch, launch_token
 from trtkv.plugins.kv_append.summary import kept_of
 from trtkv.plugins.kv_recall import cuda as recall
 from trtkv.plugins.kv_select import indexes
 from trtkv.plugins.ragged import ops as ragged
 from trtkv.plugins.session import Session
-from trtkv.plugins.support import overlaps
+from trtkv.plugins.support import begins_early, overlaps
 
 
 def append(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
@@ -32,13 +32,15 @@ def append(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
         to = recall.begin_append(session, layer, stored[group], inputs[5], table[group])
     else:
         to = recall.Target(session.buffer("keys", layer), session.buffer("values", layer), stored[group], table[group])
-    overlap, select = step.decoding and overlaps(session, table), session.plan.select[layer]
-    # Attention over everything has keys to load while the product in front of this ends; a selection that takes all multiprocessors slowed down.
+    bulky, select = not launch_token.takes(kept.kind), session.plan.select[layer]
+    overlap = step.decoding and overlaps(session, table, bulky=bulky)
+    # What is read early was written by the step's first kernel, and behind that one comes one that lets nothing begin early: whatever stands between
+    # that and this. With keys on the host a kernel just in front of this says where tokens go.
     launch.launch(
         qkv, positions, starts, to.lens, to.table, rope, (inputs[9], inputs[10]) if len(inputs) > 9 else None, out,
         to.keys, to.values, kept.bits, kept.meta, homes=to.homes,
         eps=config.rms_eps, group=kept.group, summary=kept.kind, longest=step.longest, overlap=overlap,
-        early=overlap and session.offload is None and (select is None or session.reads_all),
+        early=overlap and begins_early(session, layer, table, bulky=bulky), settled=overlap and session.offload is None,
     )  # fmt: skip
     if session.offload is not None and session.offload.covers(layer):
         recall.end_append(session, layer)

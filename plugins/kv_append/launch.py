@@ -10,6 +10,7 @@ from torch import Tensor
 from trtkv.errors import EngineError
 from trtkv.plugins._device import triton_aot
 from trtkv.plugins._device.driver import Kernel, arch
+from trtkv.plugins.kv_append import launch_token
 
 NONE, FIER, MINMAX, CUBOID, BALL_MEAN, BALL_MAX, MEAN = range(7)  # what is kept of a group, as in kernel.py, which needs Triton
 KINDS = {None: NONE, "fier": FIER, "minmax": MINMAX, "cuboid": CUBOID, "ball-mean": BALL_MEAN, "ball-max": BALL_MAX, "mean": MEAN}
@@ -22,14 +23,15 @@ _ALIGNED = ("qkv", "rope", "out", "keys", "values", "bits", "meta", "qkv_stride"
 def launch(
     qkv: Tensor, positions: Tensor, starts: Tensor, lens: Tensor, table: Tensor, rope: Tensor, norms: tuple[Tensor, Tensor] | None, out: Tensor,
     keys: Tensor, values: Tensor, bits: Tensor | None, meta: Tensor | None, *,
-    eps: float, group: int, summary: int, longest: int, overlap: bool = False, early: bool = False, homes: Tensor | None = None,
-    heads: int | None = None, slots: Tensor | None = None, rings: Tensor | None = None, sink: int = -1,
+    eps: float, group: int, summary: int, longest: int, overlap: bool = False, early: bool = False, settled: bool = False,
+    homes: Tensor | None = None, heads: int | None = None, slots: Tensor | None = None, rings: Tensor | None = None, sink: int = -1,
 ) -> None:  # fmt: skip
     """Append up to `longest` new tokens of every sequence; tensors as in the kernel, page size and heads from the shapes.
 
     bits may be None where the summary has only meta, both where it is NONE; what they hold is the kernel's to say, not their dtype's. group is a
     power of two that divides the page, which is a multiple of 16. homes [B, M] names the pages of the summaries where they are not those of table.
-    early lets the next launch begin before the one in front of this has ended, of which it may then read nothing before it waits.
+    early lets the next launch begin before the one in front of this has ended, of which it may then read nothing before it waits. settled says that
+    all but qkv was there before the launch in front of this one began, whatever that one and those before it let begin early.
     heads says how many KV heads there are where each has its own length and pages: lens [Hk, B], table [Hk, B, M], keys and values [P, 1, N, D].
     rings [Z, Hk, 2] with slots [B] and sink says that some of them keep their newest tokens in rings.
     """
@@ -42,13 +44,19 @@ def launch(
         )  # fmt: skip
         return
     heads_kv, page_size, dim = heads or keys.shape[1], *keys.shape[2:]
+    aligned = [one.data_ptr() for one in (qkv, rope, out, keys, values, bits, meta) if one is not None]
+    if any(pointer % 16 for pointer in aligned) or qkv.stride(0) % 16 or page_size % 16:
+        raise EngineError("an input of the append kernel is not aligned to 16 bytes", "Report this with the output of trtkv doctor.")
+    if longest == 1 and heads is None and rings is None and launch_token.takes(summary):
+        launch_token.launch(
+            qkv, positions, starts, lens, table, table if homes is None else homes, rope, norms, out, keys, values, bits, meta,
+            eps=eps, group=group, summary=summary, overlap=overlap, early=early, settled=settled,
+        )  # fmt: skip
+        return
     heads_q = qkv.shape[1] // dim - 2 * heads_kv
     q_weight, k_weight = norms or (rope, rope)
     bits, meta = keys if bits is None else bits, keys if meta is None else meta
     kernel = append_kernel(heads_q, heads_kv, dim, group, summary, norms is not None, _TYPES[keys.dtype], arch(), heads is not None, sink)
-    aligned = [one.data_ptr() for one in (qkv, rope, out, keys, values, bits, meta)]
-    if any(pointer % 16 for pointer in aligned) or qkv.stride(0) % 16 or page_size % 16:
-        raise EngineError("an input of the append kernel is not aligned to 16 bytes", "Report this with the output of trtkv doctor.")
     homes, slots, rings = (table if homes is None else homes), (lens if slots is None else slots), (lens if rings is None else rings)
     pointers = [
         one.data_ptr() for one in (qkv, positions, starts, lens, table, homes, slots, rings, rope, q_weight, k_weight, out, keys, values, bits, meta)

@@ -70,9 +70,10 @@ def choose_units(
         launch.fier_score(query, bits, ranges, table, lens, desk.scores, desk.parts, page_size=session.plan.page_size, pooling=plan.pooling, **score)
     else:
         _score_pages(session, layer, plan, summary, query, lens, table, desk, **score)
+    beside = overlap and (summary.scorer == "fier" or overlaps(session, table, bulky=True))  # pages' scorer was slowed down, for many tokens
     launch.select_units(
         desk.scores, desk.parts, lens if ahead is None else ahead, out, budget=session.reads_all_up_to(layer), sink=plan.sink, window=plan.window,
-        unit=plan.unit, group=plan.group, pooling=plan.pooling, own=own, overlap=overlap,
+        unit=plan.unit, group=plan.group, pooling=plan.pooling, own=own, overlap=beside,
     )  # fmt: skip
 
 

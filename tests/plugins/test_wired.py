@@ -214,13 +214,19 @@ class Recorder:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # nothing is computed
-def test_append_lets_dense_attention_begin_early_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first layer reads everything, the second selects where there is more than it reads."""
+@pytest.mark.parametrize(
+    ("policy", "many", "early"), [("quest", False, True), ("quest", True, False), ("fier", True, True), ("freekv+cuboid", False, False)]
+)
+def test_append_lets_what_has_something_to_load_begin_early(policy: str, many: bool, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer reads everything, the second selects where there is more than it reads. Only a step of decoding may be read before its wait."""
     Launches(monkeypatch)
     asked: list[dict[str, bool]] = []
-    monkeypatch.setattr(append_cuda.launch, "launch", lambda *args, overlap, early, **more: asked.append({"overlap": overlap, "early": early}))
+    monkeypatch.setattr(append_cuda.launch, "launch", lambda *args, **more: asked.append(more))
     one, prompts = model(), {0: 160, 2: 20}
-    twins = Twins(lower("quest", one), one)
+    twins = Twins(lower(policy, one), one)
+    if many:  # of more tokens than are few, and with bounds of more bytes than are prefetched
+        monkeypatch.setattr(support, "MOST_OVERLAPPED_TOKENS", 1)
+        monkeypatch.setattr(support, "MOST_EARLY_BYTES", 1)
     seen = []
     for new in ({0: 160}, {0: 1}, {0: 1, 2: 20}, {2: 1}):
         query, starts, _, stored, slots, table, _ = twins.begin(new, prompts)
@@ -229,8 +235,20 @@ def test_append_lets_dense_attention_begin_early_and_nothing_else(monkeypatch: p
         for layer in range(2):
             append_cuda.append(twins.wired, layer, twins.config, (qkv, starts, starts, stored[0], stored, slots, table, query), query)
         seen.append([(each["overlap"], each["early"]) for each in asked])
+        assert all(each["settled"] == each["overlap"] for each in asked)
     prefilling = [(False, False)] * 2
-    assert seen == [prefilling, [(True, True), (True, False)], prefilling, [(True, True), (True, True)]]
+    assert seen == [prefilling, [(True, True), (True, early)], prefilling, [(True, True), (True, True)]]
+
+
+@pytest.mark.parametrize(("policy", "small"), [("quest", True), ("freekv+cuboid", False)])
+def test_many_tokens_keep_only_bulky_launches_apart(policy: str, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the number of tokens that was measured with the append kernel in Triton, which keeps the cuboids here."""
+    one = model()
+    session, table = Twins(lower(policy, one), one).wired, torch.zeros(1, 2, 3, dtype=torch.int32)
+    assert support.overlaps(session, table) and support.overlaps(session, table, bulky=True)
+    monkeypatch.setattr(support, "MOST_OVERLAPPED_TOKENS", 2 * HK * 3 * session.plan.page_size - 1)
+    assert support.overlaps(session, table) and not support.overlaps(session, table, bulky=True)
+    assert append_cuda.launch_token.takes(append_cuda.kept_of(session, 1).kind) == small
 
 
 @pytest.mark.parametrize(("policy", "heads", "kv"), SHAPES)
@@ -255,5 +273,5 @@ def test_every_kernel_that_a_step_launches_is_listed(policy: str, heads: int, kv
     assert launched.keys() <= listed.keys()
     rest = {spec.entry for name, spec in listed.items() if name not in launched}
     one_launch = {"fier_select", "page_select"}  # forms for other numbers of multiprocessors, which a build does not know
-    others = {"append_kernel", "_speculate_kernel", "sample", "feed", "fetch", "recall", "open_pages", "gemv", "rms_norm", "silu_gate"}
-    assert rest <= others | one_launch
+    others = {"append_kernel", "append_token", "_speculate_kernel", "sample", "feed", "fetch", "recall", "open_pages"}
+    assert rest <= others | one_launch | {"gemv", "rms_norm", "silu_gate"}
