@@ -6,18 +6,17 @@ the device, so that a captured step ends with them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from trtkv.plan import CachePlan
 from trtkv.plugins._device import triton_aot
-from trtkv.plugins._device.driver import Kernel, arch
-from trtkv.plugins.compaction.launch import TYPES, WARPS, Constants
+from trtkv.plugins._device.driver import Kernel
+from trtkv.plugins.compaction.launch import WARPS, Constants
+from trtkv.plugins.compaction.newest import Step, launch, sequences_of
 from trtkv.plugins.compaction.stacks import Stacks
 
 _SOURCE = Path(__file__).parent / "exchange_kernel.py"
@@ -25,7 +24,6 @@ LOG2_E = 1.4426950408889634
 MASS, NEWEST, POSITION = range(3)  # what a token is kept for
 _BLOCK = 1024  # tokens that a block of the exchange looks at together
 _TOGETHER = 8  # query heads whose numbers it reads at once
-_MOST_SCRATCH = 64 << 20  # bytes of logits; more sequences take turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,58 +78,33 @@ class Scratch:
         if rule.score == POSITION:
             return Scratch(num_slots, *(torch.empty(1, device=keys.device) for _ in range(3)))
         width = width_of(rule, dim)
-        sequences = max(1, min(num_slots, _MOST_SCRATCH // (4 * layers * heads_q * width)))
+        sequences = sequences_of(layers, heads_q * width, num_slots)
         wide = dict(exchange_constants(heads, heads_q // heads, dim, keys.element_size(), rule))["WIDE"]
         each = (heads_q * width, 2 * heads_q * width // block_of(dim), heads * wide)
         return Scratch(sequences, *(torch.empty(layers * sequences * one, device=keys.device) for one in each))
 
 
-def run(
-    stacks: Stacks, group: int, rule: Rule, scratch: Scratch, queries: Tensor | None, table: Tensor, lens: Tensor, seen: Tensor, slots: Tensor,
-    heads_q: int, scale: float,
-) -> None:  # fmt: skip
-    """Evict from the layers of a page group of B sequences behind a decode step: table [B, M], lens [B] stored tokens with the newest, seen, slots [B].
-
-    All int32; queries [L, B, Hq D] are those of the step, None where `last_queries` holds them.
-    """
-    batch = len(lens)
-    for start in range(0, batch, scratch.sequences):
-        some = slice(start, min(batch, start + scratch.sequences))
-        own = queries if queries is None or scratch.sequences >= batch else queries[:, some].contiguous()
-        _run_some(stacks, group, rule, scratch, own, table[some], lens[some], seen[some], slots[some], heads_q, scale)
+def run(stacks: Stacks, group: int, rule: Rule, scratch: Scratch, step: Step) -> None:
+    """Evict from the layers of a page group behind a decode step."""
+    for some in step.cut(scratch.sequences):
+        _run_some(stacks, group, rule, scratch, some)
 
 
-def _run_some(
-    stacks: Stacks, group: int, rule: Rule, scratch: Scratch, queries: Tensor | None, table: Tensor, lens: Tensor, seen: Tensor, slots: Tensor,
-    heads_q: int, scale: float,
-) -> None:  # fmt: skip
+def _run_some(stacks: Stacks, group: int, rule: Rule, scratch: Scratch, step: Step) -> None:
     keys, values, positions = (stacks.groups[name][group] for name in ("keys", "values", "positions"))
     layers, pages, heads, size, dim = keys.shape
-    width = width_of(rule, dim)
+    width, share = width_of(rule, dim), step.heads_q // heads
     mass = stacks.groups["attention_mass"][group] if rule.score == MASS else scratch.logits
     if rule.score != POSITION:
-        asked = stacks.groups["last_queries"][group] if queries is None else queries
-        window = asked.shape[2] if queries is None else 0
-        constants = logits_constants(heads, heads_q // heads, dim, window)
-        blocks = min(width, table.shape[1] * size + block_of(dim) - 1) // block_of(dim)
-        values_ = (keys, asked, scratch.logits, scratch.notes, table, lens, seen, slots, table.stride(0), pages, size)
-        values_ = (*values_, asked.shape[1] * max(1, window), width, scale * LOG2_E)
-        _launch("logits_kernel", (blocks * heads, layers, len(lens)), values_, constants, TYPES[keys.dtype])
-    constants = exchange_constants(heads, heads_q // heads, dim, keys.element_size(), rule)
+        asked, rows, window = step.asked(stacks, group)
+        constants = logits_constants(heads, share, dim, window)
+        blocks = -(-min(width, step.table.shape[1] * size) // block_of(dim))
+        values_ = (keys, asked, scratch.logits, scratch.notes, *step.integers, step.slots, step.table.stride(0), pages, size, rows, width)
+        launch("exchange_kernel", "logits_kernel", (blocks * heads, layers, len(step.lens)), (*values_, step.scale * LOG2_E), constants, load_kernel)
+    constants = exchange_constants(heads, share, dim, keys.element_size(), rule)
     words = (keys.view(torch.int32), values.view(torch.int32))
-    values_ = (*words, positions, mass, scratch.logits, scratch.notes, scratch.weights, table, lens, seen, table.stride(0), pages, size, width)
-    _launch("exchange_kernel", (heads, layers, len(lens)), values_, constants, "")
-
-
-def _launch(name: str, grid: tuple[int, int, int], values: Sequence[Any], constants: Constants, dtype: str) -> None:
-    if not values[0].is_cuda:
-        from trtkv.plugins.compaction import exchange_kernel
-
-        getattr(exchange_kernel, name)[grid](*values, **dict(constants))
-        return
-    plain = [one.data_ptr() if isinstance(one, Tensor) else one for one in values]
-    stream = torch.cuda.current_stream(values[0].device).cuda_stream
-    triton_aot.launch(load_kernel(name, constants, dtype, arch()), grid, stream, plain)
+    values_ = (*words, positions, mass, scratch.logits, scratch.notes, scratch.weights, *step.integers, step.table.stride(0), pages, size, width)
+    launch("exchange_kernel", "exchange_kernel", (heads, layers, len(step.lens)), values_, constants, load_kernel)
 
 
 def load_kernel(name: str, constants: Constants, dtype: str, arch: str) -> Kernel:

@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.policies.cases import small
 from tests.runtime.test_policies import generate, prompts
 from tests.tiny import TinyModel, make_rig
-from trtkv.plugins.compaction import exchange
+from trtkv.plugins.compaction import exchange, newest
 from trtkv.plugins.compaction.exchange import MASS, NEWEST, POSITION, Rule
 from trtkv.plugins.compaction.observe import evicts_in_step, observe
 from trtkv.plugins.kv_attend import FACE, op
@@ -94,9 +94,8 @@ class Case:
         heads_q, integers = self.heads * self.group, [torch.tensor(one, dtype=torch.int32, device=device) for one in (self.stored, self.seen)]
         scratch = exchange.Scratch.of(stacks, 0, self.rule, heads_q, 3)
         queries = torch.stack([self.query(b) for b in range(2)], 1).flatten(2).to(device) if stacked else None
-        exchange.run(
-            stacks, 0, self.rule, scratch, queries, self.table.to(device), *integers, self.slots.to(device), heads_q, self.dim**-0.5
-        )  # fmt: skip
+        step = newest.Step(queries, self.table.to(device), *integers, self.slots.to(device), heads_q, self.dim**-0.5)
+        exchange.run(stacks, 0, self.rule, scratch, step)
         self.named = {name: one.cpu() for name, one in there.items()}
 
     def counted(self, b: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -184,7 +183,7 @@ def test_more_sequences_than_fit_take_turns(monkeypatch: pytest.MonkeyPatch) -> 
     pytest.importorskip("triton")
     alone, together = (Case(Rule(59, 0, 30, MASS)) for _ in range(2))
     together.run("cpu", True)
-    monkeypatch.setattr(exchange, "_MOST_SCRATCH", 1)
+    monkeypatch.setattr(newest, "MOST_SCRATCH", 1)
     alone.run("cpu", True)
     assert all(torch.equal(one, together.named[name]) for name, one in alone.named.items())
 
