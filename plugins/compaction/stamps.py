@@ -88,7 +88,8 @@ def load_kernel(name: str, constants: Constants, dtype: str, arch: str) -> Kerne
         kinds += [("query_rows", "i32"), ("width", "i32")]
     else:
         kinds = [("scores", "*fp32"), ("stamp", "*fp32"), *step, *integers, ("width", "i32"), ("alpha", "fp32")]
-    return triton_aot.load(_SOURCE, name, (*kinds, *constants), ("keys", "queries", "scores", "stamp", "page_size"), WARPS, arch)
+    aligned = tuple(one for one, _ in kinds if one in ("keys", "queries", "scores", "stamp", "page_size"))
+    return triton_aot.load(_SOURCE, name, (*kinds, *constants), aligned, WARPS, arch)
 
 
 def bounds_constants(heads: int, group: int, dim: int, window: int, rule: Rule) -> Constants:

@@ -62,7 +62,7 @@ def test_pages_keep_what_the_definition_keeps(name: str, chunk: int, tiny_llama:
             assert kept(paged, layer, slot) == kept(held, layer, slot)
 
 
-@pytest.mark.parametrize("name", ["lagkv", "localkv", "knorm", "h2o", "tova", "streaming", "pyramidkv"])
+@pytest.mark.parametrize("name", ["lagkv", "localkv", "knorm", "h2o", "tova", "streaming", "raas", "pyramidkv"])
 def test_kernels_keep_what_the_definition_keeps(name: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     texts, policy = prompts(75, 61), small(name, 48)
