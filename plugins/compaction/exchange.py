@@ -28,9 +28,10 @@ _TOGETHER = 8  # query heads whose numbers it reads at once
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Which token goes where more than a budget are stored: the one kept least for its `score`, neither of the first `sink` nor of the newest `recent`.
+    """Which token goes where more than a budget are stored: the one of the least `score`.
 
-    shared lets all query heads of a layer decide together, pool_max those of a group by their maximum instead of their mean.
+    It is none of the first `sink` and none of the newest `recent`. shared lets all query heads of a layer decide together, pool_max those of a group
+    by their maximum instead of their mean.
     """
 
     budget: int

@@ -118,9 +118,9 @@ def exchange_kernel(
 ):
     """Count attention where it is kept, and let each sequence's newest token take the place of the least where more than BUDGET are stored.
 
-    grid [HEADS, L, B]. keys, values [L, P, HEADS, N, WORDS] int32 words, positions [L, P, HEADS, N] int32, mass [L, P, HEADS GROUP, N] fp32; logits and
-    notes as `logits_kernel` left them for blocks of NOTED tokens, weights [L, B, HEADS, WIDE] fp32 scratch, WIDE at least the query heads that
-    decide; other arguments as there. SCORE 0: the attention that a token received so far, which is counted here; 1: the newest query's; 2: the
+    grid [HEADS, L, B]. keys, values [L, P, HEADS, N, WORDS] int32 words, positions [L, P, HEADS, N] int32, mass [L, P, HEADS GROUP, N] fp32;
+    logits and notes as `logits_kernel` left them for blocks of NOTED tokens, weights [L, B, HEADS, WIDE] fp32 scratch, WIDE at least the query heads
+    that decide; other arguments as there. SCORE 0: the attention that a token received so far, which is counted here; 1: the newest query's; 2: the
     position. SHARED: all query heads of a layer decide together by their mean, else those of a group (by their maximum with POOL_MAX). The first SINK
     tokens and the newest RECENT stay; of equal ones the older stays. Positions are written when a sequence evicts for the first time: before, each
     token's is its place. TOGETHER query heads are read at once.

@@ -57,7 +57,12 @@ class Step:
 
 
 def launch(
-    module: str, name: str, grid: tuple[int, int, int], values: Sequence[Any], constants: Constants, load: Callable[[str, Constants, str, str], Kernel]
+    module: str,
+    name: str,
+    grid: tuple[int, int, int],
+    values: Sequence[Any],
+    constants: Constants,
+    load: Callable[[str, Constants, str, str], Kernel],
 ) -> None:
     """Launch a kernel of a module of this package; load takes its name, constants, the first argument's dtype and the compute capability."""
     first = values[0]

@@ -77,7 +77,7 @@ def stamp_kernel(
     UNIT: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """Stamp the newest token, and the tokens of units whose softmax over scores, mean over a group, is above alpha, with the time; grid [HEADS, L, B].
+    """Stamp the newest token with the time, and tokens of units whose softmax over scores, mean over a group, is above alpha; grid [HEADS, L, B].
 
     stamp [L, P, HEADS, N] fp32; UNITS is at least the units of any sequence, other arguments as of `bounds_kernel`.
     """

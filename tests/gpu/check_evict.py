@@ -130,7 +130,10 @@ class _Judge:
         if torch.equal(expected, got):
             return
         scores = self.role.scores(view)  # type: ignore[union-attr]
-        gone = [torch.tensor([set(all_.tolist()).difference(left.tolist()).pop() for all_, left in zip(positions, one, strict=True)]) for one in (expected, got)]
+        gone = [
+            torch.tensor([set(all_.tolist()).difference(left.tolist()).pop() for all_, left in zip(positions, one, strict=True)])
+            for one in (expected, got)
+        ]
         worst = [scores.gather(1, (positions == one.to(positions.device)[:, None]).int().argmax(1)[:, None]) for one in gone]
         off = float(((worst[1] - worst[0]).abs() / worst[0].abs()).max())
         if off > 2.0**-18:
