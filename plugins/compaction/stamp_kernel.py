@@ -38,15 +38,18 @@ def bounds_kernel(
     stored = tl.load(lens + b)
     if block * BLOCK < stored:
         own, d = table + b.to(tl.int64) * table_stride, tl.arange(0, BLOCK_D)
-        token = block * BLOCK + tl.arange(0, BLOCK)
-        there = token < stored
-        page = layer * num_pages + tl.load(own + token // page_size, there, 0)
-        place = ((page * HEADS + head) * page_size + token % page_size) * D
-        key = tl.load(keys + place[:, None] + d[None, :], there[:, None] & (d < D)[None, :], 0.0).to(tl.float32)
-        low = tl.min(tl.reshape(tl.where(there[:, None], key, float("inf")), [BLOCK // UNIT, UNIT, BLOCK_D]), 1)
-        high = tl.max(tl.reshape(tl.where(there[:, None], key, float("-inf")), [BLOCK // UNIT, UNIT, BLOCK_D]), 1)
         unit = block * (BLOCK // UNIT) + tl.arange(0, BLOCK // UNIT)
         some = unit * UNIT < stored
+        low = tl.full([BLOCK // UNIT, BLOCK_D], float("inf"), tl.float32)
+        high = tl.full([BLOCK // UNIT, BLOCK_D], float("-inf"), tl.float32)
+        for one in tl.static_range(UNIT):
+            token = unit * UNIT + one
+            there = token < stored
+            page = layer * num_pages + tl.load(own + token // page_size, there, 0)
+            place = ((page * HEADS + head) * page_size + token % page_size) * D
+            key = tl.load(keys + place[:, None] + d[None, :], there[:, None] & (d < D)[None, :], 0.0).to(tl.float32)
+            low = tl.where(there[:, None], tl.minimum(low, key), low)
+            high = tl.where(there[:, None], tl.maximum(high, key), high)
         low, high = tl.where(some[:, None], low, 0.0), tl.where(some[:, None], high, 0.0)
         row = layer * query_rows
         if WINDOW:

@@ -19,7 +19,7 @@ from trtkv.plugins.compaction.newest import Step, launch, sequences_of
 from trtkv.plugins.compaction.stacks import Stacks
 
 _SOURCE = Path(__file__).parent / "stamp_kernel.py"
-_BLOCK = 64  # tokens whose keys one block reads
+_BLOCK = 128  # tokens whose keys one block reads
 _MOST_UNITS = 2048  # units of a sequence that one block weighs
 
 

@@ -61,10 +61,10 @@ def test_the_query_stamps_what_it_needs(unit: int, stacked: bool, window: int, d
         ("alpha", "0.25", stamps.Rule(8, 0.25, 13)),
         ("pin_prompt", "true", None),  # a prompt of any length stays
         ("page", "12", None),
-        ("page", "128", None),
+        ("page", "256", None),
     ],
 )
 def test_whose_stamps_kernels_write(field: str, value: str, rule: stamps.Rule | None, tiny_llama: TinyModel) -> None:
-    policy = small("raas", 400 if value == "128" else 96).with_field(f"evict.{field}", value)
+    policy = small("raas", 800 if value == "256" else 96).with_field(f"evict.{field}", value)
     assert stamps.rule_of(policy.plan(tiny_llama.config)) == rule
     assert stamps.rule_of(small("h2o").plan(tiny_llama.config)) is None
