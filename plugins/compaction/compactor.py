@@ -70,13 +70,12 @@ class Compactor:
         if self.joins and not (self.in_step and all(row.answers for row in rows[0])):
             for group, own in enumerate(rows):
                 self._join_rows(group, [row for row in own if row.answers])
-        exchanges = self.joins and isinstance(self._rule, exchange.Rule)
         for b, row in enumerate(rows[0]):
-            account = self.ledger.find(row.slot)
-            for group in range(0 if self.joins and row.answers else self._plan.num_page_groups):
+            account, joined = self.ledger.find(row.slot), self.joins and row.answers
+            for group in range(0 if joined else self._plan.num_page_groups):
                 self._observe(group, rows[group][b], account)
             due = self.ledger.due(account)
-            for group in () if exchanges and row.answers else due:
+            for group in () if joined else due:
                 self._evict_from(group, rows[group][b], account)
             self.ledger.settle(account, due)
 

@@ -38,7 +38,7 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
         for window in (0, evict.queries) if evict.queries else ():
             exchange.load_kernel("logits_kernel", exchange.logits_constants(heads, group, dim, window), dtype, arch)
     if stamped is not None:
-        stamps.load_kernel("stamp_kernel", stamps.stamp_constants(heads, group, stamped), dtype, arch)
+        stamps.load_kernel("stamp_kernel", stamps.stamp_constants(heads, group, dim * DTYPE_BYTES[plan.kv_dtype] // 4, stamped), "", arch)
         for window in (0, evict.queries):
             stamps.load_kernel("bounds_kernel", stamps.bounds_constants(heads, group, dim, window, stamped), dtype, arch)
     if evict.queries and not evict.prompt_only:

@@ -65,6 +65,9 @@ def bounds_kernel(
 
 @triton.jit
 def stamp_kernel(
+    keys,
+    values,
+    positions,
     scores,
     stamp,
     table,
@@ -77,15 +80,25 @@ def stamp_kernel(
     alpha,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
     UNIT: tl.constexpr,
+    FULL: tl.constexpr,
     UNITS: tl.constexpr,
+    SINK: tl.constexpr,
+    RECENT: tl.constexpr,
 ):
-    """Stamp the newest token with the time, and tokens of units whose softmax over scores, mean over a group, is above alpha; grid [HEADS, L, B].
+    """Stamp what each sequence's newest query needs, and let the unit that was needed least recently go where more than FULL units are stored.
 
-    stamp [L, P, HEADS, N] fp32; UNITS is at least the units of any sequence, other arguments as of `bounds_kernel`.
+    grid [HEADS, L, B]. The newest token is stamped with the time, and so are the tokens of units whose softmax over scores, mean over a group, is
+    above alpha. keys, values [L, P, HEADS, N, WORDS] int32 words, positions [L, P, HEADS, N] int32, stamp [L, P, HEADS, N] fp32; UNITS is at least
+    FULL + 1; other arguments as of `bounds_kernel`. Of units of equal stamps the first goes; none goes that begins before position SINK or ends among
+    the newest RECENT tokens. The last whole unit takes its place, the newest token that unit's. Positions of a unit that such a token began follow
+    from its place, those of a sequence that has evicted nothing too, and are written when it evicts.
     """
     head, layer, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    stored, now = tl.load(lens + b), tl.load(seen + b).to(tl.float32)
+    stored, now = tl.load(lens + b), tl.load(seen + b)
+    own, base = table + b.to(tl.int64) * table_stride, layer * num_pages
     unit = tl.arange(0, UNITS)
     there = unit * UNIT < stored
     asked = scores + ((layer * tl.num_programs(2) + b) * (HEADS * GROUP) + head * GROUP) * width
@@ -95,8 +108,48 @@ def stamp_kernel(
         part = tl.exp2((score - tl.max(score, 0)) * 1.4426950408889634)
         weight += tl.math.div_rn(part, tl.zeros_like(part) + tl.sum(part, 0))
     needed = there & (tl.math.div_rn(weight, tl.zeros_like(weight) + GROUP) > alpha)
-    token = unit[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
+    one = tl.arange(0, UNIT)
+    token = unit[:, None] * UNIT + one[None, :]
     inside = token < stored
-    page = layer * num_pages + tl.load(table + b.to(tl.int64) * table_stride + token // page_size, inside, 0)
+    page = base + tl.load(own + token // page_size, inside, 0)
     row = (page * HEADS + head) * page_size + token % page_size
-    tl.store(stamp + row, tl.zeros([UNITS, UNIT], tl.float32) + now, inside & (needed[:, None] | (token == stored - 1)))
+    tl.store(stamp + row, tl.zeros([UNITS, UNIT], tl.float32) + now.to(tl.float32), inside & (needed[:, None] | (token == stored - 1)))
+    tl.debug_barrier()
+    if stored > FULL * UNIT:
+        latest = tl.max(tl.load(stamp + row, inside, float("-inf")), 1)
+        follows = (token >= (FULL - 1) * UNIT) | (token - token + now == stored)
+        position = tl.where(follows, token + now - stored, tl.load(positions + row, inside, 0))
+        tl.store(positions + row, position, inside)
+        begin = tl.min(position, 1)
+        may = (unit < FULL) & (begin >= SINK) & (tl.max(position, 1) < now - RECENT)
+        oldest = tl.min(tl.where(may, latest, float("inf")), 0)
+        equal = may & (latest == oldest)
+        first = tl.min(tl.where(equal, begin, 2147483647), 0)
+        gone = tl.sum(tl.where(equal & (begin == first), unit, 0), 0)
+        tl.debug_barrier()
+        source = (FULL - 1) * UNIT + one
+        page = base + tl.load(own + source // page_size)
+        source = (page * HEADS + head) * page_size + source % page_size
+        target = gone * UNIT + one
+        page = base + tl.load(own + target // page_size)
+        target = (page * HEADS + head) * page_size + target % page_size
+        page = base + tl.load(own + (stored - 1) // page_size)
+        last = (page * HEADS + head) * page_size + (stored - 1) % page_size
+        page = base + tl.load(own + (FULL - 1) * UNIT // page_size)
+        to = (page * HEADS + head) * page_size + (FULL - 1) * UNIT % page_size
+        w = tl.arange(0, BLOCK_W)
+        some = (one >= 0)[:, None] & (w < WORDS)[None, :]
+        from_, into = source[:, None] * WORDS + w[None, :], target[:, None] * WORDS + w[None, :]
+        key, value = tl.load(keys + from_, some, 0), tl.load(values + from_, some, 0)
+        place, time = tl.load(positions + source), tl.load(stamp + source)
+        newest_key, newest_value = tl.load(keys + last * WORDS + w, w < WORDS, 0), tl.load(values + last * WORDS + w, w < WORDS, 0)
+        tl.debug_barrier()
+        tl.store(keys + into, key, some)
+        tl.store(values + into, value, some)
+        tl.store(positions + target, place)
+        tl.store(stamp + target, time)
+        tl.debug_barrier()
+        tl.store(keys + to * WORDS + w, newest_key, w < WORDS)
+        tl.store(values + to * WORDS + w, newest_value, w < WORDS)
+        tl.store(positions + to, now - 1)
+        tl.store(stamp + to, now.to(tl.float32))

@@ -1,6 +1,6 @@
-"""RaaS's decode steps by two launches for all layers: which pages the newest query needs, and a stamp with the time for their tokens.
+"""RaaS's decode steps by two launches for all layers: a stamp with the time for pages that the newest query needs, and the end of the oldest one.
 
-What is evicted, a page once in so many tokens, follows behind the step as for every role.
+Once in so many tokens a page goes: the last whole one takes its place, and nothing else moves.
 """
 
 from __future__ import annotations
@@ -25,11 +25,21 @@ _MOST_UNITS = 2048  # units of a sequence that one block weighs
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Units of so many tokens are needed when their weight is above alpha; a sequence has `most` of them."""
+    """Units of so many tokens are needed when their weight is above alpha; one goes where more than `full` are stored.
+
+    None goes that begins before position `sink` or ends among the newest `recent` tokens.
+    """
 
     unit: int
     alpha: float
-    most: int
+    full: int
+    sink: int
+    recent: int
+
+    @property
+    def most(self) -> int:
+        """Units of a sequence."""
+        return self.full + 1
 
 
 def rule_of(plan: CachePlan) -> Rule | None:
@@ -38,10 +48,10 @@ def rule_of(plan: CachePlan) -> Rule | None:
     if evict is None or not plan.compacts or plan.pooled or evict.meaning.op != "raas" or not evict.meaning.role.startswith("trtkv."):
         return None
     fields = evict.meaning.fields
-    unit, most = int(fields["page"]), int(fields["budget"]) // int(fields["page"]) + 1
-    if fields["pin_prompt"] or "allocate" in plan.roles or unit & (unit - 1) or unit > _BLOCK or most > _MOST_UNITS:
+    unit, full = int(fields["page"]), int(fields["budget"]) // int(fields["page"])
+    if fields["pin_prompt"] or "allocate" in plan.roles or unit & (unit - 1) or unit > _BLOCK or full >= _MOST_UNITS:
         return None
-    return Rule(unit, float(fields["alpha"]), most)
+    return Rule(unit, float(fields["alpha"]), full, -(-int(fields["sink"]) // unit) * unit, int(fields["window"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +70,7 @@ class Scratch:
 
 
 def run(stacks: Stacks, group: int, rule: Rule, scratch: Scratch, step: Step) -> None:
-    """Stamp what is needed in the layers of a page group behind a decode step."""
+    """Stamp what is needed in the layers of a page group behind a decode step, and evict from sequences with a unit too many."""
     for some in step.cut(scratch.sequences):
         _run_some(stacks, group, rule, scratch, some)
 
@@ -74,8 +84,11 @@ def _run_some(stacks: Stacks, group: int, rule: Rule, scratch: Scratch, step: St
     values = (keys, asked, scratch.scores, *step.integers, step.slots, *integers, rows, rule.most)
     constants = bounds_constants(heads, step.heads_q // heads, dim, window, rule)
     launch("stamp_kernel", "bounds_kernel", (blocks * heads, layers, len(step.lens)), values, constants, load_kernel)
-    values = (scratch.scores, stacks.groups["stamp"][group], *step.integers, *integers, rule.most, rule.alpha)
-    launch("stamp_kernel", "stamp_kernel", (heads, layers, len(step.lens)), values, stamp_constants(heads, step.heads_q // heads, rule), load_kernel)
+    words = (one.view(torch.int32) for one in (keys, stacks.groups["values"][group]))
+    beside = (stacks.groups["positions"][group], scratch.scores, stacks.groups["stamp"][group])
+    constants = stamp_constants(heads, step.heads_q // heads, dim * keys.element_size() // 4, rule)
+    values = (*words, *beside, *step.integers, *integers, rule.most, rule.alpha)
+    launch("stamp_kernel", "stamp_kernel", (heads, layers, len(step.lens)), values, constants, load_kernel)
 
 
 def load_kernel(name: str, constants: Constants, dtype: str, arch: str) -> Kernel:
@@ -87,8 +100,9 @@ def load_kernel(name: str, constants: Constants, dtype: str, arch: str) -> Kerne
         kinds = [("keys", f"*{dtype}"), ("queries", f"*{dtype}"), ("scores", "*fp32"), *step, ("slots", "*i32"), *integers]
         kinds += [("query_rows", "i32"), ("width", "i32")]
     else:
-        kinds = [("scores", "*fp32"), ("stamp", "*fp32"), *step, *integers, ("width", "i32"), ("alpha", "fp32")]
-    aligned = tuple(one for one, _ in kinds if one in ("keys", "queries", "scores", "stamp", "page_size"))
+        kinds = [("keys", "*i32"), ("values", "*i32"), ("positions", "*i32"), ("scores", "*fp32"), ("stamp", "*fp32")]
+        kinds += [*step, *integers, ("width", "i32"), ("alpha", "fp32")]
+    aligned = tuple(one for one, _ in kinds if one in ("keys", "values", "positions", "queries", "scores", "stamp", "page_size"))
     return triton_aot.load(_SOURCE, name, (*kinds, *constants), aligned, WARPS, arch)
 
 
@@ -98,6 +112,8 @@ def bounds_constants(heads: int, group: int, dim: int, window: int, rule: Rule) 
     return (*shape, ("WINDOW", window), ("UNIT", rule.unit), ("BLOCK", _BLOCK))
 
 
-def stamp_constants(heads: int, group: int, rule: Rule) -> Constants:
-    """Constants of what stamps tokens."""
-    return (("HEADS", heads), ("GROUP", group), ("UNIT", rule.unit), ("UNITS", 1 << (rule.most - 1).bit_length()))
+def stamp_constants(heads: int, group: int, words: int, rule: Rule) -> Constants:
+    """Constants of what stamps and evicts, for keys of so many words of four bytes."""
+    shape = (("HEADS", heads), ("GROUP", group), ("WORDS", words), ("BLOCK_W", 1 << (words - 1).bit_length()))
+    units = (("UNIT", rule.unit), ("FULL", rule.full), ("UNITS", 1 << (rule.most - 1).bit_length()))
+    return (*shape, *units, ("SINK", rule.sink), ("RECENT", rule.recent))
