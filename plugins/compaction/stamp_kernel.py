@@ -64,6 +64,12 @@ def bounds_kernel(
 
 
 @triton.jit
+def _row(own, base, token, page_size, head, HEADS: tl.constexpr):
+    """Return where tokens of a sequence's pages lie among the rows of a head of a layer whose first page is `base`."""
+    return ((base + tl.load(own + token // page_size)) * HEADS + head) * page_size + token % page_size
+
+
+@triton.jit
 def stamp_kernel(
     keys,
     values,
@@ -127,16 +133,9 @@ def stamp_kernel(
         first = tl.min(tl.where(equal, begin, 2147483647), 0)
         gone = tl.sum(tl.where(equal & (begin == first), unit, 0), 0)
         tl.debug_barrier()
-        source = (FULL - 1) * UNIT + one
-        page = base + tl.load(own + source // page_size)
-        source = (page * HEADS + head) * page_size + source % page_size
-        target = gone * UNIT + one
-        page = base + tl.load(own + target // page_size)
-        target = (page * HEADS + head) * page_size + target % page_size
-        page = base + tl.load(own + (stored - 1) // page_size)
-        last = (page * HEADS + head) * page_size + (stored - 1) % page_size
-        page = base + tl.load(own + (FULL - 1) * UNIT // page_size)
-        to = (page * HEADS + head) * page_size + (FULL - 1) * UNIT % page_size
+        source = _row(own, base, (FULL - 1) * UNIT + one, page_size, head, HEADS)
+        target = _row(own, base, gone * UNIT + one, page_size, head, HEADS)
+        last, to = _row(own, base, stored - 1, page_size, head, HEADS), _row(own, base, stored - 1 - UNIT, page_size, head, HEADS)
         w = tl.arange(0, BLOCK_W)
         some = (one >= 0)[:, None] & (w < WORDS)[None, :]
         from_, into = source[:, None] * WORDS + w[None, :], target[:, None] * WORDS + w[None, :]
