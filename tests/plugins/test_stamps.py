@@ -23,12 +23,14 @@ LAYERS, PAGES, SIZE, STORED, WINDOW = 2, 16, 16, (97, 61), 20
 
 
 def positions_of(unit: int, heads: int, seen: int, made: torch.Generator) -> Tensor:
-    """Draw where the tokens [L, Hk, 97] of a sequence stood that has evicted units: the last unit and the newest token end at `seen`."""
+    """Draw where the tokens [L, Hk, 97] of a sequence stood that has evicted units: those of the window and the first are there as ever."""
     units, rows = 96 // unit, []
     tail = seen - 1 - unit
+    late = tail - unit * torch.arange(1, -(-WINDOW // unit))  # begins of the units in the window before the last one
+    least = int(late.min())
     for _ in range(LAYERS * heads):
-        begins = torch.randperm((tail - unit) // unit - 1, generator=made)[: units - 3] * unit + unit
-        begins = torch.cat([torch.tensor([0, tail - unit]), begins])[torch.randperm(units - 1, generator=made)]
+        begins = torch.randperm(least // unit - 1, generator=made)[: units - 2 - len(late)] * unit + unit
+        begins = torch.cat([torch.tensor([0]), late, begins])[torch.randperm(units - 1, generator=made)]
         rows.append(torch.cat([(begins[:, None] + torch.arange(unit)).flatten(), torch.arange(tail, seen)]))
     return torch.stack(rows).unflatten(0, (LAYERS, heads)).int()
 
