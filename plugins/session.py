@@ -96,6 +96,7 @@ class Session:
         self._sizes = Sizes(plan)
         self.own = OwnValues(plan, num_slots, self.device)
         self.parts = 1
+        self.keeps_inputs = False  # whether an op's inputs stay as they are while somebody holds them
         self.on_release: Callable[[int], None] | None = None
         self.reduce: Callable[[Tensor], None] | None = None  # sums a tensor in place over the parts of an engine
         self.gather: Callable[[Tensor, Tensor], None] | None = None  # writes the columns of all parts [R, V / G] into [R, V]

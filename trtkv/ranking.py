@@ -31,10 +31,14 @@ def _best_without_waiting(scores: Tensor, count: int) -> Tensor:
     """Return the same indices by operations whose sizes the host knows, so that it does not wait for the device."""
     threshold = scores.topk(count, -1).values[..., count - 1 : count]
     above, level = scores > threshold, scores == threshold
-    taken = above | (level & (level.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
-    places = torch.where(taken, taken.cumsum(-1) - 1, count)
-    index = torch.arange(scores.shape[-1], device=scores.device).expand_as(scores)
-    return index.new_empty(*scores.shape[:-1], count + 1).scatter_(-1, places, index)[..., :count]
+    return marked(above | (level & (level.cumsum(-1) <= count - above.sum(-1, keepdim=True))), count)
+
+
+def marked(mask: Tensor, count: int) -> Tensor:
+    """Return the ascending indices [..., count] int64 of what is marked in [..., U], count in every row; nobody waits for the device."""
+    places = torch.where(mask, mask.cumsum(-1) - 1, count)
+    index = torch.arange(mask.shape[-1], device=mask.device).expand_as(mask)
+    return index.new_empty(*mask.shape[:-1], count + 1).scatter_(-1, places, index)[..., :count]
 
 
 def span(start: int, stop: int, like: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from trtkv.plan import SelectPlan
 from trtkv.plugins._torch.paged import read_pages
+from trtkv.plugins.compaction.compactor import Compactor
 from trtkv.plugins.face import DOMAIN, OpConfig
 from trtkv.plugins.kv_append import reference as append_reference
 from trtkv.plugins.kv_attend import reference as attend_reference
@@ -64,6 +65,8 @@ class Shadow:
         self._weights, self._session = weights, session
         if session.encoded is not None:
             session.encoded.keep_prompts = True
+        if isinstance(session.compactor, Compactor):
+            session.compactor.waits = True
         self._nodes = list(model.graph.node)
         unused = [type(name, (OpRun,), {"op_domain": DOMAIN, "_run": None}) for name in FACES]
         self._ops = ReferenceEvaluator(model, new_ops=unused).rt_nodes_

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trtkv.plugins.compaction import lag, launch, move
+from trtkv.plugins.compaction import exchange, lag, launch, move, stamps
 from trtkv.plugins.compaction.ledger import Account
+from trtkv.plugins.compaction.newest import Step
 from trtkv.plugins.compaction.view import PagedView
-from trtkv.plugins.rows import Row
+from trtkv.plugins.rows import Row, brought
 from trtkv.plugins.support import compacts_by_kernels
 
 if TYPE_CHECKING:
@@ -32,18 +33,71 @@ class Compactor:
         assert session.stacks is not None and session.ledger is not None, "the session holds caches in tensors"
         self._session, self.ledger = session, session.ledger
         self._plan, self._evict, self._stacks, self._scale = plan, plan.evict, session.stacks, plan.head_dim**-0.5
-        self.kernels = compacts_by_kernels(plan, session.device)
+        self.kernels = self._attends = compacts_by_kernels(plan, session.device)
+        self.waits = False  # until a step has been compared with its definition
+        self._rule = exchange.rule_of(plan) or stamps.rule_of(plan)
+        self._queries: list[Tensor] = []
+
+    @property
+    def joins(self) -> bool:
+        """Whether kernels look at the newest tokens of all layers at once behind a decode step."""
+        return self.kernels and self._rule is not None
+
+    @property
+    def in_step(self) -> bool:
+        """Whether they do so in a step in which every sequence answers, behind the attention of its last layer."""
+        return self.joins and self._attends and not self.waits
+
+    def attended(self, layer: int, query: Tensor, lens: Tensor, seen: Tensor, slots: Tensor, table: Tensor) -> None:
+        """Take note of a layer's queries [B, Hq D] and act behind the last layer's: lens [Y, B], seen, slots [B], table [Y, B, M] int32.
+
+        Asked where `in_step` in steps in which every sequence answers.
+        """
+        if layer == 0:
+            self._queries = []
+        if self._evict.queries and self._session.keeps_inputs:
+            self._queries.append(query)
+        elif self._evict.queries:
+            launch.remember(query, seen, slots, self._session.buffer("last_queries", layer))
+        if layer == self._plan.num_layers - 1:
+            for group, layers in enumerate(self._stacks.layers):
+                own = torch.stack([self._queries[one] for one in layers]) if self._queries else None
+                self._join(group, own, table[group], lens[group], seen, slots)
+            self._queries = []
 
     def finish(self, rows: Sequence[Sequence[Row]]) -> None:
         """Evict behind a step, whose rows [Y][B] are those of the page groups."""
+        if self.joins and not (self.in_step and all(row.answers for row in rows[0])):
+            for group, own in enumerate(rows):
+                self._join_rows(group, [row for row in own if row.answers])
         for b, row in enumerate(rows[0]):
-            account = self.ledger.find(row.slot)
-            for group in range(self._plan.num_page_groups):
+            account, joined = self.ledger.find(row.slot), self.joins and row.answers
+            for group in range(0 if joined else self._plan.num_page_groups):
                 self._observe(group, rows[group][b], account)
             due = self.ledger.due(account)
-            for group in due:
+            for group in () if joined else due:
                 self._evict_from(group, rows[group][b], account)
             self.ledger.settle(account, due)
+
+    def _join_rows(self, group: int, rows: Sequence[Row]) -> None:
+        """Look at sequences whose queries are remembered."""
+        if not rows:
+            return
+        device, used = self._session.device, [row.page_numbers[: self._plan.pages(row.stored)] for row in rows]
+        width = max(map(len, used))
+        table = brought([one for own in used for one in (*own, *(0,) * (width - len(own)))], torch.int32, device).view(len(rows), width)
+        lens, seen, slots = (brought(own, torch.int32, device) for own in zip(*((row.stored, row.seen, row.slot) for row in rows), strict=True))
+        self._join(group, None, table, lens, seen, slots)
+
+    def _join(self, group: int, queries: Tensor | None, table: Tensor, lens: Tensor, seen: Tensor, slots: Tensor) -> None:
+        step = Step(queries, table, lens, seen, slots, self._plan.num_q_heads, self._scale)
+        rule, stacks, slots_ = self._rule, self._stacks, self._session.num_slots
+        if isinstance(rule, exchange.Rule):
+            found = self._session.scratch(("exchange", group), lambda: exchange.Scratch.of(stacks, group, rule, step.heads_q, slots_))
+            exchange.run(stacks, group, rule, found, step)
+        elif rule is not None:
+            own = self._session.scratch(("stamps", group), lambda: stamps.Scratch.of(stacks, group, rule, step.heads_q, slots_))
+            stamps.run(stacks, group, rule, own, step)
 
     def _observe(self, group: int, row: Row, account: Account) -> None:
         """Bring what the role counts up to date: the attention of a decode step's query, and the role's own numbers."""

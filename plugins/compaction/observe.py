@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trtkv.plugins.compaction import launch
-from trtkv.plugins.compaction.compactor import add_mass
+from trtkv.plugins.compaction.compactor import Compactor, add_mass
 from trtkv.plugins.compaction.view import PagedView
 from trtkv.plugins.kv_sums import launch as launch_sums
 from trtkv.plugins.rows import Row
@@ -53,6 +53,12 @@ def remember(session: Session, layer: int, rows: Sequence[Row], query: Tensor, s
             observe(session, layer, row, query[row.start : row.start + 1].unflatten(1, (session.plan.num_q_heads, -1)))
     elif evict.queries and not evict.prompt_only:
         launch.remember(query, seen, slots, session.buffer("last_queries", layer))
+
+
+def evicts_in_step(session: Session, rows: Sequence[Row]) -> Compactor | None:
+    """Return what evicts behind the attention of a step's last layer, which can be captured; None where that is done when the step has run."""
+    evictor = session.compactor
+    return evictor if isinstance(evictor, Compactor) and evictor.in_step and all(row.answers for row in rows) else None
 
 
 def looks_at(session: Session, row: Row) -> bool:

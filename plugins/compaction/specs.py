@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from trtkv.config import Limits, ModelConfig
+from trtkv.config import DTYPE_BYTES, Limits, ModelConfig
 from trtkv.plan import CachePlan
-from trtkv.plugins.compaction import lag, launch
+from trtkv.plugins.compaction import exchange, lag, launch, stamps
 from trtkv.plugins.dtypes import TORCH_DTYPES
 from trtkv.plugins.kv_sums import launch as sums
 
@@ -31,9 +31,19 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
             launch.move_kernel(launch.move_constants(rows, rows // heads, words, spec.name == "positions"), arch)
     if lag.takes(evict):
         lag_kernels(plan, dtype, arch)
+    rule, stamped = exchange.rule_of(plan), stamps.rule_of(plan)
+    if rule is not None:
+        sizes = DTYPE_BYTES[plan.kv_dtype]
+        exchange.load_kernel("exchange_kernel", exchange.exchange_constants(heads, group, dim, sizes, rule), "", arch)
+        for window in (0, evict.queries) if evict.queries else ():
+            exchange.load_kernel("logits_kernel", exchange.logits_constants(heads, group, dim, window), dtype, arch)
+    if stamped is not None:
+        stamps.load_kernel("stamp_kernel", stamps.stamp_constants(heads, group, dim * DTYPE_BYTES[plan.kv_dtype] // 4, stamped), "", arch)
+        for window in (0, evict.queries):
+            stamps.load_kernel("bounds_kernel", stamps.bounds_constants(heads, group, dim, window, stamped), dtype, arch)
     if evict.queries and not evict.prompt_only:
         launch.remember_kernel(launch.remember_constants(evict.queries, plan.num_q_heads * dim), dtype, arch)
     if "attention_mass" in evict.needs:
         sums.request(group, dim, dtype, arch)
-        if not evict.prompt_only:
+        if not evict.prompt_only and rule is None:
             launch.received_kernel(launch.received_constants(heads, group, dim, evict.queries), dtype, arch)

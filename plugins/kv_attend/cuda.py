@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trtkv.plugins._torch.paged import read_pages
-from trtkv.plugins.compaction.observe import looks_at, observe, observe_chunk, remember
+from trtkv.plugins.compaction.observe import evicts_in_step, looks_at, observe, observe_chunk, remember
 from trtkv.plugins.encoded import cuda as encoded
 from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_attend import launch, launch_dense
@@ -37,7 +37,11 @@ def attend(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
         return
     if step.decoding:
         _decode(session, layer, config, query, stored[group], table[group], selection, out)
-        remember(session, layer, step.rows, query, inputs[2], inputs[4])
+        evictor = evicts_in_step(session, step.rows)
+        if evictor is not None:
+            evictor.attended(layer, query, stored, inputs[2], inputs[4], table)
+        else:
+            remember(session, layer, step.rows, query, inputs[2], inputs[4])
         return
     for row in step.rows:
         if not row.decodes:

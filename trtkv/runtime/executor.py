@@ -28,6 +28,7 @@ class TorchExecutor:
         self._nodes, constants = load_program(graph)
         self._bound: dict[str, Any] = {**constants, **weights}
         self.session = session
+        session.keeps_inputs = True
         self.device = session.device
         self.taps: dict[str, Tensor] | None = None
         calls = [node.attributes["call"] for node in self._nodes if "call" in node.attributes]

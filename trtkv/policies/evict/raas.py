@@ -19,7 +19,7 @@ from trtkv.errors import ConfigError
 from trtkv.plan import CacheView, Occupancy, Verdict
 from trtkv.policies.base import Evict
 from trtkv.policies.bounds import box_score, page_boxes
-from trtkv.ranking import best, group_mean, span
+from trtkv.ranking import best, group_mean, marked, span
 
 
 class Raas(Evict):
@@ -74,7 +74,7 @@ class Raas(Evict):
         rank = self.weights(view) if view.at.phase == "prefill" else stamps
         dropped = best(-rank[:, first:last], self._dropped(view.at)) + first
         gone = torch.zeros_like(rank, dtype=torch.bool).scatter(1, dropped, True).repeat_interleave(self.page, 1)[:, : view.at.stored]
-        return Verdict((~gone).nonzero()[:, 1].unflatten(0, (len(gone), -1)))
+        return Verdict(marked(~gone, view.at.stored - self.page * dropped.shape[1]))
 
     def check(self, policy: str) -> None:
         """Raise ConfigError when sink, window and an open page leave no page to choose."""
