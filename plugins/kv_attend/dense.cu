@@ -7,10 +7,8 @@
 
 #define UNIT_TOKENS (WARPS * TILE)
 #define QUADS (GROUP_HEADS * D / 4)
-#ifndef MERGED_AT_ONCE // shares that a thread asks for before it waits: with more registers a block would leave none to the append kernel beside it
-#define MERGED_AT_ONCE (D > 128 ? 16 : 17)
-#endif
-#define SHARE ((GROUP_HEADS * (D + 2) + 3) / 4 * 4) // floats that a block leaves of a row: outputs [G, D], largest scores [G], sums [G]
+#define HEAD_WORDS ((D + 2) / 3) // words of three channels of a head
+#define SHARE (GROUP_HEADS * (1 + HEAD_WORDS)) // words that a block tells of a row: largest score and sum of every head, then its output
 
 // Units of a sequence by its length.
 __device__ __forceinline__ int units_of(int stored) { return (stored + UNIT_TOKENS - 1) / UNIT_TOKENS; }
@@ -47,70 +45,90 @@ __device__ __forceinline__ Row find_row(const int* lens, const int* coded_lens, 
   }
 }
 
-// Merge what blocks from `low` to `high` have left of a row; with -DNIBBLES also lse [G]. Scratch holds THREADS float4, then a weight a block and head.
-__device__ __forceinline__ void merge(const float* shares, long long low, long long high, real* to, float* scratch, float* lse) {
-  const int blocks = (int)(high - low + 1), warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  float* weights = scratch + 4 * THREADS; // [blocks, G]
+// A word of sixteen bytes, twelve of them and the launch's stamp, is written and read as one: who sees the stamp has the bytes, so there is no barrier, no
+// fence and nothing to clear. Every block of the grid must be resident (a cooperative launch).
+__device__ __forceinline__ void post(uint4* to, u32 a, u32 b, u32 c, u32 stamp) {
+  const u64 low = (u64)b << 32 | a, high = (u64)stamp << 32 | c;
+  asm volatile("{.reg .b128 v;\n mov.b128 v,{%1,%2};\n st.relaxed.gpu.global.b128 [%0],v;}" ::"l"(to), "l"(low), "l"(high) : "memory");
+}
+__device__ __forceinline__ uint4 look(const uint4* from) {
+  u64 low, high;
+  asm volatile("{.reg .b128 v;\n ld.relaxed.gpu.global.b128 v,[%2];\n mov.b128 {%0,%1},v;}" : "=l"(low), "=l"(high) : "l"(from) : "memory");
+  return make_uint4((u32)low, (u32)(low >> 32), (u32)high, (u32)(high >> 32));
+}
+
+// A row that several blocks have parts of, as one of them sees it: it merges a share of the row's words.
+struct Parts {
+  long long low; // the first of its blocks
+  int blocks, rank;
+  u32 stamp;
+  int row;
+  real* to;
   // The first block has the row as its last part, the others as their first.
-  auto share = [&](int p) { return shares + (2 * (low + p) + (p == 0)) * SHARE; };
-  // Where the output has fewer pieces than there are threads, several threads share a piece. A thread asks for AT_ONCE shares before it waits for one.
-  constexpr int TEAMS = QUADS < THREADS ? THREADS / QUADS : 1, AT_ONCE = MERGED_AT_ONCE;
-  const int team = TEAMS > 1 ? threadIdx.x / QUADS : 0, first = TEAMS > 1 ? threadIdx.x % QUADS : threadIdx.x;
-  float4 ahead[AT_ONCE];
-  auto ask = [&](int i, int from) {
+  __device__ __forceinline__ uint4* words(uint4* shares, int p) const { return shares + (2 * (low + p) + (p == 0)) * SHARE; }
+};
+
+// Tell the other blocks of the row what this one has seen.
+__device__ __forceinline__ void tell(const Parts& row, uint4* shares, const Block& block, const float* laid) {
+  uint4* to = row.words(shares, row.rank);
+  for (int i = threadIdx.x; i < SHARE; i += THREADS) {
+    const int w = i - GROUP_HEADS, h = w < 0 ? i : w / HEAD_WORDS;
+    if (w < 0) {
+      post(to + i, __float_as_uint(block.top[h]), __float_as_uint(block.sum[h]), 0, row.stamp);
+    } else {
+      const float* at = laid + h * LAID + w % HEAD_WORDS * 3; // what lies behind the last channel is told but not stored
+      float x = 0.f, y = 0.f, z = 0.f;
 #pragma unroll
-    for (int k = 0; k < AT_ONCE; k++) {
-      const int p = from + k * TEAMS;
-      if (p < blocks) ahead[k] = __ldcg(reinterpret_cast<const float4*>(share(p)) + i);
+      for (int v = 0; v < WARPS; v++) x += at[v * HEADS8 * LAID], y += at[v * HEADS8 * LAID + 1], z += at[v * HEADS8 * LAID + 2];
+      post(to + i, __float_as_uint(x), __float_as_uint(y), __float_as_uint(z), row.stamp);
     }
-  };
-  if (first < QUADS && team < TEAMS) ask(first, team);
-  for (int h = warp; h < GROUP_HEADS; h += WARPS) {
-    float m = -1e30f, l = 0.f;
-    for (int p = lane; p < blocks; p += 32) m = fmaxf(m, __ldcg(share(p) + GROUP_HEADS * D + h));
-#pragma unroll
-    for (int o = 16; o; o >>= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, o));
-    for (int p = lane; p < blocks; p += 32) {
-      const float w = exp2_fast(__ldcg(share(p) + GROUP_HEADS * D + h) - m);
-      weights[p * GROUP_HEADS + h] = w, l += w * __ldcg(share(p) + GROUP_HEADS * (D + 1) + h);
-    }
-#pragma unroll
-    for (int o = 16; o; o >>= 1) l += __shfl_xor_sync(~0u, l, o);
-#ifdef NIBBLES
-    if (lane == 0) lse[h] = m + log2f(l);
-#endif
-    __syncwarp();
-    for (int p = lane; p < blocks; p += 32) weights[p * GROUP_HEADS + h] /= l;
   }
-  __syncthreads();
-  float4* sums = reinterpret_cast<float4*>(scratch);
-  for (int i = first; i < QUADS && team < TEAMS; i += THREADS) {
-    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (i != first) ask(i, team);
-    for (int from = team; from < blocks; from += AT_ONCE * TEAMS) {
-      if (from != team) ask(i, from);
-#pragma unroll
-      for (int k = 0; k < AT_ONCE; k++) {
-        const int p = from + k * TEAMS;
-        if (p < blocks) {
-          const float w = weights[p * GROUP_HEADS + i * 4 / D];
-          x.x += ahead[k].x * w, x.y += ahead[k].y * w, x.z += ahead[k].z * w, x.w += ahead[k].w * w;
+}
+
+// What a lane has of an output's three channels, in multiples of the weight at the score `top`.
+struct Sum {
+  float top, sum, x, y, z;
+  __device__ __forceinline__ void add(float other_top, float s, float a, float b, float c) {
+    const float m = fmaxf(top, other_top), f = exp2_fast(top - m), g = exp2_fast(other_top - m);
+    top = m, sum = sum * f + s * g, x = x * f + a * g, y = y * f + b * g, z = z * f + c * g;
+  }
+};
+
+// Merge this block's share of a row's words, a word by as many lanes as the row has blocks; with -DNIBBLES also lse [G].
+__device__ __forceinline__ void merge(const Parts& row, uint4* shares, float* lse) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, all = GROUP_HEADS * HEAD_WORDS;
+  const int begin = (int)((long long)row.rank * all / row.blocks), end = (int)((long long)(row.rank + 1) * all / row.blocks);
+  int span = 2;
+  while (span < 32 && span < row.blocks) span *= 2;
+  const int own = lane & (span - 1), beside = 32 / span;
+  for (int i = begin + warp * beside; i < end; i += WARPS * beside) {
+    const int w = i + lane / span, h = w / HEAD_WORDS;
+    Sum s = {-1e30f, 0.f, 0.f, 0.f, 0.f};
+    if (w < end) {
+      for (int p = own; p < row.blocks; p += 2 * span) {
+        const bool two = p + span < row.blocks;
+        const uint4 *at0 = row.words(shares, p), *at1 = row.words(shares, two ? p + span : p);
+        uint4 t0 = look(at0 + h), x0 = look(at0 + GROUP_HEADS + w), t1 = t0, x1 = x0;
+        if (two) t1 = look(at1 + h), x1 = look(at1 + GROUP_HEADS + w);
+        while (t0.w != row.stamp) t0 = look(at0 + h);
+        while (x0.w != row.stamp) x0 = look(at0 + GROUP_HEADS + w);
+        s.add(__uint_as_float(t0.x), __uint_as_float(t0.y), __uint_as_float(x0.x), __uint_as_float(x0.y), __uint_as_float(x0.z));
+        if (two) {
+          while (t1.w != row.stamp) t1 = look(at1 + h);
+          while (x1.w != row.stamp) x1 = look(at1 + GROUP_HEADS + w);
+          s.add(__uint_as_float(t1.x), __uint_as_float(t1.y), __uint_as_float(x1.x), __uint_as_float(x1.y), __uint_as_float(x1.z));
         }
       }
     }
-    if (TEAMS == 1) store_output(to + i * 4, x, 1.f);
-    else sums[threadIdx.x] = x;
-  }
-  if (TEAMS > 1) {
-    __syncthreads();
-    for (int i = threadIdx.x; i < QUADS; i += THREADS) {
-      float4 x = sums[i];
-      for (int t = 1; t < TEAMS; t++) {
-        const float4 y = sums[i + t * QUADS];
-        x.x += y.x, x.y += y.y, x.z += y.z, x.w += y.w;
-      }
-      store_output(to + i * 4, x, 1.f);
+    for (int o = span / 2; o; o >>= 1) {
+      s.add(__shfl_xor_sync(~0u, s.top, o), __shfl_xor_sync(~0u, s.sum, o), __shfl_xor_sync(~0u, s.x, o), __shfl_xor_sync(~0u, s.y, o),
+          __shfl_xor_sync(~0u, s.z, o));
     }
+    const int channel = w % HEAD_WORDS * 3;
+    if (w < end && own < 3 && channel + own < D) row.to[h * D + channel + own] = to_real((own == 0 ? s.x : own == 1 ? s.y : s.z) / s.sum);
+#ifdef NIBBLES
+    if (w < end && own == 0 && channel == 0) lse[h] = s.top + log2f(s.sum);
+#endif
   }
 }
 
@@ -122,12 +140,11 @@ __device__ __forceinline__ void merge(const float* shares, long long low, long l
 // logarithms to base 2 of the sums of the weights. shares [2 blocks, SHARE];
 // arrived [B Hk] zeros, and zeros again behind it. Tokens before the newest and page numbers were there before the kernel before this one began.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real* q, const char* keys, const char* values, const int* table,
-    const int* lens, real* out, float* shares, int* arrived, int batch, int heads, int q_stride, int out_stride, int table_stride, int page_size,
+    const int* lens, real* out, uint4* shares, u32* stamps, int batch, int heads, int q_stride, int out_stride, int table_stride, int page_size,
     float scale_log2, const int* coded_table, const int* coded_lens, const real* key_scale, const real* value_scale,
     const char* key_codes, const char* value_codes, const real* key_zero, const real* value_zero, float* lse) {
   extern __shared__ __align__(128) char ring[];
   __shared__ Block block;
-  __shared__ int is_last;
   MARK(0)
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #ifdef RAGGED
@@ -142,6 +159,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
   const u32 ring_at = shared_at(ring) + warp * STAGES * STAGE_BYTES;
   float* laid = reinterpret_cast<float*>(ring);
   bool waited = false;
+  Parts parts[2];
+  parts[0].blocks = parts[1].blocks = 0;
 
   while (unit < end) {
     const Row row = find_row(lens, coded_lens, batch, heads, unit);
@@ -226,17 +245,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
 #ifdef MIXED
     if (!waited) dependency_wait(), waited = true;
 #endif
-    if (!waited && mine > 0 && token_of(min(mine, STAGES - 1) - 1) + TILE >= stored) dependency_wait(), waited = true;
 #pragma unroll
-    for (int j = 0; j < STAGES - 1; j++) fetch(j, j);
+    for (int j = 0; j < STAGES; j++) {
+      if (!waited && j < mine && token_of(j) + TILE >= stored) dependency_wait(), waited = true;
+      fetch(j, j);
+    }
     if (!waited) dependency_wait(), waited = true;
     MARK(1)
     u32 query[TILES][D / 8];
     load_query(query, q + (long long)own * q_stride + (long long)head * GROUP_HEADS * D);
+    const u32 stamp = __ldcg(stamps + row.b * heads + row.head) + 1;
     Seen seen;
     seen.clear();
-    for (int j = 0, slot = 0, free = STAGES - 1; j < mine; j++) {
-      fetch(j + STAGES - 1, free);
+    for (int j = 0, slot = 0; j < mine; j++) {
       copies_wait<STAGES - 1>();
       __syncwarp();
       const int there = left_of(j);
@@ -255,7 +276,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
       seen.take(query, ring_at + slot * STAGE_BYTES, there < TILE ? (1u << there) - 1 : 0xffffu, scale_log2);
 #endif
       __syncwarp();
-      free = slot, slot = slot + 1 == STAGES ? 0 : slot + 1;
+      fetch(j + STAGES, slot);
+      slot = slot + 1 == STAGES ? 0 : slot + 1;
     }
     copies_wait<0>();
     MARK(2)
@@ -273,27 +295,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
         store_output(target + i * 4, Block::output(laid, i * 4 / D, i * 4 % D), 1.f / block.sum[i * 4 / D]);
       }
     } else {
-      float* share = shares + (2ll * blockIdx.x + (blockIdx.x == low)) * SHARE;
-      for (int i = threadIdx.x; i < QUADS; i += THREADS) __stcg(reinterpret_cast<float4*>(share) + i, Block::output(laid, i * 4 / D, i * 4 % D));
-      if (threadIdx.x < GROUP_HEADS) {
-        __stcg(share + GROUP_HEADS * D + threadIdx.x, block.top[threadIdx.x]);
-        __stcg(share + GROUP_HEADS * (D + 1) + threadIdx.x, block.sum[threadIdx.x]);
-      }
-      __threadfence();
-      __syncthreads();
-      int* count = arrived + (long long)row.b * heads + row.head;
-      if (threadIdx.x == 0) is_last = atomicAdd(count, 1) == (int)(high - low);
-      __syncthreads();
+      Parts& own_parts = parts[blockIdx.x == low];
+      own_parts = {low, (int)(high - low) + 1, (int)(blockIdx.x - low), stamp, row.b * heads + row.head, target};
+      tell(own_parts, shares, block, laid);
       MARK(4)
-      if (is_last) {
-        __threadfence();
-        merge(shares, low, high, target, laid, noted);
-        MARK(5)
-        if (threadIdx.x == 0) *count = 0;
-      }
     }
-    __syncthreads(); // the ring and is_last are free again
+    __syncthreads(); // the ring is free again
     unit += to - from;
   }
   if (!waited) dependency_wait();
+  // A block waits for others only when it has told them everything.
+  for (int i = 0; i < 2; i++) {
+    const Parts row = i ? parts[1] : parts[0];
+    if (row.blocks == 0) continue;
+    merge(row, shares, lse + (long long)row.row * GROUP_HEADS);
+    if (row.rank == row.blocks - 1 && threadIdx.x == 0) stamps[row.row] = row.stamp; // it has words of every block, so each has read the stamp
+  }
+  MARK(5)
 }

@@ -18,6 +18,10 @@ _TYPES = (Pointer,) * 8 + (Int,) * 6 + (Float,) + (Pointer,) * 9
 NIBBLES = ("key_codes", "key_scale", "key_zero", "value_codes", "value_scale", "value_zero")
 _TILE = 16  # tokens of a warp's block
 _MOST_STAGES = 6
+COOPERATIVE = True
+ALIGNED = True
+SHAPE = None
+EXTRA = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +35,11 @@ class DenseScratch:
     @staticmethod
     def plan(batch: int, num_kv_heads: int, group: int, dim: int, sms: int) -> DenseScratch:
         """Lay out scratch for B sequences, G query heads a key-value head and a GPU of so many multiprocessors."""
-        return DenseScratch(sms, -(-group * (dim + 2) // 4) * 4, batch * num_kv_heads)
+        return DenseScratch(sms, 4 * group * (1 + -(-dim // 3)), batch * num_kv_heads)
 
     def allocate(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Allocate the two tensors; every launch leaves `arrived` as it found it, zeros."""
-        shares = torch.empty(2 * self.blocks, self.floats, dtype=torch.float32, device=device)
+        shares = torch.zeros(2 * self.blocks, self.floats, dtype=torch.float32, device=device)
         return shares, torch.zeros(self.rows, dtype=torch.int32, device=device)
 
 
@@ -86,7 +90,8 @@ def attend_dense(
     more = (*more, *(0,) * 5)
     values_ = (*pointers, batch, heads, q.stride(0), out.stride(0), table.stride(-2), page_size, scale * 1.4426950408889634, *more)
     stream = torch.cuda.current_stream().cuda_stream
-    kernel.launch((min(shares.shape[0] // 2, most), 1, 1), warps * 32, warps * stages * 64 * dim, stream, values_, overlap=overlap)
+    grid, shared = (_blocks(shares.shape[0] // 2, most, batch * heads), 1, 1), warps * stages * 64 * dim
+    kernel.launch(grid, warps * 32, shared, stream, values_, overlap=overlap, cooperative=COOPERATIVE)
 
 
 def attend_replaced(
@@ -107,12 +112,21 @@ def attend_replaced(
     numbers = (batch, heads, q.stride(0), out.stride(0), table.stride(0), page_size, scale * 1.4426950408889634)
     beside = [one.data_ptr() for one in (codes.key_scale, codes.value_scale, codes.key_codes, codes.value_codes, codes.key_zero, codes.value_zero)]
     stream = torch.cuda.current_stream().cuda_stream
-    grid, shared = (min(shares.shape[0] // 2, most), 1, 1), warps * stages * 64 * dim
-    kernel.launch(grid, warps * 32, shared, stream, (*pointers, *numbers, slots.data_ptr(), 0, *beside, lse.data_ptr()))
+    grid, shared = (_blocks(shares.shape[0] // 2, most, batch * heads), 1, 1), warps * stages * 64 * dim
+    values_ = (*pointers, *numbers, slots.data_ptr(), 0, *beside, lse.data_ptr())
+    kernel.launch(grid, warps * 32, shared, stream, values_, cooperative=COOPERATIVE)
+
+
+def _blocks(there: int, most: int, rows: int) -> int:
+    """Choose blocks: where rows are of one length, none should have parts of two, unless that leaves more than a tenth of the blocks out."""
+    alike = next((n for n in range(there, 0, -1) if n % rows == 0 or rows % n == 0), there)
+    return min(alike if ALIGNED and 10 * alike >= 9 * there else there, most)
 
 
 def dense_shape(dim: int, arch: str) -> tuple[int, int]:
     """Choose warps of a block and stages of a warp's ring: one block fills the shared memory of a multiprocessor."""
+    if SHAPE:
+        return SHAPE
     room = shared_limit(arch) - 2048
     warps = next((w for w in (8, 4, 2) if room // (w * 64 * dim) >= 3), 2)
     return warps, min(_MOST_STAGES, room // (warps * 64 * dim))
@@ -127,4 +141,5 @@ def dense_kernel(dim: int, group: int, bf16: bool, arch: str, ragged: bool = Fal
     shape = (f"-DD={dim}", f"-DGROUP_HEADS={group}", f"-DWARPS={warps}", f"-DSTAGES={stages}")
     defines = (*shape, *(("-DBF16",) if bf16 else ()), *(("-DRAGGED",) if ragged else ()), *(("-DMIXED",) if mixed or nibbles else ()))
     defines = (*defines, "-DNIBBLES") if nibbles else defines
+    defines += EXTRA
     return nvrtc.load(_HERE / "dense.cu", "attend_dense", _TYPES, defines, arch, warps * stages * 64 * dim)

@@ -310,7 +310,7 @@ def check_dense(heads: int, group: int, dim: int, page: int, lens: list[int], dt
     attend.attend_list(case.q, case.keys, case.values, case.table, case.lens, None, listed, unit=1, scale=scale)
     torch.cuda.synchronize()
     expect(torch.equal(first, out), f"{label}: two runs differ")
-    expect(not bool(arrived.any()), f"{label}: counters are left")
+    expect(bool(((arrived == 0) | (arrived == 2)).all()), f"{label}: stamps do not count launches")
     expect(case.guard.intact(), f"{label}: a margin was written")
     for b in range(batch):
         check_attention(case, b, None, out[b], scale, label)

@@ -1,0 +1,210 @@
+"""Dense decode attention: variants beside the library and the form of the last round, correctness first; clock marks of some."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+START = time.time()
+
+import torch
+from cuda.bindings import driver
+
+from trtkv.bench import check
+from trtkv.bench.cases import Case, find_geometry, find_policy, rotation
+from trtkv.bench.dense import dense_sets, torch_calls
+from trtkv.bench.layer import Layers
+from trtkv.bench.timing import cache_bytes, capture, measure
+from trtkv.plugins.kv_attend import cuda as attend_cuda
+from trtkv.plugins.kv_attend import launch_dense as new
+from trtkv.plugins.linear import launch as linear
+
+DEV = torch.device("cuda")
+HERE = Path(__file__).parent
+NOW = HERE.parent.parent / "plugins"
+LIMIT_S = float(sys.argv[1]) if len(sys.argv) > 1 else 50
+RUNS = 9
+
+
+def module(folder: Path):
+    spec = importlib.util.spec_from_file_location(f"launch_{folder.name}", folder / "launch_dense.py")
+    one = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = one
+    spec.loader.exec_module(one)
+    return one
+
+
+today = module(HERE / "today")
+
+
+class Variant:
+    def __init__(self, name, base, shape=None, **settings):
+        self.name, self.base, self.shape, self.settings = name, base, shape, settings
+
+    def apply(self, layers):
+        attend_cuda.launch_dense = self.base
+        layers.session._scratch.clear()
+        plain = PLAIN[self.base.__name__]
+        self.base.dense_shape = (lambda *a: self.shape) if self.shape else plain
+        for name, value in ({"COOPERATIVE": True, "ALIGNED": True, "EXTRA": ()} | self.settings).items():
+            setattr(self.base, name, value)
+
+
+PLAIN = {today.__name__: today.dense_shape, new.__name__: new.dense_shape}
+
+
+def case_of(name, batch, context):
+    return Case("attend", name, find_geometry(name, "bfloat16"), find_policy("full", context, None, None, []), batch, context)
+
+
+def make(case):
+    own = 2 * case.rows * case.stored * case.model.head_dim * 2
+    count = rotation(own, case.layer_bytes(), cache_bytes(DEV), 40 << 30)
+    layers = Layers(case, count, DEV)
+    for i in range(count):
+        layers.append(i)
+    return layers
+
+
+def gemvs(layers):
+    model = layers.case.model
+    qkv = [torch.randn(model.qkv_size, model.hidden_size, dtype=torch.bfloat16, device=DEV) * 0.02 for _ in range(4)]
+    back = [torch.randn(model.hidden_size, model.num_q_heads * model.head_dim, dtype=torch.bfloat16, device=DEV) * 0.02 for _ in range(4)]
+    x = torch.randn(1, model.hidden_size, dtype=torch.bfloat16, device=DEV)
+    y = torch.empty_like(x)
+
+    def call(i):
+        linear.gemv(x, qkv[i % 4], None, layers.qkv)
+        layers.step(i)
+        linear.gemv(layers.out, back[i % 4], None, y)
+
+    def without(i):
+        linear.gemv(x, qkv[i % 4], None, layers.qkv)
+        layers.append(i)
+        linear.gemv(layers.out, back[i % 4], None, y)
+
+    return call, without
+
+
+@torch.inference_mode()
+def run(case, variants, twice=False):
+    label = f"{case.geometry} {case.batch}x{case.context}"
+    sets = dense_sets(case, cache_bytes(DEV), 20 << 30)
+    lib = {n: round(measure(c, sets, RUNS, DEV).median_us, 1) for n, c in torch_calls(case, sets, DEV).items()}
+    print(f"== {label} lib {lib} bound {2 * case.rows * case.stored * case.model.head_dim * 2 / 4.3e6:.1f}", flush=True)
+    layers = make(case)
+    chain = gemvs(layers) if case.batch == 1 else None
+    if chain:
+        print(f"   append alone {measure(layers.append, layers.count, RUNS, DEV).median_us:.1f}, gemvs+append {measure(chain[1], layers.count, RUNS, DEV).median_us:.1f}")
+    for v in variants:
+        if time.time() - START > LIMIT_S:
+            print("out of time")
+            return
+        try:
+            v.apply(layers)
+            findings = check.Findings()
+            layers.poison("append", "attend")
+            layers.step(1), layers.step(0)
+            torch.cuda.synchronize()
+            check.check_layer(layers, 0, findings, frozenset({"attend"}))
+            times = [measure(f, layers.count, RUNS, DEV) for f in (layers.attend, layers.step, *(chain[:1] if chain else ()))]
+            layers.poison("attend")
+            layers.attend(0)
+            check.check_layer(layers, 0, findings, frozenset({"attend"}))
+            text = " ".join(f"{n} {t.median_us:6.1f} ({t.least_us:.1f})" for n, t in zip(("attend", "step", "gemvs"), times))
+            print(f"  {v.name:26s} {text}  ok {findings.passed} {findings.attend_error:.1e} of {findings.attend_tolerance:.1e}", flush=True)
+        except Exception as error:
+            print(f"  {v.name:26s} failed: {type(error).__name__} {str(error)[:200]}", flush=True)
+            torch.cuda.synchronize()
+    del layers
+
+
+MARKS = """
+extern "C" __device__ long long trace[256 * 16];
+__device__ __forceinline__ void note(int i) {
+  long long t, c = clock64();
+  asm volatile("mov.u64 %0,%globaltimer;" : "=l"(t));
+  if (threadIdx.x == 0 && blockIdx.x < 256) trace[blockIdx.x * 16 + i] = t, trace[blockIdx.x * 16 + 8 + i] = c;
+}
+#define MARK(i) note(i);
+"""
+
+
+def traced(base, folder):
+    """A copy of a form whose marks note the time."""
+    to = Path(tempfile.mkdtemp())
+    for name in ("dense.cu", "tile.cuh", "mixed.cuh"):
+        shutil.copy(folder / name, to / name)
+    for name in ("common.cuh", "matrix.cuh"):
+        text = (NOW / "_device" / name).read_text()
+        if name == "common.cuh":
+            a, b = text.index("#ifdef TRACE"), text.index("#ifdef BF16")
+            text = text[:a] + MARKS + text[b:]
+        (to / name).write_text(text)
+    base._HERE = to
+
+
+@torch.inference_mode()
+def trace(case, variant, folder):
+    layers = make(case)
+    before = variant.base._HERE
+    try:
+        variant.apply(layers)
+        traced(variant.base, folder)
+        for what, call in (("attend chain", layers.attend), ("append+attend", layers.step)):
+            call(0)
+            graph = capture(call, 8)
+            for _ in range(3):
+                graph.replay()
+            torch.cuda.synchronize()
+            dim, group = case.model.head_dim, case.model.num_q_heads // case.model.num_kv_heads
+            kernel = variant.base.dense_kernel(dim, group, True, "90")
+            code, at, size = driver.cuModuleGetGlobal(kernel._module, b"trace")
+            host = torch.empty(256 * 16, dtype=torch.int64)
+            driver.cuMemcpyDtoH(host.data_ptr(), at, host.nbytes)
+            t = host.view(256, 16)
+            t = t[t[:, 0] >= t[:, 0].max() - 200_000]
+            origin = t[:, 0].min()
+            print(f"  trace {case.geometry} {case.batch}x{case.context} {variant.name} {what}: {len(t)} blocks; ns least/median/most, cycles since the last mark")
+            for i in range(6):
+                own = t[t[:, i] >= origin]
+                if len(own):
+                    ns = (own[:, i] - origin).sort().values
+                    cycles = (own[:, 8 + i] - own[:, 8 + max(0, i - 1)]).sort().values
+                    print(f"    mark {i}: {len(own):4d} ns {ns[0]} {ns[len(ns) // 2]} {ns[-1]}; cycles {cycles[0]} {cycles[len(cycles) // 2]} {cycles[-1]}")
+            sys.stdout.flush()
+    except Exception as error:
+        print(f"  trace {variant.name} failed: {type(error).__name__} {str(error)[:200]}", flush=True)
+    finally:
+        variant.base._HERE = before
+
+
+VARIANTS = [
+    Variant("today", today),
+    Variant("today w4s3", today, (4, 3)),
+    Variant("new w8s3", new, (8, 3)),
+    Variant("new w4s3", new, (4, 3)),
+    Variant("new w4s3 not coop", new, (4, 3), COOPERATIVE=False),
+    Variant("new w4s3 132 blocks", new, (4, 3), COOPERATIVE=True, ALIGNED=False),
+    Variant("new w6s2", new, (6, 2), COOPERATIVE=True, ALIGNED=True),
+    Variant("new w4s2", new, (4, 2)),
+    Variant("today again", today),
+]
+
+if __name__ == "__main__":
+    print("start", round(time.time() - START, 1))
+    qwen, llama = "qwen2.5-7b", "llama-3.1-8b"
+    run(case_of(qwen, 1, 8192), VARIANTS)
+    run(case_of(qwen, 1, 32768), VARIANTS)
+    run(case_of(qwen, 1, 2048), VARIANTS)
+    for context in (8192, 32768):
+        trace(case_of(qwen, 1, context), VARIANTS[0], HERE / "today")
+        trace(case_of(qwen, 1, context), VARIANTS[3], NOW / "kv_attend")
+    print("at", round(time.time() - START, 1))
+    for one in (case_of(qwen, 8, 8192), case_of(llama, 1, 8192), case_of(qwen, 1, 131072), case_of("llama-2-7b", 1, 2048)):
+        run(one, [v for v in VARIANTS if v.name in ("today", "new w8s3", "new w4s3", "new w6s2")])
+    print("end", round(time.time() - START, 1))
