@@ -98,7 +98,7 @@ struct Sum {
 __device__ __forceinline__ void merge(const Parts& row, uint4* shares, float* lse) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, all = GROUP_HEADS * HEAD_WORDS;
   const int begin = (int)((long long)row.rank * all / row.blocks), end = (int)((long long)(row.rank + 1) * all / row.blocks);
-  int span = 2;
+  int span = 4; // a lane for each of three channels
   while (span < 32 && span < row.blocks) span *= 2;
   const int own = lane & (span - 1), beside = 32 / span;
   for (int i = begin + warp * beside; i < end; i += WARPS * beside) {
