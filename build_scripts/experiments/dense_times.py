@@ -185,13 +185,17 @@ def trace(case, variant, folder):
 
 VARIANTS = [
     Variant("today", today),
-    Variant("today w4s3", today, (4, 3)),
-    Variant("new w8s3", new, (8, 3)),
-    Variant("new w4s3", new, (4, 3)),
-    Variant("new w4s3 not coop", new, (4, 3), COOPERATIVE=False),
-    Variant("new w4s3 132 blocks", new, (4, 3), COOPERATIVE=True, ALIGNED=False),
-    Variant("new w6s2", new, (6, 2), COOPERATIVE=True, ALIGNED=True),
-    Variant("new w4s2", new, (4, 2)),
+    Variant("new w4h6", new, (4, 6)),
+    Variant("new w4h6 two sums", new, (4, 6), EXTRA=("-DTWO_SUMS",)),
+    Variant("new w4h6 not coop", new, (4, 6), COOPERATIVE=False),
+    Variant("new w8h3", new, (8, 3)),
+    Variant("new w8h3 not coop", new, (8, 3), COOPERATIVE=False),
+    Variant("new w8h3 not coop r104", new, (8, 3), COOPERATIVE=False, EXTRA=("--maxrregcount=104",)),
+    Variant("new w8h3 coop r104", new, (8, 3), EXTRA=("--maxrregcount=104",)),
+    Variant("new w8h3 132 not coop r104", new, (8, 3), COOPERATIVE=False, ALIGNED=False, EXTRA=("--maxrregcount=104",)),
+    Variant("new w6h4 not coop r128", new, (6, 4), COOPERATIVE=False, EXTRA=("--maxrregcount=128",)),
+    Variant("new w8h4", new, (8, 4)),
+    Variant("new w8h6", new, (8, 6)),
     Variant("today again", today),
 ]
 
@@ -202,9 +206,9 @@ if __name__ == "__main__":
     run(case_of(qwen, 1, 32768), VARIANTS)
     run(case_of(qwen, 1, 2048), VARIANTS)
     for context in (8192, 32768):
-        trace(case_of(qwen, 1, context), VARIANTS[0], HERE / "today")
-        trace(case_of(qwen, 1, context), VARIANTS[3], NOW / "kv_attend")
+        trace(case_of(qwen, 1, context), VARIANTS[6], NOW / "kv_attend")
+        trace(case_of(qwen, 1, context), VARIANTS[7], NOW / "kv_attend")
     print("at", round(time.time() - START, 1))
-    for one in (case_of(qwen, 8, 8192), case_of(llama, 1, 8192), case_of(qwen, 1, 131072), case_of("llama-2-7b", 1, 2048)):
-        run(one, [v for v in VARIANTS if v.name in ("today", "new w8s3", "new w4s3", "new w6s2")])
+    for one in (case_of(qwen, 8, 8192), case_of(llama, 1, 8192), case_of(qwen, 1, 131072), case_of(llama, 1, 32768), case_of("llama-2-7b", 1, 2048), case_of(qwen, 8, 32768)):
+        run(one, VARIANTS[:-1])
     print("end", round(time.time() - START, 1))

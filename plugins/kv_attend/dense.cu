@@ -7,8 +7,8 @@
 
 #define UNIT_TOKENS (WARPS * TILE)
 #define QUADS (GROUP_HEADS * D / 4)
-#define HEAD_WORDS ((D + 2) / 3) // words of three channels of a head
-#define SHARE (GROUP_HEADS * (1 + HEAD_WORDS)) // words that a block tells of a row: largest score and sum of every head, then its output
+#define HALF_BYTES (TILE * ROW) // of a ring: the keys or the values of a block of tokens
+#define EMPTY 0xffffffffu // of a word that nobody has written; no sum comes out as this NaN
 
 // Units of a sequence by its length.
 __device__ __forceinline__ int units_of(int stored) { return (stored + UNIT_TOKENS - 1) / UNIT_TOKENS; }
@@ -45,10 +45,10 @@ __device__ __forceinline__ Row find_row(const int* lens, const int* coded_lens, 
   }
 }
 
-// A word of sixteen bytes, twelve of them and the launch's stamp, is written and read as one: who sees the stamp has the bytes, so there is no barrier, no
-// fence and nothing to clear. Every block of the grid must be resident (a cooperative launch).
-__device__ __forceinline__ void post(uint4* to, u32 a, u32 b, u32 c, u32 stamp) {
-  const u64 low = (u64)b << 32 | a, high = (u64)stamp << 32 | c;
+// A word of sixteen bytes is written and read as one: who sees it filled has it all, so there is no barrier, no fence and no counter. Who reads a word
+// empties it again. Every block of the grid must be resident.
+__device__ __forceinline__ void post(uint4* to, u32 a, u32 b, u32 c, u32 d) {
+  const u64 low = (u64)b << 32 | a, high = (u64)d << 32 | c;
   asm volatile("{.reg .b128 v;\n mov.b128 v,{%1,%2};\n st.relaxed.gpu.global.b128 [%0],v;}" ::"l"(to), "l"(low), "l"(high) : "memory");
 }
 __device__ __forceinline__ uint4 look(const uint4* from) {
@@ -56,79 +56,74 @@ __device__ __forceinline__ uint4 look(const uint4* from) {
   asm volatile("{.reg .b128 v;\n ld.relaxed.gpu.global.b128 v,[%2];\n mov.b128 {%0,%1},v;}" : "=l"(low), "=l"(high) : "l"(from) : "memory");
   return make_uint4((u32)low, (u32)(low >> 32), (u32)high, (u32)(high >> 32));
 }
+__device__ __forceinline__ void empty(uint4* word) { post(word, EMPTY, EMPTY, EMPTY, EMPTY); }
 
-// A row that several blocks have parts of, as one of them sees it: it merges a share of the row's words.
+// A row that several blocks have parts of, as one of them sees it. Every block merges an equal share of the row's quads of channels.
 struct Parts {
   long long low; // the first of its blocks
-  int blocks, rank;
-  u32 stamp;
-  int row;
+  int blocks, rank, row;
   real* to;
-  // The first block has the row as its last part, the others as their first.
-  __device__ __forceinline__ uint4* words(uint4* shares, int p) const { return shares + (2 * (low + p) + (p == 0)) * SHARE; }
+  // What block p of the row tells: its quads, and behind them its largest score and sum of head h for block r at place r + h, which no other pair of
+  // a block and a head in its share has. The first block has the row as its last part, the others as their first.
+  __device__ __forceinline__ uint4* words(uint4* shares, int p) const {
+    return shares + (2 * (low + p) + (p == 0)) * (long long)(QUADS + GROUP_HEADS + gridDim.x);
+  }
+  __device__ __forceinline__ int begin(int r) const { return (int)((long long)r * QUADS / blocks); }
 };
 
 // Tell the other blocks of the row what this one has seen.
 __device__ __forceinline__ void tell(const Parts& row, uint4* shares, const Block& block, const float* laid) {
   uint4* to = row.words(shares, row.rank);
-  for (int i = threadIdx.x; i < SHARE; i += THREADS) {
-    const int w = i - GROUP_HEADS, h = w < 0 ? i : w / HEAD_WORDS;
-    if (w < 0) {
-      post(to + i, __float_as_uint(block.top[h]), __float_as_uint(block.sum[h]), 0, row.stamp);
-    } else {
-      const float* at = laid + h * LAID + w % HEAD_WORDS * 3; // what lies behind the last channel is told but not stored
-      float x = 0.f, y = 0.f, z = 0.f;
-#pragma unroll
-      for (int v = 0; v < WARPS; v++) x += at[v * HEADS8 * LAID], y += at[v * HEADS8 * LAID + 1], z += at[v * HEADS8 * LAID + 2];
-      post(to + i, __float_as_uint(x), __float_as_uint(y), __float_as_uint(z), row.stamp);
-    }
+  for (int r = threadIdx.x; r < row.blocks; r += THREADS) {
+    const int begin = row.begin(r), end = row.begin(r + 1);
+    for (int h = begin * 4 / D; h * D < end * 4; h++) post(to + QUADS + r + h, __float_as_uint(block.top[h]), __float_as_uint(block.sum[h]), 0, 0);
+  }
+  for (int i = threadIdx.x; i < QUADS; i += THREADS) {
+    const float4 x = Block::output(laid, i * 4 / D, i * 4 % D);
+    post(to + i, __float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w));
   }
 }
 
-// What a lane has of an output's three channels, in multiples of the weight at the score `top`.
-struct Sum {
-  float top, sum, x, y, z;
-  __device__ __forceinline__ void add(float other_top, float s, float a, float b, float c) {
-    const float m = fmaxf(top, other_top), f = exp2_fast(top - m), g = exp2_fast(other_top - m);
-    top = m, sum = sum * f + s * g, x = x * f + a * g, y = y * f + b * g, z = z * f + c * g;
-  }
-};
-
-// Merge this block's share of a row's words, a word by as many lanes as the row has blocks; with -DNIBBLES also lse [G].
+// Merge this block's share of a row, a quad by as many lanes as the row has blocks; with -DNIBBLES also lse [G].
 __device__ __forceinline__ void merge(const Parts& row, uint4* shares, float* lse) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, all = GROUP_HEADS * HEAD_WORDS;
-  const int begin = (int)((long long)row.rank * all / row.blocks), end = (int)((long long)(row.rank + 1) * all / row.blocks);
-  int span = 4; // a lane for each of three channels
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, begin = row.begin(row.rank), end = row.begin(row.rank + 1);
+  int span = 2;
   while (span < 32 && span < row.blocks) span *= 2;
   const int own = lane & (span - 1), beside = 32 / span;
   for (int i = begin + warp * beside; i < end; i += WARPS * beside) {
-    const int w = i + lane / span, h = w / HEAD_WORDS;
-    Sum s = {-1e30f, 0.f, 0.f, 0.f, 0.f};
-    if (w < end) {
-      for (int p = own; p < row.blocks; p += 2 * span) {
-        const bool two = p + span < row.blocks;
-        const uint4 *at0 = row.words(shares, p), *at1 = row.words(shares, two ? p + span : p);
-        uint4 t0 = look(at0 + h), x0 = look(at0 + GROUP_HEADS + w), t1 = t0, x1 = x0;
-        if (two) t1 = look(at1 + h), x1 = look(at1 + GROUP_HEADS + w);
-        while (t0.w != row.stamp) t0 = look(at0 + h);
-        while (x0.w != row.stamp) x0 = look(at0 + GROUP_HEADS + w);
-        s.add(__uint_as_float(t0.x), __uint_as_float(t0.y), __uint_as_float(x0.x), __uint_as_float(x0.y), __uint_as_float(x0.z));
-        if (two) {
-          while (t1.w != row.stamp) t1 = look(at1 + h);
-          while (x1.w != row.stamp) x1 = look(at1 + GROUP_HEADS + w);
-          s.add(__uint_as_float(t1.x), __uint_as_float(t1.y), __uint_as_float(x1.x), __uint_as_float(x1.y), __uint_as_float(x1.z));
-        }
-      }
+    const int quad = i + lane / span, h = quad * 4 / D;
+    float top = -1e30f, sum = 0.f;
+    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int p = own; quad < end && p < row.blocks; p += span) {
+      uint4 *from = row.words(shares, p), *score = from + QUADS + row.rank + h;
+      uint4 v = look(from + quad), t = look(score);
+      while (t.w == EMPTY) t = look(score);
+      while (v.w == EMPTY) v = look(from + quad);
+      empty(from + quad);
+      const float m = fmaxf(top, __uint_as_float(t.x)), f = exp2_fast(top - m), g = exp2_fast(__uint_as_float(t.x) - m);
+      top = m, sum = sum * f + __uint_as_float(t.y) * g;
+      x.x = x.x * f + __uint_as_float(v.x) * g, x.y = x.y * f + __uint_as_float(v.y) * g;
+      x.z = x.z * f + __uint_as_float(v.z) * g, x.w = x.w * f + __uint_as_float(v.w) * g;
     }
+    float m = top;
+    for (int o = span / 2; o; o >>= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, o));
+    const float f = exp2_fast(top - m);
+    sum *= f, x.x *= f, x.y *= f, x.z *= f, x.w *= f;
     for (int o = span / 2; o; o >>= 1) {
-      s.add(__shfl_xor_sync(~0u, s.top, o), __shfl_xor_sync(~0u, s.sum, o), __shfl_xor_sync(~0u, s.x, o), __shfl_xor_sync(~0u, s.y, o),
-          __shfl_xor_sync(~0u, s.z, o));
+      sum += __shfl_xor_sync(~0u, sum, o);
+      x.x += __shfl_xor_sync(~0u, x.x, o), x.y += __shfl_xor_sync(~0u, x.y, o);
+      x.z += __shfl_xor_sync(~0u, x.z, o), x.w += __shfl_xor_sync(~0u, x.w, o);
     }
-    const int channel = w % HEAD_WORDS * 3;
-    if (w < end && own < 3 && channel + own < D) row.to[h * D + channel + own] = to_real((own == 0 ? s.x : own == 1 ? s.y : s.z) / s.sum);
+    if (quad < end && own == 0) {
+      store_output(row.to + quad * 4, x, 1.f / sum);
 #ifdef NIBBLES
-    if (w < end && own == 0 && channel == 0) lse[h] = s.top + log2f(s.sum);
+      if (quad * 4 % D == 0) lse[h] = m + log2f(sum);
 #endif
+    }
+  }
+  __syncthreads(); // several warps look at a head's score
+  for (int p = threadIdx.x; p < row.blocks; p += THREADS) {
+    for (int h = begin * 4 / D; h * D < end * 4; h++) empty(row.words(shares, p) + QUADS + row.rank + h);
   }
 }
 
@@ -140,7 +135,7 @@ __device__ __forceinline__ void merge(const Parts& row, uint4* shares, float* ls
 // logarithms to base 2 of the sums of the weights. shares [2 blocks, SHARE];
 // arrived [B Hk] zeros, and zeros again behind it. Tokens before the newest and page numbers were there before the kernel before this one began.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real* q, const char* keys, const char* values, const int* table,
-    const int* lens, real* out, uint4* shares, u32* stamps, int batch, int heads, int q_stride, int out_stride, int table_stride, int page_size,
+    const int* lens, real* out, uint4* shares, int batch, int heads, int q_stride, int out_stride, int table_stride, int page_size,
     float scale_log2, const int* coded_table, const int* coded_lens, const real* key_scale, const real* value_scale,
     const char* key_codes, const char* value_codes, const real* key_zero, const real* value_zero, float* lse) {
   extern __shared__ __align__(128) char ring[];
@@ -156,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
   const long long units = (long long)in_all * heads, blocks = min((long long)gridDim.x, units);
   long long unit = blockIdx.x < blocks ? blockIdx.x * units / blocks : 0;
   const long long end = blockIdx.x < blocks ? (blockIdx.x + 1) * units / blocks : 0;
-  const u32 ring_at = shared_at(ring) + warp * STAGES * STAGE_BYTES;
+  const u32 ring_at = shared_at(ring) + warp * HALVES * HALF_BYTES;
   float* laid = reinterpret_cast<float*>(ring);
   bool waited = false;
   Parts parts[2];
@@ -191,38 +186,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
     // Lane l knows the page of block l of the 32 at hand, and of the 32 behind them.
     auto page_of = [&](int j) { return j < mine && left_of(j) > 0 ? __ldcg(page_at(j)) : 0; };
     int here = page_of(lane), ahead = page_of(lane + 32);
-    auto fetch = [&](int j, int slot) {
+    auto fetch = [&](int j, bool second, int slot) { // the keys of block j, or second its values
       if (j < mine) {
-        if (j > 0 && (j & 31) == 0) here = ahead, ahead = page_of(j + lane + 32);
+        if (!second && j > 0 && (j & 31) == 0) here = ahead, ahead = page_of(j + lane + 32);
         const int token = token_of(j), there = left_of(j);
         const long long page = __shfl_sync(~0u, here, j & 31) * heads + row.head, rows = page * page_size;
-        const u32 into = ring_at + slot * STAGE_BYTES;
+        const u32 into = ring_at + slot * HALF_BYTES;
 #ifdef MIXED
         if (in_codes(j)) {
           const long long first = rows * FOLD + token % (FOLD * page_size), at = first * CODES;
 #ifdef NIBBLES
-          const char *k = key_codes + at, *v = value_codes + at;
+          const char* codes = (second ? value_codes : key_codes) + at;
 #else
-          const char *k = keys + at, *v = values + at;
+          const char* codes = (second ? values : keys) + at;
 #endif
 #pragma unroll
-          for (int i = lane; i < TILE * CODES / 16; i += 32) {
-            const u32 size = i / (CODES / 16) < there ? 16 : 0;
-            copy16_sized(into + i * 16, k + i * 16, size);
-            copy16_sized(into + TILE * ROW + i * 16, v + i * 16, size);
-          }
+          for (int i = lane; i < TILE * CODES / 16; i += 32) copy16_sized(into + i * 16, codes + i * 16, i / (CODES / 16) < there ? 16 : 0);
+          const real* scales = (second ? value_scale : key_scale) + first + lane % 2 * 8;
 #ifdef NIBBLES // of tokens that do not exist zeros
-          if (lane < 8) {
-            const real* source = (lane < 2 ? key_scale : lane < 4 ? key_zero : lane < 6 ? value_scale : value_zero) + first + lane % 2 * 8;
-            copy16_sized(into + lane / 4 * TILE * ROW + TILE * CODES + lane % 4 * 16, source, max(0, min(16, (there - lane % 2 * 8) * 2)));
-          }
-          copies_commit();
-          return;
-#endif
           if (lane < 4) {
-            const real* scales = (lane < 2 ? key_scale : value_scale) + first + lane % 2 * 8;
-            copy16_sized(into + lane / 2 * TILE * ROW + TILE * CODES + lane % 2 * 16, scales, there > 0 ? 16 : 0);
+            const real* source = lane < 2 ? scales : (second ? value_zero : key_zero) + first + lane % 2 * 8;
+            copy16_sized(into + TILE * CODES + lane * 16, source, max(0, min(16, (there - lane % 2 * 8) * 2)));
           }
+#else
+          if (lane < 2) copy16_sized(into + TILE * CODES + lane * 16, scales, there > 0 ? 16 : 0);
+#endif
           copies_commit();
           return;
         }
@@ -234,9 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
 #endif
 #pragma unroll
         for (int i = lane; i < TILE * CHUNKS; i += 32) {
-          const u32 size = i / CHUNKS < there ? 16 : 0, where = into + place(i / CHUNKS, i % CHUNKS);
-          copy16_sized(where, keys + at + i * 16, size);
-          copy16_sized(where + TILE * ROW, values + at + i * 16, size);
+          copy16_sized(into + place(i / CHUNKS, i % CHUNKS), (second ? values : keys) + at + i * 16, i / CHUNKS < there ? 16 : 0);
         }
       }
       copies_commit();
@@ -245,39 +231,49 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
 #ifdef MIXED
     if (!waited) dependency_wait(), waited = true;
 #endif
-#pragma unroll
-    for (int j = 0; j < STAGES; j++) {
-      if (!waited && j < mine && token_of(j) + TILE >= stored) dependency_wait(), waited = true;
-      fetch(j, j);
+#pragma unroll 1
+    for (int i = 0; i < HALVES; i++) {
+      if (!waited && i / 2 < mine && token_of(i / 2) + TILE >= stored) dependency_wait(), waited = true;
+      fetch(i / 2, i % 2, i);
     }
     if (!waited) dependency_wait(), waited = true;
     MARK(1)
     u32 query[TILES][D / 8];
     load_query(query, q + (long long)own * q_stride + (long long)head * GROUP_HEADS * D);
-    const u32 stamp = __ldcg(stamps + row.b * heads + row.head) + 1;
     Seen seen;
     seen.clear();
-    for (int j = 0, slot = 0; j < mine; j++) {
-      copies_wait<STAGES - 1>();
+    int slot = 0;
+    auto next = [&](int j, bool second) { // the half at `slot` has been read
       __syncwarp();
+      fetch(j, second, slot);
+      slot = slot + 1 == HALVES ? 0 : slot + 1;
+      copies_wait<HALVES - 1>();
+      __syncwarp();
+    };
+    copies_wait<HALVES - 1>();
+    __syncwarp();
+    for (int j = 0; j < mine; j++) {
       const int there = left_of(j);
+      u32 weights[TILES][2];
 #ifdef MIXED
       const u32 ok = there <= 0 ? 0u : there < TILE ? (1u << there) - 1 : 0xffffu;
       float2 key = make_float2(scale_log2, scale_log2), value = make_float2(1.f, 1.f);
+      copies_wait<HALVES - 2>(); // the scales of the values are factors of the weights
+      __syncwarp();
       if (in_codes(j)) {
-        char* stage = ring + (warp * STAGES + slot) * STAGE_BYTES;
-        key = expand(stage), value = expand(stage + TILE * ROW);
+        char* stages = ring + warp * HALVES * HALF_BYTES;
+        key = expand(stages + slot * HALF_BYTES), value = expand(stages + (slot + 1 == HALVES ? 0 : slot + 1) * HALF_BYTES);
         key.x *= scale_log2, key.y *= scale_log2;
         const int gid = lane >> 2; // scales of tokens that do not exist may be anything
         value.x = ok >> gid & 1 ? value.x : 0.f, value.y = ok >> (gid + 8) & 1 ? value.y : 0.f;
       }
-      seen.take(query, ring_at + slot * STAGE_BYTES, ok, key.x, key.y, value.x, value.y);
+      seen.weigh(weights, query, ring_at + slot * HALF_BYTES, ok, key.x, key.y, value.x, value.y);
 #else
-      seen.take(query, ring_at + slot * STAGE_BYTES, there < TILE ? (1u << there) - 1 : 0xffffu, scale_log2);
+      seen.weigh(weights, query, ring_at + slot * HALF_BYTES, there < TILE ? (1u << there) - 1 : 0xffffu, scale_log2, scale_log2, 1.f, 1.f);
 #endif
-      __syncwarp();
-      fetch(j + STAGES, slot);
-      slot = slot + 1 == STAGES ? 0 : slot + 1;
+      next(j + HALVES / 2, HALVES % 2);
+      seen.add(weights, ring_at + slot * HALF_BYTES);
+      next(j + (HALVES + 1) / 2, HALVES % 2 == 0);
     }
     copies_wait<0>();
     MARK(2)
@@ -296,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
       }
     } else {
       Parts& own_parts = parts[blockIdx.x == low];
-      own_parts = {low, (int)(high - low) + 1, (int)(blockIdx.x - low), stamp, row.b * heads + row.head, target};
+      own_parts = {low, (int)(high - low) + 1, (int)(blockIdx.x - low), row.b * heads + row.head, target};
       tell(own_parts, shares, block, laid);
       MARK(4)
     }
@@ -309,7 +305,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
     const Parts row = i ? parts[1] : parts[0];
     if (row.blocks == 0) continue;
     merge(row, shares, lse + (long long)row.row * GROUP_HEADS);
-    if (row.rank == row.blocks - 1 && threadIdx.x == 0) stamps[row.row] = row.stamp; // it has words of every block, so each has read the stamp
   }
   MARK(5)
 }

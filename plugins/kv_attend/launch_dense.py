@@ -14,7 +14,7 @@ from trtkv.plugins._device.spec import shared_limit
 from trtkv.plugins.kv_attend.launch import device_arch
 
 _HERE = Path(__file__).parent
-_TYPES = (Pointer,) * 8 + (Int,) * 6 + (Float,) + (Pointer,) * 9
+_TYPES = (Pointer,) * 7 + (Int,) * 6 + (Float,) + (Pointer,) * 9
 NIBBLES = ("key_codes", "key_scale", "key_zero", "value_codes", "value_scale", "value_zero")
 _TILE = 16  # tokens of a warp's block
 _MOST_STAGES = 6
@@ -35,11 +35,11 @@ class DenseScratch:
     @staticmethod
     def plan(batch: int, num_kv_heads: int, group: int, dim: int, sms: int) -> DenseScratch:
         """Lay out scratch for B sequences, G query heads a key-value head and a GPU of so many multiprocessors."""
-        return DenseScratch(sms, 4 * group * (1 + -(-dim // 3)), batch * num_kv_heads)
+        return DenseScratch(sms, 4 * (group * dim // 4 + group + sms), batch * num_kv_heads)
 
     def allocate(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Allocate the two tensors; every launch leaves `arrived` as it found it, zeros."""
-        shares = torch.zeros(2 * self.blocks, self.floats, dtype=torch.float32, device=device)
+        shares = torch.full((2 * self.blocks, self.floats), -1, dtype=torch.int32, device=device).view(torch.float32)
         return shares, torch.zeros(self.rows, dtype=torch.int32, device=device)
 
 
@@ -85,12 +85,12 @@ def attend_dense(
     warps, stages = dense_shape(dim, device_arch())
     kernel = dense_kernel(dim, group, q.dtype == torch.bfloat16, device_arch(), ragged, codes is not None)
     most = (1 if codes is None else 2) * batch * heads * -(-table.shape[-1] * page_size // (warps * _TILE))
-    pointers = [one.data_ptr() for one in (q, keys, values, table, lens, out, shares, arrived)]
+    pointers = [one.data_ptr() for one in (q, keys, values, table, lens, out, shares)]
     more = (0,) * 4 if codes is None else tuple(one.data_ptr() for one in (codes.table, codes.lens, codes.key_scale, codes.value_scale))
     more = (*more, *(0,) * 5)
     values_ = (*pointers, batch, heads, q.stride(0), out.stride(0), table.stride(-2), page_size, scale * 1.4426950408889634, *more)
     stream = torch.cuda.current_stream().cuda_stream
-    grid, shared = (_blocks(shares.shape[0] // 2, most, batch * heads), 1, 1), warps * stages * 64 * dim
+    grid, shared = (_blocks(shares.shape[0] // 2, most, batch * heads), 1, 1), warps * stages * 32 * dim
     kernel.launch(grid, warps * 32, shared, stream, values_, overlap=overlap, cooperative=COOPERATIVE)
 
 
@@ -108,18 +108,18 @@ def attend_replaced(
     warps, stages = dense_shape(dim, device_arch())
     kernel = dense_kernel(dim, group, q.dtype == torch.bfloat16, device_arch(), nibbles=True)
     most = batch * heads * (1 + -(-table.shape[1] * page_size // (warps * _TILE)))
-    pointers = [one.data_ptr() for one in (q, keys, values, table, lens, out, shares, arrived)]
+    pointers = [one.data_ptr() for one in (q, keys, values, table, lens, out, shares)]
     numbers = (batch, heads, q.stride(0), out.stride(0), table.stride(0), page_size, scale * 1.4426950408889634)
     beside = [one.data_ptr() for one in (codes.key_scale, codes.value_scale, codes.key_codes, codes.value_codes, codes.key_zero, codes.value_zero)]
     stream = torch.cuda.current_stream().cuda_stream
-    grid, shared = (_blocks(shares.shape[0] // 2, most, batch * heads), 1, 1), warps * stages * 64 * dim
+    grid, shared = (_blocks(shares.shape[0] // 2, most, batch * heads), 1, 1), warps * stages * 32 * dim
     values_ = (*pointers, *numbers, slots.data_ptr(), 0, *beside, lse.data_ptr())
     kernel.launch(grid, warps * 32, shared, stream, values_, cooperative=COOPERATIVE)
 
 
 def _blocks(there: int, most: int, rows: int) -> int:
     """Choose blocks: where rows are of one length, none should have parts of two, unless that leaves more than a tenth of the blocks out."""
-    alike = next((n for n in range(there, 0, -1) if n % rows == 0 or rows % n == 0), there)
+    alike = next((n for n in range(there, 0, -1) if (n % rows == 0 and (n <= 32 * rows or n % (32 * rows) == 0)) or rows % n == 0), there)
     return min(alike if ALIGNED and 10 * alike >= 9 * there else there, most)
 
 
@@ -129,7 +129,7 @@ def dense_shape(dim: int, arch: str) -> tuple[int, int]:
         return SHAPE
     room = shared_limit(arch) - 2048
     warps = next((w for w in (8, 4, 2) if room // (w * 64 * dim) >= 3), 2)
-    return warps, min(_MOST_STAGES, room // (warps * 64 * dim))
+    return warps, 2 * min(_MOST_STAGES, room // (warps * 64 * dim))
 
 
 def dense_kernel(dim: int, group: int, bf16: bool, arch: str, ragged: bool = False, mixed: bool = False, nibbles: bool = False) -> Kernel:
@@ -138,8 +138,8 @@ def dense_kernel(dim: int, group: int, bf16: bool, arch: str, ragged: bool = Fal
     ragged lets every KV head have its own length and pages, mixed lets some tokens be encoded, nibbles takes codes of four bits and the newest token.
     """
     warps, stages = dense_shape(dim, arch)
-    shape = (f"-DD={dim}", f"-DGROUP_HEADS={group}", f"-DWARPS={warps}", f"-DSTAGES={stages}")
+    shape = (f"-DD={dim}", f"-DGROUP_HEADS={group}", f"-DWARPS={warps}", f"-DHALVES={stages}")
     defines = (*shape, *(("-DBF16",) if bf16 else ()), *(("-DRAGGED",) if ragged else ()), *(("-DMIXED",) if mixed or nibbles else ()))
     defines = (*defines, "-DNIBBLES") if nibbles else defines
     defines += EXTRA
-    return nvrtc.load(_HERE / "dense.cu", "attend_dense", _TYPES, defines, arch, warps * stages * 64 * dim)
+    return nvrtc.load(_HERE / "dense.cu", "attend_dense", _TYPES, defines, arch, warps * stages * 32 * dim)

@@ -32,19 +32,39 @@ struct Seen {
   // The same where the keys and values of a lane's two tokens stand for multiples of themselves: key0 and key1 are these times scale_log2.
   __device__ __forceinline__ void take(
       const u32 (&query)[TILES][D / 8], u32 stage, u32 ok, float key0, float key1, float value0, float value1) {
+    u32 weights[TILES][2];
+    weigh(weights, query, stage, ok, key0, key1, value0, value1);
+    add(weights, stage + TILE * ROW);
+  }
+  // The first half of that: the weights of a block's tokens by its keys, at `keys`, brought to the largest scores so far.
+  __device__ __forceinline__ void weigh(
+      u32 (&p)[TILES][2], const u32 (&query)[TILES][D / 8], u32 keys, u32 ok, float key0, float key1, float value0, float value1) {
     const int lane = threadIdx.x & 31, gid = lane >> 2;
     float s[TILES][4];
 #pragma unroll
     for (int t = 0; t < TILES; t++) s[t][0] = s[t][1] = s[t][2] = s[t][3] = 0.f;
+#ifdef TWO_SUMS
+    float r[TILES][4];
+#pragma unroll
+    for (int t = 0; t < TILES; t++) r[t][0] = r[t][1] = r[t][2] = r[t][3] = 0.f;
+#endif
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
       u32 a[4];
-      read4(a, stage + place(lane & 15, 2 * k + (lane >> 4)));
+      read4(a, keys + place(lane & 15, 2 * k + (lane >> 4)));
+#ifdef TWO_SUMS
+#pragma unroll
+      for (int t = 0; t < TILES; t++) mma(k % 2 ? r[t] : s[t], a[0], a[1], a[2], a[3], query[t][2 * k], query[t][2 * k + 1]);
+#else
 #pragma unroll
       for (int t = 0; t < TILES; t++) mma(s[t], a[0], a[1], a[2], a[3], query[t][2 * k], query[t][2 * k + 1]);
+#endif
     }
+#ifdef TWO_SUMS
+#pragma unroll
+    for (int t = 0; t < TILES; t++) s[t][0] += r[t][0], s[t][1] += r[t][1], s[t][2] += r[t][2], s[t][3] += r[t][3];
+#endif
     const bool ok0 = ok >> gid & 1, ok1 = ok >> (gid + 8) & 1;
-    u32 p[TILES][2];
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
       float x0 = ok0 ? s[t][0] * key0 : -1e30f, y0 = ok0 ? s[t][1] * key0 : -1e30f;
@@ -65,10 +85,14 @@ struct Seen {
       sum[t][0] += x0 + x1, sum[t][1] += y0 + y1;
       p[t][0] = transpose8(pack_real(x0 * value0, y0 * value0)), p[t][1] = transpose8(pack_real(x1 * value1, y1 * value1));
     }
+  }
+  // The second: the tokens' values, at `values`, times their weights.
+  __device__ __forceinline__ void add(const u32 (&p)[TILES][2], u32 values) {
+    const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
       u32 a[4]; // 8 x 8 blocks of V: tokens 0-7 and 8-15, channels 16 k and 16 k + 8; transposed they are rows of channels
-      read4_transposed(a, stage + TILE * ROW + place((lane & 7) + (lane >> 4) * 8, 2 * k + ((lane >> 3) & 1)));
+      read4_transposed(a, values + place((lane & 7) + (lane >> 4) * 8, 2 * k + ((lane >> 3) & 1)));
 #pragma unroll
       for (int t = 0; t < TILES; t++) mma(acc[t][k], a[0], a[1], a[2], a[3], p[t][0], p[t][1]);
     }
