@@ -26,20 +26,19 @@ __device__ __forceinline__ int units_of(int stored) { return (stored + UNIT_TOKE
 #endif
 
 struct Row {
-  int b, head, units;
-  long long first; // its first unit among those of all rows
+  int b, head, units, first; // units, and the first among those of all rows
 };
 // The row of a unit; every lane of a warp calls it. Units are ordered by sequence, then head.
-__device__ __forceinline__ Row find_row(const int* lens, const int* coded_lens, int batch, int heads, long long unit) {
+__device__ __forceinline__ Row find_row(const int* lens, const int* coded_lens, int batch, int heads, int unit) {
   const int lane = threadIdx.x & 31;
   int before = 0;
   for (int c = 0;; c += 32) {
     const int own = c + lane < batch ? UNITS(c + lane) : 0, end = before + warp_scan(own);
-    const u32 hit = __ballot_sync(~0u, (long long)end * heads > unit);
+    const u32 hit = __ballot_sync(~0u, end * heads > unit);
     if (hit || c + 32 >= batch) {
       const int l = __ffs(hit) - 1, units = __shfl_sync(~0u, own, l), start = __shfl_sync(~0u, end, l) - units;
-      const int head = (int)((unit - (long long)start * heads) / units);
-      return {c + l, head, units, (long long)start * heads + (long long)head * units};
+      const int head = (unit - start * heads) / units;
+      return {c + l, head, units, start * heads + head * units};
     }
     before = __shfl_sync(~0u, end, 31);
   }
@@ -58,17 +57,16 @@ __device__ __forceinline__ uint4 look(const uint4* from) {
 }
 __device__ __forceinline__ void empty(uint4* word) { post(word, EMPTY, EMPTY, EMPTY, EMPTY); }
 
-// A row that several blocks have parts of, as one of them sees it. Every block merges an equal share of the row's quads of channels.
+// A row that several blocks have parts of, as one of them sees it. Every block merges a share of `each` quads of channels.
 struct Parts {
-  long long low; // the first of its blocks
-  int blocks, rank, row;
+  int low, blocks, rank, each, row; // the first of its blocks, how many, and which of them this is
   real* to;
   // What block p of the row tells: its quads, and behind them its largest score and sum of head h for block r at place r + h, which no other pair of
   // a block and a head in its share has. The first block has the row as its last part, the others as their first.
   __device__ __forceinline__ uint4* words(uint4* shares, int p) const {
-    return shares + (2 * (low + p) + (p == 0)) * (long long)(QUADS + GROUP_HEADS + gridDim.x);
+    return shares + (2 * (low + p) + (p == 0)) * (QUADS + GROUP_HEADS + gridDim.x);
   }
-  __device__ __forceinline__ int begin(int r) const { return (int)((long long)r * QUADS / blocks); }
+  __device__ __forceinline__ int begin(int r) const { return min(r * each, QUADS); }
 };
 
 // Tell the other blocks of the row what this one has seen.
@@ -148,18 +146,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
 #endif
   int in_all = 0;
   for (int c = 0; c < batch; c += 32) in_all += __shfl_sync(~0u, warp_scan(c + lane < batch ? UNITS(c + lane) : 0), 31);
-  const long long units = (long long)in_all * heads, blocks = min((long long)gridDim.x, units);
-  long long unit = blockIdx.x < blocks ? blockIdx.x * units / blocks : 0;
-  const long long end = blockIdx.x < blocks ? (blockIdx.x + 1) * units / blocks : 0;
+  const int units = in_all * heads, blocks = min((int)gridDim.x, units), self = blockIdx.x;
+  // Divisions take long, so lanes do several at once, and while keys are still on their way.
+  const int bound = self < blocks ? (int)((long long)(self + (lane & 1)) * units / blocks) : 0;
+  int unit = __shfl_sync(~0u, bound, 0);
+  const int end = __shfl_sync(~0u, bound, 1);
   const u32 ring_at = shared_at(ring) + warp * HALVES * HALF_BYTES;
   float* laid = reinterpret_cast<float*>(ring);
   bool waited = false;
-  Parts parts[2];
-  parts[0].blocks = parts[1].blocks = 0;
+  Parts front, back; // of the first row and of the last, where other blocks have parts of it
+  front.blocks = back.blocks = 0;
 
   while (unit < end) {
     const Row row = find_row(lens, coded_lens, batch, heads, unit);
-    const int stored = PLAIN_OF(row.b), from = (int)(unit - row.first), to = (int)min((long long)row.units, from + (end - unit));
+    const int stored = PLAIN_OF(row.b), from = unit - row.first, to = min(row.units, from + end - unit);
     const int* pages = table + (long long)row.b * table_stride;
 #ifdef RAGGED
     const int own = row.b % sequences, head = row.b / sequences;
@@ -176,29 +176,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
     auto in_codes = [&](int j) { return from + j >= plain; };
     auto token_of = [&](int j) { return (from + j - (in_codes(j) ? plain : 0)) * UNIT_TOKENS + warp * TILE; };
     auto left_of = [&](int j) { return (in_codes(j) ? coded : stored) - token_of(j); };
-    auto page_at = [&](int j) { return in_codes(j) ? coded_pages + token_of(j) / (FOLD * page_size) : newest ? newest : pages + token_of(j) / page_size; };
+    auto look_up = [&](int j) {
+      const int token = token_of(j), each = in_codes(j) ? FOLD * page_size : page_size, page = token / each;
+      if (!in_codes(j) && newest) return __ldcg(newest) * heads + row.head; // a slot has one such token
+      return (__ldcg((in_codes(j) ? coded_pages : pages) + page) * heads + row.head) * each + token - page * each;
+    };
 #else
     auto token_of = [&](int j) { return (from + j) * UNIT_TOKENS + warp * TILE; };
     auto left_of = [&](int j) { return stored - token_of(j); };
-    auto page_at = [&](int j) { return pages + token_of(j) / page_size; };
+    auto look_up = [&](int j) {
+      const int token = token_of(j), page = token / page_size;
+      return (__ldcg(pages + page) * heads + row.head) * page_size + token - page * page_size;
+    };
 #endif
     const int mine = to - from - (left_of(to - from - 1) <= 0); // blocks of tokens of this warp, of which one before the codes may be empty
-    // Lane l knows the page of block l of the 32 at hand, and of the 32 behind them.
-    auto page_of = [&](int j) { return j < mine && left_of(j) > 0 ? __ldcg(page_at(j)) : 0; };
-    int here = page_of(lane), ahead = page_of(lane + 32);
+    // Lane l knows where block l of the 32 at hand begins in the pool, and of the 32 behind them, counted in tokens.
+    auto start_of = [&](int j) { return j < mine && left_of(j) > 0 ? look_up(j) : 0; };
+    int here = start_of(lane), ahead = start_of(lane + 32);
     auto fetch = [&](int j, bool second, int slot) { // the keys of block j, or second its values
       if (j < mine) {
-        if (!second && j > 0 && (j & 31) == 0) here = ahead, ahead = page_of(j + lane + 32);
-        const int token = token_of(j), there = left_of(j);
-        const long long page = __shfl_sync(~0u, here, j & 31) * heads + row.head, rows = page * page_size;
+        if (!second && j > 0 && (j & 31) == 0) here = ahead, ahead = start_of(j + lane + 32);
+        const int there = left_of(j);
+        const long long first = __shfl_sync(~0u, here, j & 31);
         const u32 into = ring_at + slot * HALF_BYTES;
 #ifdef MIXED
         if (in_codes(j)) {
-          const long long first = rows * FOLD + token % (FOLD * page_size), at = first * CODES;
 #ifdef NIBBLES
-          const char* codes = (second ? value_codes : key_codes) + at;
+          const char* codes = (second ? value_codes : key_codes) + first * CODES;
 #else
-          const char* codes = (second ? values : keys) + at;
+          const char* codes = (second ? values : keys) + first * CODES;
 #endif
 #pragma unroll
           for (int i = lane; i < TILE * CODES / 16; i += 32) copy16_sized(into + i * 16, codes + i * 16, i / (CODES / 16) < there ? 16 : 0);
@@ -215,14 +221,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
           return;
         }
 #endif
-#ifdef NIBBLES
-        const long long at = page * ROW; // a slot has one such token
-#else
-        const long long at = (rows + token % page_size) * ROW;
-#endif
+        const char* from_pool = (second ? values : keys) + first * ROW + lane * 16;
 #pragma unroll
-        for (int i = lane; i < TILE * CHUNKS; i += 32) {
-          copy16_sized(into + place(i / CHUNKS, i % CHUNKS), (second ? values : keys) + at + i * 16, i / CHUNKS < there ? 16 : 0);
+        for (int i = 0; i < TILE * CHUNKS / 32; i++) {
+          const int chunk = i * 32 + lane;
+          copy16_sized(into + place(chunk / CHUNKS, chunk % CHUNKS), from_pool + i * 512, chunk / CHUNKS < there ? 16 : 0);
         }
       }
       copies_commit();
@@ -236,6 +239,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
       if (!waited && i / 2 < mine && token_of(i / 2) + TILE >= stored) dependency_wait(), waited = true;
       fetch(i / 2, i % 2, i);
     }
+    // The block with unit u is the last whose share begins at or before it.
+    const int found = (int)(((long long)(row.first + (lane & 1 ? row.units : 1)) * blocks - 1) / units);
+    const int low = __shfl_sync(~0u, found, 0), high = __shfl_sync(~0u, found, 1), each = (QUADS + high - low) / (high - low + 1);
     if (!waited) dependency_wait(), waited = true;
     MARK(1)
     u32 query[TILES][D / 8];
@@ -280,8 +286,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
     block.gather(seen, laid);
     MARK(3)
     real* target = out + (long long)own * out_stride + (long long)head * GROUP_HEADS * D;
-    // The block with unit u is the last whose share begins at or before it.
-    const long long low = ((row.first + 1) * blocks - 1) / units, high = ((row.first + row.units) * blocks - 1) / units;
     float* noted = lse + ((long long)row.b * heads + row.head) * GROUP_HEADS;
     if (low == high) {
 #ifdef NIBBLES
@@ -291,9 +295,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
         store_output(target + i * 4, Block::output(laid, i * 4 / D, i * 4 % D), 1.f / block.sum[i * 4 / D]);
       }
     } else {
-      Parts& own_parts = parts[blockIdx.x == low];
-      own_parts = {low, (int)(high - low) + 1, (int)(blockIdx.x - low), row.b * heads + row.head, target};
-      tell(own_parts, shares, block, laid);
+      const Parts parts = {low, high - low + 1, self - low, each, row.b * heads + row.head, target};
+      tell(parts, shares, block, laid);
+      if (self == low) back = parts;
+      else front = parts;
       MARK(4)
     }
     __syncthreads(); // the ring is free again
@@ -302,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
   if (!waited) dependency_wait();
   // A block waits for others only when it has told them everything.
   for (int i = 0; i < 2; i++) {
-    const Parts row = i ? parts[1] : parts[0];
+    const Parts row = i ? back : front;
     if (row.blocks == 0) continue;
     merge(row, shares, lse + (long long)row.row * GROUP_HEADS);
   }
