@@ -128,6 +128,11 @@ extern "C" __device__ long long trace[256 * 16];
 __device__ __forceinline__ void note(int i) {
   long long t, c = clock64();
   asm volatile("mov.u64 %0,%globaltimer;" : "=l"(t));
+  if (threadIdx.x == 0 && blockIdx.x < 256 && i == 0) {
+    int sm;
+    asm volatile("mov.u32 %0,%smid;" : "=r"(sm));
+    trace[blockIdx.x * 16 + 15] = sm;
+  }
   if (threadIdx.x == 0 && blockIdx.x < 256) trace[blockIdx.x * 16 + i] = t, trace[blockIdx.x * 16 + 8 + i] = c;
 }
 #define MARK(i) note(i);
@@ -183,32 +188,71 @@ def trace(case, variant, folder):
         variant.base._HERE = before
 
 
+NC = {"COOPERATIVE": False}
+TS = ("-DTWO_SUMS",)
 VARIANTS = [
     Variant("today", today),
-    Variant("new w4h6", new, (4, 6)),
-    Variant("new w4h6 two sums", new, (4, 6), EXTRA=("-DTWO_SUMS",)),
-    Variant("new w4h6 not coop", new, (4, 6), COOPERATIVE=False),
-    Variant("new w8h3", new, (8, 3)),
-    Variant("new w8h3 not coop", new, (8, 3), COOPERATIVE=False),
-    Variant("new w8h3 not coop r112", new, (8, 3), COOPERATIVE=False, EXTRA=("--maxrregcount=112",)),
-    Variant("new w8h3 coop r112", new, (8, 3), EXTRA=("--maxrregcount=112",)),
-    Variant("new w8h3 132 not coop r112", new, (8, 3), COOPERATIVE=False, ALIGNED=False, EXTRA=("--maxrregcount=112",)),
-    Variant("new w6h4 not coop r128", new, (6, 4), COOPERATIVE=False, EXTRA=("--maxrregcount=128",)),
-    Variant("new w8h4", new, (8, 4)),
-    Variant("new w8h6", new, (8, 6)),
-    Variant("today again", today),
+    Variant("w8h3 nc", new, (8, 3), **NC),
+    Variant("w8h3 coop", new, (8, 3)),
+    Variant("w8h3 nc ts", new, (8, 3), EXTRA=TS, **NC),
+    Variant("w8h3 nc b288", new, (8, 3), EXTRA=("-DBOUND_THREADS=288", "-DBOUND_BLOCKS=2"), **NC),
+    Variant("w8h2 nc", new, (8, 2), **NC),
+    Variant("w8h4 nc", new, (8, 4), **NC),
+    Variant("w8h6 nc", new, (8, 6), **NC),
+    Variant("w4h6 nc ts", new, (4, 6), EXTRA=TS, **NC),
+    Variant("w4h4 nc ts", new, (4, 4), EXTRA=TS, **NC),
+    Variant("w4h3 nc ts", new, (4, 3), EXTRA=TS, **NC),
+    Variant("w4h12 nc ts", new, (4, 12), EXTRA=TS, **NC),
 ]
+
+
+@torch.inference_mode()
+def by_place(case, variant, call_of):
+    """Where blocks read how fast: cycles from the wait to the last key, by multiprocessor."""
+    layers = make(case)
+    before = variant.base._HERE
+    try:
+        variant.apply(layers)
+        traced(variant.base, NOW / "kv_attend")
+        call = call_of(layers)
+        call(0)
+        graph = capture(call, 8)
+        dim, group = case.model.head_dim, case.model.num_q_heads // case.model.num_kv_heads
+        kernel = variant.base.dense_kernel(dim, group, True, "90")
+        code, at, size = driver.cuModuleGetGlobal(kernel._module, b"trace")
+        host = torch.empty(256 * 16, dtype=torch.int64)
+        took = torch.zeros(12, 132)
+        two = 0
+        for k in range(12):
+            graph.replay()
+            torch.cuda.synchronize()
+            driver.cuMemcpyDtoH(host.data_ptr(), at, host.nbytes)
+            t = host.view(256, 16)[:132]
+            t = t[t[:, 0] >= t[:, 0].max() - 200_000]
+            sm = t[:, 15]
+            two += len(sm) - len(sm.unique())
+            took[k, sm] = (t[:, 2] - t[:, 1]).float() / 1000
+        busy = took > 0
+        mean = took.sum(0) / busy.sum(0).clamp(min=1)
+        spread = ((took - mean) * busy).square().sum() / busy.sum()
+        print(f"  by place {case.geometry} {case.batch}x{case.context} {variant.name}: spread of means {mean[mean > 0].std():.2f}, within {spread.sqrt():.2f} us, doubled {two}")
+        print("    ", " ".join(f"{x:.1f}" for x in mean.tolist()), flush=True)
+    except Exception as error:
+        print(f"  by place {variant.name} failed: {type(error).__name__} {str(error)[:200]}", flush=True)
+    finally:
+        variant.base._HERE = before
+
 
 if __name__ == "__main__":
     print("start", round(time.time() - START, 1))
     qwen, llama = "qwen2.5-7b", "llama-3.1-8b"
-    run(case_of(qwen, 1, 8192), VARIANTS)
-    run(case_of(qwen, 1, 32768), VARIANTS)
-    run(case_of(qwen, 1, 2048), VARIANTS)
-    for context in (8192, 32768):
-        trace(case_of(qwen, 1, context), VARIANTS[6], NOW / "kv_attend")
-        trace(case_of(qwen, 1, context), VARIANTS[7], NOW / "kv_attend")
+    by_place(case_of(qwen, 1, 32768), VARIANTS[1], lambda layers: layers.step)
+    by_place(case_of(qwen, 1, 32768), VARIANTS[2], lambda layers: layers.step)
+    by_place(case_of(qwen, 1, 32768), VARIANTS[5], lambda layers: layers.step)
+    by_place(case_of(qwen, 1, 131072), VARIANTS[1], lambda layers: layers.step)
+    trace(case_of(qwen, 1, 8192), VARIANTS[1], NOW / "kv_attend")
+    trace(case_of(qwen, 1, 2048), VARIANTS[1], NOW / "kv_attend")
     print("at", round(time.time() - START, 1))
-    for one in (case_of(qwen, 8, 8192), case_of(llama, 1, 8192), case_of(qwen, 1, 131072), case_of(llama, 1, 32768), case_of("llama-2-7b", 1, 2048), case_of(qwen, 8, 32768)):
-        run(one, VARIANTS[:-1])
+    for one in (case_of(qwen, 1, 8192), case_of(qwen, 1, 32768), case_of(qwen, 1, 2048), case_of(qwen, 8, 8192), case_of(llama, 1, 8192), case_of(qwen, 1, 131072), case_of(llama, 1, 32768), case_of("llama-2-7b", 1, 2048), case_of(qwen, 8, 32768)):
+        run(one, VARIANTS)
     print("end", round(time.time() - START, 1))

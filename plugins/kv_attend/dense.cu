@@ -7,6 +7,10 @@
 
 #define UNIT_TOKENS (WARPS * TILE)
 #define QUADS (GROUP_HEADS * D / 4)
+#ifndef BOUND_BLOCKS
+#define BOUND_THREADS THREADS
+#define BOUND_BLOCKS 1
+#endif
 #define HALF_BYTES (TILE * ROW) // of a ring: the keys or the values of a block of tokens
 #define EMPTY 0xffffffffu // of a word that nobody has written; no sum comes out as this NaN
 
@@ -132,7 +136,7 @@ __device__ __forceinline__ void merge(const Parts& row, uint4* shares, float* ls
 // are codes of the pages in table: key_codes, value_codes [P, Hk, page_size, D / 2], scales and zero points [P, Hk, page_size]; lse [B, Hq] takes the
 // logarithms to base 2 of the sums of the weights. shares [2 blocks, SHARE];
 // arrived [B Hk] zeros, and zeros again behind it. Tokens before the newest and page numbers were there before the kernel before this one began.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real* q, const char* keys, const char* values, const int* table,
+extern "C" __global__ void __launch_bounds__(BOUND_THREADS, BOUND_BLOCKS) attend_dense(const real* q, const char* keys, const char* values, const int* table,
     const int* lens, real* out, uint4* shares, int batch, int heads, int q_stride, int out_stride, int table_stride, int page_size,
     float scale_log2, const int* coded_table, const int* coded_lens, const real* key_scale, const real* value_scale,
     const char* key_codes, const char* value_codes, const real* key_zero, const real* value_zero, float* lse) {
