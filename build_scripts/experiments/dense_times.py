@@ -190,19 +190,24 @@ def trace(case, variant, folder):
 
 NC = {"COOPERATIVE": False}
 TS = ("-DTWO_SUMS",)
+def L(n, *more):
+    return {"EXTRA": (f"-DLATE={n}", *more)}
+
+
 VARIANTS = [
     Variant("today", today),
-    Variant("w8h3 nc", new, (8, 3), **NC),
-    Variant("w8h3 coop", new, (8, 3)),
-    Variant("w8h3 nc ts", new, (8, 3), EXTRA=TS, **NC),
-    Variant("w8h3 nc b288", new, (8, 3), EXTRA=("-DBOUND_THREADS=288", "-DBOUND_BLOCKS=2"), **NC),
-    Variant("w8h2 nc", new, (8, 2), **NC),
-    Variant("w8h4 nc", new, (8, 4), **NC),
-    Variant("w8h6 nc", new, (8, 6), **NC),
-    Variant("w4h6 nc ts", new, (4, 6), EXTRA=TS, **NC),
-    Variant("w4h4 nc ts", new, (4, 4), EXTRA=TS, **NC),
-    Variant("w4h3 nc ts", new, (4, 3), EXTRA=TS, **NC),
-    Variant("w4h12 nc ts", new, (4, 12), EXTRA=TS, **NC),
+    Variant("w8h3 nc L0", new, (8, 3), **NC, **L(0)),
+    Variant("w8h3 nc L3", new, (8, 3), **NC, **L(3)),
+    Variant("w8h3 nc L5", new, (8, 3), **NC, **L(5)),
+    Variant("w8h3 nc L7", new, (8, 3), **NC, **L(7)),
+    Variant("w8h3 coop L5", new, (8, 3), **L(5)),
+    Variant("w8h3 nc L5 ts", new, (8, 3), **NC, **L(5, *TS)),
+    Variant("w8h2 nc L5", new, (8, 2), **NC, **L(5)),
+    Variant("w8h4 nc L5", new, (8, 4), **NC, **L(5)),
+    Variant("w8h2 nc L0", new, (8, 2), **NC, **L(0)),
+    Variant("w4h6 nc L0 ts", new, (4, 6), **NC, **L(0, *TS)),
+    Variant("w4h6 nc L5 ts", new, (4, 6), **NC, **L(5, *TS)),
+    Variant("w4h4 nc L5 ts", new, (4, 4), **NC, **L(5, *TS)),
 ]
 
 
@@ -247,10 +252,11 @@ if __name__ == "__main__":
     print("start", round(time.time() - START, 1))
     qwen, llama = "qwen2.5-7b", "llama-3.1-8b"
     by_place(case_of(qwen, 1, 32768), VARIANTS[1], lambda layers: layers.step)
-    by_place(case_of(qwen, 1, 32768), VARIANTS[2], lambda layers: layers.step)
-    by_place(case_of(qwen, 1, 32768), VARIANTS[5], lambda layers: layers.step)
+    by_place(case_of(qwen, 1, 32768), VARIANTS[3], lambda layers: layers.step)
+    by_place(case_of(qwen, 1, 32768), VARIANTS[9], lambda layers: layers.step)
     by_place(case_of(qwen, 1, 131072), VARIANTS[1], lambda layers: layers.step)
     trace(case_of(qwen, 1, 8192), VARIANTS[1], NOW / "kv_attend")
+    trace(case_of(qwen, 1, 32768), VARIANTS[3], NOW / "kv_attend")
     trace(case_of(qwen, 1, 2048), VARIANTS[1], NOW / "kv_attend")
     print("at", round(time.time() - START, 1))
     for one in (case_of(qwen, 1, 8192), case_of(qwen, 1, 32768), case_of(qwen, 1, 2048), case_of(qwen, 8, 8192), case_of(llama, 1, 8192), case_of(qwen, 1, 131072), case_of(llama, 1, 32768), case_of("llama-2-7b", 1, 2048), case_of(qwen, 8, 32768)):

@@ -12,6 +12,11 @@
 #define BOUND_BLOCKS 1
 #endif
 #define HALF_BYTES (TILE * ROW) // of a ring: the keys or the values of a block of tokens
+#ifndef LATE
+#define LATE 5 // sixteenths of a long row that are read by whichever blocks have time, less than eight
+#endif
+#define LONG_SHARE 6 // units of a block from which rows are long
+#define PIECES 512   // the most pieces in which blocks take what is late
 #define EMPTY 0xffffffffu // of a word that nobody has written; no sum comes out as this NaN
 
 // Units of a sequence by its length.
@@ -29,22 +34,25 @@ __device__ __forceinline__ int units_of(int stored) { return (stored + UNIT_TOKE
 #define UNITS(b) units_of(lens[b])
 #endif
 
+// A row: its units (or late pieces) and the first of them among those of all rows, and the same of its late pieces (or units).
 struct Row {
-  int b, head, units, first; // units, and the first among those of all rows
+  int b, head, units, first, others, others_first;
 };
-// The row of a unit; every lane of a warp calls it. Units are ordered by sequence, then head.
-__device__ __forceinline__ Row find_row(const int* lens, const int* coded_lens, int batch, int heads, int unit) {
+// The row of a unit; every lane of a warp calls it. Units are ordered by sequence, then head; count(b) are those of a head, other(b) the others.
+template <typename F, typename G> __device__ __forceinline__ Row find_row(int batch, int heads, int unit, F count, G other) {
   const int lane = threadIdx.x & 31;
-  int before = 0;
+  int before = 0, others_before = 0;
   for (int c = 0;; c += 32) {
-    const int own = c + lane < batch ? UNITS(c + lane) : 0, end = before + warp_scan(own);
+    const int own = c + lane < batch ? count(c + lane) : 0, end = before + warp_scan(own);
+    const int others = c + lane < batch ? other(c + lane) : 0, others_end = others_before + warp_scan(others);
     const u32 hit = __ballot_sync(~0u, end * heads > unit);
     if (hit || c + 32 >= batch) {
       const int l = __ffs(hit) - 1, units = __shfl_sync(~0u, own, l), start = __shfl_sync(~0u, end, l) - units;
+      const int more = __shfl_sync(~0u, others, l), others_start = __shfl_sync(~0u, others_end, l) - more;
       const int head = (unit - start * heads) / units;
-      return {c + l, head, units, start * heads + head * units};
+      return {c + l, head, units, start * heads + head * units, more, others_start * heads + head * more};
     }
-    before = __shfl_sync(~0u, end, 31);
+    before = __shfl_sync(~0u, end, 31), others_before = __shfl_sync(~0u, others_end, 31);
   }
 }
 
@@ -64,18 +72,20 @@ __device__ __forceinline__ void empty(uint4* word) { post(word, EMPTY, EMPTY, EM
 // A row that several blocks have parts of, as one of them sees it. Every block merges a share of `each` quads of channels.
 struct Parts {
   int low, blocks, rank, each, row; // the first of its blocks, how many, and which of them this is
+  int late, first_late;             // pieces that any block read, and the first of them among those of all rows
   real* to;
-  // What block p of the row tells: its quads, and behind them its largest score and sum of head h for block r at place r + h, which no other pair of
-  // a block and a head in its share has. The first block has the row as its last part, the others as their first.
+  // What part p of the row tells: its quads, and behind them its largest score and sum of head h for block r at place r + h, which no other pair of
+  // a block and a head in its share has. The first block has the row as its last part, the others as their first; late pieces come behind.
   __device__ __forceinline__ uint4* words(uint4* shares, int p) const {
-    return shares + (2 * (low + p) + (p == 0)) * (QUADS + GROUP_HEADS + gridDim.x);
+    const int place = p < blocks ? 2 * (low + p) + (p == 0) : 2 * gridDim.x + first_late + p - blocks;
+    return shares + (long long)place * (QUADS + GROUP_HEADS + gridDim.x);
   }
   __device__ __forceinline__ int begin(int r) const { return min(r * each, QUADS); }
 };
 
 // Tell the other blocks of the row what this one has seen.
-__device__ __forceinline__ void tell(const Parts& row, uint4* shares, const Block& block, const float* laid) {
-  uint4* to = row.words(shares, row.rank);
+__device__ __forceinline__ void tell(const Parts& row, int part, uint4* shares, const Block& block, const float* laid) {
+  uint4* to = row.words(shares, part);
   for (int r = threadIdx.x; r < row.blocks; r += THREADS) {
     const int begin = row.begin(r), end = row.begin(r + 1);
     for (int h = begin * 4 / D; h * D < end * 4; h++) post(to + QUADS + r + h, __float_as_uint(block.top[h]), __float_as_uint(block.sum[h]), 0, 0);
@@ -89,23 +99,33 @@ __device__ __forceinline__ void tell(const Parts& row, uint4* shares, const Bloc
 // Merge this block's share of a row, a quad by as many lanes as the row has blocks; with -DNIBBLES also lse [G].
 __device__ __forceinline__ void merge(const Parts& row, uint4* shares, float* lse) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, begin = row.begin(row.rank), end = row.begin(row.rank + 1);
+  const int parts = row.blocks + row.late;
+  constexpr int AT_ONCE = 4;
   int span = 2;
-  while (span < 32 && span < row.blocks) span *= 2;
+  while (span < 32 && span < parts) span *= 2;
   const int own = lane & (span - 1), beside = 32 / span;
   for (int i = begin + warp * beside; i < end; i += WARPS * beside) {
     const int quad = i + lane / span, h = quad * 4 / D;
     float top = -1e30f, sum = 0.f;
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-    for (int p = own; quad < end && p < row.blocks; p += span) {
-      uint4 *from = row.words(shares, p), *score = from + QUADS + row.rank + h;
-      uint4 v = look(from + quad), t = look(score);
-      while (t.w == EMPTY) t = look(score);
-      while (v.w == EMPTY) v = look(from + quad);
-      empty(from + quad);
-      const float m = fmaxf(top, __uint_as_float(t.x)), f = exp2_fast(top - m), g = exp2_fast(__uint_as_float(t.x) - m);
-      top = m, sum = sum * f + __uint_as_float(t.y) * g;
-      x.x = x.x * f + __uint_as_float(v.x) * g, x.y = x.y * f + __uint_as_float(v.y) * g;
-      x.z = x.z * f + __uint_as_float(v.z) * g, x.w = x.w * f + __uint_as_float(v.w) * g;
+    for (int p = own; quad < end && p < parts; p += AT_ONCE * span) {
+      uint4 *from[AT_ONCE], v[AT_ONCE], t[AT_ONCE];
+#pragma unroll
+      for (int k = 0; k < AT_ONCE; k++) {
+        from[k] = row.words(shares, p + k * span);
+        if (p + k * span < parts) v[k] = look(from[k] + quad), t[k] = look(from[k] + QUADS + row.rank + h);
+      }
+#pragma unroll
+      for (int k = 0; k < AT_ONCE; k++) {
+        if (p + k * span >= parts) break;
+        while (t[k].w == EMPTY) t[k] = look(from[k] + QUADS + row.rank + h);
+        while (v[k].w == EMPTY) v[k] = look(from[k] + quad);
+        empty(from[k] + quad);
+        const float m = fmaxf(top, __uint_as_float(t[k].x)), f = exp2_fast(top - m), g = exp2_fast(__uint_as_float(t[k].x) - m);
+        top = m, sum = sum * f + __uint_as_float(t[k].y) * g;
+        x.x = x.x * f + __uint_as_float(v[k].x) * g, x.y = x.y * f + __uint_as_float(v[k].y) * g;
+        x.z = x.z * f + __uint_as_float(v[k].z) * g, x.w = x.w * f + __uint_as_float(v[k].w) * g;
+      }
     }
     float m = top;
     for (int o = span / 2; o; o >>= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, o));
@@ -124,7 +144,7 @@ __device__ __forceinline__ void merge(const Parts& row, uint4* shares, float* ls
     }
   }
   __syncthreads(); // several warps look at a head's score
-  for (int p = threadIdx.x; p < row.blocks; p += THREADS) {
+  for (int p = threadIdx.x; p < parts; p += THREADS) {
     for (int h = begin * 4 / D; h * D < end * 4; h++) empty(row.words(shares, p) + QUADS + row.rank + h);
   }
 }
@@ -137,119 +157,167 @@ __device__ __forceinline__ void merge(const Parts& row, uint4* shares, float* ls
 // logarithms to base 2 of the sums of the weights. shares [2 blocks, SHARE];
 // arrived [B Hk] zeros, and zeros again behind it. Tokens before the newest and page numbers were there before the kernel before this one began.
 extern "C" __global__ void __launch_bounds__(BOUND_THREADS, BOUND_BLOCKS) attend_dense(const real* q, const char* keys, const char* values, const int* table,
-    const int* lens, real* out, uint4* shares, int batch, int heads, int q_stride, int out_stride, int table_stride, int page_size,
+    const int* lens, real* out, uint4* shares, u32* claims, int batch, int heads, int q_stride, int out_stride, int table_stride, int page_size,
     float scale_log2, const int* coded_table, const int* coded_lens, const real* key_scale, const real* value_scale,
     const char* key_codes, const char* value_codes, const real* key_zero, const real* value_zero, float* lse) {
   extern __shared__ __align__(128) char ring[];
   __shared__ Block block;
+  __shared__ u32 claimed;
   MARK(0)
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #ifdef RAGGED
   const int sequences = batch;
   batch *= heads, heads = 1;
 #endif
-  int in_all = 0;
-  for (int c = 0; c < batch; c += 32) in_all += __shfl_sync(~0u, warp_scan(c + lane < batch ? UNITS(c + lane) : 0), 31);
-  const int units = in_all * heads, blocks = min((int)gridDim.x, units), self = blockIdx.x;
+  // All units; those of long rows that are late, in pieces of `size`, and the others, in equal shares.
+  int all = 0;
+  for (int c = 0; c < batch; c += 32) all += __shfl_sync(~0u, warp_scan(c + lane < batch ? UNITS(c + lane) : 0), 31);
+  all *= heads;
+  const int share = (all + gridDim.x - 1) / gridDim.x, size = LATE && share >= LONG_SHARE ? (all / 16 * LATE + PIECES) / PIECES : 0;
+  // A row with late pieces has more units left than a block's share, so that no block has parts of more than two of them.
+  auto late_of = [&](int b) {
+    const int u = UNITS(b);
+    return size && u >= 2 * share ? u * LATE / 16 / size : 0;
+  };
+  auto units_of_row = [&](int b) { return UNITS(b) - late_of(b) * size; };
+  int pieces = 0;
+  for (int c = 0; size && c < batch; c += 32) pieces += __shfl_sync(~0u, warp_scan(c + lane < batch ? late_of(c + lane) : 0), 31);
+  pieces *= heads;
+  const int units = all - pieces * size, blocks = min((int)gridDim.x, units), self = blockIdx.x;
   // Divisions take long, so lanes do several at once, and while keys are still on their way.
   const int bound = self < blocks ? (int)((long long)(self + (lane & 1)) * units / blocks) : 0;
   int unit = __shfl_sync(~0u, bound, 0);
   const int end = __shfl_sync(~0u, bound, 1);
   const u32 ring_at = shared_at(ring) + warp * HALVES * HALF_BYTES;
-  float* laid = reinterpret_cast<float*>(ring);
+  float* laid = reinterpret_cast<float*>(ring + WARPS * HALVES * HALF_BYTES);
   bool waited = false;
   Parts front, back; // of the first row and of the last, where other blocks have parts of it
   front.blocks = back.blocks = 0;
 
-  while (unit < end) {
-    const Row row = find_row(lens, coded_lens, batch, heads, unit);
-    const int stored = PLAIN_OF(row.b), from = unit - row.first, to = min(row.units, from + end - unit);
-    const int* pages = table + (long long)row.b * table_stride;
-#ifdef RAGGED
-    const int own = row.b % sequences, head = row.b / sequences;
-#else
-    const int own = row.b, head = row.head;
-#endif
+  // The piece at hand: tokens of a row from unit `from` on, of which this warp has `mine` blocks.
+  int b = 0, kv = 0, from = 0, mine = 0, stored = 0, part = 0, here = 0, ahead = 0;
+  Parts parts;
+  const int* pages = table;
 #ifdef MIXED
-    const int plain = units_of(stored), coded = CODED_OF(row.b);
-#ifdef NIBBLES
-    const int *coded_pages = pages, *newest = coded_table + row.b;
+  int plain = 0, coded = 0;
+  const int *coded_pages = table, *newest = nullptr;
+  auto in_codes = [&](int j) { return from + j >= plain; };
+  auto token_of = [&](int j) { return (from + j - (in_codes(j) ? plain : 0)) * UNIT_TOKENS + warp * TILE; };
+  auto left_of = [&](int j) { return (in_codes(j) ? coded : stored) - token_of(j); };
+  auto look_up = [&](int j) {
+    const int token = token_of(j), each = in_codes(j) ? FOLD * page_size : page_size, page = token / each;
+    if (!in_codes(j) && newest) return __ldcg(newest) * heads + kv; // a slot has one such token
+    return (__ldcg((in_codes(j) ? coded_pages : pages) + page) * heads + kv) * each + token - page * each;
+  };
 #else
-    const int *coded_pages = coded_table + (long long)row.b * table_stride, *newest = nullptr;
+  auto token_of = [&](int j) { return (from + j) * UNIT_TOKENS + warp * TILE; };
+  auto left_of = [&](int j) { return stored - token_of(j); };
+  auto look_up = [&](int j) {
+    const int token = token_of(j), page = token / page_size;
+    return (__ldcg(pages + page) * heads + kv) * page_size + token - page * page_size;
+  };
 #endif
-    auto in_codes = [&](int j) { return from + j >= plain; };
-    auto token_of = [&](int j) { return (from + j - (in_codes(j) ? plain : 0)) * UNIT_TOKENS + warp * TILE; };
-    auto left_of = [&](int j) { return (in_codes(j) ? coded : stored) - token_of(j); };
-    auto look_up = [&](int j) {
-      const int token = token_of(j), each = in_codes(j) ? FOLD * page_size : page_size, page = token / each;
-      if (!in_codes(j) && newest) return __ldcg(newest) * heads + row.head; // a slot has one such token
-      return (__ldcg((in_codes(j) ? coded_pages : pages) + page) * heads + row.head) * each + token - page * each;
-    };
-#else
-    auto token_of = [&](int j) { return (from + j) * UNIT_TOKENS + warp * TILE; };
-    auto left_of = [&](int j) { return stored - token_of(j); };
-    auto look_up = [&](int j) {
-      const int token = token_of(j), page = token / page_size;
-      return (__ldcg(pages + page) * heads + row.head) * page_size + token - page * page_size;
-    };
-#endif
-    const int mine = to - from - (left_of(to - from - 1) <= 0); // blocks of tokens of this warp, of which one before the codes may be empty
-    // Lane l knows where block l of the 32 at hand begins in the pool, and of the 32 behind them, counted in tokens.
-    auto start_of = [&](int j) { return j < mine && left_of(j) > 0 ? look_up(j) : 0; };
-    int here = start_of(lane), ahead = start_of(lane + 32);
-    auto fetch = [&](int j, bool second, int slot) { // the keys of block j, or second its values
-      if (j < mine) {
-        if (!second && j > 0 && (j & 31) == 0) here = ahead, ahead = start_of(j + lane + 32);
-        const int there = left_of(j);
-        const long long first = __shfl_sync(~0u, here, j & 31);
-        const u32 into = ring_at + slot * HALF_BYTES;
+  // Lane l knows where block l of the 32 at hand begins in the pool, and of the 32 behind them, counted in tokens.
+  auto start_of = [&](int j) { return j < mine && left_of(j) > 0 ? look_up(j) : 0; };
+  auto fetch = [&](int j, bool second, int slot) { // the keys of block j, or second its values
+    if (j < mine) {
+      if (!second && j > 0 && (j & 31) == 0) here = ahead, ahead = start_of(j + lane + 32);
+      const int there = left_of(j);
+      const long long first = __shfl_sync(~0u, here, j & 31);
+      const u32 into = ring_at + slot * HALF_BYTES;
 #ifdef MIXED
-        if (in_codes(j)) {
+      if (in_codes(j)) {
 #ifdef NIBBLES
-          const char* codes = (second ? value_codes : key_codes) + first * CODES;
+        const char* codes = (second ? value_codes : key_codes) + first * CODES;
 #else
-          const char* codes = (second ? values : keys) + first * CODES;
+        const char* codes = (second ? values : keys) + first * CODES;
 #endif
 #pragma unroll
-          for (int i = lane; i < TILE * CODES / 16; i += 32) copy16_sized(into + i * 16, codes + i * 16, i / (CODES / 16) < there ? 16 : 0);
-          const real* scales = (second ? value_scale : key_scale) + first + lane % 2 * 8;
+        for (int i = lane; i < TILE * CODES / 16; i += 32) copy16_sized(into + i * 16, codes + i * 16, i / (CODES / 16) < there ? 16 : 0);
+        const real* scales = (second ? value_scale : key_scale) + first + lane % 2 * 8;
 #ifdef NIBBLES // of tokens that do not exist zeros
-          if (lane < 4) {
-            const real* source = lane < 2 ? scales : (second ? value_zero : key_zero) + first + lane % 2 * 8;
-            copy16_sized(into + TILE * CODES + lane * 16, source, max(0, min(16, (there - lane % 2 * 8) * 2)));
-          }
+        if (lane < 4) {
+          const real* source = lane < 2 ? scales : (second ? value_zero : key_zero) + first + lane % 2 * 8;
+          copy16_sized(into + TILE * CODES + lane * 16, source, max(0, min(16, (there - lane % 2 * 8) * 2)));
+        }
 #else
-          if (lane < 2) copy16_sized(into + TILE * CODES + lane * 16, scales, there > 0 ? 16 : 0);
+        if (lane < 2) copy16_sized(into + TILE * CODES + lane * 16, scales, there > 0 ? 16 : 0);
 #endif
-          copies_commit();
-          return;
-        }
-#endif
-        const char* from_pool = (second ? values : keys) + first * ROW + lane * 16;
-#pragma unroll
-        for (int i = 0; i < TILE * CHUNKS / 32; i++) {
-          const int chunk = i * 32 + lane;
-          copy16_sized(into + place(chunk / CHUNKS, chunk % CHUNKS), from_pool + i * 512, chunk / CHUNKS < there ? 16 : 0);
-        }
+        copies_commit();
+        return;
       }
-      copies_commit();
-    };
-    // The first blocks need not wait, unless the newest token is among them.
+#endif
+      const char* from_pool = (second ? values : keys) + first * ROW + lane * 16;
+#pragma unroll
+      for (int i = 0; i < TILE * CHUNKS / 32; i++) {
+        const int chunk = i * 32 + lane;
+        copy16_sized(into + place(chunk / CHUNKS, chunk % CHUNKS), from_pool + i * 512, chunk / CHUNKS < there ? 16 : 0);
+      }
+    }
+    copies_commit();
+  };
+  // Begin with the units from `begin` to `end` of a row, and ask for its first blocks, which need not wait unless the newest token is among them.
+  auto start = [&](int sequence, int head, int begin, int behind) {
+    b = sequence, kv = head, from = begin, stored = PLAIN_OF(b), pages = table + (long long)b * table_stride;
 #ifdef MIXED
+    plain = units_of(stored), coded = CODED_OF(b);
+#ifdef NIBBLES
+    coded_pages = pages, newest = coded_table + b;
+#else
+    coded_pages = coded_table + (long long)b * table_stride;
+#endif
     if (!waited) dependency_wait(), waited = true;
 #endif
+    mine = behind - from - (left_of(behind - from - 1) <= 0); // of the blocks one before the codes may be empty
+    here = start_of(lane), ahead = start_of(lane + 32);
 #pragma unroll 1
     for (int i = 0; i < HALVES; i++) {
       if (!waited && i / 2 < mine && token_of(i / 2) + TILE >= stored) dependency_wait(), waited = true;
       fetch(i / 2, i % 2, i);
     }
+  };
+  // Who has parts of a row: of its units `count` from `first` on, and of its late pieces.
+  auto share_out = [&](int first, int count, int first_late, int late) {
     // The block with unit u is the last whose share begins at or before it.
-    const int found = (int)(((long long)(row.first + (lane & 1 ? row.units : 1)) * blocks - 1) / units);
-    const int low = __shfl_sync(~0u, found, 0), high = __shfl_sync(~0u, found, 1), each = (QUADS + high - low) / (high - low + 1);
-    if (!waited) dependency_wait(), waited = true;
-    MARK(1)
-    u32 query[TILES][D / 8];
+    const int found = (int)(((long long)(first + (lane & 1 ? count : 1)) * blocks - 1) / units);
+    const int low = __shfl_sync(~0u, found, 0), n = __shfl_sync(~0u, found, 1) - low + 1;
+    parts = {low, n, self - low, (QUADS + n - 1) / n, b * heads + kv, late, first_late, nullptr};
+  };
+  auto own_piece = [&] {
+    const Row row = find_row(batch, heads, unit, units_of_row, late_of);
+    const int begin = unit - row.first, behind = min(row.units, begin + end - unit);
+    start(row.b, row.head, begin, behind);
+    share_out(row.first, row.units, row.others_first, row.others);
+    part = parts.rank, unit += behind - begin;
+  };
+  auto late_piece = [&](int piece) {
+    const Row row = find_row(batch, heads, piece, late_of, units_of_row);
+    const int begin = row.others + (piece - row.first) * size;
+    start(row.b, row.head, begin, begin + size);
+    share_out(row.others_first, row.others, row.first, row.units);
+    part = parts.blocks + piece - row.first;
+  };
+  u32 query[TILES][D / 8];
+  auto ask = [&] { // whose keys these are
+#ifdef RAGGED
+    const int own = b % sequences, head = b / sequences;
+#else
+    const int own = b, head = kv;
+#endif
     load_query(query, q + (long long)own * q_stride + (long long)head * GROUP_HEADS * D);
+    parts.to = out + (long long)own * out_stride + (long long)head * GROUP_HEADS * D;
+  };
+
+  bool more = unit < end;
+  if (more) own_piece();
+  if (!waited) dependency_wait();
+  waited = true;
+  MARK(1)
+  if (more) ask();
+  while (more) {
+    const bool last = unit >= end;
+    u32 claim = 0;
+    if (last && pieces && threadIdx.x == 0) claim = atomicInc(claims, pieces + blocks - 1); // every block fails once, so it ends as zero
     Seen seen;
     seen.clear();
     int slot = 0;
@@ -285,30 +353,36 @@ extern "C" __global__ void __launch_bounds__(BOUND_THREADS, BOUND_BLOCKS) attend
       seen.add(weights, ring_at + slot * HALF_BYTES);
       next(j + (HALVES + 1) / 2, HALVES % 2 == 0);
     }
-    copies_wait<0>();
     MARK(2)
-    block.gather(seen, laid);
+    block.note(seen);
+    if (threadIdx.x == 0) claimed = claim;
+    __syncthreads();
+    // The next piece is on its way while this one's sums are told.
+    const Parts row = parts;
+    const int own_part = part;
+    more = true;
+    if (!last) own_piece(), ask();
+    else if (pieces && claimed < (u32)pieces) late_piece(claimed), ask();
+    else more = false;
+    block.lay(seen, laid);
+    __syncthreads();
     MARK(3)
-    real* target = out + (long long)own * out_stride + (long long)head * GROUP_HEADS * D;
-    float* noted = lse + ((long long)row.b * heads + row.head) * GROUP_HEADS;
-    if (low == high) {
+    if (row.blocks + row.late == 1) {
 #ifdef NIBBLES
-      if (threadIdx.x < GROUP_HEADS) noted[threadIdx.x] = block.top[threadIdx.x] + log2f(block.sum[threadIdx.x]);
+      if (threadIdx.x < GROUP_HEADS) lse[row.row * GROUP_HEADS + threadIdx.x] = block.top[threadIdx.x] + log2f(block.sum[threadIdx.x]);
 #endif
       for (int i = threadIdx.x; i < QUADS; i += THREADS) {
-        store_output(target + i * 4, Block::output(laid, i * 4 / D, i * 4 % D), 1.f / block.sum[i * 4 / D]);
+        store_output(row.to + i * 4, Block::output(laid, i * 4 / D, i * 4 % D), 1.f / block.sum[i * 4 / D]);
       }
     } else {
-      const Parts parts = {low, high - low + 1, self - low, each, row.b * heads + row.head, target};
-      tell(parts, shares, block, laid);
-      if (self == low) back = parts;
-      else front = parts;
-      MARK(4)
+      tell(row, own_part, shares, block, laid);
+      if (own_part < row.blocks) {
+        if (own_part == 0) back = row;
+        else front = row;
+      }
     }
-    __syncthreads(); // the ring is free again
-    unit += to - from;
   }
-  if (!waited) dependency_wait();
+  MARK(4)
   // A block waits for others only when it has told them everything.
   for (int i = 0; i < 2; i++) {
     const Parts row = i ? back : front;

@@ -14,10 +14,11 @@ from trtkv.plugins._device.spec import shared_limit
 from trtkv.plugins.kv_attend.launch import device_arch
 
 _HERE = Path(__file__).parent
-_TYPES = (Pointer,) * 7 + (Int,) * 6 + (Float,) + (Pointer,) * 9
+_TYPES = (Pointer,) * 8 + (Int,) * 6 + (Float,) + (Pointer,) * 9
 NIBBLES = ("key_codes", "key_scale", "key_zero", "value_codes", "value_scale", "value_zero")
 _TILE = 16  # tokens of a warp's block
 _MOST_STAGES = 6
+PIECES = 512
 COOPERATIVE = True
 ALIGNED = True
 SHAPE = None
@@ -39,7 +40,7 @@ class DenseScratch:
 
     def allocate(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Allocate the two tensors; every launch leaves `arrived` as it found it, zeros."""
-        shares = torch.full((2 * self.blocks, self.floats), -1, dtype=torch.int32, device=device).view(torch.float32)
+        shares = torch.full((2 * self.blocks + PIECES, self.floats), -1, dtype=torch.int32, device=device).view(torch.float32)
         return shares, torch.zeros(self.rows, dtype=torch.int32, device=device)
 
 
@@ -85,12 +86,12 @@ def attend_dense(
     warps, stages = dense_shape(dim, device_arch())
     kernel = dense_kernel(dim, group, q.dtype == torch.bfloat16, device_arch(), ragged, codes is not None)
     most = (1 if codes is None else 2) * batch * heads * -(-table.shape[-1] * page_size // (warps * _TILE))
-    pointers = [one.data_ptr() for one in (q, keys, values, table, lens, out, shares)]
+    pointers = [one.data_ptr() for one in (q, keys, values, table, lens, out, shares, arrived)]
     more = (0,) * 4 if codes is None else tuple(one.data_ptr() for one in (codes.table, codes.lens, codes.key_scale, codes.value_scale))
     more = (*more, *(0,) * 5)
     values_ = (*pointers, batch, heads, q.stride(0), out.stride(0), table.stride(-2), page_size, scale * 1.4426950408889634, *more)
     stream = torch.cuda.current_stream().cuda_stream
-    grid, shared = (_blocks(shares.shape[0] // 2, most, batch * heads), 1, 1), warps * stages * 32 * dim
+    grid, shared = (_blocks((shares.shape[0] - PIECES) // 2, most, batch * heads), 1, 1), warps * (stages * 32 * dim + laid(dim, group))
     kernel.launch(grid, warps * 32, shared, stream, values_, overlap=overlap, cooperative=COOPERATIVE)
 
 
@@ -108,11 +109,11 @@ def attend_replaced(
     warps, stages = dense_shape(dim, device_arch())
     kernel = dense_kernel(dim, group, q.dtype == torch.bfloat16, device_arch(), nibbles=True)
     most = batch * heads * (1 + -(-table.shape[1] * page_size // (warps * _TILE)))
-    pointers = [one.data_ptr() for one in (q, keys, values, table, lens, out, shares)]
+    pointers = [one.data_ptr() for one in (q, keys, values, table, lens, out, shares, arrived)]
     numbers = (batch, heads, q.stride(0), out.stride(0), table.stride(0), page_size, scale * 1.4426950408889634)
     beside = [one.data_ptr() for one in (codes.key_scale, codes.value_scale, codes.key_codes, codes.value_codes, codes.key_zero, codes.value_zero)]
     stream = torch.cuda.current_stream().cuda_stream
-    grid, shared = (_blocks(shares.shape[0] // 2, most, batch * heads), 1, 1), warps * stages * 32 * dim
+    grid, shared = (_blocks((shares.shape[0] - PIECES) // 2, most, batch * heads), 1, 1), warps * (stages * 32 * dim + laid(dim, group))
     values_ = (*pointers, *numbers, slots.data_ptr(), 0, *beside, lse.data_ptr())
     kernel.launch(grid, warps * 32, shared, stream, values_, cooperative=COOPERATIVE)
 
@@ -121,6 +122,10 @@ def _blocks(there: int, most: int, rows: int) -> int:
     """Choose blocks: where rows are of one length, none should have parts of two, unless that leaves more than a tenth of the blocks out."""
     alike = next((n for n in range(there, 0, -1) if (n % rows == 0 and (n <= 32 * rows or n % (32 * rows) == 0)) or rows % n == 0), there)
     return min(alike if ALIGNED and 10 * alike >= 9 * there else there, most)
+
+
+def laid(dim: int, group: int) -> int:
+    return -(-group // 8) * 8 * (dim + 4) * 4
 
 
 def dense_shape(dim: int, arch: str) -> tuple[int, int]:
@@ -142,4 +147,4 @@ def dense_kernel(dim: int, group: int, bf16: bool, arch: str, ragged: bool = Fal
     defines = (*shape, *(("-DBF16",) if bf16 else ()), *(("-DRAGGED",) if ragged else ()), *(("-DMIXED",) if mixed or nibbles else ()))
     defines = (*defines, "-DNIBBLES") if nibbles else defines
     defines += EXTRA
-    return nvrtc.load(_HERE / "dense.cu", "attend_dense", _TYPES, defines, arch, warps * stages * 32 * dim)
+    return nvrtc.load(_HERE / "dense.cu", "attend_dense", _TYPES, defines, arch, warps * (stages * 32 * dim + laid(dim, group)))

@@ -117,6 +117,13 @@ struct Block {
   // Lay the outputs of every warp down as laid [WARPS, HEADS8, LAID]: the first barrier is behind the last use of what lies there, the second before
   // the first read.
   __device__ __forceinline__ void gather(Seen& seen, float* laid) {
+    note(seen);
+    __syncthreads();
+    lay(seen, laid);
+    __syncthreads();
+  }
+  // What comes before the first barrier,
+  __device__ __forceinline__ void note(Seen& seen) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gid = lane >> 2, tig = lane & 3;
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
@@ -128,7 +135,10 @@ struct Block {
         warp_top[warp][h] = seen.top[t][0], warp_top[warp][h + 1] = seen.top[t][1], warp_sum[warp][h] = l0, warp_sum[warp][h + 1] = l1;
       }
     }
-    __syncthreads();
+  }
+  // and what comes between the two.
+  __device__ __forceinline__ void lay(Seen& seen, float* laid) {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gid = lane >> 2, tig = lane & 3;
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
       const int h = t * 8 + 2 * tig;
@@ -152,7 +162,6 @@ struct Block {
       for (int w = 0; w < WARPS; w++) l += warp_sum[w][h] * exp2_fast(warp_top[w][h] - m);
       top[h] = m, sum[h] = l;
     }
-    __syncthreads();
   }
 
   // The block's output of four channels from `channel` on of head h, before normalization.

@@ -300,7 +300,7 @@ def check_dense(heads: int, group: int, dim: int, page: int, lens: list[int], dt
     out, listed = (case.guard.like(tuple(case.q.shape), dtype, float("nan")) for _ in range(2))
     sms = blocks or torch.cuda.get_device_properties(0).multi_processor_count
     plan = launch_dense.DenseScratch.plan(batch, heads, group, dim, sms)
-    shares = case.guard.like((2 * plan.blocks, plan.floats), torch.int32, -1).view(torch.float32)
+    shares = case.guard.like((2 * plan.blocks + launch_dense.PIECES, plan.floats), torch.int32, -1).view(torch.float32)
     arrived = torch.zeros(plan.rows, dtype=torch.int32, device=DEV)
     launch_dense.attend_dense(case.q, case.keys, case.values, case.table, case.lens, out, shares, arrived, scale=scale)
     torch.cuda.synchronize()
@@ -310,6 +310,7 @@ def check_dense(heads: int, group: int, dim: int, page: int, lens: list[int], dt
     attend.attend_list(case.q, case.keys, case.values, case.table, case.lens, None, listed, unit=1, scale=scale)
     torch.cuda.synchronize()
     expect(torch.equal(first, out), f"{label}: two runs differ")
+    expect(not bool(arrived.any()), f"{label}: counters are left")
     expect(bool((shares.view(torch.int32) == -1).all()), f"{label}: a word was not emptied")
     expect(case.guard.intact(), f"{label}: a margin was written")
     for b in range(batch):

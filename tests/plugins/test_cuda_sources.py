@@ -31,7 +31,12 @@ def _checks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "group", "dim", "page", "lens", "dtype", "blocks"),
-    [(2, 7, 128, 32, [300, 1, 129], BF16, 5), (1, 12, 64, 16, [17, 400, 33], FP16, 3), (2, 2, 256, 16, [200], FP16, 40)],
+    [
+        (2, 7, 128, 32, [300, 1, 129], BF16, 5),
+        (1, 12, 64, 16, [17, 400, 33], FP16, 3),
+        (2, 2, 256, 16, [200], FP16, 40),
+        (2, 4, 32, 32, [3000, 200, 1500], BF16, 8),
+    ],
 )
 def test_dense_attention(
     heads: int, group: int, dim: int, page: int, lens: list[int], dtype: torch.dtype, blocks: int, folder: Path, monkeypatch: pytest.MonkeyPatch
