@@ -190,25 +190,55 @@ def trace(case, variant, folder):
 
 NC = {"COOPERATIVE": False}
 TS = ("-DTWO_SUMS",)
-def L(n, *more):
-    return {"EXTRA": (f"-DLATE={n}", *more)}
-
-
 VARIANTS = [
     Variant("today", today),
-    Variant("w8h3 nc L0", new, (8, 3), **NC, **L(0)),
-    Variant("w8h3 nc L3", new, (8, 3), **NC, **L(3)),
-    Variant("w8h3 nc L5", new, (8, 3), **NC, **L(5)),
-    Variant("w8h3 nc L7", new, (8, 3), **NC, **L(7)),
-    Variant("w8h3 coop L5", new, (8, 3), **L(5)),
-    Variant("w8h3 nc L5 ts", new, (8, 3), **NC, **L(5, *TS)),
-    Variant("w8h2 nc L5", new, (8, 2), **NC, **L(5)),
-    Variant("w8h4 nc L5", new, (8, 4), **NC, **L(5)),
-    Variant("w8h2 nc L0", new, (8, 2), **NC, **L(0)),
-    Variant("w4h6 nc L0 ts", new, (4, 6), **NC, **L(0, *TS)),
-    Variant("w4h6 nc L5 ts", new, (4, 6), **NC, **L(5, *TS)),
-    Variant("w4h4 nc L5 ts", new, (4, 4), **NC, **L(5, *TS)),
+    Variant("w8h3", new, (8, 3)),
+    Variant("w8h2", new, (8, 2)),
+    Variant("w8h4", new, (8, 4)),
+    Variant("w8h3 ts", new, (8, 3), EXTRA=TS),
+    Variant("w8h2 ts", new, (8, 2), EXTRA=TS),
+    Variant("w8h3 coop", new, (8, 3), COOPERATIVE=True),
+    Variant("w8h3 impatient", new, (8, 3), EXTRA=("-DPATIENCE=0",)),
+    Variant("w4h6 ts", new, (4, 6), EXTRA=TS),
 ]
+
+
+@torch.inference_mode()
+def streams(case, count):
+    """Launches of several streams at once: none waits for ever, all are right."""
+    attend_cuda.launch_dense = new
+    new.COOPERATIVE, new.EXTRA, new.SHAPE, new.dense_shape = False, (), None, PLAIN[new.__name__]
+    layers = make(case)
+    layers.session._scratch.clear()
+    layers.attend(0)
+    torch.cuda.synchronize()
+    want = layers.out.clone()
+    scratches = [new.DenseScratch.plan(case.batch, case.model.num_kv_heads, case.model.num_q_heads // case.model.num_kv_heads, 128, 132).allocate(DEV) for _ in range(count)]
+    outs = [torch.full_like(want, float("nan")) for _ in range(count)]
+    several = [torch.cuda.Stream(priority=-(i % 2)) for i in range(count)]
+    keys, values = layers.session.buffer("keys", 0), layers.session.buffer("values", 0)
+    begin = time.time()
+    for _ in range(200):
+        for stream, scratch, out in zip(several, scratches, outs):
+            with torch.cuda.stream(stream):
+                new.attend_dense(layers.query, keys, values, layers.places[-1][0], layers.places[-3][0], out, *scratch, scale=128**-0.5)
+    torch.cuda.synchronize()
+    print(f"  {count} streams: {(time.time() - begin) * 1e6 / 200 / count:.1f} us a launch, equal {[bool(torch.equal(o, want)) for o in outs]}, owed {[int(x[1].sum()) for x in scratches]}", flush=True)
+
+
+def checks():
+    sys.path.insert(0, str(HERE.parent.parent))
+    from tests.gpu import check_retrieval as c
+
+    new.COOPERATIVE, new.EXTRA, new.SHAPE, new.dense_shape = False, (), None, PLAIN[new.__name__]
+    torch.manual_seed(5)
+    for extra in ((), ("-DPATIENCE=0",)):
+        new.EXTRA = extra
+        for shape in ((4, 7, 128, 32, [8001, 300, 1, 2500, 129]), (8, 4, 128, 64, [5000, 17]), (1, 12, 64, 16, [9000]), (32, 1, 128, 32, [700] * 5), (2, 2, 256, 16, [3000, 40]), (4, 7, 128, 32, [999] * 40)):
+            c.check_dense(*shape, torch.bfloat16)
+        c.check_dense_growth(20)
+    new.EXTRA = ()
+    print("  checks failed:", c.failures, flush=True)
 
 
 @torch.inference_mode()
@@ -251,14 +281,12 @@ def by_place(case, variant, call_of):
 if __name__ == "__main__":
     print("start", round(time.time() - START, 1))
     qwen, llama = "qwen2.5-7b", "llama-3.1-8b"
-    by_place(case_of(qwen, 1, 32768), VARIANTS[1], lambda layers: layers.step)
-    by_place(case_of(qwen, 1, 32768), VARIANTS[3], lambda layers: layers.step)
-    by_place(case_of(qwen, 1, 32768), VARIANTS[9], lambda layers: layers.step)
-    by_place(case_of(qwen, 1, 131072), VARIANTS[1], lambda layers: layers.step)
-    trace(case_of(qwen, 1, 8192), VARIANTS[1], NOW / "kv_attend")
-    trace(case_of(qwen, 1, 32768), VARIANTS[3], NOW / "kv_attend")
-    trace(case_of(qwen, 1, 2048), VARIANTS[1], NOW / "kv_attend")
+    checks()
+    print("checked", round(time.time() - START, 1))
+    for count in (2, 3, 6):
+        streams(case_of(qwen, 1, 8192), count)
     print("at", round(time.time() - START, 1))
-    for one in (case_of(qwen, 1, 8192), case_of(qwen, 1, 32768), case_of(qwen, 1, 2048), case_of(qwen, 8, 8192), case_of(llama, 1, 8192), case_of(qwen, 1, 131072), case_of(llama, 1, 32768), case_of("llama-2-7b", 1, 2048), case_of(qwen, 8, 32768)):
+    for one in (case_of(qwen, 1, 8192), case_of(qwen, 1, 32768), case_of(qwen, 1, 2048), case_of(qwen, 8, 8192), case_of(llama, 1, 8192), case_of(qwen, 1, 131072), case_of("llama-2-7b", 1, 2048), case_of(qwen, 8, 32768), case_of(llama, 8, 2048), case_of("llama-2-7b", 1, 8192), case_of(llama, 1, 32768)):
         run(one, VARIANTS)
+    trace(case_of(qwen, 1, 8192), VARIANTS[1], NOW / "kv_attend")
     print("end", round(time.time() - START, 1))

@@ -7,16 +7,10 @@
 
 #define UNIT_TOKENS (WARPS * TILE)
 #define QUADS (GROUP_HEADS * D / 4)
-#ifndef BOUND_BLOCKS
-#define BOUND_THREADS THREADS
-#define BOUND_BLOCKS 1
-#endif
 #define HALF_BYTES (TILE * ROW) // of a ring: the keys or the values of a block of tokens
-#ifndef LATE
-#define LATE 5 // sixteenths of a long row that are read by whichever blocks have time, less than eight
+#ifndef PATIENCE
+#define PATIENCE 4096 // looks at a word that is not there, a few milliseconds
 #endif
-#define LONG_SHARE 6 // units of a block from which rows are long
-#define PIECES 512   // the most pieces in which blocks take what is late
 #define EMPTY 0xffffffffu // of a word that nobody has written; no sum comes out as this NaN
 
 // Units of a sequence by its length.
@@ -34,30 +28,27 @@ __device__ __forceinline__ int units_of(int stored) { return (stored + UNIT_TOKE
 #define UNITS(b) units_of(lens[b])
 #endif
 
-// A row: its units (or late pieces) and the first of them among those of all rows, and the same of its late pieces (or units).
 struct Row {
-  int b, head, units, first, others, others_first;
+  int b, head, units, first; // units, and the first of them among those of all rows
 };
-// The row of a unit; every lane of a warp calls it. Units are ordered by sequence, then head; count(b) are those of a head, other(b) the others.
-template <typename F, typename G> __device__ __forceinline__ Row find_row(int batch, int heads, int unit, F count, G other) {
+// The row of a unit; every lane of a warp calls it. Units are ordered by sequence, then head.
+__device__ __forceinline__ Row find_row(const int* lens, const int* coded_lens, int batch, int heads, int unit) {
   const int lane = threadIdx.x & 31;
-  int before = 0, others_before = 0;
+  int before = 0;
   for (int c = 0;; c += 32) {
-    const int own = c + lane < batch ? count(c + lane) : 0, end = before + warp_scan(own);
-    const int others = c + lane < batch ? other(c + lane) : 0, others_end = others_before + warp_scan(others);
+    const int own = c + lane < batch ? UNITS(c + lane) : 0, end = before + warp_scan(own);
     const u32 hit = __ballot_sync(~0u, end * heads > unit);
     if (hit || c + 32 >= batch) {
       const int l = __ffs(hit) - 1, units = __shfl_sync(~0u, own, l), start = __shfl_sync(~0u, end, l) - units;
-      const int more = __shfl_sync(~0u, others, l), others_start = __shfl_sync(~0u, others_end, l) - more;
       const int head = (unit - start * heads) / units;
-      return {c + l, head, units, start * heads + head * units, more, others_start * heads + head * more};
+      return {c + l, head, units, start * heads + head * units};
     }
-    before = __shfl_sync(~0u, end, 31), others_before = __shfl_sync(~0u, others_end, 31);
+    before = __shfl_sync(~0u, end, 31);
   }
 }
 
-// A word of sixteen bytes is written and read as one: who sees it filled has it all, so there is no barrier, no fence and no counter. Who reads a word
-// empties it again. Every block of the grid must be resident.
+// A word of sixteen bytes is written and read as one: who sees it filled has it all, so there is no barrier, no fence and no counter. Who has merged
+// what a word says empties it again.
 __device__ __forceinline__ void post(uint4* to, u32 a, u32 b, u32 c, u32 d) {
   const u64 low = (u64)b << 32 | a, high = (u64)d << 32 | c;
   asm volatile("{.reg .b128 v;\n mov.b128 v,{%1,%2};\n st.relaxed.gpu.global.b128 [%0],v;}" ::"l"(to), "l"(low), "l"(high) : "memory");
@@ -72,20 +63,20 @@ __device__ __forceinline__ void empty(uint4* word) { post(word, EMPTY, EMPTY, EM
 // A row that several blocks have parts of, as one of them sees it. Every block merges a share of `each` quads of channels.
 struct Parts {
   int low, blocks, rank, each, row; // the first of its blocks, how many, and which of them this is
-  int late, first_late;             // pieces that any block read, and the first of them among those of all rows
   real* to;
-  // What part p of the row tells: its quads, and behind them its largest score and sum of head h for block r at place r + h, which no other pair of
-  // a block and a head in its share has. The first block has the row as its last part, the others as their first; late pieces come behind.
+  // The first block has the row as its last part, the others as their first.
+  __device__ __forceinline__ int place(int p) const { return 2 * (low + p) + (p == 0); }
+  // What block p of the row tells: its quads, and behind them its largest score and sum of head h for block r at place r + h, which no other pair of
+  // a block and a head in its share has.
   __device__ __forceinline__ uint4* words(uint4* shares, int p) const {
-    const int place = p < blocks ? 2 * (low + p) + (p == 0) : 2 * gridDim.x + first_late + p - blocks;
-    return shares + (long long)place * (QUADS + GROUP_HEADS + gridDim.x);
+    return shares + (long long)place(p) * (QUADS + GROUP_HEADS + gridDim.x);
   }
   __device__ __forceinline__ int begin(int r) const { return min(r * each, QUADS); }
 };
 
 // Tell the other blocks of the row what this one has seen.
-__device__ __forceinline__ void tell(const Parts& row, int part, uint4* shares, const Block& block, const float* laid) {
-  uint4* to = row.words(shares, part);
+__device__ __forceinline__ void tell(const Parts& row, uint4* shares, const Block& block, const float* laid) {
+  uint4* to = row.words(shares, row.rank);
   for (int r = threadIdx.x; r < row.blocks; r += THREADS) {
     const int begin = row.begin(r), end = row.begin(r + 1);
     for (int h = begin * 4 / D; h * D < end * 4; h++) post(to + QUADS + r + h, __float_as_uint(block.top[h]), __float_as_uint(block.sum[h]), 0, 0);
@@ -96,36 +87,49 @@ __device__ __forceinline__ void tell(const Parts& row, int part, uint4* shares, 
   }
 }
 
-// Merge this block's share of a row, a quad by as many lanes as the row has blocks; with -DNIBBLES also lse [G].
-__device__ __forceinline__ void merge(const Parts& row, uint4* shares, float* lse) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, begin = row.begin(row.rank), end = row.begin(row.rank + 1);
-  const int parts = row.blocks + row.late;
-  constexpr int AT_ONCE = 4;
+// Call f(block of the row, its words, quad) for the quads of share r, one by as many lanes as the row has blocks; done(quad) behind those of a quad,
+// by all lanes of a warp. Quads behind the share are -1.
+template <typename F, typename G> __device__ __forceinline__ void for_share(const Parts& row, int r, uint4* shares, int span, F f, G done) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, end = row.begin(r + 1), beside = 32 / span;
+  for (int i = row.begin(r) + warp * beside; i < end; i += WARPS * beside) {
+    const int quad = i + lane / span < end ? i + lane / span : -1;
+    for (int p = lane & (span - 1); quad >= 0 && p < row.blocks; p += span) f(row.words(shares, p), quad);
+    done(quad);
+  }
+}
+__device__ __forceinline__ int span_of(const Parts& row) {
   int span = 2;
-  while (span < 32 && span < parts) span *= 2;
-  const int own = lane & (span - 1), beside = 32 / span;
-  for (int i = begin + warp * beside; i < end; i += WARPS * beside) {
-    const int quad = i + lane / span, h = quad * 4 / D;
-    float top = -1e30f, sum = 0.f;
-    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-    for (int p = own; quad < end && p < parts; p += AT_ONCE * span) {
-      uint4 *from[AT_ONCE], v[AT_ONCE], t[AT_ONCE];
-#pragma unroll
-      for (int k = 0; k < AT_ONCE; k++) {
-        from[k] = row.words(shares, p + k * span);
-        if (p + k * span < parts) v[k] = look(from[k] + quad), t[k] = look(from[k] + QUADS + row.rank + h);
+  while (span < 32 && span < row.blocks) span *= 2;
+  return span;
+}
+
+// Merge share r of a row and empty its words; with -DNIBBLES also lse [G]. Return whether every block told its part while it was looked at `patience`
+// times: where one did not, nothing is written. `tired` is zero before.
+__device__ __forceinline__ bool merge(const Parts& row, int r, uint4* shares, float* lse, int patience, int& tired) {
+  const int lane = threadIdx.x & 31, span = span_of(row), own = lane & (span - 1);
+  float top = -1e30f, sum = 0.f;
+  float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+  bool gave_up = false;
+  auto take = [&](uint4* from, int quad) {
+    const uint4 *outputs = from + quad, *score = from + QUADS + r + quad * 4 / D;
+    uint4 v = look(outputs), t = look(score);
+    for (int left = patience; t.w == EMPTY || v.w == EMPTY;) {
+      if (left-- == 0) {
+        gave_up = true;
+        return;
       }
-#pragma unroll
-      for (int k = 0; k < AT_ONCE; k++) {
-        if (p + k * span >= parts) break;
-        while (t[k].w == EMPTY) t[k] = look(from[k] + QUADS + row.rank + h);
-        while (v[k].w == EMPTY) v[k] = look(from[k] + quad);
-        empty(from[k] + quad);
-        const float m = fmaxf(top, __uint_as_float(t[k].x)), f = exp2_fast(top - m), g = exp2_fast(__uint_as_float(t[k].x) - m);
-        top = m, sum = sum * f + __uint_as_float(t[k].y) * g;
-        x.x = x.x * f + __uint_as_float(v[k].x) * g, x.y = x.y * f + __uint_as_float(v[k].y) * g;
-        x.z = x.z * f + __uint_as_float(v[k].z) * g, x.w = x.w * f + __uint_as_float(v[k].w) * g;
-      }
+      if (t.w == EMPTY) t = look(score);
+      if (v.w == EMPTY) v = look(outputs);
+    }
+    const float m = fmaxf(top, __uint_as_float(t.x)), f = exp2_fast(top - m), g = exp2_fast(__uint_as_float(t.x) - m);
+    top = m, sum = sum * f + __uint_as_float(t.y) * g;
+    x.x = x.x * f + __uint_as_float(v.x) * g, x.y = x.y * f + __uint_as_float(v.y) * g;
+    x.z = x.z * f + __uint_as_float(v.z) * g, x.w = x.w * f + __uint_as_float(v.w) * g;
+  };
+  for_share(row, r, shares, span, take, [&](int quad) {
+    if (__any_sync(~0u, gave_up)) {
+      tired = 1;
+      return;
     }
     float m = top;
     for (int o = span / 2; o; o >>= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, o));
@@ -136,16 +140,50 @@ __device__ __forceinline__ void merge(const Parts& row, uint4* shares, float* ls
       x.x += __shfl_xor_sync(~0u, x.x, o), x.y += __shfl_xor_sync(~0u, x.y, o);
       x.z += __shfl_xor_sync(~0u, x.z, o), x.w += __shfl_xor_sync(~0u, x.w, o);
     }
-    if (quad < end && own == 0) {
+    if (quad >= 0 && own == 0) {
       store_output(row.to + quad * 4, x, 1.f / sum);
 #ifdef NIBBLES
-      if (quad * 4 % D == 0) lse[h] = m + log2f(sum);
+      if (quad * 4 % D == 0) lse[quad * 4 / D] = m + log2f(sum);
 #endif
     }
-  }
+    top = -1e30f, sum = 0.f, x = make_float4(0.f, 0.f, 0.f, 0.f);
+  });
   __syncthreads(); // several warps look at a head's score
-  for (int p = threadIdx.x; p < parts; p += THREADS) {
-    for (int h = begin * 4 / D; h * D < end * 4; h++) empty(row.words(shares, p) + QUADS + row.rank + h);
+  if (tired) return false;
+  for_share(row, r, shares, span, [&](uint4* from, int quad) { empty(from + quad); }, [](int) {});
+  for (int p = threadIdx.x; p < row.blocks; p += THREADS) {
+    for (int h = row.begin(r) * 4 / D; h * D < row.begin(r + 1) * 4; h++) empty(row.words(shares, p) + QUADS + r + h);
+  }
+  return true;
+}
+
+// What a block does when it has told its parts of a row. Blocks may wait for each other only while all have places on the GPU, and other kernels may
+// hold those. So who has waited long leaves its share of the merge to whoever tells the last part: it notes so in `owed`, then looks once more, while
+// who has told a part looks at `owed` behind it; of the two at least one sees what the other wrote, and the exchange lets only one of them merge.
+struct Desk {
+  int others_owe[2], tired[2], lacking[2], taken;
+};
+__device__ __forceinline__ void settle(const Parts& row, Desk& desk, int i, uint4* shares, int* owed, float* lse) {
+  int from = 0, to = 0; // shares that nobody else may merge
+  if (merge(row, row.rank, shares, lse, PATIENCE, desk.tired[i])) {
+    if (desk.others_owe[i]) to = row.blocks;
+  } else {
+    if (threadIdx.x == 0) {
+      atomicExch(owed + row.place(row.rank), 1);
+      __threadfence();
+    }
+    __syncthreads();
+    for_share(row, row.rank, shares, span_of(row), [&](uint4* words, int quad) {
+      if (look(words + quad).w == EMPTY || look(words + QUADS + row.rank + quad * 4 / D).w == EMPTY) desk.lacking[i] = 1;
+    }, [](int) {});
+    __syncthreads();
+    if (!desk.lacking[i]) from = row.rank, to = from + 1;
+  }
+  for (int r = from; r < to; r++) {
+    __syncthreads();
+    if (threadIdx.x == 0) desk.taken = atomicExch(owed + row.place(r), 0), desk.tired[i] = 0;
+    __syncthreads();
+    if (desk.taken) merge(row, r, shares, lse, -1, desk.tired[i]);
   }
 }
 
@@ -156,34 +194,23 @@ __device__ __forceinline__ void merge(const Parts& row, uint4* shares, float* ls
 // are codes of the pages in table: key_codes, value_codes [P, Hk, page_size, D / 2], scales and zero points [P, Hk, page_size]; lse [B, Hq] takes the
 // logarithms to base 2 of the sums of the weights. shares [2 blocks, SHARE];
 // arrived [B Hk] zeros, and zeros again behind it. Tokens before the newest and page numbers were there before the kernel before this one began.
-extern "C" __global__ void __launch_bounds__(BOUND_THREADS, BOUND_BLOCKS) attend_dense(const real* q, const char* keys, const char* values, const int* table,
-    const int* lens, real* out, uint4* shares, u32* claims, int batch, int heads, int q_stride, int out_stride, int table_stride, int page_size,
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real* q, const char* keys, const char* values, const int* table,
+    const int* lens, real* out, uint4* shares, int* owed, int batch, int heads, int q_stride, int out_stride, int table_stride, int page_size,
     float scale_log2, const int* coded_table, const int* coded_lens, const real* key_scale, const real* value_scale,
     const char* key_codes, const char* value_codes, const real* key_zero, const real* value_zero, float* lse) {
   extern __shared__ __align__(128) char ring[];
   __shared__ Block block;
-  __shared__ u32 claimed;
+  __shared__ Desk desk;
   MARK(0)
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #ifdef RAGGED
   const int sequences = batch;
   batch *= heads, heads = 1;
 #endif
-  // All units; those of long rows that are late, in pieces of `size`, and the others, in equal shares.
-  int all = 0;
-  for (int c = 0; c < batch; c += 32) all += __shfl_sync(~0u, warp_scan(c + lane < batch ? UNITS(c + lane) : 0), 31);
-  all *= heads;
-  const int share = (all + gridDim.x - 1) / gridDim.x, size = LATE && share >= LONG_SHARE ? (all / 16 * LATE + PIECES) / PIECES : 0;
-  // A row with late pieces has more units left than a block's share, so that no block has parts of more than two of them.
-  auto late_of = [&](int b) {
-    const int u = UNITS(b);
-    return size && u >= 2 * share ? u * LATE / 16 / size : 0;
-  };
-  auto units_of_row = [&](int b) { return UNITS(b) - late_of(b) * size; };
-  int pieces = 0;
-  for (int c = 0; size && c < batch; c += 32) pieces += __shfl_sync(~0u, warp_scan(c + lane < batch ? late_of(c + lane) : 0), 31);
-  pieces *= heads;
-  const int units = all - pieces * size, blocks = min((int)gridDim.x, units), self = blockIdx.x;
+  int units = 0;
+  for (int c = 0; c < batch; c += 32) units += __shfl_sync(~0u, warp_scan(c + lane < batch ? UNITS(c + lane) : 0), 31);
+  units *= heads;
+  const int blocks = min((int)gridDim.x, units), self = blockIdx.x;
   // Divisions take long, so lanes do several at once, and while keys are still on their way.
   const int bound = self < blocks ? (int)((long long)(self + (lane & 1)) * units / blocks) : 0;
   int unit = __shfl_sync(~0u, bound, 0);
@@ -195,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(BOUND_THREADS, BOUND_BLOCKS) attend
   front.blocks = back.blocks = 0;
 
   // The piece at hand: tokens of a row from unit `from` on, of which this warp has `mine` blocks.
-  int b = 0, kv = 0, from = 0, mine = 0, stored = 0, part = 0, here = 0, ahead = 0;
+  int b = 0, kv = 0, from = 0, mine = 0, stored = 0, here = 0, ahead = 0;
   Parts parts;
   const int* pages = table;
 #ifdef MIXED
@@ -276,26 +303,15 @@ extern "C" __global__ void __launch_bounds__(BOUND_THREADS, BOUND_BLOCKS) attend
       fetch(i / 2, i % 2, i);
     }
   };
-  // Who has parts of a row: of its units `count` from `first` on, and of its late pieces.
-  auto share_out = [&](int first, int count, int first_late, int late) {
-    // The block with unit u is the last whose share begins at or before it.
-    const int found = (int)(((long long)(first + (lane & 1 ? count : 1)) * blocks - 1) / units);
-    const int low = __shfl_sync(~0u, found, 0), n = __shfl_sync(~0u, found, 1) - low + 1;
-    parts = {low, n, self - low, (QUADS + n - 1) / n, b * heads + kv, late, first_late, nullptr};
-  };
-  auto own_piece = [&] {
-    const Row row = find_row(batch, heads, unit, units_of_row, late_of);
+  auto turn_to_next = [&] {
+    const Row row = find_row(lens, coded_lens, batch, heads, unit);
     const int begin = unit - row.first, behind = min(row.units, begin + end - unit);
     start(row.b, row.head, begin, behind);
-    share_out(row.first, row.units, row.others_first, row.others);
-    part = parts.rank, unit += behind - begin;
-  };
-  auto late_piece = [&](int piece) {
-    const Row row = find_row(batch, heads, piece, late_of, units_of_row);
-    const int begin = row.others + (piece - row.first) * size;
-    start(row.b, row.head, begin, begin + size);
-    share_out(row.others_first, row.others, row.first, row.units);
-    part = parts.blocks + piece - row.first;
+    // The block with unit u is the last whose share begins at or before it.
+    const int found = (int)(((long long)(row.first + (lane & 1 ? row.units : 1)) * blocks - 1) / units);
+    const int low = __shfl_sync(~0u, found, 0), n = __shfl_sync(~0u, found, 1) - low + 1;
+    parts = {low, n, self - low, (QUADS + n - 1) / n, b * heads + kv, nullptr};
+    unit += behind - begin;
   };
   u32 query[TILES][D / 8];
   auto ask = [&] { // whose keys these are
@@ -308,17 +324,34 @@ extern "C" __global__ void __launch_bounds__(BOUND_THREADS, BOUND_BLOCKS) attend
     parts.to = out + (long long)own * out_stride + (long long)head * GROUP_HEADS * D;
   };
 
-  bool more = unit < end;
-  if (more) own_piece();
-  if (!waited) dependency_wait();
-  waited = true;
-  MARK(1)
-  if (more) ask();
-  while (more) {
-    const bool last = unit >= end;
-    u32 claim = 0;
-    if (last && pieces && threadIdx.x == 0) claim = atomicInc(claims, pieces + blocks - 1); // every block fails once, so it ends as zero
-    Seen seen;
+  Seen seen;
+  for (bool first = true;; first = false) {
+    // The next piece is on its way while the last one's sums are told.
+    const Parts row = parts;
+    const bool more = unit < end;
+    if (more) turn_to_next();
+    if (!waited) dependency_wait();
+    waited = true;
+    if (first) { MARK(1) }
+    if (more) ask();
+    if (!first) {
+      block.lay(seen, laid);
+      __syncthreads();
+      MARK(3)
+      if (row.blocks == 1) {
+#ifdef NIBBLES
+        if (threadIdx.x < GROUP_HEADS) lse[row.row * GROUP_HEADS + threadIdx.x] = block.top[threadIdx.x] + log2f(block.sum[threadIdx.x]);
+#endif
+        for (int i = threadIdx.x; i < QUADS; i += THREADS) {
+          store_output(row.to + i * 4, Block::output(laid, i * 4 / D, i * 4 % D), 1.f / block.sum[i * 4 / D]);
+        }
+      } else {
+        tell(row, shares, block, laid);
+        if (row.rank == 0) back = row;
+        else front = row;
+      }
+    }
+    if (!more) break;
     seen.clear();
     int slot = 0;
     auto next = [&](int j, bool second) { // the half at `slot` has been read
@@ -355,39 +388,23 @@ extern "C" __global__ void __launch_bounds__(BOUND_THREADS, BOUND_BLOCKS) attend
     }
     MARK(2)
     block.note(seen);
-    if (threadIdx.x == 0) claimed = claim;
     __syncthreads();
-    // The next piece is on its way while this one's sums are told.
-    const Parts row = parts;
-    const int own_part = part;
-    more = true;
-    if (!last) own_piece(), ask();
-    else if (pieces && claimed < (u32)pieces) late_piece(claimed), ask();
-    else more = false;
-    block.lay(seen, laid);
-    __syncthreads();
-    MARK(3)
-    if (row.blocks + row.late == 1) {
-#ifdef NIBBLES
-      if (threadIdx.x < GROUP_HEADS) lse[row.row * GROUP_HEADS + threadIdx.x] = block.top[threadIdx.x] + log2f(block.sum[threadIdx.x]);
-#endif
-      for (int i = threadIdx.x; i < QUADS; i += THREADS) {
-        store_output(row.to + i * 4, Block::output(laid, i * 4 / D, i * 4 % D), 1.f / block.sum[i * 4 / D]);
-      }
-    } else {
-      tell(row, own_part, shares, block, laid);
-      if (own_part < row.blocks) {
-        if (own_part == 0) back = row;
-        else front = row;
+  }
+  MARK(4)
+  if (threadIdx.x == 0) desk = {};
+  __syncthreads(); // all is told
+  if (warp == WARPS - 1 && front.blocks + back.blocks) {
+    __threadfence();
+    for (int i = 0; i < 2; i++) {
+      const Parts row = i ? back : front;
+      for (int p = lane; p < row.blocks; p += 32) {
+        if (__ldcg(owed + row.place(p))) desk.others_owe[i] = 1;
       }
     }
   }
-  MARK(4)
-  // A block waits for others only when it has told them everything.
   for (int i = 0; i < 2; i++) {
     const Parts row = i ? back : front;
-    if (row.blocks == 0) continue;
-    merge(row, shares, lse + (long long)row.row * GROUP_HEADS);
+    if (row.blocks) settle(row, desk, i, shares, owed, lse + (long long)row.row * GROUP_HEADS);
   }
   MARK(5)
 }
