@@ -43,27 +43,13 @@ struct Seen {
     float s[TILES][4];
 #pragma unroll
     for (int t = 0; t < TILES; t++) s[t][0] = s[t][1] = s[t][2] = s[t][3] = 0.f;
-#ifdef TWO_SUMS
-    float r[TILES][4];
-#pragma unroll
-    for (int t = 0; t < TILES; t++) r[t][0] = r[t][1] = r[t][2] = r[t][3] = 0.f;
-#endif
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
       u32 a[4];
       read4(a, keys + place(lane & 15, 2 * k + (lane >> 4)));
-#ifdef TWO_SUMS
-#pragma unroll
-      for (int t = 0; t < TILES; t++) mma(k % 2 ? r[t] : s[t], a[0], a[1], a[2], a[3], query[t][2 * k], query[t][2 * k + 1]);
-#else
 #pragma unroll
       for (int t = 0; t < TILES; t++) mma(s[t], a[0], a[1], a[2], a[3], query[t][2 * k], query[t][2 * k + 1]);
-#endif
     }
-#ifdef TWO_SUMS
-#pragma unroll
-    for (int t = 0; t < TILES; t++) s[t][0] += r[t][0], s[t][1] += r[t][1], s[t][2] += r[t][2], s[t][3] += r[t][3];
-#endif
     const bool ok0 = ok >> gid & 1, ok1 = ok >> (gid + 8) & 1;
 #pragma unroll
     for (int t = 0; t < TILES; t++) {

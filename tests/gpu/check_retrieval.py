@@ -299,8 +299,8 @@ def check_dense(heads: int, group: int, dim: int, page: int, lens: list[int], dt
     scale, batch = dim**-0.5, len(lens)
     out, listed = (case.guard.like(tuple(case.q.shape), dtype, float("nan")) for _ in range(2))
     sms = blocks or torch.cuda.get_device_properties(0).multi_processor_count
-    plan = launch_dense.DenseScratch.plan(batch, heads, group, dim, sms)
-    shares = case.guard.like((2 * plan.blocks, plan.floats), torch.int32, -1).view(torch.float32)
+    plan = launch_dense.DenseScratch.plan(group, dim, sms)
+    shares = case.guard.like((2 * plan.blocks, plan.words, 4), torch.int32, -1)
     owed = case.guard.like((2 * plan.blocks,), torch.int32, 0)
     launch_dense.attend_dense(case.q, case.keys, case.values, case.table, case.lens, out, shares, owed, scale=scale)
     torch.cuda.synchronize()
@@ -311,7 +311,7 @@ def check_dense(heads: int, group: int, dim: int, page: int, lens: list[int], dt
     torch.cuda.synchronize()
     expect(torch.equal(first, out), f"{label}: two runs differ")
     expect(not bool(owed.any()), f"{label}: a share is owed")
-    expect(bool((shares.view(torch.int32) == -1).all()), f"{label}: a word was not emptied")
+    expect(bool((shares == -1).all()), f"{label}: a word was not emptied")
     expect(case.guard.intact(), f"{label}: a margin was written")
     for b in range(batch):
         check_attention(case, b, None, out[b], scale, label)
@@ -362,7 +362,7 @@ def check_dense_growth(steps: int) -> None:
     rope = torch.cat([torch.ones(4096, dim // 2, device=DEV), torch.zeros(4096, dim // 2, device=DEV)], 1)
     qkv = torch.zeros(batch, (heads * group + 2 * heads) * dim, dtype=torch.bfloat16, device=DEV)
     out = torch.full_like(case.q, float("nan"))
-    scratch = launch_dense.DenseScratch.plan(batch, heads, group, dim, 132).allocate(DEV)
+    scratch = launch_dense.DenseScratch.plan(group, dim, 132).allocate(DEV)
 
     def step() -> None:
         append.launch(
