@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from trtkv.bench.timing import copy_bandwidth
 from trtkv.builder.kernels import write_kernels
 from trtkv.checkpoint.find import resolve_model
 from trtkv.config import Limits, ModelConfig
-from trtkv.plugins._device import driver, nvrtc, store
+from trtkv.plugins._device import driver, store
 from trtkv.plugins.kernels import request
 from trtkv.plugins.kv_append import launch as append
 from trtkv.plugins.kv_attend import launch_dense
@@ -49,22 +48,19 @@ SHOWN = ("qkv", "o", "gate_up", "down", "head", "weights", "attention", "selecti
 Way = dict[str, Any]  # what differs from the engine's own way, by the keys of `applied`
 
 LOADED: list[tuple[driver.Kernel, str, bool]] = []  # every kernel, its entry, and whether its memory is to be cache
-_FORM_OF, _LOAD, _INIT, _APPEND = linear.form_of, nvrtc.load, driver.Kernel.__init__, append.launch
+_FORM_OF, _INIT, _APPEND = linear.form_of, driver.Kernel.__init__, append.launch
 
 WAYS: dict[str, Way] = {
-    "before": {"early": False, "at_once": 34, "carve": {"gemv": -1}},
+    "before": {"early": False, "carve": {"gemv": -1}},
     "chosen": {},
     "early nowhere": {"early": False},
     "early everywhere": {"early": True},
+    "dense 8 x 2": {"dense": (8, 2)},
     "dense 8 x 3": {"dense": (8, 3)},
-    "dense 4 x 4": {"dense": (4, 4)},
-    "dense 4 x 4, early nowhere": {"dense": (4, 4), "early": False},
-    "dense 4 x 4, at once 17": {"dense": (4, 4), "at_once": 17},
-    "dense 4 x 4, the driver's division": {"dense": (4, 4), "carve": {"gemv": -1}},
-    "dense 4 x 3": {"dense": (4, 3)},
-    "dense 4 x 5": {"dense": (4, 5)},
+    "dense 8 x 6": {"dense": (8, 6)},
     "dense 4 x 6": {"dense": (4, 6)},
-    "dense 2 x 8": {"dense": (2, 8)},
+    "dense 4 x 6, early nowhere": {"dense": (4, 6), "early": False},
+    "dense 4 x 6, the driver's division": {"dense": (4, 6), "carve": {"gemv": -1}},
     "products with 0 % shared": {"carve": {"gemv": 0}},
     "products with 20 % shared": {"carve": {"gemv": 20}},
 }
@@ -78,26 +74,14 @@ def applied(way: Way, model: ModelConfig) -> Iterator[None]:
         if "early" in way:
             put(append, "launch", lambda *args, **more: _APPEND(*args, **{**more, "early": more["overlap"] and way["early"]}))
         if "dense" in way:
-            put(launch_dense, "dense_shape", lambda dim, arch: way["dense"])
+            put(launch_dense, "dense_shape", lambda dim, group, arch, coded=False: way["dense"])
         if "forms" in way:
             forms = {products(model)[name][:3]: form for name, form in way["forms"].items()}
             put(linear, "form_of", lambda *shape: forms.get(shape) or _FORM_OF(*shape))
-        if "at_once" in way:
-            put(launch_dense, "nvrtc", _WithDefine(f"-DMERGED_AT_ONCE={way['at_once']}"))
         for entry, percent in way.get("carve", {}).items():
             stack.callback(_carve, entry, None)
             _carve(entry, percent)
         yield
-
-
-@dataclass(frozen=True)
-class _WithDefine:
-    """Stands for the module `nvrtc`, with a definition more."""
-
-    define: str
-
-    def load(self, path: Path, name: str, types: tuple[Any, ...], defines: tuple[str, ...], arch: str, shared: int) -> driver.Kernel:
-        return _LOAD(path, name, types, (*defines, self.define), arch, shared)
 
 
 def _carve(entry: str, percent: int | None) -> None:

@@ -79,8 +79,8 @@ def _decode(
     plan = session.plan.select[layer]
     keys, values = session.buffer("keys", layer), session.buffer("values", layer)
     if plan is None or selection is None or session.reads_all:
-        shares, arrived = _scratch(session, config, lens.shape[0], query.device)
-        launch_dense.attend_dense(query, keys, values, table, lens, out, shares, arrived, scale=config.scale, overlap=overlap)
+        scratch = _scratch(session, config, lens.shape[0], query.device)
+        launch_dense.attend_dense(query, keys, values, table, lens, out, *scratch, scale=config.scale, overlap=overlap)
         return
     if selection.shape[1] != keys.shape[1]:
         attend_per_head(query, keys, values, table, lens, selection, out, unit=plan.unit, scale=config.scale)
@@ -92,5 +92,5 @@ def _decode(
 def _scratch(session: Session, config: OpConfig, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     group = config.num_q_heads // config.num_kv_heads
-    plan = launch_dense.DenseScratch.plan(batch, config.num_kv_heads, group, config.head_dim, sms)
+    plan = launch_dense.DenseScratch.plan(group, config.head_dim, sms)
     return session.scratch(("attend", batch), lambda: plan.allocate(device))

@@ -32,6 +32,13 @@ struct Seen {
   // The same where the keys and values of a lane's two tokens stand for multiples of themselves: key0 and key1 are these times scale_log2.
   __device__ __forceinline__ void take(
       const u32 (&query)[TILES][D / 8], u32 stage, u32 ok, float key0, float key1, float value0, float value1) {
+    u32 weights[TILES][2];
+    weigh(weights, query, stage, ok, key0, key1, value0, value1);
+    add(weights, stage + TILE * ROW);
+  }
+  // The first half of that: the weights of a block's tokens by its keys, at `keys`, brought to the largest scores so far.
+  __device__ __forceinline__ void weigh(
+      u32 (&p)[TILES][2], const u32 (&query)[TILES][D / 8], u32 keys, u32 ok, float key0, float key1, float value0, float value1) {
     const int lane = threadIdx.x & 31, gid = lane >> 2;
     float s[TILES][4];
 #pragma unroll
@@ -39,12 +46,11 @@ struct Seen {
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
       u32 a[4];
-      read4(a, stage + place(lane & 15, 2 * k + (lane >> 4)));
+      read4(a, keys + place(lane & 15, 2 * k + (lane >> 4)));
 #pragma unroll
       for (int t = 0; t < TILES; t++) mma(s[t], a[0], a[1], a[2], a[3], query[t][2 * k], query[t][2 * k + 1]);
     }
     const bool ok0 = ok >> gid & 1, ok1 = ok >> (gid + 8) & 1;
-    u32 p[TILES][2];
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
       float x0 = ok0 ? s[t][0] * key0 : -1e30f, y0 = ok0 ? s[t][1] * key0 : -1e30f;
@@ -65,10 +71,14 @@ struct Seen {
       sum[t][0] += x0 + x1, sum[t][1] += y0 + y1;
       p[t][0] = transpose8(pack_real(x0 * value0, y0 * value0)), p[t][1] = transpose8(pack_real(x1 * value1, y1 * value1));
     }
+  }
+  // The second: the tokens' values, at `values`, times their weights.
+  __device__ __forceinline__ void add(const u32 (&p)[TILES][2], u32 values) {
+    const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
       u32 a[4]; // 8 x 8 blocks of V: tokens 0-7 and 8-15, channels 16 k and 16 k + 8; transposed they are rows of channels
-      read4_transposed(a, stage + TILE * ROW + place((lane & 7) + (lane >> 4) * 8, 2 * k + ((lane >> 3) & 1)));
+      read4_transposed(a, values + place((lane & 7) + (lane >> 4) * 8, 2 * k + ((lane >> 3) & 1)));
 #pragma unroll
       for (int t = 0; t < TILES; t++) mma(acc[t][k], a[0], a[1], a[2], a[3], p[t][0], p[t][1]);
     }
@@ -93,6 +103,13 @@ struct Block {
   // Lay the outputs of every warp down as laid [WARPS, HEADS8, LAID]: the first barrier is behind the last use of what lies there, the second before
   // the first read.
   __device__ __forceinline__ void gather(Seen& seen, float* laid) {
+    note(seen);
+    __syncthreads();
+    lay(seen, laid);
+    __syncthreads();
+  }
+  // What comes before the first barrier,
+  __device__ __forceinline__ void note(Seen& seen) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gid = lane >> 2, tig = lane & 3;
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
@@ -104,7 +121,10 @@ struct Block {
         warp_top[warp][h] = seen.top[t][0], warp_top[warp][h + 1] = seen.top[t][1], warp_sum[warp][h] = l0, warp_sum[warp][h + 1] = l1;
       }
     }
-    __syncthreads();
+  }
+  // and what comes between the two.
+  __device__ __forceinline__ void lay(Seen& seen, float* laid) {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gid = lane >> 2, tig = lane & 3;
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
       const int h = t * 8 + 2 * tig;
@@ -128,7 +148,6 @@ struct Block {
       for (int w = 0; w < WARPS; w++) l += warp_sum[w][h] * exp2_fast(warp_top[w][h] - m);
       top[h] = m, sum[h] = l;
     }
-    __syncthreads();
   }
 
   // The block's output of four channels from `channel` on of head h, before normalization.

@@ -102,12 +102,12 @@ def _decode(
     keys, values = session.buffer("keys", layer), session.buffer("values", layer)
     sms = torch.cuda.get_device_properties(query.device).multi_processor_count
     group, batch = config.num_q_heads // config.num_kv_heads, lens[0].shape[-1]
-    plan = launch_dense.DenseScratch.plan(batch, config.num_kv_heads, group, config.head_dim, sms)
-    shares, arrived = session.scratch(("attend", batch), lambda: plan.allocate(query.device))
+    plan = launch_dense.DenseScratch.plan(group, config.head_dim, sms)
+    scratch = session.scratch(("attend", batch), lambda: plan.allocate(query.device))
     codes = None
     if len(lens) > 1:
         codes = launch_dense.Codes(lens[1], tables[1], session.buffer("key_scale", layer), session.buffer("value_scale", layer))
-    launch_dense.attend_dense(query, keys, values, tables[0], lens[0], out, shares, arrived, scale=config.scale, overlap=overlap, codes=codes)
+    launch_dense.attend_dense(query, keys, values, tables[0], lens[0], out, *scratch, scale=config.scale, overlap=overlap, codes=codes)
 
 
 def _own(session: Session, layer: int) -> slice | int:

@@ -23,12 +23,12 @@ def decode(
     """
     batch, stacks = lens.shape[0], store.stacks
     sms = torch.cuda.get_device_properties(query.device).multi_processor_count
-    plan = launch_dense.DenseScratch.plan(batch, config.num_kv_heads, config.num_q_heads // config.num_kv_heads, config.head_dim, sms)
-    shares, arrived = session.scratch(("attend", batch), lambda: plan.allocate(query.device))
+    plan = launch_dense.DenseScratch.plan(config.num_q_heads // config.num_kv_heads, config.head_dim, sms)
+    scratch = session.scratch(("attend", batch), lambda: plan.allocate(query.device))
     codes = launch_dense.Nibbles(*(stacks[name][layer] for name in launch_dense.NIBBLES))
     newest = stacks["keys"][layer], stacks["values"][layer]
     lse, notes = session.scratch(("exchange", batch), lambda: launch.scratch(stacks, batch, store.rule))
-    launch_dense.attend_replaced(query, *newest, codes, table, lens, slots, out, shares, arrived, lse[layer], scale=config.scale)
+    launch_dense.attend_replaced(query, *newest, codes, table, lens, slots, out, *scratch, lse[layer], scale=config.scale)
     compaction.remember(query, seen, slots, stacks["last_queries"][layer])
     if layer == store.plan.num_layers - 1:
         store.exchange(lse, notes, table, lens, seen, slots)

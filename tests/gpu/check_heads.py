@@ -168,7 +168,7 @@ def mixed_attention_at_full_size() -> None:
         out = torch.full_like(query, float("nan"))
         lens = torch.tensor([[plain] * batch, [coded] * batch], dtype=torch.int32, device="cuda")
         sms = torch.cuda.get_device_properties(0).multi_processor_count
-        scratch = launch_dense.DenseScratch.plan(batch, heads, group, dim, sms).allocate("cuda")
+        scratch = launch_dense.DenseScratch.plan(group, dim, sms).allocate("cuda")
         codes = launch_dense.Codes(lens[1], tables[1], *scales)
         run = lambda: launch_dense.attend_dense(query, keys, values, tables[0], lens[0], out, *scratch, scale=dim**-0.5, codes=codes)  # noqa: B023, E731
         run()
@@ -217,7 +217,7 @@ def attention_at_full_size() -> None:
     keys, values = (torch.randn(heads * batch * width, 1, page, dim, device="cuda", generator=made).bfloat16() for _ in range(2))
     query = torch.randn(batch, heads * group * dim, device="cuda", generator=made).bfloat16()
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    scratch = launch_dense.DenseScratch.plan(batch, heads, group, dim, sms).allocate("cuda")
+    scratch = launch_dense.DenseScratch.plan(group, dim, sms).allocate("cuda")
     ragged = torch.full((heads, batch), 1024, dtype=torch.int32, device="cuda")
     ragged[1], ragged[5, 2] = long, 17
     for label, lens in (("ragged", ragged), ("all long", torch.full_like(ragged, long - 5))):

@@ -299,18 +299,19 @@ def check_dense(heads: int, group: int, dim: int, page: int, lens: list[int], dt
     scale, batch = dim**-0.5, len(lens)
     out, listed = (case.guard.like(tuple(case.q.shape), dtype, float("nan")) for _ in range(2))
     sms = blocks or torch.cuda.get_device_properties(0).multi_processor_count
-    plan = launch_dense.DenseScratch.plan(batch, heads, group, dim, sms)
-    shares = case.guard.like((2 * plan.blocks, plan.floats), torch.float32, float("nan"))
-    arrived = torch.zeros(plan.rows, dtype=torch.int32, device=DEV)
-    launch_dense.attend_dense(case.q, case.keys, case.values, case.table, case.lens, out, shares, arrived, scale=scale)
+    plan = launch_dense.DenseScratch.plan(group, dim, sms)
+    shares = case.guard.like((2 * plan.blocks, plan.words, 4), torch.int32, -1)
+    owed = case.guard.like((2 * plan.blocks,), torch.int32, 0)
+    launch_dense.attend_dense(case.q, case.keys, case.values, case.table, case.lens, out, shares, owed, scale=scale)
     torch.cuda.synchronize()
     first = out.clone()
-    out.fill_(float("nan")), shares.fill_(float("nan"))
-    launch_dense.attend_dense(case.q, case.keys, case.values, case.table, case.lens, out, shares, arrived, scale=scale)
+    out.fill_(float("nan"))
+    launch_dense.attend_dense(case.q, case.keys, case.values, case.table, case.lens, out, shares, owed, scale=scale)
     attend.attend_list(case.q, case.keys, case.values, case.table, case.lens, None, listed, unit=1, scale=scale)
     torch.cuda.synchronize()
     expect(torch.equal(first, out), f"{label}: two runs differ")
-    expect(not bool(arrived.any()), f"{label}: counters are left")
+    expect(not bool(owed.any()), f"{label}: a share is owed")
+    expect(bool((shares == -1).all()), f"{label}: a word was not emptied")
     expect(case.guard.intact(), f"{label}: a margin was written")
     for b in range(batch):
         check_attention(case, b, None, out[b], scale, label)
@@ -361,7 +362,7 @@ def check_dense_growth(steps: int) -> None:
     rope = torch.cat([torch.ones(4096, dim // 2, device=DEV), torch.zeros(4096, dim // 2, device=DEV)], 1)
     qkv = torch.zeros(batch, (heads * group + 2 * heads) * dim, dtype=torch.bfloat16, device=DEV)
     out = torch.full_like(case.q, float("nan"))
-    scratch = launch_dense.DenseScratch.plan(batch, heads, group, dim, 132).allocate(DEV)
+    scratch = launch_dense.DenseScratch.plan(group, dim, 132).allocate(DEV)
 
     def step() -> None:
         append.launch(

@@ -252,6 +252,7 @@ template <typename T> static inline T __ldcg(const T* p) { return cpu::aligned(p
 template <typename T> static inline void __stcg(T* p, T v) { cpu::aligned(p, alignof(T)), *p = v; }
 static inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 template <typename T> static inline T atomicAdd(T* p, T v) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
+template <typename T> static inline T atomicExch(T* p, T v) { return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST); }
 static inline u32 atomicOr(u32* p, u32 v) { return __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST); }
 static inline u32 __float_as_uint(float x) { return cpu::bits<u32>(x); }
 static inline float __uint_as_float(u32 x) { return cpu::bits<float>(x); }

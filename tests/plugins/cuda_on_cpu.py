@@ -43,6 +43,7 @@ class Kernel:
     """Stands for the driver's kernel."""
 
     backwards = False  # the last thread of a block first
+    side_by_side = False  # all blocks of a grid without clusters at once, and not one after the other
 
     def __init__(self, spec: CudaSpec, folder: Path) -> None:
         self.spec, self.call = spec, ctypes.CDLL(str(_compile(spec, folder))).run
@@ -53,7 +54,7 @@ class Kernel:
     ) -> None:  # fmt: skip
         assert shared <= min(self.spec.shared, shared_limit(self.spec.arch)), self.spec.title
         given = (kind(value) for kind, value in zip(self.spec.types, values, strict=True))
-        self.call(*grid, threads, shared, cluster, self.backwards, cooperative, *given)
+        self.call(*grid, threads, shared, cluster, self.backwards, cooperative or (self.side_by_side and cluster == 1), *given)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: Path, capability: tuple[int, int] = (9, 0), multiprocessors: int = 8) -> None:

@@ -162,8 +162,8 @@ class Launches:
             k, v = (flat(x, table[b].long())[:, :stored] for x in (keys, values))
             out[b] = reference.attend(q[b].view(-1, dim), k, v, config, lists).flatten()
 
-    def attend_dense(self, q, keys, values, table, lens, out, shares, arrived, *, scale, overlap=False) -> None:
-        assert len(arrived) == len(lens) * keys.shape[1] and not arrived.any()
+    def attend_dense(self, q, keys, values, table, lens, out, shares, owed, *, scale, overlap=False) -> None:
+        assert bool((shares == -1).all()) and not owed.any()
         self.attend_list(q, keys, values, table, lens, None, out, unit=1, scale=scale)
         self.names[-1] = "attend_dense"
 

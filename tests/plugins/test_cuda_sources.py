@@ -31,13 +31,28 @@ def _checks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "group", "dim", "page", "lens", "dtype", "blocks"),
-    [(2, 7, 128, 32, [300, 1, 129], BF16, 5), (1, 12, 64, 16, [17, 400, 33], FP16, 3), (2, 2, 256, 16, [200], FP16, 40)],
+    [
+        (2, 7, 128, 32, [300, 1, 129], BF16, 5),
+        (1, 12, 64, 16, [17, 400, 33], FP16, 3),
+        (2, 2, 256, 16, [200], FP16, 40),
+        (2, 4, 32, 32, [700, 200, 500], BF16, 8),
+    ],
 )
 def test_dense_attention(
     heads: int, group: int, dim: int, page: int, lens: list[int], dtype: torch.dtype, blocks: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda_on_cpu.install(monkeypatch, folder)
-    checks.check_dense(heads, group, dim, page, lens, dtype, blocks)
+    checks.check_dense(heads, group, dim, page, lens, dtype, blocks)  # a block ends before the next begins, so the last one of a row merges it
+    assert checks.failures == []
+
+
+@pytest.mark.parametrize(("heads", "group", "lens", "blocks"), [(2, 7, [300, 1, 129], 5), (1, 2, [1300], 8)])
+def test_blocks_that_run_side_by_side_merge_together(
+    heads: int, group: int, lens: list[int], blocks: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda_on_cpu.install(monkeypatch, folder)
+    monkeypatch.setattr(cuda_on_cpu.Kernel, "side_by_side", True)
+    checks.check_dense(heads, group, 64, 32, lens, FP16, blocks)
     assert checks.failures == []
 
 

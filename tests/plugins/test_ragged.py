@@ -240,9 +240,9 @@ def test_heads_attend_to_what_each_has(
     keys, values = (torch.randn(heads * batch * width, 1, page, dim, generator=made).half() for _ in range(2))
     query = torch.randn(batch, heads * group * dim, generator=made).half()
     out, lens = torch.full_like(query, float("nan")), torch.tensor(lengths, dtype=torch.int32)
-    shares, arrived = launch_dense.DenseScratch.plan(batch, heads, group, dim, blocks).allocate("cpu")
-    launch_dense.attend_dense(query, keys, values, table, lens, out, shares, arrived, scale=dim**-0.5)
-    assert not arrived.any()
+    shares, owed = launch_dense.DenseScratch.plan(group, dim, blocks).allocate("cpu")
+    launch_dense.attend_dense(query, keys, values, table, lens, out, shares, owed, scale=dim**-0.5)
+    assert bool((shares == -1).all()) and not owed.any()
     config = OpConfig(heads * group, heads, dim, dim**-0.5, 0.0, 0, 0, "")
     for b in range(batch):
         for h in range(heads):

@@ -62,7 +62,7 @@ class InTorch(Torch):
 
     def replaced(
         self, q: Tensor, keys: Tensor, values: Tensor, codes: launch_dense.Nibbles, table: Tensor, lens: Tensor, slots: Tensor, out: Tensor,
-        shares: Tensor, arrived: Tensor, lse: Tensor, *, scale: float,
+        shares: Tensor, owed: Tensor, lse: Tensor, *, scale: float,
     ) -> None:  # fmt: skip
         self.attended += 1
         heads, dim = keys.shape[1], keys.shape[3]
@@ -199,11 +199,11 @@ def test_attention_over_nibbles(
             named[f"{part}_{name}"] = x
     query = torch.randn(batch, heads * group * dim, generator=made).to(dtype)
     out, lens = torch.full_like(query, float("nan")), torch.tensor(stored, dtype=torch.int32)
-    shares, arrived = launch_dense.DenseScratch.plan(batch, heads, group, dim, blocks).allocate("cpu")
+    shares, owed = launch_dense.DenseScratch.plan(group, dim, blocks).allocate("cpu")
     codes = launch_dense.Nibbles(*(named[name] for name in launch_dense.NIBBLES))
     lse = torch.full((batch, heads * group), float("nan"))
-    launch_dense.attend_replaced(query, *newest, codes, table, lens, slots, out, shares, arrived, lse, scale=dim**-0.5)
-    assert not arrived.any()
+    launch_dense.attend_replaced(query, *newest, codes, table, lens, slots, out, shares, owed, lse, scale=dim**-0.5)
+    assert bool((shares == -1).all()) and not owed.any()
     stacks = launch.Stacks({**{name: x[None] for name, x in named.items()}, "keys": newest[0][None], "values": newest[1][None]})
     config = OpConfig(heads * group, heads, dim, dim**-0.5, 0.0, 0, 0, "")
     for b, count in enumerate(stored):
