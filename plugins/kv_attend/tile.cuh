@@ -12,6 +12,12 @@
 #define LAID (D + 4) // floats of a head's output in shared memory, padded against bank conflicts
 #define THREADS (WARPS * 32)
 
+// Where chunk c of row r of a tile's keys and values lies.
+struct Swizzled {
+  static __device__ __forceinline__ u32 key(u32 stage, u32 r, u32 c) { return stage + place(r, c); }
+  static __device__ __forceinline__ u32 value(u32 stage, u32 r, u32 c) { return stage + TILE * ROW + place(r, c); }
+};
+
 // What a warp has seen: the outputs of its share before normalization, the largest scores in log2 units and the sums of the weights.
 struct Seen {
   float acc[TILES][D / 16][4], top[TILES][2], sum[TILES][2];
@@ -26,11 +32,11 @@ struct Seen {
   }
 
   // Attend to a block: bit r of ok says that token r exists; the values of the others are zero, because 0 times NaN is NaN.
-  __device__ __forceinline__ void take(const u32 (&query)[TILES][D / 8], u32 stage, u32 ok, float scale_log2) {
-    take(query, stage, ok, scale_log2, scale_log2, 1.f, 1.f);
+  template <typename L = Swizzled> __device__ __forceinline__ void take(const u32 (&query)[TILES][D / 8], u32 stage, u32 ok, float scale_log2) {
+    take<L>(query, stage, ok, scale_log2, scale_log2, 1.f, 1.f);
   }
   // The same where the keys and values of a lane's two tokens stand for multiples of themselves: key0 and key1 are these times scale_log2.
-  __device__ __forceinline__ void take(
+  template <typename L = Swizzled> __device__ __forceinline__ void take(
       const u32 (&query)[TILES][D / 8], u32 stage, u32 ok, float key0, float key1, float value0, float value1) {
     const int lane = threadIdx.x & 31, gid = lane >> 2;
     float s[TILES][4];
@@ -39,7 +45,7 @@ struct Seen {
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
       u32 a[4];
-      read4(a, stage + place(lane & 15, 2 * k + (lane >> 4)));
+      read4(a, L::key(stage, lane & 15, 2 * k + (lane >> 4)));
 #pragma unroll
       for (int t = 0; t < TILES; t++) mma(s[t], a[0], a[1], a[2], a[3], query[t][2 * k], query[t][2 * k + 1]);
     }
@@ -68,7 +74,7 @@ struct Seen {
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
       u32 a[4]; // 8 x 8 blocks of V: tokens 0-7 and 8-15, channels 16 k and 16 k + 8; transposed they are rows of channels
-      read4_transposed(a, stage + TILE * ROW + place((lane & 7) + (lane >> 4) * 8, 2 * k + ((lane >> 3) & 1)));
+      read4_transposed(a, L::value(stage, (lane & 7) + (lane >> 4) * 8, 2 * k + ((lane >> 3) & 1)));
 #pragma unroll
       for (int t = 0; t < TILES; t++) mma(acc[t][k], a[0], a[1], a[2], a[3], p[t][0], p[t][1]);
     }

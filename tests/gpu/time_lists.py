@@ -1,0 +1,265 @@
+"""Times of decode attention over lists in several forms, checked first: python -m tests.gpu.time_lists [--compile FOLDER] [--trace] [--only TEXT]."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import math
+import re
+import shutil
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+import trtkv.plugins
+from trtkv.plugins._device import nvrtc, store
+from trtkv.plugins._device.nvrtc import CudaSpec, Float, Int, Pointer
+
+PLUGINS = Path(trtkv.plugins.__file__).parent
+TRACED = ("qwen 8x128k", "qwen 1x32k")
+TYPES = (Pointer,) * 7 + (Int,) * 6 + (Float,)
+TRACE = (
+    'extern "C" __device__ long long trace[512 * 16];\n'
+    "#define MARK(i) if (threadIdx.x == 0) { long long* to = trace + (blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z)) * 16; "
+    'to[i] = clock64(); asm volatile("mov.u64 %0,%%globaltimer;" : "=l"(to[(i) ? 15 : 14])); '
+    'if ((i) == 0) asm volatile("{.reg .u32 x; mov.u32 x,%%smid; cvt.u64.u32 %0,x;}" : "=l"(to[13])); }\n'
+)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    name: str
+    heads: int
+    group: int
+    batch: int
+    context: int
+    budget: int
+    unit: int
+    page: int = 32
+    dim: int = 128
+
+    @property
+    def rows(self) -> int:
+        return self.heads * self.batch
+
+    @property
+    def overlaps(self) -> bool:
+        return self.rows * self.context <= 1 << 21
+
+    @property
+    def bound_us(self) -> float:
+        return self.rows * self.budget * 4 * self.dim / 4.3e6
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    source: str
+    cluster: int
+    warps: int
+    more: tuple[tuple[str, int], ...]
+    shared: int
+
+    def spec(self, g: Geometry, folder: Path) -> CudaSpec:
+        shape = {"D": g.dim, "GROUP_HEADS": g.group, "CLUSTER": self.cluster, "UNIT": g.unit, "WARPS": self.warps, **dict(self.more)}
+        return CudaSpec(folder / self.source, "attend_list", TYPES, "90", self.shared, (*(f"-D{k}={v}" for k, v in shape.items()), "-DBF16"))
+
+
+def old(g: Geometry, cluster: int = 0, warps: int = 4, stages: int = 2) -> Variant:
+    cluster = cluster or next((c for c in (16, 8, 4, 2) if g.rows * c <= 264), 2)
+    return Variant(f"today c{cluster} w{warps} s{stages}", "attend.cu", cluster, warps, (("STAGES", stages),), warps * stages * 64 * g.dim)
+
+
+def bulk(g: Geometry, cluster: int, warps: int, tokens: int, slots: int, **flags: int) -> Variant:
+    piece = tokens // 8 if g.unit % (tokens // 8) == 0 else 1
+    assert slots % warps == 0
+    size = slots * 2 * (tokens // piece) * (piece * 2 * g.dim + 16)
+    laid = warps * (8 * -(-g.group // 8)) * (g.dim + 4) * 4
+    name = f"bulk c{cluster} w{warps} t{tokens} s{slots}" + "".join(f" {k}={v}" for k, v in flags.items())
+    return Variant(name, "bulk.cu", cluster, warps, (("PART_TOKENS", tokens), ("SLOTS", slots), *flags.items()), max(size, laid))
+
+
+def geometries() -> list[Geometry]:
+    return [
+        Geometry("qwen 8x128k", 4, 7, 8, 131072, 2048, 32),
+        Geometry("llama3 8x128k", 8, 4, 8, 131072, 2048, 32),
+        Geometry("qwen 8x32k", 4, 7, 8, 32768, 1024, 32),
+        Geometry("qwen 1x128k", 4, 7, 1, 131072, 2048, 32),
+        Geometry("qwen 1x32k", 4, 7, 1, 32768, 1024, 32),
+        Geometry("llama2 1x32k", 32, 1, 1, 32768, 1024, 32),
+        Geometry("qwen 8x128k tokens", 4, 7, 8, 131072, 2048, 1),
+        Geometry("llama3 8x128k tokens", 8, 4, 8, 131072, 2048, 1),
+        Geometry("qwen 1x32k tokens", 4, 7, 1, 32768, 1024, 1),
+    ]
+
+
+def variants(g: Geometry) -> list[Variant]:
+    one = [old(g)]
+    if g.rows >= 32:
+        c = 4 if g.rows == 32 else 2
+        if g.unit > 1:
+            one += [old(g, 2 * c, 4, 3), old(g, c, 8, 2), old(g, c, 8, 3), old(g, c, 16, 1)]
+            one += [bulk(g, c, 8, 16, 24), bulk(g, c, 8, 16, 16), bulk(g, c, 4, 32, 12), bulk(g, c, 8, 32, 8), bulk(g, c, 12, 32, 12)]
+            one += [bulk(g, c, 16, 16, 16), bulk(g, 2 * c, 4, 32, 4), bulk(g, 2 * c, 4, 16, 12), bulk(g, 2 * c, 4, 16, 8)]
+            one += [bulk(g, c, 8, 16, 24, DRY=1), bulk(g, c, 8, 16, 24, DRY=2)]
+        else:
+            one += [old(g, c, 8, 3), bulk(g, c, 8, 16, 16), bulk(g, c, 8, 32, 8), bulk(g, 2 * c, 4, 16, 8)]
+    else:
+        each = g.budget // 16
+        one += [old(g, 16, 4, 1), bulk(g, 16, 4, 16, max(4, each // 16)), bulk(g, 8, 4, 16, max(4, each // 8)), bulk(g, 8, 8, 16, max(8, each // 8))]
+        if g.unit > 1:
+            one += [bulk(g, 16, 8, 16, 8), bulk(g, 16, 2, 32, max(2, each // 32)), bulk(g, 16, 4, 16, 4, DRY=1), bulk(g, 16, 4, 16, 4, DRY=2)]
+    return one
+
+
+class Data:
+    def __init__(self, g: Geometry, lists: int = 0) -> None:
+        self.g = g
+        torch.manual_seed(1)
+        pages = g.batch * g.context // g.page
+        shape = (pages, g.heads, g.page, g.dim)
+        self.keys, self.values = (torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(2))
+        self.table = torch.randperm(pages, device="cuda").view(g.batch, -1).int()
+        self.lens = torch.full((g.batch,), g.context - 16, dtype=torch.int32, device="cuda")
+        self.q = torch.randn(g.batch, g.heads * g.group * g.dim, device="cuda").bfloat16()
+        self.out = torch.empty_like(self.q)
+        most, count = g.budget // g.unit, -(-g.context // g.unit) - (0 if g.unit > 1 else 16)
+        self.lists = []
+        for _ in range(lists or max(3, min(40, int(160e6 / (g.rows * g.budget * 4 * g.dim)) + 2))):
+            own = torch.rand(g.batch, g.heads, count - 1, device="cuda").topk(most - 1).indices.sort(-1).values.int()
+            tail = torch.tensor([count - 1, most], dtype=torch.int32, device="cuda").expand(g.batch, g.heads, 2)
+            self.lists.append(torch.cat([own, tail], -1).contiguous())
+
+    def args(self, i: int) -> tuple:
+        chosen, table, q = self.lists[i % len(self.lists)], self.table, self.q
+        pointers = [x.data_ptr() for x in (q, self.keys, self.values, table, self.lens, chosen, self.out)]
+        return (*pointers, q.stride(0), q.stride(0), table.stride(0), self.g.page, chosen.shape[2], 1, self.g.dim**-0.5 * 1.4426950408889634)
+
+    def launch(self, kernel, v: Variant, i: int, overlap: bool) -> None:
+        grid = (v.cluster, self.g.heads, self.g.batch)
+        stream = torch.cuda.current_stream().cuda_stream
+        kernel.launch(grid, v.warps * 32, v.shared, stream, self.args(i), cluster=v.cluster, overlap=overlap)
+
+    def truth(self, i: int) -> tuple[torch.Tensor, float]:
+        """The answer in fp32, and the relative error of torch in bf16."""
+        g, chosen = self.g, self.lists[i].long()
+        tokens = (chosen[..., :-1, None] * g.unit + torch.arange(g.unit, device="cuda")).flatten(2)
+        there = tokens < self.lens[:, None, None]
+        tokens = tokens.clamp(max=int(self.lens.max()) - 1)
+        pages = self.table.long().gather(1, (tokens // g.page).flatten(1)).view_as(tokens)
+        head = torch.arange(g.heads, device="cuda")[None, :, None]
+        keys, values = (x[pages, head, tokens % g.page] for x in (self.keys, self.values))
+        q = self.q.view(g.batch, g.heads, g.group, g.dim)
+        run = lambda t: torch.nn.functional.scaled_dot_product_attention(q.to(t), keys.to(t), values.to(t), attn_mask=there[:, :, None])  # noqa: E731
+        exact = run(torch.float32)
+        return exact, float((run(torch.bfloat16) - exact).norm() / exact.norm())
+
+    def error(self, kernel, v: Variant, exact: torch.Tensor) -> float:
+        self.out.fill_(float("nan"))
+        self.launch(kernel, v, 0, False)
+        torch.cuda.synchronize()
+        return float((self.out.view_as(exact) - exact).norm() / exact.norm())
+
+    def time(self, kernel, v: Variant, overlap: bool, runs: int = 9, launches: int = 0) -> float:
+        launches = launches or max(12, len(self.lists))
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            self.launch(kernel, v, 0, overlap)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for i in range(launches):
+                self.launch(kernel, v, i, overlap)
+        samples = []
+        for _ in range(runs + 2):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            samples.append(begin.elapsed_time(end) * 1e3 / launches)
+        return statistics.median(samples[2:])
+
+
+def traced_folder() -> Path:
+    folder = Path(tempfile.mkdtemp())
+    for file in [*PLUGINS.glob("_device/*.cuh"), *PLUGINS.glob("kv_attend/*.cu*")]:
+        shutil.copy(file, folder)
+    common = folder / "common.cuh"
+    common.write_text(re.sub(r"#ifdef TRACE.*?#endif\n", lambda _: TRACE, common.read_text(), flags=re.DOTALL))
+    return folder
+
+
+def show_trace(data: Data, kernel, v: Variant) -> None:
+    from cuda.bindings import driver
+
+    for i in range(len(data.lists)):
+        data.launch(kernel, v, i, False)
+    torch.cuda.synchronize()
+    _, address, size = driver.cuModuleGetGlobal(kernel._module, b"trace")
+    host = (ctypes.c_longlong * (size // 8))()
+    driver.cuMemcpyDtoH(host, address, size)
+    t = torch.tensor(list(host)).view(-1, 16)[: v.cluster * data.g.rows]
+    first = t[:, 14].min()
+    marks = [m for m in range(1, 10) if (t[:, m] > 0).all()]
+    print(f"    start us mean {float((t[:, 14] - first).float().mean()) / 1e3:.2f} max {float((t[:, 14] - first).max()) / 1e3:.2f}; "
+          f"end mean {float((t[:, 15] - first).float().mean()) / 1e3:.2f} min {float((t[:, 15] - first).min()) / 1e3:.2f} "
+          f"max {float((t[:, 15] - first).max()) / 1e3:.2f}; SMs {len(t[:, 13].unique())} most blocks {int(t[:, 13].bincount().max())}")  # fmt: skip
+    since = lambda m: (t[:, m] - t[:, 0]).float()  # noqa: E731
+    print("    cycles since the start (mean/max): " + ", ".join(f"{m}: {since(m).mean():.0f}/{since(m).max():.0f}" for m in marks), flush=True)
+
+
+def attribute(kernel) -> str:
+    from cuda.bindings import driver
+
+    names = ("NUM_REGS", "LOCAL_SIZE_BYTES", "SHARED_SIZE_BYTES")
+    found = [driver.cuFuncGetAttribute(getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{n}"), kernel._function)[1] for n in names]
+    return f"r{found[0]} l{found[1]} s{found[2]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--compile", type=Path)
+    parser.add_argument("--trace", action="store_true")
+    parser.add_argument("--only", default="")
+    given = parser.parse_args()
+    folder = traced_folder() if given.trace else PLUGINS / "kv_attend"
+    if given.compile:
+        for spec in dict.fromkeys(v.spec(g, folder) for g in geometries() if not given.trace or g.name in TRACED for v in variants(g)):
+            file = given.compile / "sm_90" / spec.name
+            if not file.exists():
+                store.write(given.compile, spec, spec.compile())
+        return 0
+    bad = 0
+    for g in geometries():
+        if given.only not in g.name or (given.trace and (g.unit == 1 or g.name not in TRACED)):
+            continue
+        data = Data(g)
+        exact, allowed = data.truth(0)
+        print(f"{g.name}: bound {g.bound_us:.1f} us, torch's error {allowed:.5f}, {len(data.lists)} lists", flush=True)
+        for v in variants(g):
+            try:
+                kernel = store.load(v.spec(g, folder))
+                error = data.error(kernel, v, exact)
+                good = error <= 2 * allowed and math.isfinite(error)
+                bad += not good
+                if given.trace:
+                    print(f"  {v.name}")
+                    show_trace(data, kernel, v)
+                    continue
+                times = [data.time(kernel, v, overlap) for overlap in (False, True)]
+                print(f"  {v.name:34s} {times[0]:7.2f} early {times[1]:7.2f}  error {error:.5f}{'' if good else ' WRONG'} {attribute(kernel)}", flush=True)
+            except Exception as error:  # noqa: BLE001
+                bad += 1
+                print(f"  {v.name}: {str(error)[:200]}", flush=True)
+        del data
+        torch.cuda.empty_cache()
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
