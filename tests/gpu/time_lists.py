@@ -221,9 +221,66 @@ def attribute(kernel) -> str:
     return f"r{found[0]} l{found[1]} s{found[2]}"
 
 
+WHOLE = [("qwen2.5-7b", 8, 131072), ("llama-3.1-8b", 8, 131072), ("qwen2.5-7b", 8, 32768)]
+
+
+@torch.inference_mode()
+def whole() -> int:
+    """Time a layer's step over pages with every form of its attention."""
+    from trtkv.bench.cases import Case, find_geometry, find_policy
+    from trtkv.bench.layer import Layers
+    from trtkv.bench.timing import measure
+    from trtkv.plugins.kv_attend import launch
+
+    original, bad = launch.attend_list, 0
+    for name, batch, context in WHOLE:
+        model, policy = find_geometry(name, "bfloat16"), find_policy("quest", context, None, None, ["retrieve.page=32"])
+        case = Case("retrieve", name, model, policy, batch, context)
+        layers = Layers(case, 4, torch.device("cuda"))
+        select = case.plan().select[0]
+        g = Geometry(name, model.num_kv_heads, model.num_q_heads // model.num_kv_heads, batch, context, select.budget, select.unit, case.plan().page_size)
+        c = 4 if g.rows == 32 else 2
+        print(f"{name} {batch} x {context}: {g.budget} tokens in units of {g.unit}, pages of {g.page}", flush=True)
+        known = None
+        for v in [None, bulk(g, c, 8, 16, 24), bulk(g, 2 * c, 4, 16, 12), bulk(g, 2 * c, 4, 16, 8), bulk(g, c, 4, 32, 12), old(g, c, 8, 2)]:
+            for early in (False, True):
+
+                def attend(q, keys, values, table, lens, chosen, out, *, unit, scale, overlap=False, settled=False, v=v, early=early, **_) -> None:
+                    overlap = overlap or early
+                    if v is None:
+                        original(q, keys, values, table, lens, chosen, out, unit=unit, scale=scale, overlap=overlap, settled=settled)
+                        return
+                    kernel = store.load(v.spec(g, PLUGINS / "kv_attend"))
+                    pointers = [x.data_ptr() for x in (q, keys, values, table, lens, chosen, out)]
+                    sizes = (q.stride(0), out.stride(0), table.stride(0), keys.shape[2], chosen.shape[2], int(settled), scale * 1.4426950408889634)
+                    stream = torch.cuda.current_stream().cuda_stream
+                    kernel.launch((v.cluster, g.heads, g.batch), v.warps * 32, v.shared, stream, (*pointers, *sizes), cluster=v.cluster, overlap=overlap)
+
+                launch.attend_list = attend
+                try:
+                    layers.poison("append", "select", "attend")
+                    layers.step(0)
+                    torch.cuda.synchronize()
+                    out = layers.out.float()
+                    known = out if known is None else known
+                    error = float((out - known).norm() / known.norm())
+                    bad += not error < 0.01
+                    times = [measure(call, 4, 12, torch.device("cuda")).median_us for call in (layers.attend, layers.step, layers.step)]
+                    label = ("today" if v is None else v.name) + " early" * early
+                    print(f"  {label:34s} attend {times[0]:7.2f} whole {times[1]:7.2f} {times[2]:7.2f} differs {error:.5f}", flush=True)
+                except Exception as error:  # noqa: BLE001
+                    bad += 1
+                    print(f"  {v}: {str(error)[:200]}", flush=True)
+        launch.attend_list = original
+        del layers
+        torch.cuda.empty_cache()
+    return bad
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--compile", type=Path)
+    parser.add_argument("--whole", action="store_true")
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--only", default="")
     given = parser.parse_args()
@@ -234,6 +291,8 @@ def main() -> int:
             if not file.exists():
                 store.write(given.compile, spec, spec.compile())
         return 0
+    if given.whole:
+        return int(whole() > 0)
     bad = 0
     for g in geometries():
         if given.only not in g.name or (given.trace and (g.unit == 1 or g.name not in TRACED)):
