@@ -61,6 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
     barriers_ready();
     barrier_expect(&merged, CLUSTER * (max(0, min(OWN_QUARTETS, QUARTETS - rank * OWN_QUARTETS)) * 16 + HEADS8 * 8));
   }
+  __syncwarp();
   cluster_arrive_ready();
   u32 query[TILES][D / 8];
   if (settled) load_query(query, queries);
