@@ -14,7 +14,7 @@ __device__ __forceinline__ void barrier_expect(u64* barrier, u32 size) {
   asm volatile("mbarrier.arrive.expect_tx.release.cta.shared.b64 _, [%0], %1;" ::"r"(shared_at(barrier)), "r"(size) : "memory");
 }
 __device__ __forceinline__ void barrier_await(u64* barrier, u32 parity) {
-  asm volatile("{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.acquire.cluster.shared.b64 done, [%0], %1;\n@!done bra AGAIN;\n}" ::"r"(
+  asm volatile("{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.acquire.cta.shared.b64 done, [%0], %1;\n@!done bra AGAIN;\n}" ::"r"(
                    shared_at(barrier)),
                "r"(parity)
                : "memory");

@@ -105,8 +105,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
     if (ours && one.left > 0) {
       const u32 to = ring_at + slot * SLOT_BYTES + piece * PIECE_BYTES;
       const long long at = (long long)one.row * ROW;
-      if (first) copy_bulk(to, keys + at, PIECE * ROW, &full[slot]);
-      if (!first || 2 * PIECES > 32) copy_bulk(to + PIECES * PIECE_BYTES, values + at, PIECE * ROW, &full[slot]);
+      copy_bulk(first ? to : to + PIECES * PIECE_BYTES, (first ? keys : values) + at, PIECE * ROW, &full[slot]);
+      if (2 * PIECES > 32) copy_bulk(to + PIECES * PIECE_BYTES, values + at, PIECE * ROW, &full[slot]);
     }
   };
   // The count and the first entries come together: that the list is one, and full, is nearly always true.
