@@ -27,6 +27,11 @@ __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 size, u6
 }
 // What threads wrote or read as usual is done before later bulk copies write there.
 __device__ __forceinline__ void before_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Bring a line into the first-level cache.
+__device__ __forceinline__ void touch(const int* p) {
+  int x;
+  asm volatile("ld.global.ca.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+}
 
 // The cluster's blocks run, and their barriers are ready: arrive early, wait late.
 __device__ __forceinline__ void cluster_arrive_ready() {

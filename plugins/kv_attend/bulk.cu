@@ -64,6 +64,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
   __syncwarp();
   cluster_arrive_ready();
   u32 query[TILES][D / 8];
+#ifdef TOUCH
+  for (int i = threadIdx.x * 32; i * page_size < stored; i += THREADS * 32) touch(pages + i);
+#endif
   if (settled) load_query(query, queries);
   dependency_wait();
   MARK(1)

@@ -432,6 +432,7 @@ static inline void count(u64* barrier, int arrivals, int bytes) {
 } // namespace cpu
 static inline void barrier_init(u64* barrier) { __atomic_store_n(barrier, 1ull << 32, __ATOMIC_SEQ_CST); }
 static inline void barriers_ready() {}
+static inline void touch(const int* p) {}
 static inline void before_bulk() {}
 static inline void barrier_expect(u64* barrier, u32 size) { cpu::count(barrier, 1, (int)size); }
 static inline void barrier_await(u64* barrier, u32 parity) {
