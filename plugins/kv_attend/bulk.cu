@@ -29,6 +29,9 @@ struct Skewed { // of tile t of a part, stage being t * TILE / PIECES rows behin
 };
 #define TILE_STEP (PIECE == 1 ? TILE * PIECE_BYTES : 2 * ROW)
 
+#ifndef BULK
+#define BULK 1
+#endif
 struct Piece {
   int row, left; // first row in the pool, tokens that exist
 };
@@ -112,6 +115,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
       if (2 * PIECES > 32) copy_bulk(to + PIECES * PIECE_BYTES, values + at, PIECE * ROW, &full[slot]);
     }
   };
+  // The same by all lanes, sixteen bytes each; the piece's lanes from `base` on know it.
+  auto ask_lanes = [&](bool ours, int slot, Piece one, int base) {
+    if (ours) {
+      if (lane >= base && lane < base + PIECES) left[slot][piece] = one.left;
+      const u32 to = ring_at + slot * SLOT_BYTES;
+#pragma unroll
+      for (int i = lane; i < PART_TOKENS * CHUNKS; i += 32) {
+        const int r = i / CHUNKS, c = i % CHUNKS, p = r / PIECE, t = r % PIECE;
+        const int row = __shfl_sync(~0u, one.row, base + p), there = __shfl_sync(~0u, one.left, base + p);
+        const long long at = (long long)(row + (t < there ? t : 0)) * ROW + c * 16;
+        const u32 place_in = to + p * PIECE_BYTES + t * ROW + c * 16;
+        copy16_sized(place_in, keys + at, t < there ? 16 : 0);
+        copy16_sized(place_in + PIECES * PIECE_BYTES, values + at, t < there ? 16 : 0);
+      }
+    }
+    copies_commit();
+  };
   // The count and the first entries come together: that the list is one, and full, is nearly always true.
   constexpr int ROUNDS = (FIRST + TOGETHER - 1) / TOGETHER;
   int entries[ROUNDS] = {};
@@ -134,8 +154,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
   MARK(2)
 #pragma unroll
   for (int r = 0; r < ROUNDS; r++) {
+#if BULK
     const int part = warp + (r * TOGETHER + lane / ASKERS) * WARPS;
     ask(part < min(mine, SLOTS), part, asked[r]);
+#else
+#pragma unroll
+    for (int k = 0; k < TOGETHER && r * TOGETHER + k < FIRST; k++) {
+      const int part = warp + (r * TOGETHER + k) * WARPS;
+      ask_lanes(part < mine, part, asked[r], k * ASKERS);
+    }
+#endif
   }
   auto look_ahead = [&](int part) { return part < mine ? find(part, sparse ? entry_of(part) : 0) : Piece{0, 0}; };
   Piece ahead = look_ahead(warp + SLOTS);
@@ -146,14 +174,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
   for (int part = warp; part < mine; part += WARPS) {
     const int slot = part % SLOTS;
     const u32 at = ring_at + slot * SLOT_BYTES;
+#if BULK
     barrier_await(&full[slot], part / SLOTS & 1);
+#else
+    copies_wait<FIRST - 1>();
+    __syncwarp();
+#endif
     if (part < WARPS) { MARK(4) }
 #pragma unroll
     for (int t = 0; t < PART_TOKENS / TILE; t++) {
       auto exists = [&](int r) { return PIECE == 1 ? left[slot][(t * TILE + r) % PIECES] > 0 : t * 2 + (r >> 3) < left[slot][r % PIECES]; };
       const u32 ok = __ballot_sync(~0u, exists(lane & 15)) & 0xffffu;
       if (ok == 0) continue;
-      if (ok != 0xffffu) { // 0 times NaN is NaN
+      if (BULK && ok != 0xffffu) { // 0 times NaN is NaN
         for (int i = lane; i < TILE * CHUNKS; i += 32) {
           if (!(ok >> i / CHUNKS & 1)) *reinterpret_cast<uint4*>(ring + (Skewed::value(at, i / CHUNKS, i % CHUNKS) - ring_at) + t * TILE_STEP) = uint4{0, 0, 0, 0};
         }
@@ -163,9 +196,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
       seen.take<Skewed>(query, at + t * TILE_STEP, ok, scale_log2);
     }
     __syncwarp();
+#if BULK
     if (part + SLOTS < mine) ask(lane < ASKERS, slot, ahead);
+#else
+    ask_lanes(part + SLOTS < mine, slot, ahead, 0);
+#endif
     ahead = look_ahead(part + WARPS + SLOTS);
   }
+#if !BULK
+  copies_wait<0>();
+#endif
   MARK(5)
   __syncthreads(); // nobody looks into the ring any more
   float* laid = reinterpret_cast<float*>(ring);

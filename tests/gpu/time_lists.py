@@ -105,12 +105,13 @@ def variants(g: Geometry) -> list[Variant]:
             one += [old(g, 2 * c, 4, 3), old(g, c, 8, 2), old(g, c, 8, 3), old(g, c, 16, 1)]
             one += [bulk(g, c, 8, 16, 24), bulk(g, c, 8, 16, 16), bulk(g, c, 4, 32, 12), bulk(g, c, 8, 32, 8), bulk(g, c, 12, 32, 12)]
             one += [bulk(g, c, 16, 16, 16), bulk(g, 2 * c, 4, 32, 4), bulk(g, 2 * c, 4, 16, 12), bulk(g, 2 * c, 4, 16, 8)]
+            one += [bulk(g, c, 8, 16, 24, BULK=0), bulk(g, 2 * c, 4, 16, 8, BULK=0), bulk(g, 2 * c, 4, 16, 12, BULK=0)]
             one += [bulk(g, c, 8, 16, 24, TOUCH=1), bulk(g, c, 8, 16, 24, DRY=1), bulk(g, c, 8, 16, 24, DRY=2)]
         else:
-            one += [old(g, c, 8, 3), bulk(g, c, 8, 16, 16), bulk(g, c, 8, 32, 8), bulk(g, 2 * c, 4, 16, 8)]
+            one += [old(g, c, 8, 3), bulk(g, c, 8, 16, 16), bulk(g, c, 8, 32, 8), bulk(g, 2 * c, 4, 16, 8), bulk(g, c, 8, 16, 16, BULK=0), bulk(g, 2 * c, 4, 16, 8, BULK=0)]
     else:
         each = g.budget // 16
-        one += [old(g, 16, 4, 1), bulk(g, 16, 4, 16, max(4, each // 16)), bulk(g, 8, 4, 16, max(4, each // 8)), bulk(g, 8, 8, 16, max(8, each // 8))]
+        one += [old(g, 16, 4, 1), bulk(g, 16, 4, 16, max(4, each // 16), BULK=0), bulk(g, 16, 4, 16, max(4, each // 16)), bulk(g, 8, 4, 16, max(4, each // 8)), bulk(g, 8, 8, 16, max(8, each // 8))]
         if g.unit > 1:
             one += [bulk(g, 16, 8, 16, 8), bulk(g, 16, 2, 32, max(2, each // 32)), bulk(g, 16, 4, 16, max(4, each // 16), TOUCH=1), bulk(g, 16, 4, 16, 4, DRY=1), bulk(g, 16, 4, 16, 4, DRY=2)]
     return one
