@@ -11,12 +11,9 @@
 #define HEADS8 (8 * TILES)
 #define LAID (D + 4) // floats of a head's output in shared memory, padded against bank conflicts
 #define THREADS (WARPS * 32)
-
-// Where chunk c of row r of a tile's keys and values lies.
-struct Swizzled {
-  static __device__ __forceinline__ u32 key(u32 stage, u32 r, u32 c) { return stage + place(r, c); }
-  static __device__ __forceinline__ u32 value(u32 stage, u32 r, u32 c) { return stage + TILE * ROW + place(r, c); }
-};
+#ifndef CHAINS
+#define CHAINS 1
+#endif
 
 // What a warp has seen: the outputs of its share before normalization, the largest scores in log2 units and the sums of the weights.
 struct Seen {
@@ -32,22 +29,34 @@ struct Seen {
   }
 
   // Attend to a block: bit r of ok says that token r exists; the values of the others are zero, because 0 times NaN is NaN.
-  template <typename L = Swizzled> __device__ __forceinline__ void take(const u32 (&query)[TILES][D / 8], u32 stage, u32 ok, float scale_log2) {
-    take<L>(query, stage, ok, scale_log2, scale_log2, 1.f, 1.f);
+  __device__ __forceinline__ void take(const u32 (&query)[TILES][D / 8], u32 stage, u32 ok, float scale_log2) {
+    take(query, stage, ok, scale_log2, scale_log2, 1.f, 1.f);
   }
   // The same where the keys and values of a lane's two tokens stand for multiples of themselves: key0 and key1 are these times scale_log2.
-  template <typename L = Swizzled> __device__ __forceinline__ void take(
+  __device__ __forceinline__ void take(
       const u32 (&query)[TILES][D / 8], u32 stage, u32 ok, float key0, float key1, float value0, float value1) {
     const int lane = threadIdx.x & 31, gid = lane >> 2;
-    float s[TILES][4];
+    float s[TILES][4], half[CHAINS][TILES][4];
 #pragma unroll
-    for (int t = 0; t < TILES; t++) s[t][0] = s[t][1] = s[t][2] = s[t][3] = 0.f;
+    for (int t = 0; t < TILES; t++) {
+#pragma unroll
+      for (int c = 0; c < CHAINS; c++) half[c][t][0] = half[c][t][1] = half[c][t][2] = half[c][t][3] = 0.f;
+    }
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
       u32 a[4];
-      read4(a, L::key(stage, lane & 15, 2 * k + (lane >> 4)));
+      read4(a, stage + place(lane & 15, 2 * k + (lane >> 4)));
 #pragma unroll
-      for (int t = 0; t < TILES; t++) mma(s[t], a[0], a[1], a[2], a[3], query[t][2 * k], query[t][2 * k + 1]);
+      for (int t = 0; t < TILES; t++) mma(half[k % CHAINS][t], a[0], a[1], a[2], a[3], query[t][2 * k], query[t][2 * k + 1]);
+    }
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        s[t][i] = half[0][t][i];
+#pragma unroll
+        for (int c = 1; c < CHAINS; c++) s[t][i] += half[c][t][i];
+      }
     }
     const bool ok0 = ok >> gid & 1, ok1 = ok >> (gid + 8) & 1;
     u32 p[TILES][2];
@@ -74,7 +83,7 @@ struct Seen {
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
       u32 a[4]; // 8 x 8 blocks of V: tokens 0-7 and 8-15, channels 16 k and 16 k + 8; transposed they are rows of channels
-      read4_transposed(a, L::value(stage, (lane & 7) + (lane >> 4) * 8, 2 * k + ((lane >> 3) & 1)));
+      read4_transposed(a, stage + TILE * ROW + place((lane & 7) + (lane >> 4) * 8, 2 * k + ((lane >> 3) & 1)));
 #pragma unroll
       for (int t = 0; t < TILES; t++) mma(acc[t][k], a[0], a[1], a[2], a[3], p[t][0], p[t][1]);
     }

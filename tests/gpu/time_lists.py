@@ -74,13 +74,9 @@ def old(g: Geometry, cluster: int = 0, warps: int = 4, stages: int = 2) -> Varia
     return Variant(f"today c{cluster} w{warps} s{stages}", "attend.cu", cluster, warps, (("STAGES", stages),), warps * stages * 64 * g.dim)
 
 
-def bulk(g: Geometry, cluster: int, warps: int, tokens: int, slots: int, **flags: int) -> Variant:
-    piece = tokens // 8 if g.unit % (tokens // 8) == 0 else 1
-    assert slots % warps == 0
-    size = slots * 2 * (tokens // piece) * (piece * 2 * g.dim + 16)
-    laid = warps * (8 * -(-g.group // 8)) * (g.dim + 4) * 4
-    name = f"bulk c{cluster} w{warps} t{tokens} s{slots}" + "".join(f" {k}={v}" for k, v in flags.items())
-    return Variant(name, "bulk.cu", cluster, warps, (("PART_TOKENS", tokens), ("SLOTS", slots), *flags.items()), max(size, laid))
+def rings(g: Geometry, cluster: int, warps: int, stages: int, **flags: int) -> Variant:
+    name = f"rings c{cluster} w{warps} s{stages}" + "".join(f" {k}={v}" for k, v in flags.items())
+    return Variant(name, "rings.cu", cluster, warps, (("STAGES", stages), *flags.items()), warps * stages * 64 * g.dim)
 
 
 def geometries() -> list[Geometry]:
@@ -90,6 +86,8 @@ def geometries() -> list[Geometry]:
         Geometry("qwen 8x32k", 4, 7, 8, 32768, 1024, 32),
         Geometry("qwen 1x128k", 4, 7, 1, 131072, 2048, 32),
         Geometry("qwen 1x32k", 4, 7, 1, 32768, 1024, 32),
+        Geometry("llama3 1x128k", 8, 4, 1, 131072, 2048, 32),
+        Geometry("llama3 2x32k", 8, 4, 2, 32768, 1024, 32),
         Geometry("llama2 1x32k", 32, 1, 1, 32768, 1024, 32),
         Geometry("qwen 8x128k tokens", 4, 7, 8, 131072, 2048, 1),
         Geometry("llama3 8x128k tokens", 8, 4, 8, 131072, 2048, 1),
@@ -98,46 +96,43 @@ def geometries() -> list[Geometry]:
 
 
 def variants(g: Geometry) -> list[Variant]:
-    one = [old(g)]
-    if g.rows >= 32:
-        c = 4 if g.rows == 32 else 2
-        if g.unit > 1:
-            one += [old(g, 2 * c, 4, 3), old(g, c, 8, 2), old(g, c, 8, 3), old(g, c, 16, 1)]
-            one += [bulk(g, c, 8, 16, 24), bulk(g, c, 8, 16, 16), bulk(g, c, 4, 32, 12), bulk(g, c, 8, 32, 8), bulk(g, c, 12, 32, 12)]
-            one += [bulk(g, c, 16, 16, 16), bulk(g, 2 * c, 4, 32, 4), bulk(g, 2 * c, 4, 16, 12), bulk(g, 2 * c, 4, 16, 8)]
-            one += [bulk(g, c, 8, 16, 24, BULK=0), bulk(g, 2 * c, 4, 16, 8, BULK=0), bulk(g, 2 * c, 4, 16, 12, BULK=0)]
-            one += [bulk(g, c, 8, 16, 24, TOUCH=1), bulk(g, c, 8, 16, 24, DRY=1), bulk(g, c, 8, 16, 24, DRY=2)]
-        else:
-            one += [old(g, c, 8, 3), bulk(g, c, 8, 16, 16), bulk(g, c, 8, 32, 8), bulk(g, 2 * c, 4, 16, 8), bulk(g, c, 8, 16, 16, BULK=0), bulk(g, 2 * c, 4, 16, 8, BULK=0)]
+    one = [old(g), old(g, max(2, min(16, 112 // g.rows)), 8, 2)]
+    if g.rows == 64:
+        one += [rings(g, 2, 8, 3), rings(g, 2, 8, 2), rings(g, 2, 16, 1), rings(g, 4, 4, 2), rings(g, 2, 12, 2), rings(g, 2, 8, 3, CHAINS=2)]
+    elif g.rows == 32:
+        one += [rings(g, 3, 8, 3), rings(g, 3, 8, 2), rings(g, 3, 12, 2), rings(g, 3, 16, 1), rings(g, 8, 4, 2), rings(g, 6, 4, 3), rings(g, 4, 4, 3)]
+        one += [rings(g, 3, 8, 3, CHAINS=2), rings(g, 2, 8, 3), rings(g, 8, 4, 2, CHAINS=2)]
+    elif g.rows >= 8:
+        c = 16 if g.rows == 8 else 8
+        one += [rings(g, c, 4, 2), rings(g, c - c // 8, 4, 2), rings(g, c - c // 8, 8, 3), rings(g, c // 2, 8, 3), rings(g, c // 2, 4, 3)]
     else:
-        each = g.budget // 16
-        one += [old(g, 16, 4, 1), bulk(g, 16, 4, 16, max(4, each // 16), BULK=0), bulk(g, 16, 4, 16, max(4, each // 16)), bulk(g, 8, 4, 16, max(4, each // 8)), bulk(g, 8, 8, 16, max(8, each // 8))]
-        if g.unit > 1:
-            one += [bulk(g, 16, 8, 16, 8), bulk(g, 16, 2, 32, max(2, each // 32)), bulk(g, 16, 4, 16, max(4, each // 16), TOUCH=1), bulk(g, 16, 4, 16, 4, DRY=1), bulk(g, 16, 4, 16, 4, DRY=2)]
+        one += [rings(g, 16, 4, 1), rings(g, 16, 4, 2), rings(g, 8, 4, 2), rings(g, 8, 8, 1), rings(g, 16, 2, 2), rings(g, 16, 4, 2, CHAINS=2)]
+        one += [rings(g, 16, 8, 1), rings(g, 8, 8, 2)]
     return one
 
 
 class Data:
-    def __init__(self, g: Geometry, lists: int = 0) -> None:
+    def __init__(self, g: Geometry) -> None:
         self.g = g
         torch.manual_seed(1)
         pages = g.batch * g.context // g.page
         shape = (pages, g.heads, g.page, g.dim)
-        self.keys, self.values = (torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(2))
+        count = max(3, min(40, int(160e6 / (g.rows * g.budget * 4 * g.dim)) + 2))
+        fill = lambda: torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()  # noqa: E731
+        self.pools = [(fill(), fill()) for _ in range(count)]
+        self.keys, self.values = self.pools[0]
         self.table = torch.randperm(pages, device="cuda").view(g.batch, -1).int()
         self.lens = torch.full((g.batch,), g.context - 16, dtype=torch.int32, device="cuda")
         self.q = torch.randn(g.batch, g.heads * g.group * g.dim, device="cuda").bfloat16()
         self.out = torch.empty_like(self.q)
         most, count = g.budget // g.unit, -(-g.context // g.unit) - (0 if g.unit > 1 else 16)
-        self.lists = []
-        for _ in range(lists or max(3, min(40, int(160e6 / (g.rows * g.budget * 4 * g.dim)) + 2))):
-            own = torch.rand(g.batch, g.heads, count - 1, device="cuda").topk(most - 1).indices.sort(-1).values.int()
-            tail = torch.tensor([count - 1, most], dtype=torch.int32, device="cuda").expand(g.batch, g.heads, 2)
-            self.lists.append(torch.cat([own, tail], -1).contiguous())
+        own = torch.rand(g.batch, g.heads, count - 1, device="cuda").topk(most - 1).indices.sort(-1).values.int()
+        tail = torch.tensor([count - 1, most], dtype=torch.int32, device="cuda").expand(g.batch, g.heads, 2)
+        self.chosen = torch.cat([own, tail], -1).contiguous()
 
     def args(self, i: int) -> tuple:
-        chosen, table, q = self.lists[i % len(self.lists)], self.table, self.q
-        pointers = [x.data_ptr() for x in (q, self.keys, self.values, table, self.lens, chosen, self.out)]
+        (keys, values), chosen, table, q = self.pools[i % len(self.pools)], self.chosen, self.table, self.q
+        pointers = [x.data_ptr() for x in (q, keys, values, table, self.lens, chosen, self.out)]
         return (*pointers, q.stride(0), q.stride(0), table.stride(0), self.g.page, chosen.shape[2], 1, self.g.dim**-0.5 * 1.4426950408889634)
 
     def launch(self, kernel, v: Variant, i: int, overlap: bool) -> None:
@@ -145,9 +140,9 @@ class Data:
         stream = torch.cuda.current_stream().cuda_stream
         kernel.launch(grid, v.warps * 32, v.shared, stream, self.args(i), cluster=v.cluster, overlap=overlap)
 
-    def truth(self, i: int) -> tuple[torch.Tensor, float]:
+    def truth(self) -> tuple[torch.Tensor, float]:
         """The answer in fp32, and the relative error of torch in bf16."""
-        g, chosen = self.g, self.lists[i].long()
+        g, chosen = self.g, self.chosen.long()
         tokens = (chosen[..., :-1, None] * g.unit + torch.arange(g.unit, device="cuda")).flatten(2)
         there = tokens < self.lens[:, None, None]
         tokens = tokens.clamp(max=int(self.lens.max()) - 1)
@@ -166,7 +161,7 @@ class Data:
         return float((self.out.view_as(exact) - exact).norm() / exact.norm())
 
     def time(self, kernel, v: Variant, overlap: bool, runs: int = 9, launches: int = 0) -> float:
-        launches = launches or max(12, len(self.lists))
+        launches = launches or max(12, len(self.pools))
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             self.launch(kernel, v, 0, overlap)
@@ -198,7 +193,7 @@ def traced_folder() -> Path:
 def show_trace(data: Data, kernel, v: Variant) -> None:
     from cuda.bindings import driver
 
-    for i in range(len(data.lists)):
+    for i in range(len(data.pools)):
         data.launch(kernel, v, i, False)
     torch.cuda.synchronize()
     _, address, size = driver.cuModuleGetGlobal(kernel._module, b"trace")
@@ -240,10 +235,11 @@ def whole() -> int:
         layers = Layers(case, 4, torch.device("cuda"))
         select = case.plan().select[0]
         g = Geometry(name, model.num_kv_heads, model.num_q_heads // model.num_kv_heads, batch, context, select.budget, select.unit, case.plan().page_size)
-        c = 4 if g.rows == 32 else 2
         print(f"{name} {batch} x {context}: {g.budget} tokens in units of {g.unit}, pages of {g.page}", flush=True)
         known = None
-        for v in [None, bulk(g, c, 8, 16, 24), bulk(g, 2 * c, 4, 16, 12), bulk(g, 2 * c, 4, 16, 8), bulk(g, c, 4, 32, 12), old(g, c, 8, 2)]:
+        c = 3 if g.rows == 32 else 2
+        forms = [rings(g, c, 8, 3), rings(g, c, 8, 2), rings(g, c, 16, 1)] if g.rows >= 32 else [rings(g, 16, 4, 2), rings(g, 8, 4, 2)]
+        for v in [None, *forms]:
             for early in (False, True):
 
                 def attend(q, keys, values, table, lens, chosen, out, *, unit, scale, overlap=False, settled=False, v=v, early=early, **_) -> None:
@@ -299,8 +295,8 @@ def main() -> int:
         if given.only not in g.name or (given.trace and (g.unit == 1 or g.name not in TRACED)):
             continue
         data = Data(g)
-        exact, allowed = data.truth(0)
-        print(f"{g.name}: bound {g.bound_us:.1f} us, torch's error {allowed:.5f}, {len(data.lists)} lists", flush=True)
+        exact, allowed = data.truth()
+        print(f"{g.name}: bound {g.bound_us:.1f} us, torch's error {allowed:.5f}, {len(data.pools)} pools", flush=True)
         for v in variants(g):
             try:
                 kernel = store.load(v.spec(g, folder))
