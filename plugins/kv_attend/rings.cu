@@ -9,7 +9,9 @@
 
 #define QUARTETS (GROUP_HEADS * D / 4) // of channels, of all heads
 #define OWN_QUARTETS ((QUARTETS + CLUSTER - 1) / CLUSTER) // that a block merges
-#define PAIRS ((STAGES + 1) / 2) // of blocks that a warp asks for at first
+#define TILED (UNIT % TILE == 0) // the tokens of a block lie side by side
+#define LOOKS (TILED ? 1 : 4) // rows that a lane looks up at once: of blocks, or of a token of every second one
+#define LOOKED (TILED ? 32 : 2 * LOOKS) // blocks of them
 
 static_assert(STAGES <= 4, "the tokens that exist are bits of one word");
 
@@ -46,6 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
 #endif
   auto fetch_query = [&] {
     const real* queries = q + (long long)b * q_stride + (long long)head * GROUP_HEADS * D;
+#pragma unroll 1
     for (int i = threadIdx.x; i < HEADS8 * CHUNKS; i += THREADS) {
       const int h = i / CHUNKS, c = i % CHUNKS;
       copy16_sized(shared_at(asked) + place(h, c), queries + min(h, GROUP_HEADS - 1) * D + c * 8, h < GROUP_HEADS ? 16 : 0);
@@ -66,80 +69,107 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
     const int blocks = (total + TILE - 1) / TILE;
     begin = worker * (blocks / workers) + min(worker, blocks % workers), mine = blocks / workers + (worker < blocks % workers);
   };
-  // Lane l looks up the row of token l of blocks j and j + 1; -1 behind the end.
-  auto entry_of = [&](int j) { return list[max(0, min(((begin + j) * TILE + lane) / UNIT, room - 1))]; };
-  auto row_of = [&](int j, int entry) {
-    const int i = (begin + j) * TILE + lane;
-    if (i >= total || i / TILE >= begin + mine || (sparse && entry < 0)) return -1;
+  // What a lane looks up for blocks from j on: the first token of block j + lane, or token `lane` of look `n` of pairs of blocks.
+  auto token_of = [&](int j, int n) { return TILED ? (begin + j + lane) * TILE : (begin + j + 2 * n) * TILE + lane; };
+  auto entry_of = [&](int j, int n) { return list[max(0, min(token_of(j, n) / UNIT, room - 1))]; };
+  auto row_of = [&](int j, int n, int entry, int& left) {
+    const int i = token_of(j, n);
+    left = 0;
+    if (i >= total || i / TILE >= begin + mine || (sparse && entry < 0)) return 0;
     const int token = sparse ? entry * UNIT + i % UNIT : i;
-    if (token >= stored) return -1;
+    if (token >= stored) return 0;
+    left = TILED ? min(stored - token, TILE) : 1;
     const int page = token / page_size;
     return (pages[page] * heads + head) * page_size + token - page * page_size;
   };
   // The count and the first entries come together: that the list is one, and full, is nearly always true.
-  int rows[PAIRS] = {};
+  int entries[LOOKS] = {}, rows[LOOKS], left[LOOKS];
   share(list ? room : -1);
   const int count = list ? list[room] : -1;
-  auto first_entries = [&] {
+  auto look_at_list = [&](int j) {
+    if (sparse) {
 #pragma unroll
-    for (int p = 0; p < PAIRS; p++) rows[p] = entry_of(2 * p);
+      for (int n = 0; n < LOOKS; n++) entries[n] = entry_of(j, n);
+    }
   };
-  if (list) first_entries();
-  if (list && count != room) {
-    share(count);
-    if (sparse) first_entries();
-  }
-#pragma unroll
-  for (int p = 0; p < PAIRS; p++) rows[p] = row_of(2 * p, rows[p]);
+  if (list) sparse = true, look_at_list(0);
+  if (list && count != room) share(count), look_at_list(0);
 
   const u32 ring_at = shared_at(ring) + warp * STAGES * STAGE_BYTES;
   u64 exist = 0; // bits of the tokens that exist, sixteen a fetched block
-  auto fetch = [&](int j, int of_pair) {
+  auto fetch = [&](int j) {
+    if (j % LOOKED == 0) {
+#pragma unroll
+      for (int n = 0; n < LOOKS; n++) rows[n] = row_of(j, n, entries[n], left[n]);
+      if (j + LOOKED < mine) look_at_list(j + LOOKED);
+    }
     const int s = j % STAGES;
     const u32 to = ring_at + s * STAGE_BYTES;
+    u64 there;
+    if (TILED) {
+      const int row = __shfl_sync(~0u, rows[0], j % 32), tokens = __shfl_sync(~0u, left[0], j % 32);
+      const long long first = (long long)row * ROW + lane * 16;
+      there = (1u << tokens) - 1;
+      if (tokens == TILE) {
 #pragma unroll
-    for (int i = lane; i < TILE * CHUNKS; i += 32) {
-      const int r = i / CHUNKS, c = i % CHUNKS;
-      const int row = __shfl_sync(~0u, of_pair, (j & 1) * 16 + r);
-      const long long at = (long long)max(row, 0) * ROW + c * 16; // rows behind the end are masked: any memory of the pool will do
-      copy16_sized(to + place(r, c), keys + at, row >= 0 ? 16 : 0);
-      copy16_sized(to + TILE * ROW + place(r, c), values + at, row >= 0 ? 16 : 0);
+        for (int i = 0; i < TILE * CHUNKS / 32; i++) {
+          const u32 at = to + place((i * 32 + lane) / CHUNKS, (i * 32 + lane) % CHUNKS);
+          copy16(at, keys + first + i * 512), copy16(at + TILE * ROW, values + first + i * 512);
+        }
+      } else {
+#pragma unroll 1
+        for (int i = lane; i < TILE * CHUNKS; i += 32) { // rows behind the end are masked: any memory of the pool will do
+          const u32 at = to + place(i / CHUNKS, i % CHUNKS), size = i / CHUNKS < tokens ? 16 : 0;
+          const long long from = (long long)row * ROW + (size ? i * 16 : 0);
+          copy16_sized(at, keys + from, size), copy16_sized(at + TILE * ROW, values + from, size);
+        }
+      }
+    } else {
+      int mine_of = rows[0], left_of = left[0];
+#pragma unroll
+      for (int n = 1; n < LOOKS; n++) {
+        if (j % LOOKED / 2 == n) mine_of = rows[n], left_of = left[n];
+      }
+      const u32 all = __ballot_sync(~0u, left_of > 0) >> (j & 1) * 16 & 0xffffu;
+#pragma unroll
+      for (int i = lane; i < TILE * CHUNKS; i += 32) {
+        const int r = i / CHUNKS, c = i % CHUNKS;
+        const long long from = (long long)__shfl_sync(~0u, mine_of, (j & 1) * 16 + r) * ROW + c * 16;
+        const u32 at = to + place(r, c), size = all >> r & 1 ? 16 : 0;
+        copy16_sized(at, keys + from, size), copy16_sized(at + TILE * ROW, values + from, size);
+      }
+      there = all;
     }
-    const u64 there = __ballot_sync(~0u, of_pair >= 0) >> (j & 1) * 16 & 0xffffu;
     exist = (exist & ~(0xffffull << s * 16)) | there << s * 16;
   };
-#pragma unroll
-  for (int j = 0; j < STAGES; j++) {
-    if (j < mine) fetch(j, rows[j / 2]);
-    copies_commit();
-  }
-  auto look_ahead = [&](int j) { return j < mine ? row_of(j, sparse ? entry_of(j) : 0) : -1; };
-  int pair = rows[PAIRS - 1], next = look_ahead(2 * PAIRS);
-  MARK(2)
 
-  copies_wait<STAGES>();
-  __syncthreads();
-  u32 query[TILES][D / 8];
-#pragma unroll
-  for (int t = 0; t < TILES; t++) {
-#pragma unroll
-    for (int c = 0; c < D / 8; c += 4) read4(*reinterpret_cast<u32(*)[4]>(&query[t][c]), shared_at(asked) + place(t * 8 + (lane & 7), c + (lane >> 3)));
-  }
+  u32 query[TILES][D / 8] = {};
   Seen seen;
   seen.clear();
-  MARK(3)
-  for (int j = 0; j < mine; j++) {
-    copies_wait<STAGES - 1>();
-    __syncwarp();
-    if (j == 0) { MARK(4) }
-    seen.take(query, ring_at + j % STAGES * STAGE_BYTES, u32(exist >> j % STAGES * 16) & 0xffffu, scale_log2);
-    __syncwarp();
-    const int more = j + STAGES;
-    if (more < mine) {
-      if ((more & 1) == 0) pair = next, next = look_ahead(more + 2);
-      fetch(more, pair);
+  MARK(2)
+#pragma unroll 1
+  for (int j = 0; j < mine + STAGES; j++) { // block j is asked for, block j - STAGES, which lies in its place, is attended to
+    if (j >= STAGES) {
+      const int s = j % STAGES;
+      copies_wait<STAGES - 1>();
+      __syncwarp();
+      if (j == STAGES) { MARK(4) }
+      seen.take(query, ring_at + s * STAGE_BYTES, u32(exist >> s * 16) & 0xffffu, scale_log2);
+      __syncwarp();
     }
+    if (j < mine) fetch(j);
     copies_commit();
+    if (j == STAGES - 1) { // the query, which was asked for first
+      copies_wait<STAGES>();
+      __syncthreads();
+#pragma unroll
+      for (int t = 0; t < TILES; t++) {
+#pragma unroll
+        for (int c = 0; c < D / 8; c += 4)
+          read4(*reinterpret_cast<u32(*)[4]>(&query[t][c]), shared_at(asked) + place(t * 8 + (lane & 7), c + (lane >> 3)));
+      }
+      MARK(3)
+    }
   }
   copies_wait<0>();
   MARK(5)
@@ -182,6 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
     return l;
   };
   real* to = out + (long long)b * out_stride + (long long)head * GROUP_HEADS * D;
+#pragma unroll 1
   for (int i = threadIdx.x; i < QUARTETS; i += THREADS) {
     const int h = i / (D / 4);
     const float m = top_of(h);
@@ -199,6 +230,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
 #endif
   }
 #if CLUSTER > 1
+#pragma unroll 1
   for (int i = threadIdx.x; i < CLUSTER * HEADS8; i += THREADS) {
     const int h = i % HEADS8;
     const float m = top_of(h);
@@ -207,6 +239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
   MARK(7)
   barrier_await(&merge.arrived, 0);
   MARK(8)
+#pragma unroll 1
   for (int i = threadIdx.x; i < OWN_QUARTETS && rank * OWN_QUARTETS + i < QUARTETS; i += THREADS) {
     const int at = rank * OWN_QUARTETS + i, h = at / (D / 4);
     float m = -1e30f, l = 0.f;
