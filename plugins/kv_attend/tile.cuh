@@ -11,9 +11,6 @@
 #define HEADS8 (8 * TILES)
 #define LAID (D + 4) // floats of a head's output in shared memory, padded against bank conflicts
 #define THREADS (WARPS * 32)
-#ifndef CHAINS
-#define CHAINS 1
-#endif
 
 // What a warp has seen: the outputs of its share before normalization, the largest scores in log2 units and the sums of the weights.
 struct Seen {
@@ -36,27 +33,15 @@ struct Seen {
   __device__ __forceinline__ void take(
       const u32 (&query)[TILES][D / 8], u32 stage, u32 ok, float key0, float key1, float value0, float value1) {
     const int lane = threadIdx.x & 31, gid = lane >> 2;
-    float s[TILES][4], half[CHAINS][TILES][4];
+    float s[TILES][4];
 #pragma unroll
-    for (int t = 0; t < TILES; t++) {
-#pragma unroll
-      for (int c = 0; c < CHAINS; c++) half[c][t][0] = half[c][t][1] = half[c][t][2] = half[c][t][3] = 0.f;
-    }
+    for (int t = 0; t < TILES; t++) s[t][0] = s[t][1] = s[t][2] = s[t][3] = 0.f;
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
       u32 a[4];
       read4(a, stage + place(lane & 15, 2 * k + (lane >> 4)));
 #pragma unroll
-      for (int t = 0; t < TILES; t++) mma(half[k % CHAINS][t], a[0], a[1], a[2], a[3], query[t][2 * k], query[t][2 * k + 1]);
-    }
-#pragma unroll
-    for (int t = 0; t < TILES; t++) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        s[t][i] = half[0][t][i];
-#pragma unroll
-        for (int c = 1; c < CHAINS; c++) s[t][i] += half[c][t][i];
-      }
+      for (int t = 0; t < TILES; t++) mma(s[t], a[0], a[1], a[2], a[3], query[t][2 * k], query[t][2 * k + 1]);
     }
     const bool ok0 = ok >> gid & 1, ok1 = ok >> (gid + 8) & 1;
     u32 p[TILES][2];

@@ -17,6 +17,7 @@ import torch
 
 import trtkv.plugins
 from trtkv.plugins._device import nvrtc, store
+from trtkv.plugins.kv_attend import launch
 from trtkv.plugins._device.nvrtc import CudaSpec, Float, Int, Pointer
 
 PLUGINS = Path(trtkv.plugins.__file__).parent
@@ -69,8 +70,9 @@ class Variant:
         return CudaSpec(folder / self.source, "attend_list", TYPES, "90", self.shared, (*(f"-D{k}={v}" for k, v in shape.items()), "-DBF16"))
 
 
-def old(g: Geometry, cluster: int = 0, warps: int = 4, stages: int = 2) -> Variant:
-    cluster = cluster or next((c for c in (16, 8, 4, 2) if g.rows * c <= 264), 2)
+def old(g: Geometry, cluster: int = 0, warps: int = 0, stages: int = 2) -> Variant:
+    form = launch.attend_form(g.rows, g.dim)
+    cluster, warps = cluster or form[0], warps or form[1]
     return Variant(f"today c{cluster} w{warps} s{stages}", "attend.cu", cluster, warps, (("STAGES", stages),), warps * stages * 64 * g.dim)
 
 
@@ -217,7 +219,10 @@ def attribute(kernel) -> str:
     return f"r{found[0]} l{found[1]} s{found[2]}"
 
 
-WHOLE = [("qwen2.5-7b", 8, 131072), ("llama-3.1-8b", 8, 131072), ("qwen2.5-7b", 8, 32768)]
+WHOLE = [
+    ("qwen2.5-7b", 8, 131072, "quest"), ("llama-3.1-8b", 8, 131072, "quest"), ("qwen2.5-7b", 8, 131072, "fier"), ("llama-3.1-8b", 8, 131072, "fier"),
+    ("qwen2.5-7b", 6, 131072, "quest"),
+]  # fmt: skip
 
 
 @torch.inference_mode()
@@ -229,16 +234,15 @@ def whole() -> int:
     from trtkv.plugins.kv_attend import launch
 
     original, bad = launch.attend_list, 0
-    for name, batch, context in WHOLE:
-        model, policy = find_geometry(name, "bfloat16"), find_policy("quest", context, None, None, ["retrieve.page=32"])
+    for name, batch, context, policy_name in WHOLE:
+        model, policy = find_geometry(name, "bfloat16"), find_policy(policy_name, context, None, None, ["retrieve.page=32"] * (policy_name == "quest"))
         case = Case("retrieve", name, model, policy, batch, context)
         layers = Layers(case, 4, torch.device("cuda"))
         select = case.plan().select[0]
         g = Geometry(name, model.num_kv_heads, model.num_q_heads // model.num_kv_heads, batch, context, select.budget, select.unit, case.plan().page_size)
         print(f"{name} {batch} x {context}: {g.budget} tokens in units of {g.unit}, pages of {g.page}", flush=True)
         known = None
-        c = 3 if g.rows == 32 else 2
-        forms = [rings(g, c, 8, 3), rings(g, c, 8, 2), rings(g, c, 16, 1)] if g.rows >= 32 else [rings(g, 16, 4, 2), rings(g, 8, 4, 2)]
+        forms = [old(g, 2, 4, 2)] if g.rows > 66 else []
         for v in [None, *forms]:
             for early in (False, True):
 
