@@ -247,7 +247,7 @@ def whole() -> int:
             for early in (False, True):
 
                 def attend(q, keys, values, table, lens, chosen, out, *, unit, scale, overlap=False, settled=False, v=v, early=early, **_) -> None:
-                    overlap = overlap or early
+                    overlap = early
                     if v is None:
                         original(q, keys, values, table, lens, chosen, out, unit=unit, scale=scale, overlap=overlap, settled=settled)
                         return
