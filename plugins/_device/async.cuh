@@ -1,17 +1,17 @@
-// Memory that other units write into shared memory, counted in bytes by barriers there: bulk copies and stores to other blocks of the cluster. For sm_90 on.
+// Stores to shared memory of other blocks of a cluster, counted in bytes by barriers there. For sm_90 on.
 #pragma once
 #include "common.cuh"
 
 __device__ __forceinline__ void barrier_init(u64* barrier) { // of one arrival
   asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_at(barrier)) : "memory");
 }
-// Behind the initializations of a thread: bulk copies and other blocks see them.
+// Behind the initializations of a thread: other blocks see them.
 __device__ __forceinline__ void barriers_ready() {
-  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 // Arrive, and expect so many bytes in this phase.
 __device__ __forceinline__ void barrier_expect(u64* barrier, u32 size) {
-  asm volatile("mbarrier.arrive.expect_tx.release.cta.shared.b64 _, [%0], %1;" ::"r"(shared_at(barrier)), "r"(size) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.relaxed.cta.shared.b64 _, [%0], %1;" ::"r"(shared_at(barrier)), "r"(size) : "memory");
 }
 __device__ __forceinline__ void barrier_await(u64* barrier, u32 parity) {
   asm volatile("{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.acquire.cta.shared.b64 done, [%0], %1;\n@!done bra AGAIN;\n}" ::"r"(
@@ -19,20 +19,6 @@ __device__ __forceinline__ void barrier_await(u64* barrier, u32 parity) {
                "r"(parity)
                : "memory");
 }
-// Copy a multiple of sixteen bytes from global memory; both addresses are multiples of sixteen.
-__device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 size, u64* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(size),
-               "r"(shared_at(barrier))
-               : "memory");
-}
-// What threads wrote or read as usual is done before later bulk copies write there.
-__device__ __forceinline__ void before_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Bring a line into the first-level cache.
-__device__ __forceinline__ void touch(const int* p) {
-  int x;
-  asm volatile("ld.global.ca.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
-}
-
 // The cluster's blocks run, and their barriers are ready: arrive early, wait late.
 __device__ __forceinline__ void cluster_arrive_ready() {
 #if CLUSTER > 1

@@ -10,7 +10,7 @@
 #define QUARTETS (GROUP_HEADS * D / 4) // of channels, of all heads
 #define OWN_QUARTETS ((QUARTETS + CLUSTER - 1) / CLUSTER) // that a block merges
 #define TILED (UNIT % TILE == 0) // the tokens of a block lie side by side
-#define LOOKS (TILED ? 1 : 4) // rows that a lane looks up at once: of blocks, or of a token of every second one
+#define LOOKS (TILED ? 1 : 4) // that a lane looks up at once: rows of blocks, or of a token of every second one
 #define LOOKED (TILED ? 32 : 2 * LOOKS) // blocks of them
 
 static_assert(STAGES <= 4, "the tokens that exist are bits of one word");
@@ -30,6 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
   extern __shared__ __align__(128) char ring[];
   __shared__ Merge merge;
   __shared__ __align__(128) char asked[HEADS8 * ROW];
+  __shared__ int row_at[WARPS][TILED ? 1 : LOOKED * TILE]; // of tokens, -1 for none
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0, head = blockIdx.y, heads = gridDim.y, b = blockIdx.z;
   MARK(0)
@@ -37,15 +38,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
   const int* pages = table + (long long)b * table_stride;
   const int* list = chosen ? chosen + ((long long)b * heads + head) * chosen_stride : 0;
   const int room = chosen_stride - 1;
-#if CLUSTER > 1
-  if (threadIdx.x == 0) {
-    barrier_init(&merge.arrived);
-    barriers_ready();
-    barrier_expect(&merge.arrived, CLUSTER * (max(0, min(OWN_QUARTETS, QUARTETS - rank * OWN_QUARTETS)) * 16 + HEADS8 * 8));
-  }
-  __syncwarp();
-  cluster_arrive_ready();
-#endif
   auto fetch_query = [&] {
     const real* queries = q + (long long)b * q_stride + (long long)head * GROUP_HEADS * D;
 #pragma unroll 1
@@ -75,15 +67,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
   auto row_of = [&](int j, int n, int entry, int& left) {
     const int i = token_of(j, n);
     left = 0;
-    if (i >= total || i / TILE >= begin + mine || (sparse && entry < 0)) return 0;
+    if (i >= total || i / TILE >= begin + mine || (sparse && entry < 0)) return -1;
     const int token = sparse ? entry * UNIT + i % UNIT : i;
-    if (token >= stored) return 0;
-    left = TILED ? min(stored - token, TILE) : 1;
+    left = max(0, min(stored - token, TILE));
+    if (left == 0) return -1;
     const int page = token / page_size;
     return (pages[page] * heads + head) * page_size + token - page * page_size;
   };
   // The count and the first entries come together: that the list is one, and full, is nearly always true.
-  int entries[LOOKS] = {}, rows[LOOKS], left[LOOKS];
+  int entries[LOOKS] = {}, row_ahead, left_ahead;
   share(list ? room : -1);
   const int count = list ? list[room] : -1;
   auto look_at_list = [&](int j) {
@@ -95,19 +87,32 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
   if (list) sparse = true, look_at_list(0);
   if (list && count != room) share(count), look_at_list(0);
 
+#if CLUSTER > 1
+  if (threadIdx.x == 0) {
+    barrier_init(&merge.arrived);
+    barriers_ready();
+    barrier_expect(&merge.arrived, CLUSTER * (max(0, min(OWN_QUARTETS, QUARTETS - rank * OWN_QUARTETS)) * 16 + HEADS8 * 8));
+  }
+  __syncwarp();
+  cluster_arrive_ready();
+#endif
   const u32 ring_at = shared_at(ring) + warp * STAGES * STAGE_BYTES;
   u64 exist = 0; // bits of the tokens that exist, sixteen a fetched block
   auto fetch = [&](int j) {
     if (j % LOOKED == 0) {
 #pragma unroll
-      for (int n = 0; n < LOOKS; n++) rows[n] = row_of(j, n, entries[n], left[n]);
+      for (int n = 0; n < LOOKS; n++) {
+        row_ahead = row_of(j, n, entries[n], left_ahead);
+        if (!TILED) row_at[warp][n * 32 + lane] = row_ahead;
+      }
       if (j + LOOKED < mine) look_at_list(j + LOOKED);
+      __syncwarp();
     }
     const int s = j % STAGES;
     const u32 to = ring_at + s * STAGE_BYTES;
     u64 there;
     if (TILED) {
-      const int row = __shfl_sync(~0u, rows[0], j % 32), tokens = __shfl_sync(~0u, left[0], j % 32);
+      const int row = __shfl_sync(~0u, row_ahead, j % 32), tokens = __shfl_sync(~0u, left_ahead, j % 32);
       const long long first = (long long)row * ROW + lane * 16;
       there = (1u << tokens) - 1;
       if (tokens == TILE) {
@@ -118,27 +123,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
         }
       } else {
 #pragma unroll 1
-        for (int i = lane; i < TILE * CHUNKS; i += 32) { // rows behind the end are masked: any memory of the pool will do
+        for (int i = lane; i < TILE * CHUNKS; i += 32) {
           const u32 at = to + place(i / CHUNKS, i % CHUNKS), size = i / CHUNKS < tokens ? 16 : 0;
-          const long long from = (long long)row * ROW + (size ? i * 16 : 0);
+          const long long from = (long long)max(row, 0) * ROW + (size ? i * 16 : 0);
           copy16_sized(at, keys + from, size), copy16_sized(at + TILE * ROW, values + from, size);
         }
       }
     } else {
-      int mine_of = rows[0], left_of = left[0];
-#pragma unroll
-      for (int n = 1; n < LOOKS; n++) {
-        if (j % LOOKED / 2 == n) mine_of = rows[n], left_of = left[n];
-      }
-      const u32 all = __ballot_sync(~0u, left_of > 0) >> (j & 1) * 16 & 0xffffu;
+      const int* of_block = row_at[warp] + j % LOOKED * TILE;
 #pragma unroll
       for (int i = lane; i < TILE * CHUNKS; i += 32) {
-        const int r = i / CHUNKS, c = i % CHUNKS;
-        const long long from = (long long)__shfl_sync(~0u, mine_of, (j & 1) * 16 + r) * ROW + c * 16;
-        const u32 at = to + place(r, c), size = all >> r & 1 ? 16 : 0;
+        const int r = i / CHUNKS, c = i % CHUNKS, row = of_block[r];
+        const long long from = (long long)max(row, 0) * ROW + c * 16; // rows behind the end are masked: any memory of the pool will do
+        const u32 at = to + place(r, c), size = row >= 0 ? 16 : 0;
         copy16_sized(at, keys + from, size), copy16_sized(at + TILE * ROW, values + from, size);
       }
-      there = all;
+      there = __ballot_sync(~0u, of_block[lane % TILE] >= 0) & 0xffffu;
     }
     exist = (exist & ~(0xffffull << s * 16)) | there << s * 16;
   };
@@ -151,10 +151,25 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
   for (int j = 0; j < mine + STAGES; j++) { // block j is asked for, block j - STAGES, which lies in its place, is attended to
     if (j >= STAGES) {
       const int s = j % STAGES;
+#if WARM
+#pragma unroll 1
+      for (int real = j > STAGES; real < 2; real++) { // once for nothing while keys are on their way: the instructions come meanwhile
+        if (real == 1) {
+          copies_wait<STAGES - 1>();
+          __syncwarp();
+          if (j == STAGES) {
+            seen.clear();
+            MARK(4)
+          }
+        }
+        seen.take(query, ring_at + s * STAGE_BYTES, real ? u32(exist >> s * 16) & 0xffffu : 0u, scale_log2);
+      }
+#else
       copies_wait<STAGES - 1>();
       __syncwarp();
       if (j == STAGES) { MARK(4) }
       seen.take(query, ring_at + s * STAGE_BYTES, u32(exist >> s * 16) & 0xffffu, scale_log2);
+#endif
       __syncwarp();
     }
     if (j < mine) fetch(j);
