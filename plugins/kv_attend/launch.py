@@ -38,7 +38,8 @@ def attend_list(
     strides = (q.stride(0), out.stride(0), table.stride(0), page_size, 0 if chosen is None else chosen.shape[2])
     values_ = (*pointers, 0 if chosen is None else chosen.data_ptr(), out.data_ptr(), *strides, int(settled), scale * 1.4426950408889634)
     stream = torch.cuda.current_stream().cuda_stream
-    kernel.launch((cluster, heads, batch), warps * 32, _ring_bytes(dim, warps), stream, values_, cluster=cluster, overlap=overlap)
+    shared = block_bytes(batch * heads, dim, warps, sm)
+    kernel.launch((cluster, heads, batch), warps * 32, shared, stream, values_, cluster=cluster, overlap=overlap)
 
 
 def device_arch() -> str:
@@ -50,7 +51,7 @@ def device_arch() -> str:
 def attend_form(rows: int, dim: int, arch: str = "90") -> tuple[int, int]:
     """Choose blocks a row, which are a cluster, and warps a block, whose rings have to fit in shared memory."""
     cluster, warps = next((form for most, *form in FORMS if rows <= most), MANY) if int(arch) >= CLUSTERS_FROM else (1, 4)
-    while _ring_bytes(dim, warps) + 112 * dim > shared_limit(arch):  # beside them lie a query and outputs of sixteen heads
+    while _ring_bytes(dim, warps) + 128 * dim > shared_limit(arch):  # beside them lie queries and outputs of sixteen heads
         warps //= 2
     return cluster, warps
 
@@ -58,6 +59,11 @@ def attend_form(rows: int, dim: int, arch: str = "90") -> tuple[int, int]:
 def fills_once(rows: int, arch: str = "90") -> bool:
     """Say whether each multiprocessor gets one block at most, whenever it is free: then nothing is lost where blocks begin early."""
     return int(arch) >= CLUSTERS_FROM and FORMS[1][0] < rows <= FORMS[-1][0]
+
+
+def block_bytes(rows: int, dim: int, warps: int, arch: str = "90") -> int:
+    """Return the dynamic shared memory of a block: its rings, or more, so that a multiprocessor has no room for a second one."""
+    return max(_ring_bytes(dim, warps), shared_limit(arch) // 2 if fills_once(rows, arch) else 0)
 
 
 def _ring_bytes(dim: int, warps: int) -> int:
@@ -68,4 +74,4 @@ def attend_kernel(dim: int, group: int, cluster: int, warps: int, unit: int, bf1
     """Load the kernel for a shape."""
     shape = {"D": dim, "GROUP_HEADS": group, "CLUSTER": cluster, "UNIT": unit, "WARPS": warps, "STAGES": STAGES}
     defines = (*(f"-D{name}={value}" for name, value in shape.items()), *(("-DBF16",) if bf16 else ()))
-    return nvrtc.load(_HERE / "attend.cu", "attend_list", _TYPES, defines, arch, _ring_bytes(dim, warps))
+    return nvrtc.load(_HERE / "attend.cu", "attend_list", _TYPES, defines, arch, max(_ring_bytes(dim, warps), shared_limit(arch) // 2))
