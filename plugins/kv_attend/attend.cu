@@ -38,6 +38,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
   const int* pages = table + (long long)b * table_stride;
   const int* list = chosen ? chosen + ((long long)b * heads + head) * chosen_stride : 0;
   const int room = chosen_stride - 1;
+#if CLUSTER > 1
+  if (threadIdx.x == 0) {
+    barrier_init(&merge.arrived);
+    barriers_ready();
+    barrier_expect(&merge.arrived, CLUSTER * (max(0, min(OWN_QUARTETS, QUARTETS - rank * OWN_QUARTETS)) * 16 + HEADS8 * 8));
+  }
+  __syncwarp();
+  cluster_arrive_ready();
+#endif
   auto fetch_query = [&] {
     const real* queries = q + (long long)b * q_stride + (long long)head * GROUP_HEADS * D;
 #pragma unroll 1
@@ -87,15 +96,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
   if (list) sparse = true, look_at_list(0);
   if (list && count != room) share(count), look_at_list(0);
 
-#if CLUSTER > 1
-  if (threadIdx.x == 0) {
-    barrier_init(&merge.arrived);
-    barriers_ready();
-    barrier_expect(&merge.arrived, CLUSTER * (max(0, min(OWN_QUARTETS, QUARTETS - rank * OWN_QUARTETS)) * 16 + HEADS8 * 8));
-  }
-  __syncwarp();
-  cluster_arrive_ready();
-#endif
   const u32 ring_at = shared_at(ring) + warp * STAGES * STAGE_BYTES;
   u64 exist = 0; // bits of the tokens that exist, sixteen a fetched block
   auto fetch = [&](int j) {
@@ -151,25 +151,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
   for (int j = 0; j < mine + STAGES; j++) { // block j is asked for, block j - STAGES, which lies in its place, is attended to
     if (j >= STAGES) {
       const int s = j % STAGES;
-#if WARM
-#pragma unroll 1
-      for (int real = j > STAGES; real < 2; real++) { // once for nothing while keys are on their way: the instructions come meanwhile
-        if (real == 1) {
-          copies_wait<STAGES - 1>();
-          __syncwarp();
-          if (j == STAGES) {
-            seen.clear();
-            MARK(4)
-          }
-        }
-        seen.take(query, ring_at + s * STAGE_BYTES, real ? u32(exist >> s * 16) & 0xffffu : 0u, scale_log2);
-      }
-#else
       copies_wait<STAGES - 1>();
       __syncwarp();
       if (j == STAGES) { MARK(4) }
       seen.take(query, ring_at + s * STAGE_BYTES, u32(exist >> s * 16) & 0xffffu, scale_log2);
-#endif
       __syncwarp();
     }
     if (j < mine) fetch(j);

@@ -15,10 +15,12 @@ _HERE = Path(__file__).parent
 _TYPES = (Pointer,) * 7 + (Int,) * 6 + (Float,)
 CLUSTERS_FROM = 90  # clusters of blocks came with this compute capability
 STAGES = 2  # blocks of tokens of a warp that are on their way
-# Blocks and warps a row up to so many rows. From 17 to 66 rows a multiprocessor has room for one block, and clusters are so small that all of them are
-# there at once: of an H200's 132 multiprocessors, in groups of 14 to 18, clusters of four find place on 120.
-FORMS = ((8, 16, 4), (16, 8, 4), (28, 4, 8), (42, 3, 8), (66, 2, 8))
+# Blocks a row and warps a block up to so many rows, as measured on an H200. Clusters have to find place all at once: its 132 multiprocessors stand in
+# groups of which some have no more than 14, so one block each there is room for 30 clusters of four, and for fewer than 40 of three.
+FORMS = ((8, 16, 4), (16, 8, 4), (28, 4, 8), (32, 3, 8), (44, 4, 4), (66, 2, 8), (99, 2, 4), (132, 1, 8))
 MANY = (2, 4)
+ALONE = 8  # warps of a block that has a multiprocessor for itself
+EARLY = (range(24, 33), range(57, 67))  # rows of which blocks may begin early however much the kernel before reads: each finds a free multiprocessor
 
 
 def attend_list(
@@ -50,20 +52,26 @@ def device_arch() -> str:
 
 def attend_form(rows: int, dim: int, arch: str = "90") -> tuple[int, int]:
     """Choose blocks a row, which are a cluster, and warps a block, whose rings have to fit in shared memory."""
-    cluster, warps = next((form for most, *form in FORMS if rows <= most), MANY) if int(arch) >= CLUSTERS_FROM else (1, 4)
+    cluster, warps = _form(rows, arch)
     while _ring_bytes(dim, warps) + 128 * dim > shared_limit(arch):  # beside them lie queries and outputs of sixteen heads
         warps //= 2
     return cluster, warps
 
 
-def fills_once(rows: int, arch: str = "90") -> bool:
-    """Say whether each multiprocessor gets one block at most, whenever it is free: then nothing is lost where blocks begin early."""
-    return int(arch) >= CLUSTERS_FROM and FORMS[1][0] < rows <= FORMS[-1][0]
+def begins_early(rows: int, arch: str = "90") -> bool:
+    """Say whether nothing is lost where blocks begin before the kernel in front of them has ended, whatever that one does."""
+    return int(arch) >= CLUSTERS_FROM and any(rows in some for some in EARLY)
 
 
 def block_bytes(rows: int, dim: int, warps: int, arch: str = "90") -> int:
     """Return the dynamic shared memory of a block: its rings, or more, so that a multiprocessor has no room for a second one."""
-    return max(_ring_bytes(dim, warps), shared_limit(arch) // 2 if fills_once(rows, arch) else 0)
+    return max(_ring_bytes(dim, warps), shared_limit(arch) // 2 if _form(rows, arch)[1] == ALONE else 0)
+
+
+def _form(rows: int, arch: str) -> tuple[int, int]:
+    if int(arch) < CLUSTERS_FROM:
+        return 1, 4
+    return next(((cluster, warps) for most, cluster, warps in FORMS if rows <= most), MANY)
 
 
 def _ring_bytes(dim: int, warps: int) -> int:

@@ -98,7 +98,7 @@ def test_rings_of_lists_fit_in_shared_memory_for_any_number_of_rows(dim: int, ar
         rows_of_tokens = warps * 128 * 4
         dynamic = checks.attend.block_bytes(rows, dim, warps, arch)
         assert dynamic + group_bytes + rows_of_tokens + 256 <= shared_limit(arch)
-        assert cluster == 1 if int(arch) < 90 else 2 <= cluster <= 16
-        if checks.attend.fills_once(rows, arch):
+        assert 1 <= cluster <= (1 if int(arch) < 90 else 16)
+        if checks.attend.begins_early(rows, arch):
             assert rows * cluster <= 132
             assert 2 * dynamic + 2048 > shared_limit(arch)
