@@ -85,7 +85,7 @@ def test_lists_are_attended_to_and_one_with_places_left_as_a_full_one(
 ) -> None:
     cuda_on_cpu.install(monkeypatch, folder)
     monkeypatch.setattr(checks.attend, "FORMS", ((6, cluster, warps),))
-    checks.check_short_lists(unit, [500, 700, 33], [3, 9, 1] if unit > 1 else [100, 180, 33], 12 if unit > 1 else 200, dim=64)
+    checks.check_short_lists(unit, [260, 420, 33], [3, 9, 1] if unit > 1 else [100, 180, 33], 12 if unit > 1 else 200, dim=64)
     assert checks.failures == []
 
 
