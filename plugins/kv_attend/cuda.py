@@ -85,7 +85,7 @@ def _decode(
     if selection.shape[1] != keys.shape[1]:
         attend_per_head(query, keys, values, table, lens, selection, out, unit=plan.unit, scale=config.scale)
         return
-    overlap = overlap and overlaps(session, table)
+    overlap = overlap and (overlaps(session, table) or launch.begins_early(lens.shape[0] * keys.shape[1], launch.device_arch()))
     launch.attend_list(query, keys, values, table, lens, selection, out, unit=plan.unit, scale=config.scale, overlap=overlap, settled=True)
 
 

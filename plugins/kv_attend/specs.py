@@ -16,4 +16,4 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
         for batch in range(1, limits.max_batch_size + 1):
             # Where every query head has its own list, heads are sequences.
             rows = batch * plan.num_kv_heads * (group // together)
-            launch.attend_kernel(plan.head_dim, together, launch.attend_cluster(rows, arch), unit, bf16, arch)
+            launch.attend_kernel(plan.head_dim, together, *launch.attend_form(rows, plan.head_dim, arch), unit, bf16, arch)

@@ -275,8 +275,8 @@ def check_selection(case, b, scores, parts, plan, chosen, budget, sink, window, 
     return lists.tolist()
 
 
-def check_attention(case, b, attended, out, scale, label) -> None:
-    stored, unit = int(case.lens[b]), case.page if case.pages else 1
+def check_attention(case, b, attended, out, scale, label, unit=None) -> None:
+    stored, unit = int(case.lens[b]), unit or (case.page if case.pages else 1)
     keys, values = case.flat(case.keys, b), case.flat(case.values, b)
     for h in range(case.heads):
         tokens = torch.arange(stored, device=DEV)
@@ -422,7 +422,7 @@ def check_own_budgets(
 
 
 def check_short_lists(unit: int, lens: list[int], counts: list[int], room: int, group: int = 4, dim: int = 128) -> None:
-    """A list with places left over is read as one that is full: the same bits."""
+    """Lists are read right, and one with places left over as one that is full: the same bits."""
     case = Case(2, group, dim, 64, lens, torch.bfloat16, indexed=False)
     lists = torch.full((len(lens), 2, room + 1), -1, dtype=torch.int32, device=DEV)
     for b, (stored, count) in enumerate(zip(lens, counts, strict=True)):
@@ -431,6 +431,8 @@ def check_short_lists(unit: int, lens: list[int], counts: list[int], room: int, 
         lists[b, :, -1] = count
     found = case.guard.like(tuple(case.q.shape), case.dtype, float("nan"))
     attend.attend_list(case.q, case.keys, case.values, case.table, case.lens, lists, found, unit=unit, scale=dim**-0.5)
+    for b, count in enumerate(counts):
+        check_attention(case, b, lists[b, :, :count].tolist(), found[b], dim**-0.5, f"lists of unit {unit}", unit)
     for count in set(counts):
         full, own = torch.full_like(found, float("nan")), torch.cat([lists[:, :, :count], lists[:, :, -1:]], 2).contiguous()
         attend.attend_list(case.q, case.keys, case.values, case.table, case.lens, own, full, unit=unit, scale=dim**-0.5)

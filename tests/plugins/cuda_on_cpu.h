@@ -420,3 +420,37 @@ template <typename T> static inline T __hfma2(T x, T y, T z) {
 // Of append.cu: approximations that may be off by two units in the last place.
 static inline float divide_fast(float x, float y) { return x / y; }
 static inline float root_fast(float x) { return sqrtf(x); }
+// Of async.cuh. A barrier counts finished phases in its upper 16 bits, then the arrival that is awaited, then bytes; bulk copies are there at once.
+namespace cpu {
+static inline void count(u64* barrier, int arrivals, int bytes) {
+  aligned(barrier, 8);
+  u64 was = __atomic_load_n(barrier, __ATOMIC_SEQ_CST), is;
+  do {
+    u64 phase = was >> 48, awaited = (was >> 32 & 0xffff) - arrivals;
+    const int left = (int)was + bytes;
+    if (awaited > 1) fail("a barrier is told more arrivals than it awaits");
+    if (awaited == 0 && left == 0) phase++, awaited = 1;
+    is = phase << 48 | awaited << 32 | (u32)left;
+  } while (!__atomic_compare_exchange_n(barrier, &was, is, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
+}
+} // namespace cpu
+static inline void barrier_init(u64* barrier) { __atomic_store_n(barrier, 1ull << 32, __ATOMIC_SEQ_CST); }
+static inline void barriers_ready() {}
+static inline void touch(const int* p) {}
+static inline void before_bulk() {}
+static inline void barrier_expect(u64* barrier, u32 size) { cpu::count(barrier, 1, (int)size); }
+static inline void barrier_await(u64* barrier, u32 parity) {
+  while ((__atomic_load_n(barrier, __ATOMIC_SEQ_CST) >> 48 & 1) == parity) cpu::yield();
+}
+static inline void copy_bulk(u32 to, const void* from, u32 size, u64* barrier) {
+  if (size % 16) cpu::fail("a bulk copy is no multiple of 16 bytes");
+  cpu::aligned(from, 16), cpu::aligned(cpu::from_shared(to), 16);
+  memcpy(cpu::from_shared(to), from, size), cpu::count(barrier, 0, -(int)size);
+}
+static inline void cluster_arrive_ready() { cluster_arrive(); }
+static inline void cluster_wait_ready() { cluster_wait(); }
+template <typename T> static inline void push(T* to, int rank, u64* barrier, T x) {
+  cpu::aligned(to, sizeof x), *peer(to, rank) = x, cpu::count(peer(barrier, rank), 0, -(int)sizeof x);
+}
+static inline void push16(float4* to, int rank, u64* barrier, float4 x) { push(to, rank, barrier, x); }
+static inline void push8(float2* to, int rank, u64* barrier, float2 x) { push(to, rank, barrier, x); }

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.plugins import cuda_on_cpu
+from trtkv.plugins._device.spec import shared_limit
 
 pytest.importorskip("triton")
 from tests.gpu import check_retrieval as checks
@@ -93,8 +94,26 @@ def test_requests_with_budgets_of_their_own_choose_fewer(
     assert checks.failures == []
 
 
-@pytest.mark.parametrize("unit", [1, 16])
-def test_a_list_with_places_left_is_read_as_a_full_one(unit: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("unit", "cluster", "warps"), [(1, 16, 4), (1, 3, 8), (16, 3, 8), (4, 2, 4)])
+def test_lists_are_attended_to_and_one_with_places_left_as_a_full_one(
+    unit: int, cluster: int, warps: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cuda_on_cpu.install(monkeypatch, folder)
-    checks.check_short_lists(unit, [500, 700, 33], [3, 9, 1] if unit > 1 else [100, 180, 33], 12 if unit > 1 else 200, dim=64)
+    monkeypatch.setattr(checks.attend, "FORMS", ((6, cluster, warps),))
+    checks.check_short_lists(unit, [260, 420, 33], [3, 9, 1] if unit > 1 else [100, 180, 33], 12 if unit > 1 else 200, dim=64)
     assert checks.failures == []
+
+
+@pytest.mark.parametrize("arch", ["80", "89", "90", "120"])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_rings_of_lists_fit_in_shared_memory_for_any_number_of_rows(dim: int, arch: str) -> None:
+    group_bytes = 16 * dim * 4 + 16 * dim * 2 + 16 * 16 * 8 + 16 * 8 * 8  # outputs, queries, weights of a cluster's blocks and of warps
+    for rows in range(1, 300):
+        cluster, warps = checks.attend.attend_form(rows, dim, arch)
+        rows_of_tokens = warps * 128 * 4
+        dynamic = checks.attend.block_bytes(rows, dim, warps, arch)
+        assert dynamic + group_bytes + rows_of_tokens + 256 <= shared_limit(arch)
+        assert 1 <= cluster <= (1 if int(arch) < 90 else 16)
+        if checks.attend.begins_early(rows, arch):
+            assert rows * cluster <= 132
+            assert 2 * dynamic + 2048 > shared_limit(arch)
