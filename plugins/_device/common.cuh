@@ -11,8 +11,9 @@ typedef unsigned long long u64;
 #define CLUSTER 1
 #endif
 #ifdef TRACE // clocks of every block, for a profile
-extern "C" __device__ long long trace[64 * 32];
-#define MARK(i) if (threadIdx.x == 0 && blockIdx.x + gridDim.x * blockIdx.y < 64) trace[(blockIdx.x + gridDim.x * blockIdx.y) * 32 + i] = clock64();
+extern "C" __device__ long long trace[192 * 32];
+#define TRACED (blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z))
+#define MARK(i) if (threadIdx.x == 0 && TRACED < 192) trace[TRACED * 32 + i] = clock64();
 #else
 #define MARK(i)
 #endif

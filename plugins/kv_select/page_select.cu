@@ -11,6 +11,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS, 1) page_select(const real* q, const char* vectors, const void* beside, const uint2* cut,
     const int* table, const int* lens, int* out, const int* slots, const int* budgets, uint4* mail_words, u32* stamps, __half* scores, float4* parts, int q_stride, int table_stride, int unit,
     long long score_stride, int budget, int dense_below, int list_room, int sink, int window, int room, float scale_log2) {
+  MARK(16)
   extern __shared__ __align__(128) char dynamic[];
   __shared__ Desk s;
   const int rank = blockIdx.x, blocks = gridDim.x, head = blockIdx.y, heads = gridDim.y, b = blockIdx.z;
@@ -36,6 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) page_select(const real*
         post_part(mail, h, part);
         if (to_parts) to_parts[h] = part;
       });
+  MARK(5)
   // Scores behind the last page are of nothing, and no candidates.
   Units units = {own, stride, begin, (end - begin + 31) / 32 * 32, reading.first, reading.last, reinterpret_cast<u32*>(dynamic)};
   choose_units(s, mail, reading, units, reinterpret_cast<unsigned char*>(dynamic + room * 4), out, stamps + row);
