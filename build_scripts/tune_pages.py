@@ -145,7 +145,8 @@ def mark(shape: Shape, variant: Variant) -> str:
     times = torch.stack(found).double()
     live = [i for i in range(MARKS) if i != 16 and bool((times[:, :, i].abs() < 10**7).all()) and bool((times[:, :, i] > 0).all())]
     text = [f"{i}: {times[:, :, i].mean():.0f}/{times[:, :, i].amax(1).mean():.0f}" for i in sorted(live, key=lambda i: float(times[:, :, i].mean()))]
-    return " ".join(text)
+    left = int((times[:, :, 17] > 0).sum())
+    return " ".join(text) + (f" | {left} blocks of {times.shape[0] * times.shape[1]} left it to the counts" if left else "")
 
 
 class Filled(Layers):
@@ -200,14 +201,22 @@ class Plan:
 
 
 SHAPES = [(4, 7, 1, 1024), (4, 7, 1, 4096), (8, 4, 1, 4096), (4, 7, 8, 1024), (4, 7, 8, 4096), (8, 4, 8, 4096)]
-TODAY = Variant("today")
+CLASSIC = ("-DCLASSIC",)
 
 
 def variants(shape: tuple[int, int, int, int], pooling: str) -> list[Variant]:
-    found = [TODAY]
+    found = [Variant("classic", CLASSIC), Variant("lists"), Variant("lists ahead 1", ("-DAHEAD=1",))]
     rows = shape[0] * shape[2]
+    if rows >= 32 and shape[3] > 1024:
+        found += [Variant(f"lists ahead {n}", (f"-DAHEAD={n}",)) for n in (2, 4)]
+        found += [
+            Variant(f"{name} alone", defines, overlap=False)
+            for name, defines in (("classic", CLASSIC), ("lists", ()), ("lists ahead 2", ("-DAHEAD=2",)))
+        ]
     if rows <= 8:
-        found += [Variant(f"{n} blocks", blocks=n) for n in (8, 16, 32) if n * rows <= 132]
+        found += [Variant(f"lists {n} blocks", blocks=n) for n in (4, 8, 16, 32) if n * rows <= 132 and shape[3] // n >= 32]
+    if rows == 4:
+        found += [Variant("classic 16 blocks", CLASSIC, blocks=16)]
     return found
 
 
@@ -220,7 +229,8 @@ def run(parts: Sequence[str]) -> None:
             if "alone" in parts:
                 attempt(f"{made.name}: {variant.name}", lambda: time_alone(made, variant))
             if "marks" in parts:
-                attempt(f"{made.name}: {variant.name} marks", lambda: mark(made, variant))
+                if variant.name in ("classic", "lists"):
+                    attempt(f"{made.name}: {variant.name} marks", lambda: mark(made, variant))
     if "whole" in parts:
         both = [(on, on, on, 0) for on in (False, True)]
         every = [(*form, 0) for form in itertools.product((False, True), repeat=3)]

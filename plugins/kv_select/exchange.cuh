@@ -354,6 +354,21 @@ __device__ __forceinline__ void put_scores(const Units& units, __half* scores, l
   }
 }
 
+// What a row's list holds beside the units that are chosen; all blocks write some of it.
+__device__ __forceinline__ void put_forced(const Mail& mail, const Reading& row, int* out) {
+  const int at = mail.rank * THREADS + threadIdx.x, step = mail.blocks * THREADS;
+#pragma unroll 1
+  for (int i = at; i < row.first; i += step) out[i] = i;
+#pragma unroll 1
+  for (int i = at; i < row.units - row.last; i += step) out[row.first + row.wanted + i] = row.last + i;
+#pragma unroll 1
+  for (int i = row.width + at; i < row.room; i += step) out[i] = -1;
+}
+// The list's length, and the stamp for the next launch: every block has read this one's, because it has told its part.
+__device__ __forceinline__ void put_stamp(const Mail& mail, const Reading& row, int* out, u32* stamp) {
+  if (mail.rank == 0 && threadIdx.x == 0) out[row.room] = row.width, *stamp = mail.stamp;
+}
+
 // From the block's scores in shared memory and what all blocks have told about theirs to the block's part of the row's list.
 __device__ __forceinline__ void choose_units(Desk& s, const Mail& mail, const Reading& row, Units& units, unsigned char* flags, int* out, u32* stamp) {
   float add[HEADS];
@@ -373,13 +388,7 @@ __device__ __forceinline__ void choose_units(Desk& s, const Mail& mail, const Re
   const int before = choose(s, mail, units, candidates, flags);
   MARK(13)
   put_chosen(s, units, flags, out, row.first + before);
-  const int at = mail.rank * THREADS + threadIdx.x, step = mail.blocks * THREADS;
-#pragma unroll 1
-  for (int i = at; i < row.first; i += step) out[i] = i;
-#pragma unroll 1
-  for (int i = at; i < row.units - row.last; i += step) out[row.first + row.wanted + i] = row.last + i;
-#pragma unroll 1
-  for (int i = row.width + at; i < row.room; i += step) out[i] = -1;
-  if (at == 0) out[row.room] = row.width, *stamp = mail.stamp; // every block has read the stamp, because it has told its part
+  put_forced(mail, row, out);
+  put_stamp(mail, row, out, stamp);
   MARK(14)
 }

@@ -235,7 +235,17 @@ template <typename Begun, typename Put, typename Tell> __device__ __forceinline_
     }
   };
   locate(0);
-#ifdef EARLY
+#ifdef AHEAD
+#pragma unroll
+  for (int k = 0; k < AHEAD; k++) {
+    const int page = begin + k * WARPS * 32 + (int)threadIdx.x;
+    if (page < end) {
+      const char* from = row.vectors + ((long long)(row.table[page / PER_PAGE] * heads + head) * PER_PAGE + page % PER_PAGE) * (VECTORS * 2 * D);
+#pragma unroll
+      for (int c = 0; c < VECTORS * 2 * D; c += 128) prefetch(from + c);
+    }
+  }
+#elif defined(EARLY)
   if (!row.idle) { // into the cache that sees what the kernel before this one still writes
 #pragma unroll
     for (int k = 0; k < (SIXTEENS + 1) / 2; k++) {
