@@ -173,6 +173,24 @@ def overlapping(append: bool, select: bool, attend: bool, blocks: int = 0) -> It
         yield
 
 
+@contextmanager
+def carved(percent: int) -> Iterator[None]:
+    """Build the launch for classic choices, with so much of a multiprocessor's memory as shared memory."""
+    made = launch_fused.page_kernel
+
+    def kernel(*given: object, **named: object) -> nvrtc.Kernel:
+        one = made(*given, **named)
+        one.prefer_shared(percent)
+        return one
+
+    defines = launch_fused._defines
+    with (
+        mock.patch.object(launch_fused, "page_kernel", kernel),
+        mock.patch.object(launch_fused, "_defines", lambda *given: (*defines(*given), *CLASSIC)),
+    ):
+        yield
+
+
 def time_whole(layers: Layers, forms: Sequence[tuple[bool, bool, bool, int]]) -> None:
     name = f"{layers.case.geometry} {layers.case.batch} x {layers.case.context} {layers.case.policy.name}"
     for form in forms:
@@ -205,18 +223,11 @@ CLASSIC = ("-DCLASSIC",)
 
 
 def variants(shape: tuple[int, int, int, int], pooling: str) -> list[Variant]:
-    found = [Variant("classic", CLASSIC), Variant("lists"), Variant("lists ahead 1", ("-DAHEAD=1",))]
-    rows = shape[0] * shape[2]
-    if rows >= 32 and shape[3] > 1024:
-        found += [Variant(f"lists ahead {n}", (f"-DAHEAD={n}",)) for n in (2, 4)]
-        found += [
-            Variant(f"{name} alone", defines, overlap=False)
-            for name, defines in (("classic", CLASSIC), ("lists", ()), ("lists ahead 2", ("-DAHEAD=2",)))
-        ]
-    if rows <= 8:
-        found += [Variant(f"lists {n} blocks", blocks=n) for n in (4, 8, 16, 32) if n * rows <= 132 and shape[3] // n >= 32]
-    if rows == 4:
-        found += [Variant("classic 16 blocks", CLASSIC, blocks=16)]
+    found = [Variant("classic", CLASSIC), Variant("unprefetched", (*CLASSIC, "-DUNPREFETCHED"))]
+    if shape[0] * shape[2] >= 32:
+        found += [Variant(f"{one.name} alone", one.defines, overlap=False) for one in found]
+    if shape[0] * shape[2] <= 8:
+        found += [Variant("unprefetched 32 blocks", (*CLASSIC, "-DUNPREFETCHED"), blocks=32)] * (shape[3] > 1024 and shape[0] == 4)
     return found
 
 
@@ -229,14 +240,16 @@ def run(parts: Sequence[str]) -> None:
             if "alone" in parts:
                 attempt(f"{made.name}: {variant.name}", lambda: time_alone(made, variant))
             if "marks" in parts:
-                if variant.name in ("classic", "lists"):
+                if variant.name in ("classic", "unprefetched"):
                     attempt(f"{made.name}: {variant.name} marks", lambda: mark(made, variant))
     if "whole" in parts:
-        both = [(on, on, on, 0) for on in (False, True)]
-        every = [(*form, 0) for form in itertools.product((False, True), repeat=3)]
-        for given, forms in ((("qwen2.5-7b", 8, 131072), every), (("llama-3.1-8b", 8, 131072), every), (("qwen2.5-7b", 1, 32768), both)):
+        forms = [(False, False, False, 0), (False, True, True, 0), (True, True, True, 0)]
+        for given in (("qwen2.5-7b", 8, 131072), ("llama-3.1-8b", 8, 131072), ("qwen2.5-7b", 1, 32768)):
             layers = make_layers(*given, "quest", "retrieve.page=32")
-            time_whole(layers, forms)
+            for percent in (-1, 20, 40, 60):
+                with carved(percent):
+                    print("carve-out", percent)
+                    time_whole(layers, forms)
             del layers
             torch.cuda.empty_cache()
 

@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) page_select(const real*
   clear(s);
   const int per = ((pages + 31) / 32 + blocks - 1) / blocks * 32, begin = min(pages, rank * per), end = min(pages, begin + per), stride = room + 8;
   __half* own = reinterpret_cast<__half*>(dynamic + (room / 8 * 33 + 127) / 128 * 128);
-  const Pages share = {vectors, beside, cut + row, table + (long long)b * table_stride, head, heads, stored, begin, end, per, false};
+  const Pages share = {vectors, beside, cut + row, table + (long long)b * table_stride, head, heads, stored, begin, end, per, false, end <= (stored - 1) / unit};
   Mail mail = {mail_words + row * (blocks * (MAIL_WORDS + SHORT_MAIL) + CROWD), blocks, rank, 0};
   float4* to_parts = scores ? parts + (row * blocks + rank) * HEADS : nullptr;
 #ifdef CLASSIC

@@ -95,29 +95,46 @@ struct Query {
   }
 };
 
-// Products of the sixteens' pages with the heads: c[s][t] holds pages 2 gid (0, 1) and 2 gid + 1 (2, 3) by heads 8 t + 2 tig and + 1.
-// zero is 0, which the compiler does not know: every product waits for all loads, or it would take them in turns to save registers.
-__device__ __forceinline__ void products(float (&c)[SIXTEENS][TILES][4], const Query& query, const char* vectors, const real* radii,
-    const int (&rows)[SIXTEENS][2], int tig, u32 zero) {
+// What a lane reads of the sixteens' pages.
+struct Fetched {
+  uint4 v[SIXTEENS][VECTORS][2][PIECES];
   float reach[SIXTEENS][2];
+
+  __device__ __forceinline__ void read(const char* vectors, const real* radii, const int (&rows)[SIXTEENS][2], int tig) {
 #pragma unroll
-  for (int s = 0; s < SIXTEENS; s++) {
-    if (KIND == 1) {
+    for (int s = 0; s < SIXTEENS; s++) {
+      if (KIND == 1) {
 #pragma unroll
-      for (int r = 0; r < 2; r++) reach[s][r] = wide1(radii[rows[s][r]]);
+        for (int r = 0; r < 2; r++) reach[s][r] = wide1(radii[rows[s][r]]);
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < SIXTEENS; s++) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const char* from = vectors + (long long)rows[s][r] * (VECTORS * 2 * D) + tig * 16;
+#pragma unroll
+        for (int k = 0; k < VECTORS; k++) {
+#pragma unroll
+          for (int i = 0; i < PIECES; i++) v[s][k][r][i] = load16(from + k * 2 * D + i * 64);
+        }
+      }
     }
   }
+};
+
+// Products of the sixteens' pages with the heads: c[s][t] holds pages 2 gid (0, 1) and 2 gid + 1 (2, 3) by heads 8 t + 2 tig and + 1.
+// zero is 0, which the compiler does not know: every product waits for all loads, or it would take them in turns to save registers.
+__device__ __forceinline__ void products(float (&c)[SIXTEENS][TILES][4], const Query& query, const Fetched& pages, u32 zero) {
   u32 arrived = 0;
-  uint4 v[SIXTEENS][VECTORS][2][PIECES];
 #pragma unroll
   for (int s = 0; s < SIXTEENS; s++) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const char* from = vectors + (long long)rows[s][r] * (VECTORS * 2 * D) + tig * 16;
 #pragma unroll
       for (int k = 0; k < VECTORS; k++) {
 #pragma unroll
-        for (int i = 0; i < PIECES; i++) v[s][k][r][i] = load16(from + k * 2 * D + i * 64), arrived |= v[s][k][r][i].x;
+        for (int i = 0; i < PIECES; i++) arrived |= pages.v[s][k][r][i].x;
       }
     }
   }
@@ -129,7 +146,7 @@ __device__ __forceinline__ void products(float (&c)[SIXTEENS][TILES][4], const Q
     for (int k = 0; k < VECTORS; k++) {
 #pragma unroll
       for (int i = 0; i < PIECES; i++) {
-        const uint4 a = v[s][k][0][i], b = v[s][k][1][i];
+        const uint4 a = pages.v[s][k][0][i], b = pages.v[s][k][1][i];
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
           const u32* f = query.part[k][t] + 4 * i;
@@ -145,7 +162,7 @@ __device__ __forceinline__ void products(float (&c)[SIXTEENS][TILES][4], const Q
     for (int t = 0; t < TILES; t++) {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        if (KIND == 1) c[s][t][i] += query.norm[2 * t + (i & 1)] * reach[s][i >> 1];
+        if (KIND == 1) c[s][t][i] += query.norm[2 * t + (i & 1)] * pages.reach[s][i >> 1];
       }
     }
   }
@@ -214,9 +231,10 @@ struct Pages {
   const int* table;     // page numbers of the sequence
   int head, heads, stored, begin, end, per; // per: of every block
   bool idle;            // there is nothing to score
+  bool settled;         // no kernel that may still run writes what is read of these pages
 };
 
-// Waits for the kernels before this one, then calls begun(). q: the query heads, [G, D], or all of the layer where SHARED. Calls put(head, page,
+// Waits for the kernels before this one, before the first pages are asked for or behind, then calls begun(). q: the query heads, [G, D], or all of the layer where SHARED. Calls put(head, page,
 // scores of it and the next) in one thread each, then tell(head, part) in thread `head`: scores and parts are as score_groups tells them.
 template <typename Begun, typename Put, typename Tell> __device__ __forceinline__ void score_share(const Pages& row, const real* q, float scale_log2,
     Begun begun, Put put, Tell tell) {
@@ -235,17 +253,7 @@ template <typename Begun, typename Put, typename Tell> __device__ __forceinline_
     }
   };
   locate(0);
-#ifdef AHEAD
-#pragma unroll
-  for (int k = 0; k < AHEAD; k++) {
-    const int page = begin + k * WARPS * 32 + (int)threadIdx.x;
-    if (page < end) {
-      const char* from = row.vectors + ((long long)(row.table[page / PER_PAGE] * heads + head) * PER_PAGE + page % PER_PAGE) * (VECTORS * 2 * D);
-#pragma unroll
-      for (int c = 0; c < VECTORS * 2 * D; c += 128) prefetch(from + c);
-    }
-  }
-#elif defined(EARLY)
+#if defined(EARLY) && !defined(UNPREFETCHED)
   if (!row.idle) { // into the cache that sees what the kernel before this one still writes
 #pragma unroll
     for (int k = 0; k < (SIXTEENS + 1) / 2; k++) {
@@ -255,21 +263,15 @@ template <typename Begun, typename Put, typename Tell> __device__ __forceinline_
   }
 #endif
   MARK(0)
-  dependency_wait();
+  if (row.idle || !row.settled) dependency_wait();
   if (row.idle) return;
-  begun();
-  MARK(1)
   const u32 zero = row.stored >> 31;
   Query query;
-#ifndef SHARED
-  query.load(q, gid, tig);
-#endif
 #ifdef FORCED
-  const uint2 limit = *row.limit;
+  uint2 limit;
 #endif
   Statistics known;
   known.start();
-  MARK(2)
   auto slot = [&](int i) { return POOLED ? 0 : (i >> 1) * 8 + 2 * tig + (i & 1); }; // head of a column
   for (int j = 0; j < rounds; j++) {
     int rows[SIXTEENS][2];
@@ -282,6 +284,22 @@ template <typename Begun, typename Put, typename Tell> __device__ __forceinline_
     }
     if (j + 1 < rounds) locate(j + 1);
     const bool busy = begin + (j * WARPS + warp) * ROUND < end;
+    Fetched pages;
+#ifndef SHARED
+    if (busy) pages.read(row.vectors, reinterpret_cast<const real*>(row.beside), rows, tig);
+#endif
+    if (j == 0) {
+      if (row.settled) dependency_wait();
+      MARK(1)
+      begun();
+#ifndef SHARED
+      query.load(q, gid, tig);
+#endif
+#ifdef FORCED
+      limit = *row.limit;
+#endif
+      MARK(2)
+    }
     float x[SIXTEENS][2][COLUMNS];
 #ifdef SHARED
 #pragma unroll
@@ -290,7 +308,7 @@ template <typename Begun, typename Put, typename Tell> __device__ __forceinline_
     for (int h = 0; h < heads; h++) {
       query.load(q + (long long)h * GROUP_HEADS * D, gid, tig);
       float c[SIXTEENS][TILES][4] = {};
-      if (busy) products(c, query, row.vectors, reinterpret_cast<const real*>(row.beside), rows, tig, zero);
+      if (busy) pages.read(row.vectors, reinterpret_cast<const real*>(row.beside), rows, tig), products(c, query, pages, zero);
 #pragma unroll
       for (int s = 0; s < SIXTEENS; s++) {
 #pragma unroll
@@ -305,7 +323,7 @@ template <typename Begun, typename Put, typename Tell> __device__ __forceinline_
 #else
     {
       float c[SIXTEENS][TILES][4] = {};
-      if (busy) products(c, query, row.vectors, reinterpret_cast<const real*>(row.beside), rows, tig, zero);
+      if (busy) products(c, query, pages, zero);
 #pragma unroll
       for (int s = 0; s < SIXTEENS; s++) agree(x[s][0], c[s], 0, scale_log2, tig), agree(x[s][1], c[s], 1, scale_log2, tig);
     }
