@@ -169,13 +169,14 @@ def overlapping(append: bool, select: bool, attend: bool, blocks: int = 0) -> It
         mock.patch.object(select_cuda, "overlaps", lambda *given: select),
         mock.patch.object(attend_cuda, "overlaps", lambda *given: attend),
         mock.patch.object(launch_fused, "FEW_BLOCKS", blocks or launch_fused.FEW_BLOCKS),
+        mock.patch.object(launch_fused, "LEAST_PAGES", 32 if blocks else launch_fused.LEAST_PAGES),
     ):
         yield
 
 
 @contextmanager
-def carved(percent: int) -> Iterator[None]:
-    """Build the launch for classic choices, with so much of a multiprocessor's memory as shared memory."""
+def carved(percent: int, more: tuple[str, ...]) -> Iterator[None]:
+    """Build the launch with definitions, and with so much of a multiprocessor's memory as shared memory."""
     made = launch_fused.page_kernel
 
     def kernel(*given: object, **named: object) -> nvrtc.Kernel:
@@ -186,7 +187,7 @@ def carved(percent: int) -> Iterator[None]:
     defines = launch_fused._defines
     with (
         mock.patch.object(launch_fused, "page_kernel", kernel),
-        mock.patch.object(launch_fused, "_defines", lambda *given: (*defines(*given), *CLASSIC)),
+        mock.patch.object(launch_fused, "_defines", lambda *given: (*defines(*given), *more)),
     ):
         yield
 
@@ -222,12 +223,19 @@ SHAPES = [(4, 7, 1, 1024), (4, 7, 1, 4096), (8, 4, 1, 4096), (4, 7, 8, 1024), (4
 CLASSIC = ("-DCLASSIC",)
 
 
+LATE = ("-DEARLY_ROUNDS=0",)
+
+
 def variants(shape: tuple[int, int, int, int], pooling: str) -> list[Variant]:
-    found = [Variant("classic", CLASSIC), Variant("unprefetched", (*CLASSIC, "-DUNPREFETCHED"))]
-    if shape[0] * shape[2] >= 32:
-        found += [Variant(f"{one.name} alone", one.defines, overlap=False) for one in found]
-    if shape[0] * shape[2] <= 8:
-        found += [Variant("unprefetched 32 blocks", (*CLASSIC, "-DUNPREFETCHED"), blocks=32)] * (shape[3] > 1024 and shape[0] == 4)
+    found = [Variant("classic late", (*CLASSIC, *LATE)), Variant("short")]
+    rows = shape[0] * shape[2]
+    if rows <= 32:
+        found += [Variant("short late", LATE), Variant("short early 2", ("-DEARLY_ROUNDS=2",))]
+    if rows <= 8:
+        found += [Variant(f"short {n} blocks", blocks=n) for n in (8, 16, 32) if n * rows <= 132 and shape[3] // n >= 32]
+        found += [Variant("short early 2, 16 blocks", ("-DEARLY_ROUNDS=2",), blocks=16)]
+    if rows >= 32:
+        found += [Variant(f"{one.name} alone", one.defines, overlap=False) for one in found[:2]]
     return found
 
 
@@ -240,16 +248,23 @@ def run(parts: Sequence[str]) -> None:
             if "alone" in parts:
                 attempt(f"{made.name}: {variant.name}", lambda: time_alone(made, variant))
             if "marks" in parts:
-                if variant.name in ("classic", "unprefetched"):
+                if variant.name in ("classic late", "short"):
                     attempt(f"{made.name}: {variant.name} marks", lambda: mark(made, variant))
     if "whole" in parts:
         forms = [(False, False, False, 0), (False, True, True, 0), (True, True, True, 0)]
-        for given in (("qwen2.5-7b", 8, 131072), ("llama-3.1-8b", 8, 131072), ("qwen2.5-7b", 1, 32768)):
+        few = [(True, True, True, n) for n in (8, 16, 32)]
+        for given in (
+            ("qwen2.5-7b", 8, 131072),
+            ("llama-3.1-8b", 8, 131072),
+            ("qwen2.5-7b", 1, 32768),
+            ("qwen2.5-7b", 1, 131072),
+            ("llama-3.1-8b", 1, 131072),
+        ):
             layers = make_layers(*given, "quest", "retrieve.page=32")
-            for percent in (-1, 20, 40, 60):
-                with carved(percent):
-                    print("carve-out", percent)
-                    time_whole(layers, forms)
+            for more in ((*CLASSIC, *LATE), ()):
+                with carved(40, more):
+                    print(more)
+                    time_whole(layers, forms if given[1] == 8 else few)
             del layers
             torch.cuda.empty_cache()
 

@@ -45,6 +45,11 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
+__device__ __forceinline__ float fma_sat(float x, float y, float z) { // x y + z between 0 and 1
+  asm("fma.rn.sat.f32 %0,%0,%1,%2;" : "+f"(x) : "f"(y), "f"(z));
+  return x;
+}
+
 // Wait for the kernels before this one, then let the one behind start its preamble: it may read what was written before the kernel before it.
 __device__ __forceinline__ void dependency_wait() {
 #if __CUDA_ARCH__ >= 900

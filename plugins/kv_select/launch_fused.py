@@ -30,7 +30,7 @@ LEAST_PAGES = 128  # of a block
 _STATIC = 28 * 1024  # shared memory of a block beside what its launch asks for
 _COUNT_WORDS = 43 + 11 * 11  # words of sixteen bytes that a block tells beside one a head, as in mail.cuh
 _CROWD = 512
-_SHORT_MAIL = 33  # words that a block tells of its best pages, as in shortlist.cuh
+_SHORT_MAIL = 256 * 6, 8  # words of the scores of a row's pages, and of a block beside them, as in shortlist.cuh
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Fused:
 
     def allocate(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Allocate what blocks tell each other, int32, and the rows' stamps [R] int32, all zero."""
-        words = self.blocks * (self.heads + _COUNT_WORDS + _SHORT_MAIL) + _CROWD
+        words = self.blocks * (self.heads + _COUNT_WORDS + _SHORT_MAIL[1]) + _CROWD + _SHORT_MAIL[0]
         return torch.zeros(self.rows, words, 4, dtype=torch.int32, device=device), torch.zeros(self.rows, dtype=torch.int32, device=device)
 
 

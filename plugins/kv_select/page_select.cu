@@ -5,6 +5,9 @@
 #define THREADS (32 * WARPS)
 #include "page_share.cuh"
 #include "shortlist.cuh"
+#ifndef EARLY_ROUNDS
+#define EARLY_ROUNDS 1 // of all warps, up to which a block asks for the first pages before the query: more then wait for it together
+#endif
 
 // q [B, q_stride]; vectors, beside and cut [B, Hk] as page_share.cuh says; table, lens, out, slots, budgets, mail, stamps, scores and parts as of
 // fier_select, with pages of `unit` tokens for units. Dynamic shared memory: 33 bytes for eight units of room, a multiple of 128, then HEADS (room + 8) scores.
@@ -27,30 +30,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) page_select(const real*
   clear(s);
   const int per = ((pages + 31) / 32 + blocks - 1) / blocks * 32, begin = min(pages, rank * per), end = min(pages, begin + per), stride = room + 8;
   __half* own = reinterpret_cast<__half*>(dynamic + (room / 8 * 33 + 127) / 128 * 128);
-  const Pages share = {vectors, beside, cut + row, table + (long long)b * table_stride, head, heads, stored, begin, end, per, false, end <= (stored - 1) / unit};
-  Mail mail = {mail_words + row * (blocks * (MAIL_WORDS + SHORT_MAIL) + CROWD), blocks, rank, 0};
+  const Pages share = {vectors, beside, cut + row, table + (long long)b * table_stride, head, heads, stored, begin, end, per, false, per <= EARLY_ROUNDS * WARPS * ROUND && end <= (stored - 1) / unit};
+  Mail mail = {mail_words + row * (blocks * MAIL_WORDS + CROWD + SHORT_MAIL(blocks)), blocks, rank, 0};
   float4* to_parts = scores ? parts + (row * blocks + rank) * HEADS : nullptr;
 #ifdef CLASSIC
   const bool brief = false;
 #else
-  const bool brief = blocks <= MOST_SHORT_BLOCKS && room <= MOST_SHORT_UNITS && 2 * reading.wanted <= blocks * Lists::room(blocks);
+  const bool brief = WARPS == MOST_SHORT_WARPS && blocks <= MOST_SHORT_BLOCKS && pages <= MOST_SHORT_UNITS;
 #endif
-  float4 own_part;
   score_share(share, q + (long long)b * q_stride + (long long)head * GROUP_HEADS * D, scale_log2,
       [&] { mail.stamp = __ldcg(stamps + row) + 1; },
-      [&](int h, int page, __half2 both) {
-        *reinterpret_cast<__half2*>(own + h * stride + page - begin) = both;
-        if (HEADS == 1 && brief) count_raw(s, both, page, reading);
+      [&](int h, int page, __half2 both) { *reinterpret_cast<__half2*>(own + h * stride + page - begin) = both; },
+      [&](int page) {
+        if (HEADS == 1 && brief && page < end) tell_raw(mail, own + page - begin, page);
+      },
+      [&](float ref, float high, float low) {
+        if (HEADS == 1 && brief) tell_range(mail, ref, high, low);
       },
       [&](int h, float4 part) {
         post_part(mail, h, part);
-        own_part = part;
         if (to_parts) to_parts[h] = part;
       });
   MARK(5)
   // Scores behind the last page are of nothing, and no candidates.
   Units units = {own, stride, begin, (end - begin + 31) / 32 * 32, reading.first, reading.last, reinterpret_cast<u32*>(dynamic)};
-  if (!brief || !choose_short(s, mail, reading, units, out, stamps + row, own_part, per)) {
+  if (!brief || !choose_short(s, mail, reading, units, out, stamps + row, per)) {
     MARK(17)
 #ifdef LISTS_ALONE
     if (threadIdx.x == 0) out[0] = -99;

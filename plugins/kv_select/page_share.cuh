@@ -231,13 +231,13 @@ struct Pages {
   const int* table;     // page numbers of the sequence
   int head, heads, stored, begin, end, per; // per: of every block
   bool idle;            // there is nothing to score
-  bool settled;         // no kernel that may still run writes what is read of these pages
+  bool settled;         // the first ones are asked for at once: no kernel that may still run writes them
 };
 
 // Waits for the kernels before this one, before the first pages are asked for or behind, then calls begun(). q: the query heads, [G, D], or all of the layer where SHARED. Calls put(head, page,
 // scores of it and the next) in one thread each, then tell(head, part) in thread `head`: scores and parts are as score_groups tells them.
-template <typename Begun, typename Put, typename Tell> __device__ __forceinline__ void score_share(const Pages& row, const real* q, float scale_log2,
-    Begun begun, Put put, Tell tell) {
+template <typename Begun, typename Put, typename Sixteen, typename Range, typename Tell> __device__ __forceinline__ void score_share(const Pages& row, const real* q, float scale_log2,
+    Begun begun, Put put, Sixteen sixteen, Range range, Tell tell) {
   __shared__ float shared_ref[WARPS][8 * TILES];
   __shared__ float2 shared_sum[WARPS][8 * TILES];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gid = lane >> 2, tig = lane & 3;
@@ -253,7 +253,7 @@ template <typename Begun, typename Put, typename Tell> __device__ __forceinline_
     }
   };
   locate(0);
-#if defined(EARLY) && !defined(UNPREFETCHED)
+#ifdef EARLY
   if (!row.idle) { // into the cache that sees what the kernel before this one still writes
 #pragma unroll
     for (int k = 0; k < (SIXTEENS + 1) / 2; k++) {
@@ -263,8 +263,10 @@ template <typename Begun, typename Put, typename Tell> __device__ __forceinline_
   }
 #endif
   MARK(0)
-  if (row.idle || !row.settled) dependency_wait();
-  if (row.idle) return;
+  if (row.idle) {
+    dependency_wait();
+    return;
+  }
   const u32 zero = row.stored >> 31;
   Query query;
 #ifdef FORCED
@@ -284,12 +286,8 @@ template <typename Begun, typename Put, typename Tell> __device__ __forceinline_
     }
     if (j + 1 < rounds) locate(j + 1);
     const bool busy = begin + (j * WARPS + warp) * ROUND < end;
-    Fetched pages;
-#ifndef SHARED
-    if (busy) pages.read(row.vectors, reinterpret_cast<const real*>(row.beside), rows, tig);
-#endif
-    if (j == 0) {
-      if (row.settled) dependency_wait();
+    auto start = [&] {
+      dependency_wait();
       MARK(1)
       begun();
 #ifndef SHARED
@@ -299,7 +297,13 @@ template <typename Begun, typename Put, typename Tell> __device__ __forceinline_
       limit = *row.limit;
 #endif
       MARK(2)
-    }
+    };
+    Fetched pages;
+    if (j == 0 && !row.settled) start();
+#ifndef SHARED
+    if (busy) pages.read(row.vectors, reinterpret_cast<const real*>(row.beside), rows, tig);
+#endif
+    if (j == 0 && row.settled) start();
     float x[SIXTEENS][2][COLUMNS];
 #ifdef SHARED
 #pragma unroll
@@ -372,9 +376,11 @@ template <typename Begun, typename Put, typename Tell> __device__ __forceinline_
         if (!live0 || h >= HEADS_OUT || (POOLED && tig != 0)) continue;
         put(h, at, both);
       }
+      sixteen(at - 2 * gid);
     }
   }
   MARK(4)
+  if (RAW) range(known.ref[0], POOLED || tig == 0 ? known.high[0] : -3e38f, POOLED || tig == 0 ? known.low[0] : 3e38f);
 #pragma unroll
   for (int i = 0; i < COLUMNS; i++) {
 #pragma unroll
