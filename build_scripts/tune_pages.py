@@ -229,8 +229,6 @@ LATE = ("-DEARLY_ROUNDS=0",)
 def variants(shape: tuple[int, int, int, int], pooling: str) -> list[Variant]:
     found = [Variant("classic late", (*CLASSIC, *LATE)), Variant("short")]
     rows = shape[0] * shape[2]
-    if rows <= 32:
-        found += [Variant("short late", LATE), Variant("short early 2", ("-DEARLY_ROUNDS=2",))]
     if rows <= 8:
         found += [Variant(f"short {n} blocks", blocks=n) for n in (8, 16, 32) if n * rows <= 132 and shape[3] // n >= 32]
         found += [Variant("short early 2, 16 blocks", ("-DEARLY_ROUNDS=2",), blocks=16)]
@@ -251,25 +249,55 @@ def run(parts: Sequence[str]) -> None:
                 if variant.name in ("classic late", "short"):
                     attempt(f"{made.name}: {variant.name} marks", lambda: mark(made, variant))
     if "whole" in parts:
-        forms = [(False, False, False, 0), (False, True, True, 0), (True, True, True, 0)]
+        apart, together = (False, False, False, 0), (True, True, True, 0)
         few = [(True, True, True, n) for n in (8, 16, 32)]
-        for given in (
-            ("qwen2.5-7b", 8, 131072),
-            ("llama-3.1-8b", 8, 131072),
-            ("qwen2.5-7b", 1, 32768),
-            ("qwen2.5-7b", 1, 131072),
-            ("llama-3.1-8b", 1, 131072),
-        ):
-            layers = make_layers(*given, "quest", "retrieve.page=32")
-            for more in ((*CLASSIC, *LATE), ()):
-                with carved(40, more):
-                    print(more)
-                    time_whole(layers, forms if given[1] == 8 else few)
+        classic = (*CLASSIC, *LATE)
+        every = (
+            (("qwen2.5-7b", 8, 131072, "quest"), [(40, classic, apart), (40, (), apart), (10, (), together), (20, (), together), (40, (), together)]),
+            (
+                ("llama-3.1-8b", 8, 131072, "quest"),
+                [(40, classic, apart), (40, (), apart), (10, (), together), (20, (), together), (40, (), together)],
+            ),
+            (("qwen2.5-7b", 8, 131072, "freekv"), [(40, classic, apart), (40, classic, together), (40, (), together)]),
+            (("qwen2.5-7b", 1, 32768, "freekv"), [(40, classic, together), (40, (), together)]),
+            (("qwen2.5-7b", 1, 32768, "quest"), [(10, (), together), *((40, (), one) for one in few)]),
+            (("qwen2.5-7b", 1, 131072, "quest"), [(10, (), together), *((40, (), one) for one in few)]),
+            (("qwen2.5-7b", 8, 32768, "quest"), [(-1, classic, together), (10, (), together), (40, (), together)]),
+        )
+        for given, forms in every:
+            layers = make_layers(*given, "retrieve.page=32")
+            for percent, more, form in forms:
+                with carved(percent, more):
+                    print(percent, *more, end=" ")
+                    time_whole(layers, [form])
             del layers
             torch.cuda.empty_cache()
+
+
+def run_fier() -> None:
+    """Overlap of scorer and selector of one-bit keys, with a carve-out of their own."""
+    for given in (("llama-3.1-8b", 8, 131072), ("qwen2.5-7b", 8, 131072)):
+        layers = make_layers(*given, "fier")
+        for percent in (-1, 20, 40, 60):
+
+            def wrap(made: Callable[..., nvrtc.Kernel], percent: int = percent) -> Callable[..., nvrtc.Kernel]:
+                def kernel(*given: object, **named: object) -> nvrtc.Kernel:
+                    one = made(*given, **named)
+                    one.prefer_shared(percent)
+                    return one
+
+                return kernel
+
+            with mock.patch.object(launch, "score_kernel", wrap(launch.score_kernel)):
+                print("fier carve-out of the scorer", percent)
+                time_whole(layers, [(False, False, False, 0), (False, True, True, 0), (True, True, True, 0)])
+        del layers
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
     with torch.inference_mode():
         run(sys.argv[1:] or ["alone", "marks", "whole"])
+        if "fier" in sys.argv:
+            run_fier()

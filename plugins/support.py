@@ -95,10 +95,25 @@ def encodes_by_kernels(plan: CachePlan, device: torch.device) -> Format | None:
 def overlaps(session: Session, table: Tensor) -> bool:
     """Say whether launches of a decode step may overlap, for tables [Y, B, M] or [B, M].
 
-    Blocks that start early fill the gaps between small kernels and spoil the balance of those that fill the device for long.
+    Blocks that start early fill the gaps between small kernels and spoil the balance of those that fill the device for long; but for those of one
+    launch that scores pages and chooses among them, of which a multiprocessor holds one.
     """
     batch, pages = table.shape[-2:]
-    return batch * session.plan.num_kv_heads * pages * session.plan.page_size <= MOST_OVERLAPPED_TOKENS
+    rows = batch * session.plan.num_kv_heads
+    if rows * pages * session.plan.page_size <= MOST_OVERLAPPED_TOKENS:
+        return True
+    return session.offload is None and session.scratch(("chooses at once", rows), lambda: _chooses_at_once(session.plan, rows, table.device))
+
+
+def _chooses_at_once(plan: CachePlan, rows: int, device: torch.device) -> bool:
+    """Say whether every layer chooses pages by their summaries in one launch, two blocks a row or more."""
+    if device.type != "cuda" or 2 * rows > torch.cuda.get_device_properties(device).multi_processor_count:
+        return False
+    summaries = [summary_of(plan, layer) for layer in range(plan.num_layers)]
+    return all(
+        select is not None and summary is not None and summary.scorer != "fier" and not shares_selection(select) and not outliers(select)
+        and select.pooling != "none" for select, summary in zip(plan.select, summaries, strict=True)
+    )  # fmt: skip
 
 
 def dense_below(plan: CachePlan, sequences: int, device: torch.device) -> int:

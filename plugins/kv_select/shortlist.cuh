@@ -75,6 +75,7 @@ struct Bins {
     return set;
   }
   __device__ __forceinline__ static int unit(int bit) { return (bit >> 3) * 4 + (bit & 7); }
+  __device__ __forceinline__ static int bit(int unit) { return (unit >> 2) * 8 + (unit & 3); }
 };
 
 // What the thread's units are compared by, from the words of its set.
@@ -143,35 +144,39 @@ struct Set {
 // Read the thread's set, and say what its raw scores are compared by.
 __device__ __forceinline__ void read_set(Desk& s, const Mail& mail, int unit, int block, bool live, Set& set) {
   const Scores scores(mail);
-  const uint4* words = scores.set(unit);
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const uint4 *words = scores.set(unit), *head = scores.head(warp, lane);
+  const bool asks = HEADS == 1 && lane < mail.blocks;
+  uint4 told = {0, 0, 0, mail.stamp - 1};
+  bool ready;
 #pragma unroll
-  for (int i = 0; i < SET_WORDS; i++) {
-    set.v[i] = make_uint4(0, 0, 0, 0);
-    if (live) set.v[i] = look(words + i);
-  }
-  if (HEADS == 1) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    float top = -3e38f, low = 3e38f, ref = 0.f;
-    if (lane < mail.blocks) {
-      const uint4 v = await(scores.head(warp, lane), mail.stamp);
-      top = __uint_as_float(v.x), low = __uint_as_float(v.y), ref = __uint_as_float(v.z);
+  for (int i = 0; i < SET_WORDS; i++) set.v[i] = told;
+  do { // all that is missing at once: one after the other would take as many round trips
+    ready = true;
+    if (asks && told.w != mail.stamp) told = look(head);
+#pragma unroll
+    for (int i = 0; i < SET_WORDS; i++) {
+      if (live && set.v[i].w != mail.stamp) set.v[i] = look(words + i);
     }
-    __syncwarp();
-    top = highest(top), low = -highest(-low);
-    if (lane == 0) s.range[warp] = make_float2(top, low);
-    ref = __shfl_sync(~0u, ref, block);
-    __syncthreads();
+    if (asks) ready = told.w == mail.stamp;
 #pragma unroll
-    for (int i = 0; i < THREADS / 32; i++) top = fmaxf(top, s.range[i].x), low = fminf(low, s.range[i].y);
-    set.add = ref - top, set.factor = 1.f / fmaxf(top - low, 1e-30f), set.base = (top - low) * set.factor;
-  }
+    for (int i = 0; i < SET_WORDS; i++) {
+      if (live) ready &= set.v[i].w == mail.stamp;
+    }
+  } while (!ready);
+  __syncwarp();
+  if (HEADS > 1) return;
+  float top = asks ? __uint_as_float(told.x) : -3e38f, low = asks ? __uint_as_float(told.y) : 3e38f;
+  const float ref = __shfl_sync(~0u, __uint_as_float(told.z), block);
+  top = highest(top), low = -highest(-low);
+  if (lane == 0) s.range[warp] = make_float2(top, low);
+  __syncthreads();
 #pragma unroll
-  for (int i = 0; i < SET_WORDS; i++) {
-    while (live && set.v[i].w != mail.stamp) set.v[i] = look(words + i);
-  }
+  for (int i = 0; i < THREADS / 32; i++) top = fmaxf(top, s.range[i].x), low = fminf(low, s.range[i].y);
+  set.add = ref - top, set.factor = 1.f / fmaxf(top - low, 1e-30f), set.base = (top - low) * set.factor;
 }
 
-// As choose_units where that decides; false, in all blocks, where it does not. per: units of every block.
+// As choose_units where that decides; false, in all blocks, where it does not. s.own has been cleared and counts nothing; per: units of every block.
 __device__ __forceinline__ bool choose_short(Desk& s, const Mail& mail, const Reading& row, Units& units, int* out, u32* stamp, int per) {
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, unit = tid * SET;
   Set set;
@@ -204,19 +209,22 @@ __device__ __forceinline__ bool choose_short(Desk& s, const Mail& mail, const Re
     chosen |= near;
   } else {
 #pragma unroll 1
-    for (u32 left = near; left; left &= left - 1) {
-      const int u = Bins::unit(__ffs(left) - 1);
+    for (; near; near &= near - 1) {
+      const int u = Bins::unit(__ffs(near) - 1);
       s.list[atomicAdd(&s.listed, 1)] = Candidates::value(set.image(u), unit + u);
     }
     __syncthreads();
 #pragma unroll 1
-    for (; near; near &= near - 1) {
-      const int bit = __ffs(near) - 1, u = Bins::unit(bit);
-      const u64 own = Candidates::value(set.image(u), unit + u);
+    for (int i = warp; i < cut.count; i += THREADS / 32) { // a warp compares one with all
+      const u64 own = s.list[i];
       int better = 0;
-      for (int k = 0; k < cut.count; k++) better += s.list[k] > own;
-      if (better < need) chosen |= 1u << bit;
+      for (int k = lane; k < cut.count; k += 32) better += s.list[k] > own;
+      better = __reduce_add_sync(~0u, better);
+      const int u = 0xfffffff - (int)(own & 0xfffffff);
+      if (lane == 0 && better < need) atomicOr(reinterpret_cast<u32*>(s.own) + u / SET, 1u << Bins::bit(u % SET));
     }
+    __syncthreads();
+    chosen |= s.own[tid];
   }
   MARK(10)
   // Where the thread's units stand among the row's: counts up to sixteen, bit by bit.
