@@ -95,25 +95,32 @@ def encodes_by_kernels(plan: CachePlan, device: torch.device) -> Format | None:
 def overlaps(session: Session, table: Tensor) -> bool:
     """Say whether launches of a decode step may overlap, for tables [Y, B, M] or [B, M].
 
-    Blocks that start early fill the gaps between small kernels and spoil the balance of those that fill the device for long; but for those of one
-    launch that scores pages and chooses among them, of which a multiprocessor holds one.
+    Blocks that start early fill the gaps between small kernels and spoil the balance of those that fill the device for long. Longer steps overlap
+    where that was measured to be faster: where one-bit keys choose, and where one launch scores pages and chooses among them.
     """
     batch, pages = table.shape[-2:]
     rows = batch * session.plan.num_kv_heads
     if rows * pages * session.plan.page_size <= MOST_OVERLAPPED_TOKENS:
         return True
-    return session.offload is None and session.scratch(("chooses at once", rows), lambda: _chooses_at_once(session.plan, rows, table.device))
-
-
-def _chooses_at_once(plan: CachePlan, rows: int, device: torch.device) -> bool:
-    """Say whether every layer chooses pages by their summaries in one launch, two blocks a row or more."""
-    if device.type != "cuda" or 2 * rows > torch.cuda.get_device_properties(device).multi_processor_count:
+    if session.offload is not None or session.encoded is not None or session.ragged is not None:
         return False
-    summaries = [summary_of(plan, layer) for layer in range(plan.num_layers)]
-    return all(
-        select is not None and summary is not None and summary.scorer != "fier" and not shares_selection(select) and not outliers(select)
-        and select.pooling != "none" for select, summary in zip(plan.select, summaries, strict=True)
-    )  # fmt: skip
+    return session.scratch(("long steps overlap", rows), lambda: _long_steps_overlap(session.plan, rows, table.device))
+
+
+def _long_steps_overlap(plan: CachePlan, rows: int, device: torch.device) -> bool:
+    """Say whether every layer that selects chooses by one-bit keys, or pages by their summaries with two blocks a row or more in one launch."""
+    if device.type != "cuda":
+        return False
+    at_once = 2 * rows <= torch.cuda.get_device_properties(device).multi_processor_count
+    chosen = [(select, summary_of(plan, layer)) for layer, select in enumerate(plan.select) if select is not None]
+    return bool(chosen) and all(
+        summary is not None
+        and select.pooling != "none"
+        and not shares_selection(select)
+        and not outliers(select)
+        and (summary.scorer == "fier" or at_once)
+        for select, summary in chosen
+    )
 
 
 def dense_below(plan: CachePlan, sequences: int, device: torch.device) -> int:

@@ -103,15 +103,9 @@ struct Fetched {
   __device__ __forceinline__ void read(const char* vectors, const real* radii, const int (&rows)[SIXTEENS][2], int tig) {
 #pragma unroll
     for (int s = 0; s < SIXTEENS; s++) {
-      if (KIND == 1) {
-#pragma unroll
-        for (int r = 0; r < 2; r++) reach[s][r] = wide1(radii[rows[s][r]]);
-      }
-    }
-#pragma unroll
-    for (int s = 0; s < SIXTEENS; s++) {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
+        if (KIND == 1) reach[s][r] = wide1(radii[rows[s][r]]);
         const char* from = vectors + (long long)rows[s][r] * (VECTORS * 2 * D) + tig * 16;
 #pragma unroll
         for (int k = 0; k < VECTORS; k++) {
@@ -128,16 +122,7 @@ struct Fetched {
 __device__ __forceinline__ void products(float (&c)[SIXTEENS][TILES][4], const Query& query, const Fetched& pages, u32 zero) {
   u32 arrived = 0;
 #pragma unroll
-  for (int s = 0; s < SIXTEENS; s++) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-#pragma unroll
-      for (int k = 0; k < VECTORS; k++) {
-#pragma unroll
-        for (int i = 0; i < PIECES; i++) arrived |= pages.v[s][k][r][i].x;
-      }
-    }
-  }
+  for (int i = 0; i < SIXTEENS * VECTORS * 2 * PIECES; i++) arrived |= (&pages.v[0][0][0][0])[i].x;
 #pragma unroll
   for (int s = 0; s < SIXTEENS; s++) {
 #pragma unroll
@@ -234,10 +219,11 @@ struct Pages {
   bool settled;         // the first ones are asked for at once: no kernel that may still run writes them
 };
 
-// Waits for the kernels before this one, before the first pages are asked for or behind, then calls begun(). q: the query heads, [G, D], or all of the layer where SHARED. Calls put(head, page,
-// scores of it and the next) in one thread each, then tell(head, part) in thread `head`: scores and parts are as score_groups tells them.
-template <typename Begun, typename Put, typename Sixteen, typename Range, typename Tell> __device__ __forceinline__ void score_share(const Pages& row, const real* q, float scale_log2,
-    Begun begun, Put put, Sixteen sixteen, Range range, Tell tell) {
+// Waits for the kernels before this one, then calls begun(). q: the query heads, [G, D], or all of the layer where SHARED. Calls put(head, page, scores
+// of it and the next) in one thread each and sixteen(page) in the warp that has put those of sixteen pages; RAW: range(reference, highest, lowest) of
+// head 0 in every lane at the end; then tell(head, part) in thread `head`: scores and parts are as score_groups tells them.
+template <typename Begun, typename Put, typename Sixteen, typename Range, typename Tell> __device__ __forceinline__ void score_share(const Pages& row,
+    const real* q, float scale_log2, Begun begun, Put put, Sixteen sixteen, Range range, Tell tell) {
   __shared__ float shared_ref[WARPS][8 * TILES];
   __shared__ float2 shared_sum[WARPS][8 * TILES];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gid = lane >> 2, tig = lane & 3;

@@ -1,8 +1,7 @@
-// The choice of a row's best units with one exchange more than its scores need: every block tells the scores of its units, and all blocks choose
-// the same ones.
+// The choice of a row's best units in one exchange: every block tells the scores of its units, and all blocks choose the same ones.
 //
 // For rows of few units, where the steps that follow each other in exchange.cuh take longer than to read all scores again: raw scores go out while
-// others are still computed. A row that this does not decide is left to exchange.cuh. Built as pooling.cuh says.
+// others are still computed, pooled ones once they are normalized. A row that this does not decide is left to exchange.cuh. Built as pooling.cuh says.
 #pragma once
 #include "exchange.cuh"
 
@@ -35,7 +34,8 @@ __device__ __forceinline__ void tell_raw(const Mail& mail, const __half* own, in
 // And the reference of its scores, the highest and the lowest.
 __device__ __forceinline__ void tell_range(const Mail& mail, float ref, float high, float low) {
   high = highest(high), low = -highest(-low);
-  if ((threadIdx.x & 31) == 0) post(Scores(mail).head(threadIdx.x >> 5, mail.rank), __float_as_uint(high), __float_as_uint(low), __float_as_uint(ref), mail.stamp);
+  uint4* to = Scores(mail).head(threadIdx.x >> 5, mail.rank);
+  if ((threadIdx.x & 31) == 0) post(to, __float_as_uint(high), __float_as_uint(low), __float_as_uint(ref), mail.stamp);
 }
 // A block tells the pooled scores of its units.
 __device__ __forceinline__ void tell_pooled(const Mail& mail, const Units& units) {
@@ -114,7 +114,7 @@ struct Set {
 #pragma unroll
         for (int k = 0; k < 2; k++) {
           const u32 w[3] = {v[(i + k) / 3].x, v[(i + k) / 3].y, v[(i + k) / 3].z};
-          bin[i + k] = min(max((int)(w[(i + k) % 3] - (u32)lowest) >> 20, 0), SHORT_BINS - 1); // eight bins an octave, as many octaves as pooled keys have
+          bin[i + k] = min(max((int)(w[(i + k) % 3] - (u32)lowest) >> 20, 0), SHORT_BINS - 1); // eight an octave, over the octaves of pooled keys
         }
       } else {
         const u32 w[3] = {v[i / 6].x, v[i / 6].y, v[i / 6].z};

@@ -123,5 +123,7 @@ def test_plans_follow_the_device() -> None:
     assert plan(200, 1, 128, "mean", 4096, 132, "90") is None, "more rows than multiprocessors"
     pages = launch_fused.Fused.plan_pages(4, 7, "softmax-mean", 4096, 132, "90")
     assert pages is not None and pages.blocks == 16 and launch_fused.Fused.plan_pages(4, 7, "none", 4096, 132, "90") is None
+    raw = launch_fused.Fused.plan_pages(4, 7, "max", 4096, 132, "90")
+    assert raw is not None and raw.blocks == 32
     mail, stamps = many.allocate("cpu")
     assert not mail.any() and not stamps.any() and len(mail) == len(stamps) == 4
