@@ -11,8 +11,9 @@ typedef unsigned long long u64;
 #define CLUSTER 1
 #endif
 #ifdef TRACE // clocks of every block, for a profile
-extern "C" __device__ long long trace[64 * 32];
-#define MARK(i) if (threadIdx.x == 0 && blockIdx.x + gridDim.x * blockIdx.y < 64) trace[(blockIdx.x + gridDim.x * blockIdx.y) * 32 + i] = clock64();
+extern "C" __device__ long long trace[192 * 32];
+#define TRACED (blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z))
+#define MARK(i) if (threadIdx.x == 0 && TRACED < 192) trace[TRACED * 32 + i] = clock64();
 #else
 #define MARK(i)
 #endif
@@ -42,6 +43,11 @@ __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+__device__ __forceinline__ float fma_sat(float x, float y, float z) { // x y + z between 0 and 1
+  asm("fma.rn.sat.f32 %0,%0,%1,%2;" : "+f"(x) : "f"(y), "f"(z));
+  return x;
 }
 
 // Wait for the kernels before this one, then let the one behind start its preamble: it may read what was written before the kernel before it.

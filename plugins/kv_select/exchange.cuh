@@ -20,6 +20,7 @@ struct Desk {
   int warp_sums[64], listed, less, left, lower_above, lower_count;
   Cut cut;
   float add[HEADS], low;
+  float2 range[THREADS / 32];
 };
 
 __device__ __forceinline__ void clear(Desk& s) {
@@ -95,12 +96,16 @@ struct Units {
   __device__ __forceinline__ int key_again(u32 x) const { return key(__uint_as_float(x & 0x80000000u ? x & 0x7fffffffu : ~x)); }
   __device__ __forceinline__ int eligible(int upto) const { return max(0, min(upto, last) - first); } // candidates in front of a unit
   __device__ __forceinline__ void read(u32 (&v)[1], const __half* p) const { v[0] = *reinterpret_cast<const u32*>(p); }
+  __device__ __forceinline__ void read(u32 (&v)[2], const __half* p) const {
+    const uint2 w = *reinterpret_cast<const uint2*>(p);
+    v[0] = w.x, v[1] = w.y;
+  }
   __device__ __forceinline__ void read(u32 (&v)[4], const __half* p) const {
     const uint4 w = *reinterpret_cast<const uint4*>(p);
     v[0] = w.x, v[1] = w.y, v[2] = w.z, v[3] = w.w;
   }
   // Pool 2 N units a thread, and count by the upper bits of their keys.
-  template <int N> __device__ __forceinline__ void pool_all(const float (&add)[HEADS], int* hist) const {
+  template <int N, bool COUNTED = true> __device__ __forceinline__ void pool_all(const float (&add)[HEADS], int* hist) const {
 #pragma unroll 1
     for (int at = threadIdx.x * 2 * N; at < count; at += THREADS * 2 * N) {
       u32 h[HEADS][N], image[2 * N];
@@ -113,7 +118,7 @@ struct Units {
         const int u = begin + at + k;
         image[k] = u >= first && u < last ? ordered(pooled[k]) : 0;
         const int bin = key(pooled[k]) >> 6;
-        if (image[k] && bin) atomicAdd(&hist[bin], 1); // where many are in the lowest bin, counting them would take longest
+        if (COUNTED && image[k] && bin) atomicAdd(&hist[bin], 1); // where many are in the lowest bin, counting them would take longest
       }
 #pragma unroll
       for (int k = 0; k < 2 * N; k += 2) *reinterpret_cast<uint2*>(exact + at + k) = make_uint2(image[k], image[k + 1]);
@@ -354,6 +359,21 @@ __device__ __forceinline__ void put_scores(const Units& units, __half* scores, l
   }
 }
 
+// What a row's list holds beside the units that are chosen; all blocks write some of it.
+__device__ __forceinline__ void put_forced(const Mail& mail, const Reading& row, int* out) {
+  const int at = mail.rank * THREADS + threadIdx.x, step = mail.blocks * THREADS;
+#pragma unroll 1
+  for (int i = at; i < row.first; i += step) out[i] = i;
+#pragma unroll 1
+  for (int i = at; i < row.units - row.last; i += step) out[row.first + row.wanted + i] = row.last + i;
+#pragma unroll 1
+  for (int i = row.width + at; i < row.room; i += step) out[i] = -1;
+}
+// The list's length, and the stamp for the next launch: every block has read this one's, because it has told its part.
+__device__ __forceinline__ void put_stamp(const Mail& mail, const Reading& row, int* out, u32* stamp) {
+  if (mail.rank == 0 && threadIdx.x == 0) out[row.room] = row.width, *stamp = mail.stamp;
+}
+
 // From the block's scores in shared memory and what all blocks have told about theirs to the block's part of the row's list.
 __device__ __forceinline__ void choose_units(Desk& s, const Mail& mail, const Reading& row, Units& units, unsigned char* flags, int* out, u32* stamp) {
   float add[HEADS];
@@ -373,13 +393,7 @@ __device__ __forceinline__ void choose_units(Desk& s, const Mail& mail, const Re
   const int before = choose(s, mail, units, candidates, flags);
   MARK(13)
   put_chosen(s, units, flags, out, row.first + before);
-  const int at = mail.rank * THREADS + threadIdx.x, step = mail.blocks * THREADS;
-#pragma unroll 1
-  for (int i = at; i < row.first; i += step) out[i] = i;
-#pragma unroll 1
-  for (int i = at; i < row.units - row.last; i += step) out[row.first + row.wanted + i] = row.last + i;
-#pragma unroll 1
-  for (int i = row.width + at; i < row.room; i += step) out[i] = -1;
-  if (at == 0) out[row.room] = row.width, *stamp = mail.stamp; // every block has read the stamp, because it has told its part
+  put_forced(mail, row, out);
+  put_stamp(mail, row, out, stamp);
   MARK(14)
 }

@@ -27,9 +27,11 @@ FEW_WARPS, MANY_WARPS = 8, 16
 LEAST_GROUPS, FEW_GROUPS = 16, 72  # of a block, at least; up to which eight warps are enough
 FEW_BLOCKS = 16  # of a row with eight warps: more take longer to tell each other
 LEAST_PAGES = 128  # of a block
+MOST_RAW_BLOCKS = 32  # of a row whose scores are ranked themselves: they are told in one exchange, as in shortlist.cuh
 _STATIC = 28 * 1024  # shared memory of a block beside what its launch asks for
 _COUNT_WORDS = 43 + 11 * 11  # words of sixteen bytes that a block tells beside one a head, as in mail.cuh
 _CROWD = 512
+_SHORT_MAIL = 256 * 6, 8  # words of the scores of a row's pages, and of a block beside them, as in shortlist.cuh
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class Fused:
         if pooling not in POOLS:
             return None
         heads, chunks = 1 if POOLS[pooling] else group_heads, -(-units // 32)
-        blocks = min(FEW_BLOCKS, sms // rows, -(-units // LEAST_PAGES))
+        blocks = min(MOST_RAW_BLOCKS if heads == 1 else FEW_BLOCKS, sms // rows, -(-units // LEAST_PAGES))
         if blocks < 2:
             return None
         room = -(-chunks // blocks) * 32
@@ -79,7 +81,7 @@ class Fused:
 
     def allocate(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Allocate what blocks tell each other, int32, and the rows' stamps [R] int32, all zero."""
-        words = self.blocks * (self.heads + _COUNT_WORDS) + _CROWD
+        words = self.blocks * (self.heads + _COUNT_WORDS + _SHORT_MAIL[1]) + _CROWD + _SHORT_MAIL[0]
         return torch.zeros(self.rows, words, 4, dtype=torch.int32, device=device), torch.zeros(self.rows, dtype=torch.int32, device=device)
 
 
@@ -148,7 +150,8 @@ def page_kernel(kind: str, dim: int, group: int, pooling: str, plan: Fused, per_
     """Load the kernel of pages for a shape."""
     flags = [*(["-DFORCED"] if forced else []), *(["-DBF16"] if bf16 else [])]
     defines = (*_defines(dim, group, pooling, plan), f"-DKIND={KINDS[kind]}", f"-DPER_PAGE={per_page}", *flags)
-    return nvrtc.load(_HERE / "page_select.cu", "page_select", _PAGES, defines, arch, shared_limit(arch) - _STATIC)
+    # The first-level cache holds what is under way: beside a kernel in front that leaves it little, the launch took a third longer.
+    return nvrtc.load(_HERE / "page_select.cu", "page_select", _PAGES, defines, arch, shared_limit(arch) - _STATIC, caching=True)
 
 
 def _defines(dim: int, group: int, pooling: str, plan: Fused) -> tuple[str, ...]:

@@ -95,32 +95,34 @@ struct Query {
   }
 };
 
-// Products of the sixteens' pages with the heads: c[s][t] holds pages 2 gid (0, 1) and 2 gid + 1 (2, 3) by heads 8 t + 2 tig and + 1.
-// zero is 0, which the compiler does not know: every product waits for all loads, or it would take them in turns to save registers.
-__device__ __forceinline__ void products(float (&c)[SIXTEENS][TILES][4], const Query& query, const char* vectors, const real* radii,
-    const int (&rows)[SIXTEENS][2], int tig, u32 zero) {
-  float reach[SIXTEENS][2];
-#pragma unroll
-  for (int s = 0; s < SIXTEENS; s++) {
-    if (KIND == 1) {
-#pragma unroll
-      for (int r = 0; r < 2; r++) reach[s][r] = wide1(radii[rows[s][r]]);
-    }
-  }
-  u32 arrived = 0;
+// What a lane reads of the sixteens' pages.
+struct Fetched {
   uint4 v[SIXTEENS][VECTORS][2][PIECES];
+  float reach[SIXTEENS][2];
+
+  __device__ __forceinline__ void read(const char* vectors, const real* radii, const int (&rows)[SIXTEENS][2], int tig) {
 #pragma unroll
-  for (int s = 0; s < SIXTEENS; s++) {
+    for (int s = 0; s < SIXTEENS; s++) {
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const char* from = vectors + (long long)rows[s][r] * (VECTORS * 2 * D) + tig * 16;
+      for (int r = 0; r < 2; r++) {
+        if (KIND == 1) reach[s][r] = wide1(radii[rows[s][r]]);
+        const char* from = vectors + (long long)rows[s][r] * (VECTORS * 2 * D) + tig * 16;
 #pragma unroll
-      for (int k = 0; k < VECTORS; k++) {
+        for (int k = 0; k < VECTORS; k++) {
 #pragma unroll
-        for (int i = 0; i < PIECES; i++) v[s][k][r][i] = load16(from + k * 2 * D + i * 64), arrived |= v[s][k][r][i].x;
+          for (int i = 0; i < PIECES; i++) v[s][k][r][i] = load16(from + k * 2 * D + i * 64);
+        }
       }
     }
   }
+};
+
+// Products of the sixteens' pages with the heads: c[s][t] holds pages 2 gid (0, 1) and 2 gid + 1 (2, 3) by heads 8 t + 2 tig and + 1.
+// zero is 0, which the compiler does not know: every product waits for all loads, or it would take them in turns to save registers.
+__device__ __forceinline__ void products(float (&c)[SIXTEENS][TILES][4], const Query& query, const Fetched& pages, u32 zero) {
+  u32 arrived = 0;
+#pragma unroll
+  for (int i = 0; i < SIXTEENS * VECTORS * 2 * PIECES; i++) arrived |= (&pages.v[0][0][0][0])[i].x;
 #pragma unroll
   for (int s = 0; s < SIXTEENS; s++) {
 #pragma unroll
@@ -129,7 +131,7 @@ __device__ __forceinline__ void products(float (&c)[SIXTEENS][TILES][4], const Q
     for (int k = 0; k < VECTORS; k++) {
 #pragma unroll
       for (int i = 0; i < PIECES; i++) {
-        const uint4 a = v[s][k][0][i], b = v[s][k][1][i];
+        const uint4 a = pages.v[s][k][0][i], b = pages.v[s][k][1][i];
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
           const u32* f = query.part[k][t] + 4 * i;
@@ -145,7 +147,7 @@ __device__ __forceinline__ void products(float (&c)[SIXTEENS][TILES][4], const Q
     for (int t = 0; t < TILES; t++) {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        if (KIND == 1) c[s][t][i] += query.norm[2 * t + (i & 1)] * reach[s][i >> 1];
+        if (KIND == 1) c[s][t][i] += query.norm[2 * t + (i & 1)] * pages.reach[s][i >> 1];
       }
     }
   }
@@ -214,12 +216,14 @@ struct Pages {
   const int* table;     // page numbers of the sequence
   int head, heads, stored, begin, end, per; // per: of every block
   bool idle;            // there is nothing to score
+  bool settled;         // the first ones are asked for at once: no kernel that may still run writes them
 };
 
-// Waits for the kernels before this one, then calls begun(). q: the query heads, [G, D], or all of the layer where SHARED. Calls put(head, page,
-// scores of it and the next) in one thread each, then tell(head, part) in thread `head`: scores and parts are as score_groups tells them.
-template <typename Begun, typename Put, typename Tell> __device__ __forceinline__ void score_share(const Pages& row, const real* q, float scale_log2,
-    Begun begun, Put put, Tell tell) {
+// Waits for the kernels before this one, then calls begun(). q: the query heads, [G, D], or all of the layer where SHARED. Calls put(head, page, scores
+// of it and the next) in one thread each and sixteen(page) in the warp that has put those of sixteen pages; RAW: range(reference, highest, lowest) of
+// head 0 in every lane at the end; then tell(head, part) in thread `head`: scores and parts are as score_groups tells them.
+template <typename Begun, typename Put, typename Sixteen, typename Range, typename Tell> __device__ __forceinline__ void score_share(const Pages& row,
+    const real* q, float scale_log2, Begun begun, Put put, Sixteen sixteen, Range range, Tell tell) {
   __shared__ float shared_ref[WARPS][8 * TILES];
   __shared__ float2 shared_sum[WARPS][8 * TILES];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gid = lane >> 2, tig = lane & 3;
@@ -245,21 +249,17 @@ template <typename Begun, typename Put, typename Tell> __device__ __forceinline_
   }
 #endif
   MARK(0)
-  dependency_wait();
-  if (row.idle) return;
-  begun();
-  MARK(1)
+  if (row.idle) {
+    dependency_wait();
+    return;
+  }
   const u32 zero = row.stored >> 31;
   Query query;
-#ifndef SHARED
-  query.load(q, gid, tig);
-#endif
 #ifdef FORCED
-  const uint2 limit = *row.limit;
+  uint2 limit;
 #endif
   Statistics known;
   known.start();
-  MARK(2)
   auto slot = [&](int i) { return POOLED ? 0 : (i >> 1) * 8 + 2 * tig + (i & 1); }; // head of a column
   for (int j = 0; j < rounds; j++) {
     int rows[SIXTEENS][2];
@@ -272,6 +272,24 @@ template <typename Begun, typename Put, typename Tell> __device__ __forceinline_
     }
     if (j + 1 < rounds) locate(j + 1);
     const bool busy = begin + (j * WARPS + warp) * ROUND < end;
+    auto start = [&] {
+      dependency_wait();
+      MARK(1)
+      begun();
+#ifndef SHARED
+      query.load(q, gid, tig);
+#endif
+#ifdef FORCED
+      limit = *row.limit;
+#endif
+      MARK(2)
+    };
+    Fetched pages;
+    if (j == 0 && !row.settled) start();
+#ifndef SHARED
+    if (busy) pages.read(row.vectors, reinterpret_cast<const real*>(row.beside), rows, tig);
+#endif
+    if (j == 0 && row.settled) start();
     float x[SIXTEENS][2][COLUMNS];
 #ifdef SHARED
 #pragma unroll
@@ -280,7 +298,7 @@ template <typename Begun, typename Put, typename Tell> __device__ __forceinline_
     for (int h = 0; h < heads; h++) {
       query.load(q + (long long)h * GROUP_HEADS * D, gid, tig);
       float c[SIXTEENS][TILES][4] = {};
-      if (busy) products(c, query, row.vectors, reinterpret_cast<const real*>(row.beside), rows, tig, zero);
+      if (busy) pages.read(row.vectors, reinterpret_cast<const real*>(row.beside), rows, tig), products(c, query, pages, zero);
 #pragma unroll
       for (int s = 0; s < SIXTEENS; s++) {
 #pragma unroll
@@ -295,7 +313,7 @@ template <typename Begun, typename Put, typename Tell> __device__ __forceinline_
 #else
     {
       float c[SIXTEENS][TILES][4] = {};
-      if (busy) products(c, query, row.vectors, reinterpret_cast<const real*>(row.beside), rows, tig, zero);
+      if (busy) products(c, query, pages, zero);
 #pragma unroll
       for (int s = 0; s < SIXTEENS; s++) agree(x[s][0], c[s], 0, scale_log2, tig), agree(x[s][1], c[s], 1, scale_log2, tig);
     }
@@ -344,9 +362,11 @@ template <typename Begun, typename Put, typename Tell> __device__ __forceinline_
         if (!live0 || h >= HEADS_OUT || (POOLED && tig != 0)) continue;
         put(h, at, both);
       }
+      sixteen(at - 2 * gid);
     }
   }
   MARK(4)
+  if (RAW) range(known.ref[0], POOLED || tig == 0 ? known.high[0] : -3e38f, POOLED || tig == 0 ? known.low[0] : 3e38f);
 #pragma unroll
   for (int i = 0; i < COLUMNS; i++) {
 #pragma unroll

@@ -30,6 +30,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) score_pages(c
         *reinterpret_cast<__half2*>(scores + (row * HEADS_OUT + h) * score_stride + page) = both;
 #endif
       },
+      [](int) {}, [](float, float, float) {},
       [&](int h, float4 part) {
 #ifdef SHARED
         for (int k = 0; k < copies; k++) parts[(row * copies + k) * gridDim.x + blockIdx.x] = part;

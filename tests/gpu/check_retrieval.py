@@ -162,7 +162,7 @@ def check_together() -> None:
         check_fused(Case(heads, group, 128, 32, lens, bf16), len(lens) * 1024, 4, 64, "softmax-mean", 132, blocks, f"one launch {heads} x {lens}", 3)
     for pooling in ("mean", "max", "softmax-max"):
         check_fused(Case(2, 4, 64, 64, [9000, 97], fp16), 500, 4, 64, pooling, 132, 16, f"one launch {pooling}", 2)
-    for heads, group, lens, blocks in ((4, 7, [131065], 16), (8, 4, [32700, 9000], 8), (2, 12, [40000], 10)):
+    for heads, group, lens, blocks in ((4, 7, [131065], 16), (8, 4, [32700, 9000], 8), (2, 12, [40000], 10), (2, 4, [140000], 16)):
         check_fused(Case(heads, group, 128, 32, lens, bf16, pages=True), 1024, 32, 64, "softmax-mean", 132, blocks, f"one launch, pages {lens}", 3)
     for levels, budget in ((1, 3000), (2, 9000), (7, 1111)):
         case = Case(2, 2, 32, 32, [20000, 15000], fp16)

@@ -278,6 +278,7 @@ static inline float exp2_fast(float x) {
   const float y = exp2f(x);
   return y < 1.1754944e-38f ? 0.f : y;
 }
+static inline float fma_sat(float x, float y, float z) { return std::fmin(std::fmax(fmaf(x, y, z), 0.f), 1.f); }
 static inline void dependency_wait() {}
 static inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 static inline float __fdiv_rn(float a, float b) { return a / b; }

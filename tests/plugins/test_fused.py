@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,39 @@ def test_the_choice_among_pages_is_the_selectors(group: int, pooling: str, lens:
     assert checks.failures == []
 
 
+@pytest.mark.parametrize(
+    ("group", "pooling", "lens", "sms", "blocks"),
+    [(7, "max", [5617], 2, 2), (1, "softmax-max", [5617, 300], 4, 2), (7, "max", [9617], 4, 4), (4, "softmax-mean", [9617], 4, 4)],
+)
+def test_pages_of_short_rows_are_chosen_from_all_scores(
+    group: int, pooling: str, lens: list[int], sms: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    counts = _counts_told(monkeypatch)
+    checks.check_fused(checks.Case(1, group, 32, 16, lens, FP16, pages=True), 320, 16, 48, pooling, sms, blocks, f"G {group} {pooling}")
+    assert checks.failures == [] and not counts()
+
+
+@pytest.mark.parametrize("pooling", ["max", "softmax-mean"])
+def test_pages_that_score_alike_are_left_to_the_counts(pooling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, case = _counts_told(monkeypatch), checks.Case(1, 4, 32, 16, [8617], FP16, pages=True)
+    case.bounds[:, :, 0], case.bounds[:, :, 1] = -1.0, 1.0
+    checks.check_fused(case, 320, 16, 48, pooling, 2, 2, f"alike {pooling}")
+    assert checks.failures == [] and counts()
+
+
+def _counts_told(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
+    """Return what says whether blocks have told each other counts."""
+    told, allocate = [], launch_fused.Fused.allocate
+
+    def keep(plan: launch_fused.Fused, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        mail, stamps = allocate(plan, device)
+        told.append(mail[:, plan.blocks * plan.heads : plan.blocks * (plan.heads + launch_fused._COUNT_WORDS)])
+        return mail, stamps
+
+    monkeypatch.setattr(launch_fused.Fused, "allocate", keep)
+    return lambda: bool(torch.stack(told).any())
+
+
 @pytest.mark.parametrize(("levels", "budget"), [(1, 100), (2, 900), (3, 300)])
 def test_crowded_scores(levels: int, budget: int) -> None:
     """Far more units share a key than blocks tell each other, so that scores and then units decide."""
@@ -89,5 +123,7 @@ def test_plans_follow_the_device() -> None:
     assert plan(200, 1, 128, "mean", 4096, 132, "90") is None, "more rows than multiprocessors"
     pages = launch_fused.Fused.plan_pages(4, 7, "softmax-mean", 4096, 132, "90")
     assert pages is not None and pages.blocks == 16 and launch_fused.Fused.plan_pages(4, 7, "none", 4096, 132, "90") is None
+    raw = launch_fused.Fused.plan_pages(4, 7, "max", 4096, 132, "90")
+    assert raw is not None and raw.blocks == 32
     mail, stamps = many.allocate("cpu")
     assert not mail.any() and not stamps.any() and len(mail) == len(stamps) == 4
