@@ -20,6 +20,8 @@ POOLS = {"softmax-mean": 0, "softmax-max": 0, "mean": 1, "max": 2}
 CLUSTERS_FROM = 90  # clusters of blocks came with this compute capability
 _WORTHWHILE_UNITS = 4096  # a block more costs more than it saves below
 _EXACT_PACKETS = 2048  # packets of eight units of a block whose exact scores are kept
+_SIEVED_UNITS = 16384  # of a block, from which on most are left out before they are counted
+_LISTED = 6144  # units of a block that are not, as in sieve.cuh
 _BLOCK_UNITS = 65536  # keys of two bytes in the shared memory of a block, at most
 _LARGE_CLUSTERS = ("90", "100", "103")  # compute capabilities with clusters of sixteen blocks, others have eight
 SELECT_STATIC = 34 * 1024  # shared memory of the selector beside what its launch asks for
@@ -82,8 +84,8 @@ def select_units(
     rows, heads, stride = scores.shape
     sm = arch()
     cluster = cluster or select_cluster(rows, stride, sm)
-    kernel = select_kernel(cluster, heads, pooling == "softmax-max", unit, group, sm, streams=select_streams(stride, cluster, sm))
-    shared = select_shared(stride, cluster, parts.shape[1] * heads * 8, sm)
+    shared = select_shared(stride, cluster, parts.shape[1] * heads * 8, sm, heads)
+    kernel = select_kernel(cluster, heads, pooling == "softmax-max", unit, group, sm, streams=shared.streams, sieves=shared.sieves)
     slots, budgets, below = (0, 0, 0) if own is None else (own.slots.data_ptr(), own.budgets.data_ptr(), own.dense_below)
     values = (scores.data_ptr(), parts.data_ptr(), lens.data_ptr(), out.data_ptr(), slots, budgets, stride, parts.shape[1], rows // lens.shape[0],
               budget, below, out.shape[2] - 1, sink, window, int(shared.exact))  # fmt: skip
@@ -116,16 +118,25 @@ def select_streams(units: int, cluster: int, arch: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SelectShared:
-    """Dynamic shared memory of the selector: bytes, whether keys are not kept in it (streams), and whether exact scores are (exact)."""
+    """Dynamic shared memory of the selector: bytes, whether keys are not kept in it (streams), and whether exact scores are (exact).
+
+    sieves: only units above a bound are kept, where enough of them are.
+    """
 
     bytes: int
     streams: bool
     exact: bool
+    sieves: bool = False
 
 
-def select_shared(units: int, cluster: int, parts_bytes: int, arch: str) -> SelectShared:
-    """Lay out shared memory for rows of at most so many units and parts_bytes, eight a part and head."""
+def select_shared(units: int, cluster: int, parts_bytes: int, arch: str, heads: int = 0) -> SelectShared:
+    """Lay out shared memory for rows of at most so many units and parts_bytes, eight a part and head; heads 0: no sieve."""
     streams, share = select_streams(units, cluster, arch), _packets(units, cluster)
+    if heads and share * 8 >= _SIEVED_UNITS and not streams:
+        slots = heads if heads > 4 else 8 // heads * heads
+        sieve = max(share, slots * 1024) * 16 + share + parts_bytes + 64 + _LISTED * 8
+        if sieve <= shared_limit(arch) - SELECT_STATIC:
+            return SelectShared(sieve, False, False, True)
     least = share * (1 if streams else 17) + parts_bytes + 64
     exact = not streams and share <= _EXACT_PACKETS and least + 32 * share <= shared_limit(arch) - SELECT_STATIC
     return SelectShared(least + 32 * share * exact, streams, exact)
@@ -153,11 +164,13 @@ def score_kernel(dim: int, group: int, pooling: str, bf16: bool, arch: str) -> K
     return nvrtc.load(_HERE / "fier.cu", "fier_score", _SCORE, defines, arch, 64 * stages * dim)
 
 
-def select_kernel(cluster: int, heads: int, maximum: bool, unit: int, group: int, arch: str, *, streams: bool = False) -> Kernel:
+def select_kernel(
+    cluster: int, heads: int, maximum: bool, unit: int, group: int, arch: str, *, streams: bool = False, sieves: bool = False
+) -> Kernel:  # fmt: skip
     """Load the selector for a cluster size and number of scored heads."""
     shape = {"CLUSTER": cluster, "HEADS": heads, "MAXIMUM": int(maximum and heads > 1), "UNIT": unit, "GROUP": group}
-    defines = (*(f"-D{name}={value}" for name, value in shape.items()), *(("-DSTREAM",) if streams else ()))
-    return nvrtc.load(_HERE / "select.cu", "select_units", _SELECT, defines, arch, 180 * 1024)
+    defines = (*(f"-D{name}={value}" for name, value in shape.items()), *(("-DSTREAM",) if streams else ()), *(("-DSIEVE",) if sieves else ()))
+    return nvrtc.load(_HERE / "select.cu", "select_units", _SELECT, defines, arch, 200 * 1024)
 
 
 def arch() -> str:

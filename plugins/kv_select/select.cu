@@ -6,6 +6,9 @@
 // cluster, leaves a bin of candidates; a second of the lower 4 bits splits it where it is crowded. The candidates' exact scores are then
 // ranked. Should more than CANDIDATES still share a 16-bit key, the cut is found by bisection over score and index.
 #include "pooling.cuh"
+#ifdef SIEVE
+#include "sieve.cuh"
+#endif
 
 #define BINS (4 * THREADS)
 #define COARSE (BINS / 16)    // sums of sixteen bins: what the blocks of a cluster tell each other
@@ -34,11 +37,12 @@ struct Shared {
 };
 
 // What is added to every part's scores, so that heads are normalized over the row; the range of raw scores. Uses sums [num_parts, HEADS].
-__device__ __forceinline__ void normalize(Shared& s, Share& share, const float4* parts, int num_parts, float* sums) {
+__device__ __forceinline__ void normalize(Shared& s, Share& share, const float4* parts, float4 first, int num_parts,
+    float* sums) {
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   float lowest = 3e38f;
   for (int i = tid; i < num_parts * HEADS; i += THREADS) {
-    const float4 v = parts[i];
+    const float4 v = i == tid ? first : parts[i];
     share.add[i] = v.x, sums[i] = v.y;
     lowest = fminf(lowest, v.z);
   }
@@ -316,6 +320,16 @@ __device__ __forceinline__ int choose(Shared& s, const Share& share, int packets
   return s.before + s.lower;
 }
 
+// What is read in any case, and what is behind the list's last unit.
+__device__ __forceinline__ void put_forced(int* out, int first, int wanted, int units, int last, int room, int rank) {
+  const int tid = threadIdx.x;
+  const int count = first + wanted + units - last; // == width
+  for (int i = rank * THREADS + tid; i < first; i += CLUSTER * THREADS) out[i] = i;
+  for (int i = first + wanted + rank * THREADS + tid; i < count; i += CLUSTER * THREADS) out[i] = last + i - first - wanted;
+  for (int i = count + rank * THREADS + tid; i < room; i += CLUSTER * THREADS) out[i] = -1;
+  if (rank == 0 && tid == 0) out[room] = count;
+}
+
 // Dynamic shared memory: 17 bytes a packet of eight units (share, of the longest row), 8 bytes a part and head, and with exact_units 32 a packet; where
 // STREAM only one byte a packet, and no exact_units. scores [R, HEADS, score_stride] fp16 and parts [R, num_parts, HEADS] as a scorer leaves them, lens
 // [B]. Writes out [R, width + 1]: ascending units, -1 behind them, then their count; -1 everywhere where the sequence is read whole. Row r belongs to
@@ -350,17 +364,61 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
 
   const int packets = ((((usable + 7) >> 3) + CLUSTER * 4 - 1) / (CLUSTER * 4)) * 4, begin = rank * packets; // of eight units, four a word of flags
   uint4* keys = reinterpret_cast<uint4*>(dynamic);                    // [packets] eight keys each
-  u32* bitmap = reinterpret_cast<u32*>(keys + (KEPT ? packets : 0));  // [packets / 4]
+#ifdef SIEVE
+  u32* bitmap = reinterpret_cast<u32*>(keys + max(packets, RING_SLOTS * THREADS)); // [packets / 4]
+#else
+  u32* bitmap = reinterpret_cast<u32*>(keys + (KEPT ? packets : 0));
+#endif
   float* add = reinterpret_cast<float*>(bitmap + ((packets / 4 + 3) & ~3)); // [num_parts, HEADS], twice
   u32* exact = exact_units ? reinterpret_cast<u32*>(add + (2 * num_parts * HEADS + 3) / 4 * 4) : nullptr;
   Share share = {scores, score_stride, begin * 8, packets * 8, usable, first, last, wanted,
       (((usable + 31) >> 5) + num_parts - 1) / num_parts * 32, keys, exact, add};
+#ifdef SIEVE
+  static_assert(sizeof(Sieved) <= __builtin_offsetof(Shared, fine), "it lies over the counts");
+  if (8ll * wanted <= last - first && TIMES * wanted <= LISTED * CLUSTER / 2) {
+    const u64 policy = read_once_policy();
+    Sieve sieve = {*reinterpret_cast<Sieved*>(s.hist), share, shared_at(dynamic) + tid * 16, reinterpret_cast<uint2*>(add + (2 * num_parts * HEADS + 3) / 4 * 4), bitmap, 0.f, 0.f};
+    u32 h[HEADS][4];
+    if (tid < SAMPLED) {
+#pragma unroll
+      for (int j = 0; j < HEADS; j++) load_halves(h[j], scores + j * score_stride + sieve.sampled_unit());
+    }
+    sieve.clear();
+    const float4 part = tid < num_parts * HEADS ? parts[tid] : make_float4(0.f, 0.f, 0.f, 0.f);
+    sieve.fetch_first(policy);
+    normalize(s, share, parts, part, num_parts, add + num_parts * HEADS);
+    MARK(2)
+    sieve.sample(h, s.warp_sums, turn);
+    MARK(3)
+    cluster_wait(); // every block has begun
+    sieve.load(policy);
+    MARK(4)
+    cluster_sync();
+#ifdef PROBE_NO_LIST
+    return;
+#endif
+    MARK(5)
+    if (sieve.cut(rank, s.warp_sums, turn)) {
+      MARK(6)
+      const int before = sieve.choose();
+      MARK(9)
+      sieve.put(out, first + before, s.warp_sums, turn);
+      put_forced(out, first, wanted, units, last, room, rank);
+      MARK(10)
+      return;
+    }
+    MARK(30)
+    cluster_sync(); // others have read the counts
+    for (int i = tid; i < BINS; i += THREADS) s.hist[i] = 0;
+    cluster_arrive();
+  }
+#endif
   const bool narrow = KEPT && packets * 8 <= 4 * THREADS;
   Packets<4> wide_packets;
   Packets<1> narrow_packets;
   if (narrow) narrow_packets.load(share, tid * 2);
   else wide_packets.load(share, tid * 8);
-  normalize(s, share, parts, num_parts, add + num_parts * HEADS);
+  normalize(s, share, parts, tid < num_parts * HEADS ? parts[tid] : make_float4(0.f, 0.f, 0.f, 0.f), num_parts, add + num_parts * HEADS);
   MARK(2)
   if (narrow) narrow_packets.count(share, s.hist);
   else wide_packets.count(share, s.hist);
@@ -384,11 +442,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
       flags &= flags - 1;
     }
   }
-  const int count = first + wanted + units - last; // == width
-  for (int i = rank * THREADS + tid; i < first; i += CLUSTER * THREADS) out[i] = i;
-  for (int i = first + wanted + rank * THREADS + tid; i < count; i += CLUSTER * THREADS) out[i] = last + i - first - wanted;
-  for (int i = count + rank * THREADS + tid; i < room; i += CLUSTER * THREADS) out[i] = -1;
-  if (rank == 0 && tid == 0) out[room] = count;
+  put_forced(out, first, wanted, units, last, room, rank);
   MARK(10)
   cluster_wait();
 }

@@ -1,0 +1,219 @@
+"""Times forms of the selector for many rows behind the one-bit scorer on this machine's GPU: python build_scripts/tune_units.py [--seconds N]
+
+Every form's choice is compared with the package's selector without a sieve, bit for bit, before it is timed; clock marks show where its cycles go.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+
+import torch
+
+from trtkv.bench.timing import measure
+from trtkv.plugins._device import nvrtc
+from trtkv.plugins.kv_select import launch as select
+
+DEV = torch.device("cuda")
+GEOMETRIES = {"llama3 8x128k": (8, 8, 4), "qwen 8x128k": (8, 4, 7)}  # batch, KV heads, query heads each
+DIM, TOKENS, BUDGET, SINK, WINDOW = 128, 131056, 2048, 4, 64
+# Name: cluster (0: the rule's), whether it sieves, definitions.
+FORMS: dict[str, tuple[int, bool, tuple[str, ...]]] = {
+    "plain": (0, False, ()),
+    "sieve": (0, True, ()),
+    "sieve, descending": (0, True, ("-DORDER=1",)),
+    "sieve, interleaved": (0, True, ("-DORDER=2",)),
+    "sieve, 2 x": (0, True, ("-DTIMES=2",)),
+    "sieve, 256 samples": (0, True, ("-DSAMPLED=256",)),
+    "sieve, 1024 samples": (0, True, ("-DSAMPLED=1024",)),
+    "sieve, probe without list": (0, True, ("-DPROBE_NO_LIST",)),
+    "sieve, probe without exponentials": (0, True, ("-DPROBE_NO_LIST", "-DPROBE_NO_EXP")),
+    "plain again": (0, False, ()),
+}
+
+
+TRACED = ("plain", "sieve", "sieve, descending")
+
+
+def load(cluster: int, heads: int, sieves: bool, more: tuple[str, ...], trace: bool) -> nvrtc.Kernel:
+    """Load a form."""
+    shape = {"CLUSTER": cluster, "HEADS": heads, "MAXIMUM": 0, "UNIT": 1, "GROUP": 32}
+    defines = (*(f"-D{k}={v}" for k, v in shape.items()), *(("-DSIEVE",) if sieves else ()), *more, *(("-DTRACE",) if trace else ()))
+    return nvrtc.load(select._HERE / "select.cu", "select_units", select._SELECT, defines, "90", 200 * 1024)
+
+
+class Set:
+    """The index of one layer of random keys, its scores and its lists."""
+
+    def __init__(self, batch: int, heads: int, group: int, pooling: str, sms: int) -> None:
+        pages, rows = -(-TOKENS // 32), batch * heads
+        self.pooling = pooling
+        self.q = torch.randn(batch, heads * group * DIM, device=DEV).bfloat16()
+        self.bits = torch.randint(-(2**31), 2**31 - 1, (batch * pages, heads, 1, DIM), dtype=torch.int32, device=DEV)
+        low = -2 + 0.4 * torch.randn(batch * pages, heads, 1, 1, DIM, device=DEV)
+        self.meta = torch.cat([low, 4 + 0.5 * torch.randn_like(low)], 3).half().contiguous()
+        self.table = torch.randperm(batch * pages, device=DEV).view(batch, pages).int()
+        self.lens = torch.full((batch,), TOKENS, dtype=torch.int32, device=DEV)
+        plan = select.Scratch.plan(rows, group, pooling, TOKENS, sms)
+        self.scores, self.parts = plan.allocate(rows, DEV)
+        self.out = torch.empty(batch, heads, BUDGET + 1, dtype=torch.int32, device=DEV)
+
+    def score(self) -> None:
+        select.fier_score(
+            self.q, self.bits, self.meta, self.table, self.lens, self.scores, self.parts, page_size=32, budget=BUDGET, scale=DIM**-0.5,
+            pooling=self.pooling,
+        )  # fmt: skip
+
+
+class Form:
+    """A selector with definitions of its own."""
+
+    def __init__(self, one: Set, cluster: int, sieves: bool, more: tuple[str, ...], trace: bool = False) -> None:
+        rows, heads, stride = one.scores.shape
+        self.cluster = cluster or select.select_cluster(rows, stride, "90")
+        self.shared = select.select_shared(stride, self.cluster, one.parts.shape[1] * heads * 8, "90", heads if sieves else 0)
+        assert self.shared.sieves == sieves
+        self.kernel = load(self.cluster, heads, sieves, more, trace)
+
+    def __call__(self, one: Set, overlap: bool = False) -> None:
+        rows, _, stride = one.scores.shape
+        values = (one.scores.data_ptr(), one.parts.data_ptr(), one.lens.data_ptr(), one.out.data_ptr(), 0, 0, stride, one.parts.shape[1],
+                  rows // len(one.lens), BUDGET, 0, BUDGET, SINK, WINDOW, int(self.shared.exact))  # fmt: skip
+        self.kernel.launch((rows * self.cluster, 1, 1), 1024, self.shared.bytes, select.stream(), values, cluster=self.cluster, overlap=overlap)
+
+    def marks(self, one: Set) -> list[list[int]]:
+        """Clocks of 64 blocks after one launch."""
+        from cuda.bindings import driver
+
+        torch.cuda.synchronize()
+        _, at, size = driver.cuModuleGetGlobal(self.kernel._module, b"trace")
+        driver.cuMemsetD8(at, 0, size)
+        one.score()
+        self(one)
+        torch.cuda.synchronize()
+        host = torch.empty(64, 32, dtype=torch.int64)
+        driver.cuMemcpyDtoH(host.data_ptr(), at, size)
+        return host.tolist()
+
+
+def shown(marks: list[list[int]]) -> str:
+    blocks = [row for row in marks if row[10]]
+    used = [i for i in range(30) if all(row[i] for row in blocks)]
+    parts = []
+    for i in used[1:]:
+        own = [row[i] - row[0] for row in blocks]
+        parts.append(f"{i}: {statistics.mean(own):.0f} ({max(own)})")
+    return ", ".join(parts) + f"; fell back: {sum(1 for row in marks if row[30])} of {len(blocks)} blocks"
+
+
+def measure_forms(sets: list[Set], label: str, runs: int) -> Iterator[str]:
+    time_of = lambda call: measure(call, len(sets), runs, DEV).median_us  # noqa: E731
+    scoring = time_of(lambda i: sets[i % len(sets)].score())
+    yield f"{label}: score {scoring:.1f}"
+    plain = Form(sets[0], 0, False, ())
+    wanted = []
+    for one in sets:
+        plain(one)
+        wanted.append(one.out.clone())
+    for name, (cluster, sieves, more) in FORMS.items():
+        try:
+            form = Form(sets[0], cluster, sieves, more)
+            wrong = 0
+            for one, lists in zip(sets, wanted, strict=True):
+                one.out.fill_(-7)
+                form(one)
+                wrong += int((one.out != lists).any(-1).sum())
+            alone = time_of(lambda i, form=form: form(sets[i % len(sets)]))
+
+            def both(i: int, form: Form = form, overlap: bool = False) -> None:
+                sets[i % len(sets)].score()
+                form(sets[i % len(sets)], overlap)
+
+            whole = time_of(both)
+            early = time_of(lambda i, both=both: both(i, overlap=True))
+            yield f"{label}: {name} (cluster {form.cluster}, {form.shared.bytes} B): alone {alone:.1f}, with scorer {whole:.1f} (+{whole - scoring:.1f}), early {early:.1f}; rows that differ {wrong}"
+        except Exception as error:
+            yield f"{label}: {name}: {error!r}"
+
+
+def compile_all(folder: str) -> None:
+    """Compile what this script loads, on a machine without a GPU."""
+    from pathlib import Path
+
+    from trtkv.plugins._device import store
+
+    stride = -(-TOKENS // 32) * 32
+    with store.listing() as asked:
+        for batch, heads, group in GEOMETRIES.values():
+            for pooling in ("softmax-mean", "mean"):
+                if pooling == "mean" and heads == 4:
+                    continue
+                scored = group if pooling == "softmax-mean" else 1
+                select.score_kernel(DIM, group, pooling, True, "90")
+                for form, (cluster, sieves, more) in FORMS.items():
+                    blocks = cluster or select.select_cluster(batch * heads, stride, "90")
+                    load(blocks, scored, sieves, more, False)
+                    if form in TRACED:
+                        load(blocks, scored, sieves, more, True)
+        for rows, scored in ((64, 4), (32, 7), (64, 1)):
+            cluster = select.select_cluster(rows, 131072, "90")
+            select.select_kernel(cluster, scored, False, 1, 1, "90", sieves=True)
+        select.select_kernel(2, 4, False, 1, 32, "90", sieves=True)
+    print(len(asked), "kernels")
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda spec: store._read(store._place(Path(folder), spec)) or store.write(Path(folder), spec, spec.compile()), asked))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--compile")
+    if parser.parse_known_args()[0].compile:
+        compile_all(parser.parse_known_args()[0].compile)
+        return 0
+    check()
+    parser.add_argument("--seconds", type=float, default=50)
+    options = parser.parse_args()
+    until = time.time() + options.seconds
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    for name, (batch, heads, group) in GEOMETRIES.items():
+        for pooling in ("softmax-mean", "mean"):
+            if pooling == "mean" and heads == 4:
+                continue
+            sets = [Set(batch, heads, group, pooling, sms) for _ in range(3)]
+            for one in sets:
+                one.score()
+            for line in measure_forms(sets, f"{name} {pooling}", 9):
+                print(f"[{until - time.time():.0f}]", line, flush=True)
+                if time.time() > until:
+                    return 0
+            for form in TRACED:
+                try:
+                    print(f"{name} {pooling}: {form} clocks", shown(Form(sets[0], *FORMS[form], trace=True).marks(sets[0])), flush=True)
+                except Exception as error:
+                    print(form, repr(error), flush=True)
+            del sets
+            torch.cuda.empty_cache()
+    return 0
+
+
+def check() -> None:
+    """Rows that sieve, by the checks of tests/gpu/check_retrieval.py."""
+    from tests.gpu import check_retrieval as checks
+
+    torch.manual_seed(5)
+    for heads, rows in ((4, 64), (7, 32), (1, 64)):
+        for kind in ("normal", "levels", "equal", "outlier"):
+            checks.check_ties(rows, 131072, 2048, heads, 9, kind)
+    checks.check_ties(64, 131072, 2048, 1, 3000, "levels")
+    checks.check_chain(checks.Case(4, 4, 128, 32, [33000] * 16, torch.bfloat16), 1024, 0, 0, "softmax-mean", "64 rows")
+    print("failures", checks.failures, flush=True)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, ".")
+    sys.exit(main())
