@@ -347,6 +347,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
   const int whole_to = own ? max(min(own, budget), dense_below) : budget;
   int turn = 0;
   MARK(0)
+#ifdef SIEVE
+  Sieved& sieved = *reinterpret_cast<Sieved*>(s.hist);
+  if (CLUSTER > 1 && tid == 0) inbox_open(&sieved.box[0]), inbox_open(&sieved.box[1]);
+#endif
   cluster_arrive();
   for (int i = tid; i < BINS; i += THREADS) s.hist[i] = 0;
   if (tid < 16) s.fine[tid] = 0;
@@ -377,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
   static_assert(sizeof(Sieved) <= __builtin_offsetof(Shared, fine), "it lies over the counts");
   if (8ll * wanted <= last - first && TIMES * wanted <= LISTED * CLUSTER / 2) {
     const u64 policy = read_once_policy();
-    Sieve sieve = {*reinterpret_cast<Sieved*>(s.hist), share, shared_at(dynamic) + tid * 16, reinterpret_cast<uint2*>(add + (2 * num_parts * HEADS + 3) / 4 * 4), bitmap, 0.f, 0.f};
+    Sieve sieve = {sieved, share, shared_at(dynamic) + tid * 16, reinterpret_cast<uint2*>(add + (2 * num_parts * HEADS + 3) / 4 * 4), bitmap, 0.f, 0.f};
     u32 h[HEADS][4];
     if (tid < SAMPLED) {
 #pragma unroll
@@ -393,14 +397,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
     cluster_wait(); // every block has begun
     sieve.load(policy);
     MARK(4)
-    cluster_sync();
 #ifdef PROBE_NO_LIST
     return;
 #endif
-    MARK(5)
     if (sieve.cut(rank, s.warp_sums, turn)) {
       MARK(6)
-      const int before = sieve.choose();
+      const int before = sieve.choose(rank);
       MARK(9)
       sieve.put(out, first + before, s.warp_sums, turn);
       put_forced(out, first, wanted, units, last, room, rank);
@@ -408,7 +410,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
       return;
     }
     MARK(30)
-    cluster_sync(); // others have read the counts
+    __syncthreads(); // all have read the counts
     for (int i = tid; i < BINS; i += THREADS) s.hist[i] = 0;
     cluster_arrive();
   }
