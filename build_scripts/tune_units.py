@@ -24,18 +24,15 @@ DIM, TOKENS, BUDGET, SINK, WINDOW = 128, 131056, 2048, 4, 64
 FORMS: dict[str, tuple[int, bool, tuple[str, ...]]] = {
     "plain": (0, False, ()),
     "sieve": (0, True, ()),
-    "sieve, descending": (0, True, ("-DORDER=1",)),
-    "sieve, interleaved": (0, True, ("-DORDER=2",)),
+    "sieve, descending": (0, True, ("-DDESCENDING",)),
     "sieve, 2 x": (0, True, ("-DTIMES=2",)),
     "sieve, 256 samples": (0, True, ("-DSAMPLED=256",)),
-    "sieve, 1024 samples": (0, True, ("-DSAMPLED=1024",)),
     "sieve, probe without list": (0, True, ("-DPROBE_NO_LIST",)),
-    "sieve, probe without exponentials": (0, True, ("-DPROBE_NO_LIST", "-DPROBE_NO_EXP")),
     "plain again": (0, False, ()),
 }
 
 
-TRACED = ("plain", "sieve", "sieve, descending")
+TRACED = ("plain", "sieve")
 
 
 def load(cluster: int, heads: int, sieves: bool, more: tuple[str, ...], trace: bool) -> nvrtc.Kernel:
