@@ -20,18 +20,19 @@ from trtkv.plugins.kv_select import launch as select
 DEV = torch.device("cuda")
 GEOMETRIES = {"llama3 8x128k": (8, 8, 4), "qwen 8x128k": (8, 4, 7)}  # batch, KV heads, query heads each
 DIM, TOKENS, BUDGET, SINK, WINDOW = 128, 131056, 2048, 4, 64
-# Name: cluster (0: the rule's), whether it sieves, definitions.
-FORMS: dict[str, tuple[int, bool, tuple[str, ...]]] = {
-    "plain": (0, False, ()),
-    "sieve": (0, True, ()),
-    "sieve, descending": (0, True, ("-DDESCENDING",)),
-    "sieve, 2 x": (0, True, ("-DTIMES=2",)),
-    "sieve, 256 samples": (0, True, ("-DSAMPLED=256",)),
-    "sieve, probe without list": (0, True, ("-DPROBE_NO_LIST",)),
-    "plain again": (0, False, ()),
+# Name: cluster (0: the rule's), whether it sieves, definitions, definitions of the scorer, in how many launches.
+FORMS: dict[str, tuple[int, bool, tuple[str, ...], tuple[str, ...], int]] = {
+    "plain": (0, False, (), (), 1),
+    "sieve": (0, True, (), (), 1),
+    "sieve, scores dropped": (0, True, ("-DDISCARD",), (), 1),
+    "sieve, descending": (0, True, ("-DDESCENDING",), (), 1),
+    "sieve, 30 % kept": (0, True, (), ("-DKEPT_SHARE=30",), 1),
+    "sieve, 50 % kept, scores dropped": (0, True, ("-DDISCARD",), ("-DKEPT_SHARE=50",), 1),
+    "sieve, in two": (0, True, (), (), 2),
+    "sieve, in two, scores dropped": (0, True, ("-DDISCARD",), (), 2),
+    "sieve, probe without list": (0, True, ("-DPROBE_NO_LIST",), (), 1),
+    "plain again": (0, False, (), (), 1),
 }
-
-
 TRACED = ("plain", "sieve")
 
 
@@ -42,12 +43,19 @@ def load(cluster: int, heads: int, sieves: bool, more: tuple[str, ...], trace: b
     return nvrtc.load(select._HERE / "select.cu", "select_units", select._SELECT, defines, "90", 200 * 1024)
 
 
+def score_kernel(group: int, pooling: str, more: tuple[str, ...]) -> nvrtc.Kernel:
+    """Load a scorer."""
+    shape = {"D": DIM, "GROUP_HEADS": group, "POOL": select.POOLS[pooling], "STAGES": 8}
+    defines = (*(f"-D{name}={value}" for name, value in shape.items()), "-DBF16", *more)
+    return nvrtc.load(select._HERE / "fier.cu", "fier_score", select._SCORE, defines, "90", 64 * 8 * DIM)
+
+
 class Set:
     """The index of one layer of random keys, its scores and its lists."""
 
-    def __init__(self, batch: int, heads: int, group: int, pooling: str, sms: int) -> None:
+    def __init__(self, batch: int, heads: int, group: int, pooling: str, sms: int, like: Set | None = None) -> None:
         pages, rows = -(-TOKENS // 32), batch * heads
-        self.pooling = pooling
+        self.pooling, self.heads, self.group = pooling, heads, group
         self.q = torch.randn(batch, heads * group * DIM, device=DEV).bfloat16()
         self.bits = torch.randint(-(2**31), 2**31 - 1, (batch * pages, heads, 1, DIM), dtype=torch.int32, device=DEV)
         low = -2 + 0.4 * torch.randn(batch * pages, heads, 1, 1, DIM, device=DEV)
@@ -55,30 +63,36 @@ class Set:
         self.table = torch.randperm(batch * pages, device=DEV).view(batch, pages).int()
         self.lens = torch.full((batch,), TOKENS, dtype=torch.int32, device=DEV)
         plan = select.Scratch.plan(rows, group, pooling, TOKENS, sms)
-        self.scores, self.parts = plan.allocate(rows, DEV)
+        self.scores, self.parts = (like.scores, like.parts) if like else plan.allocate(rows, DEV)
         self.out = torch.empty(batch, heads, BUDGET + 1, dtype=torch.int32, device=DEV)
 
-    def score(self) -> None:
-        select.fier_score(
-            self.q, self.bits, self.meta, self.table, self.lens, self.scores, self.parts, page_size=32, budget=BUDGET, scale=DIM**-0.5,
-            pooling=self.pooling,
-        )  # fmt: skip
+    def score(self, more: tuple[str, ...] = (), of: slice = slice(None)) -> None:
+        """Score sequences of a slice into the first places of the scratch."""
+        q, table, lens = self.q[of], self.table[of], self.lens[of]
+        rows = len(lens) * self.heads
+        scores, parts = self.scores[:rows], self.parts[:rows]
+        kernel = score_kernel(self.group, self.pooling, more)
+        values = (q.data_ptr(), self.bits.data_ptr(), self.meta.data_ptr(), table.data_ptr(), lens.data_ptr(), scores.data_ptr(), parts.data_ptr(),
+                  q.stride(0), table.stride(0), 1, scores.shape[2], BUDGET, DIM**-0.5 * 1.4426950408889634)  # fmt: skip
+        kernel.launch((parts.shape[1], self.heads, len(lens)), 256, 64 * 8 * DIM, select.stream(), values)
 
 
 class Form:
     """A selector with definitions of its own."""
 
-    def __init__(self, one: Set, cluster: int, sieves: bool, more: tuple[str, ...], trace: bool = False) -> None:
+    def __init__(self, one: Set, cluster: int, sieves: bool, more: tuple[str, ...], trace: bool = False, launches: int = 1) -> None:
         rows, heads, stride = one.scores.shape
+        rows //= launches
         self.cluster = cluster or select.select_cluster(rows, stride, "90")
         self.shared = select.select_shared(stride, self.cluster, one.parts.shape[1] * heads * 8, "90", heads if sieves else 0)
         assert self.shared.sieves == sieves
         self.kernel = load(self.cluster, heads, sieves, more, trace)
 
-    def __call__(self, one: Set, overlap: bool = False) -> None:
-        rows, _, stride = one.scores.shape
-        values = (one.scores.data_ptr(), one.parts.data_ptr(), one.lens.data_ptr(), one.out.data_ptr(), 0, 0, stride, one.parts.shape[1],
-                  rows // len(one.lens), BUDGET, 0, BUDGET, SINK, WINDOW, int(self.shared.exact))  # fmt: skip
+    def __call__(self, one: Set, overlap: bool = False, of: slice = slice(None)) -> None:
+        lens, out = one.lens[of], one.out[of]
+        rows, stride = len(lens) * one.heads, one.scores.shape[2]
+        values = (one.scores.data_ptr(), one.parts.data_ptr(), lens.data_ptr(), out.data_ptr(), 0, 0, stride, one.parts.shape[1],
+                  one.heads, BUDGET, 0, BUDGET, SINK, WINDOW, int(self.shared.exact))  # fmt: skip
         self.kernel.launch((rows * self.cluster, 1, 1), 1024, self.shared.bytes, select.stream(), values, cluster=self.cluster, overlap=overlap)
 
     def marks(self, one: Set) -> list[list[int]]:
@@ -113,25 +127,30 @@ def measure_forms(sets: list[Set], label: str, runs: int) -> Iterator[str]:
     plain = Form(sets[0], 0, False, ())
     wanted = []
     for one in sets:
+        one.score()
         plain(one)
         wanted.append(one.out.clone())
-    for name, (cluster, sieves, more) in FORMS.items():
+    for name, (cluster, sieves, more, score_more, launches) in FORMS.items():
         try:
-            form = Form(sets[0], cluster, sieves, more)
+            form = Form(sets[0], cluster, sieves, more, launches=launches)
+            batch = len(sets[0].lens)
+            slices = [slice(i * batch // launches, (i + 1) * batch // launches) for i in range(launches)]
+
+            def both(i: int, overlap: bool = False, form: Form = form, more: tuple[str, ...] = score_more, slices: list[slice] = slices) -> None:
+                one = sets[i % len(sets)]
+                for of in slices:
+                    one.score(more, of)
+                    form(one, overlap, of)
+
             wrong = 0
-            for one, lists in zip(sets, wanted, strict=True):
+            for i, (one, lists) in enumerate(zip(sets, wanted, strict=True)):
                 one.out.fill_(-7)
-                form(one)
+                both(i)
                 wrong += int((one.out != lists).any(-1).sum())
-            alone = time_of(lambda i, form=form: form(sets[i % len(sets)]))
-
-            def both(i: int, form: Form = form, overlap: bool = False) -> None:
-                sets[i % len(sets)].score()
-                form(sets[i % len(sets)], overlap)
-
-            whole = time_of(both)
-            early = time_of(lambda i, both=both: both(i, overlap=True))
-            yield f"{label}: {name} (cluster {form.cluster}, {form.shared.bytes} B): alone {alone:.1f}, with scorer {whole:.1f} (+{whole - scoring:.1f}), early {early:.1f}; rows that differ {wrong}"
+            whole, early = time_of(both), time_of(lambda i, both=both: both(i, overlap=True))
+            own = time_of(lambda i, more=score_more: sets[i % len(sets)].score(more))
+            yield (f"{label}: {name} (cluster {form.cluster}, {form.shared.bytes} B): score {own:.1f}, with selector {whole:.1f} (+{whole - own:.1f}), "
+                   f"early {early:.1f}; rows that differ {wrong}")  # fmt: skip
         except Exception as error:
             yield f"{label}: {name}: {error!r}"
 
@@ -149,9 +168,9 @@ def compile_all(folder: str) -> None:
                 if pooling == "mean" and heads == 4:
                     continue
                 scored = group if pooling == "softmax-mean" else 1
-                select.score_kernel(DIM, group, pooling, True, "90")
-                for form, (cluster, sieves, more) in FORMS.items():
-                    blocks = cluster or select.select_cluster(batch * heads, stride, "90")
+                for form, (cluster, sieves, more, score_more, launches) in FORMS.items():
+                    score_kernel(group, pooling, score_more)
+                    blocks = cluster or select.select_cluster(batch * heads // launches, stride, "90")
                     load(blocks, scored, sieves, more, False)
                     if form in TRACED:
                         load(blocks, scored, sieves, more, True)
@@ -181,16 +200,15 @@ def main() -> int:
         for pooling in ("softmax-mean", "mean"):
             if pooling == "mean" and heads == 4:
                 continue
-            sets = [Set(batch, heads, group, pooling, sms) for _ in range(3)]
-            for one in sets:
-                one.score()
+            sets = [Set(batch, heads, group, pooling, sms)]
+            sets += [Set(batch, heads, group, pooling, sms, sets[0]) for _ in range(2)]
             for line in measure_forms(sets, f"{name} {pooling}", 9):
                 print(f"[{until - time.time():.0f}]", line, flush=True)
                 if time.time() > until:
                     return 0
             for form in TRACED:
                 try:
-                    print(f"{name} {pooling}: {form} clocks", shown(Form(sets[0], *FORMS[form], trace=True).marks(sets[0])), flush=True)
+                    print(f"{name} {pooling}: {form} clocks", shown(Form(sets[0], *FORMS[form][:3], trace=True).marks(sets[0])), flush=True)
                 except Exception as error:
                     print(form, repr(error), flush=True)
             del sets

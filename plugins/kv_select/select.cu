@@ -404,6 +404,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
       MARK(6)
       const int before = sieve.choose(rank);
       MARK(9)
+#ifdef DISCARD
+      sieve.discard();
+#endif
       sieve.put(out, first + before, s.warp_sums, turn);
       put_forced(out, first, wanted, units, last, room, rank);
       MARK(10)

@@ -234,6 +234,19 @@ struct Sieve {
     __syncthreads();
     return s.lower;
   }
+#ifdef DISCARD
+  // Scores are not needed any more: what of them is still in the second-level cache need not be written to memory.
+  __device__ __forceinline__ void discard() const {
+    const int last = min(share.begin + share.units, share.usable) / 64;
+#pragma unroll
+    for (int j = 0; j < HEADS; j++) {
+      for (int i = (share.begin + 63) / 64 + threadIdx.x; i < last; i += THREADS) {
+        const __half* line = share.scores + j * share.stride + i * 64;
+        if (((u64)line & 127) == 0) asm volatile("discard.global.L2 [%0],128;" ::"l"(line) : "memory");
+      }
+    }
+  }
+#endif
   // Write the marked units, ascending, from out[at] on.
   __device__ __forceinline__ void put(int* out, int at, int* warp_sums, int& turn) const {
     const int words = share.units / 32, each = (words + THREADS - 1) / THREADS, from = min(words, (int)threadIdx.x * each), to = min(words, from + each);
