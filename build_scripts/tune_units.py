@@ -10,6 +10,8 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 
@@ -24,16 +26,16 @@ DIM, TOKENS, BUDGET, SINK, WINDOW = 128, 131056, 2048, 4, 64
 FORMS: dict[str, tuple[int, bool, tuple[str, ...], tuple[str, ...], int]] = {
     "plain": (0, False, (), (), 1),
     "sieve": (0, True, (), (), 1),
+    "sieve, contiguous": (0, True, ("-DCONTIGUOUS",), (), 1),
+    "sieve, 150 %": (0, True, ("-DREACH=150",), (), 1),
     "sieve, scores dropped": (0, True, ("-DDISCARD",), (), 1),
-    "sieve, descending": (0, True, ("-DDESCENDING",), (), 1),
-    "sieve, 30 % kept": (0, True, (), ("-DKEPT_SHARE=30",), 1),
-    "sieve, 50 % kept, scores dropped": (0, True, ("-DDISCARD",), ("-DKEPT_SHARE=50",), 1),
-    "sieve, in two": (0, True, (), (), 2),
-    "sieve, in two, scores dropped": (0, True, ("-DDISCARD",), (), 2),
+    "sieve, scores dropped, 40 % kept": (0, True, ("-DDISCARD",), ("-DKEPT_SHARE=40",), 1),
+    "sieve, scores dropped, 70 % kept": (0, True, ("-DDISCARD",), ("-DKEPT_SHARE=70",), 1),
     "sieve, probe without list": (0, True, ("-DPROBE_NO_LIST",), (), 1),
-    "plain again": (0, False, (), (), 1),
 }
-TRACED = ("plain", "sieve")
+
+
+TRACED = ("sieve", "sieve, contiguous")
 
 
 def load(cluster: int, heads: int, sieves: bool, more: tuple[str, ...], trace: bool) -> nvrtc.Kernel:
@@ -77,6 +79,13 @@ class Set:
         kernel.launch((parts.shape[1], self.heads, len(lens)), 256, 64 * 8 * DIM, select.stream(), values)
 
 
+@contextmanager
+def form_of(sieves: bool) -> Iterator[None]:
+    """Let the selector sieve, or not."""
+    with patch.object(select, "select_sieves", (lambda *shape: sieves)):
+        yield
+
+
 class Form:
     """A selector with definitions of its own."""
 
@@ -84,7 +93,8 @@ class Form:
         rows, heads, stride = one.scores.shape
         rows //= launches
         self.cluster = cluster or select.select_cluster(rows, stride, "90")
-        self.shared = select.select_shared(stride, self.cluster, one.parts.shape[1] * heads * 8, "90", heads if sieves else 0)
+        with form_of(sieves):
+            self.shared = select.select_shared(stride, self.cluster, heads, one.parts.shape[1], "90")
         assert self.shared.sieves == sieves
         self.kernel = load(self.cluster, heads, sieves, more, trace)
 
@@ -92,7 +102,7 @@ class Form:
         lens, out = one.lens[of], one.out[of]
         rows, stride = len(lens) * one.heads, one.scores.shape[2]
         values = (one.scores.data_ptr(), one.parts.data_ptr(), lens.data_ptr(), out.data_ptr(), 0, 0, stride, one.parts.shape[1],
-                  one.heads, BUDGET, 0, BUDGET, SINK, WINDOW, int(self.shared.exact))  # fmt: skip
+                  one.heads, BUDGET, 0, BUDGET, SINK, WINDOW, self.shared.kept)  # fmt: skip
         self.kernel.launch((rows * self.cluster, 1, 1), 1024, self.shared.bytes, select.stream(), values, cluster=self.cluster, overlap=overlap)
 
     def marks(self, one: Set) -> list[list[int]]:
@@ -177,7 +187,8 @@ def compile_all(folder: str) -> None:
         for rows, scored in ((64, 4), (32, 7), (64, 1)):
             cluster = select.select_cluster(rows, 131072, "90")
             select.select_kernel(cluster, scored, False, 1, 1, "90", sieves=True)
-        select.select_kernel(2, 4, False, 1, 32, "90", sieves=True)
+            for sieves in (True, False):
+                select.select_kernel(cluster, scored, scored == 7, 1, 32, "90", sieves=sieves)
     print(len(asked), "kernels")
     from concurrent.futures import ThreadPoolExecutor
 
@@ -226,6 +237,8 @@ def check() -> None:
             checks.check_ties(rows, 131072, 2048, heads, 9, kind)
     checks.check_ties(64, 131072, 2048, 1, 3000, "levels")
     checks.check_chain(checks.Case(4, 4, 128, 32, [33000] * 16, torch.bfloat16), 1024, 0, 0, "softmax-mean", "64 rows")
+    for heads, rows, pooling in ((4, 64, "softmax-mean"), (7, 32, "softmax-max"), (1, 64, "mean")):
+        checks.check_sieved(rows, 131056, 2048, heads, pooling, 4, 64)
     print("failures", checks.failures, flush=True)
 
 

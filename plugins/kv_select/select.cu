@@ -54,16 +54,19 @@ __device__ __forceinline__ void normalize(Shared& s, Share& share, const float4*
   __syncthreads();
   if (warp < HEADS) {
     float top = -3e38f, total = 0.f;
+#pragma unroll 1
     for (int p = lane; p < num_parts; p += 32) top = fmaxf(top, sums[p * HEADS + warp]);
 #pragma unroll
     for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
     float zero = top; // raw scores: differences count at the top
     if (HEADS > 1) {
+#pragma unroll 1
       for (int p = lane; p < num_parts; p += 32) total += exp2_fast(sums[p * HEADS + warp] - top);
 #pragma unroll
       for (int o = 16; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
       zero += log2f(total) + (MAXIMUM ? 0.f : log2f((float)HEADS));
     }
+#pragma unroll 1
     for (int p = lane; p < num_parts; p += 32) share.add[p * HEADS + warp] -= zero;
     if (HEADS == 1) {
       float low = lane < THREADS / 32 ? s.lows[lane] : 3e38f;
@@ -337,7 +340,7 @@ __device__ __forceinline__ void put_forced(int* out, int first, int wanted, int 
 // sequence is read whole up to its own budget or dense_below tokens.
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_units(const __half* scores, const float4* parts, const int* lens,
     int* out, const int* slots, const int* budgets, long long score_stride, int num_parts, int rows_per_sequence, int budget, int dense_below, int room,
-    int sink, int window, int exact_units) {
+    int sink, int window, int kept) {
   extern __shared__ __align__(16) char dynamic[];
   __shared__ Shared s;
   const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0, tid = threadIdx.x;
@@ -349,7 +352,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
   MARK(0)
 #ifdef SIEVE
   Sieved& sieved = *reinterpret_cast<Sieved*>(s.hist);
-  if (CLUSTER > 1 && tid == 0) inbox_open(&sieved.box[0]), inbox_open(&sieved.box[1]);
+  if (CLUSTER > 1 && tid == 0) inbox_open(&sieved.box[0]), inbox_open(&sieved.box[1]), inbox_open(&sieved.box[2]);
 #endif
   cluster_arrive();
   for (int i = tid; i < BINS; i += THREADS) s.hist[i] = 0;
@@ -369,32 +372,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
   const int packets = ((((usable + 7) >> 3) + CLUSTER * 4 - 1) / (CLUSTER * 4)) * 4, begin = rank * packets; // of eight units, four a word of flags
   uint4* keys = reinterpret_cast<uint4*>(dynamic);                    // [packets] eight keys each
 #ifdef SIEVE
-  u32* bitmap = reinterpret_cast<u32*>(keys + max(packets, RING_SLOTS * THREADS)); // [packets / 4]
+  u32* bitmap = reinterpret_cast<u32*>(keys + max(packets, RING / 16)); // [packets / 4]
 #else
   u32* bitmap = reinterpret_cast<u32*>(keys + (KEPT ? packets : 0));
 #endif
   float* add = reinterpret_cast<float*>(bitmap + ((packets / 4 + 3) & ~3)); // [num_parts, HEADS], twice
-  u32* exact = exact_units ? reinterpret_cast<u32*>(add + (2 * num_parts * HEADS + 3) / 4 * 4) : nullptr;
+#ifdef SIEVE
+  u32* exact = nullptr;
+#else
+  u32* exact = kept ? reinterpret_cast<u32*>(add + (2 * num_parts * HEADS + 3) / 4 * 4) : nullptr;
+#endif
   Share share = {scores, score_stride, begin * 8, packets * 8, usable, first, last, wanted,
       (((usable + 31) >> 5) + num_parts - 1) / num_parts * 32, keys, exact, add};
 #ifdef SIEVE
   static_assert(sizeof(Sieved) <= __builtin_offsetof(Shared, fine), "it lies over the counts");
-  if (8ll * wanted <= last - first && TIMES * wanted <= LISTED * CLUSTER / 2) {
+  static_assert(__builtin_offsetof(Sieved, box) >= sizeof(s.hist), "counts are cleared behind it");
+  if (8ll * wanted <= last - first && REACH / 100 * wanted <= kept * CLUSTER / 2) {
     const u64 policy = read_once_policy();
-    Sieve sieve = {sieved, share, shared_at(dynamic) + tid * 16, reinterpret_cast<uint2*>(add + (2 * num_parts * HEADS + 3) / 4 * 4), bitmap, 0.f, 0.f};
-    u32 h[HEADS][4];
-    if (tid < SAMPLED) {
-#pragma unroll
-      for (int j = 0; j < HEADS; j++) load_halves(h[j], scores + j * score_stride + sieve.sampled_unit());
-    }
-    sieve.clear();
+    Sieve sieve = {sieved, share, dynamic + tid * 16, reinterpret_cast<u32*>(add + num_parts * HEADS),
+        reinterpret_cast<uint2*>(add + (2 * num_parts * HEADS + 3) / 4 * 4), kept, bitmap, 0.f, 0.f};
     const float4 part = tid < num_parts * HEADS ? parts[tid] : make_float4(0.f, 0.f, 0.f, 0.f);
+    sieve.clear();
+    __syncthreads(); // parts are asked for before scores
     sieve.fetch_first(policy);
     normalize(s, share, parts, part, num_parts, add + num_parts * HEADS);
     MARK(2)
-    sieve.sample(h, s.warp_sums, turn);
-    MARK(3)
     cluster_wait(); // every block has begun
+    sieve.sample(rank, s.warp_sums, turn);
+    MARK(3)
     sieve.load(policy);
     MARK(4)
 #ifdef PROBE_NO_LIST

@@ -10,6 +10,7 @@ import itertools
 import sys
 import time
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -350,6 +351,34 @@ def check_ties(rows: int, units: int, budget: int, heads: int, levels: int, kind
         raw = torch.where(raw - raw.amax(1, keepdim=True) - 7 - plan.parts < -120, torch.full_like(raw, -1e9), raw)
     want = torch.sort(raw, dim=1, descending=True, stable=True).indices[:, :budget].sort().values.int()
     expect(torch.equal(out[:, 0, :-1], want) and bool((out[:, 0, -1] == budget).all()), label)
+
+
+def check_sieved(rows: int, units: int, budget: int, heads: int, pooling: str, sink: int, window: int, cluster: int = 0) -> None:
+    """Where a block leaves most units out before it counts, it chooses what it chooses where it counts all: parts with references of their own."""
+    label = f"sieve {rows}x{units} k{budget} heads {heads} {pooling} cluster {cluster}"
+    plan = select.Scratch.plan(rows, heads, pooling, units, torch.cuda.get_device_properties(0).multi_processor_count)
+    scores = torch.full((rows, heads, plan.stride), float("nan"), dtype=torch.float16, device=DEV)
+    scores[:, :, :units] = (torch.randn(rows, heads, units, device=DEV) * 3).half()
+    parts = torch.zeros(rows, plan.parts, heads, 4, device=DEV)
+    parts[..., 0] = torch.randn(rows, plan.parts, heads, device=DEV) * 4 + 40
+    per = -(-(units // 32) // plan.parts) * 32
+    for p in range(plan.parts):
+        own = scores[:, :, p * per : min((p + 1) * per, units // 32 * 32)].float()
+        if own.shape[2] == 0:
+            parts[:, p, :, 0], parts[:, p, :, 1], parts[:, p, :, 2] = -3e38, -3e38, 3e38
+        else:
+            parts[:, p, :, 1] = parts[:, p, :, 0] + (torch.logsumexp(own / LOG2E, 2) * LOG2E if heads > 1 else own.amax(2))
+            parts[:, p, :, 2] = parts[:, p, :, 0] + own.amin(2)
+    lens = torch.full((rows,), units, dtype=torch.int32, device=DEV)
+    found = []
+    for sieves in (True, False):
+        out = torch.full((rows, 1, budget + 1), -7, dtype=torch.int32, device=DEV)
+        with patch.object(select, "select_sieves", lambda *shape, sieves=sieves: sieves):
+            select.select_units(
+                scores, parts, lens, out, budget=budget, sink=sink, window=window, unit=1, group=32, pooling=pooling, cluster=cluster
+            )
+        found.append(out)
+    expect(torch.equal(*found), f"{label}: {int((found[0] != found[1]).any(2).sum())} rows differ")
 
 
 def check_dense_growth(steps: int) -> None:

@@ -45,7 +45,8 @@ class Kernel:
     backwards = False  # the last thread of a block first
 
     def __init__(self, spec: CudaSpec, folder: Path) -> None:
-        self.spec, self.call = spec, ctypes.CDLL(str(_compile(spec, folder))).run
+        library = ctypes.CDLL(str(_compile(spec, folder)))
+        self.spec, self.call, self.marked = spec, library.run, library.marked  # marked(i): how many blocks came by MARK(i)
 
     def launch(
         self, grid: tuple[int, int, int], threads: int, shared: int, stream: int, values: Sequence[Any], *, cluster: int = 1, overlap: bool = False,
@@ -56,14 +57,17 @@ class Kernel:
         self.call(*grid, threads, shared, cluster, self.backwards, cooperative, *given)
 
 
-def install(monkeypatch: pytest.MonkeyPatch, folder: Path, capability: tuple[int, int] = (9, 0), multiprocessors: int = 8) -> None:
-    """Let kernels be loaded this way, for a GPU of a compute capability; compiled ones are kept in a folder."""
+def install(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, capability: tuple[int, int] = (9, 0), multiprocessors: int = 8
+) -> dict[Any, Kernel]:  # fmt: skip
+    """Let kernels be loaded this way, for a GPU of a compute capability; compiled ones are kept in a folder. Returns those that are loaded, by spec."""
     loaded: dict[Any, Kernel] = {}
     monkeypatch.setattr(store, "load", lambda spec: loaded.get(spec) or loaded.setdefault(spec, Kernel(spec, folder)))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: capability)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *args: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *args: SimpleNamespace(multi_processor_count=multiprocessors))
+    return loaded
 
 
 def _compile(spec: CudaSpec, folder: Path) -> Path:
