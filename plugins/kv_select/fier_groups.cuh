@@ -32,18 +32,7 @@ template <int HALF> __device__ __forceinline__ void mma(float (&d)[4], const flo
 __device__ __forceinline__ void shared_units(u32 (&a)[4], u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];" : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at) : "memory");
 }
-#ifdef KEPT_SHARE
-__device__ __forceinline__ u64 kept_policy() {
-  u64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_last.L2::evict_unchanged.b64 %0, %1;" : "=l"(policy) : "f"(KEPT_SHARE / 100.f));
-  return policy;
-}
-__device__ __forceinline__ void put8_kept(__half* p, u32 x, u32 y, u64 policy) {
-  asm volatile("st.global.L2::cache_hint.v2.u32 [%0],{%1,%2},%3;" ::"l"(p), "r"(x), "r"(y), "l"(policy) : "memory");
-}
-#define put8(p, x, y) put8_kept(p, x, y, kept)
-#endif
-__device__ __forceinline__ void (put8)(__half* p, u32 x, u32 y) {
+__device__ __forceinline__ void put8(__half* p, u32 x, u32 y) {
 #ifdef SCORES_SHARED
   *reinterpret_cast<uint2*>(p) = make_uint2(x, y);
 #else
@@ -74,9 +63,6 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
   const int begin = row.begin, end = row.end;
   const int mine = max(0, (end - begin - warp + WARPS - 1) / WARPS); // groups begin + warp, + WARPS, ...
   const u64 policy = read_once_policy();
-#ifdef KEPT_SHARE
-  const u64 kept = kept_policy();
-#endif
 
   // Lane l knows where the l-th group of this warp lies; refreshed every 32 groups.
   int place = 0;

@@ -41,6 +41,7 @@ __device__ __forceinline__ void normalize(Shared& s, Share& share, const float4*
     float* sums) {
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   float lowest = 3e38f;
+#pragma unroll 1
   for (int i = tid; i < num_parts * HEADS; i += THREADS) {
     const float4 v = i == tid ? first : parts[i];
     share.add[i] = v.x, sums[i] = v.y;
@@ -327,8 +328,11 @@ __device__ __forceinline__ int choose(Shared& s, const Share& share, int packets
 __device__ __forceinline__ void put_forced(int* out, int first, int wanted, int units, int last, int room, int rank) {
   const int tid = threadIdx.x;
   const int count = first + wanted + units - last; // == width
+#pragma unroll 1
   for (int i = rank * THREADS + tid; i < first; i += CLUSTER * THREADS) out[i] = i;
+#pragma unroll 1
   for (int i = first + wanted + rank * THREADS + tid; i < count; i += CLUSTER * THREADS) out[i] = last + i - first - wanted;
+#pragma unroll 1
   for (int i = count + rank * THREADS + tid; i < room; i += CLUSTER * THREADS) out[i] = -1;
   if (rank == 0 && tid == 0) out[room] = count;
 }
@@ -345,8 +349,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
   __shared__ Shared s;
   const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0, tid = threadIdx.x;
   const long long row = blockIdx.x / CLUSTER;
-  const int stored = lens[row / rows_per_sequence];
-  const int own = budgets ? budgets[slots[row / rows_per_sequence]] : 0, width = own ? min(room, (own + UNIT - 1) / UNIT) : room;
+  const int sequence = (int)row / rows_per_sequence, stored = lens[sequence];
+  const int own = budgets ? budgets[slots[sequence]] : 0, width = own ? min(room, (own + UNIT - 1) / UNIT) : room;
   const int whole_to = own ? max(min(own, budget), dense_below) : budget;
   int turn = 0;
   MARK(0)
@@ -365,6 +369,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
   const int first = (sink + UNIT - 1) / UNIT, last = max(first, min(closed, stored - window) / UNIT), wanted = width - first - (units - last);
   if (stored <= whole_to || wanted >= last - first || wanted <= 0) { // all is read, every unit chosen, or nothing but the forced ones
     const int gap = wanted <= 0 ? last - first : 0, count = stored <= whole_to ? -1 : min(units - gap, width);
+#pragma unroll 1
     for (int i = rank * THREADS + tid; i <= room; i += CLUSTER * THREADS) out[i] = i == room ? count : i >= count ? -1 : i < first ? i : i + gap;
     return;
   }
@@ -387,7 +392,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
 #ifdef SIEVE
   static_assert(sizeof(Sieved) <= __builtin_offsetof(Shared, fine), "it lies over the counts");
   static_assert(__builtin_offsetof(Sieved, box) >= sizeof(s.hist), "counts are cleared behind it");
-  if (8ll * wanted <= last - first && REACH / 100 * wanted <= kept * CLUSTER / 2) {
+  if (8ll * wanted <= last - first && REACH * wanted / 100 <= kept * CLUSTER / 8 * 5) {
     const u64 policy = read_once_policy();
     Sieve sieve = {sieved, share, dynamic + tid * 16, reinterpret_cast<u32*>(add + num_parts * HEADS),
         reinterpret_cast<uint2*>(add + (2 * num_parts * HEADS + 3) / 4 * 4), kept, bitmap, 0.f, 0.f};
@@ -409,9 +414,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
       MARK(6)
       const int before = sieve.choose(rank);
       MARK(9)
-#ifdef DISCARD
-      sieve.discard();
-#endif
       sieve.put(out, first + before, s.warp_sums, turn);
       put_forced(out, first, wanted, units, last, room, rank);
       MARK(10)

@@ -9,8 +9,10 @@
 #ifndef REACH
 #define REACH 200 // percent of the wanted units that should reach the bound
 #endif
+#ifndef LOAD_WARPS
 #define LOAD_WARPS (HEADS <= 5 ? 32 : 168 / HEADS) // warps that load: two packets of each head's fit in the ring
 #define DEPTH (HEADS > 4 ? 2 : 8 / HEADS)          // packets of a thread under way
+#endif
 #define SLOT (512 * LOAD_WARPS)                    // bytes of a head's packets of all threads
 #define RING (DEPTH * HEADS * SLOT)                // bytes
 #define SIEVE_BINS (2 * THREADS)
@@ -167,7 +169,10 @@ struct Sieve {
   __device__ __forceinline__ void fetch_first(u64 policy) const {
     const int at = first_at();
 #pragma unroll
-    for (int i = 0; i < DEPTH; i++) fetch(share.scores + share.begin + at + i * STEP, at + i * STEP, ring + i * HEADS * SLOT, policy);
+    for (int i = 0; i < DEPTH; i++) {
+      fetch(share.scores + share.begin + at + i * STEP, at + i * STEP, ring + i * HEADS * SLOT, policy);
+      if (i == 0) __syncthreads(); // all first packets are asked for before others: they are the sample
+    }
   }
   // List the units of the block that reach the bound.
   __device__ __forceinline__ void load(u64 policy) const {
@@ -286,19 +291,6 @@ struct Sieve {
     __syncthreads();
     return s.lower;
   }
-#ifdef DISCARD
-  // Scores are not needed any more: what of them is still in the second-level cache need not be written to memory.
-  __device__ __forceinline__ void discard() const {
-    const int last = min(share.begin + share.units, share.usable) / 64;
-#pragma unroll
-    for (int j = 0; j < HEADS; j++) {
-      for (int i = (share.begin + 63) / 64 + threadIdx.x; i < last; i += THREADS) {
-        const __half* line = share.scores + j * share.stride + i * 64;
-        if (((u64)line & 127) == 0) asm volatile("discard.global.L2 [%0],128;" ::"l"(line) : "memory");
-      }
-    }
-  }
-#endif
   // Write the marked units, ascending, from out[at] on.
   __device__ __forceinline__ void put(int* out, int at, int* warp_sums, int& turn) const {
     const int words = share.units / 32, each = (words + THREADS - 1) / THREADS, from = min(words, (int)threadIdx.x * each), to = min(words, from + each);
