@@ -20,9 +20,9 @@ POOLS = {"softmax-mean": 0, "softmax-max": 0, "mean": 1, "max": 2}
 CLUSTERS_FROM = 90  # clusters of blocks came with this compute capability
 _WORTHWHILE_UNITS = 4096  # a block more costs more than it saves below
 _EXACT_PACKETS = 2048  # packets of eight units of a block whose exact scores are kept
-_SIEVED_UNITS = 16384  # of a block, from which on most are left out before they are counted
+# As measured on an H200: of a block, from which on most units are left out before they are counted; of the row that its blocks share; heads, at most.
+_SIEVED_UNITS, _SIEVED_CLUSTER, _SIEVED_HEADS = 16384, 2, 4
 _LISTED = 2048  # units of a block that there is room for otherwise, at least
-_SIEVED_CLUSTER = 4  # blocks of a row, at most
 _BLOCK_UNITS = 65536  # keys of two bytes in the shared memory of a block, at most
 _LARGE_CLUSTERS = ("90", "100", "103")  # compute capabilities with clusters of sixteen blocks, others have eight
 SELECT_STATIC = 34 * 1024  # shared memory of the selector beside what its launch asks for
@@ -146,13 +146,13 @@ def select_shared(units: int, cluster: int, heads: int, parts: int, arch: str) -
 def select_sieves(units: int, cluster: int, heads: int, arch: str) -> bool:
     """Say whether a block has so many units that most are left out before they are counted, and room for those that are not."""
     share = _packets(units, cluster)
-    return share * 8 > _SIEVED_UNITS and cluster <= _SIEVED_CLUSTER and _sieve_bytes(share, heads) + 8 * _LISTED <= _select_room(arch)
+    fits = heads <= _SIEVED_HEADS and _sieve_bytes(share, heads) + 8 * _LISTED <= _select_room(arch)
+    return share * 8 > _SIEVED_UNITS and cluster == _SIEVED_CLUSTER and fits
 
 
 def _sieve_bytes(share: int, heads: int) -> int:
     """Shared memory of a block's share of packets: the ring, or all keys where the sieve does not decide, and a bit a unit."""
-    warps, depth = min(32, 168 // heads), 2 if heads > 4 else 8 // heads
-    return max(16 * share, 512 * warps * depth * heads) + share
+    return 16 * max(share, 8 // heads * heads * 1024) + share
 
 
 def _select_room(arch: str) -> int:

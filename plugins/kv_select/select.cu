@@ -1,5 +1,7 @@
 // Exact top-k of pooled scores, one thread-block cluster a key-value head: score descending, index ascending on ties, ascending output.
 //
+// Where a block has many units, built with -DSIEVE, sieve.cuh leaves most of them out before they are counted.
+//
 // Built as pooling.cuh says, with -DCLUSTER (1 to 16), -DUNIT (tokens of a unit) and -DGROUP (tokens that are summarized together).
 //
 // Every block keeps a 16-bit monotone key of its share of the units in shared memory. One histogram of the upper 12 bits, summed over the
@@ -36,9 +38,9 @@ struct Shared {
   u32 cut_score, cut_unit;
 };
 
-// What is added to every part's scores, so that heads are normalized over the row; the range of raw scores. Uses sums [num_parts, HEADS].
-__device__ __forceinline__ void normalize(Shared& s, Share& share, const float4* parts, float4 first, int num_parts,
-    float* sums) {
+// What is added to every part's scores, so that heads are normalized over the row; the range of raw scores. Uses sums [num_parts, HEADS]; first: this
+// thread's part.
+__device__ __forceinline__ void normalize(Shared& s, Share& share, const float4* parts, float4 first, int num_parts, float* sums) {
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   float lowest = 3e38f;
 #pragma unroll 1
@@ -137,30 +139,6 @@ __device__ __forceinline__ void cut_cluster(Shared& s, int wanted, int rank, int
 #endif
 }
 
-// Split a crowded bin by the lower four bits of its keys.
-__device__ __forceinline__ void split_bin(Shared& s, const Share& share, int packets, u32 from, int wanted, int need) {
-  const int tid = threadIdx.x;
-  for (int p = tid; p < packets; p += THREADS) {
-    u32 key[8];
-    share.packet(p, key);
-#pragma unroll
-    for (int k = 0; k < 8; k++) {
-      if (key[k] >= from && key[k] <= (from | 15)) atomicAdd(&s.fine[key[k] & 15], 1);
-    }
-  }
-  cluster_sync();
-  if (tid < 32) {
-    int sum = 0;
-    if (tid < 16) {
-#pragma unroll
-      for (int c = 0; c < CLUSTER; c++) sum += peer(s.fine, c)[15 - tid];
-    }
-    const int seen = warp_scan(sum) - sum;
-    if (seen < need && seen + sum >= need) s.cut = {(int)((from & ~15u) | (15 - tid)), wanted - need + seen, sum};
-  }
-  __syncthreads();
-}
-
 // Bring the candidates of all blocks together, and count what lower blocks have selected above them.
 __device__ __forceinline__ void gather(Shared& s, int rank, bool listed) {
   const int tid = threadIdx.x, lane = tid & 31;
@@ -213,63 +191,7 @@ __device__ __forceinline__ void rank_candidates(Shared& s, int crowd, int need) 
   __syncthreads();
 }
 
-// Rare: bisect for the lowest score, then the highest index, that still belong; every round counts over the cluster. Marks what belongs and returns
-// how much of it lies in lower blocks.
-__device__ __forceinline__ int bisect(Shared& s, const Share& share, int packets, u32 from, u32 to, int need, int rank, unsigned char* bytes, int& turn) {
-  const int tid = threadIdx.x;
-  u32 score_from = 0, score_to = 0xffffffffu; // largest cut with count(score >= cut) >= need lies in [score_from, score_to]
-  u32 unit_from = 0, unit_to = share.last;    // smallest bound with count(score == cut, unit < bound) >= rest
-  int rest = need;
-  for (int round = 0; round < 64; round++) {
-    const bool by_unit = score_from == score_to;
-    if (by_unit && unit_from == unit_to) break;
-    const u32 middle = by_unit ? unit_from + (unit_to - unit_from) / 2 : score_from + (score_to - score_from) / 2 + 1;
-    int n = 0, over = 0;
-    for (int p = tid; p < packets; p += THREADS) {
-      u32 key[8];
-      share.packet(p, key);
-      for (int k = 0; k < 8; k++) {
-        if (key[k] < from || key[k] > to) continue;
-        const u32 u = share.begin + p * 8 + k, score = share.exact_score(u);
-        n += by_unit ? score == score_from && u < middle : score >= middle;
-        over += score > score_from;
-      }
-    }
-    n = block_scan(n, s.warp_sums, turn);
-    over = block_scan(over, s.warp_sums, turn);
-    if (tid == THREADS - 1) s.round_count[0] = n, s.round_count[1] = over;
-    cluster_sync();
-    int sum = 0, sum_over = 0;
-#pragma unroll
-    for (int c = 0; c < CLUSTER; c++) sum += peer(s.round_count, c)[0], sum_over += peer(s.round_count, c)[1];
-    cluster_sync();
-    if (!by_unit) {
-      if (sum >= need) score_from = middle;
-      else score_to = middle - 1;
-    } else {
-      rest = need - sum_over;
-      if (sum >= rest) unit_to = middle;
-      else unit_from = middle + 1;
-    }
-  }
-  int mine = 0;
-  for (int p = tid; p < packets; p += THREADS) {
-    u32 key[8], flags = bytes[p];
-    share.packet(p, key);
-    for (int k = 0; k < 8; k++) {
-      if (key[k] < from || key[k] > to) continue;
-      const u32 u = share.begin + p * 8 + k, score = share.exact_score(u);
-      if (score > score_from || (score == score_from && u < unit_to)) flags |= 1u << k, mine++;
-    }
-    bytes[p] = flags;
-  }
-  mine = block_scan(mine, s.warp_sums, turn);
-  if (tid == THREADS - 1) s.round_count[0] = mine;
-  cluster_sync();
-  int lower = 0;
-  for (int c = 0; c < rank; c++) lower += peer(s.round_count, c)[0];
-  return lower;
-}
+#include "crowded.cuh"
 
 // Mark what is chosen in bytes, a bit a unit; returns how much of it lies in lower blocks.
 __device__ __forceinline__ int choose(Shared& s, const Share& share, int packets, int rank, u32* bitmap, int& turn) {
@@ -337,8 +259,8 @@ __device__ __forceinline__ void put_forced(int* out, int first, int wanted, int 
   if (rank == 0 && tid == 0) out[room] = count;
 }
 
-// Dynamic shared memory: 17 bytes a packet of eight units (share, of the longest row), 8 bytes a part and head, and with exact_units 32 a packet; where
-// STREAM only one byte a packet, and no exact_units. scores [R, HEADS, score_stride] fp16 and parts [R, num_parts, HEADS] as a scorer leaves them, lens
+// Dynamic shared memory: 17 bytes a packet of eight units (share, of the longest row), 8 bytes a part and head, and 32 a packet where exact scores are kept;
+// where STREAM only one byte a packet, and no scores; where SIEVE room for the ring beside the bytes, and for a list of as many units as kept says. scores [R, HEADS, score_stride] fp16 and parts [R, num_parts, HEADS] as a scorer leaves them, lens
 // [B]. Writes out [R, width + 1]: ascending units, -1 behind them, then their count; -1 everywhere where the sequence is read whole. Row r belongs to
 // sequence r / rows_per_sequence. budgets [Z] holds by slots [B] the smaller budgets that requests asked for, 0 for none; null: nobody did. Such a
 // sequence is read whole up to its own budget or dense_below tokens.
@@ -407,9 +329,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
     MARK(3)
     sieve.load(policy);
     MARK(4)
-#ifdef PROBE_NO_LIST
-    return;
-#endif
     if (sieve.cut(rank, s.warp_sums, turn)) {
       MARK(6)
       const int before = sieve.choose(rank);

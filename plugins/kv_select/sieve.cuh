@@ -6,24 +6,15 @@
 #include "inbox.cuh"
 #include "pooling.cuh"
 
-#ifndef REACH
-#define REACH 200 // percent of the wanted units that should reach the bound
-#endif
-#ifndef LOAD_WARPS
-#define LOAD_WARPS (HEADS <= 5 ? 32 : 168 / HEADS) // warps that load: two packets of each head's fit in the ring
-#define DEPTH (HEADS > 4 ? 2 : 8 / HEADS)          // packets of a thread under way
-#endif
-#define SLOT (512 * LOAD_WARPS)                    // bytes of a head's packets of all threads
-#define RING (DEPTH * HEADS * SLOT)                // bytes
+#define REACH 200         // percent of the wanted units that should reach the bound
+#define DEPTH (8 / HEADS) // packets of a thread under way: at most four heads
+#define SLOT (16 * THREADS)         // bytes of a head's packets of all threads
+#define RING (DEPTH * HEADS * SLOT) // bytes
 #define SIEVE_BINS (2 * THREADS)
 #define SAMPLE_BINS THREADS
 #define CROWDED 256 // units of the cluster in the bin that is cut, at most
 #define OVERFLOWN 0xffffu
-#ifdef CONTIGUOUS
-#define STEP (256 * LOAD_WARPS)
-#else
-#define STEP 256 // units from a warp's packets to its next
-#endif
+#define STEP 256 // units from a warp's packets to its next: a warp has neighbours, so that all warps' first ones are a sample
 
 struct Sieved { // shared memory
   __align__(16) int sample[SAMPLE_BINS], hist[SIEVE_BINS];
@@ -63,11 +54,8 @@ struct Sieve {
   __device__ __forceinline__ int bin_again(u32 x) const {
     return bin_of(__uint_as_float(HEADS > 1 ? x : x & 0x80000000u ? x & 0x7fffffffu : ~x));
   }
-  __device__ __forceinline__ int rounds() const { return (share.units + 256 * LOAD_WARPS - 1) / (256 * LOAD_WARPS); }
-  __device__ __forceinline__ int first_at() const {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    return warp >= LOAD_WARPS ? share.units : warp * (STEP == 256 ? 256 * rounds() : 256) + lane * 8; // the others have none
-  }
+  __device__ __forceinline__ int rounds() const { return (share.units + 8 * THREADS - 1) / (8 * THREADS); }
+  __device__ __forceinline__ int first_at() const { return (threadIdx.x >> 5) * STEP * rounds() + (threadIdx.x & 31) * 8; }
   __device__ __forceinline__ bool there(int at) const { return at < share.units && share.begin + at < share.usable; }
 
   // Tell the other blocks counts of N bins; flagged: in the last one.
@@ -124,7 +112,7 @@ struct Sieve {
         two = __float2half2_rn(low * (1.f / 15.f));
       } else {
         const float low = bound - share.add[i];
-        two = __float2half2_rn(low - fabsf(low) * 0x1p-10f - 0x1p-20f);
+        two = __float2half2_rn(low - fabsf(low) * 0x1p-10f - (fabsf(bound) + 1.f) * 0x1p-20f);
       }
       filter[i] = *reinterpret_cast<const u32*>(&two);
     }
@@ -176,7 +164,6 @@ struct Sieve {
   }
   // List the units of the block that reach the bound.
   __device__ __forceinline__ void load(u64 policy) const {
-    if (threadIdx.x >= 32 * LOAD_WARPS) return;
     char *slot = ring, *const end = ring + RING;
     int at = first_at(), part = (share.begin + at) / share.part_units;
     const __half* from = share.scores + share.begin + at + DEPTH * STEP;
@@ -193,9 +180,6 @@ struct Sieve {
           h[j][0] = v.x, h[j][1] = v.y, h[j][2] = v.z, h[j][3] = v.w;
         }
         u32 left = near(h, filter + part * HEADS);
-#ifdef PROBE_NO_LIST
-        left = left == 12345 ? left : 0;
-#endif
 #pragma unroll 1
         for (; left; left &= left - 1) {
           const int bit = __ffs(left) - 1;

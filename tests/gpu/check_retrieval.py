@@ -374,9 +374,7 @@ def check_sieved(rows: int, units: int, budget: int, heads: int, pooling: str, s
     for sieves in (True, False):
         out = torch.full((rows, 1, budget + 1), -7, dtype=torch.int32, device=DEV)
         with patch.object(select, "select_sieves", lambda *shape, sieves=sieves: sieves):
-            select.select_units(
-                scores, parts, lens, out, budget=budget, sink=sink, window=window, unit=1, group=32, pooling=pooling, cluster=cluster
-            )
+            select.select_units(scores, parts, lens, out, budget=budget, sink=sink, window=window, unit=1, group=32, pooling=pooling, cluster=cluster)
         found.append(out)
     expect(torch.equal(*found), f"{label}: {int((found[0] != found[1]).any(2).sum())} rows differ")
 
@@ -605,6 +603,10 @@ def main() -> int:
         for rows, units, budget in ((3, 9001, 700), (4, 131072, 2048), (40, 32768, 1024)):
             check_ties(rows, units, budget, heads, levels, kind)
     check_ties(1, 1000003, 8192, 1, 3000, "levels")
+    for heads, kind in itertools.product((1, 4), ("levels", "equal", "outlier", "normal")):
+        check_ties(64, 131072, 2048, heads, 9, kind)
+    for heads, pooling in ((1, "mean"), (2, "softmax-max"), (3, "softmax-mean"), (4, "softmax-mean")):
+        check_sieved(64, 131056, 2048, heads, pooling, 4, 64)
     for unit, group, heads in ((1, 32, 1), (1, 32, 4), (32, 32, 4), (16, 16, 1)):
         check_own_budgets(unit, group, heads, [70001, 900, 4096, 300, 33000], [700, 0, 1024, 200, 513], 1024)
         check_own_budgets(unit, group, heads, [5000, 900, 300], [200, 0, 200], 1024, dense_below=512)

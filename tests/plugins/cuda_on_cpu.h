@@ -192,7 +192,7 @@ template <typename To, typename From> static inline To bits(From v) {
 }
 } // namespace cpu
 
-extern "C" int marked(int i) { return cpu::marks[i]; }
+extern "C" int marked(int i) { return cpu::marks[i].exchange(0); }
 
 #define threadIdx cpu::thread
 #define blockIdx (cpu::block->at)

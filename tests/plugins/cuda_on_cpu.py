@@ -46,7 +46,7 @@ class Kernel:
 
     def __init__(self, spec: CudaSpec, folder: Path) -> None:
         library = ctypes.CDLL(str(_compile(spec, folder)))
-        self.spec, self.call, self.marked = spec, library.run, library.marked  # marked(i): how many blocks came by MARK(i)
+        self.spec, self.call, self.marked = spec, library.run, library.marked  # how many blocks came by MARK(i) since it was asked
 
     def launch(
         self, grid: tuple[int, int, int], threads: int, shared: int, stream: int, values: Sequence[Any], *, cluster: int = 1, overlap: bool = False,
@@ -60,7 +60,7 @@ class Kernel:
 def install(
     monkeypatch: pytest.MonkeyPatch, folder: Path, capability: tuple[int, int] = (9, 0), multiprocessors: int = 8
 ) -> dict[Any, Kernel]:  # fmt: skip
-    """Let kernels be loaded this way, for a GPU of a compute capability; compiled ones are kept in a folder. Returns those that are loaded, by spec."""
+    """Let kernels be loaded this way, for a GPU of a compute capability; compiled ones are kept in a folder. Returns what is loaded."""
     loaded: dict[Any, Kernel] = {}
     monkeypatch.setattr(store, "load", lambda spec: loaded.get(spec) or loaded.setdefault(spec, Kernel(spec, folder)))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: capability)

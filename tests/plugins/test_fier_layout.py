@@ -66,12 +66,13 @@ def test_keys_are_kept_wherever_they_fit() -> None:
     assert not launch.select_shared(32768, 1, 8, 64, "80").streams
 
 
-@pytest.mark.parametrize("heads", [1, 2, 3, 4, 5, 6, 7, 8])
-@pytest.mark.parametrize(("rows", "units"), [(64, 131072), (32, 131072), (24, 131072), (216, 32768), (64, 40000)])
+@pytest.mark.parametrize("heads", [1, 2, 3, 4])
+@pytest.mark.parametrize(("rows", "units"), [(64, 131072), (41, 131072), (64, 40000)])
 def test_many_units_of_a_block_leave_room_for_a_list(rows: int, units: int, heads: int) -> None:
     cluster = launch.select_cluster(rows, units)
     for parts in (1, launch.Scratch.plan(rows, heads, "softmax-mean", units, 132).parts):
         shared = launch.select_shared(units, cluster, heads, parts, "90")
-        assert shared.sieves and shared.kept * cluster >= 2 * 2048 and shared.bytes + launch.SELECT_STATIC <= shared_limit("90")
+        assert shared.sieves and shared.kept * cluster >= 2 * 2 * 2048 and shared.bytes + launch.SELECT_STATIC <= shared_limit("90")
     assert not launch.select_sieves(8192 * cluster, cluster, heads, "90")
+    assert not launch.select_sieves(units, cluster, 7, "90")
     assert not launch.select_sieves(units, cluster, heads, "89")
