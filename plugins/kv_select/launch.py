@@ -20,6 +20,9 @@ POOLS = {"softmax-mean": 0, "softmax-max": 0, "mean": 1, "max": 2}
 CLUSTERS_FROM = 90  # clusters of blocks came with this compute capability
 _WORTHWHILE_UNITS = 4096  # a block more costs more than it saves below
 _EXACT_PACKETS = 2048  # packets of eight units of a block whose exact scores are kept
+# As measured on an H200: of a block, from which on most units are left out before they are counted; of the row that its blocks share; heads, at most.
+_SIEVED_UNITS, _SIEVED_CLUSTER, _SIEVED_HEADS = 16384, 2, 4
+_LISTED = 2048  # units of a block that there is room for otherwise, at least
 _BLOCK_UNITS = 65536  # keys of two bytes in the shared memory of a block, at most
 _LARGE_CLUSTERS = ("90", "100", "103")  # compute capabilities with clusters of sixteen blocks, others have eight
 SELECT_STATIC = 34 * 1024  # shared memory of the selector beside what its launch asks for
@@ -82,11 +85,11 @@ def select_units(
     rows, heads, stride = scores.shape
     sm = arch()
     cluster = cluster or select_cluster(rows, stride, sm)
-    kernel = select_kernel(cluster, heads, pooling == "softmax-max", unit, group, sm, streams=select_streams(stride, cluster, sm))
-    shared = select_shared(stride, cluster, parts.shape[1] * heads * 8, sm)
+    shared = select_shared(stride, cluster, heads, parts.shape[1], sm)
+    kernel = select_kernel(cluster, heads, pooling == "softmax-max", unit, group, sm, streams=shared.streams, sieves=shared.sieves)
     slots, budgets, below = (0, 0, 0) if own is None else (own.slots.data_ptr(), own.budgets.data_ptr(), own.dense_below)
     values = (scores.data_ptr(), parts.data_ptr(), lens.data_ptr(), out.data_ptr(), slots, budgets, stride, parts.shape[1], rows // lens.shape[0],
-              budget, below, out.shape[2] - 1, sink, window, int(shared.exact))  # fmt: skip
+              budget, below, out.shape[2] - 1, sink, window, shared.kept)  # fmt: skip
     kernel.launch((rows * cluster, 1, 1), 1024, shared.bytes, stream(), values, cluster=cluster, overlap=overlap)
 
 
@@ -116,19 +119,40 @@ def select_streams(units: int, cluster: int, arch: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SelectShared:
-    """Dynamic shared memory of the selector: bytes, whether keys are not kept in it (streams), and whether exact scores are (exact)."""
+    """Dynamic shared memory of the selector: bytes, and what is kept in it.
+
+    kept says whether exact scores are; where only units above a bound are kept (sieves), how many there is room for. streams: not even keys.
+    """
 
     bytes: int
-    streams: bool
-    exact: bool
+    kept: int
+    streams: bool = False
+    sieves: bool = False
 
 
-def select_shared(units: int, cluster: int, parts_bytes: int, arch: str) -> SelectShared:
-    """Lay out shared memory for rows of at most so many units and parts_bytes, eight a part and head."""
-    streams, share = select_streams(units, cluster, arch), _packets(units, cluster)
+def select_shared(units: int, cluster: int, heads: int, parts: int, arch: str) -> SelectShared:
+    """Lay out shared memory for rows of at most so many units, with so many scored heads, and parts that the scorer tells of."""
+    share, parts_bytes, room = _packets(units, cluster), parts * heads * 8, shared_limit(arch) - SELECT_STATIC
+    if select_sieves(units, cluster, heads, arch):
+        least = _sieve_bytes(share, heads) + parts_bytes + 64
+        listed = (room - least) // 8
+        return SelectShared(least + 8 * listed, listed, sieves=True)
+    streams = select_streams(units, cluster, arch)
     least = share * (1 if streams else 17) + parts_bytes + 64
-    exact = not streams and share <= _EXACT_PACKETS and least + 32 * share <= shared_limit(arch) - SELECT_STATIC
-    return SelectShared(least + 32 * share * exact, streams, exact)
+    exact = not streams and share <= _EXACT_PACKETS and least + 32 * share <= room
+    return SelectShared(least + 32 * share * exact, int(exact), streams)
+
+
+def select_sieves(units: int, cluster: int, heads: int, arch: str) -> bool:
+    """Say whether a block has so many units that most are left out before they are counted, and room for those that are not."""
+    share = _packets(units, cluster)
+    fits = heads <= _SIEVED_HEADS and _sieve_bytes(share, heads) + 8 * _LISTED <= _select_room(arch)
+    return share * 8 > _SIEVED_UNITS and cluster == _SIEVED_CLUSTER and fits
+
+
+def _sieve_bytes(share: int, heads: int) -> int:
+    """Shared memory of a block's share of packets: the ring, or all keys where the sieve does not decide, and a bit a unit."""
+    return 16 * max(share, 8 // heads * heads * 1024) + share
 
 
 def _select_room(arch: str) -> int:
@@ -153,11 +177,13 @@ def score_kernel(dim: int, group: int, pooling: str, bf16: bool, arch: str) -> K
     return nvrtc.load(_HERE / "fier.cu", "fier_score", _SCORE, defines, arch, 64 * stages * dim)
 
 
-def select_kernel(cluster: int, heads: int, maximum: bool, unit: int, group: int, arch: str, *, streams: bool = False) -> Kernel:
+def select_kernel(
+    cluster: int, heads: int, maximum: bool, unit: int, group: int, arch: str, *, streams: bool = False, sieves: bool = False
+) -> Kernel:  # fmt: skip
     """Load the selector for a cluster size and number of scored heads."""
     shape = {"CLUSTER": cluster, "HEADS": heads, "MAXIMUM": int(maximum and heads > 1), "UNIT": unit, "GROUP": group}
-    defines = (*(f"-D{name}={value}" for name, value in shape.items()), *(("-DSTREAM",) if streams else ()))
-    return nvrtc.load(_HERE / "select.cu", "select_units", _SELECT, defines, arch, 180 * 1024)
+    defines = (*(f"-D{name}={value}" for name, value in shape.items()), *(("-DSTREAM",) if streams else ()), *(("-DSIEVE",) if sieves else ()))
+    return nvrtc.load(_HERE / "select.cu", "select_units", _SELECT, defines, arch, 200 * 1024)
 
 
 def arch() -> str:

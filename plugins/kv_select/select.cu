@@ -1,11 +1,16 @@
 // Exact top-k of pooled scores, one thread-block cluster a key-value head: score descending, index ascending on ties, ascending output.
 //
+// Where a block has many units, built with -DSIEVE, sieve.cuh leaves most of them out before they are counted.
+//
 // Built as pooling.cuh says, with -DCLUSTER (1 to 16), -DUNIT (tokens of a unit) and -DGROUP (tokens that are summarized together).
 //
 // Every block keeps a 16-bit monotone key of its share of the units in shared memory. One histogram of the upper 12 bits, summed over the
 // cluster, leaves a bin of candidates; a second of the lower 4 bits splits it where it is crowded. The candidates' exact scores are then
 // ranked. Should more than CANDIDATES still share a 16-bit key, the cut is found by bisection over score and index.
 #include "pooling.cuh"
+#ifdef SIEVE
+#include "sieve.cuh"
+#endif
 
 #define BINS (4 * THREADS)
 #define COARSE (BINS / 16)    // sums of sixteen bins: what the blocks of a cluster tell each other
@@ -33,12 +38,14 @@ struct Shared {
   u32 cut_score, cut_unit;
 };
 
-// What is added to every part's scores, so that heads are normalized over the row; the range of raw scores. Uses sums [num_parts, HEADS].
-__device__ __forceinline__ void normalize(Shared& s, Share& share, const float4* parts, int num_parts, float* sums) {
+// What is added to every part's scores, so that heads are normalized over the row; the range of raw scores. Uses sums [num_parts, HEADS]; first: this
+// thread's part.
+__device__ __forceinline__ void normalize(Shared& s, Share& share, const float4* parts, float4 first, int num_parts, float* sums) {
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   float lowest = 3e38f;
+#pragma unroll 1
   for (int i = tid; i < num_parts * HEADS; i += THREADS) {
-    const float4 v = parts[i];
+    const float4 v = i == tid ? first : parts[i];
     share.add[i] = v.x, sums[i] = v.y;
     lowest = fminf(lowest, v.z);
   }
@@ -50,16 +57,19 @@ __device__ __forceinline__ void normalize(Shared& s, Share& share, const float4*
   __syncthreads();
   if (warp < HEADS) {
     float top = -3e38f, total = 0.f;
+#pragma unroll 1
     for (int p = lane; p < num_parts; p += 32) top = fmaxf(top, sums[p * HEADS + warp]);
 #pragma unroll
     for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
     float zero = top; // raw scores: differences count at the top
     if (HEADS > 1) {
+#pragma unroll 1
       for (int p = lane; p < num_parts; p += 32) total += exp2_fast(sums[p * HEADS + warp] - top);
 #pragma unroll
       for (int o = 16; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
       zero += log2f(total) + (MAXIMUM ? 0.f : log2f((float)HEADS));
     }
+#pragma unroll 1
     for (int p = lane; p < num_parts; p += 32) share.add[p * HEADS + warp] -= zero;
     if (HEADS == 1) {
       float low = lane < THREADS / 32 ? s.lows[lane] : 3e38f;
@@ -129,30 +139,6 @@ __device__ __forceinline__ void cut_cluster(Shared& s, int wanted, int rank, int
 #endif
 }
 
-// Split a crowded bin by the lower four bits of its keys.
-__device__ __forceinline__ void split_bin(Shared& s, const Share& share, int packets, u32 from, int wanted, int need) {
-  const int tid = threadIdx.x;
-  for (int p = tid; p < packets; p += THREADS) {
-    u32 key[8];
-    share.packet(p, key);
-#pragma unroll
-    for (int k = 0; k < 8; k++) {
-      if (key[k] >= from && key[k] <= (from | 15)) atomicAdd(&s.fine[key[k] & 15], 1);
-    }
-  }
-  cluster_sync();
-  if (tid < 32) {
-    int sum = 0;
-    if (tid < 16) {
-#pragma unroll
-      for (int c = 0; c < CLUSTER; c++) sum += peer(s.fine, c)[15 - tid];
-    }
-    const int seen = warp_scan(sum) - sum;
-    if (seen < need && seen + sum >= need) s.cut = {(int)((from & ~15u) | (15 - tid)), wanted - need + seen, sum};
-  }
-  __syncthreads();
-}
-
 // Bring the candidates of all blocks together, and count what lower blocks have selected above them.
 __device__ __forceinline__ void gather(Shared& s, int rank, bool listed) {
   const int tid = threadIdx.x, lane = tid & 31;
@@ -205,63 +191,7 @@ __device__ __forceinline__ void rank_candidates(Shared& s, int crowd, int need) 
   __syncthreads();
 }
 
-// Rare: bisect for the lowest score, then the highest index, that still belong; every round counts over the cluster. Marks what belongs and returns
-// how much of it lies in lower blocks.
-__device__ __forceinline__ int bisect(Shared& s, const Share& share, int packets, u32 from, u32 to, int need, int rank, unsigned char* bytes, int& turn) {
-  const int tid = threadIdx.x;
-  u32 score_from = 0, score_to = 0xffffffffu; // largest cut with count(score >= cut) >= need lies in [score_from, score_to]
-  u32 unit_from = 0, unit_to = share.last;    // smallest bound with count(score == cut, unit < bound) >= rest
-  int rest = need;
-  for (int round = 0; round < 64; round++) {
-    const bool by_unit = score_from == score_to;
-    if (by_unit && unit_from == unit_to) break;
-    const u32 middle = by_unit ? unit_from + (unit_to - unit_from) / 2 : score_from + (score_to - score_from) / 2 + 1;
-    int n = 0, over = 0;
-    for (int p = tid; p < packets; p += THREADS) {
-      u32 key[8];
-      share.packet(p, key);
-      for (int k = 0; k < 8; k++) {
-        if (key[k] < from || key[k] > to) continue;
-        const u32 u = share.begin + p * 8 + k, score = share.exact_score(u);
-        n += by_unit ? score == score_from && u < middle : score >= middle;
-        over += score > score_from;
-      }
-    }
-    n = block_scan(n, s.warp_sums, turn);
-    over = block_scan(over, s.warp_sums, turn);
-    if (tid == THREADS - 1) s.round_count[0] = n, s.round_count[1] = over;
-    cluster_sync();
-    int sum = 0, sum_over = 0;
-#pragma unroll
-    for (int c = 0; c < CLUSTER; c++) sum += peer(s.round_count, c)[0], sum_over += peer(s.round_count, c)[1];
-    cluster_sync();
-    if (!by_unit) {
-      if (sum >= need) score_from = middle;
-      else score_to = middle - 1;
-    } else {
-      rest = need - sum_over;
-      if (sum >= rest) unit_to = middle;
-      else unit_from = middle + 1;
-    }
-  }
-  int mine = 0;
-  for (int p = tid; p < packets; p += THREADS) {
-    u32 key[8], flags = bytes[p];
-    share.packet(p, key);
-    for (int k = 0; k < 8; k++) {
-      if (key[k] < from || key[k] > to) continue;
-      const u32 u = share.begin + p * 8 + k, score = share.exact_score(u);
-      if (score > score_from || (score == score_from && u < unit_to)) flags |= 1u << k, mine++;
-    }
-    bytes[p] = flags;
-  }
-  mine = block_scan(mine, s.warp_sums, turn);
-  if (tid == THREADS - 1) s.round_count[0] = mine;
-  cluster_sync();
-  int lower = 0;
-  for (int c = 0; c < rank; c++) lower += peer(s.round_count, c)[0];
-  return lower;
-}
+#include "crowded.cuh"
 
 // Mark what is chosen in bytes, a bit a unit; returns how much of it lies in lower blocks.
 __device__ __forceinline__ int choose(Shared& s, const Share& share, int packets, int rank, u32* bitmap, int& turn) {
@@ -316,23 +246,40 @@ __device__ __forceinline__ int choose(Shared& s, const Share& share, int packets
   return s.before + s.lower;
 }
 
-// Dynamic shared memory: 17 bytes a packet of eight units (share, of the longest row), 8 bytes a part and head, and with exact_units 32 a packet; where
-// STREAM only one byte a packet, and no exact_units. scores [R, HEADS, score_stride] fp16 and parts [R, num_parts, HEADS] as a scorer leaves them, lens
+// What is read in any case, and what is behind the list's last unit.
+__device__ __forceinline__ void put_forced(int* out, int first, int wanted, int units, int last, int room, int rank) {
+  const int tid = threadIdx.x;
+  const int count = first + wanted + units - last; // == width
+#pragma unroll 1
+  for (int i = rank * THREADS + tid; i < first; i += CLUSTER * THREADS) out[i] = i;
+#pragma unroll 1
+  for (int i = first + wanted + rank * THREADS + tid; i < count; i += CLUSTER * THREADS) out[i] = last + i - first - wanted;
+#pragma unroll 1
+  for (int i = count + rank * THREADS + tid; i < room; i += CLUSTER * THREADS) out[i] = -1;
+  if (rank == 0 && tid == 0) out[room] = count;
+}
+
+// Dynamic shared memory: 17 bytes a packet of eight units (share, of the longest row), 8 bytes a part and head, and 32 a packet where exact scores are kept;
+// where STREAM only one byte a packet, and no scores; where SIEVE room for the ring beside the bytes, and for a list of as many units as kept says. scores [R, HEADS, score_stride] fp16 and parts [R, num_parts, HEADS] as a scorer leaves them, lens
 // [B]. Writes out [R, width + 1]: ascending units, -1 behind them, then their count; -1 everywhere where the sequence is read whole. Row r belongs to
 // sequence r / rows_per_sequence. budgets [Z] holds by slots [B] the smaller budgets that requests asked for, 0 for none; null: nobody did. Such a
 // sequence is read whole up to its own budget or dense_below tokens.
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_units(const __half* scores, const float4* parts, const int* lens,
     int* out, const int* slots, const int* budgets, long long score_stride, int num_parts, int rows_per_sequence, int budget, int dense_below, int room,
-    int sink, int window, int exact_units) {
+    int sink, int window, int kept) {
   extern __shared__ __align__(16) char dynamic[];
   __shared__ Shared s;
   const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0, tid = threadIdx.x;
   const long long row = blockIdx.x / CLUSTER;
-  const int stored = lens[row / rows_per_sequence];
-  const int own = budgets ? budgets[slots[row / rows_per_sequence]] : 0, width = own ? min(room, (own + UNIT - 1) / UNIT) : room;
+  const int sequence = (int)row / rows_per_sequence, stored = lens[sequence];
+  const int own = budgets ? budgets[slots[sequence]] : 0, width = own ? min(room, (own + UNIT - 1) / UNIT) : room;
   const int whole_to = own ? max(min(own, budget), dense_below) : budget;
   int turn = 0;
   MARK(0)
+#ifdef SIEVE
+  Sieved& sieved = *reinterpret_cast<Sieved*>(s.hist);
+  if (CLUSTER > 1 && tid == 0) inbox_open(&sieved.box[0]), inbox_open(&sieved.box[1]), inbox_open(&sieved.box[2]);
+#endif
   cluster_arrive();
   for (int i = tid; i < BINS; i += THREADS) s.hist[i] = 0;
   if (tid < 16) s.fine[tid] = 0;
@@ -344,23 +291,65 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
   const int first = (sink + UNIT - 1) / UNIT, last = max(first, min(closed, stored - window) / UNIT), wanted = width - first - (units - last);
   if (stored <= whole_to || wanted >= last - first || wanted <= 0) { // all is read, every unit chosen, or nothing but the forced ones
     const int gap = wanted <= 0 ? last - first : 0, count = stored <= whole_to ? -1 : min(units - gap, width);
+#pragma unroll 1
     for (int i = rank * THREADS + tid; i <= room; i += CLUSTER * THREADS) out[i] = i == room ? count : i >= count ? -1 : i < first ? i : i + gap;
     return;
   }
 
   const int packets = ((((usable + 7) >> 3) + CLUSTER * 4 - 1) / (CLUSTER * 4)) * 4, begin = rank * packets; // of eight units, four a word of flags
   uint4* keys = reinterpret_cast<uint4*>(dynamic);                    // [packets] eight keys each
-  u32* bitmap = reinterpret_cast<u32*>(keys + (KEPT ? packets : 0));  // [packets / 4]
+#ifdef SIEVE
+  u32* bitmap = reinterpret_cast<u32*>(keys + max(packets, RING / 16)); // [packets / 4]
+#else
+  u32* bitmap = reinterpret_cast<u32*>(keys + (KEPT ? packets : 0));
+#endif
   float* add = reinterpret_cast<float*>(bitmap + ((packets / 4 + 3) & ~3)); // [num_parts, HEADS], twice
-  u32* exact = exact_units ? reinterpret_cast<u32*>(add + (2 * num_parts * HEADS + 3) / 4 * 4) : nullptr;
+#ifdef SIEVE
+  u32* exact = nullptr;
+#else
+  u32* exact = kept ? reinterpret_cast<u32*>(add + (2 * num_parts * HEADS + 3) / 4 * 4) : nullptr;
+#endif
   Share share = {scores, score_stride, begin * 8, packets * 8, usable, first, last, wanted,
       (((usable + 31) >> 5) + num_parts - 1) / num_parts * 32, keys, exact, add};
+#ifdef SIEVE
+  static_assert(sizeof(Sieved) <= __builtin_offsetof(Shared, fine), "it lies over the counts");
+  static_assert(__builtin_offsetof(Sieved, box) >= sizeof(s.hist), "counts are cleared behind it");
+  if (8ll * wanted <= last - first && REACH * wanted / 100 <= kept * CLUSTER / 8 * 5) {
+    const u64 policy = read_once_policy();
+    Sieve sieve = {sieved, share, dynamic + tid * 16, reinterpret_cast<u32*>(add + num_parts * HEADS),
+        reinterpret_cast<uint2*>(add + (2 * num_parts * HEADS + 3) / 4 * 4), kept, bitmap, 0.f, 0.f};
+    const float4 part = tid < num_parts * HEADS ? parts[tid] : make_float4(0.f, 0.f, 0.f, 0.f);
+    sieve.clear();
+    __syncthreads(); // parts are asked for before scores
+    sieve.fetch_first(policy);
+    normalize(s, share, parts, part, num_parts, add + num_parts * HEADS);
+    MARK(2)
+    cluster_wait(); // every block has begun
+    sieve.sample(rank, s.warp_sums, turn);
+    MARK(3)
+    sieve.load(policy);
+    MARK(4)
+    if (sieve.cut(rank, s.warp_sums, turn)) {
+      MARK(6)
+      const int before = sieve.choose(rank);
+      MARK(9)
+      sieve.put(out, first + before, s.warp_sums, turn);
+      put_forced(out, first, wanted, units, last, room, rank);
+      MARK(10)
+      return;
+    }
+    MARK(30)
+    __syncthreads(); // all have read the counts
+    for (int i = tid; i < BINS; i += THREADS) s.hist[i] = 0;
+    cluster_arrive();
+  }
+#endif
   const bool narrow = KEPT && packets * 8 <= 4 * THREADS;
   Packets<4> wide_packets;
   Packets<1> narrow_packets;
   if (narrow) narrow_packets.load(share, tid * 2);
   else wide_packets.load(share, tid * 8);
-  normalize(s, share, parts, num_parts, add + num_parts * HEADS);
+  normalize(s, share, parts, tid < num_parts * HEADS ? parts[tid] : make_float4(0.f, 0.f, 0.f, 0.f), num_parts, add + num_parts * HEADS);
   MARK(2)
   if (narrow) narrow_packets.count(share, s.hist);
   else wide_packets.count(share, s.hist);
@@ -384,11 +373,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
       flags &= flags - 1;
     }
   }
-  const int count = first + wanted + units - last; // == width
-  for (int i = rank * THREADS + tid; i < first; i += CLUSTER * THREADS) out[i] = i;
-  for (int i = first + wanted + rank * THREADS + tid; i < count; i += CLUSTER * THREADS) out[i] = last + i - first - wanted;
-  for (int i = count + rank * THREADS + tid; i < room; i += CLUSTER * THREADS) out[i] = -1;
-  if (rank == 0 && tid == 0) out[room] = count;
+  put_forced(out, first, wanted, units, last, room, rank);
   MARK(10)
   cluster_wait();
 }

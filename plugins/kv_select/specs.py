@@ -53,8 +53,8 @@ def _selector(plan: CachePlan, select: SelectPlan, summary: Summary, batch: int,
         pages = launch_pages.PageScratch.plan(batch, plan.num_kv_heads, group, select.pooling, units, 1, shared=shares_selection(select))
         rows, heads, stride = pages.rows, pages.heads, pages.stride
     cluster = launch.select_cluster(rows, stride, arch)
-    streams = launch.select_streams(stride, cluster, arch)
-    launch.select_kernel(cluster, heads, select.pooling == "softmax-max", select.unit, select.group, arch, streams=streams)
+    form = {"streams": launch.select_streams(stride, cluster, arch), "sieves": launch.select_sieves(stride, cluster, heads, arch)}
+    launch.select_kernel(cluster, heads, select.pooling == "softmax-max", select.unit, select.group, arch, **form)
 
 
 def _together(plan: CachePlan, select: SelectPlan, summary: Summary, batch: int, limits: Limits, arch: str) -> None:

@@ -10,6 +10,7 @@ import itertools
 import sys
 import time
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -353,6 +354,32 @@ def check_ties(rows: int, units: int, budget: int, heads: int, levels: int, kind
     expect(torch.equal(out[:, 0, :-1], want) and bool((out[:, 0, -1] == budget).all()), label)
 
 
+def check_sieved(rows: int, units: int, budget: int, heads: int, pooling: str, sink: int, window: int, cluster: int = 0) -> None:
+    """Where a block leaves most units out before it counts, it chooses what it chooses where it counts all: parts with references of their own."""
+    label = f"sieve {rows}x{units} k{budget} heads {heads} {pooling} cluster {cluster}"
+    plan = select.Scratch.plan(rows, heads, pooling, units, torch.cuda.get_device_properties(0).multi_processor_count)
+    scores = torch.full((rows, heads, plan.stride), float("nan"), dtype=torch.float16, device=DEV)
+    scores[:, :, :units] = (torch.randn(rows, heads, units, device=DEV) * 3).half()
+    parts = torch.zeros(rows, plan.parts, heads, 4, device=DEV)
+    parts[..., 0] = torch.randn(rows, plan.parts, heads, device=DEV) * 4 + 40
+    per = -(-(units // 32) // plan.parts) * 32
+    for p in range(plan.parts):
+        own = scores[:, :, p * per : min((p + 1) * per, units // 32 * 32)].float()
+        if own.shape[2] == 0:
+            parts[:, p, :, 0], parts[:, p, :, 1], parts[:, p, :, 2] = -3e38, -3e38, 3e38
+        else:
+            parts[:, p, :, 1] = parts[:, p, :, 0] + (torch.logsumexp(own / LOG2E, 2) * LOG2E if heads > 1 else own.amax(2))
+            parts[:, p, :, 2] = parts[:, p, :, 0] + own.amin(2)
+    lens = torch.full((rows,), units, dtype=torch.int32, device=DEV)
+    found = []
+    for sieves in (True, False):
+        out = torch.full((rows, 1, budget + 1), -7, dtype=torch.int32, device=DEV)
+        with patch.object(select, "select_sieves", lambda *shape, sieves=sieves: sieves):
+            select.select_units(scores, parts, lens, out, budget=budget, sink=sink, window=window, unit=1, group=32, pooling=pooling, cluster=cluster)
+        found.append(out)
+    expect(torch.equal(*found), f"{label}: {int((found[0] != found[1]).any(2).sum())} rows differ")
+
+
 def check_dense_growth(steps: int) -> None:
     """Replay a captured append and dense attention, overlapped, while sequences grow over page borders."""
     heads, group, dim, page = 2, 4, 128, 16
@@ -579,6 +606,10 @@ def main() -> int:
         for rows, units, budget in ((3, 9001, 700), (4, 131072, 2048), (40, 32768, 1024)):
             check_ties(rows, units, budget, heads, levels, kind)
     check_ties(1, 1000003, 8192, 1, 3000, "levels")
+    for heads, kind in itertools.product((1, 4), ("levels", "equal", "outlier", "normal")):
+        check_ties(64, 131072, 2048, heads, 9, kind)
+    for heads, pooling in ((1, "mean"), (2, "softmax-max"), (3, "softmax-mean"), (4, "softmax-mean")):
+        check_sieved(64, 131056, 2048, heads, pooling, 4, 64)
     for unit, group, heads in ((1, 32, 1), (1, 32, 4), (32, 32, 4), (16, 16, 1)):
         check_own_budgets(unit, group, heads, [70001, 900, 4096, 300, 33000], [700, 0, 1024, 200, 513], 1024)
         check_own_budgets(unit, group, heads, [5000, 900, 300], [200, 0, 200], 1024, dense_below=512)

@@ -116,7 +116,8 @@ class Case:
         units = -(-(max(self.lengths) + 130) // self.page) * self.page // self.unit
         plan = pages.PageScratch.plan(batch, self.heads, group, self.pooling, units, 1, shared=self.shared)
         cluster = select.select_cluster(plan.rows, plan.stride)
-        select.select_kernel(cluster, plan.heads, self.pooling == "softmax-max", self.unit, self.unit, arch)
+        sieves = select.select_sieves(plan.stride, cluster, plan.heads, arch)
+        select.select_kernel(cluster, plan.heads, self.pooling == "softmax-max", self.unit, self.unit, arch, sieves=sieves)
         alone = self.pooling == "none"
         rows = batch * self.heads * (group if alone else 1)
         attend.attend_kernel(self.dim, 1 if alone else group, *attend.attend_form(rows, self.dim, arch), self.unit, bf16, arch)

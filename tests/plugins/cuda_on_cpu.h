@@ -25,7 +25,7 @@
 #ifndef CLUSTER
 #define CLUSTER 1
 #endif
-#define MARK(i)
+#define MARK(i) if (threadIdx.x == 0) cpu::marks[i]++;
 using std::max;
 using std::min;
 typedef unsigned int u32;
@@ -70,6 +70,7 @@ struct Block {
 };
 inline thread_local Block* block;
 inline thread_local Place thread;
+static std::atomic<int> marks[32]; // how many blocks came by them
 inline bool backwards; // the last thread first: what lacks a barrier then reads other values
 inline bool cooperative; // all blocks of a grid run side by side
 
@@ -190,6 +191,8 @@ template <typename To, typename From> static inline To bits(From v) {
   return to;
 }
 } // namespace cpu
+
+extern "C" int marked(int i) { return cpu::marks[i].exchange(0); }
 
 #define threadIdx cpu::thread
 #define blockIdx (cpu::block->at)
@@ -392,6 +395,19 @@ static inline uint4 look(const uint4* from) {
   return cpu::bits<uint4>(_mm_load_si128((const __m128i*)from));
 }
 
+// Of inbox.cuh: bytes of others are counted where they arrive; EXPECTED says that their number has been taken off.
+constexpr u64 EXPECTED = 1ull << 62;
+static inline void inbox_open(u64* box) { __atomic_store_n(box, 0, __ATOMIC_SEQ_CST); }
+static inline void inbox_expect(u64* box, u32 bytes) { __atomic_fetch_add(box, EXPECTED - bytes, __ATOMIC_SEQ_CST); }
+static inline void inbox_wait(u64* box) {
+  while (__atomic_load_n(box, __ATOMIC_SEQ_CST) != EXPECTED) cpu::yield();
+}
+template <typename T> static inline void inbox_put(T* to, T v, u64* box, int rank) {
+  cpu::aligned(to, sizeof(T)), memcpy(peer(to, rank), &v, sizeof(T));
+  __atomic_fetch_add(peer(box, rank), sizeof(T), __ATOMIC_SEQ_CST);
+}
+static inline u32 inbox_at(const void*, int) { return 0; }
+
 // Of pages.cu and outliers.cu.
 struct int3 { int x, y, z; };
 static inline int3 make_int3(int x, int y, int z) { return {x, y, z}; }
@@ -401,6 +417,16 @@ static inline __half2 __hmax2(__half2 a, __half2 b) {
 }
 static inline __half2 __hmin2(__half2 a, __half2 b) {
   return __floats2half2_rn(std::fmin(__half2float(a.x), __half2float(b.x)), std::fmin(__half2float(a.y), __half2float(b.y)));
+}
+static inline __half2 __hfma2_sat(__half2 x, __half2 y, __half2 z) {
+  const auto one = [](__half a, __half b, __half c) { return std::fmin(std::fmax(std::fma(__half2float(a), __half2float(b), __half2float(c)), 0.f), 1.f); };
+  return __floats2half2_rn(one(x.x, y.x, z.x), one(x.y, y.y, z.y));
+}
+static inline __half2 __hadd2(__half2 x, __half2 y) {
+  return __floats2half2_rn(__half2float(x.x) + __half2float(y.x), __half2float(x.y) + __half2float(y.y));
+}
+static inline u32 __hge2_mask(__half2 x, __half2 y) {
+  return (__half2float(x.x) >= __half2float(y.x) ? 0xffffu : 0) | (__half2float(x.y) >= __half2float(y.y) ? 0xffff0000u : 0);
 }
 static inline void prefetch(const void*) {}
 static inline uint4 load16(const void* p) { uint4 v; cpu::aligned(p, 16), memcpy(&v, p, 16); return v; }

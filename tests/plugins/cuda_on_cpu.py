@@ -46,7 +46,8 @@ class Kernel:
     side_by_side = False  # all blocks of a grid without clusters at once, and not one after the other
 
     def __init__(self, spec: CudaSpec, folder: Path) -> None:
-        self.spec, self.call = spec, ctypes.CDLL(str(_compile(spec, folder))).run
+        library = ctypes.CDLL(str(_compile(spec, folder)))
+        self.spec, self.call, self.marked = spec, library.run, library.marked  # how many blocks came by MARK(i) since it was asked
 
     def launch(
         self, grid: tuple[int, int, int], threads: int, shared: int, stream: int, values: Sequence[Any], *, cluster: int = 1, overlap: bool = False,
@@ -57,14 +58,17 @@ class Kernel:
         self.call(*grid, threads, shared, cluster, self.backwards, cooperative or (self.side_by_side and cluster == 1), *given)
 
 
-def install(monkeypatch: pytest.MonkeyPatch, folder: Path, capability: tuple[int, int] = (9, 0), multiprocessors: int = 8) -> None:
-    """Let kernels be loaded this way, for a GPU of a compute capability; compiled ones are kept in a folder."""
+def install(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, capability: tuple[int, int] = (9, 0), multiprocessors: int = 8
+) -> dict[Any, Kernel]:  # fmt: skip
+    """Let kernels be loaded this way, for a GPU of a compute capability; compiled ones are kept in a folder. Returns what is loaded."""
     loaded: dict[Any, Kernel] = {}
     monkeypatch.setattr(store, "load", lambda spec: loaded.get(spec) or loaded.setdefault(spec, Kernel(spec, folder)))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: capability)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *args: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *args: SimpleNamespace(multi_processor_count=multiprocessors))
+    return loaded
 
 
 def _compile(spec: CudaSpec, folder: Path) -> Path:

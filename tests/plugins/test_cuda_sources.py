@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +75,43 @@ def test_the_best_are_chosen(cluster: int, kind: str, heads: int, folder: Path, 
     cuda_on_cpu.install(monkeypatch, folder)
     checks.check_ties(1, 1501, 150, heads, 9, kind, cluster)
     assert checks.failures == []
+
+
+def sieved(loaded: dict[Any, cuda_on_cpu.Kernel]) -> list[int]:
+    """Count blocks that sieved, and those of them that chose as others do, because the cut was not in their lists."""
+    kernels = [kernel for spec, kernel in loaded.items() if "-DSIEVE" in spec.defines]
+    return [sum(kernel.marked(i) for kernel in kernels) for i in (4, 30)]
+
+
+@pytest.mark.parametrize(
+    ("units", "heads", "pooling", "cluster"), [(24020, 4, "softmax-mean", 2), (30000, 3, "softmax-max", 3), (9000, 1, "mean", 1)]
+)
+def test_units_below_a_bound_are_left_out(units: int, heads: int, pooling: str, cluster: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = cuda_on_cpu.install(monkeypatch, folder)
+    checks.check_sieved(1, units, 200, heads, pooling, 4, 64, cluster)
+    assert checks.failures == []
+    assert sieved(loaded) == [cluster, 0]
+
+
+@pytest.mark.parametrize("kind", ["levels", "equal", "outlier"])
+@pytest.mark.parametrize(("cluster", "heads"), [(1, 1), (2, 4)])
+def test_the_best_are_chosen_where_too_many_reach_the_bound(
+    cluster: int, kind: str, heads: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = cuda_on_cpu.install(monkeypatch, folder)
+    monkeypatch.setattr(checks.select, "select_sieves", lambda *shape: True)
+    checks.check_ties(1, 9000 * cluster, 200, heads, 9, kind, cluster)
+    assert checks.failures == []
+    assert sieved(loaded) == [cluster, cluster]
+
+
+def test_a_sieve_knows_budgets_of_requests(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = cuda_on_cpu.install(monkeypatch, folder)
+    monkeypatch.setattr(checks.select, "select_sieves", lambda *shape: True)
+    checks.check_own_budgets(1, 32, 4, [15010, 9000, 1300, 450], [120, 0, 96, 400], 480, cluster=2)
+    assert checks.failures == []
+    entered, left = sieved(loaded)
+    assert entered >= 2 and left == 0
 
 
 @pytest.mark.parametrize("kind", ["levels", "equal"])

@@ -53,14 +53,26 @@ def test_a_row_has_a_place_where_there_are_no_clusters_or_little_memory(arch: st
     for units in (64, 4096, 16384, 32768, 65536, 131072, 262144, 344064):
         cluster = launch.select_cluster(4, units, arch)
         assert cluster == 1 or (arch == "120" and cluster <= 8)
-        shared = launch.select_shared(units, cluster, 1024, arch)
+        shared = launch.select_shared(units, cluster, 4, 32, arch)
         assert shared.bytes + launch.SELECT_STATIC <= room
-        assert not (shared.streams and shared.exact)
-    assert launch.select_shared(4096, 1, 1024, arch).exact
+        assert not (shared.streams and (shared.kept or shared.sieves))
+    assert launch.select_shared(4096, 1, 4, 32, arch).kept == 1
     with pytest.raises(CapacityError, match=r"\d+ units of one sequence cannot be ranked.*"):
         launch.select_cluster(4, 1 << 22, arch)
 
 
 def test_keys_are_kept_wherever_they_fit() -> None:
-    assert [launch.select_shared(65536, 1, 4096, arch).streams for arch in ("80", "89", "90")] == [True, True, False]
-    assert not launch.select_shared(32768, 1, 4096, "80").streams
+    assert [launch.select_shared(65536, 1, 8, 64, arch).streams for arch in ("80", "89", "90")] == [True, True, False]
+    assert not launch.select_shared(32768, 1, 8, 64, "80").streams
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4])
+@pytest.mark.parametrize(("rows", "units"), [(64, 131072), (41, 131072), (64, 40000)])
+def test_many_units_of_a_block_leave_room_for_a_list(rows: int, units: int, heads: int) -> None:
+    cluster = launch.select_cluster(rows, units)
+    for parts in (1, launch.Scratch.plan(rows, heads, "softmax-mean", units, 132).parts):
+        shared = launch.select_shared(units, cluster, heads, parts, "90")
+        assert shared.sieves and shared.kept * cluster >= 2 * 2 * 2048 and shared.bytes + launch.SELECT_STATIC <= shared_limit("90")
+    assert not launch.select_sieves(8192 * cluster, cluster, heads, "90")
+    assert not launch.select_sieves(units, cluster, 7, "90")
+    assert not launch.select_sieves(units, cluster, heads, "89")
