@@ -1,0 +1,201 @@
+"""Times forms of the products of some tokens on this machine's GPU, one by one and in a chain of layers, beside the library's and beside `linear.cu`.
+
+python build_scripts/tune_few.py [--compile SM FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.nn.functional import linear
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tune_linear import Chain, make_chain  # noqa: E402
+
+from trtkv.bench.timing import copy_bandwidth, measure  # noqa: E402
+from trtkv.checkpoint.find import resolve_model  # noqa: E402
+from trtkv.plugins._device import store  # noqa: E402
+from trtkv.plugins.linear import launch  # noqa: E402
+from trtkv.plugins.linear.launch import Norm  # noqa: E402
+from trtkv.plugins.linear.launch_few import Few, few, few_kernel  # noqa: E402
+from trtkv.plugins.linear.specs import products  # noqa: E402
+from trtkv.runtime.fused import silu_product  # noqa: E402
+
+CUTS = [  # rows, pieces, ahead, warps, resident, fill
+    (2, 2, 2, 8, 2, 1), (2, 1, 4, 8, 2, 1), (2, 1, 2, 8, 2, 2), (1, 2, 4, 8, 2, 1), (1, 2, 2, 8, 2, 2), (3, 1, 4, 8, 2, 1), (3, 2, 2, 8, 1, 1),
+    (2, 2, 3, 8, 1, 1), (1, 2, 2, 16, 2, 1), (1, 2, 4, 16, 1, 1), (2, 2, 2, 16, 1, 1), (4, 1, 2, 8, 2, 1), (4, 1, 2, 8, 2, 2), (4, 2, 1, 8, 2, 1),
+    (2, 2, 2, 4, 4, 2), (1, 4, 1, 8, 2, 2), (1, 4, 2, 8, 2, 1), (2, 4, 1, 8, 2, 1),
+]  # fmt: skip
+T0 = time.perf_counter()
+
+
+def forms(name: str, shape, tokens: int):
+    _, inner, _, normed = shape
+    tiles = -(-tokens // 8)
+    out = []
+    for rows, pieces, ahead, warps, resident, fill in CUTS:
+        for staged in (True, False):
+            form = Few(rows, pieces, ahead, warps, resident, staged, fill)
+            size = 2 * warps * rows * tiles * 512 + (inner * 16 * tiles if staged else 0)
+            if size > 200_000 or (normed and not staged) or (staged and size * fill > 220_000):
+                continue
+            out.append(form)
+    return out
+
+
+def say(*args):
+    print(f"[{time.perf_counter() - T0:5.1f}]", *args, flush=True)
+
+
+def exact(x, matrix, gated, norm):
+    given = x
+    if norm is not None:
+        wide = x.float()
+        given = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)).to(x.dtype) * norm.weight
+    out = torch.cat([given.double() @ part.double().t() for part in matrix.split(1 << 14)], 1)
+    lib = linear(given, matrix)
+    if gated:
+        (a, b), (c, d) = out.chunk(2, -1), lib.chunk(2, -1)
+        out, lib = torch.nn.functional.silu(a) * b, torch.nn.functional.silu(c) * d
+    return out, float((lib.double() - out).norm() / out.norm())
+
+
+def one_by_one(chain: Chain, tokens: int, until: float, names=("o", "qkv", "gate_up", "down", "head")):
+    best = {}
+    for name in names:
+        width, inner, gated, normed = shape = chain.shapes[name]
+        matrices = [chain.head] if name == "head" else [w[name] for w in chain.weights]
+        x = torch.randn(tokens, inner, device="cuda", dtype=torch.bfloat16)
+        more = torch.randn_like(x)
+        total = torch.empty_like(x)
+        norm = Norm(chain.scale, 1e-6) if normed else None
+        timed = Norm(chain.scale, 1e-6, more, total) if normed else None
+        out = torch.zeros(tokens, width, device="cuda", dtype=torch.bfloat16)
+        true, lib_error = exact(x, matrices[0], gated, norm)
+        size = matrices[0].nbytes
+        dev = torch.device("cuda")
+        us = measure(lambda i: linear(x, matrices[i % len(matrices)]), len(matrices), 9, dev).median_us
+        say(f"T={tokens} {name} library {us:.2f} us {size / us / 1e6:.3f} TB/s, error {lib_error:.2e}")
+        rows = []
+        if tokens <= 2:
+            us = measure(lambda i: launch.gemv(x, matrices[i % len(matrices)], None, out, gated=gated, norm=timed), len(matrices), 9, dev).median_us
+            say(f"T={tokens} {name} gemv {us:.2f} us {size / us / 1e6:.3f} TB/s")
+        for form in forms(name, shape, tokens):
+            if time.perf_counter() - T0 > until:
+                say("no time left")
+                break
+            try:
+                out.fill_(float("nan"))
+                few(x, matrices[0], None, out, form, gated=gated, norm=norm)
+                off = float((out.double() - true).norm() / true.norm())
+                us = measure(lambda i: few(x, matrices[i % len(matrices)], None, out, form, gated=gated, norm=timed), len(matrices), 9, dev).median_us
+            except Exception as error:  # noqa: BLE001
+                say(f"   {form} failed: {str(error)[:150]}")
+                continue
+            rows.append((us, off, form))
+        rows.sort(key=lambda row: row[0])
+        for us, off, form in rows:
+            good = off <= 2 * lib_error
+            say(f"   {us:8.2f} us {size / us / 1e6:.3f} TB/s {'' if good else f'WRONG {off:.2e}'} {tuple(getattr(form, a) for a in form.__slots__)}")
+        good = [row for row in rows if row[1] <= 2 * lib_error]
+        best[name] = good[0][2] if good else None
+    return best
+
+
+def chain_own(chain: Chain, best, fused: bool, gemv: bool = False):
+    here, there = chain.sums
+    outs = chain.outs
+    tmp = torch.empty_like(here)
+
+    def product(name, x, matrix, norm=None):
+        gated = chain.shapes[name][2]
+        form = best.get(name)
+        if gemv:
+            launch.gemv(x, matrix, None, outs[name], gated=gated, norm=norm)
+        elif form is not None:
+            few(x, matrix, None, outs[name], form, gated=gated, norm=norm)
+        else:
+            if norm is not None:
+                launch.norm(x, norm.more, norm.weight, norm.eps, tmp, norm.total)
+                x = tmp
+            if gated:
+                launch.silu_gate(linear(x, matrix), outs[name])
+            else:
+                torch.mm(x, matrix.t(), out=outs[name])
+        return outs[name]
+
+    for index, weights in enumerate(chain.weights):
+        norm = Norm(chain.scale, 1e-6, outs["down"], there) if index else Norm(chain.scale, 1e-6)
+        product("qkv", here, weights["qkv"], norm)
+        here, there = (there, here) if index else (here, there)
+        product("o", outs["queries"], weights["o"])
+        product("gate_up", here, weights["gate_up"], Norm(chain.scale, 1e-6, outs["o"], there))
+        here, there = there, here
+        product("down", outs["gate_up"], weights["down"])
+    product("head", here, chain.head, Norm(chain.scale, 1e-6, outs["down"], there))
+
+
+def chains(chain: Chain, best, tokens: int, bandwidth: float):
+    dev = torch.device("cuda")
+    chain.outs["queries"] = torch.randn(tokens, chain.shapes["o"][1], device="cuda", dtype=torch.bfloat16)
+    moved = chain.head.nbytes + sum(one.nbytes for weights in chain.weights for one in weights.values())
+    ways = {"library": {}, "own": best, **{f"own but {name}": {**best, name: None} for name in best}, "library but gate_up": {"gate_up": best["gate_up"]}}
+    for name, forms_ in ways.items():
+        us = measure(lambda i: chain_own(chain, forms_, True), 1, 9, dev).median_us
+        say(f"T={tokens} chain of {len(chain.weights)} layers, {name}: {us:.1f} us, least {moved / bandwidth * 1e6:.1f}")
+    if tokens <= 2:
+        us = measure(lambda i: chain_own(chain, {}, True, True), 1, 9, dev).median_us
+        say(f"T={tokens} chain gemv: {us:.1f} us")
+
+
+def with_tokens(chain: Chain, model, tokens: int) -> Chain:
+    outs = {name: torch.zeros(tokens, shape[0], device="cuda", dtype=torch.bfloat16) for name, shape in chain.shapes.items()}
+    sums = [torch.randn(tokens, model.hidden_size, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    return Chain(chain.shapes, chain.weights, chain.head, chain.scale, sums, outs)
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="qwen2.5-7b")
+    parser.add_argument("--tokens", default="8,1,16,32")
+    parser.add_argument("--seconds", type=float, default=50)
+    parser.add_argument("--compile", nargs=2)
+    own = parser.parse_args()
+    model = resolve_model(own.model).config
+    tokens = [int(one) for one in own.tokens.split(",")]
+    if own.compile:
+        with store.listing() as asked:
+            for count in tokens:
+                for name, shape in products(model).items():
+                    for form in forms(name, shape, count):
+                        few_kernel(form, -(-count // 8), shape[2], shape[3], False, own.compile[0])
+                    if count <= 2:
+                        launch.gemv_kernel(launch.form_of(*shape[:3]), count, shape[2], shape[3], False, own.compile[0])
+            launch.norm_kernel(False, own.compile[0])
+            launch.silu_kernel(False, own.compile[0])
+        from trtkv.builder.kernels import write_kernels
+
+        write_kernels(list(asked), Path(own.compile[1]), lambda stage, done: None)
+        print(len(asked), "kernels")
+        return
+    bandwidth = copy_bandwidth(torch.device("cuda"))
+    say(f"copy {bandwidth / 1e12:.2f} TB/s")
+    chain = make_chain(model, 8, 6, torch.device("cuda"))
+    say("weights")
+    for index, count in enumerate(tokens):
+        here = with_tokens(chain, model, count)
+        until = own.seconds * (index + 1) / len(tokens)
+        best = one_by_one(here, count, until - 1)
+        try:
+            chains(here, best, count, bandwidth)
+        except Exception as error:  # noqa: BLE001
+            say("chains failed", error)
+
+
+if __name__ == "__main__":
+    main()
