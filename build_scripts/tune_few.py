@@ -18,7 +18,7 @@ from tune_linear import Chain, make_chain  # noqa: E402
 
 from trtkv.bench.timing import copy_bandwidth, measure  # noqa: E402
 from trtkv.checkpoint.find import resolve_model  # noqa: E402
-from trtkv.plugins._device import store  # noqa: E402
+from trtkv.plugins._device import nvrtc, store  # noqa: E402
 from trtkv.plugins.linear import launch  # noqa: E402
 from trtkv.plugins.linear.launch import Norm  # noqa: E402
 from trtkv.plugins.linear.launch_few import Few, few, few_kernel  # noqa: E402
@@ -152,6 +152,45 @@ def chains(chain: Chain, best, tokens: int, bandwidth: float):
         say(f"T={tokens} chain gemv: {us:.1f} us")
 
 
+class Order:
+    """Stands for the module `nvrtc`, with a definition more."""
+
+    def __init__(self, order: int) -> None:
+        self.order = order
+
+    def load(self, path, name, types, defines, arch, shared, **more):
+        return nvrtc.load(path, name, types, (*defines, f"-DORDER={self.order}"), arch, shared, **more)
+
+
+GEMVS = {
+    "chosen": {}, "unroll 2": {"qkv": (4, 8, 2), "o": (4, 8, 2), "gate_up": (2, 8, 2), "down": (2, 8, 2), "head": (4, 8, 2)},
+    "rows 2 unroll 4": {"qkv": (2, 8, 4), "o": (2, 8, 4), "gate_up": (1, 8, 4), "down": (2, 8, 4), "head": (2, 8, 4)},
+    "rows 8": {"qkv": (8, 8, 1), "o": (8, 8, 1), "gate_up": (4, 8, 1), "down": (4, 8, 1), "head": (4, 8, 2)},
+    "one chunk": {"qkv": (2, 14, 1, 14), "o": (2, 14, 1, 14), "gate_up": (2, 14, 1, 14), "down": (2, 15, 2, 15), "head": (4, 14, 1, 14)},
+    "seven": {"qkv": (4, 7, 2, 7), "o": (4, 7, 2, 7), "gate_up": (2, 7, 2, 7), "down": (4, 8, 2, 8), "head": (4, 7, 2, 7)},
+}  # fmt: skip
+
+
+def gemvs(chain: Chain, bandwidth: float) -> None:
+    dev = torch.device("cuda")
+    chain.outs["queries"] = torch.randn(1, chain.shapes["o"][1], device="cuda", dtype=torch.bfloat16)
+    moved = chain.head.nbytes + sum(one.nbytes for weights in chain.weights for one in weights.values())
+    say(f"T=1 least {moved / bandwidth * 1e6:.1f} us")
+    kept = launch.form_of
+    for order in (0, 1, 2, 0, 1):
+        launch.nvrtc = Order(order)
+        first = None
+        for name, cuts in GEMVS.items():
+            own = {chain.shapes[key][:3]: launch.Form(*cut) for key, cut in cuts.items()}
+            launch.form_of = lambda *shape: own.get(shape) or kept(*shape)
+            try:
+                us = measure(lambda i: chain_own(chain, {}, True, True), 1, 9, dev).median_us
+                say(f"T=1 order {order} chain gemv {name}: {us:.1f} us")
+            except Exception as error:  # noqa: BLE001
+                say(f"T=1 order {order} {name} failed {str(error)[:200]}")
+    launch.nvrtc, launch.form_of = nvrtc, kept
+
+
 def with_tokens(chain: Chain, model, tokens: int) -> Chain:
     outs = {name: torch.zeros(tokens, shape[0], device="cuda", dtype=torch.bfloat16) for name, shape in chain.shapes.items()}
     sums = [torch.randn(tokens, model.hidden_size, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
@@ -162,7 +201,7 @@ def with_tokens(chain: Chain, model, tokens: int) -> Chain:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="qwen2.5-7b")
-    parser.add_argument("--tokens", default="8,1,16,32")
+    parser.add_argument("--tokens", default="8,16,1,32")
     parser.add_argument("--seconds", type=float, default=50)
     parser.add_argument("--compile", nargs=2)
     own = parser.parse_args()
@@ -176,6 +215,13 @@ def main() -> None:
                         few_kernel(form, -(-count // 8), shape[2], shape[3], False, own.compile[0])
                     if count <= 2:
                         launch.gemv_kernel(launch.form_of(*shape[:3]), count, shape[2], shape[3], False, own.compile[0])
+            for order in (0, 1, 2) if 1 in tokens else ():
+                launch.nvrtc = Order(order)
+                for cuts in GEMVS.values():
+                    for name, shape in products(model).items():
+                        form = launch.Form(*cuts[name]) if name in cuts else launch.form_of(*shape[:3])
+                        launch.gemv_kernel(form, 1, shape[2], shape[3], False, own.compile[0])
+            launch.nvrtc = nvrtc
             launch.norm_kernel(False, own.compile[0])
             launch.silu_kernel(False, own.compile[0])
         from trtkv.builder.kernels import write_kernels
@@ -187,6 +233,8 @@ def main() -> None:
     say(f"copy {bandwidth / 1e12:.2f} TB/s")
     chain = make_chain(model, 8, 6, torch.device("cuda"))
     say("weights")
+    if 1 in tokens:
+        gemvs(with_tokens(chain, model, 1), bandwidth)
     for index, count in enumerate(tokens):
         here = with_tokens(chain, model, count)
         until = own.seconds * (index + 1) / len(tokens)
