@@ -2,11 +2,14 @@
 //
 // Built with -DTILES (of eight tokens), -DWARPS (of a block), -DROWS (tiles of sixteen matrix rows of a pass), -DPIECES (of 32 entries that a warp takes of a
 // row at once), -DAHEAD (such steps on their way), -DGATED (row n and row n + N are gate and up: silu(gate) * up), -DNORM (x is a sum that is normalized
-// first), -DSTAGED (the tokens' entries lie in shared memory; NORM needs it), -DBF16 or -DFP16, and -DRESIDENT (blocks of a multiprocessor).
+// first), -DSTAGED (the tokens' entries lie in shared memory; NORM needs it), -DBF16 or -DFP16, -DRESIDENT (blocks of a multiprocessor), and -DCLUSTER (blocks that share the inner size; not with NORM).
 //
 // Blocks stay: each has an equal share of the results, and takes it in passes. Warps of a block share the inner size; what they found is added in their
 // order. In a product of sixteen rows and eight tokens a lane holds entries 2q, 2q + 1, 2q + 8, 2q + 9 of rows and of tokens; any order of entries is right
 // that both follow. So lane q of a quad takes entries 8q to 8q + 7, sixteen bytes, for two products.
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
 #include "product.cuh"
 
 #define THREADS (WARPS * 32)
@@ -28,10 +31,11 @@ __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a
 __device__ __forceinline__ int place(int token, int at) { return ((at >> 5) * TILES * 8 + token) * 32 + (at & 31); }
 
 // Bring the tokens to shared memory, each by one warp; NORM: their sum with more, which the block that `writes` leaves in total, normalized and scaled.
-__device__ __forceinline__ void stage(real* staged, const real* x, const real* more, const real* scale, real* total, int tokens, int k, float eps) {
+__device__ __forceinline__ void stage(real* staged, const real* x, const real* more, const real* scale, real* total, int tokens, int stride, int k,
+    float eps) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   for (int token = warp; token < tokens; token += WARPS) {
-    const long long from = (long long)token * k;
+    const long long from = (long long)token * stride;
     float square = 0.f;
 #pragma unroll 7
     for (int at = lane * 8; at < k; at += 256) {
@@ -78,10 +82,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) few(const real* 
   float* partial = reinterpret_cast<float*>(dynamic);
   real* staged = reinterpret_cast<real*>(partial + 2 * WARPS * FOUND * 32);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
-  const int begin = (int)((long long)blockIdx.x * n / gridDim.x), end = (int)((long long)(blockIdx.x + 1) * n / gridDim.x);
+  const int rank = blockIdx.x % CLUSTER, cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
+  const int begin = (int)((long long)cluster * n / clusters), end = (int)((long long)(cluster + 1) * n / clusters);
+  const int units = (k + 31) / 32, from = units * rank / CLUSTER * 32, span = min(k, units * (rank + 1) / CLUSTER * 32) - from; // of the inner size
   const int passes = (end - begin + RESULTS - 1) / RESULTS, share = passes ? (end - begin + passes - 1) / passes : 0;
-  const int per_pass = (k + STEP * WARPS - 1) / (STEP * WARPS), steps = passes * per_pass;
+  const int per_pass = ((units + CLUSTER - 1) / CLUSTER * 32 + STEP * WARPS - 1) / (STEP * WARPS), steps = passes * per_pass;
   start_next();
+  x += from, matrix += from;
   uint4 w[AHEAD][ROWS][2][PIECES];
   int load_pass = 0, load_step = 0; // of the next step to load
   auto load = [&](uint4 (&w)[ROWS][2][PIECES]) {
@@ -91,9 +98,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) few(const real* 
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int row = first + (GATED ? 8 * r : 16 * r + 8 * half) + g;
-        const real* from = matrix + (long long)(row + (GATED && half ? n : 0)) * k + at;
+        const real* at_row = matrix + (long long)(row + (GATED && half ? n : 0)) * k + at;
 #pragma unroll
-        for (int p = 0; p < PIECES; p++) w[r][half][p] = row < last && at + 32 * p < k ? load_once(from + 32 * p) : make_uint4(0, 0, 0, 0);
+        for (int p = 0; p < PIECES; p++) w[r][half][p] = row < last && at + 32 * p < span ? load_once(at_row + 32 * p) : make_uint4(0, 0, 0, 0);
       }
     if (++load_step == per_pass) load_step = 0, load_pass++;
   };
@@ -101,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) few(const real* 
   for (int u = 0; u < AHEAD; u++) load(w[u]);
   wait_for_input();
 #if STAGED
-  stage(staged, x, more, scale, total, tokens, k, eps);
+  stage(staged, x, more, scale, total, tokens, k, span, eps);
   __syncthreads();
 #else
   uint4 next[TILES][PIECES];
@@ -111,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) few(const real* 
     for (int t = 0; t < TILES; t++)
 #pragma unroll
       for (int p = 0; p < PIECES; p++)
-        next[t][p] = at + 32 * p < k ? *reinterpret_cast<const uint4*>(x + (long long)min(8 * t + g, tokens - 1) * k + at + 32 * p) : make_uint4(0, 0, 0, 0);
+        next[t][p] = at + 32 * p < span ? *reinterpret_cast<const uint4*>(x + (long long)min(8 * t + g, tokens - 1) * k + at + 32 * p) : make_uint4(0, 0, 0, 0);
   };
   read(0);
 #endif
@@ -128,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) few(const real* 
       for (int t = 0; t < TILES; t++)
 #pragma unroll
         for (int p = 0; p < PIECES; p++)
-          now[t][p] = at + 32 * p < k ? *reinterpret_cast<const uint4*>(staged + place(8 * t + g, at + 32 * p)) : make_uint4(0, 0, 0, 0);
+          now[t][p] = at + 32 * p < span ? *reinterpret_cast<const uint4*>(staged + place(8 * t + g, at + 32 * p)) : make_uint4(0, 0, 0, 0);
 #else
 #pragma unroll
       for (int t = 0; t < TILES; t++)
@@ -160,21 +167,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) few(const real* 
         for (int t = 0; t < TILES; t++)
 #pragma unroll
           for (int i = 0; i < 4; i++) here[(warp * FOUND + (r * TILES + t) * 4 + i) * 32 + lane] = sum[r][t][i], sum[r][t][i] = 0.f;
-      __syncthreads();
+      cluster_sync();
       const int first = begin + pass * share, last = min(first + share, end);
-      for (int index = threadIdx.x; index < ROWS * TILES * (GATED ? 64 : 128); index += THREADS) {
+      for (int index = rank * THREADS + threadIdx.x; index < ROWS * TILES * (GATED ? 64 : 128); index += CLUSTER * THREADS) {
         const int of = index & 31, kind = index >> 5, e = kind % (GATED ? 2 : 4), tile = kind / (GATED ? 2 : 4);
         const int token = tile % TILES * 8 + (of & 3) * 2 + (e & 1), row = first + tile / TILES * (GATED ? 8 : 16) + (e >> 1) * 8 + (of >> 2);
         if (token >= tokens || row >= last) continue;
         float found[2] = {0.f, 0.f};
 #pragma unroll
-        for (int from = 0; from < WARPS; from++) {
-          found[0] += here[(from * FOUND + tile * 4 + e) * 32 + of];
-          if (GATED) found[1] += here[(from * FOUND + tile * 4 + e + 2) * 32 + of];
+        for (int other = 0; other < CLUSTER; other++) {
+          const float* there = peer(here, other);
+#pragma unroll
+          for (int w = 0; w < WARPS; w++) {
+            found[0] += there[(w * FOUND + tile * 4 + e) * 32 + of];
+            if (GATED) found[1] += there[(w * FOUND + tile * 4 + e + 2) * 32 + of];
+          }
         }
         finish(found, bias, out, token, row, n);
       }
       step = 0, pass++;
     }
   }
+#if CLUSTER > 1
+  cluster_sync(); // nobody leaves while others read what it found
+#endif
 }

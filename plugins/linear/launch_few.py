@@ -30,6 +30,7 @@ class Few:
     resident: int = 2
     staged: bool = True
     fill: int = 1  # blocks of a multiprocessor in the grid
+    cluster: int = 1
 
 
 def few(
@@ -41,18 +42,19 @@ def few(
     kernel = few_kernel(form, tiles, gated, norm is not None, x.dtype == torch.float16, arch())
     tensors = (x, matrix, bias, out, *((norm.more, norm.weight, norm.total) if norm else (None,) * 3))
     values = (*(0 if one is None else one.data_ptr() for one in tensors), tokens, width, inner, norm.eps if norm else 0.0)
-    blocks = min(form.fill * _multiprocessors(x.device), width)
-    kernel.launch((blocks, 1, 1), 32 * form.warps, shared_bytes(form, tiles, inner), torch.cuda.current_stream().cuda_stream, values, overlap=True)
+    blocks = min(form.fill * _multiprocessors(x.device) // form.cluster, width) * form.cluster
+    shared, stream = shared_bytes(form, tiles, inner), torch.cuda.current_stream().cuda_stream
+    kernel.launch((blocks, 1, 1), 32 * form.warps, shared, stream, values, cluster=form.cluster, overlap=True)
 
 
 def shared_bytes(form: Few, tiles: int, inner: int) -> int:
-    return 2 * form.warps * form.rows * tiles * 4 * 32 * 4 + (-(-inner // 32) * 8 * tiles * 64 if form.staged else 0)
+    return 2 * form.warps * form.rows * tiles * 4 * 32 * 4 + (-(-(-(-inner // 32)) // form.cluster) * 8 * tiles * 64 if form.staged else 0)
 
 
 def few_kernel(form: Few, tiles: int, gated: bool, normed: bool, half: bool, arch: str) -> Kernel:
     shape = {
         "TILES": tiles, "WARPS": form.warps, "ROWS": form.rows, "PIECES": form.pieces, "AHEAD": form.ahead, "RESIDENT": form.resident,
-        "STAGED": int(form.staged), "GATED": int(gated), "NORM": int(normed),
+        "STAGED": int(form.staged), "CLUSTER": form.cluster, "GATED": int(gated), "NORM": int(normed),
     }  # fmt: skip
     return nvrtc.load(_SOURCE, "few", _FEW, (*(f"-D{name}={value}" for name, value in shape.items()), "-DFP16" if half else "-DBF16"), arch, MOST_SHARED)
 

@@ -3,19 +3,16 @@
 #ifndef ORDER
 #define ORDER 1
 #endif
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#if !defined(FP16) && !defined(BF16)
+#define BF16
+#endif
+#include "common.cuh"
 
-typedef unsigned int u32;
+__device__ __forceinline__ float wide(real x) { return to_float(x); }
+__device__ __forceinline__ real narrow(float x) { return to_real(x); }
 #ifdef FP16
-typedef __half real;
-__device__ __forceinline__ float wide(real x) { return __half2float(x); }
-__device__ __forceinline__ real narrow(float x) { return __float2half_rn(x); }
 __device__ __forceinline__ float2 both(u32 x) { return __half22float2(*reinterpret_cast<const __half2*>(&x)); }
 #else
-typedef __nv_bfloat16 real;
-__device__ __forceinline__ float wide(real x) { return __bfloat162float(x); }
-__device__ __forceinline__ real narrow(float x) { return __float2bfloat16_rn(x); }
 __device__ __forceinline__ float2 both(u32 x) { return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)); }
 #endif
 __device__ __forceinline__ float rounded(float x) { return wide(narrow(x)); }
