@@ -26,9 +26,7 @@ from trtkv.plugins.linear.specs import products  # noqa: E402
 from trtkv.runtime.fused import silu_product  # noqa: E402
 
 CUTS = [  # rows, pieces, ahead, warps, resident, fill
-    (2, 2, 2, 8, 2, 1), (2, 1, 4, 8, 2, 1), (2, 1, 2, 8, 2, 2), (1, 2, 4, 8, 2, 1), (1, 2, 2, 8, 2, 2), (3, 1, 4, 8, 2, 1), (3, 2, 2, 8, 1, 1),
-    (2, 2, 3, 8, 1, 1), (1, 2, 2, 16, 2, 1), (1, 2, 4, 16, 1, 1), (2, 2, 2, 16, 1, 1), (4, 1, 2, 8, 2, 1), (4, 1, 2, 8, 2, 2), (4, 2, 1, 8, 2, 1),
-    (2, 2, 2, 4, 4, 2), (1, 4, 1, 8, 2, 2), (1, 4, 2, 8, 2, 1), (2, 4, 1, 8, 2, 1),
+    (2, 2, 2, 8, 2, 1), (2, 1, 4, 8, 2, 1), (2, 2, 3, 8, 1, 1), (1, 4, 1, 8, 2, 2), (1, 2, 2, 8, 2, 2), (1, 2, 4, 8, 2, 2), (2, 2, 2, 16, 1, 1), (1, 4, 2, 16, 1, 1),
 ]  # fmt: skip
 T0 = time.perf_counter()
 
@@ -44,7 +42,7 @@ def forms(name: str, shape, tokens: int):
             if size > 200_000 or (normed and not staged) or (staged and size * fill > 220_000):
                 continue
             out.append(form)
-    for rows, pieces, ahead, warps, resident, fill in CUTS[:9] + CUTS[11:12]:
+    for rows, pieces, ahead, warps, resident, fill in CUTS[:5:2]:
         for cluster in (2, 4) if name in ("o", "down") else ():
             for staged in (True, False):
                 size = 2 * warps * rows * tiles * 512 + (inner * 16 * tiles // cluster if staged else 0)
@@ -73,7 +71,7 @@ def exact(x, matrix, gated, norm):
 def one_by_one(chain: Chain, tokens: int, until: float, names=("o", "qkv", "gate_up", "down", "head")):
     best = {}
     for name in names:
-        width, inner, gated, normed = shape = chain.shapes[name]
+        width, inner, gated, normed = shape = (*chain.shapes[name][:3], False)
         matrices = [chain.head] if name == "head" else [w[name] for w in chain.weights]
         x = torch.randn(tokens, inner, device="cuda", dtype=torch.bfloat16)
         more = torch.randn_like(x)
@@ -171,11 +169,11 @@ class Order:
 
 
 GEMVS = {
-    "chosen": {}, "unroll 2": {"qkv": (4, 8, 2), "o": (4, 8, 2), "gate_up": (2, 8, 2), "down": (2, 8, 2), "head": (4, 8, 2)},
-    "rows 2 unroll 4": {"qkv": (2, 8, 4), "o": (2, 8, 4), "gate_up": (1, 8, 4), "down": (2, 8, 4), "head": (2, 8, 4)},
-    "rows 8": {"qkv": (8, 8, 1), "o": (8, 8, 1), "gate_up": (4, 8, 1), "down": (4, 8, 1), "head": (4, 8, 2)},
-    "one chunk": {"qkv": (2, 14, 1, 14), "o": (2, 14, 1, 14), "gate_up": (2, 14, 1, 14), "down": (2, 15, 2, 15), "head": (4, 14, 1, 14)},
-    "seven": {"qkv": (4, 7, 2, 7), "o": (4, 7, 2, 7), "gate_up": (2, 7, 2, 7), "down": (4, 8, 2, 8), "head": (4, 7, 2, 7)},
+    "chosen": {},
+    "qkv 2 2": {"qkv": (2, 8, 2)}, "qkv 4 7": {"qkv": (4, 7, 2, 7)}, "o 4 7": {"o": (4, 7, 2, 7)}, "o 2 8 2": {"o": (2, 8, 2)}, "o 2": {"o": (2, 8, 1)},
+    "gate 2 2": {"gate_up": (2, 8, 2)}, "gate 2 7": {"gate_up": (2, 7, 2, 7)}, "gate 1 2": {"gate_up": (1, 8, 2)},  "gate 2 7 1": {"gate_up": (2, 7, 1, 7)},
+    "down 2 2": {"down": (2, 8, 2)}, "down 4 1": {"down": (4, 8, 1)}, "down 4 10": {"down": (4, 10, 1, 10)}, "down 3 8": {"down": (3, 8, 1)},
+    "down 2 15": {"down": (2, 15, 1, 15)}, "head 4 1": {"head": (4, 8, 1)}, "head 2 2": {"head": (2, 8, 2)},
 }  # fmt: skip
 
 
@@ -184,19 +182,32 @@ def gemvs(chain: Chain, bandwidth: float) -> None:
     chain.outs["queries"] = torch.randn(1, chain.shapes["o"][1], device="cuda", dtype=torch.bfloat16)
     moved = chain.head.nbytes + sum(one.nbytes for weights in chain.weights for one in weights.values())
     say(f"T=1 least {moved / bandwidth * 1e6:.1f} us")
-    kept = launch.form_of
-    for order in (0, 1, 2, 0, 1):
-        launch.nvrtc = Order(order)
-        first = None
+    kept, source = launch.form_of, launch._SOURCE
+    for old in (True, False, True, False):
+        launch._SOURCE = source.with_name("old.cu") if old else source
         for name, cuts in GEMVS.items():
+            if old and name != "chosen":
+                continue
             own = {chain.shapes[key][:3]: launch.Form(*cut) for key, cut in cuts.items()}
             launch.form_of = lambda *shape: own.get(shape) or kept(*shape)
             try:
                 us = measure(lambda i: chain_own(chain, {}, True, True), 1, 9, dev).median_us
-                say(f"T=1 order {order} chain gemv {name}: {us:.1f} us")
+                say(f"T=1 {'old' if old else 'new'} chain gemv {name}: {us:.1f} us")
+                if name == "chosen":
+                    for key, (width, inner, gated, normed) in chain.shapes.items():
+                        matrices = [chain.head] if key == "head" else [w[key] for w in chain.weights]
+                        x = torch.randn(1, inner, device="cuda", dtype=torch.bfloat16)
+                        out, total = torch.zeros(1, width, device="cuda", dtype=torch.bfloat16), torch.zeros_like(x)
+                        norm = Norm(chain.scale, 1e-6, torch.randn_like(x), total) if normed else None
+                        call = lambda i: launch.gemv(x, matrices[i % len(matrices)], None, out, gated=gated, norm=norm)  # noqa: B023, E731
+                        us = measure(call, len(matrices), 9, dev).median_us
+                        true, off = exact(x if norm is None else x + norm.more, matrices[(8 if len(matrices) == 1 else 8) % len(matrices) - 1], gated, norm)
+                        call(7 % len(matrices))
+                        found = float((out.double() - exact(x if norm is None else x + norm.more, matrices[7 % len(matrices)], gated, norm)[0]).norm() / true.norm())
+                        say(f"    {key} {us:.2f} us {matrices[0].nbytes / us / 1e6:.3f} TB/s, error {found:.2e}, library's {off:.2e}")
             except Exception as error:  # noqa: BLE001
-                say(f"T=1 order {order} {name} failed {str(error)[:200]}")
-    launch.nvrtc, launch.form_of = nvrtc, kept
+                say(f"T=1 {name} failed {str(error)[:200]}")
+    launch._SOURCE, launch.form_of = source, kept
 
 
 def with_tokens(chain: Chain, model, tokens: int) -> Chain:
@@ -219,17 +230,18 @@ def main() -> None:
         with store.listing() as asked:
             for count in tokens:
                 for name, shape in products(model).items():
-                    for form in forms(name, shape, count):
-                        few_kernel(form, -(-count // 8), shape[2], shape[3], False, own.compile[0])
+                    for form in forms(name, (*shape[:3], False), count):
+                        few_kernel(form, -(-count // 8), shape[2], False, False, own.compile[0])
                     if count <= 2:
                         launch.gemv_kernel(launch.form_of(*shape[:3]), count, shape[2], shape[3], False, own.compile[0])
-            for order in (0, 1, 2) if 1 in tokens else ():
-                launch.nvrtc = Order(order)
+            for old in (True, False) if 1 in tokens else ():
+                source = launch._SOURCE
+                launch._SOURCE = source.with_name("old.cu") if old else source
                 for cuts in GEMVS.values():
                     for name, shape in products(model).items():
-                        form = launch.Form(*cuts[name]) if name in cuts else launch.form_of(*shape[:3])
+                        form = launch.Form(*cuts[name]) if name in cuts and not old else launch.form_of(*shape[:3])
                         launch.gemv_kernel(form, 1, shape[2], shape[3], False, own.compile[0])
-            launch.nvrtc = nvrtc
+                launch._SOURCE = source
             launch.norm_kernel(False, own.compile[0])
             launch.silu_kernel(False, own.compile[0])
         from trtkv.builder.kernels import write_kernels
@@ -247,10 +259,6 @@ def main() -> None:
         here = with_tokens(chain, model, count)
         until = own.seconds * (index + 1) / len(tokens)
         best = one_by_one(here, count, until - 1)
-        try:
-            chains(here, best, count, bandwidth)
-        except Exception as error:  # noqa: BLE001
-            say("chains failed", error)
 
 
 if __name__ == "__main__":

@@ -30,48 +30,80 @@ __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a
 // Where sixteen bytes of a token lie in shared memory: what a warp reads at once lies together, in the order of its lanes.
 __device__ __forceinline__ int place(int token, int at) { return ((at >> 5) * TILES * 8 + token) * 32 + (at & 31); }
 
-// Bring the tokens to shared memory, each by one warp; NORM: their sum with more, which the block that `writes` leaves in total, normalized and scaled.
-__device__ __forceinline__ void stage(real* staged, const real* x, const real* more, const real* scale, real* total, int tokens, int stride, int k,
-    float eps) {
+// Bring the tokens to shared memory; NORM: their sum with more, which the first block leaves in total, normalized and scaled. Eight tokens are asked for at once.
+__device__ __forceinline__ void stage(real* staged, const real* x, const real* more, const real* scale, const uint4 (&early)[2], real* total, int tokens,
+    int stride, int k, float eps) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  for (int token = warp; token < tokens; token += WARPS) {
-    const long long from = (long long)token * stride;
-    float square = 0.f;
-#pragma unroll 7
-    for (int at = lane * 8; at < k; at += 256) {
-      uint4 own = *reinterpret_cast<const uint4*>(x + from + at);
 #if NORM
-      float2 a[4], b[4];
-      unpack(own, a);
-      if (more) {
-        unpack(*reinterpret_cast<const uint4*>(more + from + at), b);
-        u32 sums[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) sums[i] = pack(make_float2(a[i].x + b[i].x, a[i].y + b[i].y)), a[i] = both(sums[i]);
-        own = make_uint4(sums[0], sums[1], sums[2], sums[3]);
-        if (blockIdx.x == 0) *reinterpret_cast<uint4*>(total + from + at) = own;
-      }
-#pragma unroll
-      for (int i = 0; i < 4; i++) square = fmaf(a[i].x, a[i].x, fmaf(a[i].y, a[i].y, square));
+  __shared__ float squares[WARPS][8 * TILES];
+  float square[TILES][8] = {};
 #endif
-      *reinterpret_cast<uint4*>(staged + place(token, at)) = own;
+#pragma unroll
+  for (int tile = 0; tile < TILES; tile++)
+    for (int at = threadIdx.x * 8; at < k; at += THREADS * 8) {
+      uint4 own[8], other[8];
+#pragma unroll
+      for (int t = 0; t < 8; t++)
+        if (tile * 8 + t < tokens) {
+          own[t] = *reinterpret_cast<const uint4*>(x + (long long)(tile * 8 + t) * stride + at);
+#if NORM
+          other[t] = more ? *reinterpret_cast<const uint4*>(more + (long long)(tile * 8 + t) * stride + at) : make_uint4(0, 0, 0, 0);
+#endif
+        }
+#pragma unroll
+      for (int t = 0; t < 8; t++)
+        if (tile * 8 + t < tokens) {
+#if NORM
+          float2 a[4], b[4];
+          u32 sums[4];
+          unpack(own[t], a), unpack(other[t], b);
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            sums[i] = pack(make_float2(a[i].x + b[i].x, a[i].y + b[i].y)), a[i] = both(sums[i]);
+            square[tile][t] = fmaf(a[i].x, a[i].x, fmaf(a[i].y, a[i].y, square[tile][t]));
+          }
+          own[t] = make_uint4(sums[0], sums[1], sums[2], sums[3]);
+          if (more && blockIdx.x == 0) *reinterpret_cast<uint4*>(total + (long long)(tile * 8 + t) * stride + at) = own[t];
+#endif
+          *reinterpret_cast<uint4*>(staged + place(tile * 8 + t, at)) = own[t];
+        }
     }
 #if NORM
 #pragma unroll
-    for (int o = 16; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o);
-    const float factor = rsqrtf(square / k + eps);
-#pragma unroll 7
-    for (int at = lane * 8; at < k; at += 256) {
-      float2 a[4], b[4];
-      uint4* own = reinterpret_cast<uint4*>(staged + place(token, at));
-      unpack(*own, a), unpack(*reinterpret_cast<const uint4*>(scale + at), b);
-      u32 made[4];
+  for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) made[i] = pack(make_float2(rounded(a[i].x * factor) * b[i].x, rounded(a[i].y * factor) * b[i].y));
-      *own = make_uint4(made[0], made[1], made[2], made[3]);
+    for (int t = 0; t < 8; t++) {
+#pragma unroll
+      for (int o = 16; o; o >>= 1) square[tile][t] += __shfl_xor_sync(~0u, square[tile][t], o);
+      if (lane == 0) squares[warp][tile * 8 + t] = square[tile][t];
     }
-#endif
+  __syncthreads();
+  float factor = 0.f; // of the lane's token
+  if (lane < 8 * TILES) {
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) factor += squares[w][lane];
+    factor = rsqrtf(factor / k + eps);
   }
+#pragma unroll 2
+  for (int c = 0; c < (k + THREADS * 8 - 1) / (THREADS * 8); c++) {
+    const int at = (c * THREADS + threadIdx.x) * 8;
+    float2 b[4];
+    unpack(c == 0 ? early[0] : c == 1 ? early[1] : at < k ? *reinterpret_cast<const uint4*>(scale + at) : make_uint4(0, 0, 0, 0), b);
+#pragma unroll
+    for (int token = 0; token < 8 * TILES; token++) {
+      const float by = __shfl_sync(~0u, factor, token);
+      if (token < tokens && at < k) {
+        float2 a[4];
+        uint4* own = reinterpret_cast<uint4*>(staged + place(token, at));
+        unpack(*own, a);
+        u32 made[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) made[i] = pack(make_float2(rounded(a[i].x * by) * b[i].x, rounded(a[i].y * by) * b[i].y));
+        *own = make_uint4(made[0], made[1], made[2], made[3]);
+      }
+    }
+  }
+#endif
 }
 
 // x [tokens, k], matrix [n, k] (GATED: [2 n, k]), bias [n] or null, out [tokens, n]; NORM: more and total [tokens, k] (both or none), scale [k].
@@ -106,9 +138,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) few(const real* 
   };
 #pragma unroll
   for (int u = 0; u < AHEAD; u++) load(w[u]);
+#if STAGED
+  uint4 early[2] = {}; // of the norm's weight, nobody's result either
+#if NORM
+#pragma unroll
+  for (int c = 0; c < 2; c++) {
+    const int at = (c * THREADS + threadIdx.x) * 8;
+    if (at < k) early[c] = *reinterpret_cast<const uint4*>(scale + at);
+  }
+#endif
+#endif
   wait_for_input();
 #if STAGED
-  stage(staged, x, more, scale, total, tokens, k, span, eps);
+  stage(staged, x, more, scale, early, total, tokens, k, span, eps);
   __syncthreads();
 #else
   uint4 next[TILES][PIECES];
@@ -183,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) few(const real* 
             if (GATED) found[1] += there[(w * FOUND + tile * 4 + e + 2) * 32 + of];
           }
         }
-        finish(found, bias, out, token, row, n);
+        finish(found, bias ? wide(bias[row]) : 0.f, out, token, row, n);
       }
       step = 0, pass++;
     }

@@ -50,12 +50,12 @@ __device__ __forceinline__ u32 pack(float2 x) {
 }
 
 // One result: of a product, and GATED of the one that it gates.
-__device__ __forceinline__ void finish(const float* found, const real* bias, real* out, int t, int row, int n) {
+__device__ __forceinline__ void finish(const float* found, float offset, real* out, int t, int row, int n) {
   if (GATED) {
     const float gate = rounded(found[0]);
     out[(long long)t * n + row] = narrow(rounded(gate / (1.f + expf(-gate))) * rounded(found[1]));
   } else {
-    out[(long long)t * n + row] = narrow(found[0] + (bias ? wide(bias[row]) : 0.f));
+    out[(long long)t * n + row] = narrow(found[0] + offset);
   }
 }
 
