@@ -21,12 +21,16 @@ from trtkv.checkpoint.find import resolve_model  # noqa: E402
 from trtkv.plugins._device import nvrtc, store  # noqa: E402
 from trtkv.plugins.linear import launch  # noqa: E402
 from trtkv.plugins.linear.launch import Norm  # noqa: E402
-from trtkv.plugins.linear.launch_few import Few, few, few_kernel  # noqa: E402
+from trtkv.plugins.linear.launch_few import Few, few, few_kernel, shared_bytes  # noqa: E402
 from trtkv.plugins.linear.specs import products  # noqa: E402
 from trtkv.runtime.fused import silu_product  # noqa: E402
 
-CUTS = [  # rows, pieces, ahead, warps, resident, fill
-    (2, 2, 2, 8, 2, 1), (2, 1, 4, 8, 2, 1), (2, 2, 3, 8, 1, 1), (1, 4, 1, 8, 2, 2), (1, 2, 2, 8, 2, 2), (1, 2, 4, 8, 2, 2), (2, 2, 2, 16, 1, 1), (1, 4, 2, 16, 1, 1),
+CUTS = [  # rows, pieces, ahead, warps, resident, kept, fill, cluster, own ahead, ring
+    (1, 4, 2, 16, 1, 1, 1, 1, 1, 0), (1, 4, 2, 16, 1, 0, 1, 1, 1, 0), (2, 2, 2, 16, 1, 1, 1, 1, 1, 0), (2, 2, 2, 16, 1, 0, 1, 1, 1, 0), (1, 8, 1, 16, 1, 1, 1, 1, 1, 0),
+    (1, 4, 1, 8, 2, 1, 2, 1, 1, 0), (1, 4, 2, 8, 2, 1, 1, 1, 1, 0), (3, 2, 2, 8, 1, 0, 1, 1, 1, 0), (2, 4, 1, 16, 1, 0, 1, 1, 1, 0), (2, 4, 1, 16, 1, 1, 1, 1, 1, 0),
+    (1, 4, 3, 8, 2, 0, 1, 1, 1, 1), (2, 2, 3, 8, 2, 0, 1, 1, 1, 1), (1, 2, 3, 16, 2, 0, 1, 1, 1, 1), (1, 4, 2, 8, 2, 1, 1, 1, 1, 1), (1, 2, 2, 16, 2, 1, 1, 1, 1, 1),
+    (1, 4, 3, 8, 2, 1, 1, 1, 1, 1), (1, 4, 5, 8, 1, 0, 1, 1, 1, 1), (1, 4, 3, 16, 1, 0, 1, 1, 1, 1), (1, 4, 2, 16, 1, 0, 1, 1, 1, 1), (1, 8, 2, 8, 1, 0, 1, 1, 1, 1), (3, 2, 2, 8, 2, 0, 1, 1, 1, 1),
+    (2, 4, 2, 8, 1, 0, 1, 1, 1, 1), (1, 2, 3, 8, 2, 0, 2, 1, 1, 1), (1, 4, 2, 8, 2, 0, 2, 1, 1, 1), (2, 2, 2, 8, 2, 1, 1, 1, 1, 1), (1, 2, 4, 16, 1, 1, 1, 1, 1, 1), (1, 4, 2, 16, 1, 1, 1, 1, 1, 1),
 ]  # fmt: skip
 T0 = time.perf_counter()
 
@@ -34,20 +38,14 @@ T0 = time.perf_counter()
 def forms(name: str, shape, tokens: int):
     _, inner, _, normed = shape
     tiles = -(-tokens // 8)
+    single = name in ("o", "qkv", "down")
     out = []
-    for rows, pieces, ahead, warps, resident, fill in CUTS:
-        for staged in (True, False):
-            form = Few(rows, pieces, ahead, warps, resident, staged, fill)
-            size = 2 * warps * rows * tiles * 512 + (inner * 16 * tiles if staged else 0)
-            if size > 200_000 or (normed and not staged) or (staged and size * fill > 220_000):
-                continue
-            out.append(form)
-    for rows, pieces, ahead, warps, resident, fill in CUTS[:5:2]:
-        for cluster in (2, 4) if name in ("o", "down") else ():
-            for staged in (True, False):
-                size = 2 * warps * rows * tiles * 512 + (inner * 16 * tiles // cluster if staged else 0)
-                if size < 200_000 and size * fill <= 220_000:
-                    out.append(Few(rows, pieces, ahead, warps, resident, staged, fill, cluster))
+    for cut in CUTS:
+        form = Few(*cut[:5], bool(cut[5]), *cut[6:])
+        size = shared_bytes(form, tiles, inner)
+        if size * min(form.resident, form.fill) > 225_000 or (form.cluster > 1 and name not in ("o", "down")) or (form.kept and single and form.rows > 1):
+            continue
+        out.append(form)
     return out
 
 
@@ -71,7 +69,7 @@ def exact(x, matrix, gated, norm):
 def one_by_one(chain: Chain, tokens: int, until: float, names=("o", "qkv", "gate_up", "down", "head")):
     best = {}
     for name in names:
-        width, inner, gated, normed = shape = (*chain.shapes[name][:3], False)
+        width, inner, gated, normed = shape = chain.shapes[name]
         matrices = [chain.head] if name == "head" else [w[name] for w in chain.weights]
         x = torch.randn(tokens, inner, device="cuda", dtype=torch.bfloat16)
         more = torch.randn_like(x)
@@ -109,6 +107,9 @@ def one_by_one(chain: Chain, tokens: int, until: float, names=("o", "qkv", "gate
             say(f"   {us:8.2f} us {size / us / 1e6:.3f} TB/s {'' if good else f'WRONG {off:.2e}'} {tuple(getattr(form, a) for a in form.__slots__)}")
         good = [row for row in rows if row[1] <= 2 * lib_error]
         best[name] = good[0][2] if good else None
+        for kind in (0, 1):
+            best[name, kind] = next((row[2] for row in good if row[2].ring == kind), None)
+            best[name, "beside", kind] = next((row[2] for row in good if row[2].ring == kind and row[2].resident == 2 and row[2].fill == 1), None)
     return best
 
 
@@ -120,7 +121,7 @@ def chain_own(chain: Chain, best, fused: bool, gemv: bool = False):
     def product(name, x, matrix, norm=None):
         gated = chain.shapes[name][2]
         form = best.get(name)
-        if gemv:
+        if gemv or form == "gemv":
             launch.gemv(x, matrix, None, outs[name], gated=gated, norm=norm)
         elif form is not None:
             few(x, matrix, None, outs[name], form, gated=gated, norm=norm)
@@ -149,7 +150,18 @@ def chains(chain: Chain, best, tokens: int, bandwidth: float):
     dev = torch.device("cuda")
     chain.outs["queries"] = torch.randn(tokens, chain.shapes["o"][1], device="cuda", dtype=torch.bfloat16)
     moved = chain.head.nbytes + sum(one.nbytes for weights in chain.weights for one in weights.values())
-    ways = {"library": {}, "own": best, **{f"own but {name}": {**best, name: None} for name in best}, "library but gate_up": {"gate_up": best["gate_up"]}}
+    names = list(chain.shapes)
+    own = {name: best[name] for name in names}
+    ways = {"library": {}, "own": own}
+    for kind in (0, 1):
+        ways[f"own ring {kind}"] = {name: best[name, kind] for name in names}
+        ways[f"own ring {kind} beside"] = {name: best[name, "beside", kind] for name in names}
+        ways[f"own, o qkv down ring {kind}"] = {**own, **{name: best[name, kind] for name in ("o", "qkv", "down")}}
+        ways[f"own, o qkv down ring {kind} beside"] = {**own, **{name: best[name, "beside", kind] for name in ("o", "qkv", "down")}}
+    ways |= {f"own but {name}": {**own, name: None} for name in names}
+    if tokens <= 2:
+        ways |= {f"own but gemv {name}": {**own, **{one: "gemv" for one in name.split()}} for name in (*names, "o qkv", "o qkv gate_up")}
+    ways["own again"] = own
     for name, forms_ in ways.items():
         us = measure(lambda i: chain_own(chain, forms_, True), 1, 9, dev).median_us
         say(f"T={tokens} chain of {len(chain.weights)} layers, {name}: {us:.1f} us, least {moved / bandwidth * 1e6:.1f}")
@@ -223,6 +235,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="8,16,1,32")
     parser.add_argument("--seconds", type=float, default=50)
     parser.add_argument("--compile", nargs=2)
+    parser.add_argument("--gemvs", action="store_true")
     own = parser.parse_args()
     model = resolve_model(own.model).config
     tokens = [int(one) for one in own.tokens.split(",")]
@@ -230,11 +243,11 @@ def main() -> None:
         with store.listing() as asked:
             for count in tokens:
                 for name, shape in products(model).items():
-                    for form in forms(name, (*shape[:3], False), count):
-                        few_kernel(form, -(-count // 8), shape[2], False, False, own.compile[0])
+                    for form in forms(name, shape, count):
+                        few_kernel(form, -(-count // 8), shape[2], shape[3], False, own.compile[0])
                     if count <= 2:
                         launch.gemv_kernel(launch.form_of(*shape[:3]), count, shape[2], shape[3], False, own.compile[0])
-            for old in (True, False) if 1 in tokens else ():
+            for old in (True, False) if own.gemvs else ():
                 source = launch._SOURCE
                 launch._SOURCE = source.with_name("old.cu") if old else source
                 for cuts in GEMVS.values():
@@ -253,12 +266,16 @@ def main() -> None:
     say(f"copy {bandwidth / 1e12:.2f} TB/s")
     chain = make_chain(model, 8, 6, torch.device("cuda"))
     say("weights")
-    if 1 in tokens:
+    if own.gemvs:
         gemvs(with_tokens(chain, model, 1), bandwidth)
     for index, count in enumerate(tokens):
         here = with_tokens(chain, model, count)
         until = own.seconds * (index + 1) / len(tokens)
-        best = one_by_one(here, count, until - 1)
+        best = one_by_one(here, count, until - 3)
+        try:
+            chains(here, best, count, bandwidth)
+        except Exception as error:  # noqa: BLE001
+            say("chains failed", error)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,11 @@ class Few:
     ahead: int
     warps: int = 8
     resident: int = 2
-    staged: bool = True
+    kept: bool = True
     fill: int = 1  # blocks of a multiprocessor in the grid
     cluster: int = 1
+    own_ahead: int = 1
+    ring: int = 0
 
 
 def few(
@@ -48,15 +50,17 @@ def few(
 
 
 def shared_bytes(form: Few, tiles: int, inner: int) -> int:
-    return 2 * form.warps * form.rows * tiles * 4 * 32 * 4 + (-(-(-(-inner // 32)) // form.cluster) * 8 * tiles * 64 if form.staged else 0)
+    units, step = -(-(-(-inner // 32)) // form.cluster) * 32, 32 * form.pieces * form.warps
+    ring = form.ring * form.ahead * form.rows * 2 * form.pieces * form.warps * 512
+    return ring + 2 * form.warps * form.rows * tiles * 4 * 32 * 4 + (-(-units // step) * step * 16 * tiles if form.kept else 0)
 
 
 def few_kernel(form: Few, tiles: int, gated: bool, normed: bool, half: bool, arch: str) -> Kernel:
     shape = {
         "TILES": tiles, "WARPS": form.warps, "ROWS": form.rows, "PIECES": form.pieces, "AHEAD": form.ahead, "RESIDENT": form.resident,
-        "STAGED": int(form.staged), "CLUSTER": form.cluster, "GATED": int(gated), "NORM": int(normed),
+        "KEPT": int(form.kept), "OWN_AHEAD": form.own_ahead, "RING": form.ring, "CLUSTER": form.cluster, "GATED": int(gated), "NORM": int(normed),
     }  # fmt: skip
-    return nvrtc.load(_SOURCE, "few", _FEW, (*(f"-D{name}={value}" for name, value in shape.items()), "-DFP16" if half else "-DBF16"), arch, MOST_SHARED)
+    return nvrtc.load(_SOURCE, "gemm_few", _FEW, (*(f"-D{name}={value}" for name, value in shape.items()), "-DFP16" if half else "-DBF16"), arch, MOST_SHARED)
 
 
 @cache
