@@ -11,56 +11,90 @@ from torch import Tensor
 
 from trtkv.plugins._device import nvrtc
 from trtkv.plugins._device.driver import arch
-from trtkv.plugins._device.nvrtc import Float, Int, Kernel, Pointer
-from trtkv.plugins.linear.launch import Norm
+from trtkv.plugins._device.nvrtc import Int, Kernel, Pointer
+from trtkv.plugins._device.spec import shared_limit
+from trtkv.plugins.linear.launch import DTYPES, LONG, MOST_TOKENS, WIDE
 
+TILE = 8  # tokens of a matrix instruction
+MOST_TILES = 2
 _SOURCE = Path(__file__).parent / "few.cu"
-_FEW = (Pointer,) * 7 + (Int, Int, Int, Float)
-MOST_SHARED = 227 * 1024
+_FEW = (Pointer,) * 4 + (Int, Int, Int)
 
 
 @dataclass(frozen=True, slots=True)
 class Few:
-    """How a product is cut: tiles of sixteen matrix rows of a pass, pieces of 32 entries of a step, steps on their way, warps, blocks of a multiprocessor."""
+    """How a product is cut: tiles of sixteen matrix rows that a block takes at once, pieces of 32 entries that a warp takes of a row, such steps ahead.
+
+    resident blocks of a multiprocessor fit beside each other, `fill` of them share its results; kept tokens lie in shared memory.
+    """
 
     rows: int
     pieces: int
     ahead: int
-    warps: int = 8
-    resident: int = 2
-    kept: bool = True
-    fill: int = 1  # blocks of a multiprocessor in the grid
-    cluster: int = 1
-    own_ahead: int = 1
-    ring: int = 0
+    warps: int
+    resident: int
+    kept: bool = False
+    fill: int = 1
+
+    def shared_bytes(self, tiles: int, inner: int) -> int:
+        """Return the bytes of dynamic shared memory of a block, for so many tiles of tokens [T, inner]."""
+        step = 32 * self.pieces * self.warps
+        sums, kept = 2 * self.warps * self.rows * tiles * 512, -(-inner // step) * step * 2 * TILE * tiles if self.kept else 0
+        return sums + kept
+
+
+def tiles_of(tokens: int) -> int:
+    """Return how many tiles of tokens a product takes."""
+    return -(-tokens // TILE)
+
+
+def prefers(tokens: int, width: int, inner: int, *, gated: bool) -> bool:
+    """Say whether this kernel is the fastest for so many tokens and a matrix [width, inner] (gated: [2 width, inner]), as measured on an H200."""
+    if tokens > MOST_TOKENS:
+        return tokens <= MOST_TILES * TILE
+    return not gated and (width >= WIDE or inner >= LONG)
+
+
+@cache
+def form_of(width: int, inner: int, gated: bool, tiles: int, arch: str) -> Few:
+    """Choose the form for a matrix [width, inner], as measured on an H200; the same for all numbers of tokens of a tile."""
+    wide = gated or width >= WIDE
+    form = Few(1, 4, 2, 16, 1, kept=wide) if wide else Few(2, 2, 2, 16, 1)
+    return form if form.shared_bytes(tiles, inner) <= shared_limit(arch) else Few(1, 2, 2, 8, 1)
 
 
 def few(
-    x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, form: Few, *, gated: bool = False, norm: Norm | None = None
+    x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, *, gated: bool = False, form: Few | None = None
 ) -> None:
+    """Write x [T, K] times the matrix [N, K] transposed, plus bias [N], to out [T, N]; gated: matrix [2 N, K], silu of one half times the other.
+
+    Sums are fp32; results are rounded once, gate, its silu and up each before they are multiplied. A token's result does not depend on the others, nor on how many of a tile they are.
+    """
     tokens, inner = x.shape
-    width = out.shape[1]
-    tiles = -(-tokens // 8)
-    kernel = few_kernel(form, tiles, gated, norm is not None, x.dtype == torch.float16, arch())
-    tensors = (x, matrix, bias, out, *((norm.more, norm.weight, norm.total) if norm else (None,) * 3))
-    values = (*(0 if one is None else one.data_ptr() for one in tensors), tokens, width, inner, norm.eps if norm else 0.0)
-    blocks = min(form.fill * _multiprocessors(x.device) // form.cluster, width) * form.cluster
-    shared, stream = shared_bytes(form, tiles, inner), torch.cuda.current_stream().cuda_stream
-    kernel.launch((blocks, 1, 1), 32 * form.warps, shared, stream, values, cluster=form.cluster, overlap=True)
+    width, tiles = out.shape[1], tiles_of(tokens)
+    form = form or form_of(width, inner, gated, tiles, arch())
+    kernel = few_kernel(form, inner, tiles, gated, x.dtype == torch.float16, arch())
+    values = (*(0 if one is None else one.data_ptr() for one in (x, matrix, bias, out)), tokens, width, inner)
+    blocks, stream = min(form.fill * _multiprocessors(x.device), width), torch.cuda.current_stream().cuda_stream
+    kernel.launch((blocks, 1, 1), 32 * form.warps, form.shared_bytes(tiles, inner), stream, values, overlap=True)
 
 
-def shared_bytes(form: Few, tiles: int, inner: int) -> int:
-    units, step = -(-(-(-inner // 32)) // form.cluster) * 32, 32 * form.pieces * form.warps
-    ring = form.ring * form.ahead * form.rows * 2 * form.pieces * form.warps * 512
-    return ring + 2 * form.warps * form.rows * tiles * 4 * 32 * 4 + (-(-units // step) * step * 16 * tiles if form.kept else 0)
-
-
-def few_kernel(form: Few, tiles: int, gated: bool, normed: bool, half: bool, arch: str) -> Kernel:
+def few_kernel(form: Few, inner: int, tiles: int, gated: bool, half: bool, arch: str) -> Kernel:
+    """Load a form's kernel for a number of tiles of tokens."""
     shape = {
         "TILES": tiles, "WARPS": form.warps, "ROWS": form.rows, "PIECES": form.pieces, "AHEAD": form.ahead, "RESIDENT": form.resident,
-        "KEPT": int(form.kept), "OWN_AHEAD": form.own_ahead, "RING": form.ring, "CLUSTER": form.cluster, "GATED": int(gated), "NORM": int(normed),
+        "KEPT": int(form.kept), "GATED": int(gated),
     }  # fmt: skip
-    return nvrtc.load(_SOURCE, "gemm_few", _FEW, (*(f"-D{name}={value}" for name, value in shape.items()), "-DFP16" if half else "-DBF16"), arch, MOST_SHARED)
+    defines = (*(f"-D{name}={value}" for name, value in shape.items()), "-DFP16" if half else "-DBF16")
+    return nvrtc.load(_SOURCE, "gemm_few", _FEW, defines, arch, form.shared_bytes(tiles, inner))
+
+
+def request(width: int, inner: int, dtype: torch.dtype, most_tokens: int, arch: str, *, gated: bool = False) -> None:
+    """Load every kernel for a matrix [width, inner] (gated: [2 width, inner]) and up to so many tokens."""
+    if dtype not in DTYPES or width % 8 or inner % 8:
+        return
+    for tiles in sorted({tiles_of(tokens) for tokens in range(1, most_tokens + 1) if prefers(tokens, width, inner, gated=gated)}):
+        few_kernel(form_of(width, inner, gated, tiles, arch), inner, tiles, gated, dtype == torch.float16, arch)
 
 
 @cache
