@@ -24,11 +24,11 @@ def old_form(width, inner, gated):
 def use(kind):
     launch._SOURCE = SOURCE.with_name("old.cu") if kind == "old" else SOURCE
     launch.form_of = old_form if kind == "old" else FORM_OF
-    launch_few.prefers = (lambda *a, **k: False) if kind in ("old", "new gemv only") else PREFERS
+    launch_few.prefers = (lambda *a, **k: False) if kind == "old" else PREFERS
 
 
-KINDS = ("old", "new gemv only", "new")
-CASES = ((8, 8192), (1, 32768))
+KINDS = ("old", "new")
+CASES = ((8, 8192), (2, 8192), (1, 32768))
 
 
 def compile_all(folder):

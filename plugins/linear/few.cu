@@ -4,7 +4,7 @@
 // row at once), -DAHEAD (such steps on their way), -DGATED (row n and row n + N are gate and up: silu(gate) * up), -DKEPT (tokens stay in shared memory for
 // later passes), -DBF16 or -DFP16, and -DRESIDENT (blocks of a multiprocessor).
 //
-// Blocks stay: each has an equal share of the results, and takes it in passes. Warps of a block share the inner size; what they found is added in their
+// Blocks stay, and take equal shares of the results in passes. Warps of a block share the inner size; what they found is added in their
 // order. In a product of sixteen rows and eight tokens a lane holds entries 2q, 2q + 1, 2q + 8, 2q + 9 of rows and of tokens; any order of entries is right
 // that both follow. So lane q of a quad takes entries 8q to 8q + 7, sixteen bytes, for two products.
 #include "product.cuh"
@@ -34,15 +34,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_few(const r
   extern __shared__ __align__(128) char dynamic[]; // sums [2][WARPS][FOUND][32]; KEPT: tokens [steps of a pass][WARPS][PIECES][TILES][32], 16 bytes each
   float* partial = reinterpret_cast<float*>(dynamic);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
-  const int begin = (int)((long long)blockIdx.x * n / gridDim.x), end = (int)((long long)(blockIdx.x + 1) * n / gridDim.x);
-  const int passes = (end - begin + RESULTS - 1) / RESULTS, share = passes ? (end - begin + passes - 1) / passes : 0;
+  const int passes = (n + gridDim.x * RESULTS - 1) / (gridDim.x * RESULTS), shares = passes * gridDim.x;
+  // Of a pass: what blocks take at the same time lies together, so that few pages of memory are in use.
+  auto row_of = [&](int pass, int behind) { return (int)((long long)(pass * gridDim.x + blockIdx.x + behind) * n / shares); };
   const int per_pass = (k + STEP * WARPS - 1) / (STEP * WARPS), steps = passes * per_pass;
   start_next();
   uint4* kept = reinterpret_cast<uint4*>(partial + 2 * WARPS * FOUND * 32) + warp * PIECES * TILES * 32 + lane;
 
   int load_pass = 0, load_step = 0; // of the next step to load
   auto load = [&](uint4 (&w)[ROWS][2][PIECES]) {
-    const int at = (load_step * WARPS + warp) * STEP + q * 8, first = begin + load_pass * share, last = min(first + share, end);
+    const int at = (load_step * WARPS + warp) * STEP + q * 8, first = row_of(load_pass, 0), last = load_pass < passes ? row_of(load_pass, 1) : first;
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
 #pragma unroll
@@ -109,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_few(const r
         continue;
       }
       // A pass ends: the warps' sums are added, and every thread finishes some results.
-      const int first = begin + pass * share, last = min(first + share, end);
+      const int first = row_of(pass, 0), last = row_of(pass, 1);
       auto place = [&](int index, int& token, int& row, int& where) {
         const int of = index & 31, kind = index >> 5, e = kind % (GATED ? 2 : 4), tile = kind / (GATED ? 2 : 4);
         token = tile % TILES * 8 + (of & 3) * 2 + (e & 1), row = first + tile / TILES * (GATED ? 8 : 16) + (e >> 1) * 8 + (of >> 2);

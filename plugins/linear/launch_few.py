@@ -13,19 +13,19 @@ from trtkv.plugins._device import nvrtc
 from trtkv.plugins._device.driver import arch
 from trtkv.plugins._device.nvrtc import Int, Kernel, Pointer
 from trtkv.plugins._device.spec import shared_limit
-from trtkv.plugins.linear.launch import DTYPES, LONG, MOST_TOKENS, WIDE
+from trtkv.plugins.linear.launch import DTYPES, MOST_TOKENS, WIDE
 
 TILE = 8  # tokens of a matrix instruction
-MOST_TILES = 2
+MOST_TILES = 1  # two take as long as the library's products
 _SOURCE = Path(__file__).parent / "few.cu"
 _FEW = (Pointer,) * 4 + (Int, Int, Int)
 
 
 @dataclass(frozen=True, slots=True)
 class Few:
-    """How a product is cut: tiles of sixteen matrix rows that a block takes at once, pieces of 32 entries that a warp takes of a row, such steps ahead.
+    """How a product is cut: tiles of sixteen matrix rows and pieces of 32 of their entries that a warp takes at once, and such steps on their way.
 
-    resident blocks of a multiprocessor fit beside each other, `fill` of them share its results; kept tokens lie in shared memory.
+    resident blocks fit on a multiprocessor, `fill` of them share its results; kept tokens lie in shared memory.
     """
 
     rows: int
@@ -48,27 +48,23 @@ def tiles_of(tokens: int) -> int:
     return -(-tokens // TILE)
 
 
-def prefers(tokens: int, width: int, inner: int, *, gated: bool) -> bool:
-    """Say whether this kernel is the fastest for so many tokens and a matrix [width, inner] (gated: [2 width, inner]), as measured on an H200."""
-    if tokens > MOST_TOKENS:
-        return tokens <= MOST_TILES * TILE
-    return not gated and (width >= WIDE or inner >= LONG)
+def prefers(tokens: int) -> bool:
+    """Say whether this kernel is the fastest for so many tokens, as measured on an H200."""
+    return MOST_TOKENS < tokens <= MOST_TILES * TILE
 
 
 @cache
 def form_of(width: int, inner: int, gated: bool, tiles: int, arch: str) -> Few:
     """Choose the form for a matrix [width, inner], as measured on an H200; the same for all numbers of tokens of a tile."""
-    wide = gated or width >= WIDE
-    form = Few(1, 4, 2, 16, 1, kept=wide) if wide else Few(2, 2, 2, 16, 1)
+    form = Few(2, 2, 2, 16, 1, kept=gated or width >= WIDE)
     return form if form.shared_bytes(tiles, inner) <= shared_limit(arch) else Few(1, 2, 2, 8, 1)
 
 
-def few(
-    x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, *, gated: bool = False, form: Few | None = None
-) -> None:
+def few(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, *, gated: bool = False, form: Few | None = None) -> None:
     """Write x [T, K] times the matrix [N, K] transposed, plus bias [N], to out [T, N]; gated: matrix [2 N, K], silu of one half times the other.
 
-    Sums are fp32; results are rounded once, gate, its silu and up each before they are multiplied. A token's result does not depend on the others, nor on how many of a tile they are.
+    Sums are fp32; results are rounded once, gate, its silu and up each before they are multiplied. A token's result depends neither on the others
+    nor, up to a multiple of eight, on how many they are.
     """
     tokens, inner = x.shape
     width, tiles = out.shape[1], tiles_of(tokens)
@@ -93,7 +89,7 @@ def request(width: int, inner: int, dtype: torch.dtype, most_tokens: int, arch: 
     """Load every kernel for a matrix [width, inner] (gated: [2 width, inner]) and up to so many tokens."""
     if dtype not in DTYPES or width % 8 or inner % 8:
         return
-    for tiles in sorted({tiles_of(tokens) for tokens in range(1, most_tokens + 1) if prefers(tokens, width, inner, gated=gated)}):
+    for tiles in sorted({tiles_of(tokens) for tokens in range(1, most_tokens + 1) if prefers(tokens)}):
         few_kernel(form_of(width, inner, gated, tiles, arch), inner, tiles, gated, dtype == torch.float16, arch)
 
 

@@ -68,8 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gemv(const real* x, const 
     for (int r = 0; r < MATRIX_ROWS; r++) w[u][r] = at < k ? load_once(rows[r] + at) : make_uint4(0, 0, 0, 0);
   }
   const float offset = bias && finishes ? wide(bias[row]) : 0.f;
-  // All that a step needs is asked for at once, a step ahead; the norm's weight is nobody's result either.
-  Entries own[UNROLL];
+  // All that a step needs is asked for at once, and a step ahead; the norm's weight is nobody's result either.
   auto read_scale = [&](Entries& e, int at) {
 #if NORM
     e.scale = at < k ? *reinterpret_cast<const uint4*>(scale + at) : make_uint4(0, 0, 0, 0);
@@ -84,19 +83,29 @@ extern "C" __global__ void __launch_bounds__(THREADS) gemv(const real* x, const 
 #endif
     }
   };
+#if TOKENS == 1 // the registers of more tokens would leave room for fewer blocks
+  Entries own[UNROLL];
 #pragma unroll
   for (int u = 0; u < UNROLL; u++) read_scale(own[u], start + u * SPLIT * CHUNK);
   wait_for_input();
 #pragma unroll
   for (int u = 0; u < UNROLL; u++) read(own[u], start + u * SPLIT * CHUNK);
+#else
+  wait_for_input();
+#endif
   float sum[MATRIX_ROWS + NORM][TOKENS] = {};
   for (int base = start; base < k; base += UNROLL * SPLIT * CHUNK) {
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
       const int at = base + u * SPLIT * CHUNK, next = at + UNROLL * SPLIT * CHUNK;
       if (at >= k) break;
+#if TOKENS == 1
       const Entries now = own[u];
       read_scale(own[u], next), read(own[u], next);
+#else
+      Entries now;
+      read_scale(now, at), read(now, at);
+#endif
       float2 entries[MATRIX_ROWS][4];
 #pragma unroll
       for (int r = 0; r < MATRIX_ROWS; r++) unpack(w[u][r], entries[r]);

@@ -1,8 +1,5 @@
 // What products of few and of some tokens share: numbers, launches that overlap, results. Built with -DGATED and -DFP16 (fp16 instead of bf16).
 #pragma once
-#ifndef ORDER
-#define ORDER 1
-#endif
 #if !defined(FP16) && !defined(BF16)
 #define BF16
 #endif
@@ -25,19 +22,13 @@ __device__ __forceinline__ void start_next() {
 }
 __device__ __forceinline__ void wait_for_input() {
 #if __CUDA_ARCH__ >= 900
-#if ORDER == 2
-  if (clock() != 0x12345678)
-#endif
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+// Of a matrix, before the wait too: the assembler moves loads that are declared as never written (ld.global.nc) behind it, these it leaves where they are.
 __device__ __forceinline__ uint4 load_once(const real* p) {
   uint4 v;
-#if ORDER != 1
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-#else
   asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-#endif
   return v;
 }
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.plugins import cuda_on_cpu
+from trtkv.plugins._device import nvrtc, store
 from trtkv.plugins.linear import launch, launch_few
 from trtkv.plugins.sampling import launch as sampling
 from trtkv.plugins.sampling import reference
@@ -28,6 +32,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         monkeypatch.setattr(module, "arch", lambda: "90")
 
 
+DISASSEMBLER = Path(sysconfig.get_paths()["purelib"]) / "triton/backends/nvidia/bin/cuobjdump"
 FORMS = {"chosen": None, "other": launch.Form(4, 2, 2, 6)}
 
 
@@ -89,6 +94,22 @@ def test_products_of_some_tokens(tokens: int, gated: bool, form: launch_few.Few 
     alone = torch.full((1, width), torch.nan, dtype=dtype)
     launch_few.few(x[tokens // 2 : tokens // 2 + 1], matrix, own, alone, gated=gated, form=form)
     assert torch.equal(alone, out[tokens // 2 : tokens // 2 + 1])  # a token's result does not depend on the batch
+
+
+@pytest.mark.skipif(nvrtc.missing() is not None or not DISASSEMBLER.exists(), reason="needs NVRTC, and Triton's disassembler")
+@pytest.mark.parametrize("source", ["linear.cu", "few.cu"])
+def test_the_matrix_is_asked_for_before_the_wait(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The assembler may move loads behind the wait for the kernel in front, where they are of no use."""
+    asked: list[Any] = []
+    monkeypatch.setattr(store, "load", asked.append)
+    launch.gemv_kernel(launch.form_of(4608, 3584, False), 1, False, True, False, "90")
+    launch_few.few_kernel(launch_few.form_of(4608, 3584, False, 1, "90"), 3584, 1, False, False, "90")
+    spec = next(spec for spec in asked if spec.source.name == source)
+    (tmp_path / "cubin").write_bytes(spec.compile().cubin)
+    text = subprocess.run([str(DISASSEMBLER), "-sass", str(tmp_path / "cubin")], capture_output=True, text=True, check=True).stdout
+    own = text[text.index(f"Function : {spec.entry}") :]
+    in_front, _, behind = own.partition("ACQBULK")
+    assert in_front.count("LDG.E") >= 4 and "LDG.E" in behind
 
 
 def test_norms() -> None:

@@ -62,7 +62,7 @@ def product(
     """
     width = len(weight.parts[0]) // 2 if gated else len(weight.parts[0])
     own = _multiplies(x, weight, width)
-    few = own and launch_few.prefers(len(x), width, x.shape[1], gated=gated)
+    few = own and launch_few.prefers(len(x))
     total = None
     if own and not few and launch.takes(x):
         out, total = x.new_empty(x.shape[0], width), None if more is None else torch.empty_like(x)
