@@ -5,87 +5,42 @@
 // (fp16 instead of bf16).
 //
 // A kernel may start while the one before it runs: it loads its first piece of the matrix, which nobody writes, and waits only then.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-typedef unsigned int u32;
-#ifdef FP16
-typedef __half real;
-__device__ __forceinline__ float wide(real x) { return __half2float(x); }
-__device__ __forceinline__ real narrow(float x) { return __float2half_rn(x); }
-__device__ __forceinline__ float2 both(u32 x) { return __half22float2(*reinterpret_cast<const __half2*>(&x)); }
-#else
-typedef __nv_bfloat16 real;
-__device__ __forceinline__ float wide(real x) { return __bfloat162float(x); }
-__device__ __forceinline__ real narrow(float x) { return __float2bfloat16_rn(x); }
-__device__ __forceinline__ float2 both(u32 x) { return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)); }
-#endif
-__device__ __forceinline__ float rounded(float x) { return wide(narrow(x)); }
+#include "product.cuh"
 
 #define THREADS (WARPS * 32)
 #define GROUPS (WARPS / SPLIT)
 #define MATRIX_ROWS (ROWS * (GATED ? 2 : 1)) // that a group reads
 #define CHUNK 256                            // entries of a row that a warp loads at once
 
-// Let the kernel behind this one start: it loads what nobody writes, and waits for all before it.
-__device__ __forceinline__ void start_next() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
+// Eight entries of every token, as they lie in memory.
+struct Entries {
+  uint4 x[TOKENS];
+#if NORM
+  uint4 more[TOKENS], scale;
 #endif
-}
-__device__ __forceinline__ void wait_for_input() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ uint4 load_once(const real* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
+};
 
-__device__ __forceinline__ void unpack(const uint4& v, float2 (&entries)[4]) {
-  entries[0] = both(v.x), entries[1] = both(v.y), entries[2] = both(v.z), entries[3] = both(v.w);
-}
-__device__ __forceinline__ u32 pack(float2 x) {
-  const real pair[2] = {narrow(x.x), narrow(x.y)};
-  return *reinterpret_cast<const u32*>(pair);
-}
-
-// Eight entries of a token. NORM: of x + more, rounded, which the block that `writes` leaves in total; their squares go to `squares`, and what is
-// returned is scaled by the norm's weight: the factor that all entries share is applied to the product.
-__device__ __forceinline__ void load_entries(const real* x, const real* more, const real* scale, real* total, long long token, int at, bool writes,
-    float2 (&entries)[4], float& squares) {
-  unpack(*reinterpret_cast<const uint4*>(x + token + at), entries);
+// A token's entries as numbers. NORM: of x + more, rounded, which the block that `writes` leaves in total; their squares go to `squares`, and what is
+// made is scaled by the norm's weight: the factor that all entries share is applied to the product.
+__device__ __forceinline__ void numbers(const Entries& found, int t, real* total, bool writes, float2 (&entries)[4], float& squares) {
+  unpack(found.x[t], entries);
 #if NORM
   float2 other[4];
-  if (more) {
-    unpack(*reinterpret_cast<const uint4*>(more + token + at), other);
-    u32 sums[4];
+  unpack(found.more[t], other);
+  u32 sums[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      sums[i] = pack(make_float2(entries[i].x + other[i].x, entries[i].y + other[i].y));
-      entries[i] = both(sums[i]);
-    }
-    if (writes) *reinterpret_cast<uint4*>(total + token + at) = make_uint4(sums[0], sums[1], sums[2], sums[3]);
+  for (int i = 0; i < 4; i++) {
+    sums[i] = pack(make_float2(entries[i].x + other[i].x, entries[i].y + other[i].y));
+    entries[i] = both(sums[i]);
   }
-  unpack(*reinterpret_cast<const uint4*>(scale + at), other);
+  if (writes) *reinterpret_cast<uint4*>(total) = make_uint4(sums[0], sums[1], sums[2], sums[3]);
+  unpack(found.scale, other);
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     squares = fmaf(entries[i].x, entries[i].x, fmaf(entries[i].y, entries[i].y, squares));
     entries[i].x *= other[i].x, entries[i].y *= other[i].y;
   }
 #endif
-}
-
-// One result: of a product, and GATED of the one that it gates.
-__device__ __forceinline__ void finish(const float* found, const real* bias, real* out, int t, int row, int n) {
-  if (GATED) {
-    const float gate = rounded(found[0]);
-    out[(long long)t * n + row] = narrow(rounded(gate / (1.f + expf(-gate))) * rounded(found[1]));
-  } else {
-    out[(long long)t * n + row] = narrow(found[0] + (bias ? wide(bias[row]) : 0.f));
-  }
 }
 
 // x [TOKENS, k], matrix [n, k] (GATED: [2 n, k]), bias [n] or null, out [TOKENS, n]; NORM: more and total [TOKENS, k] (both or none), scale [k].
@@ -95,7 +50,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) gemv(const real* x, const 
   __shared__ float partial[WARPS][(MATRIX_ROWS + NORM) * TOKENS];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = warp / SPLIT, part = warp % SPLIT;
   const int first = (blockIdx.x * GROUPS + group) * ROWS, start = part * CHUNK + lane * 8;
-  const bool writes = blockIdx.x == 0 && group == 0;
+  const bool writes = blockIdx.x == 0 && group == 0 && more;
+  const int index = part * 32 + lane, row = first + index / TOKENS; // one result a thread, in the end
+  const bool finishes = index < ROWS * TOKENS && row < n;
   start_next();
   const real* rows[MATRIX_ROWS];
 #pragma unroll
@@ -110,27 +67,58 @@ extern "C" __global__ void __launch_bounds__(THREADS) gemv(const real* x, const 
 #pragma unroll
     for (int r = 0; r < MATRIX_ROWS; r++) w[u][r] = at < k ? load_once(rows[r] + at) : make_uint4(0, 0, 0, 0);
   }
+  const float offset = bias && finishes ? wide(bias[row]) : 0.f;
+  // All that a step needs is asked for at once, and a step ahead; the norm's weight is nobody's result either.
+  auto read_scale = [&](Entries& e, int at) {
+#if NORM
+    e.scale = at < k ? *reinterpret_cast<const uint4*>(scale + at) : make_uint4(0, 0, 0, 0);
+#endif
+  };
+  auto read = [&](Entries& e, int at) {
+#pragma unroll
+    for (int t = 0; t < TOKENS; t++) {
+      e.x[t] = at < k ? *reinterpret_cast<const uint4*>(x + (long long)t * k + at) : make_uint4(0, 0, 0, 0);
+#if NORM
+      e.more[t] = at < k && more ? *reinterpret_cast<const uint4*>(more + (long long)t * k + at) : make_uint4(0, 0, 0, 0);
+#endif
+    }
+  };
+#if TOKENS == 1 // the registers of more tokens would leave room for fewer blocks
+  Entries own[UNROLL];
+#pragma unroll
+  for (int u = 0; u < UNROLL; u++) read_scale(own[u], start + u * SPLIT * CHUNK);
   wait_for_input();
+#pragma unroll
+  for (int u = 0; u < UNROLL; u++) read(own[u], start + u * SPLIT * CHUNK);
+#else
+  wait_for_input();
+#endif
   float sum[MATRIX_ROWS + NORM][TOKENS] = {};
   for (int base = start; base < k; base += UNROLL * SPLIT * CHUNK) {
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
-      const int at = base + u * SPLIT * CHUNK;
-      if (at < k) {
-        float2 entries[MATRIX_ROWS][4];
+      const int at = base + u * SPLIT * CHUNK, next = at + UNROLL * SPLIT * CHUNK;
+      if (at >= k) break;
+#if TOKENS == 1
+      const Entries now = own[u];
+      read_scale(own[u], next), read(own[u], next);
+#else
+      Entries now;
+      read_scale(now, at), read(now, at);
+#endif
+      float2 entries[MATRIX_ROWS][4];
 #pragma unroll
-        for (int r = 0; r < MATRIX_ROWS; r++) unpack(w[u][r], entries[r]);
+      for (int r = 0; r < MATRIX_ROWS; r++) unpack(w[u][r], entries[r]);
 #pragma unroll
-        for (int t = 0; t < TOKENS; t++) {
-          float2 own[4];
-          load_entries(x, more, scale, total, (long long)t * k, at, writes, own, sum[MATRIX_ROWS + NORM - 1][t]);
+      for (int t = 0; t < TOKENS; t++) {
+        float2 numbers_of[4];
+        numbers(now, t, total + (long long)t * k + at, writes, numbers_of, sum[MATRIX_ROWS + NORM - 1][t]);
 #pragma unroll
-          for (int i = 0; i < 4; i++)
+        for (int i = 0; i < 4; i++)
 #pragma unroll
-            for (int r = 0; r < MATRIX_ROWS; r++) sum[r][t] = fmaf(entries[r][i].x, own[i].x, fmaf(entries[r][i].y, own[i].y, sum[r][t]));
-        }
+          for (int r = 0; r < MATRIX_ROWS; r++)
+            sum[r][t] = fmaf(entries[r][i].x, numbers_of[i].x, fmaf(entries[r][i].y, numbers_of[i].y, sum[r][t]));
       }
-      const int next = at + UNROLL * SPLIT * CHUNK;
 #pragma unroll
       for (int r = 0; r < MATRIX_ROWS; r++)
         if (next < k) w[u][r] = load_once(rows[r] + next);
@@ -146,20 +134,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) gemv(const real* x, const 
     }
   if (SPLIT > 1) __syncthreads();
   else __syncwarp();
-  const int index = part * 32 + lane, row = first + index / TOKENS, t = index % TOKENS; // one result a thread
-  if (index >= ROWS * TOKENS || row >= n) return;
+  if (!finishes) return;
   float found[3] = {0.f, 0.f, 0.f};
 #pragma unroll
   for (int kind = 0; kind < 3; kind++) {
     if ((kind == 1 && !GATED) || (kind == 2 && !NORM)) continue;
     const int of = kind == 2 ? MATRIX_ROWS : kind * ROWS + index / TOKENS;
-    for (int s = 0; s < SPLIT; s++) found[kind] += partial[group * SPLIT + s][of * TOKENS + t];
+    for (int s = 0; s < SPLIT; s++) found[kind] += partial[group * SPLIT + s][of * TOKENS + index % TOKENS];
   }
   if (NORM) {
     const float factor = rsqrtf(found[2] / k + eps);
     found[0] *= factor, found[1] *= factor;
   }
-  finish(found, bias, out, t, row, n);
+  finish(found, offset, out, index % TOKENS, row, n);
 }
 
 #define NORM_THREADS 512
