@@ -448,7 +448,7 @@ template <typename T> static inline T __hfma2(T x, T y, T z) {
 // Of append.cu: approximations that may be off by two units in the last place.
 static inline float divide_fast(float x, float y) { return x / y; }
 static inline float root_fast(float x) { return sqrtf(x); }
-// Of async.cuh. A barrier counts finished phases in its upper 16 bits, then the arrival that is awaited, then bytes; bulk copies are there at once.
+// Of async.cuh. A barrier counts finished phases in its upper 16 bits, then the arrival that is awaited, then bytes.
 namespace cpu {
 static inline void count(u64* barrier, int arrivals, int bytes) {
   aligned(barrier, 8);
@@ -464,16 +464,9 @@ static inline void count(u64* barrier, int arrivals, int bytes) {
 } // namespace cpu
 static inline void barrier_init(u64* barrier) { __atomic_store_n(barrier, 1ull << 32, __ATOMIC_SEQ_CST); }
 static inline void barriers_ready() {}
-static inline void touch(const int* p) {}
-static inline void before_bulk() {}
 static inline void barrier_expect(u64* barrier, u32 size) { cpu::count(barrier, 1, (int)size); }
 static inline void barrier_await(u64* barrier, u32 parity) {
   while ((__atomic_load_n(barrier, __ATOMIC_SEQ_CST) >> 48 & 1) == parity) cpu::yield();
-}
-static inline void copy_bulk(u32 to, const void* from, u32 size, u64* barrier) {
-  if (size % 16) cpu::fail("a bulk copy is no multiple of 16 bytes");
-  cpu::aligned(from, 16), cpu::aligned(cpu::from_shared(to), 16);
-  memcpy(cpu::from_shared(to), from, size), cpu::count(barrier, 0, -(int)size);
 }
 static inline void cluster_arrive_ready() { cluster_arrive(); }
 static inline void cluster_wait_ready() { cluster_wait(); }
