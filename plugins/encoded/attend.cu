@@ -32,6 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / TH
   __shared__ Block block;
   __shared__ int ticket;
   __shared__ uint4 zeros;
+  MARK(0)
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int splits = gridDim.x, head = blockIdx.y, heads = gridDim.y, b = blockIdx.z;
   // Lengths, pages and what was encoded before this step are not the launch before this one's work: they are read while it ends.
@@ -75,7 +76,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / TH
 #pragma unroll
     for (int j = 0; j < STAGES - 1; j++) fetch(j);
   }
+  MARK(1)
   dependency_wait();
+  MARK(2)
   if (!early) {
 #pragma unroll
     for (int j = 0; j < STAGES - 1; j++) fetch(j);
@@ -88,6 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / TH
   __syncthreads();
   SeenCodes seen;
   seen.clear();
+  MARK(3)
   for (int j = 0; j < mine; j++) {
     fetch(j + STAGES - 1);
     copies_wait<STAGES - 1>();
@@ -95,6 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / TH
     seen.take_codes(query, own + j % STAGES * STEP_BYTES, &zeros, magic, scale_log2);
     __syncwarp();
   }
+  MARK(4)
   seen.leave_codes(query);
   copies_wait<0>();
 
@@ -105,5 +110,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / TH
     seen.take_mixed(query, own, codes, rest, first, there, (1u << there) - 1, row_of(first + min(lane & 15, there - 1)), scale_log2);
   }
 
+  MARK(5)
   merge_blocks(seen, block, ticket, ring, out + (long long)b * out_stride + head * GROUP_HEADS * D, parts, tops, counters);
 }

@@ -10,6 +10,7 @@ __device__ __forceinline__ void merge_blocks(Seen& seen, Block& block, int& tick
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, splits = gridDim.x;
   float* laid = reinterpret_cast<float*>(ring);
   block.gather(seen, laid);
+  MARK(6)
   if (splits == 1) {
     for (int i = threadIdx.x * 4; i < GROUP_HEADS * D; i += THREADS * 4) store_output(to + i, Block::output(laid, i / D, i % D), 1.f / block.sum[i / D]);
     return;
@@ -22,8 +23,10 @@ __device__ __forceinline__ void merge_blocks(Seen& seen, Block& block, int& tick
     __stcg(reinterpret_cast<float2*>(top + (blockIdx.x * HEADS8 + threadIdx.x) * 2), make_float2(block.top[threadIdx.x], block.sum[threadIdx.x]));
   __threadfence();
   __syncthreads();
+  MARK(7)
   if (threadIdx.x == 0) ticket = atomicAdd(counters + row, 1);
   __syncthreads();
+  MARK(8)
   if (ticket != splits - 1) return;
   __threadfence();
   if (threadIdx.x == 0) counters[row] = 0;
@@ -42,6 +45,7 @@ __device__ __forceinline__ void merge_blocks(Seen& seen, Block& block, int& tick
     if (lane == 0) block.sum[h] = l;
   }
   __syncthreads();
+  MARK(9)
   // Teams of threads share the parts; their sums meet in shared memory.
   const int cells = GROUP_HEADS * D / 4, teams = THREADS >= 2 * cells ? THREADS / cells : 1;
   float4* sums = reinterpret_cast<float4*>(laid + MOST_SPLITS * HEADS8);
@@ -68,4 +72,5 @@ __device__ __forceinline__ void merge_blocks(Seen& seen, Block& block, int& tick
     }
     store_output(to + i * 4, x, 1.f / block.sum[i * 4 / D]);
   }
+  MARK(10)
 }
