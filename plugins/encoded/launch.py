@@ -165,16 +165,19 @@ def attend_defines(one: Format, dim: int, group: int, bf16: bool, warps: int, st
 
 def append(
     qkv: Tensor, positions: Tensor, starts: Tensor, lens: Tensor, slots: Tensor, table: Tensor, rope: Tensor, norms: tuple[Tensor, Tensor] | None,
-    out: Tensor, pages: Pages, *, eps: float, overlap: bool = False,
+    out: Tensor, pages: Pages, *, eps: float, overlap: bool = False, early: bool = False,
 ) -> None:  # fmt: skip
-    """Append one new token of every sequence and encode what it completes; tensors as in the kernel."""
+    """Append one new token of every sequence and encode what it completes; tensors as in the kernel.
+
+    early lets the next launch begin before the one in front of this has ended, of which it may then read nothing before it waits.
+    """
     one, heads, dim = pages.format, pages.heads, pages.dim
     heads_q = qkv.shape[1] // dim - 2 * heads
     q_weight, k_weight = norms or (rope, rope)
     runs = pages.runs(slots)
     tensors = (qkv, positions, starts, lens, slots, runs, table, rope, q_weight, k_weight, out, pages.keys, pages.values, *pages.codes)
-    numbers = (qkv.stride(0), table.stride(0), pages.page_size, pages.keys.shape[2], one.residual, eps)
-    grid = (heads + heads_q, lens.shape[0], 1)
+    numbers = (qkv.stride(0), table.stride(0), pages.page_size, pages.keys.shape[2], one.residual, int(early), eps)
+    grid = (2 * heads + heads_q, lens.shape[0], 1)
     if not qkv.is_cuda:
         from trtkv.plugins.encoded import kernel as interpreted
 
@@ -194,7 +197,7 @@ def append_kernel(one: Format, heads_q: int, heads: int, dim: int, norm: bool, d
     signature: tuple[tuple[str, str | int | bool], ...] = (
         ("qkv", real), *((name, index) for name in ("positions", "starts", "lens", "slots", "origins", "table")), ("rope", "*fp32"),
         ("q_weight", norms), ("k_weight", norms), ("out", real), ("keys", real), ("values", real), *_code_types(real),
-        *((name, "i32") for name in ("qkv_stride", "table_stride", "page_size", "ring", "residual")), ("eps", "fp32"),
+        *((name, "i32") for name in ("qkv_stride", "table_stride", "page_size", "ring", "residual", "early")), ("eps", "fp32"),
         *_append_constants(one, heads_q, heads, dim, norm, int(arch) >= 90).items(),
     )  # fmt: skip
     aligned = ("qkv", "rope", "out", "keys", "values", *_CODES, "qkv_stride", "page_size", *(() if one.ring % 16 else ("ring",)))
