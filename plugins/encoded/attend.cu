@@ -67,15 +67,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / TH
     }
     copies_commit();
   };
-#ifdef SETTLED
-  const bool early = true; // steps encode nothing themselves
-#else
-  const bool early = (begin + STAGES) * STEP <= coded - residual; // nothing of it was encoded in this step
-#endif
+  const Residual rest = {keys, values, (long long)(slot * heads + head) * ring_tokens, ring_tokens, keys_end, values_end};
+  const int first_tile = coded + worker * TILE, newest = stored - 1;
+  // Of what is read here a step writes the newest token, and where its attention sees them the codes of the run that it completes.
+  const bool fresh = lag == 0 && keys_end == stored, early = !fresh || (begin + STAGES) * STEP <= coded - residual;
+  const bool alone = mine == 0 && worker < tiles && !fresh; // nothing but tiles, whose place in shared memory is free
   if (early) {
 #pragma unroll
     for (int j = 0; j < STAGES - 1; j++) fetch(j);
   }
+  if (alone) rest.fetch(own_at, codes, first_tile, min(TILE, stored - first_tile), row_of(first_tile), newest);
   MARK(1)
   dependency_wait();
   MARK(2)
@@ -83,6 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / TH
 #pragma unroll
     for (int j = 0; j < STAGES - 1; j++) fetch(j);
   }
+  if (alone && newest < first_tile + TILE) rest.fetch_newest(own_at, first_tile, newest - first_tile);
   u32 query[D / 8];
   load_query(query, q + (long long)b * q_stride + head * GROUP_HEADS * D);
   begin_codes(query);
@@ -101,13 +103,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / TH
   }
   MARK(4)
   seen.leave_codes(query);
+  copies_commit();
   copies_wait<0>();
 
   // What is left: tokens whose key or value is no code, and codes of an unfinished step.
-  const Residual rest = {keys, values, (long long)(slot * heads + head) * ring_tokens, ring_tokens, keys_end, values_end};
   for (int tile = worker; tile < tiles; tile += workers) {
     const int first = coded + tile * TILE, there = min(TILE, stored - first);
-    seen.take_mixed(query, own, codes, rest, first, there, (1u << there) - 1, row_of(first + min(lane & 15, there - 1)), scale_log2);
+    if (!alone || tile != worker) {
+      rest.fetch(own_at, codes, first, there, row_of(first), -1);
+      copies_commit();
+      copies_wait<0>();
+    }
+    __syncwarp();
+    seen.take_mixed(query, own, rest, first, there, (1u << there) - 1, scale_log2);
   }
 
   MARK(5)

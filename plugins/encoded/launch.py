@@ -83,19 +83,23 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """What blocks that share a row exchange: parts [B, Hk, splits, G, D] and tops [B, Hk, splits, 8, 2] fp32, counters [B, Hk] int32, all zero."""
+    """What blocks that share a row exchange: parts [B, Hk, splits, G, D] and tops [B, Hk, splits, 8, 2] fp32, counters [B, Hk, cluster] int32, all zero.
+
+    cluster says how many blocks of a row read each other's shared memory, a divisor of splits.
+    """
 
     parts: Tensor
     tops: Tensor
     counters: Tensor
     splits: int
+    cluster: int = 1
 
     @staticmethod
-    def allocate(batch: int, heads: int, group: int, dim: int, splits: int, device: torch.device) -> Scratch:
+    def allocate(batch: int, heads: int, group: int, dim: int, splits: int, device: torch.device, cluster: int = 1) -> Scratch:
         """Allocate for a batch."""
         made = lambda *shape: torch.empty(shape, dtype=torch.float32, device=device)  # noqa: E731
-        counters = torch.zeros(batch, heads, dtype=torch.int32, device=device)
-        return Scratch(made(batch, heads, splits, group, dim), made(batch, heads, splits, 8, 2), counters, splits)
+        counters = torch.zeros(batch, heads, cluster, dtype=torch.int32, device=device)
+        return Scratch(made(batch, heads, splits, group, dim), made(batch, heads, splits, 8, 2), counters, splits, cluster)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +121,7 @@ def attend_block(one: Format, dim: int, arch: str, listed: bool = False) -> Bloc
 
 
 def _block(one: Format, dim: int, warps: int, stages: int, room: int, listed: bool = False) -> Block:
-    shared = warps * max(stages * step_bytes(one, dim, listed), 64 * dim)
+    shared = warps * max(stages * step_bytes(one, dim, listed), 64 * dim + tile_bytes(one, dim))
     return Block(warps, stages, shared, min(RESIDENT_WARPS[dim] // warps, (room + 1024) // (shared + STATIC_SHARED)))
 
 
@@ -126,6 +130,12 @@ def step_bytes(one: Format, dim: int, listed: bool = False) -> int:
     keys = 2 * STEP if one.bits == 8 else max(2 if listed else 1, STEP // one.key_group) * 2 * dim
     values = 2 * STEP if one.bits == 8 else STEP * 2 * dim // one.value_group
     return 2 * STEP * dim * one.bits // 8 + (keys + values) * (1 if one.bits == 8 else 2)
+
+
+def tile_bytes(one: Format, dim: int) -> int:
+    """Return the bytes of a tile's codes and metadata, of keys and values."""
+    meta = 2 * 32 if one.bits == 8 else 2 * (2 * dim + 32 * dim // one.value_group)
+    return 4 * dim * one.bits + meta
 
 
 def choose_splits(block: Block, rows: int, multiprocessors: int, most_tokens: int) -> int:
@@ -139,20 +149,20 @@ def attend(
 ) -> None:
     """Attend one token a sequence: q, out [B, Hq D], table [B, M], lens and slots [B] int32."""
     one, batch, group = pages.format, lens.shape[0], q.shape[1] // pages.dim // pages.heads
-    kernel = attend_kernel(one, pages.dim, group, q.dtype == torch.bfloat16, arch())
+    kernel = attend_kernel(one, pages.dim, group, q.dtype == torch.bfloat16, arch(), scratch.cluster)
     pointers = (q, *pages.codes, pages.keys, pages.values, table, lens, slots, pages.runs(slots))
     values = (*(x.data_ptr() for x in (*pointers, out, scratch.parts, scratch.tops, scratch.counters)),
               q.stride(0), out.stride(0), table.stride(0), pages.page_size, pages.keys.shape[2], one.residual, one.lag, int(one.together),
               scale * 1.4426950408889634)  # fmt: skip
     stream = torch.cuda.current_stream().cuda_stream
     grid, block = (scratch.splits, pages.heads, batch), attend_block(one, pages.dim, arch())
-    kernel.launch(grid, block.warps * 32, block.shared, stream, values, overlap=overlap)
+    kernel.launch(grid, block.warps * 32, block.shared, stream, values, cluster=scratch.cluster, overlap=overlap)
 
 
-def attend_kernel(one: Format, dim: int, group: int, bf16: bool, arch: str) -> Kernel:
-    """Load the attention kernel for a shape."""
+def attend_kernel(one: Format, dim: int, group: int, bf16: bool, arch: str, cluster: int = 1) -> Kernel:
+    """Load the attention kernel for a shape and blocks of a cluster."""
     block = attend_block(one, dim, arch)
-    defines = attend_defines(one, dim, group, bf16, block.warps, block.stages)
+    defines = (*attend_defines(one, dim, group, bf16, block.warps, block.stages), f"-DCLUSTER={cluster}")
     return nvrtc.load(_HERE / "attend.cu", "attend_encoded", ATTEND_TYPES, defines, arch, block.shared)
 
 
