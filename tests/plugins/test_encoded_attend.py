@@ -82,12 +82,12 @@ def test_runs_are_counted_from_each_sequences_origin(
 
 
 @pytest.mark.parametrize("splits", [4, 8])
-@pytest.mark.parametrize(("bits", "group", "dim", "dtype"), [(2, 7, 128, torch.bfloat16), (8, 3, 96, torch.float16)])
+@pytest.mark.parametrize(("bits", "group", "dim", "dtype"), [(2, 7, 64, torch.bfloat16), (8, 3, 96, torch.float16)])
 def test_blocks_of_a_cluster_merge_through_their_shared_memory(
     bits: int, group: int, dim: int, dtype: torch.dtype, splits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     form = Format(8, 1, dim, 1, together=True) if bits == 8 else Format(bits, 32, 32, 64)
-    compare(form, group, dim, dtype, [330, 1, 65, 500], None, tmp_path, monkeypatch, splits=splits, cluster=4)
+    compare(form, group, dim, dtype, [330, 1, 65, 140], None, tmp_path, monkeypatch, splits=splits, cluster=4)
 
 
 def compare(
