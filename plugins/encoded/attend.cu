@@ -44,11 +44,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / TH
   const int workers = splits * WARPS, worker = warp * splits + blockIdx.x, tiles = (stored - coded + TILE - 1) / TILE;
 #ifdef SETTLED
   const int2 share = share_of(steps, tiles % workers, worker, workers);
-  const int begin = share.x, mine = share.y;
+  const int begin = share.x, mine = share.y, used = workers;
 #else
   const int slow = tiles % workers, few = max(0, (steps + TILE_COST * slow) / workers - TILE_COST);
   const int many = (steps - slow * few) / (workers - slow), more = (steps - slow * few) % (workers - slow), fast = worker - slow;
   const int begin = fast < 0 ? worker * few : slow * few + fast * many + min(fast, more), mine = fast < 0 ? few : many + (fast < more);
+  const int used = many > 0 || tiles >= workers ? workers : slow + more; // workers that have anything, the first ones
 #endif
   const Codes codes = {key_codes, key_scale, key_minimum, value_codes, value_scale, value_minimum};
   auto row_of = [&](int token) { const int page = token / page_size; return (pages[page] * heads + head) * page_size + token - page * page_size; };
@@ -72,34 +73,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / TH
   // Of what is read here a step writes the newest token, and where its attention sees them the codes of the run that it completes.
   const bool fresh = lag == 0 && keys_end == stored, early = !fresh || (begin + STAGES) * STEP <= coded - residual;
   const bool alone = mine == 0 && worker < tiles && !fresh; // nothing but tiles, whose place in shared memory is free
-  if (early) {
+  if (threadIdx.x == 0) zeros = make_uint4(0, 0, 0, 0);
+  __syncthreads();
+  if (!early) dependency_wait();
 #pragma unroll
-    for (int j = 0; j < STAGES - 1; j++) fetch(j);
-  }
+  for (int j = 0; j < STAGES; j++) fetch(j);
   if (alone) rest.fetch(own_at, codes, first_tile, min(TILE, stored - first_tile), row_of(first_tile), newest);
   MARK(1)
-  dependency_wait();
+  if (early) dependency_wait();
   MARK(2)
-  if (!early) {
-#pragma unroll
-    for (int j = 0; j < STAGES - 1; j++) fetch(j);
-  }
   if (alone && newest < first_tile + TILE) rest.fetch_newest(own_at, first_tile, newest - first_tile);
   u32 query[D / 8];
   load_query(query, q + (long long)b * q_stride + head * GROUP_HEADS * D);
   begin_codes(query);
   const u32 magic = MAGIC | (u32)(page_size >> 30); // pages are smaller
-  if (threadIdx.x == 0) zeros = make_uint4(0, 0, 0, 0);
-  __syncthreads();
   SeenCodes seen;
   seen.clear();
   MARK(3)
   for (int j = 0; j < mine; j++) {
-    fetch(j + STAGES - 1);
     copies_wait<STAGES - 1>();
     __syncwarp();
     seen.take_codes(query, own + j % STAGES * STEP_BYTES, &zeros, magic, scale_log2);
     __syncwarp();
+    fetch(j + STAGES);
   }
   MARK(4)
   seen.leave_codes(query);
@@ -119,5 +115,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / TH
   }
 
   MARK(5)
-  merge_blocks(seen, block, ticket, ring, out + (long long)b * out_stride + head * GROUP_HEADS * D, parts, tops, counters);
+  merge_blocks(seen, block, ticket, ring, out + (long long)b * out_stride + head * GROUP_HEADS * D, parts, tops, counters,
+               min(WARPS, max(1, (used - (int)blockIdx.x + splits - 1) / splits)));
 }

@@ -8,10 +8,11 @@
 #if CLUSTER > 1
 // The blocks of a cluster read each other's shared memory: each answers for every CLUSTERth piece of four channels, a lane for each block's part of it.
 // Where a row has several clusters, blocks of one rank leave these pieces in parts [clusters, G, D], tops [splits, 8, 2]; the last of them merges them.
-__device__ __forceinline__ void merge_cluster(Block& block, int& ticket, float* laid, real* to, float* part, float2* top, int* counter) {
+__device__ __forceinline__ void merge_cluster(Block& block, int& ticket, float* laid, real* to, float* part, float2* top, int* counter,
+                                              int active) {
   const int p = threadIdx.x % CLUSTER, rank = blockIdx.x % CLUSTER, cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
   for (int i = threadIdx.x * 4; i < GROUP_HEADS * D; i += THREADS * 4)
-    *reinterpret_cast<float4*>(laid + i / D * LAID + i % D) = Block::output(laid, i / D, i % D);
+    *reinterpret_cast<float4*>(laid + i / D * LAID + i % D) = Block::output(laid, i / D, i % D, active);
   cluster_sync();
   MARK(7)
   for (int first = threadIdx.x / 32 * (32 / CLUSTER); first * CLUSTER + rank < QUADS; first += THREADS / CLUSTER) {
@@ -67,23 +68,25 @@ __device__ __forceinline__ void merge_cluster(Block& block, int& ticket, float* 
 #endif
 
 // Scratch as the kernels have it; ring is the block's dynamic shared memory, which nobody needs any more, ticket is shared; writes to [G, D]. Every thread
-// calls it last.
-__device__ __forceinline__ void merge_blocks(Seen& seen, Block& block, int& ticket, char* ring, real* to, float* parts, float* tops, int* counters) {
+// calls it last. Warps from `active` on have seen nothing.
+__device__ __forceinline__ void merge_blocks(Seen& seen, Block& block, int& ticket, char* ring, real* to, float* parts, float* tops, int* counters,
+                                             int active = WARPS) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, splits = gridDim.x;
   float* laid = reinterpret_cast<float*>(ring);
-  block.gather(seen, laid);
+  block.gather(seen, laid, active);
   MARK(6)
   if (CLUSTER == 1 && splits == 1) {
-    for (int i = threadIdx.x * 4; i < GROUP_HEADS * D; i += THREADS * 4) store_output(to + i, Block::output(laid, i / D, i % D), 1.f / block.sum[i / D]);
+    for (int i = threadIdx.x * 4; i < GROUP_HEADS * D; i += THREADS * 4) store_output(to + i, Block::output(laid, i / D, i % D, active), 1.f / block.sum[i / D]);
     return;
   }
   const long long row = (long long)blockIdx.z * gridDim.y + blockIdx.y;
 #if CLUSTER > 1
-  merge_cluster(block, ticket, laid, to, parts + row * splits * (GROUP_HEADS * D), reinterpret_cast<float2*>(tops) + row * splits * HEADS8, counters + row * CLUSTER);
+  merge_cluster(block, ticket, laid, to, parts + row * splits * (GROUP_HEADS * D), reinterpret_cast<float2*>(tops) + row * splits * HEADS8, counters + row * CLUSTER,
+                active);
 #else
   float *part = parts + row * splits * (GROUP_HEADS * D), *top = tops + row * splits * (2 * HEADS8);
   for (int i = threadIdx.x * 4; i < GROUP_HEADS * D; i += THREADS * 4)
-    __stcg(reinterpret_cast<float4*>(part + blockIdx.x * (GROUP_HEADS * D) + i), Block::output(laid, i / D, i % D));
+    __stcg(reinterpret_cast<float4*>(part + blockIdx.x * (GROUP_HEADS * D) + i), Block::output(laid, i / D, i % D, active));
   if (threadIdx.x < HEADS8)
     __stcg(reinterpret_cast<float2*>(top + (blockIdx.x * HEADS8 + threadIdx.x) * 2), make_float2(block.top[threadIdx.x], block.sum[threadIdx.x]));
   __threadfence();
