@@ -161,15 +161,16 @@ def _decode(
 
 
 def _scratch(store: EncodedStore, config: OpConfig, batch: int, most_tokens: int, *, listed: bool = False, alone: bool = False) -> launch.Scratch:
-    device = store.device
-    splits = launch.choose_splits(
-        launch.attend_block(store.form, config.head_dim, arch(), listed),
-        batch * config.num_kv_heads,
-        torch.cuda.get_device_properties(device).multi_processor_count,
-        most_tokens,
-    )
+    device, name, rows = store.device, arch(), batch * config.num_kv_heads
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    if listed:
+        block = launch.attend_block(store.form, config.head_dim, name, True)
+        splits = launch.choose_splits(block, rows, multiprocessors, most_tokens)
+    else:
+        tiles = 2 * store.form.window  # a token in full precision takes longer than codes do
+        block, splits = launch.choose_shape(store.form, config.head_dim, name, rows, multiprocessors, most_tokens + tiles)
     group = 1 if alone else config.num_q_heads // config.num_kv_heads
-    return launch.Scratch.allocate(batch, config.num_kv_heads, group, config.head_dim, splits, device)
+    return launch.Scratch.allocate(batch, config.num_kv_heads, group, config.head_dim, splits, device, block)
 
 
 def _answering(step: StepGroup) -> Tensor | None:

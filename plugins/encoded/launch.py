@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,11 @@ TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _CODES = ("key_codes", "key_scale", "key_minimum", "value_codes", "value_scale", "value_minimum")
 RESIDENT_WARPS = {64: 16, 96: 16, 128: 16, 256: 8}  # of a multiprocessor, by head dimension: what the attention kernel's registers leave room for
 ENOUGH_WARPS = 8  # resident ones that reach the memory's bandwidth
-STAGES = 2  # steps of a warp in shared memory; more were slower on an H200
+STAGES = 2  # steps of a warp in shared memory, or as many as the place of a tile holds; more were slower on an H200
+CLUSTERS_FROM = 90  # clusters of blocks came with this compute capability
+LARGE_CLUSTERS = ("90", "100", "103")  # compute capabilities with clusters of sixteen blocks, others have eight
+SHORT, LONG = 512, 2048  # most tokens a block of a cluster: beyond, the larger one, or the whole device for a row
+MANY_STEPS = 192  # of a multiprocessor, from which sixteen warps are faster than eight
 BLOCK_SHARED_KB = {"80": 163, "87": 163, "90": 227, "100": 227, "103": 227}  # by compute capability
 LEAST_SHARED_KB = 99  # of the others
 STATIC_SHARED = 3072  # bytes of a block that launches do not ask for, at most
@@ -82,34 +86,38 @@ class Pages:
 
 
 @dataclass(frozen=True, slots=True)
+class Block:
+    """The shape of an attention block: warps, stages of each, bytes of shared memory, how many such blocks a multiprocessor holds, and a cluster.
+
+    Blocks of a cluster belong to one row, and merge what they have seen through their shared memory.
+    """
+
+    warps: int
+    stages: int
+    shared: int
+    resident: int
+    cluster: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Scratch:
     """What blocks that share a row exchange: parts [B, Hk, splits, G, D] and tops [B, Hk, splits, 8, 2] fp32, counters [B, Hk, cluster] int32, all zero.
 
-    cluster says how many blocks of a row read each other's shared memory, a divisor of splits.
+    block is what such a row's blocks are; None stands for `attend_block`.
     """
 
     parts: Tensor
     tops: Tensor
     counters: Tensor
     splits: int
-    cluster: int = 1
+    block: Block | None = None
 
     @staticmethod
-    def allocate(batch: int, heads: int, group: int, dim: int, splits: int, device: torch.device, cluster: int = 1) -> Scratch:
+    def allocate(batch: int, heads: int, group: int, dim: int, splits: int, device: torch.device, block: Block | None = None) -> Scratch:
         """Allocate for a batch."""
         made = lambda *shape: torch.empty(shape, dtype=torch.float32, device=device)  # noqa: E731
-        counters = torch.zeros(batch, heads, cluster, dtype=torch.int32, device=device)
-        return Scratch(made(batch, heads, splits, group, dim), made(batch, heads, splits, 8, 2), counters, splits, cluster)
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """The shape of an attention block: warps, stages of each, bytes of shared memory, and how many such blocks a multiprocessor holds."""
-
-    warps: int
-    stages: int
-    shared: int
-    resident: int
+        counters = torch.zeros(batch, heads, block.cluster if block else 1, dtype=torch.int32, device=device)
+        return Scratch(made(batch, heads, splits, group, dim), made(batch, heads, splits, 8, 2), counters, splits, block)
 
 
 @cache
@@ -121,7 +129,8 @@ def attend_block(one: Format, dim: int, arch: str, listed: bool = False) -> Bloc
 
 
 def _block(one: Format, dim: int, warps: int, stages: int, room: int, listed: bool = False) -> Block:
-    shared = warps * max(stages * step_bytes(one, dim, listed), 64 * dim + tile_bytes(one, dim))
+    ring = max(stages * step_bytes(one, dim, listed), 64 * dim + tile_bytes(one, dim))
+    stages, shared = ring // step_bytes(one, dim, listed), warps * ring
     return Block(warps, stages, shared, min(RESIDENT_WARPS[dim] // warps, (room + 1024) // (shared + STATIC_SHARED)))
 
 
@@ -144,25 +153,62 @@ def choose_splits(block: Block, rows: int, multiprocessors: int, most_tokens: in
     return min(fill, MOST_SPLITS, max(1, -(-most_tokens // (STEP * block.warps))))
 
 
+@cache
+def attend_blocks(one: Format, dim: int, arch: str) -> tuple[Block, ...]:
+    """List every block that `choose_shape` may choose: without clusters, in clusters of two with most warps and with eight, of eight, of sixteen."""
+    plain = attend_block(one, dim, arch)
+    if int(arch) < CLUSTERS_FROM:
+        return (plain,)
+    room = BLOCK_SHARED_KB.get(arch, LEAST_SHARED_KB) * 1024
+    narrow = plain if plain.warps <= 8 else _block(one, dim, 8, STAGES, room)
+    # A multiprocessor that is free first would take two of these, and others none.
+    alone = replace(narrow, shared=max(narrow.shared, room // 2), resident=1)
+    found = [plain, replace(plain, cluster=2), replace(alone, cluster=2), replace(alone, cluster=8)]
+    shared = next((block for block in (_block(one, dim, warps, STAGES, room) for warps in (8, 4, 2)) if block.resident > 1), None)
+    if arch in LARGE_CLUSTERS and shared is not None:  # not alone: some GPUs have no sixteen multiprocessors that a cluster may take
+        found.append(replace(shared, cluster=16))
+    return tuple(dict.fromkeys(found))
+
+
+def choose_shape(one: Format, dim: int, arch: str, rows: int, multiprocessors: int, most_tokens: int) -> tuple[Block, int]:
+    """Choose the block and the blocks a row, as measured on an H200.
+
+    A cluster a row where rows and tokens are few, or else blocks that fill the device at once in clusters of two; where those do not fill it,
+    blocks without a cluster.
+    """
+    blocks = attend_blocks(one, dim, arch)
+    fitting = [block for block in blocks if block.cluster >= 8 and 2 * rows * block.cluster <= multiprocessors]
+    most = LONG // 2 if one.bits == 8 else LONG
+    if fitting and most_tokens <= most * fitting[-1].cluster:
+        block = next((block for block in fitting if most_tokens <= SHORT * block.cluster), fitting[-1])
+        return block, block.cluster
+    fill = min(multiprocessors // rows, MOST_SPLITS) // 2 * 2
+    pairs = [block for block in blocks if block.cluster == 2]
+    if not pairs or fill < 2:
+        return blocks[0], choose_splits(blocks[0], rows, multiprocessors, most_tokens)
+    block = pairs[0] if rows * most_tokens >= MANY_STEPS * STEP * multiprocessors else pairs[-1]
+    return block, min(fill, -(-most_tokens // (2 * STEP * block.warps)) * 2)
+
+
 def attend(
     q: Tensor, pages: Pages, table: Tensor, lens: Tensor, slots: Tensor, out: Tensor, scratch: Scratch, *, scale: float, overlap: bool = False
 ) -> None:
     """Attend one token a sequence: q, out [B, Hq D], table [B, M], lens and slots [B] int32."""
     one, batch, group = pages.format, lens.shape[0], q.shape[1] // pages.dim // pages.heads
-    kernel = attend_kernel(one, pages.dim, group, q.dtype == torch.bfloat16, arch(), scratch.cluster)
+    block = scratch.block or attend_block(one, pages.dim, arch())
+    kernel = attend_kernel(one, pages.dim, group, q.dtype == torch.bfloat16, arch(), block)
     pointers = (q, *pages.codes, pages.keys, pages.values, table, lens, slots, pages.runs(slots))
     values = (*(x.data_ptr() for x in (*pointers, out, scratch.parts, scratch.tops, scratch.counters)),
               q.stride(0), out.stride(0), table.stride(0), pages.page_size, pages.keys.shape[2], one.residual, one.lag, int(one.together),
               scale * 1.4426950408889634)  # fmt: skip
     stream = torch.cuda.current_stream().cuda_stream
-    grid, block = (scratch.splits, pages.heads, batch), attend_block(one, pages.dim, arch())
-    kernel.launch(grid, block.warps * 32, block.shared, stream, values, cluster=scratch.cluster, overlap=overlap)
+    kernel.launch((scratch.splits, pages.heads, batch), block.warps * 32, block.shared, stream, values, cluster=block.cluster, overlap=overlap)
 
 
-def attend_kernel(one: Format, dim: int, group: int, bf16: bool, arch: str, cluster: int = 1) -> Kernel:
-    """Load the attention kernel for a shape and blocks of a cluster."""
-    block = attend_block(one, dim, arch)
-    defines = (*attend_defines(one, dim, group, bf16, block.warps, block.stages), f"-DCLUSTER={cluster}")
+def attend_kernel(one: Format, dim: int, group: int, bf16: bool, arch: str, block: Block | None = None) -> Kernel:
+    """Load the attention kernel for a shape; a block of None stands for `attend_block`."""
+    block = block or attend_block(one, dim, arch)
+    defines = (*attend_defines(one, dim, group, bf16, block.warps, block.stages), f"-DCLUSTER={block.cluster}")
     return nvrtc.load(_HERE / "attend.cu", "attend_encoded", ATTEND_TYPES, defines, arch, block.shared)
 
 

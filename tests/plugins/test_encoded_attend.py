@@ -42,7 +42,8 @@ def attend(pages: launch.Pages, q: Tensor, table: Tensor, lens: Tensor, slots: T
     """Launch the kernel for a batch."""
     batch, group = len(lens), q.shape[1] // pages.dim // HEADS
     out = torch.full_like(q, torch.nan)
-    scratch = launch.Scratch.allocate(batch, HEADS, group, pages.dim, splits, torch.device("cpu"), cluster)
+    block = replace(launch.attend_block(pages.format, pages.dim, "90"), cluster=cluster)
+    scratch = launch.Scratch.allocate(batch, HEADS, group, pages.dim, splits, torch.device("cpu"), block)
     launch.attend(q, pages, table, lens, slots, out, scratch, scale=pages.dim**-0.5)
     assert not scratch.counters.any()
     return out
