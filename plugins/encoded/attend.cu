@@ -1,7 +1,7 @@
 // Decode attention over encoded pages and a residual in full precision: split over blocks of a row, merged by whichever of them ends last.
 //
 // Built with -DD (head dimension, multiple of 32), -DGROUP_HEADS (G <= 8), -DBITS (2 or 4: codes with scale and minimum; 8: e4m3 with a scale a token),
-// -DKEY_GROUP (tokens, multiple of 16), -DVALUE_GROUP (channels, multiple of 16), -DWARPS, -DSTAGES, -DPHASED (runs are counted from the slot's origin),
+// -DKEY_GROUP (tokens, multiple of 16), -DVALUE_GROUP (channels, multiple of 16), -DWARPS, -DSTAGES, -DCLUSTER, -DPHASED (runs are counted from the slot's origin),
 // -DSETTLED (how much is encoded is said a slot) and -DBF16. How codes lie: `layout.py`; how a warp takes them: `seen.cuh`.
 #include "merge.cuh"
 
@@ -22,7 +22,7 @@ __device__ __forceinline__ int2 share_of(int steps, int slow, int worker, int wo
 
 // q [B, q_stride]; codes and metadata in pages of page_size tokens; keys, values [Z, Hk, ring, D] the residual, token t at place t % ring; table
 // [B, table_stride], lens [B], slots [B], origins [Z]. Behind `lag` tokens, runs of `residual` keys are encoded, and values older than the residual
-// (together: with the keys). Scratch: parts [B, Hk, splits, G, D] and tops [B, Hk, splits, 8, 2] fp32, counters [B, Hk] int32, zero before and after. Writes out
+// (together: with the keys). Scratch: parts [B, Hk, splits, G, D] and tops [B, Hk, splits, 8, 2] fp32, counters [B, Hk, CLUSTER] int32, zero before and after. Writes out
 // [B, out_stride].
 extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / THREADS) attend_encoded(const real* q, const char* key_codes, const char* key_scale,
     const char* key_minimum, const char* value_codes, const char* value_scale, const char* value_minimum, const char* keys, const char* values,

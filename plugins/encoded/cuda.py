@@ -167,8 +167,7 @@ def _scratch(store: EncodedStore, config: OpConfig, batch: int, most_tokens: int
         block = launch.attend_block(store.form, config.head_dim, name, True)
         splits = launch.choose_splits(block, rows, multiprocessors, most_tokens)
     else:
-        tiles = 2 * store.form.window  # a token in full precision takes longer than codes do
-        block, splits = launch.choose_shape(store.form, config.head_dim, name, rows, multiprocessors, most_tokens + tiles)
+        block, splits = launch.choose_shape(store.form, config.head_dim, name, rows, multiprocessors, most_tokens)
     group = 1 if alone else config.num_q_heads // config.num_kv_heads
     return launch.Scratch.allocate(batch, config.num_kv_heads, group, config.head_dim, splits, device, block)
 

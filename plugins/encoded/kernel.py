@@ -217,11 +217,11 @@ def append_encoded(
     [B, M] int32; rope [X, D] fp32; keys and values [Z, Hk, ring, D], token t at place t % ring.
     When a run of `residual` tokens is complete its keys are encoded; so are its values (TOGETHER), or else in every step the value
     that leaves the residual. PHASED: runs are counted from origins[slot] of origins [Z] int32. BITS 8 is e4m3 with a scale a token, whose run is one
-    token. early lets the kernel behind this one begin before the one in front of it has ended, which then may have written nothing that it reads before
-    it waits. Only qkv is that kernel's work: everything else is read before this one waits, and the value that leaves is encoded before.
+    token. Only qkv is the work of the kernel in front: everything else is read before this one waits, and the value that leaves is encoded before.
+    early lets the kernel behind this one begin before the one in front of it has ended: both may have written nothing that it reads before it waits.
     """
     head, b = tl.program_id(0), tl.program_id(1)
-    if OVERLAP:
+    if OVERLAP:  # noqa: SIM102 - one is known to the compiler
         if early:
             tl.extra.cuda.gdc_launch_dependents()
     row = tl.load(starts + b).to(tl.int64)
@@ -251,7 +251,7 @@ def append_encoded(
         if BITS == 8:
             _encode_value(x[None, :], stored - 1, b, own, table, table_stride, page_size, value_codes, value_scale, value_minimum,
                           HEADS_KV, D, BLOCK_D, BITS, VALUE_GROUP)  # fmt: skip
-        elif TOGETHER:
+        elif TOGETHER:  # noqa: SIM102
             if counted % residual == 0:
                 tl.debug_barrier()  # the other threads of this program read what was stored
                 for begin in range(stored - residual, stored, KEY_GROUP):

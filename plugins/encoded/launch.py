@@ -23,10 +23,10 @@ TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _CODES = ("key_codes", "key_scale", "key_minimum", "value_codes", "value_scale", "value_minimum")
 RESIDENT_WARPS = {64: 16, 96: 16, 128: 16, 256: 8}  # of a multiprocessor, by head dimension: what the attention kernel's registers leave room for
 ENOUGH_WARPS = 8  # resident ones that reach the memory's bandwidth
-STAGES = 2  # steps of a warp in shared memory, or as many as the place of a tile holds; more were slower on an H200
+STAGES = 2  # steps of a warp in shared memory; more were slower on an H200, but for eight warps that have a multiprocessor alone
 CLUSTERS_FROM = 90  # clusters of blocks came with this compute capability
-LARGE_CLUSTERS = ("90", "100", "103")  # compute capabilities with clusters of sixteen blocks, others have eight
-SHORT, LONG = 512, 2048  # most tokens a block of a cluster: beyond, the larger one, or the whole device for a row
+FEW_BLOCKS = 8  # of a row of few tokens, one cluster
+FEW_TOKENS = 4096  # up to which they are few
 MANY_STEPS = 192  # of a multiprocessor, from which sixteen warps are faster than eight
 BLOCK_SHARED_KB = {"80": 163, "87": 163, "90": 227, "100": 227, "103": 227}  # by compute capability
 LEAST_SHARED_KB = 99  # of the others
@@ -101,7 +101,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """What blocks that share a row exchange: parts [B, Hk, splits, G, D] and tops [B, Hk, splits, 8, 2] fp32, counters [B, Hk, cluster] int32, all zero.
+    """What blocks that share a row exchange: parts [B, Hk, splits, G, D], tops [B, Hk, splits, 8, 2] fp32, counters [B, Hk, cluster] int32, all zero.
 
     block is what such a row's blocks are; None stands for `attend_block`.
     """
@@ -130,7 +130,7 @@ def attend_block(one: Format, dim: int, arch: str, listed: bool = False) -> Bloc
 
 def _block(one: Format, dim: int, warps: int, stages: int, room: int, listed: bool = False) -> Block:
     ring = max(stages * step_bytes(one, dim, listed), 64 * dim + tile_bytes(one, dim))
-    stages, shared = ring // step_bytes(one, dim, listed), warps * ring
+    shared = warps * ring
     return Block(warps, stages, shared, min(RESIDENT_WARPS[dim] // warps, (room + 1024) // (shared + STATIC_SHARED)))
 
 
@@ -155,39 +155,32 @@ def choose_splits(block: Block, rows: int, multiprocessors: int, most_tokens: in
 
 @cache
 def attend_blocks(one: Format, dim: int, arch: str) -> tuple[Block, ...]:
-    """List every block that `choose_shape` may choose: without clusters, in clusters of two with most warps and with eight, of eight, of sixteen."""
+    """List every block that `choose_shape` may choose: without clusters, in clusters of two with most warps and with eight, in clusters of eight."""
     plain = attend_block(one, dim, arch)
     if int(arch) < CLUSTERS_FROM:
         return (plain,)
     room = BLOCK_SHARED_KB.get(arch, LEAST_SHARED_KB) * 1024
     narrow = plain if plain.warps <= 8 else _block(one, dim, 8, STAGES, room)
     # A multiprocessor that is free first would take two of these, and others none.
-    alone = replace(narrow, shared=max(narrow.shared, room // 2), resident=1)
-    found = [plain, replace(plain, cluster=2), replace(alone, cluster=2), replace(alone, cluster=8)]
-    shared = next((block for block in (_block(one, dim, warps, STAGES, room) for warps in (8, 4, 2)) if block.resident > 1), None)
-    if arch in LARGE_CLUSTERS and shared is not None:  # not alone: some GPUs have no sixteen multiprocessors that a cluster may take
-        found.append(replace(shared, cluster=16))
-    return tuple(dict.fromkeys(found))
+    stages = narrow.shared // narrow.warps // step_bytes(one, dim)
+    narrow = replace(narrow, stages=stages, shared=max(narrow.shared, room // 2), resident=1)
+    return (plain, replace(plain, cluster=2), replace(narrow, cluster=2), replace(narrow, cluster=FEW_BLOCKS))
 
 
 def choose_shape(one: Format, dim: int, arch: str, rows: int, multiprocessors: int, most_tokens: int) -> tuple[Block, int]:
     """Choose the block and the blocks a row, as measured on an H200.
 
-    A cluster a row where rows and tokens are few, or else blocks that fill the device at once in clusters of two; where those do not fill it,
-    blocks without a cluster.
+    One cluster a row where rows and tokens are few; else clusters of two, as many as fill the device at once and have two steps for each warp; where
+    they do not fit, blocks without a cluster.
     """
     blocks = attend_blocks(one, dim, arch)
-    fitting = [block for block in blocks if block.cluster >= 8 and 2 * rows * block.cluster <= multiprocessors]
-    most = LONG // 2 if one.bits == 8 else LONG
-    if fitting and most_tokens <= most * fitting[-1].cluster:
-        block = next((block for block in fitting if most_tokens <= SHORT * block.cluster), fitting[-1])
-        return block, block.cluster
     fill = min(multiprocessors // rows, MOST_SPLITS) // 2 * 2
-    pairs = [block for block in blocks if block.cluster == 2]
-    if not pairs or fill < 2:
+    if len(blocks) == 1 or fill < 2:
         return blocks[0], choose_splits(blocks[0], rows, multiprocessors, most_tokens)
-    block = pairs[0] if rows * most_tokens >= MANY_STEPS * STEP * multiprocessors else pairs[-1]
-    return block, min(fill, -(-most_tokens // (2 * STEP * block.warps)) * 2)
+    if fill >= 2 * FEW_BLOCKS and most_tokens <= FEW_TOKENS:
+        return blocks[3], FEW_BLOCKS
+    block = blocks[1] if rows * most_tokens >= MANY_STEPS * STEP * multiprocessors else blocks[2]
+    return block, min(fill, max(4, most_tokens // (2 * STEP * block.warps) // 2 * 2))
 
 
 def attend(

@@ -1,4 +1,4 @@
-// What the blocks of a row have seen becomes its answer: each leaves its part, the one that ends last merges them.
+// What the blocks of a row have seen becomes its answer: each block, or each cluster of them, leaves its part, the one that ends last merges them.
 #pragma once
 #include "seen.cuh"
 
