@@ -1,7 +1,7 @@
 // Decode attention over encoded pages and a residual in full precision: split over blocks of a row, merged by whichever of them ends last.
 //
 // Built with -DD (head dimension, multiple of 32), -DGROUP_HEADS (G <= 8), -DBITS (2 or 4: codes with scale and minimum; 8: e4m3 with a scale a token),
-// -DKEY_GROUP (tokens, multiple of 16), -DVALUE_GROUP (channels, multiple of 16), -DWARPS, -DSTAGES, -DPHASED (runs are counted from the slot's origin),
+// -DKEY_GROUP (tokens, multiple of 16), -DVALUE_GROUP (channels, multiple of 16), -DWARPS, -DSTAGES, -DCLUSTER, -DPHASED (runs are counted from the slot's origin),
 // -DSETTLED (how much is encoded is said a slot) and -DBF16. How codes lie: `layout.py`; how a warp takes them: `seen.cuh`.
 #include "merge.cuh"
 
@@ -22,7 +22,7 @@ __device__ __forceinline__ int2 share_of(int steps, int slow, int worker, int wo
 
 // q [B, q_stride]; codes and metadata in pages of page_size tokens; keys, values [Z, Hk, ring, D] the residual, token t at place t % ring; table
 // [B, table_stride], lens [B], slots [B], origins [Z]. Behind `lag` tokens, runs of `residual` keys are encoded, and values older than the residual
-// (together: with the keys). Scratch: parts [B, Hk, splits, G, D] and tops [B, Hk, splits, 8, 2] fp32, counters [B, Hk] int32, zero before and after. Writes out
+// (together: with the keys). Scratch: parts [B, Hk, splits, G, D] and tops [B, Hk, splits, 8, 2] fp32, counters [B, Hk, CLUSTER] int32, zero before and after. Writes out
 // [B, out_stride].
 extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / THREADS) attend_encoded(const real* q, const char* key_codes, const char* key_scale,
     const char* key_minimum, const char* value_codes, const char* value_scale, const char* value_minimum, const char* keys, const char* values,
@@ -32,6 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / TH
   __shared__ Block block;
   __shared__ int ticket;
   __shared__ uint4 zeros;
+  MARK(0)
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int splits = gridDim.x, head = blockIdx.y, heads = gridDim.y, b = blockIdx.z;
   // Lengths, pages and what was encoded before this step are not the launch before this one's work: they are read while it ends.
@@ -43,11 +44,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / TH
   const int workers = splits * WARPS, worker = warp * splits + blockIdx.x, tiles = (stored - coded + TILE - 1) / TILE;
 #ifdef SETTLED
   const int2 share = share_of(steps, tiles % workers, worker, workers);
-  const int begin = share.x, mine = share.y;
+  const int begin = share.x, mine = share.y, used = workers;
 #else
   const int slow = tiles % workers, few = max(0, (steps + TILE_COST * slow) / workers - TILE_COST);
   const int many = (steps - slow * few) / (workers - slow), more = (steps - slow * few) % (workers - slow), fast = worker - slow;
   const int begin = fast < 0 ? worker * few : slow * few + fast * many + min(fast, more), mine = fast < 0 ? few : many + (fast < more);
+  const int used = many > 0 || tiles >= workers ? workers : slow + more; // workers that have anything, the first ones
 #endif
   const Codes codes = {key_codes, key_scale, key_minimum, value_codes, value_scale, value_minimum};
   auto row_of = [&](int token) { const int page = token / page_size; return (pages[page] * heads + head) * page_size + token - page * page_size; };
@@ -66,44 +68,53 @@ extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / TH
     }
     copies_commit();
   };
-#ifdef SETTLED
-  const bool early = true; // steps encode nothing themselves
-#else
-  const bool early = (begin + STAGES) * STEP <= coded - residual; // nothing of it was encoded in this step
-#endif
-  if (early) {
+  const Residual rest = {keys, values, (long long)(slot * heads + head) * ring_tokens, ring_tokens, keys_end, values_end};
+  const int first_tile = coded + worker * TILE, newest = stored - 1;
+  // Of what is read here a step writes the newest token, and where its attention sees them the codes of the run that it completes.
+  const bool fresh = lag == 0 && keys_end == stored, early = !fresh || (begin + STAGES) * STEP <= coded - residual;
+  const bool alone = mine == 0 && worker < tiles && !fresh; // nothing but tiles, whose place in shared memory is free
+  if (threadIdx.x == 0) zeros = make_uint4(0, 0, 0, 0);
+  __syncthreads();
+  if (!early) dependency_wait();
 #pragma unroll
-    for (int j = 0; j < STAGES - 1; j++) fetch(j);
-  }
-  dependency_wait();
-  if (!early) {
-#pragma unroll
-    for (int j = 0; j < STAGES - 1; j++) fetch(j);
-  }
+  for (int j = 0; j < STAGES; j++) fetch(j);
+  if (alone) rest.fetch(own_at, codes, first_tile, min(TILE, stored - first_tile), row_of(first_tile), newest);
+  MARK(1)
+  if (early) dependency_wait();
+  MARK(2)
+  if (alone && newest < first_tile + TILE) rest.fetch_newest(own_at, first_tile, newest - first_tile);
   u32 query[D / 8];
   load_query(query, q + (long long)b * q_stride + head * GROUP_HEADS * D);
   begin_codes(query);
   const u32 magic = MAGIC | (u32)(page_size >> 30); // pages are smaller
-  if (threadIdx.x == 0) zeros = make_uint4(0, 0, 0, 0);
-  __syncthreads();
   SeenCodes seen;
   seen.clear();
+  MARK(3)
   for (int j = 0; j < mine; j++) {
-    fetch(j + STAGES - 1);
     copies_wait<STAGES - 1>();
     __syncwarp();
     seen.take_codes(query, own + j % STAGES * STEP_BYTES, &zeros, magic, scale_log2);
     __syncwarp();
+    fetch(j + STAGES);
   }
+  MARK(4)
   seen.leave_codes(query);
+  copies_commit();
   copies_wait<0>();
 
   // What is left: tokens whose key or value is no code, and codes of an unfinished step.
-  const Residual rest = {keys, values, (long long)(slot * heads + head) * ring_tokens, ring_tokens, keys_end, values_end};
   for (int tile = worker; tile < tiles; tile += workers) {
     const int first = coded + tile * TILE, there = min(TILE, stored - first);
-    seen.take_mixed(query, own, codes, rest, first, there, (1u << there) - 1, row_of(first + min(lane & 15, there - 1)), scale_log2);
+    if (!alone || tile != worker) {
+      rest.fetch(own_at, codes, first, there, row_of(first), -1);
+      copies_commit();
+      copies_wait<0>();
+    }
+    __syncwarp();
+    seen.take_mixed(query, own, rest, first, there, (1u << there) - 1, scale_log2);
   }
 
-  merge_blocks(seen, block, ticket, ring, out + (long long)b * out_stride + head * GROUP_HEADS * D, parts, tops, counters);
+  MARK(5)
+  merge_blocks(seen, block, ticket, ring, out + (long long)b * out_stride + head * GROUP_HEADS * D, parts, tops, counters,
+               min(WARPS, max(1, (used - (int)blockIdx.x + splits - 1) / splits)));
 }

@@ -126,8 +126,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / TH
     const u32 there_are = look(base);
     for (u32 left = there_are & __ballot_sync(~0u, tile >= coded); left; left &= left - 1) {
       const int one = __ffs(left) - 1, first = __shfl_sync(~0u, tile, one) * TILE, there = min(TILE, stored - first);
-      const int row = __shfl_sync(~0u, rows, one) + min(lane & 15, there - 1);
-      seen.take_mixed(query, own, codes, rest, first, there, __shfl_sync(~0u, asked, one), row, scale_log2);
+      rest.fetch(own_at, codes, first, there, __shfl_sync(~0u, rows, one), -1);
+      copies_commit();
+      copies_wait<0>();
+      __syncwarp();
+      seen.take_mixed(query, own, rest, first, there, __shfl_sync(~0u, asked, one), scale_log2);
     }
   }
   merge_blocks(seen, block, ticket, ring, out + (long long)b * out_stride + head * GROUP_HEADS * D, parts, tops, counters);

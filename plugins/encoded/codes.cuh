@@ -24,6 +24,10 @@
 #define KEY_META_AT (4 * TILE_BYTES)
 #define VALUE_META_AT (KEY_META_AT + META * KEY_META)
 #define STEP_BYTES (VALUE_META_AT + META * VALUE_META)
+#define RAW_KEY_META (FLOATING ? 32 : 2 * D) // of a tile
+#define RAW_VALUE_META (FLOATING ? 32 : 32 * SHARE)
+#define RAW_KEYS (TILE_BYTES + META * RAW_KEY_META)
+#define RAW_VALUES (TILE_BYTES + META * RAW_VALUE_META)
 
 #ifdef BF16
 #define MAGIC 0x43004300u // 128, with seven bits behind it
@@ -131,13 +135,13 @@ struct Codes {
     copy_two(to + VALUE_META_AT + VALUE_META, value_minimum + first * (2 * SHARE), value_minimum + second * (2 * SHARE), STEP * SHARE, lane);
 #endif
   }
-  // Channels 8 chunk to 8 chunk + 7 of a token's key and value; no load waits for another.
+  // Channels 8 chunk to 8 chunk + 7 of a token's key and value; here all pointers are to shared memory.
   __device__ __forceinline__ uint4 key(long long row, int chunk) const {
     const u32* words = reinterpret_cast<const u32*>(key_codes + row / 16 * TILE_BYTES);
     const int token = row & 15, i = (chunk >> 1) * 4 + (chunk & 1) * 2 + (token >> 3);
     u32 word[4], made[4];
 #pragma unroll
-    for (int tig = 0; tig < 4; tig++) word[tig] = __ldcg(words + word_at(i / HALF_CODES, (token & 7) * 4 + tig));
+    for (int tig = 0; tig < 4; tig++) word[tig] = words[word_at(i / HALF_CODES, (token & 7) * 4 + tig)];
 #if FLOATING
     const float scale = to_float(reinterpret_cast<const real*>(key_scale)[row]);
 #pragma unroll
@@ -146,11 +150,11 @@ struct Codes {
 #else
     const long long group = row / KEY_GROUP * D;
     const u32* scales = reinterpret_cast<const u32*>(key_scale + 2 * (group + (chunk >> 2) * 32 + (chunk & 3) * 2));
-    const uint4 low = __ldcg(reinterpret_cast<const uint4*>(key_minimum + 2 * (group + chunk * 8)));
+    const uint4 low = *reinterpret_cast<const uint4*>(key_minimum + 2 * (group + chunk * 8));
     u32 scale[4];
     const u32 lows[4] = {low.x, low.y, low.z, low.w};
 #pragma unroll
-    for (int tig = 0; tig < 4; tig++) scale[tig] = __ldcg(scales + 4 * tig);
+    for (int tig = 0; tig < 4; tig++) scale[tig] = scales[4 * tig];
 #pragma unroll
     for (int tig = 0; tig < 4; tig++) {
       const real2 by = as_pair(scale[tig]), from = as_pair(lows[tig]);
@@ -165,7 +169,7 @@ struct Codes {
     const int token = row & 15, tig = (token & 7) >> 1, shift = 16 * (token & 1), i = ((token >> 3) * (D / 16) + (chunk >> 1)) * 2 + (chunk & 1);
     u32 word[8];
 #pragma unroll
-    for (int gid = 0; gid < 8; gid++) word[gid] = __ldcg(words + word_at(i / HALF_CODES, gid * 4 + tig));
+    for (int gid = 0; gid < 8; gid++) word[gid] = words[word_at(i / HALF_CODES, gid * 4 + tig)];
 #if FLOATING
     const float scale = to_float(reinterpret_cast<const real*>(value_scale)[row]), low = 0.f;
 #else

@@ -49,7 +49,7 @@ def append(session: Session, store: EncodedStore, layer: int, config: OpConfig, 
         homes, away = pages, store.away
         if away is not None and away.covers(layer):
             pages, alone = recalled.ring_table(away, step, own), False
-        launch.append(qkv, positions, begin, lens, own, pages, rope, norms, out, store.pages[layer], eps=config.rms_eps, overlap=alone)
+        launch.append(qkv, positions, begin, lens, own, pages, rope, norms, out, store.pages[layer], eps=config.rms_eps, overlap=alone, early=alone)
         if kept.kind != plain.NONE:
             summarize_step(store.pages[layer], lens, own, pages, kept, homes=homes, overlap=alone)
 
@@ -68,7 +68,7 @@ def _append_to_rings(
         starts = torch.arange(len(places) + 1, dtype=torch.int32, device=out.device)
     plain.launch(
         qkv, positions, starts, lens, settler.ring_table(step, slots), rope, norms, to, pages.keys, pages.values, None, None,
-        eps=config.rms_eps, group=plain.NO_GROUP, summary=plain.NONE, longest=1, overlap=overlap,
+        eps=config.rms_eps, group=plain.NO_GROUP, summary=plain.NONE, longest=1, overlap=overlap, early=overlap,
     )  # fmt: skip
     if which is not None:
         out[places] = to
@@ -161,15 +161,15 @@ def _decode(
 
 
 def _scratch(store: EncodedStore, config: OpConfig, batch: int, most_tokens: int, *, listed: bool = False, alone: bool = False) -> launch.Scratch:
-    device = store.device
-    splits = launch.choose_splits(
-        launch.attend_block(store.form, config.head_dim, arch(), listed),
-        batch * config.num_kv_heads,
-        torch.cuda.get_device_properties(device).multi_processor_count,
-        most_tokens,
-    )
+    device, name, rows = store.device, arch(), batch * config.num_kv_heads
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    if listed:
+        block = launch.attend_block(store.form, config.head_dim, name, True)
+        splits = launch.choose_splits(block, rows, multiprocessors, most_tokens)
+    else:
+        block, splits = launch.choose_shape(store.form, config.head_dim, name, rows, multiprocessors, most_tokens)
     group = 1 if alone else config.num_q_heads // config.num_kv_heads
-    return launch.Scratch.allocate(batch, config.num_kv_heads, group, config.head_dim, splits, device)
+    return launch.Scratch.allocate(batch, config.num_kv_heads, group, config.head_dim, splits, device, block)
 
 
 def _answering(step: StepGroup) -> Tensor | None:

@@ -160,6 +160,18 @@ def _encode_values(
 
 
 @triton.jit
+def _encode_value(x, token, b, head, table, table_stride, page_size, codes, scales, minima, HEADS_KV: tl.constexpr, D: tl.constexpr,
+                  BLOCK_D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+    """Encode the value x [1, BLOCK_D] of a token of sequence b."""
+    there = tl.arange(0, 1) == 0
+    rows = _row(table, b, token + tl.arange(0, 1), head, table_stride, page_size, HEADS_KV, there)
+    if BITS == 8:
+        _keep_floats(x.to(tl.float32), rows, there, codes, scales, x.dtype, D, BLOCK_D, False)
+    else:
+        _keep_values(x.to(tl.float32), rows, there, codes, scales, minima, x.dtype, D, BLOCK_D, BITS, GROUP, 1)
+
+
+@triton.jit
 def append_encoded(
     qkv,
     positions,
@@ -185,6 +197,7 @@ def append_encoded(
     page_size,
     ring,
     residual,
+    early,
     eps,
     HEADS_Q: tl.constexpr,
     HEADS_KV: tl.constexpr,
@@ -198,74 +211,96 @@ def append_encoded(
     NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Append one token of every sequence and encode what it completes; grid [Hk + Hq, B].
+    """Append one token of every sequence and encode what it completes; grid [Hk + Hk + Hq, B]: keys, values, queries.
 
     qkv [T, (Hq + 2 Hk) D], row starts[b] for sequence b; positions [T], lens [B] stored tokens behind the append, slots [B], table
     [B, M] int32; rope [X, D] fp32; keys and values [Z, Hk, ring, D], token t at place t % ring.
     When a run of `residual` tokens is complete its keys are encoded; so are its values (TOGETHER), or else in every step the value
     that leaves the residual. PHASED: runs are counted from origins[slot] of origins [Z] int32. BITS 8 is e4m3 with a scale a token, whose run is one
-    token.
+    token. Only qkv is the work of the kernel in front: everything else is read before this one waits, and the value that leaves is encoded before.
+    early lets the kernel behind this one begin before the one in front of it has ended: both may have written nothing that it reads before it waits.
     """
     head, b = tl.program_id(0), tl.program_id(1)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    if OVERLAP:  # noqa: SIM102 - one is known to the compiler
+        if early:
+            tl.extra.cuda.gdc_launch_dependents()
     row = tl.load(starts + b).to(tl.int64)
     stored = tl.load(lens + b)
+    slot = tl.load(slots + b).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     inside = d < D
-    half: tl.constexpr = D // 2
-    mirror = tl.where(d < half, d + half, d - half)
-    is_key = head < HEADS_KV
-    column = tl.where(is_key, HEADS_Q + head, head - HEADS_KV).to(tl.int64) * D
-    at = qkv + row * qkv_stride + column
-    x = tl.load(at + d, inside, 0.0)
-    y = tl.load(at + mirror, inside, 0.0)
-    dtype = x.dtype
-    if NORM:
-        wide = x.to(tl.float32)
-        root = tl.sqrt(tl.sum(wide * wide, 0) / D + eps)
-        if is_key:
-            x = (wide / root).to(dtype) * tl.load(k_weight + d, inside, 0.0)
-            y = (y.to(tl.float32) / root).to(dtype) * tl.load(k_weight + mirror, inside, 0.0)
-        else:
-            x = (wide / root).to(dtype) * tl.load(q_weight + d, inside, 0.0)
-            y = (y.to(tl.float32) / root).to(dtype) * tl.load(q_weight + mirror, inside, 0.0)
-    angle = rope + tl.load(positions + row).to(tl.int64) * D + d % half
-    cos, sin = tl.load(angle, inside, 0.0), tl.load(angle + half, inside, 0.0)
-    sign = tl.where(d < half, -1.0, 1.0)
-    turned = (x.to(tl.float32) * cos + sign * (y.to(tl.float32) * sin)).to(dtype)
-    if is_key:
-        slot = tl.load(slots + b).to(tl.int64)
-        base = (slot * HEADS_KV + head) * ring
-        to = (base + (stored - 1) % ring) * D + d
-        tl.store(keys + to, turned, inside)
-        tl.store(values + to, tl.load(at + HEADS_KV * D + d, inside, 0.0), inside)
-        tl.debug_barrier()  # the other threads of this program read what was stored
-        counted = stored
-        if PHASED:
-            counted = stored - tl.load(origins + slot)
-        if counted % residual == 0:
-            for begin in range(stored - residual, stored, KEY_GROUP):
-                places = base + (begin + tl.arange(0, KEY_GROUP)) % ring
-                _encode_keys(
-                    keys, places, begin, begin, stored, b, head, table, table_stride, page_size, key_codes, key_scale, key_minimum,
-                    HEADS_KV, D, BLOCK_D, BITS, KEY_GROUP,
-                )  # fmt: skip
-                if TOGETHER:
-                    _encode_values(
-                        values, places, begin, begin, stored, b, head, table, table_stride, page_size, value_codes, value_scale, value_minimum,
-                        HEADS_KV, D, BLOCK_D, BITS, VALUE_GROUP, KEY_GROUP,
-                    )  # fmt: skip
+    own = head % HEADS_KV
+    base = (slot * HEADS_KV + own) * ring
+    to = (base + (stored - 1) % ring) * D + d
+    counted = stored
+    if PHASED:
+        counted = stored - tl.load(origins + slot)
+    at = qkv + row * qkv_stride + tl.where(head < 2 * HEADS_KV, HEADS_Q + head, head - 2 * HEADS_KV).to(tl.int64) * D
+    if (head >= HEADS_KV) & (head < 2 * HEADS_KV):
         if not TOGETHER:
             leaving = stored - residual - 1
             if leaving >= 0:
-                _encode_values(
-                    values, base + (leaving + tl.arange(0, 1)) % ring, leaving, leaving, leaving + 1, b, head, table, table_stride, page_size,
-                    value_codes, value_scale, value_minimum, HEADS_KV, D, BLOCK_D, BITS, VALUE_GROUP, 1,
-                )  # fmt: skip
+                old = tl.load(values + (base + leaving % ring) * D + d, inside, 0.0)
+                _encode_value(old[None, :], leaving, b, own, table, table_stride, page_size, value_codes, value_scale, value_minimum,
+                              HEADS_KV, D, BLOCK_D, BITS, VALUE_GROUP)  # fmt: skip
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        x = tl.load(at + d, inside, 0.0)
+        tl.store(values + to, x, inside)
+        if BITS == 8:
+            _encode_value(x[None, :], stored - 1, b, own, table, table_stride, page_size, value_codes, value_scale, value_minimum,
+                          HEADS_KV, D, BLOCK_D, BITS, VALUE_GROUP)  # fmt: skip
+        elif TOGETHER:  # noqa: SIM102
+            if counted % residual == 0:
+                tl.debug_barrier()  # the other threads of this program read what was stored
+                for begin in range(stored - residual, stored, KEY_GROUP):
+                    places = base + (begin + tl.arange(0, KEY_GROUP)) % ring
+                    _encode_values(
+                        values, places, begin, begin, stored, b, own, table, table_stride, page_size, value_codes, value_scale, value_minimum,
+                        HEADS_KV, D, BLOCK_D, BITS, VALUE_GROUP, KEY_GROUP,
+                    )  # fmt: skip
     else:
-        tl.store(out + row * (HEADS_Q * D) + column + d, turned, inside)
+        half: tl.constexpr = D // 2
+        mirror = tl.where(d < half, d + half, d - half)
+        is_key = head < HEADS_KV
+        angle = rope + tl.load(positions + row).to(tl.int64) * D + d % half
+        cos, sin = tl.load(angle, inside, 0.0), tl.load(angle + half, inside, 0.0)
+        sign = tl.where(d < half, -1.0, 1.0)
+        if NORM:
+            if is_key:
+                x_weight, y_weight = tl.load(k_weight + d, inside, 0.0), tl.load(k_weight + mirror, inside, 0.0)
+            else:
+                x_weight, y_weight = tl.load(q_weight + d, inside, 0.0), tl.load(q_weight + mirror, inside, 0.0)
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        x = tl.load(at + d, inside, 0.0)
+        y = tl.load(at + mirror, inside, 0.0)
+        dtype = x.dtype
+        if NORM:
+            wide = x.to(tl.float32)
+            root = tl.sqrt(tl.sum(wide * wide, 0) / D + eps)
+            x = (wide / root).to(dtype) * x_weight
+            y = (y.to(tl.float32) / root).to(dtype) * y_weight
+        turned = (x.to(tl.float32) * cos + sign * (y.to(tl.float32) * sin)).to(dtype)
+        if is_key:
+            tl.store(keys + to, turned, inside)
+            if BITS == 8:
+                there = tl.arange(0, 1) == 0
+                rows = _row(table, b, stored - 1 + tl.arange(0, 1), own, table_stride, page_size, HEADS_KV, there)
+                _keep_floats(turned[None, :].to(tl.float32), rows, there, key_codes, key_scale, dtype, D, BLOCK_D, True)
+            else:
+                if counted % residual == 0:
+                    tl.debug_barrier()  # the other threads of this program read what was stored
+                    for begin in range(stored - residual, stored, KEY_GROUP):
+                        places = base + (begin + tl.arange(0, KEY_GROUP)) % ring
+                        _encode_keys(
+                            keys, places, begin, begin, stored, b, own, table, table_stride, page_size, key_codes, key_scale, key_minimum,
+                            HEADS_KV, D, BLOCK_D, BITS, KEY_GROUP,
+                        )  # fmt: skip
+        else:
+            tl.store(out + row * (HEADS_Q * D) + (head - 2 * HEADS_KV).to(tl.int64) * D + d, turned, inside)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,11 @@ TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _CODES = ("key_codes", "key_scale", "key_minimum", "value_codes", "value_scale", "value_minimum")
 RESIDENT_WARPS = {64: 16, 96: 16, 128: 16, 256: 8}  # of a multiprocessor, by head dimension: what the attention kernel's registers leave room for
 ENOUGH_WARPS = 8  # resident ones that reach the memory's bandwidth
-STAGES = 2  # steps of a warp in shared memory; more were slower on an H200
+STAGES = 2  # steps of a warp in shared memory; more were slower on an H200, but for eight warps that have a multiprocessor alone
+CLUSTERS_FROM = 90  # clusters of blocks came with this compute capability
+FEW_BLOCKS = 8  # of a row of few tokens, one cluster
+FEW_TOKENS = 4096  # up to which they are few
+MANY_STEPS = 192  # of a multiprocessor, from which sixteen warps are faster than eight
 BLOCK_SHARED_KB = {"80": 163, "87": 163, "90": 227, "100": 227, "103": 227}  # by compute capability
 LEAST_SHARED_KB = 99  # of the others
 STATIC_SHARED = 3072  # bytes of a block that launches do not ask for, at most
@@ -82,30 +86,38 @@ class Pages:
 
 
 @dataclass(frozen=True, slots=True)
-class Scratch:
-    """What blocks that share a row exchange: parts [B, Hk, splits, G, D] and tops [B, Hk, splits, 8, 2] fp32, counters [B, Hk] int32, all zero."""
-
-    parts: Tensor
-    tops: Tensor
-    counters: Tensor
-    splits: int
-
-    @staticmethod
-    def allocate(batch: int, heads: int, group: int, dim: int, splits: int, device: torch.device) -> Scratch:
-        """Allocate for a batch."""
-        made = lambda *shape: torch.empty(shape, dtype=torch.float32, device=device)  # noqa: E731
-        counters = torch.zeros(batch, heads, dtype=torch.int32, device=device)
-        return Scratch(made(batch, heads, splits, group, dim), made(batch, heads, splits, 8, 2), counters, splits)
-
-
-@dataclass(frozen=True, slots=True)
 class Block:
-    """The shape of an attention block: warps, stages of each, bytes of shared memory, and how many such blocks a multiprocessor holds."""
+    """The shape of an attention block: warps, stages of each, bytes of shared memory, how many such blocks a multiprocessor holds, and a cluster.
+
+    Blocks of a cluster belong to one row, and merge what they have seen through their shared memory.
+    """
 
     warps: int
     stages: int
     shared: int
     resident: int
+    cluster: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """What blocks that share a row exchange: parts [B, Hk, splits, G, D], tops [B, Hk, splits, 8, 2] fp32, counters [B, Hk, cluster] int32, all zero.
+
+    block is what such a row's blocks are; None stands for `attend_block`.
+    """
+
+    parts: Tensor
+    tops: Tensor
+    counters: Tensor
+    splits: int
+    block: Block | None = None
+
+    @staticmethod
+    def allocate(batch: int, heads: int, group: int, dim: int, splits: int, device: torch.device, block: Block | None = None) -> Scratch:
+        """Allocate for a batch."""
+        made = lambda *shape: torch.empty(shape, dtype=torch.float32, device=device)  # noqa: E731
+        counters = torch.zeros(batch, heads, block.cluster if block else 1, dtype=torch.int32, device=device)
+        return Scratch(made(batch, heads, splits, group, dim), made(batch, heads, splits, 8, 2), counters, splits, block)
 
 
 @cache
@@ -117,7 +129,8 @@ def attend_block(one: Format, dim: int, arch: str, listed: bool = False) -> Bloc
 
 
 def _block(one: Format, dim: int, warps: int, stages: int, room: int, listed: bool = False) -> Block:
-    shared = warps * max(stages * step_bytes(one, dim, listed), 64 * dim)
+    ring = max(stages * step_bytes(one, dim, listed), 64 * dim + tile_bytes(one, dim))
+    shared = warps * ring
     return Block(warps, stages, shared, min(RESIDENT_WARPS[dim] // warps, (room + 1024) // (shared + STATIC_SHARED)))
 
 
@@ -128,10 +141,46 @@ def step_bytes(one: Format, dim: int, listed: bool = False) -> int:
     return 2 * STEP * dim * one.bits // 8 + (keys + values) * (1 if one.bits == 8 else 2)
 
 
+def tile_bytes(one: Format, dim: int) -> int:
+    """Return the bytes of a tile's codes and metadata, of keys and values."""
+    meta = 2 * 32 if one.bits == 8 else 2 * (2 * dim + 32 * dim // one.value_group)
+    return 4 * dim * one.bits + meta
+
+
 def choose_splits(block: Block, rows: int, multiprocessors: int, most_tokens: int) -> int:
     """Choose blocks a row: as many as fill the device at once, no more than have a step for each warp at the longest."""
     fill = max(1, multiprocessors * block.resident // rows)
     return min(fill, MOST_SPLITS, max(1, -(-most_tokens // (STEP * block.warps))))
+
+
+@cache
+def attend_blocks(one: Format, dim: int, arch: str) -> tuple[Block, ...]:
+    """List every block that `choose_shape` may choose: without clusters, in clusters of two with most warps and with eight, in clusters of eight."""
+    plain = attend_block(one, dim, arch)
+    if int(arch) < CLUSTERS_FROM:
+        return (plain,)
+    room = BLOCK_SHARED_KB.get(arch, LEAST_SHARED_KB) * 1024
+    narrow = plain if plain.warps <= 8 else _block(one, dim, 8, STAGES, room)
+    # A multiprocessor that is free first would take two of these, and others none.
+    stages = narrow.shared // narrow.warps // step_bytes(one, dim)
+    narrow = replace(narrow, stages=stages, shared=max(narrow.shared, room // 2), resident=1)
+    return (plain, replace(plain, cluster=2), replace(narrow, cluster=2), replace(narrow, cluster=FEW_BLOCKS))
+
+
+def choose_shape(one: Format, dim: int, arch: str, rows: int, multiprocessors: int, most_tokens: int) -> tuple[Block, int]:
+    """Choose the block and the blocks a row, as measured on an H200.
+
+    One cluster a row where rows and tokens are few; else clusters of two, as many as fill the device at once and have two steps for each warp; where
+    they do not fit, blocks without a cluster.
+    """
+    blocks = attend_blocks(one, dim, arch)
+    fill = min(multiprocessors // rows, MOST_SPLITS) // 2 * 2
+    if len(blocks) == 1 or fill < 2:
+        return blocks[0], choose_splits(blocks[0], rows, multiprocessors, most_tokens)
+    if fill >= 2 * FEW_BLOCKS and most_tokens <= FEW_TOKENS:
+        return blocks[3], FEW_BLOCKS
+    block = blocks[1] if rows * most_tokens >= MANY_STEPS * STEP * multiprocessors else blocks[2]
+    return block, min(fill, max(4, most_tokens // (2 * STEP * block.warps) // 2 * 2))
 
 
 def attend(
@@ -139,20 +188,20 @@ def attend(
 ) -> None:
     """Attend one token a sequence: q, out [B, Hq D], table [B, M], lens and slots [B] int32."""
     one, batch, group = pages.format, lens.shape[0], q.shape[1] // pages.dim // pages.heads
-    kernel = attend_kernel(one, pages.dim, group, q.dtype == torch.bfloat16, arch())
+    block = scratch.block or attend_block(one, pages.dim, arch())
+    kernel = attend_kernel(one, pages.dim, group, q.dtype == torch.bfloat16, arch(), block)
     pointers = (q, *pages.codes, pages.keys, pages.values, table, lens, slots, pages.runs(slots))
     values = (*(x.data_ptr() for x in (*pointers, out, scratch.parts, scratch.tops, scratch.counters)),
               q.stride(0), out.stride(0), table.stride(0), pages.page_size, pages.keys.shape[2], one.residual, one.lag, int(one.together),
               scale * 1.4426950408889634)  # fmt: skip
     stream = torch.cuda.current_stream().cuda_stream
-    grid, block = (scratch.splits, pages.heads, batch), attend_block(one, pages.dim, arch())
-    kernel.launch(grid, block.warps * 32, block.shared, stream, values, overlap=overlap)
+    kernel.launch((scratch.splits, pages.heads, batch), block.warps * 32, block.shared, stream, values, cluster=block.cluster, overlap=overlap)
 
 
-def attend_kernel(one: Format, dim: int, group: int, bf16: bool, arch: str) -> Kernel:
-    """Load the attention kernel for a shape."""
-    block = attend_block(one, dim, arch)
-    defines = attend_defines(one, dim, group, bf16, block.warps, block.stages)
+def attend_kernel(one: Format, dim: int, group: int, bf16: bool, arch: str, block: Block | None = None) -> Kernel:
+    """Load the attention kernel for a shape; a block of None stands for `attend_block`."""
+    block = block or attend_block(one, dim, arch)
+    defines = (*attend_defines(one, dim, group, bf16, block.warps, block.stages), f"-DCLUSTER={block.cluster}")
     return nvrtc.load(_HERE / "attend.cu", "attend_encoded", ATTEND_TYPES, defines, arch, block.shared)
 
 
@@ -165,16 +214,19 @@ def attend_defines(one: Format, dim: int, group: int, bf16: bool, warps: int, st
 
 def append(
     qkv: Tensor, positions: Tensor, starts: Tensor, lens: Tensor, slots: Tensor, table: Tensor, rope: Tensor, norms: tuple[Tensor, Tensor] | None,
-    out: Tensor, pages: Pages, *, eps: float, overlap: bool = False,
+    out: Tensor, pages: Pages, *, eps: float, overlap: bool = False, early: bool = False,
 ) -> None:  # fmt: skip
-    """Append one new token of every sequence and encode what it completes; tensors as in the kernel."""
+    """Append one new token of every sequence and encode what it completes; tensors as in the kernel.
+
+    early lets the next launch begin before the one in front of this has ended, of which it may then read nothing before it waits.
+    """
     one, heads, dim = pages.format, pages.heads, pages.dim
     heads_q = qkv.shape[1] // dim - 2 * heads
     q_weight, k_weight = norms or (rope, rope)
     runs = pages.runs(slots)
     tensors = (qkv, positions, starts, lens, slots, runs, table, rope, q_weight, k_weight, out, pages.keys, pages.values, *pages.codes)
-    numbers = (qkv.stride(0), table.stride(0), pages.page_size, pages.keys.shape[2], one.residual, eps)
-    grid = (heads + heads_q, lens.shape[0], 1)
+    numbers = (qkv.stride(0), table.stride(0), pages.page_size, pages.keys.shape[2], one.residual, int(early), eps)
+    grid = (2 * heads + heads_q, lens.shape[0], 1)
     if not qkv.is_cuda:
         from trtkv.plugins.encoded import kernel as interpreted
 
@@ -194,7 +246,7 @@ def append_kernel(one: Format, heads_q: int, heads: int, dim: int, norm: bool, d
     signature: tuple[tuple[str, str | int | bool], ...] = (
         ("qkv", real), *((name, index) for name in ("positions", "starts", "lens", "slots", "origins", "table")), ("rope", "*fp32"),
         ("q_weight", norms), ("k_weight", norms), ("out", real), ("keys", real), ("values", real), *_code_types(real),
-        *((name, "i32") for name in ("qkv_stride", "table_stride", "page_size", "ring", "residual")), ("eps", "fp32"),
+        *((name, "i32") for name in ("qkv_stride", "table_stride", "page_size", "ring", "residual", "early")), ("eps", "fp32"),
         *_append_constants(one, heads_q, heads, dim, norm, int(arch) >= 90).items(),
     )  # fmt: skip
     aligned = ("qkv", "rope", "out", "keys", "values", *_CODES, "qkv_stride", "page_size", *(() if one.ring % 16 else ("ring",)))

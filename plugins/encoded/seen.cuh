@@ -7,7 +7,8 @@
 #include "codes.cuh"
 #include "tile.cuh"
 
-#define RING_BYTES (STAGES * STEP_BYTES > TILE_ROWS_BYTES ? STAGES * STEP_BYTES : TILE_ROWS_BYTES)
+#define MIXED_BYTES (TILE_ROWS_BYTES + RAW_KEYS + RAW_VALUES) // a tile in full precision, and the codes of some of its tokens
+#define RING_BYTES (STAGES * STEP_BYTES > MIXED_BYTES ? STAGES * STEP_BYTES : MIXED_BYTES)
 // e4m3 moved into the fields of a wider number is too small by a power of two. What the query and the values' scale are multiplied by keeps products
 // within range, the rest follows in fp32.
 #if FLOATING && defined(BF16)
@@ -47,6 +48,44 @@ struct Residual {
   const char *keys, *values;
   long long row;
   int tokens, keys_end, values_end;
+
+  // Ask for the tokens of a tile that are not all codes, to the warp's shared memory [MIXED_BYTES] at `to`: its first is token `first`, `there` of it
+  // exist, `row_in_pool` is the first one's place in the pool. Token `not_yet` is left out.
+  __device__ __forceinline__ void fetch(u32 to, const Codes& codes, int first, int there, long long row_in_pool, int not_yet) const {
+    fetch_rows(to, keys, keys_end, first, there, not_yet);
+    fetch_rows(to + TILE * ROW, values, values_end, first, there, not_yet);
+    const int lane = threadIdx.x & 31;
+    const long long bytes = D * BITS / 8;
+    if (first < keys_end) {
+      const u32 raw = to + TILE_ROWS_BYTES;
+      const long long meta = FLOATING ? row_in_pool * 2 : row_in_pool / KEY_GROUP * (2 * D);
+      Codes::copy(raw, codes.key_codes + row_in_pool * bytes, TILE_BYTES, lane);
+      Codes::copy(raw + TILE_BYTES, codes.key_scale + meta, RAW_KEY_META, lane);
+      if (!FLOATING) Codes::copy(raw + TILE_BYTES + RAW_KEY_META, codes.key_minimum + meta, RAW_KEY_META, lane);
+    }
+    if (first < values_end) {
+      const u32 raw = to + TILE_ROWS_BYTES + RAW_KEYS;
+      const long long meta = row_in_pool * 2 * (FLOATING ? 1 : SHARE);
+      Codes::copy(raw, codes.value_codes + row_in_pool * bytes, TILE_BYTES, lane);
+      Codes::copy(raw + TILE_BYTES, codes.value_scale + meta, RAW_VALUE_META, lane);
+      if (!FLOATING) Codes::copy(raw + TILE_BYTES + RAW_VALUE_META, codes.value_minimum + meta, RAW_VALUE_META, lane);
+    }
+  }
+  // Those in full precision, of tokens that do not exist zeros; the others are left as they are.
+  __device__ __forceinline__ void fetch_rows(u32 to, const char* from, int end, int first, int there, int not_yet) const {
+    if (end >= first + TILE) return;
+    const int begin = first % tokens;
+#pragma unroll
+    for (int i = threadIdx.x & 31; i < TILE * CHUNKS; i += 32) {
+      const int r = i / CHUNKS, place_in_ring = begin + r < tokens ? begin + r : begin + r - tokens;
+      if (first + r >= end && first + r != not_yet) copy16_sized(to + place(r, i % CHUNKS), from + (row + place_in_ring) * ROW + i % CHUNKS * 16, r < there ? 16 : 0);
+    }
+  }
+  // Ask for token `first` + r, the newest, which is not encoded.
+  __device__ __forceinline__ void fetch_newest(u32 to, int first, int r) const {
+    for (int i = threadIdx.x & 31; i < 2 * CHUNKS; i += 32)
+      copy16(to + i / CHUNKS * (TILE * ROW) + place(r, i % CHUNKS), (i < CHUNKS ? keys : values) + (row + (first + r) % tokens) * ROW + i % CHUNKS * 16);
+  }
 };
 
 struct SeenCodes : Seen {
@@ -164,56 +203,31 @@ struct SeenCodes : Seen {
     }
   }
 
-  // Attend to the tokens of ok in a tile whose keys or values are not all codes: its first is token `first`, `there` of it exist, rows has the places in
-  // the pool of one token a lane. own [TILE_ROWS_BYTES] is the warp's shared memory.
-  __device__ __forceinline__ void take_mixed(const u32 (&query)[D / 8], char* own, const Codes& codes, const Residual& residual, int first, int there,
-                                             u32 ok, int rows, float scale_log2) {
-    const int lane = threadIdx.x & 31;
-    const bool some_keys = first < residual.keys_end, some_values = first < residual.values_end;
-    __syncwarp();
-#ifdef SETTLED // most tiles are in full precision: everything is asked for at once, and no tile wraps round a ring of whole tiles
-    if (!some_keys && !some_values && there == TILE) {
-      const u32 to = shared_at(own);
-      const long long from = (residual.row + first % residual.tokens) * ROW;
-#pragma unroll
-      for (int i = lane; i < TILE * CHUNKS; i += 32) {
-        copy16(to + place(i / CHUNKS, i % CHUNKS), residual.keys + from + i * 16);
-        copy16(to + TILE * ROW + place(i / CHUNKS, i % CHUNKS), residual.values + from + i * 16);
+  // Attend to the tokens of ok in a tile whose keys or values are not all codes, which `residual` has fetched to the warp's shared memory.
+  __device__ __forceinline__ void take_mixed(const u32 (&query)[D / 8], char* own, const Residual& residual, int first, int there, u32 ok,
+                                             float scale_log2) {
+    const char *raw_keys = own + TILE_ROWS_BYTES, *raw_values = raw_keys + RAW_KEYS;
+    const Codes raw = {raw_keys, raw_keys + TILE_BYTES, raw_keys + TILE_BYTES + RAW_KEY_META, raw_values, raw_values + TILE_BYTES,
+                       raw_values + TILE_BYTES + RAW_VALUE_META};
+    if (first < residual.keys_end) {
+#pragma unroll 2
+      for (int i = threadIdx.x & 31; i < TILE * CHUNKS; i += 32) {
+        const int r = i / CHUNKS, c = i % CHUNKS;
+        if (r >= there) *reinterpret_cast<uint4*>(own + place(r, c)) = make_uint4(0, 0, 0, 0);
+        else if (first + r < residual.keys_end) *reinterpret_cast<uint4*>(own + place(r, c)) = raw.key(r, c);
       }
-      copies_commit();
-      copies_wait<0>();
-      __syncwarp();
-      take(query, to, ok, scale_log2);
-      return;
     }
-#endif
-#pragma unroll 1
-    for (int base = lane; base < TILE * CHUNKS; base += 64) {
-      uint4 key[2], value[2];
-#pragma unroll
-      for (int n = 0; n < 2; n++) {
-        const int i = base + 32 * n, r = min(i / CHUNKS, there - 1), c = i % CHUNKS, token = first + r;
-        const long long row = __shfl_sync(~0u, rows, r), at = (residual.row + token % residual.tokens) * ROW + c * 16;
-        key[n] = __ldcg(reinterpret_cast<const uint4*>(residual.keys + at)), value[n] = __ldcg(reinterpret_cast<const uint4*>(residual.values + at));
-        if (some_keys) { // also of tokens that have none: any bytes of the page will do
-          const uint4 x = codes.key(row, c);
-          if (token < residual.keys_end) key[n] = x;
-        }
-        if (some_values) {
-          const uint4 x = codes.value(row, c);
-          if (token < residual.values_end) value[n] = x;
-        }
-        if (i / CHUNKS >= there) key[n] = value[n] = make_uint4(0, 0, 0, 0);
-      }
-#pragma unroll
-      for (int n = 0; n < 2; n++) {
-        const int i = base + 32 * n;
-        *reinterpret_cast<uint4*>(own + place(i / CHUNKS, i % CHUNKS)) = key[n];
-        *reinterpret_cast<uint4*>(own + TILE * ROW + place(i / CHUNKS, i % CHUNKS)) = value[n];
+    if (first < residual.values_end) {
+#pragma unroll 2
+      for (int i = threadIdx.x & 31; i < TILE * CHUNKS; i += 32) {
+        const int r = i / CHUNKS, c = i % CHUNKS;
+        if (r >= there) *reinterpret_cast<uint4*>(own + TILE * ROW + place(r, c)) = make_uint4(0, 0, 0, 0);
+        else if (first + r < residual.values_end) *reinterpret_cast<uint4*>(own + TILE * ROW + place(r, c)) = raw.value(r, c);
       }
     }
     __syncwarp();
     take(query, shared_at(own), ok, scale_log2);
+    __syncwarp();
   }
 
   // Bring the query and what was seen of codes to what tokens in full precision want.

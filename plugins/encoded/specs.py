@@ -26,7 +26,8 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
     if form.replaced:
         replaced.request(plan, form, model, dtype, arch)
         return
-    launch.attend_kernel(form, plan.head_dim, plan.num_q_heads // plan.num_kv_heads, dtype == "bf16", arch)
+    for block in launch.attend_blocks(form, plan.head_dim, arch):
+        launch.attend_kernel(form, plan.head_dim, plan.num_q_heads // plan.num_kv_heads, dtype == "bf16", arch, block)
     if form.window and plan.evict is not None:
         lag_kernels(plan, dtype, arch)  # tokens are appended as to a plain cache
         words = plan.head_dim * DTYPE_BYTES[plan.kv_dtype] // 4

@@ -75,9 +75,9 @@ __device__ __forceinline__ void load_query(u32 (&query)[D / 8], const real* q) {
 struct Block {
   float warp_top[WARPS][HEADS8], warp_sum[WARPS][HEADS8], top[HEADS8], sum[HEADS8];
 
-  // Lay the outputs of every warp down as laid [WARPS, HEADS8, LAID]: the first barrier is behind the last use of what lies there, the second before
+  // Lay the outputs of the first `active` warps, those that have seen anything, down as laid [active, HEADS8, LAID]: the first barrier is behind the last use of what lies there, the second before
   // the first read.
-  __device__ __forceinline__ void gather(Seen& seen, float* laid) {
+  __device__ __forceinline__ void gather(Seen& seen, float* laid, int active) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gid = lane >> 2, tig = lane & 3, h = 2 * tig;
     float l0 = seen.sum[0], l1 = seen.sum[1];
 #pragma unroll
@@ -89,10 +89,12 @@ struct Block {
     for (int w = 1; w < WARPS; w++) m0 = fmaxf(m0, warp_top[w][h]), m1 = fmaxf(m1, warp_top[w][h + 1]);
     const float f0 = exp2_fast(seen.top[0] - m0), f1 = exp2_fast(seen.top[1] - m1);
     float* to = laid + (warp * HEADS8 + h) * LAID + gid;
+    if (warp < active) {
 #pragma unroll
-    for (int k = 0; k < D / 16; k++) {
-      to[k * 16] = seen.acc[k][0] * f0, to[LAID + k * 16] = seen.acc[k][1] * f1;
-      to[k * 16 + 8] = seen.acc[k][2] * f0, to[LAID + k * 16 + 8] = seen.acc[k][3] * f1;
+      for (int k = 0; k < D / 16; k++) {
+        to[k * 16] = seen.acc[k][0] * f0, to[LAID + k * 16] = seen.acc[k][1] * f1;
+        to[k * 16 + 8] = seen.acc[k][2] * f0, to[LAID + k * 16 + 8] = seen.acc[k][3] * f1;
+      }
     }
     if (threadIdx.x < HEADS8) {
       float m = warp_top[0][threadIdx.x], l = 0.f;
@@ -106,11 +108,12 @@ struct Block {
   }
 
   // The block's output of four channels from `channel` on of head h, before normalization.
-  static __device__ __forceinline__ float4 output(const float* laid, int h, int channel) {
+  static __device__ __forceinline__ float4 output(const float* laid, int h, int channel, int active) {
     const float* at = laid + h * LAID + channel;
     float4 x = *reinterpret_cast<const float4*>(at);
 #pragma unroll
     for (int w = 1; w < WARPS; w++) {
+      if (w >= active) break;
       const float4 y = *reinterpret_cast<const float4*>(at + w * HEADS8 * LAID);
       x.x += y.x, x.y += y.y, x.z += y.z, x.w += y.w;
     }

@@ -58,7 +58,8 @@ class Case:
     def kernels(self, name: str) -> None:
         """Ask for every kernel."""
         dtype = "bf16" if self.dtype == torch.bfloat16 else "fp16"
-        launch.attend_kernel(self.format, self.dim, self.group, self.dtype == torch.bfloat16, name)
+        for block in launch.attend_blocks(self.format, self.dim, name):
+            launch.attend_kernel(self.format, self.dim, self.group, self.dtype == torch.bfloat16, name, block)
         launch.append_kernel(self.format, self.heads * self.group, self.heads, self.dim, False, dtype, name)
         launch.prompt_kernel(self.format, self.heads, self.dim, self.kept, dtype, name)
 
@@ -84,9 +85,11 @@ class Case:
         self.lengths = torch.tensor(self.lens, dtype=torch.int32, device=DEV)
         self.q = self.guarded((batch, heads * self.group * dim), self.dtype)
         self.out = self.guarded((batch, heads * self.group * dim), self.dtype)
-        block, processors = launch.attend_block(one, dim, arch()), torch.cuda.get_device_properties(0).multi_processor_count
-        splits = self.splits or launch.choose_splits(block, batch * heads, processors, most * page)
-        self.scratch = launch.Scratch.allocate(batch, heads, self.group, dim, splits, torch.device(DEV))
+        processors = torch.cuda.get_device_properties(0).multi_processor_count
+        block, splits = launch.choose_shape(one, dim, arch(), batch * heads, processors, most * page)
+        if self.splits:  # without clusters
+            block, splits = launch.attend_block(one, dim, arch()), self.splits
+        self.scratch = launch.Scratch.allocate(batch, heads, self.group, dim, splits, torch.device(DEV), block)
         self.history: list[list[Tensor]] = [[], []]
         self.newer: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.lens]
         for b, stored in enumerate(self.lens):
@@ -248,7 +251,7 @@ def grow(case: Case, steps: int, every: int) -> None:
     case.attend(slice(None), case.out, case.scratch)
     expect(torch.equal(again, case.out), f"{case.label}: two runs differ")
     alone = torch.full_like(case.out[1:2], torch.nan)
-    scratch = launch.Scratch.allocate(1, case.heads, case.group, case.dim, case.scratch.splits, torch.device(DEV))
+    scratch = launch.Scratch.allocate(1, case.heads, case.group, case.dim, case.scratch.splits, torch.device(DEV), case.scratch.block)
     case.attend(slice(1, 2), alone, scratch)
     expect(torch.equal(alone, case.out[1:2]), f"{case.label}: an answer depends on the batch")
 

@@ -38,11 +38,12 @@ def make_pages(form: Format, dim: int, dtype: torch.dtype, pool: int) -> launch.
     )  # fmt: skip
 
 
-def attend(pages: launch.Pages, q: Tensor, table: Tensor, lens: Tensor, slots: Tensor, splits: int) -> Tensor:
+def attend(pages: launch.Pages, q: Tensor, table: Tensor, lens: Tensor, slots: Tensor, splits: int, cluster: int = 1) -> Tensor:
     """Launch the kernel for a batch."""
     batch, group = len(lens), q.shape[1] // pages.dim // HEADS
     out = torch.full_like(q, torch.nan)
-    scratch = launch.Scratch.allocate(batch, HEADS, group, pages.dim, splits, torch.device("cpu"))
+    block = replace(launch.attend_block(pages.format, pages.dim, "90"), cluster=cluster)
+    scratch = launch.Scratch.allocate(batch, HEADS, group, pages.dim, splits, torch.device("cpu"), block)
     launch.attend(q, pages, table, lens, slots, out, scratch, scale=pages.dim**-0.5)
     assert not scratch.counters.any()
     return out
@@ -81,6 +82,15 @@ def test_runs_are_counted_from_each_sequences_origin(
     compare(form, group, dim, dtype, stored, [form.origin(one) for one in prompts], tmp_path, monkeypatch)
 
 
+@pytest.mark.parametrize("splits", [4, 8])
+@pytest.mark.parametrize(("bits", "group", "dim", "dtype"), [(2, 7, 64, torch.bfloat16), (8, 3, 96, torch.float16)])
+def test_blocks_of_a_cluster_merge_through_their_shared_memory(
+    bits: int, group: int, dim: int, dtype: torch.dtype, splits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = Format(8, 1, dim, 1, together=True) if bits == 8 else Format(bits, 32, 32, 64)
+    compare(form, group, dim, dtype, [330, 1, 65, 140], None, tmp_path, monkeypatch, splits=splits, cluster=4)
+
+
 def compare(
     form: Format,
     group: int,
@@ -91,6 +101,8 @@ def compare(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     ends: list[tuple[int, int]] | None = None,
+    splits: int = 2,
+    cluster: int = 1,
 ) -> None:
     """Attend to sequences of so many stored tokens, whose runs begin at origins, alone and together, and compare with fp64.
 
@@ -109,7 +121,7 @@ def compare(
     if ends is not None:
         pages = replace(pages, ends=torch.tensor(ends, dtype=torch.int32)[slots.long().argsort()])
     q = torch.randn(4, HEADS * group * dim).to(dtype)
-    out = attend(pages, q, table, lens, slots, 2)
+    out = attend(pages, q, table, lens, slots, splits, cluster)
     errors, torchs = [], []
     for b, count in enumerate(stored):
         keys, values = reference.visible(pages, table[b], int(slots[b]), count)
@@ -119,9 +131,9 @@ def compare(
         errors.append((out[b].view_as(exact).double() - exact).norm() / exact.norm())
         torchs.append(max((plain.double() - exact).norm(), (exact.to(dtype).double() - exact).norm()) / exact.norm())
     assert float(torch.stack(errors).square().mean().sqrt()) <= 2 * float(torch.stack(torchs).square().mean().sqrt())
-    one = attend(pages, q[:1], table[:1], lens[:1], slots[:1], 2)
+    one = attend(pages, q[:1], table[:1], lens[:1], slots[:1], splits, cluster)
     assert torch.equal(one, out[:1])  # an answer does not depend on the batch
     monkeypatch.setattr(cuda_on_cpu.Kernel, "backwards", True)
-    assert torch.equal(attend(pages, q, table, lens, slots, 2), out)  # no thread waits for another without a barrier
+    assert torch.equal(attend(pages, q, table, lens, slots, splits, cluster), out)  # no thread waits for another without a barrier
     whole = attend(pages, q[:1], table[:1], lens[:1], slots[:1], 1)
     assert (whole.float() - one.float()).norm() <= 2 * torchs[0] * one.float().norm()
