@@ -13,15 +13,14 @@ from trtkv.plugins._device import nvrtc
 from trtkv.plugins._device.driver import arch
 from trtkv.plugins._device.nvrtc import Float, Int, Kernel, Pointer
 
-MOST_TOKENS = 2  # beyond, products by matrix instructions are faster (launch_few.py)
+MOST_TOKENS = 2  # beyond, the library's products are as fast
 MOST_WIDTH = 16384  # of a norm alone
 NORM_THREADS, SILU_THREADS = 512, 256
 FEW_TOKENS = 64  # of a decode step: what stands between its kernels overlaps with them
-WIDE, LONG = 65536, 8192  # widths and inner sizes from which other forms are faster on an H200
 _SOURCE = Path(__file__).parent / "linear.cu"
 _GEMV, _NORM, _SILU = (Pointer,) * 7 + (Int, Int, Float), (Pointer,) * 5 + (Int, Float), (Pointer, Pointer, Int)
 _ALONE = ("-DTOKENS=1", "-DWARPS=8", "-DROWS=1", "-DSPLIT=1", "-DUNROLL=1", "-DGATED=0", "-DNORM=0")
-DTYPES = (torch.bfloat16, torch.float16)
+_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +48,15 @@ class Norm:
     total: Tensor | None = None
 
 
-def takes(x: Tensor) -> bool:
-    """Say whether the products of one and two tokens take these tokens [T, K]."""
-    return x.shape[0] <= MOST_TOKENS
+def takes(x: Tensor, width: int) -> bool:
+    """Say whether the kernels are written for tokens x [T, K] of a GPU and a product of this width."""
+    return x.shape[0] <= MOST_TOKENS and x.dtype in _DTYPES and x.shape[1] % 8 == 0 and width % 8 == 0 and x.is_contiguous()
 
 
 @cache
 def form_of(width: int, inner: int, gated: bool) -> Form:
     """Choose the form for a matrix [width, inner], as measured on an H200."""
-    if gated:
-        return Form(2, 8, 1)
-    return Form(4, 8, 1)
+    return Form(2, 8, 1) if gated else Form(4, 8, 1)
 
 
 def gemv(
@@ -115,7 +112,7 @@ def silu_kernel(half: bool, arch: str) -> Kernel:
 
 def request(width: int, inner: int, dtype: torch.dtype, most_tokens: int, arch: str, *, gated: bool = False, normed: bool = False) -> None:
     """Load every kernel for a matrix [width, inner] (gated: [2 width, inner]) and up to so many tokens, the norm and the gated activation."""
-    if dtype not in DTYPES or width % 8 or inner % 8:
+    if dtype not in _DTYPES or width % 8 or inner % 8:
         return
     half = dtype == torch.float16
     norm_kernel(half, arch)

@@ -5,12 +5,53 @@
 // (fp16 instead of bf16).
 //
 // A kernel may start while the one before it runs: it loads its first piece of the matrix, which nobody writes, and waits only then.
-#include "product.cuh"
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+typedef unsigned int u32;
+#ifdef FP16
+typedef __half real;
+__device__ __forceinline__ float wide(real x) { return __half2float(x); }
+__device__ __forceinline__ real narrow(float x) { return __float2half_rn(x); }
+__device__ __forceinline__ float2 both(u32 x) { return __half22float2(*reinterpret_cast<const __half2*>(&x)); }
+#else
+typedef __nv_bfloat16 real;
+__device__ __forceinline__ float wide(real x) { return __bfloat162float(x); }
+__device__ __forceinline__ real narrow(float x) { return __float2bfloat16_rn(x); }
+__device__ __forceinline__ float2 both(u32 x) { return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)); }
+#endif
+__device__ __forceinline__ float rounded(float x) { return wide(narrow(x)); }
 
 #define THREADS (WARPS * 32)
 #define GROUPS (WARPS / SPLIT)
 #define MATRIX_ROWS (ROWS * (GATED ? 2 : 1)) // that a group reads
 #define CHUNK 256                            // entries of a row that a warp loads at once
+
+// Let the kernel behind this one start: it loads what nobody writes, and waits for all before it.
+__device__ __forceinline__ void start_next() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void wait_for_input() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// Of a matrix, before the wait too: the assembler moves loads that are declared as never written (ld.global.nc) behind it, these it leaves where they are.
+__device__ __forceinline__ uint4 load_once(const real* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+
+__device__ __forceinline__ void unpack(const uint4& v, float2 (&entries)[4]) {
+  entries[0] = both(v.x), entries[1] = both(v.y), entries[2] = both(v.z), entries[3] = both(v.w);
+}
+__device__ __forceinline__ u32 pack(float2 x) {
+  const real pair[2] = {narrow(x.x), narrow(x.y)};
+  return *reinterpret_cast<const u32*>(pair);
+}
 
 // Eight entries of every token, as they lie in memory.
 struct Entries {
@@ -41,6 +82,16 @@ __device__ __forceinline__ void numbers(const Entries& found, int t, real* total
     entries[i].x *= other[i].x, entries[i].y *= other[i].y;
   }
 #endif
+}
+
+// One result: of a product, and GATED of the one that it gates.
+__device__ __forceinline__ void finish(const float* found, float offset, real* out, int t, int row, int n) {
+  if (GATED) {
+    const float gate = rounded(found[0]);
+    out[(long long)t * n + row] = narrow(rounded(gate / (1.f + expf(-gate))) * rounded(found[1]));
+  } else {
+    out[(long long)t * n + row] = narrow(found[0] + offset);
+  }
 }
 
 // x [TOKENS, k], matrix [n, k] (GATED: [2 n, k]), bias [n] or null, out [TOKENS, n]; NORM: more and total [TOKENS, k] (both or none), scale [k].

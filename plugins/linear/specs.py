@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trtkv.config import Limits, ModelConfig
 from trtkv.plugins.dtypes import TORCH_DTYPES
-from trtkv.plugins.linear import launch, launch_few
+from trtkv.plugins.linear import launch
 
 Shape = tuple[int, int, bool, bool]  # width, inner size, gated, with the norm in front of it
 
@@ -21,6 +21,4 @@ def products(model: ModelConfig) -> dict[str, Shape]:
 def request(model: ModelConfig, limits: Limits, arch: str) -> None:
     """Load the kernels of every product and of the norm for a compute capability; parts of a model load their own when they are opened."""
     for width, inner, gated, normed in products(model).values():
-        shape = width, inner, TORCH_DTYPES[model.dtype], limits.max_batch_size, arch
-        launch.request(*shape, gated=gated, normed=normed)
-        launch_few.request(*shape, gated=gated)
+        launch.request(width, inner, TORCH_DTYPES[model.dtype], limits.max_batch_size, arch, gated=gated, normed=normed)

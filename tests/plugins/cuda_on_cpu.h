@@ -317,7 +317,6 @@ static inline void copy16_sized(u32 to, const void* from, u32 size) {
   memset(cpu::from_shared(to), 0, 16), memcpy(cpu::from_shared(to), from, size);
 }
 static inline void copy16(u32 to, const void* from) { copy16_sized(to, from, 16); }
-static inline void fetch16(u32 to, const void* from, u32 size) { copy16_sized(to, from, size); }
 static inline u64 read_once_policy() { return 0; }
 static inline void copy16_once(u32 to, const void* from, u64) { copy16(to, from); }
 static inline void copies_commit() {}

@@ -22,7 +22,6 @@ from trtkv.plugins._device.spec import Binary, Spec, shared_limit
 from trtkv.plugins._device.triton_aot import TritonSpec
 from trtkv.plugins.kernels import kernels_for
 from trtkv.plugins.linear import launch as linear
-from trtkv.plugins.linear import launch_few
 from trtkv.policies.registry import parse_policy
 from trtkv.presets import policy_presets
 from trtkv.runtime import fused
@@ -169,9 +168,7 @@ def test_every_product_that_an_executor_prepares_is_listed(kind: str, tmp_path: 
     with store.listing() as asked:
         for weight, tokens, form in prepared:
             width, inner = sum(len(part) for part in weight.parts), weight.parts[0].shape[1]
-            shape = width // 2 if form["gated"] else width, inner, torch.bfloat16, tokens, "90"
-            linear.request(*shape, **form)
-            launch_few.request(*shape, gated=form["gated"])
+            linear.request(width // 2 if form["gated"] else width, inner, torch.bfloat16, tokens, "90", **form)
     listed = kernels_for(parse_policy("full").plan(config), config, Limits(max_seq_len=512, max_batch_size=4), "90")
     assert len(asked) > 4 and {spec.name for spec in asked} <= {spec.name for spec in listed}
 

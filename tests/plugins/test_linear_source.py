@@ -1,4 +1,4 @@
-"""`linear.cu`, `few.cu` and `sample.cu` run on the CPU: products, norms and choices beside torch, with tails in every dimension."""
+"""`linear.cu` and `sample.cu` run on the CPU: products, norms and choices beside torch, with tails in every dimension."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from tests.plugins import cuda_on_cpu
 from trtkv.plugins._device import nvrtc, store
-from trtkv.plugins.linear import launch, launch_few
+from trtkv.plugins.linear import launch
 from trtkv.plugins.sampling import launch as sampling
 from trtkv.plugins.sampling import reference
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     cuda_on_cpu.install(monkeypatch, folder)
-    for module in (launch, launch_few, sampling):
+    for module in (launch, sampling):
         monkeypatch.setattr(module, "arch", lambda: "90")
 
 
@@ -67,44 +67,13 @@ def test_products(tokens: int, gated: bool, normed: bool, form: launch.Form | No
     assert error(out, exact) <= 2 * error(theirs, exact)
 
 
-FEW = {
-    "chosen": None, "one pass": launch_few.Few(2, 2, 2, 8, 1), "passes": launch_few.Few(1, 2, 3, 4, 1, kept=True),
-    "passes that read again": launch_few.Few(1, 4, 1, 4, 2, fill=2),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("form", FEW.values(), ids=FEW)
-@pytest.mark.parametrize(("tokens", "gated"), [(1, False), (5, True), (8, False), (13, True)])
-def test_products_of_some_tokens(tokens: int, gated: bool, form: launch_few.Few | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(tokens)
-    width, inner = 200, 2056
-    x, matrix, bias = (torch.randn(size, generator=generator).to(dtype) for size in ((tokens, inner), (width * (1 + gated), inner), (width,)))
-    matrix, own = matrix * inner**-0.5, None if gated else bias
-    out = torch.full((tokens, width), torch.nan, dtype=dtype)
-    launch_few.few(x, matrix, own, out, gated=gated, form=form)
-    exact, theirs = x.double() @ matrix.double().t(), torch.nn.functional.linear(x, matrix, own)
-    if gated:
-        (gate, up), (their_gate, their_up) = exact.chunk(2, -1), theirs.chunk(2, -1)
-        exact, theirs = torch.nn.functional.silu(gate) * up, torch.nn.functional.silu(their_gate) * their_up
-    else:
-        exact = exact + bias.double()
-    assert error(out, exact) <= 2 * error(theirs, exact)
-    monkeypatch.setattr(cuda_on_cpu.Kernel, "backwards", True)
-    alone = torch.full((1, width), torch.nan, dtype=dtype)
-    launch_few.few(x[tokens // 2 : tokens // 2 + 1], matrix, own, alone, gated=gated, form=form)
-    assert torch.equal(alone, out[tokens // 2 : tokens // 2 + 1])  # a token's result does not depend on the batch
-
-
 @pytest.mark.skipif(nvrtc.missing() is not None or not DISASSEMBLER.exists(), reason="needs NVRTC, and Triton's disassembler")
-@pytest.mark.parametrize("source", ["linear.cu", "few.cu"])
-def test_the_matrix_is_asked_for_before_the_wait(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_matrix_is_asked_for_before_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The assembler may move loads behind the wait for the kernel in front, where they are of no use."""
     asked: list[Any] = []
     monkeypatch.setattr(store, "load", asked.append)
     launch.gemv_kernel(launch.form_of(4608, 3584, False), 1, False, True, False, "90")
-    launch_few.few_kernel(launch_few.form_of(4608, 3584, False, 1, "90"), 3584, 1, False, False, "90")
-    spec = next(spec for spec in asked if spec.source.name == source)
+    (spec,) = asked
     (tmp_path / "cubin").write_bytes(spec.compile().cubin)
     text = subprocess.run([str(DISASSEMBLER), "-sass", str(tmp_path / "cubin")], capture_output=True, text=True, check=True).stdout
     own = text[text.index(f"Function : {spec.entry}") :]

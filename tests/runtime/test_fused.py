@@ -41,8 +41,8 @@ def test_a_sum_before_a_norm_is_the_sum() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 11, 16, 17])
-@pytest.mark.parametrize("shape", [(4608, 3584), (136, 96), (3584, 18944), (8, 264), (70000, 256)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(4608, 3584), (136, 96), (3584, 18944), (8, 264)], ids=str)
 def test_products_of_few_tokens_are_as_exact_as_the_librarys(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> None:
     generator = torch.Generator("cuda").manual_seed(shape[0] + tokens)
     x, matrix, bias = (torch.randn(size, generator=generator, device="cuda").to(dtype) for size in ((tokens, shape[1]), shape, (1, shape[0])))
@@ -62,7 +62,7 @@ def test_products_of_few_tokens_are_as_exact_as_the_librarys(shape: tuple[int, i
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("tokens", [1, 2, 8, 13])
+@pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("shape", [(4608, 3584), (144, 96), (1024, 8960)], ids=str)
 def test_products_behind_a_norm_are_as_exact_as_both_apart(
     shape: tuple[int, int], tokens: int, gated: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -86,17 +86,6 @@ def test_products_behind_a_norm_are_as_exact_as_both_apart(
             gate, up = true.chunk(2, -1)
             true = torch.nn.functional.silu(gate) * up
         assert error(ours, true) <= 2 * error(theirs, true)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("gated", [False, True])
-def test_a_tokens_product_does_not_depend_on_the_batch(gated: bool) -> None:
-    generator = torch.Generator("cuda").manual_seed(3)
-    x, matrix = (torch.randn(size, generator=generator, device="cuda").bfloat16() for size in ((8, 3584), (9216, 3584)))
-    found, _ = fused.product(x, None, None, Weight((matrix,)), None, gated=gated)
-    for count in range(3, 8):
-        fewer, _ = fused.product(x[:count].contiguous(), None, None, Weight((matrix,)), None, gated=gated)
-        assert torch.equal(fewer, found[:count])
 
 
 def test_a_product_is_its_norm_its_product_and_its_gate() -> None:

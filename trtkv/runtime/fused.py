@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trtkv.plugins._device.driver import arch
-from trtkv.plugins.linear import launch, launch_few
+from trtkv.plugins.linear import launch
 from trtkv.plugins.support import gpu_ready
 from trtkv.runtime.weights import Weight
 
@@ -61,22 +61,16 @@ def product(
     norm normalizes x (plus more) first, scaled by its weight [in] and with its eps; gated returns silu(gate) * up, side by side in the product.
     """
     width = len(weight.parts[0]) // 2 if gated else len(weight.parts[0])
-    own = _multiplies(x, weight, width)
-    few = own and launch_few.prefers(len(x))
-    total = None
-    if own and not few and launch.takes(x):
-        out, total = x.new_empty(x.shape[0], width), None if more is None else torch.empty_like(x)
-        before = None if norm is None else launch.Norm(*norm, more, total)
-        launch.gemv(x, weight.whole, bias.whole.view(-1) if bias else None, out, gated=gated, norm=before)
-        return out, total
-    if norm is not None:
-        x, total = (rms_norm(x, *norm), None) if more is None else add_rms_norm(x, more, *norm)
-    if few:
-        out = x.new_empty(x.shape[0], width)
-        launch_few.few(x, weight.whole, bias.whole.view(-1) if bias else None, out, gated=gated)
-        return out, total
-    out = weight.linear(x, bias)
-    return silu_product(out) if gated else out, total
+    if not _multiplies(x, weight, width):
+        total = None
+        if norm is not None:
+            x, total = (rms_norm(x, *norm), None) if more is None else add_rms_norm(x, more, *norm)
+        out = weight.linear(x, bias)
+        return silu_product(out) if gated else out, total
+    out, total = x.new_empty(x.shape[0], width), None if more is None else torch.empty_like(x)
+    before = None if norm is None else launch.Norm(*norm, more, total)
+    launch.gemv(x, weight.whole, bias.whole.view(-1) if bias else None, out, gated=gated, norm=before)
+    return out, total
 
 
 def prepare(weight: Weight, most_tokens: int, *, gated: bool, normed: bool) -> None:
@@ -85,16 +79,13 @@ def prepare(weight: Weight, most_tokens: int, *, gated: bool, normed: bool) -> N
     if matrix.is_cuda and len(weight.parts) == 1 and matrix.dim() == 2 and gpu_ready(matrix.device) is None:
         width, inner = matrix.shape
         with torch.cuda.device(matrix.device):
-            shape = width // 2 if gated else width, inner, matrix.dtype, most_tokens, arch()
-            launch.request(*shape, gated=gated, normed=normed)
-            launch_few.request(*shape, gated=gated)
+            launch.request(width // 2 if gated else width, inner, matrix.dtype, most_tokens, arch(), gated=gated, normed=normed)
 
 
 def _multiplies(x: Tensor, weight: Weight, width: int) -> bool:
     if not x.is_cuda or len(weight.parts) > 1 or weight.whole.dtype != x.dtype:
         return False
-    alike = x.dtype in launch.DTYPES and x.shape[1] % 8 == 0 and width % 8 == 0 and x.is_contiguous()
-    return alike and gpu_ready(x.device) is None and not (weight.whole.data_ptr() | x.data_ptr()) % 16
+    return launch.takes(x, width) and gpu_ready(x.device) is None and not (weight.whole.data_ptr() | x.data_ptr()) % 16
 
 
 def _takes(x: Tensor) -> bool:
