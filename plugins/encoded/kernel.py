@@ -249,8 +249,9 @@ def append_encoded(
         x = tl.load(at + d, inside, 0.0)
         tl.store(values + to, x, inside)
         if BITS == 8:
-            _encode_value(x[None, :], stored - 1, b, own, table, table_stride, page_size, value_codes, value_scale, value_minimum,
-                          HEADS_KV, D, BLOCK_D, BITS, VALUE_GROUP)  # fmt: skip
+            if counted % residual == 0:
+                _encode_value(x[None, :], stored - 1, b, own, table, table_stride, page_size, value_codes, value_scale, value_minimum,
+                              HEADS_KV, D, BLOCK_D, BITS, VALUE_GROUP)  # fmt: skip
         elif TOGETHER:  # noqa: SIM102
             if counted % residual == 0:
                 tl.debug_barrier()  # the other threads of this program read what was stored
@@ -286,12 +287,12 @@ def append_encoded(
         turned = (x.to(tl.float32) * cos + sign * (y.to(tl.float32) * sin)).to(dtype)
         if is_key:
             tl.store(keys + to, turned, inside)
-            if BITS == 8:
-                there = tl.arange(0, 1) == 0
-                rows = _row(table, b, stored - 1 + tl.arange(0, 1), own, table_stride, page_size, HEADS_KV, there)
-                _keep_floats(turned[None, :].to(tl.float32), rows, there, key_codes, key_scale, dtype, D, BLOCK_D, True)
-            else:
-                if counted % residual == 0:
+            if counted % residual == 0:
+                if BITS == 8:
+                    there = tl.arange(0, 1) == 0
+                    rows = _row(table, b, stored - 1 + tl.arange(0, 1), own, table_stride, page_size, HEADS_KV, there)
+                    _keep_floats(turned[None, :].to(tl.float32), rows, there, key_codes, key_scale, dtype, D, BLOCK_D, True)
+                else:
                     tl.debug_barrier()  # the other threads of this program read what was stored
                     for begin in range(stored - residual, stored, KEY_GROUP):
                         places = base + (begin + tl.arange(0, KEY_GROUP)) % ring

@@ -259,11 +259,12 @@ __device__ __forceinline__ void put_forced(int* out, int first, int wanted, int 
   if (rank == 0 && tid == 0) out[room] = count;
 }
 
-// Dynamic shared memory: 17 bytes a packet of eight units (share, of the longest row), 8 bytes a part and head, and 32 a packet where exact scores are kept;
-// where STREAM only one byte a packet, and no scores; where SIEVE room for the ring beside the bytes, and for a list of as many units as kept says. scores [R, HEADS, score_stride] fp16 and parts [R, num_parts, HEADS] as a scorer leaves them, lens
-// [B]. Writes out [R, width + 1]: ascending units, -1 behind them, then their count; -1 everywhere where the sequence is read whole. Row r belongs to
-// sequence r / rows_per_sequence. budgets [Z] holds by slots [B] the smaller budgets that requests asked for, 0 for none; null: nobody did. Such a
-// sequence is read whole up to its own budget or dense_below tokens.
+// Dynamic shared memory: 17 bytes a packet of eight units (share, of the longest row), 8 bytes a part and head, and 32 a packet where exact scores
+// are kept; where STREAM only one byte a packet, and no scores; where SIEVE room for the ring beside the bytes, and for a list of as many units as
+// kept says. scores [R, HEADS, score_stride] fp16 and parts [R, num_parts, HEADS] as a scorer leaves them, lens [B]. Writes out [R, width + 1]:
+// ascending units, -1 behind them, then their count; -1 everywhere where the sequence is read whole. Row r belongs to sequence r /
+// rows_per_sequence. budgets [Z] holds by slots [B] the smaller budgets that requests asked for, 0 for none; null: nobody did. Such a sequence is
+// read whole up to its own budget or dense_below tokens.
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_units(const __half* scores, const float4* parts, const int* lens,
     int* out, const int* slots, const int* budgets, long long score_stride, int num_parts, int rows_per_sequence, int budget, int dense_below, int room,
     int sink, int window, int kept) {
@@ -312,8 +313,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
   Share share = {scores, score_stride, begin * 8, packets * 8, usable, first, last, wanted,
       (((usable + 31) >> 5) + num_parts - 1) / num_parts * 32, keys, exact, add};
 #ifdef SIEVE
-  static_assert(sizeof(Sieved) <= __builtin_offsetof(Shared, fine), "it lies over the counts");
-  static_assert(__builtin_offsetof(Sieved, box) >= sizeof(s.hist), "counts are cleared behind it");
+  static_assert(sizeof(Sieved) <= sizeof(s.hist) + sizeof(s.told) + sizeof(s.coarse), "it lies over the counts and what blocks tell each other");
+  static_assert(sizeof(sieved.sample) + sizeof(sieved.hist) + sizeof(sieved.crowd) + sizeof(sieved.told_sample) + sizeof(sieved.told) >= sizeof(s.hist),
+      "boxes lie behind the counts, which are cleared");
   if (8ll * wanted <= last - first && REACH * wanted / 100 <= kept * CLUSTER / 8 * 5) {
     const u64 policy = read_once_policy();
     Sieve sieve = {sieved, share, dynamic + tid * 16, reinterpret_cast<u32*>(add + num_parts * HEADS),
