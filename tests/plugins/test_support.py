@@ -52,21 +52,18 @@ def test_short_sequences_are_read_whole_only_where_kernels_select(monkeypatch: p
     assert support.dense_below(plan("snapkv"), 1, CPU) == 0
 
 
-@pytest.mark.parametrize(
-    ("policy", "batch", "pages", "together"),
-    [("quest", 8, 4096, True), ("freekv", 8, 4096, True), ("quest", 9, 4096, False), ("quest", 9, 256, True), ("fier", 9, 4096, True)]
-    + [("full", 8, 512, True), ("full", 8, 4096, False), ("shadowkv", 8, 4096, False)],
-)
-def test_steps_overlap_that_are_short_or_were_faster_so(
-    policy: str, batch: int, pages: int, together: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    lowered = replace(plan(policy), page_size=32)
-    alone = {"offload": None, "encoded": None, "ragged": None, "scratch": lambda key, make: make()}
-    table = SimpleNamespace(shape=(batch, pages), device=torch.device("cuda"))
-    assert support.overlaps(SimpleNamespace(plan=lowered, **alone), table) == together
-    if pages == 4096:
-        assert not support.overlaps(SimpleNamespace(plan=lowered, **alone | {"offload": object()}), table)
+@pytest.mark.parametrize("policy", ["full", "fier", "quest", "shadowkv"])
+def test_only_bulky_kernels_and_other_caches_stop_long_steps_from_overlapping(policy: str) -> None:
+    alone = {"plan": replace(plan(policy), page_size=32), "offload": None, "encoded": None, "ragged": None}
+    short, long = (SimpleNamespace(shape=(8, pages)) for pages in (512, 4096))
+    for kind in ("offload", "encoded", "ragged"):
+        other = SimpleNamespace(**alone | {kind: object()})
+        assert support.overlaps(other, short)
+        assert not support.overlaps(other, long)
+    plain = SimpleNamespace(**alone)
+    assert support.overlaps(plain, short, bulky=True)
+    assert support.overlaps(plain, long)
+    assert not support.overlaps(plain, long, bulky=True)
 
 
 def test_every_recorded_selection_takes_the_route_that_was_faster(monkeypatch: pytest.MonkeyPatch) -> None:
