@@ -89,8 +89,7 @@ class Shadow:
 
     def weight(self, name: str, rows: Tensor | None = None) -> Tensor:
         """Return a weight, or some rows of it (entries of a bias [out]), in its own dtype on the host."""
-        parts = self._weights[name].parts
-        parts = tuple(part.flatten() for part in parts) if name.endswith("bias") else parts
+        parts = tuple(part.flatten() if name.endswith("bias") else part for part in self._weights[name].parts)
         if rows is None:
             return torch.cat([part.cpu() for part in parts]) if len(parts) > 1 else parts[0].cpu()
         starts = torch.tensor([0, *(len(part) for part in parts)]).cumsum(0)
@@ -166,12 +165,9 @@ class _Step:
         shadow = self.shadow
         if node.op_type == "Cast":
             self.exact[node.output[0]] = self.exact[node.input[0]]
-            value = self.narrow[node.input[0]]
-            if helper.get_attribute_value(node.attribute[0]) == onnx.TensorProto.FLOAT:
-                self.narrow[node.output[0]] = value
-                self.single.add(node.output[0])
-            else:
-                self.narrow[node.output[0]] = shadow.round(value)
+            value, single = self.narrow[node.input[0]], helper.get_attribute_value(node.attribute[0]) == onnx.TensorProto.FLOAT
+            self.narrow[node.output[0]] = value if single else shadow.round(value)
+            self.single.update(node.output if single else ())
             return
         if node.op_type == "Gather":
             source = shadow.weight(node.input[0]) if node.input[0] == shadow._embedding else self.taps[node.input[0]].cpu()
@@ -388,14 +384,13 @@ def _misplaced(ours: Tensor, scores: Tensor, stored: int, plan: SelectPlan, conf
     pooled = pool(scores, config.num_kv_heads, config.scale, plan.pooling).double()
     # A score is a sum of D products, rounded relative to its largest terms; a softmax turns that into a factor.
     slack = precision * float((scores.abs() * config.scale).max()) if plan.pooling.startswith("softmax") else precision
-    wrong = 0
+    wrong, known = 0, pooled.shape[1]
     for head, (row, expected) in enumerate(zip(ours.tolist(), theirs, strict=True)):
         units = row[: row[-1]]
         extra, missing = set(units) - set(expected), set(expected) - set(units)
         if len(units) != len(expected) or units != sorted(set(units)):
             wrong += max(1, len(extra), len(missing))
             continue
-        known = pooled.shape[1]
         cut = max((float(pooled[head, unit]) for unit in missing if unit < known), default=0.0)
         room = slack * (abs(cut) if plan.pooling.startswith("softmax") else float(pooled[head].abs().max()))
         wrong += sum(unit >= known or float(pooled[head, unit]) < cut - room for unit in extra)

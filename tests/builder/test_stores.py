@@ -90,7 +90,20 @@ def test_kernels_of_an_encoded_cache_are_compiled_into_the_engine(policy: str, m
     entries = {one.kernel.split()[0] for one in manifest.kernels.files}
     assert (
         entries
-        == {"append_kernel", "append_encoded", "encode_prompt", "attend_encoded", "sample", "feed", "fetch", "gemv", "rms_norm", "silu_gate"} | more
+        == {
+            "append_kernel",
+            "append_token",
+            "append_encoded",
+            "encode_prompt",
+            "attend_encoded",
+            "sample",
+            "feed",
+            "fetch",
+            "gemv",
+            "rms_norm",
+            "silu_gate",
+        }
+        | more
     )
     evicts = "sums_kernel" in more
     assert any(f"LISTED={evicts}" in one.options for one in manifest.kernels.files if one.kernel.startswith("encode_prompt"))
@@ -110,7 +123,10 @@ def test_kernels_of_a_cache_that_settles_are_compiled_into_the_engine(tmp_path: 
     assert manifest.kernels is not None
     files = {one.kernel.split()[0]: one for one in manifest.kernels.files}
     lag = {"spread_kernel", "choose_kernel", "move_kernel"}
-    assert set(files) == {"append_kernel", "encode_prompt", "attend_encoded", "sample", "feed", "fetch", "gemv", "rms_norm", "silu_gate"} | lag
+    assert (
+        set(files)
+        == {"append_kernel", "append_token", "encode_prompt", "attend_encoded", "sample", "feed", "fetch", "gemv", "rms_norm", "silu_gate"} | lag
+    )
     assert "SETTLED" in files["attend_encoded"].options and any("LISTED=True" in one for one in files["encode_prompt"].options)
 
 
@@ -123,6 +139,17 @@ def test_kernels_that_replace_single_tokens_are_compiled_into_the_engine(tmp_pat
     assert manifest.kernels is not None
     files = {one.kernel.split()[0]: one for one in manifest.kernels.files}
     own = {"append_encoded", "attend_dense", "remember_kernel", "errors_kernel", "prompt_kernel", "mass_kernel", "exchange_kernel"}
-    assert files.keys() == own | {"append_kernel", "sums_kernel", "column_sums", "sample", "feed", "fetch", "gemv", "rms_norm", "silu_gate"}
+    assert files.keys() == own | {
+        "append_kernel",
+        "append_token",
+        "sums_kernel",
+        "column_sums",
+        "sample",
+        "feed",
+        "fetch",
+        "gemv",
+        "rms_norm",
+        "silu_gate",
+    }
     assert any("NIBBLES" in one for one in files["attend_dense"].options)
     assert "BUDGET=1024" in files["exchange_kernel"].options

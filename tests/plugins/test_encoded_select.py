@@ -92,7 +92,7 @@ class Lists(Torch):
         unit: int, scale: float, overlap: bool = False,
     ) -> None:  # fmt: skip
         config = OpConfig(q.shape[1] // DIM, HK, DIM, scale, 0.0, 0, HK, "")
-        assert scratch.counters.shape == (len(lens), HK)
+        assert scratch.counters.shape == (len(lens), HK, 1)
         for b, stored in enumerate(lens.tolist()):
             keys, values = reference.visible(pages, table[b], int(slots[b]), stored)
             lists = [tokens_of(row, unit, stored).tolist() for row in chosen[b]]
