@@ -168,6 +168,8 @@ def test_the_least_makes_room(rule: Rule, stacked: bool, more: dict[str, Any], d
 def test_of_equal_ones_the_older_stays(score: int, shared: bool) -> None:
     pytest.importorskip("triton")
     case = Case(Rule(60, 3, 10, score, shared), stored=(61, 61), seen=(90, 75))
+    for name in ("keys", "last_queries"):  # quarters: their products are exact in whatever order a CPU adds them
+        case.named[name] = case.named[name].mul(4).round().div(4)
     case.named["keys"][:] = case.named["keys"][:, :1, :, :1]  # every token is paid the same
     case.named["attention_mass"][:] = 1
     before = [case.at(b) for b in range(2)]
