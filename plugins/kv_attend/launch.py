@@ -12,7 +12,7 @@ from trtkv.plugins._device.nvrtc import Float, Int, Kernel, Pointer
 from trtkv.plugins._device.spec import shared_limit
 
 _HERE = Path(__file__).parent
-_TYPES = (Pointer,) * 7 + (Int,) * 6 + (Float,)
+_TYPES = (Pointer,) * 8 + (Int,) * 6 + (Float,)
 CLUSTERS_FROM = 90  # clusters of blocks came with this compute capability
 STAGES = 2  # blocks of tokens of a warp that are on their way
 # Blocks a row and warps a block up to so many rows, as measured on an H200. Clusters have to find place all at once: its 132 multiprocessors stand in
@@ -25,11 +25,12 @@ EARLY = (range(24, 33), range(57, 67))  # rows of which blocks may begin early h
 
 def attend_list(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lens: Tensor, chosen: Tensor | None, out: Tensor, *,
-    unit: int, scale: float, overlap: bool = False, settled: bool = False,
+    unit: int, scale: float, overlap: bool = False, settled: bool = False, handed: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Attend one token a sequence: q, out [B, Hq D], keys, values [P, Hk, N, D], table [B, M], lens [B], chosen [B, Hk, K + 1] int32 or None.
 
-    With overlap the kernel launched before this one must not have written lens; settled says that it has not written q either.
+    With overlap the kernel launched before this one must not have written lens; settled says that it has not written q either. handed
+    [B Hk, K + 1, 4] is what `launch_fused.page_select` hands the lists over in, where that is the launch before this one and q is settled.
     """
     _, heads, page_size, dim = keys.shape
     group, batch = q.shape[1] // dim // heads, lens.shape[0]
@@ -38,7 +39,7 @@ def attend_list(
     kernel = attend_kernel(dim, group, cluster, warps, unit, q.dtype == torch.bfloat16, sm)
     pointers = [one.data_ptr() for one in (q, keys, values, table, lens)]
     strides = (q.stride(0), out.stride(0), table.stride(0), page_size, 0 if chosen is None else chosen.shape[2])
-    values_ = (*pointers, 0 if chosen is None else chosen.data_ptr(), out.data_ptr(), *strides, int(settled), scale * 1.4426950408889634)
+    values_ = (*pointers, 0 if chosen is None else chosen.data_ptr(), 0 if handed is None else handed.data_ptr(), out.data_ptr(), *strides, int(settled), scale * 1.4426950408889634)
     stream = torch.cuda.current_stream().cuda_stream
     shared = block_bytes(batch * heads, dim, warps, sm)
     kernel.launch((cluster, heads, batch), warps * 32, shared, stream, values_, cluster=cluster, overlap=overlap)

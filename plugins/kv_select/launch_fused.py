@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trtkv.plan import SelectPlan
 from trtkv.plugins._device import nvrtc
+from trtkv.plugins._device.driver import BESIDE_PERCENT, CACHING_PERCENT
 from trtkv.plugins._device.nvrtc import Float, Int, Kernel, Long, Pointer
 from trtkv.plugins._device.spec import shared_limit
 from trtkv.plugins.kv_select.launch import POOLS, OwnBudgets, arch, stream
@@ -18,7 +19,7 @@ from trtkv.plugins.support import Summary, shares_selection
 
 _HERE = Path(__file__).parent
 _FIER = (Pointer,) * 12 + (Int, Int, Int, Long) + (Int,) * 6 + (Float,)
-_PAGES = (Pointer,) * 13 + (Int, Int, Int, Long) + (Int,) * 6 + (Float,)
+_PAGES = (Pointer,) * 14 + (Int, Int, Int, Long) + (Int,) * 6 + (Float,)
 LOG2_E = 1.4426950408889634
 STAGES = (8, 4)  # groups of a warp in flight: as many as shared memory has room for
 MOST_SMS = 160  # multiprocessors of a device that are used: blocks of a row, as in exchange.cuh
@@ -100,7 +101,7 @@ def plans_on_any(plan: SelectPlan, summary: Summary, batch: int, heads: int, gro
     for sms in range(2 * batch * heads, MOST_SMS + 1):
         fused = plan_for(plan, summary, batch, heads, group, dim, units, sms, arch)
         if fused is not None:
-            found[fused.warps, fused.stages] = fused
+            found[fused.warps, fused.stages, fused.room] = fused
     return list(found.values())
 
 
@@ -127,14 +128,17 @@ def fier_select(
 def page_select(
     q: Tensor, vectors: Tensor, beside: Tensor | None, table: Tensor, lens: Tensor, out: Tensor, mail: Tensor, stamps: Tensor, plan: Fused, *,
     kind: str, unit: int, budget: int, scale: float, pooling: str, sink: int, window: int, own: OwnBudgets | None = None, cut: Tensor | None = None,
-    overlap: bool = False, scores: Tensor | None = None, parts: Tensor | None = None,
+    overlap: bool = False, scores: Tensor | None = None, parts: Tensor | None = None, handed: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Score and choose pages: arguments as of `launch_pages.score_pages` and `fier_select`."""
+    """Score and choose pages: arguments as of `launch_pages.score_pages` and `fier_select`.
+
+    handed [R, out.shape[2], 4] int32, zero before the first launch, is what attention may take the lists from while this launch runs.
+    """
     heads, per_page, dim = vectors.shape[1], vectors.shape[2], vectors.shape[-1]
     group = q.shape[1] // dim // heads
     kernel = page_kernel(kind, dim, group, pooling, plan, per_page, q.dtype == torch.bfloat16, arch(), forced=cut is not None)
     slots, budgets, below = (None, None, 0) if own is None else (own.slots, own.budgets, own.dense_below)
-    given = (q, vectors, beside, cut, table, lens, out, slots, budgets, mail, stamps, scores, parts)
+    given = (q, vectors, beside, cut, table, lens, out, handed, slots, budgets, mail, stamps, scores, parts)
     values = (*(0 if one is None else one.data_ptr() for one in given), q.stride(0), table.stride(0), unit, 0 if scores is None else scores.shape[2],
               budget, below, out.shape[2] - 1, sink, window, plan.room, scale * LOG2_E)  # fmt: skip
     kernel.launch((plan.blocks, heads, lens.shape[0]), 32 * plan.warps, plan.shared, stream(), values, overlap=overlap, cooperative=True)
@@ -148,10 +152,18 @@ def fused_kernel(dim: int, group: int, pooling: str, plan: Fused, bf16: bool, ar
 
 def page_kernel(kind: str, dim: int, group: int, pooling: str, plan: Fused, per_page: int, bf16: bool, arch: str, *, forced: bool) -> Kernel:
     """Load the kernel of pages for a shape."""
-    flags = [*(["-DFORCED"] if forced else []), *(["-DBF16"] if bf16 else [])]
+    once = plan.room <= plan.warps * round_pages(kind, dim)
+    flags = [*(["-DONCE"] if once else []), *(["-DFORCED"] if forced else []), *(["-DBF16"] if bf16 else [])]
     defines = (*_defines(dim, group, pooling, plan), f"-DKIND={KINDS[kind]}", f"-DPER_PAGE={per_page}", *flags)
     # The first-level cache holds what is under way: beside a kernel in front that leaves it little, the launch took a third longer.
-    return nvrtc.load(_HERE / "page_select.cu", "page_select", _PAGES, defines, arch, shared_limit(arch) - _STATIC, caching=True)
+    # Where little is under way, blocks of the kernels around it find place beside its own.
+    return nvrtc.load(_HERE / "page_select.cu", "page_select", _PAGES, defines, arch, shared_limit(arch) - _STATIC, percent=BESIDE_PERCENT if once else CACHING_PERCENT)
+
+
+def round_pages(kind: str, dim: int) -> int:
+    """Return the pages that a warp reads at once, as page_share.cuh counts them."""
+    pieces, vectors = dim // 32, 2 if kind == "box" else 1
+    return 16 * (4 // vectors if pieces <= 2 else 2 // vectors if pieces <= 4 else 1)
 
 
 def _defines(dim: int, group: int, pooling: str, plan: Fused) -> tuple[str, ...]:

@@ -219,16 +219,22 @@ struct Pages {
   bool settled;         // the first ones are asked for at once: no kernel that may still run writes them
 };
 
-// Waits for the kernels before this one, then calls begun(). q: the query heads, [G, D], or all of the layer where SHARED. Calls put(head, page, scores
+// Waits for the kernels before this one, then calls begun(), and ready() behind a barrier before the first scores are put: one of the
+// two lets the next one begin. q: the query heads, [G, D], or all of the layer where SHARED. Calls put(head, page, scores
 // of it and the next) in one thread each and sixteen(page) in the warp that has put those of sixteen pages; RAW: range(reference, highest, lowest) of
 // head 0 in every lane at the end; then tell(head, part) in thread `head`: scores and parts are as score_groups tells them.
-template <typename Begun, typename Put, typename Sixteen, typename Range, typename Tell> __device__ __forceinline__ void score_share(const Pages& row,
-    const real* q, float scale_log2, Begun begun, Put put, Sixteen sixteen, Range range, Tell tell) {
+template <typename Begun, typename Ready, typename Put, typename Sixteen, typename Range, typename Tell>
+__device__ __forceinline__ void score_share(const Pages& row, const real* q, float scale_log2, Begun begun, Ready ready, Put put, Sixteen sixteen,
+    Range range, Tell tell) {
   __shared__ float shared_ref[WARPS][8 * TILES];
   __shared__ float2 shared_sum[WARPS][8 * TILES];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gid = lane >> 2, tig = lane & 3;
   const int begin = row.begin, end = row.end, per = row.per, head = row.head, heads = row.heads;
+#ifdef ONCE // a warp has one round at most
+  constexpr int rounds = 1;
+#else
   const int rounds = max(1, (per + WARPS * ROUND - 1) / (WARPS * ROUND));
+#endif
   int place[(SIXTEENS + 1) / 2]; // lane l knows pages l and 32 + l of the warp's round: head 0's row of the summaries, behind the end the last one's
   auto locate = [&](int j) {
 #pragma unroll
@@ -273,7 +279,7 @@ template <typename Begun, typename Put, typename Sixteen, typename Range, typena
     if (j + 1 < rounds) locate(j + 1);
     const bool busy = begin + (j * WARPS + warp) * ROUND < end;
     auto start = [&] {
-      dependency_wait();
+      wait_for_previous();
       MARK(1)
       begun();
 #ifndef SHARED
@@ -333,6 +339,7 @@ template <typename Begun, typename Put, typename Sixteen, typename Range, typena
         if (gid == 0 && (!POOLED || tig == 0)) shared_ref[warp][slot(i)] = m;
       }
       __syncthreads();
+      ready();
 #pragma unroll
       for (int i = 0; i < COLUMNS; i++) {
         float m = shared_ref[0][slot(i)];
