@@ -101,7 +101,6 @@ class Session:
         self.reduce: Callable[[Tensor], None] | None = None  # sums a tensor in place over the parts of an engine
         self.gather: Callable[[Tensor, Tensor], None] | None = None  # writes the columns of all parts [R, V / G] into [R, V]
         self._scratch: dict[Hashable, object] = {}
-        self.handed: Tensor | None = None  # what attention takes the lists of the choice before it from, where that launch hands them over
         self._step: list[StepGroup] = []
         self.compactor = Compactor(self) if self.stacks is not None else make_compactor(self) if self.ragged is not None else None
         if isinstance(self.compactor, HeadCompactor):

@@ -10,13 +10,10 @@ typedef unsigned long long u64;
 #ifndef CLUSTER
 #define CLUSTER 1
 #endif
-#ifdef TRACE // clocks of every block, for a profile: cycles, behind them nanoseconds of the device
-extern "C" __device__ long long trace[2 * 192 * 32];
+#ifdef TRACE // clocks of every block, for a profile
+extern "C" __device__ long long trace[192 * 32];
 #define TRACED (blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z))
-#define MARK(i) if (threadIdx.x == 0 && TRACED < 192) { \
-    trace[TRACED * 32 + i] = clock64(); \
-    asm volatile("mov.u64 %0,%%globaltimer;" : "=l"(trace[(192 + TRACED) * 32 + i])); \
-  }
+#define MARK(i) if (threadIdx.x == 0 && TRACED < 192) trace[TRACED * 32 + i] = clock64();
 #else
 #define MARK(i)
 #endif
@@ -53,16 +50,6 @@ __device__ __forceinline__ float fma_sat(float x, float y, float z) { // x y + z
   return x;
 }
 
-__device__ __forceinline__ void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void let_next_begin() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
 // Wait for the kernels before this one, then let the one behind start its preamble: it may read what was written before the kernel before it.
 __device__ __forceinline__ void dependency_wait() {
 #if __CUDA_ARCH__ >= 900

@@ -67,7 +67,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_token(const real* q
     void* meta, int qkv_stride, int table_stride, int page_size, int settled, int early, float eps) {
   const int b = blockIdx.y, thread = blockIdx.x * THREADS + threadIdx.x, unit = thread / LANES, d = thread % LANES * 8;
   const int head = unit - HEADS_Q, mirror = d < HALF ? d + HALF : d - HALF;
-  MARK(0)
   if (early) start_next();
   if (!settled) wait_for_input();
   // Lengths and page numbers are looked up by all threads, so that nothing waits for a branch: places, then positions and what they lead to.
@@ -108,7 +107,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_token(const real* q
   }
 #endif
   if (settled) wait_for_input();
-  MARK(1)
   if (!early) start_next();
   Eight own = {}, other = {};
   if (has) own.load_new(qkv + (long long)row * qkv_stride + unit * D + d);
@@ -125,9 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_token(const real* q
 #pragma unroll
     for (int e = 0; e < 8; e++) own.x[e] = to_real(fmaf(to_float(own.x[e]), cosine[e], sign * __fmul_rn(to_float(other.x[e]), sine[e])));
   }
-  MARK(2)
   if (has) own.store(!stores ? out + (long long)row * (HEADS_Q * D) + unit * D + d : (turns ? keys : values) + slot);
-  MARK(3)
 #if SUMMARY
   if (__builtin_expect(!closes, 1)) return;
 #pragma unroll

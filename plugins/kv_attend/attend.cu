@@ -5,17 +5,10 @@
 // Every warp takes blocks of 16 tokens. Warps are merged through shared memory, then every block of the cluster gets from all of them an equal share of
 // the channels.
 #include "async.cuh"
-#include "handed.cuh"
 #include "tile.cuh"
 
 #define QUARTETS (GROUP_HEADS * D / 4) // of channels, of all heads
 #define OWN_QUARTETS ((QUARTETS + CLUSTER - 1) / CLUSTER) // that a block merges
-#define QUARTETS_EACH (QUARTETS <= 2 * THREADS ? 2 : 1)
-// Lanes that add up a quartet of all blocks together: a chain of sixteen takes longest.
-#define MERGES(lanes) ((lanes) <= CLUSTER && OWN_QUARTETS * (lanes) <= THREADS)
-#ifndef MERGERS
-#define MERGERS (MERGES(8) ? 8 : MERGES(4) ? 4 : MERGES(2) ? 2 : 1)
-#endif
 #define TILED (UNIT % TILE == 0) // the tokens of a block lie side by side
 #define LOOKS (TILED ? 1 : 4) // that a lane looks up at once: rows of blocks, or of a token of every second one
 #define LOOKED (TILED ? 32 : 2 * LOOKS) // blocks of them
@@ -30,11 +23,10 @@ struct Merge {
 };
 
 // q [B, q_stride]; keys, values [P, Hk, page_size, D]; table [B, table_stride]; lens [B]; chosen [B, Hk, chosen_stride] int32, the entries and
-// last their count, -1 for everything stored, or null; handed_words [B, Hk, chosen_stride] as handed.cuh says, or null, with lists of a launch
-// that hands them over and queries that are settled. Writes out [B, out_stride]. Lengths were there before the kernel before this one began; where
+// last their count, -1 for everything stored, or null. Writes out [B, out_stride]. Lengths were there before the kernel before this one began; where
 // settled, queries too.
 extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q, const char* keys, const char* values, const int* table, const int* lens,
-    const int* chosen, uint4* handed_words, real* out, int q_stride, int out_stride, int table_stride, int page_size, int chosen_stride, int settled, float scale_log2) {
+    const int* chosen, real* out, int q_stride, int out_stride, int table_stride, int page_size, int chosen_stride, int settled, float scale_log2) {
   extern __shared__ __align__(128) char ring[];
   __shared__ Merge merge;
   __shared__ __align__(128) char asked[HEADS8 * ROW];
@@ -46,7 +38,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
   const int* pages = table + (long long)b * table_stride;
   const int* list = chosen ? chosen + ((long long)b * heads + head) * chosen_stride : 0;
   const int room = chosen_stride - 1;
-  const Handed handed = {handed_words ? handed_words + ((long long)b * heads + head) * chosen_stride : 0};
 #if CLUSTER > 1
   if (threadIdx.x == 0) {
     barrier_init(&merge.arrived);
@@ -65,20 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
     }
   };
   if (settled) fetch_query();
-  u32 stamp = NOT_HANDED; // of the list's words, where it is taken up while it is written
-  int width = 0;
-  if (handed.words) {
-    const u64 header = handed.header();
-    stamp = (u32)(header >> 32), width = (u32)header;
-  }
-#ifndef LATER
-#define LATER 0
-#endif
-  auto wait = [&] {
-    wait_for_previous();
-    if (LATER == 0) let_next_begin();
-  };
-  if (stamp == NOT_HANDED) wait();
+  dependency_wait();
   if (!settled) fetch_query();
   copies_commit();
   MARK(1)
@@ -92,68 +70,31 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
     const int blocks = (total + TILE - 1) / TILE;
     begin = worker * (blocks / workers) + min(worker, blocks % workers), mine = blocks / workers + (worker < blocks % workers);
   };
-  const bool even = (page_size & (page_size - 1)) == 0; // a division takes as long as a look into a cache
-  const int shift = __ffs(page_size) - 1;
   // What a lane looks up for blocks from j on: the first token of block j + lane, or token `lane` of look `n` of pairs of blocks.
   auto token_of = [&](int j, int n) { return TILED ? (begin + j + lane) * TILE : (begin + j + 2 * n) * TILE + lane; };
   auto entry_of = [&](int j, int n) { return list[max(0, min(token_of(j, n) / UNIT, room - 1))]; };
-  int entries[LOOKS] = {}, places[LOOKS] = {}, row_ahead, left_ahead;
-  // Words of the list as they come; the list itself where the header says so in the end.
-  auto take_words = [&](int j) {
-    uint4 word[LOOKS];
-#pragma unroll
-    for (int n = 0; n < LOOKS; n++) word[n] = make_uint4(~0u, 0, 0, token_of(j, n) < min(total, (begin + mine) * TILE) ? NOT_HANDED : stamp);
-    while (true) {
-      bool ready = true;
-      const bool lost = (u32)(handed.header() >> 32) == NOT_HANDED;
-#pragma unroll
-      for (int n = 0; n < LOOKS; n++) {
-        if (word[n].w != stamp) word[n] = look(handed.entry(token_of(j, n) / UNIT));
-      }
-#pragma unroll
-      for (int n = 0; n < LOOKS; n++) ready &= word[n].w == stamp;
-      if (!__any_sync(~0u, !ready)) break;
-      if (__any_sync(~0u, lost)) {
-        stamp = NOT_HANDED, wait();
-        return;
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < LOOKS; n++) entries[n] = word[n].x, places[n] = word[n].y;
-  };
-  auto look_at_list = [&](int j) {
-    if (stamp != NOT_HANDED) take_words(j);
-    if (stamp == NOT_HANDED && sparse) {
-#pragma unroll
-      for (int n = 0; n < LOOKS; n++) entries[n] = entry_of(j, n);
-    }
-  };
-  auto row_of = [&](int j, int n, int& left) {
-    const int i = token_of(j, n), entry = entries[n];
+  auto row_of = [&](int j, int n, int entry, int& left) {
+    const int i = token_of(j, n);
     left = 0;
     if (i >= total || i / TILE >= begin + mine || (sparse && entry < 0)) return -1;
     const int token = sparse ? entry * UNIT + i % UNIT : i;
     left = max(0, min(stored - token, TILE));
     if (left == 0) return -1;
-    if (stamp != NOT_HANDED) return places[n] + i % UNIT;
-    const int page = even ? token >> shift : token / page_size;
+    const int page = token / page_size;
     return (pages[page] * heads + head) * page_size + token - page * page_size;
   };
-  if (stamp != NOT_HANDED) {
-    share(width), look_at_list(0);
-    if (LATER == 0) let_next_begin();
-  }
-  if (stamp == NOT_HANDED) {
-    // The count and the first entries come together: that the list is one, and full, is nearly always true.
-    share(list ? room : -1);
-    const int count = list ? list[room] : -1;
-    if (list) sparse = true, look_at_list(0);
-    if (list && count != room) share(count), look_at_list(0);
-  }
-#ifdef TRACE
-  asm volatile("" ::"r"(entries[0]));
-  MARK(11)
-#endif
+  // The count and the first entries come together: that the list is one, and full, is nearly always true.
+  int entries[LOOKS] = {}, row_ahead, left_ahead;
+  share(list ? room : -1);
+  const int count = list ? list[room] : -1;
+  auto look_at_list = [&](int j) {
+    if (sparse) {
+#pragma unroll
+      for (int n = 0; n < LOOKS; n++) entries[n] = entry_of(j, n);
+    }
+  };
+  if (list) sparse = true, look_at_list(0);
+  if (list && count != room) share(count), look_at_list(0);
 
   const u32 ring_at = shared_at(ring) + warp * STAGES * STAGE_BYTES;
   u64 exist = 0; // bits of the tokens that exist, sixteen a fetched block
@@ -161,13 +102,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
     if (j % LOOKED == 0) {
 #pragma unroll
       for (int n = 0; n < LOOKS; n++) {
-        row_ahead = row_of(j, n, left_ahead);
+        row_ahead = row_of(j, n, entries[n], left_ahead);
         if (!TILED) row_at[warp][n * 32 + lane] = row_ahead;
       }
-#ifdef TRACE
-      asm volatile("" ::"r"(row_ahead));
-      if (j == 0) { MARK(10) }
-#endif
       if (j + LOOKED < mine) look_at_list(j + LOOKED);
       __syncwarp();
     }
@@ -231,12 +168,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
         for (int c = 0; c < D / 8; c += 4)
           read4(*reinterpret_cast<u32(*)[4]>(&query[t][c]), shared_at(asked) + place(t * 8 + (lane & 7), c + (lane >> 3)));
       }
-      if (LATER == 1) let_next_begin();
       MARK(3)
     }
   }
   copies_wait<0>();
-  if (LATER == 2) let_next_begin();
   MARK(5)
 
   // A warp's sums go where its own keys lay.
@@ -277,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
     return l;
   };
   real* to = out + (long long)b * out_stride + (long long)head * GROUP_HEADS * D;
-#pragma unroll QUARTETS_EACH
+#pragma unroll 1
   for (int i = threadIdx.x; i < QUARTETS; i += THREADS) {
     const int h = i / (D / 4);
     const float m = top_of(h);
@@ -305,30 +240,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
   barrier_await(&merge.arrived, 0);
   MARK(8)
 #pragma unroll 1
-  for (int from = threadIdx.x / MERGERS; from < (OWN_QUARTETS + 32 / MERGERS - 1) / (32 / MERGERS) * (32 / MERGERS); from += THREADS / MERGERS) {
-    const int i = min(from, OWN_QUARTETS - 1), at = min(rank * OWN_QUARTETS + i, QUARTETS - 1), h = at / (D / 4), part = threadIdx.x % MERGERS;
+  for (int i = threadIdx.x; i < OWN_QUARTETS && rank * OWN_QUARTETS + i < QUARTETS; i += THREADS) {
+    const int at = rank * OWN_QUARTETS + i, h = at / (D / 4);
     float m = -1e30f, l = 0.f;
     float4 x = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-    for (int k = 0; k < CLUSTER; k += MERGERS) m = fmaxf(m, merge.weight[min(k + part, CLUSTER - 1)][h].x);
+    for (int c = 0; c < CLUSTER; c++) m = fmaxf(m, merge.weight[c][h].x);
 #pragma unroll
-    for (int o = 1; o < MERGERS; o <<= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, o));
-#pragma unroll
-    for (int k = 0; k < CLUSTER; k += MERGERS) {
-      const int c = min(k + part, CLUSTER - 1);
-      const float2 weight = merge.weight[c][h];
-      const float f = k + part < CLUSTER ? exp2_fast(weight.x - m) : 0.f;
+    for (int c = 0; c < CLUSTER; c++) {
+      const float f = exp2_fast(merge.weight[c][h].x - m);
       const float4 y = merge.output[c][i];
-      x.x += y.x * f, x.y += y.y * f, x.z += y.z * f, x.w += y.w * f, l += weight.y * f;
+      x.x += y.x * f, x.y += y.y * f, x.z += y.z * f, x.w += y.w * f, l += merge.weight[c][h].y * f;
     }
-#pragma unroll
-    for (int o = 1; o < MERGERS; o <<= 1) {
-      x.x += __shfl_xor_sync(~0u, x.x, o), x.y += __shfl_xor_sync(~0u, x.y, o), x.z += __shfl_xor_sync(~0u, x.z, o);
-      x.w += __shfl_xor_sync(~0u, x.w, o), l += __shfl_xor_sync(~0u, l, o);
-    }
-    if (part == 0 && from == i && rank * OWN_QUARTETS + i < QUARTETS) store_output(to + at * 4, x, 1.f / l);
+    store_output(to + at * 4, x, 1.f / l);
   }
 #endif
-  if (handed.words) wait_for_previous(); // this launch ends behind the one in front of it
   MARK(9)
 }

@@ -85,9 +85,8 @@ def _decode(
     if selection.shape[1] != keys.shape[1]:
         attend_per_head(query, keys, values, table, lens, selection, out, unit=plan.unit, scale=config.scale)
         return
-    handed = session.handed if overlap else None  # of this very batch
     overlap = overlap and (overlaps(session, table) or launch.begins_early(lens.shape[0] * keys.shape[1], launch.device_arch()))
-    launch.attend_list(query, keys, values, table, lens, selection, out, unit=plan.unit, scale=config.scale, overlap=overlap, settled=True, handed=handed)
+    launch.attend_list(query, keys, values, table, lens, selection, out, unit=plan.unit, scale=config.scale, overlap=overlap, settled=True)
 
 
 def _scratch(session: Session, config: OpConfig, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,6 @@
 // What the blocks that have parts of a row tell each other through global memory, and how they merge it. Built as tile.cuh says.
 #pragma once
 #include "tile.cuh"
-#include "words.cuh"
 
 #define QUADS (GROUP_HEADS * D / 4) // of a row's channels
 #ifndef PATIENCE
@@ -11,6 +10,15 @@
 
 // A word of sixteen bytes is written and read as one: who sees it filled has it all, so there is no barrier, no fence and no counter. Who has merged
 // what a word says empties it again.
+__device__ __forceinline__ void post(uint4* to, u32 a, u32 b, u32 c, u32 d) {
+  const u64 low = (u64)b << 32 | a, high = (u64)d << 32 | c;
+  asm volatile("{.reg .b128 v;\n mov.b128 v,{%1,%2};\n st.relaxed.gpu.global.b128 [%0],v;}" ::"l"(to), "l"(low), "l"(high) : "memory");
+}
+__device__ __forceinline__ uint4 look(const uint4* from) {
+  u64 low, high;
+  asm volatile("{.reg .b128 v;\n ld.relaxed.gpu.global.b128 v,[%2];\n mov.b128 {%0,%1},v;}" : "=l"(low), "=l"(high) : "l"(from) : "memory");
+  return make_uint4((u32)low, (u32)(low >> 32), (u32)high, (u32)(high >> 32));
+}
 __device__ __forceinline__ void empty(uint4* word) { post(word, EMPTY, EMPTY, EMPTY, EMPTY); }
 
 // A row that several blocks have parts of, as one of them sees it. Every block merges a share of `each` quads of channels.

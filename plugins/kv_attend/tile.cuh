@@ -59,14 +59,13 @@ struct Seen {
 #pragma unroll
       for (int o = 4; o < 32; o <<= 1) mx = fmaxf(mx, __shfl_xor_sync(~0u, mx, o)), my = fmaxf(my, __shfl_xor_sync(~0u, my, o));
       mx = fmaxf(mx, top[t][0]), my = fmaxf(my, top[t][1]);
-      const bool raised = (mx != top[t][0] && top[t][0] > -1e30f) || (my != top[t][1] && top[t][1] > -1e30f); // -1e30: nothing has been seen
-      if (__any_sync(~0u, raised)) { // seldom once the first blocks are seen
+      if (__any_sync(~0u, mx != top[t][0] || my != top[t][1])) { // seldom once the first blocks are seen
         const float fx = exp2_fast(top[t][0] - mx), fy = exp2_fast(top[t][1] - my);
+        top[t][0] = mx, top[t][1] = my;
         sum[t][0] *= fx, sum[t][1] *= fy;
 #pragma unroll
         for (int k = 0; k < D / 16; k++) acc[t][k][0] *= fx, acc[t][k][1] *= fy, acc[t][k][2] *= fx, acc[t][k][3] *= fy;
       }
-      top[t][0] = mx, top[t][1] = my;
       x0 = ok0 ? exp2_fast(x0 - mx) : 0.f, x1 = ok1 ? exp2_fast(x1 - mx) : 0.f;
       y0 = ok0 ? exp2_fast(y0 - my) : 0.f, y1 = ok1 ? exp2_fast(y1 - my) : 0.f;
       sum[t][0] += x0 + x1, sum[t][1] += y0 + y1;

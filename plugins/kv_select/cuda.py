@@ -22,7 +22,7 @@ def select(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
 
     Nothing is written where all are read whole.
     """
-    plan, step, session.handed = session.plan.select[layer], session.step(layer), None
+    plan, step = session.plan.select[layer], session.step(layer)
     assert plan is not None, f"layer {layer} selects nothing"
     if summary_of(session.plan, layer) is None:
         op.select(session, layer, config, inputs, out)
@@ -92,13 +92,12 @@ class _Desk:
 
 @dataclass(frozen=True, slots=True)
 class _Together:
-    """A launch that scores and chooses, what its blocks tell each other, the cut [B, Hk, 2] int32 for outliers, and of pages what attention takes lists from."""
+    """A launch that scores and chooses, what its blocks tell each other, and the cut [B, Hk, 2] int32 for outliers."""
 
     fused: launch_fused.Fused
     mail: Tensor
     stamps: Tensor
     cut: Tensor
-    handed: Tensor | None
 
 
 def _together(session: Session, config: OpConfig, plan: SelectPlan, summary: Summary, table: Tensor) -> _Together | None:
@@ -113,9 +112,7 @@ def _furnish_together(batch: int, units: int, config: OpConfig, plan: SelectPlan
     fused = launch_fused.plan_for(plan, summary, batch, config.num_kv_heads, group, config.head_dim, units, sms, launch.arch())
     if fused is None:
         return None
-    rows = batch * config.num_kv_heads
-    handed = None if summary.scorer == "fier" else torch.zeros(rows, config.select_width + 1, 4, dtype=torch.int32, device=device)
-    return _Together(fused, *fused.allocate(device), torch.empty(batch, config.num_kv_heads, 2, dtype=torch.int32, device=device), handed)
+    return _Together(fused, *fused.allocate(device), torch.empty(batch, config.num_kv_heads, 2, dtype=torch.int32, device=device))
 
 
 def _score_and_choose(
@@ -129,8 +126,7 @@ def _score_and_choose(
         launch_fused.fier_select(query, bits, ranges, table, lens, *handed, page_size=session.plan.page_size, **common)
         return
     vectors, beside, cut = _index(session, layer, plan, summary, lens, table, together.cut, budget=session.scores_from(layer), overlap=overlap)
-    launch_fused.page_select(query, vectors, beside, table, lens, *handed, kind=summary.scorer, unit=plan.unit, cut=cut, handed=together.handed, **common)
-    session.handed = together.handed
+    launch_fused.page_select(query, vectors, beside, table, lens, *handed, kind=summary.scorer, unit=plan.unit, cut=cut, **common)
 
 
 def _index(

@@ -19,7 +19,7 @@ from trtkv.plugins.support import Summary, shares_selection
 
 _HERE = Path(__file__).parent
 _FIER = (Pointer,) * 12 + (Int, Int, Int, Long) + (Int,) * 6 + (Float,)
-_PAGES = (Pointer,) * 14 + (Int, Int, Int, Long) + (Int,) * 6 + (Float,)
+_PAGES = (Pointer,) * 13 + (Int, Int, Int, Long) + (Int,) * 6 + (Float,)
 LOG2_E = 1.4426950408889634
 STAGES = (8, 4)  # groups of a warp in flight: as many as shared memory has room for
 MOST_SMS = 160  # multiprocessors of a device that are used: blocks of a row, as in exchange.cuh
@@ -128,17 +128,14 @@ def fier_select(
 def page_select(
     q: Tensor, vectors: Tensor, beside: Tensor | None, table: Tensor, lens: Tensor, out: Tensor, mail: Tensor, stamps: Tensor, plan: Fused, *,
     kind: str, unit: int, budget: int, scale: float, pooling: str, sink: int, window: int, own: OwnBudgets | None = None, cut: Tensor | None = None,
-    overlap: bool = False, scores: Tensor | None = None, parts: Tensor | None = None, handed: Tensor | None = None,
+    overlap: bool = False, scores: Tensor | None = None, parts: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Score and choose pages: arguments as of `launch_pages.score_pages` and `fier_select`.
-
-    handed [R, out.shape[2], 4] int32, zero before the first launch, is what attention may take the lists from while this launch runs.
-    """
+    """Score and choose pages: arguments as of `launch_pages.score_pages` and `fier_select`."""
     heads, per_page, dim = vectors.shape[1], vectors.shape[2], vectors.shape[-1]
     group = q.shape[1] // dim // heads
     kernel = page_kernel(kind, dim, group, pooling, plan, per_page, q.dtype == torch.bfloat16, arch(), forced=cut is not None)
     slots, budgets, below = (None, None, 0) if own is None else (own.slots, own.budgets, own.dense_below)
-    given = (q, vectors, beside, cut, table, lens, out, handed, slots, budgets, mail, stamps, scores, parts)
+    given = (q, vectors, beside, cut, table, lens, out, slots, budgets, mail, stamps, scores, parts)
     values = (*(0 if one is None else one.data_ptr() for one in given), q.stride(0), table.stride(0), unit, 0 if scores is None else scores.shape[2],
               budget, below, out.shape[2] - 1, sink, window, plan.room, scale * LOG2_E)  # fmt: skip
     kernel.launch((plan.blocks, heads, lens.shape[0]), 32 * plan.warps, plan.shared, stream(), values, overlap=overlap, cooperative=True)

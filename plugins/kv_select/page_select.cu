@@ -3,33 +3,14 @@
 // Built as page_share.cuh and pooling.cuh say, without SHARED and POOL 3. The choice is that of pages.cu and select.cu for the same shares.
 #define EARLY
 #define THREADS (32 * WARPS)
-#include "handed.cuh"
 #include "page_share.cuh"
 #include "shortlist.cuh"
-
-// Where keys and values of a page lie: table, the sequence's page numbers, in a pool [P, heads, PER_PAGE unit, D].
-struct Placing {
-  const int* table;
-  int head, heads, unit;
-  __device__ __forceinline__ int operator()(int i) const {
-    return i < 0 ? 0 : ((table[i / PER_PAGE] * heads + head) * PER_PAGE + i % PER_PAGE) * unit;
-  }
-};
-// As put_forced.
-__device__ __forceinline__ void hand_forced(const Mail& mail, const Reading& row, const Handed& handed, const Placing& place) {
-  const int at = mail.rank * THREADS + threadIdx.x, step = mail.blocks * THREADS, behind = row.units - row.last, forced = row.first + behind;
-#pragma unroll 1
-  for (int i = at; i < row.room - row.wanted; i += step) {
-    const int unit = i < row.first ? i : i < forced ? row.last + i - row.first : -1;
-    handed.put(i < row.first ? i : i + row.wanted, unit, place(unit), mail.stamp);
-  }
-}
 
 // q [B, q_stride]; vectors, beside and cut [B, Hk] as page_share.cuh says; table, lens, out, slots, budgets, mail, stamps, scores and parts as of
 // fier_select, with pages of `unit` tokens for units. Dynamic shared memory: 33 bytes for eight units of room, a multiple of 128, then HEADS (room + 8)
 // scores.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) page_select(const real* q, const char* vectors, const void* beside, const uint2* cut,
-    const int* table, const int* lens, int* out, uint4* handed_words, const int* slots, const int* budgets, uint4* mail_words, u32* stamps, __half* scores, float4* parts,
+    const int* table, const int* lens, int* out, const int* slots, const int* budgets, uint4* mail_words, u32* stamps, __half* scores, float4* parts,
     int q_stride, int table_stride, int unit, long long score_stride, int budget, int dense_below, int list_room, int sink, int window, int room, float scale_log2) {
   MARK(16)
   extern __shared__ __align__(128) char dynamic[];
@@ -39,13 +20,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) page_select(const real*
   const int stored = lens[b], pages = stored / unit;
   const Reading reading(stored, pages * unit, unit, Budget(budgets ? budgets[slots[b]] : 0, budget, dense_below, list_room, unit), sink, window);
   out += row * (list_room + 1);
-  const Handed handed = {handed_words ? handed_words + row * (list_room + 1) : 0};
-  const bool announces = handed.words && rank == 0 && threadIdx.x == 0;
-  u64 announced = 0; // never all ones
   if (reading.plain) {
-    wait_for_previous();
-    if (announces) announced = handed.announce(0, NOT_HANDED);
-    if (threadIdx.x == 0 && announced != ~0ull) let_next_begin();
+    dependency_wait();
     reading.put_plain(out, rank, blocks);
     return;
   }
@@ -59,18 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) page_select(const real*
   float4* to_parts = scores ? parts + (row * blocks + rank) * HEADS : nullptr;
   const bool brief = WARPS == MOST_SHORT_WARPS && blocks <= MOST_SHORT_BLOCKS && pages <= MOST_SHORT_UNITS;
   score_share(share, q + (long long)b * q_stride + (long long)head * GROUP_HEADS * D, scale_log2,
-      [&] {
-        mail.stamp = __ldcg(stamps + row) + 1;
-#ifdef TRACE
-        asm volatile("" ::"r"(mail.stamp));
-        MARK(3)
-#endif
-        if (announces) announced = handed.announce(reading.width, brief ? mail.stamp : NOT_HANDED);
-        if (!handed.words) let_next_begin();
-      },
-      [&] {
-        if (handed.words && threadIdx.x == 0 && announced != ~0ull) let_next_begin();
-      },
+      [&] { mail.stamp = __ldcg(stamps + row) + 1; },
       [&](int h, int page, __half2 both) { *reinterpret_cast<__half2*>(own + h * stride + page - begin) = both; },
       [&](int page) {
         if (HEADS == 1 && brief && page < end) tell_raw(mail, own + page - begin, page);
@@ -85,14 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) page_select(const real*
   MARK(5)
   // Scores behind the last page are of nothing, and no candidates.
   Units units = {own, stride, begin, (end - begin + 31) / 32 * 32, reading.first, reading.last, reinterpret_cast<u32*>(dynamic)};
-  const Placing place = {share.table, head, heads, unit};
-  if (handed.words && brief) hand_forced(mail, reading, handed, place);
-  auto put = [&](int at, int page) {
-    if (handed.words) handed.put(at, page, place(page), mail.stamp);
-    out[at] = page;
-  };
-  if (!brief || !choose_short(s, mail, reading, units, out, stamps + row, per, put)) {
-    if (announces) handed.announce(0, NOT_HANDED);
+  if (!brief || !choose_short(s, mail, reading, units, out, stamps + row, per)) {
     __syncthreads();
     clear(s);
     __syncthreads();

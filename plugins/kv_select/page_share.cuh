@@ -1,7 +1,7 @@
 // Scores of a block's share of pages: the query heads of a key-value head against what is kept of every full page, on tensor cores.
 //
 // Built with -DD (head dimension, multiple of 32), -DGROUP_HEADS (G <= 32), -DPOOL (0: every head for itself, 1: mean, 2: maximum, 3: every head
-// for itself in a row of its own), -DKIND, -DPER_PAGE (summaries in a page of the cache), -DFORCED, -DSHARED and -DBF16.
+// for itself in a row of its own), -DKIND, -DPER_PAGE (summaries in a page of the cache), -DFORCED, -DSHARED, -DONCE (no warp has two rounds) and -DBF16.
 //
 // KIND 0: minimum and maximum of every channel (Quest); the best score of a key inside is max(q, 0) times the maximum plus min(q, 0) times the
 // minimum: two products. KIND 1: centre and radius (ArkVale's balls), one product plus |q| times the radius. KIND 2: mean (ShadowKV), one product.
@@ -219,18 +219,16 @@ struct Pages {
   bool settled;         // the first ones are asked for at once: no kernel that may still run writes them
 };
 
-// Waits for the kernels before this one, then calls begun(), and ready() behind a barrier before the first scores are put: one of the
-// two lets the next one begin. q: the query heads, [G, D], or all of the layer where SHARED. Calls put(head, page, scores
+// Waits for the kernels before this one, then calls begun(). q: the query heads, [G, D], or all of the layer where SHARED. Calls put(head, page, scores
 // of it and the next) in one thread each and sixteen(page) in the warp that has put those of sixteen pages; RAW: range(reference, highest, lowest) of
 // head 0 in every lane at the end; then tell(head, part) in thread `head`: scores and parts are as score_groups tells them.
-template <typename Begun, typename Ready, typename Put, typename Sixteen, typename Range, typename Tell>
-__device__ __forceinline__ void score_share(const Pages& row, const real* q, float scale_log2, Begun begun, Ready ready, Put put, Sixteen sixteen,
-    Range range, Tell tell) {
+template <typename Begun, typename Put, typename Sixteen, typename Range, typename Tell> __device__ __forceinline__ void score_share(const Pages& row,
+    const real* q, float scale_log2, Begun begun, Put put, Sixteen sixteen, Range range, Tell tell) {
   __shared__ float shared_ref[WARPS][8 * TILES];
   __shared__ float2 shared_sum[WARPS][8 * TILES];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gid = lane >> 2, tig = lane & 3;
   const int begin = row.begin, end = row.end, per = row.per, head = row.head, heads = row.heads;
-#ifdef ONCE // a warp has one round at most
+#ifdef ONCE
   constexpr int rounds = 1;
 #else
   const int rounds = max(1, (per + WARPS * ROUND - 1) / (WARPS * ROUND));
@@ -279,7 +277,7 @@ __device__ __forceinline__ void score_share(const Pages& row, const real* q, flo
     if (j + 1 < rounds) locate(j + 1);
     const bool busy = begin + (j * WARPS + warp) * ROUND < end;
     auto start = [&] {
-      wait_for_previous();
+      dependency_wait();
       MARK(1)
       begun();
 #ifndef SHARED
@@ -339,7 +337,6 @@ __device__ __forceinline__ void score_share(const Pages& row, const real* q, flo
         if (gid == 0 && (!POOLED || tig == 0)) shared_ref[warp][slot(i)] = m;
       }
       __syncthreads();
-      ready();
 #pragma unroll
       for (int i = 0; i < COLUMNS; i++) {
         float m = shared_ref[0][slot(i)];

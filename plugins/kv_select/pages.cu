@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) score_pages(c
   const int per = ((pages + 31) / 32 + gridDim.x - 1) / gridDim.x * 32; // a multiple of 32 pages a block: the selector's unit of parts
   const int begin = min(pages, (int)blockIdx.x * per), end = min(pages, begin + per);
   const Pages share = {vectors, beside, cut + row, table + (long long)b * table_stride, head, heads, stored, begin, end, per, stored <= budget};
-  score_share(share, q + (long long)b * q_stride + (long long)head * GROUP_HEADS * D, scale_log2, [] { let_next_begin(); }, [] {},
+  score_share(share, q + (long long)b * q_stride + (long long)head * GROUP_HEADS * D, scale_log2, [] {},
       [&](int h, int page, __half2 both) {
 #ifdef SHARED
         for (int k = 0; k < copies; k++) *reinterpret_cast<__half2*>(scores + (row * copies + k) * score_stride + page) = both;

@@ -176,10 +176,8 @@ __device__ __forceinline__ void read_set(Desk& s, const Mail& mail, int unit, in
   set.add = ref - top, set.factor = 1.f / fmaxf(top - low, 1e-30f), set.base = (top - low) * set.factor;
 }
 
-// As choose_units where that decides, with put(place, unit) for what is chosen of the block's own; false, in all blocks, where it does not. s.own has been
-// cleared and counts nothing; per: units of every block.
-template <typename Put>
-__device__ __forceinline__ bool choose_short(Desk& s, const Mail& mail, const Reading& row, Units& units, int* out, u32* stamp, int per, Put put) {
+// As choose_units where that decides; false, in all blocks, where it does not. s.own has been cleared and counts nothing; per: units of every block.
+__device__ __forceinline__ bool choose_short(Desk& s, const Mail& mail, const Reading& row, Units& units, int* out, u32* stamp, int per) {
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, unit = tid * SET;
   Set set;
   if (HEADS > 1) {
@@ -205,10 +203,6 @@ __device__ __forceinline__ bool choose_short(Desk& s, const Mail& mail, const Re
   MARK(9)
   const Cut cut = warp_cut(s.total, row.wanted);
   const int need = row.wanted - cut.above;
-#ifdef TRACE
-  asm volatile("" ::"r"(need));
-  MARK(11)
-#endif
   if (cut.bin <= 0 || (cut.count > CROWD && cut.count != need)) return false;
   u32 chosen = bins.above(cut.bin), near = bins.above(cut.bin - 1) & ~chosen;
   if (cut.count == need) {
@@ -220,22 +214,18 @@ __device__ __forceinline__ bool choose_short(Desk& s, const Mail& mail, const Re
       s.list[atomicAdd(&s.listed, 1)] = Candidates::value(set.image(u), unit + u);
     }
     __syncthreads();
-    MARK(12)
     auto settle = [&](int i, u64 own, int better) {
       const int u = 0xfffffff - (int)(own & 0xfffffff);
       if (lane == 0 && i < cut.count && better < need) atomicOr(reinterpret_cast<u32*>(s.own) + u / SET, 1u << Bins::bit(u % SET));
     };
-#ifndef OLDCAND
-    if (cut.count <= 32) { // nearly always: all comparisons of a warp at once
+    if (cut.count <= 32) { // nearly always: a warp's comparisons all at once
       const u64 other = lane < cut.count ? s.list[lane] : 0;
 #pragma unroll
       for (int k = 0; k < 32; k += THREADS / 32) {
         const u64 own = s.list[k + warp];
         settle(k + warp, own, __popc(__ballot_sync(~0u, other > own)));
       }
-    } else
-#endif
-    {
+    } else {
 #pragma unroll 1
       for (int i = warp; i < cut.count; i += THREADS / 32) { // a warp compares one with all
         const u64 own = s.list[i];
@@ -263,7 +253,7 @@ __device__ __forceinline__ bool choose_short(Desk& s, const Mail& mail, const Re
   MARK(13)
   if (block == mail.rank) {
 #pragma unroll 1
-    for (; chosen; chosen &= chosen - 1) put(row.first + to++, unit + Bins::unit(__ffs(chosen) - 1));
+    for (; chosen; chosen &= chosen - 1) out[row.first + to++] = unit + Bins::unit(__ffs(chosen) - 1);
   }
   if (mail.rank == 0 && tid == 0) put_stamp(mail, row, out, stamp);
   MARK(14)

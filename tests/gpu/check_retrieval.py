@@ -9,7 +9,6 @@ import argparse
 import itertools
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -214,27 +213,12 @@ def check_fused(case: Case, budget: int, sink: int, window: int, pooling: str, s
     launch()
     torch.cuda.synchronize()
     expect(torch.equal(chosen, again), f"{label}: a second launch chooses other units")
-    if case.pages:
-        check_handed(case, chosen, lambda handed: launch(handed=handed), label)
     expect(case.guard.intact(), f"{label}: a margin was written")
     for b in range(batch):
         if int(case.lens[b]) <= budget:
             expect(bool((chosen[b] == -1).all()), f"{label}: sequence {b} should be dense")
         else:
             check_selection(case, b, scores, parts, scratch, chosen[b], budget, sink, window, pooling, unit, label)
-
-
-def check_handed(case: Case, chosen: Tensor, choose: Callable[[Tensor], None], label: str) -> None:
-    """Attention that takes the lists up while they are written answers as attention over the lists, in the first launch and later ones."""
-    handed = torch.zeros(*chosen.shape, 4, dtype=torch.int32, device=DEV).flatten(0, 1)
-    common = {"unit": case.page, "scale": case.dim**-0.5}
-    plain, taken = (case.guard.like(tuple(case.q.shape), case.dtype, float("nan")) for _ in range(2))
-    attend.attend_list(case.q, case.keys, case.values, case.table, case.lens, chosen, plain, **common)
-    for _ in range(2):
-        choose(handed)
-        attend.attend_list(case.q, case.keys, case.values, case.table, case.lens, chosen, taken, settled=True, handed=handed, overlap=True, **common)
-        torch.cuda.synchronize()
-        expect(torch.equal(plain, taken), f"{label}: lists that are handed over are others")
 
 
 def check_selection(case, b, scores, parts, plan, chosen, budget, sink, window, pooling, unit, label):
@@ -631,6 +615,8 @@ def main() -> int:
         check_own_budgets(unit, group, heads, [5000, 900, 300], [200, 0, 200], 1024, dense_below=512)
     check_short_lists(1, [9000, 5000, 40], [700, 1024, 33], 1024)
     check_short_lists(32, [9000, 5000, 90], [20, 32, 2], 32)
+    check_short_lists(1, [9000, 5000], [2048, 1100], 2048)  # few rows, long lists
+    check_short_lists(32, [9000, 500], [64, 40], 64)
     check_ties(1, 30000, 3000, 1, 3000, "normal", 1)
     print(f"ties {time.time() - begin:.0f} s", flush=True)
     for group, (dim, dtype) in itertools.product(range(1, 9), ((64, fp16), (96, bf16), (128, bf16), (256, fp16))):

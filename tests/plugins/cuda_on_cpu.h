@@ -283,8 +283,6 @@ static inline float exp2_fast(float x) {
 }
 static inline float fma_sat(float x, float y, float z) { return std::fmin(std::fmax(fmaf(x, y, z), 0.f), 1.f); }
 static inline void dependency_wait() {}
-static inline void wait_for_previous() {}
-static inline void let_next_begin() {}
 static inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 static inline float __fdiv_rn(float a, float b) { return a / b; }
 static inline float __fmul_rn(float a, float b) { return a * b; }
@@ -390,16 +388,11 @@ template <int HALF> static inline void mma(float (&d)[4], const float (&c)[4], c
   for (int i = 0; i < 4; i++) d[i] = out[i];
 }
 
-// Of words.cuh: words of sixteen bytes, written and read at once; who looks lets others run.
+// Of mail.cuh: words of sixteen bytes, written and read at once; who looks lets others run.
 static inline void post(uint4* to, u32 a, u32 b, u32 c, u32 stamp) { cpu::aligned(to, 16), _mm_store_si128((__m128i*)to, _mm_set_epi32(stamp, c, b, a)); }
 static inline uint4 look(const uint4* from) {
   cpu::yield();
   return cpu::bits<uint4>(_mm_load_si128((const __m128i*)from));
-}
-
-static inline u64 look8(const void* from) {
-  cpu::yield();
-  return __atomic_load_n((const u64*)from, __ATOMIC_SEQ_CST);
 }
 
 // Of inbox.cuh: bytes of others are counted where they arrive; EXPECTED says that their number has been taken off.
