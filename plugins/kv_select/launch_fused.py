@@ -154,7 +154,8 @@ def page_kernel(kind: str, dim: int, group: int, pooling: str, plan: Fused, per_
     defines = (*_defines(dim, group, pooling, plan), f"-DKIND={KINDS[kind]}", f"-DPER_PAGE={per_page}", *flags)
     # The first-level cache holds what is under way: beside a kernel in front that leaves it little, the launch took a third longer.
     # Where little is under way, blocks of the kernels around it find place beside its own.
-    return nvrtc.load(_HERE / "page_select.cu", "page_select", _PAGES, defines, arch, shared_limit(arch) - _STATIC, percent=BESIDE_PERCENT if once else CACHING_PERCENT)
+    percent = BESIDE_PERCENT if once else CACHING_PERCENT
+    return nvrtc.load(_HERE / "page_select.cu", "page_select", _PAGES, defines, arch, shared_limit(arch) - _STATIC, percent=percent)
 
 
 def round_pages(kind: str, dim: int) -> int:
