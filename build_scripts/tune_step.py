@@ -86,14 +86,14 @@ def applied(way: Way, model: ModelConfig) -> Iterator[None]:
 
 def _carve(entry: str, percent: int | None) -> None:
     """Ask for a part of a multiprocessor's memory as shared memory under the kernels of this name; None is what engines ask for."""
-    for kernel, name, cached in LOADED:
+    for kernel, name, own in LOADED:
         if name == entry:
-            kernel.prefer_shared((driver.CACHING_PERCENT if cached else -1) if percent is None else percent)
+            kernel.prefer_shared(own if percent is None else percent)
 
 
 def _remember(self: driver.Kernel, spec: Any, binary: Any) -> None:
     _INIT(self, spec, binary)
-    LOADED.append((self, spec.entry, spec.cached))
+    LOADED.append((self, spec.entry, spec.shared_percent))
 
 
 def forms_for(model: ModelConfig, name: str) -> list[Form]:

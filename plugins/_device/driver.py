@@ -12,7 +12,9 @@ from typing import Any
 from trtkv.errors import CapacityError, EngineError
 from trtkv.plugins._device.spec import Binary, Pointer, Spec
 
-CACHING_PERCENT = 10  # of an SM's memory that stays shared memory under kernels that ask for cache: some blocks of the next kernel fit beside theirs
+# Of an SM's memory stays shared memory under kernels that ask for cache: some blocks of the next kernel fit beside theirs; and under small ones that
+# follow each other in a step: then those of any other do.
+CACHING_PERCENT, BESIDE_PERCENT = 10, 75
 MOST_CONFIGS = 256  # of a kernel that are kept; prompts' chunks have ever new shapes
 
 
@@ -44,8 +46,8 @@ class Kernel:
         most -= _value(driver.cuFuncGetAttribute(settings.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, self._function))
         size = settings.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _check(driver.cuFuncSetAttribute(self._function, size, min(self.shared, most))[0])
-        if spec.cached:
-            self.prefer_shared(CACHING_PERCENT)
+        if spec.shared_percent >= 0:
+            self.prefer_shared(spec.shared_percent)
         if self._major >= 9:  # where sixteen are beyond the device, smaller clusters still are not
             driver.cuFuncSetAttribute(self._function, settings.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
 

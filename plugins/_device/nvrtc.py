@@ -28,13 +28,13 @@ class CudaSpec(Spec):
     """A kernel of a `.cu` file, compiled with -D definitions; it may include headers beside it and in this folder, by names in quotes."""
 
     defines: tuple[str, ...]
-    caching: bool = False
+    percent: int = -1
     specific: bool = False  # takes instructions that only GPUs of exactly this compute capability have
 
     @property
-    def cached(self) -> bool:
-        """Whether it asked for that."""
-        return self.caching
+    def shared_percent(self) -> int:
+        """What it asked for."""
+        return self.percent
 
     def content(self) -> list[str]:
         """Return the source, the headers it includes and the definitions."""
@@ -54,10 +54,10 @@ class CudaSpec(Spec):
 
 
 def load(
-    path: Path, name: str, types: tuple[Any, ...], defines: tuple[str, ...], arch: str, shared: int, *, caching: bool = False, specific: bool = False
+    path: Path, name: str, types: tuple[Any, ...], defines: tuple[str, ...], arch: str, shared: int, *, percent: int = -1, specific: bool = False
 ) -> Kernel:  # fmt: skip
-    """Return the kernel `name` of a source file on the current device (see `store.load`); caching and specific as `CudaSpec` says."""
-    return store.load(CudaSpec(path, name, types, arch, shared, defines, caching, specific))
+    """Return the kernel `name` of a source file on the current device (see `store.load`); percent and specific as `CudaSpec` says."""
+    return store.load(CudaSpec(path, name, types, arch, shared, defines, percent, specific))
 
 
 def compile_source(source: str, defines: Sequence[str], arch: str, folder: Path | None = None) -> bytes:

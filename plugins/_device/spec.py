@@ -54,9 +54,9 @@ class Spec(ABC):
         """Say what is not installed of the compiler, None where nothing is."""
 
     @property
-    def cached(self) -> bool:
-        """Whether a multiprocessor's memory is to be cache under it, and not shared memory."""
-        return False
+    def shared_percent(self) -> int:
+        """How much of a multiprocessor's memory is to be shared memory under it, and not cache; -1 leaves that to the driver."""
+        return -1
 
     @property
     def name(self) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trtkv.plan import SelectPlan
 from trtkv.plugins._device import nvrtc
+from trtkv.plugins._device.driver import BESIDE_PERCENT, CACHING_PERCENT
 from trtkv.plugins._device.nvrtc import Float, Int, Kernel, Long, Pointer
 from trtkv.plugins._device.spec import shared_limit
 from trtkv.plugins.kv_select.launch import POOLS, OwnBudgets, arch, stream
@@ -100,7 +101,7 @@ def plans_on_any(plan: SelectPlan, summary: Summary, batch: int, heads: int, gro
     for sms in range(2 * batch * heads, MOST_SMS + 1):
         fused = plan_for(plan, summary, batch, heads, group, dim, units, sms, arch)
         if fused is not None:
-            found[fused.warps, fused.stages] = fused
+            found[fused.warps, fused.stages, fused.room] = fused
     return list(found.values())
 
 
@@ -148,10 +149,19 @@ def fused_kernel(dim: int, group: int, pooling: str, plan: Fused, bf16: bool, ar
 
 def page_kernel(kind: str, dim: int, group: int, pooling: str, plan: Fused, per_page: int, bf16: bool, arch: str, *, forced: bool) -> Kernel:
     """Load the kernel of pages for a shape."""
-    flags = [*(["-DFORCED"] if forced else []), *(["-DBF16"] if bf16 else [])]
+    once = plan.room <= plan.warps * round_pages(kind, dim)
+    flags = [*(["-DONCE"] if once else []), *(["-DFORCED"] if forced else []), *(["-DBF16"] if bf16 else [])]
     defines = (*_defines(dim, group, pooling, plan), f"-DKIND={KINDS[kind]}", f"-DPER_PAGE={per_page}", *flags)
     # The first-level cache holds what is under way: beside a kernel in front that leaves it little, the launch took a third longer.
-    return nvrtc.load(_HERE / "page_select.cu", "page_select", _PAGES, defines, arch, shared_limit(arch) - _STATIC, caching=True)
+    # Where little is under way, blocks of the kernels around it find place beside its own.
+    percent = BESIDE_PERCENT if once else CACHING_PERCENT
+    return nvrtc.load(_HERE / "page_select.cu", "page_select", _PAGES, defines, arch, shared_limit(arch) - _STATIC, percent=percent)
+
+
+def round_pages(kind: str, dim: int) -> int:
+    """Return the pages that a warp reads at once, as page_share.cuh counts them."""
+    pieces, vectors = dim // 32, 2 if kind == "box" else 1
+    return 16 * (4 // vectors if pieces <= 2 else 2 // vectors if pieces <= 4 else 1)
 
 
 def _defines(dim: int, group: int, pooling: str, plan: Fused) -> tuple[str, ...]:

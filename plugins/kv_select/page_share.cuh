@@ -1,7 +1,7 @@
 // Scores of a block's share of pages: the query heads of a key-value head against what is kept of every full page, on tensor cores.
 //
 // Built with -DD (head dimension, multiple of 32), -DGROUP_HEADS (G <= 32), -DPOOL (0: every head for itself, 1: mean, 2: maximum, 3: every head
-// for itself in a row of its own), -DKIND, -DPER_PAGE (summaries in a page of the cache), -DFORCED, -DSHARED and -DBF16.
+// for itself in a row of its own), -DKIND, -DPER_PAGE (summaries in a page of the cache), -DFORCED, -DSHARED, -DONCE (no warp has two rounds) and -DBF16.
 //
 // KIND 0: minimum and maximum of every channel (Quest); the best score of a key inside is max(q, 0) times the maximum plus min(q, 0) times the
 // minimum: two products. KIND 1: centre and radius (ArkVale's balls), one product plus |q| times the radius. KIND 2: mean (ShadowKV), one product.
@@ -228,7 +228,11 @@ template <typename Begun, typename Put, typename Sixteen, typename Range, typena
   __shared__ float2 shared_sum[WARPS][8 * TILES];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gid = lane >> 2, tig = lane & 3;
   const int begin = row.begin, end = row.end, per = row.per, head = row.head, heads = row.heads;
+#ifdef ONCE
+  constexpr int rounds = 1;
+#else
   const int rounds = max(1, (per + WARPS * ROUND - 1) / (WARPS * ROUND));
+#endif
   int place[(SIXTEENS + 1) / 2]; // lane l knows pages l and 32 + l of the warp's round: head 0's row of the summaries, behind the end the last one's
   auto locate = [&](int j) {
 #pragma unroll

@@ -214,14 +214,30 @@ __device__ __forceinline__ bool choose_short(Desk& s, const Mail& mail, const Re
       s.list[atomicAdd(&s.listed, 1)] = Candidates::value(set.image(u), unit + u);
     }
     __syncthreads();
-#pragma unroll 1
-    for (int i = warp; i < cut.count; i += THREADS / 32) { // a warp compares one with all
-      const u64 own = s.list[i];
-      int better = 0;
-      for (int k = lane; k < cut.count; k += 32) better += s.list[k] > own;
-      better = __reduce_add_sync(~0u, better);
+    auto settle = [&](u64 own, int better) {
       const int u = 0xfffffff - (int)(own & 0xfffffff);
-      if (lane == 0 && better < need) atomicOr(reinterpret_cast<u32*>(s.own) + u / SET, 1u << Bins::bit(u % SET));
+      if (better < need) atomicOr(reinterpret_cast<u32*>(s.own) + u / SET, 1u << Bins::bit(u % SET));
+    };
+    if (cut.count <= 32) { // nearly always: a warp's comparisons all at once, and lane k settles the k-th
+      const u64 other = lane < cut.count ? s.list[lane] : 0;
+      u64 own = 0;
+      int better = 0;
+#pragma unroll
+      for (int k = 0; k < 32 * 32 / THREADS; k++) {
+        const u64 one = s.list[k * (THREADS / 32) + warp];
+        const int above = __popc(__ballot_sync(~0u, other > one));
+        if (lane == k) own = one, better = above;
+      }
+      if (lane * (THREADS / 32) + warp < cut.count) settle(own, better);
+    } else {
+#pragma unroll 1
+      for (int i = warp; i < cut.count; i += THREADS / 32) { // a warp compares one with all
+        const u64 own = s.list[i];
+        int better = 0;
+        for (int k = lane; k < cut.count; k += 32) better += s.list[k] > own;
+        better = __reduce_add_sync(~0u, better);
+        if (lane == 0) settle(own, better);
+      }
     }
     __syncthreads();
     chosen |= s.own[tid];

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trtkv.plugins._device import nvrtc
-from trtkv.plugins._device.driver import arch
+from trtkv.plugins._device.driver import CACHING_PERCENT, arch
 from trtkv.plugins._device.nvrtc import Float, Int, Kernel, Pointer
 
 MOST_TOKENS = 2  # beyond, the library's products are as fast
@@ -97,7 +97,7 @@ def gemv_kernel(form: Form, tokens: int, gated: bool, normed: bool, half: bool, 
     shape = {"TOKENS": tokens, "WARPS": form.warps, "ROWS": form.rows, "SPLIT": form.split, "UNROLL": form.unroll}
     flags = (f"-DGATED={int(gated)}", f"-DNORM={int(normed)}", *(("-DFP16",) if half else ()))
     # All blocks read the same tokens: from the second-level cache they would take as long as the matrix from memory.
-    return nvrtc.load(_SOURCE, "gemv", _GEMV, (*(f"-D{name}={value}" for name, value in shape.items()), *flags), arch, 0, caching=True)
+    return nvrtc.load(_SOURCE, "gemv", _GEMV, (*(f"-D{name}={value}" for name, value in shape.items()), *flags), arch, 0, percent=CACHING_PERCENT)
 
 
 def norm_kernel(half: bool, arch: str) -> Kernel:

@@ -615,6 +615,8 @@ def main() -> int:
         check_own_budgets(unit, group, heads, [5000, 900, 300], [200, 0, 200], 1024, dense_below=512)
     check_short_lists(1, [9000, 5000, 40], [700, 1024, 33], 1024)
     check_short_lists(32, [9000, 5000, 90], [20, 32, 2], 32)
+    check_short_lists(1, [9000, 5000], [2048, 1100], 2048)  # few rows, long lists
+    check_short_lists(32, [9000, 5000], [64, 40], 64)
     check_ties(1, 30000, 3000, 1, 3000, "normal", 1)
     print(f"ties {time.time() - begin:.0f} s", flush=True)
     for group, (dim, dtype) in itertools.product(range(1, 9), ((64, fp16), (96, bf16), (128, bf16), (256, fp16))):

@@ -142,16 +142,33 @@ def test_lists_are_attended_to_and_one_with_places_left_as_a_full_one(
     assert checks.failures == []
 
 
+@pytest.mark.parametrize("unit", [1, 16])
+def test_long_lists_of_few_rows_are_attended_to_by_more_warps(unit: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = cuda_on_cpu.install(monkeypatch, folder)
+    for name, value in {"FEW": (8, 2, 2), "LONG": (2, 4), "MOST_LONG": 6}.items():
+        monkeypatch.setattr(checks.attend, name, value)
+    lists = [6, 7] if unit > 1 else [100, 80]
+    checks.check_short_lists(unit, [260, 420], lists, 8 if unit > 1 else 128, dim=64)
+    # A sequence that is read whole gives each warp more blocks than it has on their way.
+    case = checks.Case(2, 4, 64, 64, [260, 420], BF16, indexed=False)
+    whole, found = torch.full((2, 2, 128 // unit + 1), -1, dtype=torch.int32), torch.empty_like(case.q)
+    checks.attend.attend_list(case.q, case.keys, case.values, case.table, case.lens, whole, found, unit=unit, scale=0.125)
+    for b, stored in enumerate((260, 420)):
+        checks.check_attention(case, b, [list(range(-(-stored // unit)))] * 2, found[b], 0.125, "read whole", unit)
+    assert {spec.options()[-2] for spec in loaded} >= {"STAGES=1"}
+    assert checks.failures == []
+
+
 @pytest.mark.parametrize("arch", ["80", "89", "90", "120"])
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_rings_of_lists_fit_in_shared_memory_for_any_number_of_rows(dim: int, arch: str) -> None:
     group_bytes = 16 * dim * 4 + 16 * dim * 2 + 16 * 16 * 8 + 16 * 8 * 8  # outputs, queries, weights of a cluster's blocks and of warps
     for rows in range(1, 300):
-        cluster, warps = checks.attend.attend_form(rows, dim, arch)
-        rows_of_tokens = warps * 128 * 4
-        dynamic = checks.attend.block_bytes(rows, dim, warps, arch)
-        assert dynamic + group_bytes + rows_of_tokens + 256 <= shared_limit(arch)
-        assert 1 <= cluster <= (1 if int(arch) < 90 else 16)
-        if checks.attend.begins_early(rows, arch):
-            assert rows * cluster <= 132
-            assert 2 * dynamic + 2048 > shared_limit(arch)
+        for tokens in (0, 1024, 2048, 4096):
+            form = checks.attend.attend_form(rows, tokens, 1, dim, arch)
+            rows_of_tokens = form.warps * 128 * 4
+            assert form.shared + group_bytes + rows_of_tokens + 256 <= shared_limit(arch)
+            assert 1 <= form.cluster <= (1 if int(arch) < 90 else 16)
+            if checks.attend.begins_early(rows, arch):
+                assert rows * form.cluster <= 132
+                assert 2 * form.shared + 2048 > shared_limit(arch)

@@ -64,13 +64,13 @@ def test_older_gpus_start_nothing_early(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(made._configs) <= 5
 
 
-@pytest.mark.parametrize("caching", [False, True])
-def test_kernels_ask_for_cache_when_they_are_loaded(caching: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("percent", [-1, driver.CACHING_PERCENT])
+def test_kernels_ask_for_cache_when_they_are_loaded(percent: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fine, noted = cuda.CUresult.CUDA_SUCCESS, []
     answers = {"cuModuleLoadData": 1, "cuModuleGetFunction": 2, "cuCtxGetDevice": 0, "cuDeviceGetAttribute": 9, "cuFuncGetAttribute": 0}
     for name, answer in answers.items():
         monkeypatch.setattr(cuda, name, lambda *args, answer=answer: (fine, answer))
     monkeypatch.setattr(cuda, "cuFuncSetAttribute", lambda function, attribute, value: (noted.append((attribute, value)), (fine,))[1])
-    Kernel(CudaSpec(Path("one.cu"), "one", (), "90", 0, (), caching), Binary(b""))
+    Kernel(CudaSpec(Path("one.cu"), "one", (), "90", 0, (), percent), Binary(b""))
     carveout = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-    assert [value for attribute, value in noted if attribute == carveout] == ([driver.CACHING_PERCENT] if caching else [])
+    assert [value for attribute, value in noted if attribute == carveout] == ([percent] if percent >= 0 else [])

@@ -57,14 +57,20 @@ def test_the_choice_among_pages_is_the_selectors(group: int, pooling: str, lens:
 
 
 @pytest.mark.parametrize(
-    ("group", "pooling", "lens", "sms", "blocks"),
-    [(7, "max", [5617], 2, 2), (1, "softmax-max", [5617, 300], 4, 2), (7, "max", [9617], 4, 4), (4, "softmax-mean", [9617], 4, 4)],
+    ("group", "dim", "pooling", "lens", "sms", "blocks"),
+    [
+        (7, 32, "max", [5617], 2, 2),
+        (1, 32, "softmax-max", [5617, 300], 4, 2),
+        (7, 32, "max", [9617], 4, 4),
+        (4, 32, "softmax-mean", [9617], 4, 4),
+        (2, 128, "max", [5617], 2, 2),  # two rounds of a warp
+    ],
 )
 def test_pages_of_short_rows_are_chosen_from_all_scores(
-    group: int, pooling: str, lens: list[int], sms: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+    group: int, dim: int, pooling: str, lens: list[int], sms: int, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     counts = _counts_told(monkeypatch)
-    checks.check_fused(checks.Case(1, group, 32, 16, lens, FP16, pages=True), 320, 16, 48, pooling, sms, blocks, f"G {group} {pooling}")
+    checks.check_fused(checks.Case(1, group, dim, 16, lens, FP16, pages=True), 320, 16, 48, pooling, sms, blocks, f"G {group} {pooling}")
     assert checks.failures == [] and not counts()
 
 
