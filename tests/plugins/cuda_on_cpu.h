@@ -318,6 +318,7 @@ static inline void copy16_sized(u32 to, const void* from, u32 size) {
 }
 static inline void copy16(u32 to, const void* from) { copy16_sized(to, from, 16); }
 static inline u64 read_once_policy() { return 0; }
+static inline u64 read_policy(bool) { return 0; }
 static inline void copy16_once(u32 to, const void* from, u64) { copy16(to, from); }
 static inline void copies_commit() {}
 template <int LEFT> static inline void copies_wait() {}
