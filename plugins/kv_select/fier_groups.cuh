@@ -49,7 +49,7 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
   const int mine = max(0, (end - begin) / (2 * WARPS) * 2 + min(max((end - begin) % (2 * WARPS) - 2 * warp, 0), 2));
   auto place_of = [&](int j) { return (j >> 1) * (2 * WARPS) + warp * 2 + (j & 1); };
 
-  const u64 policy = read_policy(!row.many);
+  const u64 policy = read_policy(!row.many), stays = score_policy();
 
   // Lane l knows where the l-th group of this warp lies; refreshed every 32 groups.
   int place = 0;
@@ -218,8 +218,8 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
     else at0[pair] = __float2half_rn(pooled[0]);
     low = fminf(low, pooled[0]), high = fmaxf(high, pooled[0]);
 #else
-    if (2 * pair < GROUP_HEADS) put8(at0, pack_halves(t0[0], t0[1]), pack_halves(t0[2], t0[3]));
-    if (2 * pair + 1 < GROUP_HEADS) put8(at1, pack_halves(t1[0], t1[1]), pack_halves(t1[2], t1[3]));
+    if (2 * pair < GROUP_HEADS) put8(at0, pack_halves(t0[0], t0[1]), pack_halves(t0[2], t0[3]), stays);
+    if (2 * pair + 1 < GROUP_HEADS) put8(at1, pack_halves(t1[0], t1[1]), pack_halves(t1[2], t1[3]), stays);
     if (GROUP_HEADS == 1) {
       high = fmaxf(high, fmaxf(fmaxf(t0[0], t0[1]), fmaxf(t0[2], t0[3]))), low = fminf(low, fminf(fminf(t0[0], t0[1]), fminf(t0[2], t0[3])));
     } else {

@@ -12,11 +12,11 @@ template <int HALF> __device__ __forceinline__ void mma(float (&d)[4], const flo
 __device__ __forceinline__ void shared_units(u32 (&a)[4], u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];" : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at) : "memory");
 }
-__device__ __forceinline__ void put8(__half* p, u32 x, u32 y) {
+__device__ __forceinline__ void put8(__half* p, u32 x, u32 y, u64 policy) {
 #ifdef SCORES_SHARED
   *reinterpret_cast<uint2*>(p) = make_uint2(x, y);
 #else
-  asm volatile("st.global.v2.u32 [%0],{%1,%2};" ::"l"(p), "r"(x), "r"(y) : "memory");
+  asm volatile("st.global.L2::cache_hint.v2.u32 [%0],{%1,%2},%3;" ::"l"(p), "r"(x), "r"(y), "l"(policy) : "memory");
 #endif
 }
 
@@ -31,4 +31,10 @@ __device__ __forceinline__ u64 read_policy(bool leaves_first) {
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
   asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
   return leaves_first ? first : normal;
+}
+// Of scores: half of them are the last to leave that cache, so that the selector, and the next layer's scorer, find them there.
+__device__ __forceinline__ u64 score_policy() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 0.5;" : "=l"(policy));
+  return policy;
 }
