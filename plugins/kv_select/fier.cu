@@ -3,6 +3,7 @@
 // Built as fier_groups.cuh says.
 #include "fier_groups.cuh"
 
+#define CACHED_SCORES (20 << 20) // that the second-level cache of an H200 holds beside what is read
 #ifndef RESIDENT
 #define RESIDENT (D > 128 ? 1 : 2) // blocks on a multiprocessor
 #endif
@@ -20,7 +21,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) fier_score(co
   const int stored = lens[b], groups = stored <= budget ? 0 : stored >> 5;
   const int per = (groups + gridDim.x - 1) / gridDim.x;
   const int begin = min(groups, (int)blockIdx.x * per), end = min(groups, begin + per);
-  const Groups share = {bits, meta, table + (long long)b * table_stride, head, heads, page_groups, stored, begin, end, stored <= budget};
+  const bool many = score_stride * (heads * gridDim.z * STEP_HEADS) > CACHED_SCORES;
+  const Groups share = {bits, meta, table + (long long)b * table_stride, head, heads, page_groups, stored, begin, end, stored <= budget, many};
   float4* to_parts = parts + (row * gridDim.x + blockIdx.x) * STEP_HEADS;
   score_groups(share, q + (long long)b * q_stride + (long long)head * GROUP_HEADS * D, smem, scores + row * STEP_HEADS * score_stride + begin * 32ll,
       score_stride, scale_log2, [] {}, [&](int h, float4 part) { to_parts[h] = part; });

@@ -8,7 +8,7 @@
 // place, zero at the first. So nothing is unpacked but the metadata, one AND-OR for sixteen tokens and sixteen channels; the order of the bits
 // (`fier_layout.py`) is that of the metadata. Lows are added by the same product with every value in its second place.
 #pragma once
-#include "common.cuh"
+#include "fier_tile.cuh"
 
 #ifndef WARPS
 #define WARPS 8
@@ -21,31 +21,15 @@
 #define META_BYTES (4 * D)        // lows, then ranges, fp16
 #define STAGE_BYTES (8 * D)       // bits, lows and ranges of a group in the ring; STAGES of them a warp, a power of two
 #define MERGED (GROUP_HEADS <= 4) // the columns hold the heads twice: lanes with tig < 2 keep the first group of a pair, the others the second
+#define PAIRED (MERGED ? 1 : 2)   // groups of a pair that a lane keeps
 #define STEP_HEADS (POOL == 0 ? GROUP_HEADS : 1)
-
-template <int HALF> __device__ __forceinline__ void mma(float (&d)[4], const float (&c)[4], const u32 (&a)[4], const u32* b, u32 chosen) {
-  asm("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9,%10,%11},{%12,%13,%14,%15},%16,%17;"
-      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]), "r"(chosen),
-        "n"(HALF));
-}
-__device__ __forceinline__ void shared_units(u32 (&a)[4], u32 at) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];" : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at) : "memory");
-}
-__device__ __forceinline__ void put8(__half* p, u32 x, u32 y) {
-#ifdef SCORES_SHARED
-  *reinterpret_cast<uint2*>(p) = make_uint2(x, y);
-#else
-  asm volatile("st.global.v2.u32 [%0],{%1,%2};" ::"l"(p), "r"(x), "r"(y) : "memory");
-#endif
-}
 
 // The groups [begin, end) of a sequence that a block scores; idle: there is nothing to score.
 struct Groups {
   const char *bits, *meta; // the pool of one layer: BIT_BYTES and META_BYTES a group, [P, Hk, N / 32] groups
   const int* table;        // page numbers of the sequence
   int head, heads, page_groups, stored, begin, end;
-  bool idle;
+  bool idle, many; // many: more scores are written than the second-level cache holds
 };
 
 // Waits for the kernels before this one as late as it can, then calls begun(). q: the query heads, [G, D]. Writes fp16 scores times scale and log2(e)
@@ -61,41 +45,48 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gid = lane >> 2, tig = lane & 3;
   const int pair = MERGED ? tig & 1 : tig, second = MERGED ? tig >> 1 : 0; // this lane's heads 2 pair and 2 pair + 1; merged: of which group
   const int begin = row.begin, end = row.end;
-  const int mine = max(0, (end - begin - warp + WARPS - 1) / WARPS); // groups begin + warp, + WARPS, ...
-  const u64 policy = read_once_policy();
+  // Warps take pairs of neighbours in turn: the scores of a pair fill whole lines of memory. This one's j-th group is place_of(j) behind the first.
+  const int mine = max(0, (end - begin) / (2 * WARPS) * 2 + min(max((end - begin) % (2 * WARPS) - 2 * warp, 0), 2));
+  auto place_of = [&](int j) { return (j >> 1) * (2 * WARPS) + warp * 2 + (j & 1); };
+
+  const u64 policy = read_policy(!row.many), stays = score_policy();
 
   // Lane l knows where the l-th group of this warp lies; refreshed every 32 groups.
   int place = 0;
   auto locate = [&](int from) {
     int j = from + lane;
     if (j < mine) {
-      int g = begin + warp + j * WARPS, page = g / row.page_groups;
+      int g = begin + place_of(j), page = g / row.page_groups;
       place = (row.table[page] * row.heads + row.head) * row.page_groups + g - page * row.page_groups;
     }
   };
   locate(0);
   MARK(0)
   // Groups that are older than the newest token were there before the kernel before this one began: they are fetched before the wait.
-  const bool settled = begin + warp + (min(mine, STAGES - 2) - 1) * WARPS < (row.stored - 1) >> 5;
+  const bool settled = begin + place_of(min(mine, STAGES - 2) - 1) < (row.stored - 1) >> 5;
   if (!settled || row.idle) dependency_wait();
   if (row.idle) return;
   const u32 ring = shared_at(smem) + warp * STAGES * STAGE_BYTES;
   const u32 bits_at = ring + lane * WORDS * 4;            // this lane's words and ranges in the first stage
-  const u32 units_at = ring + BIT_BYTES + (lane >> 3 & 1) * STAGE_BYTES + (lane >> 4) * 16; // lows; ranges 2 D behind
-  const u32 bits_to = ring + lane * 16, meta_to = ring + BIT_BYTES + lane * 16;
+  const u32 units_at = ring + BIT_BYTES + (lane >> 3 & 1) * STAGE_BYTES + (lane >> 4) * 16 + 2 * D; // of the ranges
+  const u32 bits_to = ring + lane * 16;
   const char *bits_from = row.bits + lane * 16, *meta_from = row.meta + lane * 16;
-  auto fetch = [&](int j, long long at) {
-    if (j < mine) {
-      const u32 stage = (j & (STAGES - 1)) * STAGE_BYTES;
+  // Sixteen bytes of lows change places within every four by the group's stage: those of four stages lie in different banks.
+  const u32 moves = lane * 16 < 2 * D ? 0x30 : 0;
+  auto copy_group = [&](int j, u32 to, long long at) {
+    const u32 moved = j * 16 & moves;
 #pragma unroll
-      for (int c = 0; c < BIT_BYTES / 16; c += 32) {
-        if (BIT_BYTES / 16 - c >= 32 || lane < BIT_BYTES / 16 - c) copy16_once(bits_to + stage + c * 16, bits_from + at * BIT_BYTES + c * 16, policy);
-      }
-#pragma unroll
-      for (int c = 0; c < META_BYTES / 16; c += 32) {
-        if (META_BYTES / 16 - c >= 32 || lane < META_BYTES / 16 - c) copy16_once(meta_to + stage + c * 16, meta_from + at * META_BYTES + c * 16, policy);
-      }
+    for (int c = 0; c < BIT_BYTES / 16; c += 32) {
+      if (BIT_BYTES / 16 - c >= 32 || lane < BIT_BYTES / 16 - c) copy16_once(to + c * 16, bits_from + at * BIT_BYTES + c * 16, policy);
     }
+#pragma unroll
+    for (int c = 0; c < META_BYTES / 16; c += 32) {
+      const u32 there = to + BIT_BYTES ^ (c == 0 ? moved : 0);
+      if (META_BYTES / 16 - c >= 32 || lane < META_BYTES / 16 - c) copy16_once(there + c * 16, meta_from + at * META_BYTES + c * 16, policy);
+    }
+  };
+  auto fetch = [&](int j, int at) {
+    if (j < mine) copy_group(j, bits_to + (j & (STAGES - 1)) * STAGE_BYTES, at);
   };
   auto fetch_first = [&](int j) {
     fetch(j, __shfl_sync(~0u, place, j)), fetch(j + 1, __shfl_sync(~0u, place, j + 1));
@@ -149,12 +140,33 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
   const float k1 = __uint_as_float((u32)(127 + exponents[2 * pair + 1]) << 23) * scale_log2;
   MARK(2)
   float ref0 = 0.f, ref1 = 0.f, sum0 = 0.f, sum1 = 0.f, low = 3e38f, high = -3e38f;
-  __half* to_scores = scores + (POOL == 0 ? 2 * pair * stride : 0) + (warp + second * WARPS) * 32 + gid * 4;
+  __half* to_scores = scores + (POOL == 0 ? 2 * pair * stride : 0) + (2 * warp + second) * 32 + gid * 4;
   __half *to0 = to_scores, *to1 = to_scores + stride;
+  // In registers, or the compiler makes them anew for every use: it knows neither what comes out of a shuffle nor that page_groups has no sign.
+  const u32 even = 0x55555555u | (u32)__shfl_sync(~0u, row.page_groups >> 31, lane);
+  bits_from = kept(bits_from), meta_from = kept(meta_from);
 
-  // Scores of groups j and j + 1 over k0 or k1: rows 0 to 7 of tile v are tokens 4 gid + v of the first, rows 8 to 15 of the second.
-  auto product = [&](int j, float (&c)[4][4]) {
-    const u32 stage = (j & (STAGES - 1)) * STAGE_BYTES;
+  auto refill = [&](int j, int at0, int at1) { // groups j and j + 1, even, into the places that the pair before has left
+    const u32 to = bits_to + (j & (STAGES - 1)) * STAGE_BYTES;
+    if (j < mine) copy_group(j, to, at0);
+    if (j + 1 < mine) copy_group(j + 1, to + STAGE_BYTES, at1);
+    copies_commit();
+  };
+  // What lows add to a score before it is scaled: row r = gid of a tile is the group whose lows lie at `at` of lanes r; eight rows more take the
+  // second half of every 32 channels, so that a word's lows are read at once.
+  auto lows = [&](u32 at, float (&base)[2]) {
+    float first[4] = {0.f, 0.f, 0.f, 0.f}, other[4] = {0.f, 0.f, 0.f, 0.f};
+    u32 unit[4];
+#pragma unroll
+    for (int w = 0; w < WORDS; w++) {
+      shared_units(unit, at + w * 64);
+      mma<0>(first, first, unit, qr + 8 * w, 0xddddddddu);
+      mma<1>(other, other, unit, qr + 8 * w + 4, 0xddddddddu);
+    }
+    base[0] = first[0] + other[2], base[1] = first[1] + other[3];
+  };
+  // Scores of a pair of groups without their lows: rows 0 to 7 of tile v are tokens 4 gid + v of the first, rows 8 to 15 of the second.
+  auto product = [&](u32 stage, float (&c)[4][4]) {
     u32 word[2][WORDS], unit[4];
 #pragma unroll
     for (int g = 0; g < 2; g++) {
@@ -169,23 +181,17 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
         for (int w = 0; w < WORDS; w++) word[g][w] = shared4(bits_at + stage + g * STAGE_BYTES + w * 4);
       }
     }
-    float base[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-    for (int w = 0; w < WORDS; w++) {
-      shared_units(unit, units_at + stage + w * 64);
-      mma<0>(base, base, unit, qr + 8 * w, 0xddddddddu);
-      shared_units(unit, units_at + stage + w * 64 + 32);
-      mma<1>(base, base, unit, qr + 8 * w + 4, 0xddddddddu);
-    }
+    for (int v = 0; v < 4; v++) c[v][0] = c[v][1] = c[v][2] = c[v][3] = 0.f;
 #pragma unroll
     for (int w = 0; w < WORDS; w++) {
       const u32 lower = __byte_perm(word[0][w], word[1][w], 0x5410), upper = __byte_perm(word[0][w], word[1][w], 0x7632);
-      const u32 chosen[4] = {(lower & 0x55555555u) | 0x88888888u, (lower >> 1 & 0x55555555u) | 0x88888888u, (upper & 0x55555555u) | 0x88888888u,
-          (upper >> 1 & 0x55555555u) | 0x88888888u};
-      shared_units(unit, units_at + stage + 2 * D + w * 64);
+      const u32 chosen[4] = {(lower & even) | 0x88888888u, (lower >> 1 & even) | 0x88888888u, (upper & even) | 0x88888888u,
+          (upper >> 1 & even) | 0x88888888u};
+      shared_units(unit, units_at + stage + w * 64);
 #pragma unroll
-      for (int v = 0; v < 4; v++) mma<0>(c[v], w == 0 ? base : c[v], unit, qr + 8 * w, chosen[v]);
-      shared_units(unit, units_at + stage + 2 * D + w * 64 + 32);
+      for (int v = 0; v < 4; v++) mma<0>(c[v], c[v], unit, qr + 8 * w, chosen[v]);
+      shared_units(unit, units_at + stage + w * 64 + 32);
 #pragma unroll
       for (int v = 0; v < 4; v++) mma<1>(c[v], c[v], unit, qr + 8 * w + 4, chosen[v]);
     }
@@ -212,8 +218,8 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
     else at0[pair] = __float2half_rn(pooled[0]);
     low = fminf(low, pooled[0]), high = fmaxf(high, pooled[0]);
 #else
-    if (2 * pair < GROUP_HEADS) put8(at0, pack_halves(t0[0], t0[1]), pack_halves(t0[2], t0[3]));
-    if (2 * pair + 1 < GROUP_HEADS) put8(at1, pack_halves(t1[0], t1[1]), pack_halves(t1[2], t1[3]));
+    if (2 * pair < GROUP_HEADS) put8(at0, pack_halves(t0[0], t0[1]), pack_halves(t0[2], t0[3]), stays);
+    if (2 * pair + 1 < GROUP_HEADS) put8(at1, pack_halves(t1[0], t1[1]), pack_halves(t1[2], t1[3]), stays);
     if (GROUP_HEADS == 1) {
       high = fmaxf(high, fmaxf(fmaxf(t0[0], t0[1]), fmaxf(t0[2], t0[3]))), low = fminf(low, fminf(fminf(t0[0], t0[1]), fminf(t0[2], t0[3])));
     } else {
@@ -223,77 +229,115 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
 #endif
   };
 
-  auto round = [&](int j, bool first) { // groups j and j + 1 of this warp
+
+  // What is added to the products of a pair: lows of the rows `from` and `from` + 1 of `base`, scaled, minus the references of POOL 0.
+  auto addends = [&](const float (&base)[2], int from, float (&plus)[PAIRED][2]) {
+    const float mine0 = base[0] * k0 - (POOL == 0 ? ref0 : 0.f), mine1 = base[1] * k1 - (POOL == 0 ? ref1 : 0.f);
+#pragma unroll
+    for (int g = 0; g < PAIRED; g++) {
+      plus[g][0] = __shfl_sync(~0u, mine0, (from + second + g) * 4 + tig), plus[g][1] = __shfl_sync(~0u, mine1, (from + second + g) * 4 + tig);
+    }
+  };
+  auto scaled = [&](const float (&c)[4][4], const float (&plus)[PAIRED][2], int g, float (&t)[2][4], float (&pooled)[2]) {
+#pragma unroll
+    for (int v = 0; v < 4; v++) {
+      t[0][v] = (MERGED && second ? c[v][2] : c[v][2 * g]) * k0 + plus[g][0];
+      t[1][v] = (MERGED && second ? c[v][3] : c[v][2 * g + 1]) * k1 + plus[g][1];
+    }
+#if POOL != 0
+    pool(t[0], t[1], pooled);
+    pooled[0] -= ref0, pooled[1] -= ref0;
+#endif
+  };
+  auto finish = [&](const float (&c)[4][4], const float (&plus)[PAIRED][2], int behind, int exist) { // exist: groups of the pair, from this lane's on
+#pragma unroll
+    for (int g = 0; g < PAIRED; g++) {
+      float t[2][4], pooled[2] = {};
+      scaled(c, plus, g, t, pooled);
+      if (g < exist) keep(t[0], t[1], pooled, to0 + behind * WARPS * 32 + g * 32, to1 + behind * WARPS * 32 + g * 32);
+    }
+  };
+  // The block agrees on a reference: the maximum of every warp's first groups.
+  auto refer = [&](const float (&c)[4][4], const float (&plus)[PAIRED][2]) {
+    float m0 = -3e38f, m1 = -3e38f;
+#pragma unroll
+    for (int g = 0; g < PAIRED; g++) {
+      float t[2][4], pooled[2] = {};
+      scaled(c, plus, g, t, pooled);
+      if (second + g < mine) {
+#if POOL != 0
+        m0 = fmaxf(m0, MERGED ? fmaxf(pooled[0], pooled[1]) : pooled[0]);
+#else
+#pragma unroll
+        for (int v = 0; v < 4; v++) m0 = fmaxf(m0, t[0][v]), m1 = fmaxf(m1, t[1][v]);
+#endif
+      }
+    }
+#if POOL != 0
+    m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 1)), m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 2)), m1 = m0;
+#else
+    if (MERGED) m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 2)), m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, 2));
+#endif
+#pragma unroll
+    for (int o = 4; o < 32; o <<= 1) m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, o)), m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, o));
+    if (gid == 0 && second == 0) shared_ref[warp][2 * pair] = m0, shared_ref[warp][2 * pair + 1] = m1;
+    __syncthreads();
+    ref0 = shared_ref[0][2 * pair], ref1 = shared_ref[0][2 * pair + 1];
+#pragma unroll
+    for (int w = 1; w < WARPS; w++) ref0 = fmaxf(ref0, shared_ref[w][2 * pair]), ref1 = fmaxf(ref1, shared_ref[w][2 * pair + 1]);
+  };
+
+  // Products of a pair wait in c until those of the next one are under way: a warp has few others beside it on its scheduler.
+  auto lows_of = [&](int j) { // where this lane's row of a tile begins, whose group is the j-th
+    const int chunk = (lane >> 3 & 1) * 2 + (lane >> 4) ^ (j & 3);
+    return ring + BIT_BYTES + (j & (STAGES - 1)) * STAGE_BYTES + chunk * 16;
+  };
+  float c[4][4], plus[PAIRED][2], base[2];
+  for (int j = 0;;) { // in every warp, because the first round has a barrier
     const int next = j + STAGES - 2;
-    fetch(next, ahead0), fetch(next + 1, ahead1); // into the places that the round before has read
-    copies_commit();
+    refill(next, ahead0, ahead1);
     if (((next + 2) & 31) == 0) locate(next + 2);
     ahead0 = __shfl_sync(~0u, place, (next + 2) & 31), ahead1 = __shfl_sync(~0u, place, (next + 3) & 31);
     copies_wait<STAGES / 2 - 1>();
     __syncwarp();
-    if (first) { MARK(3) }
-    float c[4][4];
-    product(j, c);
+    if (j == 0) { MARK(3) }
+    lows(lows_of(j + (lane & 1)), base);
+    product((j & (STAGES - 1)) * STAGE_BYTES, c);
+    addends(base, 0, plus);
+    if (j == 0) refer(c, plus), addends(base, 0, plus);
     __syncwarp(); // the next round overwrites these places
-    const float r0 = POOL == 0 ? ref0 : 0.f, r1 = POOL == 0 ? ref1 : 0.f;
-    float t[MERGED ? 1 : 2][2][4], pooled[MERGED ? 1 : 2][2] = {};
-#pragma unroll
-    for (int g = 0; g < (MERGED ? 1 : 2); g++) {
-#pragma unroll
-      for (int v = 0; v < 4; v++) {
-        t[g][0][v] = (MERGED && second ? c[v][2] : c[v][2 * g]) * k0 - r0;
-        t[g][1][v] = (MERGED && second ? c[v][3] : c[v][2 * g + 1]) * k1 - r1;
-      }
-#if POOL != 0
-      pool(t[g][0], t[g][1], pooled[g]);
-      pooled[g][0] -= ref0, pooled[g][1] -= ref0;
-#endif
-    }
-    if (first) { // the block agrees on a reference: the maximum of every warp's first groups
-      float m0 = -3e38f, m1 = -3e38f;
-#pragma unroll
-      for (int g = 0; g < (MERGED ? 1 : 2); g++) {
-        if (j + second + g < mine) {
-#if POOL != 0
-          m0 = fmaxf(m0, MERGED ? fmaxf(pooled[g][0], pooled[g][1]) : pooled[g][0]);
-#else
-#pragma unroll
-          for (int v = 0; v < 4; v++) m0 = fmaxf(m0, t[g][0][v]), m1 = fmaxf(m1, t[g][1][v]);
-#endif
-        }
-      }
-#if POOL != 0
-      m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 1)), m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 2)), m1 = m0;
-#else
-      if (MERGED) m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 2)), m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, 2));
-#endif
-#pragma unroll
-      for (int o = 4; o < 32; o <<= 1) m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, o)), m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, o));
-      if (gid == 0 && second == 0) shared_ref[warp][2 * pair] = m0, shared_ref[warp][2 * pair + 1] = m1;
-      __syncthreads();
-      ref0 = shared_ref[0][2 * pair], ref1 = shared_ref[0][2 * pair + 1];
-#pragma unroll
-      for (int w = 1; w < WARPS; w++) ref0 = fmaxf(ref0, shared_ref[w][2 * pair]), ref1 = fmaxf(ref1, shared_ref[w][2 * pair + 1]);
-#pragma unroll
-      for (int g = 0; g < (MERGED ? 1 : 2); g++) {
-        pooled[g][0] -= ref0, pooled[g][1] -= ref0;
-#pragma unroll
-        for (int v = 0; v < 4; v++) t[g][0][v] -= ref0, t[g][1][v] -= ref1;
-      }
-    }
-#pragma unroll
-    for (int g = 0; g < (MERGED ? 1 : 2); g++) {
-      if (j + second + g < mine) keep(t[g][0], t[g][1], pooled[g], to0 + g * WARPS * 32, to1 + g * WARPS * 32);
-    }
-    to0 += 2 * WARPS * 32, to1 += 2 * WARPS * 32;
-  };
-#ifdef SCORES_SHARED
+    j += 2;
+#if STAGES >= 8
+    u32 four_at = lows_of(j + (lane & 3));
+    const u32 both_at = four_at + lows_of(j + 4 + (lane & 3));
 #pragma unroll 1
-  for (int j = 0; j == 0 || j < mine; j += 2) round(j, j == 0); // one copy of the code: few rounds do not pay for fetching two
-#else
-  round(0, true); // every warp, because it has a barrier
-  for (int j = 2; j < mine; j += 2) round(j, false);
+    for (; j + 4 <= mine; j += 4) { // j is two more than a multiple of four
+      const u32 stage0 = (j & (STAGES - 1)) * STAGE_BYTES, stage1 = (j + 2 & (STAGES - 1)) * STAGE_BYTES;
+      const int ahead2 = __shfl_sync(~0u, place, (j + STAGES) & 31), ahead3 = __shfl_sync(~0u, place, (j + STAGES + 1) & 31);
+      if (((j + STAGES + 2) & 31) == 0) locate(j + STAGES + 2);
+      refill(j + STAGES - 2, ahead0, ahead1);
+      copies_wait<STAGES / 2 - 2>();
+      __syncwarp();
+      float d[4][4], more[PAIRED][2];
+      lows(four_at, base);
+      finish(c, plus, 0, 2);
+      product(stage0, d);
+      addends(base, 0, more);
+      __syncwarp();
+      refill(j + STAGES, ahead2, ahead3);
+      finish(d, more, 2, 2);
+      product(stage1, c);
+      addends(base, 2, plus);
+      __syncwarp();
+      ahead0 = __shfl_sync(~0u, place, (j + STAGES + 2) & 31), ahead1 = __shfl_sync(~0u, place, (j + STAGES + 3) & 31);
+      four_at = both_at - four_at; // half a ring on
+      to0 += 4 * WARPS * 32, to1 += 4 * WARPS * 32;
+    }
 #endif
+    finish(c, plus, 0, mine - (j - 2) - second);
+    if (j >= mine) break;
+    to0 += 2 * WARPS * 32, to1 += 2 * WARPS * 32;
+  }
   MARK(4)
   copies_wait<0>();
   if (POOL != 0 || GROUP_HEADS == 1) {
@@ -315,12 +359,12 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
   auto again = [&](float& sum, float& shift, const __half* from) {
 #pragma unroll 1
     for (int j = 0; j + second < mine; j += 1 + MERGED) {
-      for (int v = 0; v < 4; v++) shift = fmaxf(shift, __half2float(from[j * (WARPS * 32) + v]));
+      for (int v = 0; v < 4; v++) shift = fmaxf(shift, __half2float(from[(j >> 1) * (2 * WARPS * 32) + (j & 1) * 32 + v]));
     }
     sum = 0.f;
 #pragma unroll 1
     for (int j = 0; j + second < mine; j += 1 + MERGED) {
-      for (int v = 0; v < 4; v++) sum += exp2_fast(__half2float(from[j * (WARPS * 32) + v]) - shift);
+      for (int v = 0; v < 4; v++) sum += exp2_fast(__half2float(from[(j >> 1) * (2 * WARPS * 32) + (j & 1) * 32 + v]) - shift);
     }
   };
   if (2 * pair < GROUP_HEADS && !(sum0 < 1e36f)) again(sum0, shift0, to_scores);

@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fier_select(const real*
   const int per = (groups + blocks - 1) / blocks, begin = min(groups, rank * per), end = min(groups, begin + per);
   const int stride = room + 8, ring = max(WARPS * STAGES * STAGE_BYTES, (room / 8 * 33 + 127) / 128 * 128);
   __half* own = reinterpret_cast<__half*>(dynamic + ring);
-  const Groups share = {bits, meta, table + (long long)b * table_stride, head, heads, page_groups, stored, begin, end, false};
+  const Groups share = {bits, meta, table + (long long)b * table_stride, head, heads, page_groups, stored, begin, end, false, false};
   Mail mail = {mail_words + row * (blocks * MAIL_WORDS + CROWD), blocks, rank, 0};
   float4* to_parts = scores ? parts + (row * blocks + rank) * HEADS : nullptr;
   score_groups(share, q + (long long)b * q_stride + (long long)head * GROUP_HEADS * D, dynamic, own, stride, scale_log2,

@@ -318,10 +318,12 @@ static inline void copy16_sized(u32 to, const void* from, u32 size) {
 }
 static inline void copy16(u32 to, const void* from) { copy16_sized(to, from, 16); }
 static inline u64 read_once_policy() { return 0; }
+static inline u64 read_policy(bool) { return 0; }
+static inline u64 score_policy() { return 0; }
 static inline void copy16_once(u32 to, const void* from, u64) { copy16(to, from); }
 static inline void copies_commit() {}
 template <int LEFT> static inline void copies_wait() {}
-static inline void put8(__half* p, u32 x, u32 y) { __stcg((uint2*)p, make_uint2(x, y)); }
+static inline void put8(__half* p, u32 x, u32 y, u64) { __stcg((uint2*)p, make_uint2(x, y)); }
 static inline void load_halves(u32 (&v)[4], const __half* p) { cpu::aligned(p, 16), memcpy(v, p, 16); }
 static inline void load_halves(u32 (&v)[1], const __half* p) { cpu::aligned(p, 4), memcpy(v, p, 4); }
 static inline float half_of(u32 word, int i) { return __half2float({(u16)(word >> 16 * i)}); }

@@ -69,6 +69,25 @@ def test_score_choose_and_attend(
     assert checks.failures == []
 
 
+@pytest.mark.parametrize(
+    ("group", "dim", "pooling", "groups", "capability"),
+    [
+        (4, 64, "softmax-mean", 16 * 40 + 3, HOPPER),
+        (7, 96, "softmax-mean", 16 * 12 + 5, HOPPER),
+        (2, 32, "max", 16 * 13, HOPPER),
+        (1, 256, "mean", 16 * 11, ADA),
+    ],
+)
+def test_warps_with_many_groups(
+    group: int, dim: int, pooling: str, groups: int, capability: tuple[int, int], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two blocks of eight warps take so many groups that most go through the loop of four, those of 32 and more are located later."""
+    cuda_on_cpu.install(monkeypatch, folder, capability, multiprocessors=1)
+    case = checks.Case(1, group, dim, 64, [groups * 32 + 17], BF16 if group > 4 else FP16)
+    checks.check_chain(case, 160, 4, 16, pooling, f"G {group} D {dim} {pooling}, {groups} groups")
+    assert checks.failures == []
+
+
 @pytest.mark.parametrize("kind", ["levels", "equal", "outlier", "normal"])
 @pytest.mark.parametrize(("cluster", "heads"), [(1, 4), (3, 1), (2, 4)])
 def test_the_best_are_chosen(cluster: int, kind: str, heads: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
