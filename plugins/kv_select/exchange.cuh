@@ -1,8 +1,130 @@
 // The choice of a row's best units by several blocks, each of which holds the scores of its share: three exchanges, each as short as it can be.
 //
-// Built as pooling.cuh says, with -DDEALT where groups of 32 units are dealt to blocks in turn.
+// Built as pooling.cuh says.
 #pragma once
-#include "put_list.cuh"
+#include "mail.cuh"
+#include "reading.cuh"
+#include "pooling.cuh"
+
+struct Cut { // the bin of the wanted-th unit, units in higher bins and in it
+  int bin, above, count;
+};
+struct Chosen { // of the row, and units of lower blocks in higher bins and in it
+  Cut cut;
+  int lower_above, lower_count;
+};
+struct Desk {
+  __align__(16) int own[BINS];       // counts of this block; bin 0 of the first count stays empty
+  __align__(16) int total[BINS + 2]; // of the row
+  __align__(16) u64 list[CROWD], few[CROWD];
+  int warp_sums[64], listed, less, left, lower_above, lower_count;
+  Cut cut;
+  float add[HEADS], low;
+  float2 range[THREADS / 32];
+};
+
+__device__ __forceinline__ void clear(Desk& s) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < BINS + 2; i += THREADS) {
+    s.total[i] = 0;
+    if (i < BINS) s.own[i] = 0;
+  }
+  if (threadIdx.x == 0) s.listed = s.less = s.left = 0;
+}
+
+// What is added to this block's scores, so that heads are normalized over the row; s.low is the lowest of raw scores.
+__device__ __forceinline__ void normalize(Desk& s, const Mail& mail, float (&add)[HEADS]) {
+  constexpr int MOST = 5; // 160 blocks
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+#pragma unroll 1
+  for (int h = warp; h < HEADS; h += THREADS / 32) {
+    float x[MOST], top = -3e38f, low = 3e38f, ref = 0.f, total = 0.f;
+#pragma unroll
+    for (int k = 0; k < MOST; k++) {
+      const int p = lane + 32 * k;
+      x[k] = -3e38f;
+      if (32 * k >= mail.blocks) continue;
+      if (p < mail.blocks) {
+        const uint4 v = await(mail.part(h, p), mail.stamp);
+        x[k] = __uint_as_float(v.x), low = fminf(low, __uint_as_float(v.y));
+        if (p == mail.rank) ref = __uint_as_float(v.z);
+      }
+      top = fmaxf(top, x[k]);
+    }
+    __syncwarp();
+    ref = __shfl_sync(~0u, ref, mail.rank & 31);
+    top = highest(top);
+    float zero = top; // raw scores: differences count at the top
+    if (HEADS > 1) {
+#pragma unroll
+      for (int k = 0; k < MOST; k++) {
+        if (32 * k < mail.blocks) total += exp2_fast(x[k] - top);
+      }
+#pragma unroll
+      for (int o = 16; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
+      zero += log2f(total) + (MAXIMUM ? 0.f : log2f((float)HEADS));
+    } else {
+      low = -highest(-low);
+      if (lane == 0) s.low = low - top;
+    }
+    if (lane == 0) s.add[h] = ref - zero;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int h = 0; h < HEADS; h++) add[h] = s.add[h];
+}
+
+// The block's units: their scores [HEADS, stride] in shared memory, then order-preserving pooled scores, 0 where a unit is no candidate.
+//
+// Keys of fourteen bits. Pooled softmaxes: at most 1 / share units are above `share`, so the range is sixteen octaves below it, 1024 keys each. Raw
+// scores: from the lowest to the highest. The upper eight bits are the bin.
+struct Units {
+  const __half* scores;
+  int stride, begin, count, first, last; // first unit of the block and their number; candidates are [first, last)
+  u32* exact;
+  int base;
+  float low, factor;
+
+  __device__ __forceinline__ void scale(float lowest, float share) {
+    base = __float_as_int(share) - ((BINS - 1) << 19);
+    low = lowest, factor = 16383.f / fmaxf(-lowest, 1e-30f);
+  }
+  __device__ __forceinline__ int key(float x) const {
+    if (HEADS > 1) return min(max((__float_as_int(x) - base) >> 13, 0), 16383);
+    return (int)fminf(fmaxf((x - low) * factor, 0.f), 16383.f);
+  }
+  __device__ __forceinline__ int key_again(u32 x) const { return key(__uint_as_float(x & 0x80000000u ? x & 0x7fffffffu : ~x)); }
+  __device__ __forceinline__ int eligible(int upto) const { return max(0, min(upto, last) - first); } // candidates in front of a unit
+  __device__ __forceinline__ void read(u32 (&v)[1], const __half* p) const { v[0] = *reinterpret_cast<const u32*>(p); }
+  __device__ __forceinline__ void read(u32 (&v)[2], const __half* p) const {
+    const uint2 w = *reinterpret_cast<const uint2*>(p);
+    v[0] = w.x, v[1] = w.y;
+  }
+  __device__ __forceinline__ void read(u32 (&v)[4], const __half* p) const {
+    const uint4 w = *reinterpret_cast<const uint4*>(p);
+    v[0] = w.x, v[1] = w.y, v[2] = w.z, v[3] = w.w;
+  }
+  // Pool 2 N units a thread, and count by the upper bits of their keys.
+  template <int N, bool COUNTED = true> __device__ __forceinline__ void pool_all(const float (&add)[HEADS], int* hist) const {
+#pragma unroll 1
+    for (int at = threadIdx.x * 2 * N; at < count; at += THREADS * 2 * N) {
+      u32 h[HEADS][N], image[2 * N];
+      float pooled[2 * N];
+#pragma unroll
+      for (int j = 0; j < HEADS; j++) read(h[j], scores + j * stride + at);
+      pool<N>(h, add, pooled);
+#pragma unroll
+      for (int k = 0; k < 2 * N; k++) {
+        const int u = begin + at + k;
+        image[k] = u >= first && u < last ? ordered(pooled[k]) : 0;
+        const int bin = key(pooled[k]) >> 6;
+        if (COUNTED && image[k] && bin) atomicAdd(&hist[bin], 1); // where many are in the lowest bin, counting them would take longest
+      }
+#pragma unroll
+      for (int k = 0; k < 2 * N; k += 2) *reinterpret_cast<uint2*>(exact + at + k) = make_uint2(image[k], image[k + 1]);
+    }
+  }
+};
 
 // Counts of lower blocks in six bins from `bin` on that a thread has added up.
 struct Lower {
@@ -125,8 +247,8 @@ __device__ __forceinline__ void split(Desk& s, const Mail& mail, const Units& un
 #pragma unroll 1
     for (int i = threadIdx.x; i < units.count; i += THREADS) {
       const u32 exact = units.exact[i];
-      if (exact == 0 || units.key_again(exact) >> 6 != of.bin || of.place(units, exact, units.unit(i)) != 0) continue;
-      const int digit = round == 0 ? units.key_again(exact) : (int)(Candidates::value(exact, units.unit(i)) >> (of.shift - 6));
+      if (exact == 0 || units.key_again(exact) >> 6 != of.bin || of.place(units, exact, units.begin + i) != 0) continue;
+      const int digit = round == 0 ? units.key_again(exact) : (int)(Candidates::value(exact, units.begin + i) >> (of.shift - 6));
       atomicAdd(&s.own[digit & (DIGIT - 1)], 1);
     }
     __syncthreads();
@@ -154,7 +276,7 @@ __device__ __forceinline__ int choose(Desk& s, const Mail& mail, const Units& un
     }
 #pragma unroll 1
     while (near) {
-      const int k = __ffs(near) - 1, u = units.unit(p * 8 + k);
+      const int k = __ffs(near) - 1, u = units.begin + p * 8 + k;
       const u32 own = units.exact[p * 8 + k];
       const int place = of.place(units, own, u);
       near &= near - 1;
@@ -201,12 +323,55 @@ __device__ __forceinline__ int choose(Desk& s, const Mail& mail, const Units& un
     if (i < of.start) {
       atomicAdd(&s.less, 1);
     } else if (i < own_end) {
-      const int at = units.place((int)~(u32)own);
+      const int at = (int)~(u32)own - units.begin;
       atomicOr(reinterpret_cast<u32*>(flags) + (at >> 5), 1u << (at & 31));
     }
   }
   __syncthreads();
   return of.before + s.less;
+}
+
+// Write the block's chosen units, ascending, from out[at] on.
+__device__ __forceinline__ void put_chosen(Desk& s, const Units& units, const unsigned char* flags, int* out, int at) {
+  const int packets = units.count / 8, each = (packets + THREADS - 1) / THREADS;
+  const int from = min(packets, (int)threadIdx.x * each), to = min(packets, from + each);
+  int mine = 0, turn = 0;
+#pragma unroll 1
+  for (int i = from; i < to; i++) mine += __popc(flags[i]);
+  at += block_scan(mine, s.warp_sums, turn) - mine;
+#pragma unroll 1
+  for (int i = from; i < to; i++) {
+    u32 set = flags[i];
+#pragma unroll 1
+    while (set) {
+      out[at++] = units.begin + i * 8 + __ffs(set) - 1;
+      set &= set - 1;
+    }
+  }
+}
+
+// For checks: the block's scores as a scorer leaves them.
+__device__ __forceinline__ void put_scores(const Units& units, __half* scores, long long stride) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < HEADS * units.count; i += THREADS) {
+    const int h = i / units.count, u = i - h * units.count;
+    scores[h * stride + units.begin + u] = units.scores[h * units.stride + u];
+  }
+}
+
+// What a row's list holds beside the units that are chosen; all blocks write some of it.
+__device__ __forceinline__ void put_forced(const Mail& mail, const Reading& row, int* out) {
+  const int at = mail.rank * THREADS + threadIdx.x, step = mail.blocks * THREADS;
+#pragma unroll 1
+  for (int i = at; i < row.first; i += step) out[i] = i;
+#pragma unroll 1
+  for (int i = at; i < row.units - row.last; i += step) out[row.first + row.wanted + i] = row.last + i;
+#pragma unroll 1
+  for (int i = row.width + at; i < row.room; i += step) out[i] = -1;
+}
+// The list's length, and the stamp for the next launch: every block has read this one's, because it has told its part.
+__device__ __forceinline__ void put_stamp(const Mail& mail, const Reading& row, int* out, u32* stamp) {
+  if (mail.rank == 0 && threadIdx.x == 0) out[row.room] = row.width, *stamp = mail.stamp;
 }
 
 // From the block's scores in shared memory and what all blocks have told about theirs to the block's part of the row's list.
@@ -221,17 +386,13 @@ __device__ __forceinline__ void choose_units(Desk& s, const Mail& mail, const Re
   MARK(7)
   const Lower lower = add_counts<BINS>(s, mail, mail.bins());
   MARK(9)
-  const Chosen found = cut_row<BINS>(s, lower, row.wanted, units.eligible(row.last), units.lower_eligible());
+  const Chosen found = cut_row<BINS>(s, lower, row.wanted, units.eligible(row.last), units.eligible(units.begin));
   Candidates candidates = {found.cut.bin, row.wanted - found.cut.above, found.cut.count, found.lower_above, found.lower_count, -1, 0, 60};
   MARK(10)
   split(s, mail, units, candidates);
   const int before = choose(s, mail, units, candidates, flags);
   MARK(13)
-#ifdef DEALT
-  put_dealt(s, mail, units, reinterpret_cast<u32*>(flags), row.units >> 5, out + row.first);
-#else
   put_chosen(s, units, flags, out, row.first + before);
-#endif
   put_forced(mail, row, out);
   put_stamp(mail, row, out, stamp);
   MARK(14)

@@ -46,8 +46,6 @@ struct Groups {
   const int* table;        // page numbers of the sequence
   int head, heads, page_groups, stored, begin, end;
   bool idle;
-  int first = 0, step = 1; // the i-th lies at first + i * step in the sequence
-  __device__ __forceinline__ int group(int i) const { return first + i * step; }
 };
 
 // Waits for the kernels before this one as late as it can, then calls begun(). q: the query heads, [G, D]. Writes fp16 scores times scale and log2(e)
@@ -71,14 +69,14 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
   auto locate = [&](int from) {
     int j = from + lane;
     if (j < mine) {
-      int g = row.group(begin + warp + j * WARPS), page = g / row.page_groups;
+      int g = begin + warp + j * WARPS, page = g / row.page_groups;
       place = (row.table[page] * row.heads + row.head) * row.page_groups + g - page * row.page_groups;
     }
   };
   locate(0);
   MARK(0)
   // Groups that are older than the newest token were there before the kernel before this one began: they are fetched before the wait.
-  const bool settled = row.group(begin + warp + (min(mine, STAGES - 2) - 1) * WARPS) < (row.stored - 1) >> 5;
+  const bool settled = begin + warp + (min(mine, STAGES - 2) - 1) * WARPS < (row.stored - 1) >> 5;
   if (!settled || row.idle) dependency_wait();
   if (row.idle) return;
   const u32 ring = shared_at(smem) + warp * STAGES * STAGE_BYTES;

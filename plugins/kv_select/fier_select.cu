@@ -4,35 +4,25 @@
 // scores, pooled in the same order. Blocks tell each other normalizers, then counts by the upper eight bits of their keys, then the candidates of
 // the bin that is cut.
 #define SCORES_SHARED
-#define DEALT
 #define THREADS (32 * WARPS)
 #ifndef EARLY_GROUPS
 #define EARLY_GROUPS 2
 #endif
 #include "fier_groups.cuh"
-#include "offers.cuh"
-
-// Rarely: far from the code that runs otherwise.
-__device__ __noinline__ void choose_counted(Desk& s, Mail mail, Reading row, Units units, unsigned char* flags, int* out, u32* stamp) {
-  __syncthreads();
-  clear(s);
-  __syncthreads();
-  choose_units(s, mail, row, units, flags, out, stamp);
-}
+#include "exchange.cuh"
 
 // q [B, q_stride] the rotated queries; bits, meta the pool of one layer as fier_groups.cuh says; table [B, table_stride]; lens [B] stored tokens; slots, budgets
 // and dense_below as of select.cu; mail [R, gridDim.x MAIL_WORDS + CROWD] and stamps [R], zero before the first launch. Writes out [R, list_room + 1]:
 // ascending units, -1 behind them, then their count; -1 everywhere where the sequence is read whole. room: units of a block that shared memory holds. Where scores is not null, scores and parts are
 // written as fier.cu does. Dynamic shared memory: the ring of fier_groups.cuh or 33 bytes for eight units of room, then STEP_HEADS (room + 8) scores.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) fier_select(const real* q, const char* bits, const char* meta, const int* table,
-    const int* lens, int* out, const int* slots, const int* budgets, uint4* mail_words, u32* stamps, __half* scores, float4* parts, u32* images, int q_stride, int table_stride, int page_groups,
+    const int* lens, int* out, const int* slots, const int* budgets, uint4* mail_words, u32* stamps, __half* scores, float4* parts, int q_stride, int table_stride, int page_groups,
     long long score_stride, int budget, int dense_below, int list_room, int sink, int window, int room, float scale_log2) {
   extern __shared__ __align__(128) char dynamic[];
   __shared__ Desk s;
   const int rank = blockIdx.x, blocks = gridDim.x, head = blockIdx.y, heads = gridDim.y, b = blockIdx.z, tid = threadIdx.x;
   const long long row = (long long)b * heads + head;
   const int stored = lens[b], groups = stored >> 5;
-  MARK(15)
   const Reading reading(stored, groups * 32, 1, Budget(budgets ? budgets[slots[b]] : 0, budget, dense_below, list_room, 1), sink, window);
   out += row * (list_room + 1);
   if (reading.plain) {
@@ -41,34 +31,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fier_select(const real*
     return;
   }
   clear(s);
-  const int per = (groups + blocks - 1) / blocks, count = max(0, (groups - rank + blocks - 1) / blocks); // the block's: rank, rank + blocks, ...
-  const int stride = room + 8, ring = max(WARPS * STAGES * STAGE_BYTES, (room / 8 * 33 + 8 * OFFER_WORDS + 127) / 128 * 128);
+  const int per = (groups + blocks - 1) / blocks, begin = min(groups, rank * per), end = min(groups, begin + per);
+  const int stride = room + 8, ring = max(WARPS * STAGES * STAGE_BYTES, (room / 8 * 33 + 127) / 128 * 128);
   __half* own = reinterpret_cast<__half*>(dynamic + ring);
-  const Groups share = {bits, meta, table + (long long)b * table_stride, head, heads, page_groups, stored, 0, count, false, rank, blocks};
-  Mail mail = {mail_words + row * (blocks * MAIL_WORDS + CROWD + blocks + OFFER_WORDS + (room / 32 + 2) / 3 * blocks), blocks, rank, 0};
+  const Groups share = {bits, meta, table + (long long)b * table_stride, head, heads, page_groups, stored, begin, end, false};
+  Mail mail = {mail_words + row * (blocks * MAIL_WORDS + CROWD), blocks, rank, 0};
   float4* to_parts = scores ? parts + (row * blocks + rank) * HEADS : nullptr;
   score_groups(share, q + (long long)b * q_stride + (long long)head * GROUP_HEADS * D, dynamic, own, stride, scale_log2,
       [&] { mail.stamp = __ldcg(stamps + row) + 1; },
       [&](int h, float4 part) {
         post_part(mail, h, part);
-        if (HEADS == 1) s.part = part;
         if (to_parts) to_parts[h] = part;
       });
   // The ring is not needed any more.
-  Units units = {own, stride, rank * 32, count * 32, reading.first, reading.last, reinterpret_cast<u32*>(dynamic)};
-  units.jump = blocks * 32;
-  u32* bits_of = reinterpret_cast<u32*>(dynamic + room * 4);
-  u64* list = reinterpret_cast<u64*>(dynamic + (room / 8 * 33 + 15) / 16 * 16);
-  const int words = words_of_offers(reading.wanted, blocks);
-#ifdef NO_OFFERS
-  const bool offered = false;
-#else
-  const bool offered = blocks <= MOST_OFFERING && 8 * reading.wanted <= 14 * words * blocks;
-#endif
-  if (HEADS == 1) __syncthreads(); // the part is there
-  if (!offered || !choose_offered(s, mail, words, reading, units, bits_of, list, s.part, out, stamps + row)) {
-    choose_counted(s, mail, reading, units, reinterpret_cast<unsigned char*>(bits_of), out, stamps + row);
-  }
+  Units units = {own, stride, begin * 32, (end - begin) * 32, reading.first, reading.last, reinterpret_cast<u32*>(dynamic)};
+  choose_units(s, mail, reading, units, reinterpret_cast<unsigned char*>(dynamic + room * 4), out, stamps + row);
   if (scores) put_scores(units, scores + row * HEADS * score_stride, score_stride);
-  if (images && HEADS > 1) put_images(units, images + row * score_stride);
 }

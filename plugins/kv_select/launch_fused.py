@@ -17,7 +17,7 @@ from trtkv.plugins.kv_select.launch_pages import KINDS
 from trtkv.plugins.support import Summary, shares_selection
 
 _HERE = Path(__file__).parent
-_FIER = (Pointer,) * 13 + (Int, Int, Int, Long) + (Int,) * 6 + (Float,)
+_FIER = (Pointer,) * 12 + (Int, Int, Int, Long) + (Int,) * 6 + (Float,)
 _PAGES = (Pointer,) * 13 + (Int, Int, Int, Long) + (Int,) * 6 + (Float,)
 LOG2_E = 1.4426950408889634
 STAGES = (8, 4)  # groups of a warp in flight: as many as shared memory has room for
@@ -31,7 +31,6 @@ MOST_RAW_BLOCKS = 32  # of a row whose scores are ranked themselves: they are to
 _STATIC = 28 * 1024  # shared memory of a block beside what its launch asks for
 _COUNT_WORDS = 43 + 11 * 11  # words of sixteen bytes that a block tells beside one a head, as in mail.cuh
 _CROWD = 512
-_OFFER_LOOKS = 4  # words of two offers that a thread reads, as in mail.cuh
 _SHORT_MAIL = 256 * 6, 8  # words of the scores of a row's pages, and of a block beside them, as in shortlist.cuh
 
 
@@ -62,7 +61,7 @@ class Fused:
             return None
         heads, room = 1 if POOLS[pooling] else group_heads, -(-groups // blocks) * 32
         for stages in STAGES:
-            shared = max(warps * stages * 8 * dim, _marks_bytes(room, 8 * _OFFER_LOOKS * warps * 32)) + heads * (room + 8) * 2
+            shared = max(warps * stages * 8 * dim, _marks_bytes(room)) + heads * (room + 8) * 2
             if shared + _STATIC <= shared_limit(arch):
                 return Fused(rows, blocks, warps, stages, room, heads, shared)
         return None
@@ -82,9 +81,7 @@ class Fused:
 
     def allocate(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Allocate what blocks tell each other, int32, and the rows' stamps [R] int32, all zero."""
-        counted = self.blocks * (self.heads + _COUNT_WORDS) + _CROWD
-        offered = self.blocks * (1 + -(-self.room // 96)) + _OFFER_LOOKS * self.warps * 32
-        words = counted + max(offered, self.blocks * _SHORT_MAIL[1] + _SHORT_MAIL[0])
+        words = self.blocks * (self.heads + _COUNT_WORDS + _SHORT_MAIL[1]) + _CROWD + _SHORT_MAIL[0]
         return torch.zeros(self.rows, words, 4, dtype=torch.int32, device=device), torch.zeros(self.rows, dtype=torch.int32, device=device)
 
 
@@ -110,7 +107,7 @@ def plans_on_any(plan: SelectPlan, summary: Summary, batch: int, heads: int, gro
 def fier_select(
     q: Tensor, bits: Tensor, meta: Tensor, table: Tensor, lens: Tensor, out: Tensor, mail: Tensor, stamps: Tensor, plan: Fused, *,
     page_size: int, budget: int, scale: float, pooling: str, sink: int, window: int, own: OwnBudgets | None = None, overlap: bool = False,
-    scores: Tensor | None = None, parts: Tensor | None = None, images: Tensor | None = None,
+    scores: Tensor | None = None, parts: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Score and choose: arguments as of `launch.fier_score` and `launch.select_units`, mail and stamps as the plan allocates them.
 
@@ -121,7 +118,7 @@ def fier_select(
     group = q.shape[1] // dim // heads
     kernel = fused_kernel(dim, group, pooling, plan, q.dtype == torch.bfloat16, arch())
     slots, budgets, below = (None, None, 0) if own is None else (own.slots, own.budgets, own.dense_below)
-    given = (q, bits, meta, table, lens, out, slots, budgets, mail, stamps, scores, parts, images)
+    given = (q, bits, meta, table, lens, out, slots, budgets, mail, stamps, scores, parts)
     values = (*(0 if one is None else one.data_ptr() for one in given), q.stride(0), table.stride(0), page_size // 32,
               0 if scores is None else scores.shape[2], budget, below, out.shape[2] - 1, sink, window, plan.room, scale * LOG2_E)  # fmt: skip
     kernel.launch((plan.blocks, heads, lens.shape[0]), 32 * plan.warps, plan.shared, stream(), values, overlap=overlap, cooperative=True)
@@ -164,6 +161,6 @@ def _defines(dim: int, group: int, pooling: str, plan: Fused) -> tuple[str, ...]
     return tuple(f"-D{name}={value}" for name, value in shape.items())
 
 
-def _marks_bytes(room: int, beside: int = 0) -> int:
-    """Shared memory of exact scores and marks of so many units, and of so many bytes beside them."""
-    return -(-(room * 33 // 8 + beside) // 128) * 128
+def _marks_bytes(room: int) -> int:
+    """Shared memory of exact scores and marks of so many units."""
+    return -(-room * 33 // 8 // 128) * 128

@@ -11,10 +11,6 @@
 #define ROUNDS 11                       // further counts: six bits of the key, then sixty of score and unit
 #define CROWD 512                       // candidates that blocks tell each other
 #define COMPARED 96                     // candidates of which each is compared with all
-#ifndef OFFER_LOOKS
-#define OFFER_LOOKS 4 // words of two offers that a thread reads
-#endif
-#define OFFER_WORDS (OFFER_LOOKS * THREADS) // of a row
 #define MAIL_WORDS (HEADS + WORDS_OF(BINS) + WORDS_OF(DIGIT) * ROUNDS) // a block of a row; CROWD words a row beside
 
 __device__ __forceinline__ void post(uint4* to, u32 a, u32 b, u32 c, u32 stamp) {
@@ -41,9 +37,6 @@ struct Mail {
   __device__ __forceinline__ uint4* bins() const { return words + HEADS * blocks; }
   __device__ __forceinline__ uint4* round(int i) const { return bins() + (WORDS_OF(BINS) + i * WORDS_OF(DIGIT)) * blocks; }
   __device__ __forceinline__ uint4* list() const { return round(ROUNDS); } // [CROWD]
-  __device__ __forceinline__ uint4* offer_heads() const { return list() + CROWD; } // [blocks]
-  __device__ __forceinline__ uint4* offers() const { return offer_heads() + blocks; } // [OFFER_WORDS]
-  __device__ __forceinline__ uint4* marks() const { return offers() + OFFER_WORDS; } // of groups of 32 units, three a word: [blocks, words]
 };
 
 // What a block tells about its share goes out at once, from one thread a head.

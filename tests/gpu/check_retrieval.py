@@ -184,19 +184,11 @@ def check_fused(case: Case, budget: int, sink: int, window: int, pooling: str, s
     mail, stamps = plan.allocate(DEV)
     scratch = select.Scratch(plan.heads, -(-capacity // 32) * 32, blocks)
     scores = case.guard.like((rows, plan.heads, scratch.stride), torch.float16, float("nan"))
-    parts, images = torch.zeros(rows, plan.blocks, plan.heads, 4, device=DEV), torch.zeros(rows, scratch.stride, dtype=torch.int32, device=DEV)
+    parts = torch.zeros(rows, plan.blocks, plan.heads, 4, device=DEV)
     chosen, again = (case.guard.like((batch, case.heads, width + 1), torch.int32, -7) for _ in range(2))
     common = {"budget": budget, "sink": sink, "window": window, "pooling": pooling}
 
-    def expected(own: select.OwnBudgets | None = None) -> None:
-        if case.pages:
-            select.select_units(scores, parts, case.lens, again, unit=unit, group=unit, own=own, **common)
-        else:
-            again.copy_(best_lists(case, _values(scores, parts, images), width, budget, sink, window, own))
-
     def launch(**more: Any) -> None:
-        if "scores" in more and not case.pages:
-            more["images"] = images
         if case.pages:
             arguments = (case.q, case.bounds.unsqueeze(2), None, case.table, case.lens, chosen, mail, stamps, plan)
             launch_fused.page_select(*arguments, kind="box", unit=unit, scale=case.dim**-0.5, **common, **more)
@@ -206,18 +198,17 @@ def check_fused(case: Case, budget: int, sink: int, window: int, pooling: str, s
 
     for _ in range(replays):
         launch(scores=scores, parts=parts)
-    expected()
+    select.select_units(scores, parts, case.lens, again, unit=unit, group=32 if unit == 1 else unit, **common)
     torch.cuda.synchronize()
-    expect(torch.equal(chosen, again), f"{label}: these are not the best units")
+    expect(torch.equal(chosen, again), f"{label}: the selector chooses other units")
     slots, budgets = torch.randperm(batch + 1, device=DEV)[:batch].int(), torch.zeros(batch + 1, dtype=torch.int32, device=DEV)
     budgets[slots[0].long()] = sink + window + 2 * max(unit, 32)
     own = select.OwnBudgets(slots, budgets, 0)
     launch(scores=scores, parts=parts, own=own)
-    expected(own)
+    select.select_units(scores, parts, case.lens, again, unit=unit, group=32 if unit == 1 else unit, own=own, **common)
     torch.cuda.synchronize()
     expect(torch.equal(chosen, again), f"{label}: with a budget of its own a sequence gets other units")
-    launch(scores=scores, parts=parts)
-    expected()
+    select.select_units(scores, parts, case.lens, again, unit=unit, group=32 if unit == 1 else unit, **common)
     chosen.fill_(-7)
     launch()
     torch.cuda.synchronize()
@@ -227,41 +218,15 @@ def check_fused(case: Case, budget: int, sink: int, window: int, pooling: str, s
         if int(case.lens[b]) <= budget:
             expect(bool((chosen[b] == -1).all()), f"{label}: sequence {b} should be dense")
         else:
-            check_selection(case, b, scores, parts, scratch, chosen[b], budget, sink, window, pooling, unit, label, dealt=not case.pages)
+            check_selection(case, b, scores, parts, scratch, chosen[b], budget, sink, window, pooling, unit, label)
 
 
-def _values(scores: Tensor, parts: Tensor, images: Tensor) -> Tensor:
-    """What the one launch ranks tokens by [R, U]: images of pooled scores as it leaves them, or raw scores, whose groups are dealt to parts in turn."""
-    if scores.shape[1] > 1:
-        return images.long() & 0xFFFFFFFF
-    part = torch.arange(scores.shape[2], device=DEV) // 32 % parts.shape[1]
-    return scores[:, 0].float() + (parts[:, part, 0, 0] - parts[:, :, 0, 1].amax(1)[:, None])
-
-
-def best_lists(case: Case, values: Tensor, room: int, budget: int, sink: int, window: int, own: select.OwnBudgets | None) -> Tensor:
-    """List [B, Hk, room + 1] of the best tokens by values [R, U], the earlier of equal ones, as the kernels write it."""
-    lists = torch.full((len(case.lens), case.heads, room + 1), -1, dtype=torch.int32, device=DEV)
-    for b, stored in enumerate(case.lens.tolist()):
-        asked = int(own.budgets[own.slots[b].long()]) if own else 0
-        width, whole_to = (min(room, asked), max(min(asked, budget), own.dense_below)) if own and asked else (room, budget)
-        if stored <= whole_to:
-            continue
-        last = max(sink, min(stored // 32 * 32, max(0, stored - window)))
-        wanted = max(0, min(last - sink, width - sink - (stored - last)))
-        forced = torch.cat([torch.arange(sink, device=DEV), torch.arange(last, stored, device=DEV)])
-        for h in range(case.heads):
-            best = torch.sort(values[b * case.heads + h, sink:last], descending=True, stable=True).indices[:wanted] + sink
-            one = torch.cat([best, forced]).sort().values[:width].int()
-            lists[b, h, : len(one)], lists[b, h, -1] = one, len(one)
-    return lists
-
-
-def check_selection(case, b, scores, parts, plan, chosen, budget, sink, window, pooling, unit, label, dealt=False):
+def check_selection(case, b, scores, parts, plan, chosen, budget, sink, window, pooling, unit, label):
     stored, count = int(case.lens[b]), case.units(b)
     rows = slice(b * case.heads, (b + 1) * case.heads)
     blocks = -(-count // 32)
     per = -(-blocks // plan.parts) * 32
-    part = torch.arange(count, device=DEV) // 32 % plan.parts if dealt else torch.arange(count, device=DEV) // per
+    part = torch.arange(count, device=DEV) // per
     ref = parts[rows][:, part, :, 0].transpose(1, 2)  # [Hk, heads, U]
     got = scores[rows, :, :count].float() + ref
     true = case.true_scores(b)

@@ -19,7 +19,6 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
-#define __noinline__
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __CUDA_ARCH__ 900
@@ -286,8 +285,6 @@ static inline float fma_sat(float x, float y, float z) { return std::fmin(std::f
 static inline void dependency_wait() {}
 static inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 static inline float __fdiv_rn(float a, float b) { return a / b; }
-static inline float __fdividef(float a, float b) { return a / b; }
-static inline float __log2f(float x) { return log2f(x); }
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fsub_rn(float a, float b) { return a - b; }
@@ -391,7 +388,6 @@ template <int HALF> static inline void mma(float (&d)[4], const float (&c)[4], c
   for (int i = 0; i < 4; i++) d[i] = out[i];
 }
 
-static inline int next_place(int* count) { return atomicAdd(count, 1); }
 // Of mail.cuh: words of sixteen bytes, written and read at once; who looks lets others run.
 static inline void post(uint4* to, u32 a, u32 b, u32 c, u32 stamp) { cpu::aligned(to, 16), _mm_store_si128((__m128i*)to, _mm_set_epi32(stamp, c, b, a)); }
 static inline uint4 look(const uint4* from) {

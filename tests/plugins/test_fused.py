@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,11 +24,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[Any, cuda_on_cpu.Kernel]:
+def _checks(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(checks, "DEV", "cpu")
     monkeypatch.setattr(checks, "failures", [])
+    cuda_on_cpu.install(monkeypatch, folder)
     torch.manual_seed(torch.initial_seed() % 1000)
-    return cuda_on_cpu.install(monkeypatch, folder)
 
 
 @pytest.mark.parametrize(
@@ -41,38 +40,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[Any, cuda_on_
         (3, 32, "softmax-max", [1300], 3, 3),
     ],
 )
-def test_the_choice_is_the_best(group: int, dim: int, pooling: str, lens: list[int], sms: int, blocks: int) -> None:
+def test_the_choice_is_the_selectors(group: int, dim: int, pooling: str, lens: list[int], sms: int, blocks: int) -> None:
     """Few multiprocessors a row take blocks of sixteen warps, more take eight."""
     case = checks.Case(1, group, dim, 64, lens, BF16 if group > 4 else FP16)
     checks.check_fused(case, 160, 4, 16, pooling, sms, blocks, f"G {group} D {dim} {pooling}")
     assert checks.failures == []
-
-
-@pytest.mark.parametrize(
-    ("group", "pooling", "lens", "sms", "blocks"),
-    [(3, "softmax-mean", [9000, 97], 8, 4), (1, "softmax-max", [9600], 4, 4), (4, "softmax-max", [4500], 2, 2), (2, "max", [4512], 2, 2)],
-)
-def test_tokens_are_chosen_from_those_that_blocks_offer(
-    group: int, pooling: str, lens: list[int], sms: int, blocks: int, kernels: dict[Any, cuda_on_cpu.Kernel]
-) -> None:  # fmt: skip
-    checks.check_fused(checks.Case(1, group, 32, 64, lens, FP16), 500, 4, 16, pooling, sms, blocks, f"offers, G {group} {pooling}")
-    assert checks.failures == [] and _decided_by_offers(kernels) == (True, True)
-
-
-@pytest.mark.parametrize(("group", "pooling"), [(2, "softmax-mean"), (1, "softmax-mean")])
-def test_what_one_block_cannot_offer_is_left_to_the_counts(group: int, pooling: str, kernels: dict[Any, cuda_on_cpu.Kernel]) -> None:
-    """Every second group scores much higher, and all of those are dealt to one block."""
-    case = checks.Case(1, group, 32, 64, [4500], FP16)
-    case.q[:] = case.q.abs()
-    case.meta[case.table[0].long(), :, 0] += 4.0
-    checks.check_fused(case, 2200, 0, 1, pooling, 2, 2, f"one block, G {group}")
-    assert checks.failures == [] and _decided_by_offers(kernels) == (True, False)
-
-
-def _decided_by_offers(kernels: dict[Any, cuda_on_cpu.Kernel]) -> tuple[bool, bool]:
-    """Say whether blocks have offered units, and whether these were enough."""
-    (one,) = (kernel for spec, kernel in kernels.items() if spec.entry == "fier_select")
-    return one.marked(8) > 0, one.marked(13) == 0
 
 
 @pytest.mark.parametrize(
