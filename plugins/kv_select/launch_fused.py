@@ -27,6 +27,8 @@ MOST_SMS = 160  # multiprocessors of a device that are used: blocks of a row, as
 FEW_WARPS, MANY_WARPS = 8, 16
 LEAST_GROUPS, FEW_GROUPS = 16, 72  # of a block, at least; up to which eight warps are enough
 FEW_BLOCKS = 16  # of a row with eight warps: more take longer to tell each other
+# From so many groups of a row on twice as many take less time, where the GPU has places for them; one more than a warp has lanes takes longer.
+LONG_GROUPS, LANES = 1024, 32
 LEAST_PAGES = 128  # of a block
 MOST_RAW_BLOCKS = 32  # of a row whose scores are ranked themselves: they are told in one exchange, as in shortlist.cuh
 _STATIC = 28 * 1024  # shared memory of a block beside what its launch asks for
@@ -53,8 +55,12 @@ class Fused:
         groups, sms = -(-units // 32), min(sms, MOST_SMS)
         few = min(FEW_BLOCKS, sms // 2 // rows, -(-groups // LEAST_GROUPS))
         if few >= 2 and groups <= few * FEW_GROUPS:
-            return Fused._with_blocks(rows, group_heads, dim, pooling, groups, few, FEW_WARPS, arch)
-        return Fused._with_blocks(rows, group_heads, dim, pooling, groups, min(sms // rows, -(-groups // LEAST_GROUPS)), MANY_WARPS, arch)
+            blocks = LANES if few == FEW_BLOCKS and groups >= LONG_GROUPS and sms // rows >= LANES else few
+            return Fused._with_blocks(rows, group_heads, dim, pooling, groups, blocks, FEW_WARPS, arch)
+        many = min(sms // rows, -(-groups // LEAST_GROUPS))
+        rounded = LANES if LANES < many <= LANES * 5 // 4 else many
+        fused = Fused._with_blocks(rows, group_heads, dim, pooling, groups, rounded, MANY_WARPS, arch)
+        return fused or Fused._with_blocks(rows, group_heads, dim, pooling, groups, many, MANY_WARPS, arch)
 
     @staticmethod
     def _with_blocks(rows: int, group_heads: int, dim: int, pooling: str, groups: int, blocks: int, warps: int, arch: str) -> Fused | None:
