@@ -12,7 +12,7 @@ from trtkv.plugins._device.driver import arch
 from trtkv.plugins._device.nvrtc import Float, Int, Kernel, Pointer
 
 SUMMARIES = (0, 1, 2)  # that it knows, as kernel.py numbers them: none, one-bit keys, minima and maxima
-THREADS = 128
+THREADS = 256  # few blocks, beside which the choice's find multiprocessors for themselves
 _SOURCE = Path(__file__).parent / "append.cu"
 _TYPES = (Pointer,) * 15 + (Int,) * 5 + (Float,)
 

@@ -25,6 +25,7 @@ MOST_SMS = 160  # multiprocessors of a device that are used: blocks of a row, as
 # As measured on an H200. Eight warps leave a multiprocessor room for blocks of the next kernel; sixteen score faster.
 FEW_WARPS, MANY_WARPS = 8, 16
 LEAST_GROUPS, FEW_GROUPS = 16, 72  # of a block, at least; up to which eight warps are enough
+LEFT_SHARE = 33  # of so many multiprocessors one is left to the append in front: beside its blocks none of sixteen warps begins
 FEW_BLOCKS = 16  # of a row with eight warps: more take longer to tell each other
 LEAST_PAGES = 128  # of a block
 MOST_RAW_BLOCKS = 32  # of a row whose scores are ranked themselves: they are told in one exchange, as in shortlist.cuh
@@ -53,7 +54,8 @@ class Fused:
         few = min(FEW_BLOCKS, sms // 2 // rows, -(-groups // LEAST_GROUPS))
         if few >= 2 and groups <= few * FEW_GROUPS:
             return Fused._with_blocks(rows, group_heads, dim, pooling, groups, few, FEW_WARPS, arch)
-        return Fused._with_blocks(rows, group_heads, dim, pooling, groups, min(sms // rows, -(-groups // LEAST_GROUPS)), MANY_WARPS, arch)
+        many = min((sms - sms // LEFT_SHARE) // rows, -(-groups // LEAST_GROUPS))
+        return Fused._with_blocks(rows, group_heads, dim, pooling, groups, many, MANY_WARPS, arch)
 
     @staticmethod
     def _with_blocks(rows: int, group_heads: int, dim: int, pooling: str, groups: int, blocks: int, warps: int, arch: str) -> Fused | None:
