@@ -1,8 +1,8 @@
 // KvAppend of a decode step: every thread takes eight channels of one head of one sequence's newest token, and what `kernel.py` writes it writes, bit for bit.
 //
 // Built with -DD, -DHEADS_Q, -DHEADS_KV, -DTHREADS, -DSUMMARY (0 none, 1 one-bit keys, 2 minima and maxima), -DGROUP (tokens of a summary), -DNORM and,
-// for bfloat16, -DBF16. D is a multiple of 16.
-#include "common.cuh"
+// for bfloat16, -DBF16. D is a multiple of 16, of 32 for one-bit keys.
+#include "query.cuh"
 
 #define HALF (D / 2)
 #define LANES (D > 128 ? 32 : D > 64 ? 16 : 8) // threads of a head: a power of two, because a norm adds up over them
@@ -61,12 +61,14 @@ __device__ __forceinline__ void normalize(Eight& own, Eight& other, const Eight&
 // qkv [T, qkv_stride]; positions [T], starts [B + 1], lens [B] stored tokens behind the append, table and homes [B, table_stride]; rope [X, D] fp32;
 // weights [D]; out [T, HEADS_Q D]; keys, values [P, Hk, page_size, D]; bits and meta as `kernel.py` says. A sequence has one new token or none.
 // settled: all of that but qkv was there before the kernel in front of this one began, whatever that one and those before it let begin early, so that it
-// is read before the wait. early lets the kernel behind this one begin before the wait.
+// is read before the wait. early lets the kernel behind this one begin before the wait. told [B, HEADS_Q, 4 HEAD_WORDS], of one-bit keys, is where the
+// rotated queries are told as query.cuh says, null: nowhere.
 extern "C" __global__ void __launch_bounds__(THREADS) append_token(const real* qkv, const int* positions, const int* starts, const int* lens,
     const int* table, const int* homes, const float* rope, const real* q_weight, const real* k_weight, real* out, real* keys, real* values, u32* bits,
-    void* meta, int qkv_stride, int table_stride, int page_size, int settled, int early, float eps) {
+    void* meta, u32* told, int qkv_stride, int table_stride, int page_size, int settled, int early, float eps) {
   const int b = blockIdx.y, thread = blockIdx.x * THREADS + threadIdx.x, unit = thread / LANES, d = thread % LANES * 8;
   const int head = unit - HEADS_Q, mirror = d < HALF ? d + HALF : d - HALF;
+  MARK(0)
   if (early) start_next();
   if (!settled) wait_for_input();
   // Lengths and page numbers are looked up by all threads, so that nothing waits for a branch: places, then positions and what they lead to.
@@ -106,7 +108,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_token(const real* q
     }
   }
 #endif
+  MARK(1)
   if (settled) wait_for_input();
+  MARK(2)
   if (!early) start_next();
   Eight own = {}, other = {};
   if (has) own.load_new(qkv + (long long)row * qkv_stride + unit * D + d);
@@ -123,7 +127,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_token(const real* q
 #pragma unroll
     for (int e = 0; e < 8; e++) own.x[e] = to_real(fmaf(to_float(own.x[e]), cosine[e], sign * __fmul_rn(to_float(other.x[e]), sine[e])));
   }
+#if SUMMARY == 1
+  if (told) tell_query<LANES>(told + ((long long)b * HEADS_Q + unit) * (4 * HEAD_WORDS), own.x, d, has && head < 0);
+#endif
   if (has) own.store(!stores ? out + (long long)row * (HEADS_Q * D) + unit * D + d : (turns ? keys : values) + slot);
+  MARK(3)
 #if SUMMARY
   if (__builtin_expect(!closes, 1)) return;
 #pragma unroll

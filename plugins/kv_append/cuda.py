@@ -11,7 +11,7 @@ from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_append import launch, launch_token
 from trtkv.plugins.kv_append.summary import kept_of
 from trtkv.plugins.kv_recall import cuda as recall
-from trtkv.plugins.kv_select import indexes
+from trtkv.plugins.kv_select import indexes, told
 from trtkv.plugins.ragged import ops as ragged
 from trtkv.plugins.session import Session
 from trtkv.plugins.support import begins_early, overlaps
@@ -34,6 +34,7 @@ def append(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
         to = recall.Target(session.buffer("keys", layer), session.buffer("values", layer), stored[group], table[group])
     bulky, select = not launch_token.takes(kept.kind), session.plan.select[layer]
     overlap = step.decoding and overlaps(session, table, bulky=bulky)
+    words = told.tell(session, layer, overlap=overlap) if kept.kind == launch.FIER else None
     # What is read early was written by the step's first kernel, and behind that one comes one that lets nothing begin early: whatever stands between
     # that and this. With keys on the host a kernel just in front of this says where tokens go.
     launch.launch(
@@ -41,6 +42,7 @@ def append(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
         to.keys, to.values, kept.bits, kept.meta, homes=to.homes,
         eps=config.rms_eps, group=kept.group, summary=kept.kind, longest=step.longest, overlap=overlap,
         early=overlap and begins_early(session, layer, table, bulky=bulky), settled=overlap and session.offload is None,
+        told=words,
     )  # fmt: skip
     if session.offload is not None and session.offload.covers(layer):
         recall.end_append(session, layer)

@@ -25,6 +25,7 @@ def launch(
     keys: Tensor, values: Tensor, bits: Tensor | None, meta: Tensor | None, *,
     eps: float, group: int, summary: int, longest: int, overlap: bool = False, early: bool = False, settled: bool = False,
     homes: Tensor | None = None, heads: int | None = None, slots: Tensor | None = None, rings: Tensor | None = None, sink: int = -1,
+    told: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Append up to `longest` new tokens of every sequence; tensors as in the kernel, page size and heads from the shapes.
 
@@ -33,6 +34,7 @@ def launch(
     early lets the next launch begin before the one in front of this has ended, of which it may then read nothing before it waits. settled says that
     all but qkv was there before the launch in front of this one began, whatever that one and those before it let begin early.
     heads says how many KV heads there are where each has its own length and pages: lens [Hk, B], table [Hk, B, M], keys and values [P, 1, N, D].
+    told [B, Hq, words] int32, of single tokens with one-bit keys, is where queries are told to the scorer, see `kv_select/told.py`.
     rings [Z, Hk, 2] with slots [B] and sink says that some of them keep their newest tokens in rings.
     """
     if not qkv.is_cuda:
@@ -50,7 +52,7 @@ def launch(
     if longest == 1 and heads is None and rings is None and launch_token.takes(summary):
         launch_token.launch(
             qkv, positions, starts, lens, table, table if homes is None else homes, rope, norms, out, keys, values, bits, meta,
-            eps=eps, group=group, summary=summary, overlap=overlap, early=early, settled=settled,
+            eps=eps, group=group, summary=summary, overlap=overlap, early=early, settled=settled, told=told,
         )  # fmt: skip
         return
     heads_q = qkv.shape[1] // dim - 2 * heads_kv

@@ -12,22 +12,22 @@ from trtkv.plugins._device.driver import arch
 from trtkv.plugins._device.nvrtc import Float, Int, Kernel, Pointer
 
 SUMMARIES = (0, 1, 2)  # that it knows, as kernel.py numbers them: none, one-bit keys, minima and maxima
-THREADS = 128
+THREADS = 256  # few blocks, beside which the choice's find multiprocessors for themselves
 _SOURCE = Path(__file__).parent / "append.cu"
-_TYPES = (Pointer,) * 14 + (Int,) * 5 + (Float,)
+_TYPES = (Pointer,) * 15 + (Int,) * 5 + (Float,)
 
 
 def launch(
     qkv: Tensor, positions: Tensor, starts: Tensor, lens: Tensor, table: Tensor, homes: Tensor, rope: Tensor, norms: tuple[Tensor, Tensor] | None,
     out: Tensor, keys: Tensor, values: Tensor, bits: Tensor | None, meta: Tensor | None, *,
-    eps: float, group: int, summary: int, overlap: bool = False, early: bool = False, settled: bool = False,
+    eps: float, group: int, summary: int, overlap: bool = False, early: bool = False, settled: bool = False, told: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Append the one new token of every sequence; arguments as of `launch.launch`."""
     heads_kv, page_size, dim = keys.shape[1:]
     heads_q = qkv.shape[1] // dim - 2 * heads_kv
     kernel = token_kernel(heads_q, heads_kv, dim, group, summary, norms is not None, keys.dtype == torch.bfloat16, arch())
     q_weight, k_weight = norms or (None, None)
-    tensors = (qkv, positions, starts, lens, table, homes, rope, q_weight, k_weight, out, keys, values, bits, meta)
+    tensors = (qkv, positions, starts, lens, table, homes, rope, q_weight, k_weight, out, keys, values, bits, meta, told)
     numbers = (qkv.stride(0), table.stride(-2), page_size, int(settled), int(early), eps)
     grid = (-(-(heads_q + 2 * heads_kv) * lanes(dim) // THREADS), lens.shape[-1], 1)
     stream = torch.cuda.current_stream().cuda_stream

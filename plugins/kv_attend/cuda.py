@@ -15,6 +15,7 @@ from trtkv.plugins.kv_attend import launch, launch_dense
 from trtkv.plugins.kv_attend.per_head import attend_per_head
 from trtkv.plugins.kv_attend.prefill import attend_with_lse
 from trtkv.plugins.kv_recall import cuda as offloaded
+from trtkv.plugins.kv_select import told
 from trtkv.plugins.ragged import ops as ragged
 from trtkv.plugins.rows import StepGroup
 from trtkv.plugins.session import Session
@@ -87,6 +88,7 @@ def _decode(
         return
     overlap = overlap and (overlaps(session, table) or launch.begins_early(lens.shape[0] * keys.shape[1], launch.device_arch()))
     launch.attend_list(query, keys, values, table, lens, selection, out, unit=plan.unit, scale=config.scale, overlap=overlap, settled=True)
+    told.attended(session)
 
 
 def _scratch(session: Session, config: OpConfig, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_attend.per_head import by_head
 from trtkv.plugins.kv_select import launch, launch_fused, launch_pages, op
 from trtkv.plugins.kv_select.launch_speculate import speculate
+from trtkv.plugins.kv_select.told import take
 from trtkv.plugins.session import Session
 from trtkv.plugins.support import Summary, outliers, overlaps, shares_selection, summary_of
 
@@ -40,17 +41,18 @@ def select(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
         asking = speculate(asking, remembered, slots, session.own.taus, tau, config.num_kv_heads)
         if fresh:  # a prompt's query is nobody's previous query
             remembered.index_fill_(0, step.fresh_slots, torch.nan)
-    choose_units(session, layer, config, plan, asking, stored[group], slots, table[group], out)
+    told = take(session, layer) if asking is query else None
+    choose_units(session, layer, config, plan, asking, stored[group], slots, table[group], out, told=told)
 
 
 def choose_units(
     session: Session, layer: int, config: OpConfig, plan: SelectPlan, query: Tensor, lens: Tensor, slots: Tensor, table: Tensor, out: Tensor,
-    ahead: Tensor | None = None,
+    ahead: Tensor | None = None, told: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Score and choose for query [B, Hq D] of the sequences in slots [B].
 
     ahead [B] int32 are the lengths of the next step where it is chosen for, beside this one's launches. The scores of this step are all that the
-    next step's candidates need: a page enters them behind the step that completes it.
+    next step's candidates need: a page enters them behind the step that completes it. told is where the append tells the query, too.
     """
     summary = summary_of(session.plan, layer)
     assert summary is not None, f"layer {layer} selects in torch"
@@ -61,19 +63,20 @@ def choose_units(
     if ahead is None:  # the same launch with pages on the host or without: how a row is shared out decides how its scores are rounded
         together = _together(session, config, plan, summary, table)
         if together is not None:
-            _score_and_choose(session, layer, config, plan, summary, query, lens, table, out, together, own, overlap)
+            _score_and_choose(session, layer, config, plan, summary, query, lens, table, out, together, own, overlap, told)
             return
     desk = _desk(session, config, plan, table, ahead is not None)
     score = {"budget": session.scores_from(layer) - (ahead is not None), "scale": config.scale, "overlap": overlap}
     if summary.scorer == "fier":
         bits, ranges = session.words(layer), session.ranges(layer)
-        launch.fier_score(query, bits, ranges, table, lens, desk.scores, desk.parts, page_size=session.plan.page_size, pooling=plan.pooling, **score)
+        handed = desk.scores, desk.parts
+        launch.fier_score(query, bits, ranges, table, lens, *handed, page_size=session.plan.page_size, pooling=plan.pooling, told=told, **score)
     else:
         _score_pages(session, layer, plan, summary, query, lens, table, desk, **score)
     beside = overlap and (summary.scorer == "fier" or overlaps(session, table, bulky=True))  # pages' scorer was slowed down, for many tokens
     launch.select_units(
         desk.scores, desk.parts, lens if ahead is None else ahead, out, budget=session.reads_all_up_to(layer), sink=plan.sink, window=plan.window,
-        unit=plan.unit, group=plan.group, pooling=plan.pooling, own=own, overlap=beside,
+        unit=plan.unit, group=plan.group, pooling=plan.pooling, own=own, overlap=beside, told=told,
     )  # fmt: skip
 
 
@@ -117,13 +120,13 @@ def _furnish_together(batch: int, units: int, config: OpConfig, plan: SelectPlan
 
 def _score_and_choose(
     session: Session, layer: int, config: OpConfig, plan: SelectPlan, summary: Summary, query: Tensor, lens: Tensor, table: Tensor, out: Tensor,
-    together: _Together, own: launch.OwnBudgets | None, overlap: bool,
+    together: _Together, own: launch.OwnBudgets | None, overlap: bool, told: Tensor | None,
 ) -> None:  # fmt: skip
     handed, sizes = (out, together.mail, together.stamps, together.fused), {"sink": plan.sink, "window": plan.window}
     common = {"budget": session.reads_all_up_to(layer), "own": own, "scale": config.scale, "pooling": plan.pooling, "overlap": overlap, **sizes}
     if summary.scorer == "fier":
         bits, ranges = session.words(layer), session.ranges(layer)
-        launch_fused.fier_select(query, bits, ranges, table, lens, *handed, page_size=session.plan.page_size, **common)
+        launch_fused.fier_select(query, bits, ranges, table, lens, *handed, page_size=session.plan.page_size, told=told, **common)
         return
     vectors, beside, cut = _index(session, layer, plan, summary, lens, table, together.cut, budget=session.scores_from(layer), overlap=overlap)
     launch_fused.page_select(query, vectors, beside, table, lens, *handed, kind=summary.scorer, unit=plan.unit, cut=cut, **common)

@@ -23,6 +23,7 @@
 #define MERGED (GROUP_HEADS <= 4) // the columns hold the heads twice: lanes with tig < 2 keep the first group of a pair, the others the second
 #define PAIRED (MERGED ? 1 : 2)   // groups of a pair that a lane keeps
 #define STEP_HEADS (POOL == 0 ? GROUP_HEADS : 1)
+#include "fier_query.cuh"
 
 // The groups [begin, end) of a sequence that a block scores; idle: there is nothing to score.
 struct Groups {
@@ -30,41 +31,46 @@ struct Groups {
   const int* table;        // page numbers of the sequence
   int head, heads, page_groups, stored, begin, end;
   bool idle, many; // many: more scores are written than the second-level cache holds
+  int first;       // where the group of this lane lies, of the first groups of its warp
+
+  // Warps take pairs of neighbours in turn: the scores of a pair fill whole lines of memory. Groups of this one, and the j-th of them.
+  __device__ __forceinline__ int mine() const {
+    return max(0, (end - begin) / (2 * WARPS) * 2 + min(max((end - begin) % (2 * WARPS) - 2 * (int)(threadIdx.x >> 5), 0), 2));
+  }
+  __device__ __forceinline__ int group(int j) const { return begin + (j >> 1) * (2 * WARPS) + (int)(threadIdx.x >> 5) * 2 + (j & 1); }
+  // Where that lies, if it exists.
+  __device__ __forceinline__ int place(int j) const {
+    if (j >= mine()) return 0;
+    const int g = group(j), page = g / page_groups;
+    return (table[page] * heads + head) * page_groups + g - page * page_groups;
+  }
 };
 
-// Waits for the kernels before this one as late as it can, then calls begun(). q: the query heads, [G, D]. Writes fp16 scores times scale and log2(e)
+// Waits for the kernels before this one as late as it can, then calls begun(). Writes fp16 scores times scale and log2(e)
 // minus the reference of the share, head h at scores + h * stride, from the share's first unit on. Calls tell(h, part) in thread h, for STEP_HEADS
 // heads: reference, then log2 of the sum of exponentials (POOL 0 and G > 1) or the maximum, and the minimum.
-template <typename Begun, typename Tell> __device__ __forceinline__ void score_groups(const Groups& row, const real* q, char* smem, __half* scores,
+template <typename Begun, typename Tell> __device__ __forceinline__ void score_groups(const Groups& row, Query& query, char* smem, __half* scores,
     long long stride, float scale_log2, Begun begun, Tell tell) {
   __shared__ float shared_ref[WARPS][8];
-  __shared__ __align__(16) real queries[GROUP_HEADS][D + 8]; // padded against bank conflicts
   __shared__ float2 shared_sum[WARPS][8];
-  __shared__ uint4 fragments[D * 2];
-  __shared__ int exponents[8];
+  __shared__ Fragments fragments;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gid = lane >> 2, tig = lane & 3;
   const int pair = MERGED ? tig & 1 : tig, second = MERGED ? tig >> 1 : 0; // this lane's heads 2 pair and 2 pair + 1; merged: of which group
   const int begin = row.begin, end = row.end;
-  // Warps take pairs of neighbours in turn: the scores of a pair fill whole lines of memory. This one's j-th group is place_of(j) behind the first.
-  const int mine = max(0, (end - begin) / (2 * WARPS) * 2 + min(max((end - begin) % (2 * WARPS) - 2 * warp, 0), 2));
-  auto place_of = [&](int j) { return (j >> 1) * (2 * WARPS) + warp * 2 + (j & 1); };
-
+  const int mine = row.mine();
   const u64 policy = read_policy(!row.many), stays = score_policy();
-
-  // Lane l knows where the l-th group of this warp lies; refreshed every 32 groups.
-  int place = 0;
-  auto locate = [&](int from) {
-    int j = from + lane;
-    if (j < mine) {
-      int g = begin + place_of(j), page = g / row.page_groups;
-      place = (row.table[page] * row.heads + row.head) * row.page_groups + g - page * row.page_groups;
-    }
-  };
-  locate(0);
+  int place = row.first; // lane l knows where the l-th group of this warp lies; refreshed every 32 groups
   MARK(0)
   // Groups that are older than the newest token were there before the kernel before this one began: they are fetched before the wait.
-  const bool settled = begin + place_of(min(mine, STAGES - 2) - 1) < (row.stored - 1) >> 5;
-  if (!settled || row.idle) dependency_wait();
+  const bool settled = row.group(min(mine, STAGES - 2) - 1) < (row.stored - 1) >> 5;
+  // Where the query is told, there is nothing to wait for but what the newest token completes.
+  const bool ahead = query.told && row.group(mine - 1) < (row.stored - 1) >> 5;
+  bool waits = true; // still
+  auto wait = [&] {
+    if (waits) dependency_wait(), begun();
+    waits = false;
+  };
+  if (!settled || row.idle) wait();
   if (row.idle) return;
   const u32 ring = shared_at(smem) + warp * STAGES * STAGE_BYTES;
   const u32 bits_at = ring + lane * WORDS * 4;            // this lane's words and ranges in the first stage
@@ -92,53 +98,29 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
     fetch(j, __shfl_sync(~0u, place, j)), fetch(j + 1, __shfl_sync(~0u, place, j + 1));
     copies_commit();
   };
-#pragma unroll
-  for (int j = 0; j < EARLY_GROUPS; j += 2) fetch_first(j);
+  if (ahead) query.look(); // before groups are asked for, behind which it would wait
+  int fetched = 0;
+#pragma unroll 1
+  for (; fetched < (ahead ? 2 : EARLY_GROUPS); fetched += 2) fetch_first(fetched);
   int ahead0 = __shfl_sync(~0u, place, STAGES - 2), ahead1 = __shfl_sync(~0u, place, STAGES - 1); // where the next two groups lie
 
-  if (settled) dependency_wait();
-  begun();
+  if (!ahead) wait();
   MARK(1)
-
-  // Behind the groups that are fetched first, or it waits for all of them.
-#pragma unroll 1
-  for (int i = threadIdx.x * 8; i < GROUP_HEADS * D; i += WARPS * 32 * 8) {
-    *reinterpret_cast<uint4*>(&queries[i / D][i % D]) = __ldcg(reinterpret_cast<const uint4*>(q + i));
-  }
-#pragma unroll
-  for (int j = EARLY_GROUPS; j < STAGES - 2; j += 2) fetch_first(j);
-
-  // The query, normalized by a power of two: register 4 (2 w + f) + i, the p-th, holds channel 4 p + tig in its upper half. It is the same in all
-  // warps, so every thread makes four registers of one lane.
+  if (!query.told || !take_told(fragments, query, ahead ? PATIENCE : 1)) wait(), take_query(fragments, query.q);
   u32 qr[D / 4];
-  __syncthreads();
-  if (warp < 8) {
-    u32 top = 0;
-#pragma unroll
-    for (int i = lane; i < D; i += 32) top = max(top, warp < GROUP_HEADS ? __float_as_uint(fabsf(to_float(queries[min(warp, GROUP_HEADS - 1)][i]))) : 0);
-    top = __reduce_max_sync(~0u, top);
-    if (lane == 0) exponents[warp] = min(max((int)(top >> 23) - 127 - 10, -100), 100); // top / 2^exponent lies in [2^10, 2^11)
-  }
-  __syncthreads();
-#pragma unroll 1
-  for (int i = threadIdx.x; i < D / 16 * 32; i += WARPS * 32) {
-    const int head = MERGED ? i >> 2 & 3 : i >> 2 & 7, from = (i >> 5) * 16 + (i & 3);
-    const float down = __uint_as_float((u32)(127 - exponents[head]) << 23);
-    u32 four[4];
-#pragma unroll
-    for (int k = 0; k < 4; k++) four[k] = head < GROUP_HEADS ? pack_halves(0.f, to_float(queries[min(head, GROUP_HEADS - 1)][from + 4 * k]) * down) : 0;
-    fragments[i] = make_uint4(four[0], four[1], four[2], four[3]);
-  }
-  __syncthreads();
+  const int asks = MERGED ? gid & 3 : gid;
 #pragma unroll
   for (int p = 0; p < D / 4; p += 4) {
-    const uint4 four = fragments[p * 8 + lane];
+    const uint4 four = asks < GROUP_HEADS ? fragments.four[p / 4][asks * 4 + tig] : make_uint4(0, 0, 0, 0);
     qr[p] = four.x, qr[p + 1] = four.y, qr[p + 2] = four.z, qr[p + 3] = four.w;
   }
   // Factors of this lane's two heads from products to log2 units.
-  const float k0 = __uint_as_float((u32)(127 + exponents[2 * pair]) << 23) * scale_log2;
-  const float k1 = __uint_as_float((u32)(127 + exponents[2 * pair + 1]) << 23) * scale_log2;
+  const float k0 = power_of_two(fragments.exponents[min(2 * pair, GROUP_HEADS - 1)]) * scale_log2;
+  const float k1 = power_of_two(fragments.exponents[min(2 * pair + 1, GROUP_HEADS - 1)]) * scale_log2;
   MARK(2)
+  // Behind what is read of the query, which would wait for them.
+#pragma unroll 1
+  for (; fetched < STAGES - 2; fetched += 2) fetch_first(fetched);
   float ref0 = 0.f, ref1 = 0.f, sum0 = 0.f, sum1 = 0.f, low = 3e38f, high = -3e38f;
   __half* to_scores = scores + (POOL == 0 ? 2 * pair * stride : 0) + (2 * warp + second) * 32 + gid * 4;
   __half *to0 = to_scores, *to1 = to_scores + stride;
@@ -296,7 +278,7 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
   for (int j = 0;;) { // in every warp, because the first round has a barrier
     const int next = j + STAGES - 2;
     refill(next, ahead0, ahead1);
-    if (((next + 2) & 31) == 0) locate(next + 2);
+    if (((next + 2) & 31) == 0) place = row.place(next + 2 + lane);
     ahead0 = __shfl_sync(~0u, place, (next + 2) & 31), ahead1 = __shfl_sync(~0u, place, (next + 3) & 31);
     copies_wait<STAGES / 2 - 1>();
     __syncwarp();
@@ -314,7 +296,7 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
     for (; j + 4 <= mine; j += 4) { // j is two more than a multiple of four
       const u32 stage0 = (j & (STAGES - 1)) * STAGE_BYTES, stage1 = (j + 2 & (STAGES - 1)) * STAGE_BYTES;
       const int ahead2 = __shfl_sync(~0u, place, (j + STAGES) & 31), ahead3 = __shfl_sync(~0u, place, (j + STAGES + 1) & 31);
-      if (((j + STAGES + 2) & 31) == 0) locate(j + STAGES + 2);
+      if (((j + STAGES + 2) & 31) == 0) place = row.place(j + STAGES + 2 + lane);
       refill(j + STAGES - 2, ahead0, ahead1);
       copies_wait<STAGES / 2 - 2>();
       __syncwarp();
@@ -339,6 +321,7 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
     to0 += 2 * WARPS * 32, to1 += 2 * WARPS * 32;
   }
   MARK(4)
+  wait();
   copies_wait<0>();
   if (POOL != 0 || GROUP_HEADS == 1) {
     high += ref0, low += ref0;

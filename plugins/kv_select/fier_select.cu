@@ -14,30 +14,37 @@
 // q [B, q_stride] the rotated queries; bits, meta the pool of one layer as fier_groups.cuh says; table [B, table_stride]; lens [B] stored tokens; slots, budgets
 // and dense_below as of select.cu; mail [R, gridDim.x MAIL_WORDS + CROWD] and stamps [R], zero before the first launch. Writes out [R, list_room + 1]:
 // ascending units, -1 behind them, then their count; -1 everywhere where the sequence is read whole. room: units of a block that shared memory holds. Where scores is not null, scores and parts are
-// written as fier.cu does. Dynamic shared memory: the ring of fier_groups.cuh or 33 bytes for eight units of room, then STEP_HEADS (room + 8) scores.
+// written as fier.cu does. told [B, Hk, G HEAD_WORDS] as fier_groups.cuh says; the words are empty
+// behind this launch. Dynamic shared memory: the ring of fier_groups.cuh or 33 bytes for eight units of room, then STEP_HEADS (room + 8) scores.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) fier_select(const real* q, const char* bits, const char* meta, const int* table,
-    const int* lens, int* out, const int* slots, const int* budgets, uint4* mail_words, u32* stamps, __half* scores, float4* parts, int q_stride, int table_stride, int page_groups,
+    const int* lens, int* out, const int* slots, const int* budgets, uint4* mail_words, u32* stamps, __half* scores, float4* parts, uint4* told,
+    int q_stride, int table_stride, int page_groups,
     long long score_stride, int budget, int dense_below, int list_room, int sink, int window, int room, float scale_log2) {
   extern __shared__ __align__(128) char dynamic[];
+  MARK(15)
   __shared__ Desk s;
   const int rank = blockIdx.x, blocks = gridDim.x, head = blockIdx.y, heads = gridDim.y, b = blockIdx.z, tid = threadIdx.x;
   const long long row = (long long)b * heads + head;
-  const int stored = lens[b], groups = stored >> 5;
-  const Reading reading(stored, groups * 32, 1, Budget(budgets ? budgets[slots[b]] : 0, budget, dense_below, list_room, 1), sink, window);
+  Query query(q + (long long)b * q_stride + (long long)head * GROUP_HEADS * D, told, row);
+  const int stored = lens[b], own_budget = budgets ? budgets[slots[b]] : 0;
+  clear(s);
+  const int groups = stored >> 5, per = (groups + blocks - 1) / blocks, begin = min(groups, rank * per), end = min(groups, begin + per);
+  Groups share = {bits, meta, table + (long long)b * table_stride, head, heads, page_groups, stored, begin, end, false, false, 0};
+  share.first = share.place(tid & 31); // asked for before the budget has come
+  const Reading reading(stored, groups * 32, 1, Budget(own_budget, budget, dense_below, list_room, 1), sink, window);
   out += row * (list_room + 1);
+  if (told) told += row * (GROUP_HEADS * HEAD_WORDS);
   if (reading.plain) {
     dependency_wait();
     reading.put_plain(out, rank, blocks);
+    if (told && rank == 0) empty_query(told, GROUP_HEADS * HEAD_WORDS, THREADS);
     return;
   }
-  clear(s);
-  const int per = (groups + blocks - 1) / blocks, begin = min(groups, rank * per), end = min(groups, begin + per);
   const int stride = room + 8, ring = max(WARPS * STAGES * STAGE_BYTES, (room / 8 * 33 + 127) / 128 * 128);
   __half* own = reinterpret_cast<__half*>(dynamic + ring);
-  const Groups share = {bits, meta, table + (long long)b * table_stride, head, heads, page_groups, stored, begin, end, false, false};
   Mail mail = {mail_words + row * (blocks * MAIL_WORDS + CROWD), blocks, rank, 0};
   float4* to_parts = scores ? parts + (row * blocks + rank) * HEADS : nullptr;
-  score_groups(share, q + (long long)b * q_stride + (long long)head * GROUP_HEADS * D, dynamic, own, stride, scale_log2,
+  score_groups(share, query, dynamic, own, stride, scale_log2,
       [&] { mail.stamp = __ldcg(stamps + row) + 1; },
       [&](int h, float4 part) {
         post_part(mail, h, part);
@@ -46,5 +53,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fier_select(const real*
   // The ring is not needed any more.
   Units units = {own, stride, begin * 32, (end - begin) * 32, reading.first, reading.last, reinterpret_cast<u32*>(dynamic)};
   choose_units(s, mail, reading, units, reinterpret_cast<unsigned char*>(dynamic + room * 4), out, stamps + row);
+  if (told && rank == 0) empty_query(told, GROUP_HEADS * HEAD_WORDS, THREADS); // all blocks have told what they scored with it
   if (scores) put_scores(units, scores + row * HEADS * score_stride, score_stride);
 }

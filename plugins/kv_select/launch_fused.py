@@ -18,7 +18,7 @@ from trtkv.plugins.kv_select.launch_pages import KINDS
 from trtkv.plugins.support import Summary, shares_selection
 
 _HERE = Path(__file__).parent
-_FIER = (Pointer,) * 12 + (Int, Int, Int, Long) + (Int,) * 6 + (Float,)
+_FIER = (Pointer,) * 13 + (Int, Int, Int, Long) + (Int,) * 6 + (Float,)
 _PAGES = (Pointer,) * 13 + (Int, Int, Int, Long) + (Int,) * 6 + (Float,)
 LOG2_E = 1.4426950408889634
 STAGES = (8, 4)  # groups of a warp in flight: as many as shared memory has room for
@@ -26,6 +26,7 @@ MOST_SMS = 160  # multiprocessors of a device that are used: blocks of a row, as
 # As measured on an H200. Eight warps leave a multiprocessor room for blocks of the next kernel; sixteen score faster.
 FEW_WARPS, MANY_WARPS = 8, 16
 LEAST_GROUPS, FEW_GROUPS = 16, 72  # of a block, at least; up to which eight warps are enough
+LEFT_SHARE = 33  # of so many multiprocessors one is left to the append in front: beside its blocks none of sixteen warps begins
 FEW_BLOCKS = 16  # of a row with eight warps: more take longer to tell each other
 # From so many groups of a row on twice as many take less time, where the GPU has places for them; one more than a warp has lanes takes longer.
 LONG_GROUPS, LANES = 1024, 32
@@ -58,7 +59,8 @@ class Fused:
             blocks = LANES if few == FEW_BLOCKS and groups >= LONG_GROUPS and sms // rows >= LANES else few
             return Fused._with_blocks(rows, group_heads, dim, pooling, groups, blocks, FEW_WARPS, arch)
         many = min(sms // rows, -(-groups // LEAST_GROUPS))
-        rounded = LANES if LANES < many <= LANES * 5 // 4 else many
+        left = min((sms - sms // LEFT_SHARE) // rows, -(-groups // LEAST_GROUPS))
+        rounded = LANES if LANES < left <= LANES * 5 // 4 else left
         fused = Fused._with_blocks(rows, group_heads, dim, pooling, groups, rounded, MANY_WARPS, arch)
         return fused or Fused._with_blocks(rows, group_heads, dim, pooling, groups, many, MANY_WARPS, arch)
 
@@ -114,7 +116,7 @@ def plans_on_any(plan: SelectPlan, summary: Summary, batch: int, heads: int, gro
 def fier_select(
     q: Tensor, bits: Tensor, meta: Tensor, table: Tensor, lens: Tensor, out: Tensor, mail: Tensor, stamps: Tensor, plan: Fused, *,
     page_size: int, budget: int, scale: float, pooling: str, sink: int, window: int, own: OwnBudgets | None = None, overlap: bool = False,
-    scores: Tensor | None = None, parts: Tensor | None = None,
+    scores: Tensor | None = None, parts: Tensor | None = None, told: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Score and choose: arguments as of `launch.fier_score` and `launch.select_units`, mail and stamps as the plan allocates them.
 
@@ -125,7 +127,7 @@ def fier_select(
     group = q.shape[1] // dim // heads
     kernel = fused_kernel(dim, group, pooling, plan, q.dtype == torch.bfloat16, arch())
     slots, budgets, below = (None, None, 0) if own is None else (own.slots, own.budgets, own.dense_below)
-    given = (q, bits, meta, table, lens, out, slots, budgets, mail, stamps, scores, parts)
+    given = (q, bits, meta, table, lens, out, slots, budgets, mail, stamps, scores, parts, told)
     values = (*(0 if one is None else one.data_ptr() for one in given), q.stride(0), table.stride(0), page_size // 32,
               0 if scores is None else scores.shape[2], budget, below, out.shape[2] - 1, sink, window, plan.room, scale * LOG2_E)  # fmt: skip
     kernel.launch((plan.blocks, heads, lens.shape[0]), 32 * plan.warps, plan.shared, stream(), values, overlap=overlap, cooperative=True)

@@ -264,10 +264,10 @@ __device__ __forceinline__ void put_forced(int* out, int first, int wanted, int 
 // kept says. scores [R, HEADS, score_stride] fp16 and parts [R, num_parts, HEADS] as a scorer leaves them, lens [B]. Writes out [R, width + 1]:
 // ascending units, -1 behind them, then their count; -1 everywhere where the sequence is read whole. Row r belongs to sequence r /
 // rows_per_sequence. budgets [Z] holds by slots [B] the smaller budgets that requests asked for, 0 for none; null: nobody did. Such a sequence is
-// read whole up to its own budget or dense_below tokens.
+// read whole up to its own budget or dense_below tokens. told [R, told_words] or null: the query's words, which are emptied for the next append (query.cuh).
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_units(const __half* scores, const float4* parts, const int* lens,
-    int* out, const int* slots, const int* budgets, long long score_stride, int num_parts, int rows_per_sequence, int budget, int dense_below, int room,
-    int sink, int window, int kept) {
+    int* out, const int* slots, const int* budgets, uint4* told, long long score_stride, int num_parts, int rows_per_sequence, int budget, int dense_below,
+    int room, int sink, int window, int kept, int told_words) {
   extern __shared__ __align__(16) char dynamic[];
   __shared__ Shared s;
   const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0, tid = threadIdx.x;
@@ -287,6 +287,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
   if (tid == 0) s.counts = make_int2(0, 0), s.before = s.lower = 0;
   dependency_wait();
   MARK(1)
+  if (told && rank == 0) {
+    for (int i = tid; i < told_words; i += THREADS) __stcg(told + row * told_words + i, make_uint4(~0u, ~0u, ~0u, ~0u));
+  }
   scores += row * HEADS * score_stride, parts += row * num_parts * HEADS, out += row * (room + 1);
   const int closed = stored / GROUP * GROUP, usable = closed / UNIT, units = (stored + UNIT - 1) / UNIT;
   const int first = (sink + UNIT - 1) / UNIT, last = max(first, min(closed, stored - window) / UNIT), wanted = width - first - (units - last);

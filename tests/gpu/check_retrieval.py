@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trtkv.plugins.kv_append import kernel as append
+from trtkv.plugins.kv_append import launch as launch_append
 from trtkv.plugins.kv_attend import launch as attend
 from trtkv.plugins.kv_attend import launch_dense
 from trtkv.plugins.kv_select import fier_layout, launch_fused, launch_pages
@@ -119,15 +120,17 @@ def check_chain(case: Case, budget: int, sink: int, window: int, pooling: str, l
     out = case.guard.like(tuple(case.q.shape), case.dtype, float("nan"))
     common = {"budget": budget, "scale": scale, "pooling": pooling}
 
-    def step() -> None:
+    def step(told: Tensor | None = None) -> None:
         if case.pages:
             bounds = case.bounds.unsqueeze(2)  # one unit a page
             launch_pages.score_pages(case.q, bounds, None, case.table, case.lens, scores, parts, kind="box", unit=case.page, **common)
         else:
-            select.fier_score(case.q, case.bits, case.meta, case.table, case.lens, scores, parts, page_size=case.page, **common)
+            arguments = (case.q, case.bits, case.meta, case.table, case.lens, scores, parts)
+            select.fier_score(*arguments, page_size=case.page, told=told, **common)
         select.select_units(
-            scores, parts, case.lens, chosen, budget=budget, sink=sink, window=window, unit=unit, group=32 if unit == 1 else unit, pooling=pooling
-        )
+            scores, parts, case.lens, chosen, budget=budget, sink=sink, window=window, unit=unit, group=32 if unit == 1 else unit, pooling=pooling,
+            told=told,
+        )  # fmt: skip
         attend.attend_list(case.q, case.keys, case.values, case.table, case.lens, chosen, out, unit=unit, scale=scale)
 
     step()
@@ -137,6 +140,13 @@ def check_chain(case: Case, budget: int, sink: int, window: int, pooling: str, l
     step()
     torch.cuda.synchronize()
     expect(torch.equal(first, chosen) and torch.equal(first_out, out), f"{label}: two runs differ")
+    if not case.pages:
+        words = told_words(case.q, case.dim)
+        chosen.fill_(-7)
+        step(words)
+        torch.cuda.synchronize()
+        expect(torch.equal(first, chosen), f"{label}: with a query that is told other units are chosen")
+        expect(bool((words == -1).all()), f"{label}: the words of the query are not empty")
     expect(case.guard.intact(), f"{label}: a margin was written")
     for b in range(batch):
         stored = int(case.lens[b])
@@ -146,6 +156,14 @@ def check_chain(case: Case, budget: int, sink: int, window: int, pooling: str, l
         else:
             attended = check_selection(case, b, scores, parts, plan, chosen[b], budget, sink, window, pooling, unit, label)
         check_attention(case, b, attended, out[b], scale, label)
+
+
+def told_words(q: Tensor, dim: int) -> Tensor:
+    """Return the words [B, Hq, D / 2 + 4] int32 by which an append tells queries [B, Hq D], as query.cuh says."""
+    heads = q.unflatten(1, (-1, dim)).float()
+    exponent = (torch.frexp(heads.abs().amax(-1))[1] - 11).clamp(-100, 100)
+    halves = torch.ldexp(heads, -exponent[..., None]).half().unflatten(2, (-1, 8, 4)).transpose(3, 4).flatten(2).contiguous()
+    return torch.cat([halves.view(torch.int32), (exponent + 256)[..., None].expand(-1, -1, 4).int()], 2).contiguous()
 
 
 def repeat_tokens(case: Case, levels: int) -> None:
@@ -159,7 +177,7 @@ def repeat_tokens(case: Case, levels: int) -> None:
 def check_together() -> None:
     """Both forms of the one launch at the sizes of an H200, crowded scores, and captured steps that grow."""
     bf16, fp16 = torch.bfloat16, torch.float16
-    for heads, group, lens, blocks in ((4, 7, [32761], 32), (4, 7, [131065], 32), (8, 4, [131000], 16), (32, 1, [32700], 4), (1, 3, [131065], 132)):
+    for heads, group, lens, blocks in ((4, 7, [32761], 32), (4, 7, [131065], 32), (8, 4, [131000], 16), (32, 1, [32700], 4), (1, 3, [131065], 128)):
         check_fused(Case(heads, group, 128, 32, lens, bf16), len(lens) * 1024, 4, 64, "softmax-mean", 132, blocks, f"one launch {heads} x {lens}", 3)
     for pooling in ("mean", "max", "softmax-max"):
         check_fused(Case(2, 4, 64, 64, [9000, 97], fp16), 500, 4, 64, pooling, 132, 16, f"one launch {pooling}", 2)
@@ -213,6 +231,14 @@ def check_fused(case: Case, budget: int, sink: int, window: int, pooling: str, s
     launch()
     torch.cuda.synchronize()
     expect(torch.equal(chosen, again), f"{label}: a second launch chooses other units")
+    if not case.pages:
+        words = told_words(case.q, case.dim)
+        for what in ("a query that is told", "a query that nobody told"):
+            chosen.fill_(-7)
+            launch(told=words)
+            torch.cuda.synchronize()
+            expect(torch.equal(chosen, again), f"{label}: with {what} it chooses other units")
+            expect(bool((words == -1).all()), f"{label}: the words of the query are not empty")
     expect(case.guard.intact(), f"{label}: a margin was written")
     for b in range(batch):
         if int(case.lens[b]) <= budget:
@@ -468,9 +494,12 @@ def check_short_lists(unit: int, lens: list[int], counts: list[int], room: int, 
     expect(case.guard.intact(), f"lists of unit {unit}: a margin was written")
 
 
-def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype, *, together: bool = False) -> None:
-    """Replay one captured step while sequences grow over group and page borders and a slot is taken by another request; together: in one launch."""
-    label = f"growth G {group} policy {policy} together {together}"
+def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype, *, together: bool = False, tells: bool = True) -> None:
+    """Replay one captured step while sequences grow over group and page borders and a slot is taken by another request.
+
+    together: in one launch; tells: appends with one-bit keys tell their queries.
+    """
+    label = f"growth G {group} policy {policy} together {together} tells {tells}"
     heads, dim, page = 2, 128, 32 if policy == append.MINMAX else 64
     case = Case(heads, group, dim, page, [501, 1030, 63, 320], dtype, pages=policy == append.MINMAX)
     batch, budget, sink, window = 4, 320, 4, 16
@@ -494,11 +523,13 @@ def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype, *, tog
     width = -(-budget // unit)
     chosen = torch.full((batch, heads, width + 1), -7, dtype=torch.int32, device=DEV)
     out = torch.full_like(case.q, float("nan"))
+    told = torch.full((batch, heads * group, dim // 2 + 4), -1, dtype=torch.int32, device=DEV) if tells and policy == append.FIER else None
 
     def step() -> None:
-        append.launch(
+        (launch_append if tells else append).launch(
             qkv, case.lens, starts, case.lens, case.table, rope, None, case.q, case.keys, case.values, case.bits,
             case.bounds if case.pages else case.meta, eps=0.0, group=unit if case.pages else 32, summary=policy, longest=1, overlap=True,
+            **({"told": told} if tells else {}),
         )  # fmt: skip
         common = {"budget": budget, "scale": dim**-0.5, "pooling": "softmax-mean", "overlap": True}
         if fused is not None:
@@ -507,16 +538,17 @@ def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype, *, tog
             bounds = case.bounds.unsqueeze(2)
             launch_fused.page_select(case.q, bounds, None, case.table, case.lens, chosen, *handed, kind="box", unit=case.page, **common)
         elif fused is not None:
-            launch_fused.fier_select(case.q, case.bits, case.meta, case.table, case.lens, chosen, *handed, page_size=case.page, **common)
+            arguments = (case.q, case.bits, case.meta, case.table, case.lens, chosen, *handed)
+            launch_fused.fier_select(*arguments, page_size=case.page, told=told, **common)
         elif case.pages:
             bounds = case.bounds.unsqueeze(2)  # one unit a page
             launch_pages.score_pages(case.q, bounds, None, case.table, case.lens, scores, parts, kind="box", unit=case.page, **common)
         else:
-            select.fier_score(case.q, case.bits, case.meta, case.table, case.lens, scores, parts, page_size=case.page, **common)
+            select.fier_score(case.q, case.bits, case.meta, case.table, case.lens, scores, parts, page_size=case.page, told=told, **common)
         if fused is None:
             select.select_units(
                 scores, parts, case.lens, chosen, budget=budget, sink=sink, window=window, unit=unit, group=unit if case.pages else 32,
-                pooling="softmax-mean", overlap=True,
+                pooling="softmax-mean", overlap=True, told=told,
             )  # fmt: skip
         attend.attend_list(case.q, case.keys, case.values, case.table, case.lens, chosen, out, unit=unit, scale=dim**-0.5, overlap=True, settled=True)
 
@@ -546,6 +578,7 @@ def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype, *, tog
         out.fill_(float("nan")), chosen.fill_(-7)
         graph.replay()
         torch.cuda.synchronize()
+        expect(told is None or bool((told == -1).all()), f"{label}: the words of queries are not empty")
         for b in range(batch):
             n = int(case.lens[b])
             keys = case.flat(case.keys, b)[:, :n]
@@ -628,6 +661,7 @@ def main() -> int:
     print(f"dense {time.time() - begin:.0f} s", flush=True)
     check_growth(4, append.FIER, 70, bf16)
     check_growth(7, append.MINMAX, 70, bf16)
+    check_growth(1, append.FIER, 40, fp16, tells=False)
     check_growth(1, append.FIER, 40, fp16)
     check_together()
     print(f"failures {len(failures)}, {time.time() - begin:.0f} s")

@@ -205,6 +205,14 @@ static inline void __syncthreads() {
   else
     while (b->round == round) cpu::yield();
 }
+static inline int __syncthreads_or(int x) {
+  static thread_local int any[2]; // of a block's barriers in turn
+  const int round = cpu::block->round & 1;
+  if (cpu::block->arrived == 0) any[round] = 0;
+  any[round] |= x;
+  __syncthreads();
+  return any[round];
+}
 static inline void __syncwarp() {
   const u32 nothing = 0;
   cpu::exchange(&nothing, 1);
@@ -396,6 +404,9 @@ static inline uint4 look(const uint4* from) {
   cpu::yield();
   return cpu::bits<uint4>(_mm_load_si128((const __m128i*)from));
 }
+
+// Of query.cuh.
+static inline uint4 look_at_query(const uint4* from) { return look(from); }
 
 // Of inbox.cuh: bytes of others are counted where they arrive; EXPECTED says that their number has been taken off.
 constexpr u64 EXPECTED = 1ull << 62;

@@ -48,7 +48,9 @@ class Launches:
         monkeypatch.setattr(prefill, "_flash", self.flash)
         fake_device(monkeypatch)
 
-    def fier_score(self, q, bits, meta, table, lens, scores, parts, *, page_size, budget, scale, pooling, overlap=False) -> None:
+    def fier_score(
+        self, q, bits, meta, table, lens, scores, parts, *, page_size, budget, scale, pooling, overlap=False, told=None
+    ) -> None:  # fmt: skip
         self.names.append("fier_score")
         heads, dim = bits.shape[1], bits.shape[-1]
         assert scores.shape[0] == parts.shape[0] == len(lens) * heads
@@ -109,7 +111,9 @@ class Launches:
             found.append(torch.zeros_like(own, dtype=torch.bool).scatter(1, best(-own, outliers), True) if stored > budget else None)
         self.outliers[cut.data_ptr()] = found
 
-    def select_units(self, scores, parts, lens, out, *, budget, sink, window, unit, group, pooling, own=None, cluster=0, overlap=False) -> None:
+    def select_units(
+        self, scores, parts, lens, out, *, budget, sink, window, unit, group, pooling, own=None, cluster=0, overlap=False, told=None
+    ) -> None:  # fmt: skip
         self.names.append("select_units")
         rows, lists = self.scores.pop(scores.data_ptr()), out.view(-1, out.shape[-1])
         raised = self.raised.pop(scores.data_ptr(), None)
@@ -128,7 +132,8 @@ class Launches:
                 lists[r, : chosen.shape[1]], lists[r, -1] = chosen[0].int(), chosen.shape[1]
 
     def fier_select(
-        self, q, bits, meta, table, lens, out, mail, stamps, plan, *, page_size, budget, scale, pooling, sink, window, own=None, overlap=False
+        self, q, bits, meta, table, lens, out, mail, stamps, plan, *, page_size, budget, scale, pooling, sink, window, own=None, overlap=False,
+        told=None,
     ) -> None:  # fmt: skip
         scores, parts = self.between(plan, len(lens) * bits.shape[1], mail, stamps)
         self.fier_score(q, bits, meta, table, lens, scores, parts, page_size=page_size, budget=least(budget, own), scale=scale, pooling=pooling)

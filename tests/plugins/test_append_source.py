@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.check_retrieval import told_words
 from tests.plugins import cuda_on_cpu
 from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_append import launch_token, reference
@@ -62,10 +63,11 @@ def test_one_token_a_sequence(dim: int, summary: int, group: int, norm: bool, dt
     bits = torch.full((pool, HEADS_KV, PAGE // group, dim), 77, dtype=torch.int32)
     meta = torch.full((pool, HEADS_KV, PAGE // group, 2, dim), torch.nan, dtype=torch.float16 if summary == FIER else dtype)
     out = torch.full((tokens, HEADS_Q * dim), torch.nan, dtype=dtype)
+    told = torch.full((BATCH, HEADS_Q, dim // 2 + 4), -1, dtype=torch.int32) if summary == FIER else None
     starts = torch.tensor([0, *torch.tensor(NEW).cumsum(0)], dtype=torch.int32)
     launch_token.launch(
         qkv, positions, starts, torch.tensor(lengths, dtype=torch.int32), table, homes, rope, norms, out, keys, values, bits, meta,
-        eps=EPS, group=group, summary=summary, settled=settled,
+        eps=EPS, group=group, summary=summary, settled=settled, told=told,
     )  # fmt: skip
 
     config = OpConfig(HEADS_Q, HEADS_KV, dim, dim**-0.5, EPS, 0, 0, "")
@@ -91,6 +93,8 @@ def test_one_token_a_sequence(dim: int, summary: int, group: int, norm: bool, dt
                 assert torch.equal(meta[where], bounds)
             else:
                 assert torch.equal(meta[where], torch.stack([stored.amin(1), stored.amax(1)], 1))
+    if told is not None:
+        assert torch.equal(told[torch.tensor(NEW) == 1], told_words(out, dim)) and bool((told[torch.tensor(NEW) == 0] == -1).all())
     assert summary == NONE or int(closed.sum()) >= HEADS_KV
     assert torch.equal(keys[~written], before[0][~written]) and torch.equal(values[~written], before[1][~written])
     assert bool((bits[~closed] == 77).all()) and meta[~closed].isnan().all()
