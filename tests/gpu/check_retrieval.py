@@ -633,7 +633,9 @@ def main() -> int:
         check_chain(Case(2, 4, dim, 128, [2048, 1537, 40], fp16), 256, 4, 16, "softmax-mean", f"fier D {dim}")
         check_chain(Case(2, 4, dim, 64, [2048, 1537, 40], fp16, pages=True), 256, 64, 64, "softmax-mean", f"pages D {dim}")
     check_chain(Case(1, 7, 128, 32, [70001], bf16), 2048, 0, 0, "softmax-mean", "long G 7")
-    check_chain(Case(4, 4, 128, 32, [33000] * 16, bf16), 1024, 0, 0, "softmax-mean", "64 rows")
+    many = ((4, 128, "softmax-mean"), (7, 64, "softmax-mean"), (1, 96, "softmax-mean"), (5, 256, "max"), (8, 64, "mean"))
+    for group, dim, pooling in many:  # so few blocks a row that a warp takes many groups
+        check_chain(Case(4, group, dim, 32, [33000] * 16, bf16), 1024, 0, 0, pooling, f"64 rows, G {group} D {dim} {pooling}")
     print(f"shapes {time.time() - begin:.0f} s", flush=True)
     for heads, kind, levels in itertools.product((1, 4), ("levels", "equal", "outlier", "normal"), (9,)):
         for rows, units, budget in ((3, 9001, 700), (4, 131072, 2048), (40, 32768, 1024)):
