@@ -18,7 +18,7 @@ from torch import Tensor
 from trtkv.plugins.kv_append import kernel as append
 from trtkv.plugins.kv_attend import launch as attend
 from trtkv.plugins.kv_attend import launch_dense
-from trtkv.plugins.kv_select import fier_layout, launch_fused, launch_pages
+from trtkv.plugins.kv_select import fier_layout, launch_fused, launch_pages, launch_stream
 from trtkv.plugins.kv_select import launch as select
 
 DEV = "cuda"
@@ -219,6 +219,53 @@ def check_fused(case: Case, budget: int, sink: int, window: int, pooling: str, s
             expect(bool((chosen[b] == -1).all()), f"{label}: sequence {b} should be dense")
         else:
             check_selection(case, b, scores, parts, scratch, chosen[b], budget, sink, window, pooling, unit, label)
+
+
+def check_streamed(case: Case, budget: int, sink: int, window: int, pooling: str, sms: int, label: str, replays: int = 1) -> None:
+    """Many rows: lists and their ranking choose the best by the pooled scores that they leave, and those are the scores of the index."""
+    batch, rows, capacity = len(case.lens), len(case.lens) * case.heads, case.table.shape[1] * case.page
+    plan = launch_stream.Stream.plan(rows, case.group, case.dim, pooling, capacity, sms, select.arch())
+    assert plan is not None, label
+    lists = plan.allocate(DEV)
+    pooled = case.guard.like((rows, plan.stride), torch.float32, -1.0)
+    chosen = case.guard.like((batch, case.heads, budget + 1), torch.int32, -7)
+    arguments = (case.q, case.bits, case.meta, case.table, case.lens, chosen, lists, plan)
+    common = {"page_size": case.page, "scale": case.dim**-0.5, "budget": budget, "sink": sink, "window": window, "pooling": pooling}
+    for turn in range(replays + 1):
+        chosen.fill_(-7)
+        launch_stream.fier_select(*arguments, **common, pooled=pooled if turn == 0 else None)
+        torch.cuda.synchronize()
+        for b in range(batch):
+            check_streamed_choice(case, b, pooled.view(batch, case.heads, -1)[b], chosen[b], budget, sink, window, pooling, f"{label}, launch {turn}")
+    slots, budgets = torch.randperm(batch + 1, device=DEV)[:batch].int(), torch.zeros(batch + 1, dtype=torch.int32, device=DEV)
+    budgets[slots[0].long()] = sink + window + 64
+    own = select.OwnBudgets(slots, budgets, 0)
+    launch_stream.fier_select(*arguments, **common, own=own, pooled=pooled)
+    torch.cuda.synchronize()
+    check_streamed_choice(case, 0, pooled.view(batch, case.heads, -1)[0], chosen[0], sink + window + 64, sink, window, pooling, f"{label}, own budget")
+    expect(not lists.counts.any() and case.guard.intact(), f"{label}: a margin was written, or counts are left")
+
+
+def check_streamed_choice(case, b, pooled, chosen, budget, sink, window, pooling, label):
+    stored, units, room = int(case.lens[b]), case.units(b), chosen.shape[1] - 1
+    if stored <= budget:
+        expect(bool((chosen == -1).all()), f"{label}: sequence {b} should be dense")
+        return
+    last = max(sink, min(units, stored - window))
+    wanted = budget - sink - (stored - last)
+    if wanted >= last - sink or wanted <= 0:
+        listed = min(stored, budget) if wanted >= last - sink else sink + stored - last
+        expect(bool((chosen[:, -1] == listed).all()), f"{label}: count of {b}")
+        return
+    value = pooled[:, sink:last]
+    best = torch.sort(value, dim=1, descending=True, stable=True).indices[:, :wanted].sort(1).values + sink
+    forced = [torch.arange(n, m, device=DEV).expand(case.heads, -1) for n, m in ((0, sink), (last, stored))]
+    want = torch.cat([forced[0], best, forced[1], torch.full((case.heads, room - budget), -1, device=DEV)], 1).int()
+    expect(torch.equal(chosen[:, :-1], want) and bool((chosen[:, -1] == budget).all()), f"{label}: selection of {b}")
+    probability = torch.softmax(case.true_scores(b) * case.dim**-0.5, 2)
+    true = (probability.amax(1) if pooling == "softmax-max" else probability.mean(1))[:, sink:last]
+    error, limit = (value.double() - true).norm() / true.norm(), 6e-3 * max(1.0, float(case.true_scores(b).std()) * case.dim**-0.5 / 8)
+    expect(bool(error <= limit), f"{label}: pooled scores of {b} off by {error:.2e}, more than {limit:.2e}")
 
 
 def check_selection(case, b, scores, parts, plan, chosen, budget, sink, window, pooling, unit, label):
