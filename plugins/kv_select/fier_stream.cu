@@ -33,7 +33,8 @@ __device__ __forceinline__ void list_lines(Stream& s, const int* lens, const int
 // q [B, q_stride] the rotated queries; bits, meta, table [B, table_stride], lens [B], slots, budgets and dense_below as of fier_select.cu; mail [R,
 // STREAM_MAIL, blocks of a team] and stamps [1], zero before the first launch; lists [R, list_stride] and counts [R], which is zero before every launch,
 // and bounds [R] for rank_lists.cu. pooled: null, or [R, list_stride] for checks. Grid: blocks of a team, teams. Dynamic shared memory: the warps'
-// rings, then BUFFERS times GROUP_HEADS times `stride` scores, where stride is a multiple of 64 and eight, and at least the units of a block.
+// rings, then BUFFERS times GROUP_HEADS times `stride` scores, then `stride` pooled ones in four bytes; stride is a multiple of 64 and eight, and at least
+// the units of a block.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) fier_stream(const real* q, const char* bits, const char* meta, const int* table, const int* lens,
     const int* slots, const int* budgets, uint4* mail, const u32* stamps, uint2* lists, int* counts, float* bounds, float* pooled, int q_stride,
     int table_stride, int page_groups, long long list_stride, int rows, int heads, int budget, int dense_below, int list_room, int sink, int window,
@@ -51,10 +52,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fier_stream(const real*
   __half* buffers = reinterpret_cast<__half*>(dynamic + SCORERS * STAGES * STAGE_BYTES);
   if (warp < SCORERS) {
     more_registers<SCORER_REGISTERS>();
-    score_lines(s, {bits, meta, table, table_stride, heads, page_groups, rank, blocks}, dynamic, buffers, stride, scale_log2);
+    score_lines(s, {bits, meta, table, table_stride, heads, page_groups, rank, blocks}, dynamic, buffers, stride, scale_log2, pooled);
   } else {
     fewer_registers<CHOOSER_REGISTERS>();
-    choose_lines(s, chooser, buffers, stride, rank, blocks, mail, stamps, {lists, counts, bounds, pooled, list_stride},
+    choose_lines(s, chooser, buffers, reinterpret_cast<float*>(buffers + BUFFERS * GROUP_HEADS * stride), stride, rank, blocks, mail, stamps, {lists, counts, bounds, pooled, list_stride},
         [&](const Line& line) { return q + (long long)line.sequence * q_stride + (long long)line.head * GROUP_HEADS * D; });
   }
 }

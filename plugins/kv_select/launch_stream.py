@@ -22,8 +22,9 @@ _LOG2_E = 1.4426950408889634
 _ARCHS = ("90", "100", "103")  # compute capabilities whose blocks have the shared memory for it
 SCORERS, CHOOSERS = 16, 4  # warps
 _REGISTERS = 104, 64  # of their threads: together what 20 warps of 96 are launched with
-_FORMS = ((2, 8), (2, 6), (2, 4))  # score buffers, and groups of a warp in flight: as many as shared memory has room for
+_FORMS = ((3, 4), (2, 4))  # score buffers, and groups of a warp in flight: as many as shared memory has room for
 _MOST_TEAM, _MOST_LINES, _MOST_PACKETS = 64, 64, 512  # blocks, rows of a team, packets of eight units of a block, as in stream_choose.cuh
+MOST_SMS = 160  # multiprocessors of a device that are used
 _WORTHWHILE = 1 << 21  # units of all rows
 
 
@@ -45,7 +46,7 @@ class Stream:
         """Lay out R rows of at most `units` tokens for a GPU; None where scores are not of every head, or its multiprocessors do not hold them."""
         if POOLS[pooling] or group_heads == 1 or arch not in _ARCHS:
             return None
-        groups, found = -(-units // 32), []
+        groups, sms, found = -(-units // 32), min(sms, MOST_SMS), []
         for teams in range(1, min(sms, rows) + 1):
             blocks, lines = sms // teams, -(-rows // teams)
             share = -(-groups // blocks)
@@ -68,11 +69,11 @@ class Stream:
 
     def shared(self, dim: int) -> int:
         """Return the bytes of shared memory that a launch asks for."""
-        return SCORERS * self.stages * 8 * dim + self.buffers * self.heads * self.room * 2
+        return SCORERS * self.stages * 8 * dim + (self.buffers * self.heads + 2) * self.room * 2
 
     def allocate(self, device: torch.device | str) -> Lists:
         """Allocate what the two launches hand to each other."""
-        words = (-(-self.heads // 3) + 1) * self.blocks
+        words = (self.heads + 1) * self.blocks
         mail, stamps = torch.zeros(self.rows, words, 4, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device)
         units = torch.empty(self.rows, self.stride, 2, dtype=torch.int32, device=device)
         return Lists(mail, stamps, units, torch.zeros(self.rows, dtype=torch.int32, device=device), torch.empty(self.rows, device=device))
@@ -91,7 +92,7 @@ class Lists:
 
 def static(dim: int) -> int:
     """Return the shared memory of a block beside what its launch asks for, at most: two queries in the order of the products, one as it is, the rest."""
-    return 64 * dim + 16 * (dim + 8) + 9 * 1024
+    return 64 * dim + 16 * (dim + 8) + 6 * 1024
 
 
 def plan_for(plan: SelectPlan, summary: Summary, batch: int, heads: int, group: int, dim: int, units: int, sms: int, arch: str) -> Stream | None:
@@ -99,6 +100,16 @@ def plan_for(plan: SelectPlan, summary: Summary, batch: int, heads: int, group: 
     if summary.scorer != "fier" or shares_selection(plan) or plan.pooling == "none" or batch * heads * units < _WORTHWHILE:
         return None
     return Stream.plan(batch * heads, group, dim, plan.pooling, units, sms, arch)
+
+
+def plans_on_any(plan: SelectPlan, summary: Summary, batch: int, heads: int, group: int, dim: int, units: int, arch: str) -> list[Stream]:
+    """List a plan for every kernel that GPUs of a compute capability may launch, whose multiprocessors are not counted when kernels are built."""
+    found = {}
+    for sms in range(1, MOST_SMS + 1):
+        streamed = plan_for(plan, summary, batch, heads, group, dim, units, sms, arch)
+        if streamed is not None:
+            found[streamed.buffers, streamed.stages] = streamed
+    return list(found.values())
 
 
 def fier_select(

@@ -11,18 +11,14 @@
 #define CHOOSING (32 * CHOOSERS) // threads
 #define PEAK_BINS 256            // of packets' highest scores: eight an octave, from 2^-32 on
 #define PEAK_BASE 761
-#define MOST_PACKETS (CHOOSING * 4)
+#define THREAD_PACKETS 4 // at most
 #define MOST_TEAM 64             // blocks
-#define HEAD_WORDS ((GROUP_HEADS + 2) / 3)
-#define STREAM_MAIL (HEAD_WORDS + 1) // words of a block and row
+#define STREAM_MAIL (GROUP_HEADS + 1) // words of a block and row
 
 struct Chooser { // shared memory
   __align__(16) real queries[GROUP_HEADS][D + 8]; // padded against bank conflicts
   __align__(16) int peaks[PEAK_BINS];
-  __align__(16) float highest[MOST_PACKETS];
-  u16 hits[MOST_PACKETS];
-  float own[12], zero[12], bound;
-  int hit_count;
+  float zero[8];
 };
 struct Lists { // of all rows
   uint2* units;  // [R, stride] scores and units, in any order
@@ -105,10 +101,56 @@ struct Held {
 
 __device__ __forceinline__ int peak_bin(float x) { return min(max((int)(__float_as_uint(x) >> 20) - PEAK_BASE, 0), PEAK_BINS - 1); }
 
-// One warp: the bin that `enough` packets of this block reach is told to the team; then the bound of all. Bins are left empty.
-__device__ __forceinline__ void find_bound(Chooser& c, uint4* mail, int rank, int blocks, u32 stamp, int wanted) {
+// Log2 of the sums of exponentials of this block, told to the team: a warp a head.
+__device__ __forceinline__ void tell_sums(const Stream& s, int buffer, uint4* mail, int rank, int blocks, u32 stamp) {
+  const int t = threadIdx.x - 32 * SCORERS, lane = t & 31;
+#pragma unroll
+  for (int h = t >> 5; h < GROUP_HEADS; h += CHOOSERS) {
+    const float x = lane < SCORERS ? s.refs[buffer][lane & (SCORERS - 1)][h] + s.sums[buffer][lane & (SCORERS - 1)][h] : -3e38f, top = highest(x);
+    float total = exp2_fast(x - top);
+#pragma unroll
+    for (int o = SCORERS / 2; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
+    if (lane == 0) post(mail + h * blocks + rank, __float_as_uint(top + log2f(total)), 0, 0, stamp);
+  }
+}
+// What is subtracted from every head's scores, so that they are normalized over the row.
+__device__ __forceinline__ void find_zero(Chooser& c, const uint4* mail, int blocks, u32 stamp) {
+  constexpr int EACH = (GROUP_HEADS + CHOOSERS - 1) / CHOOSERS;
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) - SCORERS;
+  uint4 v[EACH][2];
+#pragma unroll
+  for (int e = 0; e < EACH; e++) { // all are asked for before one is waited for
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      const int h = warp + e * CHOOSERS, p = lane + 32 * k;
+      v[e][k] = make_uint4(0xff61b1e6u, 0, 0, stamp); // -3e38
+      if (h < GROUP_HEADS && p < blocks) v[e][k] = look(mail + h * blocks + p);
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < EACH; e++) {
+    const int h = warp + e * CHOOSERS;
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      if (v[e][k].w != stamp) v[e][k] = await(mail + h * blocks + lane + 32 * k, stamp);
+    }
+    __syncwarp();
+    const float x = __uint_as_float(v[e][0].x), y = __uint_as_float(v[e][1].x), top = highest(fmaxf(x, y));
+    float total = exp2_fast(x - top) + exp2_fast(y - top);
+#pragma unroll
+    for (int o = 16; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
+    if (lane == 0 && h < GROUP_HEADS) c.zero[h] = top + log2f(total) + (MAXIMUM ? 0.f : log2f((float)GROUP_HEADS));
+  }
+}
+
+// How many blocks of a team agree on a bound, and how many packets of each reach it.
+struct Agreement {
+  int blocks, packets;
+  __device__ __forceinline__ Agreement(int team, int wanted) : blocks(max(1, team * 3 / 5)), packets((wanted + blocks - 1) / blocks) {}
+};
+// One warp: tell the bin that enough packets of this block reach. Bins are left empty.
+__device__ __forceinline__ void tell_peaks(Chooser& c, uint4* mail, int rank, int enough, u32 stamp) {
   const int lane = threadIdx.x & 31, base = PEAK_BINS - 8 * (lane + 1);
-  const int agreeing = max(1, blocks * 3 / 5), enough = (wanted + agreeing - 1) / agreeing;
   int4* bins = reinterpret_cast<int4*>(c.peaks + base);
   const int4 a = bins[0], b = bins[1];
   const int n[8] = {b.w, b.z, b.y, b.x, a.w, a.z, a.y, a.x};
@@ -122,143 +164,134 @@ __device__ __forceinline__ void find_bound(Chooser& c, uint4* mail, int rank, in
 #pragma unroll
   for (int k = 0; k < 8; k++) bin -= seen < enough, seen += n[k];
   bin = __shfl_sync(~0u, bin, found ? __ffs(found) - 1 : 0);
-  if (found == 0) bin = 0;
-  if (lane == 0) post(mail + rank, bin, 0, 0, stamp), c.hit_count = 0;
-  const int other0 = lane < blocks ? (int)await(mail + min(lane, blocks - 1), stamp).x : -1;
-  const int other1 = lane + 32 < blocks ? (int)await(mail + min(lane + 32, blocks - 1), stamp).x : -1;
+  if (lane == 0) post(mail + rank, found ? bin : 0, 0, 0, stamp);
+}
+// Every warp for itself: the highest score that enough blocks have told, or more.
+__device__ __forceinline__ float find_bound(const uint4* mail, int blocks, int agreeing, u32 stamp) {
+  const int lane = threadIdx.x & 31;
+  int told0 = -1, told1 = -1, bin = 0;
+  if (lane < blocks) told0 = await(mail + lane, stamp).x;
+  if (lane + 32 < blocks) told1 = await(mail + lane + 32, stamp).x;
   __syncwarp();
-  bin = 0;
 #pragma unroll
   for (int bit = PEAK_BINS / 2; bit; bit >>= 1) {
-    const int reach = __popc(__ballot_sync(~0u, other0 >= bin + bit)) + __popc(__ballot_sync(~0u, other1 >= bin + bit));
+    const int reach = __popc(__ballot_sync(~0u, told0 >= bin + bit)) + __popc(__ballot_sync(~0u, told1 >= bin + bit));
     if (reach >= agreeing) bin += bit;
   }
-  if (lane == 0) c.bound = bin ? __uint_as_float((u32)(bin + PEAK_BASE) << 20) : 0.f;
+  return bin ? __uint_as_float((u32)(bin + PEAK_BASE) << 20) : 0.f;
 }
 
-// What is subtracted from a head's scores, so that it is normalized over the row, by the warp of each word of three heads.
-__device__ __forceinline__ void find_zero(Chooser& c, const uint4* mail, int blocks, u32 stamp) {
-  const int lane = threadIdx.x & 31, word = (threadIdx.x >> 5) - SCORERS;
-  if (word >= HEAD_WORDS) return;
-  float x[2][3];
+// Pool the line's packets; a thread's are of one warp. The buffer is free behind.
+__device__ __forceinline__ void pool_line(const Stream& s, Chooser& c, const Held& held, int buffer, u64* empty, float* pooled, float* check) {
+  const int t = threadIdx.x - 32 * SCORERS;
+  float add[GROUP_HEADS];
 #pragma unroll
-  for (int k = 0; k < 2; k++) {
-    uint4 v = make_uint4(0xff61b1e6u, 0xff61b1e6u, 0xff61b1e6u, 0); // -3e38
-    if (lane + 32 * k < blocks) v = await(mail + word * blocks + lane + 32 * k, stamp);
-    x[k][0] = __uint_as_float(v.x), x[k][1] = __uint_as_float(v.y), x[k][2] = __uint_as_float(v.z);
-  }
-  __syncwarp();
-#pragma unroll
-  for (int h = 0; h < 3; h++) {
-    const float top = highest(fmaxf(x[0][h], x[1][h]));
-    float total = exp2_fast(x[0][h] - top) + exp2_fast(x[1][h] - top);
-#pragma unroll
-    for (int o = 16; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
-    if (lane == 0) c.zero[3 * word + h] = top + log2f(total) + (MAXIMUM ? 0.f : log2f((float)GROUP_HEADS));
-  }
-}
-
-// Log2 of the sums of exponentials of this block, told to the team.
-__device__ __forceinline__ void tell_sums(const Stream& s, Chooser& c, int buffer, uint4* mail, int rank, int blocks, u32 stamp) {
-  const int t = threadIdx.x - 32 * SCORERS, lane = t & 31;
-#pragma unroll
-  for (int h = t >> 5; h < GROUP_HEADS; h += CHOOSERS) {
-    const float x = lane < SCORERS ? s.refs[buffer][lane & (SCORERS - 1)][h] + s.sums[buffer][lane & (SCORERS - 1)][h] : -3e38f, top = highest(x);
-    float total = exp2_fast(x - top);
-#pragma unroll
-    for (int o = 8; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
-    if (lane == 0) c.own[h] = top + log2f(total);
-  }
-  choosers_sync();
-  if (t < HEAD_WORDS) {
-    post(mail + t * blocks + rank, __float_as_uint(c.own[3 * t]), __float_as_uint(c.own[3 * t + 1]), __float_as_uint(c.own[3 * t + 2]), stamp);
-  }
-}
-
-// List the units of hit packets that reach the bound; the scores are not needed behind.
-__device__ __forceinline__ void list_units(const Stream& s, Chooser& c, const Held& held, int buffer, u64* empty, int row, const Lists& lists) {
-  const int lane = threadIdx.x & 31, count = c.hit_count;
-  const float bound = c.bound;
+  for (int h = 0; h < GROUP_HEADS; h++) add[h] = s.refs[buffer][t >> 3 & (SCORERS - 1)][h] - c.zero[h];
 #pragma unroll 1
-  for (int h = threadIdx.x - 32 * SCORERS; h - lane < count; h += CHOOSING) {
+  for (int p = t; p < held.packets; p += CHOOSING) {
     float score[8];
-    u32 set = 0;
-    int u = 0;
-    if (h < count) {
-      const int packet = c.hits[h], warp = packet >> 3 & (SCORERS - 1);
-      float add[GROUP_HEADS];
+    held.pool(p, add, score);
+    *reinterpret_cast<float4*>(pooled + p * 8) = make_float4(score[0], score[1], score[2], score[3]);
+    *reinterpret_cast<float4*>(pooled + p * 8 + 4) = make_float4(score[4], score[5], score[6], score[7]);
+    float top = score[0];
 #pragma unroll
-      for (int j = 0; j < GROUP_HEADS; j++) add[j] = s.refs[buffer][warp][j] - c.zero[j];
-      held.pool(packet, add, score);
-      u = held.unit(packet);
+    for (int k = 1; k < 8; k++) top = fmaxf(top, score[k]);
+    const int bin = peak_bin(fmaxf(top, 0.f));
+    if (bin) atomicAdd(&c.peaks[bin], 1);
+#ifndef TIMES
+    if (check) {
 #pragma unroll
-      for (int k = 0; k < 8; k++) set |= (u32)(score[k] >= bound) << k;
+      for (int k = 0; k < 8; k++) check[held.unit(p) + k] = score[k];
     }
-    if (h - lane + CHOOSING >= count) gate_arrive(empty); // this warp's last ones
-    const int mine = __popc(set), end = warp_scan(mine);
-    int to = 0;
-    if (lane == 31 && end) to = atomicAdd(lists.counts + row, end);
-    to = __shfl_sync(~0u, to, 31) + end - mine;
-    uint2* list = lists.units + row * lists.stride;
-#pragma unroll
-    for (int k = 0; k < 8; k++) {
-      if (set >> k & 1) list[to++] = make_uint2(__float_as_uint(score[k]), u + k);
-    }
+#endif
   }
-  if ((int)threadIdx.x - 32 * SCORERS - lane >= count) gate_arrive(empty);
+  gate_arrive(empty);
+}
+// List the units of this thread's packets that reach the bound.
+__device__ __forceinline__ void list_units(const Held& held, const float* pooled, float bound, int row, const Lists& lists) {
+  const int t = threadIdx.x - 32 * SCORERS, lane = t & 31;
+  u32 set = 0;
+#pragma unroll
+  for (int i = 0; i < THREAD_PACKETS; i++) {
+    const int p = t + i * CHOOSING;
+    if (p >= held.packets) break;
+    const float4 a = *reinterpret_cast<const float4*>(pooled + p * 8), b = *reinterpret_cast<const float4*>(pooled + p * 8 + 4);
+    const float score[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int k = 0; k < 8; k++) set |= (u32)(score[k] >= bound) << (8 * i + k);
+  }
+  const int mine = __popc(set), end = warp_scan(mine);
+  int to = 0;
+  if (lane == 31 && end) to = atomicAdd(lists.counts + row, end);
+  to = __shfl_sync(~0u, to, 31) + end - mine;
+  uint2* list = lists.units + row * lists.stride;
+#pragma unroll 1
+  for (; set; set &= set - 1) {
+    const int k = __ffs(set) - 1, p = t + (k >> 3) * CHOOSING;
+    list[to++] = make_uint2(__float_as_uint(pooled[p * 8 + (k & 7)]), held.unit(p) + (k & 7));
+  }
 }
 
-// mail [R, STREAM_MAIL, blocks]: words of heads, then the bin. q_of(line): a line's query.
-template <typename QueryOf> __device__ __forceinline__ void choose_lines(Stream& s, Chooser& c, const __half* buffers, int stride, int rank, int blocks,
-    uint4* mail_words, const u32* stamps, const Lists& lists, QueryOf q_of) {
+// mail [R, STREAM_MAIL, blocks]: words of heads, then the bin. q_of(line): a line's query. While blocks tell each other about one line, they look after
+// the one before.
+template <typename QueryOf> __device__ __forceinline__ void choose_lines(Stream& s, Chooser& c, const __half* buffers, float* pooled, int stride, int rank,
+    int blocks, uint4* mail_words, const u32* stamps, const Lists& lists, QueryOf q_of) {
   const int t = threadIdx.x - 32 * SCORERS, live = s.live;
   Query query;
+#ifdef TIMES
+  u32 spent[12] = {}, since = clock();
+#endif
   dependency_wait();
   const u32 stamp = __ldcg(stamps) + 1;
+  auto mail_of = [&](const Line& line) { return mail_words + (long long)line.row * STREAM_MAIL * blocks; };
+  auto finish = [&](int i) {
+    const Line& line = s.lines[i];
+    const Held held = {nullptr, stride, rank, blocks, line.count * 4, line.first, line.last};
+    const float bound = find_bound(mail_of(line) + GROUP_HEADS * blocks, blocks, Agreement(blocks, line.wanted).blocks, stamp);
+    STEP(4)
+    if (rank == 0 && t == 0) lists.bounds[line.row] = bound;
+    list_units(held, pooled, bound, line.row, lists);
+    STEP(5)
+  };
 #pragma unroll 1
   for (int i = 0; i < min(live, 2); i++) query.load(q_of(s.lines[i])), choosers_sync(), query.put(s, c, i);
 #pragma unroll
   for (int i = t; i < PEAK_BINS; i += CHOOSING) c.peaks[i] = 0;
+  STEP(0)
 #pragma unroll 1
-  for (int i = 0; i < live; i++) {
-    const Line line = s.lines[i];
+  for (int i = 0; i <= live; i++) {
+    if (i < live) {
+      if (i + 2 < live) query.load(q_of(s.lines[i + 2]));
+      gate_await(&s.full[i % BUFFERS], i / BUFFERS & 1);
+      STEP(1)
+      tell_sums(s, i % BUFFERS, mail_of(s.lines[i]), rank, blocks, stamp);
+      STEP(2)
+      if (i + 2 < live) query.put(s, c, i & 1);
+      STEP(3)
+    }
+#ifdef NO_CHOICE
+    if (i < live) gate_arrive(&s.empty[i % BUFFERS]);
+    continue;
+#endif
+    if (i > 0) finish(i - 1);
+    if (i == live) break;
+    const Line& line = s.lines[i];
+    uint4* mail = mail_of(line);
     const int buffer = i % BUFFERS;
-    uint4* mail = mail_words + (long long)line.row * STREAM_MAIL * blocks;
-    if (i + 2 < live) query.load(q_of(s.lines[i + 2]));
-    gate_await(&s.full[buffer], i / BUFFERS & 1);
-    tell_sums(s, c, buffer, mail, rank, blocks, stamp);
-    if (i + 2 < live) query.put(s, c, i & 1);
     find_zero(c, mail, blocks, stamp);
     choosers_sync();
+    STEP(6)
     const Held held = {buffers + buffer * GROUP_HEADS * stride, stride, rank, blocks, line.count * 4, line.first, line.last};
-    float add[GROUP_HEADS]; // packets of a thread are of one warp
-#pragma unroll
-    for (int h = 0; h < GROUP_HEADS; h++) add[h] = s.refs[buffer][t >> 3][h] - c.zero[h];
-#pragma unroll 1
-    for (int p = t; p < held.packets; p += CHOOSING) {
-      float score[8];
-      held.pool(p, add, score);
-      float top = score[0];
-#pragma unroll
-      for (int k = 1; k < 8; k++) top = fmaxf(top, score[k]);
-      c.highest[p] = top;
-      const int bin = peak_bin(fmaxf(top, 0.f));
-      if (bin) atomicAdd(&c.peaks[bin], 1);
-      if (lists.pooled) {
-#pragma unroll
-        for (int k = 0; k < 8; k++) lists.pooled[line.row * lists.stride + held.unit(p) + k] = score[k];
-      }
-    }
+    pool_line(s, c, held, buffer, &s.empty[buffer], pooled, lists.pooled ? lists.pooled + line.row * lists.stride : nullptr);
+    STEP(7)
     choosers_sync();
-    if (t < 32) find_bound(c, mail + HEAD_WORDS * blocks, rank, blocks, stamp, line.wanted);
-    choosers_sync();
-    const float bound = c.bound;
-    if (rank == 0 && t == 0) lists.bounds[line.row] = bound;
-#pragma unroll 1
-    for (int p = t; p < held.packets; p += CHOOSING) {
-      if (c.highest[p] >= bound) c.hits[atomicAdd(&c.hit_count, 1)] = p;
-    }
-    choosers_sync();
-    list_units(s, c, held, buffer, &s.empty[buffer], line.row, lists);
+    STEP(8)
+    if (t < 32) tell_peaks(c, mail + GROUP_HEADS * blocks, rank, Agreement(blocks, line.wanted).packets, stamp);
+    STEP(9)
   }
+#ifdef TIMES
+  if (t == 0) {
+    for (int k = 0; k < 12; k++) lists.pooled[(blockIdx.x + gridDim.x * blockIdx.y) * 32 + k] = spent[k];
+  }
+#endif
 }

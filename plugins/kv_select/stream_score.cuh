@@ -7,6 +7,11 @@
 #include "gates.cuh"
 
 #define MOST_LINES 64
+#ifdef TIMES // cycles of the parts of all lines, of one thread, for a profile
+#define STEP(k) { const u32 now = clock(); spent[k] += now - since; since = now; }
+#else
+#define STEP(k)
+#endif
 
 struct Line { // of a team's rows, one that is not read whole
   int sequence, head, count, stored; // count: groups of this block
@@ -27,7 +32,7 @@ struct Index {
 };
 
 // buffers [BUFFERS, GROUP_HEADS, stride] fp16 scores times scale and log2(e) minus the warp's reference.
-__device__ __forceinline__ void score_lines(Stream& s, const Index& index, char* memory, __half* buffers, int stride, float scale_log2) {
+__device__ __forceinline__ void score_lines(Stream& s, const Index& index, char* memory, __half* buffers, int stride, float scale_log2, float* times) {
   static_assert(POOL == 0 && GROUP_HEADS > 1, "scores of every head are kept");
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gid = lane >> 2, tig = lane & 3;
   const int pair = MERGED ? tig & 1 : tig, second = MERGED ? tig >> 1 : 0; // this lane's heads 2 pair and 2 pair + 1; merged: of which group
@@ -92,6 +97,9 @@ __device__ __forceinline__ void score_lines(Stream& s, const Index& index, char*
   for (u32 stage = 0; stage < RING_END - ROUND; stage += ROUND) fetch_pair(stage);
   if (settled) dependency_wait();
 
+#ifdef TIMES
+  u32 spent[8] = {}, since = clock();
+#endif
   u32 qr[D / 4], stage = 0, behind = RING_END - ROUND;
   auto product = [&](float (&c)[4][4]) {
     u32 word[2][WORDS], unit[4];
@@ -135,7 +143,9 @@ __device__ __forceinline__ void score_lines(Stream& s, const Index& index, char*
     const int buffer = i % BUFFERS, own = own_of(i), mine = pairs_of(i), count = s.lines[i].count;
     __half* const to_scores = buffers + (buffer * GROUP_HEADS + 2 * pair) * stride + (2 * own + second) * 32 + gid * 4;
     __half *to0 = to_scores, *to1 = to_scores + stride;
+    STEP(0)
     gate_await(&s.asked[i & 1], i >> 1 & 1);
+    STEP(1)
 #pragma unroll
     for (int p = 0; p < D / 4; p += 4) {
       const uint4 four = s.fragments[i & 1][p * 8 + lane];
@@ -144,7 +154,9 @@ __device__ __forceinline__ void score_lines(Stream& s, const Index& index, char*
     // Factors of this lane's two heads from products to log2 units.
     const float k0 = __uint_as_float((u32)(127 + s.exponents[i & 1][2 * pair]) << 23) * scale_log2;
     const float k1 = __uint_as_float((u32)(127 + s.exponents[i & 1][2 * pair + 1]) << 23) * scale_log2;
+    STEP(2)
     if (i >= BUFFERS) gate_await(&s.empty[buffer], i / BUFFERS - 1 & 1);
+    STEP(3)
     float ref0 = 0.f, ref1 = 0.f, sum0 = 0.f, sum1 = 0.f;
 #pragma unroll 1
     for (int j = 0; j < mine; j++) {
@@ -193,6 +205,7 @@ __device__ __forceinline__ void score_lines(Stream& s, const Index& index, char*
       }
       to0 += 2 * SCORERS * 32, to1 += 2 * SCORERS * 32;
     }
+    STEP(4)
     // The first groups' maximum is a good reference unless a later score is 2^100 times heavier: then the sums are taken again.
     float shift0 = 0.f, shift1 = 0.f;
     auto again = [&](float& sum, float& shift, const __half* from, bool live_head) {
@@ -224,6 +237,12 @@ __device__ __forceinline__ void score_lines(Stream& s, const Index& index, char*
     }
     __syncwarp();
     if (lane == 0) gate_arrive(&s.full[buffer]);
+    STEP(5)
   }
+#ifdef TIMES
+  if (threadIdx.x == 0) {
+    for (int k = 0; k < 8; k++) times[(blockIdx.x + gridDim.x * blockIdx.y) * 32 + 16 + k] = spent[k];
+  }
+#endif
   copies_wait<0>();
 }

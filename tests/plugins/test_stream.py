@@ -70,7 +70,7 @@ def test_sums_that_overflow_are_taken_again() -> None:
 def test_plans_follow_the_device() -> None:
     plan = launch_stream.Stream.plan
     llama, qwen = plan(64, 4, 128, "softmax-mean", 131072, 132, "90"), plan(32, 7, 128, "softmax-mean", 131072, 132, "90")
-    assert llama is not None and (llama.teams, llama.blocks, llama.stages) == (4, 33, 8)
-    assert qwen is not None and (qwen.teams, qwen.blocks, qwen.stages) == (4, 33, 6)
+    assert llama is not None and (llama.teams, llama.blocks, llama.buffers, llama.stages) == (4, 33, 3, 4)
+    assert qwen is not None and (qwen.teams, qwen.blocks, qwen.buffers, qwen.stages) == (4, 33, 2, 4)
     assert plan(64, 4, 128, "softmax-mean", 131072, 132, "80") is None and plan(64, 4, 128, "mean", 131072, 132, "90") is None
     assert plan(64, 7, 128, "softmax-mean", 1 << 20, 132, "90") is None, "their scores fit in no shared memory"
