@@ -2,12 +2,12 @@
 // of the next.
 //
 // Built as fier_groups.cuh says, with -DBUFFERS (score buffers) and -DMAXIMUM (pool by maximum instead of mean). Every multiprocessor has one block; a
-// team of blocks shares a row, and takes every so many-th. Sixteen warps score, four choose. rank_lists.cu finds the best of what is listed.
+// team of blocks shares a row, and takes every so many-th. Sixteen warps score, two groups of four choose, each in every other row. rank_lists.cu finds the best of what is listed.
 #define SCORERS 16 // warps, a power of two
-#define CHOOSERS 4
+#define CHOOSERS 4 // warps of each of two groups
 #define WARPS SCORERS
 #define HEADS GROUP_HEADS
-#define THREADS (32 * (SCORERS + CHOOSERS))
+#define THREADS (32 * (SCORERS + 2 * CHOOSERS))
 #include "stream_choose.cuh"
 
 // Fill the list of the team's rows that are not read whole: one warp, a row a lane.
@@ -33,7 +33,7 @@ __device__ __forceinline__ void list_lines(Stream& s, const int* lens, const int
 // q [B, q_stride] the rotated queries; bits, meta, table [B, table_stride], lens [B], slots, budgets and dense_below as of fier_select.cu; mail [R,
 // STREAM_MAIL, blocks of a team] and stamps [1], zero before the first launch; lists [R, list_stride] and counts [R], which is zero before every launch,
 // and bounds [R] for rank_lists.cu. pooled: null, or [R, list_stride] for checks. Grid: blocks of a team, teams. Dynamic shared memory: the warps'
-// rings, then BUFFERS times GROUP_HEADS times `stride` scores, then `stride` pooled ones in four bytes; stride is a multiple of 64 and eight, and at least
+// rings, then BUFFERS times GROUP_HEADS times `stride` scores, then twice `stride` pooled ones in four bytes; stride is a multiple of 64 and eight, and at least
 // the units of a block.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) fier_stream(const real* q, const char* bits, const char* meta, const int* table, const int* lens,
     const int* slots, const int* budgets, uint4* mail, const u32* stamps, uint2* lists, int* counts, float* bounds, float* pooled, int q_stride,
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fier_stream(const real*
     int stride, float scale_log2) {
   extern __shared__ __align__(128) char dynamic[];
   __shared__ Stream s;
-  __shared__ Chooser chooser;
+  __shared__ Chooser choosers[2];
   const int rank = blockIdx.x, blocks = gridDim.x, warp = threadIdx.x >> 5;
   if (warp == 0) list_lines(s, lens, slots, budgets, blockIdx.y, gridDim.y, rows, heads, rank, blocks, budget, dense_below, list_room, sink, window);
   if (threadIdx.x == 32) {
@@ -55,7 +55,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fier_stream(const real*
     score_lines(s, {bits, meta, table, table_stride, heads, page_groups, rank, blocks}, dynamic, buffers, stride, scale_log2, pooled);
   } else {
     fewer_registers<CHOOSER_REGISTERS>();
-    choose_lines(s, chooser, buffers, reinterpret_cast<float*>(buffers + BUFFERS * GROUP_HEADS * stride), stride, rank, blocks, mail, stamps, {lists, counts, bounds, pooled, list_stride},
+    const int group = (warp - SCORERS) / CHOOSERS;
+    float* pooled_scores = reinterpret_cast<float*>(buffers + BUFFERS * GROUP_HEADS * stride) + group * stride;
+    choose_lines(s, choosers[group], group, buffers, pooled_scores, stride, rank, blocks, mail, stamps, {lists, counts, bounds, pooled, list_stride},
         [&](const Line& line) { return q + (long long)line.sequence * q_stride + (long long)line.head * GROUP_HEADS * D; });
   }
 }

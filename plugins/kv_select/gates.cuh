@@ -11,7 +11,7 @@ __device__ __forceinline__ void gate_await(u64* gate, u32 parity) {
   asm volatile("{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared.b64 done,[%0],%1;\n@!done bra AGAIN;\n}" ::"r"(shared_at(gate)), "r"(parity)
                : "memory");
 }
-template <int ID, int COUNT> __device__ __forceinline__ void some_sync() { asm volatile("barrier.cta.sync %0,%1;" ::"n"(ID), "n"(COUNT) : "memory"); }
+template <int COUNT> __device__ __forceinline__ void some_sync(int id) { asm volatile("barrier.cta.sync %0,%1;" ::"r"(id), "n"(COUNT) : "memory"); }
 
 // Registers of a thread: a block shares out what it was launched with. Only where the kernel is compiled for exactly this GPU.
 template <int N> __device__ __forceinline__ void more_registers() {

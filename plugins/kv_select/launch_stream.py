@@ -20,8 +20,8 @@ _STREAM = (Pointer,) * 13 + (Int, Int, Int, Long) + (Int,) * 8 + (Float,)
 _RANK = (Pointer,) * 8 + (Long,) + (Int,) * 6
 _LOG2_E = 1.4426950408889634
 _ARCHS = ("90", "100", "103")  # compute capabilities whose blocks have the shared memory for it
-SCORERS, CHOOSERS = 16, 4  # warps
-_REGISTERS = 104, 64  # of their threads: together what 20 warps of 96 are launched with
+SCORERS, CHOOSERS = 16, 8  # warps
+_REGISTERS = 96, 48  # of their threads: together what 24 warps of 80 are launched with
 _FORMS = ((3, 4), (2, 4))  # score buffers, and groups of a warp in flight: as many as shared memory has room for
 _MOST_TEAM, _MOST_LINES, _MOST_PACKETS = 64, 64, 512  # blocks, rows of a team, packets of eight units of a block, as in stream_choose.cuh
 MOST_SMS = 160  # multiprocessors of a device that are used
@@ -69,7 +69,7 @@ class Stream:
 
     def shared(self, dim: int) -> int:
         """Return the bytes of shared memory that a launch asks for."""
-        return SCORERS * self.stages * 8 * dim + (self.buffers * self.heads + 2) * self.room * 2
+        return SCORERS * self.stages * 8 * dim + (self.buffers * self.heads + 4) * self.room * 2
 
     def allocate(self, device: torch.device | str) -> Lists:
         """Allocate what the two launches hand to each other."""
@@ -92,7 +92,7 @@ class Lists:
 
 def static(dim: int) -> int:
     """Return the shared memory of a block beside what its launch asks for, at most: two queries in the order of the products, one as it is, the rest."""
-    return 64 * dim + 16 * (dim + 8) + 6 * 1024
+    return 64 * dim + 32 * (dim + 8) + 7 * 1024
 
 
 def plan_for(plan: SelectPlan, summary: Summary, batch: int, heads: int, group: int, dim: int, units: int, sms: int, arch: str) -> Stream | None:

@@ -8,7 +8,7 @@
 #include "reading.cuh"
 #include "stream_score.cuh"
 
-#define CHOOSING (32 * CHOOSERS) // threads
+#define CHOOSING (32 * CHOOSERS) // threads of a group
 #define PEAK_BINS 256            // of packets' highest scores: eight an octave, from 2^-32 on
 #define PEAK_BASE 761
 #define THREAD_PACKETS 4 // at most
@@ -28,14 +28,15 @@ struct Lists { // of all rows
   long long stride;
 };
 
-__device__ __forceinline__ void choosers_sync() { some_sync<1, CHOOSING>(); }
+__device__ __forceinline__ int own_thread() { return threadIdx.x & (CHOOSING - 1); } // of the group
+__device__ __forceinline__ void choosers_sync() { some_sync<CHOOSING>(1 + (threadIdx.x - 32 * SCORERS) / CHOOSING); }
 
 // The query of a line in the order of the products; `raw` are this thread's sixteen bytes of it.
 #define QUERY_LOADS ((GROUP_HEADS * D / 8 + CHOOSING - 1) / CHOOSING)
 struct Query {
   uint4 raw[QUERY_LOADS];
   __device__ __forceinline__ void load(const real* q) {
-    const int t = threadIdx.x - 32 * SCORERS;
+    const int t = own_thread();
 #pragma unroll
     for (int k = 0; k < QUERY_LOADS; k++) {
       const int at = (t + k * CHOOSING) * 8;
@@ -43,7 +44,7 @@ struct Query {
     }
   }
   __device__ __forceinline__ void put(Stream& s, Chooser& c, int slot) const {
-    const int t = threadIdx.x - 32 * SCORERS, warp = t >> 5, lane = t & 31;
+    const int t = own_thread(), warp = t >> 5, lane = t & 31;
 #pragma unroll
     for (int k = 0; k < QUERY_LOADS; k++) {
       const int at = (t + k * CHOOSING) * 8;
@@ -103,7 +104,7 @@ __device__ __forceinline__ int peak_bin(float x) { return min(max((int)(__float_
 
 // Log2 of the sums of exponentials of this block, told to the team: a warp a head.
 __device__ __forceinline__ void tell_sums(const Stream& s, int buffer, uint4* mail, int rank, int blocks, u32 stamp) {
-  const int t = threadIdx.x - 32 * SCORERS, lane = t & 31;
+  const int t = own_thread(), lane = t & 31;
 #pragma unroll
   for (int h = t >> 5; h < GROUP_HEADS; h += CHOOSERS) {
     const float x = lane < SCORERS ? s.refs[buffer][lane & (SCORERS - 1)][h] + s.sums[buffer][lane & (SCORERS - 1)][h] : -3e38f, top = highest(x);
@@ -116,7 +117,7 @@ __device__ __forceinline__ void tell_sums(const Stream& s, int buffer, uint4* ma
 // What is subtracted from every head's scores, so that they are normalized over the row.
 __device__ __forceinline__ void find_zero(Chooser& c, const uint4* mail, int blocks, u32 stamp) {
   constexpr int EACH = (GROUP_HEADS + CHOOSERS - 1) / CHOOSERS;
-  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) - SCORERS;
+  const int lane = threadIdx.x & 31, warp = own_thread() >> 5;
   uint4 v[EACH][2];
 #pragma unroll
   for (int e = 0; e < EACH; e++) { // all are asked for before one is waited for
@@ -183,7 +184,7 @@ __device__ __forceinline__ float find_bound(const uint4* mail, int blocks, int a
 
 // Pool the line's packets; a thread's are of one warp. The buffer is free behind.
 __device__ __forceinline__ void pool_line(const Stream& s, Chooser& c, const Held& held, int buffer, u64* empty, float* pooled, float* check) {
-  const int t = threadIdx.x - 32 * SCORERS;
+  const int t = own_thread();
   float add[GROUP_HEADS];
 #pragma unroll
   for (int h = 0; h < GROUP_HEADS; h++) add[h] = s.refs[buffer][t >> 3 & (SCORERS - 1)][h] - c.zero[h];
@@ -209,7 +210,7 @@ __device__ __forceinline__ void pool_line(const Stream& s, Chooser& c, const Hel
 }
 // List the units of this thread's packets that reach the bound.
 __device__ __forceinline__ void list_units(const Held& held, const float* pooled, float bound, int row, const Lists& lists) {
-  const int t = threadIdx.x - 32 * SCORERS, lane = t & 31;
+  const int t = own_thread(), lane = t & 31;
   u32 set = 0;
 #pragma unroll
   for (int i = 0; i < THREAD_PACKETS; i++) {
@@ -232,11 +233,11 @@ __device__ __forceinline__ void list_units(const Held& held, const float* pooled
   }
 }
 
-// mail [R, STREAM_MAIL, blocks]: words of heads, then the bin. q_of(line): a line's query. While blocks tell each other about one line, they look after
-// the one before.
-template <typename QueryOf> __device__ __forceinline__ void choose_lines(Stream& s, Chooser& c, const __half* buffers, float* pooled, int stride, int rank,
-    int blocks, uint4* mail_words, const u32* stamps, const Lists& lists, QueryOf q_of) {
-  const int t = threadIdx.x - 32 * SCORERS, live = s.live;
+// mail [R, STREAM_MAIL, blocks]: words of heads, then the bin. q_of(line): a line's query. A group of warps has every other line; while blocks tell each
+// other about one, it looks after the one before.
+template <typename QueryOf> __device__ __forceinline__ void choose_lines(Stream& s, Chooser& c, int group, const __half* buffers, float* pooled, int stride,
+    int rank, int blocks, uint4* mail_words, const u32* stamps, const Lists& lists, QueryOf q_of) {
+  const int t = own_thread(), live = s.live;
   Query query;
 #ifdef TIMES
   u32 spent[12] = {}, since = clock();
@@ -244,40 +245,34 @@ template <typename QueryOf> __device__ __forceinline__ void choose_lines(Stream&
   dependency_wait();
   const u32 stamp = __ldcg(stamps) + 1;
   auto mail_of = [&](const Line& line) { return mail_words + (long long)line.row * STREAM_MAIL * blocks; };
-  auto finish = [&](int i) {
-    const Line& line = s.lines[i];
-    const Held held = {nullptr, stride, rank, blocks, line.count * 4, line.first, line.last};
-    const float bound = find_bound(mail_of(line) + GROUP_HEADS * blocks, blocks, Agreement(blocks, line.wanted).blocks, stamp);
-    STEP(4)
-    if (rank == 0 && t == 0) lists.bounds[line.row] = bound;
-    list_units(held, pooled, bound, line.row, lists);
-    STEP(5)
-  };
-#pragma unroll 1
-  for (int i = 0; i < min(live, 2); i++) query.load(q_of(s.lines[i])), choosers_sync(), query.put(s, c, i);
+  if (group < live) query.load(q_of(s.lines[group])), query.put(s, c, group);
 #pragma unroll
   for (int i = t; i < PEAK_BINS; i += CHOOSING) c.peaks[i] = 0;
   STEP(0)
 #pragma unroll 1
-  for (int i = 0; i <= live; i++) {
+  for (int i = group; i < live + 2; i += 2) {
+    const int buffer = i % BUFFERS;
     if (i < live) {
       if (i + 2 < live) query.load(q_of(s.lines[i + 2]));
-      gate_await(&s.full[i % BUFFERS], i / BUFFERS & 1);
+      gate_await(&s.full[buffer], i / BUFFERS & 1);
       STEP(1)
-      tell_sums(s, i % BUFFERS, mail_of(s.lines[i]), rank, blocks, stamp);
+      tell_sums(s, buffer, mail_of(s.lines[i]), rank, blocks, stamp);
       STEP(2)
-      if (i + 2 < live) query.put(s, c, i & 1);
+      if (i + 2 < live) query.put(s, c, group);
       STEP(3)
     }
-#ifdef NO_CHOICE
-    if (i < live) gate_arrive(&s.empty[i % BUFFERS]);
-    continue;
-#endif
-    if (i > 0) finish(i - 1);
-    if (i == live) break;
+    if (i >= 2) {
+      const Line& line = s.lines[i - 2];
+      const Held held = {nullptr, stride, rank, blocks, line.count * 4, line.first, line.last};
+      const float bound = find_bound(mail_of(line) + GROUP_HEADS * blocks, blocks, Agreement(blocks, line.wanted).blocks, stamp);
+      STEP(4)
+      if (rank == 0 && t == 0) lists.bounds[line.row] = bound;
+      list_units(held, pooled, bound, line.row, lists);
+      STEP(5)
+    }
+    if (i >= live) break;
     const Line& line = s.lines[i];
     uint4* mail = mail_of(line);
-    const int buffer = i % BUFFERS;
     find_zero(c, mail, blocks, stamp);
     choosers_sync();
     STEP(6)
@@ -290,7 +285,7 @@ template <typename QueryOf> __device__ __forceinline__ void choose_lines(Stream&
     STEP(9)
   }
 #ifdef TIMES
-  if (t == 0) {
+  if (t == 0 && group == 0) {
     for (int k = 0; k < 12; k++) lists.pooled[(blockIdx.x + gridDim.x * blockIdx.y) * 32 + k] = spent[k];
   }
 #endif

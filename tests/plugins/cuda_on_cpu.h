@@ -477,8 +477,8 @@ static inline void gate_arrive(u64* gate) {
 static inline void gate_await(u64* gate, u32 parity) {
   while ((__atomic_load_n(gate, __ATOMIC_SEQ_CST) >> 32 & 1) == parity) cpu::yield();
 }
-template <int ID, int COUNT> static inline void some_sync() {
-  auto& named = cpu::block->named[ID];
+template <int COUNT> static inline void some_sync(int id) {
+  auto& named = cpu::block->named[id];
   const int round = named.second;
   if (++named.first == COUNT) named.first = 0, named.second++;
   else
