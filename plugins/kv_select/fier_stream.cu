@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fier_stream(const real*
     for (int i = 0; i < BUFFERS; i++) gate_open(&s.full[i], SCORERS), gate_open(&s.empty[i], 32 * CHOOSERS);
   }
   __syncthreads();
-  __half* buffers = reinterpret_cast<__half*>(dynamic + SCORERS * STAGES * STAGE_BYTES);
+  u16* buffers = reinterpret_cast<u16*>(dynamic + SCORERS * STAGES * STAGE_BYTES);
   if (warp < SCORERS) {
     more_registers<SCORER_REGISTERS>();
     score_lines(s, {bits, meta, table, table_stride, heads, page_groups, rank, blocks}, dynamic, buffers, stride, scale_log2, pooled);

@@ -31,25 +31,16 @@ struct Lists { // of all rows
 __device__ __forceinline__ int own_thread() { return threadIdx.x & (CHOOSING - 1); } // of the group
 __device__ __forceinline__ void choosers_sync() { some_sync<CHOOSING>(1 + (threadIdx.x - 32 * SCORERS) / CHOOSING); }
 
-// The query of a line in the order of the products; `raw` are this thread's sixteen bytes of it.
-#define QUERY_LOADS ((GROUP_HEADS * D / 8 + CHOOSING - 1) / CHOOSING)
+// The query of a line in the order of the products: fetched, then put.
 struct Query {
-  uint4 raw[QUERY_LOADS];
-  __device__ __forceinline__ void load(const real* q) {
-    const int t = own_thread();
+  __device__ __forceinline__ void fetch(Chooser& c, const real* q) const {
 #pragma unroll
-    for (int k = 0; k < QUERY_LOADS; k++) {
-      const int at = (t + k * CHOOSING) * 8;
-      if (at < GROUP_HEADS * D) raw[k] = __ldcg(reinterpret_cast<const uint4*>(q + at));
-    }
+    for (int at = own_thread() * 8; at < GROUP_HEADS * D; at += CHOOSING * 8) copy16(shared_at(&c.queries[at / D][at % D]), q + at);
+    copies_commit();
   }
   __device__ __forceinline__ void put(Stream& s, Chooser& c, int slot) const {
     const int t = own_thread(), warp = t >> 5, lane = t & 31;
-#pragma unroll
-    for (int k = 0; k < QUERY_LOADS; k++) {
-      const int at = (t + k * CHOOSING) * 8;
-      if (at < GROUP_HEADS * D) *reinterpret_cast<uint4*>(&c.queries[at / D][at % D]) = raw[k];
-    }
+    copies_wait<0>();
     choosers_sync();
 #pragma unroll
     for (int h = warp; h < 8; h += CHOOSERS) {
@@ -75,22 +66,24 @@ struct Query {
 
 // A block's scores of a line.
 struct Held {
-  const __half* scores; // [GROUP_HEADS, stride]
+  const u16* scores; // [GROUP_HEADS, stride]
   int stride, rank, blocks, packets, first, last;
 
   __device__ __forceinline__ int unit(int packet) const { return (rank + (packet >> 2) * blocks) * 32 + (packet & 3) * 8; }
-  // Pooled scores of a packet, -1 of units that are no candidates; add: what is added to its warp's scores.
-  __device__ __forceinline__ void pool(int packet, const float (&add)[GROUP_HEADS], float (&out)[8]) const {
+  // Pooled scores of a packet, -1 of units that are no candidates; weight: of its warp's exponentials.
+  __device__ __forceinline__ void pool(int packet, const float (&weight)[GROUP_HEADS], float (&out)[8]) const {
 #pragma unroll
     for (int h = 0; h < GROUP_HEADS; h++) {
       const uint4 v = *reinterpret_cast<const uint4*>(scores + h * stride + packet * 8);
       const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
       for (int k = 0; k < 4; k++) {
-        const float2 f = __half22float2(*reinterpret_cast<const __half2*>(&words[k]));
-        const float x = exp2_fast(f.x + add[h]), y = exp2_fast(f.y + add[h]);
-        out[2 * k] = h == 0 ? x : MAXIMUM ? fmaxf(out[2 * k], x) : out[2 * k] + x;
-        out[2 * k + 1] = h == 0 ? y : MAXIMUM ? fmaxf(out[2 * k + 1], y) : out[2 * k + 1] + y;
+        const float x = __uint_as_float(words[k] << 16), y = __uint_as_float(words[k] & 0xffff0000u);
+        if (MAXIMUM) {
+          out[2 * k] = fmaxf(h == 0 ? 0.f : out[2 * k], x * weight[h]), out[2 * k + 1] = fmaxf(h == 0 ? 0.f : out[2 * k + 1], y * weight[h]);
+        } else {
+          out[2 * k] = h == 0 ? x * weight[h] : fmaf(x, weight[h], out[2 * k]), out[2 * k + 1] = h == 0 ? y * weight[h] : fmaf(y, weight[h], out[2 * k + 1]);
+        }
       }
     }
     const int u = unit(packet);
@@ -147,7 +140,7 @@ __device__ __forceinline__ void find_zero(Chooser& c, const uint4* mail, int blo
 // How many blocks of a team agree on a bound, and how many packets of each reach it.
 struct Agreement {
   int blocks, packets;
-  __device__ __forceinline__ Agreement(int team, int wanted) : blocks(max(1, team * 3 / 5)), packets((wanted + blocks - 1) / blocks) {}
+  __device__ __forceinline__ Agreement(int team, int wanted) : blocks(max(1, team * 3 / 4)), packets((wanted + blocks - 1) / blocks) {}
 };
 // One warp: tell the bin that enough packets of this block reach. Bins are left empty.
 __device__ __forceinline__ void tell_peaks(Chooser& c, uint4* mail, int rank, int enough, u32 stamp) {
@@ -185,13 +178,13 @@ __device__ __forceinline__ float find_bound(const uint4* mail, int blocks, int a
 // Pool the line's packets; a thread's are of one warp. The buffer is free behind.
 __device__ __forceinline__ void pool_line(const Stream& s, Chooser& c, const Held& held, int buffer, u64* empty, float* pooled, float* check) {
   const int t = own_thread();
-  float add[GROUP_HEADS];
+  float weight[GROUP_HEADS];
 #pragma unroll
-  for (int h = 0; h < GROUP_HEADS; h++) add[h] = s.refs[buffer][t >> 3 & (SCORERS - 1)][h] - c.zero[h];
+  for (int h = 0; h < GROUP_HEADS; h++) weight[h] = exp2_fast(s.refs[buffer][t >> 3 & (SCORERS - 1)][h] - c.zero[h]);
 #pragma unroll 1
   for (int p = t; p < held.packets; p += CHOOSING) {
     float score[8];
-    held.pool(p, add, score);
+    held.pool(p, weight, score);
     *reinterpret_cast<float4*>(pooled + p * 8) = make_float4(score[0], score[1], score[2], score[3]);
     *reinterpret_cast<float4*>(pooled + p * 8 + 4) = make_float4(score[4], score[5], score[6], score[7]);
     float top = score[0];
@@ -235,7 +228,7 @@ __device__ __forceinline__ void list_units(const Held& held, const float* pooled
 
 // mail [R, STREAM_MAIL, blocks]: words of heads, then the bin. q_of(line): a line's query. A group of warps has every other line; while blocks tell each
 // other about one, it looks after the one before.
-template <typename QueryOf> __device__ __forceinline__ void choose_lines(Stream& s, Chooser& c, int group, const __half* buffers, float* pooled, int stride,
+template <typename QueryOf> __device__ __forceinline__ void choose_lines(Stream& s, Chooser& c, int group, const u16* buffers, float* pooled, int stride,
     int rank, int blocks, uint4* mail_words, const u32* stamps, const Lists& lists, QueryOf q_of) {
   const int t = own_thread(), live = s.live;
   Query query;
@@ -245,7 +238,8 @@ template <typename QueryOf> __device__ __forceinline__ void choose_lines(Stream&
   dependency_wait();
   const u32 stamp = __ldcg(stamps) + 1;
   auto mail_of = [&](const Line& line) { return mail_words + (long long)line.row * STREAM_MAIL * blocks; };
-  if (group < live) query.load(q_of(s.lines[group])), query.put(s, c, group);
+  if (group < live) query.fetch(c, q_of(s.lines[group])), query.put(s, c, group);
+  choosers_sync(); // the query has been read
 #pragma unroll
   for (int i = t; i < PEAK_BINS; i += CHOOSING) c.peaks[i] = 0;
   STEP(0)
@@ -253,7 +247,7 @@ template <typename QueryOf> __device__ __forceinline__ void choose_lines(Stream&
   for (int i = group; i < live + 2; i += 2) {
     const int buffer = i % BUFFERS;
     if (i < live) {
-      if (i + 2 < live) query.load(q_of(s.lines[i + 2]));
+      if (i + 2 < live) query.fetch(c, q_of(s.lines[i + 2]));
       gate_await(&s.full[buffer], i / BUFFERS & 1);
       STEP(1)
       tell_sums(s, buffer, mail_of(s.lines[i]), rank, blocks, stamp);

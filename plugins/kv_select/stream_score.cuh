@@ -31,8 +31,14 @@ struct Index {
   int table_stride, heads, page_groups, rank, blocks;
 };
 
-// buffers [BUFFERS, GROUP_HEADS, stride] fp16 scores times scale and log2(e) minus the warp's reference.
-__device__ __forceinline__ void score_lines(Stream& s, const Index& index, char* memory, __half* buffers, int stride, float scale_log2, float* times) {
+// Exponentials keep eight bits, so that pooling takes nothing but products; that is as much as fp16 scores leave of them.
+__device__ __forceinline__ u32 pack_weights(float x, float y) {
+  __nv_bfloat162 two = __floats2bfloat162_rn(x, y);
+  return *reinterpret_cast<u32*>(&two);
+}
+
+// buffers [BUFFERS, GROUP_HEADS, stride] bf16: exponentials of scores minus the warp's reference.
+__device__ __forceinline__ void score_lines(Stream& s, const Index& index, char* memory, u16* buffers, int stride, float scale_log2, float* times) {
   static_assert(POOL == 0 && GROUP_HEADS > 1, "scores of every head are kept");
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gid = lane >> 2, tig = lane & 3;
   const int pair = MERGED ? tig & 1 : tig, second = MERGED ? tig >> 1 : 0; // this lane's heads 2 pair and 2 pair + 1; merged: of which group
@@ -101,7 +107,7 @@ __device__ __forceinline__ void score_lines(Stream& s, const Index& index, char*
   u32 spent[8] = {}, since = clock();
 #endif
   u32 qr[D / 4], stage = 0, behind = RING_END - ROUND;
-  auto product = [&](float (&c)[4][4]) {
+  auto product = [&](u32 stage, float (&c)[4][4]) {
     u32 word[2][WORDS], unit[4];
 #pragma unroll
     for (int g = 0; g < 2; g++) {
@@ -141,8 +147,8 @@ __device__ __forceinline__ void score_lines(Stream& s, const Index& index, char*
 #pragma unroll 1
   for (int i = 0; i < live; i++) {
     const int buffer = i % BUFFERS, own = own_of(i), mine = pairs_of(i), count = s.lines[i].count;
-    __half* const to_scores = buffers + (buffer * GROUP_HEADS + 2 * pair) * stride + (2 * own + second) * 32 + gid * 4;
-    __half *to0 = to_scores, *to1 = to_scores + stride;
+    u16* const to_scores = buffers + (buffer * GROUP_HEADS + 2 * pair) * stride + (2 * own + second) * 32 + gid * 4;
+    u16 *to0 = to_scores, *to1 = to_scores + stride;
     STEP(0)
     gate_await(&s.asked[i & 1], i >> 1 & 1);
     STEP(1)
@@ -157,17 +163,30 @@ __device__ __forceinline__ void score_lines(Stream& s, const Index& index, char*
     STEP(2)
     if (i >= BUFFERS) gate_await(&s.empty[buffer], i / BUFFERS - 1 & 1);
     STEP(3)
-    float ref0 = 0.f, ref1 = 0.f, sum0 = 0.f, sum1 = 0.f;
+    float ref0 = 0.f, ref1 = 0.f, sum0 = 0.f, sum1 = 0.f, top0 = -3e38f, top1 = -3e38f;
+    auto highest_of = [&](float& m) {
+#pragma unroll
+      for (int o = MERGED ? 2 : 4; o < 32; o <<= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, o));
+    };
+    // Turn 0 takes the maximum of the first groups for reference. Should a later score be 2^100 times heavier, turn 1 looks for the highest of all, and
+    // turn 2 scores once more.
+    int turn = 0, again = -1; // where groups lie that are scored again
 #pragma unroll 1
     for (int j = 0; j < mine; j++) {
       const int left = count - 2 * (own + SCORERS * j); // one, or more
-      fetch_pair(behind); // into the places that the round before has read
-      copies_wait<STAGES / 2 - 1>();
+      if (turn == 0) {
+        fetch_pair(behind); // into the places that the round before has read
+        copies_wait<STAGES / 2 - 1>();
+      } else {
+        fetch(behind, __shfl_sync(~0u, again, 2 * j)), fetch(behind + STAGE_BYTES, __shfl_sync(~0u, again, 2 * j + 1));
+        copies_commit();
+        copies_wait<0>();
+      }
       __syncwarp();
       float c[4][4];
-      product(c);
+      product(turn == 0 ? stage : behind, c);
       __syncwarp(); // the next round overwrites these places
-      behind = stage, stage = stage + ROUND == RING_END ? 0 : stage + ROUND;
+      if (turn == 0) behind = stage, stage = stage + ROUND == RING_END ? 0 : stage + ROUND;
       float t[MERGED ? 1 : 2][2][4];
 #pragma unroll
       for (int g = 0; g < (MERGED ? 1 : 2); g++) {
@@ -177,18 +196,20 @@ __device__ __forceinline__ void score_lines(Stream& s, const Index& index, char*
           t[g][1][v] = (MERGED && second ? c[v][3] : c[v][2 * g + 1]) * k1 - ref1;
         }
       }
-      if (j == 0) { // the reference: the maximum of the first groups
-        float m0 = -3e38f, m1 = -3e38f;
+      if ((turn == 0 && j == 0) || turn == 1) {
 #pragma unroll
         for (int g = 0; g < (MERGED ? 1 : 2); g++) {
           if (second + g < left) {
 #pragma unroll
-            for (int v = 0; v < 4; v++) m0 = fmaxf(m0, t[g][0][v]), m1 = fmaxf(m1, t[g][1][v]);
+            for (int v = 0; v < 4; v++) top0 = fmaxf(top0, t[g][0][v]), top1 = fmaxf(top1, t[g][1][v]);
           }
         }
-#pragma unroll
-        for (int o = MERGED ? 2 : 4; o < 32; o <<= 1) m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, o)), m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, o));
-        ref0 = m0, ref1 = m1;
+        if (turn == 1) {
+          if (j == mine - 1) highest_of(top0), highest_of(top1), ref0 = top0, ref1 = top1, sum0 = sum1 = 0.f, turn = 2, j = -1, to0 = to_scores, to1 = to0 + stride;
+          continue;
+        }
+        highest_of(top0), highest_of(top1);
+        ref0 = top0, ref1 = top1;
 #pragma unroll
         for (int g = 0; g < (MERGED ? 1 : 2); g++) {
 #pragma unroll
@@ -198,42 +219,24 @@ __device__ __forceinline__ void score_lines(Stream& s, const Index& index, char*
 #pragma unroll
       for (int g = 0; g < (MERGED ? 1 : 2); g++) {
         if (second + g >= left) continue;
-        if (2 * pair < GROUP_HEADS) *reinterpret_cast<uint2*>(to0 + g * 32) = make_uint2(pack_halves(t[g][0][0], t[g][0][1]), pack_halves(t[g][0][2], t[g][0][3]));
-        if (2 * pair + 1 < GROUP_HEADS) *reinterpret_cast<uint2*>(to1 + g * 32) = make_uint2(pack_halves(t[g][1][0], t[g][1][1]), pack_halves(t[g][1][2], t[g][1][3]));
-        sum0 += (exp2_fast(t[g][0][0]) + exp2_fast(t[g][0][1])) + (exp2_fast(t[g][0][2]) + exp2_fast(t[g][0][3]));
-        sum1 += (exp2_fast(t[g][1][0]) + exp2_fast(t[g][1][1])) + (exp2_fast(t[g][1][2]) + exp2_fast(t[g][1][3]));
+        float e[2][4];
+#pragma unroll
+        for (int v = 0; v < 4; v++) e[0][v] = exp2_fast(t[g][0][v]), e[1][v] = exp2_fast(t[g][1][v]);
+        if (2 * pair < GROUP_HEADS) *reinterpret_cast<uint2*>(to0 + g * 32) = make_uint2(pack_weights(e[0][0], e[0][1]), pack_weights(e[0][2], e[0][3]));
+        if (2 * pair + 1 < GROUP_HEADS) *reinterpret_cast<uint2*>(to1 + g * 32) = make_uint2(pack_weights(e[1][0], e[1][1]), pack_weights(e[1][2], e[1][3]));
+        sum0 += (e[0][0] + e[0][1]) + (e[0][2] + e[0][3]), sum1 += (e[1][0] + e[1][1]) + (e[1][2] + e[1][3]);
       }
       to0 += 2 * SCORERS * 32, to1 += 2 * SCORERS * 32;
+      if (turn == 0 && j == mine - 1 && __any_sync(~0u, !(sum0 < 1e30f) || !(sum1 < 1e30f))) {
+        turn = 1, j = -1, again = locate(i), ref0 = ref1 = 0.f, top0 = top1 = -3e38f;
+      }
     }
     STEP(4)
-    // The first groups' maximum is a good reference unless a later score is 2^100 times heavier: then the sums are taken again.
-    float shift0 = 0.f, shift1 = 0.f;
-    auto again = [&](float& sum, float& shift, const __half* from, bool live_head) {
-      for (int pass = 0; pass < 2; pass++) {
-        sum = 0.f;
-#pragma unroll 1
-        for (int j = 0; j < mine * (live_head ? 1 : 0); j++) {
-          for (int g = second; g < (MERGED ? second + 1 : 2); g++) {
-            if (2 * (own + SCORERS * j) + g >= count) continue;
-            for (int v = 0; v < 4; v++) {
-              const float x = __half2float(from[j * (2 * SCORERS * 32) + (g - second) * 32 + v]);
-              if (pass == 0) shift = fmaxf(shift, x);
-              else sum += exp2_fast(x - shift);
-            }
-          }
-        }
-#pragma unroll
-        for (int o = MERGED ? 2 : 4; o < 32; o <<= 1) shift = fmaxf(shift, __shfl_xor_sync(~0u, shift, o));
-      }
-    };
-    if (__any_sync(~0u, !(sum0 < 1e30f) || !(sum1 < 1e30f))) {
-      again(sum0, shift0, to_scores, 2 * pair < GROUP_HEADS), again(sum1, shift1, to_scores + stride, 2 * pair + 1 < GROUP_HEADS);
-    }
 #pragma unroll
     for (int o = MERGED ? 2 : 4; o < 32; o <<= 1) sum0 += __shfl_xor_sync(~0u, sum0, o), sum1 += __shfl_xor_sync(~0u, sum1, o);
     if (gid == 0 && second == 0) {
       s.refs[buffer][own][2 * pair] = mine ? ref0 : -3e38f, s.refs[buffer][own][2 * pair + 1] = mine ? ref1 : -3e38f;
-      s.sums[buffer][own][2 * pair] = mine ? shift0 + log2f(sum0) : 0.f, s.sums[buffer][own][2 * pair + 1] = mine ? shift1 + log2f(sum1) : 0.f;
+      s.sums[buffer][own][2 * pair] = mine ? log2f(sum0) : 0.f, s.sums[buffer][own][2 * pair + 1] = mine ? log2f(sum1) : 0.f;
     }
     __syncwarp();
     if (lane == 0) gate_arrive(&s.full[buffer]);

@@ -221,6 +221,28 @@ def check_fused(case: Case, budget: int, sink: int, window: int, pooling: str, s
             check_selection(case, b, scores, parts, scratch, chosen[b], budget, sink, window, pooling, unit, label)
 
 
+def check_many() -> None:
+    """Many rows at the sizes of an H200: both forms of the group, different lengths, small heads, crowded scores."""
+    bf16, fp16 = torch.bfloat16, torch.float16
+    for heads, group, dim, lens, dtype in (
+        (8, 4, 128, [65531, 40000, 1000, 65536, 65504, 64000, 9000, 33001], bf16),
+        (4, 7, 128, [65531, 70016, 70001, 64000, 300, 66000, 67777, 65536], bf16),
+        (8, 2, 64, [20000] * 16, fp16),
+        (3, 8, 96, [33000, 30001] * 3, bf16),
+        (4, 5, 256, [20000] * 4, fp16),
+    ):
+        case = Case(heads, group, dim, 32, lens, dtype)
+        for pooling in ("softmax-mean", "softmax-max"):
+            check_streamed(case, 1024, 4, 64, pooling, 132, f"many rows, G {group} D {dim} {pooling}", 3)
+    for levels, budget in ((1, 3000), (2, 9000), (7, 1111)):
+        case = Case(8, 2, 32, 32, [20000, 15000] * 4, fp16)
+        repeat_tokens(case, levels)
+        check_streamed(case, budget, 0, 0, "softmax-mean", 132, f"many rows, {levels} levels", 2)
+    heavy = Case(8, 4, 128, 32, [30000] * 4, bf16)
+    heavy.q *= 40
+    check_streamed(heavy, 1024, 4, 64, "softmax-mean", 132, "many rows, heavy scores")
+
+
 def check_streamed(case: Case, budget: int, sink: int, window: int, pooling: str, sms: int, label: str, replays: int = 1) -> None:
     """Many rows: lists and their ranking choose the best by the pooled scores that they leave, and those are the scores of the index."""
     batch, rows, capacity = len(case.lens), len(case.lens) * case.heads, case.table.shape[1] * case.page
@@ -675,6 +697,7 @@ def main() -> int:
     check_growth(7, append.MINMAX, 70, bf16)
     check_growth(1, append.FIER, 40, fp16)
     check_together()
+    check_many()
     print(f"failures {len(failures)}, {time.time() - begin:.0f} s")
     return bool(failures)
 
