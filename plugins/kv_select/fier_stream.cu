@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fier_stream(const real*
   u16* buffers = reinterpret_cast<u16*>(dynamic + SCORERS * STAGES * STAGE_BYTES);
   if (warp < SCORERS) {
     more_registers<SCORER_REGISTERS>();
-    score_lines(s, {bits, meta, table, table_stride, heads, page_groups, rank, blocks}, dynamic, buffers, stride, scale_log2, pooled);
+    score_lines(s, {bits, meta, table, table_stride, heads, page_groups, rank, blocks}, dynamic, buffers, stride, scale_log2);
   } else {
     fewer_registers<CHOOSER_REGISTERS>();
     const int group = (warp - SCORERS) / CHOOSERS;

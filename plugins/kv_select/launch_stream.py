@@ -12,6 +12,7 @@ from trtkv.plan import SelectPlan
 from trtkv.plugins._device import nvrtc
 from trtkv.plugins._device.nvrtc import Float, Int, Kernel, Long, Pointer
 from trtkv.plugins._device.spec import shared_limit
+from trtkv.plugins.kv_select import launch_fused
 from trtkv.plugins.kv_select.launch import POOLS, OwnBudgets, arch, stream
 from trtkv.plugins.support import Summary, shares_selection
 
@@ -25,7 +26,7 @@ _REGISTERS = 96, 48  # of their threads: together what 24 warps of 80 are launch
 _FORMS = ((3, 4), (2, 4))  # score buffers, and groups of a warp in flight: as many as shared memory has room for
 _MOST_TEAM, _MOST_LINES, _MOST_PACKETS = 64, 64, 512  # blocks, rows of a team, packets of eight units of a block, as in stream_choose.cuh
 MOST_SMS = 160  # multiprocessors of a device that are used
-_WORTHWHILE = 1 << 21  # units of all rows
+_WORTHWHILE, _HEADS = 1 << 21, 5  # as measured on an H200: units of all rows, and heads, at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,8 @@ def static(dim: int) -> int:
 def plan_for(plan: SelectPlan, summary: Summary, batch: int, heads: int, group: int, dim: int, units: int, sms: int, arch: str) -> Stream | None:
     """Say how a layer's selection of tokens runs this way for B sequences of at most `units` units, None where it does not."""
     if summary.scorer != "fier" or shares_selection(plan) or plan.pooling == "none" or batch * heads * units < _WORTHWHILE:
+        return None
+    if group < _HEADS or launch_fused.plan_for(plan, summary, batch, heads, group, dim, units, sms, arch) is not None:
         return None
     return Stream.plan(batch * heads, group, dim, plan.pooling, units, sms, arch)
 

@@ -37,11 +37,11 @@ struct List {
   int shift;
   uint2 held[HELD];
 
-  __device__ __forceinline__ void load() {
+  __device__ __forceinline__ void load(long long room) { // before their count is known
 #pragma unroll
     for (int k = 0; k < HELD; k++) {
       const int i = threadIdx.x + k * THREADS;
-      if (i < count) held[k] = __ldcg(entries + i);
+      if (i < room) held[k] = __ldcg(entries + i);
     }
   }
   __device__ __forceinline__ int bin(u32 score) const { return (int)min((score - low) >> shift, BINS - 1u); }
@@ -152,8 +152,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rank_lists(const uint2*
     reading.put_plain(out, 0, 1);
     return;
   }
-  List list = {lists + row * list_stride, __ldcg(counts + row), __float_as_uint(__ldcg(bounds + row)), 0};
-  list.load();
+  List list = {lists + row * list_stride, 0, 0, 0};
+  list.load(list_stride);
+  list.count = __ldcg(counts + row), list.low = __float_as_uint(__ldcg(bounds + row));
 #pragma unroll 1
   while ((0x3f800000u - min(list.low, 0x3f800000u)) >> list.shift >= BINS) list.shift++;
   __syncthreads();

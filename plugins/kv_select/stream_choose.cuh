@@ -100,7 +100,8 @@ __device__ __forceinline__ void tell_sums(const Stream& s, int buffer, uint4* ma
   const int t = own_thread(), lane = t & 31;
 #pragma unroll
   for (int h = t >> 5; h < GROUP_HEADS; h += CHOOSERS) {
-    const float x = lane < SCORERS ? s.refs[buffer][lane & (SCORERS - 1)][h] + s.sums[buffer][lane & (SCORERS - 1)][h] : -3e38f, top = highest(x);
+    const float sum = s.sums[buffer][lane & (SCORERS - 1)][h];
+    const float x = lane < SCORERS && sum > 0.f ? s.refs[buffer][lane & (SCORERS - 1)][h] + log2f(sum) : -3e38f, top = highest(x);
     float total = exp2_fast(x - top);
 #pragma unroll
     for (int o = SCORERS / 2; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
@@ -192,12 +193,10 @@ __device__ __forceinline__ void pool_line(const Stream& s, Chooser& c, const Hel
     for (int k = 1; k < 8; k++) top = fmaxf(top, score[k]);
     const int bin = peak_bin(fmaxf(top, 0.f));
     if (bin) atomicAdd(&c.peaks[bin], 1);
-#ifndef TIMES
     if (check) {
 #pragma unroll
       for (int k = 0; k < 8; k++) check[held.unit(p) + k] = score[k];
     }
-#endif
   }
   gate_arrive(empty);
 }
@@ -232,9 +231,6 @@ template <typename QueryOf> __device__ __forceinline__ void choose_lines(Stream&
     int rank, int blocks, uint4* mail_words, const u32* stamps, const Lists& lists, QueryOf q_of) {
   const int t = own_thread(), live = s.live;
   Query query;
-#ifdef TIMES
-  u32 spent[12] = {}, since = clock();
-#endif
   dependency_wait();
   const u32 stamp = __ldcg(stamps) + 1;
   auto mail_of = [&](const Line& line) { return mail_words + (long long)line.row * STREAM_MAIL * blocks; };
@@ -242,45 +238,30 @@ template <typename QueryOf> __device__ __forceinline__ void choose_lines(Stream&
   choosers_sync(); // the query has been read
 #pragma unroll
   for (int i = t; i < PEAK_BINS; i += CHOOSING) c.peaks[i] = 0;
-  STEP(0)
 #pragma unroll 1
   for (int i = group; i < live + 2; i += 2) {
     const int buffer = i % BUFFERS;
     if (i < live) {
       if (i + 2 < live) query.fetch(c, q_of(s.lines[i + 2]));
       gate_await(&s.full[buffer], i / BUFFERS & 1);
-      STEP(1)
       tell_sums(s, buffer, mail_of(s.lines[i]), rank, blocks, stamp);
-      STEP(2)
       if (i + 2 < live) query.put(s, c, group);
-      STEP(3)
     }
     if (i >= 2) {
       const Line& line = s.lines[i - 2];
       const Held held = {nullptr, stride, rank, blocks, line.count * 4, line.first, line.last};
       const float bound = find_bound(mail_of(line) + GROUP_HEADS * blocks, blocks, Agreement(blocks, line.wanted).blocks, stamp);
-      STEP(4)
       if (rank == 0 && t == 0) lists.bounds[line.row] = bound;
       list_units(held, pooled, bound, line.row, lists);
-      STEP(5)
     }
     if (i >= live) break;
     const Line& line = s.lines[i];
     uint4* mail = mail_of(line);
     find_zero(c, mail, blocks, stamp);
     choosers_sync();
-    STEP(6)
     const Held held = {buffers + buffer * GROUP_HEADS * stride, stride, rank, blocks, line.count * 4, line.first, line.last};
     pool_line(s, c, held, buffer, &s.empty[buffer], pooled, lists.pooled ? lists.pooled + line.row * lists.stride : nullptr);
-    STEP(7)
     choosers_sync();
-    STEP(8)
     if (t < 32) tell_peaks(c, mail + GROUP_HEADS * blocks, rank, Agreement(blocks, line.wanted).packets, stamp);
-    STEP(9)
   }
-#ifdef TIMES
-  if (t == 0 && group == 0) {
-    for (int k = 0; k < 12; k++) lists.pooled[(blockIdx.x + gridDim.x * blockIdx.y) * 32 + k] = spent[k];
-  }
-#endif
 }

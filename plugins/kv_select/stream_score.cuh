@@ -7,11 +7,6 @@
 #include "gates.cuh"
 
 #define MOST_LINES 64
-#ifdef TIMES // cycles of the parts of all lines, of one thread, for a profile
-#define STEP(k) { const u32 now = clock(); spent[k] += now - since; since = now; }
-#else
-#define STEP(k)
-#endif
 
 struct Line { // of a team's rows, one that is not read whole
   int sequence, head, count, stored; // count: groups of this block
@@ -20,7 +15,7 @@ struct Line { // of a team's rows, one that is not read whole
 struct Stream { // shared memory
   __align__(16) Line lines[MOST_LINES];
   __align__(16) uint4 fragments[2][D * 2];
-  float refs[BUFFERS][SCORERS][8], sums[BUFFERS][SCORERS][8]; // of a warp and head: reference, and log2 of the sum of exponentials behind it
+  float refs[BUFFERS][SCORERS][8], sums[BUFFERS][SCORERS][8]; // of a warp and head: reference, and the sum of exponentials
   int exponents[2][8];
   __align__(8) u64 asked[2], full[BUFFERS], empty[BUFFERS];
   int live;
@@ -38,7 +33,7 @@ __device__ __forceinline__ u32 pack_weights(float x, float y) {
 }
 
 // buffers [BUFFERS, GROUP_HEADS, stride] bf16: exponentials of scores minus the warp's reference.
-__device__ __forceinline__ void score_lines(Stream& s, const Index& index, char* memory, u16* buffers, int stride, float scale_log2, float* times) {
+__device__ __forceinline__ void score_lines(Stream& s, const Index& index, char* memory, u16* buffers, int stride, float scale_log2) {
   static_assert(POOL == 0 && GROUP_HEADS > 1, "scores of every head are kept");
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gid = lane >> 2, tig = lane & 3;
   const int pair = MERGED ? tig & 1 : tig, second = MERGED ? tig >> 1 : 0; // this lane's heads 2 pair and 2 pair + 1; merged: of which group
@@ -103,9 +98,6 @@ __device__ __forceinline__ void score_lines(Stream& s, const Index& index, char*
   for (u32 stage = 0; stage < RING_END - ROUND; stage += ROUND) fetch_pair(stage);
   if (settled) dependency_wait();
 
-#ifdef TIMES
-  u32 spent[8] = {}, since = clock();
-#endif
   u32 qr[D / 4], stage = 0, behind = RING_END - ROUND;
   auto product = [&](u32 stage, float (&c)[4][4]) {
     u32 word[2][WORDS], unit[4];
@@ -149,9 +141,7 @@ __device__ __forceinline__ void score_lines(Stream& s, const Index& index, char*
     const int buffer = i % BUFFERS, own = own_of(i), mine = pairs_of(i), count = s.lines[i].count;
     u16* const to_scores = buffers + (buffer * GROUP_HEADS + 2 * pair) * stride + (2 * own + second) * 32 + gid * 4;
     u16 *to0 = to_scores, *to1 = to_scores + stride;
-    STEP(0)
     gate_await(&s.asked[i & 1], i >> 1 & 1);
-    STEP(1)
 #pragma unroll
     for (int p = 0; p < D / 4; p += 4) {
       const uint4 four = s.fragments[i & 1][p * 8 + lane];
@@ -160,9 +150,7 @@ __device__ __forceinline__ void score_lines(Stream& s, const Index& index, char*
     // Factors of this lane's two heads from products to log2 units.
     const float k0 = __uint_as_float((u32)(127 + s.exponents[i & 1][2 * pair]) << 23) * scale_log2;
     const float k1 = __uint_as_float((u32)(127 + s.exponents[i & 1][2 * pair + 1]) << 23) * scale_log2;
-    STEP(2)
     if (i >= BUFFERS) gate_await(&s.empty[buffer], i / BUFFERS - 1 & 1);
-    STEP(3)
     float ref0 = 0.f, ref1 = 0.f, sum0 = 0.f, sum1 = 0.f, top0 = -3e38f, top1 = -3e38f;
     auto highest_of = [&](float& m) {
 #pragma unroll
@@ -231,21 +219,14 @@ __device__ __forceinline__ void score_lines(Stream& s, const Index& index, char*
         turn = 1, j = -1, again = locate(i), ref0 = ref1 = 0.f, top0 = top1 = -3e38f;
       }
     }
-    STEP(4)
 #pragma unroll
     for (int o = MERGED ? 2 : 4; o < 32; o <<= 1) sum0 += __shfl_xor_sync(~0u, sum0, o), sum1 += __shfl_xor_sync(~0u, sum1, o);
     if (gid == 0 && second == 0) {
       s.refs[buffer][own][2 * pair] = mine ? ref0 : -3e38f, s.refs[buffer][own][2 * pair + 1] = mine ? ref1 : -3e38f;
-      s.sums[buffer][own][2 * pair] = mine ? log2f(sum0) : 0.f, s.sums[buffer][own][2 * pair + 1] = mine ? log2f(sum1) : 0.f;
+      s.sums[buffer][own][2 * pair] = sum0, s.sums[buffer][own][2 * pair + 1] = sum1;
     }
     __syncwarp();
     if (lane == 0) gate_arrive(&s.full[buffer]);
-    STEP(5)
   }
-#ifdef TIMES
-  if (threadIdx.x == 0) {
-    for (int k = 0; k < 8; k++) times[(blockIdx.x + gridDim.x * blockIdx.y) * 32 + 16 + k] = spent[k];
-  }
-#endif
   copies_wait<0>();
 }
