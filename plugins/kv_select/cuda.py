@@ -65,9 +65,10 @@ def choose_units(
             return
         streamed = _streamed(session, config, plan, summary, table)
         if streamed is not None:
+            bits, ranges, sizes = session.words(layer), session.ranges(layer), {"sink": plan.sink, "window": plan.window}
             launch_stream.fier_select(
-                query, session.words(layer), session.ranges(layer), table, lens, out, streamed.lists, streamed.plan, page_size=session.plan.page_size,
-                budget=session.reads_all_up_to(layer), scale=config.scale, pooling=plan.pooling, sink=plan.sink, window=plan.window, own=own, overlap=overlap,
+                query, bits, ranges, table, lens, out, streamed.lists, streamed.plan, page_size=session.plan.page_size,
+                budget=session.reads_all_up_to(layer), scale=config.scale, pooling=plan.pooling, own=own, overlap=overlap, **sizes,
             )  # fmt: skip
             return
     desk = _desk(session, config, plan, table, ahead is not None)
@@ -131,9 +132,10 @@ class _Streamed:
 
 
 def _streamed(session: Session, config: OpConfig, plan: SelectPlan, summary: Summary, table: Tensor) -> _Streamed | None:
-    """Return the scratch of the launches for many rows, None where they do not take these. Layers use it in turn."""
+    """Return the scratch of the launches for many rows, None where others are taken. Layers use it in turn."""
     batch, units = table.shape[0], table.shape[1] * session.plan.page_size // plan.unit
-    return session.scratch(("select streamed", batch, units, plan.pooling), lambda: _furnish_streamed(batch, units, config, plan, summary, table.device))
+    key = ("select streamed", batch, units, plan.pooling)
+    return session.scratch(key, lambda: _furnish_streamed(batch, units, config, plan, summary, table.device))
 
 
 def _furnish_streamed(batch: int, units: int, config: OpConfig, plan: SelectPlan, summary: Summary, device: torch.device) -> _Streamed | None:

@@ -1,4 +1,4 @@
-"""Launching scores and choice for many rows: a launch whose multiprocessors keep their scores and list what may be chosen, and one that ranks the lists."""
+"""Launching scores and choice for many rows: a launch that keeps its scores and lists what may be chosen, and one that ranks the lists."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WORTHWHILE, _HEADS = 1 << 21, 5  # as measured on an H200: units of all rows, a
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Teams of blocks that share rows: units of a row (stride), units of a block and eight (room), score buffers, groups in a warp's ring (stages)."""
+    """Teams of blocks that share rows: units of a row (stride), of a block and eight (room), score buffers, groups in a warp's ring (stages)."""
 
     rows: int
     teams: int
@@ -82,7 +82,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """What blocks tell each other (mail, and the launch's stamp), and the listed units of every row: scores and units, their count and lowest score."""
+    """What blocks tell each other (mail, and the launch's stamp), and every row's list: scores and units, their count and lowest score."""
 
     mail: Tensor
     stamps: Tensor
@@ -92,7 +92,7 @@ class Lists:
 
 
 def static(dim: int) -> int:
-    """Return the shared memory of a block beside what its launch asks for, at most: two queries in the order of the products, one as it is, the rest."""
+    """Return the most shared memory of a block beside what its launch asks for: two queries, twice, and the rest."""
     return 64 * dim + 32 * (dim + 8) + 7 * 1024
 
 
@@ -131,11 +131,12 @@ def fier_select(
     handed = (lists.units.data_ptr(), lists.counts.data_ptr(), lists.bounds.data_ptr())
     kernel = stream_kernel(dim, plan.heads, pooling, plan, q.dtype == torch.bfloat16, arch())
     values = (q.data_ptr(), bits.data_ptr(), meta.data_ptr(), table.data_ptr(), lens.data_ptr(), slots, budgets, lists.mail.data_ptr(),
-              lists.stamps.data_ptr(), *handed, 0 if pooled is None else pooled.data_ptr(), q.stride(0), table.stride(0), page_size // 32, plan.stride,
-              rows, heads, budget, below, most, sink, window, plan.room, scale * _LOG2_E)  # fmt: skip
+              lists.stamps.data_ptr(), *handed, 0 if pooled is None else pooled.data_ptr(), q.stride(0), table.stride(0), page_size // 32,
+              plan.stride, rows, heads, budget, below, most, sink, window, plan.room, scale * _LOG2_E)  # fmt: skip
     threads = 32 * (SCORERS + CHOOSERS)
     kernel.launch((plan.blocks, plan.teams, 1), threads, plan.shared(dim), stream(), values, overlap=overlap, cooperative=True)
-    values = (*handed, lists.stamps.data_ptr(), lens.data_ptr(), out.data_ptr(), slots, budgets, plan.stride, heads, budget, below, most, sink, window)
+    ranked = (lists.stamps.data_ptr(), lens.data_ptr(), out.data_ptr(), slots, budgets)
+    values = (*handed, *ranked, plan.stride, heads, budget, below, most, sink, window)
     rank_kernel(arch()).launch((rows, 1, 1), 1024, plan.stride // 8, stream(), values, overlap=overlap)
 
 

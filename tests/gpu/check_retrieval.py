@@ -264,7 +264,8 @@ def check_streamed(case: Case, budget: int, sink: int, window: int, pooling: str
     own = select.OwnBudgets(slots, budgets, 0)
     launch_stream.fier_select(*arguments, **common, own=own, pooled=pooled)
     torch.cuda.synchronize()
-    check_streamed_choice(case, 0, pooled.view(batch, case.heads, -1)[0], chosen[0], sink + window + 64, sink, window, pooling, f"{label}, own budget")
+    value, asked = pooled.view(batch, case.heads, -1)[0], sink + window + 64
+    check_streamed_choice(case, 0, value, chosen[0], asked, sink, window, pooling, f"{label}, own budget")
     expect(not lists.counts.any() and case.guard.intact(), f"{label}: a margin was written, or counts are left")
 
 
