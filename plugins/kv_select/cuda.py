@@ -11,7 +11,7 @@ from torch import Tensor
 from trtkv.plan import SelectPlan
 from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_attend.per_head import by_head
-from trtkv.plugins.kv_select import launch, launch_fused, launch_pages, launch_stream, op
+from trtkv.plugins.kv_select import launch, launch_fused, launch_pages, op
 from trtkv.plugins.kv_select.launch_speculate import speculate
 from trtkv.plugins.session import Session
 from trtkv.plugins.support import Summary, outliers, overlaps, shares_selection, summary_of
@@ -63,14 +63,6 @@ def choose_units(
         if together is not None:
             _score_and_choose(session, layer, config, plan, summary, query, lens, table, out, together, own, overlap)
             return
-        streamed = _streamed(session, config, plan, summary, table)
-        if streamed is not None:
-            bits, ranges, sizes = session.words(layer), session.ranges(layer), {"sink": plan.sink, "window": plan.window}
-            launch_stream.fier_select(
-                query, bits, ranges, table, lens, out, streamed.lists, streamed.plan, page_size=session.plan.page_size,
-                budget=session.reads_all_up_to(layer), scale=config.scale, pooling=plan.pooling, own=own, overlap=overlap, **sizes,
-            )  # fmt: skip
-            return
     desk = _desk(session, config, plan, table, ahead is not None)
     score = {"budget": session.scores_from(layer) - (ahead is not None), "scale": config.scale, "overlap": overlap}
     if summary.scorer == "fier":
@@ -121,27 +113,6 @@ def _furnish_together(batch: int, units: int, config: OpConfig, plan: SelectPlan
     if fused is None:
         return None
     return _Together(fused, *fused.allocate(device), torch.empty(batch, config.num_kv_heads, 2, dtype=torch.int32, device=device))
-
-
-@dataclass(frozen=True, slots=True)
-class _Streamed:
-    """The launches for many rows, and what they hand to each other."""
-
-    plan: launch_stream.Stream
-    lists: launch_stream.Lists
-
-
-def _streamed(session: Session, config: OpConfig, plan: SelectPlan, summary: Summary, table: Tensor) -> _Streamed | None:
-    """Return the scratch of the launches for many rows, None where others are taken. Layers use it in turn."""
-    batch, units = table.shape[0], table.shape[1] * session.plan.page_size // plan.unit
-    key = ("select streamed", batch, units, plan.pooling)
-    return session.scratch(key, lambda: _furnish_streamed(batch, units, config, plan, summary, table.device))
-
-
-def _furnish_streamed(batch: int, units: int, config: OpConfig, plan: SelectPlan, summary: Summary, device: torch.device) -> _Streamed | None:
-    group, sms = config.num_q_heads // config.num_kv_heads, _multiprocessors(device)
-    streamed = launch_stream.plan_for(plan, summary, batch, config.num_kv_heads, group, config.head_dim, units, sms, launch.arch())
-    return None if streamed is None else _Streamed(streamed, streamed.allocate(device))
 
 
 def _score_and_choose(

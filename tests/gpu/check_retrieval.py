@@ -18,7 +18,7 @@ from torch import Tensor
 from trtkv.plugins.kv_append import kernel as append
 from trtkv.plugins.kv_attend import launch as attend
 from trtkv.plugins.kv_attend import launch_dense
-from trtkv.plugins.kv_select import fier_layout, launch_fused, launch_pages, launch_stream
+from trtkv.plugins.kv_select import fier_layout, launch_fused, launch_pages
 from trtkv.plugins.kv_select import launch as select
 
 DEV = "cuda"
@@ -219,76 +219,6 @@ def check_fused(case: Case, budget: int, sink: int, window: int, pooling: str, s
             expect(bool((chosen[b] == -1).all()), f"{label}: sequence {b} should be dense")
         else:
             check_selection(case, b, scores, parts, scratch, chosen[b], budget, sink, window, pooling, unit, label)
-
-
-def check_many() -> None:
-    """Many rows at the sizes of an H200: both forms of the group, different lengths, small heads, crowded scores."""
-    bf16, fp16 = torch.bfloat16, torch.float16
-    for heads, group, dim, lens, dtype in (
-        (8, 4, 128, [65531, 40000, 1000, 65536, 65504, 64000, 9000, 33001], bf16),
-        (4, 7, 128, [65531, 70016, 70001, 64000, 300, 66000, 67777, 65536], bf16),
-        (8, 2, 64, [20000] * 16, fp16),
-        (3, 8, 96, [33000, 30001] * 3, bf16),
-        (4, 5, 256, [20000] * 4, fp16),
-    ):
-        case = Case(heads, group, dim, 32, lens, dtype)
-        for pooling in ("softmax-mean", "softmax-max"):
-            check_streamed(case, 1024, 4, 64, pooling, 132, f"many rows, G {group} D {dim} {pooling}", 3)
-    for levels, budget in ((1, 3000), (2, 9000), (7, 1111)):
-        case = Case(8, 2, 32, 32, [20000, 15000] * 4, fp16)
-        repeat_tokens(case, levels)
-        check_streamed(case, budget, 0, 0, "softmax-mean", 132, f"many rows, {levels} levels", 2)
-    heavy = Case(8, 4, 128, 32, [30000] * 4, bf16)
-    heavy.q *= 40
-    check_streamed(heavy, 1024, 4, 64, "softmax-mean", 132, "many rows, heavy scores")
-
-
-def check_streamed(case: Case, budget: int, sink: int, window: int, pooling: str, sms: int, label: str, replays: int = 1) -> None:
-    """Many rows: lists and their ranking choose the best by the pooled scores that they leave, and those are the scores of the index."""
-    batch, rows, capacity = len(case.lens), len(case.lens) * case.heads, case.table.shape[1] * case.page
-    plan = launch_stream.Stream.plan(rows, case.group, case.dim, pooling, capacity, sms, select.arch())
-    assert plan is not None, label
-    lists = plan.allocate(DEV)
-    pooled = case.guard.like((rows, plan.stride), torch.float32, -1.0)
-    chosen = case.guard.like((batch, case.heads, budget + 1), torch.int32, -7)
-    arguments = (case.q, case.bits, case.meta, case.table, case.lens, chosen, lists, plan)
-    common = {"page_size": case.page, "scale": case.dim**-0.5, "budget": budget, "sink": sink, "window": window, "pooling": pooling}
-    for turn in range(replays + 1):
-        chosen.fill_(-7)
-        launch_stream.fier_select(*arguments, **common, pooled=pooled if turn == 0 else None)
-        torch.cuda.synchronize()
-        for b in range(batch):
-            check_streamed_choice(case, b, pooled.view(batch, case.heads, -1)[b], chosen[b], budget, sink, window, pooling, f"{label}, launch {turn}")
-    slots, budgets = torch.randperm(batch + 1, device=DEV)[:batch].int(), torch.zeros(batch + 1, dtype=torch.int32, device=DEV)
-    budgets[slots[0].long()] = sink + window + 64
-    own = select.OwnBudgets(slots, budgets, 0)
-    launch_stream.fier_select(*arguments, **common, own=own, pooled=pooled)
-    torch.cuda.synchronize()
-    value, asked = pooled.view(batch, case.heads, -1)[0], sink + window + 64
-    check_streamed_choice(case, 0, value, chosen[0], asked, sink, window, pooling, f"{label}, own budget")
-    expect(not lists.counts.any() and case.guard.intact(), f"{label}: a margin was written, or counts are left")
-
-
-def check_streamed_choice(case, b, pooled, chosen, budget, sink, window, pooling, label):
-    stored, units, room = int(case.lens[b]), case.units(b), chosen.shape[1] - 1
-    if stored <= budget:
-        expect(bool((chosen == -1).all()), f"{label}: sequence {b} should be dense")
-        return
-    last = max(sink, min(units, stored - window))
-    wanted = budget - sink - (stored - last)
-    if wanted >= last - sink or wanted <= 0:
-        listed = min(stored, budget) if wanted >= last - sink else sink + stored - last
-        expect(bool((chosen[:, -1] == listed).all()), f"{label}: count of {b}")
-        return
-    value = pooled[:, sink:last]
-    best = torch.sort(value, dim=1, descending=True, stable=True).indices[:, :wanted].sort(1).values + sink
-    forced = [torch.arange(n, m, device=DEV).expand(case.heads, -1) for n, m in ((0, sink), (last, stored))]
-    want = torch.cat([forced[0], best, forced[1], torch.full((case.heads, room - budget), -1, device=DEV)], 1).int()
-    expect(torch.equal(chosen[:, :-1], want) and bool((chosen[:, -1] == budget).all()), f"{label}: selection of {b}")
-    probability = torch.softmax(case.true_scores(b) * case.dim**-0.5, 2)
-    true = (probability.amax(1) if pooling == "softmax-max" else probability.mean(1))[:, sink:last]
-    error, limit = (value.double() - true).norm() / true.norm(), 6e-3 * max(1.0, float(case.true_scores(b).std()) * case.dim**-0.5 / 8)
-    expect(bool(error <= limit), f"{label}: pooled scores of {b} off by {error:.2e}, more than {limit:.2e}")
 
 
 def check_selection(case, b, scores, parts, plan, chosen, budget, sink, window, pooling, unit, label):
@@ -698,7 +628,6 @@ def main() -> int:
     check_growth(7, append.MINMAX, 70, bf16)
     check_growth(1, append.FIER, 40, fp16)
     check_together()
-    check_many()
     print(f"failures {len(failures)}, {time.time() - begin:.0f} s")
     return bool(failures)
 

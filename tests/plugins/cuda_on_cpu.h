@@ -60,7 +60,6 @@ struct Block {
   std::vector<int> tokens; // of a cluster barrier, a thread
   std::vector<std::pair<const void*, char*>> variables;
   int current = 0, alive = 0, arrived = 0, round = 0;
-  std::pair<int, int> named[16] = {}; // arrivals and rounds of barriers of some warps
   size_t used = 0;
   void* outside;
   Cluster* cluster;
@@ -468,24 +467,6 @@ static inline void barrier_expect(u64* barrier, u32 size) { cpu::count(barrier, 
 static inline void barrier_await(u64* barrier, u32 parity) {
   while ((__atomic_load_n(barrier, __ATOMIC_SEQ_CST) >> 48 & 1) == parity) cpu::yield();
 }
-// Of gates.cuh: finished phases, arrivals of a phase, and how many are still awaited, each of 16 bits.
-static inline void gate_open(u64* gate, int arrivals) { __atomic_store_n(gate, (u64)arrivals << 16 | arrivals, __ATOMIC_SEQ_CST); }
-static inline void gate_arrive(u64* gate) {
-  const u64 was = *gate, all = was >> 16 & 0xffff; // threads of a block run in turn
-  *gate = (was & 0xffff) == 1 ? (was + (1ull << 32)) & ~0xffffull | all : was - 1;
-}
-static inline void gate_await(u64* gate, u32 parity) {
-  while ((__atomic_load_n(gate, __ATOMIC_SEQ_CST) >> 32 & 1) == parity) cpu::yield();
-}
-template <int COUNT> static inline void some_sync(int id) {
-  auto& named = cpu::block->named[id];
-  const int round = named.second;
-  if (++named.first == COUNT) named.first = 0, named.second++;
-  else
-    while (named.second == round) cpu::yield();
-}
-template <int N> static inline void more_registers() {}
-template <int N> static inline void fewer_registers() {}
 static inline void cluster_arrive_ready() { cluster_arrive(); }
 static inline void cluster_wait_ready() { cluster_wait(); }
 template <typename T> static inline void push(T* to, int rank, u64* barrier, T x) {
