@@ -11,15 +11,15 @@
 #include "fier_groups.cuh"
 #include "exchange.cuh"
 
-// q [B, q_stride] the rotated queries; bits, meta the pool of one layer as fier_groups.cuh says; table [B, table_stride]; lens [B] stored tokens; slots, budgets
-// and dense_below as of select.cu; mail [R, gridDim.x MAIL_WORDS + CROWD] and stamps [R], zero before the first launch. Writes out [R, list_room + 1]:
-// ascending units, -1 behind them, then their count; -1 everywhere where the sequence is read whole. room: units of a block that shared memory holds. Where scores is not null, scores and parts are
-// written as fier.cu does. told [B, Hk, G HEAD_WORDS] as fier_groups.cuh says; the words are empty
-// behind this launch. Dynamic shared memory: the ring of fier_groups.cuh or 33 bytes for eight units of room, then STEP_HEADS (room + 8) scores.
+// q [B, q_stride] the rotated queries; bits, meta the pool of one layer as fier_groups.cuh says; table [B, table_stride]; lens [B] stored tokens; slots,
+// budgets and dense_below as of select.cu; mail [R, gridDim.x MAIL_WORDS + CROWD] and stamps [R], zero before the first launch. Writes out
+// [R, list_room + 1]: ascending units, -1 behind them, then their count; -1 everywhere where the sequence is read whole. room: units of a block that
+// shared memory holds. Where scores is not null, scores and parts are written as fier.cu does. told [B, Hk, G HEAD_WORDS] as query.cuh says, or null;
+// the words are empty behind this launch. Dynamic shared memory: the ring of fier_groups.cuh or 33 bytes for eight units of room, then STEP_HEADS
+// (room + 8) scores.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) fier_select(const real* q, const char* bits, const char* meta, const int* table,
     const int* lens, int* out, const int* slots, const int* budgets, uint4* mail_words, u32* stamps, __half* scores, float4* parts, uint4* told,
-    int q_stride, int table_stride, int page_groups,
-    long long score_stride, int budget, int dense_below, int list_room, int sink, int window, int room, float scale_log2) {
+    int q_stride, int table_stride, int page_groups, long long score_stride, int budget, int dense_below, int list_room, int sink, int window, int room, float scale_log2) {
   extern __shared__ __align__(128) char dynamic[];
   MARK(15)
   __shared__ Desk s;
