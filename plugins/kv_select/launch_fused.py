@@ -28,8 +28,6 @@ FEW_WARPS, MANY_WARPS = 8, 16
 LEAST_GROUPS, FEW_GROUPS = 16, 72  # of a block, at least; up to which eight warps are enough
 LEFT_SHARE = 33  # of so many multiprocessors one is left to the append in front: beside its blocks none of sixteen warps begins
 FEW_BLOCKS = 16  # of a row with eight warps: more take longer to tell each other
-# From so many groups of a row on twice as many take less time, where the GPU has places for them; one more than a warp has lanes takes longer.
-LONG_GROUPS, LANES = 1024, 32
 LEAST_PAGES = 128  # of a block
 MOST_RAW_BLOCKS = 32  # of a row whose scores are ranked themselves: they are told in one exchange, as in shortlist.cuh
 _STATIC = 28 * 1024  # shared memory of a block beside what its launch asks for
@@ -56,12 +54,10 @@ class Fused:
         groups, sms = -(-units // 32), min(sms, MOST_SMS)
         few = min(FEW_BLOCKS, sms // 2 // rows, -(-groups // LEAST_GROUPS))
         if few >= 2 and groups <= few * FEW_GROUPS:
-            blocks = LANES if few == FEW_BLOCKS and groups >= LONG_GROUPS and sms // rows >= LANES else few
-            return Fused._with_blocks(rows, group_heads, dim, pooling, groups, blocks, FEW_WARPS, arch)
-        many = min(sms // rows, -(-groups // LEAST_GROUPS))
-        left = min((sms - sms // LEFT_SHARE) // rows, -(-groups // LEAST_GROUPS))
-        rounded = LANES if LANES < left <= LANES * 5 // 4 else left
-        fused = Fused._with_blocks(rows, group_heads, dim, pooling, groups, rounded, MANY_WARPS, arch)
+            return Fused._with_blocks(rows, group_heads, dim, pooling, groups, few, FEW_WARPS, arch)
+        left, many = (min(places // rows, -(-groups // LEAST_GROUPS)) for places in (sms - sms // LEFT_SHARE, sms))
+        warps = FEW_WARPS if groups <= left * FEW_GROUPS else MANY_WARPS
+        fused = Fused._with_blocks(rows, group_heads, dim, pooling, groups, left, warps, arch)
         return fused or Fused._with_blocks(rows, group_heads, dim, pooling, groups, many, MANY_WARPS, arch)
 
     @staticmethod

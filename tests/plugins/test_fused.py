@@ -122,7 +122,7 @@ def test_plans_follow_the_device() -> None:
     plan = launch_fused.Fused.plan
     few = plan(4, 7, 128, "softmax-mean", 32768, 132, "90")
     many = plan(4, 7, 128, "softmax-mean", 131072, 132, "90")
-    assert few is not None and (few.blocks, few.warps) == (32, launch_fused.FEW_WARPS)
+    assert few is not None and (few.blocks, few.warps) == (16, launch_fused.FEW_WARPS)
     assert many is not None and (many.blocks, many.warps, many.room) == (32, launch_fused.MANY_WARPS, 4096)
     short, alone = plan(4, 7, 128, "softmax-mean", 16384, 132, "90"), plan(1, 7, 128, "softmax-mean", 131072, 132, "90")
     assert short is not None and short.blocks == 16 and alone is not None and alone.blocks == 128
