@@ -26,7 +26,7 @@ MOST_SMS = 160  # multiprocessors of a device that are used: blocks of a row, as
 FEW_WARPS, MANY_WARPS = 8, 16
 LEAST_GROUPS, FEW_GROUPS = 16, 72  # of a block, at least; up to which eight warps are enough
 FEW_BLOCKS = 16  # of a row with eight warps: more take longer to tell each other
-# From so many groups of a row on twice as many take less time, where the GPU has places for them; one more than a warp has lanes takes longer.
+# From so many groups of a row on as many blocks as a warp has lanes take less time, where the GPU has places for them and few more.
 LONG_GROUPS, LANES = 1024, 32
 LEAST_PAGES = 128  # of a block
 MOST_RAW_BLOCKS = 32  # of a row whose scores are ranked themselves: they are told in one exchange, as in shortlist.cuh
@@ -52,14 +52,14 @@ class Fused:
     def plan(rows: int, group_heads: int, dim: int, pooling: str, units: int, sms: int, arch: str) -> Fused | None:
         """Lay out R rows of at most `units` tokens for a GPU; None where its multiprocessors do not hold their scores."""
         groups, sms = -(-units // 32), min(sms, MOST_SMS)
+        if LANES <= sms // rows <= LANES * 5 // 4 and groups >= LONG_GROUPS:
+            fused = Fused._with_blocks(rows, group_heads, dim, pooling, groups, LANES, FEW_WARPS, arch)
+            if fused is not None:
+                return fused
         few = min(FEW_BLOCKS, sms // 2 // rows, -(-groups // LEAST_GROUPS))
         if few >= 2 and groups <= few * FEW_GROUPS:
-            blocks = LANES if few == FEW_BLOCKS and groups >= LONG_GROUPS and sms // rows >= LANES else few
-            return Fused._with_blocks(rows, group_heads, dim, pooling, groups, blocks, FEW_WARPS, arch)
-        many = min(sms // rows, -(-groups // LEAST_GROUPS))
-        rounded = LANES if LANES < many <= LANES * 5 // 4 else many
-        fused = Fused._with_blocks(rows, group_heads, dim, pooling, groups, rounded, MANY_WARPS, arch)
-        return fused or Fused._with_blocks(rows, group_heads, dim, pooling, groups, many, MANY_WARPS, arch)
+            return Fused._with_blocks(rows, group_heads, dim, pooling, groups, few, FEW_WARPS, arch)
+        return Fused._with_blocks(rows, group_heads, dim, pooling, groups, min(sms // rows, -(-groups // LEAST_GROUPS)), MANY_WARPS, arch)
 
     @staticmethod
     def _with_blocks(rows: int, group_heads: int, dim: int, pooling: str, groups: int, blocks: int, warps: int, arch: str) -> Fused | None:

@@ -117,7 +117,7 @@ def test_plans_follow_the_device() -> None:
     few = plan(4, 7, 128, "softmax-mean", 32768, 132, "90")
     many = plan(4, 7, 128, "softmax-mean", 131072, 132, "90")
     assert few is not None and (few.blocks, few.warps) == (32, launch_fused.FEW_WARPS)
-    assert many is not None and (many.blocks, many.warps, many.room) == (32, launch_fused.MANY_WARPS, 4096)
+    assert many is not None and (many.blocks, many.warps, many.room) == (32, launch_fused.FEW_WARPS, 4096)
     short, alone = plan(4, 7, 128, "softmax-mean", 16384, 132, "90"), plan(1, 7, 128, "softmax-mean", 131072, 132, "90")
     assert short is not None and short.blocks == 16 and alone is not None and alone.blocks == 132
     assert plan(64, 4, 128, "softmax-mean", 131072, 132, "90") is None, "their scores fit in no shared memory"
