@@ -39,17 +39,31 @@ def tell(session: Session, layer: int, *, overlap: bool) -> Tensor | None:
     desk, step = _desk(session), session.step(layer)
     if desk.layer is not None:  # a step failed
         desk.layer, desk.clean = None, False
-    if not (overlap and desk.attended and step.decoding) or session.reads_all or not _listens(session, layer):
+    if not (overlap and step.decoding) or session.reads_all or not _listens(session, layer):
         return None
     batch = len(step.rows)
-    if batch not in desk.words:
+    if batch not in desk.words:  # before they are first told, so never while a step is captured
         shape = batch, session.plan.num_q_heads, session.plan.head_dim // 2 + 4
         desk.words[batch] = torch.full(shape, _EMPTY, dtype=torch.int32, device=session.device)
+    if not desk.attended:
+        return None
     if not desk.clean:
-        for words in desk.words.values():
-            words.fill_(_EMPTY)
+        _empty(desk)
     desk.layer, desk.clean, desk.attended = layer, True, False
     return desk.words[batch]
+
+
+def settle(session: Session) -> None:
+    """Empty the words of a query that a failed step has told and nobody took: a captured step that follows tells without asking."""
+    desk = _desk(session)
+    if desk.layer is not None or not desk.clean:
+        _empty(desk)
+        desk.layer, desk.clean = None, True
+
+
+def _empty(desk: _Desk) -> None:
+    for words in desk.words.values():
+        words.fill_(_EMPTY)
 
 
 def take(session: Session, layer: int) -> Tensor | None:

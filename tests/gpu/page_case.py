@@ -120,7 +120,7 @@ class Case:
         select.select_kernel(cluster, plan.heads, self.pooling == "softmax-max", self.unit, self.unit, arch, sieves=sieves)
         alone = self.pooling == "none"
         rows = batch * self.heads * (group if alone else 1)
-        form = attend.attend_form(rows, (self.chosen.shape[2] - 1) * self.unit, self.unit, self.dim, arch)
+        form = attend.attend_form(rows, -(-BUDGET // self.unit) * self.unit, self.unit, self.dim, arch)
         attend.attend_kernel(self.dim, 1 if alone else group, form, self.unit, bf16, arch)
 
 

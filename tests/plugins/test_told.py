@@ -54,6 +54,17 @@ def test_words_that_nobody_took_are_emptied() -> None:
         assert told.take(one, 1) is None and told.take(one, 2) is words
 
 
+def test_captured_steps_find_words_empty() -> None:
+    one = session()
+    told.settle(one)
+    told.attended(one)
+    words = told.tell(one, 1, overlap=True)
+    assert words is not None
+    words.fill_(7)  # the step fails behind its append
+    told.settle(one)
+    assert bool((words == -1).all()) and told.take(one, 1) is None
+
+
 @pytest.mark.parametrize(
     ("policy", "sets", "new", "stored"),
     [("quest", (), (1, 1), 300), ("fier", ("retrieve.pooling=none",), (1, 1), 300), ("fier", (), (1, 5), 300), ("fier", (), (1, 1), 60)],

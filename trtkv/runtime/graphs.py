@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from trtkv.plugins.kv_select import told
 from trtkv.plugins.session import Session
 from trtkv.runtime.device_sampler import Ask, DeviceSampler
 from trtkv.runtime.staged import StagedInputs
@@ -68,6 +69,7 @@ class DecodeGraphs:
         captured = self._captured.get(key)
         if captured is not None:
             captured.inputs.fill(rows, asks, place)
+            told.settle(self._session)
             captured.replay()
             captured.inputs.sent()
             return captured.logits, True
