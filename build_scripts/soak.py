@@ -58,7 +58,7 @@ class Asked:
 class Outcome:
     """What became of the requests: counts by outcome, reasons of refusals, what should not have been; memory as (requests sent, bytes)."""
 
-    counts: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=lambda: Counter(answered=0, refused=0, cancelled=0, vanished=0))
     reasons: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     memory: list[tuple[int, int]] = field(default_factory=list)
