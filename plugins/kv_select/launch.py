@@ -22,6 +22,10 @@ _WORTHWHILE_UNITS = 4096  # a block more costs more than it saves below
 _EXACT_PACKETS = 2048  # packets of eight units of a block whose exact scores are kept
 # As measured on an H200: of a block, from which on most units are left out before they are counted; of the row that its blocks share; heads, at most.
 _SIEVED_UNITS, _SIEVED_CLUSTER, _SIEVED_HEADS = 16384, 2, 4
+_SIEVED_ROWS = (range(16, 67), range(25, 67))  # of several scored heads, of one: two blocks that leave units out are faster than more that count all
+_SIEVED_SHARE = 8  # of a row's units at most one of so many is chosen where that pays
+# Rows for which so many blocks each are resident at once: an H200 holds 7, 15, 30 and 39 clusters, and one more row takes as long as twice as many.
+_RESIDENT = ((16, 6), (8, 12), (4, 28), (3, 38), (2, 66))
 _LISTED = 2048  # units of a block that there is room for otherwise, at least
 _BLOCK_UNITS = 65536  # keys of two bytes in the shared memory of a block, at most
 _LARGE_CLUSTERS = ("90", "100", "103")  # compute capabilities with clusters of sixteen blocks, others have eight
@@ -88,7 +92,7 @@ def select_units(
     """
     rows, heads, stride = scores.shape
     sm = arch()
-    cluster = cluster or select_cluster(rows, stride, sm)
+    cluster = cluster or select_cluster(rows, stride, sm, heads=heads, width=out.shape[2] - 1)
     shared = select_shared(stride, cluster, heads, parts.shape[1], sm)
     kernel = select_kernel(cluster, heads, pooling == "softmax-max", unit, group, sm, streams=shared.streams, sieves=shared.sieves)
     slots, budgets, below = (0, 0, 0) if own is None else (own.slots.data_ptr(), own.budgets.data_ptr(), own.dense_below)
@@ -98,13 +102,17 @@ def select_units(
     kernel.launch((rows * cluster, 1, 1), 1024, shared.bytes, stream(), values, cluster=cluster, overlap=overlap)
 
 
-def select_cluster(rows: int, units: int, arch: str = "90") -> int:
+def select_cluster(rows: int, units: int, arch: str = "90", *, heads: int = 1, width: int | None = None) -> int:
     """Choose blocks a row: as many as are resident at once, but not for little work each, and enough to hold the keys; 1 where none are enough.
 
+    width: units that are chosen at most, where that is known: of long rows two blocks are faster that leave most units out.
     Raises CapacityError for more units than a row can have.
     """
+    few = width is not None and _SIEVED_SHARE * width <= units
+    if few and rows in _SIEVED_ROWS[heads == 1] and select_sieves(units, _SIEVED_CLUSTER, heads, arch):
+        return _SIEVED_CLUSTER
     largest = 1 if int(arch) < CLUSTERS_FROM else 16 if arch in _LARGE_CLUSTERS else 8
-    most = next((c for c, limit in ((16, 6), (8, 12), (4, 24), (3, 40), (2, 66)) if rows <= limit), 1)
+    most = next((c for c, limit in _RESIDENT if rows <= limit), 1)
     while most > 1 and (units < most * _WORTHWHILE_UNITS or most > largest):
         most //= 2
     block = min(_BLOCK_UNITS, _select_room(arch) // 17 * 8)

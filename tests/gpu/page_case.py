@@ -115,7 +115,7 @@ class Case:
         )
         units = -(-(max(self.lengths) + 130) // self.page) * self.page // self.unit
         plan = pages.PageScratch.plan(batch, self.heads, group, self.pooling, units, 1, shared=self.shared)
-        cluster = select.select_cluster(plan.rows, plan.stride)
+        cluster = select.select_cluster(plan.rows, plan.stride, arch, heads=plan.heads, width=-(-BUDGET // self.unit))
         sieves = select.select_sieves(plan.stride, cluster, plan.heads, arch)
         select.select_kernel(cluster, plan.heads, self.pooling == "softmax-max", self.unit, self.unit, arch, sieves=sieves)
         alone = self.pooling == "none"

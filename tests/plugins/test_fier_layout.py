@@ -61,6 +61,16 @@ def test_a_row_has_a_place_where_there_are_no_clusters_or_little_memory(arch: st
         launch.select_cluster(4, 1 << 22, arch)
 
 
+def test_two_blocks_of_a_long_row_leave_units_out_where_more_would_count_all() -> None:
+    def cluster(rows: int, heads: int, units: int = 131072, width: int = 2048) -> int:
+        return launch.select_cluster(rows, units, "90", heads=heads, width=width)
+
+    assert [cluster(rows, 4) for rows in (8, 15, 16, 32, 66)] == [8, 4, 2, 2, 2] and [cluster(rows, 1) for rows in (16, 24, 25, 38)] == [4, 4, 2, 2]
+    assert [cluster(rows, 7) for rows in (24, 28, 29, 38, 39, 67)] == [4, 4, 3, 3, 2, 2]
+    assert cluster(32, 4, units=32768, width=1024) == 3 and cluster(32, 4, width=32768) == 3  # little to leave out
+    assert launch.select_cluster(32, 131072, "89", heads=4, width=2048) == 1
+
+
 def test_keys_are_kept_wherever_they_fit() -> None:
     assert [launch.select_shared(65536, 1, 8, 64, arch).streams for arch in ("80", "89", "90")] == [True, True, False]
     assert not launch.select_shared(32768, 1, 8, 64, "80").streams
