@@ -3,7 +3,7 @@
 // A word is twelve bytes and the launch's stamp, written and read as one: who sees the stamp has the bytes, so there is no barrier, no fence and nothing
 // to clear. Every block of the grid must be resident (a cooperative launch). Built as pooling.cuh says.
 #pragma once
-#include "common.cuh"
+#include "post.cuh"
 
 #define BINS 256                        // of the first count
 #define DIGIT 64                        // bins of every further one
@@ -13,15 +13,6 @@
 #define COMPARED 96                     // candidates of which each is compared with all
 #define MAIL_WORDS (HEADS + WORDS_OF(BINS) + WORDS_OF(DIGIT) * ROUNDS) // a block of a row; CROWD words a row beside
 
-__device__ __forceinline__ void post(uint4* to, u32 a, u32 b, u32 c, u32 stamp) {
-  const u64 low = (u64)b << 32 | a, high = (u64)stamp << 32 | c;
-  asm volatile("{.reg .b128 v;\n mov.b128 v,{%1,%2};\n st.relaxed.gpu.global.b128 [%0],v;}" ::"l"(to), "l"(low), "l"(high) : "memory");
-}
-__device__ __forceinline__ uint4 look(const uint4* from) {
-  u64 low, high;
-  asm volatile("{.reg .b128 v;\n ld.relaxed.gpu.global.b128 v,[%2];\n mov.b128 {%0,%1},v;}" : "=l"(low), "=l"(high) : "l"(from) : "memory");
-  return make_uint4((u32)low, (u32)(low >> 32), (u32)high, (u32)(high >> 32));
-}
 __device__ __forceinline__ uint4 await(const uint4* from, u32 stamp) {
   uint4 v = look(from);
   while (v.w != stamp) v = look(from);

@@ -10,12 +10,17 @@
 #endif
 #ifdef STREAM
 #define KEPT false
+#elif defined KEPT_IF_FIT
+#define KEPT (share.keys != nullptr) // as many as there is room for
 #else
 #define KEPT true
 #endif
 
 __device__ __forceinline__ void load_halves(u32 (&v)[4], const __half* p) {
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(p) : "memory");
+}
+__device__ __forceinline__ void load_halves(u32 (&v)[2], const __half* p) {
+  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0,%1},[%2];" : "=r"(v[0]), "=r"(v[1]) : "l"(p) : "memory");
 }
 __device__ __forceinline__ void load_halves(u32 (&v)[1], const __half* p) {
   asm volatile("ld.global.L1::no_allocate.u32 %0,[%1];" : "=r"(v[0]) : "l"(p) : "memory");
@@ -73,6 +78,7 @@ struct Share {
   Scale scale;
 
   __device__ __forceinline__ u32 exact_score(int u) const {
+    const Share& share = *this;
     if (KEPT && exact) return exact[u - begin];
     return ordered(pool1(scores + u, stride, add + u / part_units * HEADS));
   }
@@ -83,6 +89,7 @@ struct Share {
   }
   // The eight keys of a packet.
   __device__ __forceinline__ void packet(int p, u32 (&key)[8]) const {
+    const Share& share = *this;
     if (KEPT) {
       const uint4 v = keys[p];
       const u32 w[4] = {v.x, v.y, v.z, v.w};

@@ -16,6 +16,8 @@
 #define OVERFLOWN 0xffffu
 #define STEP 256 // units from a warp's packets to its next: a warp has neighbours, so that all warps' first ones are a sample
 
+#include "bound.cuh"
+
 struct Sieved { // shared memory
   __align__(16) int sample[SAMPLE_BINS], hist[SIEVE_BINS];
   __align__(16) u64 crowd[CROWDED];
@@ -25,7 +27,7 @@ struct Sieved { // shared memory
   int sample_bin, bin, above, count, start; // the bin that is cut: units above it, in it, and in it of lower blocks
 };
 
-struct Sieve {
+struct Sieve : Bound {
   Sieved& s;
   const Share& share;
   char* ring;  // this thread's first slot
@@ -33,7 +35,6 @@ struct Sieve {
   uint2* list; // [capacity] images of scores, and units
   int capacity;
   u32* bitmap; // a bit a unit
-  float bound, factor;
 
   // Counts are zero already, and boxes open.
   __device__ __forceinline__ void clear() const {
@@ -44,15 +45,6 @@ struct Sieve {
       s.listed = s.overflow = s.own_crowd = s.lower = 0, s.sample_bin = s.bin = -1;
       if (CLUSTER > 1) inbox_expect(&s.box[0], (CLUSTER - 1) * SAMPLE_BINS * 2), inbox_expect(&s.box[1], (CLUSTER - 1) * SIEVE_BINS * 2);
     }
-  }
-  // Order-preserving; pooled softmaxes are not negative.
-  __device__ __forceinline__ u32 image(float score) const { return HEADS > 1 ? __float_as_uint(score) : ordered(score); }
-  __device__ __forceinline__ int bin_of(float score) const {
-    if (HEADS > 1) return (int)min((__float_as_uint(score) - __float_as_uint(bound)) >> 15, SIEVE_BINS - 1u);
-    return (int)fminf((score - bound) * factor, (float)(SIEVE_BINS - 1));
-  }
-  __device__ __forceinline__ int bin_again(u32 x) const {
-    return bin_of(__uint_as_float(HEADS > 1 ? x : x & 0x80000000u ? x & 0x7fffffffu : ~x));
   }
   __device__ __forceinline__ int rounds() const { return (share.units + 8 * THREADS - 1) / (8 * THREADS); }
   __device__ __forceinline__ int first_at() const { return (threadIdx.x >> 5) * STEP * rounds() + (threadIdx.x & 31) * 8; }
@@ -100,50 +92,13 @@ struct Sieve {
     const int seen = block_scan(mine, warp_sums, turn) - mine;
     if (seen < reach && seen + mine >= reach) s.sample_bin = bin;
     __syncthreads();
-    const int lowest = max((s.sample_bin << 6) - 1, 0); // key of the bin's lowest score, minus one
-    bound = HEADS > 1 ? __uint_as_float((u32)lowest << 14) : share.scale.low + (float)lowest / share.scale.factor;
-    factor = (float)(SIEVE_BINS - 1) / fmaxf(-bound, 1e-30f);
+    set(s.sample_bin, share.scale);
 #pragma unroll 1
     for (int i = tid; i < (share.usable + share.part_units - 1) / share.part_units * HEADS; i += THREADS) {
-      __half2 two;
-      if (HEADS > 1) {
-        const float low = fmaxf(share.add[i] - log2f(bound) + 9.f, -110.f);
-        if (!(low < 110.f)) s.overflow = 1;
-        two = __float2half2_rn(low * (1.f / 15.f));
-      } else {
-        const float low = bound - share.add[i];
-        two = __float2half2_rn(low - fabsf(low) * 0x1p-10f - (fabsf(bound) + 1.f) * 0x1p-20f);
-      }
-      filter[i] = *reinterpret_cast<const u32*>(&two);
+      if (!low(share.add[i], filter[i])) s.overflow = 1;
     }
     __syncthreads();
   }
-  // Which of eight units may reach the bound, surely those that do: bits 0, 16, 2, 18, 4, ... Sums of exponentials are taken of halves, in units of a
-  // 1024th of the bound: 2^y as an integer's bits, n = 64 (y - 1) of them, from 0 to 959. What is lost by rounding is less than the bound is lowered.
-  __device__ __forceinline__ u32 near(const u32 (&h)[HEADS][4], const u32* low) const {
-    u32 out = 0;
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-      u32 mask;
-      if (HEADS > 1) {
-        __half2 sum;
-#pragma unroll
-        for (int j = 0; j < HEADS; j++) {
-          const __half2 x = *reinterpret_cast<const __half2*>(&h[j][k]), c = *reinterpret_cast<const __half2*>(&low[j]);
-          const __half2 n = __hfma2(__hfma2_sat(x, __float2half2_rn(1.f / 15.f), c), __float2half2_rn(959.f), __float2half2_rn(1024.f));
-          const u32 image = *reinterpret_cast<const u32*>(&n) << 4;
-          const __half2 one = *reinterpret_cast<const __half2*>(&image);
-          sum = j == 0 ? one : MAXIMUM ? __hmax2(sum, one) : __hadd2(sum, one);
-        }
-        mask = __hge2_mask(sum, __float2half2_rn(960.f));
-      } else {
-        mask = __hge2_mask(*reinterpret_cast<const __half2*>(&h[0][k]), *reinterpret_cast<const __half2*>(&low[0]));
-      }
-      out |= mask & (0x10001u << 2 * k);
-    }
-    return out;
-  }
-
   // The packet at `at` units of the block, and of `from`, into a slot.
   __device__ __forceinline__ void fetch(const __half* from, int at, char* slot, u64 policy) const {
     if (there(at)) {

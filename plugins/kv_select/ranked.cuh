@@ -1,0 +1,295 @@
+// The exact choice among a row's units by their pooled scores, one thread-block cluster a row: score descending, index ascending on ties, ascending output.
+//
+// Built as pooling.cuh says, with -DCLUSTER (1 to 16).
+//
+// Every block keeps a 16-bit monotone key of its share of the units in shared memory. One histogram of the upper 12 bits, summed over the
+// cluster, leaves a bin of candidates; a second of the lower 4 bits splits it where it is crowded. The candidates' exact scores are then
+// ranked. Should more than CANDIDATES still share a 16-bit key, the cut is found by bisection over score and index.
+#pragma once
+#include "pooling.cuh"
+
+#define BINS 4096          // of the upper 12 bits of keys
+#define COARSE (BINS / 16) // sums of sixteen bins: what the blocks of a cluster tell each other
+#define CANDIDATES 1024
+#define CROWD 192
+
+struct Cut {
+  int bin, above, count; // bin of the wanted-th unit, units in higher bins, units in it
+};
+struct Shared {
+  __align__(16) int hist[BINS];
+  __align__(16) u32 told[COARSE]; // sums of bins of this block
+  union {
+    __align__(16) u32 coarse[CLUSTER > 1 ? 16 : 1][COARSE]; // sums of bins of every block of the cluster, before
+    struct {
+      u32 all_scores[CANDIDATES], all_units[CANDIDATES]; // the candidates of the cluster
+      uint2 own[CLUSTER > 1 ? CANDIDATES : 1];           // scores and units of this block's
+    };
+  };
+  int fine[16], warp_sums[64];
+  float row_low, lows[32];
+  int2 counts; // of this block: candidates, units above them
+  int starts[CLUSTER + 1], before, lower, round_count[2];
+  Cut cut;
+  u32 cut_score, cut_unit;
+};
+
+// What is added to every part's scores, so that heads are normalized over the row; the range of raw scores. Uses sums [num_parts, HEADS]; first: this
+// thread's part.
+__device__ __forceinline__ void normalize(Shared& s, Share& share, const float4* parts, float4 first, int num_parts, float* sums) {
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  float lowest = 3e38f;
+#pragma unroll 1
+  for (int i = tid; i < num_parts * HEADS; i += THREADS) {
+    const float4 v = i == tid ? first : parts[i];
+    share.add[i] = v.x, sums[i] = v.y;
+    lowest = fminf(lowest, v.z);
+  }
+  if (HEADS == 1) {
+#pragma unroll
+    for (int o = 16; o; o >>= 1) lowest = fminf(lowest, __shfl_xor_sync(~0u, lowest, o));
+    if (lane == 0) s.lows[warp] = lowest;
+  }
+  __syncthreads();
+  if (warp < HEADS) {
+    float top = -3e38f, total = 0.f;
+#pragma unroll 1
+    for (int p = lane; p < num_parts; p += 32) top = fmaxf(top, sums[p * HEADS + warp]);
+#pragma unroll
+    for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+    float zero = top; // raw scores: differences count at the top
+    if (HEADS > 1) {
+#pragma unroll 1
+      for (int p = lane; p < num_parts; p += 32) total += exp2_fast(sums[p * HEADS + warp] - top);
+#pragma unroll
+      for (int o = 16; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
+      zero += log2f(total) + (MAXIMUM ? 0.f : log2f((float)HEADS));
+    }
+#pragma unroll 1
+    for (int p = lane; p < num_parts; p += 32) share.add[p * HEADS + warp] -= zero;
+    if (HEADS == 1) {
+      float low = lane < THREADS / 32 ? s.lows[lane] : 3e38f;
+#pragma unroll
+      for (int o = 16; o; o >>= 1) low = fminf(low, __shfl_xor_sync(~0u, low, o));
+      if (lane == 0) s.row_low = low - top;
+    }
+  }
+  __syncthreads();
+  share.scale = {0.f, 0.f};
+  if (HEADS == 1) share.scale = {s.row_low, 65534.f / fmaxf(-s.row_low, 1e-30f)};
+}
+
+// Look through values [THREADS, N] of this thread, which stand for bins from `top` down, for the one with the wanted-th unit.
+template <int N> __device__ __forceinline__ void find_cut(Shared& s, const int (&values)[N], int top, int wanted, int& turn) {
+  int mine = 0;
+#pragma unroll
+  for (int i = 0; i < N; i++) mine += values[i];
+  int seen = block_scan(mine, s.warp_sums, turn) - mine;
+  if (seen < wanted && seen + mine >= wanted) {
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      if (seen < wanted && seen + values[i] >= wanted) s.cut = {top - i, seen, values[i]};
+      seen += values[i];
+    }
+  }
+  __syncthreads();
+}
+
+// The bin of the cluster's histograms with the wanted-th unit.
+__device__ __forceinline__ void cut_cluster(Shared& s, int wanted, int rank, int& turn) {
+  const int tid = threadIdx.x;
+#if CLUSTER == 1
+  __syncthreads();
+  constexpr int EACH = BINS / THREADS;
+  int values[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; i += 4) {
+    const int4 v = *reinterpret_cast<const int4*>(s.hist + BINS - 4 - tid * EACH - i);
+    values[i] = v.w, values[i + 1] = v.z, values[i + 2] = v.y, values[i + 3] = v.x;
+  }
+  find_cut<EACH>(s, values, BINS - 1 - tid * EACH, wanted, turn);
+#else
+  __syncthreads();
+  cluster_wait(); // every block has begun
+  const int4 v = *reinterpret_cast<const int4*>(s.hist + tid * 4);
+  int sum = v.x + v.y + v.z + v.w;
+  sum += __shfl_xor_sync(~0u, sum, 1), sum += __shfl_xor_sync(~0u, sum, 2);
+  if ((tid & 3) == 0) s.told[tid >> 2] = sum;
+  __syncthreads();
+  constexpr int QUADS = COARSE / 4;
+  const int quad = tid % QUADS, c = tid / QUADS; // two warps tell a block
+  if (c < CLUSTER) *peer(reinterpret_cast<uint4*>(s.coarse[rank]) + quad, c) = *(reinterpret_cast<const uint4*>(s.told) + quad);
+  cluster_sync();
+  int values[1] = {0};
+  if (tid < COARSE) {
+#pragma unroll
+    for (int c = 0; c < CLUSTER; c++) values[0] += s.coarse[c][COARSE - 1 - tid];
+  }
+  find_cut<1>(s, values, COARSE - 1 - tid, wanted, turn);
+  if (tid < 32) { // the bins of that sum: two lanes a bin, from the highest on
+    const int bin = s.cut.bin * 16 + 15 - (tid & 15), above = s.cut.above;
+    int own = 0;
+#pragma unroll
+    for (int c = tid >> 4; c < CLUSTER; c += 2) own += peer(s.hist, c)[bin];
+    own += __shfl_xor_sync(~0u, own, 16);
+    const int seen = above + warp_scan(tid < 16 ? own : 0) - own;
+    __syncwarp();
+    if (tid < 16 && seen < wanted && seen + own >= wanted) s.cut = {bin, seen, own};
+  }
+  __syncthreads();
+#endif
+}
+
+// Bring the candidates of all blocks together, and count what lower blocks have selected above them.
+__device__ __forceinline__ void gather(Shared& s, int rank, bool listed) {
+  const int tid = threadIdx.x, lane = tid & 31;
+  if (CLUSTER == 1) return; // they are together
+  constexpr int SLOTS = THREADS / CLUSTER; // candidates of a block that are fetched while their number is
+  const int c = tid / SLOTS, slot = tid % SLOTS;
+  uint2 first = make_uint2(0, 0);
+  if (listed && c < CLUSTER) first = peer(s.own, c)[slot];
+  if (tid < 32) {
+    const int2 theirs = lane < CLUSTER ? *peer(&s.counts, lane) : make_int2(0, 0);
+    const int end = warp_scan(theirs.x);
+    int above = lane < rank ? theirs.y : 0;
+#pragma unroll
+    for (int o = 16; o; o >>= 1) above += __shfl_xor_sync(~0u, above, o);
+    if (lane <= CLUSTER) s.starts[lane] = end - theirs.x; // lane CLUSTER: all
+    if (lane == 0) s.before = above;
+  }
+  __syncthreads();
+  if (!listed) return;
+  if (c < CLUSTER) {
+    const int start = s.starts[c], count = s.starts[c + 1] - start;
+    for (int i = slot; i < count; i += SLOTS) {
+      const uint2 v = i == slot ? first : peer(s.own, c)[i];
+      s.all_scores[start + i] = v.x, s.all_units[start + i] = v.y;
+    }
+  }
+  __syncthreads();
+}
+
+// Find the need-th best of the candidates: eight lanes compare one with all.
+__device__ __forceinline__ void rank_candidates(Shared& s, int crowd, int need) {
+  const int tid = threadIdx.x;
+  for (int i = crowd + tid; i < ((crowd + 31) & ~31); i += THREADS) s.all_scores[i] = 0; // below every score
+  __syncthreads();
+  for (int i = tid >> 3; i < ((crowd + 3) & ~3); i += THREADS / 8) {
+    const u32 own = i < crowd ? s.all_scores[i] : 0;
+    int better = 0, equal = 0;
+    for (int k = (tid & 7) * 4; k < crowd; k += 32) {
+      const uint4 o = *reinterpret_cast<const uint4*>(s.all_scores + k);
+      better += (o.x > own) + (o.y > own) + (o.z > own) + (o.w > own);
+      equal += (o.x == own) + (o.y == own) + (o.z == own) + (o.w == own);
+    }
+#pragma unroll
+    for (int o = 1; o < 8; o <<= 1) better += __shfl_xor_sync(~0u, better, o), equal += __shfl_xor_sync(~0u, equal, o);
+    if (i >= crowd || (tid & 7) || better >= need || better + equal < need) continue;
+    const u32 unit = s.all_units[i];
+    for (int k = 0; equal > 1 && k < crowd; k++) better += s.all_scores[k] == own && s.all_units[k] < unit;
+    if (better == need - 1) s.cut_score = own, s.cut_unit = unit;
+  }
+  __syncthreads();
+}
+
+#include "crowded.cuh"
+
+// Mark what is chosen in bytes, a bit a unit; returns how much of it lies in lower blocks.
+__device__ __forceinline__ int choose(Shared& s, const Share& share, int packets, int rank, u32* bitmap, int& turn) {
+  const int tid = threadIdx.x, lane = tid & 31;
+  unsigned char* bytes = reinterpret_cast<unsigned char*>(bitmap);
+  u32 from = max((u32)s.cut.bin << 4, 1u), to = (u32)s.cut.bin << 4 | 15; // candidates' keys; 0 is none
+  int need = share.wanted - s.cut.above, crowd = s.cut.count;
+  if (crowd > CROWD && crowd != need) {
+    split_bin(s, share, packets, from, share.wanted, need);
+    from = to = s.cut.bin, need = share.wanted - s.cut.above, crowd = s.cut.count;
+  }
+  const bool few = crowd <= CANDIDATES, whole = crowd == need;
+  int above = 0;
+  for (int p = tid; p < packets; p += THREADS) {
+    u32 key[8], flags = 0;
+    share.packet(p, key);
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+      if (key[k] > to || (whole && key[k] >= from)) {
+        flags |= 1u << k;
+      } else if (key[k] >= from && few) {
+        const int u = share.begin + p * 8 + k, at = atomicAdd(&s.counts.x, 1);
+        if (CLUSTER == 1) s.all_scores[at] = share.exact_score(u), s.all_units[at] = u;
+        else s.own[at] = make_uint2(share.exact_score(u), u);
+      }
+    }
+    bytes[p] = flags;
+    above += __popc(flags);
+  }
+#pragma unroll
+  for (int o = 16; o; o >>= 1) above += __shfl_xor_sync(~0u, above, o);
+  if (lane == 0 && above) atomicAdd(&s.counts.y, above);
+  MARK(6)
+  cluster_sync();
+  MARK(7)
+  gather(s, rank, !whole && few);
+  if (whole) return s.before;
+  if (!few) return s.before + bisect(s, share, packets, from, to, need, rank, bytes, turn);
+  rank_candidates(s, crowd, need);
+  MARK(8)
+  const u32 lowest = share.begin, behind = lowest + share.units;
+  int less = 0;
+  for (int i = tid; i < crowd; i += THREADS) {
+    const u32 score = s.all_scores[i], unit = s.all_units[i];
+    if (score > s.cut_score || (score == s.cut_score && unit <= s.cut_unit)) {
+      if (unit < lowest) less++;
+      else if (unit < behind) atomicOr(&bitmap[(unit - lowest) >> 5], 1u << ((unit - lowest) & 31));
+    }
+  }
+  if (less) atomicAdd(&s.lower, less);
+  __syncthreads();
+  return s.before + s.lower;
+}
+
+// Choose from the row that a block or a cluster shares, and write what is chosen in this block's share, ascending, from out on.
+__device__ __forceinline__ void choose_all(Shared& s, Share& share, const float4* parts, int num_parts, float* sums, int rank, u32* bitmap,
+    int* out, int& turn) {
+  const int tid = threadIdx.x, packets = share.units / 8, begin = share.begin / 8;
+  const bool narrow = KEPT && share.units <= 4 * THREADS;
+  Packets<4> wide_packets;
+  Packets<1> narrow_packets;
+  if (narrow) narrow_packets.load(share, tid * 2);
+  else wide_packets.load(share, tid * 8);
+  normalize(s, share, parts, tid < num_parts * HEADS ? parts[tid] : make_float4(0.f, 0.f, 0.f, 0.f), num_parts, sums);
+  MARK(2)
+  if (narrow) narrow_packets.count(share, s.hist);
+  else wide_packets.count(share, s.hist);
+  MARK(3)
+  cut_cluster(s, share.wanted, rank, turn);
+  MARK(5)
+  const int before = choose(s, share, packets, rank, bitmap, turn);
+  MARK(9)
+  cluster_arrive(); // nobody leaves while others read its memory
+  const unsigned char* bytes = reinterpret_cast<const unsigned char*>(bitmap);
+  const int each = (packets + THREADS - 1) / THREADS, from_byte = min(packets, tid * each), to_byte = min(packets, from_byte + each);
+  int mine = 0;
+  for (int i = from_byte; i < to_byte; i++) mine += __popc(bytes[i]);
+  int at = before + block_scan(mine, s.warp_sums, turn) - mine;
+  for (int i = from_byte; i < to_byte; i++) {
+    u32 flags = bytes[i];
+    const int u = (begin + i) * 8;
+    while (flags) {
+      out[at++] = u + __ffs(flags) - 1;
+      flags &= flags - 1;
+    }
+  }
+}
+
+// What is read in any case, and what is behind the list's last unit.
+__device__ __forceinline__ void put_forced(int* out, int first, int wanted, int units, int last, int room, int rank, int blocks) {
+  const int tid = threadIdx.x;
+  const int count = first + wanted + units - last; // == width
+#pragma unroll 1
+  for (int i = rank * THREADS + tid; i < first; i += blocks * THREADS) out[i] = i;
+#pragma unroll 1
+  for (int i = first + wanted + rank * THREADS + tid; i < count; i += blocks * THREADS) out[i] = last + i - first - wanted;
+#pragma unroll 1
+  for (int i = count + rank * THREADS + tid; i < room; i += blocks * THREADS) out[i] = -1;
+  if (rank == 0 && tid == 0) out[room] = count;
+}
