@@ -19,6 +19,18 @@ __device__ __forceinline__ void barrier_await(u64* barrier, u32 parity) {
                "r"(parity)
                : "memory");
 }
+// Bytes, a multiple of sixteen, from global to shared memory, counted by a barrier.
+__device__ __forceinline__ void bulk_copy(u32 to, const void* from, u32 size, u64* barrier, u64 policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(to), "l"(from), "r"(size),
+               "r"(shared_at(barrier)), "l"(policy)
+               : "memory");
+}
+// Wait until a count in shared memory has come so far.
+__device__ __forceinline__ void count_await(const int* count, int least) {
+  int seen;
+  do asm volatile("ld.volatile.shared.u32 %0,[%1];" : "=r"(seen) : "r"(shared_at(count)) : "memory");
+  while (seen < least);
+}
 // The cluster's blocks run, and their barriers are ready: arrive early, wait late.
 __device__ __forceinline__ void cluster_arrive_ready() {
 #if CLUSTER > 1

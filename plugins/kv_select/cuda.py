@@ -11,7 +11,7 @@ from torch import Tensor
 from trtkv.plan import SelectPlan
 from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_attend.per_head import by_head
-from trtkv.plugins.kv_select import launch, launch_fused, launch_pages, op
+from trtkv.plugins.kv_select import launch, launch_fused, launch_many, launch_pages, op
 from trtkv.plugins.kv_select.launch_speculate import speculate
 from trtkv.plugins.kv_select.told import take
 from trtkv.plugins.session import Session
@@ -65,7 +65,7 @@ def choose_units(
         if together is not None:
             _score_and_choose(session, layer, config, plan, summary, query, lens, table, out, together, own, overlap, told)
             return
-    desk = _desk(session, config, plan, table, ahead is not None)
+    desk = _desk(session, config, plan, table, out.shape[2] - 1, ahead is not None)
     score = {"budget": session.scores_from(layer) - (ahead is not None), "scale": config.scale, "overlap": overlap}
     if summary.scorer == "fier":
         bits, ranges = session.words(layer), session.ranges(layer)
@@ -74,10 +74,13 @@ def choose_units(
     else:
         _score_pages(session, layer, plan, summary, query, lens, table, desk, **score)
     beside = overlap and (summary.scorer == "fier" or overlaps(session, table, bulky=True))  # pages' scorer was slowed down, for many tokens
-    launch.select_units(
-        desk.scores, desk.parts, lens if ahead is None else ahead, out, budget=session.reads_all_up_to(layer), sink=plan.sink, window=plan.window,
-        unit=plan.unit, group=plan.group, pooling=plan.pooling, own=own, overlap=beside, told=told,
-    )  # fmt: skip
+    given = {"budget": session.reads_all_up_to(layer), "sink": plan.sink, "window": plan.window, "unit": plan.unit, "group": plan.group}
+    given |= {"pooling": plan.pooling, "own": own, "overlap": beside, "told": told}
+    handed = (desk.scores, desk.parts, lens if ahead is None else ahead, out)
+    if desk.many is None:
+        launch.select_units(*handed, **given)
+    else:
+        launch_many.select_many(*handed, *desk.many, **given)
 
 
 def _own(session: Session, slots: Tensor) -> launch.OwnBudgets | None:
@@ -86,11 +89,15 @@ def _own(session: Session, slots: Tensor) -> launch.OwnBudgets | None:
 
 @dataclass(frozen=True, slots=True)
 class _Desk:
-    """What the launches of a selection hand to each other: scores and parts as the scorer lays them out, cut [B, Hk, 2] int32 for outliers."""
+    """What the launches of a selection hand to each other: scores and parts as the scorer lays them out, cut [B, Hk, 2] int32 for outliers.
+
+    many is what blocks of a row tell each other where several blocks choose from a long row: mail, tickets and the plan.
+    """
 
     scores: Tensor
     parts: Tensor
     cut: Tensor
+    many: tuple[Tensor, Tensor, launch_many.Many] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,19 +193,21 @@ def _allocate_per_head(rows: int, sequences: int, units: int, out: Tensor) -> tu
     return scores, parts, out.new_empty(sequences, rows // sequences, out.shape[2])
 
 
-def _desk(session: Session, config: OpConfig, plan: SelectPlan, table: Tensor, ahead: bool) -> _Desk:
+def _desk(session: Session, config: OpConfig, plan: SelectPlan, table: Tensor, width: int, ahead: bool) -> _Desk:
     batch, units = table.shape[0], table.shape[1] * session.plan.page_size // plan.unit
-    key = ("select ahead" if ahead else "select", batch, units, plan.pooling)
-    return session.scratch(key, lambda: _furnish(batch, units, config, plan, table.device))
+    key = ("select ahead" if ahead else "select", batch, units, plan.pooling, width)
+    return session.scratch(key, lambda: _furnish(batch, units, config, plan, width, table.device))
 
 
-def _furnish(batch: int, units: int, config: OpConfig, plan: SelectPlan, device: torch.device) -> _Desk:
+def _furnish(batch: int, units: int, config: OpConfig, plan: SelectPlan, width: int, device: torch.device) -> _Desk:
     sms, heads = _multiprocessors(device), config.num_kv_heads
     group = config.num_q_heads // heads
     cut = torch.empty(batch, heads, 2, dtype=torch.int32, device=device)
     if plan.unit == 1:
         rows = batch * heads
-        return _Desk(*launch.Scratch.plan(rows, group, plan.pooling, units, sms).allocate(rows, device), cut)
+        scratch = launch.Scratch.plan(rows, group, plan.pooling, units, sms)
+        many = launch_many.Many.plan(rows, scratch.heads, scratch.stride, scratch.parts, width, sms, launch.arch())
+        return _Desk(*scratch.allocate(rows, device), cut, None if many is None else (*many.allocate(device), many))
     pages = launch_pages.PageScratch.plan(batch, heads, group, plan.pooling, units, sms, shared=shares_selection(plan))
     return _Desk(*pages.allocate(device), cut)
 

@@ -192,6 +192,12 @@ __device__ __forceinline__ void rank_candidates(Shared& s, int crowd, int need) 
   __syncthreads();
 }
 
+// Empty the words [words] of a row's query, which the next append tells (query.cuh).
+__device__ __forceinline__ void empty_told(uint4* told, int words) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < words; i += THREADS) __stcg(told + i, make_uint4(~0u, ~0u, ~0u, ~0u));
+}
+
 #include "crowded.cuh"
 
 // Mark what is chosen in bytes, a bit a unit; returns how much of it lies in lower blocks.

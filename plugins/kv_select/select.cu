@@ -36,9 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
   if (tid == 0) s.counts = make_int2(0, 0), s.before = s.lower = 0;
   dependency_wait();
   MARK(1)
-  if (told && rank == 0) {
-    for (int i = tid; i < told_words; i += THREADS) __stcg(told + row * told_words + i, make_uint4(~0u, ~0u, ~0u, ~0u));
-  }
+  if (told && rank == 0) empty_told(told + row * told_words, told_words);
   scores += row * HEADS * score_stride, parts += row * num_parts * HEADS, out += row * (room + 1);
   const int closed = stored / GROUP * GROUP, usable = closed / UNIT, units = (stored + UNIT - 1) / UNIT;
   const int first = (sink + UNIT - 1) / UNIT, last = max(first, min(closed, stored - window) / UNIT), wanted = width - first - (units - last);

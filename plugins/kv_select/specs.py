@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trtkv.config import Limits, ModelConfig
 from trtkv.plan import CachePlan, SelectPlan
-from trtkv.plugins.kv_select import launch, launch_fused, launch_pages, launch_speculate
+from trtkv.plugins.kv_select import launch, launch_fused, launch_many, launch_pages, launch_speculate
 from trtkv.plugins.support import Summary, outliers, shares_selection, summary_of
 
 _NAMES = {"bfloat16": "bf16", "float16": "fp16"}
@@ -49,6 +49,8 @@ def _selector(plan: CachePlan, select: SelectPlan, summary: Summary, batch: int,
         rows = batch * (plan.num_q_heads if alone else plan.num_kv_heads)
         scratch = launch.Scratch.plan(rows, 1 if alone else group, "mean" if alone else select.pooling, units, 1)
         heads, stride = scratch.heads, scratch.stride
+        if not alone and launch_many.may_be_taken(rows, heads, stride, select.width, arch):
+            launch_many.many_kernel(heads, select.pooling == "softmax-max", select.unit, select.group, arch)
     else:
         pages = launch_pages.PageScratch.plan(batch, plan.num_kv_heads, group, select.pooling, units, 1, shared=shares_selection(select))
         rows, heads, stride = pages.rows, pages.heads, pages.stride

@@ -19,7 +19,7 @@ from trtkv.plugins.kv_append import kernel as append
 from trtkv.plugins.kv_append import launch as launch_append
 from trtkv.plugins.kv_attend import launch as attend
 from trtkv.plugins.kv_attend import launch_dense
-from trtkv.plugins.kv_select import fier_layout, launch_fused, launch_pages
+from trtkv.plugins.kv_select import fier_layout, launch_fused, launch_many, launch_pages
 from trtkv.plugins.kv_select import launch as select
 
 DEV = "cuda"
@@ -380,9 +380,8 @@ def check_ties(rows: int, units: int, budget: int, heads: int, levels: int, kind
     expect(torch.equal(out[:, 0, :-1], want) and bool((out[:, 0, -1] == budget).all()), label)
 
 
-def check_sieved(rows: int, units: int, budget: int, heads: int, pooling: str, sink: int, window: int, cluster: int = 0) -> None:
-    """Where a block leaves most units out before it counts, it chooses what it chooses where it counts all: parts with references of their own."""
-    label = f"sieve {rows}x{units} k{budget} heads {heads} {pooling} cluster {cluster}"
+def random_parts(rows: int, units: int, heads: int, pooling: str) -> tuple[select.Scratch, Tensor, Tensor]:
+    """Make scores and parts as a scorer leaves them: parts with references of their own."""
     plan = select.Scratch.plan(rows, heads, pooling, units, torch.cuda.get_device_properties(0).multi_processor_count)
     scores = torch.full((rows, heads, plan.stride), float("nan"), dtype=torch.float16, device=DEV)
     scores[:, :, :units] = (torch.randn(rows, heads, units, device=DEV) * 3).half()
@@ -396,6 +395,13 @@ def check_sieved(rows: int, units: int, budget: int, heads: int, pooling: str, s
         else:
             parts[:, p, :, 1] = parts[:, p, :, 0] + (torch.logsumexp(own / LOG2E, 2) * LOG2E if heads > 1 else own.amax(2))
             parts[:, p, :, 2] = parts[:, p, :, 0] + own.amin(2)
+    return plan, scores, parts
+
+
+def check_sieved(rows: int, units: int, budget: int, heads: int, pooling: str, sink: int, window: int, cluster: int = 0) -> None:
+    """Where a block leaves most units out before it counts, it chooses what it chooses where it counts all: parts with references of their own."""
+    label = f"sieve {rows}x{units} k{budget} heads {heads} {pooling} cluster {cluster}"
+    _, scores, parts = random_parts(rows, units, heads, pooling)
     lens = torch.full((rows,), units, dtype=torch.int32, device=DEV)
     found = []
     for sieves in (True, False):
@@ -404,6 +410,31 @@ def check_sieved(rows: int, units: int, budget: int, heads: int, pooling: str, s
             select.select_units(scores, parts, lens, out, budget=budget, sink=sink, window=window, unit=1, group=32, pooling=pooling, cluster=cluster)
         found.append(out)
     expect(torch.equal(*found), f"{label}: {int((found[0] != found[1]).any(2).sum())} rows differ")
+
+
+def check_many(rows: int, blocks: int, units: int, budget: int, heads: int, pooling: str, lens: list[int], kind: str = "normal") -> None:
+    """Several blocks that share a long row choose what one cluster chooses, again and again with the same words, for some sequences of any length."""
+    label = f"many {rows}x{units} k{budget} heads {heads} {pooling} blocks {blocks} {kind}"
+    plan, scores, parts = random_parts(rows, units, heads, pooling)
+    if kind == "levels":
+        scores[:, :, :units] = torch.randint(0, 4, (rows, 1, units), device=DEV).half()
+        parts[..., 0], parts[..., 2] = 0.0, 0.0
+        parts[..., 1] = 20.0 if heads > 1 else 3.0
+    elif kind == "clumped":  # most of the best lie in few places
+        scores[:, :, : units // 16] += 8.0
+        parts[..., 1] += 8.0
+    stored = torch.tensor((lens * rows)[:rows], dtype=torch.int32, device=DEV)
+    form = launch_many.Many.layout(rows, blocks, heads, plan.stride, plan.parts, budget, select.arch())
+    assert form is not None
+    handed = (*form.allocate(DEV), form)
+    given = {"budget": budget, "sink": 4, "window": 64, "unit": 1, "group": 32, "pooling": pooling}
+    want = torch.full((rows, 1, budget + 1), -7, dtype=torch.int32, device=DEV)
+    select.select_units(scores, parts, stored, want, **given)
+    for _ in range(3):
+        out = torch.full_like(want, -7)
+        launch_many.select_many(scores, parts, stored, out, *handed, **given)
+        torch.cuda.synchronize()
+        expect(torch.equal(out, want), f"{label}: {int((out != want).any(2).sum())} rows differ")
 
 
 def check_dense_growth(steps: int) -> None:
@@ -645,6 +676,10 @@ def main() -> int:
         check_ties(64, 131072, 2048, heads, 9, kind)
     for heads, pooling in ((1, "mean"), (2, "softmax-max"), (3, "softmax-mean"), (4, "softmax-mean")):
         check_sieved(64, 131056, 2048, heads, pooling, 4, 64)
+    for heads, pooling in ((1, "mean"), (2, "softmax-max"), (5, "softmax-mean"), (6, "softmax-mean"), (7, "softmax-mean"), (8, "softmax-max")):
+        check_many(32, 4, 131056, 2048, heads, pooling, [131056, 131055, 70000, 5000, 300, 2049, 2112, 40000])
+    for kind in ("levels", "clumped"):
+        check_many(40, 3, 131072, 2048, 7, "softmax-mean", [131072, 70001], kind)
     for unit, group, heads in ((1, 32, 1), (1, 32, 4), (32, 32, 4), (16, 16, 1)):
         check_own_budgets(unit, group, heads, [70001, 900, 4096, 300, 33000], [700, 0, 1024, 200, 513], 1024)
         check_own_budgets(unit, group, heads, [5000, 900, 300], [200, 0, 200], 1024, dense_below=512)

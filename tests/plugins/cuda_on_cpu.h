@@ -313,6 +313,7 @@ static inline void cluster_sync() {
   else __syncthreads();
 }
 template <typename T> static inline T* peer(T* p, int rank) {
+  if (CLUSTER == 1) return p; // though blocks of a cooperative grid run side by side
   cpu::Block* b = cpu::block;
   const ptrdiff_t inside = (char*)p - b->arena;
   if (inside >= 0 && inside < (ptrdiff_t)cpu::ARENA) return (T*)(b->cluster->arenas[rank] + inside);
@@ -333,6 +334,7 @@ static inline void copies_commit() {}
 template <int LEFT> static inline void copies_wait() {}
 static inline void put8(__half* p, u32 x, u32 y, u64) { __stcg((uint2*)p, make_uint2(x, y)); }
 static inline void load_halves(u32 (&v)[4], const __half* p) { cpu::aligned(p, 16), memcpy(v, p, 16); }
+static inline void load_halves(u32 (&v)[2], const __half* p) { cpu::aligned(p, 8), memcpy(v, p, 8); }
 static inline void load_halves(u32 (&v)[1], const __half* p) { cpu::aligned(p, 4), memcpy(v, p, 4); }
 static inline float half_of(u32 word, int i) { return __half2float({(u16)(word >> 16 * i)}); }
 static inline float real_of(u32 word, int i) {
@@ -479,6 +481,14 @@ static inline void barriers_ready() {}
 static inline void barrier_expect(u64* barrier, u32 size) { cpu::count(barrier, 1, (int)size); }
 static inline void barrier_await(u64* barrier, u32 parity) {
   while ((__atomic_load_n(barrier, __ATOMIC_SEQ_CST) >> 48 & 1) == parity) cpu::yield();
+}
+static inline void count_await(const int* count, int least) {
+  while (__atomic_load_n(count, __ATOMIC_SEQ_CST) < least) cpu::yield();
+}
+static inline void bulk_copy(u32 to, const void* from, u32 size, u64* barrier, u64) {
+  cpu::aligned(from, 16), cpu::aligned(cpu::from_shared(to), 16);
+  if (size % 16) cpu::fail("a bulk copy is not of a multiple of sixteen bytes");
+  memcpy(cpu::from_shared(to), from, size), cpu::count(barrier, 0, -(int)size);
 }
 static inline void cluster_arrive_ready() { cluster_arrive(); }
 static inline void cluster_wait_ready() { cluster_wait(); }

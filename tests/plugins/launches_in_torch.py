@@ -16,7 +16,7 @@ from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_attend import launch as attend_launch
 from trtkv.plugins.kv_attend import launch_dense, per_head, prefill, reference
 from trtkv.plugins.kv_attend import op as attend_op
-from trtkv.plugins.kv_select import fier_layout, launch, launch_fused, launch_pages
+from trtkv.plugins.kv_select import fier_layout, launch, launch_fused, launch_many, launch_pages
 from trtkv.plugins.selection import choose
 from trtkv.ranking import best
 
@@ -37,6 +37,7 @@ class Launches:
         self.names: list[str] = []
         monkeypatch.setattr(launch, "fier_score", self.fier_score)
         monkeypatch.setattr(launch, "select_units", self.select_units)
+        monkeypatch.setattr(launch_many, "select_many", self.select_many)
         monkeypatch.setattr(launch_fused, "fier_select", self.fier_select)
         monkeypatch.setattr(launch_fused, "page_select", self.page_select)
         monkeypatch.setattr(launch_pages, "score_pages", self.score_pages)
@@ -130,6 +131,11 @@ class Launches:
                 pooled = (soft.amax(0) if pooling == "softmax-max" else soft.mean(0))[None]
                 chosen = choose(plan, pooled, stored, None if raised is None else raised[r][None])
                 lists[r, : chosen.shape[1]], lists[r, -1] = chosen[0].int(), chosen.shape[1]
+
+    def select_many(self, scores, parts, lens, out, mail, tickets, plan, **given) -> None:
+        assert len(mail) == len(tickets) == scores.shape[0] == plan.rows and mail.shape[1] == plan.blocks
+        self.select_units(scores, parts, lens, out, **given)
+        self.names[-1] = "select_many"
 
     def fier_select(
         self, q, bits, meta, table, lens, out, mail, stamps, plan, *, page_size, budget, scale, pooling, sink, window, own=None, overlap=False,

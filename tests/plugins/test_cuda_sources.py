@@ -10,6 +10,7 @@ import torch
 
 from tests.plugins import cuda_on_cpu
 from trtkv.plugins._device.spec import shared_limit
+from trtkv.plugins.kv_select import launch_many
 
 pytest.importorskip("triton")
 from tests.gpu import check_retrieval as checks
@@ -131,6 +132,58 @@ def test_a_sieve_knows_budgets_of_requests(folder: Path, monkeypatch: pytest.Mon
     assert checks.failures == []
     entered, left = sieved(loaded)
     assert entered >= 2 and left == 0
+
+
+def _together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_on_cpu.Kernel, "side_by_side", True)
+    monkeypatch.setattr(launch_many, "PATIENCE", 1 << 30)  # blocks have few CPUs
+
+
+def shared_rows(loaded: dict[Any, cuda_on_cpu.Kernel]) -> list[int]:
+    """Count blocks that listed what reaches the bound, and those of them that chose from the whole row by themselves."""
+    kernels = [kernel for spec, kernel in loaded.items() if spec.entry == "select_many"]
+    return [sum(kernel.marked(i) for kernel in kernels) for i in (4, 30)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "pooling", "blocks", "units"),
+    [(7, "softmax-mean", 4, 33000), (8, "softmax-max", 2, 17000), (1, "mean", 3, 25000), (4, "softmax-mean", 1, 9000), (2, "softmax-mean", 8, 20000)],
+)
+def test_blocks_that_share_a_row_tell_each_other_lists(
+    heads: int, pooling: str, blocks: int, units: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = cuda_on_cpu.install(monkeypatch, folder)
+    _together(monkeypatch)
+    monkeypatch.setattr(cuda_on_cpu.Kernel, "backwards", heads == 7)
+    checks.check_many(2, blocks, units, 300, heads, pooling, [units])
+    assert checks.failures == []
+    assert shared_rows(loaded) == [2 * 3 * blocks, 0]
+
+
+def test_rows_that_are_short_are_chosen_from_by_one_block(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = cuda_on_cpu.install(monkeypatch, folder)
+    _together(monkeypatch)
+    checks.check_many(5, 3, 9000, 300, 3, "softmax-mean", [1500, 310, 300, 31, 1899])
+    assert checks.failures == []
+    assert shared_rows(loaded) == [0, 0]
+
+
+@pytest.mark.parametrize(("kind", "left"), [("levels", 3), ("clumped", 0)])
+def test_a_row_is_chosen_from_as_a_whole_where_too_many_units_reach_the_bound(
+    kind: str, left: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = cuda_on_cpu.install(monkeypatch, folder)
+    _together(monkeypatch)
+    checks.check_many(1, 3, 12000, 200, 2, "softmax-mean", [12000], kind)
+    assert checks.failures == []
+    assert shared_rows(loaded) == [9, 3 * left]
+
+
+def test_a_block_that_waits_in_vain_chooses_by_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = cuda_on_cpu.install(monkeypatch, folder)  # a block ends before the next begins
+    checks.check_many(1, 3, 12000, 200, 2, "softmax-mean", [12000])
+    assert checks.failures == []
+    assert shared_rows(loaded) == [9, 6]
 
 
 @pytest.mark.parametrize("kind", ["levels", "equal"])

@@ -7,7 +7,7 @@ import torch
 
 from trtkv.errors import CapacityError
 from trtkv.plugins._device.spec import shared_limit
-from trtkv.plugins.kv_select import fier_layout, launch
+from trtkv.plugins.kv_select import fier_layout, launch, launch_many
 
 
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
@@ -76,3 +76,17 @@ def test_many_units_of_a_block_leave_room_for_a_list(rows: int, units: int, head
     assert not launch.select_sieves(8192 * cluster, cluster, heads, "90")
     assert not launch.select_sieves(units, cluster, 7, "90")
     assert not launch.select_sieves(units, cluster, heads, "89")
+
+
+@pytest.mark.parametrize("heads", range(1, 9))
+@pytest.mark.parametrize(("rows", "units", "width"), [(32, 131072, 2048), (28, 262144, 2048), (44, 98304, 1024)])
+def test_blocks_that_share_a_row_have_room_for_lists(rows: int, units: int, width: int, heads: int) -> None:
+    plan = launch_many.Many.plan(rows, heads, units, 8, width, 132, "90")
+    assert plan is not None and plan.blocks == 132 // rows and plan.shared + 28 * 1024 <= shared_limit("90")
+    assert plan.listed * plan.blocks >= 3 * width and plan.listed % 32 == 0
+    mail, tickets = plan.allocate("cpu")
+    assert mail.shape == (rows, plan.blocks, plan.listed // 2 + 1, 4) and tickets.shape == (rows,)
+    assert launch_many.may_be_taken(rows, heads, units, width, "90") and not launch_many.may_be_taken(rows, heads, units, width, "89")
+    assert (
+        launch_many.Many.plan(64, heads, units, 8, width, 132, "90") is None and launch_many.Many.plan(4, heads, units, 8, width, 132, "90") is None
+    )
