@@ -21,7 +21,9 @@
 #define SIEVE_BINS (2 * THREADS)
 #define SAMPLE_BINS THREADS
 #define SAMPLED (2 * THREADS) // units of the sample, four at a place
-#define PIECE 512             // units: they are dealt to a row's blocks in turn, because what is chosen often lies together
+#ifndef PIECE
+#define PIECE 512
+#endif             // units: they are dealt to a row's blocks in turn, because what is chosen often lies together
 #ifndef EARLY
 #define EARLY min(DEPTH - 1, max(1, 14 / HEADS)) // stages that are asked for before the bound is known
 #endif
