@@ -11,7 +11,7 @@ from torch import Tensor
 from trtkv.plan import SelectPlan
 from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_attend.per_head import by_head
-from trtkv.plugins.kv_select import launch, launch_fused, launch_pages, op
+from trtkv.plugins.kv_select import launch, launch_fused, launch_listed, launch_pages, op
 from trtkv.plugins.kv_select.launch_speculate import speculate
 from trtkv.plugins.kv_select.told import take
 from trtkv.plugins.session import Session
@@ -65,7 +65,10 @@ def choose_units(
         if together is not None:
             _score_and_choose(session, layer, config, plan, summary, query, lens, table, out, together, own, overlap, told)
             return
-    desk = _desk(session, config, plan, table, ahead is not None)
+    desk = _desk(session, config, plan, summary, table, ahead is not None)
+    if desk.lists is not None:
+        _list_and_choose(session, layer, config, plan, query, lens, table, out, desk, own, overlap, told)
+        return
     score = {"budget": session.scores_from(layer) - (ahead is not None), "scale": config.scale, "overlap": overlap}
     if summary.scorer == "fier":
         bits, ranges = session.words(layer), session.ranges(layer)
@@ -86,11 +89,15 @@ def _own(session: Session, slots: Tensor) -> launch.OwnBudgets | None:
 
 @dataclass(frozen=True, slots=True)
 class _Desk:
-    """What the launches of a selection hand to each other: scores and parts as the scorer lays them out, cut [B, Hk, 2] int32 for outliers."""
+    """What the launches of a selection hand to each other: scores and parts as the scorer lays them out, cut [B, Hk, 2] int32 for outliers.
+
+    lists are counts and failed of `launch_listed.Listed`, None where all scores are stored.
+    """
 
     scores: Tensor
     parts: Tensor
     cut: Tensor
+    lists: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +137,18 @@ def _score_and_choose(
         return
     vectors, beside, cut = _index(session, layer, plan, summary, lens, table, together.cut, budget=session.scores_from(layer), overlap=overlap)
     launch_fused.page_select(query, vectors, beside, table, lens, *handed, kind=summary.scorer, unit=plan.unit, cut=cut, **common)
+
+
+def _list_and_choose(
+    session: Session, layer: int, config: OpConfig, plan: SelectPlan, query: Tensor, lens: Tensor, table: Tensor, out: Tensor, desk: _Desk,
+    own: launch.OwnBudgets | None, overlap: bool, told: Tensor | None,
+) -> None:  # fmt: skip
+    assert desk.lists is not None
+    launch_listed.score_and_choose_listed(
+        query, session.words(layer), session.ranges(layer), table, lens, desk.scores, desk.parts, *desk.lists, out, page_size=session.plan.page_size,
+        scores_from=session.scores_from(layer), budget=session.reads_all_up_to(layer), scale=config.scale, pooling=plan.pooling, sink=plan.sink,
+        window=plan.window, unit=plan.unit, group=plan.group, own=own, overlap=overlap, told=told,
+    )  # fmt: skip
 
 
 def _index(
@@ -186,21 +205,23 @@ def _allocate_per_head(rows: int, sequences: int, units: int, out: Tensor) -> tu
     return scores, parts, out.new_empty(sequences, rows // sequences, out.shape[2])
 
 
-def _desk(session: Session, config: OpConfig, plan: SelectPlan, table: Tensor, ahead: bool) -> _Desk:
+def _desk(session: Session, config: OpConfig, plan: SelectPlan, summary: Summary, table: Tensor, ahead: bool) -> _Desk:
     batch, units = table.shape[0], table.shape[1] * session.plan.page_size // plan.unit
     key = ("select ahead" if ahead else "select", batch, units, plan.pooling)
-    return session.scratch(key, lambda: _furnish(batch, units, config, plan, table.device))
+    return session.scratch(key, lambda: _furnish(batch, units, config, plan, summary, table.device, ahead))
 
 
-def _furnish(batch: int, units: int, config: OpConfig, plan: SelectPlan, device: torch.device) -> _Desk:
+def _furnish(batch: int, units: int, config: OpConfig, plan: SelectPlan, summary: Summary, device: torch.device, ahead: bool) -> _Desk:
     sms, heads = _multiprocessors(device), config.num_kv_heads
     group = config.num_q_heads // heads
     cut = torch.empty(batch, heads, 2, dtype=torch.int32, device=device)
-    if plan.unit == 1:
-        rows = batch * heads
-        return _Desk(*launch.Scratch.plan(rows, group, plan.pooling, units, sms).allocate(rows, device), cut)
-    pages = launch_pages.PageScratch.plan(batch, heads, group, plan.pooling, units, sms, shared=shares_selection(plan))
-    return _Desk(*pages.allocate(device), cut)
+    if plan.unit > 1:
+        pages = launch_pages.PageScratch.plan(batch, heads, group, plan.pooling, units, sms, shared=shares_selection(plan))
+        return _Desk(*pages.allocate(device), cut)
+    scratch = launch.Scratch.plan(batch * heads, group, plan.pooling, units, sms)
+    # What is chosen ahead is scored once for two lengths, and few other kernels are to be beside it.
+    listed = None if ahead else launch_listed.plan_for(plan, summary, batch, heads, group, config.head_dim, units, sms, launch.arch())
+    return _Desk(*scratch.allocate(batch * heads, device), cut, None if listed is None else listed.allocate(device))
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -14,8 +14,8 @@ from trtkv.plugins._device.nvrtc import Float, Int, Kernel, Long, Pointer
 from trtkv.plugins._device.spec import shared_limit
 
 _HERE = Path(__file__).parent
-_SCORE = (Pointer,) * 8 + (Int, Int, Int, Long, Int, Float)
-_SELECT = (Pointer,) * 7 + (Long,) + (Int,) * 9
+_SCORE = (Pointer,) * 9 + (Int, Int, Int, Long, Int, Float)
+_SELECT = (Pointer,) * 8 + (Long,) + (Int,) * 9
 POOLS = {"softmax-mean": 0, "softmax-max": 0, "mean": 1, "max": 2}
 CLUSTERS_FROM = 90  # clusters of blocks came with this compute capability
 _WORTHWHILE_UNITS = 4096  # a block more costs more than it saves below
@@ -60,31 +60,32 @@ class OwnBudgets:
 
 def fier_score(
     q: Tensor, bits: Tensor, meta: Tensor, table: Tensor, lens: Tensor, scores: Tensor, parts: Tensor, *,
-    page_size: int, budget: int, scale: float, pooling: str, overlap: bool = False, told: Tensor | None = None,
+    page_size: int, budget: int, scale: float, pooling: str, overlap: bool = False, told: Tensor | None = None, only: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Score all closed groups: q [B, Hq D], bits int32 [P, Hk, N / 32, D], meta fp16 [P, Hk, N / 32, 2, D], table [B, M], lens [B] int32.
 
     With overlap the kernel launched before this one must have written nothing that this one reads but queries and the newest token's group.
-    told [B, Hq, words] int32 is where the append before tells the queries, see `told.py`.
+    told [B, Hq, words] int32 is where the append before tells the queries, see `told.py`. only [B Hk] int32, of the launch before: rows with zero are
+    left alone; for softmax poolings of more than one head.
     """
     heads, dim = bits.shape[1], bits.shape[-1]
     group = q.shape[1] // dim // heads
     kernel = score_kernel(dim, group, pooling, q.dtype == torch.bfloat16, arch())
     pointers = [one.data_ptr() for one in (q, bits, meta, table, lens, scores, parts)]
-    values = (*pointers, 0 if told is None else told.data_ptr(), q.stride(0), table.stride(0), page_size // 32, scores.shape[2], budget,
-              scale * 1.4426950408889634)  # fmt: skip
+    beside = [0 if one is None else one.data_ptr() for one in (told, only)]
+    values = (*pointers, *beside, q.stride(0), table.stride(0), page_size // 32, scores.shape[2], budget, scale * 1.4426950408889634)
     kernel.launch((parts.shape[1], heads, lens.shape[0]), 256, 64 * score_stages(dim, arch()) * dim, stream(), values, overlap=overlap)
 
 
 def select_units(
     scores: Tensor, parts: Tensor, lens: Tensor, out: Tensor, *,
     budget: int, sink: int, window: int, unit: int, group: int, pooling: str, own: OwnBudgets | None = None, cluster: int = 0, overlap: bool = False,
-    told: Tensor | None = None,
+    told: Tensor | None = None, only: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Choose units by scores and parts of a scorer, lens [B]: out [B, H, K + 1] int32, units ascending, then their count, -1 where all are read.
 
     Sequences of up to `budget` tokens are read whole; own says which sequences choose fewer units than K. Both are read before the kernel waits.
-    The words of told, as of `fier_score`, are emptied.
+    The words of told, as of `fier_score`, are emptied. only as there, of a launch before the scorer's: lists of rows with zero stay.
     """
     rows, heads, stride = scores.shape
     sm = arch()
@@ -93,8 +94,8 @@ def select_units(
     kernel = select_kernel(cluster, heads, pooling == "softmax-max", unit, group, sm, streams=shared.streams, sieves=shared.sieves)
     slots, budgets, below = (0, 0, 0) if own is None else (own.slots.data_ptr(), own.budgets.data_ptr(), own.dense_below)
     words, each = (0, 0) if told is None else (told.data_ptr(), told.numel() // (4 * rows))
-    values = (scores.data_ptr(), parts.data_ptr(), lens.data_ptr(), out.data_ptr(), slots, budgets, words, stride, parts.shape[1],
-              rows // lens.shape[0], budget, below, out.shape[2] - 1, sink, window, shared.kept, each)  # fmt: skip
+    values = (scores.data_ptr(), parts.data_ptr(), lens.data_ptr(), out.data_ptr(), slots, budgets, words, 0 if only is None else only.data_ptr(),
+              stride, parts.shape[1], rows // lens.shape[0], budget, below, out.shape[2] - 1, sink, window, shared.kept, each)  # fmt: skip
     kernel.launch((rows * cluster, 1, 1), 1024, shared.bytes, stream(), values, cluster=cluster, overlap=overlap)
 
 

@@ -265,13 +265,18 @@ __device__ __forceinline__ void put_forced(int* out, int first, int wanted, int 
 // ascending units, -1 behind them, then their count; -1 everywhere where the sequence is read whole. Row r belongs to sequence r /
 // rows_per_sequence. budgets [Z] holds by slots [B] the smaller budgets that requests asked for, 0 for none; null: nobody did. Such a sequence is
 // read whole up to its own budget or dense_below tokens. told [R, told_words] or null: the query's words, which are emptied for the next append (query.cuh).
+// only [R] or null: rows with zero are left alone, where heads are pooled.
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_units(const __half* scores, const float4* parts, const int* lens,
-    int* out, const int* slots, const int* budgets, uint4* told, long long score_stride, int num_parts, int rows_per_sequence, int budget, int dense_below,
-    int room, int sink, int window, int kept, int told_words) {
+    int* out, const int* slots, const int* budgets, uint4* told, const int* only, long long score_stride, int num_parts, int rows_per_sequence, int budget,
+    int dense_below, int room, int sink, int window, int kept, int told_words) {
   extern __shared__ __align__(16) char dynamic[];
   __shared__ Shared s;
   const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0, tid = threadIdx.x;
   const long long row = blockIdx.x / CLUSTER;
+  if (HEADS > 1 && only) { // the launch in front of the scorer says so, to all blocks of a row
+    dependency_wait();
+    if (__ldcg(only + row) == 0) return;
+  }
   const int sequence = (int)row / rows_per_sequence, stored = lens[sequence];
   const int own = budgets ? budgets[slots[sequence]] : 0, width = own ? min(room, (own + UNIT - 1) / UNIT) : room;
   const int whole_to = own ? max(min(own, budget), dense_below) : budget;

@@ -16,7 +16,7 @@ from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_attend import launch as attend_launch
 from trtkv.plugins.kv_attend import launch_dense, per_head, prefill, reference
 from trtkv.plugins.kv_attend import op as attend_op
-from trtkv.plugins.kv_select import fier_layout, launch, launch_fused, launch_pages
+from trtkv.plugins.kv_select import fier_layout, launch, launch_fused, launch_listed, launch_pages
 from trtkv.plugins.selection import choose
 from trtkv.ranking import best
 
@@ -35,10 +35,13 @@ class Launches:
         self.outliers: dict[int, list[Tensor | None]] = {}
         self.raised: dict[int, list[Tensor | None] | None] = {}
         self.names: list[str] = []
+        self.fails = False  # whether the lists of every other row do not decide
         monkeypatch.setattr(launch, "fier_score", self.fier_score)
         monkeypatch.setattr(launch, "select_units", self.select_units)
         monkeypatch.setattr(launch_fused, "fier_select", self.fier_select)
         monkeypatch.setattr(launch_fused, "page_select", self.page_select)
+        monkeypatch.setattr(launch_listed, "fier_list", self.fier_list)
+        monkeypatch.setattr(launch_listed, "choose_listed", self.choose_listed)
         monkeypatch.setattr(launch_pages, "score_pages", self.score_pages)
         monkeypatch.setattr(launch_pages, "outlier_cut", self.outlier_cut)
         monkeypatch.setattr(attend_launch, "attend_list", self.attend_list)
@@ -49,7 +52,8 @@ class Launches:
         fake_device(monkeypatch)
 
     def fier_score(
-        self, q, bits, meta, table, lens, scores, parts, *, page_size, budget, scale, pooling, overlap=False, told=None
+        self, q, bits, meta, table, lens, scores, parts, *, page_size, budget, scale, pooling, overlap=False, told=None,
+        only=None,
     ) -> None:  # fmt: skip
         self.names.append("fier_score")
         heads, dim = bits.shape[1], bits.shape[-1]
@@ -61,6 +65,9 @@ class Launches:
             rows += (
                 self.pooled(q[b].float().view(heads, -1, dim) @ keys.transpose(1, 2) * scale, pooling, heads) if stored > budget else [None] * heads
             )
+        if only is not None:
+            assert told is None
+            rows = [row if which else None for row, which in zip(rows, only.tolist(), strict=True)]
         self.scores[scores.data_ptr()] = rows
         assert scores.shape[1] == next((len(one) for one in rows if one is not None), scores.shape[1])
 
@@ -112,13 +119,16 @@ class Launches:
         self.outliers[cut.data_ptr()] = found
 
     def select_units(
-        self, scores, parts, lens, out, *, budget, sink, window, unit, group, pooling, own=None, cluster=0, overlap=False, told=None
+        self, scores, parts, lens, out, *, budget, sink, window, unit, group, pooling, own=None, cluster=0, overlap=False, told=None,
+        only=None,
     ) -> None:  # fmt: skip
         self.names.append("select_units")
         rows, lists = self.scores.pop(scores.data_ptr()), out.view(-1, out.shape[-1])
         raised = self.raised.pop(scores.data_ptr(), None)
         assert len(rows) == len(lists) == scores.shape[0] and out.is_contiguous()
         for r, found in enumerate(rows):
+            if only is not None and not only[r]:
+                continue
             b, width, whole_to = r // (len(rows) // len(lens)), out.shape[-1] - 1, budget
             if own is not None and (asked := int(own.budgets[own.slots[b]])):
                 width, whole_to = min(width, -(-asked // unit)), max(min(asked, budget), own.dense_below)
@@ -130,6 +140,22 @@ class Launches:
                 pooled = (soft.amax(0) if pooling == "softmax-max" else soft.mean(0))[None]
                 chosen = choose(plan, pooled, stored, None if raised is None else raised[r][None])
                 lists[r, : chosen.shape[1]], lists[r, -1] = chosen[0].int(), chosen.shape[1]
+
+    def fier_list(
+        self, q, bits, meta, table, lens, scores, parts, counts, *, page_size, budget, room, scale, pooling, sink, window, own=None, overlap=False,
+        told=None,
+    ) -> None:  # fmt: skip
+        self.fier_score(q, bits, meta, table, lens, scores, parts, page_size=page_size, budget=budget, scale=scale, pooling=pooling)
+        assert counts.shape == (*parts.shape[:2], 8)
+        self.names[-1] = "fier_list"
+
+    def choose_listed(
+        self, scores, parts, counts, lens, out, failed, *, budget, sink, window, unit, group, pooling, own=None, cluster=0, overlap=False, told=None
+    ) -> None:  # fmt: skip
+        failed[:] = torch.arange(len(failed)) % 2 if self.fails else 0
+        given = {"budget": budget, "sink": sink, "window": window, "unit": unit, "group": group, "pooling": pooling, "own": own}
+        self.select_units(scores, parts, lens, out, only=failed == 0, **given)
+        self.names[-1] = "choose_listed"
 
     def fier_select(
         self, q, bits, meta, table, lens, out, mail, stamps, plan, *, page_size, budget, scale, pooling, sink, window, own=None, overlap=False,
