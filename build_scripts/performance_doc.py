@@ -150,7 +150,7 @@ def choice_row(record: Record) -> Record:
     """Add rows and goal of a selection alone."""
     rows = record["batch"] * record["kv_heads"]
     limit, kernels = CHOICE_GOALS_US.get((rows, record["context"])), record.get("select_kernels_us", {})
-    scoring = [name for name in kernels if "score" in name]
+    scoring = ["fier_list"] if "fier_list" in kernels else [name for name in kernels if "score" in name]
     choice = sum(took for name, took in kernels.items() if name not in scoring) if scoring else None
     return {**decode_row(record), "shape": f"{rows} x {record['context'] // 1024}k", "choice": choice, "goal": limit}
 

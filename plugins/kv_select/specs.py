@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trtkv.config import Limits, ModelConfig
 from trtkv.plan import CachePlan, SelectPlan
-from trtkv.plugins.kv_select import launch, launch_fused, launch_pages, launch_speculate
+from trtkv.plugins.kv_select import launch, launch_fused, launch_listed, launch_pages, launch_speculate
 from trtkv.plugins.support import Summary, outliers, shares_selection, summary_of
 
 _NAMES = {"bfloat16": "bf16", "float16": "fp16"}
@@ -24,6 +24,7 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
         for batch in range(1, limits.max_batch_size + 1):
             _selector(plan, select, summary, batch, limits, arch)
             _together(plan, select, summary, batch, limits, arch)
+            _listed(plan, select, summary, batch, limits, arch)
 
 
 def _scorer(plan: CachePlan, select: SelectPlan, summary: Summary, arch: str) -> None:
@@ -66,3 +67,11 @@ def _together(plan: CachePlan, select: SelectPlan, summary: Summary, batch: int,
         else:
             per_page, forced = plan.page_size // select.unit, outliers(select) > 0
             launch_fused.page_kernel(summary.scorer, plan.head_dim, group, select.pooling, fused, per_page, bf16, arch, forced=forced)
+
+
+def _listed(plan: CachePlan, select: SelectPlan, summary: Summary, batch: int, limits: Limits, arch: str) -> None:
+    """Load the scorer that lists and the choice among its lists; scorer and selector for rows whose lists do not decide are loaded anyway."""
+    group, bf16 = plan.num_q_heads // plan.num_kv_heads, plan.kv_dtype == "bfloat16"
+    units = plan.pages(limits.max_seq_len) * plan.page_size // select.unit
+    if launch_listed.lists_on_any(select, summary, batch, plan.num_kv_heads, group, plan.head_dim, units, arch):
+        launch_listed.list_kernel(plan.head_dim, group, select.pooling, bf16, arch)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trtkv.bench.bounds import count_bytes
+from trtkv.bench.bounds import count_bytes, stores_scores
 from trtkv.bench.cases import MOST_LAYERS, Case, find_geometry, find_policy, needed_bytes, rotation
 from trtkv.bench.kernels import bound_figures
 
@@ -51,6 +51,11 @@ def test_scores_between_two_launches_are_moved_but_need_not_be() -> None:
     assert apart.least("select") == together.least("select")
     assert apart.moved("select") - together.moved("select") == apart.scratch == apart.moved("retrieve") - together.moved("retrieve")
     assert apart.moved("retrieve") == apart.append + apart.select + apart.attend + apart.scratch > apart.least("retrieve")
+
+
+def test_scores_that_are_listed_are_not_moved() -> None:
+    assert stores_scores({"fier_score": 1.0, "select_units": 1.0}) and not stores_scores(["fier_select"])
+    assert not stores_scores(["fier_list", "choose_listed", "fier_score", "select_units"]), "the latter are for rows whose lists do not decide"
 
 
 def test_a_prefill_chunk_writes_the_summaries_that_it_closes() -> None:

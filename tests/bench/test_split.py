@@ -14,7 +14,8 @@ from trtkv.runtime.loading import Options, open_engine
 
 KERNELS = {
     "nvjet_tst_128x64": "weights", "gemv": "weights", "attend_list": "attention", "flash_fwd_splitkv": "attention", "attend_encoded": "attention",
-    "fier_score": "selection", "select_units": "selection", "recall_pages": "recall", "append_kernel": "append", "append_encoded": "append",
+    "fier_score": "selection", "fier_list": "selection", "choose_listed": "selection", "select_units": "selection",
+    "recall_pages": "recall", "append_kernel": "append", "append_encoded": "append",
     "move_kernel": "append", "rms_norm": "norms", "silu_gate": "norms", "sample": "sampling", "fetch": "sampling", "indexSelectSmallIndex": "rest",
 }  # fmt: skip
 LAYER = (("gemv", 4.0), ("append_kernel", 1.0), ("attend_dense", 3.0), ("gemv", 2.0), ("gemv", 8.0), ("gemv", 5.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from trtkv.bench.cases import Case
@@ -57,6 +58,11 @@ class Bytes:
         if op == "retrieve":
             return self.append + self.select + self.attend + self.scratch
         return self.least(op) + (self.scratch if op == "select" else 0)
+
+
+def stores_scores(kernels: Collection[str]) -> bool:
+    """Say whether all scores pass through memory between the kernels of a choice; the few that a scorer lists are not counted."""
+    return len(kernels) > 1 and "fier_list" not in kernels
 
 
 def count_bytes(case: Case, *, dense: bool = False, separate: bool = False) -> Bytes:

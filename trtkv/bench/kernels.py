@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trtkv.bench.bounds import Bytes, count_bytes
+from trtkv.bench.bounds import Bytes, count_bytes, stores_scores
 from trtkv.bench.cases import Case, rotation
 from trtkv.bench.check import Findings, check_layer
 from trtkv.bench.dense import dense_sets, fastest, time_dense
@@ -67,7 +67,7 @@ def measure_case(case: Case, dense: dict[str, Times], bandwidth: float, setup: S
     if findings.passed:
         times = _time_ops(layers, setup, findings)
         kernels = kernel_times(layers.select, count, setup.device) if "select" in times else {}
-    counted = count_bytes(case, separate=len(kernels) > 1)
+    counted = count_bytes(case, separate=stores_scores(kernels))
     figures = _figures(case, times, dense, counted, bandwidth) | ({"select_kernels_us": kernels} if kernels else {}) if times else {}
     return make_record("kernel", case.command(), setup.device, findings.to_json(), {**_facts(case), "layers": count, "runs": setup.runs}, figures)
 

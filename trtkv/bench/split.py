@@ -15,7 +15,7 @@ from trtkv.runtime.loading import Engine
 KINDS = {  # what a kernel's time is spent on, by words of its name; the first that fits. Eviction and encoding count as appending.
     "recall": ("recall", "received", "open_pages"),
     "attention": ("attend", "flash", "fmha", "merge"),
-    "selection": ("score", "select", "speculate", "outlier"),
+    "selection": ("score", "select", "listed", "fier", "speculate", "outlier"),
     "append": ("append", "encode", "move_kernel", "remember", "sums_kernel", "choose_kernel", "spread_kernel"),
     "weights": ("gemv", "nvjet", "gemm", "splitk", "cutlass"),
     "norms": ("norm", "silu"),  # where no product makes them
