@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -14,8 +15,7 @@ pytest.importorskip("triton")
 from tests.gpu import check_retrieval as checks
 
 sys.modules.setdefault("check_retrieval", checks)  # as the checks on a GPU import each other
-from tests.gpu import check_listed as listed
-
+listed = importlib.import_module("tests.gpu.check_listed")
 pytestmark = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
 BF16, FP16 = torch.bfloat16, torch.float16
 
