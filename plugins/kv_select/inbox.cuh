@@ -24,3 +24,7 @@ __device__ __forceinline__ void inbox_put(u64* to, u64 v, u64* box, int rank) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0],%1,[%2];" ::"r"(inbox_at(to, rank)), "l"(v), "r"(inbox_at(box, rank))
       : "memory");
 }
+__device__ __forceinline__ void inbox_put(u32* to, u32 v, u64* box, int rank) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0],%1,[%2];" ::"r"(inbox_at(to, rank)), "r"(v), "r"(inbox_at(box, rank))
+      : "memory");
+}

@@ -104,7 +104,7 @@ def select_cluster(rows: int, units: int, arch: str = "90") -> int:
 
     Raises CapacityError for more units than a row can have.
     """
-    largest = 1 if int(arch) < CLUSTERS_FROM else 16 if arch in _LARGE_CLUSTERS else 8
+    largest = largest_cluster(arch)
     most = next((c for c, limit in ((16, 6), (8, 12), (4, 24), (3, 40), (2, 66)) if rows <= limit), 1)
     while most > 1 and (units < most * _WORTHWHILE_UNITS or most > largest):
         most //= 2
@@ -116,6 +116,11 @@ def select_cluster(rows: int, units: int, arch: str = "90") -> int:
         limit = max(largest * block, 8 * _select_room(arch) - 32)
         raise CapacityError(f"{units} units of one sequence cannot be ranked on this GPU", f"Lower the maximum length to {limit} units.")
     return 1
+
+
+def largest_cluster(arch: str) -> int:
+    """Return the most blocks that a cluster has on GPUs of a compute capability, 1 where there are no clusters."""
+    return 1 if int(arch) < CLUSTERS_FROM else 16 if arch in _LARGE_CLUSTERS else 8
 
 
 def select_streams(units: int, cluster: int, arch: str) -> bool:

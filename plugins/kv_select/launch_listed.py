@@ -8,16 +8,38 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from trtkv.errors import CapacityError
 from trtkv.plan import SelectPlan
 from trtkv.plugins._device import nvrtc
 from trtkv.plugins._device.nvrtc import Float, Int, Kernel, Long, Pointer
+from trtkv.plugins._device.spec import shared_limit
 from trtkv.plugins.kv_select import launch, launch_fused
-from trtkv.plugins.kv_select.launch import CLUSTERS_FROM, OwnBudgets, Scratch, arch, score_stages, stream
+from trtkv.plugins.kv_select.launch import CLUSTERS_FROM, OwnBudgets, Scratch, arch, largest_cluster, score_stages, stream
 from trtkv.plugins.support import Summary, shares_selection
 
 _HERE = Path(__file__).parent
 
 # ---- The choice among what is listed ----
+
+_LISTED = (Pointer,) * 9 + (Long,) + (Int,) * 11
+SCORER_WARPS = 8  # warps of a block of the scorer, each of which has a list
+_SEGMENT = 4096  # units whose bits a warp sends to another block
+_ROUNDS = 8  # packets that a thread keeps, at most
+_CROWDED = 512  # units that are compared, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Regions:
+    """Where lists lie in the memory of a row's scores: bytes of a region, and packets that there is room for."""
+
+    bytes: int
+    capacity: int
+
+    @staticmethod
+    def of(heads: int, stride: int, parts: int) -> Regions:
+        """Lay out a row of `stride` units' scores, scored by so many blocks."""
+        size = heads * stride * 2 // (parts * SCORER_WARPS) // 128 * 128
+        return Regions(size, size // (16 * ((heads + 1) // 2) + 4) // 32 * 32)
 
 
 def choose_listed(
@@ -25,15 +47,60 @@ def choose_listed(
     budget: int, sink: int, window: int, unit: int, group: int, pooling: str, own: OwnBudgets | None = None, cluster: int = 0, overlap: bool = False,
     told: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Stand for the launch of listed.cu, which is made beside this."""
-    raise NotImplementedError
+    """Choose as `launch.select_units` does, among lists in scores [R, heads, stride], counts [R, parts, 8] int32, parts [R, parts, heads, 4].
+
+    failed [R] int32 is 1 where the lists do not hold the choice, whose row of out is left alone, and 0 elsewhere.
+    """
+    rows, heads, stride = scores.shape
+    sm, regions = arch(), Regions.of(heads, stride, parts.shape[1])
+    cluster = cluster or listed_cluster(rows, sm)
+    rounds, shared = listed_shared(stride, cluster, heads, parts.shape[1], sm)
+    slots, budgets, below = (0, 0, 0) if own is None else (own.slots.data_ptr(), own.budgets.data_ptr(), own.dense_below)
+    words, each = (0, 0) if told is None else (told.data_ptr(), told.numel() // (4 * rows))
+    values = (scores.data_ptr(), parts.data_ptr(), counts.data_ptr(), lens.data_ptr(), out.data_ptr(), failed.data_ptr(), slots, budgets, words,
+              heads * stride * 2, regions.bytes, regions.capacity, parts.shape[1], rows // lens.shape[0], budget, below, out.shape[2] - 1, sink,
+              window, rounds, each)  # fmt: skip
+    kernel = listed_kernel(cluster, heads, pooling == "softmax-max", unit, group, sm)
+    kernel.launch((rows * cluster, 1, 1), listed_threads(cluster), shared, stream(), values, cluster=cluster, overlap=overlap)
+
+
+def listed_cluster(rows: int, arch: str = "90") -> int:
+    """Choose blocks a row: as many as are resident at once."""
+    return min(next((c for c, limit in ((16, 6), (8, 12), (4, 32), (2, 66)) if rows <= limit), 1), largest_cluster(arch))
+
+
+def listed_threads(cluster: int) -> int:
+    """Choose the threads of a block."""
+    return 1024
+
+
+def listed_shared(units: int, cluster: int, heads: int, parts: int, arch: str) -> tuple[int, int]:
+    """Return the packets that a thread has room for, and the dynamic shared memory of rows of at most so many units.
+
+    Raises CapacityError where a row's bits do not fit.
+    """
+    segments, peers, threads = -(-units // (_SEGMENT * cluster)), cluster - 1, listed_threads(cluster)
+    bins = 512 if cluster > 8 else 1024
+    static = 4 * bins + 4 * bins * max(1, peers) + 8 * _CROWDED + 1024
+    least = 512 * segments * (cluster + peers) + 4 * segments * peers * peers + 4 * parts * heads + 64
+    most = max(1, -(-Regions.of(heads, units, parts).capacity * parts * SCORER_WARPS // (cluster * threads)))
+    rounds = min(most, _ROUNDS, (shared_limit(arch) - static - least) // (20 * threads))
+    if rounds < 1:
+        raise CapacityError(f"{units} units of one sequence cannot be ranked by lists on this GPU", "Lower the maximum length.")
+    return rounds, least + 20 * threads * rounds
+
+
+def listed_kernel(cluster: int, heads: int, maximum: bool, unit: int, group: int, arch: str) -> Kernel:
+    """Load the choice among lists for a cluster size and number of scored heads."""
+    shape = {"CLUSTER": cluster, "HEADS": heads, "MAXIMUM": int(maximum), "UNIT": unit, "GROUP": group, "THREADS": listed_threads(cluster)}
+    defines = tuple(f"-D{name}={value}" for name, value in shape.items())
+    return nvrtc.load(_HERE / "listed.cu", "choose_listed", _LISTED, defines, arch, 210 * 1024)
 
 
 # ---- The scorer that lists, and the launches in turn ----
 
 _LIST = (Pointer,) * 11 + (Int, Int, Int, Long) + (Int,) * 5 + (Float,)
 _LOG2_E = 1.4426950408889634
-_WARPS = 8  # of a block that scores, each with a region of the row's lists
 _SAMPLE_BYTES = 2048  # of shared memory, in which a warp keeps the scores of its sample
 _POOLINGS = ("softmax-mean", "softmax-max")
 _LEAST_CAPACITY = 96  # packets of a region; below that chance decides whether they fit
@@ -60,19 +127,23 @@ class Listed:
         if int(arch) < CLUSTERS_FROM or group_heads == 1 or pooling not in _POOLINGS or units < _LEAST_UNITS_A_CHOICE * budget:
             return None
         scratch = Scratch.plan(rows, group_heads, pooling, units, sms)
-        capacity = region_packets(scratch.heads, scratch.stride, scratch.parts)
-        return Listed(rows, scratch.heads, scratch.stride, scratch.parts, capacity) if capacity >= _LEAST_CAPACITY else None
+        capacity = Regions.of(scratch.heads, scratch.stride, scratch.parts).capacity
+        if capacity < _LEAST_CAPACITY or not _chooses(rows, scratch, arch):
+            return None
+        return Listed(rows, scratch.heads, scratch.stride, scratch.parts, capacity)
 
     def allocate(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Allocate beside scores and parts: counts [R, parts, warps] int32 of what is listed, failed [R] int32: rows whose lists do not decide."""
-        counts = torch.zeros(self.rows, self.parts, _WARPS, dtype=torch.int32, device=device)
+        counts = torch.zeros(self.rows, self.parts, SCORER_WARPS, dtype=torch.int32, device=device)
         return counts, torch.zeros(self.rows, dtype=torch.int32, device=device)
 
 
-def region_packets(heads: int, stride: int, parts: int) -> int:
-    """Return the packets of which a region has room: each has four scores a head, heads in pairs, and its first unit."""
-    region = heads * stride * 2 // (parts * _WARPS) // 128 * 128
-    return region // (16 * ((heads + 1) // 2) + 4) // 32 * 32
+def _chooses(rows: int, scratch: Scratch, arch: str) -> bool:
+    try:
+        listed_shared(scratch.stride, listed_cluster(rows, arch), scratch.heads, scratch.parts, arch)
+    except CapacityError:
+        return False
+    return True
 
 
 def plan_for(plan: SelectPlan, summary: Summary, batch: int, heads: int, group: int, dim: int, units: int, sms: int, arch: str) -> Listed | None:
@@ -107,7 +178,7 @@ def fier_list(
     given = (q, bits, meta, table, lens, scores, parts, counts, told, slots, budgets)
     values = (*(0 if one is None else one.data_ptr() for one in given), q.stride(0), table.stride(0), page_size // 32,
               scores.stride(0) * scores.element_size(), budget, below, room, sink, window, scale * _LOG2_E)  # fmt: skip
-    kernel.launch((parts.shape[1], heads, lens.shape[0]), 32 * _WARPS, _list_bytes(dim, sm), stream(), values, overlap=overlap)
+    kernel.launch((parts.shape[1], heads, lens.shape[0]), 32 * SCORER_WARPS, _list_bytes(dim, sm), stream(), values, overlap=overlap)
 
 
 def score_and_choose_listed(
@@ -139,4 +210,4 @@ def list_kernel(dim: int, group: int, pooling: str, bf16: bool, arch: str) -> Ke
 
 def _list_bytes(dim: int, arch: str) -> int:
     """Shared memory of the scorer's rings, and of its warps' samples."""
-    return 64 * score_stages(dim, arch) * dim + _WARPS * _SAMPLE_BYTES
+    return 64 * score_stages(dim, arch) * dim + SCORER_WARPS * _SAMPLE_BYTES

@@ -7,6 +7,7 @@
 // Every block keeps a 16-bit monotone key of its share of the units in shared memory. One histogram of the upper 12 bits, summed over the
 // cluster, leaves a bin of candidates; a second of the lower 4 bits splits it where it is crowded. The candidates' exact scores are then
 // ranked. Should more than CANDIDATES still share a 16-bit key, the cut is found by bisection over score and index.
+#include "forced.cuh"
 #include "pooling.cuh"
 #ifdef SIEVE
 #include "sieve.cuh"
@@ -246,19 +247,6 @@ __device__ __forceinline__ int choose(Shared& s, const Share& share, int packets
   return s.before + s.lower;
 }
 
-// What is read in any case, and what is behind the list's last unit.
-__device__ __forceinline__ void put_forced(int* out, int first, int wanted, int units, int last, int room, int rank) {
-  const int tid = threadIdx.x;
-  const int count = first + wanted + units - last; // == width
-#pragma unroll 1
-  for (int i = rank * THREADS + tid; i < first; i += CLUSTER * THREADS) out[i] = i;
-#pragma unroll 1
-  for (int i = first + wanted + rank * THREADS + tid; i < count; i += CLUSTER * THREADS) out[i] = last + i - first - wanted;
-#pragma unroll 1
-  for (int i = count + rank * THREADS + tid; i < room; i += CLUSTER * THREADS) out[i] = -1;
-  if (rank == 0 && tid == 0) out[room] = count;
-}
-
 // Dynamic shared memory: 17 bytes a packet of eight units (share, of the longest row), 8 bytes a part and head, and 32 a packet where exact scores
 // are kept; where STREAM only one byte a packet, and no scores; where SIEVE room for the ring beside the bytes, and for a list of as many units as
 // kept says. scores [R, HEADS, score_stride] fp16 and parts [R, num_parts, HEADS] as a scorer leaves them, lens [B]. Writes out [R, width + 1]:
@@ -296,12 +284,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
     for (int i = tid; i < told_words; i += THREADS) __stcg(told + row * told_words + i, make_uint4(~0u, ~0u, ~0u, ~0u));
   }
   scores += row * HEADS * score_stride, parts += row * num_parts * HEADS, out += row * (room + 1);
-  const int closed = stored / GROUP * GROUP, usable = closed / UNIT, units = (stored + UNIT - 1) / UNIT;
-  const int first = (sink + UNIT - 1) / UNIT, last = max(first, min(closed, stored - window) / UNIT), wanted = width - first - (units - last);
-  if (stored <= whole_to || wanted >= last - first || wanted <= 0) { // all is read, every unit chosen, or nothing but the forced ones
-    const int gap = wanted <= 0 ? last - first : 0, count = stored <= whole_to ? -1 : min(units - gap, width);
-#pragma unroll 1
-    for (int i = rank * THREADS + tid; i <= room; i += CLUSTER * THREADS) out[i] = i == room ? count : i >= count ? -1 : i < first ? i : i + gap;
+  const Bounds bounds(stored, width, sink, window);
+  const int usable = bounds.usable, units = bounds.units, first = bounds.first, last = bounds.last, wanted = bounds.wanted;
+  if (stored <= whole_to || bounds.plain()) { // all is read, every unit chosen, or nothing but the forced ones
+    put_plain(out, bounds, width, room, rank, stored <= whole_to);
     return;
   }
 

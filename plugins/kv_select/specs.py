@@ -75,3 +75,5 @@ def _listed(plan: CachePlan, select: SelectPlan, summary: Summary, batch: int, l
     units = plan.pages(limits.max_seq_len) * plan.page_size // select.unit
     if launch_listed.lists_on_any(select, summary, batch, plan.num_kv_heads, group, plan.head_dim, units, arch):
         launch_listed.list_kernel(plan.head_dim, group, select.pooling, bf16, arch)
+        cluster = launch_listed.listed_cluster(batch * plan.num_kv_heads, arch)
+        launch_listed.listed_kernel(cluster, group, select.pooling == "softmax-max", select.unit, select.group, arch)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trtkv.plugins.kv_select import launch as select
 from trtkv.plugins.kv_select import launch_listed
-from trtkv.plugins.kv_select.launch_listed import Listed, region_packets
+from trtkv.plugins.kv_select.launch_listed import Listed, Regions
 
 NEAR = 0.006  # of the cut: pooled scores so near to it may be rounded to either side of it, because the references of parts differ
 LEAST_EQUAL = 0.995  # of the units that two ways choose
@@ -95,7 +95,7 @@ class Bench:
         rows, sms = len(case.lens) * case.heads, torch.cuda.get_device_properties(0).multi_processor_count
         scratch = select.Scratch.plan(rows, case.group, ask.pooling, case.table.shape[1] * case.page, sms)
         parts = parts or scratch.parts
-        plan = Listed(rows, scratch.heads, scratch.stride, parts, region_packets(scratch.heads, scratch.stride, parts))
+        plan = Listed(rows, scratch.heads, scratch.stride, parts, Regions.of(scratch.heads, scratch.stride, parts).capacity)
         bench, like, counts = Bench(case, ask, plan), case.guard.like, (rows, parts, 8)
         scores, shares, lists = (rows, plan.heads, plan.stride), (rows, parts, plan.heads, 4), (len(case.lens), case.heads, ask.budget + 1)
         for name in ("listed", "stored"):
@@ -206,7 +206,7 @@ def listed_units(bench: Bench, row: int) -> tuple[Tensor, Tensor]:
     """Return the units [L] that a row lists and their pooled scores in fp64, with the row's normalizers."""
     plan, made = bench.plan, bench.made
     heads, regions, packet = plan.heads, plan.parts * 8, 16 * ((plan.heads + 1) // 2)
-    region = heads * plan.stride * 2 // regions // 128 * 128
+    region = Regions.of(heads, plan.stride, plan.parts).bytes
     memory = made["listed scores"][row].flatten()[: regions * region // 2].view(torch.uint8).view(regions, region)
     there = torch.arange(plan.capacity, device=memory.device) < made["counts"][row].view(-1, 1)
     halves = memory[:, : plan.capacity * packet].contiguous().view(torch.float16).view(regions, plan.capacity, packet // 8, 4)[:, :, :heads]
