@@ -219,9 +219,9 @@ def listed_units(bench: Bench, row: int) -> tuple[Tensor, Tensor]:
     return (starts[there][:, None] + torch.arange(4, device=memory.device)).flatten(), pooled.flatten()
 
 
-def check_forced(case: Index, ask: Ask, label: str, which: Callable[[Tensor], Tensor]) -> None:
+def check_forced(case: Index, ask: Ask, label: str, which: Callable[[Tensor], Tensor], parts: int = 0) -> None:
     """Rows that are said to have failed are chosen for as ever, bit for bit, and others stay as they are."""
-    bench, choose = Bench.of(case, ask), launch_listed.choose_listed
+    bench, choose = Bench.of(case, ask, parts), launch_listed.choose_listed
     bench.stores()
     bench.lists()
     before = bench.made["listed choice"].clone()
@@ -240,9 +240,9 @@ def check_forced(case: Index, ask: Ask, label: str, which: Callable[[Tensor], Te
     expect(case.guard.intact(), f"{label}: a margin was written")
 
 
-def check_told(case: Index, ask: Ask, label: str) -> None:
+def check_told(case: Index, ask: Ask, label: str, parts: int = 0) -> None:
     """With queries that are told the same is chosen, and their words are empty behind it."""
-    bench = Bench.of(case, ask)
+    bench = Bench.of(case, ask, parts)
     bench.lists()
     first = bench.made["listed choice"].clone()
     bench.told = told_words(case.q, case.dim)
@@ -281,14 +281,14 @@ def check_growth(case: Index, ask: Ask, label: str, steps: int, by: int) -> None
         compare(bench, f"{label} {i}")
 
 
-def check_own(case: Index, ask: Ask, budgets: Sequence[int], dense_below: int, label: str) -> None:
+def check_own(case: Index, ask: Ask, budgets: Sequence[int], dense_below: int, label: str, parts: int = 0) -> None:
     """Requests with budgets of their own, 0 for none, choose fewer."""
     batch = len(budgets)
     slots, asked = torch.randperm(batch + 2)[:batch].int(), torch.full((batch + 2,), -5, dtype=torch.int32)
     asked[slots.long()] = torch.tensor(budgets, dtype=torch.int32)
     own = select.OwnBudgets(slots.to(checks.DEV), asked.to(checks.DEV), dense_below)
     least = max(min(one for one in (ask.budget, *budgets) if one), dense_below)
-    check(case, Ask(max(ask.budget, dense_below), ask.sink, ask.window, ask.pooling, own, least), label, fails=None)
+    check(case, Ask(max(ask.budget, dense_below), ask.sink, ask.window, ask.pooling, own, least), label, parts=parts, fails=None)
 
 
 def clustered(case: Index) -> None:

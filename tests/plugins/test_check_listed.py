@@ -13,6 +13,8 @@ from tests.plugins import cuda_on_cpu
 
 pytest.importorskip("triton")
 from tests.gpu import check_retrieval as checks
+from tests.gpu import listed_case
+from trtkv.plugins.kv_select import launch_listed
 
 sys.modules.setdefault("check_retrieval", checks)  # as the checks on a GPU import each other
 listed = importlib.import_module("tests.gpu.check_listed")
@@ -30,6 +32,8 @@ def _checks(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(checks, "DEV", "cpu")
     checks.failures.clear()
     cuda_on_cpu.install(monkeypatch, folder)
+    if not (launch_listed._HERE / "fier_list.cu").exists():
+        monkeypatch.setattr(launch_listed, "fier_list", listed_case.stand_in)
     torch.manual_seed(torch.initial_seed() % 1000)
 
 
@@ -51,18 +55,18 @@ def test_lists_hold_the_choice(group: int, dim: int, pooling: str, lens: list[in
 
 def test_rows_whose_lists_do_not_decide_are_scored_again() -> None:
     case = listed.Index(1, 2, 32, 32, [5000, 9000], FP16)
-    listed.check_forced(case, listed.Ask(100, 4, 16), "forced", lambda rows: rows == 1)
+    listed.check_forced(case, listed.Ask(100, 4, 16), "forced", lambda rows: rows == 1, parts=1)
     case.alike()
     listed.check(case, listed.Ask(100, 0, 0), "alike", parts=1, fails=True)
     assert checks.failures == []
 
 
 def test_queries_that_are_told() -> None:
-    listed.check_told(listed.Index(1, 4, 64, 32, [3000, 120], BF16), listed.Ask(100, 0, 8), "told")
+    listed.check_told(listed.Index(1, 4, 64, 32, [3000, 120], BF16), listed.Ask(100, 0, 8), "told", parts=1)
     assert checks.failures == []
 
 
 def test_requests_with_budgets_of_their_own_choose_fewer() -> None:
     case = listed.Index(1, 2, 32, 32, [5000, 130, 900, 400], FP16)
-    listed.check_own(case, listed.Ask(100, 4, 16), [50, 60, 0, 40], 0, "own")
+    listed.check_own(case, listed.Ask(100, 4, 16), [50, 60, 0, 40], 0, "own", parts=1)
     assert checks.failures == []
