@@ -96,12 +96,18 @@ def test_the_launches_in_turn_choose_as_the_torch_forms(pooling: str, fails: boo
     assert compared == 5 and [name for name in launches.names if name in in_turn] == in_turn * 4
 
 
-@pytest.mark.parametrize(("sm", "length", "pooling", "listed"), [
-    ("90", 131072, "softmax-mean", True), ("120", 131072, "softmax-max", True), ("89", 131072, "softmax-mean", False), ("90", 8192, "softmax-mean", False),
-    ("90", 131072, "mean", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sm", "length", "pooling", "listed"),
+    [
+        ("90", 131072, "softmax-mean", True),
+        ("120", 131072, "softmax-max", True),
+        ("89", 131072, "softmax-mean", False),
+        ("90", 8192, "softmax-mean", False),
+        ("90", 131072, "mean", False),
+    ],
+)
 def test_engines_bring_what_lists_and_what_stores(sm: str, length: int, pooling: str, listed: bool) -> None:
-    sets = ("retrieve.budget=2048", f"retrieve.pooling={pooling}")
+    sets = ("retrieve.budget=2048", "retrieve.dense_layers=1", f"retrieve.pooling={pooling}")
     plan, limits = parse_policy("fier", sets=sets).plan(model()), Limits(max_seq_len=length, max_batch_size=20, max_chunk_tokens=256)
     found = {spec.entry for spec in kernels_for(plan, model(), limits, sm)}
     assert {"fier_score", "select_units"} <= found
