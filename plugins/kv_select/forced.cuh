@@ -22,14 +22,11 @@ __device__ __forceinline__ void put_plain(int* out, const Bounds& b, int width, 
 }
 
 // What is read in any case, and what is behind the list's last unit.
-__device__ __forceinline__ void put_forced(int* out, int first, int wanted, int units, int last, int room, int rank) {
-  const int tid = threadIdx.x;
-  const int count = first + wanted + units - last; // == width
+__device__ __forceinline__ void put_forced(int* out, const Bounds& b, int room, int rank) {
+  const int count = b.first + b.wanted + b.units - b.last; // == width
 #pragma unroll 1
-  for (int i = rank * THREADS + tid; i < first; i += CLUSTER * THREADS) out[i] = i;
-#pragma unroll 1
-  for (int i = first + wanted + rank * THREADS + tid; i < count; i += CLUSTER * THREADS) out[i] = last + i - first - wanted;
-#pragma unroll 1
-  for (int i = count + rank * THREADS + tid; i < room; i += CLUSTER * THREADS) out[i] = -1;
-  if (rank == 0 && tid == 0) out[room] = count;
+  for (int i = rank * THREADS + threadIdx.x; i <= room - b.wanted; i += CLUSTER * THREADS) {
+    const int at = i < b.first ? i : i + b.wanted;
+    out[at] = at == room ? count : i < b.first ? i : at < count ? b.last + i - b.first : -1;
+  }
 }

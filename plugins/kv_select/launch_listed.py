@@ -9,12 +9,12 @@ from torch import Tensor
 
 from trtkv.errors import CapacityError
 from trtkv.plugins._device import nvrtc
-from trtkv.plugins._device.nvrtc import Int, Kernel, Long, Pointer
+from trtkv.plugins._device.nvrtc import Int, Kernel, Pointer
 from trtkv.plugins._device.spec import shared_limit
 from trtkv.plugins.kv_select.launch import OwnBudgets, arch, stream
 
 _HERE = Path(__file__).parent
-_LISTED = (Pointer,) * 9 + (Long,) + (Int,) * 11
+_LISTED = (Pointer,) * 9 + (Int,) * 7
 SCORER_WARPS = 8  # warps of a block of the scorer, each of which has a list
 _SEGMENT = 4096  # units whose bits a warp sends to another block
 _ROUNDS = 8  # packets that a thread keeps, at most
@@ -44,16 +44,14 @@ def choose_listed(
 
     failed [R] int32 is 1 where the lists do not hold the choice, whose row of out is left alone, and 0 elsewhere.
     """
-    rows, heads, stride = scores.shape
-    sm, regions = arch(), Regions.of(heads, stride, parts.shape[1])
+    (rows, heads, stride), num_parts, sm = scores.shape, parts.shape[1], arch()
     cluster = cluster or listed_cluster(rows)
-    rounds, shared = listed_shared(stride, cluster, heads, parts.shape[1], sm)
+    kernel = listed_kernel(cluster, heads, pooling == "softmax-max", unit, group, stride, num_parts, sm)
     slots, budgets, below = (0, 0, 0) if own is None else (own.slots.data_ptr(), own.budgets.data_ptr(), own.dense_below)
     words, each = (0, 0) if told is None else (told.data_ptr(), told.numel() // (4 * rows))
     values = (scores.data_ptr(), parts.data_ptr(), counts.data_ptr(), lens.data_ptr(), out.data_ptr(), failed.data_ptr(), slots, budgets, words,
-              heads * stride * 2, regions.bytes, regions.capacity, parts.shape[1], rows // lens.shape[0], budget, below, out.shape[2] - 1, sink,
-              window, rounds, each)  # fmt: skip
-    kernel = listed_kernel(cluster, heads, pooling == "softmax-max", unit, group, sm)
+              rows // lens.shape[0], budget, below, out.shape[2] - 1, sink, window, each)  # fmt: skip
+    shared = listed_shared(stride, cluster, heads, num_parts, sm)[1]
     kernel.launch((rows * cluster, 1, 1), listed_threads(cluster), shared, stream(), values, cluster=cluster, overlap=overlap)
 
 
@@ -68,14 +66,14 @@ def listed_threads(cluster: int) -> int:
 
 
 def listed_shared(units: int, cluster: int, heads: int, parts: int, arch: str) -> tuple[int, int]:
-    """Return the packets that a thread has room for, and the dynamic shared memory of rows of at most so many units.
+    """Return the packets that a thread has room for, and the dynamic shared memory of rows of at most so many units: listed.cuh's Room.
 
     Raises CapacityError where a row's bits do not fit.
     """
-    segments, peers, threads = -(-units // (_SEGMENT * cluster)), cluster - 1, listed_threads(cluster)
+    segments, peers, threads, pairs = -(-units // (_SEGMENT * cluster)), cluster - 1, listed_threads(cluster), (heads + 1) // 2
     bins = 512 if cluster > 8 else 1024
     static = 4 * bins + 4 * bins * max(1, peers) + 8 * _CROWDED + 1024
-    least = 512 * segments * (cluster + peers) + 4 * segments * peers * peers + 4 * parts * heads + 64
+    least = 17 * pairs * threads + 512 * segments * (cluster + max(1, peers)) + 4 * segments * max(1, peers) ** 2 + parts * (32 + 8 * pairs) + 64
     most = max(1, -(-Regions.of(heads, units, parts).capacity * parts * SCORER_WARPS // (cluster * threads)))
     rounds = min(most, _ROUNDS, (shared_limit(arch) - static - least) // (20 * threads))
     if rounds < 1:
@@ -83,8 +81,10 @@ def listed_shared(units: int, cluster: int, heads: int, parts: int, arch: str) -
     return rounds, least + 20 * threads * rounds
 
 
-def listed_kernel(cluster: int, heads: int, maximum: bool, unit: int, group: int, arch: str) -> Kernel:
-    """Load the choice among lists for a cluster size and number of scored heads."""
-    shape = {"CLUSTER": cluster, "HEADS": heads, "MAXIMUM": int(maximum), "UNIT": unit, "GROUP": group, "THREADS": listed_threads(cluster)}
+def listed_kernel(cluster: int, heads: int, maximum: bool, unit: int, group: int, units: int, parts: int, arch: str) -> Kernel:
+    """Load the choice among lists for a cluster size and number of scored heads, for rows of at most so many units and parts."""
+    rounds = listed_shared(units, cluster, heads, parts, arch)[0]
+    shape = {"CLUSTER": cluster, "HEADS": heads, "MAXIMUM": int(maximum), "UNIT": unit, "GROUP": group, "THREADS": listed_threads(cluster),
+             "STRIDE": units, "PARTS": parts, "ROUNDS": rounds}  # fmt: skip
     defines = tuple(f"-D{name}={value}" for name, value in shape.items())
-    return nvrtc.load(_HERE / "listed.cu", "choose_listed", _LISTED, defines, arch, 210 * 1024)
+    return nvrtc.load(_HERE / "listed.cu", "choose_listed", _LISTED, defines, arch, 225 * 1024)

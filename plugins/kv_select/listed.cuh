@@ -1,24 +1,29 @@
 // The choice of a row's best units among packets that a scorer listed, by one cluster: pooled, counted, cut, marked in a bitmap of the row.
 //
 // Packets are dealt to the blocks as they lie in the lists, 32 to a warp, whatever units they hold: every block has as many, whichever units are heavy,
-// and nothing that is read depends on something read before. What is marked goes to the block that writes those units.
+// and nothing that is read depends on something read before. What is marked goes to the block that writes those units. Nearly all of this runs once, so
+// what it takes is its number of instructions: sizes are known when it is compiled, and loops stay loops.
 #pragma once
 #include "forced.cuh"
 #include "inbox.cuh"
-#include "pooling.cuh"
 
 #define LOG_BINS (CLUSTER > 8 ? 9 : 10) // a block tells its counts to all others
 #define BINS (1 << LOG_BINS)
 #define FIRST_SHIFT (26 - LOG_BINS) // of the first count: its bins span eight octaves
 #define LEVELS 6                    // counts, at most: each but the first leaves a 2^LOG_BINS-th of 2^31 images
 #define CROWDED 512                 // units of the cluster that are compared, at most
-#define SCORER_WARPS 8
 #define WARPS (THREADS / 32)
+#define SCORER_WARPS 8
+#define REGIONS (PARTS * SCORER_WARPS)
 #define PAIRS ((HEADS + 1) / 2)
 #define PACKET (16 * PAIRS) // bytes: four halves of a head, four of the next, and so on
+#define REGION_BYTES ((long long)HEADS * STRIDE * 2 / REGIONS / 128 * 128)
+#define CAPACITY ((int)(REGION_BYTES / (PACKET + 4)) / 32 * 32)
 #define PEERS (CLUSTER > 1 ? CLUSTER - 1 : 1)
 #define SEGMENT 4096 // units whose bits a warp sends at once
-#define NOWHERE 0x7fffff00
+#define SEGMENTS ((STRIDE + SEGMENT * CLUSTER - 1) / (SEGMENT * CLUSTER)) // that a block writes
+#define WORDS (SEGMENTS * SEGMENT / 32)
+#define LANE_ROW 34 // uint4 from a pair of heads of a warp's packets to the next: no two lanes that copy at once meet in a bank
 
 struct Desk { // shared memory
   __align__(16) int hist[BINS];
@@ -27,45 +32,18 @@ struct Desk { // shared memory
   u64 boxes[LEVELS + 1];                      // for counts, and for what is marked
   u32 most[WARPS];                            // packets of a region, found by each warp
   float bound[HEADS];
-  int warp_sums[64], own_crowd, lower; // chosen units of lower blocks
-  int bin, above, count, start;        // the bin that is cut: units above it, in it, and in it of lower blocks
+  int sums[32], warp_sums[64], own_crowd, lower; // chosen units of lower blocks
+  int bin, above, count;                         // the bin that is cut: units above it, and in it
 };
-
-// Where a warp's next packets lie: the regions take turns, 32 packets each.
-struct Place {
-  int chunk, region, layer;
-};
-struct Lists { // of a row
-  const char* row;
-  const int* counts; // [regions]
-  int region_bytes, capacity, regions, step_region, step_layer;
-
-  __device__ __forceinline__ Place first(int rank) const {
-    const int chunk = (threadIdx.x >> 5) * CLUSTER + rank;
-    return {chunk, chunk % regions, chunk / regions};
-  }
-  __device__ __forceinline__ Place next(Place at) const {
-    at.chunk += WARPS * CLUSTER, at.region += step_region, at.layer += step_layer;
-    if (at.region >= regions) at.region -= regions, at.layer++;
-    return at;
-  }
-};
-
-// Four neighbouring units. Read before it is known whether there is one: its region has the place.
-struct Packet {
-  uint4 pairs[PAIRS];
-  u32 unit;
-  int count; // of packets in the region
-
-  __device__ __forceinline__ void load(const Lists& lists, const Place& at) {
-    const int slot = at.layer * 32 + (threadIdx.x & 31);
-    count = 0;
-    if (slot >= lists.capacity) return;
-    const char* region = lists.row + (long long)at.region * lists.region_bytes;
-    count = lists.counts[at.region], unit = *reinterpret_cast<const u32*>(region + lists.capacity * PACKET + slot * 4);
-#pragma unroll
-    for (int m = 0; m < PAIRS; m++) pairs[m] = *reinterpret_cast<const uint4*>(region + slot * PACKET + 16 * m);
-  }
+struct Room { // more of it
+  uint4 packets[WARPS * PAIRS * LANE_ROW]; // of each warp, on their way
+  uint4 images[ROUNDS * THREADS];         // of four units each
+  uint4 bitmap[CLUSTER * WORDS / 4];      // a bit a unit of the row
+  uint4 inbox[PEERS * WORDS / 4];        // what others marked of this block's units
+  u32 units[ROUNDS * THREADS];
+  u32 table[PEERS * PEERS * SEGMENTS]; // [PEERS, rank segments]: how many others marked of lower blocks' units
+  int counts[REGIONS];
+  float2 add[PARTS * PAIRS];
 };
 
 // Images [low, high) of scores, counted by bins of 2^shift from base on; what is below belongs to the first bin, what is above to the last. An image is
@@ -73,7 +51,7 @@ struct Packet {
 struct Images {
   u32 low, high, base;
   int shift;
-  __device__ __forceinline__ int bin(u32 x) const { return min(max((int)(x - base) >> shift, 0), BINS - 1); }
+  __device__ __forceinline__ int bin(u32 x) const { return min((max(x, base) - base) >> shift, BINS - 1u); }
   __device__ __forceinline__ bool has(u32 x) const { return x >= low && x < high; }
   // Only those of a bin, which are not counted yet.
   __device__ __forceinline__ void narrow(int bin) {
@@ -89,65 +67,83 @@ struct Images {
 
 struct Choice {
   Desk& s;
-  const Lists& lists;
-  const Bounds& bounds;
-  const float* add; // [parts, HEADS]
-  uint4* images;    // [rounds, THREADS] of four units each
-  u32* units;       // [rounds, THREADS]
-  uint4* bitmap;    // [CLUSTER, 32 segments]: a bit a unit of the row
-  uint4* inbox;     // [PEERS, 32 segments]: what others marked of this block's units
-  u32* table;       // [PEERS, rank segments]: how many they marked of lower ones
-  int segments, rank, chunks;
+  Room& room;
+  const char* lists; // of the row
+  int rank, first, last;
 
-  __device__ __forceinline__ int slot_of(int from, int at) const { return from - (from > at); } // of a block at another
-  // Counts of others may come from now on.
-  __device__ __forceinline__ void open() const {
-    const int tid = threadIdx.x;
-    if (tid == 0) {
-#pragma unroll 1
-      for (int i = 0; CLUSTER > 1 && i <= LEVELS; i++) {
-        inbox_open(&s.boxes[i]);
-        if (i < LEVELS) inbox_expect(&s.boxes[i], (CLUSTER - 1) * BINS * 2);
+  __device__ __forceinline__ int first_chunk() const { return (threadIdx.x >> 5) * CLUSTER + rank; }
+  // Begin to copy a warp's next 32 packets, and return this lane's unit. It is not known yet how many there are: the region has the places.
+  __device__ __forceinline__ u32 load(int chunk) const {
+    const int region = chunk % REGIONS, layer = chunk / REGIONS, lane = threadIdx.x & 31;
+    u32 unit = 0;
+    if (layer * 32 < CAPACITY) {
+      const char* from = lists + region * REGION_BYTES;
+      unit = *reinterpret_cast<const u32*>(from + CAPACITY * PACKET + (layer * 32 + lane) * 4);
+      from += layer * 32 * PACKET + lane * 16;
+#pragma unroll
+      for (int i = 0; i < PAIRS; i++) {
+        const int piece = i * 32 + lane;
+        copy16(shared_at(room.packets + ((threadIdx.x >> 5) * PAIRS + piece % PAIRS) * LANE_ROW + piece / PAIRS), from + i * 512);
       }
-      s.own_crowd = s.lower = 0, s.bin = -1;
     }
+    copies_commit();
+    return unit;
   }
-  __device__ __forceinline__ void clear() const {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < BINS; i += THREADS) s.hist[i] = 0;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < CLUSTER * 32 * segments; i += THREADS) bitmap[i] = make_uint4(0, 0, 0, 0);
-  }
-  // Pool a packet, keep its images and count those that are high enough.
-  __device__ __forceinline__ void take(const Packet& p, const Place& at, int round, const Images& range) const {
-    const int slot = at.layer * 32 + (threadIdx.x & 31), to = round * THREADS + threadIdx.x;
-    const u32 unit = slot < p.count ? p.unit : NOWHERE;
-    u32 h[HEADS][2], image[4];
-    float pooled[4];
+  // Pool a packet as pooling.cuh does.
+  __device__ __forceinline__ void pool(const float2* add, float (&pooled)[4]) const {
+    const uint4* packet = room.packets + (threadIdx.x >> 5) * PAIRS * LANE_ROW + (threadIdx.x & 31);
 #pragma unroll
-    for (int j = 0; j < HEADS; j++) {
-      const uint4 v = p.pairs[j / 2];
-      h[j][0] = j & 1 ? v.z : v.x, h[j][1] = j & 1 ? v.w : v.y;
-    }
-    pool<2>(h, add + at.region / SCORER_WARPS * HEADS, pooled);
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-      const int u = unit + k;
-      image[k] = u >= bounds.first && u < bounds.last ? __float_as_uint(pooled[k]) + 1 : 0;
-      if (image[k] >= range.low) atomicAdd(&s.hist[range.bin(image[k])], 1);
-    }
-    images[to] = make_uint4(image[0], image[1], image[2], image[3]), units[to] = unit;
-  }
-  template <typename F> __device__ __forceinline__ void each(F use) const {
+    for (int k = 0; k < 4; k++) pooled[k] = 0.f;
 #pragma unroll 1
-    for (int chunk = (threadIdx.x >> 5) * CLUSTER + rank, to = threadIdx.x; chunk < chunks; chunk += WARPS * CLUSTER, to += THREADS)
-      use(images[to], units[to]);
+    for (int m = 0; m < PAIRS; m++, packet += LANE_ROW) {
+      const uint4 v = *packet;
+      const float2 c = add[m];
+      pool1(v.x, v.y, c.x, pooled);
+      if (2 * m + 1 < HEADS) pool1(v.z, v.w, c.y, pooled);
+    }
   }
-  __device__ __forceinline__ void count_again(const Images& range) const {
+  __device__ __forceinline__ void pool1(u32 a, u32 b, float add, float (&pooled)[4]) const {
+    const float2 x = __half22float2(*reinterpret_cast<const __half2*>(&a)), y = __half22float2(*reinterpret_cast<const __half2*>(&b));
+    const float one[4] = {exp2_fast(x.x + add), exp2_fast(x.y + add), exp2_fast(y.x + add), exp2_fast(y.y + add)};
+#pragma unroll
+    for (int k = 0; k < 4; k++) pooled[k] = MAXIMUM ? fmaxf(pooled[k], one[k]) : pooled[k] + one[k];
+  }
+  // Pool all packets, keep their images and count those that are high enough.
+  __device__ __forceinline__ void take(u32 unit, int chunks, const Images& range) const {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    int to = threadIdx.x;
+#pragma unroll 1
+    for (int chunk = first_chunk(); chunk < chunks; chunk += WARPS * CLUSTER, to += THREADS) {
+      const int region = chunk % REGIONS, left = room.counts[region] - chunk / REGIONS * 32;
+      u32 image[4] = {0, 0, 0, 0};
+      copies_wait<0>();
+      __syncwarp();
+      if (left > 0) {
+        float pooled[4];
+        pool(room.add + region / SCORER_WARPS * PAIRS, pooled);
+        const int from = lane < left ? first : 0x7fffffff;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+          const int u = unit + k;
+          if (u >= from && u < last) image[k] = __float_as_uint(pooled[k]) + 1;
+          if (image[k] >= range.low) atomicAdd(&s.hist[range.bin(image[k])], 1);
+        }
+      }
+      room.images[to] = make_uint4(image[0], image[1], image[2], image[3]), room.units[to] = unit;
+      __syncwarp();
+      if (chunk + WARPS * CLUSTER < chunks) unit = load(chunk + WARPS * CLUSTER);
+    }
+  }
+  template <typename F> __device__ __forceinline__ void each(int chunks, F use) const {
+    int to = threadIdx.x;
+#pragma unroll 1
+    for (int chunk = first_chunk(); chunk < chunks; chunk += WARPS * CLUSTER, to += THREADS) use(room.images[to], room.units[to]);
+  }
+  __device__ __forceinline__ void count_again(int chunks, const Images& range) const {
 #pragma unroll 1
     for (int i = threadIdx.x; i < BINS; i += THREADS) s.hist[i] = 0;
     __syncthreads();
-    each([&](const uint4& v, u32) {
+    each(chunks, [&](const uint4& v, u32) {
       const u32 image[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
       for (int k = 0; k < 4; k++) {
@@ -155,101 +151,105 @@ struct Choice {
       }
     });
   }
+
+  __device__ __forceinline__ int slot_of(int from, int at) const { return from - (from > at); } // of a block at another
   __device__ __forceinline__ void tell(int level) const {
     constexpr int QUADS = BINS / 8;
 #pragma unroll
-    for (int i = threadIdx.x; i < CLUSTER * QUADS; i += THREADS) {
-      const int c = i / QUADS, quad = i % QUADS;
+    for (int round = 0; round < (CLUSTER * QUADS + THREADS - 1) / THREADS; round++) {
+      const int i = round * THREADS + threadIdx.x, c = i / QUADS, quad = i % QUADS;
+      if (c >= CLUSTER || c == rank) continue;
       const int4 a = *reinterpret_cast<const int4*>(s.hist + 8 * quad), b = *reinterpret_cast<const int4*>(s.hist + 8 * quad + 4);
       const uint4 v = make_uint4(a.x | a.y << 16, a.z | a.w << 16, b.x | b.y << 16, b.z | b.w << 16);
-      if (c != rank) inbox_put(reinterpret_cast<uint4*>(s.told[level & 1][slot_of(rank, c)]) + quad, v, &s.boxes[level], c);
+      inbox_put(reinterpret_cast<uint4*>(s.told[level & 1][slot_of(rank, c)]) + quad, v, &s.boxes[level], c);
     }
   }
-  // The bin with the wanted-th image, from the counts of all blocks.
-  __device__ __forceinline__ void find(int level, int wanted, int& turn) const {
+  // The bin with the wanted-th image, from the counts of all blocks. No count of the cluster is above 65,535, so two are added at once.
+  __device__ __forceinline__ void find(int level, int wanted) const {
     static_assert(BINS <= 2 * THREADS, "a thread has two bins");
-    const int bin = BINS - 2 - 2 * (int)threadIdx.x;
-    int2 all = make_int2(0, 0), lower = make_int2(0, 0);
-    if (CLUSTER > 1) tell(level);
-    if (bin >= 0) all = *reinterpret_cast<const int2*>(s.hist + bin);
-    if (CLUSTER > 1) inbox_wait(&s.boxes[level]);
-    if (bin >= 0) {
+    const int pair = BINS / 2 - 1 - (int)threadIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    int low = 0, high = 0;
+    if (CLUSTER > 1) tell(level), inbox_wait(&s.boxes[level]);
+    if (pair >= 0) {
+      const int2 own = *reinterpret_cast<const int2*>(s.hist + 2 * pair);
+      u32 both = own.x | own.y << 16;
 #pragma unroll
-      for (int i = 0; i < CLUSTER - 1; i++) {
-        const u32 v = s.told[level & 1][i][bin / 2], x = v & 0xffff, y = v >> 16;
-        all.x += x, all.y += y;
-        if (i < rank) lower.x += x, lower.y += y;
-      }
+      for (int i = 0; i < CLUSTER - 1; i++) both += s.told[level & 1][i][pair];
+      low = both & 0xffff, high = both >> 16;
     }
-    const int mine = all.x + all.y, seen = block_scan(mine, s.warp_sums, turn) - mine;
-    if (seen < wanted && seen + mine >= wanted) {
-      const bool upper = seen + all.y >= wanted;
-      s.bin = bin + upper, s.above = upper ? seen : seen + all.y, s.count = upper ? all.y : all.x, s.start = upper ? lower.y : lower.x;
+    const int sum = __reduce_add_sync(~0u, low + high);
+    if (lane == 0) s.sums[warp] = sum;
+    __syncthreads();
+    const int before = __reduce_add_sync(~0u, lane < warp ? s.sums[lane] : 0);
+    if (before < wanted && before + sum >= wanted) { // the warp has it
+      const int end = before + warp_scan(low + high), seen = end - low - high;
+      if (seen < wanted && end >= wanted) {
+        const bool upper = seen + high >= wanted;
+        s.bin = 2 * pair + upper, s.above = upper ? seen : seen + high, s.count = upper ? high : low;
+      }
     }
     __syncthreads();
   }
-  // Until few images share the bin that is cut, or all of them are chosen; false where too few were counted, or too many are equal. wanted: what is
-  // left of it for that bin.
-  __device__ __forceinline__ bool cut(Images& range, int& wanted, int& turn) const {
+  // Until few images share the bin that is cut, or all of them are chosen. Returns the last count; -1 where too few were counted, or too many are equal.
+  // wanted: what is left of it for that bin.
+  __device__ __forceinline__ int cut(int chunks, Images& range, int& wanted) const {
 #pragma unroll 1
     for (int level = 0;; level++) {
       __syncthreads(); // all are counted
       if (level == 0) cluster_wait(); // every block has begun
       MARK(4)
-      find(level, wanted, turn);
+      find(level, wanted);
       MARK(5)
-      if (s.bin < 0) return false;
+      if (s.bin < 0) return -1;
       range.narrow(s.bin), wanted -= s.above;
-      if (s.count <= CROWDED || s.count == wanted) return true;
-      if (range.high - range.low == 1 || level + 1 == LEVELS) return false;
+      if (s.count <= CROWDED || s.count == wanted) return level;
+      if (range.high - range.low == 1 || level + 1 == LEVELS) return -1;
       range.spread();
-      count_again(range);
+      count_again(chunks, range);
     }
   }
-  // Mark what is surely chosen in the bitmap, and bring those that are to be compared to all blocks.
-  __device__ __forceinline__ void mark(const Images& range, bool all) const {
-    const u32 sure = all ? range.low : range.high;
-    const int start = s.start;
-    if (CLUSTER > 1 && threadIdx.x == 0) {
-      const int crowd = all ? 0 : s.count - s.hist[s.bin];
-      inbox_expect(&s.boxes[LEVELS], (CLUSTER - 1) * segments * (512 + rank * 4) + crowd * 8);
-    }
-    each([&](const uint4& v, u32 unit) {
+  // Mark what is surely chosen in the bitmap, list what is to be compared. start: what lower blocks list.
+  __device__ __forceinline__ void mark(int chunks, const Images& range, u32 sure, int start) const {
+    each(chunks, [&](const uint4& v, u32 unit) {
       const u32 chosen = (v.x >= sure) | (v.y >= sure) << 1 | (v.z >= sure) << 2 | (v.w >= sure) << 3;
       u32 near = ((v.x >= range.low) | (v.y >= range.low) << 1 | (v.z >= range.low) << 2 | (v.w >= range.low) << 3) & ~chosen;
-      if (chosen) atomicOr(reinterpret_cast<u32*>(bitmap) + (unit >> 5), chosen << (unit & 31));
+      if (chosen) atomicOr(reinterpret_cast<u32*>(room.bitmap) + (unit >> 5), chosen << (unit & 31));
 #pragma unroll 1
       for (; near; near &= near - 1) {
-        const int k = __ffs(near) - 1, at = start + atomicAdd(&s.own_crowd, 1);
-        const u64 one = (u64)(k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w) << 32 | ~(unit + k);
-        s.crowd[at] = one;
-#pragma unroll 1
-        for (int c = 0; CLUSTER > 1 && c < CLUSTER; c++) {
-          if (c != rank) inbox_put(&s.crowd[at], one, &s.boxes[LEVELS], c);
-        }
+        const int k = __ffs(near) - 1;
+        s.crowd[start + atomicAdd(&s.own_crowd, 1)] = (u64)(k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w) << 32 | ~(unit + k);
       }
     });
   }
-  // Send what is marked to the blocks that write those units, and how much it is to all behind them.
-  __device__ __forceinline__ void send() const {
+  // Send what is marked to the blocks that write those units, how much it is to all behind them, and what is to be compared to all.
+  __device__ __forceinline__ void send(int start, int crowd) const {
     const int lane = threadIdx.x & 31;
-    if (CLUSTER == 1) return;
+    u64* box = &s.boxes[LEVELS];
 #pragma unroll 1
-    for (int segment = threadIdx.x >> 5; segment < CLUSTER * segments; segment += WARPS) {
-      const uint4 v = bitmap[segment * 32 + lane];
-      const int owner = segment / segments, count = __reduce_add_sync(~0u, __popc(v.x) + __popc(v.y) + __popc(v.z) + __popc(v.w));
-      const int at = (slot_of(rank, owner) * segments + segment - owner * segments) * 32 + lane;
-      if (owner != rank) inbox_put(inbox + at, v, &s.boxes[LEVELS], owner);
+    for (int segment = threadIdx.x >> 5; segment < CLUSTER * SEGMENTS; segment += WARPS) {
+      const uint4 v = room.bitmap[segment * 32 + lane];
+      const int owner = segment / SEGMENTS, count = __reduce_add_sync(~0u, __popc(v.x) + __popc(v.y) + __popc(v.z) + __popc(v.w));
+      if (owner != rank) inbox_put(room.inbox + (slot_of(rank, owner) * SEGMENTS + segment % SEGMENTS) * 32 + lane, v, box, owner);
       if (owner < rank && lane == 0 && count) atomicAdd(&s.lower, count);
-      if (lane > owner && lane < CLUSTER && lane != rank)
-        inbox_put(table + slot_of(rank, lane) * lane * segments + segment, (u32)count, &s.boxes[LEVELS], lane);
+      if (lane > owner && lane < CLUSTER && lane != rank) inbox_put(room.table + slot_of(rank, lane) * lane * SEGMENTS + segment, (u32)count, box, lane);
     }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < crowd * CLUSTER; i += THREADS) {
+      if (i % CLUSTER != rank) inbox_put(s.crowd + start + i / CLUSTER, s.crowd[start + i / CLUSTER], box, i % CLUSTER);
+    }
+  }
+  // Marks of others of units of lower blocks.
+  __device__ __forceinline__ void add_lower() const {
+    int lower = 0;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < PEERS * SEGMENTS * rank; i += THREADS) lower += room.table[i];
+    lower = __reduce_add_sync(~0u, lower);
+    if ((threadIdx.x & 31) == 0 && lower) atomicAdd(&s.lower, lower);
   }
   // Mark the best of those that are compared, in this block's units, and count those of lower blocks. What this block marked may not have been sent yet,
   // so they are marked where others' marks have come.
   __device__ __forceinline__ void compare(int crowd, int need) const {
-    const u32 begin = rank * segments * SEGMENT, end = begin + segments * SEGMENT;
-    u32* marks = reinterpret_cast<u32*>(CLUSTER > 1 ? inbox : bitmap);
+    u32* marks = reinterpret_cast<u32*>(CLUSTER > 1 ? room.inbox : room.bitmap);
 #pragma unroll 1
     for (int i = threadIdx.x >> 3; i < ((crowd + 3) & ~3); i += THREADS / 8) {
       const u64 own = i < crowd ? s.crowd[i] : 0;
@@ -258,40 +258,34 @@ struct Choice {
       for (int k = threadIdx.x & 7; k < crowd; k += 8) better += s.crowd[k] > own;
 #pragma unroll
       for (int o = 1; o < 8; o <<= 1) better += __shfl_xor_sync(~0u, better, o);
-      const u32 unit = ~(u32)own;
-      if ((threadIdx.x & 7) || i >= crowd || better >= need || unit >= end) continue;
-      if (unit < begin) atomicAdd(&s.lower, 1);
-      else atomicOr(marks + (unit - begin) / 32, 1u << (unit & 31));
+      const int unit = ~(u32)own - rank * SEGMENTS * SEGMENT;
+      if ((threadIdx.x & 7) || i >= crowd || better >= need || unit >= SEGMENTS * SEGMENT) continue;
+      if (unit < 0) atomicAdd(&s.lower, 1);
+      else atomicOr(marks + (unit >> 5), 1u << (unit & 31));
     }
   }
-  // Bring this block's part of the bitmap together, and write its units, ascending, from out[at] on behind those of lower blocks.
-  __device__ __forceinline__ void put(int* out, int at, int& turn) const {
-    const int words = segments * 128, all = (words + THREADS - 1) / THREADS, from = min(words, (int)threadIdx.x * all), to = min(words, from + all);
-    u32* own = reinterpret_cast<u32*>(bitmap) + rank * words;
-    const u32* others = reinterpret_cast<const u32*>(inbox);
+  // Bring this block's part of the bitmap together, and write its units, ascending, from out[0] on behind those of lower blocks.
+  __device__ __forceinline__ void put(int* out, int& turn) const {
+    constexpr int EACH = (WORDS + THREADS - 1) / THREADS;
+    const int from = threadIdx.x * EACH;
+    u32 flags[EACH];
     int mine = 0;
-#pragma unroll 1
-    for (int i = from; i < to; i++) {
-      u32 flags = own[i];
 #pragma unroll
-      for (int c = 0; c < CLUSTER - 1; c++) flags |= others[c * words + i];
-      own[i] = flags, mine += __popc(flags);
+    for (int i = 0; i < EACH; i++) {
+      flags[i] = 0;
+      if (from + i < WORDS) {
+        flags[i] = reinterpret_cast<const u32*>(room.bitmap)[rank * WORDS + from + i];
+#pragma unroll
+        for (int c = 0; c < CLUSTER - 1; c++) flags[i] |= reinterpret_cast<const u32*>(room.inbox)[c * WORDS + from + i];
+      }
+      mine += __popc(flags[i]);
     }
-    at += block_scan(mine, s.warp_sums, turn) - mine;
-    at += s.lower;
+    int* to = out + (block_scan(mine, s.warp_sums, turn) - mine + s.lower);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int unit = rank * SEGMENTS * SEGMENT + (from + i) * 32 - 1;
 #pragma unroll 1
-    for (int i = from; i < to; i++) {
-      const int unit = rank * segments * SEGMENT + i * 32;
-#pragma unroll 1
-      for (u32 flags = own[i]; flags; flags &= flags - 1) out[at++] = unit + __ffs(flags) - 1;
+      for (u32 left = flags[i]; left; left &= left - 1) *to++ = unit + __ffs(left);
     }
-  }
-  // Marks of others of units of lower blocks.
-  __device__ __forceinline__ void add_lower() const {
-    int lower = 0;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < PEERS * rank * segments; i += THREADS) lower += table[i];
-    lower = __reduce_add_sync(~0u, lower);
-    if ((threadIdx.x & 31) == 0 && lower) atomicAdd(&s.lower, lower);
   }
 };

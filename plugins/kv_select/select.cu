@@ -280,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
   }
   scores += row * HEADS * score_stride, parts += row * num_parts * HEADS, out += row * (room + 1);
   const Bounds bounds(stored, width, sink, window);
-  const int usable = bounds.usable, units = bounds.units, first = bounds.first, last = bounds.last, wanted = bounds.wanted;
+  const int usable = bounds.usable, first = bounds.first, last = bounds.last, wanted = bounds.wanted;
   if (stored <= whole_to || bounds.plain()) { // all is read, every unit chosen, or nothing but the forced ones
     put_plain(out, bounds, width, room, rank, stored <= whole_to);
     return;
@@ -325,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
       const int before = sieve.choose(rank);
       MARK(9)
       sieve.put(out, first + before, s.warp_sums, turn);
-      put_forced(out, first, wanted, units, last, room, rank);
+      put_forced(out, bounds, room, rank);
       MARK(10)
       return;
     }
@@ -364,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
       flags &= flags - 1;
     }
   }
-  put_forced(out, first, wanted, units, last, room, rank);
+  put_forced(out, bounds, room, rank);
   MARK(10)
   cluster_wait();
 }

@@ -134,3 +134,18 @@ def test_lists_of_different_lengths_and_heavy_neighbours(cluster: int, folder: P
     lists = listed_case.make(raw, torch.full((1,), 32000, dtype=torch.int32), 2, [700, 1000], spread=0.0, crowd=True)
     out, failed = choose(lists, 900, 16, 600, cluster)
     assert failed.tolist() == [0, 0] and torch.equal(out, by_all_scores(lists, 900, 16, 600))
+
+
+@pytest.mark.parametrize(("kind", "cluster", "levels"), [("narrow", 1, 2), ("narrow", 4, 2), ("narrow", 16, 2), ("outlier", 4, 2), ("wide", 2, 1)])
+def test_scores_that_share_a_bin(kind: str, cluster: int, levels: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nearly equal scores, and those far below one that has all the mass, are counted again by finer bins."""
+    loaded = cuda_on_cpu.install(monkeypatch, folder)
+    raw = torch.randn(2, 2, 30000) * {"narrow": 0.002, "outlier": 0.5, "wide": 12.0}[kind]
+    if kind == "outlier":
+        raw[:, :, 77] = 40
+    lists = listed_case.make(raw, torch.tensor([8192, 8000], dtype=torch.int32), 3, [0, 0], spread=0.0)
+    out, failed = choose(lists, 1000, 4, 64, cluster)
+    kernel = next(iter(loaded.values()))
+    entered, cuts = kernel.marked(3), kernel.marked(5)
+    assert failed.tolist() == [0, 0] and entered == 2 * cluster and cuts >= levels * entered, cuts
+    assert torch.equal(out, by_all_scores(lists, 1000, 4, 64))
