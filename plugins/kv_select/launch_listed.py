@@ -70,10 +70,10 @@ def listed_shared(units: int, cluster: int, heads: int, parts: int, arch: str) -
 
     Raises CapacityError where a row's bits do not fit.
     """
-    segments, peers, threads, pairs = -(-units // (_SEGMENT * cluster)), cluster - 1, listed_threads(cluster), (heads + 1) // 2
+    segments, peers, threads = -(-units // (_SEGMENT * cluster)), cluster - 1, listed_threads(cluster)
     bins = 512 if cluster > 8 else 1024
     static = 4 * bins + 4 * bins * max(1, peers) + 8 * _CROWDED + 1024
-    least = 17 * pairs * threads + 512 * segments * (cluster + max(1, peers)) + 4 * segments * max(1, peers) ** 2 + parts * (32 + 8 * pairs) + 64
+    least = 512 * segments * (cluster + max(1, peers)) + 4 * segments * max(1, peers) ** 2 + parts * (32 + 4 * heads) + 64
     most = max(1, -(-Regions.of(heads, units, parts).capacity * parts * SCORER_WARPS // (cluster * threads)))
     rounds = min(most, _ROUNDS, (shared_limit(arch) - static - least) // (20 * threads))
     if rounds < 1:

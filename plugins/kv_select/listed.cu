@@ -24,7 +24,7 @@ __device__ __forceinline__ bool normalize(Desk& s, Room& room, const float4 (&pa
   const float zero = top + (log2f(total) + (MAXIMUM ? 0.f : log2f((float)HEADS)));
 #pragma unroll
   for (int i = 0; i < MOST_PARTS; i++) {
-    if (lane + 32 * i < PARTS) reinterpret_cast<float*>(room.add)[(lane + 32 * i) * 2 * PAIRS + head] = parts[i].x - zero;
+    if (lane + 32 * i < PARTS) room.add[(lane + 32 * i) * HEADS + head] = parts[i].x - zero;
   }
   if (lane == 0) s.bound[head] = beta - zero;
   return good && fabsf(zero) < 1e30f;
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_lis
   const int whole_to = own ? max(min(own, budget), dense_below) : budget;
   const Bounds bounds(stored, width, sink, window);
   const Choice choice = {s, room, scores + row * ((long long)HEADS * STRIDE * 2), rank, bounds.first, bounds.last};
-  int turn = 0, wanted = bounds.wanted, level;
+  int wanted = bounds.wanted, level;
   MARK(0)
   if (tid <= LEVELS) { // counts of others may come from now on
     if (CLUSTER > 1) inbox_open(&s.boxes[tid]);
@@ -77,7 +77,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_lis
     if (warp < HEADS && lane + 32 * i < PARTS) part[i] = parts[(row * PARTS + lane + 32 * i) * HEADS + warp];
   }
   u32 most = 0;
-  const u32 unit = choice.load(choice.first_chunk());
+  Packet now, next;
+  now.load(choice.lists, choice.first_chunk()), next.load(choice.lists, choice.first_chunk() + WARPS * CLUSTER);
 #pragma unroll 1
   for (int i = tid; i < REGIONS; i += THREADS) {
     const int count = counts[row * REGIONS + i];
@@ -96,16 +97,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_lis
     // Nothing unlisted reaches three percent more than the bound. Where all is listed, most is about the mean.
     const u32 low = __float_as_uint(exp2_fast(bound) * 1.03f) + 1, mean = __float_as_uint(1.f / 32 / STRIDE);
     Images range = {low, 0x7f800002u, max(low, mean), FIRST_SHIFT};
-    choice.take(unit, chunks, range);
+    const int end = choice.take(now, next, chunks, range);
     MARK(3)
-    level = choice.cut(chunks, range, wanted);
+    level = choice.cut(end, range, wanted);
     good = level >= 0;
     if (good) {
       const int bin = s.bin, count = s.count, crowd = count == wanted ? 0 : count, own_crowd = crowd ? s.hist[bin] : 0;
       const u32 pair = lane < rank ? s.told[level & 1][min(lane, PEERS - 1)][bin / 2] : 0;
       const int start = __reduce_add_sync(~0u, pair >> 16 * (bin & 1) & 0xffff);
       if (CLUSTER > 1 && tid == 0) inbox_expect(&s.boxes[LEVELS], (CLUSTER - 1) * SEGMENTS * (512 + rank * 4) + (crowd - own_crowd) * 8);
-      choice.mark(chunks, range, crowd ? range.high : range.low, start);
+      choice.mark(end, range, crowd ? range.high : range.low, start);
       __syncthreads();
       MARK(6)
       if (CLUSTER > 1) choice.send(start, own_crowd);
@@ -116,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_lis
       choice.compare(crowd, wanted);
       __syncthreads();
       MARK(9)
-      choice.put(out + bounds.first, turn);
+      choice.put(out + bounds.first);
       MARK(10)
     } else {
       MARK(30)

@@ -2,7 +2,7 @@
 //
 // Packets are dealt to the blocks as they lie in the lists, 32 to a warp, whatever units they hold: every block has as many, whichever units are heavy,
 // and nothing that is read depends on something read before. What is marked goes to the block that writes those units. Nearly all of this runs once, so
-// what it takes is its number of instructions: sizes are known when it is compiled, and loops stay loops.
+// sizes are known when it is compiled, and most loops stay loops.
 #pragma once
 #include "forced.cuh"
 #include "inbox.cuh"
@@ -23,7 +23,6 @@
 #define SEGMENT 4096 // units whose bits a warp sends at once
 #define SEGMENTS ((STRIDE + SEGMENT * CLUSTER - 1) / (SEGMENT * CLUSTER)) // that a block writes
 #define WORDS (SEGMENTS * SEGMENT / 32)
-#define LANE_ROW 34 // uint4 from a pair of heads of a warp's packets to the next: no two lanes that copy at once meet in a bank
 
 struct Desk { // shared memory
   __align__(16) int hist[BINS];
@@ -32,18 +31,17 @@ struct Desk { // shared memory
   u64 boxes[LEVELS + 1];                      // for counts, and for what is marked
   u32 most[WARPS];                            // packets of a region, found by each warp
   float bound[HEADS];
-  int sums[32], warp_sums[64], own_crowd, lower; // chosen units of lower blocks
+  int sums[32], own_crowd, lower; // chosen units of lower blocks
   int bin, above, count;                         // the bin that is cut: units above it, and in it
 };
 struct Room { // more of it
-  uint4 packets[WARPS * PAIRS * LANE_ROW]; // of each warp, on their way
   uint4 images[ROUNDS * THREADS];         // of four units each
   uint4 bitmap[CLUSTER * WORDS / 4];      // a bit a unit of the row
   uint4 inbox[PEERS * WORDS / 4];        // what others marked of this block's units
   u32 units[ROUNDS * THREADS];
   u32 table[PEERS * PEERS * SEGMENTS]; // [PEERS, rank segments]: how many others marked of lower blocks' units
   int counts[REGIONS];
-  float2 add[PARTS * PAIRS];
+  float add[PARTS * HEADS];
 };
 
 // Images [low, high) of scores, counted by bins of 2^shift from base on; what is below belongs to the first bin, what is above to the last. An image is
@@ -65,6 +63,31 @@ struct Images {
   }
 };
 
+// Four neighbouring units, read before it is known whether there are any: the region has the place.
+struct Packet {
+  uint4 pairs[PAIRS];
+  u32 unit;
+
+  __device__ __forceinline__ void load(const char* lists, int chunk) {
+    const int region = chunk % REGIONS, layer = chunk / REGIONS, slot = layer * 32 + (threadIdx.x & 31);
+    if (layer * 32 >= CAPACITY) return;
+    const char* from = lists + region * REGION_BYTES;
+    unit = *reinterpret_cast<const u32*>(from + CAPACITY * PACKET + slot * 4);
+#pragma unroll
+    for (int m = 0; m < PAIRS; m++) pairs[m] = *reinterpret_cast<const uint4*>(from + slot * PACKET + 16 * m);
+  }
+  // As select.cu pools.
+  __device__ __forceinline__ void pool(const float* add, float (&pooled)[4]) const {
+    u32 h[HEADS][2];
+#pragma unroll
+    for (int j = 0; j < HEADS; j++) {
+      const uint4 v = pairs[j / 2];
+      h[j][0] = j & 1 ? v.z : v.x, h[j][1] = j & 1 ? v.w : v.y;
+    }
+    ::pool<2>(h, add, pooled);
+  }
+};
+
 struct Choice {
   Desk& s;
   Room& room;
@@ -72,78 +95,41 @@ struct Choice {
   int rank, first, last;
 
   __device__ __forceinline__ int first_chunk() const { return (threadIdx.x >> 5) * CLUSTER + rank; }
-  // Begin to copy a warp's next 32 packets, and return this lane's unit. It is not known yet how many there are: the region has the places.
-  __device__ __forceinline__ u32 load(int chunk) const {
-    const int region = chunk % REGIONS, layer = chunk / REGIONS, lane = threadIdx.x & 31;
-    u32 unit = 0;
-    if (layer * 32 < CAPACITY) {
-      const char* from = lists + region * REGION_BYTES;
-      unit = *reinterpret_cast<const u32*>(from + CAPACITY * PACKET + (layer * 32 + lane) * 4);
-      from += layer * 32 * PACKET + lane * 16;
-#pragma unroll
-      for (int i = 0; i < PAIRS; i++) {
-        const int piece = i * 32 + lane;
-        copy16(shared_at(room.packets + ((threadIdx.x >> 5) * PAIRS + piece % PAIRS) * LANE_ROW + piece / PAIRS), from + i * 512);
-      }
-    }
-    copies_commit();
-    return unit;
-  }
-  // Pool a packet as pooling.cuh does.
-  __device__ __forceinline__ void pool(const float2* add, float (&pooled)[4]) const {
-    const uint4* packet = room.packets + (threadIdx.x >> 5) * PAIRS * LANE_ROW + (threadIdx.x & 31);
-#pragma unroll
-    for (int k = 0; k < 4; k++) pooled[k] = 0.f;
-#pragma unroll 1
-    for (int m = 0; m < PAIRS; m++, packet += LANE_ROW) {
-      const uint4 v = *packet;
-      const float2 c = add[m];
-      pool1(v.x, v.y, c.x, pooled);
-      if (2 * m + 1 < HEADS) pool1(v.z, v.w, c.y, pooled);
-    }
-  }
-  __device__ __forceinline__ void pool1(u32 a, u32 b, float add, float (&pooled)[4]) const {
-    const float2 x = __half22float2(*reinterpret_cast<const __half2*>(&a)), y = __half22float2(*reinterpret_cast<const __half2*>(&b));
-    const float one[4] = {exp2_fast(x.x + add), exp2_fast(x.y + add), exp2_fast(y.x + add), exp2_fast(y.y + add)};
-#pragma unroll
-    for (int k = 0; k < 4; k++) pooled[k] = MAXIMUM ? fmaxf(pooled[k], one[k]) : pooled[k] + one[k];
-  }
-  // Pool all packets, keep their images and count those that are high enough.
-  __device__ __forceinline__ void take(u32 unit, int chunks, const Images& range) const {
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  __device__ __forceinline__ int left(int chunk) const { return room.counts[chunk % REGIONS] - chunk / REGIONS * 32; } // from there on
+  // Pool all packets, keep their images and count those that are high enough. Returns where the thread's images end.
+  __device__ __forceinline__ int take(Packet& now, Packet& next, int chunks, const Images& range) const {
     int to = threadIdx.x;
 #pragma unroll 1
-    for (int chunk = first_chunk(); chunk < chunks; chunk += WARPS * CLUSTER, to += THREADS) {
-      const int region = chunk % REGIONS, left = room.counts[region] - chunk / REGIONS * 32;
-      u32 image[4] = {0, 0, 0, 0};
-      copies_wait<0>();
-      __syncwarp();
-      if (left > 0) {
+    for (int chunk = first_chunk(); chunk < chunks; chunk += WARPS * CLUSTER) {
+      const int there = left(chunk), later = chunk + 2 * WARPS * CLUSTER;
+      if (there > 0) {
+        const int from = (threadIdx.x & 31) < there ? first : 0x7fffffff;
+        u32 image[4];
         float pooled[4];
-        pool(room.add + region / SCORER_WARPS * PAIRS, pooled);
-        const int from = lane < left ? first : 0x7fffffff;
+        now.pool(room.add + chunk % REGIONS / SCORER_WARPS * HEADS, pooled);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-          const int u = unit + k;
-          if (u >= from && u < last) image[k] = __float_as_uint(pooled[k]) + 1;
+          const int u = now.unit + k;
+          image[k] = u >= from && u < last ? __float_as_uint(pooled[k]) + 1 : 0;
           if (image[k] >= range.low) atomicAdd(&s.hist[range.bin(image[k])], 1);
         }
+        room.images[to] = make_uint4(image[0], image[1], image[2], image[3]), room.units[to] = now.unit;
+        to += THREADS;
       }
-      room.images[to] = make_uint4(image[0], image[1], image[2], image[3]), room.units[to] = unit;
-      __syncwarp();
-      if (chunk + WARPS * CLUSTER < chunks) unit = load(chunk + WARPS * CLUSTER);
+      now = next;
+      if (later < chunks && left(later) > 0) next.load(lists, later);
     }
+    return to;
   }
-  template <typename F> __device__ __forceinline__ void each(int chunks, F use) const {
-    int to = threadIdx.x;
+  template <typename F> __device__ __forceinline__ void each(int end, F use) const {
 #pragma unroll 1
-    for (int chunk = first_chunk(); chunk < chunks; chunk += WARPS * CLUSTER, to += THREADS) use(room.images[to], room.units[to]);
+    for (int i = threadIdx.x; i < end; i += THREADS) use(room.images[i], room.units[i]);
   }
-  __device__ __forceinline__ void count_again(int chunks, const Images& range) const {
+  __device__ __forceinline__ void count_again(int end, const Images& range) const {
 #pragma unroll 1
     for (int i = threadIdx.x; i < BINS; i += THREADS) s.hist[i] = 0;
     __syncthreads();
-    each(chunks, [&](const uint4& v, u32) {
+    each(end, [&](const uint4& v, u32) {
       const u32 image[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
       for (int k = 0; k < 4; k++) {
@@ -164,10 +150,18 @@ struct Choice {
       inbox_put(reinterpret_cast<uint4*>(s.told[level & 1][slot_of(rank, c)]) + quad, v, &s.boxes[level], c);
     }
   }
+  // Sum over the warps in front of this one; sum: of this one.
+  __device__ __forceinline__ int lower_warps(int v, int& sum) const {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    sum = __reduce_add_sync(~0u, v);
+    if (lane == 0) s.sums[warp] = sum;
+    __syncthreads();
+    return __reduce_add_sync(~0u, lane < warp ? s.sums[lane] : 0);
+  }
   // The bin with the wanted-th image, from the counts of all blocks. No count of the cluster is above 65,535, so two are added at once.
   __device__ __forceinline__ void find(int level, int wanted) const {
     static_assert(BINS <= 2 * THREADS, "a thread has two bins");
-    const int pair = BINS / 2 - 1 - (int)threadIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int pair = BINS / 2 - 1 - (int)threadIdx.x;
     int low = 0, high = 0;
     if (CLUSTER > 1) tell(level), inbox_wait(&s.boxes[level]);
     if (pair >= 0) {
@@ -177,10 +171,8 @@ struct Choice {
       for (int i = 0; i < CLUSTER - 1; i++) both += s.told[level & 1][i][pair];
       low = both & 0xffff, high = both >> 16;
     }
-    const int sum = __reduce_add_sync(~0u, low + high);
-    if (lane == 0) s.sums[warp] = sum;
-    __syncthreads();
-    const int before = __reduce_add_sync(~0u, lane < warp ? s.sums[lane] : 0);
+    int sum;
+    const int before = lower_warps(low + high, sum);
     if (before < wanted && before + sum >= wanted) { // the warp has it
       const int end = before + warp_scan(low + high), seen = end - low - high;
       if (seen < wanted && end >= wanted) {
@@ -192,7 +184,7 @@ struct Choice {
   }
   // Until few images share the bin that is cut, or all of them are chosen. Returns the last count; -1 where too few were counted, or too many are equal.
   // wanted: what is left of it for that bin.
-  __device__ __forceinline__ int cut(int chunks, Images& range, int& wanted) const {
+  __device__ __forceinline__ int cut(int end, Images& range, int& wanted) const {
 #pragma unroll 1
     for (int level = 0;; level++) {
       __syncthreads(); // all are counted
@@ -205,12 +197,12 @@ struct Choice {
       if (s.count <= CROWDED || s.count == wanted) return level;
       if (range.high - range.low == 1 || level + 1 == LEVELS) return -1;
       range.spread();
-      count_again(chunks, range);
+      count_again(end, range);
     }
   }
   // Mark what is surely chosen in the bitmap, list what is to be compared. start: what lower blocks list.
-  __device__ __forceinline__ void mark(int chunks, const Images& range, u32 sure, int start) const {
-    each(chunks, [&](const uint4& v, u32 unit) {
+  __device__ __forceinline__ void mark(int end, const Images& range, u32 sure, int start) const {
+    each(end, [&](const uint4& v, u32 unit) {
       const u32 chosen = (v.x >= sure) | (v.y >= sure) << 1 | (v.z >= sure) << 2 | (v.w >= sure) << 3;
       u32 near = ((v.x >= range.low) | (v.y >= range.low) << 1 | (v.z >= range.low) << 2 | (v.w >= range.low) << 3) & ~chosen;
       if (chosen) atomicOr(reinterpret_cast<u32*>(room.bitmap) + (unit >> 5), chosen << (unit & 31));
@@ -265,11 +257,11 @@ struct Choice {
     }
   }
   // Bring this block's part of the bitmap together, and write its units, ascending, from out[0] on behind those of lower blocks.
-  __device__ __forceinline__ void put(int* out, int& turn) const {
+  __device__ __forceinline__ void put(int* out) const {
     constexpr int EACH = (WORDS + THREADS - 1) / THREADS;
     const int from = threadIdx.x * EACH;
     u32 flags[EACH];
-    int mine = 0;
+    int mine = 0, sum;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       flags[i] = 0;
@@ -280,7 +272,7 @@ struct Choice {
       }
       mine += __popc(flags[i]);
     }
-    int* to = out + (block_scan(mine, s.warp_sums, turn) - mine + s.lower);
+    int* to = out + (lower_warps(mine, sum) + warp_scan(mine) - mine + s.lower);
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       const int unit = rank * SEGMENTS * SEGMENT + (from + i) * 32 - 1;
