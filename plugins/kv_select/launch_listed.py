@@ -56,8 +56,8 @@ def choose_listed(
 
 
 def listed_cluster(rows: int) -> int:
-    """Choose blocks a row: as many as are resident at once."""
-    return next((c for c, limit in ((16, 6), (8, 12), (4, 32), (2, 66)) if rows <= limit), 1)
+    """Choose blocks a row: as many as an H200 has room for at once."""
+    return next((c for c, limit in ((16, 7), (8, 15), (4, 30), (3, 39), (2, 66)) if rows <= limit), 1)
 
 
 def listed_threads(cluster: int) -> int:

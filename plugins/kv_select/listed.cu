@@ -5,7 +5,8 @@
 // -DROUNDS of packets that a thread keeps, and for sm_90 on.
 #include "listed.cuh"
 
-#define MOST_PARTS ((PARTS + 31) / 32) // of a lane
+#define MOST_PARTS ((PARTS + 31) / 32)                      // of a lane
+#define MOST_REGIONS ((REGIONS + THREADS - 1) / THREADS) // of a thread
 
 // What is added to every part's scores, so that heads are normalized over the row, as select.cu does it; by one warp a head, of what its lanes have
 // read. No unit that a part left out reaches s.bound. Returns false where a sum is no number.
@@ -77,12 +78,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_lis
     if (warp < HEADS && lane + 32 * i < PARTS) part[i] = parts[(row * PARTS + lane + 32 * i) * HEADS + warp];
   }
   u32 most = 0;
-  Packet now, next;
+  int count[MOST_REGIONS];
+#pragma unroll
+  for (int i = 0; i < MOST_REGIONS; i++) count[i] = tid + i * THREADS < REGIONS ? counts[row * REGIONS + tid + i * THREADS] : 0;
+  Packet now, next; // behind what is waited for first
   now.load(choice.lists, choice.first_chunk()), next.load(choice.lists, choice.first_chunk() + WARPS * CLUSTER);
-#pragma unroll 1
-  for (int i = tid; i < REGIONS; i += THREADS) {
-    const int count = counts[row * REGIONS + i];
-    room.counts[i] = count, most = max(most, (u32)count);
+#pragma unroll
+  for (int i = 0; i < MOST_REGIONS; i++) {
+    if (tid + i * THREADS < REGIONS) room.counts[tid + i * THREADS] = count[i];
+    most = max(most, (u32)count[i]);
   }
   if (warp < HEADS && !normalize(s, room, part)) most = ~0u;
   most = __reduce_max_sync(~0u, most);
