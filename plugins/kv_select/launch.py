@@ -24,7 +24,7 @@ _EXACT_PACKETS = 2048  # packets of eight units of a block whose exact scores ar
 _SIEVED_UNITS, _SIEVED_CLUSTER, _SIEVED_HEADS = 16384, 2, 4
 _LISTED = 2048  # units of a block that there is room for otherwise, at least
 _BLOCK_UNITS = 65536  # keys of two bytes in the shared memory of a block, at most
-_LARGE_CLUSTERS = ("90", "100", "103")  # compute capabilities with clusters of sixteen blocks, others have eight
+LARGE_CLUSTERS = ("90", "100", "103")  # compute capabilities with clusters of sixteen blocks, others have eight
 SELECT_STATIC = 34 * 1024  # shared memory of the selector beside what its launch asks for
 _PARTS_ROOM = 20 * 1024  # for what scorers say about their parts
 
@@ -103,7 +103,7 @@ def select_cluster(rows: int, units: int, arch: str = "90") -> int:
 
     Raises CapacityError for more units than a row can have.
     """
-    largest = 1 if int(arch) < CLUSTERS_FROM else 16 if arch in _LARGE_CLUSTERS else 8
+    largest = 1 if int(arch) < CLUSTERS_FROM else 16 if arch in LARGE_CLUSTERS else 8
     most = next((c for c, limit in ((16, 6), (8, 12), (4, 24), (3, 40), (2, 66)) if rows <= limit), 1)
     while most > 1 and (units < most * _WORTHWHILE_UNITS or most > largest):
         most //= 2

@@ -11,13 +11,13 @@ from trtkv.errors import CapacityError
 from trtkv.plugins._device import nvrtc
 from trtkv.plugins._device.nvrtc import Int, Kernel, Pointer
 from trtkv.plugins._device.spec import shared_limit
-from trtkv.plugins.kv_select.launch import OwnBudgets, arch, stream
+from trtkv.plugins.kv_select.launch import LARGE_CLUSTERS, OwnBudgets, arch, stream
 
 _HERE = Path(__file__).parent
 _LISTED = (Pointer,) * 9 + (Int,) * 7
 SCORER_WARPS = 8  # warps of a block of the scorer, each of which has a list
 _SEGMENT = 4096  # units whose bits a warp sends to another block
-_ROUNDS = 8  # packets that a thread keeps, at most
+_ROUNDS = 10  # packets that a thread keeps, at most
 _CROWDED = 512  # units that are compared, at most
 
 
@@ -45,7 +45,7 @@ def choose_listed(
     failed [R] int32 is 1 where the lists do not hold the choice, whose row of out is left alone, and 0 elsewhere.
     """
     (rows, heads, stride), num_parts, sm = scores.shape, parts.shape[1], arch()
-    cluster = cluster or listed_cluster(rows)
+    cluster = cluster or listed_cluster(rows, sm)
     kernel = listed_kernel(cluster, heads, pooling == "softmax-max", unit, group, stride, num_parts, sm)
     slots, budgets, below = (0, 0, 0) if own is None else (own.slots.data_ptr(), own.budgets.data_ptr(), own.dense_below)
     words, each = (0, 0) if told is None else (told.data_ptr(), told.numel() // (4 * rows))
@@ -55,14 +55,15 @@ def choose_listed(
     kernel.launch((rows * cluster, 1, 1), listed_threads(cluster), shared, stream(), values, cluster=cluster, overlap=overlap)
 
 
-def listed_cluster(rows: int) -> int:
-    """Choose blocks a row: as many as an H200 has room for at once."""
-    return next((c for c, limit in ((16, 7), (8, 15), (4, 30), (3, 39), (2, 66)) if rows <= limit), 1)
+def listed_cluster(rows: int, arch: str = "90") -> int:
+    """Choose blocks a row: as many as an H200 has room for at once; two where none are, because one keeps few packets."""
+    largest = 16 if arch in LARGE_CLUSTERS else 8
+    return next((c for c, limit in ((16, 7), (8, 15), (4, 30), (3, 39)) if rows <= limit and c <= largest), 2)
 
 
 def listed_threads(cluster: int) -> int:
-    """Choose the threads of a block."""
-    return 1024
+    """Choose the threads of a block, as measured on an H200."""
+    return 512 if cluster >= 8 else 768
 
 
 def listed_shared(units: int, cluster: int, heads: int, parts: int, arch: str) -> tuple[int, int]:
