@@ -81,8 +81,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_lis
   int count[MOST_REGIONS];
 #pragma unroll
   for (int i = 0; i < MOST_REGIONS; i++) count[i] = tid + i * THREADS < REGIONS ? counts[row * REGIONS + tid + i * THREADS] : 0;
-  Packet now, next; // behind what is waited for first
-  now.load(choice.lists, choice.first_chunk()), next.load(choice.lists, choice.first_chunk() + WARPS * CLUSTER);
+  Packet packets[DEPTH]; // behind what is waited for first
+#pragma unroll
+  for (int i = 0; i < DEPTH; i++) packets[i].load(choice.lists, choice.first_chunk() + i * WARPS * CLUSTER);
 #pragma unroll
   for (int i = 0; i < MOST_REGIONS; i++) {
     if (tid + i * THREADS < REGIONS) room.counts[tid + i * THREADS] = count[i];
@@ -101,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_lis
     // Nothing unlisted reaches three percent more than the bound. Where all is listed, most is about the mean.
     const u32 low = __float_as_uint(exp2_fast(bound) * 1.03f) + 1, mean = __float_as_uint(1.f / 32 / STRIDE);
     Images range = {low, 0x7f800002u, max(low, mean), FIRST_SHIFT};
-    const int end = choice.take(now, next, chunks, range);
+    const int end = choice.take(packets, chunks, range);
     MARK(3)
     level = choice.cut(end, range, wanted);
     good = level >= 0;

@@ -16,6 +16,9 @@
 #define SCORER_WARPS 8
 #define REGIONS (PARTS * SCORER_WARPS)
 #define PAIRS ((HEADS + 1) / 2)
+#ifndef DEPTH
+#define DEPTH 2 // packets of a thread under way
+#endif
 #define PACKET (16 * PAIRS) // bytes: four halves of a head, four of the next, and so on
 #define REGION_BYTES ((long long)HEADS * STRIDE * 2 / REGIONS / 128 * 128)
 #define CAPACITY ((int)(REGION_BYTES / (PACKET + 4)) / 32 * 32)
@@ -97,27 +100,28 @@ struct Choice {
   __device__ __forceinline__ int first_chunk() const { return (threadIdx.x >> 5) * CLUSTER + rank; }
   __device__ __forceinline__ int left(int chunk) const { return room.counts[chunk % REGIONS] - chunk / REGIONS * 32; } // from there on
   // Pool all packets, keep their images and count those that are high enough. Returns where the thread's images end.
-  __device__ __forceinline__ int take(Packet& now, Packet& next, int chunks, const Images& range) const {
+  __device__ __forceinline__ int take(Packet (&packets)[DEPTH], int chunks, const Images& range) const {
     int to = threadIdx.x;
 #pragma unroll 1
     for (int chunk = first_chunk(); chunk < chunks; chunk += WARPS * CLUSTER) {
-      const int there = left(chunk), later = chunk + 2 * WARPS * CLUSTER;
+      const int there = left(chunk), later = chunk + DEPTH * WARPS * CLUSTER;
       if (there > 0) {
         const int from = (threadIdx.x & 31) < there ? first : 0x7fffffff;
         u32 image[4];
         float pooled[4];
-        now.pool(room.add + chunk % REGIONS / SCORER_WARPS * HEADS, pooled);
+        packets[0].pool(room.add + chunk % REGIONS / SCORER_WARPS * HEADS, pooled);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-          const int u = now.unit + k;
+          const int u = packets[0].unit + k;
           image[k] = u >= from && u < last ? __float_as_uint(pooled[k]) + 1 : 0;
           if (image[k] >= range.low) atomicAdd(&s.hist[range.bin(image[k])], 1);
         }
-        room.images[to] = make_uint4(image[0], image[1], image[2], image[3]), room.units[to] = now.unit;
+        room.images[to] = make_uint4(image[0], image[1], image[2], image[3]), room.units[to] = packets[0].unit;
         to += THREADS;
       }
-      now = next;
-      if (later < chunks && left(later) > 0) next.load(lists, later);
+#pragma unroll
+      for (int i = 1; i < DEPTH; i++) packets[i - 1] = packets[i];
+      if (later < chunks && left(later) > 0) packets[DEPTH - 1].load(lists, later);
     }
     return to;
   }
