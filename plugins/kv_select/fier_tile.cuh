@@ -19,6 +19,13 @@ __device__ __forceinline__ void put8(__half* p, u32 x, u32 y, u64 policy) {
   asm volatile("st.global.L2::cache_hint.v2.u32 [%0],{%1,%2},%3;" ::"l"(p), "r"(x), "r"(y), "l"(policy) : "memory");
 #endif
 }
+// Without a branch, around which products could not be put.
+__device__ __forceinline__ void put16_if(bool there, char* p, uint4 v) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p,%0,0; @p st.global.v4.u32 [%1],{%2,%3,%4,%5};}" ::"r"((u32)there), "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ __forceinline__ void put4_if(bool there, char* p, u32 v) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p,%0,0; @p st.global.u32 [%1],%2;}" ::"r"((u32)there), "l"(p), "r"(v) : "memory");
+}
 
 // The same address, of which the compiler does not know that it could be made anew for every use.
 __device__ __forceinline__ const char* kept(const char* p) {
