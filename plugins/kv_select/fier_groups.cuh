@@ -23,6 +23,22 @@
 #define MERGED (GROUP_HEADS <= 4) // the columns hold the heads twice: lanes with tig < 2 keep the first group of a pair, the others the second
 #define PAIRED (MERGED ? 1 : 2)   // groups of a pair that a lane keeps
 #define STEP_HEADS (POOL == 0 ? GROUP_HEADS : 1)
+#ifdef LISTS
+#include "dealt.cuh"
+#define SAMPLED SAMPLE(GROUP_HEADS) // pairs of groups of a warp that are scored before there is a bound
+#define BOUND_BINS 256
+#define BOUND_TOLD (to.all ? -3e38f : ref)
+#define PACKET (16 * ((GROUP_HEADS + 1) / 2)) // bytes of a packet of four tokens in a list
+
+struct Listing { // of a warp
+  char* region;  // packets, then their first units
+  int* count;
+  int capacity, reach; // packets; units of the sample that reach the bound
+  bool all;
+};
+#else
+#define BOUND_TOLD 0.f
+#endif
 #include "fier_query.cuh"
 
 // The groups [begin, end) of a sequence that a block scores; idle: there is nothing to score.
@@ -32,12 +48,19 @@ struct Groups {
   int head, heads, page_groups, stored, begin, end;
   bool idle, many; // many: more scores are written than the second-level cache holds
   int first;       // where the group of this lane lies, of the first groups of its warp
+#ifdef LISTS
+  Dealt dealt;
+
+  __device__ __forceinline__ int mine() const { return dealt.mine(); }
+  __device__ __forceinline__ int group(int j) const { return dealt.pair(j >> 1, SAMPLED) * 2 + (j & 1); }
+#else
 
   // Warps take pairs of neighbours in turn: the scores of a pair fill whole lines of memory. Groups of this one, and the j-th of them.
   __device__ __forceinline__ int mine() const {
     return max(0, (end - begin) / (2 * WARPS) * 2 + min(max((end - begin) % (2 * WARPS) - 2 * (int)(threadIdx.x >> 5), 0), 2));
   }
   __device__ __forceinline__ int group(int j) const { return begin + (j >> 1) * (2 * WARPS) + (int)(threadIdx.x >> 5) * 2 + (j & 1); }
+#endif
   // Where that lies, if it exists.
   __device__ __forceinline__ int place(int j) const {
     if (j >= mine()) return 0;
@@ -49,22 +72,41 @@ struct Groups {
 // Waits for the kernels before this one as late as it can, then calls begun(). Writes fp16 scores times scale and log2(e)
 // minus the reference of the share, head h at scores + h * stride, from the share's first unit on. Calls tell(h, part) in thread h, for STEP_HEADS
 // heads: reference, then log2 of the sum of exponentials (POOL 0 and G > 1) or the maximum, and the minimum.
-template <typename Begun, typename Tell> __device__ __forceinline__ void score_groups(const Groups& row, Query& query, char* smem, __half* scores,
-    long long stride, float scale_log2, Begun begun, Tell tell) {
+#ifdef LISTS
+#define GOES_TO Listing to
+#else
+#define GOES_TO __half *scores, long long stride
+#endif
+template <typename Begun, typename Tell> __device__ __forceinline__ void score_groups(const Groups& row, Query& query, char* smem, GOES_TO,
+    float scale_log2, Begun begun, Tell tell) {
   __shared__ float shared_ref[WARPS][8];
   __shared__ float2 shared_sum[WARPS][8];
   __shared__ Fragments fragments;
+#ifdef LISTS
+  __shared__ int bins[BOUND_BINS];
+  __shared__ float shared_bound[8];
+  for (int i = threadIdx.x; i < BOUND_BINS; i += WARPS * 32) bins[i] = 0;
+#endif
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gid = lane >> 2, tig = lane & 3;
   const int pair = MERGED ? tig & 1 : tig, second = MERGED ? tig >> 1 : 0; // this lane's heads 2 pair and 2 pair + 1; merged: of which group
   const int begin = row.begin, end = row.end;
   const int mine = row.mine();
+#ifdef LISTS
+  const bool some = (row.dealt.groups + 1) / 2 > row.begin;
+#else
+  const bool some = begin < end;
+#endif
   const u64 policy = read_policy(!row.many), stays = score_policy();
   int place = row.first; // lane l knows where the l-th group of this warp lies; refreshed every 32 groups
   MARK(0)
   // Groups that are older than the newest token were there before the kernel before this one began: they are fetched before the wait.
+#ifdef LISTS
+  const bool settled = false, ahead = false;
+#else
   const bool settled = row.group(min(mine, STAGES - 2) - 1) < (row.stored - 1) >> 5;
   // Where the query is told, there is nothing to wait for but what the newest token completes.
   const bool ahead = query.told && row.group(mine - 1) < (row.stored - 1) >> 5;
+#endif
   bool waits = true; // still
   auto wait = [&] {
     if (waits) dependency_wait(), begun();
@@ -122,8 +164,10 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
 #pragma unroll 1
   for (; fetched < STAGES - 2; fetched += 2) fetch_first(fetched);
   float ref0 = 0.f, ref1 = 0.f, sum0 = 0.f, sum1 = 0.f, low = 3e38f, high = -3e38f;
+#ifndef LISTS
   __half* to_scores = scores + (POOL == 0 ? 2 * pair * stride : 0) + (2 * warp + second) * 32 + gid * 4;
   __half *to0 = to_scores, *to1 = to_scores + stride;
+#endif
   // In registers, or the compiler makes them anew for every use: it knows neither what comes out of a shuffle nor that page_groups has no sign.
   const u32 even = 0x55555555u | (u32)__shfl_sync(~0u, row.page_groups >> 31, lane);
   bits_from = kept(bits_from), meta_from = kept(meta_from);
@@ -148,7 +192,7 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
     base[0] = first[0] + other[2], base[1] = first[1] + other[3];
   };
   // Scores of a pair of groups without their lows: rows 0 to 7 of tile v are tokens 4 gid + v of the first, rows 8 to 15 of the second.
-  auto product = [&](u32 stage, float (&c)[4][4]) {
+  auto product = [&](u32 stage, float (&c)[4][4], auto beside) { // beside(w, c): what stands between the products of 32 channels
     u32 word[2][WORDS], unit[4];
 #pragma unroll
     for (int g = 0; g < 2; g++) {
@@ -176,6 +220,7 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
       shared_units(unit, units_at + stage + w * 64 + 32);
 #pragma unroll
       for (int v = 0; v < 4; v++) mma<1>(c[v], c[v], unit, qr + 8 * w + 4, chosen[v]);
+      beside(w, c[0][0]);
     }
   };
 #if POOL != 0
@@ -194,6 +239,7 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
     out[0] = POOL == 1 ? m0 * (1.f / GROUP_HEADS) : m0, out[1] = POOL == 1 ? m1 * (1.f / GROUP_HEADS) : m1;
   };
 #endif
+#ifndef LISTS
   auto keep = [&](float (&t0)[4], float (&t1)[4], const float (&pooled)[2], __half* at0, __half* at1) { // scores of a group that exists
 #if POOL != 0
     if (MERGED) *reinterpret_cast<u32*>(at0 + 2 * pair) = pack_halves(pooled[0], pooled[1]), low = fminf(low, pooled[1]), high = fmaxf(high, pooled[1]);
@@ -210,7 +256,7 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
     }
 #endif
   };
-
+#endif
 
   // What is added to the products of a pair: lows of the rows `from` and `from` + 1 of `base`, scaled, minus the references of POOL 0.
   auto addends = [&](const float (&base)[2], int from, float (&plus)[PAIRED][2]) {
@@ -231,6 +277,20 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
     pooled[0] -= ref0, pooled[1] -= ref0;
 #endif
   };
+#ifdef LISTS
+#include "listing.cuh"
+#define FINISH(c, plus, behind, exist) finish(c, plus, exist)
+  auto listing_of = [&](int j) {
+    return [&, j](int w, float behind) {
+      constexpr int until = WORDS - WORDS / 4; // products of so many words have steps between them
+#pragma unroll
+      for (int step = (w * LIST_STEPS + until - 1) / until; step < min(((w + 1) * LIST_STEPS + until - 1) / until, LIST_STEPS); step++) list_step(step, j, behind);
+    };
+  };
+#define BESIDE(j) listing_of(j)
+#else
+#define FINISH(c, plus, behind, exist) finish(c, plus, behind, exist)
+#define BESIDE(j) [](int, float) {}
   auto finish = [&](const float (&c)[4][4], const float (&plus)[PAIRED][2], int behind, int exist) { // exist: groups of the pair, from this lane's on
 #pragma unroll
     for (int g = 0; g < PAIRED; g++) {
@@ -239,6 +299,7 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
       if (g < exist) keep(t[0], t[1], pooled, to0 + behind * WARPS * 32 + g * 32, to1 + behind * WARPS * 32 + g * 32);
     }
   };
+#endif
   // The block agrees on a reference: the maximum of every warp's first groups.
   auto refer = [&](const float (&c)[4][4], const float (&plus)[PAIRED][2]) {
     float m0 = -3e38f, m1 = -3e38f;
@@ -284,7 +345,7 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
     __syncwarp();
     if (j == 0) { MARK(3) }
     lows(lows_of(j + (lane & 1)), base);
-    product((j & (STAGES - 1)) * STAGE_BYTES, c);
+    product((j & (STAGES - 1)) * STAGE_BYTES, c, [](int, float) {});
     addends(base, 0, plus);
     if (j == 0) refer(c, plus), addends(base, 0, plus);
     __syncwarp(); // the next round overwrites these places
@@ -292,8 +353,14 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
 #if STAGES >= 8
     u32 four_at = lows_of(j + (lane & 3));
     const u32 both_at = four_at + lows_of(j + 4 + (lane & 3));
+#ifdef LISTS
+    for (;;) {
+    const int until = sampling ? 2 + 2 * SAMPLED : mine;
+#else
+    const int until = mine;
+#endif
 #pragma unroll 1
-    for (; j + 4 <= mine; j += 4) { // j is two more than a multiple of four
+    for (; j + 4 <= until; j += 4) { // j is two more than a multiple of four
       const u32 stage0 = (j & (STAGES - 1)) * STAGE_BYTES, stage1 = (j + 2 & (STAGES - 1)) * STAGE_BYTES;
       const int ahead2 = __shfl_sync(~0u, place, (j + STAGES) & 31), ahead3 = __shfl_sync(~0u, place, (j + STAGES + 1) & 31);
       if (((j + STAGES + 2) & 31) == 0) place = row.place(j + STAGES + 2 + lane);
@@ -302,23 +369,35 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
       __syncwarp();
       float d[4][4], more[PAIRED][2];
       lows(four_at, base);
-      finish(c, plus, 0, 2);
-      product(stage0, d);
+      FINISH(c, plus, 0, 2);
+      product(stage0, d, BESIDE(j - 2));
       addends(base, 0, more);
       __syncwarp();
       refill(j + STAGES, ahead2, ahead3);
-      finish(d, more, 2, 2);
-      product(stage1, c);
+      FINISH(d, more, 2, 2);
+      product(stage1, c, BESIDE(j));
       addends(base, 2, plus);
       __syncwarp();
       ahead0 = __shfl_sync(~0u, place, (j + STAGES + 2) & 31), ahead1 = __shfl_sync(~0u, place, (j + STAGES + 3) & 31);
       four_at = both_at - four_at; // half a ring on
+#ifndef LISTS
       to0 += 4 * WARPS * 32, to1 += 4 * WARPS * 32;
+#endif
+    }
+#ifdef LISTS
+    if (!sampling) break;
+    set_bound(plus);
     }
 #endif
-    finish(c, plus, 0, mine - (j - 2) - second);
+#endif
+    FINISH(c, plus, 0, mine - (j - 2) - second);
+#ifdef LISTS
+    list_all(j - 2);
+#endif
     if (j >= mine) break;
+#ifndef LISTS
     to0 += 2 * WARPS * 32, to1 += 2 * WARPS * 32;
+#endif
   }
   MARK(4)
   wait();
@@ -339,6 +418,9 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
   }
   // The first groups' maximum is a good reference unless a later score is 2^120 times heavier: then the sums are taken again.
   float shift0 = 0.f, shift1 = 0.f;
+#ifdef LISTS
+  if (lane == 0) *to.count = count;
+#else
   auto again = [&](float& sum, float& shift, const __half* from) {
 #pragma unroll 1
     for (int j = 0; j + second < mine; j += 1 + MERGED) {
@@ -352,6 +434,7 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
   };
   if (2 * pair < GROUP_HEADS && !(sum0 < 1e36f)) again(sum0, shift0, to_scores);
   if (2 * pair + 1 < GROUP_HEADS && !(sum1 < 1e36f)) again(sum1, shift1, to_scores + stride);
+#endif
 #pragma unroll
   for (int o = MERGED ? 2 : 4; o < 32; o <<= 1) {
     const float other0 = __shfl_xor_sync(~0u, shift0, o), other1 = __shfl_xor_sync(~0u, shift1, o);
@@ -366,9 +449,12 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
     float top = -3e38f, total = 0.f, ref = -3e38f;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) top = fmaxf(top, shared_sum[w][threadIdx.x].x), ref = fmaxf(ref, shared_ref[w][threadIdx.x]);
+#ifdef LISTS
+    if (!to.all) ref = shared_bound[threadIdx.x];
+#endif
 #pragma unroll
     for (int w = 0; w < WARPS; w++) total += shared_sum[w][threadIdx.x].y * exp2_fast(shared_sum[w][threadIdx.x].x - top);
-    tell(threadIdx.x, make_float4(ref, begin < end ? ref + top + log2f(total) : -3e38f, 0.f, 0.f));
+    tell(threadIdx.x, make_float4(ref, some ? ref + top + log2f(total) : -3e38f, BOUND_TOLD, 0.f));
     MARK(5)
   }
 }
