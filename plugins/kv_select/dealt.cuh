@@ -1,11 +1,10 @@
 // How the groups of a row are dealt to its parts and their warps, and in which order a warp takes them.
 //
-// Pairs of neighbouring groups go to the parts in turn, and within a part to its warps. A warp begins with SAMPLE of its pairs, so chosen that those of
+// Pairs of neighbouring groups go to the parts in turn, and within a part to its warps. A warp begins with a sample of its pairs, so chosen that those of
 // all warps of the row are spread over it evenly.
 #pragma once
 
 #define DEALT_WARPS 8
-#define SAMPLE(group_heads) ((group_heads) <= 4 ? 4 : 2) // pairs of groups of a warp
 
 struct Dealt {
   int parts, groups; // of the row

@@ -25,7 +25,7 @@
 #define STEP_HEADS (POOL == 0 ? GROUP_HEADS : 1)
 #ifdef LISTS
 #include "dealt.cuh"
-#define SAMPLED SAMPLE(GROUP_HEADS) // pairs of groups of a warp that are scored before there is a bound
+#define SAMPLED 4 // pairs of groups of a warp that are scored before there is a bound
 #define BOUND_BINS 256
 #define BOUND_TOLD (to.all ? -3e38f : ref)
 #define PACKET (16 * ((GROUP_HEADS + 1) / 2)) // bytes of a packet of four tokens in a list
@@ -84,7 +84,8 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
   __shared__ Fragments fragments;
 #ifdef LISTS
   __shared__ int bins[BOUND_BINS];
-  __shared__ float shared_bound[8];
+  __shared__ float shared_bound[8], pair_sums[8][WARPS * SAMPLED], norms[8];
+  static_assert(WARPS == 8 && SAMPLED == 4, "a lane a pair of the sample, a warp a head");
   for (int i = threadIdx.x; i < BOUND_BINS; i += WARPS * 32) bins[i] = 0;
 #endif
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gid = lane >> 2, tig = lane & 3;
@@ -192,7 +193,7 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
     base[0] = first[0] + other[2], base[1] = first[1] + other[3];
   };
   // Scores of a pair of groups without their lows: rows 0 to 7 of tile v are tokens 4 gid + v of the first, rows 8 to 15 of the second.
-  auto product = [&](u32 stage, float (&c)[4][4], auto beside) { // beside(w, c): what stands between the products of 32 channels
+  auto product = [&](u32 stage, float (&c)[4][4]) {
     u32 word[2][WORDS], unit[4];
 #pragma unroll
     for (int g = 0; g < 2; g++) {
@@ -220,7 +221,6 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
       shared_units(unit, units_at + stage + w * 64 + 32);
 #pragma unroll
       for (int v = 0; v < 4; v++) mma<1>(c[v], c[v], unit, qr + 8 * w + 4, chosen[v]);
-      beside(w, c[0][0]);
     }
   };
 #if POOL != 0
@@ -279,18 +279,9 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
   };
 #ifdef LISTS
 #include "listing.cuh"
-#define FINISH(c, plus, behind, exist) finish(c, plus, exist)
-  auto listing_of = [&](int j) {
-    return [&, j](int w, float behind) {
-      constexpr int until = WORDS - WORDS / 4; // products of so many words have steps between them
-#pragma unroll
-      for (int step = (w * LIST_STEPS + until - 1) / until; step < min(((w + 1) * LIST_STEPS + until - 1) / until, LIST_STEPS); step++) list_step(step, j, behind);
-    };
-  };
-#define BESIDE(j) listing_of(j)
+#define FINISH(c, plus, j, behind, exist) finish(c, plus, j, exist)
 #else
-#define FINISH(c, plus, behind, exist) finish(c, plus, behind, exist)
-#define BESIDE(j) [](int, float) {}
+#define FINISH(c, plus, j, behind, exist) finish(c, plus, behind, exist)
   auto finish = [&](const float (&c)[4][4], const float (&plus)[PAIRED][2], int behind, int exist) { // exist: groups of the pair, from this lane's on
 #pragma unroll
     for (int g = 0; g < PAIRED; g++) {
@@ -345,7 +336,7 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
     __syncwarp();
     if (j == 0) { MARK(3) }
     lows(lows_of(j + (lane & 1)), base);
-    product((j & (STAGES - 1)) * STAGE_BYTES, c, [](int, float) {});
+    product((j & (STAGES - 1)) * STAGE_BYTES, c);
     addends(base, 0, plus);
     if (j == 0) refer(c, plus), addends(base, 0, plus);
     __syncwarp(); // the next round overwrites these places
@@ -369,13 +360,13 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
       __syncwarp();
       float d[4][4], more[PAIRED][2];
       lows(four_at, base);
-      FINISH(c, plus, 0, 2);
-      product(stage0, d, BESIDE(j - 2));
+      FINISH(c, plus, j - 2, 0, 2);
+      product(stage0, d);
       addends(base, 0, more);
       __syncwarp();
       refill(j + STAGES, ahead2, ahead3);
-      FINISH(d, more, 2, 2);
-      product(stage1, c, BESIDE(j));
+      FINISH(d, more, j, 2, 2);
+      product(stage1, c);
       addends(base, 2, plus);
       __syncwarp();
       ahead0 = __shfl_sync(~0u, place, (j + STAGES + 2) & 31), ahead1 = __shfl_sync(~0u, place, (j + STAGES + 3) & 31);
@@ -390,10 +381,7 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
     }
 #endif
 #endif
-    FINISH(c, plus, 0, mine - (j - 2) - second);
-#ifdef LISTS
-    list_all(j - 2);
-#endif
+    FINISH(c, plus, j - 2, 0, mine - (j - 2) - second);
     if (j >= mine) break;
 #ifndef LISTS
     to0 += 2 * WARPS * 32, to1 += 2 * WARPS * 32;

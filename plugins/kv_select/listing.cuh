@@ -4,9 +4,6 @@
 // to.reach of its sample's units have: the bound. From then on scores are kept relative to the logarithm of bound times normalizer, so that what is to
 // be listed is where the pooled exponentials are at least one, whatever the estimates are worth: who chooses checks that enough of what was listed is
 // above what was not.
-#ifndef LEAVE
-#define LEAVE 0
-#endif
 #if MAXIMUM
 #define JOIN_TWO(a, b) __hmax2(a, b)
 #define JOIN_ONE(a, b) fmaxf(a, b)
@@ -18,10 +15,10 @@
 const int leader = lane & (MERGED ? 30 : 28);
 const u32 before = (1u << leader) - 1, watched = MERGED ? (pair == 0 ? ~0u : 0) : pair == 0 ? 0xffffu : pair == 1 ? 0xffff0000u : 0;
 char* const packets_at = to.region + pair * 16;
-char* const masks_at = to.region + (long long)to.capacity * PACKET;
+char* const numbers_at = to.region + (long long)to.capacity * PACKET;
 uint4* const sample = reinterpret_cast<uint4*>(smem + WARPS * STAGES * STAGE_BYTES) + warp * (SAMPLED * PAIRED * 32) + lane;
 __half2 bar = __float2half2_rn(-1.f); // all is listed
-bool sampling = !to.all && LEAVE != 3;
+bool sampling = !to.all;
 int count = 0;
 
 auto packed = [&](const float (&t)[2][4]) {
@@ -39,67 +36,41 @@ auto moved = [&](__half2 x, int o) {
   const u32 y = __shfl_xor_sync(~0u, *reinterpret_cast<const u32*>(&x), o);
   return *reinterpret_cast<const __half2*>(&y);
 };
+auto put_packet = [&](bool there, int slot, const uint4& scores, u32 unit) {
+  put16_if(there && 2 * pair < GROUP_HEADS, packets_at + (long long)slot * PACKET, scores);
+  put4_if(there && pair == 0, numbers_at + (long long)slot * 4, unit);
+};
 // What is finished of a pair but not listed: scores of this lane's heads, and its tokens' joined exponentials of these heads, two halves a word.
 uint4 held[PAIRED];
 __half2 joined[MERGED ? 2 : 4];
-u32 mask;
-int slot;
 auto hold = [&](const float (&t)[PAIRED][2][4], const float (&u)[PAIRED][4]) {
 #pragma unroll
   for (int g = 0; g < PAIRED; g++) held[g] = packed(t[g]);
 #pragma unroll
   for (int v = 0; v < (MERGED ? 2 : 4); v++) joined[v] = MERGED ? __floats2half2_rn(u[0][v * 2 % 4], u[0][v * 2 % 4 + 1]) : __floats2half2_rn(u[0][v], u[PAIRED - 1][v]);
 };
-// List it, in LIST_STEPS between which products stand: without a branch, and every step waits for the one before it. j: the pair's first group.
-#define LIST_STEPS 4
-const u32 zero = (u32)__shfl_sync(~0u, row.page_groups >> 31, lane); // of which the compiler does not know
-auto list_step = [&](int step, int j, float behind) {
-  const u32 tie = __float_as_uint(behind) & zero; // the assembler would put all of it before the products
-  auto tied = [&](__half2 x) {
-    const u32 y = *reinterpret_cast<const u32*>(&x) ^ tie;
-    return *reinterpret_cast<const __half2*>(&y);
-  };
-  if (step < 2) joined[0] = tied(joined[0]);
-  if (step == 0) joined[1] = tied(joined[1]);
-  if (step == 2) mask ^= tie;
-  if (step == 3) slot ^= tie;
-#if LEAVE >= 2
-  if (joined[0].x != __half(12.f)) return;
-#endif
+// List it, without a branch, so that products of the next pair stand between. j: the pair's first group.
+auto list = [&](int j) {
 #if MERGED
-  if (step == 0) joined[0] = JOIN_TWO(joined[0], moved(joined[0], 1)), joined[1] = JOIN_TWO(joined[1], moved(joined[1], 1));
-  if (step == 1) mask = __hge2_mask(__hmax2(joined[0], joined[1]), bar);
+  joined[0] = JOIN_TWO(joined[0], moved(joined[0], 1)), joined[1] = JOIN_TWO(joined[1], moved(joined[1], 1));
+  const u32 mask = __hge2_mask(__hmax2(joined[0], joined[1]), bar);
 #else
-  if (step == 0) {
-    const bool odd = pair & 1, upper = pair & 2;
-    const __half2 x = moved(odd ? joined[0] : joined[2], 1), y = moved(odd ? joined[1] : joined[3], 1);
-    const __half2 p = JOIN_TWO(odd ? joined[2] : joined[0], x), q = JOIN_TWO(odd ? joined[3] : joined[1], y), z = moved(upper ? p : q, 2);
-    joined[0] = JOIN_TWO(upper ? q : p, z);
-  }
-  if (step == 1) {
-    joined[0] = __hmax2(joined[0], moved(joined[0], 1)), joined[0] = __hmax2(joined[0], moved(joined[0], 2));
-    mask = __hge2_mask(joined[0], bar);
-  }
+  const bool odd = pair & 1, upper = pair & 2;
+  const __half2 x = moved(odd ? joined[0] : joined[2], 1), y = moved(odd ? joined[1] : joined[3], 1);
+  const __half2 p = JOIN_TWO(odd ? joined[2] : joined[0], x), q = JOIN_TWO(odd ? joined[3] : joined[1], y), z = moved(upper ? p : q, 2);
+  __half2 one = JOIN_TWO(upper ? q : p, z);
+  one = __hmax2(one, moved(one, 1)), one = __hmax2(one, moved(one, 2));
+  const u32 mask = __hge2_mask(one, bar);
 #endif
-  if (step == 2) {
-    const u32 hits = __ballot_sync(~0u, mask & watched);
-    const bool room = count + 16 <= to.capacity;
-    slot = count + __popc(hits & before);
-    if (!room) mask = 0;
-    put4_if(lane == 0, masks_at + (long long)j * 2, room ? hits : 0);
-    count = room ? count + __popc(hits) : to.capacity + 1;
-  }
-  if (step == 3) {
-    const bool some = 2 * pair < GROUP_HEADS;
-    put16_if(some && (MERGED ? mask : mask & 0xffffu), packets_at + (long long)slot * PACKET, held[0]);
-    if (!MERGED) put16_if(some && mask >> 16, packets_at + (long long)(slot + ((mask & 0xffffu) != 0)) * PACKET, held[PAIRED - 1]);
-  }
+  const u32 hits = __ballot_sync(~0u, mask & watched);
+  const bool room = count + 16 <= to.capacity;
+  const u32 unit = row.dealt.pair(j >> 1, SAMPLED) * 64 + second * 32 + gid * 4;
+  const int slot = count + __popc(hits & before);
+  put_packet(room && (MERGED ? mask : mask & 0xffffu), slot, held[0], unit);
+  if (!MERGED) put_packet(room && mask >> 16, slot + ((mask & 0xffffu) != 0), held[PAIRED - 1], unit + 32);
+  count = room ? count + __popc(hits) : to.capacity + 1;
 };
-auto list_all = [&](int j) {
-#pragma unroll
-  for (int step = 0; step < LIST_STEPS; step++) list_step(step, j, 0.f);
-};
-auto finish = [&](const float (&c)[4][4], const float (&plus)[PAIRED][2], int exist) {
+auto finish = [&](const float (&c)[4][4], const float (&plus)[PAIRED][2], int j, int exist) {
   float t[PAIRED][2][4], u[PAIRED][4];
 #pragma unroll
   for (int g = 0; g < PAIRED; g++) {
@@ -110,6 +81,7 @@ auto finish = [&](const float (&c)[4][4], const float (&plus)[PAIRED][2], int ex
     if (g < exist) sum0 += (e[0][0] + e[0][1]) + (e[0][2] + e[0][3]), sum1 += (e[1][0] + e[1][1]) + (e[1][2] + e[1][3]);
   }
   hold(t, u);
+  list(j);
 };
 auto set_bound = [&](float (&plus)[PAIRED][2]) {
 #pragma unroll
@@ -117,22 +89,30 @@ auto set_bound = [&](float (&plus)[PAIRED][2]) {
     const int slot = MERGED ? i * 16 + gid * 2 + second : i / 2 * 16 + gid * 2 + i % 2;
     sample[i * 32] = 2 * pair < GROUP_HEADS ? __ldcg(reinterpret_cast<const uint4*>(packets_at + slot * PACKET)) : make_uint4(0, 0, 0, 0);
   }
-  float z0 = sum0, z1 = sum1;
+#pragma unroll 1
+  for (int i = 0; i < SAMPLED; i++) { // sums of every pair
+    float z[2] = {0.f, 0.f};
 #pragma unroll
-  for (int o = MERGED ? 2 : 4; o < 32; o <<= 1) z0 += __shfl_xor_sync(~0u, z0, o), z1 += __shfl_xor_sync(~0u, z1, o);
-  if (gid == 0 && second == 0) shared_sum[warp][2 * pair] = make_float2(z0, 0.f), shared_sum[warp][2 * pair + 1] = make_float2(z1, 0.f);
-  __syncthreads();
-  // Without the two largest: one heavy token says nothing about all others.
-  auto estimate = [&](int h) {
-    float sum = 0.f, first = 0.f, then = 0.f;
+    for (int g = 0; g < PAIRED; g++) {
+      float t[2][4];
+      unpacked(sample[(i * PAIRED + g) * 32], 0.f, 0.f, t);
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-      const float z = shared_sum[w][h].x;
-      sum += z, then = fmaxf(then, fminf(first, z)), first = fmaxf(first, z);
+      for (int v = 0; v < 4; v++) z[0] += exp2_fast(t[0][v]), z[1] += exp2_fast(t[1][v]);
     }
-    return h < GROUP_HEADS ? log2f(sum - first - then) : 30000.f;
-  };
-  const float norm0 = estimate(2 * pair), norm1 = estimate(2 * pair + 1);
+#pragma unroll
+    for (int o = MERGED ? 2 : 4; o < 32; o <<= 1) z[0] += __shfl_xor_sync(~0u, z[0], o), z[1] += __shfl_xor_sync(~0u, z[1], o);
+    if (gid == 0 && second == 0) pair_sums[2 * pair][warp * SAMPLED + i] = z[0], pair_sums[2 * pair + 1][warp * SAMPLED + i] = z[1];
+  }
+  __syncthreads();
+  if (warp < 8) { // without the largest: one heavy token says nothing about all others
+    const float z = pair_sums[warp][lane];
+    float sum = z, most = z;
+#pragma unroll
+    for (int o = 1; o < 32; o <<= 1) sum += __shfl_xor_sync(~0u, sum, o), most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
+    if (lane == 0) norms[warp] = warp < GROUP_HEADS ? log2f(sum - most) : 30000.f;
+  }
+  __syncthreads();
+  const float norm0 = norms[2 * pair], norm1 = norms[2 * pair + 1];
 #pragma unroll 1
   for (int i = 0; i < SAMPLED * PAIRED; i++) {
     float t[2][4];
@@ -173,6 +153,6 @@ auto set_bound = [&](float (&plus)[PAIRED][2]) {
       for (int v = 0; v < 4; v++) u[g][v] = JOIN_ONE(exp2_fast(t[g][0][v]), exp2_fast(t[g][1][v]));
     }
     hold(t, u);
-    list_all(2 * i);
+    list(2 * i);
   }
 };
