@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from tests.gpu.check_retrieval import Case, check_chain, failures
+from tests.gpu.check_retrieval import check_chain
+from tests.gpu.retrieval_case import Case, failures
 from trtkv.errors import TrtkvError
 from trtkv.manifest import Manifest, check_files, read_manifest
 from trtkv.plugins._device import driver, nvrtc, store, triton_aot

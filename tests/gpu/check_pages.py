@@ -1,6 +1,6 @@
 """Page scorers on the GPU against torch: bounds, balls, means and outliers, every pooling, fresh random inputs, poisoned outputs, margins.
 
-Run it on a machine with a GPU: python tests/gpu/check_pages.py [--seed N]; exit code 1 when anything differs.
+Run it on a machine with a GPU: python -m tests.gpu.check_pages [--seed N]; exit code 1 when anything differs.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from check_retrieval import DEV, LOG2E, expect, failures
-from page_case import BUDGET, ROLES, SINK, WINDOW, Case, make_role
 from torch import Tensor
 
+from tests.gpu.page_case import BUDGET, ROLES, SINK, WINDOW, Case, make_role
+from tests.gpu.retrieval_case import DEV, LOG2E, expect, failures
 from trtkv.errors import CapacityError
 from trtkv.plugins._device import store
 from trtkv.plugins.kv_append import kernel as append

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from check_retrieval import DEV, Guarded
 from torch import Tensor
 
+from tests.gpu.retrieval_case import DEV, Guarded
 from trtkv.plugins.kv_attend import launch as attend
 from trtkv.plugins.kv_attend.per_head import attend_per_head
 from trtkv.plugins.kv_select import launch as select

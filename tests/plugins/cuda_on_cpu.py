@@ -14,7 +14,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,6 +69,14 @@ def install(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *args: SimpleNamespace(multi_processor_count=multiprocessors))
     return loaded
+
+
+def check_here(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
+    """Let the checks of modules for a GPU run on the CPU, with a list of failures of their own."""
+    failures: list[str] = []
+    for module in modules:
+        monkeypatch.setattr(module, "DEV", "cpu")
+        monkeypatch.setattr(module, "failures", failures, raising=False)
 
 
 def _compile(spec: CudaSpec, folder: Path) -> Path:

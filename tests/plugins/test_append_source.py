@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.check_retrieval import told_words
+from tests.gpu.retrieval_case import told_words
 from tests.plugins import cuda_on_cpu
 from trtkv.plugins.face import OpConfig
 from trtkv.plugins.kv_append import launch_token, reference

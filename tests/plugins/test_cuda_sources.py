@@ -13,6 +13,7 @@ from trtkv.plugins._device.spec import shared_limit
 
 pytest.importorskip("triton")
 from tests.gpu import check_retrieval as checks
+from tests.gpu import choice_checks, dense_checks, retrieval_case
 
 pytestmark = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
 HOPPER, ADA = (9, 0), (8, 9)
@@ -26,8 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "DEV", "cpu")
-    monkeypatch.setattr(checks, "failures", [])
+    cuda_on_cpu.check_here(monkeypatch, checks, choice_checks, dense_checks, retrieval_case)
     torch.manual_seed(torch.initial_seed() % 1000)
 
 

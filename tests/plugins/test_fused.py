@@ -12,6 +12,7 @@ from tests.plugins import cuda_on_cpu
 
 pytest.importorskip("triton")
 from tests.gpu import check_retrieval as checks
+from tests.gpu import retrieval_case
 from trtkv.plugins.kv_select import launch_fused
 
 pytestmark = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
@@ -25,8 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _checks(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    monkeypatch.setattr(checks, "DEV", "cpu")
-    monkeypatch.setattr(checks, "failures", [])
+    cuda_on_cpu.check_here(monkeypatch, checks, retrieval_case)
     cuda_on_cpu.install(monkeypatch, folder)
     torch.manual_seed(torch.initial_seed() % 1000)
 
