@@ -22,10 +22,13 @@ _WORTHWHILE_UNITS = 4096  # a block more costs more than it saves below
 _EXACT_PACKETS = 2048  # packets of eight units of a block whose exact scores are kept
 # As measured on an H200: of a block, from which on most units are left out before they are counted; of the row that its blocks share; heads, at most.
 _SIEVED_UNITS, _SIEVED_CLUSTER, _SIEVED_HEADS = 16384, 2, 4
-_SIEVED_ROWS = (range(16, 67), range(25, 67))  # of several scored heads, of one: two blocks that leave units out are faster than more that count all
+# As measured on an H200 with rows of so many units: two blocks that leave units out are faster than more that count all, for so many rows
+# of one to three scored heads, and of four.
+_LONG_UNITS, _SIEVED_ROWS = 131072, (range(25, 67), range(16, 67))
 _SIEVED_SHARE = 8  # of a row's units at most one of so many is chosen where that pays
-# Rows for which so many blocks each are resident at once: an H200 holds 7, 15, 30 and 39 clusters, and one more row takes as long as twice as many.
-_RESIDENT = ((16, 6), (8, 12), (4, 28), (3, 38), (2, 66))
+# Rows for which so many blocks each are resident at once. On an H200 33 rows with four blocks take 1.7 times as long as 30, 40 with three 1.6
+# times as long as 39.
+_RESIDENT = ((16, 6), (8, 12), (4, 28), (3, 39), (2, 66))
 _LISTED = 2048  # units of a block that there is room for otherwise, at least
 _BLOCK_UNITS = 65536  # keys of two bytes in the shared memory of a block, at most
 _LARGE_CLUSTERS = ("90", "100", "103")  # compute capabilities with clusters of sixteen blocks, others have eight
@@ -108,8 +111,8 @@ def select_cluster(rows: int, units: int, arch: str = "90", *, heads: int = 1, w
     width: units that are chosen at most, where that is known: of long rows two blocks are faster that leave most units out.
     Raises CapacityError for more units than a row can have.
     """
-    few = width is not None and _SIEVED_SHARE * width <= units
-    if few and rows in _SIEVED_ROWS[heads == 1] and select_sieves(units, _SIEVED_CLUSTER, heads, arch):
+    few = width is not None and units >= max(_LONG_UNITS, _SIEVED_SHARE * width)
+    if few and rows in _SIEVED_ROWS[heads == _SIEVED_HEADS] and select_sieves(units, _SIEVED_CLUSTER, heads, arch):
         return _SIEVED_CLUSTER
     largest = 1 if int(arch) < CLUSTERS_FROM else 16 if arch in _LARGE_CLUSTERS else 8
     most = next((c for c, limit in _RESIDENT if rows <= limit), 1)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from trtkv.bench.cases import Case, find_geometry, find_policy
+from trtkv.config import Limits
 from trtkv.errors import CapacityError
+from trtkv.plugins._device import store
 from trtkv.plugins._device.spec import shared_limit
-from trtkv.plugins.kv_select import fier_layout, launch
+from trtkv.plugins.kv_select import fier_layout, launch, specs
 
 
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
@@ -65,10 +68,25 @@ def test_two_blocks_of_a_long_row_leave_units_out_where_more_would_count_all() -
     def cluster(rows: int, heads: int, units: int = 131072, width: int = 2048) -> int:
         return launch.select_cluster(rows, units, "90", heads=heads, width=width)
 
-    assert [cluster(rows, 4) for rows in (8, 15, 16, 32, 66)] == [8, 4, 2, 2, 2] and [cluster(rows, 1) for rows in (16, 24, 25, 38)] == [4, 4, 2, 2]
-    assert [cluster(rows, 7) for rows in (24, 28, 29, 38, 39, 67)] == [4, 4, 3, 3, 2, 2]
-    assert cluster(32, 4, units=32768, width=1024) == 3 and cluster(32, 4, width=32768) == 3  # little to leave out
+    assert [cluster(rows, 4) for rows in (8, 15, 16, 32, 66)] == [8, 4, 2, 2, 2]
+    assert [[cluster(rows, heads) for rows in (16, 24, 25, 39)] for heads in (1, 3)] == [[4, 4, 2, 2]] * 2
+    assert [cluster(rows, 7) for rows in (24, 28, 29, 39, 40, 67)] == [4, 4, 3, 3, 2, 2]
+    assert cluster(32, 4, units=98304) == 3  # nobody has timed that
+    assert cluster(32, 4, width=32768) == 3  # little to leave out
     assert launch.select_cluster(32, 131072, "89", heads=4, width=2048) == 1
+
+
+def test_engines_bring_the_selector_that_long_rows_launch() -> None:
+    model = find_geometry("llama-3.1-8b", "bfloat16")
+    case = Case("retrieve", "llama-3.1-8b", model, find_policy("fier", 131072, None, None, []), 4, 131072)
+    plan = case.plan()
+    select = next(one for one in plan.select if one is not None)
+    stride = plan.pages(131072) * plan.page_size
+    launched = launch.select_cluster(4 * model.num_kv_heads, stride, "90", heads=4, width=select.width)
+    with store.listing() as asked:
+        specs.request(plan, model, Limits(max_batch_size=4, max_seq_len=131072), "90")
+    listed = [one.defines for one in asked if one.entry == "select_units"]
+    assert launched == 2 and any({"-DCLUSTER=2", "-DHEADS=4", "-DSIEVE"} <= set(defines) for defines in listed)
 
 
 def test_keys_are_kept_wherever_they_fit() -> None:
