@@ -42,7 +42,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
   if (threadIdx.x == 0) {
     barrier_init(&merge.arrived);
     barriers_ready();
-    barrier_expect(&merge.arrived, CLUSTER * (max(0, min(OWN_QUARTETS, QUARTETS - rank * OWN_QUARTETS)) * 16 + HEADS8 * 8));
   }
   __syncwarp();
   cluster_arrive_ready();
@@ -162,6 +161,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
     if (j == STAGES - 1) { // the query, which was asked for first
       copies_wait<STAGES>();
       __syncthreads();
+#if CLUSTER > 1
+      if (threadIdx.x == 0) // what others have already pushed counts
+        barrier_expect(&merge.arrived, CLUSTER * (max(0, min(OWN_QUARTETS, QUARTETS - rank * OWN_QUARTETS)) * 16 + HEADS8 * 8));
+#endif
 #pragma unroll
       for (int t = 0; t < TILES; t++) {
 #pragma unroll

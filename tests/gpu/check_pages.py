@@ -10,12 +10,14 @@ import itertools
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
+from tests.gpu.dirty import dirty_shared_memory
 from tests.gpu.page_case import BUDGET, ROLES, SINK, WINDOW, Case, make_role
-from tests.gpu.retrieval_case import DEV, LOG2E, expect, failures
+from tests.gpu.retrieval_case import DEV, LOG2E, captured, expect, failures
 from trtkv.errors import CapacityError
 from trtkv.plugins._device import store
 from trtkv.plugins.kv_append import kernel as append
@@ -209,16 +211,7 @@ def check_growth(case: Case, steps: int) -> None:
         )  # fmt: skip
         case.step(overlap=True)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        case.lens += 1
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    case.lens -= 1
+    graph = captured(case.lens, step)
     for i in range(steps):
         if i == steps // 2:  # another request takes the slot: only what its own prompt wrote may count
             case.lengths[1] = 333
@@ -298,12 +291,18 @@ def growing() -> list[tuple[Case, int]]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--dirty", action="store_true", help="fill shared memory with garbage before every launch")
     parser.add_argument("--few", action="store_true", help="a few short cases, for compute-sanitizer")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     print("seed", options.seed, flush=True)
-    begin, every, grown = time.time(), few() if options.few else cases(), growing()
-    grown = [(case, 2) for case, _ in grown] if options.few else grown
+    with dirty_shared_memory() if options.dirty else nullcontext():
+        return check_all(options.few)
+
+
+def check_all(short: bool) -> int:
+    begin, every, grown = time.time(), few() if short else cases(), growing()
+    grown = [(case, 2) for case, _ in grown] if short else grown
     with store.listing() as asked:
         for case in [*every, *(case for case, _ in grown)]:
             case.kernels()
@@ -314,7 +313,7 @@ def main() -> int:
     for case in every:
         check_chain(case)
     print(f"{len(every)} chains {time.time() - begin:.0f} s", flush=True)
-    for levels, count, outliers in ((3, 5000, 48), (1, 40_000, 700), (10_000, 40_000, 48), (40, 2000, 1))[: 1 if options.few else None]:
+    for levels, count, outliers in ((3, 5000, 48), (1, 40_000, 700), (10_000, 40_000, 48), (40, 2000, 1))[: 1 if short else None]:
         check_ties(8, levels, count, outliers)
     check_lowest_ties()
     for case, steps in grown:

@@ -9,6 +9,7 @@ import argparse
 import itertools
 import sys
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from tests.gpu.choice_checks import check_own_budgets, check_short_lists, check_sieved, check_ties
 from tests.gpu.dense_checks import check_dense, check_dense_growth
-from tests.gpu.retrieval_case import DEV, Case, check_attention, check_selection, expect, failures, repeat_tokens, told_words
+from tests.gpu.dirty import dirty_shared_memory
+from tests.gpu.retrieval_case import DEV, Case, captured, check_attention, check_selection, expect, failures, repeat_tokens, told_words
 from trtkv.plugins.kv_append import kernel as append
 from trtkv.plugins.kv_append import launch as launch_append
 from trtkv.plugins.kv_attend import launch as attend
@@ -206,17 +208,7 @@ def check_growth(group: int, policy: int, steps: int, dtype: torch.dtype, *, tog
             )  # fmt: skip
         attend.attend_list(case.q, case.keys, case.values, case.table, case.lens, chosen, out, unit=unit, scale=dim**-0.5, overlap=True, settled=True)
 
-    saved = case.lens.clone()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        case.lens += 1
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    case.lens.copy_(saved)
+    graph = captured(case.lens, step)
     for i in range(steps):
         if i == steps // 2:
             case.lens[1] = 97  # another request takes the slot
@@ -260,11 +252,17 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--dirty", action="store_true", help="fill shared memory with garbage before every launch")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     print("seed", options.seed, flush=True)
+    with dirty_shared_memory() if options.dirty else nullcontext():
+        return check_all(options.small)
+
+
+def check_all(small: bool) -> int:
     bf16, fp16 = torch.bfloat16, torch.float16
-    if options.small:
+    if small:
         check_chain(Case(2, 7, 128, 64, [700, 97], bf16), 200, 4, 16, "softmax-mean", "small")
         check_chain(Case(2, 4, 128, 32, [700, 97], bf16, pages=True), 192, 32, 64, "softmax-mean", "small pages")
         check_ties(2, 5000, 300, 1, 9, "levels", 2)

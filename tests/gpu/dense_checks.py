@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.gpu.retrieval_case import DEV, Case, check_attention, expect
+from tests.gpu.retrieval_case import DEV, Case, captured, check_attention, expect
 from trtkv.plugins.kv_append import kernel as append
 from trtkv.plugins.kv_attend import launch as attend
 from trtkv.plugins.kv_attend import launch_dense
@@ -54,17 +54,7 @@ def check_dense_growth(steps: int) -> None:
         )  # fmt: skip
         launch_dense.attend_dense(case.q, case.keys, case.values, case.table, case.lens, out, *scratch, scale=dim**-0.5, overlap=True)
 
-    saved = case.lens.clone()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        case.lens += 1
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    case.lens.copy_(saved)
+    graph = captured(case.lens, step)
     for _ in range(steps):
         case.lens += 1
         qkv.normal_()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -90,6 +92,21 @@ class Case:
         words, meta = (x[self.table[b].long()].transpose(0, 1).flatten(1, 2)[:, :groups] for x in (self.bits, self.meta))
         keys = fier_layout.unpack(words, meta).double().flatten(1, 2)
         return q @ keys.transpose(1, 2)
+
+
+def captured(lens: Tensor, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """Capture a decode step, which is taken once before with one token more; lens is left as it was."""
+    saved, stream = lens.clone(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        lens += 1
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    lens.copy_(saved)
+    return graph
 
 
 def told_words(q: Tensor, dim: int) -> Tensor:

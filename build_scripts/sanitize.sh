@@ -1,0 +1,31 @@
+#!/bin/bash
+# Runs the small forms of the GPU checks of retrieval under compute-sanitizer on this machine's GPU: memory, barriers, races in shared memory.
+# Exit code 1 when a tool reports anything, warnings included, or a check fails.
+# bash build_scripts/sanitize.sh [FOLDER]     FOLDER takes the reports, build/sanitizer otherwise. PYTHON names the interpreter; TOOLS the tools.
+#
+# No kernel of the package may be left out of racecheck by its name: compute-sanitizer 2025.3 lets kernels of clusters that it does not watch run
+# into illegal addresses (docs/retrieval-kernels.md, "compute-sanitizer"). Errors that CUDA's API answers are torch asking what the driver can.
+set -u
+cd "$(dirname "$0")/.."
+folder=${1:-build/sanitizer} failed=0 checks=("check_retrieval --small" "check_pages --few")
+mkdir -p "$folder"
+for tool in ${TOOLS:-memcheck synccheck racecheck}; do
+  options=(--tool "$tool")
+  case $tool in
+    memcheck) options+=(--report-api-errors no) ;;
+    racecheck) options+=(--racecheck-report all --kernel-name-exclude kernel_substring=cudnn) ;;
+    synccheck) options+=(--kernel-name-exclude kernel_substring=cudnn) ;; # it overflows with the barriers of those kernels, and stops them
+  esac
+  for check in "${checks[@]}"; do
+    # shellcheck disable=SC2086 # a check's options are words of their own
+    compute-sanitizer "${options[@]}" "${PYTHON:-python}" -m tests.gpu.$check >"$folder/$tool.${check%% *}.txt" 2>&1 &
+  done
+  wait
+  for check in "${checks[@]}"; do
+    report="$folder/$tool.${check%% *}.txt"
+    failures=$(grep -E '^failures' "$report" | tail -1) summary=$(grep -oE '[A-Z]+ SUMMARY: .*' "$report" | tail -1)
+    [[ $failures =~ ^failures\ 0 && ($summary == *'SUMMARY: 0 errors' || $summary == *'(0 errors, 0 warnings)') ]] || failed=1
+    echo "$tool of $check: ${failures:-the check did not end}; ${summary:-no report}"
+  done
+done
+exit $failed
