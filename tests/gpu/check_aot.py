@@ -234,7 +234,7 @@ def main() -> None:
             check_append(manifest, [701, 96, 400], [250, 96, 1], f"{path.name} chunk")
             for lens in ([1500, 40, 900], [3000]):
                 case = Case(model.num_kv_heads, group, model.head_dim, page, lens, torch.bfloat16)
-                check_chain(case, 256, 4, 16, "softmax-mean", f"{path.name} {lens}")
+                check_chain(case, 256, 4, 16, "softmax-mean", f"{path.name} {lens}", manifest.limits.max_seq_len)
         if manifest.cache.policy == "freekv":
             check_speculation(manifest, path.name)
         if manifest.model.num_params < SMALL:

@@ -277,14 +277,17 @@ def few() -> list[Case]:
     ]
 
 
-def growing() -> list[tuple[Case, int]]:
-    """Lengths that cross page and group borders and the budget while a graph is replayed."""
+def growing(short: bool) -> list[tuple[Case, int]]:
+    """Lengths that cross page and group borders and the budget while a graph is replayed.
+
+    short: one head (synccheck of compute-sanitizer 2025.3 breaks kernels with eight clusters of sixteen blocks) and two steps.
+    """
     bf16 = torch.bfloat16
-    lens = [501, 1030, 63, 318]
+    lens, heads, steps = [501, 1030, 63, 318], 1 if short else 2, 2 if short else 40
     return [
-        (Case("box", 2, 3, 128, 32, 16, list(lens), bf16, "none"), 40),
-        (Case("ball", 2, 6, 64, 32, 32, list(lens), bf16, "max"), 40),
-        (Case("mean", 2, 4, 128, 32, 8, list(lens), torch.float16, "softmax-max", outliers=8), 40),
+        (Case("box", heads, 3, 128, 32, 16, list(lens), bf16, "none"), steps),
+        (Case("ball", heads, 6, 64, 32, 32, list(lens), bf16, "max"), steps),
+        (Case("mean", heads, 4, 128, 32, 8, list(lens), torch.float16, "softmax-max", outliers=8), steps),
     ]
 
 
@@ -301,8 +304,8 @@ def main() -> int:
 
 
 def check_all(short: bool) -> int:
-    begin, every, grown = time.time(), few() if short else cases(), growing()
-    grown = [(case, 2) for case, _ in grown] if short else grown
+    begin, every, grown = time.time(), few() if short else cases(), growing(short)
+    torch.backends.cuda.enable_cudnn_sdp(not short)  # its kernels have more barriers than compute-sanitizer follows
     with store.listing() as asked:
         for case in [*every, *(case for case, _ in grown)]:
             case.kernels()
