@@ -113,10 +113,13 @@ def label(record: Record) -> str:
 
 def save(figure: Any, file: Path) -> None:
     """Write under another name and rename, so that no half a plot is left."""
+    from matplotlib import rc_context
+
     draft = file.with_name(f".{file.stem}.draft{file.suffix or '.png'}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(draft, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
+        with rc_context({"svg.hashsalt": file.stem}):  # the same plot is the same file
+            figure.savefig(draft, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
         draft.replace(file if file.suffix else file.with_suffix(".png"))
     except (OSError, ValueError) as error:
         draft.unlink(missing_ok=True)
