@@ -36,7 +36,7 @@ def test_what_is_in_an_engine(bare: Path, capsys: Capture) -> None:
     assert {one["buffer"]: one["layers"] for one in found["buffers"]} == {"keys": 3, "values": 3, "fier_bits": 1, "fier_range": 1}
     assert found["files"] == {name: (bare / name).stat().st_size for name in found["files"]}
     assert set(found["files"]) == {file.relative_to(bare).as_posix() for file in bare.rglob("*") if file.is_file()}
-    assert found["fused"] == [] and found["notes"][0].startswith("The directory holds no TensorRT plan")
+    assert found["fused"] == [] and found["notes"][0].startswith("The directory holds no TensorRT plan: it was built with --backend none;")
     assert found["runs_here"].startswith("torch on ")
 
 

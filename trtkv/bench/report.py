@@ -71,6 +71,7 @@ def plot(records: Sequence[Record], file: Path) -> None:
     """
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator
     except ImportError:
         raise ConfigError("a plot needs matplotlib, which is not installed", "pip install 'trtkv[eval]'") from None
     good = [record for record in records if record["status"] == "ok"]
@@ -88,6 +89,8 @@ def plot(records: Sequence[Record], file: Path) -> None:
         axes.set(xscale="log", yscale="log", title=f"{geometry}, batch {batch}", xlabel="context (tokens)", ylabel="microseconds")
         ticks = sorted({record["context"] for record in own})
         axes.set_xticks(ticks, [f"{tick // 1024}k" if tick % 1024 == 0 else str(tick) for tick in ticks])
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")

@@ -176,7 +176,8 @@ def _write_plan(
     request: Request, plan: CachePlan, graph: bytes, backend: str | None, targets: Targets, key: str, stage: Path, progress: Progress
 ) -> tuple[PlanInfo | None, str | None]:
     if backend is None:
-        return None, "no TensorRT was installed at build time; the torch executor runs this engine"
+        why = "it was built with --backend none" if request.backend == "none" else "no TensorRT was installed at build time"
+        return None, f"{why}; the torch executor runs this engine"
     if targets.no_plan is not None:
         return None, f"{targets.no_plan}; the torch executor runs this engine"
     cached = data_home() / "plans" / f"{key}.plan"
