@@ -13,6 +13,7 @@ import onnx
 import pytest
 
 from tests.integrations import fake_tensorrt_llm as fake
+from tests.integrations.fake_tensorrt import INetworkDefinition
 from trtkv.config import Limits, ModelConfig
 from trtkv.errors import BuildError, CheckpointError, ConfigError, TrtkvError
 from trtkv.graph.decoder import STEP_INPUTS, Decoder, build_decoder
@@ -248,7 +249,7 @@ def test_arguments_of_the_attention_are_refused(package: Any, name: str) -> None
 
 
 def test_node_that_tensorrt_refuses(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fake.INetworkDefinition, "add_plugin_v3", lambda *args: None)
+    monkeypatch.setattr(INetworkDefinition, "add_plugin_v3", lambda *args: None)
     with pytest.raises(BuildError, match=r"TensorRT refused the plugin node 'layers\.0\.query'"):
         traced(package, "llama")
 

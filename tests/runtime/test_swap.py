@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.console import Capture, complaint, printed
-from tests.tiny import TinyModel, make_tiny
+from tests.tiny import TinyModel
 from trtkv.api import build
 from trtkv.errors import CapacityError
 from trtkv.plugins.kv_recall.layout import layout
@@ -367,49 +367,3 @@ def test_what_is_not_swapped_out_and_why(tiny_llama: TinyModel, tmp_path: Path) 
     held = open_engine(build(str(tiny_llama.path), "kivi", out=tmp_path / "kivi", backend="none", **LIMITS), Options())
     assert "never give way" in (swap.why_not(held.session) or "")
     assert Batcher(held, None).scheduler.swap is None
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("where", [*ENGINES[:4], "quest on the host", "freekv on the host"])
-def test_one_place_for_all_gives_the_same_bits(where: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One place for three sequences of rising priority: whoever gives way goes on in other pages, on a GPU in steps that were captured before."""
-    policy, _, hosted = where.partition(" ")
-    shape = {"num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 640}
-    model = make_tiny("qwen3", tmp_path / "model", dtype=torch.bfloat16, **shape)
-    path = built(model.path, policy, tmp_path, max_seq_len=512, max_batch_size=1, max_chunk_tokens=512)
-    engine = open_engine(path, Options(device=device, dense_below=0))
-    assert engine.stepper.runs_ahead == (device == "cuda")
-    asked = [(prompt(300, 1), 60), (prompt(280, 2), 50), (prompt(400, 3), 40)]
-    alone = [_events(Batcher(engine, None), [one]) for one in asked]
-    pages = engine.session.plan.pages(512) + 1
-    del engine
-    monkeypatch.setattr(swap, "LEAST_PAGES", 4)
-    monkeypatch.setattr(swap, "MOST_PAGES", 8)
-    more = _scarce(path, device, pages, hosted=bool(hosted))
-    batcher = Batcher(more, None)
-    found = _events(batcher, asked)
-    own = swapping(batcher)
-    assert (batcher.scheduler.preemptions, batcher.scheduler.recomputed) == (2, 0) and own.out >= 1 and own.out == own.back
-    assert found == [one for (one,) in alone]
-    assert own.used_bytes == 0 and more.pages.free == more.pages.num_pages and not batcher.busy
-
-
-def _scarce(path: Path, device: str, pages: int, *, hosted: bool) -> Engine:
-    plan = open_engine(path, Options(device="cpu", weights="random")).session.plan
-    if hosted:
-        # Which engine moves pages is measured otherwise, and decides the last bits.
-        options = Options(device=device, offload=True, recall="kernel", host_bytes=pages * layout(plan).host_bytes(1), swap_bytes=1 << 28)
-        return open_engine(path, options)
-    return open_engine(path, Options(device=device, dense_below=0, cache_bytes=pages * plan.page_bytes + plan.slot_bytes, swap_bytes=1 << 28))
-
-
-def _events(batcher: Batcher, asked: list[tuple[list[int], int]]) -> list[list[tuple[int | None, float | None]]]:
-    """Answer prompts that arrive every ten steps, each more urgent than those before: tokens and their log probabilities."""
-    calls, steps = [], 0
-    while len(calls) < len(asked) or batcher.busy:
-        if steps % 10 == 0 and len(calls) < len(asked):
-            tokens, longest = asked[len(calls)]
-            calls.append(batcher.submit([tokens], [greedy(longest)], priority=len(calls)))
-        batcher.advance()
-        steps += 1
-    return [[(event.token_id, event.logprob) for event in call.events] for call in calls]
