@@ -8,7 +8,10 @@
 set -u
 cd "$(dirname "$0")/.."
 folder=${1:-build/sanitizer} failed=0 checks=("check_retrieval --small" "check_pages --few")
-mkdir -p "$folder"
+command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is not installed; it comes with the CUDA toolkit" >&2; exit 1; }
+mkdir -p "$folder" || exit 1
+trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT # what runs behind a script does not hear Ctrl-C
+trap 'exit 130' INT TERM
 for tool in ${TOOLS:-memcheck synccheck racecheck}; do
   options=(--tool "$tool")
   case $tool in

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -47,3 +50,27 @@ def test_all_tools_run_over_all_checks_and_nothing_is_reported(tmp_path: Path) -
 )
 def test_warnings_failures_and_checks_that_do_not_end_fail_it(tmp_path: Path, checked: str, errors: str, races: str) -> None:
     assert sanitize(tmp_path, checked, errors, races).returncode == 1
+
+
+def test_without_the_tool_it_says_where_it_comes_from(tmp_path: Path) -> None:
+    bash = shutil.which("bash") or "bash"
+    (tmp_path / "dirname").symlink_to(shutil.which("dirname") or "dirname")
+    done = subprocess.run([bash, str(SCRIPT), str(tmp_path / "reports")], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stderr == "compute-sanitizer is not installed; it comes with the CUDA toolkit\n"
+    assert not (tmp_path / "reports").exists()
+
+
+def test_an_interrupted_run_leaves_no_process(tmp_path: Path) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/begun\nexec sleep 60\n")
+    tool.chmod(0o755)
+    run = subprocess.Popen(["bash", str(SCRIPT), str(tmp_path / "reports")], env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    begun, until = tmp_path / "begun", time.monotonic() + 30
+    while not begun.exists() or len(begun.read_text().split()) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    run.send_signal(signal.SIGINT)
+    assert run.wait(30) == 130
+    for process in map(int, begun.read_text().split()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)

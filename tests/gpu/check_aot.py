@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from tests.gpu.check_retrieval import check_chain
-from tests.gpu.retrieval_case import Case, failures
+from tests.gpu.retrieval_case import DEV, Case, expect, failures
 from trtkv.errors import TrtkvError
 from trtkv.manifest import Manifest, check_files, read_manifest
 from trtkv.plugins._device import driver, nvrtc, store, triton_aot
@@ -38,17 +38,10 @@ from trtkv.plugins.support import in_torch
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.sampler import SamplingParams
 
-DEV = "cuda"
 BESIDE = {"recall", "open_pages"}  # only where pages live on the host
 TWO_LAUNCHES, ONE = {"fier_score", "score_pages", "select_units"}, {"fier_select", "page_select"}  # the GPU's multiprocessors decide which
 SMALL = 2e9  # parameters up to which random weights are made and the model is run
 launched: Counter[str] = Counter()
-
-
-def expect(ok: bool, what: str) -> None:
-    if not ok:
-        failures.append(what)
-        print("FAIL", what, flush=True)
 
 
 def forbid_compiling() -> None:

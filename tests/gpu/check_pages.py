@@ -1,6 +1,6 @@
 """Page scorers on the GPU against torch: bounds, balls, means and outliers, every pooling, fresh random inputs, poisoned outputs, margins.
 
-Run it on a machine with a GPU: python -m tests.gpu.check_pages [--seed N]; exit code 1 when anything differs.
+Run it on a machine with a GPU: python -m tests.gpu.check_pages [--few] [--dirty] [--seed N]; exit code 1 when anything differs.
 """
 
 from __future__ import annotations

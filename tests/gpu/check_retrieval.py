@@ -1,6 +1,6 @@
 """Retrieval decode kernels on the GPU against torch: fresh random inputs, poisoned outputs, margins, lengths that grow between graph replays.
 
-Run it on a machine with a GPU: python -m tests.gpu.check_retrieval [--small] [--seed N]; exit code 1 when anything differs.
+Run it on a machine with a GPU: python -m tests.gpu.check_retrieval [--small] [--dirty] [--seed N]; exit code 1 when anything differs.
 """
 
 from __future__ import annotations

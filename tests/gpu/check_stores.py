@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from tests.gpu.retrieval_case import DEV, expect, failures
 from trtkv.plugins._device import store
 from trtkv.plugins._device.driver import arch
 from trtkv.plugins.encoded import launch, reference
@@ -25,15 +26,7 @@ from trtkv.policies.quantize.fp8 import Fp8
 from trtkv.policies.quantize.kivi import Kivi
 from trtkv.policies.quantize.minikv import MiniKVBits
 
-DEV = "cuda"
 MARGIN = 65536
-failures: list[str] = []
-
-
-def expect(ok: bool, what: str) -> None:
-    if not ok:
-        failures.append(what)
-        print("FAIL", what, flush=True)
 
 
 class Case:
