@@ -1,8 +1,5 @@
-"""Says where the packages are: `plugins/` stands at the top of the tree and is installed as `trtkv.plugins`."""
+"""Says where the packages are: `plugins/` and `trtkv/` stand at the top of the tree, and are imported by these names."""
 
 from setuptools import find_packages, setup
 
-setup(
-    packages=find_packages(include=["trtkv", "trtkv.*"]) + ["trtkv.plugins"] + [f"trtkv.plugins.{name}" for name in find_packages("plugins")],
-    package_dir={"trtkv": "trtkv", "trtkv.plugins": "plugins"},
-)
+setup(packages=find_packages(include=["trtkv", "trtkv.*", "plugins", "plugins.*"]))

@@ -21,10 +21,10 @@ import torch
 from bench_load import RESULTS, environment, write_checkpoint
 from torch import Tensor
 
-from trtkv.builder.directory import Request, build_engine
 from trtkv.checkpoint.find import resolve_model
 from trtkv.cli.output import print_table
 from trtkv.config import Limits, ModelConfig
+from trtkv.engine.directory import Request, build_engine
 from trtkv.errors import ConfigError
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.loading import Engine, Options

@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import torch
 
+from plugins.cache.session import Session
 from trtkv.checkpoint.find import resolve_model
 from trtkv.config import Limits
-from trtkv.plugins.session import Session
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.host_memory import open_offload
 from trtkv.runtime.pages import PageAllocator

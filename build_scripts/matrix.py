@@ -111,7 +111,7 @@ def takes_budget(policy: str) -> bool:
 def build(cell: Cell) -> Row:
     """Build one engine in a process of its own."""
     from trtkv import api
-    from trtkv.manifest import PLAN, read_manifest
+    from trtkv.engine.manifest import PLAN, read_manifest
 
     started = time.perf_counter()
     try:

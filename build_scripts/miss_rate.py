@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
+from plugins.cache.tiers.host.store import Recall
 from trtkv.api import build
 from trtkv.eval.haystack import passage
-from trtkv.plugins.kv_recall.store import Recall
 from trtkv.runtime.loading import Engine, Options, open_engine
 from trtkv.runtime.step import StepRow
 from trtkv.runtime.tokenizer import Tokenizer

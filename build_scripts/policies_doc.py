@@ -20,13 +20,13 @@ from passage_tensors import Captured, capture
 
 from trtkv import simulate
 from trtkv.cli.output import progress
+from trtkv.engine.predict import predict
 from trtkv.errors import ConfigError, PolicyConflict
 from trtkv.plan import CacheView, Occupancy
 from trtkv.policies.base import CAPABILITIES, KINDS
 from trtkv.policies.fields import field_table
 from trtkv.policies.policy import Policy
 from trtkv.policies.registry import describe, parse_policy, role_class, role_names
-from trtkv.predict import predict
 from trtkv.presets import policy_presets
 
 ROOT = Path(__file__).parent.parent

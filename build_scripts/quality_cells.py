@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from plugins.cache.session import Session
 from trtkv import LLM
 from trtkv.api import build
 from trtkv.errors import TrtkvError
@@ -25,7 +26,6 @@ from trtkv.eval.perplexity import windows
 from trtkv.eval.task import AnswerTask, Sample, TaskOptions
 from trtkv.eval.tasks import make_task
 from trtkv.graph.decoder import build_decoder
-from trtkv.plugins.session import Session
 from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy
 from trtkv.presets import policy_presets

@@ -27,7 +27,7 @@ import torch
 
 from trtkv.api import build
 from trtkv.bench.records import append_records, commit, environment
-from trtkv.manifest import read_manifest
+from trtkv.engine.manifest import read_manifest
 
 ROOT = Path(__file__).parent.parent
 PATH = "/v1/completions"

@@ -18,15 +18,15 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear
 
+from plugins.device import store
+from plugins.linear import launch
+from plugins.linear.launch import Form, Norm
+from plugins.linear.specs import Shape, products
 from trtkv.bench.records import append_records, make_record
 from trtkv.bench.timing import copy_bandwidth, measure
-from trtkv.builder.kernels import write_kernels
 from trtkv.checkpoint.find import resolve_model
 from trtkv.config import ModelConfig
-from trtkv.plugins._device import store
-from trtkv.plugins.linear import launch
-from trtkv.plugins.linear.launch import Form, Norm
-from trtkv.plugins.linear.specs import Shape, products
+from trtkv.engine.kernels import write_kernels
 from trtkv.runtime.fused import silu_product
 
 RUNS, DTYPE = 7, torch.bfloat16

@@ -24,20 +24,20 @@ from unittest.mock import patch
 
 import torch
 
+from plugins.append import launch as append
+from plugins.attend import launch_dense
+from plugins.device import driver, store
+from plugins.kernels import request
+from plugins.linear import launch as linear
+from plugins.linear.launch import MOST_TOKENS, Form
+from plugins.linear.specs import products
 from trtkv.api import build
 from trtkv.bench.load import Load, Work
 from trtkv.bench.split import least_times
 from trtkv.bench.timing import copy_bandwidth
-from trtkv.builder.kernels import write_kernels
 from trtkv.checkpoint.find import resolve_model
 from trtkv.config import Limits, ModelConfig
-from trtkv.plugins._device import driver, store
-from trtkv.plugins.kernels import request
-from trtkv.plugins.kv_append import launch as append
-from trtkv.plugins.kv_attend import launch_dense
-from trtkv.plugins.linear import launch as linear
-from trtkv.plugins.linear.launch import MOST_TOKENS, Form
-from trtkv.plugins.linear.specs import products
+from trtkv.engine.kernels import write_kernels
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime import graphs
 from trtkv.runtime.loading import Engine, Options, open_engine

@@ -1,1 +1,2 @@
-"""TensorRT plugins over the KV cache: one folder an op, with its reference, its torch form, its kernels and its TensorRT face."""
+# own name: this package is imported as `plugins`, in a checkout as in a wheel
+"""What runs inside the nodes of an engine: the KV cache and its parts, the kernels, and their TensorRT faces."""

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from plugins.append import specs as append
+from plugins.attend import specs as attend
+from plugins.cache.encodings.grouped import specs as encoded
+from plugins.cache.encodings.grouped.formats import find_format
+from plugins.cache.encodings.mixed import specs as mixed
+from plugins.cache.eviction import specs as compaction
+from plugins.cache.eviction.per_head import specs as ragged
+from plugins.cache.support import why_torch
+from plugins.cache.tiers.host import specs as recall
+from plugins.device import store
+from plugins.device.spec import Spec
+from plugins.linear import specs as linear
+from plugins.sampling import launch as sampling
+from plugins.select import specs as select
 from trtkv.config import Limits, ModelConfig
 from trtkv.plan import CachePlan
-from trtkv.plugins._device import store
-from trtkv.plugins._device.spec import Spec
-from trtkv.plugins.compaction import specs as compaction
-from trtkv.plugins.encoded import specs as encoded
-from trtkv.plugins.encoded.formats import find_format
-from trtkv.plugins.kv_append import specs as append
-from trtkv.plugins.kv_attend import specs as attend
-from trtkv.plugins.kv_recall import specs as recall
-from trtkv.plugins.kv_select import specs as select
-from trtkv.plugins.linear import specs as linear
-from trtkv.plugins.mixed import specs as mixed
-from trtkv.plugins.ragged import specs as ragged
-from trtkv.plugins.sampling import launch as sampling
-from trtkv.plugins.support import why_torch
 
 FOLDER = "kernels"  # of an engine directory
 LEAST_CAPABILITY = 80

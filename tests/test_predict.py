@@ -7,15 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plugins.cache.session import Session
+from plugins.cache.tiers.host.store import Offload
 from tests.policies.cases import PRESETS, small, tensors
 from trtkv.config import ModelConfig
+from trtkv.engine.footprint import Footprint
+from trtkv.engine.predict import predict
 from trtkv.errors import ConfigError
-from trtkv.footprint import Footprint
-from trtkv.plugins.kv_recall.store import Offload
-from trtkv.plugins.session import Session
 from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy, role_class
-from trtkv.predict import predict
 from trtkv.simulation import simulate
 
 LAYERS, Q_HEADS, KV_HEADS, DIM = 4, 4, 2, 32

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from plugins.nodes.table import FACES
 from tests.tiny import make_tiny
 from tests.toy_graph import needs_rtx
 from trtkv import api
+from trtkv.diagnose.verify import Plan, Report, verify
 from trtkv.errors import ConfigError, EngineError
-from trtkv.plugins.ops import FACES
 from trtkv.runtime import fused
 from trtkv.runtime.loading import Options
-from trtkv.verify import Plan, Report, verify
 
 
 def engine(path: Path, kind: str = "llama", policy: str = "full", dtype: torch.dtype = torch.float32, **build: Any) -> Path:

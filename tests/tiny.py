@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from plugins.cache.session import Session
+from plugins.cache.tiers.host.store import Offload, Recall
 from trtkv.config import Limits, ModelConfig
 from trtkv.graph.decoder import build_decoder
 from trtkv.plan import CachePlan
-from trtkv.plugins.kv_recall.store import Offload, Recall
-from trtkv.plugins.session import Session
 from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.executor import TorchExecutor
@@ -124,8 +124,8 @@ def make_rig(
     length: int = 512,
 ) -> Rig:
     """Set up an executor for a tiny model under a policy."""
+    from plugins.device.dtypes import TORCH_DTYPES
     from trtkv.checkpoint.weights import Checkpoint
-    from trtkv.plugins.dtypes import TORCH_DTYPES
     from trtkv.runtime.weights import map_weights
 
     config = tiny.config.model_copy(update={"dtype": dtype}) if dtype else tiny.config

@@ -18,10 +18,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from trtkv.builder.tensorrt import Plan, Profile, build_plan
+from plugins.nodes.node import DOMAIN, VERSION, OpConfig, OpFace
+from plugins.tensorrt.plugin import PluginLogic, guarded
+from trtkv.engine.tensorrt import Plan, Profile, build_plan
 from trtkv.errors import TrtkvError
-from trtkv.plugins._tensorrt.plugin import PluginLogic, guarded
-from trtkv.plugins.face import DOMAIN, VERSION, OpConfig, OpFace
 
 HIDDEN, HEADS, DIM = 32, 2, 16
 CONFIG = OpConfig(num_q_heads=HEADS, num_kv_heads=1, head_dim=DIM, scale=0.25, rms_eps=1e-6, select_width=4, select_heads=1, plan="toy")

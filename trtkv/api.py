@@ -61,7 +61,7 @@ def build(
 
     Raises TrtkvError; nothing half-written is left behind.
     """
-    from trtkv.builder.directory import Request, build_engine
+    from trtkv.engine.directory import Request, build_engine
 
     sets = list(sets)
     source, config, chosen = prepare(model, policy, budget, sets, dtype, rope_scaling)

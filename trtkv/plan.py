@@ -60,7 +60,7 @@ class BufferSpec:
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """A role by import path (`module:Class`) with its fields, and the name under which `trtkv.plugins` may have a kernel for it."""
+    """A role by import path (`module:Class`) with its fields, and the name under which `plugins` may have a kernel for it."""
 
     op: str
     role: str

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from plugins.cache.reference.layer import LayerCache, Roles
 from trtkv.errors import ConfigError
-from trtkv.plugins.held.layer import LayerCache, Roles
 from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy
 

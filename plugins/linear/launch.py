@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trtkv.plugins._device import nvrtc
-from trtkv.plugins._device.driver import CACHING_PERCENT, arch
-from trtkv.plugins._device.nvrtc import Float, Int, Kernel, Pointer
+from plugins.device import nvrtc
+from plugins.device.driver import CACHING_PERCENT, arch
+from plugins.device.nvrtc import Float, Int, Kernel, Pointer
 
 MOST_TOKENS = 2  # beyond, the library's products are as fast
 MOST_WIDTH = 16384  # of a norm alone

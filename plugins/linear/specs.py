@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from plugins.device.dtypes import TORCH_DTYPES
+from plugins.linear import launch
 from trtkv.config import Limits, ModelConfig
-from trtkv.plugins.dtypes import TORCH_DTYPES
-from trtkv.plugins.linear import launch
 
 Shape = tuple[int, int, bool, bool]  # width, inner size, gated, with the norm in front of it
 

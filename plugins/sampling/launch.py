@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trtkv.plugins._device import nvrtc
-from trtkv.plugins._device.driver import arch
-from trtkv.plugins._device.nvrtc import Int, Kernel, Long, Pointer
+from plugins.device import nvrtc
+from plugins.device.driver import arch
+from plugins.device.nvrtc import Int, Kernel, Long, Pointer
 
 _SOURCE = Path(__file__).parent / "sample.cu"
 _SAMPLE, _FEED, _FETCH = (Pointer,) * 8 + (Long, Int), (Pointer,) * 4 + (Int,), (Pointer,) * 5 + (Int,) * 7

@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from plugins.cache.batch import Row
+from plugins.cache.indexes import fier_layout
+from plugins.cache.tiers.host import op
+from plugins.cache.tiers.host.store import Offload
 from tests.console import Capture, complaint, printed
 from tests.tiny import TinyModel, make_tiny
 from trtkv.api import build
@@ -16,10 +20,6 @@ from trtkv.bench import tiers
 from trtkv.bench.load import Work
 from trtkv.bench.recall import RESIDENT, VARIANTS, WAYS, Cell, run_cells
 from trtkv.bench.tiers import Load
-from trtkv.plugins.kv_recall import op
-from trtkv.plugins.kv_recall.store import Offload
-from trtkv.plugins.kv_select import fier_layout
-from trtkv.plugins.rows import Row
 from trtkv.runtime.loading import Options, open_engine
 
 SETS = ("--set", "retrieve.sink=16", "--set", "retrieve.window=16", "--set", "retrieve.page=16", "--budget", 96)

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from plugins.device import nvrtc, store
+from plugins.linear import specs as linear
 from tests.console import Capture, call, complaint, printed
 from tests.tiny import TinyModel
 from trtkv.bench import load
 from trtkv.bench.serving import Traffic, make_requests, percentile
 from trtkv.bench.split import weight_bytes
 from trtkv.config import Limits
-from trtkv.manifest import read_manifest
-from trtkv.plugins._device import nvrtc, store
-from trtkv.plugins.linear import specs as linear
+from trtkv.engine.manifest import read_manifest
 
 LIMITS = Limits(max_seq_len=200, max_batch_size=1, max_chunk_tokens=64)
 

@@ -14,8 +14,8 @@ import pytest
 
 from tests.tiny import TinyModel
 from trtkv.api import build
-from trtkv.builder import schedule
-from trtkv.manifest import PLAN, check_files, read_manifest
+from trtkv.engine import schedule
+from trtkv.engine.manifest import PLAN, check_files, read_manifest
 
 pytest.importorskip("tensorrt_rtx", reason="needs the package tensorrt-rtx")
 pytestmark = pytest.mark.trt

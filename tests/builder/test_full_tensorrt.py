@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from plugins.tensorrt import plugin as plugin_module
+from plugins.tensorrt.plugin import PluginLogic
 from tests.agreement import assert_as_precise
 from tests.runtime.test_tensorrt_runtime import used_attributes
 from tests.tiny import make_tiny
 from tests.toy_graph import build
 from trtkv import api
-from trtkv.builder import tensorrt as build_module
+from trtkv.engine import tensorrt as build_module
+from trtkv.engine.manifest import PLAN, file_sha256, read_manifest
 from trtkv.errors import EngineError
-from trtkv.manifest import PLAN, file_sha256, read_manifest
-from trtkv.plugins._tensorrt import plugin as plugin_module
-from trtkv.plugins._tensorrt.plugin import PluginLogic
 from trtkv.runtime import tensorrt as runtime_module
 
 pytestmark = [

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
+from plugins.device import nvrtc, store, triton_aot
+from plugins.kernels import FOLDER
 from tests.console import call
 from tests.tiny import TinyModel, make_tiny
 from trtkv.api import build
-from trtkv.builder import targets
-from trtkv.builder.targets import KERNEL_SMS, PORTABLE_SMS, Targets, choose_targets, parse_sms
+from trtkv.engine import targets
+from trtkv.engine.manifest import MANIFEST, check_files, read_manifest
+from trtkv.engine.targets import KERNEL_SMS, PORTABLE_SMS, Targets, choose_targets, parse_sms
 from trtkv.errors import BuildError, EngineError
-from trtkv.manifest import MANIFEST, check_files, read_manifest
-from trtkv.plugins._device import nvrtc, store, triton_aot
-from trtkv.plugins.kernels import FOLDER
 
 needs_compilers = pytest.mark.skipif(nvrtc.missing() is not None or triton_aot.missing() is not None, reason="needs NVRTC and Triton")
 SETTINGS: dict[str, Any] = {"backend": "none", "dtype": "bfloat16", "max_seq_len": 256, "max_batch_size": 1}

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.toy_graph import build, graph, needs_rtx
-from trtkv.builder.schedule import Kernel, kernels, segments
+from trtkv.engine.schedule import Kernel, kernels, segments
 
 PLUGINS = [f"{name}.{layer}" for layer in range(4) for name in ("query", "selection", "attended")]
 

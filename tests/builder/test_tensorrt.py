@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
+from plugins.tensorrt import cuda
+from plugins.tensorrt.backend import Backend, MessageLog
 from tests.toy_graph import build, graph, needs_rtx, profiles
-from trtkv.builder import tensorrt
-from trtkv.builder.progress import Fraction
-from trtkv.builder.tensorrt import Plan, Profile, check_profile, target_capabilities
+from trtkv.engine import tensorrt
+from trtkv.engine.progress import Fraction
+from trtkv.engine.tensorrt import Plan, Profile, check_profile, target_capabilities
 from trtkv.errors import BuildError
-from trtkv.plugins._tensorrt import cuda
-from trtkv.plugins._tensorrt.backend import Backend, MessageLog
 
 ROOT = Path(__file__).parents[2]
 rtx = [pytest.mark.trt, needs_rtx]

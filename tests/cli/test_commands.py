@@ -187,7 +187,7 @@ def test_a_full_disk_leaves_nothing(tiny_llama: TinyModel, tmp_path: Path, capsy
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("trtkv.manifest.Manifest.write", full)
+    monkeypatch.setattr("trtkv.engine.manifest.Manifest.write", full)
     line = complaint(capsys, "build", "--model", tiny_llama.path, "--out", tmp_path / "engine", "--backend", "none")
     assert "disk" in line and "full" in line
     assert [one for one in tmp_path.iterdir() if one.name != "home"] == []

@@ -9,7 +9,7 @@ from tests.console import Capture, complaint, output, printed
 from tests.tiny import TinyModel
 from tests.toy_graph import needs_rtx
 from trtkv import api
-from trtkv.contents import PlanEntry, first_profile, plan_schedule
+from trtkv.diagnose.inspect import PlanEntry, first_profile, plan_schedule
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from plugins.nodes.table import FACES
 from tests.console import Capture, complaint, output, printed
 from tests.tiny import TinyModel
 from tests.toy_graph import needs_rtx
 from trtkv import api
-from trtkv.plugins.ops import FACES
 
 
 @pytest.fixture(scope="module")

@@ -20,21 +20,21 @@ from typing import Any
 
 import torch
 
+from plugins.append import launch as append
+from plugins.append import reference
+from plugins.cache.indexes import fier_layout
+from plugins.cache.roles import load_role
+from plugins.cache.support import in_torch
+from plugins.device import driver, nvrtc, store, triton_aot
+from plugins.device.spec import Binary
+from plugins.kernels import FOLDER, kernels_for, request
+from plugins.nodes.node import OpConfig
+from plugins.select.choose import speculative_query
+from plugins.select.launch_speculate import speculate
 from tests.gpu.check_retrieval import check_chain
 from tests.gpu.retrieval_case import DEV, Case, expect, failures
+from trtkv.engine.manifest import Manifest, check_files, read_manifest
 from trtkv.errors import TrtkvError
-from trtkv.manifest import Manifest, check_files, read_manifest
-from trtkv.plugins._device import driver, nvrtc, store, triton_aot
-from trtkv.plugins._device.spec import Binary
-from trtkv.plugins.face import OpConfig
-from trtkv.plugins.kernels import FOLDER, kernels_for, request
-from trtkv.plugins.kv_append import launch as append
-from trtkv.plugins.kv_append import reference
-from trtkv.plugins.kv_select import fier_layout
-from trtkv.plugins.kv_select.launch_speculate import speculate
-from trtkv.plugins.roles import load_role
-from trtkv.plugins.selection import speculative_query
-from trtkv.plugins.support import in_torch
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.sampler import SamplingParams
 

@@ -13,15 +13,15 @@ from types import SimpleNamespace
 
 import torch
 
+from plugins.cache.batch import Row
+from plugins.cache.eviction import lag, launch
+from plugins.cache.eviction.compactor import Compactor
+from plugins.cache.session import Session
 from tests.policies.cases import small
 from tests.runtime.test_policies import generate, prompts
 from tests.tiny import Rig, make_rig, make_tiny
 from trtkv.checkpoint.find import resolve_model
 from trtkv.plan import Occupancy
-from trtkv.plugins.compaction import lag, launch
-from trtkv.plugins.compaction.compactor import Compactor
-from trtkv.plugins.rows import Row
-from trtkv.plugins.session import Session
 from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy
 from trtkv.ranking import attention, best

@@ -15,15 +15,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from plugins.attend import launch_dense
+from plugins.cache.eviction.per_head import launch
+from plugins.cache.session import Session
 from tests.gpu.check_evict import FAILED, report
 from tests.plugins.test_mixed import POLICIES as MIXED
 from tests.plugins.test_ragged import POLICIES, kept
 from tests.runtime.test_policies import generate, prompts
 from tests.tiny import make_rig, make_tiny
 from trtkv.checkpoint.find import resolve_model
-from trtkv.plugins.kv_attend import launch_dense
-from trtkv.plugins.ragged import launch
-from trtkv.plugins.session import Session
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.step import StepRow
 

@@ -16,22 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plugins.cache.batch import Row
+from plugins.cache.encodings.grouped import launch, reference
+from plugins.cache.encodings.grouped.keep import Keeper
+from plugins.cache.encodings.grouped.ledger import find_ledger
+from plugins.cache.eviction.sums import launch as sums
+from plugins.cache.session import Session
 from tests.runtime.test_policies import generate, prompts
 from tests.tiny import Rig, make_rig, make_tiny
 from trtkv.api import build
 from trtkv.checkpoint.find import resolve_model
-from trtkv.plugins.encoded import launch, reference
-from trtkv.plugins.encoded.keep import Keeper
-from trtkv.plugins.encoded.ledger import find_ledger
-from trtkv.plugins.kv_sums import launch as sums
-from trtkv.plugins.rows import Row
-from trtkv.plugins.session import Session
+from trtkv.diagnose.verify import Plan, verify
 from trtkv.policies.packing import unpack
 from trtkv.policies.registry import parse_policy
 from trtkv.policies.schedule import trajectory
 from trtkv.ranking import attention, group_mean
 from trtkv.runtime.loading import Options
-from trtkv.verify import Plan, verify
 
 MINI = ("evict.heavy=0.3", "evict.recent=0.2", "quantize.residual=32")
 POLICIES = {
@@ -267,7 +267,7 @@ def settle_at_full_size() -> None:
 @torch.inference_mode()
 def at_full_size() -> None:
     """Keep and encode a long prompt of a real model's layer; print what that takes beside its attention."""
-    from trtkv.plugins.kv_attend.prefill import attend_with_lse
+    from plugins.attend.prefill import attend_with_lse
 
     tokens, model = 32768, resolve_model("llama-3.1-8b").config.model_copy(update={"num_layers": 1})
     plan = parse_policy("minikv").plan(model)

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plugins.append.launch import FIER, MINMAX
+from plugins.cache.encodings.grouped import launch, launch_list, reference, summaries
+from plugins.cache.indexes import fier_layout
+from plugins.cache.indexes.summary import Kept
+from plugins.device.driver import arch
 from tests.gpu.check_stores import DEV, Case, expect, main, small
-from trtkv.plugins._device.driver import arch
-from trtkv.plugins.encoded import launch, launch_list, reference, summaries
-from trtkv.plugins.kv_append.launch import FIER, MINMAX
-from trtkv.plugins.kv_append.summary import Kept
-from trtkv.plugins.kv_select import fier_layout
 
 
 class ListCase(Case):

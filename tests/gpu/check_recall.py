@@ -12,10 +12,10 @@ import time
 
 import torch
 
+from plugins.cache.tiers.host import launch
+from plugins.cache.tiers.host.reference import assign
+from plugins.cache.tiers.host.store import Offload, Recall
 from trtkv.plan import BufferSpec, CachePlan, Meaning, SelectPlan
-from trtkv.plugins.kv_recall import launch
-from trtkv.plugins.kv_recall.reference import assign
-from trtkv.plugins.kv_recall.store import Offload, Recall
 from trtkv.runtime.host_memory import HostPool
 
 DEV = torch.device("cuda")

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plugins.attend import launch_dense
+from plugins.attend import reference as attention
+from plugins.cache.encodings.per_token import launch, reference
+from plugins.cache.encodings.per_token.launch import Stacks
+from plugins.cache.encodings.per_token.store import ReplacedStore, rule_of
+from plugins.nodes.node import OpConfig
 from trtkv.plan import CacheView, Occupancy
-from trtkv.plugins.face import OpConfig
-from trtkv.plugins.kv_attend import launch_dense
-from trtkv.plugins.kv_attend import reference as attention
-from trtkv.plugins.replaced import launch, reference
-from trtkv.plugins.replaced.launch import Stacks
-from trtkv.plugins.replaced.store import ReplacedStore, rule_of
 from trtkv.policies.registry import parse_policy
 from trtkv.ranking import attention as probabilities
 

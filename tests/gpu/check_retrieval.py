@@ -15,15 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plugins.append import kernel as append
+from plugins.append import launch as launch_append
+from plugins.attend import launch as attend
+from plugins.cache.indexes import fier_layout
+from plugins.select import launch as select
+from plugins.select import launch_fused, launch_pages
 from tests.gpu.choice_checks import check_own_budgets, check_short_lists, check_sieved, check_ties
 from tests.gpu.dense_checks import check_dense, check_dense_growth
 from tests.gpu.dirty import dirty_shared_memory
 from tests.gpu.retrieval_case import DEV, Case, captured, check_attention, check_selection, expect, failures, repeat_tokens, told_words
-from trtkv.plugins.kv_append import kernel as append
-from trtkv.plugins.kv_append import launch as launch_append
-from trtkv.plugins.kv_attend import launch as attend
-from trtkv.plugins.kv_select import fier_layout, launch_fused, launch_pages
-from trtkv.plugins.kv_select import launch as select
 
 
 def check_chain(case: Case, budget: int, sink: int, window: int, pooling: str, label: str, capacity: int = 0) -> None:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from plugins.cache.encodings.grouped import launch, reference
+from plugins.cache.encodings.grouped.formats import Format
+from plugins.device import store
+from plugins.device.driver import arch
 from tests.gpu.retrieval_case import DEV, expect, failures
-from trtkv.plugins._device import store
-from trtkv.plugins._device.driver import arch
-from trtkv.plugins.encoded import launch, reference
-from trtkv.plugins.encoded.formats import Format
 from trtkv.policies.packing import unpack
 from trtkv.policies.quantize.fp8 import Fp8
 from trtkv.policies.quantize.kivi import Kivi

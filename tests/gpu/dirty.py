@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 import torch
 
-from trtkv.plugins._device import driver, nvrtc
-from trtkv.plugins._device.spec import shared_limit
+from plugins.device import driver, nvrtc
+from plugins.device.spec import shared_limit
 
 _WORDS = (0xFFFFFFFF, 1, 0x7FC07FC0, 0x7F7F7F7F, 0x3C003C00, 0x80000000)  # of all ones, NaN, large, one, minus zero; 1: all differ
 

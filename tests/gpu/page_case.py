@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from plugins.attend import launch as attend
+from plugins.attend.per_head import attend_per_head
+from plugins.select import launch as select
+from plugins.select import launch_pages as pages
 from tests.gpu.retrieval_case import DEV, Guarded
-from trtkv.plugins.kv_attend import launch as attend
-from trtkv.plugins.kv_attend.per_head import attend_per_head
-from trtkv.plugins.kv_select import launch as select
-from trtkv.plugins.kv_select import launch_pages as pages
 from trtkv.policies.registry import role_class
 
 ROLES = {"box": ("quest", {}), "ball": ("arkvale", {"digest": "ball-mean"}), "mean": ("shadowkv", {})}

@@ -13,11 +13,11 @@ import pytest
 from tests.integrations import fake_tensorrt_llm as fake
 from tests.tiny import make_tiny
 from trtkv import api
-from trtkv.builder.directory import Request
 from trtkv.config import Limits
+from trtkv.engine.directory import Request
+from trtkv.engine.manifest import check_files, read_manifest
 from trtkv.errors import BuildError, CapacityError, CheckpointError, ConfigError
 from trtkv.integrations.tensorrt_llm.build import Policy, build_via
-from trtkv.manifest import check_files, read_manifest
 
 LIMITS = {"max_seq_len": 256, "max_batch_size": 3, "max_num_tokens": 64}
 

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from plugins.tensorrt.backend import Backend, MessageLog
 from tests.runtime import test_tensorrt_runtime as rig
 from trtkv.errors import EngineError
-from trtkv.plugins._tensorrt.backend import Backend, MessageLog
 from trtkv.runtime import tensorrt as runtime
 from trtkv.runtime.weights import Weight
 

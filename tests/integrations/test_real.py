@@ -15,8 +15,8 @@ from tests.agreement import assert_as_precise
 from tests.integrations import fake_tensorrt_llm as fake
 from tests.tiny import make_tiny
 from trtkv import api
-from trtkv.builder.directory import Request
 from trtkv.config import Limits
+from trtkv.engine.directory import Request
 from trtkv.integrations.tensorrt_llm.build import Policy, build_via
 from trtkv.integrations.tensorrt_llm.surface import PLACES
 

@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import pytest
 
+from plugins.tensorrt.plugin import read_fields
 from tests.integrations import fake_tensorrt_llm as fake
 from tests.integrations.fake_tensorrt import INetworkDefinition
 from trtkv.config import Limits, ModelConfig
@@ -21,7 +22,6 @@ from trtkv.integrations.tensorrt_llm import MODEL_CLS_FILE, Models
 from trtkv.integrations.tensorrt_llm.build import parse_via
 from trtkv.integrations.tensorrt_llm.network import rope_rows
 from trtkv.integrations.tensorrt_llm.surface import load_surface
-from trtkv.plugins._tensorrt.plugin import read_fields
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.rope import rope_table
 

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 
-from trtkv.plugins._device import nvrtc, store
-from trtkv.plugins._device.nvrtc import CudaSpec
-from trtkv.plugins._device.spec import shared_limit
+from plugins.device import nvrtc, store
+from plugins.device.nvrtc import CudaSpec
+from plugins.device.spec import shared_limit
 
 HEADER = Path(__file__).with_suffix(".h")
 OPTIONS = ("-std=c++17", "-O1", "-w", "-fpermissive", "-mf16c", "-mavx2", "-mfma", "-fPIC", "-shared", "-pthread")

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from trtkv.plugins.face import OpConfig
-from trtkv.plugins.kv_attend import launch as attend_launch
-from trtkv.plugins.kv_attend import launch_dense, per_head, prefill, reference
-from trtkv.plugins.kv_attend import op as attend_op
-from trtkv.plugins.kv_select import fier_layout, launch, launch_fused, launch_pages
-from trtkv.plugins.selection import choose
+from plugins.attend import launch as attend_launch
+from plugins.attend import launch_dense, per_head, prefill, reference
+from plugins.attend import op as attend_op
+from plugins.cache.indexes import fier_layout
+from plugins.nodes.node import OpConfig
+from plugins.select import launch, launch_fused, launch_pages
+from plugins.select.choose import choose
 from trtkv.ranking import best
 
 

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from plugins.device import nvrtc, store, triton_aot
+from plugins.device.driver import Refused
+from plugins.device.nvrtc import CudaSpec, Int, Pointer
+from plugins.device.spec import Binary, Spec, shared_limit
+from plugins.device.triton_aot import TritonSpec
+from plugins.kernels import kernels_for
+from plugins.linear import launch as linear
 from tests.tiny import SHAPE, make_rig, make_tiny
 from trtkv.config import Limits, ModelConfig
 from trtkv.errors import BuildError, EngineError
-from trtkv.plugins._device import nvrtc, store, triton_aot
-from trtkv.plugins._device.driver import Refused
-from trtkv.plugins._device.nvrtc import CudaSpec, Int, Pointer
-from trtkv.plugins._device.spec import Binary, Spec, shared_limit
-from trtkv.plugins._device.triton_aot import TritonSpec
-from trtkv.plugins.kernels import kernels_for
-from trtkv.plugins.linear import launch as linear
 from trtkv.policies.registry import parse_policy
 from trtkv.presets import policy_presets
 from trtkv.runtime import fused
@@ -183,7 +183,7 @@ def test_a_list_has_no_kernel_twice_and_follows_the_batch() -> None:
 
 def test_append_constants_are_the_kernels() -> None:
     pytest.importorskip("triton")
-    from trtkv.plugins.kv_append import kernel, launch
+    from plugins.append import kernel, launch
 
     names = ("NONE", "FIER", "MINMAX", "CUBOID", "BALL_MEAN", "BALL_MAX", "MEAN")
     assert [getattr(kernel, name) for name in names] == [getattr(launch, name) for name in names]
@@ -359,7 +359,7 @@ def test_headers_are_those_of_nvrtcs_own_version(tmp_path: Path, monkeypatch: py
 
 
 def test_doctor_names_both_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trtkv import diagnose
+    from trtkv.diagnose.doctor import doctor as diagnose
 
     def notes() -> dict[str, tuple[bool, str]]:
         return {row["what"]: (row["here"], row["note"]) for row in diagnose.diagnose()["abilities"] if "kernels" in row["what"]}

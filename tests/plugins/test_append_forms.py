@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trtkv.plugins.kv_append import launch, launch_token
+from plugins.append import launch, launch_token
 
 pytestmark = pytest.mark.gpu
 BATCH, PAGE, NEW = 7, 64, (1, 1, 1, 1, 0, 1, 1)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from plugins.append import launch_token, reference
+from plugins.append.launch import FIER, MINMAX, NONE
+from plugins.cache.indexes import fier_layout
+from plugins.nodes.node import OpConfig
 from tests.gpu.retrieval_case import told_words
 from tests.plugins import cuda_on_cpu
-from trtkv.plugins.face import OpConfig
-from trtkv.plugins.kv_append import launch_token, reference
-from trtkv.plugins.kv_append.launch import FIER, MINMAX, NONE
-from trtkv.plugins.kv_select import fier_layout
 
 pytestmark = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
 HEADS_Q, HEADS_KV, PAGE, MOST, EPS = 6, 2, 64, 3, 1e-6

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from plugins.cache.eviction.view import PagedView
+from plugins.kernels import kernels_for
 from tests.policies.cases import PRESETS, small
 from tests.runtime.test_executor import REORDERED, worst
 from tests.runtime.test_policies import generate, prompts
 from tests.test_predict import MODEL
 from tests.tiny import Rig, TinyModel, make_rig
 from trtkv.config import Limits
-from trtkv.plugins.compaction.view import PagedView
-from trtkv.plugins.kernels import kernels_for
 from trtkv.policies.schedule import trajectory
 
 COMPACTING = [name for name in PRESETS if small(name).evict and not small(name).quantize and name != "razor"]

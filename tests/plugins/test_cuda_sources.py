@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from plugins.device.spec import shared_limit
 from tests.plugins import cuda_on_cpu
-from trtkv.plugins._device.spec import shared_limit
 
 pytest.importorskip("triton")
 from tests.gpu import check_retrieval as checks

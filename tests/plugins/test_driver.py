@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from trtkv.plugins._device import driver
-from trtkv.plugins._device.driver import Kernel
-from trtkv.plugins._device.nvrtc import CudaSpec
-from trtkv.plugins._device.spec import Binary
+from plugins.device import driver
+from plugins.device.driver import Kernel
+from plugins.device.nvrtc import CudaSpec
+from plugins.device.spec import Binary
 
 cuda = pytest.importorskip("cuda.bindings.driver")
 

@@ -13,16 +13,17 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from plugins import kernels
+from plugins.append.reference import append as append_reference
+from plugins.attend import reference as attention
+from plugins.cache import support
+from plugins.cache.encodings.grouped import cuda, formats, launch, layout, reference, store
+from plugins.cache.encodings.grouped.formats import Format
+from plugins.nodes.node import OpConfig
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
 from trtkv.checkpoint.find import resolve_model
 from trtkv.config import Limits, ModelConfig
 from trtkv.errors import EngineError
-from trtkv.plugins import kernels, support
-from trtkv.plugins.encoded import cuda, formats, launch, layout, reference, store
-from trtkv.plugins.encoded.formats import Format
-from trtkv.plugins.face import OpConfig
-from trtkv.plugins.kv_append.reference import append as append_reference
-from trtkv.plugins.kv_attend import reference as attention
 from trtkv.policies.packing import unpack
 from trtkv.policies.quantize.fp8 import Fp8
 from trtkv.policies.quantize.kivi import Kivi
@@ -225,8 +226,8 @@ class Torch:
     """Attention and device of a session without a GPU: what the launches promise, in torch."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        from trtkv.plugins import session
-        from trtkv.plugins.kv_attend import op
+        from plugins.attend import op
+        from plugins.cache import session
         from trtkv.runtime import executor
 
         self.attended = 0

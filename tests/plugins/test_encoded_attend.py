@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from plugins.cache.encodings.grouped import launch, reference
+from plugins.cache.encodings.grouped.formats import Format
+from plugins.device.spec import shared_limit
 from tests.plugins import cuda_on_cpu
-from trtkv.plugins._device.spec import shared_limit
-from trtkv.plugins.encoded import launch, reference
-from trtkv.plugins.encoded.formats import Format
 
 pytestmark = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
 HEADS, PAGE, WARPS = 2, 64, 2

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("triton")
 
+from plugins.cache import support
+from plugins.cache.encodings.grouped import launch
 from tests.plugins.test_encoded import make_form
-from trtkv.plugins import support
-from trtkv.plugins.encoded import launch
 
 
 @pytest.mark.parametrize("arch", ["80", "86", "89", "90", "120"])

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from plugins.cache.encodings.grouped import launch, launch_list, reference
+from plugins.cache.encodings.grouped.formats import Format
+from plugins.device.spec import shared_limit
 from tests.plugins import cuda_on_cpu
 from tests.plugins.test_encoded_attend import HEADS, WARPS, make_pages
 from trtkv.plan import Meaning, SelectPlan
-from trtkv.plugins._device.spec import shared_limit
-from trtkv.plugins.encoded import launch, launch_list, reference
-from trtkv.plugins.encoded.formats import Format
 
 pytestmark = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
 CASES = [  # bits, key group, residual, query heads a KV head, head dimension, tokens a list entry, dtype

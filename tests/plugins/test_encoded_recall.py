@@ -12,20 +12,20 @@ from tests.plugins import cuda_on_cpu
 
 pytest.importorskip("triton")
 
+from plugins.cache import support
+from plugins.cache.encodings.grouped import cuda, launch, launch_list
+from plugins.cache.session import Session
+from plugins.cache.tiers.host import launch as recall_launch
+from plugins.cache.tiers.host.layout import layout, why_not
+from plugins.cache.tiers.host.store import Offload, Recall
+from plugins.device.spec import shared_limit
 from tests.plugins.launches_in_torch import Launches
 from tests.runtime.test_policies import prompts
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
 from trtkv.config import Limits
+from trtkv.engine.predict import predict
 from trtkv.errors import ConfigError, UnknownName
-from trtkv.plugins import support
-from trtkv.plugins._device.spec import shared_limit
-from trtkv.plugins.encoded import cuda, launch, launch_list
-from trtkv.plugins.kv_recall import launch as recall_launch
-from trtkv.plugins.kv_recall.layout import layout, why_not
-from trtkv.plugins.kv_recall.store import Offload, Recall
-from trtkv.plugins.session import Session
 from trtkv.policies.registry import parse_policy
-from trtkv.predict import predict
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.host_memory import open_offload
 from trtkv.runtime.step import StepRow

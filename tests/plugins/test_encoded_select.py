@@ -11,31 +11,31 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from plugins.append import cuda as append_cuda
+from plugins.append import op as append_op
+from plugins.attend import cuda as attend_cuda
+from plugins.attend import op as attend_op
+from plugins.attend import reference as attention
+from plugins.cache import support
+from plugins.cache.encodings.grouped import cuda, formats, launch, launch_list, reference, summaries
+from plugins.cache.indexes import fier_layout
+from plugins.cache.session import Session
+from plugins.device import store
+from plugins.device.spec import Spec
+from plugins.kernels import kernels_for
+from plugins.nodes.node import OpConfig
+from plugins.select import cuda as select_cuda
+from plugins.select import op as select_op
 from tests.plugins.launches_in_torch import Launches, fake_device
 from tests.plugins.test_encoded import Torch
 from tests.plugins.test_encoded_list import tokens_of
 from tests.plugins.test_wired import Recorder
 from tests.tiny import TinyModel, make_rig, make_tiny
 from trtkv.config import Limits, ModelConfig
-from trtkv.footprint import Footprint
+from trtkv.engine.footprint import Footprint
+from trtkv.engine.predict import predict
 from trtkv.plan import CachePlan
-from trtkv.plugins import support
-from trtkv.plugins._device import store
-from trtkv.plugins._device.spec import Spec
-from trtkv.plugins.encoded import cuda, formats, launch, launch_list, reference, summaries
-from trtkv.plugins.face import OpConfig
-from trtkv.plugins.kernels import kernels_for
-from trtkv.plugins.kv_append import cuda as append_cuda
-from trtkv.plugins.kv_append import op as append_op
-from trtkv.plugins.kv_attend import cuda as attend_cuda
-from trtkv.plugins.kv_attend import op as attend_op
-from trtkv.plugins.kv_attend import reference as attention
-from trtkv.plugins.kv_select import cuda as select_cuda
-from trtkv.plugins.kv_select import fier_layout
-from trtkv.plugins.kv_select import op as select_op
-from trtkv.plugins.session import Session
 from trtkv.policies.registry import parse_policy
-from trtkv.predict import predict
 from trtkv.runtime.step import StepRow
 
 HQ, HK, DIM, SLOTS, LONGEST = 4, 2, 64, 3, 256

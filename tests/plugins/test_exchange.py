@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from plugins.attend import FACE, op
+from plugins.cache.eviction import exchange, newest
+from plugins.cache.eviction.exchange import MASS, NEWEST, POSITION, Rule
+from plugins.cache.eviction.observe import evicts_in_step, observe
+from plugins.cache.session import Session
+from plugins.nodes.table import FACES
 from tests.policies.cases import small
 from tests.runtime.test_policies import generate, prompts
 from tests.tiny import TinyModel, make_rig
-from trtkv.plugins.compaction import exchange, newest
-from trtkv.plugins.compaction.exchange import MASS, NEWEST, POSITION, Rule
-from trtkv.plugins.compaction.observe import evicts_in_step, observe
-from trtkv.plugins.kv_attend import FACE, op
-from trtkv.plugins.ops import FACES
-from trtkv.plugins.session import Session
 from trtkv.policies.registry import parse_policy
 from trtkv.ranking import group_mean
 

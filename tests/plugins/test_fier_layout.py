@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from plugins.cache.indexes import fier_layout
+from plugins.device import store
+from plugins.device.spec import shared_limit
+from plugins.select import launch, specs
 from trtkv.bench.cases import Case, find_geometry, find_policy
 from trtkv.config import Limits
 from trtkv.errors import CapacityError
-from trtkv.plugins._device import store
-from trtkv.plugins._device.spec import shared_limit
-from trtkv.plugins.kv_select import fier_layout, launch, specs
 
 
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])

@@ -11,14 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from plugins import append as kv_append
+from plugins import attend as kv_attend
+from plugins import select as kv_select
+from plugins.nodes.node import OpConfig, OpFace
+from plugins.tensorrt.backend import NAMES, Backend, MessageLog, available, load
+from plugins.tensorrt.host import BuiltPlugin, LoadedPlugin, PluginHost
+from plugins.tensorrt.plugin import PluginLogic
 from tests.integrations.fake_tensorrt import make_tensorrt
 from tests.toy_graph import APPEND, ATTEND, CONFIG
 from trtkv.errors import BuildError
-from trtkv.plugins import kv_append, kv_attend, kv_select
-from trtkv.plugins._tensorrt.backend import NAMES, Backend, MessageLog, available, load
-from trtkv.plugins._tensorrt.host import BuiltPlugin, LoadedPlugin, PluginHost
-from trtkv.plugins._tensorrt.plugin import PluginLogic
-from trtkv.plugins.face import OpConfig, OpFace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from plugins.tensorrt.backend import Backend, MessageLog, available, load
+from plugins.tensorrt.host import PluginHost
+from plugins.tensorrt.plugin import PluginLogic
 from tests.integrations.fake_tensorrt import make_tensorrt
 from tests.tiny import make_tiny
 from trtkv import api
-from trtkv.plugins._tensorrt.backend import Backend, MessageLog, available, load
-from trtkv.plugins._tensorrt.host import PluginHost
-from trtkv.plugins._tensorrt.plugin import PluginLogic
+from trtkv.diagnose.verify import HostedExecutor
 from trtkv.runtime.loading import Engine, Options, open_engine
 from trtkv.runtime.rope import rope_table
 from trtkv.runtime.step import StepRow
-from trtkv.verify import HostedExecutor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POLICIES = {

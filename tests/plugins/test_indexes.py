@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from plugins.cache.indexes import index as indexes
+from plugins.cache.indexes.bounds import PageIndex
+from plugins.cache.indexes.definition import MeaningIndex
+from plugins.cache.indexes.summaries import KeptIndex
+from plugins.cache.session import Session
+from plugins.select.choose import choose, pool, spread
 from trtkv.config import ModelConfig
 from trtkv.plan import CachePlan
-from trtkv.plugins.kv_select import indexes
-from trtkv.plugins.kv_select.kept import KeptIndex
-from trtkv.plugins.kv_select.meaning import MeaningIndex
-from trtkv.plugins.kv_select.pages import PageIndex
-from trtkv.plugins.selection import choose, pool, spread
-from trtkv.plugins.session import Session
 from trtkv.policies.registry import parse_policy
 
 PAGES = 64

@@ -11,28 +11,28 @@ import torch
 
 pytest.importorskip("triton")
 
+from plugins.cache import support
+from plugins.cache.batch import Row
+from plugins.cache.encodings.grouped import launch, reference, store
+from plugins.cache.encodings.grouped.formats import Format, find_format
+from plugins.cache.encodings.grouped.keep import Keeper, watched_bytes
+from plugins.cache.eviction.ledger import Ledger
+from plugins.cache.eviction.sums import reference as exact_sums
+from plugins.cache.session import Session
 from tests.plugins.test_encoded import HEADS, POOL, Torch, check, make_pages, model
 from tests.runtime.test_scheduler import ids, params, prompt
 from tests.tiny import TinyModel, make_tiny
 from trtkv.api import build
 from trtkv.config import Limits, ModelConfig
-from trtkv.contents import _cache
+from trtkv.diagnose.inspect import _cache
+from trtkv.diagnose.verify import Plan, verify
+from trtkv.engine.predict import predict
 from trtkv.plan import CacheView
-from trtkv.plugins import support
-from trtkv.plugins.compaction.ledger import Ledger
-from trtkv.plugins.encoded import launch, reference, store
-from trtkv.plugins.encoded.formats import Format, find_format
-from trtkv.plugins.encoded.keep import Keeper, watched_bytes
-from trtkv.plugins.kv_sums import reference as exact_sums
-from trtkv.plugins.rows import Row
-from trtkv.plugins.session import Session
 from trtkv.policies.quantize.minikv import MiniKVBits
 from trtkv.policies.registry import parse_policy
-from trtkv.predict import predict
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.loading import Options
 from trtkv.runtime.memory import claimed_chunk, pool_sizes
-from trtkv.verify import Plan, verify
 
 CPU = torch.device("cpu")
 KEPT = ("minikv", "minikv-pyramid", "snapkv+kivi", "pyramidkv+fp8")

@@ -10,9 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from trtkv.plugins.face import OpConfig
-from trtkv.plugins.kv_append import kernel, reference
-from trtkv.plugins.kv_select import fier_layout
+from plugins.append import kernel, reference
+from plugins.cache.indexes import fier_layout
+from plugins.nodes.node import OpConfig
 from trtkv.policies.registry import role_class
 
 HEADS_Q, HEADS_KV, PAGE, MOST = 4, 2, 64, 3

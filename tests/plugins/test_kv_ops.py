@@ -6,18 +6,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plugins.append import reference as append_reference
+from plugins.append.op import append
+from plugins.attend import reference as attend_reference
+from plugins.attend.op import attend
+from plugins.cache.indexes.fier import pack, score_packed, unpack
+from plugins.cache.session import Session
+from plugins.nodes.node import OpConfig
+from plugins.select import reference as select_reference
+from plugins.select.choose import choose, pool
+from plugins.select.op import select
 from trtkv.config import ModelConfig, Rope
 from trtkv.plan import CachePlan, SelectPlan
-from trtkv.plugins.face import OpConfig
-from trtkv.plugins.kv_append import reference as append_reference
-from trtkv.plugins.kv_append.op import append
-from trtkv.plugins.kv_attend import reference as attend_reference
-from trtkv.plugins.kv_attend.op import attend
-from trtkv.plugins.kv_select import reference as select_reference
-from trtkv.plugins.kv_select.fier import pack, score_packed, unpack
-from trtkv.plugins.kv_select.op import select
-from trtkv.plugins.selection import choose, pool
-from trtkv.plugins.session import Session
 from trtkv.policies.registry import parse_policy
 from trtkv.policies.retrieve.fier import Fier
 from trtkv.ranking import best

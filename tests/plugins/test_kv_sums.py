@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from trtkv.plugins._device import store
-from trtkv.plugins._device.nvrtc import CudaSpec
-from trtkv.plugins.compaction import observe
-from trtkv.plugins.kv_sums import launch, reference
+from plugins.cache.eviction import observe
+from plugins.cache.eviction.sums import launch, reference
+from plugins.device import store
+from plugins.device.nvrtc import CudaSpec
 from trtkv.ranking import attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

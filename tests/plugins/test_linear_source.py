@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from plugins.device import nvrtc, store
+from plugins.linear import launch
+from plugins.sampling import launch as sampling
+from plugins.sampling import reference
 from tests.plugins import cuda_on_cpu
-from trtkv.plugins._device import nvrtc, store
-from trtkv.plugins.linear import launch
-from trtkv.plugins.sampling import launch as sampling
-from trtkv.plugins.sampling import reference
 
 pytestmark = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
 

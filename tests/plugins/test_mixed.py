@@ -11,6 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from plugins.attend import launch_dense, prefill
+from plugins.attend import reference as attend_reference
+from plugins.cache.batch import Row
+from plugins.cache.encodings.mixed import rewrite
+from plugins.cache.encodings.mixed.pool import MixedPool
+from plugins.cache.eviction.per_head.ledger import HeadAccount
+from plugins.cache.eviction.per_head.pages import HeadPages
+from plugins.cache.support import in_torch
+from plugins.kernels import kernels_for
+from plugins.nodes import node as face
+from plugins.nodes.node import OpConfig
 from tests.plugins import cuda_on_cpu
 from tests.plugins.launches_in_torch import Launches
 from tests.policies.cases import small
@@ -19,19 +30,8 @@ from tests.runtime.test_policies import generate, prompts
 from tests.test_predict import MODEL
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
 from trtkv.config import Limits
-from trtkv.footprint import Footprint
+from trtkv.engine.footprint import Footprint
 from trtkv.plan import CacheView, Occupancy, Verdict
-from trtkv.plugins import face
-from trtkv.plugins.face import OpConfig
-from trtkv.plugins.kernels import kernels_for
-from trtkv.plugins.kv_attend import launch_dense, prefill
-from trtkv.plugins.kv_attend import reference as attend_reference
-from trtkv.plugins.mixed import rewrite
-from trtkv.plugins.mixed.pool import MixedPool
-from trtkv.plugins.ragged.ledger import HeadAccount
-from trtkv.plugins.ragged.pages import HeadPages
-from trtkv.plugins.rows import Row
-from trtkv.plugins.support import in_torch
 from trtkv.policies.evict.arkv import Arkv
 
 POLICIES = {

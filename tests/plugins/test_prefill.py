@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trtkv.plugins.kv_attend import prefill
+from plugins.attend import prefill
 
 
 @pytest.mark.gpu

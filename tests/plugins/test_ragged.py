@@ -10,6 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plugins.append import launch as append_launch
+from plugins.append import reference as append_reference
+from plugins.attend import launch_dense, prefill
+from plugins.attend import reference as attend_reference
+from plugins.cache.eviction.per_head import launch
+from plugins.cache.eviction.per_head.pages import HeadPages
+from plugins.cache.eviction.per_head.ring import Ring
+from plugins.cache.support import in_torch
+from plugins.kernels import kernels_for
+from plugins.nodes import node as face
+from plugins.nodes.node import OpConfig
 from tests.plugins import cuda_on_cpu
 from tests.plugins.launches_in_torch import Launches
 from tests.plugins.shares import Shares
@@ -19,17 +30,6 @@ from tests.runtime.test_policies import generate, prompts
 from tests.test_predict import MODEL
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
 from trtkv.config import Limits
-from trtkv.plugins import face
-from trtkv.plugins.face import OpConfig
-from trtkv.plugins.kernels import kernels_for
-from trtkv.plugins.kv_append import launch as append_launch
-from trtkv.plugins.kv_append import reference as append_reference
-from trtkv.plugins.kv_attend import launch_dense, prefill
-from trtkv.plugins.kv_attend import reference as attend_reference
-from trtkv.plugins.ragged import launch
-from trtkv.plugins.ragged.pages import HeadPages
-from trtkv.plugins.ragged.ring import Ring
-from trtkv.plugins.support import in_torch
 from trtkv.policies.base import Grants
 from trtkv.policies.policy import Policy
 from trtkv.policies.schedule import trajectory

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtkv.plugins.kv_recall.copies import LEAST_PAGES, Route
-from trtkv.plugins.kv_recall.reference import assign
+from plugins.cache.tiers.host.copies import LEAST_PAGES, Route
+from plugins.cache.tiers.host.reference import assign
 from trtkv.runtime.host_memory import HostPool
 
 

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from plugins.cache.tiers.host import choose, launch
+from plugins.cache.tiers.host.copies import LEAST_PAGES
+from plugins.cache.tiers.host.store import Offload, Recall
 from tests.plugins import cuda_on_cpu
 from tests.tiny import TinyModel
-from trtkv.plugins.kv_recall import choose, launch
-from trtkv.plugins.kv_recall.copies import LEAST_PAGES
-from trtkv.plugins.kv_recall.store import Offload, Recall
 from trtkv.policies.registry import parse_policy
 
 needs_cpu = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))

@@ -11,13 +11,13 @@ import torch
 from tests.plugins import cuda_on_cpu
 
 pytest.importorskip("triton")
+from plugins.cache import support
+from plugins.cache.tiers.host import by_host, launch
+from plugins.cache.tiers.host.store import Recall
 from tests.gpu import check_recall as checks
 from tests.plugins.launches_in_torch import Launches
 from tests.runtime.test_offload import feed, prompts, rig
 from tests.tiny import TinyModel, make_tiny
-from trtkv.plugins import support
-from trtkv.plugins.kv_recall import by_host, launch
-from trtkv.plugins.kv_recall.store import Recall
 from trtkv.runtime.executor import TorchExecutor
 
 pytestmark = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))

@@ -12,6 +12,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 pytest.importorskip("triton")
 
+from plugins.attend import launch_dense
+from plugins.attend import reference as attention
+from plugins.cache.encodings.grouped import store
+from plugins.cache.encodings.grouped.formats import Format, find_format
+from plugins.cache.encodings.per_token import launch, reference
+from plugins.cache.encodings.per_token.store import ReplacedStore
+from plugins.cache.eviction.ledger import Ledger
+from plugins.cache.session import Session
+from plugins.nodes.node import OpConfig
 from tests.gpu import check_replaced as checks
 from tests.plugins import cuda_on_cpu
 from tests.plugins.test_encoded import Torch, model
@@ -19,24 +28,15 @@ from tests.runtime.test_scheduler import ids, params, prompt
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
 from trtkv.api import build
 from trtkv.config import Limits
-from trtkv.plugins.compaction.ledger import Ledger
-from trtkv.plugins.encoded import store
-from trtkv.plugins.encoded.formats import Format, find_format
-from trtkv.plugins.face import OpConfig
-from trtkv.plugins.kv_attend import launch_dense
-from trtkv.plugins.kv_attend import reference as attention
-from trtkv.plugins.replaced import launch, reference
-from trtkv.plugins.replaced.store import ReplacedStore
-from trtkv.plugins.session import Session
+from trtkv.diagnose.verify import Plan, verify
+from trtkv.engine.predict import predict
 from trtkv.policies.registry import parse_policy
-from trtkv.predict import predict
 from trtkv.runtime import graphs
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.loading import Options
 from trtkv.runtime.memory import pool_sizes
 from trtkv.runtime.step import StepRow
-from trtkv.verify import Plan, verify
 
 on_cpu = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
 SMALL = ("evict.budget=24",)

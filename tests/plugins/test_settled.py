@@ -12,6 +12,15 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from plugins import kernels
+from plugins.cache import support
+from plugins.cache.encodings.grouped import cuda, reference
+from plugins.cache.encodings.grouped.formats import Format, find_format
+from plugins.cache.encodings.grouped.ledger import SettledLedger, find_ledger
+from plugins.cache.encodings.grouped.store import EncodedStore
+from plugins.cache.reference.layer import LayerCache, Roles
+from plugins.cache.session import Session
+from plugins.nodes.node import OpConfig
 from tests.plugins import cuda_on_cpu
 from tests.plugins.test_encoded import Torch, model
 from tests.plugins.test_encoded_attend import compare
@@ -19,21 +28,13 @@ from tests.runtime.test_scheduler import ids, params, prompt
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
 from trtkv.api import build
 from trtkv.config import Limits
+from trtkv.diagnose.verify import Plan, verify
+from trtkv.engine.predict import predict
 from trtkv.errors import EngineError
-from trtkv.plugins import kernels, support
-from trtkv.plugins.encoded import cuda, reference
-from trtkv.plugins.encoded.formats import Format, find_format
-from trtkv.plugins.encoded.ledger import SettledLedger, find_ledger
-from trtkv.plugins.encoded.store import EncodedStore
-from trtkv.plugins.face import OpConfig
-from trtkv.plugins.held.layer import LayerCache, Roles
-from trtkv.plugins.session import Session
 from trtkv.policies.registry import parse_policy
-from trtkv.predict import predict
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.loading import Options
 from trtkv.runtime.step import StepRow
-from trtkv.verify import Plan, verify
 
 KIVI = ("quantize.group=16", "quantize.residual=16")
 SETTLED = {

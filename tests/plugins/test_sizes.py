@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from plugins.cache.sizes import Sizes
 from tests.policies.cases import PRESETS
 from trtkv.config import ModelConfig
-from trtkv.plugins.sizes import Sizes
 from trtkv.policies.registry import parse_policy
 
 MODEL = ModelConfig(

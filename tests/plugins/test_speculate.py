@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from trtkv.plugins.kv_select.speculate import speculate
-from trtkv.plugins.selection import speculative_query
+from plugins.select.choose import speculative_query
+from plugins.select.speculate import speculate
 from trtkv.policies.retrieve.freekv import FreeKV
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

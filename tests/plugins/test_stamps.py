@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from plugins.cache.eviction import newest, stamps
 from tests.policies.cases import small
 from tests.tiny import TinyModel
-from trtkv.plugins.compaction import newest, stamps
 from trtkv.policies.evict.raas import Raas
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))

@@ -7,6 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from plugins.cache import support
+from plugins.device.dtypes import TORCH_DTYPES
+from plugins.nodes.node import OpConfig
 from tests.console import Capture, output
 from tests.tiny import TinyModel
 from trtkv import api
@@ -14,9 +17,6 @@ from trtkv.bench.records import read_records
 from trtkv.checkpoint.find import resolve_model
 from trtkv.config import ModelConfig
 from trtkv.plan import CachePlan
-from trtkv.plugins import support
-from trtkv.plugins.dtypes import TORCH_DTYPES
-from trtkv.plugins.face import OpConfig
 from trtkv.policies.registry import parse_policy
 from trtkv.presets import policy_presets
 

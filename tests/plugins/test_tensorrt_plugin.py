@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from plugins.cache.session import bind
+from plugins.tensorrt import backend, cuda, tensors
+from plugins.tensorrt.plugin import PluginLogic, make_plugin_class, read_fields, register
+from plugins.tensorrt.recorder import Recorder, active, recording
 from tests.toy_graph import APPEND, ATTEND, CONFIG, FACES, FAULTS, SELECT, build, graph, needs_rtx
 from trtkv.errors import BuildError, EngineError
-from trtkv.plugins._tensorrt import backend, cuda, tensors
-from trtkv.plugins._tensorrt.plugin import PluginLogic, make_plugin_class, read_fields, register
-from trtkv.plugins._tensorrt.recorder import Recorder, active, recording
-from trtkv.plugins.session import bind
 
 ROOT = Path(__file__).parents[2]
 NEVER_CALLED = {"set_tactic", "on_shape_change", "attach_to_context"}  # a build without a GPU runs nothing

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from plugins.cache.session import Session
+from plugins.select import told
 from trtkv.config import ModelConfig
-from trtkv.plugins.kv_select import told
-from trtkv.plugins.session import Session
 from trtkv.policies.registry import parse_policy
 
 HQ, HK, DIM, LAYERS, SLOTS = 6, 2, 64, 3, 2

@@ -11,24 +11,25 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from plugins.append import cuda as append_cuda
+from plugins.attend import cuda as attend_cuda
+from plugins.attend import op as attend_op
+from plugins.cache import support
+from plugins.cache.indexes import fier_layout
+from plugins.cache.indexes import index as indexes
+from plugins.cache.overrides import Own, least_budget
+from plugins.cache.session import Session
+from plugins.device import store
+from plugins.device.spec import Spec
+from plugins.kernels import kernels_for
+from plugins.nodes.node import OpConfig
+from plugins.select import cuda as select_cuda
+from plugins.select import op as select_op
+from plugins.select.speculate import speculate
 from tests.plugins.launches_in_torch import Launches, fake_device
 from tests.runtime.test_kernels import POLICIES, SELECTING
 from trtkv.config import Limits, ModelConfig
 from trtkv.plan import CachePlan
-from trtkv.plugins import support
-from trtkv.plugins._device import store
-from trtkv.plugins._device.spec import Spec
-from trtkv.plugins.face import OpConfig
-from trtkv.plugins.kernels import kernels_for
-from trtkv.plugins.kv_append import cuda as append_cuda
-from trtkv.plugins.kv_attend import cuda as attend_cuda
-from trtkv.plugins.kv_attend import op as attend_op
-from trtkv.plugins.kv_select import cuda as select_cuda
-from trtkv.plugins.kv_select import fier_layout, indexes
-from trtkv.plugins.kv_select import op as select_op
-from trtkv.plugins.kv_select.speculate import speculate
-from trtkv.plugins.own import Own, least_budget
-from trtkv.plugins.session import Session
 from trtkv.policies.registry import parse_policy
 
 HQ, HK, DIM, SLOTS = 6, 2, 64, 3

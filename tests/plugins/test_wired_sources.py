@@ -11,15 +11,15 @@ from tests.plugins import cuda_on_cpu
 
 pytest.importorskip("triton")
 
+from plugins.attend import cuda as attend_cuda
+from plugins.attend import op as attend_op
+from plugins.attend import prefill
+from plugins.cache.overrides import Own, least_budget
+from plugins.select import cuda as select_cuda
+from plugins.select import launch_fused
+from plugins.select import op as select_op
 from tests.plugins.launches_in_torch import Launches
 from tests.plugins.test_wired import Twins, lower, model, run
-from trtkv.plugins.kv_attend import cuda as attend_cuda
-from trtkv.plugins.kv_attend import op as attend_op
-from trtkv.plugins.kv_attend import prefill
-from trtkv.plugins.kv_select import cuda as select_cuda
-from trtkv.plugins.kv_select import launch_fused
-from trtkv.plugins.kv_select import op as select_op
-from trtkv.plugins.own import Own, least_budget
 
 pytestmark = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
 SCHEDULE = [{0: 160}, {0: 1}, {0: 1, 1: 134}, {0: 1, 1: 1}, {1: 1}]

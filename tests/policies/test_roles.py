@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plugins.select.choose import speculative_query
 from tests.policies.cases import PRESETS, small, tensors
 from trtkv.errors import ConfigError
 from trtkv.plan import CacheView, Occupancy
-from trtkv.plugins.selection import speculative_query
 from trtkv.policies.base import UNLIMITED
 from trtkv.policies.registry import parse_policy, role_class
 from trtkv.ranking import attention, best, span

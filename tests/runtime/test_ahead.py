@@ -10,11 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from plugins.cache.tiers.host.layout import layout
+from plugins.sampling import reference
 from tests.tiny import TinyModel
 from trtkv.api import build
 from trtkv.errors import EngineError
-from trtkv.plugins.kv_recall.layout import layout
-from trtkv.plugins.sampling import reference
 from trtkv.runtime.batcher import Batcher, Call
 from trtkv.runtime.device_sampler import PENDING, Ask, DeviceSampler
 from trtkv.runtime.loading import Engine, Options, open_engine

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from plugins.cache.encodings.grouped.ledger import SettledLedger, find_ledger
 from tests.policies.cases import small
 from tests.runtime.claim_load import load
 from tests.runtime.test_scheduler import ids, params, prompt
@@ -17,7 +18,6 @@ from trtkv.api import build
 from trtkv.config import Limits
 from trtkv.errors import CapacityError, RequestError
 from trtkv.plan import CachePlan
-from trtkv.plugins.encoded.ledger import SettledLedger, find_ledger
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.claims import ClaimScheduler
 from trtkv.runtime.llm import LLM

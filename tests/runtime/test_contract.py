@@ -15,8 +15,8 @@ import torch
 from tests.console import Capture, call, complaint
 from tests.tiny import TinyModel
 from trtkv.api import build
+from trtkv.engine.manifest import GRAPH, PLAN, PlanInfo, file_sha256, read_manifest
 from trtkv.errors import EngineError
-from trtkv.manifest import GRAPH, PLAN, PlanInfo, file_sha256, read_manifest
 from trtkv.runtime import loading, tensorrt
 from trtkv.runtime.loading import Options, open_engine
 

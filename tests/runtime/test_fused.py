@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trtkv.plugins import support
+from plugins.cache import support
 from trtkv.runtime import fused
 from trtkv.runtime.weights import Weight
 

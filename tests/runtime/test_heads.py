@@ -8,6 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from plugins.cache.encodings.mixed import make_ledger
+from plugins.cache.eviction.per_head.ledger import HeadLedger
+from plugins.cache.eviction.per_head.pages import HeadPages, head_pages
+from plugins.cache.session import Session
 from tests.plugins.test_mixed import POLICIES as MIXED
 from tests.plugins.test_ragged import POLICIES
 from tests.policies.cases import small
@@ -17,13 +21,9 @@ from tests.runtime.test_scheduler import ids, params, prompt
 from tests.test_predict import KV_HEADS, LAYERS, MODEL
 from tests.tiny import TinyModel
 from trtkv.api import build
+from trtkv.engine.footprint import Footprint
 from trtkv.errors import CapacityError, RequestError
-from trtkv.footprint import Footprint
 from trtkv.plan import CachePlan
-from trtkv.plugins.mixed import make_ledger
-from trtkv.plugins.ragged.ledger import HeadLedger
-from trtkv.plugins.ragged.pages import HeadPages, head_pages
-from trtkv.plugins.session import Session
 from trtkv.runtime.claims import HeadClaimScheduler
 from trtkv.runtime.head_table import HeadTable
 from trtkv.runtime.llm import LLM

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from plugins.cache import support
+from plugins.cache.overrides import Own, least_budget
+from plugins.cache.roles import load_role
+from plugins.device.dtypes import TORCH_DTYPES as DTYPES
+from plugins.select.choose import choose, pool, spread
 from tests.runtime.test_policies import generate, prompts
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
-from trtkv.plugins import support
-from trtkv.plugins.dtypes import TORCH_DTYPES as DTYPES
-from trtkv.plugins.own import Own, least_budget
-from trtkv.plugins.roles import load_role
-from trtkv.plugins.selection import choose, pool, spread
 from trtkv.runtime.step import StepRow
 
 pytestmark = pytest.mark.gpu

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from plugins.cache.tiers.host.layout import layout
+from plugins.cache.tiers.host.store import Recall
 from tests.runtime.test_policies import generate, prompts
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
 from trtkv.config import Limits
 from trtkv.errors import ConfigError
-from trtkv.plugins.kv_recall.layout import layout
-from trtkv.plugins.kv_recall.store import Recall
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime import host_memory
 from trtkv.runtime.step import StepRow

@@ -9,13 +9,13 @@ from typing import ClassVar
 import pytest
 import torch
 
+from plugins.cache.tiers.host import chunk
+from plugins.cache.tiers.host.layout import layout
 from tests.console import Capture, complaint, printed
 from tests.tiny import TinyModel, make_tiny
 from trtkv.api import build
 from trtkv.config import Limits
 from trtkv.errors import CapacityError, ConfigError
-from trtkv.plugins.kv_recall import chunk
-from trtkv.plugins.kv_recall.layout import layout
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime import host_memory
 from trtkv.runtime.batcher import Batcher, Call

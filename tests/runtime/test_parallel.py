@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+from plugins.cache.tiers.host.layout import layout
 from tests.console import Capture, call, complaint
 from tests.policies.cases import PRESETS
 from tests.tiny import TinyModel, make_tiny
 from trtkv.api import build
 from trtkv.checkpoint.weights import Checkpoint
 from trtkv.config import ModelConfig
+from trtkv.engine.manifest import read_manifest
 from trtkv.errors import CapacityError, ConfigError, EngineError
 from trtkv.graph.weights import weight_specs
-from trtkv.manifest import read_manifest
-from trtkv.plugins.kv_recall.layout import layout
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime import parallel
 from trtkv.runtime.batcher import Batcher

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from plugins.cache.session import Session
+from plugins.sampling import launch
 from tests.plugins import cuda_on_cpu
 from tests.tiny import TinyModel, make_rig
 from trtkv.api import build
 from trtkv.config import ModelConfig
-from trtkv.plugins.sampling import launch
-from trtkv.plugins.session import Session
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime import graphs
 from trtkv.runtime.device_sampler import PENDING, Ask

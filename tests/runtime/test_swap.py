@@ -12,11 +12,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from plugins.cache.tiers.host.layout import layout
 from tests.console import Capture, complaint, printed
 from tests.tiny import TinyModel
 from trtkv.api import build
 from trtkv.errors import CapacityError
-from trtkv.plugins.kv_recall.layout import layout
 from trtkv.runtime import swap
 from trtkv.runtime.batcher import Batcher, Call
 from trtkv.runtime.loading import Engine, Options, open_engine

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from plugins.cache.tiers.host.layout import layout
 from tests.runtime.test_swap import ENGINES, built, greedy, prompt, swapping
 from tests.tiny import make_tiny
-from trtkv.plugins.kv_recall.layout import layout
 from trtkv.runtime import swap
 from trtkv.runtime.batcher import Batcher
 from trtkv.runtime.loading import Engine, Options, open_engine

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plugins.cache.session import Session
 from tests.test_predict import MODEL
 from trtkv.config import Limits
 from trtkv.errors import CapacityError
-from trtkv.plugins.session import Session
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime import swap
 from trtkv.runtime.pages import PageAllocator

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from plugins.cache.session import current
+from plugins.tensorrt import plugin as plugin_module
+from plugins.tensorrt.backend import Backend, MessageLog
+from plugins.tensorrt.recorder import Recorder
 from tests.toy_graph import needs_rtx
-from trtkv.builder import tensorrt as build_module
+from trtkv.engine import tensorrt as build_module
 from trtkv.errors import EngineError
-from trtkv.plugins._tensorrt import plugin as plugin_module
-from trtkv.plugins._tensorrt.backend import Backend, MessageLog
-from trtkv.plugins._tensorrt.recorder import Recorder
-from trtkv.plugins.session import current
 from trtkv.runtime import tensorrt as runtime
 from trtkv.runtime.tensorrt import DECODE, PREFILL, TensorrtExecutor
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trtkv.manifest import PlanInfo
-from trtkv.plugins._tensorrt.backend import Backend, MessageLog
+from plugins.tensorrt.backend import Backend, MessageLog
+from trtkv.engine.manifest import PlanInfo
 from trtkv.runtime import tensorrt as runtime
 from trtkv.runtime.tensorrt import can_run
 

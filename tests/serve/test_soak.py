@@ -11,7 +11,7 @@ import pytest
 
 from tests.serve.rig import Server, built
 from tests.tiny import make_tiny
-from trtkv.manifest import read_manifest
+from trtkv.engine.manifest import read_manifest
 
 ROOT = Path(__file__).parent.parent.parent
 

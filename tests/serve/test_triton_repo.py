@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.console import Capture, complaint, output
+from trtkv.engine.manifest import read_manifest
 from trtkv.errors import ConfigError, EngineError
-from trtkv.manifest import read_manifest
 from trtkv.serve.triton_repo import INPUTS, OUTPUTS, Export, export
 
 

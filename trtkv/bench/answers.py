@@ -20,15 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plugins.cache.encodings.grouped import store as encoded
+from plugins.cache.tiers.host.choose import recall_facts
+from plugins.cache.tiers.host.store import Recall
 from trtkv.bench import recall
 from trtkv.bench.load import Work
 from trtkv.bench.pinned import bus_bandwidth
 from trtkv.bench.recall import AUTO, RESIDENT, VARIANTS, Cell, Report
 from trtkv.bench.records import make_record
 from trtkv.bench.tiers import COMPARED, SLOW_SHARE, WARM_UP, Load
-from trtkv.plugins.encoded import store as encoded
-from trtkv.plugins.kv_recall.choose import recall_facts
-from trtkv.plugins.kv_recall.store import Recall
 from trtkv.runtime.loading import Options, open_engine
 
 SLOW_STEPS = 8  # of a whole answer, where the host makes every copy

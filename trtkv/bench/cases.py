@@ -10,11 +10,11 @@ from typing import get_args
 
 import torch
 
+from plugins.device.dtypes import TORCH_DTYPES
 from trtkv.checkpoint.find import resolve_model
 from trtkv.config import DTYPE_BYTES, Dtype, ModelConfig
 from trtkv.errors import CapacityError, ConfigError, UnknownName
 from trtkv.plan import CachePlan
-from trtkv.plugins.dtypes import TORCH_DTYPES
 from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy
 from trtkv.presets import model_presets

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from plugins.append import reference
+from plugins.cache.roles import load_role
+from plugins.select.choose import choose, pool, spread
 from trtkv.bench.layer import Layers
 from trtkv.plan import SelectPlan
-from trtkv.plugins.kv_append import reference
-from trtkv.plugins.roles import load_role
-from trtkv.plugins.selection import choose, pool, spread
 
 LEAST_ERROR = 8 * torch.finfo(torch.float32).eps  # of sums of fp32 products, where torch happens to come nearer
 

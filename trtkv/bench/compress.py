@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from plugins.attend.prefill import attend_with_lse
+from plugins.cache.eviction.observe import column_sums
+from plugins.cache.eviction.sums import launch
+from plugins.cache.session import Session
+from plugins.device.dtypes import TORCH_DTYPES
 from trtkv.bench.records import make_record
 from trtkv.bench.timing import Call, Times, measure
 from trtkv.checkpoint.find import resolve_model
 from trtkv.config import ModelConfig
-from trtkv.plugins.compaction.observe import column_sums
-from trtkv.plugins.dtypes import TORCH_DTYPES
-from trtkv.plugins.kv_attend.prefill import attend_with_lse
-from trtkv.plugins.kv_sums import launch
-from trtkv.plugins.session import Session
 from trtkv.policies.policy import Policy
 
 OPS = ("prefill-sums", "lag")

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from plugins.cache.session import Session
+from plugins.nodes.table import FACES
 from trtkv.bench.cases import Case
 from trtkv.graph.decoder import op_config
-from trtkv.plugins.ops import FACES
-from trtkv.plugins.session import Session
 from trtkv.runtime.rope import rope_table
 
 FILL_TOKENS = 16384  # of all sequences in one appended chunk

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plugins.cache.batch import Row
+from plugins.cache.tiers.host import launch, op
+from plugins.cache.tiers.host.layout import why_not
+from plugins.cache.tiers.host.store import Offload, Recall, RecordTier
 from trtkv.bench.records import make_record
 from trtkv.bench.stores import STORES
 from trtkv.bench.timing import measure
 from trtkv.config import ModelConfig
 from trtkv.errors import ConfigError, UnknownName
-from trtkv.plugins.kv_recall import launch, op
-from trtkv.plugins.kv_recall.layout import why_not
-from trtkv.plugins.kv_recall.store import Offload, Recall, RecordTier
-from trtkv.plugins.rows import Row
 from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.host_memory import HostPool

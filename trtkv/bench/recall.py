@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plugins.cache.tiers.host.choose import recall_facts
+from plugins.cache.tiers.host.store import Recall
 from trtkv.api import build
 from trtkv.bench.load import Work
 from trtkv.bench.pinned import bus_bandwidth
@@ -25,9 +27,7 @@ from trtkv.bench.records import make_record
 from trtkv.bench.tiers import COMPARED, Load, calibrate, weights_bytes
 from trtkv.bench.timeline import Timeline
 from trtkv.checkpoint.find import resolve_model
-from trtkv.manifest import read_manifest
-from trtkv.plugins.kv_recall.choose import recall_facts
-from trtkv.plugins.kv_recall.store import Recall
+from trtkv.engine.manifest import read_manifest
 from trtkv.runtime.loading import Engine, Options, open_engine
 
 Report = Callable[[str, float], None]

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from plugins.linear.specs import products
 from trtkv.bench.profile import Span, own_times
 from trtkv.config import DTYPE_BYTES
-from trtkv.manifest import Manifest
-from trtkv.plugins.linear.specs import products
+from trtkv.engine.manifest import Manifest
 from trtkv.runtime.loading import Engine
 
 KINDS = {  # what a kernel's time is spent on, by words of its name; the first that fits. Eviction and encoding count as appending.

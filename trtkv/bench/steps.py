@@ -12,23 +12,23 @@ from typing import Any
 
 import torch
 
+from plugins.cache.encodings.grouped.ledger import find_ledger
+from plugins.cache.encodings.mixed import make_ledger
+from plugins.cache.eviction.ledger import Ledger
+from plugins.cache.eviction.per_head.ledger import HeadLedger
+from plugins.cache.support import encodes_by_kernels
+from plugins.device import store
+from plugins.kernels import request
 from trtkv.api import build
 from trtkv.bench.load import PROFILED, WARM_UP, Load, Work
 from trtkv.bench.records import make_record
 from trtkv.bench.split import kv_bytes_read, largest_gap, least_times, weight_bytes
 from trtkv.bench.timing import Times, copy_bandwidth
-from trtkv.builder.kernels import write_kernels
 from trtkv.checkpoint.find import resolve_model
 from trtkv.config import DTYPE_BYTES, Limits
+from trtkv.engine.kernels import write_kernels
 from trtkv.errors import CapacityError
 from trtkv.plan import CachePlan
-from trtkv.plugins._device import store
-from trtkv.plugins.compaction.ledger import Ledger
-from trtkv.plugins.encoded.ledger import find_ledger
-from trtkv.plugins.kernels import request
-from trtkv.plugins.mixed import make_ledger
-from trtkv.plugins.ragged.ledger import HeadLedger
-from trtkv.plugins.support import encodes_by_kernels
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.loading import Engine, Options, open_engine
 from trtkv.runtime.memory import pool_sizes

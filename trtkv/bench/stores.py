@@ -11,6 +11,10 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from plugins.cache.encodings.grouped import reference
+from plugins.cache.session import Session
+from plugins.cache.support import encodes_by_kernels
+from plugins.nodes.table import FACES
 from trtkv.bench.cases import Case, needed_bytes, rotation
 from trtkv.bench.check import LEAST_ERROR
 from trtkv.bench.dense import dense_sets, fastest, time_dense
@@ -20,10 +24,6 @@ from trtkv.bench.timing import Times, cache_bytes, copy_bandwidth, measure, spre
 from trtkv.config import ModelConfig
 from trtkv.errors import CapacityError, ConfigError, UnknownName
 from trtkv.graph.decoder import op_config
-from trtkv.plugins.encoded import reference
-from trtkv.plugins.ops import FACES
-from trtkv.plugins.session import Session
-from trtkv.plugins.support import encodes_by_kernels
 from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.memory import HEADROOM, available_bytes, readable

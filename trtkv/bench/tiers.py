@@ -8,21 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plugins.append.launch import NONE
+from plugins.cache.encodings.grouped.summaries import summarize_prompt
+from plugins.cache.indexes import fier_layout
+from plugins.cache.indexes import index as indexes
+from plugins.cache.indexes.summary import kept_of
+from plugins.cache.session import Session
+from plugins.cache.support import gpu_ready, summary_kind, why_torch
+from plugins.cache.tiers.host.choose import settle
+from plugins.cache.tiers.host.copies import Route
+from plugins.cache.tiers.host.store import Offload, Recall
 from trtkv.bench.load import Work
 from trtkv.bench.profile import trace_streams
 from trtkv.bench.timing import Times
 from trtkv.config import DTYPE_BYTES
 from trtkv.errors import ConfigError
 from trtkv.plan import SelectPlan
-from trtkv.plugins.encoded.summaries import summarize_prompt
-from trtkv.plugins.kv_append.launch import NONE
-from trtkv.plugins.kv_append.summary import kept_of
-from trtkv.plugins.kv_recall.choose import settle
-from trtkv.plugins.kv_recall.copies import Route
-from trtkv.plugins.kv_recall.store import Offload, Recall
-from trtkv.plugins.kv_select import fier_layout, indexes
-from trtkv.plugins.session import Session
-from trtkv.plugins.support import gpu_ready, summary_kind, why_torch
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.loading import Engine
 from trtkv.runtime.step import Stepper, StepRow

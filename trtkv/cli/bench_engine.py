@@ -149,8 +149,8 @@ def _batches(text: str) -> list[int]:
 
 def compile_rows(cells: list[Any], sm: str) -> None:
     """Compile the kernels of rows for a compute capability; raises UnknownName for one that the compiler does not know."""
+    from plugins.device import nvrtc, store
     from trtkv.bench.steps import compile_cells
-    from trtkv.plugins._device import nvrtc, store
 
     if sm not in nvrtc.architectures():
         raise UnknownName("compile-for", sm, tuple(nvrtc.architectures()))

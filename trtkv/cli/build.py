@@ -59,7 +59,7 @@ def build(
     """
     from trtkv import api
     from trtkv.cli.via import build_via
-    from trtkv.manifest import PLAN, read_manifest
+    from trtkv.engine.manifest import PLAN, read_manifest
 
     with progress("build") as report:
         path = (partial(build_via, via) if via else api.build)(

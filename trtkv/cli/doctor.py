@@ -20,7 +20,7 @@ def doctor(*, json: bool = False) -> None:
     Args:
         json: Print one JSON object.
     """
-    from trtkv.diagnose import diagnose
+    from trtkv.diagnose.doctor import diagnose
 
     found: dict[str, Any] = diagnose()
     if json:

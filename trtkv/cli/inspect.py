@@ -23,7 +23,7 @@ def inspect(engine: Path, /, *, layers: bool = False, json: bool = False) -> Non
         layers: List every fused kernel of the plan's first profile, with the layers that it is made of, and every plugin node.
         json: Print one JSON object.
     """
-    from trtkv.contents import contents
+    from trtkv.diagnose.inspect import contents
 
     found = contents(engine, layers=layers)
     if json:

@@ -79,7 +79,7 @@ def plan(
         json: Print one JSON object.
     """
     from trtkv import api
-    from trtkv.predict import predict
+    from trtkv.engine.predict import predict
 
     _, config, chosen = api.prepare(model, policy, budget, settings or (), dtype, None)
     found = predict(config, chosen, context, batch_size, gpu_memory, offload=offload)

@@ -139,7 +139,7 @@ def _open(names: Mapping[str, Path], options: Mapping[str, Any]) -> dict[str, An
 
 
 def _names(engines: Sequence[Path]) -> dict[str, Path]:
-    from trtkv.manifest import read_manifest
+    from trtkv.engine.manifest import read_manifest
 
     names: dict[str, Path] = {}
     for one in engines:

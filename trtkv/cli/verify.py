@@ -42,10 +42,10 @@ def verify(
         backend: The package for that: tensorrt or tensorrt_rtx.
         json: Print one JSON object.
     """
-    from trtkv.plugins._tensorrt.backend import load
+    from plugins.tensorrt.backend import load
+    from trtkv.diagnose.verify import Plan
+    from trtkv.diagnose.verify import verify as run
     from trtkv.runtime.loading import Options
-    from trtkv.verify import Plan
-    from trtkv.verify import verify as run
 
     package = load(backend).name if through_plugins or backend else None
     with progress("verify") as report:

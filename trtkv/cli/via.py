@@ -29,7 +29,7 @@ def build_via(
 ) -> Path:
     """Build an engine directory through TensorRT-LLM and return it; the other arguments are those of `trtkv.build`. Raises TrtkvError."""
     from trtkv import api
-    from trtkv.builder.directory import Request
+    from trtkv.engine.directory import Request
     from trtkv.integrations.tensorrt_llm import build as through
 
     taken = through.parse_via(via)

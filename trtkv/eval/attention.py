@@ -13,12 +13,12 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from plugins.cache.roles import load_role
 from trtkv.errors import ConfigError
 from trtkv.eval.forced import Given
 from trtkv.eval.perplexity import Perplexity, windows
 from trtkv.eval.task import Bench
 from trtkv.plan import CachePlan, CacheView, Occupancy
-from trtkv.plugins.roles import load_role
 from trtkv.policies.policy import Policy
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.llm import LLM

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from trtkv import api
-from trtkv.builder.directory import Request, build_engine
+from trtkv.engine.directory import Request, build_engine
 from trtkv.errors import CapacityError
 from trtkv.eval.subjects import Subject
 from trtkv.runtime.llm import LLM

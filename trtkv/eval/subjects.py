@@ -10,9 +10,9 @@ from pathlib import Path
 from trtkv import api
 from trtkv.checkpoint.find import Source, resolve_model
 from trtkv.config import ModelConfig
+from trtkv.engine.manifest import Manifest, read_manifest
 from trtkv.errors import CheckpointError, ConfigError, TrtkvError, UnknownName
 from trtkv.eval.budgets import apply_budget, budget_tokens, has_budget
-from trtkv.manifest import Manifest, read_manifest
 from trtkv.policies.base import KINDS
 from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy
@@ -177,7 +177,7 @@ def _engine_subject(engine: Path, manifest: Manifest, weights: str | None) -> tu
 
 def _policy_of(manifest: Manifest) -> Policy:
     """Rebuild the policy from the plan's roles."""
-    from trtkv.plugins.roles import load_role
+    from plugins.cache.roles import load_role
 
     return Policy(name=manifest.cache.policy, **{kind: load_role(meaning) for kind, meaning in manifest.cache.roles.items()})
 

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from plugins import append as kv_append
+from plugins import attend as kv_attend
+from plugins import select as kv_select
+from plugins.collectives import all_gather, all_reduce
+from plugins.nodes.node import OpConfig
 from trtkv.config import Limits, ModelConfig
 from trtkv.graph.network import Network
 from trtkv.graph.weights import WeightSpec, shares_head, weight_specs
 from trtkv.plan import CachePlan
-from trtkv.plugins import all_gather, all_reduce, kv_append, kv_attend, kv_select
-from trtkv.plugins.face import OpConfig
 
 if TYPE_CHECKING:
     import onnx

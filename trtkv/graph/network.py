@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from trtkv.plugins.face import DOMAIN, VERSION, OpConfig, OpFace
+from plugins.nodes.node import DOMAIN, VERSION, OpConfig, OpFace
 
 OPSET, IR_VERSION = 18, 9
 ONNX_DTYPES = {

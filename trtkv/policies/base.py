@@ -1,7 +1,7 @@
 """What a KV policy is: five optional roles, each a frozen description with its meaning in torch.
 
 A role holds fields, says what it means in a few lines of obviously right fp32 torch, and says which buffers it needs. It has no state, no
-forward and no device code: state lives in buffers that the plan names, kernels live in `trtkv.plugins`.
+forward and no device code: state lives in buffers that the plan names, kernels live in `plugins`.
 
 A step of the runtime calls roles in this order: append; in decode, encode where `Quantize.flush_first`; attend, over what `Retrieve` chose;
 `Evict.observe`; at the end of the prompt `Allocate.measure` and `budgets`; `Evict.due`, `keep`; encode what `Quantize.flush` allows.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from plugins.cache.overrides import Own, least_budget
 from trtkv.errors import RequestError
-from trtkv.plugins.own import Own, least_budget
 
 if TYPE_CHECKING:
-    from trtkv.plugins.session import Session
+    from plugins.cache.session import Session
     from trtkv.runtime.sampler import SamplingParams
 
 WITHOUT = "Leave it out, or build an engine with it."

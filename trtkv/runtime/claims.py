@@ -15,13 +15,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from plugins.cache.eviction.ledger import Ledger
+from plugins.cache.eviction.per_head.ledger import HeadLedger
+from plugins.cache.eviction.per_head.pages import HeadPages
+from plugins.cache.session import Session
 from trtkv.config import Limits
 from trtkv.errors import RequestError
 from trtkv.plan import CachePlan
-from trtkv.plugins.compaction.ledger import Ledger
-from trtkv.plugins.ragged.ledger import HeadLedger
-from trtkv.plugins.ragged.pages import HeadPages
-from trtkv.plugins.session import Session
 from trtkv.runtime.memory import claimed_chunk
 from trtkv.runtime.pages import GroupPages, HeadPageAllocator, PageAllocator
 from trtkv.runtime.scheduler import Running, Scheduler

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trtkv.plugins.sampling import launch, reference
-from trtkv.plugins.support import gpu_ready
+from plugins.cache.support import gpu_ready
+from plugins.sampling import launch, reference
 from trtkv.runtime.sampler import SamplingParams, count_tokens, settings_of, uniform
 
 PENDING = -1  # stands for a token that the device knows and the host does not

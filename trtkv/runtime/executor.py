@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trtkv.plugins.dtypes import TORCH_DTYPES
-from trtkv.plugins.ops import FACES
-from trtkv.plugins.session import Session
-from trtkv.plugins.support import captures
+from plugins.cache.session import Session
+from plugins.cache.support import captures
+from plugins.device.dtypes import TORCH_DTYPES
+from plugins.nodes.table import FACES
 from trtkv.runtime import fused
 from trtkv.runtime.program import TORCH_OPS, Node, join_products, load_program
 from trtkv.runtime.weights import Weight

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trtkv.plugins._device.driver import arch
-from trtkv.plugins.linear import launch
-from trtkv.plugins.support import gpu_ready
+from plugins.cache.support import gpu_ready
+from plugins.device.driver import arch
+from plugins.linear import launch
 from trtkv.runtime.weights import Weight
 
 

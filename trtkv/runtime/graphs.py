@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trtkv.plugins.kv_select import told
-from trtkv.plugins.session import Session
+from plugins.cache.session import Session
+from plugins.select import told
 from trtkv.runtime.device_sampler import Ask, DeviceSampler
 from trtkv.runtime.staged import StagedInputs
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trtkv.plugins.ragged.pages import HeadPages
-from trtkv.plugins.session import Session
+from plugins.cache.eviction.per_head.pages import HeadPages
+from plugins.cache.session import Session
 
 
 class HeadTable:

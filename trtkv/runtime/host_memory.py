@@ -13,13 +13,13 @@ import psutil
 import torch
 from torch import Tensor
 
+from plugins.cache.encodings.grouped import store as encoded
+from plugins.cache.support import encodes_by_kernels, gpu_ready, why_selects_in_torch, why_torch
+from plugins.cache.tiers.host.layout import Layout, layout
+from plugins.cache.tiers.host.store import Offload, Recall
 from trtkv.config import Limits
 from trtkv.errors import CapacityError, ConfigError, EngineError, UnknownName
 from trtkv.plan import CachePlan
-from trtkv.plugins.encoded import store as encoded
-from trtkv.plugins.kv_recall.layout import Layout, layout
-from trtkv.plugins.kv_recall.store import Offload, Recall
-from trtkv.plugins.support import encodes_by_kernels, gpu_ready, why_selects_in_torch, why_torch
 from trtkv.runtime.memory import HEADROOM, available_bytes, beside_bytes, readable
 from trtkv.runtime.streams import SideStream
 

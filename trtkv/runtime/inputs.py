@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from trtkv.plugins.ragged.pages import HeadPages
+from plugins.cache.eviction.per_head.pages import HeadPages
 
 if TYPE_CHECKING:
     from trtkv.runtime.step import StepRow

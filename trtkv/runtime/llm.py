@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from plugins.cache.tiers.host.choose import Choice, recall_facts
 from trtkv.errors import RequestError
-from trtkv.plugins.kv_recall.choose import Choice, recall_facts
 from trtkv.runtime.batcher import Batcher, Event
 from trtkv.runtime.loading import Engine, Options, Progress, checkpoint_path
 from trtkv.runtime.parallel import LeadingStepper, open_parts

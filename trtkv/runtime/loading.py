@@ -9,22 +9,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from plugins.cache.eviction.per_head.pages import Ints
+from plugins.cache.session import Session
+from plugins.cache.support import dense_below, gpu_ready
+from plugins.cache.tiers.host import choose
+from plugins.cache.tiers.host.layout import why_not
+from plugins.cache.tiers.host.store import Offload, Recall
+from plugins.device import store
+from plugins.device.driver import arch
+from plugins.device.dtypes import TORCH_DTYPES
+from plugins.kernels import FOLDER, request
 from trtkv.checkpoint.find import resolve_model
 from trtkv.checkpoint.weights import Checkpoint
 from trtkv.config import DTYPE_BYTES, Limits
+from trtkv.engine.manifest import GRAPH, PLAN, Manifest, check_files, read_manifest
 from trtkv.errors import CapacityError, CheckpointError, ConfigError, EngineError, TrtkvError
-from trtkv.manifest import GRAPH, PLAN, Manifest, check_files, read_manifest
 from trtkv.plan import CachePlan
-from trtkv.plugins._device import store
-from trtkv.plugins._device.driver import arch
-from trtkv.plugins.dtypes import TORCH_DTYPES
-from trtkv.plugins.kernels import FOLDER, request
-from trtkv.plugins.kv_recall import choose
-from trtkv.plugins.kv_recall.layout import why_not
-from trtkv.plugins.kv_recall.store import Offload, Recall
-from trtkv.plugins.ragged.pages import Ints
-from trtkv.plugins.session import Session
-from trtkv.plugins.support import dense_below, gpu_ready
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.host_memory import host_room, open_offload, recall_of
 from trtkv.runtime.memory import check_weights, pool_sizes

@@ -5,14 +5,14 @@ from __future__ import annotations
 import psutil
 import torch
 
+from plugins.cache.encodings.grouped import store as encoded
+from plugins.cache.encodings.grouped.formats import Format
+from plugins.cache.encodings.grouped.ledger import find_ledger
+from plugins.cache.encodings.mixed import make_ledger
+from plugins.cache.support import encodes_by_kernels
 from trtkv.config import Limits
 from trtkv.errors import CapacityError
 from trtkv.plan import CachePlan
-from trtkv.plugins.encoded import store as encoded
-from trtkv.plugins.encoded.formats import Format
-from trtkv.plugins.encoded.ledger import find_ledger
-from trtkv.plugins.mixed import make_ledger
-from trtkv.plugins.support import encodes_by_kernels
 
 ANSWER_SHARE = 8  # of a sequence of full length, an eighth is taken to be its answer where layers share memory out
 HEADROOM = 0.9  # the rest is left to activations and to everybody else

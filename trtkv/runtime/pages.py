@@ -8,8 +8,8 @@ from hashlib import blake2b
 
 import numpy as np
 
+from plugins.cache.eviction.per_head.pages import HeadPages, Ints
 from trtkv.errors import CapacityError
-from trtkv.plugins.ragged.pages import HeadPages, Ints
 
 Key = bytes
 

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trtkv.engine.manifest import Manifest, read_manifest
 from trtkv.errors import ConfigError, EngineError, TrtkvError
-from trtkv.manifest import Manifest, read_manifest
 from trtkv.runtime.device_sampler import Ask, Chosen
 from trtkv.runtime.loading import Engine, Options, Part, Progress, find_device, open_engine
 from trtkv.runtime.step import Stepper, StepRow

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from plugins.nodes.node import DOMAIN, VERSION, OpConfig
+from plugins.nodes.table import FACES
 from trtkv.errors import EngineError
-from trtkv.plugins.face import DOMAIN, VERSION, OpConfig
-from trtkv.plugins.ops import FACES
 from trtkv.runtime import fused
 
 if TYPE_CHECKING:

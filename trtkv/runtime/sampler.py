@@ -11,8 +11,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from torch import Tensor
 
+from plugins.sampling import reference
 from trtkv.errors import EngineError, RequestError
-from trtkv.plugins.sampling import reference
 from trtkv.runtime.tokenizer import Detokenizer
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from plugins.cache.session import Session
+from trtkv.engine.manifest import Manifest
 from trtkv.errors import ConfigError
-from trtkv.manifest import Manifest
-from trtkv.plugins.session import Session
 from trtkv.runtime.pages import Key
 
 MAGIC = b"trtkv page 1\n"

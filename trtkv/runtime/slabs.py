@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from plugins.cache.batch import brought
+from plugins.cache.tiers.host.copies import Route
 from trtkv.errors import CapacityError
-from trtkv.plugins.kv_recall.copies import Route
-from trtkv.plugins.rows import brought
 
 ALIGNMENT = 16  # bytes at which a row begins in its record
 FIRST_BYTES = 256 << 20  # of the first slab, where the limit is far; each further one doubles the records of its kind

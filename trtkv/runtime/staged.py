@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trtkv.plugins.sampling import launch, reference
-from trtkv.plugins.session import Session
-from trtkv.plugins.support import gpu_ready
+from plugins.cache.session import Session
+from plugins.cache.support import gpu_ready
+from plugins.sampling import launch, reference
 from trtkv.runtime.device_sampler import Ask
 from trtkv.runtime.head_table import HeadTable
 from trtkv.runtime.inputs import differ, page_table

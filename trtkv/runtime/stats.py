@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from trtkv.plugins.session import Session
+from plugins.cache.session import Session
 from trtkv.runtime.scheduler import Running
 from trtkv.runtime.step import StepRow
 

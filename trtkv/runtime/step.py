@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from plugins.cache.eviction.per_head.pages import HeadPages
+from plugins.cache.session import Session
 from trtkv.config import Limits
-from trtkv.plugins.ragged.pages import HeadPages
-from trtkv.plugins.session import Session
 from trtkv.runtime.device_sampler import PENDING, Ask, Chosen, DeviceSampler
 from trtkv.runtime.graphs import DecodeGraphs
 from trtkv.runtime.inputs import page_table, pages_of, small_inputs

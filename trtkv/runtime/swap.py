@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from trtkv.plugins.session import Session
+from plugins.cache.session import Session
 from trtkv.runtime.host_memory import HostPool, host_room
 from trtkv.runtime.pages import PageAllocator
 from trtkv.runtime.slabs import Allocate, HostRoom, Place, Records

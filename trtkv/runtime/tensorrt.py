@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plugins.cache.session import Session, bind
+from plugins.nodes.table import FACES
+from plugins.tensorrt.backend import EXTRAS, NAMES, Backend, available, load
+from plugins.tensorrt.plugin import register
+from plugins.tensorrt.recorder import Recorder, recording
+from plugins.tensorrt.tensors import TORCH_NAMES
+from trtkv.engine.manifest import UNKNOWN, Manifest, PlanInfo
 from trtkv.errors import EngineError
-from trtkv.manifest import UNKNOWN, Manifest, PlanInfo
-from trtkv.plugins._tensorrt.backend import EXTRAS, NAMES, Backend, available, load
-from trtkv.plugins._tensorrt.plugin import register
-from trtkv.plugins._tensorrt.recorder import Recorder, recording
-from trtkv.plugins._tensorrt.tensors import TORCH_NAMES
-from trtkv.plugins.ops import FACES
-from trtkv.plugins.session import Session, bind
 from trtkv.runtime.weights import Weight
 
 TRY_TORCH = "Try --executor torch, which runs the same graph."

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trtkv.config import Limits
+from trtkv.engine.manifest import Manifest
 from trtkv.errors import RequestError
-from trtkv.manifest import Manifest
 from trtkv.runtime.batcher import Event
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.sampler import SamplingParams

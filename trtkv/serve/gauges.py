@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import trtkv
-from trtkv.plugins.encoded import store as encoded
+from plugins.cache.encodings.grouped import store as encoded
 from trtkv.runtime.batcher import Batcher
 from trtkv.runtime.scheduler import Running
 from trtkv.serve.families import Sink

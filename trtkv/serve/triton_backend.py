@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from trtkv.engine.manifest import read_manifest
 from trtkv.errors import ConfigError, EngineError, RequestError, TrtkvError
-from trtkv.manifest import read_manifest
 from trtkv.runtime.batcher import Event
 from trtkv.runtime.sampler import SamplingParams
 from trtkv.runtime.tokenizer import Tokenizer

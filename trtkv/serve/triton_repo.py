@@ -12,8 +12,8 @@ from pathlib import Path
 
 import trtkv
 from trtkv.checkpoint.find import resolve_model
+from trtkv.engine.manifest import Manifest, read_manifest
 from trtkv.errors import ConfigError
-from trtkv.manifest import Manifest, read_manifest
 
 VERSION, ENGINE, WEIGHTS = "1", "engine", "weights"
 MODEL_PY = '''"""Loaded by Triton's Python backend; the work is done in trtkv, which must be installed for the backend's interpreter."""

@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trtkv.builder.directory import Built, Request, build_engine
+from plugins.tensorrt import cuda
+from plugins.tensorrt.backend import available
 from trtkv.config import Limits
+from trtkv.engine.directory import Built, Request, build_engine
+from trtkv.engine.manifest import PLAN, UNKNOWN, PlanInfo, file_sha256
 from trtkv.errors import BuildError
 from trtkv.integrations.tensorrt_llm.models import models
 from trtkv.integrations.tensorrt_llm.settings import ARCHITECTURES, KEY
 from trtkv.integrations.tensorrt_llm.surface import load_surface
-from trtkv.manifest import PLAN, UNKNOWN, PlanInfo, file_sha256
 from trtkv.plan import CachePlan
-from trtkv.plugins._tensorrt import cuda
-from trtkv.plugins._tensorrt.backend import available
 
 Progress = Callable[[str, float], None]
 VIA = "tensorrt-llm"

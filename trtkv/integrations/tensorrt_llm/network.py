@@ -9,18 +9,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trtkv.builder.profiles import profiles
+from plugins import append as kv_append
+from plugins import attend as kv_attend
+from plugins import select as kv_select
+from plugins.nodes.node import OpFace
+from plugins.nodes.table import FACES
+from plugins.tensorrt.backend import load
+from plugins.tensorrt.plugin import new_plugin, register
+from plugins.tensorrt.recorder import Recorder
 from trtkv.config import Limits, ModelConfig
+from trtkv.engine.profiles import profiles
 from trtkv.errors import BuildError
 from trtkv.graph.decoder import SEQUENCE_INPUTS, STEP_INPUTS, op_config, state_length
 from trtkv.integrations.tensorrt_llm.surface import Surface
 from trtkv.plan import CachePlan
-from trtkv.plugins import kv_append, kv_attend, kv_select
-from trtkv.plugins._tensorrt.backend import load
-from trtkv.plugins._tensorrt.plugin import new_plugin, register
-from trtkv.plugins._tensorrt.recorder import Recorder
-from trtkv.plugins.face import OpFace
-from trtkv.plugins.ops import FACES
 
 
 def declare_inputs(surface: Surface, model: ModelConfig, plan: CachePlan, limits: Limits) -> dict[str, Any]:

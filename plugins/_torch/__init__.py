@@ -1,1 +1,0 @@
-"""What the torch forms of several ops share."""

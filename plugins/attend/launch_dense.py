@@ -1,0 +1,153 @@
+"""Launching decode attention over everything stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from plugins.attend.launch import device_arch
+from plugins.device import nvrtc
+from plugins.device.nvrtc import Float, Int, Kernel, Pointer
+from plugins.device.spec import shared_limit
+
+_HERE = Path(__file__).parent
+_TYPES = (Pointer,) * 8 + (Int,) * 6 + (Float,) + (Pointer,) * 9
+NIBBLES = ("key_codes", "key_scale", "key_zero", "value_codes", "value_scale", "value_zero")
+_TILE = 16  # tokens of a warp's block
+_RING_BYTES, _CODED_RING_BYTES = 65536, 163840  # of a block's warps together, as was fastest on an H200; the second has not been tuned
+_LANES = 32  # that merge a row, each a block's part
+
+
+@dataclass(frozen=True, slots=True)
+class DenseScratch:
+    """What blocks tell each other of a row that several of them read: shares [2 blocks, words, 4] int32, owed [2 blocks] int32."""
+
+    blocks: int
+    words: int
+
+    @staticmethod
+    def plan(group: int, dim: int, sms: int) -> DenseScratch:
+        """Lay out scratch for G query heads a key-value head and a GPU of so many multiprocessors, whatever the batch."""
+        return DenseScratch(sms, group * dim // 4 + group + sms)
+
+    def allocate(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        """Allocate the two tensors; every launch leaves them as it found them, all -1 and all zero."""
+        shares = torch.full((2 * self.blocks, self.words, 4), -1, dtype=torch.int32, device=device)
+        return shares, torch.zeros(2 * self.blocks, dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """Encoded tokens beside those in full precision, in pages of the same bytes: their numbers [B] and pages [B, M], scales [P, Hk, F N].
+
+    A code is an eight-bit float (e4m3), F the bytes of an element in full precision.
+    """
+
+    lens: Tensor
+    table: Tensor
+    key_scale: Tensor
+    value_scale: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Nibbles:
+    """All tokens but the newest: codes [P, Hk, N, D / 2] uint8 of four bits, channel 2 i in the low ones, with scale and zero point [P, Hk, N]."""
+
+    key_codes: Tensor
+    key_scale: Tensor
+    key_zero: Tensor
+    value_codes: Tensor
+    value_scale: Tensor
+    value_zero: Tensor
+
+
+def attend_dense(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lens: Tensor, out: Tensor, shares: Tensor, owed: Tensor, *,
+    scale: float, overlap: bool = False, codes: Codes | None = None,
+) -> None:  # fmt: skip
+    """Attend one token a sequence: q, out [B, Hq D], keys, values [P, Hk, N, D], table [B, M], lens [B] int32, scratch of `DenseScratch`.
+
+    Where every KV head has its own length and pages: keys, values [P, 1, N, D], table [Hk, B, M], lens [Hk, B].
+
+    N is a multiple of 16, lengths are at least 1. With overlap the kernel launched before this one must have written nothing that is read here but
+    queries and each sequence's newest token.
+    """
+    ragged, (_, heads, page_size, dim) = lens.dim() > 1, keys.shape
+    heads, batch = lens.shape[0] if ragged else heads, lens.shape[-1]
+    group = q.shape[1] // dim // heads
+    warps, _ = dense_shape(dim, group, device_arch(), codes is not None)
+    kernel = dense_kernel(dim, group, q.dtype == torch.bfloat16, device_arch(), ragged, codes is not None)
+    most = (1 if codes is None else 2) * batch * heads * -(-table.shape[-1] * page_size // (warps * _TILE))
+    pointers = [one.data_ptr() for one in (q, keys, values, table, lens, out, shares, owed)]
+    more = (0,) * 4 if codes is None else tuple(one.data_ptr() for one in (codes.table, codes.lens, codes.key_scale, codes.value_scale))
+    more = (*more, *(0,) * 5)
+    values_ = (*pointers, batch, heads, q.stride(0), out.stride(0), table.stride(-2), page_size, scale * 1.4426950408889634, *more)
+    stream = torch.cuda.current_stream().cuda_stream
+    grid, shared = (_blocks(shares.shape[0] // 2, most, batch * heads), 1, 1), _shared(dim, group, device_arch(), codes is not None)
+    kernel.launch(grid, warps * 32, shared, stream, values_, overlap=overlap)
+
+
+def attend_replaced(
+    q: Tensor, keys: Tensor, values: Tensor, codes: Nibbles, table: Tensor, lens: Tensor, slots: Tensor, out: Tensor, shares: Tensor,
+    owed: Tensor, lse: Tensor, *, scale: float,
+) -> None:  # fmt: skip
+    """Attend one token a sequence to its codes and itself: q, out [B, Hq D], keys, values [Z, Hk, 1, D] of the newest, table [B, M] of codes.
+
+    lens [B] stored tokens with the newest, at least 1, slots [B] int32; N is a multiple of 16, scratch of `DenseScratch`. lse [B, Hq] fp32 takes the
+    logarithm to base 2 of the sum of each head's weights.
+    """
+    (_, heads, page_size), dim, batch = codes.key_scale.shape, keys.shape[3], lens.shape[0]
+    group = q.shape[1] // dim // heads
+    warps, _ = dense_shape(dim, group, device_arch(), True)
+    kernel = dense_kernel(dim, group, q.dtype == torch.bfloat16, device_arch(), nibbles=True)
+    most = batch * heads * (1 + -(-table.shape[1] * page_size // (warps * _TILE)))
+    pointers = [one.data_ptr() for one in (q, keys, values, table, lens, out, shares, owed)]
+    numbers = (batch, heads, q.stride(0), out.stride(0), table.stride(0), page_size, scale * 1.4426950408889634)
+    beside = [one.data_ptr() for one in (codes.key_scale, codes.value_scale, codes.key_codes, codes.value_codes, codes.key_zero, codes.value_zero)]
+    stream = torch.cuda.current_stream().cuda_stream
+    grid, shared = (_blocks(shares.shape[0] // 2, most, batch * heads), 1, 1), _shared(dim, group, device_arch(), True)
+    values_ = (*pointers, *numbers, slots.data_ptr(), 0, *beside, lse.data_ptr())
+    kernel.launch(grid, warps * 32, shared, stream, values_)
+
+
+def _blocks(there: int, most: int, rows: int) -> int:
+    """Choose blocks, so that none has parts of two rows where rows are of one length, unless that leaves more than a tenth of the blocks out."""
+    lanes = _LANES * rows
+    alike = next(n for n in range(there, 0, -1) if rows % n == 0 or (n % rows == 0 and (n <= lanes or n % lanes == 0)))
+    return min(alike if 10 * alike >= 9 * there else there, most)
+
+
+def dense_shape(dim: int, group: int, arch: str, coded: bool = False) -> tuple[int, int]:
+    """Choose warps of a block, and halves of blocks of tokens (their keys or values) in a warp's ring: one block fits, with its sums beside.
+
+    coded says that some tokens are encoded: their keys and values are waited for together, so fewer than four halves would leave nothing on its way.
+    """
+    room, half, ring = shared_limit(arch) - 4096, 2 * _TILE * dim, _CODED_RING_BYTES if coded else _RING_BYTES
+    choices = [(warps, (room // warps - _laid(dim, group)) // half) for warps in (8, 4, 2)]
+    warps, most = next((one for one in choices if one[1] >= (4 if coded else 2)), choices[-1])
+    return warps, min(most, max(2, ring // (warps * half)))
+
+
+def _laid(dim: int, group: int) -> int:
+    """Bytes of the sums of a warp."""
+    return -(-group // 8) * 8 * (dim + 4) * 4
+
+
+def _shared(dim: int, group: int, arch: str, coded: bool) -> int:
+    warps, halves = dense_shape(dim, group, arch, coded)
+    return warps * (halves * 2 * _TILE * dim + _laid(dim, group))
+
+
+def dense_kernel(dim: int, group: int, bf16: bool, arch: str, ragged: bool = False, mixed: bool = False, nibbles: bool = False) -> Kernel:
+    """Load the kernel for a shape.
+
+    ragged lets every KV head have its own length and pages, mixed lets some tokens be encoded, nibbles takes codes of four bits and the newest token.
+    """
+    warps, halves = dense_shape(dim, group, arch, mixed or nibbles)
+    shape = (f"-DD={dim}", f"-DGROUP_HEADS={group}", f"-DWARPS={warps}", f"-DHALVES={halves}")
+    defines = (*shape, *(("-DBF16",) if bf16 else ()), *(("-DRAGGED",) if ragged else ()), *(("-DMIXED",) if mixed or nibbles else ()))
+    defines = (*defines, "-DNIBBLES") if nibbles else defines
+    return nvrtc.load(_HERE / "dense.cu", "attend_dense", _TYPES, defines, arch, _shared(dim, group, arch, mixed or nibbles))

@@ -1,0 +1,28 @@
+"""Decode attention where every query head has a list of its own: the query heads of a group become sequences that share pages."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from plugins.attend.launch import attend_list
+
+
+def by_head(x: Tensor, num_kv_heads: int) -> Tensor:
+    """Lay query heads out as sequences: x [B, Hq, ...] to [G B, Hk, ...], in which sequence g B + b holds head g of every group of sequence b."""
+    return x.unflatten(1, (num_kv_heads, -1)).movedim(2, 0).flatten(0, 1)
+
+
+def attend_per_head(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lens: Tensor, chosen: Tensor, out: Tensor, *, unit: int, scale: float
+) -> None:  # fmt: skip
+    """Attend one token a sequence: q, out [B, Hq D], keys, values [P, Hk, N, D], table [B, M], lens [B], chosen [B, Hq, K + 1] int32.
+
+    Every query head reads its own list, so a group's keys are read G times where lists overlap. Queries, lists and lengths are laid out anew by
+    kernels just before, so the launch cannot overlap with them.
+    """
+    heads, dim = keys.shape[1], keys.shape[3]
+    batch, group = lens.shape[0], q.shape[1] // dim // heads
+    own, lists = by_head(q.unflatten(1, (-1, dim)), heads).flatten(1), by_head(chosen, heads).contiguous()
+    answer = own.new_empty(own.shape)
+    attend_list(own, keys, values, table.repeat(group, 1), lens.repeat(group), lists, answer, unit=unit, scale=scale)
+    out.view(batch, heads, group, dim).copy_(answer.view(group, batch, heads, dim).movedim(0, 2))

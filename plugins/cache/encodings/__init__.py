@@ -1,0 +1,1 @@
+"""How keys and values lie in a page."""

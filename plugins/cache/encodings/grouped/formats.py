@@ -1,0 +1,113 @@
+"""Which encodings the kernels know, and how much of a sequence is encoded: closed formulas that host and device share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+from plugins.cache.encodings.per_token.buffers import replaces
+from plugins.cache.eviction import lag
+from trtkv.plan import CachePlan
+
+STEP = 32  # tokens that a warp attends to at once: pages are a multiple
+KEY_GROUPS = (16, 32, 64, 128)
+LIST_UNITS = (1, 4, 8, 16, 32, 64, 128)  # tokens of an entry of a list
+MOST_GROUP_HEADS = 8  # query heads a KV head: one column of a matrix instruction
+RING_SPARE = 16  # tokens of a residual's ring beyond those that are never encoded: the newest, rounded to what copies move
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How tokens of a layer are stored.
+
+    bits of a code, 8 for e4m3; key_group tokens share a scale of a channel, value_group channels share a scale of a token (1 and D with eight bits);
+    residual tokens stay in full precision: keys are encoded in runs of so many, values one by one once so many newer ones follow, or with the keys
+    (together). lag is 1 where a step's attention does not see what the step itself completes. phased: all whole groups of a prompt are encoded, so
+    runs begin behind them, at the sequence's `origin`. window is not 0 where an evict role works on the newest tokens, on up to so many:
+    how many tokens are encoded then follows from what it has settled, and is kept a slot. replaced: tokens have a scale and a zero
+    point each; the newest alone is in full precision, and takes the place of one that goes (`encodings/per_token/`).
+    """
+
+    bits: int
+    key_group: int
+    value_group: int
+    residual: int
+    lag: int = 1
+    together: bool = False
+    phased: bool = False
+    window: int = 0
+    replaced: bool = False
+
+    @property
+    def ring(self) -> int:
+        """Tokens of a slot's ring."""
+        if self.replaced:
+            return 1
+        if self.window:  # settled tokens wait for their run behind those that may go; values, also for `residual` newer ones
+            return -(-max(self.window + self.residual - 1, self.residual + 1) // 16) * 16
+        return -(-self.residual // 16) * 16 + RING_SPARE
+
+    def origin(self, prompt: int) -> int:
+        """Return where runs begin, less whole runs, in a sequence whose prompt left so many tokens stored."""
+        return prompt // self.key_group * self.key_group % self.residual if self.phased else 0
+
+    def encoded(self, stored: int, origin: int = 0) -> tuple[int, int]:
+        """Return how many leading keys and values are encoded behind a step that left so many tokens stored."""
+        keys = origin + (stored - origin) // self.residual * self.residual
+        return keys, keys if self.together else max(0, stored - self.residual)
+
+    def seen(self, stored: int, origin: int = 0) -> tuple[int, int]:
+        """Return how many leading keys and values a decode step's attention reads as codes, of so many stored with its own token."""
+        return self.encoded(stored - self.lag, origin)
+
+
+def find_format(plan: CachePlan) -> Format | None:
+    """Return the format of a plan that encodes what it stores, or what it keeps of prompts, None where no kernel knows it."""
+    if plan.quantize is None or not plan.quantize.meaning.role.startswith("trtkv."):
+        return None
+    if replaces(plan):
+        return Format(4, 1, plan.head_dim, 1, together=True, replaced=True) if plan.page_size % 16 == 0 else None
+    if plan.evict is not None and not plan.evicts_once:
+        return _settled_format(plan)
+    if "allocate" in plan.roles and plan.num_page_groups < plan.num_layers:
+        return None  # layers keep different numbers of tokens, and a plan of an earlier version has one page table for all
+    meaning = plan.quantize.meaning
+    found = None
+    if meaning.op == "kivi":
+        group = int(meaning.fields["group"])
+        found = Format(int(meaning.fields["bits"]), group, gcd(group, plan.head_dim), int(meaning.fields["residual"]))
+    elif meaning.op == "minikv":
+        group, residual = int(meaning.fields["group"]), int(meaning.fields["residual"])
+        found = Format(int(meaning.fields["bits"]), group, gcd(group, plan.head_dim), residual, lag=0, together=True, phased=True)
+    elif meaning.op == "float8":
+        found = Format(8, 1, plan.head_dim, 1, together=True)
+    return found if found and _fits(found, plan) and _selects(found, plan) else None
+
+
+def _settled_format(plan: CachePlan) -> Format | None:
+    """Return the format of a plan whose LagKV works on the newest tokens and whose KIVI encodes what that has settled."""
+    evict, quantize = plan.evict, plan.quantize
+    if evict is None or quantize is None or not plan.settles or not lag.takes(evict) or quantize.meaning.op != "kivi" or "allocate" in plan.roles:
+        return None
+    fields = quantize.meaning.fields
+    bits, group, residual = (int(fields[name]) for name in ("bits", "group", "residual"))
+    found = Format(bits, group, gcd(group, plan.head_dim), residual, window=2 * int(evict.meaning.fields["lag"]))
+    return found if _fits(found, plan) else None
+
+
+def _fits(one: Format, plan: CachePlan) -> bool:
+    if plan.page_size % STEP or plan.page_size % one.key_group or plan.num_q_heads // plan.num_kv_heads > MOST_GROUP_HEADS:
+        return False
+    return one.bits == 8 or (one.key_group in KEY_GROUPS and one.value_group % 16 == 0)
+
+
+def _selects(one: Format, plan: CachePlan) -> bool:
+    """Say whether kernels read what every layer selects: units of a tile or within one, that kernels choose, of tokens of which none goes."""
+    from plugins.cache.support import why_selects_in_torch  # which asks for formats where it says what runs in torch
+
+    units = [select.unit for select in plan.select if select is not None]
+    if not units:
+        return True
+    if plan.evict is not None or one.phased or any(unit not in LIST_UNITS for unit in units):
+        return False
+    return all(why_selects_in_torch(plan, layer) is None for layer in range(plan.num_layers))

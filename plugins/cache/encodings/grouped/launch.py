@@ -1,0 +1,318 @@
+"""Launching the kernels of encoded caches: compiled ahead of time on a GPU; what is written in Triton also in its interpreter on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plugins.cache.encodings.grouped.formats import STEP, Format
+from plugins.device import nvrtc, triton_aot
+from plugins.device.driver import Kernel, arch
+from plugins.device.nvrtc import Float, Int, Pointer
+from trtkv.errors import EngineError
+
+_HERE = Path(__file__).parent
+ATTEND_TYPES = (Pointer,) * 17 + (Int,) * 8 + (Float,)
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_CODES = ("key_codes", "key_scale", "key_minimum", "value_codes", "value_scale", "value_minimum")
+RESIDENT_WARPS = {64: 16, 96: 16, 128: 16, 256: 8}  # of a multiprocessor, by head dimension: what the attention kernel's registers leave room for
+ENOUGH_WARPS = 8  # resident ones that reach the memory's bandwidth
+STAGES = 2  # steps of a warp in shared memory; more were slower on an H200, but for eight warps that have a multiprocessor alone
+CLUSTERS_FROM = 90  # clusters of blocks came with this compute capability
+FEW_BLOCKS = 8  # of a row of few tokens, one cluster
+FEW_TOKENS = 4096  # up to which they are few
+MANY_STEPS = 192  # of a multiprocessor, from which sixteen warps are faster than eight
+BLOCK_SHARED_KB = {"80": 163, "87": 163, "90": 227, "100": 227, "103": 227}  # by compute capability
+LEAST_SHARED_KB = 99  # of the others
+STATIC_SHARED = 3072  # bytes of a block that launches do not ask for, at most
+MOST_SPLITS = 64  # as in attend.cu
+PROMPT_TOKENS = 32  # of a block that encodes a prompt, at least
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """A layer's encoded cache: codes and metadata in pages as the plan's buffers have them, keys and values [Z, Hk, ring, D] each slot's residual.
+
+    With eight bits there is no minimum, and any tensor stands for it. origins [Z] int32: where the runs of each slot's sequence begin, in a phased
+    format; ends [Z, 2] int32: how many leading keys and values of each are encoded, in a format with a window.
+    """
+
+    format: Format
+    page_size: int
+    keys: Tensor
+    values: Tensor
+    key_codes: Tensor
+    key_scale: Tensor
+    key_minimum: Tensor
+    value_codes: Tensor
+    value_scale: Tensor
+    value_minimum: Tensor
+    origins: Tensor | None = None
+    ends: Tensor | None = None
+
+    @property
+    def heads(self) -> int:
+        """Key-value heads."""
+        return self.keys.shape[1]
+
+    @property
+    def dim(self) -> int:
+        """Head dimension."""
+        return self.keys.shape[3]
+
+    @property
+    def codes(self) -> tuple[Tensor, ...]:
+        """Codes, scale and minimum of keys, then of values."""
+        return (self.key_codes, self.key_scale, self.key_minimum, self.value_codes, self.value_scale, self.value_minimum)
+
+    @property
+    def coded(self) -> tuple[Tensor, ...]:
+        """Codes and metadata, each once."""
+        return tuple({id(one): one for one in self.codes}.values())
+
+    def runs(self, slots: Tensor) -> Tensor:
+        """Return what kernels take for origins, or for ends; where neither is read, any tensor such as slots does."""
+        if self.format.window:
+            assert self.ends is not None, "a format with a window has ends"
+            return self.ends
+        assert self.origins is not None or not self.format.phased, "a phased format has origins"
+        return slots if self.origins is None else self.origins
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The shape of an attention block: warps, stages of each, bytes of shared memory, how many such blocks a multiprocessor holds, and a cluster.
+
+    Blocks of a cluster belong to one row, and merge what they have seen through their shared memory.
+    """
+
+    warps: int
+    stages: int
+    shared: int
+    resident: int
+    cluster: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """What blocks that share a row exchange: parts [B, Hk, splits, G, D], tops [B, Hk, splits, 8, 2] fp32, counters [B, Hk, cluster] int32, all zero.
+
+    block is what such a row's blocks are; None stands for `attend_block`.
+    """
+
+    parts: Tensor
+    tops: Tensor
+    counters: Tensor
+    splits: int
+    block: Block | None = None
+
+    @staticmethod
+    def allocate(batch: int, heads: int, group: int, dim: int, splits: int, device: torch.device, block: Block | None = None) -> Scratch:
+        """Allocate for a batch."""
+        made = lambda *shape: torch.empty(shape, dtype=torch.float32, device=device)  # noqa: E731
+        counters = torch.zeros(batch, heads, block.cluster if block else 1, dtype=torch.int32, device=device)
+        return Scratch(made(batch, heads, splits, group, dim), made(batch, heads, splits, 8, 2), counters, splits, block)
+
+
+@cache
+def attend_block(one: Format, dim: int, arch: str, listed: bool = False) -> Block:
+    """Choose the largest shape that keeps eight warps resident, which was the fastest on an H200: rows then have the fewest parts to merge."""
+    room = BLOCK_SHARED_KB.get(arch, LEAST_SHARED_KB) * 1024
+    found = [_block(one, dim, warps, STAGES, room, listed) for warps in (16, 8, 4, 2)]
+    return max(found, key=lambda block: (min(block.resident * block.warps, ENOUGH_WARPS), block.warps))
+
+
+def _block(one: Format, dim: int, warps: int, stages: int, room: int, listed: bool = False) -> Block:
+    ring = max(stages * step_bytes(one, dim, listed), 64 * dim + tile_bytes(one, dim))
+    shared = warps * ring
+    return Block(warps, stages, shared, min(RESIDENT_WARPS[dim] // warps, (room + 1024) // (shared + STATIC_SHARED)))
+
+
+def step_bytes(one: Format, dim: int, listed: bool = False) -> int:
+    """Return the bytes of a warp's step of 32 tokens: codes and metadata of keys and values; of a list, each half has a group of keys of its own."""
+    keys = 2 * STEP if one.bits == 8 else max(2 if listed else 1, STEP // one.key_group) * 2 * dim
+    values = 2 * STEP if one.bits == 8 else STEP * 2 * dim // one.value_group
+    return 2 * STEP * dim * one.bits // 8 + (keys + values) * (1 if one.bits == 8 else 2)
+
+
+def tile_bytes(one: Format, dim: int) -> int:
+    """Return the bytes of a tile's codes and metadata, of keys and values."""
+    meta = 2 * 32 if one.bits == 8 else 2 * (2 * dim + 32 * dim // one.value_group)
+    return 4 * dim * one.bits + meta
+
+
+def choose_splits(block: Block, rows: int, multiprocessors: int, most_tokens: int) -> int:
+    """Choose blocks a row: as many as fill the device at once, no more than have a step for each warp at the longest."""
+    fill = max(1, multiprocessors * block.resident // rows)
+    return min(fill, MOST_SPLITS, max(1, -(-most_tokens // (STEP * block.warps))))
+
+
+@cache
+def attend_blocks(one: Format, dim: int, arch: str) -> tuple[Block, ...]:
+    """List every block that `choose_shape` may choose: without clusters, in clusters of two with most warps and with eight, in clusters of eight."""
+    plain = attend_block(one, dim, arch)
+    if int(arch) < CLUSTERS_FROM:
+        return (plain,)
+    room = BLOCK_SHARED_KB.get(arch, LEAST_SHARED_KB) * 1024
+    narrow = plain if plain.warps <= 8 else _block(one, dim, 8, STAGES, room)
+    # A multiprocessor that is free first would take two of these, and others none.
+    stages = narrow.shared // narrow.warps // step_bytes(one, dim)
+    narrow = replace(narrow, stages=stages, shared=max(narrow.shared, room // 2), resident=1)
+    return (plain, replace(plain, cluster=2), replace(narrow, cluster=2), replace(narrow, cluster=FEW_BLOCKS))
+
+
+def choose_shape(one: Format, dim: int, arch: str, rows: int, multiprocessors: int, most_tokens: int) -> tuple[Block, int]:
+    """Choose the block and the blocks a row, as measured on an H200.
+
+    One cluster a row where rows and tokens are few; else clusters of two, as many as fill the device at once and have two steps for each warp; where
+    they do not fit, blocks without a cluster.
+    """
+    blocks = attend_blocks(one, dim, arch)
+    fill = min(multiprocessors // rows, MOST_SPLITS) // 2 * 2
+    if len(blocks) == 1 or fill < 2:
+        return blocks[0], choose_splits(blocks[0], rows, multiprocessors, most_tokens)
+    if fill >= 2 * FEW_BLOCKS and most_tokens <= FEW_TOKENS:
+        return blocks[3], FEW_BLOCKS
+    block = blocks[1] if rows * most_tokens >= MANY_STEPS * STEP * multiprocessors else blocks[2]
+    return block, min(fill, max(4, most_tokens // (2 * STEP * block.warps) // 2 * 2))
+
+
+def attend(
+    q: Tensor, pages: Pages, table: Tensor, lens: Tensor, slots: Tensor, out: Tensor, scratch: Scratch, *, scale: float, overlap: bool = False
+) -> None:
+    """Attend one token a sequence: q, out [B, Hq D], table [B, M], lens and slots [B] int32."""
+    one, batch, group = pages.format, lens.shape[0], q.shape[1] // pages.dim // pages.heads
+    block = scratch.block or attend_block(one, pages.dim, arch())
+    kernel = attend_kernel(one, pages.dim, group, q.dtype == torch.bfloat16, arch(), block)
+    pointers = (q, *pages.codes, pages.keys, pages.values, table, lens, slots, pages.runs(slots))
+    values = (*(x.data_ptr() for x in (*pointers, out, scratch.parts, scratch.tops, scratch.counters)),
+              q.stride(0), out.stride(0), table.stride(0), pages.page_size, pages.keys.shape[2], one.residual, one.lag, int(one.together),
+              scale * 1.4426950408889634)  # fmt: skip
+    stream = torch.cuda.current_stream().cuda_stream
+    kernel.launch((scratch.splits, pages.heads, batch), block.warps * 32, block.shared, stream, values, cluster=block.cluster, overlap=overlap)
+
+
+def attend_kernel(one: Format, dim: int, group: int, bf16: bool, arch: str, block: Block | None = None) -> Kernel:
+    """Load the attention kernel for a shape; a block of None stands for `attend_block`."""
+    block = block or attend_block(one, dim, arch)
+    defines = (*attend_defines(one, dim, group, bf16, block.warps, block.stages), f"-DCLUSTER={block.cluster}")
+    return nvrtc.load(_HERE / "attend.cu", "attend_encoded", ATTEND_TYPES, defines, arch, block.shared)
+
+
+def attend_defines(one: Format, dim: int, group: int, bf16: bool, warps: int, stages: int) -> tuple[str, ...]:
+    """Return the definitions of the attention kernel's source."""
+    shape = {"D": dim, "GROUP_HEADS": group, "BITS": one.bits, "KEY_GROUP": max(16, one.key_group), "VALUE_GROUP": one.value_group}
+    flags = (*(("-DPHASED",) if one.phased else ()), *(("-DSETTLED",) if one.window else ()), *(("-DBF16",) if bf16 else ()))
+    return (*(f"-D{name}={value}" for name, value in (shape | {"WARPS": warps, "STAGES": stages}).items()), *flags)
+
+
+def append(
+    qkv: Tensor, positions: Tensor, starts: Tensor, lens: Tensor, slots: Tensor, table: Tensor, rope: Tensor, norms: tuple[Tensor, Tensor] | None,
+    out: Tensor, pages: Pages, *, eps: float, overlap: bool = False, early: bool = False,
+) -> None:  # fmt: skip
+    """Append one new token of every sequence and encode what it completes; tensors as in the kernel.
+
+    early lets the next launch begin before the one in front of this has ended, of which it may then read nothing before it waits.
+    """
+    one, heads, dim = pages.format, pages.heads, pages.dim
+    heads_q = qkv.shape[1] // dim - 2 * heads
+    q_weight, k_weight = norms or (rope, rope)
+    runs = pages.runs(slots)
+    tensors = (qkv, positions, starts, lens, slots, runs, table, rope, q_weight, k_weight, out, pages.keys, pages.values, *pages.codes)
+    numbers = (qkv.stride(0), table.stride(0), pages.page_size, pages.keys.shape[2], one.residual, int(early), eps)
+    grid = (2 * heads + heads_q, lens.shape[0], 1)
+    if not qkv.is_cuda:
+        from plugins.cache.encodings.grouped import kernel as interpreted
+
+        constants = _append_constants(one, heads_q, heads, dim, norms is not None, False)
+        interpreted.launch_append(grid[:2], (*tensors, *numbers), constants)
+        return
+    kernel = append_kernel(one, heads_q, heads, dim, norms is not None, TYPES[pages.keys.dtype], arch())
+    check_aligned((qkv, rope, out, pages.keys, pages.values, *pages.codes))
+    stream = torch.cuda.current_stream().cuda_stream
+    triton_aot.launch(kernel, grid, stream, (*(x.data_ptr() for x in tensors), *numbers), overlap=overlap)
+
+
+def append_kernel(one: Format, heads_q: int, heads: int, dim: int, norm: bool, dtype: str, arch: str) -> Kernel:
+    """Load the decode step's append kernel; dtype is Triton's name of what activations and metadata hold."""
+    real, index = f"*{dtype}", "*i32"
+    norms = real if norm else "*fp32"
+    signature: tuple[tuple[str, str | int | bool], ...] = (
+        ("qkv", real), *((name, index) for name in ("positions", "starts", "lens", "slots", "origins", "table")), ("rope", "*fp32"),
+        ("q_weight", norms), ("k_weight", norms), ("out", real), ("keys", real), ("values", real), *_code_types(real),
+        *((name, "i32") for name in ("qkv_stride", "table_stride", "page_size", "ring", "residual", "early")), ("eps", "fp32"),
+        *_append_constants(one, heads_q, heads, dim, norm, int(arch) >= 90).items(),
+    )  # fmt: skip
+    aligned = ("qkv", "rope", "out", "keys", "values", *_CODES, "qkv_stride", "page_size", *(() if one.ring % 16 else ("ring",)))
+    return triton_aot.load(_HERE / "kernel.py", "append_encoded", signature, aligned, 4, arch)
+
+
+def encode_prompt(
+    keys: Tensor, values: Tensor, table: Tensor, pages: Pages, ends: tuple[int, int], begins: tuple[int, int] = (0, 0), kept: Tensor | None = None
+) -> None:
+    """Encode keys and values [Hk, X, D], contiguous, of tokens from begins on to before ends, into pages table [M] int32.
+
+    With kept [Hk, K] int32, contiguous, those count what stays: token t of a head is row kept[head, t].
+    """
+    one, heads, dim = pages.format, pages.heads, pages.dim
+    block = max(PROMPT_TOKENS, one.key_group)
+    blocks = -(-max(ends) // block)
+    if ends == begins:
+        return
+    listed = kept is not None
+    tensors = (keys, values, table if kept is None else kept, table, *pages.codes)
+    numbers = (keys.shape[1], 0 if kept is None else kept.shape[1], *begins, *ends, pages.page_size)
+    grid = (blocks, heads, 1)
+    if not keys.is_cuda:
+        from plugins.cache.encodings.grouped import kernel as interpreted
+
+        interpreted.launch_prompt(grid[:2], (*tensors, *numbers), _prompt_constants(one, heads, dim, listed))
+        return
+    kernel = prompt_kernel(one, heads, dim, listed, TYPES[keys.dtype], arch())
+    check_aligned((keys, values, *pages.codes))
+    stream = torch.cuda.current_stream().cuda_stream
+    triton_aot.launch(kernel, grid, stream, (*(x.data_ptr() for x in tensors), *numbers))
+
+
+def prompt_kernel(one: Format, heads: int, dim: int, listed: bool, dtype: str, arch: str) -> Kernel:
+    """Load the kernel that encodes prompts, or what a list says stays of them."""
+    real = f"*{dtype}"
+    signature: tuple[tuple[str, str | int | bool], ...] = (
+        ("keys", real), ("values", real), ("kept", "*i32"), ("table", "*i32"), *_code_types(real),
+        *((name, "i32") for name in ("tokens", "count", "keys_begin", "values_begin", "keys_end", "values_end", "page_size")),
+        *_prompt_constants(one, heads, dim, listed).items(),
+    )  # fmt: skip
+    aligned = ("keys", "values", *_CODES, "tokens", "page_size")
+    return triton_aot.load(_HERE / "kernel.py", "encode_prompt", signature, aligned, 4, arch)
+
+
+def _code_types(real: str) -> Sequence[tuple[str, str]]:
+    return [(name, "*u8" if name.endswith("codes") else real) for name in _CODES]
+
+
+def _shape_constants(one: Format, heads: int, dim: int) -> dict[str, int]:
+    block = 1 << (dim - 1).bit_length()
+    return {"HEADS_KV": heads, "D": dim, "BLOCK_D": block, "BITS": one.bits, "KEY_GROUP": one.key_group, "VALUE_GROUP": one.value_group}
+
+
+def _append_constants(one: Format, heads_q: int, heads: int, dim: int, norm: bool, overlap: bool) -> Mapping[str, int | bool]:
+    shape = _shape_constants(one, heads, dim)
+    return {"HEADS_Q": heads_q, **shape, "TOGETHER": one.together, "PHASED": one.phased, "NORM": norm, "OVERLAP": overlap}
+
+
+def _prompt_constants(one: Format, heads: int, dim: int, listed: bool) -> Mapping[str, int]:
+    shape = _shape_constants(one, heads, dim)
+    tokens = max(PROMPT_TOKENS, one.key_group)
+    return {**shape, "KEY_GROUP": tokens if one.bits == 8 else one.key_group, "T": tokens, "LISTED": listed}
+
+
+def check_aligned(tensors: Sequence[Any]) -> None:
+    """Raise EngineError where a tensor of a cache does not lie on a multiple of sixteen bytes, which kernels rely on."""
+    if any(one.data_ptr() % 16 for one in tensors):
+        raise EngineError("a tensor of an encoded cache is not aligned to 16 bytes", "Report this with the output of trtkv doctor.")

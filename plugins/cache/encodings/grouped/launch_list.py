@@ -1,0 +1,73 @@
+"""Launching attention over lists of an encoded cache: tokens or pages that a selection names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from plugins.attend.per_head import by_head
+from plugins.cache.encodings.grouped import launch
+from plugins.cache.encodings.grouped.formats import Format
+from plugins.cache.encodings.grouped.layout import TILE
+from plugins.device import nvrtc
+from plugins.device.driver import Kernel, arch
+from plugins.device.nvrtc import Float, Int, Pointer
+from trtkv.plan import SelectPlan
+
+_SOURCE = Path(__file__).parent / "attend_list.cu"
+TYPES = (Pointer,) * 19 + (Int,) * 9 + (Float,)
+
+
+def attend_list(
+    q: Tensor, pages: launch.Pages, table: Tensor, lens: Tensor, slots: Tensor, chosen: Tensor, out: Tensor, scratch: launch.Scratch, *,
+    unit: int, scale: float, overlap: bool = False, placed: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Attend one token a sequence: q, out [B, Hq D], table [B, M], lens and slots [B], chosen [B, Hk, K + 1] int32 of units, last their count.
+
+    placed, of the same shape, says in table's stead which page of the pools each unit lies in.
+    """
+    one, batch, group = pages.format, lens.shape[0], q.shape[1] // pages.dim // pages.heads
+    kernel = list_kernel(one, pages.dim, group, unit, q.dtype == torch.bfloat16, arch(), placed is not None)
+    pointers = (q, *pages.codes, pages.keys, pages.values, table, lens, slots, pages.runs(slots), chosen, chosen if placed is None else placed)
+    values = (*(x.data_ptr() for x in (*pointers, out, scratch.parts, scratch.tops, scratch.counters)),
+              q.stride(0), out.stride(0), table.stride(0), pages.page_size, chosen.shape[2], pages.keys.shape[2], one.residual, one.lag,
+              int(one.together), scale * 1.4426950408889634)  # fmt: skip
+    stream = torch.cuda.current_stream().cuda_stream
+    grid, block = (scratch.splits, pages.heads, batch), launch.attend_block(one, pages.dim, arch(), True)
+    kernel.launch(grid, block.warps * 32, block.shared, stream, values, overlap=overlap)
+
+
+def attend_per_head(
+    q: Tensor, pages: launch.Pages, table: Tensor, lens: Tensor, slots: Tensor, chosen: Tensor, out: Tensor, scratch: launch.Scratch, *,
+    unit: int, scale: float,
+) -> None:  # fmt: skip
+    """Attend where every query head has a list of its own, chosen [B, Hq, K + 1]: the heads of a group become sequences that share pages and slots.
+
+    scratch is that of G B sequences with one query head a KV head. Queries, lists and lengths are laid out anew by kernels just before, so the launch
+    cannot overlap with them.
+    """
+    heads, dim, batch = pages.heads, pages.dim, lens.shape[0]
+    group = q.shape[1] // dim // heads
+    own, lists = by_head(q.unflatten(1, (-1, dim)), heads).flatten(1), by_head(chosen, heads).contiguous()
+    answer = own.new_empty(own.shape)
+    attend_list(own, pages, table.repeat(group, 1), lens.repeat(group), slots.repeat(group), lists, answer, scratch, unit=unit, scale=scale)
+    out.view(batch, heads, group, dim).copy_(answer.view(group, batch, heads, dim).movedim(0, 2))
+
+
+def list_kernel(one: Format, dim: int, group: int, unit: int, bf16: bool, arch: str, placed: bool = False) -> Kernel:
+    """Load the kernel for a shape and lists of so many tokens an entry."""
+    block = launch.attend_block(one, dim, arch, True)
+    defines = (
+        *launch.attend_defines(one, dim, group, bf16, block.warps, block.stages),
+        "-DLISTED=1",
+        f"-DUNIT={unit}",
+        *(("-DPLACED",) if placed else ()),
+    )
+    return nvrtc.load(_SOURCE, "attend_encoded_list", TYPES, defines, arch, block.shared)
+
+
+def most_tiles(select: SelectPlan) -> int:
+    """Return the most tiles of 16 tokens that a list names, which are those of a row that is read whole for want of one, too."""
+    return max(select.width * max(1, select.unit // TILE), -(-select.budget // TILE))

@@ -1,0 +1,50 @@
+"""What encoded pages stand for, token by token; the oracle of the kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from plugins.cache.encodings.grouped import layout
+from plugins.cache.encodings.grouped.launch import Pages
+
+
+def stored_numbers(pages: Pages, table: Tensor, part: str) -> dict[str, Tensor]:
+    """Return codes uint8 [Hk, S, D] of a sequence's pages [M] and metadata as roles have them: of keys [Hk, S / g, D], of values [Hk, S, D / g].
+
+    part is "keys" or "values"; with eight bits there is a scale [Hk, S] alone.
+    """
+    one, dim, index = pages.format, pages.dim, table.long()
+    packed, scale, minimum = (x[index].transpose(0, 1) for x in (pages.codes[:3] if part == "keys" else pages.codes[3:]))  # [Hk, M, ...]
+    places = (layout.key_places if part == "keys" else layout.value_places)(dim, one.bits)
+    codes = layout.unpack(packed.flatten(2), places, one.bits).flatten(1, 2)
+    if one.bits == 8:
+        return {"codes": codes, "scale": scale.flatten(1, 2)}
+    if part == "keys":
+        return {"codes": codes, "scale": layout.key_scale(scale.flatten(1, 2)), "minimum": minimum.flatten(1, 2)}
+    share = dim // one.value_group
+    return {"codes": codes, "scale": layout.value_scale(scale.flatten(1), share), "minimum": layout.value_minimum(minimum.flatten(1), share)}
+
+
+def decode(pages: Pages, table: Tensor, part: str) -> Tensor:
+    """Return the keys or values [Hk, S, D] fp32 that a sequence's pages [M] stand for."""
+    one, numbers = pages.format, stored_numbers(pages, table, part)
+    codes, scale = numbers["codes"], numbers["scale"].float()
+    if one.bits == 8:
+        return codes.view(torch.float8_e4m3fn).float() * scale[..., None]
+    if part == "keys":
+        wide = codes.unflatten(1, (-1, one.key_group)).float()
+        return (wide * scale[:, :, None] + numbers["minimum"].float()[:, :, None]).flatten(1, 2)
+    wide = codes.unflatten(2, (-1, one.value_group)).float()
+    return (wide * scale[..., None] + numbers["minimum"].float()[..., None]).flatten(2)
+
+
+def visible(pages: Pages, table: Tensor, slot: int, stored: int) -> tuple[Tensor, Tensor]:
+    """Return the keys and values [Hk, S, D] fp32 that a decode step attends to, its own token included."""
+    found = []
+    origin = int(pages.origins[slot]) if pages.format.phased and pages.origins is not None else 0
+    ends = pages.format.seen(stored, origin) if pages.ends is None else pages.ends[slot].tolist()
+    for part, ring, end in zip(("keys", "values"), (pages.keys, pages.values), ends, strict=True):
+        coded = decode(pages, table, part)[:, :end]
+        found.append(torch.cat([coded, ring[slot][:, torch.arange(end, stored, device=ring.device) % ring.shape[2]].float()], 1))
+    return found[0], found[1]

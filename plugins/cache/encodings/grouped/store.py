@@ -1,0 +1,327 @@
+"""Encoded caches of a session on a GPU: pages of codes for every layer, a ring of newest tokens for every slot, and prompts while they are read.
+
+A prompt attends to itself in full precision and is encoded when it is complete, so its keys and values lie in tensors of their own until then. Where
+a plan also evicts, what stays of it is chosen then (`keep.py`), and that alone is encoded. Where it evicts in every phase, such a tensor has room for
+what is left of the prompt, and the ring for all tokens that may still go (`settle.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plugins.cache.batch import Row
+from plugins.cache.encodings.grouped import launch, reference
+from plugins.cache.encodings.grouped.away import Away
+from plugins.cache.encodings.grouped.formats import Format
+from plugins.cache.encodings.grouped.keep import Keeper, watched_bytes
+from plugins.cache.encodings.grouped.ledger import SettledLedger
+from plugins.cache.encodings.grouped.settle import Settler
+from plugins.cache.encodings.per_token.buffers import known_of, replaces
+from plugins.cache.eviction.ledger import Ledger
+from plugins.cache.tiers.host.store import Offload
+from plugins.device.dtypes import TORCH_DTYPES
+from trtkv.config import DTYPE_BYTES
+from trtkv.errors import EngineError
+from trtkv.plan import BOOKKEEPING, BufferSpec, CachePlan
+
+_CODES = ("key_codes", "key_scale", "key_minimum", "value_codes", "value_scale", "value_minimum")
+Prompt = tuple[Tensor, Tensor]
+
+
+class EncodedStore:
+    """The caches of all layers; `buffers[name][layer]` as a session has them, "keys" and "values" being the rings [Z, Hk, ring, D]."""
+
+    def __init__(
+        self, plan: CachePlan, form: Format, num_pages: Sequence[int], num_slots: int, device: torch.device, ledger: Ledger | None = None,
+        offload: Offload | None = None,
+    ) -> None:  # fmt: skip
+        """Allocate pages of every page group, and rings; the ledger knows the lengths of a plan that evicts.
+
+        The codes of layers that offload covers lie in its frames and rings of pages, and on the host.
+        """
+        self.plan, self.form, self.device = plan, form, device
+        every = range(plan.num_layers)
+        ring = (num_slots, plan.num_kv_heads, form.ring, plan.head_dim)
+        real = TORCH_DTYPES[plan.kv_dtype]
+        self.buffers: dict[str, list[Tensor | None]] = {}
+        layers = [[layer for layer in every if plan.page_groups[layer] == group] for group in range(plan.num_page_groups)]
+        # Keys and values [layers of a page group, Z, Hk, ring, D] of every one, where tokens are evicted from rings.
+        self.rings = [tuple(torch.empty(len(own), *ring, dtype=real, device=device) for _ in range(2)) for own in layers if form.window]
+        for part, name in enumerate(("keys", "values")):
+            if form.window:
+                places = {layer: self.rings[group][part][index] for group, own in enumerate(layers) for index, layer in enumerate(own)}
+                self.buffers[name] = [places[layer] for layer in every]
+            else:
+                self.buffers[name] = [*self._tensors(name, [num_slots] * plan.num_layers, ring[1:], real)]
+        for spec in _encoded(plan):
+            away = [layer for layer in every if offload is not None and offload.covers(layer)]
+            rows = [num_pages[plan.page_groups[layer]] for layer in every if layer not in away]
+            made = iter(self._tensors(spec.name, rows, [*map(int, spec.shape[1:])], TORCH_DTYPES[spec.dtype]))
+            self.buffers[spec.name] = [
+                offload.coded[layer].named[spec.name] if offload is not None and layer in away else next(made) for layer in every
+            ]
+        self.away = None if offload is None else Away(offload)
+        for spec in _beside(plan):
+            rows = [num_pages[plan.page_groups[layer]] if spec.paged else num_slots for layer in spec.layers]
+            made = iter(self._tensors(spec.name, rows, [*map(int, spec.shape[1:])], TORCH_DTYPES[spec.dtype]))
+            self.buffers[spec.name] = [next(made) if layer in spec.layers else None for layer in every]
+        self.origins = torch.zeros(plan.num_page_groups, num_slots, dtype=torch.int32, device=device)
+        self.ends = torch.zeros(plan.num_page_groups, num_slots, 2, dtype=torch.int32, device=device)
+        self.pages = [self._pages(layer) for layer in every]
+        self.one_page = torch.zeros(1, 1, dtype=torch.int32, device=device)  # the page table of a prompt that is read
+        self.keep_prompts = False  # until the step behind the prompt, for those who compare
+        self.ledger = ledger
+        self.settler = Settler(self, ledger) if isinstance(ledger, SettledLedger) else None
+        self.keeper = Keeper(plan, ledger, device) if ledger is not None and self.settler is None else None
+        coded = {part: sum(spec.row_bytes for spec in _encoded(plan) if spec.name.startswith(part)) for part in ("key", "value")}
+        # Bytes in a layer of one key or value in full precision, of a group's encoded keys, of an encoded value.
+        self._rates = (
+            token_bytes(plan) // (2 * plan.num_layers), coded["key"] * form.key_group // plan.page_size, coded["value"] // plan.page_size
+        )  # fmt: skip
+        groups = range(plan.num_page_groups)
+        # Of what a selection keeps: bytes of an entry in all layers by the tokens that it describes, and of a slot.
+        self._entries, self._slot_bytes = Counter[int](), 0
+        for spec in (one for one in _beside(plan) if one.name not in BOOKKEEPING):
+            if spec.paged:
+                self._entries[spec.tokens_per_entry] += spec.row_bytes * spec.tokens_per_entry // plan.page_size * len(spec.layers)
+            else:
+                self._slot_bytes += spec.row_bytes * len(spec.layers)
+        self._layers, self._page_bytes = [plan.page_groups.count(group) for group in groups], [group_bytes(plan, group) for group in groups]
+        self._prompts: dict[int, dict[int, Prompt]] = {}  # by slot, then layer
+        self._lengths: dict[int, int] = {}
+        self._begins: dict[int, tuple[int, int]] = {}  # encoded tokens before what is being read
+        self._runs: dict[int, list[int]] = {}  # origins [Y] of a slot's sequence, as the device has them
+
+    def begin(self, rows: Iterable[Row]) -> None:
+        """Take note of a step's sequences; one whose stored tokens are all new begins afresh."""
+        for row in rows:
+            before = row.seen - row.new
+            goes_on = bool(before) and before >= self._lengths[row.slot]
+            if self.ledger is not None and goes_on and not row.answers:
+                raise EngineError("a prompt that was evicted from goes on with several tokens at once", "Feed what follows it token by token.")
+            if row.answers or not before or goes_on:
+                self._prompts[row.slot] = {}
+            if not before:
+                self._runs[row.slot] = [0] * self.plan.num_page_groups
+                if self.keeper is not None:
+                    self.keeper.forget(row.slot)
+            self._lengths[row.slot] = row.prompt
+
+    def release(self, slot: int) -> None:
+        """Drop what a slot holds beside its pages."""
+        self._prompts.pop(slot, None)
+        self._lengths.pop(slot, None)
+        self._runs.pop(slot, None)
+        if self.keeper is not None:
+            self.keeper.forget(slot)
+
+    def prompt(self, layer: int, row: Row) -> Prompt:
+        """Return the keys and values [1, Hk, X, D] of a prompt that is being read, made with its first chunk.
+
+        X is its length in whole sixteens, or the most that is left of it with a further chunk such as the first. What is longer than its prompt was
+        said to be goes on behind what its pages and its ring hold.
+        """
+        own = self._prompts[row.slot]
+        if layer not in own:
+            room = row.prompt if self.settler is None else self.settler.ledger.rooms(row.prompt, row.new)[self.plan.page_groups[layer]]
+            made = self._room(room)
+            before = row.stored - row.new
+            if before:
+                for x, old in zip(made, reference.visible(*self._view(layer, row, before), row.slot, before + self.form.lag), strict=True):
+                    x[0, :, :before] = old[:, :before]
+            own[layer] = (made[0], made[1])
+            self._begins[row.slot] = self.form.encoded(before, self._runs[row.slot][self.plan.page_groups[layer]]) if before else (0, 0)
+        elif own[layer][0].shape[2] < row.stored:  # a chunk that is longer than the first
+            more = self._room(row.stored)
+            for x, old in zip(more, own[layer], strict=True):
+                x[:, :, : old.shape[2]] = old
+            own[layer] = (more[0], more[1])
+        return own[layer]
+
+    def read(self, slot: int) -> Iterator[tuple[int, Prompt]]:
+        """Yield the layers of a slot's prompt that is being read, with its keys and values [1, Hk, X, D]."""
+        yield from self._prompts[slot].items()
+
+    def encode_prompt(self, layer: int, row: Row, table: Tensor) -> None:
+        """Encode a complete prompt, or what stays of it, into its pages, table [M] int32; what is in full precision goes to the slot's ring."""
+        plain, pages, group = self._prompts[row.slot][layer], self.pages[layer], self.plan.page_groups[layer]
+        if not self.keep_prompts:
+            del self._prompts[row.slot][layer]
+        kept = None
+        if self.settler is not None:
+            kept, stored, ends = self.settler.keep(layer, row, *plain)
+            if kept is None:
+                kept = torch.arange(stored, dtype=torch.int32, device=self.device).repeat(plain[0].shape[1], 1)
+        else:
+            if self.keeper is not None:
+                kept = self.keeper.keep(layer, row, plain[0][0, :, : row.stored], plain[1][0, :, : row.stored])
+            stored = row.stored if kept is None else kept.shape[1]
+            ends = self.form.encoded(stored, self._begin_runs(group, row.slot, stored))
+        if self.away is not None and self.away.covers(layer):
+            before = row.stored - row.new if any(self._begins[row.slot]) else 0
+            own, numbers = self._view(layer, row, before)
+            launch.encode_prompt(plain[0][0], plain[1][0], numbers, own, ends, self._begins[row.slot])
+            self.away.settle(layer, row, own.coded, min(self._begins[row.slot]), min(ends))
+        else:
+            launch.encode_prompt(plain[0][0], plain[1][0], table, pages, ends, self._begins[row.slot], kept)
+        for x, ring, end in zip(plain, (pages.keys, pages.values), ends, strict=True):
+            tokens = torch.arange(end, stored, device=self.device)
+            rest = x[0, :, end:stored] if kept is None else x[0].gather(1, kept[:, end:, None].long().expand(-1, -1, x.shape[3]))
+            ring[row.slot][:, tokens % self.form.ring] = rest
+
+    def copy(self, source: int, target: int, source_pages: Sequence[Sequence[int]], target_pages: Sequence[Sequence[int]]) -> None:
+        """Let a slot's sequence be a copy of another's, whose prompts are complete; pages [Y] of both are as many."""
+        index = [[torch.tensor(own, device=self.device) for own in pages] for pages in (source_pages, target_pages)]
+        for spec in (*_encoded(self.plan), *_beside(self.plan)):
+            for layer, x in enumerate(self.buffers[spec.name]):
+                if x is None:
+                    continue  # what a layer that reads everything does not have
+                if spec.paged:
+                    group = self.plan.page_groups[layer]
+                    x[index[1][group]] = x[index[0][group]]
+                else:
+                    x[target] = x[source]
+        for name in ("keys", "values"):
+            for x in self.buffers[name]:
+                assert x is not None, "every layer has a ring"
+                x[target] = x[source]
+        self.note_copy(source, target)
+
+    def note_copy(self, source: int, target: int) -> None:
+        """Take note that a slot's sequence is now a copy of another's."""
+        self.origins[:, target], self.ends[:, target] = self.origins[:, source], self.ends[:, source]
+        self._prompts[target], self._lengths[target], self._runs[target] = {}, self._lengths[source], list(self._runs[source])
+        if self.ledger is not None:
+            self.ledger.copy(source, target)
+
+    def seen(self, layer: int, row: Row) -> Prompt:
+        """Return the keys and values [Hk, S, D] that the announced step's attention read of a sequence; of a complete prompt with `keep_prompts`."""
+        plain = self._prompts[row.slot].get(layer)
+        if plain is not None:
+            return plain[0][0, :, : row.stored], plain[1][0, :, : row.stored]
+        return reference.visible(*self._view(layer, row, row.stored), row.slot, row.stored)
+
+    def _view(self, layer: int, row: Row, stored: int) -> tuple[launch.Pages, Tensor]:
+        """Return pages of codes and their numbers [M] int32 in order, of a sequence's first so many tokens: those on the host in a copy."""
+        if self.away is None or not self.away.covers(layer):
+            return self.pages[layer], row.table
+        parts = self.away.gather(layer, row, stored)
+        found = dict(zip((spec.name for spec in _encoded(self.plan)), parts, strict=True))
+        return replace(self.pages[layer], **_with_minima(found)), torch.arange(len(parts[0]), dtype=torch.int32, device=self.device)
+
+    def precise_from(self, layer: int, row: Row) -> int:
+        """Return the token from which on `seen` returns keys and values as they were appended."""
+        if layer in self._prompts[row.slot]:
+            return 0
+        group = self.plan.page_groups[layer]
+        if self.settler is not None:
+            return max(self.settler.ledger.find(row.slot).encoded[group])
+        return max(self.form.seen(row.stored, self._runs[row.slot][group]))
+
+    def stored_bytes(self, slot: int, seen: int) -> int:
+        """Return the bytes that hold keys, values, codes and metadata of a sequence that has seen so many tokens, and what is seen of a prompt."""
+        plan, reading = self.plan, seen < self._lengths.get(slot, 0)
+        stored = [seen] * plan.num_page_groups if self.ledger is None else self.ledger.stored(slot)
+        total = 0 if self.keeper is None or not reading else self.keeper.counted_bytes(seen)
+        entries = {} if reading and self.form.replaced else self._entries  # what is known of a token is written with its codes
+        runs, (plain, key, value) = self._runs.get(slot), self._rates
+        for group, own in enumerate(stored):
+            keys, values = (0, 0) if reading or runs is None else self._ends(slot, group, own, runs)
+            layer = (2 * own - keys - values) * plain + keys // self.form.key_group * key + values * value
+            total += layer * self._layers[group]
+        return total + self._slot_bytes + sum(stored[0] // tokens * size for tokens, size in entries.items())
+
+    def reserved_bytes(self, slot: int, seen: int) -> int:
+        """Return the bytes that such a sequence occupies: pages, ring, and its prompt with what is seen of it while that is read."""
+        plan, stored = self.plan, [seen] * self.plan.num_page_groups
+        reading = sum(x.nbytes for pair in self._prompts.get(slot, {}).values() for x in pair)
+        if self.keeper is not None:
+            reading += self.keeper.bytes_of(slot)
+        if self.ledger is not None:
+            stored = list(self.ledger.stored(slot)) if seen >= self._lengths.get(slot, 0) else [0] * plan.num_page_groups
+        held = plan.pages if self.ledger is None else self.ledger.pages_of
+        pages = list(map(held, stored)) if self.settler is None or not any(stored) else self.settler.ledger.settled_pages(seen)
+        return sum(own * size for own, size in zip(pages, self._page_bytes, strict=True)) + slot_bytes(plan, self.form) + reading
+
+    def _ends(self, slot: int, group: int, stored: int, runs: Sequence[int]) -> tuple[int, int]:
+        """Return how many leading keys and values of a sequence are encoded behind its newest step."""
+        return self.form.encoded(stored, runs[group]) if self.settler is None else self.settler.ledger.find(slot).encoded[group]
+
+    def _room(self, tokens: int) -> list[Tensor]:
+        shape = (1, self.plan.num_kv_heads, -(-tokens // 16) * 16, self.plan.head_dim)
+        return [torch.empty(shape, dtype=TORCH_DTYPES[self.plan.kv_dtype], device=self.device) for _ in range(2)]
+
+    def finish(self) -> None:
+        """Do what a step leaves behind its attention to be done."""
+
+    def _tensors(self, name: str, rows: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        """Allocate a buffer of several layers, of so many rows each."""
+        return [torch.empty((count, *shape), dtype=dtype, device=self.device) for count in rows]
+
+    def _begin_runs(self, group: int, slot: int, stored: int) -> int:
+        """Note where the runs of a sequence begin whose prompt left so many tokens stored, and return it."""
+        origin = self.form.origin(stored)
+        if self.form.phased:
+            self._runs[slot][group] = origin
+            self.origins[group, slot] = origin
+        return origin
+
+    def _pages(self, layer: int) -> launch.Pages:
+        found = {name: self.buffers[name][layer] for name in ("keys", "values", *_CODES) if name in self.buffers}
+        group = self.plan.page_groups[layer]
+        ends = self.ends[group] if self.form.window else None
+        return launch.Pages(self.form, self.plan.page_size, **_with_minima(found), origins=self.origins[group], ends=ends)  # type: ignore[arg-type]
+
+
+def page_bytes(plan: CachePlan) -> int:
+    """Return the bytes of one page of encoded tokens in all layers, with what a selection keeps of them."""
+    return sum(spec.row_bytes * len(spec.layers) for spec in (*_encoded(plan), *_beside(plan)) if spec.paged)
+
+
+def group_bytes(plan: CachePlan, group: int) -> int:
+    """Return the bytes of one page of encoded tokens in the layers of one page group."""
+    paged = [spec for spec in (*_encoded(plan), *_beside(plan)) if spec.paged]
+    return sum(spec.row_bytes for spec in paged for layer in spec.layers if plan.page_groups[layer] == group)
+
+
+def slot_bytes(plan: CachePlan, form: Format) -> int:
+    """Return the bytes of a slot's rings in all layers, with what a selection keeps of a sequence."""
+    return form.ring * token_bytes(plan) + sum(spec.row_bytes * len(spec.layers) for spec in _beside(plan) if not spec.paged)
+
+
+def token_bytes(plan: CachePlan) -> int:
+    """Return the bytes of one token in full precision in all layers."""
+    return 2 * plan.num_kv_heads * plan.head_dim * DTYPE_BYTES[plan.kv_dtype] * plan.num_layers
+
+
+def prompt_bytes(plan: CachePlan, tokens: int, *, whole: bool, chunk: int = 0) -> int:
+    """Return the most bytes of a prompt of so many tokens while it is read: in all layers, or layer by layer where it is read as a whole.
+
+    Of one that is evicted from in between, what its chunks leave counts.
+    """
+    if plan.settles and not whole:
+        rooms = SettledLedger(plan).rooms(tokens, chunk or tokens)
+        return sum(-(-rooms[group] // 16) * 16 for group in plan.page_groups) * token_bytes(plan) // plan.num_layers
+    one = -(-tokens // 16) * 16 * token_bytes(plan) // plan.num_layers + watched_bytes(plan, tokens)
+    return one if whole else one * plan.num_layers
+
+
+def _encoded(plan: CachePlan) -> list[BufferSpec]:
+    return [spec for spec in plan.buffers if spec.pool == "encoded"]
+
+
+def _beside(plan: CachePlan) -> list[BufferSpec]:
+    """List what a selection keeps, summaries in pages and numbers of a slot, and what is known of single tokens."""
+    found = [spec for spec in plan.buffers if spec.pool == "plain" and spec.name not in ("keys", "values")]
+    return [*found, *known_of(plan)] if replaces(plan) else found
+
+
+def _with_minima(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Let scales stand for minima where there are none."""
+    return {**{name: found[name.replace("minimum", "scale")] for name in _CODES}, **found}

@@ -1,0 +1,80 @@
+"""Summaries of keys that are encoded: what a selection scores, kept when a group of keys closes.
+
+A role summarizes the keys that it finds. Those of a prompt are in full precision; in a decode step the older ones of a group may have been encoded,
+and count as what they stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from plugins.append import launch as plain
+from plugins.cache.encodings.grouped.formats import Format
+from plugins.cache.encodings.grouped.launch import TYPES, Pages, check_aligned
+from plugins.cache.indexes.summary import Kept
+from plugins.device import triton_aot
+from plugins.device.driver import Kernel, arch
+
+_SOURCE = Path(plain.__file__).parent / "kernel.py"
+_ALIGNED = ("keys", "codes", "scales", "minima", "bits", "meta", "tokens", "page_size")
+
+
+def summarize_prompt(keys: Tensor, table: Tensor, pages: Pages, kept: Kept, begin: int, end: int) -> None:
+    """Summarize the groups that close behind token `begin` up to `end`, of a prompt's keys [Hk, X, D], contiguous; its pages are table [M] int32."""
+    first, count = begin // kept.group, end // kept.group - begin // kept.group
+    if count:
+        _launch(
+            keys, table, table, (table[None], table[None]), pages, kept, (first, keys.shape[1]), (count, pages.heads, 1), step=False, overlap=False
+        )
+
+
+def summarize_step(
+    pages: Pages, lens: Tensor, slots: Tensor, table: Tensor, kept: Kept, *, homes: Tensor | None = None, overlap: bool = False
+) -> None:  # fmt: skip
+    """Summarize the groups that a decode step of one token a sequence closes, behind its append: lens and slots [B], table [B, M] int32.
+
+    homes [B, M'] names the pages of the summaries where they are not those of the codes.
+    """
+    tokens, grid = pages.keys.shape[2], (1, pages.heads, lens.shape[0])
+    assert tokens >= kept.group or pages.format.residual < kept.group, "a group's keys are in full precision or encoded"
+    assert not pages.format.phased, "runs begin at token 0"
+    _launch(pages.keys, lens, slots, (table, table if homes is None else homes), pages, kept, (0, tokens), grid, step=True, overlap=overlap)
+
+
+def _launch(
+    keys: Tensor, lens: Tensor, slots: Tensor, tables: tuple[Tensor, Tensor], pages: Pages, kept: Kept, sizes: tuple[int, int],
+    grid: tuple[int, int, int], *, step: bool, overlap: bool,
+) -> None:  # fmt: skip
+    bits, meta = (keys if one is None else one for one in (kept.bits, kept.meta))
+    tensors = (keys, *pages.codes[:3], lens, slots, *tables, bits, meta)
+    numbers = (*sizes, pages.format.residual, pages.format.lag, *(one.stride(0) for one in tables), pages.page_size)
+    if not keys.is_cuda:
+        from plugins.append import kernel as interpreted
+
+        interpreted.launch_summaries(grid, (*tensors, *numbers), _constants(pages.format, pages.heads, pages.dim, kept.group, kept.kind, step, False))
+        return
+    kernel = summary_kernel(pages.format, pages.heads, pages.dim, kept.group, kept.kind, step, TYPES[keys.dtype], arch())
+    check_aligned((keys, *pages.codes[:3], bits, meta))
+    stream = torch.cuda.current_stream().cuda_stream
+    triton_aot.launch(kernel, grid, stream, (*(x.data_ptr() for x in tensors), *numbers), overlap=overlap)
+
+
+def summary_kernel(one: Format, heads: int, dim: int, group: int, kind: int, step: bool, dtype: str, arch: str) -> Kernel:
+    """Load the kernel of decode steps or of prompts, for groups and a kind of summary; dtype is Triton's name of what keys and metadata hold."""
+    real, index = f"*{dtype}", "*i32"
+    signature: tuple[tuple[str, str | int | bool], ...] = (
+        ("keys", real), ("codes", "*u8"), ("scales", real), ("minima", real), *((name, index) for name in ("lens", "slots", "table", "homes")),
+        *plain.summary_types(kind, real),
+        *((name, "i32") for name in ("first", "tokens", "residual", "lag", "table_stride", "homes_stride", "page_size")),
+        *_constants(one, heads, dim, group, kind, step, int(arch) >= 90).items(),
+    )  # fmt: skip
+    return triton_aot.load(_SOURCE, "summarize_kernel", signature, _ALIGNED, 4, arch)
+
+
+def _constants(one: Format, heads: int, dim: int, group: int, kind: int, step: bool, overlap: bool) -> Mapping[str, int | bool]:
+    shape = {"HEADS_KV": heads, "D": dim, "BLOCK_D": 1 << (dim - 1).bit_length(), "GROUP": group, "SUMMARY": kind}
+    return {**shape, "BITS": one.bits if step else 0, "KEY_GROUP": one.key_group, "OVERLAP": overlap}

@@ -1,0 +1,82 @@
+"""Evicting and demoting behind a step: what stays is read in order, chosen by the roles, and written anew in two kinds of pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from plugins.cache.batch import Row
+from plugins.cache.encodings.mixed import rewrite
+from plugins.cache.encodings.mixed.ledger import MixedLedger
+from plugins.cache.encodings.mixed.pool import MixedPool
+from plugins.cache.encodings.mixed.view import MixedView
+from plugins.cache.eviction.compactor import MOST_ELEMENTS
+from plugins.cache.eviction.per_head.compactor import HeadCompactor
+from plugins.cache.eviction.per_head.ledger import HeadAccount, Lengths
+from plugins.cache.support import compacts_by_kernels
+
+if TYPE_CHECKING:
+    from plugins.cache.session import Session
+
+
+class MixedCompactor(HeadCompactor):
+    """What a session does behind each step for a mixed plan."""
+
+    def __init__(self, session: Session) -> None:
+        """Serve a session whose pool is allocated; `kernels` says that what stays is written anew by them."""
+        plan = session.plan
+        assert plan.evict is not None, "the plan evicts nothing"
+        self._pool, self._plan, self._evict, self._scale = cast(MixedPool, session.ragged), plan, plan.evict, plan.head_dim**-0.5
+        self.ledger, self._turned = MixedLedger(plan), []
+        self.kernels = self._pool.kernels = compacts_by_kernels(plan, session.device)
+
+    def finish(self, rows: Sequence[Row]) -> None:
+        """Evict and demote behind the announced step."""
+        for b, row in enumerate(rows):
+            account = self.ledger.find(row.slot)
+            if account.measures:
+                self.ledger.grant(account, self._measure(b, account))
+            due, stay = self.ledger.cut(account)
+            for layers in self._together(due, row):
+                self._rewrite(layers, b, account, stay)
+            self.ledger.settle(account, stay)
+
+    def view(self, layer: int, b: int, account: HeadAccount) -> MixedView:  # type: ignore[override]
+        """Show a layer of a sequence to a role."""
+        return MixedView(self._pool, [layer], b, account, self.ledger.occupancy(account, layer), self._scale)
+
+    def _measure(self, b: int, account: HeadAccount) -> Tensor | None:
+        return super()._measure(b, account) if self.ledger.allocate is not None else None
+
+    def _together(self, due: Sequence[int], row: Row) -> Iterator[Sequence[int]]:
+        """Cut layers into runs that the role sees together, as many as it takes and as fit."""
+        plan = self._plan
+        group = plan.num_q_heads // plan.num_kv_heads  # the role's scores take a copy of the keys for each of these
+        each = row.stored * (plan.num_kv_heads * plan.head_dim * (2 + group) + plan.num_q_heads * (1 + self._evict.queries))
+        count = max(1, MOST_ELEMENTS // each) if self.ledger.evict.takes_layers else 1
+        for start in range(0, len(due), count):
+            yield due[start : start + count]
+
+    def _view(self, layers: Sequence[int], b: int, account: HeadAccount) -> MixedView:
+        """Show several layers of a sequence to a role."""
+        each = [self.ledger.occupancy(account, layer) for layer in layers]
+        budget, precise = (
+            None if getattr(each[0], name) is None else tuple(one for at in each for one in getattr(at, name)) for name in ("budget", "precise")
+        )
+        at = replace(each[0], lengths=each[0].lengths * len(each), budget=budget, precise=precise)
+        return MixedView(self._pool, layers, b, account, at, self._scale)
+
+    def _rewrite(self, layers: Sequence[int], b: int, account: HeadAccount, stay: Lengths) -> None:
+        """Keep what the role keeps of some layers, of each as many tokens in full precision as `stay` [2 L] says and the others encoded."""
+        view, device = self._view(layers, b, account), self._pool.device
+        verdict = self.ledger.evict.keep(view)
+        kept = verdict.kept if isinstance(verdict.kept, Tensor) else torch.stack(list(verdict.kept))
+        chosen = view.order.gather(1, kept.to(device))
+        if verdict.demoted is not None:
+            marked = verdict.demoted if isinstance(verdict.demoted, Tensor) else torch.stack(list(verdict.demoted))
+            chosen = chosen.gather(1, marked.to(device).byte().argsort(dim=1, stable=True))  # in full precision first, each kind in order
+        rewrite.run(self._pool, layers, b, account, chosen, [int(stay[layer]) for layer in layers], self.kernels)

@@ -1,0 +1,137 @@
+"""Pages of tokens in full precision and of codes, in one pool for all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plugins.cache.batch import Row
+from plugins.cache.eviction.per_head.ledger import HeadAccount, Lengths
+from plugins.cache.eviction.per_head.pages import HeadPages, Ints
+from plugins.cache.eviction.per_head.pool import HeadPool
+from plugins.cache.roles import load_role
+from plugins.device.dtypes import TORCH_DTYPES
+from trtkv.plan import CachePlan
+
+
+class MixedPool(HeadPool):
+    """`pools`: keys, values [P, Hk, N, D]; the same bytes as key_codes, value_codes [P, Hk, F N, D] uint8; scales and positions [P, Hk, F N].
+
+    F are the bytes of an element. A step is announced with the tokens [2 L, B] of every layer, encoded ones behind.
+    """
+
+    def __init__(self, plan: CachePlan, num_pages: int, num_slots: int, device: torch.device) -> None:
+        """Allocate so many pages, and what slots have of their own."""
+        assert plan.quantize is not None, "the plan encodes nothing"
+        self.plan, self.num_pages, self.device, self.heads, self.layers = plan, num_pages, device, plan.num_kv_heads, plan.num_layers
+        self.quantize = load_role(plan.quantize.meaning)
+        self.pools: dict[str, Tensor] = {}
+        more, head = plan.codes_per_row, (num_pages, plan.num_kv_heads)
+        real, size, dim = TORCH_DTYPES[plan.kv_dtype], plan.page_size, plan.head_dim
+        for part in ("key", "value"):
+            self.pools[f"{part}s"] = torch.empty(*head, size, dim, dtype=real, device=device)
+            self.pools[f"{part}_codes"] = self.pools[f"{part}s"].view(torch.uint8).view(*head, more * size, dim)
+            self.pools[f"{part}_scale"] = torch.empty(*head, more * size, dtype=real, device=device)
+        self.pools["positions"] = torch.empty(*head, more * size, dtype=torch.int32, device=device)
+        self.buffers: dict[str, list[Tensor | None]] = {name: [pool] * plan.num_layers for name, pool in self.pools.items()}
+        for spec in plan.buffers:
+            if not spec.paged:
+                shape = (num_slots, *map(int, spec.shape[1:]))
+                self.buffers[spec.name] = [torch.empty(*shape, dtype=TORCH_DTYPES[spec.dtype], device=device) for _ in range(plan.num_layers)]
+        self.rows: Sequence[Row] = ()
+        self.pages: list[HeadPages] = []
+        self.stored: Lengths = np.zeros((0, 0), np.int64)
+        self.turns, self._cache = [], {}
+
+    def stored_bytes(self, lengths: Sequence[int] | Lengths) -> int:
+        """Return the bytes that hold data for a sequence of whose layers each has so many tokens [2 L], without bookkeeping."""
+        return self.plan.stored_bytes_by_group(list(map(int, lengths)))
+
+    def reserved_bytes(self, lengths: Sequence[int] | Lengths) -> int:
+        """Return the bytes that such a sequence occupies: whole pages of its layers and its slot."""
+        return self.plan.reserved_bytes_by_group(list(map(int, lengths)))
+
+    def longest(self, stored: Lengths) -> list[int]:
+        """Return the tokens [B] of the layers, which all store equally many."""
+        return (stored[0] + stored[self.layers]).tolist()  # type: ignore[no-any-return]
+
+    def lengths(self, layer: int, b: int) -> list[int]:
+        """Return the tokens of each KV head of a layer."""
+        return [int(self.stored[layer, b] + self.stored[self.layers + layer, b])] * self.heads
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store rotated keys and values [T, Hk, D] of the step in torch."""
+        pages, inside, size = [], [], self.plan.page_size
+        for b, row in enumerate(self.rows):
+            tokens = np.arange(self.stored[layer, b] - row.new, self.stored[layer, b])
+            pages.append(self.pages[b].table[layer, tokens // size].astype(np.int64))
+            inside.append(tokens % size)
+        page, place = (torch.from_numpy(np.concatenate(one)).to(self.device) for one in (pages, inside))
+        for name, rows in (("keys", keys), ("values", values)):
+            self.pools[name][page, :, place] = rows.to(self.pools[name].dtype)
+
+    def parts(self, layer: int, b: int, num_q_heads: int) -> list[tuple[slice, Tensor, Tensor]]:
+        """Return the query heads, keys and values [Hk, S, D]: encoded tokens as they decode, then those in full precision, the newest last."""
+        count, coded = int(self.stored[layer, b]), int(self.stored[self.layers + layer, b])
+        found = []
+        for part in ("key", "value"):
+            rows = self.entries(f"{part}s", [layer], b, count)[0]
+            found.append(torch.cat([self.decoded(part, [layer], b, coded)[0].to(rows.dtype), rows], 1) if coded else rows)
+        return [(slice(0, num_q_heads), *found)]
+
+    def aligned(self, name: str, layer: int, b: int) -> Tensor:
+        """Return keys or values of all heads [Hk, S, D] fp32 as they lie, the newest token last."""
+        count, coded = int(self.stored[layer, b]), int(self.stored[self.layers + layer, b])
+        rows = self.entries(name, [layer], b, count)[0].float()
+        return torch.cat([self.decoded(name[:-1], [layer], b, coded)[0], rows], 1) if coded else rows
+
+    def most(self, layers: Sequence[int], b: int) -> tuple[int, int]:
+        """Return the most tokens in full precision, and the most encoded ones, that any of some layers stores."""
+        own = self.stored[:, b]
+        return max(int(own[layer]) for layer in layers), max(int(own[self.layers + layer]) for layer in layers)
+
+    def counts(self, layers: Sequence[int], b: int, account: HeadAccount, plain: Sequence[int] = ()) -> Tensor:
+        """Return numbers of some layers [n, 4] int32 on the device.
+
+        They are the encoded tokens, those to be in full precision, the placed ones, and what positions behind these are above their index.
+        """
+        own = self.stored[:, b]
+        rows = [
+            (own[self.layers + layer], plain[i] if plain else 0, account.placed[layer], account.seen - own[layer]) for i, layer in enumerate(layers)
+        ]
+        return self._moved(np.array(rows, np.int32))
+
+    def table(self, b: int) -> Tensor:
+        """Return the pages [2 L, M] int32 of a sequence, brought to the device once a step without waiting for it."""
+        if b not in self._cache:
+            own = self.pages[b]
+            self._cache[b] = self._moved(np.ascontiguousarray(own.table[:, : int(own.counts.max(initial=1))], np.int32))
+        return self._cache[b]  # type: ignore[return-value]
+
+    def entries(self, name: str, layers: Sequence[int], b: int, count: int, coded: bool = False) -> Tensor:
+        """Return the first `count` entries of a buffer [n, Hk, count, ...] in pages of one kind of layers that follow each other.
+
+        What a layer has not is anything.
+        """
+        pool, first = self.pools[name], layers[0] + self.layers * coded
+        table = self.table(b)[first : first + len(layers), : -(-count // pool.shape[2])]
+        return pool[table].transpose(1, 2).flatten(2, 3)[:, :, :count]
+
+    def put(self, name: str, layer: int, b: int, data: Tensor, coded: bool = False) -> None:
+        """Write data [Hk, count, ...] to the first entries of a buffer in a layer's pages of one kind."""
+        pool, index = self.pools[name], torch.arange(data.shape[1], device=data.device)
+        page = self.table(b)[layer + self.layers * coded, index // pool.shape[2]]
+        pool[page, :, index % pool.shape[2]] = data.transpose(0, 1).to(pool.dtype)
+
+    def decoded(self, part: str, layers: Sequence[int], b: int, count: int) -> Tensor:
+        """Return what the first `count` codes of some layers' "key" or "value" stand for [n, Hk, count, D] fp32."""
+        found = {name: self.entries(f"{part}_{name}", layers, b, count, True).flatten(0, 1) for name in ("codes", "scale")}
+        made: Tensor = self.quantize.decode({name: x.contiguous() for name, x in found.items()}, f"{part}s")
+        return made.unflatten(0, (len(layers), -1))
+
+    def _moved(self, values: Ints) -> Tensor:
+        found = torch.from_numpy(values)
+        return found.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else found

@@ -1,0 +1,185 @@
+"""Launching what Triton does with codes of single tokens: compiled ahead of time on a GPU, in Triton's interpreter on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plugins.cache.eviction.launch import TYPES, WARPS, Constants
+from plugins.device import triton_aot
+from plugins.device.driver import Kernel, arch
+
+_SOURCE = Path(__file__).parent / "kernel.py"
+BLOCK = 128  # tokens whose attention one block counts
+LOG2_E = 1.4426950408889634
+NOTES = 8  # numbers of a head beside what its query heads pay
+_CODES = ("key_codes", "key_scale", "key_zero", "value_codes", "value_scale", "value_zero")
+_ERRORS = ("key_error", "value_error")
+_TOKENS_OF_WARP = {"mass_kernel": 16, "exchange_kernel": 128}  # of a block's at once
+_STEP_INTEGERS = ("table_stride", "num_pages", "num_slots", "page_size")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Which token goes.
+
+    Of a budget the newest `recent` stay and the `heavy` ones of most attention; blend is attention's weight for the others, pool_max how heads agree,
+    bits those of the rounding whose error counts.
+    """
+
+    budget: int
+    recent: int
+    heavy: int
+    blend: float
+    pool_max: bool
+    bits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stacks:
+    """The caches of all layers [L, ...] by name.
+
+    Codes and what is known of each token lie in pages; "keys" and "values" [L, Z, Hk, 1, D] are the newest tokens, last_queries [L, Z, 1, Hq, D].
+    """
+
+    named: dict[str, Tensor]
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return one of them."""
+        return self.named[name]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """Query heads, KV heads, channels, pages and slots."""
+        slots, _, heads_q = self.named["last_queries"].shape[1:4]
+        heads, _, dim = self.named["keys"].shape[2:]
+        return heads_q, heads, dim, self.named["key_scale"].shape[1], slots
+
+
+def scratch(stacks: Stacks, batch: int, rule: Rule) -> tuple[Tensor, Tensor]:
+    """Allocate what attention leaves for the two launches of a step [L, B, Hq] fp32, and what these hand on [L, B, blocks Hk, NOTES + wide] fp32."""
+    heads_q, heads, *_ = stacks.shape
+    layers, device = len(stacks["keys"]), stacks["keys"].device
+    notes = torch.empty(layers, batch, -(-rule.budget // BLOCK) * heads, NOTES + _wide(heads_q // heads), device=device)
+    return torch.empty(layers, batch, heads_q, device=device), notes
+
+
+def errors(keys: Tensor, values: Tensor, count: int, bits: int) -> Tensor:
+    """Return the rounding errors [2, Hk, count] fp32 of the first tokens of keys and of values [Hk, X, D], contiguous."""
+    heads, tokens, dim = keys.shape
+    out = torch.empty(2, heads, count, device=keys.device)
+    constants = errors_constants(dim, bits)
+    for x, own in zip((keys, values), out, strict=True):
+        grid = (-(-count // dict(constants)["T"]), heads, 1)
+        _run("errors_kernel", grid, (x, own, tokens, count), constants, TYPES[keys.dtype])
+    return out
+
+
+def encode_prompt(
+    keys: Tensor, values: Tensor, kept: Tensor, measured: Tensor, mass: Tensor, table: Tensor, stacks: Stacks, layer: int
+) -> None:  # fmt: skip
+    """Encode tokens kept [Hk, K] int32 of a prompt's keys and values [Hk, X, D] into a layer's pages, table [M] int32.
+
+    measured [2, Hk, S] and mass [Hq, S] fp32 of its S tokens go with them, as do their positions.
+    """
+    heads, tokens, dim = keys.shape
+    count, constants = kept.shape[1], prompt_constants(heads, len(mass) // heads, dim)
+    pools = [stacks[name][layer] for name in (*_CODES, *_ERRORS, "positions", "attention_mass")]
+    values_ = (keys, values, kept, measured, mass, table, *pools, tokens, mass.shape[1], count, pools[1].shape[2])
+    _run("prompt_kernel", (-(-count // dict(constants)["T"]), heads, 1), values_, constants, TYPES[keys.dtype])
+
+
+def exchange(
+    stacks: Stacks, lse: Tensor, notes: Tensor, table: Tensor, lens: Tensor, seen: Tensor, slots: Tensor, rule: Rule, scale: float
+) -> None:  # fmt: skip
+    """Let the newest token of B sequences become codes in all layers, in the place of the least where more than the budget are stored.
+
+    lse and notes as `scratch` says, lse as attention left it; table [B, M], lens [B] stored tokens with the newest, seen [B] all there were, slots
+    [B] int32.
+    """
+    heads_q, heads, dim, pages, num_slots = stacks.shape
+    group, dtype = heads_q // heads, TYPES[stacks["keys"].dtype]
+    grid, blocks = (heads, len(stacks["keys"]), lens.shape[0]), notes.shape[2] // heads
+    integers = (table.stride(0), pages, num_slots, stacks["key_scale"].shape[3])
+    own = [stacks[name] for name in ("last_queries", "keys", "values", *_CODES[:3], *_ERRORS, "attention_mass")]
+    constants = mass_constants(heads, group, dim, rule)
+    _run("mass_kernel", (blocks * heads, *grid[1:]), (*own, lse, notes, table, lens, slots, *integers, scale * LOG2_E), constants, dtype)
+    own = [stacks[name] for name in ("keys", "values", *_CODES, *_ERRORS, "positions", "attention_mass")]
+    constants = exchange_constants(heads, group, dim, rule)
+    _run("exchange_kernel", grid, (*own, notes, table, lens, seen, slots, *integers, blocks, rule.blend), constants, dtype)
+
+
+def _run(name: str, grid: tuple[int, int, int], values: Sequence[Any], constants: Constants, dtype: str) -> None:
+    if not values[0].is_cuda:
+        from plugins.cache.encodings.per_token import kernel
+
+        getattr(kernel, name)[grid](*values, **dict(constants))
+        return
+    plain = [one.data_ptr() if isinstance(one, Tensor) else one for one in values]
+    stream = torch.cuda.current_stream(values[0].device).cuda_stream
+    triton_aot.launch(load_kernel(name, constants, dtype, arch()), grid, stream, plain)
+
+
+def load_kernel(name: str, constants: Constants, dtype: str, arch: str) -> Kernel:
+    """Load one of the four kernels; dtype is Triton's name of the cache's."""
+    real = f"*{dtype}"
+    codes = [(one, "*u8" if one.endswith("codes") else real) for one in _CODES]
+    known = [*((one, "*fp32") for one in _ERRORS)]
+    counted = ("attention_mass", "*fp32")
+    newest = [("keys", real), ("values", real)]
+    step = [("table", "*i32"), ("lens", "*i32")]
+    integers = lambda *names: [(one, "i32") for one in names]  # noqa: E731
+    signature: list[tuple[str, str | int | bool]]
+    if name == "errors_kernel":
+        signature = [("data", real), ("errors", "*fp32"), *integers("tokens", "count")]
+    elif name == "prompt_kernel":
+        lists = [("kept", "*i32"), ("errors", "*fp32"), ("mass", "*fp32"), ("table", "*i32")]
+        signature = [*newest, *lists, *codes, *known, ("positions", "*i32"), counted, *integers("tokens", "stored", "count", "page_size")]
+    elif name == "mass_kernel":
+        pools = [("ring", real), *newest, *codes[:3], *known, counted, ("lse", "*fp32"), ("notes", "*fp32")]
+        signature = [*pools, *step, ("slots", "*i32"), *integers(*_STEP_INTEGERS), ("scale2", "fp32")]
+    else:
+        pools = [*newest, *codes, *known, ("positions", "*i32"), counted, ("notes", "*fp32")]
+        signature = [*pools, *step, ("seen", "*i32"), ("slots", "*i32"), *integers(*_STEP_INTEGERS, "blocks"), ("blend", "fp32")]
+    warps = WARPS
+    if name in _TOKENS_OF_WARP:
+        warps = min(16, max(WARPS, dict(constants)["BLOCK"] // _TOKENS_OF_WARP[name]))
+    aligned = tuple(one for one, kind in signature if one in ("data", "ring", "keys", "values", "key_codes", "value_codes", "page_size"))
+    return triton_aot.load(_SOURCE, name, (*signature, *constants), aligned, warps, arch)
+
+
+def _shape(dim: int) -> Constants:
+    return (("D", dim), ("HALF", 1 << (dim // 2 - 1).bit_length()))
+
+
+def _wide(group: int) -> int:
+    """Return the columns of a matrix instruction that hold a group's query heads."""
+    return max(16, 1 << (group - 1).bit_length())
+
+
+def errors_constants(dim: int, bits: int) -> Constants:
+    """Constants of what measures a prompt's rounding errors."""
+    return (*_shape(dim), ("T", 32), ("STEPS", (1 << bits) - 1))
+
+
+def prompt_constants(heads: int, group: int, dim: int) -> Constants:
+    """Constants of what encodes a prompt."""
+    return (("HEADS", heads), ("GROUP", group), *_shape(dim), ("T", 32))
+
+
+def mass_constants(heads: int, group: int, dim: int, rule: Rule) -> Constants:
+    """Constants of what counts attention."""
+    shape = (("HEADS", heads), ("GROUP", group), ("WIDE", _wide(group)), *_shape(dim))
+    return (*shape, ("BLOCK", BLOCK), ("STEPS", (1 << rule.bits) - 1), ("POOL_MAX", int(rule.pool_max)))
+
+
+def exchange_constants(heads: int, group: int, dim: int, rule: Rule) -> Constants:
+    """Constants of what encodes the newest token."""
+    shape = (("HEADS", heads), ("GROUP", group), ("WIDE", _wide(group)), *_shape(dim), ("BLOCK", max(16, 1 << (rule.budget - 1).bit_length())))
+    parts = 1 << (-(-rule.budget // BLOCK) * heads - 1).bit_length()
+    return (*shape, ("PARTS", parts), ("BUDGET", rule.budget), ("HEAVY", rule.heavy), ("RECENT", rule.recent), ("POOL_MAX", int(rule.pool_max)))

@@ -1,0 +1,87 @@
+"""Caches of single encoded tokens: one tensor of each kind for all layers, so that one launch serves them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plugins.cache.batch import Row
+from plugins.cache.encodings.grouped import launch as encoded
+from plugins.cache.encodings.grouped.store import EncodedStore, Prompt
+from plugins.cache.encodings.per_token import launch, reference
+from plugins.cache.encodings.per_token.launch import Rule, Stacks
+from trtkv.plan import EvictPlan
+
+NEVER = 1 << 30  # tokens after which the append kernel would encode: here that is not its task
+
+
+class ReplacedStore(EncodedStore):
+    """The caches of all layers; `stacks` holds them by name, "keys" and "values" being the newest tokens [L, Z, Hk, 1, D]."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        """Allocate as any encoded caches."""
+        self.stacks = Stacks({})
+        super().__init__(*args, **more)
+        evict = self.plan.evict
+        assert evict is not None and self.keeper is not None, "the plan evicts nothing"
+        self.rule, self.scale = rule_of(evict), self.plan.head_dim**-0.5
+        self._waiting: list[tuple[Tensor, ...]] = []
+
+    def exchange(self, lse: Tensor, notes: Tensor, table: Tensor, lens: Tensor, seen: Tensor, slots: Tensor) -> None:
+        """Encode the newest tokens of sequences behind the attention of all layers; where steps are compared, behind the comparison."""
+        if self.keep_prompts:
+            self._waiting.append((lse, notes, table, lens, seen, slots))
+            return
+        launch.exchange(self.stacks, lse, notes, table, lens, seen, slots, self.rule, self.scale)
+
+    def finish(self) -> None:
+        """Encode what has waited for a comparison."""
+        for one in self._waiting:
+            launch.exchange(self.stacks, *one, self.rule, self.scale)
+        self._waiting = []
+
+    def encode_prompt(self, layer: int, row: Row, table: Tensor) -> None:
+        """Encode what stays of a complete prompt into its pages, table [M] int32, with what is known of each token."""
+        assert self.keeper is not None
+        keys, values = (x[0] for x in self._prompts[row.slot][layer])
+        if not self.keep_prompts:
+            del self._prompts[row.slot][layer]
+        mass = self.keeper.mass(layer, row)
+        measured = launch.errors(keys, values, row.stored, self.rule.bits)
+        state = {"key_error": measured[0], "value_error": measured[1]}
+        kept = self.keeper.keep(layer, row, keys[:, : row.stored], values[:, : row.stored], state)
+        launch.encode_prompt(keys, values, kept, measured, mass, table, self.stacks, layer)
+
+    def seen(self, layer: int, row: Row) -> Prompt:
+        """Return the keys and values [Hk, S, D] that the announced step's attention read of a sequence; of a complete prompt with `keep_prompts`."""
+        plain = self._prompts[row.slot].get(layer)
+        if plain is not None:
+            return plain[0][0, :, : row.stored], plain[1][0, :, : row.stored]
+        return reference.visible(self.stacks, layer, row.table, row.slot, row.stored)
+
+    def _tensors(self, name: str, rows: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        stack = torch.empty((len(rows), rows[0], *shape), dtype=dtype, device=self.device)
+        self.stacks.named[name] = stack
+        return list(stack)
+
+    def _pages(self, layer: int) -> encoded.Pages:
+        """Return what the append kernel takes: a ring of one token, and codes that it never writes."""
+        form = replace(self.form, bits=8, residual=NEVER)
+        plain = {name: self.buffers[name][layer] for name in ("keys", "values")}
+        codes = {f"{part}_{name}": self.buffers[f"{part}_{kind}"][layer] for part in ("key", "value") for name, kind in _STAND_IN.items()}
+        return encoded.Pages(form, self.plan.page_size, **plain, **codes)  # type: ignore[arg-type]
+
+
+_STAND_IN = {"codes": "codes", "scale": "scale", "minimum": "zero"}
+
+
+def rule_of(evict: EvictPlan) -> Rule:
+    """Read a role's fields."""
+    fields = evict.meaning.fields
+    budget = int(fields["budget"])
+    recent, heavy = max(1, int(budget * fields["recent"])), int(budget * fields["heavy"])
+    return Rule(budget, recent, heavy, float(fields["blend"]), fields["pooling"] == "max", int(fields["bits"]))

@@ -1,0 +1,151 @@
+"""Evicting one token a step by two launches for all layers: the newest token takes the place of the one that goes.
+
+Attention needs no order, so nothing else moves; positions beside the tokens say which are the newest ones. Everything that the launches read lies on
+the device, so that a captured step ends with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from plugins.cache.eviction.launch import WARPS, Constants
+from plugins.cache.eviction.newest import Step, launch, sequences_of
+from plugins.cache.eviction.stacks import Stacks
+from plugins.device import triton_aot
+from plugins.device.driver import Kernel
+from trtkv.plan import CachePlan
+
+_SOURCE = Path(__file__).parent / "exchange_kernel.py"
+LOG2_E = 1.4426950408889634
+MASS, NEWEST, POSITION = range(3)  # what a token is kept for
+_BLOCK = 1024  # tokens that a block of the exchange looks at together
+_TOGETHER = 8  # query heads whose numbers it reads at once
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Which token goes where more than a budget are stored: the one of the least `score`.
+
+    It is none of the first `sink` and none of the newest `recent`. shared lets all query heads of a layer decide together, pool_max those of a group
+    by their maximum instead of their mean.
+    """
+
+    budget: int
+    sink: int
+    recent: int
+    score: int
+    shared: bool = False
+    pool_max: bool = False
+
+
+def rule_of(plan: CachePlan) -> Rule | None:
+    """Return the rule of a plan whose decode steps each evict one token by these kernels, None where a role decides otherwise.
+
+    Budgets that an allocate role grants follow from the prompt, which a captured step does not know.
+    """
+    evict = plan.evict
+    if evict is None or not plan.compacts or plan.pooled or "allocate" in plan.roles or not evict.meaning.role.startswith("trtkv."):
+        return None
+    op, fields = evict.meaning.op, evict.meaning.fields
+    if op == "h2o":
+        budget = int(fields["budget"])
+        return Rule(budget, 0, max(1, int(budget * fields["recent"])), MASS, pool_max=fields["pooling"] == "max")
+    if op == "tova":
+        return Rule(int(fields["budget"]), 0, 1, NEWEST, shared=bool(fields["shared"]))
+    return Rule(int(fields["budget"]), int(fields["sink"]), 1, POSITION) if op == "streaming" else None
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """What the first launch leaves for the second, for so many sequences at once.
+
+    logits [L, B, Hq, width], notes [L, B, width / T, Hq, 2], weights [L, B, Hk, WIDE], all flat fp32.
+    """
+
+    sequences: int
+    logits: Tensor
+    notes: Tensor
+    weights: Tensor
+
+    @staticmethod
+    def of(stacks: Stacks, group: int, rule: Rule, heads_q: int, num_slots: int) -> Scratch:
+        """Allocate it for as many of the slots as fit."""
+        keys = stacks.groups["keys"][group]
+        layers, heads, dim = len(keys), keys.shape[2], keys.shape[4]
+        if rule.score == POSITION:
+            return Scratch(num_slots, *(torch.empty(1, device=keys.device) for _ in range(3)))
+        width = width_of(rule, dim)
+        sequences = sequences_of(layers, heads_q * width, num_slots)
+        wide = dict(exchange_constants(heads, heads_q // heads, dim, keys.element_size(), rule))["WIDE"]
+        each = (heads_q * width, 2 * heads_q * width // block_of(dim), heads * wide)
+        return Scratch(sequences, *(torch.empty(layers * sequences * one, device=keys.device) for one in each))
+
+
+def run(stacks: Stacks, group: int, rule: Rule, scratch: Scratch, step: Step) -> None:
+    """Evict from the layers of a page group behind a decode step."""
+    for some in step.cut(scratch.sequences):
+        _run_some(stacks, group, rule, scratch, some)
+
+
+def _run_some(stacks: Stacks, group: int, rule: Rule, scratch: Scratch, step: Step) -> None:
+    keys, values, positions = (stacks.groups[name][group] for name in ("keys", "values", "positions"))
+    layers, pages, heads, size, dim = keys.shape
+    width, share = width_of(rule, dim), step.heads_q // heads
+    mass = stacks.groups["attention_mass"][group] if rule.score == MASS else scratch.logits
+    if rule.score != POSITION:
+        asked, rows, window = step.asked(stacks, group)
+        constants = logits_constants(heads, share, dim, window)
+        blocks = -(-min(width, step.table.shape[1] * size) // block_of(dim))
+        values_ = (keys, asked, scratch.logits, scratch.notes, *step.integers, step.slots, step.table.stride(0), pages, size, rows, width)
+        launch("exchange_kernel", "logits_kernel", (blocks * heads, layers, len(step.lens)), (*values_, step.scale * LOG2_E), constants, load_kernel)
+    constants = exchange_constants(heads, share, dim, keys.element_size(), rule)
+    words = (keys.view(torch.int32), values.view(torch.int32))
+    values_ = (*words, positions, mass, scratch.logits, scratch.notes, scratch.weights, *step.integers, step.table.stride(0), pages, size, width)
+    launch("exchange_kernel", "exchange_kernel", (heads, layers, len(step.lens)), values_, constants, load_kernel)
+
+
+def load_kernel(name: str, constants: Constants, dtype: str, arch: str) -> Kernel:
+    """Load one of the two kernels; dtype is Triton's name of the keys', which only the first reads as numbers."""
+    integers = ["table_stride", "num_pages", "page_size"]
+    step = [("table", "*i32"), ("lens", "*i32"), ("seen", "*i32")]
+    left = [("logits", "*fp32"), ("notes", "*fp32")]
+    if name == "logits_kernel":
+        kinds = [("keys", f"*{dtype}"), ("queries", f"*{dtype}"), *left, *step, ("slots", "*i32")]
+        kinds += [*((one, "i32") for one in (*integers, "query_rows", "width")), ("scale2", "fp32")]
+    else:
+        kinds = [("keys", "*i32"), ("values", "*i32"), ("positions", "*i32"), ("mass", "*fp32"), *left, ("weights", "*fp32"), *step]
+        kinds += [(one, "i32") for one in (*integers, "width")]
+    aligned = tuple(one for one, _ in kinds if one in ("keys", "values", "queries", "logits", "positions", "mass", "page_size", "width"))
+    return triton_aot.load(_SOURCE, name, (*kinds, *constants), aligned, WARPS if name == "logits_kernel" else 2 * WARPS, arch)
+
+
+def block_of(dim: int) -> int:
+    """Return the tokens T whose keys one block of the first launch reads."""
+    return 128 if dim <= 128 else 64
+
+
+def width_of(rule: Rule, dim: int) -> int:
+    """Return the logits of a query head: the budget and the newest token, in whole blocks."""
+    return -(-(rule.budget + 1) // block_of(dim)) * block_of(dim)
+
+
+def logits_constants(heads: int, group: int, dim: int, window: int) -> Constants:
+    """Constants of what multiplies keys with the newest queries, which lie in rings of `window` places, or in order (0)."""
+    shape = (("HEADS", heads), ("GROUP", group), ("WIDE", max(16, _power(group))), ("D", dim), ("BLOCK_D", max(16, _power(dim))))
+    return (*shape, ("WINDOW", window), ("BLOCK", block_of(dim)))
+
+
+def exchange_constants(heads: int, group: int, dim: int, element_bytes: int, rule: Rule) -> Constants:
+    """Constants of the exchange."""
+    words, wide = dim * element_bytes // 4, _power(heads * group if rule.shared else group)
+    own = (("BUDGET", rule.budget), ("SINK", rule.sink), ("RECENT", rule.recent), ("SCORE", rule.score))
+    how = (("SHARED", int(rule.shared)), ("POOL_MAX", int(rule.pool_max)), ("WIDE", wide), ("TOGETHER", min(_TOGETHER, wide)))
+    return (("HEADS", heads), ("GROUP", group), ("WORDS", words), ("BLOCK_W", _power(words)), *own, *how, ("NOTED", block_of(dim)), ("BLOCK", _BLOCK))
+
+
+def _power(size: int) -> int:
+    return 1 << (size - 1).bit_length()

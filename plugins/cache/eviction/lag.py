@@ -1,0 +1,50 @@
+"""LagKV by kernels: scores and choice in two launches for all layers of a page group, then the move behind the frozen tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from plugins.cache.batch import Row
+from plugins.cache.eviction import launch
+from plugins.cache.eviction.ledger import Account, Ledger
+from plugins.cache.eviction.move import launch_moves
+from plugins.cache.eviction.stacks import Stacks
+from trtkv.plan import EvictPlan
+
+MOST_LAG = 8192  # tokens of a partition that one block ranks
+
+
+def takes(evict: EvictPlan) -> bool:
+    """Say whether a role is LagKV as the kernels know it."""
+    meaning = evict.meaning
+    own = meaning.op == "lagkv" and meaning.role.startswith("trtkv.")
+    return own and not meaning.fields["strict"] and int(meaning.fields["lag"]) <= MOST_LAG
+
+
+def evict(stacks: Stacks, group: int, row: Row, account: Account, ledger: Ledger) -> None:
+    """Evict from all layers of a group of one sequence that is due."""
+    keys, values = stacks.groups["keys"][group], stacks.groups["values"][group]
+    kept, start = choose(keys, values, row.table, account, group, ledger)
+    launch_moves(stacks, group, range(len(keys)), row, account, kept, start)
+
+
+def choose(keys: Tensor, values: Tensor, table: Tensor, account: Account, group: int, ledger: Ledger) -> tuple[Tensor, int]:
+    """Return what stays [L, Hk, K] int32 behind the first so many tokens of a sequence that is due, and how many those are.
+
+    keys, values [L, P, Hk, N, D] are layers of a page group, table [M] int32 the sequence's pages.
+    """
+    fields = ledger.plan.evict.meaning.fields  # type: ignore[union-attr]
+    length, stored, start = int(fields["lag"]), account.stored[group], max(account.settled[group], int(fields["sink"]))
+    scored = (stored - start) // length - 1
+    left = ledger.evict.remaining(ledger.occupancy(account, group))[0]
+    rest = stored - start - scored * length  # the last full partition and what follows it
+    count = (left - start - rest) // scored
+    kept = torch.empty(keys.shape[0], keys.shape[2], left - start, dtype=torch.int32, device=keys.device)
+    kept[:, :, left - start - rest :] = torch.arange(stored - rest, stored, dtype=torch.int32, device=keys.device)
+    if count:
+        launch.lag_choose(
+            keys, values, table, kept, start=start, partitions=scored, count=count, lag=length, score=fields["score"],
+            value_weight=float(fields["value_weight"]),
+        )  # fmt: skip
+    return kept, start

@@ -1,0 +1,120 @@
+"""Evicting behind a step where every KV head keeps its own number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plugins.cache.batch import Row
+from plugins.cache.eviction.per_head import move, received
+from plugins.cache.eviction.per_head.ledger import HeadAccount, HeadLedger, Lengths
+from plugins.cache.eviction.per_head.ring import Ring, slides
+from plugins.cache.eviction.per_head.view import HeadView
+from plugins.cache.support import compacts_by_kernels
+
+if TYPE_CHECKING:
+    from plugins.cache.session import Session
+
+
+class HeadCompactor:
+    """What a session does behind each step for a ragged plan."""
+
+    _sink: int | None = None  # of a role whose heads keep their tokens in rings
+
+    def __init__(self, session: Session) -> None:
+        """Serve a session whose pool is allocated; `kernels` says that eviction runs by them."""
+        plan = session.plan
+        assert session.ragged is not None and plan.evict is not None, "the heads of the plan keep equally many tokens"
+        self._pool, self._plan, self._evict, self._scale = session.ragged, plan, plan.evict, plan.head_dim**-0.5
+        self.ledger, self._sink = HeadLedger(plan), slides(plan.evict)
+        self._turned: list[tuple[int, Ring, Lengths, int]] = []
+        self.kernels = self._pool.kernels = compacts_by_kernels(plan, session.device)
+
+    def begin(self, new: Sequence[int], seen: Sequence[int], slots: Sequence[int], prompts: Sequence[int]) -> Lengths:
+        """Count a step's new tokens and return the tokens [Y, B] of every head that are stored once they are appended."""
+        accounts = []
+        for b, (slot, count, total, prompt) in enumerate(zip(slots, new, seen, prompts, strict=True)):
+            known = self.ledger.known(slot)
+            decodes = known is not None and count == 1 and total > prompt == known.prompt
+            if known is not None and known.ring is not None and not decodes:
+                self._leave_ring(b, known, afresh=count == total)
+            if self._sink is not None and not decodes:
+                self._pool.rings.set(slot, None)  # of whatever was in the slot before, too
+            accounts.append(self.ledger.append(slot, count, total, prompt))
+        return np.stack([account.stored for account in accounts], 1)
+
+    def announced(self) -> None:
+        """Lay in order what the announced step appends several tokens to; in what a decode step appends to, rings say where."""
+        for one in self._turned:
+            move.straighten(self._pool, *one)
+        self._turned = []
+        if self._sink is not None:
+            self._pool.turns = [self.ledger.find(row.slot).ring for row in self._pool.rows]
+
+    def finish(self, rows: Sequence[Row]) -> None:
+        """Evict behind the announced step."""
+        moves, left = [], []
+        for b, row in enumerate(rows):
+            account = self.ledger.find(row.slot)
+            self._observe(b, row, account)
+            if account.measures:
+                self.ledger.grant(account, self._measure(b, account))
+            due, stay = self.ledger.cut(account)
+            left.append((account, stay))
+            if due and account.ring is None:
+                moves.append(self._moves(b, due, stay, account))
+        if moves:
+            move.run(self._pool, moves, self.kernels)
+        for row, (account, stay) in zip(rows, left, strict=True):
+            self.ledger.settle(account, stay)
+            if self._sink is not None and account.ring is None and account.seen >= account.prompt:
+                account.ring = Ring.begin(self._sink, self.ledger.most(account), account.stored, account.seen)
+                self._pool.rings.set(row.slot, account.ring)
+
+    def view(self, layer: int, b: int, account: HeadAccount) -> HeadView:
+        """Show a layer of a sequence to a role."""
+        return HeadView(self._pool, layer, b, account, self.ledger.occupancy(account, layer), self._scale)
+
+    def _leave_ring(self, b: int, account: HeadAccount, afresh: bool) -> None:
+        """Take sequence b of the step out of its rings; what they hold is laid in order once its pages are known."""
+        assert account.ring is not None, "tokens lie in order"
+        turned = account.ring.turned(account.stored, account.seen)
+        if len(turned) and not afresh:
+            self._turned.append((b, account.ring, account.stored, account.seen))
+            account.placed = account.placed.copy()
+            account.placed[turned] = account.stored[turned]
+        account.ring = None
+
+    def _views(self, b: int, account: HeadAccount) -> Iterator[HeadView]:
+        return (self.view(layer, b, account) for layer in range(self._plan.num_layers))
+
+    def _observe(self, b: int, row: Row, account: HeadAccount) -> None:
+        """Bring what the role counts up to date: the attention of a decode step's query, and the role's own numbers."""
+        if "attention_mass" in self._evict.needs and row.answers and not self._evict.prompt_only:
+            received.newest(self._pool, b, account.seen, self._scale, self.kernels)
+        if not self._evict.token_state:
+            return
+        for view in self._views(b, account):
+            view.state = {name: x.masked_fill(view.fresh, 0) for name, x in view.state.items()}
+            for name, x in self.ledger.evict.observe(view).items():
+                self._pool.write(name, view.layer, b, x)
+
+    def _measure(self, b: int, account: HeadAccount) -> Tensor | None:
+        """Measure all layers for an allocate role that asks for it: [L, Hk] fp32."""
+        allocate = self.ledger.allocate
+        return torch.stack([allocate.measure(view).float() for view in self._views(b, account)]) if allocate.measured else None
+
+    def _moves(self, b: int, due: Sequence[int], stay: Lengths, account: HeadAccount) -> move.Moves:
+        """Say what moves in the heads that keep fewer tokens than they have; all of them are of layers that are due."""
+        heads, sink = (stay < account.stored).nonzero()[0], self._sink
+        own = account.stored[heads]
+        moves = move.Moves(b, heads, own, stay[heads], account.placed[heads], account.seen - own, None, sink or 0)
+        if sink is None:
+            verdicts = {layer: self.ledger.evict.keep(self.view(layer, b, account)).kept for layer in due}
+            count = self._plan.num_kv_heads
+            moves.kept = [verdicts[head // count][head % count].to(self._pool.device) for head in heads.tolist()]
+        return moves

@@ -1,0 +1,155 @@
+"""The pages of single KV heads: one pool a buffer for all heads of all layers, and where an announced step's tokens lie in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plugins.cache.batch import Row
+from plugins.cache.eviction.per_head.ledger import Lengths
+from plugins.cache.eviction.per_head.pages import HeadPages, head_pages
+from plugins.cache.eviction.per_head.ring import Ring, Rings
+from plugins.device.dtypes import TORCH_DTYPES
+from trtkv.plan import CachePlan
+
+
+class HeadPool:
+    """`pools[name]` is the tensor [P, 1, N, ...] of a paged buffer, or [P, G, N] of one with a number a query head; `buffers` has it for every layer.
+
+    A step is announced with its rows, their pages, and the tokens [Y, B] of every head behind the append.
+    """
+
+    kernels = False  # whether roles' views may count attention by kernels
+
+    def __init__(self, plan: CachePlan, num_pages: int, num_slots: int, device: torch.device) -> None:
+        """Allocate so many pages, and what slots have of their own."""
+        self.plan, self.num_pages, self.device, self.heads = plan, num_pages, device, plan.num_kv_heads
+        self.pools: dict[str, Tensor] = {}
+        self.buffers: dict[str, list[Tensor | None]] = {}
+        for spec in plan.buffers:
+            shape, dtype = tuple(map(int, spec.shape[1:])), TORCH_DTYPES[spec.dtype]
+            if spec.paged:
+                pool = torch.empty(num_pages, shape[0] // self.heads, *shape[1:], dtype=dtype, device=device)
+                self.pools[spec.name], self.buffers[spec.name] = pool, [pool] * plan.num_layers
+            else:
+                self.buffers[spec.name] = [torch.empty(num_slots, *shape, dtype=dtype, device=device) for _ in range(plan.num_layers)]
+        self.rows: Sequence[Row] = ()
+        self.pages: list[HeadPages] = []
+        self.stored: Lengths = np.zeros((0, 0), np.int64)
+        self.rings = Rings(num_slots, plan.num_page_groups, device)
+        self.turns: list[Ring | None] = []
+        self._cache: dict[object, tuple[Tensor, Tensor]] = {}
+
+    def announce(self, rows: Sequence[Row], pages: Sequence[HeadPages | Sequence[int]], stored: Lengths) -> None:
+        """Take a step: its rows [B], their pages, the tokens [Y, B] of every head."""
+        self.rows, self.stored, self._cache = rows, stored, {}
+        self.pages = [HeadPages.of(one, self.plan.num_page_groups) for one in pages]
+        self.turns = [None] * len(rows)
+
+    def stored_bytes(self, lengths: Sequence[int] | Lengths) -> int:
+        """Return the bytes that hold data for a sequence of whose heads [Y] each has so many tokens, without bookkeeping."""
+        return self.plan.stored_bytes_by_group([int(np.sum(lengths))])
+
+    def reserved_bytes(self, lengths: Sequence[int] | Lengths) -> int:
+        """Return the bytes that such a sequence occupies: whole pages of its heads and its slot."""
+        return int(head_pages(lengths, self.plan.page_size).sum()) * self.plan.group_page_bytes(0) + self.plan.slot_bytes
+
+    def longest(self, stored: Lengths) -> list[int]:
+        """Return the tokens [B] of the longest head of any layer."""
+        return stored.max(0).tolist()  # type: ignore[no-any-return]
+
+    def index(self, row: Row) -> int:
+        """Return a row's place in the step."""
+        return next(b for b, one in enumerate(self.rows) if one.slot == row.slot)
+
+    def lengths(self, layer: int, b: int) -> list[int]:
+        """Return the tokens of each KV head of a layer."""
+        return self.stored[self.own(layer), b].tolist()  # type: ignore[no-any-return]
+
+    def own(self, layer: int) -> slice:
+        """Return a layer's heads among those of all layers."""
+        return slice(layer * self.heads, (layer + 1) * self.heads)
+
+    def places(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return page and place within the page [T, Hk] int64 of every new token of the step."""
+        pages, inside, size = [], [], self.plan.page_size
+        for b, row in enumerate(self.rows):
+            ring = self.turns[b]
+            stored = (self.stored[:, b] if ring is None else ring.ends(self.stored[:, b], row.seen))[self.own(layer)]
+            tokens = stored - row.new + np.arange(row.new)[:, None]
+            pages.append(np.take_along_axis(self.pages[b].table[self.own(layer)].T, tokens // size, 0))
+            inside.append(tokens % size)
+        found = (np.concatenate(one).astype(np.int64) for one in (pages, inside))
+        page, place = (torch.from_numpy(one).to(self.device) for one in found)
+        return page, place
+
+    def read(self, name: str, layer: int, b: int, fill: float = 0) -> Tensor:
+        """Return a paged buffer's entries of a sequence [H, S, ...], the oldest first.
+
+        S are the tokens of the layer's longest head; `fill` stands behind a shorter one's end.
+        """
+        lengths = self.stored[self.own(layer), b]
+        longest = int(lengths.max())
+        data, ring = self.pools[name][self._table(layer, b)].transpose(1, 2).flatten(2, 3), self.turns[b]
+        if ring is not None:
+            order = torch.from_numpy(ring.order(self.own(layer), self.stored[:, b], self.rows[b].seen, longest)).to(self.device)
+            data = data.gather(2, order.view(self.heads, 1, longest, *(1,) * (data.dim() - 3)).expand(-1, data.shape[1], -1, *data.shape[3:]))
+        data = data[:, :, :longest]
+        if int(lengths.min()) < longest:
+            there = self._there(layer, b)
+            data = torch.where(there.view(self.heads, 1, longest, *(1,) * (data.dim() - 3)), data, torch.full((), fill, dtype=data.dtype))
+        return data.flatten(0, 1)
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store rotated keys and values [T, Hk, D] of the step in torch."""
+        page, inside = self.places(layer)
+        self.pools["keys"][page, 0, inside] = keys.to(self.pools["keys"].dtype)
+        self.pools["values"][page, 0, inside] = values
+
+    def parts(self, layer: int, b: int, num_q_heads: int) -> list[tuple[slice, Tensor, Tensor]]:
+        """Return the query heads, keys and values [H, S, D] of KV heads that store equally many: all of them where they do, else each alone."""
+        lengths, group = self.lengths(layer, b), num_q_heads // self.heads
+        keys, values = (self.read(name, layer, b) for name in ("keys", "values"))
+        if len(set(lengths)) == 1:
+            return [(slice(0, num_q_heads), keys, values)]
+        each = enumerate(lengths)
+        return [(slice(h * group, (h + 1) * group), keys[h : h + 1, :length], values[h : h + 1, :length]) for h, length in each]
+
+    def aligned(self, name: str, layer: int, b: int) -> Tensor:
+        """Return the entries of a buffer for KV heads [Hk, S, ...] with the newest token of each last, S the tokens of any layer's longest head."""
+        data, longest = self.read(name, layer, b), int(self.stored[:, b].max())
+        found = data.new_zeros(self.heads, longest, *data.shape[2:])
+        for head, length in enumerate(self.lengths(layer, b)):
+            found[head, longest - length :] = data[head, :length]
+        return found
+
+    def there(self, layer: int, b: int) -> Tensor:
+        """Say which of S tokens each head has [Hk, S] bool."""
+        return self._there(layer, b)
+
+    def write(self, name: str, layer: int, b: int, data: Tensor) -> None:
+        """Write a paged buffer's entries of a sequence, data [H, S, ...], as far as every head's tokens go."""
+        there, size = self._there(layer, b), self.plan.page_size
+        head, token = there.nonzero(as_tuple=True)
+        page = self._table(layer, b)[head, token // size]
+        self.pools[name][page, :, token % size] = data.unflatten(0, (self.heads, -1)).transpose(1, 2)[head, token].to(self.pools[name].dtype)
+
+    def _table(self, layer: int, b: int) -> Tensor:
+        return self._known(layer, b)[0]
+
+    def _there(self, layer: int, b: int) -> Tensor:
+        return self._known(layer, b)[1]
+
+    def _known(self, layer: int, b: int) -> tuple[Tensor, Tensor]:
+        """Return the pages [Hk, M] int64 and which tokens are there [Hk, S] of a layer and sequence, made once a step."""
+        key = (layer, b)
+        if key not in self._cache:
+            lengths = self.stored[self.own(layer), b]
+            longest = int(lengths.max())
+            table = self.pages[b].table[self.own(layer), : self.plan.pages(longest + 1)].astype(np.int64)
+            there = np.arange(longest) < lengths[:, None]
+            self._cache[key] = (torch.from_numpy(table).to(self.device), torch.from_numpy(there).to(self.device))
+        return self._cache[key]

@@ -1,0 +1,30 @@
+"""Buffers of a plan that compacts: the layers of a page group lie in one tensor, so that one launch evicts from all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from plugins.device.dtypes import TORCH_DTYPES
+from trtkv.plan import CachePlan
+
+
+class Stacks:
+    """`groups[name][y]` is the tensor [layers of the group, P or Z, ...] of a page group, `buffers[name][layer]` a layer's part of it."""
+
+    def __init__(self, plan: CachePlan, num_pages: Sequence[int], num_slots: int, device: torch.device) -> None:
+        """Allocate num_pages for every page group and num_slots."""
+        self.paged, self.page_size = [spec.name for spec in plan.buffers if spec.paged], plan.page_size
+        self.layers = [[layer for layer, own in enumerate(plan.page_groups) if own == group] for group in range(plan.num_page_groups)]
+        self.groups: dict[str, list[Tensor]] = {}
+        self.buffers: dict[str, list[Tensor | None]] = {}
+        for spec in plan.buffers:
+            shape, dtype = tuple(map(int, spec.shape[1:])), TORCH_DTYPES[spec.dtype]
+            rows = [pages if spec.paged else num_slots for pages in num_pages]
+            self.groups[spec.name] = [
+                torch.empty(len(layers), count, *shape, dtype=dtype, device=device) for layers, count in zip(self.layers, rows, strict=True)
+            ]
+            places = {layer: (group, index) for group, layers in enumerate(self.layers) for index, layer in enumerate(layers)}
+            self.buffers[spec.name] = [self.groups[spec.name][places[layer][0]][places[layer][1]] for layer in range(plan.num_layers)]

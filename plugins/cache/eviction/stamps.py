@@ -1,0 +1,119 @@
+"""RaaS's decode steps by two launches for all layers: a stamp with the time for pages that the newest query needs, and the end of the oldest one.
+
+Once in so many tokens a page goes: the last whole one takes its place, and nothing else moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from plugins.cache.eviction.launch import WARPS, Constants
+from plugins.cache.eviction.newest import Step, launch, sequences_of
+from plugins.cache.eviction.stacks import Stacks
+from plugins.device import triton_aot
+from plugins.device.driver import Kernel
+from trtkv.plan import CachePlan
+
+_SOURCE = Path(__file__).parent / "stamp_kernel.py"
+_BLOCK = 128  # tokens whose keys one block reads
+_MOST_UNITS = 2048  # units of a sequence that one block weighs
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Units of so many tokens are needed when their weight is above alpha; one goes where more than `full` are stored.
+
+    None goes that begins before position `sink` or ends among the newest `recent` tokens.
+    """
+
+    unit: int
+    alpha: float
+    full: int
+    sink: int
+    recent: int
+
+    @property
+    def most(self) -> int:
+        """Units of a sequence."""
+        return self.full + 1
+
+
+def rule_of(plan: CachePlan) -> Rule | None:
+    """Return the rule of a plan whose stamps these kernels write, None where a role counts otherwise or its sequences have no most length."""
+    evict = plan.evict
+    if evict is None or not plan.compacts or plan.pooled or evict.meaning.op != "raas" or not evict.meaning.role.startswith("trtkv."):
+        return None
+    fields = evict.meaning.fields
+    unit, full = int(fields["page"]), int(fields["budget"]) // int(fields["page"])
+    if fields["pin_prompt"] or "allocate" in plan.roles or unit & (unit - 1) or unit > _BLOCK or full >= _MOST_UNITS:
+        return None
+    return Rule(unit, float(fields["alpha"]), full, -(-int(fields["sink"]) // unit) * unit, int(fields["window"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Scores [L, B, Hq, most], flat fp32, of so many sequences at once."""
+
+    sequences: int
+    scores: Tensor
+
+    @staticmethod
+    def of(stacks: Stacks, group: int, rule: Rule, heads_q: int, num_slots: int) -> Scratch:
+        """Allocate it for as many of the slots as fit."""
+        keys = stacks.groups["keys"][group]
+        sequences = sequences_of(len(keys), heads_q * rule.most, num_slots)
+        return Scratch(sequences, torch.empty(len(keys) * sequences * heads_q * rule.most, device=keys.device))
+
+
+def run(stacks: Stacks, group: int, rule: Rule, scratch: Scratch, step: Step) -> None:
+    """Stamp what is needed in the layers of a page group behind a decode step, and evict from sequences with a unit too many."""
+    for some in step.cut(scratch.sequences):
+        _run_some(stacks, group, rule, scratch, some)
+
+
+def _run_some(stacks: Stacks, group: int, rule: Rule, scratch: Scratch, step: Step) -> None:
+    keys = stacks.groups["keys"][group]
+    layers, pages, heads, size, dim = keys.shape
+    asked, rows, window = step.asked(stacks, group)
+    blocks = -(-min(rule.most * rule.unit, step.table.shape[1] * size) // _BLOCK)
+    integers = (step.table.stride(0), pages, size)
+    values = (keys, asked, scratch.scores, *step.integers, step.slots, *integers, rows, rule.most)
+    constants = bounds_constants(heads, step.heads_q // heads, dim, window, rule)
+    launch("stamp_kernel", "bounds_kernel", (blocks * heads, layers, len(step.lens)), values, constants, load_kernel)
+    words = (one.view(torch.int32) for one in (keys, stacks.groups["values"][group]))
+    beside = (stacks.groups["positions"][group], scratch.scores, stacks.groups["stamp"][group])
+    constants = stamp_constants(heads, step.heads_q // heads, dim * keys.element_size() // 4, rule)
+    values = (*words, *beside, *step.integers, *integers, rule.most, rule.alpha)
+    launch("stamp_kernel", "stamp_kernel", (heads, layers, len(step.lens)), values, constants, load_kernel)
+
+
+def load_kernel(name: str, constants: Constants, dtype: str, arch: str) -> Kernel:
+    """Load one of the two kernels; dtype is Triton's name of the keys', which only the first reads."""
+    step = [("table", "*i32"), ("lens", "*i32"), ("seen", "*i32")]
+    integers = [(one, "i32") for one in ("table_stride", "num_pages", "page_size")]
+    kinds: list[tuple[str, str]]
+    if name == "bounds_kernel":
+        kinds = [("keys", f"*{dtype}"), ("queries", f"*{dtype}"), ("scores", "*fp32"), *step, ("slots", "*i32"), *integers]
+        kinds += [("query_rows", "i32"), ("width", "i32")]
+    else:
+        kinds = [("keys", "*i32"), ("values", "*i32"), ("positions", "*i32"), ("scores", "*fp32"), ("stamp", "*fp32")]
+        kinds += [*step, *integers, ("width", "i32"), ("alpha", "fp32")]
+    aligned = tuple(one for one, _ in kinds if one in ("keys", "values", "positions", "queries", "scores", "stamp", "page_size"))
+    return triton_aot.load(_SOURCE, name, (*kinds, *constants), aligned, WARPS, arch)
+
+
+def bounds_constants(heads: int, group: int, dim: int, window: int, rule: Rule) -> Constants:
+    """Constants of what bounds the scores of units, for queries in rings of `window` places, or in order (0)."""
+    shape = (("HEADS", heads), ("GROUP", group), ("D", dim), ("BLOCK_D", 1 << (dim - 1).bit_length()))
+    return (*shape, ("WINDOW", window), ("UNIT", rule.unit), ("BLOCK", _BLOCK))
+
+
+def stamp_constants(heads: int, group: int, words: int, rule: Rule) -> Constants:
+    """Constants of what stamps and evicts, for keys of so many words of four bytes."""
+    shape = (("HEADS", heads), ("GROUP", group), ("WORDS", words), ("BLOCK_W", 1 << (words - 1).bit_length()))
+    units = (("UNIT", rule.unit), ("FULL", rule.full), ("UNITS", 1 << (rule.most - 1).bit_length()))
+    return (*shape, *units, ("SINK", rule.sink), ("RECENT", rule.recent))

@@ -1,0 +1,1 @@
+"""What is stored to choose what a query reads."""

@@ -1,0 +1,43 @@
+"""Summaries by the name that a plan gives them: how they are kept current and how a query scores against them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from plugins.cache.batch import Row
+from plugins.cache.indexes import bounds as pages
+from plugins.cache.indexes import definition as meaning
+from plugins.cache.indexes import fier
+from plugins.cache.indexes import summaries as kept
+from plugins.cache.session import Session
+from trtkv.plan import SelectPlan
+
+
+class Index(Protocol):
+    """A kind of summary."""
+
+    def update(self, session: Session, layer: int, plan: SelectPlan) -> None:
+        """Summarize the groups that the announced step completes."""
+
+    def score(self, session: Session, layer: int, plan: SelectPlan, row: Row, query: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Score every summarized unit of a sequence for query [Hq, D]: [Hq, U] fp32; and which units [Hk, U] bool are read in any case."""
+
+
+_INDEXES: dict[str, Index] = {
+    "fier": fier.FierIndex(),
+    "quest": pages.PageIndex(),
+    "freekv": pages.PageIndex(),
+    "arkvale": pages.PageIndex(),
+    "arkvale ball": kept.KeptIndex(centre="page_centre", radius="page_radius"),
+    "shadowkv": kept.KeptIndex(landmark="landmarks", likeness="likeness"),
+}
+
+
+def find(plan: SelectPlan) -> Index:
+    """Return the op's own index, or the one that runs the role's meaning where there is none."""
+    name = plan.meaning.op if plan.meaning.role.startswith("trtkv.") else ""
+    if str(plan.meaning.fields.get("digest", "")).startswith("ball"):
+        name += " ball"
+    return _INDEXES.get(name, meaning.MeaningIndex())

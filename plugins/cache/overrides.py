@@ -1,0 +1,79 @@
+"""What single requests ask of the selection otherwise than their engine's plan, by slot: on the host for torch forms, on the device for kernels.
+
+A captured step reads the device's values, so one graph serves sequences that differ in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from plugins.cache.support import outliers
+from trtkv.plan import CachePlan, SelectPlan
+
+EVERYTHING = 1 << 30  # tokens: more than there are
+AS_PLANNED = 0  # a budget that nobody asked for; a tau that nobody asked for is NaN
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """A request's own values: budget, tokens that each KV head reads in a decode step; tau, below which cosine FreeKV selects anew."""
+
+    budget: int | None = None
+    tau: float | None = None
+
+
+class OwnValues:
+    """The own values of the sequences in an engine's slots: on the device budgets [Z] int32, `AS_PLANNED` where none is, and taus [Z] fp32, NaN."""
+
+    def __init__(self, plan: CachePlan, num_slots: int, device: torch.device) -> None:
+        """Let every slot begin as planned."""
+        self._plan, self._smallest = plan, min((one.budget for one in plan.select if one is not None), default=EVERYTHING)
+        self._known: dict[int, Own] = {}
+        self.budgets = torch.full((num_slots,), AS_PLANNED, dtype=torch.int32, device=device)
+        self.taus = torch.full((num_slots,), torch.nan, dtype=torch.float32, device=device)
+        self.on_change: Callable[[int, Own | None], None] | None = None
+
+    def set(self, slot: int, own: Own | None) -> None:
+        """Give a slot's sequence values of its own, or none; steps that are queued already keep theirs."""
+        own = None if own == Own() else own
+        before = self._known.get(slot)
+        if own == before:
+            return
+        if self.on_change is not None:
+            self.on_change(slot, own)
+        now, old = own or Own(), before or Own()
+        if now.budget != old.budget:
+            self.budgets[slot : slot + 1].fill_(AS_PLANNED if now.budget is None else now.budget)
+        if now.tau != old.tau:
+            self.taus[slot : slot + 1].fill_(torch.nan if now.tau is None else now.tau)
+        if own is None:
+            del self._known[slot]
+        else:
+            self._known[slot] = own
+
+    def has(self, slot: int) -> bool:
+        """Whether a slot's sequence has values of its own."""
+        return slot in self._known
+
+    def smallest_budget(self, slot: int) -> int:
+        """Return the tokens up to which every layer reads a slot's sequence whole."""
+        own = self._known.get(slot)
+        return self._smallest if own is None or own.budget is None else min(self._smallest, own.budget)
+
+    def plan(self, layer: int, slot: int) -> SelectPlan | None:
+        """Return how a layer selects for the sequence of a slot: as the plan says, but for its own values."""
+        plan, own = self._plan.select[layer], self._known.get(slot)
+        if plan is None or own is None:
+            return plan
+        budget = plan.budget if own.budget is None else min(plan.budget, own.budget)
+        if own.tau is None or "tau" not in plan.meaning.fields:
+            return replace(plan, budget=budget)
+        return replace(plan, budget=budget, meaning=replace(plan.meaning, fields={**plan.meaning.fields, "tau": own.tau}))
+
+
+def least_budget(select: SelectPlan) -> int:
+    """Return the fewest tokens that a request may ask for: what is read in any case, a group that is not full yet, and a unit to choose."""
+    return select.sink + select.window + select.group + select.unit * (1 + outliers(select))

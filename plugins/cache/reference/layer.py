@@ -1,0 +1,257 @@
+"""One layer's cache of one sequence under any policy, step by step.
+
+A step is: `append`, in decode `select`, `attend`, then `finish`. `trtkv.policies.base` states the order in which roles are asked. All decisions
+about lengths follow from integers that the host knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from plugins.cache.reference.store import PARTS, HeadStore
+from plugins.select.choose import choose, pool, speculative_query, spread
+from trtkv.plan import CacheView, Occupancy
+from trtkv.ranking import attention, span
+
+Grants = tuple[tuple[tuple[int, ...], ...] | None, tuple[tuple[int, ...], ...] | None]
+
+
+@dataclass(slots=True)
+class Roles:
+    """The roles of a policy that decide about stored tokens; None where the policy has none."""
+
+    allocate: Any = None
+    evict: Any = None
+    quantize: Any = None
+    retrieve: Any = None
+
+    @property
+    def counts_attention(self) -> bool:
+        """Whether attention probabilities themselves are needed, and not only what they sum up to."""
+        return bool(self.evict and self.evict.needs & {"attention_mass", "attention_newest"})
+
+    @property
+    def observe_window(self) -> int:
+        """Newest queries that evict or allocate read."""
+        return max((role.observe_window for role in (self.evict, self.allocate) if role), default=0)
+
+
+@dataclass(slots=True)
+class LayerCache:
+    """The cache of one layer and sequence: Hk heads of possibly different lengths.
+
+    empty [0, D] gives dtype and device; group is G; scale is attention's.
+    """
+
+    roles: Roles
+    layer: int
+    num_layers: int
+    num_kv_heads: int
+    group: int
+    empty: Tensor
+    scale: float
+    heads: list[HeadStore] = field(default_factory=list)
+    summary: dict[str, Tensor] = field(default_factory=dict)
+    summarized: int = 0
+    previous: Tensor | None = None
+    queries: Tensor | None = None
+    chosen: Tensor | None = None
+    encoded: tuple[int, int] = (0, 0)
+    settled: int = 0
+    granted: Grants = (None, None)
+    seen: int = 0
+    new: int = 0
+    prompt: int = 0
+    read_tokens: float = 0.0
+
+    def __post_init__(self) -> None:
+        state = self.roles.evict.token_state if self.roles.evict else {}
+        self.heads = [HeadStore(self.empty, self.group, state, self.roles.quantize) for _ in range(self.num_kv_heads)]
+
+    @property
+    def decoding(self) -> bool:
+        """Whether this step's tokens follow the prompt."""
+        return self.seen > self.prompt
+
+    @property
+    def _evicts_now(self) -> bool:
+        """Whether stored tokens may still go: behind the prompt not where eviction ends with it."""
+        evict = self.roles.evict
+        return evict is not None and not (evict.prompt_only and self.decoding)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Stored tokens of each head."""
+        return tuple(map(len, self.heads))
+
+    def append(self, keys: Tensor, values: Tensor, prompt: int) -> None:
+        """Append this step's rotated keys and values [n, Hk, D]; prompt is the length of the whole prompt."""
+        for head, store in enumerate(self.heads):
+            store.append(keys[:, head], values[:, head], self.seen)
+        self.new, self.prompt, self.chosen = len(keys), prompt, None
+        self.seen += self.new
+        if self.new != 1 or not self.decoding:
+            self.previous = None  # a prompt's query is nobody's previous query
+        if self.decoding and self.roles.quantize and self.roles.quantize.flush_first:
+            self._flush()
+        self._summarize()
+
+    def select(self, query: Tensor) -> Tensor | None:
+        """Choose what a decode query [Hq, D] reads: units [H, K] int64 ascending, or None for all; `attend` follows the choice."""
+        role, stored = self.roles.retrieve, len(self.heads[0])
+        query, self.chosen, previous = query.float(), None, self.previous
+        self.previous = query if self.decoding else None
+        if role is None or self.layer < role.dense_layers or stored <= role.budget:
+            return None
+        plan = role.select_plan()
+        asking = speculative_query(role, query, previous, self.num_kv_heads)
+        pooled = pool(role.score(asking, self.summary), self.num_kv_heads, self.scale, role.pooling)
+        units = choose(plan, pooled, stored, spread(role.forced(self.summary), len(pooled)))
+        read = torch.zeros(len(units), -(-stored // plan.unit), dtype=torch.bool, device=query.device).scatter(1, units, True)
+        read = read.repeat_interleave(plan.unit, 1)[:, :stored]
+        self.chosen = read.repeat_interleave(len(query) // len(read), 0)
+        return units
+
+    def attend(self, queries: Tensor) -> Tensor:
+        """Attend with this step's rotated queries [n, Hq, D] to what is stored or chosen: [n, Hq, D] fp32."""
+        if self.roles.observe_window:
+            kept = [] if self.queries is None else [self.queries]
+            self.queries = torch.cat([*kept, queries.float()])[-self.roles.observe_window :]
+        self.read_tokens = float(self.chosen.sum(1).float().mean()) if self.chosen is not None else sum(self.lengths) / len(self.heads)
+        counting = self.roles.counts_attention and self._evicts_now
+        attend = self._attend_counting if counting or self.chosen is not None else self._attend_fused
+        asked = span(self.seen - self.new, self.seen, queries)
+        grouped = queries.float().transpose(0, 1).unflatten(0, (self.num_kv_heads, -1))
+        return torch.cat([attend(head, one, asked) for head, one in enumerate(grouped)]).transpose(0, 1)
+
+    def measure(self) -> Tensor | None:
+        """Measure the layer for an allocate role that asks for it, when the prompt has just been completed: [Hk] fp32, else None."""
+        allocate = self.roles.allocate
+        if not (allocate and allocate.measured and self.seen == self.prompt):
+            return None
+        return allocate.measure(self._view()).float()
+
+    def finish(self, measures: Tensor | None = None) -> None:
+        """Evict and encode behind the attention of the step; measures [L, Hk] are those of all layers, where an allocate role measured."""
+        evict = self.roles.evict
+        if evict is None:
+            self.settled = min(self.lengths)
+        else:
+            self._evict(evict, measures)
+        if self.roles.quantize:
+            self._flush()
+
+    def nbytes(self) -> int:
+        """Return the bytes of keys and values as held, codes and metadata included."""
+        return sum(store.parts[part].nbytes() for store in self.heads for part in PARTS)
+
+    def state_bytes(self) -> int:
+        """Return the bytes of summaries and scores that roles keep beside keys and values."""
+        beside = [*self.summary.values(), *(x for store in self.heads for x in store.state.values())]
+        beside += [store.mass for store in self.heads if store.counts] if self.roles.evict and "attention_mass" in self.roles.evict.needs else []
+        return sum(x.numel() * x.element_size() for x in beside)
+
+    def occupancy(self) -> Occupancy:
+        """Describe the cache in integers, as roles are asked."""
+        tokens, precise = self.granted
+        return Occupancy(
+            seen=self.seen,
+            lengths=self.lengths,
+            new=self.new,
+            settled=self.settled if self._evicts_now else min(self.lengths),
+            phase="decode" if self.decoding else "prefill",
+            complete=self.seen >= self.prompt,
+            prompt=self.prompt,
+            layer=self.layer,
+            num_layers=self.num_layers,
+            budget=tokens[self.layer] if tokens else None,
+            precise=precise[self.layer] if precise else None,
+        )
+
+    def _attend_counting(self, head: int, queries: Tensor, asked: Tensor) -> Tensor:
+        """Attend with queries [G, n, D] of one head and count what each token received: [G, n, D]."""
+        store = self.heads[head]
+        visible = store.positions <= asked[:, None]
+        if self.chosen is not None:
+            visible = visible & self.chosen[head * self.group : (head + 1) * self.group, None]
+        keys, values = (store.parts[part].decoded() for part in PARTS)
+        probs = attention(queries.transpose(0, 1), keys[None], self.scale, visible[None] if visible.dim() == 3 else visible)
+        if store.counts:
+            store.mass, store.newest = store.mass + probs.sum(1), probs[:, -1]
+        return probs @ values
+
+    def _attend_fused(self, head: int, queries: Tensor, asked: Tensor) -> Tensor:
+        """Attend with queries [G, n, D] of one head by the library's fused kernel: [G, n, D]."""
+        store = self.heads[head]
+        keys, values = (store.parts[part].decoded().expand(self.group, -1, -1) for part in PARTS)
+        mask = store.positions <= asked[:, None] if self.new > 1 else None
+        return F.scaled_dot_product_attention(queries[None], keys[None], values[None], attn_mask=mask, scale=self.scale)[0]
+
+    def _summarize(self) -> None:
+        """Summarize the groups of tokens that have closed since the last time."""
+        role = self.roles.retrieve
+        if role is None or self.layer < role.dense_layers:
+            return
+        closed = len(self.heads[0]) // role.summary_group * role.summary_group
+        if closed > self.summarized:
+            keys = torch.stack([store.parts["keys"].decoded()[self.summarized : closed] for store in self.heads])
+            new = role.summarize(keys.to(self.empty.dtype))
+            self.summary = {name: torch.cat([self.summary[name], x], 1) if self.summarized else x for name, x in new.items()}
+            self.summarized = closed
+
+    def _view(self) -> CacheView:
+        needs = self.roles.evict.needs if self.roles.evict else frozenset()
+        state: Mapping[str, str] = self.roles.evict.token_state if self.roles.evict else {}
+        return CacheView(
+            at=self.occupancy(),
+            keys=_stack([store.parts["keys"].decoded() for store in self.heads]),
+            values=_stack([store.parts["values"].decoded() for store in self.heads]),
+            positions=_stack([store.positions for store in self.heads], -1),
+            scale=self.scale,
+            queries=self.queries,
+            mass=self._per_query("mass") if "attention_mass" in needs else None,
+            newest=self._per_query("newest") if "attention_newest" in needs else None,
+            state={name: _stack([store.state[name] for store in self.heads]) for name in state},
+        )
+
+    def _per_query(self, name: str) -> Tensor:
+        return _stack([getattr(store, name).T for store in self.heads]).transpose(1, 2).flatten(0, 1)
+
+    def _evict(self, evict: Any, measures: Tensor | None) -> None:
+        if evict.token_state:
+            for name, x in evict.observe(self._view()).items():
+                for store, row in zip(self.heads, x, strict=True):
+                    store.state[name] = row[: len(store)]
+        if self.seen == self.prompt:
+            self.granted = evict.grants(self.roles.allocate, self.num_layers, self.num_kv_heads, self.prompt, measures)
+        if evict.due(self.occupancy()):
+            verdict = evict.keep(self._view())
+            demote = self.roles.quantize is not None and self.roles.quantize.demoted_only
+            for head, (store, kept) in enumerate(zip(self.heads, verdict.kept, strict=True)):
+                marked = verdict.demoted[head] if verdict.demoted is not None else torch.zeros_like(kept, dtype=torch.bool)
+                store.keep(kept, marked if demote else None)
+            self.summarized = 0
+        self.settled = evict.settled(self.occupancy())
+        if evict.prompt_only and not evict.token_state and self.seen >= self.prompt:
+            for store in self.heads:
+                store.stop_counting()
+
+    def _flush(self) -> None:
+        quantize = self.roles.quantize
+        if quantize.demoted_only:
+            return
+        self.encoded = quantize.flush(self.occupancy(), self.encoded)
+        for store in self.heads:
+            for part, count in zip(PARTS, self.encoded, strict=True):
+                store.parts[part].encode_until(min(count, len(store)))
+
+
+def _stack(rows: list[Tensor], fill: float = 0.0) -> Tensor:
+    return pad_sequence(rows, batch_first=True, padding_value=fill)

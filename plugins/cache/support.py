@@ -1,0 +1,227 @@
+"""What the kernels take on: the one place that says whether a layer's ops run as kernels or in torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+
+from plugins.cache.encodings.grouped.formats import Format, find_format
+from plugins.device.dtypes import TORCH_DTYPES
+from trtkv.config import DTYPE_BYTES
+from trtkv.plan import CachePlan, SelectPlan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from plugins.cache.session import Session
+    from plugins.nodes.node import OpConfig
+
+HEAD_DIMS = (64, 96, 128, 256)
+MOST_GROUP_HEADS = 16  # query heads a KV head: two columns of eight in a matrix instruction
+MOST_FIER_HEADS, FIER_GROUP = 8, 32  # one column, and the tokens of a word of bits
+LEAST_UNIT, MOST_UNIT = 4, 128  # tokens that the append kernel summarizes together, a power of two
+MOST_OVERLAPPED_TOKENS = 1 << 21  # tokens times KV heads of a step up to which even bulky blocks start early, as measured on an H200
+MOST_EARLY_BYTES = 1 << 24  # of a step's page bounds up to which they are prefetched while the kernel in front of the append runs, on an H200
+# Bytes of keys and values of a layer's step up to which an H200 reads all of them in the time of a selection, for fewer rows (sequences times KV
+# heads) than FULL_ROWS and for more: where tokens are selected, or something else is chosen first (which query selects, which units every query
+# reads), and of pages by the step's own query.
+# From lines through the rows of docs/performance.md at 2k to 32k tokens.
+DENSE_BYTES, DENSE_BYTES_FULL, FULL_ROWS = {True: 34_000_000, False: 10_000_000}, {True: 70_000_000, False: 36_000_000}, 32  # whether the former
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What the append kernel keeps of a group of tokens, and the scorer that reads it.
+
+    kept names it as `append/reference.py` does ("fier" for one-bit keys), scorer is "fier" or a kind of `launch_pages.KINDS`; vectors and beside
+    name the session's buffers of its two parts.
+    """
+
+    kept: str
+    scorer: str
+    vectors: str
+    beside: str | None = None
+
+
+_SUMMARIES = {
+    one.kept: one
+    for one in (
+        Summary("fier", "fier", "fier_range", "fier_bits"),
+        Summary("minmax", "box", "page_bounds"),
+        Summary("cuboid", "box", "page_bounds"),
+        Summary("ball-mean", "ball", "page_centre", "page_radius"),
+        Summary("ball-max", "ball", "page_centre", "page_radius"),
+        Summary("mean", "mean", "landmarks", "likeness"),
+    )
+}
+_KEPT = {"fier": "fier", "quest": "minmax", "shadowkv": "mean"}  # by op name; the others say what they keep in their field `digest`
+_DIGESTS = {"minmax": "minmax", "cuboid-mean": "cuboid", "ball-mean": "ball-mean", "ball-max": "ball-max"}
+
+
+@cache
+def gpu_ready(device: torch.device) -> str | None:
+    """Say why no kernel runs on a device, None when they do."""
+    if device.type != "cuda":
+        return "no CUDA device is used"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the GPU is older than compute capability 8.0"
+    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
+        return "cuda-bindings is not installed (pip install 'trtkv[gpu]')"
+    return None
+
+
+def runs_kernels(plan: CachePlan, config: OpConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Say whether append and attention run as kernels."""
+    return gpu_ready(device) is None and why_torch(plan) is None and fits(config, dtype)
+
+
+def captures(plan: CachePlan, layer: int, config: OpConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Say whether decode steps of a layer need nothing from the host, so that they can be captured."""
+    return runs_kernels(plan, config, dtype, device) and why_selects_in_torch(plan, layer) is None
+
+
+def compacts_by_kernels(plan: CachePlan, device: torch.device) -> bool:
+    """Say whether tokens are evicted from pages by kernels, and not in torch; where plans mix precisions, whether attention is counted by them."""
+    return gpu_ready(device) is None and (plan.compacts or plan.mixed) and why_torch(plan) is None
+
+
+def encodes_by_kernels(plan: CachePlan, device: torch.device) -> Format | None:
+    """Return the format in which kernels store tokens encoded, None where tokens are not encoded or in torch."""
+    return find_format(plan) if gpu_ready(device) is None and why_torch(plan) is None else None
+
+
+def overlaps(session: Session, table: Tensor, *, bulky: bool = False) -> bool:
+    """Say whether a launch of a decode step may overlap with those around it, for tables [Y, B, M] or [B, M].
+
+    Blocks that start early fill the gaps between small kernels. Where kernels fill the device for long, they spoil their balance if they are bulky,
+    which leaves a multiprocessor no room for both: so it is with the append kernel in Triton, and taken to be with other than plain caches.
+    """
+    batch, pages = table.shape[-2:]
+    plain = session.offload is None and session.encoded is None and session.ragged is None
+    return (plain and not bulky) or batch * session.plan.num_kv_heads * pages * session.plan.page_size <= MOST_OVERLAPPED_TOKENS
+
+
+def begins_early(session: Session, layer: int, table: Tensor, *, bulky: bool = False) -> bool:
+    """Say whether the kernel behind a decode step's append begins before the one in front of the append has ended, where launches overlap.
+
+    Attention over everything has keys to load meanwhile, and a choice its index: of one-bit keys the first groups, of pages all bounds; many of these
+    drive each other, and what the kernel in front reads, out of the second-level cache.
+    """
+    select = session.plan.select[layer]
+    if select is None or session.reads_all:
+        return session.offload is None
+    summary, (batch, pages) = summary_of(session.plan, layer), table.shape[-2:]
+    if bulky or summary is None or session.offload is not None:
+        return False
+    bounds = batch * session.plan.num_kv_heads * pages * (session.plan.page_size // select.unit)
+    return summary.scorer == "fier" or bounds * 2 * session.plan.head_dim * DTYPE_BYTES[session.plan.kv_dtype] <= MOST_EARLY_BYTES
+
+
+def dense_below(plan: CachePlan, sequences: int, device: torch.device) -> int:
+    """Return the tokens up to which decode reads everything because that is as fast as to select, for as many sequences as may run at once.
+
+    One number for an engine, so that an answer does not depend on the batch that it shares; 0 where no kernels run.
+    """
+    if gpu_ready(device) is not None or why_torch(plan) is not None or not any(plan.select):
+        return 0
+    rows = sequences * plan.num_kv_heads
+    slow = any(select.unit == 1 or select.speculative or outliers(select) > 0 for select in plan.select if select is not None)
+    return (DENSE_BYTES_FULL if rows >= FULL_ROWS else DENSE_BYTES)[slow] // (rows * 2 * plan.head_dim * DTYPE_BYTES[plan.kv_dtype])
+
+
+def fits(config: OpConfig, dtype: torch.dtype) -> bool:
+    """Say whether the kernels are written for these heads."""
+    return _why_not_heads(config.num_q_heads, config.num_kv_heads, config.head_dim, dtype) is None
+
+
+def why_torch(plan: CachePlan) -> str | None:
+    """Say in a sentence why no op of a plan runs as a kernel on any GPU, None where they do."""
+    if plan.held and find_format(plan) is None:
+        return "tokens are evicted or encoded in tensors of exactly the stored size, and the kernels read pages"
+    if plan.page_size % 16:
+        return f"a page holds {plan.page_size} tokens, and the kernels take multiples of 16"
+    return _why_not_heads(plan.num_q_heads, plan.num_kv_heads, plan.head_dim, TORCH_DTYPES[plan.kv_dtype])
+
+
+def why_selects_in_torch(plan: CachePlan, layer: int) -> str | None:
+    """Say in a sentence why a layer summarizes and selects in torch on any GPU, None where kernels do or nothing is selected."""
+    select = plan.select[layer]
+    if select is None:
+        return None
+    kept = _kept(select)
+    if kept is None:
+        return f"no kernel is written for the summaries of '{select.meaning.op}'"
+    if kept == "fier":
+        return _why_not_fier(plan, select)
+    unit = select.unit
+    if unit != select.group or unit & (unit - 1) or not LEAST_UNIT <= unit <= MOST_UNIT or plan.page_size % unit:
+        return f"{unit} tokens are summarized together, and the kernels take powers of two from {LEAST_UNIT} to {MOST_UNIT}"
+    return None
+
+
+def taken() -> str:
+    """Say in words for what heads the kernels are written."""
+    dims = ", ".join(map(str, HEAD_DIMS[:-1]))
+    return f"bfloat16 and float16, {dims} or {HEAD_DIMS[-1]} channels a head, up to {MOST_GROUP_HEADS} query heads a KV head"
+
+
+def in_torch(plan: CachePlan) -> list[str]:
+    """List, a sentence each, what of a plan runs in torch even on a GPU that runs kernels; empty where everything is captured."""
+    whole = why_torch(plan)
+    if whole is not None:
+        return [f"all operations on the cache run in torch: {whole}"]
+    reasons = dict.fromkeys(why_selects_in_torch(plan, layer) for layer in range(plan.num_layers))
+    return [f"selection runs in torch, so decode steps are not captured: {reason}" for reason in reasons if reason is not None]
+
+
+def summary_of(plan: CachePlan, layer: int) -> Summary | None:
+    """Return the summary that the append kernel keeps for a layer, None where the layer selects nothing or selects in torch."""
+    select = plan.select[layer]
+    if select is None or why_selects_in_torch(plan, layer) is not None:
+        return None
+    kept = _kept(select)
+    return None if kept is None else _SUMMARIES[kept]
+
+
+def summary_kind(plan: CachePlan, layer: int) -> str | None:
+    """Name the summary that the append kernel keeps for a layer, None where there is none."""
+    summary = summary_of(plan, layer)
+    return None if summary is None else summary.kept
+
+
+def outliers(select: SelectPlan) -> int:
+    """Return how many units every query reads because their summaries describe them worst."""
+    return int(select.meaning.fields.get("outliers", 0)) if select.forces else 0
+
+
+def shares_selection(select: SelectPlan) -> bool:
+    """Say whether all heads of the layer read the same units."""
+    return bool(select.meaning.fields.get("shared"))
+
+
+def _kept(select: SelectPlan) -> str | None:
+    if not select.meaning.role.startswith("trtkv."):
+        return None
+    return _KEPT.get(select.meaning.op) or _DIGESTS.get(str(select.meaning.fields.get("digest", "")))
+
+
+def _why_not_fier(plan: CachePlan, select: SelectPlan) -> str | None:
+    if select.group != FIER_GROUP or plan.page_size % FIER_GROUP:
+        return f"{select.group} tokens share their extremes, and FIER's kernels take {FIER_GROUP}"
+    group = plan.num_q_heads // plan.num_kv_heads
+    if select.pooling != "none" and group > MOST_FIER_HEADS:
+        return f"{group} query heads share a KV head, and FIER's scorer pools at most {MOST_FIER_HEADS}"
+    return None
+
+
+def _why_not_heads(num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> str | None:
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the cache is {str(dtype).removeprefix('torch.')}, and the kernels take bfloat16 and float16"
+    if head_dim not in HEAD_DIMS:
+        return f"heads have {head_dim} channels, and the kernels take {', '.join(map(str, HEAD_DIMS))}"
+    group = num_q_heads // num_kv_heads
+    return f"{group} query heads share a KV head, and the kernels take {MOST_GROUP_HEADS}" if group > MOST_GROUP_HEADS else None

@@ -1,0 +1,41 @@
+"""Attention of one sequence over an offloaded layer in torch: decode over frames, a prompt's chunk over everything stored."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from plugins.cache.batch import Row
+from plugins.cache.tiers.host import op
+from plugins.cache.tiers.host.store import Offload
+from trtkv.plan import SelectPlan
+
+
+def read_whole(store: Offload, layer: int, row: Row) -> tuple[Tensor, Tensor]:
+    """Recall every page of a decoding sequence: keys and values [Hk, S, D]."""
+    keys, values, _ = read_pages(store, layer, row, op.every_page(store, row.stored, store.shape.num_kv_heads))
+    return keys[:, : row.stored], values[:, : row.stored]
+
+
+def read_chosen(store: Offload, layer: int, row: Row, selection: Tensor, plan: SelectPlan) -> tuple[Tensor, Tensor, Tensor]:
+    """Recall what a decoding sequence selects, [Hk, K + 1] int32: keys and values [Hk, n, D], and the tokens [Hk, n] int64 that they are.
+
+    Tokens behind the end, in the last page, repeat the last token.
+    """
+    units = selection[:, : min(plan.width, -(-row.stored // plan.unit))].long()
+    if plan.unit > 1:
+        return read_pages(store, layer, row, units)
+    places = op.recall_tokens(store, layer, row, units, row.stored, ahead=False)
+    return *op.read_places(store, layer, row, places, units), units
+
+
+def read_pages(store: Offload, layer: int, row: Row, pages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Recall pages [Hk, n] of a decoding sequence: keys and values [Hk, n N, D], and the tokens [Hk, n N] int64 they are.
+
+    Tokens behind the end, in the last page, repeat the last token.
+    """
+    size = store.shape.page_size
+    places = op.recall(store, layer, row, pages, row.stored, ahead=False).repeat_interleave(size, 1)
+    tokens = (pages[..., None] * size + torch.arange(size, device=pages.device)).flatten(1)
+    keys, values = op.read_places(store, layer, row, places, tokens.clamp(max=row.stored - 1))
+    return keys, values, tokens

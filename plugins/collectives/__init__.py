@@ -1,0 +1,1 @@
+"""Nodes that exchange activations between the GPUs of an engine."""

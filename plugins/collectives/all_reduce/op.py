@@ -1,0 +1,22 @@
+"""AllReduce through the library's collective, which a captured graph may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from plugins.cache.session import Session
+from plugins.nodes.node import OpConfig
+from trtkv.errors import EngineError
+
+
+def all_reduce(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+    """Sum x [T, E] over the session's group into out.
+
+    Raises EngineError where the session belongs to no group.
+    """
+    if session.reduce is None:
+        raise EngineError("this engine is one part of several and runs alone", "Open it with LLM or trtkv run, which start the other parts.")
+    out.copy_(inputs[0])
+    session.reduce(out)

@@ -1,0 +1,164 @@
+"""CUDA C++ kernels, compiled by NVRTC for a set of definitions: on any machine that has it, with or without a GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from plugins.device import store
+from plugins.device.driver import Kernel
+from plugins.device.spec import Binary, Float, Int, Long, Pointer, Spec
+from trtkv.errors import BuildError
+
+__all__ = ["Float", "Int", "Kernel", "Long", "Pointer", "load"]
+
+HEADERS = Path(__file__).parent  # headers of more than one kernel
+INSTALL = "pip install 'trtkv[gpu]'"
+_OWN_HEADER = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class CudaSpec(Spec):
+    """A kernel of a `.cu` file, compiled with -D definitions; it may include headers beside it and in this folder, by names in quotes."""
+
+    defines: tuple[str, ...]
+    percent: int = -1
+    specific: bool = False  # takes instructions that only GPUs of exactly this compute capability have
+
+    @property
+    def shared_percent(self) -> int:
+        """What it asked for."""
+        return self.percent
+
+    def content(self) -> list[str]:
+        """Return the source, the headers it includes and the definitions."""
+        return [*own_sources(self.source), *self.defines, *(["specific"] if self.specific else [])]
+
+    def compile(self) -> Binary:
+        """Compile to a cubin; raises BuildError with the compiler's log."""
+        return Binary(compile_source(self.source.read_text(encoding="utf-8"), self.defines, self.arch + "a" * self.specific, self.source.parent))
+
+    def missing(self) -> str | None:
+        """Say what NVRTC lacks."""
+        return missing()
+
+    def options(self) -> list[str]:
+        """Return the definitions."""
+        return [one.removeprefix("-D") for one in self.defines]
+
+
+def load(
+    path: Path, name: str, types: tuple[Any, ...], defines: tuple[str, ...], arch: str, shared: int, *, percent: int = -1, specific: bool = False
+) -> Kernel:  # fmt: skip
+    """Return the kernel `name` of a source file on the current device (see `store.load`); percent and specific as `CudaSpec` says."""
+    return store.load(CudaSpec(path, name, types, arch, shared, defines, percent, specific))
+
+
+def compile_source(source: str, defines: Sequence[str], arch: str, folder: Path | None = None) -> bytes:
+    """Compile to a cubin for sm_{arch}, with own headers from a folder; raises BuildError with the compiler's log. Lets other threads run."""
+    problem = missing()
+    if problem is not None:
+        raise BuildError(f"no CUDA C++ kernel can be compiled: {problem}", f"Run: {INSTALL}.")
+    from cuda.bindings import nvrtc
+
+    folders = [*([folder] if folder else []), HEADERS, cuda_headers()]
+    options = [f"--gpu-architecture=sm_{arch}", "-std=c++17", *defines, *(f"-I{one}" for one in folders)]
+    program = _value(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
+    try:
+        (code,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        if int(code) != 0:
+            log = b" " * _value(nvrtc.nvrtcGetProgramLogSize(program))
+            nvrtc.nvrtcGetProgramLog(program, log)
+            text = " ".join(log.rstrip(b"\0").decode(errors="replace").split())[:400]
+            raise BuildError(f"a kernel did not compile for sm_{arch}: {text}", "Report this with the output of trtkv doctor.")
+        cubin = b" " * _value(nvrtc.nvrtcGetCUBINSize(program))
+        _check(nvrtc.nvrtcGetCUBIN(program, cubin)[0])
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return cubin
+
+
+def own_sources(path: Path) -> list[str]:
+    """Return the text of a source and of every header that it includes in quotes, each once; what is not there is the compiler's to report."""
+    texts: dict[Path, str] = {}
+    waiting = [path]
+    while waiting:
+        file = waiting.pop()
+        if file not in texts:
+            texts[file] = file.read_text(encoding="utf-8")
+            places = [(file.parent / name, path.parent / name, HEADERS / name) for name in _OWN_HEADER.findall(texts[file])]
+            waiting += [next(one for one in three if one.is_file()).resolve() for three in places if any(one.is_file() for one in three)]
+    return list(texts.values())
+
+
+@cache
+def version() -> str | None:
+    """Return NVRTC's version such as "13.0", None where it cannot be loaded."""
+    try:
+        from cuda.bindings import nvrtc
+
+        code, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, OSError, RuntimeError):
+        return None
+    return f"{major}.{minor}" if int(code) == 0 else None
+
+
+@cache
+def missing() -> str | None:
+    """Say what is missing to compile, None where nothing is."""
+    try:
+        import cuda.bindings.nvrtc  # noqa: F401
+    except ImportError:
+        return "the package cuda-bindings is not installed"
+    if version() is None:
+        return "NVRTC is not installed"
+    return None if cuda_headers() else "CUDA's header cuda_fp16.h is not installed"
+
+
+def architectures() -> list[str]:
+    """List the compute capabilities that NVRTC compiles for, ascending; empty where it is missing."""
+    if version() is None:
+        return []
+    from cuda.bindings import nvrtc
+
+    return [str(one) for one in _value(nvrtc.nvrtcGetSupportedArchs())]
+
+
+@cache
+def cuda_headers() -> Path | None:
+    """Find the folder of CUDA's headers: of NVRTC's own major version where there are several."""
+    found = [root for root in _include_folders() if (root / "cuda_fp16.h").exists()]
+    major = (version() or "").partition(".")[0]
+    return next((root for root in found if _header_major(root) == major), found[0] if found else None)
+
+
+def _include_folders() -> Iterator[Path]:
+    for entry in sys.path:
+        if entry:
+            yield from sorted(Path(entry).glob("nvidia/*/include"))
+    yield from (Path(os.environ[name]) / "include" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ)
+    yield Path("/usr/local/cuda/include")
+
+
+def _header_major(root: Path) -> str | None:
+    try:
+        found = re.search(r"#define CUDA_VERSION (\d+)", (root / "cuda.h").read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
+    return str(int(found[1]) // 1000) if found else None
+
+
+def _check(code: Any) -> None:
+    if int(code) != 0:
+        raise BuildError(f"NVRTC answered {code!r}", "Report this with the output of trtkv doctor.")
+
+
+def _value(answer: tuple[Any, ...]) -> Any:
+    _check(answer[0])
+    return answer[1]

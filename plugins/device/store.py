@@ -1,0 +1,130 @@
+"""Where compiled kernels lie: the folders of opened engines, then the user's own; what is in none of them is compiled when it is first needed.
+
+A folder holds `sm_90/NAME.cubin` and beside it `NAME.json`: its checksum, because the driver is given no length and reads beyond a file that ends
+early, and what its compiler decided (see `triton_aot`). A file that does not fit its checksum is as good as none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from plugins.device.driver import Kernel, Refused
+from plugins.device.spec import Binary, Spec
+from trtkv.checkpoint.find import data_home
+from trtkv.errors import BuildError, EngineError
+
+_engines: dict[Path, None] = {}
+_asked: ContextVar[dict[Spec, None] | None] = ContextVar("asked", default=None)
+
+
+def register(folder: Path) -> None:
+    """Let kernels be taken from an engine's folder; one without kernels is no error."""
+    _engines[folder.resolve()] = None
+
+
+def user_folder() -> Path:
+    """Return the folder of what was compiled on this machine."""
+    return data_home() / "kernels"
+
+
+@contextmanager
+def listing() -> Iterator[dict[Spec, None]]:
+    """Collect what `load` is asked for while the block runs, in order and once each, instead of loading it: `load` then returns no kernel."""
+    asked: dict[Spec, None] = {}
+    token = _asked.set(asked)
+    try:
+        yield asked
+    finally:
+        _asked.reset(token)
+
+
+def load(spec: Spec) -> Kernel:
+    """Return a kernel on the current device, compiled and loaded once.
+
+    Raises EngineError where the driver takes no compiled form of it and it cannot be compiled here, BuildError where there is none and no compiler.
+    """
+    asked = _asked.get()
+    if asked is not None:
+        asked[spec] = None
+        return None  # type: ignore[return-value]
+    import torch
+
+    return _load(spec, torch.cuda.current_device())
+
+
+@cache
+def _load(spec: Spec, device: int) -> Kernel:
+    refused: Refused | None = None
+    for file in _places(spec):
+        binary = _read(file)
+        if binary is not None:
+            try:
+                return Kernel(spec, binary)
+            except Refused as error:
+                refused = error
+    try:
+        binary = spec.compile()
+    except BuildError as error:
+        if refused is None:
+            raise
+        raise EngineError(f"{refused.problem}, and it cannot be compiled here: {error.problem}", error.fix) from None
+    with suppress(OSError):  # a folder that cannot be written is no error: the kernel is compiled again next time
+        write(user_folder(), spec, binary)
+    return Kernel(spec, binary)
+
+
+def obtain(spec: Spec) -> Binary | None:
+    """Return a kernel from the user's folder, None where it has to be compiled."""
+    return _read(_place(user_folder(), spec))
+
+
+def write(folder: Path, spec: Spec, binary: Binary) -> Path:
+    """Write a compiled kernel below a folder, each file whole or not at all; returns the cubin's path."""
+    file = _place(folder, spec)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    note = {"sha256": hashlib.sha256(binary.cubin).hexdigest(), "facts": dict(binary.facts)}
+    _put(file, binary.cubin)
+    _put(file.with_suffix(".json"), json.dumps(note, sort_keys=True).encode())
+    return file
+
+
+def compatible(arch: str) -> Sequence[str]:
+    """List the compute capabilities whose cubins run on one: itself, then the lower ones of its generation."""
+    major, minor = arch[:-1], int(arch[-1])
+    return [f"{major}{lower}" for lower in range(minor, -1, -1)]
+
+
+def _places(spec: Spec) -> Iterator[Path]:
+    for arch in compatible(spec.arch):
+        same = replace(spec, arch=arch)
+        yield from (_place(folder, same) for folder in list(_engines))
+    yield _place(user_folder(), spec)
+
+
+def _place(folder: Path, spec: Spec) -> Path:
+    return folder / f"sm_{spec.arch}" / spec.name
+
+
+def _read(file: Path) -> Binary | None:
+    try:
+        cubin, note = file.read_bytes(), json.loads(file.with_suffix(".json").read_text())
+        return Binary(cubin, note["facts"]) if note["sha256"] == hashlib.sha256(cubin).hexdigest() else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _put(file: Path, data: bytes) -> None:
+    draft = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        draft.write_bytes(data)
+        draft.replace(file)
+    finally:
+        draft.unlink(missing_ok=True)

@@ -1,0 +1,180 @@
+"""Launching scores and choice together, for few rows: one cooperative grid, a block a multiprocessor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from plugins.cache.support import Summary, shares_selection
+from plugins.device import nvrtc
+from plugins.device.driver import BESIDE_PERCENT, CACHING_PERCENT
+from plugins.device.nvrtc import Float, Int, Kernel, Long, Pointer
+from plugins.device.spec import shared_limit
+from plugins.select.launch import POOLS, OwnBudgets, arch, stream
+from plugins.select.launch_pages import KINDS
+from trtkv.plan import SelectPlan
+
+_HERE = Path(__file__).parent
+_FIER = (Pointer,) * 13 + (Int, Int, Int, Long) + (Int,) * 6 + (Float,)
+_PAGES = (Pointer,) * 13 + (Int, Int, Int, Long) + (Int,) * 6 + (Float,)
+LOG2_E = 1.4426950408889634
+STAGES = (8, 4)  # groups of a warp in flight: as many as shared memory has room for
+MOST_SMS = 160  # multiprocessors of a device that are used: blocks of a row, as in exchange.cuh
+# As measured on an H200. Eight warps leave a multiprocessor room for blocks of the next kernel; sixteen score faster.
+FEW_WARPS, MANY_WARPS = 8, 16
+LEAST_GROUPS, FEW_GROUPS = 16, 72  # of a block, at least; up to which eight warps are enough
+LEFT_SHARE = 33  # of so many multiprocessors one is left to the append in front: beside its blocks none of sixteen warps begins
+FEW_BLOCKS = 16  # of a row with eight warps: more take longer to tell each other
+LEAST_PAGES = 128  # of a block
+MOST_RAW_BLOCKS = 32  # of a row whose scores are ranked themselves: they are told in one exchange, as in shortlist.cuh
+_STATIC = 28 * 1024  # shared memory of a block beside what its launch asks for
+_COUNT_WORDS = 43 + 11 * 11  # words of sixteen bytes that a block tells beside one a head, as in mail.cuh
+_CROWD = 512
+_SHORT_MAIL = 256 * 6, 8  # words of the scores of a row's pages, and of a block beside them, as in shortlist.cuh
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """One launch that scores and chooses: blocks a row, groups in a warp's ring (stages), units of a block (room), scored heads, shared memory."""
+
+    rows: int
+    blocks: int
+    warps: int
+    stages: int
+    room: int
+    heads: int
+    shared: int
+
+    @staticmethod
+    def plan(rows: int, group_heads: int, dim: int, pooling: str, units: int, sms: int, arch: str) -> Fused | None:
+        """Lay out R rows of at most `units` tokens for a GPU; None where its multiprocessors do not hold their scores."""
+        groups, sms = -(-units // 32), min(sms, MOST_SMS)
+        few = min(FEW_BLOCKS, sms // 2 // rows, -(-groups // LEAST_GROUPS))
+        if few >= 2 and groups <= few * FEW_GROUPS:
+            return Fused._with_blocks(rows, group_heads, dim, pooling, groups, few, FEW_WARPS, arch)
+        left, many = (min(places // rows, -(-groups // LEAST_GROUPS)) for places in (sms - sms // LEFT_SHARE, sms))
+        warps = FEW_WARPS if groups <= left * FEW_GROUPS else MANY_WARPS
+        fused = Fused._with_blocks(rows, group_heads, dim, pooling, groups, left, warps, arch)
+        return fused or Fused._with_blocks(rows, group_heads, dim, pooling, groups, many, MANY_WARPS, arch)
+
+    @staticmethod
+    def _with_blocks(rows: int, group_heads: int, dim: int, pooling: str, groups: int, blocks: int, warps: int, arch: str) -> Fused | None:
+        if blocks < 2:
+            return None
+        heads, room = 1 if POOLS[pooling] else group_heads, -(-groups // blocks) * 32
+        for stages in STAGES:
+            shared = max(warps * stages * 8 * dim, _marks_bytes(room)) + heads * (room + 8) * 2
+            if shared + _STATIC <= shared_limit(arch):
+                return Fused(rows, blocks, warps, stages, room, heads, shared)
+        return None
+
+    @staticmethod
+    def plan_pages(rows: int, group_heads: int, pooling: str, units: int, sms: int, arch: str) -> Fused | None:
+        """Lay out R rows of at most `units` pages; None where a selection is shared or every head's own, or does not fit."""
+        if pooling not in POOLS:
+            return None
+        heads, chunks = 1 if POOLS[pooling] else group_heads, -(-units // 32)
+        blocks = min(MOST_RAW_BLOCKS if heads == 1 else FEW_BLOCKS, sms // rows, -(-units // LEAST_PAGES))
+        if blocks < 2:
+            return None
+        room = -(-chunks // blocks) * 32
+        shared = _marks_bytes(room) + heads * (room + 8) * 2
+        return Fused(rows, blocks, FEW_WARPS, 0, room, heads, shared) if shared + _STATIC <= shared_limit(arch) else None
+
+    def allocate(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        """Allocate what blocks tell each other, int32, and the rows' stamps [R] int32, all zero."""
+        words = self.blocks * (self.heads + _COUNT_WORDS + _SHORT_MAIL[1]) + _CROWD + _SHORT_MAIL[0]
+        return torch.zeros(self.rows, words, 4, dtype=torch.int32, device=device), torch.zeros(self.rows, dtype=torch.int32, device=device)
+
+
+def plan_for(plan: SelectPlan, summary: Summary, batch: int, heads: int, group: int, dim: int, units: int, sms: int, arch: str) -> Fused | None:
+    """Say how a layer's selection runs in one launch for B sequences of at most `units` units, None where it takes two."""
+    if shares_selection(plan) or plan.pooling == "none":
+        return None
+    if summary.scorer == "fier":
+        return Fused.plan(batch * heads, group, dim, plan.pooling, units, sms, arch)
+    return Fused.plan_pages(batch * heads, group, plan.pooling, units, sms, arch)
+
+
+def plans_on_any(plan: SelectPlan, summary: Summary, batch: int, heads: int, group: int, dim: int, units: int, arch: str) -> list[Fused]:
+    """List a plan for every kernel that GPUs of a compute capability may launch, whose multiprocessors are not counted when kernels are built."""
+    found = {}
+    for sms in range(2 * batch * heads, MOST_SMS + 1):
+        fused = plan_for(plan, summary, batch, heads, group, dim, units, sms, arch)
+        if fused is not None:
+            found[fused.warps, fused.stages, fused.room] = fused
+    return list(found.values())
+
+
+def fier_select(
+    q: Tensor, bits: Tensor, meta: Tensor, table: Tensor, lens: Tensor, out: Tensor, mail: Tensor, stamps: Tensor, plan: Fused, *,
+    page_size: int, budget: int, scale: float, pooling: str, sink: int, window: int, own: OwnBudgets | None = None, overlap: bool = False,
+    scores: Tensor | None = None, parts: Tensor | None = None, told: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Score and choose: arguments as of `launch.fier_score` and `launch.select_units`, mail and stamps as the plan allocates them.
+
+    scores [R, heads, stride] and parts [R, blocks, heads, 4] are written as the scorer does where they are given. Launches that share mail must
+    follow each other.
+    """
+    heads, dim = bits.shape[1], bits.shape[-1]
+    group = q.shape[1] // dim // heads
+    kernel = fused_kernel(dim, group, pooling, plan, q.dtype == torch.bfloat16, arch())
+    slots, budgets, below = (None, None, 0) if own is None else (own.slots, own.budgets, own.dense_below)
+    given = (q, bits, meta, table, lens, out, slots, budgets, mail, stamps, scores, parts, told)
+    values = (*(0 if one is None else one.data_ptr() for one in given), q.stride(0), table.stride(0), page_size // 32,
+              0 if scores is None else scores.shape[2], budget, below, out.shape[2] - 1, sink, window, plan.room, scale * LOG2_E)  # fmt: skip
+    kernel.launch((plan.blocks, heads, lens.shape[0]), 32 * plan.warps, plan.shared, stream(), values, overlap=overlap, cooperative=True)
+
+
+def page_select(
+    q: Tensor, vectors: Tensor, beside: Tensor | None, table: Tensor, lens: Tensor, out: Tensor, mail: Tensor, stamps: Tensor, plan: Fused, *,
+    kind: str, unit: int, budget: int, scale: float, pooling: str, sink: int, window: int, own: OwnBudgets | None = None, cut: Tensor | None = None,
+    overlap: bool = False, scores: Tensor | None = None, parts: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Score and choose pages: arguments as of `launch_pages.score_pages` and `fier_select`."""
+    heads, per_page, dim = vectors.shape[1], vectors.shape[2], vectors.shape[-1]
+    group = q.shape[1] // dim // heads
+    kernel = page_kernel(kind, dim, group, pooling, plan, per_page, q.dtype == torch.bfloat16, arch(), forced=cut is not None)
+    slots, budgets, below = (None, None, 0) if own is None else (own.slots, own.budgets, own.dense_below)
+    given = (q, vectors, beside, cut, table, lens, out, slots, budgets, mail, stamps, scores, parts)
+    values = (*(0 if one is None else one.data_ptr() for one in given), q.stride(0), table.stride(0), unit, 0 if scores is None else scores.shape[2],
+              budget, below, out.shape[2] - 1, sink, window, plan.room, scale * LOG2_E)  # fmt: skip
+    kernel.launch((plan.blocks, heads, lens.shape[0]), 32 * plan.warps, plan.shared, stream(), values, overlap=overlap, cooperative=True)
+
+
+def fused_kernel(dim: int, group: int, pooling: str, plan: Fused, bf16: bool, arch: str) -> Kernel:
+    """Load the kernel of one-bit keys for a shape."""
+    defines = (*_defines(dim, group, pooling, plan), f"-DSTAGES={plan.stages}", *(("-DBF16",) if bf16 else ()))
+    return nvrtc.load(_HERE / "fier_select.cu", "fier_select", _FIER, defines, arch, shared_limit(arch) - _STATIC)
+
+
+def page_kernel(kind: str, dim: int, group: int, pooling: str, plan: Fused, per_page: int, bf16: bool, arch: str, *, forced: bool) -> Kernel:
+    """Load the kernel of pages for a shape."""
+    once = plan.room <= plan.warps * round_pages(kind, dim)
+    flags = [*(["-DONCE"] if once else []), *(["-DFORCED"] if forced else []), *(["-DBF16"] if bf16 else [])]
+    defines = (*_defines(dim, group, pooling, plan), f"-DKIND={KINDS[kind]}", f"-DPER_PAGE={per_page}", *flags)
+    # The first-level cache holds what is under way: beside a kernel in front that leaves it little, the launch took a third longer.
+    # Where little is under way, blocks of the kernels around it find place beside its own.
+    percent = BESIDE_PERCENT if once else CACHING_PERCENT
+    return nvrtc.load(_HERE / "page_select.cu", "page_select", _PAGES, defines, arch, shared_limit(arch) - _STATIC, percent=percent)
+
+
+def round_pages(kind: str, dim: int) -> int:
+    """Return the pages that a warp reads at once, as page_share.cuh counts them."""
+    pieces, vectors = dim // 32, 2 if kind == "box" else 1
+    return 16 * (4 // vectors if pieces <= 2 else 2 // vectors if pieces <= 4 else 1)
+
+
+def _defines(dim: int, group: int, pooling: str, plan: Fused) -> tuple[str, ...]:
+    pool = POOLS[pooling] if group > 1 else 0
+    shape = {"D": dim, "GROUP_HEADS": group, "POOL": pool, "HEADS": 1 if pool else group, "MAXIMUM": int(pooling == "softmax-max" and group > 1),
+             "WARPS": plan.warps}  # fmt: skip
+    return tuple(f"-D{name}={value}" for name, value in shape.items())
+
+
+def _marks_bytes(room: int) -> int:
+    """Shared memory of exact scores and marks of so many units."""
+    return -(-room * 33 // 8 // 128) * 128

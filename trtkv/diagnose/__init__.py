@@ -1,0 +1,1 @@
+"""Looking into engines: inspect, verify, doctor."""

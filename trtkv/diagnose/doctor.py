@@ -1,0 +1,95 @@
+"""What this machine can build and run."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from typing import Any
+
+import psutil
+
+from plugins.cache.support import gpu_ready, taken
+from plugins.device import nvrtc, triton_aot
+from plugins.device.driver import cuda_version
+from plugins.tensorrt.backend import available
+from trtkv.checkpoint.find import data_home
+from trtkv.runtime.memory import readable
+from trtkv.runtime.tensorrt import supports
+
+PACKAGES = {
+    "torch": "the torch executor",
+    "tensorrt-rtx": "building engines anywhere; running them on RTX GPUs and A100",
+    "tensorrt": "building and running engines on data centre GPUs",
+    "triton": "compiling GPU kernels",
+    "cuda-bindings": "compiling and launching GPU kernels (part of cuda-python)",
+    "gguf": "pulling smollm2-135m",
+    "transformers": "comparison in tests and evaluation",
+}
+
+
+def diagnose() -> dict[str, Any]:
+    """Return packages with versions, facts on the machine, and for each ability whether it is here and why not."""
+    versions = {name: _version(name) for name in PACKAGES}
+    packages = [{"name": name, "version": versions[name], "purpose": purpose} for name, purpose in PACKAGES.items()]
+    return {"packages": packages, "machine": _machine(), "abilities": _abilities()}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _machine() -> dict[str, Any]:
+    import torch
+
+    memory = psutil.virtual_memory()
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": psutil.cpu_count(logical=False) or psutil.cpu_count(),
+        "memory": f"{readable(memory.available)} of {readable(memory.total)} available",
+        "models and plans": str(data_home()),
+    }
+    for index in range(torch.cuda.device_count()):
+        one = torch.cuda.get_device_properties(index)
+        found[f"cuda:{index}"] = f"{one.name}, sm {one.major}.{one.minor}, {readable(one.total_memory)}"
+    return found
+
+
+def _abilities() -> list[dict[str, Any]]:
+    import torch
+
+    backends, cuda = available(), torch.cuda.is_available()
+    rows: list[dict[str, Any]] = []
+    for name, extra in (("tensorrt_rtx", "rtx"), ("tensorrt", "tensorrt")):
+        there = name in backends
+        builds = there and (name == "tensorrt_rtx" or cuda)
+        note = f"version {backends[name]}" if builds else "needs a CUDA GPU" if there else f"pip install 'trtkv[{extra}]'"
+        rows.append({"what": f"build engines with {name}", "here": builds, "note": note})
+        reason = supports(name) if there else f"pip install 'trtkv[{extra}]'"
+        rows.append({"what": f"run engines with {name}", "here": reason is None, "note": reason or "engines built for this GPU"})
+    rows += _kernel_abilities()
+    problem = gpu_ready(torch.device("cuda" if cuda else "cpu"))
+    note = f"{problem}; it takes {taken()}" if problem else taken()
+    rows.append({"what": "run cache operations as GPU code", "here": problem is None, "note": note})
+    rows.append({"what": "run engines with torch on the CPU", "here": True, "note": "every engine"})
+    rows.append(
+        {"what": "run engines with torch on a GPU", "here": cuda, "note": "every engine" if cuda else "needs a CUDA GPU and a torch built for it"}
+    )
+    return rows
+
+
+def _kernel_abilities() -> list[dict[str, Any]]:
+    """Say of either compiler of the kernels whether it is here, and whether the driver is too old for what NVRTC makes."""
+    newest, own = cuda_version(), nvrtc.version()
+    too_old = newest is not None and own is not None and int(own.partition(".")[0]) > newest[0]
+    late = f", but this driver runs CUDA {newest[0]}.{newest[1]}: install 'cuda-bindings<13' and 'cuda-toolkit<13'" if newest and too_old else ""
+    rows = []
+    for name, problem, version in (
+        ("CUDA C++ kernels", nvrtc.missing(), f"NVRTC {own}{late}"),
+        ("Triton kernels", triton_aot.missing(), f"Triton {triton_aot.version()}"),
+    ):
+        rows.append({"what": f"compile {name}", "here": problem is None, "note": f"{problem} ({nvrtc.INSTALL})" if problem else version})
+    return rows

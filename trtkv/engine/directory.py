@@ -1,0 +1,229 @@
+"""Builds an engine directory: graph, TensorRT plan, tokenizer, manifest; whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import trtkv
+from plugins.nodes.table import FACES
+from plugins.tensorrt.backend import available, load
+from trtkv.checkpoint.find import Source, data_home
+from trtkv.checkpoint.weights import Checkpoint
+from trtkv.config import Limits, ModelConfig
+from trtkv.engine.kernels import list_kernels, write_kernels
+from trtkv.engine.manifest import GRAPH, PLAN, Manifest, PlanInfo, WeightInput, check_files, file_sha256, read_manifest
+from trtkv.engine.profiles import profiles
+from trtkv.engine.targets import Targets, choose_targets
+from trtkv.engine.tensorrt import build_plan
+from trtkv.errors import BuildError, CapacityError, EngineError
+from trtkv.graph.decoder import build_decoder
+from trtkv.graph.weights import WeightSpec, expected_tensors
+from trtkv.plan import CachePlan
+from trtkv.policies.policy import Policy
+
+Progress = Callable[[str, float], None]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "special_tokens_map.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to build: model is source's configuration with dtype and rope changes applied, sms are compute capabilities as typed."""
+
+    source: Source
+    model: ModelConfig
+    policy: Policy
+    limits: Limits
+    out: Path
+    sms: tuple[str, ...] = ()
+    backend: str | None = None
+    force: bool = False
+    command: str = "trtkv build"
+    tp: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A finished engine directory; reused says that nothing had to be done."""
+
+    path: Path
+    manifest: Manifest
+    reused: bool
+
+
+def build_engine(request: Request, progress: Progress = lambda stage, fraction: None) -> Built:
+    """Build an engine directory, or return the one that is there already with the same content.
+
+    Raises ConfigError, CheckpointError, BuildError or CapacityError; in every case, Ctrl-C included, nothing half-written stays behind.
+    """
+    limits = request.limits.check(request.model)
+    plan = request.policy.plan(request.model)
+    progress("graph", 0.0)
+    decoder = build_decoder(request.model, plan, limits, request.tp)
+    if request.source.path and any(request.source.path.glob("*.safetensors")):
+        Checkpoint(request.source.path).check(expected_tensors(decoder.weights))
+    graph = decoder.model.SerializeToString(deterministic=True)
+    backend = _backend(request.backend)
+    targets = choose_targets(request.sms, load(backend) if backend else None, insisted=request.backend is not None)
+    specs, no_kernels = list_kernels(plan, request.model, limits, targets.kernels)
+    plan_key = _plan_key(request, plan, graph, backend, targets)
+    identity = _hash([plan_key, [[spec.arch, spec.name] for spec in specs], no_kernels])
+    if not request.force and (found := _existing(request.out, identity)):
+        progress("reused", 1.0)
+        return Built(request.out, found, True)
+    with _staging(request.out) as stage:
+        (stage / GRAPH).write_bytes(graph)
+        _copy_tokenizer(request.source, stage)
+        info, no_plan = _write_plan(request, plan, graph, backend, targets, plan_key, stage, progress)
+        kernels = write_kernels(specs, stage, progress, fresh=request.force) if specs else None
+        parts = {"plan_info": info, "plan_missing": no_plan, "kernels": kernels, "kernels_missing": no_kernels}
+        manifest = _manifest(request, plan, decoder.weights, identity, parts, stage)
+        manifest.write(stage)
+    progress("done", 1.0)
+    return Built(request.out, manifest, False)
+
+
+def _backend(wanted: str | None) -> str | None:
+    found = available()
+    if wanted == "none":
+        return None
+    if wanted and wanted not in found:
+        extra = "rtx" if wanted == "tensorrt_rtx" else "tensorrt"
+        raise BuildError(f"the backend '{wanted}' is not installed", f"Run: pip install 'trtkv[{extra}]', or leave --backend out.")
+    return wanted or (load(None).name if found else None)
+
+
+def _plan_key(request: Request, plan: CachePlan, graph: bytes, backend: str | None, targets: Targets) -> str:
+    """Name everything that decides a TensorRT plan; plans are kept by it."""
+    parts = {
+        "graph": hashlib.sha256(graph).hexdigest(),
+        "plan": plan.hash,
+        "limits": request.limits.model_dump(),
+        "backend": [backend, available().get(backend or "")],
+        "sms": [targets.plan, targets.no_plan],
+        "source": str(request.source.path),
+        "version": trtkv.__version__,
+    }
+    return _hash(parts)
+
+
+def _hash(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _existing(out: Path, identity: str) -> Manifest | None:
+    try:
+        manifest = read_manifest(out)
+        if manifest.build_hash == identity:
+            check_files(out, manifest)
+            return manifest
+    except EngineError:
+        pass
+    return None
+
+
+@contextmanager
+def _staging(out: Path) -> Iterator[Path]:
+    """Give a temporary directory beside `out` that takes its place when the block ends well."""
+    if out.exists() and any(out.iterdir() if out.is_dir() else [out]) and not (out / "manifest.json").is_file():
+        raise BuildError(f"'{out}' exists and is not an engine directory", "Choose another --out.")
+    stage = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.partial"
+    try:
+        stage.mkdir(parents=True)
+        yield stage
+        _replace_directory(stage, out)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise CapacityError(f"the disk that holds '{out.parent}' is full", "Free some space or choose another --out.") from None
+        raise BuildError(f"'{out}' cannot be written: {error.strerror or error}", "Choose another --out.") from None
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def _replace_directory(stage: Path, out: Path) -> None:
+    """Put stage in the place of out; when two builds finish at once the later one wins and neither fails."""
+    while True:
+        old = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.old"
+        with suppress(FileNotFoundError):
+            out.replace(old)
+        try:
+            stage.replace(out)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        else:
+            return
+        finally:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _copy_tokenizer(source: Source, stage: Path) -> None:
+    for name in TOKENIZER_FILES:
+        if source.path and (source.path / name).is_file():
+            shutil.copyfile(source.path / name, stage / name)
+
+
+def _write_plan(
+    request: Request, plan: CachePlan, graph: bytes, backend: str | None, targets: Targets, key: str, stage: Path, progress: Progress
+) -> tuple[PlanInfo | None, str | None]:
+    if backend is None:
+        why = "it was built with --backend none" if request.backend == "none" else "no TensorRT was installed at build time"
+        return None, f"{why}; the torch executor runs this engine"
+    if targets.no_plan is not None:
+        return None, f"{targets.no_plan}; the torch executor runs this engine"
+    cached = data_home() / "plans" / f"{key}.plan"
+    note = cached.with_suffix(".json")
+    if not request.force and cached.is_file() and note.is_file():
+        info = PlanInfo.model_validate_json(note.read_text())
+        shutil.copyfile(cached, stage / PLAN)
+        return info, None
+    built = build_plan(
+        graph, profiles(request.model, plan, request.limits), backend=backend, sms=targets.plan, faces=FACES.values(), progress=progress
+    )
+    info = PlanInfo(backend=built.backend, version=built.version, sms=built.sms, seconds=round(built.seconds, 2))
+    (stage / PLAN).write_bytes(built.data)
+    _remember(stage / PLAN, cached, note, info)
+    return info, None
+
+
+def _remember(plan: Path, cached: Path, note: Path, info: PlanInfo) -> None:
+    """Keep a plan for the next directory with the same content; a cache that cannot be written is no error."""
+    part = cached.with_suffix(f".{uuid.uuid4().hex[:8]}.partial")
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(plan, part)
+        part.replace(cached)
+        part.write_text(info.model_dump_json())
+        part.replace(note)
+    except OSError:
+        part.unlink(missing_ok=True)
+
+
+def _manifest(request: Request, plan: CachePlan, weights: Sequence[WeightSpec], identity: str, parts: Mapping[str, Any], stage: Path) -> Manifest:
+    return Manifest(
+        name=request.out.name,
+        version=trtkv.__version__,
+        build_hash=identity,
+        model_name=request.source.name,
+        model=request.model,
+        checkpoint=str(request.source.path.resolve()) if request.source.path else None,
+        hub=request.source.hub,
+        tp=request.tp,
+        limits=request.limits,
+        policy=request.policy.model_dump(mode="json", exclude_none=True),
+        cache_plan=plan.to_json(),
+        weights=tuple(WeightInput(name=one.name, shape=one.shape, sources=one.sources) for one in weights),
+        **parts,
+        files={file.relative_to(stage).as_posix(): file_sha256(file) for file in sorted(stage.rglob("*")) if file.is_file()},
+        command=request.command,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )

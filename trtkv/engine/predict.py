@@ -1,0 +1,258 @@
+"""What a cache will take, before anything is built or downloaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from plugins.cache.encodings.grouped import store as encoded
+from plugins.cache.encodings.per_token.buffers import known_of
+from plugins.cache.support import in_torch
+from plugins.cache.tiers.host.layout import Layout, layout, records
+from trtkv.config import DTYPE_BYTES, ModelConfig
+from trtkv.engine.footprint import DEFAULT_CHUNK, Footprint
+from trtkv.errors import ConfigError
+from trtkv.plan import BufferSpec, CachePlan
+from trtkv.policies.policy import Policy
+
+UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+NO_LIMIT = 2**24  # tokens; a cache that still fits behind so long a prompt is not what limits it
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size such as 24GiB, 80GB or 1000000; raises ConfigError."""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in UNITS:
+        raise ConfigError(f"size '{text}' is not understood", "Write a number with a unit, such as 24GiB.")
+    return int(float(match[1]) * UNITS[match[2].lower()])
+
+
+def predict(
+    model: ModelConfig, policy: Policy, context: int, batch_size: int, gpu_memory: str | None = None, chunk_tokens: int = DEFAULT_CHUNK,
+    offload: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the bytes of every buffer and of the whole behind prompts of `context` tokens, batch_size sequences at once.
+
+    peak_bytes is the most while the prompts are read in chunks: one is then still whole (several, where a chunk holds them), the others are evicted
+    from and encoded. With gpu_memory also what fits beside the weights: longest_context, the longest prompt that such sequences may have had
+    (None: the cache is not what limits it), longest_prompt, the longest that can be read, and largest_batch of this context, reading included.
+    `assumes` says in words what the figures take for granted, `in_torch` what no kernel does on any GPU. With offload, pages are counted where
+    `trtkv run --offload` keeps them: host_bytes, device_bytes and, as device_peak_bytes, the most on the device while one prompt is read; the limits
+    of gpu_memory are then the device's, as if host memory had none. Raises ConfigError for sizes that are not positive and policies that cannot
+    work, or cannot be offloaded.
+    """
+    if context < 1 or batch_size < 1:
+        raise ConfigError(f"context {context} and batch size {batch_size} must both be above 0", "Give positive numbers.")
+    one = Footprint(model, policy, chunk_tokens)
+    stored = one.stored_bytes(context)
+    weights = model.num_params * DTYPE_BYTES[model.dtype]
+    found: dict[str, Any] = {
+        "policy": policy.name,
+        "plan_hash": one.plan.hash,
+        "buffers": (_encoded if one.form else _held if one.held else _paged)(one, context, batch_size),
+        "bytes_per_token": stored / context if one.shrinks else one.plan.bytes_per_token(),
+        "stored_bytes": stored * batch_size,
+        "score_bytes": one.score_bytes(context) * batch_size,
+        "reserved_bytes": one.reserved_bytes(context) * batch_size,
+        "peak_bytes": _peak(one, context, batch_size),
+        "tokens_read_per_step": one.tokens_read(context),
+        "weight_bytes": weights,
+        "assumes": _assumptions(one, offload),
+        "in_torch": in_torch(one.plan),
+    }
+    if offload:
+        found["buffers"] = _tiered(one, context, batch_size)
+        found["host_bytes"] = _layout(one, context).host_bytes(one.plan.pages(context)) * batch_size
+        found["device_bytes"], found["device_peak_bytes"] = _on_device(one, context, batch_size)
+    if gpu_memory is not None:
+        room = parse_bytes(gpu_memory) - weights
+        found["cache_room_bytes"] = max(0, room)
+        if offload:
+            found["longest_context"] = _longest(lambda tokens: _on_device(one, tokens, batch_size)[0] <= room)
+            found["longest_prompt"] = _longest(lambda tokens: _on_device(one, tokens, batch_size)[1] <= room)
+            found["largest_batch"] = _longest(lambda sequences: _on_device(one, context, sequences)[1] <= room)
+            return found
+        found["longest_context"] = _longest(lambda tokens: one.reserved_bytes(tokens) * batch_size <= room)
+        found["longest_prompt"] = _longest(lambda tokens: _peak(one, tokens, batch_size) <= room)
+        found["largest_batch"] = _largest_batch(one, context, room)
+    return found
+
+
+def _at_once(one: Footprint, context: int, batch_size: int) -> int:
+    """Return how many prompts are whole at once: the scheduler fills a chunk with one after the other."""
+    return min(batch_size, -(-one.chunk // context))
+
+
+def _peak(one: Footprint, context: int, batch_size: int) -> int:
+    whole = _at_once(one, context, batch_size)
+    return whole * one.peak_bytes(context) + (batch_size - whole) * one.reserved_bytes(context)
+
+
+def _largest_batch(one: Footprint, context: int, room: int) -> int:
+    peak, steady = one.peak_bytes(context), one.reserved_bytes(context)
+    whole = -(-one.chunk // context)
+    return max(0, room) // peak if room < whole * peak else whole + (room - whole * peak) // steady
+
+
+def _longest(fits: Callable[[int], bool]) -> int | None:
+    """Return the longest length that fits, 0 if none does, None if every one does; where lengths fall back after an eviction, one of the longest."""
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, high * 2
+        if high > NO_LIMIT:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _paged(one: Footprint, context: int, batch_size: int) -> list[dict[str, Any]]:
+    """List buffers of whole pages."""
+    plan, rows = one.plan, []
+    tokens = one.by_group(one.layers(context)) if one.shrinks else [context] * plan.num_page_groups
+    pages = [plan.pages(stored) * batch_size for stored in tokens]
+    if plan.mixed:
+        pages[plan.num_layers :] = [plan.pages(-(-stored // plan.codes_per_row)) * batch_size for stored in tokens[plan.num_layers :]]
+    for spec in plan.buffers:
+        if plan.mixed and spec.paged:
+            rows += _mixed(spec, plan, sum(pages))
+            continue
+        if plan.ragged and spec.paged:
+            rows.append(_row(_one_head(spec, plan), *_heads(spec, plan, sum(pages))))
+            continue
+        counts = [pages[plan.page_groups[layer]] if spec.paged else batch_size for layer in spec.layers]
+        length = str(counts[0]) if min(counts) == max(counts) else f"{min(counts)}..{max(counts)}"
+        shape = f"[{spec.letters}] = [{', '.join([length, *map(str, spec.shape[1:])])}]"
+        rows.append(_row(spec, shape, spec.row_bytes * sum(counts)))
+    return rows
+
+
+def _encoded(one: Footprint, context: int, batch_size: int) -> list[dict[str, Any]]:
+    """List pages of codes, the rings of newest tokens in full precision, what a selection keeps, and what is known of single tokens."""
+    assert one.form is not None, "nothing is encoded"
+    plan, rows, pages = one.plan, [], one.coded_pages(context)
+    for spec in (*plan.buffers, *(known_of(plan) if one.form.replaced else ())):
+        if spec.name not in ("keys", "values"):
+            counts = [(pages[plan.page_groups[layer]] if spec.paged else 1) * batch_size for layer in spec.layers]
+            length = str(counts[0]) if min(counts) == max(counts) else f"{min(counts)}..{max(counts)}"
+            shape = f"[{spec.letters}] = [{', '.join([length, *map(str, spec.shape[1:])])}]"
+            rows.append(_row(spec, shape, spec.row_bytes * sum(counts)))
+        else:
+            rows.append(_ring(spec, one, batch_size))
+    return rows
+
+
+def _ring(spec: BufferSpec, one: Footprint, batch_size: int) -> dict[str, Any]:
+    """List the newest keys or values of every sequence."""
+    assert one.form is not None, "nothing is encoded"
+    dims = [batch_size, one.plan.num_kv_heads, one.form.ring, one.plan.head_dim]
+    return _row(spec, f"[Z Hk R D] = {dims}", batch_size * one.form.ring * encoded.token_bytes(one.plan) // 2)
+
+
+def _mixed(spec: BufferSpec, plan: CachePlan, count: int) -> list[dict[str, Any]]:
+    """List a buffer of so many pages, each of which holds tokens in full precision or codes: codes lie where keys and values do."""
+    if spec.name in ("key_codes", "value_codes"):
+        return []
+    more = 1 if spec.name in ("keys", "values") else plan.codes_per_row
+    one = replace(spec, shape=(*spec.shape[:2], more * int(spec.shape[2]), *spec.shape[3:]), layers=spec.layers[:1])
+    letters = one.letters if more == 1 else one.letters.replace("N", f"{more}N")
+    return [_row(one, f"[{letters}] = [{', '.join(map(str, (count, *one.shape[1:])))}]", one.row_bytes * count)]
+
+
+def _one_head(spec: BufferSpec, plan: CachePlan) -> BufferSpec:
+    """Describe a buffer whose pages are those of single KV heads of all layers."""
+    return replace(spec, shape=("P", int(spec.shape[1]) // plan.num_kv_heads, *spec.shape[2:]), layers=spec.layers[:1])
+
+
+def _heads(spec: BufferSpec, plan: CachePlan, count: int) -> tuple[str, int]:
+    """Return shape in words and bytes of so many pages of single KV heads."""
+    one = _one_head(spec, plan)
+    letters = one.letters.replace("Hk", "1").replace("Hq", "G")
+    return f"[{letters}] = [{', '.join(map(str, (count, *one.shape[1:])))}]", one.row_bytes * count
+
+
+def _on_device(one: Footprint, context: int, batch_size: int) -> tuple[int, int]:
+    """Return the device's bytes behind offloaded prompts, and the most while the last is read.
+
+    On top come the keys and values of two layers at full length, the one that runs and the next, and of a layer's new tokens; of encoded ones the
+    prompt in full precision, and a layer's codes on their way.
+    """
+    plan, shape = one.plan, _layout(one, context)
+    pages = plan.pages(context)
+    own = one.reserved_bytes(context) - shape.host_bytes(pages)
+    steady = own * batch_size + shape.device_bytes(batch_size)
+    if one.form is not None:
+        return steady, steady + encoded.prompt_bytes(plan, context, whole=context <= one.chunk) + pages * shape.page_bytes
+    chunk = plan.pages(min(context, one.chunk)) + 1
+    return steady, steady + (2 * pages + chunk) * shape.page_bytes
+
+
+def _layout(one: Footprint, context: int) -> Layout:
+    """Lay out the device's places of an engine whose sequences are at most so long."""
+    return layout(one.plan, longest=one.plan.pages(context))
+
+
+def _tiered(one: Footprint, context: int, batch_size: int) -> list[dict[str, Any]]:
+    """List the buffers of an offloaded cache: those that keep their tokens on the device, the host's pages, and the device's places for them."""
+    plan, shape = one.plan, _layout(one, context)
+    pages, rows = plan.pages(context) * batch_size, []
+    gone = {spec.name for spec in records(plan)} if one.form is not None else {"keys", "values"}
+    for spec in plan.buffers:
+        layers = tuple(layer for layer in spec.layers if not (spec.name in gone and layer in shape.layers))
+        if one.form is not None and spec.name in ("keys", "values"):
+            rows.append(_ring(spec, one, batch_size))
+        elif layers:
+            count = pages if spec.paged else batch_size
+            row = _row(spec, f"[{spec.letters}] = [{', '.join(map(str, (count, *spec.shape[1:])))}]", spec.row_bytes * count * len(layers))
+            rows.append(row | {"layers": len(layers)})
+    sizes = {"host pages": (pages, shape.host_bytes(pages)), "frames": (batch_size * shape.places, shape.device_bytes(batch_size))}
+    for name, (count, size) in sizes.items():
+        dims = [count, plan.num_kv_heads, *((shape.record_bytes,) if shape.parts else (2, plan.page_size, plan.head_dim))]
+        tier = "host" if name == "host pages" else "device"
+        text = f"[{'P' if tier == 'host' else 'Z(F+R)'} Hk {'bytes' if shape.parts else '2 N D'}] = {dims}"
+        rows.append(
+            {
+                "name": name,
+                "shape": text,
+                "dtype": "uint8" if shape.parts else plan.kv_dtype,
+                "layers": len(shape.layers),
+                "tier": tier,
+                "bytes": size,
+            }
+        )
+    return rows
+
+
+def _held(one: Footprint, context: int, batch_size: int) -> list[dict[str, Any]]:
+    """List buffers that are as long as what they hold; lengths that differ between heads or layers are given as a range."""
+    layers = one.layers(context)
+    rows = []
+    for spec in (*one.plan.buffers, *one.lasting_scores):
+        shape = f"[{spec.letters}] = {[batch_size, *spec.shape[1:]]}"
+        if spec.paged:
+            entries = [count for layer in spec.layers for count in one.entries(spec, layers[layer])]
+            length = str(entries[0]) if min(entries) == max(entries) else f"{min(entries)}..{max(entries)}"
+            dims = [str(batch_size), str(spec.shape[1]), length, *map(str, spec.shape[3:])]
+            shape = f"[{spec.letters.replace('P', 'B', 1).replace('N', 'S', 1)}] = [{', '.join(dims)}]"
+        rows.append(_row(spec, shape, one.bytes_of([spec], layers) * batch_size))
+    return rows
+
+
+def _row(spec: BufferSpec, shape: str, size: int) -> dict[str, Any]:
+    return {"name": spec.name, "shape": shape, "dtype": spec.dtype, "layers": len(spec.layers), "tier": spec.tier, "bytes": size}
+
+
+def _assumptions(one: Footprint, offload: bool) -> list[str]:
+    policy, said = one.policy, []
+    if policy.allocate and policy.allocate.measured:
+        said.append(f"allocate role '{type(policy.allocate).__name__}' measures the prompt: all layers are taken to be alike")
+    if policy.quantize and policy.quantize.demoted_only and not one.counts_demoted:
+        said.append("the evict role does not say how many tokens it demotes: all are counted in full precision")
+    if one.form is not None:
+        said.append("a GPU runs it: elsewhere tokens are held in tensors of the stored size, and only those bytes are occupied")
+    if policy.offload and not offload:
+        said.append("the offload role is not applied: every page is counted on the device (--offload counts it on the host)")
+    return said

@@ -1,0 +1,62 @@
+"""Which GPUs a build is for: those asked for, as far as TensorRT and the compilers of the kernels know them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from plugins.device import nvrtc
+from plugins.kernels import LEAST_CAPABILITY
+from plugins.tensorrt import cuda
+from plugins.tensorrt.backend import Backend
+from trtkv.errors import BuildError
+
+PORTABLE_SMS = ("80", "86", "89", "120")  # what a backend that builds without a GPU builds for unless told otherwise
+KERNEL_SMS = ("80", "89", "90", "120")  # what kernels are compiled for on a machine without a GPU: each runs on its whole generation
+NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Compute capabilities of the plan (none: the backend's own choice) and of the kernels; no_plan says why there is no plan to build."""
+
+    plan: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
+    no_plan: str | None = None
+
+
+def parse_sms(words: Sequence[str]) -> tuple[str, ...]:
+    """Read compute capabilities as typed, several in one word or in many: "8.9", "sm_89" and "89" are the same; "none" stands alone."""
+    parts = [part.strip().lower() for word in words for part in word.split(",")]
+    sms = tuple(dict.fromkeys(part.replace(".", "").removeprefix("sm").removeprefix("_") for part in parts))
+    for sm, part in zip(sms, parts, strict=False):
+        if sm == NONE and len(sms) > 1:
+            raise BuildError("--sm none stands alone", "Leave it out, or leave the compute capabilities out.")
+        if sm != NONE and not (sm.isascii() and sm.isdigit()):
+            raise BuildError(f"'{part}' is no compute capability", "Write --sm 89, --sm 80,89,90,120 or --sm none.")
+    return sms
+
+
+def choose_targets(words: Sequence[str], backend: Backend | None, *, insisted: bool) -> Targets:
+    """Divide what was asked for between plan and kernels; without a word kernels are for the GPU at hand, or for all where there is none.
+
+    A plan is for those that the backend supports. Where it supports none there is no plan, unless the user insisted on the backend: then the
+    plan's builder says so. Raises BuildError for a word that is no compute capability or one that nothing here builds for.
+    """
+    asked, here = parse_sms(words), cuda.compute_capability()
+    known = [sm for sm in nvrtc.architectures() or KERNEL_SMS if int(sm) >= LEAST_CAPABILITY]
+    usual = PORTABLE_SMS if backend and backend.portable else ()
+    if asked == (NONE,):
+        return Targets(usual)
+    if not asked:
+        return Targets(usual, (here,) if here in known else tuple(sm for sm in KERNEL_SMS if sm in known))
+    supported = backend.capabilities if backend and backend.portable else [here] if backend and here else []
+    chosen = tuple(sm for sm in asked if sm in supported)
+    if not chosen and insisted:
+        chosen = asked
+    for sm in asked:
+        if sm not in (*chosen, *known):
+            every = sorted({*supported, *known}, key=int)
+            raise BuildError(f"nothing can be built for sm {sm} here", f"Choose among {', '.join(every)} with --sm.")
+    reason = f"{backend.title} does not build for sm {', '.join(asked)} here" if backend and not chosen else None
+    return Targets(chosen, tuple(sm for sm in asked if sm in known), reason)

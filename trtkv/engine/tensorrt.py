@@ -1,0 +1,238 @@
+"""Compiles an ONNX graph with this project's plugin ops into a TensorRT plan.
+
+The build runs on a thread of its own, so that Ctrl-C reaches Python while TensorRT is compiling: TensorRT swallows an interrupt that is
+raised inside one of its callbacks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from plugins.nodes.node import DOMAIN, VERSION, OpFace
+from plugins.tensorrt import cuda
+from plugins.tensorrt.backend import Backend, Messages, load
+from plugins.tensorrt.plugin import register
+from plugins.tensorrt.recorder import Recorder, recording
+from trtkv.engine.progress import Monitor, make_monitor
+from trtkv.errors import BuildError
+
+Shape = tuple[int, ...]
+AGAIN = "Build the graph again with this version of trtkv."
+REPORT = "This is a defect of trtkv: please report it with the command that you ran."
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Ranges of the dynamic inputs that one set of kernels is made for: input name to its (smallest, usual, largest) shape."""
+
+    name: str
+    shapes: Mapping[str, tuple[Shape, Shape, Shape]]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A serialized engine; data refers to TensorRT's own memory, which lives as long as it is referenced."""
+
+    data: memoryview
+    backend: str
+    version: str
+    sms: tuple[str, ...]
+    seconds: float
+    warnings: tuple[str, ...]
+
+
+def build_plan(
+    onnx_bytes: bytes,
+    profiles: Sequence[Profile],
+    *,
+    backend: str | None = None,
+    sms: Sequence[str] = (),
+    faces: Collection[OpFace],
+    progress: Callable[[str, float], None] | None = None,
+    cancelled: Callable[[], bool] | None = None,
+) -> Plan:
+    """Compile a graph; equal graphs, profiles and targets give equal bytes on a portable backend.
+
+    backend is "tensorrt", "tensorrt_rtx" or None for whichever is installed; sms are compute capabilities such as "89", none for the
+    backend's usual ones (the GPU at hand for full TensorRT); progress gets a stage and a fraction 0..1 that never falls, on another thread;
+    cancelled is asked now and then. Raises BuildError, KeyboardInterrupt when interrupted, or what progress or cancelled raise.
+    """
+    chosen = load(backend)
+    targets = target_capabilities(chosen, sms)
+    check_ops(onnx_bytes, faces)
+    register(chosen.trt, list(faces))
+    monitor = make_monitor(chosen.trt, progress, cancelled)
+    job = _Job(chosen, onnx_bytes, profiles, targets, monitor)
+    started = time.perf_counter()
+    try:
+        threading.Thread(target=job.run, name="trtkv-build", daemon=True).start()
+        job.wait()
+    except KeyboardInterrupt:
+        monitor.stop()
+        job.wait()  # a second Ctrl-C ends this
+        raise
+    data = job.result()
+    monitor.finish()
+    return Plan(data, chosen.name, chosen.version, targets, time.perf_counter() - started, tuple(dict.fromkeys(job.warnings)))
+
+
+def target_capabilities(backend: Backend, sms: Sequence[str]) -> tuple[str, ...]:
+    """Check the compute capabilities asked for, or choose them: all from 8.0 on, or for full TensorRT that of the GPU at hand."""
+    wanted = tuple(dict.fromkeys(sm.replace(".", "").removeprefix("sm_").removeprefix("sm") for sm in sms))
+    if not backend.portable:
+        here = cuda.compute_capability()
+        if here is None:
+            raise BuildError(f"{backend.title} builds only on a machine with an NVIDIA GPU", "Build here with TensorRT-RTX: pip install 'trtkv[rtx]'")
+        if wanted and wanted != (here,):
+            raise BuildError(f"{backend.title} builds only for the GPU at hand, sm {here}, not for sm {', '.join(wanted)}", "Leave --sm out.")
+        return (here,)
+    known = backend.capabilities
+    for sm in wanted:
+        if sm not in known:
+            raise BuildError(f"{backend.title} does not support sm {sm}; it supports {', '.join(known)}", _advice(sm))
+    # Turing has no bfloat16, so it must be asked for.
+    return wanted or tuple(sm for sm in known if int(sm) >= 80)
+
+
+def _advice(sm: str) -> str:
+    datacenter = {"90": "Hopper", "100": "Blackwell data centre GPUs", "103": "Blackwell data centre GPUs"}.get(sm)
+    if datacenter:
+        return f"For {datacenter} build with the full TensorRT (pip install 'trtkv[tensorrt]') or run the engine with --executor torch."
+    return "Choose among these with --sm."
+
+
+def check_ops(onnx_bytes: bytes, faces: Collection[OpFace]) -> None:
+    """Raise BuildError when bytes are no ONNX model or hold an op of this project's domain that these faces do not cover."""
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        model = onnx.load_model_from_string(onnx_bytes)
+    except DecodeError:
+        raise BuildError("the graph is not an ONNX model", "Build the engine again from its checkpoint.") from None
+    names = {face.name for face in faces}
+    for node in model.graph.node:
+        if node.domain != DOMAIN:
+            continue
+        if node.op_type not in names:
+            raise BuildError(
+                f"node '{node.name}' is the op '{node.op_type}', which this version of trtkv does not have",
+                AGAIN,
+            )
+        texts = {one.name: one.s.decode(errors="replace") for one in node.attribute if one.type == onnx.AttributeProto.STRING}
+        if (version := texts.get("plugin_version", "1")) != VERSION:
+            raise BuildError(f"node '{node.name}' needs version {version} of the op '{node.op_type}', this trtkv has version {VERSION}", AGAIN)
+        if (space := texts.get("plugin_namespace", DOMAIN)) != DOMAIN:
+            raise BuildError(f"node '{node.name}' looks for the op '{node.op_type}' in the namespace '{space}', not '{DOMAIN}'", AGAIN)
+
+
+class _Job:
+    """One build on its worker thread: what it needs, and what came of it."""
+
+    def __init__(self, backend: Backend, model: bytes, profiles: Sequence[Profile], targets: Sequence[str], monitor: Monitor) -> None:
+        self.backend, self.model, self.profiles, self.targets, self.monitor = backend, model, profiles, targets, monitor
+        self.recorder = monitor.recorder = Recorder()
+        self.warnings: list[str] = []
+        self._data: memoryview | None = None
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+
+    def wait(self) -> None:
+        """Wait for the end; not by joining the thread, which an interrupted join takes for dead while it lives."""
+        while not self._ended.wait(0.1):
+            pass
+
+    def run(self) -> None:
+        """Build; never raises."""
+        try:
+            with self.backend.log.collect() as messages, recording(self.recorder):
+                self._data = self._build(messages)
+            # Announces every int64 input, which is what the state table is meant to be.
+            self.warnings = [line for line in messages.warnings if "has Int64 binding" not in line]
+        except BaseException as error:  # noqa: BLE001 - raised again by result(), on the caller's thread
+            self._error = error
+        finally:
+            self._ended.set()
+
+    def result(self) -> memoryview:
+        """Return the plan, or raise the reason why there is none: what a callback raised goes before what TensorRT made of it."""
+        self.recorder.check(BuildError)
+        if self.monitor.stopped:
+            raise BuildError("the build was cancelled", "Start it again.")
+        if self._error is not None:
+            raise self._error
+        assert self._data is not None
+        return self._data
+
+    def _build(self, messages: Messages) -> memoryview | None:
+        trt, backend = self.backend.trt, self.backend
+        self.monitor.report("parse", 0.0)
+        builder = trt.Builder(backend.logger)
+        network = builder.create_network(_network_flags(trt))
+        parser = trt.OnnxParser(network, backend.logger)
+        parsed = parser.parse(self.model)
+        if self.recorder.failed or self.monitor.stopped:
+            return None
+        if not parsed:
+            raise _parse_error(parser, messages)
+        config = builder.create_builder_config()
+        config.max_aux_streams = 0  # plugins order their side effects by the one stream
+        config.progress_monitor = self.monitor
+        self._add_profiles(builder, network, config, messages)
+        if backend.portable:
+            config.num_compute_capabilities = len(self.targets)
+            for index, sm in enumerate(self.targets):
+                config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), index)
+        host = builder.build_serialized_network(network, config)
+        if host is None and not self.recorder.failed and not self.monitor.stopped:
+            raise BuildError(f"{backend.title} could not build the engine: {_first(messages.errors)}", REPORT)
+        return None if host is None else memoryview(host)
+
+    def _add_profiles(self, builder: Any, network: Any, config: Any, messages: Messages) -> None:
+        inputs = {tensor.name: tuple(tensor.shape) for tensor in map(network.get_input, range(network.num_inputs))}
+        for profile in self.profiles:
+            check_profile(profile, inputs)
+            native = builder.create_optimization_profile()
+            for name, (low, usual, high) in profile.shapes.items():
+                native.set_shape(name, low, usual, high)
+            if config.add_optimization_profile(native) < 0:
+                raise BuildError(f"TensorRT refused the profile '{profile.name}': {_first(messages.errors)}", REPORT)
+
+
+def check_profile(profile: Profile, inputs: Mapping[str, Shape]) -> None:
+    """Raise BuildError where a profile does not fit the graph's inputs; -1 in an input's shape is a dynamic dimension."""
+    where = f"the profile '{profile.name}'"
+    for name, shape in inputs.items():
+        if -1 in shape and name not in profile.shapes:
+            raise BuildError(f"{where} gives no range for the input '{name}'", REPORT)
+    for name, (low, usual, high) in profile.shapes.items():
+        if name not in inputs:
+            raise BuildError(f"{where} gives a range for '{name}', which the graph does not have", REPORT)
+        fixed = inputs[name]
+        fits = len(low) == len(usual) == len(high) == len(fixed) and all(
+            a <= b <= c and (size == -1 or a == b == c == size) for a, b, c, size in zip(low, usual, high, fixed, strict=True)
+        )
+        if not fits:
+            raise BuildError(f"{where} gives '{name}' the range {low}, {usual}, {high}, which does not fit the input's shape {fixed}", REPORT)
+
+
+def _network_flags(trt: Any) -> int:
+    flags = trt.NetworkDefinitionCreationFlag
+    return 1 << int(flags.STRONGLY_TYPED) if hasattr(flags, "STRONGLY_TYPED") else 0
+
+
+def _parse_error(parser: Any, messages: Messages) -> BuildError:
+    if not parser.num_errors:
+        return BuildError(f"TensorRT cannot read the graph: {_first(messages.errors)}", REPORT)
+    first = parser.get_error(0)
+    name, kind = first.node_name(), first.node_operator()
+    node = f"node '{name}' ({kind})" if name else kind or "the graph"
+    return BuildError(f"TensorRT cannot read {node}: {' '.join(first.desc().split())}", REPORT)
+
+
+def _first(lines: Sequence[str]) -> str:
+    return lines[0].rstrip(". ") if lines else "it gave no reason"
