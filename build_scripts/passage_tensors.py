@@ -41,10 +41,10 @@ def capture(model: str, num_tokens: int, seed: int = 0) -> Captured:
 
 
 def _run(llm: LLM, tokens: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    stepper, session, shape = llm.engine.stepper, llm.engine.session, llm.engine.manifest.model
+    stepper, cache, shape = llm.engine.stepper, llm.engine.cache, llm.engine.manifest.model
     executor = stepper.executor
     assert isinstance(executor, TorchExecutor)
-    pages = llm.engine.pages.take(session.plan.pages(len(tokens)))
+    pages = llm.engine.pages.take(cache.plan.pages(len(tokens)))
     queries: list[list[Tensor]] = [[] for _ in range(shape.num_layers)]
     for start in range(0, len(tokens), CHUNK):
         part = tokens[start : start + CHUNK]
@@ -56,6 +56,6 @@ def _run(llm: LLM, tokens: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
     captured = []
     for layer, found in enumerate(queries):
         q = torch.cat(found).unflatten(1, (shape.num_q_heads, shape.head_dim))
-        k, v = (session.buffer(name, layer)[pages].transpose(1, 2).flatten(0, 1)[: len(tokens)].clone() for name in ("keys", "values"))
+        k, v = (cache.buffer(name, layer)[pages].transpose(1, 2).flatten(0, 1)[: len(tokens)].clone() for name in ("keys", "values"))
         captured.append((q, k, v))
     return captured
