@@ -35,7 +35,7 @@ class Bench:
         limits = Limits(max_seq_len=count * plan.page_size, max_batch_size=2, max_chunk_tokens=2048)
         offload = open_offload(plan, limits, device) if hosted else None
         num_pages = offload.num_pages if offload else 2 * count
-        self.cache, self.count = make_cache(plan, [num_pages], 2, device, offload=offload), count
+        self.cache, self.count = make_cache(plan, [num_pages], 2, device, tier=offload), count
         self.pages = PageAllocator(num_pages)
         self.swap = Swap(self.cache, self.pages, 64 << 30)
         with torch.inference_mode():

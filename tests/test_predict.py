@@ -177,7 +177,7 @@ def test_tiers_of_an_offloaded_cache_are_those_that_a_session_allocates(name: st
     policy = parse_policy(name, sets=["retrieve.budget=320", "retrieve.page=32"])
     plan, context, batch = policy.plan(MODEL), 1000, 3
     store = Offload(plan, batch * plan.pages(context), batch)
-    cache = make_cache(plan, [batch * plan.pages(context)], batch, offload=store)
+    cache = make_cache(plan, [batch * plan.pages(context)], batch, tier=store)
     found = predict(MODEL, policy, context, batch, "1GiB", offload=True)
     resident = predict(MODEL, policy, context, batch)
     others = [

@@ -139,7 +139,7 @@ def make_rig(
     lane = SideStream(torch.device(device)) if device != "cpu" else None
     pool = HostPool(torch.device(device), plan.num_layers).allocate
     offload = Offload(plan, pages, slots, device, recall, pool, lane, plan.pages(length)) if recall else None
-    cache = make_cache(plan, [pages] * plan.num_page_groups, slots, device, by_definition=by_definition, offload=offload)
+    cache = make_cache(plan, [pages] * plan.num_page_groups, slots, device, by_definition=by_definition, tier=offload)
     specs = [{"name": one.name, "shape": one.shape, "sources": one.sources} for one in decoder.weights]
     weights = map_weights(Checkpoint(tiny.path), specs, TORCH_DTYPES[config.dtype], cache.device, lambda done, total: None)
     executor = TorchExecutor(graph, weights, cache)

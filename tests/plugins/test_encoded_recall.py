@@ -194,7 +194,7 @@ def test_planned_tiers_are_allocated(policy: str, monkeypatch: pytest.MonkeyPatc
     chosen, one = parse_policy(policy, sets=["retrieve.budget=320", "retrieve.dense_layers=1"]), model(num_layers=3, dtype="bfloat16")
     plan, context, batch = chosen.plan(one), 1000, 2
     store = Offload(plan, batch * plan.pages(context), batch, longest=plan.pages(context))
-    cache = make_cache(plan, [batch * plan.pages(context)], batch, offload=store)
+    cache = make_cache(plan, [batch * plan.pages(context)], batch, tier=store)
     found, resident = (predict(one, chosen, context, batch, offload=away) for away in (True, False))
     others = [x for name, all_ in cache.buffers.items() for layer, x in enumerate(all_) if not (name in store.names and store.covers(layer))]
     assert found["host_bytes"] == store.host_bytes() == sum(tier.host.nbytes for tier in store.every)
