@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from plugins.cache.assemble import make_cache
-from plugins.cache.encodings.mixed import make_ledger
+from plugins.cache.assemble import make_cache, make_ledger
 from plugins.cache.eviction.per_head.ledger import HeadLedger
 from plugins.cache.pages import HeadPages, head_pages
 from tests.plugins.test_mixed import POLICIES as MIXED
@@ -39,7 +38,7 @@ class Rig:
     """A scheduler and what a cache does to its ledger, without a cache; heads are measured at random."""
 
     def __init__(self, plan: CachePlan, share: float) -> None:
-        self.plan, self.ledger, self.slots = plan, make_ledger(plan), list(range(LIMITS.max_batch_size))
+        self.plan, self.ledger, self.slots = plan, make_ledger(plan, torch.device("cpu")), list(range(LIMITS.max_batch_size))
         whole = self.ledger.most_pages(LIMITS.max_seq_len, LIMITS.max_chunk_tokens)[0]
         self.pages = HeadPageAllocator(int(share * whole), plan.num_page_groups)
         self.scheduler = HeadClaimScheduler(plan, LIMITS, self.pages, self.slots, self.ledger)

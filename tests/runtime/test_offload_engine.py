@@ -63,7 +63,7 @@ def finish(llm: LLM) -> None:
 
 
 def idle(llm: LLM) -> bool:
-    store = llm.engine.cache.tier
+    store = llm.engine.cache.tier if llm.engine.cache.tier.recalls else None
     nothing_left = store is None or not (store.staged or store.kept or store.chunk)
     return nothing_left and llm.engine.pages.free == llm.engine.pages.num_pages and len(llm.engine.slots) == 4 and not llm.batcher.busy
 

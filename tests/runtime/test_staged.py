@@ -153,7 +153,7 @@ def test_a_captured_step_makes_anew_what_its_layers_share(tiny_llama: TinyModel,
     run = rig.executor.run
 
     def running(values: dict[str, torch.Tensor]) -> torch.Tensor:
-        shared.append(rig.cache.step(0).cache.setdefault("shared", object()))
+        shared.append(rig.cache.step(0).shared.setdefault("shared", object()))
         return run(values)
 
     monkeypatch.setattr(rig.executor, "run", running)
