@@ -37,7 +37,7 @@ def select(session: Session, layer: int, config: OpConfig, inputs: Sequence[Tens
     group = session.plan.page_groups[layer]
     asking = query if step.decoding else query.index_select(0, starts[1:] - 1)
     if plan.speculative:
-        remembered, tau = session.buffer("previous_query", layer), float(plan.meaning.fields["tau"])
+        remembered, tau = session.buffer("previous_query", layer), plan.tau
         asking = speculate(asking, remembered, slots, session.own.taus, tau, config.num_kv_heads)
         if fresh:  # a prompt's query is nobody's previous query
             remembered.index_fill_(0, step.fresh_slots, torch.nan)

@@ -23,7 +23,7 @@ def check_own(session: Session, params: SamplingParams) -> None:
     """Raise RequestError where an engine cannot give a request its budget or tau."""
     if params.budget is not None:
         _check_budget(session, params.budget)
-    if params.tau is not None and not any(one is not None and "tau" in one.meaning.fields for one in session.plan.select):
+    if params.tau is not None and not any(one is not None and one.tau is not None for one in session.plan.select):
         raise RequestError(f"policy '{session.plan.policy}' has no tau, and the request asks for {params.tau}", WITHOUT)
 
 

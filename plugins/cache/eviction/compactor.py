@@ -14,6 +14,7 @@ from plugins.cache.eviction.ledger import Account
 from plugins.cache.eviction.newest import Step
 from plugins.cache.eviction.view import PagedView
 from plugins.cache.support import compacts_by_kernels
+from trtkv.rules import Exchange
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,7 +93,7 @@ class Compactor:
     def _join(self, group: int, queries: Tensor | None, table: Tensor, lens: Tensor, seen: Tensor, slots: Tensor) -> None:
         step = Step(queries, table, lens, seen, slots, self._plan.num_q_heads, self._scale)
         rule, stacks, slots_ = self._rule, self._stacks, self._session.num_slots
-        if isinstance(rule, exchange.Rule):
+        if isinstance(rule, Exchange):
             found = self._session.scratch(("exchange", group), lambda: exchange.Scratch.of(stacks, group, rule, step.heads_q, slots_))
             exchange.run(stacks, group, rule, found, step)
         elif rule is not None:
