@@ -1,7 +1,7 @@
 """The lowered form of a policy: buffers, budgets and op calls as plain data.
 
-Graph, plugins and runtime see only this, never a policy class. A meaning is named by import path, so that the reference definition of a
-policy runs where no kernel for it exists.
+Graph, plugins and runtime see only this, never a policy class. What kernels know a role by is typed data of `trtkv/rules.py`; a meaning is named
+by import path, so that a role's definition runs where no kernel for it exists.
 """
 
 from __future__ import annotations
@@ -10,20 +10,29 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from trtkv.config import DTYPE_BYTES
 from trtkv.errors import EngineError
+from trtkv.rules import Blend, Encoding, EvictRule, PerToken, Summary
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 BOOKKEEPING = ("positions", "last_queries")  # buffers of a cache that is evicted from that hold none of it: they are occupied, not stored
-FORMAT = 1  # raised whenever an engine directory of the previous format can no longer be run
+FORMAT = 2  # raised whenever an engine directory of the previous format can no longer be run
 
 Tier = Literal["device", "host"]
 Phase = Literal["prefill", "decode"]
 Pooling = Literal["softmax-mean", "softmax-max", "mean", "max", "none"]
+# Where tokens lie. In pages in full precision: all tokens (paged), what is left of them where layers keep equally many in every head (compacted), or
+# where each KV head has pages of its own (per_head); beside codes in pages of the same pool (mixed). In pages of codes: all tokens (encoded), what is
+# left of a prompt (once), those that will never be evicted (windowed), single tokens that later ones replace (replaced). Else in tensors of exactly
+# the stored size (reference).
+Storage = Literal["paged", "compacted", "per_head", "mixed", "encoded", "once", "windowed", "replaced", "reference"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +69,8 @@ class BufferSpec:
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """A role by import path (`module:Class`) with its fields, and the name under which `plugins` may have a kernel for it."""
+    """A role by import path (`module:Class`) with its fields."""
 
-    op: str
     role: str
     fields: Mapping[str, Any] = field(default_factory=dict)
 
@@ -72,8 +80,9 @@ class SelectPlan:
     """How a layer chooses what a decode query reads.
 
     budget counts the attended tokens of one KV head, with sink, window and open group; unit is 1 (tokens) or the page.
-    Tokens behind the last multiple of group have no summary yet and are always attended. speculative roles may select with the previous
-    step's query, forces says that the role names units that every query reads.
+    Tokens after the last multiple of group have no summary yet and are always attended. speculative roles may select with the previous
+    step's query, unless the cosine of the two is below tau; forces says that the role names units that every query reads, `outliers` of them; shared
+    that all heads of a layer read the same units.
     """
 
     meaning: Meaning
@@ -85,6 +94,10 @@ class SelectPlan:
     pooling: Pooling
     speculative: bool = False
     forces: bool = False
+    summary: Summary | None = None
+    tau: float | None = None
+    outliers: int = 0
+    shared: bool = False
 
     @property
     def width(self) -> int:
@@ -114,6 +127,7 @@ class EvictPlan:
     paged: bool = False
     prompt_only: bool = False
     ragged: bool = False
+    rule: EvictRule | None = None
 
     @property
     def queries(self) -> int:
@@ -137,6 +151,15 @@ class QuantizePlan:
     key_group: int = 1
     residual: int = 0
     mixed: bool = False
+    encoding: Encoding | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadPlan:
+    """What an offload role moves to the host: values, and keys unless `values_only`; blocking recalls a page before the attention that reads it."""
+
+    values_only: bool = False
+    blocking: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +241,7 @@ class CachePlan:
     page_groups: tuple[int, ...] = ()
     evict: EvictPlan | None = None
     quantize: QuantizePlan | None = None
+    offload: OffloadPlan | None = None
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -226,45 +250,47 @@ class CachePlan:
             object.__setattr__(self, "page_groups", (0,) * self.num_layers)
 
     @property
+    def storage(self) -> Storage:
+        """How the cache lies, which follows from what the roles are; whether kernels know its encoding is another question."""
+        evict, quantize = self.evict, self.quantize
+        if quantize is not None and quantize.mixed:
+            return "mixed"
+        if evict is None:
+            return "paged" if quantize is None else "encoded"
+        if quantize is None and not any(self.select):
+            return "compacted" if evict.paged else "per_head" if evict.ragged else "reference"
+        if quantize is None or any(self.select) or quantize.demoted_only or not evict.paged:
+            return "reference"
+        if isinstance(evict.rule, Blend) and isinstance(quantize.encoding, PerToken):
+            return "reference" if "allocate" in self.roles else "replaced"
+        if evict.prompt_only:
+            return "reference" if evict.token_state or "attention_newest" in evict.needs else "once"
+        return "reference" if evict.token_state or evict.queries or evict.needs or quantize.flush_first else "windowed"
+
+    @property
     def held(self) -> bool:
-        """Whether tokens are evicted or encoded in a way that pages do not hold: caches are then tensors of exactly the stored size."""
-        return (self.evict is not None or self.quantize is not None) and not self.compacts and not self.mixed
+        """Whether no page in full precision holds the cache: codes do, or tensors of exactly the stored size."""
+        return self.storage in ("encoded", "once", "windowed", "replaced", "reference")
 
     @property
     def compacts(self) -> bool:
-        """Whether tokens are evicted from pages: those that stay move together, and freed pages go back to the pool."""
-        return self.evict is not None and (self.evict.paged or self.evict.ragged) and self.quantize is None and not any(self.select)
+        """Whether tokens are evicted from pages."""
+        return self.storage in ("compacted", "per_head")
 
     @property
     def ragged(self) -> bool:
-        """Whether every KV head of every layer has pages of its own, all from one pool: each is then a page group."""
-        return self.compacts and self.evict is not None and not self.evict.paged
+        """Whether every KV head has pages of its own."""
+        return self.storage == "per_head"
 
     @property
     def mixed(self) -> bool:
-        """Whether tokens in full precision and encoded ones of a layer have pages of one pool: page groups are the layers, then the layers' codes."""
-        return self.quantize is not None and self.quantize.mixed
+        """Whether tokens in full precision and codes have pages of one pool."""
+        return self.storage == "mixed"
 
     @property
     def pooled(self) -> bool:
         """Whether all page groups have pages of one pool."""
-        return self.ragged or self.mixed
-
-    @property
-    def evicts_once(self) -> bool:
-        """Whether tokens go at the end of the prompt alone, equally many of each KV head of a layer, and what stays is encoded."""
-        if self.evict is None or self.quantize is None or any(self.select):
-            return False
-        once = self.evict.paged and self.evict.prompt_only and not self.evict.token_state and "attention_newest" not in self.evict.needs
-        return once and not self.quantize.demoted_only
-
-    @property
-    def settles(self) -> bool:
-        """Whether tokens go while the model decodes, by keys and values alone, and those that will never go are encoded in a leading run."""
-        if self.evict is None or self.quantize is None or any(self.select):
-            return False
-        alone = self.evict.paged and not self.evict.prompt_only and not self.evict.token_state and not self.evict.needs and not self.evict.queries
-        return alone and not self.quantize.demoted_only and not self.quantize.flush_first
+        return self.storage in ("per_head", "mixed")
 
     @property
     def num_page_groups(self) -> int:
@@ -275,12 +301,7 @@ class CachePlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON-ready data; `from_json` reads it back equal."""
-        data = dict(json.loads(json.dumps(asdict(self))))
-        if data["evict"] and not data["evict"]["ragged"]:
-            del data["evict"]["ragged"]  # the hashes of plans that are recorded know nothing of it
-        if data["quantize"] and not data["quantize"]["mixed"]:
-            del data["quantize"]["mixed"]
-        return data
+        return dict(json.loads(json.dumps(asdict(self))))
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> CachePlan:
@@ -288,17 +309,11 @@ class CachePlan:
         if data.get("format") != FORMAT:
             raise EngineError(f"the cache plan has format {data.get('format')}, this version reads {FORMAT}", "Build the engine again.")
         try:
-            fields = dict(data)
-            fields["buffers"] = tuple(
-                BufferSpec(**{**spec, "shape": tuple(spec["shape"]), "layers": tuple(spec["layers"])}) for spec in data["buffers"]
-            )
-            fields["select"] = tuple(SelectPlan(**{**one, "meaning": Meaning(**one["meaning"])}) if one else None for one in data["select"])
-            fields["page_groups"] = tuple(data["page_groups"])
-            fields["evict"], fields["quantize"] = _evict_plan(data.get("evict")), _quantize_plan(data.get("quantize"))
-            fields["roles"] = {kind: Meaning(**one) for kind, one in data["roles"].items()}
-            return CachePlan(**fields)
-        except (KeyError, TypeError) as error:
-            raise EngineError(f"the cache plan is damaged ({error})", "Build the engine again.") from None
+            return _reader().validate_python(data)
+        except ValidationError as error:
+            first = error.errors()[0]
+            problem = f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
+            raise EngineError(f"the cache plan is damaged ({problem})", "Build the engine again.") from None
 
     @property
     def hash(self) -> str:
@@ -388,9 +403,6 @@ class CachePlan:
                 yield spec.name, tokens // spec.tokens_per_entry * (spec.row_bytes // entries_per_page) * len(spec.layers)
 
 
-def _evict_plan(data: Mapping[str, Any] | None) -> EvictPlan | None:
-    return EvictPlan(**{**data, "meaning": Meaning(**data["meaning"]), "needs": tuple(data["needs"])}) if data else None
-
-
-def _quantize_plan(data: Mapping[str, Any] | None) -> QuantizePlan | None:
-    return QuantizePlan(**{**data, "meaning": Meaning(**data["meaning"])}) if data else None
+@cache
+def _reader() -> TypeAdapter[CachePlan]:
+    return TypeAdapter(CachePlan)

@@ -13,6 +13,7 @@ from plugins.config import OpConfig
 from plugins.device.dtypes import TORCH_DTYPES
 from trtkv.config import DTYPE_BYTES
 from trtkv.plan import CachePlan, SelectPlan
+from trtkv.rules import Ball, Box, Mean, OneBit
 
 HEAD_DIMS = (64, 96, 128, 256)
 MOST_GROUP_HEADS = 16  # query heads a KV head: two columns of eight in a matrix instruction
@@ -41,18 +42,13 @@ class Summary:
 
 
 _SUMMARIES = {
-    one.kept: one
-    for one in (
-        Summary("fier", "fier", "fier_range", "fier_bits"),
-        Summary("minmax", "box", "page_bounds"),
-        Summary("cuboid", "box", "page_bounds"),
-        Summary("ball-mean", "ball", "page_centre", "page_radius"),
-        Summary("ball-max", "ball", "page_centre", "page_radius"),
-        Summary("mean", "mean", "landmarks", "likeness"),
-    )
+    OneBit(): Summary("fier", "fier", "fier_range", "fier_bits"),
+    Box(): Summary("minmax", "box", "page_bounds"),
+    Box(mean=True): Summary("cuboid", "box", "page_bounds"),
+    Ball(): Summary("ball-mean", "ball", "page_centre", "page_radius"),
+    Ball(largest=True): Summary("ball-max", "ball", "page_centre", "page_radius"),
+    Mean(): Summary("mean", "mean", "landmarks", "likeness"),
 }
-_KEPT = {"fier": "fier", "quest": "minmax", "shadowkv": "mean"}  # by op name; the others say what they keep in their field `digest`
-_DIGESTS = {"minmax": "minmax", "cuboid-mean": "cuboid", "ball-mean": "ball-mean", "ball-max": "ball-max"}
 
 
 @cache
@@ -118,10 +114,9 @@ def why_selects_in_torch(plan: CachePlan, layer: int) -> str | None:
     select = plan.select[layer]
     if select is None:
         return None
-    kept = _kept(select)
-    if kept is None:
-        return f"no kernel is written for the summaries of '{select.meaning.op}'"
-    if kept == "fier":
+    if select.summary is None:
+        return f"no kernel is written for the summaries of '{select.meaning.role}'"
+    if isinstance(select.summary, OneBit):
         return _why_not_fier(plan, select)
     unit = select.unit
     if unit != select.group or unit & (unit - 1) or not LEAST_UNIT <= unit <= MOST_UNIT or plan.page_size % unit:
@@ -147,10 +142,9 @@ def in_torch(plan: CachePlan) -> list[str]:
 def summary_of(plan: CachePlan, layer: int) -> Summary | None:
     """Return the summary that the append kernel keeps for a layer, None where the layer selects nothing or selects in torch."""
     select = plan.select[layer]
-    if select is None or why_selects_in_torch(plan, layer) is not None:
+    if select is None or select.summary is None or why_selects_in_torch(plan, layer) is not None:
         return None
-    kept = _kept(select)
-    return None if kept is None else _SUMMARIES[kept]
+    return _SUMMARIES[select.summary]
 
 
 def summary_kind(plan: CachePlan, layer: int) -> str | None:
@@ -161,18 +155,12 @@ def summary_kind(plan: CachePlan, layer: int) -> str | None:
 
 def outliers(select: SelectPlan) -> int:
     """Return how many units every query reads because their summaries describe them worst."""
-    return int(select.meaning.fields.get("outliers", 0)) if select.forces else 0
+    return select.outliers
 
 
 def shares_selection(select: SelectPlan) -> bool:
     """Say whether all heads of the layer read the same units."""
-    return bool(select.meaning.fields.get("shared"))
-
-
-def _kept(select: SelectPlan) -> str | None:
-    if not select.meaning.role.startswith("trtkv."):
-        return None
-    return _KEPT.get(select.meaning.op) or _DIGESTS.get(str(select.meaning.fields.get("digest", "")))
+    return select.shared
 
 
 def _why_not_fier(plan: CachePlan, select: SelectPlan) -> str | None:

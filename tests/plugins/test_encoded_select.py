@@ -36,6 +36,7 @@ from trtkv.engine.footprint import Footprint
 from trtkv.engine.predict import predict
 from trtkv.plan import CachePlan
 from trtkv.policies.registry import parse_policy
+from trtkv.rules import OneBit
 from trtkv.runtime.step import StepRow
 
 HQ, HK, DIM, SLOTS, LONGEST = 4, 2, 64, 3, 256
@@ -120,7 +121,7 @@ class Twins:
         own = torch.cat([self.bases[slot].expand(count, -1) for slot, count in new.items()])
         query = own + 0.45 * torch.randn(own.shape, generator=self.generator)
         both = torch.randint(-14, 15, (len(own), 2 * HK * DIM), generator=self.generator) / 8
-        if self.select.meaning.op != "fier":
+        if self.select.summary != OneBit():
             both = both + torch.randn(both.shape, generator=self.generator)
         both[:, : HK * DIM : DIM] = 3.5  # 448 / 128: eight-bit floats of few bits are then exact
         return torch.cat([query, both], 1).half()
@@ -180,7 +181,7 @@ def test_a_session_selects_and_answers_like_the_definition(policy: str, monkeypa
 
 def beside(plan: CachePlan, seen: int) -> int:
     """Return the bytes that pages and slots hold of a sequence's summaries beyond what the definition does, which keeps a byte a bit and no query."""
-    if plan.select[1].meaning.op == "fier":  # type: ignore[union-attr]
+    if plan.select[1].summary == OneBit():  # type: ignore[union-attr]
         return seen // 32 * 32 * HK * DIM // 8 + seen % 32 * HK * DIM // 8 - seen // 32 * 32 * HK * DIM
     return sum(spec.row_bytes * len(spec.layers) for spec in plan.buffers if not spec.paged)
 

@@ -16,7 +16,7 @@ from trtkv import api
 from trtkv.bench.records import read_records
 from trtkv.checkpoint.find import resolve_model
 from trtkv.config import ModelConfig
-from trtkv.plan import CachePlan
+from trtkv.plan import CachePlan, Meaning
 from trtkv.policies.registry import parse_policy
 from trtkv.presets import policy_presets
 
@@ -159,10 +159,12 @@ def test_heads_that_no_kernel_takes(policy: str, changes: dict[str, object], wor
     assert support.dense_below(one, 1, torch.device("cuda")) == 0
 
 
-def test_a_role_of_ones_own_selects_in_torch() -> None:
+def test_a_role_that_states_no_summary_selects_in_torch() -> None:
     one = plan("arkvale")
-    own = replace(one, select=tuple(select and replace(select, meaning=replace(select.meaning, role="mine:ArkVale")) for select in one.select))
-    assert support.in_torch(own) == ["selection runs in torch, so decode steps are not captured: no kernel is written for the summaries of 'arkvale'"]
+    own = replace(one, select=tuple(select and replace(select, meaning=Meaning("mine:ArkVale"), summary=None) for select in one.select))
+    assert support.in_torch(own) == [
+        "selection runs in torch, so decode steps are not captured: no kernel is written for the summaries of 'mine:ArkVale'"
+    ]
 
 
 def test_without_a_gpu_no_kernel_runs() -> None:

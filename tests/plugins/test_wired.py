@@ -32,6 +32,7 @@ from tests.runtime.test_kernels import POLICIES, SELECTING
 from trtkv.config import Limits, ModelConfig
 from trtkv.plan import CachePlan
 from trtkv.policies.registry import parse_policy
+from trtkv.rules import OneBit
 
 HQ, HK, DIM, SLOTS = 6, 2, 64, 3
 LIMITS = Limits(max_seq_len=512, max_batch_size=SLOTS, max_chunk_tokens=256)
@@ -101,7 +102,7 @@ class Twins:
             for name, values in zip(("keys", "values"), made, strict=True):
                 self.plain.buffer(name, layer)[page, :, inside] = values.half()
         indexes.find(self.select).update(self.plain, 1, self.select)
-        if self.select.meaning.op == "fier":
+        if self.select.summary == OneBit():
             pages, where = self.plain.step(1).closed_groups(32)
             words, ranges = fier_layout.pack(self.plain.buffer("keys", 1).unflatten(2, (-1, 32))[pages, :, where])
             self.words(wired, 1)[pages, :, where], self.ranges(wired, 1)[pages, :, where] = words, ranges

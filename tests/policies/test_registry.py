@@ -187,5 +187,44 @@ def test_plan_survives_json(name: str) -> None:
         assert plan.evict.observe_window == 32 and plan.evict.needs == ("last_queries",)
 
 
+STORAGE = {
+    "full": "paged",
+    "freekv": "paged",
+    "lagkv": "compacted",
+    "raas": "compacted",
+    "pyramidkv": "compacted",
+    "razor": "per_head",
+    "arkv": "mixed",
+    "arkv-quant": "mixed",
+    "kivi": "encoded",
+    "fier+kivi": "encoded",
+    "minikv": "once",
+    "snapkv+fp8": "once",
+    "lagkv+kivi": "windowed",
+    "qhitter": "replaced",
+    "lagkv+fier": "reference",
+    "streaming+fp8": "windowed",
+    "razor+fp8": "reference",
+    "h2o+fp8": "reference",
+}
+
+
+@pytest.mark.parametrize("name", STORAGE)
+def test_storage_follows_from_the_roles(name: str) -> None:
+    model = ModelConfig(
+        model_type="llama", hidden_size=64, intermediate_size=64, num_layers=4, num_q_heads=4, num_kv_heads=2, head_dim=16, vocab_size=64
+    )
+    assert parse_policy(name).plan(model).storage == STORAGE[name]
+
+
+@pytest.mark.parametrize("name", ["lagkv", "kivi", "fier"])
+def test_a_subclass_states_its_rule_anew(name: str) -> None:
+    """What it overrides would otherwise be run by the kernels of the role that it extends."""
+    (role,) = parse_policy(name).roles.values()
+    plain = type("Changed", (type(role),), {"__module__": "mine"})()
+    stated = type("Stated", (type(role),), {"__module__": "mine", "rule": lambda self: super(type(self), self).rule()})()
+    assert role.stated is not None and plain.stated is None and stated.stated == role.stated
+
+
 def _has_budget(name: str) -> bool:
     return any("budget" in type(role).model_fields for role in parse_policy(name).roles.values()) and not name.startswith("minikv")

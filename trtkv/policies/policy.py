@@ -143,14 +143,18 @@ class Policy(BaseModel):
             roles={kind: role.meaning() for kind, role in self.roles.items()},
             evict=self.evict.plan(self.allocate) if self.evict else None,
             quantize=quantize.plan() if quantize else None,
+            offload=self.offload.plan() if self.offload else None,
         )
         if self._mixes and made.evict is not None and made.quantize is not None:
             made = replace(made, quantize=replace(made.quantize, mixed=True), page_groups=every)
             return replace(made, buffers=(*made.buffers, *state_buffers(made.evict, model, page_size)))
-        if self.evict is None or made.evict is None or not (made.compacts or made.evicts_once or made.settles):
+        if self.evict is None or made.evict is None or made.storage in ("mixed", "replaced", "reference"):
             return made
-        heads, beside = model.num_kv_heads, state_buffers(made.evict, model, page_size) if made.compacts else ()
-        groups = tuple(range(0, model.num_layers * heads, heads)) if made.ragged else self.evict.page_groups(self.allocate, model.num_layers)
+        if made.storage == "per_head":
+            groups = tuple(range(0, model.num_layers * model.num_kv_heads, model.num_kv_heads))
+        else:
+            groups = self.evict.page_groups(self.allocate, model.num_layers)
+        beside = state_buffers(made.evict, model, page_size) if made.quantize is None else ()
         return replace(made, buffers=(*made.buffers, *beside), page_groups=groups)
 
 

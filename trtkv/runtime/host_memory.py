@@ -77,8 +77,7 @@ def recall_of(plan: CachePlan, engine: str = "auto") -> Recall:
     """
     if engine not in ENGINES:
         raise UnknownName("recall", engine, ENGINES)
-    offload = plan.roles.get("offload")
-    guesses = any(one is not None and one.speculative for one in plan.select) and (offload is None or offload.fields.get("schedule") != "blocking")
+    guesses = any(one is not None and one.speculative for one in plan.select) and not (plan.offload and plan.offload.blocking)
     return Recall(engine=engine, ahead=guesses and engine != "copies", bulk=engine)  # type: ignore[arg-type]
 
 

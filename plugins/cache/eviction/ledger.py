@@ -14,6 +14,7 @@ from plugins.cache.encodings.per_token.buffers import replaces
 from plugins.cache.roles import load_role
 from trtkv.errors import EngineError
 from trtkv.plan import CachePlan, Occupancy
+from trtkv.rules import Blend
 
 Grants = tuple[tuple[int, ...], ...]
 
@@ -57,7 +58,8 @@ class EvictingLedger:
         self._first = [plan.page_groups.index(group) for group in range(plan.num_page_groups)]
         self._accounts: dict[int, Account] = {}
         # Where the newest token lies beside the pages until it takes the place of one that goes.
-        self._most = int(plan.evict.meaning.fields["budget"]) if replaces(plan) else None
+        rule = plan.evict.rule
+        self._most = rule.budget if isinstance(rule, Blend) and replaces(plan) else None
         self._claim = lru_cache(maxsize=256)(self._simulate)
 
     def find(self, slot: int) -> Account:

@@ -16,6 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from trtkv import rules
 from trtkv.errors import ConfigError
 from trtkv.plan import CacheView, Occupancy, Verdict
 from trtkv.policies.base import ROUND_OFF, Allocate, Evict
@@ -59,6 +60,10 @@ class LagKV(Evict):
         if not 0.0 < ratio < 1.0:
             raise ConfigError(f"LagKV with lag {self.lag} cannot keep {stored} of {seen} tokens", "Choose a smaller lag or another length.")
         return ratio
+
+    def rule(self) -> rules.Lag | None:
+        """Partitions go by their scores, unless a channel without a range is an error."""
+        return None if self.strict else rules.Lag(self.lag, self.sink, self.score, self.value_weight)
 
     def due(self, at: Occupancy) -> bool:
         """Evict when the frozen tokens are followed by two full partitions."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from trtkv.plan import OffloadPlan
 from trtkv.policies.base import Offload, Part
 
 
@@ -22,6 +23,10 @@ class Host(Offload):
     needs: ClassVar[frozenset[str]] = frozenset({"pages_chosen"})
     parts: Literal["both", "values"] = "both"
     schedule: Literal["speculative", "blocking"] = "speculative"
+
+    def plan(self) -> OffloadPlan:
+        """Lower the fields."""
+        return OffloadPlan(values_only=self.parts == "values", blocking=self.schedule == "blocking")
 
     def tier(self, part: Part, page: int, pages: int, sink_pages: int, window_pages: int) -> Literal["device", "host"]:
         """Tell where a page of so many lives between the steps that select it."""

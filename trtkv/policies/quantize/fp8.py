@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from trtkv import rules
 from trtkv.config import ModelConfig
 from trtkv.plan import BufferSpec
 from trtkv.policies.base import Part, Quantize
@@ -27,6 +28,10 @@ class Fp8(Quantize):
     token_granular: ClassVar[bool] = True
     demoted_only: ClassVar[bool] = True
     bytewise: ClassVar[bool] = True
+
+    def rule(self) -> rules.Float8:
+        """Eight-bit floats."""
+        return rules.Float8()
 
     def encode(self, x: Tensor, part: Part) -> dict[str, Tensor]:
         """Encode keys or values [Hk, S, D] to e4m3 bytes uint8 [Hk, S, D] and a scale [Hk, S] in the dtype of x."""

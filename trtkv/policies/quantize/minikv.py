@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from trtkv import rules
 from trtkv.plan import Occupancy
 from trtkv.policies.grouped import Grouped
 
@@ -20,6 +21,10 @@ class MiniKVBits(Grouped):
     source: ClassVar[str] = "MiniKV, arXiv 2411.18077"
     flush_first: ClassVar[bool] = True
     group: int = Field(16, ge=4)
+
+    def rule(self) -> rules.Grouped:
+        """Keys and values in runs of the residual, which begin after the prompt's whole groups."""
+        return rules.Grouped(self.bits, self.group, self.residual, together=True, phased=True)
 
     def flush(self, at: Occupancy, encoded: tuple[int, int]) -> tuple[int, int]:
         """Encode whole groups at the end of the prompt, in decode all of a full residual; nothing before the prompt is complete."""

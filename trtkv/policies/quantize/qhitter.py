@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from trtkv import rules
 from trtkv.config import ModelConfig
 from trtkv.plan import BufferSpec, Occupancy
 from trtkv.policies.base import Part, Quantize
@@ -25,6 +26,10 @@ class QHitterBits(Quantize):
     source: ClassVar[str] = "Q-Hitter, MLSys 2024"
     token_granular: ClassVar[bool] = True
     bits: Literal[2, 4, 8] = 4
+
+    def rule(self) -> rules.PerToken:
+        """A scale and a zero point a token."""
+        return rules.PerToken(self.bits)
 
     def flush(self, at: Occupancy, encoded: tuple[int, int]) -> tuple[int, int]:
         """Encode everything once the prompt is complete."""

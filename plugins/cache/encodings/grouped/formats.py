@@ -8,6 +8,7 @@ from math import gcd
 from plugins.cache.encodings.per_token.buffers import replaces
 from plugins.cache.eviction import lag
 from trtkv.plan import CachePlan
+from trtkv.rules import Float8, Grouped, Lag
 
 STEP = 32  # tokens that a warp attends to at once: pages are a multiple
 KEY_GROUPS = (16, 32, 64, 128)
@@ -63,35 +64,38 @@ class Format:
 
 def find_format(plan: CachePlan) -> Format | None:
     """Return the format of a plan that encodes what it stores, or what it keeps of prompts, None where no kernel knows it."""
-    if plan.quantize is None or not plan.quantize.meaning.role.startswith("trtkv."):
+    if plan.quantize is None:
         return None
+    encoding = plan.quantize.encoding
     if replaces(plan):
         return Format(4, 1, plan.head_dim, 1, together=True, replaced=True) if plan.page_size % 16 == 0 else None
-    if plan.evict is not None and not plan.evicts_once:
+    if plan.evict is not None and plan.storage != "once":
         return _settled_format(plan)
     if "allocate" in plan.roles and plan.num_page_groups < plan.num_layers:
         return None  # layers keep different numbers of tokens, and a plan of an earlier version has one page table for all
-    meaning = plan.quantize.meaning
-    found = None
-    if meaning.op == "kivi":
-        group = int(meaning.fields["group"])
-        found = Format(int(meaning.fields["bits"]), group, gcd(group, plan.head_dim), int(meaning.fields["residual"]))
-    elif meaning.op == "minikv":
-        group, residual = int(meaning.fields["group"]), int(meaning.fields["residual"])
-        found = Format(int(meaning.fields["bits"]), group, gcd(group, plan.head_dim), residual, lag=0, together=True, phased=True)
-    elif meaning.op == "float8":
+    if isinstance(encoding, Grouped):
+        found = _grouped(encoding, plan)
+    elif isinstance(encoding, Float8):
         found = Format(8, 1, plan.head_dim, 1, together=True)
-    return found if found and _fits(found, plan) and _selects(found, plan) else None
+    else:
+        return None
+    return found if _fits(found, plan) and _selects(found, plan) else None
+
+
+def _grouped(one: Grouped, plan: CachePlan, window: int = 0) -> Format:
+    assert plan.quantize is not None, "the plan encodes nothing"
+    lag = 0 if plan.quantize.flush_first else 1
+    return Format(one.bits, one.group, gcd(one.group, plan.head_dim), one.residual, lag, one.together, one.phased, window)
 
 
 def _settled_format(plan: CachePlan) -> Format | None:
-    """Return the format of a plan whose LagKV works on the newest tokens and whose KIVI encodes what that has settled."""
-    evict, quantize = plan.evict, plan.quantize
-    if evict is None or quantize is None or not plan.settles or not lag.takes(evict) or quantize.meaning.op != "kivi" or "allocate" in plan.roles:
+    """Return the format of a plan that evicts from the newest tokens, by partitions, and encodes in groups those that will stay."""
+    if plan.evict is None or plan.quantize is None or plan.storage != "windowed" or not lag.takes(plan.evict) or "allocate" in plan.roles:
         return None
-    fields = quantize.meaning.fields
-    bits, group, residual = (int(fields[name]) for name in ("bits", "group", "residual"))
-    found = Format(bits, group, gcd(group, plan.head_dim), residual, window=2 * int(evict.meaning.fields["lag"]))
+    rule, encoding = plan.evict.rule, plan.quantize.encoding
+    if not isinstance(rule, Lag) or not isinstance(encoding, Grouped) or encoding.together:
+        return None
+    found = _grouped(encoding, plan, window=2 * rule.lag)
     return found if _fits(found, plan) else None
 
 

@@ -20,7 +20,7 @@ class SettledLedger(EvictingLedger):
     """The accounts of a plan that settles; how many tokens are settled follows from those that were seen, whatever the prompt's chunks."""
 
     def __init__(self, plan: CachePlan) -> None:
-        """Take a plan whose `settles` is set; raises EngineError where a role cannot be loaded."""
+        """Take a plan whose storage is windowed; raises EngineError where a role cannot be loaded."""
         super().__init__(plan)
         self.quantize = load_role(plan.roles["quantize"])
         self.rooms = lru_cache(maxsize=256)(self._rooms)
@@ -107,4 +107,4 @@ class SettledLedger(EvictingLedger):
 
 def find_ledger(plan: CachePlan) -> EvictingLedger:
     """Return the ledger of a plan whose layers' heads all keep equally many tokens."""
-    return SettledLedger(plan) if plan.settles else EvictingLedger(plan)
+    return SettledLedger(plan) if plan.storage == "windowed" else EvictingLedger(plan)

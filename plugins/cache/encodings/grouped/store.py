@@ -305,7 +305,7 @@ def prompt_bytes(plan: CachePlan, tokens: int, *, whole: bool, chunk: int = 0) -
 
     Of one that is evicted from in between, what its chunks leave counts.
     """
-    if plan.settles and not whole:
+    if plan.storage == "windowed" and not whole:
         rooms = SettledLedger(plan).rooms(tokens, chunk or tokens)
         return sum(-(-rooms[group] // 16) * 16 for group in plan.page_groups) * token_bytes(plan) // plan.num_layers
     one = -(-tokens // 16) * 16 * token_bytes(plan) // plan.num_layers + watched_bytes(plan, tokens)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from trtkv.plan import BufferSpec, CachePlan
+from trtkv.rules import Blend, PerToken
 
 MOST_BUDGET = 16384  # tokens of a head among which one block finds the least
 
 
 def replaces(plan: CachePlan) -> bool:
     """Say whether kernels encode each token of a plan by itself, and let a step's take the place of one that goes: pages hold the budget."""
-    evict, quantize = plan.evict, plan.quantize
-    if evict is None or quantize is None or "allocate" in plan.roles or any(plan.select):
-        return False
-    if any(one.op != "qhitter" or not one.role.startswith("trtkv.") for one in (evict.meaning, quantize.meaning)):
-        return False
-    return int(quantize.meaning.fields["bits"]) == 4 and int(evict.meaning.fields["budget"]) <= MOST_BUDGET
+    rule = plan.evict.rule if plan.evict is not None and plan.storage == "replaced" else None
+    return isinstance(rule, Blend) and rule.budget <= MOST_BUDGET and plan.quantize is not None and plan.quantize.encoding == PerToken(4)
 
 
 def known_of(plan: CachePlan) -> tuple[BufferSpec, ...]:

@@ -13,12 +13,13 @@ import torch
 
 from plugins.cache.eviction.per_head.ledger import Lengths
 from trtkv.plan import EvictPlan
+from trtkv.rules import Exchange
 
 
 def slides(evict: EvictPlan) -> int | None:
     """Return the sink of a role that keeps it and the newest tokens whatever they hold, so that nothing has to be scored; None of any other."""
-    meaning = evict.meaning
-    return int(meaning.fields["sink"]) if meaning.op == "streaming" and meaning.role.startswith("trtkv.") else None
+    rule = evict.rule
+    return rule.sink if isinstance(rule, Exchange) and rule.score == "position" else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,8 +70,7 @@ def why_not(plan: CachePlan) -> str | None:
         return "selects for every query head, and pages move for a KV head"
     if plan.num_page_groups > 1:
         return "has page tables of its own for some layers"
-    offload = plan.roles.get("offload")
-    if offload is not None and offload.fields.get("parts", "both") != "both":
+    if plan.offload is not None and plan.offload.values_only:
         return "keeps keys on the device and only values on the host"
     return None
 
