@@ -11,6 +11,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 
 from performance_lines import others
@@ -127,8 +128,8 @@ def capacity(records: Sequence[Record]) -> str:
     alike = newest((one for one in own if not one.get("largest") and one["batch"] == 8), "policy")
     rows, missed = [], list[Missed]()
     for group in (alike, most):
-        full = next((one for one in group if one["policy"] == "full"), None)
-        for one in sorted(group if full else [], key=lambda one: one["decode_tokens_per_s"]):
+        fulls = [one for one in group if one["policy"] == "full"]
+        for one, full in product(sorted(group, key=lambda one: float(one["decode_tokens_per_s"])), fulls):
             gain = speedup(one, full) if group is alike else one["decode_tokens_per_s"] / full["decode_tokens_per_s"]
             shape = load(one) + (", the most" if group is most else "")
             rows.append([one["policy"], shape, readable(one["kv_bytes"]), one["itl_p50_ms"], one["decode_tokens_per_s"], gain])
@@ -213,15 +214,15 @@ def offload(records: Sequence[Record]) -> str:
     rows, missed, slow = [], list[Missed](), []
     ahead = [one for one in own if one["recall"] == "ahead"]
     for one in ahead:
-        find = lambda policy, recall, one=one: at.get((*place(one, LOAD), policy, recall))  # noqa: E731
-        resident, full, copied = find(one["policy"], "resident"), find("full", "resident"), find(one["policy"], "page by page")
+        here = {(policy, recall): other for (*load_of, policy, recall), other in at.items() if tuple(load_of) == place(one, LOAD)}
+        resident, full, copied = (here.get(key) for key in ((one["policy"], "resident"), ("full", "resident"), (one["policy"], "page by page")))
         x_full = one["itl_p50_ms"] / full["itl_p50_ms"] if full else None
         sizes = [readable(resident["device_kv_bytes"]) if resident else None, readable(one["device_kv_bytes"]), readable(one["host_kv_bytes"])]
         moved = one["pages_in_front"] + one["pages_ahead"]
         rows.append([one["model"], load(one), one["policy"], moved, one["itl_p50_ms"], one.get("x_resident"), x_full, *sizes])
         missed += above(f"{one['policy']} over resident", name(one), one.get("x_resident"), X_RESIDENT)
         missed += above(f"{one['policy']} over full", name(one), x_full, 1.0)
-        worst = find(one["policy"], "page by page tokens first")
+        worst = here.get((one["policy"], "page by page tokens first"))
         missed += below("page by page, tokens first", name(one), worst["itl_p50_ms"] / one["itl_p50_ms"], X_COPIED) if worst else []
         missed += above("GiB beside the weights", name(one), one["kv_peak_bytes"] / 2**30, MILLION_BYTES / 2**30) if one["context"] >= 1 << 20 else []
         slow += [f"{cell(copied['itl_p50_ms'] / one['itl_p50_ms'])} ({name(one)})"] if copied else []

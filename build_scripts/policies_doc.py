@@ -89,8 +89,11 @@ def matrix() -> str:
             examples.setdefault(symbol, ("+".join(pair), reason))
     letters = dict(zip(sorted(examples), "abcdefghijkl", strict=False))
     groups = alike(names, outcome)
-    cell = lambda one, other: letters.get(outcome.get((one[-1], other[0]), SAME), outcome.get((one[-1], other[0]), SAME))  # noqa: E731
-    rows = [[f"**{number}** {listed(one)}", *(cell(one, other) for other in groups)] for number, one in enumerate(groups, 1)]
+    shown = [[outcome.get((one[-1], other[0]), SAME) for other in groups] for one in groups]
+    rows = [
+        [f"**{number}** {listed(one)}", *(letters.get(symbol, symbol) for symbol in symbols)]
+        for number, (one, symbols) in enumerate(zip(groups, shown, strict=True), 1)
+    ]
     notes = [
         f"- **{letters[symbol]}** `{symbol}`: {CAPABILITIES[symbol][1]}. `{pair}`: {reason}." for symbol, (pair, reason) in sorted(examples.items())
     ]
@@ -128,10 +131,14 @@ def alike(names: Sequence[str], outcome: dict[tuple[str, str], str]) -> list[lis
     """Group presets that do not join each other and join all others alike."""
     groups: list[list[str]] = []
     for name in names:
-        same = lambda one, name=name: all(outcome.get((one, other)) == outcome.get((name, other)) for other in names if other not in (one, name))  # noqa: E731
-        home = next((group for group in groups if outcome[group[0], name] == SAME and same(group[0])), None)
+        home = next((group for group in groups if _alike(group[0], name, names, outcome)), None)
         groups.append([name]) if home is None else home.append(name)
     return groups
+
+
+def _alike(one: str, two: str, names: Sequence[str], outcome: dict[tuple[str, str], str]) -> bool:
+    others = [name for name in names if name not in (one, two)]
+    return outcome[one, two] == SAME and all(outcome[one, name] == outcome[two, name] for name in others)
 
 
 def listed(names: Iterable[str]) -> str:
