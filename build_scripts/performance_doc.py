@@ -68,9 +68,9 @@ def page(records: Sequence[Record]) -> str:
     good = [one for one in records if one.get("status", "ok") == "ok"]
     head = """# Performance
 
-Written by `build_scripts/performance_doc.py` from `engines/results.jsonl`, which has every record with its command; do not edit. Models of 7B and
-8B have random weights of their shapes and bfloat16 caches. Loads are sequences x tokens of context. A result was compared with a reference in the run
-that timed it; a wrong one has no time. Goals are the project's; [kernels.md](kernels.md) says why some are missed.
+Written by `build_scripts/performance_doc.py` from `engines/results.jsonl`, which has every record with command and versions; do not edit. Models of
+7B and 8B have random weights of their shapes and bfloat16 caches. Loads are sequences x tokens of context. A result was compared with a reference in
+the run that timed it; a wrong one has no time. Goals are the project's; [kernels.md](kernels.md) says why some are missed.
 """
     text = head + "".join(write(good) for write in (steps, capacity, layer, stores, offload, others))
     return PARAGRAPH.sub(lambda found: textwrap.fill(found[0], WIDTH, break_on_hyphens=False), text)
@@ -244,7 +244,7 @@ Steps that select 2,048 tokens and recall ahead. *pages* were missed by each KV 
 (`build_scripts/bench_offload.sh`).
 
 {table(titles, rows, 3)}
-A host that copies page by page takes so many times as long: {", ".join(slow)}. Whole answers over the resident engine's: {whole}.
+Copied page by page by the host, a step takes longer by {", ".join(slow)} times. Whole answers over the resident engine's: {whole}.
 
 {goals(missed)}
 """

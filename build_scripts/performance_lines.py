@@ -23,18 +23,15 @@ SOAK = (
     "Of {requests:,} requests at {overload} times the rate that a server on a CPU can answer, {answered:,} were answered, {refused} refused with 429 "
     "or 503, {cancelled} cancelled and {vanished} abandoned by clients; no page was lost, memory rose by {rise} ({facts}, `build_scripts/soak.py`)."
 )
-PARTS = (
-    "Two GPUs are so many times as fast as one: {gains}; {layers} layers of {model} ({gpu}, torch {torch}, commit {commits}, {date}, "
-    "`build_scripts/bench_parts.py`)."
-)
+PARTS = "Speedup of two GPUs over one, with {layers} layers of {model}: {gains} ({gpu}, commit {commits}, {date}, `build_scripts/bench_parts.py`)."
 CPU = (
     "On a CPU, prompts of {first:,} and {last:,} tokens over transformers' times: prefill {full_prefill} (`full`) and {fier_prefill} (`fier`), "
-    "decode {full_decode} (`full`) and {fier_decode} (`fier`), transformers a second time {again_decode} ({model}, {dtype}, {machine}, "
-    "torch {torch}, {date}, `build_scripts/bench_cpu.py`)."
+    "decode {full_decode} (`full`) and {fier_decode} (`fier`), transformers a second time {again_decode} ({model}, {dtype}, {machine}, {date}, "
+    "`build_scripts/bench_cpu.py`)."
 )
 LOADED = (
-    "{gigabytes:.1f} GB of weights move from memory to the GPU in {s:.2f} s, with safetensors' loader in {theirs:.2f} s ({gpu}, torch "
-    "{torch}, {date}, `build_scripts/bench_load.py`)."
+    "{gigabytes:.1f} GB of weights move from memory to the GPU in {s:.2f} s, with safetensors' loader in {theirs:.2f} s ({gpu}, {date}, "
+    "`build_scripts/bench_load.py`)."
 )
 BUILT = (
     "Building {model} with `{policy}` takes {process_s:.1f} s; the plan is {megabytes:.1f} MB ({backend}, {machine}, {date}, "

@@ -28,8 +28,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[Any]], words: int = 2) 
 def facts(records: Sequence[Record]) -> str:
     """Say where and when rows were measured."""
     last = max((one["environment"] for one in records), key=lambda one: str(one["date"]))
-    driver = f"driver {last['driver']}, " if "driver" in last else ""
-    return f"{last['machine']}, {driver}torch {last['torch']}, commit {commits(records)}, {last['date'][:10]}"
+    return f"{last['machine']}, commit {commits(records)}, {last['date'][:10]}"
 
 
 def load(one: Record) -> str:
