@@ -16,7 +16,7 @@ from plugins.attend import launch as attend_launch
 from plugins.attend import launch_dense, per_head, prefill, reference
 from plugins.attend import op as attend_op
 from plugins.cache.indexes import fier_layout
-from plugins.nodes.node import OpConfig
+from plugins.config import OpConfig
 from plugins.select import launch, launch_fused, launch_pages
 from plugins.select.choose import choose
 from trtkv.ranking import best

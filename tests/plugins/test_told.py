@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plugins.cache.session import Session
+from plugins.cache.assemble import make_cache
+from plugins.cache.cache import Cache
 from plugins.select import told
 from trtkv.config import ModelConfig
 from trtkv.policies.registry import parse_policy
@@ -13,7 +14,7 @@ from trtkv.policies.registry import parse_policy
 HQ, HK, DIM, LAYERS, SLOTS = 6, 2, 64, 3, 2
 
 
-def session(policy: str = "fier", *sets: str, new: tuple[int, ...] = (1, 1), stored: int = 300) -> Session:
+def cache(policy: str = "fier", *sets: str, new: tuple[int, ...] = (1, 1), stored: int = 300) -> Cache:
     model = ModelConfig(
         model_type="llama", hidden_size=HQ * DIM, intermediate_size=32, num_layers=LAYERS, num_q_heads=HQ, num_kv_heads=HK, head_dim=DIM,
         vocab_size=8, dtype="float16",
@@ -21,14 +22,14 @@ def session(policy: str = "fier", *sets: str, new: tuple[int, ...] = (1, 1), sto
     sets = ("retrieve.dense_layers=1", "retrieve.budget=64", *sets)
     plan = parse_policy(policy, sets=list(sets)).plan(model)
     pages = plan.pages(512)
-    one = Session(plan, [SLOTS * pages] * plan.num_page_groups, SLOTS)
+    one = make_cache(plan, [SLOTS * pages] * plan.num_page_groups, SLOTS)
     table = torch.arange(SLOTS * pages).view(SLOTS, pages).tolist()
-    one.begin_step(new, [[stored] * len(new)], range(len(new)), [table], [0] * len(new))
+    one.begin_step(new, [stored] * len(new), range(len(new)), [table], [0] * len(new))
     return one
 
 
 def test_a_layer_takes_what_its_append_told() -> None:
-    one = session()
+    one = cache()
     assert told.tell(one, 1, overlap=True) is None, "nothing says that the words were emptied before the append began"
     told.attended(one)
     words = told.tell(one, 1, overlap=True)
@@ -42,7 +43,7 @@ def test_a_layer_takes_what_its_append_told() -> None:
 
 
 def test_words_that_nobody_took_are_emptied() -> None:
-    one = session()
+    one = cache()
     for forget in (lambda: None, lambda: told.tell(one, 1, overlap=True), lambda: told.take(one, 2)):
         told.attended(one)
         words = told.tell(one, 1, overlap=True)
@@ -55,7 +56,7 @@ def test_words_that_nobody_took_are_emptied() -> None:
 
 
 def test_captured_steps_find_words_empty() -> None:
-    one = session()
+    one = cache()
     told.settle(one)
     told.attended(one)
     words = told.tell(one, 1, overlap=True)
@@ -71,12 +72,12 @@ def test_captured_steps_find_words_empty() -> None:
     ids=["pages", "every head for itself", "a prompt beside", "all is read whole"],
 )
 def test_nobody_would_take_them(policy: str, sets: tuple[str, ...], new: tuple[int, ...], stored: int) -> None:
-    one = session(policy, *sets, new=new, stored=stored)
+    one = cache(policy, *sets, new=new, stored=stored)
     told.attended(one)
     assert told.tell(one, 1, overlap=True) is None
 
 
 def test_dense_layers_ask_nobody() -> None:
-    one = session()
+    one = cache()
     told.attended(one)
     assert told.tell(one, 0, overlap=True) is None

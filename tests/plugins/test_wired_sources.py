@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from plugins.attend import cuda as attend_cuda
 from plugins.attend import op as attend_op
 from plugins.attend import prefill
-from plugins.cache.overrides import Own, least_budget
+from plugins.cache.overrides import Override, least_budget
 from plugins.select import cuda as select_cuda
 from plugins.select import launch_fused
 from plugins.select import op as select_op
@@ -53,8 +53,8 @@ def _check_sources(policy: str, heads: int, kv: int, tmp_path: Path, monkeypatch
     monkeypatch.setattr(prefill, "_takes_cudnn", lambda query: False)
     monkeypatch.setattr(prefill, "_flash", Launches.flash)
     twins, lists, other = Twins(lower(policy, model(heads, kv)), model(heads, kv)), 0, 0
-    for session in (twins.plain, twins.wired):
-        session.own.set(1, Own(max(50, least_budget(twins.select))))
+    for cache in (twins.plain, twins.wired):
+        cache.overrides.set(1, Override(max(50, least_budget(twins.select))))
     for new in SCHEDULE:
         inputs = twins.begin(new, PROMPTS)
         found = run(twins, (select_cuda.select, attend_cuda.attend), twins.wired, inputs)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plugins.cache.session import Session
+from plugins.cache.assemble import make_cache
 from tests.test_predict import MODEL
 from trtkv.config import Limits
 from trtkv.errors import CapacityError
@@ -29,14 +29,14 @@ class Rig:
 
     def __init__(self, policy: str, num_pages: int, host_pages: int | None, chance: random.Random) -> None:
         plan = parse_policy(policy).plan(SMALL)
-        self.session, self.pages, self.slots = Session(plan, [num_pages], 4), PageAllocator(num_pages), [3, 2, 1, 0]
+        self.cache, self.pages, self.slots = make_cache(plan, [num_pages], 4), PageAllocator(num_pages), [3, 2, 1, 0]
         self.scheduler = Scheduler(plan, LIMITS, self.pages, self.slots)
         self.chance, self.fails = chance, False
         if host_pages is not None:
             limit = host_pages * plan.page_bytes + 64 * plan.slot_bytes
-            self.scheduler.swap = Swap(self.session, self.pages, limit, self._allocate)
-        self.keys = [self.session.buffer("keys", layer) for layer in range(2)]
-        self.state = self.session.buffers.get("previous_query", [None])[-1]
+            self.scheduler.swap = Swap(self.cache, self.pages, limit, self._allocate)
+        self.keys = [self.cache.buffer("keys", layer) for layer in range(2)]
+        self.state = self.cache.buffers.get("previous_query", [None])[-1]
         self.owner: dict[int, Running] = {}
         self.begun = 0
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from plugins.cache.session import Session
+from plugins.cache.cache import Cache
 from plugins.cache.support import summary_of
 
 _EMPTY = -1
@@ -19,7 +19,7 @@ _EMPTY = -1
 
 @dataclass(slots=True)
 class _Desk:
-    """The words of a session by batch, which layers use in turn, and what they hold behind the launches so far.
+    """The words of a cache by batch, which layers use in turn, and what they hold behind the launches so far.
 
     layer is the one whose query is told and has not been taken; clean says that nothing else is there; attended that lists have been attended
     to since queries were last told.
@@ -31,20 +31,20 @@ class _Desk:
     attended: bool = False
 
 
-def tell(session: Session, layer: int, *, overlap: bool) -> Tensor | None:
+def publish(cache: Cache, layer: int, *, overlap: bool) -> Tensor | None:
     """Return the words [B, Hq, D / 2 + 4] int32 in which an append that overlaps tells its queries, None where nobody would take them.
 
     The launch that chooses has to follow, and call `take`.
     """
-    desk, step = _desk(session), session.step(layer)
+    desk, step = _desk(cache), cache.step(layer)
     if desk.layer is not None:  # a step failed
         desk.layer, desk.clean = None, False
-    if not (overlap and step.decoding) or session.reads_all or not _listens(session, layer):
+    if not (overlap and step.decoding) or cache.reads_all or not _listens(cache, layer):
         return None
     batch = len(step.rows)
     if batch not in desk.words:  # before they are first told, so never while a step is captured
-        shape = batch, session.plan.num_q_heads, session.plan.head_dim // 2 + 4
-        desk.words[batch] = torch.full(shape, _EMPTY, dtype=torch.int32, device=session.device)
+        shape = batch, cache.plan.num_q_heads, cache.plan.head_dim // 2 + 4
+        desk.words[batch] = torch.full(shape, _EMPTY, dtype=torch.int32, device=cache.device)
     if not desk.attended:
         return None
     if not desk.clean:
@@ -53,9 +53,9 @@ def tell(session: Session, layer: int, *, overlap: bool) -> Tensor | None:
     return desk.words[batch]
 
 
-def settle(session: Session) -> None:
+def settle(cache: Cache) -> None:
     """Empty the words of a query that a failed step has told and nobody took: a captured step that follows tells without asking."""
-    desk = _desk(session)
+    desk = _desk(cache)
     if desk.layer is not None or not desk.clean:
         _empty(desk)
         desk.layer, desk.clean = None, True
@@ -66,27 +66,27 @@ def _empty(desk: _Desk) -> None:
         words.fill_(_EMPTY)
 
 
-def take(session: Session, layer: int) -> Tensor | None:
+def take(cache: Cache, layer: int) -> Tensor | None:
     """Return the words of a layer's queries, None where they are not told; the launch that chooses empties them."""
-    desk = _desk(session)
+    desk = _desk(cache)
     if desk.layer != layer:
         return None
     desk.layer = None
-    return desk.words[len(session.step(layer).rows)]
+    return desk.words[len(cache.step(layer).rows)]
 
 
-def attended(session: Session) -> None:
+def attended(cache: Cache) -> None:
     """Note that lists were attended to by a launch that waits for the one that made them before it lets another begin."""
-    _desk(session).attended = True
+    _desk(cache).attended = True
 
 
-def _listens(session: Session, layer: int) -> bool:
+def _listens(cache: Cache, layer: int) -> bool:
     """Say whether the launch that chooses in a layer takes queries that are told."""
-    plan, summary = session.plan.select[layer], summary_of(session.plan, layer)
+    plan, summary = cache.plan.select[layer], summary_of(cache.plan, layer)
     if plan is None or summary is None or summary.scorer != "fier" or plan.pooling == "none" or plan.speculative:
         return False
-    return session.offload is None and session.encoded is None and session.ragged is None
+    return cache.publishes_queries
 
 
-def _desk(session: Session) -> _Desk:
-    return session.scratch("queries told", _Desk)
+def _desk(cache: Cache) -> _Desk:
+    return cache.scratch("queries told", _Desk)
