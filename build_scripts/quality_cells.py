@@ -42,7 +42,7 @@ PERCENTS = (5, 11, 25, 50)
 LENGTHS = (2048, 4096)
 # The five systems and the baselines that the goals name get more samples than the rest.
 MAIN = ("full", "fier", "freekv", "lagkv", "arkv", "minikv", "minikv-pyramid", "quest", "snapkv", "streaming", "h2o")
-# Beside the presets: settings that a goal or an open question of docs/policies.md asks for.
+# Beside the presets: settings that a goal of docs/quality.md asks for.
 VARIANTS = {
     "fier": ("retrieve.sink=4",),
     "quest": ("retrieve.sink=16",),

@@ -23,6 +23,10 @@ from plugins.cache.tiers.host.cache import HostCache
 from plugins.cache.tiers.host.store import Offload
 from trtkv.plan import CachePlan
 
+# By `CachePlan.storage`; where none is named, a plan runs by its definition.
+PAGES: dict[str, type[Cache]] = {"paged": PagedCache, "compacted": EvictingCache, "per_head": HeadCache, "mixed": MixedCache}
+CODES: dict[str, type[GroupedCache]] = {"encoded": GroupedCache, "once": GroupedCache, "windowed": GroupedCache, "replaced": PerTokenCache}
+
 
 def make_cache(
     plan: CachePlan, num_pages: Sequence[int], num_slots: int, device: torch.device | str = "cpu", dense_below: int = 0, *,
@@ -37,24 +41,15 @@ def make_cache(
     given = (num_pages, num_slots, device, dense_below)
     form = None if by_definition else encodes_by_kernels(plan, device)
     if form is not None:
-        return (PerTokenCache if form.replaced else GroupedCache)(plan, form, *given, tier)
-    if plan.held or (by_definition and (plan.compacts or plan.mixed)):
-        return ReferenceCache(plan, *given)
-    if tier is not None:
-        return HostCache(plan, num_pages, num_slots, device, tier)
-    if plan.mixed:
-        return MixedCache(plan, *given)
-    if plan.ragged:
-        return HeadCache(plan, *given)
-    return EvictingCache(plan, *given) if plan.compacts else PagedCache(plan, *given)
+        return CODES[plan.storage](plan, form, *given, tier)
+    variant = ReferenceCache if by_definition and plan.storage != "paged" else PAGES.get(plan.storage, ReferenceCache)
+    return variant(plan, *given) if tier is None else HostCache(plan, num_pages, num_slots, device, tier)
 
 
 def make_ledger(plan: CachePlan, device: torch.device) -> Ledger:
     """Return the ledger that the cache of a plan has on a device."""
-    if plan.mixed:
-        return MixedLedger(plan)
-    if plan.ragged:
-        return HeadLedger(plan)
-    if plan.compacts or (plan.evict is not None and encodes_by_kernels(plan, device) is not None):
+    if plan.storage in ("mixed", "per_head"):
+        return MixedLedger(plan) if plan.storage == "mixed" else HeadLedger(plan)
+    if plan.storage == "compacted" or (plan.evict is not None and encodes_by_kernels(plan, device) is not None):
         return find_ledger(plan)
     return GrowingLedger(plan)

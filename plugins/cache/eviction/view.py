@@ -89,6 +89,4 @@ class PagedView:
         """Write a paged buffer's entries for the stored tokens [H, S, ...]."""
         index, size = torch.arange(data.shape[1], device=data.device), self.stacks.plan.page_size
         target = self.stacks.shown(name, self.layers)
-        target[:, self.row.pages[index // size], :, index % size] = data.unflatten(0, (len(self.layers), -1)).movedim(
-            2, 0
-        )
+        target[:, self.row.pages[index // size], :, index % size] = data.unflatten(0, (len(self.layers), -1)).movedim(2, 0)
