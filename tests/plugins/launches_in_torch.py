@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from plugins.attend import launch as attend_launch
 from plugins.attend import in_torch, launch_dense, per_head, prefill, reference
+from plugins.attend import launch as attend_launch
 from plugins.cache.cache import Cache
 from plugins.cache.indexes import fier_layout
 from plugins.config import OpConfig
