@@ -17,8 +17,12 @@ from plugins import kernels
 from plugins.append.reference import append as append_reference
 from plugins.attend import reference as attention
 from plugins.cache import support
-from plugins.cache.encodings.grouped import cuda, formats, launch, layout, reference, store
+from plugins.cache.cache import Cache
+from plugins.cache.encodings.grouped import cache as grouped
+from plugins.cache.encodings.grouped import formats, launch, layout, reference, store
+from plugins.cache.encodings.grouped.cache import GroupedCache
 from plugins.cache.encodings.grouped.formats import Format
+from plugins.cache.reference.cache import ReferenceCache
 from plugins.config import OpConfig
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
 from trtkv.checkpoint.find import resolve_model
@@ -200,10 +204,10 @@ def test_runs_begin_behind_the_groups_of_what_stays(group: int, residual: int) -
     for prompt in (1, 15, 64, 100, 257, 1000, 4097):
         for step, own in enumerate(trajectory(policy, prompt, 300, num_kv_heads=1)):
             kept, (stored,) = own.lengths[0] - step, own.lengths
-            assert form.encoded(stored, form.origin(kept)) == own.store
+            assert form.encoded(stored, form.origin(kept)) == own.encoded
             if step:
-                assert form.seen(stored, form.origin(kept)) == own.store  # a step reads what it completes
-            assert stored - own.store[0] < form.ring
+                assert form.seen(stored, form.origin(kept)) == own.encoded  # a step reads what it completes
+            assert stored - own.encoded[0] < form.ring
 
 
 @pytest.mark.parametrize(("policy", "role"), [("kivi", Kivi()), ("fp8", parse_policy("fp8").quantize)])
@@ -226,22 +230,15 @@ class Torch:
     """Attention and device of a cache without a GPU: what the launches promise, in torch."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        from plugins.attend import op
-        from plugins.cache import cache
-        from trtkv.runtime import executor
-
         self.attended = 0
-        for module in (support, cache, executor):
-            for name in ("gpu_ready", "why_torch"):
-                if hasattr(module, name):
-                    patch.setattr(module, name, lambda *args: None)
-        patch.setattr(executor, "captures", lambda *args: False)
+        for name in ("gpu_ready", "why_torch"):
+            patch.setattr(support, name, lambda *args: None)
+        patch.setattr(support, "captures", lambda *args: False)
         patch.setattr(support, "fits", lambda *args: True)
         patch.setattr(launch, "attend", self.attend)
-        patch.setattr(cuda, "overlaps", lambda *args: False)
-        patch.setattr(cuda, "_scratch", lambda one, config, batch, tokens: launch.Scratch.allocate(batch, HEADS, 1, config.head_dim, 1, one.device))
-        self.op = op
-        patch.setattr(cuda, "attend_with_lse", self.chunk)
+        patch.setattr(Cache, "overlaps", lambda *args, **more: False)
+        patch.setattr(grouped, "_scratch", lambda one, config, batch, tokens: launch.Scratch.allocate(batch, HEADS, 1, config.head_dim, 1, one.device))
+        patch.setattr(grouped, "attend_with_lse", self.chunk)
 
     def chunk(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         whole = torch.ones(len(query), keys.shape[1], dtype=torch.bool).tril(keys.shape[1] - len(query))
@@ -282,7 +279,7 @@ def test_a_session_stores_and_answers_like_the_definition(wide: TinyModel, polic
     held = make_rig(wide, policy, tmp_path, sets=sets, slots=3)
     fake = Torch(monkeypatch)
     paged = make_rig(wide, policy, tmp_path, sets=sets, slots=3)
-    assert held.cache.held is not None and paged.cache.store is not None and paged.cache.held is None
+    assert isinstance(held.cache, ReferenceCache) and isinstance(paged.cache, GroupedCache)
     texts = torch.randint(1, 250, (3, 60), generator=torch.Generator().manual_seed(0))
     answers = [run(rig, texts) for rig in (held, paged)]
     assert fake.attended
@@ -301,11 +298,12 @@ def test_a_session_stores_and_answers_like_the_definition(wide: TinyModel, polic
 
 def check_kept(paged: Rig, held: Rig) -> None:
     """Compare lengths, and what every layer attends to, with the definition; slots end with their sequences."""
-    store, cache = paged.cache.store, held.cache.held
-    assert store is not None and store.keeper is not None and cache is not None
+    assert isinstance(held.cache, ReferenceCache) and isinstance(paged.cache, GroupedCache)
+    store = paged.cache.store
+    assert store.keeper is not None
     for slot in (1, 0):
         for layer in range(paged.plan.num_layers):
-            cache, group = cache.find(layer, slot), paged.plan.page_groups[layer]
+            cache, group = held.cache.find(layer, slot), paged.plan.page_groups[layer]
             row = next(one for one in paged.cache.step(layer).rows if one.slot == slot)
             assert cache.lengths == (store.keeper.ledger.stored(slot)[group],) * paged.plan.num_kv_heads == (row.stored,) * paged.plan.num_kv_heads
             assert row.stored < row.seen or slot
@@ -364,7 +362,7 @@ NEWEST = ("evict.heavy=0", "evict.recent=0.6", "quantize.residual=32")  # what s
 )
 def test_captured_steps_on_a_gpu_answer_like_the_definition(wide: TinyModel, policy: str, sets: tuple[str, ...], tmp_path: Path) -> None:
     rigs = [make_rig(wide, policy, tmp_path, sets=sets, slots=3, dtype="bfloat16", device="cuda", by_definition=one) for one in (True, False)]
-    assert rigs[1].cache.store is not None and rigs[1].executor.capturable and not rigs[0].executor.capturable
+    assert isinstance(rigs[1].cache, GroupedCache) and rigs[1].executor.capturable and not rigs[0].executor.capturable
     exact = make_rig(wide, policy, tmp_path, sets=sets, slots=3, by_definition=True)
     prompts, texts = (150, 33, 7), torch.randint(1, 250, (3, 420), generator=torch.Generator().manual_seed(0))
     found: list[tuple[Tensor, list[int]]] = []

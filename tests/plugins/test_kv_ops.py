@@ -1,4 +1,4 @@
-"""The torch forms of the ops against their references and against the role's meaning."""
+"""The cache's methods in torch against their references and against the role's meaning."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins.append import reference as append_reference
-from plugins.append.op import append
 from plugins.attend import reference as attend_reference
-from plugins.attend.op import attend
 from plugins.cache.assemble import make_cache
 from plugins.cache.indexes.fier import pack, score_packed, unpack
 from plugins.config import OpConfig
 from plugins.select import reference as select_reference
 from plugins.select.choose import choose, pool
-from plugins.select.op import select
 from trtkv.config import ModelConfig, Rope
 from trtkv.plan import CachePlan, SelectPlan
 from trtkv.policies.registry import parse_policy
@@ -83,11 +80,11 @@ def test_append_select_attend(geometry, before, new, budget, pooling, sink, wind
         cache.begin_step([end - start], [end], [1], [[pages]], [total])
         nothing = torch.empty(0)
         query = torch.full((end - start, one.num_q_heads * one.head_dim), float("nan"))
-        append(cache, 0, settings, [qkv[start:end], positions[start:end], *[nothing] * 5, rope, nothing], query)
+        cache.append(0, settings, [qkv[start:end], positions[start:end], *[nothing] * 5, rope, nothing], query)
         selection = torch.empty(1, settings.select_heads, settings.select_width + 1, dtype=torch.int32)
-        select(cache, 0, settings, [query], selection)
+        cache.select(0, settings, [query], selection)
         out = torch.full_like(query, float("nan"))
-        attend(cache, 0, settings, [query, *[nothing] * 6, selection], out)
+        cache.attend(0, settings, [query, *[nothing] * 6, selection], out)
     q_ref, k_ref, v_ref = append_reference.append(qkv, positions, rope, settings, None)
     torch.testing.assert_close(query.unflatten(1, (one.num_q_heads, -1)), q_ref[-new if before else 0 :], rtol=1e-6, atol=1e-6)
     keys, values = k_ref.transpose(0, 1), v_ref.transpose(0, 1)

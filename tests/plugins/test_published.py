@@ -1,4 +1,4 @@
-"""When queries are told to the scorer of one-bit keys, and who takes them."""
+"""When queries are published to the scorer of one-bit keys, and who takes them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from plugins.cache.assemble import make_cache
 from plugins.cache.cache import Cache
-from plugins.select import told
+from plugins.cache.indexes import published
 from trtkv.config import ModelConfig
 from trtkv.policies.registry import parse_policy
 
@@ -28,42 +28,42 @@ def cache(policy: str = "fier", *sets: str, new: tuple[int, ...] = (1, 1), store
     return one
 
 
-def test_a_layer_takes_what_its_append_told() -> None:
+def test_a_layer_takes_what_its_append_published() -> None:
     one = cache()
-    assert told.tell(one, 1, overlap=True) is None, "nothing says that the words were emptied before the append began"
-    told.attended(one)
-    words = told.tell(one, 1, overlap=True)
+    assert published.publish(one, 1, overlap=True) is None, "nothing says that the words were emptied before the append began"
+    published.attended(one)
+    words = published.publish(one, 1, overlap=True)
     assert words is not None and words.shape == (2, HQ, DIM // 2 + 4) and bool((words == -1).all())
-    assert told.take(one, 1) is words
-    assert told.take(one, 1) is None, "they are taken once"
-    assert told.tell(one, 2, overlap=True) is None, "the launch that empties the words may run yet"
-    told.attended(one)
-    assert told.tell(one, 2, overlap=False) is None
-    assert told.tell(one, 2, overlap=True) is words
+    assert published.take(one, 1) is words
+    assert published.take(one, 1) is None, "they are taken once"
+    assert published.publish(one, 2, overlap=True) is None, "the launch that empties the words may run yet"
+    published.attended(one)
+    assert published.publish(one, 2, overlap=False) is None
+    assert published.publish(one, 2, overlap=True) is words
 
 
 def test_words_that_nobody_took_are_emptied() -> None:
     one = cache()
-    for forget in (lambda: None, lambda: told.tell(one, 1, overlap=True), lambda: told.take(one, 2)):
-        told.attended(one)
-        words = told.tell(one, 1, overlap=True)
+    for forget in (lambda: None, lambda: published.publish(one, 1, overlap=True), lambda: published.take(one, 2)):
+        published.attended(one)
+        words = published.publish(one, 1, overlap=True)
         assert words is not None
         words.fill_(7)  # the append runs, and the step fails behind it
         forget()
-        told.attended(one)
-        assert told.tell(one, 2, overlap=True) is words and bool((words == -1).all())
-        assert told.take(one, 1) is None and told.take(one, 2) is words
+        published.attended(one)
+        assert published.publish(one, 2, overlap=True) is words and bool((words == -1).all())
+        assert published.take(one, 1) is None and published.take(one, 2) is words
 
 
 def test_captured_steps_find_words_empty() -> None:
     one = cache()
-    told.settle(one)
-    told.attended(one)
-    words = told.tell(one, 1, overlap=True)
+    published.settle(one)
+    published.attended(one)
+    words = published.publish(one, 1, overlap=True)
     assert words is not None
     words.fill_(7)  # the step fails behind its append
-    told.settle(one)
-    assert bool((words == -1).all()) and told.take(one, 1) is None
+    published.settle(one)
+    assert bool((words == -1).all()) and published.take(one, 1) is None
 
 
 @pytest.mark.parametrize(
@@ -73,11 +73,11 @@ def test_captured_steps_find_words_empty() -> None:
 )
 def test_nobody_would_take_them(policy: str, sets: tuple[str, ...], new: tuple[int, ...], stored: int) -> None:
     one = cache(policy, *sets, new=new, stored=stored)
-    told.attended(one)
-    assert told.tell(one, 1, overlap=True) is None
+    published.attended(one)
+    assert published.publish(one, 1, overlap=True) is None
 
 
 def test_dense_layers_ask_nobody() -> None:
     one = cache()
-    told.attended(one)
-    assert told.tell(one, 0, overlap=True) is None
+    published.attended(one)
+    assert published.publish(one, 0, overlap=True) is None
