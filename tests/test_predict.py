@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins.cache.assemble import make_cache
 from plugins.cache.tiers.host.store import Offload
+from tests.examples import examples
 from tests.policies.cases import PRESETS, small, tensors
 from trtkv.config import ModelConfig
 from trtkv.engine.footprint import Footprint
@@ -122,7 +123,7 @@ def test_minikv_is_appendix_i_with_metadata(prompt: int) -> None:
 
 
 @given(prompt=st.integers(1, 900), chunk=st.integers(1, 300), ratio=st.sampled_from([0.0, 0.5]))
-@settings(max_examples=15)
+@examples(15)
 def test_the_peak_is_what_a_chunked_prompt_needs(prompt: int, chunk: int, ratio: float) -> None:
     lagkv = small("lagkv").with_field("evict.ratio", str(ratio))
     q, k, v = tensors(prompt, Q_HEADS, KV_HEADS, DIM)

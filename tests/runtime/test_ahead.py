@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins.cache.tiers.host.layout import layout
 from plugins.sampling import reference
+from tests.examples import examples
 from tests.tiny import TinyModel
 from trtkv.api import build
 from trtkv.errors import EngineError
@@ -87,7 +88,7 @@ def answers(batcher: Batcher, prompts: list[list[int]], params: list[SamplingPar
     return [calls[index] for index in range(len(prompts))]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=12)
+@examples(12)
 @given(data=st.data(), params=st.lists(some_params(), min_size=1, max_size=6))
 def test_answers_are_those_of_one_step_at_a_time(engine: Engine, data: st.DataObject, params: list[SamplingParams]) -> None:
     params = params if engine.cache.plan.policy == "full" else params[:3]  # the other engines take longer

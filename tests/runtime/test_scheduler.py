@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.tiny import TinyModel
 from trtkv.api import build
 from trtkv.runtime.batcher import Call
@@ -65,7 +66,7 @@ def test_a_sequence_that_gave_way_answers_as_if_alone(llm: LLM) -> None:
     assert [ids(call) for call in calls] == alone
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=8)
+@examples(8)
 @given(lengths=st.lists(st.integers(1, 120), min_size=1, max_size=6), cancelled=st.sets(st.integers(0, 5)), steps=st.integers(0, 12))
 def test_calls_that_are_cancelled_leave_nothing_behind(llm: LLM, lengths: list[int], cancelled: set[int], steps: int) -> None:
     calls = [llm.batcher.submit([prompt(length, seed)], [params(20)]) for seed, length in enumerate(lengths)]

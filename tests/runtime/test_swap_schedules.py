@@ -7,10 +7,11 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins.cache.assemble import make_cache
+from tests.examples import examples
 from tests.test_predict import MODEL
 from trtkv.config import Limits
 from trtkv.errors import CapacityError
@@ -114,7 +115,7 @@ def drive(policy: str, seed: int, num_pages: int, host_pages: int | None, *, fau
 
 
 @pytest.mark.parametrize("policy", ["full", "freekv"])
-@settings(max_examples=10)
+@examples(10)
 @given(seed=st.integers(0, 2**30), num_pages=st.integers(10, 24), host_pages=st.sampled_from([None, 3, 20, 1000]))
 def test_everybody_finds_what_it_left_and_nothing_is_lost(policy: str, seed: int, num_pages: int, host_pages: int | None) -> None:
     drive(policy, seed, num_pages, host_pages, faults=True)
