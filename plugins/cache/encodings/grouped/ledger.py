@@ -16,14 +16,40 @@ from trtkv.plan import CachePlan, Occupancy
 MOST_QUIET = 1 << 16  # steps that are looked ahead
 
 
-class SettledLedger(EvictingLedger):
+class ReadingLedger(EvictingLedger):
+    """The accounts of a plan that evicts from prompts while they are read."""
+
+    def __init__(self, plan: CachePlan) -> None:
+        """Take a plan that encodes; raises EngineError where a role cannot be loaded."""
+        super().__init__(plan)
+        self.rooms = lru_cache(maxsize=256)(self._rooms)
+
+    def _rooms(self, prompt: int, chunk: int) -> tuple[int, ...]:
+        """Return the most tokens of each group that are stored at once while a prompt is read in such chunks, before its last eviction."""
+        return tuple(self._read(prompt, chunk)[1])
+
+
+class GatheringLedger(ReadingLedger):
+    """The accounts of a plan that encodes every token: how many are left of a sequence follows from those that were seen."""
+
+    def behind(self, account: Account, group: int) -> tuple[int, tuple[int, int]]:
+        """Return the tokens that a group stores behind this step, and how many leading keys and values are then encoded: all."""
+        at = self.occupancy(account, group)
+        stored = self.evict.remaining(at)[0] if self.evict.due(at) else at.stored
+        return stored, (stored, stored)
+
+    def most_pages(self, longest: int, chunk: int) -> list[int]:
+        """Return the most pages of each group that any sequence of up to `longest` tokens takes: one that grows token by token."""
+        return self.pages_for(1, 1, longest - 1)
+
+
+class SettledLedger(ReadingLedger):
     """The accounts of a plan that settles; how many tokens are settled follows from those that were seen, whatever the prompt's chunks."""
 
     def __init__(self, plan: CachePlan) -> None:
         """Take a plan whose storage is windowed; raises EngineError where a role cannot be loaded."""
         super().__init__(plan)
         self.quantize = load_role(plan.roles["quantize"])
-        self.rooms = lru_cache(maxsize=256)(self._rooms)
 
     def behind(self, account: Account, group: int) -> tuple[int, tuple[int, int]]:
         """Return the tokens that a group stores behind this step, and how many leading keys and values are then encoded."""
@@ -100,11 +126,7 @@ class SettledLedger(EvictingLedger):
             found.append(max(1, self.plan.pages(self.evict.settled(at))))
         return found
 
-    def _rooms(self, prompt: int, chunk: int) -> tuple[int, ...]:
-        """Return the most tokens of each group that are stored at once while a prompt is read in such chunks, before its last eviction."""
-        return tuple(self._read(prompt, chunk)[1])
-
 
 def find_ledger(plan: CachePlan) -> EvictingLedger:
     """Return the ledger of a plan whose layers' heads all keep equally many tokens."""
-    return SettledLedger(plan) if plan.storage == "windowed" else EvictingLedger(plan)
+    return {"windowed": SettledLedger, "gathered": GatheringLedger}.get(plan.storage, EvictingLedger)(plan)

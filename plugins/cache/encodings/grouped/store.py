@@ -19,8 +19,9 @@ from plugins.cache.batch import Row
 from plugins.cache.encodings.grouped import launch, reference
 from plugins.cache.encodings.grouped.away import Away
 from plugins.cache.encodings.grouped.formats import Format
+from plugins.cache.encodings.grouped.gather import Gatherer
 from plugins.cache.encodings.grouped.keep import Keeper, watched_bytes
-from plugins.cache.encodings.grouped.ledger import SettledLedger
+from plugins.cache.encodings.grouped.ledger import GatheringLedger, ReadingLedger, SettledLedger, find_ledger
 from plugins.cache.encodings.grouped.settle import Settler
 from plugins.cache.encodings.per_token.buffers import known_of, replaces
 from plugins.cache.eviction.ledger import EvictingLedger
@@ -78,7 +79,9 @@ class EncodedStore:
         self.keep_prompts = False  # until the step behind the prompt, for those who compare
         self.ledger = ledger
         self.settler = Settler(self, ledger) if isinstance(ledger, SettledLedger) else None
-        self.keeper = Keeper(plan, ledger, device) if ledger is not None and self.settler is None else None
+        self.gatherer = Gatherer(self, ledger) if isinstance(ledger, GatheringLedger) else None
+        self.evicter: Settler | Gatherer | None = self.settler or self.gatherer
+        self.keeper = Keeper(plan, ledger, device) if ledger is not None and self.evicter is None else None
         coded = {part: sum(spec.row_bytes for spec in _encoded(plan) if spec.name.startswith(part)) for part in ("key", "value")}
         # Bytes in a layer of one key or value in full precision, of a group's encoded keys, of an encoded value.
         self._rates = (
@@ -129,7 +132,7 @@ class EncodedStore:
         """
         own = self._prompts[row.slot]
         if layer not in own:
-            room = row.prompt if self.settler is None else self.settler.ledger.rooms(row.prompt, row.new)[self.plan.page_groups[layer]]
+            room = row.prompt if self.evicter is None else self.evicter.ledger.rooms(row.prompt, row.new)[self.plan.page_groups[layer]]
             made = self._room(room)
             before = row.stored - row.new
             if before:
@@ -154,8 +157,8 @@ class EncodedStore:
         if not self.keep_prompts:
             del self._prompts[row.slot][layer]
         kept = None
-        if self.settler is not None:
-            kept, stored, ends = self.settler.keep(layer, row, *plain)
+        if self.evicter is not None:
+            kept, stored, ends = self.evicter.keep(layer, row, *plain)
             if kept is None:
                 kept = torch.arange(stored, dtype=torch.int32, device=self.device).repeat(plain[0].shape[1], 1)
         else:
@@ -305,8 +308,10 @@ def prompt_bytes(plan: CachePlan, tokens: int, *, whole: bool, chunk: int = 0) -
 
     Of one that is evicted from in between, what its chunks leave counts.
     """
-    if plan.storage == "windowed" and not whole:
-        rooms = SettledLedger(plan).rooms(tokens, chunk or tokens)
+    if plan.storage in ("windowed", "gathered") and not whole:
+        ledger = find_ledger(plan)
+        assert isinstance(ledger, ReadingLedger), "nothing is evicted while a prompt is read"
+        rooms = ledger.rooms(tokens, chunk or tokens)
         return sum(-(-rooms[group] // 16) * 16 for group in plan.page_groups) * token_bytes(plan) // plan.num_layers
     one = -(-tokens // 16) * 16 * token_bytes(plan) // plan.num_layers + watched_bytes(plan, tokens)
     return one if whole else one * plan.num_layers
