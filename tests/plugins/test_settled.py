@@ -34,7 +34,7 @@ from trtkv.errors import EngineError
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.loading import Options
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
 
 KIVI = ("quantize.group=16", "quantize.residual=16")
 SETTLED = {

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from plugins.cache.batch import Row
-from plugins.cache.eviction.per_head.ledger import Lengths
 from plugins.cache.eviction.per_head.ring import Ring, Rings
-from plugins.cache.pages import HeadPages, head_pages
+from plugins.cache.pages import HeadPages, Lengths, head_pages
 from plugins.device.dtypes import TORCH_DTYPES
 from trtkv.plan import CachePlan
 
