@@ -237,7 +237,9 @@ class Torch:
         patch.setattr(support, "fits", lambda *args: True)
         patch.setattr(launch, "attend", self.attend)
         patch.setattr(Cache, "overlaps", lambda *args, **more: False)
-        patch.setattr(grouped, "_scratch", lambda one, config, batch, tokens: launch.Scratch.allocate(batch, HEADS, 1, config.head_dim, 1, one.device))
+        patch.setattr(
+            grouped, "_scratch", lambda one, config, batch, tokens: launch.Scratch.allocate(batch, HEADS, 1, config.head_dim, 1, one.device)
+        )
         patch.setattr(grouped, "attend_with_lse", self.chunk)
 
     def chunk(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
