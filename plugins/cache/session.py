@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from plugins.cache.batch import Row, StepGroup
+from plugins.cache.bytes import ByteCount
 from plugins.cache.encodings.grouped.ledger import find_ledger
 from plugins.cache.encodings.grouped.store import EncodedStore
 from plugins.cache.encodings.mixed import make_compactor, make_pool
@@ -27,7 +28,6 @@ from plugins.cache.eviction.per_head.pages import HeadPages
 from plugins.cache.eviction.stacks import Stacks
 from plugins.cache.overrides import EVERYTHING, OwnValues, least_budget
 from plugins.cache.reference.caches import HeldCaches
-from plugins.cache.sizes import Sizes
 from plugins.cache.support import encodes_by_kernels
 from plugins.cache.tiers.host.store import Offload
 from plugins.device.dtypes import TORCH_DTYPES
@@ -93,7 +93,7 @@ class Session:
             for part, name in enumerate(_OFFLOADED):
                 self.buffers[name][layer] = tier.host[:, :, part]
         self.dense_below = 0 if offload else dense_below
-        self._sizes = Sizes(plan)
+        self.count = ByteCount(plan, form)
         self.own = OwnValues(plan, num_slots, self.device)
         self.parts = 1
         self.keeps_inputs = False  # whether an op's inputs stay as they are while somebody holds them
@@ -165,7 +165,7 @@ class Session:
         if stored <= self.dense_below:
             return float(stored)
         if not self.own.has(slot):
-            return self._sizes.tokens_read(stored)
+            return self.count.tokens_read(stored)
         plans = [self.own.plan(layer, slot) for layer in range(self.plan.num_layers)]
         return sum(one.reads(stored) if one else stored for one in plans) / len(plans)
 
@@ -257,9 +257,7 @@ class Session:
         if self.encoded is not None:
             return self.parts * self.encoded.stored_bytes(slot, seen)
         lengths = self.stored_of(slot, seen)
-        if self.ragged is not None:
-            return self.parts * self.ragged.stored_bytes(lengths)
-        return self.parts * (self._sizes.stored_bytes(seen) if self.ledger is None else self._sizes.stored_bytes_by_group(lengths))
+        return self.parts * (self.count.stored(lengths) + self.count.state(lengths))
 
     def reserved_bytes(self) -> int:
         """Return the bytes that the announced step's sequences occupy: whole pages and slots, or what is held."""
@@ -267,9 +265,7 @@ class Session:
             return self.stored_bytes()
         if self.encoded is not None:
             return self.parts * sum(self.encoded.reserved_bytes(row.slot, row.seen) for row in self._step[0].rows)
-        if self.ragged is not None:
-            return self.parts * sum(self.ragged.reserved_bytes(self.stored_of(row.slot, row.seen)) for row in self._step[0].rows)
-        return self.parts * sum(self._sizes.reserved_bytes_by_group(self.stored_of(row.slot, row.seen)) for row in self._step[0].rows)
+        return self.parts * sum(self.count.reserved(self.stored_of(row.slot, row.seen)) for row in self._step[0].rows)
 
     def stored_of(self, slot: int, seen: int) -> Sequence[int]:
         """Return the tokens that the layers of each page group store of a sequence that has seen so many."""

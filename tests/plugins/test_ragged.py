@@ -84,7 +84,7 @@ def test_pages_keep_what_the_definition_keeps(name: str, chunk: int, tiny_llama:
         scores = 12 if "attention_mass" in session.plan.evict.needs else 0  # bytes a token and KV head: a number for each of three query heads
         assert session.bytes_of(0, 150 + step) == sum(lengths) * (2 * config.head_dim * 4 + scores)
         pages = sum(-(-length // session.plan.page_size) for length in lengths)
-        assert session.plan.reserved_bytes_by_group(lengths) == pages * session.plan.page_bytes // len(lengths) + session.plan.slot_bytes
+        assert session.count.reserved(lengths) == pages * session.count.page + session.count.slot
         seen.append(max(lengths) - min(lengths))
 
     ours = generate(paged, texts, STEPS, chunk=chunk, after=check)

@@ -45,8 +45,8 @@ def engine(request: pytest.FixtureRequest, tiny_llama: TinyModel, tmp_path_facto
     if hosted:
         page_bytes = layout(whole.session.plan).host_bytes(1)
         return open_engine(out, Options(offload=True, host_bytes=page_bytes * whole.session.plan.pages(256) * 3 // 2))
-    peak = 2 if policy == "arkv" else 1  # while a prompt is whole, its codes find pages too
-    return open_engine(out, Options(cache_bytes=peak * whole.session.plan.reserved_bytes(256) * 3 // 2))
+    # Where a prompt is whole, its codes find pages too.
+    return open_engine(out, Options(cache_bytes=whole.session.count.reserved(256) * 3 // 2))
 
 
 def prompt(length: int, seed: int) -> list[int]:

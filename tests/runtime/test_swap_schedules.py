@@ -33,7 +33,7 @@ class Rig:
         self.scheduler = Scheduler(plan, LIMITS, self.pages, self.slots)
         self.chance, self.fails = chance, False
         if host_pages is not None:
-            limit = host_pages * plan.page_bytes + 64 * plan.slot_bytes
+            limit = host_pages * self.session.count.page + 64 * self.session.count.slot
             self.scheduler.swap = Swap(self.session, self.pages, limit, self._allocate)
         self.keys = [self.session.buffer("keys", layer) for layer in range(2)]
         self.state = self.session.buffers.get("previous_query", [None])[-1]

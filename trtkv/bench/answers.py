@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugins.cache.encodings.grouped import store as encoded
 from plugins.cache.tiers.host.choose import recall_facts
 from plugins.cache.tiers.host.store import Recall
 from trtkv.bench import recall
@@ -213,5 +212,4 @@ def _device_bytes(load: Load, length: int) -> int:
     stored = sum(session.bytes_of(slot, length) for slot in range(load.work.batch))
     if store is None:
         return stored
-    page = session.plan.page_bytes if session.encoded is None else encoded.page_bytes(session.plan)
-    return round(stored * (1 - store.shape.host_bytes(1) / page)) + store.device_bytes()
+    return round(stored * (1 - store.shape.host_bytes(1) / session.count.page)) + store.device_bytes()

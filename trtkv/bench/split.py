@@ -88,7 +88,6 @@ def kv_bytes_read(engine: Engine) -> tuple[int, int]:
     session, plan = engine.session, engine.session.plan
     if session.held is not None or (session.encoded is not None and not any(plan.select)):
         return session.stored_bytes(), 0  # whatever is stored is read, codes as they are
-    token = 2 * plan.num_kv_heads * plan.head_dim * DTYPE_BYTES[plan.kv_dtype] * plan.num_layers
-    rows = session.step(0).rows
-    index = sum(plan.stored_bytes(row.stored) - row.stored * token for row in rows) if any(plan.select) else 0
+    rows, token = session.step(0).rows, session.count.token
+    index = sum(session.count.stored(row.stored) - row.stored * token for row in rows) if any(plan.select) else 0
     return int(session.read_tokens * token), index

@@ -7,7 +7,6 @@ from collections import Counter
 from typing import Any
 
 import trtkv
-from plugins.cache.encodings.grouped import store as encoded
 from trtkv.runtime.batcher import Batcher
 from trtkv.runtime.scheduler import Running
 from trtkv.serve.families import Sink
@@ -103,7 +102,7 @@ def _host_share(batcher: Batcher) -> float:
     """Return the part of a page's bytes that lies in host memory."""
     session = batcher.engine.session
     if session.offload is not None:
-        return session.offload.shape.host_bytes(1) / (session.plan.page_bytes if session.encoded is None else encoded.page_bytes(session.plan))
+        return session.offload.shape.host_bytes(1) / session.count.page
     paged = [spec for spec in batcher.engine.session.plan.buffers if spec.paged and spec.pool == "plain"]
     total = sum(spec.row_bytes * len(spec.layers) for spec in paged)
     host = sum(spec.row_bytes * len(spec.layers) for spec in paged if spec.tier == "host")
