@@ -121,7 +121,7 @@ def logits(engine: Engine) -> Tensor:
     cuts = [0, *range(PROMPT_TOKENS, len(tokens) + 1)]
     rows = [StepRow(tokens[a:b], a, slot, pages, (b - a - 1,), PROMPT_TOKENS) for a, b in itertools.pairwise(cuts)]
     found = torch.cat([engine.stepper.run([row]).double().cpu() for row in rows])
-    engine.session.release(slot)
+    engine.cache.release(slot)
     engine.pages.give(pages)
     return found[-STEPS:]
 
@@ -134,10 +134,10 @@ def taken(engine: Engine, prompt: int, total: int) -> Any:
 @torch.inference_mode()
 def step_ms(engine: Engine, context: int, batch: int) -> float:
     """Return the milliseconds of a decode step of so many sequences with so many tokens."""
-    session, chunk = engine.session, engine.manifest.limits.max_chunk_tokens
+    cache, chunk = engine.cache, engine.manifest.limits.max_chunk_tokens
     slots = engine.slots[-batch:]
     pages = [taken(engine, context, context + 2 * TIMED_STEPS) for _ in slots]
-    if session.plan.policy != "full":  # selections of what is no number are none
+    if cache.plan.policy != "full":  # selections of what is no number are none
         for slot, own in zip(slots, pages, strict=True):
             for start in range(0, context, chunk):
                 engine.stepper.run([StepRow([7] * min(chunk, context - start), start, slot, own, (), context)])
@@ -145,7 +145,7 @@ def step_ms(engine: Engine, context: int, batch: int) -> float:
     def run(step: int) -> None:
         engine.stepper.run([StepRow([7], context + step, slot, own, (0,), context) for slot, own in zip(slots, pages, strict=True)])
 
-    wait = torch.cuda.synchronize if session.device.type == "cuda" else lambda: None
+    wait = torch.cuda.synchronize if cache.device.type == "cuda" else lambda: None
     for step in range(3):
         run(step)
     wait()
@@ -155,7 +155,7 @@ def step_ms(engine: Engine, context: int, batch: int) -> float:
     wait()
     ms = (time.perf_counter() - started) * 1e3 / TIMED_STEPS
     for slot, own in zip(slots, pages, strict=True):
-        session.release(slot)
+        cache.release(slot)
         engine.pages.give(own)
     return ms
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from plugins.cache.session import Session
+from plugins.cache.assemble import make_cache
 from trtkv.checkpoint.find import resolve_model
 from trtkv.config import Limits
 from trtkv.policies.registry import parse_policy
@@ -35,11 +35,11 @@ class Bench:
         limits = Limits(max_seq_len=count * plan.page_size, max_batch_size=2, max_chunk_tokens=2048)
         offload = open_offload(plan, limits, device) if hosted else None
         num_pages = offload.num_pages if offload else 2 * count
-        self.session, self.count = Session(plan, [num_pages], 2, device, offload=offload), count
+        self.cache, self.count = make_cache(plan, [num_pages], 2, device, tier=offload), count
         self.pages = PageAllocator(num_pages)
-        self.swap = Swap(self.session, self.pages, 64 << 30)
+        self.swap = Swap(self.cache, self.pages, 64 << 30)
         with torch.inference_mode():
-            for one in (*self.session.page_buffers(), *slot_buffers(self.session)):
+            for one in (*self.cache.page_buffers(), *slot_buffers(self.cache)):
                 (one.view(torch.int16) if one.element_size() == 2 else one).random_(0, 100)
 
     def turn(self, *, scattered: bool, seed: int) -> tuple[float, float, float, float]:
@@ -49,18 +49,18 @@ class Bench:
             pages += self.pages.take(self.pages.free)
             random.Random(seed).shuffle(pages)
             self.pages.give(pages[self.count :])
-        size = self.session.plan.page_size
+        size = self.cache.plan.page_size
         one = Running(0, list(range(self.count * size)), self.count * size - 8, 8, slot=0, seen=self.count * size - 1, pages=pages[: self.count])
-        at = torch.tensor(one.pages, device=self.session.device)
-        before = [buffer[at].clone() for buffer, _ in zip(self.session.page_buffers(), range(COMPARED), strict=False)]
-        slots = [buffer[0].clone() for buffer in slot_buffers(self.session)]
+        at = torch.tensor(one.pages, device=self.cache.device)
+        before = [buffer[at].clone() for buffer, _ in zip(self.cache.page_buffers(), range(COMPARED), strict=False)]
+        slots = [buffer[0].clone() for buffer in slot_buffers(self.cache)]
         out = self._timed(lambda: self._leave(one))
         one.slot = 1
         kept, fresh = self.swap.regain(one), self.pages.take(self.count)
         back = self._timed(lambda: self.swap.bring(one, kept, fresh))
-        at = torch.tensor(one.pages, device=self.session.device)
-        same = all(torch.equal(buffer[at], old) for buffer, old in zip(self.session.page_buffers(), before, strict=False))
-        if not same or not all(torch.equal(buffer[1], old) for buffer, old in zip(slot_buffers(self.session), slots, strict=True)):
+        at = torch.tensor(one.pages, device=self.cache.device)
+        same = all(torch.equal(buffer[at], old) for buffer, old in zip(self.cache.page_buffers(), before, strict=False))
+        if not same or not all(torch.equal(buffer[1], old) for buffer, old in zip(slot_buffers(self.cache), slots, strict=True)):
             raise RuntimeError("what came back is not what left")
         self.pages.give(one.pages)
         return (*out, *back)

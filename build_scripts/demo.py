@@ -40,7 +40,7 @@ def ask(engine: Path, tokens: int, seed: int) -> dict[str, object]:
         answer = llm.generate(sample.prompt, SamplingParams(max_tokens=24))[0]
     stats = llm.stats
     return {
-        "policy": llm.engine.session.plan.policy,
+        "policy": llm.engine.cache.plan.policy,
         "question": sample.question,
         "key": sample.key,
         "answer": " ".join(answer.text.split()),

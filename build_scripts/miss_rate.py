@@ -29,7 +29,7 @@ SKIPPED = 8  # first steps, whose frames are still empty
 @torch.inference_mode()
 def read(engine: Engine, tokens: list[int], context: int) -> tuple[float, float]:
     """Read `context` tokens as a prompt and the others one by one: pages a KV head and step that came in front of attention and ahead of it."""
-    store, plan = engine.session.offload, engine.session.plan
+    store, plan = engine.cache.tier, engine.cache.plan
     assert store is not None
     pages, prompt = engine.pages.take(plan.pages(len(tokens))), context
     for start in range(0, prompt, CHUNK):
@@ -69,7 +69,7 @@ def main() -> None:
                     read(open_engine(path, Options(device=asked.device, executor="torch", offload=Recall(ahead=ahead))), tokens, context)
                     for ahead in (False, True)
                 ]
-                plan = open_engine(path, Options(device=asked.device, executor="torch")).session.plan
+                plan = open_engine(path, Options(device=asked.device, executor="torch")).cache.plan
                 select = next(one for one in plan.select if one is not None)
                 row = {
                     "model": asked.model, "policy": policy, "budget": asked.budget, "context": context, "steps": asked.steps - SKIPPED,

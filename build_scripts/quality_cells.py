@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from plugins.cache.session import Session
+from plugins.cache.assemble import make_cache
 from trtkv import LLM
 from trtkv.api import build
 from trtkv.errors import TrtkvError
@@ -42,7 +42,7 @@ PERCENTS = (5, 11, 25, 50)
 LENGTHS = (2048, 4096)
 # The five systems and the baselines that the goals name get more samples than the rest.
 MAIN = ("full", "fier", "freekv", "lagkv", "arkv", "minikv", "minikv-pyramid", "quest", "snapkv", "streaming", "h2o")
-# Beside the presets: settings that a goal or an open question of docs/policies.md asks for.
+# Beside the presets: settings that a goal of docs/quality.md asks for.
 VARIANTS = {
     "fier": ("retrieve.sink=4",),
     "quest": ("retrieve.sink=16",),
@@ -113,17 +113,17 @@ class Model:
     def open(self, policy: Policy) -> LLM:
         """Return an engine that runs a policy on these weights."""
         old = self.full.engine
-        manifest, device = old.manifest, old.session.device
+        manifest, device = old.manifest, old.cache.device
         plan, limits = policy.plan(manifest.model), manifest.limits
         graph = Path(self._folder.name) / f"{plan.hash}.onnx"
         graph.write_bytes(build_decoder(manifest.model, plan, limits).model.SerializeToString())
         pages = pool_pages(plan, limits, device)
-        session = Session(plan, [pages] * plan.num_page_groups, limits.max_batch_size, device)
-        executor = TorchExecutor(graph, self._weights, session)
+        cache = make_cache(plan, [pages] * plan.num_page_groups, limits.max_batch_size, device)
+        executor = TorchExecutor(graph, self._weights, cache)
         rope = rope_table(manifest.model.rope, manifest.model.head_dim, limits.max_seq_len)
         llm = copy.copy(self.full)
-        stepper, slots = Stepper(executor, session, limits, rope), list(range(limits.max_batch_size))
-        llm.engine = Engine(manifest, session, stepper, PageAllocator(pages), slots, None)
+        stepper, slots = Stepper(executor, cache, limits, rope), list(range(limits.max_batch_size))
+        llm.engine = Engine(manifest, cache, stepper, PageAllocator(pages), slots, None)
         return llm
 
 
@@ -139,7 +139,7 @@ def measure(cell: Cell, model: Model) -> dict[str, Any]:
     figures = agreement(cell, llm, model.full) if cell.task == "agreement" else answers(cell, llm)
     if torch.cuda.is_available():
         record["device"] = torch.cuda.get_device_name()
-    return {**record, "changed": changed, "plan": llm.engine.session.plan.hash, **figures, "seconds": round(time.perf_counter() - started, 2)}
+    return {**record, "changed": changed, "plan": llm.engine.cache.plan.hash, **figures, "seconds": round(time.perf_counter() - started, 2)}
 
 
 def samples_of(cell: Cell, llm: LLM) -> list[Sample]:

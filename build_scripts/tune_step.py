@@ -125,7 +125,7 @@ def timed(load: Load, way: Way, split: bool) -> tuple[float, dict[str, float], t
         for _ in range(2):  # the first loads what was not loaded before; what it is to be divided into is said then
             for entry, percent in way.get("carve", {}).items():
                 _carve(entry, percent)
-            stepper._graphs = graphs.DecodeGraphs(stepper.executor, stepper.session, stepper._width, stepper._fixed)
+            stepper._graphs = graphs.DecodeGraphs(stepper.executor, stepper.cache, stepper._width, stepper._fixed)
             load.seen, load.last = load.prompt, [7] * batch
             load._run(3)
             if not way.get("carve"):
@@ -140,10 +140,10 @@ def timed(load: Load, way: Way, split: bool) -> tuple[float, dict[str, float], t
 
 def spoil(load: Load) -> None:
     """Overwrite what decoded tokens left in the cache, so that a kernel that reads before it is written again shows."""
-    session, first = load.engine.session, load.prompt // load.engine.session.plan.page_size
-    for tensor in (one for name in ("keys", "values") for one in session.buffers[name] if one is not None):
+    cache, first = load.engine.cache, load.prompt // load.engine.cache.plan.page_size
+    for tensor in (one for name in ("keys", "values") for one in cache.buffers[name] if one is not None):
         for pages in load.pages:
-            tensor[pages[first], :, load.prompt % session.plan.page_size :] = torch.nan
+            tensor[pages[first], :, load.prompt % cache.plan.page_size :] = torch.nan
             tensor[pages[first + 1 :]] = torch.nan
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from plugins.cache.assemble import make_cache
 from plugins.cache.bytes import ByteCount
-from plugins.cache.session import Session
 from plugins.cache.tiers.host.store import Offload
+from tests.examples import examples
 from tests.policies.cases import PRESETS, small, tensors
 from trtkv.config import ModelConfig
 from trtkv.engine.footprint import Footprint
@@ -124,7 +125,7 @@ def test_minikv_is_appendix_i_with_metadata(prompt: int) -> None:
 
 
 @given(prompt=st.integers(1, 900), chunk=st.integers(1, 300), ratio=st.sampled_from([0.0, 0.5]))
-@settings(max_examples=15)
+@examples(15)
 def test_the_peak_is_what_a_chunked_prompt_needs(prompt: int, chunk: int, ratio: float) -> None:
     lagkv = small("lagkv").with_field("evict.ratio", str(ratio))
     q, k, v = tensors(prompt, Q_HEADS, KV_HEADS, DIM)
@@ -179,11 +180,11 @@ def test_tiers_of_an_offloaded_cache_are_those_that_a_session_allocates(name: st
     policy = parse_policy(name, sets=["retrieve.budget=320", "retrieve.page=32"])
     plan, context, batch = policy.plan(MODEL), 1000, 3
     store = Offload(plan, batch * plan.pages(context), batch)
-    session = Session(plan, [batch * plan.pages(context)], batch, offload=store)
+    cache = make_cache(plan, [batch * plan.pages(context)], batch, tier=store)
     found = predict(MODEL, policy, context, batch, "1GiB", offload=True)
     resident = predict(MODEL, policy, context, batch)
     others = [
-        x for kind, tensors in session.buffers.items() for layer, x in enumerate(tensors) if not (kind in ("keys", "values") and layer in store.tiers)
+        x for kind, tensors in cache.buffers.items() for layer, x in enumerate(tensors) if not (kind in ("keys", "values") and layer in store.tiers)
     ]
     assert found["host_bytes"] == store.host_bytes()
     assert found["device_bytes"] == store.device_bytes() + sum(x.nbytes for x in others if x is not None)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from plugins.nodes.table import FACES
+from plugins.nodes import FACES
 from tests.tiny import make_tiny
 from tests.toy_graph import needs_rtx
 from trtkv import api
@@ -83,8 +83,8 @@ def test_on_the_gpu_with_its_kernels(policy: str, through: str | None, tmp_path:
 
 
 def scaled(face: Any) -> Any:
-    def wrong(session: Any, layer: int, config: Any, inputs: Any, out: Any) -> None:
-        face.torch(session, layer, config, inputs, out)
+    def wrong(cache: Any, layer: int, config: Any, inputs: Any, out: Any) -> None:
+        face.torch(cache, layer, config, inputs, out)
         if layer == 1:
             out.mul_(1.01)
 
@@ -92,18 +92,18 @@ def scaled(face: Any) -> Any:
 
 
 def stored_wrong(face: Any) -> Any:
-    def wrong(session: Any, layer: int, config: Any, inputs: Any, out: Any) -> None:
-        face.torch(session, layer, config, inputs, out)
+    def wrong(cache: Any, layer: int, config: Any, inputs: Any, out: Any) -> None:
+        face.torch(cache, layer, config, inputs, out)
         if layer == 2:
-            session.buffer("values", 2).roll(1, -1)
-            session.buffer("values", 2).copy_(session.buffer("values", 2).roll(1, -1))
+            cache.buffer("values", 2).roll(1, -1)
+            cache.buffer("values", 2).copy_(cache.buffer("values", 2).roll(1, -1))
 
     return replace(face, torch=wrong)
 
 
 def selects_first(face: Any) -> Any:
-    def wrong(session: Any, layer: int, config: Any, inputs: Any, out: Any) -> None:
-        face.torch(session, layer, config, inputs, out)
+    def wrong(cache: Any, layer: int, config: Any, inputs: Any, out: Any) -> None:
+        face.torch(cache, layer, config, inputs, out)
         count = out.shape[2] - 1
         chosen = out[:, :, -1] >= 0
         out[:, :, :-1] = torch.where(chosen[..., None], torch.arange(count, dtype=torch.int32), out[:, :, :-1])

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from plugins.cache.session import Session
+from plugins.cache.assemble import make_cache
+from plugins.cache.cache import Cache
 from plugins.cache.tiers.host.store import Offload, Recall
 from trtkv.config import Limits, ModelConfig
 from trtkv.graph.decoder import build_decoder
@@ -90,13 +91,13 @@ class Rig:
 
     stepper: Stepper
     executor: TorchExecutor
-    session: Session
+    cache: Cache
     plan: CachePlan
     graph: Path
 
     def pages(self, slot: int) -> list[int]:
         """Pages of a slot, deliberately out of order."""
-        count = self.session.num_pages[0] // self.session.num_slots
+        count = self.cache.num_pages[0] // self.cache.num_slots
         own = list(range(slot * count, (slot + 1) * count))
         return own[::-1] if slot % 2 else own[1::2] + own[::2]
 
@@ -138,8 +139,8 @@ def make_rig(
     lane = SideStream(torch.device(device)) if device != "cpu" else None
     pool = HostPool(torch.device(device), plan.num_layers).allocate
     offload = Offload(plan, pages, slots, device, recall, pool, lane, plan.pages(length)) if recall else None
-    session = Session(plan, [pages] * plan.num_page_groups, slots, device, by_definition=by_definition, offload=offload)
+    cache = make_cache(plan, [pages] * plan.num_page_groups, slots, device, by_definition=by_definition, tier=offload)
     specs = [{"name": one.name, "shape": one.shape, "sources": one.sources} for one in decoder.weights]
-    weights = map_weights(Checkpoint(tiny.path), specs, TORCH_DTYPES[config.dtype], session.device, lambda done, total: None)
-    executor = TorchExecutor(graph, weights, session)
-    return Rig(Stepper(executor, session, limits, rope_table(config.rope, config.head_dim, length)), executor, session, plan, graph)
+    weights = map_weights(Checkpoint(tiny.path), specs, TORCH_DTYPES[config.dtype], cache.device, lambda done, total: None)
+    executor = TorchExecutor(graph, weights, cache)
+    return Rig(Stepper(executor, cache, limits, rope_table(config.rope, config.head_dim, length)), executor, cache, plan, graph)

@@ -18,7 +18,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from plugins.nodes.node import DOMAIN, VERSION, OpConfig, OpFace
+from plugins.config import DOMAIN, VERSION, OpConfig
+from plugins.nodes import OpFace
 from plugins.tensorrt.plugin import PluginLogic, guarded
 from trtkv.engine.tensorrt import Plan, Profile, build_plan
 from trtkv.errors import TrtkvError
@@ -29,8 +30,8 @@ CONFIG = OpConfig(num_q_heads=HEADS, num_kv_heads=1, head_dim=DIM, scale=0.25, r
 needs_rtx = pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx") is None, reason="TensorRT-RTX is not installed: pip install 'trtkv[rtx]'")
 
 
-def _run(session: Any, layer: int, config: OpConfig, inputs: Sequence[Any], out: Any) -> None:
-    session.calls.append((layer, [tuple(one.shape) for one in inputs]))
+def _run(cache: Any, layer: int, config: OpConfig, inputs: Sequence[Any], out: Any) -> None:
+    cache.calls.append((layer, [tuple(one.shape) for one in inputs]))
     out.copy_(inputs[0][:, : out.shape[1]])
 
 

@@ -10,8 +10,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from plugins.cache.pages import HeadPages
 
-def brought(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+PageList = Sequence[int] | HeadPages  # page numbers of a sequence in one page group, or of all rows that have pages of their own
+
+
+def to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return integers on a device; the host goes on, and does not wait for what is queued there."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
@@ -52,12 +56,12 @@ class Row:
     @cached_property
     def pages(self) -> Tensor:
         """Numbers of the used pages [M] int64."""
-        return brought(self._used, torch.int64, self.device)
+        return to_device(self._used, torch.int64, self.device)
 
     @cached_property
     def table(self) -> Tensor:
         """Numbers of the used pages [M] int32."""
-        return brought(self._used, torch.int32, self.device)
+        return to_device(self._used, torch.int32, self.device)
 
     @cached_property
     def run(self) -> slice | None:
@@ -74,12 +78,12 @@ class Row:
 
 @dataclass
 class StepGroup:
-    """The step as the layers of one page group see it; cache holds what layers of this step share."""
+    """The step as the layers of one page group see it; shared holds what its layers have in common."""
 
     rows: list[Row]
     page_size: int
     device: torch.device
-    cache: dict[object, object] = field(default_factory=dict)
+    shared: dict[object, object] = field(default_factory=dict)
 
     @cached_property
     def decoding(self) -> bool:
@@ -94,12 +98,12 @@ class StepGroup:
     @cached_property
     def decode_rows(self) -> Tensor:
         """Which of the B sequences have one new token, int64."""
-        return brought([b for b, row in enumerate(self.rows) if row.decodes], torch.int64, self.device)
+        return to_device([b for b, row in enumerate(self.rows) if row.decodes], torch.int64, self.device)
 
     @cached_property
     def fresh_slots(self) -> Tensor:
         """Slots of the sequences that are not behind their prompt, int64."""
-        return brought([row.slot for row in self.rows if not row.answers], torch.int64, self.device)
+        return to_device([row.slot for row in self.rows if not row.answers], torch.int64, self.device)
 
     @cached_property
     def places(self) -> tuple[Tensor, Tensor]:
@@ -114,14 +118,14 @@ class StepGroup:
     def closed_groups(self, group: int) -> tuple[Tensor, Tensor]:
         """Return page and index within the page, int64, of every group of tokens that this step completes."""
         key = ("closed", group)
-        if key not in self.cache:
+        if key not in self.shared:
             pages, inside = [], []
             for row in self.rows:
                 for index in range((row.stored - row.new) // group, row.stored // group):
                     pages.append(row.page_numbers[index * group // self.page_size])
                     inside.append(index % (self.page_size // group))
-            self.cache[key] = (self._integers(pages), self._integers(inside))
-        return self.cache[key]  # type: ignore[return-value]
+            self.shared[key] = (self._integers(pages), self._integers(inside))
+        return self.shared[key]  # type: ignore[return-value]
 
     def _integers(self, values: Sequence[int]) -> Tensor:
-        return brought(values, torch.int64, self.device)
+        return to_device(values, torch.int64, self.device)

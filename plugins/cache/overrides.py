@@ -18,33 +18,33 @@ AS_PLANNED = 0  # a budget that nobody asked for; a tau that nobody asked for is
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class Override:
     """A request's own values: budget, tokens that each KV head reads in a decode step; tau, below which cosine FreeKV selects anew."""
 
     budget: int | None = None
     tau: float | None = None
 
 
-class OwnValues:
+class Overrides:
     """The own values of the sequences in an engine's slots: on the device budgets [Z] int32, `AS_PLANNED` where none is, and taus [Z] fp32, NaN."""
 
     def __init__(self, plan: CachePlan, num_slots: int, device: torch.device) -> None:
         """Let every slot begin as planned."""
         self._plan, self._smallest = plan, min((one.budget for one in plan.select if one is not None), default=EVERYTHING)
-        self._known: dict[int, Own] = {}
+        self._known: dict[int, Override] = {}
         self.budgets = torch.full((num_slots,), AS_PLANNED, dtype=torch.int32, device=device)
         self.taus = torch.full((num_slots,), torch.nan, dtype=torch.float32, device=device)
-        self.on_change: Callable[[int, Own | None], None] | None = None
+        self.on_change: Callable[[int, Override | None], None] | None = None
 
-    def set(self, slot: int, own: Own | None) -> None:
+    def set(self, slot: int, own: Override | None) -> None:
         """Give a slot's sequence values of its own, or none; steps that are queued already keep theirs."""
-        own = None if own == Own() else own
+        own = None if own == Override() else own
         before = self._known.get(slot)
         if own == before:
             return
         if self.on_change is not None:
             self.on_change(slot, own)
-        now, old = own or Own(), before or Own()
+        now, old = own or Override(), before or Override()
         if now.budget != old.budget:
             self.budgets[slot : slot + 1].fill_(AS_PLANNED if now.budget is None else now.budget)
         if now.tau != old.tau:

@@ -5,27 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import torch
 
 from plugins.cache.encodings.grouped.formats import Format, find_format
+from plugins.config import OpConfig
 from plugins.device.dtypes import TORCH_DTYPES
 from trtkv.config import DTYPE_BYTES
 from trtkv.plan import CachePlan, SelectPlan
 from trtkv.rules import Ball, Box, Mean, OneBit
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from plugins.cache.session import Session
-    from plugins.nodes.node import OpConfig
-
 HEAD_DIMS = (64, 96, 128, 256)
 MOST_GROUP_HEADS = 16  # query heads a KV head: two columns of eight in a matrix instruction
 MOST_FIER_HEADS, FIER_GROUP = 8, 32  # one column, and the tokens of a word of bits
 LEAST_UNIT, MOST_UNIT = 4, 128  # tokens that the append kernel summarizes together, a power of two
-MOST_OVERLAPPED_TOKENS = 1 << 21  # tokens times KV heads of a step up to which even bulky blocks start early, as measured on an H200
 MOST_EARLY_BYTES = 1 << 24  # of a step's page bounds up to which they are prefetched while the kernel in front of the append runs, on an H200
 # Bytes of keys and values of a layer's step up to which an H200 reads all of them in the time of a selection, for fewer rows (sequences times KV
 # heads) than FULL_ROWS and for more: where tokens are selected, or something else is chosen first (which query selects, which units every query
@@ -88,33 +81,6 @@ def compacts_by_kernels(plan: CachePlan, device: torch.device) -> bool:
 def encodes_by_kernels(plan: CachePlan, device: torch.device) -> Format | None:
     """Return the format in which kernels store tokens encoded, None where tokens are not encoded or in torch."""
     return find_format(plan) if gpu_ready(device) is None and why_torch(plan) is None else None
-
-
-def overlaps(session: Session, table: Tensor, *, bulky: bool = False) -> bool:
-    """Say whether a launch of a decode step may overlap with those around it, for tables [Y, B, M] or [B, M].
-
-    Blocks that start early fill the gaps between small kernels. Where kernels fill the device for long, they spoil their balance if they are bulky,
-    which leaves a multiprocessor no room for both: so it is with the append kernel in Triton, and taken to be with other than plain caches.
-    """
-    batch, pages = table.shape[-2:]
-    plain = session.offload is None and session.encoded is None and session.ragged is None
-    return (plain and not bulky) or batch * session.plan.num_kv_heads * pages * session.plan.page_size <= MOST_OVERLAPPED_TOKENS
-
-
-def begins_early(session: Session, layer: int, table: Tensor, *, bulky: bool = False) -> bool:
-    """Say whether the kernel behind a decode step's append begins before the one in front of the append has ended, where launches overlap.
-
-    Attention over everything has keys to load meanwhile, and a choice its index: of one-bit keys the first groups, of pages all bounds; many of these
-    drive each other, and what the kernel in front reads, out of the second-level cache.
-    """
-    select = session.plan.select[layer]
-    if select is None or session.reads_all:
-        return session.offload is None
-    summary, (batch, pages) = summary_of(session.plan, layer), table.shape[-2:]
-    if bulky or summary is None or session.offload is not None:
-        return False
-    bounds = batch * session.plan.num_kv_heads * pages * (session.plan.page_size // select.unit)
-    return summary.scorer == "fier" or bounds * 2 * session.plan.head_dim * DTYPE_BYTES[session.plan.kv_dtype] <= MOST_EARLY_BYTES
 
 
 def dense_below(plan: CachePlan, sequences: int, device: torch.device) -> int:

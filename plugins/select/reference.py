@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from plugins.nodes.node import OpConfig
+from plugins.config import OpConfig
 from trtkv.plan import SelectPlan
 
 

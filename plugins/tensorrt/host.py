@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from plugins.cache.session import Session, bind
-from plugins.nodes.node import DOMAIN, VERSION, OpConfig, OpFace
-from plugins.nodes.table import FACES
+from plugins.cache.cache import Cache
+from plugins.config import DOMAIN, VERSION, OpConfig
+from plugins.nodes import FACES, OpFace
 from plugins.tensorrt.backend import Backend
+from plugins.tensorrt.binding import bind
 from plugins.tensorrt.plugin import register
 from plugins.tensorrt.recorder import Recorder, recording
 from plugins.tensorrt.tensors import TORCH_NAMES
@@ -71,9 +72,9 @@ class BuiltPlugin:
 
 
 class LoadedPlugin:
-    """A node of a loaded engine in one execution context, bound to that context's session."""
+    """A node of a loaded engine in one execution context, bound to that context's cache."""
 
-    def __init__(self, built: BuiltPlugin, session: Session) -> None:
+    def __init__(self, built: BuiltPlugin, cache: Cache) -> None:
         """Make the plugin from what the build serialized, clone it as an engine does and attach it; raises EngineError when that fails."""
         trt, self._recorder = built.backend.trt, Recorder()
         self._trt = trt
@@ -81,7 +82,7 @@ class LoadedPlugin:
         with recording(self._recorder):
             self.engine = _create(built.backend, built.face, built.name, arrays, trt.TensorRTPhase.RUNTIME)
             self._recorder.check(EngineError)
-        with bind(session):
+        with bind(cache):
             self.plugin = self.engine.clone().attach_to_context(None)
         self._recorder.check(EngineError)
         self._seen: Any = None
@@ -99,9 +100,9 @@ class LoadedPlugin:
 class PluginHost:
     """The plugins of one graph in one context: made at their first use, by the name of the node."""
 
-    def __init__(self, backend: Backend, session: Session, built: Mapping[str, BuiltPlugin] | None = None) -> None:
-        """Take a TensorRT package and a session; built are the nodes of another context of the same engine."""
-        self.backend, self.session = backend, session
+    def __init__(self, backend: Backend, cache: Cache, built: Mapping[str, BuiltPlugin] | None = None) -> None:
+        """Take a TensorRT package and a cache; built are the nodes of another context of the same engine."""
+        self.backend, self.cache = backend, cache
         self.built: dict[str, BuiltPlugin] = dict(built or {})
         self._loaded: dict[str, LoadedPlugin] = {}
 
@@ -110,7 +111,7 @@ class PluginHost:
         if name not in self.built:
             self.built[name] = BuiltPlugin(self.backend, face, name, layer, config, inputs, out)
         if name not in self._loaded:
-            self._loaded[name] = LoadedPlugin(self.built[name], self.session)
+            self._loaded[name] = LoadedPlugin(self.built[name], self.cache)
         self._loaded[name].run(inputs, out, _stream(out))
 
 

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from plugins.nodes.node import DOMAIN, VERSION, OpConfig, OpFace
+from plugins.config import DOMAIN, VERSION, OpConfig
+from plugins.nodes import OpFace
 from plugins.tensorrt import cuda, tensors
 from plugins.tensorrt.recorder import Recorder, active
 from trtkv.errors import BuildError
 
 if TYPE_CHECKING:
-    from plugins.cache.session import Session
+    from plugins.cache.cache import Cache
 
 FLOATS, INTEGERS = ("BF16", "HALF", "FLOAT"), ("INT32", "INT64")
 
@@ -65,7 +66,7 @@ class PluginLogic:
         _kept.append(self)
         self.plugin_name, self.plugin_version, self.plugin_namespace, self.num_outputs = self.face.name, VERSION, DOMAIN, 1
         self.layer, self.config, self.recorder, self.runtime = layer, config, recorder, runtime
-        self._session: Callable[[], Session | None] | None = None
+        self._cache: Callable[[], Cache | None] | None = None
         self._views: tuple[list[int], list[Any], Any] | None = None
         self._fields: Any = None
         self._arrays = (np.array([layer], np.int32), np.frombuffer(config.to_json().encode(), np.int8).copy())
@@ -116,12 +117,12 @@ class PluginLogic:
 
     @guarded(lambda self: [])
     def get_valid_tactics(self) -> list[int]:
-        """Tactics are chosen by the session, not by TensorRT."""
+        """Tactics are chosen by the cache, not by TensorRT."""
         return []
 
     @guarded(lambda self, inputs, outputs: 0)
     def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-        """Scratch memory belongs to the session."""
+        """Scratch memory belongs to the cache."""
         return 0
 
     # Runtime
@@ -144,7 +145,7 @@ class PluginLogic:
 
     @guarded(lambda self, context: self._bare())
     def attach_to_context(self, context: Any) -> Any:
-        """Copy this plugin for one execution context, with the session that is bound while the context is created."""
+        """Copy this plugin for one execution context, with the cache that is bound while the context is created."""
         copy = self._copy()
         if self.runtime:
             copy.bind()
@@ -153,12 +154,12 @@ class PluginLogic:
     def enqueue(
         self, input_desc: Sequence[Any], output_desc: Sequence[Any], inputs: Sequence[int], outputs: Sequence[int], workspace: int, stream: int
     ) -> None:
-        """Run the op on a stream, or without a session (a build's timing, with arbitrary inputs) fill the output with zeros.
+        """Run the op on a stream, or without a cache (a build's timing, with arbitrary inputs) fill the output with zeros.
 
         This one raises: only so does TensorRT fail the step.
         """
         try:
-            if self._session is None:
+            if self._cache is None:
                 cuda.zero_fill(outputs[0], _bytes(output_desc[0]), stream)
             else:
                 self._run(input_desc, output_desc[0], [*inputs, *outputs], stream)
@@ -167,26 +168,26 @@ class PluginLogic:
             raise
 
     def bind(self) -> None:
-        """Take the session that is bound on this thread; held weakly, because plugins outlive the engine that they belong to."""
-        from plugins.cache.session import current
+        """Take the cache that is bound on this thread; held weakly, because plugins outlive the engine that they belong to."""
+        from plugins.tensorrt.binding import current
 
-        session = current()
-        self._session = None if session is None else weakref.ref(session)
+        cache = current()
+        self._cache = None if cache is None else weakref.ref(cache)
 
     def _run(self, input_desc: Sequence[Any], output_desc: Any, pointers: list[int], stream: int) -> None:
-        session = self._session() if self._session else None
-        if session is None:
-            raise RuntimeError("the session of this execution context is closed")
+        cache = self._cache() if self._cache else None
+        if cache is None:
+            raise RuntimeError("the cache of this execution context is closed")
         if self._views is None or self._views[0] != pointers:
             descs = [*input_desc, output_desc]
             views = [tensors.wrap(pointer, tuple(desc.dims), desc.type.name) for pointer, desc in zip(pointers, descs, strict=True)]
             self._views = (pointers, views[:-1], views[-1])
         with tensors.on_stream(stream):
-            self.face.run(session, self.layer, self.config, self._views[1], self._views[2])
+            self.face.run(cache, self.layer, self.config, self._views[1], self._views[2])
 
     def _copy(self) -> Any:
         copy = self._bare()
-        copy._session = self._session
+        copy._cache = self._cache
         return copy
 
     def _bare(self) -> Any:

@@ -85,13 +85,13 @@ def verdict(layers: Layers) -> Findings:
 
 
 def spoil_bits(layers: Layers) -> None:
-    layers.session.buffer("fier_bits", 0).bitwise_not_()
+    layers.cache.buffer("fier_bits", 0).bitwise_not_()
     layers.select(0)
 
 
 def spoil_newest_key(layers: Layers) -> None:
     page = layers.table[1, -1]
-    layers.session.buffer("keys", 0)[page, 0, 239 % 32] *= 1.001
+    layers.cache.buffer("keys", 0)[page, 0, 239 % 32] *= 1.001
 
 
 def leave_a_head_out(layers: Layers) -> None:
@@ -165,13 +165,13 @@ def test_a_route_that_is_not_taken_is_not_reported(monkeypatch: pytest.MonkeyPat
 
     def take(layers: Layers, i: int) -> None:
         select(layers, i)
-        if layers.session.dense_below:
+        if layers.cache.dense_below:
             layers.selection.fill_(-1)
 
     def ignore(layers: Layers, i: int) -> None:
-        below, layers.session.dense_below = layers.session.dense_below, 0
+        below, layers.cache.dense_below = layers.cache.dense_below, 0
         select(layers, i)
-        layers.session.dense_below = below
+        layers.cache.dense_below = below
 
     monkeypatch.setattr(Layers, "select", ignore)
     (record,) = run(make("fier"))

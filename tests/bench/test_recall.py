@@ -106,11 +106,11 @@ def test_one_bit_keys_of_filled_caches_lie_as_their_kernels_read_them(tmp_path: 
     load = Load(open_engine(path, Options("random", "cpu", "torch", offload=True)), Work(256, 1, 64, 8, direct=True))
     monkeypatch.setattr(tiers, "gpu_ready", lambda device: None)
     load.fill()
-    session, pages = load.session, load.pages[0][:6]
-    for layer in range(session.plan.num_layers):
-        words, ranges = fier_layout.pack(session.buffer("keys", layer)[pages].unflatten(2, (-1, 32)))
-        assert torch.equal(session.words(layer)[pages], words)
-        assert torch.equal(session.ranges(layer)[pages], ranges)
+    cache, pages = load.cache, load.pages[0][:6]
+    for layer in range(cache.plan.num_layers):
+        words, ranges = fier_layout.pack(cache.buffer("keys", layer)[pages].unflatten(2, (-1, 32)))
+        assert torch.equal(words(cache, layer)[pages], words)
+        assert torch.equal(ranges(cache, layer)[pages], ranges)
 
 
 def test_launches_that_bring_pages_are_checked_and_recorded(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,10 +41,10 @@ def test_every_attribute_used_exists(module: Any) -> None:
 
 @pytest.mark.gpu
 def test_builder_may_run_plugins_but_binds_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the builder times plugins, they fill zeros: a session would be an attribute of the clone that ran."""
+    """If the builder times plugins, they fill zeros: a cache would be an attribute of the clone that ran."""
     ran: list[bool] = []
     right = PluginLogic.enqueue
-    monkeypatch.setattr(PluginLogic, "enqueue", lambda self, *args: ran.append(self._session is None) or right(self, *args))
+    monkeypatch.setattr(PluginLogic, "enqueue", lambda self, *args: ran.append(self._cache is None) or right(self, *args))
     assert build(backend="tensorrt", sms=()).data.nbytes > 1_000
     assert all(ran)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from plugins.nodes.table import FACES
+from plugins.nodes import FACES
 from tests.console import Capture, complaint, output, printed
 from tests.tiny import TinyModel
 from tests.toy_graph import needs_rtx
@@ -41,8 +41,8 @@ def test_random_weights_do(engine: Path, capsys: Capture) -> None:
 
 
 def test_mismatch_is_one_line(engine: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(session: Any, layer: int, config: Any, inputs: Any, out: Any) -> None:
-        FACES_BEFORE.torch(session, layer, config, inputs, out)
+    def wrong(cache: Any, layer: int, config: Any, inputs: Any, out: Any) -> None:
+        FACES_BEFORE.torch(cache, layer, config, inputs, out)
         out.add_(0.01)
 
     FACES_BEFORE = FACES["KvAttend"]

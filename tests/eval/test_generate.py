@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.tiny import TinyModel
 from trtkv.api import build
 from trtkv.errors import CapacityError, RequestError
@@ -77,7 +78,7 @@ def test_nothing_stays_lent_behind_an_error(llms: dict[str, LLM]) -> None:
     assert (llm.engine.pages.free, len(llm.engine.slots)) == free
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.integers(1, 500), st.integers(1, 64))
 def test_chunks(num_tokens: int, most: int) -> None:
     sizes = chunk_sizes(num_tokens, most)

@@ -25,10 +25,10 @@ from plugins.append import reference
 from plugins.cache.indexes import fier_layout
 from plugins.cache.roles import load_role
 from plugins.cache.support import in_torch
+from plugins.config import OpConfig
 from plugins.device import driver, nvrtc, store, triton_aot
 from plugins.device.spec import Binary
 from plugins.kernels import FOLDER, kernels_for, request
-from plugins.nodes.node import OpConfig
 from plugins.select.choose import speculative_query
 from plugins.select.launch_speculate import speculate
 from tests.gpu.check_retrieval import check_chain
@@ -167,7 +167,7 @@ def check_generation(directory: Path, manifest: Manifest) -> dict[str, int]:
     listed = {spec.entry for spec in kernels_for(manifest.cache, manifest.model, manifest.limits, driver.arch())}
     missed = listed - launched.keys() - BESIDE - (TWO_LAUNCHES if launched.keys() & ONE else ONE)
     expect(not missed, f"{directory.name}: never launched: {', '.join(sorted(missed))}")
-    llm.engine.session.buffers.clear()
+    llm.engine.cache.buffers.clear()
     return dict(launched)
 
 

@@ -13,10 +13,11 @@ from types import SimpleNamespace
 
 import torch
 
+from plugins.cache.assemble import make_cache
 from plugins.cache.batch import Row
+from plugins.cache.cache import Cache
 from plugins.cache.eviction import lag, launch
 from plugins.cache.eviction.compactor import Compactor
-from plugins.cache.session import Session
 from tests.policies.cases import small
 from tests.runtime.test_policies import generate, prompts
 from tests.tiny import Rig, make_rig, make_tiny
@@ -47,11 +48,11 @@ def engines(directory: Path) -> None:
         found = []
         for kernels in (True, False):
             rig = make_rig(tiny, small(name), directory, slots=3, dtype="bfloat16", device="cuda")
-            assert rig.session.compactor is not None and rig.session.stacks is not None
-            report(f"{name} takes kernels", rig.session.compactor.kernels) if kernels else None
-            rig.session.compactor.kernels = kernels
+            assert rig.cache.compactor is not None and rig.cache.stacks is not None
+            report(f"{name} takes kernels", rig.cache.compactor.kernels) if kernels else None
+            rig.cache.compactor.kernels = kernels
             logits = generate(rig, texts, 40, chunk=70)
-            account = rig.session.compactor.ledger
+            account = rig.cache.compactor.ledger
             lengths = [list(account.stored(slot)) for slot in range(3)]
             found.append((logits, lengths, rig))
         same = torch.equal(found[0][0], found[1][0])
@@ -71,7 +72,7 @@ def exchanges(directory: Path) -> None:
         answers = []
         for stay in (False, True):
             rig = make_rig(tiny, small(name), directory, slots=3, dtype="bfloat16", device="cuda")
-            evictor, rig.session.keeps_inputs = rig.session.compactor, stay
+            evictor, rig.cache.keeps_inputs = rig.cache.compactor, stay
             assert isinstance(evictor, Compactor)
             report(f"{name} evicts in its steps", evictor.in_step)
             judge = _Judge(rig, small(name))
@@ -90,16 +91,16 @@ class _Judge:
         self.rig, self.role, self.before, self.evicted, self.wrong = rig, policy.evict, {}, 0, []  # type: ignore[var-annotated]
 
     def __call__(self, step: int) -> None:
-        session = self.rig.session
+        cache = self.rig.cache
         now = {}
         for layer in range(self.rig.plan.num_layers):
-            for row in session.step(layer).rows:
-                account = session.compactor.ledger.find(row.slot)  # type: ignore[union-attr]
-                at = session.compactor.ledger.occupancy(account, session.plan.page_groups[layer])  # type: ignore[union-attr]
+            for row in cache.step(layer).rows:
+                account = cache.compactor.ledger.find(row.slot)  # type: ignore[union-attr]
+                at = cache.compactor.ledger.occupancy(account, cache.plan.page_groups[layer])  # type: ignore[union-attr]
                 names = [spec.name for spec in self.rig.plan.buffers if spec.paged]
-                data = {name: session.buffer(name, layer)[row.pages].transpose(0, 1).flatten(1, 2)[:, : at.stored].clone() for name in names}
+                data = {name: cache.buffer(name, layer)[row.pages].transpose(0, 1).flatten(1, 2)[:, : at.stored].clone() for name in names}
                 index = torch.arange(at.stored, device=data["positions"].device)
-                written = index < account.placed[session.plan.page_groups[layer]]
+                written = index < account.placed[cache.plan.page_groups[layer]]
                 data["positions"] = torch.where(written, data["positions"].long(), index + account.seen - at.stored)
                 now[layer, row.slot] = (at, data)
                 was = self.before.get((layer, row.slot))
@@ -121,7 +122,7 @@ class _Judge:
         positions = torch.cat([old.gather(1, order), torch.full_like(old[:, :1], row.seen - 1)], 1)
         view = SimpleNamespace(at=replace(at, lengths=(stored,) * len(at.lengths)), positions=positions, num_layers=1)
         if self.rig.plan.evict.queries:  # type: ignore[union-attr]
-            query = self.rig.session.buffer("last_queries", layer)[row.slot, :1]
+            query = self.rig.cache.buffer("last_queries", layer)[row.slot, :1]
             view.newest = attention(query.float(), keys.float(), self.rig.plan.head_dim**-0.5)[:, 0]
         if "attention_mass" in was[1]:
             group = len(was[1]["attention_mass"]) // len(place)
@@ -157,26 +158,26 @@ def at_full_size() -> None:
         policy = parse_policy(name)
         plan = policy.plan(model)
         count = plan.pages(tokens)
-        session = Session(plan, [count] * plan.num_page_groups, 1, "cuda")
-        assert session.stacks is not None and session.compactor is not None
+        cache = make_cache(plan, [count] * plan.num_page_groups, 1, "cuda")
+        assert cache.stacks is not None and cache.compactor is not None
         order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
         for part in ("keys", "values"):
-            for stack in session.stacks.groups[part]:
+            for stack in cache.stacks.groups[part]:
                 stack.normal_()
-        session.begin_step([tokens], [[tokens]], [0], [[order]] * plan.num_page_groups, [tokens])
+        cache.begin_step([tokens], [tokens], [0], [[order]] * plan.num_page_groups, [tokens])
         layer = plan.num_layers - 1
         group = plan.page_groups[layer]
-        row, account = session.step(layer).rows[0], session.compactor.ledger.find(0)
-        ledger = session.compactor.ledger
-        before = [view_keys(session, part, layer, row) for part in ("keys", "values")]
+        row, account = cache.step(layer).rows[0], cache.compactor.ledger.find(0)
+        ledger = cache.compactor.ledger
+        before = [view_keys(cache, part, layer, row) for part in ("keys", "values")]
         role, start = policy.evict, max(account.settled[group], policy.evict.sink)
         partitions = (tokens - start) // role.lag
         cut = [one[:, start : start + partitions * role.lag].float().unflatten(1, (partitions, role.lag)) for one in before]
         scores = role.token_scores(*cut)
         wanted = best(scores, role.kept_per_lag)
-        lag.evict(session.stacks, group, row, account, ledger)
+        lag.evict(cache.stacks, group, row, account, ledger)
         left = ledger.evict.remaining(ledger.occupancy(account, group))[0]
-        positions = view_keys(session, "positions", layer, row)[:, :left].long()
+        positions = view_keys(cache, "positions", layer, row)[:, :left].long()
         middle = (positions[:, start : start + wanted[0].numel()] - start).unflatten(1, (partitions - 1, -1))
         got = middle % role.lag
         different = sum(int((~torch.isin(a, b)).sum()) for a, b in zip(got.flatten(0, 1), wanted.flatten(0, 1), strict=True))
@@ -185,16 +186,16 @@ def at_full_size() -> None:
         report(f"{name} keeps the best of every partition", worse <= 2.0**-18, f"{different} of {wanted.numel()} others, worst {worse:.2g}")
         report(f"{name} keeps them in order", bool((positions.diff(dim=1) > 0).all()))
         for part, was in zip(("keys", "values"), before, strict=True):
-            now = view_keys(session, part, layer, row)[:, :left]
+            now = view_keys(cache, part, layer, row)[:, :left]
             index = positions[:, :, None].expand(-1, -1, was.shape[2])
             report(f"{name} moved {part}", torch.equal(now, was.gather(1, index)))
-        del session
+        del cache
         torch.cuda.empty_cache()
 
 
-def view_keys(session: Session, name: str, layer: int, row: object) -> torch.Tensor:
+def view_keys(cache: Cache, name: str, layer: int, row: object) -> torch.Tensor:
     """Copy a sequence's entries of a buffer [H, S, ...]."""
-    return session.buffer(name, layer)[row.pages].transpose(0, 1).flatten(1, 2)[:, : row.stored].clone()  # type: ignore[attr-defined]
+    return cache.buffer(name, layer)[row.pages].transpose(0, 1).flatten(1, 2)[:, : row.stored].clone()  # type: ignore[attr-defined]
 
 
 @torch.inference_mode()

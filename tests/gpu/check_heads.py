@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from plugins.attend import launch_dense
+from plugins.cache.assemble import make_cache
 from plugins.cache.eviction.per_head import launch
-from plugins.cache.session import Session
 from tests.gpu.check_evict import FAILED, report
 from tests.plugins.test_mixed import POLICIES as MIXED
 from tests.plugins.test_ragged import POLICIES, kept
@@ -38,8 +38,8 @@ def engines(directory: Path) -> None:
         found = []
         for kernels in (True, False):
             rig = make_rig(tiny, policy, directory, slots=3, dtype="bfloat16", device="cuda")
-            compactor = rig.session.compactor
-            assert compactor is not None and rig.session.ragged is not None
+            compactor = rig.cache.compactor
+            assert compactor is not None and rig.cache.pool is not None
             report(f"{name} takes kernels", compactor.kernels) if kernels else None
             compactor.kernels = kernels
             found.append((generate(rig, texts, 40, chunk=70), [compactor.ledger.stored(slot).tolist() for slot in range(3)], rig))
@@ -65,10 +65,10 @@ def rings(directory: Path) -> None:
     (text,) = prompts(300)
     whole = make_rig(tiny, "full", directory, slots=1, dtype="bfloat16", device="cuda")
     whole.feed(torch.tensor(text), chunks=[256, 44])
-    wanted = whole.session.buffer("keys", 0)[torch.tensor(whole.pages(0), device="cuda")].transpose(0, 1).flatten(1, 2)
+    wanted = whole.cache.buffer("keys", 0)[torch.tensor(whole.pages(0), device="cuda")].transpose(0, 1).flatten(1, 2)
     for name in ("razor", "shares, streaming"):
         rig = make_rig(tiny, POLICIES[name].with_budget(48), directory, slots=2, dtype="bfloat16", device="cuda")
-        pool, seen = rig.session.ragged, 0
+        pool, seen = rig.cache.pool, 0
         assert pool is not None
         for new in (150, *[1] * 80, 7, *[1] * 60):
             rig.stepper.run([StepRow(text[seen : seen + new], seen, 1, rig.pages(1), (new - 1,), 150)])
@@ -98,7 +98,7 @@ def mixtures(directory: Path) -> None:
             generate(make_rig(tiny, policy, directory, slots=3, dtype=dtype, device="cuda", by_definition=True), texts, 40, chunk=70)
             for dtype in ("float32", "bfloat16")
         )
-        compactor, graphs = rig.session.compactor, rig.stepper._graphs
+        compactor, graphs = rig.cache.compactor, rig.stepper._graphs
         assert compactor is not None
         coded = int(sum(compactor.ledger.stored(slot)[tiny.config.num_layers :].sum() for slot in range(3)))
         report(f"{name} encodes and is captured", coded > 0 and graphs is not None and len(graphs._captured) > 0, f"{coded} encoded")
@@ -107,8 +107,8 @@ def mixtures(directory: Path) -> None:
         first = [float((x[0] - exact[0]).norm() / exact[0].norm()) for x in (ours, half)]
         report(f"{name} prompt as good as the definition's", first[0] <= 2 * first[1], f"{first[0]:.3g} and {first[1]:.3g}")
         other = make_rig(tiny, policy, directory, slots=3, dtype="bfloat16", device="cuda")
-        assert other.session.compactor is not None
-        other.session.compactor.kernels = False
+        assert other.cache.compactor is not None
+        other.cache.compactor.kernels = False
         theirs = generate(other, texts, 1, chunk=70)
         # The library divides by 448 with a product, so that a scale may be another by a bit of bfloat16; what stays is chosen alike.
         off = float((ours[1] - theirs[1]).norm() / theirs[1].norm())
@@ -122,29 +122,29 @@ def rewriting_at_full_size() -> None:
     plan = parse_policy("arkv-quant", sets=["evict.share=0.5"]).plan(model)
     each = plan.pages(tokens + 512)
     for kernels in (True, False):
-        session = Session(plan, [each * plan.num_page_groups], 1, "cuda")
-        assert session.ragged is not None and session.compactor is not None
-        session.compactor.kernels = kernels
+        cache = make_cache(plan, [each * plan.num_page_groups], 1, "cuda")
+        assert cache.pool is not None and cache.compactor is not None
+        cache.compactor.kernels = kernels
         for name in ("keys", "values"):
-            session.ragged.pools[name].normal_()
-        for ring in session.ragged.buffers["last_queries"]:
+            cache.pool.pools[name].normal_()
+        for ring in cache.pool.buffers["last_queries"]:
             ring.normal_()  # type: ignore[union-attr]
-        session.begin_step([tokens], [[tokens]], [0], [[list(range(each))]], [tokens])
-        session.end_step()
-        stored, layers = session.compactor.ledger.stored(0), plan.num_layers
+        cache.begin_step([tokens], [tokens], [0], [[list(range(each))]], [tokens])
+        cache.end_step()
+        stored, layers = cache.compactor.ledger.stored(0), plan.num_layers
         report("arkv stores its budget", bool((stored[:layers] + stored[layers:] == 1024).all()))
         took = []
         for seen in range(tokens + 1, tokens + 501):
-            before = session.compactor.ledger.stored(0).sum()
-            session.begin_step([1], [[seen]], [0], [[list(range(each))]], [tokens])
+            before = cache.compactor.ledger.stored(0).sum()
+            cache.begin_step([1], [seen], [0], [[list(range(each))]], [tokens])
             torch.cuda.synchronize()
             began = time.perf_counter()
-            session.end_step()
+            cache.end_step()
             queued = time.perf_counter()
             torch.cuda.synchronize()
-            if session.compactor.ledger.stored(0).sum() < before:
+            if cache.compactor.ledger.stored(0).sum() < before:
                 took.append((queued - began, time.perf_counter() - began))
-        report("arkv encodes behind the prompt", int(session.compactor.ledger.stored(0)[layers:].sum()) > 0, f"{len(took)} evictions")
+        report("arkv encodes behind the prompt", int(cache.compactor.ledger.stored(0)[layers:].sum()) > 0, f"{len(took)} evictions")
         print(
             f"      arkv evicts {'by kernels' if kernels else 'in torch'}: {took[-1][0] * 1e3:.2f} ms of the host, {took[-1][1] * 1e3:.2f} in all",
             flush=True,
@@ -273,18 +273,18 @@ def step_at_full_size() -> None:
     plan = policy.plan(model)
     heads = plan.num_page_groups
     each = plan.pages(tokens + 64)
-    session = Session(plan, [batch * each * heads], batch, "cuda")
-    assert session.ragged is not None
+    cache = make_cache(plan, [batch * each * heads], batch, "cuda")
+    assert cache.pool is not None
     for name in ("keys", "values"):
-        session.ragged.pools[name].normal_()
+        cache.pool.pools[name].normal_()
     pages = [list(range(slot * each, (slot + 1) * each)) for slot in range(batch)]
     for slot in range(batch):
-        session.begin_step([tokens], [[tokens]], [slot], [[pages[slot]]], [tokens])
-        session.end_step()
-    lengths = session.compactor.ledger.stored(0)  # type: ignore[union-attr]
+        cache.begin_step([tokens], [tokens], [slot], [[pages[slot]]], [tokens])
+        cache.end_step()
+    lengths = cache.compactor.ledger.stored(0)  # type: ignore[union-attr]
     report("razor keeps what it should", int((lengths == tokens).sum()) == 32 and int((lengths == 1024).sum()) == heads - 32)
-    position = session.compactor.view(0, 0, session.compactor.ledger.find(batch - 1))  # type: ignore[union-attr]
-    session.ragged.stored[:, 0], session.ragged._cache = lengths, {}
+    position = cache.compactor.view(0, 0, cache.compactor.ledger.find(batch - 1))  # type: ignore[union-attr]
+    cache.pool.stored[:, 0], cache.pool._cache = lengths, {}
     expected = torch.cat([torch.arange(4), torch.arange(tokens - 1020, tokens)]).cuda()
     report("positions are those of sink and newest", torch.equal(position.positions[1, :1024], expected))
     took = []
@@ -292,8 +292,8 @@ def step_at_full_size() -> None:
         seen = tokens + step
         torch.cuda.synchronize()
         began = time.perf_counter()
-        session.begin_step([1] * batch, [[seen] * batch], list(range(batch)), [pages], [tokens] * batch)
-        session.end_step()
+        cache.begin_step([1] * batch, [seen] * batch, list(range(batch)), [pages], [tokens] * batch)
+        cache.end_step()
         queued = time.perf_counter()
         torch.cuda.synchronize()
         took.append((queued - began, time.perf_counter() - began))

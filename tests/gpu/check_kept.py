@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plugins.cache.assemble import make_cache
 from plugins.cache.batch import Row
 from plugins.cache.encodings.grouped import launch, reference
 from plugins.cache.encodings.grouped.keep import Keeper
 from plugins.cache.encodings.grouped.ledger import find_ledger
 from plugins.cache.eviction.sums import launch as sums
-from plugins.cache.session import Session
 from tests.runtime.test_policies import generate, prompts
 from tests.tiny import Rig, make_rig, make_tiny
 from trtkv.api import build
@@ -91,10 +91,10 @@ def check_verdict(name: str, rig: Rig, seen: Seen) -> None:
 
 def check_codes(name: str, rig: Rig, seen: Seen, steps: int) -> None:
     """Let the codes of what stayed be the role's, bit for bit."""
-    store, role, good, compared = rig.session.encoded, parse_policy(name, sets=POLICIES[name]).quantize, True, 0
+    store, role, good, compared = rig.cache.store, parse_policy(name, sets=POLICIES[name]).quantize, True, 0
     assert store is not None and role is not None
     for (slot, layer), (keys, values, kept) in seen.prompts.items():
-        row = next(one for one in rig.session.step(layer).rows if one.slot == slot)
+        row = next(one for one in rig.cache.step(layer).rows if one.slot == slot)
         end = store.form.encoded(kept.shape[1], store.form.origin(kept.shape[1]))
         index = kept.long()[..., None].expand(-1, -1, keys.shape[2])
         for part, x, count in zip(("keys", "values"), (keys, values), end, strict=True):
@@ -117,7 +117,7 @@ def engines(directory: Path) -> None:
     texts, steps = prompts(150, 61, 90), 50
     for name, sets in POLICIES.items():
         rig, seen = make_rig(tiny, name, directory, sets=sets, slots=3, dtype="bfloat16", device="cuda"), Seen()
-        store = rig.session.encoded
+        store = rig.cache.store
         assert store is not None and store.keeper is not None
         seen.watch(store.keeper)
         logits = generate(rig, texts, steps, chunk=70)
@@ -136,7 +136,7 @@ def engines(directory: Path) -> None:
         ends = [
             [store.form.encoded(stored[slot][layer], store._runs[slot][rig.plan.page_groups[layer]]) for layer in range(layers)] for slot in range(3)
         ]
-        report(f"{name} has encoded what was planned", ends == [[one.encoded for one in own] for own in lengths])
+        report(f"{name} has encoded what was planned", ends == [[one.store for one in own] for own in lengths])
         again = generate(rig, texts[::-1], steps, chunk=70)  # other prompts in every slot
         fresh = generate(make_rig(tiny, name, directory, sets=sets, slots=3, dtype="bfloat16", device="cuda"), texts[::-1], steps, chunk=70)
         report(f"{name} answers in used slots as in fresh ones", torch.equal(again, fresh))
@@ -187,7 +187,7 @@ def settling(directory: Path) -> None:
     for name, sets in SETTLING.items():
         make = lambda name=name, sets=sets: make_rig(tiny, name, directory, sets=sets, slots=3, dtype="bfloat16", device="cuda")  # noqa: E731
         rig, encoded = make(), Encoded()
-        store = rig.session.encoded
+        store = rig.cache.store
         assert store is not None and store.settler is not None
         end = encoded.watch()
         logits = generate(rig, texts, steps, chunk=70)
@@ -202,13 +202,13 @@ def settling(directory: Path) -> None:
             for layer in range(layers):
                 own = trajectory(policy, len(text), steps, num_kv_heads=1, layer=layer, num_layers=layers)[-1]
                 group = rig.plan.page_groups[layer]
-                lengths &= (account.stored[group],) == own.lengths and account.encoded[group] == own.encoded
-                lengths &= store.ends[group, slot].tolist() == list(own.encoded)
+                lengths &= (account.stored[group],) == own.lengths and account.encoded[group] == own.store
+                lengths &= store.ends[group, slot].tolist() == list(own.store)
                 pages, table = store.pages[layer], torch.tensor(rig.pages(slot), dtype=torch.int32, device="cuda")
                 given = encoded.parts.get((pages.key_codes.data_ptr(), int(table[0])))
                 for part, kind in enumerate(("keys", "values")):
-                    if own.encoded[part]:
-                        assert given is not None and given[part].shape[1] == own.encoded[part]
+                    if own.store[part]:
+                        assert given is not None and given[part].shape[1] == own.store[part]
                         codes &= _alike(reference.stored_numbers(pages, table, kind), policy.quantize.encode(given[part], kind), store.form.bits)  # type: ignore[arg-type]
                         compared += given[part].numel()
         report(f"{name} stores and encodes what was planned", lengths)
@@ -237,23 +237,23 @@ def settle_at_full_size() -> None:
     plan = parse_policy("lagkv+kivi").plan(model)
     prompt, steps = 16 + 30 * 1024 + 512, 1600  # partitions are complete 512 and 1536 steps behind it
     need = find_ledger(plan).pages_for(prompt, prompt, steps)
-    session, pages = Session(plan, need, 1, "cuda"), [list(range(own)) for own in need]
-    store = session.encoded
+    cache, pages = make_cache(plan, need, 1, "cuda"), [list(range(own)) for own in need]
+    store = cache.store
     assert store is not None and store.settler is not None
     for x in store.rings[0]:
         x.normal_()
     for seen in range(prompt, prompt + steps):
-        session.begin_step([seen if seen == prompt else 1], [[seen]], [0], [pages], [prompt])
+        cache.begin_step([seen if seen == prompt else 1], [seen], [0], [pages], [prompt])
         if seen == prompt:
             for layer in range(plan.num_layers):
-                row = session.step(layer).rows[0]
+                row = cache.step(layer).rows[0]
                 keys, values = store.prompt(layer, row)
                 keys.normal_(), values.normal_()
                 store.encode_prompt(layer, row, torch.arange(len(pages[0]), dtype=torch.int32, device="cuda"))
         account = store.settler.ledger.find(0)
         due, marks = store.settler.ledger.due(account), [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         marks[0].record()
-        session.end_step()
+        cache.end_step()
         marks[1].record()
         if due:
             torch.cuda.synchronize()
@@ -261,7 +261,7 @@ def settle_at_full_size() -> None:
     stored, ends = account.stored[0], account.encoded[0]
     element, count = 2 * model.num_kv_heads * model.head_dim * plan.num_layers, (2 / 8 + 2 * 2 / 32)
     want = round(element / 2 * (sum(ends) * count + (2 * stored - sum(ends)) * 2))
-    report("stored bytes are those of codes and of the rest", session.bytes_of(0, seen) == want, f"{session.bytes_of(0, seen)} of {want}")
+    report("stored bytes are those of codes and of the rest", cache.bytes_of(0, seen) == want, f"{cache.bytes_of(0, seen)} of {want}")
 
 
 @torch.inference_mode()
@@ -271,12 +271,12 @@ def at_full_size() -> None:
 
     tokens, model = 32768, resolve_model("llama-3.1-8b").config.model_copy(update={"num_layers": 1})
     plan = parse_policy("minikv").plan(model)
-    session = Session(plan, [plan.pages(tokens)], 1, "cuda")
-    store = session.encoded
+    cache = make_cache(plan, [plan.pages(tokens)], 1, "cuda")
+    store = cache.store
     assert store is not None and store.keeper is not None
     for attempt in range(2):
-        session.begin_step([tokens], [[tokens]], [0], [[list(range(plan.pages(tokens)))]], [tokens])
-        row = session.step(0).rows[0]
+        cache.begin_step([tokens], [tokens], [0], [[list(range(plan.pages(tokens)))]], [tokens])
+        row = cache.step(0).rows[0]
         keys, values = store.prompt(0, row)
         keys.normal_(), values.normal_()
         query = torch.randn(tokens, model.num_q_heads, model.head_dim, device="cuda", dtype=keys.dtype)
@@ -300,12 +300,12 @@ def at_full_size() -> None:
     )
     report("sums of the last queries", float((last - exact).abs().max()) <= 2.0**-8 * float(exact.max()))
     report("every query pays one", abs(float(mass.sum()) / (model.num_q_heads * tokens) - 1) <= 2.0**-8, f"{float(mass.sum()):.6g}")
-    stored = session.stored_bytes()  # behind the step it is what stays
-    session.end_step()
+    stored = cache.stored_bytes()  # behind the step it is what stays
+    cache.end_step()
     kept = 2 * int(tokens * 0.25)
     element = 2 / 8 + 2 * 2 / 16
     want = round(2 * model.num_kv_heads * model.head_dim * kept * element)
-    report("stored bytes are appendix I's with metadata", session.stored_bytes() == want < stored, f"{session.stored_bytes()} of {want}")
+    report("stored bytes are appendix I's with metadata", cache.stored_bytes() == want < stored, f"{cache.stored_bytes()} of {want}")
 
 
 if __name__ == "__main__":

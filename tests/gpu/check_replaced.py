@@ -18,8 +18,8 @@ from plugins.attend import launch_dense
 from plugins.attend import reference as attention
 from plugins.cache.encodings.per_token import launch, reference
 from plugins.cache.encodings.per_token.launch import Stacks
-from plugins.cache.encodings.per_token.store import ReplacedStore, rule_of
-from plugins.nodes.node import OpConfig
+from plugins.cache.encodings.per_token.store import PerTokenStore, rule_of
+from plugins.config import OpConfig
 from trtkv.plan import CacheView, Occupancy
 from trtkv.policies.registry import parse_policy
 from trtkv.ranking import attention as probabilities
@@ -224,13 +224,13 @@ def captured_engine(directory: Path) -> None:
     shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "hidden_size": 256, "num_hidden_layers": 3}
     tiny = make_tiny("llama", directory / "tiny", dtype=torch.bfloat16, **shape)
     rig = make_rig(tiny, "qhitter", directory, sets=("evict.budget=64",), slots=3, dtype="bfloat16", device="cuda")
-    store, texts, prompts = rig.session.encoded, torch.randint(1, 250, (3, 420)).tolist(), (150, 33, 7)
-    assert isinstance(store, ReplacedStore) and rig.executor.capturable and rig.session.ledger is not None
+    store, texts, prompts = rig.cache.store, torch.randint(1, 250, (3, 420)).tolist(), (150, 33, 7)
+    assert isinstance(store, PerTokenStore) and rig.executor.capturable and rig.cache.ledger is not None
     for slot, count in enumerate(prompts):
         rig.stepper.run([StepRow(texts[slot][:count], 0, slot, rig.pages(slot), (count - 1,), count)])
     for step in range(60):
         before = Stacks({name: x.clone() for name, x in store.stacks.named.items()})
-        counts = [rig.session.ledger.stored(slot)[0] + 1 for slot in range(3)]
+        counts = [rig.cache.ledger.stored(slot)[0] + 1 for slot in range(3)]
         rows = [StepRow([texts[slot][n + step]], n + step, slot, rig.pages(slot), (0,), n) for slot, n in enumerate(prompts)]
         logits = rig.stepper.run(rows)
         check(bool(logits.isfinite().all()), "logits are finite")
@@ -244,7 +244,7 @@ def captured_engine(directory: Path) -> None:
 class Captured:
     """What `judge` looks at of an engine."""
 
-    def __init__(self, store: ReplacedStore, table: Tensor, seen: Tensor) -> None:
+    def __init__(self, store: PerTokenStore, table: Tensor, seen: Tensor) -> None:
         """Take a store behind a step."""
         self.policy, self.stacks, self.rule, self.scale = parse_policy("qhitter", sets=("evict.budget=64",)), store.stacks, store.rule, store.scale
         self.table, self.slots, self.seen = table, torch.arange(3), seen

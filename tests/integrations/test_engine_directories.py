@@ -54,7 +54,7 @@ def test_weights_are_not_read_where_the_plan_holds_them(package: Any, tiny_llama
         loading.open_engine(path, loading.Options(device="cpu"))
     given: list[Any] = []
     monkeypatch.setattr(loading, "_why_not_tensorrt", lambda manifest, device: None)
-    monkeypatch.setattr(tensorrt, "open_executor", lambda plan, about, weights, session: given.append(weights) or SimpleNamespace(capturable=False))
+    monkeypatch.setattr(tensorrt, "open_executor", lambda plan, about, weights, cache: given.append(weights) or SimpleNamespace(capturable=False))
     engine = loading.open_engine(path, loading.Options(device="cpu"))
     assert given == [{}] and engine.why_torch is None
     with pytest.raises(ConfigError, match=r"this engine's plan holds its weights, and --weights was given\. Leave it out"):

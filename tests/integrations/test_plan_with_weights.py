@@ -37,9 +37,9 @@ def opened(monkeypatch: pytest.MonkeyPatch, engine: Any, weights: dict[str, torc
     info = SimpleNamespace(backend="tensorrt", version="10.14.1", holds_weights=holds)
     listed = [SimpleNamespace(name=name) for name in weights]
     manifest: Any = SimpleNamespace(plan_info=info, weights=listed, command="trtkv build")
-    session: Any = SimpleNamespace(device=torch.device("cpu"))
+    cache: Any = SimpleNamespace(device=torch.device("cpu"))
     given = {} if holds else {name: Weight((tensor,)) for name, tensor in weights.items()}
-    return runtime.open_executor(b"plan", manifest, given, session)
+    return runtime.open_executor(b"plan", manifest, given, cache)
 
 
 def test_plan_that_holds_its_weights_and_rope_runs_without_any(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from plugins.attend import in_torch, launch_dense, per_head, prefill, reference
 from plugins.attend import launch as attend_launch
-from plugins.attend import launch_dense, per_head, prefill, reference
-from plugins.attend import op as attend_op
+from plugins.cache.cache import Cache
 from plugins.cache.indexes import fier_layout
-from plugins.nodes.node import OpConfig
+from plugins.config import OpConfig
 from plugins.select import launch, launch_fused, launch_pages
 from plugins.select.choose import choose
 from trtkv.ranking import best
@@ -177,8 +177,14 @@ class Launches:
     def flash(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         config = OpConfig(query.shape[1], keys.shape[1], query.shape[3], scale, 0.0, 0, 0, "")
         row = SimpleNamespace(new=query.shape[2], stored=keys.shape[2])
-        out = attend_op.attend_all(config, row, query[0].transpose(0, 1), keys[0], values[0])  # type: ignore[arg-type]
+        out = in_torch.attend_all(config, row, query[0].transpose(0, 1), keys[0], values[0])  # type: ignore[arg-type]
         return out.transpose(0, 1)[None], torch.full(query.shape[:3], float("nan"))
+
+
+def force_kernels(cache: Cache) -> Cache:
+    """Let append and attention of a cache run as kernels, whatever its device."""
+    cache._by_kernels = dict.fromkeys((torch.float16, torch.bfloat16), True)
+    return cache
 
 
 def flat(x: Tensor, pages: Tensor) -> Tensor:

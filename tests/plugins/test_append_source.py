@@ -10,7 +10,7 @@ import torch
 from plugins.append import launch_token, reference
 from plugins.append.launch import FIER, MINMAX, NONE
 from plugins.cache.indexes import fier_layout
-from plugins.nodes.node import OpConfig
+from plugins.config import OpConfig
 from tests.gpu.retrieval_case import told_words
 from tests.plugins import cuda_on_cpu
 

@@ -8,10 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plugins.cache import session as sessions
+from plugins.cache import assemble
 from plugins.cache.bytes import ByteCount
 from plugins.cache.encodings.grouped.formats import find_format
-from plugins.cache.session import Session
 from tests.policies.cases import PRESETS, small, tensors
 from trtkv.config import ModelConfig
 from trtkv.plan import CachePlan
@@ -41,11 +40,11 @@ def test_allocated_bytes_are_those_of_the_tensors(name: str, data: st.DataObject
     pages = data.draw(st.lists(st.integers(1, 9), min_size=groups, max_size=groups))
     slots = data.draw(st.integers(1, 4))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sessions, "encodes_by_kernels", lambda plan, device: count.form)
-        session = Session(plan, pages, slots)
-    found = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for own in session.buffers.values() for x in own if x is not None}
+        patch.setattr(assemble, "encodes_by_kernels", lambda plan, device: count.form)
+        cache = assemble.make_cache(plan, pages, slots)
+    found = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for own in cache.buffers.values() for x in own if x is not None}
     assert sum(found.values()) == count.allocated(pages) + (slots - 1) * count.slot
-    assert session.count.buffers == count.buffers
+    assert cache.count.buffers == count.buffers
 
 
 @pytest.mark.parametrize("name", [name for name in (*PRESETS, *COMPOSED) if not parse_policy(name).retrieve and not parse_policy(name).allocate])

@@ -18,9 +18,13 @@ from plugins.append.reference import append as append_reference
 from plugins.attend import reference as attention
 from plugins.cache import support
 from plugins.cache.bytes import ByteCount
-from plugins.cache.encodings.grouped import cuda, formats, launch, layout, reference
+from plugins.cache.cache import Cache
+from plugins.cache.encodings.grouped import cache as grouped
+from plugins.cache.encodings.grouped import formats, launch, layout, reference
+from plugins.cache.encodings.grouped.cache import GroupedCache
 from plugins.cache.encodings.grouped.formats import Format
-from plugins.nodes.node import OpConfig
+from plugins.cache.reference.cache import ReferenceCache
+from plugins.config import OpConfig
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
 from trtkv.checkpoint.find import resolve_model
 from trtkv.config import Limits, ModelConfig
@@ -224,25 +228,20 @@ def test_lengths_follow_the_role(policy: str, role: Any) -> None:
 
 
 class Torch:
-    """Attention and device of a session without a GPU: what the launches promise, in torch."""
+    """Attention and device of a cache without a GPU: what the launches promise, in torch."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        from plugins.attend import op
-        from plugins.cache import session
-        from trtkv.runtime import executor
-
         self.attended = 0
-        for module in (support, session, executor):
-            for name in ("gpu_ready", "why_torch"):
-                if hasattr(module, name):
-                    patch.setattr(module, name, lambda *args: None)
-        patch.setattr(executor, "captures", lambda *args: False)
+        for name in ("gpu_ready", "why_torch"):
+            patch.setattr(support, name, lambda *args: None)
+        patch.setattr(support, "captures", lambda *args: False)
         patch.setattr(support, "fits", lambda *args: True)
         patch.setattr(launch, "attend", self.attend)
-        patch.setattr(cuda, "overlaps", lambda *args: False)
-        patch.setattr(cuda, "_scratch", lambda one, config, batch, tokens: launch.Scratch.allocate(batch, HEADS, 1, config.head_dim, 1, one.device))
-        self.op = op
-        patch.setattr(cuda, "attend_with_lse", self.chunk)
+        patch.setattr(Cache, "overlaps", lambda *args, **more: False)
+        patch.setattr(
+            grouped, "_scratch", lambda one, config, batch, tokens: launch.Scratch.allocate(batch, HEADS, 1, config.head_dim, 1, one.device)
+        )
+        patch.setattr(grouped, "attend_with_lse", self.chunk)
 
     def chunk(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         whole = torch.ones(len(query), keys.shape[1], dtype=torch.bool).tril(keys.shape[1] - len(query))
@@ -283,31 +282,32 @@ def test_a_session_stores_and_answers_like_the_definition(wide: TinyModel, polic
     held = make_rig(wide, policy, tmp_path, sets=sets, slots=3)
     fake = Torch(monkeypatch)
     paged = make_rig(wide, policy, tmp_path, sets=sets, slots=3)
-    assert held.session.held is not None and paged.session.encoded is not None and paged.session.held is None
+    assert isinstance(held.cache, ReferenceCache) and isinstance(paged.cache, GroupedCache)
     texts = torch.randint(1, 250, (3, 60), generator=torch.Generator().manual_seed(0))
     answers = [run(rig, texts) for rig in (held, paged)]
     assert fake.attended
     torch.testing.assert_close(answers[1][0], answers[0][0], rtol=1e-3, atol=1e-3 * float(answers[0][0].abs().max()))
     assert answers[1][1] == answers[0][1]
-    assert not any(paged.session.encoded._prompts.values())
+    assert not any(paged.cache.store._prompts.values())
     if paged.plan.evict is not None:
         check_kept(paged, held)
         return
     more = [rig.stepper.run([StepRow(texts[0, 33:37].tolist(), 33, 0, rig.pages(0), range(4))]) for rig in (held, paged)]  # no prompt any more
     torch.testing.assert_close(more[1], more[0], rtol=1e-3, atol=1e-3 * float(more[0].abs().max()))
-    assert paged.session.stored_bytes() == held.session.stored_bytes()
-    paged.session.release(0)
-    assert paged.session.encoded.stored_bytes(1, 19) > 0
+    assert paged.cache.stored_bytes() == held.cache.stored_bytes()
+    paged.cache.release(0)
+    assert paged.cache.store.stored_bytes(1, 19) > 0
 
 
 def check_kept(paged: Rig, held: Rig) -> None:
     """Compare lengths, and what every layer attends to, with the definition; slots end with their sequences."""
-    store, session = paged.session.encoded, held.session.held
-    assert store is not None and store.keeper is not None and session is not None
+    assert isinstance(held.cache, ReferenceCache) and isinstance(paged.cache, GroupedCache)
+    store = paged.cache.store
+    assert store.keeper is not None
     for slot in (1, 0):
         for layer in range(paged.plan.num_layers):
-            cache, group = session.find(layer, slot), paged.plan.page_groups[layer]
-            row = next(one for one in paged.session.step(layer).rows if one.slot == slot)
+            cache, group = held.cache.find(layer, slot), paged.plan.page_groups[layer]
+            row = next(one for one in paged.cache.step(layer).rows if one.slot == slot)
             assert cache.lengths == (store.keeper.ledger.stored(slot)[group],) * paged.plan.num_kv_heads == (row.stored,) * paged.plan.num_kv_heads
             assert row.stored < row.seen or slot
             for part, found in zip(("keys", "values"), store.seen(layer, row), strict=True):
@@ -318,7 +318,7 @@ def check_kept(paged: Rig, held: Rig) -> None:
     with pytest.raises(EngineError, match="token by token"):
         paged.stepper.run([StepRow([1, 2], row.seen, 0, paged.pages(0), (1,))])
     for slot in range(3):
-        paged.session.release(slot)
+        paged.cache.release(slot)
     assert not store._prompts and not store._runs and not store.keeper._mass and store.stored_bytes(0, 0) == 0
 
 
@@ -335,7 +335,7 @@ def run(rig: Rig, texts: Tensor) -> tuple[Tensor, list[int]]:
             for slot, seen, count in step
         ]  # fmt: skip
         logits.append(rig.stepper.run(rows))
-        sizes.append(rig.session.stored_bytes())
+        sizes.append(rig.cache.stored_bytes())
     return torch.cat([x for x in logits if len(x)]), sizes
 
 
@@ -364,7 +364,7 @@ NEWEST = ("evict.heavy=0", "evict.recent=0.6", "quantize.residual=32")  # what s
 )
 def test_captured_steps_on_a_gpu_answer_like_the_definition(wide: TinyModel, policy: str, sets: tuple[str, ...], tmp_path: Path) -> None:
     rigs = [make_rig(wide, policy, tmp_path, sets=sets, slots=3, dtype="bfloat16", device="cuda", by_definition=one) for one in (True, False)]
-    assert rigs[1].session.encoded is not None and rigs[1].executor.capturable and not rigs[0].executor.capturable
+    assert isinstance(rigs[1].cache, GroupedCache) and rigs[1].executor.capturable and not rigs[0].executor.capturable
     exact = make_rig(wide, policy, tmp_path, sets=sets, slots=3, by_definition=True)
     prompts, texts = (150, 33, 7), torch.randint(1, 250, (3, 420), generator=torch.Generator().manual_seed(0))
     found: list[tuple[Tensor, list[int]]] = []
@@ -378,7 +378,7 @@ def test_captured_steps_on_a_gpu_answer_like_the_definition(wide: TinyModel, pol
                 StepRow([int(texts[slot, count + step])], count + step, slot, rig.pages(slot), (0,), count) for slot, count in enumerate(prompts)
             ]  # fmt: skip
             logits.append(rig.stepper.run(rows))
-            sizes.append(rig.session.stored_bytes())
+            sizes.append(rig.cache.stored_bytes())
         found.append((torch.cat(logits).double().cpu(), sizes))
     assert found[1][1] == found[2][1]
     plain, own = ((one[0] - found[0][0]).norm() for one in found[1:])

@@ -13,8 +13,8 @@ from tests.plugins import cuda_on_cpu
 pytest.importorskip("triton")
 
 from plugins.cache import support
+from plugins.cache.assemble import make_cache
 from plugins.cache.encodings.grouped import cuda, launch, launch_list
-from plugins.cache.session import Session
 from plugins.cache.tiers.host import launch as recall_launch
 from plugins.cache.tiers.host.layout import layout, why_not
 from plugins.cache.tiers.host.store import Offload, Recall
@@ -91,16 +91,16 @@ def test_engines_answer_bit_for_bit(policy: str, recall: Recall, wide: TinyModel
     common = {"sets": POLICIES[policy], "slots": 2, "dtype": "float16"}
     rigs = [make_rig(wide, policy, tmp_path, recall=how, **common) for how in (recall, None)]
     assert torch.equal(*(feed(rig) for rig in rigs))
-    session, resident = (rig.session for rig in rigs)
-    store, other_store = session.encoded, resident.encoded
-    assert session.offload is not None and store is not None and other_store is not None
-    front, ahead = session.offload.moved_pages()
+    cache, resident = (rig.cache for rig in rigs)
+    store, other_store = cache.store, resident.encoded
+    assert cache.tier is not None and store is not None and other_store is not None
+    front, ahead = cache.tier.moved_pages()
     assert front > 0 and (recall.ahead or not ahead)
     for layer in range(2):  # what went to the host and what is in the ring, put together again
-        for one, other in zip(session.step(layer).rows, resident.step(layer).rows, strict=True):
+        for one, other in zip(cache.step(layer).rows, resident.step(layer).rows, strict=True):
             for x, y in zip(store.seen(layer, one), other_store.seen(layer, other), strict=True):
                 assert torch.equal(x, y)
-    assert session.stored_bytes() == resident.stored_bytes()
+    assert cache.stored_bytes() == resident.stored_bytes()
 
 
 @needs_cpu
@@ -126,8 +126,8 @@ def test_offloaded_kernels_answer_bit_for_bit(policy: str, how: str, wide: TinyM
     common = {"sets": POLICIES[policy], "slots": 2, "dtype": "bfloat16", "device": "cuda"}
     rigs = [make_rig(wide, policy, tmp_path, recall=recall, **common) for recall in (ON_GPU[how], None)]
     assert torch.equal(*(feed(rig, 150) for rig in rigs))
-    assert rigs[0].executor.capturable == (how not in BY_HOST) and rigs[0].session.offload is not None
-    front, ahead = rigs[0].session.offload.moved_pages()
+    assert rigs[0].executor.capturable == (how not in BY_HOST) and rigs[0].cache.tier is not None
+    front, ahead = rigs[0].cache.tier.moved_pages()
     assert front > 0 and (ahead > 0) == ON_GPU[how].ahead
 
 
@@ -163,10 +163,10 @@ def guessed_in_vain(rig: Rig, steps: int) -> int:
         rig.stepper.run([StepRow(text[:length], 0, b, rig.pages(b), (length - 1,), length)])
     front = 0
     for i in range(steps):
-        if i == 2 and rig.session.offload is not None:
-            front = rig.session.offload.moved_pages()[0]
+        if i == 2 and rig.cache.tier is not None:
+            front = rig.cache.tier.moved_pages()[0]
         rig.stepper.run([StepRow([texts[b][start + i]], start + i, b, rig.pages(b), (0,), start) for b, start in enumerate((198, 40))])
-    return rig.session.offload.moved_pages()[0] - front if rig.session.offload is not None else 0
+    return rig.cache.tier.moved_pages()[0] - front if rig.cache.tier is not None else 0
 
 
 def test_records_hold_what_pages_do() -> None:
@@ -194,9 +194,9 @@ def test_planned_tiers_are_allocated(policy: str, monkeypatch: pytest.MonkeyPatc
     chosen, one = parse_policy(policy, sets=["retrieve.budget=320", "retrieve.dense_layers=1"]), model(num_layers=3, dtype="bfloat16")
     plan, context, batch = chosen.plan(one), 1000, 2
     store = Offload(plan, batch * plan.pages(context), batch, longest=plan.pages(context))
-    session = Session(plan, [batch * plan.pages(context)], batch, offload=store)
+    cache = make_cache(plan, [batch * plan.pages(context)], batch, tier=store)
     found, resident = (predict(one, chosen, context, batch, offload=away) for away in (True, False))
-    others = [x for name, all_ in session.buffers.items() for layer, x in enumerate(all_) if not (name in store.names and store.covers(layer))]
+    others = [x for name, all_ in cache.buffers.items() for layer, x in enumerate(all_) if not (name in store.names and store.covers(layer))]
     assert found["host_bytes"] == store.host_bytes() == sum(tier.host.nbytes for tier in store.every)
     assert found["device_bytes"] == store.device_bytes() + sum(x.nbytes for x in others if x is not None)
     assert sum(row["bytes"] for row in found["buffers"]) == found["host_bytes"] + found["device_bytes"]

@@ -11,21 +11,19 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from plugins.append import cuda as append_cuda
-from plugins.append import op as append_op
-from plugins.attend import cuda as attend_cuda
-from plugins.attend import op as attend_op
 from plugins.attend import reference as attention
 from plugins.cache import support
-from plugins.cache.encodings.grouped import cuda, formats, launch, launch_list, reference, summaries
+from plugins.cache.assemble import make_cache
+from plugins.cache.encodings.grouped import cache as grouped
+from plugins.cache.encodings.grouped import formats, launch, launch_list, reference, summaries
+from plugins.cache.encodings.grouped.cache import GroupedCache
 from plugins.cache.indexes import fier_layout
-from plugins.cache.session import Session
+from plugins.cache.indexes.summary import kept_of, ranges, words
+from plugins.cache.reference.cache import ReferenceCache
+from plugins.config import OpConfig
 from plugins.device import store
 from plugins.device.spec import Spec
 from plugins.kernels import kernels_for
-from plugins.nodes.node import OpConfig
-from plugins.select import cuda as select_cuda
-from plugins.select import op as select_op
 from tests.plugins.launches_in_torch import Launches, fake_device
 from tests.plugins.test_encoded import Torch
 from tests.plugins.test_encoded_list import tokens_of
@@ -81,7 +79,7 @@ class Lists(Torch):
         super().__init__(patch)
         self.reads = 0
         patch.setattr(launch_list, "attend_list", self.attend_list)
-        patch.setattr(cuda, "_scratch", lambda one, config, batch, tokens, **form: launch.Scratch.allocate(batch, HK, 1, DIM, 1, one.device))
+        patch.setattr(grouped, "_scratch", lambda one, config, batch, tokens, **form: launch.Scratch.allocate(batch, HK, 1, DIM, 1, one.device))
         fake_device(patch)
 
     def attend_list(
@@ -98,7 +96,7 @@ class Lists(Torch):
 
 
 class Twins:
-    """A session of kernels and one of the definition that get the same tokens."""
+    """A cache of kernels and one of the definition that get the same tokens."""
 
     def __init__(self, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plan, self.launches, self.lists = lower(policy), Launches(monkeypatch), Lists(monkeypatch)
@@ -107,9 +105,9 @@ class Twins:
         self.select, self.each = select, HQ if select.pooling == "none" else HK
         self.config = OpConfig(HQ, HK, DIM, DIM**-0.5, 1e-6, select.width, self.each, self.plan.hash)
         self.width = self.plan.pages(LONGEST)
-        self.wired = Session(self.plan, [SLOTS * self.width], SLOTS)
-        self.held = Session(self.plan, [SLOTS * self.width], SLOTS, by_definition=True)
-        assert self.wired.encoded is not None and self.held.held is not None
+        self.wired = make_cache(self.plan, [SLOTS * self.width], SLOTS)
+        self.held = make_cache(self.plan, [SLOTS * self.width], SLOTS, by_definition=True)
+        assert isinstance(self.wired, GroupedCache) and isinstance(self.held, ReferenceCache)
         self.generator = torch.Generator().manual_seed(11)
         self.pages = torch.randperm(SLOTS * self.width, generator=self.generator).view(SLOTS, self.width).tolist()
         self.bases, self.seen = torch.randn(SLOTS, HQ * DIM, generator=self.generator), dict.fromkeys(range(SLOTS), 0)
@@ -127,7 +125,7 @@ class Twins:
         return torch.cat([query, both], 1).half()
 
     def step(self, new: dict[int, int]) -> tuple[list[Tensor], list[Tensor]]:
-        """Run a step in both sessions: what the selecting layer chose, and both layers' answers, of the kernels and of the definition."""
+        """Run a step in both caches: what the selecting layer chose, and both layers' answers, of the kernels and of the definition."""
         for slot, count in new.items():
             self.seen[slot] += count
             if count > 1 and self.seen[slot] > self.prompts[slot]:
@@ -137,22 +135,19 @@ class Twins:
         starts = torch.tensor([0, *torch.tensor(list(new.values())).cumsum(0)], dtype=torch.int32)
         integers = [torch.tensor(x, dtype=torch.int32) for x in ([lens], slots, [table])]
         found = []
-        for session, append, select, attend in (
-            (self.wired, append_cuda.append, select_cuda.select, attend_cuda.attend),
-            (self.held, append_op.append, select_op.select, attend_op.attend),
-        ):
-            session.begin_step(list(new.values()), [lens], slots, [table], [self.prompts[slot] for slot in new])
+        for cache in (self.wired, self.held):
+            cache.begin_step(list(new.values()), lens, slots, [table], [self.prompts[slot] for slot in new])
             chosen, answers = torch.full((len(new), self.each, self.select.width + 1), -1, dtype=torch.int32), []
             for layer in range(2):
                 query, out = torch.empty(tokens, HQ * DIM).half(), torch.full((tokens, HQ * DIM), torch.nan).half()
                 positions = torch.zeros(tokens, dtype=torch.int32)
-                append(session, layer, self.config, [qkv, positions, starts, starts, *integers, self.rope, torch.empty(0)], query)
+                cache.append(layer, self.config, [qkv, positions, starts, starts, *integers, self.rope, torch.empty(0)], query)
                 given = [query, starts, starts, *integers, torch.empty(0)]
                 if layer == 1:
-                    select(session, layer, self.config, given, chosen)
-                attend(session, layer, self.config, [*given, chosen][: 7 + layer], out)
+                    cache.select(layer, self.config, given, chosen)
+                cache.attend(layer, self.config, [*given, chosen][: 7 + layer], out)
                 answers.append(out)
-            session.end_step()
+            cache.end_step()
             found.append([chosen, *answers])
         return found[0], found[1]
 
@@ -171,10 +166,9 @@ def test_a_session_selects_and_answers_like_the_definition(policy: str, monkeypa
             torch.testing.assert_close(got, wanted, rtol=4e-3, atol=4e-3)
         check_summaries(twins)
         own = twins.wired.bytes_of
-        assert twins.held.held is not None
         for slot, seen in twins.seen.items():
             if seen >= twins.prompts[slot] and slot in new:
-                assert own(slot, seen) == twins.held.held.nbytes(slot) + beside(twins.plan, seen)
+                assert own(slot, seen) == twins.held.bytes_of(slot, seen) + beside(twins.plan, seen)
     assert compared > 12 and twins.lists.reads >= compared // HK
     assert twins.lists.attended > 10  # the layer that reads everything
 
@@ -188,27 +182,26 @@ def beside(plan: CachePlan, seen: int) -> int:
 
 def check_summaries(twins: Twins) -> None:
     """Compare every summary of the selecting layer with the role's, in the bits of the keys' dtype but for what is a sum."""
-    session, held = twins.wired, twins.held.held
-    assert held is not None
+    cache, held = twins.wired, twins.held
     summary = support.summary_of(twins.plan, 1)
     assert summary is not None
-    for row in session.step(1).rows:
+    for row in cache.step(1).rows:
         want, table = held.find(1, row.slot).summary, torch.tensor(twins.pages[row.slot])
         if not want:
             continue
         flat = lambda x, table=table: x[table].transpose(0, 1).flatten(1, 2)  # noqa: E731
         if summary.kept == "fier":
             groups = want["low"].shape[1]
-            got = fier_layout.unpack(flat(session.words(1))[:, :groups], flat(session.ranges(1))[:, :groups])
+            got = fier_layout.unpack(flat(words(cache, 1))[:, :groups], flat(ranges(cache, 1))[:, :groups])
             low, high = (want[name].float()[:, :, None] for name in ("low", "high"))
             assert torch.equal(got, torch.where(want["bits"].unflatten(1, (-1, 32)), high, low))
             continue
-        vectors = flat(session.buffer(summary.vectors, 1))
+        vectors = flat(cache.buffer(summary.vectors, 1))
         if summary.kept in ("minmax", "cuboid"):
             pairs = [(vectors[:, :, i], want[name]) for i, name in enumerate(("low", "high"))]
         else:
             names = list(want)
-            pairs = [(vectors, want[names[0]]), (flat(session.buffer(str(summary.beside), 1)), want[names[1]])]
+            pairs = [(vectors, want[names[0]]), (flat(cache.buffer(str(summary.beside), 1)), want[names[1]])]
         exact = summary.kept == "minmax"
         for got, wanted in pairs:
             torch.testing.assert_close(got[:, : wanted.shape[1]], wanted, rtol=0 if exact else 2e-3, atol=0 if exact else 2e-3)
@@ -239,31 +232,31 @@ def test_planned_bytes_are_allocated(policy: str, monkeypatch: pytest.MonkeyPatc
     chosen = parse_policy(policy.partition(",")[0], sets=list(POLICIES[policy]))
     plan = chosen.plan(model())
     told = predict(model(), chosen, 200, SLOTS)
-    session = Session(plan, [SLOTS * plan.pages(200)], SLOTS)
-    allocated = sum(x.nbytes for tensors in session.buffers.values() for x in tensors if x is not None)
+    cache = make_cache(plan, [SLOTS * plan.pages(200)], SLOTS)
+    allocated = sum(x.nbytes for tensors in cache.buffers.values() for x in tensors if x is not None)
     assert told["reserved_bytes"] == allocated == sum(one["bytes"] for one in told["buffers"])
     assert told["tokens_read_per_step"] < 200 and told["in_torch"] == []
-    session.begin_step([200], [[200]], [0], [[list(range(plan.pages(200)))]], [200])
-    assert session.encoded is not None
+    cache.begin_step([200], [200], [0], [[list(range(plan.pages(200)))]], [200])
+    assert isinstance(cache, GroupedCache)
     for layer in range(2):
-        session.encoded.prompt(layer, session.step(layer).rows[0])
-        session.encoded.encode_prompt(layer, session.step(layer).rows[0], torch.arange(plan.pages(200), dtype=torch.int32))
-    assert session.stored_bytes() == Footprint(model(), chosen).stored_bytes(200) == told["stored_bytes"] // SLOTS
-    assert session.reserved_bytes() == told["reserved_bytes"] // SLOTS
+        cache.store.prompt(layer, cache.step(layer).rows[0])
+        cache.store.encode_prompt(layer, cache.step(layer).rows[0], torch.arange(plan.pages(200), dtype=torch.int32))
+    assert cache.stored_bytes() == Footprint(model(), chosen).stored_bytes(200) == told["stored_bytes"] // SLOTS
+    assert cache.reserved_bytes() == told["reserved_bytes"] // SLOTS
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_kernel_that_a_step_launches_is_listed(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the kernels in CUDA C++; those in Triton run here."""
     launched: dict[str, Spec] = {}
-    scratch, lists = cuda._scratch, launch_list.attend_list
+    scratch, lists = grouped._scratch, launch_list.attend_list
     dense = launch.attend
     twins = Twins(policy, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(store, "load", lambda spec: Recorder(spec, launched))
-        for module, name, real in ((cuda, "_scratch", scratch), (launch_list, "attend_list", lists), (launch, "attend", dense)):
+        for module, name, real in ((grouped, "_scratch", scratch), (launch_list, "attend_list", lists), (launch, "attend", dense)):
             patch.setattr(module, name, real)
-        for module in (cuda, launch, launch_list):
+        for module in (grouped, launch, launch_list):
             patch.setattr(module, "arch", lambda: "90")
         for new in ({0: 106}, {0: 1}):
             twins.step(new)
@@ -271,11 +264,10 @@ def test_every_kernel_that_a_step_launches_is_listed(policy: str, monkeypatch: p
     assert {spec.entry for spec in launched.values()} >= {"attend_encoded", "attend_encoded_list"}
     assert launched.keys() <= listed.keys()
     asked = [spec for spec in listed.values() if spec.entry == "summarize_kernel"]
-    kept = append_cuda.kept_of(twins.wired, 1)
+    kept = kept_of(twins.wired, 1)
     with store.listing() as wanted:
         for step in (False, True):
-            assert twins.wired.encoded is not None
-            summaries.summary_kernel(twins.wired.encoded.form, HK, DIM, kept.group, kept.kind, step, "fp16", "90")
+            summaries.summary_kernel(twins.wired.store.form, HK, DIM, kept.group, kept.kind, step, "fp16", "90")
     assert set(asked) == set(wanted)
 
 
@@ -289,7 +281,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 def test_captured_steps_on_a_gpu_answer_like_the_definition(policy: str, wide: TinyModel, tmp_path: Path) -> None:
     name, sets = policy.partition(",")[0], POLICIES[policy]
     rigs = [make_rig(wide, name, tmp_path, sets=sets, slots=3, dtype="bfloat16", device="cuda", by_definition=one) for one in (True, False)]
-    assert rigs[1].session.encoded is not None and rigs[1].executor.capturable and not rigs[0].executor.capturable
+    assert isinstance(rigs[1].cache, GroupedCache) and rigs[1].executor.capturable and not rigs[0].executor.capturable
     exact = make_rig(wide, name, tmp_path, sets=sets, slots=3, by_definition=True)
     prompts, texts = (150, 93, 27), torch.randint(1, 250, (3, 260), generator=torch.Generator().manual_seed(0))
     found = []

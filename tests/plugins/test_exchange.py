@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from plugins.attend import FACE, op
+from plugins.cache.cache import Cache
 from plugins.cache.eviction import exchange, newest
 from plugins.cache.eviction.observe import evicts_in_step, observe
-from plugins.cache.session import Session
-from plugins.nodes.table import FACES
+from plugins.nodes import FACES
 from tests.policies.cases import small
 from tests.runtime.test_policies import generate, prompts
 from tests.tiny import TinyModel, make_rig
@@ -194,27 +194,27 @@ def test_a_step_evicts_by_itself(name: str, stay: bool, tiny_llama: TinyModel, t
     texts, policy, found = prompts(49, 45), small(name, 48), []
     for alone in (True, False):
         rig = make_rig(tiny_llama, policy, tmp_path, slots=2)
-        rig.session.keeps_inputs, evictor = stay, rig.session.compactor
+        rig.cache.keeps_inputs, evictor = stay, rig.cache.compactor
         assert evictor is not None
         evictor.kernels, evictor._attends = True, alone  # type: ignore[union-attr]
         with monkeypatch.context() as patch:
             patch.setattr(op, "observe", _observe)
             patch.setitem(FACES, "KvAttend", replace(FACE, torch=_attend(op.attend)))
             logits = generate(rig, texts, 4)
-        pages = [rig.session.buffer("positions", layer)[row.pages] for layer in range(3) for row in rig.session.step(layer).rows]
+        pages = [rig.cache.buffer("positions", layer)[row.pages] for layer in range(3) for row in rig.cache.step(layer).rows]
         found.append((logits, torch.stack([one[: 48 // rig.plan.page_size] for one in pages])))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
 
 
-def _observe(session: Session, layer: int, row: Any, query: Tensor) -> None:
-    if evicts_in_step(session, session.step(layer).rows) is None:
-        observe(session, layer, row, query)
+def _observe(cache: Cache, layer: int, row: Any, query: Tensor) -> None:
+    if evicts_in_step(cache, cache.step(layer).rows) is None:
+        observe(cache, layer, row, query)
 
 
 def _attend(real: Any) -> Any:
-    def attend(session: Session, layer: int, config: Any, inputs: Sequence[Tensor], out: Tensor) -> None:
-        real(session, layer, config, inputs, out)
-        evictor = evicts_in_step(session, session.step(layer).rows)
+    def attend(cache: Cache, layer: int, config: Any, inputs: Sequence[Tensor], out: Tensor) -> None:
+        real(cache, layer, config, inputs, out)
+        evictor = evicts_in_step(cache, cache.step(layer).rows)
         if evictor is not None:
             evictor.attended(layer, inputs[0], inputs[3], inputs[2], inputs[4], inputs[5])
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from plugins import append as kv_append
 from plugins import attend as kv_attend
 from plugins import select as kv_select
-from plugins.nodes.node import OpConfig, OpFace
+from plugins.config import OpConfig, OpFace
 from plugins.tensorrt.backend import NAMES, Backend, MessageLog, available, load
 from plugins.tensorrt.host import BuiltPlugin, LoadedPlugin, PluginHost
 from plugins.tensorrt.plugin import PluginLogic
@@ -57,7 +57,7 @@ def stream() -> int:
 
 def test_two_contexts_have_their_own_sessions(package: Backend) -> None:
     node, one, two = built(package), Session(), Session()
-    contexts = [LoadedPlugin(node, session) for session in (one, two)]  # type: ignore[arg-type]
+    contexts = [LoadedPlugin(node, cache) for cache in (one, two)]  # type: ignore[arg-type]
     for context, times in zip(contexts, (1, 2), strict=True):
         for _ in range(times):
             inputs, out = tensors()
@@ -76,7 +76,7 @@ def test_shapes_are_announced_only_when_shapes_or_addresses_change(package: Back
         right(self, inputs, outputs)
 
     monkeypatch.setattr(PluginLogic, "on_shape_change", watch)
-    context = LoadedPlugin(built(package), session := Session())  # type: ignore[arg-type]
+    context = LoadedPlugin(built(package), cache := Session())  # type: ignore[arg-type]
     inputs, out = tensors()
     for _ in range(3):
         context.run(inputs, out, stream())
@@ -90,7 +90,7 @@ def test_shapes_are_announced_only_when_shapes_or_addresses_change(package: Back
     context.run(other, another, stream())
     assert announced == [(5, 32), (2, 32), (2, 32)]
     assert torch.equal(another, other[0])
-    assert len(session.calls) == 6
+    assert len(cache.calls) == 6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -156,7 +156,7 @@ def test_timing_inside_a_capture(package: Backend, face: OpFace) -> None:
 
 @pytest.mark.gpu
 def test_context_is_captured_and_replayed(package: Backend) -> None:
-    context = LoadedPlugin(built(package), session := Session())  # type: ignore[arg-type]
+    context = LoadedPlugin(built(package), cache := Session())  # type: ignore[arg-type]
     inputs, out = tensors()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -170,7 +170,7 @@ def test_context_is_captured_and_replayed(package: Backend) -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(out, inputs[0])
-    assert len(session.calls) == 2  # a replay runs no Python
+    assert len(cache.calls) == 2  # a replay runs no Python
 
 
 def test_wrong_promises_and_inputs_are_build_errors(package: Backend) -> None:
@@ -182,15 +182,15 @@ def test_wrong_promises_and_inputs_are_build_errors(package: Backend) -> None:
 
 
 def test_what_an_op_raises_comes_out(package: Backend) -> None:
-    def broken(session: Any, layer: int, config: Any, inputs: Any, out: Any) -> None:
+    def broken(cache: Any, layer: int, config: Any, inputs: Any, out: Any) -> None:
         raise KeyError("fier_bits")
 
     face = OpFace("ToyBroken", ("q", "lens"), (), False, ATTEND.shape, broken)
     inputs, out = tensors()
     node = BuiltPlugin(package, face, "node", 4, CONFIG, inputs, out)
-    session = Session()  # plugins hold it weakly
+    cache = Session()  # plugins hold it weakly
     with pytest.raises(KeyError, match="fier_bits"):
-        LoadedPlugin(node, session).run(inputs, out, stream())  # type: ignore[arg-type]
+        LoadedPlugin(node, cache).run(inputs, out, stream())  # type: ignore[arg-type]
 
 
 def test_host_makes_every_node_once_and_shares_them_between_contexts(package: Backend, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,11 +60,11 @@ def opened(directory: Path) -> Engine:
 
 def through(package: Backend, engine: Engine, built: Any = None) -> PluginHost:
     """Exchange an engine's executor, also for its captured steps, for one that goes through plugin objects."""
-    host = PluginHost(package, engine.session, built)
+    host = PluginHost(package, engine.cache, built)
     manifest = engine.manifest
     rope = rope_table(manifest.model.rope, manifest.model.head_dim, manifest.limits.max_seq_len)
     hosted = HostedExecutor.over(engine.stepper.executor, host)  # type: ignore[arg-type]
-    engine.stepper.__init__(hosted, engine.session, manifest.limits, rope)  # type: ignore[misc]
+    engine.stepper.__init__(hosted, engine.cache, manifest.limits, rope)  # type: ignore[misc]
     return host
 
 
@@ -142,11 +142,11 @@ def test_a_builder_that_times_with_a_live_caches_addresses_touches_nothing(
     engine = opened(directories(policy))
     host = through(package, engine)
     Texts(engine, 0).prefill()
-    stored = {name: [None if one is None else one.clone() for one in layers] for name, layers in engine.session.buffers.items()}
+    stored = {name: [None if one is None else one.clone() for one in layers] for name, layers in engine.cache.buffers.items()}
     for name, inputs, out in calls:
         host.built[name].time(inputs, out, int(torch.cuda.current_stream().cuda_stream) if DEVICE == "cuda" else 0)
         assert not out.any()
-    for name, layers in engine.session.buffers.items():
+    for name, layers in engine.cache.buffers.items():
         assert all(one is None or torch.equal(one.view(torch.uint8), kept.view(torch.uint8)) for one, kept in zip(layers, stored[name], strict=True))
 
 

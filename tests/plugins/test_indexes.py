@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from plugins.cache.assemble import make_cache
 from plugins.cache.indexes import index as indexes
 from plugins.cache.indexes.bounds import PageIndex
 from plugins.cache.indexes.definition import MeaningIndex
 from plugins.cache.indexes.summaries import KeptIndex
-from plugins.cache.session import Session
 from plugins.select.choose import choose, pool, spread
 from trtkv.config import ModelConfig
 from trtkv.plan import CachePlan
@@ -51,9 +51,9 @@ def test_kept_summaries_select_what_the_meaning_selects(role: str, pooling: str 
     index = indexes.find(select)
     assert type(index) is kind
     torch.manual_seed(len(role) + len(dtype))
-    session = Session(plan, [PAGES], 2)
+    cache = make_cache(plan, [PAGES], 2)
     for spec in plan.buffers:
-        session.buffer(spec.name, 0).fill_(float("nan"))
+        cache.buffer(spec.name, 0).fill_(float("nan"))
     numbers = torch.randperm(PAGES).tolist()
     pages = {0: numbers[: PAGES // 2], 1: numbers[PAGES // 2 :]}
     stored = {0: 0, 1: 0}
@@ -62,19 +62,19 @@ def test_kept_summaries_select_what_the_meaning_selects(role: str, pooling: str 
     compared = 0
     for turn, (slot, new) in enumerate([*schedule, *again]):
         stored[slot] = new if turn == len(schedule) else stored[slot] + new
-        session.begin_step([new], [[stored[slot]]], [slot], [[pages[slot]]], [stored[slot]])
+        cache.begin_step([new], [stored[slot]], [slot], [[pages[slot]]], [stored[slot]])
         for token in range(stored[slot] - new, stored[slot]):
             page, inside = pages[slot][token // plan.page_size], token % plan.page_size
             for part in ("keys", "values"):
-                session.buffer(part, 0)[page, :, inside] = torch.randn(2, 32).to(getattr(torch, dtype)) + torch.sin(torch.tensor(token / 30.0))
-        index.update(session, 0, select)
+                cache.buffer(part, 0)[page, :, inside] = torch.randn(2, 32).to(getattr(torch, dtype)) + torch.sin(torch.tensor(token / 30.0))
+        index.update(cache, 0, select)
         if new > 1 or stored[slot] <= select.budget:
             continue
-        (row,) = session.step(0).rows
+        (row,) = cache.step(0).rows
         query = torch.randn(6, 32).to(getattr(torch, dtype))
         chosen = []
         for one in (index, MeaningIndex()):
-            scores, forced = one.score(session, 0, select, row, query)
+            scores, forced = one.score(cache, 0, select, row, query)
             pooled = pool(scores, 2, 32**-0.5, select.pooling)
             assert scores.shape == (6, stored[slot] // select.unit)
             chosen.append(choose(select, pooled, row.stored, spread(forced, len(pooled))))

@@ -12,14 +12,15 @@ import torch
 pytest.importorskip("triton")
 
 from plugins.cache import support
+from plugins.cache.assemble import make_cache
 from plugins.cache.batch import Row
 from plugins.cache.bytes import ByteCount
+from plugins.cache.cache import Cache
 from plugins.cache.encodings.grouped import launch, reference
 from plugins.cache.encodings.grouped.formats import Format, find_format
 from plugins.cache.encodings.grouped.keep import Keeper
-from plugins.cache.eviction.ledger import Ledger
+from plugins.cache.eviction.ledger import EvictingLedger
 from plugins.cache.eviction.sums import reference as exact_sums
-from plugins.cache.session import Session
 from tests.plugins.test_encoded import HEADS, POOL, Torch, check, make_pages, model
 from tests.runtime.test_scheduler import ids, params, prompt
 from tests.tiny import TinyModel, make_tiny
@@ -97,7 +98,7 @@ def test_the_verdict_is_the_roles_on_exact_sums() -> None:
     torch.manual_seed(0)
     config = model(num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=64, dtype="float32")
     plan = parse_policy("minikv").plan(config)
-    ledger = Ledger(plan)
+    ledger = EvictingLedger(plan)
     keeper, tokens = Keeper(plan, ledger, CPU), 60
     query, keys, values = (2 * torch.randn(tokens, heads, 64) for heads in (4, 2, 2))
     laid, seen = keys.transpose(0, 1).contiguous(), 0
@@ -132,21 +133,21 @@ def test_an_answer_does_not_depend_on_its_batch(wide: TinyModel, tmp_path: Path,
     path = build(str(wide.path), "minikv-pyramid", sets=("quantize.residual=16",), out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
     Torch(monkeypatch)
     llm = LLM(path)
-    session = llm.engine.session
-    assert session.encoded is not None and session.ledger is not None
+    cache = llm.engine.cache
+    assert cache.store is not None and cache.ledger is not None
     texts = [prompt(24 + 10 * seed, seed) for seed in range(3)]
     alone = [llm.generate([text], params(6))[0].token_ids for text in texts]
     calls = [llm.batcher.submit([text], [params(6)]) for text in texts]  # three sequences in two slots
     cancelled = llm.batcher.submit([texts[2]], [params(6)])
     most = 0
     while llm.batcher.advance():
-        most = max(most, len(session.step(0).rows))
+        most = max(most, len(cache.step(0).rows))
         if cancelled.members[0].seen > 20 and cancelled.open:
             llm.batcher.cancel(cancelled)  # half-way through its prompt
     assert [ids(call) for call in calls] == alone and most == 2 and not cancelled.open
     assert llm.batcher.evicted_tokens > 0
     assert llm.engine.pages.free == llm.engine.pages.num_pages and len(llm.engine.slots) == 2
-    assert not session.encoded._prompts and not session.encoded.keeper._mass  # type: ignore[union-attr]
+    assert not cache.store._prompts and not cache.store.keeper._mass  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("policy", ["minikv", "minikv-pyramid", "kivi"])
@@ -171,15 +172,15 @@ def test_planned_bytes_are_those_that_a_session_allocates(policy: str, context: 
     found = predict(config, parsed, context, batch, "1GiB", chunk_tokens=64)
     assert found["in_torch"] == [] and any("elsewhere tokens are held" in line for line in found["assumes"])
     Torch(monkeypatch)
-    ledger = Ledger(plan)
+    ledger = EvictingLedger(plan)
     behind = ledger.pages_for(context, 64, 0)
-    session = Session(plan, [batch * count for count in behind], batch, "cpu")
-    assert session.encoded is not None
-    assert found["reserved_bytes"] == sum(x.nbytes for tensors in session.buffers.values() for x in tensors if x is not None)
+    cache = make_cache(plan, [batch * count for count in behind], batch, "cpu")
+    assert cache.store is not None
+    assert found["reserved_bytes"] == sum(x.nbytes for tensors in cache.buffers.values() for x in tensors if x is not None)
     assert found["reserved_bytes"] == sum(one["bytes"] for one in found["buffers"])
-    run_to(session, context, 64)
-    assert session.reserved_bytes() * batch == found["reserved_bytes"] and session.stored_bytes() * batch == found["stored_bytes"]
-    count = session.count
+    run_to(cache, context, 64)
+    assert cache.reserved_bytes() * batch == found["reserved_bytes"] and cache.stored_bytes() * batch == found["stored_bytes"]
+    count = cache.count
     assert found["peak_bytes"] == found["reserved_bytes"] + count.prompt(context, whole=False)
     # The pools of a whole engine, with a prompt set aside, take what is there and no more.
     assert claimed_chunk(limits) < context
@@ -205,16 +206,16 @@ def test_what_is_said_to_fit_fits_and_one_more_does_not(policy: str) -> None:
     assert predict(config, parsed, 700, batch + 1, chunk_tokens=512)["peak_bytes"] > room
 
 
-def run_to(session: Session, context: int, chunk: int) -> None:
+def run_to(cache: Cache, context: int, chunk: int) -> None:
     """Bring one sequence's prompt into a session's caches, by random keys and values."""
-    store, plan = session.encoded, session.plan
+    store, plan = cache.store, cache.plan
     assert store is not None and store.keeper is not None
     pages = [list(range(plan.pages(context)))] * plan.num_page_groups
     for start in range(0, context, chunk):
         seen = min(context, start + chunk)
-        session.begin_step([seen - start], [[seen]] * plan.num_page_groups, [1], [[one] for one in pages], [context])
+        cache.begin_step([seen - start], [seen], [1], [[one] for one in pages], [context])
         for layer in range(plan.num_layers):
-            row = session.step(layer).rows[0]
+            row = cache.step(layer).rows[0]
             keys, values = store.prompt(layer, row)
             keys[:, :, start:seen].normal_(), values[:, :, start:seen].normal_()
             query = torch.randn(row.new, plan.num_q_heads, plan.head_dim, dtype=keys.dtype)
@@ -227,27 +228,27 @@ def run_to(session: Session, context: int, chunk: int) -> None:
             if seen == context:
                 table = torch.arange(store.buffers["key_codes"][layer].shape[0], dtype=torch.int32)  # type: ignore[union-attr]
                 store.encode_prompt(layer, row, table)
-        session.end_step()
+        cache.end_step()
 
 
 def test_a_copied_sequence_goes_on_as_the_first_does(monkeypatch: pytest.MonkeyPatch) -> None:
     config = model(num_layers=2, dtype="float16", num_q_heads=4, num_kv_heads=2, head_dim=64)
     plan = parse_policy("minikv-pyramid").plan(config)
     Torch(monkeypatch)
-    session = Session(plan, [20] * plan.num_page_groups, 3, "cpu")
-    run_to(session, 200, 64)
-    assert session.encoded is not None
-    numbers = [[list(range(count)) for count in Ledger(plan).pages_for(200, 64, 8)], []]
+    cache = make_cache(plan, [20] * plan.num_page_groups, 3, "cpu")
+    run_to(cache, 200, 64)
+    assert cache.store is not None
+    numbers = [[list(range(count)) for count in EvictingLedger(plan).pages_for(200, 64, 8)], []]
     numbers[1] = [[19 - page for page in own] for own in numbers[0]]
-    session.encoded.copy(1, 2, *numbers)
-    session.begin_step([1, 1], [[201, 201]] * 2, [1, 2], [[own, other] for own, other in zip(*numbers, strict=True)], [200, 200])
-    assert session.stored_lens()[0] != session.stored_lens()[1]
+    cache.store.copy(1, 2, *numbers)
+    cache.begin_step([1, 1], [201, 201], [1, 2], [[own, other] for own, other in zip(*numbers, strict=True)], [200, 200])
+    assert cache.stored_lens()[0] != cache.stored_lens()[1]
     for layer in range(2):
-        first, second = session.step(layer).rows
+        first, second = cache.step(layer).rows
         assert first.stored == second.stored
-        for x, y in zip(session.encoded.seen(layer, first), session.encoded.seen(layer, second), strict=True):
+        for x, y in zip(cache.store.seen(layer, first), cache.store.seen(layer, second), strict=True):
             assert torch.equal(x[:, :-1], y[:, :-1])
-    assert session.bytes_of(1, 201) == session.bytes_of(2, 201) > 0
+    assert cache.bytes_of(1, 201) == cache.bytes_of(2, 201) > 0
 
 
 def test_bench_steps_finds_the_largest_batch_of_encoded_sequences(wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

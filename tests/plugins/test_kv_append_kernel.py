@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from plugins.append import kernel, reference
 from plugins.cache.indexes import fier_layout
-from plugins.nodes.node import OpConfig
+from plugins.config import OpConfig
 from trtkv.policies.registry import role_class
 
 HEADS_Q, HEADS_KV, PAGE, MOST = 4, 2, 64, 3

@@ -1,4 +1,4 @@
-"""The torch forms of the ops against their references and against the role's meaning."""
+"""The cache's methods in torch against their references and against the role's meaning."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins.append import reference as append_reference
-from plugins.append.op import append
 from plugins.attend import reference as attend_reference
-from plugins.attend.op import attend
+from plugins.cache.assemble import make_cache
 from plugins.cache.indexes.fier import pack, score_packed, unpack
-from plugins.cache.session import Session
-from plugins.nodes.node import OpConfig
+from plugins.config import OpConfig
 from plugins.select import reference as select_reference
 from plugins.select.choose import choose, pool
-from plugins.select.op import select
 from trtkv.config import ModelConfig, Rope
 from trtkv.plan import CachePlan, SelectPlan
 from trtkv.policies.registry import parse_policy
@@ -71,23 +68,23 @@ def test_append_select_attend(geometry, before, new, budget, pooling, sink, wind
     qkv = torch.randn(total, one.qkv_size, generator=generator)
     positions = torch.arange(total, dtype=torch.int32)
     rope = rope_table(Rope(), one.head_dim, total)
-    session = Session(plan, [16], 2)
+    cache = make_cache(plan, [16], 2)
     for name in ("keys", "values"):
-        session.buffer(name, 0).fill_(float("nan"))
+        cache.buffer(name, 0).fill_(float("nan"))
     settings = config(one, plan)
     pages = torch.randperm(16, generator=generator).tolist()
     out = query = torch.empty(0)
     for start, end in ((0, before), (before, total)):
         if start == end:
             continue
-        session.begin_step([end - start], [[end]], [1], [[pages]], [total])
+        cache.begin_step([end - start], [end], [1], [[pages]], [total])
         nothing = torch.empty(0)
         query = torch.full((end - start, one.num_q_heads * one.head_dim), float("nan"))
-        append(session, 0, settings, [qkv[start:end], positions[start:end], *[nothing] * 5, rope, nothing], query)
+        cache.append(0, settings, [qkv[start:end], positions[start:end], *[nothing] * 5, rope, nothing], query)
         selection = torch.empty(1, settings.select_heads, settings.select_width + 1, dtype=torch.int32)
-        select(session, 0, settings, [query], selection)
+        cache.select(0, settings, [query], selection)
         out = torch.full_like(query, float("nan"))
-        attend(session, 0, settings, [query, *[nothing] * 6, selection], out)
+        cache.attend(0, settings, [query, *[nothing] * 6, selection], out)
     q_ref, k_ref, v_ref = append_reference.append(qkv, positions, rope, settings, None)
     torch.testing.assert_close(query.unflatten(1, (one.num_q_heads, -1)), q_ref[-new if before else 0 :], rtol=1e-6, atol=1e-6)
     keys, values = k_ref.transpose(0, 1), v_ref.transpose(0, 1)

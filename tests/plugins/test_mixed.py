@@ -17,11 +17,11 @@ from plugins.cache.batch import Row
 from plugins.cache.encodings.mixed import rewrite
 from plugins.cache.encodings.mixed.pool import MixedPool
 from plugins.cache.eviction.per_head.ledger import HeadAccount
-from plugins.cache.eviction.per_head.pages import HeadPages
+from plugins.cache.pages import HeadPages
 from plugins.cache.support import in_torch
+from plugins.config import OpConfig
 from plugins.kernels import kernels_for
 from plugins.nodes import node as face
-from plugins.nodes.node import OpConfig
 from tests.plugins import cuda_on_cpu
 from tests.plugins.launches_in_torch import Launches
 from tests.policies.cases import small
@@ -45,10 +45,10 @@ on_cpu = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_o
 
 def kept(rig: Rig, layer: int, slot: int) -> list[tuple[list[int], list[bool]]]:
     """Return the logical positions that each KV head of a layer stores, and which of them are encoded."""
-    session = rig.session
-    if session.held is not None:
-        return [(one.positions.tolist(), one.parts["keys"].coded.tolist()) for one in session.held.find(layer, slot).heads]
-    pool, compactor = session.ragged, session.compactor
+    cache = rig.cache
+    if cache.held is not None:
+        return [(one.positions.tolist(), one.parts["keys"].coded.tolist()) for one in cache.find(layer, slot).heads]
+    pool, compactor = cache.pool, cache.compactor
     assert pool is not None and compactor is not None
     account, b = compactor.ledger.find(slot), next(b for b, row in enumerate(pool.rows) if row.slot == slot)
     pool.stored[:, b] = account.stored
@@ -61,19 +61,19 @@ def kept(rig: Rig, layer: int, slot: int) -> list[tuple[list[int], list[bool]]]:
 def test_pages_keep_what_the_definition_keeps(name: str, chunk: int, tiny_llama: TinyModel, tmp_path: Path) -> None:
     texts, policy, config = prompts(150, 61), POLICIES[name], tiny_llama.config
     paged, held = (make_rig(tiny_llama, policy, tmp_path, slots=2, by_definition=one) for one in (False, True))
-    session = paged.session
-    assert session.ragged is not None and session.compactor is not None and held.session.held is not None
+    cache = paged.cache
+    assert cache.pool is not None and cache.compactor is not None and held.cache.held is not None
     coded = []
 
     def check(step: int) -> None:
-        stored = session.compactor.ledger.stored(0)
+        stored = cache.compactor.ledger.stored(0)
         assert policy.evict is not None
         for layer in range(config.num_layers):
-            precise = session.compactor.ledger.find(0).precise
+            precise = cache.compactor.ledger.find(0).precise
             expected = policy.evict.expected_tokens(150, step, precise[layer][0] if precise and policy.allocate else None)
             assert (stored[layer], stored[config.num_layers + layer]) == expected
         full, low = int(stored[: config.num_layers].sum()), int(stored[config.num_layers :].sum())
-        assert session.bytes_of(0, 150 + step) == policy.evict.expected_bytes(full, low, config.num_kv_heads, config.head_dim, 4)
+        assert cache.bytes_of(0, 150 + step) == policy.evict.expected_bytes(full, low, config.num_kv_heads, config.head_dim, 4)
         coded.append(low)
 
     ours = generate(paged, texts, STEPS, chunk=chunk, after=check)
@@ -100,12 +100,12 @@ def test_planned_bytes_are_those_of_the_pages(name: str, tiny_llama: TinyModel, 
     rig = make_rig(tiny_llama, policy, tmp_path, slots=1)
     generate(rig, prompts(150), 0)
     planned = Footprint(tiny_llama.config, policy)
-    assert rig.session.bytes_of(0, 150) == planned.stored_bytes(150)
-    assert rig.session.reserved_bytes() == planned.reserved_bytes(150)
-    pool = rig.session.ragged
+    assert rig.cache.bytes_of(0, 150) == planned.stored_bytes(150)
+    assert rig.cache.reserved_bytes() == planned.reserved_bytes(150)
+    pool = rig.cache.pool
     assert pool is not None
     own = [x for part, x in pool.pools.items() if "codes" not in part]  # codes lie in the bytes of keys and values
-    assert sum(x.nbytes for x in own) == pool.num_pages * rig.session.count.page
+    assert sum(x.nbytes for x in own) == pool.num_pages * rig.cache.count.page
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -115,7 +115,7 @@ def test_kernels_write_what_the_torch_form_writes(name: str, tiny_llama: TinyMod
     texts, found = prompts(75, 61), []
     for kernels in (True, False):
         rig = make_rig(tiny_llama, POLICIES[name].with_budget(48), tmp_path, slots=2)
-        compactor = rig.session.compactor
+        compactor = rig.cache.compactor
         assert compactor is not None
         compactor.kernels = kernels
         found.append((generate(rig, texts, 25, chunk=50), rig))
@@ -252,7 +252,7 @@ def test_all_kernels_together_answer_as_the_torch_forms(tmp_path: Path, monkeypa
         monkeypatch.setattr(face, "runs_kernels", lambda *args, on=kernels: on)
         rig = make_rig(tiny, policy, tmp_path, slots=2, dtype="float16")
         found.append(generate(rig, texts, 6, chunk=50))
-        assert rig.session.compactor is not None and rig.session.compactor.ledger.stored(0)[2:].sum() > 0
+        assert rig.cache.compactor is not None and rig.cache.compactor.ledger.stored(0)[2:].sum() > 0
     exact = generate(make_rig(tiny, policy, tmp_path, slots=2, dtype="float32", by_definition=True), texts, 6, chunk=50)
     ours, theirs = found
     assert worst(ours[0], exact[0].double()) <= 2 * worst(theirs[0], exact[0].double())
@@ -285,9 +285,9 @@ def test_what_allocate_roles_measure_comes_from_kernels(name: str, tiny_llama: T
     found, (text,) = [], prompts(150)
     for kernels in (True, False):
         rig = make_rig(tiny_llama, small(name), tmp_path, slots=1)
-        assert rig.session.ragged is not None and rig.session.compactor is not None
-        rig.session.ragged.kernels = kernels
-        role, measured = rig.session.compactor.ledger.allocate, []
+        assert rig.cache.pool is not None and rig.cache.compactor is not None
+        rig.cache.pool.kernels = kernels
+        role, measured = rig.cache.compactor.ledger.allocate, []
         count = type(role).measure
 
         def measure(self: object, view: CacheView, count=count, measured=measured, kernels=kernels) -> Tensor:

@@ -15,12 +15,12 @@ from plugins.append import reference as append_reference
 from plugins.attend import launch_dense, prefill
 from plugins.attend import reference as attend_reference
 from plugins.cache.eviction.per_head import launch
-from plugins.cache.eviction.per_head.pages import HeadPages
 from plugins.cache.eviction.per_head.ring import Ring
+from plugins.cache.pages import HeadPages
 from plugins.cache.support import in_torch
+from plugins.config import OpConfig
 from plugins.kernels import kernels_for
 from plugins.nodes import node as face
-from plugins.nodes.node import OpConfig
 from tests.plugins import cuda_on_cpu
 from tests.plugins.launches_in_torch import Launches
 from tests.plugins.shares import Shares
@@ -52,10 +52,10 @@ on_cpu = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_o
 
 def kept(rig: Rig, layer: int, slot: int) -> list[list[int]]:
     """Return the logical positions that each KV head of a layer stores."""
-    session = rig.session
-    if session.held is not None:
-        return [store.positions.tolist() for store in session.held.find(layer, slot).heads]
-    pool, compactor = session.ragged, session.compactor
+    cache = rig.cache
+    if cache.held is not None:
+        return [store.positions.tolist() for store in cache.find(layer, slot).heads]
+    pool, compactor = cache.pool, cache.compactor
     assert pool is not None and compactor is not None
     account, b = compactor.ledger.find(slot), next(b for b, row in enumerate(pool.rows) if row.slot == slot)
     pool.stored[:, b], pool._cache = account.stored, {}
@@ -68,23 +68,23 @@ def kept(rig: Rig, layer: int, slot: int) -> list[list[int]]:
 def test_pages_keep_what_the_definition_keeps(name: str, chunk: int, tiny_llama: TinyModel, tmp_path: Path) -> None:
     texts, policy, config = prompts(150, 61), POLICIES[name], tiny_llama.config
     paged, held = (make_rig(tiny_llama, policy, tmp_path, slots=2, by_definition=one) for one in (False, True))
-    session = paged.session
-    assert session.ragged is not None and session.compactor is not None and held.session.held is not None
+    cache = paged.cache
+    assert cache.pool is not None and cache.compactor is not None and held.cache.held is not None
     measured, seen = [], []
 
     def check(step: int) -> None:
-        grants = Grants(session.compactor.ledger.find(0).tokens, None)
+        grants = Grants(cache.compactor.ledger.find(0).tokens, None)
         if not measured:
             measured[:] = [
                 trajectory(policy, 150, STEPS, num_kv_heads=2, layer=layer, num_layers=config.num_layers, grants=grants)
                 for layer in range(config.num_layers)
             ]
         lengths = [length for layer in measured for length in layer[step].lengths]
-        assert session.compactor.ledger.stored(0).tolist() == lengths
-        scores = 12 if "attention_mass" in session.plan.evict.needs else 0  # bytes a token and KV head: a number for each of three query heads
-        assert session.bytes_of(0, 150 + step) == sum(lengths) * (2 * config.head_dim * 4 + scores)
-        pages = sum(-(-length // session.plan.page_size) for length in lengths)
-        assert session.count.reserved(lengths) == pages * session.count.page + session.count.slot
+        assert cache.compactor.ledger.stored(0).tolist() == lengths
+        scores = 12 if "attention_mass" in cache.plan.evict.needs else 0  # bytes a token and KV head: a number for each of three query heads
+        assert cache.bytes_of(0, 150 + step) == sum(lengths) * (2 * config.head_dim * 4 + scores)
+        pages = sum(-(-length // cache.plan.page_size) for length in lengths)
+        assert cache.count.reserved(lengths) == pages * cache.count.page + cache.count.slot
         seen.append(max(lengths) - min(lengths))
 
     ours = generate(paged, texts, STEPS, chunk=chunk, after=check)
@@ -169,10 +169,10 @@ def test_several_tokens_behind_a_ring(name: str, tiny_llama: TinyModel, tmp_path
     assert worst(found[0].flatten(0, 1), found[1].flatten(0, 1).double()) <= 2 * REORDERED
     for layer in range(tiny_llama.config.num_layers):
         assert all(kept(paged, layer, slot) == kept(held, layer, slot) for slot in range(2))
-    pool = paged.session.ragged
+    pool = paged.cache.pool
     assert pool is not None and any(one is not None for one in pool.turns)
     assert pool.rings.data[0].any() and pool.rings.data[1].any()
-    paged.session.release(0)
+    paged.cache.release(0)
     paged.stepper.run([StepRow(texts[0][:40], 0, 0, paged.pages(0), (), 150)])
     assert not pool.rings.data[0].any(), "a prompt would be stored in the rings of the sequence before"
 
@@ -183,8 +183,8 @@ def test_kernels_keep_what_the_definition_keeps(name: str, tiny_llama: TinyModel
     texts = prompts(75, 61)
     policy = POLICIES[name].with_budget(48)
     paged, held = (make_rig(tiny_llama, policy, tmp_path, slots=2, by_definition=one) for one in (False, True))
-    assert paged.session.compactor is not None
-    paged.session.compactor.kernels = True
+    assert paged.cache.compactor is not None
+    paged.cache.compactor.kernels = True
     ours, theirs = (generate(rig, texts, 3 if "h2o" in name else 6, chunk=50) for rig in (paged, held))
     assert worst(ours.flatten(0, 1), theirs.flatten(0, 1).double()) <= 2 * REORDERED
     for layer in range(tiny_llama.config.num_layers):
@@ -206,8 +206,8 @@ def test_all_kernels_together_answer_as_the_torch_forms(name: str, tmp_path: Pat
     for kernels in (True, False):
         monkeypatch.setattr(face, "runs_kernels", lambda *args, on=kernels: on)
         rig = make_rig(tiny, policy, tmp_path, slots=2, dtype="float16")
-        assert rig.session.compactor is not None
-        rig.session.compactor.kernels = kernels
+        assert rig.cache.compactor is not None
+        rig.cache.compactor.kernels = kernels
         found.append((generate(rig, texts, 4, chunk=50), rig))
     exact = generate(make_rig(tiny, policy, tmp_path, slots=2, dtype="float32", by_definition=True), texts, 4, chunk=50)
     (ours, one), (theirs, two) = found

@@ -77,7 +77,7 @@ def test_the_faster_way_is_chosen_for_each_use(policy: str, times_us: tuple[floa
     assert store.moved_pages() == (0, 0)
     assert all(bool((tier.held == -1).all()) for tier in store.every), "the frames are as they were"
     assert f"by {step}" in choice.line() and choice.to_json()["step_kernel_us"] == times_us[0]
-    assert choose.recall_facts(store)["measured"] == choice.to_json()
+    assert store.facts()["measured"] == choice.to_json()
 
 
 @needs_cpu
@@ -115,7 +115,7 @@ def test_without_kernels_nothing_is_measured(tiny_llama: TinyModel) -> None:
     store = make_store(tiny_llama, "freekv", AUTO)
     assert choose.settle(store, plan_of(tiny_llama, "freekv")) is None  # type: ignore[arg-type]
     assert (store.recall.engine, store.recall.bulk, store.recall.ahead) == ("kernel", "copies", True)
-    assert choose.recall_facts(store) == {"step": "torch", "bulk": "torch", "ahead": True}
+    assert store.facts() == {"step": "torch", "bulk": "torch", "ahead": True}
 
 
 @pytest.mark.gpu

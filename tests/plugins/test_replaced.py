@@ -14,12 +14,12 @@ pytest.importorskip("triton")
 
 from plugins.attend import launch_dense
 from plugins.attend import reference as attention
+from plugins.cache.assemble import make_cache
 from plugins.cache.encodings.grouped.formats import Format, find_format
 from plugins.cache.encodings.per_token import launch, reference
-from plugins.cache.encodings.per_token.store import ReplacedStore
-from plugins.cache.eviction.ledger import Ledger
-from plugins.cache.session import Session
-from plugins.nodes.node import OpConfig
+from plugins.cache.encodings.per_token.store import PerTokenStore
+from plugins.cache.eviction.ledger import EvictingLedger
+from plugins.config import OpConfig
 from tests.gpu import check_replaced as checks
 from tests.plugins import cuda_on_cpu
 from tests.plugins.test_encoded import Torch, model
@@ -48,7 +48,7 @@ WAYS = {
 
 
 class InTorch(Torch):
-    """Attention of a session without a GPU; the rest are its kernels in the interpreter."""
+    """Attention of a cache without a GPU; the rest are its kernels in the interpreter."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__(patch)
@@ -93,18 +93,18 @@ def run(rig: Rig, texts: Tensor, prompts: tuple[int, int], steps: int) -> tuple[
         ]  # fmt: skip
         logits.append(rig.stepper.run(rows))
         if all(seen + count >= prompts[slot] for slot, seen, count in step):
-            sizes.append(rig.session.stored_bytes())
+            sizes.append(rig.cache.stored_bytes())
     return torch.cat([x for x in logits if len(x)]), sizes
 
 
 def kept(rig: Rig, layer: int, slot: int) -> list[list[int]]:
     """Return the positions that each KV head of a layer stores, ascending."""
-    session = rig.session
-    if session.held is not None:
-        return [store.positions.tolist() for store in session.held.find(layer, slot).heads]
-    assert isinstance(session.encoded, ReplacedStore) and session.ledger is not None
-    row = next(row for row in session.step(layer).rows if row.slot == slot)
-    found = reference.entries(session.encoded.stacks, "positions", layer, row.table, session.ledger.stored(slot)[0])
+    cache = rig.cache
+    if cache.held is not None:
+        return [store.positions.tolist() for store in cache.find(layer, slot).heads]
+    assert isinstance(cache.store, PerTokenStore) and cache.ledger is not None
+    row = next(row for row in cache.step(layer).rows if row.slot == slot)
+    found = reference.entries(cache.store.stacks, "positions", layer, row.table, cache.ledger.stored(slot)[0])
     return found.sort(1).values.tolist()
 
 
@@ -113,7 +113,7 @@ def test_a_session_stores_and_answers_like_the_definition(wide: TinyModel, tmp_p
     held = make_rig(wide, "qhitter", tmp_path, sets=SMALL, slots=2)
     fake = InTorch(monkeypatch)
     paged = make_rig(wide, "qhitter", tmp_path, sets=SMALL, slots=2)
-    assert held.session.held is not None and isinstance(paged.session.encoded, ReplacedStore) and paged.session.held is None
+    assert held.cache.held is not None and isinstance(paged.cache.store, PerTokenStore) and paged.cache.held is None
     texts = torch.randint(1, 250, (2, 90), generator=torch.Generator().manual_seed(0))
     answers = [run(rig, texts, (30, 22), 4) for rig in (held, paged)]
     assert fake.attended
@@ -124,16 +124,16 @@ def test_a_session_stores_and_answers_like_the_definition(wide: TinyModel, tmp_p
     assert answers[1][1] == answers[0][1]
     check_tokens(paged, held)
     for slot in range(2):
-        paged.session.release(slot)
-    assert not paged.session.encoded._prompts and not paged.session.encoded.keeper._mass  # type: ignore[union-attr]
+        paged.cache.release(slot)
+    assert not paged.cache.store._prompts and not paged.cache.store.keeper._mass  # type: ignore[union-attr]
 
 
 def check_tokens(paged: Rig, held: Rig) -> None:
     """Compare what is stored and known of every token of the first sequence with the definition's."""
-    session, store, definition = paged.session, paged.session.encoded, held.session.held
-    assert isinstance(store, ReplacedStore) and session.ledger is not None and definition is not None
+    cache, store, definition = paged.cache, paged.cache.store, held.cache.held
+    assert isinstance(store, PerTokenStore) and cache.ledger is not None and definition is not None
     for layer in range(paged.plan.num_layers):
-        row, count = session.step(layer).rows[0], session.ledger.stored(0)[0]
+        row, count = cache.step(layer).rows[0], cache.ledger.stored(0)[0]
         cache = definition.find(layer, 0)
         order = reference.entries(store.stacks, "positions", layer, row.table, count).argsort(1)
         for head, one in enumerate(cache.heads):
@@ -237,7 +237,7 @@ def test_an_answer_does_not_depend_on_its_batch(low: TinyModel, tmp_path: Path, 
     assert llm.engine.stepper.runs_ahead
     calls, most = [llm.batcher.submit([text], [params(4)]) for text in texts], 0
     while llm.batcher.advance():
-        most = max(most, len(llm.engine.session.step(0).rows))
+        most = max(most, len(llm.engine.cache.step(0).rows))
     assert [ids(call) for call in calls] == alone and most == 2 and replays[0]
     assert llm.batcher.evicted_tokens > 0
     assert llm.engine.pages.free == llm.engine.pages.num_pages and len(llm.engine.slots) == 2
@@ -262,21 +262,21 @@ def test_planned_bytes_are_those_that_a_session_allocates(context: int, monkeypa
     found = predict(config, policy, context, batch, "1GiB", chunk_tokens=64)
     assert found["in_torch"] == [] and find_format(plan) == Format(4, 1, 64, 1, together=True, replaced=True)
     InTorch(monkeypatch)
-    behind = Ledger(plan).pages_for(context, 64, 5)
-    assert behind == [-(-min(160, context + 5) // 32)] and Ledger(plan).pages_for(context, 64, 0) == [-(-min(160, context) // 32)]
-    session = Session(plan, [batch * count for count in Ledger(plan).pages_for(context, 64, 0)], batch, "cpu")
-    assert isinstance(session.encoded, ReplacedStore)
-    allocated = sum(x.nbytes for x in session.encoded.stacks.named.values())
-    assert allocated == sum(x.nbytes for tensors in session.buffers.values() for x in tensors if x is not None)
+    behind = EvictingLedger(plan).pages_for(context, 64, 5)
+    assert behind == [-(-min(160, context + 5) // 32)] and EvictingLedger(plan).pages_for(context, 64, 0) == [-(-min(160, context) // 32)]
+    cache = make_cache(plan, [batch * count for count in EvictingLedger(plan).pages_for(context, 64, 0)], batch, "cpu")
+    assert isinstance(cache.store, PerTokenStore)
+    allocated = sum(x.nbytes for x in cache.store.stacks.named.values())
+    assert allocated == sum(x.nbytes for tensors in cache.buffers.values() for x in tensors if x is not None)
     assert found["reserved_bytes"] == allocated == sum(one["bytes"] for one in found["buffers"])
-    account = session.ledger.append(1, context, context, context)  # type: ignore[union-attr]
-    session.ledger.settle(account, session.ledger.due(account))  # type: ignore[union-attr, arg-type]
-    session.encoded._lengths[1], session.encoded._runs[1] = context, [0]
-    assert session.encoded.reserved_bytes(1, context) * batch == found["reserved_bytes"]
-    assert session.bytes_of(1, context) * batch == found["stored_bytes"] + found["score_bytes"]
-    beside = session.count.prompt(limits.max_seq_len, whole=False) + batch * session.count.slot
-    most = Ledger(plan).most_pages(context + 1, 64)
-    assert pool_sizes(plan, limits, torch.device("cpu"), batch * most[0] * session.count.page + beside) == [batch * most[0]]
+    account = cache.ledger.append(1, context, context, context)  # type: ignore[union-attr]
+    cache.ledger.settle(account, cache.ledger.due(account))  # type: ignore[union-attr, arg-type]
+    cache.store._lengths[1], cache.store._runs[1] = context, [0]
+    assert cache.store.reserved_bytes(1, context) * batch == found["reserved_bytes"]
+    assert cache.bytes_of(1, context) * batch == found["stored_bytes"] + found["score_bytes"]
+    beside = cache.count.prompt(limits.max_seq_len, whole=False) + batch * cache.count.slot
+    most = EvictingLedger(plan).most_pages(context + 1, 64)
+    assert pool_sizes(plan, limits, torch.device("cpu"), batch * most[0] * cache.count.page + beside) == [batch * most[0]]
 
 
 def test_a_copied_sequence_is_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,16 +284,16 @@ def test_a_copied_sequence_is_the_first_one(monkeypatch: pytest.MonkeyPatch) -> 
     config = model(num_layers=2, dtype="float16", num_q_heads=4, num_kv_heads=2, head_dim=64)
     plan = parse_policy("qhitter", sets=("evict.budget=40",)).plan(config)
     InTorch(monkeypatch)
-    session = Session(plan, [6], 2, "cpu")
-    own = session.encoded
-    assert isinstance(own, ReplacedStore) and isinstance(session.ledger, Ledger)
+    cache = make_cache(plan, [6], 2, "cpu")
+    own = cache.store
+    assert isinstance(own, PerTokenStore) and isinstance(cache.ledger, EvictingLedger)
     for name, x in own.stacks.named.items():
         x.copy_(torch.randint(0, 9, x.shape)) if name != "last_queries" else x.normal_()
-    account = session.ledger.append(0, 60, 60, 60)
-    session.ledger.settle(account, session.ledger.due(account))
+    account = cache.ledger.append(0, 60, 60, 60)
+    cache.ledger.settle(account, cache.ledger.due(account))
     own._lengths[0], own._runs[0] = 60, [0]
     own.copy(0, 1, [[4, 1]], [[0, 3]])
     for name, x in own.stacks.named.items():
         source, target = ([4, 1], [0, 3]) if x.shape[1] == 6 else ([0], [1])
         assert torch.equal(x[:, source], x[:, target]), name
-    assert session.bytes_of(0, 60) == session.bytes_of(1, 60) > 0 and session.ledger.stored(1) == [40]
+    assert cache.bytes_of(0, 60) == cache.bytes_of(1, 60) > 0 and cache.ledger.stored(1) == [40]

@@ -14,13 +14,13 @@ pytest.importorskip("triton")
 
 from plugins import kernels
 from plugins.cache import support
+from plugins.cache.assemble import make_cache
 from plugins.cache.encodings.grouped import cuda, reference
 from plugins.cache.encodings.grouped.formats import Format, find_format
 from plugins.cache.encodings.grouped.ledger import SettledLedger, find_ledger
 from plugins.cache.encodings.grouped.store import EncodedStore
 from plugins.cache.reference.layer import LayerCache, Roles
-from plugins.cache.session import Session
-from plugins.nodes.node import OpConfig
+from plugins.config import OpConfig
 from tests.plugins import cuda_on_cpu
 from tests.plugins.test_encoded import Torch, model
 from tests.plugins.test_encoded_attend import compare
@@ -66,18 +66,18 @@ def run(rig: Rig, texts: Tensor, decoded: int, after: Any = None) -> tuple[Tenso
             for slot, seen, new in step
         ]  # fmt: skip
         logits.append(rig.stepper.run(rows))
-        sizes.append(rig.session.stored_bytes())
+        sizes.append(rig.cache.stored_bytes())
         if after is not None:
             after()
     return torch.cat([x for x in logits if len(x)]), sizes
 
 
 def pair(wide: TinyModel, policy: str, folder: Path, patch: pytest.MonkeyPatch, dtype: str | None = None) -> tuple[Rig, Rig, Torch]:
-    """Return the definition and a session by kernels, whose attention is torch's."""
+    """Return the definition and a cache by kernels, whose attention is torch's."""
     held = make_rig(wide, policy, folder, sets=SETTLED[policy], slots=3, dtype=dtype)
     fake = Torch(patch)
     paged = make_rig(wide, policy, folder, sets=SETTLED[policy], slots=3, dtype=dtype)
-    assert held.session.held is not None and paged.session.encoded is not None and paged.session.held is None
+    assert held.cache.held is not None and paged.cache.store is not None and paged.cache.held is None
     return held, paged, fake
 
 
@@ -89,25 +89,25 @@ def test_a_session_stores_and_answers_like_the_definition(wide: TinyModel, polic
     assert fake.attended
     torch.testing.assert_close(answers[1][0], answers[0][0], rtol=1e-3, atol=1e-3 * float(answers[0][0].abs().max()))
     assert answers[1][1] == answers[0][1]
-    store, session = paged.session.encoded, paged.session
+    store, cache = paged.cache.store, paged.cache
     assert store is not None and store.settler is not None and not any(store._prompts.values())
     for slot in range(3):
         for layer in range(2):
-            check_layer(paged, held.session.held.find(layer, slot), layer, slot)  # type: ignore[union-attr]
+            check_layer(paged, held.cache.find(layer, slot), layer, slot)  # type: ignore[union-attr]
     with pytest.raises(EngineError, match="token by token"):
         paged.stepper.run([StepRow([1, 2], 88, 0, paged.pages(0), (1,))])
     for slot in range(3):
-        session.release(slot)
+        cache.release(slot)
     assert not store._prompts and not store._runs and store.stored_bytes(0, 0) == 0
 
 
 def check_layer(paged: Rig, cache: LayerCache, layer: int, slot: int) -> None:
     """Compare lengths, counts, codes and what is in full precision with the definition's, behind a step."""
-    store, group = paged.session.encoded, paged.plan.page_groups[layer]
+    store, group = paged.cache.store, paged.plan.page_groups[layer]
     assert store is not None and store.settler is not None
     account, pages = store.settler.ledger.find(slot), store.pages[layer]
     stored, ends = account.stored[group], account.encoded[group]
-    assert cache.lengths == (stored,) * paged.plan.num_kv_heads and cache.encoded == ends and cache.settled == account.settled[group]
+    assert cache.lengths == (stored,) * paged.plan.num_kv_heads and cache.store == ends and cache.settled == account.settled[group]
     assert store.ends[group, slot].tolist() == list(ends)
     table = torch.tensor(paged.pages(slot), dtype=torch.int32)
     for part, seen in zip(("keys", "values"), reference.visible(pages, table, slot, stored), strict=True):
@@ -125,16 +125,16 @@ def test_what_lies_in_pages_and_rings_is_the_definitions_bit_for_bit(policy: str
     Torch(monkeypatch)
     config, parsed = model(num_layers=2, dtype="float16", num_q_heads=2, num_kv_heads=2, head_dim=64), parse_policy(policy, sets=SETTLED[policy])
     plan, slot, rope = parsed.plan(config), 1, torch.cat([torch.ones(256, 32), torch.zeros(256, 32)], 1)
-    session, pages = Session(plan, [12] * plan.num_page_groups, 2, "cpu"), list(range(11, 0, -1))
-    store, ops = session.encoded, OpConfig(2, 2, 64, 0.125, 1e-6, 0, 0, "")
+    cache, pages = make_cache(plan, [12] * plan.num_page_groups, 2, "cpu"), list(range(11, 0, -1))
+    store, ops = cache.store, OpConfig(2, 2, 64, 0.125, 1e-6, 0, 0, "")
     assert store is not None and store.settler is not None
     roles, empty = Roles(evict=parsed.evict, quantize=parsed.quantize), torch.empty(0, 64, dtype=torch.float16)
     caches = [LayerCache(roles, layer, 2, 2, 1, empty, 0.125) for layer in range(2)]
     seen, groups, compared = 0, plan.num_page_groups, 0
     for new in (*cuts, *[1] * 34):
         seen += new
-        session.begin_step([new], [[seen]] * groups, [slot], [[pages]] * groups, [100])
-        stored = torch.tensor(session.stored_lens(), dtype=torch.int32)
+        cache.begin_step([new], [seen], [slot], [[pages]] * groups, [100])
+        stored = torch.tensor(cache.stored_lens(), dtype=torch.int32)
         table = torch.tensor(pages, dtype=torch.int32).expand(groups, 1, -1)
         starts, slots = torch.tensor([0, new], dtype=torch.int32), torch.tensor([slot], dtype=torch.int32)
         for layer, cache in enumerate(caches):
@@ -143,10 +143,10 @@ def test_what_lies_in_pages_and_rings_is_the_definitions_bit_for_bit(policy: str
             cache.append(keys, values, 100)
             query = torch.empty(new, 128, dtype=torch.float16)
             places = torch.arange(seen - new, seen, dtype=torch.int32)
-            cuda.append(session, store, layer, ops, (qkv, places, starts, torch.tensor([seen]), stored, slots, table, rope), query)
-            cuda.attend(session, store, layer, ops, (query, starts, torch.tensor([seen]), stored, slots, table), torch.empty_like(query))
+            cuda.append(cache, store, layer, ops, (qkv, places, starts, torch.tensor([seen]), stored, slots, table, rope), query)
+            cuda.attend(cache, store, layer, ops, (query, starts, torch.tensor([seen]), stored, slots, table), torch.empty_like(query))
             cache.finish()
-        session.end_step()
+        cache.end_step()
         if seen in (100, 117, 134):
             for layer, cache in enumerate(caches):
                 compared += compare_bits(store, layer, slot, pages, cache)
@@ -158,7 +158,7 @@ def test_what_lies_in_pages_and_rings_is_the_definitions_bit_for_bit(policy: str
         stored = store.settler.ledger.find(0).stored[plan.page_groups[layer]]
         first, second = (reference.visible(store.pages[layer], table, one, stored) for table, one in zip(tables, (slot, 0), strict=True))
         assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
-    assert session.bytes_of(0, seen) == session.bytes_of(slot, seen)
+    assert cache.bytes_of(0, seen) == cache.bytes_of(slot, seen)
 
 
 def compare_bits(store: EncodedStore, layer: int, slot: int, pages: list[int], cache: LayerCache) -> int:
@@ -167,7 +167,7 @@ def compare_bits(store: EncodedStore, layer: int, slot: int, pages: list[int], c
     account = store.settler.ledger.find(slot)  # type: ignore[union-attr]
     group = store.plan.page_groups[layer]
     stored, ends = account.stored[group], account.encoded[group]
-    assert cache.lengths == (stored,) * 2 and cache.encoded == ends
+    assert cache.lengths == (stored,) * 2 and cache.store == ends
     for part, ring, end in zip(("keys", "values"), (store.pages[layer].keys, store.pages[layer].values), ends, strict=True):
         held = [one.parts[part] for one in cache.heads]
         whole = torch.stack([one.decoded() for one in held])
@@ -204,21 +204,21 @@ def test_an_answer_does_not_depend_on_its_batch(wide: TinyModel, tmp_path: Path,
     path = build(str(wide.path), "lagkv+kivi", sets=SETTLED["lagkv+kivi"], out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
     Torch(monkeypatch)
     llm = LLM(path)
-    session = llm.engine.session
-    assert session.encoded is not None and isinstance(session.ledger, SettledLedger)
+    cache = llm.engine.cache
+    assert cache.store is not None and isinstance(cache.ledger, SettledLedger)
     texts = [prompt(51 + 16 * seed, seed) for seed in range(3)]
     alone = [llm.generate([text], params(4))[0].token_ids for text in texts]
     calls = [llm.batcher.submit([text], [params(4)]) for text in texts]  # three sequences in two slots
     cancelled = llm.batcher.submit([texts[2]], [params(6)])
     most = 0
     while llm.batcher.advance():
-        most = max(most, len(session.step(0).rows))
+        most = max(most, len(cache.step(0).rows))
         if cancelled.members[0].seen > 20 and cancelled.open:
             llm.batcher.cancel(cancelled)  # half-way through its prompt
     assert [ids(call) for call in calls] == alone and most == 2 and not cancelled.open
     assert llm.batcher.evicted_tokens > 0
     assert llm.engine.pages.free == llm.engine.pages.num_pages and len(llm.engine.slots) == 2
-    assert not session.encoded._prompts
+    assert not cache.store._prompts
 
 
 @pytest.mark.parametrize("policy", ["lagkv+kivi", "knorm+kivi"])
@@ -242,27 +242,27 @@ def test_planned_bytes_are_those_that_a_session_allocates(policy: str, context: 
     assert found["in_torch"] == [] and any("elsewhere tokens are held" in line for line in found["assumes"])
     Torch(monkeypatch)
     behind = find_ledger(plan).pages_for(context, chunk, 0)
-    session = Session(plan, [batch * count for count in behind], batch, "cpu")
-    store = session.encoded
+    cache = make_cache(plan, [batch * count for count in behind], batch, "cpu")
+    store = cache.store
     assert store is not None
-    assert found["reserved_bytes"] == sum(x.nbytes for tensors in session.buffers.values() for x in tensors if x is not None)
+    assert found["reserved_bytes"] == sum(x.nbytes for tensors in cache.buffers.values() for x in tensors if x is not None)
     assert found["reserved_bytes"] == sum(one["bytes"] for one in found["buffers"])
     most = 0
     for start in range(0, context, chunk):
         seen = min(context, start + chunk)
-        session.begin_step([seen - start], [[seen]] * plan.num_page_groups, [1], [[list(range(one))] for one in behind], [context])
+        cache.begin_step([seen - start], [seen], [1], [[list(range(one))] for one in behind], [context])
         for layer in range(plan.num_layers):
-            row = session.step(layer).rows[0]
+            row = cache.step(layer).rows[0]
             for x in store.prompt(layer, row):
                 x[:, :, row.stored - row.new : row.stored].normal_()
-        most = max(most, session.reserved_bytes() if seen < context else 0)
+        most = max(most, cache.reserved_bytes() if seen < context else 0)
         if seen == context:
             most = max(most, sum(x.nbytes for _, pair in store.read(1) for x in pair) + found["reserved_bytes"] // batch)
             for layer in range(plan.num_layers):
                 own = behind[plan.page_groups[layer]]
-                store.encode_prompt(layer, session.step(layer).rows[0], torch.arange(own, dtype=torch.int32))
-        session.end_step()
-    assert session.reserved_bytes() * batch == found["reserved_bytes"] and session.stored_bytes() * batch == found["stored_bytes"]
+                store.encode_prompt(layer, cache.step(layer).rows[0], torch.arange(own, dtype=torch.int32))
+        cache.end_step()
+    assert cache.reserved_bytes() * batch == found["reserved_bytes"] and cache.stored_bytes() * batch == found["stored_bytes"]
     assert context <= chunk or predict(config, parsed, context, 1, chunk_tokens=chunk)["peak_bytes"] == most
 
 
@@ -275,7 +275,7 @@ def test_captured_steps_follow_what_evictions_leave(wide: TinyModel, tmp_path: P
 
     def capture(step: Any, device: torch.device, pool: object) -> tuple[Any, Tensor]:
         logits = torch.empty(0)
-        assert not any(group.cache for group in llm.engine.session._step), "what the step before has made is no part of the graph"
+        assert not any(group.shared for group in llm.engine.cache._step), "what the step before has made is no part of the graph"
 
         def replay() -> None:
             replays[0] += 1
@@ -322,7 +322,7 @@ def test_which_plans_the_kernels_store() -> None:
 def test_captured_steps_on_a_gpu_answer_like_the_definition(wide: TinyModel, policy: str, tmp_path: Path) -> None:
     make = lambda **how: make_rig(wide, policy, tmp_path, sets=SETTLED[policy], slots=3, **how)  # noqa: E731
     exact, plain, ours = make(by_definition=True), *(make(dtype="bfloat16", device="cuda", by_definition=one) for one in (True, False))
-    assert ours.session.encoded is not None and ours.executor.capturable and not plain.executor.capturable
+    assert ours.cache.store is not None and ours.executor.capturable and not plain.executor.capturable
     texts = torch.randint(1, 250, (3, 320), generator=torch.Generator().manual_seed(0))
     found = [run(rig, texts, 150) for rig in (exact, plain, ours)]
     assert found[1][1] == found[2][1]

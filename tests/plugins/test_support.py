@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from plugins.cache import support
+from plugins.config import OpConfig
 from plugins.device.dtypes import TORCH_DTYPES
-from plugins.nodes.node import OpConfig
 from tests.console import Capture, output
 from tests.tiny import TinyModel
 from trtkv import api

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from plugins.cache.session import bind
 from plugins.tensorrt import backend, cuda, tensors
+from plugins.tensorrt.binding import bind
 from plugins.tensorrt.plugin import PluginLogic, make_plugin_class, read_fields, register
 from plugins.tensorrt.recorder import Recorder, active, recording
 from tests.toy_graph import APPEND, ATTEND, CONFIG, FACES, FAULTS, SELECT, build, graph, needs_rtx
@@ -192,9 +192,9 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     return seen
 
 
-def attached(session: Session | None, *, runtime: bool = True, recorder: Recorder | None = None) -> PluginLogic:
+def attached(cache: Session | None, *, runtime: bool = True, recorder: Recorder | None = None) -> PluginLogic:
     plugin = make_plugin_class(FAKE, ATTEND)(3, CONFIG, recorder=recorder or Recorder(), runtime=runtime)
-    with bind(session) if session else nullcontext():  # type: ignore[arg-type]
+    with bind(cache) if cache else nullcontext():  # type: ignore[arg-type]
         return plugin.attach_to_context(None)
 
 
@@ -204,12 +204,12 @@ def enqueue(plugin: PluginLogic, inputs: list[torch.Tensor], out: torch.Tensor) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_enqueue_runs_the_op_on_the_bound_session(memory: dict[str, list[Any]], dtype: torch.dtype) -> None:
-    session = Session()
-    plugin = attached(session)
+    cache = Session()
+    plugin = attached(cache)
     q, lens, out = torch.randn(5, 32).to(dtype), torch.ones(2, dtype=torch.int32), torch.full((5, 32), 7.0, dtype=dtype)
     enqueue(plugin, [q, lens], out)
     assert torch.equal(out, q)
-    assert session.calls == [(3, [(5, 32), (2,)])]
+    assert cache.calls == [(3, [(5, 32), (2,)])]
     assert memory["streams"] == [99]
     assert memory["zeroed"] == []
 
@@ -224,21 +224,21 @@ def test_enqueue_without_a_session_fills_zeros(memory: dict[str, list[Any]], run
 
 
 def test_a_build_ignores_a_session_that_happens_to_be_bound(memory: dict[str, list[Any]]) -> None:
-    session, out = Session(), torch.ones(5, 32)
-    enqueue(attached(session, runtime=False), [torch.ones(5, 32), torch.zeros(2, dtype=torch.int32)], out)
-    assert session.calls == []
+    cache, out = Session(), torch.ones(5, 32)
+    enqueue(attached(cache, runtime=False), [torch.ones(5, 32), torch.zeros(2, dtype=torch.int32)], out)
+    assert cache.calls == []
     assert not out.any()
 
 
 def test_views_are_made_once_until_shapes_or_addresses_change(memory: dict[str, list[Any]]) -> None:
-    plugin = attached(session := Session())
+    plugin = attached(cache := Session())
     q, lens, out = torch.randn(5, 32), torch.ones(2, dtype=torch.int32), torch.empty(5, 32)
     enqueue(plugin, [q, lens], out)
     enqueue(plugin, [q, lens], out)
     assert len(memory["wrapped"]) == 3
     plugin.on_shape_change([], [])
     enqueue(plugin, [q[:2], lens], out[:2])
-    assert session.calls[-1] == (3, [(2, 32), (2,)])
+    assert cache.calls[-1] == (3, [(2, 32), (2,)])
     other = torch.randn(5, 32)
     plugin.on_shape_change([], [])
     enqueue(plugin, [other, lens], out)
@@ -252,7 +252,7 @@ def test_plugins_do_not_keep_a_session_alive(memory: dict[str, list[Any]]) -> No
     gc.collect()
     with pytest.raises(RuntimeError, match="closed"):
         enqueue(plugin, [torch.ones(5, 32), torch.zeros(2, dtype=torch.int32)], torch.ones(5, 32))
-    with pytest.raises(EngineError, match="ToyAttend of layer 3: enqueue failed: RuntimeError: the session of this execution context is closed"):
+    with pytest.raises(EngineError, match="ToyAttend of layer 3: enqueue failed: RuntimeError: the cache of this execution context is closed"):
         recorder.check(EngineError)
 
 
@@ -329,8 +329,8 @@ def test_device_memory_is_viewed_not_copied(dtype: str) -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_enqueue_works_on_the_given_stream_and_can_be_captured() -> None:
-    session, stream = Session(), torch.cuda.Stream()
-    plugin = attached(session)
+    cache, stream = Session(), torch.cuda.Stream()
+    plugin = attached(cache)
     q, lens, out = (
         torch.randn(5, 32, device="cuda").bfloat16(),
         torch.ones(2, dtype=torch.int32, device="cuda"),

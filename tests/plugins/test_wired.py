@@ -11,22 +11,22 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from plugins.append import cuda as append_cuda
-from plugins.attend import cuda as attend_cuda
-from plugins.attend import op as attend_op
-from plugins.cache import support
-from plugins.cache.indexes import fier_layout
+from plugins.append import launch as append_launch
+from plugins.append import launch_token
+from plugins.cache import cache as caches
+from plugins.cache import paged_kernels, support
+from plugins.cache.assemble import make_cache
+from plugins.cache.cache import Cache
+from plugins.cache.indexes import choose, fier_layout
 from plugins.cache.indexes import index as indexes
-from plugins.cache.overrides import Own, least_budget
-from plugins.cache.session import Session
+from plugins.cache.indexes.summary import kept_of, ranges, words
+from plugins.cache.overrides import Override, least_budget
+from plugins.config import OpConfig
 from plugins.device import store
 from plugins.device.spec import Spec
 from plugins.kernels import kernels_for
-from plugins.nodes.node import OpConfig
-from plugins.select import cuda as select_cuda
-from plugins.select import op as select_op
 from plugins.select.speculate import speculate
-from tests.plugins.launches_in_torch import Launches, fake_device
+from tests.plugins.launches_in_torch import Launches, fake_device, force_kernels
 from tests.runtime.test_kernels import POLICIES, SELECTING
 from trtkv.config import Limits, ModelConfig
 from trtkv.plan import CachePlan
@@ -62,7 +62,7 @@ def lower(policy: str, one: ModelConfig) -> CachePlan:
 
 
 class Twins:
-    """Two sessions over the same keys, values and page summaries: one for the torch forms, one for the ops that launch kernels."""
+    """Two caches over the same keys, values and page summaries: one runs in torch, one launches kernels."""
 
     def __init__(self, plan: CachePlan, config: ModelConfig) -> None:
         select = plan.select[1]
@@ -71,7 +71,8 @@ class Twins:
         heads = config.num_q_heads if select.pooling == "none" else config.num_kv_heads
         self.config = OpConfig(config.num_q_heads, config.num_kv_heads, DIM, DIM**-0.5, 1e-6, select.width, heads, plan.hash)
         self.width = plan.pages(512)
-        self.plain, self.wired = (Session(plan, [SLOTS * self.width], SLOTS) for _ in range(2))
+        self.plain, self.wired = (make_cache(plan, [SLOTS * self.width], SLOTS) for _ in range(2))
+        force_kernels(self.wired)
         for name in self.plain.buffers:
             for buffer in self.plain.buffers[name]:
                 if buffer is not None:
@@ -91,8 +92,8 @@ class Twins:
             self.stored[slot] = count if fresh else self.stored[slot] + count
         lens, slots = [self.stored[slot] for slot in new], list(new)
         table = [self.pages[slot] for slot in new]
-        for session in (self.plain, self.wired):
-            session.begin_step(list(new.values()), [lens], slots, [table], [prompts[slot] for slot in new])
+        for cache in (self.plain, self.wired):
+            cache.begin_step(list(new.values()), lens, slots, [table], [prompts[slot] for slot in new])
         tokens = sum(new.values())
         # Multiples of 1/8: the range of a group of one-bit keys is then exact in fp16.
         made = [torch.randint(-24, 25, (tokens, self.config.num_kv_heads, DIM), generator=self.generator) / 8 for _ in range(2)]
@@ -103,8 +104,8 @@ class Twins:
         indexes.find(self.select).update(self.plain, 1, self.select)
         if self.select.summary == OneBit():
             pages, where = self.plain.step(1).closed_groups(32)
-            words, ranges = fier_layout.pack(self.plain.buffer("keys", 1).unflatten(2, (-1, 32))[pages, :, where])
-            self.wired.words(1)[pages, :, where], self.wired.ranges(1)[pages, :, where] = words, ranges
+            bits, extremes = fier_layout.pack(self.plain.buffer("keys", 1).unflatten(2, (-1, 32))[pages, :, where])
+            words(self.wired, 1)[pages, :, where], ranges(self.wired, 1)[pages, :, where] = bits, extremes
         # Queries of a sequence resemble each other (cosines around 0.83): FreeKV keeps the previous one of some heads and corrects others.
         own = torch.cat([self.bases[slot].expand(count, -1) for slot, count in new.items()])
         query = (own + 0.45 * torch.randn(own.shape, generator=self.generator)).half()
@@ -113,15 +114,14 @@ class Twins:
         return [query, starts, starts, integers[0], integers[1], integers[2], torch.empty(0)]
 
 
-def run(twins: Twins, forms: tuple[Any, Any], session: Session, inputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def run(twins: Twins, cache: Cache, inputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Select and attend in the selecting layer, attend in the dense one."""
-    select, attend = forms
     batch = len(inputs[4])
     chosen = torch.full((batch, twins.config.select_heads, twins.config.select_width + 1), -7, dtype=torch.int32)
     outs = [torch.full_like(inputs[0], float("nan")) for _ in range(2)]
-    attend(session, 0, twins.config, inputs, outs[0])
-    select(session, 1, twins.config, inputs, chosen)
-    attend(session, 1, twins.config, [*inputs, chosen], outs[1])
+    cache.attend(0, twins.config, inputs, outs[0])
+    cache.select(1, twins.config, inputs, chosen)
+    cache.attend(1, twins.config, [*inputs, chosen], outs[1])
     return chosen, outs[0], outs[1]
 
 
@@ -134,18 +134,18 @@ def test_ops_with_kernels_choose_and_answer_as_the_torch_forms(policy: str, own:
     launches = Launches(monkeypatch)
     twins = Twins(lower(policy, model()), model())
     prompts, compared = dict(PROMPTS), 0
-    for session, (slot, asked) in itertools.product((twins.plain, twins.wired), OWN.items() if own else ()):
+    for cache, (slot, asked) in itertools.product((twins.plain, twins.wired), OWN.items() if own else ()):
         budget = max(asked, least_budget(twins.select))
-        session.own.set(slot, Own(budget, 1.0 if twins.select.speculative and slot == 1 else None))
+        cache.overrides.set(slot, Override(budget, 1.0 if twins.select.speculative and slot == 1 else None))
     for new in SCHEDULE:
         if own and new == {0: 1, 2: 1}:  # a request ends, and the slot is as planned again
-            for session in (twins.plain, twins.wired):
-                session.own.set(1, None)
+            for cache in (twins.plain, twins.wired):
+                cache.overrides.set(1, None)
         prompts |= {0: 130} if new.get(0) == 130 else {}
         inputs = twins.begin(new, prompts)
         launches.names.clear()
-        found = run(twins, (select_cuda.select, attend_cuda.attend), twins.wired, inputs)
-        expected = run(twins, (select_op.select, attend_op.attend), twins.plain, inputs)
+        found = run(twins, twins.wired, inputs)
+        expected = run(twins, twins.plain, inputs)
         for b, row in enumerate(twins.plain.step(1).rows):
             if twins.wired.reads_all:
                 assert not row.decodes or bool((expected[0][b] == -1).all() and (found[0][b] == -7).all())
@@ -158,7 +158,7 @@ def test_ops_with_kernels_choose_and_answer_as_the_torch_forms(policy: str, own:
             torch.testing.assert_close(got, wanted, rtol=4e-3, atol=4e-3)
         for row in twins.plain.step(1).rows if twins.select.speculative else ():
             if row.answers and not twins.wired.reads_all:
-                assert torch.equal(*(session.buffer("previous_query", 1)[row.slot] for session in (twins.wired, twins.plain)))
+                assert torch.equal(*(cache.buffer("previous_query", 1)[row.slot] for cache in (twins.wired, twins.plain)))
     assert compared > 20
     assert ("outlier_cut" in launches.names) == (support.outliers(twins.select) > 0)
 
@@ -169,14 +169,14 @@ def test_a_step_that_selects_with_the_query_before_it_finds_that_query(monkeypat
     Launches(monkeypatch)
     twins = Twins(lower("freekv", model()), model())
     budget = twins.select.budget
-    monkeypatch.setattr(select_cuda, "speculate", lambda *given: (asked.append(twins.stored[0]), speculate(*given))[1])
-    for session in (twins.plain, twins.wired):
-        session.own.set(0, Own(tau=-1.0))  # no head selects with its own query, but in the first step behind a prompt
+    monkeypatch.setattr(choose, "speculate", lambda *given: (asked.append(twins.stored[0]), speculate(*given))[1])
+    for cache in (twins.plain, twins.wired):
+        cache.overrides.set(0, Override(tau=-1.0))  # no head selects with its own query, but in the first step behind a prompt
     first, second = budget - 6, budget - 4  # prompts: the slot is used again
     for prompt, new in ((first, first), *[(first, 1)] * 20, (second, second), *[(second, 1)] * 8):
         inputs = twins.begin({0: new}, {0: prompt})
-        found = run(twins, (select_cuda.select, attend_cuda.attend), twins.wired, inputs)
-        expected = run(twins, (select_op.select, attend_op.attend), twins.plain, inputs)
+        found = run(twins, twins.wired, inputs)
+        expected = run(twins, twins.plain, inputs)
         stored = twins.stored[0]
         assert twins.wired.reads_all == (stored < budget)
         assert twins.wired.reads_all or torch.equal(found[0], expected[0])
@@ -187,21 +187,21 @@ def test_a_step_that_selects_with_the_query_before_it_finds_that_query(monkeypat
 
 
 def test_a_step_reads_all_where_every_sequence_that_decodes_is_short() -> None:
-    session = Session(lower("fier", model()), [48], SLOTS)
+    cache = make_cache(lower("fier", model()), [48], SLOTS)
 
     def reads_all(new: list[int], stored: list[int], slots: list[int]) -> bool:
-        session.begin_step(new, [stored], slots, [[list(range(16))] * len(new)], [1] * len(new))
-        return session.reads_all
+        cache.begin_step(new, stored, slots, [[list(range(16))] * len(new)], [1] * len(new))
+        return cache.reads_all
 
     assert reads_all([1, 1], [64, 3], [0, 1]) and not reads_all([1, 1], [64, 65], [0, 1])
     assert reads_all([1, 30], [64, 300], [0, 1])  # a prompt's chunk selects nothing
-    session.own.set(1, Own(50))
+    cache.overrides.set(1, Override(50))
     assert reads_all([1, 1], [64, 50], [0, 1]) and not reads_all([1, 1], [64, 51], [0, 1]) and reads_all([1, 1], [64, 51], [0, 2])
-    session.dense_below = 200
+    cache.dense_below = 200
     assert reads_all([1, 1], [64, 200], [0, 1]) and not reads_all([1], [201], [0])
-    session.own.set(1, None)
-    session.dense_below = 0
-    assert session.own.budgets.tolist() == [0] * SLOTS and reads_all([1], [64], [1])
+    cache.overrides.set(1, None)
+    cache.dense_below = 0
+    assert cache.overrides.budgets.tolist() == [0] * SLOTS and reads_all([1], [64], [1])
 
 
 class Recorder:
@@ -223,19 +223,19 @@ def test_append_lets_what_has_something_to_load_begin_early(policy: str, many: b
     """The first layer reads everything, the second selects where there is more than it reads. Only a step of decoding may be read before its wait."""
     Launches(monkeypatch)
     asked: list[dict[str, bool]] = []
-    monkeypatch.setattr(append_cuda.launch, "launch", lambda *args, **more: asked.append(more))
+    monkeypatch.setattr(append_launch, "launch", lambda *args, **more: asked.append(more))
     one, prompts = model(), {0: 160, 2: 20}
     twins = Twins(lower(policy, one), one)
     if many:  # of more tokens than are few, and with bounds of more bytes than are prefetched
-        monkeypatch.setattr(support, "MOST_OVERLAPPED_TOKENS", 1)
-        monkeypatch.setattr(support, "MOST_EARLY_BYTES", 1)
+        monkeypatch.setattr(caches, "MOST_OVERLAPPED_TOKENS", 1)
+        monkeypatch.setattr(paged_kernels, "MOST_EARLY_BYTES", 1)
     seen = []
     for new in ({0: 160}, {0: 1}, {0: 1, 2: 20}, {2: 1}):
         query, starts, _, stored, slots, table, _ = twins.begin(new, prompts)
         qkv = torch.zeros(len(query), (HQ + 2 * HK) * DIM).half()
         asked.clear()
         for layer in range(2):
-            append_cuda.append(twins.wired, layer, twins.config, (qkv, starts, starts, stored[0], stored, slots, table, query), query)
+            twins.wired.append(layer, twins.config, (qkv, starts, starts, stored[0], stored, slots, table, query), query)
         seen.append([(each["overlap"], each["early"]) for each in asked])
         assert all(each["settled"] == each["overlap"] for each in asked)
     prefilling = [(False, False)] * 2
@@ -246,11 +246,11 @@ def test_append_lets_what_has_something_to_load_begin_early(policy: str, many: b
 def test_many_tokens_keep_only_bulky_launches_apart(policy: str, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the number of tokens that was measured with the append kernel in Triton, which keeps the cuboids here."""
     one = model()
-    session, table = Twins(lower(policy, one), one).wired, torch.zeros(1, 2, 3, dtype=torch.int32)
-    assert support.overlaps(session, table) and support.overlaps(session, table, bulky=True)
-    monkeypatch.setattr(support, "MOST_OVERLAPPED_TOKENS", 2 * HK * 3 * session.plan.page_size - 1)
-    assert support.overlaps(session, table) and not support.overlaps(session, table, bulky=True)
-    assert append_cuda.launch_token.takes(append_cuda.kept_of(session, 1).kind) == small
+    cache, table = Twins(lower(policy, one), one).wired, torch.zeros(1, 2, 3, dtype=torch.int32)
+    assert cache.overlaps(table) and cache.overlaps(table, bulky=True)
+    monkeypatch.setattr(caches, "MOST_OVERLAPPED_TOKENS", 2 * HK * 3 * cache.plan.page_size - 1)
+    assert cache.overlaps(table) and not cache.overlaps(table, bulky=True)
+    assert launch_token.takes(kept_of(cache, 1).kind) == small
 
 
 @pytest.mark.parametrize(("policy", "heads", "kv"), SHAPES)
@@ -266,11 +266,11 @@ def test_every_kernel_that_a_step_launches_is_listed(policy: str, heads: int, kv
             patch.setattr(store, "load", lambda spec: Recorder(spec, launched))
             twins = Twins(plan, config)
             prompts = dict.fromkeys(range(SLOTS), 100)
-            twins.plain.begin_step([100] * SLOTS, [[100] * SLOTS], list(range(SLOTS)), [twins.pages], [100] * SLOTS)
+            twins.plain.begin_step([100] * SLOTS, [100] * SLOTS, list(range(SLOTS)), [twins.pages], [100] * SLOTS)
             twins.stored = dict.fromkeys(range(SLOTS), 100)
             for batch in range(1, SLOTS + 1):
                 inputs = twins.begin(dict.fromkeys(range(batch), 1), prompts)
-                run(twins, (select_cuda.select, attend_cuda.attend), twins.wired, inputs)
+                run(twins, twins.wired, inputs)
     listed = {spec.name: spec for spec in kernels_for(plan, config, LIMITS, "90")}
     assert launched.keys() <= listed.keys()
     rest = {spec.entry for name, spec in listed.items() if name not in launched}

@@ -11,13 +11,9 @@ from tests.plugins import cuda_on_cpu
 
 pytest.importorskip("triton")
 
-from plugins.attend import cuda as attend_cuda
-from plugins.attend import op as attend_op
 from plugins.attend import prefill
-from plugins.cache.overrides import Own, least_budget
-from plugins.select import cuda as select_cuda
+from plugins.cache.overrides import Override, least_budget
 from plugins.select import launch_fused
-from plugins.select import op as select_op
 from tests.plugins.launches_in_torch import Launches
 from tests.plugins.test_wired import Twins, lower, model, run
 
@@ -53,12 +49,12 @@ def _check_sources(policy: str, heads: int, kv: int, tmp_path: Path, monkeypatch
     monkeypatch.setattr(prefill, "_takes_cudnn", lambda query: False)
     monkeypatch.setattr(prefill, "_flash", Launches.flash)
     twins, lists, other = Twins(lower(policy, model(heads, kv)), model(heads, kv)), 0, 0
-    for session in (twins.plain, twins.wired):
-        session.own.set(1, Own(max(50, least_budget(twins.select))))
+    for cache in (twins.plain, twins.wired):
+        cache.overrides.set(1, Override(max(50, least_budget(twins.select))))
     for new in SCHEDULE:
         inputs = twins.begin(new, PROMPTS)
-        found = run(twins, (select_cuda.select, attend_cuda.attend), twins.wired, inputs)
-        expected = run(twins, (select_op.select, attend_op.attend), twins.plain, inputs)
+        found = run(twins, twins.wired, inputs)
+        expected = run(twins, twins.plain, inputs)
         torch.testing.assert_close(found[1], expected[1], rtol=4e-3, atol=4e-3)
         for b, row in enumerate(twins.plain.step(1).rows):
             if row.decodes:

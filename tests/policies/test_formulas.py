@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.policies.cases import small, tensors
 from trtkv.errors import ConfigError
 from trtkv.policies.base import Ask
@@ -18,7 +19,7 @@ LagKV = role_class("evict", "lagkv")
 
 @pytest.mark.parametrize("name", ["lagkv", "localkv", "knorm"])
 @given(prompt=st.integers(1, 120), ratio=st.sampled_from([0.0, 0.25, 0.3, 0.5, 0.9]), sink=st.sampled_from([0, 3, 4]), chunk=st.integers(1, 60))
-@settings(max_examples=10)
+@examples(10)
 def test_lagkv_length_is_equation_12(name: str, prompt: int, ratio: float, sink: int, chunk: int) -> None:
     policy = small(name).with_field("evict.ratio", str(ratio)).with_field("evict.sink", str(sink))
     q, k, v = tensors(prompt + 40)

@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.policies.cases import PRESETS, small, tensors
 from trtkv.config import ModelConfig
 from trtkv.plan import CachePlan
@@ -55,7 +56,7 @@ def test_stored_tokens_follow_from_integers(name: str) -> None:
     planned = trajectory(policy, 130, 60, num_kv_heads=2, layer=3, num_layers=4, grants=grants)
     assert [one.lengths for one in planned] == [tuple(len(head) for head in step) for step in done.kept]
     if policy.quantize and not policy.quantize.demoted_only:
-        assert [one.encoded[0] for one in planned] == [encoded for _, encoded in done.lengths]
+        assert [one.store[0] for one in planned] == [encoded for _, encoded in done.lengths]
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -107,7 +108,7 @@ def test_more_budget_reads_more(name: str) -> None:
 
 @pytest.mark.parametrize("name", EVERY)
 @given(chunk=st.integers(1, 140), prompt=st.integers(1, 140))
-@settings(max_examples=6)
+@examples(6)
 def test_chunked_prompt_keeps_the_same_tokens(name: str, chunk: int, prompt: int) -> None:
     q, k, v = tensors(prompt, seed=prompt)
     whole = simulate(small(name), q, k, v, prefill=prompt)
@@ -152,7 +153,7 @@ def test_every_query_head_for_itself(name: str) -> None:
     decoded=st.integers(0, 30),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
 )
-@settings(max_examples=6)
+@examples(6)
 def test_any_shape_and_dtype(name: str, kv_heads: int, group: int, dim: int, prompt: int, decoded: int, dtype: torch.dtype) -> None:
     q, k, v = tensors(prompt + decoded, kv_heads * group, kv_heads, dim, prompt, dtype)
     done = simulate(small(name, 64), q, k, v, prefill=prompt)

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins.cache.tiers.host.layout import layout
 from plugins.sampling import reference
+from tests.examples import examples
 from tests.tiny import TinyModel
 from trtkv.api import build
 from trtkv.errors import EngineError
@@ -43,10 +44,10 @@ def engine(request: pytest.FixtureRequest, tiny_llama: TinyModel, tmp_path_facto
     )  # type: ignore[arg-type]
     whole = open_engine(out, Options())
     if hosted:
-        page_bytes = layout(whole.session.plan).host_bytes(1)
-        return open_engine(out, Options(offload=True, host_bytes=page_bytes * whole.session.plan.pages(256) * 3 // 2))
+        page_bytes = layout(whole.cache.plan).host_bytes(1)
+        return open_engine(out, Options(offload=True, host_bytes=page_bytes * whole.cache.plan.pages(256) * 3 // 2))
     # Where a prompt is whole, its codes find pages too.
-    return open_engine(out, Options(cache_bytes=whole.session.count.reserved(256) * 3 // 2))
+    return open_engine(out, Options(cache_bytes=whole.cache.count.reserved(256) * 3 // 2))
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -87,10 +88,10 @@ def answers(batcher: Batcher, prompts: list[list[int]], params: list[SamplingPar
     return [calls[index] for index in range(len(prompts))]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=12)
+@examples(12)
 @given(data=st.data(), params=st.lists(some_params(), min_size=1, max_size=6))
 def test_answers_are_those_of_one_step_at_a_time(engine: Engine, data: st.DataObject, params: list[SamplingParams]) -> None:
-    params = params if engine.session.plan.policy == "full" else params[:3]  # the other engines take longer
+    params = params if engine.cache.plan.policy == "full" else params[:3]  # the other engines take longer
     draw = random.Random(data.draw(st.integers(0, 2**20)))
     prompts = [prompt(draw.randint(1, 90), seed) for seed in range(len(params))]
     joins = sorted(draw.randint(0, 25) for _ in params)

@@ -50,7 +50,7 @@ def test_a_request_corrects_its_query_as_an_engine_of_its_tau_does(tiny_llama: T
 
 def test_a_slot_forgets_what_its_last_request_asked(tiny_llama: TinyModel, tmp_path: Path) -> None:
     llm = make(tiny_llama, "fier", 96, tmp_path / "engine")
-    own = llm.engine.session.own
+    own = llm.engine.cache.overrides
     seen = []
     for _ in llm.stream([PROMPT, PROMPT], [SamplingParams(max_tokens=3, ignore_eos=True, budget=budget) for budget in (40, None)]):
         seen.append((sorted(own.budgets.tolist()), bool(own.taus.isnan().all())))

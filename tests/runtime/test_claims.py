@@ -48,7 +48,7 @@ LIMITS = Limits(max_seq_len=400, max_batch_size=6, max_chunk_tokens=64)
 
 
 class Rig:
-    """A scheduler and what a session does to its ledger, without a cache."""
+    """A scheduler and what a cache does to its ledger, without a cache."""
 
     def __init__(self, plan: CachePlan, share: float) -> None:
         self.plan, self.ledger, self.slots = plan, find_ledger(plan), list(range(LIMITS.max_batch_size))

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from plugins.cache.assemble import make_cache, make_ledger
 from plugins.cache.bytes import ByteCount
-from plugins.cache.encodings.mixed import make_ledger
 from plugins.cache.eviction.per_head.ledger import HeadLedger
-from plugins.cache.eviction.per_head.pages import HeadPages, head_pages
-from plugins.cache.session import Session
+from plugins.cache.pages import HeadPages, head_pages
 from tests.plugins.test_mixed import POLICIES as MIXED
 from tests.plugins.test_ragged import POLICIES
 from tests.policies.cases import small
@@ -37,10 +36,10 @@ HEADS = LAYERS * KV_HEADS
 
 
 class Rig:
-    """A scheduler and what a session does to its ledger, without a cache; heads are measured at random."""
+    """A scheduler and what a cache does to its ledger, without a cache; heads are measured at random."""
 
     def __init__(self, plan: CachePlan, share: float) -> None:
-        self.plan, self.ledger, self.slots = plan, make_ledger(plan), list(range(LIMITS.max_batch_size))
+        self.plan, self.ledger, self.slots = plan, make_ledger(plan, torch.device("cpu")), list(range(LIMITS.max_batch_size))
         whole = self.ledger.most_pages(LIMITS.max_seq_len, LIMITS.max_chunk_tokens)[0]
         self.pages = HeadPageAllocator(int(share * whole), plan.num_page_groups)
         self.scheduler = HeadClaimScheduler(plan, LIMITS, self.pages, self.slots, self.ledger)
@@ -138,7 +137,7 @@ def test_an_answer_does_not_depend_on_its_batch(name: str, tiny_llama: TinyModel
     limits = {"max_seq_len": 256, "max_batch_size": 4, "max_chunk_tokens": 48}
     path = build(str(tiny_llama.path), text, budget=64, sets=sets, out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
     llm = LLM(path)
-    assert llm.engine.session.ragged is not None
+    assert llm.engine.cache.pool is not None
     alone = [llm.generate([prompt(100 + 9 * seed, seed)], params(40))[0].token_ids for seed in range(5)]
     calls = [llm.batcher.submit([prompt(100 + 9 * seed, seed)], [params(40)]) for seed in range(5)]
     while llm.batcher.advance():
@@ -164,10 +163,10 @@ def test_what_is_planned_is_what_the_allocator_lends(tiny_llama: TinyModel, tmp_
             llm.batcher.advance()
         engine, (one,) = llm.engine, llm.batcher.scheduler.running
         planned = Footprint(tiny_llama.config, policy)
-        assert one.seen == length and engine.session.bytes_of(one.slot, length) == planned.stored_bytes(length)
-        lengths = engine.session.compactor.ledger.stored(one.slot)
+        assert one.seen == length and engine.cache.bytes_of(one.slot, length) == planned.stored_bytes(length)
+        lengths = engine.cache.compactor.ledger.stored(one.slot)
         assert lengths.tolist() == [one for layer in planned.layers(length) for one in layer.lengths]
-        assert engine.session.reserved_bytes() == planned.reserved_bytes(length)
+        assert engine.cache.reserved_bytes() == planned.reserved_bytes(length)
         # A head has the page of its next token in hand where the prompt had one for it.
         hand = np.minimum(head_pages(lengths + 1, 32), head_pages(length, 32))
         assert engine.pages.num_pages - engine.pages.free == one.pages.total == hand.sum()
@@ -191,7 +190,7 @@ def test_pages_taken_in_advance_are_enough(name: str, tiny_llama: TinyModel, tmp
         part = text[start : min(150, start + 48)]
         engine.stepper.run([StepRow(part, start, 0, pages, (len(part) - 1,), 150)])
     for step in range(150, 256):
-        ledger = engine.session.compactor.ledger
+        ledger = engine.cache.compactor.ledger
         assert (ledger.pages(0, 1) <= pages.counts).all()
         assert bool(torch.isfinite(engine.stepper.run([StepRow(text[step : step + 1], step, 0, pages, (0,), 150)])).all())
     engine.pages.give(pages)
@@ -200,10 +199,10 @@ def test_pages_taken_in_advance_are_enough(name: str, tiny_llama: TinyModel, tmp
 
 def test_batch_sizes_share_a_page_table() -> None:
     """A batch size that comes back finds nothing of its own; a sequence's numbers stand in every row, as far as they go."""
-    session = Session(small("razor").plan(MODEL), [64 * HEADS], 3)
-    table = HeadTable.of(session, 8)
-    assert table is not None and table is HeadTable.of(session, 8)
-    assert HeadTable.of(Session(small("full").plan(MODEL), [8], 3), 8) is None
+    cache = make_cache(small("razor").plan(MODEL), [64 * HEADS], 3)
+    table = HeadTable.of(cache, 8)
+    assert table is not None and table is HeadTable.of(cache, 8)
+    assert HeadTable.of(make_cache(small("full").plan(MODEL), [8], 3), 8) is None
     one, two = object(), object()
     assert [table.taken_by(user) for user in (one, one, two, one)] == [True, False, True, True]
     pages = HeadPages.of([5, 2, 7], HEADS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from plugins.cache import support
-from plugins.cache.overrides import Own, least_budget
+from plugins.cache.overrides import Override, least_budget
 from plugins.cache.roles import load_role
 from plugins.device.dtypes import TORCH_DTYPES as DTYPES
 from plugins.select.choose import choose, pool, spread
@@ -149,7 +149,7 @@ def test_a_prompt_joins_a_step_in_which_others_decode(policy: str, wide: TinyMod
 def test_a_short_sequence_is_read_whole_where_that_is_faster(wide: TinyModel, tmp_path: Path) -> None:
     texts = prompts(150)
     full, fier = rig(wide, "full", tmp_path, "bfloat16"), rig(wide, "fier", tmp_path, "bfloat16")
-    fier.session.dense_below = 200
+    fier.cache.dense_below = 200
     assert torch.equal(generate(full, texts, 12), generate(fier, texts, 12))
 
 
@@ -176,7 +176,7 @@ def test_one_captured_step_serves_requests_with_budgets_of_their_own(policy: str
 
     mixed = with_budget(most)
     for slot, budget in enumerate(budgets):
-        mixed.session.own.set(slot, Own(budget))
+        mixed.cache.overrides.set(slot, Override(budget))
     found = feed(mixed, texts, forced)
     for slot, budget in enumerate(budgets):
         assert torch.equal(found[:, slot], feed(with_budget(budget), texts, forced)[:, slot]), budget
@@ -190,8 +190,8 @@ def test_one_captured_step_serves_requests_with_a_tau_of_their_own(wide: TinyMod
     }
     assert not torch.equal(alike[-1], alike[1])
     mixed = rig(wide, "freekv", tmp_path, "bfloat16")
-    mixed.session.own.set(0, Own(tau=1.0))
-    mixed.session.own.set(2, Own(tau=-1.0))
+    mixed.cache.overrides.set(0, Override(tau=1.0))
+    mixed.cache.overrides.set(2, Override(tau=-1.0))
     found = feed(mixed, texts, forced)
     for slot, tau in enumerate((1, 0.8, -1)):
         assert torch.equal(found[:, slot], alike[tau][:, slot]), tau
@@ -210,10 +210,10 @@ def test_kernels_choose_the_best_of_their_own_cache(policy: str, dtype: str, wid
     assert calls
     for node in calls:
         layer, config = node.attributes["call"].layer, node.attributes["call"].config
-        plan, chosen = one.session.plan.select[layer], taps[node.output][0]
+        plan, chosen = one.cache.plan.select[layer], taps[node.output][0]
         query = taps[node.inputs[0]][0].double().unflatten(0, (config.num_q_heads, -1))
         role, summary = load_role(plan.meaning), kept(one, layer, 400)
-        keys = one.session.buffer("keys", layer)[one.pages(0)].transpose(0, 1).flatten(1, 2)[:, : 400 // plan.group * plan.group]
+        keys = one.cache.buffer("keys", layer)[one.pages(0)].transpose(0, 1).flatten(1, 2)[:, : 400 // plan.group * plan.group]
         for part, true in role.summarize(keys.double()).items():
             rounded = (role.summarize(keys)[part].double() - true.double()).norm()
             assert (summary[part].double() - true.double()).norm() <= 2 * rounded + 1e-6 * true.double().norm(), part
@@ -235,11 +235,11 @@ def test_kernels_choose_the_best_of_their_own_cache(policy: str, dtype: str, wid
 
 def kept(one: Rig, layer: int, stored: int) -> dict[str, torch.Tensor]:
     """Read what the append kernel kept of slot 0, by the names of the role's summary, in fp64; one-bit keys from the keys themselves."""
-    plan, summary = one.session.plan.select[layer], support.summary_of(one.session.plan, layer)
+    plan, summary = one.cache.plan.select[layer], support.summary_of(one.cache.plan, layer)
     closed = stored // plan.group
 
     def read(name: str, entries: int) -> torch.Tensor:
-        return one.session.buffer(name, layer)[one.pages(0)].transpose(0, 1).flatten(1, 2)[:, :entries].double()
+        return one.cache.buffer(name, layer)[one.pages(0)].transpose(0, 1).flatten(1, 2)[:, :entries].double()
 
     if summary.scorer == "fier":
         return load_role(plan.meaning).summarize(read("keys", closed * plan.group))

@@ -97,8 +97,8 @@ def compare(model: TinyModel, policy: str, directory: Path, recall: Recall, **mo
     host = rig(model, policy, directory, recall, **more)
     found = feed(host, texts, forced)
     assert torch.equal(found, feed(rig(model, policy, directory, None, **more), texts, forced))
-    assert host.session.offload is not None
-    front, ahead = host.session.offload.moved_pages()
+    assert host.cache.tier is not None
+    front, ahead = host.cache.tier.moved_pages()
     assert front > 0
     assert (ahead > 0) == recall.ahead
     return host
@@ -115,7 +115,7 @@ def test_tokens_whose_pages_do_not_all_fit_answer_bit_for_bit(recall: str, tmp_p
         own = make_rig(tiny, "fier", tmp_path, sets=sets, slots=1, recall=how, length=2048)
         out.append(feed(own, texts, forced))
         if how is not None:
-            store = own.session.offload
+            store = own.cache.tier
             assert store is not None and store.shape.frames == 34 < own.plan.pages(2048)
             held = torch.stack([tier.held for tier in store.tiers.values()])
             assert bool((held >= 0).all()), "every frame was needed"
@@ -135,8 +135,8 @@ def test_rows_that_several_blocks_choose_from_answer_bit_for_bit(policy: str, tm
     for how in (Recall(), None):
         own = make_rig(model, policy, tmp_path, sets=sets, slots=1, recall=how, length=8192, dtype="bfloat16", device="cuda")
         out.append(feed(own, texts, forced))
-        key = next(one for one in own.session._scratch if isinstance(one, tuple) and one[0] == "select together")
-        assert own.session._scratch[key] is not None
+        key = next(one for one in own.cache._scratch if isinstance(one, tuple) and one[0] == "select together")
+        assert own.cache._scratch[key] is not None
     assert torch.equal(*out)
 
 

@@ -38,7 +38,7 @@ def engine(request: pytest.FixtureRequest, tiny_llama: TinyModel, tmp_path_facto
 @pytest.fixture(scope="module")
 def pair(engine: Path) -> tuple[LLM, LLM]:
     """The engine with all pages on the device and with its pages on the host, both with room for one and a half sequences."""
-    whole = LLM(engine).engine.session
+    whole = LLM(engine).engine.cache
     resident = LLM(engine, cache_bytes=PAGES * whole.count.page + 4 * whole.count.slot)
     hosted = LLM(engine, offload=True, host_bytes=PAGES * layout(whole.plan).host_bytes(1))
     assert resident.engine.pages.num_pages == hosted.engine.pages.num_pages == PAGES
@@ -63,7 +63,7 @@ def finish(llm: LLM) -> None:
 
 
 def idle(llm: LLM) -> bool:
-    store = llm.engine.session.offload
+    store = llm.engine.cache.tier if llm.engine.cache.tier.recalls else None
     nothing_left = store is None or not (store.staged or store.kept or store.chunk)
     return nothing_left and llm.engine.pages.free == llm.engine.pages.num_pages and len(llm.engine.slots) == 4 and not llm.batcher.busy
 
@@ -126,7 +126,7 @@ def test_a_step_that_fails_leaves_nothing_that_the_next_one_reads(pair: tuple[LL
 
 def test_nothing_leaks_over_a_thousand_requests(pair: tuple[LLM, LLM]) -> None:
     hosted = pair[1]
-    store = hosted.engine.session.offload
+    store = hosted.engine.cache.tier
     assert store is not None
     before = store.device_bytes() + store.host_bytes()
     for first in range(0, 1000, 100):
@@ -162,13 +162,13 @@ def test_metrics_say_which_tier_holds_what(pair: tuple[LLM, LLM]) -> None:
         gauges.refresh()
         shown.append((sink.values["trtkv:kv_cache_capacity_bytes", "host"], gauges.latest["kv_cache_bytes"]))
         llm.batcher.cancel(call)
-    store = pair[1].engine.session.offload
+    store = pair[1].engine.cache.tier
     assert store is not None
     assert [capacity for capacity, _ in shown] == [0, store.host_bytes()]
     (_, resident), (_, hosted) = shown
     assert resident["host"] == 0
     assert hosted["host"] + hosted["device"] == pytest.approx(resident["device"], abs=1)
-    assert hosted["host"] == pytest.approx(resident["device"] * store.shape.host_bytes(1) / pair[1].engine.session.count.page, abs=1)
+    assert hosted["host"] == pytest.approx(resident["device"] * store.shape.host_bytes(1) / pair[1].engine.cache.count.page, abs=1)
 
 
 class Recorder:
@@ -213,7 +213,7 @@ class Scarce:
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         made = torch.empty(shape, dtype=dtype)
-        if sum(one.own for one in Scarce.taken if one is not self) + self.own + made.nbytes > Scarce.room:
+        if sum(one.overrides for one in Scarce.taken if one is not self) + self.own + made.nbytes > Scarce.room:
             raise CapacityError("no more host memory could be pinned", "Give more.")
         self.own += made.nbytes
         if self not in Scarce.taken:
@@ -232,7 +232,7 @@ def test_where_pinning_fails_midway_fewer_pages_are_pinned(tiny_llama: TinyModel
     monkeypatch.setattr(Scarce, "room", shape.host_bytes(20))
     store = host_memory.open_offload(plan, limits(), torch.device("cpu"))
     assert 8 <= store.num_pages <= 20
-    assert sum(one.own for one in Scarce.taken) == store.host_bytes() <= Scarce.room
+    assert sum(one.overrides for one in Scarce.taken) == store.host_bytes() <= Scarce.room
     monkeypatch.setattr(Scarce, "taken", [])
     monkeypatch.setattr(Scarce, "room", shape.host_bytes(8) - 1)
     with pytest.raises(CapacityError, match="no more host memory"):

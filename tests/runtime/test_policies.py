@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from plugins.cache.reference.cache import ReferenceCache
 from tests.console import Capture, call
 from tests.policies.cases import PRESETS, small
 from tests.runtime.test_executor import DEVICES, REORDERED, worst
@@ -81,8 +82,7 @@ def test_stored_lengths_and_bytes_follow_the_schedule_at_every_step(name: str, t
     policy = small(name)
     rig = make_rig(tiny_llama, policy, tmp_path, slots=2, by_definition=True)
     (text,) = prompts(150)
-    held = rig.session.held
-    assert held is not None
+    assert isinstance(rig.cache, ReferenceCache)
     config = tiny_llama.config
     measured = policy.allocate is not None and policy.allocate.measured
     expected: dict[int, list] = {}
@@ -90,7 +90,7 @@ def test_stored_lengths_and_bytes_follow_the_schedule_at_every_step(name: str, t
     def check(step: int) -> None:
         total = 0
         for layer in range(config.num_layers):
-            cache = held.find(layer, 0)
+            cache = rig.cache.find(layer, 0)
             if layer not in expected:
                 from trtkv.policies.base import Grants
 
@@ -112,11 +112,11 @@ def test_stored_lengths_and_bytes_follow_the_schedule_at_every_step(name: str, t
                 assert codes * 8 == bits
                 assert plain == sum(int((~part.coded).sum()) for part in parts) * config.head_dim * 4
             total += cache.nbytes() + cache.state_bytes()
-        assert rig.session.stored_bytes() == total
+        assert rig.cache.stored_bytes() == total
 
     generate(rig, [text], 150, after=check)
-    rig.session.release(0)
-    assert held._slots == {}
+    rig.cache.release(0)
+    assert rig.cache._slots == {}
 
 
 @pytest.mark.parametrize("name", ["lagkv", "localkv", "streaming"])
@@ -127,7 +127,7 @@ def test_chunked_prefill_stores_what_one_prompt_stores(name: str, tiny_llama: Ti
     for chunk in (512, 37):
         rig = make_rig(tiny_llama, small(name), tmp_path, slots=1, by_definition=True)
         generate(rig, [text], 3, chunk=chunk)
-        kept.append([store.positions.tolist() for store in rig.session.held.find(0, 0).heads])  # type: ignore[union-attr]
+        kept.append([store.positions.tolist() for store in rig.cache.find(0, 0).heads])  # type: ignore[union-attr]
     assert kept[0] == kept[1]
 
 
@@ -139,7 +139,7 @@ def test_pages_select_as_the_held_meaning_does(name: str, tiny_llama: TinyModel,
     texts = prompts(*LENGTHS)
     paged = generate(make_rig(tiny_llama, policy, tmp_path, slots=2), texts, 40)
     rig = make_rig(tiny_llama, policy + keeps_all, tmp_path, slots=2)
-    assert rig.session.held is not None
+    assert isinstance(rig.cache, ReferenceCache)
     held = generate(rig, texts, 40)
     assert worst(held.flatten(0, 1), paged.flatten(0, 1).double()) <= 2 * REORDERED
 

@@ -37,13 +37,13 @@ def test_another_process_goes_on_where_a_prompt_was_saved(policy: str, tiny_llam
     first = LLM(path, kv_disk=disk)
     right = plain.generate([TEXT], GREEDY)[0].token_ids
     assert first.generate([TEXT], GREEDY)[0].token_ids == right
-    assert saved(first).saved == 150 // plain.engine.session.plan.page_size
+    assert saved(first).saved == 150 // plain.engine.cache.plan.page_size
     modes = (False, True) if policy in ("freekv", "quest") else (False,)
     for offload in modes:
         second = LLM(path, kv_disk=disk, offload=offload)
         # The last two tokens are always computed, the chunks before them are others: the same numbers but for rounding.
         assert second.generate([TEXT], GREEDY)[0].token_ids == right
-        assert second.stats.reused_tokens == 148 // plain.engine.session.plan.page_size * plain.engine.session.plan.page_size
+        assert second.stats.reused_tokens == 148 // plain.engine.cache.plan.page_size * plain.engine.cache.plan.page_size
         assert saved(second).loaded and not saved(second).damaged
         longer = TEXT[:140] + [7] * 60
         assert second.generate([longer], GREEDY)[0].token_ids == plain.generate([longer], GREEDY)[0].token_ids

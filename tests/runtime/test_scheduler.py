@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.tiny import TinyModel
 from trtkv.api import build
 from trtkv.runtime.batcher import Call
@@ -25,7 +26,7 @@ def llm(request: pytest.FixtureRequest, tiny_llama: TinyModel, tmp_path_factory:
         str(tiny_llama.path), request.param, budget=None if request.param in ("full", "lagkv") else 96, sets=sets, out=out, backend="none", **limits
     )  # type: ignore[arg-type]
     whole = LLM(path)
-    return LLM(path, cache_bytes=whole.engine.session.count.reserved(256) * 3 // 2)
+    return LLM(path, cache_bytes=whole.engine.cache.count.reserved(256) * 3 // 2)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -55,7 +56,7 @@ def test_more_than_fits_is_answered_all_the_same(llm: LLM) -> None:
     finish(llm)
     assert [len(ids(call)) for call in calls] == [100] * 4
     assert idle(llm)
-    assert (llm.batcher.scheduler.preemptions > before) == (not llm.engine.session.plan.evict)
+    assert (llm.batcher.scheduler.preemptions > before) == (not llm.engine.cache.plan.evict)
 
 
 def test_a_sequence_that_gave_way_answers_as_if_alone(llm: LLM) -> None:
@@ -65,7 +66,7 @@ def test_a_sequence_that_gave_way_answers_as_if_alone(llm: LLM) -> None:
     assert [ids(call) for call in calls] == alone
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=8)
+@examples(8)
 @given(lengths=st.lists(st.integers(1, 120), min_size=1, max_size=6), cancelled=st.sets(st.integers(0, 5)), steps=st.integers(0, 12))
 def test_calls_that_are_cancelled_leave_nothing_behind(llm: LLM, lengths: list[int], cancelled: set[int], steps: int) -> None:
     calls = [llm.batcher.submit([prompt(length, seed)], [params(20)]) for seed, length in enumerate(lengths)]
@@ -95,8 +96,8 @@ def test_a_prompt_that_begins_like_an_earlier_one_reuses_its_pages(llm: LLM) -> 
     llm.generate([prompt(200, seed) for seed in (21, 22, 23)], params(2))  # pushes the pages of `other` out
     llm.generate([first], params(2))
     found = llm.generate([other], params(8))[0].token_ids
-    size = llm.engine.session.plan.page_size
-    if llm.engine.session.plan.evict:
+    size = llm.engine.cache.plan.page_size
+    if llm.engine.cache.plan.evict:
         assert llm.stats.reused_tokens == 0
     else:
         assert llm.stats.reused_tokens == 100 // size * size

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from plugins.cache.session import Session
+from plugins.cache.assemble import make_cache
+from plugins.cache.reference.cache import ReferenceCache
 from plugins.sampling import launch
 from tests.plugins import cuda_on_cpu
 from tests.tiny import TinyModel, make_rig
@@ -47,8 +48,8 @@ def fetched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp
 def test_every_step_finds_its_inputs(fetched: bool) -> None:
     """Sequences gain pages, change places and lose pages, some tokens only the device knows; the host is a step ahead of the device throughout."""
     draw, plan = random.Random(5), parse_policy("full").plan(MODEL)
-    session, batch = Session(plan, [500], SLOTS), 3
-    inputs = StagedInputs(batch, session, WIDTH, chooses=True)
+    cache, batch = make_cache(plan, [500], SLOTS), 3
+    inputs = StagedInputs(batch, cache, WIDTH, chooses=True)
     inputs._kernels = fetched
     pages = [[draw.randrange(500) for _ in range(draw.randrange(1, 20))] for _ in range(batch)]
     asks = [Ask(settings_of(SamplingParams(top_k=index)), 0.5) for index in range(5)]
@@ -106,7 +107,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(graphs, "capture", capture)
     monkeypatch.setattr(graphs, "new_pool", lambda: 0)
-    monkeypatch.setattr(TorchExecutor, "capturable", property(lambda self: self.session.held is None and self.taps is None))
+    monkeypatch.setattr(TorchExecutor, "capturable", property(lambda self: not isinstance(self.cache, ReferenceCache) and self.taps is None))
     return counts
 
 
@@ -152,13 +153,13 @@ def test_a_captured_step_makes_anew_what_its_layers_share(tiny_llama: TinyModel,
     run = rig.executor.run
 
     def running(values: dict[str, torch.Tensor]) -> torch.Tensor:
-        shared.append(rig.session.step(0).cache.setdefault("shared", object()))
+        shared.append(rig.cache.step(0).shared.setdefault("shared", object()))
         return run(values)
 
     monkeypatch.setattr(rig.executor, "run", running)
     monkeypatch.setattr(graphs, "capture", lambda step, device, pool: (lambda: None, step()))
     monkeypatch.setattr(graphs, "new_pool", lambda: 0)
-    stepper = graphs.DecodeGraphs(rig.executor, rig.session, rig.stepper._width, rig.stepper._fixed)
+    stepper = graphs.DecodeGraphs(rig.executor, rig.cache, rig.stepper._width, rig.stepper._fixed)
     rig.stepper.run([StepRow(list(range(40)), 0, 0, rig.pages(0), (39,), 40)])
     rows = [StepRow([5], 40, 0, rig.pages(0), (0,), 40)]
     rig.stepper._announce(rows)

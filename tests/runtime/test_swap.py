@@ -38,7 +38,7 @@ def built(model: Path, policy: str, folder: Path, **limits: int) -> Path:
 
 def scarce(path: Path, hosted: bool, sequences: float = 1.5, **more: object) -> Engine:
     """Open an engine whose cache holds so many sequences of full length."""
-    whole = open_engine(path, Options(device="cpu", weights="random")).session
+    whole = open_engine(path, Options(device="cpu", weights="random")).cache
     plan, count = whole.plan, whole.count
     pages = int(plan.pages(LIMITS["max_seq_len"]) * sequences)
     if hosted:
@@ -133,7 +133,7 @@ def test_schedules_leave_nothing_behind_and_answers_are_those_of_nobody_giving_w
 ) -> None:
     engine, whole = pair
     batcher = Batcher(engine, None, ahead=ahead)
-    batcher.scheduler.swap = open_swap(engine.session, engine.pages, room)  # type: ignore[arg-type]
+    batcher.scheduler.swap = open_swap(engine.cache, engine.pages, room)  # type: ignore[arg-type]
     going: dict[int, Call] = {}
     for step in range(5000):
         for index, one in enumerate(calls):
@@ -145,7 +145,7 @@ def test_schedules_leave_nothing_behind_and_answers_are_those_of_nobody_giving_w
             break
         _count_owners(batcher)
     assert nothing_left(batcher)
-    exact = engine.session.plan.policy == "full" or not batcher.scheduler.recomputed
+    exact = engine.cache.plan.policy == "full" or not batcher.scheduler.recomputed
     for index, one in enumerate(calls):
         expected = answer(whole, one["prompts"][0], one["params"])
         for request in range(len(one["prompts"])):
@@ -181,7 +181,7 @@ def test_a_sequence_that_waits_for_a_slot_alone_keeps_its_pages(pair: tuple[Engi
     high = batcher.submit([prompt(20, 7)], [greedy(5)], priority=1)
     batcher.advance()
     (waits,) = batcher.scheduler.waiting
-    assert waits.left is not None and waits.slot < 0 and len(waits.pages) == engine.session.plan.pages(waits.seen)
+    assert waits.left is not None and waits.slot < 0 and len(waits.pages) == engine.cache.plan.pages(waits.seen)
     assert not waits.left.tail and swapping(batcher).out == 0
     finish(batcher)
     assert batcher.scheduler.preemptions == 1 and batcher.scheduler.recomputed == 0
@@ -203,9 +203,9 @@ def test_pages_leave_when_others_need_them_and_no_more_than_these(pair: tuple[En
         if first.open:
             assert waits.left is not None and engine.pages.free < 3, "a page in hand was there, and others left all the same"
             most = max(most, len(waits.left.tail))
-    assert 0 < most < engine.session.plan.pages(waits.seen)
+    assert 0 < most < engine.cache.plan.pages(waits.seen)
     finish(batcher)
-    record = sum(buffer[0].nbytes for buffer in engine.session.page_buffers())
+    record = sum(buffer[0].nbytes for buffer in engine.cache.page_buffers())
     own = swapping(batcher)
     assert (own.out, own.back, batcher.scheduler.recomputed) == (1, 1, 0)
     assert own.out_bytes >= most * record and own.in_bytes <= own.out_bytes
@@ -237,7 +237,7 @@ def test_where_host_memory_runs_out_midway_sequences_are_computed_again(pair: tu
         return torch.empty(shape, dtype=dtype)
 
     assert isinstance(engine.pages, PageAllocator)
-    batcher.scheduler.swap = Swap(engine.session, engine.pages, 1 << 30, allocate)
+    batcher.scheduler.swap = Swap(engine.cache, engine.pages, 1 << 30, allocate)
     calls = [batcher.submit([prompt(60, seed)], [greedy(150)]) for seed in range(3)]
     finish(batcher)
     assert [len(ids(call)) for call in calls] == [150] * 3
@@ -269,7 +269,7 @@ def test_what_users_say_and_see(tiny_llama: TinyModel, tmp_path: Path, capsys: C
     path = built(tiny_llama.path, "full", tmp_path)
     assert "--swap-gib -1.0 is no size" in complaint(capsys, "run", path, "hello", "--swap-gib", -1)
     words = ("bench", "serve", path, "--requests", 4, "--concurrency", 4, "--prompt-tokens", 60, "--answer-tokens", 150, "--json", "--device", "cpu")
-    gib = open_engine(path, Options()).session.count.page * 12 / 2**30
+    gib = open_engine(path, Options()).cache.count.page * 12 / 2**30
     swapped, again = (json.loads(printed(capsys, *words, "--cache-gib", gib, *more)) for more in ((), ("--swap-gib", 0)))
     assert swapped["preemptions"] == again["preemptions"] == again["recomputed"] > 0
     assert swapped["recomputed"] == again["swapped_bytes"] == 0
@@ -329,7 +329,7 @@ def test_a_beginning_that_several_share_goes_to_the_host_once_and_is_shared_agai
     urgent = batcher.submit([prompt(200, 9)], [greedy(40)], priority=3)
     batcher.advance()
     tails = [one.left.tail for one in batcher.scheduler.waiting if one.left is not None]
-    full = 100 // engine.session.plan.page_size
+    full = 100 // engine.cache.plan.page_size
     assert [len(tail) for tail in tails] == [full + 1] * 3
     assert all(len({tail[index] for tail in tails}) == 1 for index in range(full))
     assert swapping(batcher)._paged.used == full + 3
@@ -363,8 +363,8 @@ def test_a_half_read_prompt_is_copied_where_that_is_quicker(tiny_llama: TinyMode
 def test_what_is_not_swapped_out_and_why(tiny_llama: TinyModel, tmp_path: Path) -> None:
     engine = open_engine(built(tiny_llama.path, "full", tmp_path), Options(swap_bytes=0))
     assert Batcher(engine, None).scheduler.swap is None
-    engine.session.parts = 2
-    assert "several processes" in (swap.why_not(engine.session) or "")
+    engine.cache.parts = 2
+    assert "several processes" in (swap.why_not(engine.cache) or "")
     held = open_engine(build(str(tiny_llama.path), "kivi", out=tmp_path / "kivi", backend="none", **LIMITS), Options())
-    assert "never give way" in (swap.why_not(held.session) or "")
+    assert "never give way" in (swap.why_not(held.cache) or "")
     assert Batcher(held, None).scheduler.swap is None

@@ -27,7 +27,7 @@ def test_one_place_for_all_gives_the_same_bits(where: str, device: str, tmp_path
     assert engine.stepper.runs_ahead == (device == "cuda")
     asked = [(prompt(300, 1), 60), (prompt(280, 2), 50), (prompt(400, 3), 40)]
     alone = [_events(Batcher(engine, None), [one]) for one in asked]
-    pages = engine.session.plan.pages(512) + 1
+    pages = engine.cache.plan.pages(512) + 1
     del engine
     monkeypatch.setattr(swap, "LEAST_PAGES", 4)
     monkeypatch.setattr(swap, "MOST_PAGES", 8)
@@ -41,7 +41,7 @@ def test_one_place_for_all_gives_the_same_bits(where: str, device: str, tmp_path
 
 
 def _scarce(path: Path, device: str, pages: int, *, hosted: bool) -> Engine:
-    whole = open_engine(path, Options(device="cpu", weights="random")).session
+    whole = open_engine(path, Options(device="cpu", weights="random")).cache
     count = whole.count
     if hosted:
         # Which engine moves pages is measured otherwise, and decides the last bits.

@@ -7,10 +7,11 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from plugins.cache.session import Session
+from plugins.cache.assemble import make_cache
+from tests.examples import examples
 from tests.test_predict import MODEL
 from trtkv.config import Limits
 from trtkv.errors import CapacityError
@@ -29,14 +30,14 @@ class Rig:
 
     def __init__(self, policy: str, num_pages: int, host_pages: int | None, chance: random.Random) -> None:
         plan = parse_policy(policy).plan(SMALL)
-        self.session, self.pages, self.slots = Session(plan, [num_pages], 4), PageAllocator(num_pages), [3, 2, 1, 0]
+        self.cache, self.pages, self.slots = make_cache(plan, [num_pages], 4), PageAllocator(num_pages), [3, 2, 1, 0]
         self.scheduler = Scheduler(plan, LIMITS, self.pages, self.slots)
         self.chance, self.fails = chance, False
         if host_pages is not None:
-            limit = host_pages * self.session.count.page + 64 * self.session.count.slot
-            self.scheduler.swap = Swap(self.session, self.pages, limit, self._allocate)
-        self.keys = [self.session.buffer("keys", layer) for layer in range(2)]
-        self.state = self.session.buffers.get("previous_query", [None])[-1]
+            limit = host_pages * self.cache.count.page + 64 * self.cache.count.slot
+            self.scheduler.swap = Swap(self.cache, self.pages, limit, self._allocate)
+        self.keys = [self.cache.buffer("keys", layer) for layer in range(2)]
+        self.state = self.cache.buffers.get("previous_query", [None])[-1]
         self.owner: dict[int, Running] = {}
         self.begun = 0
 
@@ -114,7 +115,7 @@ def drive(policy: str, seed: int, num_pages: int, host_pages: int | None, *, fau
 
 
 @pytest.mark.parametrize("policy", ["full", "freekv"])
-@settings(max_examples=10)
+@examples(10)
 @given(seed=st.integers(0, 2**30), num_pages=st.integers(10, 24), host_pages=st.sampled_from([None, 3, 20, 1000]))
 def test_everybody_finds_what_it_left_and_nothing_is_lost(policy: str, seed: int, num_pages: int, host_pages: int | None) -> None:
     drive(policy, seed, num_pages, host_pages, faults=True)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from plugins.cache.session import current
 from plugins.tensorrt import plugin as plugin_module
 from plugins.tensorrt.backend import Backend, MessageLog
+from plugins.tensorrt.binding import current
 from plugins.tensorrt.recorder import Recorder
 from tests.toy_graph import needs_rtx
 from trtkv.engine import tensorrt as build_module
@@ -132,8 +132,8 @@ class Engine:
 class Context:
     """Refuses what TensorRT refuses: shapes outside its profile, running without shapes, addresses, memory or profile."""
 
-    def __init__(self, engine: Engine, session: Any) -> None:
-        self.engine, self.session = engine, session
+    def __init__(self, engine: Engine, cache: Any) -> None:
+        self.engine, self.cache = engine, cache
         self.profile: int | None = None
         self.memory: tuple[int, int] | None = None
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -199,12 +199,12 @@ TABLE = torch.arange(30, dtype=torch.bfloat16).view(10, 3)
 class Setup:
     def __init__(self, **bindings: Tensor) -> None:
         self.engine, self.log, self.recorder = Engine(), MessageLog(), Recorder()
-        self.session = SimpleNamespace(device=torch.device("cpu"))
+        self.cache = SimpleNamespace(device=torch.device("cpu"))
         self.bindings = {"table": TABLE, **bindings}
 
     def executor(self) -> TensorrtExecutor:
         backend = Backend("tensorrt", "11.0", TRT, None, self.log)
-        return TensorrtExecutor(self.engine, backend, self.session, self.bindings, self.recorder, Lane())  # type: ignore[arg-type]
+        return TensorrtExecutor(self.engine, backend, self.cache, self.bindings, self.recorder, Lane())  # type: ignore[arg-type]
 
 
 def step(tokens: list[int], sequences: int, rows: list[int], *, pages: int = 1, rope: Tensor | None = None) -> dict[str, Tensor]:
@@ -251,7 +251,7 @@ def test_contexts_are_made_in_the_session_and_share_their_memory() -> None:
     setup.executor()
     contexts = setup.engine.contexts
     assert [context.profile for context in contexts] == [DECODE, PREFILL]
-    assert all(context.session is setup.session for context in contexts)
+    assert all(context.cache is setup.cache for context in contexts)
     assert contexts[0].memory == contexts[1].memory
     assert contexts[0].memory is not None
     assert contexts[0].memory[1] == 64

@@ -206,7 +206,7 @@ def test_figures(llm: LLM, listener: Listener) -> None:
     reads = sum(len(tokens) * 7 + sum(range(1, 8)) for one in tickets for tokens in one.prompts)
     assert listener.value("trtkv:kv_tokens_selected_total") == listener.value("trtkv:kv_tokens_stored_total") == reads
     assert listener.value("trtkv:kv_cache_capacity_bytes", tier="device") == sum(
-        x.nbytes for xs in llm.engine.session.buffers.values() for x in xs if x is not None
+        x.nbytes for xs in llm.engine.cache.buffers.values() for x in xs if x is not None
     )
     assert listener.value("trtkv:kv_cache_bytes", tier="device") == 0 == listener.value("trtkv:kv_cache_usage_perc")
 
@@ -214,7 +214,7 @@ def test_figures(llm: LLM, listener: Listener) -> None:
 def test_bytes_of_the_cache_while_it_works(llm: LLM, listener: Listener) -> None:
     ticket = listener.ask("x" * 100, params=LONG)
     listener.wait(ticket, tokens=300)
-    shown, count = listener.value("trtkv:kv_cache_bytes", tier="device"), llm.engine.session.count
+    shown, count = listener.value("trtkv:kv_cache_bytes", tier="device"), llm.engine.cache.count
     assert count.stored(100) <= shown <= count.stored(500)
     listener.service.cancel(ticket)
     listener.until("trtkv:kv_cache_bytes", 0, tier="device")
@@ -228,7 +228,7 @@ def test_evicted_tokens_are_counted(tiny_llama: TinyModel, tmp_path: Path) -> No
     listener.until("trtkv:num_requests_running", 0)
     # The last token was never fed; of the others each head keeps its budget.
     assert listener.value("trtkv:kv_tokens_evicted_total") == len(ticket.prompts[0]) + 7 - 64
-    count, limits = llm.engine.session.count, llm.engine.manifest.limits
+    count, limits = llm.engine.cache.count, llm.engine.manifest.limits
     held = llm.engine.pages.num_pages * count.page + limits.max_batch_size * count.slot
     assert listener.value("trtkv:kv_cache_capacity_bytes", tier="device") == held > 0
     listener.service.stop()

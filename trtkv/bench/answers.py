@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugins.cache.tiers.host.choose import recall_facts
 from plugins.cache.tiers.host.store import Recall
 from trtkv.bench import recall
 from trtkv.bench.load import Work
@@ -118,7 +117,7 @@ def _measure(one: Answer, path: Path, names: Sequence[str], device: torch.device
         total = took["answer_s"] + cell.batch * (ttft_s or 0)  # the first prompt is read, the others take copies of its pages
         rates = {"whole_s": round(total, 3), "decode_tokens_per_s": round(cell.batch * one.tokens / took["answer_s"], 1)}
         begin, end = (_device_bytes(load, length) for length in (cell.context, cell.context + one.tokens))
-        choice = {"choice": recall_facts(load.session.offload)} if load.session.offload and name == AUTO else {}
+        choice = {"choice": load.cache.tier.facts()} if load.cache.tier.recalls and name == AUTO else {}
         sizes = {"kv_begin_bytes": begin, "kv_end_bytes": end, **recall.peak("kv_peak_bytes", engine, device)}
         yield {"recall": name, **facts, **took, **rates, **sizes, **choice}, logits, load.finite
     del engine, load, begun
@@ -152,10 +151,10 @@ def _sampled(one: Answer, load: Load, how: Recall | None) -> tuple[dict[str, Any
             load.begin(context)
             load.fill(direct=True)
         _, before = _decode(load, how, WARM_UP)
-        seconds, brought, logits = _timed(load, how, steps)
+        seconds, to_device, logits = _timed(load, how, steps)
         means_s.append(seconds / steps)
         kept.append(_compared(load, torch.cat([before, logits[:least]])))
-        pages.append(brought)
+        pages.append(to_device)
     spans = [(end - begin) * (x + y) / 2 for begin, end, x, y in zip(contexts, contexts[1:], means_s, means_s[1:], strict=False)]
     shown = {"sampled": len(contexts), "sample_contexts": contexts, "sample_step_ms": [round(mean * 1e3, 3) for mean in means_s]}
     mean = {name: round(sum(row[name] for row in pages) / len(pages), 2) for name in pages[0]}
@@ -167,8 +166,8 @@ def _compared(load: Load, logits: Tensor) -> Tensor:
 
     On a GPU a batch whose sequences are all read whole is attended to by other kernels where pages are on the device: its last bits differ.
     """
-    select = [one.budget for one in load.session.plan.select if one is not None]
-    return logits if load.prompt >= max(select, default=0) or load.session.device.type != "cuda" else logits[:0]
+    select = [one.budget for one in load.cache.plan.select if one is not None]
+    return logits if load.prompt >= max(select, default=0) or load.cache.device.type != "cuda" else logits[:0]
 
 
 def _timed(load: Load, how: Recall | None, steps: int) -> tuple[float, dict[str, float], Tensor]:
@@ -192,24 +191,21 @@ def _decode(load: Load, how: Recall | None, steps: int, first: int = 0) -> tuple
 
 
 def _moved(load: Load) -> tuple[int, int]:
-    store = load.session.offload
-    return store.moved_pages() if store else (0, 0)
+    return load.cache.tier.moved_pages()
 
 
 def _pages(load: Load, before: tuple[int, int], steps: int) -> dict[str, float]:
     """Return the pages of a KV head and step that came back since."""
-    store = load.session.offload
+    store = load.host
     if store is None:
         return {}
-    rows = steps * load.work.batch * load.session.plan.num_kv_heads * len(store.every)
+    rows = steps * load.work.batch * load.cache.plan.num_kv_heads * len(store.every)
     front, ahead = (now - then for now, then in zip(store.moved_pages(), before, strict=True))
     return {"pages_in_front": round(front / rows, 2), "pages_ahead": round(ahead / rows, 2)}
 
 
 def _device_bytes(load: Load, length: int) -> int:
     """Return the bytes of the device that sequences of so many tokens take: what they store there, and the frames and rings of an offload."""
-    session, store = load.session, load.session.offload
-    stored = sum(session.bytes_of(slot, length) for slot in range(load.work.batch))
-    if store is None:
-        return stored
-    return round(stored * (1 - store.shape.host_bytes(1) / session.count.page)) + store.device_bytes()
+    cache = load.cache
+    stored = sum(cache.bytes_of(slot, length) for slot in range(load.work.batch))
+    return round(stored * (1 - cache.host_share)) + cache.tier.device_bytes() if cache.tier.recalls else stored

@@ -40,7 +40,7 @@ def measure_busy(engine_dir: Path, streams: Streams, options: Options, command: 
     Raises ConfigError without a GPU, or where the engine does not take as many streams.
     """
     engine = open_engine(engine_dir, options)
-    device, limits = engine.session.device, engine.manifest.limits
+    device, limits = engine.cache.device, engine.manifest.limits
     if device.type != "cuda":
         raise ConfigError("there is no GPU to watch", "Run this on a machine with one.")
     if streams.count > limits.max_batch_size:
@@ -54,7 +54,7 @@ def measure_busy(engine_dir: Path, streams: Streams, options: Options, command: 
         batcher.cancel(call)
     gaps, waits = between(spans), idle_by_place(spans)
     facts = {
-        "model": engine.manifest.model_name, "policy": engine.session.plan.policy, "streams": streams.count, "prompt_tokens": streams.prompt_tokens,
+        "model": engine.manifest.model_name, "policy": engine.cache.plan.policy, "streams": streams.count, "prompt_tokens": streams.prompt_tokens,
         "answer_tokens": streams.answer_tokens, "executor": engine.stepper.executor.name,
     }  # fmt: skip
     figures = {"busy_share": round(busy_share(spans), 4), "steps": len(steps), "step_p50_ms": round(percentile(steps, 50) * 1e3, 3)}

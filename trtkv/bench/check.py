@@ -53,7 +53,7 @@ def check_layer(layers: Layers, i: int, findings: Findings, ops: frozenset[str])
 
 def stored_tokens(layers: Layers, name: str, layer: int, b: int, head: int) -> Tensor:
     """Return a head's stored keys or values [S, D] of a sequence."""
-    pages = layers.session.buffer(name, layer)[layers.table[b].to(layers.device), head]
+    pages = layers.cache.buffer(name, layer)[layers.table[b].to(layers.device), head]
     return pages.flatten(0, 1)[: layers.case.stored]
 
 
@@ -67,9 +67,9 @@ def _check_append(layers: Layers, layer: int, findings: Findings) -> None:
     exact = reference.append(qkv.double(), positions, rope.double(), config, tuple(one.cpu().double() for one in norms) if norms else None)
     plain = reference.append(qkv, positions, rope, config, tuple(one.cpu() for one in norms) if norms else None)
     own = [layers.query[rows].unflatten(1, (-1, case.model.head_dim))]
-    place = (case.stored - 1) // layers.session.plan.page_size
-    pages, inside = layers.table[:, place].to(layers.device), (case.stored - 1) % layers.session.plan.page_size
-    own += [layers.session.buffer(name, layer)[pages, :, inside] for name in ("keys", "values")]
+    place = (case.stored - 1) // layers.cache.plan.page_size
+    pages, inside = layers.table[:, place].to(layers.device), (case.stored - 1) % layers.cache.plan.page_size
+    own += [layers.cache.buffer(name, layer)[pages, :, inside] for name in ("keys", "values")]
     for got, want, torchs in zip(own, exact, plain, strict=True):
         error, tolerance = _error(got.cpu(), want), _allowed(torchs, want)
         findings.append_error, findings.append_tolerance = max(findings.append_error, error), max(findings.append_tolerance, tolerance)
@@ -77,11 +77,11 @@ def _check_append(layers: Layers, layer: int, findings: Findings) -> None:
 
 
 def _check_head(layers: Layers, layer: int, b: int, head: int, findings: Findings, ops: frozenset[str]) -> None:
-    plan, config, stored = layers.session.plan.select[layer], layers.configs[layer], layers.case.stored
+    plan, config, stored = layers.cache.plan.select[layer], layers.configs[layer], layers.case.stored
     group = config.num_q_heads // config.num_kv_heads
     query = layers.query[b].unflatten(0, (config.num_kv_heads, group, config.head_dim))[head]
     chosen: list[Tensor | None] = [None] * group
-    if plan is not None and stored > layers.session.reads_all_up_to(layer):
+    if plan is not None and stored > layers.cache.reads_all_up_to(layer):
         lists = layers.selection[b, head * group : (head + 1) * group] if plan.pooling == "none" else layers.selection[b, head : head + 1]
         if "select" in ops:
             _check_selection(plan, config.scale, query, stored_tokens(layers, "keys", layer, b, head), lists, findings)

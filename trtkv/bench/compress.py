@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from plugins.attend.prefill import attend_with_lse
+from plugins.cache.assemble import make_cache
+from plugins.cache.cache import Cache
+from plugins.cache.eviction.cache import EvictingCache
 from plugins.cache.eviction.observe import column_sums
 from plugins.cache.eviction.sums import launch
-from plugins.cache.session import Session
 from plugins.device.dtypes import TORCH_DTYPES
 from trtkv.bench.records import make_record
 from trtkv.bench.timing import Call, Times, measure
@@ -100,18 +102,18 @@ def measure_lag(case: PromptCase, device: torch.device, runs: int) -> dict[str, 
     assert case.policy is not None
     model, chunk = case.model, case.chunk or case.context
     plan = case.policy.plan(model)
-    session = Session(plan, [plan.pages(case.context)] * plan.num_page_groups, 1, device)
-    assert session.stacks is not None and session.compactor is not None, "the policy compacts pages"
+    cache = make_cache(plan, [plan.pages(case.context)] * plan.num_page_groups, 1, device)
+    assert isinstance(cache, EvictingCache), "the policy evicts from pages"
     for name in ("keys", "values"):
-        for stack in session.stacks.groups[name]:
+        for stack in cache.stacks.groups[name]:
             stack.normal_()
     pages = [[list(range(plan.pages(case.context)))]] * plan.num_page_groups
     took, lengths = 0.0, []
     for index in range(runs + 1):
-        once, lengths = _compress(session, pages, case.context, chunk, device)
+        once, lengths = _compress(cache, pages, case.context, chunk, device)
         took = min(took, once) if index > 1 else once  # the first run loads the kernels
     expected = getattr(case.policy.evict, "expected_length", None)
-    stored = max(session.stored_of(0, case.context))
+    stored = max(cache.ledger.stored(0, case.context))
     check = {
         "passed": expected is None or stored == expected(case.context),
         "compared": f"{stored} stored tokens are the formula's; choices by the tests",
@@ -129,15 +131,15 @@ def measure_lag(case: PromptCase, device: torch.device, runs: int) -> dict[str, 
     return make_record("kernel", case.command(), device, check, _facts(case, model, model.num_layers, runs) | {"new_tokens": chunk}, figures)
 
 
-def _compress(session: Session, pages: list[list[list[int]]], context: int, chunk: int, device: torch.device) -> tuple[float, list[tuple[int, int]]]:
+def _compress(cache: Cache, pages: list[list[list[int]]], context: int, chunk: int, device: torch.device) -> tuple[float, list[tuple[int, int]]]:
     """Return the microseconds of a prompt's evictions, and of every chunk the new tokens and those stored with them."""
     total, lengths, seen = 0.0, [], 0
     while seen < context:
         new = min(chunk, context - seen)
         seen += new
-        session.begin_step([new], [[seen]] * len(pages), [0], pages, [context])
-        lengths.append((new, session.stored_lens()[0][0]))
-        total += _time(session.end_step, device)
+        cache.begin_step([new], [seen], [0], pages, [context])
+        lengths.append((new, cache.stored_lens()[0][0]))
+        total += _time(cache.end_step, device)
     return total, lengths
 
 

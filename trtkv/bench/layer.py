@@ -1,4 +1,4 @@
-"""Layers of a running session, filled with random tokens, and the step's ops on them: what engines run."""
+"""Layers of a running cache, filled with random tokens, and the step's ops on them: what engines run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from plugins.cache.session import Session
-from plugins.nodes.table import FACES
+from plugins.cache.assemble import make_cache
+from plugins.nodes import FACES
 from trtkv.bench.cases import Case
 from trtkv.graph.decoder import op_config
 from trtkv.runtime.rope import rope_table
@@ -17,7 +17,7 @@ FILL_TOKENS = 16384  # of all sequences in one appended chunk
 
 
 class Layers:
-    """A session of `count` layers whose caches hold a case's tokens but the newest, in permuted pages, and the inputs of the step that adds those.
+    """A cache of `count` layers whose caches hold a case's tokens but the newest, in permuted pages, and the inputs of the step that adds those.
 
     Every method that runs an op takes the number of the call and works on layer i modulo count. query, selection and out are what the ops write.
     """
@@ -27,20 +27,20 @@ class Layers:
         self.case, self.count, self.device = case, count, device
         plan, model = case.plan(count), case.model.model_copy(update={"num_layers": count})
         most = plan.pages(case.context)
-        self.session = Session(plan, [case.batch * most] * plan.num_page_groups, case.batch, device)
+        self.cache = make_cache(plan, [case.batch * most] * plan.num_page_groups, case.batch, device)
         self.configs = [op_config(model, plan, layer) for layer in range(count)]
         self.generator = torch.Generator(device).manual_seed(seed)
         self.table = torch.randperm(case.batch * most, generator=torch.Generator().manual_seed(seed)).view(case.batch, most)
         self.rope = rope_table(model.rope, model.head_dim, case.context).to(device)
         self.norms = [1 + 0.1 * self._random(model.head_dim) for _ in range(2)] if model.qk_norm else []
-        self.state = self.session.address_table()
+        self.state = self.cache.address_table()
         self._fill()
         self._prepare(case.chunk, case.stored)
 
     @property
     def selects(self) -> bool:
         """Whether the policy selects what a decode step reads."""
-        return self.session.plan.select[0] is not None and self.case.chunk == 1
+        return self.cache.plan.select[0] is not None and self.case.chunk == 1
 
     def append(self, i: int) -> None:
         """Rotate and store the newest tokens."""
@@ -72,7 +72,7 @@ class Layers:
 
     def _run(self, op: str, i: int, inputs: Sequence[Tensor], out: Tensor) -> None:
         layer = i % self.count
-        FACES[op].run(self.session, layer, self.configs[layer], inputs, out)
+        FACES[op].run(self.cache, layer, self.configs[layer], inputs, out)
 
     def _fill(self) -> None:
         """Append all but the newest tokens in chunks, then decode one, so that roles that look at the previous step find it."""
@@ -93,11 +93,11 @@ class Layers:
 
     def _prepare(self, new: int, stored: int) -> None:
         """Announce a step of so many new tokens a sequence and make its inputs and outputs."""
-        case, model, plan = self.case, self.case.model, self.session.plan
+        case, model, plan = self.case, self.case.model, self.cache.plan
         batch, groups = case.batch, range(plan.num_page_groups)
         prompt = case.stored - 2
         pages = [self.table.tolist()] * len(groups)
-        self.session.begin_step([new] * batch, [[stored] * batch] * len(groups), range(batch), pages, [prompt] * batch)
+        self.cache.begin_step([new] * batch, [stored] * batch, range(batch), pages, [prompt] * batch)
         starts = [new * b for b in range(batch + 1)]
         stored_lens, tables = [[stored] * batch] * len(groups), torch.stack([self.table] * len(groups))
         values = (starts, [stored] * batch, stored_lens, list(range(batch)), tables)

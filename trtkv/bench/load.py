@@ -14,7 +14,6 @@ from trtkv.bench.profile import trace_spans
 from trtkv.bench.split import split_step
 from trtkv.errors import ConfigError
 from trtkv.runtime.device_sampler import PENDING, Ask, Chosen
-from trtkv.runtime.inputs import pages_of
 from trtkv.runtime.loading import Engine
 from trtkv.runtime.pages import HeadPageAllocator, PageAllocator
 from trtkv.runtime.sampler import SamplingParams, sample, settings_of
@@ -48,11 +47,11 @@ class Load:
     def __init__(self, engine: Engine, work: Work) -> None:
         """Draw the tokens and take the pages; raises ConfigError for a context without a prompt or what cannot be filled directly."""
         self.engine, self.work = engine, work
-        session = engine.session
+        cache = engine.cache
         self.prompt = work.context - work.steps - WARM_UP - PROFILED
         if self.prompt < 2:
             raise ConfigError(f"context {work.context} leaves no prompt before {work.steps} steps", "Give a longer --context or fewer --steps.")
-        self._copies = session.held is None and session.compactor is None and session.offload is None
+        self._copies = cache.copies
         self.pages: list[list[Any]] = [[] for _ in range(work.batch)]
         generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(0, engine.manifest.model.vocab_size, (self.prompt,), generator=generator).tolist()
@@ -61,7 +60,7 @@ class Load:
     @property
     def direct(self) -> bool:
         """Whether sequences are filled directly: asked for, and there are pages that can be copied."""
-        return self.work.direct and self._copies and self.engine.session.encoded is None and self.prompt > DIRECT_TOKENS
+        return self.work.direct and self._copies and not self.engine.cache.plan.quantize and self.prompt > DIRECT_TOKENS
 
     def fill(self, report: Report) -> float | None:
         """Fill every sequence; returns the seconds to the first one's first token (all shapes prepared before), None where filled directly."""
@@ -71,7 +70,7 @@ class Load:
             self._prefill(0, DIRECT_TOKENS, report)
             for slot in range(self.work.batch):
                 self._take(slot)
-                self._copy(slot, DIRECT_TOKENS // self.engine.session.plan.page_size)
+                self._copy(slot, DIRECT_TOKENS // self.engine.cache.plan.page_size)
                 report(slot / self.work.batch)
             return None
         self._prefill(0, short, lambda fraction: None)
@@ -92,7 +91,7 @@ class Load:
         """Run steps and return the microseconds from one step's tokens to the next one's."""
         self._run(WARM_UP)
         took = self._run(self.work.steps)
-        self.read_tokens = self.engine.session.read_tokens
+        self.read_tokens = self.engine.cache.read_tokens
         report(1.0)
         return took
 
@@ -107,10 +106,10 @@ class Load:
 
     def _give_back(self, slot: int) -> None:
         """Return the pages that a sequence has no more use for once its prompt has been evicted from."""
-        session, pages = self.engine.session, self.engine.pages
-        if session.compactor is None or session.ledger is None or isinstance(pages, HeadPageAllocator):
+        cache, pages = self.engine.cache, self.engine.pages
+        if not cache.ledger.shrinks or cache.ledger.encodes or isinstance(pages, HeadPageAllocator):
             return
-        keep = session.ledger.pages_to_end(slot, self.engine.manifest.limits.max_seq_len - self.prompt)
+        keep = cache.ledger.pages_to_end(slot, self.engine.manifest.limits.max_seq_len - self.prompt)
         if isinstance(pages, PageAllocator):
             pages.give(self.pages[slot][keep[0] :])
             self.pages[slot] = self.pages[slot][: keep[0]]
@@ -132,24 +131,12 @@ class Load:
 
     def _by_group(self, slot: int) -> list[list[int]]:
         """Return a sequence's pages in every page group."""
-        row, groups = StepRow([], 0, slot, self.pages[slot]), self.engine.session.plan.num_page_groups
-        return [list(pages_of(row, group)) for group in range(groups)]
+        return [list(pages[0]) for pages in self.engine.cache.page_lists([self.pages[slot]])]
 
     def _copy(self, slot: int, known: int) -> None:
         """Fill a sequence's pages with the first one's, of which so many are known, again and again."""
-        session, self.last[slot] = self.engine.session, self.last[0]
-        if session.encoded is not None:
-            session.encoded.copy(0, slot, self._by_group(0), self._by_group(slot))
-            return
-        for spec in session.plan.buffers:
-            for tensor in (one for one in session.buffers[spec.name] if one is not None):
-                if not spec.paged:
-                    tensor[slot] = tensor[0]
-                    continue
-                for start in range(0, len(self.pages[slot]), known):
-                    part = self.pages[slot][start : start + known]
-                    if part[0] != self.pages[0][0]:
-                        tensor[part] = tensor[self.pages[0][: len(part)]]
+        self.last[slot] = self.last[0]
+        self.engine.cache.copy(0, slot, [own[:known] for own in self._by_group(0)], self._by_group(slot))
 
     def _run(self, steps: int) -> list[float]:
         """Run steps; returns the microseconds of each, the first without its wait for the device."""

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugins.cache.tiers.host.choose import recall_facts
 from plugins.cache.tiers.host.store import Recall
 from trtkv.api import build
 from trtkv.bench.load import Work
@@ -152,8 +151,8 @@ class _Bench:
             load.restore(begun, VARIANTS.get(name))
             reset_peak(device)
             row = {"recall": name, "drift": self._drift, **facts, **load.run(VARIANTS.get(name)), **peak("kv_peak_bytes", engine, device)}
-            if name == AUTO and engine.session.offload is not None:
-                row["choice"] = recall_facts(engine.session.offload)
+            if name == AUTO and engine.cache.tier.recalls:
+                row["choice"] = engine.cache.tier.facts()
             logits = load.logits
             if self._timelines is not None:
                 load.restore(begun, VARIANTS.get(name))

@@ -64,7 +64,7 @@ def serve(engine_dir: Path, traffic: Traffic, options: Options, command: str, re
     """
     engine = open_parts(engine_dir, options, report)
     traffic.check(engine.manifest.limits.max_seq_len)
-    device = engine.session.device
+    device = engine.cache.device
     requests = make_requests(traffic, engine.manifest.model.vocab_size)
     batcher = Batcher(engine, None)
     _warm(batcher, requests[0].tokens)
@@ -75,7 +75,7 @@ def serve(engine_dir: Path, traffic: Traffic, options: Options, command: str, re
         engine.stepper.close()
     complete = all(len(one.token_times_s) == traffic.answer_tokens for one in requests)
     facts = {
-        "model": engine.manifest.model_name, "policy": engine.session.plan.policy, "requests": traffic.requests,
+        "model": engine.manifest.model_name, "policy": engine.cache.plan.policy, "requests": traffic.requests,
         "prompt_tokens": traffic.prompt_tokens,
         "answer_tokens": traffic.answer_tokens, "rate": traffic.rate, "concurrency": None if traffic.rate else traffic.concurrency,
         "shared_tokens": traffic.shared_tokens, "executor": engine.stepper.executor.name,
@@ -133,7 +133,7 @@ def _run(batcher: Batcher, requests: Sequence[Request], traffic: Traffic, report
             continue
         batcher.advance()
         running = max(running, len(batcher.scheduler.running))
-        kv_bytes = max(kv_bytes, batcher.engine.session.stored_bytes())
+        kv_bytes = max(kv_bytes, batcher.engine.cache.stored_bytes())
         now = time.perf_counter() - started
         for one in going:
             assert one.call is not None

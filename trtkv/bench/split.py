@@ -52,7 +52,7 @@ def least_times(engine: Engine, bandwidth: float) -> dict[str, float]:
     A part reads its inputs and writes its outputs once: weights without what is only looked up; keys and values that are read; summaries; new tokens'
     projections, keys and values; what a norm reads and writes; logits.
     """
-    model, batch = engine.manifest.model, len(engine.session.step(0).rows)
+    model, batch = engine.manifest.model, len(engine.cache.step(0).rows)
     size, tokens = DTYPE_BYTES[model.dtype], batch * model.num_layers
     kv_size, q_size = model.num_kv_heads * model.head_dim, model.num_q_heads * model.head_dim
     attended, index = kv_bytes_read(engine)
@@ -85,9 +85,9 @@ def weight_bytes(manifest: Manifest) -> int:
 
 def kv_bytes_read(engine: Engine) -> tuple[int, int]:
     """Bytes of keys and values that the announced step reads, and of summaries: the tokens read, and the whole index where there is one."""
-    session, plan = engine.session, engine.session.plan
-    if session.held is not None or (session.encoded is not None and not any(plan.select)):
-        return session.stored_bytes(), 0  # whatever is stored is read, codes as they are
-    rows, token = session.step(0).rows, session.count.token
-    index = sum(session.count.stored(row.stored) - row.stored * token for row in rows) if any(plan.select) else 0
-    return int(session.read_tokens * token), index
+    cache, plan = engine.cache, engine.cache.plan
+    if cache.reads_what_is_stored:
+        return cache.stored_bytes(), 0
+    rows, token = cache.step(0).rows, cache.count.token
+    index = sum(cache.count.stored(row.stored) - row.stored * token for row in rows) if any(plan.select) else 0
+    return int(cache.read_tokens * token), index

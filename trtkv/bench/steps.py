@@ -12,11 +12,8 @@ from typing import Any
 
 import torch
 
-from plugins.cache.encodings.grouped.ledger import find_ledger
-from plugins.cache.encodings.mixed import make_ledger
-from plugins.cache.eviction.ledger import Ledger
-from plugins.cache.eviction.per_head.ledger import HeadLedger
-from plugins.cache.support import encodes_by_kernels
+from plugins.cache.assemble import make_ledger
+from plugins.cache.ledger import Ledger
 from plugins.device import store
 from plugins.kernels import request
 from trtkv.api import build
@@ -28,7 +25,6 @@ from trtkv.checkpoint.find import resolve_model
 from trtkv.config import DTYPE_BYTES, Limits
 from trtkv.engine.kernels import write_kernels
 from trtkv.errors import CapacityError
-from trtkv.plan import CachePlan
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.loading import Engine, Options, open_engine
 from trtkv.runtime.memory import pool_sizes
@@ -129,8 +125,7 @@ def most_sequences(cell: Cell, device: torch.device) -> int:
     model = model.model_copy(update={"dtype": cell.dtype}) if cell.dtype else model
     plan = parse_policy(cell.policy, budget=cell.budget, sets=cell.sets).plan(model)
     weights = 0 if device.type == "cpu" else model.num_params * DTYPE_BYTES[model.dtype]
-    by_ledger = plan.compacts or plan.mixed or (plan.evict is not None and encodes_by_kernels(plan, device) is not None)
-    ledger = (make_ledger(plan) if plan.pooled else find_ledger(plan)) if by_ledger else None
+    ledger = make_ledger(plan, device)
 
     def fits(batch: int) -> bool:
         limits = Limits(max_seq_len=cell.context, max_batch_size=batch, max_chunk_tokens=max(cell.chunk, batch))
@@ -140,7 +135,7 @@ def most_sequences(cell: Cell, device: torch.device) -> int:
             if batch == 1:
                 raise
             return False
-        return _sequences_in(pools if ledger else pools[:1], plan, ledger, cell) >= batch
+        return _sequences_in(pools, ledger, cell) >= batch
 
     low, high = 0, 1
     while high <= MOST_SEQUENCES and fits(high):
@@ -154,15 +149,14 @@ def most_sequences(cell: Cell, device: torch.device) -> int:
 def _fitting(engine: Engine, cell: Cell) -> int:
     """Return the sequences that an opened engine has pages for."""
     pools = engine.pages.pools if isinstance(engine.pages, GroupPages) else [engine.pages]
-    return max(1, _sequences_in([pool.free for pool in pools], engine.session.plan, engine.session.ledger, cell))
+    return max(1, _sequences_in([pool.free for pool in pools], engine.cache.ledger, cell))
 
 
-def _sequences_in(pools: Sequence[int], plan: CachePlan, ledger: Ledger | HeadLedger | None, cell: Cell) -> int:
+def _sequences_in(pools: Sequence[int], ledger: Ledger, cell: Cell) -> int:
     """Return how many sequences find their pages while one prompt after the other is read."""
     prompt, answer = prompt_of(cell), cell.context - prompt_of(cell)
-    most = ledger.pages_for(prompt, cell.chunk, answer) if ledger else [plan.pages(cell.context)]
-    later = ledger.pages_behind(prompt, cell.chunk, answer) if ledger else most
-    return min((pool - whole) // own + 1 for pool, whole, own in zip(pools, most, later, strict=True))
+    most, later = ledger.pages_for(prompt, cell.chunk, answer), ledger.pages_after_prompt(prompt, cell.chunk, answer)
+    return min((pool - whole) // own + 1 for pool, whole, own in zip(pools, most, later, strict=False))
 
 
 def prompt_of(cell: Cell) -> int:
@@ -188,8 +182,8 @@ def _facts(cell: Cell) -> dict[str, Any]:
 
 
 def _figures(cell: Cell, engine: Engine, load: Load, ttft_s: float | None, times: Times, bandwidth: float) -> dict[str, Any]:
-    session, device = engine.session, engine.session.device
-    stored = session.stored_bytes()
+    cache, device = engine.cache, engine.cache.device
+    stored = cache.stored_bytes()
     figures = {} if ttft_s is None else {"ttft_ms": round(ttft_s * 1e3, 1), "prefill_tokens_per_s": round(load.prompt / ttft_s)}
     figures |= {
         "prefill_tokens": load.prompt, "itl_p50_ms": round(times.median_us / 1e3, 3), "itl_p90_ms": round(times.p90_us / 1e3, 3),

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from plugins.cache.assemble import make_cache
 from plugins.cache.encodings.grouped import reference
-from plugins.cache.session import Session
+from plugins.cache.encodings.grouped.cache import GroupedCache
 from plugins.cache.support import encodes_by_kernels
-from plugins.nodes.table import FACES
+from plugins.nodes import FACES
 from trtkv.bench.cases import Case, needed_bytes, rotation
 from trtkv.bench.check import LEAST_ERROR
 from trtkv.bench.dense import dense_sets, fastest, time_dense
@@ -117,7 +118,7 @@ def measure_store(one: StoreCase, dense: dict[str, Times], bandwidth: float, set
 
 
 class StoredLayers:
-    """A session of `count` layers whose caches hold a case's tokens, in permuted pages, and the inputs of a decode step's attention.
+    """A cache of `count` layers whose caches hold a case's tokens, in permuted pages, and the inputs of a decode step's attention.
 
     Prompts of random numbers with outlier channels are encoded, and one token is appended by the op. query and out are what the attention reads and
     writes.
@@ -128,9 +129,9 @@ class StoredLayers:
         self.case, self.count, self.device = case, count, device
         plan, model = case.plan(count), case.model.model_copy(update={"num_layers": count})
         most = plan.pages(case.context)
-        self.session = Session(plan, [case.batch * most], case.batch, device)
-        assert self.session.encoded is not None, "check_store was asked"
-        self.store = self.session.encoded
+        self.cache = make_cache(plan, [case.batch * most], case.batch, device)
+        assert isinstance(self.cache, GroupedCache), "check_store was asked"
+        self.store = self.cache.store
         self.configs = [op_config(model, plan, layer) for layer in range(count)]
         self.generator = torch.Generator(device).manual_seed(seed)
         self.table = torch.randperm(case.batch * most, generator=torch.Generator().manual_seed(seed)).view(case.batch, most)
@@ -139,7 +140,7 @@ class StoredLayers:
     def attend(self, i: int) -> None:
         """Attend to everything."""
         layer = i % self.count
-        FACES["KvAttend"].run(self.session, layer, self.configs[layer], [self.query, *self.places, self.state], self.out)
+        FACES["KvAttend"].run(self.cache, layer, self.configs[layer], [self.query, *self.places, self.state], self.out)
 
     def bytes_read(self) -> int:
         """Return the bytes of codes, metadata and residual that one call reads."""
@@ -164,7 +165,7 @@ class StoredLayers:
         case, prompt = self.case, self.case.stored - 1
         self._announce([prompt] * case.batch, [prompt] * case.batch, prompt)
         for layer in range(self.count):
-            for row in self.session.step(layer).rows:
+            for row in self.cache.step(layer).rows:
                 for part in self.store.prompt(layer, row):
                     part.normal_(generator=self.generator)
                     part[..., :: case.model.head_dim // 8].mul_(4)
@@ -174,7 +175,7 @@ class StoredLayers:
         lens = torch.full((batch,), case.stored, dtype=torch.int32)
         values = (torch.arange(batch + 1), lens, lens[None], torch.arange(batch), self.table[None])
         self.places = [x.to(self.device, torch.int32) for x in values]
-        self.state = self.session.address_table()
+        self.state = self.cache.address_table()
         self.out = torch.empty(batch, width, dtype=case.dtype, device=self.device)
         self.query = torch.empty_like(self.out)
         rope = torch.cat([torch.ones(1, model.head_dim // 2), torch.zeros(1, model.head_dim // 2)], 1).to(self.device)
@@ -182,11 +183,11 @@ class StoredLayers:
             qkv = torch.randn(batch, model.qkv_size, generator=self.generator, device=self.device, dtype=case.dtype)
             norms = [torch.ones(model.head_dim, dtype=case.dtype, device=self.device)] * 2 if model.qk_norm else []
             inputs = [qkv, torch.zeros_like(self.places[1]), *self.places, rope, self.state, *norms]
-            FACES["KvAppend"].run(self.session, layer, self.configs[layer], inputs, self.query)
+            FACES["KvAppend"].run(self.cache, layer, self.configs[layer], inputs, self.query)
 
     def _announce(self, new: list[int], stored: list[int], prompt: int) -> None:
         count = len(new)
-        self.session.begin_step(new, [stored], list(range(count)), [self.table.tolist()], [prompt] * count)
+        self.cache.begin_step(new, stored, list(range(count)), [self.table.tolist()], [prompt] * count)
 
 
 def _facts(one: StoreCase) -> dict[str, Any]:

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from plugins.append.launch import NONE
+from plugins.cache.cache import Cache
+from plugins.cache.encodings.grouped.cache import GroupedCache
+from plugins.cache.encodings.grouped.store import EncodedStore
 from plugins.cache.encodings.grouped.summaries import summarize_prompt
 from plugins.cache.indexes import fier_layout
 from plugins.cache.indexes import index as indexes
-from plugins.cache.indexes.summary import kept_of
-from plugins.cache.session import Session
+from plugins.cache.indexes.summary import kept_of, ranges, words
 from plugins.cache.support import gpu_ready, summary_kind, why_torch
 from plugins.cache.tiers.host.choose import settle
 from plugins.cache.tiers.host.copies import Route
@@ -39,13 +41,13 @@ class Load:
 
     def __init__(self, engine: Engine, work: Work) -> None:
         """Choose the tokens; raises ConfigError for a context without a prompt."""
-        self.engine, self.work, self.session = engine, work, engine.session
+        self.engine, self.work, self.cache = engine, work, engine.cache
         self.prompt = work.context - work.steps - WARM_UP - 1
-        if work.direct and not fills_directly(self.session):
-            raise ConfigError(f"policy '{self.session.plan.policy}' measures its prompts, and none is read", "Leave --fill out.")
+        if work.direct and not fills_directly(self.cache):
+            raise ConfigError(f"policy '{self.cache.plan.policy}' measures its prompts, and none is read", "Leave --fill out.")
         if self.prompt < 2:
             raise ConfigError(f"context {work.context} leaves no prompt before {work.steps} steps", "Give a longer --context or fewer --steps.")
-        longest = self.session.plan.pages(engine.manifest.limits.max_seq_len)
+        longest = self.cache.plan.pages(engine.manifest.limits.max_seq_len)
         self.pages = [engine.pages.take(longest) for _ in range(work.batch)]
         vocab = engine.manifest.model.vocab_size
         self.alike = min(ALIKE, vocab // 4)
@@ -77,7 +79,7 @@ class Load:
         """Fill the first sequence and copy it to the others; returns the seconds to its first token, None where it was filled directly."""
         took = None
         if self.work.direct if direct is None else direct:
-            (self._fill_directly if self.session.encoded is None else self._fill_codes)()
+            (self._fill_directly if self.codes is None else self._fill_codes)()
         else:
             self._read(0, min(self.prompt, 2 * self.work.chunk))
             self.wait()
@@ -96,7 +98,7 @@ class Load:
         stepper, took, kept, alike, moved = self.stepper(how), [], [], [], (0, 0)
         for step in range(steps + WARM_UP):
             if step == WARM_UP:
-                moved = self.session.offload.moved_pages() if self.session.offload else (0, 0)
+                moved = self.cache.tier.moved_pages()
             rows, before = self.rows(step), self._queries()
             self.wait()
             started = time.perf_counter()
@@ -113,7 +115,7 @@ class Load:
             "device_kv_bytes": self.device_bytes(),
         }  # fmt: skip
         figures |= {"query_cosine": round(sum(alike) / len(alike), 3)} if alike else {}
-        return figures | (self._traffic(moved, steps, times.median_us) if self.session.offload else {})
+        return figures | (self._traffic(moved, steps, times.median_us) if self.host else {})
 
     def trace(self, how: Recall | None) -> list[tuple[float, float, str, int]]:
         """Return the spans (start, end in microseconds, name, stream) of a decode step behind some that are not traced."""
@@ -127,7 +129,7 @@ class Load:
         if self._stepper is None or self._stepper[0] != how:
             self._stepper = None  # gives back what the last one captured
             engine = self.engine
-            self._stepper = (how, Stepper(engine.stepper.executor, self.session, engine.manifest.limits, engine.stepper.rope))
+            self._stepper = (how, Stepper(engine.stepper.executor, self.cache, engine.manifest.limits, engine.stepper.rope))
         return self._stepper[1]
 
     def rows(self, step: int) -> list[StepRow]:
@@ -141,37 +143,47 @@ class Load:
 
     def restore(self, saved: list[Tensor], how: Recall | None) -> None:
         """Go back to the end of the prompt, and recall in another way from now on."""
-        store = self.session.offload
+        store = self.host
         if store is not None and how is not None:
             if how.order != store.recall.order:
-                arrange(self.session, how.order)
+                arrange(self.cache, how.order)
             store.recall = how
-            settle(store, self.session.plan)
+            settle(store, self.cache.plan)
         for tensor, old in zip(self._slot_state(), saved, strict=True):
             tensor[: self.work.batch] = old
 
     @property
+    def host(self) -> Offload | None:
+        """The tier that holds pages on the host, None where all are on the device."""
+        return self.cache.tier if isinstance(self.cache.tier, Offload) else None
+
+    @property
+    def codes(self) -> EncodedStore | None:
+        """The codes of a cache that encodes."""
+        return self.cache.store if isinstance(self.cache, GroupedCache) else None
+
+    @property
     def by_host(self) -> bool:
         """Whether the host makes copies, so that steps are slow."""
-        return self.session.offload is not None and self.session.offload.recall.engine != "kernel"
+        return not self.cache.tier.captures
 
     def wait(self) -> None:
         """Wait for the device."""
-        if self.session.device.type == "cuda":
-            torch.cuda.synchronize(self.session.device)
+        if self.cache.device.type == "cuda":
+            torch.cuda.synchronize(self.cache.device)
 
     def _slot_state(self) -> list[Tensor]:
-        plan = self.session.plan
-        state = [self.session.buffer(spec.name, layer) for spec in plan.buffers if not spec.paged for layer in spec.layers]
-        if self.session.encoded is not None:  # the newest tokens of every slot, in full precision
-            state += [self.session.buffer(name, layer) for name in ("keys", "values") for layer in range(plan.num_layers)]
-        tiers = self.session.offload.every if self.session.offload else ()
+        plan = self.cache.plan
+        state = [self.cache.buffer(spec.name, layer) for spec in plan.buffers if not spec.paged for layer in spec.layers]
+        if self.codes is not None:  # the newest tokens of every slot, in full precision
+            state += [self.cache.buffer(name, layer) for name in ("keys", "values") for layer in range(plan.num_layers)]
+        tiers = self.host.every if self.host else ()
         return state + [x for tier in tiers for x in (tier.held, tier.stamps, *self._rings(tier))]
 
     def _rings(self, tier: Any) -> list[Tensor]:
         shape = self._store().shape
-        first = self.session.num_slots * shape.frames
-        return [pool[first:].view(self.session.num_slots, shape.ring, *pool.shape[1:]) for pool in tier.pools]
+        first = self.cache.num_slots * shape.frames
+        return [pool[first:].view(self.cache.num_slots, shape.ring, *pool.shape[1:]) for pool in tier.pools]
 
     def _read(self, first: int, end: int) -> None:
         """Read tokens of the first sequence's prompt."""
@@ -181,95 +193,95 @@ class Load:
 
     def _fill_directly(self) -> None:
         """Draw the keys and values of all full pages but one, summarize them as an append would, and read the tokens behind them as a chunk."""
-        session, plan = self.session, self.session.plan
+        cache, plan = self.cache, self.cache.plan
         known = max(0, self.prompt // plan.page_size - 1) * plan.page_size
         if known:
-            session.begin_step([known], [[known]] * plan.num_page_groups, [0], [[self.pages[0]]] * plan.num_page_groups, [self.prompt])
+            cache.begin_step([known], [known], [0], [[self.pages[0]]] * plan.num_page_groups, [self.prompt])
             for layer, select in enumerate(plan.select):
                 self._draw(layer, known // plan.page_size)
                 if select is not None:
                     self._summarize(layer, select, known // plan.page_size)
-            session.end_step()
+            cache.end_step()
         self._read(known, self.prompt)
 
     def _fill_codes(self) -> None:
         """Draw the keys and values of a whole prompt layer by layer, summarize and encode them; what else a slot keeps of its prompt is drawn too."""
-        session, plan, store = self.session, self.session.plan, self.session.encoded
+        cache, plan, store = self.cache, self.cache.plan, self.codes
         assert store is not None
-        session.begin_step([self.prompt], [[self.prompt]] * plan.num_page_groups, [0], [[self.pages[0]]] * plan.num_page_groups, [self.prompt])
-        row = session.step(0).rows[0]
+        cache.begin_step([self.prompt], [self.prompt], [0], [[self.pages[0]]] * plan.num_page_groups, [self.prompt])
+        row = cache.step(0).rows[0]
         for layer in range(plan.num_layers):
-            generator = torch.Generator(session.device).manual_seed(layer)
-            plain, kept = store.prompt(layer, row), kept_of(session, layer)
+            generator = torch.Generator(cache.device).manual_seed(layer)
+            plain, kept = store.prompt(layer, row), kept_of(cache, layer)
             for x in plain:
                 drawn = x[0, :, : self.prompt]
-                drawn.copy_(torch.randn(drawn.shape, generator=generator, device=session.device))
+                drawn.copy_(torch.randn(drawn.shape, generator=generator, device=cache.device))
             if kept.kind != NONE:
                 summarize_prompt(plain[0][0], row.table, store.pages[layer], kept, 0, self.prompt)
             store.encode_prompt(layer, row, row.table)
             for spec in plan.buffers:
                 if not spec.paged and spec.pool == "plain" and layer in spec.layers:
-                    own = session.buffer(spec.name, layer)[0]
-                    own.copy_(torch.randn(own.shape, generator=generator, device=session.device))  # the prompt's last query
-        session.end_step()
+                    own = cache.buffer(spec.name, layer)[0]
+                    own.copy_(torch.randn(own.shape, generator=generator, device=cache.device))  # the prompt's last query
+        cache.end_step()
 
     def _draw(self, layer: int, pages: int) -> None:
         """Fill the first sequence's pages of a layer with numbers that depend on the layer only, wherever the pages lie."""
-        generator = torch.Generator(self.session.device).manual_seed(layer)
+        generator = torch.Generator(self.cache.device).manual_seed(layer)
         for name in ("keys", "values"):
-            to = self.session.buffer(name, layer)
+            to = self.cache.buffer(name, layer)
             for start in range(0, pages, BLOCK_PAGES):
                 part = self.pages[0][start : min(pages, start + BLOCK_PAGES)]
-                drawn = torch.randn((len(part), *to.shape[1:]), generator=generator, device=self.session.device).to(to.dtype)
-                Route.of(part, 0, self.session.device).send(drawn, to)
+                drawn = torch.randn((len(part), *to.shape[1:]), generator=generator, device=self.cache.device).to(to.dtype)
+                Route.of(part, 0, self.cache.device).send(drawn, to)
 
     def _summarize(self, layer: int, select: SelectPlan, pages: int) -> None:
         """Summarize the announced tokens of a layer; FIER's kernels read bits in an order of their own."""
-        session, plan = self.session, self.session.plan
-        by_kernels = gpu_ready(session.device) is None and why_torch(plan) is None
+        cache, plan = self.cache, self.cache.plan
+        by_kernels = gpu_ready(cache.device) is None and why_torch(plan) is None
         if not by_kernels or summary_kind(plan, layer) != "fier":
-            indexes.find(select).update(session, layer, select)
+            indexes.find(select).update(cache, layer, select)
             return
         for start in range(0, pages, BLOCK_PAGES):
             part = self.pages[0][start : min(pages, start + BLOCK_PAGES)]
-            keys = session.buffer("keys", layer)[part].unflatten(2, (-1, fier_layout.GROUP))
-            session.words(layer)[part], session.ranges(layer)[part] = fier_layout.pack(keys)
+            keys = cache.buffer("keys", layer)[part].unflatten(2, (-1, fier_layout.GROUP))
+            words(cache, layer)[part], ranges(cache, layer)[part] = fier_layout.pack(keys)
 
     def _copy(self, slot: int) -> None:
-        for spec in self.session.plan.buffers:
+        for spec in self.cache.plan.buffers:
             for layer in spec.layers:
-                if self.session.encoded is not None and self._stays(spec.name, layer):
+                if self.codes is not None and self._stays(spec.name, layer):
                     continue
-                tensor = self.session.buffer(spec.name, layer)
+                tensor = self.cache.buffer(spec.name, layer)
                 if spec.paged:
                     tensor[self.pages[slot]] = tensor[self.pages[0]]
-        for tier in self.session.offload.coded.values() if self.session.offload else ():
+        for tier in self.host.coded.values() if self.host else ():
             tier.host[self.pages[slot]] = tier.host[self.pages[0]]
-        if self.session.encoded is not None:
-            self.session.encoded.note_copy(0, slot)
+        if self.codes is not None:
+            self.codes.note_copy(0, slot)
         for tensor in self._slot_state():
             tensor[slot] = tensor[0]
 
     def _stays(self, name: str, layer: int) -> bool:
         """Whether a buffer of encoded caches lies in no pages that sequences name: rings, and what an offload covers."""
-        offload = self.session.offload
+        offload = self.host
         return name in ("keys", "values") or (offload is not None and name in offload.names and offload.covers(layer))
 
     def _queries(self) -> list[Tensor]:
-        found = self.session.buffers.get("previous_query", [])
+        found = self.cache.buffers.get("previous_query", [])
         return [tensor[: self.work.batch].clone() for tensor in found if tensor is not None]
 
     def device_bytes(self) -> int:
         """Return the bytes that the device keeps for the cache, used or not."""
-        offload = self.session.offload
+        offload = self.host
         total = offload.device_bytes() if offload else 0
-        for name, tensors in self.session.buffers.items():
+        for name, tensors in self.cache.buffers.items():
             hosted = offload is not None and name in offload.names
             total += sum(x.nbytes for layer, x in enumerate(tensors) if x is not None and not (hosted and self._store().covers(layer)))
         return total
 
     def _traffic(self, moved: tuple[int, int], steps: int, median_us: float) -> dict[str, Any]:
-        store, plan = self._store(), self.session.plan
+        store, plan = self._store(), self.cache.plan
         front, ahead = (now - before for now, before in zip(store.moved_pages(), moved, strict=True))
         rows = steps * self.work.batch * plan.num_kv_heads * len(store.every)
         page = store.shape.page_bytes // plan.num_kv_heads
@@ -279,27 +291,26 @@ class Load:
         }  # fmt: skip
 
     def _store(self) -> Offload:
-        assert self.session.offload is not None
-        return self.session.offload
+        assert self.host is not None
+        return self.host
 
 
-def fills_directly(session: Session) -> bool:
+def fills_directly(cache: Cache) -> bool:
     """Whether a session's sequences may begin with tokens that were never read as a prompt."""
-    return session.encoded is None or session.encoded.keeper is None
+    return not isinstance(cache, GroupedCache) or cache.store.keeper is None
 
 
-def arrange(session: Session, order: str) -> None:
+def arrange(cache: Cache, order: str) -> None:
     """Lay the host's pages out anew in the same memory, "heads" or "tokens" first."""
-    store = session.offload
-    assert store is not None
-    for layer, tier in store.tiers.items():
+    assert isinstance(cache.tier, Offload), "pages are on the device"
+    for layer, tier in cache.tier.tiers.items():
         pages, heads, parts, tokens, dim = tier.host.shape
         content = tier.host.clone()
         flat = torch.as_strided(tier.host, (tier.host.numel(),), (1,))
         tier.host = flat.view(pages, heads, parts, tokens, dim) if order == "heads" else _tokens_first(flat, tier.host.shape)
         tier.host.copy_(content)
         for part, name in enumerate(("keys", "values")):
-            session.buffers[name][layer] = tier.host[:, :, part]
+            cache.buffers[name][layer] = tier.host[:, :, part]
 
 
 def _tokens_first(flat: Tensor, shape: torch.Size) -> Tensor:

@@ -140,7 +140,7 @@ def figures(llm: LLM) -> str:
 
     stats = llm.stats
     return (
-        f"[{llm.engine.session.plan.policy} on {llm.executor_name}] {stats.prompt_tokens} prompt tokens at {stats.prefill_tokens_per_s:.0f}/s, "
+        f"[{llm.engine.cache.plan.policy} on {llm.executor_name}] {stats.prompt_tokens} prompt tokens at {stats.prefill_tokens_per_s:.0f}/s, "
         f"{stats.generated_tokens} generated at {stats.decode_tokens_per_s:.1f}/s, KV {readable(stats.stored_bytes)}, "
         f"{stats.tokens_read_per_step:.0f} tokens read a step"
     )
@@ -199,7 +199,7 @@ def _answer_json(llm: LLM, prompts: list[str], params: SamplingParams) -> None:
             "prompt_tokens": answer.prompt_tokens,
         }
         if index == len(answers) - 1:
-            line["policy"], line["executor"], line["stats"] = llm.engine.session.plan.policy, llm.executor_name, llm.stats.to_json()
+            line["policy"], line["executor"], line["stats"] = llm.engine.cache.plan.policy, llm.executor_name, llm.stats.to_json()
             if llm.recall is not None:
                 line["recall"] = llm.recall
         print_json(line)

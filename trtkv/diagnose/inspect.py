@@ -14,7 +14,7 @@ from onnx import helper
 
 from plugins.cache.bytes import ByteCount
 from plugins.cache.support import in_torch, why_torch
-from plugins.nodes.node import DOMAIN
+from plugins.config import DOMAIN
 from trtkv.engine.manifest import GRAPH, MANIFEST, PLAN, Manifest, check_files, read_manifest
 from trtkv.plan import CachePlan
 

@@ -23,12 +23,11 @@ from torch import Tensor
 from plugins.append import reference as append_reference
 from plugins.attend import reference as attend_reference
 from plugins.cache.batch import Row
-from plugins.cache.eviction.compactor import Compactor
+from plugins.cache.cache import Cache
 from plugins.cache.gather import read_pages
 from plugins.cache.roles import load_role
-from plugins.cache.session import Session
-from plugins.nodes.node import DOMAIN, OpConfig
-from plugins.nodes.table import FACES
+from plugins.config import DOMAIN, OpConfig
+from plugins.nodes import FACES
 from plugins.select import reference as select_reference
 from plugins.select.choose import pool, speculative_query
 from trtkv.plan import SelectPlan
@@ -60,13 +59,10 @@ class Finding:
 class Shadow:
     """Follows one executor; `not_compared` names what has only one implementation."""
 
-    def __init__(self, graph: Path, weights: Mapping[str, Weight], session: Session) -> None:
+    def __init__(self, graph: Path, weights: Mapping[str, Weight], cache: Cache) -> None:
         model = onnx.load(str(graph))
-        self._weights, self._session = weights, session
-        if session.encoded is not None:
-            session.encoded.keep_prompts = True
-        if isinstance(session.compactor, Compactor):
-            session.compactor.waits = True
+        self._weights, self._cache = weights, cache
+        cache.wait_for_comparison()
         self._nodes = list(model.graph.node)
         unused = [type(name, (OpRun,), {"op_domain": DOMAIN, "_run": None}) for name in FACES]
         self._ops = ReferenceEvaluator(model, new_ops=unused).rt_nodes_
@@ -151,7 +147,7 @@ class _Step:
                     yield self.shadow.measure(node, "value", _layer(name), ours, exact, narrow)
 
     def _sequences(self) -> Sequence[Row]:
-        return self.shadow._session.step(0).rows
+        return self.shadow._cache.step(0).rows
 
     def _force(self, name: str, rows: Tensor | None) -> None:
         """Go on with the executor's value."""
@@ -218,7 +214,7 @@ class _Step:
             sides.append(append_reference.append(env[node.input[0]].to(dtype), positions, table, config, weights))
         ours = self.taps[node.output[0]].cpu()[self.rows].unflatten(1, (config.num_q_heads, -1))
         yield shadow.measure(node, "queries", layer, ours, sides[0][0], sides[1][0])
-        stored = [self._newest(layer, _of(shadow._session, layer, row)) for row in self._sequences()]
+        stored = [self._newest(layer, _of(shadow._cache, layer, row)) for row in self._sequences()]
         for part, what in enumerate(("keys", "values")):
             found = [(index, one[part]) for (index, *_), one in self._located(stored) if one is not None]
             if found:
@@ -234,26 +230,15 @@ class _Step:
 
     def _newest(self, layer: int, row: Row) -> dict[int, tuple[Tensor, Tensor]]:
         """Return the keys and values [Hk, D] that are stored, in full precision, for a sequence's compared rows."""
-        session = self.shadow._session
-        back = {index: row.stored - row.new + index - row.start for index in _sample(row)}
-        if session.held is None:
-            keys, values = self._paged(layer, row)
-            first = session.encoded.precise_from(layer, row) if session.encoded is not None else 0
-            return {index: (keys[:, token], values[:, token]) for index, token in back.items() if token >= first}
-        found = {}
-        for index in back:
-            behind = row.start + row.new - index
-            parts = [[store.parts[part] for store in session.held.find(layer, row.slot).heads] for part in ("keys", "values")]
-            if not any(bool(one.coded[-behind]) for part in parts for one in part):
-                keys, values = (torch.stack([one.decoded()[-behind] for one in part]).cpu() for part in parts)
-                found[index] = (keys, values)
-        return found
+        back = {index: row.start + row.new - index for index in _sample(row)}
+        found = self.shadow._cache.newest(layer, row, list(back.values()))
+        return {index: (found[place][0].cpu(), found[place][1].cpu()) for index, place in back.items() if place in found}
 
     def _select(self, node: onnx.NodeProto, layer: int, config: OpConfig) -> Iterator[Finding]:
-        session, plan = self.shadow._session, self.shadow._session.plan.select[layer]
+        cache, plan = self.shadow._cache, self.shadow._cache.plan.select[layer]
         assert plan is not None, f"layer {layer} selects nothing"
-        if session.held is not None or session.encoded is not None or plan.forces:
-            self.shadow.not_compared.add(f"KvSelect under {session.plan.policy}")
+        if not cache.compares_selection or plan.forces:
+            self.shadow.not_compared.add(f"KvSelect under {cache.plan.policy}")
             return
         ours, queries = self.taps[node.output[0]].cpu(), self.taps[node.input[0]].cpu()
         wrong = compared = 0
@@ -263,12 +248,12 @@ class _Step:
             query = queries[row.start].unflatten(0, (config.num_q_heads, -1))
             first = row.stored <= row.prompt + 1
             previous, self.shadow._previous[layer, row.slot] = None if first else self.shadow._previous.get((layer, row.slot)), query
-            if row.stored <= session.reads_all_up_to(layer):
+            if row.stored <= cache.reads_all_up_to(layer):
                 wrong, compared = wrong + int((ours[b, :, -1] != -1).sum()), compared + ours.shape[1]
                 continue
             role = load_role(plan.meaning)
             asking = speculative_query(role, query, previous, config.num_kv_heads) if plan.speculative else query
-            keys = read_pages(session.buffer("keys", layer), _of(session, layer, row)).cpu()[:, : row.stored // plan.group * plan.group]
+            keys = read_pages(cache.buffer("keys", layer), _of(cache, layer, row)).cpu()[:, : row.stored // plan.group * plan.group]
             scores = role.score(asking, role.summarize(keys))
             wrong += _misplaced(ours[b], scores, row.stored, plan, config, 2.0**-8 if queries.dtype != torch.float32 else 2.0**-16)
             compared += ours.shape[1] * plan.width
@@ -276,50 +261,23 @@ class _Step:
             yield Finding(node.name, node.op_type, "units", layer, compared, float(wrong), 0.0)
 
     def _attend(self, node: onnx.NodeProto, layer: int, config: OpConfig) -> Iterator[Finding]:
-        shadow, session = self.shadow, self.shadow._session
+        shadow, cache = self.shadow, self.shadow._cache
         queries, out = self.taps[node.input[0]].cpu(), self.taps[node.output[0]].cpu()
         selection = self.taps[node.input[7]].cpu() if len(node.input) > 7 else None
         sides: list[list[Tensor]] = [[], [], [], []]
-        for b, row in enumerate(_of(session, layer, one) for one in self._sequences()):
-            stored = None if session.held is not None else self._paged(layer, row)
+        for b, row in enumerate(_of(cache, layer, one) for one in self._sequences()):
             for index in _sample(row):
-                query, visible = queries[index].unflatten(0, (config.num_q_heads, -1)), row.stored - (row.start + row.new - 1 - index)
-                if stored is None:
-                    parts = self._held(layer, row, index, config)
-                else:
-                    chosen = None if session.ragged is None else [list(range(row.stored - n, visible)) for n in session.ragged.lengths(layer, b)]
-                    if selection is not None and row.decodes and int(selection[b, 0, -1]) >= 0:
-                        plan = session.plan.select[layer]
-                        assert plan is not None, f"layer {layer} selects nothing"
-                        chosen = [_tokens(one, plan, visible) for one in selection[b].tolist()]
-                    parts = _chosen(stored[0][:, :visible], stored[1][:, :visible], chosen, config)
+                query, newer = queries[index].unflatten(0, (config.num_q_heads, -1)), row.start + row.new - 1 - index
+                chosen = None
+                if selection is not None and row.decodes and int(selection[b, 0, -1]) >= 0:
+                    plan = cache.plan.select[layer]
+                    assert plan is not None, f"layer {layer} selects nothing"
+                    chosen = [_tokens(one, plan, row.stored - newer) for one in selection[b].tolist()]
+                parts = [(keys.cpu(), values.cpu()) for keys, values in cache.attended(layer, b, row, newer, chosen)]
                 sides[0].append(out[index])
                 for side, form in ((1, _attend_exactly), (2, self._attend_narrowly), (3, self._attend_fused)):
                     sides[side].append(torch.stack([form(query[head], *one, config.scale) for head, one in enumerate(parts)]).flatten())
         yield shadow.measure(node, "value", layer, *(torch.stack(one) for one in sides))
-
-    def _paged(self, layer: int, row: Row) -> tuple[Tensor, Tensor]:
-        session = self.shadow._session
-        if session.encoded is not None:
-            keys, values = (x.cpu() for x in session.encoded.seen(layer, row))
-        elif session.ragged is not None:
-            keys, values = (session.ragged.aligned(name, layer, session.ragged.index(row)).cpu() for name in ("keys", "values"))
-        else:
-            keys, values = (read_pages(session.buffer(name, layer), row).cpu()[:, : row.stored] for name in ("keys", "values"))
-        return keys, values
-
-    def _held(self, layer: int, row: Row, index: int, config: OpConfig) -> list[tuple[Tensor, Tensor]]:
-        """Return the keys and values [S, D] that each query head sees of a held cache."""
-        held = self.shadow._session.held
-        assert held is not None, "the cache is paged"
-        cache, position = held.find(layer, row.slot), int(self.inputs["positions"][index])
-        found = []
-        for head in range(config.num_q_heads):
-            store = cache.heads[head // (config.num_q_heads // config.num_kv_heads)]
-            visible = store.positions <= position
-            visible = visible if cache.chosen is None else visible & cache.chosen[head]
-            found.append((store.parts["keys"].decoded()[visible].cpu(), store.parts["values"].decoded()[visible].cpu()))
-        return found
 
     def _attend_narrowly(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Attend as spelled out operator by operator in the engine's dtype."""
@@ -348,9 +306,9 @@ def _sample(row: Row) -> list[int]:
     return sorted({row.start + round(index * (row.new - 1) / (ROWS - 1)) for index in range(ROWS)})
 
 
-def _of(session: Session, layer: int, row: Row) -> Row:
+def _of(cache: Cache, layer: int, row: Row) -> Row:
     """Return a sequence as a layer's page group sees it."""
-    return next(one for one in session.step(layer).rows if one.slot == row.slot)
+    return next(one for one in cache.step(layer).rows if one.slot == row.slot)
 
 
 def _layer(name: str) -> int:
@@ -365,16 +323,6 @@ def _rms(value: Tensor) -> float:
 
 def _tokens(row: Sequence[int], plan: SelectPlan, visible: int) -> list[int]:
     return [token for unit in row[: row[-1]] for token in range(unit * plan.unit, (unit + 1) * plan.unit) if token < visible]
-
-
-def _chosen(keys: Tensor, values: Tensor, chosen: list[list[int]] | None, config: OpConfig) -> list[tuple[Tensor, Tensor]]:
-    """Return the keys and values [K, D] that each query head reads of keys and values [Hk, S, D]."""
-    group = config.num_q_heads // config.num_kv_heads
-    found = []
-    for head in range(config.num_q_heads):
-        tokens = slice(None) if chosen is None else chosen[head if len(chosen) == config.num_q_heads else head // group]
-        found.append((keys[head // group, tokens], values[head // group, tokens]))
-    return found
 
 
 def _misplaced(ours: Tensor, scores: Tensor, stored: int, plan: SelectPlan, config: OpConfig, precision: float) -> int:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from plugins.nodes.table import FACES
+from plugins.nodes import FACES
 from plugins.tensorrt.backend import load
 from plugins.tensorrt.host import PluginHost
 from trtkv.diagnose.shadow import Finding, Shadow
@@ -74,7 +74,7 @@ class HostedExecutor(TorchExecutor):
 
     @classmethod
     def over(cls: type[Hosted], executor: TorchExecutor, host: PluginHost | None) -> Hosted:
-        """Take the graph, weights and session of an executor."""
+        """Take the graph, weights and cache of an executor."""
         made = copy.copy(executor)
         made.__class__ = cls
         assert isinstance(made, cls)
@@ -103,7 +103,7 @@ class WatchedExecutor(HostedExecutor):
     def watch(self, graph: Path) -> None:
         """Begin to compare, by the reference over this graph."""
         weights = {name: one for name, one in self._bound.items() if isinstance(one, Weight)}
-        self.shadow, self.findings, self.comparing = Shadow(graph, weights, self.session), [], True
+        self.shadow, self.findings, self.comparing = Shadow(graph, weights, self.cache), [], True
 
     @property
     def capturable(self) -> bool:
@@ -127,7 +127,7 @@ def verify(directory: Path, options: Options, plan: Plan, progress: Progress = l
     engine = open_engine(directory, Options(options.weights, options.device, "torch", options.cache_bytes), progress)
     executor = engine.stepper.executor
     assert isinstance(executor, TorchExecutor)
-    host = PluginHost(load(plan.through_plugins), engine.session) if plan.through_plugins else None
+    host = PluginHost(load(plan.through_plugins), engine.cache) if plan.through_plugins else None
     watched = WatchedExecutor.over(executor, host)
     watched.watch(directory / GRAPH)
     engine.stepper.executor = watched
@@ -163,7 +163,7 @@ def _report(engine: Engine, watched: WatchedExecutor, host: PluginHost | None, t
     return Report(
         policy=manifest.cache.policy,
         dtype=manifest.model.dtype,
-        device=str(engine.session.device),
+        device=str(engine.cache.device),
         executor=f"torch, plugins as objects of {host.backend.name} {host.backend.version}" if host else "torch",
         tokens=tokens,
         steps=steps,

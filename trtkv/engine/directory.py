@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import trtkv
-from plugins.nodes.table import FACES
+from plugins.nodes import FACES
 from plugins.tensorrt.backend import available, load
 from trtkv.checkpoint.find import Source, data_home
 from trtkv.checkpoint.weights import Checkpoint

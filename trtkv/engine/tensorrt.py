@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from plugins.nodes.node import DOMAIN, VERSION, OpFace
+from plugins.config import DOMAIN, VERSION
+from plugins.nodes import OpFace
 from plugins.tensorrt import cuda
 from plugins.tensorrt.backend import Backend, Messages, load
 from plugins.tensorrt.plugin import register

@@ -56,7 +56,7 @@ class AttentionError(Perplexity):
         """Compare over `samples` windows; raises ConfigError where full KV does not run on the torch executor, whose values can be read."""
         if bench.length <= DECODED:
             raise ConfigError(f"the task '{self.name}' compares {DECODED} tokens behind a prompt", f"Give at least --length {DECODED + 1}.")
-        full, plan = bench.full(), bench.llm.engine.session.plan
+        full, plan = bench.full(), bench.llm.engine.cache.plan
         policy = policy_of(plan)
         texts = windows(bench.llm, self._data, bench.length, bench.samples, bench.seed)
         errors, recalls, covered = (torch.zeros(len(texts), plan.num_layers, dtype=torch.float64) for _ in range(3))
@@ -82,10 +82,10 @@ def policy_of(plan: CachePlan) -> Policy:
 def record(full: LLM, text: Given) -> Recorded:
     """Run a text with the whole cache and take what the attention of every layer sees; raises ConfigError without the torch executor."""
     engine = full.engine
-    executor, session, shape = engine.stepper.executor, engine.session, engine.manifest.model
-    if not isinstance(executor, TorchExecutor) or session.plan.roles:
+    executor, cache, shape = engine.stepper.executor, engine.cache, engine.manifest.model
+    if not isinstance(executor, TorchExecutor) or cache.plan.roles:
         raise ConfigError("the values inside an engine can be read only where torch runs it without a policy", "Give --executor torch.")
-    pages, slot = engine.pages.take(session.plan.pages(len(text.tokens))), engine.slots.pop()
+    pages, slot = engine.pages.take(cache.plan.pages(len(text.tokens))), engine.slots.pop()
     queries: list[list[Tensor]] = [[] for _ in range(shape.num_layers)]
     chunk = engine.manifest.limits.max_chunk_tokens
     try:
@@ -95,7 +95,7 @@ def record(full: LLM, text: Given) -> Recorded:
             for layer, found in enumerate(queries):
                 found.append(executor.taps[f"layers.{layer}.query"].unflatten(1, (shape.num_q_heads, shape.head_dim)).clone())
         stored = [
-            tuple(session.buffer(name, layer)[pages].transpose(1, 2).flatten(0, 1)[: len(text.tokens)].clone() for name in ("keys", "values"))
+            tuple(cache.buffer(name, layer)[pages].transpose(1, 2).flatten(0, 1)[: len(text.tokens)].clone() for name in ("keys", "values"))
             for layer in range(shape.num_layers)
         ]
     finally:
@@ -125,9 +125,9 @@ def _view(seen: Recorded, layer: int) -> CacheView:
 
 def _stored(llm: LLM, done: Sequence[Simulation], num_tokens: int) -> float:
     """Return the bytes of a sequence of so many tokens: the plan's where nothing is evicted or encoded, else what was held."""
-    plan = llm.engine.session.plan
+    plan = llm.engine.cache.plan
     if not {"allocate", "evict", "quantize"} & set(plan.roles):
-        return llm.engine.session.count.stored(num_tokens)
+        return llm.engine.cache.count.stored(num_tokens)
     return sum(one.stored_bytes[-1] + one.state_bytes[-1] for one in done)
 
 

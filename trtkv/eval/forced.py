@@ -74,7 +74,7 @@ def force(llm: LLM, texts: Sequence[Given], visit: Visit, report: Callable[[floa
             report(done / total)
         finally:
             for row in rows:
-                llm.engine.session.release(row.slot)
+                llm.engine.cache.release(row.slot)
                 llm.engine.pages.give(row.pages)
                 llm.engine.slots.append(row.slot)
     return held
@@ -136,18 +136,18 @@ def _prefill(llm: LLM, row: _Row, visit: Visit, held: Held) -> None:
         row.fed += count
         if count == left:
             visit([row.index], [row.fed], logits)
-    held.stored_bytes = max(held.stored_bytes, llm.engine.session.stored_bytes())
+    held.stored_bytes = max(held.stored_bytes, llm.engine.cache.stored_bytes())
 
 
 def _decode(llm: LLM, rows: Sequence[_Row], visit: Visit, held: Held) -> None:
     """Feed one token of every text."""
-    session = llm.engine.session
+    cache = llm.engine.cache
     logits = _run(llm, [row.step(1, True) for row in rows])
     for row in rows:
         row.fed += 1
     visit([row.index for row in rows], [row.fed for row in rows], logits)
-    held.stored_bytes = max(held.stored_bytes, session.stored_bytes() / len(rows))
-    held.read_tokens += session.read_tokens
+    held.stored_bytes = max(held.stored_bytes, cache.stored_bytes() / len(rows))
+    held.read_tokens += cache.read_tokens
     held.reads += len(rows)
 
 

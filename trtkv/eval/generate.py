@@ -110,7 +110,7 @@ def _admitted(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: Sequence[i
         yield answers
     finally:
         for one in answers:
-            engine.session.release(one.slot)
+            engine.cache.release(one.slot)
             engine.pages.give(one.pages)
             engine.slots.append(one.slot)
 
@@ -127,17 +127,17 @@ def _decode(llm: LLM, running: Sequence[Answer], found: Generated) -> None:
     logits = llm.engine.stepper.run([one.step(1) for one in running])
     for one in running:
         one.fed += 1
-    found.read_tokens += llm.engine.session.read_tokens
+    found.read_tokens += llm.engine.cache.read_tokens
     found.reads += len(running)
     _take(llm, running, logits)
 
 
 def _take(llm: LLM, answers: Sequence[Answer], logits: Tensor) -> None:
     """Append the likeliest tokens and weigh what is held; raises EngineError for logits that are not finite."""
-    session = llm.engine.session
+    cache = llm.engine.cache
     ids, _ = sample(logits, [one.params for one in answers], [one.tokens for one in answers], [one.num_prompt for one in answers])
     for one, token in zip(answers, ids, strict=True):
-        one.held_bytes = max(one.held_bytes, session.bytes_of(one.slot, one.fed))
+        one.held_bytes = max(one.held_bytes, cache.bytes_of(one.slot, one.fed))
         one.tokens.append(token)
         text, reason = one.checker.push(token)
         one.text += text

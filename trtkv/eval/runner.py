@@ -118,7 +118,7 @@ def _record(cell: Cell, main: str, higher_is_better: bool, found: Outcome, llm: 
         "stored_bytes": round(found.stored_bytes),
         "tokens_read_per_step": round(found.tokens_read_per_step, 2),
         "seconds": round(seconds, 2),
-        "device": str(llm.engine.session.device),
+        "device": str(llm.engine.cache.device),
         "executor": llm.executor_name,
         "answers": list(found.answers),
     }

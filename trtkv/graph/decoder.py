@@ -7,11 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from plugins import append as kv_append
-from plugins import attend as kv_attend
-from plugins import select as kv_select
-from plugins.collectives import all_gather, all_reduce
-from plugins.nodes.node import OpConfig
+from plugins.config import OpConfig
+from plugins.nodes import ALL_GATHER, ALL_REDUCE, APPEND, ATTEND, SELECT
 from trtkv.config import Limits, ModelConfig
 from trtkv.graph.network import Network
 from trtkv.graph.weights import WeightSpec, shares_head, weight_specs
@@ -75,7 +72,7 @@ def _head(net: Network, model: ModelConfig, plan: CachePlan, normed: str, tp: in
     product = net.linear(normed, weight, "logits.part" if shared else whole)
     if shared:
         last = model.num_layers - 1
-        net.plugin(all_gather.FACE, [product, net.constant("parts", np.zeros(tp, np.int32))], whole, last, op_config(model, plan, last))
+        net.plugin(ALL_GATHER, [product, net.constant("parts", np.zeros(tp, np.int32))], whole, last, op_config(model, plan, last))
     if narrow:
         net.node("Cast", [whole], "logits", to=1)
 
@@ -104,16 +101,16 @@ def _layer(net: Network, model: ModelConfig, plan: CachePlan, layer: int, x: str
     at, config = f"layers.{layer}", op_config(model, plan, layer)
 
     def added(part: str) -> str:
-        return part if tp == 1 else net.plugin(all_reduce.FACE, [part], f"{part}_added", layer, config)
+        return part if tp == 1 else net.plugin(ALL_REDUCE, [part], f"{part}_added", layer, config)
 
     normed = net.rms_norm(x, f"{at}.attention_norm", model.rms_eps, f"{at}.attention_in")
     qkv = net.linear(normed, f"{at}.qkv", f"{at}.qkv_out", f"{at}.qkv_bias" if model.qkv_bias else None)
     norms = [f"{at}.q_norm", f"{at}.k_norm"] if model.qk_norm else []
-    q = net.plugin(kv_append.FACE, [qkv, "positions", *SEQUENCE_INPUTS, "rope", "state", *norms], f"{at}.query", layer, config)
+    q = net.plugin(APPEND, [qkv, "positions", *SEQUENCE_INPUTS, "rope", "state", *norms], f"{at}.query", layer, config)
     selection = []
     if plan.select[layer]:
-        selection.append(net.plugin(kv_select.FACE, [q, *SEQUENCE_INPUTS, "state"], f"{at}.selection", layer, config))
-    attended = net.plugin(kv_attend.FACE, [q, *SEQUENCE_INPUTS, "state", *selection], f"{at}.attended", layer, config)
+        selection.append(net.plugin(SELECT, [q, *SEQUENCE_INPUTS, "state"], f"{at}.selection", layer, config))
+    attended = net.plugin(ATTEND, [q, *SEQUENCE_INPUTS, "state", *selection], f"{at}.attended", layer, config)
     x = net.node("Add", [x, added(net.linear(attended, f"{at}.o", f"{at}.o_out"))], f"{at}.attention_residual")
     normed = net.rms_norm(x, f"{at}.mlp_norm", model.rms_eps, f"{at}.mlp_in")
     hidden = net.swiglu(net.linear(normed, f"{at}.gate_up", f"{at}.gate_up_out"), f"{at}.mlp_hidden")

@@ -9,7 +9,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from plugins.nodes.node import DOMAIN, VERSION, OpConfig, OpFace
+from plugins.config import DOMAIN, VERSION, OpConfig
+from plugins.nodes import OpFace
 
 OPSET, IR_VERSION = 18, 9
 ONNX_DTYPES = {

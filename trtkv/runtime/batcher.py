@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from trtkv.errors import EngineError, TrtkvError
-from trtkv.runtime.asked import check_own, own_values
 from trtkv.runtime.claims import make_scheduler
 from trtkv.runtime.device_sampler import PENDING, Ask, Chosen
 from trtkv.runtime.loading import Engine
+from trtkv.runtime.overrides import check_override, override_of
 from trtkv.runtime.pages import PageAllocator
 from trtkv.runtime.sampler import SamplingParams, StopChecker, choose, not_finite, settings_of, top_logprobs
 from trtkv.runtime.scheduler import Running
@@ -92,9 +92,9 @@ class Batcher:
         self._placed: dict[int, Running] = {}  # whose own values a slot has
         self._counted: dict[int, Running] = {}  # whose tokens a slot has counted on the device
         self.engine, self.tokenizer = engine, tokenizer
-        self.scheduler = make_scheduler(engine.session, engine.manifest.limits, engine.pages, engine.slots)
+        self.scheduler = make_scheduler(engine.cache, engine.manifest.limits, engine.pages, engine.slots)
         if isinstance(engine.pages, PageAllocator):
-            self.scheduler.swap = open_swap(engine.session, engine.pages, engine.swap_bytes)
+            self.scheduler.swap = open_swap(engine.cache, engine.pages, engine.swap_bytes)
         self.lock = threading.RLock()
         self.evicted_tokens = 0.0  # of sequences that have ended, mean over layers and KV heads
         self._calls: dict[Running, Call] = {}
@@ -124,7 +124,7 @@ class Batcher:
     def check(self, tokens: Sequence[int], params: SamplingParams) -> None:
         """Raise RequestError for a request that can never be served: its length, or a budget or tau that this engine cannot give it."""
         self.scheduler.check(tokens, params.max_tokens)
-        check_own(self.engine.session, params)
+        check_override(self.engine.cache, params)
 
     def cancel(self, call: Call) -> None:
         """Drop what a call has not finished and free what it holds."""
@@ -166,7 +166,7 @@ class Batcher:
         for one, _ in batch:
             if self._placed.get(one.slot) is not one:
                 self._placed[one.slot] = one
-                self.engine.session.own.set(one.slot, own_values(self._calls[one].params[one.request]))
+                self.engine.cache.overrides.set(one.slot, override_of(self._calls[one].params[one.request]))
         wanted = [one for one, row in batch if row.logits_of]
         result: Chosen | Found
         if self._chooses:
@@ -174,7 +174,7 @@ class Batcher:
         else:
             result = self._choose(self.engine.stepper.run(rows), wanted)
         self.steps += 1
-        figures = StepFigures.of(self.engine.session, batch, 0.0)
+        figures = StepFigures.of(self.engine.cache, batch, 0.0)
         for one, row in batch:
             one.seen += len(row.tokens)
             self.scheduler.stored(one)
@@ -261,15 +261,9 @@ class Batcher:
         if one.slot >= 0:
             self._placed.pop(one.slot, None)
             self.evicted_tokens += self._evicted(one)
-            self.engine.session.release(one.slot)
+            self.engine.cache.release(one.slot)
         self.scheduler.remove(one)
 
     def _evicted(self, one: Running) -> float:
         """Return the tokens of a sequence that its caches no longer hold."""
-        session = self.engine.session
-        if session.ledger is not None and one.seen:
-            return one.seen - session.ledger.mean_stored(one.slot)
-        if session.held is None or session.plan.evict is None or not one.seen:
-            return 0.0
-        caches = [session.held.find(layer, one.slot) for layer in range(session.plan.num_layers)]
-        return sum(cache.seen - sum(cache.lengths) / len(cache.lengths) for cache in caches) / len(caches)
+        return self.engine.cache.evicted(one.slot, one.seen) if one.seen else 0.0

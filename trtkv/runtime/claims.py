@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from plugins.cache.eviction.ledger import Ledger
+from plugins.cache.cache import Cache
+from plugins.cache.eviction.ledger import EvictingLedger
 from plugins.cache.eviction.per_head.ledger import HeadLedger
-from plugins.cache.eviction.per_head.pages import HeadPages
-from plugins.cache.session import Session
+from plugins.cache.pages import HeadPages
 from trtkv.config import Limits
 from trtkv.errors import RequestError
 from trtkv.plan import CachePlan
@@ -30,7 +30,7 @@ from trtkv.runtime.scheduler import Running, Scheduler
 class ClaimScheduler(Scheduler):
     """Shares slots and pages among sequences whose caches shrink; `Running.pages` is a list of one list a page group."""
 
-    def __init__(self, plan: CachePlan, limits: Limits, pages: PageAllocator | GroupPages, slots: list[int], ledger: Ledger) -> None:
+    def __init__(self, plan: CachePlan, limits: Limits, pages: PageAllocator | GroupPages, slots: list[int], ledger: EvictingLedger) -> None:
         """Share pages by a session's ledger, which knows what is stored."""
         super().__init__(plan, limits, pages, slots)  # type: ignore[arg-type]
         self._pools = pages.pools if isinstance(pages, GroupPages) else [pages]
@@ -160,12 +160,12 @@ class HeadClaimScheduler(ClaimScheduler):
         one.pages, one.slot = [], -1
 
 
-def make_scheduler(session: Session, limits: Limits, pages: PageAllocator | GroupPages | HeadPageAllocator, slots: list[int]) -> Scheduler:
+def make_scheduler(cache: Cache, limits: Limits, pages: PageAllocator | GroupPages | HeadPageAllocator, slots: list[int]) -> Scheduler:
     """Make the scheduler that a session's plan needs."""
     if isinstance(pages, HeadPageAllocator):
-        assert isinstance(session.ledger, HeadLedger), "heads have pages of their own only where they are evicted from"
-        return HeadClaimScheduler(session.plan, limits, pages, slots, session.ledger)
-    if isinstance(session.ledger, Ledger):
-        return ClaimScheduler(session.plan, limits, pages, slots, session.ledger)
+        assert isinstance(cache.ledger, HeadLedger), "heads have pages of their own only where they are evicted from"
+        return HeadClaimScheduler(cache.plan, limits, pages, slots, cache.ledger)
+    if isinstance(cache.ledger, EvictingLedger):
+        return ClaimScheduler(cache.plan, limits, pages, slots, cache.ledger)
     assert isinstance(pages, PageAllocator), "several page groups have pages of their own only where tokens are evicted"
-    return Scheduler(session.plan, limits, pages, slots)
+    return Scheduler(cache.plan, limits, pages, slots)

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugins.cache.session import Session
-from plugins.cache.support import captures
+from plugins.cache.cache import Cache
 from plugins.device.dtypes import TORCH_DTYPES
-from plugins.nodes.table import FACES
+from plugins.nodes import FACES
 from trtkv.runtime import fused
 from trtkv.runtime.program import TORCH_OPS, Node, join_products, load_program
 from trtkv.runtime.weights import Weight
@@ -23,28 +22,27 @@ class TorchExecutor:
 
     name = "torch"
 
-    def __init__(self, graph: Path, weights: Mapping[str, Weight], session: Session) -> None:
-        """Load the graph at `graph`; weights by graph input; session holds the cache that the plugin ops use."""
+    def __init__(self, graph: Path, weights: Mapping[str, Weight], cache: Cache) -> None:
+        """Load the graph at `graph`; weights by graph input; cache holds the cache that the plugin ops use."""
         self._nodes, constants = load_program(graph)
         self._bound: dict[str, Any] = {**constants, **weights}
-        self.session = session
-        session.keeps_inputs = True
-        self.device = session.device
+        self.cache = cache
+        cache.keeps_inputs = True
+        self.device = cache.device
         self.taps: dict[str, Tensor] | None = None
         calls = [node.attributes["call"] for node in self._nodes if "call" in node.attributes]
-        dtype = TORCH_DTYPES[session.plan.kv_dtype]
+        dtype = TORCH_DTYPES[cache.plan.kv_dtype]
         self._joined = join_products(self._nodes, {"logits"})
         for node in self._joined:
             if node.kind in ("Gemm", "Product"):
                 normed, gated = node.kind == "Product" and bool(node.inputs[2]), bool(node.attributes.get("gated"))
-                fused.prepare(self._bound[node.inputs[1 if node.kind == "Gemm" else 3]], session.num_slots, gated=gated, normed=normed)
-        self._capturable = session.held is None and all(captures(session.plan, call.layer, call.config, dtype, session.device) for call in calls)
+                fused.prepare(self._bound[node.inputs[1 if node.kind == "Gemm" else 3]], cache.num_slots, gated=gated, normed=normed)
+        self._capturable = all(cache.captures(call.layer, call.config, dtype) for call in calls)
 
     @property
     def capturable(self) -> bool:
         """Whether decode steps need nothing from the host: every op runs as kernels, nobody taps, no copies are made by the host."""
-        by_host = self.session.offload is not None and self.session.offload.recall.engine != "kernel"
-        return self._capturable and self.taps is None and not by_host
+        return self._capturable and self.taps is None and self.cache.tier.captures
 
     def weight(self, name: str) -> Tensor:
         """Return a graph input that never changes, as the graph uses it."""
@@ -52,7 +50,7 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Run one step that `Session.begin_step` announced; inputs by graph input name. Returns logits [R, V] fp32."""
+        """Run one step that `Cache.begin_step` announced; inputs by graph input name. Returns logits [R, V] fp32."""
         values: dict[str, Any] = {**self._bound, **inputs, "": None}
         for node in self._joined if self.taps is None else self._nodes:
             made = self._run(node, [values[name] for name in node.inputs])
@@ -62,8 +60,7 @@ class TorchExecutor:
                 self.taps |= outputs
             for name in node.dead:
                 del values[name]
-        if self.session.offload is not None:
-            self.session.offload.join()
+        self.cache.join()
         return values["logits"]
 
     def _run(self, node: Node, args: list[Any]) -> Any:
@@ -82,5 +79,5 @@ class TorchExecutor:
         out = torch.empty(shape, dtype=torch.int32 if face.integer_output else args[0].dtype, device=args[0].device)  # type: ignore[arg-type]
         if self.taps is not None and face.integer_output:
             out.fill_(-1)  # a selection that is not made reads everything
-        face.run(self.session, call.layer, call.config, args, out)
+        face.run(self.cache, call.layer, call.config, args, out)
         return out

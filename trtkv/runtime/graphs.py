@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from plugins.cache.session import Session
-from plugins.select import told
+from plugins.cache.cache import Cache
 from trtkv.runtime.device_sampler import Ask, DeviceSampler
 from trtkv.runtime.staged import StagedInputs
 
@@ -38,9 +37,9 @@ class _Captured:
 class DecodeGraphs:
     """Captures and replays the steps in which every sequence has one new token and wants its logits."""
 
-    def __init__(self, executor: Executor, session: Session, width: int, fixed: Mapping[str, Tensor]) -> None:
+    def __init__(self, executor: Executor, cache: Cache, width: int, fixed: Mapping[str, Tensor]) -> None:
         """Take an executor whose steps can be captured; width is M of the page table, fixed the inputs that never change."""
-        self._executor, self._session, self._width, self._fixed = executor, session, width, fixed
+        self._executor, self._cache, self._width, self._fixed = executor, cache, width, fixed
         self._captured: dict[Key, _Captured] = {}
         self._version = LOGITS
         self._pool: Any = None
@@ -64,16 +63,16 @@ class DecodeGraphs:
 
     def _run(self, rows: Sequence[StepRow], asks: Sequence[Ask], sampler: DeviceSampler | None) -> tuple[Tensor, bool]:
         """Run a step, captured if it was before; returns its logits and whether they lie where the next step's will."""
-        key = (len(rows), LOGITS if sampler is None else sampler.version, self._session.reads_all)
+        key = (len(rows), LOGITS if sampler is None else sampler.version, self._cache.reads_all)
         place = 0 if sampler is None else sampler.begin()
         captured = self._captured.get(key)
         if captured is not None:
             captured.inputs.fill(rows, asks, place)
-            told.settle(self._session)
+            self._cache.prepare_replay()
             captured.replay()
             captured.inputs.sent()
             return captured.logits, True
-        inputs = StagedInputs(len(rows), self._session, self._width, chooses=sampler is not None)
+        inputs = StagedInputs(len(rows), self._cache, self._width, chooses=sampler is not None)
         values = {**self._fixed, **inputs.tensors}
 
         def step() -> Tensor:
@@ -87,8 +86,8 @@ class DecodeGraphs:
         first = step()
         inputs.sent()
         self._pool = self._pool or new_pool()
-        self._session.forget_shared()
-        replay, logits = capture(step, self._session.device, self._pool)
+        self._cache.forget_shared()
+        replay, logits = capture(step, self._cache.device, self._pool)
         self._captured[key] = _Captured(inputs, replay, logits)
         return first, False
 

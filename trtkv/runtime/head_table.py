@@ -5,23 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from plugins.cache.eviction.per_head.pages import HeadPages
-from plugins.cache.session import Session
+from plugins.cache.cache import Cache
+from plugins.cache.pages import HeadPages
 
 
 class HeadTable:
     """Room for the page numbers [Y, B, M] of as many sequences as there are slots: a table for each batch size would take too much memory."""
 
-    def __init__(self, session: Session, width: int) -> None:
-        """Allocate for a session; width is M."""
-        self.groups, self.width = session.plan.num_page_groups, width
-        self._numbers = torch.zeros(self.groups * session.num_slots * width, dtype=torch.int32, device=session.device)
+    def __init__(self, cache: Cache, width: int) -> None:
+        """Allocate for a cache; width is M."""
+        self.groups, self.width = cache.plan.num_page_groups, width
+        self._numbers = torch.zeros(self.groups * cache.num_slots * width, dtype=torch.int32, device=cache.device)
         self._user: object = None
 
     @staticmethod
-    def of(session: Session, width: int) -> HeadTable | None:
+    def of(cache: Cache, width: int) -> HeadTable | None:
         """Return the table that a session's steps share, None where a table is small."""
-        return None if session.ragged is None else session.scratch("page table", lambda: HeadTable(session, width))
+        return None if not cache.rows_have_pages else cache.scratch("page table", lambda: HeadTable(cache, width))
 
     def view(self, batch: int) -> Tensor:
         """Return the table [Y, B, M] of a batch size."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from plugins.cache.eviction.per_head.pages import HeadPages
+from plugins.cache.pages import HeadPages
 
 if TYPE_CHECKING:
     from trtkv.runtime.step import StepRow

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from plugins.cache.tiers.host.choose import Choice, recall_facts
 from trtkv.errors import RequestError
 from trtkv.runtime.batcher import Batcher, Event
 from trtkv.runtime.loading import Engine, Options, Progress, checkpoint_path
@@ -75,7 +74,7 @@ class LLM:
         self.batcher = Batcher(self.engine, self.tokenizer)
         if kv_disk is not None:
             path = None if weights == "random" else checkpoint_path(self.engine.manifest, options.weights)
-            self.batcher.scheduler.saved = SavedPages(Path(kv_disk), self.engine.session, identity_of(self.engine.manifest, path))
+            self.batcher.scheduler.saved = SavedPages(Path(kv_disk), self.engine.cache, identity_of(self.engine.manifest, path))
         self.stats = Stats()
 
     @property
@@ -86,14 +85,12 @@ class LLM:
     @property
     def recall(self) -> dict[str, Any] | None:
         """What moves the pages of an offloaded engine, and what was measured to choose it; None where pages stay on the device."""
-        store = self.engine.session.offload
-        return None if store is None else recall_facts(store)
+        return self.engine.cache.tier.facts()
 
     @property
     def recall_line(self) -> str | None:
         """What was measured to choose what moves pages, in a line; None where nothing was."""
-        store = self.engine.session.offload
-        return store.choice.line() if store is not None and isinstance(store.choice, Choice) else None
+        return self.engine.cache.tier.line()
 
     def close(self) -> None:
         """End the other processes of an engine of several parts; the engine cannot run any more."""

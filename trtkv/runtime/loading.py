@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plugins.cache.eviction.per_head.pages import Ints
-from plugins.cache.session import Session
+from plugins.cache.assemble import make_cache
+from plugins.cache.cache import Cache
+from plugins.cache.pages import Ints
 from plugins.cache.support import dense_below, gpu_ready
 from plugins.cache.tiers.host import choose
 from plugins.cache.tiers.host.layout import why_not
@@ -62,7 +63,7 @@ class Engine:
     """An opened engine; slots are the free ones, why_torch says why TensorRT does not run it, if it does not; swap_bytes as in `Options`."""
 
     manifest: Manifest
-    session: Session
+    cache: Cache
     stepper: Stepper
     pages: PageAllocator | GroupPages | HeadPageAllocator
     slots: list[int]
@@ -72,16 +73,13 @@ class Engine:
     @property
     def plan_unused(self) -> str | None:
         """Why a plan that is there does not run on the GPU that is used, and how to build one that does."""
-        return self.why_torch if self.session.device.type == "cuda" and self.manifest.plan_info is not None else None
+        return self.why_torch if self.cache.device.type == "cuda" and self.manifest.plan_info is not None else None
 
     def pages_for(self, prompt: int, total: int) -> int | list[int] | Ints:
         """Pages to take for a sequence of so many tokens in all, `prompt` of them read in chunks; one number a page group where there are several."""
-        session = self.session
-        if session.ledger is None:
-            return session.plan.pages(total)
         if isinstance(self.pages, HeadPageAllocator):
-            return session.ledger.rows_for(prompt, total)
-        need = session.ledger.pages_for(prompt, self.manifest.limits.max_chunk_tokens, total - prompt)
+            return self.cache.ledger.rows_for(prompt, total)
+        need = self.cache.ledger.pages_for(prompt, self.manifest.limits.max_chunk_tokens, total - prompt)
         return need[0] if isinstance(self.pages, PageAllocator) else need
 
 
@@ -134,9 +132,9 @@ def open_engine(directory: Path, options: Options, progress: Progress = lambda s
         raise ConfigError(f"dense-below {options.dense_below} is below 0", "Give tokens, 0 to select wherever the budget is smaller.")
     sequences = manifest.limits.max_batch_size
     dense = dense_below(plan, sequences, device) if options.dense_below is None else options.dense_below
-    session = Session(plan, num_pages, sequences, device, dense, offload=offload)
+    cache = make_cache(plan, num_pages, sequences, device, dense, tier=offload)
     if part:
-        session.reduce, session.gather, session.parts = part.reduce, part.gather, part.count
+        cache.reduce, cache.gather, cache.parts = part.reduce, part.gather, part.count
     if gpu_ready(device) is None:
         progress("kernels", 0.0)
         with torch.cuda.device(device):
@@ -145,12 +143,12 @@ def open_engine(directory: Path, options: Options, progress: Progress = lambda s
                 _settle_recall(offload, plan, progress, part)
     elif offload:
         choose.settle(offload, plan)
-    executor = _executor(directory, manifest, why_torch, weights, session)
+    executor = _executor(directory, manifest, why_torch, weights, cache)
     rope = rope_table(manifest.model.rope, manifest.model.head_dim, manifest.limits.max_seq_len)
     slots = list(range(manifest.limits.max_batch_size - 1, -1, -1))
     # What is held in tensors lies in no pages, which only limit it.
-    pages = make_pages(num_pages if session.held is None else num_pages[:1], plan.num_page_groups if plan.pooled else 0)
-    return Engine(manifest, session, Stepper(executor, session, manifest.limits, rope), pages, slots, why_torch, options.swap_bytes)
+    pages = make_pages(num_pages if cache.uses_pages else num_pages[:1], plan.num_page_groups if cache.rows_have_pages else 0)
+    return Engine(manifest, cache, Stepper(executor, cache, manifest.limits, rope), pages, slots, why_torch, options.swap_bytes)
 
 
 def _agreed(num_pages: list[int], part: Part) -> list[int]:
@@ -235,15 +233,15 @@ def checkpoint_path(manifest: Manifest, wanted: str | None) -> Path:
     raise CheckpointError(f"no weights for '{manifest.model_name}' are on this machine", f"{fetch}, or give --weights DIRECTORY or --weights random.")
 
 
-def _executor(directory: Path, manifest: Manifest, why_torch: str | None, weights: dict[str, Weight], session: Session) -> Executor:
+def _executor(directory: Path, manifest: Manifest, why_torch: str | None, weights: dict[str, Weight], cache: Cache) -> Executor:
     if why_torch is not None:
         try:
-            return TorchExecutor(directory / GRAPH, weights, session)
+            return TorchExecutor(directory / GRAPH, weights, cache)
         except EngineError as error:
             raise EngineError(error.problem, manifest.remedy) from None
     from trtkv.runtime.tensorrt import open_executor
 
-    return open_executor((directory / PLAN).read_bytes(), manifest, weights, session)
+    return open_executor((directory / PLAN).read_bytes(), manifest, weights, cache)
 
 
 def _why_torch(manifest: Manifest, wanted: str, device: torch.device) -> str | None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import psutil
 import torch
 
+from plugins.cache.assemble import make_ledger
 from plugins.cache.bytes import ByteCount
-from plugins.cache.encodings.grouped.ledger import find_ledger
-from plugins.cache.encodings.mixed import make_ledger
 from plugins.cache.support import encodes_by_kernels
 from trtkv.config import Limits
 from trtkv.errors import CapacityError
@@ -73,11 +72,11 @@ def pool_sizes(plan: CachePlan, limits: Limits, device: torch.device, cache_byte
     Where memory does not allow that, every pool holds one prompt that is read, and a share of others behind theirs: layers that keep less get less.
     Raises CapacityError when not even one sequence of full length fits.
     """
-    form = encodes_by_kernels(plan, device)
-    if not plan.compacts and not plan.mixed and (form is None or plan.evict is None):
+    form, ledger = encodes_by_kernels(plan, device), make_ledger(plan, device)
+    if not ledger.shrinks:
         return [pool_pages(plan, limits, device, cache_bytes, promised_bytes)] * plan.num_page_groups
     room = int(max(0, available_bytes(device) - promised_bytes) * HEADROOM) if cache_bytes is None else cache_bytes
-    ledger, longest, chunk = make_ledger(plan) if plan.pooled else find_ledger(plan), limits.max_seq_len, limits.max_chunk_tokens
+    longest, chunk = limits.max_seq_len, limits.max_chunk_tokens
     count = ByteCount(plan, form)
     slots, most = beside_bytes(count, limits), ledger.most_pages(longest, chunk)
     one = count.allocated(most) - count.slot
@@ -89,7 +88,7 @@ def pool_sizes(plan: CachePlan, limits: Limits, device: torch.device, cache_byte
     if limits.max_batch_size * one + slots <= room:
         return [limits.max_batch_size * pages for pages in most]
     answer = max(1, longest // ANSWER_SHARE)
-    behind = ledger.pages_behind(max(1, longest - answer), chunk, answer)
+    behind = ledger.pages_after_prompt(max(1, longest - answer), chunk, answer)
     others = (room - slots - one) / (count.allocated(behind) - count.slot)
     return [pages + int(others * later) for pages, later in zip(most, behind, strict=True)]
 

@@ -8,7 +8,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from plugins.cache.eviction.per_head.pages import HeadPages, Ints
+from plugins.cache.pages import HeadPages, Ints
 from trtkv.errors import CapacityError
 
 Key = bytes

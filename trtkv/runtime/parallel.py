@@ -74,8 +74,8 @@ def open_parts(directory: Path, options: Options, progress: Progress = lambda st
         raise
     stepper = LeadingStepper(engine.stepper, followers, part.close)
     tell = _teller(stepper)
-    engine.session.on_release = lambda slot: tell("release", slot)
-    engine.session.own.on_change = lambda slot, own: tell("own", (slot, own))
+    engine.cache.on_release = lambda slot: tell("release", slot)
+    engine.cache.overrides.on_change = lambda slot, own: tell("own", (slot, own))
     return replace(engine, stepper=stepper)
 
 
@@ -84,7 +84,7 @@ class LeadingStepper(Stepper):
 
     def __init__(self, stepper: Stepper, followers: list[Follower], leave: Callable[[], None]) -> None:
         """Lead followers with an opened part's stepper; leave ends what this part has in common with them."""
-        self.executor, self.session, self.limits = stepper.executor, stepper.session, stepper.limits
+        self.executor, self.cache, self.limits = stepper.executor, stepper.cache, stepper.limits
         self._own, self._followers = stepper, followers
         self._end = weakref.finalize(self, _end, stepper, followers, leave)  # at the process's end at the latest
         threading.Thread(target=_watch, args=([one.process.sentinel for one in followers], leave), daemon=True).start()
@@ -161,7 +161,7 @@ def _teller(stepper: LeadingStepper) -> Callable[[str, object], None]:
 
 def _end(own: Stepper, followers: list[Follower], leave: Callable[[], None]) -> None:
     """End the other parts and leave them; captured steps go first, because NCCL keeps a communicator for as long as one holds it."""
-    own.session.on_release, own.session.own.on_change, own._graphs = None, None, None
+    own.cache.on_release, own.cache.overrides.on_change, own._graphs = None, None, None
     _stop(followers)
     leave()
 
@@ -202,9 +202,9 @@ def _follow(directory: Path, options: Options, index: int, count: int, store: st
                 part.close()
                 return
             if kind == "release":
-                engine.session.release(value)
+                engine.cache.release(value)
             elif kind == "own":
-                engine.session.own.set(*value)
+                engine.cache.overrides.set(*value)
             elif kind == "launch":
                 rows, asks = value
                 engine.stepper.launch([_with_known_pages(row, known) for row in rows], asks)

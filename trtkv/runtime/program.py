@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from plugins.nodes.node import DOMAIN, VERSION, OpConfig
-from plugins.nodes.table import FACES
+from plugins.config import DOMAIN, VERSION, OpConfig
+from plugins.nodes import FACES
 from trtkv.errors import EngineError
 from trtkv.runtime import fused
 

@@ -31,7 +31,7 @@ class SamplingParams(BaseModel):
     tokens in the answer, once or for every time; seed: makes draws reproducible; stop: texts that end the answer and are not part of it;
     stop_token_ids: tokens that do; ignore_eos: go on after the end-of-text token; logprobs: 1 or more reports log probabilities; top_logprobs:
     report so many of the likeliest tokens beside each answered one; budget: tokens that each KV head reads in a decode step, at most the
-    engine's; tau: for FreeKV, the mean cosine below which a head selects anew (`asked.check_own` says where these can be had).
+    engine's; tau: for FreeKV, the mean cosine below which a head selects anew (`asked.check_override` says where these can be had).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plugins.cache.session import Session
+from plugins.cache.cache import Cache
 from trtkv.engine.manifest import Manifest
 from trtkv.errors import ConfigError
 from trtkv.runtime.pages import Key
@@ -30,16 +30,16 @@ DIGEST_BYTES = 32
 class SavedPages:
     """The pages of one engine in a directory; loaded, saved and damaged count since it was opened."""
 
-    def __init__(self, directory: Path, session: Session, identity: str) -> None:
+    def __init__(self, directory: Path, cache: Cache, identity: str) -> None:
         """Take a directory, made if it is not there, for pages of this identity.
 
         Raises ConfigError where the policy moves tokens after they are stored, or the directory cannot be written.
         """
-        plan = session.plan
-        if plan.held or plan.evict is not None or session.parts > 1:
-            why = "shares its KV heads out over several GPUs" if session.parts > 1 else "evicts or encodes tokens, so its pages belong to one prompt"
+        plan = cache.plan
+        if plan.held or plan.evict is not None or cache.parts > 1:
+            why = "shares its KV heads out over several GPUs" if cache.parts > 1 else "evicts or encodes tokens, so its pages belong to one prompt"
             raise ConfigError(f"prompts cannot be saved with policy '{plan.policy}': the engine {why}", "Leave --kv-disk out.")
-        self._session, self._directory, self._identity = session, directory, identity
+        self._cache, self._directory, self._identity = cache, directory, identity
         self.loaded = self.saved = self.damaged = 0
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ class SavedPages:
         self.saved += 1
 
     def _rows(self, page: int) -> Iterator[Tensor]:
-        return (buffer[page] for buffer in self._session.page_buffers())
+        return (buffer[page] for buffer in self._cache.page_buffers())
 
     def _path(self, key: Key) -> Path:
         name = blake2b(key + self._identity.encode(), digest_size=16).hexdigest()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from plugins.cache.batch import brought
+from plugins.cache.batch import to_device
 from plugins.cache.tiers.host.copies import Route
 from trtkv.errors import CapacityError
 
@@ -114,7 +114,7 @@ class Records:
         route, every = Route.join(_runs(pairs), self._device), None
         for rows, cells in zip(self._rows, self._slabs[slab], strict=True):
             if not rows.is_contiguous() and every is None:
-                every = Route((), *(brought([pair[i] for pair in pairs], torch.int64, self._device) for i in (1, 0)))
+                every = Route((), *(to_device([pair[i] for pair in pairs], torch.int64, self._device) for i in (1, 0)))
             way = route if rows.is_contiguous() or every is None else every
             if out:
                 way.send(rows, cells)

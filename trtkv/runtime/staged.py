@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plugins.cache.session import Session
+from plugins.cache.cache import Cache
 from plugins.cache.support import gpu_ready
 from plugins.sampling import launch, reference
 from trtkv.runtime.device_sampler import Ask
@@ -35,21 +35,21 @@ class StagedInputs:
     rest, pages of other sequences are copied.
     """
 
-    def __init__(self, batch: int, session: Session, width: int, *, chooses: bool) -> None:
+    def __init__(self, batch: int, cache: Cache, width: int, *, chooses: bool) -> None:
         """Lay the inputs out; width is M of the page table."""
-        self._session, self._groups, self._width, self._batch = session, session.plan.num_page_groups, width, batch
-        self._kernels, pinned = gpu_ready(session.device) is None, session.device.type == "cuda"
+        self._cache, self._groups, self._width, self._batch = cache, cache.plan.num_page_groups, width, batch
+        self._kernels, pinned = gpu_ready(cache.device) is None, cache.device.type == "cuda"
         layout, size = _layout(batch, self._groups, chooses), 0
         self._at: dict[str, int] = {}
         for name, (dtype, shape) in layout.items():
             self._at[name], size = size, size + -(-int(np.prod(shape)) * np.dtype(dtype).itemsize // ALIGNMENT) * ALIGNMENT
-        self._block = torch.zeros(size, dtype=torch.uint8, device=session.device)
+        self._block = torch.zeros(size, dtype=torch.uint8, device=cache.device)
         self._staged = torch.zeros(QUEUED, size, dtype=torch.uint8, pin_memory=pinned)
         views = {name: _view(self._block, self._at[name], *layout[name]) for name in layout}
         self._grown = views.pop("grown")
         self.choice = {name: views.pop(name) for name in CHOICE if name in views}
-        self._heads, shape = HeadTable.of(session, width), (self._groups, batch, width)
-        self.table = torch.zeros(shape, dtype=torch.int32, device=session.device) if self._heads is None else self._heads.view(batch)
+        self._heads, shape = HeadTable.of(cache, width), (self._groups, batch, width)
+        self.table = torch.zeros(shape, dtype=torch.int32, device=cache.device) if self._heads is None else self._heads.view(batch)
         self.tensors = {**views, "page_table": self.table}
         self._host = [{name: _view(block, self._at[name], *layout[name]).numpy() for name in layout} for block in self._staged]
         for host in self._host:
@@ -59,7 +59,7 @@ class StagedInputs:
         self._pages: list[Any] = [None] * batch
         self._settings: list[list[Sequence[float] | None]] = [[None] * batch for _ in range(QUEUED)]
         self._grew, self._turn = [False] * QUEUED, 0
-        self._device_turn = torch.zeros(1, dtype=torch.int32, device=session.device)
+        self._device_turn = torch.zeros(1, dtype=torch.int32, device=cache.device)
 
     def fill(self, rows: Sequence[StepRow], asks: Sequence[Ask], place: int) -> None:
         """Write what the next `fetch` brings: rows [B], how their tokens are chosen (asks [B] or none), and where the choice goes in its ring."""
@@ -70,7 +70,7 @@ class StagedInputs:
         host["token_ids"][:] = [row.tokens[0] for row in rows]
         host["positions"][:] = [row.seen for row in rows]
         np.add(host["positions"], 1, out=host["seq_lens"])
-        host["stored_lens"][:] = host["seq_lens"] if self._session.ledger is None else self._session.stored_lens()
+        host["stored_lens"][:] = self._cache.stored_lens() if self._cache.ledger.shrinks else host["seq_lens"]
         host["slots"][:] = [row.slot for row in rows]
         if asks:
             host["numbers"][:] = [ask.number for ask in asks]

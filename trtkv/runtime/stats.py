@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from plugins.cache.session import Session
+from plugins.cache.cache import Cache
 from trtkv.runtime.scheduler import Running
 from trtkv.runtime.step import StepRow
 
@@ -24,19 +24,19 @@ class StepFigures:
     reserved_bytes: int
 
     @staticmethod
-    def of(session: Session, batch: Sequence[tuple[Running, StepRow]], seconds: float) -> StepFigures:
+    def of(cache: Cache, batch: Sequence[tuple[Running, StepRow]], seconds: float) -> StepFigures:
         """Measure a step; the sequences' `seen` are those before it."""
         lengths = [row.seen + len(row.tokens) for _, row in batch]
-        stored = session.stored_bytes()
+        stored = cache.stored_bytes()
         return StepFigures(
             seconds=seconds,
             sequences=len(batch),
             decoding=sum(length > one.num_prompt for (one, _), length in zip(batch, lengths, strict=True)),
             prompt_tokens=sum(len(row.tokens) for one, row in batch if row.seen < one.num_prompt),
             generated=sum(bool(row.logits_of) for _, row in batch),
-            read_tokens=session.read_tokens,
+            read_tokens=cache.read_tokens,
             stored_bytes=stored,
-            reserved_bytes=session.reserved_bytes(),
+            reserved_bytes=cache.reserved_bytes(),
         )
 
 

@@ -1,6 +1,6 @@
 """One step of the engine: a batch of sequences in, their next logits out. Read this file first.
 
-The scheduler says which sequences take part and with how many new tokens; the step announces to the session where their tokens are stored,
+The scheduler says which sequences take part and with how many new tokens; the step announces to the cache where their tokens are stored,
 fills the engine's inputs, and runs the graph once. Decode is the case of one new token each, prefill of a chunk; both may share a step.
 `run` hands out logits; `launch` chooses the next tokens on the device as well, where the next step finds them before the host does.
 """
@@ -16,12 +16,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from plugins.cache.eviction.per_head.pages import HeadPages
-from plugins.cache.session import Session
+from plugins.cache.cache import Cache
+from plugins.cache.pages import HeadPages
 from trtkv.config import Limits
 from trtkv.runtime.device_sampler import PENDING, Ask, Chosen, DeviceSampler
 from trtkv.runtime.graphs import DecodeGraphs
-from trtkv.runtime.inputs import page_table, pages_of, small_inputs
+from trtkv.runtime.inputs import page_table, small_inputs
 
 
 class Executor(Protocol):
@@ -55,19 +55,19 @@ class StepRow:
 
 
 class Stepper:
-    """Runs steps of one session; holds the inputs that never change."""
+    """Runs steps of one cache; holds the inputs that never change."""
 
     sampler: DeviceSampler | None = None
     _graphs: DecodeGraphs | None = None
     _vocab = 0
 
-    def __init__(self, executor: Executor, session: Session, limits: Limits, rope: Tensor) -> None:
-        """Take an executor and its session; rope is `rope_table`'s result."""
-        self.executor, self.session, self.limits = executor, session, limits
-        self.rope = rope.to(session.device)
-        self._fixed = {"rope": self.rope, "state": session.address_table()}
-        self._width = session.plan.pages(limits.max_seq_len)
-        self._graphs = DecodeGraphs(executor, session, self._width, self._fixed) if executor.capturable else None
+    def __init__(self, executor: Executor, cache: Cache, limits: Limits, rope: Tensor) -> None:
+        """Take an executor and its cache; rope is `rope_table`'s result."""
+        self.executor, self.cache, self.limits = executor, cache, limits
+        self.rope = rope.to(cache.device)
+        self._fixed = {"rope": self.rope, "state": cache.address_table()}
+        self._width = cache.plan.pages(limits.max_seq_len)
+        self._graphs = DecodeGraphs(executor, cache, self._width, self._fixed) if executor.capturable else None
 
     @property
     def chooses(self) -> bool:
@@ -87,7 +87,7 @@ class Stepper:
         """Run one step: logits [R, V] fp32 of the rows asked for, in order; all sequences' keys and values are stored afterwards."""
         self._announce(rows)
         logits = self._graphs.run(rows) if self._graphs is not None and self._captures(rows) else self.executor.run(self._inputs(rows))
-        self.session.end_step()
+        self.cache.end_step()
         return logits
 
     @torch.inference_mode()
@@ -97,13 +97,13 @@ class Stepper:
         A token may be PENDING where its slot's last launched step chose it.
         """
         self._announce(rows)
-        sampler = self.sampler = self.sampler or DeviceSampler(self.session.num_slots, self.session.device)
+        sampler = self.sampler = self.sampler or DeviceSampler(self.cache.num_slots, self.cache.device)
         if self._graphs is not None and self._captures(rows) and (self._vocab or not any(ask.history for ask in asks)):
             sampler.prepare([row.slot for row in rows], asks, self._vocab)
             logits = self._graphs.choose(rows, asks, sampler)
         else:
             logits = self._choose(rows, asks, sampler)
-        self.session.end_step()
+        self.cache.end_step()
         return sampler.send(logits, asks)
 
     def _choose(self, rows: Sequence[StepRow], asks: Sequence[Ask], sampler: DeviceSampler) -> Tensor:
@@ -123,21 +123,19 @@ class Stepper:
     def _announce(self, rows: Sequence[StepRow]) -> None:
         new = [len(row.tokens) for row in rows]
         stored = [row.seen + len(row.tokens) for row in rows]
-        groups = self.session.plan.num_page_groups
-        if self.session.ragged is not None:
-            for row in rows:
-                row.pages = HeadPages.of(row.pages, groups)  # type: ignore[arg-type]
         prompts = [total if row.prompt is None else row.prompt for row, total in zip(rows, stored, strict=True)]
-        pages = [[pages_of(row, group) for row in rows] for group in range(1 if self.session.ragged is not None else groups)]
-        self.session.begin_step(new, [stored] * groups, [row.slot for row in rows], pages, prompts)
+        pages = self.cache.page_lists([row.pages for row in rows])
+        for row, whole in zip(rows, pages[0], strict=True):
+            row.pages = whole if isinstance(whole, HeadPages) else row.pages
+        self.cache.begin_step(new, stored, [row.slot for row in rows], pages, prompts)
 
     def _captures(self, rows: Sequence[StepRow]) -> bool:
         return self.chooses and DecodeGraphs.takes(rows)
 
     def _inputs(self, rows: Sequence[StepRow]) -> dict[str, Tensor]:
-        groups = self.session.plan.num_page_groups
-        values = {**small_inputs(rows, groups, self.session.stored_lens()), "page_table": page_table(rows, groups, self._width)}
+        groups = self.cache.plan.num_page_groups
+        values = {**small_inputs(rows, groups, self.cache.stored_lens()), "page_table": page_table(rows, groups, self._width)}
         return {**self._fixed, **{name: self._moved(value) for name, value in values.items()}}
 
     def _moved(self, values: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(values.copy()).to(self.session.device, non_blocking=True)
+        return torch.from_numpy(values.copy()).to(self.cache.device, non_blocking=True)

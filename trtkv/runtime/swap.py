@@ -16,9 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from plugins.cache.session import Session
+from plugins.cache.cache import Cache
 from trtkv.runtime.host_memory import HostPool, host_room
 from trtkv.runtime.pages import PageAllocator
 from trtkv.runtime.slabs import Allocate, HostRoom, Place, Records
@@ -57,18 +55,18 @@ class Swap:
     out and back count sequences whose pages left and returned, out_bytes and in_bytes what was copied of pages and slots.
     """
 
-    def __init__(self, session: Session, pages: PageAllocator, limit_bytes: int, allocate: Allocate | None = None) -> None:
+    def __init__(self, cache: Cache, pages: PageAllocator, limit_bytes: int, allocate: Allocate | None = None) -> None:
         """Take up to limit_bytes of host memory for an engine of which `why_not` says nothing; allocate makes slabs of it."""
         self.out = self.back = self.out_bytes = self.in_bytes = 0
         self.prompt_tokens_per_s = 0.0  # at which prompts are read, 0 before one was
         self.bus_bytes_per_s = BUS_BYTES_PER_S
-        self._plan, self._pages, device = session.plan, pages, session.device
-        self._offload = session.offload
+        self._plan, self._pages, device = cache.plan, pages, cache.device
+        self._cache = cache
         self._room = HostRoom(limit_bytes, allocate or HostPool(device, 1).allocate)
-        paged = list(session.page_buffers())
+        paged = list(cache.page_buffers())
         first = self._room.first(sum(one[0].nbytes for one in paged))
         self._paged = Records(paged, self._room, device, first=first)
-        self._slots = Records(slot_buffers(session), self._room, device, first=session.num_slots)
+        self._slots = Records(cache.slot_buffers(), self._room, device, first=cache.num_slots)
         self._copies: dict[tuple[int, int], Copied] = {}
         self._lane = CopyLane(device)
         self._moving: dict[int, Stretch] = {}  # pages that the lane may still read or write
@@ -159,8 +157,7 @@ class Swap:
             self._note(stretch, [page for page, _ in pairs])
             self.in_bytes += len(pairs) * self._paged.record_bytes + (left.slot is not None) * self._slots.record_bytes
             one.arriving = self._moving_slots[one.slot] = stretch
-        if self._offload is not None:
-            self._offload.leave_frames(one.slot)
+        self._cache.resume(one.slot)
         self.back += bool(left.tail)
         for page, copy in pairs:
             del self._copies[copy.content]
@@ -228,28 +225,22 @@ def given_back(records: Records, places: Sequence[Place]) -> Iterator[None]:
         raise
 
 
-def slot_buffers(session: Session) -> list[Tensor]:
-    """List the buffers whose rows are slots and outlive a step: what selection keeps of a sequence, and the rings of offloaded layers."""
-    own = [session.buffer(spec.name, layer) for spec in session.plan.buffers if not spec.paged for layer in spec.layers]
-    return own + (session.offload.rings() if session.offload is not None else [])
-
-
-def why_not(session: Session) -> str | None:
+def why_not(cache: Cache) -> str | None:
     """Say why the sequences of an engine that give way are computed again, None where they can be swapped out."""
-    if session.parts > 1:
+    if cache.parts > 1:
         return "its KV heads are shared out over several processes"
-    if session.plan.held or session.plan.evict is not None:
+    if cache.plan.held or cache.plan.evict is not None:
         return "its sequences never give way: they are admitted for all that they may still need"
-    if any(one.device.type != session.device.type for one in session.page_buffers()):
+    if any(one.device.type != cache.device.type for one in cache.page_buffers()):
         return "some of its pages lie outside the device's memory without --offload"
     return None
 
 
-def open_swap(session: Session, pages: PageAllocator, limit_bytes: int | None = None) -> Swap | None:
+def open_swap(cache: Cache, pages: PageAllocator, limit_bytes: int | None = None) -> Swap | None:
     """Make room for an engine's sequences that give way, by default for as many bytes as its pages have; None where they are computed again."""
-    if limit_bytes == 0 or why_not(session) is not None:
+    if limit_bytes == 0 or why_not(cache) is not None:
         return None
     if limit_bytes is None:
-        paged, slots = (sum(one[0].nbytes for one in rows) for rows in (session.page_buffers(), slot_buffers(session)))
-        limit_bytes = min(paged * pages.num_pages + slots * session.num_slots, host_room() // HOST_SHARE)
-    return Swap(session, pages, limit_bytes)
+        paged, slots = (sum(one[0].nbytes for one in rows) for rows in (cache.page_buffers(), cache.slot_buffers()))
+        limit_bytes = min(paged * pages.num_pages + slots * cache.num_slots, host_room() // HOST_SHARE)
+    return Swap(cache, pages, limit_bytes)

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugins.cache.session import Session, bind
-from plugins.nodes.table import FACES
+from plugins.cache.cache import Cache
+from plugins.nodes import FACES
 from plugins.tensorrt.backend import EXTRAS, NAMES, Backend, available, load
+from plugins.tensorrt.binding import bind
 from plugins.tensorrt.plugin import register
 from plugins.tensorrt.recorder import Recorder, recording
 from plugins.tensorrt.tensors import TORCH_NAMES
@@ -74,7 +75,7 @@ def _same_version(built: str, here: str) -> bool:
     return all(a == b for a, b in zip(*(found[0].split(".") for found in numbers if found), strict=False))
 
 
-def open_executor(plan: bytes, manifest: Manifest, weights: Mapping[str, Weight], session: Session) -> TensorrtExecutor:
+def open_executor(plan: bytes, manifest: Manifest, weights: Mapping[str, Weight], cache: Cache) -> TensorrtExecutor:
     """Load an engine's plan on the session's device with the weights as its inputs; none are needed for a plan that holds them.
 
     Raises EngineError when TensorRT refuses the plan or its inputs are not the manifest's, BuildError when its TensorRT is not installed.
@@ -82,7 +83,7 @@ def open_executor(plan: bytes, manifest: Manifest, weights: Mapping[str, Weight]
     assert manifest.plan_info is not None
     backend, recorder = load(manifest.plan_info.backend), Recorder()
     register(backend.trt, list(FACES.values()))
-    with torch.cuda.device(session.device), backend.log.collect() as messages, recording(recorder):
+    with torch.cuda.device(cache.device), backend.log.collect() as messages, recording(recorder):
         runtime = backend.trt.Runtime(backend.logger)
         engine = runtime.deserialize_cuda_engine(plan)
     recorder.check(EngineError)
@@ -98,7 +99,7 @@ def open_executor(plan: bytes, manifest: Manifest, weights: Mapping[str, Weight]
         does = "takes the" if manifest.plan_info.holds_weights else "takes no"
         raise EngineError(f"the plan {does} weight '{min(wrong)}', unlike the manifest", f"Build the engine again: {manifest.command} --force.")
     bindings = {name: weights[name].whole for name in taken}
-    return TensorrtExecutor(engine, backend, session, bindings, recorder, Lane(session.device), keep=runtime)
+    return TensorrtExecutor(engine, backend, cache, bindings, recorder, Lane(cache.device), keep=runtime)
 
 
 class Lane:
@@ -120,20 +121,20 @@ class Lane:
 
 
 class TensorrtExecutor:
-    """Runs steps of one session; `name` is the backend's.
+    """Runs steps of one cache; `name` is the backend's.
 
     Inputs of fixed shape (weights, tables) are bound where they lie; dynamic ones are copied into buffers that hold the largest step, so that
     every address stays the same from step to step: plugins see new addresses through slow callbacks, and a captured step not at all.
     """
 
     def __init__(
-        self, engine: Any, backend: Backend, session: Session, bindings: Mapping[str, Tensor], recorder: Recorder, lane: Lane, keep: Any = None
+        self, engine: Any, backend: Backend, cache: Cache, bindings: Mapping[str, Tensor], recorder: Recorder, lane: Lane, keep: Any = None
     ) -> None:
         """Make the contexts and buffers of a deserialized engine; keep is what must outlive the engine.
 
         Raises EngineError where bindings do not fit the engine's inputs or a context cannot be made.
         """
-        self.name, self.session, self._backend, self._engine, self._keep = backend.name, session, backend, engine, keep
+        self.name, self.cache, self._backend, self._engine, self._keep = backend.name, cache, backend, engine, keep
         self._recorder, self._lane = recorder, lane
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         inputs = [name for name in names if engine.get_tensor_mode(name) == backend.trt.TensorIOMode.INPUT]
@@ -163,7 +164,7 @@ class TensorrtExecutor:
 
     @torch.inference_mode()
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Run one step that `Session.begin_step` announced; inputs by graph input name, on any device. Returns logits [R, V] fp32.
+        """Run one step that `Cache.begin_step` announced; inputs by graph input name, on any device. Returns logits [R, V] fp32.
 
         Raises EngineError for a step beyond the engine's limits and for what fails inside TensorRT or a plugin.
         """
@@ -193,7 +194,7 @@ class TensorrtExecutor:
 
     def _make_context(self, profile: int) -> Any:
         strategy = self._backend.trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        with bind(self.session):
+        with bind(self.cache):
             context = self._engine.create_execution_context(strategy)
         if context is None:
             raise _Refused
@@ -231,7 +232,7 @@ class TensorrtExecutor:
                 f"the input '{name}' is {tensor.dtype} {tuple(tensor.shape)}, the engine takes {self._dtypes[name]} {self._fixed[name]}",
                 "Run with the checkpoint that the engine was built from.",
             )
-        self._bound[name] = tensor.to(self.session.device).contiguous()
+        self._bound[name] = tensor.to(self.cache.device).contiguous()
         self._set_addresses({name: self._bound[name]})
 
     def _set_addresses(self, tensors: Mapping[str, Tensor]) -> None:
@@ -257,7 +258,7 @@ class TensorrtExecutor:
         return math.prod(tuple(context.get_tensor_shape(self._output)))
 
     def _empty(self, size: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(max(1, size), dtype=dtype, device=self.session.device)
+        return torch.empty(max(1, size), dtype=dtype, device=self.cache.device)
 
     @contextmanager
     def _reporting(self, what: str) -> Iterator[None]:

@@ -24,24 +24,24 @@ class Gauges:
         self._steps = batcher.steps
         self._seen: Counter[tuple[str, ...]] = Counter()
         engine = batcher.engine
-        self._host_share = _host_share(batcher)
-        metrics.set("trtkv:engine_info", 1, policy=engine.session.plan.policy, executor=engine.stepper.executor.name, version=trtkv.__version__)
-        for tier, size in _capacity(batcher).items():
+        self._host_share = batcher.engine.cache.host_share
+        metrics.set("trtkv:engine_info", 1, policy=engine.cache.plan.policy, executor=engine.stepper.executor.name, version=trtkv.__version__)
+        for tier, size in batcher.engine.cache.capacity().items():
             metrics.set("trtkv:kv_cache_capacity_bytes", size, tier=tier)
         self.latest: dict[str, Any] = {}
         self._show()
 
     def step(self) -> None:
         """Count a step that was queued since the last call, if one was: the last of a batch only reads what one before it chose."""
-        session, metrics = self._batcher.engine.session, self._metrics
+        cache, metrics = self._batcher.engine.cache, self._metrics
         if self._batcher.steps == self._steps:
             self.refresh()
             return
         self._steps = self._batcher.steps
         metrics.inc("trtkv:engine_steps_total")
-        if session.read_tokens:
-            metrics.inc("trtkv:kv_tokens_selected_total", session.read_tokens)
-            metrics.inc("trtkv:kv_tokens_stored_total", sum(row.stored for row in session.step(0).rows if row.answers))
+        if cache.read_tokens:
+            metrics.inc("trtkv:kv_tokens_selected_total", cache.read_tokens)
+            metrics.inc("trtkv:kv_tokens_stored_total", sum(row.stored for row in cache.step(0).rows if row.answers))
         self._rise("trtkv:num_preemptions_total", self._batcher.scheduler.preemptions)
         self._rise("trtkv:num_recomputed_total", self._batcher.scheduler.recomputed)
         swap = self._batcher.scheduler.swap
@@ -67,7 +67,9 @@ class Gauges:
         self._shown_s = time.monotonic()
         engine, scheduler = self._batcher.engine, self._batcher.scheduler
         stored = sum(self._bytes(one) for one in scheduler.running)
-        places = (len(engine.slots), engine.manifest.limits.max_batch_size) if engine.session.held else (engine.pages.free, engine.pages.num_pages)
+        places = (
+            (engine.pages.free, engine.pages.num_pages) if engine.cache.uses_pages else (len(engine.slots), engine.manifest.limits.max_batch_size)
+        )
         used = 1 - places[0] / places[1]
         tiers = {"device": stored * (1 - self._host_share), "host": stored * self._host_share}
         self.latest = {
@@ -83,27 +85,4 @@ class Gauges:
             self._metrics.set("trtkv:kv_cache_bytes", size, tier=tier)
 
     def _bytes(self, one: Running) -> int:
-        return self._batcher.engine.session.bytes_of(one.slot, one.seen) if one.seen else 0
-
-
-def _capacity(batcher: Batcher) -> dict[str, int]:
-    session = batcher.engine.session
-    sizes = {"device": 0, "host": 0}
-    for spec in session.plan.buffers:
-        for layer, tensor in enumerate(session.buffers.get(spec.name, [])):
-            if session.offload is None or spec.name not in session.offload.names or not session.offload.covers(layer):
-                sizes[spec.tier] += 0 if tensor is None else tensor.numel() * tensor.element_size()
-    if session.offload is not None:
-        sizes["device"], sizes["host"] = sizes["device"] + session.offload.device_bytes(), sizes["host"] + session.offload.host_bytes()
-    return {tier: size * session.parts for tier, size in sizes.items()}
-
-
-def _host_share(batcher: Batcher) -> float:
-    """Return the part of a page's bytes that lies in host memory."""
-    session = batcher.engine.session
-    if session.offload is not None:
-        return session.offload.shape.host_bytes(1) / session.count.page
-    paged = [spec for spec in batcher.engine.session.plan.buffers if spec.paged and spec.pool == "plain"]
-    total = sum(spec.row_bytes * len(spec.layers) for spec in paged)
-    host = sum(spec.row_bytes * len(spec.layers) for spec in paged if spec.tier == "host")
-    return host / total if total and not batcher.engine.session.plan.held else 0.0
+        return self._batcher.engine.cache.bytes_of(one.slot, one.seen) if one.seen else 0

@@ -1,76 +1,106 @@
-"""Evicting behind a step: which sequences and layers are due, what they keep, and the move in their pages."""
+"""Evicting after a step: which sequences and layers are due, what stays, and the move in their pages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
-from plugins.cache.batch import Row, brought
-from plugins.cache.eviction import exchange, lag, launch, move, stamps
-from plugins.cache.eviction.ledger import Account
+from plugins.cache.batch import Row, to_device
+from plugins.cache.eviction import exchange, lag, launch, move, observe, stamps
+from plugins.cache.eviction.ledger import Account, EvictingLedger
 from plugins.cache.eviction.newest import Step
+from plugins.cache.eviction.stacks import Stacks
+from plugins.cache.eviction.sums import launch as sums
 from plugins.cache.eviction.view import PagedView
 from plugins.cache.support import compacts_by_kernels
 from trtkv.rules import Exchange
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from plugins.cache.session import Session
-
+T = TypeVar("T")
 MOST_ELEMENTS = 1 << 27  # of the fp32 tensors that a role sees of several layers at once
 
 
 class Compactor:
-    """What a session does behind each step for a plan that compacts."""
+    """What a cache that evicts from pages does with and after each step's attention."""
 
-    def __init__(self, session: Session) -> None:
-        """Serve a session whose buffers are allocated; `kernels` says that eviction runs by them."""
-        plan = session.plan
+    def __init__(self, stacks: Stacks, ledger: EvictingLedger) -> None:
+        """Serve a cache whose buffers are allocated; `kernels` says that eviction runs by them."""
+        plan = stacks.plan
         assert plan.evict is not None, "the plan evicts nothing"
-        assert session.stacks is not None and session.ledger is not None, "the session holds caches in tensors"
-        self._session, self.ledger = session, session.ledger
-        self._plan, self._evict, self._stacks, self._scale = plan, plan.evict, session.stacks, plan.head_dim**-0.5
-        self.kernels = self._attends = compacts_by_kernels(plan, session.device)
+        self.ledger, self._stacks, self._plan, self._evict, self._scale = ledger, stacks, plan, plan.evict, plan.head_dim**-0.5
+        self.kernels = self._attends = compacts_by_kernels(plan, stacks.device)
         self.waits = False  # until a step has been compared with its definition
         self._rule = exchange.rule_of(plan) or stamps.rule_of(plan)
         self._queries: list[Tensor] = []
+        self._scratch: dict[Hashable, object] = {}
 
     @property
     def joins(self) -> bool:
-        """Whether kernels look at the newest tokens of all layers at once behind a decode step."""
+        """Whether kernels look at the newest tokens of all layers at once after a decode step."""
         return self.kernels and self._rule is not None
 
     @property
     def in_step(self) -> bool:
-        """Whether they do so in a step in which every sequence answers, behind the attention of its last layer."""
+        """Whether they do so in a step in which every sequence answers, after the attention of its last layer."""
         return self.joins and self._attends and not self.waits
 
-    def attended(self, layer: int, query: Tensor, lens: Tensor, seen: Tensor, slots: Tensor, table: Tensor) -> None:
-        """Take note of a layer's queries [B, Hq D] and act behind the last layer's: lens [Y, B], seen, slots [B], table [Y, B, M] int32.
+    def wait_for_comparison(self) -> None:
+        """Evict in `finish` alone."""
+        self.waits = True
 
-        Asked where `in_step` in steps in which every sequence answers.
+    def observe(self, layer: int, row: Row, query: Tensor) -> None:
+        """Look at the queries [n, Hq, D] of a sequence's new tokens, in torch."""
+        if not observe.looks_at(self._evict, row):
+            return
+        self._store_queries(layer, row, query)
+        if observe.counts_sums(self._evict, row):
+            view = self._view(layer, row)
+            add_mass(view, observe.column_sums(query, view.keys, view.scale))
+
+    def observe_chunk(self, layer: int, row: Row, query: Tensor, keys: Tensor, lse: Tensor) -> None:
+        """Do so by kernels for a prompt's chunk, whose attention over keys [Hk, S, D] left its log-sum-exp [Hq, n]."""
+        if not observe.looks_at(self._evict, row):
+            return
+        self._store_queries(layer, row, query)
+        if observe.counts_sums(self._evict, row):
+            add_mass(self._view(layer, row), sums.column_sums(query, keys, lse, self._scale))
+
+    def attended(self, layer: int, rows: Sequence[Row], query: Tensor, inputs: Sequence[Tensor], keeps_inputs: bool) -> None:
+        """Look at a step in which every sequence has one new token, queries [B, Hq D], inputs of the attend node.
+
+        Where all are past their prompt these are launches, which can be captured.
         """
+        if not all(row.answers for row in rows):
+            for row in rows:
+                self.observe(layer, row, query[row.start : row.start + 1].unflatten(1, (self._plan.num_q_heads, -1)))
+        elif self.in_step:
+            self._attended(layer, query, inputs, keeps_inputs)
+        elif self._evict.queries and not self._evict.prompt_only:
+            launch.remember(query, inputs[2], inputs[4], self._stacks.buffer("last_queries", layer))
+
+    def _attended(self, layer: int, query: Tensor, inputs: Sequence[Tensor], keeps_inputs: bool) -> None:
+        """Take note of a layer's queries, and evict after the last layer's; inputs hold seen, lens [Y, B], slots and table [Y, B, M] from place 2."""
+        seen, lens, slots, table = inputs[2:6]
         if layer == 0:
             self._queries = []
-        if self._evict.queries and self._session.keeps_inputs:
+        if self._evict.queries and keeps_inputs:
             self._queries.append(query)
         elif self._evict.queries:
-            launch.remember(query, seen, slots, self._session.buffer("last_queries", layer))
+            launch.remember(query, seen, slots, self._stacks.buffer("last_queries", layer))
         if layer == self._plan.num_layers - 1:
             for group, layers in enumerate(self._stacks.layers):
-                own = torch.stack([self._queries[one] for one in layers]) if self._queries else None
-                self._join(group, own, table[group], lens[group], seen, slots)
+                newest = torch.stack([self._queries[one] for one in layers]) if self._queries else None
+                self._join(group, newest, table[group], lens[group], seen, slots)
             self._queries = []
 
     def finish(self, rows: Sequence[Sequence[Row]]) -> None:
-        """Evict behind a step, whose rows [Y][B] are those of the page groups."""
+        """Evict after a step, whose rows [Y][B] are those of the page groups."""
         if self.joins and not (self.in_step and all(row.answers for row in rows[0])):
-            for group, own in enumerate(rows):
-                self._join_rows(group, [row for row in own if row.answers])
+            for group, some in enumerate(rows):
+                self._join_rows(group, [row for row in some if row.answers])
         for b, row in enumerate(rows[0]):
             account, joined = self.ledger.find(row.slot), self.joins and row.answers
             for group in range(0 if joined else self._plan.num_page_groups):
@@ -80,24 +110,37 @@ class Compactor:
                 self._evict_from(group, rows[group][b], account)
             self.ledger.settle(account, due)
 
+    def _store_queries(self, layer: int, row: Row, query: Tensor) -> None:
+        rings = self._stacks.buffers.get("last_queries")
+        observe.store_queries(self._evict, None if rings is None else rings[layer], row, query)
+
+    def _view(self, layer: int, row: Row) -> PagedView:
+        account, group = self.ledger.find(row.slot), self._plan.page_groups[layer]
+        return PagedView(self._stacks, [layer], row, account, self.ledger.occupancy(account, group), self._scale)
+
+    def _scratch_for(self, key: Hashable, make: Callable[[], T]) -> T:
+        if key not in self._scratch:
+            self._scratch[key] = make()
+        return self._scratch[key]  # type: ignore[return-value]
+
     def _join_rows(self, group: int, rows: Sequence[Row]) -> None:
         """Look at sequences whose queries are remembered."""
         if not rows:
             return
-        device, used = self._session.device, [row.page_numbers[: self._plan.pages(row.stored)] for row in rows]
+        device, used = self._stacks.device, [row.page_numbers[: self._plan.pages(row.stored)] for row in rows]
         width = max(map(len, used))
-        table = brought([one for own in used for one in (*own, *(0,) * (width - len(own)))], torch.int32, device).view(len(rows), width)
-        lens, seen, slots = (brought(own, torch.int32, device) for own in zip(*((row.stored, row.seen, row.slot) for row in rows), strict=True))
+        table = to_device([one for own in used for one in (*own, *(0,) * (width - len(own)))], torch.int32, device).view(len(rows), width)
+        lens, seen, slots = (to_device(own, torch.int32, device) for own in zip(*((row.stored, row.seen, row.slot) for row in rows), strict=True))
         self._join(group, None, table, lens, seen, slots)
 
     def _join(self, group: int, queries: Tensor | None, table: Tensor, lens: Tensor, seen: Tensor, slots: Tensor) -> None:
         step = Step(queries, table, lens, seen, slots, self._plan.num_q_heads, self._scale)
-        rule, stacks, slots_ = self._rule, self._stacks, self._session.num_slots
+        rule, stacks, slots_ = self._rule, self._stacks, self._stacks.num_slots
         if isinstance(rule, Exchange):
-            found = self._session.scratch(("exchange", group), lambda: exchange.Scratch.of(stacks, group, rule, step.heads_q, slots_))
+            found = self._scratch_for(("exchange", group), lambda: exchange.Scratch.of(stacks, group, rule, step.heads_q, slots_))
             exchange.run(stacks, group, rule, found, step)
         elif rule is not None:
-            own = self._session.scratch(("stamps", group), lambda: stamps.Scratch.of(stacks, group, rule, step.heads_q, slots_))
+            own = self._scratch_for(("stamps", group), lambda: stamps.Scratch.of(stacks, group, rule, step.heads_q, slots_))
             stamps.run(stacks, group, rule, own, step)
 
     def _observe(self, group: int, row: Row, account: Account) -> None:
@@ -127,12 +170,12 @@ class Compactor:
         for view in self._views(group, row, account):
             verdict = self.ledger.evict.keep(view)
             kept = verdict.kept if isinstance(verdict.kept, torch.Tensor) else torch.stack(list(verdict.kept))
-            kept = kept.to(self._session.device).unflatten(0, (len(view.layers), -1))
+            kept = kept.to(self._stacks.device).unflatten(0, (len(view.layers), -1))
             if self.kernels:
                 first = self._stacks.layers[group].index(view.layers[0])
                 move.launch_moves(self._stacks, group, range(first, first + len(view.layers)), row, account, kept.int().contiguous())
             else:
-                move.move(self._session, view.layers, row, account, kept)
+                move.move(self._stacks, view.layers, row, account, kept)
 
     def _views(self, group: int, row: Row, account: Account) -> Iterator[PagedView]:
         """Show as many layers at once as the role takes and as fit."""
@@ -145,7 +188,7 @@ class Compactor:
             budget = at.budget * len(some) if at.budget is not None else None
             precise = at.precise * len(some) if at.precise is not None else None
             whole = replace(at, lengths=at.lengths * len(some), layer=some[0], budget=budget, precise=precise)
-            yield PagedView(self._session, some, row, account, whole, self._scale)
+            yield PagedView(self._stacks, some, row, account, whole, self._scale)
 
 
 def add_mass(view: PagedView, received: Tensor) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from plugins.cache.batch import Row
 from plugins.cache.eviction import launch
-from plugins.cache.eviction.ledger import Account, Ledger
+from plugins.cache.eviction.ledger import Account, EvictingLedger
 from plugins.cache.eviction.move import launch_moves
 from plugins.cache.eviction.stacks import Stacks
 from trtkv.plan import EvictPlan
@@ -21,14 +21,14 @@ def takes(evict: EvictPlan) -> bool:
     return isinstance(evict.rule, Lag) and evict.rule.lag <= MOST_LAG
 
 
-def evict(stacks: Stacks, group: int, row: Row, account: Account, ledger: Ledger) -> None:
+def evict(stacks: Stacks, group: int, row: Row, account: Account, ledger: EvictingLedger) -> None:
     """Evict from all layers of a group of one sequence that is due."""
     keys, values = stacks.groups["keys"][group], stacks.groups["values"][group]
     kept, start = choose(keys, values, row.table, account, group, ledger)
     launch_moves(stacks, group, range(len(keys)), row, account, kept, start)
 
 
-def choose(keys: Tensor, values: Tensor, table: Tensor, account: Account, group: int, ledger: Ledger) -> tuple[Tensor, int]:
+def choose(keys: Tensor, values: Tensor, table: Tensor, account: Account, group: int, ledger: EvictingLedger) -> tuple[Tensor, int]:
     """Return what stays [L, Hk, K] int32 behind the first so many tokens of a sequence that is due, and how many those are.
 
     keys, values [L, P, Hk, N, D] are layers of a page group, table [M] int32 the sequence's pages.

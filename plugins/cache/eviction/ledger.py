@@ -44,8 +44,10 @@ class Account:
         return self.seen > self.prompt
 
 
-class Ledger:
-    """The accounts of the sequences of a session, by slot."""
+class EvictingLedger:
+    """The accounts of the sequences of a cache, by slot."""
+
+    shrinks = True
 
     def __init__(self, plan: CachePlan) -> None:
         """Take a plan that compacts or evicts once; raises EngineError where a role cannot be loaded."""
@@ -64,12 +66,12 @@ class Ledger:
         """Return the account of a sequence that has begun."""
         return self._accounts[slot]
 
-    def stored(self, slot: int) -> Sequence[int]:
+    def stored(self, slot: int, seen: int = 0) -> Sequence[int]:
         """Return the tokens that a sequence stores in every page group, none where it has not begun."""
         account = self._accounts.get(slot)
         return [0] * len(self._first) if account is None else account.stored
 
-    def mean_stored(self, slot: int) -> float:
+    def mean_stored(self, slot: int, seen: int = 0) -> float:
         """Return the tokens that a sequence stores, mean over the layers."""
         stored = self.stored(slot)
         return sum(stored[group] for group in self.plan.page_groups) / self.plan.num_layers
@@ -170,7 +172,7 @@ class Ledger:
             return [self.plan.pages(longest)] * len(self._first)
         return self.pages_for(longest - 1, chunk, 1) if longest > 1 else [1] * len(self._first)
 
-    def pages_behind(self, prompt: int, chunk: int, answer: int) -> list[int]:
+    def pages_after_prompt(self, prompt: int, chunk: int, answer: int) -> list[int]:
         """Return the most pages of each group that a prompt takes once it is read, and an answer of so many tokens."""
         return [self.pages_of(one) for one in self._decode(self._read(prompt, chunk)[0], answer)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,23 +12,20 @@ from plugins.cache.eviction import launch
 from plugins.cache.eviction.ledger import Account
 from plugins.cache.eviction.stacks import Stacks
 
-if TYPE_CHECKING:
-    from plugins.cache.session import Session
 
-
-def move(session: Session, layers: Sequence[int], row: Row, account: Account, kept: Tensor, first: int = 0) -> None:
+def move(stacks: Stacks, layers: Sequence[int], row: Row, account: Account, kept: Tensor, first: int = 0) -> None:
     """Keep tokens [L, Hk, K] int64, ascending, of some layers of a page group, in all their paged buffers; those before `first` stay as they are.
 
     kept names what follows those; positions that were not yet written are written here.
     """
-    group = session.plan.page_groups[layers[0]]
+    group = stacks.plan.page_groups[layers[0]]
     placed, shift = account.placed[group], account.seen - row.stored
     for index, layer in enumerate(layers):
-        own = kept[index].to(session.device)
-        for spec in session.plan.buffers:
+        own = kept[index].to(stacks.device)
+        for spec in stacks.plan.buffers:
             if not spec.paged or layer not in spec.layers:
                 continue
-            buffer = session.buffer(spec.name, layer)
+            buffer = stacks.buffer(spec.name, layer)
             sources = own if buffer.shape[1] == len(own) else own.repeat_interleave(buffer.shape[1] // len(own), 0)
             targets = torch.arange(first, first + own.shape[1], device=own.device).expand_as(sources)
             rows = buffer.view(-1, *buffer.shape[3:])
@@ -38,7 +34,7 @@ def move(session: Session, layers: Sequence[int], row: Row, account: Account, ke
                 data = torch.where(sources < placed, data, (sources + shift).to(data.dtype))
             rows[_places(row, targets, buffer)] = data
         if first > placed:
-            _place(session, layer, row, range(placed, first), shift)
+            _place(stacks, layer, row, range(placed, first), shift)
 
 
 def launch_moves(stacks: Stacks, group: int, some: range, row: Row, account: Account, kept: Tensor, first: int = 0) -> None:
@@ -56,9 +52,9 @@ def launch_moves(stacks: Stacks, group: int, some: range, row: Row, account: Acc
         data[:, row.pages[index // size], :, index % size] = (index + shift).to(data.dtype)[:, None, None]
 
 
-def _place(session: Session, layer: int, row: Row, tokens: range, shift: int) -> None:
+def _place(stacks: Stacks, layer: int, row: Row, tokens: range, shift: int) -> None:
     """Write the positions of tokens that stay where they are."""
-    buffer = session.buffer("positions", layer)
+    buffer = stacks.buffer("positions", layer)
     index = torch.arange(tokens.start, tokens.stop, device=buffer.device).expand(buffer.shape[1], -1)
     buffer.view(-1)[_places(row, index, buffer)] = (index + shift).to(buffer.dtype)
 

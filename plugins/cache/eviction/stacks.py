@@ -16,6 +16,7 @@ class Stacks:
 
     def __init__(self, plan: CachePlan, num_pages: Sequence[int], num_slots: int, device: torch.device) -> None:
         """Allocate num_pages for every page group and num_slots."""
+        self.plan, self.num_slots, self.device = plan, num_slots, device
         self.paged, self.page_size = [spec.name for spec in plan.buffers if spec.paged], plan.page_size
         self.layers = [[layer for layer, own in enumerate(plan.page_groups) if own == group] for group in range(plan.num_page_groups)]
         self.groups: dict[str, list[Tensor]] = {}
@@ -28,3 +29,15 @@ class Stacks:
             ]
             places = {layer: (group, index) for group, layers in enumerate(self.layers) for index, layer in enumerate(layers)}
             self.buffers[spec.name] = [self.groups[spec.name][places[layer][0]][places[layer][1]] for layer in range(plan.num_layers)]
+
+    def buffer(self, name: str, layer: int) -> Tensor:
+        """Return one layer's buffer."""
+        found = self.buffers[name][layer]
+        assert found is not None, f"layer {layer} has no buffer {name}"
+        return found
+
+    def shown(self, name: str, layers: Sequence[int]) -> Tensor:
+        """Return a buffer of layers that follow each other in their page group: [layers, P or Z, ...]."""
+        group = self.plan.page_groups[layers[0]]
+        first = self.layers[group].index(layers[0])
+        return self.groups[name][group][first : first + len(layers)]

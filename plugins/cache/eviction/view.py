@@ -5,25 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from plugins.cache.batch import Row
 from plugins.cache.eviction.ledger import Account
+from plugins.cache.eviction.stacks import Stacks
 from trtkv.plan import Occupancy
 from trtkv.ranking import attention
-
-if TYPE_CHECKING:
-    from plugins.cache.session import Session
 
 
 @dataclass
 class PagedView:
     """A `CacheView` of one or several layers of a page group, whose heads then stand one behind the other as if they were one layer's."""
 
-    session: Session
+    stacks: Stacks
     layers: Sequence[int]
     row: Row
     account: Account
@@ -48,21 +45,21 @@ class PagedView:
     @cached_property
     def positions(self) -> Tensor:
         """Logical positions [Hk, S] int64: as written at the last eviction, and behind those in order."""
-        group = self.session.plan.page_groups[self.layers[0]]
+        group = self.stacks.plan.page_groups[self.layers[0]]
         placed, shift = self.account.placed[group], self.account.seen - self.row.stored
-        index = torch.arange(self.row.stored, device=self.session.device)
+        index = torch.arange(self.row.stored, device=self.stacks.device)
         return torch.where(index < placed, self.read("positions").long(), index + shift)
 
     @cached_property
     def queries(self) -> Tensor | None:
         """The newest queries [W, Hq, D] fp32, oldest first, None where the plan keeps none."""
-        evict = self.session.plan.evict
+        evict = self.stacks.plan.evict
         assert evict is not None
         if not evict.queries:
             return None
-        seen, device = self.account.seen, self.session.device
+        seen, device = self.account.seen, self.stacks.device
         order = torch.arange(max(0, seen - evict.queries), seen, device=device) % evict.queries
-        return self._stack("last_queries")[:, self.row.slot].index_select(1, order).transpose(0, 1).flatten(1, 2).float()
+        return self.stacks.shown("last_queries", self.layers)[:, self.row.slot].index_select(1, order).transpose(0, 1).flatten(1, 2).float()
 
     @cached_property
     def mass(self) -> Tensor:
@@ -78,25 +75,18 @@ class PagedView:
     @cached_property
     def state(self) -> Mapping[str, Tensor]:
         """The role's own numbers [Hk, S] by name, zero for tokens of this step until the role has observed them."""
-        evict = self.session.plan.evict
+        evict = self.stacks.plan.evict
         assert evict is not None
         return {name: self.read(name).float() for name in evict.token_state}
 
     def read(self, name: str) -> Tensor:
         """Return a paged buffer's entries for the stored tokens [H, S, ...]."""
-        stack = self._stack(name)
+        stack = self.stacks.shown(name, self.layers)
         pages = stack[:, self.row.run] if self.row.run is not None else stack.index_select(1, self.row.pages)
         return pages.transpose(1, 2).flatten(2, 3)[:, :, : self.row.stored].flatten(0, 1)
 
     def write(self, name: str, data: Tensor) -> None:
         """Write a paged buffer's entries for the stored tokens [H, S, ...]."""
-        index, size = torch.arange(data.shape[1], device=data.device), self.session.plan.page_size
-        self._stack(name)[:, self.row.pages[index // size], :, index % size] = data.unflatten(0, (len(self.layers), -1)).movedim(2, 0)
-
-    def _stack(self, name: str) -> Tensor:
-        """Return a buffer of the shown layers, which follow each other in their page group: [layers, P or Z, ...]."""
-        stacks = self.session.stacks
-        assert stacks is not None, "the session holds caches in tensors"
-        group = self.session.plan.page_groups[self.layers[0]]
-        first = stacks.layers[group].index(self.layers[0])
-        return stacks.groups[name][group][first : first + len(self.layers)]
+        index, size = torch.arange(data.shape[1], device=data.device), self.stacks.plan.page_size
+        target = self.stacks.shown(name, self.layers)
+        target[:, self.row.pages[index // size], :, index % size] = data.unflatten(0, (len(self.layers), -1)).movedim(2, 0)

@@ -6,27 +6,27 @@ import torch
 from torch import Tensor
 
 from plugins.cache.batch import Row
+from plugins.cache.cache import Cache
 from plugins.cache.gather import read_pages
 from plugins.cache.roles import load_role
-from plugins.cache.session import Session
 from trtkv.plan import SelectPlan
 
 
 class PageIndex:
     """Keeps the two bounds of every full page in `page_bounds` [P, Hk, N / p, 2, D]."""
 
-    def update(self, session: Session, layer: int, plan: SelectPlan) -> None:
+    def update(self, cache: Cache, layer: int, plan: SelectPlan) -> None:
         """Bound the pages that the announced step completes, as the role defines it."""
-        pages, inside = session.step(layer).closed_groups(plan.group)
+        pages, inside = cache.step(layer).closed_groups(plan.group)
         if not len(pages):
             return
-        keys = session.buffer("keys", layer).unflatten(2, (-1, plan.group))[pages, :, inside]
+        keys = cache.buffer("keys", layer).unflatten(2, (-1, plan.group))[pages, :, inside]
         closed, heads = keys.shape[:2]
         summary = load_role(plan.meaning).summarize(keys.flatten(0, 1))
         bounds = torch.stack([summary["low"], summary["high"]], 2).view(closed, heads, 2, -1)
-        session.buffer("page_bounds", layer)[pages, :, inside] = bounds
+        cache.buffer("page_bounds", layer)[pages, :, inside] = bounds
 
-    def score(self, session: Session, layer: int, plan: SelectPlan, row: Row, query: Tensor) -> tuple[Tensor, Tensor | None]:
+    def score(self, cache: Cache, layer: int, plan: SelectPlan, row: Row, query: Tensor) -> tuple[Tensor, Tensor | None]:
         """Score the full pages of a sequence [Hq, U]."""
-        bounds = read_pages(session.buffer("page_bounds", layer), row)[:, : row.stored // plan.group]
+        bounds = read_pages(cache.buffer("page_bounds", layer), row)[:, : row.stored // plan.group]
         return load_role(plan.meaning).score(query, {"low": bounds[:, :, 0], "high": bounds[:, :, 1]}), None

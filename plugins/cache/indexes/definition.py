@@ -5,22 +5,22 @@ from __future__ import annotations
 from torch import Tensor
 
 from plugins.cache.batch import Row
+from plugins.cache.cache import Cache
 from plugins.cache.gather import read_pages
 from plugins.cache.roles import load_role
-from plugins.cache.session import Session
 from trtkv.plan import SelectPlan
 
 
 class MeaningIndex:
     """Summarizes anew for every query: as slow as reading all keys, and as right as the role's own definition."""
 
-    def update(self, session: Session, layer: int, plan: SelectPlan) -> None:
+    def update(self, cache: Cache, layer: int, plan: SelectPlan) -> None:
         """Keep nothing: `score` reads the keys."""
 
-    def score(self, session: Session, layer: int, plan: SelectPlan, row: Row, query: Tensor) -> tuple[Tensor, Tensor | None]:
+    def score(self, cache: Cache, layer: int, plan: SelectPlan, row: Row, query: Tensor) -> tuple[Tensor, Tensor | None]:
         """Score by the role's `summarize` and `score` over the closed groups."""
         closed = row.stored // plan.group * plan.group
-        keys = read_pages(session.buffer("keys", layer), row)[:, :closed]
+        keys = read_pages(cache.buffer("keys", layer), row)[:, :closed]
         role = load_role(plan.meaning)
         summary = role.summarize(keys)
         return role.score(query, summary), role.forced(summary) if plan.forces else None

@@ -8,29 +8,29 @@ import torch
 from torch import Tensor
 
 from plugins.cache.batch import Row
+from plugins.cache.cache import Cache
 from plugins.cache.gather import read_pages
-from plugins.cache.session import Session
 from trtkv.plan import SelectPlan
 
 
 class FierIndex:
     """Packs groups as they close and scores all tokens from the bits."""
 
-    def update(self, session: Session, layer: int, plan: SelectPlan) -> None:
+    def update(self, cache: Cache, layer: int, plan: SelectPlan) -> None:
         """Pack the groups that the announced step completes; closed groups are never touched again."""
-        pages, inside = session.step(layer).closed_groups(plan.group)
+        pages, inside = cache.step(layer).closed_groups(plan.group)
         if not len(pages):
             return
-        keys = session.buffer("keys", layer).unflatten(2, (-1, plan.group))[pages, :, inside]
+        keys = cache.buffer("keys", layer).unflatten(2, (-1, plan.group))[pages, :, inside]
         packed, bounds = pack(keys)
-        session.buffer("fier_bits", layer).unflatten(2, (-1, plan.group))[pages, :, inside] = packed
-        session.buffer("fier_range", layer)[pages, :, inside] = bounds
+        cache.buffer("fier_bits", layer).unflatten(2, (-1, plan.group))[pages, :, inside] = packed
+        cache.buffer("fier_range", layer)[pages, :, inside] = bounds
 
-    def score(self, session: Session, layer: int, plan: SelectPlan, row: Row, query: Tensor) -> tuple[Tensor, Tensor | None]:
+    def score(self, cache: Cache, layer: int, plan: SelectPlan, row: Row, query: Tensor) -> tuple[Tensor, Tensor | None]:
         """Score the closed groups of a sequence: [Hq, U] fp32 with one unit a token."""
         groups = row.stored // plan.group
-        bits = read_pages(session.buffer("fier_bits", layer), row)[:, : groups * plan.group]
-        bounds = read_pages(session.buffer("fier_range", layer), row)[:, :groups]
+        bits = read_pages(cache.buffer("fier_bits", layer), row)[:, : groups * plan.group]
+        bounds = read_pages(cache.buffer("fier_range", layer), row)[:, :groups]
         return score_packed(query, bits.unflatten(1, (groups, plan.group)), bounds), None
 
 

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from plugins.cache.batch import Row
+from plugins.cache.cache import Cache
 from plugins.cache.indexes import bounds as pages
 from plugins.cache.indexes import definition as meaning
 from plugins.cache.indexes import fier
 from plugins.cache.indexes import summaries as kept
-from plugins.cache.session import Session
-from trtkv.plan import SelectPlan
+from plugins.cache.roles import load_role
+from plugins.cache.support import summary_of
+from trtkv.plan import CachePlan, SelectPlan
 from trtkv.rules import Ball, Box, Mean, OneBit
 
 
 class Index(Protocol):
     """A kind of summary."""
 
-    def update(self, session: Session, layer: int, plan: SelectPlan) -> None:
+    def update(self, cache: Cache, layer: int, plan: SelectPlan) -> None:
         """Summarize the groups that the announced step completes."""
 
-    def score(self, session: Session, layer: int, plan: SelectPlan, row: Row, query: Tensor) -> tuple[Tensor, Tensor | None]:
+    def score(self, cache: Cache, layer: int, plan: SelectPlan, row: Row, query: Tensor) -> tuple[Tensor, Tensor | None]:
         """Score every summarized unit of a sequence for query [Hq, D]: [Hq, U] fp32; and which units [Hk, U] bool are read in any case."""
 
 
@@ -32,6 +34,16 @@ _INDEXES: dict[type, Index] = {
     Ball: kept.KeptIndex(centre="page_centre", radius="page_radius"),
     Mean: kept.KeptIndex(landmark="landmarks", likeness="likeness"),
 }
+
+
+def by_kernels(plan: CachePlan, layer: int) -> bool:
+    """Whether kernels choose what a layer reads."""
+    return summary_of(plan, layer) is not None
+
+
+def role_of(plan: SelectPlan) -> Any:
+    """Return the role whose definition a layer selects by."""
+    return load_role(plan.meaning)
 
 
 def find(plan: SelectPlan) -> Index:

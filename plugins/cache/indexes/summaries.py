@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from plugins.cache.batch import Row
+from plugins.cache.cache import Cache
 from plugins.cache.gather import read_pages
 from plugins.cache.roles import load_role
-from plugins.cache.session import Session
 from trtkv.plan import SelectPlan
 
 
@@ -18,18 +18,18 @@ class KeptIndex:
         """Name the buffer of every part that the role's `summarize` returns."""
         self.buffers = buffers
 
-    def update(self, session: Session, layer: int, plan: SelectPlan) -> None:
+    def update(self, cache: Cache, layer: int, plan: SelectPlan) -> None:
         """Summarize the groups that the announced step completes, as the role defines it."""
-        pages, inside = session.step(layer).closed_groups(plan.group)
+        pages, inside = cache.step(layer).closed_groups(plan.group)
         if not len(pages):
             return
-        keys = session.buffer("keys", layer).unflatten(2, (-1, plan.group))[pages, :, inside]
+        keys = cache.buffer("keys", layer).unflatten(2, (-1, plan.group))[pages, :, inside]
         summary = load_role(plan.meaning).summarize(keys.flatten(0, 1))
         for part, buffer in self.buffers.items():
-            session.buffer(buffer, layer)[pages, :, inside] = summary[part].view(*keys.shape[:2], *summary[part].shape[2:])
+            cache.buffer(buffer, layer)[pages, :, inside] = summary[part].view(*keys.shape[:2], *summary[part].shape[2:])
 
-    def score(self, session: Session, layer: int, plan: SelectPlan, row: Row, query: Tensor) -> tuple[Tensor, Tensor | None]:
+    def score(self, cache: Cache, layer: int, plan: SelectPlan, row: Row, query: Tensor) -> tuple[Tensor, Tensor | None]:
         """Score the full groups of a sequence [Hq, U], and name the ones [Hk, U] that every query reads where the role does."""
         groups, role = row.stored // plan.group, load_role(plan.meaning)
-        summary = {part: read_pages(session.buffer(buffer, layer), row)[:, :groups] for part, buffer in self.buffers.items()}
+        summary = {part: read_pages(cache.buffer(buffer, layer), row)[:, :groups] for part, buffer in self.buffers.items()}
         return role.score(query, summary), role.forced(summary) if plan.forces else None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from plugins.append.launch import FIER, KINDS, NO_GROUP, NONE
-from plugins.cache.session import Session
+from plugins.cache.cache import Cache
 from plugins.cache.support import summary_of
 
 
@@ -21,12 +22,23 @@ class Kept:
     meta: Tensor | None = None
 
 
-def kept_of(session: Session, layer: int) -> Kept:
+def words(cache: Cache, layer: int) -> Tensor:
+    """Return a layer's one-bit keys as the kernels lay them out: int32 [P, Hk, N / 32, D], the bytes of `fier_bits`."""
+    packed = cache.buffer("fier_bits", layer)
+    return packed.view(torch.int32).view(*packed.shape[:2], packed.shape[2] // 32, -1)
+
+
+def ranges(cache: Cache, layer: int) -> Tensor:
+    """Return the lows and ranges of one-bit keys as the kernels lay them out: fp16 [P, Hk, N / 32, 2, D], the bytes of `fier_range`."""
+    return cache.buffer("fier_range", layer).view(torch.float16)
+
+
+def kept_of(cache: Cache, layer: int) -> Kept:
     """Return what kernels keep for a layer; kind `NONE` where it selects nothing or selects in torch."""
-    summary, select = summary_of(session.plan, layer), session.plan.select[layer]
+    summary, select = summary_of(cache.plan, layer), cache.plan.select[layer]
     if summary is None or select is None:
         return Kept(NO_GROUP, NONE)
     kind = KINDS[summary.kept]
     if kind == FIER:
-        return Kept(select.group, kind, session.words(layer), session.ranges(layer))
-    return Kept(select.group, kind, None if summary.beside is None else session.buffer(summary.beside, layer), session.buffer(summary.vectors, layer))
+        return Kept(select.group, kind, words(cache, layer), ranges(cache, layer))
+    return Kept(select.group, kind, None if summary.beside is None else cache.buffer(summary.beside, layer), cache.buffer(summary.vectors, layer))

@@ -9,11 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from plugins import append as kv_append
-from plugins import attend as kv_attend
-from plugins import select as kv_select
-from plugins.nodes.node import OpFace
-from plugins.nodes.table import FACES
+from plugins.nodes import APPEND, ATTEND, FACES, SELECT, OpFace
 from plugins.tensorrt.backend import load
 from plugins.tensorrt.plugin import new_plugin, register
 from plugins.tensorrt.recorder import Recorder
@@ -61,11 +57,11 @@ class Emitter:
         """Add one layer's nodes: packed projections [T, (Hq + 2 Hk) D] in, attended [T, Hq D] out; step holds the tensors of a step by name."""
         sequence = [step[name] for name in SEQUENCE_INPUTS]
         at = f"layers.{layer}"
-        query = self._node(kv_append.FACE, [qkv, step["positions"], *sequence, step["rope"], step["state"], *norms], f"{at}.query", layer)
+        query = self._node(APPEND, [qkv, step["positions"], *sequence, step["rope"], step["state"], *norms], f"{at}.query", layer)
         selection = []
         if self.plan.select[layer]:
-            selection.append(self._node(kv_select.FACE, [query, *sequence, step["state"]], f"{at}.selection", layer))
-        return self._node(kv_attend.FACE, [query, *sequence, step["state"], *selection], f"{at}.attended", layer)
+            selection.append(self._node(SELECT, [query, *sequence, step["state"]], f"{at}.selection", layer))
+        return self._node(ATTEND, [query, *sequence, step["state"], *selection], f"{at}.attended", layer)
 
     def _node(self, face: OpFace, inputs: Sequence[Any], name: str, layer: int) -> Any:
         trt = load("tensorrt").trt

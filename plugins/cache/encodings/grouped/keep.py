@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plugins.cache.batch import Row
-from plugins.cache.eviction.ledger import Ledger
+from plugins.cache.eviction.ledger import EvictingLedger
 from plugins.cache.eviction.sums import launch as sums
 from trtkv.plan import CachePlan, Occupancy
 
@@ -55,7 +55,7 @@ class PromptView:
 class Keeper:
     """Watches the prompts of a session and chooses what stays of each, layer by layer, when it is complete."""
 
-    def __init__(self, plan: CachePlan, ledger: Ledger, device: torch.device) -> None:
+    def __init__(self, plan: CachePlan, ledger: EvictingLedger, device: torch.device) -> None:
         """Serve a plan that evicts once, whose lengths the ledger knows."""
         assert plan.evict is not None, "the plan evicts nothing"
         self.ledger, self._plan, self._evict, self._device, self._scale = ledger, plan, plan.evict, device, plan.head_dim**-0.5

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from plugins.cache.eviction.ledger import Account, Ledger
+from plugins.cache.eviction.ledger import Account, EvictingLedger
 from plugins.cache.roles import load_role
 from trtkv.plan import CachePlan, Occupancy
 
 MOST_QUIET = 1 << 16  # steps that are looked ahead
 
 
-class SettledLedger(Ledger):
+class SettledLedger(EvictingLedger):
     """The accounts of a plan that settles; how many tokens are settled follows from those that were seen, whatever the prompt's chunks."""
 
     def __init__(self, plan: CachePlan) -> None:
@@ -87,7 +87,7 @@ class SettledLedger(Ledger):
         """Return the most pages of each group that any sequence of up to `longest` tokens takes."""
         return self.settled_pages(longest)
 
-    def pages_behind(self, prompt: int, chunk: int, answer: int) -> list[int]:
+    def pages_after_prompt(self, prompt: int, chunk: int, answer: int) -> list[int]:
         """Return the most pages of each group that a prompt takes once it is read, and an answer of so many tokens."""
         return self.settled_pages(prompt + answer)
 
@@ -105,6 +105,6 @@ class SettledLedger(Ledger):
         return tuple(self._read(prompt, chunk)[1])
 
 
-def find_ledger(plan: CachePlan) -> Ledger:
+def find_ledger(plan: CachePlan) -> EvictingLedger:
     """Return the ledger of a plan whose layers' heads all keep equally many tokens."""
-    return SettledLedger(plan) if plan.storage == "windowed" else Ledger(plan)
+    return SettledLedger(plan) if plan.storage == "windowed" else EvictingLedger(plan)

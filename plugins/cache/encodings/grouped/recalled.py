@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from plugins.cache.batch import StepGroup
+from plugins.cache.cache import Cache
 from plugins.cache.encodings.grouped import launch, launch_list
 from plugins.cache.encodings.grouped.away import Away
 from plugins.cache.encodings.grouped.store import EncodedStore
-from plugins.cache.session import Session
+from plugins.cache.indexes.choose import choose_units
 from plugins.cache.tiers.host import launch as recall
 from plugins.cache.tiers.host.by_host import copy_pages
-from plugins.nodes.node import OpConfig
-from plugins.select.cuda import choose_units
+from plugins.cache.tiers.host.store import Offload
+from plugins.config import OpConfig
 from trtkv.plan import SelectPlan
 
 
@@ -34,21 +35,21 @@ class Desk:
 
 def ring_table(away: Away, step: StepGroup, slots: Tensor) -> Tensor:
     """Return the rows of the pages that decode steps write codes to, [B, M] int32, of sequences in slots [B]; made once for all layers of a step."""
-    if "rings" not in step.cache:
-        step.cache["rings"] = away.table.index_select(0, slots)
-    return step.cache["rings"]  # type: ignore[return-value]
+    if "rings" not in step.shared:
+        step.shared["rings"] = away.table.index_select(0, slots)
+    return step.shared["rings"]  # type: ignore[return-value]
 
 
 def attend(
-    session: Session, store: EncodedStore, layer: int, config: OpConfig, plan: SelectPlan, query: Tensor, lens: Tensor, slots: Tensor, table: Tensor,
+    cache: Cache, store: EncodedStore, layer: int, config: OpConfig, plan: SelectPlan, query: Tensor, lens: Tensor, slots: Tensor, table: Tensor,
     chosen: Tensor, out: Tensor, scratch: launch.Scratch, overlap: bool,
 ) -> None:  # fmt: skip
     """Attend to what decoding sequences chose, [B, Hk, K + 1] int32, in a layer whose pages live on the host."""
-    away, step, batch = store.away, session.step(layer), lens.shape[0]
+    away, step, batch = store.away, cache.step(layer), lens.shape[0]
     assert away is not None
     offload = away.offload
     tier, shape, by_host = offload.coded[layer], offload.shape, offload.recall.engine != "kernel"
-    desk = session.scratch(("recall encoded", batch), lambda: _furnish(session, batch, chosen))
+    desk = cache.scratch(("recall encoded", batch), lambda: _furnish(cache, offload, batch, chosen))
     if not offload.recall.reuse:
         tier.held.fill_(-1)
     recall.recall_pages(
@@ -60,22 +61,22 @@ def attend(
     given = (query, store.pages[layer], table, lens, slots, chosen, out, scratch)
     launch_list.attend_list(*given, unit=plan.unit, scale=config.scale, overlap=overlap, placed=desk.placed)
     if offload.recall.ahead:
-        _recall_ahead(session, away, layer, config, plan, query, lens, slots, table, desk.likely[shape.layers.index(layer)])
+        _recall_ahead(cache, away, layer, config, plan, query, lens, slots, table, desk.likely[shape.layers.index(layer)])
 
 
 def _recall_ahead(
-    session: Session, away: Away, layer: int, config: OpConfig, plan: SelectPlan, query: Tensor, lens: Tensor, slots: Tensor, table: Tensor,
+    cache: Cache, away: Away, layer: int, config: OpConfig, plan: SelectPlan, query: Tensor, lens: Tensor, slots: Tensor, table: Tensor,
     likely: Tensor,
 ) -> None:  # fmt: skip
     """Recall what this step's query chooses for the next one, beside what follows of this one; complete pages go to the host."""
-    offload, step = away.offload, session.step(layer)
-    if ("next", len(lens)) not in step.cache:
-        step.cache["next", len(lens)] = lens + 1
-    ahead = step.cache["next", len(lens)]
+    offload, step = away.offload, cache.step(layer)
+    if ("next", len(lens)) not in step.shared:
+        step.shared["next", len(lens)] = lens + 1
+    ahead = step.shared["next", len(lens)]
     assert isinstance(ahead, Tensor)
     offload.kept += (query, lens, slots, table, ahead)
     with offload.lane.behind():
-        choose_units(session, layer, config, plan, query, lens, slots, table, likely, ahead=ahead)
+        choose_units(cache, layer, config, plan, query, lens, slots, table, likely, ahead=ahead)
     with offload.lane.after():
         recall.recall_pages(
             offload.coded[layer], offload.shape, likely, lens, slots, table, None, None, num_slots=offload.num_slots, ahead=True, flush=True,
@@ -83,9 +84,8 @@ def _recall_ahead(
         )  # fmt: skip
 
 
-def _furnish(session: Session, batch: int, chosen: Tensor) -> Desk:
-    assert session.offload is not None
-    shape = session.offload.shape
-    make = lambda *size: torch.zeros(size, dtype=torch.int32, device=session.device)  # noqa: E731
+def _furnish(cache: Cache, offload: Offload, batch: int, chosen: Tensor) -> Desk:
+    shape = offload.shape
+    make = lambda *size: torch.zeros(size, dtype=torch.int32, device=cache.device)  # noqa: E731
     likely = chosen.new_zeros(len(shape.layers), *chosen.shape)
     return Desk(torch.zeros_like(chosen), likely, make(batch, chosen.shape[1], 1 + 2 * shape.frames))

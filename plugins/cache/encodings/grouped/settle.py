@@ -36,9 +36,9 @@ class Settler:
 
     def ring_table(self, step: StepGroup, slots: Tensor) -> Tensor:
         """Return the page tables [B, M] int32 of rings in slots [B]; made once for all layers of a step."""
-        if "rings" not in step.cache:
-            step.cache["rings"] = self._tables.index_select(0, slots)
-        return step.cache["rings"]  # type: ignore[return-value]
+        if "rings" not in step.shared:
+            step.shared["rings"] = self._tables.index_select(0, slots)
+        return step.shared["rings"]  # type: ignore[return-value]
 
     def keep(self, layer: int, row: Row, keys: Tensor, values: Tensor) -> tuple[Tensor | None, int, tuple[int, int]]:
         """Return what stays of a complete prompt, keys and values [1, Hk, X, D], in its layer.

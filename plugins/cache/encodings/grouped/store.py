@@ -23,7 +23,7 @@ from plugins.cache.encodings.grouped.keep import Keeper
 from plugins.cache.encodings.grouped.ledger import SettledLedger
 from plugins.cache.encodings.grouped.settle import Settler
 from plugins.cache.encodings.per_token.buffers import replaces
-from plugins.cache.eviction.ledger import Ledger
+from plugins.cache.eviction.ledger import EvictingLedger
 from plugins.cache.tiers.host.store import Offload
 from plugins.device.dtypes import TORCH_DTYPES
 from trtkv.errors import EngineError
@@ -37,7 +37,7 @@ class EncodedStore:
     """The caches of all layers; `buffers[name][layer]` as a session has them, "keys" and "values" being the rings [Z, Hk, ring, D]."""
 
     def __init__(
-        self, plan: CachePlan, form: Format, num_pages: Sequence[int], num_slots: int, device: torch.device, ledger: Ledger | None = None,
+        self, plan: CachePlan, form: Format, num_pages: Sequence[int], num_slots: int, device: torch.device, ledger: EvictingLedger | None = None,
         offload: Offload | None = None,
     ) -> None:  # fmt: skip
         """Allocate pages of every page group, and rings; the ledger knows the lengths of a plan that evicts.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -19,20 +18,17 @@ from plugins.cache.eviction.per_head.compactor import HeadCompactor
 from plugins.cache.eviction.per_head.ledger import HeadAccount, Lengths
 from plugins.cache.support import compacts_by_kernels
 
-if TYPE_CHECKING:
-    from plugins.cache.session import Session
-
 
 class MixedCompactor(HeadCompactor):
-    """What a session does behind each step for a mixed plan."""
+    """What a mixed cache does after each step."""
 
-    def __init__(self, session: Session) -> None:
-        """Serve a session whose pool is allocated; `kernels` says that what stays is written anew by them."""
-        plan = session.plan
+    def __init__(self, pool: MixedPool) -> None:
+        """Serve a pool that is allocated; `kernels` says that what stays is written anew by them."""
+        plan = pool.plan
         assert plan.evict is not None, "the plan evicts nothing"
-        self._pool, self._plan, self._evict, self._scale = cast(MixedPool, session.ragged), plan, plan.evict, plan.head_dim**-0.5
+        self._pool, self._plan, self._evict, self._scale = pool, plan, plan.evict, plan.head_dim**-0.5
         self.ledger, self._turned = MixedLedger(plan), []
-        self.kernels = self._pool.kernels = compacts_by_kernels(plan, session.device)
+        self.kernels = self._pool.kernels = compacts_by_kernels(plan, pool.device)
 
     def finish(self, rows: Sequence[Row]) -> None:
         """Evict and demote behind the announced step."""

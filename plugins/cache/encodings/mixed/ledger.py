@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from plugins.cache.eviction.per_head.ledger import HeadAccount, HeadLedger, Lengths
-from plugins.cache.eviction.per_head.pages import Ints, head_pages
+from plugins.cache.pages import Ints, head_pages
 from plugins.cache.roles import load_role
 from trtkv.plan import CachePlan, Occupancy
 
@@ -27,7 +27,7 @@ class MixedLedger(HeadLedger):
         self._grows = np.arange(self.heads) < self.layers
         self._accounts = {}
 
-    def mean_stored(self, slot: int) -> float:
+    def mean_stored(self, slot: int, seen: int = 0) -> float:
         """Return the tokens that a sequence stores, mean over the layers."""
         return float(self.stored(slot).sum()) / self.layers
 
@@ -99,7 +99,7 @@ class MixedLedger(HeadLedger):
         """Return the most pages that any sequence of up to `longest` tokens takes."""
         return self.pages_for(longest - 1, chunk, 1) if longest > 1 else [self.layers]
 
-    def pages_behind(self, prompt: int, chunk: int, answer: int) -> list[int]:
+    def pages_after_prompt(self, prompt: int, chunk: int, answer: int) -> list[int]:
         """Return the most pages that a prompt takes once it is read, and an answer of so many tokens; measured layers are taken to be alike."""
         stored = prompt * self._grows.astype(np.int64)
         account = HeadAccount(prompt, stored, stored, prompt, prompt)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from plugins.cache.batch import Row
 from plugins.cache.eviction.per_head.ledger import HeadAccount, Lengths
-from plugins.cache.eviction.per_head.pages import HeadPages, Ints
 from plugins.cache.eviction.per_head.pool import HeadPool
+from plugins.cache.pages import HeadPages, Ints
 from plugins.cache.roles import load_role
 from plugins.device.dtypes import TORCH_DTYPES
 from trtkv.plan import CachePlan
@@ -97,7 +97,7 @@ class MixedPool(HeadPool):
         return self._moved(np.array(rows, np.int32))
 
     def table(self, b: int) -> Tensor:
-        """Return the pages [2 L, M] int32 of a sequence, brought to the device once a step without waiting for it."""
+        """Return the pages [2 L, M] int32 of a sequence, to_device to the device once a step without waiting for it."""
         if b not in self._cache:
             own = self.pages[b]
             self._cache[b] = self._moved(np.ascontiguousarray(own.table[:, : int(own.counts.max(initial=1))], np.int32))

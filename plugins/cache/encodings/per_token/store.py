@@ -20,7 +20,7 @@ from trtkv.rules import Blend
 NEVER = 1 << 30  # tokens after which the append kernel would encode: here that is not its task
 
 
-class ReplacedStore(EncodedStore):
+class PerTokenStore(EncodedStore):
     """The caches of all layers; `stacks` holds them by name, "keys" and "values" being the newest tokens [L, Z, Hk, 1, D]."""
 
     def __init__(self, *args: Any, **more: Any) -> None:

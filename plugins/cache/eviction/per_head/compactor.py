@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,27 +11,25 @@ from torch import Tensor
 from plugins.cache.batch import Row
 from plugins.cache.eviction.per_head import move, received
 from plugins.cache.eviction.per_head.ledger import HeadAccount, HeadLedger, Lengths
+from plugins.cache.eviction.per_head.pool import HeadPool
 from plugins.cache.eviction.per_head.ring import Ring, slides
 from plugins.cache.eviction.per_head.view import HeadView
 from plugins.cache.support import compacts_by_kernels
 
-if TYPE_CHECKING:
-    from plugins.cache.session import Session
-
 
 class HeadCompactor:
-    """What a session does behind each step for a ragged plan."""
+    """What a cache does after each step where every KV head keeps its own number of tokens."""
 
     _sink: int | None = None  # of a role whose heads keep their tokens in rings
 
-    def __init__(self, session: Session) -> None:
-        """Serve a session whose pool is allocated; `kernels` says that eviction runs by them."""
-        plan = session.plan
-        assert session.ragged is not None and plan.evict is not None, "the heads of the plan keep equally many tokens"
-        self._pool, self._plan, self._evict, self._scale = session.ragged, plan, plan.evict, plan.head_dim**-0.5
+    def __init__(self, pool: HeadPool) -> None:
+        """Serve a pool that is allocated; `kernels` says that eviction runs by them."""
+        plan = pool.plan
+        assert plan.evict is not None, "the plan evicts nothing"
+        self._pool, self._plan, self._evict, self._scale = pool, plan, plan.evict, plan.head_dim**-0.5
         self.ledger, self._sink = HeadLedger(plan), slides(plan.evict)
         self._turned: list[tuple[int, Ring, Lengths, int]] = []
-        self.kernels = self._pool.kernels = compacts_by_kernels(plan, session.device)
+        self.kernels = self._pool.kernels = compacts_by_kernels(plan, pool.device)
 
     def begin(self, new: Sequence[int], seen: Sequence[int], slots: Sequence[int], prompts: Sequence[int]) -> Lengths:
         """Count a step's new tokens and return the tokens [Y, B] of every head that are stored once they are appended."""

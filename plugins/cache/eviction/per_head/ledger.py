@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from plugins.cache.eviction.per_head.pages import Ints, head_pages
+from plugins.cache.pages import Ints, head_pages
 from plugins.cache.roles import load_role
 from trtkv.errors import EngineError
 from trtkv.plan import CachePlan, Occupancy
@@ -57,6 +57,7 @@ class HeadAccount:
 class HeadLedger:
     """The accounts of the sequences of a session, by slot."""
 
+    shrinks, encodes = True, False
     _grows: Any = 1  # how many tokens a new one adds to each row [Y]
 
     def __init__(self, plan: CachePlan) -> None:
@@ -74,12 +75,12 @@ class HeadLedger:
         """Return the account of a sequence, None where it has not begun."""
         return self._accounts.get(slot)
 
-    def stored(self, slot: int) -> Lengths:
+    def stored(self, slot: int, seen: int = 0) -> Lengths:
         """Return the tokens [Y] that a sequence stores, none where it has not begun."""
         account = self._accounts.get(slot)
         return np.zeros(self.heads, np.int64) if account is None else account.stored
 
-    def mean_stored(self, slot: int) -> float:
+    def mean_stored(self, slot: int, seen: int = 0) -> float:
         """Return the tokens that a sequence stores, mean over layers and KV heads."""
         return float(self.stored(slot).mean())
 
@@ -172,7 +173,7 @@ class HeadLedger:
         """Return the most pages that any sequence of up to `longest` tokens takes."""
         return [self.heads * self.plan.pages(longest)]
 
-    def pages_behind(self, prompt: int, chunk: int, answer: int) -> list[int]:
+    def pages_after_prompt(self, prompt: int, chunk: int, answer: int) -> list[int]:
         """Return the most pages that a prompt takes once it is read, and an answer of so many tokens; measured heads are taken to be alike."""
         alike = torch.ones(self.plan.num_layers, self.plan.num_kv_heads) if self.allocate.measured else None
         return [self._pages_decoding(self._behind(prompt, alike), answer)]

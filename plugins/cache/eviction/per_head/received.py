@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from plugins.attend.prefill import attend_with_lse
 from plugins.cache.batch import Row
 from plugins.cache.eviction import observe
 from plugins.cache.eviction.per_head import launch
@@ -15,14 +14,9 @@ from plugins.cache.eviction.per_head.pool import HeadPool
 from plugins.cache.eviction.sums import launch as sums
 from trtkv.ranking import attention
 
-if TYPE_CHECKING:
-    from plugins.cache.session import Session
-
 
 def from_window(query: Tensor, keys: Tensor, scale: float) -> Tensor:
     """Return what each of S tokens received from queries [W, Hq, D], the newest W tokens, over keys [Hk, S, D]: [Hq, S] fp32, by kernels."""
-    from plugins.attend.prefill import attend_with_lse  # its package needs sessions, which need this module
-
     _, lse = attend_with_lse(query, keys, keys, scale)
     return sums.column_sums(query, keys, lse, scale)
 
@@ -53,23 +47,22 @@ def add(pool: HeadPool, layer: int, b: int, received: Tensor) -> None:
     pool.write("attention_mass", layer, b, received + had)
 
 
-def observe_chunk(session: Session, layer: int, b: int, row: Row, query: Tensor, parts: list[tuple[Tensor, Tensor | None]]) -> None:
+def observe_chunk(pool: HeadPool, layer: int, b: int, row: Row, query: Tensor, parts: list[tuple[Tensor, Tensor | None]]) -> None:
     """Look at the queries [n, Hq, D] of a sequence's new tokens over what it stores.
 
     parts are the keys [H, S, D] of heads that store equally many, head by head or all together, with attention's log-sum-exp [G H, n] where kernels
     left one.
     """
-    pool, scale = session.ragged, session.plan.head_dim**-0.5
-    assert pool is not None
-    if not observe.looks_at(session, row):
+    evict, scale, rings = pool.plan.evict, pool.plan.head_dim**-0.5, pool.buffers.get("last_queries")
+    if evict is None or not observe.looks_at(evict, row):
         return
-    observe.keep_queries(session, layer, row, query)
-    if not observe.counts_sums(session, row):
+    observe.store_queries(evict, None if rings is None else rings[layer], row, query)
+    if not observe.counts_sums(evict, row):
         return
     longest = max(keys.shape[1] for keys, _ in parts)
     total, start = query.new_zeros(query.shape[1], longest, dtype=torch.float32), 0
     for keys, lse in parts:
-        heads = keys.shape[0] * (query.shape[1] // session.plan.num_kv_heads)
+        heads = keys.shape[0] * (query.shape[1] // pool.plan.num_kv_heads)
         own = query[:, start : start + heads]
         found = observe.column_sums(own, keys, scale) if lse is None else sums.column_sums(own, keys, lse, scale)
         total[start : start + heads, : keys.shape[1]] = found

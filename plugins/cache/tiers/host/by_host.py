@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plugins.cache.batch import Row, brought
+from plugins.cache.batch import Row, to_device
 from plugins.cache.tiers.host.store import Offload
 from trtkv.errors import EngineError
 
@@ -107,7 +107,7 @@ def _copy_staged(store: Offload, layer: int, missing: Missing) -> None:
                 copies.append((at, source + distance, size))
                 at += size
         stage.fill(turn % 2, copies)
-        rows, begin = brought(missing.rows[first : first + HALF_PAGES], torch.int64, store.device), 0
+        rows, begin = to_device(missing.rows[first : first + HALF_PAGES], torch.int64, store.device), 0
         for pool, size in zip(store.tier(layer).pools, part_bytes(store), strict=True):
             words = pool.view(-1).view(torch.int64).view(-1, size // 8)
             words.index_copy_(0, rows, half[: len(own), begin : begin + size // 8])

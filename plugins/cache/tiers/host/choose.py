@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
 
 import torch
 
@@ -17,47 +16,17 @@ from plugins.cache.batch import Row
 from plugins.cache.support import gpu_ready, why_torch
 from plugins.cache.tiers.host import launch
 from plugins.cache.tiers.host.by_host import copy_pages
+from plugins.cache.tiers.host.choice import Choice, Engine
 from plugins.cache.tiers.host.copies import LEAST_PAGES, Route
 from plugins.cache.tiers.host.store import Offload, Recall
 from trtkv.plan import CachePlan
 
-MISSED_PAGES = 10  # of every head in a step of real text, as FreeKV's replication reports (docs/offload.md)
+MISSED_PAGES = 10  # of every head in a step of real text, as FreeKV's replication reports (docs/caches.md)
 MOST_COPIES = 512  # of one trial: more would make opening an engine of many sequences slow
 BULK_PAGES, BULK_BYTES = 256, 32 << 20  # a run of pages: as many as a chunk of a prompt fills, of at most so many bytes
 RUNS = 4
 CLEARLY = 0.9  # part of the copy engine's time that a kernel must need for runs, since it takes multiprocessors from the layer beside
-Engine = Literal["kernel", "copies"]
 Measure = Callable[[Callable[[], None]], float]
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What moves pages of decode steps and runs of them, and the microseconds of each way that decided it.
-
-    A step's trial is one launch for `sequences` sequences that miss `pages` pages of each head; the bulk trial moves `run_pages` pages of all heads.
-    """
-
-    step: Engine
-    bulk: Engine
-    step_kernel_us: float
-    step_copies_us: float
-    bulk_kernel_us: float
-    bulk_copies_us: float
-    sequences: int
-    pages: int
-    run_pages: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as `--json` prints it."""
-        return {name: round(value, 1) if isinstance(value, float) else value for name, value in asdict(self).items()}
-
-    def line(self) -> str:
-        """Say it in a line."""
-        return (
-            f"recall of steps by {self.step} ({self.pages} pages a head of {self.sequences} sequences: kernel {self.step_kernel_us:.0f} us, "
-            f"copies {self.step_copies_us:.0f} us), of prompts by {self.bulk} ({self.run_pages} pages: kernel {self.bulk_kernel_us:.0f} us, "
-            f"copies {self.bulk_copies_us:.0f} us)"
-        )
 
 
 def settle(store: Offload, plan: CachePlan, measure: Measure | None = None) -> Choice | None:
@@ -89,14 +58,6 @@ def settled(wanted: Recall, step: Engine, bulk: Engine) -> Recall:
     engine = step if wanted.engine == "auto" else wanted.engine
     ahead = wanted.ahead and not (wanted.engine == "auto" and engine == "copies")
     return replace(wanted, engine=engine, ahead=ahead, bulk=bulk if wanted.bulk == "auto" else wanted.bulk)
-
-
-def recall_facts(store: Offload) -> dict[str, Any]:
-    """Return what moves a session's pages, and what was measured where that was left open: as `--json` prints it."""
-    how, choice = store.recall, store.choice
-    kernels = gpu_ready(store.device) is None
-    facts = {"step": how.engine if kernels else "torch", "bulk": how.bulk if kernels else "torch", "ahead": how.ahead}
-    return {**facts, "measured": choice.to_json()} if isinstance(choice, Choice) else facts
 
 
 class Trial:

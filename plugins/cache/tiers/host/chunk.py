@@ -64,9 +64,9 @@ def pages_of(row: Row) -> range:
 
 def plan_chunk(store: Offload, step: StepGroup) -> Chunk:
     """Lay a step's new tokens out, once for all layers."""
-    if "chunk" not in step.cache:
-        step.cache["chunk"] = _plan(store, step)
-    return step.cache["chunk"]  # type: ignore[return-value]
+    if "chunk" not in step.shared:
+        step.shared["chunk"] = _plan(store, step)
+    return step.shared["chunk"]  # type: ignore[return-value]
 
 
 def _plan(store: Offload, step: StepGroup) -> Chunk:
@@ -167,7 +167,7 @@ def _stage(store: Offload, layer: int, step: StepGroup, b: int) -> tuple[Tensor,
 def write_chunk(store: Offload, layer: int, step: StepGroup, keys: Tensor, values: Tensor) -> None:
     """Store the keys and values [T, Hk, D] of a step's new tokens."""
     chunk = plan_chunk(store, step)
-    own_keys, own_values = begin_chunk(store, layer, chunk)
+    own_keys, override_of = begin_chunk(store, layer, chunk)
     own_keys[chunk.token_rows, :, chunk.token_places] = keys.to(own_keys.dtype)
-    own_values[chunk.token_rows, :, chunk.token_places] = values
+    override_of[chunk.token_rows, :, chunk.token_places] = values
     settle_chunk(store, layer, chunk)

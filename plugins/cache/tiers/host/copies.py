@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plugins.cache.batch import brought
+from plugins.cache.batch import to_device
 from trtkv.errors import EngineError
 
 LEAST_PAGES = 8  # of a run: what costs less than the launches of its copies is left to a kernel
@@ -34,7 +34,7 @@ class Route:
         single = [(first + i, place + i) for first, count, place in runs if count < least for i in range(count)]
         pages, places = ([pair[i] for pair in single] for i in range(2))
         long = tuple(run for run in runs if run[1] >= least)
-        return Route(long, brought(pages, torch.int64, device), brought(places, torch.int64, device))
+        return Route(long, to_device(pages, torch.int64, device), to_device(places, torch.int64, device))
 
     def bring(self, host: Tensor, to: Tensor) -> None:
         """Copy pages of host [P, Hk, N, D] to their places in to [n, Hk, N, D]."""

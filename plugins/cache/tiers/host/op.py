@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from plugins.cache.batch import Row
+from plugins.cache.cache import Cache
 from plugins.cache.indexes import index as indexes
-from plugins.cache.session import Session
 from plugins.cache.tiers.host.reference import assign
 from plugins.cache.tiers.host.store import Offload, RecordTier
-from plugins.nodes.node import OpConfig
+from plugins.config import OpConfig
 from plugins.select.choose import choose, pool, spread
 from trtkv.plan import SelectPlan
 
@@ -64,15 +64,13 @@ def every_page(store: Offload, stored: int, heads: int) -> Tensor:
     return torch.arange(-(-stored // store.shape.page_size), device=store.device).expand(heads, -1)
 
 
-def recall_ahead(session: Session, layer: int, config: OpConfig, plan: SelectPlan, row: Row, query: Tensor) -> None:
+def recall_ahead(cache: Cache, store: Offload, layer: int, config: OpConfig, plan: SelectPlan, row: Row, query: Tensor) -> None:
     """Bring what this step's query [Hq, D] chooses for the next step, which has one token more."""
-    store = session.offload
-    assert store is not None
     stored = row.stored + 1
-    if stored <= session.reads_all_up_to(layer):
+    if stored <= cache.reads_all_up_to(layer):
         recall(store, layer, row, every_page(store, stored, config.num_kv_heads), stored, ahead=True)
         return
-    scores, forced = indexes.find(plan).score(session, layer, plan, row, query)
+    scores, forced = indexes.find(plan).score(cache, layer, plan, row, query)
     pooled = pool(scores, config.num_kv_heads, config.scale, plan.pooling)
     # A group that the next token completes has no scores yet.
     pooled = functional.pad(pooled, (0, max(0, stored // plan.unit - pooled.shape[1])), value=float("-inf"))

@@ -6,11 +6,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from plugins.cache.support import gpu_ready
+from plugins.cache.tiers.host.choice import Choice
 from plugins.cache.tiers.host.copies import LEAST_PAGES
 from plugins.cache.tiers.host.layout import Layout, layout, records
 from plugins.device.dtypes import TORCH_DTYPES
@@ -167,7 +169,14 @@ class Offload:
         self.staged: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by layer and slot: what a prompt's next layer will read
         self.kept: list[Tensor] = []  # what the lane still reads
         self.stage: object = None  # of copies by the host, made when the first are
-        self.choice: object = None  # what was measured, where recall was "auto"
+        self.choice: Choice | None = None  # what was measured, where recall was "auto"
+
+    recalls = True
+
+    @property
+    def captures(self) -> bool:
+        """Whether the device recalls by itself."""
+        return self.recall.engine == "kernel"
 
     @property
     def least_run(self) -> int:
@@ -231,6 +240,20 @@ class Offload:
     def host_bytes(self) -> int:
         """Return the bytes of the host pools."""
         return sum(tier.host.nbytes for tier in self.every)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what moves pages, and what was measured where that was left open: as `--json` prints it."""
+        kernels = gpu_ready(self.device) is None
+        facts = {"step": self.recall.engine if kernels else "torch", "bulk": self.recall.bulk if kernels else "torch", "ahead": self.recall.ahead}
+        return {**facts, "measured": self.choice.to_json()} if self.choice is not None else facts
+
+    def line(self) -> str | None:
+        """Say in a line what was measured."""
+        return None if self.choice is None else self.choice.line()
+
+    def page_host_bytes(self) -> int:
+        """Return the bytes of a page, in all layers, that lie on the host."""
+        return self.shape.host_bytes(1)
 
     def join(self) -> None:
         """Wait, on the step's stream, for what runs beside it."""

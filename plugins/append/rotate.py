@@ -1,0 +1,54 @@
+"""Normalizing and rotating new queries and keys in torch, for any device and dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from plugins.cache.batch import StepGroup
+from plugins.config import OpConfig
+
+
+def rotate(step: StepGroup, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate a step's new queries and keys; inputs: qkv [T, (Hq + 2 Hk) D], positions [T] int32, at place 7 rope [X, D] fp32, two norms [D] from 9.
+
+    rope holds the cosines of D / 2 frequencies, then the sines. Writes the queries to out [T, Hq D]; returns keys and values [T, Hk, D].
+    """
+    qkv, positions, rope = inputs[0], inputs[1], inputs[7]
+    heads, dim = config.num_q_heads + config.num_kv_heads, config.head_dim
+    rotated = qkv[:, : heads * dim].unflatten(1, (heads, dim))
+    if len(inputs) > 9:
+        rotated = _norm_heads(rotated, inputs[9], inputs[10], config)
+    rotated = _rotate(rotated, *_angles(step, positions, rope))
+    out.unflatten(1, (config.num_q_heads, dim)).copy_(rotated[:, : config.num_q_heads])
+    return rotated[:, config.num_q_heads :].to(qkv.dtype), qkv[:, heads * dim :].unflatten(1, (config.num_kv_heads, dim))
+
+
+def _norm_heads(qk: Tensor, q_weight: Tensor, k_weight: Tensor, config: OpConfig) -> Tensor:
+    """Normalize each head of qk [T, Hq + Hk, D] by its root mean square, in fp32 as the graph's norms."""
+    wide = qk.float()
+    scaled = (wide / (wide.square().mean(-1, keepdim=True) + config.rms_eps).sqrt()).to(qk.dtype)
+    weights = qk.new_empty(qk.shape[1], qk.shape[2])
+    weights[: config.num_q_heads], weights[config.num_q_heads :] = q_weight, k_weight
+    return scaled * weights
+
+
+def _angles(step: StepGroup, positions: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines [T, 1, D / 2] fp32, looked up once a step."""
+    if "angles" not in step.shared:
+        rows = rope.index_select(0, positions)[:, None]
+        half = rope.shape[1] // 2
+        step.shared["angles"] = (rows[..., :half], rows[..., half:])
+    return step.shared["angles"]  # type: ignore[return-value]
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the two halves of every head of x [T, H, D] against each other, in fp32."""
+    wide = x.float()
+    half = x.shape[-1] // 2
+    first, second = wide[..., :half], wide[..., half:]
+    rotated = wide.new_empty(x.shape)
+    rotated[..., :half] = first * cos - second * sin
+    rotated[..., half:] = second * cos + first * sin
+    return rotated

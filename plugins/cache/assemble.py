@@ -1,0 +1,55 @@
+"""From a plan to its cache: the first variant that can serve it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from plugins.cache.cache import Cache
+from plugins.cache.encodings.grouped.cache import GroupedCache
+from plugins.cache.encodings.grouped.ledger import find_ledger
+from plugins.cache.encodings.mixed.cache import MixedCache
+from plugins.cache.encodings.mixed.ledger import MixedLedger
+from plugins.cache.encodings.per_token.cache import PerTokenCache
+from plugins.cache.eviction.cache import EvictingCache
+from plugins.cache.eviction.per_head.cache import HeadCache
+from plugins.cache.eviction.per_head.ledger import HeadLedger
+from plugins.cache.ledger import GrowingLedger, Ledger
+from plugins.cache.paged import PagedCache
+from plugins.cache.reference.cache import ReferenceCache
+from plugins.cache.support import encodes_by_kernels
+from plugins.cache.tiers.host.cache import HostCache
+from plugins.cache.tiers.host.store import Offload
+from trtkv.plan import CachePlan
+
+# By `CachePlan.storage`; where none is named, a plan runs by its definition.
+PAGES: dict[str, type[Cache]] = {"paged": PagedCache, "compacted": EvictingCache, "per_head": HeadCache, "mixed": MixedCache}
+CODES: dict[str, type[GroupedCache]] = {"encoded": GroupedCache, "once": GroupedCache, "windowed": GroupedCache, "replaced": PerTokenCache}
+
+
+def make_cache(
+    plan: CachePlan, num_pages: Sequence[int], num_slots: int, device: torch.device | str = "cpu", dense_below: int = 0, *,
+    by_definition: bool = False, tier: Offload | None = None,
+) -> Cache:  # fmt: skip
+    """Assemble the cache of a plan: num_pages for every page group (or of their one pool), num_slots sequences at once.
+
+    by_definition evicts and encodes as roles define it, where pages and kernels could: what those are compared with. tier keeps the pages of the
+    layers that it covers on the host.
+    """
+    device = torch.device(device)
+    given = (num_pages, num_slots, device, dense_below)
+    form = None if by_definition else encodes_by_kernels(plan, device)
+    if form is not None:
+        return CODES[plan.storage](plan, form, *given, tier)
+    variant = ReferenceCache if by_definition and plan.storage != "paged" else PAGES.get(plan.storage, ReferenceCache)
+    return variant(plan, *given) if tier is None else HostCache(plan, num_pages, num_slots, device, tier)
+
+
+def make_ledger(plan: CachePlan, device: torch.device) -> Ledger:
+    """Return the ledger that the cache of a plan has on a device."""
+    if plan.storage in ("mixed", "per_head"):
+        return MixedLedger(plan) if plan.storage == "mixed" else HeadLedger(plan)
+    if plan.storage == "compacted" or (plan.evict is not None and encodes_by_kernels(plan, device) is not None):
+        return find_ledger(plan)
+    return GrowingLedger(plan)

@@ -1,0 +1,366 @@
+"""The KV cache of a running engine: what nodes, steps, the scheduler and everybody else see of it.
+
+A cache is assembled from four parts (`assemble.py`): an encoding, which says how keys and values lie in a page; eviction with its ledger, which
+says in integers what is stored; a tier, where pages live; an index, what is stored to choose what a query reads. TensorRT sees none of it: a plugin
+node holds the cache, and the runtime announces every step with `begin_step` before it runs the graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from plugins.cache import support
+from plugins.cache.batch import PageList, Row, StepGroup
+from plugins.cache.bytes import ByteCount
+from plugins.cache.ledger import GrowingLedger, Ledger
+from plugins.cache.overrides import EVERYTHING, Overrides, least_budget
+from plugins.cache.tier import DeviceTier, Tier
+from plugins.config import OpConfig
+from plugins.device.dtypes import TORCH_DTYPES
+from plugins.select.launch import OwnBudgets
+from trtkv.plan import BufferSpec, CachePlan
+
+MOST_OVERLAPPED_TOKENS = 1 << 21  # tokens times KV heads of a step up to which even bulky blocks start early, as measured on an H200
+T = TypeVar("T")
+_keys = itertools.count(1)
+
+
+class Cache(ABC):
+    """Buffers of a running engine: `buffers[name][layer]` is a tensor or None, rows are pages or slots as the plan says."""
+
+    uses_pages = True  # whether tokens lie in the pages that the allocator hands out
+    rows_have_pages = False  # whether every page group takes pages of one pool, listed as `HeadPages`
+    overlaps_at_any_size = False  # whether small launches may overlap however long they keep the device busy
+    publishes_queries = False  # whether the append kernel publishes queries to the scorer (see `indexes/published.py`)
+
+    def __init__(
+        self, plan: CachePlan, num_pages: Sequence[int], num_slots: int, device: torch.device | str = "cpu", dense_below: int = 0,
+        ledger: Ledger | None = None, tier: Tier | None = None,
+    ) -> None:  # fmt: skip
+        """Serve a plan with num_pages for every page group (or of their one pool) and num_slots sequences at once.
+
+        Sequences of up to dense_below tokens are read whole even where the budget is smaller: on a GPU that can be faster.
+        """
+        self.plan, self.num_slots, self.device = plan, num_slots, torch.device(device)
+        self.num_pages = tuple(num_pages)
+        self.ledger: Ledger = ledger or GrowingLedger(plan)
+        self.tier: Tier = tier or DeviceTier()
+        self.dense_below = 0 if self.tier.recalls else dense_below
+        self.overrides = Overrides(plan, num_slots, self.device)
+        self.buffers: dict[str, list[Tensor | None]] = {}
+        self.read_tokens = 0.0
+        self.key = next(_keys)
+        self.parts = 1
+        self.keeps_inputs = False  # whether a node's inputs stay as they are while somebody holds them
+        self.on_release: Callable[[int], None] | None = None
+        self.reduce: Callable[[Tensor], None] | None = None  # sums a tensor in place over the parts of an engine
+        self.gather: Callable[[Tensor, Tensor], None] | None = None  # writes the columns of all parts [R, V / G] into [R, V]
+        self.count = ByteCount(plan)
+        self._scratch: dict[Hashable, object] = {}
+        self._by_kernels: dict[torch.dtype, bool] = {}
+        self._step: list[StepGroup] = []
+
+    # Nodes: inputs by `plugins/nodes/table.py`, the output is written in place
+
+    @abstractmethod
+    def append(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+        """Rotate and store the step's new tokens; out [T, Hq D] are the rotated queries."""
+
+    @abstractmethod
+    def select(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+        """Choose what each decode query reads: out [B, H, K + 1] int32 units in ascending order and their number, -1 where all is read."""
+
+    @abstractmethod
+    def attend(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+        """Attend to the stored or selected tokens: out [T, Hq D]."""
+
+    def runs_kernels(self, config: OpConfig, dtype: torch.dtype) -> bool:
+        """Whether append and attention run as kernels."""
+        if dtype not in self._by_kernels:
+            self._by_kernels[dtype] = support.runs_kernels(self.plan, config, dtype, self.device)
+        return self._by_kernels[dtype]
+
+    def captures(self, layer: int, config: OpConfig, dtype: torch.dtype) -> bool:
+        """Whether a layer's decode steps need nothing from the host, so that they can be captured."""
+        return support.captures(self.plan, layer, config, dtype, self.device)
+
+    # Steps
+
+    def begin_step(
+        self, new: Sequence[int], seen: Sequence[int], slots: Sequence[int], pages: Sequence[Sequence[PageList]], prompts: Sequence[int]
+    ) -> None:
+        """Announce a step: new tokens of each of B sequences, after which they have seen so many [B], slots [B], pages [Y][B], prompts [B].
+
+        A sequence whose tokens are all new begins afresh, whatever its slot held before. Tokens that were evicted count as seen. Where rows have
+        pages of one pool, pages[0] says which, as `HeadPages`.
+        """
+        self.join()  # a step that failed may have left work
+        lengths = self.ledger.begin(new, seen, slots, prompts)
+        groups = zip(lengths, pages, strict=True)
+        self._step = [self._group(new, stored, slots, numbers, prompts, seen) for stored, numbers in groups]
+        self._began(self._step[0].rows)
+        self.read_tokens = sum(self._read_by(row) for row in self._step[0].rows if row.answers)
+
+    def page_lists(self, pages: Sequence[PageList | Sequence[PageList]]) -> list[list[Any]]:
+        """Lay the pages [B] of sequences, one list for all page groups or a list of one for each, out as `begin_step` takes them: [Y][B]."""
+        differ = [bool(one) and not isinstance(one[0], int) for one in pages]  # type: ignore[index]
+        groups = range(self.plan.num_page_groups)
+        return [[one[group] if own else one for one, own in zip(pages, differ, strict=True)] for group in groups]  # type: ignore[index]
+
+    def end_step(self) -> None:
+        """Evict and encode after the step's attention, where the plan says so; what runs beside the step is joined first."""
+        self.join()
+        self._ended([group.rows for group in self._step])
+
+    def join(self) -> None:
+        """Let the step's stream wait for what runs beside it."""
+        self.tier.join()
+
+    def prepare_replay(self) -> None:  # noqa: B027 - few variants have anything to do
+        """Bring the device to the state that a captured step expects, whatever failed before."""
+
+    def forget_shared(self) -> None:
+        """Forget what layers of the announced step have shared: a step that is captured makes it anew, in its own memory."""
+        for group in self._step:
+            group.shared.clear()
+
+    def step(self, layer: int) -> StepGroup:
+        """Return the announced step as this layer sees it."""
+        return self._step[self.plan.page_groups[layer]]
+
+    def stored_lens(self) -> Sequence[Sequence[int]]:
+        """Return the tokens [Y][B] that the announced step's sequences store after its append."""
+        return [[row.stored for row in group.rows] for group in self._step]
+
+    def release(self, slot: int) -> None:
+        """Free what a slot holds; pages belong to their allocator."""
+        if self.on_release is not None:
+            self.on_release(slot)
+        self.overrides.set(slot, None)
+        self.ledger.release(slot)
+
+    # What a decode query reads
+
+    def reads_all_up_to(self, layer: int) -> int:
+        """Stored tokens up to which a layer's decode query reads everything."""
+        select = self.plan.select[layer]
+        return EVERYTHING if select is None else max(select.budget, self.dense_below)
+
+    def scores_from(self, layer: int) -> int:
+        """Stored tokens up to which no decode query needs scores, whatever its request overrides."""
+        select = self.plan.select[layer]
+        if select is None or self.tier.recalls:
+            return self.reads_all_up_to(layer)
+        return max(min(select.budget, least_budget(select)), self.dense_below)
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether the announced step reads every sequence that decodes whole, in all layers: kernels then skip the selection and its list.
+
+        Where a step selects with the query of the step before it, a step whose next one may select is none of these, and remembers its query.
+        """
+        if self.tier.recalls:
+            return False
+        step, key = self._step[0], ("reads all", self.dense_below)
+        if key not in step.shared:
+            below, smallest = self.dense_below, self.overrides.smallest_budget
+            ahead = any(one.speculative for one in self.plan.select if one is not None)
+            step.shared[key] = all(row.stored + ahead <= max(smallest(row.slot), below) for row in step.rows if row.new == 1)
+        return bool(step.shared[key])
+
+    def request_budgets(self, slots: Tensor) -> OwnBudgets | None:
+        """Return where kernels find what requests override for the sequences in slots [B], None where nothing may be overridden."""
+        return None if self.tier.recalls else OwnBudgets(slots, self.overrides.budgets, self.dense_below)
+
+    def overlaps(self, table: Tensor, *, bulky: bool = False) -> bool:
+        """Say whether a launch of a decode step may overlap with those around it, for tables [Y, B, M] or [B, M].
+
+        Blocks that start early fill the gaps between small kernels. Where kernels fill the device for long, they spoil their balance if they are
+        bulky, which leaves a multiprocessor no room for both: so it is with the append kernel in Triton, and taken to be with other caches.
+        """
+        batch, pages = table.shape[-2:]
+        small = batch * self.plan.num_kv_heads * pages * self.plan.page_size <= MOST_OVERLAPPED_TOKENS
+        return small or (self.overlaps_at_any_size and not bulky)
+
+    def why_no_budget(self) -> str | None:
+        """Say why a request cannot lower its budget, None where it can."""
+        if not any(self.plan.select):
+            return f"policy '{self.plan.policy}' has no budget that a request could lower"
+        return "this engine keeps pages on the host and recalls as many for all" if self.tier.recalls else None
+
+    # Bytes and tokens
+
+    def stored_bytes(self) -> int:
+        """Return the bytes that hold keys, values and summaries of the announced step's sequences, in all parts of the engine."""
+        return sum(self.bytes_of(row.slot, row.seen) for row in self._step[0].rows)
+
+    def reserved_bytes(self) -> int:
+        """Return the bytes that the announced step's sequences occupy: whole pages and slots."""
+        return self.parts * sum(self._reserved(row.slot, row.seen) for row in self._step[0].rows)
+
+    def bytes_of(self, slot: int, seen: int) -> int:
+        """Return the bytes that hold keys, values and summaries of a sequence that has seen so many tokens, in all parts of the engine."""
+        return self.parts * self._stored(slot, seen)
+
+    def capacity(self) -> dict[str, int]:
+        """Return the allocated bytes of each tier, "device" and "host", in all parts of the engine."""
+        sizes = {"device": self.tier.device_bytes(), "host": self.tier.host_bytes()}
+        counted: set[int] = set()  # one tensor may serve all layers
+        for spec in self.plan.buffers:
+            for layer, one in enumerate(self.buffers.get(spec.name, ())):
+                if one is not None and not self.lies_elsewhere(spec.name, layer) and one.data_ptr() not in counted:
+                    counted.add(one.data_ptr())
+                    sizes[spec.tier] += one.nbytes
+        return {tier: size * self.parts for tier, size in sizes.items()}
+
+    @property
+    def host_share(self) -> float:
+        """The part of a page's bytes that lies in host memory."""
+        if self.tier.recalls:
+            return self.tier.page_host_bytes() / self.count.page
+        paged = [spec for spec in self.plan.buffers if spec.paged and spec.pool == "plain"]
+        total = sum(spec.row_bytes * len(spec.layers) for spec in paged)
+        return sum(spec.row_bytes * len(spec.layers) for spec in paged if spec.tier == "host") / total if total else 0.0
+
+    def evicted(self, slot: int, seen: int) -> float:
+        """Return the tokens of a sequence that are no longer stored, mean over layers and KV heads."""
+        return seen - self.ledger.mean_stored(slot, seen)
+
+    # Buffers
+
+    def lies_elsewhere(self, name: str, layer: int) -> bool:
+        """Whether a layer's buffer is a view of what its tier holds."""
+        return name in self.tier.names and self.tier.covers(layer)
+
+    def buffer(self, name: str, layer: int) -> Tensor:
+        """Return one layer's buffer; AssertionError means that a plan and an op disagree."""
+        found = self.buffers[name][layer]
+        assert found is not None, f"layer {layer} has no buffer {name}"
+        return found
+
+    def page_buffers(self) -> Iterator[Tensor]:
+        """Yield the buffers whose rows are pages, of all layers, in the plan's order; of offloaded layers those of their pages on the host."""
+        for spec in self.plan.buffers:
+            if spec.paged:
+                yield from (self.buffer(spec.name, layer) for layer in spec.layers)
+
+    def slot_buffers(self) -> list[Tensor]:
+        """List the buffers whose rows are slots and outlive a step."""
+        slots = [self.buffer(spec.name, layer) for spec in self.plan.buffers if not spec.paged for layer in spec.layers]
+        return slots + self.tier.rings()
+
+    def copy(self, source: int, target: int, source_pages: Sequence[Sequence[int]], target_pages: Sequence[Sequence[int]]) -> None:
+        """Let a slot's sequence be a copy of another's, with pages [Y] of its own; only where `copies`."""
+        raise NotImplementedError
+
+    @property
+    def reads_what_is_stored(self) -> bool:
+        """Whether a decode step reads every stored byte."""
+        return False
+
+    def resume(self, slot: int) -> None:
+        """Take note that a preempted sequence goes on in a slot, whose buffers and pages are its own again."""
+        self.tier.leave_frames(slot)
+
+    def address_table(self) -> Tensor:
+        """Return the `state` input: this cache's key, then the address of every buffer of every layer (0: none), int64."""
+        entries = [self.key]
+        for spec in self.plan.buffers:
+            tensors = self.buffers.get(spec.name, [None] * self.plan.num_layers)
+            entries += [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        return torch.tensor(entries, dtype=torch.int64, device=self.device)
+
+    def scratch(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what an op keeps between steps and layers, made at its first use: never inside a captured graph."""
+        if key not in self._scratch:
+            self._scratch[key] = make()
+        return self._scratch[key]  # type: ignore[return-value]
+
+    # Comparison with the definition
+
+    def wait_for_comparison(self) -> None:  # noqa: B027
+        """Keep what a step attended to until `end_step`, for those who compare it."""
+
+    @abstractmethod
+    def read(self, layer: int, row: Row) -> tuple[Tensor, Tensor]:
+        """Return the keys and values [Hk, S, D] that a sequence's newest query may read, decoded; the newest token is last."""
+
+    def exact_from(self, layer: int, row: Row) -> int:
+        """Return the token from which on `read` returns keys and values as they were appended."""
+        return 0
+
+    def newest(self, layer: int, row: Row, places: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return keys and values [Hk, D] of a sequence's tokens, counted from its end (1 is the newest), that are stored as they were appended."""
+        (keys, values), first = self.read(layer, row), self.exact_from(layer, row)
+        tokens = {place: row.stored - place for place in places}
+        return {place: (keys[:, token], values[:, token]) for place, token in tokens.items() if token >= first}
+
+    def attended(self, layer: int, b: int, row: Row, newer: int, chosen: list[list[int]] | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Return the keys and values [K, D] that each query head of a query with `newer` newer tokens attends to.
+
+        chosen lists tokens for each head that selects.
+        """
+        (keys, values), group = self.read(layer, row), self.plan.num_q_heads // self.plan.num_kv_heads
+        chosen = self.visible(layer, b, row, newer) if chosen is None else chosen
+        end, found = row.stored - newer, []
+        for head in range(self.plan.num_q_heads):
+            tokens = slice(0, end) if chosen is None else chosen[head if len(chosen) == self.plan.num_q_heads else head // group]
+            found.append((keys[head // group, tokens], values[head // group, tokens]))
+        return found
+
+    def visible(self, layer: int, b: int, row: Row, newer: int) -> list[list[int]] | None:
+        """List, for each KV head, the tokens of `read` that exist for a query with so many newer ones; None where all before it do."""
+        return None
+
+    copies = False  # whether a sequence can be copied to another slot
+    compares_selection = True  # whether what is selected can be told from `read`
+
+    # For variants
+
+    def _began(self, rows: Sequence[Row]) -> None:  # noqa: B027
+        """Prepare what the variant keeps of the announced sequences."""
+
+    def _ended(self, rows: Sequence[Sequence[Row]]) -> None:
+        """Evict and encode; rows [Y][B]."""
+        self.ledger.finish([row.slot for row in rows[0]])
+
+    def _read_by(self, row: Row) -> float:
+        """Tokens that a decode query reads of a sequence, mean over the layers."""
+        if self.ledger.shrinks:
+            return self.ledger.mean_stored(row.slot, row.seen)
+        if row.stored <= self.dense_below:
+            return float(row.stored)
+        if not self.overrides.has(row.slot):
+            return self.count.tokens_read(row.stored)
+        plans = [self.overrides.plan(layer, row.slot) for layer in range(self.plan.num_layers)]
+        return sum(one.reads(row.stored) if one else row.stored for one in plans) / len(plans)
+
+    def _stored(self, slot: int, seen: int) -> int:
+        """Bytes that hold data of a sequence in this part."""
+        lengths = self.ledger.stored(slot, seen)
+        return self.count.stored(lengths) + self.count.state(lengths)
+
+    def _reserved(self, slot: int, seen: int) -> int:
+        """Bytes that a sequence occupies in this part."""
+        return self.count.reserved(self.ledger.stored(slot, seen))
+
+    def _allocate(self, spec: BufferSpec, layer: int) -> Tensor:
+        """Allocate a layer's buffer."""
+        rows = self.num_pages[self.plan.page_groups[layer]] if spec.paged else self.num_slots
+        device = "cpu" if spec.tier == "host" else self.device
+        return torch.empty((rows, *map(int, spec.shape[1:])), dtype=TORCH_DTYPES[spec.dtype], device=device)
+
+    def _group(
+        self, new: Sequence[int], stored: Sequence[int], slots: Sequence[int], pages: Sequence[Any], prompts: Sequence[int], seen: Sequence[int]
+    ) -> StepGroup:
+        size, rows, start = self.plan.page_size, [], 0
+        for count, total, slot, numbers, prompt, whole in zip(new, stored, slots, pages, prompts, seen, strict=True):
+            rows.append(Row(start, count, total, slot, numbers, size, self.device, prompt, whole))
+            start += count
+        return StepGroup(rows, size, self.device)

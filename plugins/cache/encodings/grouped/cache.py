@@ -1,0 +1,244 @@
+"""Encoded tokens in pages: decode steps by kernels that read lengths on the device, prompts in full precision until they are complete."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plugins.append import launch as plain
+from plugins.attend.in_torch import attend_units
+from plugins.attend.prefill import attend_with_lse
+from plugins.cache.batch import Row, StepGroup
+from plugins.cache.cache import Cache
+from plugins.cache.encodings.grouped import launch, launch_list, recalled
+from plugins.cache.encodings.grouped.formats import Format
+from plugins.cache.encodings.grouped.layout import TILE
+from plugins.cache.encodings.grouped.ledger import find_ledger
+from plugins.cache.encodings.grouped.settle import Settler
+from plugins.cache.encodings.grouped.store import EncodedStore
+from plugins.cache.encodings.grouped.summaries import summarize_prompt, summarize_step
+from plugins.cache.indexes import choose as by_kernels
+from plugins.cache.indexes.summary import kept_of
+from plugins.cache.tiers.host.store import Offload
+from plugins.config import OpConfig
+from plugins.device.driver import arch
+from trtkv.plan import CachePlan
+
+
+class GroupedCache(Cache):
+    """Codes of groups of tokens, with the newest tokens of every slot in full precision; kernels alone know them."""
+
+    compares_selection = False
+
+    def __init__(
+        self, plan: CachePlan, form: Format, num_pages: Sequence[int], num_slots: int, device: torch.device | str = "cpu", dense_below: int = 0,
+        tier: Offload | None = None,
+    ) -> None:  # fmt: skip
+        """Allocate pages of codes and rings in a format that kernels know."""
+        ledger = find_ledger(plan) if plan.evict is not None else None
+        super().__init__(plan, num_pages, num_slots, device, dense_below, ledger, tier)
+        self.store = self._make_store(plan, form, self.num_pages, num_slots, self.device, ledger, tier)
+        self.buffers, self.count = self.store.buffers, self.store.count
+
+    def _make_store(self, *given: Any) -> EncodedStore:
+        return EncodedStore(*given)
+
+    def append(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+        """Rotate and store the step's new tokens; what a decode step's token completes is encoded with it."""
+        qkv, positions, starts, _, stored, slots, table, rope = inputs[:8]
+        group, step = self.plan.page_groups[layer], self.step(layer)
+        norms, kept = (inputs[9], inputs[10]) if len(inputs) > 9 else None, kept_of(self, layer)
+        for b, row in enumerate(step.rows):
+            if not row.answers:
+                keys, values = self.store.prompt(layer, row)
+                plain.launch(
+                    qkv, positions, starts[b : b + 2], stored[group][b : b + 1], self.store.one_page, rope, norms, out, keys, values, None, None,
+                    eps=config.rms_eps, group=plain.NO_GROUP, summary=plain.NONE, longest=row.new,
+                )  # fmt: skip
+                if kept.kind != plain.NONE:
+                    summarize_prompt(keys[0], table[group][b], self.store.pages[layer], kept, row.stored - row.new, row.stored)
+        which = _answering(step)
+        if self.store.settler is not None:
+            if which is None or len(which):
+                self._append_to_rings(self.store.settler, layer, config, inputs, which, out)
+        elif which is None or len(which):
+            begin, lens, own, pages = (x if which is None else x[which] for x in (starts[:-1], stored[group], slots, table[group]))
+            alone = which is None and self.overlaps(table)
+            homes, away = pages, self.store.away
+            if away is not None and away.covers(layer):
+                pages, alone = recalled.ring_table(away, step, own), False
+            launch.append(
+                qkv, positions, begin, lens, own, pages, rope, norms, out, self.store.pages[layer], eps=config.rms_eps, overlap=alone, early=alone
+            )
+            if kept.kind != plain.NONE:
+                summarize_step(self.store.pages[layer], lens, own, pages, kept, homes=homes, overlap=alone)
+
+    def select(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+        """Choose what each decode query reads, by what is stored beside the codes."""
+        by_kernels.select(self, layer, config, inputs, out)
+
+    def attend(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+        """Attend to the stored or selected tokens; what stays of a prompt that this step completes is encoded."""
+        query, table = inputs[0], inputs[5]
+        group, step = self.plan.page_groups[layer], self.step(layer)
+        selection = inputs[7] if len(inputs) > 7 else None
+        for b, row in enumerate(step.rows):
+            if not row.answers:
+                self._attend_prompt(layer, config, row, query, None if selection is None else selection[b], out)
+                if row.seen >= row.prompt:
+                    self.store.encode_prompt(layer, row, table[group][b])
+        if self.reads_all:
+            selection = None
+        self._attend_decoding(layer, config, inputs, selection, _answering(step), out)
+
+    def read(self, layer: int, row: Row) -> tuple[Tensor, Tensor]:
+        """Return what the announced step's attention read of a sequence."""
+        return self.store.seen(layer, row)
+
+    def exact_from(self, layer: int, row: Row) -> int:
+        """Return the first token that is still in full precision."""
+        return self.store.precise_from(layer, row)
+
+    @property
+    def copies(self) -> bool:  # type: ignore[override]
+        """Pages on the device can be copied."""
+        return not self.tier.recalls
+
+    def copy(self, source: int, target: int, source_pages: Sequence[Sequence[int]], target_pages: Sequence[Sequence[int]]) -> None:
+        """Copy codes, rings and what is known of a sequence whose prompt is complete."""
+        self.store.copy(source, target, source_pages, target_pages)
+
+    @property
+    def reads_what_is_stored(self) -> bool:
+        """Codes are read as they are where nothing is selected."""
+        return not any(self.plan.select)
+
+    def wait_for_comparison(self) -> None:
+        """Leave complete prompts as they are until the step has been compared."""
+        self.store.keep_prompts = True
+
+    def release(self, slot: int) -> None:
+        """Free what a slot holds."""
+        super().release(slot)
+        self.store.release(slot)
+
+    def _began(self, rows: Sequence[Row]) -> None:
+        self.store.begin(rows)
+
+    def _ended(self, rows: Sequence[Sequence[Row]]) -> None:
+        self.store.finish()
+        if self.store.settler is not None:
+            self.store.settler.finish(rows)
+        else:
+            super()._ended(rows)
+
+    def _stored(self, slot: int, seen: int) -> int:
+        return self.store.stored_bytes(slot, seen)
+
+    def _reserved(self, slot: int, seen: int) -> int:
+        return self.store.reserved_bytes(slot, seen)
+
+    def _attend_decoding(
+        self, layer: int, config: OpConfig, inputs: Sequence[Tensor], selection: Tensor | None, which: Tensor | None, out: Tensor
+    ) -> None:
+        """Attend with the sequences `which` that decode past their prompt, None for all."""
+        query, starts, _, stored, slots, table = inputs[:6]
+        group = self.plan.page_groups[layer]
+        if which is None:
+            self._decode(layer, config, query, stored[group], slots, table[group], selection, out)
+        elif len(which):
+            places = starts[:-1][which]
+            newest, lists = query[places], None if selection is None else selection[which]
+            answer = newest.new_empty(newest.shape)
+            # Lengths and pages are gathered just before, and attention reads them before it waits.
+            self._decode(layer, config, newest, stored[group][which], slots[which], table[group][which], lists, answer, overlap=False)
+            out[places] = answer
+
+    def _append_to_rings(
+        self, settler: Settler, layer: int, config: OpConfig, inputs: Sequence[Tensor], which: Tensor | None, out: Tensor
+    ) -> None:  # fmt: skip
+        """Append the newest tokens of sequences `which` (None: all) to their slots' rings, which are pages of a plain cache; nothing is encoded."""
+        qkv, positions, starts, _, stored, slots, table, rope = inputs[:8]
+        group, step, pages = self.plan.page_groups[layer], self.step(layer), self.store.pages[layer]
+        norms = (inputs[9], inputs[10]) if len(inputs) > 9 else None
+        lens, to, overlap = stored[group], out, which is None and self.overlaps(table)
+        if which is not None:
+            places, lens, slots = starts[:-1][which], lens[which], slots[which]
+            qkv, positions, to = qkv[places], positions[places], out.new_empty(len(places), out.shape[1])
+            starts = torch.arange(len(places) + 1, dtype=torch.int32, device=out.device)
+        plain.launch(
+            qkv, positions, starts, lens, settler.ring_table(step, slots), rope, norms, to, pages.keys, pages.values, None, None,
+            eps=config.rms_eps, group=plain.NO_GROUP, summary=plain.NONE, longest=1, overlap=overlap, early=overlap,
+        )  # fmt: skip
+        if which is not None:
+            out[places] = to
+
+    def _attend_prompt(
+        self, layer: int, config: OpConfig, row: Row, query: Tensor, chosen: Tensor | None, out: Tensor
+    ) -> None:  # fmt: skip
+        """Attend to a prompt that is being read; a chunk of one token reads what it chose, [H, K + 1], where the prompt is longer than that."""
+        rows, plan = slice(row.start, row.start + row.new), self.overrides.plan(layer, row.slot)
+        keys, values = (x[0, :, : row.stored] for x in self.store.prompt(layer, row))
+        chunk = query[rows].unflatten(1, (config.num_q_heads, config.head_dim))
+        if chosen is not None and plan is not None and row.decodes and row.stored > max(plan.budget, self.dense_below):
+            units = chosen[:, : min(plan.width, -(-row.stored // plan.unit))].long()
+            out[rows] = attend_units(config, plan, row, chunk[0], units, lambda tokens: (_taken(keys, tokens), _taken(values, tokens))).flatten()
+            return
+        answer, lse = attend_with_lse(chunk, keys, values, config.scale)
+        out[rows] = answer.flatten(1)
+        if self.store.keeper is not None:
+            self.store.keeper.observe(layer, row, chunk, keys, lse)
+
+    def _decode(
+        self, layer: int, config: OpConfig, query: Tensor, lens: Tensor, slots: Tensor, table: Tensor,
+        chosen: Tensor | None, out: Tensor, overlap: bool = True,
+    ) -> None:  # fmt: skip
+        batch, heads, dim, plan = lens.shape[0], config.num_kv_heads, config.head_dim, self.plan.select[layer]
+        overlap = overlap and self.overlaps(table)
+        if chosen is None or plan is None:
+            scratch = self.scratch(("attend encoded", batch), lambda: _scratch(self.store, config, batch, table.shape[1] * self.plan.page_size))
+            assert isinstance(scratch, launch.Scratch) and scratch.parts.shape[4] == dim and scratch.parts.shape[1] == heads
+            launch.attend(query, self.store.pages[layer], table, lens, slots, out, scratch, scale=config.scale, overlap=overlap)
+            return
+        sequences, alone = batch * (chosen.shape[1] // heads), chosen.shape[1] != heads
+        most = launch_list.most_tiles(plan) * TILE
+        make = lambda: _scratch(self.store, config, sequences, most, listed=True, alone=alone)  # noqa: E731
+        scratch = self.scratch(("attend encoded list", sequences, most), make)
+        if self.store.away is not None and self.store.away.covers(layer):
+            assert isinstance(scratch, launch.Scratch)
+            recalled.attend(self, self.store, layer, config, plan, query, lens, slots, table, chosen, out, scratch, overlap)
+            return
+        given = (query, self.store.pages[layer], table, lens, slots, chosen, out, scratch)
+        if alone:
+            launch_list.attend_per_head(*given, unit=plan.unit, scale=config.scale)
+            return
+        launch_list.attend_list(*given, unit=plan.unit, scale=config.scale, overlap=overlap)
+
+
+def _taken(x: Tensor, tokens: Tensor) -> Tensor:
+    """Return tokens [H, K] of keys or values x [H, S, D]."""
+    return x.gather(1, tokens[..., None].expand(-1, -1, x.shape[2]))
+
+
+def _scratch(store: EncodedStore, config: OpConfig, batch: int, most_tokens: int, *, listed: bool = False, alone: bool = False) -> launch.Scratch:
+    device, name, rows = store.device, arch(), batch * config.num_kv_heads
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    if listed:
+        block = launch.attend_block(store.form, config.head_dim, name, True)
+        splits = launch.choose_splits(block, rows, multiprocessors, most_tokens)
+    else:
+        block, splits = launch.choose_shape(store.form, config.head_dim, name, rows, multiprocessors, most_tokens)
+    group = 1 if alone else config.num_q_heads // config.num_kv_heads
+    return launch.Scratch.allocate(batch, config.num_kv_heads, group, config.head_dim, splits, device, block)
+
+
+def _answering(step: StepGroup) -> Tensor | None:
+    """Return which of the B sequences decode behind their prompt, int64; None where all do."""
+    key = "answering"
+    if key not in step.shared:
+        own = [b for b, row in enumerate(step.rows) if row.answers]
+        step.shared[key] = None if len(own) == len(step.rows) else torch.tensor(own, dtype=torch.int64, device=step.device)
+    return step.shared[key]  # type: ignore[return-value]

@@ -1,0 +1,54 @@
+"""Codes of single tokens, of which a step's newest takes the place of the least one after attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from plugins.attend import launch_dense
+from plugins.cache.encodings.grouped.cache import GroupedCache
+from plugins.cache.encodings.per_token import launch
+from plugins.cache.encodings.per_token.store import PerTokenStore
+from plugins.cache.eviction import launch as launch_eviction
+from plugins.cache.paged_kernels import dense_scratch
+from plugins.config import OpConfig
+
+
+class PerTokenCache(GroupedCache):
+    """Pages hold the budget; the newest token of a slot is in full precision."""
+
+    store: PerTokenStore
+
+    def _make_store(self, *given: Any) -> PerTokenStore:
+        return PerTokenStore(*given)
+
+    def _attend_decoding(
+        self, layer: int, config: OpConfig, inputs: Sequence[Tensor], selection: Tensor | None, which: Tensor | None, out: Tensor
+    ) -> None:
+        query, starts, seen, stored, slots, table = inputs[:6]
+        if which is None:
+            self._decode_tokens(layer, config, query, stored[0], seen, slots, table[0], out)
+        elif len(which):
+            places = starts[:-1][which]
+            answer = query.new_empty(len(which), query.shape[1])
+            self._decode_tokens(layer, config, query[places], stored[0][which], seen[which], slots[which], table[0][which], answer)
+            out[places] = answer
+
+    def _decode_tokens(
+        self, layer: int, config: OpConfig, query: Tensor, lens: Tensor, seen: Tensor, slots: Tensor, table: Tensor, out: Tensor
+    ) -> None:
+        """Attend one token a sequence: query, out [B, Hq D], lens [B] stored tokens, seen [B] all there were, slots [B], table [B, M] int32.
+
+        The last layer's call lets the newest tokens of all layers become codes, so that no step needs the host.
+        """
+        batch, store, stacks = lens.shape[0], self.store, self.store.stacks
+        scratch = dense_scratch(self, config, batch, query.device)
+        codes = launch_dense.Nibbles(*(stacks[name][layer] for name in launch_dense.NIBBLES))
+        newest = stacks["keys"][layer], stacks["values"][layer]
+        lse, notes = self.scratch(("exchange", batch), lambda: launch.scratch(stacks, batch, store.rule))
+        launch_dense.attend_replaced(query, *newest, codes, table, lens, slots, out, *scratch, lse[layer], scale=config.scale)
+        launch_eviction.remember(query, seen, slots, stacks["last_queries"][layer])
+        if layer == store.plan.num_layers - 1:
+            store.exchange(lse, notes, table, lens, seen, slots)

@@ -1,0 +1,92 @@
+"""Queries of a decode step told by the append kernel to the scorer of one-bit keys, beside the tensor that holds them (see `query.cuh`).
+
+The scorer looks at the words of a layer's query and does not wait for the append to end. So they must be empty before that begins: the launch that
+chooses empties them, and an attention over its lists, which waits for that one to end, stands between it and the next append.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from plugins.cache.cache import Cache
+from plugins.cache.support import summary_of
+
+_EMPTY = -1
+
+
+@dataclass(slots=True)
+class _Desk:
+    """The words of a cache by batch, which layers use in turn, and what they hold behind the launches so far.
+
+    layer is the one whose query is told and has not been taken; clean says that nothing else is there; attended that lists have been attended
+    to since queries were last told.
+    """
+
+    words: dict[int, Tensor] = field(default_factory=dict)
+    layer: int | None = None
+    clean: bool = True
+    attended: bool = False
+
+
+def publish(cache: Cache, layer: int, *, overlap: bool) -> Tensor | None:
+    """Return the words [B, Hq, D / 2 + 4] int32 in which an append that overlaps tells its queries, None where nobody would take them.
+
+    The launch that chooses has to follow, and call `take`.
+    """
+    desk, step = _desk(cache), cache.step(layer)
+    if desk.layer is not None:  # a step failed
+        desk.layer, desk.clean = None, False
+    if not (overlap and step.decoding) or cache.reads_all or not _listens(cache, layer):
+        return None
+    batch = len(step.rows)
+    if batch not in desk.words:  # before they are first told, so never while a step is captured
+        shape = batch, cache.plan.num_q_heads, cache.plan.head_dim // 2 + 4
+        desk.words[batch] = torch.full(shape, _EMPTY, dtype=torch.int32, device=cache.device)
+    if not desk.attended:
+        return None
+    if not desk.clean:
+        _empty(desk)
+    desk.layer, desk.clean, desk.attended = layer, True, False
+    return desk.words[batch]
+
+
+def settle(cache: Cache) -> None:
+    """Empty the words of a query that a failed step has told and nobody took: a captured step that follows tells without asking."""
+    desk = _desk(cache)
+    if desk.layer is not None or not desk.clean:
+        _empty(desk)
+        desk.layer, desk.clean = None, True
+
+
+def _empty(desk: _Desk) -> None:
+    for words in desk.words.values():
+        words.fill_(_EMPTY)
+
+
+def take(cache: Cache, layer: int) -> Tensor | None:
+    """Return the words of a layer's queries, None where they are not told; the launch that chooses empties them."""
+    desk = _desk(cache)
+    if desk.layer != layer:
+        return None
+    desk.layer = None
+    return desk.words[len(cache.step(layer).rows)]
+
+
+def attended(cache: Cache) -> None:
+    """Note that lists were attended to by a launch that waits for the one that made them before it lets another begin."""
+    _desk(cache).attended = True
+
+
+def _listens(cache: Cache, layer: int) -> bool:
+    """Say whether the launch that chooses in a layer takes queries that are told."""
+    plan, summary = cache.plan.select[layer], summary_of(cache.plan, layer)
+    if plan is None or summary is None or summary.scorer != "fier" or plan.pooling == "none" or plan.speculative:
+        return False
+    return cache.publishes_queries
+
+
+def _desk(cache: Cache) -> _Desk:
+    return cache.scratch("queries told", _Desk)

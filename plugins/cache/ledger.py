@@ -1,0 +1,82 @@
+"""How many tokens every sequence stores, in integers that the host knows: lengths, pages and reservations follow from them without a device.
+
+Page groups [Y] are layers that store equally many tokens and share page numbers; where KV heads differ, each is a page group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from trtkv.plan import CachePlan
+
+
+class Ledger(Protocol):
+    """The accounts of the sequences of a cache, by slot."""
+
+    shrinks: bool  # whether tokens go, so that a sequence reserves its pages when it is admitted instead of being preempted
+    encodes: bool  # whether pages hold nothing of a prompt before it is complete
+
+    def begin(self, new: Sequence[int], seen: Sequence[int], slots: Sequence[int], prompts: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Count a step's new tokens, after which sequences have seen so many; returns the tokens [Y][B] that are stored once they are appended."""
+
+    def finish(self, slots: Sequence[int]) -> None:
+        """Count what is evicted from a step's sequences."""
+
+    def stored(self, slot: int, seen: int = 0) -> Any:
+        """Return the tokens [Y] that a sequence stores of so many seen ones."""
+
+    def mean_stored(self, slot: int, seen: int = 0) -> float:
+        """Return them as a mean over layers and KV heads."""
+
+    def release(self, slot: int) -> None:
+        """Forget a sequence."""
+
+    def pages_for(self, prompt: int, chunk: int, answer: int) -> list[int]:
+        """Return the most pages of each pool that a prompt, read in chunks of at most so many tokens, and an answer take."""
+
+    def most_pages(self, longest: int, chunk: int) -> list[int]:
+        """Return the most pages of each pool that any sequence of up to `longest` tokens takes."""
+
+    def pages_after_prompt(self, prompt: int, chunk: int, answer: int) -> list[int]:
+        """Return the most pages of each pool that a sequence takes once its prompt is read, with an answer of so many tokens."""
+
+
+class GrowingLedger:
+    """Nothing is evicted: what is stored is what was seen."""
+
+    shrinks = encodes = False
+
+    def __init__(self, plan: CachePlan) -> None:
+        """Take any plan."""
+        self._plan, self._groups = plan, plan.num_page_groups
+
+    def begin(self, new: Sequence[int], seen: Sequence[int], slots: Sequence[int], prompts: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Return what was seen for every page group."""
+        return [seen] * self._groups
+
+    def finish(self, slots: Sequence[int]) -> None:
+        """Nothing goes."""
+
+    def stored(self, slot: int, seen: int = 0) -> Sequence[int]:
+        """Return what was seen for every page group."""
+        return [seen] * self._groups
+
+    def mean_stored(self, slot: int, seen: int = 0) -> float:
+        """Return what was seen."""
+        return float(seen)
+
+    def release(self, slot: int) -> None:
+        """Nothing is known of a sequence."""
+
+    def pages_for(self, prompt: int, chunk: int, answer: int) -> list[int]:
+        """Return the pages of all tokens."""
+        return [self._plan.pages(prompt + answer)] * self._groups
+
+    def most_pages(self, longest: int, chunk: int) -> list[int]:
+        """Return the pages of the longest sequence."""
+        return [self._plan.pages(longest)] * self._groups
+
+    def pages_after_prompt(self, prompt: int, chunk: int, answer: int) -> list[int]:
+        """Return the pages of all tokens."""
+        return [self._plan.pages(prompt + answer)] * self._groups

@@ -1,0 +1,208 @@
+"""Keys and values in full precision in pages: append, select and attend in torch on any device, by kernels where there are some."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from plugins.append.rotate import rotate
+from plugins.attend.in_torch import attend_all, attend_units
+from plugins.cache import paged_kernels
+from plugins.cache.batch import Row
+from plugins.cache.cache import Cache
+from plugins.cache.gather import read_pages, read_rows, token_rows
+from plugins.cache.indexes import choose as by_kernels
+from plugins.cache.indexes import index as indexes
+from plugins.cache.indexes import published
+from plugins.cache.ledger import Ledger
+from plugins.cache.tier import Tier
+from plugins.config import OpConfig
+from plugins.select.choose import choose, pool, speculative_query, spread
+from trtkv.plan import CachePlan, SelectPlan
+
+DENSE = -1  # in a selection: the sequence is read whole
+
+
+class Evictor(Protocol):
+    """What looks at a step's attention and evicts after it."""
+
+    def observe(self, layer: int, row: Row, query: Tensor) -> None:
+        """Look at the queries [n, Hq, D] of a sequence's new tokens, in torch."""
+
+    def observe_chunk(self, layer: int, row: Row, query: Tensor, keys: Tensor, lse: Tensor) -> None:
+        """Do so by kernels for a prompt's chunk, whose attention over keys [Hk, S, D] left its log-sum-exp [Hq, n]."""
+
+    def attended(self, layer: int, rows: Sequence[Row], query: Tensor, inputs: Sequence[Tensor], keeps_inputs: bool) -> None:
+        """Look at a step in which every sequence has one new token, queries [B, Hq D], inputs of the attend node; may be captured."""
+
+    def finish(self, rows: Sequence[Sequence[Row]]) -> None:
+        """Evict after a step, whose rows [Y][B] are those of the page groups."""
+
+    def wait_for_comparison(self) -> None:
+        """Evict in `finish` alone."""
+
+
+class NoEvictor:
+    """Nothing is evicted."""
+
+    def observe(self, layer: int, row: Row, query: Tensor) -> None:
+        """Nothing is looked at."""
+
+    def observe_chunk(self, layer: int, row: Row, query: Tensor, keys: Tensor, lse: Tensor) -> None:
+        """Nothing is looked at."""
+
+    def attended(self, layer: int, rows: Sequence[Row], query: Tensor, inputs: Sequence[Tensor], keeps_inputs: bool) -> None:
+        """Nothing is looked at."""
+
+    def finish(self, rows: Sequence[Sequence[Row]]) -> None:
+        """Nothing goes."""
+
+    def wait_for_comparison(self) -> None:
+        """Nothing waits."""
+
+
+class PagedCache(Cache):
+    """Pages on the device, or where the plan's buffers say."""
+
+    overlaps_at_any_size = publishes_queries = copies = True
+
+    def __init__(
+        self, plan: CachePlan, num_pages: Sequence[int], num_slots: int, device: torch.device | str = "cpu", dense_below: int = 0,
+        ledger: Ledger | None = None, tier: Tier | None = None,
+    ) -> None:  # fmt: skip
+        """Allocate the buffers of a plan."""
+        super().__init__(plan, num_pages, num_slots, device, dense_below, ledger, tier)
+        self.evictor: Evictor = NoEvictor()
+        self._make_buffers()
+
+    def _make_buffers(self) -> None:
+        for spec in self.plan.buffers:
+            self.buffers[spec.name] = [self._allocate(spec, layer) if layer in spec.layers else None for layer in range(self.plan.num_layers)]
+
+    def append(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+        """Rotate and store the step's new tokens, and complete the summaries of the groups that it closes."""
+        if self.runs_kernels(config, inputs[0].dtype):
+            paged_kernels.append(self, layer, config, inputs, out)
+            return
+        self._store(layer, *rotate(self.step(layer), config, inputs, out))
+        self._update_index(layer)
+
+    def select(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+        """Choose units for every sequence of the step that decodes."""
+        if self.runs_kernels(config, inputs[0].dtype) and indexes.by_kernels(self.plan, layer):
+            by_kernels.select(self, layer, config, inputs, out)
+            return
+        out.fill_(DENSE)
+        for b, row in enumerate(self.step(layer).rows):
+            if row.decodes:
+                chosen = self._select(layer, config, row, inputs[0][row.start].unflatten(0, (config.num_q_heads, config.head_dim)))
+                if chosen is not None:
+                    out[b, :, : chosen.shape[1]] = chosen
+                    out[b, :, -1] = chosen.shape[1]
+
+    def attend(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+        """Attend to the stored or selected tokens; query i of a sequence's n new ones sees all but the last n - 1 - i stored tokens."""
+        if self.runs_kernels(config, inputs[0].dtype):
+            self._attend_by_kernels(layer, config, inputs, out)
+            return
+        selection = inputs[7] if len(inputs) > 7 else None
+        for b, row in enumerate(self.step(layer).rows):
+            rows = slice(row.start, row.start + row.new)
+            query = inputs[0][rows].unflatten(1, (config.num_q_heads, config.head_dim))
+            chosen = None if selection is None else selection[b]
+            out[rows].unflatten(1, query.shape[1:]).copy_(self._attend(layer, config, b, row, query, chosen))
+
+    def prepare_replay(self) -> None:
+        """Empty what a failed step published."""
+        published.settle(self)
+
+    def wait_for_comparison(self) -> None:
+        """Evict after the step alone."""
+        self.evictor.wait_for_comparison()
+
+    def read(self, layer: int, row: Row) -> tuple[Tensor, Tensor]:
+        """Return what lies in a sequence's pages."""
+        keys, values = (read_pages(self.buffer(name, layer), row)[:, : row.stored] for name in ("keys", "values"))
+        return keys, values
+
+    def copy(self, source: int, target: int, source_pages: Sequence[Sequence[int]], target_pages: Sequence[Sequence[int]]) -> None:
+        """Copy pages and slots; a page of the target that the source has not is filled with the source's first ones, again and again."""
+        for spec in self.plan.buffers:
+            for layer in spec.layers:
+                data, group = self.buffer(spec.name, layer), self.plan.page_groups[layer]
+                if not spec.paged:
+                    data[target] = data[source]
+                    continue
+                known = len(source_pages[group])
+                for start in range(0, len(target_pages[group]), known):
+                    part = list(target_pages[group][start : start + known])
+                    if part[0] != source_pages[group][0]:
+                        data[part] = data[list(source_pages[group][: len(part)])]
+
+    # For tiers
+
+    def target(self, layer: int, inputs: Sequence[Tensor]) -> paged_kernels.Target:
+        """Say where the append kernel writes a layer's new tokens."""
+        group = self.plan.page_groups[layer]
+        return paged_kernels.Target(self.buffer("keys", layer), self.buffer("values", layer), inputs[4][group], inputs[6][group])
+
+    def appended(self, layer: int) -> None:
+        """Take note that the append kernel has been launched."""
+
+    def begins_early(self, layer: int, table: Tensor, *, bulky: bool) -> bool:
+        """Whether the kernel after a decode step's append begins before the one that precedes the append has ended, where launches overlap."""
+        return paged_kernels.begins_early(self, layer, table, bulky=bulky)
+
+    def _ended(self, rows: Sequence[Sequence[Row]]) -> None:
+        self.evictor.finish(rows)
+
+    def _store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        page, inside = self.step(layer).places
+        self.buffer("keys", layer)[page, :, inside] = keys
+        self.buffer("values", layer)[page, :, inside] = values
+
+    def _update_index(self, layer: int) -> None:
+        select = self.plan.select[layer]
+        if select is not None:
+            indexes.find(select).update(self, layer, select)
+
+    def _select(self, layer: int, config: OpConfig, row: Row, query: Tensor) -> Tensor | None:
+        """Choose what a decode query [Hq, D] reads: units [H, K] int64, or None for all."""
+        plan = self.plan.select[layer]
+        assert plan is not None, f"layer {layer} selects nothing"
+        selecting, override = query, self.overrides.plan(layer, row.slot) or plan
+        if plan.speculative:
+            remembered = self.buffer("previous_query", layer)
+            first = row.stored <= row.prompt + 1
+            selecting = speculative_query(indexes.role_of(override), query, None if first else remembered[row.slot], config.num_kv_heads)
+            remembered[row.slot] = query
+        if row.stored <= max(override.budget, self.dense_below):
+            return None
+        scores, forced = indexes.find(plan).score(self, layer, plan, row, selecting)
+        pooled = pool(scores, config.num_kv_heads, config.scale, plan.pooling)
+        return choose(override, pooled, row.stored, spread(forced, len(pooled)))
+
+    def _attend(self, layer: int, config: OpConfig, b: int, row: Row, query: Tensor, selection: Tensor | None) -> Tensor:
+        """Attend query [n, Hq, D] of sequence b's n new tokens, selection [H, K + 1]: [n, Hq, D]."""
+        plan = self.overrides.plan(layer, row.slot)
+        if plan is not None and selection is not None and row.decodes and row.stored > max(plan.budget, self.dense_below):
+            count = min(plan.width, -(-row.stored // plan.unit))
+            return self._attend_units(layer, config, plan, row, query[0], selection[:, :count].long()).unsqueeze(0)
+        out = attend_all(config, row, query, *self.read(layer, row))
+        self.evictor.observe(layer, row, query)
+        return out
+
+    def _attend_units(self, layer: int, config: OpConfig, plan: SelectPlan, row: Row, query: Tensor, units: Tensor) -> Tensor:
+        keys, values = self.buffer("keys", layer), self.buffer("values", layer)
+
+        def read(tokens: Tensor) -> tuple[Tensor, Tensor]:
+            rows = token_rows(tokens, row, keys.shape[1], keys.shape[2])
+            return read_rows(keys, rows), read_rows(values, rows)
+
+        return attend_units(config, plan, row, query, units, read)
+
+    def _attend_by_kernels(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+        paged_kernels.attend(self, layer, config, inputs, out)

@@ -1,0 +1,137 @@
+"""Appending to pages and attending over them on an NVIDIA GPU; every per-step value is read on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plugins.append import launch as launch_append
+from plugins.append import launch_token
+from plugins.attend import launch, launch_dense
+from plugins.attend.per_head import attend_per_head
+from plugins.attend.prefill import attend_with_lse
+from plugins.cache.batch import StepGroup
+from plugins.cache.cache import Cache
+from plugins.cache.gather import read_pages
+from plugins.cache.indexes import index as indexes
+from plugins.cache.indexes import published
+from plugins.cache.indexes.summary import kept_of
+from plugins.cache.support import MOST_EARLY_BYTES, summary_of
+from plugins.config import OpConfig
+from trtkv.config import DTYPE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where new tokens go: pools keys and values, stored tokens lens [B] and pages table [B, M] in them; homes [B, M] are the summaries' pages."""
+
+    keys: Tensor
+    values: Tensor
+    lens: Tensor
+    table: Tensor
+    homes: Tensor | None = None
+
+
+def append(cache: Any, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+    """Rotate and store new tokens by one launch of the append kernel, summaries included; inputs and result as the node's."""
+    qkv, positions, starts, _, _, _, table, rope = inputs[:8]
+    step, select, kept = cache.step(layer), cache.plan.select[layer], kept_of(cache, layer)
+    to = cache.target(layer, inputs)
+    bulky = not launch_token.takes(kept.kind)
+    overlap = step.decoding and cache.overlaps(table, bulky=bulky)
+    words = published.publish(cache, layer, overlap=overlap) if kept.kind == launch_append.FIER else None
+    # What is read early was written by the step's first kernel, and after that one comes one that lets nothing begin early: whatever stands between
+    # that and this. With keys on the host a kernel just before this says where tokens go.
+    launch_append.launch(
+        qkv, positions, starts, to.lens, to.table, rope, (inputs[9], inputs[10]) if len(inputs) > 9 else None, out,
+        to.keys, to.values, kept.bits, kept.meta, homes=to.homes,
+        eps=config.rms_eps, group=kept.group, summary=kept.kind, longest=step.longest, overlap=overlap,
+        early=overlap and cache.begins_early(layer, table, bulky=bulky), settled=overlap and not cache.tier.recalls,
+        told=words,
+    )  # fmt: skip
+    cache.appended(layer)
+    if select is not None and kept.kind == launch_append.NONE:
+        indexes.find(select).update(cache, layer, select)
+
+
+def begins_early(cache: Cache, layer: int, table: Tensor, *, bulky: bool) -> bool:
+    """Say whether the kernel after the append begins before the one that precedes the append has ended, where launches overlap.
+
+    Attention over everything has keys to load meanwhile, and a choice its index: of one-bit keys the first groups, of pages all bounds; many of these
+    drive each other, and what the preceding kernel reads, out of the second-level cache.
+    """
+    select, summary = cache.plan.select[layer], summary_of(cache.plan, layer)
+    if select is None or cache.reads_all:
+        return True
+    if bulky or summary is None:
+        return False
+    batch, pages = table.shape[-2:]
+    bounds = batch * cache.plan.num_kv_heads * pages * (cache.plan.page_size // select.unit)
+    return summary.scorer == "fier" or bounds * 2 * cache.plan.head_dim * DTYPE_BYTES[cache.plan.kv_dtype] <= MOST_EARLY_BYTES
+
+
+def attend(cache: Any, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+    """Attend by the list or the dense kernel with sequences that decode, by the library with chunks of a prompt; inputs and result as the node's."""
+    query, _, _, stored, _, table = inputs[:6]
+    group, step = cache.plan.page_groups[layer], cache.step(layer)
+    selection = inputs[7] if len(inputs) > 7 else None
+    if step.decoding:
+        _decode(cache, layer, config, query, stored[group], table[group], selection, out)
+        cache.evictor.attended(layer, step.rows, query, inputs, cache.keeps_inputs)
+        return
+    for row in step.rows:
+        if not row.decodes:
+            rows = slice(row.start, row.start + row.new)
+            chunk = query[rows].unflatten(1, (config.num_q_heads, config.head_dim))
+            keys, values = (read_pages(cache.buffer(name, layer), row)[:, : row.stored] for name in ("keys", "values"))
+            answer, lse = attend_with_lse(chunk, keys, values, config.scale)
+            out[rows] = answer.flatten(1)
+            cache.evictor.observe_chunk(layer, row, chunk, keys, lse)
+    which = step.decode_rows
+    if len(which):
+        places, lens, pages = _decoding(step, inputs[1], stored[group], table[group])
+        own, chosen = query[places], None if selection is None or cache.reads_all else selection[which]
+        answer = own.new_empty(own.shape)
+        # Lengths and pages may have been gathered just before, and attention reads them before it waits.
+        _decode(cache, layer, config, own, lens, pages, chosen, answer, overlap=False)
+        out[places] = answer
+        for row in step.rows:
+            if row.decodes:
+                cache.evictor.observe(layer, row, query[row.start : row.start + 1].unflatten(1, (config.num_q_heads, -1)))
+
+
+def _decoding(step: StepGroup, starts: Tensor, lens: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows of the sequences that have one new token, their lengths and their pages; gathered once for all layers."""
+    if "decoding" not in step.shared:
+        which = step.decode_rows
+        step.shared["decoding"] = (starts[:-1][which], lens[which], table[which])
+    return step.shared["decoding"]  # type: ignore[return-value]
+
+
+def _decode(
+    cache: Cache, layer: int, config: OpConfig, query: Tensor, lens: Tensor, table: Tensor, selection: Tensor | None, out: Tensor,
+    overlap: bool = True,
+) -> None:  # fmt: skip
+    plan = cache.plan.select[layer]
+    keys, values = cache.buffer("keys", layer), cache.buffer("values", layer)
+    if plan is None or selection is None or cache.reads_all:
+        scratch = dense_scratch(cache, config, lens.shape[0], query.device)
+        launch_dense.attend_dense(query, keys, values, table, lens, out, *scratch, scale=config.scale, overlap=overlap)
+        return
+    if selection.shape[1] != keys.shape[1]:
+        attend_per_head(query, keys, values, table, lens, selection, out, unit=plan.unit, scale=config.scale)
+        return
+    overlap = overlap and (cache.overlaps(table) or launch.begins_early(lens.shape[0] * keys.shape[1], launch.device_arch()))
+    launch.attend_list(query, keys, values, table, lens, selection, out, unit=plan.unit, scale=config.scale, overlap=overlap, settled=True)
+    published.attended(cache)
+
+
+def dense_scratch(cache: Cache, config: OpConfig, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return what dense attention needs for a batch; layers use it in turn."""
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    plan = launch_dense.DenseScratch.plan(config.num_q_heads // config.num_kv_heads, config.head_dim, multiprocessors)
+    return cache.scratch(("attend", batch), lambda: plan.allocate(device))

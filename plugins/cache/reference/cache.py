@@ -1,0 +1,147 @@
+"""The reference cache: one exact cache for each layer of each slot that is in use, in tensors of the stored size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from plugins.append.rotate import rotate
+from plugins.cache.batch import Row
+from plugins.cache.cache import Cache
+from plugins.cache.reference.layer import LayerCache, Roles
+from plugins.cache.roles import load_role
+from plugins.config import OpConfig
+from plugins.device.dtypes import TORCH_DTYPES
+from trtkv.plan import CachePlan
+
+
+class ReferenceCache(Cache):
+    """Roles run as they define themselves, slower than pages and kernels: what these are compared with, and what runs a policy without them."""
+
+    uses_pages = False  # they only limit how many sequences are admitted
+    compares_selection = False
+
+    def __init__(self, plan: CachePlan, num_pages: Sequence[int], num_slots: int, device: torch.device | str = "cpu", dense_below: int = 0) -> None:
+        """Load the roles; nothing is allocated before a sequence begins."""
+        super().__init__(plan, num_pages, num_slots, device, dense_below)
+        self._roles = Roles(**{kind: load_role(one) for kind, one in plan.roles.items() if kind != "offload"})
+        self._empty = torch.empty(0, plan.head_dim, dtype=TORCH_DTYPES[plan.kv_dtype], device=self.device)
+        self._slots: dict[int, list[LayerCache]] = {}
+
+    def find(self, layer: int, slot: int) -> LayerCache:
+        """Return the cache of a layer of a sequence that has begun."""
+        return self._slots[slot][layer]
+
+    def captures(self, layer: int, config: OpConfig, dtype: torch.dtype) -> bool:
+        """Tensors grow."""
+        return False
+
+    def append(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+        """Rotate and store the step's new tokens."""
+        keys, values = rotate(self.step(layer), config, inputs, out)
+        for row in self.step(layer).rows:
+            rows = slice(row.start, row.start + row.new)
+            self.find(layer, row.slot).append(keys[rows], values[rows], row.prompt)
+
+    def select(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+        """Let the retrieve role choose for every sequence that decodes."""
+        out.fill_(-1)
+        for b, row in enumerate(self.step(layer).rows):
+            if row.decodes:
+                chosen = self.find(layer, row.slot).select(inputs[0][row.start].unflatten(0, (config.num_q_heads, config.head_dim)))
+                if chosen is not None:
+                    out[b, :, : chosen.shape[1]] = chosen
+                    out[b, :, -1] = chosen.shape[1]
+
+    def attend(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+        """Attend to what is stored or chosen, and count what is read."""
+        for row in self.step(layer).rows:
+            rows = slice(row.start, row.start + row.new)
+            query = inputs[0][rows].unflatten(1, (config.num_q_heads, config.head_dim))
+            cache = self.find(layer, row.slot)
+            out[rows].unflatten(1, query.shape[1:]).copy_(cache.attend(query))
+            if row.answers:
+                self.read_tokens += cache.read_tokens / self.plan.num_layers
+
+    @property
+    def reads_what_is_stored(self) -> bool:
+        """Whatever is stored is read, codes as they are."""
+        return True
+
+    def why_no_budget(self) -> str | None:
+        """Roles define their own budgets."""
+        return f"policy '{self.plan.policy}' has no budget that a request could lower"
+
+    def newest(self, layer: int, row: Row, places: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return those of which no head has made a code."""
+        parts = [[store.parts[part] for store in self.find(layer, row.slot).heads] for part in ("keys", "values")]
+        found = {}
+        for place in places:
+            if not any(bool(one.coded[-place]) for part in parts for one in part):
+                keys, values = (torch.stack([one.decoded()[-place] for one in part]) for part in parts)
+                found[place] = (keys, values)
+        return found
+
+    def attended(self, layer: int, b: int, row: Row, newer: int, chosen: list[list[int]] | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Return what each query head attends to: roles have chosen already."""
+        cache, found = self.find(layer, row.slot), []
+        for head in range(self.plan.num_q_heads):
+            store = cache.heads[head // (self.plan.num_q_heads // self.plan.num_kv_heads)]
+            visible = store.positions < row.seen - newer
+            visible = visible if cache.chosen is None else visible & cache.chosen[head]
+            found.append((store.parts["keys"].decoded()[visible], store.parts["values"].decoded()[visible]))
+        return found
+
+    def read(self, layer: int, row: Row) -> tuple[Tensor, Tensor]:
+        """Return what each head stores, the newest token last; heads may differ in length."""
+        heads = self.find(layer, row.slot).heads
+        keys, values = ([one.parts[part].decoded() for one in heads] for part in ("keys", "values"))
+        return _align(keys), _align(values)
+
+    def evicted(self, slot: int, seen: int) -> float:
+        """Return the tokens that are gone, mean over layers and heads."""
+        caches = self._slots.get(slot)
+        if not caches or self.plan.evict is None:
+            return 0.0
+        return sum(cache.seen - sum(cache.lengths) / len(cache.lengths) for cache in caches) / len(caches)
+
+    def release(self, slot: int) -> None:
+        """Drop a sequence's caches."""
+        super().release(slot)
+        self._slots.pop(slot, None)
+
+    def _began(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            if row.new == row.stored:
+                self._slots[row.slot] = self._new_layers()
+
+    def _new_layers(self) -> list[LayerCache]:
+        plan, heads = self.plan, self.plan.num_kv_heads
+        group, scale = plan.num_q_heads // heads, plan.head_dim**-0.5
+        return [LayerCache(self._roles, layer, plan.num_layers, heads, group, self._empty, scale) for layer in range(plan.num_layers)]
+
+    def _ended(self, rows: Sequence[Sequence[Row]]) -> None:
+        """Evict and encode in every layer; what an allocate role measures is gathered from all layers first."""
+        for row in rows[0]:
+            layers = self._slots[row.slot]
+            found = [layer.measure() for layer in layers]
+            measures = None if found[0] is None else torch.stack([one for one in found if one is not None])
+            for layer in layers:
+                layer.finish(measures)
+
+    def _read_by(self, row: Row) -> float:
+        return 0.0  # counted by attention
+
+    def _stored(self, slot: int, seen: int) -> int:
+        return sum(layer.nbytes() + layer.state_bytes() for layer in self._slots[slot]) if seen else 0
+
+    def _reserved(self, slot: int, seen: int) -> int:
+        return self._stored(slot, seen)
+
+
+def _align(rows: list[Tensor]) -> Tensor:
+    """Put rows [S, D] of different lengths side by side with their ends aligned: [H, S, D]."""
+    longest = max(map(len, rows))
+    return torch.stack([torch.cat([row.new_zeros(longest - len(row), row.shape[1]), row]) for row in rows])

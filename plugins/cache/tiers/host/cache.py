@@ -1,0 +1,206 @@
+"""Pages in host memory: append into a ring on the device, recall what is selected, attend over frames, recall ahead beside the rest of the step.
+
+A decode step by kernels reads nothing from the host's side of the program, so it is captured as it is; only engines that it is measured against let
+the host read selections. Steps with a prompt's chunk go through `chunk.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plugins.attend import launch as attend_launch
+from plugins.attend.in_torch import attend_all, beyond, decode
+from plugins.attend.prefill import attend_chunk
+from plugins.cache.batch import Row, StepGroup
+from plugins.cache.indexes.choose import choose_units
+from plugins.cache.paged import PagedCache
+from plugins.cache.paged_kernels import Target
+from plugins.cache.support import summary_of
+from plugins.cache.tiers.host import launch
+from plugins.cache.tiers.host.attend import read_chosen, read_whole
+from plugins.cache.tiers.host.by_host import copy_pages
+from plugins.cache.tiers.host.chunk import begin_chunk, plan_chunk, read_prompt, settle_chunk, stage_next, write_chunk
+from plugins.cache.tiers.host.op import recall_ahead
+from plugins.cache.tiers.host.store import Offload
+from plugins.config import OpConfig
+from trtkv.plan import CachePlan, SelectPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What the launches of a decode step hand to each other, for B sequences: see `recall.cu`; found [5, B] is of all layers, the rest of one.
+
+    likely [L, B, Hk, K + 1] holds what every offloaded layer's next selection will probably be: it is read while the next layer selects.
+    """
+
+    found: Tensor
+    places: Tensor
+    rows: Tensor
+    likely: Tensor
+    pending: Tensor
+
+
+class HostCache(PagedCache):
+    """Keys and values of the layers that a tier covers live on the host; the other layers are pages on the device."""
+
+    publishes_queries = overlaps_at_any_size = copies = False
+
+    def __init__(self, plan: CachePlan, num_pages: Sequence[int], num_slots: int, device: torch.device | str, tier: Offload) -> None:
+        """Take a tier that is allocated."""
+        self.host = tier
+        super().__init__(plan, num_pages, num_slots, device, tier=tier)
+
+    def _make_buffers(self) -> None:
+        for spec in self.plan.buffers:
+            self.buffers[spec.name] = [
+                self._allocate(spec, layer) if layer in spec.layers and not self.lies_elsewhere(spec.name, layer) else None
+                for layer in range(self.plan.num_layers)
+            ]
+        for layer, tier in self.host.tiers.items():
+            for part, name in enumerate(("keys", "values")):
+                self.buffers[name][layer] = tier.host[:, :, part]
+
+    # Append
+
+    def target(self, layer: int, inputs: Sequence[Tensor]) -> Target:
+        """Say where an offloaded layer's new tokens are written: into the ring, or into pages of their own with a prompt's chunk among them."""
+        if not self.host.covers(layer):
+            return super().target(layer, inputs)
+        step, group = self.step(layer), self.plan.page_groups[layer]
+        lens, slots, table = inputs[4][group], inputs[5], inputs[6][group]
+        if not _only_answers(step):
+            chunk = plan_chunk(self.host, step)
+            keys, values = begin_chunk(self.host, layer, chunk)
+            return Target(keys, values, chunk.lens, chunk.table, chunk.homes)
+        shared = self._exchange(lens.shape[0])
+        if layer == self.host.shape.layers[0]:
+            self._open(shared, lens, slots, table)
+        tier = self.host.tiers[layer]
+        return Target(tier.keys, tier.values, shared.found[1], shared.found[0][:, None], shared.found[2][:, None])
+
+    def appended(self, layer: int) -> None:
+        """Move a chunk's tokens to where they belong; summaries that torch makes read complete pages right after that."""
+        if self.host.covers(layer) and not _only_answers(self.step(layer)):
+            settle_chunk(self.host, layer, plan_chunk(self.host, self.step(layer)), beside=summary_of(self.plan, layer) is not None)
+
+    def begins_early(self, layer: int, table: Tensor, *, bulky: bool) -> bool:
+        """Nothing begins early: recall stands between append and attention."""
+        return False
+
+    def _store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        if self.host.covers(layer):
+            write_chunk(self.host, layer, self.step(layer), keys, values)
+        else:
+            super()._store(layer, keys, values)
+
+    # Attend in torch
+
+    def _attend(self, layer: int, config: OpConfig, b: int, row: Row, query: Tensor, selection: Tensor | None) -> Tensor:
+        plan, store, step = self.plan.select[layer], self.host, self.step(layer)
+        if not store.covers(layer) or plan is None:
+            return super()._attend(layer, config, b, row, query, selection)
+        if not row.decodes:
+            stage_next(store, layer, step, [b])
+            return attend_all(config, row, query, *read_prompt(store, layer, step, b))
+        if not store.recall.reuse:
+            store.forget(layer, [row.slot])
+        if selection is None or row.stored <= plan.budget:
+            out = attend_all(config, row, query, *read_whole(store, layer, row))
+        else:
+            keys, values, tokens = read_chosen(store, layer, row, selection, plan)
+            out = decode(query[0], keys, values, config, beyond(tokens, row, plan)).unsqueeze(0)
+        if store.recall.ahead:
+            recall_ahead(self, store, layer, config, plan, row, query[0])
+        return out
+
+    # Attend by kernels
+
+    def _attend_by_kernels(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+        if not self.host.covers(layer):
+            super()._attend_by_kernels(layer, config, inputs, out)
+            return
+        query, starts, _, stored, slots, table, _, selection = inputs[:8]
+        lens, pages, step = stored[0], table[0], self.step(layer)
+        if step.decoding:
+            self._decode(layer, config, query, lens, slots, pages, selection, out)
+            if self.host.recall.ahead and _only_answers(step):
+                self._recall_ahead(layer, config, query, lens, slots, pages)
+            return
+        prompts = [b for b, row in enumerate(step.rows) if not row.decodes]
+        stage_next(self.host, layer, step, prompts)
+        for b in prompts:
+            row = step.rows[b]
+            rows = slice(row.start, row.start + row.new)
+            chunk = query[rows].unflatten(1, (config.num_q_heads, config.head_dim))
+            out[rows] = attend_chunk(chunk, *read_prompt(self.host, layer, step, b), config.scale).flatten(1)
+        which = step.decode_rows
+        if len(which):
+            places = starts[:-1][which]
+            newest = query[places]
+            answer = newest.new_empty(newest.shape)
+            self._decode(layer, config, newest, lens[which], slots[which], pages[which], selection[which], answer)
+            out[places] = answer
+
+    def _decode(
+        self, layer: int, config: OpConfig, query: Tensor, lens: Tensor, slots: Tensor, table: Tensor, selection: Tensor, out: Tensor
+    ) -> None:
+        store, shared, step = self.host, self._exchange(lens.shape[0]), self.step(layer)
+        tier, shape, overlap = store.tiers[layer], store.shape, self.overlaps(table)
+        if not _only_answers(step):
+            self._open(shared, lens, slots, table)
+        by_host = store.recall.engine != "kernel"
+        if not store.recall.reuse:
+            tier.held.fill_(-1)
+        launch.recall_pages(
+            tier, shape, selection, lens, slots, table, shared.places, shared.rows, num_slots=store.num_slots, ahead=False,
+            flush=not store.recall.ahead and _only_answers(step), pending=shared.pending if by_host else None,
+            overlap=overlap and store.recall.reuse,
+        )  # fmt: skip
+        if by_host:
+            copy_pages(store, layer, [row for row in step.rows if row.decodes], shared.pending)
+        given = (query, tier.keys, tier.values, shared.rows, shared.found[4], shared.places, out)
+        attend_launch.attend_list(*given, unit=shape.unit, scale=config.scale, overlap=overlap, settled=True)
+
+    def _recall_ahead(self, layer: int, config: OpConfig, query: Tensor, lens: Tensor, slots: Tensor, table: Tensor) -> None:
+        """Recall what this step's query chooses for the next one, beside what follows of this step."""
+        store, plan, shared = self.host, self._selecting(layer), self._exchange(lens.shape[0])
+        store.kept += (query, lens, slots, table)
+        likely = shared.likely[store.shape.layers.index(layer)]
+        with store.lane.behind():
+            choose_units(self, layer, config, plan, query, lens, slots, table, likely, ahead=shared.found[3])
+        with store.lane.after():
+            launch.recall_pages(
+                store.tiers[layer], store.shape, likely, lens, slots, table, None, None, num_slots=store.num_slots, ahead=True, flush=True,
+                blocks=store.recall.blocks,
+            )  # fmt: skip
+
+    def _open(self, shared: Exchange, lens: Tensor, slots: Tensor, table: Tensor) -> None:
+        store = self.host
+        layer = store.shape.layers[0]
+        row_bytes = self.plan.head_dim * store.tiers[layer].keys.element_size()
+        budget = self.reads_all_up_to(layer)
+        launch.open_pages(store.shape, lens, slots, table, shared.found, row_bytes, num_slots=store.num_slots, budget=budget)
+
+    def _exchange(self, batch: int) -> Exchange:
+        return self.scratch(("recall", batch), lambda: self._make_exchange(batch))
+
+    def _make_exchange(self, batch: int) -> Exchange:
+        shape, heads = self.host.shape, self.plan.num_kv_heads
+        make = lambda *size: torch.zeros(size, dtype=torch.int32, device=self.device)  # noqa: E731
+        lists = (batch, heads, shape.entries + 1)
+        likely = make(len(shape.layers), *lists)
+        return Exchange(make(5, batch), make(*lists), make(batch, shape.places), likely, make(batch, heads, 1 + 2 * shape.frames))
+
+    def _selecting(self, layer: int) -> SelectPlan:
+        plan = self.plan.select[layer]
+        assert plan is not None, f"layer {layer} selects nothing"
+        return plan
+
+
+def _only_answers(step: StepGroup) -> bool:
+    """Whether all sequences are past their prompt and have one new token."""
+    return all(row.answers for row in step.rows)

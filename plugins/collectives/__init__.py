@@ -1,1 +1,0 @@
-"""Nodes that exchange activations between the GPUs of an engine."""

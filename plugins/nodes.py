@@ -1,0 +1,85 @@
+"""The plugin nodes of a graph: what the graph, the executors and TensorRT know of them, and which method of the cache each calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import Tensor
+
+from plugins.cache.cache import Cache
+from plugins.config import OpConfig
+from trtkv.errors import EngineError
+
+Run: TypeAlias = Callable[[Cache, int, OpConfig, Sequence[Tensor], Tensor], None]
+SEQUENCES = ("cu_seqlens", "seq_lens", "stored_lens", "slots", "page_table")
+
+
+@dataclass(frozen=True, slots=True)
+class OpFace:
+    """A node: its name in the graph, the input whose dtype its output takes, its output shape and its function.
+
+    inputs are the names of all inputs in order, those that are also in optional last; shape maps the input shapes (of integers or of
+    TensorRT dimension expressions) and the configuration to the output's shape; integer_output says that the output is int32 instead of
+    the first input's dtype; run(cache, layer, config, inputs, out) writes the output in place.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    optional: tuple[str, ...]
+    integer_output: bool
+    shape: Callable[[Sequence[Sequence[object]], OpConfig], tuple[object, ...]]
+    run: Run
+
+
+def _reduce(cache: Cache, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+    """Sum x [T, E] over the parts of the engine, by the library's collective, which a captured graph may hold."""
+    if cache.reduce is None:
+        raise _alone()
+    out.copy_(inputs[0])
+    cache.reduce(out)
+
+
+def _gather(cache: Cache, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+    """Write the columns x [R, V / G] of all G parts side by side into out [R, V]."""
+    if cache.gather is None:
+        raise _alone()
+    cache.gather(inputs[0], out)
+
+
+def _alone() -> EngineError:
+    return EngineError("this engine is one part of several and runs alone", "Open it with LLM or trtkv run, which start the other parts.")
+
+
+APPEND = OpFace(
+    name="KvAppend",
+    inputs=("qkv", "positions", *SEQUENCES, "rope", "state", "q_norm", "k_norm"),
+    optional=("q_norm", "k_norm"),
+    integer_output=False,
+    shape=lambda inputs, config: (inputs[0][0], config.num_q_heads * config.head_dim),
+    run=lambda cache, *given: cache.append(*given),
+)
+SELECT = OpFace(
+    name="KvSelect",
+    inputs=("query", *SEQUENCES, "state"),
+    optional=(),
+    integer_output=True,
+    shape=lambda inputs, config: (inputs[2][0], config.select_heads, config.select_width + 1),
+    run=lambda cache, *given: cache.select(*given),
+)
+ATTEND = OpFace(
+    name="KvAttend",
+    inputs=("query", *SEQUENCES, "state", "selection"),
+    optional=("selection",),
+    integer_output=False,
+    shape=lambda inputs, config: (inputs[0][0], config.num_q_heads * config.head_dim),
+    run=lambda cache, *given: cache.attend(*given),
+)
+ALL_REDUCE = OpFace("AllReduce", ("x",), (), False, lambda inputs, config: tuple(inputs[0]), _reduce)
+# `parts` holds nothing: its length, a constant, says of how many GPUs.
+ALL_GATHER = OpFace(
+    "AllGather", ("x", "parts"), (), False, lambda inputs, config: (inputs[0][0], inputs[0][1] * inputs[1][0]), _gather  # type: ignore[operator]
+)  # fmt: skip
+
+FACES: dict[str, OpFace] = {face.name: face for face in (APPEND, SELECT, ATTEND, ALL_REDUCE, ALL_GATHER)}

@@ -1,0 +1,33 @@
+"""Values of a request's own that change what its engine's plan says, and where they can be had."""
+
+from __future__ import annotations
+
+from plugins.cache.cache import Cache
+from plugins.cache.overrides import Override, least_budget
+from trtkv.errors import RequestError
+from trtkv.runtime.sampler import SamplingParams
+
+WITHOUT = "Leave it out, or build an engine with it."
+
+
+def override_of(params: SamplingParams) -> Override | None:
+    """Return what a request asks of selection, None where it leaves everything to the plan."""
+    return None if params.budget is None and params.tau is None else Override(params.budget, params.tau)
+
+
+def check_override(cache: Cache, params: SamplingParams) -> None:
+    """Raise RequestError where an engine cannot give a request its budget or tau."""
+    if params.budget is not None:
+        _check_budget(cache, params.budget)
+    if params.tau is not None and not any(one is not None and one.tau is not None for one in cache.plan.select):
+        raise RequestError(f"policy '{cache.plan.policy}' has no tau, and the request asks for {params.tau}", WITHOUT)
+
+
+def _check_budget(cache: Cache, budget: int) -> None:
+    plans = [one for one in cache.plan.select if one is not None]
+    why = cache.why_no_budget()
+    if why:
+        raise RequestError(f"{why}, and the request asks for {budget} tokens", WITHOUT)
+    least, most = max(map(least_budget, plans)), min(one.budget for one in plans)
+    if not least <= budget <= most:
+        raise RequestError(f"a budget of {budget} tokens is outside {least} to {most}, what this engine takes", "Give one in between.")
