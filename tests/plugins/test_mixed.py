@@ -105,7 +105,7 @@ def test_planned_bytes_are_those_of_the_pages(name: str, tiny_llama: TinyModel, 
     pool = rig.cache.pool
     assert pool is not None
     own = [x for part, x in pool.pools.items() if "codes" not in part]  # codes lie in the bytes of keys and values
-    assert sum(x.nbytes for x in own) == pool.num_pages * rig.plan.group_page_bytes(0)
+    assert sum(x.nbytes for x in own) == pool.num_pages * rig.cache.count.page
 
 
 @pytest.mark.parametrize("name", POLICIES)

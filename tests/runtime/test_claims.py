@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from plugins.cache.bytes import ByteCount
 from plugins.cache.encodings.grouped.ledger import SettledLedger, find_ledger
 from tests.policies.cases import small
 from tests.runtime.claim_load import load
@@ -140,10 +141,11 @@ def test_an_answer_does_not_depend_on_its_batch(policy: str, tiny_llama: TinyMod
 
 def test_layers_that_keep_less_get_less_of_a_small_memory() -> None:
     plan = small("pyramidkv", 64).plan(MODEL)
-    one = 400 * plan.page_bytes // plan.page_size
+    count = ByteCount(plan)
+    one = 400 * count.page // plan.page_size
     sizes = pool_sizes(plan, LIMITS, torch.device("cpu"), 3 * one)
     assert all(a >= b for a, b in itertools.pairwise(sizes)) and sizes[0] > 1.2 * sizes[-1] >= 1.2 * plan.pages(400)
-    assert sum(count * plan.group_page_bytes(group) for group, count in enumerate(sizes)) + 6 * plan.slot_bytes <= 3 * one
+    assert count.allocated(sizes) + 5 * count.slot <= 3 * one
     assert pool_sizes(plan, LIMITS, torch.device("cpu"), 100 * one) == [6 * plan.pages(400)] * plan.num_page_groups
     with pytest.raises(CapacityError, match="the cache of one sequence of 400 tokens"):
         pool_sizes(plan, LIMITS, torch.device("cpu"), one)

@@ -127,7 +127,7 @@ def _stored(llm: LLM, done: Sequence[Simulation], num_tokens: int) -> float:
     """Return the bytes of a sequence of so many tokens: the plan's where nothing is evicted or encoded, else what was held."""
     plan = llm.engine.cache.plan
     if not {"allocate", "evict", "quantize"} & set(plan.roles):
-        return plan.stored_bytes(num_tokens)
+        return llm.engine.cache.count.stored(num_tokens)
     return sum(one.stored_bytes[-1] + one.state_bytes[-1] for one in done)
 
 

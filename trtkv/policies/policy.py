@@ -14,7 +14,6 @@ from trtkv.config import ModelConfig
 from trtkv.errors import ConfigError, PolicyConflict, UnknownName
 from trtkv.plan import BufferSpec, CachePlan, SelectPlan
 from trtkv.policies.base import CAPABILITIES, KINDS, Allocate, Evict, Offload, Quantize, Retrieve, Role
-from trtkv.policies.compacted import state_buffers
 
 DEFAULT_PAGE_SIZE = 32
 
@@ -150,16 +149,16 @@ class Policy(BaseModel):
             quantize=quantize.plan() if quantize else None,
             offload=self.offload.plan() if self.offload else None,
         )
-        if self._mixes and made.evict is not None and made.quantize is not None:
+        if self._mixes and made.quantize is not None:
             made = replace(made, quantize=replace(made.quantize, mixed=True), page_groups=every)
-            return replace(made, buffers=(*made.buffers, *state_buffers(made.evict, model, page_size)))
-        if self.evict is None or made.evict is None or made.storage in ("mixed", "replaced", "reference"):
+            return replace(made, buffers=(*made.buffers, *made.state_buffers))
+        if self.evict is None or made.storage in ("mixed", "replaced", "reference"):
             return made
         if made.storage == "per_head":
             groups = tuple(range(0, model.num_layers * model.num_kv_heads, model.num_kv_heads))
         else:
             groups = self.evict.page_groups(self.allocate, model.num_layers)
-        beside = state_buffers(made.evict, model, page_size) if made.quantize is None else ()
+        beside = made.state_buffers if made.quantize is None else ()
         return replace(made, buffers=(*made.buffers, *beside), page_groups=groups)
 
 

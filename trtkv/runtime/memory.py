@@ -6,8 +6,7 @@ import psutil
 import torch
 
 from plugins.cache.assemble import make_ledger
-from plugins.cache.encodings.grouped import store as encoded
-from plugins.cache.encodings.grouped.formats import Format
+from plugins.cache.bytes import ByteCount
 from plugins.cache.support import encodes_by_kernels
 from trtkv.config import Limits
 from trtkv.errors import CapacityError
@@ -41,12 +40,11 @@ def pool_pages(plan: CachePlan, limits: Limits, device: torch.device, cache_byte
     fits.
     """
     room = int(max(0, available_bytes(device) - promised_bytes) * HEADROOM) if cache_bytes is None else cache_bytes
-    form = encodes_by_kernels(plan, device)
-    page_bytes, beside = plan.page_bytes if form is None else encoded.page_bytes(plan), beside_bytes(plan, limits, form)
-    wanted = plan.pages(limits.max_seq_len)
-    pages = min(wanted * limits.max_batch_size, max(0, room - beside) // max(1, page_bytes))
+    count = ByteCount(plan, encodes_by_kernels(plan, device))
+    beside, wanted = beside_bytes(count, limits), plan.pages(limits.max_seq_len)
+    pages = min(wanted * limits.max_batch_size, max(0, room - beside) // max(1, count.page))
     if pages < wanted:
-        need = wanted * page_bytes + beside
+        need = wanted * count.page + beside
         raise CapacityError(
             f"the cache of one sequence of {limits.max_seq_len} tokens takes {readable(need)}, {readable(room)} is available",
             "Build with a lower --max-seq-len, or give the cache more memory.",
@@ -59,13 +57,13 @@ def claimed_chunk(limits: Limits) -> int:
     return max(1, limits.max_chunk_tokens // 2, limits.max_chunk_tokens - limits.max_batch_size)
 
 
-def beside_bytes(plan: CachePlan, limits: Limits, form: Format | None) -> int:
+def beside_bytes(count: ByteCount, limits: Limits) -> int:
     """Return the bytes that all slots take beside their pages; where tokens are encoded, with a prompt that is being read."""
-    if form is None:
-        return limits.max_batch_size * plan.slot_bytes
-    chunk = limits.max_chunk_tokens if plan.evict is None else claimed_chunk(limits)
-    prompt = encoded.prompt_bytes(plan, limits.max_seq_len, whole=limits.max_seq_len <= chunk, chunk=chunk)
-    return limits.max_batch_size * encoded.slot_bytes(plan, form) + prompt
+    slots = limits.max_batch_size * count.slot
+    if count.form is None:
+        return slots
+    chunk = limits.max_chunk_tokens if count.plan.evict is None else claimed_chunk(limits)
+    return slots + count.prompt(limits.max_seq_len, whole=limits.max_seq_len <= chunk, chunk=chunk)
 
 
 def pool_sizes(plan: CachePlan, limits: Limits, device: torch.device, cache_bytes: int | None = None, promised_bytes: int = 0) -> list[int]:
@@ -79,21 +77,20 @@ def pool_sizes(plan: CachePlan, limits: Limits, device: torch.device, cache_byte
         return [pool_pages(plan, limits, device, cache_bytes, promised_bytes)] * plan.num_page_groups
     room = int(max(0, available_bytes(device) - promised_bytes) * HEADROOM) if cache_bytes is None else cache_bytes
     longest, chunk = limits.max_seq_len, limits.max_chunk_tokens
-    slots, most = beside_bytes(plan, limits, form), ledger.most_pages(longest, chunk)
-    # One pool a page group, or one for all heads.
-    sizes = [plan.group_page_bytes(group) if form is None else encoded.group_bytes(plan, group) for group in range(len(most))]
-    one = sum(count * size for count, size in zip(most, sizes, strict=True))
+    count = ByteCount(plan, form)
+    slots, most = beside_bytes(count, limits), ledger.most_pages(longest, chunk)
+    one = count.allocated(most) - count.slot
     if one + slots > room:
         raise CapacityError(
             f"the cache of one sequence of {limits.max_seq_len} tokens takes {readable(one + slots)}, {readable(room)} is available",
             "Build with a lower --max-seq-len, or give the cache more memory.",
         )
     if limits.max_batch_size * one + slots <= room:
-        return [limits.max_batch_size * count for count in most]
+        return [limits.max_batch_size * pages for pages in most]
     answer = max(1, longest // ANSWER_SHARE)
     behind = ledger.pages_after_prompt(max(1, longest - answer), chunk, answer)
-    others = (room - slots - one) / sum(count * size for count, size in zip(behind, sizes, strict=True))
-    return [count + int(others * later) for count, later in zip(most, behind, strict=True)]
+    others = (room - slots - one) / (count.allocated(behind) - count.slot)
+    return [pages + int(others * later) for pages, later in zip(most, behind, strict=True)]
 
 
 def readable(size: float) -> str:

@@ -7,7 +7,6 @@ what is left of the prompt, and the ring for all tokens that may still go (`sett
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,19 +15,19 @@ import torch
 from torch import Tensor
 
 from plugins.cache.batch import Row
+from plugins.cache.bytes import ByteCount
 from plugins.cache.encodings.grouped import launch, reference
 from plugins.cache.encodings.grouped.away import Away
 from plugins.cache.encodings.grouped.formats import Format
-from plugins.cache.encodings.grouped.keep import Keeper, watched_bytes
+from plugins.cache.encodings.grouped.keep import Keeper
 from plugins.cache.encodings.grouped.ledger import SettledLedger
 from plugins.cache.encodings.grouped.settle import Settler
-from plugins.cache.encodings.per_token.buffers import known_of, replaces
+from plugins.cache.encodings.per_token.buffers import replaces
 from plugins.cache.eviction.ledger import EvictingLedger
 from plugins.cache.tiers.host.store import Offload
 from plugins.device.dtypes import TORCH_DTYPES
-from trtkv.config import DTYPE_BYTES
 from trtkv.errors import EngineError
-from trtkv.plan import BOOKKEEPING, BufferSpec, CachePlan
+from trtkv.plan import BufferSpec, CachePlan
 
 _CODES = ("key_codes", "key_scale", "key_minimum", "value_codes", "value_scale", "value_minimum")
 Prompt = tuple[Tensor, Tensor]
@@ -79,20 +78,7 @@ class EncodedStore:
         self.ledger = ledger
         self.settler = Settler(self, ledger) if isinstance(ledger, SettledLedger) else None
         self.keeper = Keeper(plan, ledger, device) if ledger is not None and self.settler is None else None
-        coded = {part: sum(spec.row_bytes for spec in _encoded(plan) if spec.name.startswith(part)) for part in ("key", "value")}
-        # Bytes in a layer of one key or value in full precision, of a group's encoded keys, of an encoded value.
-        self._rates = (
-            token_bytes(plan) // (2 * plan.num_layers), coded["key"] * form.key_group // plan.page_size, coded["value"] // plan.page_size
-        )  # fmt: skip
-        groups = range(plan.num_page_groups)
-        # Of what a selection keeps: bytes of an entry in all layers by the tokens that it describes, and of a slot.
-        self._entries, self._slot_bytes = Counter[int](), 0
-        for spec in (one for one in _beside(plan) if one.name not in BOOKKEEPING):
-            if spec.paged:
-                self._entries[spec.tokens_per_entry] += spec.row_bytes * spec.tokens_per_entry // plan.page_size * len(spec.layers)
-            else:
-                self._slot_bytes += spec.row_bytes * len(spec.layers)
-        self._layers, self._page_bytes = [plan.page_groups.count(group) for group in groups], [group_bytes(plan, group) for group in groups]
+        self.count = ByteCount(plan, form)
         self._prompts: dict[int, dict[int, Prompt]] = {}  # by slot, then layer
         self._lengths: dict[int, int] = {}
         self._begins: dict[int, tuple[int, int]] = {}  # encoded tokens before what is being read
@@ -226,28 +212,22 @@ class EncodedStore:
 
     def stored_bytes(self, slot: int, seen: int) -> int:
         """Return the bytes that hold keys, values, codes and metadata of a sequence that has seen so many tokens, and what is seen of a prompt."""
-        plan, reading = self.plan, seen < self._lengths.get(slot, 0)
-        stored = [seen] * plan.num_page_groups if self.ledger is None else self.ledger.stored(slot)
-        total = 0 if self.keeper is None or not reading else self.keeper.counted_bytes(seen)
-        entries = {} if reading and self.form.replaced else self._entries  # what is known of a token is written with its codes
-        runs, (plain, key, value) = self._runs.get(slot), self._rates
-        for group, own in enumerate(stored):
-            keys, values = (0, 0) if reading or runs is None else self._ends(slot, group, own, runs)
-            layer = (2 * own - keys - values) * plain + keys // self.form.key_group * key + values * value
-            total += layer * self._layers[group]
-        return total + self._slot_bytes + sum(stored[0] // tokens * size for tokens, size in entries.items())
+        groups, runs, reading = range(self.plan.num_page_groups), self._runs.get(slot), seen < self._lengths.get(slot, 0)
+        stored = [seen for _ in groups] if self.ledger is None else self.ledger.stored(slot)
+        ends = [(0, 0) if reading or runs is None else self._ends(slot, group, stored[group], runs) for group in groups]
+        return self.count.stored(stored, ends) + self.count.state(stored, reading=reading)
 
     def reserved_bytes(self, slot: int, seen: int) -> int:
         """Return the bytes that such a sequence occupies: pages, ring, and its prompt with what is seen of it while that is read."""
-        plan, stored = self.plan, [seen] * self.plan.num_page_groups
+        stored = [seen] * self.plan.num_page_groups
         reading = sum(x.nbytes for pair in self._prompts.get(slot, {}).values() for x in pair)
         if self.keeper is not None:
             reading += self.keeper.bytes_of(slot)
         if self.ledger is not None:
-            stored = list(self.ledger.stored(slot)) if seen >= self._lengths.get(slot, 0) else [0] * plan.num_page_groups
-        held = plan.pages if self.ledger is None else self.ledger.pages_of
-        pages = list(map(held, stored)) if self.settler is None or not any(stored) else self.settler.ledger.settled_pages(seen)
-        return sum(own * size for own, size in zip(pages, self._page_bytes, strict=True)) + slot_bytes(plan, self.form) + reading
+            stored = list(self.ledger.stored(slot)) if seen >= self._lengths.get(slot, 0) else [0 for _ in stored]
+        pages_of = self.plan.pages if self.ledger is None else self.ledger.pages_of
+        pages = list(map(pages_of, stored)) if self.settler is None or not any(stored) else self.settler.ledger.settled_pages(seen)
+        return self.count.allocated(pages) + reading
 
     def _ends(self, slot: int, group: int, stored: int, runs: Sequence[int]) -> tuple[int, int]:
         """Return how many leading keys and values of a sequence are encoded behind its newest step."""
@@ -279,39 +259,6 @@ class EncodedStore:
         return launch.Pages(self.form, self.plan.page_size, **_with_minima(found), origins=self.origins[group], ends=ends)  # type: ignore[arg-type]
 
 
-def page_bytes(plan: CachePlan) -> int:
-    """Return the bytes of one page of encoded tokens in all layers, with what a selection keeps of them."""
-    return sum(spec.row_bytes * len(spec.layers) for spec in (*_encoded(plan), *_beside(plan)) if spec.paged)
-
-
-def group_bytes(plan: CachePlan, group: int) -> int:
-    """Return the bytes of one page of encoded tokens in the layers of one page group."""
-    paged = [spec for spec in (*_encoded(plan), *_beside(plan)) if spec.paged]
-    return sum(spec.row_bytes for spec in paged for layer in spec.layers if plan.page_groups[layer] == group)
-
-
-def slot_bytes(plan: CachePlan, form: Format) -> int:
-    """Return the bytes of a slot's rings in all layers, with what a selection keeps of a sequence."""
-    return form.ring * token_bytes(plan) + sum(spec.row_bytes * len(spec.layers) for spec in _beside(plan) if not spec.paged)
-
-
-def token_bytes(plan: CachePlan) -> int:
-    """Return the bytes of one token in full precision in all layers."""
-    return 2 * plan.num_kv_heads * plan.head_dim * DTYPE_BYTES[plan.kv_dtype] * plan.num_layers
-
-
-def prompt_bytes(plan: CachePlan, tokens: int, *, whole: bool, chunk: int = 0) -> int:
-    """Return the most bytes of a prompt of so many tokens while it is read: in all layers, or layer by layer where it is read as a whole.
-
-    Of one that is evicted from in between, what its chunks leave counts.
-    """
-    if plan.storage == "windowed" and not whole:
-        rooms = SettledLedger(plan).rooms(tokens, chunk or tokens)
-        return sum(-(-rooms[group] // 16) * 16 for group in plan.page_groups) * token_bytes(plan) // plan.num_layers
-    one = -(-tokens // 16) * 16 * token_bytes(plan) // plan.num_layers + watched_bytes(plan, tokens)
-    return one if whole else one * plan.num_layers
-
-
 def _encoded(plan: CachePlan) -> list[BufferSpec]:
     return [spec for spec in plan.buffers if spec.pool == "encoded"]
 
@@ -319,7 +266,7 @@ def _encoded(plan: CachePlan) -> list[BufferSpec]:
 def _beside(plan: CachePlan) -> list[BufferSpec]:
     """List what a selection keeps, summaries in pages and numbers of a slot, and what is known of single tokens."""
     found = [spec for spec in plan.buffers if spec.pool == "plain" and spec.name not in ("keys", "values")]
-    return [*found, *known_of(plan)] if replaces(plan) else found
+    return [*found, *plan.state_buffers] if replaces(plan) else found
 
 
 def _with_minima(found: Mapping[str, Any]) -> dict[str, Any]:

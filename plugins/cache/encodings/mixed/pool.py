@@ -46,14 +46,6 @@ class MixedPool(HeadPool):
         self.stored: Lengths = np.zeros((0, 0), np.int64)
         self.turns, self._cache = [], {}
 
-    def stored_bytes(self, lengths: Sequence[int] | Lengths) -> int:
-        """Return the bytes that hold data for a sequence of whose layers each has so many tokens [2 L], without bookkeeping."""
-        return self.plan.stored_bytes_by_group(list(map(int, lengths)))
-
-    def reserved_bytes(self, lengths: Sequence[int] | Lengths) -> int:
-        """Return the bytes that such a sequence occupies: whole pages of its layers and its slot."""
-        return self.plan.reserved_bytes_by_group(list(map(int, lengths)))
-
     def longest(self, stored: Lengths) -> list[int]:
         """Return the tokens [B] of the layers, which all store equally many."""
         return (stored[0] + stored[self.layers]).tolist()  # type: ignore[no-any-return]

@@ -98,12 +98,6 @@ class HeadCache(Cache):
     def _ended(self, rows: Sequence[Sequence[Row]]) -> None:
         self.compactor.finish(rows[0])
 
-    def _stored(self, slot: int, seen: int) -> int:
-        return self.pool.stored_bytes(self.ledger.stored(slot))
-
-    def _reserved(self, slot: int, seen: int) -> int:
-        return self.pool.reserved_bytes(self.ledger.stored(slot))
-
     def _heads(self, layer: int) -> slice | int:
         """Return the rows of a layer among those of all."""
         first = self.plan.page_groups[layer]

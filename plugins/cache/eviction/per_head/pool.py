@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plugins.cache.batch import Row
 from plugins.cache.eviction.per_head.ring import Ring, Rings
-from plugins.cache.pages import HeadPages, Lengths, head_pages
+from plugins.cache.pages import HeadPages, Lengths
 from plugins.device.dtypes import TORCH_DTYPES
 from trtkv.plan import CachePlan
 
@@ -47,14 +47,6 @@ class HeadPool:
         self.rows, self.stored, self._cache = rows, stored, {}
         self.pages = [HeadPages.of(one, self.plan.num_page_groups) for one in pages]
         self.turns = [None] * len(rows)
-
-    def stored_bytes(self, lengths: Sequence[int] | Lengths) -> int:
-        """Return the bytes that hold data for a sequence of whose heads [Y] each has so many tokens, without bookkeeping."""
-        return self.plan.stored_bytes_by_group([int(np.sum(lengths))])
-
-    def reserved_bytes(self, lengths: Sequence[int] | Lengths) -> int:
-        """Return the bytes that such a sequence occupies: whole pages of its heads and its slot."""
-        return int(head_pages(lengths, self.plan.page_size).sum()) * self.plan.group_page_bytes(0) + self.plan.slot_bytes
 
     def longest(self, stored: Lengths) -> list[int]:
         """Return the tokens [B] of the longest head of any layer."""
