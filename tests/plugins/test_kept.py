@@ -17,10 +17,10 @@ from plugins.cache.batch import Row
 from plugins.cache.bytes import ByteCount
 from plugins.cache.cache import Cache
 from plugins.cache.encodings.grouped import launch, reference
-from plugins.cache.encodings.grouped.formats import Format, find_format
 from plugins.cache.encodings.grouped.keep import Keeper
-from plugins.cache.eviction.ledger import EvictingLedger
 from plugins.cache.eviction.sums import reference as exact_sums
+from plugins.cache.formats import Format, find_format
+from plugins.cache.ledgers.evicting import EvictingLedger
 from tests.plugins.test_encoded import HEADS, POOL, Torch, check, make_pages, model
 from tests.runtime.test_scheduler import ids, params, prompt
 from tests.tiny import TinyModel, make_tiny

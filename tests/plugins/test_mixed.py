@@ -16,7 +16,7 @@ from plugins.attend import reference as attend_reference
 from plugins.cache.batch import Row
 from plugins.cache.encodings.mixed import rewrite
 from plugins.cache.encodings.mixed.pool import MixedPool
-from plugins.cache.eviction.per_head.ledger import HeadAccount
+from plugins.cache.ledgers.per_head import HeadAccount
 from plugins.cache.pages import HeadPages
 from plugins.cache.support import in_torch
 from plugins.config import OpConfig

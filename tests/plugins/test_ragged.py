@@ -15,7 +15,7 @@ from plugins.append import reference as append_reference
 from plugins.attend import launch_dense, prefill
 from plugins.attend import reference as attend_reference
 from plugins.cache.eviction.per_head import launch
-from plugins.cache.eviction.per_head.ring import Ring
+from plugins.cache.ledgers.ring import Ring
 from plugins.cache.pages import HeadPages
 from plugins.cache.support import in_torch
 from plugins.config import OpConfig

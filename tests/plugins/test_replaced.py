@@ -15,10 +15,10 @@ pytest.importorskip("triton")
 from plugins.attend import launch_dense
 from plugins.attend import reference as attention
 from plugins.cache.assemble import make_cache
-from plugins.cache.encodings.grouped.formats import Format, find_format
 from plugins.cache.encodings.per_token import launch, reference
 from plugins.cache.encodings.per_token.store import PerTokenStore
-from plugins.cache.eviction.ledger import EvictingLedger
+from plugins.cache.formats import Format, find_format
+from plugins.cache.ledgers.evicting import EvictingLedger
 from plugins.config import OpConfig
 from tests.gpu import check_replaced as checks
 from tests.plugins import cuda_on_cpu

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from plugins.cache.batch import Row
-from plugins.cache.eviction.per_head.ledger import HeadAccount
 from plugins.cache.eviction.per_head.pool import HeadPool
+from plugins.cache.ledgers.per_head import HeadAccount
 from plugins.cache.pages import HeadPages, Ints, Lengths
 from plugins.cache.roles import load_role
 from plugins.device.dtypes import TORCH_DTYPES
