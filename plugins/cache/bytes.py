@@ -106,10 +106,10 @@ class ByteCount:
 
     def __init__(self, plan: CachePlan, form: Format | None = None) -> None:
         """Count what does not depend on lengths."""
-        self.plan, self.form, self.exact = plan, form, form is None and plan.held
+        self.plan, self.form, self.exact = plan, form, form is None and not plan.in_pages
         self.by_head = self.exact or plan.storage == "per_head"
         self.num_rows = plan.num_layers * plan.num_kv_heads if self.by_head else plan.num_page_groups
-        codes = plan.num_layers if plan.mixed else 0  # rows, whose pages hold several codes where one token in full precision fits
+        codes = plan.num_layers if plan.storage == "mixed" else 0  # rows, whose pages hold several codes where one token in full precision fits
         self._fits = (plan.page_size,) * (self.num_rows - codes) + (plan.page_size * plan.codes_per_row,) * codes
         self.buffers = tuple(buffers_of(plan, form))
         self.slot = _slot_bytes(self.buffers)
@@ -124,7 +124,7 @@ class ByteCount:
         evict, state = plan.evict, [spec for spec in plan.state_buffers if spec.name not in BOOKKEEPING]
         data = [spec for spec in plan.buffers if spec.name not in BOOKKEEPING and spec not in state]
         self._slot_data = _slot_bytes(data)
-        lasting = evict is not None and (plan.compacts or not evict.prompt_only or bool(evict.token_state))
+        lasting = evict is not None and (plan.in_pages or not evict.prompt_only or bool(evict.token_state))
         self.data = {spec: self._part(spec) for spec in data if spec.paged}
         self.scores = {spec: self._part(spec) for spec in state if spec.paged and lasting}
         self._data, self._scores = _merged(self.data.values()), _merged(self.scores.values())
@@ -149,7 +149,7 @@ class ByteCount:
         """Return the pages [R] of a sequence."""
         lengths = self._rows(lengths)
         if isinstance(lengths, np.ndarray):
-            return -(-lengths // (self._fits if self.plan.mixed else self.plan.page_size))
+            return -(-lengths // (self._fits if self.plan.storage == "mixed" else self.plan.page_size))
         return [-(-length // fit) for length, fit in zip(lengths, self._fits, strict=True)]
 
     def reserved(self, lengths: Lengths) -> int:
@@ -191,12 +191,12 @@ class ByteCount:
             if self.by_head:
                 for head in range(plan.num_kv_heads):
                     sizes[layer * plan.num_kv_heads + head] = entry // plan.num_kv_heads
-            elif plan.mixed:
+            elif plan.storage == "mixed":
                 sizes[layer + plan.num_layers * (spec.pool == "encoded")] = entry
             else:
                 sizes[plan.page_groups[layer]] += entry
-        coded = spec.pool == "encoded" and not plan.mixed
-        token = plan.quantize is not None and not plan.mixed and (coded or spec.name in ("keys", "values"))
+        coded = spec.pool == "encoded" and plan.storage != "mixed"
+        token = plan.quantize is not None and plan.storage != "mixed" and (coded or spec.name in ("keys", "values"))
         part = int(spec.name.startswith("value")) if token else None  # codes and metadata are named after what they encode
         return Part.of(spec.tokens_per_entry, part, coded, sizes)
 
