@@ -34,7 +34,7 @@ from trtkv.policies.quantize.fp8 import Fp8
 from trtkv.policies.quantize.kivi import Kivi
 from trtkv.policies.registry import parse_policy
 from trtkv.policies.schedule import trajectory
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
 
 HEADS, GROUP, PAGE, POOL = 2, 2, 64, 8
 FORMS = [  # bits, group, residual, head dimension, dtype

@@ -33,7 +33,7 @@ from trtkv.config import Limits
 from trtkv.policies.base import Grants
 from trtkv.policies.policy import Policy
 from trtkv.policies.schedule import trajectory
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
 
 HEADS = "[[0, 1], [2, 0]]"
 POLICIES = {

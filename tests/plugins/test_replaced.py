@@ -35,7 +35,7 @@ from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.loading import Options
 from trtkv.runtime.memory import pool_sizes
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
 
 on_cpu = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
 SMALL = ("evict.budget=24",)

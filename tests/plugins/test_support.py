@@ -10,6 +10,7 @@ import torch
 from plugins.cache import support
 from plugins.config import OpConfig
 from plugins.device.dtypes import TORCH_DTYPES
+from plugins.select.summary import summary_kind, summary_of
 from tests.console import Capture, output
 from tests.tiny import TinyModel
 from trtkv import api
@@ -99,7 +100,7 @@ def test_every_recorded_selection_takes_the_route_that_was_faster(monkeypatch: p
 )
 def test_summaries_that_kernels_keep(policy: str, sets: tuple[str, ...], kept: str | None) -> None:
     one = parse_policy(policy, sets=[f"retrieve.{field}" for field in sets]).plan(MODEL)
-    assert support.summary_kind(one, 3) == kept
+    assert summary_kind(one, 3) == kept
     assert support.in_torch(one) == []
 
 
@@ -133,7 +134,7 @@ def test_what_is_selected_in_torch_is_said_and_not_captured(
     one = parse_policy(policy, sets=[f"retrieve.{field}" for field in sets]).plan(model)
     (line,) = support.in_torch(one)
     assert words in line and line.startswith("selection runs in torch, so decode steps are not captured")
-    assert support.summary_of(one, 3) is None
+    assert summary_of(one, 3) is None
     config = OpConfig(model.num_q_heads, model.num_kv_heads, 128, 1.0, 1e-6, 0, 0, one.hash)
     captured = [support.captures(one, layer, config, torch.bfloat16, torch.device("cuda")) for layer in range(4)]
     assert captured == [select is None for select in one.select]

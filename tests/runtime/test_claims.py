@@ -24,7 +24,7 @@ from trtkv.runtime.claims import ClaimScheduler
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.memory import pool_sizes
 from trtkv.runtime.pages import GroupPages, PageAllocator, make_pages
-from trtkv.runtime.scheduler import Running
+from trtkv.runtime.sequence import Running
 
 POLICIES = (
     "lagkv",

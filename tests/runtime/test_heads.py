@@ -29,8 +29,8 @@ from trtkv.runtime.head_table import HeadTable
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.memory import pool_sizes
 from trtkv.runtime.pages import HeadPageAllocator
-from trtkv.runtime.scheduler import Running
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
+from trtkv.runtime.sequence import Running
 
 HEADS = LAYERS * KV_HEADS
 

@@ -30,8 +30,8 @@ from trtkv.runtime.batcher import Batcher
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.loading import Options, Part, open_engine
 from trtkv.runtime.parallel import LeadingStepper, open_parts
+from trtkv.runtime.rows import StepRow
 from trtkv.runtime.sampler import SamplingParams
-from trtkv.runtime.step import StepRow
 from trtkv.runtime.weights import map_weights
 from trtkv.simulation import simulate
 

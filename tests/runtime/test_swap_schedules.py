@@ -18,7 +18,8 @@ from trtkv.errors import CapacityError
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime import swap
 from trtkv.runtime.pages import PageAllocator
-from trtkv.runtime.scheduler import Running, Scheduler
+from trtkv.runtime.scheduler import Scheduler
+from trtkv.runtime.sequence import Running
 from trtkv.runtime.swap import Swap
 
 LIMITS = Limits(max_seq_len=320, max_batch_size=4, max_chunk_tokens=64)

@@ -17,8 +17,8 @@ from tests.tiny import TinyModel
 from trtkv.errors import EngineError, RequestError
 from trtkv.runtime.batcher import Event
 from trtkv.runtime.llm import LLM
+from trtkv.runtime.rows import StepRow
 from trtkv.runtime.sampler import SamplingParams
-from trtkv.runtime.step import StepRow
 from trtkv.serve.errors import Busy, Unavailable
 from trtkv.serve.metrics import Prometheus
 from trtkv.serve.service import FAILED_STEPS, Service, Ticket

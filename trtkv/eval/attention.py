@@ -22,7 +22,7 @@ from trtkv.plan import CachePlan, CacheView, Occupancy
 from trtkv.policies.policy import Policy
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.llm import LLM
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
 from trtkv.simulation import Simulation, simulate
 
 DECODED = 16  # tokens behind each prompt whose attention is compared

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from math import lcm
 from typing import Any
@@ -15,6 +16,10 @@ from trtkv.plan import BufferSpec, CachePlan, SelectPlan
 from trtkv.policies.base import CAPABILITIES, KINDS, Allocate, Evict, Offload, Quantize, Retrieve, Role
 
 DEFAULT_PAGE_SIZE = 32
+
+
+# What names presets that hold a role's class without a conflict, joined with another role of a kind where wanted: set by the registry.
+suggestions: list[Callable[[Role, str | None], list[str]]] = [lambda role, kind: []]
 
 
 class Policy(BaseModel):
@@ -78,12 +83,12 @@ class Policy(BaseModel):
             role.check(self.name)
         if self.retrieve:
             check_budget(self.name, self.retrieve)
-        clash = self._clash()
+        clash = self.clash()
         if clash:
             raise _conflict(self, *clash)
         return self
 
-    def _clash(self) -> tuple[Role, str, Role | None] | None:
+    def clash(self) -> tuple[Role, str, Role | None] | None:
         """Return the first role that lacks a capability, the capability, and the role that takes it away (None: nobody gives it)."""
         given = {name for name, (native, _) in CAPABILITIES.items() if native}.union(*(role.gives for role in self.roles.values()))
         for role in self.roles.values():
@@ -180,22 +185,11 @@ def _conflict(policy: Policy, role: Role, capability: str, other: Role | None) -
     mine, what = f"{role.kind} role '{_file(role)}'", CAPABILITIES.get(capability, (False, capability))[1]
     if other is None:
         problem = f"'{policy.name}': {mine} needs {capability} ({what}), which no other role gives"
-        works = _partners(role, None)
+        works = suggestions[-1](role, None)
         return PolicyConflict(problem, f"A preset that works: {works[0]}." if works else "Fill the role that gives it.")
     problem = f"'{policy.name}': {mine} needs {capability} ({what}), which {other.kind} role '{_file(other)}' takes away"
-    works = _partners(role, other.kind) or _partners(other, role.kind)
+    works = suggestions[-1](role, other.kind) or suggestions[-1](other, role.kind)
     return PolicyConflict(problem, f"A preset that works: {works[0]}." if works else "Use the roles one at a time.")
-
-
-def _partners(role: Role, kind: str | None) -> list[str]:
-    """Name presets, alone or joined by `+`, that hold this role's class without a conflict, joined with another role of a kind where asked."""
-    from trtkv.policies.registry import preset  # the registry builds policies, so it cannot be imported before this module
-    from trtkv.presets import policy_presets
-
-    every = [preset(name) for name in policy_presets()]
-    own = [one for one in every if type(one.roles.get(role.kind)) is type(role)]
-    joined = [a + b for a in own for b in every if kind in b.roles and not set(a.roles) & set(b.roles)] if kind else []
-    return [one.name for one in joined + own if not one._clash()]
 
 
 def _file(role: Role) -> str:

@@ -24,7 +24,8 @@ from trtkv.errors import RequestError
 from trtkv.plan import CachePlan
 from trtkv.runtime.memory import claimed_chunk
 from trtkv.runtime.pages import GroupPages, HeadPageAllocator, PageAllocator
-from trtkv.runtime.scheduler import Running, Scheduler
+from trtkv.runtime.scheduler import Scheduler
+from trtkv.runtime.sequence import Running
 
 
 class ClaimScheduler(Scheduler):

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from plugins.cache.bytes import ByteCount
-from plugins.cache.support import encodes_by_kernels, gpu_ready, why_selects_in_torch, why_torch
+from plugins.cache.support import encodes_by_kernels, gpu_ready, why_torch
 from plugins.cache.tiers.host.layout import Layout, layout
 from plugins.cache.tiers.host.store import Offload, Recall
+from plugins.select.summary import why_selects_in_torch
 from trtkv.config import Limits
 from trtkv.errors import CapacityError, ConfigError, EngineError, UnknownName
 from trtkv.plan import CachePlan

@@ -8,57 +8,18 @@ computed again half-way: those that are held in tensors are admitted for their l
 
 from __future__ import annotations
 
-import itertools
 import time
 from bisect import insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 from trtkv.config import Limits
 from trtkv.errors import CapacityError, RequestError
 from trtkv.plan import CachePlan
 from trtkv.runtime.pages import Key, PageAllocator, page_keys
+from trtkv.runtime.rows import StepRow
 from trtkv.runtime.saved_pages import SavedPages
-from trtkv.runtime.step import StepRow
-from trtkv.runtime.streams import Stretch
-from trtkv.runtime.swap import Left, Swap
-
-_arrivals = itertools.count()
-
-
-@dataclass(slots=True, eq=False)
-class Running:
-    """A prompt on its way: tokens with what was generated so far, and how many of them are in the cache.
-
-    Higher priority runs first; reused counts prompt tokens whose pages another prompt had filled, keys names the prompt's full pages; began_s is
-    when it first got a place (monotonic seconds). left is what a sequence that gave way has in host memory beside the pages that it still owns,
-    arriving what is on its way back.
-    """
-
-    request: int
-    tokens: list[int]
-    num_prompt: int
-    max_tokens: int
-    priority: int = 0
-    seen: int = 0
-    slot: int = -1
-    pages: list[int] = field(default_factory=list)
-    reused: int = 0
-    keys: list[Key] = field(default_factory=list)
-    arrival: int = field(default_factory=lambda: next(_arrivals))
-    began_s: float | None = None
-    left: Left | None = None
-    arriving: Stretch | None = None
-
-    @property
-    def num_generated(self) -> int:
-        """Tokens generated so far."""
-        return len(self.tokens) - self.num_prompt
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Rank among those that want to run: lower comes first."""
-        return -self.priority, self.arrival
+from trtkv.runtime.sequence import Running
+from trtkv.runtime.swap import Swap
 
 
 class Scheduler:

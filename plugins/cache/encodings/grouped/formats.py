@@ -7,6 +7,7 @@ from math import gcd
 
 from plugins.cache.encodings.per_token.buffers import replaces
 from plugins.cache.eviction import lag
+from plugins.select.summary import why_selects_in_torch
 from trtkv.plan import CachePlan
 from trtkv.rules import Float8, Grouped, Lag
 
@@ -107,8 +108,6 @@ def _fits(one: Format, plan: CachePlan) -> bool:
 
 def _selects(one: Format, plan: CachePlan) -> bool:
     """Say whether kernels read what every layer selects: units of a tile or within one, that kernels choose, of tokens of which none goes."""
-    from plugins.cache.support import why_selects_in_torch  # which asks for formats where it says what runs in torch
-
     units = [select.unit for select in plan.select if select is not None]
     if not units:
         return True

@@ -10,8 +10,8 @@ from plugins.cache.encodings.per_token import specs as replaced
 from plugins.cache.eviction.launch import move_constants, move_kernel
 from plugins.cache.eviction.specs import lag_kernels
 from plugins.cache.eviction.sums import launch as sums
-from plugins.cache.support import summary_kind
 from plugins.cache.tiers.host.layout import why_not
+from plugins.select.summary import summary_kind
 from trtkv.config import DTYPE_BYTES, Limits, ModelConfig
 from trtkv.plan import CachePlan
 

@@ -15,7 +15,8 @@ from plugins.cache.encodings.mixed.pool import MixedPool
 from plugins.cache.encodings.mixed.view import MixedView
 from plugins.cache.eviction.compactor import MOST_ELEMENTS
 from plugins.cache.eviction.per_head.compactor import HeadCompactor
-from plugins.cache.eviction.per_head.ledger import HeadAccount, Lengths
+from plugins.cache.eviction.per_head.ledger import HeadAccount
+from plugins.cache.pages import Lengths
 from plugins.cache.support import compacts_by_kernels
 
 

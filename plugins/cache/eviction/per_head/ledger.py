@@ -7,22 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from plugins.cache.pages import Ints, head_pages
+from plugins.cache.eviction.per_head.ring import Ring
+from plugins.cache.pages import Ints, Lengths, head_pages
 from plugins.cache.roles import load_role
 from trtkv.errors import EngineError
 from trtkv.plan import CachePlan, Occupancy
-
-if TYPE_CHECKING:
-    from plugins.cache.eviction.per_head.ring import Ring
-
-Lengths = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from plugins.cache.eviction.per_head.ledger import Lengths
+from plugins.cache.pages import Lengths
 from trtkv.plan import EvictPlan
 from trtkv.rules import Exchange
 
