@@ -8,6 +8,11 @@ import pytest
 import torch
 
 from plugins.cache import support
+from plugins.cache.cache import Cache
+from plugins.cache.encodings.grouped.cache import GroupedCache
+from plugins.cache.eviction.per_head.cache import HeadCache
+from plugins.cache.paged import PagedCache
+from plugins.cache.tiers.host.cache import HostCache
 from plugins.config import OpConfig
 from plugins.device.dtypes import TORCH_DTYPES
 from plugins.select.summary import summary_kind, summary_of
@@ -55,16 +60,12 @@ def test_short_sequences_are_read_whole_only_where_kernels_select(monkeypatch: p
 
 @pytest.mark.parametrize("policy", ["full", "fier", "quest", "shadowkv"])
 def test_only_bulky_kernels_and_other_caches_stop_long_steps_from_overlapping(policy: str) -> None:
-    alone = {"plan": replace(plan(policy), page_size=32), "offload": None, "encoded": None, "ragged": None}
     short, long = (SimpleNamespace(shape=(8, pages)) for pages in (512, 4096))
-    for kind in ("offload", "encoded", "ragged"):
-        other = SimpleNamespace(**alone | {kind: object()})
-        assert support.overlaps(other, short)
-        assert not support.overlaps(other, long)
-    plain = SimpleNamespace(**alone)
-    assert support.overlaps(plain, short, bulky=True)
-    assert support.overlaps(plain, long)
-    assert not support.overlaps(plain, long, bulky=True)
+    for variant in (PagedCache, HostCache, GroupedCache, HeadCache):
+        one = SimpleNamespace(plan=replace(plan(policy), page_size=32), overlaps_at_any_size=variant.overlaps_at_any_size)
+        assert Cache.overlaps(one, short, bulky=True)  # type: ignore[arg-type]
+        assert Cache.overlaps(one, long) == (variant is PagedCache)  # type: ignore[arg-type]
+        assert not Cache.overlaps(one, long, bulky=True)  # type: ignore[arg-type]
 
 
 def test_every_recorded_selection_takes_the_route_that_was_faster(monkeypatch: pytest.MonkeyPatch) -> None:
