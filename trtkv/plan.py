@@ -268,9 +268,9 @@ class CachePlan:
         return "reference" if evict.token_state or evict.queries or evict.needs or quantize.flush_first else "windowed"
 
     @property
-    def held(self) -> bool:
-        """Whether no page in full precision holds the cache: codes do, or tensors of exactly the stored size."""
-        return self.storage in ("encoded", "once", "windowed", "replaced", "reference")
+    def in_pages(self) -> bool:
+        """Whether pages hold tokens in full precision; else codes do, or tensors of exactly the stored size."""
+        return self.storage in ("paged", "compacted", "per_head", "mixed")
 
     @property
     def compacts(self) -> bool:

@@ -25,6 +25,32 @@ Lengths = Any  # [R] integers, a sequence or an array; or one number for all row
 Encoded = Sequence[tuple[int, int]]  # how many leading keys and values of each row [R] are encoded; empty where none are
 
 
+def buffers_of(plan: CachePlan, form: Format | None = None) -> list[BufferSpec]:
+    """List what is allocated of a plan, whose codes have a format or no pages; rows are pages of a group, pages of a shared pool, or slots.
+
+    The layer of a shared pool is 0: it serves all of them. With codes, keys and values are the newest tokens of every slot.
+    """
+    found = []
+    for spec in plan.buffers:
+        letters, shape, layers = spec.letters, spec.shape, spec.layers
+        if form is not None and spec.name in ("keys", "values"):
+            letters, shape = "Z Hk R D", ("Z", plan.num_kv_heads, form.ring, plan.head_dim)
+        elif spec.paged and plan.storage == "per_head":
+            letters, shape = letters.replace("Hk", "1").replace("Hq", "G"), ("P", int(shape[1]) // plan.num_kv_heads, *shape[2:])
+            layers = (0,)
+        elif spec.paged and plan.storage == "mixed":
+            if spec.name in ("key_codes", "value_codes"):
+                continue  # they lie where keys and values do
+            if spec.name not in ("keys", "values"):
+                more = plan.codes_per_row
+                letters, shape = letters.replace("N", f"{more}N"), (*shape[:2], more * int(shape[2]), *shape[3:])
+            layers = (0,)
+        elif spec.pool == "encoded" and form is None:
+            continue
+        found.append(replace(spec, letters=letters, shape=shape, layers=layers))
+    return [*found, *(plan.state_buffers if form is not None and form.replaced else ())]
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """What of paged buffers holds data: sizes [R] in bytes of an entry of so many tokens in each row, 0 where it has none.
@@ -80,12 +106,12 @@ class ByteCount:
 
     def __init__(self, plan: CachePlan, form: Format | None = None) -> None:
         """Count what does not depend on lengths."""
-        self.plan, self.form, self.exact = plan, form, form is None and plan.held
+        self.plan, self.form, self.exact = plan, form, form is None and not plan.in_pages
         self.by_head = self.exact or plan.storage == "per_head"
         self.num_rows = plan.num_layers * plan.num_kv_heads if self.by_head else plan.num_page_groups
-        codes = plan.num_layers if plan.mixed else 0  # rows, whose pages hold several codes where one token in full precision fits
+        codes = plan.num_layers if plan.storage == "mixed" else 0  # rows, whose pages hold several codes where one token in full precision fits
         self._fits = (plan.page_size,) * (self.num_rows - codes) + (plan.page_size * plan.codes_per_row,) * codes
-        self.buffers = tuple(self._allocated())
+        self.buffers = tuple(buffers_of(plan, form))
         self.slot = _slot_bytes(self.buffers)
         groups = (0,) * plan.num_layers if plan.pooled else plan.page_groups
         self.page_sizes = [0] * (max(groups) + 1)
@@ -98,7 +124,7 @@ class ByteCount:
         evict, state = plan.evict, [spec for spec in plan.state_buffers if spec.name not in BOOKKEEPING]
         data = [spec for spec in plan.buffers if spec.name not in BOOKKEEPING and spec not in state]
         self._slot_data = _slot_bytes(data)
-        lasting = evict is not None and (plan.compacts or not evict.prompt_only or bool(evict.token_state))
+        lasting = evict is not None and (plan.in_pages or not evict.prompt_only or bool(evict.token_state))
         self.data = {spec: self._part(spec) for spec in data if spec.paged}
         self.scores = {spec: self._part(spec) for spec in state if spec.paged and lasting}
         self._data, self._scores = _merged(self.data.values()), _merged(self.scores.values())
@@ -123,7 +149,7 @@ class ByteCount:
         """Return the pages [R] of a sequence."""
         lengths = self._rows(lengths)
         if isinstance(lengths, np.ndarray):
-            return -(-lengths // (self._fits if self.plan.mixed else self.plan.page_size))
+            return -(-lengths // (self._fits if self.plan.storage == "mixed" else self.plan.page_size))
         return [-(-length // fit) for length, fit in zip(lengths, self._fits, strict=True)]
 
     def reserved(self, lengths: Lengths) -> int:
@@ -158,24 +184,6 @@ class ByteCount:
     def _rows(self, lengths: Lengths) -> Lengths:
         return [lengths] * self.num_rows if isinstance(lengths, int) else lengths
 
-    def _allocated(self) -> list[BufferSpec]:
-        plan, form, found = self.plan, self.form, []
-        for spec in plan.buffers:
-            if form is not None and spec.name in ("keys", "values"):  # the newest tokens
-                found.append(replace(spec, shape=("Z", plan.num_kv_heads, form.ring, plan.head_dim), letters="Z Hk R D"))
-            elif self.exact and spec.pool == "encoded":
-                continue
-            elif plan.storage == "per_head" and spec.paged:
-                letters = spec.letters.replace("Hk", "1").replace("Hq", "G")
-                found.append(replace(spec, shape=("P", int(spec.shape[1]) // plan.num_kv_heads, *spec.shape[2:]), letters=letters, layers=(0,)))
-            elif plan.mixed and spec.paged and spec.name not in ("key_codes", "value_codes"):  # codes lie where keys and values do
-                more = 1 if spec.name in ("keys", "values") else plan.codes_per_row
-                letters = spec.letters if more == 1 else spec.letters.replace("N", f"{more}N")
-                found.append(replace(spec, shape=(*spec.shape[:2], more * int(spec.shape[2]), *spec.shape[3:]), letters=letters, layers=(0,)))
-            elif not (plan.mixed and spec.paged):
-                found.append(spec)
-        return [*found, *(plan.state_buffers if form is not None and form.replaced else ())]
-
     def _part(self, spec: BufferSpec) -> Part:
         plan, sizes = self.plan, [0] * self.num_rows
         entry = spec.row_bytes * spec.tokens_per_entry // plan.page_size
@@ -183,12 +191,12 @@ class ByteCount:
             if self.by_head:
                 for head in range(plan.num_kv_heads):
                     sizes[layer * plan.num_kv_heads + head] = entry // plan.num_kv_heads
-            elif plan.mixed:
+            elif plan.storage == "mixed":
                 sizes[layer + plan.num_layers * (spec.pool == "encoded")] = entry
             else:
                 sizes[plan.page_groups[layer]] += entry
-        coded = spec.pool == "encoded" and not plan.mixed
-        token = plan.quantize is not None and not plan.mixed and (coded or spec.name in ("keys", "values"))
+        coded = spec.pool == "encoded" and plan.storage != "mixed"
+        token = plan.quantize is not None and plan.storage != "mixed" and (coded or spec.name in ("keys", "values"))
         part = int(spec.name.startswith("value")) if token else None  # codes and metadata are named after what they encode
         return Part.of(spec.tokens_per_entry, part, coded, sizes)
 

@@ -48,7 +48,7 @@ def captures(plan: CachePlan, layer: int, config: OpConfig, dtype: torch.dtype, 
 
 def compacts_by_kernels(plan: CachePlan, device: torch.device) -> bool:
     """Say whether tokens are evicted from pages by kernels, and not in torch; where plans mix precisions, whether attention is counted by them."""
-    return gpu_ready(device) is None and (plan.compacts or plan.mixed) and why_torch(plan) is None
+    return gpu_ready(device) is None and plan.evict is not None and plan.in_pages and why_torch(plan) is None
 
 
 def encodes_by_kernels(plan: CachePlan, device: torch.device) -> Format | None:
@@ -75,7 +75,7 @@ def fits(config: OpConfig, dtype: torch.dtype) -> bool:
 
 def why_torch(plan: CachePlan) -> str | None:
     """Say in a sentence why no op of a plan runs as a kernel on any GPU, None where they do."""
-    if plan.held and find_format(plan) is None:
+    if not plan.in_pages and find_format(plan) is None:
         return "tokens are evicted or encoded in tensors of exactly the stored size, and the kernels read pages"
     if plan.page_size % 16:
         return f"a page holds {plan.page_size} tokens, and the kernels take multiples of 16"

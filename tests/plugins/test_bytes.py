@@ -22,7 +22,7 @@ MODEL = ModelConfig(
     model_type="llama", hidden_size=256, intermediate_size=64, num_layers=5, num_q_heads=4, num_kv_heads=2, head_dim=64, vocab_size=8, dtype="float16"
 )  # fmt: skip
 COMPOSED = ("fier+kivi", "freekv+fp8", "lagkv+kivi", "knorm+kivi", "snapkv+fp8", "pyramidkv+kivi")
-BY_KERNELS = tuple(name for name in (*PRESETS, *COMPOSED) if not (plan := parse_policy(name).plan(MODEL)).held or find_format(plan) is not None)
+BY_KERNELS = tuple(name for name in (*PRESETS, *COMPOSED) if (plan := parse_policy(name).plan(MODEL)).in_pages or find_format(plan) is not None)
 
 
 def make(name: str) -> tuple[CachePlan, ByteCount]:
@@ -60,7 +60,7 @@ def test_stored_bytes_are_those_of_the_caches_that_roles_define(name: str, promp
     for step, kept in enumerate(done.kept):
         stored, coded = [len(head) for head in kept], done.lengths[step][1]
         ends = planned[step].encoded
-        if plan.mixed:
+        if plan.storage == "mixed":
             lengths, encoded = [stored[0] - coded, coded], []
         elif count.by_head:
             lengths, encoded = stored, [(coded, coded) if plan.quantize and plan.quantize.demoted_only else ends] * 2

@@ -18,9 +18,7 @@ from plugins.cache.bytes import ByteCount
 from plugins.cache.cache import Cache
 from plugins.cache.encodings.grouped import launch, reference
 from plugins.cache.encodings.grouped.cache import GroupedCache
-from plugins.cache.encodings.grouped.formats import Format, find_format
 from plugins.cache.encodings.grouped.keep import Keeper
-from plugins.cache.eviction.ledger import EvictingLedger
 from plugins.cache.eviction.sums import reference as exact_sums
 from plugins.cache.formats import Format, find_format
 from plugins.cache.ledgers.evicting import EvictingLedger

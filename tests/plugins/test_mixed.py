@@ -19,7 +19,6 @@ from plugins.cache.encodings.mixed import rewrite
 from plugins.cache.encodings.mixed.cache import MixedCache
 from plugins.cache.encodings.mixed.pool import MixedPool
 from plugins.cache.eviction.per_head.cache import HeadCache
-from plugins.cache.eviction.per_head.ledger import HeadAccount
 from plugins.cache.ledgers.per_head import HeadAccount
 from plugins.cache.pages import HeadPages
 from plugins.cache.reference.cache import ReferenceCache

@@ -17,7 +17,6 @@ from plugins.attend import reference as attend_reference
 from plugins.cache import support
 from plugins.cache.eviction.per_head import launch
 from plugins.cache.eviction.per_head.cache import HeadCache
-from plugins.cache.eviction.per_head.ring import Ring
 from plugins.cache.ledgers.ring import Ring
 from plugins.cache.pages import HeadPages
 from plugins.cache.reference.cache import ReferenceCache

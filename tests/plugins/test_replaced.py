@@ -17,7 +17,6 @@ from plugins.attend import reference as attention
 from plugins.cache.assemble import make_cache
 from plugins.cache.encodings.per_token import launch, reference
 from plugins.cache.encodings.per_token.cache import PerTokenCache
-from plugins.cache.eviction.ledger import EvictingLedger
 from plugins.cache.formats import Format, find_format
 from plugins.cache.ledgers.evicting import EvictingLedger
 from plugins.cache.reference.cache import ReferenceCache

@@ -91,7 +91,7 @@ def _until(schedule: Sequence[PlanEntry], index: int) -> list[PlanEntry]:
 
 
 def _cache(plan: CachePlan) -> str:
-    if not plan.held:
+    if plan.in_pages:
         return "paged"
     held = "held in tensors of the stored size"
     return held if why_torch(plan) else f"encoded in pages where kernels run, elsewhere {held}"

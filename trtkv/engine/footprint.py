@@ -95,7 +95,7 @@ class Footprint:
         lengths = self.lengths(self.layers_at_peak(prompt))
         if count.exact:
             return max(reserved, count.stored(lengths) + count.state(lengths, reading=True))
-        if self.plan.mixed:  # codes are written while what they come from is still there
+        if self.plan.storage == "mixed":  # codes are written while what they come from is still there
             lengths[self.plan.num_layers :] = self.lengths(self.layers(prompt))[self.plan.num_layers :]
         return max(reserved, count.reserved(lengths))
 
@@ -111,13 +111,13 @@ class Footprint:
         """Return the tokens of each row of the count."""
         if self.count.by_head:
             return [length for layer in layers for length in layer.lengths]
-        if self.plan.mixed:
+        if self.plan.storage == "mixed":
             return [layer.lengths[0] - layer.encoded[0] for layer in layers] + [layer.encoded[0] for layer in layers]
         return [layers[self.plan.page_groups.index(group)].lengths[0] for group in range(self.plan.num_page_groups)]
 
     def encoded(self, layers: Sequence[Stored]) -> list[tuple[int, int]]:
         """Return how many leading keys and values of each row are encoded, none where codes have rows of their own."""
-        if self.plan.mixed or self.plan.quantize is None:
+        if self.plan.storage == "mixed" or self.plan.quantize is None:
             return []
         if self.count.by_head:
             return [(min(layer.encoded[0], length), min(layer.encoded[1], length)) for layer in layers for length in layer.lengths]

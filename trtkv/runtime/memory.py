@@ -33,25 +33,6 @@ def check_weights(weight_bytes: int, device: torch.device) -> None:
         )
 
 
-def pool_pages(plan: CachePlan, limits: Limits, device: torch.device, cache_bytes: int | None = None, promised_bytes: int = 0) -> int:
-    """Return the pages of a pool: enough for every sequence at full length, or what the memory (or cache_bytes) allows.
-
-    promised_bytes of the memory that is free now will be taken by something else. Raises CapacityError when not even one sequence of full length
-    fits.
-    """
-    room = int(max(0, available_bytes(device) - promised_bytes) * HEADROOM) if cache_bytes is None else cache_bytes
-    count = ByteCount(plan, encodes_by_kernels(plan, device))
-    beside, wanted = beside_bytes(count, limits), plan.pages(limits.max_seq_len)
-    pages = min(wanted * limits.max_batch_size, max(0, room - beside) // max(1, count.page))
-    if pages < wanted:
-        need = wanted * count.page + beside
-        raise CapacityError(
-            f"the cache of one sequence of {limits.max_seq_len} tokens takes {readable(need)}, {readable(room)} is available",
-            "Build with a lower --max-seq-len, or give the cache more memory.",
-        )
-    return pages
-
-
 def claimed_chunk(limits: Limits) -> int:
     """Return the tokens of a prompt's step where every other sequence is to find room for one."""
     return max(1, limits.max_chunk_tokens // 2, limits.max_chunk_tokens - limits.max_batch_size)
@@ -67,17 +48,15 @@ def beside_bytes(count: ByteCount, limits: Limits) -> int:
 
 
 def pool_sizes(plan: CachePlan, limits: Limits, device: torch.device, cache_bytes: int | None = None, promised_bytes: int = 0) -> list[int]:
-    """Return the pages of every page group's pool, as `pool_pages`; where tokens are evicted, enough for the most that pages hold of every sequence.
+    """Return the pages of every page group's pool: enough for the most of every sequence, or what the memory (or cache_bytes) allows.
 
-    Where memory does not allow that, every pool holds one prompt that is read, and a share of others behind theirs: layers that keep less get less.
-    Raises CapacityError when not even one sequence of full length fits.
+    Where memory does not allow all, every pool holds one prompt that is read, and a share of others after theirs: layers that keep less get less.
+    promised_bytes of the memory that is free now will be taken by something else. Raises CapacityError when not even one sequence of full length
+    fits.
     """
-    form, ledger = encodes_by_kernels(plan, device), make_ledger(plan, device)
-    if not ledger.shrinks:
-        return [pool_pages(plan, limits, device, cache_bytes, promised_bytes)] * plan.num_page_groups
+    count, ledger = ByteCount(plan, encodes_by_kernels(plan, device)), make_ledger(plan, device)
     room = int(max(0, available_bytes(device) - promised_bytes) * HEADROOM) if cache_bytes is None else cache_bytes
     longest, chunk = limits.max_seq_len, limits.max_chunk_tokens
-    count = ByteCount(plan, form)
     slots, most = beside_bytes(count, limits), ledger.most_pages(longest, chunk)
     one = count.allocated(most) - count.slot
     if one + slots > room:
@@ -88,9 +67,8 @@ def pool_sizes(plan: CachePlan, limits: Limits, device: torch.device, cache_byte
     if limits.max_batch_size * one + slots <= room:
         return [limits.max_batch_size * pages for pages in most]
     answer = max(1, longest // ANSWER_SHARE)
-    behind = ledger.pages_after_prompt(max(1, longest - answer), chunk, answer)
-    others = (room - slots - one) / (count.allocated(behind) - count.slot)
-    return [pages + int(others * later) for pages, later in zip(most, behind, strict=True)]
+    later = ledger.pages_after_prompt(max(1, longest - answer), chunk, answer)
+    return [pages + own * (room - slots - one) // (count.allocated(later) - count.slot) for pages, own in zip(most, later, strict=True)]
 
 
 def readable(size: float) -> str:

@@ -34,7 +34,7 @@ class Scheduler:
         self.saved: SavedPages | None = None  # a third tier on disk
         self.swap: Swap | None = None  # host memory for sequences that give way
         self._slots = slots
-        self._gives_way = not plan.held
+        self._gives_way = plan.in_pages
 
     def check(self, tokens: Sequence[int], max_tokens: int) -> None:
         """Raise RequestError for a prompt that can never be served."""
@@ -74,7 +74,7 @@ class Scheduler:
     def stored(self, sequence: Running) -> None:
         """Take note that a step has stored a sequence's tokens up to `seen`: the prompt's full pages may serve others from now on."""
         full = min(sequence.seen, sequence.num_prompt) // self.plan.page_size
-        if self.plan.held or full == len(sequence.keys):
+        if not self.plan.in_pages or full == len(sequence.keys):
             return
         keys = page_keys(sequence.tokens, self.plan.page_size, full, sequence.keys)
         for index in range(len(sequence.keys), full):
@@ -133,10 +133,10 @@ class Scheduler:
             return False
         if one.left is not None:
             return self._resume(one)
-        shared = [] if self.plan.held else self.pages.share(self._prompt_keys(one))
+        shared = self.pages.share(self._prompt_keys(one)) if self.plan.in_pages else []
         need = self._pages_to_begin(one) - len(shared)
         # One page in hand for every running sequence, or the newest would soon have to give way.
-        if not self._room(need + (0 if self.plan.held else len(self.running)), one):
+        if not self._room(need + (len(self.running) if self.plan.in_pages else 0), one):
             self.pages.give(shared)
             return False
         one.pages, one.slot = shared + self.pages.take(need), self._slots.pop()
@@ -184,7 +184,7 @@ class Scheduler:
 
     def _pages_to_begin(self, one: Running) -> int:
         longest = one.num_prompt + one.max_tokens
-        return self.plan.pages(longest if self.plan.held else min(longest, len(one.tokens) + 1))
+        return self.plan.pages(min(longest, len(one.tokens) + 1) if self.plan.in_pages else longest)
 
     def _grow(self) -> None:
         """Give every running sequence the page of its next token; whoever came last gives way where there is none."""

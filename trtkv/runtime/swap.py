@@ -208,7 +208,7 @@ def why_not(cache: Cache) -> str | None:
     """Say why the sequences of an engine that give way are computed again, None where they can be swapped out."""
     if cache.parts > 1:
         return "its KV heads are shared out over several processes"
-    if cache.plan.held or cache.plan.evict is not None:
+    if not cache.plan.in_pages or cache.plan.evict is not None:
         return "its sequences never give way: they are admitted for all that they may still need"
     if any(one.device.type != cache.device.type for one in cache.page_buffers()):
         return "some of its pages lie outside the device's memory without --offload"

@@ -20,7 +20,7 @@ class MixedLedger(HeadLedger):
 
     def __init__(self, plan: CachePlan) -> None:
         """Take a mixed plan; raises EngineError where a role cannot be loaded."""
-        assert plan.evict is not None and plan.mixed, "the plan mixes nothing"
+        assert plan.evict is not None and plan.storage == "mixed", "the plan mixes nothing"
         self.plan, self.heads, self.layers = plan, plan.num_page_groups, plan.num_layers
         self.evict = load_role(plan.evict.meaning)
         self.allocate = load_role(plan.roles["allocate"]) if "allocate" in plan.roles else None

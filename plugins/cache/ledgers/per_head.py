@@ -57,7 +57,7 @@ class HeadLedger:
 
     def __init__(self, plan: CachePlan) -> None:
         """Take a ragged plan; raises EngineError where a role cannot be loaded."""
-        assert plan.evict is not None and plan.ragged, "the heads of the plan keep equally many tokens"
+        assert plan.evict is not None and plan.storage == "per_head", "the heads of the plan keep equally many tokens"
         self.plan, self.heads = plan, plan.num_page_groups
         self.evict, self.allocate = load_role(plan.evict.meaning), load_role(plan.roles["allocate"])
         self._accounts: dict[int, HeadAccount] = {}

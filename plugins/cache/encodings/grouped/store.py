@@ -20,13 +20,14 @@ from plugins.cache.encodings.grouped import launch, reference
 from plugins.cache.encodings.grouped.away import Away
 from plugins.cache.encodings.grouped.keep import Keeper
 from plugins.cache.encodings.grouped.settle import Settler
-from plugins.cache.formats import Format, replaces
+from plugins.cache.formats import Format
 from plugins.cache.ledgers.evicting import EvictingLedger
 from plugins.cache.ledgers.settled import SettledLedger
+from plugins.cache.tiers.host.layout import records
 from plugins.cache.tiers.host.store import Offload
 from plugins.device.dtypes import TORCH_DTYPES
 from trtkv.errors import EngineError
-from trtkv.plan import BufferSpec, CachePlan
+from trtkv.plan import CachePlan
 
 _CODES = ("key_codes", "key_scale", "key_minimum", "value_codes", "value_scale", "value_minimum")
 Prompt = tuple[Tensor, Tensor]
@@ -44,31 +45,19 @@ class EncodedStore:
         The codes of layers that offload covers lie in its frames and rings of pages, and on the host.
         """
         self.plan, self.form, self.device = plan, form, device
-        every = range(plan.num_layers)
-        ring = (num_slots, plan.num_kv_heads, form.ring, plan.head_dim)
-        real = TORCH_DTYPES[plan.kv_dtype]
-        self.buffers: dict[str, list[Tensor | None]] = {}
-        layers = [[layer for layer in every if plan.page_groups[layer] == group] for group in range(plan.num_page_groups)]
+        self.count, every = ByteCount(plan, form), range(plan.num_layers)
         # Keys and values [layers of a page group, Z, Hk, ring, D] of every one, where tokens are evicted from rings.
-        self.rings = [tuple(torch.empty(len(own), *ring, dtype=real, device=device) for _ in range(2)) for own in layers if form.window]
-        for part, name in enumerate(("keys", "values")):
-            if form.window:
-                places = {layer: self.rings[group][part][index] for group, own in enumerate(layers) for index, layer in enumerate(own)}
-                self.buffers[name] = [places[layer] for layer in every]
-            else:
-                self.buffers[name] = [*self._tensors(name, [num_slots] * plan.num_layers, ring[1:], real)]
-        for spec in _encoded(plan):
-            away = [layer for layer in every if offload is not None and offload.covers(layer)]
-            rows = [num_pages[plan.page_groups[layer]] for layer in every if layer not in away]
-            made = iter(self._tensors(spec.name, rows, [*map(int, spec.shape[1:])], TORCH_DTYPES[spec.dtype]))
-            self.buffers[spec.name] = [
-                offload.coded[layer].named[spec.name] if offload is not None and layer in away else next(made) for layer in every
-            ]
+        self.rings: list[tuple[Tensor, ...]] = []
+        self.buffers: dict[str, list[Tensor | None]] = {}
+        away = {layer for layer in every if offload is not None and offload.covers(layer)}
+        for spec in self.count.buffers:
+            shape, dtype = [*map(int, spec.shape[1:])], TORCH_DTYPES[spec.dtype]
+            hosted = away if spec.pool == "encoded" else ()
+            rows = [num_pages[plan.page_groups[layer]] if spec.paged else num_slots for layer in spec.layers if layer not in hosted]
+            made = dict(zip((layer for layer in spec.layers if layer not in hosted), self._tensors(spec.name, rows, shape, dtype), strict=True))
+            made.update({layer: offload.coded[layer].named[spec.name] for layer in hosted} if offload is not None else {})
+            self.buffers[spec.name] = [made.get(layer) for layer in every]
         self.away = None if offload is None else Away(offload)
-        for spec in _beside(plan):
-            rows = [num_pages[plan.page_groups[layer]] if spec.paged else num_slots for layer in spec.layers]
-            made = iter(self._tensors(spec.name, rows, [*map(int, spec.shape[1:])], TORCH_DTYPES[spec.dtype]))
-            self.buffers[spec.name] = [next(made) if layer in spec.layers else None for layer in every]
         self.origins = torch.zeros(plan.num_page_groups, num_slots, dtype=torch.int32, device=device)
         self.ends = torch.zeros(plan.num_page_groups, num_slots, 2, dtype=torch.int32, device=device)
         self.pages = [self._pages(layer) for layer in every]
@@ -77,7 +66,6 @@ class EncodedStore:
         self.ledger = ledger
         self.settler = Settler(self, ledger) if isinstance(ledger, SettledLedger) else None
         self.keeper = Keeper(plan, ledger, device) if ledger is not None and self.settler is None else None
-        self.count = ByteCount(plan, form)
         self._prompts: dict[int, dict[int, Prompt]] = {}  # by slot, then layer
         self._lengths: dict[int, int] = {}
         self._begins: dict[int, tuple[int, int]] = {}  # encoded tokens before what is being read
@@ -163,19 +151,14 @@ class EncodedStore:
     def copy(self, source: int, target: int, source_pages: Sequence[Sequence[int]], target_pages: Sequence[Sequence[int]]) -> None:
         """Let a slot's sequence be a copy of another's, whose prompts are complete; pages [Y] of both are as many."""
         index = [[torch.tensor(own, device=self.device) for own in pages] for pages in (source_pages, target_pages)]
-        for spec in (*_encoded(self.plan), *_beside(self.plan)):
-            for layer, x in enumerate(self.buffers[spec.name]):
-                if x is None:
-                    continue  # what a layer that reads everything does not have
+        for spec in self.count.buffers:
+            for layer in spec.layers:
+                x, group = self.buffers[spec.name][layer], self.plan.page_groups[layer]
+                assert x is not None, "a buffer has the layers that its plan names"
                 if spec.paged:
-                    group = self.plan.page_groups[layer]
                     x[index[1][group]] = x[index[0][group]]
                 else:
                     x[target] = x[source]
-        for name in ("keys", "values"):
-            for x in self.buffers[name]:
-                assert x is not None, "every layer has a ring"
-                x[target] = x[source]
         self.note_copy(source, target)
 
     def note_copy(self, source: int, target: int) -> None:
@@ -197,7 +180,7 @@ class EncodedStore:
         if self.away is None or not self.away.covers(layer):
             return self.pages[layer], row.table
         parts = self.away.gather(layer, row, stored)
-        found = dict(zip((spec.name for spec in _encoded(self.plan)), parts, strict=True))
+        found = dict(zip((spec.name for spec in records(self.plan)), parts, strict=True))
         return replace(self.pages[layer], **_with_minima(found)), torch.arange(len(parts[0]), dtype=torch.int32, device=self.device)
 
     def precise_from(self, layer: int, row: Row) -> int:
@@ -241,6 +224,12 @@ class EncodedStore:
 
     def _tensors(self, name: str, rows: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         """Allocate a buffer of several layers, of so many rows each."""
+        if self.form.window and name in ("keys", "values"):
+            groups = self.plan.page_groups
+            made = [torch.empty((groups.count(group), rows[0], *shape), dtype=dtype, device=self.device) for group in range(max(groups) + 1)]
+            self.rings = [(*pair, one) for pair, one in zip(self.rings or [()] * len(made), made, strict=True)]
+            places = list(map(iter, made))
+            return [next(places[group]) for group in groups]
         return [torch.empty((count, *shape), dtype=dtype, device=self.device) for count in rows]
 
     def _begin_runs(self, group: int, slot: int, stored: int) -> int:
@@ -256,16 +245,6 @@ class EncodedStore:
         group = self.plan.page_groups[layer]
         ends = self.ends[group] if self.form.window else None
         return launch.Pages(self.form, self.plan.page_size, **_with_minima(found), origins=self.origins[group], ends=ends)  # type: ignore[arg-type]
-
-
-def _encoded(plan: CachePlan) -> list[BufferSpec]:
-    return [spec for spec in plan.buffers if spec.pool == "encoded"]
-
-
-def _beside(plan: CachePlan) -> list[BufferSpec]:
-    """List what a selection keeps, summaries in pages and numbers of a slot, and what is known of single tokens."""
-    found = [spec for spec in plan.buffers if spec.pool == "plain" and spec.name not in ("keys", "values")]
-    return [*found, *plan.state_buffers] if replaces(plan) else found
 
 
 def _with_minima(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from plugins.cache.batch import Row
+from plugins.cache.bytes import buffers_of
 from plugins.cache.eviction.per_head.ring import Rings
 from plugins.cache.ledgers.ring import Ring
 from plugins.cache.pages import HeadPages, Lengths
@@ -29,10 +30,10 @@ class HeadPool:
         self.plan, self.num_pages, self.device, self.heads = plan, num_pages, device, plan.num_kv_heads
         self.pools: dict[str, Tensor] = {}
         self.buffers: dict[str, list[Tensor | None]] = {}
-        for spec in plan.buffers:
+        for spec in buffers_of(plan):
             shape, dtype = tuple(map(int, spec.shape[1:])), TORCH_DTYPES[spec.dtype]
             if spec.paged:
-                pool = torch.empty(num_pages, shape[0] // self.heads, *shape[1:], dtype=dtype, device=device)
+                pool = torch.empty(num_pages, *shape, dtype=dtype, device=device)
                 self.pools[spec.name], self.buffers[spec.name] = pool, [pool] * plan.num_layers
             else:
                 self.buffers[spec.name] = [torch.empty(num_slots, *shape, dtype=dtype, device=device) for _ in range(plan.num_layers)]

@@ -60,7 +60,7 @@ def why_not(plan: CachePlan) -> str | None:
     """Say why the pages of a plan cannot live on the host, None where they can."""
     chosen = [one for one in plan.select if one is not None]
     encoded = find_format(plan) is not None
-    if (plan.held and not encoded) or plan.evict is not None:
+    if not (plan.in_pages or encoded) or plan.evict is not None:
         return "evicts tokens or encodes them in a way that no kernel knows, and only pages move to the host"
     if not chosen:
         return "reads every stored token in every step"
