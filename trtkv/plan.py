@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -272,9 +272,9 @@ class CachePlan:
         return "gathered" if alone else "windowed"
 
     @property
-    def held(self) -> bool:
-        """Whether no page in full precision holds the cache: codes do, or tensors of exactly the stored size."""
-        return self.storage in ("encoded", "once", "windowed", "replaced", "gathered", "reference")
+    def in_pages(self) -> bool:
+        """Whether pages hold tokens in full precision; else codes do, or tensors of exactly the stored size."""
+        return self.storage in ("paged", "compacted", "per_head", "mixed")
 
     @property
     def compacts(self) -> bool:
@@ -329,82 +329,24 @@ class CachePlan:
         return -(-tokens // self.page_size)
 
     @property
-    def page_bytes(self) -> int:
-        """Bytes of one page in full precision, in all layers and paged buffers."""
-        return sum(spec.row_bytes * len(spec.layers) for spec in self.buffers if spec.paged and spec.pool == "plain")
-
-    def group_page_bytes(self, group: int) -> int:
-        """Bytes of one page in full precision, in the layers of one page group, or in one KV head."""
-        if self.ragged:
-            return self.page_bytes // self.num_page_groups
-        if self.mixed:
-            one = {spec.name: spec.row_bytes for spec in self.buffers if spec.paged}
-            more = sum(one[name] for name in ("positions", "key_scale", "value_scale"))
-            return one["keys"] + one["values"] + self.codes_per_row * more
-        paged = [spec for spec in self.buffers if spec.paged and spec.pool == "plain"]
-        return sum(spec.row_bytes for spec in paged for layer in spec.layers if self.page_groups[layer] == group)
-
-    @property
     def codes_per_row(self) -> int:
         """Encoded tokens that fit where one lies in full precision, in a mixed plan."""
         return DTYPE_BYTES[self.kv_dtype]
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes that one sequence occupies whatever its length."""
-        return sum(spec.row_bytes * len(spec.layers) for spec in self.buffers if not spec.paged)
-
-    def stored_bytes(self, tokens: int) -> int:
-        """Bytes that hold data for a sequence of so many tokens, without the unused rest of its last page."""
-        return sum(size for _, size in self._stored(tokens))
-
-    def stored_bytes_by_group(self, lengths: Sequence[int]) -> int:
-        """Bytes that hold data for a sequence of which the layers of each page group store so many tokens, without bookkeeping."""
-        coded = [spec for spec in self.buffers if self.mixed and spec.pool == "encoded"]
-        total = sum(spec.row_bytes // self.page_size * sum(map(int, lengths[self.num_layers :])) for spec in coded)
-        for spec in self.buffers:
-            if spec.paged and spec.pool == "plain" and spec.name not in BOOKKEEPING:
-                entry = spec.row_bytes * spec.tokens_per_entry // self.page_size
-                if self.mixed:
-                    total += sum(map(int, lengths[: self.num_layers])) * entry
-                    continue
-                if self.ragged:
-                    total += sum(map(int, lengths)) * entry // self.num_kv_heads
-                    continue
-                total += sum(lengths[self.page_groups[layer]] // spec.tokens_per_entry for layer in spec.layers) * entry
-        return total
-
-    def reserved_bytes_by_group(self, lengths: Sequence[int]) -> int:
-        """Bytes that the pool lends to such a sequence: whole pages and its slot."""
-        if self.ragged:
-            return sum(self.pages(int(one)) for one in lengths) * self.group_page_bytes(0) + self.slot_bytes
-        if self.mixed:
-            coded = sum(self.pages(-(-int(one) // self.codes_per_row)) for one in lengths[self.num_layers :])
-            return (coded + sum(self.pages(int(one)) for one in lengths[: self.num_layers])) * self.group_page_bytes(0) + self.slot_bytes
-        own = (spec.row_bytes * self.pages(lengths[self.page_groups[layer]]) for spec in self.buffers if spec.paged for layer in spec.layers)
-        return sum(own) + self.slot_bytes
-
-    def reserved_bytes(self, tokens: int) -> int:
-        """Bytes that the pool lends to a sequence of so many tokens: whole pages and its slot."""
-        return self.pages(tokens) * self.page_bytes + self.slot_bytes
-
-    def bytes_per_token(self) -> float:
-        """Bytes that one more token costs in the long run."""
-        return self.page_bytes / self.page_size
-
-    def tokens_read(self, tokens: int) -> float:
-        """Tokens whose keys and values one decode step reads, mean over the layers."""
-        return sum(one.reads(tokens) if one else tokens for one in self.select) / self.num_layers
-
-    def _stored(self, tokens: int) -> Iterator[tuple[str, int]]:
-        for spec in self.buffers:
-            if spec.pool == "encoded":
-                continue
-            if not spec.paged:
-                yield spec.name, spec.row_bytes * len(spec.layers)
-            else:
-                entries_per_page = self.page_size // spec.tokens_per_entry
-                yield spec.name, tokens // spec.tokens_per_entry * (spec.row_bytes // entries_per_page) * len(spec.layers)
+    def state_buffers(self) -> tuple[BufferSpec, ...]:
+        """What an evict role reads besides keys and values, in every layer: scores lie in pages, queries in slots."""
+        if self.evict is None:
+            return ()
+        every, head = tuple(range(self.num_layers)), ("P", self.num_kv_heads, self.page_size)
+        found = [BufferSpec("positions", head, "P Hk N", "int32", every)]
+        found += [BufferSpec(name, head, "P Hk N", dtype, every) for name, dtype in self.evict.token_state.items()]
+        if "attention_mass" in self.evict.needs:
+            found.append(BufferSpec("attention_mass", ("P", self.num_q_heads, self.page_size), "P Hq N", "float32", every))
+        if self.evict.queries:
+            queries = ("Z", self.evict.queries, self.num_q_heads, self.head_dim)
+            found.append(BufferSpec("last_queries", queries, "Z W Hq D", self.kv_dtype, every))
+        return tuple(found)
 
 
 @cache

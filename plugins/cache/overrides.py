@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from plugins.cache.support import outliers
+from plugins.select.summary import outliers
 from trtkv.plan import CachePlan, SelectPlan
 
 EVERYTHING = 1 << 30  # tokens: more than there are

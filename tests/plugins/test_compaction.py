@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from plugins.cache.eviction.cache import EvictingCache
 from plugins.cache.eviction.view import PagedView
+from plugins.cache.reference.cache import ReferenceCache
 from plugins.kernels import kernels_for
 from tests.policies.cases import PRESETS, small
 from tests.runtime.test_executor import REORDERED, worst
@@ -23,13 +25,13 @@ STEPS = 60
 def kept(rig: Rig, layer: int, slot: int) -> list[list[int]]:
     """Return the logical positions that each KV head of a layer stores, ascending: a token may lie where another one went."""
     cache = rig.cache
-    if cache.held is not None:
+    if isinstance(cache, ReferenceCache):
         return [store.positions.tolist() for store in cache.find(layer, slot).heads]
-    assert cache.compactor is not None
+    assert isinstance(cache, EvictingCache)
     ledger, group = cache.compactor.ledger, rig.plan.page_groups[layer]
     account, row = ledger.find(slot), next(row for row in cache.step(layer).rows if row.slot == slot)
     row.stored = account.stored[group]
-    return PagedView(cache, [layer], row, account, ledger.occupancy(account, group), 1.0).positions.sort(1).values.tolist()  # type: ignore[no-any-return]
+    return PagedView(cache.stacks, [layer], row, account, ledger.occupancy(account, group), 1.0).positions.sort(1).values.tolist()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("chunk", [512, 37])
@@ -39,7 +41,7 @@ def test_pages_keep_what_the_definition_keeps(name: str, chunk: int, tiny_llama:
     paged, held = (make_rig(tiny_llama, policy, tmp_path, slots=2, by_definition=one) for one in (False, True))
     layers = [trajectory(policy, 150, STEPS, num_kv_heads=2, layer=layer, num_layers=config.num_layers) for layer in range(config.num_layers)]
     cache, token = paged.cache, 2 * config.head_dim * 4
-    assert cache.compactor is not None and held.cache.held is not None
+    assert isinstance(cache, EvictingCache) and isinstance(held.cache, ReferenceCache)
 
     def check(step: int) -> None:
         lengths = [layer[step].lengths for layer in layers]
@@ -48,7 +50,7 @@ def test_pages_keep_what_the_definition_keeps(name: str, chunk: int, tiny_llama:
         assert evict is not None
         scores = 2 * len(evict.token_state) + (6 if "attention_mass" in evict.needs else 0)  # numbers of four bytes, a KV head or a query head
         assert beside == sum(own[0] * scores * 4 for own in lengths)
-        assert [cache.stored_of(0, 0)[group] for group in paged.plan.page_groups] == [own[0] for own in lengths]
+        assert [cache.ledger.stored(0)[group] for group in paged.plan.page_groups] == [own[0] for own in lengths]
 
     ours = generate(paged, texts, STEPS, chunk=chunk, after=check)
     theirs = generate(held, texts, STEPS, chunk=chunk)
@@ -63,7 +65,7 @@ def test_kernels_keep_what_the_definition_keeps(name: str, tiny_llama: TinyModel
     pytest.importorskip("triton")
     texts, policy = prompts(75, 61), small(name, 48)
     paged, held = (make_rig(tiny_llama, policy, tmp_path, slots=2, by_definition=one) for one in (False, True))
-    assert paged.cache.compactor is not None
+    assert isinstance(paged.cache, EvictingCache)
     paged.cache.compactor.kernels = True
     steps = {"h2o": 3, "tova": 3, "raas": 13}.get(name, 8)  # the interpreter takes a second for a launch over all heads and layers
     ours, theirs = (generate(rig, texts, steps, chunk=50) for rig in (paged, held))
@@ -87,6 +89,6 @@ def test_kernels_of_eviction_are_compiled_ahead(name: str, entries: set[str]) ->
     model = MODEL.model_copy(update={"head_dim": 64})
     plan = small(name).plan(model)
     specs = kernels_for(plan, model, Limits(max_seq_len=512, max_batch_size=2), "90")
-    assert {spec.entry for spec in specs if spec.source.parent.name in ("compaction", "kv_sums")} == entries
+    assert {spec.entry for spec in specs if spec.source.parent.name in ("eviction", "sums")} == entries
     wide = model.model_copy(update={"dtype": "float32"})
     assert not kernels_for(small(name).plan(wide), wide, Limits(), "90"), "no kernel takes fp32"

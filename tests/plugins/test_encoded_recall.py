@@ -14,7 +14,9 @@ pytest.importorskip("triton")
 
 from plugins.cache import support
 from plugins.cache.assemble import make_cache
-from plugins.cache.encodings.grouped import cuda, launch, launch_list
+from plugins.cache.encodings.grouped import cache as grouped
+from plugins.cache.encodings.grouped import launch, launch_list
+from plugins.cache.encodings.grouped.cache import GroupedCache
 from plugins.cache.tiers.host import launch as recall_launch
 from plugins.cache.tiers.host.layout import layout, why_not
 from plugins.cache.tiers.host.store import Offload, Recall
@@ -28,7 +30,7 @@ from trtkv.errors import ConfigError, UnknownName
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.host_memory import open_offload
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
 
 needs_cpu = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
 PAGED = ("retrieve.budget=64", "retrieve.sink=16", "retrieve.window=1", "retrieve.page=16", "retrieve.dense_layers=1")
@@ -59,7 +61,7 @@ def as_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(support, "gpu_ready", lambda device: None)
     monkeypatch.setattr(TorchExecutor, "capturable", False)
     monkeypatch.setattr(recall_launch, "recall_cluster", lambda rows: 2)
-    for module in (cuda, launch, launch_list):
+    for module in (grouped, launch, launch_list):
         monkeypatch.setattr(module, "arch", lambda: "90")
     small = lambda one, dim, arch, listed=False: launch._block(one, dim, 2, launch.STAGES, shared_limit("90"), listed)  # noqa: E731
     monkeypatch.setattr(launch, "attend_block", small)
@@ -92,13 +94,12 @@ def test_engines_answer_bit_for_bit(policy: str, recall: Recall, wide: TinyModel
     rigs = [make_rig(wide, policy, tmp_path, recall=how, **common) for how in (recall, None)]
     assert torch.equal(*(feed(rig) for rig in rigs))
     cache, resident = (rig.cache for rig in rigs)
-    store, other_store = cache.store, resident.encoded
-    assert cache.tier is not None and store is not None and other_store is not None
+    assert isinstance(cache, GroupedCache) and isinstance(resident, GroupedCache) and cache.tier.recalls and not resident.tier.recalls
     front, ahead = cache.tier.moved_pages()
     assert front > 0 and (recall.ahead or not ahead)
     for layer in range(2):  # what went to the host and what is in the ring, put together again
         for one, other in zip(cache.step(layer).rows, resident.step(layer).rows, strict=True):
-            for x, y in zip(store.seen(layer, one), other_store.seen(layer, other), strict=True):
+            for x, y in zip(cache.store.seen(layer, one), resident.store.seen(layer, other), strict=True):
                 assert torch.equal(x, y)
     assert cache.stored_bytes() == resident.stored_bytes()
 
@@ -126,7 +127,7 @@ def test_offloaded_kernels_answer_bit_for_bit(policy: str, how: str, wide: TinyM
     common = {"sets": POLICIES[policy], "slots": 2, "dtype": "bfloat16", "device": "cuda"}
     rigs = [make_rig(wide, policy, tmp_path, recall=recall, **common) for recall in (ON_GPU[how], None)]
     assert torch.equal(*(feed(rig, 150) for rig in rigs))
-    assert rigs[0].executor.capturable == (how not in BY_HOST) and rigs[0].cache.tier is not None
+    assert rigs[0].executor.capturable == (how not in BY_HOST) and rigs[0].cache.tier.recalls
     front, ahead = rigs[0].cache.tier.moved_pages()
     assert front > 0 and (ahead > 0) == ON_GPU[how].ahead
 
@@ -163,10 +164,10 @@ def guessed_in_vain(rig: Rig, steps: int) -> int:
         rig.stepper.run([StepRow(text[:length], 0, b, rig.pages(b), (length - 1,), length)])
     front = 0
     for i in range(steps):
-        if i == 2 and rig.cache.tier is not None:
+        if i == 2:
             front = rig.cache.tier.moved_pages()[0]
         rig.stepper.run([StepRow([texts[b][start + i]], start + i, b, rig.pages(b), (0,), start) for b, start in enumerate((198, 40))])
-    return rig.cache.tier.moved_pages()[0] - front if rig.cache.tier is not None else 0
+    return rig.cache.tier.moved_pages()[0] - front
 
 
 def test_records_hold_what_pages_do() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from plugins.attend import FACE, op
-from plugins.cache.cache import Cache
 from plugins.cache.eviction import exchange, newest
-from plugins.cache.eviction.observe import evicts_in_step, observe
-from plugins.nodes import FACES
+from plugins.cache.eviction.cache import EvictingCache
 from tests.policies.cases import small
 from tests.runtime.test_policies import generate, prompts
 from tests.tiny import TinyModel, make_rig
@@ -194,31 +191,30 @@ def test_a_step_evicts_by_itself(name: str, stay: bool, tiny_llama: TinyModel, t
     texts, policy, found = prompts(49, 45), small(name, 48), []
     for alone in (True, False):
         rig = make_rig(tiny_llama, policy, tmp_path, slots=2)
+        assert isinstance(rig.cache, EvictingCache)
         rig.cache.keeps_inputs, evictor = stay, rig.cache.compactor
-        assert evictor is not None
-        evictor.kernels, evictor._attends = True, alone  # type: ignore[union-attr]
-        with monkeypatch.context() as patch:
-            patch.setattr(op, "observe", _observe)
-            patch.setitem(FACES, "KvAttend", replace(FACE, torch=_attend(op.attend)))
-            logits = generate(rig, texts, 4)
+        evictor.kernels, evictor._attends = True, alone
+        _evict_in_step(rig.cache, monkeypatch)
+        logits = generate(rig, texts, 4)
         pages = [rig.cache.buffer("positions", layer)[row.pages] for layer in range(3) for row in rig.cache.step(layer).rows]
         found.append((logits, torch.stack([one[: 48 // rig.plan.page_size] for one in pages])))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
 
 
-def _observe(cache: Cache, layer: int, row: Any, query: Tensor) -> None:
-    if evicts_in_step(cache, cache.step(layer).rows) is None:
-        observe(cache, layer, row, query)
+def _evict_in_step(cache: EvictingCache, patch: pytest.MonkeyPatch) -> None:
+    """Let attention in torch leave to the evictor what that does after the kernels' attention."""
+    evictor, attend, observe = cache.compactor, cache.attend, cache.compactor.observe
 
+    def in_step(layer: int) -> bool:
+        return evictor.in_step and all(row.answers for row in cache.step(layer).rows)
 
-def _attend(real: Any) -> Any:
-    def attend(cache: Cache, layer: int, config: Any, inputs: Sequence[Tensor], out: Tensor) -> None:
-        real(cache, layer, config, inputs, out)
-        evictor = evicts_in_step(cache, cache.step(layer).rows)
-        if evictor is not None:
-            evictor.attended(layer, inputs[0], inputs[3], inputs[2], inputs[4], inputs[5])
+    def attended(layer: int, config: Any, inputs: Sequence[Tensor], out: Tensor) -> None:
+        attend(layer, config, inputs, out)
+        if in_step(layer):
+            evictor.attended(layer, cache.step(layer).rows, inputs[0], inputs, cache.keeps_inputs)
 
-    return attend
+    patch.setattr(evictor, "observe", lambda layer, row, query: None if in_step(layer) else observe(layer, row, query))
+    patch.setattr(cache, "attend", attended)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from plugins import kernels
 from plugins.cache.assemble import make_cache
 from plugins.cache.encodings.grouped import gather, reference
 from plugins.cache.encodings.grouped.cache import GroupedCache
-from plugins.cache.encodings.grouped.formats import Format, find_format
-from plugins.cache.encodings.grouped.ledger import GatheringLedger, find_ledger
+from plugins.cache.formats import Format, find_format
+from plugins.cache.ledgers.gathering import GatheringLedger
+from plugins.cache.ledgers.make import find_ledger
 from plugins.cache.reference.cache import ReferenceCache
 from plugins.cache.reference.layer import LayerCache, Roles
 from plugins.config import OpConfig
@@ -28,7 +29,7 @@ from trtkv.engine.predict import predict
 from trtkv.errors import EngineError
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.llm import LLM
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
 
 GATHERED = {
     "lagkv+fp8": ("evict.lag=16", "evict.sink=4"),

@@ -15,10 +15,13 @@ pytest.importorskip("triton")
 from plugins import kernels
 from plugins.cache import support
 from plugins.cache.assemble import make_cache
-from plugins.cache.encodings.grouped import cuda, reference
-from plugins.cache.encodings.grouped.formats import Format, find_format
-from plugins.cache.encodings.grouped.ledger import SettledLedger, find_ledger
+from plugins.cache.encodings.grouped import reference
+from plugins.cache.encodings.grouped.cache import GroupedCache
 from plugins.cache.encodings.grouped.store import EncodedStore
+from plugins.cache.formats import Format, find_format
+from plugins.cache.ledgers.make import find_ledger
+from plugins.cache.ledgers.settled import SettledLedger
+from plugins.cache.reference.cache import ReferenceCache
 from plugins.cache.reference.layer import LayerCache, Roles
 from plugins.config import OpConfig
 from tests.plugins import cuda_on_cpu
@@ -34,7 +37,7 @@ from trtkv.errors import EngineError
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.loading import Options
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
 
 KIVI = ("quantize.group=16", "quantize.residual=16")
 SETTLED = {
@@ -77,7 +80,7 @@ def pair(wide: TinyModel, policy: str, folder: Path, patch: pytest.MonkeyPatch, 
     held = make_rig(wide, policy, folder, sets=SETTLED[policy], slots=3, dtype=dtype)
     fake = Torch(patch)
     paged = make_rig(wide, policy, folder, sets=SETTLED[policy], slots=3, dtype=dtype)
-    assert held.cache.held is not None and paged.cache.store is not None and paged.cache.held is None
+    assert isinstance(held.cache, ReferenceCache) and isinstance(paged.cache, GroupedCache)
     return held, paged, fake
 
 
@@ -89,11 +92,12 @@ def test_a_session_stores_and_answers_like_the_definition(wide: TinyModel, polic
     assert fake.attended
     torch.testing.assert_close(answers[1][0], answers[0][0], rtol=1e-3, atol=1e-3 * float(answers[0][0].abs().max()))
     assert answers[1][1] == answers[0][1]
+    assert isinstance(held.cache, ReferenceCache) and isinstance(paged.cache, GroupedCache)
     store, cache = paged.cache.store, paged.cache
-    assert store is not None and store.settler is not None and not any(store._prompts.values())
+    assert store.settler is not None and not any(store._prompts.values())
     for slot in range(3):
         for layer in range(2):
-            check_layer(paged, held.cache.find(layer, slot), layer, slot)  # type: ignore[union-attr]
+            check_layer(paged, held.cache.find(layer, slot), layer, slot)
     with pytest.raises(EngineError, match="token by token"):
         paged.stepper.run([StepRow([1, 2], 88, 0, paged.pages(0), (1,))])
     for slot in range(3):
@@ -103,11 +107,12 @@ def test_a_session_stores_and_answers_like_the_definition(wide: TinyModel, polic
 
 def check_layer(paged: Rig, cache: LayerCache, layer: int, slot: int) -> None:
     """Compare lengths, counts, codes and what is in full precision with the definition's, behind a step."""
+    assert isinstance(paged.cache, GroupedCache)
     store, group = paged.cache.store, paged.plan.page_groups[layer]
-    assert store is not None and store.settler is not None
+    assert store.settler is not None
     account, pages = store.settler.ledger.find(slot), store.pages[layer]
     stored, ends = account.stored[group], account.encoded[group]
-    assert cache.lengths == (stored,) * paged.plan.num_kv_heads and cache.store == ends and cache.settled == account.settled[group]
+    assert cache.lengths == (stored,) * paged.plan.num_kv_heads and cache.encoded == ends and cache.settled == account.settled[group]
     assert store.ends[group, slot].tolist() == list(ends)
     table = torch.tensor(paged.pages(slot), dtype=torch.int32)
     for part, seen in zip(("keys", "values"), reference.visible(pages, table, slot, stored), strict=True):
@@ -126,8 +131,9 @@ def test_what_lies_in_pages_and_rings_is_the_definitions_bit_for_bit(policy: str
     config, parsed = model(num_layers=2, dtype="float16", num_q_heads=2, num_kv_heads=2, head_dim=64), parse_policy(policy, sets=SETTLED[policy])
     plan, slot, rope = parsed.plan(config), 1, torch.cat([torch.ones(256, 32), torch.zeros(256, 32)], 1)
     cache, pages = make_cache(plan, [12] * plan.num_page_groups, 2, "cpu"), list(range(11, 0, -1))
+    assert isinstance(cache, GroupedCache)
     store, ops = cache.store, OpConfig(2, 2, 64, 0.125, 1e-6, 0, 0, "")
-    assert store is not None and store.settler is not None
+    assert store.settler is not None
     roles, empty = Roles(evict=parsed.evict, quantize=parsed.quantize), torch.empty(0, 64, dtype=torch.float16)
     caches = [LayerCache(roles, layer, 2, 2, 1, empty, 0.125) for layer in range(2)]
     seen, groups, compared = 0, plan.num_page_groups, 0
@@ -137,22 +143,22 @@ def test_what_lies_in_pages_and_rings_is_the_definitions_bit_for_bit(policy: str
         stored = torch.tensor(cache.stored_lens(), dtype=torch.int32)
         table = torch.tensor(pages, dtype=torch.int32).expand(groups, 1, -1)
         starts, slots = torch.tensor([0, new], dtype=torch.int32), torch.tensor([slot], dtype=torch.int32)
-        for layer, cache in enumerate(caches):
+        for layer, exact in enumerate(caches):
             qkv = torch.randn(new, 6 * 64, dtype=torch.float16)
             _, keys, values = qkv.view(new, 3, 2, 64).unbind(1)
-            cache.append(keys, values, 100)
+            exact.append(keys, values, 100)
             query = torch.empty(new, 128, dtype=torch.float16)
             places = torch.arange(seen - new, seen, dtype=torch.int32)
-            cuda.append(cache, store, layer, ops, (qkv, places, starts, torch.tensor([seen]), stored, slots, table, rope), query)
-            cuda.attend(cache, store, layer, ops, (query, starts, torch.tensor([seen]), stored, slots, table), torch.empty_like(query))
-            cache.finish()
+            cache.append(layer, ops, (qkv, places, starts, torch.tensor([seen]), stored, slots, table, rope), query)
+            cache.attend(layer, ops, (query, starts, torch.tensor([seen]), stored, slots, table), torch.empty_like(query))
+            exact.finish()
         cache.end_step()
         if seen in (100, 117, 134):
-            for layer, cache in enumerate(caches):
-                compared += compare_bits(store, layer, slot, pages, cache)
+            for layer, exact in enumerate(caches):
+                compared += compare_bits(store, layer, slot, pages, exact)
     assert compared > 0
     own, other = pages[:5], pages[5:10]
-    store.copy(slot, 0, [own] * groups, [other] * groups)
+    cache.copy(slot, 0, [own] * groups, [other] * groups)
     for layer in range(2):
         tables = [torch.tensor(numbers, dtype=torch.int32) for numbers in (own, other)]
         stored = store.settler.ledger.find(0).stored[plan.page_groups[layer]]
@@ -167,7 +173,7 @@ def compare_bits(store: EncodedStore, layer: int, slot: int, pages: list[int], c
     account = store.settler.ledger.find(slot)  # type: ignore[union-attr]
     group = store.plan.page_groups[layer]
     stored, ends = account.stored[group], account.encoded[group]
-    assert cache.lengths == (stored,) * 2 and cache.store == ends
+    assert cache.lengths == (stored,) * 2 and cache.encoded == ends
     for part, ring, end in zip(("keys", "values"), (store.pages[layer].keys, store.pages[layer].values), ends, strict=True):
         held = [one.parts[part] for one in cache.heads]
         whole = torch.stack([one.decoded() for one in held])
@@ -205,7 +211,7 @@ def test_an_answer_does_not_depend_on_its_batch(wide: TinyModel, tmp_path: Path,
     Torch(monkeypatch)
     llm = LLM(path)
     cache = llm.engine.cache
-    assert cache.store is not None and isinstance(cache.ledger, SettledLedger)
+    assert isinstance(cache, GroupedCache) and isinstance(cache.ledger, SettledLedger)
     texts = [prompt(51 + 16 * seed, seed) for seed in range(3)]
     alone = [llm.generate([text], params(4))[0].token_ids for text in texts]
     calls = [llm.batcher.submit([text], [params(4)]) for text in texts]  # three sequences in two slots
@@ -243,8 +249,8 @@ def test_planned_bytes_are_those_that_a_session_allocates(policy: str, context: 
     Torch(monkeypatch)
     behind = find_ledger(plan).pages_for(context, chunk, 0)
     cache = make_cache(plan, [batch * count for count in behind], batch, "cpu")
+    assert isinstance(cache, GroupedCache)
     store = cache.store
-    assert store is not None
     assert found["reserved_bytes"] == sum(x.nbytes for tensors in cache.buffers.values() for x in tensors if x is not None)
     assert found["reserved_bytes"] == sum(one["bytes"] for one in found["buffers"])
     most = 0
@@ -322,7 +328,7 @@ def test_which_plans_the_kernels_store() -> None:
 def test_captured_steps_on_a_gpu_answer_like_the_definition(wide: TinyModel, policy: str, tmp_path: Path) -> None:
     make = lambda **how: make_rig(wide, policy, tmp_path, sets=SETTLED[policy], slots=3, **how)  # noqa: E731
     exact, plain, ours = make(by_definition=True), *(make(dtype="bfloat16", device="cuda", by_definition=one) for one in (True, False))
-    assert ours.cache.store is not None and ours.executor.capturable and not plain.executor.capturable
+    assert isinstance(ours.cache, GroupedCache) and ours.executor.capturable and not plain.executor.capturable
     texts = torch.randint(1, 250, (3, 320), generator=torch.Generator().manual_seed(0))
     found = [run(rig, texts, 150) for rig in (exact, plain, ours)]
     assert found[1][1] == found[2][1]

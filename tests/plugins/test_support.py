@@ -2,14 +2,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from plugins.cache import support
+from plugins.cache.cache import Cache
+from plugins.cache.encodings.grouped.cache import GroupedCache
+from plugins.cache.eviction.per_head.cache import HeadCache
+from plugins.cache.paged import PagedCache
+from plugins.cache.tiers.host.cache import HostCache
 from plugins.config import OpConfig
 from plugins.device.dtypes import TORCH_DTYPES
+from plugins.select.summary import summary_kind, summary_of
 from tests.console import Capture, output
 from tests.tiny import TinyModel
 from trtkv import api
@@ -54,16 +59,20 @@ def test_short_sequences_are_read_whole_only_where_kernels_select(monkeypatch: p
 
 @pytest.mark.parametrize("policy", ["full", "fier", "quest", "shadowkv"])
 def test_only_bulky_kernels_and_other_caches_stop_long_steps_from_overlapping(policy: str) -> None:
-    alone = {"plan": replace(plan(policy), page_size=32), "offload": None, "encoded": None, "ragged": None}
-    short, long = (SimpleNamespace(shape=(8, pages)) for pages in (512, 4096))
-    for kind in ("offload", "encoded", "ragged"):
-        other = SimpleNamespace(**alone | {kind: object()})
-        assert support.overlaps(other, short)
-        assert not support.overlaps(other, long)
-    plain = SimpleNamespace(**alone)
-    assert support.overlaps(plain, short, bulky=True)
-    assert support.overlaps(plain, long)
-    assert not support.overlaps(plain, long, bulky=True)
+    short, long = (torch.empty(8, pages, device="meta") for pages in (512, 4096))
+
+    def make(kind: type[Cache]) -> Cache:
+        one = kind.__new__(kind)  # nothing is allocated
+        one.plan = replace(plan(policy), page_size=32)
+        return one
+
+    for kind in (HostCache, GroupedCache, HeadCache):
+        assert make(kind).overlaps(short)
+        assert not make(kind).overlaps(long)
+    plain = make(PagedCache)
+    assert plain.overlaps(short, bulky=True)
+    assert plain.overlaps(long)
+    assert not plain.overlaps(long, bulky=True)
 
 
 def test_every_recorded_selection_takes_the_route_that_was_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +108,7 @@ def test_every_recorded_selection_takes_the_route_that_was_faster(monkeypatch: p
 )
 def test_summaries_that_kernels_keep(policy: str, sets: tuple[str, ...], kept: str | None) -> None:
     one = parse_policy(policy, sets=[f"retrieve.{field}" for field in sets]).plan(MODEL)
-    assert support.summary_kind(one, 3) == kept
+    assert summary_kind(one, 3) == kept
     assert support.in_torch(one) == []
 
 
@@ -133,7 +142,7 @@ def test_what_is_selected_in_torch_is_said_and_not_captured(
     one = parse_policy(policy, sets=[f"retrieve.{field}" for field in sets]).plan(model)
     (line,) = support.in_torch(one)
     assert words in line and line.startswith("selection runs in torch, so decode steps are not captured")
-    assert support.summary_of(one, 3) is None
+    assert summary_of(one, 3) is None
     config = OpConfig(model.num_q_heads, model.num_kv_heads, 128, 1.0, 1e-6, 0, 0, one.hash)
     captured = [support.captures(one, layer, config, torch.bfloat16, torch.device("cuda")) for layer in range(4)]
     assert captured == [select is None for select in one.select]

@@ -26,6 +26,7 @@ from plugins.device import store
 from plugins.device.spec import Spec
 from plugins.kernels import kernels_for
 from plugins.select.speculate import speculate
+from plugins.select.summary import outliers
 from tests.plugins.launches_in_torch import Launches, fake_device, force_kernels
 from tests.runtime.test_kernels import POLICIES, SELECTING
 from trtkv.config import Limits, ModelConfig
@@ -160,7 +161,7 @@ def test_ops_with_kernels_choose_and_answer_as_the_torch_forms(policy: str, own:
             if row.answers and not twins.wired.reads_all:
                 assert torch.equal(*(cache.buffer("previous_query", 1)[row.slot] for cache in (twins.wired, twins.plain)))
     assert compared > 20
-    assert ("outlier_cut" in launches.names) == (support.outliers(twins.select) > 0)
+    assert ("outlier_cut" in launches.names) == (outliers(twins.select) > 0)
 
 
 def test_a_step_that_selects_with_the_query_before_it_finds_that_query(monkeypatch: pytest.MonkeyPatch) -> None:

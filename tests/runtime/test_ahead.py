@@ -46,8 +46,8 @@ def engine(request: pytest.FixtureRequest, tiny_llama: TinyModel, tmp_path_facto
     if hosted:
         page_bytes = layout(whole.cache.plan).host_bytes(1)
         return open_engine(out, Options(offload=True, host_bytes=page_bytes * whole.cache.plan.pages(256) * 3 // 2))
-    peak = 2 if policy == "arkv" else 1  # while a prompt is whole, its codes find pages too
-    return open_engine(out, Options(cache_bytes=peak * whole.cache.plan.reserved_bytes(256) * 3 // 2))
+    # Where a prompt is whole, its codes find pages too.
+    return open_engine(out, Options(cache_bytes=whole.cache.count.reserved(256) * 3 // 2))
 
 
 def prompt(length: int, seed: int) -> list[int]:

@@ -15,7 +15,7 @@ from tests.runtime.test_executor import DEVICES, REORDERED, worst
 from tests.tiny import Rig, TinyModel, make_rig
 from trtkv.policies.registry import parse_policy
 from trtkv.policies.schedule import trajectory
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
 
 LENGTHS = (150, 61)
 HELD = [name for name in PRESETS if parse_policy(name).evict or parse_policy(name).quantize]

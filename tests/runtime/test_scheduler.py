@@ -26,7 +26,7 @@ def llm(request: pytest.FixtureRequest, tiny_llama: TinyModel, tmp_path_factory:
         str(tiny_llama.path), request.param, budget=None if request.param in ("full", "lagkv") else 96, sets=sets, out=out, backend="none", **limits
     )  # type: ignore[arg-type]
     whole = LLM(path)
-    return LLM(path, cache_bytes=whole.engine.cache.plan.reserved_bytes(256) * 3 // 2)
+    return LLM(path, cache_bytes=whole.engine.cache.count.reserved(256) * 3 // 2)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -38,11 +38,12 @@ def built(model: Path, policy: str, folder: Path, **limits: int) -> Path:
 
 def scarce(path: Path, hosted: bool, sequences: float = 1.5, **more: object) -> Engine:
     """Open an engine whose cache holds so many sequences of full length."""
-    plan = open_engine(path, Options(device="cpu", weights="random")).cache.plan
+    whole = open_engine(path, Options(device="cpu", weights="random")).cache
+    plan, count = whole.plan, whole.count
     pages = int(plan.pages(LIMITS["max_seq_len"]) * sequences)
     if hosted:
         return open_engine(path, Options(offload=True, host_bytes=pages * layout(plan).host_bytes(1), **more))  # type: ignore[arg-type]
-    return open_engine(path, Options(cache_bytes=pages * plan.page_bytes + 3 * plan.slot_bytes, **more))  # type: ignore[arg-type]
+    return open_engine(path, Options(cache_bytes=pages * count.page + 3 * count.slot, **more))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -268,7 +269,7 @@ def test_what_users_say_and_see(tiny_llama: TinyModel, tmp_path: Path, capsys: C
     path = built(tiny_llama.path, "full", tmp_path)
     assert "--swap-gib -1.0 is no size" in complaint(capsys, "run", path, "hello", "--swap-gib", -1)
     words = ("bench", "serve", path, "--requests", 4, "--concurrency", 4, "--prompt-tokens", 60, "--answer-tokens", 150, "--json", "--device", "cpu")
-    gib = open_engine(path, Options()).cache.plan.page_bytes * 12 / 2**30
+    gib = open_engine(path, Options()).cache.count.page * 12 / 2**30
     swapped, again = (json.loads(printed(capsys, *words, "--cache-gib", gib, *more)) for more in ((), ("--swap-gib", 0)))
     assert swapped["preemptions"] == again["preemptions"] == again["recomputed"] > 0
     assert swapped["recomputed"] == again["swapped_bytes"] == 0

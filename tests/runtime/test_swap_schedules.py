@@ -18,7 +18,8 @@ from trtkv.errors import CapacityError
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime import swap
 from trtkv.runtime.pages import PageAllocator
-from trtkv.runtime.scheduler import Running, Scheduler
+from trtkv.runtime.scheduler import Scheduler
+from trtkv.runtime.sequence import Running
 from trtkv.runtime.swap import Swap
 
 LIMITS = Limits(max_seq_len=320, max_batch_size=4, max_chunk_tokens=64)
@@ -34,7 +35,7 @@ class Rig:
         self.scheduler = Scheduler(plan, LIMITS, self.pages, self.slots)
         self.chance, self.fails = chance, False
         if host_pages is not None:
-            limit = host_pages * plan.page_bytes + 64 * plan.slot_bytes
+            limit = host_pages * self.cache.count.page + 64 * self.cache.count.slot
             self.scheduler.swap = Swap(self.cache, self.pages, limit, self._allocate)
         self.keys = [self.cache.buffer("keys", layer) for layer in range(2)]
         self.state = self.cache.buffers.get("previous_query", [None])[-1]

@@ -16,8 +16,8 @@ from trtkv.errors import ConfigError
 from trtkv.runtime.device_sampler import PENDING, Ask, Chosen
 from trtkv.runtime.loading import Engine
 from trtkv.runtime.pages import HeadPageAllocator, PageAllocator
+from trtkv.runtime.rows import StepRow
 from trtkv.runtime.sampler import SamplingParams, sample, settings_of
-from trtkv.runtime.step import StepRow
 
 WARM_UP, PROFILED = 3, 5
 GREEDY = SamplingParams()

@@ -13,7 +13,7 @@ from torch import Tensor
 from trtkv.errors import CapacityError, RequestError
 from trtkv.eval.task import Sample
 from trtkv.runtime.llm import LLM
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
 
 
 @dataclass(frozen=True, slots=True)

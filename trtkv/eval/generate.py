@@ -14,8 +14,8 @@ from torch import Tensor
 
 from trtkv.errors import CapacityError
 from trtkv.runtime.llm import LLM
+from trtkv.runtime.rows import StepRow
 from trtkv.runtime.sampler import SamplingParams, StopChecker, sample
-from trtkv.runtime.step import StepRow
 
 
 @dataclass(slots=True)

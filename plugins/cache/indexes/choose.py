@@ -12,10 +12,10 @@ from plugins.attend.per_head import by_head
 from plugins.cache.cache import Cache
 from plugins.cache.indexes.published import take
 from plugins.cache.indexes.summary import ranges, words
-from plugins.cache.support import Summary, outliers, shares_selection, summary_of
 from plugins.config import OpConfig
 from plugins.select import launch, launch_fused, launch_pages
 from plugins.select.launch_speculate import speculate
+from plugins.select.summary import Summary, outliers, shares_selection, summary_of
 from trtkv.plan import SelectPlan
 
 

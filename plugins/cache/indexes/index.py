@@ -13,7 +13,7 @@ from plugins.cache.indexes import definition as meaning
 from plugins.cache.indexes import fier
 from plugins.cache.indexes import summaries as kept
 from plugins.cache.roles import load_role
-from plugins.cache.support import summary_of
+from plugins.select.summary import summary_of
 from trtkv.plan import CachePlan, SelectPlan
 from trtkv.rules import Ball, Box, Mean, OneBit
 

@@ -16,8 +16,8 @@ from plugins.cache.batch import Row
 from plugins.cache.encodings.grouped import layout, reference
 from plugins.cache.encodings.grouped.keep import PromptView
 from plugins.cache.encodings.grouped.launch import Pages
-from plugins.cache.encodings.grouped.ledger import GatheringLedger
-from plugins.cache.eviction.ledger import Account
+from plugins.cache.ledgers.evicting import Account
+from plugins.cache.ledgers.gathering import GatheringLedger
 from trtkv.rules import Lag
 
 if TYPE_CHECKING:

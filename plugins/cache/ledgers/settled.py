@@ -7,40 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 
-from plugins.cache.eviction.ledger import Account, EvictingLedger
+from plugins.cache.ledgers.evicting import Account
+from plugins.cache.ledgers.gathering import ReadingLedger
 from plugins.cache.roles import load_role
 from trtkv.plan import CachePlan, Occupancy
 
 MOST_QUIET = 1 << 16  # steps that are looked ahead
-
-
-class ReadingLedger(EvictingLedger):
-    """The accounts of a plan that evicts from prompts while they are read."""
-
-    def __init__(self, plan: CachePlan) -> None:
-        """Take a plan that encodes; raises EngineError where a role cannot be loaded."""
-        super().__init__(plan)
-        self.rooms = lru_cache(maxsize=256)(self._rooms)
-
-    def _rooms(self, prompt: int, chunk: int) -> tuple[int, ...]:
-        """Return the most tokens of each group that are stored at once while a prompt is read in such chunks, before its last eviction."""
-        return tuple(self._read(prompt, chunk)[1])
-
-
-class GatheringLedger(ReadingLedger):
-    """The accounts of a plan that encodes every token: how many are left of a sequence follows from those that were seen."""
-
-    def behind(self, account: Account, group: int) -> tuple[int, tuple[int, int]]:
-        """Return the tokens that a group stores behind this step, and how many leading keys and values are then encoded: all."""
-        at = self.occupancy(account, group)
-        stored = self.evict.remaining(at)[0] if self.evict.due(at) else at.stored
-        return stored, (stored, stored)
-
-    def most_pages(self, longest: int, chunk: int) -> list[int]:
-        """Return the most pages of each group that any sequence of up to `longest` tokens takes: one that grows token by token."""
-        return self.pages_for(1, 1, longest - 1)
 
 
 class SettledLedger(ReadingLedger):
@@ -125,8 +98,3 @@ class SettledLedger(ReadingLedger):
             at = Occupancy(seen, (seen,) * heads, prompt=seen, layer=layer, num_layers=self.plan.num_layers)
             found.append(max(1, self.plan.pages(self.evict.settled(at))))
         return found
-
-
-def find_ledger(plan: CachePlan) -> EvictingLedger:
-    """Return the ledger of a plan whose layers' heads all keep equally many tokens."""
-    return {"windowed": SettledLedger, "gathered": GatheringLedger}.get(plan.storage, EvictingLedger)(plan)

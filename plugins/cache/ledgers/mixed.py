@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plugins.cache.eviction.per_head.ledger import HeadAccount, HeadLedger, Lengths
-from plugins.cache.pages import Ints, head_pages
+from plugins.cache.ledgers.per_head import HeadAccount, HeadLedger
+from plugins.cache.pages import Ints, Lengths, head_pages
 from plugins.cache.roles import load_role
 from trtkv.plan import CachePlan, Occupancy
 
@@ -20,7 +20,7 @@ class MixedLedger(HeadLedger):
 
     def __init__(self, plan: CachePlan) -> None:
         """Take a mixed plan; raises EngineError where a role cannot be loaded."""
-        assert plan.evict is not None and plan.mixed, "the plan mixes nothing"
+        assert plan.evict is not None and plan.storage == "mixed", "the plan mixes nothing"
         self.plan, self.heads, self.layers = plan, plan.num_page_groups, plan.num_layers
         self.evict = load_role(plan.evict.meaning)
         self.allocate = load_role(plan.roles["allocate"]) if "allocate" in plan.roles else None

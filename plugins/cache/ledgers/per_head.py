@@ -7,22 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from plugins.cache.pages import Ints, head_pages
+from plugins.cache.ledgers.ring import Ring
+from plugins.cache.pages import Ints, Lengths, head_pages
 from plugins.cache.roles import load_role
 from trtkv.errors import EngineError
 from trtkv.plan import CachePlan, Occupancy
-
-if TYPE_CHECKING:
-    from plugins.cache.eviction.per_head.ring import Ring
-
-Lengths = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -62,7 +57,7 @@ class HeadLedger:
 
     def __init__(self, plan: CachePlan) -> None:
         """Take a ragged plan; raises EngineError where a role cannot be loaded."""
-        assert plan.evict is not None and plan.ragged, "the heads of the plan keep equally many tokens"
+        assert plan.evict is not None and plan.storage == "per_head", "the heads of the plan keep equally many tokens"
         self.plan, self.heads = plan, plan.num_page_groups
         self.evict, self.allocate = load_role(plan.evict.meaning), load_role(plan.roles["allocate"])
         self._accounts: dict[int, HeadAccount] = {}
