@@ -319,7 +319,6 @@ def test_which_plans_the_kernels_store() -> None:
     assert find("lagkv+kivi") == Format(2, 32, 32, 128, window=2048)
     assert find("lagkv+kivi").ring == 2176  # type: ignore[union-attr]
     assert find("lagkv+kivi", "evict.strict=true") is None and find("lagkv+kivi", "evict.lag=9000") is None
-    assert find("lagkv+fp8") is None
     assert support.why_torch(parse_policy("lagkv+kivi").plan(config)) is None
 
 
