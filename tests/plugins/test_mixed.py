@@ -13,7 +13,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from plugins.attend import launch_dense, prefill
 from plugins.attend import reference as attend_reference
-from plugins.cache import support
 from plugins.cache.batch import Row
 from plugins.cache.encodings.mixed import rewrite
 from plugins.cache.encodings.mixed.cache import MixedCache
@@ -251,7 +250,7 @@ def test_all_kernels_together_answer_as_the_torch_forms(tmp_path: Path, monkeypa
     tiny = make_tiny("llama", tmp_path / "tiny", dtype=torch.float16, **shape)
     policy, texts, found = POLICIES["half"].with_budget(48), prompts(75, 61), []
     for kernels in (True, False):
-        monkeypatch.setattr(support, "runs_kernels", lambda *args, on=kernels: on)
+        monkeypatch.setattr(HeadCache, "runs_kernels", lambda *args, on=kernels: on)
         rig = make_rig(tiny, policy, tmp_path, slots=2, dtype="float16")
         found.append(generate(rig, texts, 6, chunk=50))
         assert isinstance(rig.cache, MixedCache) and rig.cache.compactor.ledger.stored(0)[2:].sum() > 0
