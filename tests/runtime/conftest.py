@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from trtkv.plugins.face import OpConfig
-from trtkv.plugins.kv_attend import op
-from trtkv.plugins.rows import Row
+from plugins.attend.in_torch import decode
+from plugins.cache import paged
+from plugins.cache.batch import Row
+from plugins.cache.tiers.host import cache as hosted
+from plugins.config import OpConfig
 from trtkv.runtime.weights import Weight
 
 
@@ -23,7 +25,8 @@ def rowwise() -> Iterator[None]:
     """Let products and the attention of a chunk be computed one row at a time."""
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(Weight, "linear", _linear(Weight.linear))
-        changed.setattr(op, "attend_all", _attend)
+        for module in (paged, hosted):
+            changed.setattr(module, "attend_all", _attend)
         yield
 
 
@@ -37,5 +40,5 @@ def _linear(product: Callable[[Weight, Tensor, Weight | None], Tensor]) -> Calla
 def _attend(config: OpConfig, row: Row, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     out = []
     for end, one in enumerate(query, row.stored - row.new + 1):
-        out.append(op._decode(one, keys[:, :end].contiguous(), values[:, :end].contiguous(), config))
+        out.append(decode(one, keys[:, :end].contiguous(), values[:, :end].contiguous(), config))
     return torch.stack(out)

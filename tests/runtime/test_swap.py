@@ -150,7 +150,7 @@ def test_schedules_free_everything_and_preempted_sequences_answer_as_if_alone(
     engine, whole = pair
     batcher = Batcher(engine, None, ahead=ahead)
     batcher.scheduler.swap = open_swap(engine.cache, engine.pages, room)  # type: ignore[arg-type]
-    batcher.scheduler.swap = open_swap(engine.session, engine.pages, room)  # type: ignore[arg-type]
+    batcher.scheduler.swap = open_swap(engine.cache, engine.pages, room)  # type: ignore[arg-type]
     if batcher.scheduler.swap is not None:
         batcher.scheduler.swap.prompt_tokens_per_s = rate
     others = engine.pages.take(fewer)  # type: ignore[union-attr]
