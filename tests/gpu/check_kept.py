@@ -136,7 +136,7 @@ def engines(directory: Path) -> None:
         ends = [
             [store.form.encoded(stored[slot][layer], store._runs[slot][rig.plan.page_groups[layer]]) for layer in range(layers)] for slot in range(3)
         ]
-        report(f"{name} has encoded what was planned", ends == [[one.store for one in own] for own in lengths])
+        report(f"{name} has encoded what was planned", ends == [[one.encoded for one in own] for own in lengths])
         again = generate(rig, texts[::-1], steps, chunk=70)  # other prompts in every slot
         fresh = generate(make_rig(tiny, name, directory, sets=sets, slots=3, dtype="bfloat16", device="cuda"), texts[::-1], steps, chunk=70)
         report(f"{name} answers in used slots as in fresh ones", torch.equal(again, fresh))
@@ -202,13 +202,13 @@ def settling(directory: Path) -> None:
             for layer in range(layers):
                 own = trajectory(policy, len(text), steps, num_kv_heads=1, layer=layer, num_layers=layers)[-1]
                 group = rig.plan.page_groups[layer]
-                lengths &= (account.stored[group],) == own.lengths and account.encoded[group] == own.store
-                lengths &= store.ends[group, slot].tolist() == list(own.store)
+                lengths &= (account.stored[group],) == own.lengths and account.encoded[group] == own.encoded
+                lengths &= store.ends[group, slot].tolist() == list(own.encoded)
                 pages, table = store.pages[layer], torch.tensor(rig.pages(slot), dtype=torch.int32, device="cuda")
                 given = encoded.parts.get((pages.key_codes.data_ptr(), int(table[0])))
                 for part, kind in enumerate(("keys", "values")):
-                    if own.store[part]:
-                        assert given is not None and given[part].shape[1] == own.store[part]
+                    if own.encoded[part]:
+                        assert given is not None and given[part].shape[1] == own.encoded[part]
                         codes &= _alike(reference.stored_numbers(pages, table, kind), policy.quantize.encode(given[part], kind), store.form.bits)  # type: ignore[arg-type]
                         compared += given[part].numel()
         report(f"{name} stores and encodes what was planned", lengths)
