@@ -8,14 +8,10 @@ import torch
 
 from plugins.cache.cache import Cache
 from plugins.cache.encodings.grouped.cache import GroupedCache
-from plugins.cache.encodings.grouped.ledger import find_ledger
 from plugins.cache.encodings.mixed.cache import MixedCache
-from plugins.cache.encodings.mixed.ledger import MixedLedger
 from plugins.cache.encodings.per_token.cache import PerTokenCache
 from plugins.cache.eviction.cache import EvictingCache
 from plugins.cache.eviction.per_head.cache import HeadCache
-from plugins.cache.eviction.per_head.ledger import HeadLedger
-from plugins.cache.ledger import GrowingLedger, Ledger
 from plugins.cache.paged import PagedCache
 from plugins.cache.reference.cache import ReferenceCache
 from plugins.cache.support import encodes_by_kernels
@@ -44,12 +40,3 @@ def make_cache(
         return CODES[plan.storage](plan, form, *given, tier)
     variant = ReferenceCache if by_definition and plan.storage != "paged" else PAGES.get(plan.storage, ReferenceCache)
     return variant(plan, *given) if tier is None else HostCache(plan, num_pages, num_slots, device, tier)
-
-
-def make_ledger(plan: CachePlan, device: torch.device) -> Ledger:
-    """Return the ledger that the cache of a plan has on a device."""
-    if plan.storage in ("mixed", "per_head"):
-        return MixedLedger(plan) if plan.storage == "mixed" else HeadLedger(plan)
-    if plan.storage == "compacted" or (plan.evict is not None and encodes_by_kernels(plan, device) is not None):
-        return find_ledger(plan)
-    return GrowingLedger(plan)

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from plugins.cache.encodings.grouped.formats import Format
-from plugins.cache.encodings.grouped.ledger import SettledLedger
+from plugins.cache.formats import Format
+from plugins.cache.ledgers.settled import SettledLedger
 from trtkv.config import DTYPE_BYTES
 from trtkv.plan import BOOKKEEPING, BufferSpec, CachePlan
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from plugins.cache import support
 from plugins.cache.batch import PageList, Row, StepGroup
 from plugins.cache.bytes import ByteCount
-from plugins.cache.ledger import GrowingLedger, Ledger
+from plugins.cache.ledgers.ledger import GrowingLedger, Ledger
 from plugins.cache.overrides import EVERYTHING, Overrides, least_budget
 from plugins.cache.tier import DeviceTier, Tier
 from plugins.config import OpConfig

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import torch
 
-from plugins.cache.encodings.grouped.formats import Format, find_format
+from plugins.cache.formats import Format, find_format
 from plugins.config import OpConfig
 from plugins.device.dtypes import TORCH_DTYPES
 from plugins.select.summary import outliers, why_selects_in_torch

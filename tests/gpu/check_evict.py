@@ -17,7 +17,7 @@ from plugins.cache.assemble import make_cache
 from plugins.cache.batch import Row
 from plugins.cache.cache import Cache
 from plugins.cache.eviction import lag, launch
-from plugins.cache.eviction.compactor import Compactor
+from plugins.cache.eviction.cache import EvictingCache
 from tests.policies.cases import small
 from tests.runtime.test_policies import generate, prompts
 from tests.tiny import Rig, make_rig, make_tiny
@@ -48,7 +48,7 @@ def engines(directory: Path) -> None:
         found = []
         for kernels in (True, False):
             rig = make_rig(tiny, small(name), directory, slots=3, dtype="bfloat16", device="cuda")
-            assert rig.cache.compactor is not None and rig.cache.stacks is not None
+            assert isinstance(rig.cache, EvictingCache)
             report(f"{name} takes kernels", rig.cache.compactor.kernels) if kernels else None
             rig.cache.compactor.kernels = kernels
             logits = generate(rig, texts, 40, chunk=70)
@@ -72,8 +72,8 @@ def exchanges(directory: Path) -> None:
         answers = []
         for stay in (False, True):
             rig = make_rig(tiny, small(name), directory, slots=3, dtype="bfloat16", device="cuda")
+            assert isinstance(rig.cache, EvictingCache)
             evictor, rig.cache.keeps_inputs = rig.cache.compactor, stay
-            assert isinstance(evictor, Compactor)
             report(f"{name} evicts in its steps", evictor.in_step)
             judge = _Judge(rig, small(name))
             answers.append(generate(rig, prompts(150, 61, 90), 40, chunk=70, after=None if stay else judge))
@@ -92,11 +92,12 @@ class _Judge:
 
     def __call__(self, step: int) -> None:
         cache = self.rig.cache
+        assert isinstance(cache, EvictingCache)
         now = {}
         for layer in range(self.rig.plan.num_layers):
             for row in cache.step(layer).rows:
-                account = cache.compactor.ledger.find(row.slot)  # type: ignore[union-attr]
-                at = cache.compactor.ledger.occupancy(account, cache.plan.page_groups[layer])  # type: ignore[union-attr]
+                account = cache.compactor.ledger.find(row.slot)
+                at = cache.compactor.ledger.occupancy(account, cache.plan.page_groups[layer])
                 names = [spec.name for spec in self.rig.plan.buffers if spec.paged]
                 data = {name: cache.buffer(name, layer)[row.pages].transpose(0, 1).flatten(1, 2)[:, : at.stored].clone() for name in names}
                 index = torch.arange(at.stored, device=data["positions"].device)
@@ -159,7 +160,7 @@ def at_full_size() -> None:
         plan = policy.plan(model)
         count = plan.pages(tokens)
         cache = make_cache(plan, [count] * plan.num_page_groups, 1, "cuda")
-        assert cache.stacks is not None and cache.compactor is not None
+        assert isinstance(cache, EvictingCache)
         order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
         for part in ("keys", "values"):
             for stack in cache.stacks.groups[part]:

@@ -18,6 +18,7 @@ import torch
 from plugins.attend import launch_dense
 from plugins.cache.assemble import make_cache
 from plugins.cache.eviction.per_head import launch
+from plugins.cache.eviction.per_head.cache import HeadCache
 from tests.gpu.check_evict import FAILED, report
 from tests.plugins.test_mixed import POLICIES as MIXED
 from tests.plugins.test_ragged import POLICIES, kept
@@ -38,8 +39,8 @@ def engines(directory: Path) -> None:
         found = []
         for kernels in (True, False):
             rig = make_rig(tiny, policy, directory, slots=3, dtype="bfloat16", device="cuda")
+            assert isinstance(rig.cache, HeadCache)
             compactor = rig.cache.compactor
-            assert compactor is not None and rig.cache.pool is not None
             report(f"{name} takes kernels", compactor.kernels) if kernels else None
             compactor.kernels = kernels
             found.append((generate(rig, texts, 40, chunk=70), [compactor.ledger.stored(slot).tolist() for slot in range(3)], rig))
@@ -68,8 +69,8 @@ def rings(directory: Path) -> None:
     wanted = whole.cache.buffer("keys", 0)[torch.tensor(whole.pages(0), device="cuda")].transpose(0, 1).flatten(1, 2)
     for name in ("razor", "shares, streaming"):
         rig = make_rig(tiny, POLICIES[name].with_budget(48), directory, slots=2, dtype="bfloat16", device="cuda")
+        assert isinstance(rig.cache, HeadCache)
         pool, seen = rig.cache.pool, 0
-        assert pool is not None
         for new in (150, *[1] * 80, 7, *[1] * 60):
             rig.stepper.run([StepRow(text[seen : seen + new], seen, 1, rig.pages(1), (new - 1,), 150)])
             seen += new
@@ -98,8 +99,8 @@ def mixtures(directory: Path) -> None:
             generate(make_rig(tiny, policy, directory, slots=3, dtype=dtype, device="cuda", by_definition=True), texts, 40, chunk=70)
             for dtype in ("float32", "bfloat16")
         )
+        assert isinstance(rig.cache, HeadCache)
         compactor, graphs = rig.cache.compactor, rig.stepper._graphs
-        assert compactor is not None
         coded = int(sum(compactor.ledger.stored(slot)[tiny.config.num_layers :].sum() for slot in range(3)))
         report(f"{name} encodes and is captured", coded > 0 and graphs is not None and len(graphs._captured) > 0, f"{coded} encoded")
         report(f"{name} takes kernels", compactor.kernels)
@@ -107,7 +108,7 @@ def mixtures(directory: Path) -> None:
         first = [float((x[0] - exact[0]).norm() / exact[0].norm()) for x in (ours, half)]
         report(f"{name} prompt as good as the definition's", first[0] <= 2 * first[1], f"{first[0]:.3g} and {first[1]:.3g}")
         other = make_rig(tiny, policy, directory, slots=3, dtype="bfloat16", device="cuda")
-        assert other.cache.compactor is not None
+        assert isinstance(other.cache, HeadCache)
         other.cache.compactor.kernels = False
         theirs = generate(other, texts, 1, chunk=70)
         # The library divides by 448 with a product, so that a scale may be another by a bit of bfloat16; what stays is chosen alike.
@@ -123,7 +124,7 @@ def rewriting_at_full_size() -> None:
     each = plan.pages(tokens + 512)
     for kernels in (True, False):
         cache = make_cache(plan, [each * plan.num_page_groups], 1, "cuda")
-        assert cache.pool is not None and cache.compactor is not None
+        assert isinstance(cache, HeadCache)
         cache.compactor.kernels = kernels
         for name in ("keys", "values"):
             cache.pool.pools[name].normal_()
@@ -274,16 +275,16 @@ def step_at_full_size() -> None:
     heads = plan.num_page_groups
     each = plan.pages(tokens + 64)
     cache = make_cache(plan, [batch * each * heads], batch, "cuda")
-    assert cache.pool is not None
+    assert isinstance(cache, HeadCache)
     for name in ("keys", "values"):
         cache.pool.pools[name].normal_()
     pages = [list(range(slot * each, (slot + 1) * each)) for slot in range(batch)]
     for slot in range(batch):
         cache.begin_step([tokens], [tokens], [slot], [[pages[slot]]], [tokens])
         cache.end_step()
-    lengths = cache.compactor.ledger.stored(0)  # type: ignore[union-attr]
+    lengths = cache.compactor.ledger.stored(0)
     report("razor keeps what it should", int((lengths == tokens).sum()) == 32 and int((lengths == 1024).sum()) == heads - 32)
-    position = cache.compactor.view(0, 0, cache.compactor.ledger.find(batch - 1))  # type: ignore[union-attr]
+    position = cache.compactor.view(0, 0, cache.compactor.ledger.find(batch - 1))
     cache.pool.stored[:, 0], cache.pool._cache = lengths, {}
     expected = torch.cat([torch.arange(4), torch.arange(tokens - 1020, tokens)]).cuda()
     report("positions are those of sink and newest", torch.equal(position.positions[1, :1024], expected))

@@ -19,9 +19,10 @@ from torch import Tensor
 from plugins.cache.assemble import make_cache
 from plugins.cache.batch import Row
 from plugins.cache.encodings.grouped import launch, reference
+from plugins.cache.encodings.grouped.cache import GroupedCache
 from plugins.cache.encodings.grouped.keep import Keeper
-from plugins.cache.encodings.grouped.ledger import find_ledger
 from plugins.cache.eviction.sums import launch as sums
+from plugins.cache.ledgers.make import find_ledger
 from tests.runtime.test_policies import generate, prompts
 from tests.tiny import Rig, make_rig, make_tiny
 from trtkv.api import build
@@ -51,7 +52,7 @@ def report(what: str, good: bool, more: str = "") -> None:
 
 @dataclass
 class Seen:
-    """What a session's keeper saw of each layer's prompts and what it let stay, by slot and layer."""
+    """What a cache's keeper saw of each layer's prompts and what it let stay, by slot and layer."""
 
     queries: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     prompts: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
@@ -91,8 +92,9 @@ def check_verdict(name: str, rig: Rig, seen: Seen) -> None:
 
 def check_codes(name: str, rig: Rig, seen: Seen, steps: int) -> None:
     """Let the codes of what stayed be the role's, bit for bit."""
+    assert isinstance(rig.cache, GroupedCache)
     store, role, good, compared = rig.cache.store, parse_policy(name, sets=POLICIES[name]).quantize, True, 0
-    assert store is not None and role is not None
+    assert role is not None
     for (slot, layer), (keys, values, kept) in seen.prompts.items():
         row = next(one for one in rig.cache.step(layer).rows if one.slot == slot)
         end = store.form.encoded(kept.shape[1], store.form.origin(kept.shape[1]))
@@ -117,8 +119,9 @@ def engines(directory: Path) -> None:
     texts, steps = prompts(150, 61, 90), 50
     for name, sets in POLICIES.items():
         rig, seen = make_rig(tiny, name, directory, sets=sets, slots=3, dtype="bfloat16", device="cuda"), Seen()
+        assert isinstance(rig.cache, GroupedCache)
         store = rig.cache.store
-        assert store is not None and store.keeper is not None
+        assert store.keeper is not None
         seen.watch(store.keeper)
         logits = generate(rig, texts, steps, chunk=70)
         if name.startswith("minikv"):
@@ -187,8 +190,9 @@ def settling(directory: Path) -> None:
     for name, sets in SETTLING.items():
         make = lambda name=name, sets=sets: make_rig(tiny, name, directory, sets=sets, slots=3, dtype="bfloat16", device="cuda")  # noqa: E731
         rig, encoded = make(), Encoded()
+        assert isinstance(rig.cache, GroupedCache)
         store = rig.cache.store
-        assert store is not None and store.settler is not None
+        assert store.settler is not None
         end = encoded.watch()
         logits = generate(rig, texts, steps, chunk=70)
         end()
@@ -238,8 +242,9 @@ def settle_at_full_size() -> None:
     prompt, steps = 16 + 30 * 1024 + 512, 1600  # partitions are complete 512 and 1536 steps behind it
     need = find_ledger(plan).pages_for(prompt, prompt, steps)
     cache, pages = make_cache(plan, need, 1, "cuda"), [list(range(own)) for own in need]
+    assert isinstance(cache, GroupedCache)
     store = cache.store
-    assert store is not None and store.settler is not None
+    assert store.settler is not None
     for x in store.rings[0]:
         x.normal_()
     for seen in range(prompt, prompt + steps):
@@ -272,8 +277,9 @@ def at_full_size() -> None:
     tokens, model = 32768, resolve_model("llama-3.1-8b").config.model_copy(update={"num_layers": 1})
     plan = parse_policy("minikv").plan(model)
     cache = make_cache(plan, [plan.pages(tokens)], 1, "cuda")
+    assert isinstance(cache, GroupedCache)
     store = cache.store
-    assert store is not None and store.keeper is not None
+    assert store.keeper is not None
     for attempt in range(2):
         cache.begin_step([tokens], [tokens], [0], [[list(range(plan.pages(tokens)))]], [tokens])
         row = cache.step(0).rows[0]

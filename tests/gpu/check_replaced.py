@@ -17,6 +17,7 @@ from torch import Tensor
 from plugins.attend import launch_dense
 from plugins.attend import reference as attention
 from plugins.cache.encodings.per_token import launch, reference
+from plugins.cache.encodings.per_token.cache import PerTokenCache
 from plugins.cache.encodings.per_token.launch import Stacks
 from plugins.cache.encodings.per_token.store import PerTokenStore, rule_of
 from plugins.config import OpConfig
@@ -224,8 +225,9 @@ def captured_engine(directory: Path) -> None:
     shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "hidden_size": 256, "num_hidden_layers": 3}
     tiny = make_tiny("llama", directory / "tiny", dtype=torch.bfloat16, **shape)
     rig = make_rig(tiny, "qhitter", directory, sets=("evict.budget=64",), slots=3, dtype="bfloat16", device="cuda")
-    store, texts, prompts = rig.cache.store, torch.randint(1, 250, (3, 420)).tolist(), (150, 33, 7)
-    assert isinstance(store, PerTokenStore) and rig.executor.capturable and rig.cache.ledger is not None
+    texts, prompts = torch.randint(1, 250, (3, 420)).tolist(), (150, 33, 7)
+    assert isinstance(rig.cache, PerTokenCache) and rig.executor.capturable
+    store = rig.cache.store
     for slot, count in enumerate(prompts):
         rig.stepper.run([StepRow(texts[slot][:count], 0, slot, rig.pages(slot), (count - 1,), count)])
     for step in range(60):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from plugins.cache import assemble
 from plugins.cache.bytes import ByteCount
-from plugins.cache.encodings.grouped.formats import find_format
+from plugins.cache.formats import find_format
 from tests.policies.cases import PRESETS, small, tensors
 from trtkv.config import ModelConfig
 from trtkv.plan import CachePlan

@@ -16,13 +16,13 @@ pytest.importorskip("triton")
 from plugins import kernels
 from plugins.append.reference import append as append_reference
 from plugins.attend import reference as attention
-from plugins.cache import support
+from plugins.cache import formats, support
 from plugins.cache.bytes import ByteCount
 from plugins.cache.cache import Cache
 from plugins.cache.encodings.grouped import cache as grouped
-from plugins.cache.encodings.grouped import formats, launch, layout, reference
+from plugins.cache.encodings.grouped import launch, layout, reference
 from plugins.cache.encodings.grouped.cache import GroupedCache
-from plugins.cache.encodings.grouped.formats import Format
+from plugins.cache.formats import Format
 from plugins.cache.reference.cache import ReferenceCache
 from plugins.config import OpConfig
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny

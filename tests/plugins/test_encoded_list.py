@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plugins.cache.encodings.grouped import launch, launch_list, reference
-from plugins.cache.encodings.grouped.formats import Format
+from plugins.cache.formats import Format
 from plugins.device.spec import shared_limit
 from tests.plugins import cuda_on_cpu
 from tests.plugins.test_encoded_attend import HEADS, WARPS, make_pages

@@ -12,10 +12,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from plugins.attend import reference as attention
-from plugins.cache import support
+from plugins.cache import formats, support
 from plugins.cache.assemble import make_cache
 from plugins.cache.encodings.grouped import cache as grouped
-from plugins.cache.encodings.grouped import formats, launch, launch_list, reference, summaries
+from plugins.cache.encodings.grouped import launch, launch_list, reference, summaries
 from plugins.cache.encodings.grouped.cache import GroupedCache
 from plugins.cache.indexes import fier_layout
 from plugins.cache.indexes.summary import kept_of, ranges, words

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from plugins import append as kv_append
-from plugins import attend as kv_attend
-from plugins import select as kv_select
-from plugins.config import OpConfig, OpFace
+from plugins.config import OpConfig
+from plugins.nodes import APPEND as KV_APPEND
+from plugins.nodes import ATTEND as KV_ATTEND
+from plugins.nodes import SELECT as KV_SELECT
+from plugins.nodes import OpFace
 from plugins.tensorrt.backend import NAMES, Backend, MessageLog, available, load
 from plugins.tensorrt.host import BuiltPlugin, LoadedPlugin, PluginHost
 from plugins.tensorrt.plugin import PluginLogic
@@ -25,7 +26,7 @@ from trtkv.errors import BuildError
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-class Session:
+class Toy:
     """What the toy ops write to."""
 
     def __init__(self) -> None:
@@ -55,8 +56,8 @@ def stream() -> int:
     return int(torch.cuda.current_stream().cuda_stream) if DEVICE == "cuda" else 0
 
 
-def test_two_contexts_have_their_own_sessions(package: Backend) -> None:
-    node, one, two = built(package), Session(), Session()
+def test_two_contexts_have_caches_of_their_own(package: Backend) -> None:
+    node, one, two = built(package), Toy(), Toy()
     contexts = [LoadedPlugin(node, cache) for cache in (one, two)]  # type: ignore[arg-type]
     for context, times in zip(contexts, (1, 2), strict=True):
         for _ in range(times):
@@ -76,7 +77,7 @@ def test_shapes_are_announced_only_when_shapes_or_addresses_change(package: Back
         right(self, inputs, outputs)
 
     monkeypatch.setattr(PluginLogic, "on_shape_change", watch)
-    context = LoadedPlugin(built(package), cache := Session())  # type: ignore[arg-type]
+    context = LoadedPlugin(built(package), cache := Toy())  # type: ignore[arg-type]
     inputs, out = tensors()
     for _ in range(3):
         context.run(inputs, out, stream())
@@ -129,7 +130,7 @@ def real_inputs(face: OpFace, rows: int = 3) -> tuple[list[Tensor], Tensor]:
     return made, torch.ones(shape, dtype=torch.int32 if face.integer_output else torch.float32, device=DEVICE)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("face", [kv_append.FACE, kv_select.FACE, kv_attend.FACE], ids=lambda face: face.name)
+@pytest.mark.parametrize("face", [KV_APPEND, KV_SELECT, KV_ATTEND], ids=lambda face: face.name)
 def test_real_ops_are_timed_safely(package: Backend, face: OpFace) -> None:
     inputs, out = real_inputs(face)
     node = BuiltPlugin(package, face, "node", 0, CONFIGS, inputs, out)
@@ -139,7 +140,7 @@ def test_real_ops_are_timed_safely(package: Backend, face: OpFace) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("face", [kv_append.FACE, kv_select.FACE, kv_attend.FACE], ids=lambda face: face.name)
+@pytest.mark.parametrize("face", [KV_APPEND, KV_SELECT, KV_ATTEND], ids=lambda face: face.name)
 def test_timing_inside_a_capture(package: Backend, face: OpFace) -> None:
     inputs, out = real_inputs(face)
     node = BuiltPlugin(package, face, "node", 0, CONFIGS, inputs, out)
@@ -156,7 +157,7 @@ def test_timing_inside_a_capture(package: Backend, face: OpFace) -> None:
 
 @pytest.mark.gpu
 def test_context_is_captured_and_replayed(package: Backend) -> None:
-    context = LoadedPlugin(built(package), cache := Session())  # type: ignore[arg-type]
+    context = LoadedPlugin(built(package), cache := Toy())  # type: ignore[arg-type]
     inputs, out = tensors()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -188,7 +189,7 @@ def test_what_an_op_raises_comes_out(package: Backend) -> None:
     face = OpFace("ToyBroken", ("q", "lens"), (), False, ATTEND.shape, broken)
     inputs, out = tensors()
     node = BuiltPlugin(package, face, "node", 4, CONFIG, inputs, out)
-    cache = Session()  # plugins hold it weakly
+    cache = Toy()  # plugins hold it weakly
     with pytest.raises(KeyError, match="fier_bits"):
         LoadedPlugin(node, cache).run(inputs, out, stream())  # type: ignore[arg-type]
 
@@ -197,10 +198,10 @@ def test_host_makes_every_node_once_and_shares_them_between_contexts(package: Ba
     made: list[str] = []
     right = BuiltPlugin.__init__
     monkeypatch.setattr(BuiltPlugin, "__init__", lambda self, *args: made.append(args[2]) or right(self, *args))
-    sessions = (Session(), Session())
-    first = PluginHost(package, sessions[0])  # type: ignore[arg-type]
+    caches = (Toy(), Toy())
+    first = PluginHost(package, caches[0])  # type: ignore[arg-type]
     for name in ("a", "b", "a"):
         first.run(ATTEND, name, 0, CONFIG, *tensors())
-    second = PluginHost(package, sessions[1], first.built)  # type: ignore[arg-type]
+    second = PluginHost(package, caches[1], first.built)  # type: ignore[arg-type]
     second.run(ATTEND, "b", 0, CONFIG, *tensors())
     assert made == ["a", "b"]

@@ -17,10 +17,11 @@ from plugins.cache.batch import Row
 from plugins.cache.bytes import ByteCount
 from plugins.cache.cache import Cache
 from plugins.cache.encodings.grouped import launch, reference
-from plugins.cache.encodings.grouped.formats import Format, find_format
+from plugins.cache.encodings.grouped.cache import GroupedCache
 from plugins.cache.encodings.grouped.keep import Keeper
-from plugins.cache.eviction.ledger import EvictingLedger
 from plugins.cache.eviction.sums import reference as exact_sums
+from plugins.cache.formats import Format, find_format
+from plugins.cache.ledgers.evicting import EvictingLedger
 from tests.plugins.test_encoded import HEADS, POOL, Torch, check, make_pages, model
 from tests.runtime.test_scheduler import ids, params, prompt
 from tests.tiny import TinyModel, make_tiny
@@ -134,7 +135,7 @@ def test_an_answer_does_not_depend_on_its_batch(wide: TinyModel, tmp_path: Path,
     Torch(monkeypatch)
     llm = LLM(path)
     cache = llm.engine.cache
-    assert cache.store is not None and cache.ledger is not None
+    assert isinstance(cache, GroupedCache) and cache.ledger.shrinks
     texts = [prompt(24 + 10 * seed, seed) for seed in range(3)]
     alone = [llm.generate([text], params(6))[0].token_ids for text in texts]
     calls = [llm.batcher.submit([text], [params(6)]) for text in texts]  # three sequences in two slots
@@ -175,7 +176,7 @@ def test_planned_bytes_are_those_that_a_session_allocates(policy: str, context: 
     ledger = EvictingLedger(plan)
     behind = ledger.pages_for(context, 64, 0)
     cache = make_cache(plan, [batch * count for count in behind], batch, "cpu")
-    assert cache.store is not None
+    assert isinstance(cache, GroupedCache)
     assert found["reserved_bytes"] == sum(x.nbytes for tensors in cache.buffers.values() for x in tensors if x is not None)
     assert found["reserved_bytes"] == sum(one["bytes"] for one in found["buffers"])
     run_to(cache, context, 64)
@@ -207,9 +208,10 @@ def test_what_is_said_to_fit_fits_and_one_more_does_not(policy: str) -> None:
 
 
 def run_to(cache: Cache, context: int, chunk: int) -> None:
-    """Bring one sequence's prompt into a session's caches, by random keys and values."""
+    """Bring one sequence's prompt into a cache, by random keys and values."""
+    assert isinstance(cache, GroupedCache)
     store, plan = cache.store, cache.plan
-    assert store is not None and store.keeper is not None
+    assert store.keeper is not None
     pages = [list(range(plan.pages(context)))] * plan.num_page_groups
     for start in range(0, context, chunk):
         seen = min(context, start + chunk)
@@ -237,10 +239,10 @@ def test_a_copied_sequence_goes_on_as_the_first_does(monkeypatch: pytest.MonkeyP
     Torch(monkeypatch)
     cache = make_cache(plan, [20] * plan.num_page_groups, 3, "cpu")
     run_to(cache, 200, 64)
-    assert cache.store is not None
+    assert isinstance(cache, GroupedCache)
     numbers = [[list(range(count)) for count in EvictingLedger(plan).pages_for(200, 64, 8)], []]
     numbers[1] = [[19 - page for page in own] for own in numbers[0]]
-    cache.store.copy(1, 2, *numbers)
+    cache.copy(1, 2, *numbers)
     cache.begin_step([1, 1], [201, 201], [1, 2], [[own, other] for own, other in zip(*numbers, strict=True)], [200, 200])
     assert cache.stored_lens()[0] != cache.stored_lens()[1]
     for layer in range(2):

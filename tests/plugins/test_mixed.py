@@ -15,13 +15,15 @@ from plugins.attend import launch_dense, prefill
 from plugins.attend import reference as attend_reference
 from plugins.cache.batch import Row
 from plugins.cache.encodings.mixed import rewrite
+from plugins.cache.encodings.mixed.cache import MixedCache
 from plugins.cache.encodings.mixed.pool import MixedPool
-from plugins.cache.eviction.per_head.ledger import HeadAccount
+from plugins.cache.eviction.per_head.cache import HeadCache
+from plugins.cache.ledgers.per_head import HeadAccount
 from plugins.cache.pages import HeadPages
+from plugins.cache.reference.cache import ReferenceCache
 from plugins.cache.support import in_torch
 from plugins.config import OpConfig
 from plugins.kernels import kernels_for
-from plugins.nodes import node as face
 from tests.plugins import cuda_on_cpu
 from tests.plugins.launches_in_torch import Launches
 from tests.policies.cases import small
@@ -48,10 +50,10 @@ on_cpu = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_o
 def kept(rig: Rig, layer: int, slot: int) -> list[tuple[list[int], list[bool]]]:
     """Return the logical positions that each KV head of a layer stores, and which of them are encoded."""
     cache = rig.cache
-    if cache.held is not None:
+    if isinstance(cache, ReferenceCache):
         return [(one.positions.tolist(), one.parts["keys"].coded.tolist()) for one in cache.find(layer, slot).heads]
+    assert isinstance(cache, MixedCache)
     pool, compactor = cache.pool, cache.compactor
-    assert pool is not None and compactor is not None
     account, b = compactor.ledger.find(slot), next(b for b, row in enumerate(pool.rows) if row.slot == slot)
     pool.stored[:, b] = account.stored
     view = compactor.view(layer, b, account)
@@ -64,7 +66,7 @@ def test_pages_keep_what_the_definition_keeps(name: str, chunk: int, tiny_llama:
     texts, policy, config = prompts(150, 61), POLICIES[name], tiny_llama.config
     paged, held = (make_rig(tiny_llama, policy, tmp_path, slots=2, by_definition=one) for one in (False, True))
     cache = paged.cache
-    assert cache.pool is not None and cache.compactor is not None and held.cache.held is not None
+    assert isinstance(cache, MixedCache) and isinstance(held.cache, ReferenceCache)
     coded = []
 
     def check(step: int) -> None:
@@ -105,8 +107,8 @@ def test_planned_bytes_are_those_of_the_pages(name: str, tiny_llama: TinyModel, 
     planned = Footprint(tiny_llama.config, policy)
     assert rig.cache.bytes_of(0, 150) == planned.stored_bytes(150)
     assert rig.cache.reserved_bytes() == planned.reserved_bytes(150)
+    assert isinstance(rig.cache, MixedCache)
     pool = rig.cache.pool
-    assert pool is not None
     own = [x for part, x in pool.pools.items() if "codes" not in part]  # codes lie in the bytes of keys and values
     assert sum(x.nbytes for x in own) == pool.num_pages * rig.cache.count.page
 
@@ -118,9 +120,8 @@ def test_kernels_write_what_the_torch_form_writes(name: str, tiny_llama: TinyMod
     texts, found = prompts(75, 61), []
     for kernels in (True, False):
         rig = make_rig(tiny_llama, POLICIES[name].with_budget(48), tmp_path, slots=2)
-        compactor = rig.cache.compactor
-        assert compactor is not None
-        compactor.kernels = kernels
+        assert isinstance(rig.cache, MixedCache)
+        rig.cache.compactor.kernels = kernels
         found.append((generate(rig, texts, 25, chunk=50), rig))
     (ours, one), (theirs, two) = found
     assert torch.equal(ours, theirs)
@@ -252,10 +253,10 @@ def test_all_kernels_together_answer_as_the_torch_forms(tmp_path: Path, monkeypa
     tiny = make_tiny("llama", tmp_path / "tiny", dtype=torch.float16, **shape)
     policy, texts, found = POLICIES["half"].with_budget(48), prompts(75, 61), []
     for kernels in (True, False):
-        monkeypatch.setattr(face, "runs_kernels", lambda *args, on=kernels: on)
+        monkeypatch.setattr(HeadCache, "runs_kernels", lambda *args, on=kernels: on)
         rig = make_rig(tiny, policy, tmp_path, slots=2, dtype="float16")
         found.append(generate(rig, texts, 6, chunk=50))
-        assert rig.cache.compactor is not None and rig.cache.compactor.ledger.stored(0)[2:].sum() > 0
+        assert isinstance(rig.cache, MixedCache) and rig.cache.compactor.ledger.stored(0)[2:].sum() > 0
     exact = generate(make_rig(tiny, policy, tmp_path, slots=2, dtype="float32", by_definition=True), texts, 6, chunk=50)
     ours, theirs = found
     assert worst(ours[0], exact[0].double()) <= 2 * worst(theirs[0], exact[0].double())
@@ -288,7 +289,7 @@ def test_what_allocate_roles_measure_comes_from_kernels(name: str, tiny_llama: T
     found, (text,) = [], prompts(150)
     for kernels in (True, False):
         rig = make_rig(tiny_llama, small(name), tmp_path, slots=1)
-        assert rig.cache.pool is not None and rig.cache.compactor is not None
+        assert isinstance(rig.cache, HeadCache)
         rig.cache.pool.kernels = kernels
         role, measured = rig.cache.compactor.ledger.allocate, []
         count = type(role).measure

@@ -15,12 +15,13 @@ from plugins.append import reference as append_reference
 from plugins.attend import launch_dense, prefill
 from plugins.attend import reference as attend_reference
 from plugins.cache.eviction.per_head import launch
-from plugins.cache.eviction.per_head.ring import Ring
+from plugins.cache.eviction.per_head.cache import HeadCache
+from plugins.cache.ledgers.ring import Ring
 from plugins.cache.pages import HeadPages
+from plugins.cache.reference.cache import ReferenceCache
 from plugins.cache.support import in_torch
 from plugins.config import OpConfig
 from plugins.kernels import kernels_for
-from plugins.nodes import node as face
 from tests.plugins import cuda_on_cpu
 from tests.plugins.launches_in_torch import Launches
 from tests.plugins.shares import Shares
@@ -53,10 +54,10 @@ on_cpu = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_o
 def kept(rig: Rig, layer: int, slot: int) -> list[list[int]]:
     """Return the logical positions that each KV head of a layer stores."""
     cache = rig.cache
-    if cache.held is not None:
+    if isinstance(cache, ReferenceCache):
         return [store.positions.tolist() for store in cache.find(layer, slot).heads]
+    assert isinstance(cache, HeadCache)
     pool, compactor = cache.pool, cache.compactor
-    assert pool is not None and compactor is not None
     account, b = compactor.ledger.find(slot), next(b for b, row in enumerate(pool.rows) if row.slot == slot)
     pool.stored[:, b], pool._cache = account.stored, {}
     positions = compactor.view(layer, b, account).positions
@@ -69,7 +70,7 @@ def test_pages_keep_what_the_definition_keeps(name: str, chunk: int, tiny_llama:
     texts, policy, config = prompts(150, 61), POLICIES[name], tiny_llama.config
     paged, held = (make_rig(tiny_llama, policy, tmp_path, slots=2, by_definition=one) for one in (False, True))
     cache = paged.cache
-    assert cache.pool is not None and cache.compactor is not None and held.cache.held is not None
+    assert isinstance(cache, HeadCache) and isinstance(held.cache, ReferenceCache)
     measured, seen = [], []
 
     def check(step: int) -> None:
@@ -169,8 +170,9 @@ def test_several_tokens_behind_a_ring(name: str, tiny_llama: TinyModel, tmp_path
     assert worst(found[0].flatten(0, 1), found[1].flatten(0, 1).double()) <= 2 * REORDERED
     for layer in range(tiny_llama.config.num_layers):
         assert all(kept(paged, layer, slot) == kept(held, layer, slot) for slot in range(2))
+    assert isinstance(paged.cache, HeadCache)
     pool = paged.cache.pool
-    assert pool is not None and any(one is not None for one in pool.turns)
+    assert any(one is not None for one in pool.turns)
     assert pool.rings.data[0].any() and pool.rings.data[1].any()
     paged.cache.release(0)
     paged.stepper.run([StepRow(texts[0][:40], 0, 0, paged.pages(0), (), 150)])
@@ -183,7 +185,7 @@ def test_kernels_keep_what_the_definition_keeps(name: str, tiny_llama: TinyModel
     texts = prompts(75, 61)
     policy = POLICIES[name].with_budget(48)
     paged, held = (make_rig(tiny_llama, policy, tmp_path, slots=2, by_definition=one) for one in (False, True))
-    assert paged.cache.compactor is not None
+    assert isinstance(paged.cache, HeadCache)
     paged.cache.compactor.kernels = True
     ours, theirs = (generate(rig, texts, 3 if "h2o" in name else 6, chunk=50) for rig in (paged, held))
     assert worst(ours.flatten(0, 1), theirs.flatten(0, 1).double()) <= 2 * REORDERED
@@ -204,9 +206,9 @@ def test_all_kernels_together_answer_as_the_torch_forms(name: str, tmp_path: Pat
     tiny = make_tiny("llama", tmp_path / "tiny", dtype=torch.float16, **shape)
     policy, texts, found = POLICIES[name].with_budget(48), prompts(75, 61), []
     for kernels in (True, False):
-        monkeypatch.setattr(face, "runs_kernels", lambda *args, on=kernels: on)
+        monkeypatch.setattr(HeadCache, "runs_kernels", lambda *args, on=kernels: on)
         rig = make_rig(tiny, policy, tmp_path, slots=2, dtype="float16")
-        assert rig.cache.compactor is not None
+        assert isinstance(rig.cache, HeadCache)
         rig.cache.compactor.kernels = kernels
         found.append((generate(rig, texts, 4, chunk=50), rig))
     exact = generate(make_rig(tiny, policy, tmp_path, slots=2, dtype="float32", by_definition=True), texts, 4, chunk=50)
@@ -376,6 +378,6 @@ def test_kernels_of_heads_are_compiled_ahead(name: str, entries: set[str]) -> No
     plan = POLICIES[name].plan(model)
     assert plan.ragged and in_torch(plan) == []
     specs = kernels_for(plan, model, Limits(max_seq_len=512, max_batch_size=2), "90")
-    assert {spec.entry for spec in specs if spec.source.parent.name in ("compaction", "ragged", "kv_sums")} == entries
-    assert {spec.source.parent.name for spec in specs if spec.entry == "move_kernel"} == {"ragged"}
+    assert {spec.entry for spec in specs if spec.source.parent.name in ("eviction", "per_head", "sums")} == entries
+    assert {spec.source.parent.name for spec in specs if spec.entry == "move_kernel"} == {"per_head"}
     assert any(spec.source.name == "dense.cu" and "-DRAGGED" in spec.defines for spec in specs)

@@ -15,10 +15,11 @@ pytest.importorskip("triton")
 from plugins.attend import launch_dense
 from plugins.attend import reference as attention
 from plugins.cache.assemble import make_cache
-from plugins.cache.encodings.grouped.formats import Format, find_format
 from plugins.cache.encodings.per_token import launch, reference
-from plugins.cache.encodings.per_token.store import PerTokenStore
-from plugins.cache.eviction.ledger import EvictingLedger
+from plugins.cache.encodings.per_token.cache import PerTokenCache
+from plugins.cache.formats import Format, find_format
+from plugins.cache.ledgers.evicting import EvictingLedger
+from plugins.cache.reference.cache import ReferenceCache
 from plugins.config import OpConfig
 from tests.gpu import check_replaced as checks
 from tests.plugins import cuda_on_cpu
@@ -100,9 +101,9 @@ def run(rig: Rig, texts: Tensor, prompts: tuple[int, int], steps: int) -> tuple[
 def kept(rig: Rig, layer: int, slot: int) -> list[list[int]]:
     """Return the positions that each KV head of a layer stores, ascending."""
     cache = rig.cache
-    if cache.held is not None:
+    if isinstance(cache, ReferenceCache):
         return [store.positions.tolist() for store in cache.find(layer, slot).heads]
-    assert isinstance(cache.store, PerTokenStore) and cache.ledger is not None
+    assert isinstance(cache, PerTokenCache)
     row = next(row for row in cache.step(layer).rows if row.slot == slot)
     found = reference.entries(cache.store.stacks, "positions", layer, row.table, cache.ledger.stored(slot)[0])
     return found.sort(1).values.tolist()
@@ -113,7 +114,7 @@ def test_a_session_stores_and_answers_like_the_definition(wide: TinyModel, tmp_p
     held = make_rig(wide, "qhitter", tmp_path, sets=SMALL, slots=2)
     fake = InTorch(monkeypatch)
     paged = make_rig(wide, "qhitter", tmp_path, sets=SMALL, slots=2)
-    assert held.cache.held is not None and isinstance(paged.cache.store, PerTokenStore) and paged.cache.held is None
+    assert isinstance(held.cache, ReferenceCache) and isinstance(paged.cache, PerTokenCache)
     texts = torch.randint(1, 250, (2, 90), generator=torch.Generator().manual_seed(0))
     answers = [run(rig, texts, (30, 22), 4) for rig in (held, paged)]
     assert fake.attended
@@ -130,13 +131,14 @@ def test_a_session_stores_and_answers_like_the_definition(wide: TinyModel, tmp_p
 
 def check_tokens(paged: Rig, held: Rig) -> None:
     """Compare what is stored and known of every token of the first sequence with the definition's."""
-    cache, store, definition = paged.cache, paged.cache.store, held.cache.held
-    assert isinstance(store, PerTokenStore) and cache.ledger is not None and definition is not None
+    cache, definition = paged.cache, held.cache
+    assert isinstance(cache, PerTokenCache) and isinstance(definition, ReferenceCache)
+    store = cache.store
     for layer in range(paged.plan.num_layers):
         row, count = cache.step(layer).rows[0], cache.ledger.stored(0)[0]
-        cache = definition.find(layer, 0)
+        exact = definition.find(layer, 0)
         order = reference.entries(store.stacks, "positions", layer, row.table, count).argsort(1)
-        for head, one in enumerate(cache.heads):
+        for head, one in enumerate(exact.heads):
             for part in ("keys", "values"):
                 found = reference.decode(store.stacks, part[:-1], layer, row.table, count)[head][order[head]]
                 want: Any = one.parts[part].decoded()  # type: ignore[index]
@@ -265,12 +267,12 @@ def test_planned_bytes_are_those_that_a_session_allocates(context: int, monkeypa
     behind = EvictingLedger(plan).pages_for(context, 64, 5)
     assert behind == [-(-min(160, context + 5) // 32)] and EvictingLedger(plan).pages_for(context, 64, 0) == [-(-min(160, context) // 32)]
     cache = make_cache(plan, [batch * count for count in EvictingLedger(plan).pages_for(context, 64, 0)], batch, "cpu")
-    assert isinstance(cache.store, PerTokenStore)
+    assert isinstance(cache, PerTokenCache) and isinstance(cache.ledger, EvictingLedger)
     allocated = sum(x.nbytes for x in cache.store.stacks.named.values())
     assert allocated == sum(x.nbytes for tensors in cache.buffers.values() for x in tensors if x is not None)
     assert found["reserved_bytes"] == allocated == sum(one["bytes"] for one in found["buffers"])
-    account = cache.ledger.append(1, context, context, context)  # type: ignore[union-attr]
-    cache.ledger.settle(account, cache.ledger.due(account))  # type: ignore[union-attr, arg-type]
+    account = cache.ledger.append(1, context, context, context)
+    cache.ledger.settle(account, cache.ledger.due(account))
     cache.store._lengths[1], cache.store._runs[1] = context, [0]
     assert cache.store.reserved_bytes(1, context) * batch == found["reserved_bytes"]
     assert cache.bytes_of(1, context) * batch == found["stored_bytes"] + found["score_bytes"]
@@ -285,14 +287,14 @@ def test_a_copied_sequence_is_the_first_one(monkeypatch: pytest.MonkeyPatch) -> 
     plan = parse_policy("qhitter", sets=("evict.budget=40",)).plan(config)
     InTorch(monkeypatch)
     cache = make_cache(plan, [6], 2, "cpu")
+    assert isinstance(cache, PerTokenCache) and isinstance(cache.ledger, EvictingLedger)
     own = cache.store
-    assert isinstance(own, PerTokenStore) and isinstance(cache.ledger, EvictingLedger)
     for name, x in own.stacks.named.items():
         x.copy_(torch.randint(0, 9, x.shape)) if name != "last_queries" else x.normal_()
     account = cache.ledger.append(0, 60, 60, 60)
     cache.ledger.settle(account, cache.ledger.due(account))
     own._lengths[0], own._runs[0] = 60, [0]
-    own.copy(0, 1, [[4, 1]], [[0, 3]])
+    cache.copy(0, 1, [[4, 1]], [[0, 3]])
     for name, x in own.stacks.named.items():
         source, target = ([4, 1], [0, 3]) if x.shape[1] == 6 else ([0], [1])
         assert torch.equal(x[:, source], x[:, target]), name

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from plugins.cache.bytes import ByteCount
-from plugins.cache.encodings.grouped.ledger import SettledLedger, find_ledger
+from plugins.cache.ledgers.make import find_ledger
+from plugins.cache.ledgers.settled import SettledLedger
 from tests.policies.cases import small
 from tests.runtime.claim_load import load
 from tests.runtime.test_scheduler import ids, params, prompt

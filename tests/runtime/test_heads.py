@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from plugins.cache.assemble import make_cache, make_ledger
+from plugins.cache.assemble import make_cache
 from plugins.cache.bytes import ByteCount
-from plugins.cache.eviction.per_head.ledger import HeadLedger
+from plugins.cache.ledgers.make import make_ledger
+from plugins.cache.ledgers.per_head import HeadLedger
 from plugins.cache.pages import HeadPages, head_pages
 from tests.plugins.test_mixed import POLICIES as MIXED
 from tests.plugins.test_ragged import POLICIES

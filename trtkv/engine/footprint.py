@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from plugins.cache.bytes import ByteCount
-from plugins.cache.encodings.grouped.formats import find_format
-from plugins.cache.encodings.grouped.ledger import SettledLedger
+from plugins.cache.formats import find_format
+from plugins.cache.ledgers.settled import SettledLedger
 from plugins.cache.support import why_torch
 from trtkv.config import ModelConfig
 from trtkv.plan import CachePlan

@@ -5,8 +5,8 @@ from __future__ import annotations
 import psutil
 import torch
 
-from plugins.cache.assemble import make_ledger
 from plugins.cache.bytes import ByteCount
+from plugins.cache.ledgers.make import make_ledger
 from plugins.cache.support import encodes_by_kernels
 from trtkv.config import Limits
 from trtkv.errors import CapacityError

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from plugins.cache.batch import Row, to_device
 from plugins.cache.eviction import exchange, lag, launch, move, observe, stamps
-from plugins.cache.eviction.ledger import Account, EvictingLedger
 from plugins.cache.eviction.newest import Step
 from plugins.cache.eviction.stacks import Stacks
 from plugins.cache.eviction.sums import launch as sums
 from plugins.cache.eviction.view import PagedView
+from plugins.cache.formats import ranks_partitions
+from plugins.cache.ledgers.evicting import Account, EvictingLedger
 from plugins.cache.support import compacts_by_kernels
 from trtkv.rules import Exchange
 
@@ -164,7 +165,7 @@ class Compactor:
                 view.write(name, x)
 
     def _evict_from(self, group: int, row: Row, account: Account) -> None:
-        if self.kernels and lag.takes(self._evict):
+        if self.kernels and ranks_partitions(self._evict):
             lag.evict(self._stacks, group, row, account, self.ledger)
             return
         for view in self._views(group, row, account):

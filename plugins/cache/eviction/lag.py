@@ -7,18 +7,10 @@ from torch import Tensor
 
 from plugins.cache.batch import Row
 from plugins.cache.eviction import launch
-from plugins.cache.eviction.ledger import Account, EvictingLedger
 from plugins.cache.eviction.move import launch_moves
 from plugins.cache.eviction.stacks import Stacks
-from trtkv.plan import EvictPlan
+from plugins.cache.ledgers.evicting import Account, EvictingLedger
 from trtkv.rules import Lag
-
-MOST_LAG = 8192  # tokens of a partition that one block ranks
-
-
-def takes(evict: EvictPlan) -> bool:
-    """Say whether a role evicts by partitions that the kernels rank."""
-    return isinstance(evict.rule, Lag) and evict.rule.lag <= MOST_LAG
 
 
 def evict(stacks: Stacks, group: int, row: Row, account: Account, ledger: EvictingLedger) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from plugins.cache.eviction import exchange, lag, launch, stamps
+from plugins.cache.eviction import exchange, launch, stamps
 from plugins.cache.eviction.sums import launch as sums
+from plugins.cache.formats import ranks_partitions
 from plugins.device.dtypes import TORCH_DTYPES
 from trtkv.config import DTYPE_BYTES, Limits, ModelConfig
 from trtkv.plan import CachePlan
@@ -29,7 +30,7 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
         if spec.paged:
             rows, words = int(spec.shape[1]), spec.row_bytes // (int(spec.shape[1]) * plan.page_size * 4)
             launch.move_kernel(launch.move_constants(rows, rows // heads, words, spec.name == "positions"), arch)
-    if lag.takes(evict):
+    if ranks_partitions(evict):
         lag_kernels(plan, dtype, arch)
     rule, stamped = exchange.rule_of(plan), stamps.rule_of(plan)
     if rule is not None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from plugins.cache.batch import Row
-from plugins.cache.eviction.ledger import Account
 from plugins.cache.eviction.stacks import Stacks
+from plugins.cache.ledgers.evicting import Account
 from trtkv.plan import Occupancy
 from trtkv.ranking import attention
 

@@ -14,14 +14,14 @@ from plugins.attend.prefill import attend_with_lse
 from plugins.cache.batch import Row, StepGroup
 from plugins.cache.cache import Cache
 from plugins.cache.encodings.grouped import launch, launch_list, recalled
-from plugins.cache.encodings.grouped.formats import Format
 from plugins.cache.encodings.grouped.layout import TILE
-from plugins.cache.encodings.grouped.ledger import find_ledger
 from plugins.cache.encodings.grouped.settle import Settler
 from plugins.cache.encodings.grouped.store import EncodedStore
 from plugins.cache.encodings.grouped.summaries import summarize_prompt, summarize_step
+from plugins.cache.formats import Format
 from plugins.cache.indexes import choose as by_kernels
 from plugins.cache.indexes.summary import kept_of
+from plugins.cache.ledgers.make import find_ledger
 from plugins.cache.tiers.host.store import Offload
 from plugins.config import OpConfig
 from plugins.device.driver import arch

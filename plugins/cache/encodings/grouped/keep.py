@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from plugins.cache.batch import Row
-from plugins.cache.eviction.ledger import EvictingLedger
 from plugins.cache.eviction.sums import launch as sums
+from plugins.cache.ledgers.evicting import EvictingLedger
 from trtkv.plan import CachePlan, Occupancy
 
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from plugins.cache.batch import Row, StepGroup
 from plugins.cache.encodings.grouped import launch
-from plugins.cache.encodings.grouped.formats import Format
-from plugins.cache.encodings.grouped.ledger import SettledLedger
 from plugins.cache.eviction import lag
 from plugins.cache.eviction import launch as compaction
-from plugins.cache.eviction.ledger import Account
+from plugins.cache.formats import Format
+from plugins.cache.ledgers.evicting import Account
+from plugins.cache.ledgers.settled import SettledLedger
 from trtkv.plan import CachePlan
 
 

@@ -18,11 +18,11 @@ from plugins.cache.batch import Row
 from plugins.cache.bytes import ByteCount
 from plugins.cache.encodings.grouped import launch, reference
 from plugins.cache.encodings.grouped.away import Away
-from plugins.cache.encodings.grouped.formats import Format
 from plugins.cache.encodings.grouped.keep import Keeper
-from plugins.cache.encodings.grouped.ledger import SettledLedger
 from plugins.cache.encodings.grouped.settle import Settler
-from plugins.cache.eviction.ledger import EvictingLedger
+from plugins.cache.formats import Format
+from plugins.cache.ledgers.evicting import EvictingLedger
+from plugins.cache.ledgers.settled import SettledLedger
 from plugins.cache.tiers.host.layout import records
 from plugins.cache.tiers.host.store import Offload
 from plugins.device.dtypes import TORCH_DTYPES

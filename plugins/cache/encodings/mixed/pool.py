@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plugins.cache.eviction.per_head.ledger import HeadAccount
 from plugins.cache.eviction.per_head.pool import HeadPool
+from plugins.cache.ledgers.per_head import HeadAccount
 from plugins.cache.pages import Ints, Lengths
 from plugins.cache.roles import load_role
 from trtkv.plan import CachePlan

@@ -19,7 +19,7 @@ from plugins.cache.eviction import launch as launch_eviction
 from plugins.cache.eviction.per_head.compactor import HeadCompactor
 from plugins.cache.eviction.per_head.pool import HeadPool
 from plugins.cache.eviction.per_head.received import observe_chunk
-from plugins.cache.eviction.per_head.ring import slides
+from plugins.cache.formats import slides
 from plugins.cache.paged_kernels import dense_scratch
 from plugins.cache.pages import HeadPages
 from plugins.config import OpConfig

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plugins.cache.eviction.per_head import launch
 from plugins.cache.eviction.per_head.pool import HeadPool
-from plugins.cache.eviction.per_head.ring import Ring
+from plugins.cache.ledgers.ring import Ring
 from plugins.cache.pages import Ints, Lengths
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from plugins.cache.batch import Row
 from plugins.cache.bytes import buffers_of
-from plugins.cache.eviction.per_head.ring import Ring, Rings
+from plugins.cache.eviction.per_head.ring import Rings
+from plugins.cache.ledgers.ring import Ring
 from plugins.cache.pages import HeadPages, Lengths
 from plugins.device.dtypes import TORCH_DTYPES
 from trtkv.plan import CachePlan

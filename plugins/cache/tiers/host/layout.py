@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from plugins.cache.encodings.grouped.formats import find_format
+from plugins.cache.formats import find_format
 from trtkv.config import DTYPE_BYTES
 from trtkv.errors import ConfigError
 from trtkv.plan import BufferSpec, CachePlan, SelectPlan

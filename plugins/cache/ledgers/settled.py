@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from plugins.cache.eviction.ledger import Account, EvictingLedger
+from plugins.cache.ledgers.evicting import Account, EvictingLedger
 from plugins.cache.roles import load_role
 from trtkv.plan import CachePlan, Occupancy
 
@@ -103,8 +103,3 @@ class SettledLedger(EvictingLedger):
     def _rooms(self, prompt: int, chunk: int) -> tuple[int, ...]:
         """Return the most tokens of each group that are stored at once while a prompt is read in such chunks, before its last eviction."""
         return tuple(self._read(prompt, chunk)[1])
-
-
-def find_ledger(plan: CachePlan) -> EvictingLedger:
-    """Return the ledger of a plan whose layers' heads all keep equally many tokens."""
-    return SettledLedger(plan) if plan.storage == "windowed" else EvictingLedger(plan)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from plugins.cache.encodings.per_token.buffers import replaces
-from plugins.cache.eviction import lag
 from plugins.select.summary import why_selects_in_torch
-from trtkv.plan import CachePlan
-from trtkv.rules import Float8, Grouped, Lag
+from trtkv.plan import CachePlan, EvictPlan
+from trtkv.rules import Blend, Exchange, Float8, Grouped, Lag, PerToken
 
 STEP = 32  # tokens that a warp attends to at once: pages are a multiple
 KEY_GROUPS = (16, 32, 64, 128)
 LIST_UNITS = (1, 4, 8, 16, 32, 64, 128)  # tokens of an entry of a list
 MOST_GROUP_HEADS = 8  # query heads a KV head: one column of a matrix instruction
 RING_SPARE = 16  # tokens of a residual's ring beyond those that are never encoded: the newest, rounded to what copies move
+MOST_BUDGET = 16384  # tokens of a head among which one block finds the least
+MOST_LAG = 8192  # tokens of a partition that one block ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,12 @@ class Format:
         return self.encoded(stored - self.lag, origin)
 
 
+def replaces(plan: CachePlan) -> bool:
+    """Say whether kernels encode each token of a plan by itself, and let a step's take the place of one that goes: pages hold the budget."""
+    rule = plan.evict.rule if plan.evict is not None and plan.storage == "replaced" else None
+    return isinstance(rule, Blend) and rule.budget <= MOST_BUDGET and plan.quantize is not None and plan.quantize.encoding == PerToken(4)
+
+
 def find_format(plan: CachePlan) -> Format | None:
     """Return the format of a plan that encodes what it stores, or what it keeps of prompts, None where no kernel knows it."""
     if plan.quantize is None:
@@ -91,7 +97,7 @@ def _grouped(one: Grouped, plan: CachePlan, window: int = 0) -> Format:
 
 def _settled_format(plan: CachePlan) -> Format | None:
     """Return the format of a plan that evicts from the newest tokens, by partitions, and encodes in groups those that will stay."""
-    if plan.evict is None or plan.quantize is None or plan.storage != "windowed" or not lag.takes(plan.evict) or "allocate" in plan.roles:
+    if plan.evict is None or plan.quantize is None or plan.storage != "windowed" or not ranks_partitions(plan.evict) or "allocate" in plan.roles:
         return None
     rule, encoding = plan.evict.rule, plan.quantize.encoding
     if not isinstance(rule, Lag) or not isinstance(encoding, Grouped) or encoding.together:
@@ -114,3 +120,14 @@ def _selects(one: Format, plan: CachePlan) -> bool:
     if plan.evict is not None or one.phased or any(unit not in LIST_UNITS for unit in units):
         return False
     return all(why_selects_in_torch(plan, layer) is None for layer in range(plan.num_layers))
+
+
+def ranks_partitions(evict: EvictPlan) -> bool:
+    """Say whether a role evicts by partitions that the kernels rank."""
+    return isinstance(evict.rule, Lag) and evict.rule.lag <= MOST_LAG
+
+
+def slides(evict: EvictPlan) -> int | None:
+    """Return the sink of a role that keeps it and the newest tokens whatever they hold, so that nothing has to be scored; None of any other."""
+    rule = evict.rule
+    return rule.sink if isinstance(rule, Exchange) and rule.score == "position" else None

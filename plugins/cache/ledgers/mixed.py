@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plugins.cache.eviction.per_head.ledger import HeadAccount, HeadLedger
+from plugins.cache.ledgers.per_head import HeadAccount, HeadLedger
 from plugins.cache.pages import Ints, Lengths, head_pages
 from plugins.cache.roles import load_role
 from trtkv.plan import CachePlan, Occupancy

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from plugins.cache.encodings.per_token.buffers import replaces
+from plugins.cache.formats import replaces
 from plugins.cache.roles import load_role
 from trtkv.errors import EngineError
 from trtkv.plan import CachePlan, Occupancy

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plugins.cache.eviction.per_head.ring import Ring
+from plugins.cache.ledgers.ring import Ring
 from plugins.cache.pages import Ints, Lengths, head_pages
 from plugins.cache.roles import load_role
 from trtkv.errors import EngineError
