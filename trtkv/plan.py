@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from trtkv.config import DTYPE_BYTES
 from trtkv.errors import EngineError
-from trtkv.rules import Blend, Encoding, EvictRule, PerToken, Summary
+from trtkv.rules import Blend, Encoding, EvictRule, Float8, Lag, PerToken, Summary
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,9 +30,10 @@ Phase = Literal["prefill", "decode"]
 Pooling = Literal["softmax-mean", "softmax-max", "mean", "max", "none"]
 # Where tokens lie. In pages in full precision: all tokens (paged), what is left of them where layers keep equally many in every head (compacted), or
 # where each KV head has pages of its own (per_head); beside codes in pages of the same pool (mixed). In pages of codes: all tokens (encoded), what is
-# left of a prompt (once), those that will never be evicted (windowed), single tokens that later ones replace (replaced). Else in tensors of exactly
+# left of a prompt (once), those that will never be evicted (windowed), single tokens that later ones replace (replaced) or that move up when others
+# are evicted (gathered). Else in tensors of exactly
 # the stored size (reference).
-Storage = Literal["paged", "compacted", "per_head", "mixed", "encoded", "once", "windowed", "replaced", "reference"]
+Storage = Literal["paged", "compacted", "per_head", "mixed", "encoded", "once", "windowed", "replaced", "gathered", "reference"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +263,10 @@ class CachePlan:
             return "reference" if "allocate" in self.roles else "replaced"
         if evict.prompt_only:
             return "reference" if evict.token_state or "attention_newest" in evict.needs else "once"
-        return "reference" if evict.token_state or evict.queries or evict.needs or quantize.flush_first else "windowed"
+        if evict.token_state or evict.queries or evict.needs or quantize.flush_first:
+            return "reference"
+        alone = isinstance(evict.rule, Lag) and isinstance(quantize.encoding, Float8) and "allocate" not in self.roles
+        return "gathered" if alone else "windowed"
 
     @property
     def in_pages(self) -> bool:

@@ -21,7 +21,10 @@ from trtkv.plan import CachePlan
 
 # By `CachePlan.storage`; where none is named, a plan runs by its definition.
 PAGES: dict[str, type[Cache]] = {"paged": PagedCache, "compacted": EvictingCache, "per_head": HeadCache, "mixed": MixedCache}
-CODES: dict[str, type[GroupedCache]] = {"encoded": GroupedCache, "once": GroupedCache, "windowed": GroupedCache, "replaced": PerTokenCache}
+CODES: dict[str, type[GroupedCache]] = {
+    **dict.fromkeys(("encoded", "once", "windowed", "gathered"), GroupedCache),
+    "replaced": PerTokenCache,
+}
 
 
 def make_cache(

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plugins.cache.formats import Format
+from plugins.cache.ledgers.gathering import GatheringLedger
 from plugins.cache.ledgers.settled import SettledLedger
 from trtkv.config import DTYPE_BYTES
 from trtkv.plan import BOOKKEEPING, BufferSpec, CachePlan
@@ -169,8 +170,9 @@ class ByteCount:
         """
         plan = self.plan
         layer = self.token // plan.num_layers
-        if plan.storage == "windowed" and not whole:
-            rooms = SettledLedger(plan).rooms(tokens, chunk or tokens)
+        evicts = {"windowed": SettledLedger, "gathered": GatheringLedger}.get(plan.storage)
+        if evicts is not None and not whole:
+            rooms = evicts(plan).rooms(tokens, chunk or tokens)
             return sum(_sixteens(rooms[group]) for group in plan.page_groups) * layer
         queries = sum(spec.row_bytes for spec in plan.state_buffers if not spec.paged)
         one = _sixteens(tokens) * layer + self.state(tokens, reading=True) // plan.num_layers + queries

@@ -76,7 +76,7 @@ def find_format(plan: CachePlan) -> Format | None:
     encoding = plan.quantize.encoding
     if replaces(plan):
         return Format(4, 1, plan.head_dim, 1, together=True, replaced=True) if plan.page_size % 16 == 0 else None
-    if plan.evict is not None and plan.storage != "once":
+    if plan.evict is not None and plan.storage not in ("once", "gathered"):
         return _settled_format(plan)
     if "allocate" in plan.roles and plan.num_page_groups < plan.num_layers:
         return None  # layers keep different numbers of tokens, and a plan of an earlier version has one page table for all

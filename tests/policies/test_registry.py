@@ -202,6 +202,7 @@ STORAGE = {
     "minikv": "once",
     "snapkv+fp8": "once",
     "lagkv+kivi": "windowed",
+    "lagkv+fp8": "gathered",
     "qhitter": "replaced",
     "lagkv+fier": "reference",
     "streaming+fp8": "windowed",

@@ -43,6 +43,7 @@ POLICIES = (
     "snapkv+fp8",
     "lagkv+kivi",
     "knorm+kivi",
+    "lagkv+fp8",
     "qhitter",
 )
 LIMITS = Limits(max_seq_len=400, max_batch_size=6, max_chunk_tokens=64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from plugins.cache.ledgers.evicting import EvictingLedger
+from plugins.cache.ledgers.gathering import GatheringLedger
 from plugins.cache.ledgers.ledger import GrowingLedger, Ledger
 from plugins.cache.ledgers.mixed import MixedLedger
 from plugins.cache.ledgers.per_head import HeadLedger
@@ -24,4 +25,4 @@ def make_ledger(plan: CachePlan, device: torch.device) -> Ledger:
 
 def find_ledger(plan: CachePlan) -> EvictingLedger:
     """Return the ledger of a plan whose layers' heads all keep equally many tokens."""
-    return SettledLedger(plan) if plan.storage == "windowed" else EvictingLedger(plan)
+    return {"windowed": SettledLedger, "gathered": GatheringLedger}.get(plan.storage, EvictingLedger)(plan)

@@ -7,23 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 
-from plugins.cache.ledgers.evicting import Account, EvictingLedger
+from plugins.cache.ledgers.evicting import Account
+from plugins.cache.ledgers.gathering import ReadingLedger
 from plugins.cache.roles import load_role
 from trtkv.plan import CachePlan, Occupancy
 
 MOST_QUIET = 1 << 16  # steps that are looked ahead
 
 
-class SettledLedger(EvictingLedger):
+class SettledLedger(ReadingLedger):
     """The accounts of a plan that settles; how many tokens are settled follows from those that were seen, whatever the prompt's chunks."""
 
     def __init__(self, plan: CachePlan) -> None:
         """Take a plan whose storage is windowed; raises EngineError where a role cannot be loaded."""
         super().__init__(plan)
         self.quantize = load_role(plan.roles["quantize"])
-        self.rooms = lru_cache(maxsize=256)(self._rooms)
 
     def behind(self, account: Account, group: int) -> tuple[int, tuple[int, int]]:
         """Return the tokens that a group stores behind this step, and how many leading keys and values are then encoded."""
@@ -99,7 +98,3 @@ class SettledLedger(EvictingLedger):
             at = Occupancy(seen, (seen,) * heads, prompt=seen, layer=layer, num_layers=self.plan.num_layers)
             found.append(max(1, self.plan.pages(self.evict.settled(at))))
         return found
-
-    def _rooms(self, prompt: int, chunk: int) -> tuple[int, ...]:
-        """Return the most tokens of each group that are stored at once while a prompt is read in such chunks, before its last eviction."""
-        return tuple(self._read(prompt, chunk)[1])

@@ -130,8 +130,8 @@ class GroupedCache(Cache):
 
     def _ended(self, rows: Sequence[Sequence[Row]]) -> None:
         self.store.finish()
-        if self.store.settler is not None:
-            self.store.settler.finish(rows)
+        if self.store.evicter is not None:
+            self.store.evicter.finish(rows)
         else:
             super()._ended(rows)
 

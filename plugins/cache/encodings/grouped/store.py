@@ -18,10 +18,12 @@ from plugins.cache.batch import Row
 from plugins.cache.bytes import ByteCount
 from plugins.cache.encodings.grouped import launch, reference
 from plugins.cache.encodings.grouped.away import Away
+from plugins.cache.encodings.grouped.gather import Gatherer
 from plugins.cache.encodings.grouped.keep import Keeper
 from plugins.cache.encodings.grouped.settle import Settler
 from plugins.cache.formats import Format
 from plugins.cache.ledgers.evicting import EvictingLedger
+from plugins.cache.ledgers.gathering import GatheringLedger
 from plugins.cache.ledgers.settled import SettledLedger
 from plugins.cache.tiers.host.layout import records
 from plugins.cache.tiers.host.store import Offload
@@ -65,7 +67,9 @@ class EncodedStore:
         self.keep_prompts = False  # until the step behind the prompt, for those who compare
         self.ledger = ledger
         self.settler = Settler(self, ledger) if isinstance(ledger, SettledLedger) else None
-        self.keeper = Keeper(plan, ledger, device) if ledger is not None and self.settler is None else None
+        gatherer = Gatherer(self, ledger) if isinstance(ledger, GatheringLedger) else None
+        self.evicter: Settler | Gatherer | None = self.settler or gatherer
+        self.keeper = Keeper(plan, ledger, device) if ledger is not None and self.evicter is None else None
         self._prompts: dict[int, dict[int, Prompt]] = {}  # by slot, then layer
         self._lengths: dict[int, int] = {}
         self._begins: dict[int, tuple[int, int]] = {}  # encoded tokens before what is being read
@@ -102,7 +106,7 @@ class EncodedStore:
         """
         own = self._prompts[row.slot]
         if layer not in own:
-            room = row.prompt if self.settler is None else self.settler.ledger.rooms(row.prompt, row.new)[self.plan.page_groups[layer]]
+            room = row.prompt if self.evicter is None else self.evicter.ledger.rooms(row.prompt, row.new)[self.plan.page_groups[layer]]
             made = self._room(room)
             before = row.stored - row.new
             if before:
@@ -127,8 +131,8 @@ class EncodedStore:
         if not self.keep_prompts:
             del self._prompts[row.slot][layer]
         kept = None
-        if self.settler is not None:
-            kept, stored, ends = self.settler.keep(layer, row, *plain)
+        if self.evicter is not None:
+            kept, stored, ends = self.evicter.keep(layer, row, *plain)
             if kept is None:
                 kept = torch.arange(stored, dtype=torch.int32, device=self.device).repeat(plain[0].shape[1], 1)
         else:
