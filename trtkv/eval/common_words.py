@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from trtkv.errors import ConfigError
-from trtkv.eval.haystack import words
+from trtkv.eval.haystack import CountTokens, words
 from trtkv.eval.strings import recall
-from trtkv.eval.task import AnswerTask, CountTokens, Sample
+from trtkv.eval.task import AnswerTask, Sample
 
 NUM_COMMON, SLACK, SPARE = 10, 8, 12
 RATES = ((30, 3), (20, 2), (10, 1))  # how often a common and a rare word come

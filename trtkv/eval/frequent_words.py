@@ -12,8 +12,9 @@ import string
 from itertools import count as count_from
 
 from trtkv.errors import ConfigError
+from trtkv.eval.haystack import CountTokens
 from trtkv.eval.strings import recall
-from trtkv.eval.task import AnswerTask, CountTokens, Sample
+from trtkv.eval.task import AnswerTask, Sample
 
 ALPHA, LETTERS, TOP, SLACK, SPARE = 2.0, 6, 3, 8, 12
 NOISE = "...."

@@ -5,13 +5,10 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from trtkv.eval.task import CountTokens
-
+CountTokens = Callable[[str], int]
 FILLER = ("Rain falls on the hills.", "The river runs to the sea.", "Birds sit in the trees.", "Night comes, and then day.", "So it goes on.")
 MISSES = 20  # sentences passed over at the end of a passage
 

@@ -16,7 +16,8 @@ from typing import Any
 from trtkv.errors import ConfigError
 from trtkv.eval import metrics
 from trtkv.eval.files import checksum, need_file, read_json, read_jsonl
-from trtkv.eval.task import AnswerTask, CountTokens, Sample, TaskOptions
+from trtkv.eval.haystack import CountTokens
+from trtkv.eval.task import AnswerTask, Sample, TaskOptions
 from trtkv.eval.truncate import drop_middle
 
 TEMPLATES = "dataset2prompt.json"

@@ -13,9 +13,10 @@ from typing import Any
 
 from trtkv.errors import ConfigError
 from trtkv.eval.files import checksum, need_file, read_json, read_jsonl, read_text
+from trtkv.eval.haystack import CountTokens
 from trtkv.eval.longbench import draw
 from trtkv.eval.metrics import choice
-from trtkv.eval.task import AnswerTask, CountTokens, Sample, TaskOptions
+from trtkv.eval.task import AnswerTask, Sample, TaskOptions
 from trtkv.eval.truncate import drop_middle
 
 TEMPLATE = "0shot.txt"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 from trtkv.errors import ConfigError
-from trtkv.eval.haystack import depths, hide, passage
+from trtkv.eval.haystack import CountTokens, depths, hide, passage
 from trtkv.eval.strings import recall
-from trtkv.eval.task import AnswerTask, CountTokens, Sample
+from trtkv.eval.task import AnswerTask, Sample
 
 CITIES = ("San Francisco", "Lisbon", "Kyoto", "Nairobi", "Toronto", "Prague", "Lima", "Oslo", "Cairo", "Melbourne", "Chicago", "Hanoi")
 FOODS = ("a sandwich", "a bowl of noodles", "an apple pie", "a fish soup", "a cheese plate", "a bag of cherries", "a pancake", "a baked potato")

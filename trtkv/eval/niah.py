@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trtkv.errors import ConfigError
-from trtkv.eval.haystack import depths, hide_all, passage, repeated, words
+from trtkv.eval.haystack import CountTokens, depths, hide_all, passage, repeated, words
 from trtkv.eval.strings import listed, recall
-from trtkv.eval.task import AnswerTask, CountTokens, Sample
+from trtkv.eval.task import AnswerTask, Sample
 
 SLACK, SPARE = 8, 16  # tokens: joins that a tokenizer may count otherwise; words of an answer beside its values
 

@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass
 
 from trtkv.errors import ConfigError
-from trtkv.eval.haystack import depths, hide, passage
-from trtkv.eval.task import AnswerTask, CountTokens, Sample
+from trtkv.eval.haystack import CountTokens, depths, hide, passage
+from trtkv.eval.task import AnswerTask, Sample
 
 INTRODUCTION = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "

@@ -14,8 +14,9 @@ from typing import Any
 
 from trtkv.errors import ConfigError
 from trtkv.eval.files import checksum, need_file, read_json
+from trtkv.eval.haystack import CountTokens
 from trtkv.eval.strings import any_of
-from trtkv.eval.task import AnswerTask, CountTokens, Sample, TaskOptions
+from trtkv.eval.task import AnswerTask, Sample, TaskOptions
 
 SLACK, ANSWER_TOKENS = 8, 32
 ORDER = "Answer the question from the documents, with the answer alone and no other words."

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from trtkv.eval.haystack import fingerprint
+from trtkv.eval.haystack import CountTokens, fingerprint
 
 if TYPE_CHECKING:
     from trtkv.runtime.llm import LLM
 
-CountTokens = Callable[[str], int]
 Encode = Callable[[str], Sequence[int]]
 
 

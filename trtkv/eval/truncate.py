@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trtkv.eval.task import CountTokens
+from trtkv.eval.haystack import CountTokens
 
 
 def drop_middle(context: str, question: str, limit_tokens: int, count_tokens: CountTokens) -> tuple[str, str]:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from trtkv.errors import ConfigError
-from trtkv.eval.haystack import FILLER, hide_all, repeated
+from trtkv.eval.haystack import FILLER, CountTokens, hide_all, repeated
 from trtkv.eval.strings import recall
-from trtkv.eval.task import AnswerTask, CountTokens, Sample
+from trtkv.eval.task import AnswerTask, Sample
 
 HOPS, SLACK, SPARE = 4, 8, 12  # hops of the chain; tokens for joins that a tokenizer may count otherwise; words of an answer beside the names
 INTRODUCTION = "Keep track of the variables that are assigned in the following text."
