@@ -8,7 +8,7 @@ EXTRAS ?= gguf,rtx
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint clean
+.PHONY: demo test explore lint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/trtkv pull smollm2-135m
@@ -19,6 +19,10 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev lint
 	$(BIN)/trtkv pull smollm2-135m
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# The property tests with random seeds and twenty times as many examples as in `make test`, which always draws the same.
+explore: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m hypothesis --hypothesis-profile explore
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

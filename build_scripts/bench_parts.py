@@ -29,7 +29,7 @@ from trtkv.errors import ConfigError
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.loading import Engine, Options
 from trtkv.runtime.parallel import LeadingStepper, open_parts
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
 
 PROMPT_TOKENS, STEPS, TIMED_STEPS = 300, 6, 40
 

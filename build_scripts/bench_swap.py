@@ -20,7 +20,7 @@ from trtkv.config import Limits
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.host_memory import open_offload
 from trtkv.runtime.pages import PageAllocator
-from trtkv.runtime.scheduler import Running
+from trtkv.runtime.sequence import Running
 from trtkv.runtime.swap import MOST_PAGES, Swap, slot_buffers
 
 CASES = (("full", False, 1024, False), ("full", False, 512, True), ("freekv", False, 512, False), ("freekv", True, 256, False))

@@ -19,7 +19,7 @@ from plugins.cache.tiers.host.store import Recall
 from trtkv.api import build
 from trtkv.eval.haystack import passage
 from trtkv.runtime.loading import Engine, Options, open_engine
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
 from trtkv.runtime.tokenizer import Tokenizer
 
 CHUNK = 512

@@ -1,20 +1,32 @@
-"""Writes docs/performance.md and its plot from engines/results.jsonl: of every row the latest record, goals beside it."""
+"""Writes docs/performance.md and its plot from engines/results.jsonl: the rows by which one chooses a policy, and every goal that is missed.
+
+python build_scripts/performance_doc.py [RESULTS]
+
+Of every row the newest record with a time counts. The file of records has more columns and rows than the page.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
-from typing import Any
+
+from performance_lines import others
+from performance_rows import LAYER, LOAD, Missed, Record, above, below, facts, goals, load, name, newest, place, table
 
 from trtkv.bench.records import read_records
-from trtkv.bench.report import by_kernel, cell, commits, label, plot
+from trtkv.bench.report import cell, plot_steps
+from trtkv.runtime.memory import readable
 
 ROOT = Path(__file__).parent.parent
-PLOT = "retrieval.svg"
-Record = dict[str, Any]
+PLOT, WIDTH = "steps.svg", 150
+PARAGRAPH = re.compile(r"^(?=[\w*]).+(?:\n(?=[\w*(]).+)*", re.MULTILINE)
 
-# Least ratios to dense attention that the project has set itself: geometry, batch, context: FIER, pages of 32 tokens.
-GOALS = {
+# Goals that the project has set itself. A layer against dense attention by geometry, batch, context: FIER, pages of 32 tokens.
+LAYER_GOALS = {
     ("qwen2.5-7b", 1, 32768): (2.0, 2.5),
     ("qwen2.5-7b", 1, 131072): (4.0, 5.0),
     ("qwen2.5-7b", 8, 131072): (8.0, 12.0),
@@ -22,174 +34,220 @@ GOALS = {
     ("llama-3.1-8b", 8, 131072): (9.0, 14.0),
     ("llama-2-7b", 1, 32768): (5.0, 6.0),
 }
-CHOICE_GOALS_US = {(4, 131072): 6.0, (64, 131072): 15.0}  # rows (sequences times KV heads), context: choosing alone
-SHORT_CONTEXT = 8192  # up to here a policy must not lose against dense attention: the step may take the dense route
-OLD_ROWS = {"qwen": "qwen2.5-7b", "llama3": "llama-3.1-8b", "llama2": "llama-2-7b"}
+STORE_GOALS = {"int2": 3.0, "fp8": 1.7}  # of STORE_LOADS
+STORE_LOADS = (("llama-3.1-8b", 8, 32768), ("llama-3.1-8b", 1, 131072))
+# A step against full by model, policy, batch, context.
+STEP_GOALS = {
+    ("qwen2.5-7b", "fier", 8, 131072): 2.8,
+    ("llama-3.1-8b", "fier", 8, 131072): 3.8,
+    ("llama-2-7b", "fier", 1, 32768): 1.8,
+    ("llama-3.1-8b", "minikv", 24, 32768): 1.48,
+}
+MOST_GOALS = {"minikv": (3.0, 5.0)}  # tokens a second and sequences over full's, of the largest batches
+LOSES_FROM = 8192  # tokens of context from which no policy may be slower than full
+X_LEAST = 1.15  # a step of full at 1 x 32k over the time of its bytes
+X_RESIDENT, X_COPIED, MILLION_BYTES = 1.10, 13.0, 24 << 30  # offloaded steps; a host that copies token-major pages; beside the weights at 1024k
+BUS_SHARE = 0.85  # of the pinned bandwidth, by a launch that brings 64 pages of every head
 
-HEAD = """# Performance
-
-Written by `build_scripts/performance_doc.py` from `engines/results.jsonl`; do not edit. `build_scripts/bench_retrieval.sh` measures every row anew.
-
-## One layer of one decode step
-
-"""
-ABOUT = """{machine}, driver {driver}, torch {torch}, CUDA {cuda}, {dtype}, commit {commit}, {date}. Medians in microseconds of CUDA-graph
-replays; every launch reads another layer's buffers, so caches are cold. Every result was checked against torch in the run that timed it.
-
-*dense* is the fastest library attention of the same run ({libraries}); *whole* is append, select and attend of one layer as
-engines run them, *dense route* the same with everything read; *ratio* is dense over whole. Stages are timed alone, kernels by the
-profiler. *bound* is the time that the least bytes take at {copy:.1f} TB/s, what a copy reaches there; *GB/s* are the bytes moved over
-the time. The same thing twice differed by up to {spread:.1f} %. Goals are the project's own.
-
-"""
-OLD = """These are figures of the kernels' first form, timed without the ops around them; `build_scripts/bench_retrieval.sh` has not run since.
-
-"""
-DECODE = {
-    "geometry": "geometry", "shape": "batch x context", "label": "policy", "dense_us": "dense", "append_us": "append", "select_us": "select",
-    "attend_us": "attend", "whole_us": "whole", "dense_route_us": "dense route", "ratio": "ratio", "goal": "goal",
-    "bound_us": "bound", "times_bound": "x bound", "moved": "MB moved", "achieved_GBps": "GB/s",
-    "by_kernel": "select by kernel",
-}  # fmt: skip
-CHOICE = {
-    "shape": "rows x context", "label": "policy", "select_us": "select", "bound_us": "bound", "by_kernel": "by kernel", "choice": "without scoring",
-    "goal": "goal",
-}  # fmt: skip
-APPEND = {
-    "geometry": "geometry", "shape": "batch x context", "label": "policy", "new_tokens": "new tokens", "append_us": "append",
-    "bound_us": "bound", "times_bound": "x bound",
-}  # fmt: skip
-WORDS = ("geometry", "batch x context", "rows x context", "policy", "by kernel", "select by kernel")
+STEPS = ("fier", "quest", "freekv", "lagkv", "arkv", "minikv")  # columns of the table of steps
+POOLED = {"fier": "softmax-mean", "quest": "max", "freekv": "softmax-mean"}  # as the presets have it
+STORES = ("int2", "int4", "fp8", "bf16")
 
 
 def main() -> None:
-    """Write page and plots."""
-    sys.path.insert(0, str(Path(__file__).parent))
-    from performance_offload import section as offload_section
-    from performance_prompts import section as prompts_section
-    from performance_steps import section as steps_section
-    from performance_stores import section
-
+    """Write the page and the plot."""
     file = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "engines" / "results.jsonl"
-    every = read_records(file)
-    text = page(latest(every), ROOT / "docs" / PLOT) + section(every) + prompts_section(every) + steps_section(every, ROOT / "docs")
-    text += offload_section(every, ROOT / "docs")
-    (ROOT / "docs" / "performance.md").write_text(text, encoding="utf-8")
+    records = read_records(file)
+    (ROOT / "docs" / "performance.md").write_text(page(records), encoding="utf-8")
+    drawn = [one for one in newest(steps_of(records), *LOAD, "policy") if one["model"] == "qwen2.5-7b" and one["policy"] in ("full", *STEPS[:3])]
+    plot_steps([one for one in drawn if one["batch"] in (1, 8)], ROOT / "docs" / PLOT)
 
 
-def page(records: list[Record], drawing: Path) -> str:
-    """Write the page, and the plot where records of the command stand behind it."""
-    by_op = {op: [record for record in records if record["op"] == op] for op in ("retrieve", "select", "append")}
-    retrieve = by_op["retrieve"]
-    if not retrieve:
-        return HEAD.partition("\n## ")[0] + "\n"
-    text = HEAD + about(retrieve) + markdown([decode_row(record) for record in retrieve], DECODE) + missed(retrieve)
-    if "environment" in retrieve[0]:
-        plot(drawn(retrieve), drawing)
-        text += f"\n![Microseconds against context]({drawing.name})\n"
-    if by_op["select"]:
-        text += "\n## Selection alone\n\n" + markdown([choice_row(record) for record in by_op["select"]], CHOICE)
-    if by_op["append"]:
-        text += "\n## Appending alone\n\n" + markdown([decode_row(record) for record in by_op["append"]], APPEND)
-    return text
+def page(records: Sequence[Record]) -> str:
+    """Return the page; what was not measured is not on it."""
+    good = [one for one in records if one.get("status", "ok") == "ok"]
+    head = """# Performance
+
+Written by `build_scripts/performance_doc.py` from `engines/results.jsonl`, which has every record with command and versions; do not edit. Models of
+7B and 8B have random weights of their shapes and bfloat16 caches. Loads are sequences x tokens of context. A result was compared with a reference in
+the run that timed it; a wrong one has no time. Goals are the project's; [kernels.md](kernels.md) says why some are missed.
+"""
+    text = head + "".join(write(good) for write in (steps, capacity, layer, stores, offload, others))
+    return PARAGRAPH.sub(lambda found: textwrap.fill(found[0], WIDTH, break_on_hyphens=False), text)
 
 
-def latest(records: list[Record]) -> list[Record]:
-    """Return the kernel records with a time, the newest of every row; those of the kernels' first form where there are no others."""
-    own = [record for record in records if record["benchmark"] == "kernel" and record["status"] == "ok" and record["dtype"] == "bfloat16"]
-    own = own or [from_first_form(record) for record in records if record["benchmark"] == "retrieval" and record["correct"]]
-    names = ("op", "geometry", "batch", "context", "policy", "pooling", "unit", "budget", "new_tokens")
-    return list({tuple(record.get(name) for name in names): record for record in own}.values())
+def steps_of(records: Iterable[Record]) -> list[Record]:
+    """Return whole decode steps with all pages on the device."""
+    return [one for one in records if one["benchmark"] == "step" and "recall" not in one and not one.get("largest")]
 
 
-def from_first_form(record: Record) -> Record:
-    """Read a record that the script before `trtkv bench` wrote."""
-    unit = 32 if record["policy"] == "page" else 1
-    return {
-        **record, "op": "retrieve", "geometry": OLD_ROWS[record["row"].partition("-")[0]], "unit": unit,
-        "select_us": record["score_us"] + record["select_us"],
-        "select_kernels_us": {"score": record["score_us"], "select_units": record["select_us"]},
-        "dense_route_us": record["attend_dense_kernel_us"] or None, "moved_bytes": record["bytes_moved"],
-        "times_bound": record["whole_us"] / record["bound_us"],
-    }  # fmt: skip
+def speedup(one: Record, full: Record) -> float:
+    """Return how many times as fast as full a step is, by the run that measured both where there is one."""
+    return float(one.get("ratio", full["itl_p50_ms"] / one["itl_p50_ms"]))
 
 
-def about(records: list[Record]) -> str:
-    """Say where and how the figures were measured."""
-    first = records[-1]
-    if "environment" not in first:
-        return (
-            OLD + f"{first['machine']}, torch {first['torch']}, CUDA {first['cuda']}, {first['dtype']}, {first['date']}, 4.3 TB/s for the bound.\n\n"
-        )
-    libraries = ", ".join(sorted({record["dense"] for record in records}))
-    spread, copy = max(record["spread_percent"] for record in records), first["copy_GBps"] / 1e3
-    facts = {**first["environment"], "date": first["environment"]["date"][:10], "dtype": first["dtype"], "commit": commits(records)}
-    return ABOUT.format(**facts, libraries=libraries, spread=spread, copy=copy)
+def steps(records: Sequence[Record]) -> str:
+    """Write the table of whole decode steps: loads down, policies across."""
+    own = newest(steps_of(records), *LOAD, "policy")
+    fulls = [one for one in own if one["policy"] == "full"]
+    rows, missed, every, where = [], list[Missed](), list[float](), ""
+    for full in fulls:
+        gains = {one["policy"]: speedup(one, full) for one in own if one is not full and place(one, LOAD) == place(full, LOAD)}
+        if set(gains) & set(STEPS):
+            rows.append([full["model"], load(full), full["itl_p50_ms"], full["decode_tokens_per_s"], *(gains.get(policy) for policy in STEPS)])
+        least = 1 / full["bandwidth_share"] if (full["batch"], full["context"]) == (1, 32768) else None
+        missed += above("full over the time of its bytes", name(full), least, X_LEAST)
+        for policy, gain in gains.items():
+            missed += below(policy, name(full), gain, STEP_GOALS.get((full["model"], policy, full["batch"], full["context"])))
+            missed += below(policy, name(full), gain, 1.0 if full["context"] >= LOSES_FROM else None)
+        if len(gains) > len(every):
+            every, where = list(gains.values()), name(full)
+    if not rows:
+        return ""
+    return f"""
+## Whole decode steps
+
+Median time from one step's tokens to the next one's, sampling included; *x* is how many times as fast as `full` a policy is. Budgets are 1,024 tokens
+up to 32k and 2,048 at 128k. {facts(own)} (`build_scripts/bench_steps.sh`).
+
+{table(["model", "load", "full, ms", "tokens/s", *(f"{policy}, x" for policy in STEPS)], rows)}
+The {len(every)} policies measured at {where} run at {min(every):.2f} to {max(every):.2f} times the speed of `full`, as nearly all that is read
+there is weights.
+
+{goals(missed)}
+
+![Tokens a second of qwen2.5-7b against context, one sequence and eight]({PLOT})
+"""
 
 
-def goal(record: Record) -> float | None:
-    """Return the least ratio that a row should reach."""
-    pair = GOALS.get((record["geometry"], record["batch"], record["context"]))
-    return None if pair is None or record["policy"] == "full" else pair[record.get("unit", 1) > 1]
+def capacity(records: Sequence[Record]) -> str:
+    """Write the table of memory and throughput where the cache is what fills a GPU."""
+    at = ("llama-3.1-8b", 32768)
+    own = [one for one in records if one["benchmark"] == "step" and "recall" not in one and (one["model"], one["context"]) == at]
+    most = newest((one for one in own if one.get("largest")), "policy")
+    alike = newest((one for one in own if not one.get("largest") and one["batch"] == 8), "policy")
+    rows, missed = [], list[Missed]()
+    for group in (alike, most):
+        fulls = [one for one in group if one["policy"] == "full"]
+        for one, full in product(sorted(group, key=lambda one: float(one["decode_tokens_per_s"])), fulls):
+            gain = speedup(one, full) if group is alike else one["decode_tokens_per_s"] / full["decode_tokens_per_s"]
+            shape = load(one) + (", the most" if group is most else "")
+            rows.append([one["policy"], shape, readable(one["kv_bytes"]), one["itl_p50_ms"], one["decode_tokens_per_s"], gain])
+            if group is most and one["policy"] in MOST_GOALS:
+                missed += below(one["policy"], "tokens/s over full", gain, MOST_GOALS[one["policy"]][0])
+                missed += below(one["policy"], "sequences over full", one["batch"] / full["batch"], MOST_GOALS[one["policy"]][1])
+    if not rows:
+        return ""
+    return f"""
+## Memory and throughput
+
+Llama-3.1-8B with eight sequences of 32k tokens, and with the most that fit the GPU. {facts(alike + most)}.
+
+{table(["policy", "load", "keys and values", "step, ms", "tokens/s", "x full"], rows)}
+{goals(missed)}
+"""
 
 
-def decode_row(record: Record) -> Record:
-    """Add what the table shows beside the figures."""
-    shape = f"{record['batch']} x {record['context'] // 1024}k"
-    return {
-        **record,
-        "shape": shape,
-        "label": label(record),
-        "goal": goal(record),
-        "moved": record["moved_bytes"] / 1e6,
-        "by_kernel": by_kernel(record),
-    }
+def layer(records: Sequence[Record]) -> str:
+    """Write the table of one layer: append, selection and attention, beside dense attention."""
+    every = [one for one in records if one["benchmark"] == "kernel" and one["op"] == "retrieve" and one["dtype"] == "bfloat16"]
+    every = newest(every, *LAYER, "policy", "pooling", "unit")
+    own = [one for one in every if one.get("pooling") == POOLED.get(one["policy"])]
+    at = {(*place(one, LAYER), one["policy"]): one["ratio"] for one in own}
+    rows = [
+        [one["geometry"], load(one), one["dense_us"], *(at.get((*place(one, LAYER), policy)) for policy in ("full", *POOLED))]
+        for one in own
+        if one["policy"] == "full" and one["context"] >= LOSES_FROM
+    ]
+    if not rows:
+        return ""
+    missed = list[Missed]()
+    for one in sorted(every, key=lambda one: (one not in own, one["policy"])):
+        label = one["policy"] if one in own else f"{one['policy']} ({one['pooling']})"
+        goal = LAYER_GOALS.get(place(one, LAYER), (None, None))[one["unit"] > 1] if one["policy"] != "full" else None
+        missed += below(label, name(one), one["ratio"], goal)
+        best = min(one["whole_us"], one.get("dense_route_us") or one["whole_us"])
+        missed += above(label, f"{name(one)} us", best, one["dense_us"]) if one["context"] <= LOSES_FROM else []
+    libraries, spread = ", ".join(sorted({one["dense"] for one in own})), max(one["spread_percent"] for one in own)
+    return f"""
+## One layer of a decode step
+
+Append, selection and attention of one layer, medians of CUDA graph replays over cold caches: *library* is the time of the fastest dense attention of
+the same run ({libraries}), *x* that time over the whole layer's. FIER scores single tokens, the others pages of 32. Two runs of the same thing differ
+by up to {spread:.1f}%. {facts(own)} (`build_scripts/bench_retrieval.sh`).
+
+{table(["geometry", "load", "library, us", *(f"{policy}, x" for policy in ("full", *POOLED))], rows)}
+{goals(missed)}
+"""
 
 
-def choice_row(record: Record) -> Record:
-    """Add rows and goal of a selection alone."""
-    rows = record["batch"] * record["kv_heads"]
-    limit, kernels = CHOICE_GOALS_US.get((rows, record["context"])), record.get("select_kernels_us", {})
-    scoring = [name for name in kernels if "score" in name]
-    choice = sum(took for name, took in kernels.items() if name not in scoring) if scoring else None
-    return {**decode_row(record), "shape": f"{rows} x {record['context'] // 1024}k", "choice": choice, "goal": limit}
+def stores(records: Sequence[Record]) -> str:
+    """Write the table of attention over encoded keys and values."""
+    own = [one for one in records if one["benchmark"] == "kernel" and one["op"] == "attend" and one.get("store")]
+    own = newest(own, *LAYER, "store", "group")
+    rows, missed = [], list[Missed]()
+    for dense in (one for one in own if one["store"] == "bf16"):
+        here = [one for one in own if place(one, LAYER) == place(dense, LAYER)]
+        ratios = {one["store"]: one["ratio"] for one in here if one.get("group") in (None, 32)}
+        rows.append([dense["geometry"], load(dense), dense["dense_us"], *(ratios.get(store) for store in STORES)])
+        for one in here if place(dense, LAYER) in STORE_LOADS else ():
+            label = one["store"] + (f" in groups of {one['group']}" if one.get("group") else "")
+            missed += below(label, name(one), one["ratio"], STORE_GOALS.get(one["store"]))
+    if not rows:
+        return ""
+    return f"""
+## Attention over encoded keys and values
+
+Decode attention of one layer over codes, decoded on load: *library* is the fastest dense attention of the same run, *x* its time over that of
+attention. int2 and int4 are KIVI's groups of 32. {facts(own)} (`build_scripts/bench_stores.sh`).
+
+{table(["geometry", "load", "library, us", *(f"{store}, x" for store in STORES)], rows)}
+{goals(missed)}
+"""
 
 
-def drawn(records: list[Record]) -> list[Record]:
-    """Leave out of the plot what was measured at one context only."""
-    line = lambda record: (record["geometry"], record["batch"], label(record))  # noqa: E731
-    return [record for record in records if sum(line(one) == line(record) for one in records) > 1]
+def offload(records: Sequence[Record]) -> str:
+    """Write the table of steps with pages in host memory."""
+    own = [one for one in records if one["benchmark"] == "step" and "miss_pages" in one and "bus_GBps" in one and "timeline" not in one]
+    own = newest(own, *LOAD, "policy", "recall")
+    at = {(*place(one, LOAD), one["policy"], one["recall"]): one for one in own}
+    rows, missed, slow = [], list[Missed](), []
+    ahead = [one for one in own if one["recall"] == "ahead"]
+    for one in ahead:
+        here = {(policy, recall): other for (*load_of, policy, recall), other in at.items() if tuple(load_of) == place(one, LOAD)}
+        resident, full, copied = (here.get(key) for key in ((one["policy"], "resident"), ("full", "resident"), (one["policy"], "page by page")))
+        x_full = one["itl_p50_ms"] / full["itl_p50_ms"] if full else None
+        sizes = [readable(resident["device_kv_bytes"]) if resident else None, readable(one["device_kv_bytes"]), readable(one["host_kv_bytes"])]
+        moved = one["pages_in_front"] + one["pages_ahead"]
+        rows.append([one["model"], load(one), one["policy"], moved, one["itl_p50_ms"], one.get("x_resident"), x_full, *sizes])
+        missed += above(f"{one['policy']} over resident", name(one), one.get("x_resident"), X_RESIDENT)
+        missed += above(f"{one['policy']} over full", name(one), x_full, 1.0)
+        worst = here.get((one["policy"], "page by page tokens first"))
+        missed += below("page by page, tokens first", name(one), worst["itl_p50_ms"] / one["itl_p50_ms"], X_COPIED) if worst else []
+        missed += above("GiB beside the weights", name(one), one["kv_peak_bytes"] / 2**30, MILLION_BYTES / 2**30) if one["context"] >= 1 << 20 else []
+        slow += [f"{cell(copied['itl_p50_ms'] / one['itl_p50_ms'])} ({name(one)})"] if copied else []
+    if not rows:
+        return ""
+    launches = [one for one in records if one.get("op") == "recall" and one.get("pages") == 64 and one["order"] == "heads" and "selected" not in one]
+    for one in newest(launches, "geometry", "batch", "store"):
+        missed += below("share of the bus", f"{one.get('store', 'bf16')} {one['geometry']}, {one['batch']} sequences", one["share"], BUS_SHARE)
+    answers = [one for one in newest((one for one in records if one["benchmark"] == "answer"), *LOAD, "recall") if one["recall"] == "ahead"]
+    for one in answers:
+        missed += above("whole answers over resident", name(one), one["x_resident"], X_RESIDENT)
+    whole = ", ".join(f"{cell(one['x_resident'])} ({name(one)} to {one['answer']:,} tokens)" for one in answers)
+    titles = ["model", "load", "policy", "pages", "step, ms", "x resident", "x full", "resident", "on device", "on host"]
+    return f"""
+## Pages in host memory
 
+Steps that select 2,048 tokens and recall ahead. *pages* were missed by each KV head in a step (random queries drift so that about ten are).
+*x resident* is the step over that of the engine with all pages on the device, *x full* over that of `full`: smaller is better. {facts(ahead)}
+(`build_scripts/bench_offload.sh`).
 
-def missed(records: list[Record]) -> str:
-    """Name the goals that are missed, each with the stage that takes longest, and the short contexts at which both routes lose."""
-    lines = []
-    for record in records:
-        want, where = goal(record), f"{record['geometry']} {record['batch']} x {record['context'] // 1024}k, {label(record)}"
-        stages = stages_of(record)
-        if want is not None and record["ratio"] < want and stages:
-            longest = max(stages, key=lambda name: stages[name])
-            share = f"{cell(stages[longest])} of {cell(record['whole_us'])} us"
-            lines.append(f"- {where}: {cell(record['ratio'])} of {cell(want)}; longest is {longest} with {share}.")
-        best = min(record["whole_us"], record.get("dense_route_us") or record["whole_us"])
-        if record["context"] <= SHORT_CONTEXT and best > record["dense_us"]:
-            lines.append(f"- {where}: the faster route takes {cell(best)} us, dense attention {cell(record['dense_us'])} us.")
-    return "\nGoals missed ([why](retrieval-kernels.md)):\n\n" + "\n".join(lines) + "\n" if lines else "\nNo goal is missed.\n"
+{table(titles, rows, 3)}
+Copied page by page by the host, a step takes longer by {", ".join(slow)} times. Whole answers over the resident engine's: {whole}.
 
-
-def stages_of(record: Record) -> dict[str, float]:
-    """Return the microseconds of append and attend, and of the selection by kernel."""
-    ops = {name: record[f"{name}_us"] for name in ("append", "attend") if f"{name}_us" in record}
-    select = {"select": record["select_us"]} if "select_us" in record else {}
-    return {**ops, **(record.get("select_kernels_us") or select)}
-
-
-def markdown(rows: list[Record], columns: dict[str, str]) -> str:
-    """Write rows as a Markdown table, without columns that no row fills."""
-    used = {name: title for name, title in columns.items() if any(row.get(name) is not None for row in rows)}
-    lines = ["| " + " | ".join(used.values()) + " |", "|" + "".join("---|" if title in WORDS else "---:|" for title in used.values())]
-    lines += ["| " + " | ".join(cell(row.get(name)) for name in used) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
+{goals(missed)}
+"""
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ from trtkv.policies.registry import parse_policy
 from trtkv.presets import policy_presets
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.loading import Engine
-from trtkv.runtime.memory import pool_pages
 from trtkv.runtime.pages import PageAllocator
 from trtkv.runtime.rope import rope_table
 from trtkv.runtime.step import Stepper
@@ -42,7 +41,7 @@ PERCENTS = (5, 11, 25, 50)
 LENGTHS = (2048, 4096)
 # The five systems and the baselines that the goals name get more samples than the rest.
 MAIN = ("full", "fier", "freekv", "lagkv", "arkv", "minikv", "minikv-pyramid", "quest", "snapkv", "streaming", "h2o")
-# Beside the presets: settings that a goal or an open question of docs/policies.md asks for.
+# Beside the presets: settings that a goal of docs/quality.md asks for.
 VARIANTS = {
     "fier": ("retrieve.sink=4",),
     "quest": ("retrieve.sink=16",),
@@ -117,7 +116,7 @@ class Model:
         plan, limits = policy.plan(manifest.model), manifest.limits
         graph = Path(self._folder.name) / f"{plan.hash}.onnx"
         graph.write_bytes(build_decoder(manifest.model, plan, limits).model.SerializeToString())
-        pages = pool_pages(plan, limits, device)
+        pages = plan.pages(limits.max_seq_len) * limits.max_batch_size
         cache = make_cache(plan, [pages] * plan.num_page_groups, limits.max_batch_size, device)
         executor = TorchExecutor(graph, self._weights, cache)
         rope = rope_table(manifest.model.rope, manifest.model.head_dim, limits.max_seq_len)

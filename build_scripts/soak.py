@@ -25,6 +25,7 @@ import httpx
 import psutil
 import torch
 
+from plugins.cache.bytes import ByteCount
 from trtkv.api import build
 from trtkv.bench.records import append_records, commit, environment
 from trtkv.engine.manifest import read_manifest
@@ -241,7 +242,7 @@ def main() -> None:
 
 
 def _cache_gib(engine: Path, tokens: int) -> float:
-    return read_manifest(engine).cache.reserved_bytes(tokens) / 2**30
+    return ByteCount(read_manifest(engine).cache).reserved(tokens) / 2**30
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ from __future__ import annotations
 from plugins.append import specs as append
 from plugins.attend import specs as attend
 from plugins.cache.encodings.grouped import specs as encoded
-from plugins.cache.encodings.grouped.formats import find_format
 from plugins.cache.encodings.mixed import specs as mixed
 from plugins.cache.eviction import specs as compaction
 from plugins.cache.eviction.per_head import specs as ragged
+from plugins.cache.formats import find_format
 from plugins.cache.support import why_torch
 from plugins.cache.tiers.host import specs as recall
 from plugins.device import store

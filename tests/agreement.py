@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trtkv.runtime.loading import Options, open_engine
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
 
 PROMPT, STEPS = 100, 6
 

@@ -9,15 +9,14 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # on machines with a GPU, too: t
 
 import pytest
 import torch
-from hypothesis import settings
 
+from tests.examples import register
 from tests.tiny import TinyModel, make_tiny
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what it runs in the background; tests interrupt their children
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-settings.register_profile("ci", deadline=None, derandomize=True, max_examples=25)
-settings.load_profile("ci")
+register()
 torch.set_num_threads(1)
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins.cache.assemble import make_cache
+from plugins.cache.bytes import ByteCount
 from plugins.cache.tiers.host.store import Offload
+from tests.examples import examples
 from tests.policies.cases import PRESETS, small, tensors
 from trtkv.config import ModelConfig
 from trtkv.engine.footprint import Footprint
 from trtkv.engine.predict import predict
 from trtkv.errors import ConfigError
+from trtkv.policies.base import Evict
 from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy, role_class
 from trtkv.simulation import simulate
@@ -49,16 +52,17 @@ def test_stored_bytes_are_what_a_simulation_holds(name: str, prompt: int) -> Non
     found = predict(MODEL, policy, prompt, 3)
     assert found["stored_bytes"] == 3 * sum(one.stored_bytes[0] for one in done)
     assert found["bytes_per_token"] == pytest.approx(found["stored_bytes"] / (3 * prompt))
+    count = Footprint(MODEL, policy).count
     kept, plan = [len(head) for one in done for head in one.kept[0]], policy.plan(MODEL)
     assert found["score_bytes"] == 3 * sum(one.state_bytes[0] for one in done)
     assert found["reserved_bytes"] == sum(one["bytes"] for one in found["buffers"])
-    if plan.mixed:  # pages of the heads of a layer hold tokens in full precision or codes, and know positions, beside the newest queries
+    if plan.storage == "mixed":  # pages of the heads of a layer hold tokens in full precision or codes, and know positions, beside the newest queries
         (full, low), more = zip(*(one.lengths[0] for one in done), strict=True), plan.codes_per_row
         pages = sum(-(-one // plan.page_size) for one in full) + sum(-(-one // (more * plan.page_size)) for one in low)
-        assert found["reserved_bytes"] == 3 * (pages * plan.group_page_bytes(0) + plan.slot_bytes)
-    elif plan.compacts:  # pages of single heads are counted here; where heads are alike, a page holds all of a layer
+        assert found["reserved_bytes"] == 3 * count.allocated([pages])
+    elif plan.in_pages:  # pages of single heads are counted here; where heads are alike, a page holds all of a layer
         pages = sum(-(-len(head) // plan.page_size) for one in done for head in one.kept[0])
-        assert found["reserved_bytes"] == 3 * (pages * plan.page_bytes // (LAYERS * KV_HEADS) + plan.slot_bytes)
+        assert found["reserved_bytes"] == 3 * (pages * count.page // (1 if plan.pooled else LAYERS * KV_HEADS) + count.slot)
     else:
         assert found["reserved_bytes"] == found["stored_bytes"] + found["score_bytes"]
     assert found["tokens_read_per_step"] == pytest.approx(sum(kept) / len(kept))
@@ -91,14 +95,14 @@ def test_retrieval_reads_its_budget_of_what_eviction_leaves() -> None:
 @pytest.mark.parametrize("name", ["full", "fier", "quest"])
 def test_pages_are_counted_as_the_plan_says(name: str, context: int) -> None:
     plan = parse_policy(name).plan(MODEL)
-    found = predict(MODEL, parse_policy(name), context, 2, "1GiB")
-    assert found["bytes_per_token"] == plan.bytes_per_token()
-    assert found["stored_bytes"] == 2 * plan.stored_bytes(context)
-    assert found["reserved_bytes"] == found["peak_bytes"] == 2 * plan.reserved_bytes(context) == sum(one["bytes"] for one in found["buffers"])
-    assert found["tokens_read_per_step"] == plan.tokens_read(context)
+    found, count = predict(MODEL, parse_policy(name), context, 2, "1GiB"), ByteCount(plan)
+    assert found["bytes_per_token"] == count.bytes_per_token
+    assert found["stored_bytes"] == 2 * count.stored(context)
+    assert found["reserved_bytes"] == found["peak_bytes"] == 2 * count.reserved(context) == sum(one["bytes"] for one in found["buffers"])
+    assert found["tokens_read_per_step"] == count.tokens_read(context)
     room = found["cache_room_bytes"]
-    assert found["longest_context"] == found["longest_prompt"] == (room // 2 - plan.slot_bytes) // plan.page_bytes * plan.page_size
-    assert found["largest_batch"] == room // plan.reserved_bytes(context)
+    assert found["longest_context"] == found["longest_prompt"] == (room // 2 - count.slot) // count.page * plan.page_size
+    assert found["largest_batch"] == room // count.reserved(context)
 
 
 @given(
@@ -122,7 +126,7 @@ def test_minikv_is_appendix_i_with_metadata(prompt: int) -> None:
 
 
 @given(prompt=st.integers(1, 900), chunk=st.integers(1, 300), ratio=st.sampled_from([0.0, 0.5]))
-@settings(max_examples=15)
+@examples(15)
 def test_the_peak_is_what_a_chunked_prompt_needs(prompt: int, chunk: int, ratio: float) -> None:
     lagkv = small("lagkv").with_field("evict.ratio", str(ratio))
     q, k, v = tensors(prompt, Q_HEADS, KV_HEADS, DIM)
@@ -163,7 +167,7 @@ def test_no_room_beside_the_weights() -> None:
 
 def test_an_evict_role_that_cannot_count_what_it_demotes() -> None:
     class Silent(role_class("evict", "arkv")):  # type: ignore[misc]
-        expected_tokens = property()
+        split = Evict.split
 
     arkv = small("arkv-quant")
     silent = arkv.model_copy(update={"evict": Silent(**arkv.evict.model_dump())})

@@ -12,8 +12,8 @@ from tests.policies.cases import PRESETS, small
 from trtkv.api import build
 from trtkv.eval.passkey import make_passkey
 from trtkv.runtime.llm import LLM
+from trtkv.runtime.rows import StepRow
 from trtkv.runtime.sampler import SamplingParams
-from trtkv.runtime.step import StepRow
 
 pytestmark = [pytest.mark.weights, pytest.mark.xdist_group("smollm2")]
 

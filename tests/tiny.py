@@ -22,7 +22,8 @@ from trtkv.policies.registry import parse_policy
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.host_memory import HostPool
 from trtkv.runtime.rope import rope_table
-from trtkv.runtime.step import Stepper, StepRow
+from trtkv.runtime.rows import StepRow
+from trtkv.runtime.step import Stepper
 from trtkv.runtime.streams import SideStream
 
 SHAPE: dict[str, Any] = {

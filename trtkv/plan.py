@@ -1,29 +1,39 @@
 """The lowered form of a policy: buffers, budgets and op calls as plain data.
 
-Graph, plugins and runtime see only this, never a policy class. A meaning is named by import path, so that the reference definition of a
-policy runs where no kernel for it exists.
+Graph, plugins and runtime see only this, never a policy class. What kernels know a role by is typed data of `trtkv/rules.py`; a meaning is named
+by import path, so that a role's definition runs where no kernel for it exists.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from trtkv.config import DTYPE_BYTES
 from trtkv.errors import EngineError
+from trtkv.rules import Blend, Encoding, EvictRule, Float8, Lag, PerToken, Summary
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 BOOKKEEPING = ("positions", "last_queries")  # buffers of a cache that is evicted from that hold none of it: they are occupied, not stored
-FORMAT = 1  # raised whenever an engine directory of the previous format can no longer be run
+FORMAT = 2  # raised whenever an engine directory of the previous format can no longer be run
 
 Tier = Literal["device", "host"]
 Phase = Literal["prefill", "decode"]
 Pooling = Literal["softmax-mean", "softmax-max", "mean", "max", "none"]
+# Where tokens lie. In pages in full precision: all tokens (paged), what is left of them where layers keep equally many in every head (compacted), or
+# where each KV head has pages of its own (per_head); beside codes in pages of the same pool (mixed). In pages of codes: all tokens (encoded), what is
+# left of a prompt (once), those that will never be evicted (windowed), single tokens that later ones replace (replaced) or that move up when others
+# are evicted (gathered). Else in tensors of exactly
+# the stored size (reference).
+Storage = Literal["paged", "compacted", "per_head", "mixed", "encoded", "once", "windowed", "replaced", "gathered", "reference"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +70,8 @@ class BufferSpec:
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """A role by import path (`module:Class`) with its fields, and the name under which `plugins` may have a kernel for it."""
+    """A role by import path (`module:Class`) with its fields."""
 
-    op: str
     role: str
     fields: Mapping[str, Any] = field(default_factory=dict)
 
@@ -72,8 +81,9 @@ class SelectPlan:
     """How a layer chooses what a decode query reads.
 
     budget counts the attended tokens of one KV head, with sink, window and open group; unit is 1 (tokens) or the page.
-    Tokens behind the last multiple of group have no summary yet and are always attended. speculative roles may select with the previous
-    step's query, forces says that the role names units that every query reads.
+    Tokens after the last multiple of group have no summary yet and are always attended. speculative roles may select with the previous
+    step's query, unless the cosine of the two is below tau; forces says that the role names units that every query reads, `outliers` of them; shared
+    that all heads of a layer read the same units.
     """
 
     meaning: Meaning
@@ -85,6 +95,10 @@ class SelectPlan:
     pooling: Pooling
     speculative: bool = False
     forces: bool = False
+    summary: Summary | None = None
+    tau: float | None = None
+    outliers: int = 0
+    shared: bool = False
 
     @property
     def width(self) -> int:
@@ -114,6 +128,7 @@ class EvictPlan:
     paged: bool = False
     prompt_only: bool = False
     ragged: bool = False
+    rule: EvictRule | None = None
 
     @property
     def queries(self) -> int:
@@ -126,17 +141,23 @@ class EvictPlan:
 class QuantizePlan:
     """How tokens pass into their encoded form.
 
-    flush_first: a decode step encodes before its attention instead of behind it; demoted_only: the tokens that the evict role marks are encoded
-    instead of a leading run; key_group: consecutive tokens that are encoded together; residual: tokens behind the settled ones that stay in full
-    precision at most; mixed: the marked tokens lie in pages like those in full precision, of the same pool.
+    flush_first: a decode step encodes before its attention instead of after it; demoted_only: the tokens that the evict role marks are encoded
+    instead of a leading run; mixed: the marked tokens lie in pages like those in full precision, of the same pool.
     """
 
     meaning: Meaning
     flush_first: bool = False
     demoted_only: bool = False
-    key_group: int = 1
-    residual: int = 0
     mixed: bool = False
+    encoding: Encoding | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadPlan:
+    """What an offload role moves to the host: values, and keys unless `values_only`; blocking recalls a page before the attention that reads it."""
+
+    values_only: bool = False
+    blocking: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +239,7 @@ class CachePlan:
     page_groups: tuple[int, ...] = ()
     evict: EvictPlan | None = None
     quantize: QuantizePlan | None = None
+    offload: OffloadPlan | None = None
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -226,45 +248,50 @@ class CachePlan:
             object.__setattr__(self, "page_groups", (0,) * self.num_layers)
 
     @property
-    def held(self) -> bool:
-        """Whether tokens are evicted or encoded in a way that pages do not hold: caches are then tensors of exactly the stored size."""
-        return (self.evict is not None or self.quantize is not None) and not self.compacts and not self.mixed
+    def storage(self) -> Storage:
+        """How the cache lies, which follows from what the roles are; whether kernels know its encoding is another question."""
+        evict, quantize = self.evict, self.quantize
+        if quantize is not None and quantize.mixed:
+            return "mixed"
+        if evict is None:
+            return "paged" if quantize is None else "encoded"
+        if quantize is None and not any(self.select):
+            return "compacted" if evict.paged else "per_head" if evict.ragged else "reference"
+        if quantize is None or any(self.select) or quantize.demoted_only or not evict.paged:
+            return "reference"
+        if isinstance(evict.rule, Blend) and isinstance(quantize.encoding, PerToken):
+            return "reference" if "allocate" in self.roles else "replaced"
+        if evict.prompt_only:
+            return "reference" if evict.token_state or "attention_newest" in evict.needs else "once"
+        if evict.token_state or evict.queries or evict.needs or quantize.flush_first:
+            return "reference"
+        alone = isinstance(evict.rule, Lag) and isinstance(quantize.encoding, Float8) and "allocate" not in self.roles
+        return "gathered" if alone else "windowed"
+
+    @property
+    def in_pages(self) -> bool:
+        """Whether pages hold tokens in full precision; else codes do, or tensors of exactly the stored size."""
+        return self.storage in ("paged", "compacted", "per_head", "mixed")
 
     @property
     def compacts(self) -> bool:
-        """Whether tokens are evicted from pages: those that stay move together, and freed pages go back to the pool."""
-        return self.evict is not None and (self.evict.paged or self.evict.ragged) and self.quantize is None and not any(self.select)
+        """Whether tokens are evicted from pages."""
+        return self.storage in ("compacted", "per_head")
 
     @property
     def ragged(self) -> bool:
-        """Whether every KV head of every layer has pages of its own, all from one pool: each is then a page group."""
-        return self.compacts and self.evict is not None and not self.evict.paged
+        """Whether every KV head has pages of its own."""
+        return self.storage == "per_head"
 
     @property
     def mixed(self) -> bool:
-        """Whether tokens in full precision and encoded ones of a layer have pages of one pool: page groups are the layers, then the layers' codes."""
-        return self.quantize is not None and self.quantize.mixed
+        """Whether tokens in full precision and codes have pages of one pool."""
+        return self.storage == "mixed"
 
     @property
     def pooled(self) -> bool:
         """Whether all page groups have pages of one pool."""
-        return self.ragged or self.mixed
-
-    @property
-    def evicts_once(self) -> bool:
-        """Whether tokens go at the end of the prompt alone, equally many of each KV head of a layer, and what stays is encoded."""
-        if self.evict is None or self.quantize is None or any(self.select):
-            return False
-        once = self.evict.paged and self.evict.prompt_only and not self.evict.token_state and "attention_newest" not in self.evict.needs
-        return once and not self.quantize.demoted_only
-
-    @property
-    def settles(self) -> bool:
-        """Whether tokens go while the model decodes, by keys and values alone, and those that will never go are encoded in a leading run."""
-        if self.evict is None or self.quantize is None or any(self.select):
-            return False
-        alone = self.evict.paged and not self.evict.prompt_only and not self.evict.token_state and not self.evict.needs and not self.evict.queries
-        return alone and not self.quantize.demoted_only and not self.quantize.flush_first
+        return self.storage in ("per_head", "mixed")
 
     @property
     def num_page_groups(self) -> int:
@@ -275,12 +302,7 @@ class CachePlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON-ready data; `from_json` reads it back equal."""
-        data = dict(json.loads(json.dumps(asdict(self))))
-        if data["evict"] and not data["evict"]["ragged"]:
-            del data["evict"]["ragged"]  # the hashes of plans that are recorded know nothing of it
-        if data["quantize"] and not data["quantize"]["mixed"]:
-            del data["quantize"]["mixed"]
-        return data
+        return dict(json.loads(json.dumps(asdict(self))))
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> CachePlan:
@@ -288,17 +310,11 @@ class CachePlan:
         if data.get("format") != FORMAT:
             raise EngineError(f"the cache plan has format {data.get('format')}, this version reads {FORMAT}", "Build the engine again.")
         try:
-            fields = dict(data)
-            fields["buffers"] = tuple(
-                BufferSpec(**{**spec, "shape": tuple(spec["shape"]), "layers": tuple(spec["layers"])}) for spec in data["buffers"]
-            )
-            fields["select"] = tuple(SelectPlan(**{**one, "meaning": Meaning(**one["meaning"])}) if one else None for one in data["select"])
-            fields["page_groups"] = tuple(data["page_groups"])
-            fields["evict"], fields["quantize"] = _evict_plan(data.get("evict")), _quantize_plan(data.get("quantize"))
-            fields["roles"] = {kind: Meaning(**one) for kind, one in data["roles"].items()}
-            return CachePlan(**fields)
-        except (KeyError, TypeError) as error:
-            raise EngineError(f"the cache plan is damaged ({error})", "Build the engine again.") from None
+            return _reader().validate_python(data)
+        except ValidationError as error:
+            first = error.errors()[0]
+            problem = f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
+            raise EngineError(f"the cache plan is damaged ({problem})", "Build the engine again.") from None
 
     @property
     def hash(self) -> str:
@@ -310,87 +326,26 @@ class CachePlan:
         return -(-tokens // self.page_size)
 
     @property
-    def page_bytes(self) -> int:
-        """Bytes of one page in full precision, in all layers and paged buffers."""
-        return sum(spec.row_bytes * len(spec.layers) for spec in self.buffers if spec.paged and spec.pool == "plain")
-
-    def group_page_bytes(self, group: int) -> int:
-        """Bytes of one page in full precision, in the layers of one page group, or in one KV head."""
-        if self.ragged:
-            return self.page_bytes // self.num_page_groups
-        if self.mixed:
-            one = {spec.name: spec.row_bytes for spec in self.buffers if spec.paged}
-            more = sum(one[name] for name in ("positions", "key_scale", "value_scale"))
-            return one["keys"] + one["values"] + self.codes_per_row * more
-        paged = [spec for spec in self.buffers if spec.paged and spec.pool == "plain"]
-        return sum(spec.row_bytes for spec in paged for layer in spec.layers if self.page_groups[layer] == group)
-
-    @property
     def codes_per_row(self) -> int:
         """Encoded tokens that fit where one lies in full precision, in a mixed plan."""
         return DTYPE_BYTES[self.kv_dtype]
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes that one sequence occupies whatever its length."""
-        return sum(spec.row_bytes * len(spec.layers) for spec in self.buffers if not spec.paged)
-
-    def stored_bytes(self, tokens: int) -> int:
-        """Bytes that hold data for a sequence of so many tokens, without the unused rest of its last page."""
-        return sum(size for _, size in self._stored(tokens))
-
-    def stored_bytes_by_group(self, lengths: Sequence[int]) -> int:
-        """Bytes that hold data for a sequence of which the layers of each page group store so many tokens, without bookkeeping."""
-        coded = [spec for spec in self.buffers if self.mixed and spec.pool == "encoded"]
-        total = sum(spec.row_bytes // self.page_size * sum(map(int, lengths[self.num_layers :])) for spec in coded)
-        for spec in self.buffers:
-            if spec.paged and spec.pool == "plain" and spec.name not in BOOKKEEPING:
-                entry = spec.row_bytes * spec.tokens_per_entry // self.page_size
-                if self.mixed:
-                    total += sum(map(int, lengths[: self.num_layers])) * entry
-                    continue
-                if self.ragged:
-                    total += sum(map(int, lengths)) * entry // self.num_kv_heads
-                    continue
-                total += sum(lengths[self.page_groups[layer]] // spec.tokens_per_entry for layer in spec.layers) * entry
-        return total
-
-    def reserved_bytes_by_group(self, lengths: Sequence[int]) -> int:
-        """Bytes that the pool lends to such a sequence: whole pages and its slot."""
-        if self.ragged:
-            return sum(self.pages(int(one)) for one in lengths) * self.group_page_bytes(0) + self.slot_bytes
-        if self.mixed:
-            coded = sum(self.pages(-(-int(one) // self.codes_per_row)) for one in lengths[self.num_layers :])
-            return (coded + sum(self.pages(int(one)) for one in lengths[: self.num_layers])) * self.group_page_bytes(0) + self.slot_bytes
-        own = (spec.row_bytes * self.pages(lengths[self.page_groups[layer]]) for spec in self.buffers if spec.paged for layer in spec.layers)
-        return sum(own) + self.slot_bytes
-
-    def reserved_bytes(self, tokens: int) -> int:
-        """Bytes that the pool lends to a sequence of so many tokens: whole pages and its slot."""
-        return self.pages(tokens) * self.page_bytes + self.slot_bytes
-
-    def bytes_per_token(self) -> float:
-        """Bytes that one more token costs in the long run."""
-        return self.page_bytes / self.page_size
-
-    def tokens_read(self, tokens: int) -> float:
-        """Tokens whose keys and values one decode step reads, mean over the layers."""
-        return sum(one.reads(tokens) if one else tokens for one in self.select) / self.num_layers
-
-    def _stored(self, tokens: int) -> Iterator[tuple[str, int]]:
-        for spec in self.buffers:
-            if spec.pool == "encoded":
-                continue
-            if not spec.paged:
-                yield spec.name, spec.row_bytes * len(spec.layers)
-            else:
-                entries_per_page = self.page_size // spec.tokens_per_entry
-                yield spec.name, tokens // spec.tokens_per_entry * (spec.row_bytes // entries_per_page) * len(spec.layers)
+    def state_buffers(self) -> tuple[BufferSpec, ...]:
+        """What an evict role reads besides keys and values, in every layer: scores lie in pages, queries in slots."""
+        if self.evict is None:
+            return ()
+        every, head = tuple(range(self.num_layers)), ("P", self.num_kv_heads, self.page_size)
+        found = [BufferSpec("positions", head, "P Hk N", "int32", every)]
+        found += [BufferSpec(name, head, "P Hk N", dtype, every) for name, dtype in self.evict.token_state.items()]
+        if "attention_mass" in self.evict.needs:
+            found.append(BufferSpec("attention_mass", ("P", self.num_q_heads, self.page_size), "P Hq N", "float32", every))
+        if self.evict.queries:
+            queries = ("Z", self.evict.queries, self.num_q_heads, self.head_dim)
+            found.append(BufferSpec("last_queries", queries, "Z W Hq D", self.kv_dtype, every))
+        return tuple(found)
 
 
-def _evict_plan(data: Mapping[str, Any] | None) -> EvictPlan | None:
-    return EvictPlan(**{**data, "meaning": Meaning(**data["meaning"]), "needs": tuple(data["needs"])}) if data else None
-
-
-def _quantize_plan(data: Mapping[str, Any] | None) -> QuantizePlan | None:
-    return QuantizePlan(**{**data, "meaning": Meaning(**data["meaning"])}) if data else None
+@cache
+def _reader() -> TypeAdapter[CachePlan]:
+    return TypeAdapter(CachePlan)

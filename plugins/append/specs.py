@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from plugins.append.launch import KINDS, NO_GROUP, append_kernel
 from plugins.append.launch_token import takes, token_kernel
-from plugins.cache.eviction.per_head.ring import slides
-from plugins.cache.support import summary_kind
+from plugins.cache.formats import slides
+from plugins.select.summary import summary_kind
 from trtkv.config import Limits, ModelConfig
 from trtkv.plan import CachePlan
 

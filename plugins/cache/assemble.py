@@ -8,20 +8,23 @@ import torch
 
 from plugins.cache.cache import Cache
 from plugins.cache.encodings.grouped.cache import GroupedCache
-from plugins.cache.encodings.grouped.ledger import find_ledger
 from plugins.cache.encodings.mixed.cache import MixedCache
-from plugins.cache.encodings.mixed.ledger import MixedLedger
 from plugins.cache.encodings.per_token.cache import PerTokenCache
 from plugins.cache.eviction.cache import EvictingCache
 from plugins.cache.eviction.per_head.cache import HeadCache
-from plugins.cache.eviction.per_head.ledger import HeadLedger
-from plugins.cache.ledger import GrowingLedger, Ledger
 from plugins.cache.paged import PagedCache
 from plugins.cache.reference.cache import ReferenceCache
 from plugins.cache.support import encodes_by_kernels
 from plugins.cache.tiers.host.cache import HostCache
 from plugins.cache.tiers.host.store import Offload
 from trtkv.plan import CachePlan
+
+# By `CachePlan.storage`; where none is named, a plan runs by its definition.
+PAGES: dict[str, type[Cache]] = {"paged": PagedCache, "compacted": EvictingCache, "per_head": HeadCache, "mixed": MixedCache}
+CODES: dict[str, type[GroupedCache]] = {
+    **dict.fromkeys(("encoded", "once", "windowed", "gathered"), GroupedCache),
+    "replaced": PerTokenCache,
+}
 
 
 def make_cache(
@@ -37,24 +40,6 @@ def make_cache(
     given = (num_pages, num_slots, device, dense_below)
     form = None if by_definition else encodes_by_kernels(plan, device)
     if form is not None:
-        return (PerTokenCache if form.replaced else GroupedCache)(plan, form, *given, tier)
-    if plan.held or (by_definition and (plan.compacts or plan.mixed)):
-        return ReferenceCache(plan, *given)
-    if tier is not None:
-        return HostCache(plan, num_pages, num_slots, device, tier)
-    if plan.mixed:
-        return MixedCache(plan, *given)
-    if plan.ragged:
-        return HeadCache(plan, *given)
-    return EvictingCache(plan, *given) if plan.compacts else PagedCache(plan, *given)
-
-
-def make_ledger(plan: CachePlan, device: torch.device) -> Ledger:
-    """Return the ledger that the cache of a plan has on a device."""
-    if plan.mixed:
-        return MixedLedger(plan)
-    if plan.ragged:
-        return HeadLedger(plan)
-    if plan.compacts or (plan.evict is not None and encodes_by_kernels(plan, device) is not None):
-        return find_ledger(plan)
-    return GrowingLedger(plan)
+        return CODES[plan.storage](plan, form, *given, tier)
+    variant = ReferenceCache if by_definition and plan.storage != "paged" else PAGES.get(plan.storage, ReferenceCache)
+    return variant(plan, *given) if tier is None else HostCache(plan, num_pages, num_slots, device, tier)

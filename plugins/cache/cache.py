@@ -17,9 +17,9 @@ from torch import Tensor
 
 from plugins.cache import support
 from plugins.cache.batch import PageList, Row, StepGroup
-from plugins.cache.ledger import GrowingLedger, Ledger
+from plugins.cache.bytes import ByteCount
+from plugins.cache.ledgers.ledger import GrowingLedger, Ledger
 from plugins.cache.overrides import EVERYTHING, Overrides, least_budget
-from plugins.cache.sizes import Sizes
 from plugins.cache.tier import DeviceTier, Tier
 from plugins.config import OpConfig
 from plugins.device.dtypes import TORCH_DTYPES
@@ -61,7 +61,7 @@ class Cache(ABC):
         self.on_release: Callable[[int], None] | None = None
         self.reduce: Callable[[Tensor], None] | None = None  # sums a tensor in place over the parts of an engine
         self.gather: Callable[[Tensor, Tensor], None] | None = None  # writes the columns of all parts [R, V / G] into [R, V]
-        self._sizes = Sizes(plan)
+        self.count = ByteCount(plan)
         self._scratch: dict[Hashable, object] = {}
         self._by_kernels: dict[torch.dtype, bool] = {}
         self._step: list[StepGroup] = []
@@ -223,7 +223,7 @@ class Cache(ABC):
     def host_share(self) -> float:
         """The part of a page's bytes that lies in host memory."""
         if self.tier.recalls:
-            return self.tier.page_host_bytes() / self._page_bytes()
+            return self.tier.page_host_bytes() / self.count.page
         paged = [spec for spec in self.plan.buffers if spec.paged and spec.pool == "plain"]
         total = sum(spec.row_bytes * len(spec.layers) for spec in paged)
         return sum(spec.row_bytes * len(spec.layers) for spec in paged if spec.tier == "host") / total if total else 0.0
@@ -337,23 +337,18 @@ class Cache(ABC):
         if row.stored <= self.dense_below:
             return float(row.stored)
         if not self.overrides.has(row.slot):
-            return self._sizes.tokens_read(row.stored)
+            return self.count.tokens_read(row.stored)
         plans = [self.overrides.plan(layer, row.slot) for layer in range(self.plan.num_layers)]
         return sum(one.reads(row.stored) if one else row.stored for one in plans) / len(plans)
 
     def _stored(self, slot: int, seen: int) -> int:
         """Bytes that hold data of a sequence in this part."""
-        if self.ledger.shrinks:
-            return self._sizes.stored_bytes_by_group(self.ledger.stored(slot, seen))
-        return self._sizes.stored_bytes(seen)
+        lengths = self.ledger.stored(slot, seen)
+        return self.count.stored(lengths) + self.count.state(lengths)
 
     def _reserved(self, slot: int, seen: int) -> int:
         """Bytes that a sequence occupies in this part."""
-        return self._sizes.reserved_bytes_by_group(self.ledger.stored(slot, seen))
-
-    def _page_bytes(self) -> int:
-        """Bytes of a page in all layers."""
-        return self.plan.page_bytes
+        return self.count.reserved(self.ledger.stored(slot, seen))
 
     def _allocate(self, spec: BufferSpec, layer: int) -> Tensor:
         """Allocate a layer's buffer."""

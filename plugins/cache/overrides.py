@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from plugins.cache.support import outliers
+from plugins.select.summary import outliers
 from trtkv.plan import CachePlan, SelectPlan
 
 EVERYTHING = 1 << 30  # tokens: more than there are
@@ -69,9 +69,9 @@ class Overrides:
         if plan is None or own is None:
             return plan
         budget = plan.budget if own.budget is None else min(plan.budget, own.budget)
-        if own.tau is None or "tau" not in plan.meaning.fields:
+        if own.tau is None or plan.tau is None:
             return replace(plan, budget=budget)
-        return replace(plan, budget=budget, meaning=replace(plan.meaning, fields={**plan.meaning.fields, "tau": own.tau}))
+        return replace(plan, budget=budget, tau=own.tau, meaning=replace(plan.meaning, fields={**plan.meaning.fields, "tau": own.tau}))
 
 
 def least_budget(select: SelectPlan) -> int:

@@ -17,7 +17,7 @@ from plugins.cache.gather import read_pages, read_rows, token_rows
 from plugins.cache.indexes import choose as by_kernels
 from plugins.cache.indexes import index as indexes
 from plugins.cache.indexes import published
-from plugins.cache.ledger import Ledger
+from plugins.cache.ledgers.ledger import Ledger
 from plugins.cache.tier import Tier
 from plugins.config import OpConfig
 from plugins.select.choose import choose, pool, speculative_query, spread

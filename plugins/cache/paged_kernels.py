@@ -20,8 +20,9 @@ from plugins.cache.gather import read_pages
 from plugins.cache.indexes import index as indexes
 from plugins.cache.indexes import published
 from plugins.cache.indexes.summary import kept_of
-from plugins.cache.support import MOST_EARLY_BYTES, summary_of
+from plugins.cache.support import MOST_EARLY_BYTES
 from plugins.config import OpConfig
+from plugins.select.summary import summary_of
 from trtkv.config import DTYPE_BYTES
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+Lengths = npt.NDArray[np.int64]
 Ints = npt.NDArray[np.int32]
 
 

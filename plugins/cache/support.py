@@ -2,57 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 
 import torch
 
-from plugins.cache.encodings.grouped.formats import Format, find_format
+from plugins.cache.formats import Format, find_format
 from plugins.config import OpConfig
 from plugins.device.dtypes import TORCH_DTYPES
+from plugins.select.summary import outliers, why_selects_in_torch
 from trtkv.config import DTYPE_BYTES
-from trtkv.plan import CachePlan, SelectPlan
+from trtkv.plan import CachePlan
 
 HEAD_DIMS = (64, 96, 128, 256)
 MOST_GROUP_HEADS = 16  # query heads a KV head: two columns of eight in a matrix instruction
-MOST_FIER_HEADS, FIER_GROUP = 8, 32  # one column, and the tokens of a word of bits
-LEAST_UNIT, MOST_UNIT = 4, 128  # tokens that the append kernel summarizes together, a power of two
 MOST_EARLY_BYTES = 1 << 24  # of a step's page bounds up to which they are prefetched while the kernel in front of the append runs, on an H200
 # Bytes of keys and values of a layer's step up to which an H200 reads all of them in the time of a selection, for fewer rows (sequences times KV
 # heads) than FULL_ROWS and for more: where tokens are selected, or something else is chosen first (which query selects, which units every query
 # reads), and of pages by the step's own query.
 # From lines through the rows of docs/performance.md at 2k to 32k tokens.
 DENSE_BYTES, DENSE_BYTES_FULL, FULL_ROWS = {True: 34_000_000, False: 10_000_000}, {True: 70_000_000, False: 36_000_000}, 32  # whether the former
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """What the append kernel keeps of a group of tokens, and the scorer that reads it.
-
-    kept names it as `append/reference.py` does ("fier" for one-bit keys), scorer is "fier" or a kind of `launch_pages.KINDS`; vectors and beside
-    name the session's buffers of its two parts.
-    """
-
-    kept: str
-    scorer: str
-    vectors: str
-    beside: str | None = None
-
-
-_SUMMARIES = {
-    one.kept: one
-    for one in (
-        Summary("fier", "fier", "fier_range", "fier_bits"),
-        Summary("minmax", "box", "page_bounds"),
-        Summary("cuboid", "box", "page_bounds"),
-        Summary("ball-mean", "ball", "page_centre", "page_radius"),
-        Summary("ball-max", "ball", "page_centre", "page_radius"),
-        Summary("mean", "mean", "landmarks", "likeness"),
-    )
-}
-_KEPT = {"fier": "fier", "quest": "minmax", "shadowkv": "mean"}  # by op name; the others say what they keep in their field `digest`
-_DIGESTS = {"minmax": "minmax", "cuboid-mean": "cuboid", "ball-mean": "ball-mean", "ball-max": "ball-max"}
 
 
 @cache
@@ -79,7 +48,7 @@ def captures(plan: CachePlan, layer: int, config: OpConfig, dtype: torch.dtype, 
 
 def compacts_by_kernels(plan: CachePlan, device: torch.device) -> bool:
     """Say whether tokens are evicted from pages by kernels, and not in torch; where plans mix precisions, whether attention is counted by them."""
-    return gpu_ready(device) is None and (plan.compacts or plan.mixed) and why_torch(plan) is None
+    return gpu_ready(device) is None and plan.evict is not None and plan.in_pages and why_torch(plan) is None
 
 
 def encodes_by_kernels(plan: CachePlan, device: torch.device) -> Format | None:
@@ -106,27 +75,11 @@ def fits(config: OpConfig, dtype: torch.dtype) -> bool:
 
 def why_torch(plan: CachePlan) -> str | None:
     """Say in a sentence why no op of a plan runs as a kernel on any GPU, None where they do."""
-    if plan.held and find_format(plan) is None:
+    if not plan.in_pages and find_format(plan) is None:
         return "tokens are evicted or encoded in tensors of exactly the stored size, and the kernels read pages"
     if plan.page_size % 16:
         return f"a page holds {plan.page_size} tokens, and the kernels take multiples of 16"
     return _why_not_heads(plan.num_q_heads, plan.num_kv_heads, plan.head_dim, TORCH_DTYPES[plan.kv_dtype])
-
-
-def why_selects_in_torch(plan: CachePlan, layer: int) -> str | None:
-    """Say in a sentence why a layer summarizes and selects in torch on any GPU, None where kernels do or nothing is selected."""
-    select = plan.select[layer]
-    if select is None:
-        return None
-    kept = _kept(select)
-    if kept is None:
-        return f"no kernel is written for the summaries of '{select.meaning.op}'"
-    if kept == "fier":
-        return _why_not_fier(plan, select)
-    unit = select.unit
-    if unit != select.group or unit & (unit - 1) or not LEAST_UNIT <= unit <= MOST_UNIT or plan.page_size % unit:
-        return f"{unit} tokens are summarized together, and the kernels take powers of two from {LEAST_UNIT} to {MOST_UNIT}"
-    return None
 
 
 def taken() -> str:
@@ -142,46 +95,6 @@ def in_torch(plan: CachePlan) -> list[str]:
         return [f"all operations on the cache run in torch: {whole}"]
     reasons = dict.fromkeys(why_selects_in_torch(plan, layer) for layer in range(plan.num_layers))
     return [f"selection runs in torch, so decode steps are not captured: {reason}" for reason in reasons if reason is not None]
-
-
-def summary_of(plan: CachePlan, layer: int) -> Summary | None:
-    """Return the summary that the append kernel keeps for a layer, None where the layer selects nothing or selects in torch."""
-    select = plan.select[layer]
-    if select is None or why_selects_in_torch(plan, layer) is not None:
-        return None
-    kept = _kept(select)
-    return None if kept is None else _SUMMARIES[kept]
-
-
-def summary_kind(plan: CachePlan, layer: int) -> str | None:
-    """Name the summary that the append kernel keeps for a layer, None where there is none."""
-    summary = summary_of(plan, layer)
-    return None if summary is None else summary.kept
-
-
-def outliers(select: SelectPlan) -> int:
-    """Return how many units every query reads because their summaries describe them worst."""
-    return int(select.meaning.fields.get("outliers", 0)) if select.forces else 0
-
-
-def shares_selection(select: SelectPlan) -> bool:
-    """Say whether all heads of the layer read the same units."""
-    return bool(select.meaning.fields.get("shared"))
-
-
-def _kept(select: SelectPlan) -> str | None:
-    if not select.meaning.role.startswith("trtkv."):
-        return None
-    return _KEPT.get(select.meaning.op) or _DIGESTS.get(str(select.meaning.fields.get("digest", "")))
-
-
-def _why_not_fier(plan: CachePlan, select: SelectPlan) -> str | None:
-    if select.group != FIER_GROUP or plan.page_size % FIER_GROUP:
-        return f"{select.group} tokens share their extremes, and FIER's kernels take {FIER_GROUP}"
-    group = plan.num_q_heads // plan.num_kv_heads
-    if select.pooling != "none" and group > MOST_FIER_HEADS:
-        return f"{group} query heads share a KV head, and FIER's scorer pools at most {MOST_FIER_HEADS}"
-    return None
 
 
 def _why_not_heads(num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> str | None:

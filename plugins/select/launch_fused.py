@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plugins.cache.support import Summary, shares_selection
 from plugins.device import nvrtc
 from plugins.device.driver import BESIDE_PERCENT, CACHING_PERCENT
 from plugins.device.nvrtc import Float, Int, Kernel, Long, Pointer
 from plugins.device.spec import shared_limit
 from plugins.select.launch import POOLS, OwnBudgets, arch, stream
 from plugins.select.launch_pages import KINDS
+from plugins.select.summary import Summary, shares_selection
 from trtkv.plan import SelectPlan
 
 _HERE = Path(__file__).parent

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from plugins.cache.support import Summary, outliers, shares_selection, summary_of
 from plugins.select import launch, launch_fused, launch_pages, launch_speculate
+from plugins.select.summary import Summary, outliers, shares_selection, summary_of
 from trtkv.config import Limits, ModelConfig
 from trtkv.plan import CachePlan, SelectPlan
 

@@ -1,19 +1,14 @@
-"""Tables, plots and the page that is written from records."""
+"""Tables and plots of records."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from trtkv.bench.report import cell, notes, plot, table
 from trtkv.errors import ConfigError
-
-ROOT = Path(__file__).parents[2]
 
 
 def record(policy: str = "fier", context: int = 32768, **changes: Any) -> dict[str, Any]:
@@ -29,14 +24,6 @@ def record(policy: str = "fier", context: int = 32768, **changes: Any) -> dict[s
         own |= {"pooling": "softmax-mean", "unit": 1, "budget": 1024, "select_us": 13.5, "dense_route_us": 31.0}
         own |= {"select_kernels_us": {"fier_score": 6.0, "select_units": 7.0}}
     return {**own, **changes}
-
-
-def page_writer() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("performance_doc", ROOT / "build_scripts" / "performance_doc.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_a_table_has_the_columns_that_are_filled() -> None:
@@ -78,42 +65,3 @@ def test_a_plot_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="plot"):
         plot([record()], tmp_path / "plot.xyz")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_page_shows_the_newest_record_of_every_row_and_the_goals(tmp_path: Path) -> None:
-    writer = page_writer()
-    rows = [
-        record(whole_us=99.0),
-        record(),
-        record("full"),
-        record(op="select", context=131072),
-        record(op="append", new_tokens=64),
-        {"benchmark": "cpu"},
-    ]
-    text = writer.page(writer.latest(rows), tmp_path / "plot.svg")
-    assert "99.0" not in text and "NVIDIA H200" in text and "## Selection alone" in text and "## Appending alone" in text
-    begins = ("| geometry", "| qwen2.5-7b | 1 x 32k | fier")
-    titles, line = (next(line for line in text.splitlines() if line.startswith(begin)).split(" | ") for begin in begins)
-    cells = dict(zip(titles, line, strict=True))
-    assert (cells["ratio"], cells["goal"], cells["whole"]) == ("1.50", "2.00", "20.00")
-    assert "1.50 of 2.00; longest is select_units with 7.00 of 20.00 us" in text
-    assert "| 4 x 128k | fier (softmax-mean) | 13.50 | 1.25 | fier_score 6.00, select_units 7.00 | 7.00 | 6.00 |" in text
-
-
-def test_short_contexts_that_lose_by_both_routes_are_named(tmp_path: Path) -> None:
-    writer = page_writer()
-    lost = record(context=2048, whole_us=20.0, dense_route_us=12.0, dense_us=10.0)
-    won = record(context=4096, whole_us=20.0, dense_route_us=9.0, dense_us=10.0)
-    assert "2k, fier (softmax-mean): the faster route takes 12.00 us, dense attention 10.00 us" in writer.missed([lost, won])
-    assert writer.missed([won]).strip() == "No goal is missed."
-
-
-def test_the_page_is_written_from_the_records_that_are_kept(tmp_path: Path) -> None:
-    writer = page_writer()
-    rows = [json.loads(line) for line in (ROOT / "engines" / "results.jsonl").read_text().splitlines()]
-    assert {"cpu", "build"} <= {row["benchmark"] for row in rows}
-    text = writer.page(writer.latest(rows), tmp_path / "plot.svg")
-    assert text.count("| qwen2.5-7b | 1 x 128k |") >= 2
-    first_form = [row for row in rows if row["benchmark"] == "retrieval"]
-    old = writer.page(writer.latest(first_form), tmp_path / "none.svg")
-    assert "first form" in old and "| llama-3.1-8b | 8 x 128k | fier (softmax-mean) | 926.3 |" in old and not (tmp_path / "none.svg").exists()

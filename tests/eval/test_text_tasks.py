@@ -13,7 +13,8 @@ from trtkv import LLM
 from trtkv.errors import ConfigError
 from trtkv.eval.agreement import Agreement
 from trtkv.eval.attention import DECODED, TOP, AttentionError, policy_of, record, replay
-from trtkv.eval.forced import Given, forced_logprobs
+from trtkv.eval.decoding import Given
+from trtkv.eval.forced import forced_logprobs
 from trtkv.eval.long_generation import LongGeneration, first_difference
 from trtkv.eval.perplexity import Perplexity, scored_tokens, windows
 from trtkv.eval.pg19 import Pg19
@@ -92,7 +93,7 @@ def test_agreement_and_kl_are_those_of_the_distributions(tiny_llm: Open) -> None
     assert found["kl"] == pytest.approx(float(torch.nn.functional.kl_div(mine, wanted, log_target=True, reduction="batchmean")), rel=1e-4)
     assert found["nll"] == pytest.approx(-float(mine.gather(1, targets).mean()), rel=1e-4)
     assert found["kl"] > 0
-    assert found["stored_bytes"] < full.engine.cache.plan.stored_bytes(95)
+    assert found["stored_bytes"] < full.engine.cache.count.stored(95)
 
 
 def test_attention_of_full_has_no_error(tiny_llm: Open) -> None:
@@ -192,7 +193,7 @@ def test_attention_weighs_pages_as_the_plan_does(tiny_llm: Open) -> None:
     # A simulation keeps FIER's bits in bytes; the engine packs them.
     llm = tiny_llm("fier", ("retrieve.budget=48",))
     found = AttentionError(TaskOptions(), name="attention").measure(bench(llm, tiny_llm(), samples=1))
-    assert found["stored_bytes"] == llm.engine.cache.plan.stored_bytes(96)
+    assert found["stored_bytes"] == llm.engine.cache.count.stored(96)
 
 
 def test_pg19_counts_words(tiny_llm: Open, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from tests.runtime.test_policies import generate, prompts
 from tests.tiny import make_rig, make_tiny
 from trtkv.checkpoint.find import resolve_model
 from trtkv.policies.registry import parse_policy
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
 
 
 @torch.inference_mode()

@@ -21,8 +21,8 @@ from plugins.cache.batch import Row
 from plugins.cache.encodings.grouped import launch, reference
 from plugins.cache.encodings.grouped.cache import GroupedCache
 from plugins.cache.encodings.grouped.keep import Keeper
-from plugins.cache.encodings.grouped.ledger import find_ledger
 from plugins.cache.eviction.sums import launch as sums
+from plugins.cache.ledgers.make import find_ledger
 from tests.runtime.test_policies import generate, prompts
 from tests.tiny import Rig, make_rig, make_tiny
 from trtkv.api import build

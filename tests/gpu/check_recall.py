@@ -29,7 +29,7 @@ def expect(right: bool, text: str) -> None:
 
 
 def make_plan(heads: int, dim: int, page: int, width: int, window: int, unit: int) -> CachePlan:
-    select = SelectPlan(Meaning("quest", "trtkv.policies.retrieve.quest:Quest"), width * unit, 0, window, unit, page, "max")
+    select = SelectPlan(Meaning("trtkv.policies.retrieve.quest:Quest"), width * unit, 0, window, unit, page, "max")
     return CachePlan(
         "quest", 1, 4 * heads, heads, dim, "bfloat16", page, (BufferSpec("keys", ("P", heads, page, dim), "", "bfloat16", (0,)),), (select,)
     )

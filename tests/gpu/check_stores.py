@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from plugins.cache.encodings.grouped import launch, reference
-from plugins.cache.encodings.grouped.formats import Format
+from plugins.cache.formats import Format
 from plugins.device import store
 from plugins.device.driver import arch
 from tests.gpu.retrieval_case import DEV, expect, failures

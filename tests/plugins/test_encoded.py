@@ -16,12 +16,13 @@ pytest.importorskip("triton")
 from plugins import kernels
 from plugins.append.reference import append as append_reference
 from plugins.attend import reference as attention
-from plugins.cache import support
+from plugins.cache import formats, support
+from plugins.cache.bytes import ByteCount
 from plugins.cache.cache import Cache
 from plugins.cache.encodings.grouped import cache as grouped
-from plugins.cache.encodings.grouped import formats, launch, layout, reference, store
+from plugins.cache.encodings.grouped import launch, layout, reference
 from plugins.cache.encodings.grouped.cache import GroupedCache
-from plugins.cache.encodings.grouped.formats import Format
+from plugins.cache.formats import Format
 from plugins.cache.reference.cache import ReferenceCache
 from plugins.config import OpConfig
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
@@ -33,7 +34,7 @@ from trtkv.policies.quantize.fp8 import Fp8
 from trtkv.policies.quantize.kivi import Kivi
 from trtkv.policies.registry import parse_policy
 from trtkv.policies.schedule import trajectory
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
 
 HEADS, GROUP, PAGE, POOL = 2, 2, 64, 8
 FORMS = [  # bits, group, residual, head dimension, dtype
@@ -340,11 +341,10 @@ def run(rig: Rig, texts: Tensor) -> tuple[Tensor, list[int]]:
 
 def test_reserved_bytes_are_pages_rings_and_prompts() -> None:
     plan = parse_policy("kivi").plan(model(num_layers=2, dtype="bfloat16"))
-    form = formats.find_format(plan)
-    assert form is not None
+    count = ByteCount(plan, formats.find_format(plan))
     # 2 bits and 2 x 16 bits a group of 32: three bits a number; keys and values of 8 heads x 128 channels, 32 tokens, 2 layers.
-    assert store.page_bytes(plan) == 2 * 8 * 128 * 32 * 2 * 3 // 8
-    assert store.slot_bytes(plan, form) == 144 * store.token_bytes(plan) == 144 * 2 * 8 * 128 * 2 * 2
+    assert count.page == 2 * 8 * 128 * 32 * 2 * 3 // 8
+    assert count.slot == 144 * count.token == 144 * 2 * 8 * 128 * 2 * 2
 
 
 NEWEST = ("evict.heavy=0", "evict.recent=0.6", "quantize.residual=32")  # what stays depends on no rounding

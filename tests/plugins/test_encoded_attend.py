@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from plugins.cache.encodings.grouped import launch, reference
-from plugins.cache.encodings.grouped.formats import Format
+from plugins.cache.formats import Format
 from plugins.device.spec import shared_limit
 from tests.plugins import cuda_on_cpu
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plugins.cache.encodings.grouped import launch, launch_list, reference
-from plugins.cache.encodings.grouped.formats import Format
+from plugins.cache.formats import Format
 from plugins.device.spec import shared_limit
 from tests.plugins import cuda_on_cpu
 from tests.plugins.test_encoded_attend import HEADS, WARPS, make_pages
@@ -125,5 +125,5 @@ def test_query_heads_with_lists_of_their_own_share_pages(tmp_path: Path, monkeyp
 
 
 def test_shares_of_a_list_are_counted_in_tiles() -> None:
-    select = lambda unit: SelectPlan(Meaning("x", "y:z"), 1024, 0, 1, unit, max(unit, 32), "mean")  # noqa: E731
+    select = lambda unit: SelectPlan(Meaning("y:z"), 1024, 0, 1, unit, max(unit, 32), "mean")  # noqa: E731
     assert [launch_list.most_tiles(select(unit)) for unit in (1, 4, 8, 16, 64)] == [1024, 256, 128, 64, 64]

@@ -30,7 +30,7 @@ from trtkv.errors import ConfigError, UnknownName
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.host_memory import open_offload
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
 
 needs_cpu = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
 PAGED = ("retrieve.budget=64", "retrieve.sink=16", "retrieve.window=1", "retrieve.page=16", "retrieve.dense_layers=1")

@@ -12,10 +12,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from plugins.attend import reference as attention
-from plugins.cache import support
+from plugins.cache import formats, support
 from plugins.cache.assemble import make_cache
 from plugins.cache.encodings.grouped import cache as grouped
-from plugins.cache.encodings.grouped import formats, launch, launch_list, reference, summaries
+from plugins.cache.encodings.grouped import launch, launch_list, reference, summaries
 from plugins.cache.encodings.grouped.cache import GroupedCache
 from plugins.cache.indexes import fier_layout
 from plugins.cache.indexes.summary import kept_of, ranges, words
@@ -24,6 +24,7 @@ from plugins.config import OpConfig
 from plugins.device import store
 from plugins.device.spec import Spec
 from plugins.kernels import kernels_for
+from plugins.select.summary import summary_of
 from tests.plugins.launches_in_torch import Launches, fake_device
 from tests.plugins.test_encoded import Torch
 from tests.plugins.test_encoded_list import tokens_of
@@ -34,7 +35,8 @@ from trtkv.engine.footprint import Footprint
 from trtkv.engine.predict import predict
 from trtkv.plan import CachePlan
 from trtkv.policies.registry import parse_policy
-from trtkv.runtime.step import StepRow
+from trtkv.rules import OneBit
+from trtkv.runtime.rows import StepRow
 
 HQ, HK, DIM, SLOTS, LONGEST = 4, 2, 64, 3, 256
 KIVI = ("quantize.group=16", "quantize.residual=16")  # half of a group of 32 keys is encoded before the group closes
@@ -118,7 +120,7 @@ class Twins:
         own = torch.cat([self.bases[slot].expand(count, -1) for slot, count in new.items()])
         query = own + 0.45 * torch.randn(own.shape, generator=self.generator)
         both = torch.randint(-14, 15, (len(own), 2 * HK * DIM), generator=self.generator) / 8
-        if self.select.meaning.op != "fier":
+        if self.select.summary != OneBit():
             both = both + torch.randn(both.shape, generator=self.generator)
         both[:, : HK * DIM : DIM] = 3.5  # 448 / 128: eight-bit floats of few bits are then exact
         return torch.cat([query, both], 1).half()
@@ -174,7 +176,7 @@ def test_a_session_selects_and_answers_like_the_definition(policy: str, monkeypa
 
 def beside(plan: CachePlan, seen: int) -> int:
     """Return the bytes that pages and slots hold of a sequence's summaries beyond what the definition does, which keeps a byte a bit and no query."""
-    if plan.select[1].meaning.op == "fier":  # type: ignore[union-attr]
+    if plan.select[1].summary == OneBit():  # type: ignore[union-attr]
         return seen // 32 * 32 * HK * DIM // 8 + seen % 32 * HK * DIM // 8 - seen // 32 * 32 * HK * DIM
     return sum(spec.row_bytes * len(spec.layers) for spec in plan.buffers if not spec.paged)
 
@@ -182,7 +184,7 @@ def beside(plan: CachePlan, seen: int) -> int:
 def check_summaries(twins: Twins) -> None:
     """Compare every summary of the selecting layer with the role's, in the bits of the keys' dtype but for what is a sum."""
     cache, held = twins.wired, twins.held
-    summary = support.summary_of(twins.plan, 1)
+    summary = summary_of(twins.plan, 1)
     assert summary is not None
     for row in cache.step(1).rows:
         want, table = held.find(1, row.slot).summary, torch.tensor(twins.pages[row.slot])

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from plugins.cache.eviction import exchange, newest
 from plugins.cache.eviction.cache import EvictingCache
-from plugins.cache.eviction.exchange import MASS, NEWEST, POSITION, Rule
 from tests.policies.cases import small
 from tests.runtime.test_policies import generate, prompts
 from tests.tiny import TinyModel, make_rig
 from trtkv.policies.registry import parse_policy
 from trtkv.ranking import group_mean
+from trtkv.rules import Exchange
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 PAGES, SIZE = 12, 16
@@ -29,7 +29,7 @@ PAGES, SIZE = 12, 16
 class Case:
     """Random caches of two sequences that store so many tokens and have seen so many, in random pages and, once evicted from, in random order."""
 
-    rule: Rule
+    rule: Exchange
     stored: Sequence[int] = (60, 61)
     seen: Sequence[int] = (90, 61)
     layers: int = 2
@@ -108,9 +108,9 @@ class Case:
         positions = self.at(b)
         paid, mass = self.counted(b, torch.float32)
         pool = "max" if rule.pool_max else "mean"
-        by_head = torch.stack([group_mean(one, self.heads, pool) for one in (mass if rule.score == MASS else paid)])
+        by_head = torch.stack([group_mean(one, self.heads, pool) for one in (mass if rule.score == "mass" else paid)])
         score = paid.mean(1, keepdim=True).expand(-1, self.heads, -1) if rule.shared else by_head
-        score = positions.float() if rule.score == POSITION else score
+        score = positions.float() if rule.score == "position" else score
         score = score.masked_fill((positions < rule.sink) | (positions >= seen - rule.recent), float("inf"))
         index = torch.arange(stored - 1).repeat(self.layers, self.heads, 1)
         return index.scatter(2, score.argmin(2, keepdim=True), stored - 1)
@@ -129,15 +129,15 @@ class Case:
 @pytest.mark.parametrize(
     ("rule", "stacked", "more"),
     [
-        (Rule(60, 0, 30, MASS), False, {}),  # one sequence at its budget, one over it for the first time
-        (Rule(59, 0, 30, MASS, pool_max=True), True, {}),
-        (Rule(80, 0, 30, MASS), False, {"stored": (50, 61), "seen": (50, 61)}),
-        (Rule(59, 2, 1, NEWEST, shared=True), True, {}),
-        (Rule(60, 0, 1, NEWEST), False, {"window": 3}),
-        (Rule(59, 4, 1, POSITION), False, {}),
+        (Exchange(60, 0, 30, "mass"), False, {}),  # one sequence at its budget, one over it for the first time
+        (Exchange(59, 0, 30, "mass", pool_max=True), True, {}),
+        (Exchange(80, 0, 30, "mass"), False, {"stored": (50, 61), "seen": (50, 61)}),
+        (Exchange(59, 2, 1, "newest", shared=True), True, {}),
+        (Exchange(60, 0, 1, "newest"), False, {"window": 3}),
+        (Exchange(59, 4, 1, "position"), False, {}),
     ],
 )
-def test_the_least_makes_room(rule: Rule, stacked: bool, more: dict[str, Any], device: str) -> None:
+def test_the_least_makes_room(rule: Exchange, stacked: bool, more: dict[str, Any], device: str) -> None:
     pytest.importorskip("triton")
     more = more if device == "cpu" else {**more, "dtype": torch.bfloat16, "dim": 64, "heads": 4, "group": 7}
     case = Case(rule, **more)
@@ -150,17 +150,17 @@ def test_the_least_makes_room(rule: Rule, stacked: bool, more: dict[str, Any], d
             assert torch.equal(case.flat(name, b)[:, :, :count], source)
         if case.stored[b] > rule.budget:
             assert torch.equal(case.flat("positions", b)[:, :, :count], before.at(b).gather(2, index).int())
-        if rule.score == MASS:
+        if rule.score == "mass":
             exact, narrow = before.counted(b, torch.float64)[1], before.counted(b, torch.float32)[1]
             of_heads = index.repeat_interleave(case.group, 1)
             error = (case.flat("attention_mass", b)[:, :, :count] - exact.gather(2, of_heads)).abs().max()
             assert error <= 2 * (narrow - exact).abs().max() + torch.finfo(torch.float32).eps * exact.max()
 
 
-@pytest.mark.parametrize(("score", "shared"), [(MASS, False), (NEWEST, True), (NEWEST, False)])
+@pytest.mark.parametrize(("score", "shared"), [("mass", False), ("newest", True), ("newest", False)])
 def test_of_equal_ones_the_older_stays(score: int, shared: bool) -> None:
     pytest.importorskip("triton")
-    case = Case(Rule(60, 3, 10, score, shared), stored=(61, 61), seen=(90, 75))
+    case = Case(Exchange(60, 3, 10, score, shared), stored=(61, 61), seen=(90, 75))
     for name in ("keys", "last_queries"):  # quarters: their products are exact in whatever order a CPU adds them
         case.named[name] = case.named[name].mul(4).round().div(4)
     case.named["keys"][:] = case.named["keys"][:, :1, :, :1]  # every token is paid the same
@@ -176,7 +176,7 @@ def test_of_equal_ones_the_older_stays(score: int, shared: bool) -> None:
 
 def test_more_sequences_than_fit_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    alone, together = (Case(Rule(59, 0, 30, MASS)) for _ in range(2))
+    alone, together = (Case(Exchange(59, 0, 30, "mass")) for _ in range(2))
     together.run("cpu", True)
     monkeypatch.setattr(newest, "MOST_SCRATCH", 1)
     alone.run("cpu", True)
@@ -220,15 +220,15 @@ def _evict_in_step(cache: EvictingCache, patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        ("h2o", Rule(96, 0, 48, MASS)),
-        ("tova", Rule(96, 0, 1, NEWEST, shared=True)),
-        ("streaming", Rule(96, 4, 1, POSITION)),
+        ("h2o", Exchange(96, 0, 48, "mass")),
+        ("tova", Exchange(96, 0, 1, "newest", shared=True)),
+        ("streaming", Exchange(96, 4, 1, "position")),
         ("snapkv", None),
         ("raas", None),
         ("full", None),
     ],
 )
-def test_whose_steps_exchange(name: str, rule: Rule | None, tiny_llama: TinyModel) -> None:
+def test_whose_steps_exchange(name: str, rule: Exchange | None, tiny_llama: TinyModel) -> None:
     assert exchange.rule_of(small(name).plan(tiny_llama.config)) == rule
 
 

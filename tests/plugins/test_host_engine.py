@@ -19,7 +19,7 @@ from trtkv import api
 from trtkv.diagnose.verify import HostedExecutor
 from trtkv.runtime.loading import Engine, Options, open_engine
 from trtkv.runtime.rope import rope_table
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POLICIES = {

@@ -14,13 +14,14 @@ pytest.importorskip("triton")
 from plugins.cache import support
 from plugins.cache.assemble import make_cache
 from plugins.cache.batch import Row
+from plugins.cache.bytes import ByteCount
 from plugins.cache.cache import Cache
-from plugins.cache.encodings.grouped import launch, reference, store
+from plugins.cache.encodings.grouped import launch, reference
 from plugins.cache.encodings.grouped.cache import GroupedCache
-from plugins.cache.encodings.grouped.formats import Format, find_format
-from plugins.cache.encodings.grouped.keep import Keeper, watched_bytes
-from plugins.cache.eviction.ledger import EvictingLedger
+from plugins.cache.encodings.grouped.keep import Keeper
 from plugins.cache.eviction.sums import reference as exact_sums
+from plugins.cache.formats import Format, find_format
+from plugins.cache.ledgers.evicting import EvictingLedger
 from tests.plugins.test_encoded import HEADS, POOL, Torch, check, make_pages, model
 from tests.runtime.test_scheduler import ids, params, prompt
 from tests.tiny import TinyModel, make_tiny
@@ -112,7 +113,7 @@ def test_the_verdict_is_the_roles_on_exact_sums() -> None:
         keeper.observe(1, row, own, laid[:, :seen], logits.masked_fill(hidden, float("-inf")).logsumexp(2).float())
         if seen < tokens:
             ledger.finish([3])
-            assert keeper.bytes_of(3) == 4 * tokens * 4 < watched_bytes(plan, tokens + 1)
+            assert keeper.bytes_of(3) == 4 * tokens * 4 == ByteCount(plan).state(tokens, reading=True) // 2
     kept = keeper.keep(1, row, laid, values.transpose(0, 1))
     assert keeper.bytes_of(3) == 0
     at = ledger.occupancy(ledger.find(3), 0)
@@ -180,16 +181,16 @@ def test_planned_bytes_are_those_that_a_session_allocates(policy: str, context: 
     assert found["reserved_bytes"] == sum(one["bytes"] for one in found["buffers"])
     run_to(cache, context, 64)
     assert cache.reserved_bytes() * batch == found["reserved_bytes"] and cache.stored_bytes() * batch == found["stored_bytes"]
-    form = find_format(plan)
-    assert form is not None and found["peak_bytes"] == found["reserved_bytes"] + store.prompt_bytes(plan, context, whole=False)
+    count = cache.count
+    assert found["peak_bytes"] == found["reserved_bytes"] + count.prompt(context, whole=False)
     # The pools of a whole engine, with a prompt set aside, take what is there and no more.
     assert claimed_chunk(limits) < context
     most = [plan.pages(limits.max_seq_len)] * plan.num_page_groups
-    beside = batch * store.slot_bytes(plan, form) + store.prompt_bytes(plan, limits.max_seq_len, whole=False)
-    one = sum(count * store.group_bytes(plan, group) for group, count in enumerate(most))
-    assert pool_sizes(plan, limits, CPU, batch * one + beside) == [batch * count for count in most]
+    beside = batch * count.slot + count.prompt(limits.max_seq_len, whole=False)
+    one = count.allocated(most) - count.slot
+    assert pool_sizes(plan, limits, CPU, batch * one + beside) == [batch * pages for pages in most]
     fewer = pool_sizes(plan, limits, CPU, 2 * one + beside)
-    assert one < sum(count * store.group_bytes(plan, group) for group, count in enumerate(fewer)) <= 2 * one
+    assert one < count.allocated(fewer) - count.slot <= 2 * one
 
 
 @pytest.mark.parametrize("policy", [*KEPT, "kivi"])
@@ -257,19 +258,17 @@ def test_bench_steps_finds_the_largest_batch_of_encoded_sequences(wide: TinyMode
 
     Torch(monkeypatch)
     plan = parse_policy("minikv-pyramid").plan(wide.config)
-    form = find_format(plan)
-    assert form is not None
+    count = ByteCount(plan, find_format(plan))
     cell = steps.Cell(str(wide.path), "minikv-pyramid", None, (), 64, 1, None, None, 32, 1, largest=True)
     assert steps.prompt_of(cell) == 55
     # Each layer's pages at the end of 55 tokens, of which so many stay, and nine more; of full length there is room for one, and its prompt.
     pages = [plan.pages(kept + 9) for kept in (int(55 * 0.25 * (2 - 1 / 7)) + 13, int(55 * 0.25 / 7) + 13)]
-    own = sum(count * store.group_bytes(plan, group) for group, count in enumerate(pages))
-    one = 2 * store.page_bytes(plan) + store.prompt_bytes(plan, 64, whole=False)
-    monkeypatch.setattr(steps, "cache_room", lambda device: one + 3 * (own + store.slot_bytes(plan, form)))
+    one = 2 * count.page + count.prompt(64, whole=False)
+    monkeypatch.setattr(steps, "cache_room", lambda device: one + 3 * count.allocated(pages))
     (record,) = steps.run_cells([cell], CPU)
     assert record["status"] == "ok" and record["largest"] and 2 <= record["batch"] <= 4
     stored = predict(wide.config, parse_policy("minikv-pyramid"), 55, record["batch"])["stored_bytes"]
-    token = store.token_bytes(plan) * record["batch"]
+    token = count.token * record["batch"]
     assert record["kv_bytes"] == stored + 4 * token  # three steps to warm up and one that is timed: nothing is encoded again
     assert record["bytes_read_per_step"] > record["kv_bytes"]
 

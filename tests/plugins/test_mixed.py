@@ -18,7 +18,7 @@ from plugins.cache.encodings.mixed import rewrite
 from plugins.cache.encodings.mixed.cache import MixedCache
 from plugins.cache.encodings.mixed.pool import MixedPool
 from plugins.cache.eviction.per_head.cache import HeadCache
-from plugins.cache.eviction.per_head.ledger import HeadAccount
+from plugins.cache.ledgers.per_head import HeadAccount
 from plugins.cache.pages import HeadPages
 from plugins.cache.reference.cache import ReferenceCache
 from plugins.cache.support import in_torch
@@ -34,7 +34,9 @@ from tests.tiny import Rig, TinyModel, make_rig, make_tiny
 from trtkv.config import Limits
 from trtkv.engine.footprint import Footprint
 from trtkv.plan import CacheView, Occupancy, Verdict
+from trtkv.policies.base import Grants
 from trtkv.policies.evict.arkv import Arkv
+from trtkv.policies.schedule import trajectory
 
 POLICIES = {
     "arkv": small("arkv").with_field("evict.slack_ratio", "0.95"),
@@ -70,12 +72,13 @@ def test_pages_keep_what_the_definition_keeps(name: str, chunk: int, tiny_llama:
     def check(step: int) -> None:
         stored = cache.compactor.ledger.stored(0)
         assert policy.evict is not None
+        grants = Grants(*(getattr(cache.compactor.ledger.find(0), name) for name in ("tokens", "precise")))
         for layer in range(config.num_layers):
-            precise = cache.compactor.ledger.find(0).precise
-            expected = policy.evict.expected_tokens(150, step, precise[layer][0] if precise and policy.allocate else None)
-            assert (stored[layer], stored[config.num_layers + layer]) == expected
+            planned = trajectory(policy, 150, step, num_kv_heads=2, layer=layer, num_layers=config.num_layers, grants=grants)[-1]
+            low = planned.encoded[0]
+            assert (stored[layer], stored[config.num_layers + layer]) == (planned.lengths[0] - low, low)
         full, low = int(stored[: config.num_layers].sum()), int(stored[config.num_layers :].sum())
-        assert cache.bytes_of(0, 150 + step) == policy.evict.expected_bytes(full, low, config.num_kv_heads, config.head_dim, 4)
+        assert cache.bytes_of(0, 150 + step) == 2 * config.num_kv_heads * (full * config.head_dim * 4 + low * (config.head_dim + 4))
         coded.append(low)
 
     ours = generate(paged, texts, STEPS, chunk=chunk, after=check)
@@ -107,7 +110,7 @@ def test_planned_bytes_are_those_of_the_pages(name: str, tiny_llama: TinyModel, 
     assert isinstance(rig.cache, MixedCache)
     pool = rig.cache.pool
     own = [x for part, x in pool.pools.items() if "codes" not in part]  # codes lie in the bytes of keys and values
-    assert sum(x.nbytes for x in own) == pool.num_pages * rig.plan.group_page_bytes(0)
+    assert sum(x.nbytes for x in own) == pool.num_pages * rig.cache.count.page
 
 
 @pytest.mark.parametrize("name", POLICIES)

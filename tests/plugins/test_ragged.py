@@ -16,7 +16,7 @@ from plugins.attend import launch_dense, prefill
 from plugins.attend import reference as attend_reference
 from plugins.cache.eviction.per_head import launch
 from plugins.cache.eviction.per_head.cache import HeadCache
-from plugins.cache.eviction.per_head.ring import Ring
+from plugins.cache.ledgers.ring import Ring
 from plugins.cache.pages import HeadPages
 from plugins.cache.reference.cache import ReferenceCache
 from plugins.cache.support import in_torch
@@ -34,7 +34,7 @@ from trtkv.config import Limits
 from trtkv.policies.base import Grants
 from trtkv.policies.policy import Policy
 from trtkv.policies.schedule import trajectory
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
 
 HEADS = "[[0, 1], [2, 0]]"
 POLICIES = {
@@ -85,7 +85,7 @@ def test_pages_keep_what_the_definition_keeps(name: str, chunk: int, tiny_llama:
         scores = 12 if "attention_mass" in cache.plan.evict.needs else 0  # bytes a token and KV head: a number for each of three query heads
         assert cache.bytes_of(0, 150 + step) == sum(lengths) * (2 * config.head_dim * 4 + scores)
         pages = sum(-(-length // cache.plan.page_size) for length in lengths)
-        assert cache.plan.reserved_bytes_by_group(lengths) == pages * cache.plan.page_bytes // len(lengths) + cache.plan.slot_bytes
+        assert cache.count.reserved(lengths) == pages * cache.count.page + cache.count.slot
         seen.append(max(lengths) - min(lengths))
 
     ours = generate(paged, texts, STEPS, chunk=chunk, after=check)

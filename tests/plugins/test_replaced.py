@@ -15,11 +15,10 @@ pytest.importorskip("triton")
 from plugins.attend import launch_dense
 from plugins.attend import reference as attention
 from plugins.cache.assemble import make_cache
-from plugins.cache.encodings.grouped import store
-from plugins.cache.encodings.grouped.formats import Format, find_format
 from plugins.cache.encodings.per_token import launch, reference
 from plugins.cache.encodings.per_token.cache import PerTokenCache
-from plugins.cache.eviction.ledger import EvictingLedger
+from plugins.cache.formats import Format, find_format
+from plugins.cache.ledgers.evicting import EvictingLedger
 from plugins.cache.reference.cache import ReferenceCache
 from plugins.config import OpConfig
 from tests.gpu import check_replaced as checks
@@ -37,7 +36,7 @@ from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.loading import Options
 from trtkv.runtime.memory import pool_sizes
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
 
 on_cpu = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
 SMALL = ("evict.budget=24",)
@@ -277,10 +276,9 @@ def test_planned_bytes_are_those_that_a_session_allocates(context: int, monkeypa
     cache.store._lengths[1], cache.store._runs[1] = context, [0]
     assert cache.store.reserved_bytes(1, context) * batch == found["reserved_bytes"]
     assert cache.bytes_of(1, context) * batch == found["stored_bytes"] + found["score_bytes"]
-    beside = store.prompt_bytes(plan, limits.max_seq_len, whole=False)
-    slots = batch * store.slot_bytes(plan, find_format(plan))  # type: ignore[arg-type]
+    beside = cache.count.prompt(limits.max_seq_len, whole=False) + batch * cache.count.slot
     most = EvictingLedger(plan).most_pages(context + 1, 64)
-    assert pool_sizes(plan, limits, torch.device("cpu"), batch * most[0] * store.page_bytes(plan) + slots + beside) == [batch * most[0]]
+    assert pool_sizes(plan, limits, torch.device("cpu"), batch * most[0] * cache.count.page + beside) == [batch * most[0]]
 
 
 def test_a_copied_sequence_is_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,10 @@ from plugins.cache import support
 from plugins.cache.assemble import make_cache
 from plugins.cache.encodings.grouped import reference
 from plugins.cache.encodings.grouped.cache import GroupedCache
-from plugins.cache.encodings.grouped.formats import Format, find_format
-from plugins.cache.encodings.grouped.ledger import SettledLedger, find_ledger
 from plugins.cache.encodings.grouped.store import EncodedStore
+from plugins.cache.formats import Format, find_format
+from plugins.cache.ledgers.make import find_ledger
+from plugins.cache.ledgers.settled import SettledLedger
 from plugins.cache.reference.cache import ReferenceCache
 from plugins.cache.reference.layer import LayerCache, Roles
 from plugins.config import OpConfig
@@ -36,7 +37,7 @@ from trtkv.errors import EngineError
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.loading import Options
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
 
 KIVI = ("quantize.group=16", "quantize.residual=16")
 SETTLED = {

@@ -13,6 +13,7 @@ from plugins.cache.eviction import newest, stamps
 from tests.policies.cases import small
 from tests.tiny import TinyModel
 from trtkv.policies.evict.raas import Raas
+from trtkv.rules import Stamp
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 LAYERS, PAGES, SIZE, STORED, WINDOW = 2, 16, 16, (97, 61), 20
@@ -70,7 +71,7 @@ def test_the_query_stamps_what_it_needs(unit: int, stacked: bool, window: int, s
         kept.append(role.keep(one).kept if one.at.stored > 96 else torch.arange(61).expand(LAYERS * heads, -1))
     there = {"last_queries": rings.to(device), **{name: one.to(device) for name, one in named.items()}}
     stacks: Any = SimpleNamespace(groups={name: [one] for name, one in there.items()})
-    rule = stamps.Rule(unit, role.alpha, 96 // unit, -(-4 // unit) * unit, WINDOW)
+    rule = Stamp(unit, role.alpha, 96 // unit, -(-4 // unit) * unit, WINDOW)
     scratch = stamps.Scratch.of(stacks, 0, rule, heads * group, 3)
     queries = [one.queries[0].to(dtype).unflatten(0, (LAYERS, -1)).flatten(1) for one in views]
     own = torch.stack(queries, 1).to(device) if stacked else None
@@ -94,13 +95,13 @@ def test_the_query_stamps_what_it_needs(unit: int, stacked: bool, window: int, s
 @pytest.mark.parametrize(
     ("field", "value", "rule"),
     [
-        ("alpha", "0.25", stamps.Rule(8, 0.25, 12, 8, 8)),
+        ("alpha", "0.25", Stamp(8, 0.25, 12, 8, 8)),
         ("pin_prompt", "true", None),  # a prompt of any length stays
         ("page", "12", None),
         ("page", "256", None),
     ],
 )
-def test_whose_stamps_kernels_write(field: str, value: str, rule: stamps.Rule | None, tiny_llama: TinyModel) -> None:
+def test_whose_stamps_kernels_write(field: str, value: str, rule: Stamp | None, tiny_llama: TinyModel) -> None:
     policy = small("raas", 800 if value == "256" else 96).with_field(f"evict.{field}", value)
     assert stamps.rule_of(policy.plan(tiny_llama.config)) == rule
     assert stamps.rule_of(small("h2o").plan(tiny_llama.config)) is None

@@ -14,13 +14,14 @@ from plugins.cache.paged import PagedCache
 from plugins.cache.tiers.host.cache import HostCache
 from plugins.config import OpConfig
 from plugins.device.dtypes import TORCH_DTYPES
+from plugins.select.summary import summary_kind, summary_of
 from tests.console import Capture, output
 from tests.tiny import TinyModel
 from trtkv import api
 from trtkv.bench.records import read_records
 from trtkv.checkpoint.find import resolve_model
 from trtkv.config import ModelConfig
-from trtkv.plan import CachePlan
+from trtkv.plan import CachePlan, Meaning
 from trtkv.policies.registry import parse_policy
 from trtkv.presets import policy_presets
 
@@ -107,7 +108,7 @@ def test_every_recorded_selection_takes_the_route_that_was_faster(monkeypatch: p
 )
 def test_summaries_that_kernels_keep(policy: str, sets: tuple[str, ...], kept: str | None) -> None:
     one = parse_policy(policy, sets=[f"retrieve.{field}" for field in sets]).plan(MODEL)
-    assert support.summary_kind(one, 3) == kept
+    assert summary_kind(one, 3) == kept
     assert support.in_torch(one) == []
 
 
@@ -141,7 +142,7 @@ def test_what_is_selected_in_torch_is_said_and_not_captured(
     one = parse_policy(policy, sets=[f"retrieve.{field}" for field in sets]).plan(model)
     (line,) = support.in_torch(one)
     assert words in line and line.startswith("selection runs in torch, so decode steps are not captured")
-    assert support.summary_of(one, 3) is None
+    assert summary_of(one, 3) is None
     config = OpConfig(model.num_q_heads, model.num_kv_heads, 128, 1.0, 1e-6, 0, 0, one.hash)
     captured = [support.captures(one, layer, config, torch.bfloat16, torch.device("cuda")) for layer in range(4)]
     assert captured == [select is None for select in one.select]
@@ -167,10 +168,12 @@ def test_heads_that_no_kernel_takes(policy: str, changes: dict[str, object], wor
     assert support.dense_below(one, 1, torch.device("cuda")) == 0
 
 
-def test_a_role_of_ones_own_selects_in_torch() -> None:
+def test_a_role_that_states_no_summary_selects_in_torch() -> None:
     one = plan("arkvale")
-    own = replace(one, select=tuple(select and replace(select, meaning=replace(select.meaning, role="mine:ArkVale")) for select in one.select))
-    assert support.in_torch(own) == ["selection runs in torch, so decode steps are not captured: no kernel is written for the summaries of 'arkvale'"]
+    own = replace(one, select=tuple(select and replace(select, meaning=Meaning("mine:ArkVale"), summary=None) for select in one.select))
+    assert support.in_torch(own) == [
+        "selection runs in torch, so decode steps are not captured: no kernel is written for the summaries of 'mine:ArkVale'"
+    ]
 
 
 def test_without_a_gpu_no_kernel_runs() -> None:

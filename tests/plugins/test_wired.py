@@ -26,11 +26,13 @@ from plugins.device import store
 from plugins.device.spec import Spec
 from plugins.kernels import kernels_for
 from plugins.select.speculate import speculate
+from plugins.select.summary import outliers
 from tests.plugins.launches_in_torch import Launches, fake_device, force_kernels
 from tests.runtime.test_kernels import POLICIES, SELECTING
 from trtkv.config import Limits, ModelConfig
 from trtkv.plan import CachePlan
 from trtkv.policies.registry import parse_policy
+from trtkv.rules import OneBit
 
 HQ, HK, DIM, SLOTS = 6, 2, 64, 3
 LIMITS = Limits(max_seq_len=512, max_batch_size=SLOTS, max_chunk_tokens=256)
@@ -101,7 +103,7 @@ class Twins:
             for name, values in zip(("keys", "values"), made, strict=True):
                 self.plain.buffer(name, layer)[page, :, inside] = values.half()
         indexes.find(self.select).update(self.plain, 1, self.select)
-        if self.select.meaning.op == "fier":
+        if self.select.summary == OneBit():
             pages, where = self.plain.step(1).closed_groups(32)
             bits, extremes = fier_layout.pack(self.plain.buffer("keys", 1).unflatten(2, (-1, 32))[pages, :, where])
             words(self.wired, 1)[pages, :, where], ranges(self.wired, 1)[pages, :, where] = bits, extremes
@@ -159,7 +161,7 @@ def test_ops_with_kernels_choose_and_answer_as_the_torch_forms(policy: str, own:
             if row.answers and not twins.wired.reads_all:
                 assert torch.equal(*(cache.buffer("previous_query", 1)[row.slot] for cache in (twins.wired, twins.plain)))
     assert compared > 20
-    assert ("outlier_cut" in launches.names) == (support.outliers(twins.select) > 0)
+    assert ("outlier_cut" in launches.names) == (outliers(twins.select) > 0)
 
 
 def test_a_step_that_selects_with_the_query_before_it_finds_that_query(monkeypatch: pytest.MonkeyPatch) -> None:

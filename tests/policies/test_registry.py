@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.policies.cases import PRESETS, small, tensors
 from trtkv.config import ModelConfig
 from trtkv.plan import CachePlan
@@ -55,7 +56,7 @@ def test_stored_tokens_follow_from_integers(name: str) -> None:
     planned = trajectory(policy, 130, 60, num_kv_heads=2, layer=3, num_layers=4, grants=grants)
     assert [one.lengths for one in planned] == [tuple(len(head) for head in step) for step in done.kept]
     if policy.quantize and not policy.quantize.demoted_only:
-        assert [one.store[0] for one in planned] == [encoded for _, encoded in done.lengths]
+        assert [one.encoded[0] for one in planned] == [encoded for _, encoded in done.lengths]
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -107,7 +108,7 @@ def test_more_budget_reads_more(name: str) -> None:
 
 @pytest.mark.parametrize("name", EVERY)
 @given(chunk=st.integers(1, 140), prompt=st.integers(1, 140))
-@settings(max_examples=6)
+@examples(6)
 def test_chunked_prompt_keeps_the_same_tokens(name: str, chunk: int, prompt: int) -> None:
     q, k, v = tensors(prompt, seed=prompt)
     whole = simulate(small(name), q, k, v, prefill=prompt)
@@ -152,7 +153,7 @@ def test_every_query_head_for_itself(name: str) -> None:
     decoded=st.integers(0, 30),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
 )
-@settings(max_examples=6)
+@examples(6)
 def test_any_shape_and_dtype(name: str, kv_heads: int, group: int, dim: int, prompt: int, decoded: int, dtype: torch.dtype) -> None:
     q, k, v = tensors(prompt + decoded, kv_heads * group, kv_heads, dim, prompt, dtype)
     done = simulate(small(name, 64), q, k, v, prefill=prompt)
@@ -185,6 +186,46 @@ def test_plan_survives_json(name: str) -> None:
     assert set(plan.roles) == set(parse_policy(name).roles)
     if name == "razor":
         assert plan.evict.observe_window == 32 and plan.evict.needs == ("last_queries",)
+
+
+STORAGE = {
+    "full": "paged",
+    "freekv": "paged",
+    "lagkv": "compacted",
+    "raas": "compacted",
+    "pyramidkv": "compacted",
+    "razor": "per_head",
+    "arkv": "mixed",
+    "arkv-quant": "mixed",
+    "kivi": "encoded",
+    "fier+kivi": "encoded",
+    "minikv": "once",
+    "snapkv+fp8": "once",
+    "lagkv+kivi": "windowed",
+    "lagkv+fp8": "gathered",
+    "qhitter": "replaced",
+    "lagkv+fier": "reference",
+    "streaming+fp8": "windowed",
+    "razor+fp8": "reference",
+    "h2o+fp8": "reference",
+}
+
+
+@pytest.mark.parametrize("name", STORAGE)
+def test_storage_follows_from_the_roles(name: str) -> None:
+    model = ModelConfig(
+        model_type="llama", hidden_size=64, intermediate_size=64, num_layers=4, num_q_heads=4, num_kv_heads=2, head_dim=16, vocab_size=64
+    )
+    assert parse_policy(name).plan(model).storage == STORAGE[name]
+
+
+@pytest.mark.parametrize("name", ["lagkv", "kivi", "fier"])
+def test_a_subclass_states_its_rule_anew(name: str) -> None:
+    """What it overrides would otherwise be run by the kernels of the role that it extends."""
+    (role,) = parse_policy(name).roles.values()
+    plain = type("Changed", (type(role),), {"__module__": "mine"})()
+    stated = type("Stated", (type(role),), {"__module__": "mine", "rule": lambda self: super(type(self), self).rule()})()
+    assert role.stated is not None and plain.stated is None and stated.stated == role.stated
 
 
 def _has_budget(name: str) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins.select.choose import speculative_query
+from tests.examples import examples
 from tests.policies.cases import PRESETS, small, tensors
 from trtkv.errors import ConfigError
 from trtkv.plan import CacheView, Occupancy
@@ -23,7 +24,7 @@ RETRIEVING = tuple(name for name in PRESETS if parse_policy(name).retrieve)
 @given(
     groups=st.integers(1, 6), cut=st.integers(0, 5), seed=st.integers(0, 99), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 )
-@settings(max_examples=10)
+@examples(10)
 def test_summaries_append(name: str, groups: int, cut: int, seed: int, dtype: torch.dtype) -> None:
     role = parse_policy(name).retrieve
     size, cut = role.summary_group, min(cut, groups - 1)

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins.cache.tiers.host.layout import layout
 from plugins.sampling import reference
+from tests.examples import examples
 from tests.tiny import TinyModel
 from trtkv.api import build
 from trtkv.errors import EngineError
@@ -19,6 +20,8 @@ from trtkv.runtime.batcher import Batcher, Call
 from trtkv.runtime.device_sampler import PENDING, Ask, DeviceSampler
 from trtkv.runtime.loading import Engine, Options, open_engine
 from trtkv.runtime.sampler import SamplingParams, choose, count_tokens, settings_of, uniform
+
+pytestmark = pytest.mark.usefixtures("rowwise")
 
 
 @pytest.fixture(scope="module", params=["full", "fier", "lagkv", "razor", "arkv", "freekv on the host"])
@@ -45,8 +48,8 @@ def engine(request: pytest.FixtureRequest, tiny_llama: TinyModel, tmp_path_facto
     if hosted:
         page_bytes = layout(whole.cache.plan).host_bytes(1)
         return open_engine(out, Options(offload=True, host_bytes=page_bytes * whole.cache.plan.pages(256) * 3 // 2))
-    peak = 2 if policy == "arkv" else 1  # while a prompt is whole, its codes find pages too
-    return open_engine(out, Options(cache_bytes=peak * whole.cache.plan.reserved_bytes(256) * 3 // 2))
+    # Where a prompt is whole, its codes find pages too.
+    return open_engine(out, Options(cache_bytes=whole.cache.count.reserved(256) * 3 // 2))
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -87,7 +90,7 @@ def answers(batcher: Batcher, prompts: list[list[int]], params: list[SamplingPar
     return [calls[index] for index in range(len(prompts))]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=12)
+@examples(12)
 @given(data=st.data(), params=st.lists(some_params(), min_size=1, max_size=6))
 def test_answers_are_those_of_one_step_at_a_time(engine: Engine, data: st.DataObject, params: list[SamplingParams]) -> None:
     params = params if engine.cache.plan.policy == "full" else params[:3]  # the other engines take longer

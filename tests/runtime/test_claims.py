@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from plugins.cache.encodings.grouped.ledger import SettledLedger, find_ledger
+from plugins.cache.bytes import ByteCount
+from plugins.cache.ledgers.make import find_ledger
+from plugins.cache.ledgers.settled import SettledLedger
 from tests.policies.cases import small
 from tests.runtime.claim_load import load
 from tests.runtime.test_scheduler import ids, params, prompt
@@ -23,7 +25,7 @@ from trtkv.runtime.claims import ClaimScheduler
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.memory import pool_sizes
 from trtkv.runtime.pages import GroupPages, PageAllocator, make_pages
-from trtkv.runtime.scheduler import Running
+from trtkv.runtime.sequence import Running
 
 POLICIES = (
     "lagkv",
@@ -41,6 +43,7 @@ POLICIES = (
     "snapkv+fp8",
     "lagkv+kivi",
     "knorm+kivi",
+    "lagkv+fp8",
     "qhitter",
 )
 LIMITS = Limits(max_seq_len=400, max_batch_size=6, max_chunk_tokens=64)
@@ -140,10 +143,11 @@ def test_an_answer_does_not_depend_on_its_batch(policy: str, tiny_llama: TinyMod
 
 def test_layers_that_keep_less_get_less_of_a_small_memory() -> None:
     plan = small("pyramidkv", 64).plan(MODEL)
-    one = 400 * plan.page_bytes // plan.page_size
+    count = ByteCount(plan)
+    one = 400 * count.page // plan.page_size
     sizes = pool_sizes(plan, LIMITS, torch.device("cpu"), 3 * one)
     assert all(a >= b for a, b in itertools.pairwise(sizes)) and sizes[0] > 1.2 * sizes[-1] >= 1.2 * plan.pages(400)
-    assert sum(count * plan.group_page_bytes(group) for group, count in enumerate(sizes)) + 6 * plan.slot_bytes <= 3 * one
+    assert count.allocated(sizes) + 5 * count.slot <= 3 * one
     assert pool_sizes(plan, LIMITS, torch.device("cpu"), 100 * one) == [6 * plan.pages(400)] * plan.num_page_groups
     with pytest.raises(CapacityError, match="the cache of one sequence of 400 tokens"):
         pool_sizes(plan, LIMITS, torch.device("cpu"), one)

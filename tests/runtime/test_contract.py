@@ -88,7 +88,7 @@ def test_graph_of_another_contract(engine: Path, change: Callable[[onnx.NodeProt
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda data: data.update(format=2, version="7.1.0"), "has engine format 2, this version runs format 1"),
+        (lambda data: data.update(format=3, version="7.1.0"), "has engine format 3, this version runs format 2"),
         (lambda data: data["cache_plan"].update(format=99) or data.update(version="7.1.0"), "the cache plan has format 99, this version reads"),
     ],
 )
@@ -96,6 +96,12 @@ def test_directory_of_a_newer_version(engine: Path, change: Callable[[dict[str, 
     rewrite(engine, change)
     line = complaint(capsys, "run", engine, "hello", "--device", "cpu")
     assert words in line and "trtkv 7.1.0 built it" in line and "upgrade trtkv, or build the engine again: trtkv build --model" in line
+
+
+def test_directory_of_the_old_format(engine: Path, capsys: Capture) -> None:
+    rewrite(engine, lambda data: data.update(format=1))
+    line = complaint(capsys, "run", engine, "hello", "--device", "cpu")
+    assert "has engine format 1, this version runs format 2. Build the engine again: trtkv build --model" in line and "--force" in line
 
 
 def with_plan(engine: Path, **info: Any) -> None:

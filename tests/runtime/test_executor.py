@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.tiny import TinyModel, make_rig, make_tiny
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
 
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 1e4},

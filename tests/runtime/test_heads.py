@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from plugins.cache.assemble import make_cache
-from plugins.cache.encodings.mixed import make_ledger
-from plugins.cache.eviction.per_head.ledger import HeadLedger
+from plugins.cache.bytes import ByteCount
+from plugins.cache.ledgers.make import make_ledger
+from plugins.cache.ledgers.per_head import HeadLedger
 from plugins.cache.pages import HeadPages, head_pages
 from tests.plugins.test_mixed import POLICIES as MIXED
 from tests.plugins.test_ragged import POLICIES
@@ -29,8 +30,8 @@ from trtkv.runtime.head_table import HeadTable
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.memory import pool_sizes
 from trtkv.runtime.pages import HeadPageAllocator
-from trtkv.runtime.scheduler import Running
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
+from trtkv.runtime.sequence import Running
 
 HEADS = LAYERS * KV_HEADS
 
@@ -39,7 +40,7 @@ class Rig:
     """A scheduler and what a cache does to its ledger, without a cache; heads are measured at random."""
 
     def __init__(self, plan: CachePlan, share: float) -> None:
-        self.plan, self.ledger, self.slots = plan, make_ledger(plan), list(range(LIMITS.max_batch_size))
+        self.plan, self.ledger, self.slots = plan, make_ledger(plan, torch.device("cpu")), list(range(LIMITS.max_batch_size))
         whole = self.ledger.most_pages(LIMITS.max_seq_len, LIMITS.max_chunk_tokens)[0]
         self.pages = HeadPageAllocator(int(share * whole), plan.num_page_groups)
         self.scheduler = HeadClaimScheduler(plan, LIMITS, self.pages, self.slots, self.ledger)
@@ -122,10 +123,10 @@ def test_what_never_fits_is_refused() -> None:
 
 def test_memory_is_shared_out_as_planned() -> None:
     plan = small("razor").plan(MODEL)
-    one = HEADS * plan.pages(400)
+    one, count = HEADS * plan.pages(400), ByteCount(plan)
     assert pool_sizes(plan, LIMITS, torch.device("cpu"), 1 << 40) == [6 * one]
-    (pages,) = pool_sizes(plan, LIMITS, torch.device("cpu"), 3 * one * plan.group_page_bytes(0))
-    assert one <= pages and pages * plan.group_page_bytes(0) + 6 * plan.slot_bytes <= 3 * one * plan.group_page_bytes(0)
+    (pages,) = pool_sizes(plan, LIMITS, torch.device("cpu"), 3 * one * count.page)
+    assert one <= pages and pages * count.page + 6 * count.slot <= 3 * one * count.page
     with pytest.raises(CapacityError, match="the cache of one sequence of 400 tokens"):
         pool_sizes(plan, LIMITS, torch.device("cpu"), one)
 
@@ -166,7 +167,7 @@ def test_what_is_planned_is_what_the_allocator_lends(tiny_llama: TinyModel, tmp_
         assert one.seen == length and engine.cache.bytes_of(one.slot, length) == planned.stored_bytes(length)
         lengths = engine.cache.compactor.ledger.stored(one.slot)
         assert lengths.tolist() == [one for layer in planned.layers(length) for one in layer.lengths]
-        assert engine.cache.reserved_bytes() - engine.cache.plan.slot_bytes == planned.reserved_bytes(length) - planned.plan.slot_bytes
+        assert engine.cache.reserved_bytes() == planned.reserved_bytes(length)
         # A head has the page of its next token in hand where the prompt had one for it.
         hand = np.minimum(head_pages(lengths + 1, 32), head_pages(length, 32))
         assert engine.pages.num_pages - engine.pages.free == one.pages.total == hand.sum()

@@ -14,7 +14,7 @@ from plugins.device.dtypes import TORCH_DTYPES as DTYPES
 from plugins.select.choose import choose, pool, spread
 from tests.runtime.test_policies import generate, prompts
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
 
 pytestmark = pytest.mark.gpu
 PAGED = ("retrieve.budget=96", "retrieve.sink=16", "retrieve.window=16", "retrieve.page=16")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.tiny import TinyModel
 from trtkv.api import build
 from trtkv.errors import RequestError
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.sampler import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("rowwise")
 LONG = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
@@ -26,7 +28,7 @@ def idle(llm: LLM) -> bool:
     return llm.engine.pages.free == llm.engine.pages.num_pages and len(llm.engine.slots) == 2
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
+@examples(10)
 @given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=5))
 def test_a_queue_longer_than_the_batch_is_answered_in_order(llm: LLM, lengths: list[int]) -> None:
     prompts = [[(7 * index + token) % 250 for token in range(length)] for index, length in enumerate(lengths)]

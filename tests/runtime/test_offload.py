@@ -16,7 +16,7 @@ from trtkv.config import Limits
 from trtkv.errors import ConfigError
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime import host_memory
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
 
 POLICIES = {
     "freekv": ("retrieve.budget=96", "retrieve.sink=16", "retrieve.window=16", "retrieve.page=16"),

@@ -38,9 +38,9 @@ def engine(request: pytest.FixtureRequest, tiny_llama: TinyModel, tmp_path_facto
 @pytest.fixture(scope="module")
 def pair(engine: Path) -> tuple[LLM, LLM]:
     """The engine with all pages on the device and with its pages on the host, both with room for one and a half sequences."""
-    plan = LLM(engine).engine.cache.plan
-    resident = LLM(engine, cache_bytes=PAGES * plan.page_bytes + 4 * plan.slot_bytes)
-    hosted = LLM(engine, offload=True, host_bytes=PAGES * layout(plan).host_bytes(1))
+    whole = LLM(engine).engine.cache
+    resident = LLM(engine, cache_bytes=PAGES * whole.count.page + 4 * whole.count.slot)
+    hosted = LLM(engine, offload=True, host_bytes=PAGES * layout(whole.plan).host_bytes(1))
     assert resident.engine.pages.num_pages == hosted.engine.pages.num_pages == PAGES
     return resident, hosted
 
@@ -63,7 +63,7 @@ def finish(llm: LLM) -> None:
 
 
 def idle(llm: LLM) -> bool:
-    store = llm.engine.cache.tier
+    store = llm.engine.cache.tier if llm.engine.cache.tier.recalls else None
     nothing_left = store is None or not (store.staged or store.kept or store.chunk)
     return nothing_left and llm.engine.pages.free == llm.engine.pages.num_pages and len(llm.engine.slots) == 4 and not llm.batcher.busy
 
@@ -162,13 +162,13 @@ def test_metrics_say_which_tier_holds_what(pair: tuple[LLM, LLM]) -> None:
         gauges.refresh()
         shown.append((sink.values["trtkv:kv_cache_capacity_bytes", "host"], gauges.latest["kv_cache_bytes"]))
         llm.batcher.cancel(call)
-    store, plan = pair[1].engine.cache.tier, pair[1].engine.cache.plan
+    store = pair[1].engine.cache.tier
     assert store is not None
     assert [capacity for capacity, _ in shown] == [0, store.host_bytes()]
     (_, resident), (_, hosted) = shown
     assert resident["host"] == 0
     assert hosted["host"] + hosted["device"] == pytest.approx(resident["device"], abs=1)
-    assert hosted["host"] == pytest.approx(resident["device"] * store.shape.host_bytes(1) / plan.page_bytes, abs=1)
+    assert hosted["host"] == pytest.approx(resident["device"] * store.shape.host_bytes(1) / pair[1].engine.cache.count.page, abs=1)
 
 
 class Recorder:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from plugins.cache.bytes import ByteCount
 from plugins.cache.tiers.host.layout import layout
 from tests.console import Capture, call, complaint
 from tests.policies.cases import PRESETS
@@ -29,8 +30,8 @@ from trtkv.runtime.batcher import Batcher
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.loading import Options, Part, open_engine
 from trtkv.runtime.parallel import LeadingStepper, open_parts
+from trtkv.runtime.rows import StepRow
 from trtkv.runtime.sampler import SamplingParams
-from trtkv.runtime.step import StepRow
 from trtkv.runtime.weights import map_weights
 from trtkv.simulation import simulate
 
@@ -218,14 +219,15 @@ def test_parts_whose_pages_live_on_the_host_answer_as_those_on_the_device(policy
     prompts = [[(7 * index + step) % 250 for step in range(length)] for index, length in enumerate((150, 33, 90))]
     path, pages, answers = engine(tiny_llama, policy, tmp_path, 2), 12, []
     plan = read_manifest(path).cache
+    count = ByteCount(plan)
     on_host = {"offload": True, "host_bytes": 2 * pages * layout(plan).host_bytes(1)}
-    for where in ({"cache_bytes": pages * plan.page_bytes + 3 * plan.slot_bytes}, on_host):
+    for where in ({"cache_bytes": pages * count.page + 3 * count.slot}, on_host):
         parts = LLM(path, device="cpu", **where)  # type: ignore[arg-type]
         try:
             answers.append([one.token_ids for one in parts.generate(prompts, LONG)])
             assert parts.engine.pages.free == parts.engine.pages.num_pages == pages
             assert parts.batcher.scheduler.preemptions > 0
-            store = parts.engine.cache.tier
+            store = parts.engine.cache.tier if parts.engine.cache.tier.recalls else None
             assert (store is None) == (where is not on_host)
             assert store is None or 2 * store.host_bytes() == on_host["host_bytes"]
         finally:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from plugins.cache.bytes import ByteCount
 from plugins.cache.reference.cache import ReferenceCache
 from tests.console import Capture, call
 from tests.policies.cases import PRESETS, small
@@ -15,7 +16,7 @@ from tests.runtime.test_executor import DEVICES, REORDERED, worst
 from tests.tiny import Rig, TinyModel, make_rig
 from trtkv.policies.registry import parse_policy
 from trtkv.policies.schedule import trajectory
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
 
 LENGTHS = (150, 61)
 HELD = [name for name in PRESETS if parse_policy(name).evict or parse_policy(name).quantize]
@@ -82,8 +83,7 @@ def test_stored_lengths_and_bytes_follow_the_schedule_at_every_step(name: str, t
     policy = small(name)
     rig = make_rig(tiny_llama, policy, tmp_path, slots=2, by_definition=True)
     (text,) = prompts(150)
-    held = rig.cache.held
-    assert held is not None
+    assert isinstance(rig.cache, ReferenceCache)
     config = tiny_llama.config
     measured = policy.allocate is not None and policy.allocate.measured
     expected: dict[int, list] = {}
@@ -107,17 +107,17 @@ def test_stored_lengths_and_bytes_follow_the_schedule_at_every_step(name: str, t
                 plain = sum(part.plain.nbytes for part in parts)
                 codes = sum(tensor.nbytes for part in parts for tensor in part.codes.values())
                 assert cache.nbytes() == plain + codes
-                bits = sum(
-                    int(part.coded.sum()) * config.head_dim * policy.quantize.bits_per_element(part.part, config.head_dim, 32) for part in parts
-                )
-                assert codes * 8 == bits
+                count = ByteCount(policy.plan(config.model_copy(update={"num_layers": 1})))
+                ends = tuple(int(part.coded.sum()) for part in cache.heads[0].parts.values())
+                lengths = [len(store) for store in cache.heads]
+                assert plain + codes == count.stored(lengths, [ends] * len(lengths))
                 assert plain == sum(int((~part.coded).sum()) for part in parts) * config.head_dim * 4
             total += cache.nbytes() + cache.state_bytes()
         assert rig.cache.stored_bytes() == total
 
     generate(rig, [text], 150, after=check)
     rig.cache.release(0)
-    assert held._slots == {}
+    assert rig.cache._slots == {}
 
 
 @pytest.mark.parametrize("name", ["lagkv", "localkv", "streaming"])

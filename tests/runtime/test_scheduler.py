@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.tiny import TinyModel
 from trtkv.api import build
 from trtkv.runtime.batcher import Call
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.sampler import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("rowwise")
 POLICIES = ("full", "fier", "freekv", "lagkv")
 
 
@@ -25,7 +27,7 @@ def llm(request: pytest.FixtureRequest, tiny_llama: TinyModel, tmp_path_factory:
         str(tiny_llama.path), request.param, budget=None if request.param in ("full", "lagkv") else 96, sets=sets, out=out, backend="none", **limits
     )  # type: ignore[arg-type]
     whole = LLM(path)
-    return LLM(path, cache_bytes=whole.engine.cache.plan.reserved_bytes(256) * 3 // 2)
+    return LLM(path, cache_bytes=whole.engine.cache.count.reserved(256) * 3 // 2)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -65,7 +67,7 @@ def test_a_sequence_that_gave_way_answers_as_if_alone(llm: LLM) -> None:
     assert [ids(call) for call in calls] == alone
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=8)
+@examples(8)
 @given(lengths=st.lists(st.integers(1, 120), min_size=1, max_size=6), cancelled=st.sets(st.integers(0, 5)), steps=st.integers(0, 12))
 def test_calls_that_are_cancelled_leave_nothing_behind(llm: LLM, lengths: list[int], cancelled: set[int], steps: int) -> None:
     calls = [llm.batcher.submit([prompt(length, seed)], [params(20)]) for seed, length in enumerate(lengths)]

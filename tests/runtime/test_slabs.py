@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from trtkv.runtime.pages import PageAllocator
 from trtkv.runtime.slabs import HostRoom, Records
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(data=st.data(), offset=st.integers(0, 3))
 def test_records_bring_back_what_was_sent(data: st.DataObject, offset: int) -> None:
     """Rows of any order, contiguous buffers and strided ones, slabs of several sizes."""

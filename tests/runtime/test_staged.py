@@ -23,9 +23,9 @@ from trtkv.runtime.device_sampler import PENDING, Ask
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.inputs import page_table, small_inputs
 from trtkv.runtime.llm import LLM
+from trtkv.runtime.rows import StepRow
 from trtkv.runtime.sampler import SamplingParams, settings_of
 from trtkv.runtime.staged import StagedInputs
-from trtkv.runtime.step import StepRow
 
 MODEL = ModelConfig(
     model_type="llama", hidden_size=64, intermediate_size=32, num_layers=2, num_q_heads=2, num_kv_heads=1, head_dim=32, vocab_size=64, dtype="float32"
@@ -153,7 +153,7 @@ def test_a_captured_step_makes_anew_what_its_layers_share(tiny_llama: TinyModel,
     run = rig.executor.run
 
     def running(values: dict[str, torch.Tensor]) -> torch.Tensor:
-        shared.append(rig.cache.step(0).cache.setdefault("shared", object()))
+        shared.append(rig.cache.step(0).shared.setdefault("shared", object()))
         return run(values)
 
     monkeypatch.setattr(rig.executor, "run", running)

@@ -41,12 +41,13 @@ def test_one_place_for_all_gives_the_same_bits(where: str, device: str, tmp_path
 
 
 def _scarce(path: Path, device: str, pages: int, *, hosted: bool) -> Engine:
-    plan = open_engine(path, Options(device="cpu", weights="random")).cache.plan
+    whole = open_engine(path, Options(device="cpu", weights="random")).cache
+    count = whole.count
     if hosted:
         # Which engine moves pages is measured otherwise, and decides the last bits.
-        options = Options(device=device, offload=True, recall="kernel", host_bytes=pages * layout(plan).host_bytes(1), swap_bytes=1 << 28)
+        options = Options(device=device, offload=True, recall="kernel", host_bytes=pages * layout(whole.plan).host_bytes(1), swap_bytes=1 << 28)
         return open_engine(path, options)
-    return open_engine(path, Options(device=device, dense_below=0, cache_bytes=pages * plan.page_bytes + plan.slot_bytes, swap_bytes=1 << 28))
+    return open_engine(path, Options(device=device, dense_below=0, cache_bytes=count.allocated([pages]), swap_bytes=1 << 28))
 
 
 def _events(batcher: Batcher, asked: list[tuple[list[int], int]]) -> list[list[tuple[int | None, float | None]]]:

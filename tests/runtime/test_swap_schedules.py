@@ -7,17 +7,19 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins.cache.assemble import make_cache
+from tests.examples import examples
 from tests.test_predict import MODEL
 from trtkv.config import Limits
 from trtkv.errors import CapacityError
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime import swap
 from trtkv.runtime.pages import PageAllocator
-from trtkv.runtime.scheduler import Running, Scheduler
+from trtkv.runtime.scheduler import Scheduler
+from trtkv.runtime.sequence import Running
 from trtkv.runtime.swap import Swap
 
 LIMITS = Limits(max_seq_len=320, max_batch_size=4, max_chunk_tokens=64)
@@ -33,7 +35,7 @@ class Rig:
         self.scheduler = Scheduler(plan, LIMITS, self.pages, self.slots)
         self.chance, self.fails = chance, False
         if host_pages is not None:
-            limit = host_pages * plan.page_bytes + 64 * plan.slot_bytes
+            limit = host_pages * self.cache.count.page + 64 * self.cache.count.slot
             self.scheduler.swap = Swap(self.cache, self.pages, limit, self._allocate)
         self.keys = [self.cache.buffer("keys", layer) for layer in range(2)]
         self.state = self.cache.buffers.get("previous_query", [None])[-1]
@@ -114,7 +116,7 @@ def drive(policy: str, seed: int, num_pages: int, host_pages: int | None, *, fau
 
 
 @pytest.mark.parametrize("policy", ["full", "freekv"])
-@settings(max_examples=10)
+@examples(10)
 @given(seed=st.integers(0, 2**30), num_pages=st.integers(10, 24), host_pages=st.sampled_from([None, 3, 20, 1000]))
 def test_everybody_finds_what_it_left_and_nothing_is_lost(policy: str, seed: int, num_pages: int, host_pages: int | None) -> None:
     drive(policy, seed, num_pages, host_pages, faults=True)

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Inner
 
+from tests.examples import examples
 from trtkv.errors import CheckpointError, RequestError
 from trtkv.runtime.tokenizer import Detokenizer, Tokenizer
 
@@ -71,7 +72,7 @@ def stream(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=300)
+@examples(300)
 @given(data=st.data())
 def test_pieces_of_any_tokens_join_to_the_whole(kind: str, tokenizers: dict[str, Tokenizer], data: st.DataObject) -> None:
     tokenizer = tokenizers[kind]
@@ -80,7 +81,7 @@ def test_pieces_of_any_tokens_join_to_the_whole(kind: str, tokenizers: dict[str,
 
 
 @pytest.mark.parametrize("kind", ["byte-fallback", "metaspace"])
-@settings(max_examples=300)
+@examples(300)
 @given(data=st.data())
 def test_runs_of_bytes_and_spaces_join_to_the_whole(kind: str, tokenizers: dict[str, Tokenizer], data: st.DataObject) -> None:
     tokenizer = tokenizers[kind]

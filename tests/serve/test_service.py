@@ -17,8 +17,8 @@ from tests.tiny import TinyModel
 from trtkv.errors import EngineError, RequestError
 from trtkv.runtime.batcher import Event
 from trtkv.runtime.llm import LLM
+from trtkv.runtime.rows import StepRow
 from trtkv.runtime.sampler import SamplingParams
-from trtkv.runtime.step import StepRow
 from trtkv.serve.errors import Busy, Unavailable
 from trtkv.serve.metrics import Prometheus
 from trtkv.serve.service import FAILED_STEPS, Service, Ticket
@@ -214,8 +214,8 @@ def test_figures(llm: LLM, listener: Listener) -> None:
 def test_bytes_of_the_cache_while_it_works(llm: LLM, listener: Listener) -> None:
     ticket = listener.ask("x" * 100, params=LONG)
     listener.wait(ticket, tokens=300)
-    shown, plan = listener.value("trtkv:kv_cache_bytes", tier="device"), llm.engine.cache.plan
-    assert plan.stored_bytes(100) <= shown <= plan.stored_bytes(500)
+    shown, count = listener.value("trtkv:kv_cache_bytes", tier="device"), llm.engine.cache.count
+    assert count.stored(100) <= shown <= count.stored(500)
     listener.service.cancel(ticket)
     listener.until("trtkv:kv_cache_bytes", 0, tier="device")
 
@@ -228,7 +228,7 @@ def test_evicted_tokens_are_counted(tiny_llama: TinyModel, tmp_path: Path) -> No
     listener.until("trtkv:num_requests_running", 0)
     # The last token was never fed; of the others each head keeps its budget.
     assert listener.value("trtkv:kv_tokens_evicted_total") == len(ticket.prompts[0]) + 7 - 64
-    plan, limits = llm.engine.cache.plan, llm.engine.manifest.limits
-    held = llm.engine.pages.num_pages * plan.page_bytes + limits.max_batch_size * plan.slot_bytes
+    count, limits = llm.engine.cache.count, llm.engine.manifest.limits
+    held = llm.engine.pages.num_pages * count.page + limits.max_batch_size * count.slot
     assert listener.value("trtkv:kv_cache_capacity_bytes", tier="device") == held > 0
     listener.service.stop()

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from plugins.cache.bytes import ByteCount
 from tests.serve.rig import Server, built
 from tests.tiny import make_tiny
 from trtkv.engine.manifest import read_manifest
@@ -31,7 +32,7 @@ def test_overload_cancels_and_vanishing_clients_leave_nothing(script: ModuleType
     monkeypatch.setattr(script, "FLAT_BYTES", 1 << 30)  # too short to say anything about memory
     model = make_tiny("llama", tmp_path / "model")
     engine = built(model.path, tmp_path / "engine", max_seq_len=256)
-    cache = read_manifest(engine).cache.reserved_bytes(3 * 256) / 2**30
+    cache = ByteCount(read_manifest(engine).cache).reserved(3 * 256) / 2**30
     with Server(engine, "--no-triton", "--device", "cpu", "--max-waiting", "6", "--cache-gib", cache) as server:
         record = script.soak(server.url, server.process.pid, 40, 256, 1000.0)  # all at once: six requests say little of what a server can do
     assert record["wrong"] == []

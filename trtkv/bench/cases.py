@@ -10,6 +10,7 @@ from typing import get_args
 
 import torch
 
+from plugins.cache.bytes import ByteCount
 from plugins.device.dtypes import TORCH_DTYPES
 from trtkv.checkpoint.find import resolve_model
 from trtkv.config import DTYPE_BYTES, Dtype, ModelConfig
@@ -68,7 +69,7 @@ class Case:
 
     def layer_bytes(self) -> int:
         """Bytes of the cache of one layer: whole pages for every sequence."""
-        return self.batch * self.plan().reserved_bytes(self.context)
+        return self.batch * ByteCount(self.plan()).reserved(self.context)
 
     def command(self) -> str:
         """Write the command that measures this row."""

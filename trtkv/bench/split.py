@@ -88,7 +88,6 @@ def kv_bytes_read(engine: Engine) -> tuple[int, int]:
     cache, plan = engine.cache, engine.cache.plan
     if cache.reads_what_is_stored:
         return cache.stored_bytes(), 0
-    token = 2 * plan.num_kv_heads * plan.head_dim * DTYPE_BYTES[plan.kv_dtype] * plan.num_layers
-    rows = cache.step(0).rows
-    index = sum(plan.stored_bytes(row.stored) - row.stored * token for row in rows) if any(plan.select) else 0
+    rows, token = cache.step(0).rows, cache.count.token
+    index = sum(cache.count.stored(row.stored) - row.stored * token for row in rows) if any(plan.select) else 0
     return int(cache.read_tokens * token), index

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from plugins.cache.assemble import make_ledger
-from plugins.cache.ledger import Ledger
+from plugins.cache.ledgers.ledger import Ledger
+from plugins.cache.ledgers.make import make_ledger
 from plugins.device import store
 from plugins.kernels import request
 from trtkv.api import build

@@ -16,10 +16,11 @@ from plugins.cache.encodings.grouped.summaries import summarize_prompt
 from plugins.cache.indexes import fier_layout
 from plugins.cache.indexes import index as indexes
 from plugins.cache.indexes.summary import kept_of, ranges, words
-from plugins.cache.support import gpu_ready, summary_kind, why_torch
+from plugins.cache.support import gpu_ready, why_torch
 from plugins.cache.tiers.host.choose import settle
 from plugins.cache.tiers.host.copies import Route
 from plugins.cache.tiers.host.store import Offload, Recall
+from plugins.select.summary import summary_kind
 from trtkv.bench.load import Work
 from trtkv.bench.profile import trace_streams
 from trtkv.bench.timing import Times
@@ -28,7 +29,8 @@ from trtkv.errors import ConfigError
 from trtkv.plan import SelectPlan
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.loading import Engine
-from trtkv.runtime.step import Stepper, StepRow
+from trtkv.runtime.rows import StepRow
+from trtkv.runtime.step import Stepper
 
 WARM_UP, SLOW_SHARE = 4, 4
 COMPARED = 64  # logits of each sequence

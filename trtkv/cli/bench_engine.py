@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from trtkv.cli.bench_rows import compile_rows, rows_of
 from trtkv.cli.output import notes, print_json, print_table, progress
 from trtkv.cli.values import cache_bytes, find_device, numbers_of, swap_bytes, words_of
 from trtkv.errors import ConfigError, TrtkvError, UnknownName
@@ -147,18 +148,6 @@ def _batches(text: str) -> list[int]:
     return numbers + [0] * (LARGEST in words)
 
 
-def compile_rows(cells: list[Any], sm: str) -> None:
-    """Compile the kernels of rows for a compute capability; raises UnknownName for one that the compiler does not know."""
-    from plugins.device import nvrtc, store
-    from trtkv.bench.steps import compile_cells
-
-    if sm not in nvrtc.architectures():
-        raise UnknownName("compile-for", sm, tuple(nvrtc.architectures()))
-    with progress("compile") as report:
-        count = compile_cells(cells, sm, report)
-    notes.print(f"{count} kernels for sm_{sm} lie in {store.user_folder()}", markup=False)
-
-
 def serve(
     engines: list[str],
     /,
@@ -252,12 +241,3 @@ def _compare(record: dict[str, Any], before: list[dict[str, Any]]) -> None:
         record["batch_ratio"] = round(record["batch"] / alike[0]["batch"], 2)
     elif record["status"] == "ok" and alike and alike[0]["status"] == "ok":
         record["ratio"] = round(alike[0]["itl_p50_ms"] / record["itl_p50_ms"], 2)
-
-
-def rows_of(records: list[dict[str, Any]], columns: dict[str, str]) -> tuple[list[str], list[list[str]]]:
-    """Return titles and cells of a table, without columns that no record fills."""
-    from trtkv.runtime.memory import readable
-
-    used = [name for name in columns if any(name in record for record in records)]
-    text = lambda name, value: "-" if value is None else readable(value) if "bytes" in name else str(value)  # noqa: E731
-    return [columns[name] for name in used], [[text(name, record.get(name)) for name in used] for record in records]

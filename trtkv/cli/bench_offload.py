@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trtkv.cli.bench_rows import compile_rows, rows_of
 from trtkv.cli.output import notes, print_json, print_table, progress
 from trtkv.cli.values import words_of
 from trtkv.errors import ConfigError, TrtkvError, UnknownName
@@ -49,7 +50,6 @@ def compare_tiers(cells: list[Cell], device: torch.device, output: Path | None, 
     """Measure offloaded engines, see `trtkv.bench.recall`, and draw a step of each way of recall."""
     from trtkv.bench.recall import run_cells
     from trtkv.bench.timeline import Timeline, write
-    from trtkv.cli.bench_engine import rows_of
 
     for cell in cells:
         _check(cell)
@@ -81,7 +81,6 @@ def pages_of(text: str) -> list[float]:
 def measure_answers(cells: list[Cell], tokens: int, samples: int, device: torch.device, output: Path | None, json: bool) -> None:
     """Measure whole answers, see `trtkv.bench.answers`."""
     from trtkv.bench.answers import Answer, run_answers
-    from trtkv.cli.bench_engine import rows_of
 
     if tokens < 1 or samples == 1 or samples < 0:
         raise ConfigError(f"answer {tokens} or samples {samples} is too small", "Give an answer of 1 token or more, sampled at 2 contexts or more.")
@@ -100,7 +99,6 @@ def measure_answers(cells: list[Cell], tokens: int, samples: int, device: torch.
 def compile_offloaded(cells: list[Cell], sm: str) -> None:
     """Compile what engines of these rows would load, on the device and offloaded."""
     from trtkv.bench import steps
-    from trtkv.cli.bench_engine import compile_rows
 
     plain = [
         steps.Cell(one.model, one.policy, one.budget, one.sets, one.context, one.batch, one.weights, one.dtype, one.chunk, one.steps) for one in cells

@@ -57,6 +57,7 @@ def build(
         force: Build again even if the directory is up to date.
         json: Print one JSON object.
     """
+    from plugins.cache.bytes import ByteCount
     from trtkv import api
     from trtkv.cli.via import build_via
     from trtkv.engine.manifest import PLAN, read_manifest
@@ -93,7 +94,7 @@ def build(
         "kernel_sms": list(kernels.sms) if kernels else [],
         "kernel_bytes": sum(one.size_bytes for one in kernels.files) if kernels else 0,
         "kernels_s": kernels.seconds if kernels else 0.0,
-        "kv_bytes_per_token": plan.bytes_per_token(),
+        "kv_bytes_per_token": ByteCount(plan).bytes_per_token,
         "max_seq_len": manifest.limits.max_seq_len,
         "build_hash": manifest.build_hash,
     }

@@ -12,6 +12,7 @@ from typing import Any
 import onnx
 from onnx import helper
 
+from plugins.cache.bytes import ByteCount
 from plugins.cache.support import in_torch, why_torch
 from plugins.config import DOMAIN
 from trtkv.engine.manifest import GRAPH, MANIFEST, PLAN, Manifest, check_files, read_manifest
@@ -90,7 +91,7 @@ def _until(schedule: Sequence[PlanEntry], index: int) -> list[PlanEntry]:
 
 
 def _cache(plan: CachePlan) -> str:
-    if not plan.held:
+    if plan.in_pages:
         return "paged"
     held = "held in tensors of the stored size"
     return held if why_torch(plan) else f"encoded in pages where kernels run, elsewhere {held}"
@@ -106,7 +107,7 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
         "plan_hash": plan.hash,
         "cache": _cache(plan),
         "page_size": plan.page_size,
-        "kv_bytes_per_token": plan.bytes_per_token(),
+        "kv_bytes_per_token": ByteCount(plan).bytes_per_token,
         "max_seq_len": limits.max_seq_len,
         "max_batch_size": limits.max_batch_size,
         "max_chunk_tokens": limits.max_chunk_tokens,

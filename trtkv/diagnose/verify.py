@@ -25,7 +25,7 @@ from trtkv.errors import ConfigError, EngineError
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.loading import Engine, Options, Progress, open_engine
 from trtkv.runtime.program import Node
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
 from trtkv.runtime.weights import Weight
 
 Hosted = TypeVar("Hosted", bound="HostedExecutor")

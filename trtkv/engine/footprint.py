@@ -1,4 +1,4 @@
-"""What one sequence's cache holds under a policy, layer by layer, from integers alone: tokens, and bytes of every buffer."""
+"""What one sequence's cache holds under a policy: the tokens of every layer from integers alone, and their bytes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from plugins.cache.encodings.grouped import store as encoded
-from plugins.cache.encodings.grouped.formats import Format, find_format
-from plugins.cache.encodings.grouped.ledger import SettledLedger
+from plugins.cache.bytes import ByteCount
+from plugins.cache.formats import find_format
+from plugins.cache.ledgers.settled import SettledLedger
 from plugins.cache.support import why_torch
 from trtkv.config import ModelConfig
-from trtkv.plan import BOOKKEEPING, BufferSpec, CachePlan
-from trtkv.policies.compacted import state_buffers
+from trtkv.plan import CachePlan
 from trtkv.policies.policy import Policy
 from trtkv.policies.schedule import Stored, prefill_peak, trajectory
 
@@ -21,11 +20,7 @@ DEFAULT_CHUNK = 2048
 
 @dataclass(frozen=True)
 class Footprint:
-    """The cache of one sequence of a model under a policy; prompts are read in chunks of `chunk` tokens.
-
-    A policy that encodes, where kernels do so, lends whole pages of codes and a ring of newest tokens a sequence; another one that encodes, or whose
-    KV heads keep different numbers of tokens, holds a cache exactly as long as it is; any other lends whole pages.
-    """
+    """The cache of one sequence of a model under a policy; prompts are read in chunks of `chunk` tokens."""
 
     model: ModelConfig
     policy: Policy
@@ -37,50 +32,12 @@ class Footprint:
         object.__setattr__(self, "plan", self.policy.plan(self.model))
 
     @cached_property
-    def form(self) -> Format | None:
-        """How kernels store what is encoded, None where nothing is or no kernel does."""
-        return find_format(self.plan) if why_torch(self.plan) is None else None
-
-    @property
-    def held(self) -> bool:
-        """Whether tokens are held in tensors of exactly their size."""
-        return self.plan.held and self.form is None
-
-    @property
-    def shrinks(self) -> bool:
-        """Whether tokens are evicted or encoded, so that lengths differ from the context's."""
-        return self.plan.held or self.plan.compacts or self.plan.mixed
-
-    @property
-    def data(self) -> tuple[BufferSpec, ...]:
-        """Keys, values, codes and summaries."""
-        if not self.plan.compacts and not self.plan.mixed:
-            return self.plan.buffers
-        return tuple(spec for spec in self.plan.buffers if spec not in self.scores and spec.name not in BOOKKEEPING)
-
-    @property
-    def lasting_scores(self) -> tuple[BufferSpec, ...]:
-        """Those that are kept behind the prompt: none where eviction ends with it and the scores lie beside the pages."""
-        evict = self.policy.evict
-        return () if evict is not None and evict.prompt_only and not evict.token_state and not self.plan.compacts else self.scores
-
-    @property
-    def scores(self) -> tuple[BufferSpec, ...]:
-        """What the evict role keeps for every stored token beside them while a prompt is read."""
-        evict, plan = self.policy.evict, self.plan
-        if evict is None:
-            return ()
-        if plan.compacts or plan.mixed:
-            assert plan.evict is not None
-            return tuple(spec for spec in state_buffers(plan.evict, self.model, plan.page_size) if spec.name not in BOOKKEEPING)
-        every = tuple(range(plan.num_layers))
-        kept = [BufferSpec(name, ("P", plan.num_kv_heads, plan.page_size), "P Hk N", dtype, every) for name, dtype in evict.token_state.items()]
-        if "attention_mass" in evict.needs:
-            kept.append(BufferSpec("attention_mass", ("P", plan.num_q_heads, plan.page_size), "P Hq N", "float32", every))
-        return tuple(kept)
+    def count(self) -> ByteCount:
+        """The bytes of the plan, as kernels store what is encoded where any do."""
+        return ByteCount(self.plan, find_format(self.plan) if why_torch(self.plan) is None else None)
 
     def layers(self, prompt: int) -> tuple[Stored, ...]:
-        """Return what each layer stores behind a prompt; where an allocate role measures it, all layers are taken to be alike."""
+        """Return what each layer stores after a prompt; where an allocate role measures it, all layers are taken to be alike."""
         policy, model = self.policy, self.model
         grants = None
         if policy.evict and policy.allocate and policy.allocate.measured:
@@ -90,20 +47,10 @@ class Footprint:
             grants = policy.evict.grants(policy.allocate, model.num_layers, model.num_kv_heads, prompt, alike)
         elif policy.evict:
             grants = policy.evict.grants(policy.allocate, model.num_layers, model.num_kv_heads, prompt)
-        found = []
+        found: list[Stored] = []
         for layer in range(model.num_layers):
-            own = trajectory(policy, prompt, 0, num_kv_heads=model.num_kv_heads, layer=layer, num_layers=model.num_layers, grants=grants)[0]
-            if self.counts_demoted:
-                precise = grants.precise[layer][0] if grants and grants.precise else None
-                low = policy.evict.expected_tokens(prompt, 0, precise)[1]  # type: ignore[union-attr]
-                own = Stored(own.lengths, (low, low))
-            found.append(own)
+            found += trajectory(policy, prompt, 0, num_kv_heads=model.num_kv_heads, layer=layer, num_layers=model.num_layers, grants=grants)
         return tuple(found)
-
-    @property
-    def counts_demoted(self) -> bool:
-        """Whether the evict role chooses which tokens are encoded and can say how many those will be."""
-        return bool(self.policy.quantize and self.policy.quantize.demoted_only and hasattr(self.policy.evict, "expected_tokens"))
 
     def layers_at_peak(self, prompt: int) -> tuple[Stored, ...]:
         """Return the most that each layer stores while the prompt is read: nothing is encoded before its end, and few roles evict."""
@@ -112,42 +59,35 @@ class Footprint:
         return tuple(Stored((one,) * heads, (0, 0)) for one in most)
 
     def stored_bytes(self, prompt: int) -> int:
-        """Return the bytes of keys, values, codes and summaries that hold data behind a prompt."""
-        return self.bytes_of(self.data, self.layers(prompt)) if self.shrinks else self.plan.stored_bytes(prompt)
+        """Return the bytes of keys, values, codes and summaries that hold data after a prompt."""
+        layers = self.layers(prompt)
+        return self.count.stored(self.lengths(layers), self.encoded(layers))
 
     def score_bytes(self, prompt: int) -> int:
-        """Return the bytes of the evict role's numbers behind a prompt."""
-        return self.bytes_of(self.lasting_scores, self.layers(prompt)) if self.lasting_scores else 0
+        """Return the bytes of the evict role's numbers after a prompt."""
+        return self.count.state(self.lengths(self.layers(prompt)))
 
     def reserved_bytes(self, prompt: int) -> int:
-        """Return the bytes that a sequence occupies behind its prompt: whole pages, with a ring beside codes, or what is held with its scores."""
-        if self.form is not None:
-            pages = sum(count * encoded.group_bytes(self.plan, group) for group, count in enumerate(self.coded_pages(prompt)))
-            return pages + encoded.slot_bytes(self.plan, self.form)
-        if self.plan.compacts or self.plan.mixed:
-            return self.plan.reserved_bytes_by_group(self.by_group(self.layers(prompt)))
-        return self.stored_bytes(prompt) + self.score_bytes(prompt) if self.held else self.plan.reserved_bytes(prompt)
+        """Return the bytes that a sequence occupies after its prompt: whole pages, with a ring beside codes, or what is stored with its scores."""
+        return self.stored_bytes(prompt) + self.score_bytes(prompt) if self.count.exact else self.count.allocated(self.pages(prompt))
 
-    def coded_pages(self, prompt: int) -> list[int]:
-        """Return the pages of each page group behind a prompt where kernels encode: those of its tokens, or of the settled ones."""
-        if self.form is not None and self.form.window:
+    def pages(self, prompt: int) -> list[int]:
+        """Return the pages of each row after a prompt; of codes only those of tokens that will never be evicted."""
+        if self.count.form is not None and self.plan.storage == "windowed":
             return SettledLedger(self.plan).settled_pages(prompt)
-        return [self.plan.pages(one) for one in self.by_group(self.layers(prompt))]
+        return self.count.pages(self.lengths(self.layers(prompt)))  # type: ignore[no-any-return]
 
     def peak_bytes(self, prompt: int) -> int:
-        """Return the most bytes that a sequence occupies while its prompt is read, and behind it."""
-        if self.form is not None:
-            return self.reserved_bytes(prompt) + encoded.prompt_bytes(self.plan, prompt, whole=prompt <= self.chunk, chunk=self.chunk)
-        if self.plan.mixed:  # codes are written while what they come from is still there
-            layers, behind = self.plan.num_layers, self.by_group(self.layers(prompt))
-            return max(
-                self.reserved_bytes(prompt), self.plan.reserved_bytes_by_group(self.by_group(self.layers_at_peak(prompt))[:layers] + behind[layers:])
-            )
-        if self.plan.compacts:
-            return max(self.reserved_bytes(prompt), self.plan.reserved_bytes_by_group(self.by_group(self.layers_at_peak(prompt))))
-        if not self.held:
-            return self.plan.reserved_bytes(prompt)
-        return max(self.reserved_bytes(prompt), self.bytes_of((*self.plan.buffers, *self.scores), self.layers_at_peak(prompt)))
+        """Return the most bytes that a sequence occupies while its prompt is read, and after it."""
+        count, reserved = self.count, self.reserved_bytes(prompt)
+        if count.form is not None:
+            return reserved + count.prompt(prompt, whole=prompt <= self.chunk, chunk=self.chunk)
+        lengths = self.lengths(self.layers_at_peak(prompt))
+        if count.exact:
+            return max(reserved, count.stored(lengths) + count.state(lengths, reading=True))
+        if self.plan.storage == "mixed":  # codes are written while what they come from is still there
+            lengths[self.plan.num_layers :] = self.lengths(self.layers(prompt))[self.plan.num_layers :]
+        return max(reserved, count.reserved(lengths))
 
     def tokens_read(self, prompt: int) -> float:
         """Return the tokens whose keys and values a decode step reads, mean over layers and KV heads."""
@@ -157,32 +97,18 @@ class Footprint:
             read += min(mean, select.budget) if select else mean
         return read / self.model.num_layers
 
-    def by_group(self, layers: Sequence[Stored]) -> list[int]:
-        """Return the tokens of each page group, whose layers are alike, or of every KV head of every layer where those are the groups."""
-        if self.plan.ragged:
+    def lengths(self, layers: Sequence[Stored]) -> list[int]:
+        """Return the tokens of each row of the count."""
+        if self.count.by_head:
             return [length for layer in layers for length in layer.lengths]
-        if self.plan.mixed:
+        if self.plan.storage == "mixed":
             return [layer.lengths[0] - layer.encoded[0] for layer in layers] + [layer.encoded[0] for layer in layers]
         return [layers[self.plan.page_groups.index(group)].lengths[0] for group in range(self.plan.num_page_groups)]
 
-    def bytes_of(self, specs: Sequence[BufferSpec], layers: Sequence[Stored]) -> int:
-        """Return the bytes of these buffers for one sequence that holds so much in each layer."""
-        total = 0
-        for spec in specs:
-            for layer in spec.layers:
-                total += sum(self.entries(spec, layers[layer])) * self.entry_bytes(spec) if spec.paged else spec.row_bytes
-        return total
-
-    def entries(self, spec: BufferSpec, own: Stored) -> tuple[int, ...]:
-        """Return the entries of a paged buffer in one layer, for each KV head."""
-        part = 1 if spec.name.startswith("value") else 0  # codes and metadata are named after what they encode
-        found = []
-        for length in own.lengths:
-            coded = min(own.encoded[part], length)
-            tokens = coded if spec.pool == "encoded" else length - coded if spec.name in ("keys", "values") else length
-            found.append(tokens // spec.tokens_per_entry)
-        return tuple(found)
-
-    def entry_bytes(self, spec: BufferSpec) -> int:
-        """Return the bytes of one entry of a paged buffer for one KV head (with its group's query heads)."""
-        return spec.row_bytes * spec.tokens_per_entry // (self.plan.page_size * self.plan.num_kv_heads)
+    def encoded(self, layers: Sequence[Stored]) -> list[tuple[int, int]]:
+        """Return how many leading keys and values of each row are encoded, none where codes have rows of their own."""
+        if self.plan.storage == "mixed" or self.plan.quantize is None:
+            return []
+        if self.count.by_head:
+            return [(min(layer.encoded[0], length), min(layer.encoded[1], length)) for layer in layers for length in layer.lengths]
+        return [layers[self.plan.page_groups.index(group)].encoded for group in range(self.plan.num_page_groups)]

@@ -15,11 +15,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 import trtkv
 from trtkv.config import Limits, ModelConfig
 from trtkv.errors import EngineError
-from trtkv.plan import CachePlan, Meaning
+from trtkv.plan import FORMAT, CachePlan, Meaning
 
 MANIFEST, GRAPH, PLAN = "manifest.json", "graph.onnx", "engine.plan"
 UNKNOWN = "unknown"  # the version of a plan whose builder did not write it down
-FORMAT = 1  # raised whenever an engine directory of the previous format can no longer be run
 
 
 class PlanInfo(BaseModel):

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from plugins.cache.roles import load_role
 from trtkv.errors import ConfigError
-from trtkv.eval.forced import Given
+from trtkv.eval.decoding import Given
 from trtkv.eval.perplexity import Perplexity, windows
 from trtkv.eval.task import Bench
 from trtkv.plan import CachePlan, CacheView, Occupancy
 from trtkv.policies.policy import Policy
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.llm import LLM
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
 from trtkv.simulation import Simulation, simulate
 
 DECODED = 16  # tokens behind each prompt whose attention is compared
@@ -127,7 +127,7 @@ def _stored(llm: LLM, done: Sequence[Simulation], num_tokens: int) -> float:
     """Return the bytes of a sequence of so many tokens: the plan's where nothing is evicted or encoded, else what was held."""
     plan = llm.engine.cache.plan
     if not {"allocate", "evict", "quantize"} & set(plan.roles):
-        return plan.stored_bytes(num_tokens)
+        return llm.engine.cache.count.stored(num_tokens)
     return sum(one.stored_bytes[-1] + one.state_bytes[-1] for one in done)
 
 

@@ -11,12 +11,13 @@ Everything that decides about lengths is a function of integers that the host kn
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from trtkv.config import ModelConfig
-from trtkv.plan import BufferSpec, CacheView, EvictPlan, Meaning, Occupancy, Pooling, QuantizePlan, SelectPlan, Verdict
+from trtkv.plan import BufferSpec, CacheView, EvictPlan, Meaning, Occupancy, OffloadPlan, Pooling, QuantizePlan, SelectPlan, Verdict
+from trtkv.rules import Encoding, EvictRule, Summary
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +66,16 @@ class Role(BaseModel):
     def meaning(self) -> Meaning:
         """Name this role by import path and fields, as a plan carries it."""
         cls = type(self)
-        return Meaning(op=cls.__module__.rpartition(".")[2], role=f"{cls.__module__}:{cls.__qualname__}", fields=self.model_dump(mode="json"))
+        return Meaning(f"{cls.__module__}:{cls.__qualname__}", self.model_dump(mode="json"))
+
+    def rule(self) -> object | None:
+        """Return what kernels know the role by, None where it runs by its definition."""
+        return None
+
+    @property
+    def stated(self) -> Any:
+        """The rule that the role's own class states: a subclass may change what the role does, so it states its rule anew."""
+        return self.rule() if "rule" in vars(type(self)) else None
 
     def buffers(self, model: ModelConfig, page_size: int, layers: tuple[int, ...]) -> tuple[BufferSpec, ...]:
         """Return the buffers that hold this role's state in the given layers."""
@@ -209,6 +219,10 @@ class Evict(Role):
         shared = allocate is None or allocate.splits != "tokens"
         return (0,) * num_layers if shared else tuple(range(num_layers))
 
+    def rule(self) -> EvictRule | None:
+        """Return what kernels evict by, None where `keep` decides."""
+        return None
+
     def plan(self, allocate: Allocate | None = None) -> EvictPlan:
         """Lower the role, with the allocate role that serves it, to what the runtime must provide."""
         needs, window, paged = self.needs, self.observe_window, "equal_heads" not in self.takes
@@ -219,7 +233,7 @@ class Evict(Role):
             ragged = paged and shares and allocate.splits == "tokens" and self.bounded
             paged = paged and not shares
         asked = tuple(sorted(needs & set(RUNTIME_NEEDS)))
-        return EvictPlan(self.meaning(), asked, window, dict(self.token_state), paged, self.prompt_only, ragged)
+        return EvictPlan(self.meaning(), asked, window, dict(self.token_state), paged, self.prompt_only, ragged, self.stated)
 
 
 class Quantize(Role):
@@ -241,11 +255,6 @@ class Quantize(Role):
         """Consecutive tokens whose keys are encoded together."""
         return 1
 
-    @property
-    def residual_tokens(self) -> int:
-        """Settled tokens that stay in full precision at most."""
-        return 0
-
     def flush(self, at: Occupancy, encoded: tuple[int, int]) -> tuple[int, int]:
         """Tell how many leading tokens' keys and values are to be encoded now, given how many already are."""
         raise NotImplementedError
@@ -261,13 +270,13 @@ class Quantize(Role):
         """Decode what `encode` made: [Hk, S, D] fp32."""
         raise NotImplementedError
 
-    def bits_per_element(self, part: Part, head_dim: int, metadata_bits: int = 16) -> float:
-        """Bits that one encoded number costs with its share of the metadata."""
-        raise NotImplementedError
+    def rule(self) -> Encoding | None:
+        """Return the encoding that kernels read and write, None where only `encode` and `decode` do."""
+        return None
 
     def plan(self) -> QuantizePlan:
         """Lower the role to its schedule."""
-        return QuantizePlan(self.meaning(), self.flush_first, self.demoted_only, self.key_group, self.residual_tokens)
+        return QuantizePlan(self.meaning(), self.flush_first, self.demoted_only, encoding=self.stated)
 
 
 class Offload(Role):
@@ -275,9 +284,9 @@ class Offload(Role):
 
     kind: ClassVar[Kind] = "offload"
 
-    def tier(self, part: Part, page: int, pages: int, sink_pages: int, window_pages: int) -> Literal["device", "host"]:
-        """Tell where a page of so many lives between the steps that select it."""
-        raise NotImplementedError
+    def plan(self) -> OffloadPlan:
+        """Lower the role to what moves, and when."""
+        return OffloadPlan()
 
 
 class Retrieve(Role):
@@ -328,11 +337,27 @@ class Retrieve(Role):
         """Return for which KV heads [Hk] bool the selection uses this step's query [Hq, D] instead of the previous step's."""
         return query.new_ones(num_kv_heads).bool()
 
+    def rule(self) -> Summary | None:
+        """Return the summaries that kernels keep and score, None where only `summarize` and `score` do."""
+        return None
+
     def select_plan(self) -> SelectPlan:
         """Lower the fields to what the selection op reads."""
         cls = type(self)
-        speculative, forces = cls.corrected is not Retrieve.corrected, cls.forced is not Retrieve.forced
-        return SelectPlan(self.meaning(), self.budget, self.sink, self.window, self.unit, self.summary_group, self.pooling, speculative, forces)
+        return SelectPlan(
+            meaning=self.meaning(),
+            budget=self.budget,
+            sink=self.sink,
+            window=self.window,
+            unit=self.unit,
+            group=self.summary_group,
+            pooling=self.pooling,
+            speculative=cls.corrected is not Retrieve.corrected,
+            forces=cls.forced is not Retrieve.forced,
+            summary=self.stated,
+            outliers=self.forced_tokens // self.unit,
+            shared=self.joins_heads,
+        )
 
 
 RUNTIME_NEEDS = ("attention_mass", "attention_newest", "last_queries")

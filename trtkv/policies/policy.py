@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from math import lcm
 from typing import Any
@@ -13,9 +14,12 @@ from trtkv.config import ModelConfig
 from trtkv.errors import ConfigError, PolicyConflict, UnknownName
 from trtkv.plan import BufferSpec, CachePlan, SelectPlan
 from trtkv.policies.base import CAPABILITIES, KINDS, Allocate, Evict, Offload, Quantize, Retrieve, Role
-from trtkv.policies.compacted import state_buffers
 
 DEFAULT_PAGE_SIZE = 32
+
+
+# What names presets that hold a role's class without a conflict, joined with another role of a kind where wanted: set by the registry.
+suggestions: list[Callable[[Role, str | None], list[str]]] = [lambda role, kind: []]
 
 
 class Policy(BaseModel):
@@ -79,12 +83,12 @@ class Policy(BaseModel):
             role.check(self.name)
         if self.retrieve:
             check_budget(self.name, self.retrieve)
-        clash = self._clash()
+        clash = self.clash()
         if clash:
             raise _conflict(self, *clash)
         return self
 
-    def _clash(self) -> tuple[Role, str, Role | None] | None:
+    def clash(self) -> tuple[Role, str, Role | None] | None:
         """Return the first role that lacks a capability, the capability, and the role that takes it away (None: nobody gives it)."""
         given = {name for name, (native, _) in CAPABILITIES.items() if native}.union(*(role.gives for role in self.roles.values()))
         for role in self.roles.values():
@@ -143,14 +147,18 @@ class Policy(BaseModel):
             roles={kind: role.meaning() for kind, role in self.roles.items()},
             evict=self.evict.plan(self.allocate) if self.evict else None,
             quantize=quantize.plan() if quantize else None,
+            offload=self.offload.plan() if self.offload else None,
         )
-        if self._mixes and made.evict is not None and made.quantize is not None:
+        if self._mixes and made.quantize is not None:
             made = replace(made, quantize=replace(made.quantize, mixed=True), page_groups=every)
-            return replace(made, buffers=(*made.buffers, *state_buffers(made.evict, model, page_size)))
-        if self.evict is None or made.evict is None or not (made.compacts or made.evicts_once or made.settles):
+            return replace(made, buffers=(*made.buffers, *made.state_buffers))
+        if self.evict is None or made.storage in ("mixed", "replaced", "reference"):
             return made
-        heads, beside = model.num_kv_heads, state_buffers(made.evict, model, page_size) if made.compacts else ()
-        groups = tuple(range(0, model.num_layers * heads, heads)) if made.ragged else self.evict.page_groups(self.allocate, model.num_layers)
+        if made.storage == "per_head":
+            groups = tuple(range(0, model.num_layers * model.num_kv_heads, model.num_kv_heads))
+        else:
+            groups = self.evict.page_groups(self.allocate, model.num_layers)
+        beside = made.state_buffers if made.quantize is None else ()
         return replace(made, buffers=(*made.buffers, *beside), page_groups=groups)
 
 
@@ -177,22 +185,11 @@ def _conflict(policy: Policy, role: Role, capability: str, other: Role | None) -
     mine, what = f"{role.kind} role '{_file(role)}'", CAPABILITIES.get(capability, (False, capability))[1]
     if other is None:
         problem = f"'{policy.name}': {mine} needs {capability} ({what}), which no other role gives"
-        works = _partners(role, None)
+        works = suggestions[-1](role, None)
         return PolicyConflict(problem, f"A preset that works: {works[0]}." if works else "Fill the role that gives it.")
     problem = f"'{policy.name}': {mine} needs {capability} ({what}), which {other.kind} role '{_file(other)}' takes away"
-    works = _partners(role, other.kind) or _partners(other, role.kind)
+    works = suggestions[-1](role, other.kind) or suggestions[-1](other, role.kind)
     return PolicyConflict(problem, f"A preset that works: {works[0]}." if works else "Use the roles one at a time.")
-
-
-def _partners(role: Role, kind: str | None) -> list[str]:
-    """Name presets, alone or joined by `+`, that hold this role's class without a conflict, joined with another role of a kind where asked."""
-    from trtkv.policies.registry import preset  # the registry builds policies, so it cannot be imported before this module
-    from trtkv.presets import policy_presets
-
-    every = [preset(name) for name in policy_presets()]
-    own = [one for one in every if type(one.roles.get(role.kind)) is type(role)]
-    joined = [a + b for a in own for b in every if kind in b.roles and not set(a.roles) & set(b.roles)] if kind else []
-    return [one.name for one in joined + own if not one._clash()]
 
 
 def _file(role: Role) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from trtkv.errors import ConfigError, UnknownName
 from trtkv.policies.base import KINDS, Kind, Role
 from trtkv.policies.fields import field_table, summary
-from trtkv.policies.policy import Policy, make_role
+from trtkv.policies.policy import Policy, make_role, suggestions
 from trtkv.presets import policy_presets
 
 
@@ -112,3 +112,14 @@ def describe(policy: Policy) -> dict[str, Any]:
             for kind, role in policy.roles.items()
         },
     }
+
+
+def _partners(role: Role, kind: str | None) -> list[str]:
+    """Name presets, alone or joined by `+`, that hold this role's class without a conflict, joined with another role of a kind where wanted."""
+    every = [preset(name) for name in policy_presets()]
+    alone = [one for one in every if type(one.roles.get(role.kind)) is type(role)]
+    joined = [a + b for a in alone for b in every if kind in b.roles and not set(a.roles) & set(b.roles)] if kind else []
+    return [one.name for one in joined + alone if one.clash() is None]
+
+
+suggestions.append(_partners)

@@ -22,10 +22,10 @@ from trtkv.runtime.device_sampler import PENDING, Ask, Chosen
 from trtkv.runtime.loading import Engine
 from trtkv.runtime.overrides import check_override, override_of
 from trtkv.runtime.pages import PageAllocator
+from trtkv.runtime.rows import StepRow
 from trtkv.runtime.sampler import SamplingParams, StopChecker, choose, not_finite, settings_of, top_logprobs
-from trtkv.runtime.scheduler import Running
+from trtkv.runtime.sequence import Running
 from trtkv.runtime.stats import Stats, StepFigures
-from trtkv.runtime.step import StepRow
 from trtkv.runtime.swap import open_swap
 from trtkv.runtime.tokenizer import Tokenizer
 

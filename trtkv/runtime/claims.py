@@ -16,15 +16,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from plugins.cache.cache import Cache
-from plugins.cache.eviction.ledger import EvictingLedger
-from plugins.cache.eviction.per_head.ledger import HeadLedger
+from plugins.cache.ledgers.evicting import EvictingLedger
+from plugins.cache.ledgers.per_head import HeadLedger
 from plugins.cache.pages import HeadPages
 from trtkv.config import Limits
 from trtkv.errors import RequestError
 from trtkv.plan import CachePlan
 from trtkv.runtime.memory import claimed_chunk
 from trtkv.runtime.pages import GroupPages, HeadPageAllocator, PageAllocator
-from trtkv.runtime.scheduler import Running, Scheduler
+from trtkv.runtime.scheduler import Scheduler
+from trtkv.runtime.sequence import Running
 
 
 class ClaimScheduler(Scheduler):

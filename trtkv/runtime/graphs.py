@@ -11,17 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from plugins.cache.cache import Cache
 from trtkv.runtime.device_sampler import Ask, DeviceSampler
+from trtkv.runtime.rows import Executor, StepRow
 from trtkv.runtime.staged import StagedInputs
-
-if TYPE_CHECKING:
-    from trtkv.runtime.step import Executor, StepRow
 
 Key = tuple[int, int, bool]  # sequences; the sampler's version, LOGITS where none chooses; whether all are read whole
 LOGITS = -1

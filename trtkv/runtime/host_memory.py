@@ -13,10 +13,11 @@ import psutil
 import torch
 from torch import Tensor
 
-from plugins.cache.encodings.grouped import store as encoded
-from plugins.cache.support import encodes_by_kernels, gpu_ready, why_selects_in_torch, why_torch
+from plugins.cache.bytes import ByteCount
+from plugins.cache.support import encodes_by_kernels, gpu_ready, why_torch
 from plugins.cache.tiers.host.layout import Layout, layout
 from plugins.cache.tiers.host.store import Offload, Recall
+from plugins.select.summary import why_selects_in_torch
 from trtkv.config import Limits
 from trtkv.errors import CapacityError, ConfigError, EngineError, UnknownName
 from trtkv.plan import CachePlan
@@ -77,8 +78,7 @@ def recall_of(plan: CachePlan, engine: str = "auto") -> Recall:
     """
     if engine not in ENGINES:
         raise UnknownName("recall", engine, ENGINES)
-    offload = plan.roles.get("offload")
-    guesses = any(one is not None and one.speculative for one in plan.select) and (offload is None or offload.fields.get("schedule") != "blocking")
+    guesses = any(one is not None and one.speculative for one in plan.select) and not (plan.offload and plan.offload.blocking)
     return Recall(engine=engine, ahead=guesses and engine != "copies", bulk=engine)  # type: ignore[arg-type]
 
 
@@ -87,10 +87,10 @@ def fitting_pages(
 ) -> int:
     """Return the pages for which both tiers have room; raises CapacityError where one sequence of full length does not fit."""
     wanted, slots = plan.pages(limits.max_seq_len), limits.max_batch_size
-    host_page, form = shape.host_bytes(1), encodes_by_kernels(plan, device)
-    device_page = (plan.page_bytes if form is None else encoded.page_bytes(plan)) - host_page
-    fixed = beside_bytes(plan, limits, form) + shape.device_bytes(slots)
-    fixed += 0 if form is None else wanted * shape.page_bytes  # a prompt's codes on their way to the host
+    host_page, count = shape.host_bytes(1), ByteCount(plan, encodes_by_kernels(plan, device))
+    device_page = count.page - host_page
+    fixed = beside_bytes(count, limits) + shape.device_bytes(slots)
+    fixed += 0 if count.form is None else wanted * shape.page_bytes  # a prompt's codes on their way to the host
     own_room = host_room() if host_bytes is None else host_bytes
     room = int(available_bytes(device) * HEADROOM) if cache_bytes is None else cache_bytes
     if wanted * host_page > own_room:

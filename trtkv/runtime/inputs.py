@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from plugins.cache.pages import HeadPages
-
-if TYPE_CHECKING:
-    from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
 
 Int32 = npt.NDArray[np.int32]
 

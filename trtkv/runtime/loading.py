@@ -31,7 +31,8 @@ from trtkv.runtime.host_memory import host_room, open_offload, recall_of
 from trtkv.runtime.memory import check_weights, pool_sizes
 from trtkv.runtime.pages import GroupPages, HeadPageAllocator, PageAllocator, make_pages
 from trtkv.runtime.rope import rope_table
-from trtkv.runtime.step import Executor, Stepper
+from trtkv.runtime.rows import Executor
+from trtkv.runtime.step import Stepper
 from trtkv.runtime.weights import Weight, map_weights, random_weights
 
 Progress = Callable[[str, float], None]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import psutil
 import torch
 
-from plugins.cache.assemble import make_ledger
-from plugins.cache.encodings.grouped import store as encoded
-from plugins.cache.encodings.grouped.formats import Format
+from plugins.cache.bytes import ByteCount
+from plugins.cache.ledgers.make import make_ledger
 from plugins.cache.support import encodes_by_kernels
 from trtkv.config import Limits
 from trtkv.errors import CapacityError
@@ -34,66 +33,42 @@ def check_weights(weight_bytes: int, device: torch.device) -> None:
         )
 
 
-def pool_pages(plan: CachePlan, limits: Limits, device: torch.device, cache_bytes: int | None = None, promised_bytes: int = 0) -> int:
-    """Return the pages of a pool: enough for every sequence at full length, or what the memory (or cache_bytes) allows.
-
-    promised_bytes of the memory that is free now will be taken by something else. Raises CapacityError when not even one sequence of full length
-    fits.
-    """
-    room = int(max(0, available_bytes(device) - promised_bytes) * HEADROOM) if cache_bytes is None else cache_bytes
-    form = encodes_by_kernels(plan, device)
-    page_bytes, beside = plan.page_bytes if form is None else encoded.page_bytes(plan), beside_bytes(plan, limits, form)
-    wanted = plan.pages(limits.max_seq_len)
-    pages = min(wanted * limits.max_batch_size, max(0, room - beside) // max(1, page_bytes))
-    if pages < wanted:
-        need = wanted * page_bytes + beside
-        raise CapacityError(
-            f"the cache of one sequence of {limits.max_seq_len} tokens takes {readable(need)}, {readable(room)} is available",
-            "Build with a lower --max-seq-len, or give the cache more memory.",
-        )
-    return pages
-
-
 def claimed_chunk(limits: Limits) -> int:
     """Return the tokens of a prompt's step where every other sequence is to find room for one."""
     return max(1, limits.max_chunk_tokens // 2, limits.max_chunk_tokens - limits.max_batch_size)
 
 
-def beside_bytes(plan: CachePlan, limits: Limits, form: Format | None) -> int:
+def beside_bytes(count: ByteCount, limits: Limits) -> int:
     """Return the bytes that all slots take beside their pages; where tokens are encoded, with a prompt that is being read."""
-    if form is None:
-        return limits.max_batch_size * plan.slot_bytes
-    chunk = limits.max_chunk_tokens if plan.evict is None else claimed_chunk(limits)
-    prompt = encoded.prompt_bytes(plan, limits.max_seq_len, whole=limits.max_seq_len <= chunk, chunk=chunk)
-    return limits.max_batch_size * encoded.slot_bytes(plan, form) + prompt
+    slots = limits.max_batch_size * count.slot
+    if count.form is None:
+        return slots
+    chunk = limits.max_chunk_tokens if count.plan.evict is None else claimed_chunk(limits)
+    return slots + count.prompt(limits.max_seq_len, whole=limits.max_seq_len <= chunk, chunk=chunk)
 
 
 def pool_sizes(plan: CachePlan, limits: Limits, device: torch.device, cache_bytes: int | None = None, promised_bytes: int = 0) -> list[int]:
-    """Return the pages of every page group's pool, as `pool_pages`; where tokens are evicted, enough for the most that pages hold of every sequence.
+    """Return the pages of every page group's pool: enough for the most of every sequence, or what the memory (or cache_bytes) allows.
 
-    Where memory does not allow that, every pool holds one prompt that is read, and a share of others behind theirs: layers that keep less get less.
-    Raises CapacityError when not even one sequence of full length fits.
+    Where memory does not allow all, every pool holds one prompt that is read, and a share of others after theirs: layers that keep less get less.
+    promised_bytes of the memory that is free now will be taken by something else. Raises CapacityError when not even one sequence of full length
+    fits.
     """
-    form, ledger = encodes_by_kernels(plan, device), make_ledger(plan, device)
-    if not ledger.shrinks:
-        return [pool_pages(plan, limits, device, cache_bytes, promised_bytes)] * plan.num_page_groups
+    count, ledger = ByteCount(plan, encodes_by_kernels(plan, device)), make_ledger(plan, device)
     room = int(max(0, available_bytes(device) - promised_bytes) * HEADROOM) if cache_bytes is None else cache_bytes
     longest, chunk = limits.max_seq_len, limits.max_chunk_tokens
-    slots, most = beside_bytes(plan, limits, form), ledger.most_pages(longest, chunk)
-    # One pool a page group, or one for all heads.
-    sizes = [plan.group_page_bytes(group) if form is None else encoded.group_bytes(plan, group) for group in range(len(most))]
-    one = sum(count * size for count, size in zip(most, sizes, strict=True))
+    slots, most = beside_bytes(count, limits), ledger.most_pages(longest, chunk)
+    one = count.allocated(most) - count.slot
     if one + slots > room:
         raise CapacityError(
             f"the cache of one sequence of {limits.max_seq_len} tokens takes {readable(one + slots)}, {readable(room)} is available",
             "Build with a lower --max-seq-len, or give the cache more memory.",
         )
     if limits.max_batch_size * one + slots <= room:
-        return [limits.max_batch_size * count for count in most]
+        return [limits.max_batch_size * pages for pages in most]
     answer = max(1, longest // ANSWER_SHARE)
-    behind = ledger.pages_after_prompt(max(1, longest - answer), chunk, answer)
-    others = (room - slots - one) / sum(count * size for count, size in zip(behind, sizes, strict=True))
-    return [count + int(others * later) for count, later in zip(most, behind, strict=True)]
+    later = ledger.pages_after_prompt(max(1, longest - answer), chunk, answer)
+    return [pages + own * (room - slots - one) // (count.allocated(later) - count.slot) for pages, own in zip(most, later, strict=True)]
 
 
 def readable(size: float) -> str:

@@ -19,7 +19,7 @@ def check_override(cache: Cache, params: SamplingParams) -> None:
     """Raise RequestError where an engine cannot give a request its budget or tau."""
     if params.budget is not None:
         _check_budget(cache, params.budget)
-    if params.tau is not None and not any(one is not None and "tau" in one.meaning.fields for one in cache.plan.select):
+    if params.tau is not None and not any(one is not None and one.tau is not None for one in cache.plan.select):
         raise RequestError(f"policy '{cache.plan.policy}' has no tau, and the request asks for {params.tau}", WITHOUT)
 
 

@@ -28,7 +28,8 @@ from trtkv.engine.manifest import Manifest, read_manifest
 from trtkv.errors import ConfigError, EngineError, TrtkvError
 from trtkv.runtime.device_sampler import Ask, Chosen
 from trtkv.runtime.loading import Engine, Options, Part, Progress, find_device, open_engine
-from trtkv.runtime.step import Stepper, StepRow
+from trtkv.runtime.rows import StepRow
+from trtkv.runtime.step import Stepper
 
 PATIENCE = timedelta(minutes=30)  # of a part for the others: one may still be reading weights
 LEAVE_S = 5.0

@@ -36,7 +36,7 @@ class SavedPages:
         Raises ConfigError where the policy moves tokens after they are stored, or the directory cannot be written.
         """
         plan = cache.plan
-        if plan.held or plan.evict is not None or cache.parts > 1:
+        if not plan.in_pages or plan.evict is not None or cache.parts > 1:
             why = "shares its KV heads out over several GPUs" if cache.parts > 1 else "evicts or encodes tokens, so its pages belong to one prompt"
             raise ConfigError(f"prompts cannot be saved with policy '{plan.policy}': the engine {why}", "Leave --kv-disk out.")
         self._cache, self._directory, self._identity = cache, directory, identity

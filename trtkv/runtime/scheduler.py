@@ -8,57 +8,18 @@ computed again half-way: those that are held in tensors are admitted for their l
 
 from __future__ import annotations
 
-import itertools
 import time
 from bisect import insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 from trtkv.config import Limits
 from trtkv.errors import CapacityError, RequestError
 from trtkv.plan import CachePlan
 from trtkv.runtime.pages import Key, PageAllocator, page_keys
+from trtkv.runtime.rows import StepRow
 from trtkv.runtime.saved_pages import SavedPages
-from trtkv.runtime.step import StepRow
-from trtkv.runtime.streams import Stretch
-from trtkv.runtime.swap import Left, Swap
-
-_arrivals = itertools.count()
-
-
-@dataclass(slots=True, eq=False)
-class Running:
-    """A prompt on its way: tokens with what was generated so far, and how many of them are in the cache.
-
-    Higher priority runs first; reused counts prompt tokens whose pages another prompt had filled, keys names the prompt's full pages; began_s is
-    when it first got a place (monotonic seconds). left is what a sequence that gave way has in host memory beside the pages that it still owns,
-    arriving what is on its way back.
-    """
-
-    request: int
-    tokens: list[int]
-    num_prompt: int
-    max_tokens: int
-    priority: int = 0
-    seen: int = 0
-    slot: int = -1
-    pages: list[int] = field(default_factory=list)
-    reused: int = 0
-    keys: list[Key] = field(default_factory=list)
-    arrival: int = field(default_factory=lambda: next(_arrivals))
-    began_s: float | None = None
-    left: Left | None = None
-    arriving: Stretch | None = None
-
-    @property
-    def num_generated(self) -> int:
-        """Tokens generated so far."""
-        return len(self.tokens) - self.num_prompt
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Rank among those that want to run: lower comes first."""
-        return -self.priority, self.arrival
+from trtkv.runtime.sequence import Running
+from trtkv.runtime.swap import Swap
 
 
 class Scheduler:
@@ -73,7 +34,7 @@ class Scheduler:
         self.saved: SavedPages | None = None  # a third tier on disk
         self.swap: Swap | None = None  # host memory for sequences that give way
         self._slots = slots
-        self._gives_way = not plan.held
+        self._gives_way = plan.in_pages
 
     def check(self, tokens: Sequence[int], max_tokens: int) -> None:
         """Raise RequestError for a prompt that can never be served."""
@@ -113,7 +74,7 @@ class Scheduler:
     def stored(self, sequence: Running) -> None:
         """Take note that a step has stored a sequence's tokens up to `seen`: the prompt's full pages may serve others from now on."""
         full = min(sequence.seen, sequence.num_prompt) // self.plan.page_size
-        if self.plan.held or full == len(sequence.keys):
+        if not self.plan.in_pages or full == len(sequence.keys):
             return
         keys = page_keys(sequence.tokens, self.plan.page_size, full, sequence.keys)
         for index in range(len(sequence.keys), full):
@@ -172,10 +133,10 @@ class Scheduler:
             return False
         if one.left is not None:
             return self._resume(one)
-        shared = [] if self.plan.held else self.pages.share(self._prompt_keys(one))
+        shared = self.pages.share(self._prompt_keys(one)) if self.plan.in_pages else []
         need = self._pages_to_begin(one) - len(shared)
         # One page in hand for every running sequence, or the newest would soon have to give way.
-        if not self._room(need + (0 if self.plan.held else len(self.running)), one):
+        if not self._room(need + (len(self.running) if self.plan.in_pages else 0), one):
             self.pages.give(shared)
             return False
         one.pages, one.slot = shared + self.pages.take(need), self._slots.pop()
@@ -223,7 +184,7 @@ class Scheduler:
 
     def _pages_to_begin(self, one: Running) -> int:
         longest = one.num_prompt + one.max_tokens
-        return self.plan.pages(longest if self.plan.held else min(longest, len(one.tokens) + 1))
+        return self.plan.pages(min(longest, len(one.tokens) + 1) if self.plan.in_pages else longest)
 
     def _grow(self) -> None:
         """Give every running sequence the page of its next token; whoever came last gives way where there is none."""

@@ -6,7 +6,7 @@ So nothing but that kernel stands between one step and the next: no copy, which 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +18,7 @@ from plugins.sampling import launch, reference
 from trtkv.runtime.device_sampler import Ask
 from trtkv.runtime.head_table import HeadTable
 from trtkv.runtime.inputs import differ, page_table
-
-if TYPE_CHECKING:
-    from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
 
 ALIGNMENT = 16  # bytes at which every input begins
 QUEUED = 3  # pinned blocks: one more than the steps that may be on their way

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from plugins.cache.cache import Cache
-from trtkv.runtime.scheduler import Running
-from trtkv.runtime.step import StepRow
+from trtkv.runtime.rows import StepRow
+from trtkv.runtime.sequence import Running
 
 
 @dataclass(frozen=True, slots=True)

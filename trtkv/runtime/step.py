@@ -7,9 +7,8 @@ fills the engine's inputs, and runs the graph once. Decode is the case of one ne
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,36 +21,7 @@ from trtkv.config import Limits
 from trtkv.runtime.device_sampler import PENDING, Ask, Chosen, DeviceSampler
 from trtkv.runtime.graphs import DecodeGraphs
 from trtkv.runtime.inputs import page_table, small_inputs
-
-
-class Executor(Protocol):
-    """What runs the graph: the torch executor or TensorRT."""
-
-    name: str
-
-    @property
-    def capturable(self) -> bool:
-        """Whether decode steps may be captured into a CUDA graph."""
-        ...
-
-    def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Run one announced step; returns logits [R, V] fp32."""
-
-
-@dataclass(slots=True)
-class StepRow:
-    """One sequence in a step: the new tokens, how many tokens came before them, its slot, its pages, and the rows whose logits are wanted.
-
-    pages are one list for all page groups, or a list of one for each, or those of KV heads that have their own. logits_of counts from the first new
-    token; empty while a prompt is not finished. prompt is the length of the whole prompt, by default what there is once these tokens are in.
-    """
-
-    tokens: Sequence[int]
-    seen: int
-    slot: int
-    pages: Sequence[int] | Sequence[Sequence[int]] | HeadPages
-    logits_of: Sequence[int] = ()
-    prompt: int | None = None
+from trtkv.runtime.rows import Executor, StepRow
 
 
 class Stepper:

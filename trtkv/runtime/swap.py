@@ -13,40 +13,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from plugins.cache.cache import Cache
 from trtkv.runtime.host_memory import HostPool, host_room
 from trtkv.runtime.pages import PageAllocator
+from trtkv.runtime.sequence import Copied, Left, Running
 from trtkv.runtime.slabs import Allocate, HostRoom, Place, Records
 from trtkv.runtime.streams import CopyLane, Stretch
-
-if TYPE_CHECKING:
-    from trtkv.runtime.scheduler import Running
 
 BUS_BYTES_PER_S = 20e9  # before a copy has been measured
 OF_LAST = 0.5  # share of the newest measurement in a rate
 LEAST_PAGES = 16  # that go together: a stretch of copies has its price
 MOST_PAGES = 128  # of one stretch: what others may take before the rest has gone
 HOST_SHARE = 4  # of the host memory that may be pinned, by default a quarter at most
-
-
-@dataclass(eq=False, slots=True)
-class Copied:
-    """A page's contents in host memory, for so many sequences, and on the device as long as that page keeps them."""
-
-    place: Place
-    content: tuple[int, int]
-    holders: int = 1
-
-
-@dataclass(eq=False, slots=True)
-class Left:
-    """What a sequence that gave way has in host memory: its slot's record, and the pages behind those that it still owns."""
-
-    slot: Place | None
-    tail: list[Copied] = field(default_factory=list)
 
 
 class Swap:
@@ -229,7 +208,7 @@ def why_not(cache: Cache) -> str | None:
     """Say why the sequences of an engine that give way are computed again, None where they can be swapped out."""
     if cache.parts > 1:
         return "its KV heads are shared out over several processes"
-    if cache.plan.held or cache.plan.evict is not None:
+    if not cache.plan.in_pages or cache.plan.evict is not None:
         return "its sequences never give way: they are admitted for all that they may still need"
     if any(one.device.type != cache.device.type for one in cache.page_buffers()):
         return "some of its pages lie outside the device's memory without --offload"

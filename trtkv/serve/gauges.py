@@ -8,7 +8,7 @@ from typing import Any
 
 import trtkv
 from trtkv.runtime.batcher import Batcher
-from trtkv.runtime.scheduler import Running
+from trtkv.runtime.sequence import Running
 from trtkv.serve.families import Sink
 
 EVERY_S = 0.2  # gauges are set this often at most: the bytes of held caches are summed over their tensors

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from plugins.cache.eviction.compactor import Compactor
-from plugins.cache.eviction.ledger import EvictingLedger
 from plugins.cache.eviction.stacks import Stacks
+from plugins.cache.ledgers.evicting import EvictingLedger
 from plugins.cache.paged import PagedCache
 from trtkv.plan import CachePlan
 

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from plugins.cache.batch import Row, to_device
 from plugins.cache.eviction import exchange, lag, launch, move, observe, stamps
-from plugins.cache.eviction.ledger import Account, EvictingLedger
 from plugins.cache.eviction.newest import Step
 from plugins.cache.eviction.stacks import Stacks
 from plugins.cache.eviction.sums import launch as sums
 from plugins.cache.eviction.view import PagedView
+from plugins.cache.formats import ranks_partitions
+from plugins.cache.ledgers.evicting import Account, EvictingLedger
 from plugins.cache.support import compacts_by_kernels
+from trtkv.rules import Exchange
 
 T = TypeVar("T")
 MOST_ELEMENTS = 1 << 27  # of the fp32 tensors that a role sees of several layers at once
@@ -135,7 +137,7 @@ class Compactor:
     def _join(self, group: int, queries: Tensor | None, table: Tensor, lens: Tensor, seen: Tensor, slots: Tensor) -> None:
         step = Step(queries, table, lens, seen, slots, self._plan.num_q_heads, self._scale)
         rule, stacks, slots_ = self._rule, self._stacks, self._stacks.num_slots
-        if isinstance(rule, exchange.Rule):
+        if isinstance(rule, Exchange):
             found = self._scratch_for(("exchange", group), lambda: exchange.Scratch.of(stacks, group, rule, step.heads_q, slots_))
             exchange.run(stacks, group, rule, found, step)
         elif rule is not None:
@@ -163,7 +165,7 @@ class Compactor:
                 view.write(name, x)
 
     def _evict_from(self, group: int, row: Row, account: Account) -> None:
-        if self.kernels and lag.takes(self._evict):
+        if self.kernels and ranks_partitions(self._evict):
             lag.evict(self._stacks, group, row, account, self.ledger)
             return
         for view in self._views(group, row, account):

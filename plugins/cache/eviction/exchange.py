@@ -18,45 +18,23 @@ from plugins.cache.eviction.stacks import Stacks
 from plugins.device import triton_aot
 from plugins.device.driver import Kernel
 from trtkv.plan import CachePlan
+from trtkv.rules import Exchange
 
 _SOURCE = Path(__file__).parent / "exchange_kernel.py"
 LOG2_E = 1.4426950408889634
-MASS, NEWEST, POSITION = range(3)  # what a token is kept for
+SCORES = ("mass", "newest", "position")  # as the kernel numbers them
 _BLOCK = 1024  # tokens that a block of the exchange looks at together
 _TOGETHER = 8  # query heads whose numbers it reads at once
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """Which token goes where more than a budget are stored: the one of the least `score`.
-
-    It is none of the first `sink` and none of the newest `recent`. shared lets all query heads of a layer decide together, pool_max those of a group
-    by their maximum instead of their mean.
-    """
-
-    budget: int
-    sink: int
-    recent: int
-    score: int
-    shared: bool = False
-    pool_max: bool = False
-
-
-def rule_of(plan: CachePlan) -> Rule | None:
+def rule_of(plan: CachePlan) -> Exchange | None:
     """Return the rule of a plan whose decode steps each evict one token by these kernels, None where a role decides otherwise.
 
     Budgets that an allocate role grants follow from the prompt, which a captured step does not know.
     """
-    evict = plan.evict
-    if evict is None or not plan.compacts or plan.pooled or "allocate" in plan.roles or not evict.meaning.role.startswith("trtkv."):
+    if plan.evict is None or plan.storage != "compacted" or "allocate" in plan.roles:
         return None
-    op, fields = evict.meaning.op, evict.meaning.fields
-    if op == "h2o":
-        budget = int(fields["budget"])
-        return Rule(budget, 0, max(1, int(budget * fields["recent"])), MASS, pool_max=fields["pooling"] == "max")
-    if op == "tova":
-        return Rule(int(fields["budget"]), 0, 1, NEWEST, shared=bool(fields["shared"]))
-    return Rule(int(fields["budget"]), int(fields["sink"]), 1, POSITION) if op == "streaming" else None
+    return plan.evict.rule if isinstance(plan.evict.rule, Exchange) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +50,11 @@ class Scratch:
     weights: Tensor
 
     @staticmethod
-    def of(stacks: Stacks, group: int, rule: Rule, heads_q: int, num_slots: int) -> Scratch:
+    def of(stacks: Stacks, group: int, rule: Exchange, heads_q: int, num_slots: int) -> Scratch:
         """Allocate it for as many of the slots as fit."""
         keys = stacks.groups["keys"][group]
         layers, heads, dim = len(keys), keys.shape[2], keys.shape[4]
-        if rule.score == POSITION:
+        if rule.score == "position":
             return Scratch(num_slots, *(torch.empty(1, device=keys.device) for _ in range(3)))
         width = width_of(rule, dim)
         sequences = sequences_of(layers, heads_q * width, num_slots)
@@ -85,18 +63,18 @@ class Scratch:
         return Scratch(sequences, *(torch.empty(layers * sequences * one, device=keys.device) for one in each))
 
 
-def run(stacks: Stacks, group: int, rule: Rule, scratch: Scratch, step: Step) -> None:
+def run(stacks: Stacks, group: int, rule: Exchange, scratch: Scratch, step: Step) -> None:
     """Evict from the layers of a page group behind a decode step."""
     for some in step.cut(scratch.sequences):
         _run_some(stacks, group, rule, scratch, some)
 
 
-def _run_some(stacks: Stacks, group: int, rule: Rule, scratch: Scratch, step: Step) -> None:
+def _run_some(stacks: Stacks, group: int, rule: Exchange, scratch: Scratch, step: Step) -> None:
     keys, values, positions = (stacks.groups[name][group] for name in ("keys", "values", "positions"))
     layers, pages, heads, size, dim = keys.shape
     width, share = width_of(rule, dim), step.heads_q // heads
-    mass = stacks.groups["attention_mass"][group] if rule.score == MASS else scratch.logits
-    if rule.score != POSITION:
+    mass = stacks.groups["attention_mass"][group] if rule.score == "mass" else scratch.logits
+    if rule.score != "position":
         asked, rows, window = step.asked(stacks, group)
         constants = logits_constants(heads, share, dim, window)
         blocks = -(-min(width, step.table.shape[1] * size) // block_of(dim))
@@ -128,7 +106,7 @@ def block_of(dim: int) -> int:
     return 128 if dim <= 128 else 64
 
 
-def width_of(rule: Rule, dim: int) -> int:
+def width_of(rule: Exchange, dim: int) -> int:
     """Return the logits of a query head: the budget and the newest token, in whole blocks."""
     return -(-(rule.budget + 1) // block_of(dim)) * block_of(dim)
 
@@ -139,10 +117,10 @@ def logits_constants(heads: int, group: int, dim: int, window: int) -> Constants
     return (*shape, ("WINDOW", window), ("BLOCK", block_of(dim)))
 
 
-def exchange_constants(heads: int, group: int, dim: int, element_bytes: int, rule: Rule) -> Constants:
+def exchange_constants(heads: int, group: int, dim: int, element_bytes: int, rule: Exchange) -> Constants:
     """Constants of the exchange."""
     words, wide = dim * element_bytes // 4, _power(heads * group if rule.shared else group)
-    own = (("BUDGET", rule.budget), ("SINK", rule.sink), ("RECENT", rule.recent), ("SCORE", rule.score))
+    own = (("BUDGET", rule.budget), ("SINK", rule.sink), ("RECENT", rule.recent), ("SCORE", SCORES.index(rule.score)))
     how = (("SHARED", int(rule.shared)), ("POOL_MAX", int(rule.pool_max)), ("WIDE", wide), ("TOGETHER", min(_TOGETHER, wide)))
     return (("HEADS", heads), ("GROUP", group), ("WORDS", words), ("BLOCK_W", _power(words)), *own, *how, ("NOTED", block_of(dim)), ("BLOCK", _BLOCK))
 

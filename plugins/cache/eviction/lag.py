@@ -7,19 +7,10 @@ from torch import Tensor
 
 from plugins.cache.batch import Row
 from plugins.cache.eviction import launch
-from plugins.cache.eviction.ledger import Account, EvictingLedger
 from plugins.cache.eviction.move import launch_moves
 from plugins.cache.eviction.stacks import Stacks
-from trtkv.plan import EvictPlan
-
-MOST_LAG = 8192  # tokens of a partition that one block ranks
-
-
-def takes(evict: EvictPlan) -> bool:
-    """Say whether a role is LagKV as the kernels know it."""
-    meaning = evict.meaning
-    own = meaning.op == "lagkv" and meaning.role.startswith("trtkv.")
-    return own and not meaning.fields["strict"] and int(meaning.fields["lag"]) <= MOST_LAG
+from plugins.cache.ledgers.evicting import Account, EvictingLedger
+from trtkv.rules import Lag
 
 
 def evict(stacks: Stacks, group: int, row: Row, account: Account, ledger: EvictingLedger) -> None:
@@ -34,8 +25,9 @@ def choose(keys: Tensor, values: Tensor, table: Tensor, account: Account, group:
 
     keys, values [L, P, Hk, N, D] are layers of a page group, table [M] int32 the sequence's pages.
     """
-    fields = ledger.plan.evict.meaning.fields  # type: ignore[union-attr]
-    length, stored, start = int(fields["lag"]), account.stored[group], max(account.settled[group], int(fields["sink"]))
+    rule = ledger.plan.evict.rule  # type: ignore[union-attr]
+    assert isinstance(rule, Lag), "the plan does not evict by partitions"
+    length, stored, start = rule.lag, account.stored[group], max(account.settled[group], rule.sink)
     scored = (stored - start) // length - 1
     left = ledger.evict.remaining(ledger.occupancy(account, group))[0]
     rest = stored - start - scored * length  # the last full partition and what follows it
@@ -44,7 +36,6 @@ def choose(keys: Tensor, values: Tensor, table: Tensor, account: Account, group:
     kept[:, :, left - start - rest :] = torch.arange(stored - rest, stored, dtype=torch.int32, device=keys.device)
     if count:
         launch.lag_choose(
-            keys, values, table, kept, start=start, partitions=scored, count=count, lag=length, score=fields["score"],
-            value_weight=float(fields["value_weight"]),
-        )  # fmt: skip
+            keys, values, table, kept, start=start, partitions=scored, count=count, lag=length, score=rule.score, value_weight=rule.value_weight
+        )
     return kept, start

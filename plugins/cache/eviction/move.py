@@ -9,8 +9,8 @@ from torch import Tensor
 
 from plugins.cache.batch import Row
 from plugins.cache.eviction import launch
-from plugins.cache.eviction.ledger import Account
 from plugins.cache.eviction.stacks import Stacks
+from plugins.cache.ledgers.evicting import Account
 
 
 def move(stacks: Stacks, layers: Sequence[int], row: Row, account: Account, kept: Tensor, first: int = 0) -> None:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from plugins.cache.eviction import exchange, lag, launch, stamps
+from plugins.cache.eviction import exchange, launch, stamps
 from plugins.cache.eviction.sums import launch as sums
+from plugins.cache.formats import ranks_partitions
 from plugins.device.dtypes import TORCH_DTYPES
 from trtkv.config import DTYPE_BYTES, Limits, ModelConfig
 from trtkv.plan import CachePlan
+from trtkv.rules import Lag
 
 
 def lag_kernels(plan: CachePlan, dtype: str, arch: str) -> None:
     """Load LagKV's score and choice, for keys and values of Triton's name of a dtype."""
-    assert plan.evict is not None, "the plan evicts nothing"
-    fields, heads = plan.evict.meaning.fields, plan.num_kv_heads
-    length, score = int(fields["lag"]), str(fields["score"])
-    launch.spread_kernel(launch.spread_constants(heads, plan.head_dim, length, score), dtype, arch)
-    launch.choose_kernel(launch.choose_constants(heads, length, score), arch)
+    rule, heads = plan.evict and plan.evict.rule, plan.num_kv_heads
+    assert isinstance(rule, Lag), "the plan does not evict by partitions"
+    launch.spread_kernel(launch.spread_constants(heads, plan.head_dim, rule.lag, rule.score), dtype, arch)
+    launch.choose_kernel(launch.choose_constants(heads, rule.lag, rule.score), arch)
 
 
 def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> None:
@@ -29,7 +30,7 @@ def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> N
         if spec.paged:
             rows, words = int(spec.shape[1]), spec.row_bytes // (int(spec.shape[1]) * plan.page_size * 4)
             launch.move_kernel(launch.move_constants(rows, rows // heads, words, spec.name == "positions"), arch)
-    if lag.takes(evict):
+    if ranks_partitions(evict):
         lag_kernels(plan, dtype, arch)
     rule, stamped = exchange.rule_of(plan), stamps.rule_of(plan)
     if rule is not None:

@@ -17,41 +17,19 @@ from plugins.cache.eviction.stacks import Stacks
 from plugins.device import triton_aot
 from plugins.device.driver import Kernel
 from trtkv.plan import CachePlan
+from trtkv.rules import Stamp
 
 _SOURCE = Path(__file__).parent / "stamp_kernel.py"
 _BLOCK = 128  # tokens whose keys one block reads
 _MOST_UNITS = 2048  # units of a sequence that one block weighs
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """Units of so many tokens are needed when their weight is above alpha; one goes where more than `full` are stored.
-
-    None goes that begins before position `sink` or ends among the newest `recent` tokens.
-    """
-
-    unit: int
-    alpha: float
-    full: int
-    sink: int
-    recent: int
-
-    @property
-    def most(self) -> int:
-        """Units of a sequence."""
-        return self.full + 1
-
-
-def rule_of(plan: CachePlan) -> Rule | None:
-    """Return the rule of a plan whose stamps these kernels write, None where a role counts otherwise or its sequences have no most length."""
-    evict = plan.evict
-    if evict is None or not plan.compacts or plan.pooled or evict.meaning.op != "raas" or not evict.meaning.role.startswith("trtkv."):
+def rule_of(plan: CachePlan) -> Stamp | None:
+    """Return the rule of a plan whose stamps these kernels write, None where a role counts otherwise or units do not fit a block."""
+    rule = plan.evict.rule if plan.evict is not None else None
+    if not isinstance(rule, Stamp) or plan.storage != "compacted" or "allocate" in plan.roles:
         return None
-    fields = evict.meaning.fields
-    unit, full = int(fields["page"]), int(fields["budget"]) // int(fields["page"])
-    if fields["pin_prompt"] or "allocate" in plan.roles or unit & (unit - 1) or unit > _BLOCK or full >= _MOST_UNITS:
-        return None
-    return Rule(unit, float(fields["alpha"]), full, -(-int(fields["sink"]) // unit) * unit, int(fields["window"]))
+    return None if rule.unit & (rule.unit - 1) or rule.unit > _BLOCK or rule.full >= _MOST_UNITS else rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +40,20 @@ class Scratch:
     scores: Tensor
 
     @staticmethod
-    def of(stacks: Stacks, group: int, rule: Rule, heads_q: int, num_slots: int) -> Scratch:
+    def of(stacks: Stacks, group: int, rule: Stamp, heads_q: int, num_slots: int) -> Scratch:
         """Allocate it for as many of the slots as fit."""
         keys = stacks.groups["keys"][group]
         sequences = sequences_of(len(keys), heads_q * rule.most, num_slots)
         return Scratch(sequences, torch.empty(len(keys) * sequences * heads_q * rule.most, device=keys.device))
 
 
-def run(stacks: Stacks, group: int, rule: Rule, scratch: Scratch, step: Step) -> None:
+def run(stacks: Stacks, group: int, rule: Stamp, scratch: Scratch, step: Step) -> None:
     """Stamp what is needed in the layers of a page group behind a decode step, and evict from sequences with a unit too many."""
     for some in step.cut(scratch.sequences):
         _run_some(stacks, group, rule, scratch, some)
 
 
-def _run_some(stacks: Stacks, group: int, rule: Rule, scratch: Scratch, step: Step) -> None:
+def _run_some(stacks: Stacks, group: int, rule: Stamp, scratch: Scratch, step: Step) -> None:
     keys = stacks.groups["keys"][group]
     layers, pages, heads, size, dim = keys.shape
     asked, rows, window = step.asked(stacks, group)
@@ -106,13 +84,13 @@ def load_kernel(name: str, constants: Constants, dtype: str, arch: str) -> Kerne
     return triton_aot.load(_SOURCE, name, (*kinds, *constants), aligned, WARPS, arch)
 
 
-def bounds_constants(heads: int, group: int, dim: int, window: int, rule: Rule) -> Constants:
+def bounds_constants(heads: int, group: int, dim: int, window: int, rule: Stamp) -> Constants:
     """Constants of what bounds the scores of units, for queries in rings of `window` places, or in order (0)."""
     shape = (("HEADS", heads), ("GROUP", group), ("D", dim), ("BLOCK_D", 1 << (dim - 1).bit_length()))
     return (*shape, ("WINDOW", window), ("UNIT", rule.unit), ("BLOCK", _BLOCK))
 
 
-def stamp_constants(heads: int, group: int, words: int, rule: Rule) -> Constants:
+def stamp_constants(heads: int, group: int, words: int, rule: Stamp) -> Constants:
     """Constants of what stamps and evicts, for keys of so many words of four bytes."""
     shape = (("HEADS", heads), ("GROUP", group), ("WORDS", words), ("BLOCK_W", 1 << (words - 1).bit_length()))
     units = (("UNIT", rule.unit), ("FULL", rule.full), ("UNITS", 1 << (rule.most - 1).bit_length()))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from plugins.cache.batch import Row
-from plugins.cache.eviction.ledger import Account
 from plugins.cache.eviction.stacks import Stacks
+from plugins.cache.ledgers.evicting import Account
 from trtkv.plan import Occupancy
 from trtkv.ranking import attention
 
@@ -89,6 +89,4 @@ class PagedView:
         """Write a paged buffer's entries for the stored tokens [H, S, ...]."""
         index, size = torch.arange(data.shape[1], device=data.device), self.stacks.plan.page_size
         target = self.stacks.shown(name, self.layers)
-        target[:, self.row.pages[index // size], :, index % size] = data.unflatten(0, (len(self.layers), -1)).movedim(
-            2, 0
-        )
+        target[:, self.row.pages[index // size], :, index % size] = data.unflatten(0, (len(self.layers), -1)).movedim(2, 0)

@@ -12,10 +12,10 @@ from plugins.attend.per_head import by_head
 from plugins.cache.cache import Cache
 from plugins.cache.indexes.published import take
 from plugins.cache.indexes.summary import ranges, words
-from plugins.cache.support import Summary, outliers, shares_selection, summary_of
 from plugins.config import OpConfig
 from plugins.select import launch, launch_fused, launch_pages
 from plugins.select.launch_speculate import speculate
+from plugins.select.summary import Summary, outliers, shares_selection, summary_of
 from trtkv.plan import SelectPlan
 
 
@@ -35,7 +35,7 @@ def select(cache: Cache, layer: int, config: OpConfig, inputs: Sequence[Tensor],
     group = cache.plan.page_groups[layer]
     asking = query if step.decoding else query.index_select(0, starts[1:] - 1)
     if plan.speculative:
-        remembered, tau = cache.buffer("previous_query", layer), float(plan.meaning.fields["tau"])
+        remembered, tau = cache.buffer("previous_query", layer), plan.tau
         asking = speculate(asking, remembered, slots, cache.overrides.taus, tau, config.num_kv_heads)
         if fresh:  # a prompt's query is nobody's previous query
             remembered.index_fill_(0, step.fresh_slots, torch.nan)

@@ -1,4 +1,4 @@
-"""Summaries by the name that a plan gives them: how they are kept current and how a query scores against them."""
+"""Summaries by the type that a plan states: how they stay current and how a query scores against them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from plugins.cache.indexes import definition as meaning
 from plugins.cache.indexes import fier
 from plugins.cache.indexes import summaries as kept
 from plugins.cache.roles import load_role
-from plugins.cache.support import summary_of
+from plugins.select.summary import summary_of
 from trtkv.plan import CachePlan, SelectPlan
+from trtkv.rules import Ball, Box, Mean, OneBit
 
 
 class Index(Protocol):
@@ -27,13 +28,11 @@ class Index(Protocol):
         """Score every summarized unit of a sequence for query [Hq, D]: [Hq, U] fp32; and which units [Hk, U] bool are read in any case."""
 
 
-_INDEXES: dict[str, Index] = {
-    "fier": fier.FierIndex(),
-    "quest": pages.PageIndex(),
-    "freekv": pages.PageIndex(),
-    "arkvale": pages.PageIndex(),
-    "arkvale ball": kept.KeptIndex(centre="page_centre", radius="page_radius"),
-    "shadowkv": kept.KeptIndex(landmark="landmarks", likeness="likeness"),
+_INDEXES: dict[type, Index] = {
+    OneBit: fier.FierIndex(),
+    Box: pages.PageIndex(),
+    Ball: kept.KeptIndex(centre="page_centre", radius="page_radius"),
+    Mean: kept.KeptIndex(landmark="landmarks", likeness="likeness"),
 }
 
 
@@ -48,8 +47,5 @@ def role_of(plan: SelectPlan) -> Any:
 
 
 def find(plan: SelectPlan) -> Index:
-    """Return the op's own index, or the one that runs the role's meaning where there is none."""
-    name = plan.meaning.op if plan.meaning.role.startswith("trtkv.") else ""
-    if str(plan.meaning.fields.get("digest", "")).startswith("ball"):
-        name += " ball"
-    return _INDEXES.get(name, meaning.MeaningIndex())
+    """Return the index of a plan's summary, or the one that runs the role's definition where it states none."""
+    return _INDEXES.get(type(plan.summary), meaning.MeaningIndex())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from plugins.cache.cache import Cache
-from plugins.cache.support import summary_of
+from plugins.select.summary import summary_of
 
 _EMPTY = -1
 

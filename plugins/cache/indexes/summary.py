@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plugins.append.launch import FIER, KINDS, NO_GROUP, NONE
 from plugins.cache.cache import Cache
-from plugins.cache.support import summary_of
+from plugins.select.summary import summary_of
 
 
 @dataclass(frozen=True, slots=True)

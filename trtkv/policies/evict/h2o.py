@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
+from trtkv import rules
 from trtkv.plan import CacheView
 from trtkv.policies.budgeted import Budgeted
 from trtkv.ranking import group_mean
@@ -32,6 +33,10 @@ class H2O(Budgeted):
     def reserved(self, prompt: int) -> tuple[int, int]:
         """The recent share, at least the newest token."""
         return 0, max(1, int(self.budget * self.recent))
+
+    def rule(self) -> rules.Exchange:
+        """The least attended token goes."""
+        return rules.Exchange(self.budget, 0, self.reserved(0)[1], "mass", pool_max=self.pooling == "max")
 
     def scores(self, view: CacheView) -> Tensor:
         """Return the mean accumulated attention of the group [Hk, S]."""

@@ -14,6 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from trtkv import rules
 from trtkv.errors import ConfigError
 from trtkv.plan import CacheView
 from trtkv.policies.budgeted import Budgeted
@@ -46,6 +47,11 @@ class QHitter(Budgeted):
     def reserved(self, prompt: int) -> tuple[int, int]:
         """The recent share, at least the newest token."""
         return 0, max(1, int(self.budget * self.recent))
+
+    def rule(self) -> rules.Blend:
+        """The token of the least combined score goes."""
+        recent, heavy = self.reserved(0)[1], int(self.budget * self.heavy)
+        return rules.Blend(self.budget, recent, heavy, self.blend, self.pooling == "max", self.bits)
 
     def observe(self, view: CacheView) -> dict[str, Tensor]:
         """Measure the rounding error of this step's tokens while they are still in full precision."""

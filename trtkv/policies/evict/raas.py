@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from trtkv import rules
 from trtkv.errors import ConfigError
 from trtkv.plan import CacheView, Occupancy, Verdict
 from trtkv.policies.base import Evict
@@ -51,6 +52,12 @@ class Raas(Evict):
         assert view.queries is not None
         low, high = page_boxes(view.keys, self.page)
         return group_mean(box_score(view.queries[-1], low, high).softmax(-1), view.keys.shape[0])
+
+    def rule(self) -> rules.Stamp | None:
+        """The pages of the oldest stamp go; a prompt that is pinned has no most length."""
+        if self.pin_prompt:
+            return None
+        return rules.Stamp(self.page, self.alpha, self.budget // self.page, -(-self.sink // self.page) * self.page, self.window)
 
     def observe(self, view: CacheView) -> dict[str, Tensor]:
         """Stamp the tokens of pages that the newest query needs, and new tokens, with the time."""

@@ -12,6 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from trtkv import rules
 from trtkv.plan import CacheView, Verdict
 from trtkv.policies.budgeted import Budgeted
 
@@ -29,6 +30,10 @@ class Streaming(Budgeted):
     def reserved(self, prompt: int) -> tuple[int, int]:
         """The sink and the newest token."""
         return self.sink, 1
+
+    def rule(self) -> rules.Exchange:
+        """The oldest token goes."""
+        return rules.Exchange(self.budget, self.sink, 1, "position")
 
     def keep(self, view: CacheView) -> Verdict:
         """Keep what has been kept so far of the first tokens and the newest ones."""

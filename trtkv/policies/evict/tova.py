@@ -11,6 +11,7 @@ from typing import ClassVar
 from pydantic import Field
 from torch import Tensor
 
+from trtkv import rules
 from trtkv.plan import CacheView
 from trtkv.policies.budgeted import Budgeted
 from trtkv.ranking import group_mean
@@ -36,6 +37,10 @@ class Tova(Budgeted):
     def reserved(self, prompt: int) -> tuple[int, int]:
         """The newest token."""
         return 0, 1
+
+    def rule(self) -> rules.Exchange:
+        """The token goes that the newest query attends to least."""
+        return rules.Exchange(self.budget, 0, 1, "newest", shared=self.shared)
 
     def scores(self, view: CacheView) -> Tensor:
         """Return the newest query's attention [Hk, S], mean over the layer or the group."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from trtkv.policies.base import Offload, Part
+from trtkv.plan import OffloadPlan
+from trtkv.policies.base import Offload
 
 
 class Host(Offload):
@@ -23,7 +24,6 @@ class Host(Offload):
     parts: Literal["both", "values"] = "both"
     schedule: Literal["speculative", "blocking"] = "speculative"
 
-    def tier(self, part: Part, page: int, pages: int, sink_pages: int, window_pages: int) -> Literal["device", "host"]:
-        """Tell where a page of so many lives between the steps that select it."""
-        near = page < sink_pages or page >= pages - window_pages
-        return "device" if near or (part == "keys" and self.parts == "values") else "host"
+    def plan(self) -> OffloadPlan:
+        """Lower the fields."""
+        return OffloadPlan(values_only=self.parts == "values", blocking=self.schedule == "blocking")

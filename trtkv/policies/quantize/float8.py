@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from trtkv import rules
 from trtkv.plan import Occupancy
 from trtkv.policies.quantize.fp8 import Fp8
 
@@ -17,6 +18,10 @@ class Float8(Fp8):
     source: ClassVar[str] = "FP8 formats, arXiv 2209.05433"
     needs: ClassVar[frozenset[str]] = frozenset()
     demoted_only: ClassVar[bool] = False
+
+    def rule(self) -> rules.Float8:
+        """Eight-bit floats."""
+        return rules.Float8()
 
     def flush(self, at: Occupancy, encoded: tuple[int, int]) -> tuple[int, int]:
         """Encode everything once the prompt is complete."""

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from trtkv import rules
 from trtkv.config import ModelConfig
 from trtkv.plan import BufferSpec
 from trtkv.policies.base import Part, Quantize
@@ -28,6 +29,10 @@ class Fp8(Quantize):
     demoted_only: ClassVar[bool] = True
     bytewise: ClassVar[bool] = True
 
+    def rule(self) -> rules.Float8:
+        """Eight-bit floats."""
+        return rules.Float8()
+
     def encode(self, x: Tensor, part: Part) -> dict[str, Tensor]:
         """Encode keys or values [Hk, S, D] to e4m3 bytes uint8 [Hk, S, D] and a scale [Hk, S] in the dtype of x."""
         scale = (x.abs().amax(-1).float() / LARGEST).to(x.dtype)
@@ -38,10 +43,6 @@ class Fp8(Quantize):
     def decode(self, codes: Mapping[str, Tensor], part: Part) -> Tensor:
         """Decode keys or values to [Hk, S, D] fp32."""
         return codes["codes"].view(torch.float8_e4m3fn).float() * codes["scale"].float()[..., None]
-
-    def bits_per_element(self, part: Part, head_dim: int, metadata_bits: int = 16) -> float:
-        """Eight bits and a share of the scale."""
-        return 8 + metadata_bits / head_dim
 
     def buffers(self, model: ModelConfig, page_size: int, layers: tuple[int, ...]) -> tuple[BufferSpec, ...]:
         """Codes and scale of keys and values, in pages of encoded tokens."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from trtkv import rules
 from trtkv.plan import Occupancy
 from trtkv.policies.grouped import Grouped
 
@@ -16,6 +17,10 @@ class Kivi(Grouped):
     """Two or four bits: keys per channel in groups of tokens, values per token in groups of channels."""
 
     source: ClassVar[str] = "KIVI, arXiv 2402.02750"
+
+    def rule(self) -> rules.Grouped:
+        """Keys in runs of the residual, values one by one."""
+        return rules.Grouped(self.bits, self.group, self.residual)
 
     def flush(self, at: Occupancy, encoded: tuple[int, int]) -> tuple[int, int]:
         """Encode keys in runs of the residual, values older than the residual; nothing before the prompt is complete."""

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from trtkv import rules
 from trtkv.plan import Occupancy
 from trtkv.policies.grouped import Grouped
 
@@ -21,6 +22,10 @@ class MiniKVBits(Grouped):
     flush_first: ClassVar[bool] = True
     group: int = Field(16, ge=4)
 
+    def rule(self) -> rules.Grouped:
+        """Keys and values in runs of the residual, which begin after the prompt's whole groups."""
+        return rules.Grouped(self.bits, self.group, self.residual, together=True, phased=True)
+
     def flush(self, at: Occupancy, encoded: tuple[int, int]) -> tuple[int, int]:
         """Encode whole groups at the end of the prompt, in decode all of a full residual; nothing before the prompt is complete."""
         if not at.complete:
@@ -30,9 +35,3 @@ class MiniKVBits(Grouped):
             return encoded
         count = encoded[0] + (settled - encoded[0]) // self.group * self.group
         return count, count
-
-    def expected_encoded(self, retained: int, decoded: int) -> int:
-        """Return the encoded tokens behind a prompt of which `retained` stayed and so many generated tokens."""
-        first = retained // self.group * self.group
-        residual = retained - first + decoded
-        return first + residual // self.residual * self.residual

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from trtkv import rules
 from trtkv.config import ModelConfig
 from trtkv.plan import BufferSpec, Occupancy
 from trtkv.policies.base import Part, Quantize
@@ -26,6 +27,10 @@ class QHitterBits(Quantize):
     token_granular: ClassVar[bool] = True
     bits: Literal[2, 4, 8] = 4
 
+    def rule(self) -> rules.PerToken:
+        """A scale and a zero point a token."""
+        return rules.PerToken(self.bits)
+
     def flush(self, at: Occupancy, encoded: tuple[int, int]) -> tuple[int, int]:
         """Encode everything once the prompt is complete."""
         return (at.stored, at.stored) if at.complete else encoded
@@ -38,10 +43,6 @@ class QHitterBits(Quantize):
     def decode(self, codes: Mapping[str, Tensor], part: Part) -> Tensor:
         """Decode keys or values to [Hk, S, D] fp32."""
         return decode_integer_zero(unpack(codes["codes"], self.bits), codes["scale"], codes["zero"])
-
-    def bits_per_element(self, part: Part, head_dim: int, metadata_bits: int = 16) -> float:
-        """Code bits and a share of scale and zero point."""
-        return self.bits + 2 * metadata_bits / head_dim
 
     def buffers(self, model: ModelConfig, page_size: int, layers: tuple[int, ...]) -> tuple[BufferSpec, ...]:
         """Codes, scale and zero point of keys and values, in pages of encoded tokens."""

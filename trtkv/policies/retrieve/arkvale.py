@@ -13,6 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from trtkv import rules
 from trtkv.config import ModelConfig
 from trtkv.plan import BufferSpec, Pooling
 from trtkv.policies.bounds import ball_score, box_score, mean_boxes, page_boxes
@@ -37,6 +38,10 @@ class ArkVale(PagedRetrieve):
     def joins_heads(self) -> bool:
         """Where all heads read the same pages."""
         return self.shared
+
+    def rule(self) -> rules.Box | rules.Ball:
+        """The digest."""
+        return rules.Box(mean=True) if self.digest == "cuboid-mean" else rules.Ball(largest=self.digest == "ball-max")
 
     def summarize(self, keys: Tensor) -> dict[str, Tensor]:
         """Enclose the keys [Hk, S, D] of every page: low and high [Hk, M, D], or centre [Hk, M, D] and radius [Hk, M], in the keys' dtype."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
+from trtkv import rules
 from trtkv.config import ModelConfig
 from trtkv.plan import BufferSpec
 from trtkv.policies.base import Retrieve
@@ -35,6 +36,10 @@ class Fier(Retrieve):
     def summary_group(self) -> int:
         """Tokens that share their extremes."""
         return self.group
+
+    def rule(self) -> rules.OneBit:
+        """One-bit keys."""
+        return rules.OneBit()
 
     def summarize(self, keys: Tensor) -> dict[str, Tensor]:
         """Quantize keys [Hk, S, D] to bits bool [Hk, S, D] and the groups' low and high [Hk, S / group, D] in the keys' dtype.

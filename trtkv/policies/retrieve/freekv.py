@@ -9,14 +9,16 @@ are part of the budget, the first decode step uses its own query, and the previo
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from trtkv import rules
 from trtkv.config import ModelConfig
-from trtkv.plan import BufferSpec
+from trtkv.plan import BufferSpec, SelectPlan
 from trtkv.policies.bounds import box_score, mean_boxes, page_boxes
 from trtkv.policies.paged import PagedRetrieve
 
@@ -35,6 +37,14 @@ class FreeKV(PagedRetrieve):
     dense_layers: int = Field(1, ge=0)
     tau: float = Field(0.8, ge=-1.0, le=1.0)
     digest: Literal["minmax", "cuboid-mean"] = "minmax"
+
+    def rule(self) -> rules.Box:
+        """The digest."""
+        return rules.Box(mean=self.digest == "cuboid-mean")
+
+    def select_plan(self) -> SelectPlan:
+        """Lower tau with what every selection has."""
+        return replace(super().select_plan(), tau=self.tau)
 
     def summarize(self, keys: Tensor) -> dict[str, Tensor]:
         """Bound the keys [Hk, S, D] of every page: low and high [Hk, M, D] in the keys' dtype."""

@@ -12,6 +12,7 @@ from typing import ClassVar
 from pydantic import Field
 from torch import Tensor
 
+from trtkv import rules
 from trtkv.config import ModelConfig
 from trtkv.plan import BufferSpec, Pooling
 from trtkv.policies.bounds import box_score, page_boxes
@@ -25,6 +26,10 @@ class Quest(PagedRetrieve):
     page: int = Field(16, ge=1)
     dense_layers: int = Field(2, ge=0)
     pooling: Pooling = "max"
+
+    def rule(self) -> rules.Box:
+        """Extremes."""
+        return rules.Box()
 
     def summarize(self, keys: Tensor) -> dict[str, Tensor]:
         """Bound the keys [Hk, S, D] of every page: low and high [Hk, M, D] in the keys' dtype."""

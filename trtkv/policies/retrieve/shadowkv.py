@@ -14,6 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from trtkv import rules
 from trtkv.config import ModelConfig
 from trtkv.plan import BufferSpec, Pooling
 from trtkv.policies.base import Retrieve
@@ -48,6 +49,10 @@ class ShadowKV(Retrieve):
     def forced_tokens(self) -> int:
         """The tokens of the outlier chunks."""
         return self.outliers * self.chunk
+
+    def rule(self) -> rules.Mean:
+        """Landmarks and likeness."""
+        return rules.Mean()
 
     def summarize(self, keys: Tensor) -> dict[str, Tensor]:
         """Average the keys [Hk, S, D] of every chunk: landmark [Hk, U, D] in their dtype; likeness [Hk, U] fp32, a key's lowest cosine to it."""

@@ -14,14 +14,14 @@ from plugins.attend.prefill import attend_with_lse
 from plugins.cache.batch import Row, StepGroup
 from plugins.cache.cache import Cache
 from plugins.cache.encodings.grouped import launch, launch_list, recalled
-from plugins.cache.encodings.grouped.formats import Format
 from plugins.cache.encodings.grouped.layout import TILE
-from plugins.cache.encodings.grouped.ledger import find_ledger
 from plugins.cache.encodings.grouped.settle import Settler
-from plugins.cache.encodings.grouped.store import EncodedStore, page_bytes
+from plugins.cache.encodings.grouped.store import EncodedStore
 from plugins.cache.encodings.grouped.summaries import summarize_prompt, summarize_step
+from plugins.cache.formats import Format
 from plugins.cache.indexes import choose as by_kernels
 from plugins.cache.indexes.summary import kept_of
+from plugins.cache.ledgers.make import find_ledger
 from plugins.cache.tiers.host.store import Offload
 from plugins.config import OpConfig
 from plugins.device.driver import arch
@@ -41,7 +41,7 @@ class GroupedCache(Cache):
         ledger = find_ledger(plan) if plan.evict is not None else None
         super().__init__(plan, num_pages, num_slots, device, dense_below, ledger, tier)
         self.store = self._make_store(plan, form, self.num_pages, num_slots, self.device, ledger, tier)
-        self.buffers = self.store.buffers
+        self.buffers, self.count = self.store.buffers, self.store.count
 
     def _make_store(self, *given: Any) -> EncodedStore:
         return EncodedStore(*given)
@@ -130,8 +130,8 @@ class GroupedCache(Cache):
 
     def _ended(self, rows: Sequence[Sequence[Row]]) -> None:
         self.store.finish()
-        if self.store.settler is not None:
-            self.store.settler.finish(rows)
+        if self.store.evicter is not None:
+            self.store.evicter.finish(rows)
         else:
             super()._ended(rows)
 
@@ -140,9 +140,6 @@ class GroupedCache(Cache):
 
     def _reserved(self, slot: int, seen: int) -> int:
         return self.store.reserved_bytes(slot, seen)
-
-    def _page_bytes(self) -> int:
-        return page_bytes(self.plan)
 
     def _attend_decoding(
         self, layer: int, config: OpConfig, inputs: Sequence[Tensor], selection: Tensor | None, which: Tensor | None, out: Tensor

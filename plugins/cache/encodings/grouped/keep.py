@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from plugins.cache.batch import Row
-from plugins.cache.eviction.ledger import EvictingLedger
 from plugins.cache.eviction.sums import launch as sums
-from trtkv.config import DTYPE_BYTES
+from plugins.cache.ledgers.evicting import EvictingLedger
 from trtkv.plan import CachePlan, Occupancy
 
 
@@ -99,19 +98,6 @@ class Keeper:
             for place in [place for place in seen if place[0] == slot]:
                 del seen[place]
 
-    def counted_bytes(self, seen: int) -> int:
-        """Return the bytes that hold the attention counted for so many tokens of a prompt, in all layers."""
-        return 4 * self._plan.num_q_heads * seen * self._plan.num_layers if "attention_mass" in self._evict.needs else 0
-
     def bytes_of(self, slot: int) -> int:
         """Return the bytes of what is kept beside a slot's prompt."""
         return sum(x.nbytes for seen in (self._mass, self._queries) for (own, _), x in seen.items() if own == slot)
-
-
-def watched_bytes(plan: CachePlan, tokens: int) -> int:
-    """Return the bytes of what is kept of a prompt's attention in one layer while it is read."""
-    evict = plan.evict
-    if evict is None:
-        return 0
-    mass = 4 * plan.num_q_heads * tokens if "attention_mass" in evict.needs else 0
-    return mass + evict.queries * plan.num_q_heads * plan.head_dim * DTYPE_BYTES[plan.kv_dtype]

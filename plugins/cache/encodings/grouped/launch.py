@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugins.cache.encodings.grouped.formats import STEP, Format
+from plugins.cache.formats import STEP, Format
 from plugins.device import nvrtc, triton_aot
 from plugins.device.driver import Kernel, arch
 from plugins.device.nvrtc import Float, Int, Pointer

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from plugins.attend.per_head import by_head
 from plugins.cache.encodings.grouped import launch
-from plugins.cache.encodings.grouped.formats import Format
 from plugins.cache.encodings.grouped.layout import TILE
+from plugins.cache.formats import Format
 from plugins.device import nvrtc
 from plugins.device.driver import Kernel, arch
 from plugins.device.nvrtc import Float, Int, Pointer

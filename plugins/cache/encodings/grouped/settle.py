@@ -6,27 +6,42 @@ rings as over pages, for all layers of a page group at once, and a decode step a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from plugins.cache.batch import Row, StepGroup
 from plugins.cache.encodings.grouped import launch
-from plugins.cache.encodings.grouped.ledger import SettledLedger
 from plugins.cache.eviction import lag
 from plugins.cache.eviction import launch as compaction
-from plugins.cache.eviction.ledger import Account
+from plugins.cache.formats import Format
+from plugins.cache.ledgers.evicting import Account
+from plugins.cache.ledgers.settled import SettledLedger
+from trtkv.plan import CachePlan
 
-if TYPE_CHECKING:
-    from plugins.cache.encodings.grouped.store import EncodedStore
+
+class Rings(Protocol):
+    """What a settler needs of a store: rings [layers of a page group, Z, Hk, ring, D], ends [Y, Z, 2], and prompts that are being read."""
+
+    plan: CachePlan
+    form: Format
+    device: torch.device
+    buffers: dict[str, list[Tensor | None]]
+    rings: Sequence[tuple[Tensor, ...]]
+    ends: Tensor
+    pages: Sequence[launch.Pages]
+    one_page: Tensor
+
+    def read(self, slot: int) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+        """Yield the layers of a slot's prompt with its keys and values."""
 
 
 class Settler:
     """What an encoded store whose format has a window does behind the attention of prompts and steps."""
 
-    def __init__(self, store: EncodedStore, ledger: SettledLedger) -> None:
+    def __init__(self, store: Rings, ledger: SettledLedger) -> None:
         """Serve a store whose rings are allocated."""
         self.ledger, self._store, plan = ledger, store, store.plan
         pages = max(len(x) for x in store.buffers["key_codes"] if x is not None)

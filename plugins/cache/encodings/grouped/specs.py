@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from plugins.append.launch import KINDS
 from plugins.cache.encodings.grouped import launch, launch_list
-from plugins.cache.encodings.grouped.formats import find_format
 from plugins.cache.encodings.grouped.summaries import summary_kernel
 from plugins.cache.encodings.per_token import specs as replaced
 from plugins.cache.eviction.launch import move_constants, move_kernel
 from plugins.cache.eviction.specs import lag_kernels
 from plugins.cache.eviction.sums import launch as sums
-from plugins.cache.support import summary_kind
+from plugins.cache.formats import find_format
 from plugins.cache.tiers.host.layout import why_not
+from plugins.select.summary import summary_kind
 from trtkv.config import DTYPE_BYTES, Limits, ModelConfig
 from trtkv.plan import CachePlan
 

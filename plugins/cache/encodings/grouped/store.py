@@ -7,7 +7,6 @@ what is left of the prompt, and the ring for all tokens that may still go (`sett
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,19 +15,21 @@ import torch
 from torch import Tensor
 
 from plugins.cache.batch import Row
+from plugins.cache.bytes import ByteCount
 from plugins.cache.encodings.grouped import launch, reference
 from plugins.cache.encodings.grouped.away import Away
-from plugins.cache.encodings.grouped.formats import Format
-from plugins.cache.encodings.grouped.keep import Keeper, watched_bytes
-from plugins.cache.encodings.grouped.ledger import SettledLedger
+from plugins.cache.encodings.grouped.gather import Gatherer
+from plugins.cache.encodings.grouped.keep import Keeper
 from plugins.cache.encodings.grouped.settle import Settler
-from plugins.cache.encodings.per_token.buffers import known_of, replaces
-from plugins.cache.eviction.ledger import EvictingLedger
+from plugins.cache.formats import Format
+from plugins.cache.ledgers.evicting import EvictingLedger
+from plugins.cache.ledgers.gathering import GatheringLedger
+from plugins.cache.ledgers.settled import SettledLedger
+from plugins.cache.tiers.host.layout import records
 from plugins.cache.tiers.host.store import Offload
 from plugins.device.dtypes import TORCH_DTYPES
-from trtkv.config import DTYPE_BYTES
 from trtkv.errors import EngineError
-from trtkv.plan import BOOKKEEPING, BufferSpec, CachePlan
+from trtkv.plan import CachePlan
 
 _CODES = ("key_codes", "key_scale", "key_minimum", "value_codes", "value_scale", "value_minimum")
 Prompt = tuple[Tensor, Tensor]
@@ -46,31 +47,19 @@ class EncodedStore:
         The codes of layers that offload covers lie in its frames and rings of pages, and on the host.
         """
         self.plan, self.form, self.device = plan, form, device
-        every = range(plan.num_layers)
-        ring = (num_slots, plan.num_kv_heads, form.ring, plan.head_dim)
-        real = TORCH_DTYPES[plan.kv_dtype]
-        self.buffers: dict[str, list[Tensor | None]] = {}
-        layers = [[layer for layer in every if plan.page_groups[layer] == group] for group in range(plan.num_page_groups)]
+        self.count, every = ByteCount(plan, form), range(plan.num_layers)
         # Keys and values [layers of a page group, Z, Hk, ring, D] of every one, where tokens are evicted from rings.
-        self.rings = [tuple(torch.empty(len(own), *ring, dtype=real, device=device) for _ in range(2)) for own in layers if form.window]
-        for part, name in enumerate(("keys", "values")):
-            if form.window:
-                places = {layer: self.rings[group][part][index] for group, own in enumerate(layers) for index, layer in enumerate(own)}
-                self.buffers[name] = [places[layer] for layer in every]
-            else:
-                self.buffers[name] = [*self._tensors(name, [num_slots] * plan.num_layers, ring[1:], real)]
-        for spec in _encoded(plan):
-            away = [layer for layer in every if offload is not None and offload.covers(layer)]
-            rows = [num_pages[plan.page_groups[layer]] for layer in every if layer not in away]
-            made = iter(self._tensors(spec.name, rows, [*map(int, spec.shape[1:])], TORCH_DTYPES[spec.dtype]))
-            self.buffers[spec.name] = [
-                offload.coded[layer].named[spec.name] if offload is not None and layer in away else next(made) for layer in every
-            ]
+        self.rings: list[tuple[Tensor, ...]] = []
+        self.buffers: dict[str, list[Tensor | None]] = {}
+        away = {layer for layer in every if offload is not None and offload.covers(layer)}
+        for spec in self.count.buffers:
+            shape, dtype = [*map(int, spec.shape[1:])], TORCH_DTYPES[spec.dtype]
+            hosted = away if spec.pool == "encoded" else ()
+            rows = [num_pages[plan.page_groups[layer]] if spec.paged else num_slots for layer in spec.layers if layer not in hosted]
+            made = dict(zip((layer for layer in spec.layers if layer not in hosted), self._tensors(spec.name, rows, shape, dtype), strict=True))
+            made.update({layer: offload.coded[layer].named[spec.name] for layer in hosted} if offload is not None else {})
+            self.buffers[spec.name] = [made.get(layer) for layer in every]
         self.away = None if offload is None else Away(offload)
-        for spec in _beside(plan):
-            rows = [num_pages[plan.page_groups[layer]] if spec.paged else num_slots for layer in spec.layers]
-            made = iter(self._tensors(spec.name, rows, [*map(int, spec.shape[1:])], TORCH_DTYPES[spec.dtype]))
-            self.buffers[spec.name] = [next(made) if layer in spec.layers else None for layer in every]
         self.origins = torch.zeros(plan.num_page_groups, num_slots, dtype=torch.int32, device=device)
         self.ends = torch.zeros(plan.num_page_groups, num_slots, 2, dtype=torch.int32, device=device)
         self.pages = [self._pages(layer) for layer in every]
@@ -78,21 +67,9 @@ class EncodedStore:
         self.keep_prompts = False  # until the step behind the prompt, for those who compare
         self.ledger = ledger
         self.settler = Settler(self, ledger) if isinstance(ledger, SettledLedger) else None
-        self.keeper = Keeper(plan, ledger, device) if ledger is not None and self.settler is None else None
-        coded = {part: sum(spec.row_bytes for spec in _encoded(plan) if spec.name.startswith(part)) for part in ("key", "value")}
-        # Bytes in a layer of one key or value in full precision, of a group's encoded keys, of an encoded value.
-        self._rates = (
-            token_bytes(plan) // (2 * plan.num_layers), coded["key"] * form.key_group // plan.page_size, coded["value"] // plan.page_size
-        )  # fmt: skip
-        groups = range(plan.num_page_groups)
-        # Of what a selection keeps: bytes of an entry in all layers by the tokens that it describes, and of a slot.
-        self._entries, self._slot_bytes = Counter[int](), 0
-        for spec in (one for one in _beside(plan) if one.name not in BOOKKEEPING):
-            if spec.paged:
-                self._entries[spec.tokens_per_entry] += spec.row_bytes * spec.tokens_per_entry // plan.page_size * len(spec.layers)
-            else:
-                self._slot_bytes += spec.row_bytes * len(spec.layers)
-        self._layers, self._page_bytes = [plan.page_groups.count(group) for group in groups], [group_bytes(plan, group) for group in groups]
+        gatherer = Gatherer(self, ledger) if isinstance(ledger, GatheringLedger) else None
+        self.evicter: Settler | Gatherer | None = self.settler or gatherer
+        self.keeper = Keeper(plan, ledger, device) if ledger is not None and self.evicter is None else None
         self._prompts: dict[int, dict[int, Prompt]] = {}  # by slot, then layer
         self._lengths: dict[int, int] = {}
         self._begins: dict[int, tuple[int, int]] = {}  # encoded tokens before what is being read
@@ -129,7 +106,7 @@ class EncodedStore:
         """
         own = self._prompts[row.slot]
         if layer not in own:
-            room = row.prompt if self.settler is None else self.settler.ledger.rooms(row.prompt, row.new)[self.plan.page_groups[layer]]
+            room = row.prompt if self.evicter is None else self.evicter.ledger.rooms(row.prompt, row.new)[self.plan.page_groups[layer]]
             made = self._room(room)
             before = row.stored - row.new
             if before:
@@ -154,8 +131,8 @@ class EncodedStore:
         if not self.keep_prompts:
             del self._prompts[row.slot][layer]
         kept = None
-        if self.settler is not None:
-            kept, stored, ends = self.settler.keep(layer, row, *plain)
+        if self.evicter is not None:
+            kept, stored, ends = self.evicter.keep(layer, row, *plain)
             if kept is None:
                 kept = torch.arange(stored, dtype=torch.int32, device=self.device).repeat(plain[0].shape[1], 1)
         else:
@@ -178,19 +155,14 @@ class EncodedStore:
     def copy(self, source: int, target: int, source_pages: Sequence[Sequence[int]], target_pages: Sequence[Sequence[int]]) -> None:
         """Let a slot's sequence be a copy of another's, whose prompts are complete; pages [Y] of both are as many."""
         index = [[torch.tensor(own, device=self.device) for own in pages] for pages in (source_pages, target_pages)]
-        for spec in (*_encoded(self.plan), *_beside(self.plan)):
-            for layer, x in enumerate(self.buffers[spec.name]):
-                if x is None:
-                    continue  # what a layer that reads everything does not have
+        for spec in self.count.buffers:
+            for layer in spec.layers:
+                x, group = self.buffers[spec.name][layer], self.plan.page_groups[layer]
+                assert x is not None, "a buffer has the layers that its plan names"
                 if spec.paged:
-                    group = self.plan.page_groups[layer]
                     x[index[1][group]] = x[index[0][group]]
                 else:
                     x[target] = x[source]
-        for name in ("keys", "values"):
-            for x in self.buffers[name]:
-                assert x is not None, "every layer has a ring"
-                x[target] = x[source]
         self.note_copy(source, target)
 
     def note_copy(self, source: int, target: int) -> None:
@@ -212,7 +184,7 @@ class EncodedStore:
         if self.away is None or not self.away.covers(layer):
             return self.pages[layer], row.table
         parts = self.away.gather(layer, row, stored)
-        found = dict(zip((spec.name for spec in _encoded(self.plan)), parts, strict=True))
+        found = dict(zip((spec.name for spec in records(self.plan)), parts, strict=True))
         return replace(self.pages[layer], **_with_minima(found)), torch.arange(len(parts[0]), dtype=torch.int32, device=self.device)
 
     def precise_from(self, layer: int, row: Row) -> int:
@@ -226,28 +198,22 @@ class EncodedStore:
 
     def stored_bytes(self, slot: int, seen: int) -> int:
         """Return the bytes that hold keys, values, codes and metadata of a sequence that has seen so many tokens, and what is seen of a prompt."""
-        plan, reading = self.plan, seen < self._lengths.get(slot, 0)
-        stored = [seen] * plan.num_page_groups if self.ledger is None else self.ledger.stored(slot)
-        total = 0 if self.keeper is None or not reading else self.keeper.counted_bytes(seen)
-        entries = {} if reading and self.form.replaced else self._entries  # what is known of a token is written with its codes
-        runs, (plain, key, value) = self._runs.get(slot), self._rates
-        for group, own in enumerate(stored):
-            keys, values = (0, 0) if reading or runs is None else self._ends(slot, group, own, runs)
-            layer = (2 * own - keys - values) * plain + keys // self.form.key_group * key + values * value
-            total += layer * self._layers[group]
-        return total + self._slot_bytes + sum(stored[0] // tokens * size for tokens, size in entries.items())
+        groups, runs, reading = range(self.plan.num_page_groups), self._runs.get(slot), seen < self._lengths.get(slot, 0)
+        stored = [seen for _ in groups] if self.ledger is None else self.ledger.stored(slot)
+        ends = [(0, 0) if reading or runs is None else self._ends(slot, group, stored[group], runs) for group in groups]
+        return self.count.stored(stored, ends) + self.count.state(stored, reading=reading)
 
     def reserved_bytes(self, slot: int, seen: int) -> int:
         """Return the bytes that such a sequence occupies: pages, ring, and its prompt with what is seen of it while that is read."""
-        plan, stored = self.plan, [seen] * self.plan.num_page_groups
+        stored = [seen] * self.plan.num_page_groups
         reading = sum(x.nbytes for pair in self._prompts.get(slot, {}).values() for x in pair)
         if self.keeper is not None:
             reading += self.keeper.bytes_of(slot)
         if self.ledger is not None:
-            stored = list(self.ledger.stored(slot)) if seen >= self._lengths.get(slot, 0) else [0] * plan.num_page_groups
-        held = plan.pages if self.ledger is None else self.ledger.pages_of
-        pages = list(map(held, stored)) if self.settler is None or not any(stored) else self.settler.ledger.settled_pages(seen)
-        return sum(own * size for own, size in zip(pages, self._page_bytes, strict=True)) + slot_bytes(plan, self.form) + reading
+            stored = list(self.ledger.stored(slot)) if seen >= self._lengths.get(slot, 0) else [0 for _ in stored]
+        pages_of = self.plan.pages if self.ledger is None else self.ledger.pages_of
+        pages = list(map(pages_of, stored)) if self.settler is None or not any(stored) else self.settler.ledger.settled_pages(seen)
+        return self.count.allocated(pages) + reading
 
     def _ends(self, slot: int, group: int, stored: int, runs: Sequence[int]) -> tuple[int, int]:
         """Return how many leading keys and values of a sequence are encoded behind its newest step."""
@@ -262,6 +228,12 @@ class EncodedStore:
 
     def _tensors(self, name: str, rows: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         """Allocate a buffer of several layers, of so many rows each."""
+        if self.form.window and name in ("keys", "values"):
+            groups = self.plan.page_groups
+            made = [torch.empty((groups.count(group), rows[0], *shape), dtype=dtype, device=self.device) for group in range(max(groups) + 1)]
+            self.rings = [(*pair, one) for pair, one in zip(self.rings or [()] * len(made), made, strict=True)]
+            places = list(map(iter, made))
+            return [next(places[group]) for group in groups]
         return [torch.empty((count, *shape), dtype=dtype, device=self.device) for count in rows]
 
     def _begin_runs(self, group: int, slot: int, stored: int) -> int:
@@ -277,49 +249,6 @@ class EncodedStore:
         group = self.plan.page_groups[layer]
         ends = self.ends[group] if self.form.window else None
         return launch.Pages(self.form, self.plan.page_size, **_with_minima(found), origins=self.origins[group], ends=ends)  # type: ignore[arg-type]
-
-
-def page_bytes(plan: CachePlan) -> int:
-    """Return the bytes of one page of encoded tokens in all layers, with what a selection keeps of them."""
-    return sum(spec.row_bytes * len(spec.layers) for spec in (*_encoded(plan), *_beside(plan)) if spec.paged)
-
-
-def group_bytes(plan: CachePlan, group: int) -> int:
-    """Return the bytes of one page of encoded tokens in the layers of one page group."""
-    paged = [spec for spec in (*_encoded(plan), *_beside(plan)) if spec.paged]
-    return sum(spec.row_bytes for spec in paged for layer in spec.layers if plan.page_groups[layer] == group)
-
-
-def slot_bytes(plan: CachePlan, form: Format) -> int:
-    """Return the bytes of a slot's rings in all layers, with what a selection keeps of a sequence."""
-    return form.ring * token_bytes(plan) + sum(spec.row_bytes * len(spec.layers) for spec in _beside(plan) if not spec.paged)
-
-
-def token_bytes(plan: CachePlan) -> int:
-    """Return the bytes of one token in full precision in all layers."""
-    return 2 * plan.num_kv_heads * plan.head_dim * DTYPE_BYTES[plan.kv_dtype] * plan.num_layers
-
-
-def prompt_bytes(plan: CachePlan, tokens: int, *, whole: bool, chunk: int = 0) -> int:
-    """Return the most bytes of a prompt of so many tokens while it is read: in all layers, or layer by layer where it is read as a whole.
-
-    Of one that is evicted from in between, what its chunks leave counts.
-    """
-    if plan.settles and not whole:
-        rooms = SettledLedger(plan).rooms(tokens, chunk or tokens)
-        return sum(-(-rooms[group] // 16) * 16 for group in plan.page_groups) * token_bytes(plan) // plan.num_layers
-    one = -(-tokens // 16) * 16 * token_bytes(plan) // plan.num_layers + watched_bytes(plan, tokens)
-    return one if whole else one * plan.num_layers
-
-
-def _encoded(plan: CachePlan) -> list[BufferSpec]:
-    return [spec for spec in plan.buffers if spec.pool == "encoded"]
-
-
-def _beside(plan: CachePlan) -> list[BufferSpec]:
-    """List what a selection keeps, summaries in pages and numbers of a slot, and what is known of single tokens."""
-    found = [spec for spec in plan.buffers if spec.pool == "plain" and spec.name not in ("keys", "values")]
-    return [*found, *known_of(plan)] if replaces(plan) else found
 
 
 def _with_minima(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from plugins.append import launch as plain
-from plugins.cache.encodings.grouped.formats import Format
 from plugins.cache.encodings.grouped.launch import TYPES, Pages, check_aligned
+from plugins.cache.formats import Format
 from plugins.cache.indexes.summary import Kept
 from plugins.device import triton_aot
 from plugins.device.driver import Kernel, arch

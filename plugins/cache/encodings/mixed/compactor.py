@@ -10,12 +10,13 @@ from torch import Tensor
 
 from plugins.cache.batch import Row
 from plugins.cache.encodings.mixed import rewrite
-from plugins.cache.encodings.mixed.ledger import MixedLedger
 from plugins.cache.encodings.mixed.pool import MixedPool
 from plugins.cache.encodings.mixed.view import MixedView
 from plugins.cache.eviction.compactor import MOST_ELEMENTS
 from plugins.cache.eviction.per_head.compactor import HeadCompactor
-from plugins.cache.eviction.per_head.ledger import HeadAccount, Lengths
+from plugins.cache.ledgers.mixed import MixedLedger
+from plugins.cache.ledgers.per_head import HeadAccount
+from plugins.cache.pages import Lengths
 from plugins.cache.support import compacts_by_kernels
 
 

@@ -8,12 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plugins.cache.batch import Row
-from plugins.cache.eviction.per_head.ledger import HeadAccount, Lengths
 from plugins.cache.eviction.per_head.pool import HeadPool
-from plugins.cache.pages import HeadPages, Ints
+from plugins.cache.ledgers.per_head import HeadAccount
+from plugins.cache.pages import Ints, Lengths
 from plugins.cache.roles import load_role
-from plugins.device.dtypes import TORCH_DTYPES
 from trtkv.plan import CachePlan
 
 
@@ -26,33 +24,12 @@ class MixedPool(HeadPool):
     def __init__(self, plan: CachePlan, num_pages: int, num_slots: int, device: torch.device) -> None:
         """Allocate so many pages, and what slots have of their own."""
         assert plan.quantize is not None, "the plan encodes nothing"
-        self.plan, self.num_pages, self.device, self.heads, self.layers = plan, num_pages, device, plan.num_kv_heads, plan.num_layers
-        self.quantize = load_role(plan.quantize.meaning)
-        self.pools: dict[str, Tensor] = {}
-        more, head = plan.codes_per_row, (num_pages, plan.num_kv_heads)
-        real, size, dim = TORCH_DTYPES[plan.kv_dtype], plan.page_size, plan.head_dim
+        super().__init__(plan, num_pages, num_slots, device)
+        self.layers, self.quantize = plan.num_layers, load_role(plan.quantize.meaning)
         for part in ("key", "value"):
-            self.pools[f"{part}s"] = torch.empty(*head, size, dim, dtype=real, device=device)
-            self.pools[f"{part}_codes"] = self.pools[f"{part}s"].view(torch.uint8).view(*head, more * size, dim)
-            self.pools[f"{part}_scale"] = torch.empty(*head, more * size, dtype=real, device=device)
-        self.pools["positions"] = torch.empty(*head, more * size, dtype=torch.int32, device=device)
-        self.buffers: dict[str, list[Tensor | None]] = {name: [pool] * plan.num_layers for name, pool in self.pools.items()}
-        for spec in plan.buffers:
-            if not spec.paged:
-                shape = (num_slots, *map(int, spec.shape[1:]))
-                self.buffers[spec.name] = [torch.empty(*shape, dtype=TORCH_DTYPES[spec.dtype], device=device) for _ in range(plan.num_layers)]
-        self.rows: Sequence[Row] = ()
-        self.pages: list[HeadPages] = []
-        self.stored: Lengths = np.zeros((0, 0), np.int64)
-        self.turns, self._cache = [], {}
-
-    def stored_bytes(self, lengths: Sequence[int] | Lengths) -> int:
-        """Return the bytes that hold data for a sequence of whose layers each has so many tokens [2 L], without bookkeeping."""
-        return self.plan.stored_bytes_by_group(list(map(int, lengths)))
-
-    def reserved_bytes(self, lengths: Sequence[int] | Lengths) -> int:
-        """Return the bytes that such a sequence occupies: whole pages of its layers and its slot."""
-        return self.plan.reserved_bytes_by_group(list(map(int, lengths)))
+            plain = self.pools[f"{part}s"]
+            codes = plain.view(torch.uint8).view(*plain.shape[:2], plan.codes_per_row * plan.page_size, plan.head_dim)
+            self.pools[f"{part}_codes"], self.buffers[f"{part}_codes"] = codes, [codes] * plan.num_layers
 
     def longest(self, stored: Lengths) -> list[int]:
         """Return the tokens [B] of the layers, which all store equally many."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plugins.cache.encodings.mixed import launch
 from plugins.cache.encodings.mixed.pool import MixedPool
-from plugins.cache.eviction.per_head.ledger import HeadAccount
+from plugins.cache.ledgers.per_head import HeadAccount
 
 PARTS = ("key", "value")
 

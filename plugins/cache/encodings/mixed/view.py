@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from plugins.cache.encodings.mixed.pool import MixedPool
-from plugins.cache.eviction.per_head.ledger import HeadAccount
 from plugins.cache.eviction.per_head.view import count_received
+from plugins.cache.ledgers.per_head import HeadAccount
 from trtkv.plan import Occupancy
 
 

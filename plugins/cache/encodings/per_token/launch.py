@@ -13,6 +13,7 @@ from torch import Tensor
 from plugins.cache.eviction.launch import TYPES, WARPS, Constants
 from plugins.device import triton_aot
 from plugins.device.driver import Kernel, arch
+from trtkv.rules import Blend
 
 _SOURCE = Path(__file__).parent / "kernel.py"
 BLOCK = 128  # tokens whose attention one block counts
@@ -22,22 +23,6 @@ _CODES = ("key_codes", "key_scale", "key_zero", "value_codes", "value_scale", "v
 _ERRORS = ("key_error", "value_error")
 _TOKENS_OF_WARP = {"mass_kernel": 16, "exchange_kernel": 128}  # of a block's at once
 _STEP_INTEGERS = ("table_stride", "num_pages", "num_slots", "page_size")
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """Which token goes.
-
-    Of a budget the newest `recent` stay and the `heavy` ones of most attention; blend is attention's weight for the others, pool_max how heads agree,
-    bits those of the rounding whose error counts.
-    """
-
-    budget: int
-    recent: int
-    heavy: int
-    blend: float
-    pool_max: bool
-    bits: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +46,7 @@ class Stacks:
         return heads_q, heads, dim, self.named["key_scale"].shape[1], slots
 
 
-def scratch(stacks: Stacks, batch: int, rule: Rule) -> tuple[Tensor, Tensor]:
+def scratch(stacks: Stacks, batch: int, rule: Blend) -> tuple[Tensor, Tensor]:
     """Allocate what attention leaves for the two launches of a step [L, B, Hq] fp32, and what these hand on [L, B, blocks Hk, NOTES + wide] fp32."""
     heads_q, heads, *_ = stacks.shape
     layers, device = len(stacks["keys"]), stacks["keys"].device
@@ -95,7 +80,7 @@ def encode_prompt(
 
 
 def exchange(
-    stacks: Stacks, lse: Tensor, notes: Tensor, table: Tensor, lens: Tensor, seen: Tensor, slots: Tensor, rule: Rule, scale: float
+    stacks: Stacks, lse: Tensor, notes: Tensor, table: Tensor, lens: Tensor, seen: Tensor, slots: Tensor, rule: Blend, scale: float
 ) -> None:  # fmt: skip
     """Let the newest token of B sequences become codes in all layers, in the place of the least where more than the budget are stored.
 
@@ -172,13 +157,13 @@ def prompt_constants(heads: int, group: int, dim: int) -> Constants:
     return (("HEADS", heads), ("GROUP", group), *_shape(dim), ("T", 32))
 
 
-def mass_constants(heads: int, group: int, dim: int, rule: Rule) -> Constants:
+def mass_constants(heads: int, group: int, dim: int, rule: Blend) -> Constants:
     """Constants of what counts attention."""
     shape = (("HEADS", heads), ("GROUP", group), ("WIDE", _wide(group)), *_shape(dim))
     return (*shape, ("BLOCK", BLOCK), ("STEPS", (1 << rule.bits) - 1), ("POOL_MAX", int(rule.pool_max)))
 
 
-def exchange_constants(heads: int, group: int, dim: int, rule: Rule) -> Constants:
+def exchange_constants(heads: int, group: int, dim: int, rule: Blend) -> Constants:
     """Constants of what encodes the newest token."""
     shape = (("HEADS", heads), ("GROUP", group), ("WIDE", _wide(group)), *_shape(dim), ("BLOCK", max(16, 1 << (rule.budget - 1).bit_length())))
     parts = 1 << (-(-rule.budget // BLOCK) * heads - 1).bit_length()

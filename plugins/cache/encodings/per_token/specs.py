@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from plugins.attend import launch_dense
 from plugins.cache.encodings.grouped import launch as encoded
-from plugins.cache.encodings.grouped.formats import Format
 from plugins.cache.encodings.per_token import launch
 from plugins.cache.encodings.per_token.store import NEVER, rule_of
 from plugins.cache.eviction import launch as compaction
 from plugins.cache.eviction.sums import launch as sums
+from plugins.cache.formats import Format
 from trtkv.config import ModelConfig
 from trtkv.plan import CachePlan
 

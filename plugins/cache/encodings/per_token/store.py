@@ -13,8 +13,9 @@ from plugins.cache.batch import Row
 from plugins.cache.encodings.grouped import launch as encoded
 from plugins.cache.encodings.grouped.store import EncodedStore, Prompt
 from plugins.cache.encodings.per_token import launch, reference
-from plugins.cache.encodings.per_token.launch import Rule, Stacks
+from plugins.cache.encodings.per_token.launch import Stacks
 from trtkv.plan import EvictPlan
+from trtkv.rules import Blend
 
 NEVER = 1 << 30  # tokens after which the append kernel would encode: here that is not its task
 
@@ -79,9 +80,7 @@ class PerTokenStore(EncodedStore):
 _STAND_IN = {"codes": "codes", "scale": "scale", "minimum": "zero"}
 
 
-def rule_of(evict: EvictPlan) -> Rule:
-    """Read a role's fields."""
-    fields = evict.meaning.fields
-    budget = int(fields["budget"])
-    recent, heavy = max(1, int(budget * fields["recent"])), int(budget * fields["heavy"])
-    return Rule(budget, recent, heavy, float(fields["blend"]), fields["pooling"] == "max", int(fields["bits"]))
+def rule_of(evict: EvictPlan) -> Blend:
+    """Return by what a role evicts."""
+    assert isinstance(evict.rule, Blend), "the plan replaces no single tokens"
+    return evict.rule

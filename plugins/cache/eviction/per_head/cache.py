@@ -19,7 +19,7 @@ from plugins.cache.eviction import launch as launch_eviction
 from plugins.cache.eviction.per_head.compactor import HeadCompactor
 from plugins.cache.eviction.per_head.pool import HeadPool
 from plugins.cache.eviction.per_head.received import observe_chunk
-from plugins.cache.eviction.per_head.ring import slides
+from plugins.cache.formats import slides
 from plugins.cache.paged_kernels import dense_scratch
 from plugins.cache.pages import HeadPages
 from plugins.config import OpConfig
@@ -97,12 +97,6 @@ class HeadCache(Cache):
 
     def _ended(self, rows: Sequence[Sequence[Row]]) -> None:
         self.compactor.finish(rows[0])
-
-    def _stored(self, slot: int, seen: int) -> int:
-        return self.pool.stored_bytes(self.ledger.stored(slot))
-
-    def _reserved(self, slot: int, seen: int) -> int:
-        return self.pool.reserved_bytes(self.ledger.stored(slot))
 
     def _heads(self, layer: int) -> slice | int:
         """Return the rows of a layer among those of all."""

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from plugins.cache.batch import Row
 from plugins.cache.eviction.per_head import move, received
-from plugins.cache.eviction.per_head.ledger import HeadAccount, HeadLedger, Lengths
 from plugins.cache.eviction.per_head.pool import HeadPool
-from plugins.cache.eviction.per_head.ring import Ring, slides
 from plugins.cache.eviction.per_head.view import HeadView
+from plugins.cache.formats import slides
+from plugins.cache.ledgers.per_head import HeadAccount, HeadLedger
+from plugins.cache.ledgers.ring import Ring
+from plugins.cache.pages import Lengths
 from plugins.cache.support import compacts_by_kernels
 
 

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from plugins.cache.eviction.per_head import launch
-from plugins.cache.eviction.per_head.ledger import Lengths
 from plugins.cache.eviction.per_head.pool import HeadPool
-from plugins.cache.eviction.per_head.ring import Ring
-from plugins.cache.pages import Ints
+from plugins.cache.ledgers.ring import Ring
+from plugins.cache.pages import Ints, Lengths
 
 
 @dataclass(slots=True)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from plugins.cache.batch import Row
-from plugins.cache.eviction.per_head.ledger import Lengths
-from plugins.cache.eviction.per_head.ring import Ring, Rings
-from plugins.cache.pages import HeadPages, head_pages
+from plugins.cache.bytes import buffers_of
+from plugins.cache.eviction.per_head.ring import Rings
+from plugins.cache.ledgers.ring import Ring
+from plugins.cache.pages import HeadPages, Lengths
 from plugins.device.dtypes import TORCH_DTYPES
 from trtkv.plan import CachePlan
 
@@ -29,10 +30,10 @@ class HeadPool:
         self.plan, self.num_pages, self.device, self.heads = plan, num_pages, device, plan.num_kv_heads
         self.pools: dict[str, Tensor] = {}
         self.buffers: dict[str, list[Tensor | None]] = {}
-        for spec in plan.buffers:
+        for spec in buffers_of(plan):
             shape, dtype = tuple(map(int, spec.shape[1:])), TORCH_DTYPES[spec.dtype]
             if spec.paged:
-                pool = torch.empty(num_pages, shape[0] // self.heads, *shape[1:], dtype=dtype, device=device)
+                pool = torch.empty(num_pages, *shape, dtype=dtype, device=device)
                 self.pools[spec.name], self.buffers[spec.name] = pool, [pool] * plan.num_layers
             else:
                 self.buffers[spec.name] = [torch.empty(num_slots, *shape, dtype=dtype, device=device) for _ in range(plan.num_layers)]
@@ -48,14 +49,6 @@ class HeadPool:
         self.rows, self.stored, self._cache = rows, stored, {}
         self.pages = [HeadPages.of(one, self.plan.num_page_groups) for one in pages]
         self.turns = [None] * len(rows)
-
-    def stored_bytes(self, lengths: Sequence[int] | Lengths) -> int:
-        """Return the bytes that hold data for a sequence of whose heads [Y] each has so many tokens, without bookkeeping."""
-        return self.plan.stored_bytes_by_group([int(np.sum(lengths))])
-
-    def reserved_bytes(self, lengths: Sequence[int] | Lengths) -> int:
-        """Return the bytes that such a sequence occupies: whole pages of its heads and its slot."""
-        return int(head_pages(lengths, self.plan.page_size).sum()) * self.plan.group_page_bytes(0) + self.plan.slot_bytes
 
     def longest(self, stored: Lengths) -> list[int]:
         """Return the tokens [B] of the longest head of any layer."""

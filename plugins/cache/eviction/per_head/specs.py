@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from plugins.cache.eviction import launch as compaction
 from plugins.cache.eviction.per_head import launch
-from plugins.cache.eviction.per_head.ring import slides
 from plugins.cache.eviction.sums import launch as sums
+from plugins.cache.formats import slides
 from plugins.device.dtypes import TORCH_DTYPES
 from trtkv.config import Limits, ModelConfig
 from trtkv.plan import CachePlan

@@ -19,7 +19,6 @@ from plugins.cache.batch import Row, StepGroup
 from plugins.cache.indexes.choose import choose_units
 from plugins.cache.paged import PagedCache
 from plugins.cache.paged_kernels import Target
-from plugins.cache.support import summary_of
 from plugins.cache.tiers.host import launch
 from plugins.cache.tiers.host.attend import read_chosen, read_whole
 from plugins.cache.tiers.host.by_host import copy_pages
@@ -27,6 +26,7 @@ from plugins.cache.tiers.host.chunk import begin_chunk, plan_chunk, read_prompt,
 from plugins.cache.tiers.host.op import recall_ahead
 from plugins.cache.tiers.host.store import Offload
 from plugins.config import OpConfig
+from plugins.select.summary import summary_of
 from trtkv.plan import CachePlan, SelectPlan
 
 

@@ -21,7 +21,7 @@ from plugins.cache.tiers.host.copies import LEAST_PAGES, Route
 from plugins.cache.tiers.host.store import Offload, Recall
 from trtkv.plan import CachePlan
 
-MISSED_PAGES = 10  # of every head in a step of real text, as FreeKV's replication reports (docs/offload.md)
+MISSED_PAGES = 10  # of every head in a step of real text, as FreeKV's replication reports (docs/caches.md)
 MOST_COPIES = 512  # of one trial: more would make opening an engine of many sequences slow
 BULK_PAGES, BULK_BYTES = 256, 32 << 20  # a run of pages: as many as a chunk of a prompt fills, of at most so many bytes
 RUNS = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from plugins.cache.encodings.grouped.formats import find_format
+from plugins.cache.formats import find_format
 from trtkv.config import DTYPE_BYTES
 from trtkv.errors import ConfigError
 from trtkv.plan import BufferSpec, CachePlan, SelectPlan
@@ -60,7 +60,7 @@ def why_not(plan: CachePlan) -> str | None:
     """Say why the pages of a plan cannot live on the host, None where they can."""
     chosen = [one for one in plan.select if one is not None]
     encoded = find_format(plan) is not None
-    if (plan.held and not encoded) or plan.evict is not None:
+    if not (plan.in_pages or encoded) or plan.evict is not None:
         return "evicts tokens or encodes them in a way that no kernel knows, and only pages move to the host"
     if not chosen:
         return "reads every stored token in every step"
@@ -70,8 +70,7 @@ def why_not(plan: CachePlan) -> str | None:
         return "selects for every query head, and pages move for a KV head"
     if plan.num_page_groups > 1:
         return "has page tables of its own for some layers"
-    offload = plan.roles.get("offload")
-    if offload is not None and offload.fields.get("parts", "both") != "both":
+    if plan.offload is not None and plan.offload.values_only:
         return "keeps keys on the device and only values on the host"
     return None
 

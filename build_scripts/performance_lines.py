@@ -1,0 +1,109 @@
+"""Measurements that take a line of docs/performance.md, not a table: single kernels, prompts, servers, several GPUs, a CPU, loading."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from performance_rows import LAYER, Record, above, facts, goals, load, name, newest
+
+from trtkv.bench.report import cell, commits
+from trtkv.runtime.memory import readable
+
+CHOICE_GOALS_US = {4: 6.0, 64: 15.0}  # rows (sequences times KV heads) of 128k tokens: choosing alone
+SUMS_GOAL, LAG_GOAL = 1.6, 1.0  # times the fastest attention; percent of a prefill
+SUMS = (
+    "Attention of a prompt with the sums of what each token received takes {least:.2f} to {most:.2f} times the library's fastest attention alone, at "
+    "{first}k to {last}k tokens ({facts}). {goals}"
+)
+BUSY = (
+    "{streams} streams of {model} (`{policy}`) keep the GPU busy {busy_share:.1%} of the time (goal 95%), with {between_steps_p50_us:.1f} us between "
+    "decode steps (goal 20; {facts}, `build_scripts/bench_busy.py`)."
+)
+SOAK = (
+    "Of {requests:,} requests at {overload} times the rate that a server on a CPU can answer, {answered:,} were answered, {refused} refused with 429 "
+    "or 503, {cancelled} cancelled and {vanished} abandoned by clients; no page was lost, memory rose by {rise} ({facts}, `build_scripts/soak.py`)."
+)
+PARTS = "Speedup of two GPUs over one, with {layers} layers of {model}: {gains} ({gpu}, commit {commits}, {date}, `build_scripts/bench_parts.py`)."
+CPU = (
+    "On a CPU, prompts of {first:,} and {last:,} tokens over transformers' times: prefill {full_prefill} (`full`) and {fier_prefill} (`fier`), "
+    "decode {full_decode} (`full`) and {fier_decode} (`fier`), transformers a second time {again_decode} ({model}, {dtype}, {machine}, {date}, "
+    "`build_scripts/bench_cpu.py`)."
+)
+LOADED = (
+    "{gigabytes:.1f} GB of weights move from memory to the GPU in {s:.2f} s, with safetensors' loader in {theirs:.2f} s ({gpu}, {date}, "
+    "`build_scripts/bench_load.py`)."
+)
+BUILT = (
+    "Building {model} with `{policy}` takes {process_s:.1f} s; the plan is {megabytes:.1f} MB ({backend}, {machine}, {date}, "
+    "`build_scripts/bench_build.py`)."
+)
+
+
+def others(records: Sequence[Record]) -> str:
+    """Write a line for each of the other measurements."""
+    lines = [line for write in (choosing, prompts, servers, parts, processor, loading) for line in write(records)]
+    return "\n## Other measurements\n\n" + "\n".join(f"- {line}" for line in lines) + "\n" if lines else ""
+
+
+def choosing(records: Sequence[Record]) -> list[str]:
+    """Say what scoring and choosing take alone; the goals are of choosing, without scoring where that is a launch of its own."""
+    own = newest((one for one in records if one.get("op") == "select" and one["dtype"] == "bfloat16"), "batch", *LAYER, "policy")
+    rows = [(one, f"`{one['policy']}`, {one['batch'] * one['kv_heads']} rows") for one in own]
+    took = ", ".join(f"{cell(one['select_us'])} ({row})" for one, row in rows)
+    missed = [line for one, row in rows for line in above("choosing", row, _choice(one), CHOICE_GOALS_US[one["batch"] * one["kv_heads"]])]
+    return [f"Selecting from 128k tokens takes, in us: {took} ({facts(own)}). {goals(missed)}"] if own else []
+
+
+def _choice(one: Record) -> float:
+    kernels = one["select_kernels_us"]
+    scored = any("score" in kernel for kernel in kernels)
+    return sum(took for kernel, took in kernels.items() if "score" not in kernel) if scored else float(one["select_us"])
+
+
+def prompts(records: Sequence[Record]) -> list[str]:
+    """Say what eviction adds to a prompt."""
+    own = newest((one for one in records if one.get("op") == "prefill-sums" and "with_sums_per_fastest" in one), *LAYER)
+    times = [one["with_sums_per_fastest"] for one in own]
+    missed = [line for one in own for line in above("sums", name(one), one["with_sums_per_fastest"], SUMS_GOAL)]
+    ends = {"first": own[0]["context"] // 1024, "last": own[-1]["context"] // 1024, "facts": facts(own)} if own else {}
+    lines = [SUMS.format(least=min(times), most=max(times), **ends, goals=goals(missed))] if own else []
+    for one in [one for one in records if one.get("op") == "lag" and "compress_percent_of_prefill" in one][-1:]:
+        share = one["compress_percent_of_prefill"]
+        missed = above("LagKV", "% of a prefill", share, LAG_GOAL)
+        lines.append(f"LagKV's evictions take {cell(share)}% of a prefill, {name(one)} ({facts([one])}). {goals(missed)}")
+    return lines
+
+
+def servers(records: Sequence[Record]) -> list[str]:
+    """Say how busy many streams keep a GPU, and what came of a long load."""
+    busy = [BUSY.format(**one, facts=facts([one])) for one in records if one["benchmark"] == "busy"][-1:]
+    soak = [one for one in records if one["benchmark"] == "soak"][-1:]
+    return busy + [SOAK.format(**{"refused": 0, **one}, rise=readable(max(0, one["memory_rise_bytes"])), facts=facts([one])) for one in soak]
+
+
+def parts(records: Sequence[Record]) -> list[str]:
+    """Say what a second GPU gives."""
+    own = newest((one for one in records if one["benchmark"] == "parts" and "commit" in one), "policy", "batch", "tp")
+    pairs = [(one, two) for one, two in zip(own[::2], own[1::2], strict=False) if (one["tp"], two["tp"]) == (1, 2)]
+    gains = ", ".join(f"{one['step_ms'] / two['step_ms']:.2f} (`{one['policy']}`, {load(one)})" for one, two in pairs)
+    return [PARTS.format(**own[0], gains=gains, commits=commits(own), date=own[0]["at"][:10])] if pairs else []
+
+
+def processor(records: Sequence[Record]) -> list[str]:
+    """Compare the torch executor on a CPU with transformers."""
+    own = newest((one for one in records if one["benchmark"] == "cpu"), "prompt", "runner")
+    if not own:
+        return []
+    ratio = lambda runner, phase: " and ".join(f"{one[f'{phase}_ratio']:.2f}" for one in own if one["runner"] == runner)  # noqa: E731
+    ratios = {f"{runner}_{phase}": ratio(runner, phase) for runner in ("full", "fier") for phase in ("prefill", "decode")}
+    last = {**own[-1], "date": own[-1]["date"][:10]}
+    return [CPU.format(**last, **ratios, again_decode=ratio("transformers again", "decode"), first=own[0]["prompt"], last=own[-1]["prompt"])]
+
+
+def loading(records: Sequence[Record]) -> list[str]:
+    """Say how long weights take to a GPU, and an engine to build."""
+    own = {one["way"]: one for one in records if one["benchmark"] == "load" and not one["cold"]}
+    ours, theirs = own.get("trtkv to the GPU"), own.get("safetensors to the GPU")
+    lines = [LOADED.format(**ours, gigabytes=ours["bytes"] / 1e9, theirs=theirs["s"], date=ours["at"][:10])] if ours and theirs else []
+    built = [one for one in records if one["benchmark"] == "build"][-1:]
+    return lines + [BUILT.format(**{**one, "date": one["date"][:10]}, megabytes=one["plan_bytes"] / 1e6) for one in built]

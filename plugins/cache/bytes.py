@@ -1,0 +1,211 @@
+"""The bytes of a cache, counted from its plan and from lengths in integers: what `trtkv plan`, admission, stores and reports all ask for.
+
+A sequence has R rows of tokens: one for every page group, or for every KV head of every layer where heads have lengths of their own, or where tokens
+of both precisions share a pool, one for every layer's tokens in full precision and then for its codes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from operator import mul
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from plugins.cache.formats import Format
+from plugins.cache.ledgers.gathering import GatheringLedger
+from plugins.cache.ledgers.settled import SettledLedger
+from trtkv.config import DTYPE_BYTES
+from trtkv.plan import BOOKKEEPING, BufferSpec, CachePlan
+
+Lengths = Any  # [R] integers, a sequence or an array; or one number for all rows
+Encoded = Sequence[tuple[int, int]]  # how many leading keys and values of each row [R] are encoded; empty where none are
+
+
+def buffers_of(plan: CachePlan, form: Format | None = None) -> list[BufferSpec]:
+    """List what is allocated of a plan, whose codes have a format or no pages; rows are pages of a group, pages of a shared pool, or slots.
+
+    The layer of a shared pool is 0: it serves all of them. With codes, keys and values are the newest tokens of every slot.
+    """
+    found = []
+    for spec in plan.buffers:
+        letters, shape, layers = spec.letters, spec.shape, spec.layers
+        if form is not None and spec.name in ("keys", "values"):
+            letters, shape = "Z Hk R D", ("Z", plan.num_kv_heads, form.ring, plan.head_dim)
+        elif spec.paged and plan.storage == "per_head":
+            letters, shape = letters.replace("Hk", "1").replace("Hq", "G"), ("P", int(shape[1]) // plan.num_kv_heads, *shape[2:])
+            layers = (0,)
+        elif spec.paged and plan.storage == "mixed":
+            if spec.name in ("key_codes", "value_codes"):
+                continue  # they lie where keys and values do
+            if spec.name not in ("keys", "values"):
+                more = plan.codes_per_row
+                letters, shape = letters.replace("N", f"{more}N"), (*shape[:2], more * int(shape[2]), *shape[3:])
+            layers = (0,)
+        elif spec.pool == "encoded" and form is None:
+            continue
+        found.append(replace(spec, letters=letters, shape=shape, layers=layers))
+    return [*found, *(plan.state_buffers if form is not None and form.replaced else ())]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What of paged buffers holds data: sizes [R] in bytes of an entry of so many tokens in each row, 0 where it has none.
+
+    Entries are of keys (part 0) or values (1) that are encoded, or of those that are not; part is None where every stored token has its share of one.
+    """
+
+    tokens: int
+    part: int | None
+    encoded: bool
+    sizes: tuple[int, ...]
+    vector: npt.NDArray[np.int64]
+
+    @staticmethod
+    def of(tokens: int, part: int | None, encoded: bool, sizes: Sequence[int]) -> Part:
+        """Lay sizes down for lists and for arrays of lengths."""
+        return Part(tokens, part, encoded, tuple(sizes), np.array(sizes, np.int64))
+
+    def entries(self, lengths: Lengths, encoded: Encoded) -> Lengths:
+        """Return the entries [R] of a sequence."""
+        part = self.part
+        if part is not None and self.encoded:
+            lengths = [ends[part] for ends in encoded] or [0] * len(lengths)
+        elif part is not None and encoded:
+            lengths = [length - ends[part] for length, ends in zip(lengths, encoded, strict=True)]
+        if self.tokens == 1:
+            return lengths
+        return lengths // self.tokens if isinstance(lengths, np.ndarray) else [length // self.tokens for length in lengths]
+
+    def bytes(self, lengths: Lengths, encoded: Encoded = ()) -> int:
+        """Return the bytes of a sequence's entries."""
+        found = self.entries(lengths, encoded)
+        return int(found @ self.vector) if isinstance(found, np.ndarray) else sum(map(mul, found, self.sizes))
+
+
+def _merged(parts: Iterable[Part]) -> list[Part]:
+    """Add up what grows with the same numbers."""
+    found: dict[tuple[int, int | None, bool], Part] = {}
+    for one in parts:
+        key = (one.tokens, one.part, one.encoded)
+        sizes = [a + b for a, b in zip(one.sizes, found[key].sizes, strict=True)] if key in found else one.sizes
+        found[key] = Part.of(*key, sizes)
+    return list(found.values())
+
+
+class ByteCount:
+    """The bytes of a plan's caches, where kernels store what is encoded in a format; without one they are tensors of exactly the stored size (exact).
+
+    buffers are those that are allocated, as pages and slots have them; slot the bytes of one slot in all layers; page_sizes those of a page of each
+    page group in its layers, one number where all groups share a pool, page their sum; token those of a token in full precision in all layers.
+    by_head says that rows are KV heads; data and scores are the parts of buffers, of tokens and their summaries and of an evict role's numbers.
+    """
+
+    def __init__(self, plan: CachePlan, form: Format | None = None) -> None:
+        """Count what does not depend on lengths."""
+        self.plan, self.form, self.exact = plan, form, form is None and not plan.in_pages
+        self.by_head = self.exact or plan.storage == "per_head"
+        self.num_rows = plan.num_layers * plan.num_kv_heads if self.by_head else plan.num_page_groups
+        codes = plan.num_layers if plan.storage == "mixed" else 0  # rows, whose pages hold several codes where one token in full precision fits
+        self._fits = (plan.page_size,) * (self.num_rows - codes) + (plan.page_size * plan.codes_per_row,) * codes
+        self.buffers = tuple(buffers_of(plan, form))
+        self.slot = _slot_bytes(self.buffers)
+        groups = (0,) * plan.num_layers if plan.pooled else plan.page_groups
+        self.page_sizes = [0] * (max(groups) + 1)
+        for spec in self.buffers:
+            for layer in spec.layers if spec.paged else ():
+                self.page_sizes[groups[layer]] += spec.row_bytes
+        self.page = sum(self.page_sizes)
+        self.token = 2 * plan.num_kv_heads * plan.head_dim * DTYPE_BYTES[plan.kv_dtype] * plan.num_layers
+        self._reads = Counter((one.budget, one.width * one.unit) if one else (0, sys.maxsize) for one in plan.select)
+        evict, state = plan.evict, [spec for spec in plan.state_buffers if spec.name not in BOOKKEEPING]
+        data = [spec for spec in plan.buffers if spec.name not in BOOKKEEPING and spec not in state]
+        self._slot_data = _slot_bytes(data)
+        lasting = evict is not None and (plan.in_pages or not evict.prompt_only or bool(evict.token_state))
+        self.data = {spec: self._part(spec) for spec in data if spec.paged}
+        self.scores = {spec: self._part(spec) for spec in state if spec.paged and lasting}
+        self._data, self._scores = _merged(self.data.values()), _merged(self.scores.values())
+        self._of_prompts = _merged(self._part(spec) for spec in state if form is None or spec.name == "attention_mass")
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes that one more token costs in the long run, in whole pages."""
+        return self.page / self.plan.page_size
+
+    def stored(self, lengths: Lengths, encoded: Encoded = ()) -> int:
+        """Return the bytes of keys, values, codes and summaries that hold data of a sequence."""
+        lengths = self._rows(lengths)
+        return self._slot_data + sum(part.bytes(lengths, encoded) for part in self._data)
+
+    def state(self, lengths: Lengths, *, reading: bool = False) -> int:
+        """Return the bytes of an evict role's numbers of a sequence, or of those that it has of a prompt that is read."""
+        lengths = self._rows(lengths)
+        return sum(part.bytes(lengths) for part in (self._of_prompts if reading else self._scores))
+
+    def pages(self, lengths: Lengths) -> Any:
+        """Return the pages [R] of a sequence."""
+        lengths = self._rows(lengths)
+        if isinstance(lengths, np.ndarray):
+            return -(-lengths // (self._fits if self.plan.storage == "mixed" else self.plan.page_size))
+        return [-(-length // fit) for length, fit in zip(lengths, self._fits, strict=True)]
+
+    def reserved(self, lengths: Lengths) -> int:
+        """Return the bytes that the pool lends to a sequence: whole pages and its slot."""
+        return self.allocated(self.pages(lengths))
+
+    def allocated(self, pages: Lengths) -> int:
+        """Return the bytes of so many pages of each page group, or of their one pool, and of a slot."""
+        if len(self.page_sizes) == 1:
+            return int(pages.sum() if isinstance(pages, np.ndarray) else sum(pages)) * self.page + self.slot
+        return int(sum(map(mul, pages, self.page_sizes))) + self.slot
+
+    def prompt(self, tokens: int, *, whole: bool, chunk: int = 0) -> int:
+        """Return the most bytes of a prompt that is read before it is encoded: in all layers, or layer by layer where it is read as a whole.
+
+        Of one that is evicted from in between, what its chunks leave counts.
+        """
+        plan = self.plan
+        layer = self.token // plan.num_layers
+        evicts = {"windowed": SettledLedger, "gathered": GatheringLedger}.get(plan.storage)
+        if evicts is not None and not whole:
+            rooms = evicts(plan).rooms(tokens, chunk or tokens)
+            return sum(_sixteens(rooms[group]) for group in plan.page_groups) * layer
+        queries = sum(spec.row_bytes for spec in plan.state_buffers if not spec.paged)
+        one = _sixteens(tokens) * layer + self.state(tokens, reading=True) // plan.num_layers + queries
+        return one if whole else one * plan.num_layers
+
+    def tokens_read(self, tokens: int) -> float:
+        """Return the tokens whose keys and values one decode step reads of so many, mean over the layers."""
+        total = sum(layers * (tokens if tokens <= budget else min(tokens, most)) for (budget, most), layers in self._reads.items())
+        return total / self.plan.num_layers
+
+    def _rows(self, lengths: Lengths) -> Lengths:
+        return [lengths] * self.num_rows if isinstance(lengths, int) else lengths
+
+    def _part(self, spec: BufferSpec) -> Part:
+        plan, sizes = self.plan, [0] * self.num_rows
+        entry = spec.row_bytes * spec.tokens_per_entry // plan.page_size
+        for layer in spec.layers:
+            if self.by_head:
+                for head in range(plan.num_kv_heads):
+                    sizes[layer * plan.num_kv_heads + head] = entry // plan.num_kv_heads
+            elif plan.storage == "mixed":
+                sizes[layer + plan.num_layers * (spec.pool == "encoded")] = entry
+            else:
+                sizes[plan.page_groups[layer]] += entry
+        coded = spec.pool == "encoded" and plan.storage != "mixed"
+        token = plan.quantize is not None and plan.storage != "mixed" and (coded or spec.name in ("keys", "values"))
+        part = int(spec.name.startswith("value")) if token else None  # codes and metadata are named after what they encode
+        return Part.of(spec.tokens_per_entry, part, coded, sizes)
+
+
+def _slot_bytes(specs: Sequence[BufferSpec]) -> int:
+    return sum(spec.row_bytes * len(spec.layers) for spec in specs if not spec.paged)
+
+
+def _sixteens(tokens: int) -> int:
+    return -(-tokens // 16) * 16

@@ -1,0 +1,133 @@
+"""Which encodings the kernels know, and how much of a sequence is encoded: closed formulas that host and device share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+from plugins.select.summary import why_selects_in_torch
+from trtkv.plan import CachePlan, EvictPlan
+from trtkv.rules import Blend, Exchange, Float8, Grouped, Lag, PerToken
+
+STEP = 32  # tokens that a warp attends to at once: pages are a multiple
+KEY_GROUPS = (16, 32, 64, 128)
+LIST_UNITS = (1, 4, 8, 16, 32, 64, 128)  # tokens of an entry of a list
+MOST_GROUP_HEADS = 8  # query heads a KV head: one column of a matrix instruction
+RING_SPARE = 16  # tokens of a residual's ring beyond those that are never encoded: the newest, rounded to what copies move
+MOST_BUDGET = 16384  # tokens of a head among which one block finds the least
+MOST_LAG = 8192  # tokens of a partition that one block ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How tokens of a layer are stored.
+
+    bits of a code, 8 for e4m3; key_group tokens share a scale of a channel, value_group channels share a scale of a token (1 and D with eight bits);
+    residual tokens stay in full precision: keys are encoded in runs of so many, values one by one once so many newer ones follow, or with the keys
+    (together). lag is 1 where a step's attention does not see what the step itself completes. phased: all whole groups of a prompt are encoded, so
+    runs begin behind them, at the sequence's `origin`. window is not 0 where an evict role works on the newest tokens, on up to so many:
+    how many tokens are encoded then follows from what it has settled, and is kept a slot. replaced: tokens have a scale and a zero
+    point each; the newest alone is in full precision, and takes the place of one that goes (`encodings/per_token/`).
+    """
+
+    bits: int
+    key_group: int
+    value_group: int
+    residual: int
+    lag: int = 1
+    together: bool = False
+    phased: bool = False
+    window: int = 0
+    replaced: bool = False
+
+    @property
+    def ring(self) -> int:
+        """Tokens of a slot's ring."""
+        if self.replaced:
+            return 1
+        if self.window:  # settled tokens wait for their run behind those that may go; values, also for `residual` newer ones
+            return -(-max(self.window + self.residual - 1, self.residual + 1) // 16) * 16
+        return -(-self.residual // 16) * 16 + RING_SPARE
+
+    def origin(self, prompt: int) -> int:
+        """Return where runs begin, less whole runs, in a sequence whose prompt left so many tokens stored."""
+        return prompt // self.key_group * self.key_group % self.residual if self.phased else 0
+
+    def encoded(self, stored: int, origin: int = 0) -> tuple[int, int]:
+        """Return how many leading keys and values are encoded behind a step that left so many tokens stored."""
+        keys = origin + (stored - origin) // self.residual * self.residual
+        return keys, keys if self.together else max(0, stored - self.residual)
+
+    def seen(self, stored: int, origin: int = 0) -> tuple[int, int]:
+        """Return how many leading keys and values a decode step's attention reads as codes, of so many stored with its own token."""
+        return self.encoded(stored - self.lag, origin)
+
+
+def replaces(plan: CachePlan) -> bool:
+    """Say whether kernels encode each token of a plan by itself, and let a step's take the place of one that goes: pages hold the budget."""
+    rule = plan.evict.rule if plan.evict is not None and plan.storage == "replaced" else None
+    return isinstance(rule, Blend) and rule.budget <= MOST_BUDGET and plan.quantize is not None and plan.quantize.encoding == PerToken(4)
+
+
+def find_format(plan: CachePlan) -> Format | None:
+    """Return the format of a plan that encodes what it stores, or what it keeps of prompts, None where no kernel knows it."""
+    if plan.quantize is None:
+        return None
+    encoding = plan.quantize.encoding
+    if replaces(plan):
+        return Format(4, 1, plan.head_dim, 1, together=True, replaced=True) if plan.page_size % 16 == 0 else None
+    if plan.evict is not None and plan.storage not in ("once", "gathered"):
+        return _settled_format(plan)
+    if "allocate" in plan.roles and plan.num_page_groups < plan.num_layers:
+        return None  # layers keep different numbers of tokens, and a plan of an earlier version has one page table for all
+    if isinstance(encoding, Grouped):
+        found = _grouped(encoding, plan)
+    elif isinstance(encoding, Float8):
+        found = Format(8, 1, plan.head_dim, 1, together=True)
+    else:
+        return None
+    return found if _fits(found, plan) and _selects(found, plan) else None
+
+
+def _grouped(one: Grouped, plan: CachePlan, window: int = 0) -> Format:
+    assert plan.quantize is not None, "the plan encodes nothing"
+    lag = 0 if plan.quantize.flush_first else 1
+    return Format(one.bits, one.group, gcd(one.group, plan.head_dim), one.residual, lag, one.together, one.phased, window)
+
+
+def _settled_format(plan: CachePlan) -> Format | None:
+    """Return the format of a plan that evicts from the newest tokens, by partitions, and encodes in groups those that will stay."""
+    if plan.evict is None or plan.quantize is None or plan.storage != "windowed" or not ranks_partitions(plan.evict) or "allocate" in plan.roles:
+        return None
+    rule, encoding = plan.evict.rule, plan.quantize.encoding
+    if not isinstance(rule, Lag) or not isinstance(encoding, Grouped) or encoding.together:
+        return None
+    found = _grouped(encoding, plan, window=2 * rule.lag)
+    return found if _fits(found, plan) else None
+
+
+def _fits(one: Format, plan: CachePlan) -> bool:
+    if plan.page_size % STEP or plan.page_size % one.key_group or plan.num_q_heads // plan.num_kv_heads > MOST_GROUP_HEADS:
+        return False
+    return one.bits == 8 or (one.key_group in KEY_GROUPS and one.value_group % 16 == 0)
+
+
+def _selects(one: Format, plan: CachePlan) -> bool:
+    """Say whether kernels read what every layer selects: units of a tile or within one, that kernels choose, of tokens of which none goes."""
+    units = [select.unit for select in plan.select if select is not None]
+    if not units:
+        return True
+    if plan.evict is not None or one.phased or any(unit not in LIST_UNITS for unit in units):
+        return False
+    return all(why_selects_in_torch(plan, layer) is None for layer in range(plan.num_layers))
+
+
+def ranks_partitions(evict: EvictPlan) -> bool:
+    """Say whether a role evicts by partitions that the kernels rank."""
+    return isinstance(evict.rule, Lag) and evict.rule.lag <= MOST_LAG
+
+
+def slides(evict: EvictPlan) -> int | None:
+    """Return the sink of a role that keeps it and the newest tokens whatever they hold, so that nothing has to be scored; None of any other."""
+    rule = evict.rule
+    return rule.sink if isinstance(rule, Exchange) and rule.score == "position" else None

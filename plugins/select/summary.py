@@ -1,0 +1,83 @@
+"""What the append kernel keeps of groups of keys, by the summary that a plan states, and which scorer reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trtkv.plan import CachePlan, SelectPlan
+from trtkv.rules import Ball, Box, Mean, OneBit
+
+MOST_FIER_HEADS, FIER_GROUP = 8, 32  # one column, and the tokens of a word of bits
+LEAST_UNIT, MOST_UNIT = 4, 128  # tokens that the append kernel summarizes together, a power of two
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What the append kernel keeps of a group of tokens, and the scorer that reads it.
+
+    kept names it as `append/reference.py` does ("fier" for one-bit keys), scorer is "fier" or a kind of `launch_pages.KINDS`; vectors and beside
+    name the session's buffers of its two parts.
+    """
+
+    kept: str
+    scorer: str
+    vectors: str
+    beside: str | None = None
+
+
+_SUMMARIES = {
+    OneBit(): Summary("fier", "fier", "fier_range", "fier_bits"),
+    Box(): Summary("minmax", "box", "page_bounds"),
+    Box(mean=True): Summary("cuboid", "box", "page_bounds"),
+    Ball(): Summary("ball-mean", "ball", "page_centre", "page_radius"),
+    Ball(largest=True): Summary("ball-max", "ball", "page_centre", "page_radius"),
+    Mean(): Summary("mean", "mean", "landmarks", "likeness"),
+}
+
+
+def why_selects_in_torch(plan: CachePlan, layer: int) -> str | None:
+    """Say in a sentence why a layer summarizes and selects in torch on any GPU, None where kernels do or nothing is selected."""
+    select = plan.select[layer]
+    if select is None:
+        return None
+    if select.summary is None:
+        return f"no kernel is written for the summaries of '{select.meaning.role}'"
+    if isinstance(select.summary, OneBit):
+        return _why_not_fier(plan, select)
+    unit = select.unit
+    if unit != select.group or unit & (unit - 1) or not LEAST_UNIT <= unit <= MOST_UNIT or plan.page_size % unit:
+        return f"{unit} tokens are summarized together, and the kernels take powers of two from {LEAST_UNIT} to {MOST_UNIT}"
+    return None
+
+
+def summary_of(plan: CachePlan, layer: int) -> Summary | None:
+    """Return the summary that the append kernel keeps for a layer, None where the layer selects nothing or selects in torch."""
+    select = plan.select[layer]
+    if select is None or select.summary is None or why_selects_in_torch(plan, layer) is not None:
+        return None
+    return _SUMMARIES[select.summary]
+
+
+def summary_kind(plan: CachePlan, layer: int) -> str | None:
+    """Name the summary that the append kernel keeps for a layer, None where there is none."""
+    summary = summary_of(plan, layer)
+    return None if summary is None else summary.kept
+
+
+def outliers(select: SelectPlan) -> int:
+    """Return how many units every query reads because their summaries describe them worst."""
+    return select.outliers
+
+
+def shares_selection(select: SelectPlan) -> bool:
+    """Say whether all heads of the layer read the same units."""
+    return select.shared
+
+
+def _why_not_fier(plan: CachePlan, select: SelectPlan) -> str | None:
+    if select.group != FIER_GROUP or plan.page_size % FIER_GROUP:
+        return f"{select.group} tokens share their extremes, and FIER's kernels take {FIER_GROUP}"
+    group = plan.num_q_heads // plan.num_kv_heads
+    if select.pooling != "none" and group > MOST_FIER_HEADS:
+        return f"{group} query heads share a KV head, and FIER's scorer pools at most {MOST_FIER_HEADS}"
+    return None

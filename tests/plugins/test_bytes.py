@@ -1,0 +1,86 @@
+"""Bytes counted from a plan and integers are those of the tensors that a session allocates and of the caches that roles define."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plugins.cache import assemble
+from plugins.cache.bytes import ByteCount
+from plugins.cache.formats import find_format
+from tests.policies.cases import PRESETS, small, tensors
+from trtkv.config import ModelConfig
+from trtkv.plan import CachePlan
+from trtkv.policies.registry import parse_policy
+from trtkv.policies.schedule import trajectory
+from trtkv.simulation import simulate
+
+MODEL = ModelConfig(
+    model_type="llama", hidden_size=256, intermediate_size=64, num_layers=5, num_q_heads=4, num_kv_heads=2, head_dim=64, vocab_size=8, dtype="float16"
+)  # fmt: skip
+COMPOSED = ("fier+kivi", "freekv+fp8", "lagkv+kivi", "knorm+kivi", "snapkv+fp8", "pyramidkv+kivi")
+BY_KERNELS = tuple(name for name in (*PRESETS, *COMPOSED) if (plan := parse_policy(name).plan(MODEL)).in_pages or find_format(plan) is not None)
+
+
+def make(name: str) -> tuple[CachePlan, ByteCount]:
+    plan = parse_policy(name).plan(MODEL)
+    return plan, ByteCount(plan, find_format(plan))
+
+
+@pytest.mark.parametrize("name", BY_KERNELS)
+@settings(max_examples=5)
+@given(data=st.data())
+def test_allocated_bytes_are_those_of_the_tensors(name: str, data: st.DataObject) -> None:
+    plan, count = make(name)
+    # The codes of single tokens lie in one tensor for all layers.
+    groups = 1 if plan.storage == "replaced" else len(count.page_sizes)
+    pages = data.draw(st.lists(st.integers(1, 9), min_size=groups, max_size=groups))
+    slots = data.draw(st.integers(1, 4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assemble, "encodes_by_kernels", lambda plan, device: count.form)
+        cache = assemble.make_cache(plan, pages, slots)
+    found = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for own in cache.buffers.values() for x in own if x is not None}
+    assert sum(found.values()) == count.allocated(pages) + (slots - 1) * count.slot
+    assert cache.count.buffers == count.buffers
+
+
+@pytest.mark.parametrize("name", [name for name in (*PRESETS, *COMPOSED) if not parse_policy(name).retrieve and not parse_policy(name).allocate])
+@settings(max_examples=6)
+@given(prompt=st.integers(1, 160), steps=st.integers(0, 12))
+def test_stored_bytes_are_those_of_the_caches_that_roles_define(name: str, prompt: int, steps: int) -> None:
+    policy, model = small(name), MODEL.model_copy(update={"num_layers": 1, "head_dim": 32})
+    plan = policy.plan(model)
+    count = ByteCount(plan)
+    q, k, v = tensors(prompt + steps, 4, 2, 32, prompt, torch.float16)
+    done = simulate(policy, q, k, v, prefill=prompt)
+    planned = trajectory(policy, prompt, steps, num_kv_heads=2)
+    for step, kept in enumerate(done.kept):
+        stored, ends = [len(head) for head in kept], planned[step].encoded
+        if plan.storage == "mixed":
+            lengths, encoded = [stored[0] - ends[0], ends[0]], []
+        elif count.by_head:
+            lengths, encoded = stored, [ends] * 2
+        else:
+            lengths, encoded = stored[:1], []
+        assert count.stored(lengths, encoded) == done.stored_bytes[step]
+        assert count.state(lengths) == done.state_bytes[step]
+
+
+@pytest.mark.parametrize("name", ["razor", "arkv", "pyramidkv"])
+@given(lengths=st.lists(st.integers(0, 5000), min_size=10, max_size=10))
+@settings(max_examples=20)
+def test_arrays_count_as_lists(name: str, lengths: list[int]) -> None:
+    count = make(name)[1]
+    rows = lengths[: count.num_rows]
+    array = np.array(rows, np.int64)
+    assert count.stored(array) == count.stored(rows) and count.reserved(array) == count.reserved(rows) == count.allocated(count.pages(array).tolist())
+
+
+@pytest.mark.parametrize("name", ["full", "fier", "quest", "shadowkv"])
+def test_tokens_read_are_the_mean_over_the_layers(name: str) -> None:
+    plan, count = make(name)
+    for tokens in (0, 1, 31, 1024, 1025, 2047, 2048, 2049, 5001):
+        assert count.tokens_read(tokens) == sum(one.reads(tokens) if one else tokens for one in plan.select) / plan.num_layers

@@ -1,0 +1,59 @@
+"""Documents name what exists, quote figures that are on the generated pages, and stay short."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
+WORDS = {"README.md": 1200, "AGENTS.md": 500}
+MOST_WORDS = 20_000  # of all of docs/
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+NAMED = re.compile(r"`((?:trtkv|plugins|build_scripts|tests|docs|engines)/[^`\s]*)`")
+
+
+def words(file: Path) -> int:
+    return len(file.read_text(encoding="utf-8").split())
+
+
+def prose(file: Path) -> str:
+    """A document without its code blocks."""
+    return re.sub(r"```.*?```", "", file.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def anchors(file: Path) -> set[str]:
+    """The anchors of a document's headings, as they are rendered."""
+    titles = re.findall(r"^#+ (.+)$", prose(file), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: file.name)
+def test_links_lead_somewhere(file: Path) -> None:
+    for link in LINK.findall(prose(file)):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = file.parent / path if path else file
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: file.name)
+def test_named_paths_exist(file: Path) -> None:
+    for path in NAMED.findall(prose(file)):
+        assert list(ROOT.glob(re.sub(r"<\w+>", "*", path).rstrip("/"))), path
+
+
+def test_figures_of_the_readme_are_on_the_generated_pages() -> None:
+    results = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Results")[2].partition("\n## ")[0]
+    pages = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("performance.md", "quality.md"))
+    found = re.findall(r"\b\d+\.\d+\b", re.sub(r"Qwen2\.5|Llama-3\.1", "", results))
+    assert len(found) > 10 and [figure for figure in found if not re.search(rf"\b{re.escape(figure)}\b", pages)] == []
+
+
+def test_documents_are_short() -> None:
+    assert {name: words(ROOT / name) for name, most in WORDS.items() if words(ROOT / name) >= most} == {}
+    assert sum(words(file) for file in (ROOT / "docs").rglob("*.md")) < MOST_WORDS

@@ -1,0 +1,29 @@
+"""What all benchmarks of `trtkv bench` share: compiling the kernels of their rows, and laying records out as a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trtkv.cli.output import notes, progress
+from trtkv.errors import UnknownName
+
+
+def compile_rows(cells: list[Any], sm: str) -> None:
+    """Compile the kernels of rows for a compute capability; raises UnknownName for one that the compiler does not know."""
+    from plugins.device import nvrtc, store
+    from trtkv.bench.steps import compile_cells
+
+    if sm not in nvrtc.architectures():
+        raise UnknownName("compile-for", sm, tuple(nvrtc.architectures()))
+    with progress("compile") as report:
+        count = compile_cells(cells, sm, report)
+    notes.print(f"{count} kernels for sm_{sm} lie in {store.user_folder()}", markup=False)
+
+
+def rows_of(records: list[dict[str, Any]], columns: dict[str, str]) -> tuple[list[str], list[list[str]]]:
+    """Return titles and cells of a table, without columns that no record fills."""
+    from trtkv.runtime.memory import readable
+
+    used = [name for name in columns if any(name in record for record in records)]
+    text = lambda name, value: "-" if value is None else readable(value) if "bytes" in name else str(value)  # noqa: E731
+    return [columns[name] for name in used], [[text(name, record.get(name)) for name in used] for record in records]

@@ -1,0 +1,143 @@
+"""What kernels know a role by: typed data that a policy states when it is lowered. A role that states nothing runs by its definition.
+
+Every type names itself in `kind`, so that a plan read from JSON is the plan that was written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Where more than `budget` tokens are stored, the one of the least score is evicted and the newest takes its place.
+
+    None of the first `sink` and none of the newest `recent` is evicted. score is the attention received so far ("mass"), that of the newest query
+    ("newest") or the token's position; shared lets all query heads of a layer decide together, pool_max those of a group by their maximum instead of
+    their mean.
+    """
+
+    budget: int
+    sink: int
+    recent: int
+    score: Literal["mass", "newest", "position"]
+    shared: bool = False
+    pool_max: bool = False
+    kind: Literal["exchange"] = "exchange"
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """Units of `unit` tokens whose weight for the newest query is above alpha are stamped with the time; beyond `full` units the oldest is evicted.
+
+    None is evicted that begins before position `sink` or ends among the newest `recent` tokens.
+    """
+
+    unit: int
+    alpha: float
+    full: int
+    sink: int
+    recent: int
+    kind: Literal["stamp"] = "stamp"
+
+    @property
+    def most(self) -> int:
+        """Units of a sequence."""
+        return self.full + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Lag:
+    """Partitions of `lag` tokens after the sink are scored against the next one ("lag"), themselves ("local") or by key norms ("norm")."""
+
+    lag: int
+    sink: int
+    score: Literal["lag", "local", "norm"]
+    value_weight: float
+    kind: Literal["lag"] = "lag"
+
+
+@dataclass(frozen=True, slots=True)
+class Blend:
+    """Where more than `budget` tokens are stored, the one of least attention and most rounding error is evicted.
+
+    None of the newest `recent` and none of the `heavy` ones of most attention is; blend is attention's weight for the others, pool_max as in
+    `Exchange`, bits those of the rounding whose error counts.
+    """
+
+    budget: int
+    recent: int
+    heavy: int
+    blend: float
+    pool_max: bool
+    bits: int
+    kind: Literal["blend"] = "blend"
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """Integer codes: `group` tokens share the scale of a key's channel, as many channels that of a value's token.
+
+    The newest `residual` tokens are not encoded. together: values are encoded with the keys, in runs of the residual, else one by one. phased: a
+    prompt's whole groups are all encoded, and runs begin after them.
+    """
+
+    bits: int
+    group: int
+    residual: int
+    together: bool = False
+    phased: bool = False
+    kind: Literal["grouped"] = "grouped"
+
+
+@dataclass(frozen=True, slots=True)
+class Float8:
+    """Codes in e4m3 with a scale for each token and KV head."""
+
+    kind: Literal["float8"] = "float8"
+
+
+@dataclass(frozen=True, slots=True)
+class PerToken:
+    """Integer codes with a scale and a zero point for each token and KV head."""
+
+    bits: int
+    kind: Literal["per_token"] = "per_token"
+
+
+@dataclass(frozen=True, slots=True)
+class OneBit:
+    """Keys in one bit a channel, with the extremes of every group (buffers `fier_bits` and `fier_range`)."""
+
+    kind: Literal["one_bit"] = "one_bit"
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Bounds of a group's keys, their extremes, or where `mean` the mean distance around the middle of these (`page_bounds`)."""
+
+    mean: bool = False
+    kind: Literal["box"] = "box"
+
+
+@dataclass(frozen=True, slots=True)
+class Ball:
+    """The middle of a group's keys, and their mean or where `largest` their largest distance from it (`page_centre` and `page_radius`)."""
+
+    largest: bool = False
+    kind: Literal["ball"] = "ball"
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """The mean of a group's keys, and how alike they are to it (`landmarks` and `likeness`)."""
+
+    kind: Literal["mean"] = "mean"
+
+
+EvictRule = Annotated[Exchange | Stamp | Lag | Blend, Field(discriminator="kind")]
+Encoding = Annotated[Grouped | Float8 | PerToken, Field(discriminator="kind")]
+Summary = Annotated[OneBit | Box | Ball | Mean, Field(discriminator="kind")]

@@ -1,0 +1,41 @@
+"""What a step is given and what runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from plugins.cache.pages import HeadPages
+
+
+class Executor(Protocol):
+    """What runs the graph: the torch executor or TensorRT."""
+
+    name: str
+
+    @property
+    def capturable(self) -> bool:
+        """Whether decode steps may be captured into a CUDA graph."""
+        ...
+
+    def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Run one announced step; returns logits [R, V] fp32."""
+
+
+@dataclass(slots=True)
+class StepRow:
+    """One sequence in a step: the new tokens, how many tokens came before them, its slot, its pages, and the rows whose logits are wanted.
+
+    pages are one list for all page groups, or a list of one for each, or those of KV heads that have their own. logits_of counts from the first new
+    token; empty while a prompt is not finished. prompt is the length of the whole prompt, by default what there is once these tokens are in.
+    """
+
+    tokens: Sequence[int]
+    seen: int
+    slot: int
+    pages: Sequence[int] | Sequence[Sequence[int]] | HeadPages
+    logits_of: Sequence[int] = ()
+    prompt: int | None = None

@@ -1,0 +1,64 @@
+"""A prompt on its way through the scheduler, and what a preempted one has in host memory."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+from trtkv.runtime.pages import Key
+from trtkv.runtime.slabs import Place
+from trtkv.runtime.streams import Stretch
+
+_arrivals = itertools.count()
+
+
+@dataclass(eq=False, slots=True)
+class Copied:
+    """A page's contents in host memory, for so many sequences, and on the device as long as that page keeps them."""
+
+    place: Place
+    content: tuple[int, int]
+    holders: int = 1
+
+
+@dataclass(eq=False, slots=True)
+class Left:
+    """What a sequence that gave way has in host memory: its slot's record, and the pages behind those that it still owns."""
+
+    slot: Place | None
+    tail: list[Copied] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A prompt on its way: tokens with what was generated so far, and how many of them are in the cache.
+
+    Higher priority runs first; reused counts prompt tokens whose pages another prompt had filled, keys names the prompt's full pages; began_s is
+    when it first got a place (monotonic seconds). left is what a sequence that gave way has in host memory beside the pages that it still owns,
+    arriving what is on its way back.
+    """
+
+    request: int
+    tokens: list[int]
+    num_prompt: int
+    max_tokens: int
+    priority: int = 0
+    seen: int = 0
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    reused: int = 0
+    keys: list[Key] = field(default_factory=list)
+    arrival: int = field(default_factory=lambda: next(_arrivals))
+    began_s: float | None = None
+    left: Left | None = None
+    arriving: Stretch | None = None
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Rank among those that want to run: lower comes first."""
+        return -self.priority, self.arrival
