@@ -76,7 +76,7 @@ def fits(config: OpConfig, dtype: torch.dtype) -> bool:
 def why_torch(plan: CachePlan) -> str | None:
     """Say in a sentence why no op of a plan runs as a kernel on any GPU, None where they do."""
     if not plan.in_pages and find_format(plan) is None:
-        return "tokens are evicted or encoded in tensors of exactly the stored size, and the kernels read pages"
+        return _why_no_pages(plan)
     if plan.page_size % 16:
         return f"a page holds {plan.page_size} tokens, and the kernels take multiples of 16"
     return _why_not_heads(plan.num_q_heads, plan.num_kv_heads, plan.head_dim, TORCH_DTYPES[plan.kv_dtype])
@@ -95,6 +95,16 @@ def in_torch(plan: CachePlan) -> list[str]:
         return [f"all operations on the cache run in torch: {whole}"]
     reasons = dict.fromkeys(why_selects_in_torch(plan, layer) for layer in range(plan.num_layers))
     return [f"selection runs in torch, so decode steps are not captured: {reason}" for reason in reasons if reason is not None]
+
+
+def _why_no_pages(plan: CachePlan) -> str:
+    """Say in a sentence which of a plan's roles no kernel takes together."""
+    evicts, encodes = (None if one is None else one.meaning.role.rpartition(":")[2] for one in (plan.evict, plan.quantize))
+    if evicts and any(plan.select):
+        return "tokens are evicted and others selected, and kernels index only what is never evicted"
+    if evicts and encodes:
+        return f"no kernel evicts as '{evicts}' does from tokens that '{encodes}' encodes"
+    return f"no kernel evicts as '{evicts}' does" if evicts else f"no kernel encodes as '{encodes}' does"
 
 
 def _why_not_heads(num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> str | None:

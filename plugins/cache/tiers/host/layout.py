@@ -60,8 +60,10 @@ def why_not(plan: CachePlan) -> str | None:
     """Say why the pages of a plan cannot live on the host, None where they can."""
     chosen = [one for one in plan.select if one is not None]
     encoded = find_format(plan) is not None
-    if not (plan.in_pages or encoded) or plan.evict is not None:
-        return "evicts tokens or encodes them in a way that no kernel knows, and only pages move to the host"
+    if plan.evict is not None:
+        return "evicts tokens, and only pages from which nothing is evicted move to the host"
+    if not (plan.in_pages or encoded):
+        return "encodes tokens in a way that no kernel knows, and only pages move to the host"
     if not chosen:
         return "reads every stored token in every step"
     if len({one.unit for one in chosen}) > 1 or (chosen[0].unit not in (1, plan.page_size) and not encoded):
