@@ -54,12 +54,6 @@ def repeated(num_tokens: int, count_tokens: CountTokens) -> list[str]:
     return [*FILLER * rounds, *(sentence for sentence, fits in zip(FILLER, last, strict=True) if fits)]
 
 
-def hide(text: Sequence[str], needle: str, depth: float) -> list[str]:
-    """Insert a needle at a depth between 0 (start) and 1 (end)."""
-    at = round(depth * len(text))
-    return [*text[:at], needle, *text[at:]]
-
-
 def hide_all(text: Sequence[str], needles: Sequence[tuple[str, float]]) -> list[str]:
     """Insert needles at their depths."""
     hidden = list(text)
