@@ -1,4 +1,4 @@
-"""Source trees that `compare_commits.py` runs side by side: copied, imported without being installed, each pass in a process of its own."""
+"""Source trees that `compare_commits.py` runs side by side: copied, imported without being installed, each pass in a separate process."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trtkv import LLM, SamplingParams
 from trtkv.cli.output import print_table, progress
-from trtkv.eval.passkey import make_passkey
+from trtkv.eval.needle import Passkey
 from trtkv.runtime.memory import readable
 
 
@@ -33,18 +33,19 @@ def main() -> None:
 
 def ask(engine: Path, tokens: int, seed: int) -> dict[str, object]:
     """Answer the question with one engine: what it said and what it cost."""
+    task = Passkey()
     with progress(engine.name) as report:
         llm = LLM(engine, progress=report)
-        sample = make_passkey(tokens, lambda text: len(llm.encode(text)), depth=0.4, seed=seed)
+        sample = task.sample(tokens, lambda text: len(llm.encode(text)), depth=0.4, seed=seed)
         report("answering", 0.5)
         answer = llm.generate(sample.prompt, SamplingParams(max_tokens=24))[0]
     stats = llm.stats
     return {
         "policy": llm.engine.cache.plan.policy,
-        "question": sample.question,
-        "key": sample.key,
+        "question": sample.question.strip(),
+        "key": sample.answers[0],
         "answer": " ".join(answer.text.split()),
-        "found": "yes" if sample.score(answer.text) == 1 else "no",
+        "found": "yes" if task.score(sample, answer.text)["score"] else "no",
         "kv": readable(stats.stored_bytes),
         "kv_bytes": stats.stored_bytes,
         "prompt_tokens": answer.prompt_tokens,

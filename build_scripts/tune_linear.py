@@ -19,9 +19,9 @@ import torch
 from torch.nn.functional import linear
 
 from plugins.device import store
+from plugins.kernels.linear import Shape, products
 from plugins.linear import launch
 from plugins.linear.launch import Form, Norm
-from plugins.linear.specs import Shape, products
 from trtkv.bench.records import append_records, make_record
 from trtkv.bench.timing import copy_bandwidth, measure
 from trtkv.checkpoint.find import resolve_model

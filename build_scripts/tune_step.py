@@ -28,9 +28,9 @@ from plugins.append import launch as append
 from plugins.attend import launch_dense
 from plugins.device import driver, store
 from plugins.kernels import request
+from plugins.kernels.linear import products
 from plugins.linear import launch as linear
 from plugins.linear.launch import MOST_TOKENS, Form
-from plugins.linear.specs import products
 from trtkv.api import build
 from trtkv.bench.load import Load, Work
 from trtkv.bench.split import least_times

@@ -16,6 +16,7 @@ from trtkv.config import ModelConfig
 from trtkv.engine.footprint import Footprint
 from trtkv.engine.predict import predict
 from trtkv.errors import ConfigError
+from trtkv.policies.base import Evict
 from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy, role_class
 from trtkv.simulation import simulate
@@ -166,7 +167,7 @@ def test_no_room_beside_the_weights() -> None:
 
 def test_an_evict_role_that_cannot_count_what_it_demotes() -> None:
     class Silent(role_class("evict", "arkv")):  # type: ignore[misc]
-        expected_tokens = property()
+        split = Evict.split
 
     arkv = small("arkv-quant")
     silent = arkv.model_copy(update={"evict": Silent(**arkv.evict.model_dump())})

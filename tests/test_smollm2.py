@@ -10,7 +10,7 @@ import torch
 
 from tests.policies.cases import PRESETS, small
 from trtkv.api import build
-from trtkv.eval.passkey import make_passkey
+from trtkv.eval.needle import Passkey
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.rows import StepRow
 from trtkv.runtime.sampler import SamplingParams
@@ -57,9 +57,9 @@ def test_the_hidden_key_is_found(policy: str, engines: dict[str, Path]) -> None:
     llm = LLM(engines[policy], device="cpu")
     assert llm.tokenizer is not None
     count = lambda text: len(llm.tokenizer.encode(text))  # type: ignore[union-attr]  # noqa: E731
-    samples = [make_passkey(length, count, depth=depth, seed=seed) for seed, (length, depth) in enumerate([(1000, 0.3), (900, 0.7)])]
+    samples = [Passkey().sample(length, count, depth, seed) for seed, (length, depth) in enumerate([(1000, 0.3), (900, 0.7)])]
     answers = llm.generate([one.prompt for one in samples], SamplingParams(max_tokens=8))
-    assert [one.score(answer.text) for one, answer in zip(samples, answers, strict=True)] == [1.0, 1.0]
+    assert [Passkey().score(one, answer.text)["score"] for one, answer in zip(samples, answers, strict=True)] == [1.0, 1.0]
     longest = max(answer.prompt_tokens for answer in answers) + 8
     if policy == "full":
         assert 850 < llm.stats.tokens_read_per_step < longest
@@ -76,7 +76,7 @@ def test_every_policy_answers_two_prompts_at_once(name: str, smollm2: Path, tmp_
     engine = build(str(smollm2), policy, out=tmp_path / "engine", max_seq_len=512, max_batch_size=2, max_chunk_tokens=128, backend="none")
     llm = LLM(engine, device="cpu")
     assert llm.tokenizer is not None
-    text = make_passkey(260, lambda words: len(llm.tokenizer.encode(words)), seed=3).prompt  # type: ignore[union-attr]
+    text = Passkey().sample(260, lambda words: len(llm.tokenizer.encode(words)), seed=3).prompt  # type: ignore[union-attr]
     tokens = llm.tokenizer.encode(text)
     answers = llm.generate([tokens, tokens[:90]], SamplingParams(max_tokens=20, ignore_eos=True))
     assert [len(one.token_ids) for one in answers] == [20, 20]

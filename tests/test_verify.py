@@ -84,31 +84,31 @@ def test_on_the_gpu_with_its_kernels(policy: str, through: str | None, tmp_path:
 
 def scaled(face: Any) -> Any:
     def wrong(cache: Any, layer: int, config: Any, inputs: Any, out: Any) -> None:
-        face.torch(cache, layer, config, inputs, out)
+        face.run(cache, layer, config, inputs, out)
         if layer == 1:
             out.mul_(1.01)
 
-    return replace(face, torch=wrong)
+    return replace(face, run=wrong)
 
 
 def stored_wrong(face: Any) -> Any:
     def wrong(cache: Any, layer: int, config: Any, inputs: Any, out: Any) -> None:
-        face.torch(cache, layer, config, inputs, out)
+        face.run(cache, layer, config, inputs, out)
         if layer == 2:
             cache.buffer("values", 2).roll(1, -1)
             cache.buffer("values", 2).copy_(cache.buffer("values", 2).roll(1, -1))
 
-    return replace(face, torch=wrong)
+    return replace(face, run=wrong)
 
 
 def selects_first(face: Any) -> Any:
     def wrong(cache: Any, layer: int, config: Any, inputs: Any, out: Any) -> None:
-        face.torch(cache, layer, config, inputs, out)
+        face.run(cache, layer, config, inputs, out)
         count = out.shape[2] - 1
         chosen = out[:, :, -1] >= 0
         out[:, :, :-1] = torch.where(chosen[..., None], torch.arange(count, dtype=torch.int32), out[:, :, :-1])
 
-    return replace(face, torch=wrong)
+    return replace(face, run=wrong)
 
 
 @pytest.mark.parametrize(

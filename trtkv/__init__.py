@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import plugins
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "build", "simulate"]
 
 _WHERE = {"LLM": "trtkv.runtime.llm", "SamplingParams": "trtkv.runtime.sampler", "build": "trtkv.api", "simulate": "trtkv.simulation"}
+
+if Path(str(plugins.__file__)).parents[1] != Path(__file__).parents[1]:
+    raise ImportError(f"the package {plugins.__file__} hides trtkv's own 'plugins': start trtkv from another directory, or rename that one")
 
 
 def __getattr__(name: str) -> Any:

@@ -141,16 +141,13 @@ class EvictPlan:
 class QuantizePlan:
     """How tokens pass into their encoded form.
 
-    flush_first: a decode step encodes before its attention instead of behind it; demoted_only: the tokens that the evict role marks are encoded
-    instead of a leading run; key_group: consecutive tokens that are encoded together; residual: tokens behind the settled ones that stay in full
-    precision at most; mixed: the marked tokens lie in pages like those in full precision, of the same pool.
+    flush_first: a decode step encodes before its attention instead of after it; demoted_only: the tokens that the evict role marks are encoded
+    instead of a leading run; mixed: the marked tokens lie in pages like those in full precision, of the same pool.
     """
 
     meaning: Meaning
     flush_first: bool = False
     demoted_only: bool = False
-    key_group: int = 1
-    residual: int = 0
     mixed: bool = False
     encoding: Encoding | None = None
 

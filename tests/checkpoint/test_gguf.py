@@ -32,15 +32,6 @@ def test_weights_come_back(tiny_gguf: TinyGguf, tmp_path: Path, dtype: str) -> N
     assert seen[-1] == 1.0
 
 
-def test_bfloat16_rounds_as_torch_does(tmp_path: Path) -> None:
-    from trtkv.checkpoint.gguf import _cast
-
-    bits = np.random.default_rng(1).integers(0, 0x7F000000, 20000, dtype=np.uint32) & ~np.uint32(0x3FFF) | np.uint32(0x8000)
-    values = np.concatenate([bits.view(np.float32), -bits.view(np.float32)])
-    ours = torch.from_numpy(_cast(values, "bfloat16").view(np.int16)).view(torch.bfloat16)
-    assert torch.equal(ours, torch.from_numpy(values).bfloat16())
-
-
 def test_the_configuration_is_whole(tiny_gguf: TinyGguf, tmp_path: Path) -> None:
     config = ModelConfig.from_dir(convert_gguf(tiny_gguf.file, tmp_path / "out"))
     assert (config.num_layers, config.num_q_heads, config.num_kv_heads, config.head_dim) == (2, 4, 2, 16)

@@ -138,9 +138,7 @@ def test_a_truncated_shard_says_how_much_there_is(tmp_path: Path, keep: int) -> 
     data = file.read_bytes()
     file.write_bytes(data[:keep])
     size = len(data[:keep])
-    fails(lambda: Checkpoint(tmp_path), f"model-00001-of-00002.safetensors is truncated.* it has {size} bytes")
-    if keep == -1:
-        fails(lambda: Checkpoint(tmp_path), f"its header promises {len(data)}")
+    fails(lambda: Checkpoint(tmp_path), f"model-00001-of-00002.safetensors is truncated or damaged: it has {size} bytes")
 
 
 def test_a_tensor_that_the_index_misplaces(tmp_path: Path) -> None:
@@ -170,7 +168,7 @@ def test_a_damaged_index(tmp_path: Path, index: str) -> None:
 )
 def test_a_damaged_header(tmp_path: Path, header: object) -> None:
     write_raw(tmp_path / "model.safetensors", header, b"\0" * 64)
-    fails(lambda: Checkpoint(tmp_path), "the header of .* is damaged")
+    fails(lambda: Checkpoint(tmp_path), "truncated or damaged: it has .* and invalid")
 
 
 def test_an_unknown_dtype_is_named(tmp_path: Path) -> None:

@@ -42,11 +42,11 @@ def test_random_weights_do(engine: Path, capsys: Capture) -> None:
 
 def test_mismatch_is_one_line(engine: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(cache: Any, layer: int, config: Any, inputs: Any, out: Any) -> None:
-        FACES_BEFORE.torch(cache, layer, config, inputs, out)
+        FACES_BEFORE.run(cache, layer, config, inputs, out)
         out.add_(0.01)
 
     FACES_BEFORE = FACES["KvAttend"]
-    monkeypatch.setitem(FACES, "KvAttend", replace(FACES_BEFORE, torch=wrong))
+    monkeypatch.setitem(FACES, "KvAttend", replace(FACES_BEFORE, run=wrong))
     line = complaint(capsys, "verify", engine, "--device", "cpu")
     assert line.startswith("trtkv: 'layers.0.attended' (KvAttend of layer 0) is off by ")
 

@@ -5,30 +5,37 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from trtkv.errors import ConfigError
-from trtkv.eval.files import read_json, read_jsonl, read_text
+from trtkv.eval.files import read_json, read_rows, read_text
 
 
-def test_lines_are_numbered(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"a": 1}\n\n{"a": 2}\n')
-    assert list(read_jsonl(file, ("a",))) == [(1, {"a": 1}), (3, {"a": 2})]
+class Line(BaseModel):
+    a: int
+
+
+@pytest.mark.parametrize("content", ['{"a": 1}\n\n{"a": 2}\n', '[{"a": 1},\n {"a": 2}]'])
+def test_rows_by_line_or_in_a_list(content: str, tmp_path: Path) -> None:
+    (tmp_path / "rows").write_text(content)
+    assert read_rows(tmp_path / "rows", Line) == [Line(a=1), Line(a=2)]
 
 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ('{"a": 1}\n{"a": ', "line 2 is no JSON"),
-        ('{"a": 1}\n\n[1]\n', "line 3 is no JSON object"),
-        ('{"a": 1}\n{"b": 1}\n', "line 2 has no 'a'"),
+        ('{"a": 1}\n{"a": ', "line 2: Invalid JSON"),
+        ('{"a": 1}\n\n[1]\n', "line 3: Input should be an object"),
+        ('{"a": 1}\n{"b": 1}\n', "line 2: 'a' Field required"),
+        ('[{"a": 1}, {"a": "x"}]', "row 2: 'a' Input should be a valid integer"),
+        ("[]", "has no row"),
     ],
 )
-def test_malformed_lines(content: str, expected: str, tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text(content)
-    with pytest.raises(ConfigError, match=expected):
-        list(read_jsonl(file, ("a",)))
+def test_malformed_rows(content: str, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "rows").write_text(content)
+    with pytest.raises(ConfigError, match=expected) as caught:
+        read_rows(tmp_path / "rows", Line)
+    assert "\n" not in str(caught.value)
 
 
 def test_what_is_no_text_or_json(tmp_path: Path) -> None:

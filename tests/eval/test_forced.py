@@ -7,7 +7,8 @@ from torch import Tensor
 from tests.eval.conftest import Open
 from tests.tiny import TinyModel
 from trtkv.errors import CapacityError, RequestError
-from trtkv.eval.forced import Given, force, forced_logprobs, forced_nll, score_answers
+from trtkv.eval.decoding import Given
+from trtkv.eval.forced import follow, force, forced_logprobs, score_answers
 from trtkv.eval.task import Sample
 from trtkv.runtime.sampler import SamplingParams
 
@@ -54,17 +55,16 @@ def test_policies_act_as_in_generation(tiny_llm: Open, policy: str) -> None:
 def test_results_do_not_depend_on_the_batch(tiny_llm: Open) -> None:
     texts = [Given(tokens_of(80 + 7 * index, index), 60 + index) for index in range(5)]
     sets = POLICIES["h2o"]
-    alone, one_held = forced_nll(tiny_llm("h2o", sets, batch=1), texts)
-    together, held = forced_nll(tiny_llm("h2o", sets, batch=4), texts)
-    torch.testing.assert_close(torch.cat([torch.tensor(one) for one in together]), torch.cat([torch.tensor(one) for one in alone]))
+    alone, together = (follow(tiny_llm("h2o", sets, batch=batch), texts) for batch in (1, 4))
+    torch.testing.assert_close(torch.cat([torch.tensor(one) for one in together.losses]), torch.cat([torch.tensor(one) for one in alone.losses]))
     # Sequences of a batch are weighed together.
-    assert held.stored_bytes <= one_held.stored_bytes
-    assert held.reads == one_held.reads
+    assert together.cost.stored_bytes <= alone.cost.stored_bytes
+    assert together.cost.reads == alone.cost.reads
 
 
 def test_chunks_of_a_prompt_change_nothing(tiny_llm: Open) -> None:
     text = Given(tokens_of(140, 9), 129)  # one token behind two chunks of 64
-    whole, in_chunks = (forced_nll(tiny_llm("snapkv", POLICIES["snapkv"], chunk=chunk), [text])[0][0] for chunk in (256, 64))
+    whole, in_chunks = (follow(tiny_llm("snapkv", POLICIES["snapkv"], chunk=chunk), [text]).losses[0] for chunk in (256, 64))
     torch.testing.assert_close(torch.tensor(whole), torch.tensor(in_chunks))
 
 
@@ -84,13 +84,13 @@ def test_everything_is_given_back_when_it_ends_early(tiny_llm: Open) -> None:
 def test_texts_that_cannot_be_fed(tiny_llm: Open) -> None:
     llm = tiny_llm()
     with pytest.raises(RequestError, match="text 1 has 5 tokens, 5 of them prompt"):
-        forced_nll(llm, [Given(tokens_of(5), 4), Given(tokens_of(5), 5)])
+        follow(llm, [Given(tokens_of(5), 4), Given(tokens_of(5), 5)])
     with pytest.raises(RequestError, match="257 tokens, the engine takes 256"):
-        forced_nll(llm, [Given(tokens_of(257), 4)])
+        follow(llm, [Given(tokens_of(257), 4)])
     slots, llm.engine.slots[:] = list(llm.engine.slots), []
     try:
         with pytest.raises(CapacityError, match="another call"):
-            forced_nll(llm, [Given(tokens_of(5), 4)])
+            follow(llm, [Given(tokens_of(5), 4)])
     finally:
         llm.engine.slots[:] = slots
 

@@ -10,7 +10,8 @@ from tests.examples import examples
 from tests.tiny import TinyModel
 from trtkv.api import build
 from trtkv.errors import CapacityError, RequestError
-from trtkv.eval.generate import chunk_sizes, generate
+from trtkv.eval.decoding import chunk_sizes
+from trtkv.eval.generate import generate
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.sampler import SamplingParams
 
@@ -42,15 +43,15 @@ def test_answers_are_those_of_the_runtime(name: str, llms: dict[str, LLM]) -> No
     assert told == sorted(told) and 0 < told[-1] <= 1
     assert (llm.engine.pages.free, len(llm.engine.slots)) == free
     last = llm.generate([prompts[3]], SamplingParams(max_tokens=12))
-    assert generate(llm, [prompts[3]], [12], 1).stored_bytes >= llm.stats.final_bytes > 0 and last[0].text
+    assert generate(llm, [prompts[3]], [12], 1).cost.stored_bytes >= llm.stats.final_bytes > 0 and last[0].text
 
 
 def test_what_a_decoded_token_reads(llms: dict[str, LLM]) -> None:
     found = generate(llms["full"], [prompt(100)] * 2, [5, 5], 2)
-    steps = found.reads // 2
-    assert found.reads == 2 * steps and 1 <= steps <= 4
-    assert found.tokens_read_per_step == 100 + (steps + 1) / 2
-    assert found.stored_bytes == (100 + steps) * 3 * 2 * 16 * 2 * 4
+    steps = found.cost.reads // 2
+    assert found.cost.reads == 2 * steps and 1 <= steps <= 4
+    assert found.cost.tokens_read_per_step == 100 + (steps + 1) / 2
+    assert found.cost.stored_bytes == (100 + steps) * 3 * 2 * 16 * 2 * 4
 
 
 def test_an_end_of_text_ends_the_answer(llms: dict[str, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +59,7 @@ def test_an_end_of_text_ends_the_answer(llms: dict[str, LLM], monkeypatch: pytes
     first = llm.generate([prompt(50)], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids
     monkeypatch.setattr(llm.tokenizer, "eos_ids", frozenset({first[2]}))
     found = generate(llm, [prompt(50)], [4], 1)
-    assert (found.reads, found.token_ids) == (2, [first[:3]])
+    assert (found.cost.reads, found.token_ids) == (2, [first[:3]])
     assert generate(llm, [prompt(50)], [4], 1, ignore_eos=True).token_ids == [first]
 
 
@@ -67,8 +68,10 @@ def test_nothing_stays_lent_behind_an_error(llms: dict[str, LLM]) -> None:
     free = llm.engine.pages.free, len(llm.engine.slots)
     with pytest.raises(RequestError, match="300 tokens"):
         generate(llm, [prompt(10), prompt(300)], [4, 4], 2)
+    slots, llm.engine.slots[:] = list(llm.engine.slots), []
     with pytest.raises(CapacityError, match="another call holds"):
         generate(llm, [prompt(10)] * 4, [4] * 4, 4)
+    llm.engine.slots[:] = slots
 
     def stop(fraction: float) -> None:
         raise KeyboardInterrupt
@@ -81,7 +84,7 @@ def test_nothing_stays_lent_behind_an_error(llms: dict[str, LLM]) -> None:
 @examples(100)
 @given(st.integers(1, 500), st.integers(1, 64))
 def test_chunks(num_tokens: int, most: int) -> None:
-    sizes = chunk_sizes(num_tokens, most)
+    sizes = list(chunk_sizes(num_tokens, most))
     assert sum(sizes) == num_tokens and max(sizes) <= most
     if most > 2 and num_tokens > 1:
         assert min(sizes) > 1

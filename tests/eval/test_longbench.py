@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from trtkv.errors import ConfigError
-from trtkv.eval.longbench import DATASETS, LongBench, fill
-from trtkv.eval.longbench_v2 import LongBenchV2
+from trtkv.eval.longbench import DATASETS, LongBench, LongBenchV2, fill
 from trtkv.eval.task import TaskOptions
 
 
@@ -103,15 +102,15 @@ def test_every_dataset_has_a_template_with_its_context() -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([row(), "{"], "line 2 is no JSON"),
-        ([row(), "[1]"], "line 2 is no JSON object"),
-        ([row(), "", {"input": "", "answers": ["a"]}], "line 3 has no 'context'"),
+        ([row(), "{"], "line 2: Invalid JSON"),
+        ([row(), "[1]"], "line 2: Input should be an object"),
+        ([row(), "", {"input": "", "answers": ["a"]}], "line 3: 'context' Field required"),
         ([row(dataset="other")], "line 1: dataset 'other' is not one of LongBench's"),
-        ([row(context=3)], "line 1: 'context' is 3, not a text"),
-        ([row(answers=[])], "line 1: 'answers' must be"),
-        ([row(answers=["a", 1])], "line 1: 'answers' must be"),
+        ([row(context=3)], "line 1: 'context' Input should be a valid string"),
+        ([row(answers=[])], "line 1: 'answers' List should have at least 1 item"),
+        ([row(answers=["a", 1])], "line 1: 'answers' '1' Input should be a valid string"),
         ([row(dataset="trec")], "line 1: 'all_classes' is missing"),
-        ([], "holds no sample"),
+        ([], "has no row"),
     ],
 )
 def test_malformed_rows_are_told_with_their_line(tmp_path: Path, lines: list[Any], message: str) -> None:
@@ -155,14 +154,14 @@ def test_v2_official_template(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", json.dumps(question()) + "\n{]", "line 2 is no JSON"),
-        ("a.jsonl", json.dumps(question(answer="E")), "line 1: the answer 'E' is none of"),
-        ("a.jsonl", json.dumps(question(context=None)), "line 1: 'context' is no text"),
-        ("a.json", json.dumps([question(), {"question": ""}]), "question 2 has no 'context'"),
-        ("a.json", json.dumps([question(answer="")]), "question 1: the answer '' is none of"),
-        ("a.json", "{}", "no list of questions"),
+        ("a.jsonl", json.dumps(question()) + "\n{]", "line 2: Invalid JSON"),
+        ("a.jsonl", json.dumps(question(answer="E")), "line 1: 'answer' Input should be 'A', 'B'"),
+        ("a.jsonl", json.dumps(question(context=None)), "line 1: 'context' Input should be a valid string"),
+        ("a.json", json.dumps([question(), {"question": ""}]), "row 2: 'context' Field required"),
+        ("a.json", json.dumps([question(answer="")]), "row 1: 'answer' Input should be"),
+        ("a.json", "{}", "line 1: 'context' Field required"),
         ("a.json", "[", "no JSON: line 1"),
-        ("a.json", "[]", "holds no question"),
+        ("a.json", "[]", "has no row"),
     ],
 )
 def test_v2_malformed_questions(tmp_path: Path, name: str, content: str, message: str) -> None:

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from trtkv.eval import metrics
-from trtkv.eval.truncate import drop_middle
+from trtkv.eval.longbench import drop_middle
 
 # Every expected value is worked out by hand from the definition.
 

@@ -13,7 +13,8 @@ from trtkv import LLM
 from trtkv.errors import ConfigError
 from trtkv.eval.agreement import Agreement
 from trtkv.eval.attention import DECODED, TOP, AttentionError, policy_of, record, replay
-from trtkv.eval.forced import Given, forced_logprobs
+from trtkv.eval.decoding import Given
+from trtkv.eval.forced import forced_logprobs
 from trtkv.eval.long_generation import LongGeneration, first_difference
 from trtkv.eval.perplexity import Perplexity, scored_tokens, windows
 from trtkv.eval.pg19 import Pg19

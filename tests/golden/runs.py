@@ -51,8 +51,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The case as tests call it, such as `tiny-fier+kivi` or `tiny-freekv@offload`."""
-        return f"{self.model}-{self.policy}" + (f"@{self.variant}" if self.variant else "")
+        """The case as tests call it, such as `tiny-fier+kivi` or `tiny-freekv:offload`."""
+        return f"{self.model}-{self.policy}" + (f":{self.variant}" if self.variant else "")
 
 
 @dataclass
@@ -186,7 +186,7 @@ def by_definition(case: Case, work: Workspace, perturbed: int = 0, *, reference:
     """Answer with the reference cache, or the usual one, step by step: the only lines here that know a step and what opens a cache."""
     from tests.tiny import TinyModel, make_rig
     from trtkv.config import ModelConfig
-    from trtkv.runtime.step import StepRow
+    from trtkv.runtime.rows import StepRow
 
     path = work.checkpoint(case.model, perturbed)
     tiny = TinyModel(path, None, ModelConfig.from_dir(path))

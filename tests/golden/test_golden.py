@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from tests.golden.runs import SMOLLM2, TINY, Answers, Workspace, answer, case_of, differences, load, policies
-from trtkv.presets import policy_presets
 
 RECORDS = {model: load(model) for model in (TINY, SMOLLM2)}
 MARKS = {TINY: [], SMOLLM2: [pytest.mark.weights, pytest.mark.xdist_group("smollm2")]}
@@ -25,7 +24,6 @@ def test_golden(record: dict[str, Any], work: Workspace) -> None:
 
 def test_every_preset_and_every_pair_has_a_record() -> None:
     assert {one["policy"] for one in RECORDS[TINY].values() if "variant" not in one} == set(policies())
-    assert {one["policy"] for one in RECORDS[SMOLLM2].values()} == set(policy_presets())
 
 
 def test_differences_are_found_and_named() -> None:

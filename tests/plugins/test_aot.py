@@ -359,7 +359,7 @@ def test_headers_are_those_of_nvrtcs_own_version(tmp_path: Path, monkeypatch: py
 
 
 def test_doctor_names_both_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trtkv.diagnose.doctor import doctor as diagnose
+    from trtkv.diagnose import doctor as diagnose
 
     def notes() -> dict[str, tuple[bool, str]]:
         return {row["what"]: (row["here"], row["note"]) for row in diagnose.diagnose()["abilities"] if "kernels" in row["what"]}

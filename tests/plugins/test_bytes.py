@@ -58,12 +58,11 @@ def test_stored_bytes_are_those_of_the_caches_that_roles_define(name: str, promp
     done = simulate(policy, q, k, v, prefill=prompt)
     planned = trajectory(policy, prompt, steps, num_kv_heads=2)
     for step, kept in enumerate(done.kept):
-        stored, coded = [len(head) for head in kept], done.lengths[step][1]
-        ends = planned[step].encoded
+        stored, ends = [len(head) for head in kept], planned[step].encoded
         if plan.storage == "mixed":
-            lengths, encoded = [stored[0] - coded, coded], []
+            lengths, encoded = [stored[0] - ends[0], ends[0]], []
         elif count.by_head:
-            lengths, encoded = stored, [(coded, coded) if plan.quantize and plan.quantize.demoted_only else ends] * 2
+            lengths, encoded = stored, [ends] * 2
         else:
             lengths, encoded = stored[:1], []
         assert count.stored(lengths, encoded) == done.stored_bytes[step]

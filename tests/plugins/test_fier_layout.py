@@ -8,7 +8,8 @@ import torch
 from plugins.cache.indexes import fier_layout
 from plugins.device import store
 from plugins.device.spec import shared_limit
-from plugins.select import launch, specs
+from plugins.kernels import select as specs
+from plugins.select import launch
 from trtkv.bench.cases import Case, find_geometry, find_policy
 from trtkv.config import Limits
 from trtkv.errors import CapacityError

@@ -13,7 +13,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from plugins.attend import launch_dense, prefill
 from plugins.attend import reference as attend_reference
-from plugins.cache import support
 from plugins.cache.batch import Row
 from plugins.cache.encodings.mixed import rewrite
 from plugins.cache.encodings.mixed.cache import MixedCache
@@ -35,7 +34,9 @@ from tests.tiny import Rig, TinyModel, make_rig, make_tiny
 from trtkv.config import Limits
 from trtkv.engine.footprint import Footprint
 from trtkv.plan import CacheView, Occupancy, Verdict
+from trtkv.policies.base import Grants
 from trtkv.policies.evict.arkv import Arkv
+from trtkv.policies.schedule import trajectory
 
 POLICIES = {
     "arkv": small("arkv").with_field("evict.slack_ratio", "0.95"),
@@ -71,12 +72,13 @@ def test_pages_keep_what_the_definition_keeps(name: str, chunk: int, tiny_llama:
     def check(step: int) -> None:
         stored = cache.compactor.ledger.stored(0)
         assert policy.evict is not None
+        grants = Grants(*(getattr(cache.compactor.ledger.find(0), name) for name in ("tokens", "precise")))
         for layer in range(config.num_layers):
-            precise = cache.compactor.ledger.find(0).precise
-            expected = policy.evict.expected_tokens(150, step, precise[layer][0] if precise and policy.allocate else None)
-            assert (stored[layer], stored[config.num_layers + layer]) == expected
+            planned = trajectory(policy, 150, step, num_kv_heads=2, layer=layer, num_layers=config.num_layers, grants=grants)[-1]
+            low = planned.encoded[0]
+            assert (stored[layer], stored[config.num_layers + layer]) == (planned.lengths[0] - low, low)
         full, low = int(stored[: config.num_layers].sum()), int(stored[config.num_layers :].sum())
-        assert cache.bytes_of(0, 150 + step) == policy.evict.expected_bytes(full, low, config.num_kv_heads, config.head_dim, 4)
+        assert cache.bytes_of(0, 150 + step) == 2 * config.num_kv_heads * (full * config.head_dim * 4 + low * (config.head_dim + 4))
         coded.append(low)
 
     ours = generate(paged, texts, STEPS, chunk=chunk, after=check)
@@ -251,7 +253,7 @@ def test_all_kernels_together_answer_as_the_torch_forms(tmp_path: Path, monkeypa
     tiny = make_tiny("llama", tmp_path / "tiny", dtype=torch.float16, **shape)
     policy, texts, found = POLICIES["half"].with_budget(48), prompts(75, 61), []
     for kernels in (True, False):
-        monkeypatch.setattr(support, "runs_kernels", lambda *args, on=kernels: on)
+        monkeypatch.setattr(HeadCache, "runs_kernels", lambda *args, on=kernels: on)
         rig = make_rig(tiny, policy, tmp_path, slots=2, dtype="float16")
         found.append(generate(rig, texts, 6, chunk=50))
         assert isinstance(rig.cache, MixedCache) and rig.cache.compactor.ledger.stored(0)[2:].sum() > 0

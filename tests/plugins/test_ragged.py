@@ -14,7 +14,6 @@ from plugins.append import launch as append_launch
 from plugins.append import reference as append_reference
 from plugins.attend import launch_dense, prefill
 from plugins.attend import reference as attend_reference
-from plugins.cache import support
 from plugins.cache.eviction.per_head import launch
 from plugins.cache.eviction.per_head.cache import HeadCache
 from plugins.cache.ledgers.ring import Ring
@@ -207,7 +206,7 @@ def test_all_kernels_together_answer_as_the_torch_forms(name: str, tmp_path: Pat
     tiny = make_tiny("llama", tmp_path / "tiny", dtype=torch.float16, **shape)
     policy, texts, found = POLICIES[name].with_budget(48), prompts(75, 61), []
     for kernels in (True, False):
-        monkeypatch.setattr(support, "runs_kernels", lambda *args, on=kernels: on)
+        monkeypatch.setattr(HeadCache, "runs_kernels", lambda *args, on=kernels: on)
         rig = make_rig(tiny, policy, tmp_path, slots=2, dtype="float16")
         assert isinstance(rig.cache, HeadCache)
         rig.cache.compactor.kernels = kernels
@@ -379,6 +378,6 @@ def test_kernels_of_heads_are_compiled_ahead(name: str, entries: set[str]) -> No
     plan = POLICIES[name].plan(model)
     assert plan.ragged and in_torch(plan) == []
     specs = kernels_for(plan, model, Limits(max_seq_len=512, max_batch_size=2), "90")
-    assert {spec.entry for spec in specs if spec.source.parent.name in ("compaction", "ragged", "kv_sums")} == entries
-    assert {spec.source.parent.name for spec in specs if spec.entry == "move_kernel"} == {"ragged"}
+    assert {spec.entry for spec in specs if spec.source.parent.name in ("eviction", "per_head", "sums")} == entries
+    assert {spec.source.parent.name for spec in specs if spec.entry == "move_kernel"} == {"per_head"}
     assert any(spec.source.name == "dense.cu" and "-DRAGGED" in spec.defines for spec in specs)

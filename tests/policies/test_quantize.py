@@ -9,12 +9,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.policies.cases import small, tensors
+from trtkv.config import ModelConfig
 from trtkv.plan import Occupancy
 from trtkv.policies.base import Quantize
 from trtkv.policies.packing import pack, unpack
 from trtkv.policies.registry import role_class, role_names
 from trtkv.simulation import simulate
 
+MODEL = ModelConfig(
+    model_type="llama", hidden_size=64, intermediate_size=64, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=16, vocab_size=64
+)  # fmt: skip
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 PARTS = st.sampled_from(["keys", "values"])
 
@@ -48,9 +52,16 @@ def test_round_trip(name: str, bits: int, dim: int, groups: int, part: str, dtyp
     codes = role.encode(x, part)
     error = (role.decode(codes, part) - x.float()).abs()
     assert bool((error <= bound(role, codes, x, part)).all())
-    stored = sum(one.numel() * one.element_size() for one in codes.values())
-    assert stored == x.numel() * role.bits_per_element(part, dim, 8 * dtype.itemsize) / 8
+    assert {f"{part[:-1]}_{kind}": one.nbytes for kind, one in codes.items()} == _counted(role, x, part)
     assert all(one.shape[0] == 2 and one.shape[1] in (x.shape[1], groups) for one in codes.values())
+
+
+def _counted(role: Quantize, x: Tensor, part: str) -> dict[str, int]:
+    """Bytes of every buffer of the role for so many tokens."""
+    heads, tokens, dim = x.shape
+    name = str(x.dtype).removeprefix("torch.")
+    model = MODEL.model_copy(update={"num_kv_heads": heads, "head_dim": dim, "dtype": name})
+    return {spec.name: spec.row_bytes for spec in role.buffers(model, tokens, (0,)) if spec.name.startswith(part[:-1])}
 
 
 def bound(role: Quantize, codes: dict[str, Tensor], x: Tensor, part: str) -> Tensor:
@@ -112,11 +123,13 @@ def test_half_a_step_rounds_to_even() -> None:
 def test_kivi_schedule(prompt: int) -> None:
     q, k, v = tensors(prompt + 70, dtype=torch.float16)
     done = simulate(small("kivi"), q, k, v, prefill=prompt)
-    role = small("kivi").quantize
     for step, (full, encoded) in enumerate(done.lengths):
         stored = prompt + step
         assert (full, encoded) == (stored % 32, stored // 32 * 32)
-        assert done.stored_bytes[step] == role.expected_bytes(stored, (encoded, max(0, stored - 32)), 2, 16, 2)
+        values = max(0, stored - 32)
+        elements = 2 * 16 * (2 * stored - encoded - values)
+        # Keys have scale and minimum in 16 bits for 32 tokens of a channel, values for the 16 channels of a token.
+        assert done.stored_bytes[step] == 2 * elements + 2 * 16 * (encoded * (2 + 32 / 32) + values * (2 + 32 / 16)) / 8
 
 
 def test_kivi_encodes_behind_and_minikv_before_attention() -> None:

@@ -56,7 +56,7 @@ def test_stored_tokens_follow_from_integers(name: str) -> None:
     planned = trajectory(policy, 130, 60, num_kv_heads=2, layer=3, num_layers=4, grants=grants)
     assert [one.lengths for one in planned] == [tuple(len(head) for head in step) for step in done.kept]
     if policy.quantize and not policy.quantize.demoted_only:
-        assert [one.store[0] for one in planned] == [encoded for _, encoded in done.lengths]
+        assert [one.encoded[0] for one in planned] == [encoded for _, encoded in done.lengths]
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -71,13 +71,6 @@ def test_order_of_parts_does_not_matter() -> None:
     assert torch.equal(one.output, other.output) and one.stored_bytes == other.stored_bytes
 
 
-def test_offloaded_pages_leave_sink_and_window_on_the_device() -> None:
-    role = parse_policy("freekv").offload
-    assert [role.tier("keys", page, 8, 1, 2) for page in range(8)] == ["device", *["host"] * 5, "device", "device"]
-    role = parse_policy("shadowkv").offload
-    assert (role.tier("keys", 3, 8, 1, 2), role.tier("values", 3, 8, 1, 2)) == ("device", "host")
-
-
 def test_compressed_sizes_are_ordered() -> None:
     q, k, v = tensors(200, 4, 2, 32, dtype=torch.float16)
     size = {name: simulate(small(name), q, k, v, prefill=192).stored_bytes[-1] for name in PRESETS}

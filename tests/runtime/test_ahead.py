@@ -21,6 +21,8 @@ from trtkv.runtime.device_sampler import PENDING, Ask, DeviceSampler
 from trtkv.runtime.loading import Engine, Options, open_engine
 from trtkv.runtime.sampler import SamplingParams, choose, count_tokens, settings_of, uniform
 
+pytestmark = pytest.mark.usefixtures("rowwise")
+
 
 @pytest.fixture(scope="module", params=["full", "fier", "lagkv", "razor", "arkv", "freekv on the host"])
 def engine(request: pytest.FixtureRequest, tiny_llama: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Engine:

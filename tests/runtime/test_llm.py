@@ -13,6 +13,7 @@ from trtkv.errors import RequestError
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.sampler import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("rowwise")
 LONG = SamplingParams(max_tokens=12, ignore_eos=True)
 
 

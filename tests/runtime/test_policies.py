@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from plugins.cache.bytes import ByteCount
 from plugins.cache.reference.cache import ReferenceCache
 from tests.console import Capture, call
 from tests.policies.cases import PRESETS, small
@@ -106,10 +107,10 @@ def test_stored_lengths_and_bytes_follow_the_schedule_at_every_step(name: str, t
                 plain = sum(part.plain.nbytes for part in parts)
                 codes = sum(tensor.nbytes for part in parts for tensor in part.codes.values())
                 assert cache.nbytes() == plain + codes
-                bits = sum(
-                    int(part.coded.sum()) * config.head_dim * policy.quantize.bits_per_element(part.part, config.head_dim, 32) for part in parts
-                )
-                assert codes * 8 == bits
+                count = ByteCount(policy.plan(config.model_copy(update={"num_layers": 1})))
+                ends = tuple(int(part.coded.sum()) for part in cache.heads[0].parts.values())
+                lengths = [len(store) for store in cache.heads]
+                assert plain + codes == count.stored(lengths, [ends] * len(lengths))
                 assert plain == sum(int((~part.coded).sum()) for part in parts) * config.head_dim * 4
             total += cache.nbytes() + cache.state_bytes()
         assert rig.cache.stored_bytes() == total

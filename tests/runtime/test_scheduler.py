@@ -13,6 +13,7 @@ from trtkv.runtime.batcher import Call
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.sampler import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("rowwise")
 POLICIES = ("full", "fier", "freekv", "lagkv")
 
 

@@ -196,6 +196,7 @@ def test_models_are_named(llm: LLM) -> None:
 
 def test_paths_and_methods_that_are_not_there(api: TestClient) -> None:
     assert api.get("/v1/embeddings").status_code == 404 and api.get("/v1/embeddings").json()["error"]["message"]
+    assert api.head("/health").status_code == 200 and api.post("/health").status_code == 405
     assert api.get(CHAT).status_code == 405 and api.get(CHAT).json()["error"]["type"] == "method_not_allowed"
 
 

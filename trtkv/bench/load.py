@@ -81,7 +81,7 @@ class Load:
         for slot in range(1, self.work.batch):
             self._take(slot)
             if self._copies:
-                self._copy(slot, len(self.pages[0]))
+                self._copy(slot)
             else:
                 self._prefill(slot, self.prompt, report)
                 self._give_back(slot)
@@ -133,8 +133,8 @@ class Load:
         """Return a sequence's pages in every page group."""
         return [list(pages[0]) for pages in self.engine.cache.page_lists([self.pages[slot]])]
 
-    def _copy(self, slot: int, known: int) -> None:
-        """Fill a sequence's pages with the first one's, of which so many are known, again and again."""
+    def _copy(self, slot: int, known: int | None = None) -> None:
+        """Fill a sequence's pages with the first one's, with the first `known` of them again and again where not all are filled."""
         self.last[slot] = self.last[0]
         self.engine.cache.copy(0, slot, [own[:known] for own in self._by_group(0)], self._by_group(slot))
 

@@ -1,4 +1,4 @@
-"""Turns a GGUF file of the llama architecture into a Hugging Face directory, tensor by tensor and without torch.
+"""Turns a GGUF file of the llama architecture into a Hugging Face directory, tensor by tensor.
 
 The `gguf` package reads and dequantizes; llama.cpp's row order of the query and key projections is undone here, and the tokenizer is
 rebuilt from the file's own metadata.
@@ -164,6 +164,8 @@ def _hf_name(name: str, file: Path) -> str:
 
 
 def _write_weights(stream: BinaryIO, tensors: list[tuple[str, ReaderTensor]], config: Mapping[str, Any], dtype: str, progress: Progress) -> None:
+    import torch
+
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start, size = 0, 4 if dtype == "float32" else 2
     for name, tensor in tensors:
@@ -175,7 +177,8 @@ def _write_weights(stream: BinaryIO, tensors: list[tuple[str, ReaderTensor]], co
     text += b" " * (-len(text) % 8)
     stream.write(len(text).to_bytes(8, "little") + text)
     for name, tensor in tensors:
-        stream.write(_cast(_dequantize(name, tensor, config), dtype).data)
+        weight = torch.tensor(_dequantize(name, tensor, config), dtype=getattr(torch, dtype))
+        stream.write(weight.view(torch.uint8).numpy().data)
         progress("converting", header[name]["data_offsets"][1] / start)
 
 
@@ -191,13 +194,6 @@ def _dequantize(name: str, tensor: ReaderTensor, config: Mapping[str, Any]) -> n
     rows, columns = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
     return pairs.transpose(0, 2, 1, 3).reshape(rows, columns)
-
-
-def _cast(weight: np.ndarray, dtype: str) -> np.ndarray:
-    if dtype != "bfloat16":
-        return np.ascontiguousarray(weight, dtype=dtype)
-    bits = np.ascontiguousarray(weight).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)  # to nearest, ties to even
 
 
 def _tokenizer_files(reader: GGUFReader, file: Path) -> dict[str, str]:

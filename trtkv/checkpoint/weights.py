@@ -12,25 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trtkv.checkpoint.find import INDEX, SINGLE
 from trtkv.errors import CheckpointError
 
 DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "F16": torch.float16,
+    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
 USABLE = (torch.float32, torch.float16, torch.bfloat16)
 AGAIN = "Fetch the file again (trtkv pull --force)."
 
@@ -179,32 +170,19 @@ def _shards(path: Path) -> dict[str, Path]:
 
 def _read_header(file: Path) -> dict[str, Entry]:
     try:
-        actual = file.stat().st_size
-        with file.open("rb") as stream:
+        # safetensors checks the header and that the file is as long as it says; its maps are private and writable, though, so none may exceed
+        # the machine's memory. Those of `_map` may.
+        with safe_open(file, framework="np"), file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
-            # An absurd length would otherwise be allocated before the file is found to be too short.
-            text = stream.read(length) if length <= actual - 8 else b""
+            header = json.loads(stream.read(length))
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}", AGAIN) from None
-    if actual < 8 or not text:
-        raise CheckpointError(f"{file} is truncated or no safetensors file: it has {actual} bytes, its header alone needs {length + 8}", AGAIN)
-    try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
-        entries = {name: _entry(file, name, item, 8 + length) for name, item in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"the header of {file} is damaged ({type(error).__name__}: {error})", AGAIN) from None
-    needed = max((entry.start + entry.nbytes for entry in entries.values()), default=8 + length)
-    if actual < needed:
-        raise CheckpointError(f"{file} is truncated: it has {actual} bytes, its header promises {needed}", AGAIN)
-    return entries
-
-
-def _entry(file: Path, name: str, item: Mapping[str, Any], base: int) -> Entry:
-    if item["dtype"] not in DTYPES:
-        raise CheckpointError(f"{file}: the tensor '{name}' has the unknown dtype {item['dtype']}", "Take a float32, float16 or bfloat16 checkpoint.")
-    start, end = item["data_offsets"]
-    entry = Entry(file, DTYPES[item["dtype"]], tuple(int(dim) for dim in item["shape"]), base + int(start))
-    if start < 0 or any(dim < 0 for dim in entry.shape) or end - start != entry.nbytes:
-        raise ValueError(f"'{name}' has {end - start} bytes for the shape {list(entry.shape)}")
-    return entry
+    except SafetensorError as error:
+        reason = str(error).removeprefix("Error while deserializing header: ")
+        raise CheckpointError(f"{file} is truncated or damaged: it has {file.stat().st_size} bytes, and {reason}", AGAIN) from None
+    header.pop("__metadata__", None)
+    unknown = next((name for name, item in header.items() if item["dtype"] not in DTYPES), None)
+    if unknown:
+        dtype = header[unknown]["dtype"]
+        raise CheckpointError(f"{file}: the tensor '{unknown}' has the unknown dtype {dtype}", "Take a float32, float16 or bfloat16 checkpoint.")
+    return {name: Entry(file, DTYPES[item["dtype"]], tuple(item["shape"]), 8 + length + item["data_offsets"][0]) for name, item in header.items()}

@@ -180,8 +180,8 @@ def _is_local(host: str) -> bool:
 
 def _need_extra() -> None:
     try:
+        import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
-        import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"serving needs the package '{error.name}'", "Install it: pip install 'trtkv[serve]'.") from None

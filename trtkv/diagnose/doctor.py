@@ -23,7 +23,7 @@ PACKAGES = {
     "triton": "compiling GPU kernels",
     "cuda-bindings": "compiling and launching GPU kernels (part of cuda-python)",
     "gguf": "pulling smollm2-135m",
-    "transformers": "comparison in tests and evaluation",
+    "transformers": "chat templates",
 }
 
 

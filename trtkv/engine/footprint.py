@@ -47,20 +47,10 @@ class Footprint:
             grants = policy.evict.grants(policy.allocate, model.num_layers, model.num_kv_heads, prompt, alike)
         elif policy.evict:
             grants = policy.evict.grants(policy.allocate, model.num_layers, model.num_kv_heads, prompt)
-        found = []
+        found: list[Stored] = []
         for layer in range(model.num_layers):
-            own = trajectory(policy, prompt, 0, num_kv_heads=model.num_kv_heads, layer=layer, num_layers=model.num_layers, grants=grants)[0]
-            if self.counts_demoted:
-                precise = grants.precise[layer][0] if grants and grants.precise else None
-                low = policy.evict.expected_tokens(prompt, 0, precise)[1]  # type: ignore[union-attr]
-                own = Stored(own.lengths, (low, low))
-            found.append(own)
+            found += trajectory(policy, prompt, 0, num_kv_heads=model.num_kv_heads, layer=layer, num_layers=model.num_layers, grants=grants)
         return tuple(found)
-
-    @property
-    def counts_demoted(self) -> bool:
-        """Whether the evict role chooses which tokens are encoded and can say how many those will be."""
-        return bool(self.policy.quantize and self.policy.quantize.demoted_only and hasattr(self.policy.evict, "expected_tokens"))
 
     def layers_at_peak(self, prompt: int) -> tuple[Stored, ...]:
         """Return the most that each layer stores while the prompt is read: nothing is encoded before its end, and few roles evict."""

@@ -13,6 +13,7 @@ from trtkv.config import DTYPE_BYTES, ModelConfig
 from trtkv.engine.footprint import DEFAULT_CHUNK, Footprint
 from trtkv.errors import ConfigError
 from trtkv.plan import BufferSpec
+from trtkv.policies.base import Evict
 from trtkv.policies.policy import Policy
 
 UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -193,7 +194,7 @@ def _assumptions(one: Footprint, offload: bool) -> list[str]:
     policy, said = one.policy, []
     if policy.allocate and policy.allocate.measured:
         said.append(f"allocate role '{type(policy.allocate).__name__}' measures the prompt: all layers are taken to be alike")
-    if policy.quantize and policy.quantize.demoted_only and not one.counts_demoted:
+    if policy.quantize and policy.quantize.demoted_only and policy.evict and type(policy.evict).split is Evict.split:
         said.append("the evict role does not say how many tokens it demotes: all are counted in full precision")
     if one.count.form is not None:
         said.append("a GPU runs it: elsewhere tokens are held in tensors of the stored size, and only those bytes are occupied")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plugins.cache.roles import load_role
 from trtkv.errors import ConfigError
-from trtkv.eval.forced import Given
+from trtkv.eval.decoding import Given
 from trtkv.eval.perplexity import Perplexity, windows
 from trtkv.eval.task import Bench
 from trtkv.plan import CachePlan, CacheView, Occupancy

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from trtkv.errors import ConfigError
+
+Row = TypeVar("Row", bound=BaseModel)
 
 
 def need_file(path: Path | None, task: str, what: str) -> Path:
@@ -38,21 +41,26 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"'{path}' is no JSON: line {error.lineno}, column {error.colno}: {error.msg}", "Mend the file.") from None
 
 
-def read_jsonl(path: Path, fields: tuple[str, ...] = ()) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield line number and object of every line that is not empty; raises ConfigError for a line that is no object or lacks one of the fields."""
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        if not line.strip():
+def read_rows(path: Path, kind: type[Row]) -> list[Row]:
+    """Read a JSON list, or one JSON value a line, as models that get the file's stem as context.
+
+    Raises ConfigError with the line (or the number in a list) and the field of a row that is malformed, and where there is no row.
+    """
+    text = read_text(path)
+    lists, rows = text.lstrip().startswith("["), list[Row]()
+    for number, value in enumerate(read_json(path) if lists else text.split("\n"), 1):
+        if not lists and not value.strip():
             continue
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"'{path}' line {number} is no JSON: {error.msg} at column {error.colno}", "Mend or remove the line.") from None
-        if not isinstance(row, dict):
-            raise ConfigError(f"'{path}' line {number} is no JSON object", "Every line holds one object.")
-        missing = [name for name in fields if name not in row]
-        if missing:
-            raise ConfigError(f"'{path}' line {number} has no '{missing[0]}'", f"Every line needs: {', '.join(fields)}.")
-        yield number, row
+            rows.append((kind.model_validate if lists else kind.model_validate_json)(value, context=path.stem))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = "".join(f"'{part}' " for part in first["loc"])
+            reason = first["msg"].removeprefix("Value error, ")
+            raise ConfigError(f"'{path}' {'row' if lists else 'line'} {number}: {where}{reason}", "Mend or remove it.") from None
+    if not rows:
+        raise ConfigError(f"'{path}' has no row", "Give another file.")
+    return rows
 
 
 def checksum(path: Path) -> str:

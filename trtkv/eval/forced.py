@@ -4,177 +4,78 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trtkv.errors import CapacityError, RequestError
+from trtkv.errors import RequestError
+from trtkv.eval.decoding import Cost, Given, Report, Row, play, silent
 from trtkv.eval.task import Sample
 from trtkv.runtime.llm import LLM
-from trtkv.runtime.rows import StepRow
 
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """A text in tokens whose first `prompt` ones are prefilled; the policy takes them for the whole prompt. The others are fed one by one."""
-
-    tokens: Sequence[int]
-    prompt: int
-
-
-@dataclass(slots=True)
-class Held:
-    """What sequences held and read while they were forced: bytes of one at its fullest behind the prompt, tokens read by so many decoded ones."""
-
-    stored_bytes: float = 0.0
-    read_tokens: float = 0.0
-    reads: int = 0
-
-    @property
-    def tokens_read_per_step(self) -> float:
-        """Stored tokens that one decoded token read, mean over layers and decoded tokens."""
-        return self.read_tokens / max(1, self.reads)
-
-    def figures(self) -> dict[str, float]:
-        """Return the two figures that every measurement carries."""
-        return {"stored_bytes": self.stored_bytes, "tokens_read_per_step": self.tokens_read_per_step}
-
-    def add(self, other: Held) -> None:
-        """Count other sequences as well."""
-        self.stored_bytes = max(self.stored_bytes, other.stored_bytes)
-        self.read_tokens += other.read_tokens
-        self.reads += other.reads
-
-
-# Texts [R] and positions [R] whose next token the logits [R, V] fp32 predict: the token at `position` of that text.
+# Texts [R] and positions [R] whose tokens the logits [R, V] fp32 predict.
 Visit = Callable[[Sequence[int], Sequence[int], Tensor], None]
 
 
-def force(llm: LLM, texts: Sequence[Given], visit: Visit, report: Callable[[float], None] = lambda fraction: None) -> Held:
-    """Feed texts through an engine, as many at once as it has free slots and pages for, and show every prediction of a token behind the prompt.
+def force(llm: LLM, texts: Sequence[Given], visit: Visit, report: Report = silent) -> Cost:
+    """Feed texts through an engine and show every prediction of a token after the prompt.
 
     visit is called once a step; the last token of a text is predicted and never fed. Raises RequestError for a text without prompt or without
-    a token behind it, or beyond the engine's length, and CapacityError when another call holds the engine.
+    a token after it, or beyond the engine's length, and CapacityError when another call uses the engine.
     """
+    longest = llm.engine.manifest.limits.max_seq_len
     for index, text in enumerate(texts):
-        _check(index, text, llm.engine.manifest.limits.max_seq_len)
-    held, waiting = Held(), list(range(len(texts)))
-    done, total = 0, sum(len(text.tokens) - text.prompt for text in texts)
-    while waiting:
-        rows = _admit(llm, texts, waiting)
-        try:
-            for row in rows:
-                _prefill(llm, row, visit, held)
-            report(done / total)
-            while running := [row for row in rows if row.fed < len(row.text.tokens) - 1]:
-                _decode(llm, running, visit, held)
-            done += sum(len(row.text.tokens) - row.text.prompt for row in rows)
-            report(done / total)
-        finally:
-            for row in rows:
-                llm.engine.cache.release(row.slot)
-                llm.engine.pages.give(row.pages)
-                llm.engine.slots.append(row.slot)
-    return held
+        about = f"text {index} has {len(text.tokens)} tokens"
+        if not 1 <= text.prompt < len(text.tokens):
+            raise RequestError(f"{about}, {text.prompt} of them prompt", "A prompt and a token after it are needed.")
+        if len(text.tokens) > longest:
+            raise RequestError(f"{about}, the engine takes {longest}", "Shorten it, or raise --max-seq-len.")
+
+    def take(rows: Sequence[Row], logits: Tensor) -> None:
+        visit([row.index for row in rows], [row.fed for row in rows], logits)
+        for row in rows:
+            row.ended = row.fed == len(row.tokens) - 1
+
+    return play(llm, texts, take, report)[1]
 
 
-@dataclass(slots=True)
-class _Row:
-    """A text on its way: where it is stored, and how many of its tokens are."""
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """For every text and each token after its prompt: the negative log-likelihood in nats, and whether it was the likeliest."""
 
-    index: int
-    text: Given
-    slot: int
-    pages: list[int]
-    fed: int = 0
-
-    def step(self, count: int, asked: bool) -> StepRow:
-        """Feed the next tokens, whose last one's prediction may be asked for."""
-        tokens = list(self.text.tokens[self.fed : self.fed + count])
-        return StepRow(tokens, self.fed, self.slot, self.pages, (count - 1,) if asked else (), self.text.prompt)
+    losses: list[list[float]]
+    hits: list[list[bool]]
+    cost: Cost
 
 
-def _check(index: int, text: Given, longest: int) -> None:
-    """Raise RequestError for a text that cannot be fed."""
-    if not 1 <= text.prompt < len(text.tokens):
-        raise RequestError(f"text {index} has {len(text.tokens)} tokens, {text.prompt} of them prompt", "A prompt and a token behind it are needed.")
-    if len(text.tokens) > longest:
-        raise RequestError(f"text {index} has {len(text.tokens)} tokens, the engine takes {longest}", "Shorten it, or raise --max-seq-len.")
+def follow(llm: LLM, texts: Sequence[Given], report: Report = silent) -> Followed:
+    """Feed texts and compare every token after the prompts with its prediction."""
+    losses, hits = ([[] for _ in texts] for _ in range(2))  # type: ignore[var-annotated]
+
+    def visit(which: Sequence[int], positions: Sequence[int], logits: Tensor) -> None:
+        targets = torch.tensor([texts[index].tokens[at] for index, at in zip(which, positions, strict=True)], device=logits.device)
+        found = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none").tolist()
+        for index, loss, hit in zip(which, found, (logits.argmax(-1) == targets).tolist(), strict=True):
+            losses[index].append(loss)
+            hits[index].append(hit)
+
+    cost = force(llm, texts, visit, report)
+    return Followed(losses, hits, cost)
 
 
-def _admit(llm: LLM, texts: Sequence[Given], waiting: list[int]) -> list[_Row]:
-    """Take slots and pages for as many waiting texts as there are; raises CapacityError when there are none for the first."""
-    engine, rows = llm.engine, list[_Row]()
-    while waiting and engine.slots:
-        need = engine.pages_for(texts[waiting[0]].prompt, len(texts[waiting[0]].tokens))
-        if not engine.pages.has(need):
-            break
-        index = waiting.pop(0)
-        rows.append(_Row(index, texts[index], engine.slots.pop(), engine.pages.take(need)))
-    if not rows:
-        raise CapacityError("another call holds the engine's slots or pages", "Finish or close it first, or give the cache more memory.")
-    return rows
-
-
-def _run(llm: LLM, rows: Sequence[StepRow]) -> Tensor:
-    """Run a step and wait for it: a captured step's inputs lie at fixed addresses, which the next step may only fill once this one has read them."""
-    logits = llm.engine.stepper.run(rows)
-    if logits.is_cuda:
-        torch.cuda.current_stream(logits.device).synchronize()
-    return logits
-
-
-def _prefill(llm: LLM, row: _Row, visit: Visit, held: Held) -> None:
-    """Feed a prompt in chunks, none of one token behind others: that would be taken for a step that decodes."""
-    chunk = llm.engine.manifest.limits.max_chunk_tokens
-    while row.fed < row.text.prompt:
-        left = row.text.prompt - row.fed
-        count = left if left <= chunk else chunk - (left == chunk + 1 and chunk > 2)
-        logits = _run(llm, [row.step(count, count == left)])
-        row.fed += count
-        if count == left:
-            visit([row.index], [row.fed], logits)
-    held.stored_bytes = max(held.stored_bytes, llm.engine.cache.stored_bytes())
-
-
-def _decode(llm: LLM, rows: Sequence[_Row], visit: Visit, held: Held) -> None:
-    """Feed one token of every text."""
-    cache = llm.engine.cache
-    logits = _run(llm, [row.step(1, True) for row in rows])
-    for row in rows:
-        row.fed += 1
-    visit([row.index for row in rows], [row.fed for row in rows], logits)
-    held.stored_bytes = max(held.stored_bytes, cache.stored_bytes() / len(rows))
-    held.read_tokens += cache.read_tokens
-    held.reads += len(rows)
-
-
-def forced_logprobs(llm: LLM, texts: Sequence[Given], report: Callable[[float], None] = lambda fraction: None) -> tuple[list[Tensor], Held]:
-    """Return for every text the log probabilities [n, V] fp32 with which its n tokens behind the prompt were predicted."""
+def forced_logprobs(llm: LLM, texts: Sequence[Given], report: Report = silent) -> tuple[list[Tensor], Cost]:
+    """Return for every text the log probabilities [n, V] fp32 with which its n tokens after the prompt were predicted."""
     rows: list[list[Tensor]] = [[] for _ in texts]
 
-    def keep(which: Sequence[int], positions: Sequence[int], logits: Tensor) -> None:
+    def visit(which: Sequence[int], positions: Sequence[int], logits: Tensor) -> None:
         for index, one in zip(which, logits.log_softmax(-1), strict=True):
             rows[index].append(one)
 
-    held = force(llm, texts, keep, report)
-    return [torch.stack(one) for one in rows], held
-
-
-def forced_nll(llm: LLM, texts: Sequence[Given], report: Callable[[float], None] = lambda fraction: None) -> tuple[list[list[float]], Held]:
-    """Return for every text the negative log-likelihood, in nats, of each token behind the prompt."""
-    losses: list[list[float]] = [[] for _ in texts]
-
-    def add(which: Sequence[int], positions: Sequence[int], logits: Tensor) -> None:
-        targets = torch.tensor([texts[index].tokens[at] for index, at in zip(which, positions, strict=True)], device=logits.device)
-        found = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
-        for index, loss in zip(which, found.tolist(), strict=True):
-            losses[index].append(loss)
-
-    held = force(llm, texts, add, report)
-    return losses, held
+    cost = force(llm, texts, visit, report)
+    return [torch.stack(one) for one in rows], cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,37 +91,23 @@ class AnswerScore:
     nll: float
 
 
-def score_answers(
-    llm: LLM, samples: Iterable[Sample], *, blind: bool = False, report: Callable[[float], None] = lambda fraction: None
-) -> tuple[list[AnswerScore], Held]:
+def score_answers(llm: LLM, samples: Iterable[Sample], *, blind: bool = False, report: Report = silent) -> tuple[list[AnswerScore], Cost]:
     """Score the targets of samples by teacher forcing.
 
     blind: only the context is the prompt, so a policy that acts at the prompt's end does not see the question, which is then fed token by token; else
     the question belongs to the prompt. Raises RequestError for a sample without target.
     """
-    asked = [tokens_of(llm, sample, blind=blind) for sample in samples]
-    hits: list[list[bool]] = [[] for _ in asked]
-    losses: list[list[float]] = [[] for _ in asked]
-
-    def compare(which: Sequence[int], positions: Sequence[int], logits: Tensor) -> None:
-        wanted = torch.tensor([asked[index].text.tokens[at] for index, at in zip(which, positions, strict=True)], device=logits.device)
-        found = torch.nn.functional.cross_entropy(logits.float(), wanted, reduction="none").tolist()
-        right = (logits.argmax(-1) == wanted).tolist()
-        for index, at, hit, loss in zip(which, positions, right, found, strict=True):
-            if at >= asked[index].answer:
-                hits[index].append(hit)
-                losses[index].append(loss)
-
-    held = force(llm, [one.text for one in asked], compare, report)
-    rows = zip(asked, hits, losses, strict=True)
-    return [
-        AnswerScore(float(all(hit)), fmean(x for x, digit in zip(hit, one.digits, strict=True) if digit), fmean(loss)) for one, hit, loss in rows
-    ], held
+    targets = [tokens_of(llm, sample, blind=blind) for sample in samples]
+    found, scores = follow(llm, [one.text for one in targets], report), []
+    for one, losses, hits in zip(targets, found.losses, found.hits, strict=True):
+        start = one.answer - one.text.prompt
+        scores.append(AnswerScore(float(all(hits[start:])), fmean(compress(hits[start:], one.digits)), fmean(losses[start:])))
+    return scores, found.cost
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A sample in tokens: where its answer begins, and which of the answer's tokens hold digits (all, where none does)."""
+class Target:
+    """A sample in tokens: where its answer begins, and which of the answer's tokens contain digits (all, where none does)."""
 
     text: Given
     answer: int
@@ -231,7 +118,7 @@ class Asked:
         return {"tokens": list(self.text.tokens), "prompt": self.text.prompt, "answer": self.answer, "digits": list(self.digits)}
 
 
-def tokens_of(llm: LLM, sample: Sample, *, blind: bool) -> Asked:
+def tokens_of(llm: LLM, sample: Sample, *, blind: bool) -> Target:
     """Put a sample into tokens, the prompt being its context alone (blind) or all before the answer; raises RequestError without a target.
 
     The answer begins where the tokens of prompt and target leave those of the prompt alone.
@@ -244,4 +131,4 @@ def tokens_of(llm: LLM, sample: Sample, *, blind: bool) -> Asked:
     tokens = whole[answer:]
     digits = tuple(any(letter.isdigit() for letter in llm.tokenizer.decode([token])) for token in tokens)
     start = min(sample.compressible_tokens(llm.encode), answer) if blind else answer
-    return Asked(Given(whole, start), answer, digits if any(digits) else (True,) * len(tokens))
+    return Target(Given(whole, start), answer, digits if any(digits) else (True,) * len(tokens))

@@ -5,13 +5,10 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from trtkv.eval.task import CountTokens
-
+CountTokens = Callable[[str], int]
 FILLER = ("Rain falls on the hills.", "The river runs to the sea.", "Birds sit in the trees.", "Night comes, and then day.", "So it goes on.")
 MISSES = 20  # sentences passed over at the end of a passage
 
@@ -55,12 +52,6 @@ def repeated(num_tokens: int, count_tokens: CountTokens) -> list[str]:
     rounds, rest = divmod(num_tokens, sum(sizes))
     last = [sum(sizes[: index + 1]) <= rest for index in range(len(sizes))]
     return [*FILLER * rounds, *(sentence for sentence, fits in zip(FILLER, last, strict=True) if fits)]
-
-
-def hide(text: Sequence[str], needle: str, depth: float) -> list[str]:
-    """Insert a needle at a depth between 0 (start) and 1 (end)."""
-    at = round(depth * len(text))
-    return [*text[:at], needle, *text[at:]]
 
 
 def hide_all(text: Sequence[str], needles: Sequence[tuple[str, float]]) -> list[str]:

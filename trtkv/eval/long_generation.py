@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from statistics import fmean
-from weakref import ref
-
-import torch
-from torch import Tensor
+from weakref import WeakKeyDictionary
 
 from trtkv.errors import ConfigError
-from trtkv.eval.forced import Given, force
+from trtkv.eval.decoding import Given
+from trtkv.eval.forced import follow
 from trtkv.eval.generate import generate
 from trtkv.eval.perplexity import Perplexity, windows
 from trtkv.eval.task import Bench
@@ -22,11 +19,11 @@ LEAST_PROMPT = 16
 
 
 class LongGeneration(Perplexity):
-    """Greedy generation of 2,048 tokens behind a prompt of the text; length counts both.
+    """Greedy generation of 2,048 tokens after a prompt of the text; length counts both.
 
-    "agreement": share of full's tokens that the policy predicts behind full's own text; "same": share of places at which the freely generated texts
-    hold the same token; "diverged": tokens before the first difference (all, if there is none); "nll" the policy's loss on full's text in nats a
-    token, "full_nll" full's own.
+    "agreement": share of full's tokens that the policy predicts in full's text; "same": share of places at which the freely generated texts have the
+    same token; "diverged": tokens before the first difference (all, if there is none); "nll" the policy's loss on full's text in nats a token,
+    "full_nll" that of full.
     """
 
     main = "agreement"
@@ -36,7 +33,7 @@ class LongGeneration(Perplexity):
         """Take the text's file, or None."""
         super().__init__(options, name)  # type: ignore[arg-type]
         self._generated = generated
-        self._full: _Full | None = None
+        self._found: WeakKeyDictionary[LLM, dict[tuple[int, ...], tuple[list[list[int]], float]]] = WeakKeyDictionary()
 
     @property
     def identity(self) -> str:
@@ -44,72 +41,46 @@ class LongGeneration(Perplexity):
         return f"{super().identity} generated {self._generated}"
 
     def measure(self, bench: Bench) -> Mapping[str, float]:
-        """Generate behind `samples` prompts with both; raises ConfigError where the length leaves no prompt."""
+        """Generate after `samples` prompts with both; raises ConfigError where the length leaves no prompt."""
         prompt = bench.length - self._generated
         if prompt < LEAST_PROMPT:
             least = self._generated + LEAST_PROMPT
-            raise ConfigError(f"the task '{self.name}' generates {self._generated} tokens behind a prompt", f"Give at least --length {least}.")
+            raise ConfigError(f"the task '{self.name}' generates {self._generated} tokens after a prompt", f"Give at least --length {least}.")
         prompts = [list(text.tokens) for text in windows(bench.llm, self._data, prompt, bench.samples, bench.seed)]
-        full = self._of_full(bench, prompts)
+        of_full, full_nll = self._of_full(bench, prompts)
         written = self._generate(bench.llm, prompts, bench, (1 / 2, 3 / 4))
-        losses, hits, held = _follow(bench.llm, full.given(prompts), lambda part: bench.report(3 / 4 + part / 4))
-        pairs = list(zip(full.written, written, strict=True))
+        found = follow(bench.llm, _given(prompts, of_full), lambda part: bench.report(3 / 4 + part / 4))
+        pairs = list(zip(of_full, written, strict=True))
         return {
-            "agreement": fmean(fmean(one) for one in hits),
+            "agreement": fmean(fmean(one) for one in found.hits),
             "same": fmean(fmean(a == b for a, b in zip(theirs, mine, strict=True)) for theirs, mine in pairs),
             "diverged": fmean(first_difference(theirs, mine) for theirs, mine in pairs),
-            "nll": fmean(fmean(one) for one in losses),
-            "full_nll": full.nll,
-            **held,
+            "nll": fmean(fmean(one) for one in found.losses),
+            "full_nll": full_nll,
+            **found.cost.figures(),
         }
 
-    def _of_full(self, bench: Bench, prompts: list[list[int]]) -> _Full:
-        """Return what full KV writes behind the prompts; kept for the next policy, as long as full stays open."""
+    def _of_full(self, bench: Bench, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
+        """Return what full KV writes after the prompts, and its loss; stored for the next policy, as long as the engine is open."""
         llm, key = bench.full(), (bench.length, bench.samples, bench.seed, bench.batch)
-        if self._full is None or self._full.llm() is not llm or self._full.key != key:
-            found = _Full(ref(llm), key, self._generate(llm, prompts, bench, (0.0, 1 / 4)))
-            found.nll = fmean(fmean(one) for one in _follow(llm, found.given(prompts), lambda part: bench.report((1 + part) / 4))[0])
-            self._full = found
-        return self._full
+        found = self._found.setdefault(llm, {})
+        if key not in found:
+            written = self._generate(llm, prompts, bench, (0.0, 1 / 4))
+            losses = follow(llm, _given(prompts, written), lambda part: bench.report((1 + part) / 4)).losses
+            found[key] = written, fmean(fmean(one) for one in losses)
+        return found[key]
 
     def _generate(self, llm: LLM, prompts: list[list[int]], bench: Bench, span: tuple[float, float]) -> list[list[int]]:
-        """Write exactly so many tokens behind every prompt, ends of text included; span is the part of the whole work."""
+        """Write exactly so many tokens after every prompt, ends of text included; span is the part of the whole work."""
         start, end = span
         most = [self._generated] * len(prompts)
         return generate(llm, prompts, most, bench.batch, lambda part: bench.report(start + (end - start) * part), ignore_eos=True).token_ids
 
 
-@dataclass(slots=True)
-class _Full:
-    """Texts that full KV wrote, and its loss on them in nats a token; the engine itself is the runner's to close."""
-
-    llm: ref[LLM]
-    key: tuple[int, ...]
-    written: list[list[int]]
-    nll: float = 0.0
-
-    def given(self, prompts: list[list[int]]) -> list[Given]:
-        """Put prompts and texts together, to be fed."""
-        return [Given([*start, *text], len(start)) for start, text in zip(prompts, self.written, strict=True)]
+def _given(prompts: list[list[int]], written: list[list[int]]) -> list[Given]:
+    return [Given([*start, *text], len(start)) for start, text in zip(prompts, written, strict=True)]
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
     """Return how many tokens two texts of one length share before they differ."""
     return next((index for index, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
-
-
-def _follow(llm: LLM, texts: Sequence[Given], report: Callable[[float], None]) -> tuple[list[list[float]], list[list[float]], dict[str, float]]:
-    """Feed texts and return each token's loss, whether it was the likeliest, and what the sequences held."""
-    losses: list[list[float]] = [[] for _ in texts]
-    hits: list[list[float]] = [[] for _ in texts]
-
-    def visit(which: Sequence[int], positions: Sequence[int], logits: Tensor) -> None:
-        targets = torch.tensor([texts[index].tokens[at] for index, at in zip(which, positions, strict=True)], device=logits.device)
-        found = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none").tolist()
-        right = (logits.argmax(-1) == targets).float().tolist()
-        for index, loss, hit in zip(which, found, right, strict=True):
-            losses[index].append(loss)
-            hits[index].append(hit)
-
-    held = force(llm, texts, visit, report)
-    return losses, hits, held.figures()

@@ -9,11 +9,12 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 from trtkv.errors import ConfigError
+from trtkv.eval.decoding import Given
 from trtkv.eval.files import checksum, read_text
-from trtkv.eval.forced import Given, forced_nll
+from trtkv.eval.forced import follow
 from trtkv.eval.haystack import passage
 from trtkv.eval.task import Bench, TaskOptions, TextTask
 from trtkv.runtime.llm import LLM
@@ -77,13 +78,17 @@ class Perplexity(TextTask):
     def measure(self, bench: Bench) -> Mapping[str, float]:
         """Score the ends of `samples` windows."""
         texts = windows(bench.llm, self._data, bench.length, bench.samples, bench.seed)
-        losses, held = forced_nll(bench.llm, texts, bench.report)
-        return {**loss_figures(losses), **held.figures()}
+        found = follow(bench.llm, texts, bench.report)
+        return {**loss_figures(found.losses), **found.cost.figures()}
 
 
 def loss_figures(losses: Sequence[Sequence[float]]) -> dict[str, float]:
     """Return perplexity, mean loss with its standard error over windows, and the scored tokens."""
     nll = fmean(loss for one in losses for loss in one)
-    means = [fmean(one) for one in losses]
-    spread = math.sqrt(sum((mean - fmean(means)) ** 2 for mean in means) / (len(means) - 1) / len(means)) if len(means) > 1 else 0.0
-    return {"perplexity": math.exp(min(nll, 700.0)), "nll": nll, "nll_error": spread, "tokens": float(sum(map(len, losses)))}
+    error = standard_error([fmean(one) for one in losses])
+    return {"perplexity": math.exp(min(nll, 700.0)), "nll": nll, "nll_error": error, "tokens": float(sum(map(len, losses)))}
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of a mean, 0 for a single value."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0

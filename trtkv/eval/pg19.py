@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trtkv.errors import ConfigError
+from trtkv.eval.decoding import Given
 from trtkv.eval.files import checksum, read_text
-from trtkv.eval.forced import Given, forced_nll
+from trtkv.eval.forced import follow
 from trtkv.eval.perplexity import SCORED, cut, loss_figures
 from trtkv.eval.task import Bench, TaskOptions, TextTask
 from trtkv.runtime.llm import LLM
@@ -43,10 +44,11 @@ class Pg19(TextTask):
     def measure(self, bench: Bench) -> Mapping[str, float]:
         """Score the ends of the windows."""
         texts = self._texts(bench)
-        losses, held = forced_nll(bench.llm, texts, bench.report)
+        found = follow(bench.llm, texts, bench.report)
         words = sum(_words(bench.llm, text) for text in texts)
-        total = sum(map(sum, losses))
-        return {**loss_figures(losses), "word_perplexity": math.exp(min(total / max(1, words), 700.0)), "words": float(words), **held.figures()}
+        per_word = sum(map(sum, found.losses)) / max(1, words)
+        figures = {**loss_figures(found.losses), **found.cost.figures()}
+        return {**figures, "word_perplexity": math.exp(min(per_word, 700.0)), "words": float(words)}
 
     def _texts(self, bench: Bench) -> list[Given]:
         books: list[Path] = self._books[: bench.samples]

@@ -14,8 +14,8 @@ from typing import Any
 
 from trtkv.errors import ConfigError
 from trtkv.eval.files import checksum, need_file, read_json
-from trtkv.eval.strings import any_of
-from trtkv.eval.task import AnswerTask, CountTokens, Sample, TaskOptions
+from trtkv.eval.haystack import CountTokens
+from trtkv.eval.task import AnswerTask, Sample, TaskOptions
 
 SLACK, ANSWER_TOKENS = 8, 32
 ORDER = "Answer the question from the documents, with the answer alone and no other words."
@@ -56,8 +56,8 @@ class RulerQA(AnswerTask):
         return [self._sample(one, length_tokens, random.Random(f"{self.name} {seed} {index}"), count_tokens) for index, one in enumerate(drawn)]
 
     def score(self, sample: Sample, text: str) -> dict[str, float]:
-        """Look for one of the answers."""
-        return any_of(text, sample.answers)
+        """Look for one of the answers whatever its case."""
+        return {"score": float(any(answer.lower() in text.lower() for answer in sample.answers))}
 
     def _sample(self, asked: Asked, length: int, rng: random.Random, count_tokens: CountTokens) -> Sample:
         introduction, question = f"{ORDER}\n\nThese are the documents.", f"\n\n{ORDER}\n\nQuestion: {asked.question} Answer:"

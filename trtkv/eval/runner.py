@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -16,22 +16,20 @@ from trtkv.eval.forced import score_answers
 from trtkv.eval.generate import generate
 from trtkv.eval.grid import Cell
 from trtkv.eval.opened import Setup, open_subject
+from trtkv.eval.perplexity import standard_error
 from trtkv.eval.samples import SampleMaker
 from trtkv.eval.subjects import Subject
 from trtkv.eval.task import AnswerTask, Bench, Sample, Task, TextTask
 from trtkv.runtime.llm import LLM
 
 Report = Callable[[float], None]
-HELD = ("stored_bytes", "tokens_read_per_step")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Figures of one cell: means over samples, what it cost, and one entry a sample where the task has samples."""
+    """Figures of one cell: means over samples and what it cost; and one entry a sample where the task has samples."""
 
     figures: Mapping[str, float]
-    stored_bytes: float
-    tokens_read_per_step: float
     answers: Sequence[Mapping[str, Any]] = ()
 
 
@@ -66,9 +64,7 @@ class Runner:
         def full() -> LLM:
             return llm if cell.subject.is_reference else self._opened("full", cell.subject.reference())
 
-        figures = dict(task.measure(Bench(llm, full, cell.length, cell.samples, cell.seed, self.setup.batch, report)))
-        stored, read = (figures.pop(name, 0.0) for name in HELD)
-        return Outcome(figures, stored, read)
+        return Outcome(task.measure(Bench(llm, full, cell.length, cell.samples, cell.seed, self.setup.batch, report)))
 
     def _opened(self, place: str, subject: Subject) -> LLM:
         key, llm = self._open.get(place, ("", None))
@@ -84,16 +80,15 @@ def _answers(llm: LLM, task: AnswerTask, samples: Sequence[Sample], batch: int, 
     """Generate greedily and score."""
     found = generate(llm, [llm.encode(one.prompt) for one in samples], [one.max_new_tokens for one in samples], batch, report)
     scores = [dict(task.score(one, text)) for one, text in zip(samples, found.texts, strict=True)]
-    said = [{"answer": text, **_about(one, score["score"])} for one, text, score in zip(samples, found.texts, scores, strict=True)]
-    return Outcome(means(scores), found.stored_bytes, found.tokens_read_per_step, said)
+    answers = [{"answer": text, **_about(one, score["score"])} for one, text, score in zip(samples, found.texts, scores, strict=True)]
+    return Outcome({**means(scores), **found.cost.figures()}, answers)
 
 
 def _forced(llm: LLM, samples: Sequence[Sample], blind: bool, report: Report) -> Outcome:
-    scores, held = score_answers(llm, samples, blind=blind, report=report)
-    figures = [{"score": one.exact, "partial": one.digits, "nll": one.nll} for one in scores]
-    answers = [_about(one, score["score"]) for one, score in zip(samples, figures, strict=True)]
-    stored, read = (held.figures()[name] for name in HELD)
-    return Outcome(means(figures), stored, read, answers)
+    scores, cost = score_answers(llm, samples, blind=blind, report=report)
+    answers = [_about(one, score.exact) for one, score in zip(samples, scores, strict=True)]
+    figures = means([{"score": one.exact, "partial": one.digits, "nll": one.nll} for one in scores])
+    return Outcome({**figures, **cost.figures()}, answers)
 
 
 def _about(sample: Sample, score: float) -> dict[str, Any]:
@@ -104,19 +99,20 @@ def means(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean of every figure, over the samples that have it, and the standard error of the score."""
     names = dict.fromkeys(name for one in scores for name in one)
     figures = {name: fmean(one[name] for one in scores if name in one) for name in names}
-    main = [one["score"] for one in scores]
-    return {**figures, "score_error": stdev(main) / math.sqrt(len(main))} if len(main) > 1 else figures
+    return {**figures, "score_error": standard_error([one["score"] for one in scores])} if len(scores) > 1 else figures
 
 
 def _record(cell: Cell, main: str, higher_is_better: bool, found: Outcome, llm: LLM, seconds: float) -> dict[str, Any]:
+    figures = dict(found.figures)
+    stored, read = figures.pop("stored_bytes"), figures.pop("tokens_read_per_step")
     return {
         "key": cell.key,
         **cell.about,
         "main": main,
         "higher_is_better": higher_is_better,
-        "figures": {name: value if math.isfinite(value) else None for name, value in found.figures.items()},
-        "stored_bytes": round(found.stored_bytes),
-        "tokens_read_per_step": round(found.tokens_read_per_step, 2),
+        "figures": {name: value if math.isfinite(value) else None for name, value in figures.items()},
+        "stored_bytes": round(stored),
+        "tokens_read_per_step": round(read, 2),
         "seconds": round(seconds, 2),
         "device": str(llm.engine.cache.device),
         "executor": llm.executor_name,

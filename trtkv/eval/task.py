@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from trtkv.eval.haystack import fingerprint
+from trtkv.errors import ConfigError
+from trtkv.eval.haystack import CountTokens, depths, fingerprint
 
 if TYPE_CHECKING:
     from trtkv.runtime.llm import LLM
 
-CountTokens = Callable[[str], int]
+SLACK = 8  # tokens that a tokenizer may count more for joined texts than for each alone
 Encode = Callable[[str], Sequence[int]]
 
 
@@ -97,6 +99,35 @@ class AnswerTask(Task):
     @abstractmethod
     def score(self, sample: Sample, text: str) -> Mapping[str, float]:
         """Score an answer: "score" from 0 to 1 and figures beside it; the runner takes means over the samples that have a figure."""
+
+
+class MadeTask(AnswerTask):
+    """A task whose samples are made from a seed; "score" is the share of the answers that the text contains, "exact" 1 when it contains all."""
+
+    @abstractmethod
+    def make(self, length: int, depth: float, rng: random.Random, count_tokens: CountTokens) -> Sample:
+        """Build one sample of at most length tokens; the depths of a cell's samples divide a text evenly."""
+
+    def samples(self, length_tokens: int, count: int, seed: int, count_tokens: CountTokens) -> list[Sample]:
+        """Build one sample a depth."""
+        seeds = (random.Random(f"{self.name} {length_tokens} {seed} {index}") for index in range(count))
+        return [self.make(length_tokens, depth, rng, count_tokens) for depth, rng in zip(depths(count), seeds, strict=True)]
+
+    def score(self, sample: Sample, text: str) -> Mapping[str, float]:
+        """Look for the answers whatever their case, as RULER does (arXiv 2404.06654, section 3)."""
+        found = [answer.lower() in text.lower() for answer in sample.answers]
+        return {"score": sum(found) / len(found), "exact": float(all(found))}
+
+    def room(self, length: int, answer_tokens: int, count_tokens: CountTokens, *parts: str) -> int:
+        """Return the tokens of a sample that answer and parts leave, and joins of texts may not add; raises ConfigError where there are none."""
+        left = length - answer_tokens - sum(map(count_tokens, parts)) - SLACK
+        if left < 0:
+            raise self.too_short(length)
+        return left
+
+    def too_short(self, length: int) -> ConfigError:
+        """Return the error of a length that does not hold a sample."""
+        return ConfigError(f"{length} tokens do not hold the task '{self.name}' with its answer", "Give a greater --length.")
 
 
 class TextTask(Task):

@@ -9,50 +9,41 @@ from typing import TYPE_CHECKING
 from trtkv.errors import UnknownName
 from trtkv.eval.agreement import Agreement
 from trtkv.eval.attention import AttentionError
-from trtkv.eval.common_words import CommonWords
-from trtkv.eval.frequent_words import FrequentWords
 from trtkv.eval.long_generation import LongGeneration
-from trtkv.eval.longbench import LongBench
-from trtkv.eval.longbench_v2 import LongBenchV2
-from trtkv.eval.needle import Needle
-from trtkv.eval.niah import VARIANTS
-from trtkv.eval.passkey import PasskeyTask
+from trtkv.eval.longbench import LongBench, LongBenchV2
+from trtkv.eval.needle import Needle, Passkey
 from trtkv.eval.perplexity import Perplexity
 from trtkv.eval.pg19 import Pg19
+from trtkv.eval.ruler import RULER
 from trtkv.eval.ruler_qa import RulerQA
-from trtkv.eval.variable_tracking import VariableTracking
 
 if TYPE_CHECKING:
     from trtkv.eval.task import Task, TaskOptions
 
 
-def _variant(name: str, options: TaskOptions) -> Task:
-    return VARIANTS[name]
+SIZES = (("", 5), ("-16", 16), ("-64", 64))  # pass keys by the end of their names, and their digits
+
+
+def _made(task: Task) -> Callable[[TaskOptions], Task]:
+    return lambda options: task
 
 
 TASKS: Mapping[str, Callable[[TaskOptions], Task]] = {
-    "passkey": lambda options: PasskeyTask("passkey", digits=5),
-    "passkey-16": lambda options: PasskeyTask("passkey-16", digits=16),
-    "passkey-64": lambda options: PasskeyTask("passkey-64", digits=64),
-    "needle": lambda options: Needle(),
-    **{name: partial(_variant, name) for name in VARIANTS},
-    "variable-tracking": lambda options: VariableTracking(),
-    "common-words": lambda options: CommonWords(),
-    "frequent-words": lambda options: FrequentWords(),
+    **{one.name: _made(one) for one in (*(Passkey(f"passkey{more}", digits) for more, digits in SIZES), Needle(), *RULER)},
     "ruler-qa-1": partial(RulerQA, "ruler-qa-1"),
     "ruler-qa-2": partial(RulerQA, "ruler-qa-2"),
     "perplexity": partial(Perplexity, name="perplexity"),
     "agreement": partial(Agreement, name="agreement"),
     "attention": partial(AttentionError, name="attention"),
     "long-generation": partial(LongGeneration, name="long-generation"),
-    "longbench": partial(LongBench, name="longbench"),
+    "longbench": LongBench,
     "longbench-v2": LongBenchV2,
     "pg19": Pg19,
 }
 
 # Names for several tasks at once.
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "ruler": (*VARIANTS, "variable-tracking", "common-words", "frequent-words"),
+    "ruler": tuple(one.name for one in RULER),
 }
 
 

@@ -255,11 +255,6 @@ class Quantize(Role):
         """Consecutive tokens whose keys are encoded together."""
         return 1
 
-    @property
-    def residual_tokens(self) -> int:
-        """Settled tokens that stay in full precision at most."""
-        return 0
-
     def flush(self, at: Occupancy, encoded: tuple[int, int]) -> tuple[int, int]:
         """Tell how many leading tokens' keys and values are to be encoded now, given how many already are."""
         raise NotImplementedError
@@ -275,27 +270,19 @@ class Quantize(Role):
         """Decode what `encode` made: [Hk, S, D] fp32."""
         raise NotImplementedError
 
-    def bits_per_element(self, part: Part, head_dim: int, metadata_bits: int = 16) -> float:
-        """Bits that one encoded number costs with its share of the metadata."""
-        raise NotImplementedError
-
     def rule(self) -> Encoding | None:
         """Return the encoding that kernels read and write, None where only `encode` and `decode` do."""
         return None
 
     def plan(self) -> QuantizePlan:
         """Lower the role to its schedule."""
-        return QuantizePlan(self.meaning(), self.flush_first, self.demoted_only, self.key_group, self.residual_tokens, encoding=self.stated)
+        return QuantizePlan(self.meaning(), self.flush_first, self.demoted_only, encoding=self.stated)
 
 
 class Offload(Role):
     """Where does a page live, and when does it move?"""
 
     kind: ClassVar[Kind] = "offload"
-
-    def tier(self, part: Part, page: int, pages: int, sink_pages: int, window_pages: int) -> Literal["device", "host"]:
-        """Tell where a page of so many lives between the steps that select it."""
-        raise NotImplementedError
 
     def plan(self) -> OffloadPlan:
         """Lower the role to what moves, and when."""

@@ -34,11 +34,6 @@ class Grouped(Quantize):
         """The group."""
         return self.group
 
-    @property
-    def residual_tokens(self) -> int:
-        """The residual."""
-        return self.residual
-
     def encode(self, x: Tensor, part: Part) -> dict[str, Tensor]:
         """Encode keys [Hk, S, D] to codes [Hk, S/g, D, g bits/8] and metadata [Hk, S/g, D]; values to [Hk, S, D bits/8] and [Hk, S, D/g]."""
         if part == "keys":
@@ -54,10 +49,6 @@ class Grouped(Quantize):
             return decode_minimum(plain, codes["scale"], codes["minimum"]).transpose(2, 3).flatten(1, 2)
         return decode_minimum(torch.unflatten(plain, 2, (codes["scale"].shape[2], -1)), codes["scale"], codes["minimum"]).flatten(2)
 
-    def bits_per_element(self, part: Part, head_dim: int, metadata_bits: int = 16) -> float:
-        """Code bits and a share of scale and minimum."""
-        return self.bits + 2 * metadata_bits / (self.group if part == "keys" else gcd(self.group, head_dim))
-
     def buffers(self, model: ModelConfig, page_size: int, layers: tuple[int, ...]) -> tuple[BufferSpec, ...]:
         """Codes, scale and minimum of keys and values, in pages of encoded tokens."""
         heads, dim, groups = model.num_kv_heads, model.head_dim, page_size // self.group
@@ -71,14 +62,6 @@ class Grouped(Quantize):
             BufferSpec("value_scale", ("P", heads, page_size, share), "P Hk N D/g", model.dtype, layers, pool="encoded"),
             BufferSpec("value_minimum", ("P", heads, page_size, share), "P Hk N D/g", model.dtype, layers, pool="encoded"),
         )
-
-    def expected_bytes(self, stored: int, encoded: tuple[int, int], num_kv_heads: int, head_dim: int, element_bytes: int) -> int:
-        """Return the bytes of one layer's cache of `stored` tokens, of which so many keys and values are encoded, metadata and residual included."""
-        total = 0.0
-        for part, count in zip(("keys", "values"), encoded, strict=True):
-            bits = self.bits_per_element("keys" if part == "keys" else "values", head_dim, 8 * element_bytes)
-            total += num_kv_heads * head_dim * (count * bits / 8 + (stored - count) * element_bytes)
-        return round(total)
 
     def check(self, policy: str) -> None:
         """Raise ConfigError when groups do not fill bytes or the residual is no multiple of the group."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from trtkv.plan import CacheView
-from trtkv.ranking import attention, best, span
+from trtkv.ranking import attention, span
 
 
 def window_attention(view: CacheView, window: int) -> Tensor:
@@ -26,11 +25,3 @@ def window_sums(view: CacheView, window: int) -> Tensor:
     """Return what each of a view's stored tokens received from the newest W queries [Hq, S] fp32, by a kernel where the view has one."""
     counted = view.received(window)
     return window_attention(view, window).sum(1) if counted is None else counted
-
-
-def recent_and_best(scores: Tensor, count: int, recent: int) -> tuple[Tensor, ...]:
-    """Keep the last `recent` of S tokens and the `count` highest scores [Hk, S] before them: Hk ascending index tensors."""
-    heads, stored = scores.shape
-    past = stored - recent
-    last = span(past, stored, scores).expand(heads, -1)
-    return tuple(torch.cat([best(scores[:, :past], count), last], 1))

@@ -23,7 +23,7 @@ def trajectory(
     """Return what a layer stores behind the prompt and behind each generated token: 1 + decoded entries.
 
     grants is what `Evict.grants` returned for this prompt; asked for here unless an allocate role has to measure first. Encoded tokens that an evict
-    role chooses (`Quantize.demoted_only`) are not counted.
+    role chooses (`Quantize.demoted_only`) are counted where its `split` says how many.
     """
     evict, quantize = policy.evict, policy.quantize
     if grants is None:
@@ -47,6 +47,8 @@ def trajectory(
         if quantize and not quantize.demoted_only and step and quantize.flush_first:
             encoded = quantize.flush(at, encoded)
         if evict and evict.due(at):
+            split = evict.split(at) if quantize and quantize.demoted_only else None
+            encoded = encoded if split is None else (split[1], split[1])
             lengths = evict.remaining(at)
             at = replace(at, lengths=lengths)
         settled = evict.settled(at) if evict else min(lengths)

@@ -6,12 +6,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trtkv.errors import CheckpointError, RequestError
-
-if TYPE_CHECKING:
-    from jinja2 import Environment, Template
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 BAD = "\N{REPLACEMENT CHARACTER}"
@@ -65,15 +62,21 @@ class Tokenizer:
 
         Raises RequestError when there is no template or it refuses the messages.
         """
-        from jinja2 import TemplateError
+        from jinja2 import TemplateError, TemplateSyntaxError
+        from transformers.utils.chat_template_utils import render_jinja_template  # 0.6 s, which plain prompts need not pay
 
+        if not self._template:
+            raise RequestError(f"'{self.path}' has no chat template", "Use an instruct model, or give a plain prompt.")
+        options = {"chat_template": self._template, "add_generation_prompt": add_generation_prompt, **self.special}
         try:
-            return self._template.render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, tools=None, documents=None, **self.special
-            )
+            texts, _ = render_jinja_template([list(messages)], **options)
+        except TemplateSyntaxError as error:
+            where = f"line {error.lineno}: {error.message}"
+            raise RequestError(f"the chat template of '{self.path}' is damaged ({where})", "Give a plain prompt.") from None
         except (TemplateError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
             reason = " ".join(str(error).split())[:160]
             raise RequestError(f"the chat template refuses these messages: {reason}", "Check their roles, order and contents.") from None
+        return str(texts[0])
 
     @cached_property
     def byte_ids(self) -> frozenset[int]:
@@ -92,18 +95,15 @@ class Tokenizer:
         return frozenset(id_ for id_, token in self._inner.get_added_tokens_decoder().items() if token.special)
 
     @cached_property
-    def _template(self) -> Template:
-        from jinja2 import TemplateSyntaxError
-
-        source = _template_source(self.path, self._settings)
-        if not source:
-            raise RequestError(f"'{self.path}' has no chat template", "Use an instruct model, or give a plain prompt.")
-        try:
-            return _environment().from_string(source)
-        except TemplateSyntaxError as error:
-            raise RequestError(
-                f"the chat template of '{self.path}' is damaged (line {error.lineno}: {error.message})", "Give a plain prompt."
-            ) from None
+    def _template(self) -> str | None:
+        file = self.path / "chat_template.jinja"
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        source = self._settings.get("chat_template") or _read_json(self.path / "chat_template.json").get("chat_template")
+        if isinstance(source, list):
+            named = {one["name"]: one["template"] for one in source}
+            source = named.get("default") or next(iter(named.values()), None)
+        return source
 
     def _id(self, name: str) -> int | None:
         return self._inner.token_to_id(self.special[name]) if name in self.special else None
@@ -180,52 +180,3 @@ def _special_tokens(*settings: Mapping[str, Any]) -> dict[str, str]:
             if isinstance(text, str):
                 found.setdefault(name, text)
     return found
-
-
-def _template_source(path: Path, settings: Mapping[str, Any]) -> str | None:
-    file = path / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    source = settings.get("chat_template") or _read_json(path / "chat_template.json").get("chat_template")
-    if isinstance(source, list):
-        named = {one["name"]: one["template"] for one in source}
-        source = named.get("default") or next(iter(named.values()), None)
-    return source
-
-
-def _environment() -> Environment:
-    """Make the sandbox that chat templates are written for: whitespace, loop controls and helpers as in transformers."""
-    from datetime import datetime
-
-    from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(
-        value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_blocks()])
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda format_: datetime.now().strftime(format_)
-    return environment
-
-
-def _generation_blocks() -> Any:
-    """Make the extension for `{% generation %}` blocks, which mark the assistant's words for training and render as they are."""
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-
-    class GenerationBlocks(Extension):
-        tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
-
-        def parse(self, parser: Any) -> nodes.Node:
-            line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-    return GenerationBlocks

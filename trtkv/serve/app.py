@@ -13,22 +13,23 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from fastapi import FastAPI, Security
+from fastapi.exceptions import RequestValidationError
+from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Route
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+import trtkv
 from trtkv.errors import TrtkvError
 from trtkv.serve.backend import Backend
-from trtkv.serve.errors import KINDS, ApiError, Unavailable
+from trtkv.serve.errors import KINDS, ApiError, Failure, Unavailable
 from trtkv.serve.metrics import Prometheus
-from trtkv.serve.openai import OpenAI, answer_error
-from trtkv.serve.openapi import document
+from trtkv.serve.openai import OpenAI, Read, answer_error
 
 PROBE_S = 10.0  # a probe that takes longer says "not ready"
 
@@ -42,27 +43,36 @@ class Settings:
     max_body_bytes: int = 4 << 20
 
 
-def make_app(backends: Mapping[str, Backend], metrics: Prometheus, settings: Settings = Settings(), **more: Any) -> Starlette:
-    """Make the application; more goes to Starlette, such as lifespan."""
-    api, own = OpenAI(backends, settings.max_body_bytes), Own(backends, metrics)
-    routes = [
-        Route("/v1/chat/completions", api.chat, methods=["POST"]),
-        Route("/v1/completions", api.completions, methods=["POST"]),
-        Route("/v1/models", api.models),
-        Route("/v1/models/{model:path}", api.model),
-        Route("/health", own.health),
-        Route("/ready", own.ready),
-        Route("/metrics", own.metrics),
-        Route("/status", own.status),
-        Route("/openapi.json", own.openapi),
-        Route("/", own.page),
-    ]
+def make_app(backends: Mapping[str, Backend], metrics: Prometheus, settings: Settings = Settings(), **more: Any) -> FastAPI:
+    """Make the application; more goes to FastAPI, such as lifespan."""
+    api, own = OpenAI(backends), Own(backends, metrics)
     around = [Middleware(Count, metrics=metrics)]
     if settings.origins:
         around.append(Middleware(CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["GET", "POST"], allow_headers=["*"]))
     around.append(Middleware(Keys, keys=settings.api_keys))
-    handlers: dict[Any, Any] = {TrtkvError: answer_error, HTTPException: _answer_http, ClientDisconnect: _answer_nobody, Exception: answer_error}
-    return Starlette(routes=routes, middleware=around, exception_handlers=handlers, **more)
+    handlers = {TrtkvError: answer_error, RequestValidationError: answer_error, HTTPException: _answer_http, ClientDisconnect: _answer_nobody}
+    app = FastAPI(
+        title="trtkv", version=trtkv.__version__, docs_url=None, redoc_url=None, strict_content_type=False, middleware=around,
+        exception_handlers={**handlers, Exception: answer_error}, generate_unique_id_function=lambda route: route.name,
+        responses={"default": {"model": Failure, "description": "What cannot be served, and why."}}, **more,
+    )  # fmt: skip
+    app.state.max_body_bytes, app.router.route_class = settings.max_body_bytes, Read
+    keyed: Any = {"dependencies": [Security(HTTPBearer(auto_error=False, scheme_name="key"))]}
+    streams: Any = {"responses": {200: {"content": {"text/event-stream": {}}}}, **keyed}
+    app.add_api_route("/v1/chat/completions", api.chat, methods=["POST"], **streams)
+    app.add_api_route("/v1/completions", api.completions, methods=["POST"], **streams)
+    for path, answer, about in (
+        ("/v1/models", api.models, keyed),
+        ("/v1/models/{model:path}", api.model, keyed),
+        ("/health", own.health, {}),
+        ("/ready", own.ready, {}),
+        ("/metrics", own.metrics, {"response_class": PlainTextResponse}),
+        ("/status", own.status, keyed),
+        ("/", own.page, {"include_in_schema": False}),
+    ):
+        app.add_api_route(path, answer, methods=["GET"], **about)
+        app.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
+    return app
 
 
 class Own:
@@ -71,11 +81,11 @@ class Own:
     def __init__(self, backends: Mapping[str, Backend], metrics: Prometheus) -> None:
         self.backends, self.registry = backends, metrics.registry
 
-    async def health(self, request: Request) -> Response:
+    async def health(self) -> dict[str, str]:
         """Say that the process answers; whether engines generate is /ready's matter."""
-        return JSONResponse({"status": "ok"})
+        return {"status": "ok"}
 
-    async def ready(self, request: Request) -> Response:
+    async def ready(self) -> dict[str, str]:
         """Let every engine generate a token, unless it has just done so."""
         try:
             await asyncio.wait_for(asyncio.gather(*(one.probe() for one in self.backends.values())), PROBE_S)
@@ -83,27 +93,23 @@ class Own:
             raise Unavailable(f"no token within {PROBE_S:.0f} s", "Try again shortly.") from None
         except TrtkvError as error:
             raise Unavailable(error.problem, error.fix) from None
-        return JSONResponse({"status": "ready"})
+        return {"status": "ready"}
 
-    async def metrics(self, request: Request) -> Response:
+    async def metrics(self) -> Response:
         """Show all metrics in Prometheus' text format."""
         parts = [generate_latest(self.registry), *(await asyncio.gather(*(one.metrics() for one in self.backends.values())))]
         return Response(b"".join(dict.fromkeys(parts)), headers={"content-type": CONTENT_TYPE_LATEST})
 
-    async def status(self, request: Request) -> Response:
+    async def status(self) -> dict[str, Any]:
         """Show what the engines are and hold, as the chat page polls it."""
         rows = []
         for name, one in self.backends.items():
             limits = one.facts.limits
             facts = {"model": name, "policy": one.facts.policy, "max_seq_len": limits.max_seq_len, "max_batch_size": limits.max_batch_size}
             rows.append({**facts, **await one.status()})
-        return JSONResponse({"engines": rows})
+        return {"engines": rows}
 
-    async def openapi(self, request: Request) -> Response:
-        """Show the OpenAPI document."""
-        return JSONResponse(document())
-
-    async def page(self, request: Request) -> Response:
+    async def page(self) -> Response:
         """Show the chat page."""
         text, policy = page()
         return HTMLResponse(text, headers={"content-security-policy": policy, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"})

@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+from pydantic import BaseModel
+
 from trtkv.errors import RequestError, TrtkvError
+
+
+class Problem(BaseModel):
+    """What went wrong; param is the parameter at fault, code the HTTP status or OpenAI's word for it."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | int
+
+
+class Failure(BaseModel):
+    """The body of an error answer, as OpenAI's clients read it."""
+
+    error: Problem
 
 
 class Busy(TrtkvError):

@@ -6,20 +6,24 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
+from transformers.utils import chat_template_utils  # noqa: F401 (imported with the server: the first chat should not wait for it)
 
 from trtkv.errors import RequestError
 from trtkv.runtime.batcher import Event
 from trtkv.serve.answers import Shape, dump, sse, usage
 from trtkv.serve.backend import Answer, Backend, tokenizer_of
 from trtkv.serve.errors import ApiError, describe, status_of
-from trtkv.serve.schema import ChatRequest, CompletionRequest, Generation, parse, user_error
+from trtkv.serve.schema import ChatRequest, CompletionRequest, Generation, refusal, user_error
 
 LONG_CHARS = 8192  # a prompt beyond this is tokenized in another thread, so that other streams go on
 AT_ONCE = 128  # events of one answer that are written together: those of a slow reader may be thousands
@@ -42,25 +46,25 @@ class Asked:
 class OpenAI:
     """The API's endpoints."""
 
-    def __init__(self, backends: Mapping[str, Backend], max_body_bytes: int) -> None:
+    def __init__(self, backends: Mapping[str, Backend]) -> None:
         """Serve engines by name."""
-        self.backends, self.max_body_bytes = backends, max_body_bytes
+        self.backends = backends
 
-    async def models(self, request: Request) -> Response:
+    async def models(self) -> dict[str, Any]:
         """List what is served."""
-        return JSONResponse({"object": "list", "data": [_model(one) for one in self.backends.values()]})
+        return {"object": "list", "data": [_model(one) for one in self.backends.values()]}
 
-    async def model(self, request: Request) -> Response:
+    async def model(self, model: str) -> dict[str, Any]:
         """Describe one engine."""
-        return JSONResponse(_model(self.find(request.path_params["model"])))
+        return _model(self.find(model))
 
-    async def chat(self, request: Request) -> Response:
-        """Answer a conversation."""
-        return await self._answer(request, ChatRequest, _read_chat)
+    async def chat(self, body: ChatRequest) -> Response:
+        """Answer a conversation, whole or as a stream."""
+        return await self._answer(body, _read_chat)
 
-    async def completions(self, request: Request) -> Response:
-        """Continue texts."""
-        return await self._answer(request, CompletionRequest, _read_completion)
+    async def completions(self, body: CompletionRequest) -> Response:
+        """Continue texts, whole or as streams."""
+        return await self._answer(body, _read_completion)
 
     def find(self, name: str | None) -> Backend:
         """Return an engine by name; raises ApiError (404)."""
@@ -73,8 +77,7 @@ class OpenAI:
             raise ApiError(404, problem, fix, param="model", code="model_not_found")
         return self.backends[name]
 
-    async def _answer(self, request: Request, kind: type[Generation], read: Any) -> Response:
-        body = parse(kind, await read_body(request, self.max_body_bytes))
+    async def _answer(self, body: Generation, read: Any) -> Response:
         try:
             asked: Asked = await read(self.find(body.model), body)
             count = len(asked.prompts)
@@ -120,6 +123,25 @@ async def _aside(encode: Any, chars: int) -> Any:
         return await asyncio.to_thread(encode) if chars > LONG_CHARS else encode()
     except UnicodeError:
         raise RequestError("the prompt is no Unicode text", "Send UTF-8 without single surrogates.") from None
+
+
+class Read(APIRoute):
+    """A route whose body is read and parsed here, before FastAPI would: up to the application's limit, and as strictly as pydantic."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return what answers a request."""
+        answer = super().get_route_handler()
+
+        async def read(request: Request) -> Response:
+            if self.body_field is not None:
+                request._body = await read_body(request, request.app.state.max_body_bytes)
+                try:
+                    request._json = from_json(request._body)
+                except ValueError as error:
+                    raise ApiError(400, f"the body is not JSON: {error}", "Send a JSON object in UTF-8.") from None
+            return await answer(request)
+
+        return read
 
 
 async def read_body(request: Request, most_bytes: int) -> bytes:
@@ -229,6 +251,7 @@ def _model(backend: Backend) -> dict[str, Any]:
 
 async def answer_error(request: Request, error: Exception) -> Response:
     """Answer what went wrong in the API's own form."""
+    error = refusal(error) if isinstance(error, RequestValidationError) else error
     status = status_of(error)
     headers = {"retry-after": "1"} if status in (429, 503) else {"www-authenticate": "Bearer"} if status == 401 else None
     if status >= 500:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from trtkv.errors import RequestError
 from trtkv.runtime.sampler import SamplingParams
@@ -175,23 +176,13 @@ class CompletionRequest(Generation):
         return self
 
 
-def parse(kind: type[Generation], body: bytes) -> Any:
-    """Read a request's body; raises ApiError (400) with the name of the field at fault."""
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        raise _refusal(kind, error) from None
-
-
-def _refusal(kind: type[Generation], error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part.isidentifier()) or None
+def refusal(error: RequestValidationError) -> ApiError:
+    """Turn a body that breaks these rules into a 400 with the name of the field at fault."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"][1:] if isinstance(part, int) or part.isidentifier()) or None
     reason = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {reason.removeprefix('Invalid JSON: ')}", "Send a JSON object in UTF-8.")
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"the parameter '{where}' is not supported", f"Supported are: {', '.join(kind.model_fields)}.", param=where)
-    return ApiError(400, f"{where}: {reason}" if where else reason, "See /openapi.json.", param=where)
+    problem = f"the parameter '{where}' is not supported" if first["type"] == "extra_forbidden" else f"{where}: {reason}" if where else reason
+    return ApiError(400, problem, "See /openapi.json.", param=where)
 
 
 def user_error(error: RequestError) -> ApiError:

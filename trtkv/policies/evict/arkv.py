@@ -91,24 +91,6 @@ class Arkv(Budgeted):
         smooth = F.avg_pool1d(heavy, self.kernel, 1, self.kernel // 2)[:, : heavy.shape[1]]
         return F.pad(group_mean(smooth, len(view.at.lengths)), (0, self.window))
 
-    def expected_tokens(self, prompt: int, decoded: int, precise: int | None = None) -> tuple[int, int]:
-        """Return the tokens of a KV head in full precision and encoded, behind a prompt and so many generated tokens."""
-        limit = self.budget
-        at = Occupancy(prompt, (prompt,), prompt, 0, "prefill", True, prompt, precise=None if precise is None else (precise,))
-        full, low = prompt, 0
-        if prompt > limit:
-            full, low = self.precise_tokens(at) + self.window, limit - self.window - self.precise_tokens(at)
-        for _ in range(decoded):
-            full += 1
-            if full + low > limit:
-                at = Occupancy(0, (full + low,), 1, 0, "decode", True, prompt, precise=at.precise)
-                full, low = self.precise_tokens(at) + self.window, self._past(at) - self.precise_tokens(at)
-        return full, low
-
-    def expected_bytes(self, full: int, low: int, num_kv_heads: int, head_dim: int, element_bytes: int) -> int:
-        """Return the bytes of one layer's cache with so many tokens in full precision and in eight bits with a scale for keys and one for values."""
-        return 2 * num_kv_heads * (full * head_dim * element_bytes + low * (head_dim + element_bytes))
-
     def _past(self, at: Occupancy) -> int:
         if at.phase == "prefill":
             return self.granted(at)[0] - self.window

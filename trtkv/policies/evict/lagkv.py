@@ -53,14 +53,6 @@ class LagKV(Evict):
         partitions = (seen - self.sink) // self.lag
         return self.sink + self.kept_per_lag * (partitions - 1) + self.lag + (seen - self.sink) % self.lag
 
-    def ratio_for(self, seen: int, stored: int) -> float:
-        """Return the ratio with which `seen` tokens leave `stored` (eq. 13 solved); raises ConfigError where none in (0, 1) does."""
-        scored = self.lag * ((seen - self.sink) // self.lag - 1)
-        ratio = (stored - self.sink - self.lag - (seen - self.sink) % self.lag) / scored if scored > 0 else 0.0
-        if not 0.0 < ratio < 1.0:
-            raise ConfigError(f"LagKV with lag {self.lag} cannot keep {stored} of {seen} tokens", "Choose a smaller lag or another length.")
-        return ratio
-
     def rule(self) -> rules.Lag | None:
         """Partitions go by their scores, unless a channel without a range is an error."""
         return None if self.strict else rules.Lag(self.lag, self.sink, self.score, self.value_weight)

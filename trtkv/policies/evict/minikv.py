@@ -49,10 +49,6 @@ class MiniKV(Budgeted):
         assert view.mass is not None
         return group_mean(view.mass, len(view.at.lengths), self.pooling)
 
-    def expected_length(self, prompt: int, decoded: int) -> int:
-        """Return the stored tokens of a layer with the mean share, behind a prompt and so many generated tokens (appendix I)."""
-        return min(prompt, sum(self.reserved(prompt)) + int(self.free(prompt) + ROUND_OFF)) + decoded
-
     def check(self, policy: str) -> None:
         """Raise ConfigError when nothing would stay."""
         if not self.budget and self.heavy + self.recent == 0:

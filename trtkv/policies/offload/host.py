@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from trtkv.plan import OffloadPlan
-from trtkv.policies.base import Offload, Part
+from trtkv.policies.base import Offload
 
 
 class Host(Offload):
@@ -27,8 +27,3 @@ class Host(Offload):
     def plan(self) -> OffloadPlan:
         """Lower the fields."""
         return OffloadPlan(values_only=self.parts == "values", blocking=self.schedule == "blocking")
-
-    def tier(self, part: Part, page: int, pages: int, sink_pages: int, window_pages: int) -> Literal["device", "host"]:
-        """Tell where a page of so many lives between the steps that select it."""
-        near = page < sink_pages or page >= pages - window_pages
-        return "device" if near or (part == "keys" and self.parts == "values") else "host"

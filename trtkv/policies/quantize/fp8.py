@@ -44,10 +44,6 @@ class Fp8(Quantize):
         """Decode keys or values to [Hk, S, D] fp32."""
         return codes["codes"].view(torch.float8_e4m3fn).float() * codes["scale"].float()[..., None]
 
-    def bits_per_element(self, part: Part, head_dim: int, metadata_bits: int = 16) -> float:
-        """Eight bits and a share of the scale."""
-        return 8 + metadata_bits / head_dim
-
     def buffers(self, model: ModelConfig, page_size: int, layers: tuple[int, ...]) -> tuple[BufferSpec, ...]:
         """Codes and scale of keys and values, in pages of encoded tokens."""
         row = ("P", model.num_kv_heads, page_size)

@@ -35,9 +35,3 @@ class MiniKVBits(Grouped):
             return encoded
         count = encoded[0] + (settled - encoded[0]) // self.group * self.group
         return count, count
-
-    def expected_encoded(self, retained: int, decoded: int) -> int:
-        """Return the encoded tokens behind a prompt of which `retained` stayed and so many generated tokens."""
-        first = retained // self.group * self.group
-        residual = retained - first + decoded
-        return first + residual // self.residual * self.residual

@@ -44,10 +44,6 @@ class QHitterBits(Quantize):
         """Decode keys or values to [Hk, S, D] fp32."""
         return decode_integer_zero(unpack(codes["codes"], self.bits), codes["scale"], codes["zero"])
 
-    def bits_per_element(self, part: Part, head_dim: int, metadata_bits: int = 16) -> float:
-        """Code bits and a share of scale and zero point."""
-        return self.bits + 2 * metadata_bits / head_dim
-
     def buffers(self, model: ModelConfig, page_size: int, layers: tuple[int, ...]) -> tuple[BufferSpec, ...]:
         """Codes, scale and zero point of keys and values, in pages of encoded tokens."""
         row = ("P", model.num_kv_heads, page_size)

@@ -5,9 +5,9 @@ Partitions are scored one against the next, so a few at a time are decoded and s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,18 +18,27 @@ from plugins.cache.encodings.grouped.keep import PromptView
 from plugins.cache.encodings.grouped.launch import Pages
 from plugins.cache.ledgers.evicting import Account
 from plugins.cache.ledgers.gathering import GatheringLedger
+from trtkv.plan import CachePlan
 from trtkv.rules import Lag
 
-if TYPE_CHECKING:
-    from plugins.cache.encodings.grouped.store import EncodedStore
-
 MOST_SHOWN = 16384  # tokens of a prompt that are shown to the role at once
+
+
+class Codes(Protocol):
+    """What a gatherer needs of a store: pages of codes by layer, and prompts that are being read."""
+
+    plan: CachePlan
+    device: torch.device
+    pages: Sequence[Pages]
+
+    def read(self, slot: int) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+        """Yield the layers of a slot's prompt with its keys and values."""
 
 
 class Gatherer:
     """What an encoded store whose plan is gathered does behind the attention of prompts and steps."""
 
-    def __init__(self, store: EncodedStore, ledger: GatheringLedger) -> None:
+    def __init__(self, store: Codes, ledger: GatheringLedger) -> None:
         """Serve a store whose codes have a scale a token."""
         assert ledger.plan.evict is not None and isinstance(ledger.plan.evict.rule, Lag), "the plan does not evict by partitions"
         self.ledger, self._store, self._rule = ledger, store, ledger.plan.evict.rule

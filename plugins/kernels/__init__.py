@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from plugins.append import specs as append
-from plugins.attend import specs as attend
 from plugins.cache.encodings.grouped import specs as encoded
 from plugins.cache.encodings.mixed import specs as mixed
 from plugins.cache.eviction import specs as compaction
@@ -13,9 +11,8 @@ from plugins.cache.support import why_torch
 from plugins.cache.tiers.host import specs as recall
 from plugins.device import store
 from plugins.device.spec import Spec
-from plugins.linear import specs as linear
+from plugins.kernels import append, attend, linear, select
 from plugins.sampling import launch as sampling
-from plugins.select import specs as select
 from trtkv.config import Limits, ModelConfig
 from trtkv.plan import CachePlan
 

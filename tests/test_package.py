@@ -1,0 +1,15 @@
+"""The two packages as they are installed: `plugins` is a common name, and one that is not ours must be noticed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_another_package_called_plugins_is_named(tmp_path: Path) -> None:
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "__init__.py").touch()
+    done = subprocess.run([sys.executable, "-m", "trtkv", "--version"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"the package {tmp_path / 'plugins' / '__init__.py'} hides trtkv's own 'plugins'" in done.stderr.splitlines()[-1]

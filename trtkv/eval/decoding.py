@@ -1,0 +1,151 @@
+"""Prompts prefilled alone in fixed chunks, then sequences decoded together: answers do not depend on what else runs.
+
+A policy that evicts while a prompt comes in chunks would otherwise see other chunks in another batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trtkv.errors import CapacityError
+from trtkv.runtime.llm import LLM
+from trtkv.runtime.rows import StepRow
+
+Report = Callable[[float], None]
+
+
+def silent(fraction: float) -> None:
+    """Report progress to nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A text in tokens whose first `prompt` ones are prefilled: the policy takes them for the whole prompt. Others are fed one by one.
+
+    room is how many tokens may be appended while it is decoded.
+    """
+
+    tokens: Sequence[int]
+    prompt: int
+    room: int = 0
+
+
+@dataclass(slots=True)
+class Cost:
+    """What sequences stored and read: bytes of one at its fullest from the prompt's end on, tokens read by so many decoded ones."""
+
+    stored_bytes: float = 0.0
+    read_tokens: float = 0.0
+    reads: int = 0
+
+    @property
+    def tokens_read_per_step(self) -> float:
+        """Stored tokens that one decoded token read, mean over layers and decoded tokens."""
+        return self.read_tokens / max(1, self.reads)
+
+    def figures(self) -> dict[str, float]:
+        """Return the two figures that every measurement carries."""
+        return {"stored_bytes": self.stored_bytes, "tokens_read_per_step": self.tokens_read_per_step}
+
+    def add(self, other: Cost) -> None:
+        """Count other sequences as well."""
+        self.stored_bytes = max(self.stored_bytes, other.stored_bytes)
+        self.read_tokens += other.read_tokens
+        self.reads += other.reads
+
+
+@dataclass(slots=True)
+class Row:
+    """A sequence in decoding: its tokens, of which `fed` are in the cache, and the bytes that it stored at its fullest."""
+
+    index: int
+    tokens: list[int]
+    prompt: int
+    slot: int
+    pages: Sequence[int]
+    fed: int = 0
+    stored_bytes: int = 0
+    ended: bool = False
+
+
+# Takes rows and the logits [R, V] fp32 behind their last fed tokens; appends a token to each row, or marks it as ended.
+Take = Callable[[Sequence[Row], Tensor], None]
+
+
+def play(llm: LLM, texts: Sequence[Given], take: Take, report: Report = silent, batch: int | None = None) -> tuple[list[Row], Cost]:
+    """Run texts through an engine, as many at once as it has free slots and pages for (at most batch); returns them in order, and their cost.
+
+    report takes the fraction of the tokens that is done. Raises CapacityError when another call uses the engine.
+    """
+    rows, cost, waiting = list[Row](), Cost(), list(range(len(texts)))
+    done, total = 0, sum(len(one.tokens) + one.room for one in texts)
+    while waiting:
+        some = _admit(llm, texts, waiting, batch or len(texts))
+        try:
+            for row in some:
+                for size in chunk_sizes(row.prompt, llm.engine.manifest.limits.max_chunk_tokens):
+                    logits = _step(llm, [row], size)
+                    report((done := done + size) / total)
+                _weigh(llm, [row], cost)
+                take([row], logits)
+            while running := [row for row in some if not row.ended]:
+                logits = _step(llm, running, 1)
+                _weigh(llm, running, cost)
+                cost.read_tokens += llm.engine.cache.read_tokens
+                cost.reads += len(running)
+                take(running, logits)
+                report((done := done + len(running)) / total)
+        finally:
+            for row in some:
+                llm.engine.cache.release(row.slot)
+                llm.engine.pages.give(row.pages)
+                llm.engine.slots.append(row.slot)
+        rows += some
+    return rows, cost
+
+
+def chunk_sizes(num_tokens: int, most: int) -> Iterator[int]:
+    """Cut a prompt into chunks; none but a whole prompt has one token, which would be taken for a step that decodes."""
+    while num_tokens:
+        size = min(num_tokens, most) - (num_tokens == most + 1 and most > 2)
+        yield size
+        num_tokens -= size
+
+
+def _admit(llm: LLM, texts: Sequence[Given], waiting: list[int], most: int) -> list[Row]:
+    """Take slots and pages for as many waiting texts as there are; raises CapacityError when there are none for the first."""
+    engine, rows = llm.engine, list[Row]()
+    while waiting and engine.slots and len(rows) < most:
+        text = texts[waiting[0]]
+        need = engine.pages_for(text.prompt, len(text.tokens) + text.room)
+        if not engine.pages.has(need):
+            break
+        rows.append(Row(waiting.pop(0), list(text.tokens), text.prompt, engine.slots.pop(), engine.pages.take(need)))
+    if not rows:
+        raise CapacityError("another call holds the engine's slots or pages", "Finish or close it first, or give the cache more memory.")
+    return rows
+
+
+def _step(llm: LLM, rows: Sequence[Row], count: int) -> Tensor:
+    """Feed the next tokens of each row; from the prompt's end on the last one's prediction is returned."""
+    steps = []
+    for row in rows:
+        end = row.fed + count
+        steps.append(StepRow(row.tokens[row.fed : end], row.fed, row.slot, row.pages, (count - 1,) if end >= row.prompt else (), row.prompt))
+        row.fed = end
+    logits = llm.engine.stepper.run(steps)
+    if logits.is_cuda:
+        # A captured step's inputs lie at fixed addresses, which the next step may only fill once this one has read them.
+        torch.cuda.current_stream(logits.device).synchronize()
+    return logits
+
+
+def _weigh(llm: LLM, rows: Sequence[Row], cost: Cost) -> None:
+    sizes = [llm.engine.cache.bytes_of(row.slot, row.fed) for row in rows]
+    for row, size in zip(rows, sizes, strict=True):
+        row.stored_bytes = max(row.stored_bytes, size)
+    cost.stored_bytes = max(cost.stored_bytes, sum(sizes) / len(rows))
