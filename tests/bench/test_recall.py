@@ -11,6 +11,7 @@ import torch
 
 from plugins.cache.batch import Row
 from plugins.cache.indexes import fier_layout
+from plugins.cache.indexes.summary import ranges, words
 from plugins.cache.tiers.host import op
 from plugins.cache.tiers.host.store import Offload
 from tests.console import Capture, complaint, printed
@@ -108,9 +109,9 @@ def test_one_bit_keys_of_filled_caches_lie_as_their_kernels_read_them(tmp_path: 
     load.fill()
     cache, pages = load.cache, load.pages[0][:6]
     for layer in range(cache.plan.num_layers):
-        words, ranges = fier_layout.pack(cache.buffer("keys", layer)[pages].unflatten(2, (-1, 32)))
-        assert torch.equal(words(cache, layer)[pages], words)
-        assert torch.equal(ranges(cache, layer)[pages], ranges)
+        bits, extremes = fier_layout.pack(cache.buffer("keys", layer)[pages].unflatten(2, (-1, 32)))
+        assert torch.equal(words(cache, layer)[pages], bits)
+        assert torch.equal(ranges(cache, layer)[pages], extremes)
 
 
 def test_launches_that_bring_pages_are_checked_and_recorded(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,7 @@ def _exact(one: Footprint, context: int, batch_size: int) -> list[dict[str, Any]
 
 def _row(spec: BufferSpec, counts: Sequence[int]) -> dict[str, Any]:
     """List a buffer of so many pages or slots in each of its layers, or of as many in all of them."""
+    counts = counts or (0,)  # no layer may have it
     size = spec.row_bytes * (sum(counts) if len(counts) > 1 else counts[0] * len(spec.layers))
     return _listed(spec, f"[{spec.letters}] = [{', '.join([_range(counts), *map(str, spec.shape[1:])])}]", size)
 

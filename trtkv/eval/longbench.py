@@ -145,7 +145,8 @@ class FileTask(AnswerTask):
         context, question, answers, most = self._prompt(row)
         if length - most < 16:
             raise ConfigError(
-                f"{length} tokens do not hold an answer of '{getattr(row, 'dataset', self.name)}' behind a prompt", "Give a greater --length."
+                f"{length} tokens do not hold an answer of '{getattr(row, 'dataset', self.name)}' after a prompt",
+                "Give a greater --length.",
             )
         sample = Sample(*drop_middle(context, question, length - most, count_tokens), tuple(answers), most)
         self._of[sample] = row
