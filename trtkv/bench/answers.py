@@ -151,10 +151,10 @@ def _sampled(one: Answer, load: Load, how: Recall | None) -> tuple[dict[str, Any
             load.begin(context)
             load.fill(direct=True)
         _, before = _decode(load, how, WARM_UP)
-        seconds, to_device, logits = _timed(load, how, steps)
+        seconds, recalled, logits = _timed(load, how, steps)
         means_s.append(seconds / steps)
         kept.append(_compared(load, torch.cat([before, logits[:least]])))
-        pages.append(to_device)
+        pages.append(recalled)
     spans = [(end - begin) * (x + y) / 2 for begin, end, x, y in zip(contexts, contexts[1:], means_s, means_s[1:], strict=False)]
     shown = {"sampled": len(contexts), "sample_contexts": contexts, "sample_step_ms": [round(mean * 1e3, 3) for mean in means_s]}
     mean = {name: round(sum(row[name] for row in pages) / len(pages), 2) for name in pages[0]}

@@ -131,7 +131,7 @@ def measure_recall(
         if device.type != "cuda":
             notes.print("No GPU was used: pages were copied by torch within one memory.", markup=False)
     if any(record["status"] != "ok" for record in records):
-        raise TrtkvError("some rows to_device wrong pages and have no times", "Report this with the output of trtkv doctor.")
+        raise TrtkvError("some rows brought wrong pages and have no times", "Report this with the output of trtkv doctor.")
 
 
 def _check(cell: Cell) -> None:

@@ -1,4 +1,4 @@
-"""An engine at work: one thread owns the batcher, takes requests between steps, and hands what each step to_device to whoever listens."""
+"""An engine at work: one thread owns the batcher, takes requests between steps, and hands what each step brought to whoever listens."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class Service:
             self._going.pop(ticket, None)
 
     def _deliver(self, began_s: float) -> None:
-        """Hand over what the step to_device; sequences that took part in it for the first time have waited until it began."""
+        """Hand over what the step brought; sequences that took part in it for the first time have waited until it began."""
         now, batch = time.monotonic(), []
         touched, self._touched[:] = list(dict.fromkeys(self._touched)), []
         for ticket in touched:

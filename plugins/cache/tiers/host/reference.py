@@ -10,7 +10,7 @@ def assign(pages: Sequence[int], newest: int, ring: int, held: list[int], stamps
 
     pages ascend; the newest `ring` pages up to page `newest` lie in the ring: page p at place F + ring - 1 - (newest - p), which is no storage
     order but one in which the open page comes last. held [F] names the page of every frame (-1: none) and stamps [F] when it was last selected;
-    both are to_device up to date with clock. Pages that are in no frame take, in order, those that the list does not name: empty ones, then the
+    both are brought up to date with clock. Pages that are in no frame take, in order, those that the list does not name: empty ones, then the
     least recently selected, of equal ones the lowest. Returns the places [n], and the copies (page, frame).
     """
     frames = len(held)
