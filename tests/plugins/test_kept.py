@@ -307,5 +307,7 @@ def test_captured_steps_follow_the_lengths_of_every_layer(wide: TinyModel, tmp_p
 def test_why_others_are_held() -> None:
     config: ModelConfig = model(dtype="bfloat16")
     assert _cache(parse_policy("minikv").plan(config)).startswith("encoded in pages where kernels run")
-    said: dict[str, Any] = {name: support.why_torch(parse_policy(name).plan(config)) for name in ("snapkv+freekv", "streaming+fp8", "lagkv+fp8", "qhitter", *KEPT)}
+    said: dict[str, Any] = {
+        name: support.why_torch(parse_policy(name).plan(config)) for name in ("snapkv+freekv", "streaming+fp8", "lagkv+fp8", "qhitter", *KEPT)
+    }
     assert [name for name, why in said.items() if why is None] == ["lagkv+fp8", "qhitter", *KEPT]
