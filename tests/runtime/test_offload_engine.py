@@ -232,7 +232,7 @@ def test_where_pinning_fails_midway_fewer_pages_are_pinned(tiny_llama: TinyModel
     monkeypatch.setattr(Scarce, "room", shape.host_bytes(20))
     store = host_memory.open_offload(plan, limits(), torch.device("cpu"))
     assert 8 <= store.num_pages <= 20
-    assert sum(one.overrides for one in Scarce.taken) == store.host_bytes() <= Scarce.room
+    assert sum(one.own for one in Scarce.taken) == store.host_bytes() <= Scarce.room
     monkeypatch.setattr(Scarce, "taken", [])
     monkeypatch.setattr(Scarce, "room", shape.host_bytes(8) - 1)
     with pytest.raises(CapacityError, match="no more host memory"):
