@@ -213,7 +213,7 @@ class Scarce:
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         made = torch.empty(shape, dtype=dtype)
-        if sum(one.overrides for one in Scarce.taken if one is not self) + self.own + made.nbytes > Scarce.room:
+        if sum(one.own for one in Scarce.taken if one is not self) + self.own + made.nbytes > Scarce.room:
             raise CapacityError("no more host memory could be pinned", "Give more.")
         self.own += made.nbytes
         if self not in Scarce.taken:
