@@ -13,7 +13,7 @@ def register() -> None:
     """Register the profiles `ci`, which is loaded, and `explore`, which `--hypothesis-profile` loads in its stead."""
     shared = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
     settings.register_profile("ci", **shared, max_examples=USUAL, derandomize=True, database=None)
-    settings.register_profile("explore", **shared, max_examples=MANY, print_blob=True)
+    settings.register_profile("explore", **shared, max_examples=MANY, derandomize=False, print_blob=True)
     settings.load_profile("ci")
     # Hypothesis also draws numbers that stand in the sources imported so far, and those depend on which tests a worker has run.
     providers._get_local_constants = lambda: providers._local_constants

@@ -108,9 +108,9 @@ def test_stored_lengths_and_bytes_follow_the_schedule_at_every_step(name: str, t
                 codes = sum(tensor.nbytes for part in parts for tensor in part.codes.values())
                 assert cache.nbytes() == plain + codes
                 count = ByteCount(policy.plan(config.model_copy(update={"num_layers": 1})))
-                ends = tuple(int(part.coded.sum()) for part in cache.heads[0].parts.values())
-                lengths = [len(store) for store in cache.heads]
-                assert plain + codes == count.stored(lengths, [ends] * len(lengths))
+                lengths, ends = [len(store) for store in cache.heads], tuple(int(part.coded.sum()) for part in cache.heads[0].parts.values())
+                rows = ([lengths[0] - ends[0], ends[0]], ()) if count.plan.mixed else (lengths, [ends] * len(lengths))
+                assert plain + codes == count.stored(*rows)
                 assert plain == sum(int((~part.coded).sum()) for part in parts) * config.head_dim * 4
             total += cache.nbytes() + cache.state_bytes()
         assert rig.cache.stored_bytes() == total
