@@ -61,11 +61,11 @@ __device__ __forceinline__ void normalize(Eight& own, Eight& other, const Eight&
 // qkv [T, qkv_stride]; positions [T], starts [B + 1], lens [B] stored tokens behind the append, table and homes [B, table_stride]; rope [X, D] fp32;
 // weights [D]; out [T, HEADS_Q D]; keys, values [P, Hk, page_size, D]; bits and meta as `kernel.py` says. A sequence has one new token or none.
 // settled: all of that but qkv was there before the kernel in front of this one began, whatever that one and those before it let begin early, so that it
-// is read before the wait. early lets the kernel behind this one begin before the wait. told [B, HEADS_Q, 4 HEAD_WORDS], of one-bit keys, is where the
-// rotated queries are told as query.cuh says, null: nowhere.
+// is read before the wait. early lets the kernel behind this one begin before the wait. published [B, HEADS_Q, 4 HEAD_WORDS], of one-bit keys, is where the
+// rotated queries are published as query.cuh says, null: nowhere.
 extern "C" __global__ void __launch_bounds__(THREADS) append_token(const real* qkv, const int* positions, const int* starts, const int* lens,
     const int* table, const int* homes, const float* rope, const real* q_weight, const real* k_weight, real* out, real* keys, real* values, u32* bits,
-    void* meta, u32* told, int qkv_stride, int table_stride, int page_size, int settled, int early, float eps) {
+    void* meta, u32* published, int qkv_stride, int table_stride, int page_size, int settled, int early, float eps) {
   const int b = blockIdx.y, thread = blockIdx.x * THREADS + threadIdx.x, unit = thread / LANES, d = thread % LANES * 8;
   const int head = unit - HEADS_Q, mirror = d < HALF ? d + HALF : d - HALF;
   MARK(0)
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_token(const real* q
     for (int e = 0; e < 8; e++) own.x[e] = to_real(fmaf(to_float(own.x[e]), cosine[e], sign * __fmul_rn(to_float(other.x[e]), sine[e])));
   }
 #if SUMMARY == 1
-  if (told) tell_query<LANES>(told + ((long long)b * HEADS_Q + unit) * (4 * HEAD_WORDS), own.x, d, has && head < 0);
+  if (published) publish_query<LANES>(published + ((long long)b * HEADS_Q + unit) * (4 * HEAD_WORDS), own.x, d, has && head < 0);
 #endif
   if (has) own.store(!stores ? out + (long long)row * (HEADS_Q * D) + unit * D + d : (turns ? keys : values) + slot);
   MARK(3)

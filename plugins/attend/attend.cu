@@ -86,14 +86,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
   int entries[LOOKS] = {}, row_ahead, left_ahead;
   share(list ? room : -1);
   const int count = list ? list[room] : -1;
-  auto look_at_list = [&](int j) {
+  auto poll_list = [&](int j) {
     if (sparse) {
 #pragma unroll
       for (int n = 0; n < LOOKS; n++) entries[n] = entry_of(j, n);
     }
   };
-  if (list) sparse = true, look_at_list(0);
-  if (list && count != room) share(count), look_at_list(0);
+  if (list) sparse = true, poll_list(0);
+  if (list && count != room) share(count), poll_list(0);
 
   const u32 ring_at = shared_at(ring) + warp * STAGES * STAGE_BYTES;
   u64 exist = 0; // bits of the tokens that exist, sixteen a fetched block
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_list(const real* q,
         row_ahead = row_of(j, n, entries[n], left_ahead);
         if (!TILED) row_at[warp][n * 32 + lane] = row_ahead;
       }
-      if (j + LOOKED < mine) look_at_list(j + LOOKED);
+      if (j + LOOKED < mine) poll_list(j + LOOKED);
       __syncwarp();
     }
     const int s = j % STAGES;

@@ -2,7 +2,7 @@
 //
 // Built as tile.cuh says, with -DRAGGED where every head has its own length and pages, with -DMIXED where some tokens are encoded. A sequence's
 // heads are rows; a row is read in units of a block of sixteen tokens for every warp. A block's share may begin within one row and end within another.
-// Where several blocks have parts of a row, they tell each other what they have seen, and each merges a share of it.
+// Where several blocks have parts of a row, they exchange what they have seen, and each merges a share of it.
 #include "mixed.cuh"
 #include "parts.cuh"
 
@@ -49,15 +49,15 @@ __device__ __forceinline__ Row find_row(const int* lens, const int* coded_lens, 
 // FOLD page_size]; else null. With -DNIBBLES: keys, values [slots, Hk, 1, D] are the newest tokens, coded_table [B] the slots; the other tokens of lens
 // are codes of the pages in table: key_codes, value_codes [P, Hk, page_size, D / 2], scales and zero points [P, Hk, page_size]; lse [B, Hq] takes the
 // logarithms to base 2 of the sums of the weights. shares [2 blocks, QUADS +
-// GROUP_HEADS + blocks] words EMPTY and owed [2 blocks] zeros, and so again behind it. Tokens before the newest and page numbers were there before
+// GROUP_HEADS + blocks] words EMPTY and unmerged [2 blocks] zeros, and so again behind it. Tokens before the newest and page numbers were there before
 // the kernel before this one began.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real* q, const char* keys, const char* values, const int* table,
-    const int* lens, real* out, uint4* shares, int* owed, int batch, int heads, int q_stride, int out_stride, int table_stride, int page_size,
+    const int* lens, real* out, uint4* shares, int* unmerged, int batch, int heads, int q_stride, int out_stride, int table_stride, int page_size,
     float scale_log2, const int* coded_table, const int* coded_lens, const real* key_scale, const real* value_scale,
     const char* key_codes, const char* value_codes, const real* key_zero, const real* value_zero, float* lse) {
   extern __shared__ __align__(128) char ring[];
   __shared__ Block block;
-  __shared__ Desk desk;
+  __shared__ MergeState state;
   MARK(0)
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #ifdef RAGGED
@@ -183,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
 
   Seen seen;
   for (bool first = true;; first = false) {
-    // The next piece is on its way while the last one's sums are told.
+    // The next piece is on its way while the last one's sums are sent.
     const Parts row = parts;
     const bool more = unit < end;
     if (more) turn_to_next();
@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
           store_output(row.to + i * 4, Block::output(laid, i * 4 / D, i * 4 % D), 1.f / block.sum[i * 4 / D]);
         }
       } else {
-        tell(row, shares, block, laid);
+        send_part(row, shares, block, laid);
         if (row.rank == 0) back = row;
         else front = row;
       }
@@ -248,20 +248,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
     __syncthreads();
   }
   MARK(4)
-  if (threadIdx.x == 0) desk = {};
-  __syncthreads(); // all is told
+  if (threadIdx.x == 0) state = {};
+  __syncthreads(); // all is sent
   if (warp == WARPS - 1 && front.blocks + back.blocks) {
     __threadfence();
     for (int i = 0; i < 2; i++) {
       const Parts row = i ? back : front;
       for (int p = lane; p < row.blocks; p += 32) {
-        if (__ldcg(owed + row.place(p))) desk.others_owe[i] = 1;
+        if (__ldcg(unmerged + row.place(p))) state.others_unmerged[i] = 1;
       }
     }
   }
   for (int i = 0; i < 2; i++) {
     const Parts row = i ? back : front;
-    if (row.blocks) settle(row, desk, i, shares, owed, lse + (long long)row.row * GROUP_HEADS);
+    if (row.blocks) finish_row(row, state, i, shares, unmerged, lse + (long long)row.row * GROUP_HEADS);
   }
   MARK(5)
 }

@@ -33,15 +33,15 @@ __device__ __forceinline__ void cluster_wait_ready() {
 // Store to the place that `to` is in block `rank` of the cluster, and tell its barrier.
 __device__ __forceinline__ void push16(float4* to, int rank, u64* barrier, float4 x) {
   asm volatile(
-      "{\n.reg .b32 there, told;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 told, %1, %2;\n"
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3,%4,%5,%6}, [told];\n}" ::"r"(shared_at(to)),
+      "{\n.reg .b32 there, arrive;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 arrive, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3,%4,%5,%6}, [arrive];\n}" ::"r"(shared_at(to)),
       "r"(shared_at(barrier)), "r"(rank), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
       : "memory");
 }
 __device__ __forceinline__ void push8(float2* to, int rank, u64* barrier, float2 x) {
   asm volatile(
-      "{\n.reg .b32 there, told;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 told, %1, %2;\n"
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [there], {%3,%4}, [told];\n}" ::"r"(shared_at(to)),
+      "{\n.reg .b32 there, arrive;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 arrive, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [there], {%3,%4}, [arrive];\n}" ::"r"(shared_at(to)),
       "r"(shared_at(barrier)), "r"(rank), "f"(x.x), "f"(x.y)
       : "memory");
 }

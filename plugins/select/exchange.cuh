@@ -2,7 +2,7 @@
 //
 // Built as pooling.cuh says.
 #pragma once
-#include "mail.cuh"
+#include "messages.cuh"
 #include "reading.cuh"
 #include "pooling.cuh"
 
@@ -16,7 +16,7 @@ struct Chosen { // of the row, and units of lower blocks in higher bins and in i
 struct Desk {
   __align__(16) int own[BINS];       // counts of this block; bin 0 of the first count stays empty
   __align__(16) int total[BINS + 2]; // of the row
-  __align__(16) u64 list[CROWD], few[CROWD];
+  __align__(16) u64 list[MOST_TIED], few[MOST_TIED];
   int warp_sums[64], listed, less, left, lower_above, lower_count;
   Cut cut;
   float add[HEADS], low;
@@ -33,7 +33,7 @@ __device__ __forceinline__ void clear(Desk& s) {
 }
 
 // What is added to this block's scores, so that heads are normalized over the row; s.low is the lowest of raw scores.
-__device__ __forceinline__ void normalize(Desk& s, const Mail& mail, float (&add)[HEADS]) {
+__device__ __forceinline__ void normalize(Desk& s, const Messages& messages, float (&add)[HEADS]) {
   constexpr int MOST = 5; // 160 blocks
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll 1
@@ -43,22 +43,22 @@ __device__ __forceinline__ void normalize(Desk& s, const Mail& mail, float (&add
     for (int k = 0; k < MOST; k++) {
       const int p = lane + 32 * k;
       x[k] = -3e38f;
-      if (32 * k >= mail.blocks) continue;
-      if (p < mail.blocks) {
-        const uint4 v = await(mail.part(h, p), mail.stamp);
+      if (32 * k >= messages.blocks) continue;
+      if (p < messages.blocks) {
+        const uint4 v = receive(messages.part(h, p), messages.stamp);
         x[k] = __uint_as_float(v.x), low = fminf(low, __uint_as_float(v.y));
-        if (p == mail.rank) ref = __uint_as_float(v.z);
+        if (p == messages.rank) ref = __uint_as_float(v.z);
       }
       top = fmaxf(top, x[k]);
     }
     __syncwarp();
-    ref = __shfl_sync(~0u, ref, mail.rank & 31);
+    ref = __shfl_sync(~0u, ref, messages.rank & 31);
     top = highest(top);
     float zero = top; // raw scores: differences count at the top
     if (HEADS > 1) {
 #pragma unroll
       for (int k = 0; k < MOST; k++) {
-        if (32 * k < mail.blocks) total += exp2_fast(x[k] - top);
+        if (32 * k < messages.blocks) total += exp2_fast(x[k] - top);
       }
 #pragma unroll
       for (int o = 16; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
@@ -132,34 +132,34 @@ struct Lower {
 };
 // Tell all blocks the counts of this one, and add theirs up: the row's in s.total, lower blocks' where they were read. A thread takes a word of several
 // blocks, because adding in shared memory takes longest.
-template <int N> __device__ __forceinline__ Lower add_counts(Desk& s, const Mail& mail, uint4* words) {
+template <int N> __device__ __forceinline__ Lower add_counts(Desk& s, const Messages& messages, uint4* words) {
   constexpr int OWN = WORDS_OF(N), TEAMS = THREADS / OWN, UNDER_WAY = 3;
   const int tid = threadIdx.x, team = tid / OWN, word = tid - team * OWN;
   if (tid < OWN) {
     u32 v[6];
 #pragma unroll
     for (int k = 0; k < 6; k++) v[k] = 6 * tid + k < N ? s.own[min(6 * tid + k, N - 1)] : 0;
-    post(words + mail.rank * OWN + tid, v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, mail.stamp);
+    send(words + messages.rank * OWN + tid, v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, messages.stamp);
   }
   Lower lower = {word * 6, {0, 0, 0, 0, 0, 0}};
   int total[6] = {0, 0, 0, 0, 0, 0};
 #pragma unroll 1
-  for (int from = team; from < mail.blocks && team < TEAMS; from += UNDER_WAY * TEAMS) {
+  for (int from = team; from < messages.blocks && team < TEAMS; from += UNDER_WAY * TEAMS) {
     uint4 v[UNDER_WAY];
 #pragma unroll
     for (int k = 0; k < UNDER_WAY; k++) {
-      if (from + k * TEAMS < mail.blocks) v[k] = look(words + (from + k * TEAMS) * OWN + word);
+      if (from + k * TEAMS < messages.blocks) v[k] = poll(words + (from + k * TEAMS) * OWN + word);
     }
 #pragma unroll
     for (int k = 0; k < UNDER_WAY; k++) {
       const int p = from + k * TEAMS;
-      if (p >= mail.blocks) break;
-      while (v[k].w != mail.stamp) v[k] = look(words + p * OWN + word);
+      if (p >= messages.blocks) break;
+      while (v[k].w != messages.stamp) v[k] = poll(words + p * OWN + word);
       const u32 pairs[3] = {v[k].x, v[k].y, v[k].z};
 #pragma unroll
       for (int c = 0; c < 6; c++) {
         const int one = pairs[c / 2] >> 16 * (c & 1) & 0xffff;
-        total[c] += one, lower.counts[c] += p < mail.rank ? one : 0;
+        total[c] += one, lower.counts[c] += p < messages.rank ? one : 0;
       }
     }
   }
@@ -222,7 +222,7 @@ template <int N> __device__ __forceinline__ Chosen cut_row(Desk& s, const Lower&
 
 // Candidates of the row: units whose key and value begin like this; better ones are chosen.
 struct Candidates {
-  int bin, need, crowd, before, start; // how many are wanted of how many; chosen units and candidates of lower blocks
+  int bin, need, tied, before, start; // how many are wanted of how many; chosen units and candidates of lower blocks
   int key;                             // the lower six bits of their keys, -1: any
   u64 prefix;                          // of their values, shifted
   int shift;
@@ -238,9 +238,9 @@ struct Candidates {
 };
 
 // Rare: as many digits of key, score and unit as leave few enough candidates.
-__device__ __forceinline__ void split(Desk& s, const Mail& mail, const Units& units, Candidates& of) {
+__device__ __forceinline__ void split(Desk& s, const Messages& messages, const Units& units, Candidates& of) {
 #pragma unroll 1
-  for (int round = 0; of.crowd > CROWD && of.crowd != of.need; round++) {
+  for (int round = 0; of.tied > MOST_TIED && of.tied != of.need; round++) {
     __syncthreads(); // the counts have been read
     clear(s);
     __syncthreads();
@@ -252,18 +252,18 @@ __device__ __forceinline__ void split(Desk& s, const Mail& mail, const Units& un
       atomicAdd(&s.own[digit & (DIGIT - 1)], 1);
     }
     __syncthreads();
-    const Lower lower = add_counts<DIGIT>(s, mail, mail.round(round));
+    const Lower lower = add_counts<DIGIT>(s, messages, messages.round(round));
     const Chosen found = cut_row<DIGIT>(s, lower, of.need, 0, 0);
-    of.need -= found.cut.above, of.crowd = found.cut.count, of.before += found.lower_above, of.start = found.lower_count;
+    of.need -= found.cut.above, of.tied = found.cut.count, of.before += found.lower_above, of.start = found.lower_count;
     if (round == 0) of.key = found.cut.bin;
     else of.prefix = of.prefix << 6 | found.cut.bin, of.shift -= 6;
   }
 }
 
 // Mark in flags, a bit a unit, what is chosen; returns how much lower blocks choose.
-__device__ __forceinline__ int choose(Desk& s, const Mail& mail, const Units& units, Candidates of, unsigned char* flags) {
+__device__ __forceinline__ int choose(Desk& s, const Messages& messages, const Units& units, Candidates of, unsigned char* flags) {
   const int tid = threadIdx.x, packets = units.count / 8;
-  const bool whole = of.crowd == of.need;
+  const bool whole = of.tied == of.need;
 #pragma unroll 1
   for (int p = tid; p < packets; p += THREADS) {
     const uint4 a = reinterpret_cast<const uint4*>(units.exact)[2 * p], b = reinterpret_cast<const uint4*>(units.exact)[2 * p + 1];
@@ -281,7 +281,7 @@ __device__ __forceinline__ int choose(Desk& s, const Mail& mail, const Units& un
       const int place = of.place(units, own, u);
       near &= near - 1;
       if (place > 0 || (place == 0 && whole)) set |= 1u << k;
-      else if (place == 0) post(mail.list() + of.start + atomicAdd(&s.listed, 1), own, ~(u32)u, 0, mail.stamp);
+      else if (place == 0) send(messages.list() + of.start + atomicAdd(&s.listed, 1), own, ~(u32)u, 0, messages.stamp);
     }
     flags[p] = set;
   }
@@ -290,10 +290,10 @@ __device__ __forceinline__ int choose(Desk& s, const Mail& mail, const Units& un
     __syncthreads();
     return of.before + of.start;
   }
-  const bool fine = of.key < 0 && of.crowd > COMPARED; // many: the lower six bits of their keys leave few to compare
+  const bool fine = of.key < 0 && of.tied > COMPARED; // many: the lower six bits of their keys leave few to compare
 #pragma unroll 1
-  for (int i = tid; i < of.crowd; i += THREADS) {
-    const uint4 v = await(mail.list() + i, mail.stamp);
+  for (int i = tid; i < of.tied; i += THREADS) {
+    const uint4 v = receive(messages.list() + i, messages.stamp);
     s.list[i] = (u64)v.x << 32 | v.y;
     if (fine) atomicAdd(&s.own[units.key_again(v.x) & (DIGIT - 1)], 1);
   }
@@ -301,18 +301,18 @@ __device__ __forceinline__ int choose(Desk& s, const Mail& mail, const Units& un
   MARK(12)
   const int own_end = of.start + s.listed;
   const u64* few = s.list;
-  int left = of.crowd, need = of.need, sub = -1;
+  int left = of.tied, need = of.need, sub = -1;
   if (fine) {
     find<DIGIT>(s, s.own, of.need, 0);
     sub = s.cut.bin, need -= s.cut.above, left = s.cut.count, few = s.few;
 #pragma unroll 1
-    for (int i = tid; i < of.crowd; i += THREADS) {
+    for (int i = tid; i < of.tied; i += THREADS) {
       if ((units.key_again((u32)(s.list[i] >> 32)) & (DIGIT - 1)) == sub) s.few[atomicAdd(&s.left, 1)] = s.list[i];
     }
     __syncthreads();
   }
 #pragma unroll 1
-  for (int i = tid; i < of.crowd; i += THREADS) {
+  for (int i = tid; i < of.tied; i += THREADS) {
     const u64 own = s.list[i];
     const int digit = fine ? units.key_again((u32)(own >> 32)) & (DIGIT - 1) : sub;
     int better = 0;
@@ -360,8 +360,8 @@ __device__ __forceinline__ void put_scores(const Units& units, __half* scores, l
 }
 
 // What a row's list holds beside the units that are chosen; all blocks write some of it.
-__device__ __forceinline__ void put_forced(const Mail& mail, const Reading& row, int* out) {
-  const int at = mail.rank * THREADS + threadIdx.x, step = mail.blocks * THREADS;
+__device__ __forceinline__ void put_forced(const Messages& messages, const Reading& row, int* out) {
+  const int at = messages.rank * THREADS + threadIdx.x, step = messages.blocks * THREADS;
 #pragma unroll 1
   for (int i = at; i < row.first; i += step) out[i] = i;
 #pragma unroll 1
@@ -369,31 +369,31 @@ __device__ __forceinline__ void put_forced(const Mail& mail, const Reading& row,
 #pragma unroll 1
   for (int i = row.width + at; i < row.room; i += step) out[i] = -1;
 }
-// The list's length, and the stamp for the next launch: every block has read this one's, because it has told its part.
-__device__ __forceinline__ void put_stamp(const Mail& mail, const Reading& row, int* out, u32* stamp) {
-  if (mail.rank == 0 && threadIdx.x == 0) out[row.room] = row.width, *stamp = mail.stamp;
+// The list's length, and the stamp for the next launch: every block has read this one's, because it has sent its part.
+__device__ __forceinline__ void put_stamp(const Messages& messages, const Reading& row, int* out, u32* stamp) {
+  if (messages.rank == 0 && threadIdx.x == 0) out[row.room] = row.width, *stamp = messages.stamp;
 }
 
-// From the block's scores in shared memory and what all blocks have told about theirs to the block's part of the row's list.
-__device__ __forceinline__ void choose_units(Desk& s, const Mail& mail, const Reading& row, Units& units, unsigned char* flags, int* out, u32* stamp) {
+// From the block's scores in shared memory and what all blocks have sent about theirs to the block's part of the row's list.
+__device__ __forceinline__ void choose_units(Desk& s, const Messages& messages, const Reading& row, Units& units, unsigned char* flags, int* out, u32* stamp) {
   float add[HEADS];
-  normalize(s, mail, add);
+  normalize(s, messages, add);
   units.scale(s.low, (MAXIMUM ? HEADS : 1) / (float)row.wanted);
   MARK(6)
   if (units.count <= 2 * THREADS) units.pool_all<1>(add, s.own);
   else units.pool_all<4>(add, s.own);
   __syncthreads();
   MARK(7)
-  const Lower lower = add_counts<BINS>(s, mail, mail.bins());
+  const Lower lower = add_counts<BINS>(s, messages, messages.bins());
   MARK(9)
   const Chosen found = cut_row<BINS>(s, lower, row.wanted, units.eligible(row.last), units.eligible(units.begin));
   Candidates candidates = {found.cut.bin, row.wanted - found.cut.above, found.cut.count, found.lower_above, found.lower_count, -1, 0, 60};
   MARK(10)
-  split(s, mail, units, candidates);
-  const int before = choose(s, mail, units, candidates, flags);
+  split(s, messages, units, candidates);
+  const int before = choose(s, messages, units, candidates, flags);
   MARK(13)
   put_chosen(s, units, flags, out, row.first + before);
-  put_forced(mail, row, out);
-  put_stamp(mail, row, out, stamp);
+  put_forced(messages, row, out);
+  put_stamp(messages, row, out, stamp);
   MARK(14)
 }

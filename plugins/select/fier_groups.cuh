@@ -63,8 +63,8 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
   MARK(0)
   // Groups that are older than the newest token were there before the kernel before this one began: they are fetched before the wait.
   const bool settled = row.group(min(mine, STAGES - 2) - 1) < (row.stored - 1) >> 5;
-  // Where the query is told, there is nothing to wait for but what the newest token completes.
-  const bool ahead = query.told && row.group(mine - 1) < (row.stored - 1) >> 5;
+  // Where the query is published, there is nothing to wait for but what the newest token completes.
+  const bool ahead = query.published && row.group(mine - 1) < (row.stored - 1) >> 5;
   bool waits = true; // still
   auto wait = [&] {
     if (waits) dependency_wait(), begun();
@@ -98,7 +98,7 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
     fetch(j, __shfl_sync(~0u, place, j)), fetch(j + 1, __shfl_sync(~0u, place, j + 1));
     copies_commit();
   };
-  if (ahead) query.look(); // before groups are asked for, behind which it would wait
+  if (ahead) query.poll(); // before groups are asked for, behind which it would wait
   int fetched = 0;
 #pragma unroll 1
   for (; fetched < (ahead ? 2 : EARLY_GROUPS); fetched += 2) fetch_first(fetched);
@@ -106,7 +106,7 @@ template <typename Begun, typename Tell> __device__ __forceinline__ void score_g
 
   if (!ahead) wait();
   MARK(1)
-  if (!query.told || !take_told(fragments, query, ahead ? PATIENCE : 1)) wait(), take_query(fragments, query.q);
+  if (!query.published || !take_published(fragments, query, ahead ? PATIENCE : 1)) wait(), take_query(fragments, query.q);
   u32 qr[D / 4];
   const int asks = MERGED ? gid & 3 : gid;
 #pragma unroll

@@ -6,19 +6,19 @@
 
 #define PATIENCE 128 // looks at a word of the query before the block waits for the kernels in front
 
-// The query of a row: told says where the append kernel in front tells it (query.cuh), in words that were empty before that began; null: nowhere.
+// The query of a row: published says where the append kernel in front tells it (query.cuh), in words that were empty before that began; null: nowhere.
 // q [G, D] holds it in any case behind the wait.
 struct Query {
   const real* q;
-  const uint4* told;
+  const uint4* published;
   uint4 word; // of this thread, looked at before anything else
 
   __device__ __forceinline__ Query(const real* q_, const uint4* words, long long row)
-      : q(q_), told(words ? words + row * (GROUP_HEADS * HEAD_WORDS) : nullptr), word(make_uint4(EMPTY, EMPTY, EMPTY, EMPTY)) {
-    look();
+      : q(q_), published(words ? words + row * (GROUP_HEADS * HEAD_WORDS) : nullptr), word(make_uint4(EMPTY, EMPTY, EMPTY, EMPTY)) {
+    poll();
   }
-  __device__ __forceinline__ void look() {
-    if (told && is_empty(word)) word = look_at_query(told + min((int)threadIdx.x, GROUP_HEADS * HEAD_WORDS - 1));
+  __device__ __forceinline__ void poll() {
+    if (published && is_empty(word)) word = poll_query(published + min((int)threadIdx.x, GROUP_HEADS * HEAD_WORDS - 1));
   }
 };
 
@@ -30,7 +30,7 @@ struct Fragments {
 };
 
 // From the words of the append kernel. False, for the whole block, where some stayed empty for so many looks more.
-__device__ __forceinline__ bool take_told(Fragments& to, const Query& query, int patience) {
+__device__ __forceinline__ bool take_published(Fragments& to, const Query& query, int patience) {
   int missing = 0;
 #pragma unroll 1
   for (int i = threadIdx.x; i < GROUP_HEADS * HEAD_WORDS; i += WARPS * 32) {
@@ -38,7 +38,7 @@ __device__ __forceinline__ bool take_told(Fragments& to, const Query& query, int
     uint4 v = query.word;
 #pragma unroll 1
     for (int left = patience; left > 0 && (is_empty(v) || i != threadIdx.x); left--) {
-      v = look_at_query(query.told + i);
+      v = poll_query(query.published + i);
       if (!is_empty(v)) break;
     }
     missing |= is_empty(v);

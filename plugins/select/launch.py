@@ -198,7 +198,7 @@ def select_kernel(
 ) -> Kernel:  # fmt: skip
     """Load the selector for a cluster size and number of scored heads."""
     shape = {"CLUSTER": cluster, "HEADS": heads, "MAXIMUM": int(maximum and heads > 1), "UNIT": unit, "GROUP": group}
-    defines = (*(f"-D{name}={value}" for name, value in shape.items()), *(("-DSTREAM",) if streams else ()), *(("-DSIEVE",) if sieves else ()))
+    defines = (*(f"-D{name}={value}" for name, value in shape.items()), *(("-DSTREAM",) if streams else ()), *(("-DFILTER",) if sieves else ()))
     return nvrtc.load(_HERE / "select.cu", "select_units", _SELECT, defines, arch, 200 * 1024)
 
 

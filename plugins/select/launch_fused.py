@@ -31,7 +31,7 @@ FEW_BLOCKS = 16  # of a row with eight warps: more take longer to tell each othe
 LEAST_PAGES = 128  # of a block
 MOST_RAW_BLOCKS = 32  # of a row whose scores are ranked themselves: they are told in one exchange, as in shortlist.cuh
 _STATIC = 28 * 1024  # shared memory of a block beside what its launch asks for
-_COUNT_WORDS = 43 + 11 * 11  # words of sixteen bytes that a block tells beside one a head, as in mail.cuh
+_COUNT_WORDS = 43 + 11 * 11  # words of sixteen bytes that a block tells beside one a head, as in messages.cuh
 _CROWD = 512
 _SHORT_MAIL = 256 * 6, 8  # words of the scores of a row's pages, and of a block beside them, as in shortlist.cuh
 

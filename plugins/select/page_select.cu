@@ -6,11 +6,11 @@
 #include "page_share.cuh"
 #include "shortlist.cuh"
 
-// q [B, q_stride]; vectors, beside and cut [B, Hk] as page_share.cuh says; table, lens, out, slots, budgets, mail, stamps, scores and parts as of
+// q [B, q_stride]; vectors, beside and cut [B, Hk] as page_share.cuh says; table, lens, out, slots, budgets, messages, stamps, scores and parts as of
 // fier_select, with pages of `unit` tokens for units. Dynamic shared memory: 33 bytes for eight units of room, a multiple of 128, then HEADS (room + 8)
 // scores.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) page_select(const real* q, const char* vectors, const void* beside, const uint2* cut,
-    const int* table, const int* lens, int* out, const int* slots, const int* budgets, uint4* mail_words, u32* stamps, __half* scores, float4* parts,
+    const int* table, const int* lens, int* out, const int* slots, const int* budgets, uint4* message_words, u32* stamps, __half* scores, float4* parts,
     int q_stride, int table_stride, int unit, long long score_stride, int budget, int dense_below, int list_room, int sink, int window, int room, float scale_log2) {
   MARK(16)
   extern __shared__ __align__(128) char dynamic[];
@@ -31,30 +31,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) page_select(const real*
   // Where a warp has several rounds, all of them would wait for the query behind the first pages.
   const bool settled = per <= WARPS * ROUND && end <= (stored - 1) / unit;
   const Pages share = {vectors, beside, cut + row, table + (long long)b * table_stride, head, heads, stored, begin, end, per, false, settled};
-  Mail mail = {mail_words + row * (blocks * MAIL_WORDS + CROWD + SHORT_MAIL(blocks)), blocks, rank, 0};
+  Messages messages = {message_words + row * (blocks * MESSAGE_WORDS + MOST_TIED + SHORT_MESSAGES(blocks)), blocks, rank, 0};
   float4* to_parts = scores ? parts + (row * blocks + rank) * HEADS : nullptr;
   const bool brief = WARPS == MOST_SHORT_WARPS && blocks <= MOST_SHORT_BLOCKS && pages <= MOST_SHORT_UNITS;
   score_share(share, q + (long long)b * q_stride + (long long)head * GROUP_HEADS * D, scale_log2,
-      [&] { mail.stamp = __ldcg(stamps + row) + 1; },
+      [&] { messages.stamp = __ldcg(stamps + row) + 1; },
       [&](int h, int page, __half2 both) { *reinterpret_cast<__half2*>(own + h * stride + page - begin) = both; },
       [&](int page) {
-        if (HEADS == 1 && brief && page < end) tell_raw(mail, own + page - begin, page);
+        if (HEADS == 1 && brief && page < end) send_raw(messages, own + page - begin, page);
       },
       [&](float ref, float high, float low) {
-        if (HEADS == 1 && brief) tell_range(mail, ref, high, low);
+        if (HEADS == 1 && brief) send_range(messages, ref, high, low);
       },
       [&](int h, float4 part) {
-        post_part(mail, h, part);
+        send_part(messages, h, part);
         if (to_parts) to_parts[h] = part;
       });
   MARK(5)
   // Scores behind the last page are of nothing, and no candidates.
   Units units = {own, stride, begin, (end - begin + 31) / 32 * 32, reading.first, reading.last, reinterpret_cast<u32*>(dynamic)};
-  if (!brief || !choose_short(s, mail, reading, units, out, stamps + row, per)) {
+  if (!brief || !choose_short(s, messages, reading, units, out, stamps + row, per)) {
     __syncthreads();
     clear(s);
     __syncthreads();
-    choose_units(s, mail, reading, units, reinterpret_cast<unsigned char*>(dynamic + room * 4), out, stamps + row);
+    choose_units(s, messages, reading, units, reinterpret_cast<unsigned char*>(dynamic + room * 4), out, stamps + row);
   }
   if (scores) put_scores(units, scores + row * HEADS * score_stride, score_stride);
 }

@@ -1,28 +1,28 @@
 // Exact top-k of pooled scores, one thread-block cluster a key-value head: score descending, index ascending on ties, ascending output.
 //
-// Where a block has many units, built with -DSIEVE, sieve.cuh leaves most of them out before they are counted.
+// Where a block has many units, built with -DSIEVE, filter.cuh leaves most of them out before they are counted.
 //
 // Built as pooling.cuh says, with -DCLUSTER (1 to 16), -DUNIT (tokens of a unit) and -DGROUP (tokens that are summarized together).
 //
 // Every block keeps a 16-bit monotone key of its share of the units in shared memory. One histogram of the upper 12 bits, summed over the
-// cluster, leaves a bin of candidates; a second of the lower 4 bits splits it where it is crowded. The candidates' exact scores are then
+// cluster, leaves a bin of candidates; a second of the lower 4 bits splits it where it has many ties. The candidates' exact scores are then
 // ranked. Should more than CANDIDATES still share a 16-bit key, the cut is found by bisection over score and index.
 #include "pooling.cuh"
-#ifdef SIEVE
-#include "sieve.cuh"
+#ifdef FILTER
+#include "filter.cuh"
 #endif
 
 #define BINS (4 * THREADS)
-#define COARSE (BINS / 16)    // sums of sixteen bins: what the blocks of a cluster tell each other
+#define COARSE (BINS / 16)    // sums of sixteen bins: what the blocks of a cluster exchange
 #define CANDIDATES 1024
-#define CROWD 192
+#define MOST_TIED 192
 
 struct Cut {
   int bin, above, count; // bin of the wanted-th unit, units in higher bins, units in it
 };
 struct Shared {
   __align__(16) int hist[BINS];
-  __align__(16) u32 told[COARSE]; // sums of bins of this block
+  __align__(16) u32 block_sums[COARSE]; // sums of bins of this block
   union {
     __align__(16) u32 coarse[16][COARSE]; // sums of bins of every block of the cluster, before
     struct {
@@ -113,11 +113,11 @@ __device__ __forceinline__ void cut_cluster(Shared& s, int wanted, int rank, int
   const int4 v = *reinterpret_cast<const int4*>(s.hist + tid * 4);
   int sum = v.x + v.y + v.z + v.w;
   sum += __shfl_xor_sync(~0u, sum, 1), sum += __shfl_xor_sync(~0u, sum, 2);
-  if ((tid & 3) == 0) s.told[tid >> 2] = sum;
+  if ((tid & 3) == 0) s.block_sums[tid >> 2] = sum;
   __syncthreads();
   constexpr int QUADS = COARSE / 4;
-  const int quad = tid % QUADS, c = tid / QUADS; // two warps tell a block
-  if (c < CLUSTER) *peer(reinterpret_cast<uint4*>(s.coarse[rank]) + quad, c) = *(reinterpret_cast<const uint4*>(s.told) + quad);
+  const int quad = tid % QUADS, c = tid / QUADS; // two warps write to a block
+  if (c < CLUSTER) *peer(reinterpret_cast<uint4*>(s.coarse[rank]) + quad, c) = *(reinterpret_cast<const uint4*>(s.block_sums) + quad);
   cluster_sync();
   int values[1] = {0};
   if (tid < COARSE) {
@@ -169,41 +169,41 @@ __device__ __forceinline__ void gather(Shared& s, int rank, bool listed) {
 }
 
 // Find the need-th best of the candidates: eight lanes compare one with all.
-__device__ __forceinline__ void rank_candidates(Shared& s, int crowd, int need) {
+__device__ __forceinline__ void rank_candidates(Shared& s, int tied, int need) {
   const int tid = threadIdx.x;
-  for (int i = crowd + tid; i < ((crowd + 31) & ~31); i += THREADS) s.all_scores[i] = 0; // below every score
+  for (int i = tied + tid; i < ((tied + 31) & ~31); i += THREADS) s.all_scores[i] = 0; // below every score
   __syncthreads();
-  for (int i = tid >> 3; i < ((crowd + 3) & ~3); i += THREADS / 8) {
-    const u32 own = i < crowd ? s.all_scores[i] : 0;
+  for (int i = tid >> 3; i < ((tied + 3) & ~3); i += THREADS / 8) {
+    const u32 own = i < tied ? s.all_scores[i] : 0;
     int better = 0, equal = 0;
-    for (int k = (tid & 7) * 4; k < crowd; k += 32) {
+    for (int k = (tid & 7) * 4; k < tied; k += 32) {
       const uint4 o = *reinterpret_cast<const uint4*>(s.all_scores + k);
       better += (o.x > own) + (o.y > own) + (o.z > own) + (o.w > own);
       equal += (o.x == own) + (o.y == own) + (o.z == own) + (o.w == own);
     }
 #pragma unroll
     for (int o = 1; o < 8; o <<= 1) better += __shfl_xor_sync(~0u, better, o), equal += __shfl_xor_sync(~0u, equal, o);
-    if (i >= crowd || (tid & 7) || better >= need || better + equal < need) continue;
+    if (i >= tied || (tid & 7) || better >= need || better + equal < need) continue;
     const u32 unit = s.all_units[i];
-    for (int k = 0; equal > 1 && k < crowd; k++) better += s.all_scores[k] == own && s.all_units[k] < unit;
+    for (int k = 0; equal > 1 && k < tied; k++) better += s.all_scores[k] == own && s.all_units[k] < unit;
     if (better == need - 1) s.cut_score = own, s.cut_unit = unit;
   }
   __syncthreads();
 }
 
-#include "crowded.cuh"
+#include "ties.cuh"
 
 // Mark what is chosen in bytes, a bit a unit; returns how much of it lies in lower blocks.
 __device__ __forceinline__ int choose(Shared& s, const Share& share, int packets, int rank, u32* bitmap, int& turn) {
   const int tid = threadIdx.x, lane = tid & 31;
   unsigned char* bytes = reinterpret_cast<unsigned char*>(bitmap);
   u32 from = max((u32)s.cut.bin << 4, 1u), to = (u32)s.cut.bin << 4 | 15; // candidates' keys; 0 is none
-  int need = share.wanted - s.cut.above, crowd = s.cut.count;
-  if (crowd > CROWD && crowd != need) {
+  int need = share.wanted - s.cut.above, tied = s.cut.count;
+  if (tied > MOST_TIED && tied != need) {
     split_bin(s, share, packets, from, share.wanted, need);
-    from = to = s.cut.bin, need = share.wanted - s.cut.above, crowd = s.cut.count;
+    from = to = s.cut.bin, need = share.wanted - s.cut.above, tied = s.cut.count;
   }
-  const bool few = crowd <= CANDIDATES, whole = crowd == need;
+  const bool few = tied <= CANDIDATES, whole = tied == need;
   int above = 0;
   for (int p = tid; p < packets; p += THREADS) {
     u32 key[8], flags = 0;
@@ -230,11 +230,11 @@ __device__ __forceinline__ int choose(Shared& s, const Share& share, int packets
   gather(s, rank, !whole && few);
   if (whole) return s.before;
   if (!few) return s.before + bisect(s, share, packets, from, to, need, rank, bytes, turn);
-  rank_candidates(s, crowd, need);
+  rank_candidates(s, tied, need);
   MARK(8)
   const u32 lowest = share.begin, behind = lowest + share.units;
   int less = 0;
-  for (int i = tid; i < crowd; i += THREADS) {
+  for (int i = tid; i < tied; i += THREADS) {
     const u32 score = s.all_scores[i], unit = s.all_units[i];
     if (score > s.cut_score || (score == s.cut_score && unit <= s.cut_unit)) {
       if (unit < lowest) less++;
@@ -260,14 +260,14 @@ __device__ __forceinline__ void put_forced(int* out, int first, int wanted, int 
 }
 
 // Dynamic shared memory: 17 bytes a packet of eight units (share, of the longest row), 8 bytes a part and head, and 32 a packet where exact scores
-// are kept; where STREAM only one byte a packet, and no scores; where SIEVE room for the ring beside the bytes, and for a list of as many units as
+// are kept; where STREAM only one byte a packet, and no scores; where FILTER room for the ring beside the bytes, and for a list of as many units as
 // kept says. scores [R, HEADS, score_stride] fp16 and parts [R, num_parts, HEADS] as a scorer leaves them, lens [B]. Writes out [R, width + 1]:
 // ascending units, -1 behind them, then their count; -1 everywhere where the sequence is read whole. Row r belongs to sequence r /
 // rows_per_sequence. budgets [Z] holds by slots [B] the smaller budgets that requests asked for, 0 for none; null: nobody did. Such a sequence is
-// read whole up to its own budget or dense_below tokens. told [R, told_words] or null: the query's words, which are emptied for the next append (query.cuh).
+// read whole up to its own budget or dense_below tokens. published [R, published_words] or null: the query's words, which are emptied for the next append (query.cuh).
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_units(const __half* scores, const float4* parts, const int* lens,
-    int* out, const int* slots, const int* budgets, uint4* told, long long score_stride, int num_parts, int rows_per_sequence, int budget, int dense_below,
-    int room, int sink, int window, int kept, int told_words) {
+    int* out, const int* slots, const int* budgets, uint4* published, long long score_stride, int num_parts, int rows_per_sequence, int budget, int dense_below,
+    int room, int sink, int window, int kept, int published_words) {
   extern __shared__ __align__(16) char dynamic[];
   __shared__ Shared s;
   const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0, tid = threadIdx.x;
@@ -277,9 +277,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
   const int whole_to = own ? max(min(own, budget), dense_below) : budget;
   int turn = 0;
   MARK(0)
-#ifdef SIEVE
-  Sieved& sieved = *reinterpret_cast<Sieved*>(s.hist);
-  if (CLUSTER > 1 && tid == 0) inbox_open(&sieved.box[0]), inbox_open(&sieved.box[1]), inbox_open(&sieved.box[2]);
+#ifdef FILTER
+  Filtered& filtered = *reinterpret_cast<Filtered*>(s.hist);
+  if (CLUSTER > 1 && tid == 0) dsmem_init(&filtered.box[0]), dsmem_init(&filtered.box[1]), dsmem_init(&filtered.box[2]);
 #endif
   cluster_arrive();
   for (int i = tid; i < BINS; i += THREADS) s.hist[i] = 0;
@@ -287,8 +287,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
   if (tid == 0) s.counts = make_int2(0, 0), s.before = s.lower = 0;
   dependency_wait();
   MARK(1)
-  if (told && rank == 0) {
-    for (int i = tid; i < told_words; i += THREADS) __stcg(told + row * told_words + i, make_uint4(~0u, ~0u, ~0u, ~0u));
+  if (published && rank == 0) {
+    for (int i = tid; i < published_words; i += THREADS) __stcg(published + row * published_words + i, make_uint4(~0u, ~0u, ~0u, ~0u));
   }
   scores += row * HEADS * score_stride, parts += row * num_parts * HEADS, out += row * (room + 1);
   const int closed = stored / GROUP * GROUP, usable = closed / UNIT, units = (stored + UNIT - 1) / UNIT;
@@ -302,43 +302,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
 
   const int packets = ((((usable + 7) >> 3) + CLUSTER * 4 - 1) / (CLUSTER * 4)) * 4, begin = rank * packets; // of eight units, four a word of flags
   uint4* keys = reinterpret_cast<uint4*>(dynamic);                    // [packets] eight keys each
-#ifdef SIEVE
+#ifdef FILTER
   u32* bitmap = reinterpret_cast<u32*>(keys + max(packets, RING / 16)); // [packets / 4]
 #else
   u32* bitmap = reinterpret_cast<u32*>(keys + (KEPT ? packets : 0));
 #endif
   float* add = reinterpret_cast<float*>(bitmap + ((packets / 4 + 3) & ~3)); // [num_parts, HEADS], twice
-#ifdef SIEVE
+#ifdef FILTER
   u32* exact = nullptr;
 #else
   u32* exact = kept ? reinterpret_cast<u32*>(add + (2 * num_parts * HEADS + 3) / 4 * 4) : nullptr;
 #endif
   Share share = {scores, score_stride, begin * 8, packets * 8, usable, first, last, wanted,
       (((usable + 31) >> 5) + num_parts - 1) / num_parts * 32, keys, exact, add};
-#ifdef SIEVE
-  static_assert(sizeof(Sieved) <= sizeof(s.hist) + sizeof(s.told) + sizeof(s.coarse), "it lies over the counts and what blocks tell each other");
-  static_assert(sizeof(sieved.sample) + sizeof(sieved.hist) + sizeof(sieved.crowd) + sizeof(sieved.told_sample) + sizeof(sieved.told) >= sizeof(s.hist),
+#ifdef FILTER
+  static_assert(sizeof(Filtered) <= sizeof(s.hist) + sizeof(s.block_sums) + sizeof(s.coarse), "it lies over the counts and what blocks exchange");
+  static_assert(sizeof(filtered.sample) + sizeof(filtered.hist) + sizeof(filtered.tied) + sizeof(filtered.peer_sample) + sizeof(filtered.peer_hist) >= sizeof(s.hist),
       "boxes lie behind the counts, which are cleared");
   if (8ll * wanted <= last - first && REACH * wanted / 100 <= kept * CLUSTER / 8 * 5) {
     const u64 policy = read_once_policy();
-    Sieve sieve = {sieved, share, dynamic + tid * 16, reinterpret_cast<u32*>(add + num_parts * HEADS),
+    Filter filter = {filtered, share, dynamic + tid * 16, reinterpret_cast<u32*>(add + num_parts * HEADS),
         reinterpret_cast<uint2*>(add + (2 * num_parts * HEADS + 3) / 4 * 4), kept, bitmap, 0.f, 0.f};
     const float4 part = tid < num_parts * HEADS ? parts[tid] : make_float4(0.f, 0.f, 0.f, 0.f);
-    sieve.clear();
+    filter.clear();
     __syncthreads(); // parts are asked for before scores
-    sieve.fetch_first(policy);
+    filter.fetch_first(policy);
     normalize(s, share, parts, part, num_parts, add + num_parts * HEADS);
     MARK(2)
     cluster_wait(); // every block has begun
-    sieve.sample(rank, s.warp_sums, turn);
+    filter.sample(rank, s.warp_sums, turn);
     MARK(3)
-    sieve.load(policy);
+    filter.load(policy);
     MARK(4)
-    if (sieve.cut(rank, s.warp_sums, turn)) {
+    if (filter.cut(rank, s.warp_sums, turn)) {
       MARK(6)
-      const int before = sieve.choose(rank);
+      const int before = filter.choose(rank);
       MARK(9)
-      sieve.put(out, first + before, s.warp_sums, turn);
+      filter.put(out, first + before, s.warp_sums, turn);
       put_forced(out, first, wanted, units, last, room, rank);
       MARK(10)
       return;

@@ -1,4 +1,4 @@
-// The choice of a row's best units in one exchange: every block tells the scores of its units, and all blocks choose the same ones.
+// The choice of a row's best units in one exchange: every block sends the scores of its units, and all blocks choose the same ones.
 //
 // For rows of few units, where the steps that follow each other in exchange.cuh take longer than to read all scores again: raw scores go out while
 // others are still computed, pooled ones once they are normalized. A row that this does not decide is left to exchange.cuh. Built as pooling.cuh says.
@@ -11,41 +11,41 @@
 #define MOST_SHORT_BLOCKS 32             // of a row
 #define MOST_SHORT_WARPS 8               // of a block
 #define SHORT_BINS 128
-#define SHORT_MAIL(blocks) (MOST_SHORT_WARPS * (blocks) + 256 * 6)
+#define SHORT_MESSAGES(blocks) (MOST_SHORT_WARPS * (blocks) + 256 * 6)
 
 // The scores of a row in sets of its units, and before them what every warp of every block says of its raw ones: [warps, blocks].
 struct Scores {
   uint4* heads;
   int blocks;
-  __device__ __forceinline__ explicit Scores(const Mail& mail) : heads(mail.list() + CROWD), blocks(mail.blocks) {}
+  __device__ __forceinline__ explicit Scores(const Messages& messages) : heads(messages.list() + MOST_TIED), blocks(messages.blocks) {}
   __device__ __forceinline__ uint4* head(int warp, int block) const { return heads + warp * blocks + block; }
   __device__ __forceinline__ uint4* set(int unit) const { return heads + MOST_SHORT_WARPS * blocks + unit / SET * SET_WORDS; }
 };
 
-// A warp tells sixteen raw scores; own: of the first of them.
-__device__ __forceinline__ void tell_raw(const Mail& mail, const __half* own, int unit) {
+// A warp sends sixteen raw scores; own: of the first of them.
+__device__ __forceinline__ void send_raw(const Messages& messages, const __half* own, int unit) {
   const int lane = threadIdx.x & 31;
   __syncwarp();
   if (lane < SET_WORDS) {
     const u32* from = reinterpret_cast<const u32*>(own) + 3 * lane; // the last two halves of the last word are of nothing
-    post(Scores(mail).set(unit) + lane, from[0], from[1], from[min(2, 7 - 3 * lane)], mail.stamp);
+    send(Scores(messages).set(unit) + lane, from[0], from[1], from[min(2, 7 - 3 * lane)], messages.stamp);
   }
 }
 // And the reference of its scores, the highest and the lowest.
-__device__ __forceinline__ void tell_range(const Mail& mail, float ref, float high, float low) {
+__device__ __forceinline__ void send_range(const Messages& messages, float ref, float high, float low) {
   high = highest(high), low = -highest(-low);
-  uint4* to = Scores(mail).head(threadIdx.x >> 5, mail.rank);
-  if ((threadIdx.x & 31) == 0) post(to, __float_as_uint(high), __float_as_uint(low), __float_as_uint(ref), mail.stamp);
+  uint4* to = Scores(messages).head(threadIdx.x >> 5, messages.rank);
+  if ((threadIdx.x & 31) == 0) send(to, __float_as_uint(high), __float_as_uint(low), __float_as_uint(ref), messages.stamp);
 }
-// A block tells the pooled scores of its units.
-__device__ __forceinline__ void tell_pooled(const Mail& mail, const Units& units) {
-  const Scores scores(mail);
+// A block sends the pooled scores of its units.
+__device__ __forceinline__ void send_pooled(const Messages& messages, const Units& units) {
+  const Scores scores(messages);
 #pragma unroll 1
   for (int i = threadIdx.x; i < units.count / SET * SET_WORDS; i += THREADS) {
     const u32 set = (u32)i / SET_WORDS, at = i - set * SET_WORDS;
     const u32* from = units.exact + set * SET + 3 * at;
     const int more = at < SET_WORDS - 1; // the last word holds one
-    post(scores.set(units.begin) + i, max(from[0], 0x80000000u), max(from[more], 0x80000000u), max(from[2 * more], 0x80000000u), mail.stamp);
+    send(scores.set(units.begin) + i, max(from[0], 0x80000000u), max(from[more], 0x80000000u), max(from[2 * more], 0x80000000u), messages.stamp);
   }
 }
 
@@ -142,32 +142,32 @@ struct Set {
 };
 
 // Read the thread's set, and say what its raw scores are compared by.
-__device__ __forceinline__ void read_set(Desk& s, const Mail& mail, int unit, int block, bool live, Set& set) {
-  const Scores scores(mail);
+__device__ __forceinline__ void read_set(Desk& s, const Messages& messages, int unit, int block, bool live, Set& set) {
+  const Scores scores(messages);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const uint4 *words = scores.set(unit), *head = scores.head(warp, lane);
-  const bool asks = HEADS == 1 && lane < mail.blocks;
-  uint4 told = {0, 0, 0, mail.stamp - 1};
+  const bool asks = HEADS == 1 && lane < messages.blocks;
+  uint4 received = {0, 0, 0, messages.stamp - 1};
   bool ready;
 #pragma unroll
-  for (int i = 0; i < SET_WORDS; i++) set.v[i] = told;
+  for (int i = 0; i < SET_WORDS; i++) set.v[i] = received;
   do { // all that is missing at once: one after the other would take as many round trips
     ready = true;
-    if (asks && told.w != mail.stamp) told = look(head);
+    if (asks && received.w != messages.stamp) received = poll(head);
 #pragma unroll
     for (int i = 0; i < SET_WORDS; i++) {
-      if (live && set.v[i].w != mail.stamp) set.v[i] = look(words + i);
+      if (live && set.v[i].w != messages.stamp) set.v[i] = poll(words + i);
     }
-    if (asks) ready = told.w == mail.stamp;
+    if (asks) ready = received.w == messages.stamp;
 #pragma unroll
     for (int i = 0; i < SET_WORDS; i++) {
-      if (live) ready &= set.v[i].w == mail.stamp;
+      if (live) ready &= set.v[i].w == messages.stamp;
     }
   } while (!ready);
   __syncwarp();
   if (HEADS > 1) return;
-  float top = asks ? __uint_as_float(told.x) : -3e38f, low = asks ? __uint_as_float(told.y) : 3e38f;
-  const float ref = __shfl_sync(~0u, __uint_as_float(told.z), block);
+  float top = asks ? __uint_as_float(received.x) : -3e38f, low = asks ? __uint_as_float(received.y) : 3e38f;
+  const float ref = __shfl_sync(~0u, __uint_as_float(received.z), block);
   top = highest(top), low = -highest(-low);
   if (lane == 0) s.range[warp] = make_float2(top, low);
   __syncthreads();
@@ -177,25 +177,25 @@ __device__ __forceinline__ void read_set(Desk& s, const Mail& mail, int unit, in
 }
 
 // As choose_units where that decides; false, in all blocks, where it does not. s.own has been cleared and counts nothing; per: units of every block.
-__device__ __forceinline__ bool choose_short(Desk& s, const Mail& mail, const Reading& row, Units& units, int* out, u32* stamp, int per) {
+__device__ __forceinline__ bool choose_short(Desk& s, const Messages& messages, const Reading& row, Units& units, int* out, u32* stamp, int per) {
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, unit = tid * SET;
   Set set;
   if (HEADS > 1) {
     float add[HEADS];
-    normalize(s, mail, add);
+    normalize(s, messages, add);
     units.scale(s.low, (MAXIMUM ? HEADS : 1) / (float)row.wanted);
     set.lowest = units.base | 0x80000000;
     MARK(6)
     if (units.count <= 2 * THREADS) units.pool_all<1, false>(add, s.own);
     else units.pool_all<2, false>(add, s.own);
     __syncthreads();
-    tell_pooled(mail, units);
+    send_pooled(messages, units);
   }
   MARK(7)
-  const int block = min(unit / per, mail.blocks - 1);
+  const int block = min(unit / per, messages.blocks - 1);
   const u32 live = ((1u << max(min(row.last - unit, SET), 0)) - 1) & ~((1u << max(min(row.first - unit, SET), 0)) - 1);
-  put_forced(mail, row, out);
-  read_set(s, mail, unit, block, live != 0, set);
+  put_forced(messages, row, out);
+  read_set(s, messages, unit, block, live != 0, set);
   MARK(8)
   Bins bins = {0, 0, 0, 0};
   if (live) bins = set.count(s.total, live);
@@ -203,7 +203,7 @@ __device__ __forceinline__ bool choose_short(Desk& s, const Mail& mail, const Re
   MARK(9)
   const Cut cut = warp_cut(s.total, row.wanted);
   const int need = row.wanted - cut.above;
-  if (cut.bin <= 0 || (cut.count > CROWD && cut.count != need)) return false;
+  if (cut.bin <= 0 || (cut.count > MOST_TIED && cut.count != need)) return false;
   u32 chosen = bins.above(cut.bin), near = bins.above(cut.bin - 1) & ~chosen;
   if (cut.count == need) {
     chosen |= near;
@@ -256,11 +256,11 @@ __device__ __forceinline__ bool choose_short(Desk& s, const Mail& mail, const Re
 #pragma unroll
   for (int i = 0; i < THREADS / 32; i++) to += i < warp ? s.warp_sums[i] : 0;
   MARK(13)
-  if (block == mail.rank) {
+  if (block == messages.rank) {
 #pragma unroll 1
     for (; chosen; chosen &= chosen - 1) out[row.first + to++] = unit + Bins::unit(__ffs(chosen) - 1);
   }
-  if (mail.rank == 0 && tid == 0) put_stamp(mail, row, out, stamp);
+  if (messages.rank == 0 && tid == 0) put_stamp(messages, row, out, stamp);
   MARK(14)
   return true;
 }

@@ -398,28 +398,28 @@ template <int HALF> static inline void mma(float (&d)[4], const float (&c)[4], c
   for (int i = 0; i < 4; i++) d[i] = out[i];
 }
 
-// Of mail.cuh: words of sixteen bytes, written and read at once; who looks lets others run.
-static inline void post(uint4* to, u32 a, u32 b, u32 c, u32 stamp) { cpu::aligned(to, 16), _mm_store_si128((__m128i*)to, _mm_set_epi32(stamp, c, b, a)); }
-static inline uint4 look(const uint4* from) {
+// Of messages.cuh: words of sixteen bytes, written and read at once; who looks lets others run.
+static inline void send(uint4* to, u32 a, u32 b, u32 c, u32 stamp) { cpu::aligned(to, 16), _mm_store_si128((__m128i*)to, _mm_set_epi32(stamp, c, b, a)); }
+static inline uint4 poll(const uint4* from) {
   cpu::yield();
   return cpu::bits<uint4>(_mm_load_si128((const __m128i*)from));
 }
 
 // Of query.cuh.
-static inline uint4 look_at_query(const uint4* from) { return look(from); }
+static inline uint4 poll_query(const uint4* from) { return poll(from); }
 
-// Of inbox.cuh: bytes of others are counted where they arrive; EXPECTED says that their number has been taken off.
+// Of dsmem.cuh: bytes of others are counted where they arrive; EXPECTED says that their number has been taken off.
 constexpr u64 EXPECTED = 1ull << 62;
-static inline void inbox_open(u64* box) { __atomic_store_n(box, 0, __ATOMIC_SEQ_CST); }
-static inline void inbox_expect(u64* box, u32 bytes) { __atomic_fetch_add(box, EXPECTED - bytes, __ATOMIC_SEQ_CST); }
-static inline void inbox_wait(u64* box) {
+static inline void dsmem_init(u64* box) { __atomic_store_n(box, 0, __ATOMIC_SEQ_CST); }
+static inline void dsmem_expect(u64* box, u32 bytes) { __atomic_fetch_add(box, EXPECTED - bytes, __ATOMIC_SEQ_CST); }
+static inline void dsmem_wait(u64* box) {
   while (__atomic_load_n(box, __ATOMIC_SEQ_CST) != EXPECTED) cpu::yield();
 }
-template <typename T> static inline void inbox_put(T* to, T v, u64* box, int rank) {
+template <typename T> static inline void dsmem_store(T* to, T v, u64* box, int rank) {
   cpu::aligned(to, sizeof(T)), memcpy(peer(to, rank), &v, sizeof(T));
   __atomic_fetch_add(peer(box, rank), sizeof(T), __ATOMIC_SEQ_CST);
 }
-static inline u32 inbox_at(const void*, int) { return 0; }
+static inline u32 dsmem_map(const void*, int) { return 0; }
 
 // Of pages.cu and outliers.cu.
 struct int3 { int x, y, z; };
@@ -468,7 +468,7 @@ static inline void count(u64* barrier, int arrivals, int bytes) {
   do {
     u64 phase = was >> 48, awaited = (was >> 32 & 0xffff) - arrivals;
     const int left = (int)was + bytes;
-    if (awaited > 1) fail("a barrier is told more arrivals than it awaits");
+    if (awaited > 1) fail("a barrier is published more arrivals than it awaits");
     if (awaited == 0 && left == 0) phase++, awaited = 1;
     is = phase << 48 | awaited << 32 | (u32)left;
   } while (!__atomic_compare_exchange_n(barrier, &was, is, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));

@@ -98,7 +98,7 @@ def test_the_best_are_chosen(cluster: int, kind: str, heads: int, folder: Path, 
 
 def sieved(loaded: dict[Any, cuda_on_cpu.Kernel]) -> list[int]:
     """Count blocks that sieved, and those of them that chose as others do, because the cut was not in their lists."""
-    kernels = [kernel for spec, kernel in loaded.items() if "-DSIEVE" in spec.defines]
+    kernels = [kernel for spec, kernel in loaded.items() if "-DFILTER" in spec.defines]
     return [sum(kernel.marked(i) for kernel in kernels) for i in (4, 30)]
 
 

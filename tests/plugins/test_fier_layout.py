@@ -88,7 +88,7 @@ def test_engines_bring_the_selector_that_long_rows_launch() -> None:
     with store.listing() as asked:
         specs.request(plan, model, Limits(max_batch_size=4, max_seq_len=131072), "90")
     listed = [one.defines for one in asked if one.entry == "select_units"]
-    assert launched == 2 and any({"-DCLUSTER=2", "-DHEADS=4", "-DSIEVE"} <= set(defines) for defines in listed)
+    assert launched == 2 and any({"-DCLUSTER=2", "-DHEADS=4", "-DFILTER"} <= set(defines) for defines in listed)
 
 
 def test_keys_are_kept_wherever_they_fit() -> None:

@@ -21,7 +21,7 @@ using Real = __half;
 
 constexpr int TILE = 128, STAGES = 6, KEYS = 256, STEPS = D / 16;
 constexpr int TILE_BYTES = TILE * D * 2, COPIES = TILE_BYTES / 16 / 128;
-constexpr int LATE = 2;  // tiles that are asked for and not yet told of
+constexpr int LATE = 2;  // tiles that are requested and not yet announced
 constexpr float LOG2_E = 1.4426950408889634f;
 
 struct Ring {
@@ -125,7 +125,7 @@ __device__ __forceinline__ void collect(const float* norms, float scale2, float 
     collect_eighth<BANK, 7, MASKED>(norms, scale2, sum, seen);
 }
 
-// Brings tiles: 16 bytes a copy, laid out as `describe` says. A tile is told of when LATE - 1 more have been asked for.
+// Brings tiles: 16 bytes a copy, laid out as `describe` says. A tile is announced when LATE - 1 more have been requested.
 __device__ __forceinline__ void produce(Ring& ring, const Real* query, const float* lse, int low, int count, int tiles, long long row_stride) {
     constexpr int ROWS = 128 / (D / 8);  // of one copy by all threads
     const int thread = threadIdx.x - 256, part = thread % (D / 8), begin = thread / (D / 8);

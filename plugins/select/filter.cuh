@@ -1,32 +1,32 @@
 // The choice where a block has many units: what reaches a bound that more units than wanted reach goes into a list, and all later steps see only that.
 //
 // A sample of the row gives the bound, the same in every block of the cluster. Whether enough units reach it is counted, so the choice is exact: where too
-// few do, or more than the list holds, every block of the cluster is told so, and they choose otherwise.
+// few do, or more than the list holds, every block of the cluster is flagged, and they choose otherwise.
 #pragma once
-#include "inbox.cuh"
+#include "dsmem.cuh"
 #include "pooling.cuh"
 
 #define REACH 200         // percent of the wanted units that should reach the bound
 #define DEPTH (8 / HEADS) // packets of a thread under way: at most four heads
 #define SLOT (16 * THREADS)         // bytes of a head's packets of all threads
 #define RING (DEPTH * HEADS * SLOT) // bytes
-#define SIEVE_BINS (2 * THREADS)
+#define FILTER_BINS (2 * THREADS)
 #define SAMPLE_BINS THREADS
-#define CROWDED 256 // units of the cluster in the bin that is cut, at most
+#define MOST_TIED_IN_BIN 256 // units of the cluster in the bin that is cut, at most
 #define OVERFLOWN 0xffffu
 #define STEP 256 // units from a warp's packets to its next: a warp has neighbours, so that all warps' first ones are a sample
 
-struct Sieved { // shared memory
-  __align__(16) int sample[SAMPLE_BINS], hist[SIEVE_BINS];
-  __align__(16) u64 crowd[CROWDED];
-  __align__(16) u32 told_sample[CLUSTER > 1 ? CLUSTER - 1 : 1][SAMPLE_BINS / 2], told[CLUSTER > 1 ? CLUSTER - 1 : 1][SIEVE_BINS / 2]; // others' counts
+struct Filtered { // shared memory
+  __align__(16) int sample[SAMPLE_BINS], hist[FILTER_BINS];
+  __align__(16) u64 tied[MOST_TIED_IN_BIN];
+  __align__(16) u32 peer_sample[CLUSTER > 1 ? CLUSTER - 1 : 1][SAMPLE_BINS / 2], peer_hist[CLUSTER > 1 ? CLUSTER - 1 : 1][FILTER_BINS / 2]; // others' counts
   u64 box[3];
-  int listed, overflow, own_crowd, lower;
+  int listed, overflow, own_tied, lower;
   int sample_bin, bin, above, count, start; // the bin that is cut: units above it, in it, and in it of lower blocks
 };
 
-struct Sieve {
-  Sieved& s;
+struct Filter {
+  Filtered& s;
   const Share& share;
   char* ring;  // this thread's first slot
   u32* filter; // [parts, HEADS], pairs of halves
@@ -41,15 +41,15 @@ struct Sieve {
 #pragma unroll 1
     for (int i = tid; i < share.units / 32; i += THREADS) bitmap[i] = 0;
     if (tid == 0) {
-      s.listed = s.overflow = s.own_crowd = s.lower = 0, s.sample_bin = s.bin = -1;
-      if (CLUSTER > 1) inbox_expect(&s.box[0], (CLUSTER - 1) * SAMPLE_BINS * 2), inbox_expect(&s.box[1], (CLUSTER - 1) * SIEVE_BINS * 2);
+      s.listed = s.overflow = s.own_tied = s.lower = 0, s.sample_bin = s.bin = -1;
+      if (CLUSTER > 1) dsmem_expect(&s.box[0], (CLUSTER - 1) * SAMPLE_BINS * 2), dsmem_expect(&s.box[1], (CLUSTER - 1) * FILTER_BINS * 2);
     }
   }
   // Order-preserving; pooled softmaxes are not negative.
   __device__ __forceinline__ u32 image(float score) const { return HEADS > 1 ? __float_as_uint(score) : ordered(score); }
   __device__ __forceinline__ int bin_of(float score) const {
-    if (HEADS > 1) return (int)min((__float_as_uint(score) - __float_as_uint(bound)) >> 15, SIEVE_BINS - 1u);
-    return (int)fminf((score - bound) * factor, (float)(SIEVE_BINS - 1));
+    if (HEADS > 1) return (int)min((__float_as_uint(score) - __float_as_uint(bound)) >> 15, FILTER_BINS - 1u);
+    return (int)fminf((score - bound) * factor, (float)(FILTER_BINS - 1));
   }
   __device__ __forceinline__ int bin_again(u32 x) const {
     return bin_of(__uint_as_float(HEADS > 1 ? x : x & 0x80000000u ? x & 0x7fffffffu : ~x));
@@ -59,14 +59,14 @@ struct Sieve {
   __device__ __forceinline__ bool there(int at) const { return at < share.units && share.begin + at < share.usable; }
 
   // Tell the other blocks counts of N bins; flagged: in the last one.
-  template <int N> __device__ __forceinline__ void tell(const int* counts, u32 (*told)[N / 2], u64* box, int rank, bool flagged) const {
+  template <int N> __device__ __forceinline__ void exchange_counts(const int* counts, u32 (*peer_hist)[N / 2], u64* box, int rank, bool flagged) const {
     const int tid = threadIdx.x;
     if (CLUSTER == 1 || tid >= N / 8) return;
     const int4 a = *reinterpret_cast<const int4*>(counts + 8 * tid), b = *reinterpret_cast<const int4*>(counts + 8 * tid + 4);
     const uint4 v = make_uint4(a.x | a.y << 16, a.z | a.w << 16, b.x | b.y << 16, flagged ? OVERFLOWN << 16 : b.z | b.w << 16);
 #pragma unroll
     for (int c = 0; c < CLUSTER; c++) {
-      if (c != rank) inbox_put(reinterpret_cast<uint4*>(told[rank - (rank > c)]) + tid, v, box, c);
+      if (c != rank) dsmem_store(reinterpret_cast<uint4*>(peer_hist[rank - (rank > c)]) + tid, v, box, c);
     }
   }
   // Set the bound by half of every thread's first units.
@@ -89,20 +89,20 @@ struct Sieve {
     }
     const int reach = max(1, REACH * share.wanted / (200 * rounds()));
     __syncthreads();
-    tell<SAMPLE_BINS>(s.sample, s.told_sample, &s.box[0], rank, false);
+    exchange_counts<SAMPLE_BINS>(s.sample, s.peer_sample, &s.box[0], rank, false);
     const int bin = SAMPLE_BINS - 1 - tid;
     int mine = s.sample[bin];
     if (CLUSTER > 1) {
-      inbox_wait(&s.box[0]);
+      dsmem_wait(&s.box[0]);
 #pragma unroll
-      for (int c = 0; c < CLUSTER - 1; c++) mine += s.told_sample[c][bin / 2] >> 16 * (bin & 1) & 0xffff;
+      for (int c = 0; c < CLUSTER - 1; c++) mine += s.peer_sample[c][bin / 2] >> 16 * (bin & 1) & 0xffff;
     }
     const int seen = block_scan(mine, warp_sums, turn) - mine;
     if (seen < reach && seen + mine >= reach) s.sample_bin = bin;
     __syncthreads();
     const int lowest = max((s.sample_bin << 6) - 1, 0); // key of the bin's lowest score, minus one
     bound = HEADS > 1 ? __uint_as_float((u32)lowest << 14) : share.scale.low + (float)lowest / share.scale.factor;
-    factor = (float)(SIEVE_BINS - 1) / fmaxf(-bound, 1e-30f);
+    factor = (float)(FILTER_BINS - 1) / fmaxf(-bound, 1e-30f);
 #pragma unroll 1
     for (int i = tid; i < (share.usable + share.part_units - 1) / share.part_units * HEADS; i += THREADS) {
       __half2 two;
@@ -209,17 +209,17 @@ struct Sieve {
 
   // The bin with the wanted-th unit, from the counts of all blocks; false where the lists do not hold it.
   __device__ __forceinline__ bool cut(int rank, int* warp_sums, int& turn) const {
-    const int tid = threadIdx.x, bin = SIEVE_BINS - 2 - 2 * tid, wanted = share.wanted;
+    const int tid = threadIdx.x, bin = FILTER_BINS - 2 - 2 * tid, wanted = share.wanted;
     __syncthreads(); // all are counted
     const bool overflow = s.listed > capacity;
-    tell<SIEVE_BINS>(s.hist, s.told, &s.box[1], rank, overflow);
+    exchange_counts<FILTER_BINS>(s.hist, s.peer_hist, &s.box[1], rank, overflow);
     int2 all = *reinterpret_cast<const int2*>(s.hist + bin), lower = make_int2(0, 0);
     bool over = overflow;
-    if (CLUSTER > 1) inbox_wait(&s.box[1]);
+    if (CLUSTER > 1) dsmem_wait(&s.box[1]);
 #pragma unroll
     for (int c = 0; c < CLUSTER; c++) {
       if (CLUSTER == 1 || c == rank) continue;
-      const u32 v = s.told[c - (c > rank)][bin / 2], x = v & 0xffff, y = v >> 16;
+      const u32 v = s.peer_hist[c - (c > rank)][bin / 2], x = v & 0xffff, y = v >> 16;
       all.x += x, all.y += y, over |= y == OVERFLOWN;
       if (c < rank) lower.x += x, lower.y += y;
     }
@@ -230,7 +230,7 @@ struct Sieve {
       s.bin = bin + upper, s.above = upper ? seen : seen + all.y, s.count = upper ? all.y : all.x, s.start = upper ? lower.y : lower.x;
     }
     __syncthreads();
-    if (s.bin < 0 || s.overflow || s.count > CROWDED) return false;
+    if (s.bin < 0 || s.overflow || s.count > MOST_TIED_IN_BIN) return false;
     const int before = __reduce_add_sync(~0u, (bin + 1 > s.bin ? lower.y : 0) + (bin > s.bin ? lower.x : 0));
     if ((tid & 31) == 0 && before) atomicAdd(&s.lower, before);
     return true;
@@ -238,34 +238,34 @@ struct Sieve {
   __device__ __forceinline__ void mark(u32 unit) const { atomicOr(&bitmap[(unit - share.begin) >> 5], 1u << ((unit - share.begin) & 31)); }
   // Mark what is chosen; returns how much of it lies in lower blocks.
   __device__ __forceinline__ int choose(int rank) const {
-    const int tid = threadIdx.x, count = s.listed, cut = s.bin, start = s.start, crowd = s.count, own_crowd = s.hist[cut];
-    if (CLUSTER > 1 && tid == 0) inbox_expect(&s.box[2], (crowd - own_crowd) * 8);
+    const int tid = threadIdx.x, count = s.listed, cut = s.bin, start = s.start, tied = s.count, own_tied = s.hist[cut];
+    if (CLUSTER > 1 && tid == 0) dsmem_expect(&s.box[2], (tied - own_tied) * 8);
 #pragma unroll 1
     for (int i = tid; i < count; i += THREADS) {
       const uint2 v = list[i];
       const int bin = bin_again(v.x);
       if (bin > cut) mark(v.y);
       if (bin == cut) {
-        const int at = start + atomicAdd(&s.own_crowd, 1);
+        const int at = start + atomicAdd(&s.own_tied, 1);
         const u64 one = (u64)v.x << 32 | ~v.y;
-        s.crowd[at] = one;
+        s.tied[at] = one;
 #pragma unroll
         for (int c = 0; c < CLUSTER; c++) {
-          if (CLUSTER > 1 && c != rank) inbox_put(&s.crowd[at], one, &s.box[2], c);
+          if (CLUSTER > 1 && c != rank) dsmem_store(&s.tied[at], one, &s.box[2], c);
         }
       }
     }
     MARK(7)
     __syncthreads();
-    if (CLUSTER > 1) inbox_wait(&s.box[2]);
+    if (CLUSTER > 1) dsmem_wait(&s.box[2]);
     MARK(8)
-    const int need = share.wanted - s.above, end = start + own_crowd;
+    const int need = share.wanted - s.above, end = start + own_tied;
 #pragma unroll 1
-    for (int i = tid >> 3; i < ((crowd + 3) & ~3); i += THREADS / 8) {
-      const u64 own = i < crowd ? s.crowd[i] : 0;
+    for (int i = tid >> 3; i < ((tied + 3) & ~3); i += THREADS / 8) {
+      const u64 own = i < tied ? s.tied[i] : 0;
       int better = 0;
 #pragma unroll 1
-      for (int k = tid & 7; k < crowd; k += 8) better += s.crowd[k] > own;
+      for (int k = tid & 7; k < tied; k += 8) better += s.tied[k] > own;
 #pragma unroll
       for (int o = 1; o < 8; o <<= 1) better += __shfl_xor_sync(~0u, better, o);
       if ((tid & 7) || i >= end || better >= need) continue;

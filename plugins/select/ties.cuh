@@ -2,7 +2,7 @@
 #pragma once
 #include "pooling.cuh"
 
-// Split a crowded bin by the lower four bits of its keys.
+// Split a bin of many ties by the lower four bits of its keys.
 __device__ __forceinline__ void split_bin(Shared& s, const Share& share, int packets, u32 from, int wanted, int need) {
   const int tid = threadIdx.x;
   for (int p = tid; p < packets; p += THREADS) {
