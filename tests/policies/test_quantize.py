@@ -67,7 +67,7 @@ def _counted(role: Quantize, x: Tensor, part: str) -> dict[str, int]:
 def bound(role: Quantize, codes: dict[str, Tensor], x: Tensor, part: str) -> Tensor:
     """Half a step; the scale's rounding counts once for each step of the largest code; decoding in fp32 costs a few units in the last place."""
     eps, tiny = torch.finfo(x.dtype).eps, torch.finfo(x.dtype).tiny
-    if "bits" not in type(role).model_fields:
+    if not hasattr(role, "bits"):
         return x.float().abs() * (2.0**-4 + eps) + codes["scale"].float()[..., None] * 2.0**-10
     scale, steps = codes["scale"].float(), (1 << role.bits) - 1
     if "minimum" not in codes:
