@@ -70,7 +70,7 @@ def bound(role: Quantize, codes: dict[str, Tensor], x: Tensor, part: str) -> Ten
     if not hasattr(role, "bits"):
         return x.float().abs() * (2.0**-4 + eps) + codes["scale"].float()[..., None] * 2.0**-10
     scale, steps = codes["scale"].float(), (1 << role.bits) - 1
-    if "minimum" not in codes:
+    if scale.dim() == 2:
         scale = scale[..., None].expand(x.shape)
     elif part == "keys":
         scale = scale.repeat_interleave(role.key_group, 1)
