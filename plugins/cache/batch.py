@@ -10,10 +10,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from plugins.cache.pages import HeadPages
-
-PageList = Sequence[int] | HeadPages  # page numbers of a sequence in one page group, or of all rows that have pages of their own
-
 
 def to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return integers on a device; the host goes on, and does not wait for what is queued there."""

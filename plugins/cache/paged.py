@@ -12,12 +12,12 @@ from plugins.append.rotate import rotate
 from plugins.attend.in_torch import attend_all, attend_units
 from plugins.cache import paged_kernels
 from plugins.cache.batch import Row
-from plugins.cache.cache import Cache
+from plugins.cache.counted import CountedCache
 from plugins.cache.gather import read_pages, read_rows, token_rows
 from plugins.cache.indexes import choose as by_kernels
 from plugins.cache.indexes import index as indexes
 from plugins.cache.indexes import published
-from plugins.cache.ledgers.ledger import Ledger
+from plugins.cache.ledgers.ledger import StepLedger
 from plugins.cache.tier import Tier
 from plugins.config import OpConfig
 from plugins.select.choose import choose, pool, speculative_query, spread
@@ -64,14 +64,14 @@ class NoEvictor:
         """Nothing waits."""
 
 
-class PagedCache(Cache):
+class PagedCache(CountedCache):
     """Pages on the device, or where the plan's buffers say."""
 
     overlaps_at_any_size = publishes_queries = copies = True
 
     def __init__(
         self, plan: CachePlan, num_pages: Sequence[int], num_slots: int, device: torch.device | str = "cpu", dense_below: int = 0,
-        ledger: Ledger | None = None, tier: Tier | None = None,
+        ledger: StepLedger | None = None, tier: Tier | None = None,
     ) -> None:  # fmt: skip
         """Allocate the buffers of a plan."""
         super().__init__(plan, num_pages, num_slots, device, dense_below, ledger, tier)

@@ -12,7 +12,7 @@ from plugins.append import launch as plain
 from plugins.attend.in_torch import attend_units
 from plugins.attend.prefill import attend_with_lse
 from plugins.cache.batch import Row, StepGroup
-from plugins.cache.cache import Cache
+from plugins.cache.counted import CountedCache
 from plugins.cache.encodings.grouped import launch, launch_list, recalled
 from plugins.cache.encodings.grouped.layout import TILE
 from plugins.cache.encodings.grouped.settle import Settler
@@ -28,7 +28,7 @@ from plugins.device.driver import arch
 from trtkv.plan import CachePlan
 
 
-class GroupedCache(Cache):
+class GroupedCache(CountedCache):
     """Codes of groups of tokens, with the newest tokens of every slot in full precision; kernels alone know them."""
 
     compares_selection = False
@@ -103,7 +103,7 @@ class GroupedCache(Cache):
         return self.store.precise_from(layer, row)
 
     @property
-    def copies(self) -> bool:  # type: ignore[override]
+    def copies(self) -> bool:
         """Pages on the device can be copied."""
         return not self.tier.recalls
 
