@@ -183,9 +183,8 @@ def test_pages_taken_in_advance_are_enough(name: str, tiny_llama: TinyModel, tmp
     limits = {"max_seq_len": 256, "max_batch_size": 1, "max_chunk_tokens": 48}
     path = build(str(tiny_llama.path), name, budget=64, sets=sets, out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
     engine = LLM(path).engine
-    need = engine.pages_for(150, 256)
-    assert engine.pages.has(need)
-    pages = engine.pages.take(need)
+    reserved = engine.reserve(150, 256)
+    pages = reserved.pages
     text = prompt(256, 1)
     for start in range(0, 150, 48):
         part = text[start : min(150, start + 48)]
@@ -194,7 +193,7 @@ def test_pages_taken_in_advance_are_enough(name: str, tiny_llama: TinyModel, tmp
         ledger = engine.cache.compactor.ledger
         assert (ledger.pages(0, 1) <= pages.counts).all()
         assert bool(torch.isfinite(engine.stepper.run([StepRow(text[step : step + 1], step, 0, pages, (0,), 150)])).all())
-    engine.pages.give(pages)
+    reserved.release()
     assert engine.pages.free == engine.pages.num_pages
 
 

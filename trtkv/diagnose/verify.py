@@ -186,7 +186,7 @@ def _steps(engine: Engine, plan: Plan) -> Iterator[list[StepRow]]:
     generator = torch.Generator().manual_seed(plan.seed)
     total = [length + plan.steps for length in lengths]
     texts = [torch.randint(0, engine.manifest.model.vocab_size, (one,), generator=generator).tolist() for one in total]
-    places = [(engine.slots.pop(), engine.pages.take(engine.pages_for(*one))) for one in zip(lengths, total, strict=True)]
+    places = [(engine.slots.pop(), engine.reserve(*one).pages) for one in zip(lengths, total, strict=True)]
     chunk = max(
         1, min(CHUNK_TOKENS, limits.max_chunk_tokens - SHORT_TOKENS) if limits.max_chunk_tokens > SHORT_TOKENS else limits.max_chunk_tokens // 2
     )

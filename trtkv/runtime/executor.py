@@ -61,7 +61,8 @@ class TorchExecutor:
             for name in node.dead:
                 del values[name]
         self.cache.join()
-        return values["logits"]
+        logits: Tensor = values["logits"]
+        return logits
 
     def _run(self, node: Node, args: list[Any]) -> Any:
         if node.kind == "Gemm":

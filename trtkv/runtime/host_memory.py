@@ -28,6 +28,7 @@ HOST_SHARE = 0.8  # of what is free: pinned memory cannot be swapped out
 ENGINES = ("auto", "kernel", "copies")  # what may move pages
 SMALLER = 0.75  # of the pages before, where pinning failed midway
 Report = Callable[[str, float], None]
+Release = Callable[[], object]  # gives memory back, once
 
 
 def open_offload(
@@ -128,7 +129,7 @@ class HostPool:
     def __init__(self, device: torch.device, count: int, report: Report = lambda stage, fraction: None) -> None:
         """Make up to `count` pools for a device, reporting each."""
         self._device, self._count, self._report = device, count, report
-        self._made: list[weakref.finalize] = []
+        self._made: list[Release] = []
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialized tensor in host memory; raises CapacityError where it cannot be pinned."""
@@ -164,7 +165,7 @@ class _Memory:
         self.__cuda_array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 2, "strides": None}
 
 
-def _pin(size: int, device: torch.device) -> tuple[Tensor, weakref.finalize]:
+def _pin(size: int, device: torch.device) -> tuple[Tensor, Release]:
     from cuda.bindings import driver
 
     flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
