@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from plugins.cache.batch import Row, StepGroup
 from plugins.cache.bytes import ByteCount
 from plugins.cache.ledgers.ledger import Ledger
 from plugins.cache.overrides import EVERYTHING, Overrides, least_budget
-from plugins.cache.pages import PageList, Pages, by_group
+from plugins.cache.pages import Lengths, PageList, Pages, by_group
 from plugins.cache.tier import DeviceTier, Tier
 from plugins.config import OpConfig
 from plugins.device.dtypes import TORCH_DTYPES
@@ -128,7 +128,7 @@ class Cache(ABC):
         """Return the announced step as this layer sees it."""
         return self._step[self.plan.page_groups[layer]]
 
-    def stored_lens(self) -> Sequence[Sequence[int]]:
+    def stored_lens(self) -> Sequence[Sequence[int]] | Lengths:
         """Return the tokens [Y][B] that the announced step's sequences store after its append."""
         return [[row.stored for row in group.rows] for group in self._step]
 
@@ -161,12 +161,12 @@ class Cache(ABC):
         """
         if self.tier.recalls:
             return False
-        step, key = self._step[0], ("reads all", self.dense_below)
-        if key not in step.shared:
-            below, smallest = self.dense_below, self.overrides.smallest_budget
-            ahead = any(one.speculative for one in self.plan.select if one is not None)
-            step.shared[key] = all(row.stored + ahead <= max(smallest(row.slot), below) for row in step.rows if row.new == 1)
-        return bool(step.shared[key])
+        return self._step[0].once(("reads all", self.dense_below), self._find_reads_all)
+
+    def _find_reads_all(self) -> bool:
+        below, smallest = self.dense_below, self.overrides.smallest_budget
+        ahead = any(one.speculative for one in self.plan.select if one is not None)
+        return all(row.stored + ahead <= max(smallest(row.slot), below) for row in self._step[0].rows if row.new == 1)
 
     def request_budgets(self, slots: Tensor) -> OwnBudgets | None:
         """Return where kernels find what requests override for the sequences in slots [B], None where nothing may be overridden."""
@@ -274,7 +274,7 @@ class Cache(ABC):
         """Return what an op keeps between steps and layers, made at its first use: never inside a captured graph."""
         if key not in self._scratch:
             self._scratch[key] = make()
-        return self._scratch[key]  # type: ignore[return-value]
+        return cast("T", self._scratch[key])
 
     # Comparison with the definition
 

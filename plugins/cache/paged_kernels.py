@@ -107,10 +107,8 @@ def attend(cache: Any, layer: int, config: OpConfig, inputs: Sequence[Tensor], o
 
 def _decoding(step: StepGroup, starts: Tensor, lens: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the rows of the sequences that have one new token, their lengths and their pages; gathered once for all layers."""
-    if "decoding" not in step.shared:
-        which = step.decode_rows
-        step.shared["decoding"] = (starts[:-1][which], lens[which], table[which])
-    return step.shared["decoding"]  # type: ignore[return-value]
+    which = step.decode_rows
+    return step.once("decoding", lambda: (starts[:-1][which], lens[which], table[which]))
 
 
 def _decode(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +81,6 @@ def shared(pages: Pages) -> TypeIs[Sequence[int]]:
     return not isinstance(pages, HeadPages) and not by_group(pages)
 
 
-def head_pages(tokens: Any, page_size: int) -> Ints:
+def head_pages(tokens: Lengths, page_size: int) -> Ints:
     """Return the pages [Y] that hold so many tokens [Y]."""
-    return (-(-np.asarray(tokens) // page_size)).astype(np.int32)
+    return (-(-tokens // page_size)).astype(np.int32)

@@ -88,7 +88,7 @@ class HostedExecutor(TorchExecutor):
         args = [arg.whole if isinstance(arg, Weight) else arg for arg in args]
         args = [arg.contiguous() for arg in args]
         shape = face.shape([arg.shape for arg in args], call.config)
-        out = torch.empty(shape, dtype=torch.int32 if face.integer_output else args[0].dtype, device=args[0].device)  # type: ignore[arg-type]
+        out = torch.empty(shape, dtype=torch.int32 if face.integer_output else args[0].dtype, device=args[0].device)
         self.host.run(face, node.output, call.layer, call.config, args, out)
         return out
 

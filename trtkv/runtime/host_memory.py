@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import torch
@@ -25,7 +26,7 @@ from trtkv.runtime.memory import HEADROOM, available_bytes, beside_bytes, readab
 from trtkv.runtime.streams import SideStream
 
 HOST_SHARE = 0.8  # of what is free: pinned memory cannot be swapped out
-ENGINES = ("auto", "kernel", "copies")  # what may move pages
+ENGINES: tuple[Literal["auto", "kernel", "copies"], ...] = ("auto", "kernel", "copies")  # what may move pages
 SMALLER = 0.75  # of the pages before, where pinning failed midway
 Report = Callable[[str, float], None]
 Release = Callable[[], object]  # gives memory back, once
@@ -77,10 +78,11 @@ def recall_of(plan: CachePlan, engine: str = "auto") -> Recall:
     Only a policy that selects with the previous step's query gains from it: what others choose with this step's query has just been read.
     engine is one of ENGINES: what moves pages, "auto" what is measured to be faster when the engine is opened. Raises UnknownName for another.
     """
-    if engine not in ENGINES:
+    mover = next((one for one in ENGINES if one == engine), None)
+    if mover is None:
         raise UnknownName("recall", engine, ENGINES)
     guesses = any(one is not None and one.speculative for one in plan.select) and not (plan.offload and plan.offload.blocking)
-    return Recall(engine=engine, ahead=guesses and engine != "copies", bulk=engine)  # type: ignore[arg-type]
+    return Recall(engine=mover, ahead=guesses and mover != "copies", bulk=mover)
 
 
 def fitting_pages(

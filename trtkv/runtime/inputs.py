@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from plugins.cache.pages import HeadPages, by_group, shared
+from plugins.cache.pages import HeadPages, Lengths, by_group, shared
 from trtkv.runtime.rows import StepRow
 
 Int32 = npt.NDArray[np.int32]
 
 
-def small_inputs(rows: Sequence[StepRow], groups: int, stored_lens: Sequence[Sequence[int]] | None = None) -> dict[str, Int32]:
+def small_inputs(rows: Sequence[StepRow], groups: int, stored_lens: Sequence[Sequence[int]] | Lengths | None = None) -> dict[str, Int32]:
     """Return every per-step input but the page table, int32: by name, one entry a token or a sequence (or one a page group and sequence).
 
     stored_lens [Y][B] are the tokens behind the append where some have been evicted, by default all.

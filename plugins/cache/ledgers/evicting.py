@@ -89,8 +89,7 @@ class EvictingLedger:
     def copy(self, source: int, target: int) -> None:
         """Let a slot's sequence be where another's is."""
         one = self._accounts[source]
-        lists = {name: list(getattr(one, name)) for name in ("stored", "settled", "placed", "encoded")}
-        self._accounts[target] = replace(one, **lists)
+        self._accounts[target] = replace(one, stored=list(one.stored), settled=list(one.settled), placed=list(one.placed), encoded=list(one.encoded))
 
     def append(self, slot: int, new: int, seen: int, prompt: int) -> Account:
         """Count new tokens of a sequence, after which it has seen so many; it begins afresh where all are new."""

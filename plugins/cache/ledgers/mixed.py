@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,6 +18,8 @@ class MixedLedger(HeadLedger):
 
     All layers store equally many in all, so that they are evicted from together; how many of them in full precision is a layer's own number.
     """
+
+    _grows: npt.NDArray[np.bool_]
 
     def __init__(self, plan: CachePlan) -> None:
         """Take a mixed plan; raises EngineError where a role cannot be loaded."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -53,7 +53,7 @@ class HeadLedger:
     """The accounts of the sequences of a session, by slot."""
 
     shrinks, encodes = True, False
-    _grows: Any = 1  # how many tokens a new one adds to each row [Y]
+    _grows: npt.NDArray[np.bool_] | int = 1  # how many tokens a new one adds to each row [Y]
 
     def __init__(self, plan: CachePlan) -> None:
         """Take a ragged plan; raises EngineError where a role cannot be loaded."""
@@ -82,7 +82,7 @@ class HeadLedger:
     def append(self, slot: int, new: int, seen: int, prompt: int) -> HeadAccount:
         """Count new tokens of a sequence, after which it has seen so many; it begins afresh where all are new."""
         if new == seen:
-            self._accounts[slot] = HeadAccount(prompt, *(np.zeros(self.heads, np.int64) for _ in range(2)))
+            self._accounts[slot] = HeadAccount(prompt, np.zeros(self.heads, np.int64), np.zeros(self.heads, np.int64))
         elif slot not in self._accounts:
             raise EngineError(f"slot {slot} goes on with a sequence that has not begun", "Report this with the output of trtkv doctor.")
         account = self._accounts[slot]
@@ -102,7 +102,7 @@ class HeadLedger:
         if account.seen < account.prompt:
             return [], account.stored
         above, left = self._limits(account)
-        due = (account.stored > above).reshape(self.plan.num_layers, -1).any(1)
+        due: npt.NDArray[np.bool_] = np.any((account.stored > above).reshape(self.plan.num_layers, -1), axis=1)
         if not due.any():
             return [], account.stored
         heads = due.repeat(self.plan.num_kv_heads)
@@ -186,7 +186,7 @@ class HeadLedger:
         longest = np.minimum(account.stored + left, np.maximum(account.stored, above + 1))
         return int(self._pages(longest).sum())
 
-    def _pages(self, tokens: Any) -> Ints:
+    def _pages(self, tokens: Lengths) -> Ints:
         return head_pages(tokens, self.plan.page_size)
 
     def _limits(self, account: HeadAccount, decoding: bool | None = None) -> tuple[Lengths, Lengths]:

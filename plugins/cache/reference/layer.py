@@ -136,7 +136,8 @@ class LayerCache:
         allocate = self.roles.allocate
         if not (allocate and allocate.measured and self.seen == self.prompt):
             return None
-        return allocate.measure(self._view()).float()
+        measured: Tensor = allocate.measure(self._view()).float()
+        return measured
 
     def finish(self, measures: Tensor | None = None) -> None:
         """Evict and encode behind the attention of the step; measures [L, Hk] are those of all layers, where an allocate role measured."""

@@ -237,8 +237,9 @@ def _scratch(store: EncodedStore, config: OpConfig, batch: int, most_tokens: int
 
 def _answering(step: StepGroup) -> Tensor | None:
     """Return which of the B sequences decode behind their prompt, int64; None where all do."""
-    key = "answering"
-    if key not in step.shared:
-        own = [b for b, row in enumerate(step.rows) if row.answers]
-        step.shared[key] = None if len(own) == len(step.rows) else torch.tensor(own, dtype=torch.int64, device=step.device)
-    return step.shared[key]  # type: ignore[return-value]
+    return step.once("answering", lambda: _find_answering(step))
+
+
+def _find_answering(step: StepGroup) -> Tensor | None:
+    own = [b for b, row in enumerate(step.rows) if row.answers]
+    return None if len(own) == len(step.rows) else torch.tensor(own, dtype=torch.int64, device=step.device)

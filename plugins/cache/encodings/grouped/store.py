@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -245,12 +244,13 @@ class EncodedStore:
         return origin
 
     def _pages(self, layer: int) -> launch.Pages:
-        found = {name: self.buffers[name][layer] for name in ("keys", "values", *_CODES) if name in self.buffers}
+        named = {name: self.buffers[name][layer] for name in ("keys", "values", *_CODES) if name in self.buffers}
+        found = {name: buffer for name, buffer in named.items() if buffer is not None}
         group = self.plan.page_groups[layer]
         ends = self.ends[group] if self.form.window else None
-        return launch.Pages(self.form, self.plan.page_size, **_with_minima(found), origins=self.origins[group], ends=ends)  # type: ignore[arg-type]
+        return launch.Pages(self.form, self.plan.page_size, **_with_minima(found), origins=self.origins[group], ends=ends)
 
 
-def _with_minima(found: Mapping[str, Any]) -> dict[str, Any]:
+def _with_minima(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Let scales stand for minima where there are none."""
     return {**{name: found[name.replace("minimum", "scale")] for name in _CODES}, **found}

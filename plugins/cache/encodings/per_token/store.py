@@ -30,7 +30,7 @@ class PerTokenStore(EncodedStore):
         evict = self.plan.evict
         assert evict is not None and self.keeper is not None, "the plan evicts nothing"
         self.rule, self.scale = rule_of(evict), self.plan.head_dim**-0.5
-        self._waiting: list[tuple[Tensor, ...]] = []
+        self._waiting: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]] = []
 
     def exchange(self, lse: Tensor, notes: Tensor, table: Tensor, lens: Tensor, seen: Tensor, slots: Tensor) -> None:
         """Encode the newest tokens of sequences behind the attention of all layers; where steps are compared, behind the comparison."""
@@ -72,9 +72,10 @@ class PerTokenStore(EncodedStore):
     def _pages(self, layer: int) -> encoded.Pages:
         """Return what the append kernel takes: a ring of one token, and codes that it never writes."""
         form = replace(self.form, bits=8, residual=NEVER)
-        plain = {name: self.buffers[name][layer] for name in ("keys", "values")}
-        codes = {f"{part}_{name}": self.buffers[f"{part}_{kind}"][layer] for part in ("key", "value") for name, kind in _STAND_IN.items()}
-        return encoded.Pages(form, self.plan.page_size, **plain, **codes)  # type: ignore[arg-type]
+        names = {"keys": "keys", "values": "values"}
+        names |= {f"{part}_{name}": f"{part}_{kind}" for part in ("key", "value") for name, kind in _STAND_IN.items()}
+        found = {name: self.buffers[kind][layer] for name, kind in names.items()}
+        return encoded.Pages(form, self.plan.page_size, **{name: buffer for name, buffer in found.items() if buffer is not None})
 
 
 _STAND_IN = {"codes": "codes", "scale": "scale", "minimum": "zero"}

@@ -20,7 +20,7 @@ from plugins.cache.eviction.per_head.pool import HeadPool
 from plugins.cache.eviction.per_head.received import observe_chunk
 from plugins.cache.formats import slides
 from plugins.cache.paged_kernels import dense_scratch
-from plugins.cache.pages import HeadPages, PageList, Pages
+from plugins.cache.pages import HeadPages, Lengths, PageList, Pages
 from plugins.config import OpConfig
 from trtkv.plan import CachePlan
 
@@ -60,9 +60,9 @@ class HeadCache(Cache):
         """Return the announced step, the same for every layer."""
         return self._step[0]
 
-    def stored_lens(self) -> Sequence[Sequence[int]]:
+    def stored_lens(self) -> Lengths:
         """Return the tokens [Y, B] of every head."""
-        return self.pool.stored  # type: ignore[return-value]
+        return self.pool.stored
 
     def append(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
         """Rotate and store the step's new tokens: every head at its own length, in its own pages."""
