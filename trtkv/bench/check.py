@@ -64,8 +64,10 @@ def _check_append(layers: Layers, layer: int, findings: Findings) -> None:
     norms = (layers.norms[0], layers.norms[1]) if layers.norms else None
     qkv, positions = layers.qkv[rows].cpu(), layers.positions[rows].cpu()
     rope, config = layers.rope.cpu(), layers.configs[layer]
-    exact = reference.append(qkv.double(), positions, rope.double(), config, tuple(one.cpu().double() for one in norms) if norms else None)
-    plain = reference.append(qkv, positions, rope, config, tuple(one.cpu() for one in norms) if norms else None)
+    plain_norms = (norms[0].cpu(), norms[1].cpu()) if norms else None
+    exact_norms = (plain_norms[0].double(), plain_norms[1].double()) if plain_norms else None
+    exact = reference.append(qkv.double(), positions, rope.double(), config, exact_norms)
+    plain = reference.append(qkv, positions, rope, config, plain_norms)
     own = [layers.query[rows].unflatten(1, (-1, case.model.head_dim))]
     place = (case.stored - 1) // layers.cache.plan.page_size
     pages, inside = layers.table[:, place].to(layers.device), (case.stored - 1) % layers.cache.plan.page_size
@@ -130,7 +132,8 @@ def _with_forced(plan: SelectPlan, scores: Tensor, forced: Tensor | None, stored
 def _narrow_scores(role: Any, query: Tensor, keys: Tensor) -> Tensor:
     """Score [H, U] with the channels summed in another order and the result in the keys' dtype: the same computation with its rounding."""
     order = torch.arange(keys.shape[-1], device=keys.device).flip(0)
-    return role.score(query[:, order], role.summarize(keys[..., order])).to(keys.dtype).float()
+    scores: Tensor = role.score(query[:, order], role.summarize(keys[..., order]))
+    return scores.to(keys.dtype).float()
 
 
 def _check_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor, findings: Findings) -> None:

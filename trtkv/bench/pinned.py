@@ -146,8 +146,8 @@ class OneLayer:
         self.lists = [torch.stack(one).sort(1).values.view(case.batch, heads, width) for one in lists]
         full = torch.full((case.batch, heads, 1), width)
         self.selections = [torch.cat([one, full], 2).int().to(device) for one in self.lists]
-        integers = lambda values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
-        self.given = (integers([self.most * case.page] * case.batch), integers(list(range(case.batch))), self.table.to(device))
+        lens = torch.full((case.batch,), self.most * case.page, dtype=torch.int32, device=device)
+        self.given = (lens, torch.arange(case.batch, dtype=torch.int32, device=device), self.table.to(device))
         self.places = torch.zeros_like(self.selections[0])
         self.rows = torch.empty(case.batch, self.store.shape.places, dtype=torch.int32, device=device)
         self._numbers = self.table.tolist()

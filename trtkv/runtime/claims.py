@@ -59,7 +59,7 @@ class ClaimScheduler(Scheduler):
         if any(len(own) > count for own, count in zip(old, keep, strict=True)):  # type: ignore[arg-type]
             for pool, own, count in zip(self._pools, old, keep, strict=True):
                 pool.give(own[count:])  # type: ignore[index]
-            sequence.pages = [own[:count] for own, count in zip(old, keep, strict=True)]  # type: ignore[index, misc]
+            sequence.pages = [own[:count] for own, count in zip(old, keep, strict=True)]  # type: ignore[index]
         if sequence is self._read and sequence.seen >= sequence.num_prompt:
             self._read = None
         if sequence.seen == sequence.num_prompt:

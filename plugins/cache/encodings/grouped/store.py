@@ -8,7 +8,6 @@ what is left of the prompt, and the ring for all tokens that may still go (`sett
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -184,7 +183,9 @@ class EncodedStore:
             return self.pages[layer], row.table
         parts = self.away.gather(layer, row, stored)
         found = dict(zip((spec.name for spec in records(self.plan)), parts, strict=True))
-        return replace(self.pages[layer], **_with_minima(found)), torch.arange(len(parts[0]), dtype=torch.int32, device=self.device)
+        held = self.pages[layer]
+        own = launch.Pages(held.format, held.page_size, held.keys, held.values, **_with_minima(found), origins=held.origins, ends=held.ends)
+        return own, torch.arange(len(parts[0]), dtype=torch.int32, device=self.device)
 
     def precise_from(self, layer: int, row: Row) -> int:
         """Return the token from which on `seen` returns keys and values as they were appended."""
