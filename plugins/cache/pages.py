@@ -81,6 +81,6 @@ def shared(pages: Pages) -> TypeIs[Sequence[int]]:
     return not isinstance(pages, HeadPages) and not by_group(pages)
 
 
-def head_pages(tokens: Lengths, page_size: int) -> Ints:
+def head_pages(tokens: Lengths | int, page_size: int) -> Ints:
     """Return the pages [Y] that hold so many tokens [Y]."""
-    return (-(-tokens // page_size)).astype(np.int32)
+    return (-(-np.asarray(tokens) // page_size)).astype(np.int32)

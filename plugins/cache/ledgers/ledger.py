@@ -37,6 +37,13 @@ class Ledger(Protocol):
         """Return the most pages of each pool that a sequence takes once its prompt is read, with an answer of so many tokens."""
 
 
+class ShrinkingLedger(Ledger, Protocol):
+    """A ledger whose tokens go, so that a sequence reserves its pages when it is admitted."""
+
+    def pages_to_end(self, slot: int, left: int) -> list[int]:
+        """Return the most pages of each pool that a sequence behind its prompt takes for so many more tokens."""
+
+
 class StepLedger(Ledger, Protocol):
     """A ledger that counts whole steps by itself; where KV heads differ, what a role measures comes in between."""
 
