@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from plugins.append import reference
-from plugins.cache.roles import load_role
+from plugins.cache.roles import RetrieveRole, load_retrieve
 from plugins.select.choose import choose, pool, spread
 from trtkv.bench.layer import Layers
 from trtkv.plan import SelectPlan
@@ -98,7 +98,7 @@ def _check_head(layers: Layers, layer: int, b: int, head: int, findings: Finding
 
 def _check_selection(plan: SelectPlan, scale: float, query: Tensor, keys: Tensor, lists: Tensor, findings: Findings) -> None:
     """Compare lists [H, K + 1] of one KV head with the exact best; a unit may differ where scores differ by no more than torch's rounding."""
-    role, stored = load_role(plan.meaning), len(keys)
+    role, stored = load_retrieve(plan.meaning), len(keys)
     closed = keys[None, : stored // plan.group * plan.group]
     summary = role.summarize(closed)
     pooled, narrow = pool(role.score(query, summary), 1, scale, plan.pooling), pool(_narrow_scores(role, query, closed), 1, scale, plan.pooling)
@@ -129,11 +129,10 @@ def _with_forced(plan: SelectPlan, scores: Tensor, forced: Tensor | None, stored
     return every
 
 
-def _narrow_scores(role: Any, query: Tensor, keys: Tensor) -> Tensor:
+def _narrow_scores(role: RetrieveRole, query: Tensor, keys: Tensor) -> Tensor:
     """Score [H, U] with the channels summed in another order and the result in the keys' dtype: the same computation with its rounding."""
     order = torch.arange(keys.shape[-1], device=keys.device).flip(0)
-    scores: Tensor = role.score(query[:, order], role.summarize(keys[..., order]))
-    return scores.to(keys.dtype).float()
+    return role.score(query[:, order], role.summarize(keys[..., order])).to(keys.dtype).float()
 
 
 def _check_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor, findings: Findings) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plugins.cache.ledgers.ring import Ring
 from plugins.cache.pages import Ints, Lengths, head_pages
-from plugins.cache.roles import load_role
+from plugins.cache.roles import AllocateRole, load_allocate, load_evict
 from trtkv.errors import EngineError
 from trtkv.plan import CachePlan, Occupancy
 
@@ -59,8 +59,14 @@ class HeadLedger:
         """Take a ragged plan; raises EngineError where a role cannot be loaded."""
         assert plan.evict is not None and plan.storage == "per_head", "the heads of the plan keep equally many tokens"
         self.plan, self.heads = plan, plan.num_page_groups
-        self.evict, self.allocate = load_role(plan.evict.meaning), load_role(plan.roles["allocate"])
+        self.evict = load_evict(plan.evict.meaning)
+        self.allocate: AllocateRole | None = load_allocate(plan.roles["allocate"])
         self._accounts: dict[int, HeadAccount] = {}
+
+    @property
+    def measured(self) -> bool:
+        """Whether grants wait for what an allocate role measures."""
+        return self.allocate is not None and self.allocate.measured
 
     def find(self, slot: int) -> HeadAccount:
         """Return the account of a sequence that has begun."""
@@ -94,7 +100,7 @@ class HeadLedger:
 
     def grant(self, account: HeadAccount, measures: Tensor | None) -> None:
         """Take note of what heads may keep once the prompt is in; measures [L, Hk] are those of an allocate role that asked for them."""
-        account.tokens = self.evict.grants(self.allocate, self.plan.num_layers, self.plan.num_kv_heads, account.prompt, measures).tokens
+        account.tokens = self.evict.grants(self.allocate, self.plan.num_layers, self.plan.num_kv_heads, account.prompt, measures)[0]
         account.limits = None
 
     def cut(self, account: HeadAccount) -> tuple[list[int], Lengths]:
@@ -156,7 +162,7 @@ class HeadLedger:
         whole = self.heads * self.plan.pages(prompt)
         if not answer:
             return [whole]
-        if self.allocate.measured:
+        if self.measured:
             return [self.heads * self.plan.pages(prompt + answer)]
         return [max(whole, self._pages_decoding(self._behind(prompt, None), answer))]
 
@@ -170,7 +176,7 @@ class HeadLedger:
 
     def pages_after_prompt(self, prompt: int, chunk: int, answer: int) -> list[int]:
         """Return the most pages that a prompt takes once it is read, and an answer of so many tokens; measured heads are taken to be alike."""
-        alike = torch.ones(self.plan.num_layers, self.plan.num_kv_heads) if self.allocate.measured else None
+        alike = torch.ones(self.plan.num_layers, self.plan.num_kv_heads) if self.measured else None
         return [self._pages_decoding(self._behind(prompt, alike), answer)]
 
     def _behind(self, prompt: int, measures: Tensor | None) -> HeadAccount:

@@ -12,7 +12,7 @@ from plugins.cache.batch import Row
 from plugins.cache.eviction.per_head.pool import HeadPool
 from plugins.cache.ledgers.per_head import HeadAccount
 from plugins.cache.pages import Ints, Lengths, PageList
-from plugins.cache.roles import load_role
+from plugins.cache.roles import load_quantize
 from trtkv.plan import CachePlan
 
 
@@ -26,7 +26,7 @@ class MixedPool(HeadPool):
         """Allocate so many pages, and what slots have of their own."""
         assert plan.quantize is not None, "the plan encodes nothing"
         super().__init__(plan, num_pages, num_slots, device)
-        self.layers, self.quantize = plan.num_layers, load_role(plan.quantize.meaning)
+        self.layers, self.quantize = plan.num_layers, load_quantize(plan.quantize.meaning)
         self._tables: dict[int, Tensor] = {}
         for part in ("key", "value"):
             plain = self.pools[f"{part}s"]
@@ -114,7 +114,7 @@ class MixedPool(HeadPool):
     def decoded(self, part: str, layers: Sequence[int], b: int, count: int) -> Tensor:
         """Return what the first `count` codes of some layers' "key" or "value" stand for [n, Hk, count, D] fp32."""
         found = {name: self.entries(f"{part}_{name}", layers, b, count, True).flatten(0, 1) for name in ("codes", "scale")}
-        made: Tensor = self.quantize.decode({name: x.contiguous() for name, x in found.items()}, f"{part}s")
+        made = self.quantize.decode({name: x.contiguous() for name, x in found.items()}, "keys" if part == "key" else "values")
         laid: Tensor = made.unflatten(0, (len(layers), -1))
         return laid
 
