@@ -19,7 +19,7 @@ from plugins.cache.indexes.summary import kept_of, ranges, words
 from plugins.cache.support import gpu_ready, why_torch
 from plugins.cache.tiers.host.choose import settle
 from plugins.cache.tiers.host.copies import Route
-from plugins.cache.tiers.host.store import Offload, Recall
+from plugins.cache.tiers.host.store import Offload, Recall, RecordTier, Tier
 from plugins.select.summary import summary_kind
 from trtkv.bench.load import Work
 from trtkv.bench.profile import trace_streams
@@ -184,7 +184,7 @@ class Load:
         tiers = self.host.every if self.host else ()
         return state + [x for tier in tiers for x in (tier.held, tier.stamps, *self._rings(tier))]
 
-    def _rings(self, tier: Any) -> list[Tensor]:
+    def _rings(self, tier: Tier | RecordTier) -> list[Tensor]:
         shape = self._store().shape
         first = self.cache.num_slots * shape.frames
         return [pool[first:].view(self.cache.num_slots, shape.ring, *pool.shape[1:]) for pool in tier.pools]

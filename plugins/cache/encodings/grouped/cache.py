@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from plugins.cache.encodings.grouped.summaries import summarize_prompt, summariz
 from plugins.cache.formats import Format
 from plugins.cache.indexes import choose as by_kernels
 from plugins.cache.indexes.summary import kept_of
+from plugins.cache.ledgers.evicting import EvictingLedger
 from plugins.cache.ledgers.make import find_ledger
 from plugins.cache.tiers.host.store import Offload
 from plugins.config import OpConfig
@@ -40,11 +40,11 @@ class GroupedCache(CountedCache):
         """Allocate pages of codes and rings in a format that kernels know."""
         ledger = find_ledger(plan) if plan.evict is not None else None
         super().__init__(plan, num_pages, num_slots, device, dense_below, ledger, tier)
-        self.store = self._make_store(plan, form, self.num_pages, num_slots, self.device, ledger, tier)
+        self.store = self._make_store(form, ledger, tier)
         self.buffers, self.count = self.store.buffers, self.store.count
 
-    def _make_store(self, *given: Any) -> EncodedStore:
-        return EncodedStore(*given)
+    def _make_store(self, form: Format, ledger: EvictingLedger | None, tier: Offload | None) -> EncodedStore:
+        return EncodedStore(self.plan, form, self.num_pages, self.num_slots, self.device, ledger, tier)
 
     def append(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
         """Rotate and store the step's new tokens; what a decode step's token completes is encoded with it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,10 @@ from plugins.cache.encodings.grouped import launch as encoded
 from plugins.cache.encodings.grouped.store import EncodedStore, Prompt
 from plugins.cache.encodings.per_token import launch, reference
 from plugins.cache.encodings.per_token.launch import Stacks
-from trtkv.plan import EvictPlan
+from plugins.cache.formats import Format
+from plugins.cache.ledgers.evicting import EvictingLedger
+from plugins.cache.tiers.host.store import Offload
+from trtkv.plan import CachePlan, EvictPlan
 from trtkv.rules import Blend
 
 NEVER = 1 << 30  # tokens after which the append kernel would encode: here that is not its task
@@ -23,10 +25,13 @@ NEVER = 1 << 30  # tokens after which the append kernel would encode: here that 
 class PerTokenStore(EncodedStore):
     """The caches of all layers; `stacks` holds them by name, "keys" and "values" being the newest tokens [L, Z, Hk, 1, D]."""
 
-    def __init__(self, *args: Any, **more: Any) -> None:
+    def __init__(
+        self, plan: CachePlan, form: Format, num_pages: Sequence[int], num_slots: int, device: torch.device, ledger: EvictingLedger | None = None,
+        offload: Offload | None = None,
+    ) -> None:  # fmt: skip
         """Allocate as any encoded caches."""
         self.stacks = Stacks({})
-        super().__init__(*args, **more)
+        super().__init__(plan, form, num_pages, num_slots, device, ledger, offload)
         evict = self.plan.evict
         assert evict is not None and self.keeper is not None, "the plan evicts nothing"
         self.rule, self.scale = rule_of(evict), self.plan.head_dim**-0.5
