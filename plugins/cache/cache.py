@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from plugins.cache.batch import Row, StepGroup
 from plugins.cache.bytes import ByteCount
 from plugins.cache.ledgers.ledger import Ledger
 from plugins.cache.overrides import EVERYTHING, Overrides, least_budget
-from plugins.cache.pages import Lengths, PageList, Pages, by_group
+from plugins.cache.pages import HeadPages, Lengths, PageList, Pages, by_group
 from plugins.cache.tier import DeviceTier, Tier
 from plugins.config import OpConfig
 from plugins.device.dtypes import TORCH_DTYPES
@@ -352,10 +352,11 @@ class Cache(ABC):
         return torch.empty((rows, *map(int, spec.shape[1:])), dtype=TORCH_DTYPES[spec.dtype], device=device)
 
     def _group(
-        self, new: Sequence[int], stored: Sequence[int], slots: Sequence[int], pages: Sequence[Any], prompts: Sequence[int], seen: Sequence[int]
+        self, new: Sequence[int], stored: Sequence[int], slots: Sequence[int], pages: Sequence[PageList], prompts: Sequence[int], seen: Sequence[int]
     ) -> StepGroup:
         size, rows, start = self.plan.page_size, [], 0
         for count, total, slot, numbers, prompt, whole in zip(new, stored, slots, pages, prompts, seen, strict=True):
+            assert not isinstance(numbers, HeadPages), "rows have lists of pages of their own"
             rows.append(Row(start, count, total, slot, numbers, size, self.device, prompt, whole))
             start += count
         return StepGroup(rows, size, self.device)

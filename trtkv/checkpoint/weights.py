@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -125,7 +124,7 @@ class Checkpoint:
         return self._maps[file]
 
 
-def _view(buffer: Any, entry: Entry, offset: int) -> Tensor:
+def _view(buffer: mmap.mmap | bytearray, entry: Entry, offset: int) -> Tensor:
     with warnings.catch_warnings():
         # torch warns that a read-only buffer must not be written to; the docstring of `tensor` says so.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from trtkv.cli.output import notes, progress
 from trtkv.errors import UnknownName
 
+if TYPE_CHECKING:
+    from trtkv.bench.steps import Cell
 
-def compile_rows(cells: list[Any], sm: str) -> None:
+
+def compile_rows(cells: Sequence[Cell], sm: str) -> None:
     """Compile the kernels of rows for a compute capability; raises UnknownName for one that the compiler does not know."""
     from plugins.device import nvrtc, store
     from trtkv.bench.steps import compile_cells

@@ -221,7 +221,7 @@ class _Step:
                 picked, held = torch.tensor([index for index, _ in found]), torch.stack([one for _, one in found])
                 yield shadow.measure(node, what, layer, held, sides[0][1 + part][picked], sides[1][1 + part][picked])
 
-    def _located(self, stored: Sequence[Mapping[int, tuple[Tensor, Tensor]]]) -> Iterator[tuple[tuple[int, int], Any]]:
+    def _located(self, stored: Sequence[Mapping[int, tuple[Tensor, Tensor]]]) -> Iterator[tuple[tuple[int, int], tuple[Tensor, Tensor] | None]]:
         """Yield every compared row, as (its place among them, its place in the step), with the key and value [Hk, D] stored for it, or None."""
         places = {int(row): index for index, row in enumerate(self.rows)}
         for one, rows in zip(self._sequences(), stored, strict=True):

@@ -11,8 +11,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
 from pathlib import Path
-from typing import Any
 
 from trtkv.errors import CapacityError, TrtkvError
 from trtkv.eval.grid import Cell
@@ -37,6 +38,9 @@ class Failed:
     def error(self) -> Exception:
         """What to raise in the parent."""
         return RuntimeError(f"a worker failed:\n{self.trace}") if self.trace else TrtkvError(self.problem, self.fix)
+
+
+Event = Failed | tuple[str, float]  # why a worker ended, or a cell's key and the fraction of it that is done
 
 
 def run_cells(cells: Sequence[Cell], setup: Setup, directory: Path, jobs: int, progress: Progress, maker: SampleMaker | None = None) -> None:
@@ -70,7 +74,7 @@ def work_through(cells: Sequence[Cell], runner: Runner, results: Results, progre
 
 def _run_in_processes(cells: Sequence[Cell], setup: Setup, directory: Path, jobs: int, progress: Progress) -> None:
     context = multiprocessing.get_context("spawn")
-    events: Any = context.Queue()
+    events: Queue[Event] = context.Queue()
     workers = [
         context.Process(target=_worker, args=(_turned(cells, index, jobs), setup, directory, jobs, events), daemon=True) for index in range(jobs)
     ]
@@ -90,7 +94,7 @@ def _run_in_processes(cells: Sequence[Cell], setup: Setup, directory: Path, jobs
             worker.join()
 
 
-def _follow(workers: Sequence[Any], events: Any, progress: Progress) -> None:
+def _follow(workers: Sequence[BaseProcess], events: Queue[Event], progress: Progress) -> None:
     """Pass on what workers tell until all have ended; raises what ended one early."""
     ended = False
     while True:
@@ -116,7 +120,7 @@ def _turned(cells: Sequence[Cell], index: int, jobs: int) -> list[Cell]:
     return [*cells[start:], *cells[:start]]
 
 
-def _worker(cells: Sequence[Cell], setup: Setup, directory: Path, jobs: int, events: Any) -> None:
+def _worker(cells: Sequence[Cell], setup: Setup, directory: Path, jobs: int, events: Queue[Event]) -> None:
     import torch
 
     torch.set_num_threads(max(1, num_cpus() // jobs))
@@ -131,7 +135,7 @@ def _worker(cells: Sequence[Cell], setup: Setup, directory: Path, jobs: int, eve
 class _Teller:
     """Tells the parent how far a cell is, in steps that are worth it, and ends a worker whose parent has gone."""
 
-    def __init__(self, events: Any) -> None:
+    def __init__(self, events: Queue[Event]) -> None:
         self._events, self._told = events, 0.0
         self._parent = multiprocessing.parent_process()
 

@@ -6,9 +6,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -25,6 +25,8 @@ from trtkv.serve.backend import Answer, Backend, tokenizer_of
 from trtkv.serve.errors import ApiError, describe, status_of
 from trtkv.serve.schema import ChatRequest, CompletionRequest, Generation, refusal, user_error
 
+Body = TypeVar("Body", bound=Generation)
+T = TypeVar("T")
 LONG_CHARS = 8192  # a prompt beyond this is tokenized in another thread, so that other streams go on
 AT_ONCE = 128  # events of one answer that are written together: those of a slow reader may be thousands
 DISCARD_BYTES = 64 << 20  # of a body that is too large: read on so far, so that the client sees the answer
@@ -77,9 +79,9 @@ class OpenAI:
             raise ApiError(404, problem, fix, param="model", code="model_not_found")
         return self.backends[name]
 
-    async def _answer(self, body: Generation, read: Any) -> Response:
+    async def _answer(self, body: Body, read: Callable[[Backend, Body], Awaitable[Asked]]) -> Response:
         try:
-            asked: Asked = await read(self.find(body.model), body)
+            asked = await read(self.find(body.model), body)
             count = len(asked.prompts)
             default = asked.backend.facts.limits.max_seq_len if asked.shape.chat else COMPLETION_TOKENS
             params = [body.sampling(default, index % body.count) for index in range(count)]
@@ -118,7 +120,7 @@ def _text(backend: Backend, prompt: str | list[int]) -> str:
     return prompt if isinstance(prompt, str) else tokenizer_of(backend).decode(prompt)
 
 
-async def _aside(encode: Any, chars: int) -> Any:
+async def _aside(encode: Callable[[], T], chars: int) -> T:
     try:
         return await asyncio.to_thread(encode) if chars > LONG_CHARS else encode()
     except UnicodeError:
