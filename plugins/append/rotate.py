@@ -36,11 +36,12 @@ def _norm_heads(qk: Tensor, q_weight: Tensor, k_weight: Tensor, config: OpConfig
 
 def _angles(step: StepGroup, positions: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
     """Return cosines and sines [T, 1, D / 2] fp32, looked up once a step."""
-    if "angles" not in step.shared:
-        rows = rope.index_select(0, positions)[:, None]
-        half = rope.shape[1] // 2
-        step.shared["angles"] = (rows[..., :half], rows[..., half:])
-    return step.shared["angles"]  # type: ignore[return-value]
+
+    def look_up() -> tuple[Tensor, Tensor]:
+        rows, half = rope.index_select(0, positions)[:, None], rope.shape[1] // 2
+        return rows[..., :half], rows[..., half:]
+
+    return step.once("angles", look_up)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
