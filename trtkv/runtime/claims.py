@@ -32,34 +32,34 @@ from trtkv.runtime.pages import GroupPages, HeadPageAllocator, PageAllocator
 from trtkv.runtime.scheduler import Scheduler
 from trtkv.runtime.sequence import Running
 
-Own = TypeVar("Own", bound=Pages)
+Held = TypeVar("Held", bound=Pages)
 
 
 @dataclass(slots=True)
-class Claim(Generic[Own]):
+class Claim(Generic[Held]):
     """The most pages of each pool that an admitted sequence still takes, and the pages that it owns."""
 
     most: list[int]
-    pages: Own
+    pages: Held
 
 
-class ClaimScheduler(Scheduler, Generic[Own]):
+class ClaimScheduler(Scheduler, Generic[Held]):
     """Shares slots and pages among sequences whose caches shrink."""
 
     def __init__(self, plan: CachePlan, limits: Limits, slots: list[int], ledger: ShrinkingLedger) -> None:
         """Share pages by a session's ledger, which knows what is stored."""
         super().__init__(plan, limits, slots)
-        self._claims: dict[Running, Claim[Own]] = {}
+        self._claims: dict[Running, Claim[Held]] = {}
         self._chunk, self._shrinking = claimed_chunk(limits), ledger
 
     def check(self, tokens: Sequence[int], max_tokens: int) -> None:
         """Raise RequestError for a prompt that can never be served."""
         self._check_length(tokens, max_tokens)
         answer = min(max_tokens, self.limits.max_seq_len - len(tokens))
-        for need, there in zip(self._pages_for(len(tokens), answer), self._there(), strict=True):
-            if need > there:
+        for need, size in zip(self._pages_for(len(tokens), answer), self._pool_sizes(), strict=True):
+            if need > size:
                 raise RequestError(
-                    f"prompt and answer take {need} pages of the cache, which has {there}", "Lower max-tokens or give the cache more memory."
+                    f"prompt and answer take {need} pages of the cache, which has {size}", "Lower max-tokens or give the cache more memory."
                 )
 
     def stored(self, sequence: Running) -> None:
@@ -69,7 +69,7 @@ class ClaimScheduler(Scheduler, Generic[Own]):
         if sequence.seen == sequence.num_prompt:
             claim.most = self._shrinking.pages_to_end(sequence.slot, sequence.max_tokens)
 
-    def owned(self, one: Running) -> Own:
+    def owned(self, one: Running) -> Held:
         """Return the pages of a running sequence."""
         return self._claims[one].pages
 
@@ -77,7 +77,7 @@ class ClaimScheduler(Scheduler, Generic[Own]):
         return self.owned(one)
 
     @abstractmethod
-    def _there(self) -> list[int]:
+    def _pool_sizes(self) -> list[int]:
         """Return the pages of each pool."""
 
     @abstractmethod
@@ -85,18 +85,18 @@ class ClaimScheduler(Scheduler, Generic[Own]):
         """Return the pages of each pool that nobody owns and nobody in the running will want."""
 
     @abstractmethod
-    def _no_pages(self) -> Own:
+    def _no_pages(self) -> Held:
         """Return what a sequence owns that begins."""
 
     @abstractmethod
-    def _cut_back(self, one: Running, pages: Own) -> Own:
+    def _cut_back(self, one: Running, pages: Held) -> Held:
         """Return pages that a sequence no longer fills to their pool, but for one in hand; returns what it still owns.
 
         Without that page a sequence that fills its last page in every step would return and take one for ever.
         """
 
     @abstractmethod
-    def _give(self, pages: Own) -> None:
+    def _give(self, pages: Held) -> None:
         """Return all pages of a sequence."""
 
     def _begin(self, one: Running) -> bool:
@@ -142,7 +142,7 @@ class GroupClaimScheduler(ClaimScheduler[list[list[int]]]):
         if sequence is self._read and sequence.seen >= sequence.num_prompt:
             self._read = None
 
-    def _there(self) -> list[int]:
+    def _pool_sizes(self) -> list[int]:
         return [pool.num_pages for pool in self._pools]
 
     def _unclaimed(self) -> list[int]:
@@ -192,7 +192,7 @@ class HeadClaimScheduler(ClaimScheduler[HeadPages]):
         super().__init__(plan, limits, slots, ledger)
         self._pool, self._ledger = pages, ledger
 
-    def _there(self) -> list[int]:
+    def _pool_sizes(self) -> list[int]:
         return [self._pool.num_pages]
 
     def _unclaimed(self) -> list[int]:
