@@ -56,7 +56,7 @@ def kept(rig: Rig, layer: int, slot: int) -> list[tuple[list[int], list[bool]]]:
     pool, compactor = cache.pool, cache.compactor
     account, b = compactor.ledger.find(slot), next(b for b, row in enumerate(pool.rows) if row.slot == slot)
     pool.stored[:, b] = account.stored
-    view = compactor.view(layer, b, account)
+    view = compactor.view_of([layer], b, account)
     return list(zip(view.positions.tolist(), view.was_coded.tolist(), strict=True))
 
 

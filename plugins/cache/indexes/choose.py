@@ -35,8 +35,9 @@ def select(cache: Cache, layer: int, config: OpConfig, inputs: Sequence[Tensor],
     group = cache.plan.page_groups[layer]
     asking = query if step.decoding else query.index_select(0, starts[1:] - 1)
     if plan.speculative:
-        remembered, tau = cache.buffer("previous_query", layer), plan.tau
-        asking = speculate(asking, remembered, slots, cache.overrides.taus, tau, config.num_kv_heads)
+        assert plan.tau is not None, "the role has no bound of the cosine"
+        remembered = cache.buffer("previous_query", layer)
+        asking = speculate(asking, remembered, slots, cache.overrides.taus, plan.tau, config.num_kv_heads)
         if fresh:  # a prompt's query is nobody's previous query
             remembered.index_fill_(0, step.fresh_slots, torch.nan)
     told = take(cache, layer) if asking is query else None
@@ -64,13 +65,15 @@ def choose_units(
             _score_and_choose(cache, layer, config, plan, summary, query, lens, table, out, together, own, overlap, told)
             return
     desk = _desk(cache, config, plan, table, ahead is not None)
-    score = {"budget": cache.scores_from(layer) - (ahead is not None), "scale": config.scale, "overlap": overlap}
+    budget, scale = cache.scores_from(layer) - (ahead is not None), config.scale
     if summary.scorer == "fier":
         bits, extremes = words(cache, layer), ranges(cache, layer)
-        handed = desk.scores, desk.parts
-        launch.fier_score(query, bits, extremes, table, lens, *handed, page_size=cache.plan.page_size, pooling=plan.pooling, told=told, **score)
+        launch.fier_score(
+            query, bits, extremes, table, lens, desk.scores, desk.parts, page_size=cache.plan.page_size, budget=budget, scale=scale,
+            pooling=plan.pooling, overlap=overlap, told=told,
+        )  # fmt: skip
     else:
-        _score_pages(cache, layer, plan, summary, query, lens, table, desk, **score)
+        _score_pages(cache, layer, plan, summary, query, lens, table, desk, budget=budget, scale=scale, overlap=overlap)
     beside = overlap and (summary.scorer == "fier" or cache.overlaps(table, bulky=True))  # pages' scorer was slowed down, for many tokens
     launch.select_units(
         desk.scores, desk.parts, lens if ahead is None else ahead, out, budget=cache.reads_all_up_to(layer), sink=plan.sink, window=plan.window,
@@ -116,14 +119,19 @@ def _score_and_choose(
     cache: Cache, layer: int, config: OpConfig, plan: SelectPlan, summary: Summary, query: Tensor, lens: Tensor, table: Tensor, out: Tensor,
     together: _Together, own: launch.OwnBudgets | None, overlap: bool, told: Tensor | None,
 ) -> None:  # fmt: skip
-    handed, sizes = (out, together.mail, together.stamps, together.fused), {"sink": plan.sink, "window": plan.window}
-    common = {"budget": cache.reads_all_up_to(layer), "own": own, "scale": config.scale, "pooling": plan.pooling, "overlap": overlap, **sizes}
+    handed, budget = (out, together.mail, together.stamps, together.fused), cache.reads_all_up_to(layer)
     if summary.scorer == "fier":
         bits, extremes = words(cache, layer), ranges(cache, layer)
-        launch_fused.fier_select(query, bits, extremes, table, lens, *handed, page_size=cache.plan.page_size, told=told, **common)
+        launch_fused.fier_select(
+            query, bits, extremes, table, lens, *handed, page_size=cache.plan.page_size, budget=budget, scale=config.scale, pooling=plan.pooling,
+            sink=plan.sink, window=plan.window, own=own, overlap=overlap, told=told,
+        )  # fmt: skip
         return
     vectors, beside, cut = _index(cache, layer, plan, summary, lens, table, together.cut, budget=cache.scores_from(layer), overlap=overlap)
-    launch_fused.page_select(query, vectors, beside, table, lens, *handed, kind=summary.scorer, unit=plan.unit, cut=cut, **common)
+    launch_fused.page_select(
+        query, vectors, beside, table, lens, *handed, kind=summary.scorer, unit=plan.unit, budget=budget, scale=config.scale, pooling=plan.pooling,
+        sink=plan.sink, window=plan.window, own=own, cut=cut, overlap=overlap,
+    )  # fmt: skip
 
 
 def _index(

@@ -35,9 +35,7 @@ class Desk:
 
 def ring_table(away: Away, step: StepGroup, slots: Tensor) -> Tensor:
     """Return the rows of the pages that decode steps write codes to, [B, M] int32, of sequences in slots [B]; made once for all layers of a step."""
-    if "rings" not in step.shared:
-        step.shared["rings"] = away.table.index_select(0, slots)
-    return step.shared["rings"]  # type: ignore[return-value]
+    return step.once("rings", lambda: away.table.index_select(0, slots))
 
 
 def attend(
@@ -70,10 +68,7 @@ def _recall_ahead(
 ) -> None:  # fmt: skip
     """Recall what this step's query chooses for the next one, beside what follows of this one; complete pages go to the host."""
     offload, step = away.offload, cache.step(layer)
-    if ("next", len(lens)) not in step.shared:
-        step.shared["next", len(lens)] = lens + 1
-    ahead = step.shared["next", len(lens)]
-    assert isinstance(ahead, Tensor)
+    ahead = step.once(("next", len(lens)), lambda: lens + 1)
     offload.kept += (query, lens, slots, table, ahead)
     with offload.lane.behind():
         choose_units(cache, layer, config, plan, query, lens, slots, table, likely, ahead=ahead)
@@ -86,6 +81,6 @@ def _recall_ahead(
 
 def _furnish(cache: Cache, offload: Offload, batch: int, chosen: Tensor) -> Desk:
     shape = offload.shape
-    make = lambda *size: torch.zeros(size, dtype=torch.int32, device=cache.device)  # noqa: E731
     likely = chosen.new_zeros(len(shape.layers), *chosen.shape)
-    return Desk(torch.zeros_like(chosen), likely, make(batch, chosen.shape[1], 1 + 2 * shape.frames))
+    pending = torch.zeros(batch, chosen.shape[1], 1 + 2 * shape.frames, dtype=torch.int32, device=cache.device)
+    return Desk(torch.zeros_like(chosen), likely, pending)

@@ -190,10 +190,9 @@ class HostCache(PagedCache):
 
     def _make_exchange(self, batch: int) -> Exchange:
         shape, heads = self.host.shape, self.plan.num_kv_heads
-        make = lambda *size: torch.zeros(size, dtype=torch.int32, device=self.device)  # noqa: E731
-        lists = (batch, heads, shape.entries + 1)
-        likely = make(len(shape.layers), *lists)
-        return Exchange(make(5, batch), make(*lists), make(batch, shape.places), likely, make(batch, heads, 1 + 2 * shape.frames))
+        lists, pending = (batch, heads, shape.entries + 1), (batch, heads, 1 + 2 * shape.frames)
+        sizes = (5, batch), lists, (batch, shape.places), (len(shape.layers), *lists), pending
+        return Exchange(*(torch.zeros(size, dtype=torch.int32, device=self.device) for size in sizes))
 
     def _selecting(self, layer: int) -> SelectPlan:
         plan = self.plan.select[layer]
