@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from plugins.append import launch_token
-from plugins.device import triton_aot
-from plugins.device.driver import Kernel, arch
+from plugins.device import kernel
+from plugins.device.driver import arch
+from plugins.device.dtypes import TRITON_DTYPES
+from plugins.device.kernel import TritonKernel, typed
+from plugins.device.triton_aot import TritonSpec
 from trtkv.errors import EngineError
 
 NONE, FIER, MINMAX, CUBOID, BALL_MEAN, BALL_MAX, MEAN = range(7)  # what is kept of a group, as in kernel.py, which needs Triton
 KINDS = {None: NONE, "fier": FIER, "minmax": MINMAX, "cuboid": CUBOID, "ball-mean": BALL_MEAN, "ball-max": BALL_MAX, "mean": MEAN}
 NO_GROUP = 16  # tokens of a block where nothing is summarized
-_SOURCE = Path(__file__).parent / "kernel.py"
-_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_ALIGNED = ("qkv", "rope", "out", "keys", "values", "bits", "meta", "qkv_stride", "page_size")
+SOURCE = Path(__file__).parent / "kernel.py"
+APPEND = TritonKernel(
+    SOURCE, "append_kernel",
+    {
+        "qkv": "*real", **typed("*i32", "positions", "starts", "lens", "table", "homes", "slots", "rings"), "rope": "*fp32",
+        **typed("*norm", "q_weight", "k_weight"), **typed("*real", "out", "keys", "values"), "bits": "*bits", "meta": "*meta",
+        **typed("i32", "qkv_stride", "table_stride", "page_size", "early", "ring_stride"), "eps": "fp32",
+    },
+    aligned=("qkv", "rope", "out", "keys", "values", "bits", "meta", "qkv_stride", "page_size"),
+)  # fmt: skip
 
 
 def launch(
@@ -58,39 +67,31 @@ def launch(
     heads_q = qkv.shape[1] // dim - 2 * heads_kv
     q_weight, k_weight = norms or (rope, rope)
     bits, meta = keys if bits is None else bits, keys if meta is None else meta
-    kernel = append_kernel(heads_q, heads_kv, dim, group, summary, norms is not None, _TYPES[keys.dtype], arch(), heads is not None, sink)
+    dtype = TRITON_DTYPES[keys.dtype]
+    spec = append_kernel(heads_q, heads_kv, dim, group, summary, norms is not None, dtype, arch(), heads is not None, sink)
     homes, slots, rings = (table if homes is None else homes), (lens if slots is None else slots), (lens if rings is None else rings)
-    pointers = [
-        one.data_ptr() for one in (qkv, positions, starts, lens, table, homes, slots, rings, rope, q_weight, k_weight, out, keys, values, bits, meta)
-    ]
+    tensors = (qkv, positions, starts, lens, table, homes, slots, rings, rope, q_weight, k_weight, out, keys, values, bits, meta)
     blocks = 1 if longest == 1 else (longest + group - 2) // group + 1
     grid = (blocks, heads_kv + heads_q, lens.shape[-1])
-    stream = torch.cuda.current_stream().cuda_stream
     numbers = (qkv.stride(0), table.stride(-2), page_size, int(early), rings.stride(0), eps)
-    triton_aot.launch(kernel, grid, stream, (*pointers, *numbers), overlap=overlap)
+    kernel.launch(spec, grid, (*tensors, *numbers), overlap=overlap)
 
 
 def append_kernel(
     heads_q: int, heads_kv: int, dim: int, group: int, summary: int, norm: bool, dtype: str, arch: str, ragged: bool = False, sink: int = -1
-) -> Kernel:  # fmt: skip
-    """Load the kernel for a shape; dtype is Triton's name of what activations and cache hold.
+) -> TritonSpec:  # fmt: skip
+    """Return the kernel for a shape; dtype is Triton's name of what activations and cache hold.
 
     From sm_90 on it can always overlap with the kernel before it: launched without leave to do so, its waiting costs nothing.
     """
-    real, index = f"*{dtype}", "*i32"
-    norms = real if norm else "*fp32"
-    signature: tuple[tuple[str, str | int | bool], ...] = (
-        ("qkv", real), ("positions", index), ("starts", index), ("lens", index), ("table", index), ("homes", index),
-        ("slots", index), ("rings", index), ("rope", "*fp32"),
-        ("q_weight", norms), ("k_weight", norms), ("out", real), ("keys", real), ("values", real),
-        *summary_types(summary, real),
-        ("qkv_stride", "i32"), ("table_stride", "i32"), ("page_size", "i32"), ("early", "i32"), ("ring_stride", "i32"), ("eps", "fp32"),
-        ("HEADS_Q", heads_q), ("HEADS_KV", heads_kv), ("D", dim), ("BLOCK_D", 1 << (dim - 1).bit_length()), ("GROUP", group),
-        ("SUMMARY", summary), ("NORM", norm), ("OVERLAP", int(arch) >= 90), ("RAGGED", ragged), ("SINK", sink),
-    )  # fmt: skip
-    return triton_aot.load(_SOURCE, "append_kernel", signature, _ALIGNED, 4, arch)
+    types = (("norm", dtype if norm else "fp32"), *summary_types(summary, dtype))
+    constants = {
+        "HEADS_Q": heads_q, "HEADS_KV": heads_kv, "D": dim, "BLOCK_D": 1 << (dim - 1).bit_length(), "GROUP": group, "SUMMARY": summary,
+        "NORM": norm, "OVERLAP": int(arch) >= 90, "RAGGED": ragged, "SINK": sink,
+    }  # fmt: skip
+    return APPEND.variant(arch, constants, dtype, types=types)
 
 
-def summary_types(summary: int, real: str) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Return the types in Triton of the two parts of a summary, of keys of a type."""
-    return ("bits", "*i32" if summary == FIER else "*fp32" if summary == MEAN else real), ("meta", "*fp16" if summary == FIER else real)
+def summary_types(summary: int, dtype: str) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Return Triton's names of what the two parts of a summary hold, of keys of a dtype."""
+    return ("bits", "i32" if summary == FIER else "fp32" if summary == MEAN else dtype), ("meta", "fp16" if summary == FIER else dtype)

@@ -8,18 +8,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plugins.device import nvrtc
+from plugins.device import kernel
 from plugins.device.driver import BESIDE_PERCENT, CACHING_PERCENT
-from plugins.device.nvrtc import Float, Int, Kernel, Long, Pointer
-from plugins.device.spec import shared_limit
-from plugins.select.launch import POOLS, OwnBudgets, arch, stream
+from plugins.device.kernel import CudaKernel
+from plugins.device.nvrtc import CudaSpec
+from plugins.device.spec import Float, Int, Long, Pointer, shared_limit
+from plugins.select.launch import POOLS, OwnBudgets, arch
 from plugins.select.launch_pages import KINDS
 from plugins.select.summary import Summary, shares_selection
 from trtkv.plan import SelectPlan
 
 _HERE = Path(__file__).parent
-_FIER = (Pointer,) * 13 + (Int, Int, Int, Long) + (Int,) * 6 + (Float,)
-_PAGES = (Pointer,) * 13 + (Int, Int, Int, Long) + (Int,) * 6 + (Float,)
+_TYPES = (Pointer,) * 13 + (Int, Int, Int, Long) + (Int,) * 6 + (Float,)
+FIER = CudaKernel(_HERE / "fier_select.cu", "fier_select", _TYPES)
+PAGES = CudaKernel(_HERE / "page_select.cu", "page_select", _TYPES)
 LOG2_E = 1.4426950408889634
 STAGES = (8, 4)  # groups of a warp in flight: as many as shared memory has room for
 MOST_SMS = 160  # multiprocessors of a device that are used: blocks of a row, as in exchange.cuh
@@ -121,12 +123,13 @@ def fier_select(
     """
     heads, dim = bits.shape[1], bits.shape[-1]
     group = q.shape[1] // dim // heads
-    kernel = fused_kernel(dim, group, pooling, plan, q.dtype == torch.bfloat16, arch())
+    spec = fused_kernel(dim, group, pooling, plan, q.dtype == torch.bfloat16, arch())
     slots, budgets, below = (None, None, 0) if own is None else (own.slots, own.budgets, own.dense_below)
-    given = (q, bits, meta, table, lens, out, slots, budgets, mail, stamps, scores, parts, told)
-    values = (*(0 if one is None else one.data_ptr() for one in given), q.stride(0), table.stride(0), page_size // 32,
-              0 if scores is None else scores.shape[2], budget, below, out.shape[2] - 1, sink, window, plan.room, scale * LOG2_E)  # fmt: skip
-    kernel.launch((plan.blocks, heads, lens.shape[0]), 32 * plan.warps, plan.shared, stream(), values, overlap=overlap, cooperative=True)
+    tensors = (q, bits, meta, table, lens, out, slots, budgets, mail, stamps, scores, parts, told)
+    values = (*tensors, q.stride(0), table.stride(0), page_size // 32, 0 if scores is None else scores.shape[2], budget, below, out.shape[2] - 1,
+              sink, window, plan.room, scale * LOG2_E)  # fmt: skip
+    grid = (plan.blocks, heads, lens.shape[0])
+    kernel.launch(spec, grid, values, threads=32 * plan.warps, shared=plan.shared, overlap=overlap, cooperative=True)
 
 
 def page_select(
@@ -137,29 +140,28 @@ def page_select(
     """Score and choose pages: arguments as of `launch_pages.score_pages` and `fier_select`."""
     heads, per_page, dim = vectors.shape[1], vectors.shape[2], vectors.shape[-1]
     group = q.shape[1] // dim // heads
-    kernel = page_kernel(kind, dim, group, pooling, plan, per_page, q.dtype == torch.bfloat16, arch(), forced=cut is not None)
+    spec = page_kernel(kind, dim, group, pooling, plan, per_page, q.dtype == torch.bfloat16, arch(), forced=cut is not None)
     slots, budgets, below = (None, None, 0) if own is None else (own.slots, own.budgets, own.dense_below)
-    given = (q, vectors, beside, cut, table, lens, out, slots, budgets, mail, stamps, scores, parts)
-    values = (*(0 if one is None else one.data_ptr() for one in given), q.stride(0), table.stride(0), unit, 0 if scores is None else scores.shape[2],
-              budget, below, out.shape[2] - 1, sink, window, plan.room, scale * LOG2_E)  # fmt: skip
-    kernel.launch((plan.blocks, heads, lens.shape[0]), 32 * plan.warps, plan.shared, stream(), values, overlap=overlap, cooperative=True)
+    tensors = (q, vectors, beside, cut, table, lens, out, slots, budgets, mail, stamps, scores, parts)
+    values = (*tensors, q.stride(0), table.stride(0), unit, 0 if scores is None else scores.shape[2], budget, below, out.shape[2] - 1, sink, window,
+              plan.room, scale * LOG2_E)  # fmt: skip
+    grid = (plan.blocks, heads, lens.shape[0])
+    kernel.launch(spec, grid, values, threads=32 * plan.warps, shared=plan.shared, overlap=overlap, cooperative=True)
 
 
-def fused_kernel(dim: int, group: int, pooling: str, plan: Fused, bf16: bool, arch: str) -> Kernel:
-    """Load the kernel of one-bit keys for a shape."""
-    defines = (*_defines(dim, group, pooling, plan), f"-DSTAGES={plan.stages}", *(("-DBF16",) if bf16 else ()))
-    return nvrtc.load(_HERE / "fier_select.cu", "fier_select", _FIER, defines, arch, shared_limit(arch) - _STATIC)
+def fused_kernel(dim: int, group: int, pooling: str, plan: Fused, bf16: bool, arch: str) -> CudaSpec:
+    """Return the kernel of one-bit keys for a shape."""
+    return FIER.variant(arch, shared=shared_limit(arch) - _STATIC, **_shape(dim, group, pooling, plan), STAGES=plan.stages, BF16=bf16)
 
 
-def page_kernel(kind: str, dim: int, group: int, pooling: str, plan: Fused, per_page: int, bf16: bool, arch: str, *, forced: bool) -> Kernel:
-    """Load the kernel of pages for a shape."""
+def page_kernel(kind: str, dim: int, group: int, pooling: str, plan: Fused, per_page: int, bf16: bool, arch: str, *, forced: bool) -> CudaSpec:
+    """Return the kernel of pages for a shape."""
     once = plan.room <= plan.warps * round_pages(kind, dim)
-    flags = [*(["-DONCE"] if once else []), *(["-DFORCED"] if forced else []), *(["-DBF16"] if bf16 else [])]
-    defines = (*_defines(dim, group, pooling, plan), f"-DKIND={KINDS[kind]}", f"-DPER_PAGE={per_page}", *flags)
+    shape = {**_shape(dim, group, pooling, plan), "KIND": KINDS[kind], "PER_PAGE": per_page}
     # The first-level cache holds what is under way: beside a kernel in front that leaves it little, the launch took a third longer.
     # Where little is under way, blocks of the kernels around it find place beside its own.
     percent = BESIDE_PERCENT if once else CACHING_PERCENT
-    return nvrtc.load(_HERE / "page_select.cu", "page_select", _PAGES, defines, arch, shared_limit(arch) - _STATIC, percent=percent)
+    return PAGES.variant(arch, shared=shared_limit(arch) - _STATIC, percent=percent, **shape, ONCE=once, FORCED=forced, BF16=bf16)
 
 
 def round_pages(kind: str, dim: int) -> int:
@@ -168,11 +170,9 @@ def round_pages(kind: str, dim: int) -> int:
     return 16 * (4 // vectors if pieces <= 2 else 2 // vectors if pieces <= 4 else 1)
 
 
-def _defines(dim: int, group: int, pooling: str, plan: Fused) -> tuple[str, ...]:
-    pool = POOLS[pooling] if group > 1 else 0
-    shape = {"D": dim, "GROUP_HEADS": group, "POOL": pool, "HEADS": 1 if pool else group, "MAXIMUM": int(pooling == "softmax-max" and group > 1),
-             "WARPS": plan.warps}  # fmt: skip
-    return tuple(f"-D{name}={value}" for name, value in shape.items())
+def _shape(dim: int, group: int, pooling: str, plan: Fused) -> dict[str, int]:
+    pool, maximum = POOLS[pooling] if group > 1 else 0, int(pooling == "softmax-max" and group > 1)
+    return {"D": dim, "GROUP_HEADS": group, "POOL": pool, "HEADS": 1 if pool else group, "MAXIMUM": maximum, "WARPS": plan.warps}
 
 
 def _marks_bytes(room: int) -> int:

@@ -28,7 +28,7 @@ from plugins.cache.support import in_torch
 from plugins.config import OpConfig
 from plugins.device import driver, nvrtc, store, triton_aot
 from plugins.device.spec import Binary
-from plugins.kernels import FOLDER, kernels_for, request
+from plugins.kernels import FOLDER, kernels_for
 from plugins.select.choose import speculative_query
 from plugins.select.launch_speculate import speculate
 from tests.gpu.check_retrieval import check_chain
@@ -72,7 +72,7 @@ def load_all(directory: Path, manifest: Manifest) -> float:
     store.register(directory / FOLDER)
     store._load.cache_clear()
     started = time.perf_counter()
-    request(manifest.cache, manifest.model, manifest.limits, driver.arch())
+    store.load_all(kernels_for(manifest.cache, manifest.model, manifest.limits, driver.arch()))
     return (time.perf_counter() - started) * 1e3
 
 
@@ -187,8 +187,7 @@ def first_run(directory: Path, manifest: Manifest) -> float | None:
             store.write(store.user_folder(), spec, replace(spec, arch="120" if driver.arch() == "90" else "90").compile())
     store._load.cache_clear()
     started = time.perf_counter()
-    for spec in specs:
-        store.load(spec)
+    store.load_all(specs)
     seconds = time.perf_counter() - started
     if manifest.cache.policy == "fier":
         check_append(manifest, [701, 96, 400], [250, 96, 1], f"{directory.name} first run")

@@ -6,6 +6,7 @@ Run it on a machine with a GPU: python -m tests.gpu.check_lists [--seed N] [--sh
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from plugins.cache.encodings.grouped import launch, launch_list, reference, summ
 from plugins.cache.indexes import fier_layout
 from plugins.cache.indexes.summary import Kept
 from plugins.device.driver import arch
+from plugins.device.spec import Spec
 from tests.gpu.check_stores import DEV, Case, expect, main, small
 
 
@@ -28,14 +30,14 @@ class ListCase(Case):
         self.summed = unit if unit >= 16 else 32
         self.label += f", {most} x {unit} tokens"
 
-    def kernels(self, name: str) -> None:
-        """Ask for every kernel."""
-        super().kernels(name)
+    def kernels(self, name: str) -> Iterator[Spec]:
+        """Yield every kernel."""
+        yield from super().kernels(name)
         dtype = "bf16" if self.dtype == torch.bfloat16 else "fp16"
-        launch_list.list_kernel(self.format, self.dim, self.group, self.unit, self.dtype == torch.bfloat16, name)
+        yield launch_list.list_kernel(self.format, self.dim, self.group, self.unit, self.dtype == torch.bfloat16, name)
         for step in (False, True):
             for group, kind in ((self.summed, MINMAX), (32, FIER)):
-                summaries.summary_kernel(self.format, self.heads, self.dim, group, kind, step, dtype, name)
+                yield summaries.summary_kernel(self.format, self.heads, self.dim, group, kind, step, dtype, name)
 
     def fill(self) -> None:
         """Allocate, and encode and summarize a prompt for every sequence."""
