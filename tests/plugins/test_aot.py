@@ -14,8 +14,8 @@ import torch
 
 from plugins.device import nvrtc, store, triton_aot
 from plugins.device.driver import Refused
-from plugins.device.nvrtc import CudaSpec, Int, Pointer
-from plugins.device.spec import Binary, Spec, shared_limit
+from plugins.device.nvrtc import CudaSpec
+from plugins.device.spec import Binary, Int, Pointer, Spec, shared_limit
 from plugins.device.triton_aot import TritonSpec
 from plugins.kernels import kernels_for
 from plugins.linear import launch as linear
