@@ -86,10 +86,20 @@ class Fused:
         shared = _marks_bytes(room) + heads * (room + 8) * 2
         return Fused(rows, blocks, FEW_WARPS, 0, room, heads, shared) if shared + _STATIC <= shared_limit(arch) else None
 
-    def allocate(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
-        """Allocate what blocks tell each other, int32, and the rows' stamps [R] int32, all zero."""
+    def allocate(self, device: torch.device | str) -> Exchange:
+        """Allocate what its blocks exchange, all zero."""
         words = self.blocks * (self.heads + _COUNT_WORDS + _SHORT_MAIL[1]) + _CROWD + _SHORT_MAIL[0]
-        return torch.zeros(self.rows, words, 4, dtype=torch.int32, device=device), torch.zeros(self.rows, dtype=torch.int32, device=device)
+        messages = torch.zeros(self.rows, words, 4, dtype=torch.int32, device=device)
+        return Exchange(self, messages, torch.zeros(self.rows, dtype=torch.int32, device=device))
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A launch and what its blocks exchange: messages [R, words, 4] and the rows' stamps [R], int32. Launches that share it follow each other."""
+
+    plan: Fused
+    messages: Tensor
+    stamps: Tensor
 
 
 def plan_for(plan: SelectPlan, summary: Summary, batch: int, heads: int, group: int, dim: int, units: int, sms: int, arch: str) -> Fused | None:
@@ -112,20 +122,19 @@ def plans_on_any(plan: SelectPlan, summary: Summary, batch: int, heads: int, gro
 
 
 def fier_select(
-    q: Tensor, bits: Tensor, meta: Tensor, table: Tensor, lens: Tensor, out: Tensor, mail: Tensor, stamps: Tensor, plan: Fused, *,
+    q: Tensor, bits: Tensor, meta: Tensor, table: Tensor, lens: Tensor, out: Tensor, exchange: Exchange, *,
     page_size: int, budget: int, scale: float, pooling: str, sink: int, window: int, own: OwnBudgets | None = None, overlap: bool = False,
     scores: Tensor | None = None, parts: Tensor | None = None, told: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Score and choose: arguments as of `launch.fier_score` and `launch.select_units`, mail and stamps as the plan allocates them.
+    """Score and choose: arguments as of `launch.fier_score` and `launch.select_units`.
 
-    scores [R, heads, stride] and parts [R, blocks, heads, 4] are written as the scorer does where they are given. Launches that share mail must
-    follow each other.
+    scores [R, heads, stride] and parts [R, blocks, heads, 4] are written as the scorer does where they are given.
     """
     heads, dim = bits.shape[1], bits.shape[-1]
-    group = q.shape[1] // dim // heads
+    group, plan = q.shape[1] // dim // heads, exchange.plan
     spec = fused_kernel(dim, group, pooling, plan, q.dtype == torch.bfloat16, arch())
     slots, budgets, below = (None, None, 0) if own is None else (own.slots, own.budgets, own.dense_below)
-    tensors = (q, bits, meta, table, lens, out, slots, budgets, mail, stamps, scores, parts, told)
+    tensors = (q, bits, meta, table, lens, out, slots, budgets, exchange.messages, exchange.stamps, scores, parts, told)
     values = (*tensors, q.stride(0), table.stride(0), page_size // 32, 0 if scores is None else scores.shape[2], budget, below, out.shape[2] - 1,
               sink, window, plan.room, scale * LOG2_E)  # fmt: skip
     grid = (plan.blocks, heads, lens.shape[0])
@@ -133,16 +142,16 @@ def fier_select(
 
 
 def page_select(
-    q: Tensor, vectors: Tensor, beside: Tensor | None, table: Tensor, lens: Tensor, out: Tensor, mail: Tensor, stamps: Tensor, plan: Fused, *,
+    q: Tensor, vectors: Tensor, beside: Tensor | None, table: Tensor, lens: Tensor, out: Tensor, exchange: Exchange, *,
     kind: str, unit: int, budget: int, scale: float, pooling: str, sink: int, window: int, own: OwnBudgets | None = None, cut: Tensor | None = None,
     overlap: bool = False, scores: Tensor | None = None, parts: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Score and choose pages: arguments as of `launch_pages.score_pages` and `fier_select`."""
     heads, per_page, dim = vectors.shape[1], vectors.shape[2], vectors.shape[-1]
-    group = q.shape[1] // dim // heads
+    group, plan = q.shape[1] // dim // heads, exchange.plan
     spec = page_kernel(kind, dim, group, pooling, plan, per_page, q.dtype == torch.bfloat16, arch(), forced=cut is not None)
     slots, budgets, below = (None, None, 0) if own is None else (own.slots, own.budgets, own.dense_below)
-    tensors = (q, vectors, beside, cut, table, lens, out, slots, budgets, mail, stamps, scores, parts)
+    tensors = (q, vectors, beside, cut, table, lens, out, slots, budgets, exchange.messages, exchange.stamps, scores, parts)
     values = (*tensors, q.stride(0), table.stride(0), unit, 0 if scores is None else scores.shape[2], budget, below, out.shape[2] - 1, sink, window,
               plan.room, scale * LOG2_E)  # fmt: skip
     grid = (plan.blocks, heads, lens.shape[0])

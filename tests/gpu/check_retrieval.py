@@ -103,7 +103,7 @@ def check_fused(case: Case, budget: int, sink: int, window: int, pooling: str, s
     kind = (rows, case.group, *(() if case.pages else (case.dim,)), pooling, capacity, sms, select.arch())
     plan = launch_fused.Fused.plan_pages(*kind) if case.pages else launch_fused.Fused.plan(*kind)
     assert plan is not None and plan.blocks == blocks, f"{label}: {plan}"
-    mail, stamps = plan.allocate(DEV)
+    exchange = plan.allocate(DEV)
     scratch = select.Scratch(plan.heads, -(-capacity // 32) * 32, blocks)
     scores = case.guard.like((rows, plan.heads, scratch.stride), torch.float16, float("nan"))
     parts = torch.zeros(rows, plan.blocks, plan.heads, 4, device=DEV)
@@ -112,10 +112,10 @@ def check_fused(case: Case, budget: int, sink: int, window: int, pooling: str, s
 
     def launch(**more: Any) -> None:
         if case.pages:
-            arguments = (case.q, case.bounds.unsqueeze(2), None, case.table, case.lens, chosen, mail, stamps, plan)
+            arguments = (case.q, case.bounds.unsqueeze(2), None, case.table, case.lens, chosen, exchange)
             launch_fused.page_select(*arguments, kind="box", unit=unit, scale=case.dim**-0.5, **common, **more)
         else:
-            arguments = (case.q, case.bits, case.meta, case.table, case.lens, chosen, mail, stamps, plan)
+            arguments = (case.q, case.bits, case.meta, case.table, case.lens, chosen, exchange)
             launch_fused.fier_select(*arguments, page_size=case.page, scale=case.dim**-0.5, **common, **more)
 
     for _ in range(replays):
@@ -174,7 +174,7 @@ def check_growth(
         kind = (batch * heads, group, *(() if case.pages else (dim,)), "softmax-mean", capacity, 132, select.arch())
         fused = launch_fused.Fused.plan_pages(*kind) if case.pages else launch_fused.Fused.plan(*kind)
         assert fused is not None, label
-        handed = (*fused.allocate(DEV), fused)
+        exchange = fused.allocate(DEV)
     plan = select.Scratch.plan(batch * heads, group, "softmax-mean", capacity, 132)
     if fused is not None:
         plan = select.Scratch(fused.heads, plan.stride, fused.blocks)
@@ -195,9 +195,9 @@ def check_growth(
             common |= {"sink": sink, "window": window, "scores": scores, "parts": parts}
         if fused is not None and case.pages:
             bounds = case.bounds.unsqueeze(2)
-            launch_fused.page_select(case.q, bounds, None, case.table, case.lens, chosen, *handed, kind="box", unit=case.page, **common)
+            launch_fused.page_select(case.q, bounds, None, case.table, case.lens, chosen, exchange, kind="box", unit=case.page, **common)
         elif fused is not None:
-            arguments = (case.q, case.bits, case.meta, case.table, case.lens, chosen, *handed)
+            arguments = (case.q, case.bits, case.meta, case.table, case.lens, chosen, exchange)
             launch_fused.fier_select(*arguments, page_size=case.page, told=told, **common)
         elif case.pages:
             bounds = case.bounds.unsqueeze(2)  # one unit a page

@@ -11,7 +11,7 @@ from torch import Tensor
 from plugins.append import launch as plain
 from plugins.attend.in_torch import attend_units
 from plugins.attend.prefill import attend_with_lse
-from plugins.cache.batch import Row, StepGroup
+from plugins.cache.batch import Decoding, Row, StepGroup
 from plugins.cache.cache import Cache
 from plugins.cache.encodings.grouped import launch, launch_list, recalled
 from plugins.cache.encodings.grouped.layout import TILE
@@ -148,13 +148,14 @@ class GroupedCache(Cache):
         query, starts, _, stored, slots, table = inputs[:6]
         group = self.plan.page_groups[layer]
         if which is None:
-            self._decode(layer, config, query, stored[group], slots, table[group], selection, out)
+            self._decode(layer, config, Decoding(query, stored[group], slots, table[group]), selection, out)
         elif len(which):
             places = starts[:-1][which]
-            newest, lists = query[places], None if selection is None else selection[which]
-            answer = newest.new_empty(newest.shape)
+            rows = Decoding(query[places], stored[group][which], slots[which], table[group][which])
+            lists = None if selection is None else selection[which]
+            answer = rows.query.new_empty(rows.query.shape)
             # Lengths and pages are gathered just before, and attention reads them before it waits.
-            self._decode(layer, config, newest, stored[group][which], slots[which], table[group][which], lists, answer, overlap=False)
+            self._decode(layer, config, rows, lists, answer, overlap=False)
             out[places] = answer
 
     def _append_to_rings(
@@ -192,16 +193,13 @@ class GroupedCache(Cache):
         if self.store.keeper is not None:
             self.store.keeper.observe(layer, row, chunk, keys, lse)
 
-    def _decode(
-        self, layer: int, config: OpConfig, query: Tensor, lens: Tensor, slots: Tensor, table: Tensor,
-        chosen: Tensor | None, out: Tensor, overlap: bool = True,
-    ) -> None:  # fmt: skip
-        batch, heads, dim, plan = lens.shape[0], config.num_kv_heads, config.head_dim, self.plan.select[layer]
-        overlap = overlap and self.overlaps(table)
+    def _decode(self, layer: int, config: OpConfig, rows: Decoding, chosen: Tensor | None, out: Tensor, *, overlap: bool = True) -> None:
+        batch, heads, dim, plan = rows.lens.shape[0], config.num_kv_heads, config.head_dim, self.plan.select[layer]
+        overlap, where = overlap and self.overlaps(rows.table), (rows.table, rows.lens, rows.slots)
         if chosen is None or plan is None:
-            scratch = self.scratch(("attend encoded", batch), lambda: _scratch(self.store, config, batch, table.shape[1] * self.plan.page_size))
+            scratch = self.scratch(("attend encoded", batch), lambda: _scratch(self.store, config, batch, rows.table.shape[1] * self.plan.page_size))
             assert isinstance(scratch, launch.Scratch) and scratch.parts.shape[4] == dim and scratch.parts.shape[1] == heads
-            launch.attend(query, self.store.pages[layer], table, lens, slots, out, scratch, scale=config.scale, overlap=overlap)
+            launch.attend(rows.query, self.store.pages[layer], *where, out, scratch, scale=config.scale, overlap=overlap)
             return
         sequences, alone = batch * (chosen.shape[1] // heads), chosen.shape[1] != heads
         most = launch_list.most_tiles(plan) * TILE
@@ -209,9 +207,9 @@ class GroupedCache(Cache):
         scratch = self.scratch(("attend encoded list", sequences, most), make)
         if self.store.away is not None and self.store.away.covers(layer):
             assert isinstance(scratch, launch.Scratch)
-            recalled.attend(self, self.store, layer, config, plan, query, lens, slots, table, chosen, out, scratch, overlap)
+            recalled.attend(self, self.store, layer, config, rows, chosen, out, scratch, overlap=overlap)
             return
-        given = (query, self.store.pages[layer], table, lens, slots, chosen, out, scratch)
+        given = (rows.query, self.store.pages[layer], *where, chosen, out, scratch)
         if alone:
             launch_list.attend_per_head(*given, unit=plan.unit, scale=config.scale)
             return
