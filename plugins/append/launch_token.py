@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from plugins.append.arguments import Kept, NewTokens, Target
 from plugins.device import kernel
 from plugins.device.driver import arch
 from plugins.device.kernel import CudaKernel
@@ -19,19 +20,20 @@ APPEND = CudaKernel(Path(__file__).parent / "append.cu", "append_token", (Pointe
 
 
 def launch(
-    qkv: Tensor, positions: Tensor, starts: Tensor, lens: Tensor, table: Tensor, homes: Tensor, rope: Tensor, norms: tuple[Tensor, Tensor] | None,
-    out: Tensor, keys: Tensor, values: Tensor, bits: Tensor | None, meta: Tensor | None, *,
-    eps: float, group: int, summary: int, overlap: bool = False, early: bool = False, settled: bool = False, told: Tensor | None = None,
+    new: NewTokens, to: Target, kept: Kept, out: Tensor, *,
+    overlap: bool = False, early: bool = False, settled: bool = False, told: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Append the one new token of every sequence; arguments as of `launch.launch`."""
-    heads_kv, page_size, dim = keys.shape[1:]
-    heads_q = qkv.shape[1] // dim - 2 * heads_kv
-    spec = token_kernel(heads_q, heads_kv, dim, group, summary, norms is not None, keys.dtype == torch.bfloat16, arch())
-    q_weight, k_weight = norms or (None, None)
-    tensors = (qkv, positions, starts, lens, table, homes, rope, q_weight, k_weight, out, keys, values, bits, meta, told)
-    numbers = (qkv.stride(0), table.stride(-2), page_size, int(settled), int(early), eps)
-    grid = (-(-(heads_q + 2 * heads_kv) * lanes(dim) // THREADS), lens.shape[-1], 1)
-    kernel.launch(spec, grid, (*tensors, *numbers), threads=THREADS, overlap=overlap)
+    heads_kv, page_size, dim = to.keys.shape[1:]
+    heads_q = new.qkv.shape[1] // dim - 2 * heads_kv
+    spec = token_kernel(heads_q, heads_kv, dim, kept.group, kept.kind, new.norms is not None, to.keys.dtype == torch.bfloat16, arch())
+    q_weight, k_weight = new.norms or (None, None)
+    homes = to.table if to.homes is None else to.homes
+    inputs = (new.qkv, new.positions, new.starts, to.lens, to.table, homes, new.rope, q_weight, k_weight)
+    numbers = (new.qkv.stride(0), to.table.stride(-2), page_size, int(settled), int(early), new.eps)
+    grid = (-(-(heads_q + 2 * heads_kv) * lanes(dim) // THREADS), to.lens.shape[-1], 1)
+    values = (*inputs, out, to.keys, to.values, kept.bits, kept.meta, told, *numbers)
+    kernel.launch(spec, grid, values, threads=THREADS, overlap=overlap)
 
 
 def takes(summary: int) -> bool:

@@ -65,7 +65,7 @@ class Nibbles:
 
 
 def attend_dense(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lens: Tensor, out: Tensor, shares: Tensor, owed: Tensor, *,
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lens: Tensor, out: Tensor, scratch: tuple[Tensor, Tensor], *,
     scale: float, overlap: bool = False, codes: Codes | None = None,
 ) -> None:  # fmt: skip
     """Attend one token a sequence: q, out [B, Hq D], keys, values [P, Hk, N, D], table [B, M], lens [B] int32, scratch of `DenseScratch`.
@@ -83,29 +83,29 @@ def attend_dense(
     most = (1 if codes is None else 2) * batch * heads * -(-table.shape[-1] * page_size // (warps * _TILE))
     coded = (None,) * 4 if codes is None else (codes.table, codes.lens, codes.key_scale, codes.value_scale)
     numbers = (batch, heads, q.stride(0), out.stride(0), table.stride(-2), page_size, scale * 1.4426950408889634)
-    given = (q, keys, values, table, lens, out, shares, owed, *numbers, *coded, *(None,) * 5)
-    grid = (_blocks(shares.shape[0] // 2, most, batch * heads), 1, 1)
+    given = (q, keys, values, table, lens, out, *scratch, *numbers, *coded, *(None,) * 5)
+    grid = (_blocks(scratch[0].shape[0] // 2, most, batch * heads), 1, 1)
     kernel.launch(spec, grid, given, threads=warps * 32, shared=spec.shared, overlap=overlap)
 
 
 def attend_replaced(
-    q: Tensor, keys: Tensor, values: Tensor, codes: Nibbles, table: Tensor, lens: Tensor, slots: Tensor, out: Tensor, shares: Tensor,
-    owed: Tensor, lse: Tensor, *, scale: float,
+    q: Tensor, newest: tuple[Tensor, Tensor], codes: Nibbles, table: Tensor, lens: Tensor, slots: Tensor, out: Tensor,
+    scratch: tuple[Tensor, Tensor], *, lse: Tensor, scale: float,
 ) -> None:  # fmt: skip
-    """Attend one token a sequence to its codes and itself: q, out [B, Hq D], keys, values [Z, Hk, 1, D] of the newest, table [B, M] of codes.
+    """Attend one token a sequence to its codes and itself: q, out [B, Hq D], key and value [Z, Hk, 1, D] of the newest, table [B, M] of codes.
 
     lens [B] stored tokens with the newest, at least 1, slots [B] int32; N is a multiple of 16, scratch of `DenseScratch`. lse [B, Hq] fp32 takes the
     logarithm to base 2 of the sum of each head's weights.
     """
-    (_, heads, page_size), dim, batch = codes.key_scale.shape, keys.shape[3], lens.shape[0]
+    (_, heads, page_size), dim, batch = codes.key_scale.shape, newest[0].shape[3], lens.shape[0]
     group = q.shape[1] // dim // heads
     warps, _ = dense_shape(dim, group, device_arch(), True)
     spec = dense_kernel(dim, group, q.dtype == torch.bfloat16, device_arch(), nibbles=True)
     most = batch * heads * (1 + -(-table.shape[1] * page_size // (warps * _TILE)))
     numbers = (batch, heads, q.stride(0), out.stride(0), table.stride(0), page_size, scale * 1.4426950408889634)
     coded = (codes.key_scale, codes.value_scale, codes.key_codes, codes.value_codes, codes.key_zero, codes.value_zero)
-    given = (q, keys, values, table, lens, out, shares, owed, *numbers, slots, None, *coded, lse)
-    kernel.launch(spec, (_blocks(shares.shape[0] // 2, most, batch * heads), 1, 1), given, threads=warps * 32, shared=spec.shared)
+    given = (q, *newest, table, lens, out, *scratch, *numbers, slots, None, *coded, lse)
+    kernel.launch(spec, (_blocks(scratch[0].shape[0] // 2, most, batch * heads), 1, 1), given, threads=warps * 32, shared=spec.shared)
 
 
 def _blocks(there: int, most: int, rows: int) -> int:

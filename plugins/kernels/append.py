@@ -22,6 +22,6 @@ def kernels(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> I
         kind = summary_kind(plan, layer) if plan.quantize is None else None
         group = NO_GROUP if kind is None or select is None else select.group
         shape = (plan.num_q_heads, plan.num_kv_heads, plan.head_dim, group, KINDS[kind], model.qk_norm)
-        yield append_kernel(*shape, triton_dtype(plan.kv_dtype), arch, plan.ragged, sink)
+        yield append_kernel(*shape, triton_dtype(plan.kv_dtype), arch, ragged=plan.ragged, sink=sink)
         if not plan.ragged and takes(KINDS[kind]):
             yield token_kernel(*shape, plan.kv_dtype == "bfloat16", arch)

@@ -22,6 +22,7 @@ import torch
 
 from plugins.append import launch as append
 from plugins.append import reference
+from plugins.append.arguments import Kept, NewTokens, Target
 from plugins.cache.indexes import fier_layout
 from plugins.cache.roles import load_role
 from plugins.cache.support import in_torch
@@ -94,10 +95,8 @@ def check_append(manifest: Manifest, lengths: list[int], new: list[int], label: 
     starts = torch.tensor([0, *torch.tensor(new).cumsum(0)], dtype=torch.int32, device=DEV)
     lens = torch.tensor(lengths, dtype=torch.int32, device=DEV)
     out = torch.full((sum(new), heads_q * dim), torch.nan, dtype=dtype, device=DEV)
-    append.launch(
-        qkv, positions, starts, lens, table, rope, norms, out, keys, values, bits, meta,
-        eps=model.rms_eps, group=32, summary=append.FIER, longest=max(new), overlap=True,
-    )  # fmt: skip
+    tokens = NewTokens(qkv, positions, starts, rope, norms, model.rms_eps)
+    append.launch(tokens, Target(keys, values, lens, table), Kept(32, append.FIER, bits, meta), out, longest=max(new), overlap=True)
     config = OpConfig(heads_q, heads, dim, dim**-0.5, model.rms_eps, 0, 0, "")
     own = tuple(one.cpu() for one in norms) if norms else None
     given = qkv.cpu(), positions.cpu(), rope.cpu()

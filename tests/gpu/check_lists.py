@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plugins.append.arguments import Kept, NewTokens
 from plugins.append.launch import FIER, MINMAX
 from plugins.cache.encodings.grouped import launch, launch_list, reference, summaries
 from plugins.cache.indexes import fier_layout
-from plugins.cache.indexes.summary import Kept
 from plugins.device.driver import arch
 from plugins.device.spec import Spec
 from tests.gpu.check_stores import DEV, Case, expect, main, small
@@ -79,9 +79,8 @@ class ListCase(Case):
 
     def step(self, overlap: bool = False) -> None:
         """Append a token to every sequence, summarize what it closes, and attend."""
-        launch.append(
-            self.qkv, self.positions, self.starts, self.lengths, self.slots, self.table, self.rope, None, self.q, self.pages, eps=0.0, overlap=overlap
-        )
+        new = NewTokens(self.qkv, self.positions, self.starts, self.rope)
+        launch.append(new, self.pages, self.lengths, self.slots, self.table, self.q, overlap=overlap)
         for kept in self.kept:
             summaries.summarize_step(self.pages, self.lengths, self.slots, self.table, kept, overlap=overlap)
         self.attend(slice(None), self.out, self.scratch, overlap)

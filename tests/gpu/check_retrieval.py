@@ -17,6 +17,7 @@ from torch import Tensor
 
 from plugins.append import kernel as append
 from plugins.append import launch as launch_append
+from plugins.append.arguments import Kept, NewTokens, Target
 from plugins.attend import launch as attend
 from plugins.cache.indexes import fier_layout
 from plugins.select import launch as select
@@ -185,11 +186,15 @@ def check_growth(
     told = torch.full((batch, heads * group, dim // 2 + 4), -1, dtype=torch.int32, device=DEV) if tells and policy == append.FIER else None
 
     def step() -> None:
-        (launch_append if tells else append).launch(
-            qkv, case.lens, starts, case.lens, case.table, rope, None, case.q, case.keys, case.values, case.bits,
-            case.bounds if case.pages else case.meta, eps=0.0, group=unit if case.pages else 32, summary=policy, longest=1, overlap=True,
-            **({"told": told} if tells else {}),
-        )  # fmt: skip
+        meta, kept = case.bounds if case.pages else case.meta, unit if case.pages else 32
+        if tells:
+            new, to = NewTokens(qkv, case.lens, starts, rope), Target(case.keys, case.values, case.lens, case.table)
+            launch_append.launch(new, to, Kept(kept, policy, case.bits, meta), case.q, longest=1, overlap=True, told=told)
+        else:
+            append.launch(
+                qkv, case.lens, starts, case.lens, case.table, rope, None, case.q, case.keys, case.values, case.bits, meta,
+                eps=0.0, group=kept, summary=policy, longest=1, overlap=True,
+            )  # fmt: skip
         common = {"budget": budget, "scale": dim**-0.5, "pooling": "softmax-mean", "overlap": True}
         if fused is not None:
             common |= {"sink": sink, "window": window, "scores": scores, "parts": parts}

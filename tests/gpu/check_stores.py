@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from plugins.append.arguments import NewTokens
 from plugins.cache.encodings.grouped import launch, reference
 from plugins.cache.formats import Format
 from plugins.device import store
@@ -121,9 +122,8 @@ class Case:
 
     def step(self, overlap: bool = False) -> None:
         """Append a token to every sequence and attend."""
-        launch.append(
-            self.qkv, self.positions, self.starts, self.lengths, self.slots, self.table, self.rope, None, self.q, self.pages, eps=0.0, overlap=overlap
-        )
+        new = NewTokens(self.qkv, self.positions, self.starts, self.rope)
+        launch.append(new, self.pages, self.lengths, self.slots, self.table, self.q, overlap=overlap)
         self.attend(slice(None), self.out, self.scratch, overlap)
 
     def attend(self, rows: slice, out: Tensor, scratch: launch.Scratch, overlap: bool = False) -> None:

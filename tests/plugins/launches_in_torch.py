@@ -169,8 +169,9 @@ class Launches:
             k, v = (flat(x, table[b].long())[:, :stored] for x in (keys, values))
             out[b] = reference.attend(q[b].view(-1, dim), k, v, config, lists).flatten()
 
-    def attend_dense(self, q, keys, values, table, lens, out, shares, owed, *, scale, overlap=False) -> None:
-        assert bool((shares == -1).all()) and not owed.any()
+    def attend_dense(self, q, keys, values, table, lens, out, scratch, *, scale, overlap=False) -> None:
+        shares, pending = scratch
+        assert bool((shares == -1).all()) and not pending.any()
         self.attend_list(q, keys, values, table, lens, None, out, unit=1, scale=scale)
         self.names[-1] = "attend_dense"
 

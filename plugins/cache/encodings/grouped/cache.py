@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from plugins.append import launch as plain
+from plugins.append.arguments import Target
 from plugins.attend.in_torch import attend_units
 from plugins.attend.prefill import attend_with_lse
 from plugins.cache.batch import Decoding, Row, StepGroup
@@ -22,6 +24,7 @@ from plugins.cache.formats import Format
 from plugins.cache.indexes import choose as by_kernels
 from plugins.cache.indexes.summary import kept_of
 from plugins.cache.ledgers.make import find_ledger
+from plugins.cache.paged_kernels import new_tokens
 from plugins.cache.tiers.host.store import Offload
 from plugins.config import OpConfig
 from plugins.device.driver import arch
@@ -48,16 +51,14 @@ class GroupedCache(Cache):
 
     def append(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
         """Rotate and store the step's new tokens; what a decode step's token completes is encoded with it."""
-        qkv, positions, starts, _, stored, slots, table, rope = inputs[:8]
+        starts, _, stored, slots, table = inputs[2:7]
         group, step = self.plan.page_groups[layer], self.step(layer)
-        norms, kept = (inputs[9], inputs[10]) if len(inputs) > 9 else None, kept_of(self, layer)
+        new, kept = new_tokens(config, inputs), kept_of(self, layer)
         for b, row in enumerate(step.rows):
             if not row.answers:
                 keys, values = self.store.prompt(layer, row)
-                plain.launch(
-                    qkv, positions, starts[b : b + 2], stored[group][b : b + 1], self.store.one_page, rope, norms, out, keys, values, None, None,
-                    eps=config.rms_eps, group=plain.NO_GROUP, summary=plain.NONE, longest=row.new,
-                )  # fmt: skip
+                to = Target(keys, values, stored[group][b : b + 1], self.store.one_page)
+                plain.launch(replace(new, starts=starts[b : b + 2]), to, plain.NOTHING, out, longest=row.new)
                 if kept.kind != plain.NONE:
                     summarize_prompt(keys[0], table[group][b], self.store.pages[layer], kept, row.stored - row.new, row.stored)
         which = _answering(step)
@@ -70,9 +71,7 @@ class GroupedCache(Cache):
             homes, away = pages, self.store.away
             if away is not None and away.covers(layer):
                 pages, alone = recalled.ring_table(away, step, own), False
-            launch.append(
-                qkv, positions, begin, lens, own, pages, rope, norms, out, self.store.pages[layer], eps=config.rms_eps, overlap=alone, early=alone
-            )
+            launch.append(replace(new, starts=begin), self.store.pages[layer], lens, own, pages, out, overlap=alone, early=alone)
             if kept.kind != plain.NONE:
                 summarize_step(self.store.pages[layer], lens, own, pages, kept, homes=homes, overlap=alone)
 
@@ -162,20 +161,17 @@ class GroupedCache(Cache):
         self, settler: Settler, layer: int, config: OpConfig, inputs: Sequence[Tensor], which: Tensor | None, out: Tensor
     ) -> None:  # fmt: skip
         """Append the newest tokens of sequences `which` (None: all) to their slots' rings, which are pages of a plain cache; nothing is encoded."""
-        qkv, positions, starts, _, stored, slots, table, rope = inputs[:8]
-        group, step, pages = self.plan.page_groups[layer], self.step(layer), self.store.pages[layer]
-        norms = (inputs[9], inputs[10]) if len(inputs) > 9 else None
-        lens, to, overlap = stored[group], out, which is None and self.overlaps(table)
+        new, step, pages = new_tokens(config, inputs), self.step(layer), self.store.pages[layer]
+        lens, slots, answer = inputs[4][self.plan.page_groups[layer]], inputs[5], out
+        overlap = which is None and self.overlaps(inputs[6])
         if which is not None:
-            places, lens, slots = starts[:-1][which], lens[which], slots[which]
-            qkv, positions, to = qkv[places], positions[places], out.new_empty(len(places), out.shape[1])
-            starts = torch.arange(len(places) + 1, dtype=torch.int32, device=out.device)
-        plain.launch(
-            qkv, positions, starts, lens, settler.ring_table(step, slots), rope, norms, to, pages.keys, pages.values, None, None,
-            eps=config.rms_eps, group=plain.NO_GROUP, summary=plain.NONE, longest=1, overlap=overlap, early=overlap,
-        )  # fmt: skip
+            places, lens, slots = new.starts[:-1][which], lens[which], slots[which]
+            starts, answer = torch.arange(len(places) + 1, dtype=torch.int32, device=out.device), out.new_empty(len(places), out.shape[1])
+            new = replace(new, qkv=new.qkv[places], positions=new.positions[places], starts=starts)
+        to = Target(pages.keys, pages.values, lens, settler.ring_table(step, slots))
+        plain.launch(new, to, plain.NOTHING, answer, longest=1, overlap=overlap, early=overlap)
         if which is not None:
-            out[places] = to
+            out[places] = answer
 
     def _attend_prompt(
         self, layer: int, config: OpConfig, row: Row, query: Tensor, chosen: Tensor | None, out: Tensor

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plugins.append.arguments import NewTokens
 from plugins.cache.formats import STEP, Format
 from plugins.device import kernel
 from plugins.device.driver import arch
@@ -235,28 +236,26 @@ def attend_defines(one: Format, dim: int, group: int, bf16: bool, block: Block) 
 
 
 def append(
-    qkv: Tensor, positions: Tensor, starts: Tensor, lens: Tensor, slots: Tensor, table: Tensor, rope: Tensor, norms: tuple[Tensor, Tensor] | None,
-    out: Tensor, pages: Pages, *, eps: float, overlap: bool = False, early: bool = False,
-) -> None:  # fmt: skip
-    """Append one new token of every sequence and encode what it completes; tensors as in the kernel.
+    new: NewTokens, pages: Pages, lens: Tensor, slots: Tensor, table: Tensor, out: Tensor, *, overlap: bool = False, early: bool = False
+) -> None:
+    """Append one new token of every sequence and encode what it completes: lens and slots [B], table [B, M], new.starts [B], all int32.
 
     early lets the next launch begin before the one in front of this has ended, of which it may then read nothing before it waits.
     """
-    one, heads, dim = pages.format, pages.heads, pages.dim
-    heads_q = qkv.shape[1] // dim - 2 * heads
-    q_weight, k_weight = norms or (rope, rope)
-    runs = pages.runs(slots)
-    tensors = (qkv, positions, starts, lens, slots, runs, table, rope, q_weight, k_weight, out, pages.keys, pages.values, *pages.codes)
-    numbers = (qkv.stride(0), table.stride(0), pages.page_size, pages.keys.shape[2], one.residual, int(early), eps)
+    one, heads, dim, qkv = pages.format, pages.heads, pages.dim, new.qkv
+    heads_q, norm = qkv.shape[1] // dim - 2 * heads, new.norms is not None
+    q_weight, k_weight = new.norms or (new.rope, new.rope)
+    where = (new.positions, new.starts, lens, slots, pages.runs(slots), table)
+    tensors = (qkv, *where, new.rope, q_weight, k_weight, out, pages.keys, pages.values, *pages.codes)
+    numbers = (qkv.stride(0), table.stride(0), pages.page_size, pages.keys.shape[2], one.residual, int(early), new.eps)
     grid = (2 * heads + heads_q, lens.shape[0], 1)
     if not qkv.is_cuda:
         from plugins.cache.encodings.grouped import kernel as interpreted
 
-        constants = _append_constants(one, heads_q, heads, dim, norms is not None, False)
-        interpreted.launch_append(grid[:2], (*tensors, *numbers), constants)
+        interpreted.launch_append(grid[:2], (*tensors, *numbers), _append_constants(one, heads_q, heads, dim, norm, False))
         return
-    check_aligned((qkv, rope, out, pages.keys, pages.values, *pages.codes))
-    spec = append_kernel(one, heads_q, heads, dim, norms is not None, TRITON_DTYPES[pages.keys.dtype], arch())
+    check_aligned((qkv, new.rope, out, pages.keys, pages.values, *pages.codes))
+    spec = append_kernel(one, heads_q, heads, dim, norm, TRITON_DTYPES[pages.keys.dtype], arch())
     kernel.launch(spec, grid, (*tensors, *numbers), overlap=overlap)
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from plugins.append import launch as plain
+from plugins.append.arguments import Kept
 from plugins.cache.encodings.grouped.launch import Pages, check_aligned
 from plugins.cache.formats import Format
-from plugins.cache.indexes.summary import Kept
 from plugins.device import kernel
 from plugins.device.driver import arch
 from plugins.device.dtypes import TRITON_DTYPES

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from plugins.append.arguments import Target
 from plugins.attend import launch as attend_launch
 from plugins.attend.in_torch import attend_all, beyond, decode
 from plugins.attend.prefill import attend_chunk
 from plugins.cache.batch import Decoding, Row, StepGroup
 from plugins.cache.indexes.choose import choose_units
 from plugins.cache.paged import PagedCache
-from plugins.cache.paged_kernels import Target
 from plugins.cache.tiers.host import launch
 from plugins.cache.tiers.host.attend import read_chosen, read_whole
 from plugins.cache.tiers.host.by_host import copy_pages
