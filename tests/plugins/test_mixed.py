@@ -229,7 +229,7 @@ def test_attention_over_both_kinds(
     out, lens = torch.full_like(query, float("nan")), torch.tensor([plain, coded], dtype=torch.int32)
     shares, owed = launch_dense.DenseScratch.plan(group, dim, blocks).allocate("cpu")
     codes_of = launch_dense.Codes(lens[1], tables[1], *scales)
-    launch_dense.attend_dense(query, keys, values, tables[0], lens[0], out, shares, owed, scale=dim**-0.5, codes=codes_of)
+    launch_dense.attend_dense(query, keys, values, tables[0], lens[0], out, (shares, owed), scale=dim**-0.5, codes=codes_of)
     assert bool((shares == -1).all()) and not owed.any()
     config = OpConfig(heads * group, heads, dim, dim**-0.5, 0.0, 0, 0, "")
     for b in range(batch):
