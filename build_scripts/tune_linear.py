@@ -129,13 +129,14 @@ def tune(chain: Chain, device: torch.device) -> tuple[dict[str, Form | None], li
 
 def compile_all(model: ModelConfig, tokens: int, arch: str) -> None:
     """Compile what `tune` would launch."""
-    with store.listing() as asked:
-        for width, inner, gated, normed in products(model).values():
-            for form in (launch.form_of(width, inner, gated), *candidates((width, inner, gated, normed))):
-                launch.gemv_kernel(form, tokens, gated, normed, False, arch)
+    specs = list(dict.fromkeys(
+        launch.gemv_kernel(form, tokens, gated, normed, False, arch)
+        for width, inner, gated, normed in products(model).values()
+        for form in (launch.form_of(width, inner, gated), *candidates((width, inner, gated, normed)))
+    ))  # fmt: skip
     with tempfile.TemporaryDirectory() as stage:
-        write_kernels(list(asked), Path(stage), lambda stage, done: None)
-    print(f"{len(asked)} kernels lie in {store.user_folder()}")
+        write_kernels(specs, Path(stage), lambda stage, done: None)
+    print(f"{len(specs)} kernels lie in {store.user_folder()}")
 
 
 def main() -> None:

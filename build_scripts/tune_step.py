@@ -27,7 +27,8 @@ import torch
 from plugins.append import launch as append
 from plugins.attend import launch_dense
 from plugins.device import driver, store
-from plugins.kernels import request
+from plugins.device.spec import Spec
+from plugins.kernels import kernels_for
 from plugins.kernels.linear import products
 from plugins.linear import launch as linear
 from plugins.linear.launch import MOST_TOKENS, Form
@@ -197,15 +198,15 @@ def compile_all(model: str, policies: Sequence[str], budget: int, context: int, 
     config = resolve_model(model).config
     limits = Limits(max_seq_len=context, max_batch_size=batch, max_chunk_tokens=8192)
     ways = [*WAYS.values(), *({"forms": {name: form}} for name in ("qkv", "o", "gate_up", "down") for form in forms_for(config, name))]
-    with store.listing() as asked:
-        for policy in policies:
-            plan = parse_policy(policy, budget=None if policy == "full" else budget).plan(config)
-            for way in ways:
-                with applied(way, config):
-                    request(plan, config, limits, sm)
+    specs: dict[Spec, None] = {}
+    for policy in policies:
+        plan = parse_policy(policy, budget=None if policy == "full" else budget).plan(config)
+        for way in ways:
+            with applied(way, config):
+                specs |= dict.fromkeys(kernels_for(plan, config, limits, sm))
     with tempfile.TemporaryDirectory() as stage:
-        write_kernels(list(asked), Path(stage), lambda stage, done: None)
-    print(f"{len(asked)} kernels lie in {store.user_folder()}")
+        write_kernels(list(specs), Path(stage), lambda stage, done: None)
+    print(f"{len(specs)} kernels lie in {store.user_folder()}")
 
 
 def main() -> None:

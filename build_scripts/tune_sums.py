@@ -15,7 +15,6 @@ import torch
 from plugins.attend.prefill import attend_with_lse
 from plugins.cache.eviction.sums import launch
 from plugins.cache.eviction.sums.launch import Tile
-from plugins.device import store
 from trtkv.bench.cases import find_geometry
 from trtkv.bench.compress import libraries, measure_long
 from trtkv.engine.kernels import write_kernels
@@ -34,10 +33,9 @@ def main() -> None:
     model = find_geometry(words.geometry, "bfloat16")
     heads, group, dim = model.num_kv_heads, model.num_q_heads // model.num_kv_heads, model.head_dim
     if words.compile:
-        with store.listing() as asked, tempfile.TemporaryDirectory() as folder:
-            for tile in TILES:
-                launch.sums_kernel(group, dim, "bf16", words.compile, tile)
-            write_kernels(list(asked), Path(folder), lambda stage, fraction: None)
+        specs = [launch.sums_kernel(group, dim, "bf16", words.compile, tile) for tile in TILES]
+        with tempfile.TemporaryDirectory() as folder:
+            write_kernels(specs, Path(folder), lambda stage, fraction: None)
         return
     made = torch.Generator("cuda").manual_seed(1)
     query = torch.randn(words.context, heads * group, dim, device="cuda", generator=made).bfloat16()

@@ -4,93 +4,88 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from plugins.append import launch_token
-from plugins.device import triton_aot
-from plugins.device.driver import Kernel, arch
+from plugins.append.arguments import Kept, NewTokens, Target
+from plugins.device import kernel
+from plugins.device.driver import arch
+from plugins.device.dtypes import TRITON_DTYPES
+from plugins.device.kernel import TritonKernel, typed
+from plugins.device.triton_aot import TritonSpec
 from trtkv.errors import EngineError
 
 NONE, FIER, MINMAX, CUBOID, BALL_MEAN, BALL_MAX, MEAN = range(7)  # what is kept of a group, as in kernel.py, which needs Triton
 KINDS = {None: NONE, "fier": FIER, "minmax": MINMAX, "cuboid": CUBOID, "ball-mean": BALL_MEAN, "ball-max": BALL_MAX, "mean": MEAN}
 NO_GROUP = 16  # tokens of a block where nothing is summarized
-_SOURCE = Path(__file__).parent / "kernel.py"
-_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_ALIGNED = ("qkv", "rope", "out", "keys", "values", "bits", "meta", "qkv_stride", "page_size")
+NOTHING = Kept(NO_GROUP, NONE)
+SOURCE = Path(__file__).parent / "kernel.py"
+APPEND = TritonKernel(
+    SOURCE, "append_kernel",
+    {
+        "qkv": "*real", **typed("*i32", "positions", "starts", "lens", "table", "homes", "slots", "rings"), "rope": "*fp32",
+        **typed("*norm", "q_weight", "k_weight"), **typed("*real", "out", "keys", "values"), "bits": "*bits", "meta": "*meta",
+        **typed("i32", "qkv_stride", "table_stride", "page_size", "early", "ring_stride"), "eps": "fp32",
+    },
+    aligned=("qkv", "rope", "out", "keys", "values", "bits", "meta", "qkv_stride", "page_size"),
+)  # fmt: skip
 
 
 def launch(
-    qkv: Tensor, positions: Tensor, starts: Tensor, lens: Tensor, table: Tensor, rope: Tensor, norms: tuple[Tensor, Tensor] | None, out: Tensor,
-    keys: Tensor, values: Tensor, bits: Tensor | None, meta: Tensor | None, *,
-    eps: float, group: int, summary: int, longest: int, overlap: bool = False, early: bool = False, settled: bool = False,
-    homes: Tensor | None = None, heads: int | None = None, slots: Tensor | None = None, rings: Tensor | None = None, sink: int = -1,
-    told: Tensor | None = None,
+    new: NewTokens, to: Target, kept: Kept, out: Tensor, *,
+    longest: int, overlap: bool = False, early: bool = False, settled: bool = False, told: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Append up to `longest` new tokens of every sequence; tensors as in the kernel, page size and heads from the shapes.
+    """Append up to `longest` new tokens of every sequence, and write their rotated queries to out [T, Hq D]; pages are a multiple of 16 tokens.
 
-    bits may be None where the summary has only meta, both where it is NONE; what they hold is the kernel's to say, not their dtype's. group is a
-    power of two that divides the page, which is a multiple of 16. homes [B, M] names the pages of the summaries where they are not those of table.
     early lets the next launch begin before the one in front of this has ended, of which it may then read nothing before it waits. settled says that
     all but qkv was there before the launch in front of this one began, whatever that one and those before it let begin early.
-    heads says how many KV heads there are where each has its own length and pages: lens [Hk, B], table [Hk, B, M], keys and values [P, 1, N, D].
     told [B, Hq, words] int32, of single tokens with one-bit keys, is where queries are told to the scorer, see `select/told.py`.
-    rings [Z, Hk, 2] with slots [B] and sink says that some of them keep their newest tokens in rings.
     """
+    qkv, keys, values = new.qkv, to.keys, to.values
     if not qkv.is_cuda:
         from plugins.append import kernel as interpreted
 
         interpreted.launch(
-            qkv, positions, starts, lens, table, rope, norms, out, keys, values, bits, meta, eps=eps, group=group, summary=summary, longest=longest,
-            early=early, homes=homes, heads=heads, slots=slots, rings=rings, sink=sink,
+            qkv, new.positions, new.starts, to.lens, to.table, new.rope, new.norms, out, keys, values, kept.bits, kept.meta, eps=new.eps,
+            group=kept.group, summary=kept.kind, longest=longest, early=early, homes=to.homes, heads=to.heads, slots=to.slots, rings=to.rings,
+            sink=to.sink,
         )  # fmt: skip
         return
-    heads_kv, page_size, dim = heads or keys.shape[1], *keys.shape[2:]
-    aligned = [one.data_ptr() for one in (qkv, rope, out, keys, values, bits, meta) if one is not None]
+    page_size = keys.shape[2]
+    aligned = [one.data_ptr() for one in (qkv, new.rope, out, keys, values, kept.bits, kept.meta) if one is not None]
     if any(pointer % 16 for pointer in aligned) or qkv.stride(0) % 16 or page_size % 16:
         raise EngineError("an input of the append kernel is not aligned to 16 bytes", "Report this with the output of trtkv doctor.")
-    if longest == 1 and heads is None and rings is None and launch_token.takes(summary):
-        launch_token.launch(
-            qkv, positions, starts, lens, table, table if homes is None else homes, rope, norms, out, keys, values, bits, meta,
-            eps=eps, group=group, summary=summary, overlap=overlap, early=early, settled=settled, told=told,
-        )  # fmt: skip
+    if longest == 1 and to.heads is None and to.rings is None and launch_token.takes(kept.kind):
+        launch_token.launch(new, to, kept, out, overlap=overlap, early=early, settled=settled, told=told)
         return
+    heads_kv, dim = to.heads or keys.shape[1], keys.shape[3]
     heads_q = qkv.shape[1] // dim - 2 * heads_kv
-    q_weight, k_weight = norms or (rope, rope)
-    bits, meta = keys if bits is None else bits, keys if meta is None else meta
-    kernel = append_kernel(heads_q, heads_kv, dim, group, summary, norms is not None, _TYPES[keys.dtype], arch(), heads is not None, sink)
-    homes, slots, rings = (table if homes is None else homes), (lens if slots is None else slots), (lens if rings is None else rings)
-    pointers = [
-        one.data_ptr() for one in (qkv, positions, starts, lens, table, homes, slots, rings, rope, q_weight, k_weight, out, keys, values, bits, meta)
-    ]
-    blocks = 1 if longest == 1 else (longest + group - 2) // group + 1
-    grid = (blocks, heads_kv + heads_q, lens.shape[-1])
-    stream = torch.cuda.current_stream().cuda_stream
-    numbers = (qkv.stride(0), table.stride(-2), page_size, int(early), rings.stride(0), eps)
-    triton_aot.launch(kernel, grid, stream, (*pointers, *numbers), overlap=overlap)
+    shape = (heads_q, heads_kv, dim, kept.group, kept.kind, new.norms is not None)
+    spec = append_kernel(*shape, TRITON_DTYPES[keys.dtype], arch(), ragged=to.heads is not None, sink=to.sink)
+    q_weight, k_weight = new.norms or (new.rope, new.rope)
+    homes, slots, rings = (other if one is None else one for one, other in ((to.homes, to.table), (to.slots, to.lens), (to.rings, to.lens)))
+    bits, meta = (keys if one is None else one for one in (kept.bits, kept.meta))
+    tensors = (qkv, new.positions, new.starts, to.lens, to.table, homes, slots, rings, new.rope, q_weight, k_weight, out, keys, values, bits, meta)
+    blocks = 1 if longest == 1 else (longest + kept.group - 2) // kept.group + 1
+    numbers = (qkv.stride(0), to.table.stride(-2), page_size, int(early), rings.stride(0), new.eps)
+    kernel.launch(spec, (blocks, heads_kv + heads_q, to.lens.shape[-1]), (*tensors, *numbers), overlap=overlap)
 
 
 def append_kernel(
-    heads_q: int, heads_kv: int, dim: int, group: int, summary: int, norm: bool, dtype: str, arch: str, ragged: bool = False, sink: int = -1
-) -> Kernel:  # fmt: skip
-    """Load the kernel for a shape; dtype is Triton's name of what activations and cache hold.
+    heads_q: int, heads_kv: int, dim: int, group: int, summary: int, norm: bool, dtype: str, arch: str, *, ragged: bool = False, sink: int = -1
+) -> TritonSpec:  # fmt: skip
+    """Return the kernel for a shape; dtype is Triton's name of what activations and cache hold.
 
     From sm_90 on it can always overlap with the kernel before it: launched without leave to do so, its waiting costs nothing.
     """
-    real, index = f"*{dtype}", "*i32"
-    norms = real if norm else "*fp32"
-    signature: tuple[tuple[str, str | int | bool], ...] = (
-        ("qkv", real), ("positions", index), ("starts", index), ("lens", index), ("table", index), ("homes", index),
-        ("slots", index), ("rings", index), ("rope", "*fp32"),
-        ("q_weight", norms), ("k_weight", norms), ("out", real), ("keys", real), ("values", real),
-        *summary_types(summary, real),
-        ("qkv_stride", "i32"), ("table_stride", "i32"), ("page_size", "i32"), ("early", "i32"), ("ring_stride", "i32"), ("eps", "fp32"),
-        ("HEADS_Q", heads_q), ("HEADS_KV", heads_kv), ("D", dim), ("BLOCK_D", 1 << (dim - 1).bit_length()), ("GROUP", group),
-        ("SUMMARY", summary), ("NORM", norm), ("OVERLAP", int(arch) >= 90), ("RAGGED", ragged), ("SINK", sink),
-    )  # fmt: skip
-    return triton_aot.load(_SOURCE, "append_kernel", signature, _ALIGNED, 4, arch)
+    types = (("norm", dtype if norm else "fp32"), *summary_types(summary, dtype))
+    constants = {
+        "HEADS_Q": heads_q, "HEADS_KV": heads_kv, "D": dim, "BLOCK_D": 1 << (dim - 1).bit_length(), "GROUP": group, "SUMMARY": summary,
+        "NORM": norm, "OVERLAP": int(arch) >= 90, "RAGGED": ragged, "SINK": sink,
+    }  # fmt: skip
+    return APPEND.variant(arch, constants, dtype, types=types)
 
 
-def summary_types(summary: int, real: str) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Return the types in Triton of the two parts of a summary, of keys of a type."""
-    return ("bits", "*i32" if summary == FIER else "*fp32" if summary == MEAN else real), ("meta", "*fp16" if summary == FIER else real)
+def summary_types(summary: int, dtype: str) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Return Triton's names of what the two parts of a summary hold, of keys of a dtype."""
+    return ("bits", "i32" if summary == FIER else "fp32" if summary == MEAN else dtype), ("meta", "fp16" if summary == FIER else dtype)

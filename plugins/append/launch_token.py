@@ -7,31 +7,33 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plugins.device import nvrtc
+from plugins.append.arguments import Kept, NewTokens, Target
+from plugins.device import kernel
 from plugins.device.driver import arch
-from plugins.device.nvrtc import Float, Int, Kernel, Pointer
+from plugins.device.kernel import CudaKernel
+from plugins.device.nvrtc import CudaSpec
+from plugins.device.spec import Float, Int, Pointer
 
 SUMMARIES = (0, 1, 2)  # that it knows, as kernel.py numbers them: none, one-bit keys, minima and maxima
 THREADS = 256  # few blocks, beside which the choice's find multiprocessors for themselves
-_SOURCE = Path(__file__).parent / "append.cu"
-_TYPES = (Pointer,) * 15 + (Int,) * 5 + (Float,)
+APPEND = CudaKernel(Path(__file__).parent / "append.cu", "append_token", (Pointer,) * 15 + (Int,) * 5 + (Float,))
 
 
 def launch(
-    qkv: Tensor, positions: Tensor, starts: Tensor, lens: Tensor, table: Tensor, homes: Tensor, rope: Tensor, norms: tuple[Tensor, Tensor] | None,
-    out: Tensor, keys: Tensor, values: Tensor, bits: Tensor | None, meta: Tensor | None, *,
-    eps: float, group: int, summary: int, overlap: bool = False, early: bool = False, settled: bool = False, told: Tensor | None = None,
+    new: NewTokens, to: Target, kept: Kept, out: Tensor, *,
+    overlap: bool = False, early: bool = False, settled: bool = False, told: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Append the one new token of every sequence; arguments as of `launch.launch`."""
-    heads_kv, page_size, dim = keys.shape[1:]
-    heads_q = qkv.shape[1] // dim - 2 * heads_kv
-    kernel = token_kernel(heads_q, heads_kv, dim, group, summary, norms is not None, keys.dtype == torch.bfloat16, arch())
-    q_weight, k_weight = norms or (None, None)
-    tensors = (qkv, positions, starts, lens, table, homes, rope, q_weight, k_weight, out, keys, values, bits, meta, told)
-    numbers = (qkv.stride(0), table.stride(-2), page_size, int(settled), int(early), eps)
-    grid = (-(-(heads_q + 2 * heads_kv) * lanes(dim) // THREADS), lens.shape[-1], 1)
-    stream = torch.cuda.current_stream().cuda_stream
-    kernel.launch(grid, THREADS, 0, stream, (*(0 if one is None else one.data_ptr() for one in tensors), *numbers), overlap=overlap)
+    heads_kv, page_size, dim = to.keys.shape[1:]
+    heads_q = new.qkv.shape[1] // dim - 2 * heads_kv
+    spec = token_kernel(heads_q, heads_kv, dim, kept.group, kept.kind, new.norms is not None, to.keys.dtype == torch.bfloat16, arch())
+    q_weight, k_weight = new.norms or (None, None)
+    homes = to.table if to.homes is None else to.homes
+    inputs = (new.qkv, new.positions, new.starts, to.lens, to.table, homes, new.rope, q_weight, k_weight)
+    numbers = (new.qkv.stride(0), to.table.stride(-2), page_size, int(settled), int(early), new.eps)
+    grid = (-(-(heads_q + 2 * heads_kv) * lanes(dim) // THREADS), to.lens.shape[-1], 1)
+    values = (*inputs, out, to.keys, to.values, kept.bits, kept.meta, told, *numbers)
+    kernel.launch(spec, grid, values, threads=THREADS, overlap=overlap)
 
 
 def takes(summary: int) -> bool:
@@ -44,8 +46,7 @@ def lanes(dim: int) -> int:
     return 32 if dim > 128 else 16 if dim > 64 else 8
 
 
-def token_kernel(heads_q: int, heads_kv: int, dim: int, group: int, summary: int, norm: bool, bf16: bool, arch: str) -> Kernel:
-    """Load the kernel for a shape; where nothing is summarized group does not matter."""
+def token_kernel(heads_q: int, heads_kv: int, dim: int, group: int, summary: int, norm: bool, bf16: bool, arch: str) -> CudaSpec:
+    """Return the kernel for a shape; where nothing is summarized group does not matter."""
     shape = {"D": dim, "HEADS_Q": heads_q, "HEADS_KV": heads_kv, "THREADS": THREADS, "SUMMARY": summary, "GROUP": group, "NORM": int(norm)}
-    defines = (*(f"-D{name}={value}" for name, value in shape.items()), *(("-DBF16",) if bf16 else ()))
-    return nvrtc.load(_SOURCE, "append_token", _TYPES, defines, arch, 0)
+    return APPEND.variant(arch, **shape, BF16=bf16)

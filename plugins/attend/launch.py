@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plugins.device import nvrtc
+from plugins.device import kernel
 from plugins.device.driver import BESIDE_PERCENT
-from plugins.device.nvrtc import Float, Int, Kernel, Pointer
-from plugins.device.spec import shared_limit
+from plugins.device.kernel import CudaKernel
+from plugins.device.nvrtc import CudaSpec
+from plugins.device.spec import Float, Int, Pointer, shared_limit
 
-_HERE = Path(__file__).parent
-_TYPES = (Pointer,) * 7 + (Int,) * 6 + (Float,)
+ATTEND = CudaKernel(Path(__file__).parent / "attend.cu", "attend_list", (Pointer,) * 7 + (Int,) * 6 + (Float,))
 CLUSTERS_FROM = 90  # clusters of blocks came with this compute capability
 TILE, STAGES = 16, 2  # tokens of a block, and blocks of a warp that are on their way
 # Blocks a row and warps a block up to so many rows, as measured on an H200. Clusters have to find place all at once: its 132 multiprocessors stand in
@@ -42,12 +42,11 @@ def attend_list(
     sm = device_arch()
     tokens = 0 if chosen is None else (chosen.shape[2] - 1) * unit
     form = attend_form(batch * heads, tokens, unit, dim, sm)
-    kernel = attend_kernel(dim, group, form, unit, q.dtype == torch.bfloat16, sm)
-    pointers = [one.data_ptr() for one in (q, keys, values, table, lens)]
+    spec = attend_kernel(dim, group, form, unit, q.dtype == torch.bfloat16, sm)
     strides = (q.stride(0), out.stride(0), table.stride(0), page_size, 0 if chosen is None else chosen.shape[2])
-    values_ = (*pointers, 0 if chosen is None else chosen.data_ptr(), out.data_ptr(), *strides, int(settled), scale * 1.4426950408889634)
-    stream = torch.cuda.current_stream().cuda_stream
-    kernel.launch((form.cluster, heads, batch), form.warps * 32, form.shared, stream, values_, cluster=form.cluster, overlap=overlap)
+    given = (q, keys, values, table, lens, chosen, out, *strides, int(settled), scale * 1.4426950408889634)
+    grid = (form.cluster, heads, batch)
+    kernel.launch(spec, grid, given, threads=form.warps * 32, shared=form.shared, cluster=form.cluster, overlap=overlap)
 
 
 def device_arch() -> str:
@@ -104,9 +103,8 @@ def _ring_bytes(dim: int, warps: int, stages: int) -> int:
     return warps * stages * 4 * TILE * dim
 
 
-def attend_kernel(dim: int, group: int, form: Form, unit: int, bf16: bool, arch: str) -> Kernel:
-    """Load the kernel for a shape."""
+def attend_kernel(dim: int, group: int, form: Form, unit: int, bf16: bool, arch: str) -> CudaSpec:
+    """Return the kernel for a shape."""
     shape = {"D": dim, "GROUP_HEADS": group, "CLUSTER": form.cluster, "UNIT": unit, "WARPS": form.warps, "STAGES": form.stages}
-    defines = (*(f"-D{name}={value}" for name, value in shape.items()), *(("-DBF16",) if bf16 else ()))
     shared = max(_ring_bytes(dim, form.warps, form.stages), shared_limit(arch) // 2)
-    return nvrtc.load(_HERE / "attend.cu", "attend_list", _TYPES, defines, arch, shared, percent=form.percent)
+    return ATTEND.variant(arch, shared=shared, percent=form.percent, **shape, BF16=bf16)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from plugins.attend.launch import device_arch
-from plugins.device import nvrtc
-from plugins.device.nvrtc import Float, Int, Kernel, Pointer
-from plugins.device.spec import shared_limit
+from plugins.device import kernel
+from plugins.device.kernel import CudaKernel
+from plugins.device.nvrtc import CudaSpec
+from plugins.device.spec import Float, Int, Pointer, shared_limit
 
-_HERE = Path(__file__).parent
-_TYPES = (Pointer,) * 8 + (Int,) * 6 + (Float,) + (Pointer,) * 9
+DENSE = CudaKernel(Path(__file__).parent / "dense.cu", "attend_dense", (Pointer,) * 8 + (Int,) * 6 + (Float,) + (Pointer,) * 9)
 NIBBLES = ("key_codes", "key_scale", "key_zero", "value_codes", "value_scale", "value_zero")
 _TILE = 16  # tokens of a warp's block
 _RING_BYTES, _CODED_RING_BYTES = 65536, 163840  # of a block's warps together, as was fastest on an H200; the second has not been tuned
@@ -65,7 +65,7 @@ class Nibbles:
 
 
 def attend_dense(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lens: Tensor, out: Tensor, shares: Tensor, owed: Tensor, *,
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lens: Tensor, out: Tensor, scratch: tuple[Tensor, Tensor], *,
     scale: float, overlap: bool = False, codes: Codes | None = None,
 ) -> None:  # fmt: skip
     """Attend one token a sequence: q, out [B, Hq D], keys, values [P, Hk, N, D], table [B, M], lens [B] int32, scratch of `DenseScratch`.
@@ -79,38 +79,33 @@ def attend_dense(
     heads, batch = lens.shape[0] if ragged else heads, lens.shape[-1]
     group = q.shape[1] // dim // heads
     warps, _ = dense_shape(dim, group, device_arch(), codes is not None)
-    kernel = dense_kernel(dim, group, q.dtype == torch.bfloat16, device_arch(), ragged, codes is not None)
+    spec = dense_kernel(dim, group, q.dtype == torch.bfloat16, device_arch(), ragged, codes is not None)
     most = (1 if codes is None else 2) * batch * heads * -(-table.shape[-1] * page_size // (warps * _TILE))
-    pointers = [one.data_ptr() for one in (q, keys, values, table, lens, out, shares, owed)]
-    more = (0,) * 4 if codes is None else tuple(one.data_ptr() for one in (codes.table, codes.lens, codes.key_scale, codes.value_scale))
-    more = (*more, *(0,) * 5)
-    values_ = (*pointers, batch, heads, q.stride(0), out.stride(0), table.stride(-2), page_size, scale * 1.4426950408889634, *more)
-    stream = torch.cuda.current_stream().cuda_stream
-    grid, shared = (_blocks(shares.shape[0] // 2, most, batch * heads), 1, 1), _shared(dim, group, device_arch(), codes is not None)
-    kernel.launch(grid, warps * 32, shared, stream, values_, overlap=overlap)
+    coded = (None,) * 4 if codes is None else (codes.table, codes.lens, codes.key_scale, codes.value_scale)
+    numbers = (batch, heads, q.stride(0), out.stride(0), table.stride(-2), page_size, scale * 1.4426950408889634)
+    given = (q, keys, values, table, lens, out, *scratch, *numbers, *coded, *(None,) * 5)
+    grid = (_blocks(scratch[0].shape[0] // 2, most, batch * heads), 1, 1)
+    kernel.launch(spec, grid, given, threads=warps * 32, shared=spec.shared, overlap=overlap)
 
 
 def attend_replaced(
-    q: Tensor, keys: Tensor, values: Tensor, codes: Nibbles, table: Tensor, lens: Tensor, slots: Tensor, out: Tensor, shares: Tensor,
-    owed: Tensor, lse: Tensor, *, scale: float,
+    q: Tensor, newest: tuple[Tensor, Tensor], codes: Nibbles, table: Tensor, lens: Tensor, slots: Tensor, out: Tensor,
+    scratch: tuple[Tensor, Tensor], *, lse: Tensor, scale: float,
 ) -> None:  # fmt: skip
-    """Attend one token a sequence to its codes and itself: q, out [B, Hq D], keys, values [Z, Hk, 1, D] of the newest, table [B, M] of codes.
+    """Attend one token a sequence to its codes and itself: q, out [B, Hq D], key and value [Z, Hk, 1, D] of the newest, table [B, M] of codes.
 
     lens [B] stored tokens with the newest, at least 1, slots [B] int32; N is a multiple of 16, scratch of `DenseScratch`. lse [B, Hq] fp32 takes the
     logarithm to base 2 of the sum of each head's weights.
     """
-    (_, heads, page_size), dim, batch = codes.key_scale.shape, keys.shape[3], lens.shape[0]
+    (_, heads, page_size), dim, batch = codes.key_scale.shape, newest[0].shape[3], lens.shape[0]
     group = q.shape[1] // dim // heads
     warps, _ = dense_shape(dim, group, device_arch(), True)
-    kernel = dense_kernel(dim, group, q.dtype == torch.bfloat16, device_arch(), nibbles=True)
+    spec = dense_kernel(dim, group, q.dtype == torch.bfloat16, device_arch(), nibbles=True)
     most = batch * heads * (1 + -(-table.shape[1] * page_size // (warps * _TILE)))
-    pointers = [one.data_ptr() for one in (q, keys, values, table, lens, out, shares, owed)]
     numbers = (batch, heads, q.stride(0), out.stride(0), table.stride(0), page_size, scale * 1.4426950408889634)
-    beside = [one.data_ptr() for one in (codes.key_scale, codes.value_scale, codes.key_codes, codes.value_codes, codes.key_zero, codes.value_zero)]
-    stream = torch.cuda.current_stream().cuda_stream
-    grid, shared = (_blocks(shares.shape[0] // 2, most, batch * heads), 1, 1), _shared(dim, group, device_arch(), True)
-    values_ = (*pointers, *numbers, slots.data_ptr(), 0, *beside, lse.data_ptr())
-    kernel.launch(grid, warps * 32, shared, stream, values_)
+    coded = (codes.key_scale, codes.value_scale, codes.key_codes, codes.value_codes, codes.key_zero, codes.value_zero)
+    given = (q, *newest, table, lens, out, *scratch, *numbers, slots, None, *coded, lse)
+    kernel.launch(spec, (_blocks(scratch[0].shape[0] // 2, most, batch * heads), 1, 1), given, threads=warps * 32, shared=spec.shared)
 
 
 def _blocks(there: int, most: int, rows: int) -> int:
@@ -136,18 +131,12 @@ def _laid(dim: int, group: int) -> int:
     return -(-group // 8) * 8 * (dim + 4) * 4
 
 
-def _shared(dim: int, group: int, arch: str, coded: bool) -> int:
-    warps, halves = dense_shape(dim, group, arch, coded)
-    return warps * (halves * 2 * _TILE * dim + _laid(dim, group))
-
-
-def dense_kernel(dim: int, group: int, bf16: bool, arch: str, ragged: bool = False, mixed: bool = False, nibbles: bool = False) -> Kernel:
-    """Load the kernel for a shape.
+def dense_kernel(dim: int, group: int, bf16: bool, arch: str, ragged: bool = False, mixed: bool = False, nibbles: bool = False) -> CudaSpec:
+    """Return the kernel for a shape; its launches ask for all of its shared memory.
 
     ragged lets every KV head have its own length and pages, mixed lets some tokens be encoded, nibbles takes codes of four bits and the newest token.
     """
     warps, halves = dense_shape(dim, group, arch, mixed or nibbles)
-    shape = (f"-DD={dim}", f"-DGROUP_HEADS={group}", f"-DWARPS={warps}", f"-DHALVES={halves}")
-    defines = (*shape, *(("-DBF16",) if bf16 else ()), *(("-DRAGGED",) if ragged else ()), *(("-DMIXED",) if mixed or nibbles else ()))
-    defines = (*defines, "-DNIBBLES") if nibbles else defines
-    return nvrtc.load(_HERE / "dense.cu", "attend_dense", _TYPES, defines, arch, _shared(dim, group, arch, mixed or nibbles))
+    shape = {"D": dim, "GROUP_HEADS": group, "WARPS": warps, "HALVES": halves}
+    shared = warps * (halves * 2 * _TILE * dim + _laid(dim, group))
+    return DENSE.variant(arch, shared=shared, **shape, BF16=bf16, RAGGED=ragged, MIXED=mixed or nibbles, NIBBLES=nibbles)

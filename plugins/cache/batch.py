@@ -75,6 +75,16 @@ class Row:
         return self.page_numbers[: -(-self.stored // self.page_size)]
 
 
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """B sequences of one new token each in a layer: query [B, Hq D], stored tokens lens [B], slots [B] and pages table [B, M], all int32."""
+
+    query: Tensor
+    lens: Tensor
+    slots: Tensor
+    table: Tensor
+
+
 @dataclass
 class StepGroup:
     """The step as the layers of one page group see it; shared holds what its layers have in common."""

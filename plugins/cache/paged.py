@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from plugins.append.arguments import Target
 from plugins.append.rotate import rotate
 from plugins.attend.in_torch import attend_all, attend_units
 from plugins.cache import paged_kernels
@@ -105,10 +106,10 @@ class PagedCache(paged_kernels.KernelCache):
 
     # For tiers
 
-    def target(self, layer: int, inputs: Sequence[Tensor]) -> paged_kernels.Target:
+    def target(self, layer: int, inputs: Sequence[Tensor]) -> Target:
         """Say where the append kernel writes a layer's new tokens."""
         group = self.plan.page_groups[layer]
-        return paged_kernels.Target(self.buffer("keys", layer), self.buffer("values", layer), inputs[4][group], inputs[6][group])
+        return Target(self.buffer("keys", layer), self.buffer("values", layer), inputs[4][group], inputs[6][group])
 
     def _ended(self, rows: Sequence[Sequence[Row]]) -> None:
         self.evictor.finish(rows)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from plugins.append import launch as launch_append
 from plugins.append import launch_token
+from plugins.append.arguments import NewTokens, Target
 from plugins.attend import launch, launch_dense
 from plugins.attend.per_head import attend_per_head
 from plugins.attend.prefill import attend_with_lse
@@ -26,17 +26,6 @@ from plugins.cache.support import MOST_EARLY_BYTES
 from plugins.config import OpConfig
 from plugins.select.summary import summary_of
 from trtkv.config import DTYPE_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where new tokens go: pools keys and values, stored tokens lens [B] and pages table [B, M] in them; homes [B, M] are the summaries' pages."""
-
-    keys: Tensor
-    values: Tensor
-    lens: Tensor
-    table: Tensor
-    homes: Tensor | None = None
 
 
 class KernelCache(CountedCache):
@@ -58,7 +47,7 @@ class KernelCache(CountedCache):
 
 def append(cache: KernelCache, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
     """Rotate and store new tokens by one launch of the append kernel, summaries included; inputs and result as the node's."""
-    qkv, positions, starts, _, _, _, table, rope = inputs[:8]
+    table = inputs[6]
     step, select, kept = cache.step(layer), cache.plan.select[layer], kept_of(cache, layer)
     to = cache.target(layer, inputs)
     bulky = not launch_token.takes(kept.kind)
@@ -67,15 +56,18 @@ def append(cache: KernelCache, layer: int, config: OpConfig, inputs: Sequence[Te
     # What is read early was written by the step's first kernel, and after that one comes one that lets nothing begin early: whatever stands between
     # that and this. With keys on the host a kernel just before this says where tokens go.
     launch_append.launch(
-        qkv, positions, starts, to.lens, to.table, rope, (inputs[9], inputs[10]) if len(inputs) > 9 else None, out,
-        to.keys, to.values, kept.bits, kept.meta, homes=to.homes,
-        eps=config.rms_eps, group=kept.group, summary=kept.kind, longest=step.longest, overlap=overlap,
-        early=overlap and cache.begins_early(layer, table, bulky=bulky), settled=overlap and not cache.tier.recalls,
-        told=words,
+        new_tokens(config, inputs), to, kept, out, longest=step.longest, overlap=overlap,
+        early=overlap and cache.begins_early(layer, table, bulky=bulky), settled=overlap and not cache.tier.recalls, told=words,
     )  # fmt: skip
     cache.appended(layer)
     if select is not None and kept.kind == launch_append.NONE:
         indexes.find(select).update(cache, layer, select)
+
+
+def new_tokens(config: OpConfig, inputs: Sequence[Tensor]) -> NewTokens:
+    """Return the new tokens among the inputs of the append node."""
+    qkv, positions, starts, rope = inputs[0], inputs[1], inputs[2], inputs[7]
+    return NewTokens(qkv, positions, starts, rope, (inputs[9], inputs[10]) if len(inputs) > 9 else None, config.rms_eps)
 
 
 def begins_early(cache: Cache, layer: int, table: Tensor, *, bulky: bool) -> bool:
@@ -138,7 +130,7 @@ def _decode(
     keys, values = cache.buffer("keys", layer), cache.buffer("values", layer)
     if plan is None or selection is None or cache.reads_all:
         scratch = dense_scratch(cache, config, lens.shape[0], query.device)
-        launch_dense.attend_dense(query, keys, values, table, lens, out, *scratch, scale=config.scale, overlap=overlap)
+        launch_dense.attend_dense(query, keys, values, table, lens, out, scratch, scale=config.scale, overlap=overlap)
         return
     if selection.shape[1] != keys.shape[1]:
         attend_per_head(query, keys, values, table, lens, selection, out, unit=plan.unit, scale=config.scale)

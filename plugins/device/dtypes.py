@@ -1,4 +1,4 @@
-"""The dtypes that plans name, in torch."""
+"""The dtypes that plans name, in torch, and in Triton's words."""
 
 import torch
 
@@ -12,3 +12,10 @@ TORCH_DTYPES = {
     "int64": torch.int64,
     "float8_e4m3fn": torch.float8_e4m3fn,
 }
+
+TRITON_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def triton_dtype(name: str) -> str:
+    """Return Triton's word for a dtype of a plan."""
+    return TRITON_DTYPES[TORCH_DTYPES[name]]

@@ -11,12 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from plugins.device import store
-from plugins.device.driver import Kernel
-from plugins.device.spec import Binary, Float, Int, Long, Pointer, Spec
+from plugins.device.spec import Binary, Spec
 from trtkv.errors import BuildError
-
-__all__ = ["Float", "Int", "Kernel", "Long", "Pointer", "load"]
 
 HEADERS = Path(__file__).parent  # headers of more than one kernel
 INSTALL = "pip install 'trtkv[gpu]'"
@@ -30,6 +26,8 @@ class CudaSpec(Spec):
     defines: tuple[str, ...]
     percent: int = -1
     specific: bool = False  # takes instructions that only GPUs of exactly this compute capability have
+
+    __hash__ = Spec.__hash__
 
     @property
     def shared_percent(self) -> int:
@@ -53,13 +51,6 @@ class CudaSpec(Spec):
         return [one.removeprefix("-D") for one in self.defines]
 
 
-def load(
-    path: Path, name: str, types: tuple[Any, ...], defines: tuple[str, ...], arch: str, shared: int, *, percent: int = -1, specific: bool = False
-) -> Kernel:  # fmt: skip
-    """Return the kernel `name` of a source file on the current device (see `store.load`); percent and specific as `CudaSpec` says."""
-    return store.load(CudaSpec(path, name, types, arch, shared, defines, percent, specific))
-
-
 def compile_source(source: str, defines: Sequence[str], arch: str, folder: Path | None = None) -> bytes:
     """Compile to a cubin for sm_{arch}, with own headers from a folder; raises BuildError with the compiler's log. Lets other threads run."""
     problem = missing()
@@ -81,7 +72,7 @@ def compile_source(source: str, defines: Sequence[str], arch: str, folder: Path 
         _check(nvrtc.nvrtcGetCUBIN(program, cubin)[0])
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    return cubin
+    return bytes(cubin)
 
 
 def own_sources(path: Path) -> list[str]:

@@ -6,7 +6,8 @@ import ctypes
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,14 @@ class Spec(ABC):
     types: tuple[Any, ...]
     arch: str
     shared: int
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, one.name) for one in fields(self)))
+
+    def __hash__(self) -> int:
+        """Hash once: every launch looks its kernel up."""
+        return self._hash
 
     @abstractmethod
     def content(self) -> list[str]:

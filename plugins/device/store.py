@@ -9,9 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,7 +20,7 @@ from trtkv.checkpoint.find import data_home
 from trtkv.errors import BuildError, EngineError
 
 _engines: dict[Path, None] = {}
-_asked: ContextVar[dict[Spec, None] | None] = ContextVar("asked", default=None)
+_unwritten: dict[Path, Binary] = {}  # what was compiled where the user's folder cannot be written
 
 
 def register(folder: Path) -> None:
@@ -35,15 +33,10 @@ def user_folder() -> Path:
     return data_home() / "kernels"
 
 
-@contextmanager
-def listing() -> Iterator[dict[Spec, None]]:
-    """Collect what `load` is asked for while the block runs, in order and once each, instead of loading it: `load` then returns no kernel."""
-    asked: dict[Spec, None] = {}
-    token = _asked.set(asked)
-    try:
-        yield asked
-    finally:
-        _asked.reset(token)
+def load_all(specs: Iterable[Spec]) -> None:
+    """Load kernels on the current device, so that no launch has to; raises as `load` does."""
+    for spec in specs:
+        load(spec)
 
 
 def load(spec: Spec) -> Kernel:
@@ -51,10 +44,6 @@ def load(spec: Spec) -> Kernel:
 
     Raises EngineError where the driver takes no compiled form of it and it cannot be compiled here, BuildError where there is none and no compiler.
     """
-    asked = _asked.get()
-    if asked is not None:
-        asked[spec] = None
-        return None  # type: ignore[return-value]
     import torch
 
     return _load(spec, torch.cuda.current_device())
@@ -76,8 +65,10 @@ def _load(spec: Spec, device: int) -> Kernel:
         if refused is None:
             raise
         raise EngineError(f"{refused.problem}, and it cannot be compiled here: {error.problem}", error.fix) from None
-    with suppress(OSError):  # a folder that cannot be written is no error: the kernel is compiled again next time
+    try:
         write(user_folder(), spec, binary)
+    except OSError:  # no error: other functions of the same file find it in memory, and the next process compiles again
+        _unwritten[_place(user_folder(), spec)] = binary
     return Kernel(spec, binary)
 
 
@@ -114,6 +105,8 @@ def _place(folder: Path, spec: Spec) -> Path:
 
 
 def _read(file: Path) -> Binary | None:
+    if file in _unwritten:
+        return _unwritten[file]
     try:
         cubin, note = file.read_bytes(), json.loads(file.with_suffix(".json").read_text())
         return Binary(cubin, note["facts"]) if note["sha256"] == hashlib.sha256(cubin).hexdigest() else None

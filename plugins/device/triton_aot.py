@@ -19,16 +19,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import metadata
-from pathlib import Path
 from typing import IO, Any
 
-from plugins.device import store
-from plugins.device.driver import Kernel
-from plugins.device.spec import Binary, Float, Int, Pointer, Spec
+from plugins.device.spec import Binary, Spec
 from trtkv.errors import BuildError
 
 INSTALL = "pip install 'trtkv[gpu]'"
-_C_TYPES = {"i32": Int, "fp32": Float}
 
 
 @dataclass(frozen=True)
@@ -42,6 +38,8 @@ class TritonSpec(Spec):
     signature: tuple[tuple[str, str | int | bool], ...]
     aligned: tuple[str, ...]
     warps: int
+
+    __hash__ = Spec.__hash__
 
     def content(self) -> list[str]:
         """Return the source and how it is specialized."""
@@ -58,18 +56,6 @@ class TritonSpec(Spec):
     def options(self) -> list[str]:
         """Return types and constants."""
         return [f"{name}={value}" for name, value in self.signature]
-
-
-def load(path: Path, name: str, signature: tuple[tuple[str, str | int | bool], ...], aligned: tuple[str, ...], warps: int, arch: str) -> Kernel:
-    """Return the kernel `name` of a source file on the current device (see `store.load`)."""
-    kinds = [value for _, value in signature if isinstance(value, str)]
-    types = tuple(Pointer if kind.startswith("*") else _C_TYPES[kind] for kind in kinds)
-    return store.load(TritonSpec(path, name, types, arch, 0, signature, aligned, warps))
-
-
-def launch(kernel: Kernel, grid: tuple[int, int, int], stream: int, values: Sequence[Any], *, overlap: bool = False) -> None:
-    """Launch a kernel on a stream with the values of all arguments that are no constants."""
-    kernel.launch(grid, kernel.threads, kernel.shared, stream, values, overlap=overlap)
 
 
 def compile_all(specs: Sequence[TritonSpec]) -> Iterator[tuple[TritonSpec, Binary]]:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from plugins.append.launch import KINDS, NO_GROUP, append_kernel
 from plugins.append.launch_token import takes, token_kernel
 from plugins.cache.formats import slides
+from plugins.device.dtypes import triton_dtype
+from plugins.device.spec import Spec
 from plugins.select.summary import summary_kind
 from trtkv.config import Limits, ModelConfig
 from trtkv.plan import CachePlan
 
-_NAMES = {"bfloat16": "bf16", "float16": "fp16"}
 
-
-def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> None:
-    """Load the kernels of every layer for a compute capability: one or two a kind of summary; other kernels summarize encoded keys."""
+def kernels(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> Iterator[Spec]:
+    """Yield the kernels of every layer for a compute capability: one or two a kind of summary; other kernels summarize encoded keys."""
     sink = slides(plan.evict) if plan.ragged and plan.evict is not None else None
     sink = -1 if sink is None else sink
     for layer, select in enumerate(plan.select):
         kind = summary_kind(plan, layer) if plan.quantize is None else None
         group = NO_GROUP if kind is None or select is None else select.group
         shape = (plan.num_q_heads, plan.num_kv_heads, plan.head_dim, group, KINDS[kind], model.qk_norm)
-        append_kernel(*shape, _NAMES[plan.kv_dtype], arch, plan.ragged, sink)
+        yield append_kernel(*shape, triton_dtype(plan.kv_dtype), arch, ragged=plan.ragged, sink=sink)
         if not plan.ragged and takes(KINDS[kind]):
-            token_kernel(*shape, plan.kv_dtype == "bfloat16", arch)
+            yield token_kernel(*shape, plan.kv_dtype == "bfloat16", arch)

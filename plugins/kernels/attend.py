@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from plugins.attend import launch, launch_dense
+from plugins.device.spec import Spec
 from trtkv.config import Limits, ModelConfig
 from trtkv.plan import CachePlan
 
 
-def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> None:
-    """Load the kernels of every layer for a compute capability: for everything stored, and for the units of its list and every cluster size."""
+def kernels(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> Iterator[Spec]:
+    """Yield the kernels of every layer for a compute capability: for everything stored, and for the units of its list and every cluster size."""
     group, bf16 = plan.num_q_heads // plan.num_kv_heads, plan.kv_dtype == "bfloat16"
-    launch_dense.dense_kernel(plan.head_dim, group, bf16, arch, plan.ragged, plan.mixed)
+    yield launch_dense.dense_kernel(plan.head_dim, group, bf16, arch, plan.ragged, plan.mixed)
     shapes = {(select.unit, select.width, 1 if select.pooling == "none" else group) for select in plan.select if select is not None}
     for unit, width, together in sorted(shapes):
         for batch in range(1, limits.max_batch_size + 1):
             # Where every query head has its own list, heads are sequences.
             rows = batch * plan.num_kv_heads * (group // together)
-            launch.attend_kernel(plan.head_dim, together, launch.attend_form(rows, width * unit, unit, plan.head_dim, arch), unit, bf16, arch)
+            yield launch.attend_kernel(plan.head_dim, together, launch.attend_form(rows, width * unit, unit, plan.head_dim, arch), unit, bf16, arch)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from plugins.device.dtypes import TORCH_DTYPES
+from plugins.device.spec import Spec
 from plugins.linear import launch
 from trtkv.config import Limits, ModelConfig
 
@@ -18,7 +21,7 @@ def products(model: ModelConfig) -> dict[str, Shape]:
     }  # fmt: skip
 
 
-def request(model: ModelConfig, limits: Limits, arch: str) -> None:
-    """Load the kernels of every product and of the norm for a compute capability; parts of a model load their own when they are opened."""
+def kernels(model: ModelConfig, limits: Limits, arch: str) -> Iterator[Spec]:
+    """Yield the kernels of every product and of the norm for a compute capability; parts of a model load their own when they are opened."""
     for width, inner, gated, normed in products(model).values():
-        launch.request(width, inner, TORCH_DTYPES[model.dtype], limits.max_batch_size, arch, gated=gated, normed=normed)
+        yield from launch.kernels(width, inner, TORCH_DTYPES[model.dtype], limits.max_batch_size, arch, gated=gated, normed=normed)

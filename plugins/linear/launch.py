@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -9,17 +10,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plugins.device import nvrtc
+from plugins.device import kernel
 from plugins.device.driver import CACHING_PERCENT, arch
-from plugins.device.nvrtc import Float, Int, Kernel, Pointer
+from plugins.device.kernel import CudaKernel
+from plugins.device.nvrtc import CudaSpec
+from plugins.device.spec import Float, Int, Pointer, Spec
 
 MOST_TOKENS = 2  # beyond, the library's products are as fast
 MOST_WIDTH = 16384  # of a norm alone
 NORM_THREADS, SILU_THREADS = 512, 256
 FEW_TOKENS = 64  # of a decode step: what stands between its kernels overlaps with them
 _SOURCE = Path(__file__).parent / "linear.cu"
-_GEMV, _NORM, _SILU = (Pointer,) * 7 + (Int, Int, Float), (Pointer,) * 5 + (Int, Float), (Pointer, Pointer, Int)
-_ALONE = ("-DTOKENS=1", "-DWARPS=8", "-DROWS=1", "-DSPLIT=1", "-DUNROLL=1", "-DGATED=0", "-DNORM=0")
+GEMV = CudaKernel(_SOURCE, "gemv", (Pointer,) * 7 + (Int, Int, Float))
+NORM = CudaKernel(_SOURCE, "rms_norm", (Pointer,) * 5 + (Int, Float))
+SILU = CudaKernel(_SOURCE, "silu_gate", (Pointer, Pointer, Int))
+_ALONE = {"TOKENS": 1, "WARPS": 8, "ROWS": 1, "SPLIT": 1, "UNROLL": 1, "GATED": 0, "NORM": 0}
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -69,53 +74,50 @@ def gemv(
     tokens, inner = x.shape
     width = out.shape[1]
     form = form or form_of(width, inner, gated)
-    kernel = gemv_kernel(form, tokens, gated, norm is not None, x.dtype == torch.float16, arch())
+    spec = gemv_kernel(form, tokens, gated, norm is not None, x.dtype == torch.float16, arch())
     tensors = (x, matrix, bias, out, *((norm.more, norm.weight, norm.total) if norm else (None,) * 3))
-    values = (*(0 if one is None else one.data_ptr() for one in tensors), width, inner, norm.eps if norm else 0.0)
-    kernel.launch((-(-width // form.block_rows), 1, 1), 32 * form.warps, 0, torch.cuda.current_stream().cuda_stream, values, overlap=True)
+    values = (*tensors, width, inner, norm.eps if norm else 0.0)
+    kernel.launch(spec, (-(-width // form.block_rows), 1, 1), values, threads=32 * form.warps, overlap=True)
 
 
 def norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, out: Tensor, total: Tensor | None) -> None:
     """Write the norm of x [T, E] (plus more, whose sum goes to total) scaled by weight [E] to out; all contiguous."""
     tokens, width = x.shape
-    tensors = (x, more, weight, out, total)
-    values = (*(0 if one is None else one.data_ptr() for one in tensors), width, eps)
-    kernel, stream = norm_kernel(x.dtype == torch.float16, arch()), torch.cuda.current_stream().cuda_stream
-    kernel.launch((tokens, 1, 1), NORM_THREADS, 0, stream, values, overlap=tokens <= FEW_TOKENS)
+    spec = norm_kernel(x.dtype == torch.float16, arch())
+    kernel.launch(spec, (tokens, 1, 1), (x, more, weight, out, total, width, eps), threads=NORM_THREADS, overlap=tokens <= FEW_TOKENS)
 
 
 def silu_gate(both: Tensor, out: Tensor) -> None:
     """Write silu of the gate times the up, side by side in both [T, 2 F], to out [T, F]; both contiguous."""
     tokens, width = out.shape
-    kernel, stream = silu_kernel(both.dtype == torch.float16, arch()), torch.cuda.current_stream().cuda_stream
-    blocks = (tokens, -(-width // (8 * SILU_THREADS)), 1)
-    kernel.launch(blocks, SILU_THREADS, 0, stream, (both.data_ptr(), out.data_ptr(), width), overlap=tokens <= FEW_TOKENS)
+    spec = silu_kernel(both.dtype == torch.float16, arch())
+    grid = (tokens, -(-width // (8 * SILU_THREADS)), 1)
+    kernel.launch(spec, grid, (both, out, width), threads=SILU_THREADS, overlap=tokens <= FEW_TOKENS)
 
 
-def gemv_kernel(form: Form, tokens: int, gated: bool, normed: bool, half: bool, arch: str) -> Kernel:
-    """Load a form's kernel for a number of tokens."""
+def gemv_kernel(form: Form, tokens: int, gated: bool, normed: bool, half: bool, arch: str) -> CudaSpec:
+    """Return a form's kernel for a number of tokens."""
     shape = {"TOKENS": tokens, "WARPS": form.warps, "ROWS": form.rows, "SPLIT": form.split, "UNROLL": form.unroll}
-    flags = (f"-DGATED={int(gated)}", f"-DNORM={int(normed)}", *(("-DFP16",) if half else ()))
     # All blocks read the same tokens: from the second-level cache they would take as long as the matrix from memory.
-    return nvrtc.load(_SOURCE, "gemv", _GEMV, (*(f"-D{name}={value}" for name, value in shape.items()), *flags), arch, 0, percent=CACHING_PERCENT)
+    return GEMV.variant(arch, percent=CACHING_PERCENT, **shape, GATED=int(gated), NORM=int(normed), FP16=half)
 
 
-def norm_kernel(half: bool, arch: str) -> Kernel:
-    """Load the norm."""
-    return nvrtc.load(_SOURCE, "rms_norm", _NORM, (*_ALONE, *(("-DFP16",) if half else ())), arch, 0)
+def norm_kernel(half: bool, arch: str) -> CudaSpec:
+    """Return the norm."""
+    return NORM.variant(arch, **_ALONE, FP16=half)
 
 
-def silu_kernel(half: bool, arch: str) -> Kernel:
-    """Load the gated activation."""
-    return nvrtc.load(_SOURCE, "silu_gate", _SILU, (*_ALONE, *(("-DFP16",) if half else ())), arch, 0)
+def silu_kernel(half: bool, arch: str) -> CudaSpec:
+    """Return the gated activation."""
+    return SILU.variant(arch, **_ALONE, FP16=half)
 
 
-def request(width: int, inner: int, dtype: torch.dtype, most_tokens: int, arch: str, *, gated: bool = False, normed: bool = False) -> None:
-    """Load every kernel for a matrix [width, inner] (gated: [2 width, inner]) and up to so many tokens, the norm and the gated activation."""
+def kernels(width: int, inner: int, dtype: torch.dtype, most_tokens: int, arch: str, *, gated: bool = False, normed: bool = False) -> Iterator[Spec]:
+    """Yield every kernel for a matrix [width, inner] (gated: [2 width, inner]) and up to so many tokens, the norm and the gated activation."""
     if dtype not in _DTYPES or width % 8 or inner % 8:
         return
     half = dtype == torch.float16
-    norm_kernel(half, arch)
-    silu_kernel(half, arch)
+    yield norm_kernel(half, arch)
+    yield silu_kernel(half, arch)
     for tokens in range(1, min(MOST_TOKENS, most_tokens) + 1):
-        gemv_kernel(form_of(width, inner, gated), tokens, gated, normed, half, arch)
+        yield gemv_kernel(form_of(width, inner, gated), tokens, gated, normed, half, arch)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from plugins.device import nvrtc
+from plugins.device import kernel
 from plugins.device.driver import arch
-from plugins.device.nvrtc import Int, Kernel, Long, Pointer
+from plugins.device.kernel import CudaKernel
+from plugins.device.nvrtc import CudaSpec
+from plugins.device.spec import Int, Long, Pointer, Spec
 
 _SOURCE = Path(__file__).parent / "sample.cu"
-_SAMPLE, _FEED, _FETCH = (Pointer,) * 8 + (Long, Int), (Pointer,) * 4 + (Int,), (Pointer,) * 5 + (Int,) * 7
+SAMPLE = CudaKernel(_SOURCE, "sample", (Pointer,) * 8 + (Long, Int))
+FEED = CudaKernel(_SOURCE, "feed", (Pointer,) * 4 + (Int,))
+FETCH = CudaKernel(_SOURCE, "fetch", (Pointer,) * 5 + (Int,) * 7)
 CLUSTER, CLUSTERS_FROM = 8, 90  # blocks of a row; clusters of blocks came with this compute capability
 THREADS, FEED_THREADS = 1024, 256
-_SMALL = ("-DCLUSTER=1", f"-DTHREADS={THREADS}", "-DSTAGED=0")  # of the kernels beside the sampler
+_SMALL = {"CLUSTER": 1, "THREADS": THREADS, "STAGED": 0}  # of the kernels beside the sampler
 _MOST_STAGED = 200 * 1024  # bytes of a row's share that a block keeps in shared memory
 
 
@@ -28,17 +32,15 @@ def sample(logits: Tensor, settings: Tensor, numbers: Tensor, slots: Tensor, cou
     pinned host memory, which the host may read once it has waited for the launch.
     """
     batch, vocab = logits.shape
-    kernel, cluster, shared = sample_kernel(vocab, arch())
-    pointers = [one.data_ptr() for one in (logits, settings, numbers, slots)]
-    values = (*pointers, 0 if counts is None else counts.data_ptr(), last.data_ptr(), turn.data_ptr(), ring.data_ptr(), ring.stride(1), vocab)
-    kernel.launch((batch * cluster, 1, 1), THREADS, shared, torch.cuda.current_stream().cuda_stream, values, cluster=cluster)
+    cluster, shared = sample_shape(vocab, arch())
+    values = (logits, settings, numbers, slots, counts, last, turn, ring, ring.stride(1), vocab)
+    kernel.launch(sample_kernel(vocab, arch()), (batch * cluster, 1, 1), values, threads=THREADS, shared=shared, cluster=cluster)
 
 
 def feed(given: Tensor, slots: Tensor, last: Tensor, ids: Tensor) -> None:
     """Write ids [T]: the given ones, where those are negative what last [Z] holds for their slots [T]; all int32."""
     tokens = given.shape[0]
-    values = (given.data_ptr(), slots.data_ptr(), last.data_ptr(), ids.data_ptr(), tokens)
-    feed_kernel(arch()).launch((-(-tokens // FEED_THREADS), 1, 1), FEED_THREADS, 0, torch.cuda.current_stream().cuda_stream, values)
+    kernel.launch(feed_kernel(arch()), (-(-tokens // FEED_THREADS), 1, 1), (given, slots, last, ids, tokens), threads=FEED_THREADS)
 
 
 def fetch(staged: Tensor, block: Tensor, turn: Tensor, last: Tensor | None, table: Tensor, at: tuple[int, int, int], batch: int) -> None:
@@ -47,32 +49,35 @@ def fetch(staged: Tensor, block: Tensor, turn: Tensor, last: Tensor | None, tabl
     at are the places, in words, of ids [B], of slots [B], and of what table [Y, B, M] gains [2, B]: a column or -1, and the page that stands there
     from now on. Ids that are negative become what last [Z] holds for their slots. Everything int32.
     """
-    pointers = [0 if one is None else one.data_ptr() for one in (staged, block, turn, last, table)]
-    values = (*pointers, staged.shape[0], staged.shape[1] // 4, *at, batch, table.stride(1))
-    fetch_kernel(arch()).launch((1, 1, 1), THREADS, 0, torch.cuda.current_stream().cuda_stream, values)
+    values = (staged, block, turn, last, table, staged.shape[0], staged.shape[1] // 4, *at, batch, table.stride(1))
+    kernel.launch(fetch_kernel(arch()), (1, 1, 1), values, threads=THREADS)
 
 
-def sample_kernel(vocab: int, arch: str) -> tuple[Kernel, int, int]:
-    """Load the sampler for a vocabulary; returns it with the blocks of a row and their dynamic shared memory in bytes."""
+def sample_shape(vocab: int, arch: str) -> tuple[int, int]:
+    """Return the blocks of a row and their dynamic shared memory in bytes."""
     cluster = CLUSTER if int(arch) >= CLUSTERS_FROM else 1
     share = -(-vocab // cluster) * 4
-    shared = share if share <= _MOST_STAGED and cluster > 1 else 0
-    defines = (f"-DCLUSTER={cluster}", f"-DTHREADS={THREADS}", f"-DSTAGED={int(shared > 0)}")
-    return nvrtc.load(_SOURCE, "sample", _SAMPLE, defines, arch, _MOST_STAGED if shared else 0), cluster, shared
+    return cluster, share if share <= _MOST_STAGED and cluster > 1 else 0
 
 
-def feed_kernel(arch: str) -> Kernel:
-    """Load the kernel that hands chosen tokens to the next step."""
-    return nvrtc.load(_SOURCE, "feed", _FEED, _SMALL, arch, 0)
+def sample_kernel(vocab: int, arch: str) -> CudaSpec:
+    """Return the sampler for a vocabulary."""
+    cluster, shared = sample_shape(vocab, arch)
+    return SAMPLE.variant(arch, shared=_MOST_STAGED if shared else 0, CLUSTER=cluster, THREADS=THREADS, STAGED=int(shared > 0))
 
 
-def fetch_kernel(arch: str) -> Kernel:
-    """Load the kernel that brings a captured step its inputs."""
-    return nvrtc.load(_SOURCE, "fetch", _FETCH, _SMALL, arch, 0)
+def feed_kernel(arch: str) -> CudaSpec:
+    """Return the kernel that hands chosen tokens to the next step."""
+    return FEED.variant(arch, **_SMALL)
 
 
-def request(vocab: int, arch: str) -> None:
-    """Load every kernel of an engine with this vocabulary."""
-    sample_kernel(vocab, arch)
-    feed_kernel(arch)
-    fetch_kernel(arch)
+def fetch_kernel(arch: str) -> CudaSpec:
+    """Return the kernel that brings a captured step its inputs."""
+    return FETCH.variant(arch, **_SMALL)
+
+
+def kernels(vocab: int, arch: str) -> Iterator[Spec]:
+    """Yield every kernel of an engine with this vocabulary."""
+    yield sample_kernel(vocab, arch)
+    yield feed_kernel(arch)
+    yield fetch_kernel(arch)

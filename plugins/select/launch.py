@@ -8,14 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plugins.device import nvrtc
-from plugins.device.nvrtc import Float, Int, Kernel, Long, Pointer
-from plugins.device.spec import shared_limit
+from plugins.device import kernel
+from plugins.device.kernel import CudaKernel
+from plugins.device.nvrtc import CudaSpec
+from plugins.device.spec import Float, Int, Long, Pointer, shared_limit
 from trtkv.errors import CapacityError
 
 _HERE = Path(__file__).parent
-_SCORE = (Pointer,) * 8 + (Int, Int, Int, Long, Int, Float)
-_SELECT = (Pointer,) * 7 + (Long,) + (Int,) * 9
+SCORE = CudaKernel(_HERE / "fier.cu", "fier_score", (Pointer,) * 8 + (Int, Int, Int, Long, Int, Float))
+SELECT = CudaKernel(_HERE / "select.cu", "select_units", (Pointer,) * 7 + (Long,) + (Int,) * 9)
 POOLS = {"softmax-mean": 0, "softmax-max": 0, "mean": 1, "max": 2}
 CLUSTERS_FROM = 90  # clusters of blocks came with this compute capability
 _WORTHWHILE_UNITS = 4096  # a block more costs more than it saves below
@@ -76,11 +77,10 @@ def fier_score(
     """
     heads, dim = bits.shape[1], bits.shape[-1]
     group = q.shape[1] // dim // heads
-    kernel = score_kernel(dim, group, pooling, q.dtype == torch.bfloat16, arch())
-    pointers = [one.data_ptr() for one in (q, bits, meta, table, lens, scores, parts)]
-    values = (*pointers, 0 if told is None else told.data_ptr(), q.stride(0), table.stride(0), page_size // 32, scores.shape[2], budget,
-              scale * 1.4426950408889634)  # fmt: skip
-    kernel.launch((parts.shape[1], heads, lens.shape[0]), 256, 64 * score_stages(dim, arch()) * dim, stream(), values, overlap=overlap)
+    spec = score_kernel(dim, group, pooling, q.dtype == torch.bfloat16, arch())
+    tensors = (q, bits, meta, table, lens, scores, parts, told)
+    values = (*tensors, q.stride(0), table.stride(0), page_size // 32, scores.shape[2], budget, scale * 1.4426950408889634)
+    kernel.launch(spec, (parts.shape[1], heads, lens.shape[0]), values, threads=256, shared=spec.shared, overlap=overlap)
 
 
 def select_units(
@@ -97,12 +97,12 @@ def select_units(
     sm = arch()
     cluster = cluster or select_cluster(rows, stride, sm, heads=heads, width=out.shape[2] - 1)
     shared = select_shared(stride, cluster, heads, parts.shape[1], sm)
-    kernel = select_kernel(cluster, heads, pooling == "softmax-max", unit, group, sm, streams=shared.streams, sieves=shared.sieves)
-    slots, budgets, below = (0, 0, 0) if own is None else (own.slots.data_ptr(), own.budgets.data_ptr(), own.dense_below)
-    words, each = (0, 0) if told is None else (told.data_ptr(), told.numel() // (4 * rows))
-    values = (scores.data_ptr(), parts.data_ptr(), lens.data_ptr(), out.data_ptr(), slots, budgets, words, stride, parts.shape[1],
-              rows // lens.shape[0], budget, below, out.shape[2] - 1, sink, window, shared.kept, each)  # fmt: skip
-    kernel.launch((rows * cluster, 1, 1), 1024, shared.bytes, stream(), values, cluster=cluster, overlap=overlap)
+    spec = select_kernel(cluster, heads, pooling == "softmax-max", unit, group, sm, streams=shared.streams, sieves=shared.sieves)
+    slots, budgets, below = (None, None, 0) if own is None else (own.slots, own.budgets, own.dense_below)
+    each = 0 if told is None else told.numel() // (4 * rows)
+    values = (scores, parts, lens, out, slots, budgets, told, stride, parts.shape[1], rows // lens.shape[0], budget, below, out.shape[2] - 1,
+              sink, window, shared.kept, each)  # fmt: skip
+    kernel.launch(spec, (rows * cluster, 1, 1), values, threads=1024, shared=shared.bytes, cluster=cluster, overlap=overlap)
 
 
 def select_cluster(rows: int, units: int, arch: str = "90", *, heads: int = 1, width: int | None = None) -> int:
@@ -185,32 +185,25 @@ def score_stages(dim: int, arch: str) -> int:
     return 8 if 64 * 8 * dim + 16384 <= shared_limit(arch) else 4
 
 
-def score_kernel(dim: int, group: int, pooling: str, bf16: bool, arch: str) -> Kernel:
-    """Load the FIER scorer for a shape."""
+def score_kernel(dim: int, group: int, pooling: str, bf16: bool, arch: str) -> CudaSpec:
+    """Return the FIER scorer for a shape; its launches ask for all of its shared memory."""
     stages = score_stages(dim, arch)
-    shape = {"D": dim, "GROUP_HEADS": group, "POOL": POOLS[pooling] if group > 1 else 0, "STAGES": stages}
-    defines = (*(f"-D{name}={value}" for name, value in shape.items()), *(("-DBF16",) if bf16 else ()))
-    return nvrtc.load(_HERE / "fier.cu", "fier_score", _SCORE, defines, arch, 64 * stages * dim)
+    pool = POOLS[pooling] if group > 1 else 0
+    return SCORE.variant(arch, shared=64 * stages * dim, D=dim, GROUP_HEADS=group, POOL=pool, STAGES=stages, BF16=bf16)
 
 
 def select_kernel(
     cluster: int, heads: int, maximum: bool, unit: int, group: int, arch: str, *, streams: bool = False, sieves: bool = False
-) -> Kernel:  # fmt: skip
-    """Load the selector for a cluster size and number of scored heads."""
+) -> CudaSpec:  # fmt: skip
+    """Return the selector for a cluster size and number of scored heads."""
     shape = {"CLUSTER": cluster, "HEADS": heads, "MAXIMUM": int(maximum and heads > 1), "UNIT": unit, "GROUP": group}
-    defines = (*(f"-D{name}={value}" for name, value in shape.items()), *(("-DSTREAM",) if streams else ()), *(("-DFILTER",) if sieves else ()))
-    return nvrtc.load(_HERE / "select.cu", "select_units", _SELECT, defines, arch, 200 * 1024)
+    return SELECT.variant(arch, shared=200 * 1024, **shape, STREAM=streams, FILTER=sieves)
 
 
 def arch() -> str:
     """Name the current device's architecture, with the specific features of sm_90 and later left out."""
     major, minor = torch.cuda.get_device_capability()
     return f"{major}{minor}"
-
-
-def stream() -> int:
-    """Return the current stream's handle."""
-    return torch.cuda.current_stream().cuda_stream
 
 
 def _parts(rows: int, groups: int, slots: int) -> int:

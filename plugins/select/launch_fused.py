@@ -8,18 +8,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plugins.device import nvrtc
+from plugins.device import kernel
 from plugins.device.driver import BESIDE_PERCENT, CACHING_PERCENT
-from plugins.device.nvrtc import Float, Int, Kernel, Long, Pointer
-from plugins.device.spec import shared_limit
-from plugins.select.launch import POOLS, OwnBudgets, arch, stream
+from plugins.device.kernel import CudaKernel
+from plugins.device.nvrtc import CudaSpec
+from plugins.device.spec import Float, Int, Long, Pointer, shared_limit
+from plugins.select.launch import POOLS, OwnBudgets, arch
 from plugins.select.launch_pages import KINDS
 from plugins.select.summary import Summary, shares_selection
 from trtkv.plan import SelectPlan
 
 _HERE = Path(__file__).parent
-_FIER = (Pointer,) * 13 + (Int, Int, Int, Long) + (Int,) * 6 + (Float,)
-_PAGES = (Pointer,) * 13 + (Int, Int, Int, Long) + (Int,) * 6 + (Float,)
+_TYPES = (Pointer,) * 13 + (Int, Int, Int, Long) + (Int,) * 6 + (Float,)
+FIER = CudaKernel(_HERE / "fier_select.cu", "fier_select", _TYPES)
+PAGES = CudaKernel(_HERE / "page_select.cu", "page_select", _TYPES)
 LOG2_E = 1.4426950408889634
 STAGES = (8, 4)  # groups of a warp in flight: as many as shared memory has room for
 MOST_SMS = 160  # multiprocessors of a device that are used: blocks of a row, as in exchange.cuh
@@ -84,10 +86,20 @@ class Fused:
         shared = _marks_bytes(room) + heads * (room + 8) * 2
         return Fused(rows, blocks, FEW_WARPS, 0, room, heads, shared) if shared + _STATIC <= shared_limit(arch) else None
 
-    def allocate(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
-        """Allocate what blocks tell each other, int32, and the rows' stamps [R] int32, all zero."""
+    def allocate(self, device: torch.device | str) -> Exchange:
+        """Allocate what its blocks exchange, all zero."""
         words = self.blocks * (self.heads + _COUNT_WORDS + _SHORT_MAIL[1]) + _CROWD + _SHORT_MAIL[0]
-        return torch.zeros(self.rows, words, 4, dtype=torch.int32, device=device), torch.zeros(self.rows, dtype=torch.int32, device=device)
+        messages = torch.zeros(self.rows, words, 4, dtype=torch.int32, device=device)
+        return Exchange(self, messages, torch.zeros(self.rows, dtype=torch.int32, device=device))
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A launch and what its blocks exchange: messages [R, words, 4] and the rows' stamps [R], int32. Launches that share it follow each other."""
+
+    plan: Fused
+    messages: Tensor
+    stamps: Tensor
 
 
 def plan_for(plan: SelectPlan, summary: Summary, batch: int, heads: int, group: int, dim: int, units: int, sms: int, arch: str) -> Fused | None:
@@ -110,56 +122,55 @@ def plans_on_any(plan: SelectPlan, summary: Summary, batch: int, heads: int, gro
 
 
 def fier_select(
-    q: Tensor, bits: Tensor, meta: Tensor, table: Tensor, lens: Tensor, out: Tensor, mail: Tensor, stamps: Tensor, plan: Fused, *,
+    q: Tensor, bits: Tensor, meta: Tensor, table: Tensor, lens: Tensor, out: Tensor, exchange: Exchange, *,
     page_size: int, budget: int, scale: float, pooling: str, sink: int, window: int, own: OwnBudgets | None = None, overlap: bool = False,
     scores: Tensor | None = None, parts: Tensor | None = None, told: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Score and choose: arguments as of `launch.fier_score` and `launch.select_units`, mail and stamps as the plan allocates them.
+    """Score and choose: arguments as of `launch.fier_score` and `launch.select_units`.
 
-    scores [R, heads, stride] and parts [R, blocks, heads, 4] are written as the scorer does where they are given. Launches that share mail must
-    follow each other.
+    scores [R, heads, stride] and parts [R, blocks, heads, 4] are written as the scorer does where they are given.
     """
     heads, dim = bits.shape[1], bits.shape[-1]
-    group = q.shape[1] // dim // heads
-    kernel = fused_kernel(dim, group, pooling, plan, q.dtype == torch.bfloat16, arch())
+    group, plan = q.shape[1] // dim // heads, exchange.plan
+    spec = fused_kernel(dim, group, pooling, plan, q.dtype == torch.bfloat16, arch())
     slots, budgets, below = (None, None, 0) if own is None else (own.slots, own.budgets, own.dense_below)
-    given = (q, bits, meta, table, lens, out, slots, budgets, mail, stamps, scores, parts, told)
-    values = (*(0 if one is None else one.data_ptr() for one in given), q.stride(0), table.stride(0), page_size // 32,
-              0 if scores is None else scores.shape[2], budget, below, out.shape[2] - 1, sink, window, plan.room, scale * LOG2_E)  # fmt: skip
-    kernel.launch((plan.blocks, heads, lens.shape[0]), 32 * plan.warps, plan.shared, stream(), values, overlap=overlap, cooperative=True)
+    tensors = (q, bits, meta, table, lens, out, slots, budgets, exchange.messages, exchange.stamps, scores, parts, told)
+    values = (*tensors, q.stride(0), table.stride(0), page_size // 32, 0 if scores is None else scores.shape[2], budget, below, out.shape[2] - 1,
+              sink, window, plan.room, scale * LOG2_E)  # fmt: skip
+    grid = (plan.blocks, heads, lens.shape[0])
+    kernel.launch(spec, grid, values, threads=32 * plan.warps, shared=plan.shared, overlap=overlap, cooperative=True)
 
 
 def page_select(
-    q: Tensor, vectors: Tensor, beside: Tensor | None, table: Tensor, lens: Tensor, out: Tensor, mail: Tensor, stamps: Tensor, plan: Fused, *,
+    q: Tensor, vectors: Tensor, beside: Tensor | None, table: Tensor, lens: Tensor, out: Tensor, exchange: Exchange, *,
     kind: str, unit: int, budget: int, scale: float, pooling: str, sink: int, window: int, own: OwnBudgets | None = None, cut: Tensor | None = None,
     overlap: bool = False, scores: Tensor | None = None, parts: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Score and choose pages: arguments as of `launch_pages.score_pages` and `fier_select`."""
     heads, per_page, dim = vectors.shape[1], vectors.shape[2], vectors.shape[-1]
-    group = q.shape[1] // dim // heads
-    kernel = page_kernel(kind, dim, group, pooling, plan, per_page, q.dtype == torch.bfloat16, arch(), forced=cut is not None)
+    group, plan = q.shape[1] // dim // heads, exchange.plan
+    spec = page_kernel(kind, dim, group, pooling, plan, per_page, q.dtype == torch.bfloat16, arch(), forced=cut is not None)
     slots, budgets, below = (None, None, 0) if own is None else (own.slots, own.budgets, own.dense_below)
-    given = (q, vectors, beside, cut, table, lens, out, slots, budgets, mail, stamps, scores, parts)
-    values = (*(0 if one is None else one.data_ptr() for one in given), q.stride(0), table.stride(0), unit, 0 if scores is None else scores.shape[2],
-              budget, below, out.shape[2] - 1, sink, window, plan.room, scale * LOG2_E)  # fmt: skip
-    kernel.launch((plan.blocks, heads, lens.shape[0]), 32 * plan.warps, plan.shared, stream(), values, overlap=overlap, cooperative=True)
+    tensors = (q, vectors, beside, cut, table, lens, out, slots, budgets, exchange.messages, exchange.stamps, scores, parts)
+    values = (*tensors, q.stride(0), table.stride(0), unit, 0 if scores is None else scores.shape[2], budget, below, out.shape[2] - 1, sink, window,
+              plan.room, scale * LOG2_E)  # fmt: skip
+    grid = (plan.blocks, heads, lens.shape[0])
+    kernel.launch(spec, grid, values, threads=32 * plan.warps, shared=plan.shared, overlap=overlap, cooperative=True)
 
 
-def fused_kernel(dim: int, group: int, pooling: str, plan: Fused, bf16: bool, arch: str) -> Kernel:
-    """Load the kernel of one-bit keys for a shape."""
-    defines = (*_defines(dim, group, pooling, plan), f"-DSTAGES={plan.stages}", *(("-DBF16",) if bf16 else ()))
-    return nvrtc.load(_HERE / "fier_select.cu", "fier_select", _FIER, defines, arch, shared_limit(arch) - _STATIC)
+def fused_kernel(dim: int, group: int, pooling: str, plan: Fused, bf16: bool, arch: str) -> CudaSpec:
+    """Return the kernel of one-bit keys for a shape."""
+    return FIER.variant(arch, shared=shared_limit(arch) - _STATIC, **_shape(dim, group, pooling, plan), STAGES=plan.stages, BF16=bf16)
 
 
-def page_kernel(kind: str, dim: int, group: int, pooling: str, plan: Fused, per_page: int, bf16: bool, arch: str, *, forced: bool) -> Kernel:
-    """Load the kernel of pages for a shape."""
+def page_kernel(kind: str, dim: int, group: int, pooling: str, plan: Fused, per_page: int, bf16: bool, arch: str, *, forced: bool) -> CudaSpec:
+    """Return the kernel of pages for a shape."""
     once = plan.room <= plan.warps * round_pages(kind, dim)
-    flags = [*(["-DONCE"] if once else []), *(["-DFORCED"] if forced else []), *(["-DBF16"] if bf16 else [])]
-    defines = (*_defines(dim, group, pooling, plan), f"-DKIND={KINDS[kind]}", f"-DPER_PAGE={per_page}", *flags)
+    shape = {**_shape(dim, group, pooling, plan), "KIND": KINDS[kind], "PER_PAGE": per_page}
     # The first-level cache holds what is under way: beside a kernel in front that leaves it little, the launch took a third longer.
     # Where little is under way, blocks of the kernels around it find place beside its own.
     percent = BESIDE_PERCENT if once else CACHING_PERCENT
-    return nvrtc.load(_HERE / "page_select.cu", "page_select", _PAGES, defines, arch, shared_limit(arch) - _STATIC, percent=percent)
+    return PAGES.variant(arch, shared=shared_limit(arch) - _STATIC, percent=percent, **shape, ONCE=once, FORCED=forced, BF16=bf16)
 
 
 def round_pages(kind: str, dim: int) -> int:
@@ -168,11 +179,9 @@ def round_pages(kind: str, dim: int) -> int:
     return 16 * (4 // vectors if pieces <= 2 else 2 // vectors if pieces <= 4 else 1)
 
 
-def _defines(dim: int, group: int, pooling: str, plan: Fused) -> tuple[str, ...]:
-    pool = POOLS[pooling] if group > 1 else 0
-    shape = {"D": dim, "GROUP_HEADS": group, "POOL": pool, "HEADS": 1 if pool else group, "MAXIMUM": int(pooling == "softmax-max" and group > 1),
-             "WARPS": plan.warps}  # fmt: skip
-    return tuple(f"-D{name}={value}" for name, value in shape.items())
+def _shape(dim: int, group: int, pooling: str, plan: Fused) -> dict[str, int]:
+    pool, maximum = POOLS[pooling] if group > 1 else 0, int(pooling == "softmax-max" and group > 1)
+    return {"D": dim, "GROUP_HEADS": group, "POOL": pool, "HEADS": 1 if pool else group, "MAXIMUM": maximum, "WARPS": plan.warps}
 
 
 def _marks_bytes(room: int) -> int:

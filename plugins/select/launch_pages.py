@@ -8,14 +8,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plugins.device import nvrtc
-from plugins.device.nvrtc import Float, Int, Kernel, Long, Pointer
-from plugins.select.launch import Scratch, arch, stream
+from plugins.device import kernel
+from plugins.device.kernel import CudaKernel
+from plugins.device.nvrtc import CudaSpec
+from plugins.device.spec import Float, Int, Long, Pointer
+from plugins.select.launch import Scratch, arch
 from trtkv.errors import CapacityError
 
 _HERE = Path(__file__).parent
-_SCORE = (Pointer,) * 8 + (Int,) * 5 + (Long, Int, Float)
-_CUT = (Pointer,) * 4 + (Int,) * 4
+SCORE = CudaKernel(_HERE / "pages.cu", "score_pages", (Pointer,) * 8 + (Int,) * 5 + (Long, Int, Float))
+CUT = CudaKernel(_HERE / "outliers.cu", "outlier_cut", (Pointer,) * 4 + (Int,) * 4)
 KINDS = {"box": 0, "ball": 1, "mean": 2}
 POOLS = {"softmax-mean": 0, "softmax-max": 0, "mean": 1, "max": 2, "none": 3}
 MOST_GROUP_HEADS = 32
@@ -66,28 +68,25 @@ def score_pages(
     batch, group = lens.shape[0], q.shape[1] // dim // heads
     if group > MOST_GROUP_HEADS:
         raise CapacityError(f"{group} query heads share a key-value head, the page scorer takes {MOST_GROUP_HEADS}", "Select in torch.")
-    kernel = score_kernel(kind, dim, group, pooling, per_page, q.dtype == torch.bfloat16, arch(), forced=cut is not None, shared=shared)
-    values = (q.data_ptr(), vectors.data_ptr(), 0 if beside is None else beside.data_ptr(), 0 if cut is None else cut.data_ptr(),
-              table.data_ptr(), lens.data_ptr(), scores.data_ptr(), parts.data_ptr(), q.stride(0), table.stride(0), unit, heads,
-              scores.shape[0] // batch, scores.shape[2], budget, scale * 1.4426950408889634)  # fmt: skip
-    kernel.launch((parts.shape[1], 1 if shared else heads, batch), 256, 0, stream(), values, overlap=overlap)
+    spec = score_kernel(kind, dim, group, pooling, per_page, q.dtype == torch.bfloat16, arch(), forced=cut is not None, shared=shared)
+    values = (q, vectors, beside, cut, table, lens, scores, parts, q.stride(0), table.stride(0), unit, heads, scores.shape[0] // batch,
+              scores.shape[2], budget, scale * 1.4426950408889634)  # fmt: skip
+    kernel.launch(spec, (parts.shape[1], 1 if shared else heads, batch), values, threads=256, overlap=overlap)
 
 
 def outlier_cut(likeness: Tensor, table: Tensor, lens: Tensor, cut: Tensor, *, unit: int, outliers: int, budget: int, overlap: bool = False) -> None:
     """Find up to which likeness a page is among the `outliers` least alike: likeness [P, Hk, N / p] fp32 to cut [B, Hk, 2] int32."""
-    kernel = cut_kernel(likeness.shape[2], arch())
-    values = (likeness.data_ptr(), table.data_ptr(), lens.data_ptr(), cut.data_ptr(), table.stride(0), unit, outliers, budget)
-    kernel.launch((likeness.shape[1], lens.shape[0], 1), 1024, 0, stream(), values, overlap=overlap)
+    values = (likeness, table, lens, cut, table.stride(0), unit, outliers, budget)
+    kernel.launch(cut_kernel(likeness.shape[2], arch()), (likeness.shape[1], lens.shape[0], 1), values, threads=1024, overlap=overlap)
 
 
-def score_kernel(kind: str, dim: int, group: int, pooling: str, per_page: int, bf16: bool, arch: str, *, forced: bool, shared: bool) -> Kernel:
-    """Load the page scorer for a shape."""
+def score_kernel(kind: str, dim: int, group: int, pooling: str, per_page: int, bf16: bool, arch: str, *, forced: bool, shared: bool) -> CudaSpec:
+    """Return the page scorer for a shape."""
     pool = 1 if shared else POOLS[pooling] if group > 1 else 0
-    flags = [*(["-DFORCED"] if forced else []), *(["-DSHARED"] if shared else []), *(["-DBF16"] if bf16 else [])]
-    defines = (f"-DKIND={KINDS[kind]}", f"-DD={dim}", f"-DGROUP_HEADS={group}", f"-DPOOL={pool}", f"-DPER_PAGE={per_page}", *flags)
-    return nvrtc.load(_HERE / "pages.cu", "score_pages", _SCORE, defines, arch, 0)
+    shape = {"KIND": KINDS[kind], "D": dim, "GROUP_HEADS": group, "POOL": pool, "PER_PAGE": per_page}
+    return SCORE.variant(arch, **shape, FORCED=forced, SHARED=shared, BF16=bf16)
 
 
-def cut_kernel(per_page: int, arch: str) -> Kernel:
-    """Load the kernel that finds outliers."""
-    return nvrtc.load(_HERE / "outliers.cu", "outlier_cut", _CUT, (f"-DPER_PAGE={per_page}",), arch, 0)
+def cut_kernel(per_page: int, arch: str) -> CudaSpec:
+    """Return the kernel that finds outliers."""
+    return CUT.variant(arch, PER_PAGE=per_page)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from plugins.device import triton_aot
-from plugins.device.driver import Kernel, arch
+from plugins.device import kernel
+from plugins.device.driver import arch
+from plugins.device.dtypes import TRITON_DTYPES
+from plugins.device.kernel import TritonKernel, typed
+from plugins.device.triton_aot import TritonSpec
 
-_SOURCE = Path(__file__).parent / "speculate.py"
-_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+SPECULATE = TritonKernel(
+    Path(__file__).parent / "speculate.py", "_speculate_kernel",
+    {**typed("*real", "query", "remembered"), "slots": "*i32", "taus": "*fp32", "out": "*real", "query_stride": "i32", "tau": "fp32"},
+)  # fmt: skip
 
 
 def speculate(query: Tensor, remembered: Tensor, slots: Tensor, taus: Tensor, tau: float, num_kv_heads: int) -> Tensor:
@@ -22,18 +26,15 @@ def speculate(query: Tensor, remembered: Tensor, slots: Tensor, taus: Tensor, ta
         return interpreted(query, remembered, slots, taus, tau, num_kv_heads)
     _, heads, dim = remembered.shape
     out = query.new_empty(query.shape)
-    kernel = speculate_kernel(heads // num_kv_heads, dim, _TYPES[query.dtype], arch())
-    values = (query.data_ptr(), remembered.data_ptr(), slots.data_ptr(), taus.data_ptr(), out.data_ptr(), query.stride(0), tau)
-    triton_aot.launch(kernel, (query.shape[0], num_kv_heads, 1), torch.cuda.current_stream().cuda_stream, values)
+    spec = speculate_kernel(heads // num_kv_heads, dim, TRITON_DTYPES[query.dtype], arch())
+    kernel.launch(spec, (query.shape[0], num_kv_heads, 1), (query, remembered, slots, taus, out, query.stride(0), tau))
     return out
 
 
-def speculate_kernel(group: int, dim: int, dtype: str, arch: str) -> Kernel:
-    """Load the kernel for a shape; dtype is Triton's name of what queries hold."""
-    real = f"*{dtype}"
-    power = lambda size: 1 << (size - 1).bit_length()  # noqa: E731
-    signature: tuple[tuple[str, str | int | bool], ...] = (
-        ("query", real), ("remembered", real), ("slots", "*i32"), ("taus", "*fp32"), ("out", real), ("query_stride", "i32"), ("tau", "fp32"),
-        ("GROUP", group), ("D", dim), ("HEADS", power(group)), ("DIMS", power(dim)),
-    )  # fmt: skip
-    return triton_aot.load(_SOURCE, "_speculate_kernel", signature, (), 4, arch)
+def speculate_kernel(group: int, dim: int, dtype: str, arch: str) -> TritonSpec:
+    """Return the kernel for a shape; dtype is Triton's name of what queries hold."""
+    return SPECULATE.variant(arch, {"GROUP": group, "D": dim, "HEADS": _power(group), "DIMS": _power(dim)}, dtype)
+
+
+def _power(size: int) -> int:
+    return 1 << (size - 1).bit_length()

@@ -22,13 +22,14 @@ import torch
 
 from plugins.append import launch as append
 from plugins.append import reference
+from plugins.append.arguments import Kept, NewTokens, Target
 from plugins.cache.indexes import fier_layout
 from plugins.cache.roles import load_role
 from plugins.cache.support import in_torch
 from plugins.config import OpConfig
 from plugins.device import driver, nvrtc, store, triton_aot
 from plugins.device.spec import Binary
-from plugins.kernels import FOLDER, kernels_for, request
+from plugins.kernels import FOLDER, kernels_for
 from plugins.select.choose import speculative_query
 from plugins.select.launch_speculate import speculate
 from tests.gpu.check_retrieval import check_chain
@@ -72,7 +73,7 @@ def load_all(directory: Path, manifest: Manifest) -> float:
     store.register(directory / FOLDER)
     store._load.cache_clear()
     started = time.perf_counter()
-    request(manifest.cache, manifest.model, manifest.limits, driver.arch())
+    store.load_all(kernels_for(manifest.cache, manifest.model, manifest.limits, driver.arch()))
     return (time.perf_counter() - started) * 1e3
 
 
@@ -94,10 +95,8 @@ def check_append(manifest: Manifest, lengths: list[int], new: list[int], label: 
     starts = torch.tensor([0, *torch.tensor(new).cumsum(0)], dtype=torch.int32, device=DEV)
     lens = torch.tensor(lengths, dtype=torch.int32, device=DEV)
     out = torch.full((sum(new), heads_q * dim), torch.nan, dtype=dtype, device=DEV)
-    append.launch(
-        qkv, positions, starts, lens, table, rope, norms, out, keys, values, bits, meta,
-        eps=model.rms_eps, group=32, summary=append.FIER, longest=max(new), overlap=True,
-    )  # fmt: skip
+    tokens = NewTokens(qkv, positions, starts, rope, norms, model.rms_eps)
+    append.launch(tokens, Target(keys, values, lens, table), Kept(32, append.FIER, bits, meta), out, longest=max(new), overlap=True)
     config = OpConfig(heads_q, heads, dim, dim**-0.5, model.rms_eps, 0, 0, "")
     own = tuple(one.cpu() for one in norms) if norms else None
     given = qkv.cpu(), positions.cpu(), rope.cpu()
@@ -187,8 +186,7 @@ def first_run(directory: Path, manifest: Manifest) -> float | None:
             store.write(store.user_folder(), spec, replace(spec, arch="120" if driver.arch() == "90" else "90").compile())
     store._load.cache_clear()
     started = time.perf_counter()
-    for spec in specs:
-        store.load(spec)
+    store.load_all(specs)
     seconds = time.perf_counter() - started
     if manifest.cache.policy == "fier":
         check_append(manifest, [701, 96, 400], [250, 96, 1], f"{directory.name} first run")

@@ -171,7 +171,7 @@ def mixed_attention_at_full_size() -> None:
         sms = torch.cuda.get_device_properties(0).multi_processor_count
         scratch = launch_dense.DenseScratch.plan(group, dim, sms).allocate("cuda")
         codes = launch_dense.Codes(lens[1], tables[1], *scales)
-        run = lambda: launch_dense.attend_dense(query, keys, values, tables[0], lens[0], out, *scratch, scale=dim**-0.5, codes=codes)  # noqa: B023, E731
+        run = lambda: launch_dense.attend_dense(query, keys, values, tables[0], lens[0], out, scratch, scale=dim**-0.5, codes=codes)  # noqa: B023, E731
         run()
         worst = 0.0
         for b in range(0, batch, 3):
@@ -223,7 +223,7 @@ def attention_at_full_size() -> None:
     ragged[1], ragged[5, 2] = long, 17
     for label, lens in (("ragged", ragged), ("all long", torch.full_like(ragged, long - 5))):
         out = torch.full_like(query, float("nan"))
-        launch_dense.attend_dense(query, keys, values, table, lens, out, *scratch, scale=dim**-0.5)
+        launch_dense.attend_dense(query, keys, values, table, lens, out, scratch, scale=dim**-0.5)
         worst = 0.0
         for b in range(batch):
             for head in range(heads):
@@ -235,7 +235,7 @@ def attention_at_full_size() -> None:
                 allowed = 2 * float((rounded.double() - exact).abs().max()) + 2.0**-8 * float(exact.abs().max())
                 worst = max(worst, float((out[b].view(heads, group, dim)[head].double() - exact).abs().max()) / allowed)
         report(f"{label} attention", worst <= 1, f"{worst:.2f} of the allowed error")
-        took = timed(lambda: launch_dense.attend_dense(query, keys, values, table, lens, out, *scratch, scale=dim**-0.5))  # noqa: B023
+        took = timed(lambda: launch_dense.attend_dense(query, keys, values, table, lens, out, scratch, scale=dim**-0.5))  # noqa: B023
         print(f"      {label}: {took:.1f} us a layer, warm, {int(lens.sum()) * 4 * dim / 1e6:.1f} MB", flush=True)
 
 

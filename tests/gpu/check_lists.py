@@ -6,16 +6,18 @@ Run it on a machine with a GPU: python -m tests.gpu.check_lists [--seed N] [--sh
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from plugins.append.arguments import Kept, NewTokens
 from plugins.append.launch import FIER, MINMAX
 from plugins.cache.encodings.grouped import launch, launch_list, reference, summaries
 from plugins.cache.indexes import fier_layout
-from plugins.cache.indexes.summary import Kept
 from plugins.device.driver import arch
+from plugins.device.spec import Spec
 from tests.gpu.check_stores import DEV, Case, expect, main, small
 
 
@@ -28,14 +30,14 @@ class ListCase(Case):
         self.summed = unit if unit >= 16 else 32
         self.label += f", {most} x {unit} tokens"
 
-    def kernels(self, name: str) -> None:
-        """Ask for every kernel."""
-        super().kernels(name)
+    def kernels(self, name: str) -> Iterator[Spec]:
+        """Yield every kernel."""
+        yield from super().kernels(name)
         dtype = "bf16" if self.dtype == torch.bfloat16 else "fp16"
-        launch_list.list_kernel(self.format, self.dim, self.group, self.unit, self.dtype == torch.bfloat16, name)
+        yield launch_list.list_kernel(self.format, self.dim, self.group, self.unit, self.dtype == torch.bfloat16, name)
         for step in (False, True):
             for group, kind in ((self.summed, MINMAX), (32, FIER)):
-                summaries.summary_kernel(self.format, self.heads, self.dim, group, kind, step, dtype, name)
+                yield summaries.summary_kernel(self.format, self.heads, self.dim, group, kind, step, dtype, name)
 
     def fill(self) -> None:
         """Allocate, and encode and summarize a prompt for every sequence."""
@@ -77,9 +79,8 @@ class ListCase(Case):
 
     def step(self, overlap: bool = False) -> None:
         """Append a token to every sequence, summarize what it closes, and attend."""
-        launch.append(
-            self.qkv, self.positions, self.starts, self.lengths, self.slots, self.table, self.rope, None, self.q, self.pages, eps=0.0, overlap=overlap
-        )
+        new = NewTokens(self.qkv, self.positions, self.starts, self.rope)
+        launch.append(new, self.pages, self.lengths, self.slots, self.table, self.q, overlap=overlap)
         for kept in self.kept:
             summaries.summarize_step(self.pages, self.lengths, self.slots, self.table, kept, overlap=overlap)
         self.attend(slice(None), self.out, self.scratch, overlap)

@@ -306,13 +306,11 @@ def main() -> int:
 def check_all(short: bool) -> int:
     begin, every, grown = time.time(), few() if short else cases(), growing(short)
     torch.backends.cuda.enable_cudnn_sdp(not short)  # its kernels have more barriers than compute-sanitizer follows
-    with store.listing() as asked:
-        for case in [*every, *(case for case, _ in grown)]:
-            case.kernels()
+    specs = dict.fromkeys(spec for case in [*every, *(case for case, _ in grown)] for spec in case.kernels())
     torch.zeros(1, device=DEV)
     with ThreadPoolExecutor(16) as threads:
-        list(threads.map(lambda spec: store.obtain(spec) or store.write(store.user_folder(), spec, spec.compile()), asked))
-    print(f"{len(asked)} kernels {time.time() - begin:.0f} s", flush=True)
+        list(threads.map(lambda spec: store.obtain(spec) or store.write(store.user_folder(), spec, spec.compile()), specs))
+    print(f"{len(specs)} kernels {time.time() - begin:.0f} s", flush=True)
     for case in every:
         check_chain(case)
     print(f"{len(every)} chains {time.time() - begin:.0f} s", flush=True)

@@ -110,7 +110,7 @@ class Case:
             query = self.stacks["last_queries"][layer, self.slots.long()].flatten(1).contiguous()
             out, lse = torch.full_like(query, float("nan")), query.new_full((len(query), self.heads * self.group), float("nan"), dtype=torch.float32)
             newest = self.stacks["keys"][layer], self.stacks["values"][layer]
-            launch_dense.attend_replaced(query, *newest, codes, self.table, self.lens, self.slots, out, *scratch, lse, scale=self.scale)
+            launch_dense.attend_replaced(query, newest, codes, self.table, self.lens, self.slots, out, scratch, lse=lse, scale=self.scale)
             for b, stored in enumerate(self.stored):
                 keys, values = reference.visible(self.stacks, layer, self.table[b], int(self.slots[b]), stored)
                 asked = query[b].view(-1, self.dim)

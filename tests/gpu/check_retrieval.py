@@ -17,6 +17,7 @@ from torch import Tensor
 
 from plugins.append import kernel as append
 from plugins.append import launch as launch_append
+from plugins.append.arguments import Kept, NewTokens, Target
 from plugins.attend import launch as attend
 from plugins.cache.indexes import fier_layout
 from plugins.select import launch as select
@@ -103,7 +104,7 @@ def check_fused(case: Case, budget: int, sink: int, window: int, pooling: str, s
     kind = (rows, case.group, *(() if case.pages else (case.dim,)), pooling, capacity, sms, select.arch())
     plan = launch_fused.Fused.plan_pages(*kind) if case.pages else launch_fused.Fused.plan(*kind)
     assert plan is not None and plan.blocks == blocks, f"{label}: {plan}"
-    mail, stamps = plan.allocate(DEV)
+    exchange = plan.allocate(DEV)
     scratch = select.Scratch(plan.heads, -(-capacity // 32) * 32, blocks)
     scores = case.guard.like((rows, plan.heads, scratch.stride), torch.float16, float("nan"))
     parts = torch.zeros(rows, plan.blocks, plan.heads, 4, device=DEV)
@@ -112,10 +113,10 @@ def check_fused(case: Case, budget: int, sink: int, window: int, pooling: str, s
 
     def launch(**more: Any) -> None:
         if case.pages:
-            arguments = (case.q, case.bounds.unsqueeze(2), None, case.table, case.lens, chosen, mail, stamps, plan)
+            arguments = (case.q, case.bounds.unsqueeze(2), None, case.table, case.lens, chosen, exchange)
             launch_fused.page_select(*arguments, kind="box", unit=unit, scale=case.dim**-0.5, **common, **more)
         else:
-            arguments = (case.q, case.bits, case.meta, case.table, case.lens, chosen, mail, stamps, plan)
+            arguments = (case.q, case.bits, case.meta, case.table, case.lens, chosen, exchange)
             launch_fused.fier_select(*arguments, page_size=case.page, scale=case.dim**-0.5, **common, **more)
 
     for _ in range(replays):
@@ -174,7 +175,7 @@ def check_growth(
         kind = (batch * heads, group, *(() if case.pages else (dim,)), "softmax-mean", capacity, 132, select.arch())
         fused = launch_fused.Fused.plan_pages(*kind) if case.pages else launch_fused.Fused.plan(*kind)
         assert fused is not None, label
-        handed = (*fused.allocate(DEV), fused)
+        exchange = fused.allocate(DEV)
     plan = select.Scratch.plan(batch * heads, group, "softmax-mean", capacity, 132)
     if fused is not None:
         plan = select.Scratch(fused.heads, plan.stride, fused.blocks)
@@ -185,19 +186,23 @@ def check_growth(
     told = torch.full((batch, heads * group, dim // 2 + 4), -1, dtype=torch.int32, device=DEV) if tells and policy == append.FIER else None
 
     def step() -> None:
-        (launch_append if tells else append).launch(
-            qkv, case.lens, starts, case.lens, case.table, rope, None, case.q, case.keys, case.values, case.bits,
-            case.bounds if case.pages else case.meta, eps=0.0, group=unit if case.pages else 32, summary=policy, longest=1, overlap=True,
-            **({"told": told} if tells else {}),
-        )  # fmt: skip
+        meta, kept = case.bounds if case.pages else case.meta, unit if case.pages else 32
+        if tells:
+            new, to = NewTokens(qkv, case.lens, starts, rope), Target(case.keys, case.values, case.lens, case.table)
+            launch_append.launch(new, to, Kept(kept, policy, case.bits, meta), case.q, longest=1, overlap=True, told=told)
+        else:
+            append.launch(
+                qkv, case.lens, starts, case.lens, case.table, rope, None, case.q, case.keys, case.values, case.bits, meta,
+                eps=0.0, group=kept, summary=policy, longest=1, overlap=True,
+            )  # fmt: skip
         common = {"budget": budget, "scale": dim**-0.5, "pooling": "softmax-mean", "overlap": True}
         if fused is not None:
             common |= {"sink": sink, "window": window, "scores": scores, "parts": parts}
         if fused is not None and case.pages:
             bounds = case.bounds.unsqueeze(2)
-            launch_fused.page_select(case.q, bounds, None, case.table, case.lens, chosen, *handed, kind="box", unit=case.page, **common)
+            launch_fused.page_select(case.q, bounds, None, case.table, case.lens, chosen, exchange, kind="box", unit=case.page, **common)
         elif fused is not None:
-            arguments = (case.q, case.bits, case.meta, case.table, case.lens, chosen, *handed)
+            arguments = (case.q, case.bits, case.meta, case.table, case.lens, chosen, exchange)
             launch_fused.fier_select(*arguments, page_size=case.page, told=told, **common)
         elif case.pages:
             bounds = case.bounds.unsqueeze(2)  # one unit a page

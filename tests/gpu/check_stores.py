@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from math import gcd
 from typing import Any
@@ -16,10 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from plugins.append.arguments import NewTokens
 from plugins.cache.encodings.grouped import launch, reference
 from plugins.cache.formats import Format
 from plugins.device import store
 from plugins.device.driver import arch
+from plugins.device.spec import Spec
 from tests.gpu.retrieval_case import DEV, expect, failures
 from trtkv.policies.packing import unpack
 from trtkv.policies.quantize.fp8 import Fp8
@@ -48,13 +51,13 @@ class Case:
             f"{bits} bits, groups {key_group}, heads {heads} x {group}, dim {dim}, {str(dtype)[6:]}, page {page}, splits {splits}{', kept' * kept}"
         )
 
-    def kernels(self, name: str) -> None:
-        """Ask for every kernel."""
+    def kernels(self, name: str) -> Iterator[Spec]:
+        """Yield every kernel."""
         dtype = "bf16" if self.dtype == torch.bfloat16 else "fp16"
         for block in launch.attend_blocks(self.format, self.dim, name):
-            launch.attend_kernel(self.format, self.dim, self.group, self.dtype == torch.bfloat16, name, block)
-        launch.append_kernel(self.format, self.heads * self.group, self.heads, self.dim, False, dtype, name)
-        launch.prompt_kernel(self.format, self.heads, self.dim, self.kept, dtype, name)
+            yield launch.attend_kernel(self.format, self.dim, self.group, self.dtype == torch.bfloat16, name, block)
+        yield launch.append_kernel(self.format, self.heads * self.group, self.heads, self.dim, False, dtype, name)
+        yield launch.prompt_kernel(self.format, self.heads, self.dim, self.kept, dtype, name)
 
     def fill(self) -> None:
         """Allocate, and encode a prompt for every sequence."""
@@ -119,9 +122,8 @@ class Case:
 
     def step(self, overlap: bool = False) -> None:
         """Append a token to every sequence and attend."""
-        launch.append(
-            self.qkv, self.positions, self.starts, self.lengths, self.slots, self.table, self.rope, None, self.q, self.pages, eps=0.0, overlap=overlap
-        )
+        new = NewTokens(self.qkv, self.positions, self.starts, self.rope)
+        launch.append(new, self.pages, self.lengths, self.slots, self.table, self.q, overlap=overlap)
         self.attend(slice(None), self.out, self.scratch, overlap)
 
     def attend(self, rows: slice, out: Tensor, scratch: launch.Scratch, overlap: bool = False) -> None:
@@ -283,13 +285,11 @@ def main(every: list[Case], short: list[Case]) -> int:
     torch.manual_seed(options.seed)
     print("seed", options.seed, flush=True)
     begin, every = time.time(), short if options.short else every
-    with store.listing() as asked:
-        for case in every:
-            case.kernels(arch())
+    specs = dict.fromkeys(spec for case in every for spec in case.kernels(arch()))
     torch.zeros(1, device=DEV)
     with ThreadPoolExecutor(16) as threads:
-        list(threads.map(lambda spec: store.obtain(spec) or store.write(store.user_folder(), spec, spec.compile()), asked))
-    print(f"{len(asked)} kernels {time.time() - begin:.0f} s", flush=True)
+        list(threads.map(lambda spec: store.obtain(spec) or store.write(store.user_folder(), spec, spec.compile()), specs))
+    print(f"{len(specs)} kernels {time.time() - begin:.0f} s", flush=True)
     for case in every:
         grow(case, 6 if options.short else 140, 2 if options.short else 9)
         print(f"{case.label}: {time.time() - begin:.0f} s", flush=True)

@@ -20,11 +20,11 @@ def check_dense(heads: int, group: int, dim: int, page: int, lens: list[int], dt
     plan = launch_dense.DenseScratch.plan(group, dim, sms)
     shares = case.guard.like((2 * plan.blocks, plan.words, 4), torch.int32, -1)
     owed = case.guard.like((2 * plan.blocks,), torch.int32, 0)
-    launch_dense.attend_dense(case.q, case.keys, case.values, case.table, case.lens, out, shares, owed, scale=scale)
+    launch_dense.attend_dense(case.q, case.keys, case.values, case.table, case.lens, out, (shares, owed), scale=scale)
     torch.cuda.synchronize()
     first = out.clone()
     out.fill_(float("nan"))
-    launch_dense.attend_dense(case.q, case.keys, case.values, case.table, case.lens, out, shares, owed, scale=scale)
+    launch_dense.attend_dense(case.q, case.keys, case.values, case.table, case.lens, out, (shares, owed), scale=scale)
     attend.attend_list(case.q, case.keys, case.values, case.table, case.lens, None, listed, unit=1, scale=scale)
     torch.cuda.synchronize()
     expect(torch.equal(first, out), f"{label}: two runs differ")
@@ -52,7 +52,7 @@ def check_dense_growth(steps: int) -> None:
             qkv, case.lens, starts, case.lens, case.table, rope, None, case.q, case.keys, case.values, None, None,
             eps=0.0, group=16, summary=append.NONE, longest=1, overlap=True,
         )  # fmt: skip
-        launch_dense.attend_dense(case.q, case.keys, case.values, case.table, case.lens, out, *scratch, scale=dim**-0.5, overlap=True)
+        launch_dense.attend_dense(case.q, case.keys, case.values, case.table, case.lens, out, scratch, scale=dim**-0.5, overlap=True)
 
     graph = captured(case.lens, step)
     for _ in range(steps):

@@ -11,8 +11,9 @@ from unittest.mock import patch
 
 import torch
 
-from plugins.device import driver, nvrtc
-from plugins.device.spec import shared_limit
+from plugins.device import driver, store
+from plugins.device.kernel import CudaKernel
+from plugins.device.spec import Int, shared_limit
 
 _WORDS = (0xFFFFFFFF, 1, 0x7FC07FC0, 0x7F7F7F7F, 0x3C003C00, 0x80000000)  # of all ones, NaN, large, one, minus zero; 1: all differ
 
@@ -23,7 +24,7 @@ def dirty_shared_memory() -> Iterator[None]:
     torch.cuda.init()
     torch.zeros(1, device="cuda")
     room = shared_limit(driver.arch())
-    fill = nvrtc.load(Path(__file__).with_name("dirty.cu"), "fill_shared", (nvrtc.Int, nvrtc.Int), (), driver.arch(), room)
+    fill = store.load(CudaKernel(Path(__file__).with_name("dirty.cu"), "fill_shared", (Int, Int)).variant(driver.arch(), shared=room))
     blocks, words, launch = torch.cuda.get_device_properties(0).multi_processor_count, itertools.cycle(_WORDS), driver.Kernel.launch
 
     def dirtied(kernel: driver.Kernel, grid: Any, threads: int, shared: int, stream: int, values: Any, **how: Any) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from plugins.attend import launch as attend
 from plugins.attend.per_head import attend_per_head
+from plugins.device.spec import Spec
 from plugins.select import launch as select
 from plugins.select import launch_pages as pages
 from tests.gpu.retrieval_case import DEV, Guarded
@@ -106,22 +109,22 @@ class Case:
         """Return a buffer's first entries of a sequence: [Hk, count, ...]."""
         return x[self.table[b].long()].transpose(0, 1).flatten(1, 2)[:, :count]
 
-    def kernels(self) -> None:
-        """Load what `step` launches: inside `store.listing` this only collects it."""
+    def kernels(self) -> Iterator[Spec]:
+        """Yield what `step` launches."""
         batch, arch = len(self.lengths), select.arch()
         bf16, group = self.dtype == torch.bfloat16, self.group
-        pages.score_kernel(
+        yield pages.score_kernel(
             self.kind, self.dim, group, self.pooling, self.page // self.unit, bf16, arch, forced=bool(self.outliers), shared=self.shared
         )
         units = -(-(max(self.lengths) + 130) // self.page) * self.page // self.unit
         plan = pages.PageScratch.plan(batch, self.heads, group, self.pooling, units, 1, shared=self.shared)
         cluster = select.select_cluster(plan.rows, plan.stride, arch, heads=plan.heads, width=-(-BUDGET // self.unit))
         sieves = select.select_sieves(plan.stride, cluster, plan.heads, arch)
-        select.select_kernel(cluster, plan.heads, self.pooling == "softmax-max", self.unit, self.unit, arch, sieves=sieves)
+        yield select.select_kernel(cluster, plan.heads, self.pooling == "softmax-max", self.unit, self.unit, arch, sieves=sieves)
         alone = self.pooling == "none"
         rows = batch * self.heads * (group if alone else 1)
         form = attend.attend_form(rows, -(-BUDGET // self.unit) * self.unit, self.unit, self.dim, arch)
-        attend.attend_kernel(self.dim, 1 if alone else group, form, self.unit, bf16, arch)
+        yield attend.attend_kernel(self.dim, 1 if alone else group, form, self.unit, bf16, arch)
 
 
 def make_role(case: Case) -> object:

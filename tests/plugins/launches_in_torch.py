@@ -133,27 +133,28 @@ class Launches:
                 lists[r, : chosen.shape[1]], lists[r, -1] = chosen[0].int(), chosen.shape[1]
 
     def fier_select(
-        self, q, bits, meta, table, lens, out, mail, stamps, plan, *, page_size, budget, scale, pooling, sink, window, own=None, overlap=False,
+        self, q, bits, meta, table, lens, out, exchange, *, page_size, budget, scale, pooling, sink, window, own=None, overlap=False,
         told=None,
     ) -> None:  # fmt: skip
-        scores, parts = self.between(plan, len(lens) * bits.shape[1], mail, stamps)
+        scores, parts = self.between(exchange, len(lens) * bits.shape[1])
         self.fier_score(q, bits, meta, table, lens, scores, parts, page_size=page_size, budget=least(budget, own), scale=scale, pooling=pooling)
         self.select_units(scores, parts, lens, out, budget=budget, sink=sink, window=window, unit=1, group=32, pooling=pooling, own=own)
         self.names[-2:] = ["fier_select"]
 
     def page_select(
-        self, q, vectors, beside, table, lens, out, mail, stamps, plan, *, kind, unit, budget, scale, pooling, sink, window, own=None, cut=None,
+        self, q, vectors, beside, table, lens, out, exchange, *, kind, unit, budget, scale, pooling, sink, window, own=None, cut=None,
         overlap=False,
     ) -> None:  # fmt: skip
-        scores, parts = self.between(plan, len(lens) * vectors.shape[1], mail, stamps)
+        scores, parts = self.between(exchange, len(lens) * vectors.shape[1])
         common = {"unit": unit, "budget": least(budget, own), "scale": scale, "pooling": pooling}
         self.score_pages(q, vectors, beside, table, lens, scores, parts, kind=kind, cut=cut, **common)
         self.select_units(scores, parts, lens, out, budget=budget, sink=sink, window=window, unit=unit, group=unit, pooling=pooling, own=own)
         self.names[-2:] = ["page_select"]
 
-    def between(self, plan, rows, mail, stamps) -> tuple[Tensor, Tensor]:
+    def between(self, exchange, rows) -> tuple[Tensor, Tensor]:
         """Return what two launches would hand over, of the shape that one launch keeps to itself."""
-        assert plan.rows == rows == len(mail) == len(stamps) and not mail.any()
+        plan = exchange.plan
+        assert plan.rows == rows == len(exchange.messages) == len(exchange.stamps) and not exchange.messages.any()
         return torch.zeros(rows, plan.heads, 32), torch.zeros(rows, plan.blocks, plan.heads, 4)
 
     def attend_list(self, q, keys, values, table, lens, chosen, out, *, unit, scale, cluster=0, overlap=False, settled=False) -> None:
@@ -168,8 +169,9 @@ class Launches:
             k, v = (flat(x, table[b].long())[:, :stored] for x in (keys, values))
             out[b] = reference.attend(q[b].view(-1, dim), k, v, config, lists).flatten()
 
-    def attend_dense(self, q, keys, values, table, lens, out, shares, owed, *, scale, overlap=False) -> None:
-        assert bool((shares == -1).all()) and not owed.any()
+    def attend_dense(self, q, keys, values, table, lens, out, scratch, *, scale, overlap=False) -> None:
+        shares, pending = scratch
+        assert bool((shares == -1).all()) and not pending.any()
         self.attend_list(q, keys, values, table, lens, None, out, unit=1, scale=scale)
         self.names[-1] = "attend_dense"
 

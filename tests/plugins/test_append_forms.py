@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from plugins.append import launch, launch_token
+from plugins.append.arguments import Kept, NewTokens, Target
 
 pytestmark = pytest.mark.gpu
 BATCH, PAGE, NEW = 7, 64, (1, 1, 1, 1, 0, 1, 1)
@@ -51,10 +52,8 @@ def test_forms_write_the_same_bits(
         meta = torch.full((pool, heads_kv, PAGE // group, 2, dim), 3.0, dtype=torch.float16 if summary == launch.FIER else dtype, device="cuda")
         out, own = torch.full((tokens, heads_q * dim), 5.0, dtype=dtype, device="cuda"), (keys.clone(), values.clone())
         torch.cuda.synchronize()
-        launch.launch(
-            qkv, positions, starts, lens, table, rope, norms, out, *own, bits if summary == launch.FIER else None, meta if summary else None,
-            eps=1e-6, group=group, summary=summary, longest=1, homes=homes, overlap=settled, settled=settled,
-        )  # fmt: skip
+        new, kept = NewTokens(qkv, positions, starts, rope, norms, 1e-6), (bits if summary == launch.FIER else None, meta if summary else None)
+        launch.launch(new, Target(*own, lens, table, homes), Kept(group, summary, *kept), out, longest=1, overlap=settled, settled=settled)
         return out, *own, bits, meta
 
     wanted = write((), False)

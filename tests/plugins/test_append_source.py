@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from plugins.append import launch_token, reference
+from plugins.append.arguments import Kept, NewTokens, Target
 from plugins.append.launch import FIER, MINMAX, NONE
 from plugins.cache.indexes import fier_layout
 from plugins.config import OpConfig
@@ -20,14 +19,9 @@ BATCH = 5
 NEW = [1, 1, 1, 0, 1]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("sources")
-
-
 @pytest.fixture(autouse=True)
-def on_cpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    cuda_on_cpu.install(monkeypatch, folder)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_on_cpu.install(monkeypatch)
     monkeypatch.setattr(launch_token, "arch", lambda: "90")
 
 
@@ -65,10 +59,8 @@ def test_one_token_a_sequence(dim: int, summary: int, group: int, norm: bool, dt
     out = torch.full((tokens, HEADS_Q * dim), torch.nan, dtype=dtype)
     told = torch.full((BATCH, HEADS_Q, dim // 2 + 4), -1, dtype=torch.int32) if summary == FIER else None
     starts = torch.tensor([0, *torch.tensor(NEW).cumsum(0)], dtype=torch.int32)
-    launch_token.launch(
-        qkv, positions, starts, torch.tensor(lengths, dtype=torch.int32), table, homes, rope, norms, out, keys, values, bits, meta,
-        eps=EPS, group=group, summary=summary, settled=settled, told=told,
-    )  # fmt: skip
+    new, to = NewTokens(qkv, positions, starts, rope, norms, EPS), Target(keys, values, torch.tensor(lengths, dtype=torch.int32), table, homes)
+    launch_token.launch(new, to, Kept(group, summary, bits, meta), out, settled=settled, told=told)
 
     config = OpConfig(HEADS_Q, HEADS_KV, dim, dim**-0.5, EPS, 0, 0, "")
     plain = reference.append(qkv, positions, rope, config, norms)

@@ -14,6 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from plugins import kernels
+from plugins.append.arguments import NewTokens
 from plugins.append.reference import append as append_reference
 from plugins.attend import reference as attention
 from plugins.cache import formats, support
@@ -123,7 +124,7 @@ def test_decode_steps_append_and_encode_what_they_complete(bits: int, group: int
         positions = torch.tensor(lens, dtype=torch.int32) - 1
         out = torch.full((2, HEADS * GROUP * dim), torch.nan, dtype=dtype)
         starts, stored = torch.tensor([1, 0, 2], dtype=torch.int32), torch.tensor(lens, dtype=torch.int32)
-        launch.append(qkv, positions.flip(0), starts, stored, slots, tables, rope, norms, out, pages, eps=1e-6)
+        launch.append(NewTokens(qkv, positions.flip(0), starts, rope, norms, 1e-6), pages, stored, slots, tables, out)
         exact = append_reference(qkv.double(), positions.flip(0), rope.double(), config, tuple(x.double() for x in norms) if norms else None)  # type: ignore[arg-type]
         plain = append_reference(qkv, positions.flip(0), rope, config, norms)
         keys = torch.stack([pages.keys[slots[b]][:, (lens[b] - 1) % form.ring] for b in (1, 0)])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from plugins.cache.indexes import fier_layout
-from plugins.device import store
+from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import shared_limit
 from plugins.kernels import select as specs
 from plugins.select import launch
@@ -85,9 +85,8 @@ def test_engines_bring_the_selector_that_long_rows_launch() -> None:
     select = next(one for one in plan.select if one is not None)
     stride = plan.pages(131072) * plan.page_size
     launched = launch.select_cluster(4 * model.num_kv_heads, stride, "90", heads=4, width=select.width)
-    with store.listing() as asked:
-        specs.request(plan, model, Limits(max_batch_size=4, max_seq_len=131072), "90")
-    listed = [one.defines for one in asked if one.entry == "select_units"]
+    every = specs.kernels(plan, model, Limits(max_batch_size=4, max_seq_len=131072), "90")
+    listed = [one.defines for one in every if isinstance(one, CudaSpec) and one.entry == "select_units"]
     assert launched == 2 and any({"-DCLUSTER=2", "-DHEADS=4", "-DFILTER"} <= set(defines) for defines in listed)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,15 +18,10 @@ pytestmark = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cu
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
 @pytest.fixture(autouse=True)
-def _checks(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def _checks(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda_on_cpu.check_here(monkeypatch, checks, retrieval_case)
-    cuda_on_cpu.install(monkeypatch, folder)
+    cuda_on_cpu.install(monkeypatch)
     torch.manual_seed(torch.initial_seed() % 1000)
 
 
@@ -86,10 +80,10 @@ def _counts_told(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
     """Return what says whether blocks have told each other counts."""
     told, allocate = [], launch_fused.Fused.allocate
 
-    def keep(plan: launch_fused.Fused, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-        mail, stamps = allocate(plan, device)
-        told.append(mail[:, plan.blocks * plan.heads : plan.blocks * (plan.heads + launch_fused._COUNT_WORDS)])
-        return mail, stamps
+    def keep(plan: launch_fused.Fused, device: str) -> launch_fused.Exchange:
+        exchange = allocate(plan, device)
+        told.append(exchange.messages[:, plan.blocks * plan.heads : plan.blocks * (plan.heads + launch_fused._COUNT_WORDS)])
+        return exchange
 
     monkeypatch.setattr(launch_fused.Fused, "allocate", keep)
     return lambda: bool(torch.stack(told).any())
@@ -133,5 +127,5 @@ def test_plans_follow_the_device() -> None:
     assert pages is not None and pages.blocks == 16 and launch_fused.Fused.plan_pages(4, 7, "none", 4096, 132, "90") is None
     raw = launch_fused.Fused.plan_pages(4, 7, "max", 4096, 132, "90")
     assert raw is not None and raw.blocks == 32
-    mail, stamps = many.allocate("cpu")
-    assert not mail.any() and not stamps.any() and len(mail) == len(stamps) == 4
+    exchange = many.allocate("cpu")
+    assert not exchange.messages.any() and not exchange.stamps.any() and len(exchange.messages) == len(exchange.stamps) == 4

@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from plugins.append.arguments import NewTokens
 from plugins.cache import support
 from plugins.cache.assemble import make_cache
 from plugins.cache.batch import Row
@@ -82,7 +83,7 @@ def test_runs_of_each_slot_are_encoded_when_they_are_complete(bits: int, group: 
         qkv = torch.randn(2, 3 * HEADS * dim).to(dtype)
         stored, starts = torch.tensor(lens, dtype=torch.int32), torch.tensor([0, 1, 2], dtype=torch.int32)
         out = torch.empty(2, HEADS * dim, dtype=dtype)
-        launch.append(qkv, stored - 1, starts, stored, slots, tables, rope, None, out, pages, eps=0.0)
+        launch.append(NewTokens(qkv, stored - 1, starts, rope), pages, stored, slots, tables, out)
         new = qkv.view(2, 3, HEADS, dim)
         for b in range(2):
             history[b] = [torch.cat([history[b][part], new[b, 1 + part][:, None]], 1) for part in range(2)]

@@ -202,11 +202,11 @@ def test_layers_are_judged_together_as_alone(phase: Literal["prefill", "decode"]
     ],
 )
 def test_attention_over_both_kinds(
-    heads: int, group: int, dim: int, page: int, plain: list[int], coded: list[int], dtype: torch.dtype, blocks: int, tmp_path: Path,
+    heads: int, group: int, dim: int, page: int, plain: list[int], coded: list[int], dtype: torch.dtype, blocks: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Every byte but NaN is a code; scales of tokens that do not exist are NaN."""
-    cuda_on_cpu.install(monkeypatch, tmp_path)
+    cuda_on_cpu.install(monkeypatch)
     made, batch = torch.Generator().manual_seed(dim), len(plain)
     width = -(-max(*plain, *coded) // page) + 1
     tables = torch.randperm(2 * batch * width, generator=made).int().view(2, batch, width)
@@ -229,7 +229,7 @@ def test_attention_over_both_kinds(
     out, lens = torch.full_like(query, float("nan")), torch.tensor([plain, coded], dtype=torch.int32)
     shares, owed = launch_dense.DenseScratch.plan(group, dim, blocks).allocate("cpu")
     codes_of = launch_dense.Codes(lens[1], tables[1], *scales)
-    launch_dense.attend_dense(query, keys, values, tables[0], lens[0], out, shares, owed, scale=dim**-0.5, codes=codes_of)
+    launch_dense.attend_dense(query, keys, values, tables[0], lens[0], out, (shares, owed), scale=dim**-0.5, codes=codes_of)
     assert bool((shares == -1).all()) and not owed.any()
     config = OpConfig(heads * group, heads, dim, dim**-0.5, 0.0, 0, 0, "")
     for b in range(batch):
@@ -246,7 +246,7 @@ def test_attention_over_both_kinds(
 def test_all_kernels_together_answer_as_the_torch_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Append in the interpreter and decode attention from its CUDA source; prompts by the library's stand-in."""
     pytest.importorskip("triton")
-    cuda_on_cpu.install(monkeypatch, tmp_path, multiprocessors=3)
+    cuda_on_cpu.install(monkeypatch, multiprocessors=3)
     monkeypatch.setattr(prefill, "_takes_cudnn", lambda query: False)
     monkeypatch.setattr(prefill, "_flash", Launches.flash)
     shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 64, "num_hidden_layers": 2}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from plugins.append import launch as append_launch
 from plugins.append import reference as append_reference
+from plugins.append.arguments import NewTokens, Target
 from plugins.attend import launch_dense, prefill
 from plugins.attend import reference as attend_reference
 from plugins.cache.eviction.per_head import launch
@@ -199,7 +200,7 @@ def test_kernels_keep_what_the_definition_keeps(name: str, tiny_llama: TinyModel
 def test_all_kernels_together_answer_as_the_torch_forms(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Append in the interpreter, decode attention from its CUDA source, moves in the interpreter; prompts by the library's stand-in."""
     pytest.importorskip("triton")
-    cuda_on_cpu.install(monkeypatch, tmp_path, multiprocessors=3)
+    cuda_on_cpu.install(monkeypatch, multiprocessors=3)
     monkeypatch.setattr(prefill, "_takes_cudnn", lambda query: False)
     monkeypatch.setattr(prefill, "_flash", Launches.flash)
     shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 64, "num_hidden_layers": 2}
@@ -229,9 +230,9 @@ def test_all_kernels_together_answer_as_the_torch_forms(name: str, tmp_path: Pat
     ],
 )
 def test_heads_attend_to_what_each_has(
-    heads: int, group: int, dim: int, page: int, lengths: list[list[int]], blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    heads: int, group: int, dim: int, page: int, lengths: list[list[int]], blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cuda_on_cpu.install(monkeypatch, tmp_path)
+    cuda_on_cpu.install(monkeypatch)
     made, batch = torch.Generator().manual_seed(heads), len(lengths[0])
     width = -(-max(map(max, lengths)) // page) + 1
     table = torch.randperm(heads * batch * width, generator=made).int().view(heads, batch, width)
@@ -239,7 +240,7 @@ def test_heads_attend_to_what_each_has(
     query = torch.randn(batch, heads * group * dim, generator=made).half()
     out, lens = torch.full_like(query, float("nan")), torch.tensor(lengths, dtype=torch.int32)
     shares, owed = launch_dense.DenseScratch.plan(group, dim, blocks).allocate("cpu")
-    launch_dense.attend_dense(query, keys, values, table, lens, out, shares, owed, scale=dim**-0.5)
+    launch_dense.attend_dense(query, keys, values, table, lens, out, (shares, owed), scale=dim**-0.5)
     assert bool((shares == -1).all()) and not owed.any()
     config = OpConfig(heads * group, heads, dim, dim**-0.5, 0.0, 0, 0, "")
     for b in range(batch):
@@ -272,10 +273,8 @@ def test_heads_append_at_their_own_ends(new: list[int], norm: bool) -> None:
     norms = (torch.rand(dim, generator=made), torch.rand(dim, generator=made)) if norm else None
     starts = torch.tensor([0, *np.cumsum(new)], dtype=torch.int32)
     out = torch.full((sum(new), heads * group * dim), float("nan"))
-    append_launch.launch(
-        qkv, positions, starts, lens.int(), table, rope, norms, out, keys, values, None, None,
-        eps=1e-6, group=append_launch.NO_GROUP, summary=append_launch.NONE, longest=max(new), heads=heads,
-    )  # fmt: skip
+    tokens, to = NewTokens(qkv, positions, starts, rope, norms, 1e-6), Target(keys, values, lens.int(), table, heads=heads)
+    append_launch.launch(tokens, to, append_launch.NOTHING, out, longest=max(new))
     config = OpConfig(heads * group, heads, dim, 1.0, 1e-6, 0, 0, "")
     q, k, v = append_reference.append(qkv, positions, rope, config, norms)
     torch.testing.assert_close(out, q.flatten(1), atol=1e-5, rtol=1e-5)
@@ -313,11 +312,9 @@ def test_heads_append_in_rings() -> None:
     angles = torch.rand(512, dim // 2, generator=made) * 6
     rope = torch.cat([angles.cos(), angles.sin()], 1)
     out, positions = torch.full((batch, heads * group * dim), float("nan")), torch.tensor(seen, dtype=torch.int32) - 1
-    append_launch.launch(
-        qkv, positions, torch.arange(batch + 1, dtype=torch.int32), lens.t().int().contiguous(), table, rope, None, out, keys, values, None, None,
-        eps=1e-6, group=append_launch.NO_GROUP, summary=append_launch.NONE, longest=1, heads=heads,
-        slots=torch.tensor(slots, dtype=torch.int32), rings=rings, sink=sink,
-    )  # fmt: skip
+    tokens = NewTokens(qkv, positions, torch.arange(batch + 1, dtype=torch.int32), rope, eps=1e-6)
+    ringed = {"heads": heads, "slots": torch.tensor(slots, dtype=torch.int32), "rings": rings, "sink": sink}
+    append_launch.launch(tokens, Target(keys, values, lens.t().int().contiguous(), table, **ringed), append_launch.NOTHING, out, longest=1)
     q, k, v = append_reference.append(qkv, positions, rope, OpConfig(heads * group, heads, dim, 1.0, 1e-6, 0, 0, ""), None)
     torch.testing.assert_close(out, q.flatten(1), atol=1e-5, rtol=1e-5)
     for b in range(batch):

@@ -175,10 +175,10 @@ def test_prompts_and_exchanges_follow_the_role(way: str, monkeypatch: pytest.Mon
     ],
 )
 def test_attention_over_nibbles(
-    heads: int, group: int, dim: int, page: int, stored: list[int], dtype: torch.dtype, blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    heads: int, group: int, dim: int, page: int, stored: list[int], dtype: torch.dtype, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scales and zero points of tokens that do not exist are NaN."""
-    cuda_on_cpu.install(monkeypatch, tmp_path)
+    cuda_on_cpu.install(monkeypatch)
     made, batch = torch.Generator().manual_seed(dim), len(stored)
     width = -(-max(stored) // page) + 1
     table = torch.randperm(batch * width, generator=made).int().view(batch, width)
@@ -199,7 +199,7 @@ def test_attention_over_nibbles(
     shares, owed = launch_dense.DenseScratch.plan(group, dim, blocks).allocate("cpu")
     codes = launch_dense.Nibbles(*(named[name] for name in launch_dense.NIBBLES))
     lse = torch.full((batch, heads * group), float("nan"))
-    launch_dense.attend_replaced(query, *newest, codes, table, lens, slots, out, shares, owed, lse, scale=dim**-0.5)
+    launch_dense.attend_replaced(query, newest, codes, table, lens, slots, out, (shares, owed), lse=lse, scale=dim**-0.5)
     assert bool((shares == -1).all()) and not owed.any()
     stacks = launch.Stacks({**{name: x[None] for name, x in named.items()}, "keys": newest[0][None], "values": newest[1][None]})
     config = OpConfig(heads * group, heads, dim, dim**-0.5, 0.0, 0, 0, "")

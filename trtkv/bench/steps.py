@@ -14,8 +14,8 @@ import torch
 
 from plugins.cache.ledgers.ledger import Ledger
 from plugins.cache.ledgers.make import make_ledger
-from plugins.device import store
-from plugins.kernels import request
+from plugins.device.spec import Spec
+from plugins.kernels import kernels_for
 from trtkv.api import build
 from trtkv.bench.load import PROFILED, WARM_UP, Load, Work
 from trtkv.bench.records import make_record
@@ -80,16 +80,16 @@ def run_cells(cells: Sequence[Cell], device: torch.device, report: Report = lamb
 
 def compile_cells(cells: Sequence[Cell], sm: str, report: Report = lambda stage, fraction: None) -> int:
     """Compile the kernels that cells would load on a GPU of a compute capability into the user's folder; returns how many there are."""
-    with store.listing() as asked:
-        for cell in cells:
-            model = resolve_model(cell.model).config
-            model = model if cell.dtype is None else model.model_copy(update={"dtype": cell.dtype})
-            limits = Limits(max_seq_len=cell.context, max_batch_size=cell.batch, max_chunk_tokens=max(cell.chunk, cell.batch))
-            plan = parse_policy(cell.policy, budget=cell.budget, sets=cell.sets).plan(model)
-            request(plan, model, limits, sm)
+    specs: dict[Spec, None] = {}
+    for cell in cells:
+        model = resolve_model(cell.model).config
+        model = model if cell.dtype is None else model.model_copy(update={"dtype": cell.dtype})
+        limits = Limits(max_seq_len=cell.context, max_batch_size=cell.batch, max_chunk_tokens=max(cell.chunk, cell.batch))
+        plan = parse_policy(cell.policy, budget=cell.budget, sets=cell.sets).plan(model)
+        specs |= dict.fromkeys(kernels_for(plan, model, limits, sm))
     with tempfile.TemporaryDirectory(prefix="trtkv-bench-") as folder:
-        write_kernels(list(asked), Path(folder), report)
-    return len(asked)
+        write_kernels(list(specs), Path(folder), report)
+    return len(specs)
 
 
 @torch.inference_mode()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from plugins.cache.support import gpu_ready
+from plugins.device import store
 from plugins.device.driver import arch
 from plugins.linear import launch
 from trtkv.runtime.weights import Weight
@@ -79,7 +80,8 @@ def prepare(weight: Weight, most_tokens: int, *, gated: bool, normed: bool) -> N
     if matrix.is_cuda and len(weight.parts) == 1 and matrix.dim() == 2 and gpu_ready(matrix.device) is None:
         width, inner = matrix.shape
         with torch.cuda.device(matrix.device):
-            launch.request(width // 2 if gated else width, inner, matrix.dtype, most_tokens, arch(), gated=gated, normed=normed)
+            width = width // 2 if gated else width
+            store.load_all(launch.kernels(width, inner, matrix.dtype, most_tokens, arch(), gated=gated, normed=normed))
 
 
 def _multiplies(x: Tensor, weight: Weight, width: int) -> bool:

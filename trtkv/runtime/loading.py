@@ -19,7 +19,7 @@ from plugins.cache.tiers.host.store import Offload, Recall
 from plugins.device import store
 from plugins.device.driver import arch
 from plugins.device.dtypes import TORCH_DTYPES
-from plugins.kernels import FOLDER, request
+from plugins.kernels import FOLDER, kernels_for
 from trtkv.checkpoint.find import resolve_model
 from trtkv.checkpoint.weights import Checkpoint
 from trtkv.config import DTYPE_BYTES, Limits
@@ -144,7 +144,7 @@ def open_engine(directory: Path, options: Options, progress: Progress = lambda s
     if gpu_ready(device) is None:
         progress("kernels", 0.0)
         with torch.cuda.device(device):
-            request(plan, manifest.model, manifest.limits, arch())
+            store.load_all(kernels_for(plan, manifest.model, manifest.limits, arch()))
             if offload:
                 _settle_recall(offload, plan, progress, part)
     elif offload:

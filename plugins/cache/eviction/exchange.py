@@ -12,15 +12,30 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plugins.cache.eviction.launch import WARPS, Constants
-from plugins.cache.eviction.newest import Step, launch, sequences_of
+from plugins.cache.eviction.newest import Step, sequences_of
 from plugins.cache.eviction.stacks import Stacks
-from plugins.device import triton_aot
-from plugins.device.driver import Kernel
+from plugins.device import kernel
+from plugins.device.kernel import Constants, TritonKernel, typed
 from trtkv.plan import CachePlan
 from trtkv.rules import Exchange
 
 _SOURCE = Path(__file__).parent / "exchange_kernel.py"
+_STEP = typed("*i32", "table", "lens", "seen")
+_INTEGERS = typed("i32", "table_stride", "num_pages", "page_size")
+LOGITS = TritonKernel(
+    _SOURCE, "logits_kernel",
+    {
+        **typed("*real", "keys", "queries"), **typed("*fp32", "logits", "notes"), **_STEP, "slots": "*i32", **_INTEGERS,
+        **typed("i32", "query_rows", "width"), "scale2": "fp32",
+    },
+    aligned=("keys", "queries", "logits", "page_size", "width"),
+)  # fmt: skip
+EXCHANGE = TritonKernel(
+    _SOURCE, "exchange_kernel",
+    {**typed("*i32", "keys", "values", "positions"), **typed("*fp32", "mass", "logits", "notes", "weights"), **_STEP, **_INTEGERS, "width": "i32"},
+    aligned=("keys", "values", "positions", "mass", "logits", "page_size", "width"),
+    warps=8,
+)  # fmt: skip
 LOG2_E = 1.4426950408889634
 SCORES = ("mass", "newest", "position")  # as the kernel numbers them
 _BLOCK = 1024  # tokens that a block of the exchange looks at together
@@ -58,7 +73,7 @@ class Scratch:
             return Scratch(num_slots, *(torch.empty(1, device=keys.device) for _ in range(3)))
         width = width_of(rule, dim)
         sequences = sequences_of(layers, heads_q * width, num_slots)
-        wide = dict(exchange_constants(heads, heads_q // heads, dim, keys.element_size(), rule))["WIDE"]
+        wide = exchange_constants(heads, heads_q // heads, dim, keys.element_size(), rule)["WIDE"]
         each = (heads_q * width, 2 * heads_q * width // block_of(dim), heads * wide)
         return Scratch(sequences, *(torch.empty(layers * sequences * one, device=keys.device) for one in each))
 
@@ -78,27 +93,13 @@ def _run_some(stacks: Stacks, group: int, rule: Exchange, scratch: Scratch, step
         asked, rows, window = step.asked(stacks, group)
         constants = logits_constants(heads, share, dim, window)
         blocks = -(-min(width, step.table.shape[1] * size) // block_of(dim))
-        values_ = (keys, asked, scratch.logits, scratch.notes, *step.integers, step.slots, step.table.stride(0), pages, size, rows, width)
-        launch("exchange_kernel", "logits_kernel", (blocks * heads, layers, len(step.lens)), (*values_, step.scale * LOG2_E), constants, load_kernel)
+        tensors = (keys, asked, scratch.logits, scratch.notes, *step.integers, step.slots)
+        numbers = (step.table.stride(0), pages, size, rows, width, step.scale * LOG2_E)
+        kernel.run(LOGITS, (blocks * heads, layers, len(step.lens)), (*tensors, *numbers), constants)
     constants = exchange_constants(heads, share, dim, keys.element_size(), rule)
     words = (keys.view(torch.int32), values.view(torch.int32))
-    values_ = (*words, positions, mass, scratch.logits, scratch.notes, scratch.weights, *step.integers, step.table.stride(0), pages, size, width)
-    launch("exchange_kernel", "exchange_kernel", (heads, layers, len(step.lens)), values_, constants, load_kernel)
-
-
-def load_kernel(name: str, constants: Constants, dtype: str, arch: str) -> Kernel:
-    """Load one of the two kernels; dtype is Triton's name of the keys', which only the first reads as numbers."""
-    integers = ["table_stride", "num_pages", "page_size"]
-    step = [("table", "*i32"), ("lens", "*i32"), ("seen", "*i32")]
-    left = [("logits", "*fp32"), ("notes", "*fp32")]
-    if name == "logits_kernel":
-        kinds = [("keys", f"*{dtype}"), ("queries", f"*{dtype}"), *left, *step, ("slots", "*i32")]
-        kinds += [*((one, "i32") for one in (*integers, "query_rows", "width")), ("scale2", "fp32")]
-    else:
-        kinds = [("keys", "*i32"), ("values", "*i32"), ("positions", "*i32"), ("mass", "*fp32"), *left, ("weights", "*fp32"), *step]
-        kinds += [(one, "i32") for one in (*integers, "width")]
-    aligned = tuple(one for one, _ in kinds if one in ("keys", "values", "queries", "logits", "positions", "mass", "page_size", "width"))
-    return triton_aot.load(_SOURCE, name, (*kinds, *constants), aligned, WARPS if name == "logits_kernel" else 2 * WARPS, arch)
+    given = (*words, positions, mass, scratch.logits, scratch.notes, scratch.weights, *step.integers, step.table.stride(0), pages, size, width)
+    kernel.run(EXCHANGE, (heads, layers, len(step.lens)), given, constants)
 
 
 def block_of(dim: int) -> int:
@@ -113,16 +114,17 @@ def width_of(rule: Exchange, dim: int) -> int:
 
 def logits_constants(heads: int, group: int, dim: int, window: int) -> Constants:
     """Constants of what multiplies keys with the newest queries, which lie in rings of `window` places, or in order (0)."""
-    shape = (("HEADS", heads), ("GROUP", group), ("WIDE", max(16, _power(group))), ("D", dim), ("BLOCK_D", max(16, _power(dim))))
-    return (*shape, ("WINDOW", window), ("BLOCK", block_of(dim)))
+    shape = {"HEADS": heads, "GROUP": group, "WIDE": max(16, _power(group)), "D": dim, "BLOCK_D": max(16, _power(dim))}
+    return {**shape, "WINDOW": window, "BLOCK": block_of(dim)}
 
 
 def exchange_constants(heads: int, group: int, dim: int, element_bytes: int, rule: Exchange) -> Constants:
     """Constants of the exchange."""
     words, wide = dim * element_bytes // 4, _power(heads * group if rule.shared else group)
-    own = (("BUDGET", rule.budget), ("SINK", rule.sink), ("RECENT", rule.recent), ("SCORE", SCORES.index(rule.score)))
-    how = (("SHARED", int(rule.shared)), ("POOL_MAX", int(rule.pool_max)), ("WIDE", wide), ("TOGETHER", min(_TOGETHER, wide)))
-    return (("HEADS", heads), ("GROUP", group), ("WORDS", words), ("BLOCK_W", _power(words)), *own, *how, ("NOTED", block_of(dim)), ("BLOCK", _BLOCK))
+    shape = {"HEADS": heads, "GROUP": group, "WORDS": words, "BLOCK_W": _power(words)}
+    chosen = {"BUDGET": rule.budget, "SINK": rule.sink, "RECENT": rule.recent, "SCORE": SCORES.index(rule.score)}
+    how = {"SHARED": int(rule.shared), "POOL_MAX": int(rule.pool_max), "WIDE": wide, "TOGETHER": min(_TOGETHER, wide)}
+    return {**shape, **chosen, **how, "NOTED": block_of(dim), "BLOCK": _BLOCK}
 
 
 def _power(size: int) -> int:

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from plugins.device import triton_aot
-from plugins.device.driver import Kernel, arch
+from plugins.device import kernel
+from plugins.device.kernel import Constants, TritonKernel, typed
 
 _SOURCE = Path(__file__).parent / "kernel.py"
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+MOVE = TritonKernel(
+    _SOURCE, "move_kernel",
+    {**typed("*i32", "data", "kept", "table"), **typed("i32", "num_pages", "page_size", "first", "count", "placed", "shift")},
+    aligned=("data",),
+)  # fmt: skip
+SPREAD = TritonKernel(
+    _SOURCE, "spread_kernel",
+    {**typed("*real", "keys", "values"), "table": "*i32", "spread": "*fp32", **typed("i32", "num_pages", "page_size", "start")},
+    aligned=("keys", "values"),
+)  # fmt: skip
+CHOOSE = TritonKernel(
+    _SOURCE, "choose_kernel", {"spread": "*fp32", "kept": "*i32", **typed("i32", "start", "count", "kept_stride"), "value_weight": "fp32"},
+    aligned=("spread",),
+)  # fmt: skip
+REMEMBER = TritonKernel(_SOURCE, "remember_kernel", {"query": "*real", **typed("*i32", "seen", "slots"), "ring": "*real", "query_stride": "i32"})
+RECEIVED = TritonKernel(
+    _SOURCE, "received_kernel",
+    {
+        **typed("*real", "keys", "ring"), "mass": "*fp32", "table": "*i32",
+        **typed("i32", "num_pages", "num_slots", "page_size", "stored", "slot", "place"), "scale": "fp32",
+    },
+    aligned=("keys",),
+)  # fmt: skip
 SCORES = {"lag": 0, "local": 1, "norm": 2}
-WARPS = 4
 MOVE_WORDS = 4096  # of a block of the move, which all lie in registers
-Constants = tuple[tuple[str, int], ...]
 
 
 def move(data: Tensor, kept: Tensor, table: Tensor, first: int, placed: int = -1, shift: int = 0) -> None:
@@ -28,8 +46,8 @@ def move(data: Tensor, kept: Tensor, table: Tensor, first: int, placed: int = -1
     layers, pages, heads, size = data.shape[:4]
     words = data[0, 0, 0, 0].numel() * data.element_size() // 4
     constants = move_constants(heads, heads // kept.shape[1], words, placed >= 0)
-    values = (data, kept, table, pages, size, first, kept.shape[2], placed, shift)
-    _run("move_kernel", (heads, layers, 1), values, constants, lambda: move_kernel(constants, arch()), words=True)
+    data = data if data.is_cuda else data.view(torch.int32)  # the interpreter reads what the tensor holds, a GPU what the kernel says
+    kernel.run(MOVE, (heads, layers, 1), (data, kept, table, pages, size, first, kept.shape[2], placed, shift), constants)
 
 
 def lag_choose(
@@ -41,23 +59,16 @@ def lag_choose(
     """
     layers, pages, heads, size, dim = keys.shape
     spread = torch.empty(layers, heads, partitions, 2, lag, dtype=torch.float32, device=keys.device)
-    spread_own, choose_own = spread_constants(heads, dim, lag, score), choose_constants(heads, lag, score)
-    _run(
-        "spread_kernel", (2 * partitions, heads, layers), (keys, values, table, spread, pages, size, start), spread_own,
-        lambda: spread_kernel(spread_own, TYPES[keys.dtype], arch()),
-    )  # fmt: skip
-    _run(
-        "choose_kernel", (partitions, heads, layers), (spread, kept, start, count, kept.shape[2], value_weight), choose_own,
-        lambda: choose_kernel(choose_own, arch()),
-    )  # fmt: skip
+    given = (keys, values, table, spread, pages, size, start)
+    kernel.run(SPREAD, (2 * partitions, heads, layers), given, spread_constants(heads, dim, lag, score))
+    chosen = (spread, kept, start, count, kept.shape[2], value_weight)
+    kernel.run(CHOOSE, (partitions, heads, layers), chosen, choose_constants(heads, lag, score))
 
 
 def remember(query: Tensor, seen: Tensor, slots: Tensor, ring: Tensor) -> None:
     """Keep a decode step's queries [B, Hq D] of sequences that have seen so many tokens [B] in their slots [B] of ring [Z, W, Hq, D]."""
-    constants = remember_constants(ring.shape[1], query.shape[1])
     grid = (-(-query.shape[1] // 1024), len(query), 1)
-    values = (query, seen, slots, ring, query.stride(0))
-    _run("remember_kernel", grid, values, constants, lambda: remember_kernel(constants, TYPES[query.dtype], arch()))
+    kernel.run(REMEMBER, grid, (query, seen, slots, ring, query.stride(0)), remember_constants(ring.shape[1], query.shape[1]))
 
 
 def received(keys: Tensor, ring: Tensor, mass: Tensor, table: Tensor, *, stored: int, slot: int, place: int, scale: float) -> None:
@@ -68,59 +79,7 @@ def received(keys: Tensor, ring: Tensor, mass: Tensor, table: Tensor, *, stored:
     layers, pages, heads, size, dim = keys.shape
     constants = received_constants(heads, ring.shape[3] // heads, dim, ring.shape[2])
     values = (keys, ring, mass, table, pages, ring.shape[1], size, stored, slot, place, scale)
-    _run("received_kernel", (ring.shape[3], layers, 1), values, constants, lambda: received_kernel(constants, TYPES[keys.dtype], arch()))
-
-
-def _run(name: str, grid: tuple[int, int, int], values: Sequence[Any], constants: Constants, load: Any, words: bool = False) -> None:
-    first = values[0]
-    if not first.is_cuda:
-        from plugins.cache.eviction import kernel
-
-        if words:
-            values = (first.view(torch.int32), *values[1:])
-        getattr(kernel, name)[grid](*values, **dict(constants))
-        return
-    plain = [one.data_ptr() if isinstance(one, Tensor) else one for one in values]
-    triton_aot.launch(load(), grid, torch.cuda.current_stream(first.device).cuda_stream, plain)
-
-
-def move_kernel(constants: Constants, arch: str) -> Kernel:
-    """Load the move."""
-    kinds = {"data": "*i32", "kept": "*i32", "table": "*i32"}
-    return _load("move_kernel", kinds, ("num_pages", "page_size", "first", "count", "placed", "shift"), (), constants, ("data",), arch)
-
-
-def spread_kernel(constants: Constants, dtype: str, arch: str) -> Kernel:
-    """Load LagKV's score."""
-    kinds = {"keys": f"*{dtype}", "values": f"*{dtype}", "table": "*i32", "spread": "*fp32"}
-    return _load("spread_kernel", kinds, ("num_pages", "page_size", "start"), (), constants, ("keys", "values"), arch)
-
-
-def choose_kernel(constants: Constants, arch: str) -> Kernel:
-    """Load LagKV's choice."""
-    return _load(
-        "choose_kernel", {"spread": "*fp32", "kept": "*i32"}, ("start", "count", "kept_stride"), ("value_weight",), constants, ("spread",), arch
-    )
-
-
-def remember_kernel(constants: Constants, dtype: str, arch: str) -> Kernel:
-    """Load what keeps queries."""
-    kinds = {"query": f"*{dtype}", "seen": "*i32", "slots": "*i32", "ring": f"*{dtype}"}
-    return _load("remember_kernel", kinds, ("query_stride",), (), constants, (), arch)
-
-
-def received_kernel(constants: Constants, dtype: str, arch: str) -> Kernel:
-    """Load what counts attention."""
-    kinds = {"keys": f"*{dtype}", "ring": f"*{dtype}", "mass": "*fp32", "table": "*i32"}
-    integers = ("num_pages", "num_slots", "page_size", "stored", "slot", "place")
-    return _load("received_kernel", kinds, integers, ("scale",), constants, ("keys",), arch)
-
-
-def _load(
-    name: str, kinds: dict[str, str], integers: Sequence[str], floats: Sequence[str], constants: Constants, aligned: tuple[str, ...], arch: str
-) -> Kernel:
-    signature = (*kinds.items(), *((one, "i32") for one in integers), *((one, "fp32") for one in floats), *constants)
-    return triton_aot.load(_SOURCE, name, signature, aligned, WARPS, arch)
+    kernel.run(RECEIVED, (ring.shape[3], layers, 1), values, constants)
 
 
 def _power(size: int) -> int:
@@ -131,24 +90,24 @@ def move_constants(heads: int, share: int, words: int, positions: bool) -> Const
     """Constants of the move of `heads` rows of so many words a token, `share` of them a KV head."""
     width = _power(words)
     block = min(1024, MOVE_WORDS // width)
-    return (("HEADS", heads), ("SHARE", share), ("WORDS", words), ("BLOCK_W", width), ("BLOCK", block), ("POSITIONS", int(positions)))
+    return {"HEADS": heads, "SHARE": share, "WORDS": words, "BLOCK_W": width, "BLOCK": block, "POSITIONS": int(positions)}
 
 
 def spread_constants(heads: int, dim: int, lag: int, score: str) -> Constants:
     """Constants of LagKV's score."""
-    return (("HEADS", heads), ("D", dim), ("BLOCK_D", _power(dim)), ("LAG", lag), ("BLOCK", 32), ("SCORE", SCORES[score]))
+    return {"HEADS": heads, "D": dim, "BLOCK_D": _power(dim), "LAG": lag, "BLOCK": 32, "SCORE": SCORES[score]}
 
 
 def choose_constants(heads: int, lag: int, score: str) -> Constants:
     """Constants of LagKV's choice."""
-    return (("HEADS", heads), ("LAG", lag), ("BLOCK_L", _power(lag)), ("SOFTMAX", int(score != "norm")))
+    return {"HEADS": heads, "LAG": lag, "BLOCK_L": _power(lag), "SOFTMAX": int(score != "norm")}
 
 
 def remember_constants(window: int, size: int) -> Constants:
     """Constants of what keeps queries of `size` numbers."""
-    return (("WINDOW", window), ("SIZE", size), ("BLOCK", 1024))
+    return {"WINDOW": window, "SIZE": size, "BLOCK": 1024}
 
 
 def received_constants(heads: int, group: int, dim: int, window: int) -> Constants:
     """Constants of what counts attention."""
-    return (("HEADS", heads), ("GROUP", group), ("D", dim), ("BLOCK_D", _power(dim)), ("WINDOW", window), ("BLOCK", 64))
+    return {"HEADS": heads, "GROUP": group, "D": dim, "BLOCK_D": _power(dim), "WINDOW": window, "BLOCK": 64}

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib import import_module
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from plugins.cache.eviction.launch import TYPES, Constants
 from plugins.cache.eviction.stacks import Stacks
-from plugins.device import triton_aot
-from plugins.device.driver import Kernel, arch
 
 MOST_SCRATCH = 64 << 20  # bytes that one launch leaves for the next; more sequences take turns
 
@@ -54,24 +48,6 @@ class Step:
             return self.queries, len(self.lens), 0
         rings = stacks.groups["last_queries"][group]
         return rings, rings.shape[1] * rings.shape[2], rings.shape[2]
-
-
-def launch(
-    module: str,
-    name: str,
-    grid: tuple[int, int, int],
-    values: Sequence[Any],
-    constants: Constants,
-    load: Callable[[str, Constants, str, str], Kernel],
-) -> None:
-    """Launch a kernel of a module of this package; load takes its name, constants, the first argument's dtype and the compute capability."""
-    first = values[0]
-    if not first.is_cuda:
-        getattr(import_module(f"plugins.cache.eviction.{module}"), name)[grid](*values, **dict(constants))
-        return
-    plain = [one.data_ptr() if isinstance(one, Tensor) else one for one in values]
-    stream = torch.cuda.current_stream(first.device).cuda_stream
-    triton_aot.launch(load(name, constants, TYPES.get(first.dtype, ""), arch()), grid, stream, plain)
 
 
 def sequences_of(layers: int, each: int, num_slots: int) -> int:

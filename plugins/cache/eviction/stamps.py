@@ -11,15 +11,26 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plugins.cache.eviction.launch import WARPS, Constants
-from plugins.cache.eviction.newest import Step, launch, sequences_of
+from plugins.cache.eviction.newest import Step, sequences_of
 from plugins.cache.eviction.stacks import Stacks
-from plugins.device import triton_aot
-from plugins.device.driver import Kernel
+from plugins.device import kernel
+from plugins.device.kernel import Constants, TritonKernel, typed
 from trtkv.plan import CachePlan
 from trtkv.rules import Stamp
 
 _SOURCE = Path(__file__).parent / "stamp_kernel.py"
+_STEP = typed("*i32", "table", "lens", "seen")
+_INTEGERS = typed("i32", "table_stride", "num_pages", "page_size")
+BOUNDS = TritonKernel(
+    _SOURCE, "bounds_kernel",
+    {**typed("*real", "keys", "queries"), "scores": "*fp32", **_STEP, "slots": "*i32", **_INTEGERS, **typed("i32", "query_rows", "width")},
+    aligned=("keys", "queries", "scores", "page_size"),
+)  # fmt: skip
+STAMP = TritonKernel(
+    _SOURCE, "stamp_kernel",
+    {**typed("*i32", "keys", "values", "positions"), **typed("*fp32", "scores", "stamp"), **_STEP, **_INTEGERS, "width": "i32", "alpha": "fp32"},
+    aligned=("keys", "values", "positions", "scores", "stamp", "page_size"),
+)  # fmt: skip
 _BLOCK = 128  # tokens whose keys one block reads
 _MOST_UNITS = 2048  # units of a sequence that one block weighs
 
@@ -61,37 +72,22 @@ def _run_some(stacks: Stacks, group: int, rule: Stamp, scratch: Scratch, step: S
     integers = (step.table.stride(0), pages, size)
     values = (keys, asked, scratch.scores, *step.integers, step.slots, *integers, rows, rule.most)
     constants = bounds_constants(heads, step.heads_q // heads, dim, window, rule)
-    launch("stamp_kernel", "bounds_kernel", (blocks * heads, layers, len(step.lens)), values, constants, load_kernel)
+    kernel.run(BOUNDS, (blocks * heads, layers, len(step.lens)), values, constants)
     words = (one.view(torch.int32) for one in (keys, stacks.groups["values"][group]))
     beside = (stacks.groups["positions"][group], scratch.scores, stacks.groups["stamp"][group])
     constants = stamp_constants(heads, step.heads_q // heads, dim * keys.element_size() // 4, rule)
-    values = (*words, *beside, *step.integers, *integers, rule.most, rule.alpha)
-    launch("stamp_kernel", "stamp_kernel", (heads, layers, len(step.lens)), values, constants, load_kernel)
-
-
-def load_kernel(name: str, constants: Constants, dtype: str, arch: str) -> Kernel:
-    """Load one of the two kernels; dtype is Triton's name of the keys', which only the first reads."""
-    step = [("table", "*i32"), ("lens", "*i32"), ("seen", "*i32")]
-    integers = [(one, "i32") for one in ("table_stride", "num_pages", "page_size")]
-    kinds: list[tuple[str, str]]
-    if name == "bounds_kernel":
-        kinds = [("keys", f"*{dtype}"), ("queries", f"*{dtype}"), ("scores", "*fp32"), *step, ("slots", "*i32"), *integers]
-        kinds += [("query_rows", "i32"), ("width", "i32")]
-    else:
-        kinds = [("keys", "*i32"), ("values", "*i32"), ("positions", "*i32"), ("scores", "*fp32"), ("stamp", "*fp32")]
-        kinds += [*step, *integers, ("width", "i32"), ("alpha", "fp32")]
-    aligned = tuple(one for one, _ in kinds if one in ("keys", "values", "positions", "queries", "scores", "stamp", "page_size"))
-    return triton_aot.load(_SOURCE, name, (*kinds, *constants), aligned, WARPS, arch)
+    stamped = (*words, *beside, *step.integers, *integers, rule.most, rule.alpha)
+    kernel.run(STAMP, (heads, layers, len(step.lens)), stamped, constants)
 
 
 def bounds_constants(heads: int, group: int, dim: int, window: int, rule: Stamp) -> Constants:
     """Constants of what bounds the scores of units, for queries in rings of `window` places, or in order (0)."""
-    shape = (("HEADS", heads), ("GROUP", group), ("D", dim), ("BLOCK_D", 1 << (dim - 1).bit_length()))
-    return (*shape, ("WINDOW", window), ("UNIT", rule.unit), ("BLOCK", _BLOCK))
+    shape = {"HEADS": heads, "GROUP": group, "D": dim, "BLOCK_D": 1 << (dim - 1).bit_length()}
+    return {**shape, "WINDOW": window, "UNIT": rule.unit, "BLOCK": _BLOCK}
 
 
 def stamp_constants(heads: int, group: int, words: int, rule: Stamp) -> Constants:
     """Constants of what stamps and evicts, for keys of so many words of four bytes."""
-    shape = (("HEADS", heads), ("GROUP", group), ("WORDS", words), ("BLOCK_W", 1 << (words - 1).bit_length()))
-    units = (("UNIT", rule.unit), ("FULL", rule.full), ("UNITS", 1 << (rule.most - 1).bit_length()))
-    return (*shape, *units, ("SINK", rule.sink), ("RECENT", rule.recent))
+    shape = {"HEADS": heads, "GROUP": group, "WORDS": words, "BLOCK_W": 1 << (words - 1).bit_length()}
+    units = {"UNIT": rule.unit, "FULL": rule.full, "UNITS": 1 << (rule.most - 1).bit_length()}
+    return {**shape, **units, "SINK": rule.sink, "RECENT": rule.recent}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from plugins.attend.per_head import by_head
+from plugins.cache.batch import Decoding
 from plugins.cache.cache import Cache
 from plugins.cache.indexes.published import take
 from plugins.cache.indexes.summary import ranges, words
@@ -41,42 +42,41 @@ def select(cache: Cache, layer: int, config: OpConfig, inputs: Sequence[Tensor],
         if fresh:  # a prompt's query is nobody's previous query
             remembered.index_fill_(0, step.fresh_slots, torch.nan)
     told = take(cache, layer) if asking is query else None
-    choose_units(cache, layer, config, plan, asking, stored[group], slots, table[group], out, told=told)
+    choose_units(cache, layer, config, Decoding(asking, stored[group], slots, table[group]), out, told=told)
 
 
 def choose_units(
-    cache: Cache, layer: int, config: OpConfig, plan: SelectPlan, query: Tensor, lens: Tensor, slots: Tensor, table: Tensor, out: Tensor,
-    ahead: Tensor | None = None, told: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Score and choose for query [B, Hq D] of the sequences in slots [B].
+    cache: Cache, layer: int, config: OpConfig, rows: Decoding, out: Tensor, *, ahead: Tensor | None = None, told: Tensor | None = None
+) -> None:
+    """Score and choose for sequences of one new token: out [B, H, K + 1] int32 as of `launch.select_units`.
 
     ahead [B] int32 are the lengths of the next step where it is chosen for, beside this one's launches. The scores of this step are all that the
     next step's candidates need: a page enters them behind the step that completes it. told is where the append tells the query, too.
     """
-    summary = summary_of(cache.plan, layer)
-    assert summary is not None, f"layer {layer} selects in torch"
-    overlap, own = ahead is None and cache.overlaps(table), cache.request_budgets(slots)
+    plan, summary = cache.plan.select[layer], summary_of(cache.plan, layer)
+    assert plan is not None and summary is not None, f"layer {layer} selects nothing, or in torch"
+    table, overlap, own = rows.table, ahead is None and cache.overlaps(rows.table), cache.request_budgets(rows.slots)
     if summary.scorer == "fier" and plan.pooling == "none":
-        _choose_per_head(cache, layer, config, plan, query, lens, slots, table, out)
+        _choose_per_head(cache, layer, config, plan, rows, out)
         return
     if ahead is None:  # the same launch with pages on the host or without: how a row is shared out decides how its scores are rounded
         together = _together(cache, config, plan, summary, table)
         if together is not None:
-            _score_and_choose(cache, layer, config, plan, summary, query, lens, table, out, together, own, overlap, told)
+            _score_and_choose(cache, layer, config, plan, summary, rows, out, together, own=own, overlap=overlap, told=told)
             return
     desk = _desk(cache, config, plan, table, ahead is not None)
-    budget, scale = cache.scores_from(layer) - (ahead is not None), config.scale
+    budget = cache.scores_from(layer) - (ahead is not None)
     if summary.scorer == "fier":
         bits, extremes = words(cache, layer), ranges(cache, layer)
         launch.fier_score(
-            query, bits, extremes, table, lens, desk.scores, desk.parts, page_size=cache.plan.page_size, budget=budget, scale=scale,
-            pooling=plan.pooling, overlap=overlap, told=told,
+            rows.query, bits, extremes, table, rows.lens, desk.scores, desk.parts, page_size=cache.plan.page_size, budget=budget,
+            scale=config.scale, pooling=plan.pooling, overlap=overlap, told=told,
         )  # fmt: skip
     else:
-        _score_pages(cache, layer, plan, summary, query, lens, table, desk, budget=budget, scale=scale, overlap=overlap)
+        _score_pages(cache, layer, plan, summary, rows, desk, budget=budget, scale=config.scale, overlap=overlap)
     beside = overlap and (summary.scorer == "fier" or cache.overlaps(table, bulky=True))  # pages' scorer was slowed down, for many tokens
     launch.select_units(
-        desk.scores, desk.parts, lens if ahead is None else ahead, out, budget=cache.reads_all_up_to(layer), sink=plan.sink, window=plan.window,
+        desk.scores, desk.parts, rows.lens if ahead is None else ahead, out, budget=cache.reads_all_up_to(layer), sink=plan.sink, window=plan.window,
         unit=plan.unit, group=plan.group, pooling=plan.pooling, own=own, overlap=beside, told=told,
     )  # fmt: skip
 
@@ -92,11 +92,9 @@ class _Desk:
 
 @dataclass(frozen=True, slots=True)
 class _Together:
-    """A launch that scores and chooses, what its blocks tell each other, and the cut [B, Hk, 2] int32 for outliers."""
+    """A launch that scores and chooses, and the cut [B, Hk, 2] int32 for outliers."""
 
-    fused: launch_fused.Fused
-    mail: Tensor
-    stamps: Tensor
+    exchange: launch_fused.Exchange
     cut: Tensor
 
 
@@ -112,30 +110,30 @@ def _furnish_together(batch: int, units: int, config: OpConfig, plan: SelectPlan
     fused = launch_fused.plan_for(plan, summary, batch, config.num_kv_heads, group, config.head_dim, units, sms, launch.arch())
     if fused is None:
         return None
-    return _Together(fused, *fused.allocate(device), torch.empty(batch, config.num_kv_heads, 2, dtype=torch.int32, device=device))
+    return _Together(fused.allocate(device), torch.empty(batch, config.num_kv_heads, 2, dtype=torch.int32, device=device))
 
 
 def _score_and_choose(
-    cache: Cache, layer: int, config: OpConfig, plan: SelectPlan, summary: Summary, query: Tensor, lens: Tensor, table: Tensor, out: Tensor,
-    together: _Together, own: launch.OwnBudgets | None, overlap: bool, told: Tensor | None,
+    cache: Cache, layer: int, config: OpConfig, plan: SelectPlan, summary: Summary, rows: Decoding, out: Tensor, together: _Together, *,
+    own: launch.OwnBudgets | None, overlap: bool, told: Tensor | None,
 ) -> None:  # fmt: skip
-    handed, budget = (out, together.mail, together.stamps, together.fused), cache.reads_all_up_to(layer)
+    given, budget = (rows.table, rows.lens, out, together.exchange), cache.reads_all_up_to(layer)
     if summary.scorer == "fier":
         bits, extremes = words(cache, layer), ranges(cache, layer)
         launch_fused.fier_select(
-            query, bits, extremes, table, lens, *handed, page_size=cache.plan.page_size, budget=budget, scale=config.scale, pooling=plan.pooling,
+            rows.query, bits, extremes, *given, page_size=cache.plan.page_size, budget=budget, scale=config.scale, pooling=plan.pooling,
             sink=plan.sink, window=plan.window, own=own, overlap=overlap, told=told,
         )  # fmt: skip
         return
-    vectors, beside, cut = _index(cache, layer, plan, summary, lens, table, together.cut, budget=cache.scores_from(layer), overlap=overlap)
+    vectors, beside, cut = _index(cache, layer, plan, summary, rows, together.cut, budget=cache.scores_from(layer), overlap=overlap)
     launch_fused.page_select(
-        query, vectors, beside, table, lens, *handed, kind=summary.scorer, unit=plan.unit, budget=budget, scale=config.scale, pooling=plan.pooling,
+        rows.query, vectors, beside, *given, kind=summary.scorer, unit=plan.unit, budget=budget, scale=config.scale, pooling=plan.pooling,
         sink=plan.sink, window=plan.window, own=own, cut=cut, overlap=overlap,
     )  # fmt: skip
 
 
 def _index(
-    cache: Cache, layer: int, plan: SelectPlan, summary: Summary, lens: Tensor, table: Tensor, cut: Tensor, *, budget: int, overlap: bool
+    cache: Cache, layer: int, plan: SelectPlan, summary: Summary, rows: Decoding, cut: Tensor, *, budget: int, overlap: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the buffers that a page scorer reads, and where outliers are kept the cut, found by a launch."""
     vectors, beside = cache.buffer(summary.vectors, layer), None if summary.beside is None else cache.buffer(summary.beside, layer)
@@ -143,35 +141,32 @@ def _index(
     if not count:
         return vectors, beside, None
     assert beside is not None
-    launch_pages.outlier_cut(beside, table, lens, cut, unit=plan.unit, outliers=count, budget=budget, overlap=overlap)
+    launch_pages.outlier_cut(beside, rows.table, rows.lens, cut, unit=plan.unit, outliers=count, budget=budget, overlap=overlap)
     return vectors, beside, cut
 
 
 def _score_pages(
-    cache: Cache, layer: int, plan: SelectPlan, summary: Summary, query: Tensor, lens: Tensor, table: Tensor, desk: _Desk, *,
-    budget: int, scale: float, overlap: bool,
-) -> None:  # fmt: skip
-    vectors, beside, cut = _index(cache, layer, plan, summary, lens, table, desk.cut, budget=budget, overlap=overlap)
+    cache: Cache, layer: int, plan: SelectPlan, summary: Summary, rows: Decoding, desk: _Desk, *, budget: int, scale: float, overlap: bool
+) -> None:
+    vectors, beside, cut = _index(cache, layer, plan, summary, rows, desk.cut, budget=budget, overlap=overlap)
     launch_pages.score_pages(
-        query, vectors, beside, table, lens, desk.scores, desk.parts, kind=summary.scorer, unit=plan.unit, budget=budget, scale=scale,
+        rows.query, vectors, beside, rows.table, rows.lens, desk.scores, desk.parts, kind=summary.scorer, unit=plan.unit, budget=budget, scale=scale,
         pooling=plan.pooling, cut=cut, shared=shares_selection(plan), overlap=overlap,
     )  # fmt: skip
 
 
-def _choose_per_head(
-    cache: Cache, layer: int, config: OpConfig, plan: SelectPlan, query: Tensor, lens: Tensor, slots: Tensor, table: Tensor, out: Tensor
-) -> None:
+def _choose_per_head(cache: Cache, layer: int, config: OpConfig, plan: SelectPlan, rows: Decoding, out: Tensor) -> None:
     """Let every query head choose tokens by one-bit keys: the heads of a group become sequences that share pages, as in `attend/per_head.py`.
 
     Lengths and tables are laid out anew by kernels just before, which the scorer reads before it waits, so nothing overlaps.
     """
-    heads, batch = config.num_kv_heads, lens.shape[0]
+    heads, batch = config.num_kv_heads, rows.lens.shape[0]
     group = config.num_q_heads // heads
-    asking = by_head(query.unflatten(1, (-1, config.head_dim)), heads).flatten(1)
-    own_lens, own_slots, own_table = lens.repeat(group), slots.repeat(group), table.repeat(group, 1)
-    rows, units = group * batch * heads, table.shape[1] * cache.plan.page_size
+    asking = by_head(rows.query.unflatten(1, (-1, config.head_dim)), heads).flatten(1)
+    own_lens, own_slots, own_table = rows.lens.repeat(group), rows.slots.repeat(group), rows.table.repeat(group, 1)
+    lists_there, units = group * batch * heads, rows.table.shape[1] * cache.plan.page_size
     key = ("select per head", batch, units, out.shape[2])
-    scores, parts, lists = cache.scratch(key, lambda: _allocate_per_head(rows, group * batch, units, out))
+    scores, parts, lists = cache.scratch(key, lambda: _allocate_per_head(lists_there, group * batch, units, out))
     launch.fier_score(
         asking, words(cache, layer), ranges(cache, layer), own_table, own_lens, scores, parts, page_size=cache.plan.page_size,
         budget=cache.scores_from(layer), scale=config.scale, pooling="mean",

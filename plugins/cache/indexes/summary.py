@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from plugins.append.launch import FIER, KINDS, NO_GROUP, NONE
+from plugins.append.arguments import Kept
+from plugins.append.launch import FIER, KINDS, NOTHING
 from plugins.cache.cache import Cache
 from plugins.select.summary import summary_of
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Tokens of a group, the kind of its summary as `kernel.py` numbers them, and the buffers of its two parts as kernels take them."""
-
-    group: int
-    kind: int
-    bits: Tensor | None = None
-    meta: Tensor | None = None
 
 
 def words(cache: Cache, layer: int) -> Tensor:
@@ -37,7 +26,7 @@ def kept_of(cache: Cache, layer: int) -> Kept:
     """Return what kernels keep for a layer; kind `NONE` where it selects nothing or selects in torch."""
     summary, select = summary_of(cache.plan, layer), cache.plan.select[layer]
     if summary is None or select is None:
-        return Kept(NO_GROUP, NONE)
+        return NOTHING
     kind = KINDS[summary.kept]
     if kind == FIER:
         return Kept(select.group, kind, words(cache, layer), ranges(cache, layer))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from plugins.append import launch as plain
+from plugins.append.arguments import Target
 from plugins.attend.in_torch import attend_units
 from plugins.attend.prefill import attend_with_lse
-from plugins.cache.batch import Row, StepGroup
+from plugins.cache.batch import Decoding, Row, StepGroup
 from plugins.cache.counted import CountedCache
 from plugins.cache.encodings.grouped import launch, launch_list, recalled
 from plugins.cache.encodings.grouped.layout import TILE
@@ -22,6 +24,7 @@ from plugins.cache.indexes import choose as by_kernels
 from plugins.cache.indexes.summary import kept_of
 from plugins.cache.ledgers.evicting import EvictingLedger
 from plugins.cache.ledgers.make import find_ledger
+from plugins.cache.paged_kernels import new_tokens
 from plugins.cache.tiers.host.store import Offload
 from plugins.config import OpConfig
 from plugins.device.driver import arch
@@ -48,16 +51,14 @@ class GroupedCache(CountedCache):
 
     def append(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
         """Rotate and store the step's new tokens; what a decode step's token completes is encoded with it."""
-        qkv, positions, starts, _, stored, slots, table, rope = inputs[:8]
+        starts, _, stored, slots, table = inputs[2:7]
         group, step = self.plan.page_groups[layer], self.step(layer)
-        norms, kept = (inputs[9], inputs[10]) if len(inputs) > 9 else None, kept_of(self, layer)
+        new, kept = new_tokens(config, inputs), kept_of(self, layer)
         for b, row in enumerate(step.rows):
             if not row.answers:
                 keys, values = self.store.prompt(layer, row)
-                plain.launch(
-                    qkv, positions, starts[b : b + 2], stored[group][b : b + 1], self.store.one_page, rope, norms, out, keys, values, None, None,
-                    eps=config.rms_eps, group=plain.NO_GROUP, summary=plain.NONE, longest=row.new,
-                )  # fmt: skip
+                to = Target(keys, values, stored[group][b : b + 1], self.store.one_page)
+                plain.launch(replace(new, starts=starts[b : b + 2]), to, plain.NOTHING, out, longest=row.new)
                 if kept.kind != plain.NONE:
                     summarize_prompt(keys[0], table[group][b], self.store.pages[layer], kept, row.stored - row.new, row.stored)
         which = _answering(step)
@@ -70,9 +71,7 @@ class GroupedCache(CountedCache):
             homes, away = pages, self.store.away
             if away is not None and away.covers(layer):
                 pages, alone = recalled.ring_table(away, step, own), False
-            launch.append(
-                qkv, positions, begin, lens, own, pages, rope, norms, out, self.store.pages[layer], eps=config.rms_eps, overlap=alone, early=alone
-            )
+            launch.append(replace(new, starts=begin), self.store.pages[layer], lens, own, pages, out, overlap=alone, early=alone)
             if kept.kind != plain.NONE:
                 summarize_step(self.store.pages[layer], lens, own, pages, kept, homes=homes, overlap=alone)
 
@@ -148,33 +147,31 @@ class GroupedCache(CountedCache):
         query, starts, _, stored, slots, table = inputs[:6]
         group = self.plan.page_groups[layer]
         if which is None:
-            self._decode(layer, config, query, stored[group], slots, table[group], selection, out)
+            self._decode(layer, config, Decoding(query, stored[group], slots, table[group]), selection, out)
         elif len(which):
             places = starts[:-1][which]
-            newest, lists = query[places], None if selection is None else selection[which]
-            answer = newest.new_empty(newest.shape)
+            rows = Decoding(query[places], stored[group][which], slots[which], table[group][which])
+            lists = None if selection is None else selection[which]
+            answer = rows.query.new_empty(rows.query.shape)
             # Lengths and pages are gathered just before, and attention reads them before it waits.
-            self._decode(layer, config, newest, stored[group][which], slots[which], table[group][which], lists, answer, overlap=False)
+            self._decode(layer, config, rows, lists, answer, overlap=False)
             out[places] = answer
 
     def _append_to_rings(
         self, settler: Settler, layer: int, config: OpConfig, inputs: Sequence[Tensor], which: Tensor | None, out: Tensor
     ) -> None:  # fmt: skip
         """Append the newest tokens of sequences `which` (None: all) to their slots' rings, which are pages of a plain cache; nothing is encoded."""
-        qkv, positions, starts, _, stored, slots, table, rope = inputs[:8]
-        group, step, pages = self.plan.page_groups[layer], self.step(layer), self.store.pages[layer]
-        norms = (inputs[9], inputs[10]) if len(inputs) > 9 else None
-        lens, to, overlap = stored[group], out, which is None and self.overlaps(table)
+        new, step, pages = new_tokens(config, inputs), self.step(layer), self.store.pages[layer]
+        lens, slots, answer = inputs[4][self.plan.page_groups[layer]], inputs[5], out
+        overlap = which is None and self.overlaps(inputs[6])
         if which is not None:
-            places, lens, slots = starts[:-1][which], lens[which], slots[which]
-            qkv, positions, to = qkv[places], positions[places], out.new_empty(len(places), out.shape[1])
-            starts = torch.arange(len(places) + 1, dtype=torch.int32, device=out.device)
-        plain.launch(
-            qkv, positions, starts, lens, settler.ring_table(step, slots), rope, norms, to, pages.keys, pages.values, None, None,
-            eps=config.rms_eps, group=plain.NO_GROUP, summary=plain.NONE, longest=1, overlap=overlap, early=overlap,
-        )  # fmt: skip
+            places, lens, slots = new.starts[:-1][which], lens[which], slots[which]
+            starts, answer = torch.arange(len(places) + 1, dtype=torch.int32, device=out.device), out.new_empty(len(places), out.shape[1])
+            new = replace(new, qkv=new.qkv[places], positions=new.positions[places], starts=starts)
+        to = Target(pages.keys, pages.values, lens, settler.ring_table(step, slots))
+        plain.launch(new, to, plain.NOTHING, answer, longest=1, overlap=overlap, early=overlap)
         if which is not None:
-            out[places] = to
+            out[places] = answer
 
     def _attend_prompt(
         self, layer: int, config: OpConfig, row: Row, query: Tensor, chosen: Tensor | None, out: Tensor
@@ -192,16 +189,13 @@ class GroupedCache(CountedCache):
         if self.store.keeper is not None:
             self.store.keeper.observe(layer, row, chunk, keys, lse)
 
-    def _decode(
-        self, layer: int, config: OpConfig, query: Tensor, lens: Tensor, slots: Tensor, table: Tensor,
-        chosen: Tensor | None, out: Tensor, overlap: bool = True,
-    ) -> None:  # fmt: skip
-        batch, heads, dim, plan = lens.shape[0], config.num_kv_heads, config.head_dim, self.plan.select[layer]
-        overlap = overlap and self.overlaps(table)
+    def _decode(self, layer: int, config: OpConfig, rows: Decoding, chosen: Tensor | None, out: Tensor, *, overlap: bool = True) -> None:
+        batch, heads, dim, plan = rows.lens.shape[0], config.num_kv_heads, config.head_dim, self.plan.select[layer]
+        overlap, where = overlap and self.overlaps(rows.table), (rows.table, rows.lens, rows.slots)
         if chosen is None or plan is None:
-            scratch = self.scratch(("attend encoded", batch), lambda: _scratch(self.store, config, batch, table.shape[1] * self.plan.page_size))
+            scratch = self.scratch(("attend encoded", batch), lambda: _scratch(self.store, config, batch, rows.table.shape[1] * self.plan.page_size))
             assert isinstance(scratch, launch.Scratch) and scratch.parts.shape[4] == dim and scratch.parts.shape[1] == heads
-            launch.attend(query, self.store.pages[layer], table, lens, slots, out, scratch, scale=config.scale, overlap=overlap)
+            launch.attend(rows.query, self.store.pages[layer], *where, out, scratch, scale=config.scale, overlap=overlap)
             return
         sequences, alone = batch * (chosen.shape[1] // heads), chosen.shape[1] != heads
         most = launch_list.most_tiles(plan) * TILE
@@ -209,9 +203,9 @@ class GroupedCache(CountedCache):
         scratch = self.scratch(("attend encoded list", sequences, most), make)
         if self.store.away is not None and self.store.away.covers(layer):
             assert isinstance(scratch, launch.Scratch)
-            recalled.attend(self, self.store, layer, config, plan, query, lens, slots, table, chosen, out, scratch, overlap)
+            recalled.attend(self, self.store, layer, config, rows, chosen, out, scratch, overlap=overlap)
             return
-        given = (query, self.store.pages[layer], table, lens, slots, chosen, out, scratch)
+        given = (rows.query, self.store.pages[layer], *where, chosen, out, scratch)
         if alone:
             launch_list.attend_per_head(*given, unit=plan.unit, scale=config.scale)
             return

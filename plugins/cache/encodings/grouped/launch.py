@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -11,16 +11,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plugins.append.arguments import NewTokens
 from plugins.cache.formats import STEP, Format
-from plugins.device import nvrtc, triton_aot
-from plugins.device.driver import Kernel, arch
-from plugins.device.nvrtc import Float, Int, Pointer
+from plugins.device import kernel
+from plugins.device.driver import arch
+from plugins.device.dtypes import TRITON_DTYPES
+from plugins.device.kernel import Constants, CudaKernel, TritonKernel, typed
+from plugins.device.nvrtc import CudaSpec
+from plugins.device.spec import Float, Int, Pointer
+from plugins.device.triton_aot import TritonSpec
 from trtkv.errors import EngineError
 
 _HERE = Path(__file__).parent
-ATTEND_TYPES = (Pointer,) * 17 + (Int,) * 8 + (Float,)
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_CODES = ("key_codes", "key_scale", "key_minimum", "value_codes", "value_scale", "value_minimum")
+_CODES = {
+    "key_codes": "*u8", **typed("*real", "key_scale", "key_minimum"), "value_codes": "*u8", **typed("*real", "value_scale", "value_minimum")
+}  # fmt: skip
+ATTEND = CudaKernel(_HERE / "attend.cu", "attend_encoded", (Pointer,) * 17 + (Int,) * 8 + (Float,))
+APPEND = TritonKernel(
+    _HERE / "kernel.py", "append_encoded",
+    {
+        "qkv": "*real", **typed("*i32", "positions", "starts", "lens", "slots", "origins", "table"), "rope": "*fp32",
+        **typed("*norm", "q_weight", "k_weight"), **typed("*real", "out", "keys", "values"), **_CODES,
+        **typed("i32", "qkv_stride", "table_stride", "page_size", "ring", "residual", "early"), "eps": "fp32",
+    },
+    aligned=("qkv", "rope", "out", "keys", "values", *_CODES, "qkv_stride", "page_size"),
+)  # fmt: skip
+PROMPT = TritonKernel(
+    _HERE / "kernel.py", "encode_prompt",
+    {
+        **typed("*real", "keys", "values"), **typed("*i32", "kept", "table"), **_CODES,
+        **typed("i32", "tokens", "count", "keys_begin", "values_begin", "keys_end", "values_end", "page_size"),
+    },
+    aligned=("keys", "values", *_CODES, "tokens", "page_size"),
+)  # fmt: skip
 RESIDENT_WARPS = {64: 16, 96: 16, 128: 16, 256: 8}  # of a multiprocessor, by head dimension: what the attention kernel's registers leave room for
 ENOUGH_WARPS = 8  # resident ones that reach the memory's bandwidth
 STAGES = 2  # steps of a warp in shared memory; more were slower on an H200, but for eight warps that have a multiprocessor alone
@@ -115,9 +138,10 @@ class Scratch:
     @staticmethod
     def allocate(batch: int, heads: int, group: int, dim: int, splits: int, device: torch.device, block: Block | None = None) -> Scratch:
         """Allocate for a batch."""
-        made = lambda *shape: torch.empty(shape, dtype=torch.float32, device=device)  # noqa: E731
+        parts = torch.empty(batch, heads, splits, group, dim, dtype=torch.float32, device=device)
+        tops = torch.empty(batch, heads, splits, 8, 2, dtype=torch.float32, device=device)
         counters = torch.zeros(batch, heads, block.cluster if block else 1, dtype=torch.int32, device=device)
-        return Scratch(made(batch, heads, splits, group, dim), made(batch, heads, splits, 8, 2), counters, splits, block)
+        return Scratch(parts, tops, counters, splits, block)
 
 
 @cache
@@ -189,68 +213,57 @@ def attend(
     """Attend one token a sequence: q, out [B, Hq D], table [B, M], lens and slots [B] int32."""
     one, batch, group = pages.format, lens.shape[0], q.shape[1] // pages.dim // pages.heads
     block = scratch.block or attend_block(one, pages.dim, arch())
-    kernel = attend_kernel(one, pages.dim, group, q.dtype == torch.bfloat16, arch(), block)
-    pointers = (q, *pages.codes, pages.keys, pages.values, table, lens, slots, pages.runs(slots))
-    values = (*(x.data_ptr() for x in (*pointers, out, scratch.parts, scratch.tops, scratch.counters)),
-              q.stride(0), out.stride(0), table.stride(0), pages.page_size, pages.keys.shape[2], one.residual, one.lag, int(one.together),
+    spec = attend_kernel(one, pages.dim, group, q.dtype == torch.bfloat16, arch(), block)
+    tensors = (q, *pages.codes, pages.keys, pages.values, table, lens, slots, pages.runs(slots), out, scratch.parts, scratch.tops, scratch.counters)
+    values = (*tensors, q.stride(0), out.stride(0), table.stride(0), pages.page_size, pages.keys.shape[2], one.residual, one.lag, int(one.together),
               scale * 1.4426950408889634)  # fmt: skip
-    stream = torch.cuda.current_stream().cuda_stream
-    kernel.launch((scratch.splits, pages.heads, batch), block.warps * 32, block.shared, stream, values, cluster=block.cluster, overlap=overlap)
+    grid = (scratch.splits, pages.heads, batch)
+    kernel.launch(spec, grid, values, threads=block.warps * 32, shared=block.shared, cluster=block.cluster, overlap=overlap)
 
 
-def attend_kernel(one: Format, dim: int, group: int, bf16: bool, arch: str, block: Block | None = None) -> Kernel:
-    """Load the attention kernel for a shape; a block of None stands for `attend_block`."""
+def attend_kernel(one: Format, dim: int, group: int, bf16: bool, arch: str, block: Block | None = None) -> CudaSpec:
+    """Return the attention kernel for a shape; a block of None stands for `attend_block`."""
     block = block or attend_block(one, dim, arch)
-    defines = (*attend_defines(one, dim, group, bf16, block.warps, block.stages), f"-DCLUSTER={block.cluster}")
-    return nvrtc.load(_HERE / "attend.cu", "attend_encoded", ATTEND_TYPES, defines, arch, block.shared)
+    return ATTEND.variant(arch, shared=block.shared, **attend_defines(one, dim, group, bf16, block), CLUSTER=block.cluster)
 
 
-def attend_defines(one: Format, dim: int, group: int, bf16: bool, warps: int, stages: int) -> tuple[str, ...]:
+def attend_defines(one: Format, dim: int, group: int, bf16: bool, block: Block) -> dict[str, int]:
     """Return the definitions of the attention kernel's source."""
-    shape = {"D": dim, "GROUP_HEADS": group, "BITS": one.bits, "KEY_GROUP": max(16, one.key_group), "VALUE_GROUP": one.value_group}
-    flags = (*(("-DPHASED",) if one.phased else ()), *(("-DSETTLED",) if one.window else ()), *(("-DBF16",) if bf16 else ()))
-    return (*(f"-D{name}={value}" for name, value in (shape | {"WARPS": warps, "STAGES": stages}).items()), *flags)
+    return {
+        "D": dim, "GROUP_HEADS": group, "BITS": one.bits, "KEY_GROUP": max(16, one.key_group), "VALUE_GROUP": one.value_group,
+        "WARPS": block.warps, "STAGES": block.stages, "PHASED": one.phased, "SETTLED": one.window > 0, "BF16": bf16,
+    }  # fmt: skip
 
 
 def append(
-    qkv: Tensor, positions: Tensor, starts: Tensor, lens: Tensor, slots: Tensor, table: Tensor, rope: Tensor, norms: tuple[Tensor, Tensor] | None,
-    out: Tensor, pages: Pages, *, eps: float, overlap: bool = False, early: bool = False,
-) -> None:  # fmt: skip
-    """Append one new token of every sequence and encode what it completes; tensors as in the kernel.
+    new: NewTokens, pages: Pages, lens: Tensor, slots: Tensor, table: Tensor, out: Tensor, *, overlap: bool = False, early: bool = False
+) -> None:
+    """Append one new token of every sequence and encode what it completes: lens and slots [B], table [B, M], new.starts [B], all int32.
 
     early lets the next launch begin before the one in front of this has ended, of which it may then read nothing before it waits.
     """
-    one, heads, dim = pages.format, pages.heads, pages.dim
-    heads_q = qkv.shape[1] // dim - 2 * heads
-    q_weight, k_weight = norms or (rope, rope)
-    runs = pages.runs(slots)
-    tensors = (qkv, positions, starts, lens, slots, runs, table, rope, q_weight, k_weight, out, pages.keys, pages.values, *pages.codes)
-    numbers = (qkv.stride(0), table.stride(0), pages.page_size, pages.keys.shape[2], one.residual, int(early), eps)
+    one, heads, dim, qkv = pages.format, pages.heads, pages.dim, new.qkv
+    heads_q, norm = qkv.shape[1] // dim - 2 * heads, new.norms is not None
+    q_weight, k_weight = new.norms or (new.rope, new.rope)
+    where = (new.positions, new.starts, lens, slots, pages.runs(slots), table)
+    tensors = (qkv, *where, new.rope, q_weight, k_weight, out, pages.keys, pages.values, *pages.codes)
+    numbers = (qkv.stride(0), table.stride(0), pages.page_size, pages.keys.shape[2], one.residual, int(early), new.eps)
     grid = (2 * heads + heads_q, lens.shape[0], 1)
     if not qkv.is_cuda:
         from plugins.cache.encodings.grouped import kernel as interpreted
 
-        constants = _append_constants(one, heads_q, heads, dim, norms is not None, False)
-        interpreted.launch_append(grid[:2], (*tensors, *numbers), constants)
+        interpreted.launch_append(grid[:2], (*tensors, *numbers), _append_constants(one, heads_q, heads, dim, norm, False))
         return
-    kernel = append_kernel(one, heads_q, heads, dim, norms is not None, TYPES[pages.keys.dtype], arch())
-    check_aligned((qkv, rope, out, pages.keys, pages.values, *pages.codes))
-    stream = torch.cuda.current_stream().cuda_stream
-    triton_aot.launch(kernel, grid, stream, (*(x.data_ptr() for x in tensors), *numbers), overlap=overlap)
+    check_aligned((qkv, new.rope, out, pages.keys, pages.values, *pages.codes))
+    spec = append_kernel(one, heads_q, heads, dim, norm, TRITON_DTYPES[pages.keys.dtype], arch())
+    kernel.launch(spec, grid, (*tensors, *numbers), overlap=overlap)
 
 
-def append_kernel(one: Format, heads_q: int, heads: int, dim: int, norm: bool, dtype: str, arch: str) -> Kernel:
-    """Load the decode step's append kernel; dtype is Triton's name of what activations and metadata hold."""
-    real, index = f"*{dtype}", "*i32"
-    norms = real if norm else "*fp32"
-    signature: tuple[tuple[str, str | int | bool], ...] = (
-        ("qkv", real), *((name, index) for name in ("positions", "starts", "lens", "slots", "origins", "table")), ("rope", "*fp32"),
-        ("q_weight", norms), ("k_weight", norms), ("out", real), ("keys", real), ("values", real), *_code_types(real),
-        *((name, "i32") for name in ("qkv_stride", "table_stride", "page_size", "ring", "residual", "early")), ("eps", "fp32"),
-        *_append_constants(one, heads_q, heads, dim, norm, int(arch) >= 90).items(),
-    )  # fmt: skip
-    aligned = ("qkv", "rope", "out", "keys", "values", *_CODES, "qkv_stride", "page_size", *(() if one.ring % 16 else ("ring",)))
-    return triton_aot.load(_HERE / "kernel.py", "append_encoded", signature, aligned, 4, arch)
+def append_kernel(one: Format, heads_q: int, heads: int, dim: int, norm: bool, dtype: str, arch: str) -> TritonSpec:
+    """Return the decode step's append kernel; dtype is Triton's name of what activations and metadata hold."""
+    constants = _append_constants(one, heads_q, heads, dim, norm, int(arch) >= 90)
+    ring = () if one.ring % 16 else ("ring",)
+    return APPEND.variant(arch, constants, dtype, types=(("norm", dtype if norm else "fp32"),), aligned=ring)
 
 
 def encode_prompt(
@@ -274,26 +287,13 @@ def encode_prompt(
 
         interpreted.launch_prompt(grid[:2], (*tensors, *numbers), _prompt_constants(one, heads, dim, listed))
         return
-    kernel = prompt_kernel(one, heads, dim, listed, TYPES[keys.dtype], arch())
     check_aligned((keys, values, *pages.codes))
-    stream = torch.cuda.current_stream().cuda_stream
-    triton_aot.launch(kernel, grid, stream, (*(x.data_ptr() for x in tensors), *numbers))
+    kernel.launch(prompt_kernel(one, heads, dim, listed, TRITON_DTYPES[keys.dtype], arch()), grid, (*tensors, *numbers))
 
 
-def prompt_kernel(one: Format, heads: int, dim: int, listed: bool, dtype: str, arch: str) -> Kernel:
-    """Load the kernel that encodes prompts, or what a list says stays of them."""
-    real = f"*{dtype}"
-    signature: tuple[tuple[str, str | int | bool], ...] = (
-        ("keys", real), ("values", real), ("kept", "*i32"), ("table", "*i32"), *_code_types(real),
-        *((name, "i32") for name in ("tokens", "count", "keys_begin", "values_begin", "keys_end", "values_end", "page_size")),
-        *_prompt_constants(one, heads, dim, listed).items(),
-    )  # fmt: skip
-    aligned = ("keys", "values", *_CODES, "tokens", "page_size")
-    return triton_aot.load(_HERE / "kernel.py", "encode_prompt", signature, aligned, 4, arch)
-
-
-def _code_types(real: str) -> Sequence[tuple[str, str]]:
-    return [(name, "*u8" if name.endswith("codes") else real) for name in _CODES]
+def prompt_kernel(one: Format, heads: int, dim: int, listed: bool, dtype: str, arch: str) -> TritonSpec:
+    """Return the kernel that encodes prompts, or what a list says stays of them."""
+    return PROMPT.variant(arch, _prompt_constants(one, heads, dim, listed), dtype)
 
 
 def _shape_constants(one: Format, heads: int, dim: int) -> dict[str, int]:
@@ -301,12 +301,12 @@ def _shape_constants(one: Format, heads: int, dim: int) -> dict[str, int]:
     return {"HEADS_KV": heads, "D": dim, "BLOCK_D": block, "BITS": one.bits, "KEY_GROUP": one.key_group, "VALUE_GROUP": one.value_group}
 
 
-def _append_constants(one: Format, heads_q: int, heads: int, dim: int, norm: bool, overlap: bool) -> Mapping[str, int | bool]:
+def _append_constants(one: Format, heads_q: int, heads: int, dim: int, norm: bool, overlap: bool) -> Constants:
     shape = _shape_constants(one, heads, dim)
     return {"HEADS_Q": heads_q, **shape, "TOGETHER": one.together, "PHASED": one.phased, "NORM": norm, "OVERLAP": overlap}
 
 
-def _prompt_constants(one: Format, heads: int, dim: int, listed: bool) -> Mapping[str, int]:
+def _prompt_constants(one: Format, heads: int, dim: int, listed: bool) -> Constants:
     shape = _shape_constants(one, heads, dim)
     tokens = max(PROMPT_TOKENS, one.key_group)
     return {**shape, "KEY_GROUP": tokens if one.bits == 8 else one.key_group, "T": tokens, "LISTED": listed}

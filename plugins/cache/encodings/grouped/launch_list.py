@@ -11,13 +11,14 @@ from plugins.attend.per_head import by_head
 from plugins.cache.encodings.grouped import launch
 from plugins.cache.encodings.grouped.layout import TILE
 from plugins.cache.formats import Format
-from plugins.device import nvrtc
-from plugins.device.driver import Kernel, arch
-from plugins.device.nvrtc import Float, Int, Pointer
+from plugins.device import kernel
+from plugins.device.driver import arch
+from plugins.device.kernel import CudaKernel
+from plugins.device.nvrtc import CudaSpec
+from plugins.device.spec import Float, Int, Pointer
 from trtkv.plan import SelectPlan
 
-_SOURCE = Path(__file__).parent / "attend_list.cu"
-TYPES = (Pointer,) * 19 + (Int,) * 9 + (Float,)
+ATTEND = CudaKernel(Path(__file__).parent / "attend_list.cu", "attend_encoded_list", (Pointer,) * 19 + (Int,) * 9 + (Float,))
 
 
 def attend_list(
@@ -29,14 +30,13 @@ def attend_list(
     placed, of the same shape, says in table's stead which page of the pools each unit lies in.
     """
     one, batch, group = pages.format, lens.shape[0], q.shape[1] // pages.dim // pages.heads
-    kernel = list_kernel(one, pages.dim, group, unit, q.dtype == torch.bfloat16, arch(), placed is not None)
-    pointers = (q, *pages.codes, pages.keys, pages.values, table, lens, slots, pages.runs(slots), chosen, chosen if placed is None else placed)
-    values = (*(x.data_ptr() for x in (*pointers, out, scratch.parts, scratch.tops, scratch.counters)),
+    spec = list_kernel(one, pages.dim, group, unit, q.dtype == torch.bfloat16, arch(), placed is not None)
+    tensors = (q, *pages.codes, pages.keys, pages.values, table, lens, slots, pages.runs(slots), chosen, chosen if placed is None else placed)
+    values = (*tensors, out, scratch.parts, scratch.tops, scratch.counters,
               q.stride(0), out.stride(0), table.stride(0), pages.page_size, chosen.shape[2], pages.keys.shape[2], one.residual, one.lag,
               int(one.together), scale * 1.4426950408889634)  # fmt: skip
-    stream = torch.cuda.current_stream().cuda_stream
     grid, block = (scratch.splits, pages.heads, batch), launch.attend_block(one, pages.dim, arch(), True)
-    kernel.launch(grid, block.warps * 32, block.shared, stream, values, overlap=overlap)
+    kernel.launch(spec, grid, values, threads=block.warps * 32, shared=block.shared, overlap=overlap)
 
 
 def attend_per_head(
@@ -56,16 +56,10 @@ def attend_per_head(
     out.view(batch, heads, group, dim).copy_(answer.view(group, batch, heads, dim).movedim(0, 2))
 
 
-def list_kernel(one: Format, dim: int, group: int, unit: int, bf16: bool, arch: str, placed: bool = False) -> Kernel:
-    """Load the kernel for a shape and lists of so many tokens an entry."""
+def list_kernel(one: Format, dim: int, group: int, unit: int, bf16: bool, arch: str, placed: bool = False) -> CudaSpec:
+    """Return the kernel for a shape and lists of so many tokens an entry."""
     block = launch.attend_block(one, dim, arch, True)
-    defines = (
-        *launch.attend_defines(one, dim, group, bf16, block.warps, block.stages),
-        "-DLISTED=1",
-        f"-DUNIT={unit}",
-        *(("-DPLACED",) if placed else ()),
-    )
-    return nvrtc.load(_SOURCE, "attend_encoded_list", TYPES, defines, arch, block.shared)
+    return ATTEND.variant(arch, shared=block.shared, **launch.attend_defines(one, dim, group, bf16, block), LISTED=1, UNIT=unit, PLACED=placed)
 
 
 def most_tiles(select: SelectPlan) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plugins.cache.batch import StepGroup
+from plugins.cache.batch import Decoding, StepGroup
 from plugins.cache.cache import Cache
 from plugins.cache.encodings.grouped import launch, launch_list
 from plugins.cache.encodings.grouped.away import Away
@@ -17,7 +17,6 @@ from plugins.cache.tiers.host import launch as recall
 from plugins.cache.tiers.host.by_host import copy_pages
 from plugins.cache.tiers.host.store import Offload
 from plugins.config import OpConfig
-from trtkv.plan import SelectPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,43 +38,40 @@ def ring_table(away: Away, step: StepGroup, slots: Tensor) -> Tensor:
 
 
 def attend(
-    cache: Cache, store: EncodedStore, layer: int, config: OpConfig, plan: SelectPlan, query: Tensor, lens: Tensor, slots: Tensor, table: Tensor,
-    chosen: Tensor, out: Tensor, scratch: launch.Scratch, overlap: bool,
+    cache: Cache, store: EncodedStore, layer: int, config: OpConfig, rows: Decoding, chosen: Tensor, out: Tensor, scratch: launch.Scratch, *,
+    overlap: bool,
 ) -> None:  # fmt: skip
     """Attend to what decoding sequences chose, [B, Hk, K + 1] int32, in a layer whose pages live on the host."""
-    away, step, batch = store.away, cache.step(layer), lens.shape[0]
-    assert away is not None
+    away, plan, step, batch = store.away, cache.plan.select[layer], cache.step(layer), rows.lens.shape[0]
+    assert away is not None and plan is not None
     offload = away.offload
     tier, shape, by_host = offload.coded[layer], offload.shape, offload.recall.engine != "kernel"
     desk = cache.scratch(("recall encoded", batch), lambda: _furnish(cache, offload, batch, chosen))
     if not offload.recall.reuse:
         tier.held.fill_(-1)
     recall.recall_pages(
-        tier, shape, chosen, lens, slots, table, desk.placed, None, num_slots=offload.num_slots, ahead=False, flush=not offload.recall.ahead,
-        pending=desk.pending if by_host else None, overlap=overlap and offload.recall.reuse,
+        tier, shape, chosen, rows.lens, rows.slots, rows.table, desk.placed, None, num_slots=offload.num_slots, ahead=False,
+        flush=not offload.recall.ahead, pending=desk.pending if by_host else None, overlap=overlap and offload.recall.reuse,
     )  # fmt: skip
     if by_host:
         copy_pages(offload, layer, [row for row in step.rows if row.answers], desk.pending)
-    given = (query, store.pages[layer], table, lens, slots, chosen, out, scratch)
+    given = (rows.query, store.pages[layer], rows.table, rows.lens, rows.slots, chosen, out, scratch)
     launch_list.attend_list(*given, unit=plan.unit, scale=config.scale, overlap=overlap, placed=desk.placed)
     if offload.recall.ahead:
-        _recall_ahead(cache, away, layer, config, plan, query, lens, slots, table, desk.likely[shape.layers.index(layer)])
+        _recall_ahead(cache, away, layer, config, rows, desk.likely[shape.layers.index(layer)])
 
 
-def _recall_ahead(
-    cache: Cache, away: Away, layer: int, config: OpConfig, plan: SelectPlan, query: Tensor, lens: Tensor, slots: Tensor, table: Tensor,
-    likely: Tensor,
-) -> None:  # fmt: skip
+def _recall_ahead(cache: Cache, away: Away, layer: int, config: OpConfig, rows: Decoding, likely: Tensor) -> None:
     """Recall what this step's query chooses for the next one, beside what follows of this one; complete pages go to the host."""
     offload, step = away.offload, cache.step(layer)
-    ahead = step.once(("next", len(lens)), lambda: lens + 1)
-    offload.kept += (query, lens, slots, table, ahead)
+    ahead = step.once(("next", len(rows.lens)), lambda: rows.lens + 1)
+    offload.kept += (rows.query, rows.lens, rows.slots, rows.table, ahead)
     with offload.lane.behind():
-        choose_units(cache, layer, config, plan, query, lens, slots, table, likely, ahead=ahead)
+        choose_units(cache, layer, config, rows, likely, ahead=ahead)
     with offload.lane.after():
         recall.recall_pages(
-            offload.coded[layer], offload.shape, likely, lens, slots, table, None, None, num_slots=offload.num_slots, ahead=True, flush=True,
-            blocks=offload.recall.blocks,
+            offload.coded[layer], offload.shape, likely, rows.lens, rows.slots, rows.table, None, None, num_slots=offload.num_slots, ahead=True,
+            flush=True, blocks=offload.recall.blocks,
         )  # fmt: skip
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from plugins.append.launch import KINDS
 from plugins.cache.encodings.grouped import launch, launch_list
 from plugins.cache.encodings.grouped.summaries import summary_kernel
 from plugins.cache.encodings.per_token import specs as replaced
-from plugins.cache.eviction.launch import move_constants, move_kernel
+from plugins.cache.eviction.launch import MOVE, move_constants
 from plugins.cache.eviction.specs import lag_kernels
 from plugins.cache.eviction.sums import launch as sums
 from plugins.cache.formats import find_format
 from plugins.cache.tiers.host.layout import why_not
+from plugins.device.spec import Spec
 from plugins.select.summary import summary_kind
 from trtkv.config import DTYPE_BYTES, Limits, ModelConfig
 from trtkv.plan import CachePlan
@@ -18,31 +21,31 @@ from trtkv.plan import CachePlan
 _NAMES = {"bfloat16": "bf16", "float16": "fp16"}
 
 
-def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> None:
-    """Load the kernels for a compute capability; none where a plan encodes nothing, or in a form that kernels do not know."""
+def kernels(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> Iterator[Spec]:
+    """Yield the kernels for a compute capability; none where a plan encodes nothing, or in a form that kernels do not know."""
     form, dtype = find_format(plan), _NAMES.get(plan.kv_dtype)
     if form is None or dtype is None:
         return
     if form.replaced:
-        replaced.request(plan, form, model, dtype, arch)
+        yield from replaced.kernels(plan, form, model, dtype, arch)
         return
     for block in launch.attend_blocks(form, plan.head_dim, arch):
-        launch.attend_kernel(form, plan.head_dim, plan.num_q_heads // plan.num_kv_heads, dtype == "bf16", arch, block)
+        yield launch.attend_kernel(form, plan.head_dim, plan.num_q_heads // plan.num_kv_heads, dtype == "bf16", arch, block)
     if form.window and plan.evict is not None:
-        lag_kernels(plan, dtype, arch)  # tokens are appended as to a plain cache
+        yield from lag_kernels(plan, dtype, arch)  # tokens are appended as to a plain cache
         words = plan.head_dim * DTYPE_BYTES[plan.kv_dtype] // 4
-        move_kernel(move_constants(plan.num_kv_heads, 1, words, False), arch)
+        yield MOVE.variant(arch, move_constants(plan.num_kv_heads, 1, words, False))
     else:
-        launch.append_kernel(form, plan.num_q_heads, plan.num_kv_heads, plan.head_dim, model.qk_norm, dtype, arch)
-    launch.prompt_kernel(form, plan.num_kv_heads, plan.head_dim, plan.evict is not None, dtype, arch)
+        yield launch.append_kernel(form, plan.num_q_heads, plan.num_kv_heads, plan.head_dim, model.qk_norm, dtype, arch)
+    yield launch.prompt_kernel(form, plan.num_kv_heads, plan.head_dim, plan.evict is not None, dtype, arch)
     for layer, select in enumerate(plan.select):
         kind = summary_kind(plan, layer)
         if select is None or kind is None:
             continue
         for step in (False, True):
-            summary_kernel(form, plan.num_kv_heads, plan.head_dim, select.group, KINDS[kind], step, dtype, arch)
+            yield summary_kernel(form, plan.num_kv_heads, plan.head_dim, select.group, KINDS[kind], step, dtype, arch)
         group = 1 if select.pooling == "none" else plan.num_q_heads // plan.num_kv_heads
         for placed in (False, True)[: 2 if "offload" in plan.roles and why_not(plan) is None else 1]:
-            launch_list.list_kernel(form, plan.head_dim, group, select.unit, dtype == "bf16", arch, placed)
+            yield launch_list.list_kernel(form, plan.head_dim, group, select.unit, dtype == "bf16", arch, placed)
     if plan.evict is not None and "attention_mass" in plan.evict.needs:
-        sums.request(plan.num_q_heads // plan.num_kv_heads, plan.head_dim, dtype, arch)
+        yield from sums.kernels(plan.num_q_heads // plan.num_kv_heads, plan.head_dim, dtype, arch)

@@ -6,21 +6,26 @@ and count as what they stand for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-
-import torch
 from torch import Tensor
 
 from plugins.append import launch as plain
-from plugins.cache.encodings.grouped.launch import TYPES, Pages, check_aligned
+from plugins.append.arguments import Kept
+from plugins.cache.encodings.grouped.launch import Pages, check_aligned
 from plugins.cache.formats import Format
-from plugins.cache.indexes.summary import Kept
-from plugins.device import triton_aot
-from plugins.device.driver import Kernel, arch
+from plugins.device import kernel
+from plugins.device.driver import arch
+from plugins.device.dtypes import TRITON_DTYPES
+from plugins.device.kernel import Constants, TritonKernel, typed
+from plugins.device.triton_aot import TritonSpec
 
-_SOURCE = Path(plain.__file__).parent / "kernel.py"
-_ALIGNED = ("keys", "codes", "scales", "minima", "bits", "meta", "tokens", "page_size")
+SUMMARIZE = TritonKernel(
+    plain.SOURCE, "summarize_kernel",
+    {
+        "keys": "*real", "codes": "*u8", **typed("*real", "scales", "minima"), **typed("*i32", "lens", "slots", "table", "homes"),
+        "bits": "*bits", "meta": "*meta", **typed("i32", "first", "tokens", "residual", "lag", "table_stride", "homes_stride", "page_size"),
+    },
+    aligned=("keys", "codes", "scales", "minima", "bits", "meta", "tokens", "page_size"),
+)  # fmt: skip
 
 
 def summarize_prompt(keys: Tensor, table: Tensor, pages: Pages, kept: Kept, begin: int, end: int) -> None:
@@ -57,24 +62,17 @@ def _launch(
 
         interpreted.launch_summaries(grid, (*tensors, *numbers), _constants(pages.format, pages.heads, pages.dim, kept.group, kept.kind, step, False))
         return
-    kernel = summary_kernel(pages.format, pages.heads, pages.dim, kept.group, kept.kind, step, TYPES[keys.dtype], arch())
     check_aligned((keys, *pages.codes[:3], bits, meta))
-    stream = torch.cuda.current_stream().cuda_stream
-    triton_aot.launch(kernel, grid, stream, (*(x.data_ptr() for x in tensors), *numbers), overlap=overlap)
+    spec = summary_kernel(pages.format, pages.heads, pages.dim, kept.group, kept.kind, step, TRITON_DTYPES[keys.dtype], arch())
+    kernel.launch(spec, grid, (*tensors, *numbers), overlap=overlap)
 
 
-def summary_kernel(one: Format, heads: int, dim: int, group: int, kind: int, step: bool, dtype: str, arch: str) -> Kernel:
-    """Load the kernel of decode steps or of prompts, for groups and a kind of summary; dtype is Triton's name of what keys and metadata hold."""
-    real, index = f"*{dtype}", "*i32"
-    signature: tuple[tuple[str, str | int | bool], ...] = (
-        ("keys", real), ("codes", "*u8"), ("scales", real), ("minima", real), *((name, index) for name in ("lens", "slots", "table", "homes")),
-        *plain.summary_types(kind, real),
-        *((name, "i32") for name in ("first", "tokens", "residual", "lag", "table_stride", "homes_stride", "page_size")),
-        *_constants(one, heads, dim, group, kind, step, int(arch) >= 90).items(),
-    )  # fmt: skip
-    return triton_aot.load(_SOURCE, "summarize_kernel", signature, _ALIGNED, 4, arch)
+def summary_kernel(one: Format, heads: int, dim: int, group: int, kind: int, step: bool, dtype: str, arch: str) -> TritonSpec:
+    """Return the kernel of decode steps or of prompts, for groups and a kind of summary; dtype is Triton's name of what keys and metadata hold."""
+    constants = _constants(one, heads, dim, group, kind, step, int(arch) >= 90)
+    return SUMMARIZE.variant(arch, constants, dtype, types=plain.summary_types(kind, dtype))
 
 
-def _constants(one: Format, heads: int, dim: int, group: int, kind: int, step: bool, overlap: bool) -> Mapping[str, int | bool]:
+def _constants(one: Format, heads: int, dim: int, group: int, kind: int, step: bool, overlap: bool) -> Constants:
     shape = {"HEADS_KV": heads, "D": dim, "BLOCK_D": 1 << (dim - 1).bit_length(), "GROUP": group, "SUMMARY": kind}
     return {**shape, "BITS": one.bits if step else 0, "KEY_GROUP": one.key_group, "OVERLAP": overlap}

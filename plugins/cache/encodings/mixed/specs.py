@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from plugins.cache.encodings.mixed import launch
-from plugins.cache.eviction.launch import TYPES
-from plugins.device.dtypes import TORCH_DTYPES
+from plugins.device.dtypes import triton_dtype
+from plugins.device.spec import Spec
 from trtkv.config import DTYPE_BYTES, Limits, ModelConfig
 from trtkv.plan import CachePlan
 
 
-def request(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> None:
-    """Load the kernels of a mixed plan for a compute capability."""
+def kernels(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> Iterator[Spec]:
+    """Yield the kernels of a mixed plan for a compute capability."""
     if not plan.mixed:
         return
-    dtype = TYPES[TORCH_DTYPES[plan.kv_dtype]]
     for positions in (True, False):
         constants = launch.rewrite_constants(plan.num_kv_heads, plan.head_dim, DTYPE_BYTES[plan.kv_dtype], positions)
-        for name in ("gather_kernel", "scatter_kernel"):
-            launch.rewrite_kernel(name, constants, dtype, arch)
+        for kernel in (launch.GATHER, launch.SCATTER):
+            yield kernel.variant(arch, constants, triton_dtype(plan.kv_dtype))

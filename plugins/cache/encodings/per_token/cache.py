@@ -50,7 +50,7 @@ class PerTokenCache(GroupedCache):
         codes = launch_dense.Nibbles(*(stacks[name][layer] for name in launch_dense.NIBBLES))
         newest = stacks["keys"][layer], stacks["values"][layer]
         lse, notes = self.scratch(("exchange", batch), lambda: launch.scratch(stacks, batch, store.rule))
-        launch_dense.attend_replaced(query, *newest, codes, table, lens, slots, out, *scratch, lse[layer], scale=config.scale)
+        launch_dense.attend_replaced(query, newest, codes, table, lens, slots, out, scratch, lse=lse[layer], scale=config.scale)
         launch_eviction.remember(query, seen, slots, stacks["last_queries"][layer])
         if layer == store.plan.num_layers - 1:
             store.exchange(lse, notes, table, lens, seen, slots)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from plugins.cache.eviction.launch import TYPES, WARPS, Constants
-from plugins.device import triton_aot
-from plugins.device.driver import Kernel, arch
+from plugins.device import kernel
+from plugins.device.kernel import Constants, TritonKernel, typed
+from plugins.device.spec import Spec
 from trtkv.rules import Blend
 
 _SOURCE = Path(__file__).parent / "kernel.py"
@@ -21,8 +20,36 @@ LOG2_E = 1.4426950408889634
 NOTES = 8  # numbers of a head beside what its query heads pay
 _CODES = ("key_codes", "key_scale", "key_zero", "value_codes", "value_scale", "value_zero")
 _ERRORS = ("key_error", "value_error")
-_TOKENS_OF_WARP = {"mass_kernel": 16, "exchange_kernel": 128}  # of a block's at once
-_STEP_INTEGERS = ("table_stride", "num_pages", "num_slots", "page_size")
+_WARP_TOKENS = 128  # of a block of the exchange
+_KEY_CODES = {"key_codes": "*u8", **typed("*real", "key_scale", "key_zero")}
+_ALL_CODES = {**_KEY_CODES, "value_codes": "*u8", **typed("*real", "value_scale", "value_zero")}
+_NEWEST, _KNOWN = typed("*real", "keys", "values"), typed("*fp32", *_ERRORS)
+_STEP_INTEGERS = typed("i32", "table_stride", "num_pages", "num_slots", "page_size")
+ERRORS = TritonKernel(_SOURCE, "errors_kernel", {"data": "*real", "errors": "*fp32", **typed("i32", "tokens", "count")}, aligned=("data",))
+PROMPT = TritonKernel(
+    _SOURCE, "prompt_kernel",
+    {
+        **_NEWEST, "kept": "*i32", **typed("*fp32", "errors", "mass"), "table": "*i32", **_ALL_CODES, **_KNOWN, "positions": "*i32",
+        "attention_mass": "*fp32", **typed("i32", "tokens", "stored", "count", "page_size"),
+    },
+    aligned=("keys", "values", "key_codes", "value_codes", "page_size"),
+)  # fmt: skip
+MASS = TritonKernel(
+    _SOURCE, "mass_kernel",
+    {
+        "ring": "*real", **_NEWEST, **_KEY_CODES, **_KNOWN, **typed("*fp32", "attention_mass", "lse", "notes"),
+        **typed("*i32", "table", "lens", "slots"), **_STEP_INTEGERS, "scale2": "fp32",
+    },
+    aligned=("ring", "keys", "values", "key_codes", "page_size"), warps=BLOCK // 16,
+)  # fmt: skip
+EXCHANGE = TritonKernel(
+    _SOURCE, "exchange_kernel",
+    {
+        **_NEWEST, **_ALL_CODES, **_KNOWN, "positions": "*i32", **typed("*fp32", "attention_mass", "notes"),
+        **typed("*i32", "table", "lens", "seen", "slots"), **_STEP_INTEGERS, "blocks": "i32", "blend": "fp32",
+    },
+    aligned=("keys", "values", "key_codes", "value_codes", "page_size"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +87,7 @@ def errors(keys: Tensor, values: Tensor, count: int, bits: int) -> Tensor:
     out = torch.empty(2, heads, count, device=keys.device)
     constants = errors_constants(dim, bits)
     for x, own in zip((keys, values), out, strict=True):
-        grid = (-(-count // dict(constants)["T"]), heads, 1)
-        _run("errors_kernel", grid, (x, own, tokens, count), constants, TYPES[keys.dtype])
+        kernel.run(ERRORS, (-(-count // constants["T"]), heads, 1), (x, own, tokens, count), constants)
     return out
 
 
@@ -75,8 +101,8 @@ def encode_prompt(
     heads, tokens, dim = keys.shape
     count, constants = kept.shape[1], prompt_constants(heads, len(mass) // heads, dim)
     pools = [stacks[name][layer] for name in (*_CODES, *_ERRORS, "positions", "attention_mass")]
-    values_ = (keys, values, kept, measured, mass, table, *pools, tokens, mass.shape[1], count, pools[1].shape[2])
-    _run("prompt_kernel", (-(-count // dict(constants)["T"]), heads, 1), values_, constants, TYPES[keys.dtype])
+    given = (keys, values, kept, measured, mass, table, *pools, tokens, mass.shape[1], count, pools[1].shape[2])
+    kernel.run(PROMPT, (-(-count // constants["T"]), heads, 1), given, constants)
 
 
 def exchange(
@@ -88,58 +114,33 @@ def exchange(
     [B] int32.
     """
     heads_q, heads, dim, pages, num_slots = stacks.shape
-    group, dtype = heads_q // heads, TYPES[stacks["keys"].dtype]
+    group = heads_q // heads
     grid, blocks = (heads, len(stacks["keys"]), lens.shape[0]), notes.shape[2] // heads
     integers = (table.stride(0), pages, num_slots, stacks["key_scale"].shape[3])
     own = [stacks[name] for name in ("last_queries", "keys", "values", *_CODES[:3], *_ERRORS, "attention_mass")]
-    constants = mass_constants(heads, group, dim, rule)
-    _run("mass_kernel", (blocks * heads, *grid[1:]), (*own, lse, notes, table, lens, slots, *integers, scale * LOG2_E), constants, dtype)
+    given = (*own, lse, notes, table, lens, slots, *integers, scale * LOG2_E)
+    kernel.run(MASS, (blocks * heads, *grid[1:]), given, mass_constants(heads, group, dim, rule))
     own = [stacks[name] for name in ("keys", "values", *_CODES, *_ERRORS, "positions", "attention_mass")]
     constants = exchange_constants(heads, group, dim, rule)
-    _run("exchange_kernel", grid, (*own, notes, table, lens, seen, slots, *integers, blocks, rule.blend), constants, dtype)
+    given = (*own, notes, table, lens, seen, slots, *integers, blocks, rule.blend)
+    kernel.run(EXCHANGE, grid, given, constants, warps=_exchange_warps(constants))
 
 
-def _run(name: str, grid: tuple[int, int, int], values: Sequence[Any], constants: Constants, dtype: str) -> None:
-    if not values[0].is_cuda:
-        from plugins.cache.encodings.per_token import kernel
-
-        getattr(kernel, name)[grid](*values, **dict(constants))
-        return
-    plain = [one.data_ptr() if isinstance(one, Tensor) else one for one in values]
-    stream = torch.cuda.current_stream(values[0].device).cuda_stream
-    triton_aot.launch(load_kernel(name, constants, dtype, arch()), grid, stream, plain)
+def kernels(heads: int, group: int, dim: int, rule: Blend, dtype: str, arch: str) -> Iterator[Spec]:
+    """Yield the four kernels; dtype is Triton's name of the cache's."""
+    exchanged = exchange_constants(heads, group, dim, rule)
+    yield ERRORS.variant(arch, errors_constants(dim, rule.bits), dtype)
+    yield PROMPT.variant(arch, prompt_constants(heads, group, dim), dtype)
+    yield MASS.variant(arch, mass_constants(heads, group, dim, rule), dtype)
+    yield EXCHANGE.variant(arch, exchanged, dtype, warps=_exchange_warps(exchanged))
 
 
-def load_kernel(name: str, constants: Constants, dtype: str, arch: str) -> Kernel:
-    """Load one of the four kernels; dtype is Triton's name of the cache's."""
-    real = f"*{dtype}"
-    codes = [(one, "*u8" if one.endswith("codes") else real) for one in _CODES]
-    known = [*((one, "*fp32") for one in _ERRORS)]
-    counted = ("attention_mass", "*fp32")
-    newest = [("keys", real), ("values", real)]
-    step = [("table", "*i32"), ("lens", "*i32")]
-    integers = lambda *names: [(one, "i32") for one in names]  # noqa: E731
-    signature: list[tuple[str, str | int | bool]]
-    if name == "errors_kernel":
-        signature = [("data", real), ("errors", "*fp32"), *integers("tokens", "count")]
-    elif name == "prompt_kernel":
-        lists = [("kept", "*i32"), ("errors", "*fp32"), ("mass", "*fp32"), ("table", "*i32")]
-        signature = [*newest, *lists, *codes, *known, ("positions", "*i32"), counted, *integers("tokens", "stored", "count", "page_size")]
-    elif name == "mass_kernel":
-        pools = [("ring", real), *newest, *codes[:3], *known, counted, ("lse", "*fp32"), ("notes", "*fp32")]
-        signature = [*pools, *step, ("slots", "*i32"), *integers(*_STEP_INTEGERS), ("scale2", "fp32")]
-    else:
-        pools = [*newest, *codes, *known, ("positions", "*i32"), counted, ("notes", "*fp32")]
-        signature = [*pools, *step, ("seen", "*i32"), ("slots", "*i32"), *integers(*_STEP_INTEGERS, "blocks"), ("blend", "fp32")]
-    warps = WARPS
-    if name in _TOKENS_OF_WARP:
-        warps = min(16, max(WARPS, dict(constants)["BLOCK"] // _TOKENS_OF_WARP[name]))
-    aligned = tuple(one for one, kind in signature if one in ("data", "ring", "keys", "values", "key_codes", "value_codes", "page_size"))
-    return triton_aot.load(_SOURCE, name, (*signature, *constants), aligned, warps, arch)
+def _exchange_warps(constants: Constants) -> int:
+    return min(16, max(4, constants["BLOCK"] // _WARP_TOKENS))
 
 
 def _shape(dim: int) -> Constants:
-    return (("D", dim), ("HALF", 1 << (dim // 2 - 1).bit_length()))
+    return {"D": dim, "HALF": 1 << (dim // 2 - 1).bit_length()}
 
 
 def _wide(group: int) -> int:
@@ -149,22 +150,22 @@ def _wide(group: int) -> int:
 
 def errors_constants(dim: int, bits: int) -> Constants:
     """Constants of what measures a prompt's rounding errors."""
-    return (*_shape(dim), ("T", 32), ("STEPS", (1 << bits) - 1))
+    return {**_shape(dim), "T": 32, "STEPS": (1 << bits) - 1}
 
 
 def prompt_constants(heads: int, group: int, dim: int) -> Constants:
     """Constants of what encodes a prompt."""
-    return (("HEADS", heads), ("GROUP", group), *_shape(dim), ("T", 32))
+    return {"HEADS": heads, "GROUP": group, **_shape(dim), "T": 32}
 
 
 def mass_constants(heads: int, group: int, dim: int, rule: Blend) -> Constants:
     """Constants of what counts attention."""
-    shape = (("HEADS", heads), ("GROUP", group), ("WIDE", _wide(group)), *_shape(dim))
-    return (*shape, ("BLOCK", BLOCK), ("STEPS", (1 << rule.bits) - 1), ("POOL_MAX", int(rule.pool_max)))
+    shape = {"HEADS": heads, "GROUP": group, "WIDE": _wide(group), **_shape(dim)}
+    return {**shape, "BLOCK": BLOCK, "STEPS": (1 << rule.bits) - 1, "POOL_MAX": int(rule.pool_max)}
 
 
 def exchange_constants(heads: int, group: int, dim: int, rule: Blend) -> Constants:
     """Constants of what encodes the newest token."""
-    shape = (("HEADS", heads), ("GROUP", group), ("WIDE", _wide(group)), *_shape(dim), ("BLOCK", max(16, 1 << (rule.budget - 1).bit_length())))
+    shape = {"HEADS": heads, "GROUP": group, "WIDE": _wide(group), **_shape(dim), "BLOCK": max(16, 1 << (rule.budget - 1).bit_length())}
     parts = 1 << (-(-rule.budget // BLOCK) * heads - 1).bit_length()
-    return (*shape, ("PARTS", parts), ("BUDGET", rule.budget), ("HEAVY", rule.heavy), ("RECENT", rule.recent), ("POOL_MAX", int(rule.pool_max)))
+    return {**shape, "PARTS": parts, "BUDGET": rule.budget, "HEAVY": rule.heavy, "RECENT": rule.recent, "POOL_MAX": int(rule.pool_max)}

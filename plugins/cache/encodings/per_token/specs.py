@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from plugins.attend import launch_dense
@@ -11,23 +12,18 @@ from plugins.cache.encodings.per_token.store import NEVER, rule_of
 from plugins.cache.eviction import launch as compaction
 from plugins.cache.eviction.sums import launch as sums
 from plugins.cache.formats import Format
+from plugins.device.spec import Spec
 from trtkv.config import ModelConfig
 from trtkv.plan import CachePlan
 
 
-def request(plan: CachePlan, form: Format, model: ModelConfig, dtype: str, arch: str) -> None:
-    """Load the kernels of a plan for a compute capability; dtype is Triton's name."""
+def kernels(plan: CachePlan, form: Format, model: ModelConfig, dtype: str, arch: str) -> Iterator[Spec]:
+    """Yield the kernels of a plan for a compute capability; dtype is Triton's name."""
     assert plan.evict is not None, "the plan evicts nothing"
     heads, dim, rule = plan.num_kv_heads, plan.head_dim, rule_of(plan.evict)
     group = plan.num_q_heads // heads
-    encoded.append_kernel(replace(form, bits=8, residual=NEVER), plan.num_q_heads, heads, dim, model.qk_norm, dtype, arch)
-    launch_dense.dense_kernel(dim, group, dtype == "bf16", arch, nibbles=True)
-    compaction.remember_kernel(compaction.remember_constants(1, plan.num_q_heads * dim), dtype, arch)
-    sums.request(group, dim, dtype, arch)
-    for name, constants in (
-        ("errors_kernel", launch.errors_constants(dim, rule.bits)),
-        ("prompt_kernel", launch.prompt_constants(heads, group, dim)),
-        ("mass_kernel", launch.mass_constants(heads, group, dim, rule)),
-        ("exchange_kernel", launch.exchange_constants(heads, group, dim, rule)),
-    ):
-        launch.load_kernel(name, constants, dtype, arch)
+    yield encoded.append_kernel(replace(form, bits=8, residual=NEVER), plan.num_q_heads, heads, dim, model.qk_norm, dtype, arch)
+    yield launch_dense.dense_kernel(dim, group, dtype == "bf16", arch, nibbles=True)
+    yield compaction.REMEMBER.variant(arch, compaction.remember_constants(1, plan.num_q_heads * dim), dtype)
+    yield from sums.kernels(group, dim, dtype, arch)
+    yield from launch.kernels(heads, group, dim, rule, dtype, arch)

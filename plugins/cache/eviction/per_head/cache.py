@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from plugins.append import launch as launch_append
+from plugins.append.arguments import Target
 from plugins.append.rotate import rotate
 from plugins.attend import launch_dense
 from plugins.attend.prefill import attend_with_lse
@@ -19,7 +20,7 @@ from plugins.cache.eviction.per_head.compactor import HeadCompactor
 from plugins.cache.eviction.per_head.pool import HeadPool
 from plugins.cache.eviction.per_head.received import observe_chunk
 from plugins.cache.formats import slides
-from plugins.cache.paged_kernels import dense_scratch
+from plugins.cache.paged_kernels import dense_scratch, new_tokens
 from plugins.cache.pages import HeadPages, Lengths, PageList, Pages
 from plugins.config import OpConfig
 from trtkv.plan import CachePlan
@@ -128,14 +129,11 @@ class HeadCache(Cache):
         self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor, *, rings: Tensor | None = None, sink: int = -1,
         heads: int | None = None,
     ) -> None:  # fmt: skip
-        qkv, positions, starts, _, stored, slots, table, rope = inputs[:8]
         step, some = self.step(layer), self._heads(layer)
-        launch_append.launch(
-            qkv, positions, starts, stored[some], table[some], rope, (inputs[9], inputs[10]) if len(inputs) > 9 else None, out,
-            self.buffer("keys", layer), self.buffer("values", layer), None, None,
-            eps=config.rms_eps, group=launch_append.NO_GROUP, summary=launch_append.NONE, longest=step.longest,
-            overlap=step.decoding and self.overlaps(table[some]), heads=heads, slots=slots, rings=rings, sink=sink,
-        )  # fmt: skip
+        lens, slots, table = inputs[4][some], inputs[5], inputs[6][some]
+        to = Target(self.buffer("keys", layer), self.buffer("values", layer), lens, table, heads=heads, slots=slots, rings=rings, sink=sink)
+        overlap = step.decoding and self.overlaps(table)
+        launch_append.launch(new_tokens(config, inputs), to, launch_append.NOTHING, out, longest=step.longest, overlap=overlap)
 
     def _rows(self, layer: int) -> list[slice | int]:
         """Return the rows of page tables that a layer's attention reads."""
@@ -191,7 +189,7 @@ class HeadCache(Cache):
         keys, values = self.buffer("keys", layer), self.buffer("values", layer)
         scratch = dense_scratch(self, config, lens[0].shape[-1], query.device)
         codes = self._codes(layer, lens, tables)
-        launch_dense.attend_dense(query, keys, values, tables[0], lens[0], out, *scratch, scale=config.scale, overlap=overlap, codes=codes)
+        launch_dense.attend_dense(query, keys, values, tables[0], lens[0], out, scratch, scale=config.scale, overlap=overlap, codes=codes)
 
     def _codes(self, layer: int, lens: Sequence[Tensor], tables: Sequence[Tensor]) -> launch_dense.Codes | None:
         """Return the encoded tokens that are attended to as well, None where there are none."""

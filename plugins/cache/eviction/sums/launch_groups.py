@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from plugins.device import nvrtc
-from plugins.device.driver import Kernel, arch
-from plugins.device.nvrtc import Float, Int, Pointer
+from plugins.device import kernel
+from plugins.device.driver import arch
+from plugins.device.kernel import CudaKernel
+from plugins.device.nvrtc import CudaSpec
+from plugins.device.spec import Float, Int, Pointer
 
-_SOURCE = Path(__file__).with_name("sums.cu")
-_TYPES = (*(Pointer,) * 4, *(Int,) * 8, Float)
+SUMS = CudaKernel(Path(__file__).with_name("sums.cu"), "column_sums", (*(Pointer,) * 4, *(Int,) * 8, Float), specific=True)
 KEYS, TILE, STAGES, THREADS = 256, 128, 6, 384
 FEWEST = 2 * TILE  # queries: the tiles of fewer are mostly empty
 
@@ -22,23 +22,19 @@ def fits(dim: int, dtype: str, arch: str) -> bool:
     return arch == "90" and dim in (64, 128) and dtype in ("bf16", "fp16")
 
 
-def kernel(group: int, dim: int, dtype: str, arch: str) -> Kernel:
-    """Load the kernel for a shape that fits."""
-    defines = (f"-DD={dim}", f"-DBF16={int(dtype == 'bf16')}", f"-DGROUP={group}")
-    return nvrtc.load(_SOURCE, "column_sums", _TYPES, defines, arch, _shared_bytes(dim), specific=True)
+def sums_kernel(group: int, dim: int, dtype: str, arch: str) -> CudaSpec:
+    """Return the kernel for a shape that fits; its launches ask for all of its shared memory."""
+    return SUMS.variant(arch, shared=_shared_bytes(dim), D=dim, BF16=int(dtype == "bf16"), GROUP=group)
 
 
 def column_sums(query: Tensor, keys: Tensor, lse: Tensor, sums: Tensor, skipped: int, together: int, scale2: float, dtype: str) -> None:
     """Write sums [Hq, S] fp32; arguments as those of `launch.column_sums`, skipped queries do not count, `together` heads take turns."""
     count, heads, dim = query.shape
     stored = keys.shape[1]
-    values = (
-        query.data_ptr(), keys.data_ptr(), lse.data_ptr(), sums.data_ptr(), count, stored, query.stride(0), query.stride(1), keys.stride(0),
-        lse.stride(0), skipped, together, scale2,
-    )  # fmt: skip
+    integers = (count, stored, query.stride(0), query.stride(1), keys.stride(0), lse.stride(0), skipped, together)
     grid = (-(-stored // KEYS) * together, heads // together, 1)
-    stream = torch.cuda.current_stream(query.device).cuda_stream
-    kernel(heads // keys.shape[0], dim, dtype, arch()).launch(grid, THREADS, _shared_bytes(dim), stream, values)
+    spec = sums_kernel(heads // keys.shape[0], dim, dtype, arch())
+    kernel.launch(spec, grid, (query, keys, lse, sums, *integers, scale2), threads=THREADS, shared=spec.shared)
 
 
 def _shared_bytes(dim: int) -> int:

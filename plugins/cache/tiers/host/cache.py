@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from plugins.append.arguments import Target
 from plugins.attend import launch as attend_launch
 from plugins.attend.in_torch import attend_all, beyond, decode
 from plugins.attend.prefill import attend_chunk
-from plugins.cache.batch import Row, StepGroup
+from plugins.cache.batch import Decoding, Row, StepGroup
 from plugins.cache.indexes.choose import choose_units
 from plugins.cache.paged import PagedCache
-from plugins.cache.paged_kernels import Target
 from plugins.cache.tiers.host import launch
 from plugins.cache.tiers.host.attend import read_chosen, read_whole
 from plugins.cache.tiers.host.by_host import copy_pages
@@ -27,7 +27,7 @@ from plugins.cache.tiers.host.op import recall_ahead
 from plugins.cache.tiers.host.store import Offload
 from plugins.config import OpConfig
 from plugins.select.summary import summary_of
-from trtkv.plan import CachePlan, SelectPlan
+from trtkv.plan import CachePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +126,10 @@ class HostCache(PagedCache):
         query, starts, _, stored, slots, table, _, selection = inputs[:8]
         lens, pages, step = stored[0], table[0], self.step(layer)
         if step.decoding:
-            self._decode(layer, config, query, lens, slots, pages, selection, out)
+            decoding = Decoding(query, lens, slots, pages)
+            self._decode(layer, config, decoding, selection, out)
             if self.host.recall.ahead and _only_answers(step):
-                self._recall_ahead(layer, config, query, lens, slots, pages)
+                self._recall_ahead(layer, config, decoding)
             return
         prompts = [b for b, row in enumerate(step.rows) if not row.decodes]
         stage_next(self.host, layer, step, prompts)
@@ -142,40 +143,38 @@ class HostCache(PagedCache):
             places = starts[:-1][which]
             newest = query[places]
             answer = newest.new_empty(newest.shape)
-            self._decode(layer, config, newest, lens[which], slots[which], pages[which], selection[which], answer)
+            self._decode(layer, config, Decoding(newest, lens[which], slots[which], pages[which]), selection[which], answer)
             out[places] = answer
 
-    def _decode(
-        self, layer: int, config: OpConfig, query: Tensor, lens: Tensor, slots: Tensor, table: Tensor, selection: Tensor, out: Tensor
-    ) -> None:
-        store, shared, step = self.host, self._exchange(lens.shape[0]), self.step(layer)
-        tier, shape, overlap = store.tiers[layer], store.shape, self.overlaps(table)
+    def _decode(self, layer: int, config: OpConfig, rows: Decoding, selection: Tensor, out: Tensor) -> None:
+        store, shared, step = self.host, self._exchange(rows.lens.shape[0]), self.step(layer)
+        tier, shape, overlap = store.tiers[layer], store.shape, self.overlaps(rows.table)
         if not _only_answers(step):
-            self._open(shared, lens, slots, table)
+            self._open(shared, rows.lens, rows.slots, rows.table)
         by_host = store.recall.engine != "kernel"
         if not store.recall.reuse:
             tier.held.fill_(-1)
         launch.recall_pages(
-            tier, shape, selection, lens, slots, table, shared.places, shared.rows, num_slots=store.num_slots, ahead=False,
+            tier, shape, selection, rows.lens, rows.slots, rows.table, shared.places, shared.rows, num_slots=store.num_slots, ahead=False,
             flush=not store.recall.ahead and _only_answers(step), pending=shared.pending if by_host else None,
             overlap=overlap and store.recall.reuse,
         )  # fmt: skip
         if by_host:
             copy_pages(store, layer, [row for row in step.rows if row.decodes], shared.pending)
-        given = (query, tier.keys, tier.values, shared.rows, shared.found[4], shared.places, out)
+        given = (rows.query, tier.keys, tier.values, shared.rows, shared.found[4], shared.places, out)
         attend_launch.attend_list(*given, unit=shape.unit, scale=config.scale, overlap=overlap, settled=True)
 
-    def _recall_ahead(self, layer: int, config: OpConfig, query: Tensor, lens: Tensor, slots: Tensor, table: Tensor) -> None:
+    def _recall_ahead(self, layer: int, config: OpConfig, rows: Decoding) -> None:
         """Recall what this step's query chooses for the next one, beside what follows of this step."""
-        store, plan, shared = self.host, self._selecting(layer), self._exchange(lens.shape[0])
-        store.kept += (query, lens, slots, table)
+        store, shared = self.host, self._exchange(rows.lens.shape[0])
+        store.kept += (rows.query, rows.lens, rows.slots, rows.table)
         likely = shared.likely[store.shape.layers.index(layer)]
         with store.lane.behind():
-            choose_units(self, layer, config, plan, query, lens, slots, table, likely, ahead=shared.found[3])
+            choose_units(self, layer, config, rows, likely, ahead=shared.found[3])
         with store.lane.after():
             launch.recall_pages(
-                store.tiers[layer], store.shape, likely, lens, slots, table, None, None, num_slots=store.num_slots, ahead=True, flush=True,
-                blocks=store.recall.blocks,
+                store.tiers[layer], store.shape, likely, rows.lens, rows.slots, rows.table, None, None, num_slots=store.num_slots, ahead=True,
+                flush=True, blocks=store.recall.blocks,
             )  # fmt: skip
 
     def _open(self, shared: Exchange, lens: Tensor, slots: Tensor, table: Tensor) -> None:
@@ -189,15 +188,13 @@ class HostCache(PagedCache):
         return self.scratch(("recall", batch), lambda: self._make_exchange(batch))
 
     def _make_exchange(self, batch: int) -> Exchange:
-        shape, heads = self.host.shape, self.plan.num_kv_heads
-        lists, pending = (batch, heads, shape.entries + 1), (batch, heads, 1 + 2 * shape.frames)
-        sizes = (5, batch), lists, (batch, shape.places), (len(shape.layers), *lists), pending
-        return Exchange(*(torch.zeros(size, dtype=torch.int32, device=self.device) for size in sizes))
+        def make(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=self.device)
 
-    def _selecting(self, layer: int) -> SelectPlan:
-        plan = self.plan.select[layer]
-        assert plan is not None, f"layer {layer} selects nothing"
-        return plan
+        shape, heads = self.host.shape, self.plan.num_kv_heads
+        lists = (batch, heads, shape.entries + 1)
+        likely = make(len(shape.layers), *lists)
+        return Exchange(make(5, batch), make(*lists), make(batch, shape.places), likely, make(batch, heads, 1 + 2 * shape.frames))
 
 
 def _only_answers(step: StepGroup) -> bool:

@@ -8,14 +8,16 @@ from torch import Tensor
 
 from plugins.cache.tiers.host.layout import Layout
 from plugins.cache.tiers.host.store import RecordTier, Tier
-from plugins.device import nvrtc
-from plugins.device.nvrtc import Int, Kernel, Long, Pointer
-from plugins.select.launch import arch, stream
+from plugins.device import kernel
+from plugins.device.kernel import CudaKernel
+from plugins.device.nvrtc import CudaSpec
+from plugins.device.spec import Int, Long, Pointer
+from plugins.select.launch import arch
 
 _SOURCE = Path(__file__).parent / "recall.cu"
 POOLS = 6  # as many as a record has parts at most
-_RECALL = (Pointer,) * (11 + POOLS) + (Long,) * 4 + (Int,) * 11
-_OPEN = (Pointer,) * 8 + (Int,) * 6
+RECALL = CudaKernel(_SOURCE, "recall", (Pointer,) * (11 + POOLS) + (Long,) * 4 + (Int,) * 11)
+OPEN = CudaKernel(_SOURCE, "open_pages", (Pointer,) * 8 + (Int,) * 6)
 THREADS = 256
 SHARED = (64 * 1024, 96 * 1024)  # bytes of a block in which it plans; the second where the first does not do
 BUSY = 132  # blocks beyond which more of them a head gain nothing: the bus is full
@@ -40,25 +42,21 @@ def recall_pages(
     count, clusters = batch * heads, int(arch()) >= 90 and not blocks
     cluster = recall_cluster(count) if clusters else 1
     shared = plan_bytes(shape, room)
-    kernel = recall_kernel(shape, cluster, shared, arch(), AHEAD if ahead else FRONT)
+    spec = recall_kernel(shape, cluster, shared, arch(), AHEAD if ahead else FRONT)
     page, head, part, token = (*(step * tier.host.element_size() for step in tier.host.stride()[:4]), 0)[:4]
-    address = lambda x: 0 if x is None else x.data_ptr()  # noqa: E731
     pools = (*tier.pools, *(None,) * (POOLS - len(tier.pools)))
-    given = (selection, lens, slots, table, tier.host, *pools, tier.held, tier.stamps, tier.moved, places, rows, pending)
+    tensors = (selection, lens, slots, table, tier.host, *pools, tier.held, tier.stamps, tier.moved, places, rows, pending)
     counts = (batch, heads, room, width, table.stride(0), shape.frames, shape.ring, num_slots, shape.behind, ahead, flush)
-    values = (*map(address, given), page, head, part, token, *counts)
-    kernel.launch((cluster, min(count, blocks or count), 1), THREADS, shared, stream(), values, cluster=cluster, overlap=overlap)
+    values = (*tensors, page, head, part, token, *counts)
+    kernel.launch(spec, (cluster, min(count, blocks or count), 1), values, threads=THREADS, shared=shared, cluster=cluster, overlap=overlap)
 
 
 def open_pages(
     shape: Layout, lens: Tensor, slots: Tensor, table: Tensor, found: Tensor, row_bytes: int, *, num_slots: int, budget: int, overlap: bool = False
 ) -> None:
     """Find what a decode step must know of the open pages: found [5, B] int32 (row, tokens inside, page, next length, end of places)."""
-    kernel = open_kernel(row_bytes, shape.page_size, arch())
-    batch = lens.shape[0]
-    outputs = [found[i].data_ptr() for i in range(5)]
-    values = (lens.data_ptr(), slots.data_ptr(), table.data_ptr(), *outputs, batch, table.stride(0), shape.frames, shape.ring, num_slots, budget)
-    kernel.launch((1, 1, 1), 32, 0, stream(), values, overlap=overlap)
+    values = (lens, slots, table, *found.unbind(), lens.shape[0], table.stride(0), shape.frames, shape.ring, num_slots, budget)
+    kernel.launch(open_kernel(row_bytes, shape.page_size, arch()), (1, 1, 1), values, threads=32, overlap=overlap)
 
 
 def plan_bytes(shape: Layout, room: int) -> int:
@@ -76,20 +74,21 @@ def recall_cluster(rows: int) -> int:
     return next((c for c in (8, 4, 2) if rows * c <= BUSY), 1)
 
 
-def recall_kernel(shape: Layout, cluster: int, shared: int, arch: str, in_flight: int) -> Kernel:
-    """Load the kernel for a layout: heads and pages of so many bytes, and selections of tokens (unit 1) or pages."""
+def recall_kernel(shape: Layout, cluster: int, shared: int, arch: str, in_flight: int) -> CudaSpec:
+    """Return the kernel for a layout: heads and pages of so many bytes, and selections of tokens (unit 1) or pages."""
     room = next(one for one in SHARED if shared <= one)
-    defines = (*_defines(shape.record_bytes // (2 * shape.page_size), shape.page_size, shape.unit, cluster), f"-DIN_FLIGHT={in_flight}")
+    row_bytes = shape.record_bytes // (2 * shape.page_size)
+    record = {}
     if shape.parts:
-        ends = [sum(shape.parts[: i + 1]) for i in range(POOLS)]
-        defines = (*defines, f"-DRECORD={shape.record_bytes}", *(f"-DEND{i}={end}" for i, end in enumerate(ends)))
-    return nvrtc.load(_SOURCE, "recall", _RECALL, defines, arch, room)
+        ends = {f"END{i}": sum(shape.parts[: i + 1]) for i in range(POOLS)}
+        record = {"RECORD": shape.record_bytes, **ends}
+    return RECALL.variant(arch, shared=room, **_shape(row_bytes, shape.page_size, shape.unit, cluster), IN_FLIGHT=in_flight, **record)
 
 
-def open_kernel(row_bytes: int, tokens: int, arch: str) -> Kernel:
-    """Load the kernel that looks at open pages."""
-    return nvrtc.load(_SOURCE, "open_pages", _OPEN, _defines(row_bytes, tokens, tokens, 1), arch, 0)
+def open_kernel(row_bytes: int, tokens: int, arch: str) -> CudaSpec:
+    """Return the kernel that looks at open pages."""
+    return OPEN.variant(arch, **_shape(row_bytes, tokens, tokens, 1))
 
 
-def _defines(row_bytes: int, tokens: int, unit: int, cluster: int) -> tuple[str, ...]:
-    return (f"-DCLUSTER={cluster}", f"-DROW={row_bytes}", f"-DTOKENS={tokens}", f"-DUNIT={unit}")
+def _shape(row_bytes: int, tokens: int, unit: int, cluster: int) -> dict[str, int]:
+    return {"CLUSTER": cluster, "ROW": row_bytes, "TOKENS": tokens, "UNIT": unit}
