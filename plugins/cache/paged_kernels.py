@@ -106,7 +106,7 @@ def _decoding(step: StepGroup, starts: Tensor, lens: Tensor, table: Tensor) -> t
 
 
 def _decode(
-    cache: Cache, layer: int, config: OpConfig, query: Tensor, lens: Tensor, table: Tensor, selection: Tensor | None, out: Tensor,
+    cache: Cache, layer: int, config: OpConfig, query: Tensor, lens: Tensor, table: Tensor, selection: Tensor | None, out: Tensor, *,
     overlap: bool = True,
 ) -> None:  # fmt: skip
     plan = cache.plan.select[layer]
