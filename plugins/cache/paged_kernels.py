@@ -38,7 +38,7 @@ def append(cache: Any, layer: int, config: OpConfig, inputs: Sequence[Tensor], o
     # that and this. With keys on the host a kernel just before this says where tokens go.
     launch_append.launch(
         new_tokens(config, inputs), to, kept, out, longest=step.longest, overlap=overlap,
-        early=overlap and cache.begins_early(layer, table, bulky=bulky), settled=overlap and not cache.tier.recalls, told=words,
+        early=overlap and cache.begins_early(layer, table, bulky=bulky), settled=overlap and not cache.tier.recalls, published=words,
     )  # fmt: skip
     cache.appended(layer)
     if select is not None and kept.kind == launch_append.NONE:
