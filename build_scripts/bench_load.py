@@ -102,10 +102,9 @@ def write_checkpoint(folder: Path, model: ModelConfig, *, scale: float = 1.0, sy
 
 def ways(folder: Path, files: list[Path], model: ModelConfig, device: torch.device) -> dict[str, Callable[[], None]]:
     """Return the ways by name; each has done its work when it returns."""
-    specs = [{"name": one.name, "shape": one.shape, "sources": one.sources} for one in weight_specs(model)]
 
     def product() -> None:
-        weights = map_weights(Checkpoint(folder), specs, torch.bfloat16, device, lambda done, total: None)
+        weights = map_weights(Checkpoint(folder), weight_specs(model), torch.bfloat16, device, lambda done, total: None)
         torch.cuda.synchronize()
         product.checked = product.checked or check(files, weights["layers.0.qkv"].whole, model)  # type: ignore[attr-defined]
 

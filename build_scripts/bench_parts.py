@@ -117,18 +117,13 @@ def logits(engine: Engine) -> Tensor:
     """Feed a fixed text, a prompt and then single tokens: [STEPS, V] fp64 on the host."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, engine.manifest.model.vocab_size, (PROMPT_TOKENS + STEPS,), generator=generator).tolist()
-    slot, pages = engine.slots[-1], taken(engine, PROMPT_TOKENS, len(tokens))
+    slot, reserved = engine.slots[-1], engine.reserve(PROMPT_TOKENS, len(tokens))
     cuts = [0, *range(PROMPT_TOKENS, len(tokens) + 1)]
-    rows = [StepRow(tokens[a:b], a, slot, pages, (b - a - 1,), PROMPT_TOKENS) for a, b in itertools.pairwise(cuts)]
+    rows = [StepRow(tokens[a:b], a, slot, reserved.pages, (b - a - 1,), PROMPT_TOKENS) for a, b in itertools.pairwise(cuts)]
     found = torch.cat([engine.stepper.run([row]).double().cpu() for row in rows])
     engine.cache.release(slot)
-    engine.pages.give(pages)
+    reserved.release()
     return found[-STEPS:]
-
-
-def taken(engine: Engine, prompt: int, total: int) -> Any:
-    """Take the pages of a sequence of so many tokens, the first of them its prompt."""
-    return engine.pages.take(engine.pages_for(prompt, total))  # type: ignore[arg-type]
 
 
 @torch.inference_mode()
@@ -136,14 +131,14 @@ def step_ms(engine: Engine, context: int, batch: int) -> float:
     """Return the milliseconds of a decode step of so many sequences with so many tokens."""
     cache, chunk = engine.cache, engine.manifest.limits.max_chunk_tokens
     slots = engine.slots[-batch:]
-    pages = [taken(engine, context, context + 2 * TIMED_STEPS) for _ in slots]
+    reserved = [engine.reserve(context, context + 2 * TIMED_STEPS) for _ in slots]
     if cache.plan.policy != "full":  # selections of what is no number are none
-        for slot, own in zip(slots, pages, strict=True):
+        for slot, own in zip(slots, reserved, strict=True):
             for start in range(0, context, chunk):
-                engine.stepper.run([StepRow([7] * min(chunk, context - start), start, slot, own, (), context)])
+                engine.stepper.run([StepRow([7] * min(chunk, context - start), start, slot, own.pages, (), context)])
 
     def run(step: int) -> None:
-        engine.stepper.run([StepRow([7], context + step, slot, own, (0,), context) for slot, own in zip(slots, pages, strict=True)])
+        engine.stepper.run([StepRow([7], context + step, slot, own.pages, (0,), context) for slot, own in zip(slots, reserved, strict=True)])
 
     wait = torch.cuda.synchronize if cache.device.type == "cuda" else lambda: None
     for step in range(3):
@@ -154,9 +149,9 @@ def step_ms(engine: Engine, context: int, batch: int) -> float:
         run(3 + step)
     wait()
     ms = (time.perf_counter() - started) * 1e3 / TIMED_STEPS
-    for slot, own in zip(slots, pages, strict=True):
+    for slot, own in zip(slots, reserved, strict=True):
         cache.release(slot)
-        engine.pages.give(own)
+        own.release()
     return ms
 
 

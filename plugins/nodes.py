@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -12,6 +12,7 @@ from plugins.cache.cache import Cache
 from plugins.config import OpConfig
 from trtkv.errors import EngineError
 
+Dim: TypeAlias = Any  # an integer, or TensorRT's expression of one
 Run: TypeAlias = Callable[[Cache, int, OpConfig, Sequence[Tensor], Tensor], None]
 SEQUENCES = ("cu_seqlens", "seq_lens", "stored_lens", "slots", "page_table")
 
@@ -29,7 +30,7 @@ class OpFace:
     inputs: tuple[str, ...]
     optional: tuple[str, ...]
     integer_output: bool
-    shape: Callable[[Sequence[Sequence[object]], OpConfig], tuple[object, ...]]
+    shape: Callable[[Sequence[Sequence[Dim]], OpConfig], tuple[Dim, ...]]
     run: Run
 
 
@@ -78,8 +79,6 @@ ATTEND = OpFace(
 )
 ALL_REDUCE = OpFace("AllReduce", ("x",), (), False, lambda inputs, config: tuple(inputs[0]), _reduce)
 # `parts` holds nothing: its length, a constant, says of how many GPUs.
-ALL_GATHER = OpFace(
-    "AllGather", ("x", "parts"), (), False, lambda inputs, config: (inputs[0][0], inputs[0][1] * inputs[1][0]), _gather  # type: ignore[operator]
-)  # fmt: skip
+ALL_GATHER = OpFace("AllGather", ("x", "parts"), (), False, lambda inputs, config: (inputs[0][0], inputs[0][1] * inputs[1][0]), _gather)
 
 FACES: dict[str, OpFace] = {face.name: face for face in (APPEND, SELECT, ATTEND, ALL_REDUCE, ALL_GATHER)}

@@ -10,14 +10,22 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # on machines with a GPU, too: t
 import pytest
 import torch
 
+from tests import interpreted
 from tests.examples import register
+from tests.plugins import cuda_on_cpu
 from tests.tiny import TinyModel, make_tiny
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what it runs in the background; tests interrupt their children
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+interpreted.remember()
 register()
 torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.cache is not None:
+        cuda_on_cpu.FOLDER = config.cache.mkdir("kernels")
 
 
 @pytest.fixture(scope="session")

@@ -141,7 +141,6 @@ def make_rig(
     pool = HostPool(torch.device(device), plan.num_layers).allocate
     offload = Offload(plan, pages, slots, device, recall, pool, lane, plan.pages(length)) if recall else None
     cache = make_cache(plan, [pages] * plan.num_page_groups, slots, device, by_definition=by_definition, tier=offload)
-    specs = [{"name": one.name, "shape": one.shape, "sources": one.sources} for one in decoder.weights]
-    weights = map_weights(Checkpoint(tiny.path), specs, TORCH_DTYPES[config.dtype], cache.device, lambda done, total: None)
+    weights = map_weights(Checkpoint(tiny.path), decoder.weights, TORCH_DTYPES[config.dtype], cache.device, lambda done, total: None)
     executor = TorchExecutor(graph, weights, cache)
     return Rig(Stepper(executor, cache, limits, rope_table(config.rope, config.head_dim, length)), executor, cache, plan, graph)

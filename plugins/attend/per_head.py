@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from plugins.attend.launch import attend_list
@@ -9,7 +10,7 @@ from plugins.attend.launch import attend_list
 
 def by_head(x: Tensor, num_kv_heads: int) -> Tensor:
     """Lay query heads out as sequences: x [B, Hq, ...] to [G B, Hk, ...], in which sequence g B + b holds head g of every group of sequence b."""
-    return x.unflatten(1, (num_kv_heads, -1)).movedim(2, 0).flatten(0, 1)
+    return torch.unflatten(x, 1, (num_kv_heads, -1)).movedim(2, 0).flatten(0, 1)
 
 
 def attend_per_head(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,8 +19,10 @@ from plugins.cache.tiers.host.cache import HostCache
 from plugins.cache.tiers.host.store import Offload
 from trtkv.plan import CachePlan
 
+Variant = Callable[[CachePlan, Sequence[int], int, torch.device, int], Cache]  # as `make_cache` is called
+
 # By `CachePlan.storage`; where none is named, a plan runs by its definition.
-PAGES: dict[str, type[Cache]] = {"paged": PagedCache, "compacted": EvictingCache, "per_head": HeadCache, "mixed": MixedCache}
+PAGES: dict[str, Variant] = {"paged": PagedCache, "compacted": EvictingCache, "per_head": HeadCache, "mixed": MixedCache}
 CODES: dict[str, type[GroupedCache]] = {
     **dict.fromkeys(("encoded", "once", "windowed", "gathered"), GroupedCache),
     "replaced": PerTokenCache,
@@ -41,5 +43,5 @@ def make_cache(
     form = None if by_definition else encodes_by_kernels(plan, device)
     if form is not None:
         return CODES[plan.storage](plan, form, *given, tier)
-    variant = ReferenceCache if by_definition and plan.storage != "paged" else PAGES.get(plan.storage, ReferenceCache)
+    variant: Variant = ReferenceCache if by_definition and plan.storage != "paged" else PAGES.get(plan.storage, ReferenceCache)
     return variant(plan, *given) if tier is None else HostCache(plan, num_pages, num_slots, device, tier)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from plugins.cache.pages import HeadPages
-
-PageList = Sequence[int] | HeadPages  # page numbers of a sequence in one page group, or of all rows that have pages of their own
+T = TypeVar("T")
 
 
 def to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -127,15 +126,21 @@ class StepGroup:
 
     def closed_groups(self, group: int) -> tuple[Tensor, Tensor]:
         """Return page and index within the page, int64, of every group of tokens that this step completes."""
-        key = ("closed", group)
+        return self.once(("closed", group), lambda: self._closed_groups(group))
+
+    def once(self, key: object, make: Callable[[], T]) -> T:
+        """Return what layers have in common, made when the first of them asks for it."""
         if key not in self.shared:
-            pages, inside = [], []
-            for row in self.rows:
-                for index in range((row.stored - row.new) // group, row.stored // group):
-                    pages.append(row.page_numbers[index * group // self.page_size])
-                    inside.append(index % (self.page_size // group))
-            self.shared[key] = (self._integers(pages), self._integers(inside))
-        return self.shared[key]  # type: ignore[return-value]
+            self.shared[key] = make()
+        return cast("T", self.shared[key])
+
+    def _closed_groups(self, group: int) -> tuple[Tensor, Tensor]:
+        pages, inside = [], []
+        for row in self.rows:
+            for index in range((row.stored - row.new) // group, row.stored // group):
+                pages.append(row.page_numbers[index * group // self.page_size])
+                inside.append(index % (self.page_size // group))
+        return self._integers(pages), self._integers(inside)
 
     def _integers(self, values: Sequence[int]) -> Tensor:
         return to_device(values, torch.int64, self.device)

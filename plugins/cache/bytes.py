@@ -22,7 +22,7 @@ from plugins.cache.ledgers.settled import SettledLedger
 from trtkv.config import DTYPE_BYTES
 from trtkv.plan import BOOKKEEPING, BufferSpec, CachePlan
 
-Lengths = Any  # [R] integers, a sequence or an array; or one number for all rows
+Lengths = Sequence[int] | npt.NDArray[np.integer[Any]]  # [R] integers
 Encoded = Sequence[tuple[int, int]]  # how many leading keys and values of each row [R] are encoded; empty where none are
 
 
@@ -136,24 +136,24 @@ class ByteCount:
         """Bytes that one more token costs in the long run, in whole pages."""
         return self.page / self.plan.page_size
 
-    def stored(self, lengths: Lengths, encoded: Encoded = ()) -> int:
+    def stored(self, lengths: Lengths | int, encoded: Encoded = ()) -> int:
         """Return the bytes of keys, values, codes and summaries that hold data of a sequence."""
         lengths = self._rows(lengths)
         return self._slot_data + sum(part.bytes(lengths, encoded) for part in self._data)
 
-    def state(self, lengths: Lengths, *, reading: bool = False) -> int:
+    def state(self, lengths: Lengths | int, *, reading: bool = False) -> int:
         """Return the bytes of an evict role's numbers of a sequence, or of those that it has of a prompt that is read."""
         lengths = self._rows(lengths)
         return sum(part.bytes(lengths) for part in (self._of_prompts if reading else self._scores))
 
-    def pages(self, lengths: Lengths) -> Any:
+    def pages(self, lengths: Lengths | int) -> Lengths:
         """Return the pages [R] of a sequence."""
         lengths = self._rows(lengths)
         if isinstance(lengths, np.ndarray):
             return -(-lengths // (self._fits if self.plan.storage == "mixed" else self.plan.page_size))
         return [-(-length // fit) for length, fit in zip(lengths, self._fits, strict=True)]
 
-    def reserved(self, lengths: Lengths) -> int:
+    def reserved(self, lengths: Lengths | int) -> int:
         """Return the bytes that the pool lends to a sequence: whole pages and its slot."""
         return self.allocated(self.pages(lengths))
 
@@ -183,7 +183,7 @@ class ByteCount:
         total = sum(layers * (tokens if tokens <= budget else min(tokens, most)) for (budget, most), layers in self._reads.items())
         return total / self.plan.num_layers
 
-    def _rows(self, lengths: Lengths) -> Lengths:
+    def _rows(self, lengths: Lengths | int) -> Lengths:
         return [lengths] * self.num_rows if isinstance(lengths, int) else lengths
 
     def _part(self, spec: BufferSpec) -> Part:

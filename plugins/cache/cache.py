@@ -10,16 +10,17 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from plugins.cache import support
-from plugins.cache.batch import PageList, Row, StepGroup
+from plugins.cache.batch import Row, StepGroup
 from plugins.cache.bytes import ByteCount
-from plugins.cache.ledgers.ledger import GrowingLedger, Ledger
+from plugins.cache.ledgers.ledger import Ledger
 from plugins.cache.overrides import EVERYTHING, Overrides, least_budget
+from plugins.cache.pages import Lengths, PageList, Pages, by_group
 from plugins.cache.tier import DeviceTier, Tier
 from plugins.config import OpConfig
 from plugins.device.dtypes import TORCH_DTYPES
@@ -41,7 +42,7 @@ class Cache(ABC):
 
     def __init__(
         self, plan: CachePlan, num_pages: Sequence[int], num_slots: int, device: torch.device | str = "cpu", dense_below: int = 0,
-        ledger: Ledger | None = None, tier: Tier | None = None,
+        *, ledger: Ledger, tier: Tier | None = None,
     ) -> None:  # fmt: skip
         """Serve a plan with num_pages for every page group (or of their one pool) and num_slots sequences at once.
 
@@ -49,7 +50,7 @@ class Cache(ABC):
         """
         self.plan, self.num_slots, self.device = plan, num_slots, torch.device(device)
         self.num_pages = tuple(num_pages)
-        self.ledger: Ledger = ledger or GrowingLedger(plan)
+        self.ledger = ledger
         self.tier: Tier = tier or DeviceTier()
         self.dense_below = 0 if self.tier.recalls else dense_below
         self.overrides = Overrides(plan, num_slots, self.device)
@@ -92,6 +93,7 @@ class Cache(ABC):
 
     # Steps
 
+    @abstractmethod
     def begin_step(
         self, new: Sequence[int], seen: Sequence[int], slots: Sequence[int], pages: Sequence[Sequence[PageList]], prompts: Sequence[int]
     ) -> None:
@@ -100,18 +102,10 @@ class Cache(ABC):
         A sequence whose tokens are all new begins afresh, whatever its slot held before. Tokens that were evicted count as seen. Where rows have
         pages of one pool, pages[0] says which, as `HeadPages`.
         """
-        self.join()  # a step that failed may have left work
-        lengths = self.ledger.begin(new, seen, slots, prompts)
-        groups = zip(lengths, pages, strict=True)
-        self._step = [self._group(new, stored, slots, numbers, prompts, seen) for stored, numbers in groups]
-        self._began(self._step[0].rows)
-        self.read_tokens = sum(self._read_by(row) for row in self._step[0].rows if row.answers)
 
-    def page_lists(self, pages: Sequence[PageList | Sequence[PageList]]) -> list[list[Any]]:
+    def page_lists(self, pages: Sequence[Pages]) -> list[list[PageList]]:
         """Lay the pages [B] of sequences, one list for all page groups or a list of one for each, out as `begin_step` takes them: [Y][B]."""
-        differ = [bool(one) and not isinstance(one[0], int) for one in pages]  # type: ignore[index]
-        groups = range(self.plan.num_page_groups)
-        return [[one[group] if own else one for one, own in zip(pages, differ, strict=True)] for group in groups]  # type: ignore[index]
+        return [[one[group] if by_group(one) else one for one in pages] for group in range(self.plan.num_page_groups)]
 
     def end_step(self) -> None:
         """Evict and encode after the step's attention, where the plan says so; what runs beside the step is joined first."""
@@ -134,7 +128,7 @@ class Cache(ABC):
         """Return the announced step as this layer sees it."""
         return self._step[self.plan.page_groups[layer]]
 
-    def stored_lens(self) -> Sequence[Sequence[int]]:
+    def stored_lens(self) -> Sequence[Sequence[int]] | Lengths:
         """Return the tokens [Y][B] that the announced step's sequences store after its append."""
         return [[row.stored for row in group.rows] for group in self._step]
 
@@ -167,12 +161,12 @@ class Cache(ABC):
         """
         if self.tier.recalls:
             return False
-        step, key = self._step[0], ("reads all", self.dense_below)
-        if key not in step.shared:
-            below, smallest = self.dense_below, self.overrides.smallest_budget
-            ahead = any(one.speculative for one in self.plan.select if one is not None)
-            step.shared[key] = all(row.stored + ahead <= max(smallest(row.slot), below) for row in step.rows if row.new == 1)
-        return bool(step.shared[key])
+        return self._step[0].once(("reads all", self.dense_below), self._find_reads_all)
+
+    def _find_reads_all(self) -> bool:
+        below, smallest = self.dense_below, self.overrides.smallest_budget
+        ahead = any(one.speculative for one in self.plan.select if one is not None)
+        return all(row.stored + ahead <= max(smallest(row.slot), below) for row in self._step[0].rows if row.new == 1)
 
     def request_budgets(self, slots: Tensor) -> OwnBudgets | None:
         """Return where kernels find what requests override for the sequences in slots [B], None where nothing may be overridden."""
@@ -280,7 +274,7 @@ class Cache(ABC):
         """Return what an op keeps between steps and layers, made at its first use: never inside a captured graph."""
         if key not in self._scratch:
             self._scratch[key] = make()
-        return self._scratch[key]  # type: ignore[return-value]
+        return cast("T", self._scratch[key])
 
     # Comparison with the definition
 
@@ -318,17 +312,18 @@ class Cache(ABC):
         """List, for each KV head, the tokens of `read` that exist for a query with so many newer ones; None where all before it do."""
         return None
 
-    copies = False  # whether a sequence can be copied to another slot
+    @property
+    def copies(self) -> bool:
+        """Whether a sequence can be copied to another slot."""
+        return False
+
     compares_selection = True  # whether what is selected can be told from `read`
 
     # For variants
 
-    def _began(self, rows: Sequence[Row]) -> None:  # noqa: B027
-        """Prepare what the variant keeps of the announced sequences."""
-
+    @abstractmethod
     def _ended(self, rows: Sequence[Sequence[Row]]) -> None:
         """Evict and encode; rows [Y][B]."""
-        self.ledger.finish([row.slot for row in rows[0]])
 
     def _read_by(self, row: Row) -> float:
         """Tokens that a decode query reads of a sequence, mean over the layers."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,12 +12,12 @@ from plugins.append.rotate import rotate
 from plugins.attend.in_torch import attend_all, attend_units
 from plugins.cache import paged_kernels
 from plugins.cache.batch import Row
-from plugins.cache.cache import Cache
+from plugins.cache.evictor import NoEvictor
 from plugins.cache.gather import read_pages, read_rows, token_rows
 from plugins.cache.indexes import choose as by_kernels
 from plugins.cache.indexes import index as indexes
 from plugins.cache.indexes import published
-from plugins.cache.ledgers.ledger import Ledger
+from plugins.cache.ledgers.ledger import StepLedger
 from plugins.cache.tier import Tier
 from plugins.config import OpConfig
 from plugins.select.choose import choose, pool, speculative_query, spread
@@ -27,56 +26,18 @@ from trtkv.plan import CachePlan, SelectPlan
 DENSE = -1  # in a selection: the sequence is read whole
 
 
-class Evictor(Protocol):
-    """What looks at a step's attention and evicts after it."""
-
-    def observe(self, layer: int, row: Row, query: Tensor) -> None:
-        """Look at the queries [n, Hq, D] of a sequence's new tokens, in torch."""
-
-    def observe_chunk(self, layer: int, row: Row, query: Tensor, keys: Tensor, lse: Tensor) -> None:
-        """Do so by kernels for a prompt's chunk, whose attention over keys [Hk, S, D] left its log-sum-exp [Hq, n]."""
-
-    def attended(self, layer: int, rows: Sequence[Row], query: Tensor, inputs: Sequence[Tensor], keeps_inputs: bool) -> None:
-        """Look at a step in which every sequence has one new token, queries [B, Hq D], inputs of the attend node; may be captured."""
-
-    def finish(self, rows: Sequence[Sequence[Row]]) -> None:
-        """Evict after a step, whose rows [Y][B] are those of the page groups."""
-
-    def wait_for_comparison(self) -> None:
-        """Evict in `finish` alone."""
-
-
-class NoEvictor:
-    """Nothing is evicted."""
-
-    def observe(self, layer: int, row: Row, query: Tensor) -> None:
-        """Nothing is looked at."""
-
-    def observe_chunk(self, layer: int, row: Row, query: Tensor, keys: Tensor, lse: Tensor) -> None:
-        """Nothing is looked at."""
-
-    def attended(self, layer: int, rows: Sequence[Row], query: Tensor, inputs: Sequence[Tensor], keeps_inputs: bool) -> None:
-        """Nothing is looked at."""
-
-    def finish(self, rows: Sequence[Sequence[Row]]) -> None:
-        """Nothing goes."""
-
-    def wait_for_comparison(self) -> None:
-        """Nothing waits."""
-
-
-class PagedCache(Cache):
+class PagedCache(paged_kernels.KernelCache):
     """Pages on the device, or where the plan's buffers say."""
 
     overlaps_at_any_size = publishes_queries = copies = True
 
     def __init__(
         self, plan: CachePlan, num_pages: Sequence[int], num_slots: int, device: torch.device | str = "cpu", dense_below: int = 0,
-        ledger: Ledger | None = None, tier: Tier | None = None,
+        ledger: StepLedger | None = None, tier: Tier | None = None,
     ) -> None:  # fmt: skip
         """Allocate the buffers of a plan."""
         super().__init__(plan, num_pages, num_slots, device, dense_below, ledger, tier)
-        self.evictor: Evictor = NoEvictor()
+        self.evictor = NoEvictor()
         self._make_buffers()
 
     def _make_buffers(self) -> None:
@@ -149,13 +110,6 @@ class PagedCache(Cache):
         """Say where the append kernel writes a layer's new tokens."""
         group = self.plan.page_groups[layer]
         return Target(self.buffer("keys", layer), self.buffer("values", layer), inputs[4][group], inputs[6][group])
-
-    def appended(self, layer: int) -> None:
-        """Take note that the append kernel has been launched."""
-
-    def begins_early(self, layer: int, table: Tensor, *, bulky: bool) -> bool:
-        """Whether the kernel after a decode step's append begins before the one that precedes the append has ended, where launches overlap."""
-        return paged_kernels.begins_early(self, layer, table, bulky=bulky)
 
     def _ended(self, rows: Sequence[Sequence[Row]]) -> None:
         self.evictor.finish(rows)

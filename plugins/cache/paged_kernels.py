@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from plugins.append import launch as launch_append
 from plugins.append import launch_token
-from plugins.append.arguments import NewTokens
+from plugins.append.arguments import NewTokens, Target
 from plugins.attend import launch, launch_dense
 from plugins.attend.per_head import attend_per_head
 from plugins.attend.prefill import attend_with_lse
 from plugins.cache.batch import StepGroup
 from plugins.cache.cache import Cache
+from plugins.cache.counted import CountedCache
+from plugins.cache.evictor import Evictor
 from plugins.cache.gather import read_pages
 from plugins.cache.indexes import index as indexes
 from plugins.cache.indexes import published
@@ -26,7 +28,24 @@ from plugins.select.summary import summary_of
 from trtkv.config import DTYPE_BYTES
 
 
-def append(cache: Any, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+class KernelCache(CountedCache):
+    """A cache whose append and attention run by these kernels."""
+
+    evictor: Evictor
+
+    @abstractmethod
+    def target(self, layer: int, inputs: Sequence[Tensor]) -> Target:
+        """Say where the append kernel writes a layer's new tokens."""
+
+    def appended(self, layer: int) -> None:
+        """Take note that the append kernel has been launched."""
+
+    def begins_early(self, layer: int, table: Tensor, *, bulky: bool) -> bool:
+        """Whether the kernel after a decode step's append begins before the one that precedes the append has ended, where launches overlap."""
+        return begins_early(self, layer, table, bulky=bulky)
+
+
+def append(cache: KernelCache, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
     """Rotate and store new tokens by one launch of the append kernel, summaries included; inputs and result as the node's."""
     table = inputs[6]
     step, select, kept = cache.step(layer), cache.plan.select[layer], kept_of(cache, layer)
@@ -67,7 +86,7 @@ def begins_early(cache: Cache, layer: int, table: Tensor, *, bulky: bool) -> boo
     return summary.scorer == "fier" or bounds * 2 * cache.plan.head_dim * DTYPE_BYTES[cache.plan.kv_dtype] <= MOST_EARLY_BYTES
 
 
-def attend(cache: Any, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+def attend(cache: KernelCache, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
     """Attend by the list or the dense kernel with sequences that decode, by the library with chunks of a prompt; inputs and result as the node's."""
     query, _, _, stored, _, table = inputs[:6]
     group, step = cache.plan.page_groups[layer], cache.step(layer)
@@ -99,10 +118,8 @@ def attend(cache: Any, layer: int, config: OpConfig, inputs: Sequence[Tensor], o
 
 def _decoding(step: StepGroup, starts: Tensor, lens: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the rows of the sequences that have one new token, their lengths and their pages; gathered once for all layers."""
-    if "decoding" not in step.shared:
-        which = step.decode_rows
-        step.shared["decoding"] = (starts[:-1][which], lens[which], table[which])
-    return step.shared["decoding"]  # type: ignore[return-value]
+    which = step.decode_rows
+    return step.once("decoding", lambda: (starts[:-1][which], lens[which], table[which]))
 
 
 def _decode(

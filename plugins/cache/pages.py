@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 Lengths = npt.NDArray[np.int64]
 Ints = npt.NDArray[np.int32]
@@ -29,10 +32,11 @@ class HeadPages:
         return HeadPages(np.zeros((heads, 0), np.int32), np.zeros(heads, np.int32))
 
     @staticmethod
-    def of(pages: Sequence[int] | HeadPages, heads: int) -> HeadPages:
+    def of(pages: Pages, heads: int) -> HeadPages:
         """Take whole pages, numbered as where layers share theirs, to be one page of each of Y heads."""
         if isinstance(pages, HeadPages):
             return pages
+        assert shared(pages), "page groups have lists of their own"
         own = np.asarray(pages, np.int32)
         return HeadPages(own * heads + np.arange(heads, dtype=np.int32)[:, None], np.full(heads, len(own), np.int32))
 
@@ -63,6 +67,20 @@ class HeadPages:
         return bool(self.counts.any())
 
 
-def head_pages(tokens: Any, page_size: int) -> Ints:
+PageList = Sequence[int] | HeadPages  # page numbers of a sequence in one page group, or of all rows that have pages of their own
+Pages = PageList | Sequence[Sequence[int]]  # those of a sequence in all page groups: one list for all, a list for each, or those of rows
+
+
+def by_group(pages: Pages) -> TypeIs[Sequence[Sequence[int]]]:
+    """Say whether each page group has a list of pages."""
+    return not isinstance(pages, HeadPages) and bool(pages) and not isinstance(pages[0], int)
+
+
+def shared(pages: Pages) -> TypeIs[Sequence[int]]:
+    """Say whether one list serves all page groups."""
+    return not isinstance(pages, HeadPages) and not by_group(pages)
+
+
+def head_pages(tokens: Lengths | int, page_size: int) -> Ints:
     """Return the pages [Y] that hold so many tokens [Y]."""
     return (-(-np.asarray(tokens) // page_size)).astype(np.int32)

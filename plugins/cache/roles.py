@@ -3,10 +3,164 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, Protocol, TypeAlias
 
-from trtkv.plan import Meaning
+from torch import Tensor
+
+from trtkv.plan import Meaning, Occupancy, Pooling, SelectPlan, Verdict
+
+Granted: TypeAlias = tuple[tuple[int, ...], ...] | None  # tokens of each layer's KV heads [L][Hk]
+Part = Literal["keys", "values"]
+View: TypeAlias = Any  # a `CacheView`, or what shows as much of stored tokens as a role asks for
+
+
+class AllocateRole(Protocol):
+    """What distributes tokens over layers and heads, as `trtkv.policies.base` defines it; so are those below."""
+
+    @property
+    def measured(self) -> bool:
+        """Whether budgets wait until all layers have been measured."""
+
+    @property
+    def observe_window(self) -> int:
+        """Newest queries (W) that the role reads."""
+
+    def measure(self, view: View) -> Tensor:
+        """Measure a layer at the end of the prompt: [Hk] fp32."""
+
+
+class EvictRole(Protocol):
+    """What says which tokens go."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the role reads beside keys and values."""
+
+    @property
+    def token_state(self) -> Mapping[str, str]:
+        """Names and dtypes of the role's own numbers of each stored token."""
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether nothing is evicted behind the prompt."""
+
+    @property
+    def takes_layers(self) -> bool:
+        """Whether `keep` and `observe` may be asked for several layers at once."""
+
+    @property
+    def observe_window(self) -> int:
+        """Newest queries (W) that the role reads."""
+
+    def grants(self, allocate: Any, num_layers: int, num_kv_heads: int, prompt: int, measures: Tensor | None) -> tuple[Granted, Granted]:
+        """Return the tokens that heads may keep, and how many of them in full precision; allocate is a role, or None."""
+
+    def observe(self, view: View) -> Mapping[str, Tensor]:
+        """Return the token state [Hk, S] behind this step's attention."""
+
+    def due(self, at: Occupancy) -> bool:
+        """Tell whether `keep` is to be called in this step."""
+
+    def remaining(self, at: Occupancy) -> tuple[int, ...]:
+        """Tell how many tokens of each KV head `keep` will keep, when it is due."""
+
+    def keep(self, view: View) -> Verdict:
+        """Choose the tokens that stay."""
+
+    def limits(self, at: Occupancy) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Tell of each KV head above how many tokens its layer evicts, and how many stay then at most."""
+
+    def split(self, at: Occupancy) -> tuple[int, int] | None:
+        """Tell how many tokens of each KV head `keep` will leave in full precision and how many it will mark; None where data decide."""
+
+    def settled(self, at: Occupancy) -> int:
+        """Tell how many leading tokens will never be evicted."""
+
+
+class QuantizeRole(Protocol):
+    """What says when and how tokens are encoded."""
+
+    @property
+    def flush_first(self) -> bool:
+        """Whether a decode step encodes before its attention."""
+
+    @property
+    def token_granular(self) -> bool:
+        """Whether encoded tokens can be dropped one by one."""
+
+    @property
+    def demoted_only(self) -> bool:
+        """Whether the tokens that the evict role marks are encoded, and no others."""
+
+    def flush(self, at: Occupancy, encoded: tuple[int, int]) -> tuple[int, int]:
+        """Tell how many leading tokens' keys and values are to be encoded now, given how many already are."""
+
+    def encode(self, x: Tensor, part: Part) -> dict[str, Tensor]:
+        """Encode keys or values [Hk, S, D]."""
+
+    def decode(self, codes: Mapping[str, Tensor], part: Part) -> Tensor:
+        """Decode what `encode` made: [Hk, S, D] fp32."""
+
+
+class RetrieveRole(Protocol):
+    """What says which units a decode query reads."""
+
+    @property
+    def budget(self) -> int:
+        """Tokens of each KV head that a query reads."""
+
+    @property
+    def dense_layers(self) -> int:
+        """First layers that read everything."""
+
+    @property
+    def pooling(self) -> Pooling:
+        """How the query heads of a group agree on one selection."""
+
+    @property
+    def summary_group(self) -> int:
+        """Tokens that are summarized together."""
+
+    def select_plan(self) -> SelectPlan:
+        """Lower the fields to what the selection op reads."""
+
+    def summarize(self, keys: Tensor) -> dict[str, Tensor]:
+        """Summarize keys [Hk, S, D]."""
+
+    def score(self, query: Tensor, summary: dict[str, Tensor]) -> Tensor:
+        """Score every unit for query [Hq, D]: [Hq, U] fp32."""
+
+    def forced(self, summary: dict[str, Tensor]) -> Tensor | None:
+        """Return the units [Hk, U] bool that every query reads whatever its scores, or None."""
+
+    def corrected(self, query: Tensor, previous: Tensor, num_kv_heads: int) -> Tensor:
+        """Return for which KV heads [Hk] bool the selection uses this step's query."""
+
+
+def load_allocate(meaning: Meaning) -> AllocateRole:
+    """Return an allocate role."""
+    role: AllocateRole = load_role(meaning)
+    return role
+
+
+def load_evict(meaning: Meaning) -> EvictRole:
+    """Return an evict role."""
+    role: EvictRole = load_role(meaning)
+    return role
+
+
+def load_quantize(meaning: Meaning) -> QuantizeRole:
+    """Return a quantize role."""
+    role: QuantizeRole = load_role(meaning)
+    return role
+
+
+def load_retrieve(meaning: Meaning) -> RetrieveRole:
+    """Return a retrieve role."""
+    role: RetrieveRole = load_role(meaning)
+    return role
 
 
 def load_role(meaning: Meaning) -> Any:

@@ -142,7 +142,7 @@ def _import(name: str) -> ModuleType | None:
 
 
 def _make_logger(trt: Any, log: MessageLog) -> Any:
-    class Logger(trt.ILogger):
+    class Logger(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
 

@@ -58,7 +58,7 @@ class PluginLogic:
 
     trt: Any
     face: OpFace
-    interfaces: tuple[type, ...]
+    interfaces: tuple[Any, ...]  # TensorRT's base classes
 
     def __init__(self, layer: int, config: OpConfig, *, recorder: Recorder, runtime: bool) -> None:
         for interface in self.interfaces:
@@ -109,7 +109,7 @@ class PluginLogic:
             return False
         if position < num_inputs:
             return desc.type.name in FLOATS + INTEGERS
-        return desc.type == (self.trt.DataType.INT32 if self.face.integer_output else in_out[0].desc.type)
+        return bool(desc.type == (self.trt.DataType.INT32 if self.face.integer_output else in_out[0].desc.type))
 
     @guarded(_nothing)
     def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
@@ -242,7 +242,7 @@ def new_plugin(trt: Any, face: OpFace, layer: int, config: OpConfig, recorder: R
 
 
 def _make_creator(trt: Any, face: OpFace) -> Any:
-    class Creator(trt.IPluginCreatorV3One):
+    class Creator(trt.IPluginCreatorV3One):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.IPluginCreatorV3One.__init__(self)
             self.name, self.plugin_version, self.plugin_namespace = face.name, VERSION, DOMAIN
@@ -280,4 +280,5 @@ def _dimension(expression: Any) -> Any:
 
 
 def _bytes(desc: Any) -> int:
-    return math.prod(desc.dims) * (8 if desc.type.name == "INT64" else 2 if desc.type.name in ("BF16", "HALF") else 4)
+    count: int = math.prod(desc.dims)
+    return count * (8 if desc.type.name == "INT64" else 2 if desc.type.name in ("BF16", "HALF") else 4)

@@ -2,8 +2,8 @@
 // cooperative grid run side by side, and instructions that have no C++ are written out from their definition in the PTX manual. Shared memory begins as ones, so that what is read before
 // it is written shows as NaN; a copy or access that is not aligned ends the process.
 #pragma once
-#include <immintrin.h>
 #include <sched.h>
+#include <stddef.h>
 
 #include <algorithm>
 #include <atomic>
@@ -272,8 +272,12 @@ struct __half { u16 v; };
 struct __half2 { __half x, y; };
 struct __nv_bfloat16 { u16 v; };
 struct __nv_bfloat162 { __nv_bfloat16 x, y; };
-static inline float __half2float(__half h) { return _cvtsh_ss(h.v); }
-static inline __half __float2half_rn(float x) { return {(u16)_cvtss_sh(x, 0)}; }
+// By the compiler's builtins: parsing <immintrin.h> takes longer than the rest of this file.
+typedef float f32x4 __attribute__((vector_size(16)));
+typedef short s16x8 __attribute__((vector_size(16)));
+typedef int s32x4 __attribute__((vector_size(16)));
+static inline float __half2float(__half h) { return __builtin_ia32_vcvtph2ps(s16x8{(short)h.v})[0]; }
+static inline __half __float2half_rn(float x) { return {(u16)__builtin_ia32_vcvtps2ph(f32x4{x}, 0)[0]}; }
 static inline float2 __half22float2(__half2 h) { return {__half2float(h.x), __half2float(h.y)}; }
 static inline __half2 __floats2half2_rn(float x, float y) { return {__float2half_rn(x), __float2half_rn(y)}; }
 static inline float __bfloat162float(__nv_bfloat16 h) { return __uint_as_float((u32)h.v << 16); }
@@ -399,10 +403,10 @@ template <int HALF> static inline void mma(float (&d)[4], const float (&c)[4], c
 }
 
 // Of messages.cuh: words of sixteen bytes, written and read at once; who looks lets others run.
-static inline void send(uint4* to, u32 a, u32 b, u32 c, u32 stamp) { cpu::aligned(to, 16), _mm_store_si128((__m128i*)to, _mm_set_epi32(stamp, c, b, a)); }
+static inline void send(uint4* to, u32 a, u32 b, u32 c, u32 stamp) { cpu::aligned(to, 16), *(s32x4*)to = s32x4{(int)a, (int)b, (int)c, (int)stamp}; }
 static inline uint4 poll(const uint4* from) {
   cpu::yield();
-  return cpu::bits<uint4>(_mm_load_si128((const __m128i*)from));
+  return cpu::bits<uint4>(*(const volatile s32x4*)from);
 }
 
 // Of query.cuh.

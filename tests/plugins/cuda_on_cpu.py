@@ -12,6 +12,7 @@ import platform
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -19,12 +20,14 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 from plugins.device import nvrtc, store
 from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import shared_limit
 
 HEADER = Path(__file__).with_suffix(".h")
+FOLDER = Path(tempfile.gettempdir())  # of compiled kernels; a folder of pytest's cache, see conftest
 OPTIONS = ("-std=c++17", "-O1", "-w", "-fpermissive", "-mf16c", "-mavx2", "-mfma", "-fPIC", "-shared", "-pthread")
 _ALSO = ("cluster_sync", "shared_at")  # of the header, though without PTX
 _FUNCTION = re.compile(r"^(?:template <[^\n]*?> )?__device__ __forceinline__ [^\n(]*?(\w+)\(", re.MULTILINE)
@@ -45,8 +48,8 @@ class Kernel:
     backwards = False  # the last thread of a block first
     side_by_side = False  # all blocks of a grid without clusters at once, and not one after the other
 
-    def __init__(self, spec: CudaSpec, folder: Path) -> None:
-        library = ctypes.CDLL(str(_compile(spec, folder)))
+    def __init__(self, spec: CudaSpec) -> None:
+        library = ctypes.CDLL(str(_compile(spec)))
         self.spec, self.call, self.marked = spec, library.run, library.marked  # how many blocks came by MARK(i) since it was asked
 
     def launch(
@@ -58,12 +61,10 @@ class Kernel:
         self.call(*grid, threads, shared, cluster, self.backwards, cooperative or (self.side_by_side and cluster == 1), *given)
 
 
-def install(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, capability: tuple[int, int] = (9, 0), multiprocessors: int = 8
-) -> dict[Any, Kernel]:  # fmt: skip
-    """Let kernels be loaded this way, for a GPU of a compute capability; compiled ones are kept in a folder. Returns what is loaded."""
+def install(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0), multiprocessors: int = 8) -> dict[Any, Kernel]:
+    """Let kernels be loaded this way, for a GPU of a compute capability. Returns what is loaded."""
     loaded: dict[Any, Kernel] = {}
-    monkeypatch.setattr(store, "load", lambda spec: loaded.get(spec) or loaded.setdefault(spec, Kernel(spec, folder)))
+    monkeypatch.setattr(store, "load", lambda spec: loaded.get(spec) or loaded.setdefault(spec, Kernel(spec)))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: capability)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *args: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
@@ -79,13 +80,16 @@ def check_here(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
         monkeypatch.setattr(module, "failures", failures, raising=False)
 
 
-def _compile(spec: CudaSpec, folder: Path) -> Path:
-    text = _translate(spec)
-    name = hashlib.sha256("\0".join([text, HEADER.read_text(), *spec.defines]).encode()).hexdigest()[:16]
-    library, source = folder / f"{name}.so", folder / f"{name}.cpp"
-    if not library.exists():
-        source.write_text(text)
-        subprocess.run(["g++", *OPTIONS, f"-I{HEADER.parent}", *spec.defines, str(source), "-o", str(library)], check=True)
+def _compile(spec: CudaSpec) -> Path:
+    """Return the library of a kernel: of this run, of another worker, or of an earlier run if nothing that decides it has changed."""
+    text, source = _translate(spec), "".join([HEADER.read_text(), *OPTIONS])
+    name = hashlib.sha256("\0".join([text, source, *spec.defines]).encode()).hexdigest()[:16]
+    library, draft = FOLDER / f"{name}.so", FOLDER / f"{name}.partial"
+    with FileLock(FOLDER / f"{name}.lock"):
+        if not library.exists():
+            command = ["g++", *OPTIONS, f"-I{HEADER.parent}", *spec.defines, "-xc++", "-", "-o", str(draft)]
+            subprocess.run(command, input=text, text=True, check=True)
+            draft.replace(library)
     return library
 
 

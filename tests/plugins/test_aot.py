@@ -56,7 +56,7 @@ def architecture(cubin: bytes) -> int:
 
 @needs_compilers
 @pytest.mark.parametrize("policy", RETRIEVAL)
-@pytest.mark.parametrize("sm", ["80", "89", "90", "120"])
+@pytest.mark.parametrize("sm", [pytest.param(sm, marks=pytest.mark.xdist_group(f"sm_{sm}")) for sm in ("80", "89", "90", "120")])
 def test_every_kernel_of_every_retrieval_policy_compiles(sm: str, policy: str, compiled: set[str]) -> None:
     every = specs(policy, sm, model())
     scorers = {"fier_score", "fier_select"} if policy == "fier" else {"score_pages", "page_select"}

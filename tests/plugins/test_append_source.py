@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -21,14 +19,9 @@ BATCH = 5
 NEW = [1, 1, 1, 0, 1]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("sources")
-
-
 @pytest.fixture(autouse=True)
-def on_cpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    cuda_on_cpu.install(monkeypatch, folder)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_on_cpu.install(monkeypatch)
     monkeypatch.setattr(launch_token, "arch", lambda: "90")
 
 

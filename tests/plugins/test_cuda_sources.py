@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +17,6 @@ from tests.gpu import choice_checks, dense_checks, retrieval_case
 pytestmark = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
 HOPPER, ADA = (9, 0), (8, 9)
 BF16, FP16 = torch.bfloat16, torch.float16
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
 
 
 @pytest.fixture(autouse=True)
@@ -41,18 +35,16 @@ def _checks(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_dense_attention(
-    heads: int, group: int, dim: int, page: int, lens: list[int], dtype: torch.dtype, blocks: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+    heads: int, group: int, dim: int, page: int, lens: list[int], dtype: torch.dtype, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cuda_on_cpu.install(monkeypatch, folder)
+    cuda_on_cpu.install(monkeypatch)
     checks.check_dense(heads, group, dim, page, lens, dtype, blocks)  # a block ends before the next begins, so the last one of a row merges it
     assert checks.failures == []
 
 
 @pytest.mark.parametrize(("heads", "group", "lens", "blocks"), [(2, 7, [300, 1, 129], 5), (1, 2, [1300], 8)])
-def test_blocks_that_run_side_by_side_merge_together(
-    heads: int, group: int, lens: list[int], blocks: int, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cuda_on_cpu.install(monkeypatch, folder)
+def test_blocks_that_run_side_by_side_merge_together(heads: int, group: int, lens: list[int], blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_on_cpu.install(monkeypatch)
     monkeypatch.setattr(cuda_on_cpu.Kernel, "side_by_side", True)
     checks.check_dense(heads, group, 64, 32, lens, FP16, blocks)
     assert checks.failures == []
@@ -60,10 +52,8 @@ def test_blocks_that_run_side_by_side_merge_together(
 
 @pytest.mark.parametrize("capability", [HOPPER, ADA])
 @pytest.mark.parametrize(("group", "dim", "pooling"), [(7, 128, "softmax-mean"), (4, 64, "mean"), (1, 96, "softmax-max")])
-def test_score_choose_and_attend(
-    group: int, dim: int, pooling: str, capability: tuple[int, int], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cuda_on_cpu.install(monkeypatch, folder, capability)
+def test_score_choose_and_attend(group: int, dim: int, pooling: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_on_cpu.install(monkeypatch, capability)
     case = checks.Case(1, group, dim, 64, [417, 97], BF16 if group > 4 else FP16)
     checks.check_chain(case, 160, 4, 16, pooling, f"G {group} D {dim} {pooling}")
     assert checks.failures == []
@@ -79,10 +69,10 @@ def test_score_choose_and_attend(
     ],
 )
 def test_warps_with_many_groups(
-    group: int, dim: int, pooling: str, groups: int, capability: tuple[int, int], folder: Path, monkeypatch: pytest.MonkeyPatch
+    group: int, dim: int, pooling: str, groups: int, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two blocks of eight warps take so many groups that most go through the loop of four, those of 32 and more are located later."""
-    cuda_on_cpu.install(monkeypatch, folder, capability, multiprocessors=1)
+    cuda_on_cpu.install(monkeypatch, capability, multiprocessors=1)
     case = checks.Case(1, group, dim, 64, [groups * 32 + 17], BF16 if group > 4 else FP16)
     checks.check_chain(case, 160, 4, 16, pooling, f"G {group} D {dim} {pooling}, {groups} groups")
     assert checks.failures == []
@@ -90,8 +80,8 @@ def test_warps_with_many_groups(
 
 @pytest.mark.parametrize("kind", ["levels", "equal", "outlier", "normal"])
 @pytest.mark.parametrize(("cluster", "heads"), [(1, 4), (3, 1), (2, 4)])
-def test_the_best_are_chosen(cluster: int, kind: str, heads: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda_on_cpu.install(monkeypatch, folder)
+def test_the_best_are_chosen(cluster: int, kind: str, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_on_cpu.install(monkeypatch)
     checks.check_ties(1, 1501, 150, heads, 9, kind, cluster)
     assert checks.failures == []
 
@@ -105,8 +95,8 @@ def sieved(loaded: dict[Any, cuda_on_cpu.Kernel]) -> list[int]:
 @pytest.mark.parametrize(
     ("units", "heads", "pooling", "cluster"), [(24020, 4, "softmax-mean", 2), (30000, 3, "softmax-max", 3), (9000, 1, "mean", 1)]
 )
-def test_units_below_a_bound_are_left_out(units: int, heads: int, pooling: str, cluster: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = cuda_on_cpu.install(monkeypatch, folder)
+def test_units_below_a_bound_are_left_out(units: int, heads: int, pooling: str, cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = cuda_on_cpu.install(monkeypatch)
     checks.check_sieved(1, units, 200, heads, pooling, 4, 64, cluster)
     assert checks.failures == []
     assert sieved(loaded) == [cluster, 0]
@@ -114,18 +104,16 @@ def test_units_below_a_bound_are_left_out(units: int, heads: int, pooling: str, 
 
 @pytest.mark.parametrize("kind", ["levels", "equal", "outlier"])
 @pytest.mark.parametrize(("cluster", "heads"), [(1, 1), (2, 4)])
-def test_the_best_are_chosen_where_too_many_reach_the_bound(
-    cluster: int, kind: str, heads: int, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded = cuda_on_cpu.install(monkeypatch, folder)
+def test_the_best_are_chosen_where_too_many_reach_the_bound(cluster: int, kind: str, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = cuda_on_cpu.install(monkeypatch)
     monkeypatch.setattr(checks.select, "select_sieves", lambda *shape: True)
     checks.check_ties(1, 9000 * cluster, 200, heads, 9, kind, cluster)
     assert checks.failures == []
     assert sieved(loaded) == [cluster, cluster]
 
 
-def test_a_sieve_knows_budgets_of_requests(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = cuda_on_cpu.install(monkeypatch, folder)
+def test_a_sieve_knows_budgets_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = cuda_on_cpu.install(monkeypatch)
     monkeypatch.setattr(checks.select, "select_sieves", lambda *shape: True)
     checks.check_own_budgets(1, 32, 4, [15010, 9000, 1300, 450], [120, 0, 96, 400], 480, cluster=2)
     assert checks.failures == []
@@ -134,36 +122,32 @@ def test_a_sieve_knows_budgets_of_requests(folder: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("kind", ["levels", "equal"])
-def test_the_best_are_chosen_where_keys_are_not_kept(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda_on_cpu.install(monkeypatch, folder, ADA)
+def test_the_best_are_chosen_where_keys_are_not_kept(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_on_cpu.install(monkeypatch, ADA)
     monkeypatch.setattr(checks.select, "_select_room", lambda arch: 4096)
     checks.check_ties(1, 3001, 300, 4, 9, kind)
     assert checks.failures == []
 
 
 @pytest.mark.parametrize(("unit", "group", "heads", "cluster"), [(1, 32, 4, 2), (1, 32, 1, 1), (16, 16, 4, 3)])
-def test_requests_with_budgets_of_their_own_choose_fewer(
-    unit: int, group: int, heads: int, cluster: int, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cuda_on_cpu.install(monkeypatch, folder)
+def test_requests_with_budgets_of_their_own_choose_fewer(unit: int, group: int, heads: int, cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_on_cpu.install(monkeypatch)
     checks.check_own_budgets(unit, group, heads, [1501, 1501, 900, 130, 2000, 450], [120, 0, 300, 96, 64, 400], 480, cluster=cluster)
     checks.check_own_budgets(unit, group, heads, [700, 300, 520], [96, 96, 0], 480, dense_below=512, cluster=cluster)
     assert checks.failures == []
 
 
 @pytest.mark.parametrize(("unit", "cluster", "warps"), [(1, 16, 4), (1, 3, 8), (16, 3, 8), (4, 2, 4)])
-def test_lists_are_attended_to_and_one_with_places_left_as_a_full_one(
-    unit: int, cluster: int, warps: int, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cuda_on_cpu.install(monkeypatch, folder)
+def test_lists_are_attended_to_and_one_with_places_left_as_a_full_one(unit: int, cluster: int, warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_on_cpu.install(monkeypatch)
     monkeypatch.setattr(checks.attend, "FORMS", ((6, cluster, warps),))
     checks.check_short_lists(unit, [260, 420, 33], [3, 9, 1] if unit > 1 else [100, 180, 33], 12 if unit > 1 else 200, dim=64)
     assert checks.failures == []
 
 
 @pytest.mark.parametrize("unit", [1, 16])
-def test_long_lists_of_few_rows_are_attended_to_by_more_warps(unit: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = cuda_on_cpu.install(monkeypatch, folder)
+def test_long_lists_of_few_rows_are_attended_to_by_more_warps(unit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = cuda_on_cpu.install(monkeypatch)
     for name, value in {"FEW": (8, 2, 2), "LONG": (2, 4), "MOST_LONG": 6}.items():
         monkeypatch.setattr(checks.attend, name, value)
     lists = [6, 7] if unit > 1 else [100, 80]

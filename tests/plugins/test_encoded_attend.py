@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import gcd
-from pathlib import Path
 
 import pytest
 import torch
@@ -64,31 +63,31 @@ PHASED = [(2, 16, 128, 4, 128, torch.bfloat16), (2, 32, 32, 3, 64, torch.float16
 
 @pytest.mark.parametrize(("bits", "key_group", "residual", "group", "dim", "dtype"), CASES)
 def test_attention_reads_codes_as_they_are_stored(
-    bits: int, key_group: int, residual: int, group: int, dim: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bits: int, key_group: int, residual: int, group: int, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     form = Format(8, 1, dim, 1, together=True) if bits == 8 else Format(bits, key_group, gcd(key_group, dim), residual)
-    compare(form, group, dim, dtype, [330, 1, residual + 1, 2 * residual + 40], None, tmp_path, monkeypatch)
+    compare(form, group, dim, dtype, [330, 1, residual + 1, 2 * residual + 40], None, monkeypatch)
 
 
 @pytest.mark.parametrize(("bits", "key_group", "residual", "group", "dim", "dtype"), PHASED)
 def test_runs_are_counted_from_each_sequences_origin(
-    bits: int, key_group: int, residual: int, group: int, dim: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bits: int, key_group: int, residual: int, group: int, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     form = Format(bits, key_group, gcd(key_group, dim), residual, lag=0, together=True, phased=True)
     prompts = [260, 5, residual + key_group + 3, 3 * key_group]
     more = (residual + 7, 1, residual - 3, residual)  # the last one's newest token completes a run
     stored = [one + two for one, two in zip(prompts, more, strict=True)]
     assert form.seen(stored[3], form.origin(prompts[3])) == (stored[3], stored[3])
-    compare(form, group, dim, dtype, stored, [form.origin(one) for one in prompts], tmp_path, monkeypatch)
+    compare(form, group, dim, dtype, stored, [form.origin(one) for one in prompts], monkeypatch)
 
 
 @pytest.mark.parametrize("splits", [4, 8])
 @pytest.mark.parametrize(("bits", "group", "dim", "dtype"), [(2, 7, 64, torch.bfloat16), (8, 3, 96, torch.float16)])
 def test_blocks_of_a_cluster_merge_through_their_shared_memory(
-    bits: int, group: int, dim: int, dtype: torch.dtype, splits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bits: int, group: int, dim: int, dtype: torch.dtype, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     form = Format(8, 1, dim, 1, together=True) if bits == 8 else Format(bits, 32, 32, 64)
-    compare(form, group, dim, dtype, [330, 1, 65, 140], None, tmp_path, monkeypatch, splits=splits, cluster=4)
+    compare(form, group, dim, dtype, [330, 1, 65, 140], None, monkeypatch, splits=splits, cluster=4)
 
 
 def compare(
@@ -98,7 +97,6 @@ def compare(
     dtype: torch.dtype,
     stored: list[int],
     origins: list[int] | None,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     ends: list[tuple[int, int]] | None = None,
     splits: int = 2,
@@ -109,7 +107,7 @@ def compare(
     ends are the encoded keys and values of each in a format with a window.
     """
     torch.manual_seed(form.bits + dim)
-    cuda_on_cpu.install(monkeypatch, tmp_path)
+    cuda_on_cpu.install(monkeypatch)
     block = launch._block(form, dim, WARPS, launch.STAGES, shared_limit("90"))
     monkeypatch.setattr(launch, "arch", lambda: "90")
     monkeypatch.setattr(launch, "attend_block", lambda *shape: block)  # few warps, so that each has several steps

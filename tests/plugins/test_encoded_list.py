@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import gcd
-from pathlib import Path
 
 import pytest
 import torch
@@ -65,10 +64,10 @@ def exact(q: Tensor, pages: launch.Pages, table: Tensor, slot: int, stored: int,
 
 @pytest.mark.parametrize(("bits", "key_group", "residual", "group", "dim", "unit", "dtype"), CASES)
 def test_attention_reads_what_a_list_names(
-    bits: int, key_group: int, residual: int, group: int, dim: int, unit: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bits: int, key_group: int, residual: int, group: int, dim: int, unit: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(bits + dim + unit)
-    cuda_on_cpu.install(monkeypatch, tmp_path)
+    cuda_on_cpu.install(monkeypatch)
     form = Format(8, 1, dim, 1, together=True) if bits == 8 else Format(bits, key_group, gcd(key_group, dim), residual)
     block = launch._block(form, dim, WARPS, launch.STAGES, shared_limit("90"), True)
     for module in (launch, launch_list):
@@ -103,9 +102,9 @@ def test_attention_reads_what_a_list_names(
     assert (whole.float() - out[:1].float()).norm() <= 2 * torchs[0] * out[:1].float().norm()
 
 
-def test_query_heads_with_lists_of_their_own_share_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_query_heads_with_lists_of_their_own_share_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
-    cuda_on_cpu.install(monkeypatch, tmp_path)
+    cuda_on_cpu.install(monkeypatch)
     form, dim, group = Format(2, 32, 32, 32), 64, 2
     for module in (launch, launch_list):
         monkeypatch.setattr(module, "arch", lambda: "90")

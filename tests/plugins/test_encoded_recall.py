@@ -42,22 +42,17 @@ POLICIES = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
-@pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     shape = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "hidden_size": 128, "num_hidden_layers": 2}
     return make_tiny("llama", tmp_path_factory.mktemp("wide") / "model", **shape)
 
 
 @pytest.fixture
-def as_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Launches:
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Recall and attention by their kernels, compiled for the CPU; what encodes in Triton's interpreter; selection by what its launches promise."""
     monkeypatch.setattr(cuda_on_cpu, "OPTIONS", (*cuda_on_cpu.OPTIONS, "-D__ldcv(p)=(*(p))"))
     launches = Launches(monkeypatch)
-    cuda_on_cpu.install(monkeypatch, folder, multiprocessors=2)
+    cuda_on_cpu.install(monkeypatch, multiprocessors=2)
     monkeypatch.setattr(support, "gpu_ready", lambda device: None)
     monkeypatch.setattr(TorchExecutor, "capturable", False)
     monkeypatch.setattr(recall_launch, "recall_cluster", lambda rows: 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,15 +18,10 @@ pytestmark = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cu
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
 @pytest.fixture(autouse=True)
-def _checks(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def _checks(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda_on_cpu.check_here(monkeypatch, checks, retrieval_case)
-    cuda_on_cpu.install(monkeypatch, folder)
+    cuda_on_cpu.install(monkeypatch)
     torch.manual_seed(torch.initial_seed() % 1000)
 
 

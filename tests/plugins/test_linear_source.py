@@ -19,14 +19,9 @@ from tests.plugins import cuda_on_cpu
 pytestmark = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("sources")
-
-
 @pytest.fixture(autouse=True)
-def on_cpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    cuda_on_cpu.install(monkeypatch, folder)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_on_cpu.install(monkeypatch)
     for module in (launch, sampling):
         monkeypatch.setattr(module, "arch", lambda: "90")
 

@@ -56,7 +56,7 @@ def kept(rig: Rig, layer: int, slot: int) -> list[tuple[list[int], list[bool]]]:
     pool, compactor = cache.pool, cache.compactor
     account, b = compactor.ledger.find(slot), next(b for b, row in enumerate(pool.rows) if row.slot == slot)
     pool.stored[:, b] = account.stored
-    view = compactor.view(layer, b, account)
+    view = compactor.view_of([layer], b, account)
     return list(zip(view.positions.tolist(), view.was_coded.tolist(), strict=True))
 
 
@@ -202,11 +202,11 @@ def test_layers_are_judged_together_as_alone(phase: Literal["prefill", "decode"]
     ],
 )
 def test_attention_over_both_kinds(
-    heads: int, group: int, dim: int, page: int, plain: list[int], coded: list[int], dtype: torch.dtype, blocks: int, tmp_path: Path,
+    heads: int, group: int, dim: int, page: int, plain: list[int], coded: list[int], dtype: torch.dtype, blocks: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Every byte but NaN is a code; scales of tokens that do not exist are NaN."""
-    cuda_on_cpu.install(monkeypatch, tmp_path)
+    cuda_on_cpu.install(monkeypatch)
     made, batch = torch.Generator().manual_seed(dim), len(plain)
     width = -(-max(*plain, *coded) // page) + 1
     tables = torch.randperm(2 * batch * width, generator=made).int().view(2, batch, width)
@@ -246,7 +246,7 @@ def test_attention_over_both_kinds(
 def test_all_kernels_together_answer_as_the_torch_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Append in the interpreter and decode attention from its CUDA source; prompts by the library's stand-in."""
     pytest.importorskip("triton")
-    cuda_on_cpu.install(monkeypatch, tmp_path, multiprocessors=3)
+    cuda_on_cpu.install(monkeypatch, multiprocessors=3)
     monkeypatch.setattr(prefill, "_takes_cudnn", lambda query: False)
     monkeypatch.setattr(prefill, "_flash", Launches.flash)
     shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 64, "num_hidden_layers": 2}

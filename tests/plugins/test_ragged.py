@@ -200,7 +200,7 @@ def test_kernels_keep_what_the_definition_keeps(name: str, tiny_llama: TinyModel
 def test_all_kernels_together_answer_as_the_torch_forms(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Append in the interpreter, decode attention from its CUDA source, moves in the interpreter; prompts by the library's stand-in."""
     pytest.importorskip("triton")
-    cuda_on_cpu.install(monkeypatch, tmp_path, multiprocessors=3)
+    cuda_on_cpu.install(monkeypatch, multiprocessors=3)
     monkeypatch.setattr(prefill, "_takes_cudnn", lambda query: False)
     monkeypatch.setattr(prefill, "_flash", Launches.flash)
     shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 64, "num_hidden_layers": 2}
@@ -230,9 +230,9 @@ def test_all_kernels_together_answer_as_the_torch_forms(name: str, tmp_path: Pat
     ],
 )
 def test_heads_attend_to_what_each_has(
-    heads: int, group: int, dim: int, page: int, lengths: list[list[int]], blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    heads: int, group: int, dim: int, page: int, lengths: list[list[int]], blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cuda_on_cpu.install(monkeypatch, tmp_path)
+    cuda_on_cpu.install(monkeypatch)
     made, batch = torch.Generator().manual_seed(heads), len(lengths[0])
     width = -(-max(map(max, lengths)) // page) + 1
     table = torch.randperm(heads * batch * width, generator=made).int().view(heads, batch, width)

@@ -26,10 +26,10 @@ AUTO = Recall("auto", bulk="auto")
 
 
 @pytest.fixture
-def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_on_cpu, "OPTIONS", (*cuda_on_cpu.OPTIONS, "-D__ldcv(p)=(*(p))"))
     monkeypatch.setattr(launch, "recall_cluster", lambda rows: 2)
-    cuda_on_cpu.install(monkeypatch, tmp_path)
+    cuda_on_cpu.install(monkeypatch)
 
 
 def make_store(tiny: TinyModel, policy: str, recall: Recall, pages: int = 24) -> Offload:

@@ -23,11 +23,6 @@ from trtkv.runtime.executor import TorchExecutor
 pytestmark = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
 @pytest.fixture(autouse=True)
 def _cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_on_cpu, "OPTIONS", (*cuda_on_cpu.OPTIONS, "-D__ldcv(p)=(*(p))"))
@@ -42,9 +37,9 @@ def _cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [(2, 64, 16, 6, 16, "heads"), (3, 96, 16, 20, 1, "tokens"), (1, 64, 16, 300, 40, "heads"), (2, 64, 32, 2, 1, "tokens")],
 )
 def test_recall_against_its_reference(
-    heads: int, dim: int, page: int, width: int, window: int, order: str, capability: tuple[int, int], folder: Path, monkeypatch: pytest.MonkeyPatch
+    heads: int, dim: int, page: int, width: int, window: int, order: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cuda_on_cpu.install(monkeypatch, folder, capability)
+    cuda_on_cpu.install(monkeypatch, capability)
     random.seed(width), torch.manual_seed(width)
     budget = width * page
     case = checks.Case(heads, dim, page, width, window, [budget - 2, budget * 2 + page - 2, 3], order, False)
@@ -57,9 +52,9 @@ def test_recall_against_its_reference(
 
 
 @pytest.mark.parametrize(("page", "in_flight"), [(16, 12), (32, 2)])
-def test_blocks_that_share_pages_bring_all_of_them(page: int, in_flight: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_share_pages_bring_all_of_them(page: int, in_flight: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four blocks a row: a page of theirs each, many at once, and two that bring a page together, fewer at once than are missing."""
-    cuda_on_cpu.install(monkeypatch, folder)
+    cuda_on_cpu.install(monkeypatch)
     monkeypatch.setattr(launch, "recall_cluster", lambda rows: 4)
     monkeypatch.setattr(launch, "FRONT", in_flight)
     random.seed(page), torch.manual_seed(page)
@@ -74,10 +69,10 @@ def test_blocks_that_share_pages_bring_all_of_them(page: int, in_flight: int, fo
 @pytest.mark.parametrize("capability", [(9, 0), (8, 9)])
 @pytest.mark.parametrize(("heads", "dim", "page", "width", "window"), [(2, 64, 16, 40, 20), (1, 64, 32, 300, 1)])
 def test_recall_of_tokens_against_its_reference(
-    heads: int, dim: int, page: int, width: int, window: int, capability: tuple[int, int], folder: Path, monkeypatch: pytest.MonkeyPatch
+    heads: int, dim: int, page: int, width: int, window: int, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More pages than a selection has tokens, and more frames than a block has threads."""
-    cuda_on_cpu.install(monkeypatch, folder, capability)
+    cuda_on_cpu.install(monkeypatch, capability)
     monkeypatch.setattr(cuda_on_cpu.Kernel, "backwards", capability < (9, 0))  # threads in the other order: what lacks a barrier shows
     random.seed(width), torch.manual_seed(width)
     case = checks.Case(heads, dim, page, width, window, [width - 2, width * page + 5 * page - 2, width + 1], "heads", False, unit=1)
@@ -108,11 +103,9 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
         ("freekv+own", Recall("blocking", ahead=False)),
     ],
 )
-def test_engines_answer_bit_for_bit(
-    policy: str, recall: Recall, wide: TinyModel, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_answer_bit_for_bit(policy: str, recall: Recall, wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ops as on a GPU: recall by its kernels, the other launches by what they promise, pages of prompts beside the layers."""
-    cuda_on_cpu.install(monkeypatch, folder)
+    cuda_on_cpu.install(monkeypatch)
     launches = Launches(monkeypatch)
     monkeypatch.setattr(support, "gpu_ready", lambda device: None)
     monkeypatch.setattr(TorchExecutor, "capturable", False)

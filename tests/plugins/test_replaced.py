@@ -176,10 +176,10 @@ def test_prompts_and_exchanges_follow_the_role(way: str, monkeypatch: pytest.Mon
     ],
 )
 def test_attention_over_nibbles(
-    heads: int, group: int, dim: int, page: int, stored: list[int], dtype: torch.dtype, blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    heads: int, group: int, dim: int, page: int, stored: list[int], dtype: torch.dtype, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scales and zero points of tokens that do not exist are NaN."""
-    cuda_on_cpu.install(monkeypatch, tmp_path)
+    cuda_on_cpu.install(monkeypatch)
     made, batch = torch.Generator().manual_seed(dim), len(stored)
     width = -(-max(stored) // page) + 1
     table = torch.randperm(batch * width, generator=made).int().view(batch, width)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -26,26 +24,26 @@ PROMPTS = {0: 160, 1: 134}
     ("policy", "heads", "kv"), [("shadowkv", 16, 1), ("arkvale+ball", 6, 2), ("arkvale+shared", 6, 2), ("quest+none", 6, 2), ("fier+none", 4, 2)]
 )
 def test_sources_choose_and_answer_as_the_torch_forms(
-    policy: str, heads: int, kv: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy: str, heads: int, kv: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """Scores pass from scorer to selector in fp16, so that of a hundred lists a few may differ in places where scores are nearly equal."""
-    _check_sources(policy, heads, kv, tmp_path, monkeypatch)
+    _check_sources(policy, heads, kv, monkeypatch)
 
 
 @pytest.mark.parametrize(("policy", "heads", "kv", "kernel"), [("fier", 4, 2, "fier_select"), ("shadowkv", 4, 2, "page_select")])
 def test_one_launch_chooses_and_answers_as_the_torch_forms(
-    policy: str, heads: int, kv: int, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy: str, heads: int, kv: int, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     monkeypatch.setattr(launch_fused, "LEAST_GROUPS", 1)
     monkeypatch.setattr(launch_fused, "LEAST_PAGES", 8)
     launched, launch = [], getattr(launch_fused, kernel)
     monkeypatch.setattr(launch_fused, kernel, lambda *given, **named: (launched.append(kernel), launch(*given, **named)))
-    _check_sources(policy, heads, kv, tmp_path, monkeypatch)
+    _check_sources(policy, heads, kv, monkeypatch)
     assert len(launched) == 2, "one sequence decodes in two steps; for two there are too many rows"
 
 
-def _check_sources(policy: str, heads: int, kv: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda_on_cpu.install(monkeypatch, tmp_path, multiprocessors=4)
+def _check_sources(policy: str, heads: int, kv: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_on_cpu.install(monkeypatch, multiprocessors=4)
     monkeypatch.setattr(prefill, "_takes_cudnn", lambda query: False)
     monkeypatch.setattr(prefill, "_flash", Launches.flash)
     twins, lists, other = Twins(lower(policy, model(heads, kv)), model(heads, kv)), 0, 0

@@ -13,7 +13,7 @@ from tests.examples import examples
 from tests.policies.cases import PRESETS, small, tensors
 from trtkv.config import ModelConfig
 from trtkv.plan import CachePlan
-from trtkv.policies.budgeted import Budgeted
+from trtkv.policies.budgeted import Ranked
 from trtkv.policies.registry import parse_policy
 from trtkv.policies.schedule import trajectory
 from trtkv.simulation import simulate
@@ -70,7 +70,7 @@ def test_indices_ascend_and_protected_tokens_stay(name: str) -> None:
             assert torch.equal(positions, positions.unique())
             allowed = torch.cat([before[head], torch.tensor([119 + step])]).unique()
             assert torch.isin(positions, allowed).all(), "a token came back or appeared from nowhere"
-            if isinstance(policy.evict, Budgeted):
+            if isinstance(policy.evict, Ranked):
                 first, last = policy.evict.reserved(120)
                 last = last if step == 0 or not policy.evict.prompt_only else 1
                 assert torch.isin(torch.cat([torch.arange(first), torch.arange(120 + step - last, 120 + step)]), positions).all()

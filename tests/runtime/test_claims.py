@@ -21,7 +21,7 @@ from trtkv.config import Limits
 from trtkv.errors import CapacityError, RequestError
 from trtkv.plan import CachePlan
 from trtkv.policies.registry import parse_policy
-from trtkv.runtime.claims import ClaimScheduler
+from trtkv.runtime.claims import GroupClaimScheduler
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.memory import pool_sizes
 from trtkv.runtime.pages import GroupPages, PageAllocator, make_pages
@@ -56,7 +56,7 @@ class Rig:
         self.plan, self.ledger, self.slots = plan, find_ledger(plan), list(range(LIMITS.max_batch_size))
         whole = self.ledger.most_pages(LIMITS.max_seq_len, LIMITS.max_chunk_tokens)
         self.pages: PageAllocator | GroupPages = make_pages([int(one * share) for one in whole])
-        self.scheduler = ClaimScheduler(plan, LIMITS, self.pages, self.slots, self.ledger)
+        self.scheduler = GroupClaimScheduler(plan, LIMITS, self.pages, self.slots, self.ledger)
         self.pools = self.pages.pools if isinstance(self.pages, GroupPages) else [self.pages]
         self.most = self.steps = 0
 
@@ -66,10 +66,10 @@ class Rig:
     def step(self) -> bool:
         if self.ledger.encodes:
             between = [one for one in self.scheduler.running if 0 < one.seen < one.num_prompt]
-            assert len(between) <= 1 and not any(any(one.pages) for one in between), "one prompt is read outside the pages at a time"
+            assert len(between) <= 1 and not any(any(self.scheduler.owned(one)) for one in between), "one prompt is read outside the pages at a time"
         batch = self.scheduler.next()
         for group, pool in enumerate(self.pools):
-            owned = [page for one in self.scheduler.running for page in one.pages[group]]  # type: ignore[attr-defined]
+            owned = [page for one in self.scheduler.running for page in self.scheduler.owned(one)[group]]
             assert len(owned) == len(set(owned)) == pool.num_pages - pool.free
         for one, row in batch:
             account = self.ledger.append(one.slot, len(row.tokens), one.seen + len(row.tokens), one.num_prompt)
@@ -77,7 +77,7 @@ class Rig:
                 self.ledger.settle(account, self.ledger.due(account))
             if not self.ledger.encodes or account.seen >= account.prompt:
                 coded = [max(ends) for ends in account.encoded] if isinstance(self.ledger, SettledLedger) else account.stored
-                assert all(self.plan.pages(have) <= len(own) for have, own in zip(coded, one.pages, strict=True))  # type: ignore[arg-type]
+                assert all(self.plan.pages(have) <= len(own) for have, own in zip(coded, self.scheduler.owned(one), strict=True))
             if not self.ledger.encodes:
                 self.ledger.settle(account, self.ledger.due(account))
             one.seen += len(row.tokens)

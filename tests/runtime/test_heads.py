@@ -52,16 +52,17 @@ class Rig:
 
     def step(self) -> bool:
         batch = self.scheduler.next()
-        owned = [page for one in self.scheduler.running for row, count in zip(one.pages.table, one.pages.counts, strict=True) for page in row[:count]]
+        everybody = [self.scheduler.owned(one) for one in self.scheduler.running]
+        owned = [page for own in everybody for row, count in zip(own.table, own.counts, strict=True) for page in row[:count]]
         assert len(owned) == len(set(owned)) == self.pages.num_pages - self.pages.free
         for one, row in batch:
             account = self.ledger.append(one.slot, len(row.tokens), one.seen + len(row.tokens), one.num_prompt)
-            assert (self.ledger.pages(one.slot, 0) <= one.pages.counts).all()
+            assert (self.ledger.pages(one.slot, 0) <= self.scheduler.owned(one).counts).all()
             if account.measures:
                 self.ledger.grant(account, torch.rand(LAYERS, KV_HEADS, generator=self.measured))
             stay = self.ledger.cut(account)[1]
             self.ledger.settle(account, stay)
-            assert (self.ledger.pages(one.slot, 0) <= one.pages.counts).all(), "what is written anew has no room"
+            assert (self.ledger.pages(one.slot, 0) <= self.scheduler.owned(one).counts).all(), "what is written anew has no room"
             one.seen += len(row.tokens)
             self.scheduler.stored(one)
             if row.logits_of:
@@ -170,7 +171,7 @@ def test_what_is_planned_is_what_the_allocator_lends(tiny_llama: TinyModel, tmp_
         assert engine.cache.reserved_bytes() - engine.cache.count.slot == planned.reserved_bytes(length) - planned.count.slot
         # A head has the page of its next token in hand where the prompt had one for it.
         hand = np.minimum(head_pages(lengths + 1, 32), head_pages(length, 32))
-        assert engine.pages.num_pages - engine.pages.free == one.pages.total == hand.sum()
+        assert engine.pages.num_pages - engine.pages.free == llm.batcher.scheduler.owned(one).total == hand.sum()
         llm.batcher.cancel(call)
         assert engine.pages.free == engine.pages.num_pages
     assert np.all(engine.pages._owned == 0)
@@ -183,9 +184,8 @@ def test_pages_taken_in_advance_are_enough(name: str, tiny_llama: TinyModel, tmp
     limits = {"max_seq_len": 256, "max_batch_size": 1, "max_chunk_tokens": 48}
     path = build(str(tiny_llama.path), name, budget=64, sets=sets, out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
     engine = LLM(path).engine
-    need = engine.pages_for(150, 256)
-    assert engine.pages.has(need)
-    pages = engine.pages.take(need)
+    reserved = engine.reserve(150, 256)
+    pages = reserved.pages
     text = prompt(256, 1)
     for start in range(0, 150, 48):
         part = text[start : min(150, start + 48)]
@@ -194,7 +194,7 @@ def test_pages_taken_in_advance_are_enough(name: str, tiny_llama: TinyModel, tmp
         ledger = engine.cache.compactor.ledger
         assert (ledger.pages(0, 1) <= pages.counts).all()
         assert bool(torch.isfinite(engine.stepper.run([StepRow(text[step : step + 1], step, 0, pages, (0,), 150)])).all())
-    engine.pages.give(pages)
+    reserved.release()
     assert engine.pages.free == engine.pages.num_pages
 
 

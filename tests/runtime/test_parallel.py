@@ -112,19 +112,19 @@ def test_a_part_that_fails_while_others_still_join_says_why(
 
 
 def test_every_weight_is_shared_out_once(tiny_llama: TinyModel) -> None:
-    specs = [{"name": one.name, "shape": one.shape, "sources": one.sources} for one in weight_specs(tiny_llama.config.part(2), 2)]
+    specs = weight_specs(tiny_llama.config.part(2), 2)
     checkpoint, cpu = Checkpoint(tiny_llama.path), torch.device("cpu")
     whole = {one.name: one for one in weight_specs(tiny_llama.config)}
     parts = [map_weights(checkpoint, specs, torch.float32, cpu, lambda done, total: None, (index, 2)) for index in range(2)]
     for spec in specs:
-        shapes = [torch.Size(spec["shape"])] * 2
-        tensors = [torch.cat([part.view(part.shape) for part in weights[spec["name"]].parts]) for weights in parts]
+        shapes = [torch.Size(spec.shape)] * 2
+        tensors = [torch.cat([part.view(part.shape) for part in weights[spec.name].parts]) for weights in parts]
         assert [tensor.view(shape).shape for tensor, shape in zip(tensors, shapes, strict=True)] == shapes
-        if spec["shape"] == whole[spec["name"]].shape:
+        if spec.shape == whole[spec.name].shape:
             assert torch.equal(*tensors)
         else:
             total = sum(tensor.double().square().sum() for tensor in tensors)
-            sources = [checkpoint.tensor(name) for name, _ in spec["sources"]]
+            sources = [checkpoint.tensor(name) for name, _ in spec.sources]
             torch.testing.assert_close(total, sum(source.double().square().sum() for source in sources))
 
 

@@ -35,12 +35,12 @@ FREEKV = ("retrieve.page=16", "retrieve.sink=16", "retrieve.window=16")
 
 
 @pytest.fixture(params=["torch", "kernel"])
-def fetched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> bool:
+def fetched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the kernel brings the inputs, its source compiled for the CPU."""
     if request.param == "kernel":
         if cuda_on_cpu.missing():
             pytest.skip(str(cuda_on_cpu.missing()))
-        cuda_on_cpu.install(monkeypatch, tmp_path)
+        cuda_on_cpu.install(monkeypatch)
         monkeypatch.setattr(launch, "arch", lambda: "90")
     return bool(request.param == "kernel")
 

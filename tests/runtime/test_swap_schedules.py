@@ -17,8 +17,8 @@ from trtkv.config import Limits
 from trtkv.errors import CapacityError
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime import swap
+from trtkv.runtime.growing import GrowingScheduler
 from trtkv.runtime.pages import PageAllocator
-from trtkv.runtime.scheduler import Scheduler
 from trtkv.runtime.sequence import Running
 from trtkv.runtime.swap import Swap
 
@@ -32,7 +32,7 @@ class Rig:
     def __init__(self, policy: str, num_pages: int, host_pages: int | None, chance: random.Random) -> None:
         plan = parse_policy(policy).plan(SMALL)
         self.cache, self.pages, self.slots = make_cache(plan, [num_pages], 4), PageAllocator(num_pages), [3, 2, 1, 0]
-        self.scheduler = Scheduler(plan, LIMITS, self.pages, self.slots)
+        self.scheduler = GrowingScheduler(plan, LIMITS, self.pages, self.slots)
         self.chance, self.fails = chance, False
         if host_pages is not None:
             limit = host_pages * self.cache.count.page + 64 * self.cache.count.slot

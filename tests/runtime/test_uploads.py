@@ -41,10 +41,10 @@ def stacked(weight: Weight, shape: tuple[int, ...]) -> Tensor:
 @pytest.mark.parametrize("part", [(0, 1), (0, 2), (1, 2)])
 def test_uploaded_weights_are_the_mapped_ones(tiny_llama: TinyModel, device: torch.device, dtype: torch.dtype, part: tuple[int, int]) -> None:
     count = part[1]
-    specs = [{"name": one.name, "shape": one.shape, "sources": one.sources} for one in weight_specs(tiny_llama.config.part(count), count)]
+    specs = weight_specs(tiny_llama.config.part(count), count)
     checkpoint = Checkpoint(tiny_llama.path)
     mapped = map_weights(checkpoint, specs, dtype, CPU, quiet, part)
-    named = [(str(one["name"]), tuple(one["shape"]), [name for name, _ in one["sources"]]) for one in specs]  # type: ignore[arg-type, attr-defined]
+    named = [(one.name, one.shape, [name for name, _ in one.sources]) for one in specs]
     uploaded = upload_weights(checkpoint, named, dtype, device, quiet, part)
     assert list(uploaded) == [name for name, _, _ in named]
     for name, shape, _ in named:

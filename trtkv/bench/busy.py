@@ -57,7 +57,7 @@ def measure_busy(engine_dir: Path, streams: Streams, options: Options, command: 
         "model": engine.manifest.model_name, "policy": engine.cache.plan.policy, "streams": streams.count, "prompt_tokens": streams.prompt_tokens,
         "answer_tokens": streams.answer_tokens, "executor": engine.stepper.executor.name,
     }  # fmt: skip
-    figures = {"busy_share": round(busy_share(spans), 4), "steps": len(steps), "step_p50_ms": round(percentile(steps, 50) * 1e3, 3)}
+    figures: dict[str, Any] = {"busy_share": round(busy_share(spans), 4), "steps": len(steps), "step_p50_ms": round(percentile(steps, 50) * 1e3, 3)}
     figures["idle_shares"] = {place: round(share, 5) for place, share in list(waits.items())[:MOST_PLACES]}
     if gaps:
         figures |= {f"between_steps_p{share}_us": round(percentile(gaps, share), 2) for share in (50, 90, 99)}

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from plugins.append import reference
-from plugins.cache.roles import load_role
+from plugins.cache.roles import RetrieveRole, load_retrieve
 from plugins.select.choose import choose, pool, spread
 from trtkv.bench.layer import Layers
 from trtkv.plan import SelectPlan
@@ -64,8 +64,10 @@ def _check_append(layers: Layers, layer: int, findings: Findings) -> None:
     norms = (layers.norms[0], layers.norms[1]) if layers.norms else None
     qkv, positions = layers.qkv[rows].cpu(), layers.positions[rows].cpu()
     rope, config = layers.rope.cpu(), layers.configs[layer]
-    exact = reference.append(qkv.double(), positions, rope.double(), config, tuple(one.cpu().double() for one in norms) if norms else None)
-    plain = reference.append(qkv, positions, rope, config, tuple(one.cpu() for one in norms) if norms else None)
+    plain_norms = (norms[0].cpu(), norms[1].cpu()) if norms else None
+    exact_norms = (plain_norms[0].double(), plain_norms[1].double()) if plain_norms else None
+    exact = reference.append(qkv.double(), positions, rope.double(), config, exact_norms)
+    plain = reference.append(qkv, positions, rope, config, plain_norms)
     own = [layers.query[rows].unflatten(1, (-1, case.model.head_dim))]
     place = (case.stored - 1) // layers.cache.plan.page_size
     pages, inside = layers.table[:, place].to(layers.device), (case.stored - 1) % layers.cache.plan.page_size
@@ -96,7 +98,7 @@ def _check_head(layers: Layers, layer: int, b: int, head: int, findings: Finding
 
 def _check_selection(plan: SelectPlan, scale: float, query: Tensor, keys: Tensor, lists: Tensor, findings: Findings) -> None:
     """Compare lists [H, K + 1] of one KV head with the exact best; a unit may differ where scores differ by no more than torch's rounding."""
-    role, stored = load_role(plan.meaning), len(keys)
+    role, stored = load_retrieve(plan.meaning), len(keys)
     closed = keys[None, : stored // plan.group * plan.group]
     summary = role.summarize(closed)
     pooled, narrow = pool(role.score(query, summary), 1, scale, plan.pooling), pool(_narrow_scores(role, query, closed), 1, scale, plan.pooling)
@@ -127,7 +129,7 @@ def _with_forced(plan: SelectPlan, scores: Tensor, forced: Tensor | None, stored
     return every
 
 
-def _narrow_scores(role: Any, query: Tensor, keys: Tensor) -> Tensor:
+def _narrow_scores(role: RetrieveRole, query: Tensor, keys: Tensor) -> Tensor:
     """Score [H, U] with the channels summed in another order and the result in the keys' dtype: the same computation with its rounding."""
     order = torch.arange(keys.shape[-1], device=keys.device).flip(0)
     return role.score(query[:, order], role.summarize(keys[..., order])).to(keys.dtype).float()

@@ -10,6 +10,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ def measure_sums(case: PromptCase, device: torch.device, runs: int) -> dict[str,
     if device.type == "cuda" and chunk == case.context:
         calls |= libraries(query, keys, values, scale)
     times = measure_in_turn(calls, runs, device) | {"last_32": measure(lambda i: _sums(query, keys, lse, scale, 32), 1, runs, device)}
-    figures = {f"{name}_us": round(one.median_us, 1) for name, one in times.items()}
+    figures: dict[str, Any] = {f"{name}_us": round(one.median_us, 1) for name, one in times.items()}
     sums_us, beside = times["sums"].median_us, [name for name in ("attention", "flash", "cudnn") if name in times]
     figures |= {f"with_sums_per_{name}": round(1 + sums_us / times[name].median_us, 3) for name in beside}
     least = min(beside, key=lambda name: times[name].median_us)
@@ -108,7 +109,7 @@ def measure_lag(case: PromptCase, device: torch.device, runs: int) -> dict[str, 
         for stack in cache.stacks.groups[name]:
             stack.normal_()
     pages = [[list(range(plan.pages(case.context)))]] * plan.num_page_groups
-    took, lengths = 0.0, []
+    took, lengths = 0.0, list[tuple[int, int]]()
     for index in range(runs + 1):
         once, lengths = _compress(cache, pages, case.context, chunk, device)
         took = min(took, once) if index > 1 else once  # the first run loads the kernels
@@ -138,7 +139,7 @@ def _compress(cache: Cache, pages: list[list[list[int]]], context: int, chunk: i
         new = min(chunk, context - seen)
         seen += new
         cache.begin_step([new], [seen], [0], pages, [context])
-        lengths.append((new, cache.stored_lens()[0][0]))
+        lengths.append((new, cache.step(0).rows[0].stored))
         total += _time(cache.end_step, device)
     return total, lengths
 
@@ -153,7 +154,8 @@ def _time(work: Callable[[], object], device: torch.device) -> float:
     work()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) * 1e3
+    took: float = begin.elapsed_time(end)
+    return took * 1e3
 
 
 def _products_us(model: ModelConfig, lengths: Sequence[tuple[int, int]], device: torch.device, runs: int) -> float:
@@ -189,10 +191,10 @@ def measure_long(call: Call, runs: int, device: torch.device) -> Times:
         return measure(call, 1, runs, device)
     for index in range(2):
         call(index)
-    samples = [_time(lambda index=index: call(index), device) for index in range(3)]  # type: ignore[misc]
+    samples = [_time(partial(call, index), device) for index in range(3)]
     if min(samples) < LONG_US:
         return measure(call, 1, runs, device)
-    samples += [_time(lambda index=index: call(index), device) for index in range(min(runs, LONG_RUNS) - 3)]  # type: ignore[misc]
+    samples += [_time(partial(call, index), device) for index in range(min(runs, LONG_RUNS) - 3)]
     return Times.of(samples, "CUDA events")
 
 

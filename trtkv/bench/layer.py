@@ -34,6 +34,7 @@ class Layers:
         self.rope = rope_table(model.rope, model.head_dim, case.context).to(device)
         self.norms = [1 + 0.1 * self._random(model.head_dim) for _ in range(2)] if model.qk_norm else []
         self.state = self.cache.address_table()
+        self.qkv: Tensor
         self._fill()
         self._prepare(case.chunk, case.stored)
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from plugins.cache.ledgers.evicting import EvictingLedger
+from plugins.cache.pages import HeadPages, Pages, by_group, shared
 from trtkv.bench.profile import trace_spans
 from trtkv.bench.split import split_step
 from trtkv.errors import ConfigError
 from trtkv.runtime.device_sampler import PENDING, Ask, Chosen
 from trtkv.runtime.loading import Engine
-from trtkv.runtime.pages import HeadPageAllocator, PageAllocator
+from trtkv.runtime.pages import GroupPages, PageAllocator
 from trtkv.runtime.rows import StepRow
 from trtkv.runtime.sampler import SamplingParams, sample, settings_of
 
@@ -52,7 +53,7 @@ class Load:
         if self.prompt < 2:
             raise ConfigError(f"context {work.context} leaves no prompt before {work.steps} steps", "Give a longer --context or fewer --steps.")
         self._copies = cache.copies
-        self.pages: list[list[Any]] = [[] for _ in range(work.batch)]
+        self.pages: list[Pages] = [[] for _ in range(work.batch)]
         generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(0, engine.manifest.model.vocab_size, (self.prompt,), generator=generator).tolist()
         self.seen, self.last, self.finite, self.read_tokens = self.prompt, [0] * work.batch, True, 0.0
@@ -102,36 +103,35 @@ class Load:
     def _take(self, slot: int) -> None:
         """Take the pages of a sequence to its end; raises CapacityError where there are too few."""
         if not self.pages[slot]:
-            self.pages[slot] = self.engine.pages.take(self.engine.pages_for(self.prompt, self.engine.manifest.limits.max_seq_len))  # type: ignore[arg-type]
+            self.pages[slot] = self.engine.reserve(self.prompt, self.engine.manifest.limits.max_seq_len).pages
 
     def _give_back(self, slot: int) -> None:
         """Return the pages that a sequence has no more use for once its prompt has been evicted from."""
-        cache, pages = self.engine.cache, self.engine.pages
-        if not cache.ledger.shrinks or cache.ledger.encodes or isinstance(pages, HeadPageAllocator):
+        pool, ledger, own = self.engine.pages, self.engine.cache.ledger, self.pages[slot]
+        if not isinstance(ledger, EvictingLedger) or ledger.encodes:
             return
-        keep = cache.ledger.pages_to_end(slot, self.engine.manifest.limits.max_seq_len - self.prompt)
-        if isinstance(pages, PageAllocator):
-            pages.give(self.pages[slot][keep[0] :])
-            self.pages[slot] = self.pages[slot][: keep[0]]
-        else:
-            pages.give([own[count:] for own, count in zip(self.pages[slot], keep, strict=True)])
-            self.pages[slot] = [own[:count] for own, count in zip(self.pages[slot], keep, strict=True)]
+        keep = ledger.pages_to_end(slot, self.engine.manifest.limits.max_seq_len - self.prompt)
+        if isinstance(pool, PageAllocator) and shared(own):
+            pool.give(own[keep[0] :])
+            self.pages[slot] = own[: keep[0]]
+        elif isinstance(pool, GroupPages) and by_group(own):
+            pool.give([numbers[count:] for numbers, count in zip(own, keep, strict=True)])
+            self.pages[slot] = [numbers[:count] for numbers, count in zip(own, keep, strict=True)]
 
     def _prefill(self, slot: int, count: int, report: Report) -> None:
         chunk, tokens = self.work.chunk, self.tokens[:count]
         for start in range(0, count, chunk):
             part = tokens[start : start + chunk]
             ends = start + len(part) == count
-            logits = self.engine.stepper.run([StepRow(part, start, slot, self._pages(slot), (len(part) - 1,) if ends else (), count)])
+            logits = self.engine.stepper.run([StepRow(part, start, slot, self.pages[slot], (len(part) - 1,) if ends else (), count)])
             report(start / count)
         self.last[slot] = self._sample(logits)[0]
 
-    def _pages(self, slot: int) -> list[int]:
-        return self.pages[slot]
-
     def _by_group(self, slot: int) -> list[list[int]]:
         """Return a sequence's pages in every page group."""
-        return [list(pages[0]) for pages in self.engine.cache.page_lists([self.pages[slot]])]
+        pages = self.pages[slot]
+        assert not isinstance(pages, HeadPages), "pages of rows cannot be copied"
+        return [list(own) for own in (pages if by_group(pages) else [pages] * self.engine.cache.plan.num_page_groups)]
 
     def _copy(self, slot: int, known: int | None = None) -> None:
         """Fill a sequence's pages with the first one's, with the first `known` of them again and again where not all are filled."""
@@ -156,7 +156,7 @@ class Load:
         return took
 
     def _rows(self, tokens: list[int]) -> list[StepRow]:
-        return [StepRow([token], self.seen, slot, self._pages(slot), (0,), self.prompt) for slot, token in enumerate(tokens)]
+        return [StepRow([token], self.seen, slot, self.pages[slot], (0,), self.prompt) for slot, token in enumerate(tokens)]
 
     def _launch(self, tokens: list[int]) -> Chosen:
         chosen = self.engine.stepper.launch(self._rows(tokens), [ASK] * len(tokens))

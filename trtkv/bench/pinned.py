@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from trtkv.runtime.host_memory import HostPool
 
 BUS_BYTES = 256 << 20
 TIMES_PAGES = 16  # pages of a sequence to one that is selected
-ORDERS = ("heads", "tokens")
+ORDERS: tuple[Literal["heads", "tokens"], ...] = ("heads", "tokens")
 PLAIN = "bf16"  # tokens as they are, whatever their dtype
 COLUMNS = ("geometry", "batch", "store", "order", "page", "pages", "status", "recall_us", "GBps", "bus_GBps", "share")
 Report = Callable[[str, float], None]
@@ -134,7 +134,8 @@ class OneLayer:
         width, heads = case.width(), case.model.num_kv_heads
         self.most = TIMES_PAGES * width + 8
         pool = HostPool(device, 1).allocate
-        self.store = Offload(plan, case.batch * self.most, case.batch, device, Recall(slack=0.0, order=case.order), pool)  # type: ignore[arg-type]
+        order = next(one for one in ORDERS if one == case.order)
+        self.store = Offload(plan, case.batch * self.most, case.batch, device, Recall(slack=0.0, order=order), pool)
         self.tier = self.store.tier(0)
         self._places_are_rows = isinstance(self.tier, RecordTier) and device.type == "cuda"  # as the kernel of records writes them
         host = self.tier.host
@@ -146,8 +147,8 @@ class OneLayer:
         self.lists = [torch.stack(one).sort(1).values.view(case.batch, heads, width) for one in lists]
         full = torch.full((case.batch, heads, 1), width)
         self.selections = [torch.cat([one, full], 2).int().to(device) for one in self.lists]
-        integers = lambda values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
-        self.given = (integers([self.most * case.page] * case.batch), integers(list(range(case.batch))), self.table.to(device))
+        lens = torch.full((case.batch,), self.most * case.page, dtype=torch.int32, device=device)
+        self.given = (lens, torch.arange(case.batch, dtype=torch.int32, device=device), self.table.to(device))
         self.places = torch.zeros_like(self.selections[0])
         self.rows = torch.empty(case.batch, self.store.shape.places, dtype=torch.int32, device=device)
         self._numbers = self.table.tolist()

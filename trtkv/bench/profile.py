@@ -42,8 +42,10 @@ def kernel_times_of(work: Callable[[], object], times: int) -> dict[str, float]:
 def trace_streams(work: Callable[[], object]) -> list[tuple[float, float, str, int]]:
     """Return the spans of everything that some work runs on the current device, with the stream that each ran on; copies say their direction."""
     torch.cuda.synchronize()
-    copies = lambda name: name.partition(" (")[0] if name.startswith("Memcpy") else short_name(name)  # noqa: E731
-    return [(start, end, copies(name), stream) for start, end, name, stream in _events(work, 1)]
+    return [
+        (start, end, name.partition(" (")[0] if name.startswith("Memcpy") else short_name(name), stream)
+        for start, end, name, stream in _events(work, 1)
+    ]
 
 
 def trace_spans(work: Callable[[], object]) -> list[Span]:
@@ -63,7 +65,7 @@ def _events(work: Callable[[], object], times: int) -> list[tuple[float, float, 
         for _ in range(times):
             work()
         torch.cuda.synchronize()
-    on_device = [event for event in trace.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
+    on_device = [event for event in trace.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]  # type: ignore[attr-defined]
     return [(one.time_range.start, one.time_range.end, one.name, int(one.device_resource_id)) for one in on_device]
 
 

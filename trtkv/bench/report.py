@@ -111,7 +111,8 @@ def _lines(records: Sequence[Record]) -> dict[str, list[tuple[int, float]]]:
 def label(record: Record) -> str:
     """Name a record's policy with what tells it apart."""
     pages = f", pages of {record['unit']}" if record.get("unit", 1) > 1 else ""
-    return record["policy"] + (f" ({record['pooling']}{pages})" if "pooling" in record else " (own kernels)" if record["policy"] == "full" else "")
+    more = f" ({record['pooling']}{pages})" if "pooling" in record else " (own kernels)" if record["policy"] == "full" else ""
+    return f"{record['policy']}{more}"
 
 
 def save(figure: Any, file: Path) -> None:

@@ -118,7 +118,8 @@ def _warm(batcher: Batcher, tokens: list[int]) -> None:
 def _run(batcher: Batcher, requests: Sequence[Request], traffic: Traffic, report: Report) -> tuple[float, tuple[int, int]]:
     """Drive the load; returns the seconds it took, and the most sequences and bytes of the cache in one step."""
     params = SamplingParams(max_tokens=traffic.answer_tokens, ignore_eos=True)
-    coming, going, done = list(requests), [], 0
+    going: list[Request] = []
+    coming, done = list(requests), 0
     running, kv_bytes = 0, 0
     started = time.perf_counter()
     while coming or going:

@@ -156,9 +156,8 @@ class StoredLayers:
             weights = torch.softmax(query.double() @ keys.double().transpose(1, 2) * case.model.head_dim**-0.5, -1)
             exact = weights @ values.double()
             plain = scaled_dot_product_attention(query[None], keys.to(query.dtype)[None], values.to(query.dtype)[None])[0]
-            off = lambda x, to=exact: float((x.double() - to).norm() / to.norm())  # noqa: E731
-            own = off(self.out[b].view_as(exact))
-            error, allowed = max(error, own if own == own else float("inf")), max(allowed, 2 * max(off(plain), LEAST_ERROR))
+            own, torchs = (float((x.double() - exact).norm() / exact.norm()) for x in (self.out[b].view_as(exact), plain))
+            error, allowed = max(error, own if own == own else float("inf")), max(allowed, 2 * max(torchs, LEAST_ERROR))
         return {"passed": error <= allowed, "attend_error": float(f"{error:.3g}"), "attend_tolerance": float(f"{allowed:.3g}")}
 
     def _fill(self, model: ModelConfig) -> None:

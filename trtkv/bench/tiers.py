@@ -19,7 +19,7 @@ from plugins.cache.indexes.summary import kept_of, ranges, words
 from plugins.cache.support import gpu_ready, why_torch
 from plugins.cache.tiers.host.choose import settle
 from plugins.cache.tiers.host.copies import Route
-from plugins.cache.tiers.host.store import Offload, Recall
+from plugins.cache.tiers.host.store import Offload, Recall, RecordTier, Tier
 from plugins.select.summary import summary_kind
 from trtkv.bench.load import Work
 from trtkv.bench.profile import trace_streams
@@ -29,6 +29,7 @@ from trtkv.errors import ConfigError
 from trtkv.plan import SelectPlan
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.loading import Engine
+from trtkv.runtime.pages import PageAllocator
 from trtkv.runtime.rows import StepRow
 from trtkv.runtime.step import Stepper
 
@@ -49,6 +50,7 @@ class Load:
             raise ConfigError(f"policy '{self.cache.plan.policy}' measures its prompts, and none is read", "Leave --fill out.")
         if self.prompt < 2:
             raise ConfigError(f"context {work.context} leaves no prompt before {work.steps} steps", "Give a longer --context or fewer --steps.")
+        assert isinstance(engine.pages, PageAllocator), "pages on the host are of one pool"
         longest = self.cache.plan.pages(engine.manifest.limits.max_seq_len)
         self.pages = [engine.pages.take(longest) for _ in range(work.batch)]
         vocab = engine.manifest.model.vocab_size
@@ -182,7 +184,7 @@ class Load:
         tiers = self.host.every if self.host else ()
         return state + [x for tier in tiers for x in (tier.held, tier.stamps, *self._rings(tier))]
 
-    def _rings(self, tier: Any) -> list[Tensor]:
+    def _rings(self, tier: Tier | RecordTier) -> list[Tensor]:
         shape = self._store().shape
         first = self.cache.num_slots * shape.frames
         return [pool[first:].view(self.cache.num_slots, shape.ring, *pool.shape[1:]) for pool in tier.pools]

@@ -40,8 +40,8 @@ class Times:
     def of(samples_us: Sequence[float], how: str, last: int = 0) -> Times:
         """Summarize samples; percentiles are nearest ranks, so each is a time that was measured."""
         ordered = sorted(samples_us)
-        rank = lambda share: ordered[max(0, math.ceil(share * len(ordered)) - 1)]  # noqa: E731
-        return Times(rank(0.5), rank(0.9), rank(0.99), ordered[0], len(ordered), how, last)
+        median, p90, p99 = (ordered[max(0, math.ceil(share * len(ordered)) - 1)] for share in (0.5, 0.9, 0.99))
+        return Times(median, p90, p99, ordered[0], len(ordered), how, last)
 
 
 def measure(call: Call, launches: int, runs: int, device: torch.device) -> Times:

@@ -101,9 +101,13 @@ def step(
         from trtkv.bench import recall as tiers
         from trtkv.cli.bench_offload import compare_tiers, compile_offloaded, measure_answers, ways_of
 
-        common = (weights, dtype, chunk, steps, drift, ways_of(recall), miss_pages, fill)
-        loads = [(c, b) for b in numbers_of("batch", batch) for c in numbers_of("context", context)]
-        cells_of = [tiers.Cell(model, name, *_options(name, budget, settings or []), *load, *common) for load in loads for name in names]
+        ways, own = ways_of(recall), {name: _options(name, budget, settings or []) for name in names}
+        cells_of = [
+            tiers.Cell(model, name, *own[name], c, b, weights, dtype, chunk, steps, drift, ways, miss_pages, fill)
+            for b in numbers_of("batch", batch)
+            for c in numbers_of("context", context)
+            for name in names
+        ]
         if compile_for is not None:
             compile_offloaded(cells_of, compile_for)
             return

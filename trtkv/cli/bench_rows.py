@@ -25,5 +25,8 @@ def rows_of(records: list[dict[str, Any]], columns: dict[str, str]) -> tuple[lis
     from trtkv.runtime.memory import readable
 
     used = [name for name in columns if any(name in record for record in records)]
-    text = lambda name, value: "-" if value is None else readable(value) if "bytes" in name else str(value)  # noqa: E731
+
+    def text(name: str, value: Any) -> str:
+        return "-" if value is None else readable(value) if "bytes" in name else str(value)
+
     return [columns[name] for name in used], [[text(name, record.get(name)) for name in used] for record in records]

@@ -25,7 +25,7 @@ from plugins.attend import reference as attend_reference
 from plugins.cache.batch import Row
 from plugins.cache.cache import Cache
 from plugins.cache.gather import read_pages
-from plugins.cache.roles import load_role
+from plugins.cache.roles import load_retrieve
 from plugins.config import DOMAIN, OpConfig
 from plugins.nodes import FACES
 from plugins.select import reference as select_reference
@@ -251,7 +251,7 @@ class _Step:
             if row.stored <= cache.reads_all_up_to(layer):
                 wrong, compared = wrong + int((ours[b, :, -1] != -1).sum()), compared + ours.shape[1]
                 continue
-            role = load_role(plan.meaning)
+            role = load_retrieve(plan.meaning)
             asking = speculative_query(role, query, previous, config.num_kv_heads) if plan.speculative else query
             keys = read_pages(cache.buffer("keys", layer), _of(cache, layer, row)).cpu()[:, : row.stored // plan.group * plan.group]
             scores = role.score(asking, role.summarize(keys))

@@ -88,7 +88,7 @@ class HostedExecutor(TorchExecutor):
         args = [arg.whole if isinstance(arg, Weight) else arg for arg in args]
         args = [arg.contiguous() for arg in args]
         shape = face.shape([arg.shape for arg in args], call.config)
-        out = torch.empty(shape, dtype=torch.int32 if face.integer_output else args[0].dtype, device=args[0].device)  # type: ignore[arg-type]
+        out = torch.empty(shape, dtype=torch.int32 if face.integer_output else args[0].dtype, device=args[0].device)
         self.host.run(face, node.output, call.layer, call.config, args, out)
         return out
 
@@ -186,7 +186,7 @@ def _steps(engine: Engine, plan: Plan) -> Iterator[list[StepRow]]:
     generator = torch.Generator().manual_seed(plan.seed)
     total = [length + plan.steps for length in lengths]
     texts = [torch.randint(0, engine.manifest.model.vocab_size, (one,), generator=generator).tolist() for one in total]
-    places = [(engine.slots.pop(), engine.pages.take(engine.pages_for(*one))) for one in zip(lengths, total, strict=True)]
+    places = [(engine.slots.pop(), engine.reserve(*one).pages) for one in zip(lengths, total, strict=True)]
     chunk = max(
         1, min(CHUNK_TOKENS, limits.max_chunk_tokens - SHORT_TOKENS) if limits.max_chunk_tokens > SHORT_TOKENS else limits.max_chunk_tokens // 2
     )

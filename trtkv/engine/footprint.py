@@ -75,7 +75,7 @@ class Footprint:
         """Return the pages of each row after a prompt; of codes only those of tokens that will never be evicted."""
         if self.count.form is not None and self.plan.storage == "windowed":
             return SettledLedger(self.plan).settled_pages(prompt)
-        return self.count.pages(self.lengths(self.layers(prompt)))  # type: ignore[no-any-return]
+        return list(self.count.pages(self.lengths(self.layers(prompt))))
 
     def peak_bytes(self, prompt: int) -> int:
         """Return the most bytes that a sequence occupies while its prompt is read, and after it."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from plugins.device import store, triton_aot
@@ -63,12 +64,16 @@ def _compile_all(specs: Sequence[Spec], fresh: bool) -> Iterator[tuple[Spec, Bin
             yield one, binary
 
 
+def _compile_one(spec: Spec) -> Iterable[tuple[Spec, Binary]]:
+    return [(spec, spec.compile())]
+
+
 def _in_parallel(specs: Sequence[Spec]) -> Iterator[tuple[Spec, Binary]]:
     """Compile on as many threads as there are processors; Triton's kernels go through one process, because starting it takes longest."""
     stop = threading.Event()
     triton = [spec for spec in specs if isinstance(spec, TritonSpec)]
     jobs: list[Callable[[], Iterable[tuple[Spec, Binary]]]] = [lambda: triton_aot.compile_all(triton)] if triton else []
-    jobs += [lambda spec=spec: [(spec, spec.compile())] for spec in specs if not isinstance(spec, TritonSpec)]  # type: ignore[misc]
+    jobs += [partial(_compile_one, spec) for spec in specs if not isinstance(spec, TritonSpec)]
     pool = ThreadPoolExecutor(min(len(jobs), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) or 1)
     try:
         futures: list[Future[Compiled]] = [pool.submit(_run, job, stop) for job in jobs]

@@ -52,7 +52,7 @@ class Fraction:
 class Monitor:
     """What the builder tells about its progress, and asks whether to go on; `make_monitor` adds TensorRT's own base class."""
 
-    interface: type
+    interface: Any  # TensorRT's base class
 
     def __init__(self, progress: Callable[[str, float], None] | None, cancelled: Callable[[], bool] | None) -> None:
         self.interface.__init__(self)
@@ -117,4 +117,5 @@ class Monitor:
 def make_monitor(trt: Any, progress: Callable[[str, float], None] | None, cancelled: Callable[[], bool] | None) -> Monitor:
     """Make a progress monitor for one of the TensorRT packages."""
     cls = type("ProgressMonitor", (Monitor, trt.IProgressMonitor), {"interface": trt.IProgressMonitor})
-    return cls(progress, cancelled)
+    monitor: Monitor = cls(progress, cancelled)
+    return monitor

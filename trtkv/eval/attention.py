@@ -22,6 +22,7 @@ from trtkv.plan import CachePlan, CacheView, Occupancy
 from trtkv.policies.policy import Policy
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.llm import LLM
+from trtkv.runtime.pages import PageAllocator
 from trtkv.runtime.rows import StepRow
 from trtkv.simulation import Simulation, simulate
 
@@ -85,6 +86,7 @@ def record(full: LLM, text: Given) -> Recorded:
     executor, cache, shape = engine.stepper.executor, engine.cache, engine.manifest.model
     if not isinstance(executor, TorchExecutor) or cache.plan.roles:
         raise ConfigError("the values inside an engine can be read only where torch runs it without a policy", "Give --executor torch.")
+    assert isinstance(engine.pages, PageAllocator), "layers differ without a policy"
     pages, slot = engine.pages.take(cache.plan.pages(len(text.tokens))), engine.slots.pop()
     queries: list[list[Tensor]] = [[] for _ in range(shape.num_layers)]
     chunk = engine.manifest.limits.max_chunk_tokens
@@ -110,8 +112,11 @@ def replay(policy: Policy, seen: Recorded) -> list[Simulation]:
     measures = None
     if policy.allocate and policy.allocate.measured:
         measures = torch.stack([policy.allocate.measure(_view(seen, layer)).float() for layer in range(len(seen.layers))])
-    settings = {"prefill": seen.prompt, "num_layers": len(seen.layers), "measures": measures, "top": TOP}
-    return [simulate(policy, q, k, v, layer=layer, **settings) for layer, (q, k, v) in enumerate(seen.layers)]
+    num_layers = len(seen.layers)
+    return [
+        simulate(policy, q, k, v, layer=layer, prefill=seen.prompt, num_layers=num_layers, measures=measures, top=TOP)
+        for layer, (q, k, v) in enumerate(seen.layers)
+    ]
 
 
 def _view(seen: Recorded, layer: int) -> CacheView:

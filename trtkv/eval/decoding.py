@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trtkv.errors import CapacityError
 from trtkv.runtime.llm import LLM
+from trtkv.runtime.pages import Reservation
 from trtkv.runtime.rows import StepRow
 
 Report = Callable[[float], None]
@@ -66,7 +67,7 @@ class Row:
     tokens: list[int]
     prompt: int
     slot: int
-    pages: Sequence[int]
+    reserved: Reservation
     fed: int = 0
     stored_bytes: int = 0
     ended: bool = False
@@ -102,7 +103,7 @@ def play(llm: LLM, texts: Sequence[Given], take: Take, report: Report = silent, 
         finally:
             for row in some:
                 llm.engine.cache.release(row.slot)
-                llm.engine.pages.give(row.pages)
+                row.reserved.release()
                 llm.engine.slots.append(row.slot)
         rows += some
     return rows, cost
@@ -121,10 +122,11 @@ def _admit(llm: LLM, texts: Sequence[Given], waiting: list[int], most: int) -> l
     engine, rows = llm.engine, list[Row]()
     while waiting and engine.slots and len(rows) < most:
         text = texts[waiting[0]]
-        need = engine.pages_for(text.prompt, len(text.tokens) + text.room)
-        if not engine.pages.has(need):
+        try:
+            reserved = engine.reserve(text.prompt, len(text.tokens) + text.room)
+        except CapacityError:
             break
-        rows.append(Row(waiting.pop(0), list(text.tokens), text.prompt, engine.slots.pop(), engine.pages.take(need)))
+        rows.append(Row(waiting.pop(0), list(text.tokens), text.prompt, engine.slots.pop(), reserved))
     if not rows:
         raise CapacityError("another call holds the engine's slots or pages", "Finish or close it first, or give the cache more memory.")
     return rows
@@ -135,7 +137,7 @@ def _step(llm: LLM, rows: Sequence[Row], count: int) -> Tensor:
     steps = []
     for row in rows:
         end = row.fed + count
-        steps.append(StepRow(row.tokens[row.fed : end], row.fed, row.slot, row.pages, (count - 1,) if end >= row.prompt else (), row.prompt))
+        steps.append(StepRow(row.tokens[row.fed : end], row.fed, row.slot, row.reserved.pages, (count - 1,) if end >= row.prompt else (), row.prompt))
         row.fed = end
     logits = llm.engine.stepper.run(steps)
     if logits.is_cuda:

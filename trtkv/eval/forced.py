@@ -53,7 +53,8 @@ class Followed:
 
 def follow(llm: LLM, texts: Sequence[Given], report: Report = silent) -> Followed:
     """Feed texts and compare every token after the prompts with its prediction."""
-    losses, hits = ([[] for _ in texts] for _ in range(2))  # type: ignore[var-annotated]
+    losses: list[list[float]] = [[] for _ in texts]
+    hits: list[list[bool]] = [[] for _ in texts]
 
     def visit(which: Sequence[int], positions: Sequence[int], logits: Tensor) -> None:
         targets = torch.tensor([texts[index].tokens[at] for index, at in zip(which, positions, strict=True)], device=logits.device)

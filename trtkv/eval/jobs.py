@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def work_through(cells: Sequence[Cell], runner: Runner, results: Results, progre
         for key, cell in list(pending.items()):
             with results.claim(key) as mine:
                 if mine:
-                    results.add(runner.run(cell, lambda fraction, key=key: progress(key, fraction)))  # type: ignore[misc]
+                    results.add(runner.run(cell, partial(progress, key)))
                     found = True
             if key in results.finished():
                 progress(key, 1.0)

@@ -11,7 +11,7 @@ from trtkv.eval.decoding import Given
 from trtkv.eval.forced import follow
 from trtkv.eval.generate import generate
 from trtkv.eval.perplexity import Perplexity, windows
-from trtkv.eval.task import Bench
+from trtkv.eval.task import Bench, TaskOptions
 from trtkv.runtime.llm import LLM
 
 GENERATED = 2048
@@ -29,9 +29,9 @@ class LongGeneration(Perplexity):
     main = "agreement"
     higher_is_better = True
 
-    def __init__(self, options: object, name: str = "long-generation", generated: int = GENERATED) -> None:
+    def __init__(self, options: TaskOptions, name: str = "long-generation", generated: int = GENERATED) -> None:
         """Take the text's file, or None."""
-        super().__init__(options, name)  # type: ignore[arg-type]
+        super().__init__(options, name)
         self._generated = generated
         self._found: WeakKeyDictionary[LLM, dict[tuple[int, ...], tuple[list[list[int]], float]]] = WeakKeyDictionary()
 

@@ -80,8 +80,8 @@ def model_subjects(
     A policy without a budget comes once. What cannot work is raised, or appended to misfits where a list is given.
     """
     source, config, _ = api.prepare(model, REFERENCE, None, (), dtype, None)
-    source = replace(source, config=config, path=_weights_path(weights, [source.path], source.name))
-    identity = weights_identity(source.path)  # type: ignore[arg-type]
+    path = _weights_path(weights, [source.path], source.name)
+    source, identity = replace(source, config=config, path=path), weights_identity(path)
     names = dict.fromkeys(policies or (REFERENCE,))
     if reference:
         names = dict.fromkeys([REFERENCE, *names])
@@ -201,7 +201,8 @@ def _weights_path(given: str | None, candidates: Sequence[Path | None], model: s
 
 
 def _budget_of(policy: Policy) -> int | None:
-    return next((role.budget for role in (policy.allocate, policy.evict, policy.retrieve) if getattr(role, "budget", None)), None)  # type: ignore[union-attr]
+    budgets: list[int | None] = [getattr(role, "budget", None) for role in (policy.allocate, policy.evict, policy.retrieve)]
+    return next((budget for budget in budgets if budget), None)
 
 
 def _same_model(subject: Subject) -> tuple[ModelConfig, str]:

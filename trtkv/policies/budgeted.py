@@ -14,16 +14,14 @@ from trtkv.policies.base import UNLIMITED, Evict
 from trtkv.ranking import best, span
 
 
-class Budgeted(Evict):
-    """Keep the tokens that score best within a budget.
+class Ranked(Evict):
+    """Keep the tokens that score best, as many as `free` and `fixed` say; an allocate role may distribute them over layers and heads.
 
-    budget: tokens that each KV head keeps, with sink and window; an allocate role may distribute it over layers and heads. prompt_only roles
-    evict once, at the end of the prompt, and keep every generated token.
+    prompt_only roles evict once, at the end of the prompt, and keep every generated token.
     """
 
     gives: ClassVar[frozenset[str]] = frozenset({"free_tokens"})
     takes: ClassVar[frozenset[str]] = frozenset({"settled_prefix", "stable_groups"})
-    budget: int = Field(1024, gt=0)
 
     @property
     def slack(self) -> int:
@@ -42,10 +40,6 @@ class Budgeted(Evict):
         """Sink and window."""
         return sum(self.reserved(prompt))
 
-    def free(self, prompt: int) -> float | None:
-        """The budget without sink and window."""
-        return self.budget - self.fixed(prompt)
-
     def granted(self, at: Occupancy) -> tuple[int, ...]:
         """Return the tokens that each KV head may keep: what was allocated, else the same for all."""
         if at.budget is not None:
@@ -61,7 +55,7 @@ class Budgeted(Evict):
     @property
     def bounded(self) -> bool:
         """Unless a role decides about lengths in its own way."""
-        return type(self).due is Budgeted.due and type(self).remaining is Budgeted.remaining
+        return type(self).due is Ranked.due and type(self).remaining is Ranked.remaining
 
     def limits(self, at: Occupancy) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The budget and what gathers beyond it, and the budget."""
@@ -96,6 +90,19 @@ class Budgeted(Evict):
     def settled(self, at: Occupancy) -> int:
         """Everything once the prompt has been evicted from, when generated tokens stay; else nothing."""
         return min(at.lengths) if self.prompt_only and at.complete else 0
+
+
+class Budgeted(Ranked):
+    """Keep the tokens that score best within a budget.
+
+    budget: tokens that each KV head keeps, with sink and window; an allocate role may distribute it over layers and heads.
+    """
+
+    budget: int = Field(1024, gt=0)
+
+    def free(self, prompt: int) -> float | None:
+        """The budget without sink and window."""
+        return self.budget - self.fixed(prompt)
 
     def check(self, policy: str) -> None:
         """Raise ConfigError when the budget does not hold sink, window and one more token."""

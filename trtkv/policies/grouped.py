@@ -53,11 +53,10 @@ class Grouped(Quantize):
         """Codes, scale and minimum of keys and values, in pages of encoded tokens."""
         heads, dim, groups = model.num_kv_heads, model.head_dim, page_size // self.group
         share, width = dim // gcd(self.group, dim), self.group * self.bits // 8
-        keys = {"tokens_per_entry": self.group, "pool": "encoded"}
         return (
-            BufferSpec("key_codes", ("P", heads, groups, dim, width), "P Hk N/g D g*bits/8", "uint8", layers, **keys),  # type: ignore[arg-type]
-            BufferSpec("key_scale", ("P", heads, groups, dim), "P Hk N/g D", model.dtype, layers, **keys),  # type: ignore[arg-type]
-            BufferSpec("key_minimum", ("P", heads, groups, dim), "P Hk N/g D", model.dtype, layers, **keys),  # type: ignore[arg-type]
+            BufferSpec("key_codes", ("P", heads, groups, dim, width), "P Hk N/g D g*bits/8", "uint8", layers, self.group, pool="encoded"),
+            BufferSpec("key_scale", ("P", heads, groups, dim), "P Hk N/g D", model.dtype, layers, self.group, pool="encoded"),
+            BufferSpec("key_minimum", ("P", heads, groups, dim), "P Hk N/g D", model.dtype, layers, self.group, pool="encoded"),
             BufferSpec("value_codes", ("P", heads, page_size, dim * self.bits // 8), "P Hk N D*bits/8", "uint8", layers, pool="encoded"),
             BufferSpec("value_scale", ("P", heads, page_size, share), "P Hk N D/g", model.dtype, layers, pool="encoded"),
             BufferSpec("value_minimum", ("P", heads, page_size, share), "P Hk N D/g", model.dtype, layers, pool="encoded"),

@@ -7,6 +7,7 @@ import pkgutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from trtkv.errors import ConfigError, UnknownName
@@ -82,8 +83,8 @@ def _from_module(text: str) -> Policy:
     raise ConfigError(f"'{text}' is neither a Role nor a Policy", "Subclass one of trtkv.policies.base, such as Retrieve.")
 
 
-def _one_role(module: object, where: str) -> type[Role]:
-    own = [item for item in vars(module).values() if isinstance(item, type) and issubclass(item, Role) and item.__module__ == module.__name__]  # type: ignore[attr-defined]
+def _one_role(module: ModuleType, where: str) -> type[Role]:
+    own = [item for item in vars(module).values() if isinstance(item, type) and issubclass(item, Role) and item.__module__ == module.__name__]
     if len(own) != 1:
         raise ConfigError(f"policies/{where}.py defines {len(own)} roles", "A file holds exactly one.")
     return own[0]

@@ -25,7 +25,7 @@ class TorchExecutor:
     def __init__(self, graph: Path, weights: Mapping[str, Weight], cache: Cache) -> None:
         """Load the graph at `graph`; weights by graph input; cache holds the cache that the plugin ops use."""
         self._nodes, constants = load_program(graph)
-        self._bound: dict[str, Any] = {**constants, **weights}
+        self._bound: dict[str, Tensor | Weight] = {**constants, **weights}
         self.cache = cache
         cache.keeps_inputs = True
         self.device = cache.device
@@ -36,7 +36,7 @@ class TorchExecutor:
         for node in self._joined:
             if node.kind in ("Gemm", "Product"):
                 normed, gated = node.kind == "Product" and bool(node.inputs[2]), bool(node.attributes.get("gated"))
-                fused.prepare(self._bound[node.inputs[1 if node.kind == "Gemm" else 3]], cache.num_slots, gated=gated, normed=normed)
+                fused.prepare(weights[node.inputs[1 if node.kind == "Gemm" else 3]], cache.num_slots, gated=gated, normed=normed)
         self._capturable = all(cache.captures(call.layer, call.config, dtype) for call in calls)
 
     @property
@@ -46,7 +46,9 @@ class TorchExecutor:
 
     def weight(self, name: str) -> Tensor:
         """Return a graph input that never changes, as the graph uses it."""
-        return self._bound[name].whole  # type: ignore[no-any-return]
+        weight = self._bound[name]
+        assert isinstance(weight, Weight), f"the input {name} is a constant of the graph"
+        return weight.whole
 
     @torch.inference_mode()
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -61,7 +63,8 @@ class TorchExecutor:
             for name in node.dead:
                 del values[name]
         self.cache.join()
-        return values["logits"]
+        logits: Tensor = values["logits"]
+        return logits
 
     def _run(self, node: Node, args: list[Any]) -> Any:
         if node.kind == "Gemm":
@@ -76,7 +79,7 @@ class TorchExecutor:
             return TORCH_OPS[node.kind](node, args)
         face, call = FACES[node.kind], node.attributes["call"]
         shape = face.shape([arg.shape for arg in args], call.config)
-        out = torch.empty(shape, dtype=torch.int32 if face.integer_output else args[0].dtype, device=args[0].device)  # type: ignore[arg-type]
+        out = torch.empty(shape, dtype=torch.int32 if face.integer_output else args[0].dtype, device=args[0].device)
         if self.taps is not None and face.integer_output:
             out.fill_(-1)  # a selection that is not made reads everything
         face.run(self.cache, call.layer, call.config, args, out)

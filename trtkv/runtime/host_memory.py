@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import torch
@@ -25,9 +26,10 @@ from trtkv.runtime.memory import HEADROOM, available_bytes, beside_bytes, readab
 from trtkv.runtime.streams import SideStream
 
 HOST_SHARE = 0.8  # of what is free: pinned memory cannot be swapped out
-ENGINES = ("auto", "kernel", "copies")  # what may move pages
+ENGINES: tuple[Literal["auto", "kernel", "copies"], ...] = ("auto", "kernel", "copies")  # what may move pages
 SMALLER = 0.75  # of the pages before, where pinning failed midway
 Report = Callable[[str, float], None]
+Release = Callable[[], object]  # gives memory back, once
 
 
 def open_offload(
@@ -76,10 +78,11 @@ def recall_of(plan: CachePlan, engine: str = "auto") -> Recall:
     Only a policy that selects with the previous step's query gains from it: what others choose with this step's query has just been read.
     engine is one of ENGINES: what moves pages, "auto" what is measured to be faster when the engine is opened. Raises UnknownName for another.
     """
-    if engine not in ENGINES:
+    mover = next((one for one in ENGINES if one == engine), None)
+    if mover is None:
         raise UnknownName("recall", engine, ENGINES)
     guesses = any(one is not None and one.speculative for one in plan.select) and not (plan.offload and plan.offload.blocking)
-    return Recall(engine=engine, ahead=guesses and engine != "copies", bulk=engine)  # type: ignore[arg-type]
+    return Recall(engine=mover, ahead=guesses and mover != "copies", bulk=mover)
 
 
 def fitting_pages(
@@ -128,7 +131,7 @@ class HostPool:
     def __init__(self, device: torch.device, count: int, report: Report = lambda stage, fraction: None) -> None:
         """Make up to `count` pools for a device, reporting each."""
         self._device, self._count, self._report = device, count, report
-        self._made: list[weakref.finalize] = []
+        self._made: list[Release] = []
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialized tensor in host memory; raises CapacityError where it cannot be pinned."""
@@ -164,7 +167,7 @@ class _Memory:
         self.__cuda_array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 2, "strides": None}
 
 
-def _pin(size: int, device: torch.device) -> tuple[Tensor, weakref.finalize]:
+def _pin(size: int, device: torch.device) -> tuple[Tensor, Release]:
     from cuda.bindings import driver
 
     flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP

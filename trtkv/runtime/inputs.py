@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from plugins.cache.pages import HeadPages
+from plugins.cache.pages import HeadPages, Lengths, by_group, shared
 from trtkv.runtime.rows import StepRow
 
 Int32 = npt.NDArray[np.int32]
 
 
-def small_inputs(rows: Sequence[StepRow], groups: int, stored_lens: Sequence[Sequence[int]] | None = None) -> dict[str, Int32]:
+def small_inputs(rows: Sequence[StepRow], groups: int, stored_lens: Sequence[Sequence[int]] | Lengths | None = None) -> dict[str, Int32]:
     """Return every per-step input but the page table, int32: by name, one entry a token or a sequence (or one a page group and sequence).
 
     stored_lens [Y][B] are the tokens behind the append where some have been evicted, by default all.
@@ -36,32 +36,19 @@ def small_inputs(rows: Sequence[StepRow], groups: int, stored_lens: Sequence[Seq
 
 def page_table(rows: Sequence[StepRow], groups: int, width: int) -> Int32:
     """Return the pages of every sequence [Y, B, M] int32; a constant width spares TensorRT a callback in every plugin."""
-    if any(isinstance(row.pages, HeadPages) for row in rows):
-        table = np.zeros((groups, len(rows), width), np.int32)
-        for b, row in enumerate(rows):
-            own = row.pages.table[:, :width]  # type: ignore[union-attr]
-            table[:, b, : own.shape[1]] = own
-        return table
-    if not any(map(differ, rows)):
+    lists = [row.pages for row in rows if shared(row.pages)]
+    if len(lists) == len(rows):
         table = np.zeros((len(rows), width), np.int32)
-        for b, row in enumerate(rows):
-            table[b, : len(row.pages)] = row.pages
+        for b, numbers in enumerate(lists):
+            table[b, : len(numbers)] = numbers
         return np.broadcast_to(table, (groups, *table.shape))
     table = np.zeros((groups, len(rows), width), np.int32)
-    for group in range(groups):
-        for b, row in enumerate(rows):
-            own = pages_of(row, group)
-            table[group, b, : len(own)] = own
+    for b, row in enumerate(rows):
+        if isinstance(row.pages, HeadPages):
+            own = row.pages.table[:, :width]
+            table[:, b, : own.shape[1]] = own
+        else:
+            for group in range(groups):
+                numbers = row.pages[group] if by_group(row.pages) else row.pages
+                table[group, b, : len(numbers)] = numbers
     return table
-
-
-def differ(row: StepRow) -> bool:
-    """Say whether a sequence's page groups have pages of their own."""
-    return isinstance(row.pages, HeadPages) or (bool(row.pages) and not isinstance(row.pages[0], int))
-
-
-def pages_of(row: StepRow, group: int) -> Sequence[int] | HeadPages:
-    """Return a sequence's page numbers in one page group, or of all heads where they have their own."""
-    if isinstance(row.pages, HeadPages):
-        return row.pages
-    return row.pages[group] if differ(row) else row.pages  # type: ignore[return-value]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trtkv.errors import RequestError
 from trtkv.runtime.batcher import Batcher, Event
@@ -16,7 +16,15 @@ from trtkv.runtime.saved_pages import SavedPages, identity_of
 from trtkv.runtime.stats import Stats
 from trtkv.runtime.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
 Prompt = str | Sequence[int]
+
+
+def _is_one(prompts: Prompt | Sequence[Prompt]) -> TypeIs[Prompt]:
+    """Whether this is a single prompt, in text or tokens."""
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
 
 
 @dataclass(slots=True)
@@ -133,10 +141,8 @@ class LLM:
         return self.tokenizer
 
     def _encode(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
-        several = not isinstance(prompts, str) and not (len(prompts) and isinstance(prompts[0], int))
-        tokens = []
-        for prompt in prompts if several else [prompts]:  # type: ignore[union-attr]
-            tokens.append(self._tokenizer().encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt])  # type: ignore[union-attr]
+        every = [prompts] if _is_one(prompts) else prompts
+        tokens = [self._tokenizer().encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt] for prompt in every]
         vocab = self.engine.manifest.model.vocab_size
         for one in tokens:
             wrong = next((token for token in one if not 0 <= token < vocab), None)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from plugins.cache.assemble import make_cache
 from plugins.cache.cache import Cache
-from plugins.cache.pages import Ints
+from plugins.cache.ledgers.per_head import HeadLedger
 from plugins.cache.support import dense_below, gpu_ready
-from plugins.cache.tiers.host import choose
+from plugins.cache.tiers.host import choice, choose
 from plugins.cache.tiers.host.layout import why_not
 from plugins.cache.tiers.host.store import Offload, Recall
 from plugins.device import store
@@ -29,7 +29,7 @@ from trtkv.plan import CachePlan
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.host_memory import host_room, open_offload, recall_of
 from trtkv.runtime.memory import check_weights, pool_sizes
-from trtkv.runtime.pages import GroupPages, HeadPageAllocator, PageAllocator, make_pages
+from trtkv.runtime.pages import GroupPages, HeadPageAllocator, PageAllocator, Reservation, make_pages
 from trtkv.runtime.rope import rope_table
 from trtkv.runtime.rows import Executor
 from trtkv.runtime.step import Stepper
@@ -76,12 +76,17 @@ class Engine:
         """Why a plan that is there does not run on the GPU that is used, and how to build one that does."""
         return self.why_torch if self.cache.device.type == "cuda" and self.manifest.plan_info is not None else None
 
-    def pages_for(self, prompt: int, total: int) -> int | list[int] | Ints:
-        """Pages to take for a sequence of so many tokens in all, `prompt` of them read in chunks; one number a page group where there are several."""
-        if isinstance(self.pages, HeadPageAllocator):
-            return self.cache.ledger.rows_for(prompt, total)
-        need = self.cache.ledger.pages_for(prompt, self.manifest.limits.max_chunk_tokens, total - prompt)
-        return need[0] if isinstance(self.pages, PageAllocator) else need
+    def reserve(self, prompt: int, total: int) -> Reservation:
+        """Take the pages of a sequence of so many tokens in all, `prompt` of them read in chunks.
+
+        Raises CapacityError, and takes none, when there are too few.
+        """
+        ledger, pages = self.cache.ledger, self.pages
+        if isinstance(pages, HeadPageAllocator):
+            assert isinstance(ledger, HeadLedger), "heads have pages of their own only where they are evicted from"
+            return Reservation.of(pages, ledger.rows_for(prompt, total))
+        need = ledger.pages_for(prompt, self.manifest.limits.max_chunk_tokens, total - prompt)
+        return Reservation.of(pages, need[0]) if isinstance(pages, PageAllocator) else Reservation.of(pages, need)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +189,9 @@ def _settle_recall(offload: Offload, plan: CachePlan, progress: Progress, part: 
     wanted = offload.recall
     choose.settle(offload, plan)
     if part is not None and "auto" in (wanted.engine, wanted.bulk):
-        both: tuple[choose.Engine, choose.Engine] = ("kernel", "copies")
-        offload.recall = choose.settled(wanted, *(both[part.least(both.index(x))] for x in (offload.recall.engine, offload.recall.bulk)))  # type: ignore
+        both: tuple[choice.Engine, choice.Engine] = ("kernel", "copies")
+        step, bulk = (both[part.least(both.index(x))] for x in (offload.recall.engine, offload.recall.bulk))
+        offload.recall = choose.settled(wanted, step, bulk)
 
 
 def find_device(name: str) -> torch.device:
@@ -204,15 +210,14 @@ def find_device(name: str) -> torch.device:
 
 
 def _weights(manifest: Manifest, wanted: str | None, device: torch.device, progress: Progress, part: tuple[int, int]) -> dict[str, Weight]:
-    specs = [one.model_dump() for one in manifest.weights]
     dtype = TORCH_DTYPES[manifest.model.dtype]
     report = lambda done, total: progress("weights", done / max(1, total))  # noqa: E731
     if wanted == "random":
-        return random_weights(specs, dtype, device, report)
+        return random_weights(manifest.weights, dtype, device, report)
     path = checkpoint_path(manifest, wanted)
     checkpoint = Checkpoint(path)
     checkpoint.check({name: tuple(shape) for one in manifest.weights for name, shape in one.sources})
-    return map_weights(checkpoint, specs, dtype, device, report, part)
+    return map_weights(checkpoint, manifest.weights, dtype, device, report, part)
 
 
 def checkpoint_path(manifest: Manifest, wanted: str | None) -> Path:

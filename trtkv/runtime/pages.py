@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Protocol, TypeVar
 
 import numpy as np
 
-from plugins.cache.pages import HeadPages, Ints
+from plugins.cache.pages import HeadPages, Ints, Pages
 from trtkv.errors import CapacityError
 
 Key = bytes
+Need = TypeVar("Need", contravariant=True)
+Taken = TypeVar("Taken", bound=Pages)
 
 
 class PageAllocator:
@@ -185,6 +189,30 @@ class HeadPageAllocator:
     def give(self, pages: HeadPages) -> None:
         """Return all pages of one owner."""
         self.cut(pages, np.zeros(self.heads, np.int32))
+
+
+class Pool(Protocol[Need, Taken]):
+    """An allocator, by what it is asked for and what it gives."""
+
+    def take(self, need: Need, /) -> Taken:
+        """Take pages; raises CapacityError and takes none when there are too few."""
+
+    def give(self, pages: Taken, /) -> None:
+        """Return all pages of one owner."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Pages of a sequence that runs without the scheduler, whichever pool they are from; `release` returns them."""
+
+    pages: Pages
+    release: Callable[[], None]
+
+    @staticmethod
+    def of(pool: Pool[Need, Taken], need: Need) -> Reservation:
+        """Take pages; raises CapacityError and takes none when there are too few."""
+        taken = pool.take(need)
+        return Reservation(taken, lambda: pool.give(taken))
 
 
 def make_pages(num_pages: Sequence[int], heads: int = 0) -> PageAllocator | GroupPages | HeadPageAllocator:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plugins.cache.pages import Pages
 from trtkv.engine.manifest import Manifest, read_manifest
 from trtkv.errors import ConfigError, EngineError, TrtkvError
 from trtkv.runtime.device_sampler import Ask, Chosen
@@ -42,7 +43,7 @@ class Follower:
 
     process: BaseProcess
     pipe: Connection
-    known: dict[int, Sequence[int]]
+    known: dict[int, Pages]
 
 
 def open_parts(directory: Path, options: Options, progress: Progress = lambda stage, fraction: None) -> Engine:
@@ -173,7 +174,7 @@ def _watch(sentinels: Sequence[int], leave: Callable[[], None]) -> None:
     leave()
 
 
-def _without_known_pages(row: StepRow, known: dict[int, Sequence[int]]) -> StepRow:
+def _without_known_pages(row: StepRow, known: dict[int, Pages]) -> StepRow:
     """Leave out a page list that the other side has already: lists of long sequences have thousands of numbers."""
     if known.get(row.slot) is row.pages:
         return StepRow(row.tokens, row.seen, row.slot, (), row.logits_of, row.prompt)
@@ -181,7 +182,7 @@ def _without_known_pages(row: StepRow, known: dict[int, Sequence[int]]) -> StepR
     return row
 
 
-def _with_known_pages(row: StepRow, known: dict[int, Sequence[int]]) -> StepRow:
+def _with_known_pages(row: StepRow, known: dict[int, Pages]) -> StepRow:
     if row.pages:
         known[row.slot] = row.pages
         return row
@@ -191,7 +192,7 @@ def _with_known_pages(row: StepRow, known: dict[int, Sequence[int]]) -> StepRow:
 def _follow(directory: Path, options: Options, index: int, count: int, store: str, pipe: Connection) -> None:
     """Run one part until the pipe closes or says stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    known: dict[int, Sequence[int]] = {}
+    known: dict[int, Pages] = {}
     try:
         part = _join(index, count, store, options.device)
         engine: Engine | None = open_engine(directory, options, part=part)
@@ -222,18 +223,18 @@ def _join(index: int, count: int, store: str, device: str) -> Part:
     """Meet the other parts through a file and return what this one needs of them."""
     import torch.distributed as dist
 
-    shared = dist.FileStore(store, count)
+    shared = dist.FileStore(store, count)  # type: ignore[attr-defined]
     where = find_device(device)
     if where.type == "cuda":
         torch.cuda.set_device(where)
-        group: Any = dist.ProcessGroupNCCL(shared, index, count, PATIENCE)
+        group: Any = dist.ProcessGroupNCCL(shared, index, count, PATIENCE)  # type: ignore[arg-type]
     else:
         group = dist.ProcessGroupGloo(shared, index, count, PATIENCE)
 
     def least(number: int) -> int:
         held = torch.tensor([number], dtype=torch.int64, device=where)
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN
+        options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
         group.allreduce([held], options).wait()
         return int(held.item())
 

@@ -188,14 +188,15 @@ def _with_lifetimes(nodes: list[Node], outputs: set[str]) -> list[Node]:
 
 
 def _gather(node: Node, args: list[Any]) -> Tensor:
-    return args[0].index_select(0, args[1])
+    found: Tensor = args[0].index_select(0, args[1])
+    return found
 
 
 TORCH_OPS: dict[str, Callable[[Node, list[Any]], Any]] = {
     "Gather": _gather,
     "Add": lambda node, args: args[0] + args[1],
     "Cast": lambda node, args: args[0].to(TORCH_OF_ONNX[node.attributes["to"]]),
-    "RmsNorm": lambda node, args: fused.rms_norm(*args, node.attributes["eps"]),
-    "AddRmsNorm": lambda node, args: fused.add_rms_norm(*args, node.attributes["eps"]),
+    "RmsNorm": lambda node, args: fused.rms_norm(args[0], args[1], node.attributes["eps"]),
+    "AddRmsNorm": lambda node, args: fused.add_rms_norm(args[0], args[1], args[2], node.attributes["eps"]),
     "SwiGlu": lambda node, args: fused.silu_product(args[0]),
 }

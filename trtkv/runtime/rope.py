@@ -39,9 +39,10 @@ def _llama3(rope: Rope, plain: Tensor) -> Tensor:
 def _yarn(rope: Rope, plain: Tensor, head_dim: int) -> tuple[Tensor, float]:
     """YaRN (arXiv 2309.00071, section 3): interpolate the dimensions that turn less than beta_slow times, keep those above beta_fast."""
     assert rope.original_max_positions is not None
+    positions = rope.original_max_positions
 
     def dimension(turns: float) -> float:
-        return head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return head_dim * math.log(positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from plugins.cache.pages import HeadPages
+from plugins.cache.pages import Pages
 
 
 class Executor(Protocol):
@@ -36,6 +36,6 @@ class StepRow:
     tokens: Sequence[int]
     seen: int
     slot: int
-    pages: Sequence[int] | Sequence[Sequence[int]] | HeadPages
+    pages: Pages
     logits_of: Sequence[int] = ()
     prompt: int | None = None

@@ -34,8 +34,8 @@ class Running:
     """A prompt on its way: tokens with what was generated so far, and how many of them are in the cache.
 
     Higher priority runs first; reused counts prompt tokens whose pages another prompt had filled, keys names the prompt's full pages; began_s is
-    when it first got a place (monotonic seconds). left is what a sequence that gave way has in host memory beside the pages that it still owns,
-    arriving what is on its way back.
+    when it first got a place (monotonic seconds). pages are those of a cache that grows; where it shrinks, its claim has them. left is what
+    a sequence that gave way has in host memory beside the pages that it still owns, arriving what is on its way back.
     """
 
     request: int

@@ -100,7 +100,8 @@ class Records:
 
     @staticmethod
     def _cells(slab: Tensor, rows: Tensor, start: int) -> Tensor:
-        return slab[:, start : start + rows[0].nbytes].view(rows.dtype).unflatten(1, rows.shape[1:])
+        cells: Tensor = slab[:, start : start + rows[0].nbytes].view(rows.dtype).unflatten(1, rows.shape[1:])
+        return cells
 
     def _by_slab(self, rows: Sequence[int], places: Sequence[Place]) -> dict[int, list[tuple[int, int]]]:
         found: dict[int, list[tuple[int, int]]] = defaultdict(list)

@@ -6,18 +6,18 @@ So nothing but that kernel stands between one step and the next: no copy, which 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from plugins.cache.cache import Cache
+from plugins.cache.pages import HeadPages, Pages, shared
 from plugins.cache.support import gpu_ready
 from plugins.sampling import launch, reference
 from trtkv.runtime.device_sampler import Ask
 from trtkv.runtime.head_table import HeadTable
-from trtkv.runtime.inputs import differ, page_table
+from trtkv.runtime.inputs import page_table
 from trtkv.runtime.rows import StepRow
 
 ALIGNMENT = 16  # bytes at which every input begins
@@ -54,7 +54,7 @@ class StagedInputs:
             host["cu_seqlens"][:], host["last_rows"][:], host["grown"][:] = range(batch + 1), range(batch), -1
         self._tables = torch.zeros(QUEUED if self._heads is None else 0, *shape, dtype=torch.int32, pin_memory=pinned)
         self._done = [torch.cuda.Event() for _ in range(QUEUED)] if pinned else []
-        self._pages: list[Any] = [None] * batch
+        self._pages: list[Pages | None] = [None] * batch
         self._settings: list[list[Sequence[float] | None]] = [[None] * batch for _ in range(QUEUED)]
         self._grew, self._turn = [False] * QUEUED, 0
         self._device_turn = torch.zeros(1, dtype=torch.int32, device=cache.device)
@@ -82,7 +82,7 @@ class StagedInputs:
     def fetch(self, last: Tensor | None) -> None:
         """Bring the inputs to their addresses; ids that are negative become what their slots chose last [Z]. With kernels it can be captured."""
         if self._kernels:
-            at = tuple(self._at[name] // 4 for name in ("token_ids", "slots", "grown"))
+            at = self._at["token_ids"] // 4, self._at["slots"] // 4, self._at["grown"] // 4
             launch.fetch(self._staged, self._block, self._device_turn, last, self.table, at, self._batch)
             return
         turn = int(self._device_turn)
@@ -114,7 +114,7 @@ class StagedInputs:
             if now is before:
                 continue
             self._pages[b] = now
-            if before and self._groups == 1 and not differ(row) and len(now) == len(before) + 1 and now[:-1] == before:
+            if before and self._groups == 1 and shared(before) and shared(now) and len(now) == len(before) + 1 and now[:-1] == before:
                 grown[0, b], grown[1, b] = len(before), now[-1]
                 self._grew[self._turn] = True
             else:
@@ -125,10 +125,12 @@ class StagedInputs:
     def _move(self, rows: Sequence[StepRow], moved: Sequence[int]) -> None:
         if self._heads is not None:
             for b in moved:
-                self._heads.move(self._batch, b, rows[b].pages)  # type: ignore[arg-type]
+                pages = rows[b].pages
+                assert isinstance(pages, HeadPages), "the table holds pages of rows"
+                self._heads.move(self._batch, b, pages)
             return
         staged = self._tables[self._turn]
-        if len(moved) > FEW_ROWS or self._groups > 1 or any(map(differ, rows)):
+        if len(moved) > FEW_ROWS or self._groups > 1 or not all(shared(row.pages) for row in rows):
             staged.numpy()[...] = page_table(rows, self._groups, self._width)
             self.table.copy_(staged, non_blocking=True)
             return

@@ -141,7 +141,7 @@ class TensorrtExecutor:
         self._output = next(name for name in names if name not in inputs)
         self._dtypes = {name: getattr(torch, TORCH_NAMES[engine.get_tensor_dtype(name).name]) for name in names}
         self._fixed = {name: tuple(engine.get_tensor_shape(name)) for name in inputs if -1 not in tuple(engine.get_tensor_shape(name))}
-        self._ranges = {
+        self._ranges: dict[str, list[tuple[Shape, ...]]] = {
             name: [tuple(map(tuple, engine.get_tensor_profile_shape(name, profile))) for profile in range(engine.num_optimization_profiles)]
             for name in inputs
             if name not in self._fixed

@@ -67,9 +67,10 @@ class Tokenizer:
 
         if not self._template:
             raise RequestError(f"'{self.path}' has no chat template", "Use an instruct model, or give a plain prompt.")
-        options = {"chat_template": self._template, "add_generation_prompt": add_generation_prompt, **self.special}
+        conversation: list[Any] = list(messages)
+        options: dict[str, Any] = {"chat_template": self._template, "add_generation_prompt": add_generation_prompt, **self.special}
         try:
-            texts, _ = render_jinja_template([list(messages)], **options)
+            texts, _ = render_jinja_template([conversation], **options)  # type: ignore[str-unpack]
         except TemplateSyntaxError as error:
             where = f"line {error.lineno}: {error.message}"
             raise RequestError(f"the chat template of '{self.path}' is damaged ({where})", "Give a plain prompt.") from None

@@ -132,7 +132,7 @@ class _Lane:
         buffer, copied = self._buffers[self._turn], self._copied[self._turn]
         if copied is not None:
             copied.synchronize()
-        self._read(piece, memoryview(buffer.numpy())[: piece.nbytes])
+        self._read(piece, buffer.numpy().data[: piece.nbytes])
         with self._entered():
             self._fill(piece, buffer[: piece.nbytes])
             if copied is not None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,17 @@ if TYPE_CHECKING:
     from trtkv.checkpoint.weights import Checkpoint
 
 Report = Callable[[int, int], None]
+
+
+class Source(Protocol):
+    """A graph input: its name and shape, and the checkpoint tensors that it is stacked from with their shapes."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def sources(self) -> tuple[tuple[str, tuple[int, ...]], ...]: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +59,7 @@ class Weight:
 
 def map_weights(
     checkpoint: Checkpoint,
-    specs: Sequence[Mapping[str, object]],
+    specs: Sequence[Source],
     dtype: torch.dtype,
     device: torch.device,
     report: Report,
@@ -59,7 +70,7 @@ def map_weights(
     On the CPU tensors stay mapped unless their dtype differs; on a device each input is packed into one tensor, read from the files by several
     threads. report(done_bytes, total_bytes) is called as weights arrive.
     """
-    named = [(str(spec["name"]), tuple(spec["shape"]), [name for name, _ in spec["sources"]]) for spec in specs]  # type: ignore[attr-defined, arg-type]
+    named = [(spec.name, spec.shape, [name for name, _ in spec.sources]) for spec in specs]
     if device.type != "cpu":
         return upload_weights(checkpoint, named, dtype, device, report, part)
     total, done, weights = checkpoint.nbytes, 0, {}
@@ -116,19 +127,16 @@ def share(tensor: tuple[int, ...], shape: tuple[int, ...], stacked: int, part: t
     return slice(index * size, (index + 1) * size), None
 
 
-def random_weights(
-    specs: Sequence[Mapping[str, object]], dtype: torch.dtype, device: torch.device, report: Report, seed: int = 0
-) -> dict[str, Weight]:
+def random_weights(specs: Sequence[Source], dtype: torch.dtype, device: torch.device, report: Report, seed: int = 0) -> dict[str, Weight]:
     """Fill every graph input with numbers of the usual size: ones for norms, normal with deviation 0.02 otherwise."""
     generator = torch.Generator(device=device).manual_seed(seed)
     weights, done = {}, 0
-    shapes = [(str(spec["name"]), tuple(spec["shape"])) for spec in specs]  # type: ignore[arg-type]
-    total = sum(torch.Size(shape).numel() for _, shape in shapes) * dtype.itemsize
-    for name, shape in shapes:
-        tensor = torch.ones(shape, dtype=dtype, device=device)
-        if len(shape) > 1:
+    total = sum(torch.Size(spec.shape).numel() for spec in specs) * dtype.itemsize
+    for spec in specs:
+        tensor = torch.ones(spec.shape, dtype=dtype, device=device)
+        if len(spec.shape) > 1:
             tensor.normal_(0.0, 0.02, generator=generator)
-        weights[name] = Weight((tensor,))
+        weights[spec.name] = Weight((tensor,))
         done += tensor.nbytes
         report(done, total)
     return weights

@@ -7,7 +7,7 @@ import base64
 import hashlib
 import hmac
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -31,6 +31,7 @@ from trtkv.serve.errors import KINDS, ApiError, Failure, Unavailable
 from trtkv.serve.metrics import Prometheus
 from trtkv.serve.openai import OpenAI, Read, answer_error
 
+Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
 PROBE_S = 10.0  # a probe that takes longer says "not ready"
 
 
@@ -50,10 +51,14 @@ def make_app(backends: Mapping[str, Backend], metrics: Prometheus, settings: Set
     if settings.origins:
         around.append(Middleware(CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["GET", "POST"], allow_headers=["*"]))
     around.append(Middleware(Keys, keys=settings.api_keys))
-    handlers = {TrtkvError: answer_error, RequestValidationError: answer_error, HTTPException: _answer_http, ClientDisconnect: _answer_nobody}
+    handlers: dict[int | type[Exception], Handler] = {
+        **dict.fromkeys((TrtkvError, RequestValidationError, Exception), answer_error),
+        HTTPException: _answer_http,
+        ClientDisconnect: _answer_nobody,
+    }
     app = FastAPI(
         title="trtkv", version=trtkv.__version__, docs_url=None, redoc_url=None, strict_content_type=False, middleware=around,
-        exception_handlers={**handlers, Exception: answer_error}, generate_unique_id_function=lambda route: route.name,
+        exception_handlers=handlers, generate_unique_id_function=lambda route: route.name,
         responses={"default": {"model": Failure, "description": "What cannot be served, and why."}}, **more,
     )  # fmt: skip
     app.state.max_body_bytes, app.router.route_class = settings.max_body_bytes, Read

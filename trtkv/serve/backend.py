@@ -39,9 +39,11 @@ class Facts:
 
 
 class Answer(Protocol):
-    """Events of one request as they come; cached_tokens are prompt tokens that were not computed again."""
+    """Events of one request as they come."""
 
-    cached_tokens: int
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed again."""
 
     async def next(self) -> list[Event]:
         """Wait for events; an empty list says that every prompt has been answered."""
@@ -76,7 +78,8 @@ class LocalAnswer:
     """Events that come from the engine's thread, gathered until they are taken: a slow reader costs memory for its own text only."""
 
     def __init__(self, backend: LocalBackend, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int) -> None:
-        self._bell, self._events, self._left = asyncio.Event(), [], len(prompts)  # type: ignore[var-annotated]
+        self._bell, self._left = asyncio.Event(), len(prompts)
+        self._events: list[Event] = []
         self._service = backend.service
         self._ticket: Ticket = self._service.submit(prompts, params, self, priority)
 

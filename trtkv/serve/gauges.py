@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
 import trtkv
@@ -22,7 +22,7 @@ class Gauges:
         self._batcher, self._metrics = batcher, metrics
         self._shown_s = 0.0
         self._steps = batcher.steps
-        self._seen: Counter[tuple[str, ...]] = Counter()
+        self._seen: defaultdict[tuple[str, ...], float] = defaultdict(float)
         engine = batcher.engine
         self._host_share = batcher.engine.cache.host_share
         metrics.set("trtkv:engine_info", 1, policy=engine.cache.plan.policy, executor=engine.stepper.executor.name, version=trtkv.__version__)
@@ -61,7 +61,7 @@ class Gauges:
         key = (name, *labels.values())
         if value > self._seen[key]:
             self._metrics.inc(name, value - self._seen[key], **labels)
-            self._seen[key] = value  # type: ignore[assignment]
+            self._seen[key] = value
 
     def _show(self) -> None:
         self._shown_s = time.monotonic()

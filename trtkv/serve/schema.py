@@ -162,8 +162,8 @@ class CompletionRequest(Generation):
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts, each a text or token ids."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+            return [self.prompt]
+        return list(self.prompt)
 
     def logprobs_asked(self) -> tuple[bool, int]:
         """Return whether log probabilities are reported, and how many likeliest tokens beside each."""

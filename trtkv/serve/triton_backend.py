@@ -94,7 +94,7 @@ class TritonAnswer:
         tokens = result.as_numpy("output_ids").reshape(-1).tolist()
         text = result.as_numpy("text_output").reshape(-1)[0].decode()
         reason = result.as_numpy("finish_reason").reshape(-1)[0].decode() or None
-        logprobs = _floats(result, "output_log_probs") or [None] * len(tokens)
+        logprobs: Sequence[float | None] = _floats(result, "output_log_probs") or [None] * len(tokens)
         tops = _json(result, "top_log_probs") or [()] * len(tokens)
         last = len(tokens) - 1
         events = [
@@ -111,7 +111,7 @@ class Channel:
     """The gRPC client of all models: a new one for every start of the server, because a channel waits longer and longer to connect again."""
 
     def __init__(self, supervisor: Supervisor) -> None:
-        self._supervisor, self._start, self._client = supervisor, -1, None  # type: ignore[var-annotated]
+        self._supervisor, self._start, self._client = supervisor, -1, None
 
     def client(self) -> Any:
         """Return the client of the server that runs now."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import trtkv
-from trtkv.checkpoint.find import resolve_model
 from trtkv.engine.manifest import Manifest, read_manifest
 from trtkv.errors import ConfigError
+from trtkv.runtime.loading import checkpoint_path
 
 VERSION, ENGINE, WEIGHTS = "1", "engine", "weights"
 MODEL_PY = '''"""Loaded by Triton's Python backend; the work is done in trtkv, which must be installed for the backend's interpreter."""
@@ -110,17 +110,12 @@ def _write(repository: Path, name: str, engine: Path, manifest: Manifest, settin
         weights = settings.weights
         if settings.copy_weights:
             weights = WEIGHTS
-            _copy_weights(_checkpoint(manifest), version / WEIGHTS)
+            _copy_weights(checkpoint_path(manifest, None), version / WEIGHTS)
         (new / "config.pbtxt").write_text(config(name, manifest, settings, weights, decoupled=decoupled), encoding="utf-8")
         place = repository / name
         if place.exists():
             place.rename(Path(folder) / "old")
         new.rename(place)
-
-
-def _checkpoint(manifest: Manifest) -> Path:
-    own = Path(manifest.checkpoint) if manifest.checkpoint else None
-    return own if own and any(own.glob("*.safetensors")) else resolve_model(manifest.model_name).path
 
 
 def _copy_weights(source: Path, target: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -122,7 +122,7 @@ class Compactor:
     def _scratch_for(self, key: Hashable, make: Callable[[], T]) -> T:
         if key not in self._scratch:
             self._scratch[key] = make()
-        return self._scratch[key]  # type: ignore[return-value]
+        return cast("T", self._scratch[key])
 
     def _join_rows(self, group: int, rows: Sequence[Row]) -> None:
         """Look at sequences whose queries are remembered."""

@@ -25,8 +25,8 @@ def choose(keys: Tensor, values: Tensor, table: Tensor, account: Account, group:
 
     keys, values [L, P, Hk, N, D] are layers of a page group, table [M] int32 the sequence's pages.
     """
-    rule = ledger.plan.evict.rule  # type: ignore[union-attr]
-    assert isinstance(rule, Lag), "the plan does not evict by partitions"
+    assert ledger.plan.evict is not None and isinstance(ledger.plan.evict.rule, Lag), "the plan does not evict by partitions"
+    rule = ledger.plan.evict.rule
     length, stored, start = rule.lag, account.stored[group], max(account.settled[group], rule.sink)
     scored = (stored - start) // length - 1
     left = ledger.evict.remaining(ledger.occupancy(account, group))[0]

@@ -8,7 +8,7 @@ from torch import Tensor
 from plugins.cache.batch import Row
 from plugins.cache.cache import Cache
 from plugins.cache.gather import read_pages
-from plugins.cache.roles import load_role
+from plugins.cache.roles import load_retrieve
 from trtkv.plan import SelectPlan
 
 
@@ -22,11 +22,11 @@ class PageIndex:
             return
         keys = cache.buffer("keys", layer).unflatten(2, (-1, plan.group))[pages, :, inside]
         closed, heads = keys.shape[:2]
-        summary = load_role(plan.meaning).summarize(keys.flatten(0, 1))
+        summary = load_retrieve(plan.meaning).summarize(keys.flatten(0, 1))
         bounds = torch.stack([summary["low"], summary["high"]], 2).view(closed, heads, 2, -1)
         cache.buffer("page_bounds", layer)[pages, :, inside] = bounds
 
     def score(self, cache: Cache, layer: int, plan: SelectPlan, row: Row, query: Tensor) -> tuple[Tensor, Tensor | None]:
         """Score the full pages of a sequence [Hq, U]."""
         bounds = read_pages(cache.buffer("page_bounds", layer), row)[:, : row.stored // plan.group]
-        return load_role(plan.meaning).score(query, {"low": bounds[:, :, 0], "high": bounds[:, :, 1]}), None
+        return load_retrieve(plan.meaning).score(query, {"low": bounds[:, :, 0], "high": bounds[:, :, 1]}), None

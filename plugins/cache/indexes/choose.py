@@ -36,7 +36,7 @@ def select(cache: Cache, layer: int, config: OpConfig, inputs: Sequence[Tensor],
     group = cache.plan.page_groups[layer]
     asking = query if step.decoding else query.index_select(0, starts[1:] - 1)
     if plan.speculative:
-        assert plan.tau is not None, "a speculative layer has a threshold"
+        assert plan.tau is not None, "the role has no bound of the cosine"
         remembered = cache.buffer("previous_query", layer)
         asking = speculate(asking, remembered, slots, cache.overrides.taus, plan.tau, config.num_kv_heads)
         if fresh:  # a prompt's query is nobody's previous query

@@ -7,7 +7,7 @@ from torch import Tensor
 from plugins.cache.batch import Row
 from plugins.cache.cache import Cache
 from plugins.cache.gather import read_pages
-from plugins.cache.roles import load_role
+from plugins.cache.roles import load_retrieve
 from trtkv.plan import SelectPlan
 
 
@@ -21,6 +21,6 @@ class MeaningIndex:
         """Score by the role's `summarize` and `score` over the closed groups."""
         closed = row.stored // plan.group * plan.group
         keys = read_pages(cache.buffer("keys", layer), row)[:, :closed]
-        role = load_role(plan.meaning)
+        role = load_retrieve(plan.meaning)
         summary = role.summarize(keys)
         return role.score(query, summary), role.forced(summary) if plan.forces else None

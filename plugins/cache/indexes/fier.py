@@ -69,4 +69,5 @@ def score_packed(query: Tensor, bits: Tensor, bounds: Tensor) -> Tensor:
     base = grouped @ low.transpose(1, 2)
     weights = grouped[:, None] * (high - low)[:, :, None]
     scores = weights @ unpack(bits).transpose(2, 3)
-    return (scores.transpose(1, 2) + base[..., None]).reshape(query.shape[0], groups * group)
+    scored: Tensor = (scores.transpose(1, 2) + base[..., None]).reshape(query.shape[0], groups * group)
+    return scored

@@ -35,7 +35,8 @@ def unpack(words: Tensor, meta: Tensor) -> Tensor:
     raised = torch.empty(*words.shape[:-1], GROUP * words.shape[-1], dtype=torch.float32, device=words.device)
     raised[..., (token * words.shape[-1] + channel).flatten()] = bits.float().flatten(-2)
     low, span = meta.float().unsqueeze(-3).unbind(-2)
-    return low + raised.unflatten(-1, (GROUP, -1)) * span
+    keys: Tensor = low + raised.unflatten(-1, (GROUP, -1)) * span
+    return keys
 
 
 @lru_cache(maxsize=8)

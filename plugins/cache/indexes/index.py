@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from plugins.cache.indexes import bounds as pages
 from plugins.cache.indexes import definition as meaning
 from plugins.cache.indexes import fier
 from plugins.cache.indexes import summaries as kept
-from plugins.cache.roles import load_role
+from plugins.cache.roles import RetrieveRole, load_retrieve
 from plugins.select.summary import summary_of
 from trtkv.plan import CachePlan, SelectPlan
 from trtkv.rules import Ball, Box, Mean, OneBit
@@ -41,9 +41,9 @@ def by_kernels(plan: CachePlan, layer: int) -> bool:
     return summary_of(plan, layer) is not None
 
 
-def role_of(plan: SelectPlan) -> Any:
+def role_of(plan: SelectPlan) -> RetrieveRole:
     """Return the role whose definition a layer selects by."""
-    return load_role(plan.meaning)
+    return load_retrieve(plan.meaning)
 
 
 def find(plan: SelectPlan) -> Index:

@@ -7,7 +7,7 @@ from torch import Tensor
 from plugins.cache.batch import Row
 from plugins.cache.cache import Cache
 from plugins.cache.gather import read_pages
-from plugins.cache.roles import load_role
+from plugins.cache.roles import load_retrieve
 from trtkv.plan import SelectPlan
 
 
@@ -24,12 +24,12 @@ class KeptIndex:
         if not len(pages):
             return
         keys = cache.buffer("keys", layer).unflatten(2, (-1, plan.group))[pages, :, inside]
-        summary = load_role(plan.meaning).summarize(keys.flatten(0, 1))
+        summary = load_retrieve(plan.meaning).summarize(keys.flatten(0, 1))
         for part, buffer in self.buffers.items():
             cache.buffer(buffer, layer)[pages, :, inside] = summary[part].view(*keys.shape[:2], *summary[part].shape[2:])
 
     def score(self, cache: Cache, layer: int, plan: SelectPlan, row: Row, query: Tensor) -> tuple[Tensor, Tensor | None]:
         """Score the full groups of a sequence [Hq, U], and name the ones [Hk, U] that every query reads where the role does."""
-        groups, role = row.stored // plan.group, load_role(plan.meaning)
+        groups, role = row.stored // plan.group, load_retrieve(plan.meaning)
         summary = {part: read_pages(cache.buffer(buffer, layer), row)[:, :groups] for part, buffer in self.buffers.items()}
         return role.score(query, summary), role.forced(summary) if plan.forces else None

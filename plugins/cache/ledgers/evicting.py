@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from plugins.cache.formats import replaces
-from plugins.cache.roles import load_role
+from plugins.cache.roles import load_allocate, load_evict
 from trtkv.errors import EngineError
 from trtkv.plan import CachePlan, Occupancy
 from trtkv.rules import Blend
@@ -53,8 +53,8 @@ class EvictingLedger:
         """Take a plan that compacts or evicts once; raises EngineError where a role cannot be loaded."""
         assert plan.evict is not None, "the plan evicts nothing"
         self.plan, self._prompt_only, self.encodes = plan, plan.evict.prompt_only, plan.quantize is not None
-        self.evict = load_role(plan.evict.meaning)
-        self.allocate = load_role(plan.roles["allocate"]) if "allocate" in plan.roles else None
+        self.evict = load_evict(plan.evict.meaning)
+        self.allocate = load_allocate(plan.roles["allocate"]) if "allocate" in plan.roles else None
         self._first = [plan.page_groups.index(group) for group in range(plan.num_page_groups)]
         self._accounts: dict[int, Account] = {}
         # Where the newest token lies beside the pages until it takes the place of one that goes.
@@ -89,8 +89,7 @@ class EvictingLedger:
     def copy(self, source: int, target: int) -> None:
         """Let a slot's sequence be where another's is."""
         one = self._accounts[source]
-        lists = {name: list(getattr(one, name)) for name in ("stored", "settled", "placed", "encoded")}
-        self._accounts[target] = replace(one, **lists)
+        self._accounts[target] = replace(one, stored=list(one.stored), settled=list(one.settled), placed=list(one.placed), encoded=list(one.encoded))
 
     def append(self, slot: int, new: int, seen: int, prompt: int) -> Account:
         """Count new tokens of a sequence, after which it has seen so many; it begins afresh where all are new."""

@@ -6,8 +6,9 @@ Page groups [Y] are layers that store equally many tokens and share page numbers
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
+from plugins.cache.pages import Lengths
 from trtkv.plan import CachePlan
 
 
@@ -17,13 +18,7 @@ class Ledger(Protocol):
     shrinks: bool  # whether tokens go, so that a sequence reserves its pages when it is admitted instead of being preempted
     encodes: bool  # whether pages hold nothing of a prompt before it is complete
 
-    def begin(self, new: Sequence[int], seen: Sequence[int], slots: Sequence[int], prompts: Sequence[int]) -> Sequence[Sequence[int]]:
-        """Count a step's new tokens, after which sequences have seen so many; returns the tokens [Y][B] that are stored once they are appended."""
-
-    def finish(self, slots: Sequence[int]) -> None:
-        """Count what is evicted from a step's sequences."""
-
-    def stored(self, slot: int, seen: int = 0) -> Any:
+    def stored(self, slot: int, seen: int = 0) -> Sequence[int] | Lengths:
         """Return the tokens [Y] that a sequence stores of so many seen ones."""
 
     def mean_stored(self, slot: int, seen: int = 0) -> float:
@@ -40,6 +35,23 @@ class Ledger(Protocol):
 
     def pages_after_prompt(self, prompt: int, chunk: int, answer: int) -> list[int]:
         """Return the most pages of each pool that a sequence takes once its prompt is read, with an answer of so many tokens."""
+
+
+class ShrinkingLedger(Ledger, Protocol):
+    """A ledger whose tokens go, so that a sequence reserves its pages when it is admitted."""
+
+    def pages_to_end(self, slot: int, left: int) -> list[int]:
+        """Return the most pages of each pool that a sequence behind its prompt takes for so many more tokens."""
+
+
+class StepLedger(Ledger, Protocol):
+    """A ledger that counts whole steps by itself; where KV heads differ, what a role measures comes in between."""
+
+    def begin(self, new: Sequence[int], seen: Sequence[int], slots: Sequence[int], prompts: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Count a step's new tokens, after which sequences have seen so many; returns the tokens [Y][B] that are stored once they are appended."""
+
+    def finish(self, slots: Sequence[int]) -> None:
+        """Count what is evicted from a step's sequences."""
 
 
 class GrowingLedger:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from plugins.cache.ledgers.per_head import HeadAccount, HeadLedger
 from plugins.cache.pages import Ints, Lengths, head_pages
-from plugins.cache.roles import load_role
+from plugins.cache.roles import load_allocate, load_evict
 from trtkv.plan import CachePlan, Occupancy
 
 
@@ -18,12 +19,14 @@ class MixedLedger(HeadLedger):
     All layers store equally many in all, so that they are evicted from together; how many of them in full precision is a layer's own number.
     """
 
+    _grows: npt.NDArray[np.bool_]
+
     def __init__(self, plan: CachePlan) -> None:
         """Take a mixed plan; raises EngineError where a role cannot be loaded."""
         assert plan.evict is not None and plan.storage == "mixed", "the plan mixes nothing"
         self.plan, self.heads, self.layers = plan, plan.num_page_groups, plan.num_layers
-        self.evict = load_role(plan.evict.meaning)
-        self.allocate = load_role(plan.roles["allocate"]) if "allocate" in plan.roles else None
+        self.evict = load_evict(plan.evict.meaning)
+        self.allocate = load_allocate(plan.roles["allocate"]) if "allocate" in plan.roles else None
         self._grows = np.arange(self.heads) < self.layers
         self._accounts = {}
 
@@ -33,15 +36,20 @@ class MixedLedger(HeadLedger):
 
     def grant(self, account: HeadAccount, measures: Tensor | None) -> None:
         """Take note of what layers may keep in full precision once the prompt is in."""
-        made = self.evict.grants(self.allocate, self.layers, self.plan.num_kv_heads, account.prompt, measures)
-        account.tokens, account.precise = made.tokens, made.precise
+        account.tokens, account.precise = self.evict.grants(self.allocate, self.layers, self.plan.num_kv_heads, account.prompt, measures)
 
     def cut(self, account: HeadAccount) -> tuple[list[int], Lengths]:
         """Return the layers from which tokens go behind this step's attention, all or none, and what they store then [2 L]."""
         if account.seen < account.prompt or not self.evict.due(self.occupancy(account, 0)):
             return [], account.stored
-        split = [self.evict.split(self.occupancy(account, layer)) for layer in range(self.layers)]
+        split = [self._split(account, layer) for layer in range(self.layers)]
         return list(range(self.layers)), np.array([one[0] for one in split] + [one[1] for one in split], np.int64)
+
+    def _split(self, account: HeadAccount, layer: int) -> tuple[int, int]:
+        """Return how many tokens of a layer stay in full precision and how many are encoded."""
+        split = self.evict.split(self.occupancy(account, layer))
+        assert split is not None, "a plan is mixed only where integers say what is encoded"
+        return split
 
     def settle(self, account: HeadAccount, stay: Lengths) -> None:
         """Count what is gone; all positions are written where anything is."""
@@ -103,8 +111,7 @@ class MixedLedger(HeadLedger):
         """Return the most pages that a prompt takes once it is read, and an answer of so many tokens; measured layers are taken to be alike."""
         stored = prompt * self._grows.astype(np.int64)
         account = HeadAccount(prompt, stored, stored, prompt, prompt)
-        measured = self.allocate is not None and self.allocate.measured
-        self.grant(account, torch.ones(self.layers, self.plan.num_kv_heads) if measured else None)
+        self.grant(account, torch.ones(self.layers, self.plan.num_kv_heads) if self.measured else None)
         self.settle(account, self.cut(account)[1])
         return [self._pages_decoding(account, answer)]
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from plugins.cache.ledgers.ring import Ring
 from plugins.cache.pages import Ints, Lengths, head_pages
-from plugins.cache.roles import load_role
+from plugins.cache.roles import AllocateRole, load_allocate, load_evict
 from trtkv.errors import EngineError
 from trtkv.plan import CachePlan, Occupancy
 
@@ -53,14 +53,20 @@ class HeadLedger:
     """The accounts of the sequences of a session, by slot."""
 
     shrinks, encodes = True, False
-    _grows: Any = 1  # how many tokens a new one adds to each row [Y]
+    _grows: npt.NDArray[np.bool_] | int = 1  # how many tokens a new one adds to each row [Y]
 
     def __init__(self, plan: CachePlan) -> None:
         """Take a ragged plan; raises EngineError where a role cannot be loaded."""
         assert plan.evict is not None and plan.storage == "per_head", "the heads of the plan keep equally many tokens"
         self.plan, self.heads = plan, plan.num_page_groups
-        self.evict, self.allocate = load_role(plan.evict.meaning), load_role(plan.roles["allocate"])
+        self.evict = load_evict(plan.evict.meaning)
+        self.allocate: AllocateRole | None = load_allocate(plan.roles["allocate"])
         self._accounts: dict[int, HeadAccount] = {}
+
+    @property
+    def measured(self) -> bool:
+        """Whether grants wait for what an allocate role measures."""
+        return self.allocate is not None and self.allocate.measured
 
     def find(self, slot: int) -> HeadAccount:
         """Return the account of a sequence that has begun."""
@@ -82,7 +88,7 @@ class HeadLedger:
     def append(self, slot: int, new: int, seen: int, prompt: int) -> HeadAccount:
         """Count new tokens of a sequence, after which it has seen so many; it begins afresh where all are new."""
         if new == seen:
-            self._accounts[slot] = HeadAccount(prompt, *(np.zeros(self.heads, np.int64) for _ in range(2)))
+            self._accounts[slot] = HeadAccount(prompt, np.zeros(self.heads, np.int64), np.zeros(self.heads, np.int64))
         elif slot not in self._accounts:
             raise EngineError(f"slot {slot} goes on with a sequence that has not begun", "Report this with the output of trtkv doctor.")
         account = self._accounts[slot]
@@ -94,7 +100,7 @@ class HeadLedger:
 
     def grant(self, account: HeadAccount, measures: Tensor | None) -> None:
         """Take note of what heads may keep once the prompt is in; measures [L, Hk] are those of an allocate role that asked for them."""
-        account.tokens = self.evict.grants(self.allocate, self.plan.num_layers, self.plan.num_kv_heads, account.prompt, measures).tokens
+        account.tokens = self.evict.grants(self.allocate, self.plan.num_layers, self.plan.num_kv_heads, account.prompt, measures)[0]
         account.limits = None
 
     def cut(self, account: HeadAccount) -> tuple[list[int], Lengths]:
@@ -102,7 +108,7 @@ class HeadLedger:
         if account.seen < account.prompt:
             return [], account.stored
         above, left = self._limits(account)
-        due = (account.stored > above).reshape(self.plan.num_layers, -1).any(1)
+        due: npt.NDArray[np.bool_] = np.any((account.stored > above).reshape(self.plan.num_layers, -1), axis=1)
         if not due.any():
             return [], account.stored
         heads = due.repeat(self.plan.num_kv_heads)
@@ -156,7 +162,7 @@ class HeadLedger:
         whole = self.heads * self.plan.pages(prompt)
         if not answer:
             return [whole]
-        if self.allocate.measured:
+        if self.measured:
             return [self.heads * self.plan.pages(prompt + answer)]
         return [max(whole, self._pages_decoding(self._behind(prompt, None), answer))]
 
@@ -170,7 +176,7 @@ class HeadLedger:
 
     def pages_after_prompt(self, prompt: int, chunk: int, answer: int) -> list[int]:
         """Return the most pages that a prompt takes once it is read, and an answer of so many tokens; measured heads are taken to be alike."""
-        alike = torch.ones(self.plan.num_layers, self.plan.num_kv_heads) if self.allocate.measured else None
+        alike = torch.ones(self.plan.num_layers, self.plan.num_kv_heads) if self.measured else None
         return [self._pages_decoding(self._behind(prompt, alike), answer)]
 
     def _behind(self, prompt: int, measures: Tensor | None) -> HeadAccount:
@@ -186,7 +192,7 @@ class HeadLedger:
         longest = np.minimum(account.stored + left, np.maximum(account.stored, above + 1))
         return int(self._pages(longest).sum())
 
-    def _pages(self, tokens: Any) -> Ints:
+    def _pages(self, tokens: Lengths) -> Ints:
         return head_pages(tokens, self.plan.page_size)
 
     def _limits(self, account: HeadAccount, decoding: bool | None = None) -> tuple[Lengths, Lengths]:

@@ -34,7 +34,8 @@ class Ring:
 
     def turned(self, stored: Lengths, seen: int) -> Lengths:
         """Return the heads whose tokens do not lie in order."""
-        return ((self.size > 0) & (self.sink + seen - stored != self.start)).nonzero()[0]
+        turned: Lengths = ((self.size > 0) & (self.sink + seen - stored != self.start)).nonzero()[0]
+        return turned
 
     def order(self, heads: Lengths | slice, stored: Lengths, seen: int, longest: int) -> Lengths:
         """Return the places [K, S] of some heads' tokens, the oldest first, S the tokens of the longest; stored [Y]."""

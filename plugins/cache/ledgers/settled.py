@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from plugins.cache.ledgers.evicting import Account
 from plugins.cache.ledgers.gathering import ReadingLedger
-from plugins.cache.roles import load_role
+from plugins.cache.roles import load_quantize
 from trtkv.plan import CachePlan, Occupancy
 
 MOST_QUIET = 1 << 16  # steps that are looked ahead
@@ -22,7 +22,7 @@ class SettledLedger(ReadingLedger):
     def __init__(self, plan: CachePlan) -> None:
         """Take a plan whose storage is windowed; raises EngineError where a role cannot be loaded."""
         super().__init__(plan)
-        self.quantize = load_role(plan.roles["quantize"])
+        self.quantize = load_quantize(plan.roles["quantize"])
 
     def behind(self, account: Account, group: int) -> tuple[int, tuple[int, int]]:
         """Return the tokens that a group stores behind this step, and how many leading keys and values are then encoded."""

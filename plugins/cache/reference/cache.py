@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plugins.append.rotate import rotate
 from plugins.cache.batch import Row
-from plugins.cache.cache import Cache
+from plugins.cache.counted import CountedCache
 from plugins.cache.reference.layer import LayerCache, Roles
 from plugins.cache.roles import load_role
 from plugins.config import OpConfig
@@ -17,7 +17,7 @@ from plugins.device.dtypes import TORCH_DTYPES
 from trtkv.plan import CachePlan
 
 
-class ReferenceCache(Cache):
+class ReferenceCache(CountedCache):
     """Roles run as they define themselves, slower than pages and kernels: what these are compared with, and what runs a policy without them."""
 
     uses_pages = False  # they only limit how many sequences are admitted

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,21 +15,20 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from plugins.cache.reference.store import PARTS, HeadStore
+from plugins.cache.roles import AllocateRole, EvictRole, Granted, QuantizeRole, RetrieveRole
 from plugins.select.choose import choose, pool, speculative_query, spread
 from trtkv.plan import CacheView, Occupancy
 from trtkv.ranking import attention, span
-
-Grants = tuple[tuple[tuple[int, ...], ...] | None, tuple[tuple[int, ...], ...] | None]
 
 
 @dataclass(slots=True)
 class Roles:
     """The roles of a policy that decide about stored tokens; None where the policy has none."""
 
-    allocate: Any = None
-    evict: Any = None
-    quantize: Any = None
-    retrieve: Any = None
+    allocate: AllocateRole | None = None
+    evict: EvictRole | None = None
+    quantize: QuantizeRole | None = None
+    retrieve: RetrieveRole | None = None
 
     @property
     def counts_attention(self) -> bool:
@@ -65,7 +63,7 @@ class LayerCache:
     chosen: Tensor | None = None
     encoded: tuple[int, int] = (0, 0)
     settled: int = 0
-    granted: Grants = (None, None)
+    granted: tuple[Granted, Granted] = (None, None)
     seen: int = 0
     new: int = 0
     prompt: int = 0
@@ -136,7 +134,8 @@ class LayerCache:
         allocate = self.roles.allocate
         if not (allocate and allocate.measured and self.seen == self.prompt):
             return None
-        return allocate.measure(self._view()).float()
+        measured: Tensor = allocate.measure(self._view()).float()
+        return measured
 
     def finish(self, measures: Tensor | None = None) -> None:
         """Evict and encode behind the attention of the step; measures [L, Hk] are those of all layers, where an allocate role measured."""
@@ -224,7 +223,7 @@ class LayerCache:
     def _per_query(self, name: str) -> Tensor:
         return _stack([getattr(store, name).T for store in self.heads]).transpose(1, 2).flatten(0, 1)
 
-    def _evict(self, evict: Any, measures: Tensor | None) -> None:
+    def _evict(self, evict: EvictRole, measures: Tensor | None) -> None:
         if evict.token_state:
             for name, x in evict.observe(self._view()).items():
                 for store, row in zip(self.heads, x, strict=True):
@@ -245,7 +244,7 @@ class LayerCache:
 
     def _flush(self) -> None:
         quantize = self.roles.quantize
-        if quantize.demoted_only:
+        if quantize is None or quantize.demoted_only:
             return
         self.encoded = quantize.flush(self.occupancy(), self.encoded)
         for store in self.heads:

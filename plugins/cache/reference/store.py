@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from plugins.cache.roles import Part, QuantizeRole
 from trtkv.ranking import span
 
-Part = Literal["keys", "values"]
 PARTS: tuple[Part, ...] = ("keys", "values")
 
 
 class PartStore:
     """Keys or values of one KV head: `plain` rows for the tokens that are not `coded`, codes for the others, both ascending."""
 
-    def __init__(self, part: Part, empty: Tensor, quantize: Any) -> None:
+    def __init__(self, part: Part, empty: Tensor, quantize: QuantizeRole | None) -> None:
         """Begin with no token; empty [0, D] gives dtype and device."""
         self.part, self.quantize = part, quantize
         self.plain, self.codes = empty, dict[str, Tensor]()
@@ -83,7 +82,7 @@ class PartStore:
 class HeadStore:
     """One KV head: logical positions [S] int64, keys and values, and what roles keep for each token."""
 
-    def __init__(self, empty: Tensor, group: int, state: Mapping[str, str], quantize: Any) -> None:
+    def __init__(self, empty: Tensor, group: int, state: Mapping[str, str], quantize: QuantizeRole | None) -> None:
         """Begin with no token; group is the number of query heads whose attention is counted."""
         self.positions = torch.zeros(0, dtype=torch.int64, device=empty.device)
         self.parts = {part: PartStore(part, empty, quantize) for part in PARTS}

@@ -15,11 +15,11 @@ from torch import Tensor
 from trtkv.errors import ConfigError
 from trtkv.plan import CacheView
 from trtkv.policies.base import ROUND_OFF
-from trtkv.policies.budgeted import Budgeted
+from trtkv.policies.budgeted import Ranked
 from trtkv.ranking import group_mean
 
 
-class MiniKV(Budgeted):
+class MiniKV(Ranked):
     """Keep heavy hitters and the newest tokens of the prompt.
 
     heavy and recent: shares of the prompt; budget: so many tokens in all instead, half of them recent; pooling: how the scores of a group's query
@@ -31,9 +31,9 @@ class MiniKV(Budgeted):
     needs: ClassVar[frozenset[str]] = frozenset({"attention_mass"})
     takes: ClassVar[frozenset[str]] = frozenset()
     prompt_only: ClassVar[bool] = True
+    budget: int | None = Field(None, gt=1)
     heavy: float = Field(0.25, ge=0.0, lt=1.0)
     recent: float = Field(0.25, ge=0.0, lt=1.0)
-    budget: int | None = Field(None, gt=1)  # type: ignore[assignment]
     pooling: Literal["mean", "max"] = "mean"
 
     def reserved(self, prompt: int) -> tuple[int, int]:

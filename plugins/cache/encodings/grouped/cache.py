@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from plugins.append.arguments import Target
 from plugins.attend.in_torch import attend_units
 from plugins.attend.prefill import attend_with_lse
 from plugins.cache.batch import Decoding, Row, StepGroup
-from plugins.cache.cache import Cache
+from plugins.cache.counted import CountedCache
 from plugins.cache.encodings.grouped import launch, launch_list, recalled
 from plugins.cache.encodings.grouped.layout import TILE
 from plugins.cache.encodings.grouped.settle import Settler
@@ -23,6 +22,7 @@ from plugins.cache.encodings.grouped.summaries import summarize_prompt, summariz
 from plugins.cache.formats import Format
 from plugins.cache.indexes import choose as by_kernels
 from plugins.cache.indexes.summary import kept_of
+from plugins.cache.ledgers.evicting import EvictingLedger
 from plugins.cache.ledgers.make import find_ledger
 from plugins.cache.paged_kernels import new_tokens
 from plugins.cache.tiers.host.store import Offload
@@ -31,7 +31,7 @@ from plugins.device.driver import arch
 from trtkv.plan import CachePlan
 
 
-class GroupedCache(Cache):
+class GroupedCache(CountedCache):
     """Codes of groups of tokens, with the newest tokens of every slot in full precision; kernels alone know them."""
 
     compares_selection = False
@@ -43,11 +43,11 @@ class GroupedCache(Cache):
         """Allocate pages of codes and rings in a format that kernels know."""
         ledger = find_ledger(plan) if plan.evict is not None else None
         super().__init__(plan, num_pages, num_slots, device, dense_below, ledger, tier)
-        self.store = self._make_store(plan, form, self.num_pages, num_slots, self.device, ledger, tier)
+        self.store = self._make_store(form, ledger, tier)
         self.buffers, self.count = self.store.buffers, self.store.count
 
-    def _make_store(self, *given: Any) -> EncodedStore:
-        return EncodedStore(*given)
+    def _make_store(self, form: Format, ledger: EvictingLedger | None, tier: Offload | None) -> EncodedStore:
+        return EncodedStore(self.plan, form, self.num_pages, self.num_slots, self.device, ledger, tier)
 
     def append(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
         """Rotate and store the step's new tokens; what a decode step's token completes is encoded with it."""
@@ -102,7 +102,7 @@ class GroupedCache(Cache):
         return self.store.precise_from(layer, row)
 
     @property
-    def copies(self) -> bool:  # type: ignore[override]
+    def copies(self) -> bool:
         """Pages on the device can be copied."""
         return not self.tier.recalls
 
@@ -231,8 +231,9 @@ def _scratch(store: EncodedStore, config: OpConfig, batch: int, most_tokens: int
 
 def _answering(step: StepGroup) -> Tensor | None:
     """Return which of the B sequences decode behind their prompt, int64; None where all do."""
-    key = "answering"
-    if key not in step.shared:
-        own = [b for b, row in enumerate(step.rows) if row.answers]
-        step.shared[key] = None if len(own) == len(step.rows) else torch.tensor(own, dtype=torch.int64, device=step.device)
-    return step.shared[key]  # type: ignore[return-value]
+    return step.once("answering", lambda: _find_answering(step))
+
+
+def _find_answering(step: StepGroup) -> Tensor | None:
+    own = [b for b, row in enumerate(step.rows) if row.answers]
+    return None if len(own) == len(step.rows) else torch.tensor(own, dtype=torch.int64, device=step.device)

@@ -29,7 +29,7 @@ class Codes(Protocol):
 
     plan: CachePlan
     device: torch.device
-    pages: Sequence[Pages]
+    pages: list[Pages]
 
     def read(self, slot: int) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
         """Yield the layers of a slot's prompt with its keys and values."""

@@ -66,14 +66,16 @@ def pack(codes: Tensor, places: tuple[Tensor, Tensor], bits: int) -> Tensor:
     tiles = codes.unflatten(-2, (-1, TILE)).long() << shift
     words = tiles.new_zeros(*tiles.shape[:-2], TILE * tiles.shape[-1] * bits // 32)
     words.scatter_add_(-1, word.flatten().expand(*tiles.shape[:-2], -1), tiles.flatten(-2))
-    return words.to(torch.uint32).view(torch.uint8).flatten(-2)
+    packed: Tensor = words.to(torch.uint32).view(torch.uint8).flatten(-2)
+    return packed
 
 
 def unpack(packed: Tensor, places: tuple[Tensor, Tensor], bits: int) -> Tensor:
     """Take codes uint8 [..., S, D] out of bytes uint8 [..., S D bits / 8]."""
     word, shift = (x.to(packed.device) for x in places)
     words = packed.unflatten(-1, (-1, TILE * word.shape[1] * bits // 8)).contiguous().view(torch.int32)
-    return ((words[..., word].long() >> shift) & ((1 << bits) - 1)).to(torch.uint8).flatten(-3, -2)
+    codes: Tensor = ((words[..., word].long() >> shift) & ((1 << bits) - 1)).to(torch.uint8).flatten(-3, -2)
+    return codes
 
 
 def key_scale(laid: Tensor) -> Tensor:
@@ -84,9 +86,11 @@ def key_scale(laid: Tensor) -> Tensor:
 def value_scale(laid: Tensor, share: int) -> Tensor:
     """Take the scales [..., S, share] of values up again, laid [..., S share]."""
     tiles = laid.unflatten(-1, (-1, TILE * share))
-    return tiles[..., value_meta_places(share).to(laid.device)].flatten(-3, -2)
+    scale: Tensor = tiles[..., value_meta_places(share).to(laid.device)].flatten(-3, -2)
+    return scale
 
 
 def value_minimum(laid: Tensor, share: int) -> Tensor:
     """Take the minima [..., S, share] of values up again, laid [..., S share]: a tile's group after group."""
-    return laid.unflatten(-1, (-1, share, TILE)).transpose(-1, -2).flatten(-3, -2)
+    minimum: Tensor = laid.unflatten(-1, (-1, share, TILE)).transpose(-1, -2).flatten(-3, -2)
+    return minimum

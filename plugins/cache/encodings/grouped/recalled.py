@@ -34,9 +34,7 @@ class Desk:
 
 def ring_table(away: Away, step: StepGroup, slots: Tensor) -> Tensor:
     """Return the rows of the pages that decode steps write codes to, [B, M] int32, of sequences in slots [B]; made once for all layers of a step."""
-    if "rings" not in step.shared:
-        step.shared["rings"] = away.table.index_select(0, slots)
-    return step.shared["rings"]  # type: ignore[return-value]
+    return step.once("rings", lambda: away.table.index_select(0, slots))
 
 
 def attend(
@@ -66,11 +64,7 @@ def attend(
 def _recall_ahead(cache: Cache, away: Away, layer: int, config: OpConfig, rows: Decoding, likely: Tensor) -> None:
     """Recall what this step's query chooses for the next one, beside what follows of this one; complete pages go to the host."""
     offload, step = away.offload, cache.step(layer)
-    key = ("next", len(rows.lens))
-    if key not in step.shared:
-        step.shared[key] = rows.lens + 1
-    ahead = step.shared[key]
-    assert isinstance(ahead, Tensor)
+    ahead = step.once(("next", len(rows.lens)), lambda: rows.lens + 1)
     offload.kept += (rows.query, rows.lens, rows.slots, rows.table, ahead)
     with offload.lane.behind():
         choose_units(cache, layer, config, rows, likely, ahead=ahead)

@@ -33,7 +33,7 @@ def decode(pages: Pages, table: Tensor, part: str) -> Tensor:
     if one.bits == 8:
         return codes.view(torch.float8_e4m3fn).float() * scale[..., None]
     if part == "keys":
-        wide = codes.unflatten(1, (-1, one.key_group)).float()
+        wide: Tensor = codes.unflatten(1, (-1, one.key_group)).float()
         return (wide * scale[:, :, None] + numbers["minimum"].float()[:, :, None]).flatten(1, 2)
     wide = codes.unflatten(2, (-1, one.value_group)).float()
     return (wide * scale[..., None] + numbers["minimum"].float()[..., None]).flatten(2)

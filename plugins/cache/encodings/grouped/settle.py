@@ -29,9 +29,9 @@ class Rings(Protocol):
     form: Format
     device: torch.device
     buffers: dict[str, list[Tensor | None]]
-    rings: Sequence[tuple[Tensor, ...]]
+    rings: list[tuple[Tensor, ...]]
     ends: Tensor
-    pages: Sequence[launch.Pages]
+    pages: list[launch.Pages]
     one_page: Tensor
 
     def read(self, slot: int) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
@@ -51,9 +51,7 @@ class Settler:
 
     def ring_table(self, step: StepGroup, slots: Tensor) -> Tensor:
         """Return the page tables [B, M] int32 of rings in slots [B]; made once for all layers of a step."""
-        if "rings" not in step.shared:
-            step.shared["rings"] = self._tables.index_select(0, slots)
-        return step.shared["rings"]  # type: ignore[return-value]
+        return step.once("rings", lambda: self._tables.index_select(0, slots))
 
     def keep(self, layer: int, row: Row, keys: Tensor, values: Tensor) -> tuple[Tensor | None, int, tuple[int, int]]:
         """Return what stays of a complete prompt, keys and values [1, Hk, X, D], in its layer.

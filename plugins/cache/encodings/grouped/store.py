@@ -8,8 +8,6 @@ what is left of the prompt, and the ring for all tokens that may still go (`sett
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -185,7 +183,9 @@ class EncodedStore:
             return self.pages[layer], row.table
         parts = self.away.gather(layer, row, stored)
         found = dict(zip((spec.name for spec in records(self.plan)), parts, strict=True))
-        return replace(self.pages[layer], **_with_minima(found)), torch.arange(len(parts[0]), dtype=torch.int32, device=self.device)
+        held = self.pages[layer]
+        own = launch.Pages(held.format, held.page_size, held.keys, held.values, **_with_minima(found), origins=held.origins, ends=held.ends)
+        return own, torch.arange(len(parts[0]), dtype=torch.int32, device=self.device)
 
     def precise_from(self, layer: int, row: Row) -> int:
         """Return the token from which on `seen` returns keys and values as they were appended."""
@@ -245,12 +245,13 @@ class EncodedStore:
         return origin
 
     def _pages(self, layer: int) -> launch.Pages:
-        found = {name: self.buffers[name][layer] for name in ("keys", "values", *_CODES) if name in self.buffers}
+        named = {name: self.buffers[name][layer] for name in ("keys", "values", *_CODES) if name in self.buffers}
+        found = {name: buffer for name, buffer in named.items() if buffer is not None}
         group = self.plan.page_groups[layer]
         ends = self.ends[group] if self.form.window else None
-        return launch.Pages(self.form, self.plan.page_size, **_with_minima(found), origins=self.origins[group], ends=ends)  # type: ignore[arg-type]
+        return launch.Pages(self.form, self.plan.page_size, **_with_minima(found), origins=self.origins[group], ends=ends)
 
 
-def _with_minima(found: Mapping[str, Any]) -> dict[str, Any]:
+def _with_minima(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Let scales stand for minima where there are none."""
     return {**{name: found[name.replace("minimum", "scale")] for name in _CODES}, **found}

@@ -23,6 +23,9 @@ from plugins.cache.support import compacts_by_kernels
 class MixedCompactor(HeadCompactor):
     """What a mixed cache does after each step."""
 
+    ledger: MixedLedger
+    _pool: MixedPool
+
     def __init__(self, pool: MixedPool) -> None:
         """Serve a pool that is allocated; `kernels` says that what stays is written anew by them."""
         plan = pool.plan
@@ -42,12 +45,12 @@ class MixedCompactor(HeadCompactor):
                 self._rewrite(layers, b, account, stay)
             self.ledger.settle(account, stay)
 
-    def view(self, layer: int, b: int, account: HeadAccount) -> MixedView:  # type: ignore[override]
-        """Show a layer of a sequence to a role."""
-        return MixedView(self._pool, [layer], b, account, self.ledger.occupancy(account, layer), self._scale)
-
     def _measure(self, b: int, account: HeadAccount) -> Tensor | None:
-        return super()._measure(b, account) if self.ledger.allocate is not None else None
+        """Measure all layers for an allocate role that asks for it: [L, Hk] fp32."""
+        allocate = self.ledger.allocate
+        if allocate is None or not allocate.measured:
+            return None
+        return torch.stack([allocate.measure(self.view_of([layer], b, account)).float() for layer in range(self._plan.num_layers)])
 
     def _together(self, due: Sequence[int], row: Row) -> Iterator[Sequence[int]]:
         """Cut layers into runs that the role sees together, as many as it takes and as fit."""
@@ -58,7 +61,7 @@ class MixedCompactor(HeadCompactor):
         for start in range(0, len(due), count):
             yield due[start : start + count]
 
-    def _view(self, layers: Sequence[int], b: int, account: HeadAccount) -> MixedView:
+    def view_of(self, layers: Sequence[int], b: int, account: HeadAccount) -> MixedView:
         """Show several layers of a sequence to a role."""
         each = [self.ledger.occupancy(account, layer) for layer in layers]
         budget, precise = (
@@ -69,7 +72,7 @@ class MixedCompactor(HeadCompactor):
 
     def _rewrite(self, layers: Sequence[int], b: int, account: HeadAccount, stay: Lengths) -> None:
         """Keep what the role keeps of some layers, of each as many tokens in full precision as `stay` [2 L] says and the others encoded."""
-        view, device = self._view(layers, b, account), self._pool.device
+        view, device = self.view_of(layers, b, account), self._pool.device
         verdict = self.ledger.evict.keep(view)
         kept = verdict.kept if isinstance(verdict.kept, Tensor) else torch.stack(list(verdict.kept))
         chosen = view.order.gather(1, kept.to(device))

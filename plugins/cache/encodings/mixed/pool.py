@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from plugins.cache.batch import Row
 from plugins.cache.eviction.per_head.pool import HeadPool
 from plugins.cache.ledgers.per_head import HeadAccount
-from plugins.cache.pages import Ints, Lengths
-from plugins.cache.roles import load_role
+from plugins.cache.pages import Ints, Lengths, PageList
+from plugins.cache.roles import load_quantize
 from trtkv.plan import CachePlan
 
 
@@ -25,15 +26,21 @@ class MixedPool(HeadPool):
         """Allocate so many pages, and what slots have of their own."""
         assert plan.quantize is not None, "the plan encodes nothing"
         super().__init__(plan, num_pages, num_slots, device)
-        self.layers, self.quantize = plan.num_layers, load_role(plan.quantize.meaning)
+        self.layers, self.quantize = plan.num_layers, load_quantize(plan.quantize.meaning)
+        self._tables: dict[int, Tensor] = {}
         for part in ("key", "value"):
             plain = self.pools[f"{part}s"]
-            codes = plain.view(torch.uint8).view(*plain.shape[:2], plan.codes_per_row * plan.page_size, plan.head_dim)
+            codes: Tensor = plain.view(torch.uint8).view(*plain.shape[:2], plan.codes_per_row * plan.page_size, plan.head_dim)
             self.pools[f"{part}_codes"], self.buffers[f"{part}_codes"] = codes, [codes] * plan.num_layers
+
+    def announce(self, rows: Sequence[Row], pages: Sequence[PageList], stored: Lengths) -> None:
+        """Take a step: its rows [B], their pages, the tokens [2 L, B] of every layer."""
+        super().announce(rows, pages, stored)
+        self._tables = {}
 
     def longest(self, stored: Lengths) -> list[int]:
         """Return the tokens [B] of the layers, which all store equally many."""
-        return (stored[0] + stored[self.layers]).tolist()  # type: ignore[no-any-return]
+        return list(map(int, stored[0] + stored[self.layers]))
 
     def lengths(self, layer: int, b: int) -> list[int]:
         """Return the tokens of each KV head of a layer."""
@@ -57,7 +64,7 @@ class MixedPool(HeadPool):
         for part in ("key", "value"):
             rows = self.entries(f"{part}s", [layer], b, count)[0]
             found.append(torch.cat([self.decoded(part, [layer], b, coded)[0].to(rows.dtype), rows], 1) if coded else rows)
-        return [(slice(0, num_q_heads), *found)]
+        return [(slice(0, num_q_heads), found[0], found[1])]
 
     def aligned(self, name: str, layer: int, b: int) -> Tensor:
         """Return keys or values of all heads [Hk, S, D] fp32 as they lie, the newest token last."""
@@ -83,10 +90,10 @@ class MixedPool(HeadPool):
 
     def table(self, b: int) -> Tensor:
         """Return the pages [2 L, M] int32 of a sequence, brought to the device once a step without waiting for it."""
-        if b not in self._cache:
+        if b not in self._tables:
             own = self.pages[b]
-            self._cache[b] = self._moved(np.ascontiguousarray(own.table[:, : int(own.counts.max(initial=1))], np.int32))
-        return self._cache[b]  # type: ignore[return-value]
+            self._tables[b] = self._moved(np.ascontiguousarray(own.table[:, : int(own.counts.max(initial=1))], np.int32))
+        return self._tables[b]
 
     def entries(self, name: str, layers: Sequence[int], b: int, count: int, coded: bool = False) -> Tensor:
         """Return the first `count` entries of a buffer [n, Hk, count, ...] in pages of one kind of layers that follow each other.
@@ -95,7 +102,8 @@ class MixedPool(HeadPool):
         """
         pool, first = self.pools[name], layers[0] + self.layers * coded
         table = self.table(b)[first : first + len(layers), : -(-count // pool.shape[2])]
-        return pool[table].transpose(1, 2).flatten(2, 3)[:, :, :count]
+        found: Tensor = pool[table].transpose(1, 2).flatten(2, 3)
+        return found[:, :, :count]
 
     def put(self, name: str, layer: int, b: int, data: Tensor, coded: bool = False) -> None:
         """Write data [Hk, count, ...] to the first entries of a buffer in a layer's pages of one kind."""
@@ -106,8 +114,9 @@ class MixedPool(HeadPool):
     def decoded(self, part: str, layers: Sequence[int], b: int, count: int) -> Tensor:
         """Return what the first `count` codes of some layers' "key" or "value" stand for [n, Hk, count, D] fp32."""
         found = {name: self.entries(f"{part}_{name}", layers, b, count, True).flatten(0, 1) for name in ("codes", "scale")}
-        made: Tensor = self.quantize.decode({name: x.contiguous() for name, x in found.items()}, f"{part}s")
-        return made.unflatten(0, (len(layers), -1))
+        made = self.quantize.decode({name: x.contiguous() for name, x in found.items()}, "keys" if part == "key" else "values")
+        laid: Tensor = made.unflatten(0, (len(layers), -1))
+        return laid
 
     def _moved(self, values: Ints) -> Tensor:
         found = torch.from_numpy(values)

@@ -39,7 +39,7 @@ def _in_torch(pool: MixedPool, layer: int, b: int, account: HeadAccount, chosen:
     for part in PARTS:
         rows = pool.aligned(f"{part}s", layer, b)
         rows = rows.gather(1, chosen[:, :, None].expand(-1, -1, rows.shape[2])).to(pool.pools[f"{part}s"].dtype)
-        made = pool.quantize.encode(rows, f"{part}s") if count < rows.shape[1] else {}
+        made = pool.quantize.encode(rows, "keys" if part == "key" else "values") if count < rows.shape[1] else {}
         for name, new in made.items() if coded else ():
             old = pool.entries(f"{part}_{name}", [layer], b, coded, True)[0]
             more, at = (1,) * (new.dim() - 2), chosen.clamp(max=coded - 1)

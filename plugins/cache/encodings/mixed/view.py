@@ -85,7 +85,7 @@ class MixedView:
             return None
         seen, slot = self.account.seen, self.pool.rows[self.b].slot
         order = torch.arange(max(0, seen - evict.queries), seen, device=self.pool.device) % evict.queries
-        own = torch.stack([rings[layer][slot] for layer in self.layers])  # type: ignore[index]
+        own = torch.stack([ring[slot] for ring in map(rings.__getitem__, self.layers) if ring is not None])
         return own.index_select(1, order).transpose(0, 1).flatten(1, 2).float()
 
     def received(self, window: int) -> Tensor | None:

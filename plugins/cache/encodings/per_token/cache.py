@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -12,7 +11,10 @@ from plugins.cache.encodings.grouped.cache import GroupedCache
 from plugins.cache.encodings.per_token import launch
 from plugins.cache.encodings.per_token.store import PerTokenStore
 from plugins.cache.eviction import launch as launch_eviction
+from plugins.cache.formats import Format
+from plugins.cache.ledgers.evicting import EvictingLedger
 from plugins.cache.paged_kernels import dense_scratch
+from plugins.cache.tiers.host.store import Offload
 from plugins.config import OpConfig
 
 
@@ -21,8 +23,8 @@ class PerTokenCache(GroupedCache):
 
     store: PerTokenStore
 
-    def _make_store(self, *given: Any) -> PerTokenStore:
-        return PerTokenStore(*given)
+    def _make_store(self, form: Format, ledger: EvictingLedger | None, tier: Offload | None) -> PerTokenStore:
+        return PerTokenStore(self.plan, form, self.num_pages, self.num_slots, self.device, ledger, tier)
 
     def _attend_decoding(
         self, layer: int, config: OpConfig, inputs: Sequence[Tensor], selection: Tensor | None, which: Tensor | None, out: Tensor

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,10 @@ from plugins.cache.encodings.grouped import launch as encoded
 from plugins.cache.encodings.grouped.store import EncodedStore, Prompt
 from plugins.cache.encodings.per_token import launch, reference
 from plugins.cache.encodings.per_token.launch import Stacks
-from trtkv.plan import EvictPlan
+from plugins.cache.formats import Format
+from plugins.cache.ledgers.evicting import EvictingLedger
+from plugins.cache.tiers.host.store import Offload
+from trtkv.plan import CachePlan, EvictPlan
 from trtkv.rules import Blend
 
 NEVER = 1 << 30  # tokens after which the append kernel would encode: here that is not its task
@@ -23,14 +25,17 @@ NEVER = 1 << 30  # tokens after which the append kernel would encode: here that 
 class PerTokenStore(EncodedStore):
     """The caches of all layers; `stacks` holds them by name, "keys" and "values" being the newest tokens [L, Z, Hk, 1, D]."""
 
-    def __init__(self, *args: Any, **more: Any) -> None:
+    def __init__(
+        self, plan: CachePlan, form: Format, num_pages: Sequence[int], num_slots: int, device: torch.device, ledger: EvictingLedger | None = None,
+        offload: Offload | None = None,
+    ) -> None:  # fmt: skip
         """Allocate as any encoded caches."""
         self.stacks = Stacks({})
-        super().__init__(*args, **more)
+        super().__init__(plan, form, num_pages, num_slots, device, ledger, offload)
         evict = self.plan.evict
         assert evict is not None and self.keeper is not None, "the plan evicts nothing"
         self.rule, self.scale = rule_of(evict), self.plan.head_dim**-0.5
-        self._waiting: list[tuple[Tensor, ...]] = []
+        self._waiting: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]] = []
 
     def exchange(self, lse: Tensor, notes: Tensor, table: Tensor, lens: Tensor, seen: Tensor, slots: Tensor) -> None:
         """Encode the newest tokens of sequences behind the attention of all layers; where steps are compared, behind the comparison."""
@@ -72,9 +77,10 @@ class PerTokenStore(EncodedStore):
     def _pages(self, layer: int) -> encoded.Pages:
         """Return what the append kernel takes: a ring of one token, and codes that it never writes."""
         form = replace(self.form, bits=8, residual=NEVER)
-        plain = {name: self.buffers[name][layer] for name in ("keys", "values")}
-        codes = {f"{part}_{name}": self.buffers[f"{part}_{kind}"][layer] for part in ("key", "value") for name, kind in _STAND_IN.items()}
-        return encoded.Pages(form, self.plan.page_size, **plain, **codes)  # type: ignore[arg-type]
+        names = {"keys": "keys", "values": "values"}
+        names |= {f"{part}_{name}": f"{part}_{kind}" for part in ("key", "value") for name, kind in _STAND_IN.items()}
+        found = {name: self.buffers[kind][layer] for name, kind in names.items()}
+        return encoded.Pages(form, self.plan.page_size, **{name: buffer for name, buffer in found.items() if buffer is not None})
 
 
 _STAND_IN = {"codes": "codes", "scale": "scale", "minimum": "zero"}

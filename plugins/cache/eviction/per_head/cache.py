@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from plugins.append.arguments import Target
 from plugins.append.rotate import rotate
 from plugins.attend import launch_dense
 from plugins.attend.prefill import attend_with_lse
-from plugins.cache.batch import PageList, Row, StepGroup
+from plugins.cache.batch import Row, StepGroup
 from plugins.cache.cache import Cache
 from plugins.cache.eviction import launch as launch_eviction
 from plugins.cache.eviction.per_head.compactor import HeadCompactor
@@ -22,7 +21,7 @@ from plugins.cache.eviction.per_head.pool import HeadPool
 from plugins.cache.eviction.per_head.received import observe_chunk
 from plugins.cache.formats import slides
 from plugins.cache.paged_kernels import dense_scratch, new_tokens
-from plugins.cache.pages import HeadPages
+from plugins.cache.pages import HeadPages, Lengths, PageList, Pages
 from plugins.config import OpConfig
 from trtkv.plan import CachePlan
 
@@ -35,14 +34,14 @@ class HeadCache(Cache):
     def __init__(self, plan: CachePlan, num_pages: Sequence[int], num_slots: int, device: torch.device | str = "cpu", dense_below: int = 0) -> None:
         """Allocate the pool."""
         self.compactor = self._make_compactor(plan, sum(num_pages), num_slots, torch.device(device))
-        super().__init__(plan, num_pages, num_slots, device, dense_below, self.compactor.ledger)
+        super().__init__(plan, num_pages, num_slots, device, dense_below, ledger=self.compactor.ledger)
         self.buffers = self.pool.buffers
 
     def _make_compactor(self, plan: CachePlan, num_pages: int, num_slots: int, device: torch.device) -> HeadCompactor:
         self.pool = HeadPool(plan, num_pages, num_slots, device)
         return HeadCompactor(self.pool)
 
-    def page_lists(self, pages: Sequence[Any]) -> list[list[Any]]:
+    def page_lists(self, pages: Sequence[Pages]) -> list[list[PageList]]:
         """Return the pages of all heads of each sequence."""
         return [[HeadPages.of(one, self.plan.num_page_groups) for one in pages]]
 
@@ -62,9 +61,9 @@ class HeadCache(Cache):
         """Return the announced step, the same for every layer."""
         return self._step[0]
 
-    def stored_lens(self) -> Sequence[Sequence[int]]:
+    def stored_lens(self) -> Lengths:
         """Return the tokens [Y, B] of every head."""
-        return self.pool.stored  # type: ignore[return-value]
+        return self.pool.stored
 
     def append(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
         """Rotate and store the step's new tokens: every head at its own length, in its own pages."""

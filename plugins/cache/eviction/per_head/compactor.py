@@ -105,7 +105,9 @@ class HeadCompactor:
     def _measure(self, b: int, account: HeadAccount) -> Tensor | None:
         """Measure all layers for an allocate role that asks for it: [L, Hk] fp32."""
         allocate = self.ledger.allocate
-        return torch.stack([allocate.measure(view).float() for view in self._views(b, account)]) if allocate.measured else None
+        if allocate is None or not allocate.measured:
+            return None
+        return torch.stack([allocate.measure(view).float() for view in self._views(b, account)])
 
     def _moves(self, b: int, due: Sequence[int], stay: Lengths, account: HeadAccount) -> move.Moves:
         """Say what moves in the heads that keep fewer tokens than they have; all of them are of layers that are due."""

@@ -84,7 +84,8 @@ def _in_torch(pool: HeadPool, b: int, head: int, kept: Tensor | None, sink: int,
 def _by_kernels(pool: HeadPool, moves: Sequence[Moves]) -> None:
     """Launch once a buffer; page numbers and what moves where go to the device together."""
     width = pool.plan.pages(max(int(one.stored.max()) for one in moves))
-    tables, rows, lists, start = [], [], [], 0
+    lists: list[Tensor] = []
+    tables, rows, start = [], [], 0
     for one in moves:
         own = pool.pages[one.b].table[one.heads, :width]
         tables.append(np.pad(own, ((0, 0), (0, width - own.shape[1]))))

@@ -12,7 +12,7 @@ from plugins.cache.batch import Row
 from plugins.cache.bytes import buffers_of
 from plugins.cache.eviction.per_head.ring import Rings
 from plugins.cache.ledgers.ring import Ring
-from plugins.cache.pages import HeadPages, Lengths
+from plugins.cache.pages import HeadPages, Lengths, PageList
 from plugins.device.dtypes import TORCH_DTYPES
 from trtkv.plan import CachePlan
 
@@ -42,9 +42,9 @@ class HeadPool:
         self.stored: Lengths = np.zeros((0, 0), np.int64)
         self.rings = Rings(num_slots, plan.num_page_groups, device)
         self.turns: list[Ring | None] = []
-        self._cache: dict[object, tuple[Tensor, Tensor]] = {}
+        self._cache: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-    def announce(self, rows: Sequence[Row], pages: Sequence[HeadPages | Sequence[int]], stored: Lengths) -> None:
+    def announce(self, rows: Sequence[Row], pages: Sequence[PageList], stored: Lengths) -> None:
         """Take a step: its rows [B], their pages, the tokens [Y, B] of every head."""
         self.rows, self.stored, self._cache = rows, stored, {}
         self.pages = [HeadPages.of(one, self.plan.num_page_groups) for one in pages]
@@ -52,7 +52,7 @@ class HeadPool:
 
     def longest(self, stored: Lengths) -> list[int]:
         """Return the tokens [B] of the longest head of any layer."""
-        return stored.max(0).tolist()  # type: ignore[no-any-return]
+        return list(map(int, stored.max(0)))
 
     def index(self, row: Row) -> int:
         """Return a row's place in the step."""
@@ -60,7 +60,7 @@ class HeadPool:
 
     def lengths(self, layer: int, b: int) -> list[int]:
         """Return the tokens of each KV head of a layer."""
-        return self.stored[self.own(layer), b].tolist()  # type: ignore[no-any-return]
+        return list(map(int, self.stored[self.own(layer), b]))
 
     def own(self, layer: int) -> slice:
         """Return a layer's heads among those of all layers."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -31,8 +33,8 @@ def newest(pool: HeadPool, b: int, seen: int, scale: float, kernels: bool) -> No
         lens = pool.stored[:, b].astype(np.int32)
         pages = pool.plan.pages(int(lens.max()))
         table = np.ascontiguousarray(pool.pages[b].table[:, :pages])
-        moved = (torch.from_numpy(one).to(pool.device) for one in (table, lens))
-        launch.received(pool.pools["keys"], query, pool.pools["attention_mass"], *moved, scale)
+        numbers, lengths = (torch.from_numpy(one).to(pool.device) for one in (table, lens))
+        launch.received(pool.pools["keys"], query, pool.pools["attention_mass"], numbers, lengths, scale)
         return
     for layer, own in enumerate(query):
         there = pool.there(layer, b)[:, None, None]
@@ -47,7 +49,7 @@ def add(pool: HeadPool, layer: int, b: int, received: Tensor) -> None:
     pool.write("attention_mass", layer, b, received + had)
 
 
-def observe_chunk(pool: HeadPool, layer: int, b: int, row: Row, query: Tensor, parts: list[tuple[Tensor, Tensor | None]]) -> None:
+def observe_chunk(pool: HeadPool, layer: int, b: int, row: Row, query: Tensor, parts: Sequence[tuple[Tensor, Tensor | None]]) -> None:
     """Look at the queries [n, Hq, D] of a sequence's new tokens over what it stores.
 
     parts are the keys [H, S, D] of heads that store equally many, head by head or all together, with attention's log-sum-exp [G H, n] where kernels

@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import SupportsInt
 
 import numpy as np
 import torch
@@ -178,6 +179,6 @@ def _copy_batch(copies: Sequence[Copy], stream: int) -> None:
     _check(driver.cuMemcpyBatchAsync(to, sources, [one[2] for one in copies], len(copies), [kind], [0], 1, stream))
 
 
-def _check(answer: tuple[object, ...]) -> None:
-    if int(answer[0]) != 0:  # type: ignore[call-overload]
+def _check(answer: tuple[SupportsInt, ...]) -> None:
+    if int(answer[0]) != 0:
         raise EngineError(f"the CUDA driver answered {answer[0]!r} to a copy from host memory", "Check the driver with trtkv doctor.")

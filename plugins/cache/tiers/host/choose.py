@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -47,7 +48,8 @@ def settle(store: Offload, plan: CachePlan, measure: Measure | None = None) -> C
     step: Engine = "copies" if took["step", "copies"] < took["step", "kernel"] else "kernel"
     bulk: Engine = "kernel" if took["bulk", "kernel"] < CLEARLY * took["bulk", "copies"] else "copies"
     choice = Choice(
-        step, bulk, *(took[use, engine] for use in ("step", "bulk") for engine in ("kernel", "copies")), trial.sequences, trial.pages, trial.run
+        step, bulk, took["step", "kernel"], took["step", "copies"], took["bulk", "kernel"], took["bulk", "copies"],
+        trial.sequences, trial.pages, trial.run,
     )  # fmt: skip
     store.recall, store.choice = settled(wanted, step, bulk), choice
     return choice
@@ -72,8 +74,9 @@ class Trial:
         count, length = self.sequences, (self.pages + shape.ring + 1) * shape.page_size
         table = [[(b * self.pages + page) % store.num_pages for page in range(self.pages + shape.ring + 2)] for b in range(count)]
         self.rows = [Row(b, 1, length, b, table[b], shape.page_size, store.device) for b in range(count)]
-        integers = lambda values: torch.tensor(values, dtype=torch.int32, device=store.device)  # noqa: E731
-        self.lens, self.slots, self.table = integers([length] * count), integers(list(range(count))), integers(table)
+        self.lens = torch.full((count,), length, dtype=torch.int32, device=store.device)
+        self.slots = torch.arange(count, dtype=torch.int32, device=store.device)
+        self.table = torch.tensor(table, dtype=torch.int32, device=store.device)
         self.lists = torch.full((count, heads, shape.entries + 1), -1, dtype=torch.int32, device=store.device)
         self.lists[:, :, : self.pages] = torch.arange(self.pages, device=store.device) * (shape.page_size // shape.unit)
         self.lists[:, :, -1] = self.pages
@@ -88,9 +91,12 @@ class Trial:
     def calls(self) -> list[tuple[str, Engine, Callable[[], None]]]:
         """Name every way."""
         run, device = list(range(self.run)), self.store.device
-        routes = {"kernel": Route.of(run, 0, device, self.run + 1), "copies": Route.of(run, 0, device, 1)}
-        steps = [("step", "kernel", lambda: self._recall(False)), ("step", "copies", lambda: self._recall(True))]
-        return steps + [("bulk", name, lambda route=route: route.bring(self.host, self.target)) for name, route in routes.items()]  # type: ignore
+        routes: dict[Engine, Route] = {"kernel": Route.of(run, 0, device, self.run + 1), "copies": Route.of(run, 0, device, 1)}
+        return [
+            ("step", "kernel", lambda: self._recall(False)),
+            ("step", "copies", lambda: self._recall(True)),
+            *(("bulk", name, partial(route.bring, self.host, self.target)) for name, route in routes.items()),
+        ]
 
     def forget(self) -> None:
         """Leave the frames empty, as they were found."""

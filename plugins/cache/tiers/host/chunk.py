@@ -64,9 +64,7 @@ def pages_of(row: Row) -> range:
 
 def plan_chunk(store: Offload, step: StepGroup) -> Chunk:
     """Lay a step's new tokens out, once for all layers."""
-    if "chunk" not in step.shared:
-        step.shared["chunk"] = _plan(store, step)
-    return step.shared["chunk"]  # type: ignore[return-value]
+    return step.once("chunk", lambda: _plan(store, step))
 
 
 def _plan(store: Offload, step: StepGroup) -> Chunk:
@@ -89,14 +87,14 @@ def _plan(store: Offload, step: StepGroup) -> Chunk:
         places += [token % size for token in range(row.stored - row.new, row.stored)]
         at += len(touched)
     device, most = store.device, max(len(pages_of(row)) for row in step.rows)
-    integers = lambda values, kind: torch.tensor(values, dtype=kind, device=device)  # noqa: E731
     own = [[start + min(j, len(pages_of(row)) - 1) for j in range(most)] for start, row in zip(starts, step.rows, strict=True)]
     homes = [[row.page_numbers[pages_of(row)[min(j, len(pages_of(row)) - 1)]] for j in range(most)] for row in step.rows]
     lens = [row.stored - pages_of(row)[0] * row.page_size for row in step.rows]
     return Chunk(
         tuple(starts), at, Pairs.of(begun, device), Route.join(full, device, store.least_run), Pairs.of(newest, device), Pairs.of(older, device),
-        integers(rows, torch.int64), integers(places, torch.int64),
-        integers(own, torch.int32), integers(homes, torch.int32), integers(lens, torch.int32),
+        torch.tensor(rows, dtype=torch.int64, device=device), torch.tensor(places, dtype=torch.int64, device=device),
+        torch.tensor(own, dtype=torch.int32, device=device), torch.tensor(homes, dtype=torch.int32, device=device),
+        torch.tensor(lens, dtype=torch.int32, device=device),
         tuple(row.slot for row in step.rows if not row.answers),
         tuple(Route.of(row.page_numbers[: pages_of(row)[0]], 0, device, store.least_run) for row in step.rows),
     )  # fmt: skip
@@ -107,7 +105,8 @@ def begin_chunk(store: Offload, layer: int, chunk: Chunk) -> tuple[Tensor, Tenso
     tier = store.tiers[layer]
     store.lane.join()  # the layer before has gone to the host
     store.kept.clear()
-    store.chunk = keys, values = tuple(tier.keys.new_zeros((chunk.num_rows, *tier.keys.shape[1:])) for _ in range(2))
+    keys, values = (tier.keys.new_zeros((chunk.num_rows, *tier.keys.shape[1:])) for _ in range(2))
+    store.chunk = keys, values
     keys[chunk.begun.these] = tier.keys[chunk.begun.others]
     values[chunk.begun.these] = tier.values[chunk.begun.others]
     return keys, values

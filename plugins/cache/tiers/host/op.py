@@ -55,8 +55,8 @@ def read_places(store: Offload, layer: int, row: Row, places: Tensor, tokens: Te
     heads, size = tier.keys.shape[1], store.shape.page_size
     rows = store.place_rows(row.slot, newest)[places]
     at = ((rows * heads + torch.arange(heads, device=rows.device)[:, None]) * size + tokens % size).flatten()
-    read = lambda pool: pool.view(-1, pool.shape[-1]).index_select(0, at).view(heads, -1, pool.shape[-1])  # noqa: E731
-    return read(tier.keys), read(tier.values)
+    keys, values = (pool.view(-1, pool.shape[-1]).index_select(0, at).view(heads, -1, pool.shape[-1]) for pool in (tier.keys, tier.values))
+    return keys, values
 
 
 def every_page(store: Offload, stored: int, heads: int) -> Tensor:
