@@ -33,13 +33,13 @@ APPEND = TritonKernel(
 
 def launch(
     new: NewTokens, to: Target, kept: Kept, out: Tensor, *,
-    longest: int, overlap: bool = False, early: bool = False, settled: bool = False, told: Tensor | None = None,
+    longest: int, overlap: bool = False, early: bool = False, settled: bool = False, published: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Append up to `longest` new tokens of every sequence, and write their rotated queries to out [T, Hq D]; pages are a multiple of 16 tokens.
 
     early lets the next launch begin before the one in front of this has ended, of which it may then read nothing before it waits. settled says that
     all but qkv was there before the launch in front of this one began, whatever that one and those before it let begin early.
-    told [B, Hq, words] int32, of single tokens with one-bit keys, is where queries are told to the scorer, see `select/told.py`.
+    published [B, Hq, words] int32, of single tokens with one-bit keys, is where the scorer finds queries early, see `cache/indexes/published.py`.
     """
     qkv, keys, values = new.qkv, to.keys, to.values
     if not qkv.is_cuda:
@@ -56,7 +56,7 @@ def launch(
     if any(pointer % 16 for pointer in aligned) or qkv.stride(0) % 16 or page_size % 16:
         raise EngineError("an input of the append kernel is not aligned to 16 bytes", "Report this with the output of trtkv doctor.")
     if longest == 1 and to.heads is None and to.rings is None and launch_token.takes(kept.kind):
-        launch_token.launch(new, to, kept, out, overlap=overlap, early=early, settled=settled, told=told)
+        launch_token.launch(new, to, kept, out, overlap=overlap, early=early, settled=settled, published=published)
         return
     heads_kv, dim = to.heads or keys.shape[1], keys.shape[3]
     heads_q = qkv.shape[1] // dim - 2 * heads_kv

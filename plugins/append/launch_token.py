@@ -21,7 +21,7 @@ APPEND = CudaKernel(Path(__file__).parent / "append.cu", "append_token", (Pointe
 
 def launch(
     new: NewTokens, to: Target, kept: Kept, out: Tensor, *,
-    overlap: bool = False, early: bool = False, settled: bool = False, told: Tensor | None = None,
+    overlap: bool = False, early: bool = False, settled: bool = False, published: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Append the one new token of every sequence; arguments as of `launch.launch`."""
     heads_kv, page_size, dim = to.keys.shape[1:]
@@ -32,7 +32,7 @@ def launch(
     inputs = (new.qkv, new.positions, new.starts, to.lens, to.table, homes, new.rope, q_weight, k_weight)
     numbers = (new.qkv.stride(0), to.table.stride(-2), page_size, int(settled), int(early), new.eps)
     grid = (-(-(heads_q + 2 * heads_kv) * lanes(dim) // THREADS), to.lens.shape[-1], 1)
-    values = (*inputs, out, to.keys, to.values, kept.bits, kept.meta, told, *numbers)
+    values = (*inputs, out, to.keys, to.values, kept.bits, kept.meta, published, *numbers)
     kernel.launch(spec, grid, values, threads=THREADS, overlap=overlap)
 
 

@@ -57,7 +57,7 @@ def append(cache: KernelCache, layer: int, config: OpConfig, inputs: Sequence[Te
     # that and this. With keys on the host a kernel just before this says where tokens go.
     launch_append.launch(
         new_tokens(config, inputs), to, kept, out, longest=step.longest, overlap=overlap,
-        early=overlap and cache.begins_early(layer, table, bulky=bulky), settled=overlap and not cache.tier.recalls, told=words,
+        early=overlap and cache.begins_early(layer, table, bulky=bulky), settled=overlap and not cache.tier.recalls, published=words,
     )  # fmt: skip
     cache.appended(layer)
     if select is not None and kept.kind == launch_append.NONE:
@@ -123,7 +123,7 @@ def _decoding(step: StepGroup, starts: Tensor, lens: Tensor, table: Tensor) -> t
 
 
 def _decode(
-    cache: Cache, layer: int, config: OpConfig, query: Tensor, lens: Tensor, table: Tensor, selection: Tensor | None, out: Tensor,
+    cache: Cache, layer: int, config: OpConfig, query: Tensor, lens: Tensor, table: Tensor, selection: Tensor | None, out: Tensor, *,
     overlap: bool = True,
 ) -> None:  # fmt: skip
     plan = cache.plan.select[layer]

@@ -68,17 +68,17 @@ class OwnBudgets:
 
 def fier_score(
     q: Tensor, bits: Tensor, meta: Tensor, table: Tensor, lens: Tensor, scores: Tensor, parts: Tensor, *,
-    page_size: int, budget: int, scale: float, pooling: str, overlap: bool = False, told: Tensor | None = None,
+    page_size: int, budget: int, scale: float, pooling: str, overlap: bool = False, published: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Score all closed groups: q [B, Hq D], bits int32 [P, Hk, N / 32, D], meta fp16 [P, Hk, N / 32, 2, D], table [B, M], lens [B] int32.
 
     With overlap the kernel launched before this one must have written nothing that this one reads but queries and the newest token's group.
-    told [B, Hq, words] int32 is where the append before tells the queries, see `told.py`.
+    published [B, Hq, words] int32 is where the append before writes the queries, see `cache/indexes/published.py`.
     """
     heads, dim = bits.shape[1], bits.shape[-1]
     group = q.shape[1] // dim // heads
     spec = score_kernel(dim, group, pooling, q.dtype == torch.bfloat16, arch())
-    tensors = (q, bits, meta, table, lens, scores, parts, told)
+    tensors = (q, bits, meta, table, lens, scores, parts, published)
     values = (*tensors, q.stride(0), table.stride(0), page_size // 32, scores.shape[2], budget, scale * 1.4426950408889634)
     kernel.launch(spec, (parts.shape[1], heads, lens.shape[0]), values, threads=256, shared=spec.shared, overlap=overlap)
 
@@ -86,12 +86,12 @@ def fier_score(
 def select_units(
     scores: Tensor, parts: Tensor, lens: Tensor, out: Tensor, *,
     budget: int, sink: int, window: int, unit: int, group: int, pooling: str, own: OwnBudgets | None = None, cluster: int = 0, overlap: bool = False,
-    told: Tensor | None = None,
+    published: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Choose units by scores and parts of a scorer, lens [B]: out [B, H, K + 1] int32, units ascending, then their count, -1 where all are read.
 
     Sequences of up to `budget` tokens are read whole; own says which sequences choose fewer units than K. Both are read before the kernel waits.
-    The words of told, as of `fier_score`, are emptied.
+    The words of published, as of `fier_score`, are emptied.
     """
     rows, heads, stride = scores.shape
     sm = arch()
@@ -99,8 +99,8 @@ def select_units(
     shared = select_shared(stride, cluster, heads, parts.shape[1], sm)
     spec = select_kernel(cluster, heads, pooling == "softmax-max", unit, group, sm, streams=shared.streams, sieves=shared.sieves)
     slots, budgets, below = (None, None, 0) if own is None else (own.slots, own.budgets, own.dense_below)
-    each = 0 if told is None else told.numel() // (4 * rows)
-    values = (scores, parts, lens, out, slots, budgets, told, stride, parts.shape[1], rows // lens.shape[0], budget, below, out.shape[2] - 1,
+    each = 0 if published is None else published.numel() // (4 * rows)
+    values = (scores, parts, lens, out, slots, budgets, published, stride, parts.shape[1], rows // lens.shape[0], budget, below, out.shape[2] - 1,
               sink, window, shared.kept, each)  # fmt: skip
     kernel.launch(spec, (rows * cluster, 1, 1), values, threads=1024, shared=shared.bytes, cluster=cluster, overlap=overlap)
 
@@ -147,7 +147,7 @@ class SelectShared:
 
 
 def select_shared(units: int, cluster: int, heads: int, parts: int, arch: str) -> SelectShared:
-    """Lay out shared memory for rows of at most so many units, with so many scored heads, and parts that the scorer tells of."""
+    """Lay out shared memory for rows of at most so many units, with so many scored heads, and parts of the scorer."""
     share, parts_bytes, room = _packets(units, cluster), parts * heads * 8, shared_limit(arch) - SELECT_STATIC
     if select_sieves(units, cluster, heads, arch):
         least = _sieve_bytes(share, heads) + parts_bytes + 64

@@ -29,13 +29,13 @@ MOST_SMS = 160  # multiprocessors of a device that are used: blocks of a row, as
 FEW_WARPS, MANY_WARPS = 8, 16
 LEAST_GROUPS, FEW_GROUPS = 16, 72  # of a block, at least; up to which eight warps are enough
 LEFT_SHARE = 33  # of so many multiprocessors one is left to the append in front: beside its blocks none of sixteen warps begins
-FEW_BLOCKS = 16  # of a row with eight warps: more take longer to tell each other
+FEW_BLOCKS = 16  # of a row with eight warps: more take longer to exchange
 LEAST_PAGES = 128  # of a block
-MOST_RAW_BLOCKS = 32  # of a row whose scores are ranked themselves: they are told in one exchange, as in shortlist.cuh
+MOST_RAW_BLOCKS = 32  # of a row whose scores are ranked themselves: they are sent in one exchange, as in shortlist.cuh
 _STATIC = 28 * 1024  # shared memory of a block beside what its launch asks for
-_COUNT_WORDS = 43 + 11 * 11  # words of sixteen bytes that a block tells beside one a head, as in messages.cuh
+_COUNT_WORDS = 43 + 11 * 11  # words of sixteen bytes that a block sends beside one a head, as in messages.cuh
 _CROWD = 512
-_SHORT_MAIL = 256 * 6, 8  # words of the scores of a row's pages, and of a block beside them, as in shortlist.cuh
+_SHORT_WORDS = 256 * 6, 8  # words of the scores of a row's pages, and of a block beside them, as in shortlist.cuh
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Fused:
 
     def allocate(self, device: torch.device | str) -> Exchange:
         """Allocate what its blocks exchange, all zero."""
-        words = self.blocks * (self.heads + _COUNT_WORDS + _SHORT_MAIL[1]) + _CROWD + _SHORT_MAIL[0]
+        words = self.blocks * (self.heads + _COUNT_WORDS + _SHORT_WORDS[1]) + _CROWD + _SHORT_WORDS[0]
         messages = torch.zeros(self.rows, words, 4, dtype=torch.int32, device=device)
         return Exchange(self, messages, torch.zeros(self.rows, dtype=torch.int32, device=device))
 
@@ -124,7 +124,7 @@ def plans_on_any(plan: SelectPlan, summary: Summary, batch: int, heads: int, gro
 def fier_select(
     q: Tensor, bits: Tensor, meta: Tensor, table: Tensor, lens: Tensor, out: Tensor, exchange: Exchange, *,
     page_size: int, budget: int, scale: float, pooling: str, sink: int, window: int, own: OwnBudgets | None = None, overlap: bool = False,
-    scores: Tensor | None = None, parts: Tensor | None = None, told: Tensor | None = None,
+    scores: Tensor | None = None, parts: Tensor | None = None, published: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Score and choose: arguments as of `launch.fier_score` and `launch.select_units`.
 
@@ -134,7 +134,7 @@ def fier_select(
     group, plan = q.shape[1] // dim // heads, exchange.plan
     spec = fused_kernel(dim, group, pooling, plan, q.dtype == torch.bfloat16, arch())
     slots, budgets, below = (None, None, 0) if own is None else (own.slots, own.budgets, own.dense_below)
-    tensors = (q, bits, meta, table, lens, out, slots, budgets, exchange.messages, exchange.stamps, scores, parts, told)
+    tensors = (q, bits, meta, table, lens, out, slots, budgets, exchange.messages, exchange.stamps, scores, parts, published)
     values = (*tensors, q.stride(0), table.stride(0), page_size // 32, 0 if scores is None else scores.shape[2], budget, below, out.shape[2] - 1,
               sink, window, plan.room, scale * LOG2_E)  # fmt: skip
     grid = (plan.blocks, heads, lens.shape[0])

@@ -128,7 +128,7 @@ class Case:
             for layer in range(self.layers):
                 keys = reference.visible(self.stacks, layer, self.table[b], int(self.slots[b]), stored)[0]
                 lse[layer, b] = sums(self.stacks["last_queries"][layer, int(self.slots[b]), 0].float(), keys, self.scale)
-        launch.exchange(self.stacks, lse, notes, self.table, self.lens, self.seen, self.slots, self.rule, self.scale)
+        launch.exchange(self.stacks, lse, notes, self.table, self.lens, self.seen, self.slots, self.rule, scale=self.scale)
         for b, stored in enumerate(self.stored):
             for layer in range(self.layers):
                 judge(self, before, layer, b, stored)

@@ -41,16 +41,16 @@ def check_chain(case: Case, budget: int, sink: int, window: int, pooling: str, l
     out = case.guard.like(tuple(case.q.shape), case.dtype, float("nan"))
     common = {"budget": budget, "scale": scale, "pooling": pooling}
 
-    def step(told: Tensor | None = None) -> None:
+    def step(published: Tensor | None = None) -> None:
         if case.pages:
             bounds = case.bounds.unsqueeze(2)  # one unit a page
             launch_pages.score_pages(case.q, bounds, None, case.table, case.lens, scores, parts, kind="box", unit=case.page, **common)
         else:
             arguments = (case.q, case.bits, case.meta, case.table, case.lens, scores, parts)
-            select.fier_score(*arguments, page_size=case.page, told=told, **common)
+            select.fier_score(*arguments, page_size=case.page, published=published, **common)
         select.select_units(
             scores, parts, case.lens, chosen, budget=budget, sink=sink, window=window, unit=unit, group=32 if unit == 1 else unit, pooling=pooling,
-            told=told,
+            published=published,
         )  # fmt: skip
         attend.attend_list(case.q, case.keys, case.values, case.table, case.lens, chosen, out, unit=unit, scale=scale)
 
@@ -140,7 +140,7 @@ def check_fused(case: Case, budget: int, sink: int, window: int, pooling: str, s
         words = told_words(case.q, case.dim)
         for what in ("a query that is told", "a query that nobody told"):
             chosen.fill_(-7)
-            launch(told=words)
+            launch(published=words)
             torch.cuda.synchronize()
             expect(torch.equal(chosen, again), f"{label}: with {what} it chooses other units")
             expect(bool((words == -1).all()), f"{label}: the words of the query are not empty")
@@ -183,13 +183,13 @@ def check_growth(
     width = -(-budget // unit)
     chosen = torch.full((batch, heads, width + 1), -7, dtype=torch.int32, device=DEV)
     out = torch.full_like(case.q, float("nan"))
-    told = torch.full((batch, heads * group, dim // 2 + 4), -1, dtype=torch.int32, device=DEV) if tells and policy == append.FIER else None
+    published = torch.full((batch, heads * group, dim // 2 + 4), -1, dtype=torch.int32, device=DEV) if tells and policy == append.FIER else None
 
     def step() -> None:
         meta, kept = case.bounds if case.pages else case.meta, unit if case.pages else 32
         if tells:
             new, to = NewTokens(qkv, case.lens, starts, rope), Target(case.keys, case.values, case.lens, case.table)
-            launch_append.launch(new, to, Kept(kept, policy, case.bits, meta), case.q, longest=1, overlap=True, told=told)
+            launch_append.launch(new, to, Kept(kept, policy, case.bits, meta), case.q, longest=1, overlap=True, published=published)
         else:
             append.launch(
                 qkv, case.lens, starts, case.lens, case.table, rope, None, case.q, case.keys, case.values, case.bits, meta,
@@ -203,16 +203,16 @@ def check_growth(
             launch_fused.page_select(case.q, bounds, None, case.table, case.lens, chosen, exchange, kind="box", unit=case.page, **common)
         elif fused is not None:
             arguments = (case.q, case.bits, case.meta, case.table, case.lens, chosen, exchange)
-            launch_fused.fier_select(*arguments, page_size=case.page, told=told, **common)
+            launch_fused.fier_select(*arguments, page_size=case.page, published=published, **common)
         elif case.pages:
             bounds = case.bounds.unsqueeze(2)  # one unit a page
             launch_pages.score_pages(case.q, bounds, None, case.table, case.lens, scores, parts, kind="box", unit=case.page, **common)
         else:
-            select.fier_score(case.q, case.bits, case.meta, case.table, case.lens, scores, parts, page_size=case.page, told=told, **common)
+            select.fier_score(case.q, case.bits, case.meta, case.table, case.lens, scores, parts, page_size=case.page, published=published, **common)
         if fused is None:
             select.select_units(
                 scores, parts, case.lens, chosen, budget=budget, sink=sink, window=window, unit=unit, group=unit if case.pages else 32,
-                pooling="softmax-mean", overlap=True, told=told,
+                pooling="softmax-mean", overlap=True, published=published,
             )  # fmt: skip
         attend.attend_list(case.q, case.keys, case.values, case.table, case.lens, chosen, out, unit=unit, scale=dim**-0.5, overlap=True, settled=True)
 
@@ -232,7 +232,7 @@ def check_growth(
         out.fill_(float("nan")), chosen.fill_(-7)
         graph.replay()
         torch.cuda.synchronize()
-        expect(told is None or bool((told == -1).all()), f"{label}: the words of queries are not empty")
+        expect(published is None or bool((published == -1).all()), f"{label}: the words of queries are not empty")
         for b in range(batch):
             n = int(case.lens[b])
             keys = case.flat(case.keys, b)[:, :n]

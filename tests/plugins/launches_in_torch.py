@@ -50,7 +50,7 @@ class Launches:
         fake_device(monkeypatch)
 
     def fier_score(
-        self, q, bits, meta, table, lens, scores, parts, *, page_size, budget, scale, pooling, overlap=False, told=None
+        self, q, bits, meta, table, lens, scores, parts, *, page_size, budget, scale, pooling, overlap=False, published=None
     ) -> None:  # fmt: skip
         self.names.append("fier_score")
         heads, dim = bits.shape[1], bits.shape[-1]
@@ -113,7 +113,7 @@ class Launches:
         self.outliers[cut.data_ptr()] = found
 
     def select_units(
-        self, scores, parts, lens, out, *, budget, sink, window, unit, group, pooling, own=None, cluster=0, overlap=False, told=None
+        self, scores, parts, lens, out, *, budget, sink, window, unit, group, pooling, own=None, cluster=0, overlap=False, published=None
     ) -> None:  # fmt: skip
         self.names.append("select_units")
         rows, lists = self.scores.pop(scores.data_ptr()), out.view(-1, out.shape[-1])
@@ -134,7 +134,7 @@ class Launches:
 
     def fier_select(
         self, q, bits, meta, table, lens, out, exchange, *, page_size, budget, scale, pooling, sink, window, own=None, overlap=False,
-        told=None,
+        published=None,
     ) -> None:  # fmt: skip
         scores, parts = self.between(exchange, len(lens) * bits.shape[1])
         self.fier_score(q, bits, meta, table, lens, scores, parts, page_size=page_size, budget=least(budget, own), scale=scale, pooling=pooling)

@@ -57,10 +57,11 @@ class InTorch(Torch):
         patch.setattr(torch.cuda, "get_device_properties", lambda *args: type("H200", (), {"multi_processor_count": 132}))
 
     def replaced(
-        self, q: Tensor, keys: Tensor, values: Tensor, codes: launch_dense.Nibbles, table: Tensor, lens: Tensor, slots: Tensor, out: Tensor,
-        shares: Tensor, owed: Tensor, lse: Tensor, *, scale: float,
+        self, q: Tensor, newest: tuple[Tensor, Tensor], codes: launch_dense.Nibbles, table: Tensor, lens: Tensor, slots: Tensor, out: Tensor,
+        scratch: tuple[Tensor, Tensor], *, lse: Tensor, scale: float,
     ) -> None:  # fmt: skip
         self.attended += 1
+        keys, values = newest
         heads, dim = keys.shape[1], keys.shape[3]
         config = OpConfig(q.shape[1] // dim, heads, dim, scale, 0.0, 0, 0, "")
         found = {name: getattr(codes, name)[None] for name in launch_dense.NIBBLES}

@@ -41,17 +41,17 @@ def select(cache: Cache, layer: int, config: OpConfig, inputs: Sequence[Tensor],
         asking = speculate(asking, remembered, slots, cache.overrides.taus, plan.tau, config.num_kv_heads)
         if fresh:  # a prompt's query is nobody's previous query
             remembered.index_fill_(0, step.fresh_slots, torch.nan)
-    told = take(cache, layer) if asking is query else None
-    choose_units(cache, layer, config, Decoding(asking, stored[group], slots, table[group]), out, told=told)
+    published = take(cache, layer) if asking is query else None
+    choose_units(cache, layer, config, Decoding(asking, stored[group], slots, table[group]), out, published=published)
 
 
 def choose_units(
-    cache: Cache, layer: int, config: OpConfig, rows: Decoding, out: Tensor, *, ahead: Tensor | None = None, told: Tensor | None = None
+    cache: Cache, layer: int, config: OpConfig, rows: Decoding, out: Tensor, *, ahead: Tensor | None = None, published: Tensor | None = None
 ) -> None:
     """Score and choose for sequences of one new token: out [B, H, K + 1] int32 as of `launch.select_units`.
 
     ahead [B] int32 are the lengths of the next step where it is chosen for, beside this one's launches. The scores of this step are all that the
-    next step's candidates need: a page enters them behind the step that completes it. told is where the append tells the query, too.
+    next step's candidates need: a page enters them behind the step that completes it. published is where the append writes the query, too.
     """
     plan, summary = cache.plan.select[layer], summary_of(cache.plan, layer)
     assert plan is not None and summary is not None, f"layer {layer} selects nothing, or in torch"
@@ -62,7 +62,7 @@ def choose_units(
     if ahead is None:  # the same launch with pages on the host or without: how a row is shared out decides how its scores are rounded
         together = _together(cache, config, plan, summary, table)
         if together is not None:
-            _score_and_choose(cache, layer, config, plan, summary, rows, out, together, own=own, overlap=overlap, told=told)
+            _score_and_choose(cache, layer, config, plan, summary, rows, out, together, own=own, overlap=overlap, published=published)
             return
     desk = _desk(cache, config, plan, table, ahead is not None)
     budget = cache.scores_from(layer) - (ahead is not None)
@@ -70,14 +70,14 @@ def choose_units(
         bits, extremes = words(cache, layer), ranges(cache, layer)
         launch.fier_score(
             rows.query, bits, extremes, table, rows.lens, desk.scores, desk.parts, page_size=cache.plan.page_size, budget=budget,
-            scale=config.scale, pooling=plan.pooling, overlap=overlap, told=told,
+            scale=config.scale, pooling=plan.pooling, overlap=overlap, published=published,
         )  # fmt: skip
     else:
         _score_pages(cache, layer, plan, summary, rows, desk, budget=budget, scale=config.scale, overlap=overlap)
     beside = overlap and (summary.scorer == "fier" or cache.overlaps(table, bulky=True))  # pages' scorer was slowed down, for many tokens
     launch.select_units(
         desk.scores, desk.parts, rows.lens if ahead is None else ahead, out, budget=cache.reads_all_up_to(layer), sink=plan.sink, window=plan.window,
-        unit=plan.unit, group=plan.group, pooling=plan.pooling, own=own, overlap=beside, told=told,
+        unit=plan.unit, group=plan.group, pooling=plan.pooling, own=own, overlap=beside, published=published,
     )  # fmt: skip
 
 
@@ -115,14 +115,14 @@ def _furnish_together(batch: int, units: int, config: OpConfig, plan: SelectPlan
 
 def _score_and_choose(
     cache: Cache, layer: int, config: OpConfig, plan: SelectPlan, summary: Summary, rows: Decoding, out: Tensor, together: _Together, *,
-    own: launch.OwnBudgets | None, overlap: bool, told: Tensor | None,
+    own: launch.OwnBudgets | None, overlap: bool, published: Tensor | None,
 ) -> None:  # fmt: skip
     given, budget = (rows.table, rows.lens, out, together.exchange), cache.reads_all_up_to(layer)
     if summary.scorer == "fier":
         bits, extremes = words(cache, layer), ranges(cache, layer)
         launch_fused.fier_select(
             rows.query, bits, extremes, *given, page_size=cache.plan.page_size, budget=budget, scale=config.scale, pooling=plan.pooling,
-            sink=plan.sink, window=plan.window, own=own, overlap=overlap, told=told,
+            sink=plan.sink, window=plan.window, own=own, overlap=overlap, published=published,
         )  # fmt: skip
         return
     vectors, beside, cut = _index(cache, layer, plan, summary, rows, together.cut, budget=cache.scores_from(layer), overlap=overlap)

@@ -106,7 +106,7 @@ def encode_prompt(
 
 
 def exchange(
-    stacks: Stacks, lse: Tensor, notes: Tensor, table: Tensor, lens: Tensor, seen: Tensor, slots: Tensor, rule: Blend, scale: float
+    stacks: Stacks, lse: Tensor, notes: Tensor, table: Tensor, lens: Tensor, seen: Tensor, slots: Tensor, rule: Blend, *, scale: float
 ) -> None:  # fmt: skip
     """Let the newest token of B sequences become codes in all layers, in the place of the least where more than the budget are stored.
 

@@ -42,12 +42,12 @@ class PerTokenStore(EncodedStore):
         if self.keep_prompts:
             self._waiting.append((lse, notes, table, lens, seen, slots))
             return
-        launch.exchange(self.stacks, lse, notes, table, lens, seen, slots, self.rule, self.scale)
+        launch.exchange(self.stacks, lse, notes, table, lens, seen, slots, self.rule, scale=self.scale)
 
     def finish(self) -> None:
         """Encode what has waited for a comparison."""
         for one in self._waiting:
-            launch.exchange(self.stacks, *one, self.rule, self.scale)
+            launch.exchange(self.stacks, *one, self.rule, scale=self.scale)
         self._waiting = []
 
     def encode_prompt(self, layer: int, row: Row, table: Tensor) -> None:
