@@ -9,7 +9,7 @@ import pytest
 from tests.golden.runs import SMOLLM2, TINY, Answers, Workspace, answer, case_of, differences, load, policies
 
 RECORDS = {model: load(model) for model in (TINY, SMOLLM2)}
-MARKS = {TINY: [], SMOLLM2: [pytest.mark.weights, pytest.mark.xdist_group("smollm2")]}
+MARKS = {TINY: [], SMOLLM2: [pytest.mark.weights]}
 
 
 @pytest.fixture(scope="module")
