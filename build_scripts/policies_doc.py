@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from plugins.cache.support import in_torch
+from plugins.cache.kernel_support import in_torch
 from trtkv.checkpoint.find import resolve_model
 from trtkv.errors import PolicyConflict
 from trtkv.policies.base import CAPABILITIES, KINDS

@@ -148,7 +148,7 @@ def name_of(cell: Cell) -> str:
 def write_samples(options: argparse.Namespace) -> None:
     """Write the main systems' samples of all lengths as tokens."""
     model = Model(options.model, "cpu", "float32", 128, 1)
-    from trtkv.eval.forced import tokens_of
+    from trtkv.eval.teacher_forcing import tokens_of
 
     rows = []
     for cell in everything():

@@ -21,10 +21,10 @@ from trtkv.api import build
 from trtkv.errors import TrtkvError
 from trtkv.eval.agreement import compare
 from trtkv.eval.budgets import apply_budget, has_budget
-from trtkv.eval.forced import score_answers
 from trtkv.eval.perplexity import windows
 from trtkv.eval.task import AnswerTask, Sample, TaskOptions
 from trtkv.eval.tasks import make_task
+from trtkv.eval.teacher_forcing import score_answers
 from trtkv.graph.decoder import build_decoder
 from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy

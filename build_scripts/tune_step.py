@@ -28,8 +28,8 @@ from plugins.append import launch as append
 from plugins.attend import launch_dense
 from plugins.device import driver, store
 from plugins.device.spec import Spec
-from plugins.kernels import kernels_for
-from plugins.kernels.linear import products
+from plugins.kernel_list import kernels_for
+from plugins.kernel_list.linear import products
 from plugins.linear import launch as linear
 from plugins.linear.launch import MOST_TOKENS, Form
 from trtkv.api import build
@@ -38,7 +38,7 @@ from trtkv.bench.split import least_times
 from trtkv.bench.timing import copy_bandwidth
 from trtkv.checkpoint.find import resolve_model
 from trtkv.config import Limits, ModelConfig
-from trtkv.engine.kernels import write_kernels
+from trtkv.engine.compile_kernels import write_kernels
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime import graphs
 from trtkv.runtime.loading import Engine, Options, open_engine

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 from plugins.attend.prefill import attend_with_lse
-from plugins.cache.eviction.sums import launch
-from plugins.cache.eviction.sums.launch import Tile
+from plugins.cache.eviction.attention_sums import launch
+from plugins.cache.eviction.attention_sums.launch import Tile
 from trtkv.bench.cases import find_geometry
 from trtkv.bench.compress import libraries, measure_long
-from trtkv.engine.kernels import write_kernels
+from trtkv.engine.compile_kernels import write_kernels
 
 RUNS = 5
 TILES = [Tile(*form) for form in ((64, 128, 4), (64, 64, 4), (128, 64, 4), (64, 128, 8), (64, 256, 8), (128, 128, 8))]

@@ -4,7 +4,7 @@
 // heads are rows; a row is read in units of a block of sixteen tokens for every warp. A block's share may begin within one row and end within another.
 // Where several blocks have parts of a row, they exchange what they have seen, and each merges a share of it.
 #include "mixed.cuh"
-#include "parts.cuh"
+#include "split_kv.cuh"
 
 #define UNIT_TOKENS (WARPS * TILE)
 #define HALF_BYTES (TILE * ROW) // of a ring: the keys or the values of a block of tokens

@@ -12,9 +12,9 @@ from plugins.cache.encodings.mixed.cache import MixedCache
 from plugins.cache.encodings.per_token.cache import PerTokenCache
 from plugins.cache.eviction.cache import EvictingCache
 from plugins.cache.eviction.per_head.cache import HeadCache
+from plugins.cache.kernel_support import encodes_by_kernels
 from plugins.cache.paged import PagedCache
 from plugins.cache.reference.cache import ReferenceCache
-from plugins.cache.support import encodes_by_kernels
 from plugins.cache.tiers.host.cache import HostCache
 from plugins.cache.tiers.host.store import Offload
 from trtkv.plan import CachePlan

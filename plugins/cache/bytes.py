@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from plugins.cache.formats import Format
-from plugins.cache.ledgers.gathering import GatheringLedger
-from plugins.cache.ledgers.settled import SettledLedger
+from plugins.cache.ledgers.partitions import GatheringLedger
+from plugins.cache.ledgers.residual import SettledLedger
 from trtkv.config import DTYPE_BYTES
 from trtkv.plan import BOOKKEEPING, BufferSpec, CachePlan
 

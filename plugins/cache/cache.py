@@ -15,7 +15,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from plugins.cache import support
+from plugins.cache import kernel_support
 from plugins.cache.batch import Row, StepGroup
 from plugins.cache.bytes import ByteCount
 from plugins.cache.ledgers.ledger import Ledger
@@ -84,12 +84,12 @@ class Cache(ABC):
     def runs_kernels(self, config: OpConfig, dtype: torch.dtype) -> bool:
         """Whether append and attention run as kernels."""
         if dtype not in self._by_kernels:
-            self._by_kernels[dtype] = support.runs_kernels(self.plan, config, dtype, self.device)
+            self._by_kernels[dtype] = kernel_support.runs_kernels(self.plan, config, dtype, self.device)
         return self._by_kernels[dtype]
 
     def captures(self, layer: int, config: OpConfig, dtype: torch.dtype) -> bool:
         """Whether a layer's decode steps need nothing from the host, so that they can be captured."""
-        return support.captures(self.plan, layer, config, dtype, self.device)
+        return kernel_support.captures(self.plan, layer, config, dtype, self.device)
 
     # Steps
 

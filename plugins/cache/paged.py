@@ -14,13 +14,13 @@ from plugins.cache import paged_kernels
 from plugins.cache.batch import Row
 from plugins.cache.evictor import NoEvictor
 from plugins.cache.gather import read_pages, read_rows, token_rows
-from plugins.cache.indexes import choose as by_kernels
 from plugins.cache.indexes import index as indexes
-from plugins.cache.indexes import published
+from plugins.cache.indexes import published_queries
+from plugins.cache.indexes import select_units as by_kernels
 from plugins.cache.ledgers.ledger import StepLedger
 from plugins.cache.tier import Tier
 from plugins.config import OpConfig
-from plugins.select.choose import choose, pool, speculative_query, spread
+from plugins.select.in_torch import choose, pool, speculative_query, spread
 from trtkv.plan import CachePlan, SelectPlan
 
 DENSE = -1  # in a selection: the sequence is read whole
@@ -79,7 +79,7 @@ class PagedCache(paged_kernels.KernelCache):
 
     def prepare_replay(self) -> None:
         """Empty what a failed step published."""
-        published.settle(self)
+        published_queries.settle(self)
 
     def wait_for_comparison(self) -> None:
         """Evict after the step alone."""

@@ -20,9 +20,9 @@ from plugins.cache.counted import CountedCache
 from plugins.cache.evictor import Evictor
 from plugins.cache.gather import read_pages
 from plugins.cache.indexes import index as indexes
-from plugins.cache.indexes import published
-from plugins.cache.indexes.summary import kept_of
-from plugins.cache.support import MOST_EARLY_BYTES
+from plugins.cache.indexes import published_queries
+from plugins.cache.indexes.append_targets import kept_of
+from plugins.cache.kernel_support import MOST_EARLY_BYTES
 from plugins.config import OpConfig
 from plugins.select.summary import summary_of
 from trtkv.config import DTYPE_BYTES
@@ -52,7 +52,7 @@ def append(cache: KernelCache, layer: int, config: OpConfig, inputs: Sequence[Te
     to = cache.target(layer, inputs)
     bulky = not launch_token.takes(kept.kind)
     overlap = step.decoding and cache.overlaps(table, bulky=bulky)
-    words = published.publish(cache, layer, overlap=overlap) if kept.kind == launch_append.FIER else None
+    words = published_queries.publish(cache, layer, overlap=overlap) if kept.kind == launch_append.FIER else None
     # What is read early was written by the step's first kernel, and after that one comes one that lets nothing begin early: whatever stands between
     # that and this. With keys on the host a kernel just before this says where tokens go.
     launch_append.launch(
@@ -137,7 +137,7 @@ def _decode(
         return
     overlap = overlap and (cache.overlaps(table) or launch.begins_early(lens.shape[0] * keys.shape[1], launch.device_arch()))
     launch.attend_list(query, keys, values, table, lens, selection, out, unit=plan.unit, scale=config.scale, overlap=overlap, settled=True)
-    published.attended(cache)
+    published_queries.attended(cache)
 
 
 def dense_scratch(cache: Cache, config: OpConfig, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:

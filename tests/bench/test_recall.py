@@ -11,8 +11,8 @@ import torch
 
 from plugins.cache.batch import Row
 from plugins.cache.indexes import fier_layout
-from plugins.cache.indexes.summary import ranges, words
-from plugins.cache.tiers.host import op
+from plugins.cache.indexes.append_targets import ranges, words
+from plugins.cache.tiers.host import recall_in_torch
 from plugins.cache.tiers.host.store import Offload
 from tests.console import Capture, complaint, printed
 from tests.tiny import TinyModel, make_tiny
@@ -85,13 +85,13 @@ def test_caches_filled_directly_answer_alike_wherever_their_pages_lie(tiny_llama
 
 
 def test_rows_whose_logits_are_others_have_no_times(tiny_llama: TinyModel, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = op.assign
+    right = recall_in_torch.assign
 
     def brings_other_pages(pages: list[int], *more: Any) -> tuple[list[int], list[tuple[int, int]]]:
         places, copies = right(pages, *more)
         return places, [(max(0, page - 1), frame) for page, frame in copies]
 
-    monkeypatch.setattr(op, "assign", brings_other_pages)
+    monkeypatch.setattr(recall_in_torch, "assign", brings_other_pages)
     words = ("--policy", "freekv", "--weights", "random", "--context", 260, "--steps", 8, "--chunk", 50, "--recall", "resident,ahead", *SETS)
     says = complaint(capsys, "bench", "step", "--model", tiny_llama.path, "--offload", *words, "--json", "--output", tmp_path / "rows")
     assert "other logits" in says
@@ -130,12 +130,12 @@ def test_launches_that_bring_pages_are_checked_and_recorded(capsys: Capture, tmp
     for wrong, says in (("0", "below 1"), ("1.5", "no selection"), ("inf", "no numbers"), ("2,x", "no numbers")):
         assert says in complaint(capsys, "bench", "kernel", "--op", "recall", "--pages", wrong)
     assert "cannot be missing" in complaint(capsys, "bench", "kernel", "--op", "recall", "--pages", "7", "--selected", "6")
-    right = op.recall
+    right = recall_in_torch.recall
 
     def brings_another_page(store: Offload, layer: int, row: Row, pages: torch.Tensor, stored: int, *, ahead: bool) -> torch.Tensor:
         return right(store, layer, row, pages + 1, stored, ahead=ahead)
 
-    monkeypatch.setattr(op, "recall", brings_another_page)
+    monkeypatch.setattr(recall_in_torch, "recall", brings_another_page)
     assert "wrong pages" in complaint(capsys, "bench", "kernel", *words, "--runs", 2, "--json")
 
 

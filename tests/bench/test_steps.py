@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from plugins.device import nvrtc
-from plugins.kernels import linear
+from plugins.kernel_list import linear
 from tests.console import Capture, call, complaint, printed
 from tests.tiny import TinyModel
 from trtkv.bench import load

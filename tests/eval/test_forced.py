@@ -8,8 +8,8 @@ from tests.eval.conftest import Open
 from tests.tiny import TinyModel
 from trtkv.errors import CapacityError, RequestError
 from trtkv.eval.decoding import Given
-from trtkv.eval.forced import follow, force, forced_logprobs, score_answers
 from trtkv.eval.task import Sample
+from trtkv.eval.teacher_forcing import follow, force, forced_logprobs, score_answers
 from trtkv.runtime.sampler import SamplingParams
 
 # What stays, moves and is read differs in each: evicted once, evicted while decoding, encoded, selected by token and by page.

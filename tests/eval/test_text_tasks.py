@@ -14,11 +14,11 @@ from trtkv.errors import ConfigError
 from trtkv.eval.agreement import Agreement
 from trtkv.eval.attention import DECODED, TOP, AttentionError, policy_of, record, replay
 from trtkv.eval.decoding import Given
-from trtkv.eval.forced import forced_logprobs
 from trtkv.eval.long_generation import LongGeneration, first_difference
 from trtkv.eval.perplexity import Perplexity, scored_tokens, windows
 from trtkv.eval.pg19 import Pg19
 from trtkv.eval.task import Bench, TaskOptions
+from trtkv.eval.teacher_forcing import forced_logprobs
 from trtkv.policies.registry import parse_policy
 
 SNAPKV = ("evict.budget=40", "evict.window=8")

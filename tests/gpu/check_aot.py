@@ -24,14 +24,14 @@ from plugins.append import launch as append
 from plugins.append import reference
 from plugins.append.arguments import Kept, NewTokens, Target
 from plugins.cache.indexes import fier_layout
+from plugins.cache.kernel_support import in_torch
 from plugins.cache.roles import load_role
-from plugins.cache.support import in_torch
 from plugins.config import OpConfig
 from plugins.device import driver, nvrtc, store, triton_aot
 from plugins.device.spec import Binary
-from plugins.kernels import FOLDER, kernels_for
-from plugins.select.choose import speculative_query
-from plugins.select.launch_speculate import speculate
+from plugins.kernel_list import FOLDER, kernels_for
+from plugins.select.in_torch import speculative_query
+from plugins.select.launch_previous_query import speculate
 from tests.gpu.check_retrieval import check_chain
 from tests.gpu.retrieval_case import DEV, Case, expect, failures
 from trtkv.engine.manifest import Manifest, check_files, read_manifest

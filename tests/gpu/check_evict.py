@@ -16,7 +16,7 @@ import torch
 from plugins.cache.assemble import make_cache
 from plugins.cache.batch import Row
 from plugins.cache.cache import Cache
-from plugins.cache.eviction import lag, launch
+from plugins.cache.eviction import lagkv, launch
 from plugins.cache.eviction.cache import EvictingCache
 from tests.policies.cases import small
 from tests.runtime.test_policies import generate, prompts
@@ -176,7 +176,7 @@ def at_full_size() -> None:
         cut = [one[:, start : start + partitions * role.lag].float().unflatten(1, (partitions, role.lag)) for one in before]
         scores = role.token_scores(*cut)
         wanted = best(scores, role.kept_per_lag)
-        lag.evict(cache.stacks, group, row, account, ledger)
+        lagkv.evict(cache.stacks, group, row, account, ledger)
         left = ledger.evict.remaining(ledger.occupancy(account, group))[0]
         positions = view_keys(cache, "positions", layer, row)[:, :left].long()
         middle = (positions[:, start : start + wanted[0].numel()] - start).unflatten(1, (partitions - 1, -1))

@@ -21,7 +21,7 @@ from plugins.cache.eviction.per_head import launch
 from plugins.cache.eviction.per_head.cache import HeadCache
 from tests.gpu.check_evict import FAILED, report
 from tests.plugins.test_mixed import POLICIES as MIXED
-from tests.plugins.test_ragged import POLICIES, kept
+from tests.plugins.test_per_head import POLICIES, kept
 from tests.runtime.test_policies import generate, prompts
 from tests.tiny import make_rig, make_tiny
 from trtkv.checkpoint.find import resolve_model

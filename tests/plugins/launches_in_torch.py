@@ -18,7 +18,7 @@ from plugins.cache.cache import Cache
 from plugins.cache.indexes import fier_layout
 from plugins.config import OpConfig
 from plugins.select import launch, launch_fused, launch_pages
-from plugins.select.choose import choose
+from plugins.select.in_torch import choose
 from trtkv.ranking import best
 
 

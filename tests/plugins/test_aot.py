@@ -17,7 +17,7 @@ from plugins.device.driver import Refused
 from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import Binary, Int, Pointer, Spec, shared_limit
 from plugins.device.triton_aot import TritonSpec
-from plugins.kernels import kernels_for
+from plugins.kernel_list import kernels_for
 from plugins.linear import launch as linear
 from tests.tiny import SHAPE, make_rig, make_tiny
 from trtkv.config import Limits, ModelConfig

@@ -9,7 +9,7 @@ import pytest
 from plugins.cache.eviction.cache import EvictingCache
 from plugins.cache.eviction.view import PagedView
 from plugins.cache.reference.cache import ReferenceCache
-from plugins.kernels import kernels_for
+from plugins.kernel_list import kernels_for
 from tests.policies.cases import PRESETS, small
 from tests.runtime.test_executor import REORDERED, worst
 from tests.runtime.test_policies import generate, prompts

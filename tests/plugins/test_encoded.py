@@ -13,11 +13,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from plugins import kernels
+from plugins import kernel_list
 from plugins.append.arguments import NewTokens
 from plugins.append.reference import append as append_reference
 from plugins.attend import reference as attention
-from plugins.cache import formats, support
+from plugins.cache import formats, kernel_support
 from plugins.cache.bytes import ByteCount
 from plugins.cache.cache import Cache
 from plugins.cache.encodings.grouped import cache as grouped
@@ -188,8 +188,8 @@ def model(**update: Any) -> ModelConfig:
 def test_which_plans_the_kernels_store(policy: str, sets: tuple[str, ...], update: dict[str, Any], form: Format | None) -> None:
     plan = parse_policy(policy, sets=sets).plan(model(dtype="bfloat16", **update))
     assert formats.find_format(plan) == form
-    assert (support.why_torch(plan) is None) == (form is not None or policy == "full")
-    specs = kernels.kernels_for(plan, model(), Limits(), "90")
+    assert (kernel_support.why_torch(plan) is None) == (form is not None or policy == "full")
+    specs = kernel_list.kernels_for(plan, model(), Limits(), "90")
     entries = {spec.entry for spec in specs}
     assert ({"attend_encoded", "append_encoded", "encode_prompt"} <= entries) == (form is not None)
     assert ("sums_kernel" in entries) == (form is not None and plan.evict is not None and "attention_mass" in plan.evict.needs)
@@ -235,9 +235,9 @@ class Torch:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.attended = 0
         for name in ("gpu_ready", "why_torch"):
-            patch.setattr(support, name, lambda *args: None)
-        patch.setattr(support, "captures", lambda *args: False)
-        patch.setattr(support, "fits", lambda *args: True)
+            patch.setattr(kernel_support, name, lambda *args: None)
+        patch.setattr(kernel_support, "captures", lambda *args: False)
+        patch.setattr(kernel_support, "fits", lambda *args: True)
         patch.setattr(launch, "attend", self.attend)
         patch.setattr(Cache, "overlaps", lambda *args, **more: False)
         patch.setattr(

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from plugins.cache import support
+from plugins.cache import kernel_support
 from plugins.cache.encodings.grouped import launch
 from tests.plugins.test_encoded import make_form
 
@@ -17,7 +17,7 @@ from tests.plugins.test_encoded import make_form
 def test_blocks_fit_every_gpu(arch: str) -> None:
     limit = {"80": 163, "90": 227}.get(arch, 99) * 1024  # of a block; a multiprocessor has one KiB more
     for bits, group in ((2, 16), (2, 32), (4, 16), (4, 128), (8, 1)):
-        for dim, listed in itertools.product(support.HEAD_DIMS, (False, True)):
+        for dim, listed in itertools.product(kernel_support.HEAD_DIMS, (False, True)):
             form = make_form(bits, group, 128, dim)[0]
             block = launch.attend_block(form, dim, arch, listed)
             assert block.shared >= block.warps * launch.STAGES * launch.step_bytes(form, dim, listed)
@@ -30,7 +30,7 @@ def test_blocks_fit_every_gpu(arch: str) -> None:
 @pytest.mark.parametrize(("arch", "multiprocessors"), [("80", 108), ("89", 142), ("90", 132), ("90", 114), ("120", 170)])
 def test_shapes_fill_a_gpu_with_whole_clusters(arch: str, multiprocessors: int) -> None:
     limit = {"80": 163, "90": 227}.get(arch, 99) * 1024
-    for (bits, group), dim in itertools.product(((2, 16), (2, 32), (4, 32), (8, 1)), support.HEAD_DIMS):
+    for (bits, group), dim in itertools.product(((2, 16), (2, 32), (4, 32), (8, 1)), kernel_support.HEAD_DIMS):
         form = make_form(bits, group, 128, dim)[0]
         blocks = launch.attend_blocks(form, dim, arch)
         for rows, tokens in itertools.product((1, 4, 8, 24, 64, 100, 300), (32, 1024, 8448, 33024, 131328)):

@@ -12,7 +12,7 @@ from tests.plugins import cuda_on_cpu
 
 pytest.importorskip("triton")
 
-from plugins.cache import support
+from plugins.cache import kernel_support
 from plugins.cache.assemble import make_cache
 from plugins.cache.encodings.grouped import cache as grouped
 from plugins.cache.encodings.grouped import launch, launch_list
@@ -53,7 +53,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(cuda_on_cpu, "OPTIONS", (*cuda_on_cpu.OPTIONS, "-D__ldcv(p)=(*(p))"))
     launches = Launches(monkeypatch)
     cuda_on_cpu.install(monkeypatch, multiprocessors=2)
-    monkeypatch.setattr(support, "gpu_ready", lambda device: None)
+    monkeypatch.setattr(kernel_support, "gpu_ready", lambda device: None)
     monkeypatch.setattr(TorchExecutor, "capturable", False)
     monkeypatch.setattr(recall_launch, "recall_cluster", lambda rows: 2)
     for module in (grouped, launch, launch_list):
@@ -186,7 +186,7 @@ def test_records_hold_what_pages_do() -> None:
 def test_planned_tiers_are_allocated(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.plugins.test_encoded import model
 
-    monkeypatch.setattr(support, "gpu_ready", lambda device: None)
+    monkeypatch.setattr(kernel_support, "gpu_ready", lambda device: None)
     chosen, one = parse_policy(policy, sets=["retrieve.budget=320", "retrieve.dense_layers=1"]), model(num_layers=3, dtype="bfloat16")
     plan, context, batch = chosen.plan(one), 1000, 2
     store = Offload(plan, batch * plan.pages(context), batch, longest=plan.pages(context))

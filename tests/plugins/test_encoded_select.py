@@ -12,23 +12,23 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from plugins.attend import reference as attention
-from plugins.cache import formats, support
+from plugins.cache import formats, kernel_support
 from plugins.cache.assemble import make_cache
 from plugins.cache.encodings.grouped import cache as grouped
 from plugins.cache.encodings.grouped import launch, launch_list, reference, summaries
 from plugins.cache.encodings.grouped.cache import GroupedCache
 from plugins.cache.indexes import fier_layout
-from plugins.cache.indexes.summary import kept_of, ranges, words
+from plugins.cache.indexes.append_targets import kept_of, ranges, words
 from plugins.cache.reference.cache import ReferenceCache
 from plugins.config import OpConfig
 from plugins.device import store
 from plugins.device.spec import Spec
-from plugins.kernels import kernels_for
+from plugins.kernel_list import kernels_for
 from plugins.select.summary import summary_of
 from tests.plugins.launches_in_torch import Launches, fake_device
 from tests.plugins.test_encoded import Torch
 from tests.plugins.test_encoded_list import tokens_of
-from tests.plugins.test_wired import Recorder
+from tests.plugins.test_retrieval_ops import Recorder
 from tests.tiny import TinyModel, make_rig, make_tiny
 from trtkv.config import Limits, ModelConfig
 from trtkv.engine.footprint import Footprint
@@ -224,7 +224,7 @@ def test_which_plans_are_stored_and_selected_from_by_kernels(policy: str, taken:
     sets = POLICIES[policy] if taken else (*more.get(policy.split()[-1], ()), "retrieve.dense_layers=1")
     plan = parse_policy(policy.partition(",")[0], sets=list(sets)).plan(model())
     assert (formats.find_format(plan) is not None) == taken
-    assert (support.why_torch(plan) is None) == taken and (not taken or support.in_torch(plan) == [])
+    assert (kernel_support.why_torch(plan) is None) == taken and (not taken or kernel_support.in_torch(plan) == [])
 
 
 @pytest.mark.parametrize("policy", POLICIES)

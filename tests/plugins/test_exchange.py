@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plugins.cache.eviction import exchange, newest
+from plugins.cache.eviction import exchange, newest_queries
 from plugins.cache.eviction.cache import EvictingCache
 from tests.policies.cases import small
 from tests.runtime.test_policies import generate, prompts
@@ -87,7 +87,7 @@ class Case:
         heads_q, integers = self.heads * self.group, [torch.tensor(one, dtype=torch.int32, device=device) for one in (self.stored, self.seen)]
         scratch = exchange.Scratch.of(stacks, 0, self.rule, heads_q, 3)
         queries = torch.stack([self.query(b) for b in range(2)], 1).flatten(2).to(device) if stacked else None
-        step = newest.Step(queries, self.table.to(device), *integers, self.slots.to(device), heads_q, self.dim**-0.5)
+        step = newest_queries.Step(queries, self.table.to(device), *integers, self.slots.to(device), heads_q, self.dim**-0.5)
         exchange.run(stacks, 0, self.rule, scratch, step)
         self.named = {name: one.cpu() for name, one in there.items()}
 
@@ -178,7 +178,7 @@ def test_more_sequences_than_fit_take_turns(monkeypatch: pytest.MonkeyPatch) -> 
     pytest.importorskip("triton")
     alone, together = (Case(Exchange(59, 0, 30, "mass")) for _ in range(2))
     together.run("cpu", True)
-    monkeypatch.setattr(newest, "MOST_SCRATCH", 1)
+    monkeypatch.setattr(newest_queries, "MOST_SCRATCH", 1)
     alone.run("cpu", True)
     assert all(torch.equal(one, together.named[name]) for name, one in alone.named.items())
 

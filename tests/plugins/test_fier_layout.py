@@ -8,7 +8,7 @@ import torch
 from plugins.cache.indexes import fier_layout
 from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import shared_limit
-from plugins.kernels import select as specs
+from plugins.kernel_list import select as specs
 from plugins.select import launch
 from trtkv.bench.cases import Case, find_geometry, find_policy
 from trtkv.config import Limits

@@ -7,10 +7,10 @@ import torch
 
 from plugins.cache.assemble import make_cache
 from plugins.cache.indexes import index as indexes
-from plugins.cache.indexes.bounds import PageIndex
-from plugins.cache.indexes.definition import MeaningIndex
-from plugins.cache.indexes.summaries import KeptIndex
-from plugins.select.choose import choose, pool, spread
+from plugins.cache.indexes.balls_and_means import KeptIndex
+from plugins.cache.indexes.boxes import PageIndex
+from plugins.cache.indexes.by_definition import MeaningIndex
+from plugins.select.in_torch import choose, pool, spread
 from trtkv.config import ModelConfig
 from trtkv.plan import CachePlan
 from trtkv.policies.registry import parse_policy

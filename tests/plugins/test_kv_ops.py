@@ -12,7 +12,7 @@ from plugins.cache.assemble import make_cache
 from plugins.cache.indexes.fier import pack, score_packed, unpack
 from plugins.config import OpConfig
 from plugins.select import reference as select_reference
-from plugins.select.choose import choose, pool
+from plugins.select.in_torch import choose, pool
 from trtkv.config import ModelConfig, Rope
 from trtkv.plan import CachePlan, SelectPlan
 from trtkv.policies.registry import parse_policy

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from plugins.cache.eviction import observe
-from plugins.cache.eviction.sums import launch, reference
+from plugins.cache.eviction.attention_sums import launch, reference
 from plugins.device.nvrtc import CudaSpec
 from trtkv.ranking import attention
 

@@ -18,12 +18,12 @@ from plugins.cache.encodings.mixed import rewrite
 from plugins.cache.encodings.mixed.cache import MixedCache
 from plugins.cache.encodings.mixed.pool import MixedPool
 from plugins.cache.eviction.per_head.cache import HeadCache
+from plugins.cache.kernel_support import in_torch
 from plugins.cache.ledgers.per_head import HeadAccount
 from plugins.cache.pages import HeadPages
 from plugins.cache.reference.cache import ReferenceCache
-from plugins.cache.support import in_torch
 from plugins.config import OpConfig
-from plugins.kernels import kernels_for
+from plugins.kernel_list import kernels_for
 from tests.plugins import cuda_on_cpu
 from tests.plugins.launches_in_torch import Launches
 from tests.policies.cases import small

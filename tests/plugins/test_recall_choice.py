@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from plugins.cache.tiers.host import choose, launch
+from plugins.cache.tiers.host import launch, measure
 from plugins.cache.tiers.host.copies import LEAST_PAGES
 from plugins.cache.tiers.host.store import Offload, Recall
 from tests.plugins import cuda_on_cpu
@@ -69,7 +69,7 @@ def takes(*times_us: float) -> Callable[[Callable[[], None]], float]:
 )
 def test_the_faster_way_is_chosen_for_each_use(policy: str, times_us: tuple[float, ...], step: str, bulk: str, tiny_llama: TinyModel) -> None:
     store = make_store(tiny_llama, policy, AUTO)
-    choice = choose.settle(store, plan_of(tiny_llama, policy), takes(*times_us))  # type: ignore[arg-type]
+    choice = measure.settle(store, plan_of(tiny_llama, policy), takes(*times_us))  # type: ignore[arg-type]
     assert choice is not None and (choice.step, choice.bulk) == (step, bulk) == (store.recall.engine, store.recall.bulk)
     assert store.recall.ahead == (step == "kernel")
     assert (store.least_run == LEAST_PAGES) == (bulk == "copies")
@@ -86,7 +86,7 @@ def test_the_faster_way_is_chosen_for_each_use(policy: str, times_us: tuple[floa
 def test_what_is_measured_brings_the_pages(policy: str, tiny_llama: TinyModel) -> None:
     """Both ways of a step leave the same pages in the same frames, and both ways of a run the host's."""
     store = make_store(tiny_llama, policy, AUTO)
-    trial, frames = choose.Trial(store), []
+    trial, frames = measure.Trial(store), []
     for use, engine, call in trial.calls():
         for pool in trial.tier.pools:
             pool.zero_()
@@ -107,13 +107,13 @@ def test_what_was_asked_for_is_not_measured(tiny_llama: TinyModel) -> None:
 
     for recall in (Recall(), Recall("copies", ahead=False), Recall(bulk="kernel")):
         store = make_store(tiny_llama, "freekv", recall)
-        assert choose.settle(store, plan_of(tiny_llama, "freekv"), fails) is None  # type: ignore[arg-type]
+        assert measure.settle(store, plan_of(tiny_llama, "freekv"), fails) is None  # type: ignore[arg-type]
         assert store.recall == recall
 
 
 def test_without_kernels_nothing_is_measured(tiny_llama: TinyModel) -> None:
     store = make_store(tiny_llama, "freekv", AUTO)
-    assert choose.settle(store, plan_of(tiny_llama, "freekv")) is None  # type: ignore[arg-type]
+    assert measure.settle(store, plan_of(tiny_llama, "freekv")) is None  # type: ignore[arg-type]
     assert (store.recall.engine, store.recall.bulk, store.recall.ahead) == ("kernel", "copies", True)
     assert store.facts() == {"step": "torch", "bulk": "torch", "ahead": True}
 
@@ -145,11 +145,11 @@ def test_parts_of_an_engine_choose_alike(tiny_llama: TinyModel, monkeypatch: pyt
     from trtkv.runtime import loading
 
     def measured(store: Offload, plan: object) -> None:
-        store.recall = choose.settled(store.recall, "copies", "kernel")
+        store.recall = measure.settled(store.recall, "copies", "kernel")
 
     others = iter((0, 1))  # kernel for steps, copies for prompts
     part = SimpleNamespace(least=lambda number: min(number, next(others)))
-    monkeypatch.setattr(choose, "settle", measured)
+    monkeypatch.setattr(measure, "settle", measured)
     store = make_store(tiny_llama, "freekv", AUTO)
     loading._settle_recall(store, plan_of(tiny_llama, "freekv"), lambda stage, fraction: None, part)  # type: ignore[arg-type]
     assert (store.recall.engine, store.recall.bulk, store.recall.ahead) == ("kernel", "kernel", True)

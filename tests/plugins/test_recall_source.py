@@ -11,8 +11,8 @@ import torch
 from tests.plugins import cuda_on_cpu
 
 pytest.importorskip("triton")
-from plugins.cache import support
-from plugins.cache.tiers.host import by_host, launch
+from plugins.cache import kernel_support
+from plugins.cache.tiers.host import launch, recall_by_host
 from plugins.cache.tiers.host.store import Recall
 from tests.gpu import check_recall as checks
 from tests.plugins.launches_in_torch import Launches
@@ -107,9 +107,9 @@ def test_engines_answer_bit_for_bit(policy: str, recall: Recall, wide: TinyModel
     """All ops as on a GPU: recall by its kernels, the other launches by what they promise, pages of prompts beside the layers."""
     cuda_on_cpu.install(monkeypatch)
     launches = Launches(monkeypatch)
-    monkeypatch.setattr(support, "gpu_ready", lambda device: None)
+    monkeypatch.setattr(kernel_support, "gpu_ready", lambda device: None)
     monkeypatch.setattr(TorchExecutor, "capturable", False)
-    monkeypatch.setattr(by_host, "HALF_PAGES", 3)  # several turns of the staging buffer
+    monkeypatch.setattr(recall_by_host, "HALF_PAGES", 3)  # several turns of the staging buffer
     texts = prompts(106, 20)
     forced = [torch.randint(0, 256, (9,), generator=torch.Generator().manual_seed(slot)).tolist() for slot in range(2)]
     host = rig(wide, policy, tmp_path, recall, slots=2, dtype="float16")

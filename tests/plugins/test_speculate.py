@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from plugins.select.choose import speculative_query
-from plugins.select.speculate import speculate
+from plugins.select.in_torch import speculative_query
+from plugins.select.previous_query_kernel import speculate
 from trtkv.policies.retrieve.freekv import FreeKV
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

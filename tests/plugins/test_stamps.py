@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plugins.cache.eviction import newest, stamps
+from plugins.cache.eviction import newest_queries, raas
 from tests.policies.cases import small
 from tests.tiny import TinyModel
 from trtkv.policies.evict.raas import Raas
@@ -72,11 +72,11 @@ def test_the_query_stamps_what_it_needs(unit: int, stacked: bool, window: int, s
     there = {"last_queries": rings.to(device), **{name: one.to(device) for name, one in named.items()}}
     stacks: Any = SimpleNamespace(groups={name: [one] for name, one in there.items()})
     rule = Stamp(unit, role.alpha, 96 // unit, -(-4 // unit) * unit, WINDOW)
-    scratch = stamps.Scratch.of(stacks, 0, rule, heads * group, 3)
+    scratch = raas.Scratch.of(stacks, 0, rule, heads * group, 3)
     queries = [one.queries[0].to(dtype).unflatten(0, (LAYERS, -1)).flatten(1) for one in views]
     own = torch.stack(queries, 1).to(device) if stacked else None
-    step = newest.Step(own, table.to(device), lens.to(device), total.to(device), slots.to(device), heads * group, 1.0)
-    stamps.run(stacks, 0, rule, scratch, step)
+    step = newest_queries.Step(own, table.to(device), lens.to(device), total.to(device), slots.to(device), heads * group, 1.0)
+    raas.run(stacks, 0, rule, scratch, step)
     named = {name: there[name].cpu() for name in named}
     for b, one in enumerate(views):
         count, index = kept[b].shape[1], kept[b]
@@ -103,5 +103,5 @@ def test_the_query_stamps_what_it_needs(unit: int, stacked: bool, window: int, s
 )
 def test_whose_stamps_kernels_write(field: str, value: str, rule: Stamp | None, tiny_llama: TinyModel) -> None:
     policy = small("raas", 800 if value == "256" else 96).with_field(f"evict.{field}", value)
-    assert stamps.rule_of(policy.plan(tiny_llama.config)) == rule
-    assert stamps.rule_of(small("h2o").plan(tiny_llama.config)) is None
+    assert raas.rule_of(policy.plan(tiny_llama.config)) == rule
+    assert raas.rule_of(small("h2o").plan(tiny_llama.config)) is None

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from plugins.cache import support
+from plugins.cache import kernel_support
 from plugins.cache.cache import Cache
 from plugins.cache.encodings.grouped.cache import GroupedCache
 from plugins.cache.eviction.per_head.cache import HeadCache
@@ -44,17 +44,17 @@ def plan(policy: str) -> CachePlan:
 
 
 def test_short_sequences_are_read_whole_only_where_kernels_select(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert support.dense_below(plan("fier"), 1, CPU) == 0
-    monkeypatch.setattr(support, "gpu_ready", lambda device: None)
+    assert kernel_support.dense_below(plan("fier"), 1, CPU) == 0
+    monkeypatch.setattr(kernel_support, "gpu_ready", lambda device: None)
     # 512 bytes of keys and values a token and KV head: one sequence of eight heads leaves the device half empty, eight fill it.
-    assert support.dense_below(plan("fier"), 1, CPU) == 34_000_000 // (8 * 512)
-    assert support.dense_below(plan("fier"), 8, CPU) == 70_000_000 // (64 * 512)
-    assert support.dense_below(plan("freekv"), 1, CPU) == support.dense_below(plan("fier"), 1, CPU)
-    assert support.dense_below(plan("shadowkv"), 1, CPU) == support.dense_below(plan("fier"), 1, CPU)
-    assert support.dense_below(plan("quest"), 1, CPU) == 10_000_000 // (8 * 512)
-    assert support.dense_below(plan("quest"), 8, CPU) == 36_000_000 // (64 * 512)
-    assert support.dense_below(plan("full"), 1, CPU) == 0
-    assert support.dense_below(plan("snapkv"), 1, CPU) == 0
+    assert kernel_support.dense_below(plan("fier"), 1, CPU) == 34_000_000 // (8 * 512)
+    assert kernel_support.dense_below(plan("fier"), 8, CPU) == 70_000_000 // (64 * 512)
+    assert kernel_support.dense_below(plan("freekv"), 1, CPU) == kernel_support.dense_below(plan("fier"), 1, CPU)
+    assert kernel_support.dense_below(plan("shadowkv"), 1, CPU) == kernel_support.dense_below(plan("fier"), 1, CPU)
+    assert kernel_support.dense_below(plan("quest"), 1, CPU) == 10_000_000 // (8 * 512)
+    assert kernel_support.dense_below(plan("quest"), 8, CPU) == 36_000_000 // (64 * 512)
+    assert kernel_support.dense_below(plan("full"), 1, CPU) == 0
+    assert kernel_support.dense_below(plan("snapkv"), 1, CPU) == 0
 
 
 @pytest.mark.parametrize("policy", ["full", "fier", "quest", "shadowkv"])
@@ -77,13 +77,13 @@ def test_only_bulky_kernels_and_other_caches_stop_long_steps_from_overlapping(po
 
 def test_every_recorded_selection_takes_the_route_that_was_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """The newest row of every shape has the time of its selection and that of reading everything; 3 % are what such times differ by."""
-    monkeypatch.setattr(support, "gpu_ready", lambda device: None)
+    monkeypatch.setattr(kernel_support, "gpu_ready", lambda device: None)
     records = read_records(Path(__file__).parents[2] / "engines" / "results.jsonl")
     timed = sorted((one for one in records if "dense_route_us" in one), key=lambda one: one["environment"]["date"])
     rows = {(one["geometry"], one["batch"], one["context"], one["policy"]): one for one in timed}
     assert len(rows) >= 20
     for (geometry, batch, context, policy), row in rows.items():
-        below = support.dense_below(parse_policy(policy).plan(resolve_model(geometry).config), batch, CPU)
+        below = kernel_support.dense_below(parse_policy(policy).plan(resolve_model(geometry).config), batch, CPU)
         taken = row["dense_route_us"] if context <= below else row["whole_us"]
         assert taken <= 1.03 * min(row["dense_route_us"], row["whole_us"]), (geometry, batch, context, policy)
 
@@ -109,19 +109,19 @@ def test_every_recorded_selection_takes_the_route_that_was_faster(monkeypatch: p
 def test_summaries_that_kernels_keep(policy: str, sets: tuple[str, ...], kept: str | None) -> None:
     one = parse_policy(policy, sets=[f"retrieve.{field}" for field in sets]).plan(MODEL)
     assert summary_kind(one, 3) == kept
-    assert support.in_torch(one) == []
+    assert kernel_support.in_torch(one) == []
 
 
 @pytest.mark.parametrize("policy", [name for name, table in policy_presets().items() if "retrieve" in table])
 def test_every_retrieval_preset_is_captured(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the heads of the models that the presets were written for, a layer that reads everything included."""
-    monkeypatch.setattr(support, "gpu_ready", lambda device: None)
+    monkeypatch.setattr(kernel_support, "gpu_ready", lambda device: None)
     for heads, kv, dim in ((32, 8, 128), (28, 4, 128), (9, 3, 64), (32, 32, 128), (24, 8, 96)):
         dtype = "float16" if kv == 3 else "bfloat16"
         model = MODEL.model_copy(update={"num_q_heads": heads, "num_kv_heads": kv, "head_dim": dim, "dtype": dtype})
         one = parse_policy(policy).plan(model)
         config = OpConfig(heads, kv, dim, 1.0, 1e-6, 0, 0, one.hash)
-        assert all(support.captures(one, layer, config, TORCH_DTYPES[dtype], torch.device("cuda")) for layer in range(4))
+        assert all(kernel_support.captures(one, layer, config, TORCH_DTYPES[dtype], torch.device("cuda")) for layer in range(4))
 
 
 @pytest.mark.parametrize(
@@ -137,16 +137,16 @@ def test_every_retrieval_preset_is_captured(policy: str, monkeypatch: pytest.Mon
 def test_what_is_selected_in_torch_is_said_and_not_captured(
     policy: str, sets: tuple[str, ...], changes: dict[str, int], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(support, "gpu_ready", lambda device: None)
+    monkeypatch.setattr(kernel_support, "gpu_ready", lambda device: None)
     model = MODEL.model_copy(update=changes)
     one = parse_policy(policy, sets=[f"retrieve.{field}" for field in sets]).plan(model)
-    (line,) = support.in_torch(one)
+    (line,) = kernel_support.in_torch(one)
     assert words in line and line.startswith("selection runs in torch, so decode steps are not captured")
     assert summary_of(one, 3) is None
     config = OpConfig(model.num_q_heads, model.num_kv_heads, 128, 1.0, 1e-6, 0, 0, one.hash)
-    captured = [support.captures(one, layer, config, torch.bfloat16, torch.device("cuda")) for layer in range(4)]
+    captured = [kernel_support.captures(one, layer, config, torch.bfloat16, torch.device("cuda")) for layer in range(4)]
     assert captured == [select is None for select in one.select]
-    assert support.runs_kernels(one, config, torch.bfloat16, torch.device("cuda"))
+    assert kernel_support.runs_kernels(one, config, torch.bfloat16, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
@@ -158,26 +158,26 @@ def test_what_is_selected_in_torch_is_said_and_not_captured(
     ],
 )
 def test_heads_that_no_kernel_takes(policy: str, changes: dict[str, object], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "gpu_ready", lambda device: None)
+    monkeypatch.setattr(kernel_support, "gpu_ready", lambda device: None)
     model = MODEL.model_copy(update=changes)
     one = parse_policy(policy).plan(model)
-    assert support.in_torch(one) == [f"all operations on the cache run in torch: {words}"]
+    assert kernel_support.in_torch(one) == [f"all operations on the cache run in torch: {words}"]
     config = OpConfig(model.num_q_heads, model.num_kv_heads, model.head_dim, 1.0, 1e-6, 0, 0, one.hash)
-    assert not support.fits(config, TORCH_DTYPES[model.dtype])
-    assert not support.runs_kernels(one, config, TORCH_DTYPES[model.dtype], torch.device("cuda"))
-    assert support.dense_below(one, 1, torch.device("cuda")) == 0
+    assert not kernel_support.fits(config, TORCH_DTYPES[model.dtype])
+    assert not kernel_support.runs_kernels(one, config, TORCH_DTYPES[model.dtype], torch.device("cuda"))
+    assert kernel_support.dense_below(one, 1, torch.device("cuda")) == 0
 
 
 def test_a_role_that_states_no_summary_selects_in_torch() -> None:
     one = plan("arkvale")
     own = replace(one, select=tuple(select and replace(select, meaning=Meaning("mine:ArkVale"), summary=None) for select in one.select))
-    assert support.in_torch(own) == [
+    assert kernel_support.in_torch(own) == [
         "selection runs in torch, so decode steps are not captured: no kernel is written for the summaries of 'mine:ArkVale'"
     ]
 
 
 def test_without_a_gpu_no_kernel_runs() -> None:
-    assert support.gpu_ready(CPU) == "no CUDA device is used"
+    assert kernel_support.gpu_ready(CPU) == "no CUDA device is used"
 
 
 def test_plan_doctor_and_inspect_say_what_runs_in_torch(tiny_llama: TinyModel, tmp_path: Path, capsys: Capture) -> None:

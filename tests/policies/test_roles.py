@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plugins.select.choose import speculative_query
+from plugins.select.in_torch import speculative_query
 from tests.examples import examples
 from tests.policies.cases import PRESETS, small, tensors
 from trtkv.errors import ConfigError

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plugins.cache import support
+from plugins.cache import kernel_support
 from trtkv.runtime import fused
 from trtkv.runtime.weights import Weight
 
@@ -36,7 +36,7 @@ def test_a_sum_before_a_norm_is_the_sum() -> None:
     normed, total = fused.add_rms_norm(x, more, weight, 1e-6)
     assert torch.equal(total, x + more)
     assert torch.equal(normed, fused.rms_norm(x + more, weight, 1e-6))
-    assert support.gpu_ready(x.device) is not None
+    assert kernel_support.gpu_ready(x.device) is not None
 
 
 @pytest.mark.gpu

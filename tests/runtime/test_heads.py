@@ -10,14 +10,14 @@ import torch
 
 from plugins.cache.assemble import make_cache
 from plugins.cache.bytes import ByteCount
-from plugins.cache.ledgers.make import make_ledger
+from plugins.cache.ledgers.assemble import make_ledger
 from plugins.cache.ledgers.per_head import HeadLedger
 from plugins.cache.pages import HeadPages, head_pages
 from tests.plugins.test_mixed import POLICIES as MIXED
-from tests.plugins.test_ragged import POLICIES
+from tests.plugins.test_per_head import POLICIES
 from tests.policies.cases import small
-from tests.runtime.claim_load import load
-from tests.runtime.test_claims import LIMITS
+from tests.runtime.reservation_load import load
+from tests.runtime.test_reservations import LIMITS
 from tests.runtime.test_scheduler import ids, params, prompt
 from tests.test_predict import KV_HEADS, LAYERS, MODEL
 from tests.tiny import TinyModel
@@ -25,11 +25,11 @@ from trtkv.api import build
 from trtkv.engine.footprint import Footprint
 from trtkv.errors import CapacityError, RequestError
 from trtkv.plan import CachePlan
-from trtkv.runtime.claims import HeadClaimScheduler
 from trtkv.runtime.head_table import HeadTable
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.memory import pool_sizes
 from trtkv.runtime.pages import HeadPageAllocator
+from trtkv.runtime.reservations import HeadClaimScheduler
 from trtkv.runtime.rows import StepRow
 from trtkv.runtime.sequence import Running
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from plugins.cache import support
+from plugins.cache import kernel_support
 from plugins.cache.overrides import Override, least_budget
 from plugins.cache.roles import load_role
 from plugins.device.dtypes import TORCH_DTYPES as DTYPES
-from plugins.select.choose import choose, pool, spread
+from plugins.select.in_torch import choose, pool, spread
 from tests.runtime.test_policies import generate, prompts
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
 from trtkv.runtime.rows import StepRow
@@ -79,7 +79,7 @@ def compare(policy: str, dtype: str, model: TinyModel, tmp_path: Path, monkeypat
     assert kernels.executor.capturable
     found = feed(kernels, texts, forced)
     assert torch.equal(found, feed(rig(model, policy, tmp_path, dtype), texts, forced))
-    monkeypatch.setattr(support, "gpu_ready", lambda device: "switched off")
+    monkeypatch.setattr(kernel_support, "gpu_ready", lambda device: "switched off")
     torch_form = feed(rig(model, policy, tmp_path, dtype), texts, forced)
     exact = feed(rig(model, policy, tmp_path, "float32"), texts, forced)
     assert error(found, exact) <= 2 * error(torch_form, exact)
@@ -140,7 +140,7 @@ def test_a_prompt_joins_a_step_in_which_others_decode(policy: str, wide: TinyMod
         return torch.stack(out)
 
     found = mixed(rig(wide, policy, tmp_path, "bfloat16"))
-    monkeypatch.setattr(support, "gpu_ready", lambda device: "switched off")
+    monkeypatch.setattr(kernel_support, "gpu_ready", lambda device: "switched off")
     torch_form, exact = (mixed(rig(wide, policy, tmp_path, dtype)) for dtype in ("bfloat16", "float32"))
     for row in range(2):
         assert error(found[:, row], exact[:, row]) <= 2 * error(torch_form[:, row], exact[:, row])
@@ -235,7 +235,7 @@ def test_kernels_choose_the_best_of_their_own_cache(policy: str, dtype: str, wid
 
 def kept(one: Rig, layer: int, stored: int) -> dict[str, torch.Tensor]:
     """Read what the append kernel kept of slot 0, by the names of the role's summary, in fp64; one-bit keys from the keys themselves."""
-    plan, summary = one.cache.plan.select[layer], support.summary_of(one.cache.plan, layer)
+    plan, summary = one.cache.plan.select[layer], kernel_support.summary_of(one.cache.plan, layer)
     closed = stored // plan.group
 
     def read(name: str, entries: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from plugins.cache.tiers.host import chunk
+from plugins.cache.tiers.host import prefill_chunk
 from plugins.cache.tiers.host.layout import layout
 from tests.console import Capture, complaint, printed
 from tests.tiny import TinyModel, make_tiny
@@ -107,7 +107,7 @@ def test_calls_that_are_cancelled_leave_nothing_behind_and_disturb_nobody(pair: 
 def test_a_step_that_fails_leaves_nothing_that_the_next_one_reads(pair: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     resident, hosted = pair
     right = resident.generate([prompt(120, 4)], params(20))[0].token_ids
-    whole, left = chunk.settle_chunk, [3]
+    whole, left = prefill_chunk.settle_chunk, [3]
 
     def fails(*args: object, **more: object) -> None:
         left[0] -= 1
@@ -115,7 +115,7 @@ def test_a_step_that_fails_leaves_nothing_that_the_next_one_reads(pair: tuple[LL
             raise RuntimeError("the bus is gone")
         whole(*args, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(chunk, "settle_chunk", fails)
+    monkeypatch.setattr(prefill_chunk, "settle_chunk", fails)
     call = hosted.batcher.submit([prompt(110, 5)], [params(4)])
     with pytest.raises(RuntimeError, match="the bus is gone"):
         finish(hosted)

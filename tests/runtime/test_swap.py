@@ -20,10 +20,10 @@ from trtkv.api import build
 from trtkv.errors import CapacityError
 from trtkv.runtime import swap
 from trtkv.runtime.batcher import Batcher, Call
+from trtkv.runtime.host_records import Records
 from trtkv.runtime.loading import Engine, Options, open_engine
 from trtkv.runtime.pages import PageAllocator
 from trtkv.runtime.sampler import SamplingParams
-from trtkv.runtime.slabs import Records
 from trtkv.runtime.swap import Swap, open_swap
 from trtkv.serve.gauges import Gauges
 

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from plugins.append import reference
 from plugins.cache.roles import RetrieveRole, load_retrieve
-from plugins.select.choose import choose, pool, spread
+from plugins.select.in_torch import choose, pool, spread
 from trtkv.bench.layer import Layers
 from trtkv.plan import SelectPlan
 

@@ -20,9 +20,9 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from plugins.attend.prefill import attend_with_lse
 from plugins.cache.assemble import make_cache
 from plugins.cache.cache import Cache
+from plugins.cache.eviction.attention_sums import launch
 from plugins.cache.eviction.cache import EvictingCache
 from plugins.cache.eviction.observe import column_sums
-from plugins.cache.eviction.sums import launch
 from plugins.device.dtypes import TORCH_DTYPES
 from trtkv.bench.records import make_record
 from trtkv.bench.timing import Call, Times, measure

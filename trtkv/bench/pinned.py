@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plugins.cache.batch import Row
-from plugins.cache.tiers.host import launch, op
+from plugins.cache.tiers.host import launch, recall_in_torch
 from plugins.cache.tiers.host.layout import why_not
 from plugins.cache.tiers.host.store import Offload, Recall, RecordTier
 from trtkv.bench.records import make_record
@@ -161,7 +161,7 @@ class OneLayer:
             return
         for b, numbers in enumerate(self._numbers):
             row = Row(b, 1, self.most * self.case.page, b, numbers, self.case.page, self.device)
-            self.places[b, :, :-1] = op.recall(self.store, 0, row, self.lists[i % 2][b], row.stored, ahead=False)
+            self.places[b, :, :-1] = recall_in_torch.recall(self.store, 0, row, self.lists[i % 2][b], row.stored, ahead=False)
 
     def right(self, last: int) -> bool:
         """Say whether the frames hold what the last call selected."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from plugins.kernels.linear import products
+from plugins.kernel_list.linear import products
 from trtkv.bench.profile import Span, own_times
 from trtkv.config import DTYPE_BYTES
 from trtkv.engine.manifest import Manifest

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from plugins.cache.ledgers.assemble import make_ledger
 from plugins.cache.ledgers.ledger import Ledger
-from plugins.cache.ledgers.make import make_ledger
 from plugins.device.spec import Spec
-from plugins.kernels import kernels_for
+from plugins.kernel_list import kernels_for
 from trtkv.api import build
 from trtkv.bench.load import PROFILED, WARM_UP, Load, Work
 from trtkv.bench.records import make_record
@@ -23,7 +23,7 @@ from trtkv.bench.split import kv_bytes_read, largest_gap, least_times, weight_by
 from trtkv.bench.timing import Times, copy_bandwidth
 from trtkv.checkpoint.find import resolve_model
 from trtkv.config import DTYPE_BYTES, Limits
-from trtkv.engine.kernels import write_kernels
+from trtkv.engine.compile_kernels import write_kernels
 from trtkv.errors import CapacityError
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.loading import Engine, Options, open_engine

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from plugins.cache.assemble import make_cache
 from plugins.cache.encodings.grouped import reference
 from plugins.cache.encodings.grouped.cache import GroupedCache
-from plugins.cache.support import encodes_by_kernels
+from plugins.cache.kernel_support import encodes_by_kernels
 from plugins.nodes import FACES
 from trtkv.bench.cases import Case, needed_bytes, rotation
 from trtkv.bench.check import LEAST_ERROR

@@ -15,10 +15,10 @@ from plugins.cache.encodings.grouped.store import EncodedStore
 from plugins.cache.encodings.grouped.summaries import summarize_prompt
 from plugins.cache.indexes import fier_layout
 from plugins.cache.indexes import index as indexes
-from plugins.cache.indexes.summary import kept_of, ranges, words
-from plugins.cache.support import gpu_ready, why_torch
-from plugins.cache.tiers.host.choose import settle
+from plugins.cache.indexes.append_targets import kept_of, ranges, words
+from plugins.cache.kernel_support import gpu_ready, why_torch
 from plugins.cache.tiers.host.copies import Route
+from plugins.cache.tiers.host.measure import settle
 from plugins.cache.tiers.host.store import Offload, Recall, RecordTier, Tier
 from plugins.select.summary import summary_kind
 from trtkv.bench.load import Work

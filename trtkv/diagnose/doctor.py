@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from plugins.cache.support import gpu_ready, taken
+from plugins.cache.kernel_support import gpu_ready, taken
 from plugins.device import nvrtc, triton_aot
 from plugins.device.driver import cuda_version
 from plugins.tensorrt.backend import available

@@ -13,7 +13,7 @@ import onnx
 from onnx import helper
 
 from plugins.cache.bytes import ByteCount
-from plugins.cache.support import in_torch, why_torch
+from plugins.cache.kernel_support import in_torch, why_torch
 from plugins.config import DOMAIN
 from trtkv.engine.manifest import GRAPH, MANIFEST, PLAN, Manifest, check_files, read_manifest
 from trtkv.plan import CachePlan

@@ -19,12 +19,12 @@ from torch import Tensor
 from plugins.nodes import FACES
 from plugins.tensorrt.backend import load
 from plugins.tensorrt.host import PluginHost
-from trtkv.diagnose.shadow import Finding, Shadow
+from trtkv.diagnose.operators import Finding, Shadow
 from trtkv.engine.manifest import GRAPH
 from trtkv.errors import ConfigError, EngineError
 from trtkv.runtime.executor import TorchExecutor
+from trtkv.runtime.graph_program import Node
 from trtkv.runtime.loading import Engine, Options, Progress, open_engine
-from trtkv.runtime.program import Node
 from trtkv.runtime.rows import StepRow
 from trtkv.runtime.weights import Weight
 

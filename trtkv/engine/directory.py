@@ -20,7 +20,7 @@ from plugins.tensorrt.backend import available, load
 from trtkv.checkpoint.find import Source, data_home
 from trtkv.checkpoint.weights import Checkpoint
 from trtkv.config import Limits, ModelConfig
-from trtkv.engine.kernels import list_kernels, write_kernels
+from trtkv.engine.compile_kernels import list_kernels, write_kernels
 from trtkv.engine.manifest import GRAPH, PLAN, Manifest, PlanInfo, WeightInput, check_files, file_sha256, read_manifest
 from trtkv.engine.profiles import profiles
 from trtkv.engine.targets import Targets, choose_targets

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from plugins.cache.bytes import ByteCount
 from plugins.cache.formats import find_format
-from plugins.cache.ledgers.settled import SettledLedger
-from plugins.cache.support import why_torch
+from plugins.cache.kernel_support import why_torch
+from plugins.cache.ledgers.residual import SettledLedger
 from trtkv.config import ModelConfig
 from trtkv.plan import CachePlan
 from trtkv.policies.policy import Policy

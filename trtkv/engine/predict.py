@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from plugins.cache.support import in_torch
+from plugins.cache.kernel_support import in_torch
 from plugins.cache.tiers.host.layout import Layout, layout, records
 from trtkv.config import DTYPE_BYTES, ModelConfig
 from trtkv.engine.footprint import DEFAULT_CHUNK, Footprint

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plugins.device import nvrtc
-from plugins.kernels import LEAST_CAPABILITY
+from plugins.kernel_list import LEAST_CAPABILITY
 from plugins.tensorrt import cuda
 from plugins.tensorrt.backend import Backend
 from trtkv.errors import BuildError

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from trtkv.errors import ConfigError
 from trtkv.eval.decoding import Cost, Given, Report, silent
-from trtkv.eval.forced import force, forced_logprobs
 from trtkv.eval.perplexity import Perplexity, standard_error, windows
 from trtkv.eval.task import Bench
+from trtkv.eval.teacher_forcing import force, forced_logprobs
 from trtkv.runtime.llm import LLM
 
 FIGURES = ("agreement", "kl", "nll", "full_nll")

@@ -8,10 +8,10 @@ from weakref import WeakKeyDictionary
 
 from trtkv.errors import ConfigError
 from trtkv.eval.decoding import Given
-from trtkv.eval.forced import follow
 from trtkv.eval.generate import generate
 from trtkv.eval.perplexity import Perplexity, windows
 from trtkv.eval.task import Bench, TaskOptions
+from trtkv.eval.teacher_forcing import follow
 from trtkv.runtime.llm import LLM
 
 GENERATED = 2048

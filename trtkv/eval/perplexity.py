@@ -14,9 +14,9 @@ from statistics import fmean, stdev
 from trtkv.errors import ConfigError
 from trtkv.eval.decoding import Given
 from trtkv.eval.files import checksum, read_text
-from trtkv.eval.forced import follow
 from trtkv.eval.haystack import passage
 from trtkv.eval.task import Bench, TaskOptions, TextTask
+from trtkv.eval.teacher_forcing import follow
 from trtkv.runtime.llm import LLM
 
 SCORED = 128  # tokens that a window scores, a quarter of the window where that is less

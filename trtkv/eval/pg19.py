@@ -10,9 +10,9 @@ from pathlib import Path
 from trtkv.errors import ConfigError
 from trtkv.eval.decoding import Given
 from trtkv.eval.files import checksum, read_text
-from trtkv.eval.forced import follow
 from trtkv.eval.perplexity import SCORED, cut, loss_figures
 from trtkv.eval.task import Bench, TaskOptions, TextTask
+from trtkv.eval.teacher_forcing import follow
 from trtkv.runtime.llm import LLM
 
 

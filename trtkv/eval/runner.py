@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from trtkv.errors import CapacityError
-from trtkv.eval.forced import score_answers
 from trtkv.eval.generate import generate
 from trtkv.eval.grid import Cell
 from trtkv.eval.opened import Setup, open_subject
@@ -20,6 +19,7 @@ from trtkv.eval.perplexity import standard_error
 from trtkv.eval.samples import SampleMaker
 from trtkv.eval.subjects import Subject
 from trtkv.eval.task import AnswerTask, Bench, Sample, Task, TextTask
+from trtkv.eval.teacher_forcing import score_answers
 from trtkv.runtime.llm import LLM
 
 Report = Callable[[float], None]

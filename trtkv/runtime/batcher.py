@@ -17,11 +17,11 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from trtkv.errors import EngineError, TrtkvError
-from trtkv.runtime.claims import make_scheduler
 from trtkv.runtime.device_sampler import PENDING, Ask, Chosen
 from trtkv.runtime.loading import Engine
 from trtkv.runtime.overrides import check_override, override_of
 from trtkv.runtime.pages import PageAllocator
+from trtkv.runtime.reservations import make_scheduler
 from trtkv.runtime.rows import StepRow
 from trtkv.runtime.sampler import SamplingParams, StopChecker, choose, not_finite, settings_of, top_logprobs
 from trtkv.runtime.sequence import Running

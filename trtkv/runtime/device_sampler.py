@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plugins.cache.support import gpu_ready
+from plugins.cache.kernel_support import gpu_ready
 from plugins.sampling import launch, reference
 from trtkv.runtime.sampler import SamplingParams, count_tokens, settings_of, uniform
 

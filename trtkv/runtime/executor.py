@@ -13,7 +13,7 @@ from plugins.cache.cache import Cache
 from plugins.device.dtypes import TORCH_DTYPES
 from plugins.nodes import FACES
 from trtkv.runtime import fused
-from trtkv.runtime.program import TORCH_OPS, Node, join_products, load_program
+from trtkv.runtime.graph_program import TORCH_OPS, Node, join_products, load_program
 from trtkv.runtime.weights import Weight
 
 

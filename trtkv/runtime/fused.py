@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from plugins.cache.support import gpu_ready
+from plugins.cache.kernel_support import gpu_ready
 from plugins.device import store
 from plugins.device.driver import arch
 from plugins.linear import launch

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from plugins.cache.cache import Cache
+from trtkv.runtime.captured_inputs import StagedInputs
 from trtkv.runtime.device_sampler import Ask, DeviceSampler
 from trtkv.runtime.rows import Executor, StepRow
-from trtkv.runtime.staged import StagedInputs
 
 Key = tuple[int, int, bool]  # sequences; the sampler's version, LOGITS where none chooses; whether all are read whole
 LOGITS = -1

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from plugins.cache.bytes import ByteCount
-from plugins.cache.support import encodes_by_kernels, gpu_ready, why_torch
+from plugins.cache.kernel_support import encodes_by_kernels, gpu_ready, why_torch
 from plugins.cache.tiers.host.layout import Layout, layout
 from plugins.cache.tiers.host.store import Offload, Recall
 from plugins.select.summary import why_selects_in_torch

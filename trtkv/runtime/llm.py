@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from trtkv.errors import RequestError
 from trtkv.runtime.batcher import Batcher, Event
+from trtkv.runtime.disk_pages import SavedPages, identity_of
 from trtkv.runtime.loading import Engine, Options, Progress, checkpoint_path
 from trtkv.runtime.parallel import LeadingStepper, open_parts
 from trtkv.runtime.sampler import SamplingParams
-from trtkv.runtime.saved_pages import SavedPages, identity_of
 from trtkv.runtime.stats import Stats
 from trtkv.runtime.tokenizer import Tokenizer
 

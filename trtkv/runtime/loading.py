@@ -11,15 +11,15 @@ from torch import Tensor
 
 from plugins.cache.assemble import make_cache
 from plugins.cache.cache import Cache
+from plugins.cache.kernel_support import dense_below, gpu_ready
 from plugins.cache.ledgers.per_head import HeadLedger
-from plugins.cache.support import dense_below, gpu_ready
-from plugins.cache.tiers.host import choice, choose
+from plugins.cache.tiers.host import measure, measured
 from plugins.cache.tiers.host.layout import why_not
 from plugins.cache.tiers.host.store import Offload, Recall
 from plugins.device import store
 from plugins.device.driver import arch
 from plugins.device.dtypes import TORCH_DTYPES
-from plugins.kernels import FOLDER, kernels_for
+from plugins.kernel_list import FOLDER, kernels_for
 from trtkv.checkpoint.find import resolve_model
 from trtkv.checkpoint.weights import Checkpoint
 from trtkv.config import DTYPE_BYTES, Limits
@@ -148,7 +148,7 @@ def open_engine(directory: Path, options: Options, progress: Progress = lambda s
             if offload:
                 _settle_recall(offload, plan, progress, part)
     elif offload:
-        choose.settle(offload, plan)
+        measure.settle(offload, plan)
     executor = _executor(directory, manifest, why_torch, weights, cache)
     rope = rope_table(manifest.model.rope, manifest.model.head_dim, manifest.limits.max_seq_len)
     slots = list(range(manifest.limits.max_batch_size - 1, -1, -1))
@@ -187,11 +187,11 @@ def _settle_recall(offload: Offload, plan: CachePlan, progress: Progress, part: 
     """Choose what moves pages; parts agree on a kernel where any has measured one to be faster, since their steps are captured together."""
     progress("recall", 0.0)
     wanted = offload.recall
-    choose.settle(offload, plan)
+    measure.settle(offload, plan)
     if part is not None and "auto" in (wanted.engine, wanted.bulk):
-        both: tuple[choice.Engine, choice.Engine] = ("kernel", "copies")
+        both: tuple[measured.Engine, measured.Engine] = ("kernel", "copies")
         step, bulk = (both[part.least(both.index(x))] for x in (offload.recall.engine, offload.recall.bulk))
-        offload.recall = choose.settled(wanted, step, bulk)
+        offload.recall = measure.settled(wanted, step, bulk)
 
 
 def find_device(name: str) -> torch.device:

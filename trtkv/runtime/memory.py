@@ -6,8 +6,8 @@ import psutil
 import torch
 
 from plugins.cache.bytes import ByteCount
-from plugins.cache.ledgers.make import make_ledger
-from plugins.cache.support import encodes_by_kernels
+from plugins.cache.kernel_support import encodes_by_kernels
+from plugins.cache.ledgers.assemble import make_ledger
 from trtkv.config import Limits
 from trtkv.errors import CapacityError
 from trtkv.plan import CachePlan

@@ -1,7 +1,7 @@
 """Which sequences take part in the next step: running ones first, then prompts by priority and arrival, chunk by chunk.
 
 Where caches grow, whoever came last gives way when pages run out (`growing.py`). Caches that are evicted from cannot be computed again half-way: they
-are admitted for the most that is still to come (`claims.py`).
+are admitted for the most that is still to come (`reservations.py`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from plugins.cache.pages import Pages
 from trtkv.config import Limits
 from trtkv.errors import CapacityError, RequestError
 from trtkv.plan import CachePlan
+from trtkv.runtime.disk_pages import SavedPages
 from trtkv.runtime.rows import StepRow
-from trtkv.runtime.saved_pages import SavedPages
 from trtkv.runtime.sequence import Running
 from trtkv.runtime.swap import Swap
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
+from trtkv.runtime.host_records import Place
 from trtkv.runtime.pages import Key
-from trtkv.runtime.slabs import Place
 from trtkv.runtime.streams import Stretch
 
 _arrivals = itertools.count()

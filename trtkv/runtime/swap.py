@@ -16,9 +16,9 @@ from contextlib import contextmanager
 
 from plugins.cache.cache import Cache
 from trtkv.runtime.host_memory import HostPool, host_room
+from trtkv.runtime.host_records import Allocate, HostRoom, Place, Records
 from trtkv.runtime.pages import PageAllocator
 from trtkv.runtime.sequence import Copied, Left, Running
-from trtkv.runtime.slabs import Allocate, HostRoom, Place, Records
 from trtkv.runtime.streams import CopyLane, Stretch
 
 BUS_BYTES_PER_S = 20e9  # before a copy has been measured

@@ -2,5 +2,5 @@
 
 Keys are stored after rotation, so attention over what stays is plain dense attention over a shorter row of pages: KvAppend and KvAttend run
 unchanged. `ledger.py` knows all lengths in integers, `compactor.py` runs behind each step. Roles of which each step drops one token, or a page
-once in so many, move nothing but what takes its place (`exchange.py`, `stamps.py`): positions then say what is newest.
+once in so many, move nothing but what takes its place (`exchange.py`, `raas.py`): positions then say what is newest.
 """

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from plugins.cache.eviction.compactor import Compactor
-from plugins.cache.eviction.stacks import Stacks
+from plugins.cache.eviction.stacked_buffers import Stacks
 from plugins.cache.ledgers.evicting import EvictingLedger
 from plugins.cache.paged import PagedCache
 from trtkv.plan import CachePlan

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from plugins.cache.batch import Row, to_device
-from plugins.cache.eviction import exchange, lag, launch, move, observe, stamps
-from plugins.cache.eviction.newest import Step
-from plugins.cache.eviction.stacks import Stacks
-from plugins.cache.eviction.sums import launch as sums
+from plugins.cache.eviction import exchange, lagkv, launch, move, observe, raas
+from plugins.cache.eviction.attention_sums import launch as sums
+from plugins.cache.eviction.newest_queries import Step
+from plugins.cache.eviction.stacked_buffers import Stacks
 from plugins.cache.eviction.view import PagedView
 from plugins.cache.formats import ranks_partitions
+from plugins.cache.kernel_support import compacts_by_kernels
 from plugins.cache.ledgers.evicting import Account, EvictingLedger
-from plugins.cache.support import compacts_by_kernels
 from trtkv.rules import Exchange
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class Compactor:
         self.ledger, self._stacks, self._plan, self._evict, self._scale = ledger, stacks, plan, plan.evict, plan.head_dim**-0.5
         self.kernels = self._attends = compacts_by_kernels(plan, stacks.device)
         self.waits = False  # until a step has been compared with its definition
-        self._rule = exchange.rule_of(plan) or stamps.rule_of(plan)
+        self._rule = exchange.rule_of(plan) or raas.rule_of(plan)
         self._queries: list[Tensor] = []
         self._scratch: dict[Hashable, object] = {}
 
@@ -141,8 +141,8 @@ class Compactor:
             found = self._scratch_for(("exchange", group), lambda: exchange.Scratch.of(stacks, group, rule, step.heads_q, slots_))
             exchange.run(stacks, group, rule, found, step)
         elif rule is not None:
-            own = self._scratch_for(("stamps", group), lambda: stamps.Scratch.of(stacks, group, rule, step.heads_q, slots_))
-            stamps.run(stacks, group, rule, own, step)
+            own = self._scratch_for(("stamps", group), lambda: raas.Scratch.of(stacks, group, rule, step.heads_q, slots_))
+            raas.run(stacks, group, rule, own, step)
 
     def _observe(self, group: int, row: Row, account: Account) -> None:
         """Bring what the role counts up to date: the attention of a decode step's query, and the role's own numbers."""
@@ -166,7 +166,7 @@ class Compactor:
 
     def _evict_from(self, group: int, row: Row, account: Account) -> None:
         if self.kernels and ranks_partitions(self._evict):
-            lag.evict(self._stacks, group, row, account, self.ledger)
+            lagkv.evict(self._stacks, group, row, account, self.ledger)
             return
         for view in self._views(group, row, account):
             verdict = self.ledger.evict.keep(view)

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plugins.cache.eviction.newest import Step, sequences_of
-from plugins.cache.eviction.stacks import Stacks
+from plugins.cache.eviction.newest_queries import Step, sequences_of
+from plugins.cache.eviction.stacked_buffers import Stacks
 from plugins.device import kernel
 from plugins.device.kernel import Constants, TritonKernel, typed
 from trtkv.plan import CachePlan

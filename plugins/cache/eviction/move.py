@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plugins.cache.batch import Row
 from plugins.cache.eviction import launch
-from plugins.cache.eviction.stacks import Stacks
+from plugins.cache.eviction.stacked_buffers import Stacks
 from plugins.cache.ledgers.evicting import Account
 
 

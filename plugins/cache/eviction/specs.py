@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from plugins.cache.eviction import exchange, launch, stamps
-from plugins.cache.eviction.sums import launch as sums
+from plugins.cache.eviction import exchange, launch, raas
+from plugins.cache.eviction.attention_sums import launch as sums
 from plugins.cache.formats import ranks_partitions
 from plugins.device.dtypes import triton_dtype
 from plugins.device.spec import Spec
@@ -35,16 +35,16 @@ def kernels(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> I
             yield launch.MOVE.variant(arch, launch.move_constants(rows, rows // heads, words, spec.name == "positions"))
     if ranks_partitions(evict):
         yield from lag_kernels(plan, dtype, arch)
-    rule, stamped = exchange.rule_of(plan), stamps.rule_of(plan)
+    rule, stamped = exchange.rule_of(plan), raas.rule_of(plan)
     if rule is not None:
         sizes = DTYPE_BYTES[plan.kv_dtype]
         yield exchange.EXCHANGE.variant(arch, exchange.exchange_constants(heads, group, dim, sizes, rule))
         for window in (0, evict.queries) if evict.queries else ():
             yield exchange.LOGITS.variant(arch, exchange.logits_constants(heads, group, dim, window), dtype)
     if stamped is not None:
-        yield stamps.STAMP.variant(arch, stamps.stamp_constants(heads, group, dim * DTYPE_BYTES[plan.kv_dtype] // 4, stamped))
+        yield raas.STAMP.variant(arch, raas.stamp_constants(heads, group, dim * DTYPE_BYTES[plan.kv_dtype] // 4, stamped))
         for window in (0, evict.queries):
-            yield stamps.BOUNDS.variant(arch, stamps.bounds_constants(heads, group, dim, window, stamped), dtype)
+            yield raas.BOUNDS.variant(arch, raas.bounds_constants(heads, group, dim, window, stamped), dtype)
     if evict.queries and not evict.prompt_only:
         yield launch.REMEMBER.variant(arch, launch.remember_constants(evict.queries, plan.num_q_heads * dim), dtype)
     if "attention_mass" in evict.needs:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plugins.cache.batch import Row
-from plugins.cache.eviction.stacks import Stacks
+from plugins.cache.eviction.stacked_buffers import Stacks
 from plugins.cache.ledgers.evicting import Account
 from trtkv.plan import Occupancy
 from trtkv.ranking import attention

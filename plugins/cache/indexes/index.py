@@ -8,10 +8,10 @@ from torch import Tensor
 
 from plugins.cache.batch import Row
 from plugins.cache.cache import Cache
-from plugins.cache.indexes import bounds as pages
-from plugins.cache.indexes import definition as meaning
+from plugins.cache.indexes import balls_and_means as kept
+from plugins.cache.indexes import boxes as pages
+from plugins.cache.indexes import by_definition as meaning
 from plugins.cache.indexes import fier
-from plugins.cache.indexes import summaries as kept
 from plugins.cache.roles import RetrieveRole, load_retrieve
 from plugins.select.summary import summary_of
 from trtkv.plan import CachePlan, SelectPlan

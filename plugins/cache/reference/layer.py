@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from plugins.cache.reference.store import PARTS, HeadStore
 from plugins.cache.roles import AllocateRole, EvictRole, Granted, QuantizeRole, RetrieveRole
-from plugins.select.choose import choose, pool, speculative_query, spread
+from plugins.select.in_torch import choose, pool, speculative_query, spread
 from trtkv.plan import CacheView, Occupancy
 from trtkv.ranking import attention, span
 

@@ -2,8 +2,8 @@
 //
 // Built with -DD (head dimension, multiple of 32), -DGROUP_HEADS (G <= 8), -DBITS (2 or 4: codes with scale and minimum; 8: e4m3 with a scale a token),
 // -DKEY_GROUP (tokens, multiple of 16), -DVALUE_GROUP (channels, multiple of 16), -DWARPS, -DSTAGES, -DCLUSTER, -DPHASED (runs are counted from the slot's origin),
-// -DSETTLED (how much is encoded is said a slot) and -DBF16. How codes lie: `layout.py`; how a warp takes them: `seen.cuh`.
-#include "merge.cuh"
+// -DSETTLED (how much is encoded is said a slot) and -DBF16. How codes lie: `layout.py`; how a warp takes them: `softmax_state.cuh`.
+#include "merge_states.cuh"
 
 #define TILE_COST 4 // steps that take as long as a tile in full precision, whose loads wait for each other
 

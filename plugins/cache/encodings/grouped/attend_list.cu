@@ -6,7 +6,7 @@
 // What is read is a tile of 16 tokens, because codes lie in the order of the matrix instruction: tokens of a tile that are not asked for get no weight.
 // Each warp takes an equal share of the list, 32 tiles at a time, a lane each; two of them are a step. Entries of one tile that two warps or two such
 // rounds find are read twice, each time with the tokens of its own.
-#include "merge.cuh"
+#include "merge_states.cuh"
 
 #define TILES_OF_UNIT (UNIT > TILE ? UNIT / TILE : 1)
 

@@ -14,16 +14,16 @@ from plugins.attend.in_torch import attend_units
 from plugins.attend.prefill import attend_with_lse
 from plugins.cache.batch import Decoding, Row, StepGroup
 from plugins.cache.counted import CountedCache
-from plugins.cache.encodings.grouped import launch, launch_list, recalled
+from plugins.cache.encodings.grouped import attend_offloaded, launch, launch_list
+from plugins.cache.encodings.grouped.evict_residual import Settler
 from plugins.cache.encodings.grouped.layout import TILE
-from plugins.cache.encodings.grouped.settle import Settler
 from plugins.cache.encodings.grouped.store import EncodedStore
 from plugins.cache.encodings.grouped.summaries import summarize_prompt, summarize_step
 from plugins.cache.formats import Format
-from plugins.cache.indexes import choose as by_kernels
-from plugins.cache.indexes.summary import kept_of
+from plugins.cache.indexes import select_units as by_kernels
+from plugins.cache.indexes.append_targets import kept_of
+from plugins.cache.ledgers.assemble import find_ledger
 from plugins.cache.ledgers.evicting import EvictingLedger
-from plugins.cache.ledgers.make import find_ledger
 from plugins.cache.paged_kernels import new_tokens
 from plugins.cache.tiers.host.store import Offload
 from plugins.config import OpConfig
@@ -70,7 +70,7 @@ class GroupedCache(CountedCache):
             alone = which is None and self.overlaps(table)
             homes, away = pages, self.store.away
             if away is not None and away.covers(layer):
-                pages, alone = recalled.ring_table(away, step, own), False
+                pages, alone = attend_offloaded.ring_table(away, step, own), False
             launch.append(replace(new, starts=begin), self.store.pages[layer], lens, own, pages, out, overlap=alone, early=alone)
             if kept.kind != plain.NONE:
                 summarize_step(self.store.pages[layer], lens, own, pages, kept, homes=homes, overlap=alone)
@@ -203,7 +203,7 @@ class GroupedCache(CountedCache):
         scratch = self.scratch(("attend encoded list", sequences, most), make)
         if self.store.away is not None and self.store.away.covers(layer):
             assert isinstance(scratch, launch.Scratch)
-            recalled.attend(self, self.store, layer, config, rows, chosen, out, scratch, overlap=overlap)
+            attend_offloaded.attend(self, self.store, layer, config, rows, chosen, out, scratch, overlap=overlap)
             return
         given = (rows.query, self.store.pages[layer], *where, chosen, out, scratch)
         if alone:

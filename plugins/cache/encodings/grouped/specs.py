@@ -8,9 +8,9 @@ from plugins.append.launch import KINDS
 from plugins.cache.encodings.grouped import launch, launch_list
 from plugins.cache.encodings.grouped.summaries import summary_kernel
 from plugins.cache.encodings.per_token import specs as replaced
+from plugins.cache.eviction.attention_sums import launch as sums
 from plugins.cache.eviction.launch import MOVE, move_constants
 from plugins.cache.eviction.specs import lag_kernels
-from plugins.cache.eviction.sums import launch as sums
 from plugins.cache.formats import find_format
 from plugins.cache.tiers.host.layout import why_not
 from plugins.device.spec import Spec

@@ -1,8 +1,8 @@
 """Encoded caches of a session on a GPU: pages of codes for every layer, a ring of newest tokens for every slot, and prompts while they are read.
 
 A prompt attends to itself in full precision and is encoded when it is complete, so its keys and values lie in tensors of their own until then. Where
-a plan also evicts, what stays of it is chosen then (`keep.py`), and that alone is encoded. Where it evicts in every phase, such a tensor has room for
-what is left of the prompt, and the ring for all tokens that may still go (`settle.py`).
+a plan also evicts, what stays of it is chosen then (`evict_prompt.py`), and that alone is encoded. Where it evicts in every phase, such a tensor has
+room for what is left of the prompt, and the ring for all tokens that may still go (`evict_residual.py`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 from plugins.cache.batch import Row
 from plugins.cache.bytes import ByteCount
 from plugins.cache.encodings.grouped import launch, reference
-from plugins.cache.encodings.grouped.away import Away
-from plugins.cache.encodings.grouped.gather import Gatherer
-from plugins.cache.encodings.grouped.keep import Keeper
-from plugins.cache.encodings.grouped.settle import Settler
+from plugins.cache.encodings.grouped.evict_partitions import Gatherer
+from plugins.cache.encodings.grouped.evict_prompt import Keeper
+from plugins.cache.encodings.grouped.evict_residual import Settler
+from plugins.cache.encodings.grouped.offloaded import Away
 from plugins.cache.formats import Format
 from plugins.cache.ledgers.evicting import EvictingLedger
-from plugins.cache.ledgers.gathering import GatheringLedger
-from plugins.cache.ledgers.settled import SettledLedger
+from plugins.cache.ledgers.partitions import GatheringLedger
+from plugins.cache.ledgers.residual import SettledLedger
 from plugins.cache.tiers.host.layout import records
 from plugins.cache.tiers.host.store import Offload
 from plugins.device.dtypes import TORCH_DTYPES

@@ -14,10 +14,10 @@ from plugins.cache.encodings.mixed.pool import MixedPool
 from plugins.cache.encodings.mixed.view import MixedView
 from plugins.cache.eviction.compactor import MOST_ELEMENTS
 from plugins.cache.eviction.per_head.compactor import HeadCompactor
+from plugins.cache.kernel_support import compacts_by_kernels
 from plugins.cache.ledgers.mixed import MixedLedger
 from plugins.cache.ledgers.per_head import HeadAccount
 from plugins.cache.pages import Lengths
-from plugins.cache.support import compacts_by_kernels
 
 
 class MixedCompactor(HeadCompactor):

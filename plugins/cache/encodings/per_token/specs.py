@@ -10,7 +10,7 @@ from plugins.cache.encodings.grouped import launch as encoded
 from plugins.cache.encodings.per_token import launch
 from plugins.cache.encodings.per_token.store import NEVER, rule_of
 from plugins.cache.eviction import launch as compaction
-from plugins.cache.eviction.sums import launch as sums
+from plugins.cache.eviction.attention_sums import launch as sums
 from plugins.cache.formats import Format
 from plugins.device.spec import Spec
 from trtkv.config import ModelConfig

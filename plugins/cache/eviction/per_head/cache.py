@@ -16,9 +16,9 @@ from plugins.attend.prefill import attend_with_lse
 from plugins.cache.batch import Row, StepGroup
 from plugins.cache.cache import Cache
 from plugins.cache.eviction import launch as launch_eviction
+from plugins.cache.eviction.per_head.attention_received import observe_chunk
 from plugins.cache.eviction.per_head.compactor import HeadCompactor
 from plugins.cache.eviction.per_head.pool import HeadPool
-from plugins.cache.eviction.per_head.received import observe_chunk
 from plugins.cache.formats import slides
 from plugins.cache.paged_kernels import dense_scratch, new_tokens
 from plugins.cache.pages import HeadPages, Lengths, PageList, Pages

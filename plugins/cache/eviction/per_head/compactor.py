@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from plugins.cache.batch import Row
-from plugins.cache.eviction.per_head import move, received
+from plugins.cache.eviction.per_head import attention_received, move
 from plugins.cache.eviction.per_head.pool import HeadPool
 from plugins.cache.eviction.per_head.view import HeadView
 from plugins.cache.formats import slides
+from plugins.cache.kernel_support import compacts_by_kernels
 from plugins.cache.ledgers.per_head import HeadAccount, HeadLedger
 from plugins.cache.ledgers.ring import Ring
 from plugins.cache.pages import Lengths
-from plugins.cache.support import compacts_by_kernels
 
 
 class HeadCompactor:
@@ -94,7 +94,7 @@ class HeadCompactor:
     def _observe(self, b: int, row: Row, account: HeadAccount) -> None:
         """Bring what the role counts up to date: the attention of a decode step's query, and the role's own numbers."""
         if "attention_mass" in self._evict.needs and row.answers and not self._evict.prompt_only:
-            received.newest(self._pool, b, account.seen, self._scale, self.kernels)
+            attention_received.newest(self._pool, b, account.seen, self._scale, self.kernels)
         if not self._evict.token_state:
             return
         for view in self._views(b, account):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from plugins.cache.eviction import launch as compaction
+from plugins.cache.eviction.attention_sums import launch as sums
 from plugins.cache.eviction.per_head import launch
-from plugins.cache.eviction.sums import launch as sums
 from plugins.cache.formats import slides
 from plugins.device.dtypes import triton_dtype
 from plugins.device.spec import Spec

@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from plugins.cache.eviction.per_head.attention_received import from_window
 from plugins.cache.eviction.per_head.pool import HeadPool
-from plugins.cache.eviction.per_head.received import from_window
 from plugins.cache.ledgers.per_head import HeadAccount
 from trtkv.plan import Occupancy
 from trtkv.ranking import attention

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from plugins.cache.batch import Row
-from plugins.cache.tiers.host import op
+from plugins.cache.tiers.host import recall_in_torch
 from plugins.cache.tiers.host.store import Offload
 from trtkv.plan import SelectPlan
 
 
 def read_whole(store: Offload, layer: int, row: Row) -> tuple[Tensor, Tensor]:
     """Recall every page of a decoding sequence: keys and values [Hk, S, D]."""
-    keys, values, _ = read_pages(store, layer, row, op.every_page(store, row.stored, store.shape.num_kv_heads))
+    keys, values, _ = read_pages(store, layer, row, recall_in_torch.every_page(store, row.stored, store.shape.num_kv_heads))
     return keys[:, : row.stored], values[:, : row.stored]
 
 
@@ -25,8 +25,8 @@ def read_chosen(store: Offload, layer: int, row: Row, selection: Tensor, plan: S
     units = selection[:, : min(plan.width, -(-row.stored // plan.unit))].long()
     if plan.unit > 1:
         return read_pages(store, layer, row, units)
-    places = op.recall_tokens(store, layer, row, units, row.stored, ahead=False)
-    return *op.read_places(store, layer, row, places, units), units
+    places = recall_in_torch.recall_tokens(store, layer, row, units, row.stored, ahead=False)
+    return *recall_in_torch.read_places(store, layer, row, places, units), units
 
 
 def read_pages(store: Offload, layer: int, row: Row, pages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,7 +35,7 @@ def read_pages(store: Offload, layer: int, row: Row, pages: Tensor) -> tuple[Ten
     Tokens behind the end, in the last page, repeat the last token.
     """
     size = store.shape.page_size
-    places = op.recall(store, layer, row, pages, row.stored, ahead=False).repeat_interleave(size, 1)
+    places = recall_in_torch.recall(store, layer, row, pages, row.stored, ahead=False).repeat_interleave(size, 1)
     tokens = (pages[..., None] * size + torch.arange(size, device=pages.device)).flatten(1)
-    keys, values = op.read_places(store, layer, row, places, tokens.clamp(max=row.stored - 1))
+    keys, values = recall_in_torch.read_places(store, layer, row, places, tokens.clamp(max=row.stored - 1))
     return keys, values, tokens

@@ -1,7 +1,7 @@
 """Pages in host memory: append into a ring on the device, recall what is selected, attend over frames, recall ahead beside the rest of the step.
 
 A decode step by kernels reads nothing from the host's side of the program, so it is captured as it is; only engines that it is measured against let
-the host read selections. Steps with a prompt's chunk go through `chunk.py`.
+the host read selections. Steps with a prompt's chunk go through `prefill_chunk.py`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from plugins.attend import launch as attend_launch
 from plugins.attend.in_torch import attend_all, beyond, decode
 from plugins.attend.prefill import attend_chunk
 from plugins.cache.batch import Decoding, Row, StepGroup
-from plugins.cache.indexes.choose import choose_units
+from plugins.cache.indexes.select_units import choose_units
 from plugins.cache.paged import PagedCache
 from plugins.cache.tiers.host import launch
 from plugins.cache.tiers.host.attend import read_chosen, read_whole
-from plugins.cache.tiers.host.by_host import copy_pages
-from plugins.cache.tiers.host.chunk import begin_chunk, plan_chunk, read_prompt, settle_chunk, stage_next, write_chunk
-from plugins.cache.tiers.host.op import recall_ahead
+from plugins.cache.tiers.host.prefill_chunk import begin_chunk, plan_chunk, read_prompt, settle_chunk, stage_next, write_chunk
+from plugins.cache.tiers.host.recall_by_host import copy_pages
+from plugins.cache.tiers.host.recall_in_torch import recall_ahead
 from plugins.cache.tiers.host.store import Offload
 from plugins.config import OpConfig
 from plugins.select.summary import summary_of

@@ -11,10 +11,10 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from plugins.cache.support import gpu_ready
-from plugins.cache.tiers.host.choice import Choice
+from plugins.cache.kernel_support import gpu_ready
 from plugins.cache.tiers.host.copies import LEAST_PAGES
 from plugins.cache.tiers.host.layout import Layout, layout, records
+from plugins.cache.tiers.host.measured import Choice
 from plugins.device.dtypes import TORCH_DTYPES
 from trtkv.errors import ConfigError
 from trtkv.plan import CachePlan

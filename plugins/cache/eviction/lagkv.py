@@ -1,0 +1,41 @@
+"""LagKV by kernels: scores and choice in two launches for all layers of a page group, then the move behind the frozen tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from plugins.cache.batch import Row
+from plugins.cache.eviction import launch
+from plugins.cache.eviction.move import launch_moves
+from plugins.cache.eviction.stacked_buffers import Stacks
+from plugins.cache.ledgers.evicting import Account, EvictingLedger
+from trtkv.rules import Lag
+
+
+def evict(stacks: Stacks, group: int, row: Row, account: Account, ledger: EvictingLedger) -> None:
+    """Evict from all layers of a group of one sequence that is due."""
+    keys, values = stacks.groups["keys"][group], stacks.groups["values"][group]
+    kept, start = choose(keys, values, row.table, account, group, ledger)
+    launch_moves(stacks, group, range(len(keys)), row, account, kept, start)
+
+
+def choose(keys: Tensor, values: Tensor, table: Tensor, account: Account, group: int, ledger: EvictingLedger) -> tuple[Tensor, int]:
+    """Return what stays [L, Hk, K] int32 behind the first so many tokens of a sequence that is due, and how many those are.
+
+    keys, values [L, P, Hk, N, D] are layers of a page group, table [M] int32 the sequence's pages.
+    """
+    assert ledger.plan.evict is not None and isinstance(ledger.plan.evict.rule, Lag), "the plan does not evict by partitions"
+    rule = ledger.plan.evict.rule
+    length, stored, start = rule.lag, account.stored[group], max(account.settled[group], rule.sink)
+    scored = (stored - start) // length - 1
+    left = ledger.evict.remaining(ledger.occupancy(account, group))[0]
+    rest = stored - start - scored * length  # the last full partition and what follows it
+    count = (left - start - rest) // scored
+    kept = torch.empty(keys.shape[0], keys.shape[2], left - start, dtype=torch.int32, device=keys.device)
+    kept[:, :, left - start - rest :] = torch.arange(stored - rest, stored, dtype=torch.int32, device=keys.device)
+    if count:
+        launch.lag_choose(
+            keys, values, table, kept, start=start, partitions=scored, count=count, lag=length, score=rule.score, value_weight=rule.value_weight
+        )
+    return kept, start

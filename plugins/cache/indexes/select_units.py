@@ -1,0 +1,204 @@
+"""KvSelect on an NVIDIA GPU: score and choose, in one launch or two, reading lengths and pages on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plugins.attend.per_head import by_head
+from plugins.cache.batch import Decoding
+from plugins.cache.cache import Cache
+from plugins.cache.indexes.append_targets import ranges, words
+from plugins.cache.indexes.published_queries import take
+from plugins.config import OpConfig
+from plugins.select import launch, launch_fused, launch_pages
+from plugins.select.launch_previous_query import speculate
+from plugins.select.summary import Summary, outliers, shares_selection, summary_of
+from trtkv.plan import SelectPlan
+
+
+def select(cache: Cache, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+    """Choose units for the sequences that decode; inputs and result as the torch form's, what prefill rows hold is not read.
+
+    Nothing is written where all are read whole.
+    """
+    plan, step = cache.plan.select[layer], cache.step(layer)
+    assert plan is not None, f"layer {layer} selects nothing"
+    query, starts, _, stored, slots, table = inputs[:6]
+    fresh = plan.speculative and not all(row.answers for row in step.rows)
+    if fresh:
+        cache.buffer("previous_query", layer).index_fill_(0, step.fresh_slots, torch.nan)
+    if cache.reads_all or not any(row.decodes for row in step.rows):  # nor will the next step ask for the queries of one that reads all
+        return
+    group = cache.plan.page_groups[layer]
+    asking = query if step.decoding else query.index_select(0, starts[1:] - 1)
+    if plan.speculative:
+        assert plan.tau is not None, "the role has no bound of the cosine"
+        remembered = cache.buffer("previous_query", layer)
+        asking = speculate(asking, remembered, slots, cache.overrides.taus, plan.tau, config.num_kv_heads)
+        if fresh:  # a prompt's query is nobody's previous query
+            remembered.index_fill_(0, step.fresh_slots, torch.nan)
+    published = take(cache, layer) if asking is query else None
+    choose_units(cache, layer, config, Decoding(asking, stored[group], slots, table[group]), out, published=published)
+
+
+def choose_units(
+    cache: Cache, layer: int, config: OpConfig, rows: Decoding, out: Tensor, *, ahead: Tensor | None = None, published: Tensor | None = None
+) -> None:
+    """Score and choose for sequences of one new token: out [B, H, K + 1] int32 as of `launch.select_units`.
+
+    ahead [B] int32 are the lengths of the next step where it is chosen for, beside this one's launches. The scores of this step are all that the
+    next step's candidates need: a page enters them behind the step that completes it. published is where the append writes the query, too.
+    """
+    plan, summary = cache.plan.select[layer], summary_of(cache.plan, layer)
+    assert plan is not None and summary is not None, f"layer {layer} selects nothing, or in torch"
+    table, overlap, own = rows.table, ahead is None and cache.overlaps(rows.table), cache.request_budgets(rows.slots)
+    if summary.scorer == "fier" and plan.pooling == "none":
+        _choose_per_head(cache, layer, config, plan, rows, out)
+        return
+    if ahead is None:  # the same launch with pages on the host or without: how a row is shared out decides how its scores are rounded
+        together = _together(cache, config, plan, summary, table)
+        if together is not None:
+            _score_and_choose(cache, layer, config, plan, summary, rows, out, together, own=own, overlap=overlap, published=published)
+            return
+    desk = _desk(cache, config, plan, table, ahead is not None)
+    budget = cache.scores_from(layer) - (ahead is not None)
+    if summary.scorer == "fier":
+        bits, extremes = words(cache, layer), ranges(cache, layer)
+        launch.fier_score(
+            rows.query, bits, extremes, table, rows.lens, desk.scores, desk.parts, page_size=cache.plan.page_size, budget=budget,
+            scale=config.scale, pooling=plan.pooling, overlap=overlap, published=published,
+        )  # fmt: skip
+    else:
+        _score_pages(cache, layer, plan, summary, rows, desk, budget=budget, scale=config.scale, overlap=overlap)
+    beside = overlap and (summary.scorer == "fier" or cache.overlaps(table, bulky=True))  # pages' scorer was slowed down, for many tokens
+    launch.select_units(
+        desk.scores, desk.parts, rows.lens if ahead is None else ahead, out, budget=cache.reads_all_up_to(layer), sink=plan.sink, window=plan.window,
+        unit=plan.unit, group=plan.group, pooling=plan.pooling, own=own, overlap=beside, published=published,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Desk:
+    """What the launches of a selection hand to each other: scores and parts as the scorer lays them out, cut [B, Hk, 2] int32 for outliers."""
+
+    scores: Tensor
+    parts: Tensor
+    cut: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """A launch that scores and chooses, and the cut [B, Hk, 2] int32 for outliers."""
+
+    exchange: launch_fused.Exchange
+    cut: Tensor
+
+
+def _together(cache: Cache, config: OpConfig, plan: SelectPlan, summary: Summary, table: Tensor) -> _Together | None:
+    """Return the scratch of the one launch, None where there are too many rows or scores for it. Layers use it in turn."""
+    batch, units = table.shape[0], table.shape[1] * cache.plan.page_size // plan.unit
+    key = ("select together", batch, units, plan.pooling)
+    return cache.scratch(key, lambda: _furnish_together(batch, units, config, plan, summary, table.device))
+
+
+def _furnish_together(batch: int, units: int, config: OpConfig, plan: SelectPlan, summary: Summary, device: torch.device) -> _Together | None:
+    group, sms = config.num_q_heads // config.num_kv_heads, _multiprocessors(device)
+    fused = launch_fused.plan_for(plan, summary, batch, config.num_kv_heads, group, config.head_dim, units, sms, launch.arch())
+    if fused is None:
+        return None
+    return _Together(fused.allocate(device), torch.empty(batch, config.num_kv_heads, 2, dtype=torch.int32, device=device))
+
+
+def _score_and_choose(
+    cache: Cache, layer: int, config: OpConfig, plan: SelectPlan, summary: Summary, rows: Decoding, out: Tensor, together: _Together, *,
+    own: launch.OwnBudgets | None, overlap: bool, published: Tensor | None,
+) -> None:  # fmt: skip
+    given, budget = (rows.table, rows.lens, out, together.exchange), cache.reads_all_up_to(layer)
+    if summary.scorer == "fier":
+        bits, extremes = words(cache, layer), ranges(cache, layer)
+        launch_fused.fier_select(
+            rows.query, bits, extremes, *given, page_size=cache.plan.page_size, budget=budget, scale=config.scale, pooling=plan.pooling,
+            sink=plan.sink, window=plan.window, own=own, overlap=overlap, published=published,
+        )  # fmt: skip
+        return
+    vectors, beside, cut = _index(cache, layer, plan, summary, rows, together.cut, budget=cache.scores_from(layer), overlap=overlap)
+    launch_fused.page_select(
+        rows.query, vectors, beside, *given, kind=summary.scorer, unit=plan.unit, budget=budget, scale=config.scale, pooling=plan.pooling,
+        sink=plan.sink, window=plan.window, own=own, cut=cut, overlap=overlap,
+    )  # fmt: skip
+
+
+def _index(
+    cache: Cache, layer: int, plan: SelectPlan, summary: Summary, rows: Decoding, cut: Tensor, *, budget: int, overlap: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the buffers that a page scorer reads, and where outliers are kept the cut, found by a launch."""
+    vectors, beside = cache.buffer(summary.vectors, layer), None if summary.beside is None else cache.buffer(summary.beside, layer)
+    count = outliers(plan)
+    if not count:
+        return vectors, beside, None
+    assert beside is not None
+    launch_pages.outlier_cut(beside, rows.table, rows.lens, cut, unit=plan.unit, outliers=count, budget=budget, overlap=overlap)
+    return vectors, beside, cut
+
+
+def _score_pages(
+    cache: Cache, layer: int, plan: SelectPlan, summary: Summary, rows: Decoding, desk: _Desk, *, budget: int, scale: float, overlap: bool
+) -> None:
+    vectors, beside, cut = _index(cache, layer, plan, summary, rows, desk.cut, budget=budget, overlap=overlap)
+    launch_pages.score_pages(
+        rows.query, vectors, beside, rows.table, rows.lens, desk.scores, desk.parts, kind=summary.scorer, unit=plan.unit, budget=budget, scale=scale,
+        pooling=plan.pooling, cut=cut, shared=shares_selection(plan), overlap=overlap,
+    )  # fmt: skip
+
+
+def _choose_per_head(cache: Cache, layer: int, config: OpConfig, plan: SelectPlan, rows: Decoding, out: Tensor) -> None:
+    """Let every query head choose tokens by one-bit keys: the heads of a group become sequences that share pages, as in `attend/per_head.py`.
+
+    Lengths and tables are laid out anew by kernels just before, which the scorer reads before it waits, so nothing overlaps.
+    """
+    heads, batch = config.num_kv_heads, rows.lens.shape[0]
+    group = config.num_q_heads // heads
+    asking = by_head(rows.query.unflatten(1, (-1, config.head_dim)), heads).flatten(1)
+    own_lens, own_slots, own_table = rows.lens.repeat(group), rows.slots.repeat(group), rows.table.repeat(group, 1)
+    lists_there, units = group * batch * heads, rows.table.shape[1] * cache.plan.page_size
+    key = ("select per head", batch, units, out.shape[2])
+    scores, parts, lists = cache.scratch(key, lambda: _allocate_per_head(lists_there, group * batch, units, out))
+    launch.fier_score(
+        asking, words(cache, layer), ranges(cache, layer), own_table, own_lens, scores, parts, page_size=cache.plan.page_size,
+        budget=cache.scores_from(layer), scale=config.scale, pooling="mean",
+    )  # fmt: skip
+    launch.select_units(
+        scores, parts, own_lens, lists, budget=cache.reads_all_up_to(layer), sink=plan.sink, window=plan.window, unit=1, group=plan.group,
+        pooling="mean", own=cache.request_budgets(own_slots),
+    )  # fmt: skip
+    out.unflatten(1, (heads, group)).movedim(2, 0).copy_(lists.view(group, batch, heads, -1))
+
+
+def _allocate_per_head(rows: int, sequences: int, units: int, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scores, parts = launch.Scratch.plan(rows, 1, "mean", units, _multiprocessors(out.device)).allocate(rows, out.device)
+    return scores, parts, out.new_empty(sequences, rows // sequences, out.shape[2])
+
+
+def _desk(cache: Cache, config: OpConfig, plan: SelectPlan, table: Tensor, ahead: bool) -> _Desk:
+    batch, units = table.shape[0], table.shape[1] * cache.plan.page_size // plan.unit
+    key = ("select ahead" if ahead else "select", batch, units, plan.pooling)
+    return cache.scratch(key, lambda: _furnish(batch, units, config, plan, table.device))
+
+
+def _furnish(batch: int, units: int, config: OpConfig, plan: SelectPlan, device: torch.device) -> _Desk:
+    sms, heads = _multiprocessors(device), config.num_kv_heads
+    group = config.num_q_heads // heads
+    cut = torch.empty(batch, heads, 2, dtype=torch.int32, device=device)
+    if plan.unit == 1:
+        rows = batch * heads
+        return _Desk(*launch.Scratch.plan(rows, group, plan.pooling, units, sms).allocate(rows, device), cut)
+    pages = launch_pages.PageScratch.plan(batch, heads, group, plan.pooling, units, sms, shared=shares_selection(plan))
+    return _Desk(*pages.allocate(device), cut)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,39 @@
+"""All kernels of an engine: what is compiled into its directory, and loaded before its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from plugins.cache.encodings.grouped import specs as encoded
+from plugins.cache.encodings.mixed import specs as mixed
+from plugins.cache.eviction import specs as compaction
+from plugins.cache.eviction.per_head import specs as ragged
+from plugins.cache.formats import find_format
+from plugins.cache.kernel_support import why_torch
+from plugins.cache.tiers.host import specs as recall
+from plugins.device.spec import Spec
+from plugins.kernel_list import append, attend, linear, select
+from plugins.sampling import launch as sampling
+from trtkv.config import Limits, ModelConfig
+from trtkv.plan import CachePlan
+
+FOLDER = "kernels"  # of an engine directory
+LEAST_CAPABILITY = 80
+
+
+def kernels_for(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> list[Spec]:
+    """List every kernel that decode and prefill steps of an engine may launch on GPUs of a compute capability such as "90". Needs no GPU.
+
+    They are few where ops over the cache run in torch. Once they are loaded, no step compiles or loads one.
+    """
+    return list(dict.fromkeys(_kernels(plan, model, limits, arch)))
+
+
+def _kernels(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> Iterator[Spec]:
+    if int(arch) < LEAST_CAPABILITY:
+        return
+    if why_torch(plan) is None:
+        for op in (append, select, recall, encoded) if find_format(plan) else (append, select, attend, recall, compaction, ragged, mixed):
+            yield from op.kernels(plan, model, limits, arch)
+        yield from sampling.kernels(model.vocab_size, arch)
+    yield from linear.kernels(model, limits, arch)
