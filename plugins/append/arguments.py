@@ -43,7 +43,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class GroupSummary:
     """Tokens of a group, the kind of its summary as `kernel.py` numbers them, and the buffers of its two parts as kernels take them.
 
     A group is a power of two that divides the page. bits may be None where the summary has only meta, both where it is NONE.

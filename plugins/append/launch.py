@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from plugins.append import launch_token
-from plugins.append.arguments import Kept, NewTokens, Target
+from plugins.append.arguments import GroupSummary, NewTokens, Target
 from plugins.device import kernel
 from plugins.device.driver import arch
 from plugins.device.dtypes import TRITON_DTYPES
@@ -18,7 +18,7 @@ from trtkv.errors import EngineError
 NONE, FIER, MINMAX, CUBOID, BALL_MEAN, BALL_MAX, MEAN = range(7)  # what is kept of a group, as in kernel.py, which needs Triton
 KINDS = {None: NONE, "fier": FIER, "minmax": MINMAX, "cuboid": CUBOID, "ball-mean": BALL_MEAN, "ball-max": BALL_MAX, "mean": MEAN}
 NO_GROUP = 16  # tokens of a block where nothing is summarized
-NOTHING = Kept(NO_GROUP, NONE)
+NOTHING = GroupSummary(NO_GROUP, NONE)
 SOURCE = Path(__file__).parent / "kernel.py"
 APPEND = TritonKernel(
     SOURCE, "append_kernel",
@@ -32,7 +32,7 @@ APPEND = TritonKernel(
 
 
 def launch(
-    new: NewTokens, to: Target, kept: Kept, out: Tensor, *,
+    new: NewTokens, to: Target, kept: GroupSummary, out: Tensor, *,
     longest: int, overlap: bool = False, early: bool = False, settled: bool = False, published: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Append up to `longest` new tokens of every sequence, and write their rotated queries to out [T, Hq D]; pages are a multiple of 16 tokens.

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plugins.append.arguments import Kept, NewTokens, Target
+from plugins.append.arguments import GroupSummary, NewTokens, Target
 from plugins.device import kernel
 from plugins.device.driver import arch
 from plugins.device.kernel import CudaKernel
@@ -20,7 +20,7 @@ APPEND = CudaKernel(Path(__file__).parent / "append.cu", "append_token", (Pointe
 
 
 def launch(
-    new: NewTokens, to: Target, kept: Kept, out: Tensor, *,
+    new: NewTokens, to: Target, kept: GroupSummary, out: Tensor, *,
     overlap: bool = False, early: bool = False, settled: bool = False, published: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Append the one new token of every sequence; arguments as of `launch.launch`."""

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from plugins.cache.formats import Format
-from plugins.cache.ledgers.partitions import GatheringLedger
-from plugins.cache.ledgers.residual import SettledLedger
+from plugins.cache.ledgers.partitions import PartitionLedger
+from plugins.cache.ledgers.residual import ResidualLedger
 from trtkv.config import DTYPE_BYTES
 from trtkv.plan import BOOKKEEPING, BufferSpec, CachePlan
 
@@ -170,7 +170,7 @@ class ByteCount:
         """
         plan = self.plan
         layer = self.token // plan.num_layers
-        evicts = {"windowed": SettledLedger, "gathered": GatheringLedger}.get(plan.storage)
+        evicts = {"windowed": ResidualLedger, "gathered": PartitionLedger}.get(plan.storage)
         if evicts is not None and not whole:
             rooms = evicts(plan).rooms(tokens, chunk or tokens)
             return sum(_sixteens(rooms[group]) for group in plan.page_groups) * layer

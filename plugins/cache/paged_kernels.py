@@ -21,7 +21,7 @@ from plugins.cache.evictor import Evictor
 from plugins.cache.gather import read_pages
 from plugins.cache.indexes import index as indexes
 from plugins.cache.indexes import published_queries
-from plugins.cache.indexes.append_targets import kept_of
+from plugins.cache.indexes.append_targets import group_summary
 from plugins.cache.kernel_support import MOST_EARLY_BYTES
 from plugins.config import OpConfig
 from plugins.select.summary import summary_of
@@ -48,7 +48,7 @@ class KernelCache(CountedCache):
 def append(cache: KernelCache, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
     """Rotate and store new tokens by one launch of the append kernel, summaries included; inputs and result as the node's."""
     table = inputs[6]
-    step, select, kept = cache.step(layer), cache.plan.select[layer], kept_of(cache, layer)
+    step, select, kept = cache.step(layer), cache.plan.select[layer], group_summary(cache, layer)
     to = cache.target(layer, inputs)
     bulky = not launch_token.takes(kept.kind)
     overlap = step.decoding and cache.overlaps(table, bulky=bulky)

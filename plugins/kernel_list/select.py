@@ -55,7 +55,7 @@ def _selector(plan: CachePlan, select: SelectPlan, summary: Summary, batch: int,
         pages = launch_pages.PageScratch.plan(batch, plan.num_kv_heads, group, select.pooling, units, 1, shared=shares_selection(select))
         rows, heads, stride = pages.rows, pages.heads, pages.stride
     cluster = launch.select_cluster(rows, stride, arch, heads=heads, width=select.width)
-    form = {"streams": launch.select_streams(stride, cluster, arch), "sieves": launch.select_sieves(stride, cluster, heads, arch)}
+    form = {"streams": launch.select_streams(stride, cluster, arch), "filters": launch.select_filters(stride, cluster, heads, arch)}
     return launch.select_kernel(cluster, heads, select.pooling == "softmax-max", select.unit, select.group, arch, **form)
 
 

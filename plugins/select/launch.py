@@ -22,11 +22,11 @@ CLUSTERS_FROM = 90  # clusters of blocks came with this compute capability
 _WORTHWHILE_UNITS = 4096  # a block more costs more than it saves below
 _EXACT_PACKETS = 2048  # packets of eight units of a block whose exact scores are kept
 # As measured on an H200: of a block, from which on most units are left out before they are counted; of the row that its blocks share; heads, at most.
-_SIEVED_UNITS, _SIEVED_CLUSTER, _SIEVED_HEADS = 16384, 2, 4
+_FILTERED_UNITS, _FILTERED_CLUSTER, _FILTERED_HEADS = 16384, 2, 4
 # As measured on an H200 with rows of so many units: two blocks that leave units out are faster than more that count all, for so many rows
 # of one to three scored heads, and of four.
-_LONG_UNITS, _SIEVED_ROWS = 131072, (range(25, 67), range(16, 67))
-_SIEVED_SHARE = 8  # of a row's units at most one of so many is chosen where that pays
+_LONG_UNITS, _FILTERED_ROWS = 131072, (range(25, 67), range(16, 67))
+_FILTERED_SHARE = 8  # of a row's units at most one of so many is chosen where that pays
 # Rows for which so many blocks each are resident at once. On an H200 33 rows with four blocks take 1.7 times as long as 30, 40 with three 1.6
 # times as long as 39.
 _RESIDENT = ((16, 6), (8, 12), (4, 28), (3, 39), (2, 66))
@@ -97,7 +97,7 @@ def select_units(
     sm = arch()
     cluster = cluster or select_cluster(rows, stride, sm, heads=heads, width=out.shape[2] - 1)
     shared = select_shared(stride, cluster, heads, parts.shape[1], sm)
-    spec = select_kernel(cluster, heads, pooling == "softmax-max", unit, group, sm, streams=shared.streams, sieves=shared.sieves)
+    spec = select_kernel(cluster, heads, pooling == "softmax-max", unit, group, sm, streams=shared.streams, filters=shared.filters)
     slots, budgets, below = (None, None, 0) if own is None else (own.slots, own.budgets, own.dense_below)
     each = 0 if published is None else published.numel() // (4 * rows)
     values = (scores, parts, lens, out, slots, budgets, published, stride, parts.shape[1], rows // lens.shape[0], budget, below, out.shape[2] - 1,
@@ -111,9 +111,9 @@ def select_cluster(rows: int, units: int, arch: str = "90", *, heads: int = 1, w
     width: units that are chosen at most, where that is known: of long rows two blocks are faster that leave most units out.
     Raises CapacityError for more units than a row can have.
     """
-    few = width is not None and units >= max(_LONG_UNITS, _SIEVED_SHARE * width)
-    if few and rows in _SIEVED_ROWS[heads == _SIEVED_HEADS] and select_sieves(units, _SIEVED_CLUSTER, heads, arch):
-        return _SIEVED_CLUSTER
+    few = width is not None and units >= max(_LONG_UNITS, _FILTERED_SHARE * width)
+    if few and rows in _FILTERED_ROWS[heads == _FILTERED_HEADS] and select_filters(units, _FILTERED_CLUSTER, heads, arch):
+        return _FILTERED_CLUSTER
     largest = 1 if int(arch) < CLUSTERS_FROM else 16 if arch in _LARGE_CLUSTERS else 8
     most = next((c for c, limit in _RESIDENT if rows <= limit), 1)
     while most > 1 and (units < most * _WORTHWHILE_UNITS or most > largest):
@@ -137,37 +137,37 @@ def select_streams(units: int, cluster: int, arch: str) -> bool:
 class SelectShared:
     """Dynamic shared memory of the selector: bytes, and what is kept in it.
 
-    kept says whether exact scores are; where only units above a bound are kept (sieves), how many there is room for. streams: not even keys.
+    kept says whether exact scores are; where only units above a bound are kept (filters), how many there is room for. streams: not even keys.
     """
 
     bytes: int
     kept: int
     streams: bool = False
-    sieves: bool = False
+    filters: bool = False
 
 
 def select_shared(units: int, cluster: int, heads: int, parts: int, arch: str) -> SelectShared:
     """Lay out shared memory for rows of at most so many units, with so many scored heads, and parts of the scorer."""
     share, parts_bytes, room = _packets(units, cluster), parts * heads * 8, shared_limit(arch) - SELECT_STATIC
-    if select_sieves(units, cluster, heads, arch):
-        least = _sieve_bytes(share, heads) + parts_bytes + 64
+    if select_filters(units, cluster, heads, arch):
+        least = _filter_bytes(share, heads) + parts_bytes + 64
         listed = (room - least) // 8
-        return SelectShared(least + 8 * listed, listed, sieves=True)
+        return SelectShared(least + 8 * listed, listed, filters=True)
     streams = select_streams(units, cluster, arch)
     least = share * (1 if streams else 17) + parts_bytes + 64
     exact = not streams and share <= _EXACT_PACKETS and least + 32 * share <= room
     return SelectShared(least + 32 * share * exact, int(exact), streams)
 
 
-def select_sieves(units: int, cluster: int, heads: int, arch: str) -> bool:
+def select_filters(units: int, cluster: int, heads: int, arch: str) -> bool:
     """Say whether a block has so many units that most are left out before they are counted, and room for those that are not."""
     share = _packets(units, cluster)
-    fits = heads <= _SIEVED_HEADS and _sieve_bytes(share, heads) + 8 * _LISTED <= _select_room(arch)
-    return share * 8 > _SIEVED_UNITS and cluster == _SIEVED_CLUSTER and fits
+    fits = heads <= _FILTERED_HEADS and _filter_bytes(share, heads) + 8 * _LISTED <= _select_room(arch)
+    return share * 8 > _FILTERED_UNITS and cluster == _FILTERED_CLUSTER and fits
 
 
-def _sieve_bytes(share: int, heads: int) -> int:
-    """Shared memory of a block's share of packets: the ring, or all keys where the sieve does not decide, and a bit a unit."""
+def _filter_bytes(share: int, heads: int) -> int:
+    """Shared memory of a block's share of packets: the ring, or all keys where the filter does not decide, and a bit a unit."""
     return 16 * max(share, 8 // heads * heads * 1024) + share
 
 
@@ -193,11 +193,11 @@ def score_kernel(dim: int, group: int, pooling: str, bf16: bool, arch: str) -> C
 
 
 def select_kernel(
-    cluster: int, heads: int, maximum: bool, unit: int, group: int, arch: str, *, streams: bool = False, sieves: bool = False
+    cluster: int, heads: int, maximum: bool, unit: int, group: int, arch: str, *, streams: bool = False, filters: bool = False
 ) -> CudaSpec:  # fmt: skip
     """Return the selector for a cluster size and number of scored heads."""
     shape = {"CLUSTER": cluster, "HEADS": heads, "MAXIMUM": int(maximum and heads > 1), "UNIT": unit, "GROUP": group}
-    return SELECT.variant(arch, shared=200 * 1024, **shape, STREAM=streams, FILTER=sieves)
+    return SELECT.variant(arch, shared=200 * 1024, **shape, STREAM=streams, FILTER=filters)
 
 
 def arch() -> str:

@@ -22,7 +22,7 @@ import torch
 
 from plugins.append import launch as append
 from plugins.append import reference
-from plugins.append.arguments import Kept, NewTokens, Target
+from plugins.append.arguments import GroupSummary, NewTokens, Target
 from plugins.cache.indexes import fier_layout
 from plugins.cache.kernel_support import in_torch
 from plugins.cache.roles import load_role
@@ -96,7 +96,7 @@ def check_append(manifest: Manifest, lengths: list[int], new: list[int], label: 
     lens = torch.tensor(lengths, dtype=torch.int32, device=DEV)
     out = torch.full((sum(new), heads_q * dim), torch.nan, dtype=dtype, device=DEV)
     tokens = NewTokens(qkv, positions, starts, rope, norms, model.rms_eps)
-    append.launch(tokens, Target(keys, values, lens, table), Kept(32, append.FIER, bits, meta), out, longest=max(new), overlap=True)
+    append.launch(tokens, Target(keys, values, lens, table), GroupSummary(32, append.FIER, bits, meta), out, longest=max(new), overlap=True)
     config = OpConfig(heads_q, heads, dim, dim**-0.5, model.rms_eps, 0, 0, "")
     own = tuple(one.cpu() for one in norms) if norms else None
     given = qkv.cpu(), positions.cpu(), rope.cpu()

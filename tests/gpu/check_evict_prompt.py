@@ -192,7 +192,7 @@ def settling(directory: Path) -> None:
         rig, encoded = make(), Encoded()
         assert isinstance(rig.cache, GroupedCache)
         store = rig.cache.store
-        assert store.settler is not None
+        assert store.residual_evictor is not None
         end = encoded.watch()
         logits = generate(rig, texts, steps, chunk=70)
         end()
@@ -202,7 +202,7 @@ def settling(directory: Path) -> None:
         assert policy.quantize is not None
         lengths, codes, compared = True, True, 0
         for slot, text in enumerate(texts):
-            account = store.settler.ledger.find(slot)
+            account = store.residual_evictor.ledger.find(slot)
             for layer in range(layers):
                 own = trajectory(policy, len(text), steps, num_kv_heads=1, layer=layer, num_layers=layers)[-1]
                 group = rig.plan.page_groups[layer]
@@ -244,7 +244,7 @@ def settle_at_full_size() -> None:
     cache, pages = make_cache(plan, need, 1, "cuda"), [list(range(own)) for own in need]
     assert isinstance(cache, GroupedCache)
     store = cache.store
-    assert store.settler is not None
+    assert store.residual_evictor is not None
     for x in store.rings[0]:
         x.normal_()
     for seen in range(prompt, prompt + steps):
@@ -255,8 +255,8 @@ def settle_at_full_size() -> None:
                 keys, values = store.prompt(layer, row)
                 keys.normal_(), values.normal_()
                 store.encode_prompt(layer, row, torch.arange(len(pages[0]), dtype=torch.int32, device="cuda"))
-        account = store.settler.ledger.find(0)
-        due, marks = store.settler.ledger.due(account), [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        account = store.residual_evictor.ledger.find(0)
+        due, marks = store.residual_evictor.ledger.due(account), [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         marks[0].record()
         cache.end_step()
         marks[1].record()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugins.append.arguments import Kept, NewTokens
+from plugins.append.arguments import GroupSummary, NewTokens
 from plugins.append.launch import FIER, MINMAX
 from plugins.cache.encodings.grouped import launch, launch_list, reference, summaries
 from plugins.cache.indexes import fier_layout
@@ -41,7 +41,7 @@ class ListCase(Case):
 
     def fill(self) -> None:
         """Allocate, and encode and summarize a prompt for every sequence."""
-        self.kept: list[Kept] = []
+        self.kept: list[GroupSummary] = []
         self.begun = dict.fromkeys(range(len(self.lens)), 0)
         super().fill()
         self.lists = torch.full((len(self.lens), self.heads, self.most + 1), -1, dtype=torch.int32, device=DEV)
@@ -58,7 +58,7 @@ class ListCase(Case):
             bounds = self.guarded((pool, self.heads, self.page // group, 2, self.dim), self.dtype)
             words = torch.zeros(pool, self.heads, self.page // 32, self.dim, dtype=torch.int32, device=DEV)
             ranges = self.guarded((pool, self.heads, self.page // 32, 2, self.dim), torch.float16)
-            self.kept = [Kept(group, MINMAX, None, bounds), Kept(32, FIER, words, ranges)]
+            self.kept = [GroupSummary(group, MINMAX, None, bounds), GroupSummary(32, FIER, words, ranges)]
         self.begun[b] = stored
         keys = torch.nn.functional.pad(self.history[0][b], (0, 0, 0, -stored % 16)).contiguous()
         for kept in self.kept:

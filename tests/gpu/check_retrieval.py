@@ -17,12 +17,12 @@ from torch import Tensor
 
 from plugins.append import kernel as append
 from plugins.append import launch as launch_append
-from plugins.append.arguments import Kept, NewTokens, Target
+from plugins.append.arguments import GroupSummary, NewTokens, Target
 from plugins.attend import launch as attend
 from plugins.cache.indexes import fier_layout
 from plugins.select import launch as select
 from plugins.select import launch_fused, launch_pages
-from tests.gpu.choice_checks import check_own_budgets, check_short_lists, check_sieved, check_ties
+from tests.gpu.choice_checks import check_own_budgets, check_short_lists, check_filtered, check_ties
 from tests.gpu.dense_checks import check_dense, check_dense_growth
 from tests.gpu.dirty import dirty_shared_memory
 from tests.gpu.retrieval_case import DEV, Case, captured, check_attention, check_selection, expect, failures, repeat_tokens, told_words
@@ -189,7 +189,7 @@ def check_growth(
         meta, kept = case.bounds if case.pages else case.meta, unit if case.pages else 32
         if tells:
             new, to = NewTokens(qkv, case.lens, starts, rope), Target(case.keys, case.values, case.lens, case.table)
-            launch_append.launch(new, to, Kept(kept, policy, case.bits, meta), case.q, longest=1, overlap=True, published=published)
+            launch_append.launch(new, to, GroupSummary(kept, policy, case.bits, meta), case.q, longest=1, overlap=True, published=published)
         else:
             append.launch(
                 qkv, case.lens, starts, case.lens, case.table, rope, None, case.q, case.keys, case.values, case.bits, meta,
@@ -305,7 +305,7 @@ def check_all(small: bool) -> int:
     for heads, kind in itertools.product((1, 4), ("levels", "equal", "outlier", "normal")):
         check_ties(64, 131072, 2048, heads, 9, kind)
     for heads, pooling in ((1, "mean"), (2, "softmax-max"), (3, "softmax-mean"), (4, "softmax-mean")):
-        check_sieved(64, 131056, 2048, heads, pooling, 4, 64)
+        check_filtered(64, 131056, 2048, heads, pooling, 4, 64)
     for unit, group, heads in ((1, 32, 1), (1, 32, 4), (32, 32, 4), (16, 16, 1)):
         check_own_budgets(unit, group, heads, [70001, 900, 4096, 300, 33000], [700, 0, 1024, 200, 513], 1024)
         check_own_budgets(unit, group, heads, [5000, 900, 300], [200, 0, 200], 1024, dense_below=512)

@@ -47,9 +47,9 @@ def check_ties(rows: int, units: int, budget: int, heads: int, levels: int, kind
     expect(torch.equal(out[:, 0, :-1], want) and bool((out[:, 0, -1] == budget).all()), label)
 
 
-def check_sieved(rows: int, units: int, budget: int, heads: int, pooling: str, sink: int, window: int, cluster: int = 0) -> None:
+def check_filtered(rows: int, units: int, budget: int, heads: int, pooling: str, sink: int, window: int, cluster: int = 0) -> None:
     """Where a block leaves most units out before it counts, it chooses what it chooses where it counts all: parts with references of their own."""
-    label = f"sieve {rows}x{units} k{budget} heads {heads} {pooling} cluster {cluster}"
+    label = f"filter {rows}x{units} k{budget} heads {heads} {pooling} cluster {cluster}"
     plan = select.Scratch.plan(rows, heads, pooling, units, torch.cuda.get_device_properties(0).multi_processor_count)
     scores = torch.full((rows, heads, plan.stride), float("nan"), dtype=torch.float16, device=DEV)
     scores[:, :, :units] = (torch.randn(rows, heads, units, device=DEV) * 3).half()
@@ -65,9 +65,9 @@ def check_sieved(rows: int, units: int, budget: int, heads: int, pooling: str, s
             parts[:, p, :, 2] = parts[:, p, :, 0] + own.amin(2)
     lens = torch.full((rows,), units, dtype=torch.int32, device=DEV)
     found = []
-    for sieves in (True, False):
+    for filters in (True, False):
         out = torch.full((rows, 1, budget + 1), -7, dtype=torch.int32, device=DEV)
-        with patch.object(select, "select_sieves", lambda *shape, sieves=sieves: sieves):
+        with patch.object(select, "select_filters", lambda *shape, filters=filters: filters):
             select.select_units(scores, parts, lens, out, budget=budget, sink=sink, window=window, unit=1, group=32, pooling=pooling, cluster=cluster)
         found.append(out)
     expect(torch.equal(*found), f"{label}: {int((found[0] != found[1]).any(2).sum())} rows differ")

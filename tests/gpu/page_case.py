@@ -119,8 +119,8 @@ class Case:
         units = -(-(max(self.lengths) + 130) // self.page) * self.page // self.unit
         plan = pages.PageScratch.plan(batch, self.heads, group, self.pooling, units, 1, shared=self.shared)
         cluster = select.select_cluster(plan.rows, plan.stride, arch, heads=plan.heads, width=-(-BUDGET // self.unit))
-        sieves = select.select_sieves(plan.stride, cluster, plan.heads, arch)
-        yield select.select_kernel(cluster, plan.heads, self.pooling == "softmax-max", self.unit, self.unit, arch, sieves=sieves)
+        filters = select.select_filters(plan.stride, cluster, plan.heads, arch)
+        yield select.select_kernel(cluster, plan.heads, self.pooling == "softmax-max", self.unit, self.unit, arch, filters=filters)
         alone = self.pooling == "none"
         rows = batch * self.heads * (group if alone else 1)
         form = attend.attend_form(rows, -(-BUDGET // self.unit) * self.unit, self.unit, self.dim, arch)

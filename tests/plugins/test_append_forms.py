@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from plugins.append import launch, launch_token
-from plugins.append.arguments import Kept, NewTokens, Target
+from plugins.append.arguments import GroupSummary, NewTokens, Target
 
 pytestmark = pytest.mark.gpu
 BATCH, PAGE, NEW = 7, 64, (1, 1, 1, 1, 0, 1, 1)
@@ -53,7 +53,7 @@ def test_forms_write_the_same_bits(
         out, own = torch.full((tokens, heads_q * dim), 5.0, dtype=dtype, device="cuda"), (keys.clone(), values.clone())
         torch.cuda.synchronize()
         new, kept = NewTokens(qkv, positions, starts, rope, norms, 1e-6), (bits if summary == launch.FIER else None, meta if summary else None)
-        launch.launch(new, Target(*own, lens, table, homes), Kept(group, summary, *kept), out, longest=1, overlap=settled, settled=settled)
+        launch.launch(new, Target(*own, lens, table, homes), GroupSummary(group, summary, *kept), out, longest=1, overlap=settled, settled=settled)
         return out, *own, bits, meta
 
     wanted = write((), False)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from plugins.append import launch_token, reference
-from plugins.append.arguments import Kept, NewTokens, Target
+from plugins.append.arguments import GroupSummary, NewTokens, Target
 from plugins.append.launch import FIER, MINMAX, NONE
 from plugins.cache.indexes import fier_layout
 from plugins.config import OpConfig
@@ -60,7 +60,7 @@ def test_one_token_a_sequence(dim: int, summary: int, group: int, norm: bool, dt
     told = torch.full((BATCH, HEADS_Q, dim // 2 + 4), -1, dtype=torch.int32) if summary == FIER else None
     starts = torch.tensor([0, *torch.tensor(NEW).cumsum(0)], dtype=torch.int32)
     new, to = NewTokens(qkv, positions, starts, rope, norms, EPS), Target(keys, values, torch.tensor(lengths, dtype=torch.int32), table, homes)
-    launch_token.launch(new, to, Kept(group, summary, bits, meta), out, settled=settled, published=told)
+    launch_token.launch(new, to, GroupSummary(group, summary, bits, meta), out, settled=settled, published=told)
 
     config = OpConfig(HEADS_Q, HEADS_KV, dim, dim**-0.5, EPS, 0, 0, "")
     plain = reference.append(qkv, positions, rope, config, norms)

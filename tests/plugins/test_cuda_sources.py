@@ -86,8 +86,8 @@ def test_the_best_are_chosen(cluster: int, kind: str, heads: int, monkeypatch: p
     assert checks.failures == []
 
 
-def sieved(loaded: dict[Any, cuda_on_cpu.Kernel]) -> list[int]:
-    """Count blocks that sieved, and those of them that chose as others do, because the cut was not in their lists."""
+def filtered(loaded: dict[Any, cuda_on_cpu.Kernel]) -> list[int]:
+    """Count blocks that filtered, and those of them that chose as others do, because the cut was not in their lists."""
     kernels = [kernel for spec, kernel in loaded.items() if "-DFILTER" in spec.defines]
     return [sum(kernel.marked(i) for kernel in kernels) for i in (4, 30)]
 
@@ -97,27 +97,27 @@ def sieved(loaded: dict[Any, cuda_on_cpu.Kernel]) -> list[int]:
 )
 def test_units_below_a_bound_are_left_out(units: int, heads: int, pooling: str, cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = cuda_on_cpu.install(monkeypatch)
-    checks.check_sieved(1, units, 200, heads, pooling, 4, 64, cluster)
+    checks.check_filtered(1, units, 200, heads, pooling, 4, 64, cluster)
     assert checks.failures == []
-    assert sieved(loaded) == [cluster, 0]
+    assert filtered(loaded) == [cluster, 0]
 
 
 @pytest.mark.parametrize("kind", ["levels", "equal", "outlier"])
 @pytest.mark.parametrize(("cluster", "heads"), [(1, 1), (2, 4)])
 def test_the_best_are_chosen_where_too_many_reach_the_bound(cluster: int, kind: str, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = cuda_on_cpu.install(monkeypatch)
-    monkeypatch.setattr(checks.select, "select_sieves", lambda *shape: True)
+    monkeypatch.setattr(checks.select, "select_filters", lambda *shape: True)
     checks.check_ties(1, 9000 * cluster, 200, heads, 9, kind, cluster)
     assert checks.failures == []
-    assert sieved(loaded) == [cluster, cluster]
+    assert filtered(loaded) == [cluster, cluster]
 
 
-def test_a_sieve_knows_budgets_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_filter_knows_budgets_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = cuda_on_cpu.install(monkeypatch)
-    monkeypatch.setattr(checks.select, "select_sieves", lambda *shape: True)
+    monkeypatch.setattr(checks.select, "select_filters", lambda *shape: True)
     checks.check_own_budgets(1, 32, 4, [15010, 9000, 1300, 450], [120, 0, 96, 400], 480, cluster=2)
     assert checks.failures == []
-    entered, left = sieved(loaded)
+    entered, left = filtered(loaded)
     assert entered >= 2 and left == 0
 
 

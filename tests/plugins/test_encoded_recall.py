@@ -191,7 +191,7 @@ def test_planned_tiers_are_allocated(policy: str, monkeypatch: pytest.MonkeyPatc
     plan, context, batch = chosen.plan(one), 1000, 2
     store = Offload(plan, batch * plan.pages(context), batch, longest=plan.pages(context))
     cache = make_cache(plan, [batch * plan.pages(context)], batch, tier=store)
-    found, resident = (predict(one, chosen, context, batch, offload=away) for away in (True, False))
+    found, resident = (predict(one, chosen, context, batch, offload=offloaded_layers) for offloaded_layers in (True, False))
     others = [x for name, all_ in cache.buffers.items() for layer, x in enumerate(all_) if not (name in store.names and store.covers(layer))]
     assert found["host_bytes"] == store.host_bytes() == sum(tier.host.nbytes for tier in store.every)
     assert found["device_bytes"] == store.device_bytes() + sum(x.nbytes for x in others if x is not None)

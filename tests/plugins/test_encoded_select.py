@@ -18,7 +18,7 @@ from plugins.cache.encodings.grouped import cache as grouped
 from plugins.cache.encodings.grouped import launch, launch_list, reference, summaries
 from plugins.cache.encodings.grouped.cache import GroupedCache
 from plugins.cache.indexes import fier_layout
-from plugins.cache.indexes.append_targets import kept_of, ranges, words
+from plugins.cache.indexes.append_targets import group_summary, ranges, words
 from plugins.cache.reference.cache import ReferenceCache
 from plugins.config import OpConfig
 from plugins.device import store
@@ -265,7 +265,7 @@ def test_every_kernel_that_a_step_launches_is_listed(policy: str, monkeypatch: p
     assert {spec.entry for spec in launched.values()} >= {"attend_encoded", "attend_encoded_list"}
     assert launched.keys() <= listed.keys()
     found = {spec for spec in listed.values() if spec.entry == "summarize_kernel"}
-    kept = kept_of(twins.wired, 1)
+    kept = group_summary(twins.wired, 1)
     shape = (twins.wired.store.form, HK, DIM, kept.group, kept.kind)
     assert found == {summaries.summary_kernel(*shape, step, "fp16", "90") for step in (False, True)}
 

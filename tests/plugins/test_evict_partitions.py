@@ -16,7 +16,7 @@ from plugins.cache.encodings.grouped import evict_partitions, reference
 from plugins.cache.encodings.grouped.cache import GroupedCache
 from plugins.cache.formats import Format, find_format
 from plugins.cache.ledgers.assemble import find_ledger
-from plugins.cache.ledgers.partitions import GatheringLedger
+from plugins.cache.ledgers.partitions import PartitionLedger
 from plugins.cache.reference.cache import ReferenceCache
 from plugins.cache.reference.layer import LayerCache, Roles
 from plugins.config import OpConfig
@@ -70,7 +70,7 @@ def test_a_session_stores_and_answers_like_the_definition(wide: TinyModel, polic
     assert fake.attended
     torch.testing.assert_close(answers[1][0], answers[0][0], rtol=1e-3, atol=1e-3 * float(answers[0][0].abs().max()))
     assert answers[1][1] == answers[0][1]
-    assert isinstance(coded.cache.ledger, GatheringLedger) and not any(coded.cache.store._prompts.values())
+    assert isinstance(coded.cache.ledger, PartitionLedger) and not any(coded.cache.store._prompts.values())
     with pytest.raises(EngineError, match="token by token"):
         coded.stepper.run([StepRow([1, 2], 88, 0, coded.pages(0), (1,))])
 
@@ -115,7 +115,7 @@ def test_pages_hold_the_definitions_codes_bit_for_bit(policy: str, cuts: tuple[i
 
 def compare(cache: GroupedCache, layer: int, slot: int, pages: list[int], exact: LayerCache) -> None:
     """Compare what a layer's pages hold after a step with the definition: every token is encoded."""
-    assert isinstance(cache.ledger, GatheringLedger)
+    assert isinstance(cache.ledger, PartitionLedger)
     stored, table = cache.ledger.find(slot).stored[cache.plan.page_groups[layer]], torch.tensor(pages, dtype=torch.int32)
     assert exact.lengths == (stored,) * 2 and exact.encoded == (stored, stored)
     for part in ("keys", "values"):

@@ -20,7 +20,7 @@ from plugins.cache.encodings.grouped.cache import GroupedCache
 from plugins.cache.encodings.grouped.store import EncodedStore
 from plugins.cache.formats import Format, find_format
 from plugins.cache.ledgers.assemble import find_ledger
-from plugins.cache.ledgers.residual import SettledLedger
+from plugins.cache.ledgers.residual import ResidualLedger
 from plugins.cache.reference.cache import ReferenceCache
 from plugins.cache.reference.layer import LayerCache, Roles
 from plugins.config import OpConfig
@@ -94,7 +94,7 @@ def test_a_session_stores_and_answers_like_the_definition(wide: TinyModel, polic
     assert answers[1][1] == answers[0][1]
     assert isinstance(held.cache, ReferenceCache) and isinstance(paged.cache, GroupedCache)
     store, cache = paged.cache.store, paged.cache
-    assert store.settler is not None and not any(store._prompts.values())
+    assert store.residual_evictor is not None and not any(store._prompts.values())
     for slot in range(3):
         for layer in range(2):
             check_layer(paged, held.cache.find(layer, slot), layer, slot)
@@ -109,8 +109,8 @@ def check_layer(paged: Rig, cache: LayerCache, layer: int, slot: int) -> None:
     """Compare lengths, counts, codes and what is in full precision with the definition's, behind a step."""
     assert isinstance(paged.cache, GroupedCache)
     store, group = paged.cache.store, paged.plan.page_groups[layer]
-    assert store.settler is not None
-    account, pages = store.settler.ledger.find(slot), store.pages[layer]
+    assert store.residual_evictor is not None
+    account, pages = store.residual_evictor.ledger.find(slot), store.pages[layer]
     stored, ends = account.stored[group], account.encoded[group]
     assert cache.lengths == (stored,) * paged.plan.num_kv_heads and cache.encoded == ends and cache.settled == account.settled[group]
     assert store.ends[group, slot].tolist() == list(ends)
@@ -133,7 +133,7 @@ def test_what_lies_in_pages_and_rings_is_the_definitions_bit_for_bit(policy: str
     cache, pages = make_cache(plan, [12] * plan.num_page_groups, 2, "cpu"), list(range(11, 0, -1))
     assert isinstance(cache, GroupedCache)
     store, ops = cache.store, OpConfig(2, 2, 64, 0.125, 1e-6, 0, 0, "")
-    assert store.settler is not None
+    assert store.residual_evictor is not None
     roles, empty = Roles(evict=parsed.evict, quantize=parsed.quantize), torch.empty(0, 64, dtype=torch.float16)
     caches = [LayerCache(roles, layer, 2, 2, 1, empty, 0.125) for layer in range(2)]
     seen, groups, compared = 0, plan.num_page_groups, 0
@@ -161,7 +161,7 @@ def test_what_lies_in_pages_and_rings_is_the_definitions_bit_for_bit(policy: str
     cache.copy(slot, 0, [own] * groups, [other] * groups)
     for layer in range(2):
         tables = [torch.tensor(numbers, dtype=torch.int32) for numbers in (own, other)]
-        stored = store.settler.ledger.find(0).stored[plan.page_groups[layer]]
+        stored = store.residual_evictor.ledger.find(0).stored[plan.page_groups[layer]]
         first, second = (reference.visible(store.pages[layer], table, one, stored) for table, one in zip(tables, (slot, 0), strict=True))
         assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
     assert cache.bytes_of(0, seen) == cache.bytes_of(slot, seen)
@@ -170,7 +170,7 @@ def test_what_lies_in_pages_and_rings_is_the_definitions_bit_for_bit(policy: str
 def compare_bits(store: EncodedStore, layer: int, slot: int, pages: list[int], cache: LayerCache) -> int:
     """Compare a layer's codes, metadata and rings with the definition's, bit for bit; returns the codes."""
     form, table, compared = store.form, torch.tensor(pages, dtype=torch.int32), 0
-    account = store.settler.ledger.find(slot)  # type: ignore[union-attr]
+    account = store.residual_evictor.ledger.find(slot)  # type: ignore[union-attr]
     group = store.plan.page_groups[layer]
     stored, ends = account.stored[group], account.encoded[group]
     assert cache.lengths == (stored,) * 2 and cache.encoded == ends
@@ -211,7 +211,7 @@ def test_an_answer_does_not_depend_on_its_batch(wide: TinyModel, tmp_path: Path,
     Torch(monkeypatch)
     llm = LLM(path)
     cache = llm.engine.cache
-    assert isinstance(cache, GroupedCache) and isinstance(cache.ledger, SettledLedger)
+    assert isinstance(cache, GroupedCache) and isinstance(cache.ledger, ResidualLedger)
     texts = [prompt(51 + 16 * seed, seed) for seed in range(3)]
     alone = [llm.generate([text], params(4))[0].token_ids for text in texts]
     calls = [llm.batcher.submit([text], [params(4)]) for text in texts]  # three sequences in two slots

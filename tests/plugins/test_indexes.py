@@ -7,7 +7,7 @@ import torch
 
 from plugins.cache.assemble import make_cache
 from plugins.cache.indexes import index as indexes
-from plugins.cache.indexes.balls_and_means import KeptIndex
+from plugins.cache.indexes.balls_and_means import BufferIndex
 from plugins.cache.indexes.boxes import PageIndex
 from plugins.cache.indexes.by_definition import MeaningIndex
 from plugins.select.in_torch import choose, pool, spread
@@ -21,12 +21,12 @@ ROLES = {
     "freekv": ("freekv", ["page=32", "sink=8", "window=8"], PageIndex),
     "freekv cuboid": ("freekv", ["page=64", "sink=8", "window=8", "digest=cuboid-mean"], PageIndex),
     "arkvale": ("arkvale", ["page=32", "sink=8", "window=8"], PageIndex),
-    "arkvale ball-mean": ("arkvale", ["page=16", "sink=8", "window=8", "digest=ball-mean"], KeptIndex),
-    "arkvale ball-max": ("arkvale", ["page=32", "sink=8", "window=8", "digest=ball-max"], KeptIndex),
-    "arkvale shared": ("arkvale", ["page=16", "sink=8", "window=8", "digest=ball-max", "shared=true"], KeptIndex),
-    "shadowkv": ("shadowkv", ["outliers=3", "window=8"], KeptIndex),
-    "shadowkv chunks of 16": ("shadowkv", ["chunk=16", "outliers=2", "window=8", "pooling=mean"], KeptIndex),
-    "shadowkv without outliers": ("shadowkv", ["outliers=0", "window=8"], KeptIndex),
+    "arkvale ball-mean": ("arkvale", ["page=16", "sink=8", "window=8", "digest=ball-mean"], BufferIndex),
+    "arkvale ball-max": ("arkvale", ["page=32", "sink=8", "window=8", "digest=ball-max"], BufferIndex),
+    "arkvale shared": ("arkvale", ["page=16", "sink=8", "window=8", "digest=ball-max", "shared=true"], BufferIndex),
+    "shadowkv": ("shadowkv", ["outliers=3", "window=8"], BufferIndex),
+    "shadowkv chunks of 16": ("shadowkv", ["chunk=16", "outliers=2", "window=8", "pooling=mean"], BufferIndex),
+    "shadowkv without outliers": ("shadowkv", ["outliers=0", "window=8"], BufferIndex),
 }
 
 

@@ -227,10 +227,10 @@ def test_attention_over_both_kinds(
         decoded.append(own)
     query = torch.randn(batch, heads * group * dim, generator=made).to(dtype)
     out, lens = torch.full_like(query, float("nan")), torch.tensor([plain, coded], dtype=torch.int32)
-    shares, owed = launch_dense.DenseScratch.plan(group, dim, blocks).allocate("cpu")
+    shares, pending = launch_dense.DenseScratch.plan(group, dim, blocks).allocate("cpu")
     codes_of = launch_dense.Codes(lens[1], tables[1], *scales)
-    launch_dense.attend_dense(query, keys, values, tables[0], lens[0], out, (shares, owed), scale=dim**-0.5, codes=codes_of)
-    assert bool((shares == -1).all()) and not owed.any()
+    launch_dense.attend_dense(query, keys, values, tables[0], lens[0], out, (shares, pending), scale=dim**-0.5, codes=codes_of)
+    assert bool((shares == -1).all()) and not pending.any()
     config = OpConfig(heads * group, heads, dim, dim**-0.5, 0.0, 0, 0, "")
     for b in range(batch):
         rows = [x[tables[0, b].long()].transpose(0, 1).flatten(1, 2)[:, : plain[b]].double() for x in (keys, values)]

@@ -239,9 +239,9 @@ def test_heads_attend_to_what_each_has(
     keys, values = (torch.randn(heads * batch * width, 1, page, dim, generator=made).half() for _ in range(2))
     query = torch.randn(batch, heads * group * dim, generator=made).half()
     out, lens = torch.full_like(query, float("nan")), torch.tensor(lengths, dtype=torch.int32)
-    shares, owed = launch_dense.DenseScratch.plan(group, dim, blocks).allocate("cpu")
-    launch_dense.attend_dense(query, keys, values, table, lens, out, (shares, owed), scale=dim**-0.5)
-    assert bool((shares == -1).all()) and not owed.any()
+    shares, pending = launch_dense.DenseScratch.plan(group, dim, blocks).allocate("cpu")
+    launch_dense.attend_dense(query, keys, values, table, lens, out, (shares, pending), scale=dim**-0.5)
+    assert bool((shares == -1).all()) and not pending.any()
     config = OpConfig(heads * group, heads, dim, dim**-0.5, 0.0, 0, 0, "")
     for b in range(batch):
         for h in range(heads):

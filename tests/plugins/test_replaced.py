@@ -197,11 +197,11 @@ def test_attention_over_nibbles(
             named[f"{part}_{name}"] = x
     query = torch.randn(batch, heads * group * dim, generator=made).to(dtype)
     out, lens = torch.full_like(query, float("nan")), torch.tensor(stored, dtype=torch.int32)
-    shares, owed = launch_dense.DenseScratch.plan(group, dim, blocks).allocate("cpu")
+    shares, pending = launch_dense.DenseScratch.plan(group, dim, blocks).allocate("cpu")
     codes = launch_dense.Nibbles(*(named[name] for name in launch_dense.NIBBLES))
     lse = torch.full((batch, heads * group), float("nan"))
-    launch_dense.attend_replaced(query, newest, codes, table, lens, slots, out, (shares, owed), lse=lse, scale=dim**-0.5)
-    assert bool((shares == -1).all()) and not owed.any()
+    launch_dense.attend_replaced(query, newest, codes, table, lens, slots, out, (shares, pending), lse=lse, scale=dim**-0.5)
+    assert bool((shares == -1).all()) and not pending.any()
     stacks = launch.Stacks({**{name: x[None] for name, x in named.items()}, "keys": newest[0][None], "values": newest[1][None]})
     config = OpConfig(heads * group, heads, dim, dim**-0.5, 0.0, 0, 0, "")
     for b, count in enumerate(stored):

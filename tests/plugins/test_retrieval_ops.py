@@ -19,7 +19,7 @@ from plugins.cache.assemble import make_cache
 from plugins.cache.cache import Cache
 from plugins.cache.indexes import fier_layout, select_units
 from plugins.cache.indexes import index as indexes
-from plugins.cache.indexes.append_targets import kept_of, ranges, words
+from plugins.cache.indexes.append_targets import group_summary, ranges, words
 from plugins.cache.overrides import Override, least_budget
 from plugins.config import OpConfig
 from plugins.device import store
@@ -251,7 +251,7 @@ def test_many_tokens_keep_only_bulky_launches_apart(policy: str, small: bool, mo
     assert cache.overlaps(table) and cache.overlaps(table, bulky=True)
     monkeypatch.setattr(caches, "MOST_OVERLAPPED_TOKENS", 2 * HK * 3 * cache.plan.page_size - 1)
     assert cache.overlaps(table) and not cache.overlaps(table, bulky=True)
-    assert launch_token.takes(kept_of(cache, 1).kind) == small
+    assert launch_token.takes(group_summary(cache, 1).kind) == small
 
 
 @pytest.mark.parametrize(("policy", "heads", "kv"), SHAPES)

@@ -29,7 +29,7 @@ from trtkv.runtime.head_table import HeadTable
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.memory import pool_sizes
 from trtkv.runtime.pages import HeadPageAllocator
-from trtkv.runtime.reservations import HeadClaimScheduler
+from trtkv.runtime.reservations import HeadReservingScheduler
 from trtkv.runtime.rows import StepRow
 from trtkv.runtime.sequence import Running
 
@@ -43,7 +43,7 @@ class Rig:
         self.plan, self.ledger, self.slots = plan, make_ledger(plan, torch.device("cpu")), list(range(LIMITS.max_batch_size))
         whole = self.ledger.most_pages(LIMITS.max_seq_len, LIMITS.max_chunk_tokens)[0]
         self.pages = HeadPageAllocator(int(share * whole), plan.num_page_groups)
-        self.scheduler = HeadClaimScheduler(plan, LIMITS, self.pages, self.slots, self.ledger)
+        self.scheduler = HeadReservingScheduler(plan, LIMITS, self.pages, self.slots, self.ledger)
         self.measured = torch.Generator().manual_seed(1)
         self.most = self.steps = 0
 

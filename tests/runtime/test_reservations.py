@@ -10,7 +10,7 @@ import torch
 
 from plugins.cache.bytes import ByteCount
 from plugins.cache.ledgers.assemble import find_ledger
-from plugins.cache.ledgers.residual import SettledLedger
+from plugins.cache.ledgers.residual import ResidualLedger
 from tests.policies.cases import small
 from tests.runtime.reservation_load import load
 from tests.runtime.test_scheduler import ids, params, prompt
@@ -24,7 +24,7 @@ from trtkv.policies.registry import parse_policy
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.memory import pool_sizes
 from trtkv.runtime.pages import GroupPages, PageAllocator, make_pages
-from trtkv.runtime.reservations import GroupClaimScheduler
+from trtkv.runtime.reservations import GroupReservingScheduler
 from trtkv.runtime.sequence import Running
 
 POLICIES = (
@@ -56,7 +56,7 @@ class Rig:
         self.plan, self.ledger, self.slots = plan, find_ledger(plan), list(range(LIMITS.max_batch_size))
         whole = self.ledger.most_pages(LIMITS.max_seq_len, LIMITS.max_chunk_tokens)
         self.pages: PageAllocator | GroupPages = make_pages([int(one * share) for one in whole])
-        self.scheduler = GroupClaimScheduler(plan, LIMITS, self.pages, self.slots, self.ledger)
+        self.scheduler = GroupReservingScheduler(plan, LIMITS, self.pages, self.slots, self.ledger)
         self.pools = self.pages.pools if isinstance(self.pages, GroupPages) else [self.pages]
         self.most = self.steps = 0
 
@@ -76,7 +76,7 @@ class Rig:
             if self.ledger.encodes:  # pages hold what stays
                 self.ledger.settle(account, self.ledger.due(account))
             if not self.ledger.encodes or account.seen >= account.prompt:
-                coded = [max(ends) for ends in account.encoded] if isinstance(self.ledger, SettledLedger) else account.stored
+                coded = [max(ends) for ends in account.encoded] if isinstance(self.ledger, ResidualLedger) else account.stored
                 assert all(self.plan.pages(have) <= len(own) for have, own in zip(coded, self.scheduler.owned(one), strict=True))
             if not self.ledger.encodes:
                 self.ledger.settle(account, self.ledger.due(account))

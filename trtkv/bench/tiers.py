@@ -15,7 +15,7 @@ from plugins.cache.encodings.grouped.store import EncodedStore
 from plugins.cache.encodings.grouped.summaries import summarize_prompt
 from plugins.cache.indexes import fier_layout
 from plugins.cache.indexes import index as indexes
-from plugins.cache.indexes.append_targets import kept_of, ranges, words
+from plugins.cache.indexes.append_targets import group_summary, ranges, words
 from plugins.cache.kernel_support import gpu_ready, why_torch
 from plugins.cache.tiers.host.copies import Route
 from plugins.cache.tiers.host.measure import settle
@@ -216,7 +216,7 @@ class Load:
         row = cache.step(0).rows[0]
         for layer in range(plan.num_layers):
             generator = torch.Generator(cache.device).manual_seed(layer)
-            plain, kept = store.prompt(layer, row), kept_of(cache, layer)
+            plain, kept = store.prompt(layer, row), group_summary(cache, layer)
             for x in plain:
                 drawn = x[0, :, : self.prompt]
                 drawn.copy_(torch.randn(drawn.shape, generator=generator, device=cache.device))

@@ -9,7 +9,7 @@ from functools import cached_property
 from plugins.cache.bytes import ByteCount
 from plugins.cache.formats import find_format
 from plugins.cache.kernel_support import why_torch
-from plugins.cache.ledgers.residual import SettledLedger
+from plugins.cache.ledgers.residual import ResidualLedger
 from trtkv.config import ModelConfig
 from trtkv.plan import CachePlan
 from trtkv.policies.policy import Policy
@@ -74,7 +74,7 @@ class Footprint:
     def pages(self, prompt: int) -> list[int]:
         """Return the pages of each row after a prompt; of codes only those of tokens that will never be evicted."""
         if self.count.form is not None and self.plan.storage == "windowed":
-            return SettledLedger(self.plan).settled_pages(prompt)
+            return ResidualLedger(self.plan).settled_pages(prompt)
         return list(self.count.pages(self.lengths(self.layers(prompt))))
 
     def peak_bytes(self, prompt: int) -> int:

@@ -25,9 +25,9 @@ class Results:
 
     def __init__(self, directory: Path) -> None:
         """Make the directory; raises ConfigError when it cannot be written."""
-        self.file, self._claims = directory / RESULTS, directory / CLAIMS
+        self.file, self._reserved = directory / RESULTS, directory / CLAIMS
         try:
-            self._claims.mkdir(parents=True, exist_ok=True)
+            self._reserved.mkdir(parents=True, exist_ok=True)
             with self._locked(), self.file.open("ab"):
                 pass
         except OSError as error:
@@ -66,7 +66,7 @@ class Results:
 
         The claim is a lock that ends with its process, however that ends.
         """
-        path = self._claims / f"{key}.lock"
+        path = self._reserved / f"{key}.lock"
         lock = FileLock(path, timeout=0)
         try:
             lock.acquire()
@@ -81,7 +81,7 @@ class Results:
             lock.release()
 
     def _locked(self) -> FileLock:
-        return FileLock(self._claims / "results.lock")
+        return FileLock(self._reserved / "results.lock")
 
 
 def _repair(stream: Any) -> bytes:

@@ -49,7 +49,7 @@ class ClaimScheduler(Scheduler, Generic[Held]):
     def __init__(self, plan: CachePlan, limits: Limits, slots: list[int], ledger: ShrinkingLedger) -> None:
         """Share pages by a session's ledger, which knows what is stored."""
         super().__init__(plan, limits, slots)
-        self._claims: dict[Running, Claim[Held]] = {}
+        self._reserved: dict[Running, Claim[Held]] = {}
         self._chunk, self._shrinking = claimed_chunk(limits), ledger
 
     def check(self, tokens: Sequence[int], max_tokens: int) -> None:
@@ -64,14 +64,14 @@ class ClaimScheduler(Scheduler, Generic[Held]):
 
     def stored(self, sequence: Running) -> None:
         """Take note that a step is done: pages that are no longer filled go back, and what is claimed follows the answer behind the prompt."""
-        claim = self._claims[sequence]
+        claim = self._reserved[sequence]
         claim.pages = self._cut_back(sequence, claim.pages)
         if sequence.seen == sequence.num_prompt:
             claim.most = self._shrinking.pages_to_end(sequence.slot, sequence.max_tokens)
 
     def owned(self, one: Running) -> Held:
         """Return the pages of a running sequence."""
-        return self._claims[one].pages
+        return self._reserved[one].pages
 
     def _pages(self, one: Running) -> Pages:
         return self.owned(one)
@@ -103,7 +103,7 @@ class ClaimScheduler(Scheduler, Generic[Held]):
         most = self._pages_for(one.num_prompt, one.max_tokens)
         if not self._slots or any(need > room for need, room in zip(most, self._unclaimed(), strict=True)):
             return False
-        self._claims[one], one.slot, one.seen = Claim(most, self._no_pages()), self._slots.pop(), 0
+        self._reserved[one], one.slot, one.seen = Claim(most, self._no_pages()), self._slots.pop(), 0
         self._began(one)
         return True
 
@@ -121,12 +121,12 @@ class ClaimScheduler(Scheduler, Generic[Held]):
 
     def _release(self, one: Running) -> None:
         self.running.remove(one)
-        self._give(self._claims.pop(one).pages)
+        self._give(self._reserved.pop(one).pages)
         self._slots.append(one.slot)
         one.slot = -1
 
 
-class GroupClaimScheduler(ClaimScheduler[list[list[int]]]):
+class GroupReservingScheduler(ClaimScheduler[list[list[int]]]):
     """Does so where the KV heads of a layer keep equally many tokens: a sequence has a list of pages for each page group."""
 
     def __init__(self, plan: CachePlan, limits: Limits, pages: PageAllocator | GroupPages, slots: list[int], ledger: EvictingLedger) -> None:
@@ -147,7 +147,7 @@ class GroupClaimScheduler(ClaimScheduler[list[list[int]]]):
 
     def _unclaimed(self) -> list[int]:
         free = [pool.free for pool in self._pools]
-        for claim in self._claims.values():
+        for claim in self._reserved.values():
             free = [room - max(0, want - len(own)) for room, want, own in zip(free, claim.most, claim.pages, strict=True)]
         return free
 
@@ -168,7 +168,7 @@ class GroupClaimScheduler(ClaimScheduler[list[list[int]]]):
 
     def _prepare(self, one: Running, count: int) -> int:
         """Take the pages of the next tokens: the next chunk of a prompt or nothing of it."""
-        count, claim = self._cut(one, count), self._claims[one]
+        count, claim = self._cut(one, count), self._reserved[one]
         if self._ledger.encodes and one.seen < one.num_prompt and 0 < count < one.num_prompt:
             if self._read not in (None, one):
                 return 0
@@ -184,7 +184,7 @@ class GroupClaimScheduler(ClaimScheduler[list[list[int]]]):
         self._read = None if self._read is one else self._read
 
 
-class HeadClaimScheduler(ClaimScheduler[HeadPages]):
+class HeadReservingScheduler(ClaimScheduler[HeadPages]):
     """Does so where every KV head has pages of its own, all from one pool."""
 
     def __init__(self, plan: CachePlan, limits: Limits, pages: HeadPageAllocator, slots: list[int], ledger: HeadLedger) -> None:
@@ -196,7 +196,7 @@ class HeadClaimScheduler(ClaimScheduler[HeadPages]):
         return [self._pool.num_pages]
 
     def _unclaimed(self) -> list[int]:
-        return [self._pool.free - sum(max(0, claim.most[0] - claim.pages.total) for claim in self._claims.values())]
+        return [self._pool.free - sum(max(0, claim.most[0] - claim.pages.total) for claim in self._reserved.values())]
 
     def _no_pages(self) -> HeadPages:
         return HeadPages.empty(self._pool.heads)
@@ -210,7 +210,7 @@ class HeadClaimScheduler(ClaimScheduler[HeadPages]):
 
     def _prepare(self, one: Running, count: int) -> int:
         """Take the pages of the next tokens."""
-        count, claim = self._cut(one, count), self._claims[one]
+        count, claim = self._cut(one, count), self._reserved[one]
         need = self._ledger.pages(one.slot, count) if one.seen else self._ledger.pages_to_begin(one.num_prompt, count)
         more = need - claim.pages.counts
         if count and (more > 0).any():
@@ -222,8 +222,8 @@ def make_scheduler(cache: Cache, limits: Limits, pages: PageAllocator | GroupPag
     """Make the scheduler that a session's plan needs."""
     if isinstance(pages, HeadPageAllocator):
         assert isinstance(cache.ledger, HeadLedger), "heads have pages of their own only where they are evicted from"
-        return HeadClaimScheduler(cache.plan, limits, pages, slots, cache.ledger)
+        return HeadReservingScheduler(cache.plan, limits, pages, slots, cache.ledger)
     if isinstance(cache.ledger, EvictingLedger):
-        return GroupClaimScheduler(cache.plan, limits, pages, slots, cache.ledger)
+        return GroupReservingScheduler(cache.plan, limits, pages, slots, cache.ledger)
     assert isinstance(pages, PageAllocator), "several page groups have pages of their own only where tokens are evicted"
     return GrowingScheduler(cache.plan, limits, pages, slots)

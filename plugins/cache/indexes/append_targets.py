@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from plugins.append.arguments import Kept
+from plugins.append.arguments import GroupSummary
 from plugins.append.launch import FIER, KINDS, NOTHING
 from plugins.cache.cache import Cache
 from plugins.select.summary import summary_of
@@ -22,12 +22,14 @@ def ranges(cache: Cache, layer: int) -> Tensor:
     return cache.buffer("fier_range", layer).view(torch.float16)
 
 
-def kept_of(cache: Cache, layer: int) -> Kept:
+def group_summary(cache: Cache, layer: int) -> GroupSummary:
     """Return what kernels keep for a layer; kind `NONE` where it selects nothing or selects in torch."""
     summary, select = summary_of(cache.plan, layer), cache.plan.select[layer]
     if summary is None or select is None:
         return NOTHING
     kind = KINDS[summary.kept]
     if kind == FIER:
-        return Kept(select.group, kind, words(cache, layer), ranges(cache, layer))
-    return Kept(select.group, kind, None if summary.beside is None else cache.buffer(summary.beside, layer), cache.buffer(summary.vectors, layer))
+        return GroupSummary(select.group, kind, words(cache, layer), ranges(cache, layer))
+    return GroupSummary(
+        select.group, kind, None if summary.beside is None else cache.buffer(summary.beside, layer), cache.buffer(summary.vectors, layer)
+    )

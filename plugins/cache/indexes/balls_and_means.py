@@ -11,7 +11,7 @@ from plugins.cache.roles import load_retrieve
 from trtkv.plan import SelectPlan
 
 
-class KeptIndex:
+class BufferIndex:
     """Keeps the parts of a role's summary in buffers [P, Hk, N / g, ...] of their own."""
 
     def __init__(self, **buffers: str) -> None:

@@ -31,8 +31,8 @@ class Index(Protocol):
 _INDEXES: dict[type, Index] = {
     OneBit: fier.FierIndex(),
     Box: pages.PageIndex(),
-    Ball: kept.KeptIndex(centre="page_centre", radius="page_radius"),
-    Mean: kept.KeptIndex(landmark="landmarks", likeness="likeness"),
+    Ball: kept.BufferIndex(centre="page_centre", radius="page_radius"),
+    Mean: kept.BufferIndex(landmark="landmarks", likeness="likeness"),
 }
 
 

@@ -18,7 +18,7 @@ _EMPTY = -1
 
 
 @dataclass(slots=True)
-class _Desk:
+class _Words:
     """The words of a cache by batch, which layers use in turn, and what they hold behind the launches so far.
 
     layer is the one whose query is told and has not been taken; clean says that nothing else is there; attended that lists have been attended
@@ -36,48 +36,48 @@ def publish(cache: Cache, layer: int, *, overlap: bool) -> Tensor | None:
 
     The launch that chooses has to follow, and call `take`.
     """
-    desk, step = _desk(cache), cache.step(layer)
-    if desk.layer is not None:  # a step failed
-        desk.layer, desk.clean = None, False
+    queries, step = _words(cache), cache.step(layer)
+    if queries.layer is not None:  # a step failed
+        queries.layer, queries.clean = None, False
     if not (overlap and step.decoding) or cache.reads_all or not _listens(cache, layer):
         return None
     batch = len(step.rows)
-    if batch not in desk.words:  # before they are first told, so never while a step is captured
+    if batch not in queries.words:  # before they are first told, so never while a step is captured
         shape = batch, cache.plan.num_q_heads, cache.plan.head_dim // 2 + 4
-        desk.words[batch] = torch.full(shape, _EMPTY, dtype=torch.int32, device=cache.device)
-    if not desk.attended:
+        queries.words[batch] = torch.full(shape, _EMPTY, dtype=torch.int32, device=cache.device)
+    if not queries.attended:
         return None
-    if not desk.clean:
-        _empty(desk)
-    desk.layer, desk.clean, desk.attended = layer, True, False
-    return desk.words[batch]
+    if not queries.clean:
+        _empty(queries)
+    queries.layer, queries.clean, queries.attended = layer, True, False
+    return queries.words[batch]
 
 
 def settle(cache: Cache) -> None:
     """Empty the words of a query that a failed step has told and nobody took: a captured step that follows tells without asking."""
-    desk = _desk(cache)
-    if desk.layer is not None or not desk.clean:
-        _empty(desk)
-        desk.layer, desk.clean = None, True
+    queries = _words(cache)
+    if queries.layer is not None or not queries.clean:
+        _empty(queries)
+        queries.layer, queries.clean = None, True
 
 
-def _empty(desk: _Desk) -> None:
-    for words in desk.words.values():
+def _empty(queries: _Words) -> None:
+    for words in queries.words.values():
         words.fill_(_EMPTY)
 
 
 def take(cache: Cache, layer: int) -> Tensor | None:
     """Return the words of a layer's queries, None where they are not told; the launch that chooses empties them."""
-    desk = _desk(cache)
-    if desk.layer != layer:
+    queries = _words(cache)
+    if queries.layer != layer:
         return None
-    desk.layer = None
-    return desk.words[len(cache.step(layer).rows)]
+    queries.layer = None
+    return queries.words[len(cache.step(layer).rows)]
 
 
 def attended(cache: Cache) -> None:
     """Note that lists were attended to by a launch that waits for the one that made them before it lets another begin."""
-    _desk(cache).attended = True
+    _words(cache).attended = True
 
 
 def _listens(cache: Cache, layer: int) -> bool:
@@ -88,5 +88,5 @@ def _listens(cache: Cache, layer: int) -> bool:
     return cache.publishes_queries
 
 
-def _desk(cache: Cache) -> _Desk:
-    return cache.scratch("queries told", _Desk)
+def _words(cache: Cache) -> _Words:
+    return cache.scratch("queries told", _Words)

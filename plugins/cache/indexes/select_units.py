@@ -64,25 +64,25 @@ def choose_units(
         if together is not None:
             _score_and_choose(cache, layer, config, plan, summary, rows, out, together, own=own, overlap=overlap, published=published)
             return
-    desk = _desk(cache, config, plan, table, ahead is not None)
+    scratch = _scores(cache, config, plan, table, ahead is not None)
     budget = cache.scores_from(layer) - (ahead is not None)
     if summary.scorer == "fier":
         bits, extremes = words(cache, layer), ranges(cache, layer)
         launch.fier_score(
-            rows.query, bits, extremes, table, rows.lens, desk.scores, desk.parts, page_size=cache.plan.page_size, budget=budget,
+            rows.query, bits, extremes, table, rows.lens, scratch.scores, scratch.parts, page_size=cache.plan.page_size, budget=budget,
             scale=config.scale, pooling=plan.pooling, overlap=overlap, published=published,
         )  # fmt: skip
     else:
-        _score_pages(cache, layer, plan, summary, rows, desk, budget=budget, scale=config.scale, overlap=overlap)
+        _score_pages(cache, layer, plan, summary, rows, scratch, budget=budget, scale=config.scale, overlap=overlap)
     beside = overlap and (summary.scorer == "fier" or cache.overlaps(table, bulky=True))  # pages' scorer was slowed down, for many tokens
     launch.select_units(
-        desk.scores, desk.parts, rows.lens if ahead is None else ahead, out, budget=cache.reads_all_up_to(layer), sink=plan.sink, window=plan.window,
-        unit=plan.unit, group=plan.group, pooling=plan.pooling, own=own, overlap=beside, published=published,
+        scratch.scores, scratch.parts, rows.lens if ahead is None else ahead, out, budget=cache.reads_all_up_to(layer), sink=plan.sink,
+        window=plan.window, unit=plan.unit, group=plan.group, pooling=plan.pooling, own=own, overlap=beside, published=published,
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class _Desk:
+class _Scores:
     """What the launches of a selection hand to each other: scores and parts as the scorer lays them out, cut [B, Hk, 2] int32 for outliers."""
 
     scores: Tensor
@@ -102,10 +102,10 @@ def _together(cache: Cache, config: OpConfig, plan: SelectPlan, summary: Summary
     """Return the scratch of the one launch, None where there are too many rows or scores for it. Layers use it in turn."""
     batch, units = table.shape[0], table.shape[1] * cache.plan.page_size // plan.unit
     key = ("select together", batch, units, plan.pooling)
-    return cache.scratch(key, lambda: _furnish_together(batch, units, config, plan, summary, table.device))
+    return cache.scratch(key, lambda: _allocate_together(batch, units, config, plan, summary, table.device))
 
 
-def _furnish_together(batch: int, units: int, config: OpConfig, plan: SelectPlan, summary: Summary, device: torch.device) -> _Together | None:
+def _allocate_together(batch: int, units: int, config: OpConfig, plan: SelectPlan, summary: Summary, device: torch.device) -> _Together | None:
     group, sms = config.num_q_heads // config.num_kv_heads, _multiprocessors(device)
     fused = launch_fused.plan_for(plan, summary, batch, config.num_kv_heads, group, config.head_dim, units, sms, launch.arch())
     if fused is None:
@@ -146,12 +146,12 @@ def _index(
 
 
 def _score_pages(
-    cache: Cache, layer: int, plan: SelectPlan, summary: Summary, rows: Decoding, desk: _Desk, *, budget: int, scale: float, overlap: bool
+    cache: Cache, layer: int, plan: SelectPlan, summary: Summary, rows: Decoding, scratch: _Scores, *, budget: int, scale: float, overlap: bool
 ) -> None:
-    vectors, beside, cut = _index(cache, layer, plan, summary, rows, desk.cut, budget=budget, overlap=overlap)
+    vectors, beside, cut = _index(cache, layer, plan, summary, rows, scratch.cut, budget=budget, overlap=overlap)
     launch_pages.score_pages(
-        rows.query, vectors, beside, rows.table, rows.lens, desk.scores, desk.parts, kind=summary.scorer, unit=plan.unit, budget=budget, scale=scale,
-        pooling=plan.pooling, cut=cut, shared=shares_selection(plan), overlap=overlap,
+        rows.query, vectors, beside, rows.table, rows.lens, scratch.scores, scratch.parts, kind=summary.scorer, unit=plan.unit, budget=budget,
+        scale=scale, pooling=plan.pooling, cut=cut, shared=shares_selection(plan), overlap=overlap,
     )  # fmt: skip
 
 
@@ -183,21 +183,21 @@ def _allocate_per_head(rows: int, sequences: int, units: int, out: Tensor) -> tu
     return scores, parts, out.new_empty(sequences, rows // sequences, out.shape[2])
 
 
-def _desk(cache: Cache, config: OpConfig, plan: SelectPlan, table: Tensor, ahead: bool) -> _Desk:
+def _scores(cache: Cache, config: OpConfig, plan: SelectPlan, table: Tensor, ahead: bool) -> _Scores:
     batch, units = table.shape[0], table.shape[1] * cache.plan.page_size // plan.unit
     key = ("select ahead" if ahead else "select", batch, units, plan.pooling)
-    return cache.scratch(key, lambda: _furnish(batch, units, config, plan, table.device))
+    return cache.scratch(key, lambda: _allocate(batch, units, config, plan, table.device))
 
 
-def _furnish(batch: int, units: int, config: OpConfig, plan: SelectPlan, device: torch.device) -> _Desk:
+def _allocate(batch: int, units: int, config: OpConfig, plan: SelectPlan, device: torch.device) -> _Scores:
     sms, heads = _multiprocessors(device), config.num_kv_heads
     group = config.num_q_heads // heads
     cut = torch.empty(batch, heads, 2, dtype=torch.int32, device=device)
     if plan.unit == 1:
         rows = batch * heads
-        return _Desk(*launch.Scratch.plan(rows, group, plan.pooling, units, sms).allocate(rows, device), cut)
+        return _Scores(*launch.Scratch.plan(rows, group, plan.pooling, units, sms).allocate(rows, device), cut)
     pages = launch_pages.PageScratch.plan(batch, heads, group, plan.pooling, units, sms, shared=shares_selection(plan))
-    return _Desk(*pages.allocate(device), cut)
+    return _Scores(*pages.allocate(device), cut)
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -8,9 +8,9 @@ from plugins.cache.kernel_support import encodes_by_kernels
 from plugins.cache.ledgers.evicting import EvictingLedger
 from plugins.cache.ledgers.ledger import GrowingLedger, Ledger
 from plugins.cache.ledgers.mixed import MixedLedger
-from plugins.cache.ledgers.partitions import GatheringLedger
+from plugins.cache.ledgers.partitions import PartitionLedger
 from plugins.cache.ledgers.per_head import HeadLedger
-from plugins.cache.ledgers.residual import SettledLedger
+from plugins.cache.ledgers.residual import ResidualLedger
 from trtkv.plan import CachePlan
 
 
@@ -25,4 +25,4 @@ def make_ledger(plan: CachePlan, device: torch.device) -> Ledger:
 
 def find_ledger(plan: CachePlan) -> EvictingLedger:
     """Return the ledger of a plan whose layers' heads all keep equally many tokens."""
-    return {"windowed": SettledLedger, "gathered": GatheringLedger}.get(plan.storage, EvictingLedger)(plan)
+    return {"windowed": ResidualLedger, "gathered": PartitionLedger}.get(plan.storage, EvictingLedger)(plan)

@@ -21,7 +21,7 @@ class ReadingLedger(EvictingLedger):
         return tuple(self._read(prompt, chunk)[1])
 
 
-class GatheringLedger(ReadingLedger):
+class PartitionLedger(ReadingLedger):
     """The accounts of a plan that encodes every token: how many are left of a sequence follows from those that were seen."""
 
     def behind(self, account: Account, group: int) -> tuple[int, tuple[int, int]]:

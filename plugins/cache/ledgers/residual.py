@@ -16,7 +16,7 @@ from trtkv.plan import CachePlan, Occupancy
 MOST_QUIET = 1 << 16  # steps that are looked ahead
 
 
-class SettledLedger(ReadingLedger):
+class ResidualLedger(ReadingLedger):
     """The accounts of a plan that settles; how many tokens are settled follows from those that were seen, whatever the prompt's chunks."""
 
     def __init__(self, plan: CachePlan) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from plugins.cache.batch import Decoding, StepGroup
 from plugins.cache.cache import Cache
 from plugins.cache.encodings.grouped import launch, launch_list
-from plugins.cache.encodings.grouped.offloaded import Away
+from plugins.cache.encodings.grouped.offloaded import OffloadedLayers
 from plugins.cache.encodings.grouped.store import EncodedStore
 from plugins.cache.indexes.select_units import choose_units
 from plugins.cache.tiers.host import launch as recall
@@ -20,7 +20,7 @@ from plugins.config import OpConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class Exchange:
     """What the launches of a step hand to each other, for B sequences.
 
     placed [B, Hk, K + 1] int32: rows of pages; likely [L, B, Hk, K + 1] int32: what the next step will probably read in every offloaded layer;
@@ -32,9 +32,9 @@ class Desk:
     pending: Tensor
 
 
-def ring_table(away: Away, step: StepGroup, slots: Tensor) -> Tensor:
+def ring_table(offloaded_layers: OffloadedLayers, step: StepGroup, slots: Tensor) -> Tensor:
     """Return the rows of the pages that decode steps write codes to, [B, M] int32, of sequences in slots [B]; made once for all layers of a step."""
-    return step.once("rings", lambda: away.table.index_select(0, slots))
+    return step.once("rings", lambda: offloaded_layers.table.index_select(0, slots))
 
 
 def attend(
@@ -42,28 +42,28 @@ def attend(
     overlap: bool,
 ) -> None:  # fmt: skip
     """Attend to what decoding sequences chose, [B, Hk, K + 1] int32, in a layer whose pages live on the host."""
-    away, plan, step, batch = store.away, cache.plan.select[layer], cache.step(layer), rows.lens.shape[0]
-    assert away is not None and plan is not None
-    offload = away.offload
+    offloaded_layers, plan, step, batch = store.offloaded_layers, cache.plan.select[layer], cache.step(layer), rows.lens.shape[0]
+    assert offloaded_layers is not None and plan is not None
+    offload = offloaded_layers.offload
     tier, shape, by_host = offload.coded[layer], offload.shape, offload.recall.engine != "kernel"
-    desk = cache.scratch(("recall encoded", batch), lambda: _furnish(cache, offload, batch, chosen))
+    exchange = cache.scratch(("recall encoded", batch), lambda: _allocate(cache, offload, batch, chosen))
     if not offload.recall.reuse:
         tier.held.fill_(-1)
     recall.recall_pages(
-        tier, shape, chosen, rows.lens, rows.slots, rows.table, desk.placed, None, num_slots=offload.num_slots, ahead=False,
-        flush=not offload.recall.ahead, pending=desk.pending if by_host else None, overlap=overlap and offload.recall.reuse,
+        tier, shape, chosen, rows.lens, rows.slots, rows.table, exchange.placed, None, num_slots=offload.num_slots, ahead=False,
+        flush=not offload.recall.ahead, pending=exchange.pending if by_host else None, overlap=overlap and offload.recall.reuse,
     )  # fmt: skip
     if by_host:
-        copy_pages(offload, layer, [row for row in step.rows if row.answers], desk.pending)
+        copy_pages(offload, layer, [row for row in step.rows if row.answers], exchange.pending)
     given = (rows.query, store.pages[layer], rows.table, rows.lens, rows.slots, chosen, out, scratch)
-    launch_list.attend_list(*given, unit=plan.unit, scale=config.scale, overlap=overlap, placed=desk.placed)
+    launch_list.attend_list(*given, unit=plan.unit, scale=config.scale, overlap=overlap, placed=exchange.placed)
     if offload.recall.ahead:
-        _recall_ahead(cache, away, layer, config, rows, desk.likely[shape.layers.index(layer)])
+        _recall_ahead(cache, offloaded_layers, layer, config, rows, exchange.likely[shape.layers.index(layer)])
 
 
-def _recall_ahead(cache: Cache, away: Away, layer: int, config: OpConfig, rows: Decoding, likely: Tensor) -> None:
+def _recall_ahead(cache: Cache, offloaded_layers: OffloadedLayers, layer: int, config: OpConfig, rows: Decoding, likely: Tensor) -> None:
     """Recall what this step's query chooses for the next one, beside what follows of this one; complete pages go to the host."""
-    offload, step = away.offload, cache.step(layer)
+    offload, step = offloaded_layers.offload, cache.step(layer)
     ahead = step.once(("next", len(rows.lens)), lambda: rows.lens + 1)
     offload.kept += (rows.query, rows.lens, rows.slots, rows.table, ahead)
     with offload.lane.behind():
@@ -75,8 +75,8 @@ def _recall_ahead(cache: Cache, away: Away, layer: int, config: OpConfig, rows: 
         )  # fmt: skip
 
 
-def _furnish(cache: Cache, offload: Offload, batch: int, chosen: Tensor) -> Desk:
+def _allocate(cache: Cache, offload: Offload, batch: int, chosen: Tensor) -> Exchange:
     shape = offload.shape
     likely = chosen.new_zeros(len(shape.layers), *chosen.shape)
     pending = torch.zeros(batch, chosen.shape[1], 1 + 2 * shape.frames, dtype=torch.int32, device=cache.device)
-    return Desk(torch.zeros_like(chosen), likely, pending)
+    return Exchange(torch.zeros_like(chosen), likely, pending)

@@ -15,13 +15,13 @@ from plugins.attend.prefill import attend_with_lse
 from plugins.cache.batch import Decoding, Row, StepGroup
 from plugins.cache.counted import CountedCache
 from plugins.cache.encodings.grouped import attend_offloaded, launch, launch_list
-from plugins.cache.encodings.grouped.evict_residual import Settler
+from plugins.cache.encodings.grouped.evict_residual import ResidualEvictor
 from plugins.cache.encodings.grouped.layout import TILE
 from plugins.cache.encodings.grouped.store import EncodedStore
 from plugins.cache.encodings.grouped.summaries import summarize_prompt, summarize_step
 from plugins.cache.formats import Format
 from plugins.cache.indexes import select_units as by_kernels
-from plugins.cache.indexes.append_targets import kept_of
+from plugins.cache.indexes.append_targets import group_summary
 from plugins.cache.ledgers.assemble import find_ledger
 from plugins.cache.ledgers.evicting import EvictingLedger
 from plugins.cache.paged_kernels import new_tokens
@@ -53,7 +53,7 @@ class GroupedCache(CountedCache):
         """Rotate and store the step's new tokens; what a decode step's token completes is encoded with it."""
         starts, _, stored, slots, table = inputs[2:7]
         group, step = self.plan.page_groups[layer], self.step(layer)
-        new, kept = new_tokens(config, inputs), kept_of(self, layer)
+        new, kept = new_tokens(config, inputs), group_summary(self, layer)
         for b, row in enumerate(step.rows):
             if not row.answers:
                 keys, values = self.store.prompt(layer, row)
@@ -62,15 +62,15 @@ class GroupedCache(CountedCache):
                 if kept.kind != plain.NONE:
                     summarize_prompt(keys[0], table[group][b], self.store.pages[layer], kept, row.stored - row.new, row.stored)
         which = _answering(step)
-        if self.store.settler is not None:
+        if self.store.residual_evictor is not None:
             if which is None or len(which):
-                self._append_to_rings(self.store.settler, layer, config, inputs, which, out)
+                self._append_to_rings(self.store.residual_evictor, layer, config, inputs, which, out)
         elif which is None or len(which):
             begin, lens, own, pages = (x if which is None else x[which] for x in (starts[:-1], stored[group], slots, table[group]))
             alone = which is None and self.overlaps(table)
-            homes, away = pages, self.store.away
-            if away is not None and away.covers(layer):
-                pages, alone = attend_offloaded.ring_table(away, step, own), False
+            homes, offloaded_layers = pages, self.store.offloaded_layers
+            if offloaded_layers is not None and offloaded_layers.covers(layer):
+                pages, alone = attend_offloaded.ring_table(offloaded_layers, step, own), False
             launch.append(replace(new, starts=begin), self.store.pages[layer], lens, own, pages, out, overlap=alone, early=alone)
             if kept.kind != plain.NONE:
                 summarize_step(self.store.pages[layer], lens, own, pages, kept, homes=homes, overlap=alone)
@@ -158,7 +158,7 @@ class GroupedCache(CountedCache):
             out[places] = answer
 
     def _append_to_rings(
-        self, settler: Settler, layer: int, config: OpConfig, inputs: Sequence[Tensor], which: Tensor | None, out: Tensor
+        self, residual_evictor: ResidualEvictor, layer: int, config: OpConfig, inputs: Sequence[Tensor], which: Tensor | None, out: Tensor
     ) -> None:  # fmt: skip
         """Append the newest tokens of sequences `which` (None: all) to their slots' rings, which are pages of a plain cache; nothing is encoded."""
         new, step, pages = new_tokens(config, inputs), self.step(layer), self.store.pages[layer]
@@ -168,7 +168,7 @@ class GroupedCache(CountedCache):
             places, lens, slots = new.starts[:-1][which], lens[which], slots[which]
             starts, answer = torch.arange(len(places) + 1, dtype=torch.int32, device=out.device), out.new_empty(len(places), out.shape[1])
             new = replace(new, qkv=new.qkv[places], positions=new.positions[places], starts=starts)
-        to = Target(pages.keys, pages.values, lens, settler.ring_table(step, slots))
+        to = Target(pages.keys, pages.values, lens, residual_evictor.ring_table(step, slots))
         plain.launch(new, to, plain.NOTHING, answer, longest=1, overlap=overlap, early=overlap)
         if which is not None:
             out[places] = answer
@@ -201,7 +201,7 @@ class GroupedCache(CountedCache):
         most = launch_list.most_tiles(plan) * TILE
         make = lambda: _scratch(self.store, config, sequences, most, listed=True, alone=alone)  # noqa: E731
         scratch = self.scratch(("attend encoded list", sequences, most), make)
-        if self.store.away is not None and self.store.away.covers(layer):
+        if self.store.offloaded_layers is not None and self.store.offloaded_layers.covers(layer):
             assert isinstance(scratch, launch.Scratch)
             attend_offloaded.attend(self, self.store, layer, config, rows, chosen, out, scratch, overlap=overlap)
             return

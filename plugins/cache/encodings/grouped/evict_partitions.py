@@ -17,7 +17,7 @@ from plugins.cache.encodings.grouped import layout, reference
 from plugins.cache.encodings.grouped.evict_prompt import PromptView
 from plugins.cache.encodings.grouped.launch import Pages
 from plugins.cache.ledgers.evicting import Account
-from plugins.cache.ledgers.partitions import GatheringLedger
+from plugins.cache.ledgers.partitions import PartitionLedger
 from trtkv.plan import CachePlan
 from trtkv.rules import Lag
 
@@ -35,10 +35,10 @@ class Codes(Protocol):
         """Yield the layers of a slot's prompt with its keys and values."""
 
 
-class Gatherer:
+class PartitionEvictor:
     """What an encoded store whose plan is gathered does behind the attention of prompts and steps."""
 
-    def __init__(self, store: Codes, ledger: GatheringLedger) -> None:
+    def __init__(self, store: Codes, ledger: PartitionLedger) -> None:
         """Serve a store whose codes have a scale a token."""
         assert ledger.plan.evict is not None and isinstance(ledger.plan.evict.rule, Lag), "the plan does not evict by partitions"
         self.ledger, self._store, self._rule = ledger, store, ledger.plan.evict.rule

@@ -18,7 +18,7 @@ from plugins.cache.eviction import lagkv
 from plugins.cache.eviction import launch as compaction
 from plugins.cache.formats import Format
 from plugins.cache.ledgers.evicting import Account
-from plugins.cache.ledgers.residual import SettledLedger
+from plugins.cache.ledgers.residual import ResidualLedger
 from trtkv.plan import CachePlan
 
 
@@ -38,10 +38,10 @@ class Rings(Protocol):
         """Yield the layers of a slot's prompt with its keys and values."""
 
 
-class Settler:
+class ResidualEvictor:
     """What an encoded store whose format has a window does behind the attention of prompts and steps."""
 
-    def __init__(self, store: Rings, ledger: SettledLedger) -> None:
+    def __init__(self, store: Rings, ledger: ResidualLedger) -> None:
         """Serve a store whose rings are allocated."""
         self.ledger, self._store, plan = ledger, store, store.plan
         pages = max(len(x) for x in store.buffers["key_codes"] if x is not None)

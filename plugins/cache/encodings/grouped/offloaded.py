@@ -16,7 +16,7 @@ from plugins.cache.tiers.host.copies import Route
 from plugins.cache.tiers.host.store import Offload
 
 
-class Away:
+class OffloadedLayers:
     """The layers of an encoded store that an offload covers; table [Z, M] int32 names the ring rows of every slot's pages."""
 
     def __init__(self, offload: Offload) -> None:

@@ -15,14 +15,14 @@ from torch import Tensor
 from plugins.cache.batch import Row
 from plugins.cache.bytes import ByteCount
 from plugins.cache.encodings.grouped import launch, reference
-from plugins.cache.encodings.grouped.evict_partitions import Gatherer
+from plugins.cache.encodings.grouped.evict_partitions import PartitionEvictor
 from plugins.cache.encodings.grouped.evict_prompt import Keeper
-from plugins.cache.encodings.grouped.evict_residual import Settler
-from plugins.cache.encodings.grouped.offloaded import Away
+from plugins.cache.encodings.grouped.evict_residual import ResidualEvictor
+from plugins.cache.encodings.grouped.offloaded import OffloadedLayers
 from plugins.cache.formats import Format
 from plugins.cache.ledgers.evicting import EvictingLedger
-from plugins.cache.ledgers.partitions import GatheringLedger
-from plugins.cache.ledgers.residual import SettledLedger
+from plugins.cache.ledgers.partitions import PartitionLedger
+from plugins.cache.ledgers.residual import ResidualLedger
 from plugins.cache.tiers.host.layout import records
 from plugins.cache.tiers.host.store import Offload
 from plugins.device.dtypes import TORCH_DTYPES
@@ -49,24 +49,24 @@ class EncodedStore:
         # Keys and values [layers of a page group, Z, Hk, ring, D] of every one, where tokens are evicted from rings.
         self.rings: list[tuple[Tensor, ...]] = []
         self.buffers: dict[str, list[Tensor | None]] = {}
-        away = {layer for layer in every if offload is not None and offload.covers(layer)}
+        offloaded_layers = {layer for layer in every if offload is not None and offload.covers(layer)}
         for spec in self.count.buffers:
             shape, dtype = [*map(int, spec.shape[1:])], TORCH_DTYPES[spec.dtype]
-            hosted = away if spec.pool == "encoded" else ()
+            hosted = offloaded_layers if spec.pool == "encoded" else ()
             rows = [num_pages[plan.page_groups[layer]] if spec.paged else num_slots for layer in spec.layers if layer not in hosted]
             made = dict(zip((layer for layer in spec.layers if layer not in hosted), self._tensors(spec.name, rows, shape, dtype), strict=True))
             made.update({layer: offload.coded[layer].named[spec.name] for layer in hosted} if offload is not None else {})
             self.buffers[spec.name] = [made.get(layer) for layer in every]
-        self.away = None if offload is None else Away(offload)
+        self.offloaded_layers = None if offload is None else OffloadedLayers(offload)
         self.origins = torch.zeros(plan.num_page_groups, num_slots, dtype=torch.int32, device=device)
         self.ends = torch.zeros(plan.num_page_groups, num_slots, 2, dtype=torch.int32, device=device)
         self.pages = [self._pages(layer) for layer in every]
         self.one_page = torch.zeros(1, 1, dtype=torch.int32, device=device)  # the page table of a prompt that is read
         self.keep_prompts = False  # until the step behind the prompt, for those who compare
         self.ledger = ledger
-        self.settler = Settler(self, ledger) if isinstance(ledger, SettledLedger) else None
-        gatherer = Gatherer(self, ledger) if isinstance(ledger, GatheringLedger) else None
-        self.evicter: Settler | Gatherer | None = self.settler or gatherer
+        self.residual_evictor = ResidualEvictor(self, ledger) if isinstance(ledger, ResidualLedger) else None
+        gatherer = PartitionEvictor(self, ledger) if isinstance(ledger, PartitionLedger) else None
+        self.evicter: ResidualEvictor | PartitionEvictor | None = self.residual_evictor or gatherer
         self.keeper = Keeper(plan, ledger, device) if ledger is not None and self.evicter is None else None
         self._prompts: dict[int, dict[int, Prompt]] = {}  # by slot, then layer
         self._lengths: dict[int, int] = {}
@@ -138,11 +138,11 @@ class EncodedStore:
                 kept = self.keeper.keep(layer, row, plain[0][0, :, : row.stored], plain[1][0, :, : row.stored])
             stored = row.stored if kept is None else kept.shape[1]
             ends = self.form.encoded(stored, self._begin_runs(group, row.slot, stored))
-        if self.away is not None and self.away.covers(layer):
+        if self.offloaded_layers is not None and self.offloaded_layers.covers(layer):
             before = row.stored - row.new if any(self._begins[row.slot]) else 0
             own, numbers = self._view(layer, row, before)
             launch.encode_prompt(plain[0][0], plain[1][0], numbers, own, ends, self._begins[row.slot])
-            self.away.settle(layer, row, own.coded, min(self._begins[row.slot]), min(ends))
+            self.offloaded_layers.settle(layer, row, own.coded, min(self._begins[row.slot]), min(ends))
         else:
             launch.encode_prompt(plain[0][0], plain[1][0], table, pages, ends, self._begins[row.slot], kept)
         for x, ring, end in zip(plain, (pages.keys, pages.values), ends, strict=True):
@@ -179,9 +179,9 @@ class EncodedStore:
 
     def _view(self, layer: int, row: Row, stored: int) -> tuple[launch.Pages, Tensor]:
         """Return pages of codes and their numbers [M] int32 in order, of a sequence's first so many tokens: those on the host in a copy."""
-        if self.away is None or not self.away.covers(layer):
+        if self.offloaded_layers is None or not self.offloaded_layers.covers(layer):
             return self.pages[layer], row.table
-        parts = self.away.gather(layer, row, stored)
+        parts = self.offloaded_layers.gather(layer, row, stored)
         found = dict(zip((spec.name for spec in records(self.plan)), parts, strict=True))
         held = self.pages[layer]
         own = launch.Pages(held.format, held.page_size, held.keys, held.values, **_with_minima(found), origins=held.origins, ends=held.ends)
@@ -192,8 +192,8 @@ class EncodedStore:
         if layer in self._prompts[row.slot]:
             return 0
         group = self.plan.page_groups[layer]
-        if self.settler is not None:
-            return max(self.settler.ledger.find(row.slot).encoded[group])
+        if self.residual_evictor is not None:
+            return max(self.residual_evictor.ledger.find(row.slot).encoded[group])
         return max(self.form.seen(row.stored, self._runs[row.slot][group]))
 
     def stored_bytes(self, slot: int, seen: int) -> int:
@@ -212,12 +212,12 @@ class EncodedStore:
         if self.ledger is not None:
             stored = list(self.ledger.stored(slot)) if seen >= self._lengths.get(slot, 0) else [0 for _ in stored]
         pages_of = self.plan.pages if self.ledger is None else self.ledger.pages_of
-        pages = list(map(pages_of, stored)) if self.settler is None or not any(stored) else self.settler.ledger.settled_pages(seen)
+        pages = list(map(pages_of, stored)) if self.residual_evictor is None or not any(stored) else self.residual_evictor.ledger.settled_pages(seen)
         return self.count.allocated(pages) + reading
 
     def _ends(self, slot: int, group: int, stored: int, runs: Sequence[int]) -> tuple[int, int]:
         """Return how many leading keys and values of a sequence are encoded behind its newest step."""
-        return self.form.encoded(stored, runs[group]) if self.settler is None else self.settler.ledger.find(slot).encoded[group]
+        return self.form.encoded(stored, runs[group]) if self.residual_evictor is None else self.residual_evictor.ledger.find(slot).encoded[group]
 
     def _room(self, tokens: int) -> list[Tensor]:
         shape = (1, self.plan.num_kv_heads, -(-tokens // 16) * 16, self.plan.head_dim)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from plugins.append import launch as plain
-from plugins.append.arguments import Kept
+from plugins.append.arguments import GroupSummary
 from plugins.cache.encodings.grouped.launch import Pages, check_aligned
 from plugins.cache.formats import Format
 from plugins.device import kernel
@@ -28,7 +28,7 @@ SUMMARIZE = TritonKernel(
 )  # fmt: skip
 
 
-def summarize_prompt(keys: Tensor, table: Tensor, pages: Pages, kept: Kept, begin: int, end: int) -> None:
+def summarize_prompt(keys: Tensor, table: Tensor, pages: Pages, kept: GroupSummary, begin: int, end: int) -> None:
     """Summarize the groups that close behind token `begin` up to `end`, of a prompt's keys [Hk, X, D], contiguous; its pages are table [M] int32."""
     first, count = begin // kept.group, end // kept.group - begin // kept.group
     if count:
@@ -38,7 +38,7 @@ def summarize_prompt(keys: Tensor, table: Tensor, pages: Pages, kept: Kept, begi
 
 
 def summarize_step(
-    pages: Pages, lens: Tensor, slots: Tensor, table: Tensor, kept: Kept, *, homes: Tensor | None = None, overlap: bool = False
+    pages: Pages, lens: Tensor, slots: Tensor, table: Tensor, kept: GroupSummary, *, homes: Tensor | None = None, overlap: bool = False
 ) -> None:  # fmt: skip
     """Summarize the groups that a decode step of one token a sequence closes, behind its append: lens and slots [B], table [B, M] int32.
 
@@ -51,7 +51,7 @@ def summarize_step(
 
 
 def _launch(
-    keys: Tensor, lens: Tensor, slots: Tensor, tables: tuple[Tensor, Tensor], pages: Pages, kept: Kept, sizes: tuple[int, int],
+    keys: Tensor, lens: Tensor, slots: Tensor, tables: tuple[Tensor, Tensor], pages: Pages, kept: GroupSummary, sizes: tuple[int, int],
     grid: tuple[int, int, int], *, step: bool, overlap: bool,
 ) -> None:  # fmt: skip
     bits, meta = (keys if one is None else one for one in (kept.bits, kept.meta))
