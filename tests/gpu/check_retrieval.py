@@ -22,7 +22,7 @@ from plugins.attend import launch as attend
 from plugins.cache.indexes import fier_layout
 from plugins.select import launch as select
 from plugins.select import launch_fused, launch_pages
-from tests.gpu.choice_checks import check_own_budgets, check_short_lists, check_filtered, check_ties
+from tests.gpu.choice_checks import check_filtered, check_own_budgets, check_short_lists, check_ties
 from tests.gpu.dense_checks import check_dense, check_dense_growth
 from tests.gpu.dirty import dirty_shared_memory
 from tests.gpu.retrieval_case import DEV, Case, captured, check_attention, check_selection, expect, failures, repeat_tokens, told_words

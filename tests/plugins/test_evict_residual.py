@@ -197,12 +197,12 @@ def compare_bits(store: EncodedStore, layer: int, slot: int, pages: list[int], c
     ],
 )
 def test_attention_reads_as_many_codes_as_a_slot_says(
-    bits: int, key_group: int, residual: int, lag: int, group: int, dim: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bits: int, key_group: int, residual: int, lag: int, group: int, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     form = Format(bits, key_group, gcd(key_group, dim), residual, window=2 * lag)
     ends = [(2 * residual, 2 * residual + 11), (0, 0), (residual, residual - 3), (0, 7)]  # keys wait for their run, values for newer ones
     stored = [ends[0][0] + form.ring, 1, residual + 5, 2 * lag]
-    compare(form, group, dim, dtype, stored, None, tmp_path, monkeypatch, ends)
+    compare(form, group, dim, dtype, stored, None, monkeypatch, ends)
 
 
 def test_an_answer_does_not_depend_on_its_batch(wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
