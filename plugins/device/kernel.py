@@ -12,11 +12,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from plugins.device import store
-from plugins.device.driver import arch
+from plugins.device.driver import arch, current_stream
 from plugins.device.dtypes import TRITON_DTYPES
 from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import Float, Int, Pointer, Spec
@@ -92,8 +91,7 @@ def launch(
     if not threads:
         threads, shared = kernel.threads, kernel.shared
     plain = [0 if one is None else one.data_ptr() if isinstance(one, Tensor) else one for one in values]
-    stream = torch.cuda.current_stream().cuda_stream
-    kernel.launch(grid, threads, shared, stream, plain, cluster=cluster, overlap=overlap, cooperative=cooperative)
+    kernel.launch(grid, threads, shared, current_stream(), plain, cluster=cluster, overlap=overlap, cooperative=cooperative)
 
 
 def run(kernel: TritonKernel, grid: Grid, values: Sequence[Any], constants: Constants, *, warps: int = 0) -> None:

@@ -18,7 +18,7 @@ from plugins.device.kernel import Constants, TritonKernel, typed
 from trtkv.plan import CachePlan
 from trtkv.rules import Stamp
 
-_SOURCE = Path(__file__).parent / "stamp_kernel.py"
+_SOURCE = Path(__file__).parent / "raas_kernel.py"
 _STEP = typed("*i32", "table", "lens", "seen")
 _INTEGERS = typed("i32", "table_stride", "num_pages", "page_size")
 BOUNDS = TritonKernel(
