@@ -12,8 +12,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from plugins.device import store
 from plugins.device.driver import arch, current_stream
 from plugins.device.dtypes import TRITON_DTYPES
@@ -25,6 +23,7 @@ Grid = tuple[int, int, int]
 Constants = Mapping[str, int]  # of a Triton kernel, by name
 
 _ROOT = Path(__file__).parents[2]
+_NUMBERS = frozenset((int, float, bool))  # by type, because isinstance asks torch for each
 _C_TYPES = {"i32": Int, "fp32": Float}
 
 
@@ -90,7 +89,7 @@ def launch(
     kernel = store.load(spec)
     if not threads:
         threads, shared = kernel.threads, kernel.shared
-    plain = [0 if one is None else one.data_ptr() if isinstance(one, Tensor) else one for one in values]
+    plain = [one if type(one) in _NUMBERS else 0 if one is None else one.data_ptr() for one in values]
     kernel.launch(grid, threads, shared, current_stream(), plain, cluster=cluster, overlap=overlap, cooperative=cooperative)
 
 
