@@ -194,7 +194,7 @@ def score_kernel(dim: int, group: int, pooling: str, bf16: bool, arch: str) -> C
 
 def select_kernel(
     cluster: int, heads: int, maximum: bool, unit: int, group: int, arch: str, *, streams: bool = False, filters: bool = False
-) -> CudaSpec:  # fmt: skip
+) -> CudaSpec:
     """Return the selector for a cluster size and number of scored heads."""
     shape = {"CLUSTER": cluster, "HEADS": heads, "MAXIMUM": int(maximum and heads > 1), "UNIT": unit, "GROUP": group}
     return SELECT.variant(arch, shared=200 * 1024, **shape, STREAM=streams, FILTER=filters)

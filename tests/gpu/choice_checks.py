@@ -75,7 +75,7 @@ def check_filtered(rows: int, units: int, budget: int, heads: int, pooling: str,
 
 def check_own_budgets(
     unit: int, group: int, heads: int, lens: list[int], own: list[int], budget: int, dense_below: int = 0, cluster: int = 0
-) -> None:  # fmt: skip
+) -> None:
     """Rows whose requests asked for smaller budgets choose what a launch of that budget chooses for all."""
     label = f"own budgets unit {unit} heads {heads} cluster {cluster}"
     rows, units = len(lens), -(-max(lens) // unit)

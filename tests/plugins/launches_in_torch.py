@@ -67,7 +67,7 @@ class Launches:
 
     def score_pages(
         self, q, vectors, beside, table, lens, scores, parts, *, kind, unit, budget, scale, pooling, cut=None, shared=False, overlap=False
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.names.append("score_pages")
         heads, dim, rows = vectors.shape[1], vectors.shape[-1], []
         each = scores.shape[0] // len(lens)
@@ -114,7 +114,7 @@ class Launches:
 
     def select_units(
         self, scores, parts, lens, out, *, budget, sink, window, unit, group, pooling, own=None, cluster=0, overlap=False, published=None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.names.append("select_units")
         rows, lists = self.scores.pop(scores.data_ptr()), out.view(-1, out.shape[-1])
         raised = self.raised.pop(scores.data_ptr(), None)

@@ -34,7 +34,7 @@ def make_pages(form: Format, dim: int, dtype: torch.dtype, pool: int) -> launch.
         value_codes |= torch.randint(0, 2, value_codes.shape, dtype=torch.uint8) << 7
     return launch.Pages(
         form, PAGE, real(ring), real(ring), key_codes, scale(key_meta), real(key_meta), value_codes, scale(value_meta), real(value_meta)
-    )  # fmt: skip
+    )
 
 
 def attend(pages: launch.Pages, q: Tensor, table: Tensor, lens: Tensor, slots: Tensor, splits: int, cluster: int = 1) -> Tensor:

@@ -29,7 +29,7 @@ from trtkv.runtime.sampler import SamplingParams, settings_of
 
 MODEL = ModelConfig(
     model_type="llama", hidden_size=64, intermediate_size=32, num_layers=2, num_q_heads=2, num_kv_heads=1, head_dim=32, vocab_size=64, dtype="float32"
-)  # fmt: skip
+)
 SLOTS, WIDTH = 4, 40
 FREEKV = ("retrieve.page=16", "retrieve.sink=16", "retrieve.window=16")
 
@@ -114,7 +114,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("policy", ["full", "fier", "freekv", "lagkv"])
 def test_captured_steps_answer_as_others(
     policy: str, tiny_llama: TinyModel, tmp_path: Path, replays: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     sets = {"fier": ("retrieve.budget=96",), "freekv": ("retrieve.budget=96", *FREEKV), "lagkv": ("evict.lag=32",), "full": ()}[policy]
     limits = {"max_seq_len": 256, "max_batch_size": 4, "max_chunk_tokens": 48}
     path = build(str(tiny_llama.path), policy, sets=sets, out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]

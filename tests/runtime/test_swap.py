@@ -143,7 +143,7 @@ def schedules(draw: st.DrawFn) -> list[dict[str, object]]:
 @examples(6)
 @given(
     calls=schedules(), ahead=st.booleans(), room=st.sampled_from([None, None, 0, 60_000]), fewer=st.integers(0, 5), rate=st.sampled_from([0.0, 1e12])
-)  # fmt: skip
+)
 def test_schedules_free_everything_and_preempted_sequences_answer_as_if_alone(
     pair: tuple[Engine, Engine], calls: list[dict], ahead: bool, room: int | None, fewer: int, rate: float
 ) -> None:

@@ -107,7 +107,7 @@ def encode_prompt(
 
 def exchange(
     stacks: Stacks, lse: Tensor, notes: Tensor, table: Tensor, lens: Tensor, seen: Tensor, slots: Tensor, rule: Blend, *, scale: float
-) -> None:  # fmt: skip
+) -> None:
     """Let the newest token of B sequences become codes in all layers, in the place of the least where more than the budget are stored.
 
     lse and notes as `scratch` says, lse as attention left it; table [B, M], lens [B] stored tokens with the newest, seen [B] all there were, slots
