@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from plugins.device import kernel
+from plugins.device.driver import arch
 from plugins.device.kernel import CudaKernel
 from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import Float, Int, Long, Pointer, shared_limit
@@ -198,12 +199,6 @@ def select_kernel(
     """Return the selector for a cluster size and number of scored heads."""
     shape = {"CLUSTER": cluster, "HEADS": heads, "MAXIMUM": int(maximum and heads > 1), "UNIT": unit, "GROUP": group}
     return SELECT.variant(arch, shared=200 * 1024, **shape, STREAM=streams, FILTER=filters)
-
-
-def arch() -> str:
-    """Name the current device's architecture, with the specific features of sm_90 and later left out."""
-    major, minor = torch.cuda.get_device_capability()
-    return f"{major}{minor}"
 
 
 def _parts(rows: int, groups: int, slots: int) -> int:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from plugins.device import kernel
-from plugins.device.driver import BESIDE_PERCENT, CACHING_PERCENT
+from plugins.device.driver import BESIDE_PERCENT, CACHING_PERCENT, arch
 from plugins.device.kernel import CudaKernel
 from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import Float, Int, Long, Pointer, shared_limit
-from plugins.select.launch import POOLS, OwnBudgets, arch
+from plugins.select.launch import POOLS, OwnBudgets
 from plugins.select.launch_pages import KINDS
 from plugins.select.summary import Summary, shares_selection
 from trtkv.plan import SelectPlan

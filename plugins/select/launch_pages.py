@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from plugins.device import kernel
+from plugins.device.driver import arch
 from plugins.device.kernel import CudaKernel
 from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import Float, Int, Long, Pointer
-from plugins.select.launch import Scratch, arch
+from plugins.select.launch import Scratch
 from trtkv.errors import CapacityError
 
 _HERE = Path(__file__).parent

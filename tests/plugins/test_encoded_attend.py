@@ -109,7 +109,6 @@ def compare(
     torch.manual_seed(form.bits + dim)
     cuda_on_cpu.install(monkeypatch)
     block = launch._block(form, dim, WARPS, launch.STAGES, shared_limit("90"))
-    monkeypatch.setattr(launch, "arch", lambda: "90")
     monkeypatch.setattr(launch, "attend_block", lambda *shape: block)  # few warps, so that each has several steps
     pages = make_pages(form, dim, dtype, 4 * 8)
     table = torch.randperm(4 * 8).int().view(4, 8)

@@ -12,7 +12,6 @@ import torch
 
 from plugins.cache.assemble import make_cache
 from plugins.cache.reference.cache import ReferenceCache
-from plugins.sampling import launch
 from tests.plugins import cuda_on_cpu
 from tests.tiny import TinyModel, make_rig
 from trtkv.api import build
@@ -41,7 +40,6 @@ def fetched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         if cuda_on_cpu.missing():
             pytest.skip(str(cuda_on_cpu.missing()))
         cuda_on_cpu.install(monkeypatch)
-        monkeypatch.setattr(launch, "arch", lambda: "90")
     return bool(request.param == "kernel")
 
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from plugins.cache.tiers.host.layout import Layout
 from plugins.cache.tiers.host.store import RecordTier, Tier
 from plugins.device import kernel
+from plugins.device.driver import arch
 from plugins.device.kernel import CudaKernel
 from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import Int, Long, Pointer
-from plugins.select.launch import arch
 
 _SOURCE = Path(__file__).parent / "recall.cu"
 POOLS = 6  # as many as a record has parts at most
