@@ -23,7 +23,7 @@ from trtkv.plan import CachePlan
 
 def declare_inputs(surface: Surface, model: ModelConfig, plan: CachePlan, limits: Limits) -> dict[str, Any]:
     """Declare the inputs of a step, named, typed and ranged as in the core path's graph; the rotary table is no input but a constant."""
-    ranges = [profile.shapes for profile in profiles(model, plan, limits)]
+    ranges = [profile.shapes for profile in profiles(plan, limits)]
     fixed = {"A": state_length(plan), "Y": plan.num_page_groups}
     tensors = {}
     for name, (dtype, letters) in STEP_INPUTS.items():
