@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
@@ -21,8 +20,9 @@ from plugins.cache.reference.cache import ReferenceCache
 from plugins.cache.reference.layer import LayerCache, Roles
 from plugins.config import OpConfig
 from tests.plugins.test_encoded import Torch, model
+from tests.plugins.test_evict_residual import run
 from tests.runtime.test_scheduler import ids, params, prompt
-from tests.tiny import Rig, TinyModel, make_rig, make_tiny
+from tests.tiny import TinyModel, make_rig, make_tiny
 from trtkv.api import build
 from trtkv.config import Limits
 from trtkv.engine.predict import predict
@@ -36,27 +36,11 @@ GATHERED = {
     "localkv+fp8": ("evict.lag=24", "evict.sink=20", "evict.ratio=0.3"),
     "knorm+fp8": ("evict.lag=16", "evict.sink=0", "evict.ratio=0.25", "evict.skip_layers=[0]"),  # the first layer keeps everything
 }
-PROMPTS = (70, 33, 2)
 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return make_tiny("llama", tmp_path_factory.mktemp("wide") / "model", head_dim=64, num_hidden_layers=2)
-
-
-def run(rig: Rig, texts: Tensor, decoded: int) -> tuple[Tensor, list[int]]:
-    """Feed fixed tokens, the first prompt in uneven chunks and the last while others decode: logits, and the bytes stored after each step."""
-    steps = [[(0, 0, 20)], [(0, 20, 41)], [(0, 61, 9), (1, 0, 33)], [(0, 70, 1), (1, 33, 1)], [(0, 71, 1), (2, 0, 2)]]
-    steps += [[(0, 72 + i, 1), (1, 34 + i, 1), (2, 2 + i, 1)] for i in range(decoded)]
-    logits, sizes = [], []
-    for step in steps:
-        rows = []
-        for slot, seen, new in step:
-            wanted = (new - 1,) if seen + new >= PROMPTS[slot] else ()
-            rows.append(StepRow(texts[slot, seen : seen + new].tolist(), seen, slot, rig.pages(slot), wanted, PROMPTS[slot]))
-        logits.append(rig.stepper.run(rows))
-        sizes.append(rig.cache.stored_bytes())
-    return torch.cat([x for x in logits if len(x)]), sizes
 
 
 @pytest.mark.parametrize("policy", ["lagkv+fp8", "knorm+fp8"])

@@ -25,6 +25,7 @@ from plugins.cache.reference.cache import ReferenceCache
 from plugins.cache.reference.layer import LayerCache, Roles
 from plugins.config import OpConfig
 from tests.plugins import cuda_on_cpu
+from tests.plugins.sessions import capture_on_cpu, feed_steps
 from tests.plugins.test_encoded import Torch, model
 from tests.plugins.test_encoded_attend import compare
 from tests.runtime.test_scheduler import ids, params, prompt
@@ -61,18 +62,7 @@ def steps_of(decoded: int) -> list[list[tuple[int, int, int]]]:
 
 def run(rig: Rig, texts: Tensor, decoded: int, after: Any = None) -> tuple[Tensor, list[int]]:
     """Feed fixed tokens: logits, and the bytes stored behind each step."""
-    logits, sizes = [], []
-    for step in steps_of(decoded):
-        rows = [
-            StepRow(texts[slot, seen : seen + new].tolist(), seen, slot, rig.pages(slot), (new - 1,) if seen + new >= PROMPTS[slot] else (),
-                    PROMPTS[slot])
-            for slot, seen, new in step
-        ]  # fmt: skip
-        logits.append(rig.stepper.run(rows))
-        sizes.append(rig.cache.stored_bytes())
-        if after is not None:
-            after()
-    return torch.cat([x for x in logits if len(x)]), sizes
+    return feed_steps(rig, texts, PROMPTS, steps_of(decoded), after)
 
 
 def pair(wide: TinyModel, policy: str, folder: Path, patch: pytest.MonkeyPatch, dtype: str | None = None) -> tuple[Rig, Rig, Torch]:
@@ -277,31 +267,24 @@ def test_captured_steps_follow_what_evictions_leave(wide: TinyModel, tmp_path: P
     from trtkv.runtime import graphs
     from trtkv.runtime.executor import TorchExecutor
 
-    replays = [0]
+    replays = capture_on_cpu(monkeypatch)
+    captured_on_cpu = graphs.capture
 
-    def capture(step: Any, device: torch.device, pool: object) -> tuple[Any, Tensor]:
-        logits = torch.empty(0)
+    def capture(*given: Any) -> tuple[Any, Tensor]:
         assert not any(group.shared for group in llm.engine.cache._step), "what the step before has made is no part of the graph"
-
-        def replay() -> None:
-            replays[0] += 1
-            made = step()
-            logits.resize_(made.shape).copy_(made)
-
-        return replay, logits
+        return captured_on_cpu(*given)
 
     limits = {"max_seq_len": 96, "max_batch_size": 2, "max_chunk_tokens": 24}
     path = build(str(wide.path), "knorm+kivi", sets=SETTLED["knorm+kivi"], out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
     Torch(monkeypatch)
     monkeypatch.setattr(graphs, "capture", capture)
-    monkeypatch.setattr(graphs, "new_pool", lambda: 0)
     texts, found = [prompt(61, 0), prompt(29, 1)], []
     for captured in (True, False):
         monkeypatch.setattr(TorchExecutor, "capturable", property(lambda self, captured=captured: captured))
         llm = LLM(path)
         assert llm.engine.stepper.runs_ahead == captured
         found.append([one.token_ids for one in llm.generate(texts, [params(7), params(6)])])
-    assert found[0] == found[1] and replays[0] >= 3
+    assert found[0] == found[1] and sum(replays) >= 3
 
 
 @pytest.mark.parametrize("arch", ["80", "89", "90", "120"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from plugins.cache.assemble import make_cache
 from plugins.cache.reference.cache import ReferenceCache
 from tests.plugins import cuda_on_cpu
+from tests.plugins.sessions import capture_on_cpu
 from tests.tiny import TinyModel, make_rig
 from trtkv.api import build
 from trtkv.config import ModelConfig
@@ -90,21 +90,7 @@ def test_every_step_finds_its_inputs(fetched: bool) -> None:
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let decode steps be captured on the CPU; counts the replays of every captured step."""
-    counts: list[int] = []
-
-    def capture(step: Callable[[], torch.Tensor], device: torch.device, pool: object) -> tuple[Callable[[], None], torch.Tensor]:
-        number, logits = len(counts), torch.empty(0)
-        counts.append(0)
-
-        def replay() -> None:
-            counts[number] += 1
-            made = step()
-            logits.resize_(made.shape).copy_(made)
-
-        return replay, logits
-
-    monkeypatch.setattr(graphs, "capture", capture)
-    monkeypatch.setattr(graphs, "new_pool", lambda: 0)
+    counts = capture_on_cpu(monkeypatch)
     monkeypatch.setattr(TorchExecutor, "capturable", property(lambda self: not isinstance(self.cache, ReferenceCache) and self.taps is None))
     return counts
 
