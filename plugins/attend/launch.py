@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plugins.device import kernel
 from plugins.device.driver import BESIDE_PERCENT, arch
-from plugins.device.kernel import CudaKernel
+from plugins.device.kernel import LOG2_E, CudaKernel
 from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import Float, Int, Pointer, shared_limit
 
@@ -44,7 +44,7 @@ def attend_list(
     form = attend_form(batch * heads, tokens, unit, dim, sm)
     spec = attend_kernel(dim, group, form, unit, q.dtype == torch.bfloat16, sm)
     strides = (q.stride(0), out.stride(0), table.stride(0), page_size, 0 if chosen is None else chosen.shape[2])
-    given = (q, keys, values, table, lens, chosen, out, *strides, int(settled), scale * 1.4426950408889634)
+    given = (q, keys, values, table, lens, chosen, out, *strides, int(settled), scale * LOG2_E)
     grid = (form.cluster, heads, batch)
     kernel.launch(spec, grid, given, threads=form.warps * 32, shared=form.shared, cluster=form.cluster, overlap=overlap)
 

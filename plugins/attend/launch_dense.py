@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plugins.device import kernel
 from plugins.device.driver import arch
-from plugins.device.kernel import CudaKernel
+from plugins.device.kernel import LOG2_E, CudaKernel
 from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import Float, Int, Pointer, shared_limit
 
@@ -82,7 +82,7 @@ def attend_dense(
     spec = dense_kernel(dim, group, q.dtype == torch.bfloat16, arch(), ragged, codes is not None)
     most = (1 if codes is None else 2) * batch * heads * -(-table.shape[-1] * page_size // (warps * _TILE))
     coded = (None,) * 4 if codes is None else (codes.table, codes.lens, codes.key_scale, codes.value_scale)
-    numbers = (batch, heads, q.stride(0), out.stride(0), table.stride(-2), page_size, scale * 1.4426950408889634)
+    numbers = (batch, heads, q.stride(0), out.stride(0), table.stride(-2), page_size, scale * LOG2_E)
     given = (q, keys, values, table, lens, out, *scratch, *numbers, *coded, *(None,) * 5)
     grid = (_blocks(scratch[0].shape[0] // 2, most, batch * heads), 1, 1)
     kernel.launch(spec, grid, given, threads=warps * 32, shared=spec.shared, overlap=overlap)
@@ -102,7 +102,7 @@ def attend_replaced(
     warps, _ = dense_shape(dim, group, arch(), True)
     spec = dense_kernel(dim, group, q.dtype == torch.bfloat16, arch(), nibbles=True)
     most = batch * heads * (1 + -(-table.shape[1] * page_size // (warps * _TILE)))
-    numbers = (batch, heads, q.stride(0), out.stride(0), table.stride(0), page_size, scale * 1.4426950408889634)
+    numbers = (batch, heads, q.stride(0), out.stride(0), table.stride(0), page_size, scale * LOG2_E)
     coded = (codes.key_scale, codes.value_scale, codes.key_codes, codes.value_codes, codes.key_zero, codes.value_zero)
     given = (q, *newest, table, lens, out, *scratch, *numbers, slots, None, *coded, lse)
     kernel.launch(spec, (_blocks(scratch[0].shape[0] // 2, most, batch * heads), 1, 1), given, threads=warps * 32, shared=spec.shared)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plugins.device import kernel
 from plugins.device.driver import arch
-from plugins.device.kernel import CudaKernel
+from plugins.device.kernel import LOG2_E, CudaKernel
 from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import Float, Int, Long, Pointer, shared_limit
 from trtkv.errors import CapacityError
@@ -80,7 +80,7 @@ def fier_score(
     group = q.shape[1] // dim // heads
     spec = score_kernel(dim, group, pooling, q.dtype == torch.bfloat16, arch())
     tensors = (q, bits, meta, table, lens, scores, parts, published)
-    values = (*tensors, q.stride(0), table.stride(0), page_size // 32, scores.shape[2], budget, scale * 1.4426950408889634)
+    values = (*tensors, q.stride(0), table.stride(0), page_size // 32, scores.shape[2], budget, scale * LOG2_E)
     kernel.launch(spec, (parts.shape[1], heads, lens.shape[0]), values, threads=256, shared=spec.shared, overlap=overlap)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtkv.bench.profile import trace_spans
+from trtkv.bench.profile import Span, trace_spans
 from trtkv.bench.records import make_record
 from trtkv.bench.serving import percentile
 from trtkv.errors import ConfigError
@@ -17,7 +17,6 @@ from trtkv.runtime.batcher import Batcher, Call
 from trtkv.runtime.loading import Options, open_engine
 from trtkv.runtime.sampler import SamplingParams
 
-Span = tuple[float, float, str]
 FIRST, LAST = ("fetch", "feed"), "sample"  # kernels of a step that chooses its tokens on the device, captured or not
 ENOUGH = 0.95  # of the time: the goal
 MOST_PLACES = 12  # where a GPU waits that a record names
