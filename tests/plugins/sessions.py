@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from plugins.cache.encodings.grouped.cache import GroupedCache
+from tests.runtime.test_scheduler import ids, params
 from tests.tiny import Rig
+from trtkv.diagnose.verify import Plan, verify
 from trtkv.runtime import graphs
+from trtkv.runtime.llm import LLM
+from trtkv.runtime.loading import Options
 from trtkv.runtime.rows import StepRow
 
 
@@ -48,3 +54,29 @@ def capture_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(graphs, "capture", capture)
     monkeypatch.setattr(graphs, "new_pool", lambda: 0)
     return counts
+
+
+def check_batches(llm: LLM, texts: Sequence[list[int]], tokens: int) -> None:
+    """Three prompts answer in two slots as each alone, beside one that is cancelled; tokens are evicted, and every page and slot comes back."""
+    cache = llm.engine.cache
+    assert isinstance(cache, GroupedCache)
+    alone = [llm.generate([text], params(tokens))[0].token_ids for text in texts]
+    calls = [llm.batcher.submit([text], [params(tokens)]) for text in texts]
+    cancelled = llm.batcher.submit([texts[2]], [params(6)])
+    most = 0
+    while llm.batcher.advance():
+        most = max(most, len(cache.step(0).rows))
+        if cancelled.members[0].seen > 20 and cancelled.open:
+            llm.batcher.cancel(cancelled)  # half-way through its prompt
+    assert [ids(call) for call in calls] == alone and most == 2 and not cancelled.open
+    assert llm.batcher.evicted_tokens > 0
+    assert llm.engine.pages.free == llm.engine.pages.num_pages and len(llm.engine.slots) == 2
+    assert not cache.store._prompts
+
+
+def check_nodes(path: Path, plan: Plan) -> None:
+    """`verify` compares keys and values of both of an engine's layers, and they are right."""
+    report = verify(path, Options(device="cpu"), plan)
+    whats = [(one.op, one.what) for one in report.nodes]
+    assert max(one.ratio for one in report.nodes) <= 1
+    assert whats.count(("KvAttend", "value")) == 2 and whats.count(("KvAppend", "keys")) == 2

@@ -17,10 +17,9 @@ from plugins.cache.formats import Format, find_format
 from plugins.cache.ledgers.assemble import find_ledger
 from plugins.cache.ledgers.partitions import PartitionLedger
 from plugins.cache.reference.cache import ReferenceCache
-from plugins.cache.reference.layer import LayerCache, Roles
-from plugins.config import OpConfig
+from plugins.cache.reference.layer import LayerCache
 from tests.plugins.test_encoded import Torch, model
-from tests.plugins.test_evict_residual import run
+from tests.plugins.test_evict_residual import make_both, run, step_both
 from tests.runtime.test_scheduler import ids, params, prompt
 from tests.tiny import TinyModel, make_rig, make_tiny
 from trtkv.api import build
@@ -65,29 +64,9 @@ def test_pages_hold_the_definitions_codes_bit_for_bit(policy: str, cuts: tuple[i
     torch.manual_seed(len(cuts))
     Torch(monkeypatch)
     monkeypatch.setattr(evict_partitions, "MOST_SHOWN", 32)
-    config, parsed = model(num_layers=2, dtype="float16", num_q_heads=2, num_kv_heads=2, head_dim=64), parse_policy(policy, sets=GATHERED[policy])
-    plan, slot, rope = parsed.plan(config), 1, torch.cat([torch.ones(256, 32), torch.zeros(256, 32)], 1)
-    cache, pages = make_cache(plan, [12] * plan.num_page_groups, 2, "cpu"), list(range(11, 0, -1))
-    assert isinstance(cache, GroupedCache)
-    ops = OpConfig(2, 2, 64, 0.125, 1e-6, 0, 0, "")
-    roles, empty = Roles(evict=parsed.evict, quantize=parsed.quantize), torch.empty(0, 64, dtype=torch.float16)
-    definition = [LayerCache(roles, layer, 2, 2, 1, empty, 0.125) for layer in range(2)]
-    seen, groups = 0, plan.num_page_groups
-    for new in (*cuts, *[1] * 26):
-        seen += new
-        cache.begin_step([new], [seen], [slot], [[pages]] * groups, [100])
-        stored = torch.tensor(cache.stored_lens(), dtype=torch.int32)
-        table = torch.tensor(pages, dtype=torch.int32).expand(groups, 1, -1)
-        starts, slots = torch.tensor([0, new], dtype=torch.int32), torch.tensor([slot], dtype=torch.int32)
-        for layer, exact in enumerate(definition):
-            qkv, query = torch.randn(new, 6 * 64, dtype=torch.float16), torch.empty(new, 128, dtype=torch.float16)
-            _, keys, values = qkv.view(new, 3, 2, 64).unbind(1)
-            exact.append(keys, values, 100)
-            places = torch.arange(seen - new, seen, dtype=torch.int32)
-            cache.append(layer, ops, (qkv, places, starts, torch.tensor([seen]), stored, slots, table, rope), query)
-            cache.attend(layer, ops, (query, starts, torch.tensor([seen]), stored, slots, table), torch.empty_like(query))
-            exact.finish()
-        cache.end_step()
+    cache, pages, definition = make_both(policy, GATHERED[policy])
+    slot, groups = 1, cache.plan.num_page_groups
+    for seen in step_both(cache, pages, definition, cuts, 26):
         if seen >= 100:
             for layer, exact in enumerate(definition):
                 compare(cache, layer, slot, pages, exact)
