@@ -18,7 +18,7 @@ from plugins.device.kernel import Constants, TritonKernel, typed
 from trtkv.plan import CachePlan
 from trtkv.rules import Stamp
 
-_SOURCE = Path(__file__).parent / "stamp_kernel.py"
+_SOURCE = Path(__file__).parent / "raas_kernel.py"
 BOUNDS = TritonKernel(
     _SOURCE, "bounds_kernel",
     {**typed("*real", "keys", "queries"), "scores": "*fp32", **STEP, "slots": "*i32", **INTEGERS, **typed("i32", "query_rows", "width")},
