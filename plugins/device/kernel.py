@@ -20,6 +20,7 @@ from plugins.device.spec import Float, Int, Pointer, Spec
 from plugins.device.triton_aot import TritonSpec
 
 Grid = tuple[int, int, int]
+LOG2_E = 1.4426950408889634  # kernels raise two to a power, so their scales are multiplied by it
 Constants = Mapping[str, int]  # of a Triton kernel, by name
 
 _ROOT = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ from trtkv.simulation import simulate
 
 MODEL = ModelConfig(
     model_type="llama", hidden_size=256, intermediate_size=64, num_layers=5, num_q_heads=4, num_kv_heads=2, head_dim=64, vocab_size=8, dtype="float16"
-)  # fmt: skip
+)
 COMPOSED = ("fier+kivi", "freekv+fp8", "lagkv+kivi", "knorm+kivi", "snapkv+fp8", "pyramidkv+kivi")
 BY_KERNELS = tuple(name for name in (*PRESETS, *COMPOSED) if (plan := parse_policy(name).plan(MODEL)).in_pages or find_format(plan) is not None)
 
