@@ -17,7 +17,7 @@ from plugins.attend import launch as attend_launch
 from plugins.cache.cache import Cache
 from plugins.cache.indexes import fier_layout
 from plugins.config import OpConfig
-from plugins.device import driver
+from plugins.device import driver, kernel
 from plugins.select import launch, launch_fused, launch_pages
 from plugins.select.in_torch import choose
 from trtkv.ranking import best
@@ -200,4 +200,4 @@ def fake_device(monkeypatch: pytest.MonkeyPatch, sms: int = 132) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *args: SimpleNamespace(multi_processor_count=sms))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(driver, "_arch", lambda device: "90")
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *args: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(kernel, "current_stream", lambda: 0)
