@@ -134,7 +134,7 @@ def read(files: list[Path], threads: int) -> None:
 
 
 def load(files: list[Path], device: torch.device) -> None:
-    """Load with safetensors' own function for torch."""
+    """Load with safetensors' function for torch."""
     held = [load_file(file, device=str(device)) for file in files]
     torch.cuda.synchronize()
     del held

@@ -1,4 +1,4 @@
-"""Builds engines of every model, policy and budget asked for, several at once, and writes a table of them.
+"""Builds engines of every model, policy and budget requested, several at once, and writes a table of them.
 
 python build_scripts/matrix.py --model qwen2.5-7b,llama-3.1-8b --policy fier,freekv,lagkv,arkv,minikv --budget 1024,2048
 
@@ -109,7 +109,7 @@ def takes_budget(policy: str) -> bool:
 
 
 def build(cell: Cell) -> Row:
-    """Build one engine in a process of its own."""
+    """Build one engine in its own process."""
     from plugins.cache.bytes import ByteCount
     from trtkv import api
     from trtkv.engine.manifest import PLAN, read_manifest

@@ -210,7 +210,7 @@ def soak(url: str, pid: int, requests: int, longest: int, overload: float, seed:
 
 
 def main() -> None:
-    """Build a tiny engine, serve it in a process of its own, soak it."""
+    """Build a tiny engine, serve it in its own process, soak it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--overload", type=float, default=1.5)

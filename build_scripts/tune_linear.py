@@ -1,4 +1,4 @@
-"""Tries forms of the products of one and two tokens on this machine's GPU, as a model's layers run them: one behind the other in a captured step.
+"""Tries forms of the products of one and two tokens on this machine's GPU, as a model's layers run them: one after the other in a captured step.
 
 python build_scripts/tune_linear.py [--model M] [--tokens N] [--layers N] [--output FILE]     prints a table, appends a record to a file of JSON lines
 python build_scripts/tune_linear.py --compile 90 ...     only compiles the kernels that it would try, for a compute capability, into the user's folder

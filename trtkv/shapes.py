@@ -2,9 +2,9 @@
 
 LEGEND = {
     "B": "sequences in the batch",
-    "T": "new tokens of this step, all sequences one behind the other",
+    "T": "new tokens of this step, all sequences concatenated",
     "S": "tokens stored for one sequence",
-    "R": "rows of logits asked for",
+    "R": "rows of logits requested",
     "P": "pages in the pool",
     "M": "pages of one sequence",
     "N": "tokens in one page",

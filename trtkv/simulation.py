@@ -19,7 +19,7 @@ class Simulation:
     """What a policy did to one layer of one sequence.
 
     output [T, Hq, D] in the input's dtype. Step 0 is the prompt, step i the i-th generated token: kept[i][h] are the logical positions int64 that KV
-    head h stores behind step i, stored_bytes[i] the bytes of keys and values as held (codes and metadata included), state_bytes[i] those of
+    head h stores after step i, stored_bytes[i] the bytes of keys and values as stored (codes and metadata included), state_bytes[i] those of
     summaries and scores beside them, lengths[i] the tokens in full precision and encoded of the fullest head. For each generated token: selected
     holds the logical positions that each KV head read (each query head, where every one selects for itself), None where all stored were;
     attention_error the L2 error of the layer's output relative to full attention; covered the share of full attention's probability that was

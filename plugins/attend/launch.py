@@ -89,7 +89,7 @@ def attend_form(rows: int, tokens: int, unit: int, dim: int, arch: str = "90") -
 
 
 def begins_early(rows: int, arch: str = "90") -> bool:
-    """Say whether nothing is lost where blocks begin before the kernel in front of them has ended, whatever that one does."""
+    """Say whether nothing is lost where blocks begin before the kernel before them has ended, whatever that one does."""
     return int(arch) >= CLUSTERS_FROM and any(rows in some for some in EARLY)
 
 

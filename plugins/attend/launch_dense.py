@@ -23,7 +23,7 @@ _LANES = 32  # that merge a row, each a block's part
 
 @dataclass(frozen=True, slots=True)
 class DenseScratch:
-    """What blocks tell each other of a row that several of them read: shares [2 blocks, words, 4] int32, owed [2 blocks] int32."""
+    """What blocks exchange about a row that several of them read: shares [2 blocks, words, 4] int32, owed [2 blocks] int32."""
 
     blocks: int
     words: int
@@ -132,7 +132,7 @@ def _laid(dim: int, group: int) -> int:
 
 
 def dense_kernel(dim: int, group: int, bf16: bool, arch: str, ragged: bool = False, mixed: bool = False, nibbles: bool = False) -> CudaSpec:
-    """Return the kernel for a shape; its launches ask for all of its shared memory.
+    """Return the kernel for a shape; its launches request all of its shared memory.
 
     ragged lets every KV head have its own length and pages, mixed lets some tokens be encoded, nibbles takes codes of four bits and the newest token.
     """

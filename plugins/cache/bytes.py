@@ -1,6 +1,6 @@
-"""The bytes of a cache, counted from its plan and from lengths in integers: what `trtkv plan`, admission, stores and reports all ask for.
+"""The bytes of a cache, counted from its plan and from lengths in integers: what `trtkv plan`, admission, stores and reports all request.
 
-A sequence has R rows of tokens: one for every page group, or for every KV head of every layer where heads have lengths of their own, or where tokens
+A sequence has R rows of tokens: one for every page group, or for every KV head of every layer where heads have their own lengths, or where tokens
 of both precisions share a pool, one for every layer's tokens in full precision and then for its codes.
 """
 

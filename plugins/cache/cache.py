@@ -35,7 +35,7 @@ _keys = itertools.count(1)
 class Cache(ABC):
     """Buffers of a running engine: `buffers[name][layer]` is a tensor or None, rows are pages or slots as the plan says."""
 
-    uses_pages = True  # whether tokens lie in the pages that the allocator hands out
+    uses_pages = True  # whether tokens lie in the pages of the allocator
     rows_have_pages = False  # whether every page group takes pages of one pool, listed as `HeadPages`
     overlaps_at_any_size = False  # whether small launches may overlap however long they keep the device busy
     publishes_queries = False  # whether the append kernel publishes queries to the scorer (see `indexes/published.py`)
@@ -58,7 +58,7 @@ class Cache(ABC):
         self.read_tokens = 0.0
         self.key = next(_keys)
         self.parts = 1
-        self.keeps_inputs = False  # whether a node's inputs stay as they are while somebody holds them
+        self.keeps_inputs = False  # whether a node's inputs stay as they are while references to them exist
         self.on_release: Callable[[int], None] | None = None
         self.reduce: Callable[[Tensor], None] | None = None  # sums a tensor in place over the parts of an engine
         self.gather: Callable[[Tensor, Tensor], None] | None = None  # writes the columns of all parts [R, V / G] into [R, V]
@@ -99,7 +99,7 @@ class Cache(ABC):
     ) -> None:
         """Announce a step: new tokens of each of B sequences, after which they have seen so many [B], slots [B], pages [Y][B], prompts [B].
 
-        A sequence whose tokens are all new begins afresh, whatever its slot held before. Tokens that were evicted count as seen. Where rows have
+        A sequence whose tokens are all new starts empty, whatever its slot stored before. Tokens that were evicted count as seen. Where rows have
         pages of one pool, pages[0] says which, as `HeadPages`.
         """
 
@@ -120,7 +120,7 @@ class Cache(ABC):
         """Bring the device to the state that a captured step expects, whatever failed before."""
 
     def forget_shared(self) -> None:
-        """Forget what layers of the announced step have shared: a step that is captured makes it anew, in its own memory."""
+        """Forget what layers of the announced step have shared: a step that is captured rebuilds it, in its own memory."""
         for group in self._step:
             group.shared.clear()
 
@@ -250,7 +250,7 @@ class Cache(ABC):
         return slots + self.tier.rings()
 
     def copy(self, source: int, target: int, source_pages: Sequence[Sequence[int]], target_pages: Sequence[Sequence[int]]) -> None:
-        """Let a slot's sequence be a copy of another's, with pages [Y] of its own; only where `copies`."""
+        """Let a slot's sequence be a copy of another's, with its own pages [Y]; only where `copies`."""
         raise NotImplementedError
 
     @property
@@ -259,7 +259,7 @@ class Cache(ABC):
         return False
 
     def resume(self, slot: int) -> None:
-        """Take note that a preempted sequence goes on in a slot, whose buffers and pages are its own again."""
+        """Take note that a preempted sequence resumes in a slot, with its buffers and pages."""
         self.tier.leave_frames(slot)
 
     def address_table(self) -> Tensor:
@@ -317,7 +317,7 @@ class Cache(ABC):
         """Whether a sequence can be copied to another slot."""
         return False
 
-    compares_selection = True  # whether what is selected can be told from `read`
+    compares_selection = True  # whether what is selected can be read off `read`
 
     # For variants
 
@@ -356,7 +356,7 @@ class Cache(ABC):
     ) -> StepGroup:
         size, rows, start = self.plan.page_size, [], 0
         for count, total, slot, numbers, prompt, whole in zip(new, stored, slots, pages, prompts, seen, strict=True):
-            assert not isinstance(numbers, HeadPages), "rows have lists of pages of their own"
+            assert not isinstance(numbers, HeadPages), "rows have their own page lists"
             rows.append(Row(start, count, total, slot, numbers, size, self.device, prompt, whole))
             start += count
         return StepGroup(rows, size, self.device)

@@ -1,4 +1,4 @@
-"""A cache whose ledger counts whole steps by itself: what every variant is but those whose KV heads differ in length."""
+"""A cache whose ledger alone counts whole steps: every variant but those whose KV heads differ in length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trtkv.plan import CachePlan
 
 
 class CountedCache(Cache):
-    """Lengths of a step follow from integers before it, evictions behind it."""
+    """Lengths of a step follow from integers before it, evictions after it."""
 
     ledger: StepLedger
 

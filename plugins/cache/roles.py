@@ -13,7 +13,7 @@ from trtkv.plan import Meaning, Occupancy, Pooling, SelectPlan, Verdict
 
 Granted: TypeAlias = tuple[tuple[int, ...], ...] | None  # tokens of each layer's KV heads [L][Hk]
 Part = Literal["keys", "values"]
-View: TypeAlias = Any  # a `CacheView`, or what shows as much of stored tokens as a role asks for
+View: TypeAlias = Any  # a `CacheView`, or what shows as much of stored tokens as a role requests
 
 
 class AllocateRole(Protocol):
@@ -40,15 +40,15 @@ class EvictRole(Protocol):
 
     @property
     def token_state(self) -> Mapping[str, str]:
-        """Names and dtypes of the role's own numbers of each stored token."""
+        """Names and dtypes of the role's numbers of each stored token."""
 
     @property
     def prompt_only(self) -> bool:
-        """Whether nothing is evicted behind the prompt."""
+        """Whether nothing is evicted after the prompt."""
 
     @property
     def takes_layers(self) -> bool:
-        """Whether `keep` and `observe` may be asked for several layers at once."""
+        """Whether `keep` and `observe` may be requested several layers at once."""
 
     @property
     def observe_window(self) -> int:
@@ -58,7 +58,7 @@ class EvictRole(Protocol):
         """Return the tokens that heads may keep, and how many of them in full precision; allocate is a role, or None."""
 
     def observe(self, view: View) -> Mapping[str, Tensor]:
-        """Return the token state [Hk, S] behind this step's attention."""
+        """Return the token state [Hk, S] after this step's attention."""
 
     def due(self, at: Occupancy) -> bool:
         """Tell whether `keep` is to be called in this step."""

@@ -12,10 +12,10 @@ from typing import Any
 from plugins.device.spec import Binary, Pointer, Spec
 from trtkv.errors import CapacityError, EngineError
 
-# Of an SM's memory stays shared memory under kernels that ask for cache: some blocks of the next kernel fit beside theirs; and under small ones that
+# Of an SM's memory stays shared memory under kernels that request cache: some blocks of the next kernel fit beside theirs; and under small ones that
 # follow each other in a step: then those of any other do.
 CACHING_PERCENT, BESIDE_PERCENT = 10, 75
-MOST_CONFIGS = 256  # of a kernel that are kept; prompts' chunks have ever new shapes
+MOST_CONFIGS = 256  # of a kernel that are cached; prompts' chunks have ever new shapes
 
 
 class Refused(EngineError):
@@ -26,7 +26,7 @@ class Kernel:
     """A loaded function with the C types of its arguments; threads is how many a block has where the compiler decided that, else 0."""
 
     def __init__(self, spec: Spec, binary: Binary) -> None:
-        """Load it on the current device, with as much dynamic shared memory as the spec asks for and the device has, and clusters of sixteen.
+        """Load it on the current device, with as much dynamic shared memory as the spec requests and the device has, and clusters of sixteen.
 
         Raises Refused where the driver does not take the cubin.
         """
@@ -78,7 +78,7 @@ class Kernel:
     def _configure(
         self, grid: tuple[int, int, int], threads: int, shared: int, stream: int, cluster: int, overlap: bool, cooperative: bool
     ) -> Any:  # fmt: skip
-        """Make what a launch takes; that costs more than the launch itself, so it is kept."""
+        """Make what a launch takes; that costs more than the launch itself, so it is cached."""
         driver = self._driver
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid

@@ -9,7 +9,7 @@ from plugins.device.spec import Spec
 from plugins.linear import launch
 from trtkv.config import Limits, ModelConfig
 
-Shape = tuple[int, int, bool, bool]  # width, inner size, gated, with the norm in front of it
+Shape = tuple[int, int, bool, bool]  # width, inner size, gated, with the norm before it
 
 
 def products(model: ModelConfig) -> dict[str, Shape]:

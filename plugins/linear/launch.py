@@ -45,7 +45,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """What stands in front of a product: the norm of x + more [T, K] (more may be None), scaled by weight [K]; total [T, K] gets the sum."""
+    """What stands before a product: the norm of x + more [T, K] (more may be None), scaled by weight [K]; total [T, K] gets the sum."""
 
     weight: Tensor
     eps: float

@@ -67,7 +67,7 @@ def sample_kernel(vocab: int, arch: str) -> CudaSpec:
 
 
 def feed_kernel(arch: str) -> CudaSpec:
-    """Return the kernel that hands chosen tokens to the next step."""
+    """Return the kernel that passes chosen tokens to the next step."""
     return FEED.variant(arch, **_SMALL)
 
 

@@ -2,8 +2,8 @@
 
 For machines whose GPU no installed TensorRT supports, and for machines without one: there pointers are the host's. The objects are those that a
 TensorRT package's registry makes, with its descriptors, in the order in which TensorRT calls them (NVIDIA's IPluginV3 documentation): made from
-attributes and asked for types, shapes and formats; serialized; made again from the serialized fields; cloned into the engine; attached to a context;
-told of every new shape or address; run on a stream with integer pointers.
+attributes and requested types, shapes and formats; serialized; made again from the serialized fields; cloned into the engine; attached to a context;
+informed of every new shape or address; run on a stream with integer pointers.
 """
 
 from __future__ import annotations

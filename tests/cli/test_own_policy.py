@@ -21,7 +21,7 @@ SHORT = ("--max-tokens", 6, "--ignore-eos")
 
 @pytest.fixture(autouse=True)
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The document's first Python block in a directory of its own, which is where the commands are typed."""
+    """The document's first Python block in its own directory, which is where the commands are typed."""
     monkeypatch.setenv("TRTKV_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "my_module", raising=False)

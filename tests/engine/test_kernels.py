@@ -246,7 +246,7 @@ def test_plan_and_kernels_share_what_was_asked_for(
 
 def test_a_backend_that_was_asked_for_must_take_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "architectures", lambda: ["80", "90"])
-    assert choose_targets(("90",), RTX, insisted=True) == Targets(("90",), ("90",))  # TensorRT's own message follows
+    assert choose_targets(("90",), RTX, insisted=True) == Targets(("90",), ("90",))  # TensorRT's message follows
     assert choose_targets(("80,90",), RTX, insisted=True) == Targets(("80",), ("80", "90"))
 
 

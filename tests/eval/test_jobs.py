@@ -64,7 +64,7 @@ def test_records_carry_what_was_measured(tiny_llama: TinyModel, tmp_path: Path) 
     records = {one["policy"]: one for one in run(some, SETUP, tmp_path)}
     samples = SampleMaker().samples(some[0])
     prompt, answer = sum(len(one.prompt.encode()) for one in samples) / 2, samples[0].max_new_tokens
-    # Three layers, two heads of 16, keys and values in fp32: behind the prompt in byte tokens and its answer.
+    # Three layers, two heads of 16, keys and values in fp32: after the prompt in byte tokens and its answer.
     token = 3 * 2 * 16 * 2 * 4
     assert prompt * token < records["full"]["stored_bytes"] < (prompt + answer) * token
     assert records["streaming"]["stored_bytes"] == 64 * token

@@ -59,7 +59,7 @@ def test_chinese_answers_by_words(monkeypatch: pytest.MonkeyPatch) -> None:
         ("a b", "c d", 0.0),
         ("", "a", 0.0),
         ("a", ".", 0.0),
-        ("a. ", "a", 2 / 3),  # the blank behind the full stop is a word of its own
+        ("a. ", "a", 2 / 3),  # the blank after the full stop is a word of its own
         ("a. ", "a.\n", 1.0),
         ("...", "a", 0.0),
     ],

@@ -236,10 +236,10 @@ def _alike(got: dict[str, Tensor], want: Any, bits: int) -> bool:
 
 @torch.inference_mode()
 def settle_at_full_size() -> None:
-    """Evict and encode behind decode steps of a real model's caches; print what that takes."""
+    """Evict and encode after decode steps of a real model's caches; print what that takes."""
     model = resolve_model("llama-3.1-8b").config
     plan = parse_policy("lagkv+kivi").plan(model)
-    prompt, steps = 16 + 30 * 1024 + 512, 1600  # partitions are complete 512 and 1536 steps behind it
+    prompt, steps = 16 + 30 * 1024 + 512, 1600  # partitions are complete 512 and 1536 steps after it
     need = find_ledger(plan).pages_for(prompt, prompt, steps)
     cache, pages = make_cache(plan, need, 1, "cuda"), [list(range(own)) for own in need]
     assert isinstance(cache, GroupedCache)
@@ -306,7 +306,7 @@ def at_full_size() -> None:
     )
     report("sums of the last queries", float((last - exact).abs().max()) <= 2.0**-8 * float(exact.max()))
     report("every query pays one", abs(float(mass.sum()) / (model.num_q_heads * tokens) - 1) <= 2.0**-8, f"{float(mass.sum()):.6g}")
-    stored = cache.stored_bytes()  # behind the step it is what stays
+    stored = cache.stored_bytes()  # after the step it is what stays
     cache.end_step()
     kept = 2 * int(tokens * 0.25)
     element = 2 / 8 + 2 * 2 / 16

@@ -60,7 +60,7 @@ def engines(directory: Path) -> None:
 
 @torch.inference_mode()
 def rings(directory: Path) -> None:
-    """Find behind captured decode steps, where rings have turned, and behind several tokens at once the first layer's keys of the right positions."""
+    """Find after captured decode steps, where rings have turned, and after several tokens at once the first layer's keys of the right positions."""
     shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 128}
     tiny = make_tiny("llama", directory / "rings", dtype=torch.bfloat16, **shape)
     (text,) = prompts(300)
@@ -118,7 +118,7 @@ def mixtures(directory: Path) -> None:
 
 @torch.inference_mode()
 def rewriting_at_full_size() -> None:
-    """Time ARKV's eviction from all layers of a model's shape behind a decode step, and what stays at the prompt's end."""
+    """Time ARKV's eviction from all layers of a model's shape after a decode step, and what stays at the prompt's end."""
     model, tokens = resolve_model("qwen2.5-7b").config, 4096
     plan = parse_policy("arkv-quant", sets=["evict.share=0.5"]).plan(model)
     each = plan.pages(tokens + 512)
@@ -268,7 +268,7 @@ def moves_at_full_size() -> None:
 
 @torch.inference_mode()
 def step_at_full_size() -> None:
-    """Time what razor does behind a decode step of a real model's shape: 8 sequences at their budget, one token each."""
+    """Time what razor does after a decode step of a real model's shape: 8 sequences at their budget, one token each."""
     model, batch, tokens = resolve_model("llama-3.1-8b").config, 8, 4096
     policy = parse_policy("razor", sets=["allocate.heads=" + str([[layer, layer % 8] for layer in range(32)])])
     plan = policy.plan(model)

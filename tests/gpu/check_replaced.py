@@ -218,7 +218,7 @@ def close(found: Tensor, want: Tensor, relative: float, what: str) -> None:
 
 
 def captured_engine(directory: Path) -> None:
-    """Judge every step of an engine whose steps are captured, before and behind the first that evicts."""
+    """Judge every step of an engine whose steps are captured, before and after the first that evicts."""
     from tests.tiny import make_rig, make_tiny
     from trtkv.runtime.rows import StepRow
 
@@ -247,7 +247,7 @@ class Captured:
     """What `judge` looks at of an engine."""
 
     def __init__(self, store: PerTokenStore, table: Tensor, seen: Tensor) -> None:
-        """Take a store behind a step."""
+        """Take a store after a step."""
         self.policy, self.stacks, self.rule, self.scale = parse_policy("qhitter", sets=("evict.budget=64",)), store.stacks, store.rule, store.scale
         self.table, self.slots, self.seen = table, torch.arange(3), seen
 

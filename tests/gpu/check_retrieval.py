@@ -29,7 +29,7 @@ from tests.gpu.retrieval_case import DEV, Case, captured, check_attention, check
 
 
 def check_chain(case: Case, budget: int, sink: int, window: int, pooling: str, label: str, capacity: int = 0) -> None:
-    """Score, choose and attend twice: the same bits, right ones. capacity: tokens that scratch is laid out for, the case's own by default."""
+    """Score, choose and attend twice: the same bits, right ones. capacity: tokens that scratch is laid out for, the case's by default."""
     batch, rows = len(case.lens), len(case.lens) * case.heads
     scale, unit = case.dim**-0.5, case.page if case.pages else 1
     sms = torch.cuda.get_device_properties(0).multi_processor_count

@@ -76,7 +76,7 @@ def check_filtered(rows: int, units: int, budget: int, heads: int, pooling: str,
 def check_own_budgets(
     unit: int, group: int, heads: int, lens: list[int], own: list[int], budget: int, dense_below: int = 0, cluster: int = 0
 ) -> None:  # fmt: skip
-    """Rows whose requests asked for smaller budgets choose what a launch of that budget chooses for all."""
+    """Rows whose requests requested smaller budgets choose what a launch of that budget chooses for all."""
     label = f"own budgets unit {unit} heads {heads} cluster {cluster}"
     rows, units = len(lens), -(-max(lens) // unit)
     plan = select.Scratch.plan(rows, heads, "softmax-mean", units, torch.cuda.get_device_properties(0).multi_processor_count)

@@ -150,7 +150,7 @@ def check_selection(case, b, scores, parts, plan, chosen, budget, sink, window, 
         slack = 2e-5
     else:
         top = parts[rows][..., 0, 1].amax(1)
-        pooled = (scores[rows, 0, :count].float() + (ref[:, 0] - top[:, None])).double()  # the selector's own fp32 values
+        pooled = (scores[rows, 0, :count].float() + (ref[:, 0] - top[:, None])).double()  # the selector's fp32 values
         slack = 0.0
     units = -(-stored // unit)
     closed = stored // (32 if unit == 1 else unit) * (32 if unit == 1 else unit)

@@ -106,7 +106,7 @@ def test_engines_whose_plan_lacks_weights(package: Any, tiny_llama: Any, tmp_pat
 def test_engines_that_are_not_what_was_asked_for(package: Any, tiny_llama: Any, tmp_path: Path) -> None:
     directory = saved(package, tmp_path, tiny_llama)
     out = tmp_path / "never"
-    with pytest.raises(BuildError, match=r"has the policy fier \(budget 64.*asked for is fier \(budget 48"):
+    with pytest.raises(BuildError, match=r"has the policy fier \(budget 64.*requested is fier \(budget 48"):
         build_via(request_for(tiny_llama, out, budget=48), Policy("fier", 48), directory)
     other = make_tiny("llama", tmp_path / "other", tokenizer=False, num_hidden_layers=2)
     with pytest.raises(BuildError, match="has num_hidden_layers 3, the model has 2"):

@@ -1,4 +1,4 @@
-"""Launches through cuda-bindings' own objects, with a driver that notes what it is given."""
+"""Launches through cuda-bindings' objects, with a driver that notes what it is given."""
 
 from __future__ import annotations
 

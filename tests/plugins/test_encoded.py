@@ -70,7 +70,7 @@ def make_pages(form: Format, dim: int, dtype: torch.dtype) -> launch.Pages:
 
 
 def check(pages: launch.Pages, table: Tensor, role: Any, history: tuple[Tensor, Tensor], ends: tuple[int, int]) -> None:
-    """Compare codes and metadata with the role's, bit for bit; what lies behind them is as it was."""
+    """Compare codes and metadata with the role's, bit for bit; what lies after them is as it was."""
     form = pages.format
     for name, x, end in zip(("keys", "values"), history, ends, strict=True):
         got, want = reference.stored_numbers(pages, table, name), role.encode(x[:, :end], name)
@@ -313,7 +313,7 @@ def check_kept(paged: Rig, held: Rig) -> None:
             assert cache.lengths == (store.keeper.ledger.stored(slot)[group],) * paged.plan.num_kv_heads == (row.stored,) * paged.plan.num_kv_heads
             assert row.stored < row.seen or slot
             for part, found in zip(("keys", "values"), store.seen(layer, row), strict=True):
-                # Behind the step, kivi has encoded what this step's attention still read as it was.
+                # After the step, kivi has encoded what this step's attention still read as it was.
                 want = torch.stack([one.parts[part].decoded() for one in cache.heads])
                 end = min(store.form.seen(row.stored, store._runs[slot][group]))
                 torch.testing.assert_close(found[:, :end], want[:, :end], rtol=1e-3, atol=1e-3 * float(want.abs().max()))

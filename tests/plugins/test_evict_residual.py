@@ -60,7 +60,7 @@ def steps_of(decoded: int) -> list[list[tuple[int, int, int]]]:
 
 
 def run(rig: Rig, texts: Tensor, decoded: int, after: Any = None) -> tuple[Tensor, list[int]]:
-    """Feed fixed tokens: logits, and the bytes stored behind each step."""
+    """Feed fixed tokens: logits, and the bytes stored after each step."""
     logits, sizes = [], []
     for step in steps_of(decoded):
         rows = [
@@ -106,7 +106,7 @@ def test_a_session_stores_and_answers_like_the_definition(wide: TinyModel, polic
 
 
 def check_layer(paged: Rig, cache: LayerCache, layer: int, slot: int) -> None:
-    """Compare lengths, counts, codes and what is in full precision with the definition's, behind a step."""
+    """Compare lengths, counts, codes and what is in full precision with the definition's, after a step."""
     assert isinstance(paged.cache, GroupedCache)
     store, group = paged.cache.store, paged.plan.page_groups[layer]
     assert store.residual_evictor is not None
@@ -180,7 +180,7 @@ def compare_bits(store: EncodedStore, layer: int, slot: int, pages: list[int], c
         assert torch.equal(ring[slot][:, torch.arange(end, stored) % form.ring].float(), whole[:, end:])
         if end:
             numbers = reference.stored_numbers(store.pages[layer], table, part)
-            # A run's codes were made where it settled, so what they stand for says what they are.
+            # A run's codes were made where it settled, so what they represent says what they are.
             assert torch.equal(reference.decode(store.pages[layer], table, part)[:, :end], whole[:, :end])
             compared += numbers["codes"][:, :end].numel()
     return compared

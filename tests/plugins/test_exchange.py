@@ -101,7 +101,7 @@ class Case:
         return paid, mass + paid
 
     def expected(self, b: int) -> Tensor:
-        """Return where what lies at each place [L, Hk, K] behind the step lay before it: the place of the one that goes takes the newest."""
+        """Return where what lies at each place [L, Hk, K] after the step lay before it: the place of the one that goes takes the newest."""
         stored, seen, rule = self.stored[b], self.seen[b], self.rule
         if stored <= rule.budget:
             return torch.arange(stored).expand(self.layers, self.heads, -1)
@@ -186,7 +186,7 @@ def test_more_sequences_than_fit_take_turns(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("stay", [True, False])
 @pytest.mark.parametrize("name", ["h2o", "tova", "streaming"])
 def test_a_step_evicts_by_itself(name: str, stay: bool, tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU it does so behind its last layer; here the torch form's attention is followed by the same call."""
+    """On a GPU it does so after its last layer; here the torch form's attention is followed by the same call."""
     pytest.importorskip("triton")
     texts, policy, found = prompts(49, 45), small(name, 48), []
     for alone in (True, False):

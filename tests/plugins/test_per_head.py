@@ -1,4 +1,4 @@
-"""KV heads that keep different numbers of tokens, in pages of their own: against the definition, and kernels against what they are to do."""
+"""KV heads that keep different numbers of tokens, in their own pages: against the definition, and kernels against what they are to do."""
 
 from __future__ import annotations
 

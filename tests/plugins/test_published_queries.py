@@ -48,7 +48,7 @@ def test_words_that_nobody_took_are_emptied() -> None:
         published_queries.attended(one)
         words = published_queries.publish(one, 1, overlap=True)
         assert words is not None
-        words.fill_(7)  # the append runs, and the step fails behind it
+        words.fill_(7)  # the append runs, and the step fails after it
         forget()
         published_queries.attended(one)
         assert published_queries.publish(one, 2, overlap=True) is words and bool((words == -1).all())
@@ -61,7 +61,7 @@ def test_captured_steps_find_words_empty() -> None:
     published_queries.attended(one)
     words = published_queries.publish(one, 1, overlap=True)
     assert words is not None
-    words.fill_(7)  # the step fails behind its append
+    words.fill_(7)  # the step fails after its append
     published_queries.settle(one)
     assert bool((words == -1).all()) and published_queries.take(one, 1) is None
 

@@ -126,7 +126,7 @@ def run(twins: Twins, cache: Cache, inputs: list[Tensor]) -> tuple[Tensor, Tenso
     return chosen, outs[0], outs[1]
 
 
-OWN = {1: 78, 2: 50}  # budgets of slots whose requests ask for less; 78 is not a whole number of pages
+OWN = {1: 78, 2: 50}  # budgets of slots whose requests request less; 78 is not a whole number of pages
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["", "own"])
@@ -172,7 +172,7 @@ def test_a_step_that_selects_with_the_query_before_it_finds_that_query(monkeypat
     budget = twins.select.budget
     monkeypatch.setattr(select_units, "speculate", lambda *given: (asked.append(twins.stored[0]), speculate(*given))[1])
     for cache in (twins.plain, twins.wired):
-        cache.overrides.set(0, Override(tau=-1.0))  # no head selects with its own query, but in the first step behind a prompt
+        cache.overrides.set(0, Override(tau=-1.0))  # no head selects with its own query, but in the first step after a prompt
     first, second = budget - 6, budget - 4  # prompts: the slot is used again
     for prompt, new in ((first, first), *[(first, 1)] * 20, (second, second), *[(second, 1)] * 8):
         inputs = twins.begin({0: new}, {0: prompt})

@@ -1,4 +1,4 @@
-"""Stamps of needed pages, and the end of the oldest: kernels against RaaS's own words."""
+"""Stamps of needed pages, and the end of the oldest: kernels against RaaS's words."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_every_step_finds_its_inputs(fetched: bool) -> None:
             if kind < 3 and len(pages[b]) < WIDTH:
                 pages[b] = pages[b] + [draw.randrange(500)]
             elif kind == 3:
-                while waiting:  # other pages are copied, here at once and not behind the steps before
+                while waiting:  # other pages are copied, here at once and not after the steps before
                     compare()
                 pages[b] = [draw.randrange(500) for _ in range(draw.randrange(1, 20))]
         slots = draw.sample(range(SLOTS), batch)

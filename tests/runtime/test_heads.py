@@ -153,7 +153,7 @@ RAZOR_H2O = POLICIES["razor, h2o"]
 
 
 def test_what_is_planned_is_what_the_allocator_lends(tiny_llama: TinyModel, tmp_path: Path) -> None:
-    """Behind a prompt and its first token, pages that are owned are those that `trtkv plan` counts."""
+    """After a prompt and its first token, pages that are owned are those that `trtkv plan` counts."""
     sets = ("allocate.heads=[[0, 1], [2, 0]]",)
     limits = {"max_seq_len": 256, "max_batch_size": 2, "max_chunk_tokens": 64}
     path = build(str(tiny_llama.path), "razor", budget=64, sets=sets, out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Engines whose ops run as kernels, their decode steps captured: the same answers as the torch forms, within the dtype's own error."""
+"""Engines whose ops run as kernels, their decode steps captured: the same answers as the torch forms, within the dtype's error."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def compare(policy: str, dtype: str, model: TinyModel, tmp_path: Path, monkeypat
 
 
 def three(*lengths: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Three prompts and the 40 tokens that are fed behind each."""
+    """Three prompts and the 40 tokens that are fed after each."""
     return prompts(*lengths), [torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(slot)).tolist() for slot in range(3)]
 
 

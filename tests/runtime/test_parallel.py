@@ -292,7 +292,7 @@ def test_pages_of_two_gpus_on_the_host_answer_as_those_on_the_gpus(policy: str, 
 
 
 def part_logits(directory: Path, device: str, *, offload: bool = False) -> torch.Tensor:
-    """Logits [6, V] fp64 of a fixed text, one token a step behind its prompt."""
+    """Logits [6, V] fp64 of a fixed text, one token a step after its prompt."""
     engine = open_parts(directory, Options(device=device, executor="torch", cache_bytes=1 << 28, dense_below=0, offload=offload))
     tokens = torch.randint(0, 262, (106,), generator=torch.Generator().manual_seed(0)).tolist()
     slot, pages = engine.slots.pop(), engine.pages.take(engine.manifest.cache.pages(len(tokens)))

@@ -56,7 +56,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture(scope="module", params=ENGINES)
 def pair(request: pytest.FixtureRequest, llama: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine]:
-    """An engine in which sequences give way, and one with all its pages on the device and room for all."""
+    """An engine in which sequences are preempted, and one with all its pages on the device and room for all."""
     policy, _, hosted = request.param.partition(" ")
     path = built(llama.path, policy, tmp_path_factory.mktemp("swap"))
     return scarce(path, bool(hosted)), open_engine(path, Options())
@@ -387,5 +387,5 @@ def test_what_is_not_swapped_out_and_why(llama: TinyModel, tmp_path: Path) -> No
     engine.cache.parts = 2
     assert "several processes" in (swap.why_not(engine.cache) or "")
     held = open_engine(build(str(llama.path), "kivi", out=tmp_path / "kivi", backend="none", **LIMITS), Options())
-    assert "never give way" in (swap.why_not(held.cache) or "")
+    assert "never preempted" in (swap.why_not(held.cache) or "")
     assert Batcher(held, None).scheduler.swap is None

@@ -1,4 +1,4 @@
-"""The dashboard asks for families that exist, with labels that they have."""
+"""The dashboard requests families that exist, with labels that they have."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Listener:
         return self.metrics.registry.get_sample_value(name, {"model_name": "tiny", **labels}) or 0.0
 
     def until(self, name: str, wanted: float, **labels: str) -> None:
-        """Wait for a metric: the engine counts behind the events."""
+        """Wait for a metric: the engine counts after the events."""
         end = time.monotonic() + PATIENCE_S
         while self.value(name, **labels) != wanted:
             assert time.monotonic() < end, self.value(name, **labels)

@@ -1,4 +1,4 @@
-"""The real tritonserver: over HTTP, over gRPC and behind the front; killed, crowded, left by clients, stopped.
+"""The real tritonserver: over HTTP, over gRPC and after the front; killed, crowded, left by clients, stopped.
 
 Runs where TRTKV_TRITON_ENV names a virtual environment with trtkv[serve,triton].
 """

@@ -25,7 +25,7 @@ MOST_PLACES = 12  # where a GPU waits that a record names
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """A load: sequences that are kept going, tokens of prompts and answers (answers differ by up to a half), seconds that are watched."""
+    """A load: how many sequences run at a time, tokens of prompts and answers (answers differ by up to a half), seconds that are watched."""
 
     count: int
     prompt_tokens: int
@@ -94,7 +94,7 @@ def busy_share(spans: Sequence[Span]) -> float:
 
 
 def idle_by_place(spans: Sequence[Span]) -> dict[str, float]:
-    """Return the shares of the time in which nothing runs, by what ran before and what ran behind ("a > b"), the largest first."""
+    """Return the shares of the time in which nothing runs, by what ran before and what ran after ("a > b"), the largest first."""
     ordered, idle = sorted(spans), dict[str, float]()
     if not ordered:
         return {}

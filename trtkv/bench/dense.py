@@ -52,7 +52,7 @@ def torch_calls(case: Case, sets: int, device: torch.device) -> dict[str, Call]:
 def flashinfer_call(case: Case, sets: int, device: torch.device) -> Call:
     """Plan FlashInfer's paged decode for a CUDA graph: pages of 32 tokens, heads before tokens, tensor cores where heads share keys.
 
-    The form is named, because what FlashInfer 0.6.0 takes by itself on sm_90 reads a long sequence of a KV head by one block.
+    The form is named, because what FlashInfer 0.6.0 chooses by default on sm_90 reads a long sequence of a KV head by one block.
     """
     import flashinfer
 

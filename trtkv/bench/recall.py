@@ -1,7 +1,7 @@
 """Decode steps of one engine with its pages on the device and on the host, each way of bringing them back in turn.
 
 With random weights the queries of consecutive steps have nothing in common, and most selected pages are new ones. The tokens of the decode steps
-are therefore taken from a few whose embeddings are drawn towards one of them: `drift` is the share of their own in the sum, and can be found
+are therefore taken from a few whose embeddings are drawn towards one of them: `drift` is the token's share in the sum, and can be found
 for a wanted number of pages that move. Each row says how alike consecutive queries were and how many pages moved.
 """
 

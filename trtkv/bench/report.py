@@ -18,7 +18,7 @@ TITLES = {
 
 
 def table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-    """Return titles and cells of records that are alike in their op; columns that no record fills are left out, "-" stands for what one lacks."""
+    """Return titles and cells of records that are alike in their op; columns that no record fills are left out, "-" marks a missing value."""
     figures = (*(f"{name}_us" for name in STAGES), "ratio", "bound_us", "times_bound", "achieved_GBps")
     status = ["status"] if any(record["status"] != "ok" for record in records) else []
     columns = ["geometry", "batch", "context", "policy", *status, *(name for name in figures if any(name in record for record in records))]

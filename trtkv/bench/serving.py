@@ -90,7 +90,7 @@ def serve(engine_dir: Path, traffic: Traffic, options: Options, command: str, re
 
 
 def _swapped(batcher: Batcher) -> dict[str, float]:
-    """Say what became of the sequences that gave way."""
+    """Say what became of the preempted sequences."""
     swap = batcher.scheduler.swap
     out, back, size, taken = (0, 0, 0, 0) if swap is None else (swap.out, swap.back, swap.out_bytes + swap.in_bytes, swap.taken_bytes)
     return {"recomputed": batcher.scheduler.recomputed, "swapped_out": out, "swapped_in": back, "swapped_bytes": size, "swap_host_bytes": taken}

@@ -29,7 +29,7 @@ from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.memory import HEADROOM, available_bytes, readable
 
-# What a name of --store stands for: a policy whose cache lies so, and fields of it.
+# What a name of --store represents: a policy whose cache lies so, and fields of it.
 STORES: dict[str, tuple[str, tuple[str, ...]]] = {
     "int2": ("kivi", ("quantize.bits=2",)),
     "int4": ("kivi", ("quantize.bits=4",)),

@@ -1,7 +1,7 @@
 """Turns a GGUF file of the llama architecture into a Hugging Face directory, tensor by tensor.
 
 The `gguf` package reads and dequantizes; llama.cpp's row order of the query and key projections is undone here, and the tokenizer is
-rebuilt from the file's own metadata.
+rebuilt from the file's metadata.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ PATTERNS = ("config.json", "generation_config.json", "model*.safetensors", "mode
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """A GGUF file inside a wheel; the wheel's own dependencies are not wanted, so it is never imported."""
+    """A GGUF file inside a wheel; the wheel's dependencies are not wanted, so it is never imported."""
 
     requirement: str
     module: str

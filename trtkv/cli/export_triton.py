@@ -37,7 +37,7 @@ def export_triton(
     Args:
         engine: Engine directories that trtkv build made; a model's name is its directory's.
         output: Model repository; models of the same names in it are replaced with --force only.
-        unary: Add a second model NAME_unary for clients that want one response (HTTP infer, unary gRPC); it holds an engine of its own.
+        unary: Add a second model NAME_unary for clients that want one response (HTTP infer, unary gRPC); it opens a second engine.
         weights: Checkpoint directory as Triton will see it, or random; the one that the engine was built from by default.
         copy_weights: Copy the checkpoint's safetensors into the repository, so that nothing outside it is needed.
         device: auto, cpu, cuda or cuda:N.

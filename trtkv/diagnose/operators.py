@@ -1,4 +1,4 @@
-"""An executor's step, operator by operator, in exact arithmetic and in the engine's own dtype.
+"""An executor's step, operator by operator, in exact arithmetic and in the engine's dtype.
 
 Standard operators run in ONNX's reference evaluator, the plugin ops in their reference forms. Rows of a step are independent outside attention, so
 of a long prompt a few rows are compared: the first and the last of every sequence and some between. So are columns of a product with a weight.
@@ -114,7 +114,7 @@ class Shadow:
 
 @dataclass(slots=True)
 class _Step:
-    """One step of a shadow: both forms of every value so far, for the compared rows; single names those that the graph computes in fp32."""
+    """One recomputed step: both forms of every value so far, for the compared rows; single names those that the graph computes in fp32."""
 
     shadow: Shadow
     inputs: Mapping[str, Tensor]
@@ -187,7 +187,7 @@ class _Step:
         self.columns[name] = columns = shadow.columns(node.input[1])
         weights = [shadow.weight(one, columns) for one in node.input[1:]]
         (self.exact[name],) = _run(op, [self.exact[node.input[0]], *(one.to(shadow.wide) for one in weights)])
-        # A long sum's rounding depends on its order: torch's own is what the executor is measured by.
+        # A long sum's rounding depends on its order: torch's is what the executor is measured by.
         self.narrow[name] = shadow.round(torch.nn.functional.linear(self.narrow[node.input[0]], *(one.float() for one in weights)))
 
     def _argument(self, name: str, env: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

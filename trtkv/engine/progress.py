@@ -50,7 +50,7 @@ class Fraction:
 
 
 class Monitor:
-    """What the builder tells about its progress, and asks whether to go on; `make_monitor` adds TensorRT's own base class."""
+    """Receives the builder's progress, and says whether to go on; `make_monitor` adds TensorRT's base class."""
 
     interface: Any  # TensorRT's base class
 
@@ -64,7 +64,7 @@ class Monitor:
 
     @property
     def stopped(self) -> bool:
-        """Whether the build was told to end."""
+        """Whether the build was cancelled."""
         return self._stop.is_set()
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Which GPUs a build is for: those asked for, as far as TensorRT and the compilers of the kernels know them."""
+"""Which GPUs a build is for: those requested, as far as TensorRT and the compilers of the kernels know them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from plugins.tensorrt import cuda
 from plugins.tensorrt.backend import Backend
 from trtkv.errors import BuildError
 
-PORTABLE_SMS = ("80", "86", "89", "120")  # what a backend that builds without a GPU builds for unless told otherwise
+PORTABLE_SMS = ("80", "86", "89", "120")  # what a backend that builds without a GPU builds for by default
 KERNEL_SMS = ("80", "89", "90", "120")  # what kernels are compiled for on a machine without a GPU: each runs on its whole generation
 NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Compute capabilities of the plan (none: the backend's own choice) and of the kernels; no_plan says why there is no plan to build."""
+    """Compute capabilities of the plan (none: the backend's choice) and of the kernels; no_plan says why there is no plan to build."""
 
     plan: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ def parse_sms(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def choose_targets(words: Sequence[str], backend: Backend | None, *, insisted: bool) -> Targets:
-    """Divide what was asked for between plan and kernels; without a word kernels are for the GPU at hand, or for all where there is none.
+    """Divide what was requested between plan and kernels; by default kernels are for the GPU at hand, or for all where there is none.
 
     A plan is for those that the backend supports. Where it supports none there is no plan, unless the user insisted on the backend: then the
     plan's builder says so. Raises BuildError for a word that is no compute capability or one that nothing here builds for.

@@ -46,7 +46,7 @@ Event = Failed | tuple[str, float]  # why a worker ended, or a cell's key and th
 def run_cells(cells: Sequence[Cell], setup: Setup, directory: Path, jobs: int, progress: Progress, maker: SampleMaker | None = None) -> None:
     """Run the cells that the results in a directory lack; other processes may do the same at once, and no cell runs twice.
 
-    Raises what a cell raises; cells finished before are kept. Ctrl-C loses the cells that were running, and nothing else.
+    Raises what a cell raises; cells finished before are saved. Ctrl-C loses the cells that were running, and nothing else.
     """
     jobs = min(jobs, len(cells))
     if jobs > 1:
@@ -133,7 +133,7 @@ def _worker(cells: Sequence[Cell], setup: Setup, directory: Path, jobs: int, eve
 
 
 class _Teller:
-    """Tells the parent how far a cell is, in steps that are worth it, and ends a worker whose parent has gone."""
+    """Reports a cell's progress to the parent, not too often, and ends a worker whose parent has died."""
 
     def __init__(self, events: Queue[Event]) -> None:
         self._events, self._told = events, 0.0

@@ -34,7 +34,7 @@ CHOOSE = (
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """How a dataset is asked and scored: template with {context} and {input}, longest answer, and whether only the answer's first line counts."""
+    """How a dataset is prompted and scored: template with {context} and {input}, longest answer, and whether only the answer's first line counts."""
 
     metric: metrics.Metric
     max_new_tokens: int
@@ -94,7 +94,7 @@ class Row(BaseModel):
 
     @property
     def about(self) -> Dataset:
-        """How the row is asked and scored."""
+        """How the row is prompted and scored."""
         return DATASETS[self.dataset]
 
 

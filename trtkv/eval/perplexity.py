@@ -1,4 +1,4 @@
-"""Perplexity by sliding window: each window's end is fed token by token behind its beginning, so that the policy acts as in decoding.
+"""Perplexity by sliding window: each window's end is fed token by token after its beginning, so that the policy acts as in decoding.
 
 Windows of `length` tokens advance by the tokens that they score, so every token is scored once and sees at least length minus these before it.
 """

@@ -44,7 +44,7 @@ class Subject:
 
     @property
     def is_reference(self) -> bool:
-        """Whether every token is kept exactly and read."""
+        """Whether every token is stored exactly and read."""
         return not self.policy.roles
 
     @property
@@ -108,7 +108,7 @@ def model_subjects(
 
 
 def engine_subjects(engines: Sequence[Path], weights: str | None, reference: bool) -> Callable[[int], Iterator[Subject]]:
-    """Return a function from a length to the subjects at it: the engines, behind the reference of every model among them that brings none."""
+    """Return a function from a length to the subjects at it: the engines, after the reference of every model among them that brings none."""
     found = [_engine_subject(engine, read_manifest(engine), weights) for engine in dict.fromkeys(engines)]
     subjects = [subject for subject, _ in found]
     if reference:

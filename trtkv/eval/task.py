@@ -23,7 +23,7 @@ Encode = Callable[[str], Sequence[int]]
 class Sample:
     """One prompt: context is the document, question what follows it with its separator, so that their concatenation is the prompt.
 
-    answers are what `score` looks for; target is the text that teacher forcing expects directly behind the prompt, empty where no single text is
+    answers are what `score` looks for; target is the text that teacher forcing expects directly after the prompt, empty where no single text is
     right; max_new_tokens is the longest answer; depth says where the needle stands, 0 at the start, 1 at the end.
     """
 
@@ -54,7 +54,7 @@ class TaskOptions:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What a TextTask measures: llm is the opened engine of the cell, full opens the same model without a policy (once; kept for later cells).
+    """What a TextTask measures: llm is the opened engine of the cell, full opens the same model without a policy (once; cached for later cells).
 
     length is the tokens of a sequence, prompt and answer together, and never beyond the engine's; samples the number of texts, batch the sequences
     at once; report takes the fraction that is done.

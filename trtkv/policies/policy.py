@@ -89,7 +89,7 @@ class Policy(BaseModel):
         return self
 
     def clash(self) -> tuple[Role, str, Role | None] | None:
-        """Return the first role that lacks a capability, the capability, and the role that takes it away (None: nobody gives it)."""
+        """Return the first role that lacks a capability, the capability, and the role that removes it (None: no role gives it)."""
         given = {name for name, (native, _) in CAPABILITIES.items() if native}.union(*(role.gives for role in self.roles.values()))
         for role in self.roles.values():
             for other in self.roles.values():
@@ -187,7 +187,7 @@ def _conflict(policy: Policy, role: Role, capability: str, other: Role | None) -
         problem = f"'{policy.name}': {mine} needs {capability} ({what}), which no other role gives"
         works = suggestions[-1](role, None)
         return PolicyConflict(problem, f"A preset that works: {works[0]}." if works else "Fill the role that gives it.")
-    problem = f"'{policy.name}': {mine} needs {capability} ({what}), which {other.kind} role '{_file(other)}' takes away"
+    problem = f"'{policy.name}': {mine} needs {capability} ({what}), which {other.kind} role '{_file(other)}' removes"
     works = suggestions[-1](role, other.kind) or suggestions[-1](other, role.kind)
     return PolicyConflict(problem, f"A preset that works: {works[0]}." if works else "Use the roles one at a time.")
 

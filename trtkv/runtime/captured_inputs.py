@@ -102,7 +102,7 @@ class StagedInputs:
         self._turn = (self._turn + 1) % QUEUED
 
     def _follow(self, rows: Sequence[StepRow], grown: np.ndarray) -> None:
-        """Bring the page table up to date: a page more by the fetched block, everything else by copies in front of it."""
+        """Bring the page table up to date: a page more by the fetched block, everything else by copies before it."""
         if self._grew[self._turn]:
             grown[0] = -1
             self._grew[self._turn] = False

@@ -1,7 +1,7 @@
 """Prompt pages on disk, a third tier: what one prompt filled serves prompts that begin alike, also after the process has ended.
 
-A file is one page: its rows of every paged buffer, behind a header that says for which cache plan, model and weights, and before a checksum of all of
-it. Its name is the page's key, which stands for the page's tokens and all tokens before them.
+A file is one page: its rows of every paged buffer, after a header that says for which cache plan, model and weights, and before a checksum of all of
+it. Its name is the page's key, which represents the page's tokens and all tokens before them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pinned host memory that the device reads and writes: allocated layer by layer, near the GPU, given back when nobody uses it."""
+"""Pinned host memory that the device reads and writes: allocated layer by layer, near the GPU, freed when it is no longer used."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _check_kernels(plan: CachePlan, device: torch.device) -> None:
 
 
 def recall_of(plan: CachePlan, engine: str = "auto") -> Recall:
-    """Say how pages come back under a plan's own schedule: ahead of the step that reads them, unless it is "blocking" or the host copies.
+    """Say how pages are recalled under a plan's schedule: ahead of the step that reads them, unless it is "blocking" or the host copies.
 
     Only a policy that selects with the previous step's query gains from it: what others choose with this step's query has just been read.
     engine is one of ENGINES: what moves pages, "auto" what is measured to be faster when the engine is opened. Raises UnknownName for another.

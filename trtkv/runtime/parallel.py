@@ -98,7 +98,7 @@ class LeadingStepper(Stepper):
         try:
             return self._own.run(rows)
         except RuntimeError as error:
-            # A collective breaks when a process at its other end has gone.
+            # A collective breaks when a process at its other end has died.
             raise self._failure(str(error).splitlines()[0]) from None
 
     @property
@@ -113,7 +113,7 @@ class LeadingStepper(Stepper):
 
     def launch(self, rows: Sequence[StepRow], asks: Sequence[Ask]) -> Chosen:
         """Run one step and choose its next tokens as `Stepper.launch` does; raises EngineError when another part has failed."""
-        counted = [replace(ask, history=((), 0)) if ask.history and ask.continues else ask for ask in asks]  # a slot's own count goes on
+        counted = [replace(ask, history=((), 0)) if ask.history and ask.continues else ask for ask in asks]  # a slot's count goes on
         for follower in self._followers:
             self._send(follower, "launch", ([_without_known_pages(row, follower.known) for row in rows], counted))
         try:
@@ -263,7 +263,7 @@ def _meet(count: int, store: str, device: str, followers: Sequence[Follower]) ->
 
 
 def _leaving(group: Any) -> Callable[[], None]:
-    """Return a function that leaves a group and waits for that, but not for ever: what still holds the group is told to let go all the same."""
+    """Return a function that leaves a group and waits for that, but not for ever: what still holds the group is then aborted."""
     thread, lock = threading.Thread(target=getattr(group, "abort", lambda: None), daemon=True), threading.Lock()
 
     def leave() -> None:

@@ -23,7 +23,7 @@ class Copied:
 
 @dataclass(eq=False, slots=True)
 class Left:
-    """What a sequence that gave way has in host memory: its slot's record, and the pages behind those that it still owns."""
+    """What a preempted sequence has in host memory: its slot's record, and the pages after those that it still owns."""
 
     slot: Place | None
     tail: list[Copied] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Running:
 
     Higher priority runs first; reused counts prompt tokens whose pages another prompt had filled, keys names the prompt's full pages; began_s is
     when it first got a place (monotonic seconds). pages are those of a cache that grows; where it shrinks, its claim has them. left is what
-    a sequence that gave way has in host memory beside the pages that it still owns, arriving what is on its way back.
+    a preempted sequence has in host memory beside the pages that it still owns, arriving what is on its way back.
     """
 
     request: int

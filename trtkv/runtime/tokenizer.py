@@ -139,7 +139,7 @@ class Detokenizer:
         return "" if self._in_bytes else self._advance(final=False)
 
     def flush(self) -> str:
-        """Return what was held back; the end of an incomplete character is U+FFFD."""
+        """Return the text not yet returned; the end of an incomplete character is U+FFFD."""
         return self._advance(final=True)
 
     def _advance(self, final: bool) -> str:

@@ -1,6 +1,6 @@
 """Fills tensors of a GPU from files at the speed of the disk or of the host link.
 
-Several threads read pieces into pinned memory of their own. Each has two buffers and a stream: while one piece is on its way to the device, the next
+Several threads read pieces into pinned their own memory. Each has two buffers and a stream: while one piece is on its way to the device, the next
 is read. Pieces of another dtype, or of which only some columns are wanted, are cut and converted on the device.
 """
 
@@ -93,7 +93,7 @@ def _work(
     size: int,
     ready: torch.cuda.Event | None,
 ) -> None:
-    """Read and copy pieces until there are none, or until told to stop."""
+    """Read and copy pieces until there are none, or until stopped."""
     try:
         # A new thread begins on the first GPU, and outside of inference mode: tensors that were made inside take no copies there.
         with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():

@@ -150,7 +150,7 @@ class Keys:
 
 
 class Count:
-    """Counts answers by path and status; 499 are those whose client had gone."""
+    """Counts answers by path and status; 499 are those whose client disconnected."""
 
     def __init__(self, app: ASGIApp, metrics: Prometheus) -> None:
         self.app, self.answers = app, metrics.answers

@@ -1,4 +1,4 @@
-"""Engines as the HTTP front sees them: one in this process, or one behind Triton (`triton_backend.py`)."""
+"""Engines as the HTTP front sees them: one in this process, or one in Triton (`triton_backend.py`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROBE = SamplingParams(max_tokens=1, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the front knows of an engine without asking it."""
+    """What the front knows of an engine without a request to it."""
 
     name: str
     policy: str
@@ -110,10 +110,10 @@ class LocalAnswer:
 
 
 class LocalBackend:
-    """An engine in this process, driven by a thread of its own."""
+    """An engine in this process, driven by its own thread."""
 
     def __init__(self, llm: LLM, facts: Facts, metrics: Prometheus, max_waiting: int = 256) -> None:
-        """Take over an opened engine; must be made in the event loop that will ask it."""
+        """Take over an opened engine; must be made in the event loop that will use it."""
         self.facts, self.tokenizer, self._llm = facts, llm.tokenizer, llm
         self._loop = asyncio.get_running_loop()
         self._probing: asyncio.Task[None] | None = None

@@ -1,4 +1,4 @@
-"""What a client is told when a request cannot be served, with the HTTP status that means it."""
+"""What a client receives when a request cannot be served, with the HTTP status that means it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Failure(BaseModel):
 
 
 class Busy(TrtkvError):
-    """More requests wait than the server takes; the client should come back."""
+    """More requests wait than the server takes; the client should retry."""
 
 
 class Unavailable(TrtkvError):

@@ -164,7 +164,7 @@ async def read_body(request: Request, most_bytes: int) -> bytes:
 
 
 class Reply(Response):
-    """Sends an answer whole or as a stream; a client that goes away ends its generation."""
+    """Sends an answer whole or as a stream; a client that disconnects ends its generation."""
 
     def __init__(self, asked: Asked, answer: Answer) -> None:
         """Take over a request that has been queued."""
@@ -173,7 +173,7 @@ class Reply(Response):
         self.status_code = 200
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Race the answer against the client's going away."""
+        """Race the answer against the client's disconnection."""
         gone, work = asyncio.create_task(_until_gone(receive)), asyncio.create_task(self._send(send))
         try:
             await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
@@ -188,7 +188,7 @@ class Reply(Response):
             await asyncio.gather(gone, work, return_exceptions=True)
 
     async def _send(self, send: Send) -> None:
-        # The first events come before the status line: what fails before the first token has a status of its own.
+        # The first events come before the status line: what fails before the first token has its own status.
         events = await self.answer.next()
         failed = next((one.error for one in events if one.error is not None), None)
         if failed is not None:
@@ -252,7 +252,7 @@ def _model(backend: Backend) -> dict[str, Any]:
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """Answer what went wrong in the API's own form."""
+    """Answer what went wrong in the API's form."""
     error = refusal(error) if isinstance(error, RequestValidationError) else error
     status = status_of(error)
     headers = {"retry-after": "1"} if status in (429, 503) else {"www-authenticate": "Bearer"} if status == 401 else None

@@ -1,4 +1,4 @@
-"""Evicting after a step: which sequences and layers are due, what stays, and the move in their pages."""
+"""Evicting after a step: which sequences and layers are due, which tokens stay, and the move in their pages."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Compactor:
             raas.run(stacks, group, rule, own, step)
 
     def _observe(self, group: int, row: Row, account: Account) -> None:
-        """Bring what the role counts up to date: the attention of a decode step's query, and the role's own numbers."""
+        """Bring what the role counts up to date: the attention of a decode step's query, and the role's numbers."""
         if "attention_mass" in self._evict.needs and row.answers and not self._evict.prompt_only:
             if self.kernels:
                 keys, ring, mass = (self._stacks.groups[name][group] for name in ("keys", "last_queries", "attention_mass"))

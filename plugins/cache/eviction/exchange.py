@@ -79,7 +79,7 @@ class Scratch:
 
 
 def run(stacks: Stacks, group: int, rule: Exchange, scratch: Scratch, step: Step) -> None:
-    """Evict from the layers of a page group behind a decode step."""
+    """Evict from the layers of a page group after a decode step."""
     for some in step.cut(scratch.sequences):
         _run_some(stacks, group, rule, scratch, some)
 

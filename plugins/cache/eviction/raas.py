@@ -59,7 +59,7 @@ class Scratch:
 
 
 def run(stacks: Stacks, group: int, rule: Stamp, scratch: Scratch, step: Step) -> None:
-    """Stamp what is needed in the layers of a page group behind a decode step, and evict from sequences with a unit too many."""
+    """Stamp what is needed in the layers of a page group after a decode step, and evict from sequences with a unit too many."""
     for some in step.cut(scratch.sequences):
         _run_some(stacks, group, rule, scratch, some)
 

@@ -1,4 +1,4 @@
-"""Bounds of pages (Quest, FreeKV, ArkVale's cuboids): computed once when a page is full, kept beside it."""
+"""Bounds of pages (Quest, FreeKV, ArkVale's cuboids): computed once when a page is full, stored beside it."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from trtkv.plan import SelectPlan
 
 
 class MeaningIndex:
-    """Summarizes anew for every query: as slow as reading all keys, and as right as the role's own definition."""
+    """Summarizes again for every query: as slow as reading all keys, and as right as the role's definition."""
 
     def update(self, cache: Cache, layer: int, plan: SelectPlan) -> None:
         """Keep nothing: `score` reads the keys."""

@@ -1,6 +1,6 @@
-"""How many tokens every sequence stores in every page group, in integers: the roles' own functions, walked as the sequence goes on.
+"""How many tokens every sequence stores in every page group, in integers: the roles' functions, walked as the sequence goes on.
 
-The session keeps its account of what is stored by it, the scheduler asks it for pages. No step waits for a device. Where what stays of a prompt is
+The session keeps its account of what is stored by it, the scheduler its page counts. No step waits for a device. Where the rest of a prompt is
 encoded, pages hold that alone: the prompt itself lies elsewhere until it is complete.
 """
 
@@ -21,9 +21,9 @@ Grants = tuple[tuple[int, ...], ...]
 
 @dataclass(slots=True)
 class Account:
-    """One sequence behind its newest tokens; lists hold one number for every page group.
+    """One sequence after its newest tokens; lists hold one number for every page group.
 
-    placed is the number of leading tokens whose logical positions are written: those behind them follow each other up to `seen`. encoded counts
+    placed is the number of leading tokens whose logical positions are written: those after them follow each other up to `seen`. encoded counts
     leading keys and values of each group where the ledger walks a quantize role too; nothing goes or is encoded then before `quiet` tokens.
     """
 
@@ -103,7 +103,7 @@ class EvictingLedger:
         return account
 
     def due(self, account: Account) -> list[int]:
-        """Return the page groups from which tokens go behind this step's attention."""
+        """Return the page groups from which tokens go after this step's attention."""
         if self._prompt_only and account.decoding:
             return []
         return [group for group in range(len(self._first)) if self.evict.due(self.occupancy(account, group))]
@@ -125,7 +125,7 @@ class EvictingLedger:
         self._accounts.pop(slot, None)
 
     def occupancy(self, account: Account, group: int) -> Occupancy:
-        """Describe a layer of a group as roles are asked."""
+        """Describe a layer of a group as roles see it."""
         layer, heads = self._first[group], self.plan.num_kv_heads
         return Occupancy(
             seen=account.seen,
@@ -153,7 +153,7 @@ class EvictingLedger:
         return self.pages_for(prompt, prompt, 0) if seen + count == prompt else [0] * len(self._first)
 
     def pages_to_end(self, slot: int, left: int) -> list[int]:
-        """Return the most pages of each group that a sequence behind its prompt takes for so many more tokens."""
+        """Return the most pages of each group that a sequence past its prompt takes for so many more tokens."""
         account = self._accounts[slot]
         most = self._decode(replace(account, stored=list(account.stored), settled=list(account.settled), placed=list(account.placed)), left)
         return [self.pages_of(one) for one in most]
@@ -187,7 +187,7 @@ class EvictingLedger:
             account.tokens, account.precise = self.evict.grants(self.allocate, self.plan.num_layers, self.plan.num_kv_heads, account.prompt, None)
 
     def _read(self, prompt: int, chunk: int) -> tuple[Account, list[int]]:
-        """Walk through a prompt: its account behind it, and the most tokens that each group stores on the way."""
+        """Walk through a prompt: its account after it, and the most tokens that each group stores on the way."""
         account, most = self._begin(prompt), [0] * len(self._first)
         while account.seen < prompt:
             self._count(account, min(chunk, prompt - account.seen))

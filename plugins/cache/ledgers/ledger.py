@@ -41,11 +41,11 @@ class ShrinkingLedger(Ledger, Protocol):
     """A ledger whose tokens go, so that a sequence reserves its pages when it is admitted."""
 
     def pages_to_end(self, slot: int, left: int) -> list[int]:
-        """Return the most pages of each pool that a sequence behind its prompt takes for so many more tokens."""
+        """Return the most pages of each pool that a sequence past its prompt takes for so many more tokens."""
 
 
 class StepLedger(Ledger, Protocol):
-    """A ledger that counts whole steps by itself; where KV heads differ, what a role measures comes in between."""
+    """A ledger that alone counts whole steps; where KV heads differ, what a role measures comes in between."""
 
     def begin(self, new: Sequence[int], seen: Sequence[int], slots: Sequence[int], prompts: Sequence[int]) -> Sequence[Sequence[int]]:
         """Count a step's new tokens, after which sequences have seen so many; returns the tokens [Y][B] that are stored once they are appended."""

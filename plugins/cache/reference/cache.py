@@ -101,7 +101,7 @@ class ReferenceCache(CountedCache):
         return _align(keys), _align(values)
 
     def evicted(self, slot: int, seen: int) -> float:
-        """Return the tokens that are gone, mean over layers and heads."""
+        """Return the evicted tokens, mean over layers and heads."""
         caches = self._slots.get(slot)
         if not caches or self.plan.evict is None:
             return 0.0

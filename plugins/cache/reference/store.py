@@ -1,4 +1,4 @@
-"""One layer's cache of one sequence, held in tensors exactly as a policy stores it: full precision, codes, or some of each."""
+"""One layer's cache of one sequence, in tensors exactly as a policy stores it: full precision, codes, or some of each."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class HeadStore:
         self.state = {name: x[tokens] for name, x in self.state.items()}
 
     def stop_counting(self) -> None:
-        """Drop the attention that was counted: no role will ask for it again."""
+        """Drop the attention that was counted: no role will request it again."""
         self.counts, self.mass, self.newest = False, self.mass[:, :0].clone(), self.newest[:, :0].clone()
 
     def __len__(self) -> int:

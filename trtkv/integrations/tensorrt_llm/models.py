@@ -16,7 +16,7 @@ from trtkv.integrations.tensorrt_llm.network import Emitter, declare_inputs, rop
 from trtkv.integrations.tensorrt_llm.settings import cache_plan, model_config, refuse_flags
 from trtkv.integrations.tensorrt_llm.surface import Surface, load_surface
 
-# What a step may not ask for, by the name under which TensorRT-LLM hands it to an attention layer or to prepare_inputs.
+# What a step may not request, by the name under which TensorRT-LLM passes it to an attention layer or to prepare_inputs.
 REFUSED_CALLS = ("attention_mask", "spec_decoding_params", "mrope_params", "lora_layer_params", "encoder_output", "cross_kv_cache_gen", "skip_attn")
 REFUSED_INPUTS = (
     "max_draft_len",
@@ -49,7 +49,7 @@ def models() -> Models:
 
 def _params_class(surface: Surface) -> Any:
     class StepParams(surface.attention_params):  # type: ignore[name-defined, misc]
-        """Carries the tensors of a step through TensorRT-LLM's layers, which hand it on by reference."""
+        """Carries the tensors of a step through TensorRT-LLM's layers, which pass it on by reference."""
 
         step: dict[str, Any]
 

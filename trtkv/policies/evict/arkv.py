@@ -50,7 +50,7 @@ class Arkv(Budgeted):
         return 0, self.window
 
     def remaining(self, at: Occupancy) -> tuple[int, ...]:
-        """The budget behind the prompt; in decode the window and alpha of the others."""
+        """The budget after the prompt; in decode the window and alpha of the others."""
         if at.phase == "prefill":
             return super().remaining(at)
         return tuple(self.window + self._past(at) for _ in at.lengths)

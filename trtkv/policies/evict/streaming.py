@@ -36,7 +36,7 @@ class Streaming(Budgeted):
         return rules.Exchange(self.budget, self.sink, 1, "position")
 
     def keep(self, view: CacheView) -> Verdict:
-        """Keep what has been kept so far of the first tokens and the newest ones."""
+        """Keep the first tokens that are still stored, and the newest ones."""
         granted = self.granted(view.at)
         budget, stored = granted[0], view.at.stored
         if len({*zip(view.at.lengths, granted, strict=True)}) != 1 or stored <= budget:

@@ -1,6 +1,6 @@
 """A cache in eight-bit floats, as inference engines offer it, with one e4m3 scale a token and head instead of one for a whole layer.
 
-Every token is encoded behind the attention of the step that appends it, a prompt when it is complete.
+Every token is encoded after the attention of the step that appends it, a prompt when it is complete.
 """
 
 from __future__ import annotations

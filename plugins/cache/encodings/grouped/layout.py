@@ -2,7 +2,7 @@
 
 A tile is 16 tokens. Lane 4 g + t of a warp holds, of keys, tokens g and g + 8 and channels 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of every 16; of values,
 tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9 and channels g and g + 8 of every 16. Its words carry neighbours (channels of a key, tokens of a value)
-in their two halves, so that one mask yields a pair. Nothing is padded: a page has as many bytes as the role's own order has.
+in their two halves, so that one mask yields a pair. Nothing is padded: a page has as many bytes as the role's order has.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ def key_scale(laid: Tensor) -> Tensor:
 
 
 def value_scale(laid: Tensor, share: int) -> Tensor:
-    """Take the scales [..., S, share] of values up again, laid [..., S share]."""
+    """Take the scales [..., S, share] of values up again, as [..., S share]."""
     tiles = laid.unflatten(-1, (-1, TILE * share))
     scale: Tensor = tiles[..., value_meta_places(share).to(laid.device)].flatten(-3, -2)
     return scale
 
 
 def value_minimum(laid: Tensor, share: int) -> Tensor:
-    """Take the minima [..., S, share] of values up again, laid [..., S share]: a tile's group after group."""
+    """Take the minima [..., S, share] of values up again, as [..., S share]: a tile's group after group."""
     minimum: Tensor = laid.unflatten(-1, (-1, share, TILE)).transpose(-1, -2).flatten(-3, -2)
     return minimum

@@ -1,7 +1,7 @@
 """Encoded pages of layers that live on the host: records there, frames and a ring of newest pages on the device.
 
-A page is encoded to its end some steps behind its last token; until then it lies in a ring of pages, which decode steps write to through a table that
-never changes. Behind that its records go to the host.
+A page is encoded to its end some steps after its last token; until then it lies in a ring of pages, which decode steps write to through a table that
+never changes. After that its records go to the host.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def fits(dim: int, dtype: str, arch: str) -> bool:
 
 
 def sums_kernel(group: int, dim: int, dtype: str, arch: str) -> CudaSpec:
-    """Return the kernel for a shape that fits; its launches ask for all of its shared memory."""
+    """Return the kernel for a shape that fits; its launches request all of its shared memory."""
     return SUMS.variant(arch, shared=_shared_bytes(dim), D=dim, BF16=int(dtype == "bf16"), GROUP=group)
 
 

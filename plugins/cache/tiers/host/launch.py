@@ -21,7 +21,7 @@ OPEN = CudaKernel(_SOURCE, "open_pages", (Pointer,) * 8 + (Int,) * 6)
 THREADS = 256
 SHARED = (64 * 1024, 96 * 1024)  # bytes of a block in which it plans; the second where the first does not do
 BUSY = 132  # blocks beyond which more of them a head gain nothing: the bus is full
-FRONT, AHEAD = 12, 4  # vectors that a thread asks for at once: in front of attention, which waits for them, and beside it, with fewer registers
+FRONT, AHEAD = 12, 4  # vectors that a thread requests at once: before attention, which waits for them, and beside it, with fewer registers
 
 
 def recall_pages(

@@ -1,6 +1,6 @@
-"""Steps with a prompt's chunk: new tokens are laid down in whole pages first, then go to the host where they fill a page and to the ring.
+"""Steps with a prompt's chunk: new tokens are written in whole pages first, then go to the host where they fill a page and to the ring.
 
-Decode steps of sequences behind their prompt need none of this on a GPU: they write into the ring.
+Decode steps of sequences past their prompt need none of this on a GPU: they write into the ring.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _plan(store: Offload, step: StepGroup) -> Chunk:
 def begin_chunk(store: Offload, layer: int, chunk: Chunk) -> tuple[Tensor, Tensor]:
     """Make the pages that a layer's new tokens are written to, keys and values [num_rows, Hk, N, D], with what is in the open ones already."""
     tier = store.tiers[layer]
-    store.lane.join()  # the layer before has gone to the host
+    store.lane.join()  # the layer before is on the host
     store.kept.clear()
     keys, values = (tier.keys.new_zeros((chunk.num_rows, *tier.keys.shape[1:])) for _ in range(2))
     store.chunk = keys, values

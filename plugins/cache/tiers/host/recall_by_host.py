@@ -1,6 +1,6 @@
 """Recall that the host carries out: it reads which pages are missing and has them copied, in every layer of every step.
 
-"copies" hands all copies of a layer to the copy engine at once: pages land as they lie on the host in one half of a staging buffer, while those in
+"copies" gives all copies of a layer to the copy engine at once: pages land as they lie on the host in one half of a staging buffer, while those in
 the other half are put into the frames' layout. "blocking" is what ArkVale (NeurIPS 2024) and systems like it do, one copy a page and KV head, waited
 for; it is here to be measured against. Neither can be captured.
 """
@@ -35,7 +35,7 @@ class Missing:
 
 
 def copy_pages(store: Offload, layer: int, rows: Sequence[Row], pending: Tensor) -> None:
-    """Make the copies that pending [B, Hk, 1 + 2 F] int32 asks for, for the decoding sequences of the step, before what is enqueued next."""
+    """Make the copies that pending [B, Hk, 1 + 2 F] int32 requests, for the decoding sequences of the step, before what is enqueued next."""
     missing = find_missing(store, rows, pending[: len(rows)].cpu())  # waits for the selection, so the copies may go to any stream
     if not missing.rows:
         return
@@ -127,7 +127,7 @@ class Stage:
             self._free = [torch.cuda.Event() for _ in range(2)]
 
     def fill(self, half: int, copies: Sequence[Copy]) -> None:
-        """Copy into a half that has been emptied; the step's stream goes on behind it."""
+        """Copy into a half that has been emptied; the step's stream goes on after it."""
         if self._device.type != "cuda":
             for to, source, size in copies:
                 ctypes.memmove(to, source, size)
