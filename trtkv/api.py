@@ -1,4 +1,4 @@
-"""The Python functions after the commands."""
+"""The Python functions of the commands."""
 
 from __future__ import annotations
 

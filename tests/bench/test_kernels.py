@@ -119,7 +119,7 @@ def test_wrong_results_are_found(spoil: Any) -> None:
 
 
 @pytest.mark.parametrize("op", ["append", "select", "attend"])
-def test_each_op_alone_is_checked_behind_its_time_too(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_op_alone_is_checked_after_its_time_too(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, own = [], getattr(Layers, op)
 
     def stop_working(layers: Layers, i: int) -> None:
@@ -209,7 +209,7 @@ class PagedDecode:
         return torch.stack(out)
 
 
-def test_flashinfer_is_asked_for_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_gets_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[PagedDecode] = []
 
     def make_wrapper(*args: Any, **options: Any) -> PagedDecode:

@@ -57,7 +57,7 @@ def test_json_lines(words: list[Any], capsys: Capture) -> None:
         assert one["stored_bytes"] > 0 and one["tokens_read_per_step"] > 0
 
 
-def test_settings_are_shown_and_kept_apart(words: list[Any], capsys: Capture) -> None:
+def test_settings_are_shown_and_distinguished(words: list[Any], capsys: Capture) -> None:
     command = [*words, "--policy", "fier", "--budget", "64", "--no-reference"]
     (plain,) = lines(capsys, *command)
     (changed,) = lines(capsys, *command, "--set", "retrieve.sink=4")

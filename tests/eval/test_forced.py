@@ -12,7 +12,7 @@ from trtkv.eval.task import Sample
 from trtkv.eval.teacher_forcing import follow, force, forced_logprobs, score_answers
 from trtkv.runtime.sampler import SamplingParams
 
-# What stays, moves and is read differs in each: evicted once, evicted while decoding, encoded, selected by token and by page.
+# What is stored, moved and read differs in each: evicted once, evicted while decoding, encoded, selected by token and by page.
 POLICIES = {
     "full": (),
     "snapkv": ("evict.budget=40", "evict.window=8"),
@@ -127,7 +127,7 @@ def test_blind_compression_does_not_see_the_question(tiny_llm: Open) -> None:
     context = "".join(chr(97 + token % 26) for token in tokens_of(90))
     sample = Sample(context, " what was it? ", ("12",), 4, "12")
     blind, seeing = (score_answers(llm, [sample], blind=one)[1].stored_bytes for one in (True, False))
-    # After the prompt every token stays: the question's 14 are held beside the budget only where they are no part of the prompt.
+    # After the prompt every token stays: the question's 14 are stored beside the budget only where they are no part of the prompt.
     assert blind - seeing == 14 * llm.engine.manifest.model.num_layers * 2 * 2 * 16 * 4
 
 

@@ -143,7 +143,7 @@ def test_a_workers_error_is_the_users(tiny_llama: TinyModel, tmp_path: Path) -> 
         run_cells(cells(tiny_llama), replace(SETUP, device="tpu"), tmp_path, 2, no_progress)
 
 
-def test_a_worker_that_is_killed_is_told(tiny_llama: TinyModel, tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_is_reported(tiny_llama: TinyModel, tmp_path: Path) -> None:
     def kill(key: str, fraction: float) -> None:
         for child in multiprocessing.active_children():
             os.kill(child.pid or 0, signal.SIGKILL)
@@ -155,7 +155,7 @@ def test_a_worker_that_is_killed_is_told(tiny_llama: TinyModel, tmp_path: Path) 
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_ctrl_c_and_again(jobs: int, tiny_llama: TinyModel, tmp_path: Path) -> None:
-    """Typed in a shell: everything finished is kept, no process is left, and the same command goes on."""
+    """Typed in a shell: everything finished is saved, no process is left, and the same command goes on."""
     words = ["eval", "--model", tiny_llama.path, "--policy", "fier,streaming", "--budget", "64,96", "--length", "500,450", "--samples", 12]
     words += ["--batch", 1, "--task", "passkey,needle", "--output", tmp_path, "--jobs", jobs, "--device", "cpu"]
     command = [sys.executable, "-m", "trtkv", *map(str, words)]

@@ -81,7 +81,7 @@ def exchanges(directory: Path) -> None:
                 report(f"{name} drops what its role drops", judge.evicted > 0 and not judge.wrong, f"{judge.evicted} steps, {judge.wrong[:3]}")
                 graphs = rig.stepper._graphs
                 report(f"{name} is captured", graphs is not None and len(graphs._captured) > 0)
-        report(f"{name} answers alike with queries of its own", torch.equal(*answers) and bool(torch.isfinite(answers[0]).all()))
+        report(f"{name} answers alike with its own queries", torch.equal(*answers) and bool(torch.isfinite(answers[0]).all()))
 
 
 class _Judge:

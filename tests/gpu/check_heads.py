@@ -1,4 +1,4 @@
-"""Ragged heads and mixed precisions on a GPU: kernels against torch on the same engine, captured steps, moves at full size, and a step's time.
+"""Per-head lengths and mixed precisions on a GPU: kernels against torch on the same engine, captured steps, moves at full size, and a step's time.
 
 Run as a module on a machine with a GPU; prints one line a check and ends with the number of failures.
 """
@@ -111,14 +111,14 @@ def mixtures(directory: Path) -> None:
         assert isinstance(other.cache, HeadCache)
         other.cache.compactor.kernels = False
         theirs = generate(other, texts, 1, chunk=70)
-        # The library divides by 448 with a product, so that a scale may be another by a bit of bfloat16; what stays is chosen alike.
+        # The library divides by 448 with a product, so that a scale may be another by a bit of bfloat16; the same tokens stay.
         off = float((ours[1] - theirs[1]).norm() / theirs[1].norm())
         report(f"{name} written by kernels as in torch", off < 2.0**-6, f"{off:.3g}, {'the same bits' if torch.equal(ours[1], theirs[1]) else ''}")
 
 
 @torch.inference_mode()
 def rewriting_at_full_size() -> None:
-    """Time ARKV's eviction from all layers of a model's shape after a decode step, and what stays at the prompt's end."""
+    """Time ARKV's eviction from all layers of a model's shape after a decode step, and at the prompt's end."""
     model, tokens = resolve_model("qwen2.5-7b").config, 4096
     plan = parse_policy("arkv-quant", sets=["evict.share=0.5"]).plan(model)
     each = plan.pages(tokens + 512)
@@ -145,7 +145,7 @@ def rewriting_at_full_size() -> None:
             torch.cuda.synchronize()
             if cache.compactor.ledger.stored(0).sum() < before:
                 took.append((queued - began, time.perf_counter() - began))
-        report("arkv encodes behind the prompt", int(cache.compactor.ledger.stored(0)[layers:].sum()) > 0, f"{len(took)} evictions")
+        report("arkv encodes after the prompt", int(cache.compactor.ledger.stored(0)[layers:].sum()) > 0, f"{len(took)} evictions")
         print(
             f"      arkv evicts {'by kernels' if kernels else 'in torch'}: {took[-1][0] * 1e3:.2f} ms of the host, {took[-1][1] * 1e3:.2f} in all",
             flush=True,
@@ -221,7 +221,7 @@ def attention_at_full_size() -> None:
     scratch = launch_dense.DenseScratch.plan(group, dim, sms).allocate("cuda")
     ragged = torch.full((heads, batch), 1024, dtype=torch.int32, device="cuda")
     ragged[1], ragged[5, 2] = long, 17
-    for label, lens in (("ragged", ragged), ("all long", torch.full_like(ragged, long - 5))):
+    for label, lens in (("per-head lengths", ragged), ("all long", torch.full_like(ragged, long - 5))):
         out = torch.full_like(query, float("nan"))
         launch_dense.attend_dense(query, keys, values, table, lens, out, scratch, scale=dim**-0.5)
         worst = 0.0
@@ -299,7 +299,7 @@ def step_at_full_size() -> None:
         torch.cuda.synchronize()
         took.append((queued - began, time.perf_counter() - began))
     host, whole = (np.median([one[i] for one in took[10:]]) * 1e3 for i in range(2))
-    print(f"      behind a step of {batch} sequences: {host:.2f} ms of the host, {whole:.2f} ms in all", flush=True)
+    print(f"      after a step of {batch} sequences: {host:.2f} ms of the host, {whole:.2f} ms in all", flush=True)
 
 
 if __name__ == "__main__":

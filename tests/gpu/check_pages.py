@@ -51,7 +51,7 @@ def true_scores(case: Case, b: int) -> Tensor:
 
 
 def check(case: Case, label: str) -> None:
-    """Compare what a step left behind with torch, one sequence after the other."""
+    """Compare what a step wrote with torch, one sequence after the other."""
     expect(case.guard.intact(), f"{label}: a margin was written")
     for b, stored in enumerate(case.lengths):
         if stored <= BUDGET:
@@ -63,7 +63,7 @@ def check(case: Case, label: str) -> None:
 
 
 def check_cut(case: Case, b: int, label: str) -> Tensor:
-    """Compare the outliers that a cut represents with the role's: [Hk, U] bool."""
+    """Compare the outliers that a cut selects with the role's: [Hk, U] bool."""
     likeness = case.flat(case.beside, b, case.lengths[b] // case.unit)
     level, index = (case.cut[b].long() & 0xFFFFFFFF).unbind(1)
     bits = torch.where(level >= 2**31, level - 2**31, 2**32 - 1 - level)  # of the float that the order-preserving image represents
@@ -230,7 +230,7 @@ def check_growth(case: Case, steps: int) -> None:
 
 
 def check_summaries(case: Case, label: str) -> None:
-    """Compare what the append kernel kept with the role in fp32, within twice the error of the role's rounding to the cache's dtype."""
+    """Compare the append kernel's summaries with the role in fp32, within twice the error of the role's rounding to the cache's dtype."""
     for b, stored in enumerate(case.lengths):
         count = stored // case.unit
         keys = case.flat(case.keys, b, count * case.unit)

@@ -36,7 +36,7 @@ def make_plan(heads: int, dim: int, page: int, width: int, window: int, unit: in
 
 
 class Case:
-    """Some sequences of an offloaded layer; lists represent what the kernel must do."""
+    """Some sequences of an offloaded layer; lists state what the kernel must do."""
 
     def __init__(self, heads: int, dim: int, page: int, width: int, window: int, lens: list[int], order: str, host: bool, unit: int = 0) -> None:
         self.heads, self.page, self.width, self.lens, self.unit = heads, page, width, lens, unit or page

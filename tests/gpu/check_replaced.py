@@ -85,10 +85,10 @@ class Case:
             chosen = data.gather(1, kept.long()[..., None].expand(-1, -1, self.dim))
             self.same(part, layer, b, slice(0, count), chosen)
             close(error, exact_error(data[:, :tokens], self.rule.bits), 1e-4, "rounding errors of a prompt")
-            check(torch.equal(self.entries(f"{part}_error", layer, b, count), error.gather(1, kept.long())), "errors of what stays")
-        check(torch.equal(self.entries("positions", layer, b, count), kept), "positions of what stays")
+            check(torch.equal(self.entries(f"{part}_error", layer, b, count), error.gather(1, kept.long())), "errors of what remains")
+        check(torch.equal(self.entries("positions", layer, b, count), kept), "positions of what remains")
         own = kept.long().repeat_interleave(self.group, 0)
-        check(torch.equal(self.entries("attention_mass", layer, b, count), mass.gather(1, own)), "attention of what stays")
+        check(torch.equal(self.entries("attention_mass", layer, b, count), mass.gather(1, own)), "attention of what remains")
 
     def entries(self, name: str, layer: int, b: int, count: int) -> Tensor:
         """Return the first entries [H, count, ...] of a buffer of a sequence."""

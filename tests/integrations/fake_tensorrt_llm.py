@@ -1,4 +1,4 @@
-"""The part of TensorRT-LLM 1.2.x that the adapter may touch: names and signatures, with just enough after them to trace a model.
+"""The part of TensorRT-LLM 1.2.x that the adapter may touch: names and signatures, with just enough implementation to trace a model.
 
 Whatever is not here raises AttributeError or TypeError, so an adapter that reaches further fails. `install` puts it, and a `tensorrt` of the same
 kind, into sys.modules. test_real.py compares the signatures with the real package where that is installed.

@@ -98,12 +98,12 @@ def test_engines_whose_plan_lacks_weights(package: Any, tiny_llama: Any, tmp_pat
         build_via(request_for(tiny_llama, tmp_path / "never"), Policy("fier", 64), directory)
     (directory / "config.json").write_text(text)
     (directory / "rank0_managed_weights.safetensors").touch()
-    with pytest.raises(BuildError, match="keeps weights in a file of their own"):
+    with pytest.raises(BuildError, match="has weights in a separate file"):
         build_via(request_for(tiny_llama, tmp_path / "never"), Policy("fier", 64), directory)
     assert not (tmp_path / "never").exists()
 
 
-def test_engines_that_are_not_what_was_asked_for(package: Any, tiny_llama: Any, tmp_path: Path) -> None:
+def test_engines_that_are_not_what_was_requested(package: Any, tiny_llama: Any, tmp_path: Path) -> None:
     directory = saved(package, tmp_path, tiny_llama)
     out = tmp_path / "never"
     with pytest.raises(BuildError, match=r"has the policy fier \(budget 64.*requested is fier \(budget 48"):

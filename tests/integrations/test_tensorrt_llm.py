@@ -99,7 +99,7 @@ def test_shapes_and_dtypes_of_the_nodes(package: Any, kind: str) -> None:
             assert (out.shape, out.dtype) == ((-1, 96), fake.DataType.BF16)
 
 
-def test_attention_feeds_the_dense_layer_and_logits_come_from_the_asked_rows(package: Any) -> None:
+def test_attention_feeds_the_dense_layer_and_logits_come_from_the_requested_rows(package: Any) -> None:
     engine = traced(package, "qwen2")
     model = engine._model
     assert [block.attention.dense.read for block in model.transformer.layers] == [[f"layers.{layer}.attended"] for layer in range(3)]
@@ -199,7 +199,7 @@ def test_checkpoints_that_do_not_fit(package: Any, monkeypatch: pytest.MonkeyPat
         package().llama(config_of(**changes))
 
 
-def test_unsupported_activation_is_the_cores_own_message(package: Any) -> None:
+def test_unsupported_activation_is_the_cores_message(package: Any) -> None:
     with pytest.raises(CheckpointError, match="activation 'gelu' is not supported"):
         package().llama(config_of(hidden_act="gelu"))
 

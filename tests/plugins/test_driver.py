@@ -40,7 +40,7 @@ def test_every_launch_has_its_own_shape_and_values() -> None:
     made, noting = kernel()
     named = cuda.CUlaunchAttributeID
     cluster, early = int(named.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION), int(named.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
-    for turn in range(2):  # made once, then kept
+    for turn in range(2):  # made once, then cached
         made.launch((3, 2, 1), 256, 512, 0, (turn,))
         made.launch((3, 2, 1), 256, 512, 0, (turn,), overlap=True)
         made.launch((3, 2, 1), 128, 0, 0, (turn,), cluster=4, overlap=True)
@@ -65,7 +65,7 @@ def test_older_gpus_start_nothing_early(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("percent", [-1, driver.CACHING_PERCENT])
-def test_kernels_ask_for_cache_when_they_are_loaded(percent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_request_cache_when_they_are_loaded(percent: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fine, noted = cuda.CUresult.CUDA_SUCCESS, []
     answers = {"cuModuleLoadData": 1, "cuModuleGetFunction": 2, "cuCtxGetDevice": 0, "cuDeviceGetAttribute": 9, "cuFuncGetAttribute": 0}
     for name, answer in answers.items():

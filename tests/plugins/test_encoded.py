@@ -200,7 +200,7 @@ def test_which_plans_the_kernels_store(policy: str, sets: tuple[str, ...], updat
 
 @pytest.mark.parametrize("residual", [32, 128])
 @pytest.mark.parametrize("group", [16, 32])
-def test_runs_begin_behind_the_groups_of_what_stays(group: int, residual: int) -> None:
+def test_runs_begin_after_the_groups_of_remaining_tokens(group: int, residual: int) -> None:
     policy = parse_policy("minikv", sets=[f"quantize.group={group}", f"quantize.residual={residual}"])
     form = formats.find_format(policy.plan(model()))
     assert form is not None
@@ -230,7 +230,7 @@ def test_lengths_follow_the_role(policy: str, role: Any) -> None:
 
 
 class Torch:
-    """Attention and device of a cache without a GPU: what the launches promise, in torch."""
+    """Attention and device of a cache without a GPU: what the launches compute, in torch."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.attended = 0
@@ -349,7 +349,7 @@ def test_reserved_bytes_are_pages_rings_and_prompts() -> None:
     assert count.slot == 144 * count.token == 144 * 2 * 8 * 128 * 2 * 2
 
 
-NEWEST = ("evict.heavy=0", "evict.recent=0.6", "quantize.residual=32")  # what stays depends on no rounding
+NEWEST = ("evict.heavy=0", "evict.recent=0.6", "quantize.residual=32")  # which tokens stay depends on no rounding
 
 
 @pytest.mark.gpu

@@ -102,7 +102,7 @@ def test_attention_reads_what_a_list_names(
     assert (whole.float() - out[:1].float()).norm() <= 2 * torchs[0] * out[:1].float().norm()
 
 
-def test_query_heads_with_lists_of_their_own_share_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_query_heads_with_separate_lists_share_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
     cuda_on_cpu.install(monkeypatch)
     form, dim, group = Format(2, 32, 32, 32), 64, 2

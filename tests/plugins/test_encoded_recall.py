@@ -49,7 +49,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    """Recall and attention by their kernels, compiled for the CPU; what encodes in Triton's interpreter; selection by what its launches promise."""
+    """Recall and attention by their kernels, compiled for the CPU; what encodes in Triton's interpreter; selection by what its launches compute."""
     monkeypatch.setattr(cuda_on_cpu, "OPTIONS", (*cuda_on_cpu.OPTIONS, "-D__ldcv(p)=(*(p))"))
     launches = Launches(monkeypatch)
     cuda_on_cpu.install(monkeypatch, multiprocessors=2)
@@ -100,7 +100,7 @@ def test_engines_answer_bit_for_bit(policy: str, recall: Recall, wide: TinyModel
 
 
 @needs_cpu
-def test_what_is_no_prompt_any_more_goes_on_behind_pages_on_the_host(wide: TinyModel, as_on_a_gpu: Launches, tmp_path: Path) -> None:
+def test_sequences_past_their_prompt_continue_after_pages_on_the_host(wide: TinyModel, as_on_a_gpu: Launches, tmp_path: Path) -> None:
     text, out = prompts(170)[0], []
     for recall in (Recall(), None):
         own = make_rig(wide, "freekv+kivi", tmp_path, sets=POLICIES["freekv+kivi"], slots=1, dtype="float16", recall=recall, length=256)
@@ -136,7 +136,7 @@ def test_a_guess_is_what_the_next_step_reads(wide: TinyModel, as_on_a_gpu: Launc
 
 @pytest.mark.gpu
 def test_a_captured_guess_is_what_the_next_step_reads(wide: TinyModel, tmp_path: Path) -> None:
-    """And slots change hands between replays, which read lengths and ring their own tables."""
+    """And slots change owners between replays, which read their own lengths and ring tables."""
     common = {"sets": (*POLICIES["freekv+kivi"], "retrieve.tau=-1"), "slots": 2, "dtype": "bfloat16", "device": "cuda"}
     rigs = [make_rig(wide, "freekv+kivi", tmp_path, recall=recall, **common) for recall in (Recall(), None)]  # type: ignore[arg-type]
     assert guessed_in_vain(rigs[0], 60) == 0 and rigs[0].executor.capturable

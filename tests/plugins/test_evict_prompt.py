@@ -1,4 +1,4 @@
-"""Policies that evict at the end of a prompt and encode what stays: kernels bit for bit against roles, engines, and bytes against the plan."""
+"""Policies that evict at the end of a prompt and encode the rest: kernels bit for bit against roles, engines, and bytes against the plan."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_planned_bytes_are_those_that_a_session_allocates(policy: str, context: 
     parsed = parse_policy(policy, sets=sets)
     plan, batch, limits = parsed.plan(config), 3, Limits(max_seq_len=context + 1, max_batch_size=3, max_chunk_tokens=64)
     found = predict(config, parsed, context, batch, "1GiB", chunk_tokens=64)
-    assert found["in_torch"] == [] and any("elsewhere tokens are held" in line for line in found["assumes"])
+    assert found["in_torch"] == [] and any("elsewhere tokens are stored" in line for line in found["assumes"])
     Torch(monkeypatch)
     ledger = EvictingLedger(plan)
     behind = ledger.pages_for(context, 64, 0)
@@ -305,7 +305,7 @@ def test_captured_steps_follow_the_lengths_of_every_layer(wide: TinyModel, tmp_p
     assert found[0] == found[1] and replays[0] >= 8
 
 
-def test_why_others_are_held() -> None:
+def test_why_others_use_the_reference_cache() -> None:
     config: ModelConfig = model(dtype="bfloat16")
     assert _cache(parse_policy("minikv").plan(config)).startswith("encoded in pages where kernels run")
     said: dict[str, Any] = {

@@ -245,7 +245,7 @@ def test_planned_bytes_are_those_that_a_session_allocates(policy: str, context: 
     parsed, batch, chunk = parse_policy(policy, sets=SETTLED[policy]), 3, 64
     plan = parsed.plan(config)
     found = predict(config, parsed, context, batch, "1GiB", chunk_tokens=chunk)
-    assert found["in_torch"] == [] and any("elsewhere tokens are held" in line for line in found["assumes"])
+    assert found["in_torch"] == [] and any("elsewhere tokens are stored" in line for line in found["assumes"])
     Torch(monkeypatch)
     behind = find_ledger(plan).pages_for(context, chunk, 0)
     cache = make_cache(plan, [batch * count for count in behind], batch, "cpu")

@@ -77,7 +77,7 @@ def test_pages_that_score_alike_are_left_to_the_counts(pooling: str, monkeypatch
 
 
 def _counts_told(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
-    """Return what says whether blocks have told each other counts."""
+    """Return what says whether blocks have exchanged counts."""
     told, allocate = [], launch_fused.Fused.allocate
 
     def keep(plan: launch_fused.Fused, device: str) -> launch_fused.Exchange:

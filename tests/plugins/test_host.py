@@ -56,7 +56,7 @@ def stream() -> int:
     return int(torch.cuda.current_stream().cuda_stream) if DEVICE == "cuda" else 0
 
 
-def test_two_contexts_have_caches_of_their_own(package: Backend) -> None:
+def test_two_contexts_have_separate_caches(package: Backend) -> None:
     node, one, two = built(package), Toy(), Toy()
     contexts = [LoadedPlugin(node, cache) for cache in (one, two)]  # type: ignore[arg-type]
     for context, times in zip(contexts, (1, 2), strict=True):

@@ -101,7 +101,7 @@ def test_what_is_measured_brings_the_pages(policy: str, tiny_llama: TinyModel) -
     assert all(torch.equal(x, y) for x, y in zip(*frames, strict=True))
 
 
-def test_what_was_asked_for_is_not_measured(tiny_llama: TinyModel) -> None:
+def test_what_was_requested_is_not_measured(tiny_llama: TinyModel) -> None:
     def fails(call: Callable[[], None]) -> float:
         raise AssertionError("nothing is to be measured")
 

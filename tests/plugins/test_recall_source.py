@@ -104,7 +104,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     ],
 )
 def test_engines_answer_bit_for_bit(policy: str, recall: Recall, wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ops as on a GPU: recall by its kernels, the other launches by what they promise, pages of prompts beside the layers."""
+    """All ops as on a GPU: recall by its kernels, the other launches by what they compute, pages of prompts beside the layers."""
     cuda_on_cpu.install(monkeypatch)
     launches = Launches(monkeypatch)
     monkeypatch.setattr(kernel_support, "gpu_ready", lambda device: None)

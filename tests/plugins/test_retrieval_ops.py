@@ -87,7 +87,7 @@ class Twins:
         self.stored: dict[int, int] = {}
 
     def begin(self, new: dict[int, int], prompts: dict[int, int]) -> list[Tensor]:
-        """Announce a step, write its keys and values, summarize what it closes; returns the inputs of the ops behind the append."""
+        """Announce a step, write its keys and values, summarize what it closes; returns the inputs of the ops after the append."""
         for slot, count in new.items():
             fresh = slot not in self.stored or (count > 1 and self.stored[slot] >= prompts[slot])
             self.stored[slot] = count if fresh else self.stored[slot] + count
@@ -206,7 +206,7 @@ def test_a_step_reads_all_where_every_sequence_that_decodes_is_short() -> None:
 
 
 class Recorder:
-    """Stands for a loaded kernel: a launch leaves everything as it is."""
+    """Replaces a loaded kernel: a launch leaves everything as it is."""
 
     def __init__(self, spec: Spec, launched: dict[str, Spec]) -> None:
         self.spec, self.launched, self.threads, self.shared = spec, launched, 128, 0

@@ -9,7 +9,7 @@ LONGEST = 399  # tokens of a prompt and its answer
 
 
 def load(rig: Any, name: str, steps: int = 10_000) -> None:
-    """Keep three requests waiting for so many steps, then let all end: nobody starves, and every slot comes back."""
+    """Keep three requests waiting for so many steps, then let all end: none starves, and every slot is freed."""
     chance = random.Random(name)
     while rig.steps < steps:
         while len(rig.scheduler.waiting) < 3:

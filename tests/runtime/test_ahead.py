@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("rowwise")
 
 @pytest.fixture(scope="module", params=["full", "fier", "lagkv", "razor", "arkv", "freekv on the host"])
 def engine(request: pytest.FixtureRequest, tiny_llama: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """An engine whose cache holds one and a half sequences of full length, so that sequences give way."""
+    """An engine whose cache holds one and a half sequences of full length, so that sequences are preempted."""
     policy, _, hosted = request.param.partition(" ")
     out = tmp_path_factory.mktemp(policy) / "engine"
     limits = {"max_seq_len": 256, "max_batch_size": 4, "max_chunk_tokens": 48}

@@ -147,8 +147,8 @@ def test_logits_of_captured_steps_are_the_callers_to_keep(tiny_llama: TinyModel,
     assert replays == [2] and not torch.equal(made[1], made[2]) and made[1].data_ptr() != made[2].data_ptr()
 
 
-def test_a_captured_step_makes_anew_what_its_layers_share(tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the step before the capture made would be read by every replay, long after its memory has gone to others."""
+def test_a_captured_step_rebuilds_what_its_layers_share(tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the step before the capture made would be read by every replay, long after its memory was reused."""
     rig, shared = make_rig(tiny_llama, "full", tmp_path), []
     run = rig.executor.run
 

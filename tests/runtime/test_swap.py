@@ -176,7 +176,7 @@ def test_schedules_free_everything_and_preempted_sequences_answer_as_if_alone(
 
 
 def _count_owners(batcher: Batcher, others: Sequence[int]) -> None:
-    """Every page has as many owners as sequences and others name it, every place in host memory belongs to somebody."""
+    """Every page has as many owners as sequences and others name it, every place in host memory has an owner."""
     scheduler, pages = batcher.scheduler, batcher.engine.pages
     assert isinstance(pages, PageAllocator)
     everybody = [*scheduler.running, *scheduler.waiting]
@@ -222,7 +222,7 @@ def test_pages_leave_when_others_need_them_and_no_more_than_these(pair: tuple[En
     while first.open:
         batcher.advance()
         if first.open:
-            assert waits.left is not None and engine.pages.free < 3, "a page in hand was there, and others left all the same"
+            assert waits.left is not None and engine.pages.free < 3, "a free page was there, and others left all the same"
             most = max(most, len(waits.left.tail))
     assert 0 < most < engine.cache.plan.pages(waits.seen)
     finish(batcher)
@@ -272,13 +272,13 @@ def test_a_copy_that_fails_leaves_everything_in_its_place(pair: tuple[Engine, En
     batcher = Batcher(engine, None, ahead=False)
 
     def fails(*args: object) -> None:
-        raise RuntimeError("the bus is gone")
+        raise RuntimeError("the bus failed")
 
     calls = [batcher.submit([prompt(90, seed)], [greedy(150)]) for seed in (1, 2)]
     until(batcher, lambda: sum(len(call.events) for call in calls) > 8)
     with monkeypatch.context() as broken:
         broken.setattr(Records, way, fails)
-        with pytest.raises(RuntimeError, match="the bus is gone"):
+        with pytest.raises(RuntimeError, match="the bus failed"):
             finish(batcher)
     batcher.cancel(calls[1])
     finish(batcher)

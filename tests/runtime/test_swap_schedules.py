@@ -1,4 +1,4 @@
-"""Thousands of steps without a model: whoever takes part in a step finds its own tokens in its pages, and its own state in its slot."""
+"""Thousands of steps without a model: every sequence of a step finds its own tokens in its pages, and its own state in its slot."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ CLASSES = {
 
 
 def used_attributes(module: Any) -> set[tuple[str, str]]:
-    """List (TensorRT class, attribute) of everything that a module asks of TensorRT's objects."""
+    """List (TensorRT class, attribute) of everything that a module reads of TensorRT's objects."""
     found = set()
     for node in ast.walk(ast.parse(inspect.getsource(module))):
         if isinstance(node, ast.Attribute):

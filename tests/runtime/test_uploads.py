@@ -104,7 +104,7 @@ def test_a_file_that_ends_too_early(tmp_path: Path) -> None:
         upload(pieces_of(tmp_path, 3999), CPU, quiet)
 
 
-def test_a_file_that_has_gone(tmp_path: Path) -> None:
+def test_a_file_that_was_removed(tmp_path: Path) -> None:
     pieces = pieces_of(tmp_path)
     (tmp_path / "weights").unlink()
     with pytest.raises(CheckpointError, match="weights cannot be read: No such file"):

@@ -28,7 +28,7 @@ LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
 
 class Listener:
-    """A service whose events are kept by ticket."""
+    """A service whose events are stored by ticket."""
 
     def __init__(self, llm: LLM, max_waiting: int = 16) -> None:
         self.llm, self.news, self.metrics = llm, threading.Condition(), Prometheus()
