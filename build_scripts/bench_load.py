@@ -188,7 +188,7 @@ def measure(runners: dict[str, Callable[[], None]], files: list[Path], size: int
 
 
 def drop(files: list[Path]) -> None:
-    """Ask the system to forget what it holds of the files."""
+    """Have the system drop the files from its cache."""
     for file in files:
         with file.open("rb") as stream:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -61,7 +61,7 @@ def above(what: str, where: str, figure: float | None, most: float) -> list[Miss
 
 
 def _near(figure: float, goal: float) -> str:
-    """Write a figure so that it can be told from its goal."""
+    """Write a figure so that it can be distinguished from its goal."""
     return cell(figure) if cell(figure) != cell(goal) else f"{figure:.3f}"
 
 

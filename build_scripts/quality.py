@@ -105,7 +105,7 @@ def forget_unfinished(records: Path) -> None:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Take cells that nobody has taken until none is left or the time is over."""
+    """Take cells that are not claimed until none is left or the time is over."""
     until = time.monotonic() + options.seconds
     torch.set_num_threads(1)
     wanted = [cell_of(row) for row in rows_of(options.cells)]

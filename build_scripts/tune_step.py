@@ -1,4 +1,4 @@
-"""Times ways to launch the kernels of a decode step on this machine's GPU: each is captured again over the same engine and the same cache.
+"""Times ways to launch the kernels of a decode step on this machine's GPU: each is captured over the same engine and the same cache.
 
 python build_scripts/tune_step.py [--model M] [--policy P ...] [--batch N] [--seconds N]     prints a line for every policy and way
 python build_scripts/tune_step.py --compile 90 ...     only compiles the kernels that it would launch, into the user's folder
@@ -86,7 +86,7 @@ def applied(way: Way, model: ModelConfig) -> Iterator[None]:
 
 
 def _carve(entry: str, percent: int | None) -> None:
-    """Ask for a part of a multiprocessor's memory as shared memory under the kernels of this name; None is what engines request."""
+    """Request a part of a multiprocessor's memory as shared memory under the kernels of this name; None is what engines request."""
     for kernel, name, own in LOADED:
         if name == entry:
             kernel.prefer_shared(own if percent is None else percent)
