@@ -2,7 +2,7 @@
 
 python build_scripts/matrix.py --model qwen2.5-7b,llama-3.1-8b --policy fier,freekv,lagkv,arkv,minikv --budget 1024,2048
 
-An engine that is there already with the same content is not built again, so an interrupted run goes on where it stopped. Policies without a budget
+An engine that is there already with the same content is not built again, so an interrupted run continues where it stopped. Policies without a budget
 are built once. Exit code 1 when any engine could not be built; the others stay.
 """
 

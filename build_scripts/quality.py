@@ -2,7 +2,7 @@
 
     python build_scripts/quality.py list > cells.jsonl                       # what is to be measured, most wanted first; --without FILE: the rest
     python build_scripts/quality.py samples samples.json                     # prompts in tokens, for quality_peer.py
-    python build_scripts/quality.py run cells.jsonl records --workers 14     # stops in time, goes on where it stopped
+    python build_scripts/quality.py run cells.jsonl records --workers 14     # stops in time, continues where it stopped
     cat records/*.jsonl peer.jsonl > engines/quality.jsonl                   # what the document is written from
 
 All of it under one Python version: the haystack is its documentation. Needs a model that `trtkv pull` has brought. Every worker is a process of its

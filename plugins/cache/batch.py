@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return integers on a device; the host goes on, and does not wait for what is queued there."""
+    """Return integers on a device; the host continues, and does not wait for what is queued there."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 

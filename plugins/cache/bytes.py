@@ -67,7 +67,7 @@ class Part:
 
     @staticmethod
     def of(tokens: int, part: int | None, encoded: bool, sizes: Sequence[int]) -> Part:
-        """Lay sizes down for lists and for arrays of lengths."""
+        """Prepare sizes for lists and for arrays of lengths."""
         return Part(tokens, part, encoded, tuple(sizes), np.array(sizes, np.int64))
 
     def entries(self, lengths: Lengths, encoded: Encoded) -> Lengths:
@@ -154,7 +154,7 @@ class ByteCount:
         return [-(-length // fit) for length, fit in zip(lengths, self._fits, strict=True)]
 
     def reserved(self, lengths: Lengths | int) -> int:
-        """Return the bytes that the pool lends to a sequence: whole pages and its slot."""
+        """Return the bytes of the pool that a sequence occupies: whole pages and its slot."""
         return self.allocated(self.pages(lengths))
 
     def allocated(self, pages: Lengths) -> int:

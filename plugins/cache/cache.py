@@ -1,4 +1,4 @@
-"""The KV cache of a running engine: what nodes, steps, the scheduler and everybody else see of it.
+"""The KV cache of a running engine: what nodes, steps, the scheduler and all others see of it.
 
 A cache is assembled from four parts (`assemble.py`): an encoding, which says how keys and values lie in a page; eviction with its ledger, which
 says in integers what is stored; a tier, where pages live; an index, what is stored to choose what a query reads. TensorRT sees none of it: a plugin
@@ -259,7 +259,7 @@ class Cache(ABC):
         return False
 
     def resume(self, slot: int) -> None:
-        """Take note that a preempted sequence resumes in a slot, with its buffers and pages."""
+        """Note that a preempted sequence resumes in a slot, with its buffers and pages."""
         self.tier.leave_frames(slot)
 
     def address_table(self) -> Tensor:

@@ -38,7 +38,7 @@ class CountedCache(Cache):
         self.read_tokens = sum(self._read_by(row) for row in self._step[0].rows if row.answers)
 
     def _began(self, rows: Sequence[Row]) -> None:
-        """Prepare what the variant keeps of the announced sequences."""
+        """Prepare what the variant stores of the announced sequences."""
 
     def _ended(self, rows: Sequence[Sequence[Row]]) -> None:
         """Count what goes; rows [Y][B]."""

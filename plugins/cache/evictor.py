@@ -1,4 +1,4 @@
-"""What a cache in pages tells of a step's attention, so that tokens can be evicted."""
+"""What a cache in pages reports of a step's attention, so that tokens can be evicted."""
 
 from __future__ import annotations
 

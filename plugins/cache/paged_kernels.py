@@ -38,7 +38,7 @@ class KernelCache(CountedCache):
         """Say where the append kernel writes a layer's new tokens."""
 
     def appended(self, layer: int) -> None:
-        """Take note that the append kernel has been launched."""
+        """Note that the append kernel has been launched."""
 
     def begins_early(self, layer: int, table: Tensor, *, bulky: bool) -> bool:
         """Whether the kernel after a decode step's append begins before the one that precedes the append has ended, where launches overlap."""

@@ -61,22 +61,22 @@ class EvictRole(Protocol):
         """Return the token state [Hk, S] after this step's attention."""
 
     def due(self, at: Occupancy) -> bool:
-        """Tell whether `keep` is to be called in this step."""
+        """Return whether `keep` is to be called in this step."""
 
     def remaining(self, at: Occupancy) -> tuple[int, ...]:
-        """Tell how many tokens of each KV head `keep` will keep, when it is due."""
+        """Return how many tokens of each KV head `keep` will keep, when it is due."""
 
     def keep(self, view: View) -> Verdict:
         """Choose the tokens that stay."""
 
     def limits(self, at: Occupancy) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Tell of each KV head above how many tokens its layer evicts, and how many stay then at most."""
+        """Return for each KV head above how many tokens its layer evicts, and how many stay then at most."""
 
     def split(self, at: Occupancy) -> tuple[int, int] | None:
-        """Tell how many tokens of each KV head `keep` will leave in full precision and how many it will mark; None where data decide."""
+        """Return how many tokens of each KV head `keep` will leave in full precision and how many it will mark; None where data decide."""
 
     def settled(self, at: Occupancy) -> int:
-        """Tell how many leading tokens will never be evicted."""
+        """Return how many leading tokens will never be evicted."""
 
 
 class QuantizeRole(Protocol):
@@ -95,7 +95,7 @@ class QuantizeRole(Protocol):
         """Whether the tokens that the evict role marks are encoded, and no others."""
 
     def flush(self, at: Occupancy, encoded: tuple[int, int]) -> tuple[int, int]:
-        """Tell how many leading tokens' keys and values are to be encoded now, given how many already are."""
+        """Return how many leading tokens' keys and values are to be encoded now, given how many already are."""
 
     def encode(self, x: Tensor, part: Part) -> dict[str, Tensor]:
         """Encode keys or values [Hk, S, D]."""

@@ -155,7 +155,7 @@ def test_a_worker_that_is_killed_is_reported(tiny_llama: TinyModel, tmp_path: Pa
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_ctrl_c_and_again(jobs: int, tiny_llama: TinyModel, tmp_path: Path) -> None:
-    """Typed in a shell: everything finished is saved, no process is left, and the same command goes on."""
+    """Typed in a shell: everything finished is saved, no process is left, and the same command continues."""
     words = ["eval", "--model", tiny_llama.path, "--policy", "fier,streaming", "--budget", "64,96", "--length", "500,450", "--samples", 12]
     words += ["--batch", 1, "--task", "passkey,needle", "--output", tmp_path, "--jobs", jobs, "--device", "cpu"]
     command = [sys.executable, "-m", "trtkv", *map(str, words)]
@@ -206,7 +206,7 @@ def test_engines_and_models_agree(tiny_llama: TinyModel, tmp_path: Path) -> None
 
 
 def test_tasks_that_measure_the_engine_themselves(tiny_llama: TinyModel, tmp_path: Path) -> None:
-    """Perplexity, agreement and attention error come through the same door; full agrees with itself, and nothing else is measured against it."""
+    """Perplexity, agreement and attention error take the same path; full agrees with itself, and nothing else is measured against it."""
     tasks = ("perplexity", "agreement", "attention")
     records = run(cells(tiny_llama, policies=("streaming",), lengths=(200,), tasks=tasks), SETUP, tmp_path)
     found = {(one["task"], one["policy"]): one for one in records}

@@ -121,7 +121,7 @@ class Case:
                 close(lse[b], sums(asked.float(), keys, self.scale), 1e-4, "sums of weights")
 
     def step(self) -> None:
-        """Exchange in all layers, judge, and go on with other queries and newest tokens."""
+        """Exchange in all layers, judge, and continue with other queries and newest tokens."""
         before = Stacks({name: x.clone() for name, x in self.stacks.named.items()})
         lse, notes = launch.scratch(self.stacks, len(self.stored), self.rule)
         for b, stored in enumerate(self.stored):
@@ -206,7 +206,7 @@ def judge(case: Any, before: Stacks, layer: int, b: int, stored: int) -> None:
 
 
 def check(passed: bool, what: str) -> None:
-    """Take note of what failed."""
+    """Record what failed."""
     if not passed:
         failures.append(what)
 

@@ -157,9 +157,9 @@ def check_growth(
 ) -> None:  # fmt: skip
     """Replay one captured step while sequences grow over group and page borders and a slot is taken by another request.
 
-    together: in one launch; tells: appends with one-bit keys tell their queries.
+    together: in one launch; tells: appends with one-bit keys publish their queries.
     """
-    label = f"growth G {group} policy {policy} together {together} tells {tells} heads {heads}"
+    label = f"growth G {group} policy {policy} together {together} published {tells} heads {heads}"
     dim, page = 128, 32 if policy == append.MINMAX else 64
     case = Case(heads, group, dim, page, [501, 1030, 63, 320], dtype, pages=policy == append.MINMAX)
     batch, budget, sink, window = 4, 320, 4, 16

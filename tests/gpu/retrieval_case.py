@@ -110,7 +110,7 @@ def captured(lens: Tensor, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 def told_words(q: Tensor, dim: int) -> Tensor:
-    """Return the words [B, Hq, D / 2 + 4] int32 by which an append tells queries [B, Hq D], as query.cuh says."""
+    """Return the words [B, Hq, D / 2 + 4] int32 by which an append publishes queries [B, Hq D], as query.cuh says."""
     heads = q.unflatten(1, (-1, dim)).float()
     exponent = (torch.frexp(heads.abs().amax(-1))[1] - 11).clamp(-100, 100)
     halves = torch.ldexp(heads, -exponent[..., None]).half().unflatten(2, (-1, 8, 4)).transpose(3, 4).flatten(2).contiguous()

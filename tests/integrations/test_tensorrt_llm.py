@@ -142,7 +142,7 @@ def test_rotary_table_that_is_too_short() -> None:
         rope_rows(np.zeros((1, 8 * 16)), 16, 9)
 
 
-# TensorRT-LLM's machinery goes on
+# TensorRT-LLM's machinery continues
 
 
 def test_attention_keeps_its_layers_and_their_names(package: Any) -> None:

@@ -1,4 +1,4 @@
-"""A step's token in the place of the one that goes: kernels against the roles' meaning, and steps that evict by themselves."""
+"""A step's token in the place of the one that goes: kernels against the roles' meaning, and steps that evict within the capture."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_more_sequences_than_fit_take_turns(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("stay", [True, False])
 @pytest.mark.parametrize("name", ["h2o", "tova", "streaming"])
-def test_a_step_evicts_by_itself(name: str, stay: bool, tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_step_evicts(name: str, stay: bool, tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU it does so after its last layer; here the torch form's attention is followed by the same call."""
     pytest.importorskip("triton")
     texts, policy, found = prompts(49, 45), small(name, 48), []

@@ -153,7 +153,7 @@ def test_rings_hold_the_sink_and_the_newest(prompt: int, budget: int, sink: int,
 
 @pytest.mark.parametrize("name", ["razor", "shares, streaming"])
 def test_several_tokens_after_a_ring(name: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
-    """Decode steps turn the rings of both sequences; then one takes several tokens at once beside the other's single ones, and goes on."""
+    """Decode steps turn the rings of both sequences; then one takes several tokens at once beside the other's single ones, and continues."""
     texts = prompts(150, 40)
     paged, held = (make_rig(tiny_llama, POLICIES[name].with_budget(32), tmp_path, slots=2, by_definition=one) for one in (False, True))
     found = []

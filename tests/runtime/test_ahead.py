@@ -232,7 +232,7 @@ def test_flat_and_broken_logits(device: str) -> None:
     assert ids == [int(uniform(1, 0) * 50), 0, -1, -1]
 
 
-def test_counts_tell_the_prompt_from_the_answer() -> None:
+def test_counts_distinguish_the_prompt_from_the_answer() -> None:
     counts = count_tokens([4, 4, 5, 5, 5, 6], 3, 8)
     assert counts.tolist() == [0, 0, 0, 0, reference.IN_PROMPT, reference.IN_PROMPT + 2, 1, 0]
     assert settings_of(SamplingParams(temperature=0.5, top_k=1))[reference.TEMPERATURE] == 0.0

@@ -66,7 +66,7 @@ def test_two_parts_answer_as_one(both: tuple[LLM, LLM]) -> None:
     assert [answer.token_ids for answer in again] == [answer.token_ids for answer in one[:2]]
 
 
-def test_two_parts_choose_the_same_tokens_by_themselves(tiny_llama: TinyModel, tmp_path: Path) -> None:
+def test_two_parts_choose_the_same_tokens_independently(tiny_llama: TinyModel, tmp_path: Path) -> None:
     """As on GPUs: every part draws, steps are queued before the tokens of the one before are read, and penalties count in every part."""
     params = [
         SamplingParams(max_tokens=30, ignore_eos=True),
@@ -242,7 +242,7 @@ def test_parts_that_have_no_room_on_the_host_say_so(tiny_llama: TinyModel, tmp_p
 
 
 @pytest.mark.parametrize("offload", [True, False])
-def test_a_part_without_room_tells_the_others_instead_of_letting_them_wait(offload: bool, tiny_llama: TinyModel, tmp_path: Path) -> None:
+def test_a_part_without_room_notifies_the_others(offload: bool, tiny_llama: TinyModel, tmp_path: Path) -> None:
     path, told = engine(tiny_llama, "freekv", tmp_path, 2), list[int]()
 
     def least(number: int) -> int:

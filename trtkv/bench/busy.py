@@ -25,7 +25,7 @@ MOST_PLACES = 12  # where a GPU waits that a record names
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """A load: how many sequences run at a time, tokens of prompts and answers (answers differ by up to a half), seconds that are watched."""
+    """A load: how many sequences run at a time, tokens of prompts and answers (answers differ by up to a half), seconds that are measured."""
 
     count: int
     prompt_tokens: int
@@ -35,14 +35,14 @@ class Streams:
 
 
 def measure_busy(engine_dir: Path, streams: Streams, options: Options, command: str) -> dict[str, Any]:
-    """Keep streams going and return a record: the share of the time in which the GPU works, and the microseconds between two decode steps.
+    """Run streams and return a record: the share of the time in which the GPU works, and the microseconds between two decode steps.
 
     Raises ConfigError without a GPU, or where the engine does not take as many streams.
     """
     engine = open_engine(engine_dir, options)
     device, limits = engine.cache.device, engine.manifest.limits
     if device.type != "cuda":
-        raise ConfigError("there is no GPU to watch", "Run this on a machine with one.")
+        raise ConfigError("there is no GPU to measure", "Run this on a machine with one.")
     if streams.count > limits.max_batch_size:
         raise ConfigError(f"{streams.count} streams are more than the engine's {limits.max_batch_size}", "Build with a larger --max-batch-size.")
     batcher, rng = Batcher(engine, None), random.Random(streams.seed)
@@ -65,7 +65,7 @@ def measure_busy(engine_dir: Path, streams: Streams, options: Options, command: 
 
 
 def _go(batcher: Batcher, calls: list[Call], streams: Streams, rng: random.Random, seconds: float) -> list[float]:
-    """Keep streams going for so long; returns the seconds of every step."""
+    """Run streams for so long; returns the seconds of every step."""
     vocab, steps = batcher.engine.manifest.model.vocab_size, []
     until = time.perf_counter() + seconds
     while (began := time.perf_counter()) < until:

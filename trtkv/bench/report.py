@@ -109,7 +109,7 @@ def _lines(records: Sequence[Record]) -> dict[str, list[tuple[int, float]]]:
 
 
 def label(record: Record) -> str:
-    """Name a record's policy with what tells it apart."""
+    """Name a record's policy with what distinguishes it."""
     pages = f", pages of {record['unit']}" if record.get("unit", 1) > 1 else ""
     more = f" ({record['pooling']}{pages})" if "pooling" in record else " (own kernels)" if record["policy"] == "full" else ""
     return f"{record['policy']}{more}"

@@ -1,4 +1,4 @@
-"""An engine under load: requests arrive at a rate or keep a number of places full, and share every step by continuous batching."""
+"""An engine under load: requests arrive at a rate or a fixed number runs concurrently, and share every step by continuous batching."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Report = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What arrives: requests with prompts of random tokens; rate is a second (Poisson), or None to keep `concurrency` requests going."""
+    """What arrives: requests with prompts of random tokens; rate is a second (Poisson), or None to run `concurrency` requests at a time."""
 
     requests: int
     prompt_tokens: int

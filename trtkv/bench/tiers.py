@@ -131,7 +131,7 @@ class Load:
     def stepper(self, how: Recall | None) -> Stepper:
         """Return what runs the steps of one way of recall: captured steps are those of the way that they were captured with."""
         if self._stepper is None or self._stepper[0] != how:
-            self._stepper = None  # gives back what the last one captured
+            self._stepper = None  # frees what the last one captured
             engine = self.engine
             self._stepper = (how, Stepper(engine.stepper.executor, self.cache, engine.manifest.limits, engine.stepper.rope))
         return self._stepper[1]
@@ -209,7 +209,7 @@ class Load:
         self._read(known, self.prompt)
 
     def _fill_codes(self) -> None:
-        """Draw the keys and values of a whole prompt layer by layer, summarize and encode them; what else a slot keeps of its prompt is drawn too."""
+        """Draw the keys and values of a whole prompt layer by layer, summarize and encode them; what a slot stores of its prompt is drawn too."""
         cache, plan, store = self.cache, self.cache.plan, self.codes
         assert store is not None
         cache.begin_step([self.prompt], [self.prompt], [0], [[self.pages[0]]] * plan.num_page_groups, [self.prompt])

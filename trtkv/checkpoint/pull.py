@@ -44,8 +44,8 @@ def pull(
 ) -> Path:
     """Bring a preset's or a hub repository's checkpoint to this machine and return its directory.
 
-    dtype is what a converted checkpoint is stored in: by default float32, or what is there already. Checkpoints from the hub keep their own
-    and lie in the Hugging Face cache, where an interrupted download goes on. Raises UnknownName, CheckpointError (no network, no access,
+    dtype is what a converted checkpoint is stored in: by default float32, or what is there already. Checkpoints from the hub keep theirs
+    and lie in the Hugging Face cache, where an interrupted download continues. Raises UnknownName, CheckpointError (no network, no access,
     no safetensors) or CapacityError (disk full); what was converted is whole or absent.
     """
     if dtype is not None and dtype not in get_args(Dtype):

@@ -68,7 +68,7 @@ def step(
         dtype: float32, float16 or bfloat16; the model's by default.
         chunk: Prompt tokens of one step.
         steps: Decode steps that are timed.
-        fill: prefill, or direct: fill long caches with the pages of a short prompt (with --offload, with random ones), which tells no TTFT.
+        fill: prefill, or direct: fill long caches with the pages of a short prompt (with --offload, with random ones), which measures no TTFT.
         offload: Compare pages on the device with pages on the host, recalled by every engine, the blocking one included.
         recall: With --offload, which ways to measure, joined by commas: resident, ahead, in front, and others; all by default.
         drift: With --offload and random weights, the share of the random part in decoded tokens' embeddings: it makes consecutive queries differ.
@@ -223,7 +223,7 @@ def serve(
 
 
 def _options(policy: str, budget: int | None, sets: list[str]) -> tuple[int | None, tuple[str, ...]]:
-    """Keep what a policy understands of budget and settings."""
+    """Select what a policy understands of budget and settings."""
     from trtkv.policies.registry import parse_policy
 
     parsed = parse_policy(policy)

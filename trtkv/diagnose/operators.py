@@ -129,7 +129,7 @@ class _Step:
         self.rows = torch.tensor(sorted({row for one in self._sequences() for row in _sample(one)}))
 
     def findings(self) -> Iterator[Finding]:
-        """Walk over the graph, going on with the executor's value wherever it has been compared."""
+        """Walk over the graph, continuing with the executor's value wherever it has been compared."""
         tail: set[str] = set()
         for node, op in zip(self.shadow._nodes, self.shadow._ops, strict=True):
             if "last_rows" in node.input or tail.intersection(node.input):
@@ -150,7 +150,7 @@ class _Step:
         return self.shadow._cache.step(0).rows
 
     def _force(self, name: str, rows: Tensor | None) -> None:
-        """Go on with the executor's value."""
+        """Continue with the executor's value."""
         value = self.taps[name].cpu()
         if value.is_floating_point():
             value = value if rows is None else value[rows]

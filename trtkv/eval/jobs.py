@@ -95,7 +95,7 @@ def _run_in_processes(cells: Sequence[Cell], setup: Setup, directory: Path, jobs
 
 
 def _follow(workers: Sequence[BaseProcess], events: Queue[Event], progress: Progress) -> None:
-    """Pass on what workers tell until all have ended; raises what ended one early."""
+    """Pass on workers' messages until all have ended; raises what ended one early."""
     ended = False
     while True:
         try:

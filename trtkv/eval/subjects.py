@@ -18,14 +18,14 @@ from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy
 
 REFERENCE = "full"
-SAMPLED_BYTES = 1 << 20  # of the start, the middle and the end of a file of weights: enough to tell two checkpoints apart
+SAMPLED_BYTES = 1 << 20  # of the start, the middle and the end of a file of weights: enough to distinguish two checkpoints
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
     """A model under a policy. source.config has the dtype and positions it runs with; engine is None where one is made on the fly.
 
-    sets are the settings that changed this policy; identity tells the subject from others of the same name; chunk_tokens are the new tokens of one
+    sets are the settings that changed this policy; identity separates subjects of the same name; chunk_tokens are the new tokens of one
     prefill step, None for whole prompts: a policy that evicts between chunks answers otherwise.
     """
 

@@ -180,11 +180,11 @@ class Evict(Role):
         return view.state
 
     def due(self, at: Occupancy) -> bool:
-        """Tell whether `keep` is to be called in this step."""
+        """Return whether `keep` is to be called in this step."""
         raise NotImplementedError
 
     def remaining(self, at: Occupancy) -> tuple[int, ...]:
-        """Tell how many tokens of each KV head `keep` will keep, when it is due."""
+        """Return how many tokens of each KV head `keep` will keep, when it is due."""
         raise NotImplementedError
 
     def keep(self, view: CacheView) -> Verdict:
@@ -197,21 +197,21 @@ class Evict(Role):
         return False
 
     def limits(self, at: Occupancy) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Tell of each KV head above how many tokens its layer evicts, and how many stay then at most, whatever the lengths.
+        """Return for each KV head above how many tokens its layer evicts, and how many stay then at most, whatever the lengths.
 
         Roles that are `bounded` can. A prompt that is not complete is never evicted from.
         """
         raise NotImplementedError
 
     def split(self, at: Occupancy) -> tuple[int, int] | None:
-        """Tell how many tokens of each KV head `keep` will leave in full precision and how many it will mark, when it is due.
+        """Return how many tokens of each KV head `keep` will leave in full precision and how many it will mark, when it is due.
 
         None where data decide.
         """
         return None
 
     def settled(self, at: Occupancy) -> int:
-        """Tell how many leading tokens will never be evicted, once this step's eviction is done."""
+        """Return how many leading tokens will never be evicted, once this step's eviction is done."""
         return at.settled
 
     def page_groups(self, allocate: Allocate | None, num_layers: int) -> tuple[int, ...]:
@@ -256,7 +256,7 @@ class Quantize(Role):
         return 1
 
     def flush(self, at: Occupancy, encoded: tuple[int, int]) -> tuple[int, int]:
-        """Tell how many leading tokens' keys and values are to be encoded now, given how many already are."""
+        """Return how many leading tokens' keys and values are to be encoded now, given how many already are."""
         raise NotImplementedError
 
     def encode(self, x: Tensor, part: Part) -> dict[str, Tensor]:

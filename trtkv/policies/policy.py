@@ -111,7 +111,7 @@ class Policy(BaseModel):
 
     @property
     def _mixes(self) -> bool:
-        """Whether encoded tokens, whose number integers tell, lie in pages like those in full precision."""
+        """Whether encoded tokens, whose number follows from integers, lie in pages like those in full precision."""
         evict, allocate = self.evict, self.allocate
         if evict is None or self.quantize is None or self.retrieve is not None or type(evict).split is Evict.split:
             return False

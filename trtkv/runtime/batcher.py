@@ -37,8 +37,8 @@ Found = tuple[list[int], list[float | None], dict[int, list[tuple[int, float]]]]
 class Event:
     """A piece of one answer: request is the prompt's index, text what became final with this token, finish_reason set with the last.
 
-    top holds the likeliest tokens with their log probabilities where they were requested. An answer that cannot go on ends with the reason
-    "error" and what was wrong; the others of its batch go on.
+    top holds the likeliest tokens with their log probabilities where they were requested. An answer that cannot continue ends with the reason
+    "error" and what was wrong; the others of its batch continue.
     """
 
     request: int
@@ -133,7 +133,7 @@ class Batcher:
                 self._drop(one)
 
     def advance(self) -> bool:
-        """Run one step for everybody; False when nothing is left to do."""
+        """Run one step for all; False when nothing is left to do."""
         with self.lock:
             batch = self._next()
             if not batch and self._pending is None:
@@ -234,7 +234,7 @@ class Batcher:
                 raise not_finite(f"sequence {one.request}")
             self._answer(one, call, place, token, logprob, top)
         except Exception as error:  # noqa: BLE001 (a checker or tokenizer that fails on one text must not take the batch with it)
-            known = error if isinstance(error, TrtkvError) else EngineError(f"the answer could not go on: {error}", "Report it with the prompt.")
+            known = error if isinstance(error, TrtkvError) else EngineError(f"the answer could not continue: {error}", "Report it with the prompt.")
             call.events.append(Event(one.request, None, "", finish_reason="error", error=known))
             self._drop(one)
 

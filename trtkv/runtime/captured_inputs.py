@@ -96,7 +96,7 @@ class StagedInputs:
         self._device_turn.fill_((turn + 1) % QUEUED)
 
     def sent(self) -> None:
-        """Take note that the step with the filled inputs has been queued."""
+        """Note that the step with the filled inputs has been queued."""
         if self._done:
             self._done[self._turn].record()
         self._turn = (self._turn + 1) % QUEUED

@@ -98,7 +98,7 @@ def new_pool() -> Any:
 def capture(step: Callable[[], Tensor], device: torch.device, pool: Any) -> tuple[Callable[[], None], Tensor]:
     """Capture a step that has run before; returns what replays it, and the logits that it then writes.
 
-    The device goes on with what is queued, and memory that steps used stays allocated: emptying it for every new batch size, as the library's own
+    The device continues with what is queued, and memory that steps used stays allocated: emptying it for every new batch size, as the library's own
     context does, made the next prompts' steps allocate all of it from the driver again.
     """
     try:

@@ -35,7 +35,7 @@ class GrowingScheduler(Scheduler):
             )
 
     def stored(self, sequence: Running) -> None:
-        """Take note that a step has stored a sequence's tokens up to `seen`: the prompt's full pages may serve others from now on."""
+        """Note that a step has stored a sequence's tokens up to `seen`: the prompt's full pages may serve others from now on."""
         full = min(sequence.seen, sequence.num_prompt) // self.plan.page_size
         if not self.plan.in_pages or full == len(sequence.keys):
             return
@@ -133,7 +133,7 @@ class GrowingScheduler(Scheduler):
         return count <= self.pages.free
 
     def _shrink(self, one: Running, missing: int, *, shared: bool) -> bool:
-        """Let a waiting sequence let go of some pages; False where it has none that may go."""
+        """Have a waiting sequence release some pages; False where it has none that may be swapped out."""
         tail = self.swap.tail(one, missing, shared=shared) if self.swap is not None else []
         if tail and self.swap is not None and not self.swap.send(one, tail):
             self._lose(one)
@@ -156,7 +156,7 @@ class GrowingScheduler(Scheduler):
         one.seen, one.keys, one.arriving = 0, [], None
 
     def _lose(self, one: Running) -> None:
-        """Give back what a waiting sequence holds."""
+        """Free what a waiting sequence holds."""
         if one.left is not None and self.swap is not None:
             self.swap.drop(one)
             self.pages.give(one.pages)

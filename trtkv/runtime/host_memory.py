@@ -38,7 +38,7 @@ def open_offload(
 ) -> Offload:  # fmt: skip
     """Allocate the tiers of an engine: enough host pages for every sequence at full length, or as many as the memory (or host_bytes) allows.
 
-    Where pinning fails midway all of it is given back and fewer pages are tried, down to one sequence of full length. cache_bytes limits the
+    Where pinning fails midway all of it is freed and fewer pages are tried, down to one sequence of full length. cache_bytes limits the
     device's part. Raises ConfigError where the plan's pages cannot live on the host, CapacityError where one sequence does not fit.
     """
     least = plan.pages(limits.max_seq_len)
@@ -140,7 +140,7 @@ class HostPool:
             return _plain(shape, dtype)
         size = torch.Size(shape).numel() * dtype.itemsize
         with torch.cuda.device(self._device), near(self._device):
-            available_bytes(self._device)  # the first question to the runtime makes the device's context; steps go on meanwhile
+            available_bytes(self._device)  # the first question to the runtime makes the device's context; steps continue meanwhile
             view, release = _pin(size, self._device)
         self._made.append(release)
         return view.view(dtype).view(shape)

@@ -52,7 +52,7 @@ class HostRoom:
 
 
 class Records:
-    """Records of the rows of some buffers, each [n, ...] with the same n; what two stretches of copies share is ordered by their stream."""
+    """Records of the rows of some buffers, each [n, ...] with the same n; what two batches of copies share is ordered by their stream."""
 
     def __init__(self, buffers: Sequence[Tensor], room: HostRoom, device: torch.device, *, first: int = 0) -> None:
         """Lay a record out; slabs come with the first records, the first of at least so many."""

@@ -63,7 +63,7 @@ class ClaimScheduler(Scheduler, Generic[Held]):
                 )
 
     def stored(self, sequence: Running) -> None:
-        """Take note that a step is done: pages that are no longer filled go back, and what is claimed follows the answer after the prompt."""
+        """Note that a step is done: pages that are no longer filled go back, and what is claimed follows the answer after the prompt."""
         claim = self._reserved[sequence]
         claim.pages = self._cut_back(sequence, claim.pages)
         if sequence.seen == sequence.num_prompt:
@@ -92,7 +92,7 @@ class ClaimScheduler(Scheduler, Generic[Held]):
     def _cut_back(self, one: Running, pages: Held) -> Held:
         """Return pages that a sequence no longer fills to their pool, but for one; returns what it still owns.
 
-        Without that page a sequence that fills its last page in every step would return and take one for ever.
+        Without that page a sequence that fills its last page in every step would return and take one forever.
         """
 
     @abstractmethod
@@ -137,7 +137,7 @@ class GroupReservingScheduler(ClaimScheduler[list[list[int]]]):
         self._read: Running | None = None  # whose prompt is in between two steps, where there is room for one
 
     def stored(self, sequence: Running) -> None:
-        """Take note that a step is done."""
+        """Note that a step is done."""
         super().stored(sequence)
         if sequence is self._read and sequence.seen >= sequence.num_prompt:
             self._read = None

@@ -29,7 +29,7 @@ class SamplingParams(BaseModel):
     likeliest that together have this probability; min_p: draw from those at least this fraction as likely as the likeliest;
     repetition_penalty: divides the logits of tokens in prompt and answer; presence_penalty and frequency_penalty: taken from the logits of
     tokens in the answer, once or for every time; seed: makes draws reproducible; stop: texts that end the answer and are not part of it;
-    stop_token_ids: tokens that do; ignore_eos: go on after the end-of-text token; logprobs: 1 or more reports log probabilities; top_logprobs:
+    stop_token_ids: tokens that do; ignore_eos: continue after the end-of-text token; logprobs: 1 or more reports log probabilities; top_logprobs:
     report so many of the likeliest tokens beside each answered one; budget: tokens that each KV head reads in a decode step, at most the
     engine's; tau: for FreeKV, the mean cosine below which a head selects again (`overrides.check_override` says where these can be had).
     """

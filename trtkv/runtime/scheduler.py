@@ -55,7 +55,7 @@ class Scheduler(ABC):
     def next(self) -> list[tuple[Running, StepRow]]:
         """Choose the next step's sequences: at most max_chunk_tokens new tokens together; none when all are finished.
 
-        Raises CapacityError when nothing runs here and others hold what the first in line needs.
+        Raises CapacityError when nothing runs here and others hold what the first in the queue needs.
         """
         self._grow()
         self._admit()
@@ -67,7 +67,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def stored(self, sequence: Running) -> None:
-        """Take note that a step has stored a sequence's tokens up to `seen`."""
+        """Note that a step has stored a sequence's tokens up to `seen`."""
 
     def _check_length(self, tokens: Sequence[int], max_tokens: int) -> None:
         if not tokens:
@@ -125,11 +125,11 @@ class Scheduler(ABC):
         """Give running sequences the pages of their next tokens, where these are not taken with them."""
 
     def _lose(self, one: Running) -> None:  # noqa: B027
-        """Give back what a waiting sequence holds."""
+        """Free what a waiting sequence holds."""
 
     @abstractmethod
     def _release(self, one: Running) -> None:
-        """Give back what a running sequence holds."""
+        """Free what a running sequence holds."""
 
     @staticmethod
     def _began(one: Running) -> None:

@@ -6,8 +6,8 @@ query for the next step. A third stream follows it: it writes a page that the st
 which this layer's attention no longer reads; so a layer's pages still move while the next one selects. The step waits for both at its end, before the
 next step may append to the ring, and nowhere else. Captured, the branches and the edges between them are one CUDA graph.
 
-A preempted sequence is swapped out and in on a separate stream, stretch by stretch, each after what the steps have queued
-by then. A step waits for a stretch only when it is the first to use pages or a slot of it. No graph holds any of this: it happens between two steps.
+A preempted sequence is swapped out and in on a separate stream, batch by batch, each after what the steps have queued
+by then. A step waits for a batch only when it is the first to use pages or a slot of it. No graph contains any of this: it happens between two steps.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class CopyLane:
 
     @contextmanager
     def stretch(self) -> Iterator[Stretch]:
-        """Enqueue the copies that are made inside after all that the steps have queued; the next steps do not wait for them by themselves."""
+        """Enqueue the copies that are made inside after all that the steps have queued; the next steps do not wait for them."""
         made = Stretch(self._device)
         if self._side is None:
             yield made

@@ -4,7 +4,7 @@ A preempted sequence leaves its slot at once. The slot's data (FreeKV's previous
 else) goes to host memory. Pages follow when others need them, the last ones first and no more than are needed; a shared page is copied once. On
 resume, pages that are still there are owned again, the others are copied to new ones, and decoding continues with the same bits.
 
-An answer is never computed again while there is host memory: selection would then see it as a prompt. A half-read prompt is, where that is quicker
+An answer is never recomputed while there is host memory: selection would then see it as a prompt. A half-read prompt is, where that is quicker
 than two ways over the bus, at the rates measured so far.
 """
 
@@ -23,8 +23,8 @@ from trtkv.runtime.streams import CopyLane, Stretch
 
 BUS_BYTES_PER_S = 20e9  # before a copy has been measured
 OF_LAST = 0.5  # share of the newest measurement in a rate
-LEAST_PAGES = 16  # that go together: a stretch of copies has its price
-MOST_PAGES = 128  # of one stretch: what others may take before the rest is copied
+LEAST_PAGES = 16  # in a batch of copies, because each batch has a fixed cost
+MOST_PAGES = 128  # of one batch: what others may take before the rest is copied
 HOST_SHARE = 4  # of the host memory that may be pinned, by default a quarter at most
 
 
@@ -63,7 +63,7 @@ class Swap:
         return self._room.taken_bytes
 
     def park(self, one: Running) -> bool:
-        """Save what a sequence's slot holds, and give back pages that hold nothing yet; False where it is better computed again."""
+        """Save what a sequence's slot holds, and free pages that hold nothing yet; False where it is better recomputed."""
         if one.seen <= one.reused:
             return False
         place = None
@@ -90,7 +90,7 @@ class Swap:
         return one.pages[len(one.pages) - count :]
 
     def send(self, one: Running, tail: Sequence[int]) -> bool:
-        """Copy a waiting sequence's last pages to the host and give them back; False where it is to be computed again."""
+        """Copy a waiting sequence's last pages to the host and free them; False where it is to be recomputed."""
         assert one.left is not None
         if not one.left.tail and not self._worth(one):
             return False
@@ -121,7 +121,7 @@ class Swap:
         return [copy.content[0] if self._pages.regain(copy.content) else None for copy in one.left.tail]
 
     def bring(self, one: Running, kept: Sequence[int | None], fresh: Sequence[int]) -> None:
-        """Let a sequence go on in its new slot: kept are what `regain` found, fresh the pages for the rest and for what comes next."""
+        """Resume a sequence in its new slot: kept are what `regain` found, fresh the pages for the rest and for what comes next."""
         left, numbers = one.left, iter(fresh)
         assert left is not None
         tail = [next(numbers) if page is None else page for page in kept]
@@ -148,7 +148,7 @@ class Swap:
         self.drop(one)
 
     def drop(self, one: Running) -> None:
-        """Give back the host memory of a sequence."""
+        """Free the host memory of a sequence."""
         if one.left is None:
             return
         for copy in one.left.tail:
@@ -169,7 +169,7 @@ class Swap:
             stretch.wait()
 
     def learn_prompts(self, tokens_per_s: float) -> None:
-        """Take note of the rate at which a step has read prompts."""
+        """Record the rate at which a step has read prompts."""
         self.prompt_tokens_per_s += (OF_LAST if self.prompt_tokens_per_s else 1.0) * (tokens_per_s - self.prompt_tokens_per_s)
 
     def _worth(self, one: Running) -> bool:

@@ -37,7 +37,7 @@ PROBE_S = 10.0  # a probe that takes longer says "not ready"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the front lets in: keys (none: everybody), origins of web pages, bytes of a body."""
+    """What the front lets in: keys (none: all clients), origins of web pages, bytes of a body."""
 
     api_keys: Sequence[str] = ()
     origins: Sequence[str] = ()

@@ -43,7 +43,7 @@ class Answer(Protocol):
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were not computed again."""
+        """Prompt tokens that were not recomputed."""
 
     async def next(self) -> list[Event]:
         """Wait for events; an empty list says that every prompt has been answered."""
@@ -120,7 +120,7 @@ class LocalBackend:
         self.service = Service(llm.batcher, metrics.of(facts.name), self._post, max_waiting).start()
 
     def _post(self, batch: list[tuple[Ticket, list[Event]]]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it everybody who listened
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it its listeners
             self._loop.call_soon_threadsafe(_hand_out, batch)
 
     async def ask(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int = 0) -> LocalAnswer:

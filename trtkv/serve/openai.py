@@ -27,10 +27,10 @@ from trtkv.serve.schema import ChatRequest, CompletionRequest, Generation, refus
 
 Body = TypeVar("Body", bound=Generation)
 T = TypeVar("T")
-LONG_CHARS = 8192  # a prompt beyond this is tokenized in another thread, so that other streams go on
+LONG_CHARS = 8192  # a prompt beyond this is tokenized in another thread, so that other streams continue
 AT_ONCE = 128  # events of one answer that are written together: those of a slow reader may be thousands
 DISCARD_BYTES = 64 << 20  # of a body that is too large: read on so far, so that the client sees the answer
-COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat goes on to the engine's limit
+COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat continues to the engine's limit
 log = logging.getLogger("trtkv.serve")
 
 

@@ -146,7 +146,7 @@ class Service:
                 if self.batcher.advance():
                     self._failed = 0
                     self.gauges.step()
-            except Exception as error:  # noqa: BLE001 (whatever a step raises, its clients must be answered and the thread go on)
+            except Exception as error:  # noqa: BLE001 (whatever a step raises, its clients must be answered and the thread continue)
                 self._fail(error)
             self._deliver(began)
 
@@ -225,7 +225,7 @@ class Service:
         self.post([(ticket, events)])
 
     def _fail(self, error: Exception) -> None:
-        """Answer everybody whose state a failed step may have spoilt; after some in a row the engine counts as broken."""
+        """Answer all requests whose state a failed step may have corrupted; after some in a row the engine counts as broken."""
         print(f"trtkv: a step failed\n{''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
         self.metrics.inc("trtkv:engine_failed_steps_total")
         self._failed += 1

@@ -68,7 +68,7 @@ class TritonAnswer:
                 if error is not None:
                     raise error
                 self._take(result)
-            # The stream is read to its end: one that is dropped or cancelled after its last answer stays in the server for ever.
+            # The stream is read to its end: one that is dropped or cancelled after its last answer stays in the server forever.
             if self._left:
                 raise Unavailable("the engine's stream ended early", "Send the request again.")
         except asyncio.CancelledError:

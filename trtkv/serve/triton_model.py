@@ -103,7 +103,7 @@ class TritonPythonModel:
             sender = request.get_response_sender()
             try:
                 self._queue(request, sender)
-            except Exception as error:  # noqa: BLE001 (whatever is wrong with a request is its client's to hear)
+            except Exception as error:  # noqa: BLE001 (whatever is wrong with a request is reported to its client)
                 self._refuse(sender, error)
 
     def finalize(self) -> None:
@@ -236,7 +236,7 @@ def _weights(given: str, home: Path) -> str | None:
 def _watch_parents() -> None:
     """End this process when the server has died, and both when the trtkv that started the server has: neither is automatic.
 
-    A shell watches, not a thread: calls into a server that has died hold the interpreter's lock for ever.
+    A shell watches, not a thread: calls into a server that has died hold the interpreter's lock forever.
     """
     command = ["/bin/sh", "-c", WATCH, "trtkv-watch", str(os.getpid()), str(os.getppid()), os.environ.get(PARENT, "")]
     subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)

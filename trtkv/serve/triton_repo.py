@@ -38,7 +38,7 @@ INPUTS = (
     ("seed", "UINT64", 1, "makes draws reproducible"),
     ("budget", "INT32", 1, "tokens that each KV head reads in a decode step, at most the engine's"),
     ("tau", "FP32", 1, "freekv: cosine to the step before below which a head selects again"),
-    ("ignore_eos", "BOOL", 1, "go on after the end of the text"),
+    ("ignore_eos", "BOOL", 1, "continue after the end of the text"),
     ("return_log_probs", "BOOL", 1, "fill output_log_probs and cum_log_probs"),
     ("exclude_input_in_output", "BOOL", 1, "true by default; false puts the prompt before the answer"),
     ("sampling_parameters", "STRING", 1, "the same and more as a JSON object; nothing may be given twice"),

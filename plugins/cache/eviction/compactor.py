@@ -83,7 +83,7 @@ class Compactor:
             launch.remember(query, inputs[2], inputs[4], self._stacks.buffer("last_queries", layer))
 
     def _attended(self, layer: int, query: Tensor, inputs: Sequence[Tensor], keeps_inputs: bool) -> None:
-        """Take note of a layer's queries, and evict after the last layer's; inputs hold seen, lens [Y, B], slots and table [Y, B, M] from place 2."""
+        """Note a layer's queries, and evict after the last layer's; inputs hold seen, lens [Y, B], slots and table [Y, B, M] from place 2."""
         seen, lens, slots, table = inputs[2:6]
         if layer == 0:
             self._queries = []

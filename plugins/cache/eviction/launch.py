@@ -66,7 +66,7 @@ def lag_choose(
 
 
 def remember(query: Tensor, seen: Tensor, slots: Tensor, ring: Tensor) -> None:
-    """Keep a decode step's queries [B, Hq D] of sequences that have seen so many tokens [B] in their slots [B] of ring [Z, W, Hq, D]."""
+    """Store a decode step's queries [B, Hq D] of sequences that have seen so many tokens [B] in their slots [B] of ring [Z, W, Hq, D]."""
     grid = (-(-query.shape[1] // 1024), len(query), 1)
     kernel.run(REMEMBER, grid, (query, seen, slots, ring, query.stride(0)), remember_constants(ring.shape[1], query.shape[1]))
 

@@ -15,7 +15,7 @@ class MeaningIndex:
     """Summarizes again for every query: as slow as reading all keys, and as right as the role's definition."""
 
     def update(self, cache: Cache, layer: int, plan: SelectPlan) -> None:
-        """Keep nothing: `score` reads the keys."""
+        """Store nothing: `score` reads the keys."""
 
     def score(self, cache: Cache, layer: int, plan: SelectPlan, row: Row, query: Tensor) -> tuple[Tensor, Tensor | None]:
         """Score by the role's `summarize` and `score` over the closed groups."""

@@ -1,6 +1,6 @@
-"""How many tokens every sequence stores in every page group, in integers: the roles' functions, walked as the sequence goes on.
+"""How many tokens every sequence stores in every page group, in integers: the roles' functions, walked as the sequence continues.
 
-The session keeps its account of what is stored by it, the scheduler its page counts. No step waits for a device. Where the rest of a prompt is
+The session counts by it what is stored, the scheduler pages. No step waits for a device. Where the rest of a prompt is
 encoded, pages hold that alone: the prompt itself lies elsewhere until it is complete.
 """
 
@@ -92,11 +92,11 @@ class EvictingLedger:
         self._accounts[target] = replace(one, stored=list(one.stored), settled=list(one.settled), placed=list(one.placed), encoded=list(one.encoded))
 
     def append(self, slot: int, new: int, seen: int, prompt: int) -> Account:
-        """Count new tokens of a sequence, after which it has seen so many; it begins afresh where all are new."""
+        """Count new tokens of a sequence, after which it has seen so many; it starts empty where all are new."""
         if new == seen:
             self._accounts[slot] = self._begin(prompt)
         elif slot not in self._accounts:
-            raise EngineError(f"slot {slot} goes on with a sequence that has not begun", "Report this with the output of trtkv doctor.")
+            raise EngineError(f"slot {slot} continues a sequence that has not begun", "Report this with the output of trtkv doctor.")
         account = self._accounts[slot]
         account.prompt = prompt
         self._count(account, new)

@@ -35,7 +35,7 @@ class MixedLedger(HeadLedger):
         return float(self.stored(slot).sum()) / self.layers
 
     def grant(self, account: HeadAccount, measures: Tensor | None) -> None:
-        """Take note of what layers may keep in full precision once the prompt is in."""
+        """Note what layers may keep in full precision once the prompt is in."""
         account.tokens, account.precise = self.evict.grants(self.allocate, self.layers, self.plan.num_kv_heads, account.prompt, measures)
 
     def cut(self, account: HeadAccount) -> tuple[list[int], Lengths]:

@@ -86,11 +86,11 @@ class HeadLedger:
         return float(self.stored(slot).mean())
 
     def append(self, slot: int, new: int, seen: int, prompt: int) -> HeadAccount:
-        """Count new tokens of a sequence, after which it has seen so many; it begins afresh where all are new."""
+        """Count new tokens of a sequence, after which it has seen so many; it starts empty where all are new."""
         if new == seen:
             self._accounts[slot] = HeadAccount(prompt, np.zeros(self.heads, np.int64), np.zeros(self.heads, np.int64))
         elif slot not in self._accounts:
-            raise EngineError(f"slot {slot} goes on with a sequence that has not begun", "Report this with the output of trtkv doctor.")
+            raise EngineError(f"slot {slot} continues a sequence that has not begun", "Report this with the output of trtkv doctor.")
         account = self._accounts[slot]
         if account.prompt != prompt:
             account.prompt, account.limits = prompt, None
@@ -99,7 +99,7 @@ class HeadLedger:
         return account
 
     def grant(self, account: HeadAccount, measures: Tensor | None) -> None:
-        """Take note of what heads may keep once the prompt is in; measures [L, Hk] are those of an allocate role that requested them."""
+        """Note what heads may keep once the prompt is in; measures [L, Hk] are those of an allocate role that requested them."""
         account.tokens = self.evict.grants(self.allocate, self.plan.num_layers, self.plan.num_kv_heads, account.prompt, measures)[0]
         account.limits = None
 

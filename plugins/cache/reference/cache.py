@@ -18,7 +18,7 @@ from trtkv.plan import CachePlan
 
 
 class ReferenceCache(CountedCache):
-    """Roles run as they define themselves, slower than pages and kernels: what these are compared with, and what runs a policy without them."""
+    """Roles run as defined, slower than pages and kernels: what these are compared with, and what runs a policy without them."""
 
     uses_pages = False  # they only limit how many sequences are admitted
     compares_selection = False

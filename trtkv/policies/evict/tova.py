@@ -20,7 +20,7 @@ from trtkv.ranking import group_mean
 class Tova(Budgeted):
     """Keep what the newest query attends to, in every step.
 
-    shared: all KV heads of a layer keep the same tokens, as in the paper; else each keeps its own.
+    shared: all KV heads of a layer keep the same tokens, as in the paper; else each selects alone.
     """
 
     source: ClassVar[str] = "TOVA, arXiv 2401.06104"

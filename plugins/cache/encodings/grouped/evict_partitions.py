@@ -106,7 +106,7 @@ class PartitionEvictor:
                 move_codes(pages, table, chosen - first, start - first, self._places)
 
     def _evict_prompt(self, group: int, slot: int, account: Account) -> None:
-        """Evict from a prompt that goes on; its last chunk's attention has read it."""
+        """Evict from a prompt that continues; its last chunk's attention has read it."""
         for layer, plain in self._store.read(slot):
             if self._store.plan.page_groups[layer] == group:
                 chosen, start = self._choose(plain[0][0], plain[1][0], 0, account, group), self._start(account, group)

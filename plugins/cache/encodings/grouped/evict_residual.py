@@ -96,7 +96,7 @@ class ResidualEvictor:
             compaction.move(data, kept, self._tables[slot], start)
 
     def _evict_prompt(self, group: int, slot: int, account: Account) -> None:
-        """Evict from a prompt that goes on; its last chunk's attention has read it."""
+        """Evict from a prompt that continues; its last chunk's attention has read it."""
         for layer, plain in self._store.read(slot):
             if self._store.plan.page_groups[layer] == group:
                 kept, start = self._choose(*plain, account, group)

@@ -61,7 +61,7 @@ def value_meta_places(share: int) -> Tensor:
 
 
 def pack(codes: Tensor, places: tuple[Tensor, Tensor], bits: int) -> Tensor:
-    """Lay codes uint8 [..., S, D] down, S a multiple of 16: bytes uint8 [..., S D bits / 8]."""
+    """Pack codes uint8 [..., S, D], S a multiple of 16: bytes uint8 [..., S D bits / 8]."""
     word, shift = (x.to(codes.device) for x in places)
     tiles = codes.unflatten(-2, (-1, TILE)).long() << shift
     words = tiles.new_zeros(*tiles.shape[:-2], TILE * tiles.shape[-1] * bits // 32)

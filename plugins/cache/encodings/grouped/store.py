@@ -74,12 +74,12 @@ class EncodedStore:
         self._runs: dict[int, list[int]] = {}  # origins [Y] of a slot's sequence, as the device has them
 
     def begin(self, rows: Iterable[Row]) -> None:
-        """Take note of a step's sequences; one whose stored tokens are all new begins afresh."""
+        """Note a step's sequences; one whose stored tokens are all new starts empty."""
         for row in rows:
             before = row.seen - row.new
             goes_on = bool(before) and before >= self._lengths[row.slot]
             if self.ledger is not None and goes_on and not row.answers:
-                raise EngineError("a prompt that was evicted from goes on with several tokens at once", "Feed what follows it token by token.")
+                raise EngineError("a prompt that was evicted from continues with several tokens at once", "Feed what follows it token by token.")
             if row.answers or not before or goes_on:
                 self._prompts[row.slot] = {}
             if not before:
@@ -100,7 +100,7 @@ class EncodedStore:
         """Return the keys and values [1, Hk, X, D] of a prompt that is being read, made with its first chunk.
 
         X is its length in whole sixteens, or the most that is left of it with a further chunk such as the first. What is longer than its prompt was
-        said to be goes on after what its pages and its ring hold.
+        said to be continues after what its pages and its ring hold.
         """
         own = self._prompts[row.slot]
         if layer not in own:
@@ -164,7 +164,7 @@ class EncodedStore:
         self.note_copy(source, target)
 
     def note_copy(self, source: int, target: int) -> None:
-        """Take note that a slot's sequence is now a copy of another's."""
+        """Note that a slot's sequence is now a copy of another's."""
         self.origins[:, target], self.ends[:, target] = self.origins[:, source], self.ends[:, source]
         self._prompts[target], self._lengths[target], self._runs[target] = {}, self._lengths[source], list(self._runs[source])
         if self.ledger is not None:

@@ -35,7 +35,7 @@ class Pairs:
 class Chunk:
     """Where a step's new tokens lie in a buffer of whole pages, and where these go; the same for every layer.
 
-    starts names each sequence's first row among num_rows; begun pairs rows that go on with an open page with its ring row; full says to which
+    starts names each sequence's first row among num_rows; begun pairs rows that continue with an open page with its ring row; full says to which
     pages of the host complete rows go, before (one a sequence) which pages precede the new tokens; newest pairs rows with ring rows, older pairs
     ring rows with pages of the host that belong there.
     token_rows and token_places [T] say where each new token goes; table and homes [B, M'] and lens [B] int32 say it for the append kernel: rows,
@@ -115,7 +115,7 @@ def begin_chunk(store: Offload, layer: int, chunk: Chunk) -> tuple[Tensor, Tenso
 def settle_chunk(store: Offload, layer: int, chunk: Chunk, *, beside: bool = False) -> None:
     """Write complete pages to the host, and the newest pages into the ring; sequences in their prompt have no frames from now on.
 
-    beside writes to the host while the layer goes on: nothing of this step may read those pages there.
+    beside writes to the host while the layer continues: nothing of this step may read those pages there.
     """
     tier = store.tiers[layer]
     assert store.chunk is not None

@@ -127,7 +127,7 @@ class Stage:
             self._free = [torch.cuda.Event() for _ in range(2)]
 
     def fill(self, half: int, copies: Sequence[Copy]) -> None:
-        """Copy into a half that has been emptied; the step's stream goes on after it."""
+        """Copy into a half that has been emptied; the step's stream continues after it."""
         if self._device.type != "cuda":
             for to, source, size in copies:
                 ctypes.memmove(to, source, size)
@@ -138,7 +138,7 @@ class Stage:
         torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def empty(self, half: int) -> None:
-        """Take note that the step's stream has read a half."""
+        """Note that the step's stream has read a half."""
         if self._device.type == "cuda":
             self._free[half].record()
 
