@@ -14,7 +14,7 @@ LAYER = ("geometry", "batch", "context")
 
 
 def newest(records: Iterable[Record], *names: str) -> list[Record]:
-    """Keep the newest record of each row, sorted: names tell rows apart."""
+    """Keep the newest record of each row, sorted: names distinguish rows."""
     rows = {tuple(one.get(name) for name in names): one for one in records}
     return [rows[key] for key in sorted(rows, key=lambda key: [(value is not None, value) for value in key])]
 

@@ -116,7 +116,7 @@ class EvictPlan:
 
     needs names what the role, or the allocate role that serves it, reads besides keys and values (attention_mass, attention_newest, last_queries);
     observe_window is the number of queries stored for them; token_state maps the role's numbers per stored token to their dtype; paged says that
-    all KV heads of a layer keep equally many tokens and that integers alone say how many, so that the cache can lie in pages; ragged that heads keep
+    all KV heads of a layer keep equally many tokens and that integers alone say how many, so that the cache can lie in pages; ragged that heads store
     as many as they are granted and integers say how many once that is known, so that every head can have its own pages; prompt_only that nothing
     is evicted after the prompt.
     """
@@ -295,7 +295,7 @@ class CachePlan:
 
     @property
     def num_page_groups(self) -> int:
-        """Page groups (Y): layers of one group keep equally many tokens and share page numbers; `page_groups` names a ragged layer's first head."""
+        """Page groups (Y): layers of one group keep equally many tokens and share page numbers; `page_groups` names a per-head layer's first head."""
         if self.mixed:
             return 2 * self.num_layers
         return self.num_layers * self.num_kv_heads if self.ragged else max(self.page_groups) + 1

@@ -41,5 +41,5 @@ class CountedCache(Cache):
         """Prepare what the variant stores of the announced sequences."""
 
     def _ended(self, rows: Sequence[Sequence[Row]]) -> None:
-        """Count what goes; rows [Y][B]."""
+        """Count evicted tokens; rows [Y][B]."""
         self.ledger.finish([row.slot for row in rows[0]])

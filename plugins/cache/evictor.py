@@ -42,7 +42,7 @@ class NoEvictor:
         """Nothing is looked at."""
 
     def finish(self, rows: Sequence[Sequence[Row]]) -> None:
-        """Nothing goes."""
+        """Nothing is evicted."""
 
     def wait_for_comparison(self) -> None:
         """Nothing waits."""

@@ -27,7 +27,7 @@ class Format:
     (together). lag is 1 where a step's attention does not see what the step itself completes. phased: all whole groups of a prompt are encoded, so
     runs begin after them, at the sequence's `origin`. window is not 0 where an evict role works on the newest tokens, on up to so many:
     how many tokens are encoded then follows from what it has settled, and is stored a slot. replaced: tokens have a scale and a zero
-    point each; the newest alone is in full precision, and takes the place of one that goes (`encodings/per_token/`).
+    point each; the newest alone is in full precision, and takes the place of an evicted one (`encodings/per_token/`).
     """
 
     bits: int
@@ -45,7 +45,7 @@ class Format:
         """Tokens of a slot's ring."""
         if self.replaced:
             return 1
-        if self.window:  # settled tokens wait for their run after those that may go; values, also for `residual` newer ones
+        if self.window:  # settled tokens wait for their run after those that may be evicted; values, also for `residual` newer ones
             return -(-max(self.window + self.residual - 1, self.residual + 1) // 16) * 16
         return -(-self.residual // 16) * 16 + RING_SPARE
 
@@ -64,7 +64,7 @@ class Format:
 
 
 def replaces(plan: CachePlan) -> bool:
-    """Say whether kernels encode each token of a plan independently, and let a step's take the place of one that goes: pages hold the budget."""
+    """Say whether kernels encode each token of a plan independently, and let a step's take the place of an evicted one: pages hold the budget."""
     rule = plan.evict.rule if plan.evict is not None and plan.storage == "replaced" else None
     return isinstance(rule, Blend) and rule.budget <= MOST_BUDGET and plan.quantize is not None and plan.quantize.encoding == PerToken(4)
 
@@ -113,7 +113,7 @@ def _fits(one: Format, plan: CachePlan) -> bool:
 
 
 def _selects(one: Format, plan: CachePlan) -> bool:
-    """Say whether kernels read what every layer selects: units of a tile or within one, that kernels choose, of tokens of which none goes."""
+    """Say whether kernels read what every layer selects: units of a tile or within one, that kernels choose, of tokens of which none is evicted."""
     units = [select.unit for select in plan.select if select is not None]
     if not units:
         return True

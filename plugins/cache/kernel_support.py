@@ -83,7 +83,7 @@ def why_torch(plan: CachePlan) -> str | None:
 
 
 def taken() -> str:
-    """Say in words for what heads the kernels are written."""
+    """Describe for what heads the kernels are written."""
     dims = ", ".join(map(str, HEAD_DIMS[:-1]))
     return f"bfloat16 and float16, {dims} or {HEAD_DIMS[-1]} channels a head, up to {MOST_GROUP_HEADS} query heads a KV head"
 

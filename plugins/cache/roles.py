@@ -32,7 +32,7 @@ class AllocateRole(Protocol):
 
 
 class EvictRole(Protocol):
-    """What says which tokens go."""
+    """What says which tokens are evicted."""
 
     @property
     def needs(self) -> frozenset[str]:

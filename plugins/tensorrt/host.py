@@ -59,7 +59,7 @@ class BuiltPlugin:
         types = [_dtype(trt, one) for one in inputs]
         (promised,) = plugin.get_output_data_types(types)
         if promised != _dtype(trt, out):
-            raise BuildError(f"{self.name} promises {promised.name} and is given {out.dtype}", "This is a defect of trtkv: please report it.")
+            raise BuildError(f"{self.name} declares {promised.name} and gets {out.dtype}", "This is a defect of trtkv: please report it.")
         in_out = []
         for one in (*inputs, out):
             entry = trt.DynamicPluginTensorDesc()

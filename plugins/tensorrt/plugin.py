@@ -168,7 +168,7 @@ class PluginLogic:
             raise
 
     def bind(self) -> None:
-        """Take the cache that is bound on this thread; held weakly, because plugins outlive the engine that they belong to."""
+        """Take the cache that is bound on this thread; by a weak reference, because plugins outlive the engine that they belong to."""
         from plugins.tensorrt.binding import current
 
         cache = current()
@@ -237,7 +237,7 @@ def register(trt: Any, faces: Sequence[OpFace]) -> None:
 
 
 def new_plugin(trt: Any, face: OpFace, layer: int, config: OpConfig, recorder: Recorder) -> Any:
-    """Make a plugin object for a network that is put together by hand; its op is registered."""
+    """Make a plugin object for a network that is built by hand; its op is registered."""
     return _creators[trt.__name__, face.name].plugin_class(layer, config, recorder=recorder, runtime=False)
 
 

@@ -149,7 +149,7 @@ def test_a_policy_is_known_from_its_plan(tiny_llm: Open) -> None:
         assert again.roles == {kind: role for kind, role in parse_policy(name, sets=sets).roles.items() if kind in plan.roles}
 
 
-def test_long_generation_of_full_is_its_own(tiny_llm: Open) -> None:
+def test_long_generation_of_full_equals_itself(tiny_llm: Open) -> None:
     task = LongGeneration(TaskOptions(), generated=40)
     found = task.measure(bench(tiny_llm(), tiny_llm(), length=80, samples=2))
     assert (found["agreement"], found["same"], found["diverged"]) == (1, 1, 40)

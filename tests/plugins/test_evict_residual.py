@@ -180,7 +180,7 @@ def compare_bits(store: EncodedStore, layer: int, slot: int, pages: list[int], c
         assert torch.equal(ring[slot][:, torch.arange(end, stored) % form.ring].float(), whole[:, end:])
         if end:
             numbers = reference.stored_numbers(store.pages[layer], table, part)
-            # A run's codes were made where it settled, so what they represent says what they are.
+            # A run's codes were made where it settled, so their decoded values identify them.
             assert torch.equal(reference.decode(store.pages[layer], table, part)[:, :end], whole[:, :end])
             compared += numbers["codes"][:, :end].numel()
     return compared

@@ -130,7 +130,7 @@ class StoredLayers:
         plan, model = case.plan(count), case.model.model_copy(update={"num_layers": count})
         most = plan.pages(case.context)
         self.cache = make_cache(plan, [case.batch * most], case.batch, device)
-        assert isinstance(self.cache, GroupedCache), "check_store was asked"
+        assert isinstance(self.cache, GroupedCache), "check_store allows only encoded caches"
         self.store = self.cache.store
         self.configs = [op_config(model, plan, layer) for layer in range(count)]
         self.generator = torch.Generator(device).manual_seed(seed)

@@ -55,7 +55,7 @@ class Timeline:
 
     @property
     def main(self) -> int:
-        """The stream with the most time: the step's own."""
+        """The stream with the most time: the step's."""
         total: dict[int, float] = {}
         for one in self.spans:
             total[one.stream] = total.get(one.stream, 0.0) + one.end_us - one.start_us

@@ -190,7 +190,7 @@ def _hub_error(hub: str, revision: str | None, error: Exception, also: str) -> E
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return error
     if isinstance(error, errors.GatedRepoError):
-        return CheckpointError(f"'{hub}' is gated: its owner grants access", f"Ask for access on the page of {hub}, then run: hf auth login.")
+        return CheckpointError(f"'{hub}' is gated: its owner grants access", f"Request access on the page of {hub}, then run: hf auth login.")
     if isinstance(error, errors.RevisionNotFoundError):
         return CheckpointError(f"'{hub}' has no revision '{revision}'", "Leave --revision out, or name a branch, tag or commit.")
     if isinstance(error, errors.RepositoryNotFoundError):

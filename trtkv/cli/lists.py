@@ -34,7 +34,7 @@ def policies(name: str | None = None, *, json: bool = False) -> None:
     """List the KV policies, or the roles and fields of one.
 
     Args:
-        name: A preset, several joined by +, or module:Class of your own.
+        name: A preset, several joined by +, or your module:Class.
         json: Print JSON.
     """
     from trtkv.policies.registry import describe, parse_policy

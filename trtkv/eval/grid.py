@@ -22,7 +22,7 @@ Scoring = Literal["generate", "forced", "blind"]
 
 @dataclass(frozen=True, slots=True)
 class TaskSpec:
-    """A task as requested; identity is the task's own, read when the request was checked."""
+    """A task as requested; identity is the task's, read when the request was checked."""
 
     name: str
     options: TaskOptions
@@ -112,7 +112,7 @@ def expand(request: Request, keep_going: bool = False) -> Grid:
     becomes a misfit instead.
     """
     if request.samples < 1:
-        raise ConfigError(f"samples {request.samples} is not above 0", "Ask for at least --samples 1.")
+        raise ConfigError(f"samples {request.samples} is not above 0", "Give at least --samples 1.")
     if bool(request.engines) == (request.model is not None):
         raise ConfigError(
             "engine directories or --model: one of the two is needed", "trtkv eval ENGINE, or trtkv eval --model MODEL --policy POLICY."

@@ -65,7 +65,7 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """A step on its way: which sequences get a token and where it goes in theirs, what was counted when it was queued."""
+    """A step in flight: which sequences get a token and where it goes in theirs, what was counted when it was queued."""
 
     batch: Batch
     wanted: list[Running]
@@ -227,7 +227,7 @@ class Batcher:
         return list(dict.fromkeys(self._calls[one] for one in sequences))
 
     def _answer_or_end(self, one: Running, place: int, token: int, logprob: float | None, top: Sequence[tuple[int, float]]) -> None:
-        """Answer one sequence; whatever goes wrong with it ends it alone."""
+        """Answer one sequence; an error ends it alone."""
         call = self._calls[one]
         try:
             if token < 0:

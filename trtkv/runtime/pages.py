@@ -19,10 +19,10 @@ Taken = TypeVar("Taken", bound=Pages)
 
 
 class PageAllocator:
-    """Hands out page numbers of one pool, lowest first, so that a sequence's pages tend to lie side by side.
+    """Allocates page numbers of one pool, lowest first, so that a sequence's pages tend to lie side by side.
 
     A page may have several owners. Published pages keep their contents when the last owner frees them, until their room is needed: those
-    that were unused for longest go first.
+    that were unused for longest are reused first.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -144,7 +144,7 @@ class GroupPages:
 
 
 class HeadPageAllocator:
-    """Hands out page numbers of one pool to the KV heads of sequences, each of which has its own pages."""
+    """Allocates page numbers of one pool to the KV heads of sequences, each of which has its own pages."""
 
     def __init__(self, num_pages: int, heads: int) -> None:
         """Take the pages of the pool, and the heads Y of all layers."""

@@ -214,7 +214,7 @@ def _follow(directory: Path, options: Options, index: int, count: int, store: st
                 engine.stepper.run([_with_known_pages(row, known) for row in value])
     except (EOFError, KeyboardInterrupt):
         return
-    except BaseException as error:  # noqa: BLE001 (the leader raises it again in its own words)
+    except BaseException as error:  # noqa: BLE001 (the leader raises its own error)
         text = f"{type(error).__name__}: {error}" if not isinstance(error, TrtkvError) else str(error)
         pipe.send(" ".join(text.split()))
 

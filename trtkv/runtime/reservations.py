@@ -2,7 +2,7 @@
 
 What a policy stores follows from integers, so the most pages that a sequence still takes are known: first for its prompt, which may be whole until
 its end, then for the rest of its answer. Admission guarantees them, so none is preempted. Pages that an eviction frees, and those that a sequence
-no longer claims after its prompt, go to others at once. Where what stays is encoded, prompts are read outside the pages, where there is room for one
+no longer claims after its prompt, are free for others at once. Where the rest is encoded, prompts are read outside the pages, where there is room for one
 that takes several steps.
 
 Prompts are cut at the same places in any batch, with room for a token of every other sequence: a policy may evict between two chunks, and an
@@ -63,7 +63,7 @@ class ClaimScheduler(Scheduler, Generic[Held]):
                 )
 
     def stored(self, sequence: Running) -> None:
-        """Note that a step is done: pages that are no longer filled go back, and what is claimed follows the answer after the prompt."""
+        """Note that a step is done: pages that are no longer filled are freed, and what is claimed follows the answer after the prompt."""
         claim = self._reserved[sequence]
         claim.pages = self._cut_back(sequence, claim.pages)
         if sequence.seen == sequence.num_prompt:

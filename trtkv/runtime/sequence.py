@@ -34,7 +34,7 @@ class Running:
     """A prompt on its way: tokens with what was generated so far, and how many of them are in the cache.
 
     Higher priority runs first; reused counts prompt tokens whose pages another prompt had filled, keys names the prompt's full pages; began_s is
-    when it first got a place (monotonic seconds). pages are those of a cache that grows; where it shrinks, its claim has them. left is what
+    when it first got a slot (monotonic seconds). pages are those of a cache that grows; where it shrinks, its claim has them. left is what
     a preempted sequence has in host memory beside the pages that it still owns, arriving what is on its way back.
     """
 

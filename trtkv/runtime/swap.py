@@ -82,7 +82,7 @@ class Swap:
         return True
 
     def tail(self, one: Running, missing: int, *, shared: bool) -> list[int]:
-        """Name the last pages of a waiting sequence that may be swapped out to free so many more; with `shared` also those that others own too."""
+        """Name the last pages of a waiting sequence that may be swapped out to free so many more; with `shared` also shared ones."""
         most = min(len(one.pages), max(missing, LEAST_PAGES), MOST_PAGES)
         count = 0
         while count < most and (shared or self._pages.owners(one.pages[-1 - count]) == 1):
@@ -116,7 +116,7 @@ class Swap:
         return True
 
     def regain(self, one: Running) -> list[int | None]:
-        """Own those pages of a sequence again that still hold what they did: the number of each of its pages that left, None where it left."""
+        """Own those pages of a sequence again whose contents are unchanged: the number of each of its pages, None where it was swapped out."""
         assert one.left is not None
         return [copy.content[0] if self._pages.regain(copy.content) else None for copy in one.left.tail]
 
@@ -196,7 +196,7 @@ class Swap:
 
 @contextmanager
 def given_back(records: Records, places: Sequence[Place]) -> Iterator[None]:
-    """Give places back where copying to them fails."""
+    """Free places where copying to them fails."""
     try:
         yield
     except BaseException:

@@ -1,4 +1,4 @@
-"""Evicting one token a step by two launches for all layers: the newest token takes the place of the one that goes.
+"""Evicting one token a step by two launches for all layers: the newest token takes the place of the evicted one.
 
 Attention needs no order, so nothing else moves; positions beside the tokens say which are the newest ones. Everything that the launches read lies on
 the device, so that a captured step ends with them.

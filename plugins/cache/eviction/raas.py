@@ -1,6 +1,6 @@
 """RaaS's decode steps by two launches for all layers: a stamp with the time for pages that the newest query needs, and the end of the oldest one.
 
-Once in so many tokens a page goes: the last whole one takes its place, and nothing else moves.
+Once in so many tokens a page is evicted: the last whole one takes its place, and nothing else moves.
 """
 
 from __future__ import annotations

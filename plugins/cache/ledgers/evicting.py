@@ -24,7 +24,7 @@ class Account:
     """One sequence after its newest tokens; lists hold one number for every page group.
 
     placed is the number of leading tokens whose logical positions are written: those after them follow each other up to `seen`. encoded counts
-    leading keys and values of each group where the ledger walks a quantize role too; nothing goes or is encoded then before `quiet` tokens.
+    leading keys and values of each group where the ledger walks a quantize role too; nothing is evicted or encoded then before `quiet` tokens.
     """
 
     prompt: int
@@ -57,7 +57,7 @@ class EvictingLedger:
         self.allocate = load_allocate(plan.roles["allocate"]) if "allocate" in plan.roles else None
         self._first = [plan.page_groups.index(group) for group in range(plan.num_page_groups)]
         self._accounts: dict[int, Account] = {}
-        # Where the newest token lies beside the pages until it takes the place of one that goes.
+        # Where the newest token lies beside the pages until it takes the place of an evicted one.
         rule = plan.evict.rule
         self._most = rule.budget if isinstance(rule, Blend) and replaces(plan) else None
         self._claim = lru_cache(maxsize=256)(self._simulate)
@@ -82,7 +82,7 @@ class EvictingLedger:
         return [[account.stored[group] for account in accounts] for group in range(len(self._first))]
 
     def finish(self, slots: Sequence[int]) -> None:
-        """Count what goes from a step's sequences."""
+        """Count what is evicted from a step's sequences."""
         for account in map(self.find, slots):
             self.settle(account, self.due(account))
 
@@ -103,13 +103,13 @@ class EvictingLedger:
         return account
 
     def due(self, account: Account) -> list[int]:
-        """Return the page groups from which tokens go after this step's attention."""
+        """Return the page groups from which tokens are evicted after this step's attention."""
         if self._prompt_only and account.decoding:
             return []
         return [group for group in range(len(self._first)) if self.evict.due(self.occupancy(account, group))]
 
     def settle(self, account: Account, due: Sequence[int]) -> None:
-        """Count what goes from the groups that are due, and what will never go in any."""
+        """Count what is evicted from the groups that are due, and what never will be in any."""
         if self._prompt_only and account.decoding:
             return
         for group in due:
@@ -225,7 +225,7 @@ class EvictingLedger:
         return most
 
     def _steps_to_eviction(self, account: Account, left: int) -> int:
-        """Return the decode steps until tokens go from some group, at most `left`."""
+        """Return the decode steps until tokens are evicted from some group, at most `left`."""
         low, high = 0, 1
         while high < left and not self._due_after(account, high):
             low, high = high, high * 2

@@ -39,7 +39,7 @@ class MixedLedger(HeadLedger):
         account.tokens, account.precise = self.evict.grants(self.allocate, self.layers, self.plan.num_kv_heads, account.prompt, measures)
 
     def cut(self, account: HeadAccount) -> tuple[list[int], Lengths]:
-        """Return the layers from which tokens go after this step's attention, all or none, and what they store then [2 L]."""
+        """Return the layers from which tokens are evicted after this step's attention, all or none, and what they store then [2 L]."""
         if account.seen < account.prompt or not self.evict.due(self.occupancy(account, 0)):
             return [], account.stored
         split = [self._split(account, layer) for layer in range(self.layers)]

@@ -104,7 +104,7 @@ class HeadLedger:
         account.limits = None
 
     def cut(self, account: HeadAccount) -> tuple[list[int], Lengths]:
-        """Return the layers from which tokens go after this step's attention, and the tokens [Y] of every head that stay then."""
+        """Return the layers from which tokens are evicted after this step's attention, and the tokens [Y] of every head that stay then."""
         if account.seen < account.prompt:
             return [], account.stored
         above, left = self._limits(account)
@@ -120,7 +120,7 @@ class HeadLedger:
         account.stored = stay
 
     def most(self, account: HeadAccount) -> Lengths:
-        """Return the most tokens [Y] that heads store after the prompt, the newest included; far above any length where nothing goes."""
+        """Return the most tokens [Y] that heads store after the prompt, the newest included; far above any length where nothing is evicted."""
         return self._limits(account, decoding=True)[0] + 1
 
     def release(self, slot: int) -> None:

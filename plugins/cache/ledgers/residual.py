@@ -1,4 +1,4 @@
-"""Lengths where tokens are evicted in every phase and those that will never go are encoded: both roles' functions, walked together.
+"""Lengths where tokens are evicted in every phase and those that never will be are encoded: both roles' functions, walked together.
 
 Pages hold settled tokens alone. The others, and settled ones that wait for their run, lie in a slot's ring.
 """
@@ -33,11 +33,11 @@ class ResidualLedger(ReadingLedger):
         return at.stored, (min(keys, at.stored), min(values, at.stored))
 
     def due(self, account: Account) -> list[int]:
-        """Return the page groups from which tokens go after this step's attention."""
+        """Return the page groups from which tokens are evicted after this step's attention."""
         return [] if account.seen < account.quiet else super().due(account)
 
     def settle(self, account: Account, due: Sequence[int]) -> None:
-        """Count what goes from the groups that are due, what will never go in any, and what is encoded."""
+        """Count what is evicted from the groups that are due, what never will be in any, and what is encoded."""
         if account.seen < account.quiet:
             return
         encoded = [self.behind(account, group)[1] for group in range(len(self._first))]
@@ -47,7 +47,7 @@ class ResidualLedger(ReadingLedger):
             account.quiet = account.seen + self._steps_to_change(account)
 
     def _steps_to_change(self, account: Account) -> int:
-        """Return the decode steps until something goes, settles or is encoded: roles are not called in those between."""
+        """Return the decode steps until something is evicted, settles or is encoded: roles are not called in those between."""
         low, high = 0, 1
         while not self._changes(account, high) and high < MOST_QUIET:
             low, high = high, 2 * high

@@ -1,4 +1,4 @@
-"""Where heads store tokens after their prompt when a new token takes the place of the one that goes."""
+"""Where heads store tokens after their prompt when a new token takes the place of the evicted one."""
 
 from __future__ import annotations
 

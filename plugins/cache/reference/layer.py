@@ -80,7 +80,7 @@ class LayerCache:
 
     @property
     def _evicts_now(self) -> bool:
-        """Whether stored tokens may still go: after the prompt not where eviction ends with it."""
+        """Whether stored tokens may still be evicted: after the prompt not where eviction ends with it."""
         evict = self.roles.evict
         return evict is not None and not (evict.prompt_only and self.decoding)
 

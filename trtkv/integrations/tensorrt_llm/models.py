@@ -61,7 +61,7 @@ def _attention_class(surface: Surface) -> Any:
         """TensorRT-LLM's attention with trtkv's nodes between the qkv and the dense layer."""
 
         def forward(self, hidden_states: Any, use_cache: bool = False, attention_params: Any = None, **others: Any) -> Any:
-            """Add the layer to the network: hidden states [T, E] in and out. What else TensorRT-LLM passes belongs to its own attention."""
+            """Add the layer to the network: hidden states [T, E] in and out. What else TensorRT-LLM passes belongs to its attention."""
             for name in REFUSED_CALLS:
                 if others.get(name) is not None:
                     raise BuildError(f"{name} reached layer {self.trtkv_layer}, which trtkv's attention does not support", "Build without it.")

@@ -58,7 +58,7 @@ def cache_plan(config: Any, model: ModelConfig) -> CachePlan:
 
 
 def refuse_flags(plugin_config: Any) -> None:
-    """Raise BuildError for options of TensorRT-LLM's builder that move work out of, or into, its own attention."""
+    """Raise BuildError for options of TensorRT-LLM's builder that move work out of, or into, its attention."""
     for flag in PLUGIN_FLAGS:
         if getattr(plugin_config, flag, None):
             raise BuildError(f"the plugin option {flag} does not go with trtkv's attention", f"Build with --{flag} disable.")

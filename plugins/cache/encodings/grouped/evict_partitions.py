@@ -71,7 +71,7 @@ class PartitionEvictor:
             self.ledger.settle(account, due)
 
     def _start(self, account: Account, group: int) -> int:
-        """Return where the first partition begins that may still go."""
+        """Return where the first partition begins that may still be evicted."""
         return max(account.settled[group], self._rule.sink)
 
     def _choose(self, keys: Tensor, values: Tensor, first: int, account: Account, group: int) -> Tensor:

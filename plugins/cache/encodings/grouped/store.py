@@ -2,7 +2,7 @@
 
 A prompt attends to itself in full precision and is encoded when it is complete, so its keys and values lie in their own tensors until then. Where
 a plan also evicts, those that stay are chosen then (`evict_prompt.py`), and only they are encoded. Where it evicts in every phase, such a tensor has
-room for what is left of the prompt, and the ring for all tokens that may still go (`evict_residual.py`).
+room for what is left of the prompt, and the ring for all tokens that may still be evicted (`evict_residual.py`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ FEWEST = 2 * TILE  # queries: the tiles of fewer are mostly empty
 
 
 def fits(dim: int, dtype: str, arch: str) -> bool:
-    """Say whether there is such a kernel for a head dimension, a dtype in Triton's words and a compute capability."""
+    """Say whether there is such a kernel for a head dimension, a dtype by Triton's name and a compute capability."""
     return arch == "90" and dim in (64, 128) and dtype in ("bf16", "fp16")
 
 
