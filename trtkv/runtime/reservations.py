@@ -2,7 +2,7 @@
 
 What a policy stores follows from integers, so the most pages that a sequence still takes are known: first for its prompt, which may be whole until
 its end, then for the rest of its answer. Admission guarantees them, so none is preempted. Pages that an eviction frees, and those that a sequence
-no longer claims after its prompt, are free for others at once. Where the rest is encoded, prompts are read outside the pages, where there is room for one
+no longer claims after its prompt, are reused at once. Where the rest is encoded, prompts are read outside the pages, where there is room for one
 that takes several steps.
 
 Prompts are cut at the same places in any batch, with room for a token of every other sequence: a policy may evict between two chunks, and an
