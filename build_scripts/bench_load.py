@@ -118,7 +118,7 @@ def ways(folder: Path, files: list[Path], model: ModelConfig, device: torch.devi
 
 
 def read(files: list[Path], threads: int) -> None:
-    """Read every byte into memory that each thread keeps."""
+    """Read every byte into each thread's memory."""
     places = [(file, at) for file in files for at in range(0, file.stat().st_size, READ_BYTES * 8)]
 
     def take(place: tuple[Path, int]) -> None:

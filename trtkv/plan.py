@@ -28,7 +28,7 @@ FORMAT = 2  # raised whenever an engine directory of the previous format can no 
 Tier = Literal["device", "host"]
 Phase = Literal["prefill", "decode"]
 Pooling = Literal["softmax-mean", "softmax-max", "mean", "max", "none"]
-# Where tokens lie. In pages in full precision: all tokens (paged), what is left of them where layers keep equally many in every head (compacted), or
+# Where tokens lie. In pages in full precision: all tokens (paged), what is left of them where layers store equally many in every head (compacted), or
 # where each KV head has its own pages (per_head); beside codes in pages of the same pool (mixed). In pages of codes: all tokens (encoded), what is
 # left of a prompt (once), those that will never be evicted (windowed), single tokens that later ones replace (replaced) or that move up when others
 # are evicted (gathered). Else in tensors of exactly
@@ -116,7 +116,7 @@ class EvictPlan:
 
     needs names what the role, or the allocate role that serves it, reads besides keys and values (attention_mass, attention_newest, last_queries);
     observe_window is the number of queries stored for them; token_state maps the role's numbers per stored token to their dtype; paged says that
-    all KV heads of a layer keep equally many tokens and that integers alone say how many, so that the cache can lie in pages; ragged that heads store
+    all KV heads of a layer store equally many tokens, which integers alone determine, so that the cache can lie in pages; ragged that heads store
     as many as they are granted and integers say how many once that is known, so that every head can have its own pages; prompt_only that nothing
     is evicted after the prompt.
     """
@@ -295,7 +295,7 @@ class CachePlan:
 
     @property
     def num_page_groups(self) -> int:
-        """Page groups (Y): layers of one group keep equally many tokens and share page numbers; `page_groups` names a per-head layer's first head."""
+        """Page groups (Y): layers of one group store equally many tokens and share page numbers; `page_groups` gives a per-head layer's first."""
         if self.mixed:
             return 2 * self.num_layers
         return self.num_layers * self.num_kv_heads if self.ragged else max(self.page_groups) + 1

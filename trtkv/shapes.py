@@ -8,7 +8,7 @@ LEGEND = {
     "P": "pages in the pool",
     "M": "pages of one sequence",
     "N": "tokens in one page",
-    "Y": "page groups: layers that keep equally many tokens share page numbers",
+    "Y": "page groups: layers that store equally many tokens share page numbers",
     "Z": "sequence slots of the runtime",
     "L": "layers",
     "Hq": "query heads",

@@ -28,7 +28,7 @@ class Target:
 
     homes [B, M] names the pages of the summaries where they are not those of table. heads says how many KV heads there are where each has its own
     length and pages: lens [Hk, B], table [Hk, B, M], keys and values [P, 1, N, D]. rings [Z, Hk, 2] with slots [B] and sink says that some of them
-    keep their newest tokens in rings.
+    store their newest tokens in rings.
     """
 
     keys: Tensor

@@ -186,7 +186,7 @@ class Cache(ABC):
         """Say why a request cannot lower its budget, None where it can."""
         if not any(self.plan.select):
             return f"policy '{self.plan.policy}' has no budget that a request could lower"
-        return "this engine keeps pages on the host and recalls as many for all" if self.tier.recalls else None
+        return "this engine stores pages on the host and recalls as many for all" if self.tier.recalls else None
 
     # Bytes and tokens
 
@@ -271,7 +271,7 @@ class Cache(ABC):
         return torch.tensor(entries, dtype=torch.int64, device=self.device)
 
     def scratch(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what an op keeps between steps and layers, made at its first use: never inside a captured graph."""
+        """Return an op's buffers between steps and layers, made at its first use: never inside a captured graph."""
         if key not in self._scratch:
             self._scratch[key] = make()
         return cast("T", self._scratch[key])
@@ -279,7 +279,7 @@ class Cache(ABC):
     # Comparison with the definition
 
     def wait_for_comparison(self) -> None:  # noqa: B027
-        """Keep what a step attended to until `end_step`, for those who compare it."""
+        """Save what a step attended to until `end_step`, for those who compare it."""
 
     @abstractmethod
     def read(self, layer: int, row: Row) -> tuple[Tensor, Tensor]:

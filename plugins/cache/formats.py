@@ -70,7 +70,7 @@ def replaces(plan: CachePlan) -> bool:
 
 
 def find_format(plan: CachePlan) -> Format | None:
-    """Return the format of a plan that encodes what it stores, or what it keeps of prompts, None where no kernel knows it."""
+    """Return the format of a plan that encodes what it stores, or what it leaves of prompts, None where no kernel knows it."""
     if plan.quantize is None:
         return None
     encoding = plan.quantize.encoding
@@ -79,7 +79,7 @@ def find_format(plan: CachePlan) -> Format | None:
     if plan.evict is not None and plan.storage not in ("once", "gathered"):
         return _settled_format(plan)
     if "allocate" in plan.roles and plan.num_page_groups < plan.num_layers:
-        return None  # layers keep different numbers of tokens, and a plan of an earlier version has one page table for all
+        return None  # layers store different numbers of tokens, and a plan of an earlier version has one page table for all
     if isinstance(encoding, Grouped):
         found = _grouped(encoding, plan)
     elif isinstance(encoding, Float8):

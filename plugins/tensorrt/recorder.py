@@ -1,4 +1,4 @@
-"""Keeps what goes wrong inside TensorRT's callbacks, where an exception is printed, swallowed or fatal, until it can be raised."""
+"""Records what fails inside TensorRT's callbacks, where an exception is printed, swallowed or fatal, until it can be raised."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Recorder:
         self._errors: list[tuple[str, BaseException, bool]] = []
 
     def add(self, where: str, error: BaseException, *, as_is: bool = False) -> None:
-        """Keep an exception; where says what was being done, as_is that it comes from the caller's function."""
+        """Record an exception; where says what was being done, as_is that it comes from the caller's function."""
         with self._lock:
             self._errors.append((where, error, as_is))
 
@@ -46,7 +46,7 @@ class Recorder:
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Let the plugins that this thread creates, and their clones on any thread, keep their exceptions in a recorder."""
+    """Let the plugins that this thread creates, and their clones on any thread, save their exceptions in a recorder."""
     before = getattr(_scope, "recorder", None)
     _scope.recorder = recorder
     try:

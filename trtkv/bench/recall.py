@@ -33,7 +33,7 @@ Report = Callable[[str, float], None]
 RESIDENT = "resident"
 AUTO = "auto"  # what is measured to be faster, as where an engine is opened with --offload
 
-# What is compared: the engine's recall. Before them stands the engine that keeps everything on the device.
+# What is compared: the engine's recall. Before them stands the engine with everything on the device.
 VARIANTS: dict[str, Recall] = {
     "ahead": Recall(),
     "ahead on all multiprocessors": Recall(blocks=0),

@@ -276,7 +276,7 @@ class Load:
         return [tensor[: self.work.batch].clone() for tensor in found if tensor is not None]
 
     def device_bytes(self) -> int:
-        """Return the bytes that the device keeps for the cache, used or not."""
+        """Return the bytes of the device for the cache, used or not."""
         offload = self.host
         total = offload.device_bytes() if offload else 0
         for name, tensors in self.cache.buffers.items():

@@ -43,7 +43,7 @@ def export_triton(
         device: auto, cpu, cuda or cuda:N.
         executor: auto (TensorRT where it runs, else torch), torch or tensorrt.
         cache_gib: Memory for the KV cache of each model in GiB; what is free by default.
-        offload: Keep pages in host memory, for policies that select pages or tokens, such as freekv, quest and fier.
+        offload: Store pages in host memory, for policies that select pages or tokens, such as freekv, quest and fier.
         max_waiting: Sequences that may wait beyond those that run; the rest is refused as UNAVAILABLE.
         force: Replace models that are there.
         json: Print one JSON object with the models written.

@@ -75,7 +75,7 @@ def plan(
         settings: Change one field of a role; may be repeated.
         dtype: float32, float16 or bfloat16; the checkpoint's by default.
         gpu_memory: Memory of the GPU, such as 24GiB: also shows the longest context and the largest batch that fit beside the weights.
-        offload: Count pages where trtkv run --offload keeps them.
+        offload: Count pages where trtkv run --offload stores them.
         json: Print one JSON object.
     """
     from trtkv import api

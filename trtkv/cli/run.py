@@ -66,10 +66,10 @@ def run(
         executor: auto (TensorRT where it runs, else torch), torch or tensorrt.
         cache_gib: Memory for the KV cache in GiB; what is free by default.
         dense_below: Read sequences of up to so many tokens whole, whatever the budget; by default where a GPU does that as fast as selecting.
-        offload: Keep pages in host memory, for policies that select pages or tokens, such as freekv, quest and fier.
+        offload: Store pages in host memory, for policies that select pages or tokens, such as freekv, quest and fier.
         host_gib: Host memory that --offload may take in GiB; most of what is free by default.
         recall: With --offload, what moves pages: kernel, copies (the copy engine), or auto, which measures both when the engine is opened.
-        kv_disk: Directory that keeps the pages of prompts, so that a later prompt that begins alike need not compute them.
+        kv_disk: Directory that stores the pages of prompts, so that a later prompt that begins alike need not compute them.
         swap_gib: Host memory in GiB for preempted sequences, allocated when needed; as much as the cache by default, 0 recomputes them.
         max_tokens: Longest answer.
         temperature: 0 takes the likeliest token.

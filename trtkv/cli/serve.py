@@ -65,10 +65,10 @@ def serve(
         device: auto, cpu, cuda or cuda:N.
         executor: auto (TensorRT where it runs, else torch), torch or tensorrt.
         cache_gib: Memory for the KV cache of each engine in GiB; what is free by default.
-        offload: Keep pages in host memory, for policies that select pages or tokens, such as freekv, quest and fier.
+        offload: Store pages in host memory, for policies that select pages or tokens, such as freekv, quest and fier.
         host_gib: Host memory that --offload may take for each engine in GiB; most of what is free by default.
         recall: With --offload, what moves pages: kernel, copies (the copy engine), or auto, which measures both when an engine is opened.
-        kv_disk: Directory that keeps the pages of prompts, so that a later prompt that begins alike need not compute them.
+        kv_disk: Directory that stores the pages of prompts, so that a later prompt that begins alike need not compute them.
         swap_gib: Host memory in GiB for preempted sequences, allocated when needed; as much as each cache by default, 0 recomputes them.
         api_key: Key that clients must send; may be repeated. The environment variable TRTKV_API_KEY adds one.
         cors: Origin of web pages that may send requests, such as https://chat.example.org; may be repeated.

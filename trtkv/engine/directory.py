@@ -196,7 +196,7 @@ def _write_plan(
 
 
 def _remember(plan: Path, cached: Path, note: Path, info: PlanInfo) -> None:
-    """Keep a plan for the next directory with the same content; a cache that cannot be written is no error."""
+    """Save a plan for the next directory with the same content; a cache that cannot be written is no error."""
     part = cached.with_suffix(f".{uuid.uuid4().hex[:8]}.partial")
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)

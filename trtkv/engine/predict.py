@@ -38,7 +38,7 @@ def predict(
     from and encoded. With gpu_memory also what fits beside the weights: longest_context, the longest prompt that such sequences may have had
     (None: the cache is not what limits it), longest_prompt, the longest that can be read, and largest_batch of this context, reading included.
     `assumes` says in words what the figures take for granted, `in_torch` what no kernel does on any GPU. With offload, pages are counted where
-    `trtkv run --offload` keeps them: host_bytes, device_bytes and, as device_peak_bytes, the most on the device while one prompt is read; the limits
+    `trtkv run --offload` stores them: host_bytes, device_bytes and, as device_peak_bytes, the most on the device while one prompt is read; the limits
     of gpu_memory are then the device's, as if host memory had none. Raises ConfigError for sizes that are not positive and policies that cannot
     work, or cannot be offloaded.
     """
@@ -141,7 +141,7 @@ def _layout(one: Footprint, context: int) -> Layout:
 
 
 def _tiered(one: Footprint, context: int, batch_size: int) -> list[dict[str, Any]]:
-    """List the buffers of an offloaded cache: those that keep their tokens on the device, the host's pages, and the device's places for them."""
+    """List the buffers of an offloaded cache: those whose tokens stay on the device, the host's pages, and the device's places for them."""
     plan, shape = one.plan, _layout(one, context)
     pages, rows = plan.pages(context) * batch_size, []
     gone = {spec.name for spec in records(plan)} if one.count.form is not None else {"keys", "values"}

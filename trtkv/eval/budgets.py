@@ -1,4 +1,4 @@
-"""From a budget as typed to a policy: tokens or a share of the length, wherever a policy keeps its budget."""
+"""From a budget as typed to a policy: tokens or a share of the length, wherever a policy states its budget."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def _follow(workers: Sequence[BaseProcess], events: Queue[Event], progress: Prog
 
 
 def _turned(cells: Sequence[Cell], index: int, jobs: int) -> list[Cell]:
-    """Let every worker begin elsewhere, so that each keeps an engine open for several cells."""
+    """Let every worker begin elsewhere, so that each uses an open engine for several cells."""
     start = len(cells) * index // jobs
     return [*cells[start:], *cells[:start]]
 

@@ -70,7 +70,7 @@ class Policy(BaseModel):
                 return self.with_field(f"{kind}.budget", str(budget))
         if not self.roles:
             raise ConfigError(
-                "policy 'full' keeps and reads every token, a budget means nothing to it", "Leave --budget out or choose another policy."
+                "policy 'full' stores and reads every token, a budget means nothing to it", "Leave --budget out or choose another policy."
             )
         raise ConfigError(f"policy '{self.name}' has no budget", f"Set one of its fields with --set: {', '.join(self._fields())}.")
 

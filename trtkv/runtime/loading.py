@@ -168,7 +168,7 @@ def _pool_sizes(plan: CachePlan, limits: Limits, device: torch.device, options: 
     except CapacityError as error:
         if why_not(plan) is not None:
             raise
-        raise CapacityError(error.problem, "Keep its pages in host memory with --offload, or build with a lower --max-seq-len.") from None
+        raise CapacityError(error.problem, "Store its pages in host memory with --offload, or build with a lower --max-seq-len.") from None
 
 
 def _offload(

@@ -21,7 +21,7 @@ Taken = TypeVar("Taken", bound=Pages)
 class PageAllocator:
     """Allocates page numbers of one pool, lowest first, so that a sequence's pages tend to lie side by side.
 
-    A page may have several owners. Published pages keep their contents when the last owner frees them, until their room is needed: those
+    A page may have several owners. Published pages retain their contents when the last owner frees them, until their room is needed: those
     that were unused for longest are reused first.
     """
 

@@ -151,7 +151,7 @@ class LeadingStepper(Stepper):
 
 
 def _teller(stepper: LeadingStepper) -> Callable[[str, object], None]:
-    """Return what sends messages to the other parts; it does not keep the engine alive."""
+    """Return what sends messages to the other parts; it does not hold a reference to the engine."""
     alive = weakref.WeakMethod(stepper.tell)
 
     def tell(kind: str, value: object) -> None:
@@ -162,7 +162,7 @@ def _teller(stepper: LeadingStepper) -> Callable[[str, object], None]:
 
 
 def _end(own: Stepper, followers: list[Follower], leave: Callable[[], None]) -> None:
-    """End the other parts and leave them; captured steps go first, because NCCL keeps a communicator for as long as one holds it."""
+    """End the other parts and leave them; captured steps go first, because NCCL does not free a communicator while one refers to it."""
     own.cache.on_release, own.cache.overrides.on_change, own._graphs = None, None, None
     _stop(followers)
     leave()

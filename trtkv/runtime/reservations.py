@@ -127,7 +127,7 @@ class ClaimScheduler(Scheduler, Generic[Held]):
 
 
 class GroupReservingScheduler(ClaimScheduler[list[list[int]]]):
-    """Does so where the KV heads of a layer keep equally many tokens: a sequence has a list of pages for each page group."""
+    """Does so where the KV heads of a layer store equally many tokens: a sequence has a list of pages for each page group."""
 
     def __init__(self, plan: CachePlan, limits: Limits, pages: PageAllocator | GroupPages, slots: list[int], ledger: EvictingLedger) -> None:
         """Share the pages of page groups."""

@@ -14,7 +14,7 @@ _arrivals = itertools.count()
 
 @dataclass(eq=False, slots=True)
 class Copied:
-    """A page's contents in host memory, for so many sequences, and on the device as long as that page keeps them."""
+    """A page's contents in host memory, for so many sequences, and on the device as long as that page has them."""
 
     place: Place
     content: tuple[int, int]

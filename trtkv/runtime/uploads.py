@@ -48,7 +48,7 @@ def cut(whole: Piece, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
 
 
 def upload(pieces: Sequence[Piece], device: torch.device, report: Report, readers: int = READERS) -> None:
-    """Fill the targets of all pieces, in their order as far as threads keep it; returns when they are filled.
+    """Fill the targets of all pieces, in their order as far as threads follow it; returns when they are filled.
 
     report(done_bytes, total_bytes) is called on this thread. Raises CheckpointError for a file that cannot be read or ends too early.
     """

@@ -162,7 +162,7 @@ class Supervisor:
             return 0, str(error).encode()
 
     def _link_backend(self) -> None:
-        # The wheel keeps the stubs outside the backend's directory, where the server looks for them; its libraries resolve through the links.
+        # The wheel has the stubs outside the backend's directory, where the server looks for them; its libraries resolve through the links.
         own = self._work / "backends" / "python"
         own.mkdir(parents=True)
         for file in (self.install.backend / "libtriton_python.so", self.install.backend / "triton_python_backend_utils.py", self.install.stub):

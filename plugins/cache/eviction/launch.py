@@ -104,7 +104,7 @@ def choose_constants(heads: int, lag: int, score: str) -> Constants:
 
 
 def remember_constants(window: int, size: int) -> Constants:
-    """Constants of what keeps queries of `size` numbers."""
+    """Constants of what stores queries of `size` numbers."""
     return {"WINDOW": window, "SIZE": size, "BLOCK": 1024}
 
 

@@ -52,7 +52,7 @@ class PagedView:
 
     @cached_property
     def queries(self) -> Tensor | None:
-        """The newest queries [W, Hq, D] fp32, oldest first, None where the plan keeps none."""
+        """The newest queries [W, Hq, D] fp32, oldest first, None where the plan stores none."""
         evict = self.stacks.plan.evict
         assert evict is not None
         if not evict.queries:

@@ -57,7 +57,7 @@ class HeadLedger:
 
     def __init__(self, plan: CachePlan) -> None:
         """Take a plan with per-head lengths; raises EngineError where a role cannot be loaded."""
-        assert plan.evict is not None and plan.storage == "per_head", "the heads of the plan keep equally many tokens"
+        assert plan.evict is not None and plan.storage == "per_head", "the heads of the plan store equally many tokens"
         self.plan, self.heads = plan, plan.num_page_groups
         self.evict = load_evict(plan.evict.meaning)
         self.allocate: AllocateRole | None = load_allocate(plan.roles["allocate"])
@@ -115,7 +115,7 @@ class HeadLedger:
         return due.nonzero()[0].tolist(), np.where(heads, np.minimum(account.stored, left), account.stored)
 
     def settle(self, account: HeadAccount, stay: Lengths) -> None:
-        """Count what was evicted: heads that keep fewer tokens than they had know all their positions."""
+        """Count what was evicted: all positions are known of heads that keep fewer tokens than they had."""
         account.placed = np.where(stay < account.stored, stay, account.placed)
         account.stored = stay
 

@@ -152,7 +152,7 @@ class LayerCache:
         return sum(store.parts[part].nbytes() for store in self.heads for part in PARTS)
 
     def state_bytes(self) -> int:
-        """Return the bytes of summaries and scores that roles keep beside keys and values."""
+        """Return the bytes of summaries and scores that roles store beside keys and values."""
         beside = [*self.summary.values(), *(x for store in self.heads for x in store.state.values())]
         beside += [store.mass for store in self.heads if store.counts] if self.roles.evict and "attention_mass" in self.roles.evict.needs else []
         return sum(x.numel() * x.element_size() for x in beside)

@@ -80,7 +80,7 @@ class PartStore:
 
 
 class HeadStore:
-    """One KV head: logical positions [S] int64, keys and values, and what roles keep for each token."""
+    """One KV head: logical positions [S] int64, keys and values, and what roles store for each token."""
 
     def __init__(self, empty: Tensor, group: int, state: Mapping[str, str], quantize: QuantizeRole | None) -> None:
         """Begin with no token; group is the number of query heads whose attention is counted."""

@@ -1,6 +1,6 @@
 """StreamingLLM: attention sinks and the newest tokens (arXiv 2309.17453).
 
-The paper caches keys before rotation and numbers positions inside the cache; here keys keep the rotation of their place in the text, as everywhere
+The paper caches keys before rotation and numbers positions inside the cache; here keys have the rotation of their place in the text, as everywhere
 in this project.
 """
 

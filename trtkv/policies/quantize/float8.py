@@ -13,7 +13,7 @@ from trtkv.policies.quantize.fp8 import Fp8
 
 
 class Float8(Fp8):
-    """Keep every token in eight-bit floats."""
+    """Store every token in eight-bit floats."""
 
     source: ClassVar[str] = "FP8 formats, arXiv 2209.05433"
     needs: ClassVar[frozenset[str]] = frozenset()

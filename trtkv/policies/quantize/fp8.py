@@ -21,7 +21,7 @@ LARGEST = 448.0  # the greatest number that e4m3 holds
 
 
 class Fp8(Quantize):
-    """Keep the tokens that the evict role demotes in eight-bit floats."""
+    """Store the tokens that the evict role demotes in eight-bit floats."""
 
     source: ClassVar[str] = "ARKV, Lei and Ilager"
     needs: ClassVar[frozenset[str]] = frozenset({"precision_classes"})

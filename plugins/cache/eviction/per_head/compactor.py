@@ -22,7 +22,7 @@ from plugins.cache.pages import Lengths
 class HeadCompactor:
     """What a cache does after each step where every KV head keeps its own number of tokens."""
 
-    _sink: int | None = None  # of a role whose heads keep their tokens in rings
+    _sink: int | None = None  # of a role whose heads store their tokens in rings
 
     def __init__(self, pool: HeadPool) -> None:
         """Serve a pool that is allocated; `kernels` says that eviction runs by them."""

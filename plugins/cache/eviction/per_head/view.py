@@ -1,4 +1,4 @@
-"""What roles see of a layer whose KV heads keep different numbers of tokens: rows beyond a head's end are zero, gathered only when read."""
+"""What roles see of a layer whose KV heads store different numbers of tokens: rows beyond a head's end are zero, gathered only when read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trtkv.ranking import attention
 
 
 def newest_queries(pool: HeadPool, layer: int, b: int, seen: int) -> Tensor | None:
-    """Return the newest queries [W, Hq, D] of a sequence of the step in the cache's dtype, oldest first, None where the plan keeps none."""
+    """Return the newest queries [W, Hq, D] of a sequence of the step in the cache's dtype, oldest first, None where the plan stores none."""
     evict, ring = pool.plan.evict, pool.buffers.get("last_queries", [None] * (layer + 1))[layer]
     if evict is None or ring is None:
         return None
@@ -70,7 +70,7 @@ class HeadView:
 
     @cached_property
     def queries(self) -> Tensor | None:
-        """The newest queries [W, Hq, D] fp32, oldest first, None where the plan keeps none."""
+        """The newest queries [W, Hq, D] fp32, oldest first, None where the plan stores none."""
         found = newest_queries(self.pool, self.layer, self.b, self.account.seen)
         return None if found is None else found.float()
 

@@ -73,7 +73,7 @@ def why_not(plan: CachePlan) -> str | None:
     if plan.num_page_groups > 1:
         return "has separate page tables for some layers"
     if plan.offload is not None and plan.offload.values_only:
-        return "keeps keys on the device and only values on the host"
+        return "stores keys on the device and only values on the host"
     return None
 
 
