@@ -1,4 +1,4 @@
-"""What `compare_commits.py` measures, how runs of two trees are judged, and the table; knows nothing of processes."""
+"""What `compare_commits.py` measures, how runs of two trees are compared, and the table; knows nothing of processes."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
     python build_scripts/quality.py run cells.jsonl records --workers 14     # stops in time, continues where it stopped
     cat records/*.jsonl peer.jsonl > engines/quality.jsonl                   # what the document is written from
 
-All of it under one Python version: the haystack is its documentation. Needs a model that `trtkv pull` has brought. Every worker is a process of its
+All of it under one Python version: the haystack is its documentation. Needs a model that `trtkv pull` has fetched. Every worker is a process of its
 own; a finished cell is one line of its file in `records`.
 """
 

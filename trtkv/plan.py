@@ -1,6 +1,6 @@
 """The lowered form of a policy: buffers, budgets and op calls as plain data.
 
-Graph, plugins and runtime see only this, never a policy class. What kernels know a role by is typed data of `trtkv/rules.py`; a meaning is named
+Graph, plugins and runtime see only this, never a policy class. What kernels know a role by is typed data of `trtkv/rules.py`; a definition is named
 by import path, so that a role's definition runs where no kernel for it exists.
 """
 

@@ -1,4 +1,4 @@
-"""Any policy's reference meaning over raw tensors, without a model: `simulate(policy, q, k, v)`."""
+"""Any policy's definition over raw tensors, without a model: `simulate(policy, q, k, v)`."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, prefill: int) -> None:
     if not k.shape[2] or k.shape[2] % 16:
         raise ConfigError(f"head dimension {k.shape[2]} is not a multiple of 16", "Such heads are not supported.")
     if len({(x.dtype, x.device) for x in (q, k, v)}) > 1:
-        raise ConfigError("q, k and v differ in dtype or device", "Bring them to one dtype and device.")
+        raise ConfigError("q, k and v differ in dtype or device", "Convert them to one dtype and device.")
     if prefill < 1:
         raise ConfigError(f"the prompt has {prefill} tokens", "Give prefill=1 or more.")
     if prefill > len(q):

@@ -117,7 +117,7 @@ class Cache(ABC):
         self.tier.join()
 
     def prepare_replay(self) -> None:  # noqa: B027 - few variants have anything to do
-        """Bring the device to the state that a captured step expects, whatever failed before."""
+        """Put the device into the state that a captured step expects, whatever failed before."""
 
     def forget_shared(self) -> None:
         """Forget what layers of the announced step have shared: a step that is captured rebuilds it, in its own memory."""

@@ -150,7 +150,7 @@ def _compile(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _module(path: str) -> Any:
-    """Import a kernel's file alone: its package would bring torch."""
+    """Import a kernel's file alone: its package would import torch."""
     found = importlib.util.spec_from_file_location("trtkv_kernel_source", path)
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)

@@ -72,7 +72,7 @@ def feed_kernel(arch: str) -> CudaSpec:
 
 
 def fetch_kernel(arch: str) -> CudaSpec:
-    """Return the kernel that brings a captured step its inputs."""
+    """Return the kernel that fetches a captured step's inputs."""
     return FETCH.variant(arch, **_SMALL)
 
 

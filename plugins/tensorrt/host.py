@@ -35,7 +35,7 @@ class BuiltPlugin:
     """A node as a build leaves it: what it serialized."""
 
     def __init__(self, backend: Backend, face: OpFace, name: str, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
-        """Make the node from its attributes and let it judge example tensors; raises BuildError where the plugin does not take them."""
+        """Make the node from its attributes and let it check example tensors; raises BuildError where the plugin does not take them."""
         trt, recorder = backend.trt, Recorder()
         register(trt, list(FACES.values()) if face.name in FACES else [face])
         self.backend, self.face, self.name = backend, face, name

@@ -91,7 +91,7 @@ class PluginLogic:
 
     @guarded(lambda self, types: [types[0] if types else self.trt.DataType.FLOAT])
     def get_output_data_types(self, types: Sequence[Any]) -> list[Any]:
-        """The output takes the first input's dtype or int32; the inputs are judged here, where the graph's dtypes are known."""
+        """The output takes the first input's dtype or int32; the inputs are checked here, where the graph's dtypes are known."""
         self._check_inputs(types)
         return [self.trt.DataType.INT32 if self.face.integer_output else types[0]]
 

@@ -1,4 +1,4 @@
-"""Measurements of a tiny layer on the CPU, from filling its cache to records, and results that are spoilt on purpose."""
+"""Measurements of a tiny layer on the CPU, from filling its cache to records, and results that are corrupted on purpose."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_appends_from_many_threads_stay_whole_lines(tmp_path: Path) -> None:
     assert all(found[index + 1] == -found[index] for index in range(0, 80, 2)), "the records of one call stand together"
 
 
-def test_a_file_that_ends_without_a_newline_is_not_spoilt(tmp_path: Path) -> None:
+def test_a_file_that_ends_without_a_newline_is_not_corrupted(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     file.write_text('{"n": 1}')
     append_records(file, [{"n": 2}])

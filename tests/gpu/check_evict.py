@@ -65,7 +65,7 @@ def engines(directory: Path) -> None:
 
 @torch.inference_mode()
 def exchanges(directory: Path) -> None:
-    """Judge every step by what lay in the caches before it: what goes is what the role drops of exactly that."""
+    """Check every step against the caches before it: what is evicted is what the role drops of exactly those."""
     shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 128}
     tiny = make_tiny("llama", directory / "exchanging", dtype=torch.bfloat16, **shape)
     for name in EXCHANGING:

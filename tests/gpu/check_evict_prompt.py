@@ -1,4 +1,4 @@
-"""Policies that evict once and encode the rest, on a GPU: verdicts against exact sums, codes against the roles bit for bit, captured steps.
+"""Policies that evict once and encode the rest, on a GPU: choices against exact sums, codes against the roles bit for bit, captured steps.
 
 LagKV and KIVI, which evict and encode all the time, too. Run it on a machine with a GPU: python -m tests.gpu.check_evict_prompt, with --settled for
 these alone; prints one line a check and ends with the number of failures.

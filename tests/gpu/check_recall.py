@@ -155,7 +155,7 @@ class Case:
 
 
 def main() -> int:
-    """Run every case for some steps, before attention and ahead in turns."""
+    """Run every case for some steps, before attention and ahead alternately."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=int(time.time()))
     seed = parser.parse_args().seed

@@ -71,7 +71,7 @@ def saved(package: Any, tmp_path: Path, tiny: Any, **build: Any) -> Path:
     return directory
 
 
-def test_engine_of_trtllm_build_brings_its_limits(package: Any, tiny_llama: Any, tmp_path: Path) -> None:
+def test_engine_of_trtllm_build_has_its_limits(package: Any, tiny_llama: Any, tmp_path: Path) -> None:
     directory = saved(package, tmp_path, tiny_llama, max_seq_len=128)
     built = build_via(request_for(tiny_llama, tmp_path / "taken"), Policy("fier", 64), directory)
     assert built.manifest.limits == Limits(max_seq_len=128, max_batch_size=3, max_chunk_tokens=64)

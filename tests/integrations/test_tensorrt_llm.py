@@ -284,7 +284,7 @@ def test_newer_versions_name_the_last_good_one(monkeypatch: pytest.MonkeyPatch, 
         load_surface()
 
 
-def test_versions_are_judged_by_what_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_are_recognized_by_what_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
     fake.install(monkeypatch, "1.3.0rc20")
     assert load_surface().version == "1.3.0rc20"
     fake.install(monkeypatch, "1.1.0")

@@ -96,7 +96,7 @@ def test_a_prompt_is_encoded_as_its_role_says(bits: int, group: int, residual: i
     values[:, 3] = 0.25  # no range
     keys[:, :16, 5] = 0
     first = tuple(end // 2 // form.key_group * form.key_group for end in form.encoded(stored))
-    launch.encode_prompt(keys, values, table, pages, (first[0], first[1]))  # in two goes
+    launch.encode_prompt(keys, values, table, pages, (first[0], first[1]))  # in two calls
     launch.encode_prompt(keys, values, table, pages, form.encoded(stored), (first[0], first[1]))
     check(pages, table, role, (keys[:, :stored], values[:, :stored]), form.encoded(stored))
 
@@ -223,7 +223,7 @@ def test_lengths_follow_the_role(policy: str, role: Any) -> None:
         ends = (0, 0)
         for stored in range(prompt, prompt + 300):
             if stored > prompt:
-                assert form.seen(stored) == ends  # attention comes before encoding
+                assert form.seen(stored) == ends  # attention runs before encoding
             ends = role.flush(Occupancy(seen=stored, lengths=(stored,), settled=stored, prompt=prompt), ends)
             assert form.encoded(stored) == ends
             assert stored - min(form.seen(stored)) <= form.ring
@@ -361,7 +361,7 @@ NEWEST = ("evict.heavy=0", "evict.recent=0.6", "quantize.residual=32")  # which 
         ("fp8", ()),
         ("minikv", NEWEST),
         ("minikv-pyramid", NEWEST),
-        ("qhitter", ("evict.budget=600",)),  # what goes is judged step by step in tests/gpu/check_replaced.py
+        ("qhitter", ("evict.budget=600",)),  # what is evicted is checked step by step in tests/gpu/check_replaced.py
     ],
 )
 def test_captured_steps_on_a_gpu_answer_like_the_definition(wide: TinyModel, policy: str, sets: tuple[str, ...], tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_a_captured_guess_is_what_the_next_step_reads(wide: TinyModel, tmp_path:
 
 
 def guessed_in_vain(rig: Rig, steps: int) -> int:
-    """Read two prompts and decode: pages that came before attention, after the first step, where every head reads what it requested before."""
+    """Read two prompts and decode: pages recalled before attention, after the first step, where every head reads what it requested before."""
     texts = prompts(206 + steps, 46 + steps)
     for b, (text, length) in enumerate(zip(texts, (198, 40), strict=True)):
         rig.stepper.run([StepRow(text[:length], 0, b, rig.pages(b), (length - 1,), length)])

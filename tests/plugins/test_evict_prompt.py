@@ -95,7 +95,7 @@ def test_runs_of_each_slot_are_encoded_when_they_are_complete(bits: int, group: 
             assert torch.equal(x[:, ends[0] :], whole[:, ends[0] :].float())
 
 
-def test_the_verdict_is_the_roles_on_exact_sums() -> None:
+def test_the_choice_is_the_roles_on_exact_sums() -> None:
     """Chunks of 40, 1 and 19 queries; the mass that the role sees is that of all of them."""
     torch.manual_seed(0)
     config = model(num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=64, dtype="float32")
@@ -209,7 +209,7 @@ def test_what_is_said_to_fit_fits_and_one_more_does_not(policy: str) -> None:
 
 
 def run_to(cache: Cache, context: int, chunk: int) -> None:
-    """Bring one sequence's prompt into a cache, by random keys and values."""
+    """Fill a cache with one sequence's prompt, by random keys and values."""
     assert isinstance(cache, GroupedCache)
     store, plan = cache.store, cache.plan
     assert store.keeper is not None
@@ -275,7 +275,7 @@ def test_bench_steps_finds_the_largest_batch_of_encoded_sequences(wide: TinyMode
 
 
 def test_captured_steps_follow_the_lengths_of_every_layer(wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode steps whose inputs only `StagedInputs` brings, queued ahead, answer as those that are not captured."""
+    """Decode steps whose inputs come from `StagedInputs` alone, queued ahead, answer as those that are not captured."""
     from trtkv.runtime import graphs
     from trtkv.runtime.executor import TorchExecutor
 

@@ -273,7 +273,7 @@ def test_planned_bytes_are_those_that_a_session_allocates(policy: str, context: 
 
 
 def test_captured_steps_follow_what_evictions_leave(wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode steps whose inputs only `StagedInputs` brings, queued ahead, answer as those that are not captured."""
+    """Decode steps whose inputs come from `StagedInputs` alone, queued ahead, answer as those that are not captured."""
     from trtkv.runtime import graphs
     from trtkv.runtime.executor import TorchExecutor
 

@@ -78,7 +78,7 @@ def test_two_blocks_of_a_long_row_leave_units_out_where_more_would_count_all() -
     assert launch.select_cluster(32, 131072, "89", heads=4, width=2048) == 1
 
 
-def test_engines_bring_the_selector_that_long_rows_launch() -> None:
+def test_engines_include_the_selector_that_long_rows_launch() -> None:
     model = find_geometry("llama-3.1-8b", "bfloat16")
     case = Case("retrieve", "llama-3.1-8b", model, find_policy("fier", 131072, None, None, []), 4, 131072)
     plan = case.plan()

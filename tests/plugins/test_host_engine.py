@@ -111,7 +111,7 @@ def test_plugin_objects_give_the_torch_executors_logits(package: Backend, direct
 
 
 @pytest.mark.parametrize("policy", ["full", "fier"])
-def test_two_contexts_of_one_engine_run_in_turns(package: Backend, directories: Callable[[str], Path], policy: str) -> None:
+def test_two_contexts_of_one_engine_run_alternately(package: Backend, directories: Callable[[str], Path], policy: str) -> None:
     """Contexts share what was serialized; each keeps to its own session's cache."""
     expected = [Texts(opened(directories(policy)), seed).all() for seed in (1, 2)]
     one, two = opened(directories(policy)), opened(directories(policy))

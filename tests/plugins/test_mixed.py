@@ -166,7 +166,7 @@ def test_every_change_of_kind(heads: int, dim: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_layers_are_judged_together_as_alone(phase: Literal["prefill", "decode"]) -> None:
+def test_layers_are_evicted_from_together_as_alone(phase: Literal["prefill", "decode"]) -> None:
     """Equal scores too: what several layers keep in full precision, each its own number, is what each of them would keep alone."""
     role, made, heads, stored, layers = POLICIES["half"].evict, torch.Generator().manual_seed(3), 2, 70, 3
     assert isinstance(role, Arkv)

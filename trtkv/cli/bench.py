@@ -73,7 +73,7 @@ def kernel(
         pooling: How the query heads of a group agree; the policy's by default.
         settings: Change a field of the policies that have it, such as retrieve.page=32; may be repeated.
         chunk: New tokens of each sequence, for --op append; for prefill-sums by default the whole prompt, for lag 2048.
-        pages: For --op recall, pages of every KV head that one launch brings; several joined by commas. With --selected also 0 and fractions.
+        pages: For --op recall, pages of every KV head that one launch copies; several joined by commas. With --selected also 0 and fractions.
         selected: For --op recall, pages of the selection of which these are missing; by default all of them are.
         order: For --op recall, how a page lies on the host: heads or tokens first; both joined by a comma.
         dtype: float32, float16 or bfloat16; bfloat16 on a GPU and float32 on a CPU by default.

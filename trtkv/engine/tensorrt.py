@@ -132,7 +132,7 @@ def check_ops(onnx_bytes: bytes, faces: Collection[OpFace]) -> None:
 
 
 class _Job:
-    """One build on its worker thread: what it needs, and what came of it."""
+    """One build on its worker thread: what it needs, and its result."""
 
     def __init__(self, backend: Backend, model: bytes, profiles: Sequence[Profile], targets: Sequence[str], monitor: Monitor) -> None:
         self.backend, self.model, self.profiles, self.targets, self.monitor = backend, model, profiles, targets, monitor
@@ -160,7 +160,7 @@ class _Job:
             self._ended.set()
 
     def result(self) -> memoryview:
-        """Return the plan, or raise the reason why there is none: what a callback raised goes before what TensorRT made of it."""
+        """Return the plan, or raise the reason why there is none: what a callback raised takes precedence over TensorRT's message."""
         self.recorder.check(BuildError)
         if self.monitor.stopped:
             raise BuildError("the build was cancelled", "Start it again.")

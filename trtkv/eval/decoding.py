@@ -1,6 +1,6 @@
 """Prompts prefilled alone in fixed chunks, then sequences decoded together: answers do not depend on what else runs.
 
-A policy that evicts while a prompt comes in chunks would otherwise see other chunks in another batch.
+A policy that evicts while a prompt is read in chunks would otherwise see other chunks in another batch.
 """
 
 from __future__ import annotations

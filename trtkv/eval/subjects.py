@@ -77,7 +77,7 @@ def model_subjects(
 ) -> Callable[[int], Iterator[Subject]]:
     """Return a function from a length to the subjects at it: every policy at every budget, in this order.
 
-    A policy without a budget comes once. What cannot work is raised, or appended to misfits where a list is given.
+    A policy without a budget is listed once. What cannot work is raised, or appended to misfits where a list is given.
     """
     source, config, _ = api.prepare(model, REFERENCE, None, (), dtype, None)
     path = _weights_path(weights, [source.path], source.name)
@@ -108,7 +108,7 @@ def model_subjects(
 
 
 def engine_subjects(engines: Sequence[Path], weights: str | None, reference: bool) -> Callable[[int], Iterator[Subject]]:
-    """Return a function from a length to the subjects at it: the engines, after the reference of every model among them that brings none."""
+    """Return a function from a length to the subjects at it: the engines, after the reference of every model among them that has none."""
     found = [_engine_subject(engine, read_manifest(engine), weights) for engine in dict.fromkeys(engines)]
     subjects = [subject for subject, _ in found]
     if reference:

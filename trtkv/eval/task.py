@@ -81,7 +81,7 @@ class Task(ABC):
     def identity(self) -> str:
         """Everything besides name, length, samples and seed that changes a result, such as a file's checksum.
 
-        By default the text to hide things in, which each version of Python brings its own of.
+        By default the text to hide things in, which differs by Python version.
         """
         return f"documentation {fingerprint()}"
 

@@ -1,4 +1,4 @@
-"""What a KV policy is: five optional roles, each a frozen description with its meaning in torch.
+"""What a KV policy is: five optional roles, each a frozen description with its definition in torch.
 
 A role holds fields, says what it means in a few lines of obviously right fp32 torch, and says which buffers it needs. It has no state, no
 forward and no device code: state lives in buffers that the plan names, kernels live in `plugins`.

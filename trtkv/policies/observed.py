@@ -1,4 +1,4 @@
-"""Attention of an observation window and what else the meanings of several roles share."""
+"""Attention of an observation window and what else the definitions of several roles share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Continuous batching over one engine: calls come and go between steps, every step serves all that run.
+"""Continuous batching over one engine: calls begin and end between steps, every step serves all that run.
 
 Callers drive the engine: `advance` runs one step for all calls and passes each call its events. A lock makes that safe from several threads.
 

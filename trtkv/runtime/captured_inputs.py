@@ -60,7 +60,7 @@ class StagedInputs:
         self._device_turn = torch.zeros(1, dtype=torch.int32, device=cache.device)
 
     def fill(self, rows: Sequence[StepRow], asks: Sequence[Ask], place: int) -> None:
-        """Write what the next `fetch` brings: rows [B], how their tokens are chosen (asks [B] or none), and where the choice goes in its ring."""
+        """Write what the next `fetch` reads: rows [B], how their tokens are chosen (asks [B] or none), and where the choice goes in its ring."""
         turn = self._turn
         if self._done:
             self._done[turn].synchronize()
@@ -80,7 +80,7 @@ class StagedInputs:
         self._follow(rows, host["grown"])
 
     def fetch(self, last: Tensor | None) -> None:
-        """Bring the inputs to their addresses; ids that are negative become what their slots chose last [Z]. With kernels it can be captured."""
+        """Copy the inputs to their addresses; ids that are negative become what their slots chose last [Z]. With kernels it can be captured."""
         if self._kernels:
             at = self._at["token_ids"] // 4, self._at["slots"] // 4, self._at["grown"] // 4
             launch.fetch(self._staged, self._block, self._device_turn, last, self.table, at, self._batch)
@@ -102,7 +102,7 @@ class StagedInputs:
         self._turn = (self._turn + 1) % QUEUED
 
     def _follow(self, rows: Sequence[StepRow], grown: np.ndarray) -> None:
-        """Bring the page table up to date: a page more by the fetched block, everything else by copies before it."""
+        """Update the page table: a page more by the fetched block, everything else by copies before it."""
         if self._grew[self._turn]:
             grown[0] = -1
             self._grew[self._turn] = False

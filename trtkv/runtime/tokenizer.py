@@ -46,7 +46,7 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Return the token ids of a text.
 
-        add_special adds what the checkpoint adds, such as a beginning-of-text token; a text that brings its own (a rendered chat) gets no
+        add_special adds what the checkpoint adds, such as a beginning-of-text token; a text that has its own (a rendered chat) gets no
         second one.
         """
         ids: list[int] = self._inner.encode(text, add_special_tokens=add_special).ids

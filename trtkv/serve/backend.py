@@ -65,7 +65,7 @@ class Backend(Protocol):
         """Return running, waiting, kv_cache_usage and kv_cache_bytes by tier, as they were a moment ago."""
 
     async def probe(self) -> None:
-        """Generate one token, unless the engine has just done so; raises what goes wrong."""
+        """Generate one token, unless the engine has just done so; raises what fails."""
 
     async def metrics(self) -> bytes:
         """Return metrics that this process does not hold, in Prometheus' text format."""

@@ -145,7 +145,7 @@ class Compactor:
             raas.run(stacks, group, rule, own, step)
 
     def _observe(self, group: int, row: Row, account: Account) -> None:
-        """Bring what the role counts up to date: the attention of a decode step's query, and the role's numbers."""
+        """Update what the role counts: the attention of a decode step's query, and the role's numbers."""
         if "attention_mass" in self._evict.needs and row.answers and not self._evict.prompt_only:
             if self.kernels:
                 keys, ring, mass = (self._stacks.groups[name][group] for name in ("keys", "last_queries", "attention_mass"))

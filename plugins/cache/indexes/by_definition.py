@@ -1,4 +1,4 @@
-"""Any retrieve role without a kernel: run its meaning on the stored keys themselves."""
+"""Any retrieve role without a kernel: run its definition on the stored keys themselves."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def parse_via(text: str) -> Path | None:
 def build_via(request: Request, policy: Policy, directory: Path | None = None, progress: Progress = lambda stage, fraction: None) -> Built:
     """Build an engine directory whose plan is TensorRT-LLM's: built here, or taken from the directory that trtllm-build wrote.
 
-    An engine that is taken brings its own limits. Raises BuildError, also for an engine that was built for another model or policy; nothing is
+    An engine that is given has its own limits. Raises BuildError, also for an engine that was built for another model or policy; nothing is
     written before the plan is there.
     """
     with tempfile.TemporaryDirectory(prefix="trtkv-") as scratch:

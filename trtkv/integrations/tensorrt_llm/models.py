@@ -75,7 +75,7 @@ def _attention_class(surface: Surface) -> Any:
 
 
 class _DecoderMixin:
-    """Goes before TensorRT-LLM's model class: exchanges the attention at the end of __init__, and declares trtkv's inputs."""
+    """Precedes TensorRT-LLM's model class: exchanges the attention at the end of __init__, and declares trtkv's inputs."""
 
     surface: Surface
     kinds: tuple[Any, Any]

@@ -48,7 +48,7 @@ def rope_rows(table: npt.NDArray[Any], head_dim: int, max_seq_len: int) -> npt.N
 
 
 class Emitter:
-    """Adds the plugin nodes of one model; what goes wrong in their callbacks is raised where the node is added."""
+    """Adds the plugin nodes of one model; what fails in their callbacks is raised where the node is added."""
 
     def __init__(self, surface: Surface, model: ModelConfig, plan: CachePlan) -> None:
         self.surface, self.model, self.plan, self.recorder = surface, model, plan, Recorder()

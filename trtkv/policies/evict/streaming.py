@@ -32,7 +32,7 @@ class Streaming(Budgeted):
         return self.sink, 1
 
     def rule(self) -> rules.Exchange:
-        """The oldest token goes."""
+        """The oldest token is evicted."""
         return rules.Exchange(self.budget, self.sink, 1, "position")
 
     def keep(self, view: CacheView) -> Verdict:

@@ -39,7 +39,7 @@ class Tova(Budgeted):
         return 0, 1
 
     def rule(self) -> rules.Exchange:
-        """The token goes that the newest query attends to least."""
+        """The token that the newest query attends to least is evicted."""
         return rules.Exchange(self.budget, 0, 1, "newest", shared=self.shared)
 
     def scores(self, view: CacheView) -> Tensor:

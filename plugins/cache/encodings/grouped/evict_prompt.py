@@ -1,4 +1,4 @@
-"""Which tokens of a prompt stay before it is encoded: the evict role's verdict by the prompt's queries."""
+"""Which tokens of a prompt stay before it is encoded: the evict role's choice by the prompt's queries."""
 
 from __future__ import annotations
 

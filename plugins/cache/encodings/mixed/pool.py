@@ -89,7 +89,7 @@ class MixedPool(HeadPool):
         return self._moved(np.array(rows, np.int32))
 
     def table(self, b: int) -> Tensor:
-        """Return the pages [2 L, M] int32 of a sequence, brought to the device once a step without waiting for it."""
+        """Return the pages [2 L, M] int32 of a sequence, copied to the device once a step without waiting for it."""
         if b not in self._tables:
             own = self.pages[b]
             self._tables[b] = self._moved(np.ascontiguousarray(own.table[:, : int(own.counts.max(initial=1))], np.int32))

@@ -92,7 +92,7 @@ class HeadCompactor:
         return (self.view(layer, b, account) for layer in range(self._plan.num_layers))
 
     def _observe(self, b: int, row: Row, account: HeadAccount) -> None:
-        """Bring what the role counts up to date: the attention of a decode step's query, and the role's numbers."""
+        """Update what the role counts: the attention of a decode step's query, and the role's numbers."""
         if "attention_mass" in self._evict.needs and row.answers and not self._evict.prompt_only:
             attention_received.newest(self._pool, b, account.seen, self._scale, self.kernels)
         if not self._evict.token_state:

@@ -100,6 +100,6 @@ def _by_kernels(pool: HeadPool, moves: Sequence[Moves]) -> None:
 
 
 def _moved(values: Ints, device: torch.device) -> Tensor:
-    """Bring numbers to the device without waiting for it."""
+    """Copy numbers to the device without waiting for it."""
     found = torch.from_numpy(values)
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found

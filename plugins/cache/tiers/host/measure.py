@@ -1,6 +1,6 @@
 """Which engine moves pages, measured when an offloaded engine is opened: the recall kernel or the copy engine.
 
-Measured twice, because the two uses differ. A decode step brings single pages of single heads, which the kernel reads alone while the copy engine
+Measured twice, because the two uses differ. A decode step recalls single pages of single heads, which the kernel reads alone while the copy engine
 needs the host to read the list first. Prompts move long runs of pages, in which the copy engine leaves the multiprocessors to the layer that runs.
 """
 

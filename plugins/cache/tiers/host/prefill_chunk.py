@@ -131,7 +131,7 @@ def settle_chunk(store: Offload, layer: int, chunk: Chunk, *, beside: bool = Fal
 
 
 def stage_next(store: Offload, layer: int, step: StepGroup, which: Sequence[int]) -> None:
-    """Begin to bring what the next offloaded layer reads for the prompts of these sequences of the step, beside what follows of this one."""
+    """Begin to copy what the next offloaded layer reads for the prompts of these sequences of the step, beside what follows of this one."""
     later = [one for one in store.shape.layers if one > layer]
     waiting = [b for b in which if pages_of(step.rows[b])[0]]
     if later and waiting:

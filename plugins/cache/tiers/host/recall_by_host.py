@@ -82,7 +82,7 @@ def part_bytes(store: Offload) -> tuple[int, ...]:
 
 
 def _into_frames(store: Offload, layer: int, missing: Missing) -> Iterator[Copy]:
-    """Name the copies that bring pages straight to where they are read, one after the other: no piece crosses the end of a part."""
+    """Name the copies that move pages straight to where they are read, one after the other: no piece crosses the end of a part."""
     sizes, pieces, at = part_bytes(store), [], 0
     ends, pools = np.cumsum(sizes).tolist(), [pool.data_ptr() for pool in store.tier(layer).pools]
     for distance, size in _pieces(store, layer):
@@ -97,7 +97,7 @@ def _into_frames(store: Offload, layer: int, missing: Missing) -> Iterator[Copy]
 
 
 def _copy_staged(store: Offload, layer: int, missing: Missing) -> None:
-    """Bring pages in halves of the staging buffer: the copy engine fills one while the step's stream empties the other into frames."""
+    """Copy pages in halves of the staging buffer: the copy engine fills one while the step's stream empties the other into frames."""
     stage, pieces, sources = _stage(store), _pieces(store, layer), _sources(store, layer, missing)
     for turn, first in enumerate(range(0, len(sources), HALF_PAGES)):
         own = sources[first : first + HALF_PAGES]
@@ -117,7 +117,7 @@ def _copy_staged(store: Offload, layer: int, missing: Missing) -> None:
 
 
 class Stage:
-    """Two halves [2, HALF_PAGES, bytes / 8] int64 of device memory, which a stream of copies fills and the step's stream empties in turn."""
+    """Two halves [2, HALF_PAGES, bytes / 8] int64 of device memory, which a stream of copies fills and the step's stream empties alternately."""
 
     def __init__(self, page_bytes: int, device: torch.device) -> None:
         """Allocate the halves; without a GPU copies are made at once."""
