@@ -147,7 +147,7 @@ class Batcher:
             return True
 
     def _next(self) -> Batch:
-        """Choose the next step's sequences; those whose last token is on its way already are left out."""
+        """Choose the next step's sequences; those whose last token is already in flight are left out."""
         batch = self.scheduler.next()
         if self._pending is not None and any(PENDING in row.tokens and not self._continues(one, row) for one, row in batch):
             # A preempted sequence is recomputed, or resumes in another slot: its tokens have to be known.

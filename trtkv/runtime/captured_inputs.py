@@ -1,6 +1,6 @@
 """Inputs of captured decode steps: the host writes them to pinned memory, the step's first kernel fetches them to their fixed addresses.
 
-So nothing but that kernel stands between one step and the next: no copy, which the GPU would start only when the step before it has ended.
+So nothing but that kernel runs between one step and the next: no copy, which the GPU would start only when the step before it has ended.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class StagedInputs:
 
 
 def _layout(batch: int, groups: int, chooses: bool) -> dict[str, tuple[type, tuple[int, ...]]]:
-    """Return dtype and shape of every input; grown holds for every sequence a column of the page table, or -1, and the page that stands there now."""
+    """Return dtype and shape of every input; grown holds for every sequence a column of the page table, or -1, and the page that is there now."""
     names = ("token_ids", "positions", "seq_lens", "slots", "last_rows")
     layout: dict[str, tuple[type, tuple[int, ...]]] = dict.fromkeys(names, (np.int32, (batch,)))
     layout |= {"cu_seqlens": (np.int32, (batch + 1,)), "stored_lens": (np.int32, (groups, batch)), "grown": (np.int32, (2, batch))}

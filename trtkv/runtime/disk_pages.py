@@ -31,7 +31,7 @@ class SavedPages:
     """The pages of one engine in a directory; loaded, saved and damaged count since it was opened."""
 
     def __init__(self, directory: Path, cache: Cache, identity: str) -> None:
-        """Take a directory, made if it is not there, for pages of this identity.
+        """Take a directory, created if it is missing, for pages of this identity.
 
         Raises ConfigError where the policy moves tokens after they are stored, or the directory cannot be written.
         """
@@ -48,7 +48,7 @@ class SavedPages:
         self._full = False
 
     def load(self, page: int, key: Key) -> bool:
-        """Fill a page with what was saved under a key; False where nothing is, or what is there is damaged or another engine's."""
+        """Fill a page with what was saved under a key; False where nothing is, or the file is damaged or another engine's."""
         try:
             content = self._path(key).read_bytes()
         except OSError:

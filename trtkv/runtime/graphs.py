@@ -33,7 +33,7 @@ class _Captured:
 
 
 class DecodeGraphs:
-    """Captures and replays the steps in which every sequence has one new token and wants its logits."""
+    """Captures and replays the steps in which every sequence has one new token and needs its logits."""
 
     def __init__(self, executor: Executor, cache: Cache, width: int, fixed: Mapping[str, Tensor]) -> None:
         """Take an executor whose steps can be captured; width is M of the page table, fixed the inputs that never change."""

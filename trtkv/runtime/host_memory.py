@@ -157,7 +157,7 @@ def _plain(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
     except (RuntimeError, MemoryError):
         size = torch.Size(shape).numel() * dtype.itemsize
-        raise CapacityError(f"{readable(size)} of host memory are not there", "Give the process more memory.") from None
+        raise CapacityError(f"{readable(size)} of host memory are not available", "Give the process more memory.") from None
 
 
 class _Memory:

@@ -195,7 +195,7 @@ def _settle_recall(offload: Offload, plan: CachePlan, progress: Progress, part: 
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device of a name as typed; raises ConfigError for one that is not there."""
+    """Return the device of a name as typed; raises ConfigError for one that does not exist."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -205,7 +205,7 @@ def find_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device '{name}' is not supported", "Write auto, cpu, cuda or cuda:1.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device '{name}' is not there: {torch.cuda.device_count()} CUDA devices are", "Use --device cpu, or see trtkv doctor.")
+        raise ConfigError(f"device '{name}' does not exist: CUDA devices: {torch.cuda.device_count()}", "Use --device cpu, or see trtkv doctor.")
     return device
 
 

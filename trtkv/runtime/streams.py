@@ -1,7 +1,7 @@
 """Streams beside the step's, and the order of what runs on them.
 
 A decode step of an offloaded engine has two branches. The step's stream appends, selects, recalls what is missing and attends, layer by layer; a
-layer's recall stands before its attention on the same stream. After a layer's attention the side stream takes over: it selects with this step's
+layer's recall runs before its attention on the same stream. After a layer's attention the side stream takes over: it selects with this step's
 query for the next step. A third stream follows it: it writes a page that the step completed to the host, and recalls what was selected into frames
 which this layer's attention no longer reads; so a layer's pages still move while the next one selects. The step waits for both at its end, before the
 next step may append to the ring, and nowhere else. Captured, the branches and the edges between them are one CUDA graph.

@@ -121,7 +121,7 @@ class Swap:
         return [copy.content[0] if self._pages.regain(copy.content) else None for copy in one.left.tail]
 
     def bring(self, one: Running, kept: Sequence[int | None], fresh: Sequence[int]) -> None:
-        """Resume a sequence in its new slot: kept are what `regain` found, fresh the pages for the rest and for what comes next."""
+        """Resume a sequence in its new slot: kept are the pages that `regain` found, fresh the pages for the rest and for what comes next."""
         left, numbers = one.left, iter(fresh)
         assert left is not None
         tail = [next(numbers) if page is None else page for page in kept]

@@ -1,4 +1,4 @@
-"""Text to tokens and back: a `tokenizer.json` with the special tokens, end-of-text ids and chat template that stand beside it."""
+"""Text to tokens and back: a `tokenizer.json` with the special tokens, end-of-text ids and chat template beside it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Tokenizer:
     """The tokenizer of a checkpoint or engine directory; raises CheckpointError when `tokenizer.json` is missing or damaged."""
 
     def __init__(self, path: Path) -> None:
-        """Read `tokenizer.json` and, where they are there, tokenizer_config, special_tokens_map, generation_config and config."""
+        """Read `tokenizer.json` and, where they exist, tokenizer_config, special_tokens_map, generation_config and config."""
         import tokenizers
 
         self.path = Path(path)
@@ -144,7 +144,7 @@ class Detokenizer:
 
     def _advance(self, final: bool) -> str:
         text = self._tokenizer.decode(self._window)
-        # However many bytes of a character are there, they decode to one U+FFFD.
+        # However many bytes of a character there are, they decode to one U+FFFD.
         end = len(text) - (not final and text.endswith(BAD))
         out = text[self._sent : end]
         self._sent = max(self._sent, end)

@@ -1,7 +1,7 @@
 """Fills tensors of a GPU from files at the speed of the disk or of the host link.
 
 Several threads read pieces into pinned their own memory. Each has two buffers and a stream: while one piece is on its way to the device, the next
-is read. Pieces of another dtype, or of which only some columns are wanted, are cut and converted on the device.
+is read. Pieces of another dtype, or of which only some columns are needed, are cut and converted on the device.
 """
 
 from __future__ import annotations

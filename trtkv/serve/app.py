@@ -45,7 +45,7 @@ class Settings:
 
 
 def make_app(backends: Mapping[str, Backend], metrics: Prometheus, settings: Settings = Settings(), **more: Any) -> FastAPI:
-    """Make the application; more goes to FastAPI, such as lifespan."""
+    """Make the application; more is passed to FastAPI, such as lifespan."""
     api, own = OpenAI(backends), Own(backends, metrics)
     around = [Middleware(Count, metrics=metrics)]
     if settings.origins:

@@ -8,7 +8,7 @@ from trtkv.errors import RequestError, TrtkvError
 
 
 class Problem(BaseModel):
-    """What went wrong; param is the parameter at fault, code the HTTP status or OpenAI's word for it."""
+    """What went wrong; param is the parameter at fault, code the HTTP status or OpenAI's name for it."""
 
     message: str
     type: str
@@ -27,7 +27,7 @@ class Busy(TrtkvError):
 
 
 class Unavailable(TrtkvError):
-    """The engine is not there: it is starting, being restarted, or going down."""
+    """The engine is unavailable: it is starting, being restarted, or going down."""
 
 
 class ApiError(TrtkvError):

@@ -101,7 +101,7 @@ def free_ports() -> Ports:
 
 
 def temporary(what: str) -> Path:
-    """Make a temporary folder that carries this process's number; what killed processes of this kind have left is removed."""
+    """Make a temporary folder that carries this process's number; leftovers of killed processes of this kind are removed."""
     for left in (*Path(tempfile.gettempdir()).glob("trtkv-serve-*-*"), *Path("/dev/shm").glob("trtkv_*_*")):
         owner = left.name.replace("trtkv-serve-", "trtkv_").split("_")[1].split("-")[0]
         if owner.isdecimal() and not psutil.pid_exists(int(owner)):

@@ -140,7 +140,7 @@ class TritonBackend:
         self._closed = False
 
     async def ask(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int = 0) -> TritonAnswer:
-        """Queue a request; raises Unavailable while Triton is not there. What the engine refuses comes as the answer's first event."""
+        """Queue a request; raises Unavailable while Triton is unavailable. What the engine refuses comes as the answer's first event."""
         if self._closed or not self._supervisor.up:
             raise Unavailable("the engine is being stopped" if self._closed else "the engine is being started again", "Try again shortly.")
         if not all(prompts):

@@ -65,7 +65,7 @@ class TritonPythonModel:
     """What the Python backend calls; `initialize` once, `execute` from one thread, `finalize` at the end."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Open the engine; what is wrong with it stands in Triton's log and repository index."""
+        """Open the engine; what is wrong with it is in Triton's log and repository index."""
         import triton_python_backend_utils as pb_utils
 
         self.pb = pb_utils

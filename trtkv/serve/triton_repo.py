@@ -79,8 +79,8 @@ class Export:
 def export(engines: Sequence[Path], repository: Path, settings: Export, *, force: bool = False) -> list[str]:
     """Write a model for every engine and return their names.
 
-    Raises ConfigError for names that are there already or mean nothing to Triton, EngineError for what is no engine, and CheckpointError for
-    weights that are to be copied and are not there. Nothing is left half-written.
+    Raises ConfigError for names that exist already or mean nothing to Triton, EngineError for what is no engine, and CheckpointError for
+    weights that are to be copied and are missing. Nothing is left half-written.
     """
     models: dict[str, tuple[Path, bool]] = {}
     for one in engines:

@@ -2,7 +2,8 @@
 
 Each step a query weighs all stored pages by their bounds (softmax of the upper bounds, unscaled, mean over the group); a page above alpha is stamped
 with the time. When the cache is full, the page with the oldest stamp is evicted. The paper pins the prompt; `pin_prompt` does, otherwise a prompt
-beyond the budget is cut to the pages that its last query weighs most. A new page is stamped when it begins (in FreeKV's code only once it passes alpha).
+beyond the budget is cut to the pages that its last query weighs most. A new page is stamped when it begins (in FreeKV's code only once it passes
+alpha).
 """
 
 from __future__ import annotations
