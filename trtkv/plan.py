@@ -194,7 +194,7 @@ class CacheView:
     length; queries [W, Hq, D] the newest queries after rotation, the last at position seen - 1 (fewer than a role requested in short sequences,
     more where another role requests more); mass [Hq, S] attention probability that each token received from all queries so far; newest [Hq, S]
     probabilities of the newest query; state: the role's numbers [Hk, S] by name, zero for tokens that are new in this step. What the role does
-    not need is None. num_layers layers are shown at once to a role that takes several: their heads stand one after the other. received tells what
+    not need is None. num_layers layers are shown at once to a role that takes several: their heads are concatenated. received tells what
     each stored token [Hq, S] received from the newest so many queries where a kernel counts that, else None.
     """
 

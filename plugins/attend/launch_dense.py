@@ -118,7 +118,7 @@ def _blocks(there: int, most: int, rows: int) -> int:
 def dense_shape(dim: int, group: int, arch: str, coded: bool = False) -> tuple[int, int]:
     """Choose warps of a block, and halves of blocks of tokens (their keys or values) in a warp's ring: one block fits, with its sums beside.
 
-    coded says that some tokens are encoded: their keys and values are waited for together, so fewer than four halves would leave nothing on its way.
+    coded says that some tokens are encoded: their keys and values are waited for together, so fewer than four halves would leave nothing in flight.
     """
     room, half, ring = shared_limit(arch) - 4096, 2 * _TILE * dim, _CODED_RING_BYTES if coded else _RING_BYTES
     choices = [(warps, (room // warps - _laid(dim, group)) // half) for warps in (8, 4, 2)]

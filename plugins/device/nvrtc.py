@@ -76,7 +76,7 @@ def compile_source(source: str, defines: Sequence[str], arch: str, folder: Path 
 
 
 def own_sources(path: Path) -> list[str]:
-    """Return the text of a source and of every header that it includes in quotes, each once; what is not there is the compiler's to report."""
+    """Return the text of a source and of every header that it includes in quotes, each once; missing ones are the compiler's to report."""
     texts: dict[Path, str] = {}
     waiting = [path]
     while waiting:

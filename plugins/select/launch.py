@@ -129,7 +129,7 @@ def select_cluster(rows: int, units: int, arch: str = "90", *, heads: int = 1, w
 
 
 def select_streams(units: int, cluster: int, arch: str) -> bool:
-    """Say whether keys are recomputed for every look at them, because a block's do not fit in its shared memory."""
+    """Say whether keys are recomputed each time they are read, because a block's do not fit in its shared memory."""
     return cluster == 1 and 17 * _packets(units, cluster) > _select_room(arch)
 
 

@@ -1,4 +1,4 @@
-"""Imports `tensorrt` or `tensorrt_rtx`, whose differences are found by what is there and never by version numbers."""
+"""Imports `tensorrt` or `tensorrt_rtx`, whose differences are detected by attributes and never by version numbers."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def test_a_wrong_op_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert record["status"] == "wrong" and not [name for name in record if name.endswith("_us")]
 
 
-def test_an_op_that_goes_wrong_while_it_is_timed_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_op_that_fails_while_it_is_timed_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     attend = Layers.attend
 

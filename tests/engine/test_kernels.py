@@ -208,8 +208,8 @@ def test_no_compute_capability(words: tuple[str, ...]) -> None:
         parse_sms(words)
 
 
-def test_none_stands_alone() -> None:
-    with pytest.raises(BuildError, match="none stands alone"):
+def test_none_cannot_be_combined() -> None:
+    with pytest.raises(BuildError, match="none cannot be combined"):
         parse_sms(("none,90",))
 
 

@@ -85,7 +85,7 @@ def exchanges(directory: Path) -> None:
 
 
 class _Judge:
-    """Looks at the caches after every step."""
+    """Observes the caches after every step."""
 
     def __init__(self, rig: Rig, policy: Policy) -> None:
         self.rig, self.role, self.before, self.evicted, self.wrong = rig, policy.evict, {}, 0, []  # type: ignore[var-annotated]

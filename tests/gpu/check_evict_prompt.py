@@ -161,7 +161,7 @@ class Encoded:
     parts: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
 
     def watch(self) -> Any:
-        """Look at every launch that encodes; returns what ends that."""
+        """Observe every launch that encodes; returns what ends that."""
         encode = launch.encode_prompt
 
         def watched(keys: Tensor, values: Tensor, table: Tensor, pages: launch.Pages, ends: Any, begins: Any = (0, 0), kept: Any = None) -> None:

@@ -81,7 +81,7 @@ def rings(directory: Path) -> None:
                     found = pool.read("keys", 0, 0)[head, : len(positions)].float()
                     right = wanted[head, positions].float()
                     worst = max(worst, float(((found - right).norm(dim=1) / right.norm(dim=1)).max()))
-                report(f"{name} keys of {seen} tokens stand where rings say", worst < 2.0**-5, f"{worst:.3g}")
+                report(f"{name} keys of {seen} tokens are where rings say", worst < 2.0**-5, f"{worst:.3g}")
         report(f"{name} with rings is captured", rig.stepper._graphs is not None and len(rig.stepper._graphs._captured) > 0)
 
 

@@ -244,7 +244,7 @@ def captured_engine(directory: Path) -> None:
 
 
 class Captured:
-    """What `judge` looks at of an engine."""
+    """What `judge` reads of an engine."""
 
     def __init__(self, store: PerTokenStore, table: Tensor, seen: Tensor) -> None:
         """Take a store after a step."""

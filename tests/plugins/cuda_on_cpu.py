@@ -123,7 +123,7 @@ def _joined(path: Path, folders: Sequence[Path], seen: set[Path]) -> str:
 
 
 def _without_ptx(text: str) -> str:
-    """Leave out functions that the header has; one that holds PTX and is not there is the compiler's to report."""
+    """Leave out functions that the header has; one that holds PTX and is missing is the compiler's to report."""
     parts, end = [], 0
     for found in _FUNCTION.finditer(text):
         if found.start() < end:

@@ -270,7 +270,7 @@ def loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Loads:
     return Loads(monkeypatch)
 
 
-def test_an_engine_goes_before_the_users_folder_and_that_before_compiling(loads: Loads, tmp_path: Path) -> None:
+def test_an_engine_precedes_the_users_folder_and_that_precedes_compiling(loads: Loads, tmp_path: Path) -> None:
     spec = cuda_spec(tmp_path)
     assert loads.load(spec) == b"compiled"
     assert loads.load(spec) == b"compiled"

@@ -184,7 +184,7 @@ def test_planned_bytes_are_those_that_a_session_allocates(policy: str, context: 
     assert cache.reserved_bytes() * batch == found["reserved_bytes"] and cache.stored_bytes() * batch == found["stored_bytes"]
     count = cache.count
     assert found["peak_bytes"] == found["reserved_bytes"] + count.prompt(context, whole=False)
-    # The pools of a whole engine, with a prompt set aside, take what is there and no more.
+    # The pools of a whole engine, with a prompt set aside, take what is free and no more.
     assert claimed_chunk(limits) < context
     most = [plan.pages(limits.max_seq_len)] * plan.num_page_groups
     beside = batch * count.slot + count.prompt(limits.max_seq_len, whole=False)
@@ -234,7 +234,7 @@ def run_to(cache: Cache, context: int, chunk: int) -> None:
         cache.end_step()
 
 
-def test_a_copied_sequence_goes_on_as_the_first_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copied_sequence_continues_as_the_first_does(monkeypatch: pytest.MonkeyPatch) -> None:
     config = model(num_layers=2, dtype="float16", num_q_heads=4, num_kv_heads=2, head_dim=64)
     plan = parse_policy("minikv-pyramid").plan(config)
     Torch(monkeypatch)

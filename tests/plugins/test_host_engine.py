@@ -197,7 +197,7 @@ def test_enqueue_keeps_to_the_stream_that_it_is_given(package: Backend, director
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         for _ in range(20):
-            busy.add_(1)  # whatever leaves the stream runs before this is done, on inputs that are not there yet
+            busy.add_(1)  # whatever leaves the stream runs before this is done, on inputs that are not written yet
         found = Texts(hosted, 4).prefill()
     side.synchronize()
     assert same(found, expected)

@@ -90,7 +90,7 @@ def test_pages_keep_what_the_definition_keeps(name: str, chunk: int, tiny_llama:
             assert kept(paged, layer, slot) == kept(held, layer, slot)
 
 
-def test_a_prompt_that_goes_on_after_eviction(tiny_llama: TinyModel, tmp_path: Path) -> None:
+def test_a_prompt_that_continues_after_eviction(tiny_llama: TinyModel, tmp_path: Path) -> None:
     (text,) = prompts(300)
     paged, held = (make_rig(tiny_llama, POLICIES["half"], tmp_path, slots=1, by_definition=one) for one in (False, True))
     ours, theirs = (rig.feed(torch.tensor(text), chunks=[150, 40, 1, 1, 33, 70, 5]) for rig in (paged, held))

@@ -98,7 +98,7 @@ def test_pages_keep_what_the_definition_keeps(name: str, chunk: int, tiny_llama:
             assert kept(paged, layer, slot) == kept(held, layer, slot)
 
 
-def test_a_prompt_that_goes_on_after_eviction(tiny_llama: TinyModel, tmp_path: Path) -> None:
+def test_a_prompt_that_continues_after_eviction(tiny_llama: TinyModel, tmp_path: Path) -> None:
     """Several tokens at once over heads of different lengths: every part of the text counts as a whole prompt."""
     (text,) = prompts(300)
     for name in ("razor", "shares, h2o"):

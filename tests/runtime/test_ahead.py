@@ -125,7 +125,7 @@ def test_a_step_is_queued_before_the_tokens_of_the_last_are_read(engine: Engine)
     while call.open:
         batcher.advance()
         steps.append((call.members[0].seen, len(call.events)))
-    # Prompt, first token on its way; its step queued, first token read; the third token's step; nothing more is queued, the last is read.
+    # Prompt, first token in flight; its step queued, first token read; the third token's step; nothing more is queued, the last is read.
     assert steps == [(20, 0), (21, 1), (22, 2), (22, 3)]
     assert not batcher.advance()
 

@@ -332,10 +332,10 @@ class Counting:
         self.values[key] = self.values.get(key, 0.0) + amount
 
     def observe(self, name: str, value: float) -> None:
-        """No histogram is looked at."""
+        """No histogram is read."""
 
 
-def test_a_beginning_that_several_share_goes_to_the_host_once_and_is_shared_again(llama: TinyModel, tmp_path: Path) -> None:
+def test_a_shared_prefix_is_copied_to_the_host_once_and_is_shared_again(llama: TinyModel, tmp_path: Path) -> None:
     path = built(llama.path, "full", tmp_path)
     engine, whole = scarce(path, False, 1.0), open_engine(path, Options())
     batcher = Batcher(engine, None, ahead=False)

@@ -1,4 +1,4 @@
-"""Weights read by several threads: every byte once, in any dtype, whole or shared out; and what goes wrong with files."""
+"""Weights read by several threads: every byte once, in any dtype, whole or shared out; and faults of files."""
 
 from __future__ import annotations
 

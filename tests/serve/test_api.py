@@ -44,7 +44,7 @@ def test_a_completion_is_what_the_engine_answers(api: TestClient, llm: LLM) -> N
     assert tokens == [one.text for one in expected]
 
 
-def test_a_chat_goes_through_the_checkpoints_template(api: TestClient, llm: LLM) -> None:
+def test_a_chat_uses_the_checkpoints_template(api: TestClient, llm: LLM) -> None:
     prompt = llm.chat([{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}])
     (expected,) = llm.generate(prompt, SamplingParams(max_tokens=10, ignore_eos=True))
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]

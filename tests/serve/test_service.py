@@ -122,7 +122,7 @@ def test_a_tokenizer_that_fails_ends_its_own_request(llm: LLM, listener: Listene
     assert "no such token" in str(listener.wait(bad)[0].error)
 
 
-def test_a_failed_step_is_answered_and_the_engine_goes_on(llm: LLM, listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_is_answered_and_the_engine_continues(llm: LLM, listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     run, failures = llm.engine.stepper.run, [RuntimeError("CUDA error: out of memory")]
 
     def failing(rows: Sequence[StepRow]) -> Tensor:

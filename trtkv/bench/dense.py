@@ -1,4 +1,4 @@
-"""Dense decode attention by the libraries that are there, over the same number of tokens: what a policy has to beat."""
+"""Dense decode attention by the libraries that are installed, over the same number of tokens: what a policy has to beat."""
 
 from __future__ import annotations
 

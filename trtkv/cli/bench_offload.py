@@ -165,7 +165,7 @@ def _page(sets: list[str]) -> int:
 
 
 def _kept(measured: Iterable[dict[str, Any]], output: Path | None, json: bool) -> list[dict[str, Any]]:
-    """Append and print every record as soon as it is there."""
+    """Append and print every record as soon as it is complete."""
     from trtkv.bench.records import append_records
 
     records = []

@@ -37,7 +37,7 @@ def export_triton(
     Args:
         engine: Engine directories that trtkv build made; a model's name is its directory's.
         output: Model repository; models of the same names in it are replaced with --force only.
-        unary: Add a second model NAME_unary for clients that want one response (HTTP infer, unary gRPC); it opens a second engine.
+        unary: Add a second model NAME_unary for clients that expect one response (HTTP infer, unary gRPC); it opens a second engine.
         weights: Checkpoint directory as Triton will see it, or random; the one that the engine was built from by default.
         copy_weights: Copy the checkpoint's safetensors into the repository, so that nothing outside it is needed.
         device: auto, cpu, cuda or cuda:N.
@@ -45,7 +45,7 @@ def export_triton(
         cache_gib: Memory for the KV cache of each model in GiB; what is free by default.
         offload: Store pages in host memory, for policies that select pages or tokens, such as freekv, quest and fier.
         max_waiting: Sequences that may wait beyond those that run; the rest is refused as UNAVAILABLE.
-        force: Replace models that are there.
+        force: Replace existing models.
         json: Print one JSON object with the models written.
     """
     from trtkv.serve.triton_repo import Export, export

@@ -28,7 +28,7 @@ def numbers_of(name: str, text: str) -> list[int]:
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device of a name as typed; raises ConfigError for one that is not there."""
+    """Return the device of a name as typed; raises ConfigError for one that does not exist."""
     import torch
 
     from trtkv.runtime.loading import find_device as find

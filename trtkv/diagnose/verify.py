@@ -107,7 +107,7 @@ class WatchedExecutor(HostedExecutor):
 
     @property
     def capturable(self) -> bool:
-        """Every value is looked at, so nothing is captured."""
+        """Every value is read, so nothing is captured."""
         return False
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:

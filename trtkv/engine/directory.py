@@ -61,7 +61,7 @@ class Built:
 
 
 def build_engine(request: Request, progress: Progress = lambda stage, fraction: None) -> Built:
-    """Build an engine directory, or return the one that is there already with the same content.
+    """Build an engine directory, or return an existing one with the same content.
 
     Raises ConfigError, CheckpointError, BuildError or CapacityError; in every case, Ctrl-C included, nothing half-written stays after.
     """

@@ -26,12 +26,12 @@ class Targets:
 
 
 def parse_sms(words: Sequence[str]) -> tuple[str, ...]:
-    """Read compute capabilities as typed, several in one word or in many: "8.9", "sm_89" and "89" are the same; "none" stands alone."""
+    """Read compute capabilities as typed, several in one word or in many: "8.9", "sm_89" and "89" are the same; "none" cannot be combined."""
     parts = [part.strip().lower() for word in words for part in word.split(",")]
     sms = tuple(dict.fromkeys(part.replace(".", "").removeprefix("sm").removeprefix("_") for part in parts))
     for sm, part in zip(sms, parts, strict=False):
         if sm == NONE and len(sms) > 1:
-            raise BuildError("--sm none stands alone", "Leave it out, or leave the compute capabilities out.")
+            raise BuildError("--sm none cannot be combined with others", "Leave it out, or leave the compute capabilities out.")
         if sm != NONE and not (sm.isascii() and sm.isdigit()):
             raise BuildError(f"'{part}' is no compute capability", "Write --sm 89, --sm 80,89,90,120 or --sm none.")
     return sms

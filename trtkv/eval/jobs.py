@@ -22,7 +22,7 @@ from trtkv.eval.results import Results
 from trtkv.eval.runner import Runner
 from trtkv.eval.samples import SampleMaker
 
-WAIT_S = 0.2  # between looks at cells that other processes run
+WAIT_S = 0.2  # between polls of cells that other processes run
 TELL_S = 0.5  # between words of one worker about an unfinished cell
 Progress = Callable[[str, float], None]  # a cell's key and the fraction of it that is done
 

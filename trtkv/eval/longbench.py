@@ -230,7 +230,7 @@ class LongBenchV2(FileTask):
 def drop_middle(context: str, question: str, limit_tokens: int, count_tokens: CountTokens) -> tuple[str, str]:
     """Return context and question whose concatenation has at most limit_tokens tokens: half of them from the start, half from the end.
 
-    LongBench cuts the middle because instructions stand at both ends. A question longer than its half loses its beginning.
+    LongBench cuts the middle because instructions are at both ends. A question longer than its half loses its beginning.
     """
     prompt = context + question
     if count_tokens(prompt) <= limit_tokens:

@@ -65,7 +65,7 @@ def rouge_l_zh(given: str, wanted: str, classes: Sequence[str] = ()) -> float:
 def classification(given: str, wanted: str, classes: Sequence[str] = ()) -> float:
     """One over the number of classes that the answer names, if the right one is among them; a class inside the right one's name does not count.
 
-    As LongBench counts: the class after one that does not count is never looked at, and counts.
+    As LongBench counts: the class after one that does not count is never examined, and counts.
     """
     named, index = [one for one in classes if one in given], 0
     while index < len(named):

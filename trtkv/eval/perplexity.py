@@ -65,7 +65,7 @@ class Perplexity(TextTask):
     reads_data = True
 
     def __init__(self, options: TaskOptions, name: str = "perplexity") -> None:
-        """Take the text's file, or None; raises ConfigError when it is not there."""
+        """Take the text's file, or None; raises ConfigError when it does not exist."""
         self.name, self._data = name, options.data
         if self._data is not None and not self._data.is_file():
             raise ConfigError(f"the file '{self._data}' of task '{name}' does not exist", "Check its name.")

@@ -25,7 +25,7 @@ SPARE = 12  # tokens: words of an answer beside what is looked for
 class Needles(MadeTask):
     """Keys with values hidden in a text (repeated sentences, real text, or nothing but other needles), of which some are requested.
 
-    num_keys different keys stand in the text, num_values values belong to each key in question, num_queries keys are requested.
+    num_keys different keys are in the text, num_values values belong to each key in question, num_queries keys are requested.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Needles(MadeTask):
     num_queries: int = 1
 
     def make(self, length: int, depth: float, rng: random.Random, count_tokens: CountTokens) -> Sample:
-        """Hide needles: where one value is requested, it stands at the depth, all others stand anywhere."""
+        """Hide needles: where one value is requested, it is at the depth, all others anywhere."""
         keys = [self._key(rng) for _ in range(max(self.num_keys, self.num_queries))]
         pairs = [(key, self._value(rng)) for key in keys for _ in range(self.num_values)]
         wanted = [pair for pair in pairs if pair[0] in keys[: self.num_queries]]

@@ -31,7 +31,7 @@ class Asked:
 
 
 class RulerQA(AnswerTask):
-    """A question about documents: "score" is 1 when one of the accepted answers stands in the model's."""
+    """A question about documents: "score" is 1 when one of the accepted answers is in the model's."""
 
     reads_data = True
 

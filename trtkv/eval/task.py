@@ -24,7 +24,7 @@ class Sample:
     """One prompt: context is the document, question what follows it with its separator, so that their concatenation is the prompt.
 
     answers are what `score` looks for; target is the text that teacher forcing expects directly after the prompt, empty where no single text is
-    right; max_new_tokens is the longest answer; depth says where the needle stands, 0 at the start, 1 at the end.
+    right; max_new_tokens is the longest answer; depth says where the needle is, 0 at the start, 1 at the end.
     """
 
     context: str

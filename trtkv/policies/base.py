@@ -141,7 +141,7 @@ class Evict(Role):
 
     Eviction follows the attention of the step. token_state names numbers that the role owns for each stored token; they move with the tokens
     and are zero for new ones. prompt_only roles evict nothing after the prompt. takes_layers says that `keep` and `observe` may be requested several
-    layers at once, whose heads stand one after the other in the view.
+    layers at once, whose heads are concatenated in the view.
     """
 
     kind: ClassVar[Kind] = "evict"

@@ -38,7 +38,7 @@ EXCHANGE = TritonKernel(
 )  # fmt: skip
 LOG2_E = 1.4426950408889634
 SCORES = ("mass", "newest", "position")  # as the kernel numbers them
-_BLOCK = 1024  # tokens that a block of the exchange looks at together
+_BLOCK = 1024  # tokens that a block of the exchange reads together
 _TOGETHER = 8  # query heads whose numbers it reads at once
 
 

@@ -18,7 +18,7 @@ from trtkv.ranking import attention
 
 @dataclass
 class PagedView:
-    """A `CacheView` of one or several layers of a page group, whose heads then stand one after the other as if they were one layer's."""
+    """A `CacheView` of one or several layers of a page group, whose heads are then concatenated as if they were one layer's."""
 
     stacks: Stacks
     layers: Sequence[int]

@@ -1,7 +1,7 @@
 """Queries of a decode step published by the append kernel for the scorer of one-bit keys, beside the tensor that holds them (see `query.cuh`).
 
-The scorer looks at the words of a layer's query and does not wait for the append to end. So they must be empty before that begins: the launch that
-chooses empties them, and an attention over its lists, which waits for that one to end, stands between it and the next append.
+The scorer polls the words of a layer's query and does not wait for the append to end. So they must be empty before that begins: the launch that
+chooses empties them, and an attention over its lists, which waits for that one to end, runs between it and the next append.
 """
 
 from __future__ import annotations

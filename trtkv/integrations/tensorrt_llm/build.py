@@ -55,7 +55,7 @@ def build_via(request: Request, policy: Policy, directory: Path | None = None, p
     """Build an engine directory whose plan is TensorRT-LLM's: built here, or taken from the directory that trtllm-build wrote.
 
     An engine that is given has its own limits. Raises BuildError, also for an engine that was built for another model or policy; nothing is
-    written before the plan is there.
+    written before the plan exists.
     """
     with tempfile.TemporaryDirectory(prefix="trtkv-") as scratch:
         started, here = time.perf_counter(), None

@@ -81,7 +81,7 @@ class PartitionEvictor:
         at, most, found = self.ledger.occupancy(account, group), max(1, MOST_SHOWN // lag), []
         for part in range(0, scored, most):
             begin, shown = start + part * lag, (min(most, scored - part) + 1) * lag
-            span = slice(begin - sink - first, begin + shown - first)  # what stands where the sink does is not looked at
+            span = slice(begin - sink - first, begin + shown - first)  # what lies where the sink does is not read
             view = PromptView(
                 replace(at, lengths=(sink + shown,) * len(keys), settled=sink), (keys[:, span], values[:, span]), keys.shape[2] ** -0.5, None, None
             )

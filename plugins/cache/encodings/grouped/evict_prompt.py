@@ -63,7 +63,7 @@ class Keeper:
         self._queries: dict[tuple[int, int], Tensor] = {}
 
     def observe(self, layer: int, row: Row, query: Tensor, keys: Tensor, lse: Tensor) -> None:
-        """Look at a chunk's queries [n, Hq, D], whose attention over keys [Hk, S, D] left its log-sum-exp [Hq, n]."""
+        """Observe a chunk's queries [n, Hq, D], whose attention over keys [Hk, S, D] left its log-sum-exp [Hq, n]."""
         place = (row.slot, layer)
         if "attention_mass" in self._evict.needs:
             if place not in self._mass:

@@ -63,5 +63,5 @@ def list_kernel(one: Format, dim: int, group: int, unit: int, bf16: bool, arch: 
 
 
 def most_tiles(select: SelectPlan) -> int:
-    """Return the most tiles of 16 tokens that a list names, which are those of a row that is read whole for want of one, too."""
+    """Return the most tiles of 16 tokens that a list names, which are also those of a row without a list, which is read whole."""
     return max(select.width * max(1, select.unit // TILE), -(-select.budget // TILE))

@@ -1,4 +1,4 @@
-"""How codes and metadata of encoded tokens lie in their pages: in the order in which a warp's matrix instruction wants them.
+"""How codes and metadata of encoded tokens lie in their pages: in the order of a warp's matrix instruction.
 
 A tile is 16 tokens. Lane 4 g + t of a warp holds, of keys, tokens g and g + 8 and channels 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of every 16; of values,
 tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9 and channels g and g + 8 of every 16. Its words carry neighbours (channels of a key, tokens of a value)

@@ -17,7 +17,7 @@ from trtkv.plan import Occupancy
 
 @dataclass
 class MixedView:
-    """A `CacheView` of one or several layers of sequence b of the announced step, whose heads then stand one after the other."""
+    """A `CacheView` of one or several layers of sequence b of the announced step, whose heads are then concatenated."""
 
     pool: MixedPool
     layers: Sequence[int]
@@ -45,7 +45,7 @@ class MixedView:
 
     @cached_property
     def places(self) -> Tensor:
-        """Where the tokens of every head [H, S] int64, as they lie, stand in what is read of several layers, which differ in how many are encoded."""
+        """Where the tokens of every head [H, S] int64, as they lie, are in what is read of several layers, which differ in how many are encoded."""
         index = torch.arange(self.at.stored, device=self.pool.device)
         own = self.pool.counts(self.layers, self.b, self.account).long()[:, :1]
         most = self.pool.most(self.layers, self.b)[1]

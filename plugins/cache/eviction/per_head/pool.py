@@ -82,7 +82,7 @@ class HeadPool:
     def read(self, name: str, layer: int, b: int, fill: float = 0) -> Tensor:
         """Return a paged buffer's entries of a sequence [H, S, ...], the oldest first.
 
-        S are the tokens of the layer's longest head; `fill` stands after a shorter one's end.
+        S are the tokens of the layer's longest head; `fill` follows a shorter one's end.
         """
         lengths = self.stored[self.own(layer), b]
         longest = int(lengths.max())
@@ -137,7 +137,7 @@ class HeadPool:
         return self._known(layer, b)[1]
 
     def _known(self, layer: int, b: int) -> tuple[Tensor, Tensor]:
-        """Return the pages [Hk, M] int64 and which tokens are there [Hk, S] of a layer and sequence, made once a step."""
+        """Return the pages [Hk, M] int64 and which tokens exist [Hk, S] of a layer and sequence, made once a step."""
         key = (layer, b)
         if key not in self._cache:
             lengths = self.stored[self.own(layer), b]

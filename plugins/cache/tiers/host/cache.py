@@ -88,7 +88,7 @@ class HostCache(PagedCache):
             settle_chunk(self.host, layer, plan_chunk(self.host, self.step(layer)), beside=summary_of(self.plan, layer) is not None)
 
     def begins_early(self, layer: int, table: Tensor, *, bulky: bool) -> bool:
-        """Nothing begins early: recall stands between append and attention."""
+        """Nothing begins early: recall runs between append and attention."""
         return False
 
     def _store(self, layer: int, keys: Tensor, values: Tensor) -> None:

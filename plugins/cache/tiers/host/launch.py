@@ -86,7 +86,7 @@ def recall_kernel(shape: Layout, cluster: int, shared: int, arch: str, in_flight
 
 
 def open_kernel(row_bytes: int, tokens: int, arch: str) -> CudaSpec:
-    """Return the kernel that looks at open pages."""
+    """Return the kernel that inspects open pages."""
     return OPEN.variant(arch, **_shape(row_bytes, tokens, tokens, 1))
 
 

@@ -63,7 +63,7 @@ def settled(wanted: Recall, step: Engine, bulk: Engine) -> Recall:
 
 
 class Trial:
-    """A decode step's recall in the first offloaded layer, of pages of which none is there, and a run of pages that comes from the host."""
+    """A decode step's recall in the first offloaded layer, of pages of which none is resident, and a run of pages that comes from the host."""
 
     def __init__(self, store: Offload) -> None:
         """Make the lists: sequence b finds its pages at table [b, M] of the pool, as often as it has pages."""
