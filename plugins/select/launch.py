@@ -60,7 +60,7 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class OwnBudgets:
-    """Smaller budgets that requests requested: slots [B] int32, budgets [Z] int32 by slot, 0 where none was; up to dense_below all is read anyway."""
+    """Smaller budgets of single requests: slots [B] int32, budgets [Z] int32 by slot, 0 where none was; up to dense_below all is read anyway."""
 
     slots: Tensor
     budgets: Tensor
