@@ -118,7 +118,7 @@ def ways(folder: Path, files: list[Path], model: ModelConfig, device: torch.devi
 
 
 def read(files: list[Path], threads: int) -> None:
-    """Read every byte into memory that each thread keeps."""
+    """Read every byte into each thread's memory."""
     places = [(file, at) for file in files for at in range(0, file.stat().st_size, READ_BYTES * 8)]
 
     def take(place: tuple[Path, int]) -> None:
@@ -134,7 +134,7 @@ def read(files: list[Path], threads: int) -> None:
 
 
 def load(files: list[Path], device: torch.device) -> None:
-    """Load with safetensors' own function for torch."""
+    """Load with safetensors' function for torch."""
     held = [load_file(file, device=str(device)) for file in files]
     torch.cuda.synchronize()
     del held
@@ -188,7 +188,7 @@ def measure(runners: dict[str, Callable[[], None]], files: list[Path], size: int
 
 
 def drop(files: list[Path]) -> None:
-    """Ask the system to forget what it holds of the files."""
+    """Have the system drop the files from its cache."""
     for file in files:
         with file.open("rb") as stream:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

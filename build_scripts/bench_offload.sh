@@ -1,8 +1,8 @@
 #!/bin/sh
 # Measures engines whose pages live in host memory on this machine's GPU, appends the records to engines/results.jsonl and writes
-# docs/performance.md. Exit code 1 when a row was wrong. Parts can be run alone, in this order by default: bus (one launch that brings pages), short
+# docs/performance.md. Exit code 1 when a row was wrong. Parts can be run alone, in this order by default: bus (one launch that copies pages), short
 # (32k tokens, Llama), long (64k and 128k beside full), million (a million tokens; needs 64 GB of host memory), other (32k, Qwen), answer (16k), tokens
-# (FIER, whose selected tokens come back page by page), codes (launches that bring records of encoded pages), encoded (32k, two-bit pages), choice (what
+# (FIER, whose selected tokens are recalled page by page), codes (launches that copy records of encoded pages), encoded (32k, two-bit pages), choice (what
 # an engine measures to choose what moves pages), answers (whole answers: 32k tokens to 512, and 600 to 16k, sampled).
 # sh build_scripts/bench_offload.sh [RESULTS [PART ...]]     TRTKV and PYTHON name the programs; TRTKV_COMMIT the commit where the package is installed.
 set -eu

@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=32768)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--directory", type=Path, help="where the weights go, such as /dev/shm; the temporary directory by default")
-    parser.add_argument("--engines", type=Path, help="keeps the engines, and takes those that are there")
+    parser.add_argument("--engines", type=Path, help="folder of the engines; those that are there are reused")
     parser.add_argument("--write", action="store_true", help="append the rows to engines/results.jsonl")
     options = parser.parse_args()
     model = resolve_model(options.model).config

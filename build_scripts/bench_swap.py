@@ -1,4 +1,4 @@
-"""Time what takes a sequence that gives way to host memory and back, without weights: the cache of Llama-3.1-8B on one GPU.
+"""Time the swap of a preempted sequence to host memory and back, without weights: the cache of Llama-3.1-8B on one GPU.
 
     python build_scripts/bench_swap.py
 
@@ -43,7 +43,7 @@ class Bench:
                 (one.view(torch.int16) if one.element_size() == 2 else one).random_(0, 100)
 
     def turn(self, *, scattered: bool, seed: int) -> tuple[float, float, float, float]:
-        """Let one sequence leave slot 0 and come back to slot 1: seconds to queue and until done, each way; RuntimeError where bits differ."""
+        """Swap one sequence out of slot 0 and into slot 1: seconds to queue and until done, each way; RuntimeError where bits differ."""
         pages = self.pages.take(self.count)
         if scattered:
             pages += self.pages.take(self.pages.free)
@@ -61,7 +61,7 @@ class Bench:
         at = torch.tensor(one.pages, device=self.cache.device)
         same = all(torch.equal(buffer[at], old) for buffer, old in zip(self.cache.page_buffers(), before, strict=False))
         if not same or not all(torch.equal(buffer[1], old) for buffer, old in zip(slot_buffers(self.cache), slots, strict=True)):
-            raise RuntimeError("what came back is not what left")
+            raise RuntimeError("what was swapped in is not what was swapped out")
         self.pages.give(one.pages)
         return (*out, *back)
 

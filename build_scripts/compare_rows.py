@@ -1,4 +1,4 @@
-"""What `compare_commits.py` measures, how runs of two trees are judged, and the table; knows nothing of processes."""
+"""What `compare_commits.py` measures, how runs of two trees are compared, and the table; knows nothing of processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Runs = Mapping[str, Sequence[Record]]  # of a row, by tree
 
 @dataclass(frozen=True)
 class Figure:
-    """What is compared of a record, as its value times `scale`; floor_percent None stands for --floor, quiet rows are shown where they differ."""
+    """What is compared of a record, as its value times `scale`; floor_percent None means --floor, quiet rows are shown where they differ."""
 
     key: str
     title: str

@@ -178,7 +178,7 @@ def reason(errors: str) -> str:
 
 
 def run_pass(tree: Tree, plan: Sequence[Command], until: float | None) -> Pass:
-    """Measure every row once; where a row ends the process, the others go on in another one."""
+    """Measure every row once; where a row ends the process, the others continue in another one."""
     done, todo, started = Pass(tree.name), list(plan), time.monotonic()
     while todo:
         output = run_lines(tree, [one.line() for one in todo], until)
@@ -200,7 +200,7 @@ def run_pass(tree: Tree, plan: Sequence[Command], until: float | None) -> Pass:
 def after_failure(todo: Sequence[Command], output: Output, done: Pass) -> list[Command]:
     """Return what is left to run after a process failed, and note which rows failed with it.
 
-    The command that it was in goes on after the row that failed, unless it made no row at all; nothing goes on where no command began.
+    The command that it was in continues after the row that failed, unless it made no row at all; nothing continues where no command began.
     """
     missing = {one: [name for name in one.names if (one.title, name) not in done.records] for one in todo}
     if output.reached < 0:

@@ -1,4 +1,4 @@
-"""Asks for a pass key in a document of 2,000 tokens, once with the whole KV cache and once with FIER, and prints what each cost."""
+"""Retrieves a pass key from a document of 2,000 tokens, once with the whole KV cache and once with FIER, and prints what each cost."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def make_record(case: Case, work: Workspace) -> dict[str, Any] | None:
 
 
 def _exercised(case: Case, made: Answers, work: Workspace) -> bool:
-    """Tell whether a variant does what it is for."""
+    """Return whether a variant does what it is for."""
     if case.variant == "definition":  # a policy whose usual cache is the reference has no second answer
         return by_definition(case, work, reference=False).logprobs != made.logprobs
     return all(made.figures.get(name, 1) > 0 for name in ("preempted", "reused"))

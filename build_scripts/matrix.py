@@ -1,9 +1,9 @@
-"""Builds engines of every model, policy and budget asked for, several at once, and writes a table of them.
+"""Builds engines of every model, policy and budget requested, several at once, and writes a table of them.
 
 python build_scripts/matrix.py --model qwen2.5-7b,llama-3.1-8b --policy fier,freekv,lagkv,arkv,minikv --budget 1024,2048
 
-An engine that is there already with the same content is not built again, so an interrupted run goes on where it stopped. Policies without a budget
-are built once. Exit code 1 when any engine could not be built; the others are kept.
+An engine that is there already with the same content is not built again, so an interrupted run continues where it stopped. Policies without a budget
+are built once. Exit code 1 when any engine could not be built; the others stay.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, type=words)
     parser.add_argument("--policy", required=True, type=words)
-    parser.add_argument("--budget", type=words, default=[], help="tokens of each KV head; the policies' own by default")
+    parser.add_argument("--budget", type=words, default=[], help="tokens of each KV head; the policies' by default")
     parser.add_argument("--max-seq-len", type=int, default=32768)
     parser.add_argument("--sm", type=words, default=[])
     parser.add_argument("--backend", default=None)
@@ -109,7 +109,7 @@ def takes_budget(policy: str) -> bool:
 
 
 def build(cell: Cell) -> Row:
-    """Build one engine in a process of its own."""
+    """Build one engine in its own process."""
     from plugins.cache.bytes import ByteCount
     from plugins.cache.formats import find_format
     from trtkv import api

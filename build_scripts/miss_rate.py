@@ -1,7 +1,7 @@
 """Counts the pages that a real model misses on real text: offloaded engines read a passage and then its next tokens, one a step.
 
 python build_scripts/miss_rate.py [--context 4096 ...] [--policy freekv quest] [--budget 512] [--steps 128]: a line of JSON for every engine, on a CPU
-or a GPU. A page of a KV head is missed when a step selects it and no frame holds it. `with_ahead` says what is left of that in front of attention
+or a GPU. A page of a KV head is missed when a step selects it and no frame holds it. `with_ahead` says what is left of that before attention
 where the step before recalls ahead, and how many pages that moves.
 """
 
@@ -28,7 +28,7 @@ SKIPPED = 8  # first steps, whose frames are still empty
 
 @torch.inference_mode()
 def read(engine: Engine, tokens: list[int], context: int) -> tuple[float, float]:
-    """Read `context` tokens as a prompt and the others one by one: pages a KV head and step that came in front of attention and ahead of it."""
+    """Read `context` tokens as a prompt and the others one by one: pages a KV head and step that came before attention and ahead of it."""
     store, plan = engine.cache.tier, engine.cache.plan
     assert store is not None
     pages, prompt = engine.pages.take(plan.pages(len(tokens))), context

@@ -47,7 +47,7 @@ MOST_GOALS = {"minikv": (3.0, 5.0)}  # tokens a second and sequences over full's
 LOSES_FROM = 8192  # tokens of context from which no policy may be slower than full
 X_LEAST = 1.15  # a step of full at 1 x 32k over the time of its bytes
 X_RESIDENT, X_COPIED, MILLION_BYTES = 1.10, 13.0, 24 << 30  # offloaded steps; a host that copies token-major pages; beside the weights at 1024k
-BUS_SHARE = 0.85  # of the pinned bandwidth, by a launch that brings 64 pages of every head
+BUS_SHARE = 0.85  # of the pinned bandwidth, by a launch that copies 64 pages of every head
 
 STEPS = ("fier", "quest", "freekv", "lagkv", "arkv", "minikv")  # columns of the table of steps
 POOLED = {"fier": "softmax-mean", "quest": "max", "freekv": "softmax-mean"}  # as the presets have it

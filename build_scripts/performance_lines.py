@@ -46,7 +46,7 @@ def others(records: Sequence[Record]) -> str:
 
 
 def choosing(records: Sequence[Record]) -> list[str]:
-    """Say what scoring and choosing take alone; the goals are of choosing, without scoring where that is a launch of its own."""
+    """Say what scoring and choosing take alone; the goals are of choosing, without scoring where that is its own launch."""
     own = newest((one for one in records if one.get("op") == "select" and one["dtype"] == "bfloat16"), "batch", *LAYER, "policy")
     rows = [(one, f"`{one['policy']}`, {one['batch'] * one['kv_heads']} rows") for one in own]
     took = ", ".join(f"{cell(one['select_us'])} ({row})" for one, row in rows)

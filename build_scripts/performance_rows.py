@@ -14,7 +14,7 @@ LAYER = ("geometry", "batch", "context")
 
 
 def newest(records: Iterable[Record], *names: str) -> list[Record]:
-    """Keep the newest record of each row, sorted: names tell rows apart."""
+    """Keep the newest record of each row, sorted: names distinguish rows."""
     rows = {tuple(one.get(name) for name in names): one for one in records}
     return [rows[key] for key in sorted(rows, key=lambda key: [(value is not None, value) for value in key])]
 
@@ -61,7 +61,7 @@ def above(what: str, where: str, figure: float | None, most: float) -> list[Miss
 
 
 def _near(figure: float, goal: float) -> str:
-    """Write a figure so that it can be told from its goal."""
+    """Write a figure so that it can be distinguished from its goal."""
     return cell(figure) if cell(figure) != cell(goal) else f"{figure:.3f}"
 
 

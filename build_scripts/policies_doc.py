@@ -102,7 +102,7 @@ def matrix() -> str:
 
 Of {len(outcome) // 2} pairs {sum(counts.values())} join. {KERNELS} ({counts[KERNELS]}) runs on kernels on a GPU, {REFERENCE} ({counts[REFERENCE]})
 on the reference cache in torch, on any device; {SAME} both fill the same role; a letter names the capability that one role needs and the other takes
-or nobody gives. `full` joins with everything. Looked up for the heads of {MODEL}; `trtkv plan` says the same of any model and policy.
+or no role gives. `full` joins with everything. Looked up for the heads of {MODEL}; `trtkv plan` says the same of any model and policy.
 
 {table(["", *(f"{number}" for number in range(1, len(groups) + 1))], rows)}
 

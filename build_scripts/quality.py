@@ -2,10 +2,10 @@
 
     python build_scripts/quality.py list > cells.jsonl                       # what is to be measured, most wanted first; --without FILE: the rest
     python build_scripts/quality.py samples samples.json                     # prompts in tokens, for quality_peer.py
-    python build_scripts/quality.py run cells.jsonl records --workers 14     # stops in time, goes on where it stopped
+    python build_scripts/quality.py run cells.jsonl records --workers 14     # stops in time, continues where it stopped
     cat records/*.jsonl peer.jsonl > engines/quality.jsonl                   # what the document is written from
 
-All of it under one Python version: the haystack is its documentation. Needs a model that `trtkv pull` has brought. Every worker is a process of its
+All of it under one Python version: the haystack is its documentation. Needs a model that `trtkv pull` has fetched. Every worker is a process of its
 own; a finished cell is one line of its file in `records`.
 """
 
@@ -107,7 +107,7 @@ def forget_unfinished(records: Path) -> None:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Take cells that nobody has taken until none is left or the time is over."""
+    """Take cells that are not claimed until none is left or the time is over."""
     until = time.monotonic() + options.seconds
     torch.set_num_threads(1)
     wanted = [cell_of(row) for row in read_records(options.cells)]

@@ -40,7 +40,7 @@ PERCENTS = (5, 11, 25, 50)
 LENGTHS = (2048, 4096)
 # The five systems and the baselines that the goals name get more samples than the rest.
 MAIN = ("full", "fier", "freekv", "lagkv", "arkv", "minikv", "minikv-pyramid", "quest", "snapkv", "streaming", "h2o")
-# Beside the presets: settings that a goal of docs/quality.md asks for.
+# Beside the presets: settings that a goal of docs/quality.md needs.
 VARIANTS = {
     "fier": ("retrieve.sink=4",),
     "quest": ("retrieve.sink=16",),
@@ -67,7 +67,7 @@ class Cell:
 
 
 def cells(tasks: Sequence[str], percents: Sequence[int], lengths: Sequence[int], samples: tuple[int, int]) -> Iterator[Cell]:
-    """List cells, those of the main systems first; samples for them and for the others. Percent 0 stands for a preset's own size."""
+    """List cells, those of the main systems first; samples for them and for the others. Percent 0 means a preset's size."""
     for length in lengths:
         for name in sorted(policy_presets(), key=lambda name: name not in MAIN):
             own = [0] if name in OWN_SIZE or not has_budget(parse_policy(name)) else []

@@ -36,7 +36,7 @@ class Records:
         self.peers = {(row["task"], row["peer"], row["percent"], row["length"]): row for row in rows if "peer" in row}
 
     def find(self, task: str, name: str, percent: int, length: int = CONTEXT, blind: bool = True, seed: int = 0) -> Record | None:
-        """Return a cell's record with answers; name is a preset, with a changed field behind a blank. None where it was not run or does not fit."""
+        """Return a cell's record with answers; name is a preset, with a changed field after a blank. None where it was not run or does not fit."""
         preset, *sets = name.split()
         found = self.own.get((task, preset, tuple(sets), 0 if preset in OWN_SIZE else percent, length, blind, seed))
         return found if found and "exact" in found else None
@@ -108,7 +108,7 @@ def goals(records: Records) -> str:
 
 
 def results(records: Records) -> Iterator[tuple[str, str, str]]:
-    """Compute what the goals ask for."""
+    """Compute what the goals need."""
 
     def against_full(name: str, percent: int, points: float) -> tuple[str, str]:
         shares = {task: (records.cell(task, name, percent)["exact"], records.cell(task, "full", 0)["exact"]) for task in TASKS}

@@ -1,4 +1,4 @@
-"""Compares this package's LongBench metrics with LongBench's own on random pairs of texts.
+"""Compares this package's LongBench metrics with LongBench's on random pairs of texts.
 
     git clone https://github.com/THUDM/LongBench
     pip install rouge fuzzywuzzy jieba

@@ -1,6 +1,6 @@
 """Scores the samples of docs/quality.md with kvpress, for its column of peers.
 
-Runs in an environment of its own, because kvpress patches transformers and needs an older one:
+Runs in its own environment, because kvpress patches transformers and needs an older one:
     python -m venv venv && venv/bin/pip install torch "kvpress==0.5.5" "transformers>=4.56,<5.3" accelerate
     python build_scripts/quality.py samples samples.json
     venv/bin/python build_scripts/quality_peer.py samples.json MODEL_DIRECTORY peer.jsonl
@@ -94,7 +94,7 @@ def measure(model: Any, row: dict[str, Any], name: str, percent: int, count: int
 
 
 def score(model: Any, sample: dict[str, Any], name: str, budget: int) -> dict[str, float]:
-    """Compress a context and predict question and answer behind it."""
+    """Compress a context and predict question and answer after it."""
     tokens, prompt, answer = torch.tensor([sample["tokens"]], device=model.device), sample["prompt"], sample["answer"]
     cache = DynamicCache()
     with compressing(model, name, prompt, budget):

@@ -1,6 +1,6 @@
 """Record which tokens kvpress keeps, for tests/policies/test_kvpress.py.
 
-Runs in an environment of its own, because kvpress patches transformers and needs an older one:
+Runs in its own environment, because kvpress patches transformers and needs an older one:
     python -m venv venv && venv/bin/pip install torch "kvpress==0.5.5" "transformers>=4.56,<5.3"
     venv/bin/python build_scripts/record_kvpress.py tests/policies/data/kvpress.npz
 """

@@ -4,13 +4,13 @@
 # bash build_scripts/sanitize.sh [FOLDER]     FOLDER takes the reports, build/sanitizer otherwise. PYTHON names the interpreter; TOOLS the tools.
 #
 # No kernel may be left out by its name: racecheck of compute-sanitizer 2025.3 lets kernels of clusters that it does not watch run into illegal
-# addresses (docs/kernels.md, "Checks"). Errors that CUDA's API answers are torch asking what the driver can.
+# addresses (docs/kernels.md, "Checks"). Errors that CUDA's API answers are torch's queries of the driver's capabilities.
 set -u
 cd "$(dirname "$0")/.."
 folder=${1:-build/sanitizer} failed=0 checks=("check_retrieval --small" "check_pages --few")
 command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is not installed; it comes with the CUDA toolkit" >&2; exit 1; }
 mkdir -p "$folder" || exit 1
-trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT # what runs behind a script does not hear Ctrl-C
+trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT # a script's background jobs do not receive Ctrl-C
 trap 'exit 130' INT TERM
 for tool in ${TOOLS:-memcheck synccheck racecheck}; do
   options=(--tool "$tool")
@@ -19,7 +19,7 @@ for tool in ${TOOLS:-memcheck synccheck racecheck}; do
     racecheck) options+=(--racecheck-report all) ;;
   esac
   for check in "${checks[@]}"; do
-    # shellcheck disable=SC2086 # a check's options are words of their own
+    # shellcheck disable=SC2086 # a check's options are separate words
     compute-sanitizer "${options[@]}" "${PYTHON:-python}" -m tests.gpu.$check >"$folder/$tool.${check%% *}.txt" 2>&1 &
   done
   wait

@@ -2,7 +2,7 @@
 
     python build_scripts/soak.py [--requests 2000] [--overload 1.5] [--policy full] [--results FILE]
 
-It passes when every request was answered whole or refused with a reason, every page and place has come back, and the server's memory is flat over
+It passes when every request was answered whole or refused with a reason, every page and slot is free again, and the server's memory is flat over
 the second half. Prints one line, and appends the record to a file of JSON lines with --results; exit code 1 when something is wrong.
 """
 
@@ -198,7 +198,7 @@ def soak(url: str, pid: int, requests: int, longest: int, overload: float, seed:
     if not is_flat:
         wrong.append(f"memory rose by {rise} bytes from the third to the fourth quarter")
     if state["running"] or state["waiting"] or state["kv_cache_usage"]:
-        wrong.append(f"not everything came back: {state}")
+        wrong.append(f"not everything was freed: {state}")
     if sum(outcome.counts.values()) != requests:
         wrong.append(f"{requests} requests, but {sum(outcome.counts.values())} outcomes")
     rates = {"capacity_per_s": round(capacity, 2), "rate_per_s": round(capacity * overload, 2), "seconds": round(seconds, 1)}
@@ -210,7 +210,7 @@ def soak(url: str, pid: int, requests: int, longest: int, overload: float, seed:
 
 
 def main() -> None:
-    """Build a tiny engine, serve it in a process of its own, soak it."""
+    """Build a tiny engine, serve it in its own process, soak it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--overload", type=float, default=1.5)
@@ -225,7 +225,7 @@ def main() -> None:
         model = make_tiny("llama", folder / "model", max_position_embeddings=1024)
         limits = {"max_seq_len": 512, "max_batch_size": 8, "max_chunk_tokens": 128}
         engine = build(str(model.path), own.policy, out=folder / "engine", backend="none", sms=("none",), **limits)  # type: ignore[arg-type]
-        # A cache of three full sequences: some have to give way.
+        # A cache of three full sequences: some are preempted.
         words = [sys.executable, "-m", "trtkv", "serve", str(engine), "--no-triton", "--device", "cpu", "--port", "0", "--json"]
         words += ["--max-waiting", "24", "--cache-gib", str(_cache_gib(engine, 3 * 512))]
         with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:

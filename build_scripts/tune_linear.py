@@ -1,4 +1,4 @@
-"""Tries forms of the products of one and two tokens on this machine's GPU, as a model's layers run them: one behind the other in a captured step.
+"""Tries forms of the products of one and two tokens on this machine's GPU, as a model's layers run them: one after the other in a captured step.
 
 python build_scripts/tune_linear.py [--model M] [--tokens N] [--layers N] [--output FILE]     prints a table, appends a record to a file of JSON lines
 python build_scripts/tune_linear.py --compile 90 ...     only compiles the kernels that it would try, for a compute capability, into the user's folder
@@ -81,7 +81,7 @@ def run_chain(chain: Chain, forms: dict[str, Form | None], _: int = 0) -> None:
 
 
 def run_library(chain: Chain, _: int = 0) -> None:
-    """Launch the same step with the library's products, and norms and activation as kernels of their own."""
+    """Launch the same step with the library's products, and norms and activation as separate kernels."""
     here, more = chain.sums[0], None
 
     def normed(x: torch.Tensor, more: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +98,7 @@ def run_library(chain: Chain, _: int = 0) -> None:
 
 
 def differs(chain: Chain, forms: dict[str, Form | None], name: str, form: Form) -> bool:
-    """Say whether a form's product of its own is further from the chosen form's than rounding."""
+    """Say whether a form's product alone is further from the chosen form's than rounding."""
     width, inner, gated, normed = chain.shapes[name]
     matrix = chain.head if name == "head" else chain.weights[0][name]
     x = torch.randn(len(chain.sums[0]), inner, device=matrix.device, dtype=DTYPE)

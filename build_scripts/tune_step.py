@@ -1,4 +1,4 @@
-"""Times ways to launch the kernels of a decode step on this machine's GPU: each is captured anew over the same engine and the same cache.
+"""Times ways to launch the kernels of a decode step on this machine's GPU: each is captured over the same engine and the same cache.
 
 python build_scripts/tune_step.py [--model M] [--policy P ...] [--batch N] [--seconds N]     prints a line for every policy and way
 python build_scripts/tune_step.py --compile 90 ...     only compiles the kernels that it would launch, into the user's folder
@@ -46,7 +46,7 @@ from trtkv.runtime.loading import Engine, Options, open_engine
 STEPS, SPARE_BYTES = 40, 2 << 30
 WORTH_US = 6.0  # less is noise
 SHOWN = ("qkv", "o", "gate_up", "down", "head", "weights", "attention", "selection", "append", "norms", "sampling", "rest")
-Way = dict[str, Any]  # what differs from the engine's own way, by the keys of `applied`
+Way = dict[str, Any]  # what differs from the engine's way, by the keys of `applied`
 
 LOADED: list[tuple[driver.Kernel, str, bool]] = []  # every kernel, its entry, and whether its memory is to be cache
 _FORM_OF, _INIT, _APPEND = linear.form_of, driver.Kernel.__init__, append.launch
@@ -86,7 +86,7 @@ def applied(way: Way, model: ModelConfig) -> Iterator[None]:
 
 
 def _carve(entry: str, percent: int | None) -> None:
-    """Ask for a part of a multiprocessor's memory as shared memory under the kernels of this name; None is what engines ask for."""
+    """Request a part of a multiprocessor's memory as shared memory under the kernels of this name; None is what engines request."""
     for kernel, name, own in LOADED:
         if name == entry:
             kernel.prefer_shared(own if percent is None else percent)

@@ -1,6 +1,6 @@
 """Triton's interpreter, made to remember what it derives again at each operation: the same bits in a third of the time.
 
-Most of its time goes into types, which every operation describes, hashes and wraps anew, and into the language, which every launch patches.
+Most of its time goes into types, which every operation describes, hashes and wraps again, and into the language, which every launch patches.
 """
 
 from __future__ import annotations

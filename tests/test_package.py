@@ -12,4 +12,4 @@ def test_another_package_called_plugins_is_named(tmp_path: Path) -> None:
     (tmp_path / "plugins" / "__init__.py").touch()
     done = subprocess.run([sys.executable, "-m", "trtkv", "--version"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert f"the package {tmp_path / 'plugins' / '__init__.py'} hides trtkv's own 'plugins'" in done.stderr.splitlines()[-1]
+    assert f"the package {tmp_path / 'plugins' / '__init__.py'} hides trtkv's 'plugins'" in done.stderr.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""A graph in the product's own form with three small ops, real TensorRT builds of it, and faults to plant in the plugin's callbacks.
+"""A graph in the product's form with three small ops, real TensorRT builds of it, and faults to plant in the plugin's callbacks.
 
 `python -m tests.toy_graph FAULT` builds with one fault and prints the outcome, because some faults used to kill the process.
 """
@@ -108,7 +108,7 @@ def build(model: bytes | None = None, **more: Any) -> Plan:
 
 
 def plant(callback: str, error: BaseException) -> None:
-    """Let one callback of every plugin raise, inside the guard and with the guard's own fallback."""
+    """Let one callback of every plugin raise, inside the guard and with the guard's fallback."""
 
     def fail(self: Any, *args: Any) -> Any:
         raise error

@@ -13,7 +13,7 @@ __all__ = ["LLM", "SamplingParams", "build", "simulate"]
 _WHERE = {"LLM": "trtkv.runtime.llm", "SamplingParams": "trtkv.runtime.sampler", "build": "trtkv.api", "simulate": "trtkv.simulation"}
 
 if Path(str(plugins.__file__)).parents[1] != Path(__file__).parents[1]:
-    raise ImportError(f"the package {plugins.__file__} hides trtkv's own 'plugins': start trtkv from another directory, or rename that one")
+    raise ImportError(f"the package {plugins.__file__} hides trtkv's 'plugins': start trtkv from another directory, or rename that one")
 
 
 def __getattr__(name: str) -> Any:

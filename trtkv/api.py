@@ -1,4 +1,4 @@
-"""The Python functions behind the commands."""
+"""The Python functions of the commands."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def build(
 ) -> Path:
     """Build an engine directory and return its path; the arguments are those of `trtkv build`.
 
-    Raises TrtkvError; nothing half-written is left behind.
+    Raises TrtkvError; nothing half-written remains.
     """
     from trtkv.engine.directory import Request, build_engine
 

@@ -220,7 +220,7 @@ def _refuse_sliding_window(raw: dict[str, Any], where: str) -> None:
 
 
 def _rope(raw: dict[str, Any], where: str) -> Rope:
-    # transformers 5 keeps everything under rope_parameters; earlier versions split rope_theta and rope_scaling.
+    # transformers 5 has everything under rope_parameters; earlier versions split rope_theta and rope_scaling.
     scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ("default", "linear", "llama3", "yarn"):

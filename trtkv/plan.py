@@ -1,6 +1,6 @@
 """The lowered form of a policy: buffers, budgets and op calls as plain data.
 
-Graph, plugins and runtime see only this, never a policy class. What kernels know a role by is typed data of `trtkv/rules.py`; a meaning is named
+Graph, plugins and runtime see only this, never a policy class. What kernels know a role by is typed data of `trtkv/rules.py`; a definition is named
 by import path, so that a role's definition runs where no kernel for it exists.
 """
 
@@ -28,8 +28,8 @@ FORMAT = 2  # raised whenever an engine directory of the previous format can no 
 Tier = Literal["device", "host"]
 Phase = Literal["prefill", "decode"]
 Pooling = Literal["softmax-mean", "softmax-max", "mean", "max", "none"]
-# Where tokens lie. In pages in full precision: all tokens (paged), what is left of them where layers keep equally many in every head (compacted), or
-# where each KV head has pages of its own (per_head); beside codes in pages of the same pool (mixed). In pages of codes: all tokens (encoded), what is
+# Where tokens lie. In pages in full precision: all tokens (paged), what is left of them where layers store equally many in every head (compacted), or
+# where each KV head has its own pages (per_head); beside codes in pages of the same pool (mixed). In pages of codes: all tokens (encoded), what is
 # left of a prompt (once), those that will never be evicted (windowed), single tokens that later ones replace (replaced) or that move up when others
 # are evicted (gathered). Else in tensors of exactly
 # the stored size (reference).
@@ -115,10 +115,10 @@ class EvictPlan:
     """What the runtime must know to let a layer evict.
 
     needs names what the role, or the allocate role that serves it, reads besides keys and values (attention_mass, attention_newest, last_queries);
-    observe_window is the number of queries kept for them; token_state maps the role's own numbers per stored token to their dtype; paged says that
-    all KV heads of a layer keep equally many tokens and that integers alone say how many, so that the cache can lie in pages; ragged that heads keep
-    as many as they are granted and integers say how many once that is known, so that every head can have pages of its own; prompt_only that nothing
-    is evicted behind the prompt.
+    observe_window is the number of queries stored for them; token_state maps the role's numbers per stored token to their dtype; paged says that
+    all KV heads of a layer store equally many tokens, which integers alone determine, so that the cache can lie in pages; ragged that heads store
+    as many as they are granted and integers say how many once that is known, so that every head can have its own pages; prompt_only that nothing
+    is evicted after the prompt.
     """
 
     meaning: Meaning
@@ -132,7 +132,7 @@ class EvictPlan:
 
     @property
     def queries(self) -> int:
-        """Newest queries that are kept for a sequence: the role's window, or the one whose attention is looked at behind a decode step."""
+        """Newest queries that are stored for a sequence: the role's window, or the one whose attention is measured after a decode step."""
         newest = "attention_newest" in self.needs or ("attention_mass" in self.needs and not self.prompt_only)
         return max(self.observe_window, int(newest))
 
@@ -188,13 +188,13 @@ class Occupancy:
 
 @dataclass(frozen=True, slots=True)
 class CacheView:
-    """A layer's cache of one sequence behind the attention of a step, as an evict or allocate role sees it; all floats fp32.
+    """A layer's cache of one sequence after the attention of a step, as an evict or allocate role sees it; all floats fp32.
 
     keys and values [Hk, S, D] decoded, rows beyond a head's length are zero; positions [Hk, S] int64 logical positions, ascending, -1 beyond the
-    length; queries [W, Hq, D] the newest queries after rotation, the last at position seen - 1 (fewer than a role asked for in short sequences,
-    more where another role asks for more); mass [Hq, S] attention probability that each token received from all queries so far; newest [Hq, S]
-    probabilities of the newest query; state: the role's own numbers [Hk, S] by name, zero for tokens that are new in this step. What the role does
-    not need is None. num_layers layers are shown at once to a role that takes several: their heads stand one behind the other. received tells what
+    length; queries [W, Hq, D] the newest queries after rotation, the last at position seen - 1 (fewer than a role requested in short sequences,
+    more where another role requests more); mass [Hq, S] attention probability that each token received from all queries so far; newest [Hq, S]
+    probabilities of the newest query; state: the role's numbers [Hk, S] by name, zero for tokens that are new in this step. What the role does
+    not need is None. num_layers layers are shown at once to a role that takes several: their heads are concatenated. received tells what
     each stored token [Hq, S] received from the newest so many queries where a kernel counts that, else None.
     """
 
@@ -280,7 +280,7 @@ class CachePlan:
 
     @property
     def ragged(self) -> bool:
-        """Whether every KV head has pages of its own."""
+        """Whether every KV head has its own pages."""
         return self.storage == "per_head"
 
     @property
@@ -295,7 +295,7 @@ class CachePlan:
 
     @property
     def num_page_groups(self) -> int:
-        """Page groups (Y): layers of one group keep equally many tokens and share page numbers; `page_groups` names a ragged layer's first head."""
+        """Page groups (Y): layers of one group store equally many tokens and share page numbers; `page_groups` gives a per-head layer's first."""
         if self.mixed:
             return 2 * self.num_layers
         return self.num_layers * self.num_kv_heads if self.ragged else max(self.page_groups) + 1

@@ -35,7 +35,7 @@ def _best_without_waiting(scores: Tensor, count: int) -> Tensor:
 
 
 def marked(mask: Tensor, count: int) -> Tensor:
-    """Return the ascending indices [..., count] int64 of what is marked in [..., U], count in every row; nobody waits for the device."""
+    """Return the ascending indices [..., count] int64 of what is marked in [..., U], count in every row; nothing waits for the device."""
     places = torch.where(mask, mask.cumsum(-1) - 1, count)
     index = torch.arange(mask.shape[-1], device=mask.device).expand_as(mask)
     return index.new_empty(*mask.shape[:-1], count + 1).scatter_(-1, places, index)[..., :count]

@@ -2,13 +2,13 @@
 
 LEGEND = {
     "B": "sequences in the batch",
-    "T": "new tokens of this step, all sequences one behind the other",
+    "T": "new tokens of this step, all sequences concatenated",
     "S": "tokens stored for one sequence",
-    "R": "rows of logits asked for",
+    "R": "rows of logits requested",
     "P": "pages in the pool",
     "M": "pages of one sequence",
     "N": "tokens in one page",
-    "Y": "page groups: layers that keep equally many tokens share page numbers",
+    "Y": "page groups: layers that store equally many tokens share page numbers",
     "Z": "sequence slots of the runtime",
     "L": "layers",
     "Hq": "query heads",

@@ -1,4 +1,4 @@
-"""Any policy's reference meaning over raw tensors, without a model: `simulate(policy, q, k, v)`."""
+"""Any policy's definition over raw tensors, without a model: `simulate(policy, q, k, v)`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Simulation:
     """What a policy did to one layer of one sequence.
 
     output [T, Hq, D] in the input's dtype. Step 0 is the prompt, step i the i-th generated token: kept[i][h] are the logical positions int64 that KV
-    head h stores behind step i, stored_bytes[i] the bytes of keys and values as held (codes and metadata included), state_bytes[i] those of
+    head h stores after step i, stored_bytes[i] the bytes of keys and values as stored (codes and metadata included), state_bytes[i] those of
     summaries and scores beside them, lengths[i] the tokens in full precision and encoded of the fullest head. For each generated token: selected
     holds the logical positions that each KV head read (each query head, where every one selects for itself), None where all stored were;
     attention_error the L2 error of the layer's output relative to full attention; covered the share of full attention's probability that was
@@ -173,7 +173,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, prefill: int) -> None:
     if not k.shape[2] or k.shape[2] % 16:
         raise ConfigError(f"head dimension {k.shape[2]} is not a multiple of 16", "Such heads are not supported.")
     if len({(x.dtype, x.device) for x in (q, k, v)}) > 1:
-        raise ConfigError("q, k and v differ in dtype or device", "Bring them to one dtype and device.")
+        raise ConfigError("q, k and v differ in dtype or device", "Convert them to one dtype and device.")
     if prefill < 1:
         raise ConfigError(f"the prompt has {prefill} tokens", "Give prefill=1 or more.")
     if prefill > len(q):

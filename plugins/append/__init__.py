@@ -1,1 +1,1 @@
-"""Appending: normalize and rotate new queries and keys, write keys and values into their pages, keep summaries current."""
+"""Appending: normalize and rotate new queries and keys, write keys and values into their pages, update summaries."""

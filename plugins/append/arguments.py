@@ -1,4 +1,4 @@
-"""What the launches of the append kernels are given: new tokens, where they go, and what is kept of groups of them."""
+"""What the launches of the append kernels are given: new tokens, where they go, and the summaries of their groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 class NewTokens:
     """New tokens of B sequences: qkv [T, (Hq + 2 Hk) D], their positions [T], the first row of each sequence starts [B + 1], both int32.
 
-    rope [S, D] fp32 rotates them; norms are the weights [D] of the norms of queries and keys in front of that, with their eps.
+    rope [S, D] fp32 rotates them; norms are the weights [D] of the norms of queries and keys before that, with their eps.
     """
 
     qkv: Tensor
@@ -28,7 +28,7 @@ class Target:
 
     homes [B, M] names the pages of the summaries where they are not those of table. heads says how many KV heads there are where each has its own
     length and pages: lens [Hk, B], table [Hk, B, M], keys and values [P, 1, N, D]. rings [Z, Hk, 2] with slots [B] and sink says that some of them
-    keep their newest tokens in rings.
+    store their newest tokens in rings.
     """
 
     keys: Tensor

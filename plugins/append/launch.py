@@ -15,7 +15,7 @@ from plugins.device.kernel import TritonKernel, typed
 from plugins.device.triton_aot import TritonSpec
 from trtkv.errors import EngineError
 
-NONE, FIER, MINMAX, CUBOID, BALL_MEAN, BALL_MAX, MEAN = range(7)  # what is kept of a group, as in kernel.py, which needs Triton
+NONE, FIER, MINMAX, CUBOID, BALL_MEAN, BALL_MAX, MEAN = range(7)  # a group's summary, as in kernel.py, which needs Triton
 KINDS = {None: NONE, "fier": FIER, "minmax": MINMAX, "cuboid": CUBOID, "ball-mean": BALL_MEAN, "ball-max": BALL_MAX, "mean": MEAN}
 NO_GROUP = 16  # tokens of a block where nothing is summarized
 NOTHING = GroupSummary(NO_GROUP, NONE)
@@ -37,8 +37,8 @@ def launch(
 ) -> None:  # fmt: skip
     """Append up to `longest` new tokens of every sequence, and write their rotated queries to out [T, Hq D]; pages are a multiple of 16 tokens.
 
-    early lets the next launch begin before the one in front of this has ended, of which it may then read nothing before it waits. settled says that
-    all but qkv was there before the launch in front of this one began, whatever that one and those before it let begin early.
+    early lets the next launch begin before its predecessor has ended, of which it may then read nothing before it waits. settled says that
+    all but qkv was there before the launch before this one began, whatever that one and those before it let begin early.
     published [B, Hq, words] int32, of single tokens with one-bit keys, is where the scorer finds queries early, see `cache/indexes/published.py`.
     """
     qkv, keys, values = new.qkv, to.keys, to.values

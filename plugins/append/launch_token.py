@@ -15,7 +15,7 @@ from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import Float, Int, Pointer
 
 SUMMARIES = (0, 1, 2)  # that it knows, as kernel.py numbers them: none, one-bit keys, minima and maxima
-THREADS = 256  # few blocks, beside which the choice's find multiprocessors for themselves
+THREADS = 256  # few blocks, which leave multiprocessors to those of the choice
 APPEND = CudaKernel(Path(__file__).parent / "append.cu", "append_token", (Pointer,) * 15 + (Int,) * 5 + (Float,))
 
 
@@ -37,7 +37,7 @@ def launch(
 
 
 def takes(summary: int) -> bool:
-    """Say whether it keeps a summary, by its number in kernel.py."""
+    """Say whether it writes a summary, by its number in kernel.py."""
     return summary in SUMMARIES
 
 

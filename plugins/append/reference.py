@@ -30,7 +30,7 @@ def append(qkv: Tensor, positions: Tensor, rope: Tensor, config: OpConfig, norms
 
 
 def summarize(keys: Tensor, kind: str) -> dict[str, Tensor]:
-    """Return what is kept of one closed group's keys [g, D], in the dtype of the keys.
+    """Return the summary of one closed group's keys [g, D], in the dtype of the keys.
 
     kind "minmax": low and high [D], the extremes of every channel (Quest). "cuboid": low and high [D] at the mean distance from the middle of the
     extremes (ArkVale). "ball-mean" and "ball-max": centre [D], that middle, and radius [], the keys' mean or largest distance from it (ArkVale).

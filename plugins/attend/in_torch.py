@@ -41,7 +41,7 @@ def attend_units(
 
 
 def beyond(tokens: Tensor, row: Row, plan: SelectPlan) -> Tensor | None:
-    """Mark [H, K] tokens behind the end, which only the last page of a selection can hold; None when there are none."""
+    """Mark [H, K] tokens past the end, which only the last page of a selection can hold; None when there are none."""
     return tokens >= row.stored if plan.unit > 1 and row.stored % plan.unit else None
 
 

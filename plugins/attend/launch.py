@@ -17,13 +17,13 @@ from plugins.device.spec import Float, Int, Pointer, shared_limit
 ATTEND = CudaKernel(Path(__file__).parent / "attend.cu", "attend_list", (Pointer,) * 7 + (Int,) * 6 + (Float,))
 CLUSTERS_FROM = 90  # clusters of blocks came with this compute capability
 TILE, STAGES = 16, 2  # tokens of a block, and blocks of a warp that are on their way
-# Blocks a row and warps a block up to so many rows, as measured on an H200. Clusters have to find place all at once: its 132 multiprocessors stand in
+# Blocks a row and warps a block up to so many rows, as measured on an H200. All clusters have to be resident at once: its 132 multiprocessors are in
 # groups of which some have no more than 14, so one block each there is room for 30 clusters of four, and for fewer than 40 of three.
 FORMS = ((8, 16, 4), (16, 8, 4), (28, 4, 8), (32, 3, 8), (44, 4, 4), (66, 2, 8), (99, 2, 4), (132, 1, 8))
 MANY = (2, 4)
 FEW = FORMS[0]
-# Of so few rows, lists that give every warp of those forms more than one block of tokens. With one block on its way and half of a multiprocessor's
-# memory shared, blocks stand beside the choice's, and no two of theirs beside each other.
+# Of so few rows, lists that give every warp of those forms more than one block of tokens. With one block in flight and half of a multiprocessor's
+# memory shared, blocks run beside the choice's, and no two of theirs on one multiprocessor.
 MOST_LONG, LONG, LONG_PERCENT = 4, (16, 8), 50
 ALONE = 8  # warps of a block that has a multiprocessor for itself
 EARLY = (range(24, 33), range(57, 67))  # rows of which blocks may begin early however much the kernel before reads: each finds a free multiprocessor
@@ -83,7 +83,7 @@ def attend_form(rows: int, tokens: int, unit: int, dim: int, arch: str = "90") -
 
 
 def begins_early(rows: int, arch: str = "90") -> bool:
-    """Say whether nothing is lost where blocks begin before the kernel in front of them has ended, whatever that one does."""
+    """Say whether nothing is lost where blocks begin before the kernel before them has ended, whatever that one does."""
     return int(arch) >= CLUSTERS_FROM and any(rows in some for some in EARLY)
 
 

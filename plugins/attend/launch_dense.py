@@ -23,7 +23,7 @@ _LANES = 32  # that merge a row, each a block's part
 
 @dataclass(frozen=True, slots=True)
 class DenseScratch:
-    """What blocks tell each other of a row that several of them read: shares [2 blocks, words, 4] int32, owed [2 blocks] int32."""
+    """What blocks exchange about a row that several of them read: shares [2 blocks, words, 4] int32, owed [2 blocks] int32."""
 
     blocks: int
     words: int
@@ -118,7 +118,7 @@ def _blocks(there: int, most: int, rows: int) -> int:
 def dense_shape(dim: int, group: int, arch: str, coded: bool = False) -> tuple[int, int]:
     """Choose warps of a block, and halves of blocks of tokens (their keys or values) in a warp's ring: one block fits, with its sums beside.
 
-    coded says that some tokens are encoded: their keys and values are waited for together, so fewer than four halves would leave nothing on its way.
+    coded says that some tokens are encoded: their keys and values are waited for together, so fewer than four halves would leave nothing in flight.
     """
     room, half, ring = shared_limit(arch) - 4096, 2 * _TILE * dim, _CODED_RING_BYTES if coded else _RING_BYTES
     choices = [(warps, (room // warps - _laid(dim, group)) // half) for warps in (8, 4, 2)]
@@ -132,7 +132,7 @@ def _laid(dim: int, group: int) -> int:
 
 
 def dense_kernel(dim: int, group: int, bf16: bool, arch: str, ragged: bool = False, mixed: bool = False, nibbles: bool = False) -> CudaSpec:
-    """Return the kernel for a shape; its launches ask for all of its shared memory.
+    """Return the kernel for a shape; its launches request all of its shared memory.
 
     ragged lets every KV head have its own length and pages, mixed lets some tokens be encoded, nibbles takes codes of four bits and the newest token.
     """

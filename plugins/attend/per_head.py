@@ -1,4 +1,4 @@
-"""Decode attention where every query head has a list of its own: the query heads of a group become sequences that share pages."""
+"""Decode attention where every query head has its own list: the query heads of a group become sequences that share pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def attend_per_head(
 ) -> None:
     """Attend one token a sequence: q, out [B, Hq D], keys, values [P, Hk, N, D], table [B, M], lens [B], chosen [B, Hq, K + 1] int32.
 
-    Every query head reads its own list, so a group's keys are read G times where lists overlap. Queries, lists and lengths are laid out anew by
+    Every query head reads its own list, so a group's keys are read G times where lists overlap. Queries, lists and lengths are written by
     kernels just before, so the launch cannot overlap with them.
     """
     heads, dim = keys.shape[1], keys.shape[3]

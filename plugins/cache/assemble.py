@@ -35,7 +35,7 @@ def make_cache(
 ) -> Cache:  # fmt: skip
     """Assemble the cache of a plan: num_pages for every page group (or of their one pool), num_slots sequences at once.
 
-    by_definition evicts and encodes as roles define it, where pages and kernels could: what those are compared with. tier keeps the pages of the
+    by_definition evicts and encodes as roles define it, where pages and kernels could: what those are compared with. tier stores the pages of the
     layers that it covers on the host.
     """
     device = torch.device(device)

@@ -1,4 +1,4 @@
-"""The announced step as the ops of one page group see it; what only the torch forms need is made when they ask for it."""
+"""The announced step as the ops of one page group see it; what only the torch forms need is made when they request it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return integers on a device; the host goes on, and does not wait for what is queued there."""
+    """Return integers on a device; the host continues, and does not wait for what is queued there."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
@@ -23,7 +23,7 @@ def to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -
 class Row:
     """One sequence of the step: its rows [start, start + new) among the T tokens, and where it is stored.
 
-    stored counts the tokens behind the append, prompt those of the whole prompt; page_numbers are in order and may name pages that come later.
+    stored counts the tokens after the append, prompt those of the whole prompt; page_numbers are in order and may name pages that come later.
     seen counts the sequence's tokens, of which some may have been evicted.
     """
 
@@ -49,7 +49,7 @@ class Row:
 
     @property
     def answers(self) -> bool:
-        """Whether the sequence is behind its prompt."""
+        """Whether the sequence is past its prompt."""
         return self.new == 1 and self.seen > self.prompt
 
     @cached_property
@@ -111,7 +111,7 @@ class StepGroup:
 
     @cached_property
     def fresh_slots(self) -> Tensor:
-        """Slots of the sequences that are not behind their prompt, int64."""
+        """Slots of the sequences that are not past their prompt, int64."""
         return to_device([row.slot for row in self.rows if not row.answers], torch.int64, self.device)
 
     @cached_property
@@ -129,7 +129,7 @@ class StepGroup:
         return self.once(("closed", group), lambda: self._closed_groups(group))
 
     def once(self, key: object, make: Callable[[], T]) -> T:
-        """Return what layers have in common, made when the first of them asks for it."""
+        """Return what layers have in common, made when the first of them requests it."""
         if key not in self.shared:
             self.shared[key] = make()
         return cast("T", self.shared[key])

@@ -1,6 +1,6 @@
-"""The bytes of a cache, counted from its plan and from lengths in integers: what `trtkv plan`, admission, stores and reports all ask for.
+"""The bytes of a cache, counted from its plan and from lengths in integers: what `trtkv plan`, admission, stores and reports all request.
 
-A sequence has R rows of tokens: one for every page group, or for every KV head of every layer where heads have lengths of their own, or where tokens
+A sequence has R rows of tokens: one for every page group, or for every KV head of every layer where heads have their own lengths, or where tokens
 of both precisions share a pool, one for every layer's tokens in full precision and then for its codes.
 """
 
@@ -67,7 +67,7 @@ class Part:
 
     @staticmethod
     def of(tokens: int, part: int | None, encoded: bool, sizes: Sequence[int]) -> Part:
-        """Lay sizes down for lists and for arrays of lengths."""
+        """Prepare sizes for lists and for arrays of lengths."""
         return Part(tokens, part, encoded, tuple(sizes), np.array(sizes, np.int64))
 
     def entries(self, lengths: Lengths, encoded: Encoded) -> Lengths:
@@ -158,7 +158,7 @@ class ByteCount:
         return [-(-length // fit) for length, fit in zip(lengths, self._fits, strict=True)]
 
     def reserved(self, lengths: Lengths | int) -> int:
-        """Return the bytes that the pool lends to a sequence: whole pages and its slot."""
+        """Return the bytes of the pool that a sequence occupies: whole pages and its slot."""
         return self.allocated(self.pages(lengths))
 
     def allocated(self, pages: Lengths) -> int:

@@ -1,4 +1,4 @@
-"""The KV cache of a running engine: what nodes, steps, the scheduler and everybody else see of it.
+"""The KV cache of a running engine: what nodes, steps, the scheduler and all others see of it.
 
 A cache is assembled from four parts (`assemble.py`): an encoding, which says how keys and values lie in a page; eviction with its ledger, which
 says in integers what is stored; a tier, where pages live; an index, what is stored to choose what a query reads. TensorRT sees none of it: a plugin
@@ -35,7 +35,7 @@ _keys = itertools.count(1)
 class Cache(ABC):
     """Buffers of a running engine: `buffers[name][layer]` is a tensor or None, rows are pages or slots as the plan says."""
 
-    uses_pages = True  # whether tokens lie in the pages that the allocator hands out
+    uses_pages = True  # whether tokens lie in the pages of the allocator
     rows_have_pages = False  # whether every page group takes pages of one pool, listed as `HeadPages`
     overlaps_at_any_size = False  # whether small launches may overlap however long they keep the device busy
     publishes_queries = False  # whether the append kernel publishes queries to the scorer (see `indexes/published.py`)
@@ -58,7 +58,7 @@ class Cache(ABC):
         self.read_tokens = 0.0
         self.key = next(_keys)
         self.parts = 1
-        self.keeps_inputs = False  # whether a node's inputs stay as they are while somebody holds them
+        self.keeps_inputs = False  # whether a node's inputs stay as they are while references to them exist
         self.on_release: Callable[[int], None] | None = None
         self.reduce: Callable[[Tensor], None] | None = None  # sums a tensor in place over the parts of an engine
         self.gather: Callable[[Tensor, Tensor], None] | None = None  # writes the columns of all parts [R, V / G] into [R, V]
@@ -99,7 +99,7 @@ class Cache(ABC):
     ) -> None:
         """Announce a step: new tokens of each of B sequences, after which they have seen so many [B], slots [B], pages [Y][B], prompts [B].
 
-        A sequence whose tokens are all new begins afresh, whatever its slot held before. Tokens that were evicted count as seen. Where rows have
+        A sequence whose tokens are all new starts empty, whatever its slot stored before. Tokens that were evicted count as seen. Where rows have
         pages of one pool, pages[0] says which, as `HeadPages`.
         """
 
@@ -117,10 +117,10 @@ class Cache(ABC):
         self.tier.join()
 
     def prepare_replay(self) -> None:  # noqa: B027 - few variants have anything to do
-        """Bring the device to the state that a captured step expects, whatever failed before."""
+        """Put the device into the state that a captured step expects, whatever failed before."""
 
     def forget_shared(self) -> None:
-        """Forget what layers of the announced step have shared: a step that is captured makes it anew, in its own memory."""
+        """Forget what layers of the announced step have shared: a step that is captured rebuilds it, in its own memory."""
         for group in self._step:
             group.shared.clear()
 
@@ -186,7 +186,7 @@ class Cache(ABC):
         """Say why a request cannot lower its budget, None where it can."""
         if not any(self.plan.select):
             return f"policy '{self.plan.policy}' has no budget that a request could lower"
-        return "this engine keeps pages on the host and recalls as many for all" if self.tier.recalls else None
+        return "this engine stores pages on the host and recalls as many for all" if self.tier.recalls else None
 
     # Bytes and tokens
 
@@ -250,7 +250,7 @@ class Cache(ABC):
         return slots + self.tier.rings()
 
     def copy(self, source: int, target: int, source_pages: Sequence[Sequence[int]], target_pages: Sequence[Sequence[int]]) -> None:
-        """Let a slot's sequence be a copy of another's, with pages [Y] of its own; only where `copies`."""
+        """Let a slot's sequence be a copy of another's, with its own pages [Y]; only where `copies`."""
         raise NotImplementedError
 
     @property
@@ -259,7 +259,7 @@ class Cache(ABC):
         return False
 
     def resume(self, slot: int) -> None:
-        """Take note that a preempted sequence goes on in a slot, whose buffers and pages are its own again."""
+        """Note that a preempted sequence resumes in a slot, with its buffers and pages."""
         self.tier.leave_frames(slot)
 
     def address_table(self) -> Tensor:
@@ -271,7 +271,7 @@ class Cache(ABC):
         return torch.tensor(entries, dtype=torch.int64, device=self.device)
 
     def scratch(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what an op keeps between steps and layers, made at its first use: never inside a captured graph."""
+        """Return an op's buffers between steps and layers, made at its first use: never inside a captured graph."""
         if key not in self._scratch:
             self._scratch[key] = make()
         return cast("T", self._scratch[key])
@@ -279,7 +279,7 @@ class Cache(ABC):
     # Comparison with the definition
 
     def wait_for_comparison(self) -> None:  # noqa: B027
-        """Keep what a step attended to until `end_step`, for those who compare it."""
+        """Save what a step attended to until `end_step`, for those who compare it."""
 
     @abstractmethod
     def read(self, layer: int, row: Row) -> tuple[Tensor, Tensor]:
@@ -317,7 +317,7 @@ class Cache(ABC):
         """Whether a sequence can be copied to another slot."""
         return False
 
-    compares_selection = True  # whether what is selected can be told from `read`
+    compares_selection = True  # whether what is selected can be read off `read`
 
     # For variants
 
@@ -356,7 +356,7 @@ class Cache(ABC):
     ) -> StepGroup:
         size, rows, start = self.plan.page_size, [], 0
         for count, total, slot, numbers, prompt, whole in zip(new, stored, slots, pages, prompts, seen, strict=True):
-            assert not isinstance(numbers, HeadPages), "rows have lists of pages of their own"
+            assert not isinstance(numbers, HeadPages), "rows have their own page lists"
             rows.append(Row(start, count, total, slot, numbers, size, self.device, prompt, whole))
             start += count
         return StepGroup(rows, size, self.device)

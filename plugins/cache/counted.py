@@ -1,4 +1,4 @@
-"""A cache whose ledger counts whole steps by itself: what every variant is but those whose KV heads differ in length."""
+"""A cache whose ledger alone counts whole steps: every variant but those whose KV heads differ in length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trtkv.plan import CachePlan
 
 
 class CountedCache(Cache):
-    """Lengths of a step follow from integers before it, evictions behind it."""
+    """Lengths of a step follow from integers before it, evictions after it."""
 
     ledger: StepLedger
 
@@ -38,8 +38,8 @@ class CountedCache(Cache):
         self.read_tokens = sum(self._read_by(row) for row in self._step[0].rows if row.answers)
 
     def _began(self, rows: Sequence[Row]) -> None:
-        """Prepare what the variant keeps of the announced sequences."""
+        """Prepare what the variant stores of the announced sequences."""
 
     def _ended(self, rows: Sequence[Sequence[Row]]) -> None:
-        """Count what goes; rows [Y][B]."""
+        """Count evicted tokens; rows [Y][B]."""
         self.ledger.finish([row.slot for row in rows[0]])

@@ -1,4 +1,4 @@
-"""What a cache in pages tells of a step's attention, so that tokens can be evicted."""
+"""What a cache in pages reports of a step's attention, so that tokens can be evicted."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from plugins.cache.batch import Row
 
 
 class Evictor(Protocol):
-    """What looks at a step's attention and evicts after it."""
+    """What observes a step's attention and evicts after it."""
 
     def observe(self, layer: int, row: Row, query: Tensor) -> None:
-        """Look at the queries [n, Hq, D] of a sequence's new tokens, in torch."""
+        """Observe the queries [n, Hq, D] of a sequence's new tokens, in torch."""
 
     def observe_chunk(self, layer: int, row: Row, query: Tensor, keys: Tensor, lse: Tensor) -> None:
         """Do so by kernels for a prompt's chunk, whose attention over keys [Hk, S, D] left its log-sum-exp [Hq, n]."""
 
     def attended(self, layer: int, rows: Sequence[Row], query: Tensor, inputs: Sequence[Tensor], keeps_inputs: bool) -> None:
-        """Look at a step in which every sequence has one new token, queries [B, Hq D], inputs of the attend node; may be captured."""
+        """Observe a step in which every sequence has one new token, queries [B, Hq D], inputs of the attend node; may be captured."""
 
     def finish(self, rows: Sequence[Sequence[Row]]) -> None:
         """Evict after a step, whose rows [Y][B] are those of the page groups."""
@@ -33,16 +33,16 @@ class NoEvictor:
     """Nothing is evicted."""
 
     def observe(self, layer: int, row: Row, query: Tensor) -> None:
-        """Nothing is looked at."""
+        """Nothing is observed."""
 
     def observe_chunk(self, layer: int, row: Row, query: Tensor, keys: Tensor, lse: Tensor) -> None:
-        """Nothing is looked at."""
+        """Nothing is observed."""
 
     def attended(self, layer: int, rows: Sequence[Row], query: Tensor, inputs: Sequence[Tensor], keeps_inputs: bool) -> None:
-        """Nothing is looked at."""
+        """Nothing is observed."""
 
     def finish(self, rows: Sequence[Sequence[Row]]) -> None:
-        """Nothing goes."""
+        """Nothing is evicted."""
 
     def wait_for_comparison(self) -> None:
         """Nothing waits."""

@@ -25,9 +25,9 @@ class Format:
     bits of a code, 8 for e4m3; key_group tokens share a scale of a channel, value_group channels share a scale of a token (1 and D with eight bits);
     residual tokens stay in full precision: keys are encoded in runs of so many, values one by one once so many newer ones follow, or with the keys
     (together). lag is 1 where a step's attention does not see what the step itself completes. phased: all whole groups of a prompt are encoded, so
-    runs begin behind them, at the sequence's `origin`. window is not 0 where an evict role works on the newest tokens, on up to so many:
-    how many tokens are encoded then follows from what it has settled, and is kept a slot. replaced: tokens have a scale and a zero
-    point each; the newest alone is in full precision, and takes the place of one that goes (`encodings/per_token/`).
+    runs begin after them, at the sequence's `origin`. window is not 0 where an evict role works on the newest tokens, on up to so many:
+    how many tokens are encoded then follows from what it has settled, and is stored a slot. replaced: tokens have a scale and a zero
+    point each; the newest alone is in full precision, and takes the place of an evicted one (`encodings/per_token/`).
     """
 
     bits: int
@@ -45,7 +45,7 @@ class Format:
         """Tokens of a slot's ring."""
         if self.replaced:
             return 1
-        if self.window:  # settled tokens wait for their run behind those that may go; values, also for `residual` newer ones
+        if self.window:  # settled tokens wait for their run after those that may be evicted; values, also for `residual` newer ones
             return -(-max(self.window + self.residual - 1, self.residual + 1) // 16) * 16
         return -(-self.residual // 16) * 16 + RING_SPARE
 
@@ -54,7 +54,7 @@ class Format:
         return prompt // self.key_group * self.key_group % self.residual if self.phased else 0
 
     def encoded(self, stored: int, origin: int = 0) -> tuple[int, int]:
-        """Return how many leading keys and values are encoded behind a step that left so many tokens stored."""
+        """Return how many leading keys and values are encoded after a step that left so many tokens stored."""
         keys = origin + (stored - origin) // self.residual * self.residual
         return keys, keys if self.together else max(0, stored - self.residual)
 
@@ -64,13 +64,13 @@ class Format:
 
 
 def replaces(plan: CachePlan) -> bool:
-    """Say whether kernels encode each token of a plan by itself, and let a step's take the place of one that goes: pages hold the budget."""
+    """Say whether kernels encode each token of a plan independently, and let a step's take the place of an evicted one: pages hold the budget."""
     rule = plan.evict.rule if plan.evict is not None and plan.storage == "replaced" else None
     return isinstance(rule, Blend) and rule.budget <= MOST_BUDGET and plan.quantize is not None and plan.quantize.encoding == PerToken(4)
 
 
 def find_format(plan: CachePlan) -> Format | None:
-    """Return the format of a plan that encodes what it stores, or what it keeps of prompts, None where no kernel knows it."""
+    """Return the format of a plan that encodes what it stores, or what it leaves of prompts, None where no kernel knows it."""
     if plan.quantize is None:
         return None
     encoding = plan.quantize.encoding
@@ -79,7 +79,7 @@ def find_format(plan: CachePlan) -> Format | None:
     if plan.evict is not None and plan.storage not in ("once", "gathered"):
         return _settled_format(plan)
     if "allocate" in plan.roles and plan.num_page_groups < plan.num_layers:
-        return None  # layers keep different numbers of tokens, and a plan of an earlier version has one page table for all
+        return None  # layers store different numbers of tokens, and a plan of an earlier version has one page table for all
     if isinstance(encoding, Grouped):
         found = _grouped(encoding, plan)
     elif isinstance(encoding, Float8):
@@ -113,7 +113,7 @@ def _fits(one: Format, plan: CachePlan) -> bool:
 
 
 def _selects(one: Format, plan: CachePlan) -> bool:
-    """Say whether kernels read what every layer selects: units of a tile or within one, that kernels choose, of tokens of which none goes."""
+    """Say whether kernels read what every layer selects: units of a tile or within one, that kernels choose, of tokens of which none is evicted."""
     units = [select.unit for select in plan.select if select is not None]
     if not units:
         return True

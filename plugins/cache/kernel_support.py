@@ -1,4 +1,4 @@
-"""What the kernels take on: the one place that says whether a layer's ops run as kernels or in torch."""
+"""What the kernels support: the one place that says whether a layer's ops run as kernels or in torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from trtkv.plan import CachePlan
 
 HEAD_DIMS = (64, 96, 128, 256)
 MOST_GROUP_HEADS = 16  # query heads a KV head: two columns of eight in a matrix instruction
-MOST_EARLY_BYTES = 1 << 24  # of a step's page bounds up to which they are prefetched while the kernel in front of the append runs, on an H200
+MOST_EARLY_BYTES = 1 << 24  # of a step's page bounds up to which they are prefetched while the kernel before the append runs, on an H200
 # Bytes of keys and values of a layer's step up to which an H200 reads all of them in the time of a selection, for fewer rows (sequences times KV
 # heads) than FULL_ROWS and for more: where tokens are selected, or something else is chosen first (which query selects, which units every query
-# reads), and of pages by the step's own query.
+# reads), and of pages by the step's query.
 # From lines through the rows of docs/performance.md at 2k to 32k tokens.
 DENSE_BYTES, DENSE_BYTES_FULL, FULL_ROWS = {True: 34_000_000, False: 10_000_000}, {True: 70_000_000, False: 36_000_000}, 32  # whether the former
 
@@ -84,7 +84,7 @@ def why_torch(plan: CachePlan) -> str | None:
 
 
 def taken() -> str:
-    """Say in words for what heads the kernels are written."""
+    """Describe for what heads the kernels are written."""
     dims = ", ".join(map(str, HEAD_DIMS[:-1]))
     return f"bfloat16 and float16, {dims} or {HEAD_DIMS[-1]} channels a head, up to {MOST_GROUP_HEADS} query heads a KV head"
 

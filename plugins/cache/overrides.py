@@ -1,4 +1,4 @@
-"""What single requests ask of the selection otherwise than their engine's plan, by slot: on the host for torch forms, on the device for kernels.
+"""Overrides of the selection, which differ from the engine's plan, by slot: on the host for torch forms, on the device for kernels.
 
 A captured step reads the device's values, so one graph serves sequences that differ in them.
 """
@@ -14,19 +14,19 @@ from plugins.select.summary import outliers
 from trtkv.plan import CachePlan, SelectPlan
 
 EVERYTHING = 1 << 30  # tokens: more than there are
-AS_PLANNED = 0  # a budget that nobody asked for; a tau that nobody asked for is NaN
+AS_PLANNED = 0  # no override of the budget; no override of tau is NaN
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """A request's own values: budget, tokens that each KV head reads in a decode step; tau, below which cosine FreeKV selects anew."""
+    """A request's overrides: budget, tokens that each KV head reads in a decode step; tau, below which cosine FreeKV selects again."""
 
     budget: int | None = None
     tau: float | None = None
 
 
 class Overrides:
-    """The own values of the sequences in an engine's slots: on the device budgets [Z] int32, `AS_PLANNED` where none is, and taus [Z] fp32, NaN."""
+    """The overrides of the sequences in an engine's slots: on the device budgets [Z] int32, `AS_PLANNED` where none is, and taus [Z] fp32, NaN."""
 
     def __init__(self, plan: CachePlan, num_slots: int, device: torch.device) -> None:
         """Let every slot begin as planned."""
@@ -37,7 +37,7 @@ class Overrides:
         self.on_change: Callable[[int, Override | None], None] | None = None
 
     def set(self, slot: int, own: Override | None) -> None:
-        """Give a slot's sequence values of its own, or none; steps that are queued already keep theirs."""
+        """Set a slot's overrides, or none; steps that are queued already use the former ones."""
         own = None if own == Override() else own
         before = self._known.get(slot)
         if own == before:
@@ -55,7 +55,7 @@ class Overrides:
             self._known[slot] = own
 
     def has(self, slot: int) -> bool:
-        """Whether a slot's sequence has values of its own."""
+        """Whether a slot's sequence has overrides."""
         return slot in self._known
 
     def smallest_budget(self, slot: int) -> int:
@@ -75,5 +75,5 @@ class Overrides:
 
 
 def least_budget(select: SelectPlan) -> int:
-    """Return the fewest tokens that a request may ask for: what is read in any case, a group that is not full yet, and a unit to choose."""
+    """Return the fewest tokens that a request may request: what is read in any case, a group that is not full yet, and a unit to choose."""
     return select.sink + select.window + select.group + select.unit * (1 + outliers(select))

@@ -39,7 +39,7 @@ class KernelCache(CountedCache):
         """Say where the append kernel writes a layer's new tokens."""
 
     def appended(self, layer: int) -> None:
-        """Take note that the append kernel has been launched."""
+        """Note that the append kernel has been launched."""
 
     def begins_early(self, layer: int, table: Tensor, *, bulky: bool) -> bool:
         """Whether the kernel after a decode step's append begins before the one that precedes the append has ended, where launches overlap."""
@@ -54,7 +54,7 @@ def append(cache: KernelCache, layer: int, config: OpConfig, inputs: Sequence[Te
     bulky = not launch_token.takes(kept.kind)
     overlap = step.decoding and cache.overlaps(table, bulky=bulky)
     words = published_queries.publish(cache, layer, overlap=overlap) if kept.kind == launch_append.FIER else None
-    # What is read early was written by the step's first kernel, and after that one comes one that lets nothing begin early: whatever stands between
+    # What is read early was written by the step's first kernel, and after that one comes one that lets nothing begin early: whatever runs between
     # that and this. With keys on the host a kernel just before this says where tokens go.
     launch_append.launch(
         new_tokens(config, inputs), to, kept, out, longest=step.longest, overlap=overlap,

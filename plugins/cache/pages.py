@@ -18,7 +18,7 @@ Ints = npt.NDArray[np.int32]
 
 @dataclass(eq=False, slots=True)
 class HeadPages:
-    """Page numbers table [Y, M], of which the first counts [Y] are a head's own; heads of layer 0 come first.
+    """Page numbers table [Y, M], of which the first counts [Y] are a head's; heads of layer 0 come first.
 
     Changes make a new object, which may write into the same table: captured steps know by the object what they have seen.
     """
@@ -36,7 +36,7 @@ class HeadPages:
         """Take whole pages, numbered as where layers share theirs, to be one page of each of Y heads."""
         if isinstance(pages, HeadPages):
             return pages
-        assert shared(pages), "page groups have lists of their own"
+        assert shared(pages), "page groups have their own lists"
         own = np.asarray(pages, np.int32)
         return HeadPages(own * heads + np.arange(heads, dtype=np.int32)[:, None], np.full(heads, len(own), np.int32))
 
@@ -46,7 +46,7 @@ class HeadPages:
         return int(self.counts.sum())
 
     def extended(self, more: Ints, numbers: Ints) -> HeadPages:
-        """Give each head so many more pages [Y]; numbers are theirs, one head's behind the other's."""
+        """Give each head so many more pages [Y]; numbers are theirs, one head's after the other's."""
         counts = self.counts + more
         table, wide = self.table, int(counts.max(initial=0))
         if wide > table.shape[1]:
@@ -67,7 +67,7 @@ class HeadPages:
         return bool(self.counts.any())
 
 
-PageList = Sequence[int] | HeadPages  # page numbers of a sequence in one page group, or of all rows that have pages of their own
+PageList = Sequence[int] | HeadPages  # page numbers of a sequence in one page group, or of all rows that have their own pages
 Pages = PageList | Sequence[Sequence[int]]  # those of a sequence in all page groups: one list for all, a list for each, or those of rows
 
 

@@ -13,7 +13,7 @@ from trtkv.plan import Meaning, Occupancy, Pooling, SelectPlan, Verdict
 
 Granted: TypeAlias = tuple[tuple[int, ...], ...] | None  # tokens of each layer's KV heads [L][Hk]
 Part = Literal["keys", "values"]
-View: TypeAlias = Any  # a `CacheView`, or what shows as much of stored tokens as a role asks for
+View: TypeAlias = Any  # a `CacheView`, or what shows as much of stored tokens as a role requests
 
 
 class AllocateRole(Protocol):
@@ -32,7 +32,7 @@ class AllocateRole(Protocol):
 
 
 class EvictRole(Protocol):
-    """What says which tokens go."""
+    """What says which tokens are evicted."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -40,15 +40,15 @@ class EvictRole(Protocol):
 
     @property
     def token_state(self) -> Mapping[str, str]:
-        """Names and dtypes of the role's own numbers of each stored token."""
+        """Names and dtypes of the role's numbers of each stored token."""
 
     @property
     def prompt_only(self) -> bool:
-        """Whether nothing is evicted behind the prompt."""
+        """Whether nothing is evicted after the prompt."""
 
     @property
     def takes_layers(self) -> bool:
-        """Whether `keep` and `observe` may be asked for several layers at once."""
+        """Whether `keep` and `observe` may be requested several layers at once."""
 
     @property
     def observe_window(self) -> int:
@@ -58,25 +58,25 @@ class EvictRole(Protocol):
         """Return the tokens that heads may keep, and how many of them in full precision; allocate is a role, or None."""
 
     def observe(self, view: View) -> Mapping[str, Tensor]:
-        """Return the token state [Hk, S] behind this step's attention."""
+        """Return the token state [Hk, S] after this step's attention."""
 
     def due(self, at: Occupancy) -> bool:
-        """Tell whether `keep` is to be called in this step."""
+        """Return whether `keep` is to be called in this step."""
 
     def remaining(self, at: Occupancy) -> tuple[int, ...]:
-        """Tell how many tokens of each KV head `keep` will keep, when it is due."""
+        """Return how many tokens of each KV head `keep` will keep, when it is due."""
 
     def keep(self, view: View) -> Verdict:
         """Choose the tokens that stay."""
 
     def limits(self, at: Occupancy) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Tell of each KV head above how many tokens its layer evicts, and how many stay then at most."""
+        """Return for each KV head above how many tokens its layer evicts, and how many stay then at most."""
 
     def split(self, at: Occupancy) -> tuple[int, int] | None:
-        """Tell how many tokens of each KV head `keep` will leave in full precision and how many it will mark; None where data decide."""
+        """Return how many tokens of each KV head `keep` will leave in full precision and how many it will mark; None where data decide."""
 
     def settled(self, at: Occupancy) -> int:
-        """Tell how many leading tokens will never be evicted."""
+        """Return how many leading tokens will never be evicted."""
 
 
 class QuantizeRole(Protocol):
@@ -95,7 +95,7 @@ class QuantizeRole(Protocol):
         """Whether the tokens that the evict role marks are encoded, and no others."""
 
     def flush(self, at: Occupancy, encoded: tuple[int, int]) -> tuple[int, int]:
-        """Tell how many leading tokens' keys and values are to be encoded now, given how many already are."""
+        """Return how many leading tokens' keys and values are to be encoded now, given how many already are."""
 
     def encode(self, x: Tensor, part: Part) -> dict[str, Tensor]:
         """Encode keys or values [Hk, S, D]."""

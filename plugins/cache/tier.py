@@ -12,7 +12,7 @@ class Tier(Protocol):
 
     @property
     def recalls(self) -> bool:
-        """Whether pages are recalled in front of attention, as many for every sequence."""
+        """Whether pages are recalled before attention, as many for every sequence."""
 
     @property
     def captures(self) -> bool:
@@ -35,7 +35,7 @@ class Tier(Protocol):
         """Return the newest pages of every slot, views [Z, R, Hk, ...]."""
 
     def moved_pages(self) -> tuple[int, int]:
-        """Return how many pages of one KV head were recalled so far, in front of attention and ahead of it."""
+        """Return how many pages of one KV head were recalled so far, before attention and ahead of it."""
 
     def device_bytes(self) -> int:
         """Return the bytes of the device that belong to this tier."""

@@ -12,11 +12,11 @@ from typing import Any
 from plugins.device.spec import Binary, Long, Pointer, Spec
 from trtkv.errors import CapacityError, EngineError
 
-# Of an SM's memory stays shared memory under kernels that ask for cache: some blocks of the next kernel fit beside theirs; and under small ones that
+# Of an SM's memory stays shared memory under kernels that request cache: some blocks of the next kernel fit beside theirs; and under small ones that
 # follow each other in a step: then those of any other do.
 CACHING_PERCENT, BESIDE_PERCENT = 10, 75
 _PLAIN = (Pointer, Long)  # which an int of Python is
-MOST_CONFIGS = 256  # of a kernel that are kept; prompts' chunks have ever new shapes
+MOST_CONFIGS = 256  # of a kernel that are cached; prompts' chunks have ever new shapes
 
 
 class Refused(EngineError):
@@ -27,7 +27,7 @@ class Kernel:
     """A loaded function with the types of its parameters; threads is how many a block has where the compiler decided that, else 0."""
 
     def __init__(self, spec: Spec, binary: Binary) -> None:
-        """Load it on the current device, with as much dynamic shared memory as the spec asks for and the device has, and clusters of sixteen.
+        """Load it on the current device, with as much dynamic shared memory as the spec requests and the device has, and clusters of sixteen.
 
         Raises Refused where the driver does not take the cubin.
         """
@@ -79,7 +79,7 @@ class Kernel:
         self._core.launch(queue, config, self._kernel, *given, *self._nulls)
 
     def _configure(self, grid: tuple[int, int, int], threads: int, shared: int, cluster: int, overlap: bool, cooperative: bool) -> Any:
-        """Make what a launch takes, which is kept; cuda.core counts a grid in clusters."""
+        """Make what a launch takes, which is cached; cuda.core counts a grid in clusters."""
         blocks = (grid[0] // cluster, *grid[1:])
         early = {"programmatic_stream_serialization": True} if overlap and self._major >= 9 else {}
         together = {"cluster": cluster} if cluster > 1 else {}

@@ -31,7 +31,7 @@ class CudaSpec(Spec):
 
     @property
     def shared_percent(self) -> int:
-        """What it asked for."""
+        """The requested share of memory, in percent."""
         return self.percent
 
     def content(self) -> list[str]:
@@ -52,7 +52,7 @@ class CudaSpec(Spec):
 
 
 def compile_source(source: str, defines: Sequence[str], arch: str, folder: Path | None = None) -> bytes:
-    """Compile to a cubin for sm_{arch}, with own headers from a folder; raises BuildError with the compiler's log. Lets other threads run."""
+    """Compile to a cubin for sm_{arch}, with trtkv's headers from a folder; raises BuildError with the compiler's log. Lets other threads run."""
     problem = missing()
     if problem is not None:
         raise BuildError(f"no CUDA C++ kernel can be compiled: {problem}", f"Run: {INSTALL}.")
@@ -76,7 +76,7 @@ def compile_source(source: str, defines: Sequence[str], arch: str, folder: Path 
 
 
 def own_sources(path: Path) -> list[str]:
-    """Return the text of a source and of every header that it includes in quotes, each once; what is not there is the compiler's to report."""
+    """Return the text of a source and of every header that it includes in quotes, each once; missing ones are the compiler's to report."""
     texts: dict[Path, str] = {}
     waiting = [path]
     while waiting:
@@ -123,7 +123,7 @@ def architectures() -> list[str]:
 
 @cache
 def cuda_headers() -> Path | None:
-    """Find the folder of CUDA's headers: of NVRTC's own major version where there are several."""
+    """Find the folder of CUDA's headers: of NVRTC's major version where there are several."""
     found = [root for root in _include_folders() if (root / "cuda_fp16.h").exists()]
     major = (version() or "").partition(".")[0]
     return next((root for root in found if _header_major(root) == major), found[0] if found else None)

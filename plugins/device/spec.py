@@ -33,7 +33,7 @@ class Spec(ABC):
     """A kernel for the GPUs of one compute capability.
 
     source is its file, entry its function, types the C types of its arguments, arch the compute capability such as "90"; shared is the dynamic
-    shared memory in bytes that its launches may ask for (Triton's compiler knows better).
+    shared memory in bytes that its launches may request (Triton's compiler knows better).
     """
 
     source: Path

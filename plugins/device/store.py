@@ -1,4 +1,4 @@
-"""Where compiled kernels lie: the folders of opened engines, then the user's own; what is in none of them is compiled when it is first needed.
+"""Where compiled kernels lie: the folders of opened engines, then the user's; what is in none of them is compiled when it is first needed.
 
 A folder holds `sm_90/NAME.cubin` and beside it `NAME.json`: its checksum, because the driver is given no length and reads beyond a file that ends
 early, and what its compiler decided (see `triton_aot`). A file that does not fit its checksum is as good as none.

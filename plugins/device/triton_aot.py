@@ -1,8 +1,8 @@
 """Triton kernels compiled ahead of time, for GPUs that need not be there, and launched without Triton.
 
-Compiling runs in a process of its own: Triton holds Python's lock for seconds, and cannot compile where its interpreter was chosen at import.
+Compiling runs in its own process: Triton holds Python's lock for seconds, and cannot compile where its interpreter was chosen at import.
 Only Triton knows how much shared memory a kernel needs and how many pointers to scratch memory it appends to the parameters (their number
-differs between versions): that is kept beside the cubin as `Binary.facts`.
+differs between versions): that is stored beside the cubin as `Binary.facts`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TritonSpec(Spec):
 
 
 def compile_all(specs: Sequence[TritonSpec]) -> Iterator[tuple[TritonSpec, Binary]]:
-    """Compile kernels one after the other in a process of their own; raises BuildError where Triton is missing or refuses one."""
+    """Compile kernels one after the other in their own process; raises BuildError where Triton is missing or refuses one."""
     problem = missing()
     if problem is not None:
         raise BuildError(f"no Triton kernel can be compiled: {problem}", f"Run: {INSTALL}.")
@@ -114,7 +114,7 @@ def _main() -> None:
     for job in json.loads(sys.stdin.read()):
         try:
             answer = _compile(job)
-        except Exception as error:  # noqa: BLE001 - told to the parent
+        except Exception as error:  # noqa: BLE001 - reported to the parent
             answer = {"error": " ".join(f"{type(error).__name__}: {error}".split())}
         print(json.dumps(answer), file=answers, flush=True)
 
@@ -149,7 +149,7 @@ def _compile(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _module(path: str) -> Any:
-    """Import a kernel's file by itself: its package would bring torch."""
+    """Import a kernel's file alone: its package would import torch."""
     found = importlib.util.spec_from_file_location("trtkv_kernel_source", path)
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)

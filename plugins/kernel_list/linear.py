@@ -9,11 +9,11 @@ from plugins.device.spec import Spec
 from plugins.linear import launch
 from trtkv.config import Limits, ModelConfig
 
-Shape = tuple[int, int, bool, bool]  # width, inner size, gated, with the norm in front of it
+Shape = tuple[int, int, bool, bool]  # width, inner size, gated, with the norm before it
 
 
 def products(model: ModelConfig) -> dict[str, Shape]:
-    """Return the products of a layer in their order, and the head, as the executor joins them with what stands around them."""
+    """Return the products of a layer in their order, and the head, as the executor fuses them with their neighbours."""
     hidden, q_size = model.hidden_size, model.num_q_heads * model.head_dim
     return {
         "qkv": (model.qkv_size, hidden, False, True), "o": (hidden, q_size, False, False), "gate_up": (model.intermediate_size, hidden, True, True),

@@ -19,7 +19,7 @@ from plugins.device.spec import Float, Int, Pointer, Spec
 MOST_TOKENS = 2  # beyond, the library's products are as fast
 MOST_WIDTH = 16384  # of a norm alone
 NORM_THREADS, SILU_THREADS = 512, 256
-FEW_TOKENS = 64  # of a decode step: what stands between its kernels overlaps with them
+FEW_TOKENS = 64  # of a decode step: what runs between its kernels overlaps with them
 _SOURCE = Path(__file__).parent / "linear.cu"
 GEMV = CudaKernel(_SOURCE, "gemv", (Pointer,) * 7 + (Int, Int, Float))
 NORM = CudaKernel(_SOURCE, "rms_norm", (Pointer,) * 5 + (Int, Float))
@@ -45,7 +45,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """What stands in front of a product: the norm of x + more [T, K] (more may be None), scaled by weight [K]; total [T, K] gets the sum."""
+    """What precedes a product: the norm of x + more [T, K] (more may be None), scaled by weight [K]; total [T, K] gets the sum."""
 
     weight: Tensor
     eps: float
@@ -81,7 +81,7 @@ def gemv(
 
 
 def norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, out: Tensor, total: Tensor | None) -> None:
-    """Write the norm of x [T, E] (plus more, whose sum goes to total) scaled by weight [E] to out; all contiguous."""
+    """Write the norm of x [T, E] (plus more, whose sum is written to total) scaled by weight [E] to out; all contiguous."""
     tokens, width = x.shape
     spec = norm_kernel(x.dtype == torch.float16, arch())
     kernel.launch(spec, (tokens, 1, 1), (x, more, weight, out, total, width, eps), threads=NORM_THREADS, overlap=tokens <= FEW_TOKENS)

@@ -46,7 +46,7 @@ def feed(given: Tensor, slots: Tensor, last: Tensor, ids: Tensor) -> None:
 def fetch(staged: Tensor, block: Tensor, turn: Tensor, last: Tensor | None, table: Tensor, at: tuple[int, int, int], batch: int) -> None:
     """Copy the staged block [Q, bytes] that is next in turn [1] to block [bytes] and count turn on; staged may lie in pinned host memory.
 
-    at are the places, in words, of ids [B], of slots [B], and of what table [Y, B, M] gains [2, B]: a column or -1, and the page that stands there
+    at are the places, in words, of ids [B], of slots [B], and of what table [Y, B, M] gains [2, B]: a column or -1, and the page that is there
     from now on. Ids that are negative become what last [Z] holds for their slots. Everything int32.
     """
     values = (staged, block, turn, last, table, staged.shape[0], staged.shape[1] // 4, *at, batch, table.stride(1))
@@ -67,12 +67,12 @@ def sample_kernel(vocab: int, arch: str) -> CudaSpec:
 
 
 def feed_kernel(arch: str) -> CudaSpec:
-    """Return the kernel that hands chosen tokens to the next step."""
+    """Return the kernel that passes chosen tokens to the next step."""
     return FEED.variant(arch, **_SMALL)
 
 
 def fetch_kernel(arch: str) -> CudaSpec:
-    """Return the kernel that brings a captured step its inputs."""
+    """Return the kernel that fetches a captured step's inputs."""
     return FETCH.variant(arch, **_SMALL)
 
 

@@ -1,4 +1,4 @@
-"""The choice of next tokens in torch: what `sample.cu` computes, on any device and with nothing asked from the host."""
+"""The choice of next tokens in torch: what `sample.cu` computes, on any device and without the host."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def penalized(logits: Tensor, settings: Tensor, counts: Tensor | None) -> Tensor
 
 
 def logprobs(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return the log probability [B] fp32 of ids [B] under the model's own distribution; of an id of -1 it means nothing."""
+    """Return the log probability [B] fp32 of ids [B] under the model's distribution; of an id of -1 it means nothing."""
     return logits.log_softmax(-1).gather(-1, ids.clamp(min=0)[:, None])[:, 0]
 
 

@@ -31,7 +31,7 @@ def pool(scores: Tensor, num_kv_heads: int, scale: float, pooling: str) -> Tenso
 def choose(plan: SelectPlan, scores: Tensor, stored: int, forced: Tensor | None = None) -> Tensor:
     """Return the units [H, K] int64, ascending, that a query reads of `stored` tokens, from pooled scores [H, U].
 
-    Read are the units of sink and window, those behind the last full group, the forced ones [H, U] bool, and the best of the others until
+    Read are the units of sink and window, those after the last full group, the forced ones [H, U] bool, and the best of the others until
     the budget is used. The last unit may be an open page. Ties go to the lowest index.
     """
     units, closed = -(-stored // plan.unit), stored // plan.group * plan.group

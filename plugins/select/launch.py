@@ -21,7 +21,7 @@ SELECT = CudaKernel(_HERE / "select.cu", "select_units", (Pointer,) * 7 + (Long,
 POOLS = {"softmax-mean": 0, "softmax-max": 0, "mean": 1, "max": 2}
 CLUSTERS_FROM = 90  # clusters of blocks came with this compute capability
 _WORTHWHILE_UNITS = 4096  # a block more costs more than it saves below
-_EXACT_PACKETS = 2048  # packets of eight units of a block whose exact scores are kept
+_EXACT_PACKETS = 2048  # packets of eight units of a block whose exact scores are stored
 # As measured on an H200: of a block, from which on most units are left out before they are counted; of the row that its blocks share; heads, at most.
 _FILTERED_UNITS, _FILTERED_CLUSTER, _FILTERED_HEADS = 16384, 2, 4
 # As measured on an H200 with rows of so many units: two blocks that leave units out are faster than more that count all, for so many rows
@@ -34,13 +34,13 @@ _RESIDENT = ((16, 6), (8, 12), (4, 28), (3, 39), (2, 66))
 _LISTED = 2048  # units of a block that there is room for otherwise, at least
 _BLOCK_UNITS = 65536  # keys of two bytes in the shared memory of a block, at most
 _LARGE_CLUSTERS = ("90", "100", "103")  # compute capabilities with clusters of sixteen blocks, others have eight
-SELECT_STATIC = 34 * 1024  # shared memory of the selector beside what its launch asks for
+SELECT_STATIC = 34 * 1024  # shared memory of the selector beside what its launch requests
 _PARTS_ROOM = 20 * 1024  # for what scorers say about their parts
 
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """What a scorer hands to the selector: scores [R, heads, stride] fp16 and parts [R, parts, heads, 4] fp32."""
+    """What a scorer passes to the selector: scores [R, heads, stride] fp16 and parts [R, parts, heads, 4] fp32."""
 
     heads: int
     stride: int
@@ -60,7 +60,7 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class OwnBudgets:
-    """Smaller budgets that requests asked for: slots [B] int32, budgets [Z] int32 by slot, 0 where none was; up to dense_below all is read anyway."""
+    """Smaller budgets of single requests: slots [B] int32, budgets [Z] int32 by slot, 0 where none was; up to dense_below all is read anyway."""
 
     slots: Tensor
     budgets: Tensor
@@ -130,15 +130,15 @@ def select_cluster(rows: int, units: int, arch: str = "90", *, heads: int = 1, w
 
 
 def select_streams(units: int, cluster: int, arch: str) -> bool:
-    """Say whether keys are computed again for every look at them, because a block's do not fit in its shared memory."""
+    """Say whether keys are recomputed each time they are read, because a block's do not fit in its shared memory."""
     return cluster == 1 and 17 * _packets(units, cluster) > _select_room(arch)
 
 
 @dataclass(frozen=True, slots=True)
 class SelectShared:
-    """Dynamic shared memory of the selector: bytes, and what is kept in it.
+    """Dynamic shared memory of the selector: bytes, and what is stored in it.
 
-    kept says whether exact scores are; where only units above a bound are kept (filters), how many there is room for. streams: not even keys.
+    kept says whether exact scores are; where only units above a bound are stored (filters), how many there is room for. streams: not even keys.
     """
 
     bytes: int
@@ -187,7 +187,7 @@ def score_stages(dim: int, arch: str) -> int:
 
 
 def score_kernel(dim: int, group: int, pooling: str, bf16: bool, arch: str) -> CudaSpec:
-    """Return the FIER scorer for a shape; its launches ask for all of its shared memory."""
+    """Return the FIER scorer for a shape; its launches request all of its shared memory."""
     stages = score_stages(dim, arch)
     pool = POOLS[pooling] if group > 1 else 0
     return SCORE.variant(arch, shared=64 * stages * dim, D=dim, GROUP_HEADS=group, POOL=pool, STAGES=stages, BF16=bf16)

@@ -31,7 +31,7 @@ LEFT_SHARE = 33  # of so many multiprocessors one is left to the append in front
 FEW_BLOCKS = 16  # of a row with eight warps: more take longer to exchange
 LEAST_PAGES = 128  # of a block
 MOST_RAW_BLOCKS = 32  # of a row whose scores are ranked themselves: they are sent in one exchange, as in shortlist.cuh
-_STATIC = 28 * 1024  # shared memory of a block beside what its launch asks for
+_STATIC = 28 * 1024  # shared memory of a block beside what its launch requests
 _COUNT_WORDS = 43 + 11 * 11  # words of sixteen bytes that a block sends beside one a head, as in messages.cuh
 _CROWD = 512
 _SHORT_WORDS = 256 * 6, 8  # words of the scores of a row's pages, and of a block beside them, as in shortlist.cuh
@@ -74,7 +74,7 @@ class Fused:
 
     @staticmethod
     def plan_pages(rows: int, group_heads: int, pooling: str, units: int, sms: int, arch: str) -> Fused | None:
-        """Lay out R rows of at most `units` pages; None where a selection is shared or every head's own, or does not fit."""
+        """Lay out R rows of at most `units` pages; None where a selection is shared or per query head, or does not fit."""
         if pooling not in POOLS:
             return None
         heads, chunks = 1 if POOLS[pooling] else group_heads, -(-units // 32)

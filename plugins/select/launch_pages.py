@@ -26,7 +26,7 @@ MOST_GROUP_HEADS = 32
 
 @dataclass(frozen=True, slots=True)
 class PageScratch:
-    """What a page scorer hands to the selector: scores [rows, heads, stride] fp16 and parts [rows, parts, heads, 4] fp32.
+    """What a page scorer passes to the selector: scores [rows, heads, stride] fp16 and parts [rows, parts, heads, 4] fp32.
 
     rows are B Hk, or B Hq where every query head selects for itself; heads are scored heads of a row: 1 where scores are ranked as they are.
     """

@@ -11,7 +11,7 @@ from trtkv.plan import SelectPlan
 def select(scores: Tensor, stored: int, plan: SelectPlan, config: OpConfig) -> list[list[int]] | None:
     """Return for every head the ascending units that a query reads, from scores [Hq, U] of the summarized units; None reads everything.
 
-    Read are the units of the first `sink` and last `window` tokens, those behind the last full group, and then the best of the rest
+    Read are the units of the first `sink` and last `window` tokens, those after the last full group, and then the best of the rest
     until the budget is used; of equal scores the lower index wins.
     """
     if stored <= plan.budget:

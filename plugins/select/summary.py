@@ -1,4 +1,4 @@
-"""What the append kernel keeps of groups of keys, by the summary that a plan states, and which scorer reads it."""
+"""What the append kernel stores of groups of keys, by the summary that a plan states, and which scorer reads it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LEAST_UNIT, MOST_UNIT = 4, 128  # tokens that the append kernel summarizes toget
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What the append kernel keeps of a group of tokens, and the scorer that reads it.
+    """What the append kernel stores of a group of tokens, and the scorer that reads it.
 
     kept names it as `append/reference.py` does ("fier" for one-bit keys), scorer is "fier" or a kind of `launch_pages.KINDS`; vectors and beside
     name the session's buffers of its two parts.
@@ -51,7 +51,7 @@ def why_selects_in_torch(plan: CachePlan, layer: int) -> str | None:
 
 
 def summary_of(plan: CachePlan, layer: int) -> Summary | None:
-    """Return the summary that the append kernel keeps for a layer, None where the layer selects nothing or selects in torch."""
+    """Return the summary that the append kernel writes for a layer, None where the layer selects nothing or selects in torch."""
     select = plan.select[layer]
     if select is None or select.summary is None or why_selects_in_torch(plan, layer) is not None:
         return None
@@ -59,7 +59,7 @@ def summary_of(plan: CachePlan, layer: int) -> Summary | None:
 
 
 def summary_kind(plan: CachePlan, layer: int) -> str | None:
-    """Name the summary that the append kernel keeps for a layer, None where there is none."""
+    """Name the summary that the append kernel writes for a layer, None where there is none."""
     summary = summary_of(plan, layer)
     return None if summary is None else summary.kept
 

@@ -1,4 +1,4 @@
-"""Imports `tensorrt` or `tensorrt_rtx`, whose differences are met by asking what is there and never by version numbers."""
+"""Imports `tensorrt` or `tensorrt_rtx`, whose differences are detected by attributes and never by version numbers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Messages:
 
 
 class MessageLog:
-    """Sorts TensorRT's messages to whoever is waiting for them, because TensorRT knows one logger a process but builds run side by side."""
+    """Sorts TensorRT's messages to the threads that wait for them, because TensorRT knows one logger a process but builds run side by side."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,7 +48,7 @@ class MessageLog:
 
     @contextmanager
     def collect(self) -> Iterator[Messages]:
-        """Collect the messages of this thread, and those of TensorRT's own threads, while the block runs."""
+        """Collect the messages of this thread, and those of TensorRT's threads, while the block runs."""
         messages, me = Messages(), threading.get_ident()
         with self._lock:
             self._open.setdefault(me, []).append(messages)

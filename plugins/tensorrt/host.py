@@ -2,8 +2,8 @@
 
 For machines whose GPU no installed TensorRT supports, and for machines without one: there pointers are the host's. The objects are those that a
 TensorRT package's registry makes, with its descriptors, in the order in which TensorRT calls them (NVIDIA's IPluginV3 documentation): made from
-attributes and asked for types, shapes and formats; serialized; made again from the serialized fields; cloned into the engine; attached to a context;
-told of every new shape or address; run on a stream with integer pointers.
+attributes and requested types, shapes and formats; serialized; made again from the serialized fields; cloned into the engine; attached to a context;
+informed of every new shape or address; run on a stream with integer pointers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BuiltPlugin:
     """A node as a build leaves it: what it serialized."""
 
     def __init__(self, backend: Backend, face: OpFace, name: str, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
-        """Make the node from its attributes and let it judge example tensors; raises BuildError where the plugin does not take them."""
+        """Make the node from its attributes and let it check example tensors; raises BuildError where the plugin does not take them."""
         trt, recorder = backend.trt, Recorder()
         register(trt, list(FACES.values()) if face.name in FACES else [face])
         self.backend, self.face, self.name = backend, face, name
@@ -59,7 +59,7 @@ class BuiltPlugin:
         types = [_dtype(trt, one) for one in inputs]
         (promised,) = plugin.get_output_data_types(types)
         if promised != _dtype(trt, out):
-            raise BuildError(f"{self.name} promises {promised.name} and is given {out.dtype}", "This is a defect of trtkv: please report it.")
+            raise BuildError(f"{self.name} declares {promised.name} and gets {out.dtype}", "This is a defect of trtkv: please report it.")
         in_out = []
         for one in (*inputs, out):
             entry = trt.DynamicPluginTensorDesc()

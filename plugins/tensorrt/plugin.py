@@ -54,7 +54,7 @@ def _nothing(self: Any, *args: Any) -> None:
 
 
 class PluginLogic:
-    """The callbacks of IPluginV3 and its three capabilities; `make_plugin_class` adds TensorRT's own base classes."""
+    """The callbacks of IPluginV3 and its three capabilities; `make_plugin_class` adds TensorRT's base classes."""
 
     trt: Any
     face: OpFace
@@ -91,19 +91,19 @@ class PluginLogic:
 
     @guarded(lambda self, types: [types[0] if types else self.trt.DataType.FLOAT])
     def get_output_data_types(self, types: Sequence[Any]) -> list[Any]:
-        """The output takes the first input's dtype or int32; the inputs are judged here, where the graph's own dtypes are known."""
+        """The output takes the first input's dtype or int32; the inputs are checked here, where the graph's dtypes are known."""
         self._check_inputs(types)
         return [self.trt.DataType.INT32 if self.face.integer_output else types[0]]
 
     @guarded(lambda self, inputs, shape_inputs, expressions: [self.trt.DimsExprs(inputs[0]) if inputs else self.trt.DimsExprs(0)])
     def get_output_shapes(self, inputs: Sequence[Any], shape_inputs: Sequence[Any], expressions: Any) -> list[Any]:
-        """Ask the face, which sees known dimensions as integers and others as TensorRT's expressions."""
+        """Query the face, which sees known dimensions as integers and others as TensorRT's expressions."""
         shape = self.face.shape([tuple(_dimension(dims[i]) for i in range(len(dims))) for dims in inputs], self.config)
         return [self.trt.DimsExprs([expressions.constant(dim) if isinstance(dim, int) else dim for dim in shape])]
 
     @guarded(lambda self, position, in_out, num_inputs: False)
     def supports_format_combination(self, position: int, in_out: Sequence[Any], num_inputs: int) -> bool:
-        """Everything is linear; entries behind `position` are not set yet and must not be read."""
+        """Everything is linear; entries after `position` are not set yet and must not be read."""
         desc = in_out[position].desc
         if desc.format != self.trt.TensorFormat.LINEAR:
             return False
@@ -168,7 +168,7 @@ class PluginLogic:
             raise
 
     def bind(self) -> None:
-        """Take the cache that is bound on this thread; held weakly, because plugins outlive the engine that they belong to."""
+        """Take the cache that is bound on this thread; by a weak reference, because plugins outlive the engine that they belong to."""
         from plugins.tensorrt.binding import current
 
         cache = current()
@@ -237,7 +237,7 @@ def register(trt: Any, faces: Sequence[OpFace]) -> None:
 
 
 def new_plugin(trt: Any, face: OpFace, layer: int, config: OpConfig, recorder: Recorder) -> Any:
-    """Make a plugin object for a network that is put together by hand; its op is registered."""
+    """Make a plugin object for a network that is built by hand; its op is registered."""
     return _creators[trt.__name__, face.name].plugin_class(layer, config, recorder=recorder, runtime=False)
 
 

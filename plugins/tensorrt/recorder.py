@@ -1,4 +1,4 @@
-"""Keeps what goes wrong inside TensorRT's callbacks, where an exception is printed, swallowed or fatal, until it can be raised."""
+"""Records what fails inside TensorRT's callbacks, where an exception is printed, swallowed or fatal, until it can be raised."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Recorder:
         self._errors: list[tuple[str, BaseException, bool]] = []
 
     def add(self, where: str, error: BaseException, *, as_is: bool = False) -> None:
-        """Keep an exception; where says what was being done, as_is that it comes from the caller's own function."""
+        """Record an exception; where says what was being done, as_is that it comes from the caller's function."""
         with self._lock:
             self._errors.append((where, error, as_is))
 
@@ -29,7 +29,7 @@ class Recorder:
         return bool(self._errors)
 
     def check(self, kind: type[TrtkvError]) -> None:
-        """Raise the first exception kept, an interrupt before all: as it is, or one that is a defect as `kind` with where it happened."""
+        """Raise the first exception recorded, an interrupt before all: as it is, or one that is a defect as `kind` with where it happened."""
         with self._lock:
             kept, self._errors = self._errors, []
         if not kept:
@@ -46,7 +46,7 @@ class Recorder:
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Let the plugins that this thread creates, and their clones on any thread, keep their exceptions in a recorder."""
+    """Let the plugins that this thread creates, and their clones on any thread, save their exceptions in a recorder."""
     before = getattr(_scope, "recorder", None)
     _scope.recorder = recorder
     try:
@@ -56,6 +56,6 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 
 def active() -> Recorder:
-    """Return the recorder of this thread's innermost `recording`, or a new one that nobody reads."""
+    """Return the recorder of this thread's innermost `recording`, or a new one that is never read."""
     found = getattr(_scope, "recorder", None)
     return Recorder() if found is None else found

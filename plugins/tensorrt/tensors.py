@@ -52,7 +52,7 @@ def wrap(pointer: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
 
 @contextmanager
 def on_stream(handle: int) -> Iterator[None]:
-    """Make a stream of the current device that somebody else owns torch's current one."""
+    """Make a stream of the current device that another library owns torch's current one."""
     import torch
 
     with torch.cuda.stream(_stream(handle, torch.cuda.current_device())) if torch.cuda.is_available() else nullcontext():

@@ -42,7 +42,7 @@ def test_whole_answers(tiny_llama: TinyModel, capsys: Capture, monkeypatch: pyte
     slow = rows["page by page"]
     assert slow["answer_s"] == pytest.approx(slow["sample_step_ms"][0] * 20 / 1e3, rel=1e-2)
     grown = {name: row["kv_end_bytes"] - row["kv_begin_bytes"] for name, row in rows.items()}
-    assert grown["ahead"] < grown["resident"]  # what is completed goes to the host
+    assert grown["ahead"] < grown["resident"]  # complete pages are copied to the host
     assert rows["auto"]["choice"] == {"step": "torch", "bulk": "torch", "ahead": True}
     assert rows["ahead"]["pages_ahead"] > 0 and "--answer 20" in rows["ahead"]["command"]
 

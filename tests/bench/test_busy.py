@@ -8,7 +8,7 @@ def test_busy_is_the_union_of_what_runs() -> None:
     assert busy_share([]) == 0.0
 
 
-def test_idle_time_is_named_by_what_stands_around_it() -> None:
+def test_idle_time_is_named_by_its_neighbours() -> None:
     spans = [(0.0, 4.0, "a"), (2.0, 5.0, "b"), (3.0, 4.5, "c"), (9.0, 10.0, "d"), (11.0, 12.0, "b"), (17.0, 20.0, "d"), (20.0, 21.0, "a")]
     assert idle_by_place(spans) == {"b > d": 9 / 21, "d > b": 1 / 21}
     assert sum(idle_by_place(spans).values()) + busy_share(spans) == 1.0

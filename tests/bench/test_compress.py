@@ -17,7 +17,7 @@ SUMS = ("bench", "kernel", "--device", "cpu", "--op", "prefill-sums", "--geometr
 LAG = ("bench", "kernel", "--device", "cpu", "--op", "lag", "--geometry", "4x2x32", "--runs", "1", "--set", "evict.lag=64")
 
 
-def test_sums_stand_beside_the_attention_that_they_follow(capsys: Capture, tmp_path: Path) -> None:
+def test_sums_are_listed_beside_the_attention_that_they_follow(capsys: Capture, tmp_path: Path) -> None:
     kept = tmp_path / "results.jsonl"
     rows = [json.loads(line) for line in printed(capsys, *SUMS, "--context", "300,400", "--chunk", "300", "--json", "--output", kept).splitlines()]
     assert read_records(kept) == rows

@@ -1,4 +1,4 @@
-"""`trtkv bench serve URL` against a real server in a process of its own."""
+"""`trtkv bench serve URL` against a real server in its own process."""
 
 from __future__ import annotations
 
@@ -60,6 +60,6 @@ def test_a_server_that_refuses_has_no_times(server: str, capsys: Capture) -> Non
     assert "no complete answer" in complaint(capsys, "bench", "serve", server, "--requests", 2, "--prompt-tokens", 5, "--json")
 
 
-@pytest.mark.parametrize(("url", "says"), [("http://127.0.0.1:9", "nobody answers"), ("http://", "no address"), ("https://x", "no address")])
+@pytest.mark.parametrize(("url", "says"), [("http://127.0.0.1:9", "no answer"), ("http://", "no address"), ("https://x", "no address")])
 def test_addresses_that_do_not_answer(url: str, says: str, capsys: Capture) -> None:
     assert says in complaint(capsys, "bench", "serve", url)

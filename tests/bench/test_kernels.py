@@ -1,4 +1,4 @@
-"""Measurements of a tiny layer on the CPU, from filling its cache to records, and results that are spoilt on purpose."""
+"""Measurements of a tiny layer on the CPU, from filling its cache to records, and results that are corrupted on purpose."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_wrong_results_are_found(spoil: Any) -> None:
 
 
 @pytest.mark.parametrize("op", ["append", "select", "attend"])
-def test_each_op_alone_is_checked_behind_its_time_too(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_op_alone_is_checked_after_its_time_too(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, own = [], getattr(Layers, op)
 
     def stop_working(layers: Layers, i: int) -> None:
@@ -145,7 +145,7 @@ def test_a_wrong_op_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert record["status"] == "wrong" and not [name for name in record if name.endswith("_us")]
 
 
-def test_an_op_that_goes_wrong_while_it_is_timed_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_op_that_fails_while_it_is_timed_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     attend = Layers.attend
 
@@ -209,7 +209,7 @@ class PagedDecode:
         return torch.stack(out)
 
 
-def test_flashinfer_is_asked_for_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_gets_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[PagedDecode] = []
 
     def make_wrapper(*args: Any, **options: Any) -> PagedDecode:

@@ -114,7 +114,7 @@ def test_one_bit_keys_of_filled_caches_lie_as_their_kernels_read_them(tmp_path: 
         assert torch.equal(ranges(cache, layer)[pages], extremes)
 
 
-def test_launches_that_bring_pages_are_checked_and_recorded(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_that_copy_pages_are_checked_and_recorded(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("--op", "recall", "--geometry", "8x2x16", "--batch", "1,2", "--pages", "3,6", "--order", "heads,tokens", "--set", "retrieve.page=16")
     rows = [
         json.loads(line) for line in printed(capsys, "bench", "kernel", *words, "--runs", 2, "--json", "--output", tmp_path / "rows").splitlines()

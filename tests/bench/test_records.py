@@ -44,10 +44,10 @@ def test_appends_from_many_threads_stay_whole_lines(tmp_path: Path) -> None:
         list(pool.map(lambda n: append_records(file, [{"n": n, "text": "é" * 5000}, {"n": -n, "text": ""}]), range(1, 41)))
     found = [record["n"] for record in read_records(file)]
     assert sorted(found) == sorted([*range(1, 41), *range(-40, 0)])
-    assert all(found[index + 1] == -found[index] for index in range(0, 80, 2)), "the records of one call stand together"
+    assert all(found[index + 1] == -found[index] for index in range(0, 80, 2)), "the records of one call are adjacent"
 
 
-def test_a_file_that_ends_without_a_newline_is_not_spoilt(tmp_path: Path) -> None:
+def test_a_file_that_ends_without_a_newline_is_not_corrupted(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     file.write_text('{"n": 1}')
     append_records(file, [{"n": 2}])

@@ -100,7 +100,7 @@ def test_the_largest_batch_that_fits(tiny_llama: TinyModel, capsys: Capture, mon
         (4, "full", True),
     ]
     snapkv = records[3]
-    # Two pages of 48 tokens behind the prompt, and five while it is read.
+    # Two pages of 48 tokens after the prompt, and five while it is read.
     whole = page + 32 * 2 * 3 * 4
     assert 4 < snapkv["batch"] <= (22 * page - 5 * whole) // (2 * whole) + 1 and snapkv["largest"]
     assert snapkv["ratio"] == round(snapkv["decode_tokens_per_s"] / records[2]["decode_tokens_per_s"], 2)

@@ -22,7 +22,7 @@ def line() -> Timeline:
     return Timeline.of("ahead", [tuple(one) for one in json.loads(TRACE.read_text())])
 
 
-def test_spans_are_told_apart_by_stream_and_kind(line: Timeline) -> None:
+def test_spans_are_distinguished_by_stream_and_kind(line: Timeline) -> None:
     assert line.main == 7
     rows = {row: [one.name for one in line.spans if line.row(one) == row] for row in ("compute", "recall in front", "beside")}
     assert rows["recall in front"] == ["recall", "recall", "Memcpy DtoH"]

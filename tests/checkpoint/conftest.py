@@ -26,7 +26,7 @@ LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 @pytest.fixture(autouse=True)
 def home(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home of its own for every test that does not use the real model."""
+    """A separate TRTKV_HOME for every test that does not use the real model."""
     if request.node.get_closest_marker("weights"):
         return Path()
     monkeypatch.setenv("TRTKV_HOME", str(tmp_path / "home"))

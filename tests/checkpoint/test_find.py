@@ -11,7 +11,7 @@ from trtkv.config import ModelConfig
 from trtkv.errors import CheckpointError, UnknownName
 from trtkv.presets import model_presets, policy_presets
 
-# As the checkpoints' own cards and indexes count them (tied embeddings once).
+# As the checkpoints' cards and indexes count them (tied embeddings once).
 PARAMETERS = {
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-1.5b": 1_543_714_304,

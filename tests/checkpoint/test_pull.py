@@ -55,7 +55,7 @@ def test_an_installed_package_is_converted_once(installed: TinyGguf, home: Path)
     assert leftovers(home) == [NAME]
 
 
-def test_a_dtype_that_is_asked_for_is_kept(installed: TinyGguf) -> None:
+def test_a_requested_dtype_is_used(installed: TinyGguf) -> None:
     assert resolve_model(NAME).path is None
     pull(NAME, dtype="bfloat16")
     assert resolve_model(NAME).config.dtype == "bfloat16"
@@ -123,7 +123,7 @@ def test_a_full_disk_leaves_nothing(installed: TinyGguf, home: Path, monkeypatch
     assert leftovers(home) == []
 
 
-def test_a_home_that_cannot_be_written(installed: TinyGguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written(installed: TinyGguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRTKV_HOME", str(tmp_path / "file"))
     with pytest.raises(CheckpointError, match="Set TRTKV_HOME"):

@@ -18,7 +18,7 @@ SMALL = (*TINY, "--budget", "128")
 PAGES = (*SMALL, "--set", "retrieve.page=32")
 
 
-def test_rows_are_printed_kept_and_drawn(capsys: Capture, tmp_path: Path) -> None:
+def test_rows_are_printed_saved_and_plotted(capsys: Capture, tmp_path: Path) -> None:
     kept, drawn = tmp_path / "results.jsonl", tmp_path / "plot.png"
     out = printed(capsys, *PAGES, "--policy", "fier,quest,full", "--batch", "1,2", "--json", "--output", kept, "--plot", drawn)
     rows = [json.loads(line) for line in out.splitlines()]
@@ -43,7 +43,7 @@ def test_a_table_without_json(capsys: Capture) -> None:
     assert "append us" in text and "4x2x32" in text and "wrong" not in text
 
 
-def test_wrong_results_end_with_an_error_and_are_kept(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_results_end_with_an_error_and_are_saved(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Layers, "attend", lambda layers, i: layers.out.zero_())
     kept = tmp_path / "results.jsonl"
     capsys.readouterr()

@@ -57,7 +57,7 @@ def test_json_lines(words: list[Any], capsys: Capture) -> None:
         assert one["stored_bytes"] > 0 and one["tokens_read_per_step"] > 0
 
 
-def test_settings_are_shown_and_kept_apart(words: list[Any], capsys: Capture) -> None:
+def test_settings_are_shown_and_distinguished(words: list[Any], capsys: Capture) -> None:
     command = [*words, "--policy", "fier", "--budget", "64", "--no-reference"]
     (plain,) = lines(capsys, *command)
     (changed,) = lines(capsys, *command, "--set", "retrieve.sink=4")
@@ -65,7 +65,7 @@ def test_settings_are_shown_and_kept_apart(words: list[Any], capsys: Capture) ->
     assert "fier retrieve.sink=4" in printed(capsys, *command, "--set", "retrieve.sink=4")
 
 
-def test_engines_bring_their_reference(tiny_llama: TinyModel, capsys: Capture, tmp_path: Path) -> None:
+def test_engines_include_their_reference(tiny_llama: TinyModel, capsys: Capture, tmp_path: Path) -> None:
     engine = build(str(tiny_llama.path), "streaming", budget=64, out=tmp_path / "engine", max_seq_len=400, max_batch_size=4, backend="none")
     records = lines(capsys, "eval", engine, "--length", 400, "--samples", 2, "--device", "cpu")
     assert [(one["policy"], one["budget"]) for one in records] == [("full", None), ("streaming", 64)]

@@ -40,10 +40,10 @@ def test_what_is_in_an_engine(bare: Path, capsys: Capture) -> None:
     assert found["runs_here"].startswith("torch on ")
 
 
-def test_held_caches_and_tables(tiny_llama: TinyModel, tmp_path: Path, capsys: Capture) -> None:
+def test_reference_caches_and_tables(tiny_llama: TinyModel, tmp_path: Path, capsys: Capture) -> None:
     path = api.build(str(tiny_llama.path), "minikv", out=tmp_path / "held", max_seq_len=256, backend="none", sms=["none"])
     text = printed(capsys, "inspect", path, "--layers")
-    for words in ("held in tensors of the stored size", "layers.2.attended", "gate_up", "Plugin nodes"):
+    for words in ("stored in tensors of exactly their size", "layers.2.attended", "gate_up", "Plugin nodes"):
         assert words in text
 
 

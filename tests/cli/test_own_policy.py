@@ -1,4 +1,4 @@
-"""A policy of the user's own, exactly as `docs/adding-a-policy.md` shows it: listed, planned, built, run, simulated."""
+"""A user's policy, exactly as `docs/adding-a-policy.md` shows it: listed, planned, built, run, simulated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHORT = ("--max-tokens", 6, "--ignore-eos")
 
 @pytest.fixture(autouse=True)
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The document's first Python block in a directory of its own, which is where the commands are typed."""
+    """The document's first Python block in its own directory, which is where the commands are typed."""
     monkeypatch.setenv("TRTKV_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "my_module", raising=False)
@@ -92,7 +92,7 @@ def test_evict_role_is_built_and_run(tiny_llama: TinyModel, capsys: Capture) -> 
     assert call(*build(tiny_llama, "my_module:LoudValues", "--budget", 40)) == 0
     answer = output(capsys, "run", "engine", "hello " * 20, *SHORT)
     assert len(answer["token_ids"]) == 6
-    # The newest token is read beside the 40 that are kept, and then one goes.
+    # The newest token is read beside the 40 that stay, and then one is evicted.
     assert answer["stats"]["tokens_read_per_step"] == 41
     assert answer["stats"]["final_bytes"] == 40 * 3 * 2 * 2 * 16 * 4
 

@@ -208,8 +208,8 @@ def test_no_compute_capability(words: tuple[str, ...]) -> None:
         parse_sms(words)
 
 
-def test_none_stands_alone() -> None:
-    with pytest.raises(BuildError, match="none stands alone"):
+def test_none_cannot_be_combined() -> None:
+    with pytest.raises(BuildError, match="none cannot be combined"):
         parse_sms(("none,90",))
 
 
@@ -236,7 +236,7 @@ FULL = SimpleNamespace(portable=False, capabilities=[], title="TensorRT")
         (("80",), FULL, "90", Targets((), ("80",), "TensorRT does not build for sm 80 here")),
     ],
 )
-def test_plan_and_kernels_share_what_was_asked_for(
+def test_plan_and_kernels_share_what_was_requested(
     words: tuple[str, ...], backend: Any, here: str | None, expected: Targets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(targets.cuda, "compute_capability", lambda: here)
@@ -244,9 +244,9 @@ def test_plan_and_kernels_share_what_was_asked_for(
     assert choose_targets(words, backend, insisted=False) == expected
 
 
-def test_a_backend_that_was_asked_for_must_take_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requested_backend_must_support_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "architectures", lambda: ["80", "90"])
-    assert choose_targets(("90",), RTX, insisted=True) == Targets(("90",), ("90",))  # TensorRT's own message follows
+    assert choose_targets(("90",), RTX, insisted=True) == Targets(("90",), ("90",))  # TensorRT's message follows
     assert choose_targets(("80,90",), RTX, insisted=True) == Targets(("80",), ("80", "90"))
 
 

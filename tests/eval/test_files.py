@@ -1,4 +1,4 @@
-"""Files given by path: a mistake is told with its line."""
+"""Files given by path: a mistake is reported with its line."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from trtkv.eval.task import Sample
 from trtkv.eval.teacher_forcing import follow, force, forced_logprobs, score_answers
 from trtkv.runtime.sampler import SamplingParams
 
-# What stays, moves and is read differs in each: evicted once, evicted while decoding, encoded, selected by token and by page.
+# What is stored, moved and read differs in each: evicted once, evicted while decoding, encoded, selected by token and by page.
 POLICIES = {
     "full": (),
     "snapkv": ("evict.budget=40", "evict.window=8"),
@@ -63,7 +63,7 @@ def test_results_do_not_depend_on_the_batch(tiny_llm: Open) -> None:
 
 
 def test_chunks_of_a_prompt_change_nothing(tiny_llm: Open) -> None:
-    text = Given(tokens_of(140, 9), 129)  # one token behind two chunks of 64
+    text = Given(tokens_of(140, 9), 129)  # one token after two chunks of 64
     whole, in_chunks = (follow(tiny_llm("snapkv", POLICIES["snapkv"], chunk=chunk), [text]).losses[0] for chunk in (256, 64))
     torch.testing.assert_close(torch.tensor(whole), torch.tensor(in_chunks))
 
@@ -127,7 +127,7 @@ def test_blind_compression_does_not_see_the_question(tiny_llm: Open) -> None:
     context = "".join(chr(97 + token % 26) for token in tokens_of(90))
     sample = Sample(context, " what was it? ", ("12",), 4, "12")
     blind, seeing = (score_answers(llm, [sample], blind=one)[1].stored_bytes for one in (True, False))
-    # Behind the prompt every token stays: the question's 14 are held beside the budget only where they are no part of the prompt.
+    # After the prompt every token stays: the question's 14 are stored beside the budget only where they are no part of the prompt.
     assert blind - seeing == 14 * llm.engine.manifest.model.num_layers * 2 * 2 * 16 * 4
 
 

@@ -63,7 +63,7 @@ def test_an_end_of_text_ends_the_answer(llms: dict[str, LLM], monkeypatch: pytes
     assert generate(llm, [prompt(50)], [4], 1, ignore_eos=True).token_ids == [first]
 
 
-def test_nothing_stays_lent_behind_an_error(llms: dict[str, LLM]) -> None:
+def test_nothing_stays_allocated_after_an_error(llms: dict[str, LLM]) -> None:
     llm = llms["full"]
     free = llm.engine.pages.free, len(llm.engine.slots)
     with pytest.raises(RequestError, match="300 tokens"):

@@ -37,7 +37,7 @@ def test_every_policy_at_every_budget_and_full_once(request_for: Request) -> Non
     assert len({cell.key for cell in grid.cells}) == len(rows)
 
 
-def test_what_is_asked_for_twice_runs_once(request_for: Request) -> None:
+def test_what_is_requested_twice_runs_once(request_for: Request) -> None:
     once = expand(request_for).cells
     doubled = replace(request_for, policies=("fier", "streaming", "full", "fier"), budgets=("64", "64", "25%"), lengths=(400, 512, 400))
     assert {cell.key for cell in expand(doubled).cells} == {cell.key for cell in once}
@@ -64,7 +64,7 @@ def test_everything_that_matters_is_in_the_key(request_for: Request, tmp_path: P
     assert expand(base).cells[0].key == keys[0]
 
 
-def test_weights_are_told_apart(tmp_path: Path) -> None:
+def test_weights_are_distinguished(tmp_path: Path) -> None:
     for name, content in (("a", b"x" * 5000), ("b", b"x" * 2500 + b"y" + b"x" * 2499), ("c", b"x" * 5001), ("d", b"x" * 5000)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(content)

@@ -64,7 +64,7 @@ def test_records_carry_what_was_measured(tiny_llama: TinyModel, tmp_path: Path) 
     records = {one["policy"]: one for one in run(some, SETUP, tmp_path)}
     samples = SampleMaker().samples(some[0])
     prompt, answer = sum(len(one.prompt.encode()) for one in samples) / 2, samples[0].max_new_tokens
-    # Three layers, two heads of 16, keys and values in fp32: behind the prompt in byte tokens and its answer.
+    # Three layers, two heads of 16, keys and values in fp32: after the prompt in byte tokens and its answer.
     token = 3 * 2 * 16 * 2 * 4
     assert prompt * token < records["full"]["stored_bytes"] < (prompt + answer) * token
     assert records["streaming"]["stored_bytes"] == 64 * token
@@ -143,7 +143,7 @@ def test_a_workers_error_is_the_users(tiny_llama: TinyModel, tmp_path: Path) -> 
         run_cells(cells(tiny_llama), replace(SETUP, device="tpu"), tmp_path, 2, no_progress)
 
 
-def test_a_worker_that_is_killed_is_told(tiny_llama: TinyModel, tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_is_reported(tiny_llama: TinyModel, tmp_path: Path) -> None:
     def kill(key: str, fraction: float) -> None:
         for child in multiprocessing.active_children():
             os.kill(child.pid or 0, signal.SIGKILL)
@@ -155,7 +155,7 @@ def test_a_worker_that_is_killed_is_told(tiny_llama: TinyModel, tmp_path: Path) 
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_ctrl_c_and_again(jobs: int, tiny_llama: TinyModel, tmp_path: Path) -> None:
-    """Typed in a shell: everything finished is kept, no process is left, and the same command goes on."""
+    """Typed in a shell: everything finished is saved, no process is left, and the same command continues."""
     words = ["eval", "--model", tiny_llama.path, "--policy", "fier,streaming", "--budget", "64,96", "--length", "500,450", "--samples", 12]
     words += ["--batch", 1, "--task", "passkey,needle", "--output", tmp_path, "--jobs", jobs, "--device", "cpu"]
     command = [sys.executable, "-m", "trtkv", *map(str, words)]
@@ -206,7 +206,7 @@ def test_engines_and_models_agree(tiny_llama: TinyModel, tmp_path: Path) -> None
 
 
 def test_tasks_that_measure_the_engine_themselves(tiny_llama: TinyModel, tmp_path: Path) -> None:
-    """Perplexity, agreement and attention error come through the same door; full agrees with itself, and nothing else is measured against it."""
+    """Perplexity, agreement and attention error take the same path; full agrees with itself, and nothing else is measured against it."""
     tasks = ("perplexity", "agreement", "attention")
     records = run(cells(tiny_llama, policies=("streaming",), lengths=(200,), tasks=tasks), SETUP, tmp_path)
     found = {(one["task"], one["policy"]): one for one in records}

@@ -113,7 +113,7 @@ def test_every_dataset_has_a_template_with_its_context() -> None:
         ([], "has no row"),
     ],
 )
-def test_malformed_rows_are_told_with_their_line(tmp_path: Path, lines: list[Any], message: str) -> None:
+def test_malformed_rows_are_reported_with_their_line(tmp_path: Path, lines: list[Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         LongBench(TaskOptions(write(tmp_path / "a.jsonl", lines)))
     assert "\n" not in str(caught.value)

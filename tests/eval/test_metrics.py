@@ -59,7 +59,7 @@ def test_chinese_answers_by_words(monkeypatch: pytest.MonkeyPatch) -> None:
         ("a b", "c d", 0.0),
         ("", "a", 0.0),
         ("a", ".", 0.0),
-        ("a. ", "a", 2 / 3),  # the blank behind the full stop is a word of its own
+        ("a. ", "a", 2 / 3),  # the blank after the full stop is a separate word
         ("a. ", "a.\n", 1.0),
         ("...", "a", 0.0),
     ],
@@ -77,7 +77,7 @@ def test_classification() -> None:
     assert metrics.classification("a lake", "city", classes) == 0.0
 
 
-def test_classification_looks_past_the_class_behind_a_dropped_one() -> None:
+def test_classification_skips_the_class_after_a_dropped_one() -> None:
     # Of "a", "a b" and "a b c", all inside the right name or the name itself, LongBench drops the first and passes over the second.
     assert metrics.classification("a b c", "a b c", ("a", "a b", "a b c")) == 0.5
     assert metrics.classification("a b c", "a b c", ("a", "x", "a b", "a b c")) == 0.5

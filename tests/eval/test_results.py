@@ -46,7 +46,7 @@ def test_lines_that_are_no_records_are_passed_over(tmp_path: Path) -> None:
     assert list(results.finished()) == ["a"]
 
 
-def test_a_claimed_cell_is_nobody_elses(tmp_path: Path) -> None:
+def test_a_claimed_cell_is_not_claimed_again(tmp_path: Path) -> None:
     mine, theirs = Results(tmp_path), Results(tmp_path)
     with mine.claim("a") as first:
         assert first

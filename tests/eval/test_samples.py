@@ -75,7 +75,7 @@ def test_depths_divide_the_text_evenly(name: str) -> None:
     assert [one.depth for one in samples] == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9])
     for one in samples:
         assert one.depth is not None
-        # The asked needle is one of many parts, so its place is its depth up to the longest of them.
+        # The needle in question is one of many parts, so its place is its depth up to the longest of them.
         assert one.context.index(one.answers[0]) / len(one.context) == pytest.approx(one.depth, abs=0.12)
 
 

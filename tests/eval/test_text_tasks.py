@@ -50,7 +50,7 @@ def test_windows_score_every_token_once(tiny_llm: Open, tmp_path: Path) -> None:
         windows(tiny_llm(), tmp_path / "a.txt", 1, 1, 0)
 
 
-def test_own_text_depends_on_the_seed_alone(tiny_llm: Open) -> None:
+def test_generated_text_depends_on_the_seed_alone(tiny_llm: Open) -> None:
     first, again, other = (windows(tiny_llm(), None, 64, 2, seed) for seed in (3, 3, 4))
     assert first == again != other
     assert all(len(one.tokens) == 64 for one in first)
@@ -69,7 +69,7 @@ def test_perplexity_is_the_models(tiny_llm: Open, tiny_llama: TinyModel, tmp_pat
     assert found["tokens"] == 48
 
 
-def test_a_missing_file_is_told_before_anything_runs(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported_before_anything_runs(tmp_path: Path) -> None:
     for task in (Perplexity, Agreement, AttentionError, LongGeneration):
         with pytest.raises(ConfigError, match="does not exist"):
             task(TaskOptions(tmp_path / "none.txt"), name="some")
@@ -149,7 +149,7 @@ def test_a_policy_is_known_from_its_plan(tiny_llm: Open) -> None:
         assert again.roles == {kind: role for kind, role in parse_policy(name, sets=sets).roles.items() if kind in plan.roles}
 
 
-def test_long_generation_of_full_is_its_own(tiny_llm: Open) -> None:
+def test_long_generation_of_full_equals_itself(tiny_llm: Open) -> None:
     task = LongGeneration(TaskOptions(), generated=40)
     found = task.measure(bench(tiny_llm(), tiny_llm(), length=80, samples=2))
     assert (found["agreement"], found["same"], found["diverged"]) == (1, 1, 40)
@@ -169,7 +169,7 @@ def test_long_generation_under_a_policy(tiny_llm: Open) -> None:
     assert first_difference([1, 2], [1, 2]) == 2
 
 
-def test_what_full_wrote_is_kept_for_the_next_policy(tiny_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_full_wrote_is_reused_for_the_next_policy(tiny_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     task, full, llm = LongGeneration(TaskOptions(), generated=20), tiny_llm(), tiny_llm("streaming", STREAMING)
     first = task.measure(bench(llm, full, length=60, samples=2))
     runs: list[object] = []

@@ -79,7 +79,7 @@ def engines(directory: Path) -> None:
 
 @torch.inference_mode()
 def exchanges(directory: Path) -> None:
-    """Judge every step by what lay in the caches before it: what goes is what the role drops of exactly that."""
+    """Check every step against the caches before it: what is evicted is what the role drops of exactly those."""
     shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 128}
     tiny = make_tiny("llama", directory / "exchanging", dtype=torch.bfloat16, **shape)
     for name in EXCHANGING:
@@ -95,11 +95,11 @@ def exchanges(directory: Path) -> None:
                 report(f"{name} drops what its role drops", judge.evicted > 0 and not judge.wrong, f"{judge.evicted} steps, {judge.wrong[:3]}")
                 graphs = rig.stepper._graphs
                 report(f"{name} is captured", graphs is not None and len(graphs._captured) > 0)
-        report(f"{name} answers alike with queries of its own", torch.equal(*answers) and bool(torch.isfinite(answers[0]).all()))
+        report(f"{name} answers alike with its own queries", torch.equal(*answers) and bool(torch.isfinite(answers[0]).all()))
 
 
 class _Judge:
-    """Looks at the caches behind every step."""
+    """Observes the caches after every step."""
 
     def __init__(self, rig: Rig, policy: Policy) -> None:
         self.rig, self.role, self.before, self.evicted, self.wrong = rig, policy.evict, {}, 0, []  # type: ignore[var-annotated]

@@ -1,4 +1,4 @@
-"""Policies that evict once and encode what stays, on a GPU: verdicts against exact sums, codes against the roles bit for bit, captured steps.
+"""Policies that evict once and encode the rest, on a GPU: choices against exact sums, codes against the roles bit for bit, captured steps.
 
 LagKV and KIVI, which evict and encode all the time, too. Run it on a machine with a GPU: python -m tests.gpu.check_evict_prompt, with --settled for
 these alone; prints one line a check and ends with the number of failures.
@@ -102,7 +102,7 @@ def check_codes(name: str, rig: Rig, seen: Seen, steps: int) -> None:
             codes = codes.transpose(2, 3).flatten(1, 2) if part == "keys" and store.form.bits < 8 else codes
             good = good and torch.equal(got["codes"][:, :count].cpu(), codes)
             compared += codes.numel()
-    report(f"{name} encodes what stays", good, f"{compared} codes, {steps} steps later")
+    report(f"{name} encodes the remaining tokens", good, f"{compared} codes, {steps} steps later")
 
 
 @torch.inference_mode()
@@ -155,7 +155,7 @@ class Encoded:
     parts: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
 
     def watch(self) -> Any:
-        """Look at every launch that encodes; returns what ends that."""
+        """Observe every launch that encodes; returns what ends that."""
         encode = launch.encode_prompt
 
         def watched(keys: Tensor, values: Tensor, table: Tensor, pages: launch.Pages, ends: Any, begins: Any = (0, 0), kept: Any = None) -> None:
@@ -210,7 +210,7 @@ def settling(directory: Path) -> None:
                         codes &= _alike(reference.stored_numbers(pages, table, kind), policy.quantize.encode(given[part], kind), store.form.bits)  # type: ignore[arg-type]
                         compared += given[part].numel()
         report(f"{name} stores and encodes what was planned", lengths)
-        report(f"{name} encodes what settles", codes, f"{compared} codes")
+        report(f"{name} encodes settled tokens", codes, f"{compared} codes")
         again, fresh = generate(rig, texts[::-1], steps, chunk=70), generate(make(), texts[::-1], steps, chunk=70)
         report(f"{name} answers in used slots as in fresh ones", torch.equal(again, fresh))
         report(f"{name} answers twice alike", torch.equal(generate(rig, texts, steps, chunk=70), logits))
@@ -230,10 +230,10 @@ def _alike(got: dict[str, Tensor], want: Any, bits: int) -> bool:
 
 @torch.inference_mode()
 def settle_at_full_size() -> None:
-    """Evict and encode behind decode steps of a real model's caches; print what that takes."""
+    """Evict and encode after decode steps of a real model's caches; print what that takes."""
     model = resolve_model("llama-3.1-8b").config
     plan = parse_policy("lagkv+kivi").plan(model)
-    prompt, steps = 16 + 30 * 1024 + 512, 1600  # partitions are complete 512 and 1536 steps behind it
+    prompt, steps = 16 + 30 * 1024 + 512, 1600  # partitions are complete 512 and 1536 steps after it
     need = find_ledger(plan).pages_for(prompt, prompt, steps)
     cache, pages = make_cache(plan, need, 1, "cuda"), [list(range(own)) for own in need]
     assert isinstance(cache, GroupedCache)
@@ -256,7 +256,7 @@ def settle_at_full_size() -> None:
         marks[1].record()
         if due:
             torch.cuda.synchronize()
-            print(f"      {len(plan.page_groups)} layers evict and encode behind {seen} tokens in {marks[0].elapsed_time(marks[1]):.2f} ms")
+            print(f"      {len(plan.page_groups)} layers evict and encode after {seen} tokens in {marks[0].elapsed_time(marks[1]):.2f} ms")
     stored, ends = account.stored[0], account.encoded[0]
     element, count = 2 * model.num_kv_heads * model.head_dim * plan.num_layers, (2 / 8 + 2 * 2 / 32)
     want = round(element / 2 * (sum(ends) * count + (2 * stored - sum(ends)) * 2))
@@ -300,7 +300,7 @@ def at_full_size() -> None:
     )
     report("sums of the last queries", float((last - exact).abs().max()) <= 2.0**-8 * float(exact.max()))
     report("every query pays one", abs(float(mass.sum()) / (model.num_q_heads * tokens) - 1) <= 2.0**-8, f"{float(mass.sum()):.6g}")
-    stored = cache.stored_bytes()  # behind the step it is what stays
+    stored = cache.stored_bytes()  # after the step it is what remains
     cache.end_step()
     kept = 2 * int(tokens * 0.25)
     element = 2 / 8 + 2 * 2 / 16

@@ -1,4 +1,4 @@
-"""Ragged heads and mixed precisions on a GPU: kernels against torch on the same engine, captured steps, moves at full size, and a step's time.
+"""Per-head lengths and mixed precisions on a GPU: kernels against torch on the same engine, captured steps, moves at full size, and a step's time.
 
 Run as a module on a machine with a GPU; prints one line a check and ends with the number of failures.
 """
@@ -58,7 +58,7 @@ def engines(directory: Path) -> None:
 
 @torch.inference_mode()
 def rings(directory: Path) -> None:
-    """Find behind captured decode steps, where rings have turned, and behind several tokens at once the first layer's keys of the right positions."""
+    """Find after captured decode steps, where rings have turned, and after several tokens at once the first layer's keys of the right positions."""
     shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 128}
     tiny = make_tiny("llama", directory / "rings", dtype=torch.bfloat16, **shape)
     (text,) = prompts(300)
@@ -79,7 +79,7 @@ def rings(directory: Path) -> None:
                     found = pool.read("keys", 0, 0)[head, : len(positions)].float()
                     right = wanted[head, positions].float()
                     worst = max(worst, float(((found - right).norm(dim=1) / right.norm(dim=1)).max()))
-                report(f"{name} keys of {seen} tokens stand where rings say", worst < 2.0**-5, f"{worst:.3g}")
+                report(f"{name} keys of {seen} tokens are where rings say", worst < 2.0**-5, f"{worst:.3g}")
         report(f"{name} with rings is captured", rig.stepper._graphs is not None and len(rig.stepper._graphs._captured) > 0)
 
 
@@ -109,14 +109,14 @@ def mixtures(directory: Path) -> None:
         assert isinstance(other.cache, HeadCache)
         other.cache.compactor.kernels = False
         theirs = generate(other, texts, 1, chunk=70)
-        # The library divides by 448 with a product, so that a scale may be another by a bit of bfloat16; what stays is chosen alike.
+        # The library divides by 448 with a product, so that a scale may be another by a bit of bfloat16; the same tokens stay.
         off = float((ours[1] - theirs[1]).norm() / theirs[1].norm())
         report(f"{name} written by kernels as in torch", off < 2.0**-6, f"{off:.3g}, {'the same bits' if torch.equal(ours[1], theirs[1]) else ''}")
 
 
 @torch.inference_mode()
 def rewriting_at_full_size() -> None:
-    """Time ARKV's eviction from all layers of a model's shape behind a decode step, and what stays at the prompt's end."""
+    """Time ARKV's eviction from all layers of a model's shape after a decode step, and at the prompt's end."""
     model, tokens = resolve_model("qwen2.5-7b").config, 4096
     plan = parse_policy("arkv-quant", sets=["evict.share=0.5"]).plan(model)
     each = plan.pages(tokens + 512)
@@ -143,7 +143,7 @@ def rewriting_at_full_size() -> None:
             torch.cuda.synchronize()
             if cache.compactor.ledger.stored(0).sum() < before:
                 took.append((queued - began, time.perf_counter() - began))
-        report("arkv encodes behind the prompt", int(cache.compactor.ledger.stored(0)[layers:].sum()) > 0, f"{len(took)} evictions")
+        report("arkv encodes after the prompt", int(cache.compactor.ledger.stored(0)[layers:].sum()) > 0, f"{len(took)} evictions")
         print(
             f"      arkv evicts {'by kernels' if kernels else 'in torch'}: {took[-1][0] * 1e3:.2f} ms of the host, {took[-1][1] * 1e3:.2f} in all",
             flush=True,
@@ -219,7 +219,7 @@ def attention_at_full_size() -> None:
     scratch = launch_dense.DenseScratch.plan(group, dim, sms).allocate("cuda")
     ragged = torch.full((heads, batch), 1024, dtype=torch.int32, device="cuda")
     ragged[1], ragged[5, 2] = long, 17
-    for label, lens in (("ragged", ragged), ("all long", torch.full_like(ragged, long - 5))):
+    for label, lens in (("per-head lengths", ragged), ("all long", torch.full_like(ragged, long - 5))):
         out = torch.full_like(query, float("nan"))
         launch_dense.attend_dense(query, keys, values, table, lens, out, scratch, scale=dim**-0.5)
         worst = 0.0
@@ -266,7 +266,7 @@ def moves_at_full_size() -> None:
 
 @torch.inference_mode()
 def step_at_full_size() -> None:
-    """Time what razor does behind a decode step of a real model's shape: 8 sequences at their budget, one token each."""
+    """Time what razor does after a decode step of a real model's shape: 8 sequences at their budget, one token each."""
     model, batch, tokens = resolve_model("llama-3.1-8b").config, 8, 4096
     policy = parse_policy("razor", sets=["allocate.heads=" + str([[layer, layer % 8] for layer in range(32)])])
     plan = policy.plan(model)
@@ -297,7 +297,7 @@ def step_at_full_size() -> None:
         torch.cuda.synchronize()
         took.append((queued - began, time.perf_counter() - began))
     host, whole = (np.median([one[i] for one in took[10:]]) * 1e3 for i in range(2))
-    print(f"      behind a step of {batch} sequences: {host:.2f} ms of the host, {whole:.2f} ms in all", flush=True)
+    print(f"      after a step of {batch} sequences: {host:.2f} ms of the host, {whole:.2f} ms in all", flush=True)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ class ListCase(Case):
         return found
 
     def check_more(self) -> None:
-        """Compare every summary with one of the keys that were found when its group closed: those encoded by then as what they stand for."""
+        """Compare every summary with one of the keys that were found when its group closed: those encoded by then as what they represent."""
         for b, stored in enumerate(self.lens):
             precise, coded = self.history[0][b], reference.decode(self.pages, self.table[b], "keys")[:, :stored].to(self.dtype)
             for kept in self.kept:

@@ -51,7 +51,7 @@ def true_scores(case: Case, b: int) -> Tensor:
 
 
 def check(case: Case, label: str) -> None:
-    """Compare what a step left behind with torch, one sequence after the other."""
+    """Compare what a step wrote with torch, one sequence after the other."""
     expect(case.guard.intact(), f"{label}: a margin was written")
     for b, stored in enumerate(case.lengths):
         if stored <= BUDGET:
@@ -63,10 +63,10 @@ def check(case: Case, label: str) -> None:
 
 
 def check_cut(case: Case, b: int, label: str) -> Tensor:
-    """Compare the outliers that a cut stands for with the role's: [Hk, U] bool."""
+    """Compare the outliers that a cut selects with the role's: [Hk, U] bool."""
     likeness = case.flat(case.beside, b, case.lengths[b] // case.unit)
     level, index = (case.cut[b].long() & 0xFFFFFFFF).unbind(1)
-    bits = torch.where(level >= 2**31, level - 2**31, 2**32 - 1 - level)  # of the float that the order-preserving image stands for
+    bits = torch.where(level >= 2**31, level - 2**31, 2**32 - 1 - level)  # of the float that the order-preserving image represents
     limit = torch.where(bits >= 2**31, bits - 2**32, bits).int().view(torch.float32)[:, None]
     at = torch.arange(likeness.shape[1], device=DEV)
     found = limit.isnan() | (likeness < limit) | ((likeness == limit) & (at <= index[:, None]))
@@ -103,7 +103,7 @@ def check_selection(case: Case, b: int, forced: Tensor | None, label: str) -> Te
         real = got[:, 0].masked_fill(raised[:, 0], float("nan"))
         expect(bool((real.nan_to_num(-1e30).amax(1) <= top + 0.1).all()), f"{label}: highest score of {b}")
         expect(bool((real.nan_to_num(1e30).amin(1) >= low - 0.1 - low.abs() * 1e-3).all()), f"{label}: lowest score of {b}")
-        pooled, slack = (stored_scores[:, 0] + (ref[:, 0] - top[:, None])).double(), 0.0  # the selector's own fp32 values
+        pooled, slack = (stored_scores[:, 0] + (ref[:, 0] - top[:, None])).double(), 0.0  # the selector's fp32 values
     return check_choice(case, b, pooled, slack, stored, label)
 
 
@@ -230,7 +230,7 @@ def check_growth(case: Case, steps: int) -> None:
 
 
 def check_summaries(case: Case, label: str) -> None:
-    """Compare what the append kernel kept with the role in fp32, within twice the error of the role's own rounding to the cache's dtype."""
+    """Compare the append kernel's summaries with the role in fp32, within twice the error of the role's rounding to the cache's dtype."""
     for b, stored in enumerate(case.lengths):
         count = stored // case.unit
         keys = case.flat(case.keys, b, count * case.unit)

@@ -36,7 +36,7 @@ def make_plan(heads: int, dim: int, page: int, width: int, window: int, unit: in
 
 
 class Case:
-    """Some sequences of an offloaded layer; lists stand for what the kernel must do."""
+    """Some sequences of an offloaded layer; lists state what the kernel must do."""
 
     def __init__(self, heads: int, dim: int, page: int, width: int, window: int, lens: list[int], order: str, host: bool, unit: int = 0) -> None:
         self.heads, self.page, self.width, self.lens, self.unit = heads, page, width, lens, unit or page
@@ -155,7 +155,7 @@ class Case:
 
 
 def main() -> int:
-    """Run every case for some steps, in front of attention and ahead in turns."""
+    """Run every case for some steps, before attention and ahead alternately."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=int(time.time()))
     seed = parser.parse_args().seed

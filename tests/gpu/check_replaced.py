@@ -1,6 +1,6 @@
 """Codes of single tokens on a GPU: prompts, attention, and exchanges step by step against the roles, alone and in the captured steps of an engine.
 
-Run: python -m tests.gpu.check_replaced. Every step is judged by what lay in the caches before it, so that roundings do not add up.
+Run: python -m tests.gpu.check_replaced. Every step is checked against the caches before it, so that roundings do not add up.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ class Case:
             chosen = data.gather(1, kept.long()[..., None].expand(-1, -1, self.dim))
             self.same(part, layer, b, slice(0, count), chosen)
             close(error, exact_error(data[:, :tokens], self.rule.bits), 1e-4, "rounding errors of a prompt")
-            check(torch.equal(self.entries(f"{part}_error", layer, b, count), error.gather(1, kept.long())), "errors of what stays")
-        check(torch.equal(self.entries("positions", layer, b, count), kept), "positions of what stays")
+            check(torch.equal(self.entries(f"{part}_error", layer, b, count), error.gather(1, kept.long())), "errors of what remains")
+        check(torch.equal(self.entries("positions", layer, b, count), kept), "positions of what remains")
         own = kept.long().repeat_interleave(self.group, 0)
-        check(torch.equal(self.entries("attention_mass", layer, b, count), mass.gather(1, own)), "attention of what stays")
+        check(torch.equal(self.entries("attention_mass", layer, b, count), mass.gather(1, own)), "attention of what remains")
 
     def entries(self, name: str, layer: int, b: int, count: int) -> Tensor:
         """Return the first entries [H, count, ...] of a buffer of a sequence."""
@@ -122,7 +122,7 @@ class Case:
                 close(lse[b], sums(asked.float(), keys, self.scale), 1e-4, "sums of weights")
 
     def step(self) -> None:
-        """Exchange in all layers, judge, and go on with other queries and newest tokens."""
+        """Exchange in all layers, check, and continue with other queries and newest tokens."""
         before = Stacks({name: x.clone() for name, x in self.stacks.named.items()})
         lse, notes = launch.scratch(self.stacks, len(self.stored), self.rule)
         for b, stored in enumerate(self.stored):
@@ -180,13 +180,13 @@ def judge(case: Any, before: Stacks, layer: int, b: int, stored: int) -> None:
     if stored > case.rule.budget:
         scores = evict.scores(view)[:, : stored - case.rule.recent]
         gone = (view.positions[:, :, None] != found[:, None, :]).all(2)
-        check(bool((gone.sum(1) == 1).all()), "one token goes")
+        check(bool((gone.sum(1) == 1).all()), "one token is evicted")
         places = gone.int().argmax(1)
         check(bool((places < scores.shape[1]).all()), "the newest stay")
         took, least = scores.gather(1, places.clamp(max=scores.shape[1] - 1)[:, None])[:, 0], scores.amin(1)
-        check(bool((took <= least + 1e-5).all()), f"the least token goes: {took.tolist()} for {least.tolist()}")
+        check(bool((took <= least + 1e-5).all()), f"the least token is evicted: {took.tolist()} for {least.tolist()}")
     else:
-        check(torch.equal(found, positions), "nothing goes")
+        check(torch.equal(found, positions), "nothing is evicted")
     where = (found == seen - 1).int().argmax(1)
     check(bool((found.gather(1, where[:, None]) == seen - 1).all()), "the newest token is stored")
     same = positions[:, :, None] == found[:, None, :]
@@ -207,7 +207,7 @@ def judge(case: Any, before: Stacks, layer: int, b: int, stored: int) -> None:
 
 
 def check(passed: bool, what: str) -> None:
-    """Take note of what failed."""
+    """Record what failed."""
     if not passed:
         failures.append(what)
 
@@ -219,7 +219,7 @@ def close(found: Tensor, want: Tensor, relative: float, what: str) -> None:
 
 
 def captured_engine(directory: Path) -> None:
-    """Judge every step of an engine whose steps are captured, before and behind the first that evicts."""
+    """Check every step of an engine whose steps are captured, before and after the first that evicts."""
     from tests.tiny import make_rig, make_tiny
     from trtkv.runtime.rows import StepRow
 
@@ -245,10 +245,10 @@ def captured_engine(directory: Path) -> None:
 
 
 class Captured:
-    """What `judge` looks at of an engine."""
+    """What `judge` reads of an engine."""
 
     def __init__(self, store: PerTokenStore, table: Tensor, seen: Tensor) -> None:
-        """Take a store behind a step."""
+        """Take a store after a step."""
         self.policy, self.stacks, self.rule, self.scale = parse_policy("qhitter", sets=("evict.budget=64",)), store.stacks, store.rule, store.scale
         self.table, self.slots, self.seen = table, torch.arange(3), seen
 

@@ -29,7 +29,7 @@ from tests.gpu.retrieval_case import DEV, Case, captured, check_attention, check
 
 
 def check_chain(case: Case, budget: int, sink: int, window: int, pooling: str, label: str, capacity: int = 0) -> None:
-    """Score, choose and attend twice: the same bits, right ones. capacity: tokens that scratch is laid out for, the case's own by default."""
+    """Score, choose and attend twice: the same bits, right ones. capacity: tokens that scratch is allocated for, the case's by default."""
     batch, rows = len(case.lens), len(case.lens) * case.heads
     scale, unit = case.dim**-0.5, case.page if case.pages else 1
     sms = torch.cuda.get_device_properties(0).multi_processor_count
@@ -66,7 +66,7 @@ def check_chain(case: Case, budget: int, sink: int, window: int, pooling: str, l
         chosen.fill_(-7)
         step(words)
         torch.cuda.synchronize()
-        expect(torch.equal(first, chosen), f"{label}: with a query that is told other units are chosen")
+        expect(torch.equal(first, chosen), f"{label}: with a published query other units are chosen")
         expect(bool((words == -1).all()), f"{label}: the words of the query are not empty")
     expect(case.guard.intact(), f"{label}: a margin was written")
     for b in range(batch):
@@ -130,7 +130,7 @@ def check_fused(case: Case, budget: int, sink: int, window: int, pooling: str, s
     launch(scores=scores, parts=parts, own=own)
     select.select_units(scores, parts, case.lens, again, unit=unit, group=32 if unit == 1 else unit, own=own, **common)
     torch.cuda.synchronize()
-    expect(torch.equal(chosen, again), f"{label}: with a budget of its own a sequence gets other units")
+    expect(torch.equal(chosen, again), f"{label}: with an overridden budget a sequence gets other units")
     select.select_units(scores, parts, case.lens, again, unit=unit, group=32 if unit == 1 else unit, **common)
     chosen.fill_(-7)
     launch()
@@ -138,7 +138,7 @@ def check_fused(case: Case, budget: int, sink: int, window: int, pooling: str, s
     expect(torch.equal(chosen, again), f"{label}: a second launch chooses other units")
     if not case.pages:
         words = told_words(case.q, case.dim)
-        for what in ("a query that is told", "a query that nobody told"):
+        for what in ("a published query", "a query that was not published"):
             chosen.fill_(-7)
             launch(published=words)
             torch.cuda.synchronize()
@@ -157,9 +157,9 @@ def check_growth(
 ) -> None:  # fmt: skip
     """Replay one captured step while sequences grow over group and page borders and a slot is taken by another request.
 
-    together: in one launch; tells: appends with one-bit keys tell their queries.
+    together: in one launch; tells: appends with one-bit keys publish their queries.
     """
-    label = f"growth G {group} policy {policy} together {together} tells {tells} heads {heads}"
+    label = f"growth G {group} policy {policy} together {together} published {tells} heads {heads}"
     dim, page = 128, 32 if policy == append.MINMAX else 64
     case = Case(heads, group, dim, page, [501, 1030, 63, 320], dtype, pages=policy == append.MINMAX)
     batch, budget, sink, window = 4, 320, 4, 16

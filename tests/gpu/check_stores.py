@@ -41,7 +41,7 @@ class Case:
     ) -> None:  # fmt: skip
         self.format = Format(8, 1, dim, 1, together=True) if bits == 8 else Format(bits, key_group, gcd(key_group, dim), residual)
         self.role: Any = Fp8() if bits == 8 else Kivi(bits=bits, group=key_group, residual=residual)
-        self.kept = kept  # a list says what stays of prompts, as MiniKV has it
+        self.kept = kept  # a list says which tokens of prompts stay, as MiniKV has it
         if kept:
             self.format = Format(bits, key_group, gcd(key_group, dim), residual, lag=0, together=True, phased=True)
             self.role = MiniKVBits(bits=bits, group=key_group, residual=residual)

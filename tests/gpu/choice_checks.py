@@ -48,7 +48,7 @@ def check_ties(rows: int, units: int, budget: int, heads: int, levels: int, kind
 
 
 def check_filtered(rows: int, units: int, budget: int, heads: int, pooling: str, cluster: int = 0) -> None:
-    """Where a block leaves most units out before it counts, it chooses what it chooses where it counts all: parts with references of their own."""
+    """Where a block leaves most units out before it counts, it chooses what it chooses where it counts all: parts with their own references."""
     label = f"filter {rows}x{units} k{budget} heads {heads} {pooling} cluster {cluster}"
     plan = select.Scratch.plan(rows, heads, pooling, units, torch.cuda.get_device_properties(0).multi_processor_count)
     scores = torch.full((rows, heads, plan.stride), float("nan"), dtype=torch.float16, device=DEV)
@@ -76,8 +76,8 @@ def check_filtered(rows: int, units: int, budget: int, heads: int, pooling: str,
 def check_own_budgets(
     unit: int, group: int, heads: int, lens: list[int], own: list[int], budget: int, dense_below: int = 0, cluster: int = 0
 ) -> None:
-    """Rows whose requests asked for smaller budgets choose what a launch of that budget chooses for all."""
-    label = f"own budgets unit {unit} heads {heads} cluster {cluster}"
+    """Rows whose requests override the budget choose what a launch of that budget chooses for all."""
+    label = f"overridden budgets unit {unit} heads {heads} cluster {cluster}"
     rows, units = len(lens), -(-max(lens) // unit)
     plan = select.Scratch.plan(rows, heads, "softmax-mean", units, torch.cuda.get_device_properties(0).multi_processor_count)
     scores = torch.full((rows, heads, plan.stride), float("nan"), dtype=torch.float16, device=DEV)
@@ -99,7 +99,7 @@ def check_own_budgets(
         expected = chosen(tokens or budget, None)[b]
         width = len(expected) - 1
         expect(torch.equal(found[b, :width], expected[:width]) and found[b, -1] == expected[-1], f"{label}: row {b} chooses otherwise")
-        expect(bool((found[b, width:-1] == -1).all()), f"{label}: row {b} has units behind its last")
+        expect(bool((found[b, width:-1] == -1).all()), f"{label}: row {b} has units after its last")
 
 
 def check_short_lists(unit: int, lens: list[int], counts: list[int], room: int, dim: int = 128) -> None:

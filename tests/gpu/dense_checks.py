@@ -28,7 +28,7 @@ def check_dense(heads: int, group: int, dim: int, page: int, lens: list[int], dt
     attend.attend_list(case.q, case.keys, case.values, case.table, case.lens, None, listed, unit=1, scale=scale)
     torch.cuda.synchronize()
     expect(torch.equal(first, out), f"{label}: two runs differ")
-    expect(not bool(pending.any()), f"{label}: a share is owed")
+    expect(not bool(pending.any()), f"{label}: a share is pending")
     expect(bool((shares == -1).all()), f"{label}: a word was not emptied")
     expect(case.guard.intact(), f"{label}: a margin was written")
     for b in range(batch):

@@ -20,7 +20,7 @@ _WORDS = (0xFFFFFFFF, 1, 0x7FC07FC0, 0x7F7F7F7F, 0x3C003C00, 0x80000000)  # of a
 
 @contextmanager
 def dirty_shared_memory() -> Iterator[None]:
-    """Fill all shared memory of the GPU before every launch of a kernel of the package, which then begins behind it."""
+    """Fill all shared memory of the GPU before every launch of a kernel of the package, which then begins after it."""
     torch.cuda.init()
     torch.zeros(1, device="cuda")
     room = shared_limit(driver.arch())

@@ -110,7 +110,7 @@ def captured(lens: Tensor, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 def told_words(q: Tensor, dim: int) -> Tensor:
-    """Return the words [B, Hq, D / 2 + 4] int32 by which an append tells queries [B, Hq D], as query.cuh says."""
+    """Return the words [B, Hq, D / 2 + 4] int32 by which an append publishes queries [B, Hq D], as query.cuh says."""
     heads = q.unflatten(1, (-1, dim)).float()
     exponent = (torch.frexp(heads.abs().amax(-1))[1] - 11).clamp(-100, 100)
     halves = torch.ldexp(heads, -exponent[..., None]).half().unflatten(2, (-1, 8, 4)).transpose(3, 4).flatten(2).contiguous()
@@ -150,7 +150,7 @@ def check_selection(case, b, scores, parts, plan, chosen, budget, sink, window, 
         slack = 2e-5
     else:
         top = parts[rows][..., 0, 1].amax(1)
-        pooled = (scores[rows, 0, :count].float() + (ref[:, 0] - top[:, None])).double()  # the selector's own fp32 values
+        pooled = (scores[rows, 0, :count].float() + (ref[:, 0] - top[:, None])).double()  # the selector's fp32 values
         slack = 0.0
     units = -(-stored // unit)
     closed = stored // (32 if unit == 1 else unit) * (32 if unit == 1 else unit)

@@ -1,4 +1,4 @@
-"""The part of TensorRT-LLM 1.2.x that the adapter may touch: names and signatures, with just enough behind them to trace a model.
+"""The part of TensorRT-LLM 1.2.x that the adapter may touch: names and signatures, with just enough implementation to trace a model.
 
 Whatever is not here raises AttributeError or TypeError, so an adapter that reaches further fails. `install` puts it, and a `tensorrt` of the same
 kind, into sys.modules. test_real.py compares the signatures with the real package where that is installed.
@@ -99,7 +99,7 @@ class Transformer(Module):
 
 
 class PostInitCaller(type):
-    """Quantizes behind __init__, as the real metaclass does."""
+    """Quantizes after __init__, as the real metaclass does."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         made = super().__call__(*args, **kwargs)

@@ -215,7 +215,7 @@ class Attention(Module):
         all_reduce_params: Any = None,
         skip_attn: Any = None,
     ) -> Any:
-        raise AssertionError("TensorRT-LLM's own attention was traced")
+        raise AssertionError("TensorRT-LLM's attention was traced")
 
     @staticmethod
     def create_attention_const_params(model_cls: Any, config: Any) -> None:

@@ -71,7 +71,7 @@ def saved(package: Any, tmp_path: Path, tiny: Any, **build: Any) -> Path:
     return directory
 
 
-def test_engine_of_trtllm_build_brings_its_limits(package: Any, tiny_llama: Any, tmp_path: Path) -> None:
+def test_engine_of_trtllm_build_has_its_limits(package: Any, tiny_llama: Any, tmp_path: Path) -> None:
     directory = saved(package, tmp_path, tiny_llama, max_seq_len=128)
     built = build_via(request_for(tiny_llama, tmp_path / "taken"), Policy("fier", 64), directory)
     assert built.manifest.limits == Limits(max_seq_len=128, max_batch_size=3, max_chunk_tokens=64)
@@ -98,15 +98,15 @@ def test_engines_whose_plan_lacks_weights(package: Any, tiny_llama: Any, tmp_pat
         build_via(request_for(tiny_llama, tmp_path / "never"), Policy("fier", 64), directory)
     (directory / "config.json").write_text(text)
     (directory / "rank0_managed_weights.safetensors").touch()
-    with pytest.raises(BuildError, match="keeps weights in a file of their own"):
+    with pytest.raises(BuildError, match="has weights in a separate file"):
         build_via(request_for(tiny_llama, tmp_path / "never"), Policy("fier", 64), directory)
     assert not (tmp_path / "never").exists()
 
 
-def test_engines_that_are_not_what_was_asked_for(package: Any, tiny_llama: Any, tmp_path: Path) -> None:
+def test_engines_that_are_not_what_was_requested(package: Any, tiny_llama: Any, tmp_path: Path) -> None:
     directory = saved(package, tmp_path, tiny_llama)
     out = tmp_path / "never"
-    with pytest.raises(BuildError, match=r"has the policy fier \(budget 64.*asked for is fier \(budget 48"):
+    with pytest.raises(BuildError, match=r"has the policy fier \(budget 64.*requested is fier \(budget 48"):
         build_via(request_for(tiny_llama, out, budget=48), Policy("fier", 48), directory)
     other = make_tiny("llama", tmp_path / "other", tokenizer=False, num_hidden_layers=2)
     with pytest.raises(BuildError, match="has num_hidden_layers 3, the model has 2"):

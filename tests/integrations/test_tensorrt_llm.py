@@ -99,7 +99,7 @@ def test_shapes_and_dtypes_of_the_nodes(package: Any, kind: str) -> None:
             assert (out.shape, out.dtype) == ((-1, 96), fake.DataType.BF16)
 
 
-def test_attention_feeds_the_dense_layer_and_logits_come_from_the_asked_rows(package: Any) -> None:
+def test_attention_feeds_the_dense_layer_and_logits_come_from_the_requested_rows(package: Any) -> None:
     engine = traced(package, "qwen2")
     model = engine._model
     assert [block.attention.dense.read for block in model.transformer.layers] == [[f"layers.{layer}.attended"] for layer in range(3)]
@@ -142,7 +142,7 @@ def test_rotary_table_that_is_too_short() -> None:
         rope_rows(np.zeros((1, 8 * 16)), 16, 9)
 
 
-# TensorRT-LLM's own machinery goes on
+# TensorRT-LLM's machinery continues
 
 
 def test_attention_keeps_its_layers_and_their_names(package: Any) -> None:
@@ -199,7 +199,7 @@ def test_checkpoints_that_do_not_fit(package: Any, monkeypatch: pytest.MonkeyPat
         package().llama(config_of(**changes))
 
 
-def test_unsupported_activation_is_the_cores_own_message(package: Any) -> None:
+def test_unsupported_activation_is_the_cores_message(package: Any) -> None:
     with pytest.raises(CheckpointError, match="activation 'gelu' is not supported"):
         package().llama(config_of(hidden_act="gelu"))
 
@@ -284,7 +284,7 @@ def test_newer_versions_name_the_last_good_one(monkeypatch: pytest.MonkeyPatch, 
         load_surface()
 
 
-def test_versions_are_judged_by_what_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_are_recognized_by_what_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
     fake.install(monkeypatch, "1.3.0rc20")
     assert load_surface().version == "1.3.0rc20"
     fake.install(monkeypatch, "1.1.0")

@@ -1,4 +1,4 @@
-// Stands for the GPU when a kernel's source is compiled as C++: threads are fibers of one system thread a block, blocks of a cluster or of a
+// Replaces the GPU when a kernel's source is compiled as C++: threads are fibers of one system thread a block, blocks of a cluster or of a
 // cooperative grid run side by side, and instructions that have no C++ are written out from their definition in the PTX manual. Shared memory begins as ones, so that what is read before
 // it is written shows as NaN; a copy or access that is not aligned ends the process.
 #pragma once

@@ -43,14 +43,14 @@ def missing() -> str | None:
 
 
 class Kernel:
-    """Stands for the driver's kernel."""
+    """Replaces the driver's kernel."""
 
     backwards = False  # the last thread of a block first
     side_by_side = False  # all blocks of a grid without clusters at once, and not one after the other
 
     def __init__(self, spec: CudaSpec) -> None:
         library = ctypes.CDLL(str(_compile(spec)))
-        self.spec, self.call, self.marked = spec, library.run, library.marked  # how many blocks came by MARK(i) since it was asked
+        self.spec, self.call, self.marked = spec, library.run, library.marked  # how many blocks came by MARK(i) since the last query
 
     def launch(
         self, grid: tuple[int, int, int], threads: int, shared: int, stream: int, values: Sequence[Any], *, cluster: int = 1, overlap: bool = False,
@@ -76,7 +76,7 @@ def install(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0
 
 
 def check_here(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
-    """Let the checks of modules for a GPU run on the CPU, with a list of failures of their own."""
+    """Let the checks of modules for a GPU run on the CPU, with a separate list of failures."""
     failures: list[str] = []
     for module in modules:
         monkeypatch.setattr(module, "DEV", "cpu")
@@ -126,7 +126,7 @@ def _joined(path: Path, folders: Sequence[Path], seen: set[Path]) -> str:
 
 
 def _without_ptx(text: str) -> str:
-    """Leave out functions that the header has; one that holds PTX and is not there is the compiler's to report."""
+    """Leave out functions that the header has; one that holds PTX and is missing is the compiler's to report."""
     parts, end = [], 0
     for found in _FUNCTION.finditer(text):
         if found.start() < end:

@@ -1,4 +1,4 @@
-"""What the launches of a decode step promise, in torch: stand-ins on machines without a GPU, so that the ops around them can be checked there.
+"""What the launches of a decode step compute, in torch: stand-ins on machines without a GPU, so that the ops around them can be checked there.
 
 Scores pass from scorer to selector exactly, not through fp16 scratch, so that selections can be compared to the last index.
 """
@@ -30,7 +30,7 @@ def least(budget: int, own: Any) -> int:
 
 
 class Launches:
-    """Scores and outliers by the address of the scratch that the kernels would hand on; names counts what was launched."""
+    """Scores and outliers by the address of the scratch that the kernels would pass on; names counts what was launched."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.scores: dict[int, list[Tensor | None]] = {}
@@ -153,7 +153,7 @@ class Launches:
         self.names[-2:] = ["page_select"]
 
     def between(self, exchange, rows) -> tuple[Tensor, Tensor]:
-        """Return what two launches would hand over, of the shape that one launch keeps to itself."""
+        """Return what two launches would pass on, of a shape that one launch does not expose."""
         plan = exchange.plan
         assert plan.rows == rows == len(exchange.messages) == len(exchange.stamps) and not exchange.messages.any()
         return torch.zeros(rows, plan.heads, 32), torch.zeros(rows, plan.blocks, plan.heads, 4)
@@ -196,7 +196,7 @@ def flat(x: Tensor, pages: Tensor) -> Tensor:
 
 
 def fake_device(monkeypatch: pytest.MonkeyPatch, sms: int = 132) -> None:
-    """Answer what launches ask of a GPU as an H200 does, or one with another number of multiprocessors."""
+    """Answer a launch's queries about the GPU as an H200 does, or one with another number of multiprocessors."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *args: SimpleNamespace(multi_processor_count=sms))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(driver, "_arch", lambda device: "90")

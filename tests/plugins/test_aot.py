@@ -135,7 +135,7 @@ def test_other_shapes_compile(policy: str, kind: str, changes: dict[str, Any], s
     assert [architecture(spec.compile().cubin) for spec in found] == [89] * len(found)
 
 
-def test_below_sm_90_nothing_asks_for_clusters_and_nothing_overlaps() -> None:
+def test_below_sm_90_nothing_uses_clusters_and_nothing_overlaps() -> None:
     for name in RETRIEVAL:
         for sm in ("80", "86", "89"):
             options = [option for spec in specs(name, sm, model()) for option in spec.options()]
@@ -209,7 +209,7 @@ def test_a_name_changes_with_all_that_decides_the_code_and_with_nothing_else(tmp
     assert len(changed | {name}) == 5
 
 
-def test_layers_that_read_everything_have_a_kernel_of_their_own() -> None:
+def test_layers_that_read_everything_have_a_separate_kernel() -> None:
     for sm, warps in (("80", 8), ("89", 8), ("90", 8), ("120", 8)):
         (dense,) = [spec for spec in specs("full", sm, model()) if spec.entry.startswith("attend")]
         assert dense.entry == "attend_dense" and dense.shared <= shared_limit(sm) - 2048
@@ -220,7 +220,7 @@ def test_layers_that_read_everything_have_a_kernel_of_their_own() -> None:
 
 
 @needs_compilers
-def test_own_headers_are_found_and_a_missing_one_is_named(tmp_path: Path) -> None:
+def test_headers_are_found_and_a_missing_one_is_named(tmp_path: Path) -> None:
     (tmp_path / "b.cuh").write_text("#define TWO 2\n")
     assert architecture(cuda_spec(tmp_path, '#include "b.cuh"\n' + KERNEL.replace("FACTOR", "TWO")).compile().cubin) == 80
     with pytest.raises(BuildError, match=r"did not compile for sm_80.*gone\.cuh"):
@@ -242,7 +242,7 @@ def test_triton_says_why_it_refuses(tmp_path: Path) -> None:
 
 
 class Loads:
-    """Stands for the driver and the compiler: says what was loaded, and refuses what it is told to."""
+    """Replaces the driver and the compiler: records what was loaded, and refuses on request."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.compiled = 0
@@ -270,7 +270,7 @@ def loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Loads:
     return Loads(monkeypatch)
 
 
-def test_an_engine_goes_before_the_users_folder_and_that_before_compiling(loads: Loads, tmp_path: Path) -> None:
+def test_an_engine_precedes_the_users_folder_and_that_precedes_compiling(loads: Loads, tmp_path: Path) -> None:
     spec = cuda_spec(tmp_path)
     assert loads.load(spec) == b"compiled"
     assert loads.load(spec) == b"compiled"
@@ -293,7 +293,7 @@ def test_a_refused_kernel_is_compiled_again(loads: Loads, tmp_path: Path) -> Non
     assert file.read_bytes() == b"compiled"
 
 
-def test_a_refused_kernel_without_a_compiler_is_told(loads: Loads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_kernel_without_a_compiler_is_reported(loads: Loads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = cuda_spec(tmp_path)
     store.register(tmp_path / "kernels")
     store.write(tmp_path / "kernels", spec, Binary(b"damaged"))
@@ -347,7 +347,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(loads: Loads, tmp_path: Pat
     assert loads.compiled == 1, "functions of one file are compiled together"
 
 
-def test_headers_are_those_of_nvrtcs_own_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_are_those_of_nvrtcs_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for major in (12, 13):
         folder = tmp_path / "nvidia" / f"cu{major}" / "include"
         folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Evicting from pages against the definition, which holds every layer of every sequence in tensors of its own."""
+"""Evicting from pages against the definition, which holds every layer of every sequence in its own tensors."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_a_filter_knows_budgets_of_requests(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("kind", ["levels", "equal"])
-def test_the_best_are_chosen_where_keys_are_not_kept(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_are_chosen_where_keys_are_not_stored(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda_on_cpu.install(monkeypatch, ADA)
     monkeypatch.setattr(checks.select, "_select_room", lambda arch: 4096)
     checks.check_ties(1, 3001, 300, 4, 9, kind)
@@ -130,7 +130,7 @@ def test_the_best_are_chosen_where_keys_are_not_kept(kind: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("unit", "group", "heads", "cluster"), [(1, 32, 4, 2), (1, 32, 1, 1), (16, 16, 4, 3)])
-def test_requests_with_budgets_of_their_own_choose_fewer(unit: int, group: int, heads: int, cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_with_smaller_budgets_choose_fewer(unit: int, group: int, heads: int, cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda_on_cpu.install(monkeypatch)
     checks.check_own_budgets(unit, group, heads, [1501, 1501, 900, 130, 2000, 450], [120, 0, 300, 96, 64, 400], 480, cluster=cluster)
     checks.check_own_budgets(unit, group, heads, [700, 300, 520], [96, 96, 0], 480, dense_below=512, cluster=cluster)

@@ -71,7 +71,7 @@ def make_pages(form: Format, dim: int, dtype: torch.dtype) -> launch.Pages:
 
 
 def check(pages: launch.Pages, table: Tensor, role: Any, history: tuple[Tensor, Tensor], ends: tuple[int, int]) -> None:
-    """Compare codes and metadata with the role's, bit for bit; what lies behind them is as it was."""
+    """Compare codes and metadata with the role's, bit for bit; what lies after them is as it was."""
     form = pages.format
     for name, x, end in zip(("keys", "values"), history, ends, strict=True):
         got, want = reference.stored_numbers(pages, table, name), role.encode(x[:, :end], name)
@@ -97,7 +97,7 @@ def test_a_prompt_is_encoded_as_its_role_says(bits: int, group: int, residual: i
     values[:, 3] = 0.25  # no range
     keys[:, :16, 5] = 0
     first = tuple(end // 2 // form.key_group * form.key_group for end in form.encoded(stored))
-    launch.encode_prompt(keys, values, table, pages, (first[0], first[1]))  # in two goes
+    launch.encode_prompt(keys, values, table, pages, (first[0], first[1]))  # in two calls
     launch.encode_prompt(keys, values, table, pages, form.encoded(stored), (first[0], first[1]))
     check(pages, table, role, (keys[:, :stored], values[:, :stored]), form.encoded(stored))
 
@@ -201,7 +201,7 @@ def test_which_plans_the_kernels_store(policy: str, sets: tuple[str, ...], updat
 
 @pytest.mark.parametrize("residual", [32, 128])
 @pytest.mark.parametrize("group", [16, 32])
-def test_runs_begin_behind_the_groups_of_what_stays(group: int, residual: int) -> None:
+def test_runs_begin_after_the_groups_of_remaining_tokens(group: int, residual: int) -> None:
     policy = parse_policy("minikv", sets=[f"quantize.group={group}", f"quantize.residual={residual}"])
     form = formats.find_format(policy.plan(model()))
     assert form is not None
@@ -224,14 +224,14 @@ def test_lengths_follow_the_role(policy: str, role: Any) -> None:
         ends = (0, 0)
         for stored in range(prompt, prompt + 300):
             if stored > prompt:
-                assert form.seen(stored) == ends  # attention comes before encoding
+                assert form.seen(stored) == ends  # attention runs before encoding
             ends = role.flush(Occupancy(seen=stored, lengths=(stored,), settled=stored, prompt=prompt), ends)
             assert form.encoded(stored) == ends
             assert stored - min(form.seen(stored)) <= form.ring
 
 
 class Torch:
-    """Attention and device of a cache without a GPU: what the launches promise, in torch."""
+    """Attention and device of a cache without a GPU: what the launches compute, in torch."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.attended = 0
@@ -314,7 +314,7 @@ def check_kept(paged: Rig, held: Rig) -> None:
             assert cache.lengths == (store.keeper.ledger.stored(slot)[group],) * paged.plan.num_kv_heads == (row.stored,) * paged.plan.num_kv_heads
             assert row.stored < row.seen or slot
             for part, found in zip(("keys", "values"), store.seen(layer, row), strict=True):
-                # Behind the step, kivi has encoded what this step's attention still read as it was.
+                # After the step, kivi has encoded what this step's attention still read as it was.
                 want = torch.stack([one.parts[part].decoded() for one in cache.heads])
                 end = min(store.form.seen(row.stored, store._runs[slot][group]))
                 torch.testing.assert_close(found[:, :end], want[:, :end], rtol=1e-3, atol=1e-3 * float(want.abs().max()))
@@ -342,7 +342,7 @@ def test_reserved_bytes_are_pages_rings_and_prompts() -> None:
     assert count.slot == 144 * count.token == 144 * 2 * 8 * 128 * 2 * 2
 
 
-NEWEST = ("evict.heavy=0", "evict.recent=0.6", "quantize.residual=32")  # what stays depends on no rounding
+NEWEST = ("evict.heavy=0", "evict.recent=0.6", "quantize.residual=32")  # which tokens stay depends on no rounding
 
 
 @pytest.mark.gpu
@@ -354,7 +354,7 @@ NEWEST = ("evict.heavy=0", "evict.recent=0.6", "quantize.residual=32")  # what s
         ("fp8", ()),
         ("minikv", NEWEST),
         ("minikv-pyramid", NEWEST),
-        ("qhitter", ("evict.budget=600",)),  # what goes is judged step by step in tests/gpu/check_replaced.py
+        ("qhitter", ("evict.budget=600",)),  # what is evicted is checked step by step in tests/gpu/check_replaced.py
     ],
 )
 def test_captured_steps_on_a_gpu_answer_like_the_definition(wide: TinyModel, policy: str, sets: tuple[str, ...], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Attention over encoded pages: the kernel's own source, run on the CPU, against fp64 over what the pages stand for."""
+"""Attention over encoded pages: the kernel's source, run on the CPU, against fp64 over what the pages represent."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def test_blocks_fit_every_gpu(arch: str) -> None:
             assert block.shared >= block.warps * launch.STAGES * launch.step_bytes(form, dim, listed)
             assert block.resident >= 1 and block.resident * (block.shared + launch.STATIC_SHARED) <= limit + 1024
             assert block.shared + launch.STATIC_SHARED <= limit
-            # Laid down at the end: outputs of eight heads a warp, then a factor a part and a sum a thread.
+            # Written at the end: outputs of eight heads a warp, then a factor a part and a sum a thread.
             assert block.shared >= max(block.warps * 8 * (dim + 4) * 4, 8 * 4 * launch.MOST_SPLITS + block.warps * 32 * 16)
 
 

@@ -1,4 +1,4 @@
-"""Attention over lists of an encoded cache: the kernel's own source, run on the CPU, against fp64 over the tokens that are asked for."""
+"""Attention over lists of an encoded cache: the kernel's source, run on the CPU, against fp64 over the tokens that are requested."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def tokens_of(row: Tensor, unit: int, stored: int) -> Tensor:
 
 
 def exact(q: Tensor, pages: launch.Pages, table: Tensor, slot: int, stored: int, lists: Tensor, unit: int) -> tuple[Tensor, Tensor]:
-    """Attend q [Hk, G, D] in fp64 to what lists [Hk, K + 1] ask for, and in torch's own dtype; both [Hk, G, D]."""
+    """Attend q [Hk, G, D] in fp64 to what lists [Hk, K + 1] request, and in torch's dtype; both [Hk, G, D]."""
     keys, values = reference.visible(pages, table, slot, stored)
     wide, plain = [], []
     for head, row in enumerate(lists):
@@ -100,7 +100,7 @@ def test_attention_reads_what_a_list_names(
     assert (whole.float() - out[:1].float()).norm() <= 2 * torchs[0] * out[:1].float().norm()
 
 
-def test_query_heads_with_lists_of_their_own_share_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_query_heads_with_separate_lists_share_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
     cuda_on_cpu.install(monkeypatch)
     form, dim, group = Format(2, 32, 32, 32), 64, 2

@@ -48,7 +48,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    """Recall and attention by their kernels, compiled for the CPU; what encodes in Triton's interpreter; selection by what its launches promise."""
+    """Recall and attention by their kernels, compiled for the CPU; what encodes in Triton's interpreter; selection by what its launches compute."""
     monkeypatch.setattr(cuda_on_cpu, "OPTIONS", (*cuda_on_cpu.OPTIONS, "-D__ldcv(p)=(*(p))"))
     launches = Launches(monkeypatch)
     cuda_on_cpu.install(monkeypatch, multiprocessors=2)
@@ -97,7 +97,7 @@ def test_engines_answer_bit_for_bit(policy: str, recall: Recall, wide: TinyModel
 
 
 @needs_cpu
-def test_what_is_no_prompt_any_more_goes_on_behind_pages_on_the_host(wide: TinyModel, as_on_a_gpu: Launches, tmp_path: Path) -> None:
+def test_sequences_past_their_prompt_continue_after_pages_on_the_host(wide: TinyModel, as_on_a_gpu: Launches, tmp_path: Path) -> None:
     text, out = prompts(170)[0], []
     for recall in (Recall(), None):
         own = make_rig(wide, "freekv+kivi", tmp_path, sets=POLICIES["freekv+kivi"], slots=1, dtype="float16", recall=recall, length=256)
@@ -133,7 +133,7 @@ def test_a_guess_is_what_the_next_step_reads(wide: TinyModel, as_on_a_gpu: Launc
 
 @pytest.mark.gpu
 def test_a_captured_guess_is_what_the_next_step_reads(wide: TinyModel, tmp_path: Path) -> None:
-    """And slots change hands between replays, which read lengths and ring tables of their own."""
+    """And slots change owners between replays, which read their own lengths and ring tables."""
     common = {"sets": (*POLICIES["freekv+kivi"], "retrieve.tau=-1"), "slots": 2, "dtype": "bfloat16", "device": "cuda"}
     rigs = [make_rig(wide, "freekv+kivi", tmp_path, recall=recall, **common) for recall in (Recall(), None)]  # type: ignore[arg-type]
     assert guessed_in_vain(rigs[0], 60) == 0 and rigs[0].executor.capturable
@@ -150,7 +150,7 @@ def test_a_captured_guess_is_what_the_next_step_reads(wide: TinyModel, tmp_path:
 
 
 def guessed_in_vain(rig: Rig, steps: int) -> int:
-    """Read two prompts and decode: pages that came in front of attention, behind the first step, where every head reads what it asked for before."""
+    """Read two prompts and decode: pages recalled before attention, after the first step, where every head reads what it requested before."""
     texts = prompts(206 + steps, 46 + steps)
     for b, (text, length) in enumerate(zip(texts, (198, 40), strict=True)):
         rig.stepper.run([StepRow(text[:length], 0, b, rig.pages(b), (length - 1,), length)])
@@ -172,7 +172,7 @@ def test_records_hold_what_pages_do() -> None:
     assert shape.ring == 6 and shape.host_bytes(10) == 10 * 8 * 3072 * len(shape.layers)
     assert layout(parse_policy("fier+fp8").plan(model(dtype="bfloat16"))).behind == 0
     quest = layout(parse_policy("quest+kivi").plan(model(dtype="bfloat16")))
-    assert (quest.unit, quest.page_size, quest.frames) == (16, 32, 64)  # units may all lie in pages of their own
+    assert (quest.unit, quest.page_size, quest.frames) == (16, 32, 64)  # units may all lie in their own pages
     assert why_not(parse_policy("kivi").plan(model(dtype="bfloat16"))) is not None
     assert why_not(replace(plan, head_dim=40)) is not None
     with pytest.raises(ConfigError, match="one order"):

@@ -1,4 +1,4 @@
-"""Policies that select and encode: the ops that launch kernels, with torch in the kernels' place, against the definition in held caches."""
+"""Policies that select and encode: the ops that launch kernels, with torch in the kernels' place, against the definition in reference caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies that evict at the end of a prompt and encode what stays: kernels bit for bit against roles, engines, and bytes against the plan."""
+"""Policies that evict at the end of a prompt and encode the rest: kernels bit for bit against roles, engines, and bytes against the plan."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_runs_of_each_slot_are_encoded_when_they_are_complete(bits: int, group: 
             assert torch.equal(x[:, ends[0] :], whole[:, ends[0] :].float())
 
 
-def test_the_verdict_is_the_roles_on_exact_sums() -> None:
+def test_the_choice_is_the_roles_on_exact_sums() -> None:
     """Chunks of 40, 1 and 19 queries; the mass that the role sees is that of all of them."""
     torch.manual_seed(0)
     config = model(num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=64, dtype="float32")
@@ -158,7 +158,7 @@ def test_planned_bytes_are_those_that_a_session_allocates(policy: str, context: 
     parsed = parse_policy(policy, sets=sets)
     plan, batch, limits = parsed.plan(config), 3, Limits(max_seq_len=context + 1, max_batch_size=3, max_chunk_tokens=64)
     found = predict(config, parsed, context, batch, "1GiB", chunk_tokens=64)
-    assert found["in_torch"] == [] and any("elsewhere tokens are held" in line for line in found["assumes"])
+    assert found["in_torch"] == [] and any("elsewhere tokens are stored" in line for line in found["assumes"])
     Torch(monkeypatch)
     ledger = EvictingLedger(plan)
     behind = ledger.pages_for(context, 64, 0)
@@ -170,7 +170,7 @@ def test_planned_bytes_are_those_that_a_session_allocates(policy: str, context: 
     assert cache.reserved_bytes() * batch == found["reserved_bytes"] and cache.stored_bytes() * batch == found["stored_bytes"]
     count = cache.count
     assert found["peak_bytes"] == found["reserved_bytes"] + count.prompt(context, whole=False)
-    # The pools of a whole engine, with a prompt set aside, take what is there and no more.
+    # The pools of a whole engine, with a prompt set aside, take what is free and no more.
     assert claimed_chunk(limits) < context
     most = [plan.pages(limits.max_seq_len)] * plan.num_page_groups
     beside = batch * count.slot + count.prompt(limits.max_seq_len, whole=False)
@@ -195,7 +195,7 @@ def test_what_is_said_to_fit_fits_and_one_more_does_not(policy: str) -> None:
 
 
 def run_to(cache: Cache, context: int, chunk: int) -> None:
-    """Bring one sequence's prompt into a cache, by random keys and values."""
+    """Fill a cache with one sequence's prompt, by random keys and values."""
     assert isinstance(cache, GroupedCache)
     store, plan = cache.store, cache.plan
     assert store.keeper is not None
@@ -220,7 +220,7 @@ def run_to(cache: Cache, context: int, chunk: int) -> None:
         cache.end_step()
 
 
-def test_a_copied_sequence_goes_on_as_the_first_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copied_sequence_continues_as_the_first_does(monkeypatch: pytest.MonkeyPatch) -> None:
     config = model(num_layers=2, dtype="float16", num_q_heads=4, num_kv_heads=2, head_dim=64)
     plan = parse_policy("minikv-pyramid").plan(config)
     Torch(monkeypatch)
@@ -261,7 +261,7 @@ def test_bench_steps_finds_the_largest_batch_of_encoded_sequences(wide: TinyMode
 
 
 def test_captured_steps_follow_the_lengths_of_every_layer(wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode steps whose inputs only `StagedInputs` brings, queued ahead, answer as those that are not captured."""
+    """Decode steps whose inputs come from `StagedInputs` alone, queued ahead, answer as those that are not captured."""
     from trtkv.runtime.executor import TorchExecutor
 
     limits = {"max_seq_len": 64, "max_batch_size": 2, "max_chunk_tokens": 24}
@@ -277,7 +277,7 @@ def test_captured_steps_follow_the_lengths_of_every_layer(wide: TinyModel, tmp_p
     assert found[0] == found[1] and sum(replays) >= 8
 
 
-def test_why_others_are_held() -> None:
+def test_why_others_use_the_reference_cache() -> None:
     config: ModelConfig = model(dtype="bfloat16")
     assert _cache(parse_policy("minikv").plan(config)).startswith("encoded in pages where kernels run")
     said: dict[str, Any] = {

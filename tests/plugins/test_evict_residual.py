@@ -61,7 +61,7 @@ def steps_of(decoded: int) -> list[list[tuple[int, int, int]]]:
 
 
 def run(rig: Rig, texts: Tensor, decoded: int, after: Any = None) -> tuple[Tensor, list[int]]:
-    """Feed fixed tokens: logits, and the bytes stored behind each step."""
+    """Feed fixed tokens: logits, and the bytes stored after each step."""
     return feed_steps(rig, texts, PROMPTS, steps_of(decoded), after)
 
 
@@ -96,7 +96,7 @@ def test_a_session_stores_and_answers_like_the_definition(wide: TinyModel, polic
 
 
 def check_layer(paged: Rig, cache: LayerCache, layer: int, slot: int) -> None:
-    """Compare lengths, counts, codes and what is in full precision with the definition's, behind a step."""
+    """Compare lengths, counts, codes and what is in full precision with the definition's, after a step."""
     assert isinstance(paged.cache, GroupedCache)
     store, group = paged.cache.store, paged.plan.page_groups[layer]
     assert store.residual_evictor is not None
@@ -181,7 +181,7 @@ def compare_bits(store: EncodedStore, layer: int, slot: int, pages: list[int], c
         assert torch.equal(ring[slot][:, torch.arange(end, stored) % form.ring].float(), whole[:, end:])
         if end:
             numbers = reference.stored_numbers(store.pages[layer], table, part)
-            # A run's codes were made where it settled, so what they stand for says what they are.
+            # A run's codes were made where it settled, so their decoded values identify them.
             assert torch.equal(reference.decode(store.pages[layer], table, part)[:, :end], whole[:, :end])
             compared += numbers["codes"][:, :end].numel()
     return compared
@@ -231,7 +231,7 @@ def test_planned_bytes_are_those_that_a_session_allocates(policy: str, context: 
     parsed, batch, chunk = parse_policy(policy, sets=SETTLED[policy]), 3, 64
     plan = parsed.plan(config)
     found = predict(config, parsed, context, batch, "1GiB", chunk_tokens=chunk)
-    assert found["in_torch"] == [] and any("elsewhere tokens are held" in line for line in found["assumes"])
+    assert found["in_torch"] == [] and any("elsewhere tokens are stored" in line for line in found["assumes"])
     Torch(monkeypatch)
     behind = find_ledger(plan).pages_for(context, chunk, 0)
     cache = make_cache(plan, [batch * count for count in behind], batch, "cpu")
@@ -259,7 +259,7 @@ def test_planned_bytes_are_those_that_a_session_allocates(policy: str, context: 
 
 
 def test_captured_steps_follow_what_evictions_leave(wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode steps whose inputs only `StagedInputs` brings, queued ahead, answer as those that are not captured."""
+    """Decode steps whose inputs come from `StagedInputs` alone, queued ahead, answer as those that are not captured."""
     from trtkv.runtime import graphs
     from trtkv.runtime.executor import TorchExecutor
 

@@ -1,4 +1,4 @@
-"""A step's token in the place of the one that goes: kernels against the roles' meaning, and steps that evict by themselves."""
+"""A step's token in the place of the evicted one: kernels against the roles' definition, and steps that evict within the capture."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Case:
         return paid, mass + paid
 
     def expected(self, b: int) -> Tensor:
-        """Return where what lies at each place [L, Hk, K] behind the step lay before it: the place of the one that goes takes the newest."""
+        """Return where what lies at each place [L, Hk, K] after the step lay before it: the place of the evicted one takes the newest."""
         stored, seen, rule = self.stored[b], self.seen[b], self.rule
         if stored <= rule.budget:
             return torch.arange(stored).expand(self.layers, self.heads, -1)
@@ -174,7 +174,7 @@ def test_of_equal_ones_the_older_stays(score: int, shared: bool) -> None:
         assert gone == [{one} for one in eligible]
 
 
-def test_more_sequences_than_fit_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_sequences_than_fit_run_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     alone, together = (Case(Exchange(59, 0, 30, "mass")) for _ in range(2))
     together.run("cpu", True)
@@ -185,8 +185,8 @@ def test_more_sequences_than_fit_take_turns(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("stay", [True, False])
 @pytest.mark.parametrize("name", ["h2o", "tova", "streaming"])
-def test_a_step_evicts_by_itself(name: str, stay: bool, tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU it does so behind its last layer; here the torch form's attention is followed by the same call."""
+def test_a_captured_step_evicts(name: str, stay: bool, tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it does so after its last layer; here the torch form's attention is followed by the same call."""
     pytest.importorskip("triton")
     texts, policy, found = prompts(49, 45), small(name, 48), []
     for alone in (True, False):

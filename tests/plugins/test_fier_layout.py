@@ -73,12 +73,12 @@ def test_two_blocks_of_a_long_row_leave_units_out_where_more_would_count_all() -
     assert [cluster(rows, 4) for rows in (8, 15, 16, 32, 66)] == [8, 4, 2, 2, 2]
     assert [[cluster(rows, heads) for rows in (16, 24, 25, 39)] for heads in (1, 3)] == [[4, 4, 2, 2]] * 2
     assert [cluster(rows, 7) for rows in (24, 28, 29, 39, 40, 67)] == [4, 4, 3, 3, 2, 2]
-    assert cluster(32, 4, units=98304) == 3  # nobody has timed that
+    assert cluster(32, 4, units=98304) == 3  # not measured
     assert cluster(32, 4, width=32768) == 3  # little to leave out
     assert launch.select_cluster(32, 131072, "89", heads=4, width=2048) == 1
 
 
-def test_engines_bring_the_selector_that_long_rows_launch() -> None:
+def test_engines_include_the_selector_that_long_rows_launch() -> None:
     model = find_geometry("llama-3.1-8b", "bfloat16")
     case = Case("retrieve", "llama-3.1-8b", model, find_policy("fier", 131072, None, None, []), 4, 131072)
     plan = case.plan()
@@ -90,7 +90,7 @@ def test_engines_bring_the_selector_that_long_rows_launch() -> None:
     assert launched == 2 and any({"-DCLUSTER=2", "-DHEADS=4", "-DFILTER"} <= set(defines) for defines in listed)
 
 
-def test_keys_are_kept_wherever_they_fit() -> None:
+def test_keys_are_stored_wherever_they_fit() -> None:
     assert [launch.select_shared(65536, 1, 8, 64, arch).streams for arch in ("80", "89", "90")] == [True, True, False]
     assert not launch.select_shared(32768, 1, 8, 64, "80").streams
 

@@ -77,7 +77,7 @@ def test_pages_that_score_alike_are_left_to_the_counts(pooling: str, monkeypatch
 
 
 def _counts_told(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
-    """Return what says whether blocks have told each other counts."""
+    """Return what says whether blocks have exchanged counts."""
     told, allocate = [], launch_fused.Fused.allocate
 
     def keep(plan: launch_fused.Fused, device: str) -> launch_fused.Exchange:
@@ -91,7 +91,7 @@ def _counts_told(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
 
 @pytest.mark.parametrize(("levels", "budget"), [(1, 100), (2, 900), (3, 300)])
 def test_crowded_scores(levels: int, budget: int) -> None:
-    """Far more units share a key than blocks tell each other, so that scores and then units decide."""
+    """Far more units share a key than blocks exchange, so that scores and then units decide."""
     case = checks.Case(1, 2, 32, 32, [1500], FP16)
     checks.repeat_tokens(case, levels)
     checks.check_fused(case, budget, 0, 0, "softmax-mean", 8, 4, f"{levels} levels")

@@ -56,7 +56,7 @@ def stream() -> int:
     return int(torch.cuda.current_stream().cuda_stream) if DEVICE == "cuda" else 0
 
 
-def test_two_contexts_have_caches_of_their_own(package: Backend) -> None:
+def test_two_contexts_have_separate_caches(package: Backend) -> None:
     node, one, two = built(package), Toy(), Toy()
     contexts = [LoadedPlugin(node, cache) for cache in (one, two)]  # type: ignore[arg-type]
     for context, times in zip(contexts, (1, 2), strict=True):
@@ -174,11 +174,11 @@ def test_context_is_captured_and_replayed(package: Backend) -> None:
     assert len(cache.calls) == 2  # a replay runs no Python
 
 
-def test_wrong_promises_and_inputs_are_build_errors(package: Backend) -> None:
+def test_wrong_declarations_and_inputs_are_build_errors(package: Backend) -> None:
     inputs, out = tensors()
     with pytest.raises(BuildError, match="ToyAppend of layer 0 takes 4 to 6 inputs and is given 2"):
         BuiltPlugin(package, APPEND, "node", 0, CONFIG, inputs, out)
-    with pytest.raises(BuildError, match=r"node promises FLOAT and is given torch\.int32"):
+    with pytest.raises(BuildError, match=r"node declares FLOAT and gets torch\.int32"):
         BuiltPlugin(package, ATTEND, "node", 0, CONFIG, inputs, out.int())
 
 

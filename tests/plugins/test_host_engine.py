@@ -111,7 +111,7 @@ def test_plugin_objects_give_the_torch_executors_logits(package: Backend, direct
 
 
 @pytest.mark.parametrize("policy", ["full", "fier"])
-def test_two_contexts_of_one_engine_run_in_turns(package: Backend, directories: Callable[[str], Path], policy: str) -> None:
+def test_two_contexts_of_one_engine_run_alternately(package: Backend, directories: Callable[[str], Path], policy: str) -> None:
     """Contexts share what was serialized; each keeps to its own session's cache."""
     expected = [Texts(opened(directories(policy)), seed).all() for seed in (1, 2)]
     one, two = opened(directories(policy)), opened(directories(policy))
@@ -197,7 +197,7 @@ def test_enqueue_keeps_to_the_stream_that_it_is_given(package: Backend, director
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         for _ in range(20):
-            busy.add_(1)  # whatever leaves the stream runs before this is done, on inputs that are not there yet
+            busy.add_(1)  # whatever leaves the stream runs before this is done, on inputs that are not written yet
         found = Texts(hosted, 4).prefill()
     side.synchronize()
     assert same(found, expected)

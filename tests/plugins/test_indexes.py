@@ -1,4 +1,4 @@
-"""Summaries that are kept as tokens arrive select what the role's meaning selects from all keys, to the bit."""
+"""Summaries that are updated as tokens arrive select what the role's definition selects from all keys, to the bit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make(name: str, sets: list[str], pooling: str | None, dtype: str, heads: int
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("pooling", [None, "softmax-mean", "none"])
 @pytest.mark.parametrize("role", ROLES)
-def test_kept_summaries_select_what_the_meaning_selects(role: str, pooling: str | None, dtype: str) -> None:
+def test_stored_summaries_select_what_the_definition_selects(role: str, pooling: str | None, dtype: str) -> None:
     """Two sequences in scattered pages, one prefilled in chunks, one token by token; then a third takes the first one's slot and pages."""
     name, sets, kind = ROLES[role]
     plan = make(name, sets, pooling, dtype)
@@ -84,7 +84,7 @@ def test_kept_summaries_select_what_the_meaning_selects(role: str, pooling: str 
     assert compared > 40
 
 
-def test_a_role_of_ones_own_runs_its_meaning() -> None:
+def test_a_users_role_runs_its_definition() -> None:
     from dataclasses import replace
 
     select = make("arkvale", [], None, "float32").select[0]

@@ -1,4 +1,4 @@
-"""The cache's methods in torch against their references and against the role's meaning."""
+"""The cache's methods in torch against their references and against the role's definition."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_packed_index_is_the_papers_quantizer_bit_for_bit(heads, groups, dim, gr
     assert torch.equal(bounds[:, :, 1], summary["high"])
 
 
-def test_the_meaning_is_round_to_nearest_of_the_two_level_quantizer() -> None:
+def test_the_definition_is_round_to_nearest_of_the_two_level_quantizer() -> None:
     """Codes by division, as equation 5 has it, wherever the key is not exactly between the levels."""
     keys = torch.randn(2, 64, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     groups = keys.unflatten(1, (2, 32))
@@ -141,7 +141,7 @@ def test_the_meaning_is_round_to_nearest_of_the_two_level_quantizer() -> None:
 
 
 @given(geometry=geometries, groups=st.integers(1, 5), seed=st.integers(0, 999))
-def test_scores_from_bits_equal_the_meaning(geometry, groups, seed) -> None:
+def test_scores_from_bits_equal_the_definition(geometry, groups, seed) -> None:
     heads, kv, dim = geometry
     generator = torch.Generator().manual_seed(seed)
     keys = torch.randn(kv, groups * 32, dim, generator=generator)

@@ -51,7 +51,7 @@ def test_sums_are_what_each_token_receives(count: int, stored: int, heads: int, 
     [(256, 256, 1, 2, 128, 0), (700, 700, 2, 7, 128, 0), (1025, 3000, 2, 4, 128, 0), (2000, 2000, 1, 5, 64, 300), (511, 4100, 8, 1, 64, 0)],
 )
 def test_sums_by_warp_groups(count: int, stored: int, heads: int, group: int, dim: int, window: int, dtype: torch.dtype) -> None:
-    """Against exact sums in double precision, with a margin that nobody writes and sums that were something else before."""
+    """Against exact sums in double precision, with a margin that is never written and sums that start from other values."""
     made = torch.Generator("cuda").manual_seed(count)
     query = (2 * torch.randn(count, heads * group, dim, generator=made, device="cuda")).to(dtype)
     keys = torch.randn(heads, stored, dim, generator=made, device="cuda").to(dtype)

@@ -60,8 +60,8 @@ def test_products(tokens: int, gated: bool, normed: bool, form: launch.Form | No
 
 
 @pytest.mark.skipif(nvrtc.missing() is not None or not DISASSEMBLER.exists(), reason="needs NVRTC, and Triton's disassembler")
-def test_the_matrix_is_asked_for_before_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The assembler may move loads behind the wait for the kernel in front, where they are of no use."""
+def test_the_matrix_is_loaded_before_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The assembler may move loads after the wait for the preceding kernel, where they gain nothing."""
     spec = launch.gemv_kernel(launch.form_of(4608, 3584, False), 1, False, True, False, "90")
     (tmp_path / "cubin").write_bytes(spec.compile().cubin)
     text = subprocess.run([str(DISASSEMBLER), "-sass", str(tmp_path / "cubin")], capture_output=True, text=True, check=True).stdout

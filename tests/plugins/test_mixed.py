@@ -91,7 +91,7 @@ def test_pages_keep_what_the_definition_keeps(name: str, chunk: int, tiny_llama:
             assert kept(paged, layer, slot) == kept(held, layer, slot)
 
 
-def test_a_prompt_that_goes_on_after_eviction(tiny_llama: TinyModel, tmp_path: Path) -> None:
+def test_a_prompt_that_continues_after_eviction(tiny_llama: TinyModel, tmp_path: Path) -> None:
     (text,) = prompts(300)
     paged, held = (make_rig(tiny_llama, POLICIES["half"], tmp_path, slots=1, by_definition=one) for one in (False, True))
     ours, theirs = (rig.feed(torch.tensor(text), chunks=[150, 40, 1, 1, 33, 70, 5]) for rig in (paged, held))
@@ -167,7 +167,7 @@ def test_every_change_of_kind(heads: int, dim: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_layers_are_judged_together_as_alone(phase: Literal["prefill", "decode"]) -> None:
+def test_layers_are_evicted_from_together_as_alone(phase: Literal["prefill", "decode"]) -> None:
     """Equal scores too: what several layers keep in full precision, each its own number, is what each of them would keep alone."""
     role, made, heads, stored, layers = POLICIES["half"].evict, torch.Generator().manual_seed(3), 2, 70, 3
     assert isinstance(role, Arkv)

@@ -1,4 +1,4 @@
-"""KV heads that keep different numbers of tokens, in pages of their own: against the definition, and kernels against what they are to do."""
+"""KV heads that keep different numbers of tokens, in their own pages: against the definition, and kernels against what they are to do."""
 
 from __future__ import annotations
 
@@ -92,13 +92,13 @@ def test_pages_keep_what_the_definition_keeps(name: str, chunk: int, tiny_llama:
     ours = generate(paged, texts, STEPS, chunk=chunk, after=check)
     theirs = generate(held, texts, STEPS, chunk=chunk)
     assert worst(ours.flatten(0, 1), theirs.flatten(0, 1).double()) <= 2 * REORDERED
-    assert min(seen) > 0, "all heads kept equally many"
+    assert min(seen) > 0, "all heads store equally many"
     for layer in range(config.num_layers):
         for slot in range(2):
             assert kept(paged, layer, slot) == kept(held, layer, slot)
 
 
-def test_a_prompt_that_goes_on_after_eviction(tiny_llama: TinyModel, tmp_path: Path) -> None:
+def test_a_prompt_that_continues_after_eviction(tiny_llama: TinyModel, tmp_path: Path) -> None:
     """Several tokens at once over heads of different lengths: every part of the text counts as a whole prompt."""
     (text,) = prompts(300)
     for name in ("razor", "shares, h2o"):
@@ -152,8 +152,8 @@ def test_rings_hold_the_sink_and_the_newest(prompt: int, budget: int, sink: int,
 
 
 @pytest.mark.parametrize("name", ["razor", "shares, streaming"])
-def test_several_tokens_behind_a_ring(name: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
-    """Decode steps turn the rings of both sequences; then one takes several tokens at once beside the other's single ones, and goes on."""
+def test_several_tokens_after_a_ring(name: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
+    """Decode steps turn the rings of both sequences; then one takes several tokens at once beside the other's single ones, and continues."""
     texts = prompts(150, 40)
     paged, held = (make_rig(tiny_llama, POLICIES[name].with_budget(32), tmp_path, slots=2, by_definition=one) for one in (False, True))
     found = []

@@ -42,13 +42,13 @@ def test_a_layer_takes_what_its_append_published() -> None:
     assert published_queries.publish(one, 2, overlap=True) is words
 
 
-def test_words_that_nobody_took_are_emptied() -> None:
+def test_words_that_no_launch_took_are_emptied() -> None:
     one = cache()
     for forget in (lambda: None, lambda: published_queries.publish(one, 1, overlap=True), lambda: published_queries.take(one, 2)):
         published_queries.attended(one)
         words = published_queries.publish(one, 1, overlap=True)
         assert words is not None
-        words.fill_(7)  # the append runs, and the step fails behind it
+        words.fill_(7)  # the append runs, and the step fails after it
         forget()
         published_queries.attended(one)
         assert published_queries.publish(one, 2, overlap=True) is words and bool((words == -1).all())
@@ -61,7 +61,7 @@ def test_captured_steps_find_words_empty() -> None:
     published_queries.attended(one)
     words = published_queries.publish(one, 1, overlap=True)
     assert words is not None
-    words.fill_(7)  # the step fails behind its append
+    words.fill_(7)  # the step fails after its append
     published_queries.settle(one)
     assert bool((words == -1).all()) and published_queries.take(one, 1) is None
 
@@ -71,13 +71,13 @@ def test_captured_steps_find_words_empty() -> None:
     [("quest", (), (1, 1), 300), ("fier", ("retrieve.pooling=none",), (1, 1), 300), ("fier", (), (1, 5), 300), ("fier", (), (1, 1), 60)],
     ids=["pages", "every head for itself", "a prompt beside", "all is read whole"],
 )
-def test_nobody_would_take_them(policy: str, sets: tuple[str, ...], new: tuple[int, ...], stored: int) -> None:
+def test_no_launch_would_take_them(policy: str, sets: tuple[str, ...], new: tuple[int, ...], stored: int) -> None:
     one = cache(policy, *sets, new=new, stored=stored)
     published_queries.attended(one)
     assert published_queries.publish(one, 1, overlap=True) is None
 
 
-def test_dense_layers_ask_nobody() -> None:
+def test_dense_layers_publish_nothing() -> None:
     one = cache()
     published_queries.attended(one)
     assert published_queries.publish(one, 0, overlap=True) is None

@@ -1,4 +1,4 @@
-"""Recall by sets and sorting, and pages that move between pools, against what they must leave behind."""
+"""Recall by sets and sorting, and pages that move between pools, against what they must leave after."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_the_faster_way_is_chosen_for_each_use(policy: str, times_us: tuple[floa
 @needs_cpu
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("policy", SETS)
-def test_what_is_measured_brings_the_pages(policy: str, tiny_llama: TinyModel) -> None:
+def test_what_is_measured_recalls_the_pages(policy: str, tiny_llama: TinyModel) -> None:
     """Both ways of a step leave the same pages in the same frames, and both ways of a run the host's."""
     store = make_store(tiny_llama, policy, AUTO)
     trial, frames = measure.Trial(store), []
@@ -101,7 +101,7 @@ def test_what_is_measured_brings_the_pages(policy: str, tiny_llama: TinyModel) -
     assert all(torch.equal(x, y) for x, y in zip(*frames, strict=True))
 
 
-def test_what_was_asked_for_is_not_measured(tiny_llama: TinyModel) -> None:
+def test_what_was_requested_is_not_measured(tiny_llama: TinyModel) -> None:
     def fails(call: Callable[[], None]) -> float:
         raise AssertionError("nothing is to be measured")
 

@@ -52,8 +52,8 @@ def test_recall_against_its_reference(
 
 
 @pytest.mark.parametrize(("page", "in_flight"), [(16, 12), (32, 2)])
-def test_blocks_that_share_pages_bring_all_of_them(page: int, in_flight: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four blocks a row: a page of theirs each, many at once, and two that bring a page together, fewer at once than are missing."""
+def test_blocks_that_share_pages_copy_all_of_them(page: int, in_flight: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four blocks a row: a page of theirs each, many at once, and two that copy a page together, fewer at once than are missing."""
     cuda_on_cpu.install(monkeypatch)
     monkeypatch.setattr(launch, "recall_cluster", lambda rows: 4)
     monkeypatch.setattr(launch, "FRONT", in_flight)
@@ -104,7 +104,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     ],
 )
 def test_engines_answer_bit_for_bit(policy: str, recall: Recall, wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ops as on a GPU: recall by its kernels, the other launches by what they promise, pages of prompts beside the layers."""
+    """All ops as on a GPU: recall by its kernels, the other launches by what they compute, pages of prompts beside the layers."""
     cuda_on_cpu.install(monkeypatch)
     launches = Launches(monkeypatch)
     monkeypatch.setattr(kernel_support, "gpu_ready", lambda device: None)

@@ -100,7 +100,7 @@ def kept(rig: Rig, layer: int, slot: int) -> list[list[int]]:
 
 
 def test_a_session_stores_and_answers_like_the_definition(wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first sequence evicts from its prompt and in every step, the other comes to its budget."""
+    """The first sequence evicts from its prompt and in every step, the other reaches its budget."""
     held = make_rig(wide, "qhitter", tmp_path, sets=SMALL, slots=2)
     fake = InTorch(monkeypatch)
     paged = make_rig(wide, "qhitter", tmp_path, sets=SMALL, slots=2)

@@ -87,7 +87,7 @@ class Twins:
         self.stored: dict[int, int] = {}
 
     def begin(self, new: dict[int, int], prompts: dict[int, int]) -> list[Tensor]:
-        """Announce a step, write its keys and values, summarize what it closes; returns the inputs of the ops behind the append."""
+        """Announce a step, write its keys and values, summarize what it closes; returns the inputs of the ops after the append."""
         for slot, count in new.items():
             fresh = slot not in self.stored or (count > 1 and self.stored[slot] >= prompts[slot])
             self.stored[slot] = count if fresh else self.stored[slot] + count
@@ -126,7 +126,7 @@ def run(twins: Twins, cache: Cache, inputs: list[Tensor]) -> tuple[Tensor, Tenso
     return chosen, outs[0], outs[1]
 
 
-OWN = {1: 78, 2: 50}  # budgets of slots whose requests ask for less; 78 is not a whole number of pages
+OWN = {1: 78, 2: 50}  # budgets of slots whose requests request less; 78 is not a whole number of pages
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["", "own"])
@@ -172,7 +172,7 @@ def test_a_step_that_selects_with_the_query_before_it_finds_that_query(monkeypat
     budget = twins.select.budget
     monkeypatch.setattr(select_units, "speculate", lambda *given: (asked.append(twins.stored[0]), speculate(*given))[1])
     for cache in (twins.plain, twins.wired):
-        cache.overrides.set(0, Override(tau=-1.0))  # no head selects with its own query, but in the first step behind a prompt
+        cache.overrides.set(0, Override(tau=-1.0))  # no head selects with its own query, but in the first step after a prompt
     first, second = budget - 6, budget - 4  # prompts: the slot is used again
     for prompt, new in ((first, first), *[(first, 1)] * 20, (second, second), *[(second, 1)] * 8):
         inputs = twins.begin({0: new}, {0: prompt})
@@ -206,7 +206,7 @@ def test_a_step_reads_all_where_every_sequence_that_decodes_is_short() -> None:
 
 
 class Recorder:
-    """Stands for a loaded kernel: a launch leaves everything as it is."""
+    """Replaces a loaded kernel: a launch leaves everything as it is."""
 
     def __init__(self, spec: Spec, launched: dict[str, Spec]) -> None:
         self.spec, self.launched, self.threads, self.shared = spec, launched, 128, 0
@@ -256,7 +256,7 @@ def test_many_tokens_keep_only_bulky_launches_apart(policy: str, small: bool, mo
 
 @pytest.mark.parametrize(("policy", "heads", "kv"), SHAPES)
 def test_every_kernel_that_a_step_launches_is_listed(policy: str, heads: int, kv: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is launched for one, two and three sequences is what an engine for three brings; append, recall and sampling aside."""
+    """What is launched for one, two and three sequences is what an engine for three contains; append, recall and sampling aside."""
     config = model(heads, kv)
     plan = lower(policy, config)
     assert kernel_support.in_torch(plan) == []

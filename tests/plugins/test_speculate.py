@@ -25,7 +25,7 @@ def test_each_head_corrects_as_the_role_says(heads: int, group: int, dim: int, d
     remembered[0] = torch.nan
     before = remembered.clone()
     taus = torch.full((slots,), torch.nan, device=DEVICE)
-    taus[4], taus[1] = -1.0, 0.9  # the third's request asked for one of its own
+    taus[4], taus[1] = -1.0, 0.9  # the third's request sets one
     found = speculate(query.flatten(1), remembered, which, taus, role.tau, heads).unflatten(1, (heads * group, dim))
     for b, slot in enumerate(which.tolist()):
         previous = None if slot == 0 else before[slot]

@@ -1,4 +1,4 @@
-"""Stamps of needed pages, and the end of the oldest: kernels against RaaS's own words."""
+"""Stamps of needed pages, and the end of the oldest: kernels against RaaS's words."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYERS, PAGES, SIZE, STORED, WINDOW = 2, 16, 16, (97, 61), 20
 
 
 def positions_of(unit: int, heads: int, seen: int, made: torch.Generator) -> Tensor:
-    """Draw where the tokens [L, Hk, 97] of a sequence stood that has evicted units: those of the window and the first are there as ever."""
+    """Draw where the tokens [L, Hk, 97] of a sequence stood that has evicted units: those of the window and the first are always there."""
     units, rows = 96 // unit, []
     tail = seen - 1 - unit
     late = tail - unit * torch.arange(1, -(-WINDOW // unit))  # begins of the units in the window before the last one

@@ -1,4 +1,4 @@
-"""The installed TensorRT: loaded once, its parser found, its messages kept by thread."""
+"""The installed TensorRT: loaded once, its parser found, its messages collected by thread."""
 
 from __future__ import annotations
 

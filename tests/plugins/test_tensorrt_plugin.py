@@ -31,7 +31,7 @@ def rtx() -> backend.Backend:
 
 
 def outcome(fault: str) -> dict[str, Any]:
-    """Build with a fault in a process of its own, which must live to say how it ended."""
+    """Build with a fault in its own process, which must live to say how it ended."""
     done = subprocess.run([sys.executable, "-m", "tests.toy_graph", fault], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -28,7 +28,7 @@ def test_names_and_fields() -> None:
     assert "Did you mean retrieve.budget" in refusal(UnknownName, "fier", q, k, v, prefill=4, sets=["retrieve.bugdet=3"])
     assert "no evict role" in refusal(ConfigError, "fier", q, k, v, prefill=4, sets=["evict.budget=3"])
     assert "has no value" in refusal(ConfigError, "fier", q, k, v, prefill=4, sets=["retrieve.budget"])
-    assert "keeps and reads every token" in refusal(ConfigError, "full", q, k, v, prefill=4, budget=3)
+    assert "stores and reads every token" in refusal(ConfigError, "full", q, k, v, prefill=4, budget=3)
 
 
 @pytest.mark.parametrize("text", ["1.0", "-0.1", "1.5", "nan", "x"])

@@ -132,7 +132,7 @@ def test_kivi_schedule(prompt: int) -> None:
         assert done.stored_bytes[step] == 2 * elements + 2 * 16 * (encoded * (2 + 32 / 32) + values * (2 + 32 / 16)) / 8
 
 
-def test_kivi_encodes_behind_and_minikv_before_attention() -> None:
+def test_kivi_encodes_after_and_minikv_before_attention() -> None:
     at = Occupancy(seen=64, lengths=(64,), settled=64, phase="decode", prompt=33)
     q, k, v = tensors(64)
     assert small("minikv").quantize.flush(at, (32, 32)) == (64, 64)

@@ -69,7 +69,7 @@ def test_indices_ascend_and_protected_tokens_stay(name: str) -> None:
         for head, positions in enumerate(kept):
             assert torch.equal(positions, positions.unique())
             allowed = torch.cat([before[head], torch.tensor([119 + step])]).unique()
-            assert torch.isin(positions, allowed).all(), "a token came back or appeared from nowhere"
+            assert torch.isin(positions, allowed).all(), "an evicted token reappeared, or an unknown one appeared"
             if isinstance(policy.evict, Ranked):
                 first, last = policy.evict.reserved(120)
                 last = last if step == 0 or not policy.evict.prompt_only else 1
@@ -220,7 +220,7 @@ def test_storage_follows_from_the_roles(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["lagkv", "kivi", "fier"])
-def test_a_subclass_states_its_rule_anew(name: str) -> None:
+def test_a_subclass_states_its_rule_again(name: str) -> None:
     """What it overrides would otherwise be run by the kernels of the role that it extends."""
     (role,) = parse_policy(name).roles.values()
     plain = type("Changed", (type(role),), {"__module__": "mine"})()

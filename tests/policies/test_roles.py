@@ -1,4 +1,4 @@
-"""What single algorithms promise beyond the properties that all share."""
+"""What single algorithms guarantee beyond the properties that all share."""
 
 from __future__ import annotations
 

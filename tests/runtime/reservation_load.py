@@ -9,13 +9,13 @@ LONGEST = 399  # tokens of a prompt and its answer
 
 
 def load(rig: Any, name: str, steps: int = 10_000) -> None:
-    """Keep three requests waiting for so many steps, then let all end: nobody starves, and every slot comes back."""
+    """Keep three requests waiting for so many steps, then let all end: none starves, and every slot is freed."""
     chance = random.Random(name)
     while rig.steps < steps:
         while len(rig.scheduler.waiting) < 3:
             length = chance.choice((1, 2, 30, 63, 64, 65, 129, 300))
             rig.add(length, chance.randint(1, LONGEST - length if chance.random() < 0.2 else 40))
-        assert rig.step(), "sequences wait and none can go on"
+        assert rig.step(), "sequences wait and none can continue"
     while rig.step():
         pass
     assert not rig.scheduler.running and not rig.scheduler.waiting

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("rowwise")
 
 @pytest.fixture(scope="module", params=["full", "fier", "lagkv", "razor", "arkv", "freekv on the host"])
 def engine(request: pytest.FixtureRequest, tiny_llama: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """An engine whose cache holds one and a half sequences of full length, so that sequences give way."""
+    """An engine whose cache holds one and a half sequences of full length, so that sequences are preempted."""
     policy, _, hosted = request.param.partition(" ")
     out = tmp_path_factory.mktemp(policy) / "engine"
     limits = {"max_seq_len": 256, "max_batch_size": 4, "max_chunk_tokens": 48}
@@ -122,7 +122,7 @@ def test_a_step_is_queued_before_the_tokens_of_the_last_are_read(engine: Engine)
     while call.open:
         batcher.advance()
         steps.append((call.members[0].seen, len(call.events)))
-    # Prompt, first token on its way; its step queued, first token read; the third token's step; nothing more is queued, the last is read.
+    # Prompt, first token in flight; its step queued, first token read; the third token's step; nothing more is queued, the last is read.
     assert steps == [(20, 0), (21, 1), (22, 2), (22, 3)]
     assert not batcher.advance()
 
@@ -229,7 +229,7 @@ def test_flat_and_broken_logits(device: str) -> None:
     assert ids == [int(uniform(1, 0) * 50), 0, -1, -1]
 
 
-def test_counts_tell_the_prompt_from_the_answer() -> None:
+def test_counts_distinguish_the_prompt_from_the_answer() -> None:
     counts = count_tokens([4, 4, 5, 5, 5, 6], 3, 8)
     assert counts.tolist() == [0, 0, 0, 0, reference.IN_PROMPT, reference.IN_PROMPT + 2, 1, 0]
     assert settings_of(SamplingParams(temperature=0.5, top_k=1))[reference.TEMPERATURE] == 0.0

@@ -1,4 +1,4 @@
-"""Requests with smaller budgets than their engine's, and with a tau of their own."""
+"""Requests with smaller budgets than their engine's, and with a different tau."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_request_corrects_its_query_as_an_engine_of_its_tau_does(tiny_llama: T
     assert engines[0].generate([PROMPT], plain)[0].logprobs == never.logprobs
 
 
-def test_a_slot_forgets_what_its_last_request_asked(tiny_llama: TinyModel, tmp_path: Path) -> None:
+def test_a_slot_forgets_the_overrides_of_its_last_request(tiny_llama: TinyModel, tmp_path: Path) -> None:
     llm = make(tiny_llama, "fier", 96, tmp_path / "engine")
     own = llm.engine.cache.overrides
     seen = []
@@ -71,7 +71,7 @@ def test_budgets_that_cannot_be_had(tiny_llama: TinyModel, tmp_path: Path) -> No
         with pytest.raises(RequestError, match=words):
             llm.generate([PROMPT], SamplingParams(budget=budget))
         assert not llm.batcher.busy
-    with pytest.raises(RequestError, match="policy 'fier' has no tau, and the request asks for"):
+    with pytest.raises(RequestError, match="policy 'fier' has no tau, and the request sets"):
         fier.generate([PROMPT], SamplingParams(tau=0.5))
     for wrong in ({"budget": 0}, {"tau": 1.01}, {"tau": float("nan")}):
         with pytest.raises(RequestError, match=f"{next(iter(wrong))} is "):

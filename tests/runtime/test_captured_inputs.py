@@ -1,4 +1,4 @@
-"""Captured steps without a GPU: a replay runs the step's operators again, on inputs that only `StagedInputs` has brought to their addresses."""
+"""Captured steps without a GPU: a replay runs the step's operators again, on inputs that only `StagedInputs` has written to their addresses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FREEKV = ("retrieve.page=16", "retrieve.sink=16", "retrieve.window=16")
 
 @pytest.fixture(params=["torch", "kernel"])
 def fetched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the kernel brings the inputs, its source compiled for the CPU."""
+    """Whether the kernel fetches the inputs, its source compiled for the CPU."""
     if request.param == "kernel":
         if cuda_on_cpu.missing():
             pytest.skip(str(cuda_on_cpu.missing()))
@@ -73,7 +73,7 @@ def test_every_step_finds_its_inputs(fetched: bool) -> None:
             if kind < 3 and len(pages[b]) < WIDTH:
                 pages[b] = pages[b] + [draw.randrange(500)]
             elif kind == 3:
-                while waiting:  # other pages are copied, here at once and not behind the steps before
+                while waiting:  # other pages are copied, here at once and not after the steps before
                     compare()
                 pages[b] = [draw.randrange(500) for _ in range(draw.randrange(1, 20))]
         slots = draw.sample(range(SLOTS), batch)
@@ -131,8 +131,8 @@ def test_logits_of_captured_steps_are_the_callers_to_keep(tiny_llama: TinyModel,
     assert replays == [2] and not torch.equal(made[1], made[2]) and made[1].data_ptr() != made[2].data_ptr()
 
 
-def test_a_captured_step_makes_anew_what_its_layers_share(tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the step before the capture made would be read by every replay, long after its memory has gone to others."""
+def test_a_captured_step_rebuilds_what_its_layers_share(tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the step before the capture made would be read by every replay, long after its memory was reused."""
     rig, shared = make_rig(tiny_llama, "full", tmp_path), []
     run = rig.executor.run
 

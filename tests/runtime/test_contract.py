@@ -114,7 +114,7 @@ def with_plan(engine: Path, **info: Any) -> None:
 
 
 def test_plan_of_another_tensorrt_says_what_differs(engine: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: the engine runs with torch, and says why; told to use TensorRT it is one line."""
+    """As on a GPU: the engine runs with torch, and says why; with TensorRT requested it is one line."""
     with_plan(engine)
     seen: list[Any] = []
     monkeypatch.setattr(tensorrt, "can_run", lambda info, command, device: seen.append((info.version, device.type)) or f"another (again: {command})")

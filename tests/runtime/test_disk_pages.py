@@ -31,7 +31,7 @@ def saved(llm: LLM) -> SavedPages:
 
 
 @pytest.mark.parametrize("policy", BUDGETS)
-def test_another_process_goes_on_where_a_prompt_was_saved(policy: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
+def test_another_process_continues_where_a_prompt_was_saved(policy: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
     path, disk = engine(tiny_llama, policy, tmp_path / "engine"), tmp_path / "disk"
     plain = LLM(path)
     first = LLM(path, kv_disk=disk)

@@ -64,7 +64,7 @@ def test_products_of_few_tokens_are_as_exact_as_the_librarys(shape: tuple[int, i
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("shape", [(4608, 3584), (144, 96), (1024, 8960)], ids=str)
-def test_products_behind_a_norm_are_as_exact_as_both_apart(
+def test_products_after_a_norm_are_as_exact_as_both_apart(
     shape: tuple[int, int], tokens: int, gated: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator("cuda").manual_seed(shape[0] + tokens)

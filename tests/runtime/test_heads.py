@@ -62,7 +62,7 @@ class Rig:
                 self.ledger.grant(account, torch.rand(LAYERS, KV_HEADS, generator=self.measured))
             stay = self.ledger.cut(account)[1]
             self.ledger.settle(account, stay)
-            assert (self.ledger.pages(one.slot, 0) <= self.scheduler.owned(one).counts).all(), "what is written anew has no room"
+            assert (self.ledger.pages(one.slot, 0) <= self.scheduler.owned(one).counts).all(), "what is rewritten has no room"
             one.seen += len(row.tokens)
             self.scheduler.stored(one)
             if row.logits_of:
@@ -147,7 +147,7 @@ RAZOR_H2O = POLICIES["razor, h2o"]
 
 
 def test_what_is_planned_is_what_the_allocator_lends(tiny_llama: TinyModel, tmp_path: Path) -> None:
-    """Behind a prompt and its first token, pages that are owned are those that `trtkv plan` counts."""
+    """After a prompt and its first token, pages that are owned are those that `trtkv plan` counts."""
     sets = ("allocate.heads=[[0, 1], [2, 0]]",)
     limits = {"max_seq_len": 256, "max_batch_size": 2, "max_chunk_tokens": 64}
     path = build(str(tiny_llama.path), "razor", budget=64, sets=sets, out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
@@ -163,7 +163,7 @@ def test_what_is_planned_is_what_the_allocator_lends(tiny_llama: TinyModel, tmp_
         lengths = engine.cache.compactor.ledger.stored(one.slot)
         assert lengths.tolist() == [one for layer in planned.layers(length) for one in layer.lengths]
         assert engine.cache.reserved_bytes() - engine.cache.count.slot == planned.reserved_bytes(length) - planned.count.slot
-        # A head has the page of its next token in hand where the prompt had one for it.
+        # A head already has the page of its next token where the prompt had one for it.
         hand = np.minimum(head_pages(lengths + 1, 32), head_pages(length, 32))
         assert engine.pages.num_pages - engine.pages.free == llm.batcher.scheduler.owned(one).total == hand.sum()
         llm.batcher.cancel(call)
@@ -193,7 +193,7 @@ def test_pages_taken_in_advance_are_enough(name: str, tiny_llama: TinyModel, tmp
 
 
 def test_batch_sizes_share_a_page_table() -> None:
-    """A batch size that comes back finds nothing of its own; a sequence's numbers stand in every row, as far as they go."""
+    """A repeated batch size finds none of its former data; a sequence's numbers stand in every row, as far as they go."""
     cache = make_cache(small("razor").plan(MODEL), [64 * HEADS], 3)
     table = HeadTable.of(cache, 8)
     assert table is not None and table is HeadTable.of(cache, 8)

@@ -1,4 +1,4 @@
-"""Records of pages and slots in slabs of host memory, and pages that are owned again while they hold what they did."""
+"""Records of pages and slots in slabs of host memory, and pages that are owned again while their contents are unchanged."""
 
 from __future__ import annotations
 
@@ -71,5 +71,5 @@ def test_a_page_is_regained_while_it_holds_what_it_did() -> None:
     taken = pages.take(3)
     assert page in taken and not pages.regain(content)
     pages.give(taken)
-    assert not pages.regain(pages.content(page)), "a free page belongs to whoever takes it"
+    assert not pages.regain(pages.content(page)), "a free page belongs to the next owner"
     assert pages.free == 3

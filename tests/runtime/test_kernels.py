@@ -1,4 +1,4 @@
-"""Engines whose ops run as kernels, their decode steps captured: the same answers as the torch forms, within the dtype's own error."""
+"""Engines whose ops run as kernels, their decode steps captured: the same answers as the torch forms, within the dtype's error."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def compare(policy: str, dtype: str, model: TinyModel, tmp_path: Path, monkeypat
 
 
 def three(*lengths: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Three prompts and the 40 tokens that are fed behind each."""
+    """Three prompts and the 40 tokens that are fed after each."""
     return prompts(*lengths), [torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(slot)).tolist() for slot in range(3)]
 
 
@@ -118,7 +118,7 @@ def test_a_slot_used_again_answers_as_a_fresh_one(policy: str, wide: TinyModel, 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_prompt_joins_a_step_in_which_others_decode(policy: str, wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sequence decodes throughout; another brings its prompt in chunks of nine, the last of one token, and then decodes too."""
+    """One sequence decodes throughout; another reads its prompt in chunks of nine, the last of one token, and then decodes too."""
     texts, forced = prompts(150, 118), list(range(60, 90))
 
     def mixed(one: Rig) -> torch.Tensor:
@@ -162,7 +162,7 @@ def test_steps_of_short_sequences_are_captured_apart(wide: TinyModel, tmp_path: 
 
 
 @pytest.mark.parametrize("policy", SELECTING)
-def test_one_captured_step_serves_requests_with_budgets_of_their_own(policy: str, wide: TinyModel, tmp_path: Path) -> None:
+def test_one_captured_step_serves_requests_with_overridden_budgets(policy: str, wide: TinyModel, tmp_path: Path) -> None:
     """Every sequence of a mixture answers, bit for bit, as in an engine in which all have its budget."""
     texts, forced = three(150, 141, 133)
     select = next(one for one in rig(wide, policy, tmp_path, "bfloat16").plan.select if one is not None)
@@ -182,7 +182,7 @@ def test_one_captured_step_serves_requests_with_budgets_of_their_own(policy: str
         assert torch.equal(found[:, slot], feed(with_budget(budget), texts, forced)[:, slot]), budget
 
 
-def test_one_captured_step_serves_requests_with_a_tau_of_their_own(wide: TinyModel, tmp_path: Path) -> None:
+def test_one_captured_step_serves_requests_with_an_overridden_tau(wide: TinyModel, tmp_path: Path) -> None:
     texts, forced = three(150, 141, 133)
     alike = {
         tau: feed(make_rig(wide, "freekv", tmp_path, sets=(*PAGED, f"retrieve.tau={tau}"), slots=3, dtype="bfloat16", device="cuda"), texts, forced)
@@ -234,7 +234,7 @@ def test_kernels_choose_the_best_of_their_own_cache(policy: str, dtype: str, wid
 
 
 def kept(one: Rig, layer: int, stored: int) -> dict[str, torch.Tensor]:
-    """Read what the append kernel kept of slot 0, by the names of the role's summary, in fp64; one-bit keys from the keys themselves."""
+    """Read the append kernel's summaries of slot 0, by the names of the role's summary, in fp64; one-bit keys from the keys themselves."""
     plan, summary = one.cache.plan.select[layer], kernel_support.summary_of(one.cache.plan, layer)
     closed = stored // plan.group
 

@@ -68,7 +68,7 @@ def test_a_third_call_waits_for_a_slot_while_the_others_go_on(llm: LLM) -> None:
     assert idle(llm)
 
 
-def test_a_stream_that_is_closed_frees_what_it_held(llm: LLM) -> None:
+def test_a_stream_that_is_closed_frees_its_pages(llm: LLM) -> None:
     streams = [llm.stream([text], LONG) for text in ("first", "second")]
     for stream in streams:
         next(stream)

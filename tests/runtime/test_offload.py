@@ -1,4 +1,4 @@
-"""Engines whose pages live on the host answer bit for bit as those whose pages do not, whatever is recalled ahead and whoever used a slot before."""
+"""Engines whose pages live on the host answer bit for bit as those whose pages do not, whatever is recalled ahead and whatever used a slot before."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def compare(model: TinyModel, policy: str, directory: Path, recall: Recall, **mo
 
 @pytest.mark.parametrize("recall", ["ahead", "blocking"])
 def test_tokens_whose_pages_do_not_all_fit_answer_bit_for_bit(recall: str, tmp_path: Path) -> None:
-    """A context of more pages than a selection has tokens: frames are taken from pages that come back later."""
+    """A context of more pages than a selection has tokens: frames are taken from pages that are selected again later."""
     tiny = make_tiny("llama", tmp_path / "model", max_position_embeddings=2048)
     sets = ("retrieve.budget=34", "retrieve.sink=1", "retrieve.window=1", "retrieve.dense_layers=0")
     texts, out = [prompts(1900)[0]], []
@@ -161,14 +161,14 @@ def test_a_slot_used_again_answers_as_a_fresh_one(tiny: TinyModel, tmp_path: Pat
 
 
 @pytest.mark.parametrize("policy", ["freekv", "fier"])
-def test_pages_and_slots_that_change_hands_between_steps(policy: str, tiny: TinyModel, tmp_path: Path) -> None:
+def test_pages_and_slots_that_change_owners_between_steps(policy: str, tiny: TinyModel, tmp_path: Path) -> None:
     found, right = (changing_hands(rig(tiny, policy, tmp_path, how, slots=2)) for how in (Recall(), None))
     assert torch.equal(found, right)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", ["freekv", "fier"])
-def test_pages_and_slots_that_change_hands_between_replays(policy: str, wide: TinyModel, tmp_path: Path) -> None:
+def test_pages_and_slots_that_change_owners_between_replays(policy: str, wide: TinyModel, tmp_path: Path) -> None:
     found, right = (changing_hands(rig(wide, policy, tmp_path, how, slots=2, dtype="bfloat16", device="cuda")) for how in (Recall(), None))
     assert torch.equal(found, right)
 

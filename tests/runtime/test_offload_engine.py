@@ -72,7 +72,7 @@ def test_a_shared_beginning_is_read_from_the_pages_of_another_prompt(pair: tuple
     assert answers[0] == answers[1]
 
 
-def test_calls_that_are_cancelled_leave_nothing_behind_and_disturb_nobody(pair: tuple[LLM, LLM]) -> None:
+def test_calls_that_are_cancelled_leave_nothing_allocated_and_disturb_no_other(pair: tuple[LLM, LLM]) -> None:
     answers = []
     for llm in pair:
         stays = llm.batcher.submit([prompt(70, 1)], [params(60)])
@@ -95,12 +95,12 @@ def test_a_step_that_fails_leaves_nothing_that_the_next_one_reads(pair: tuple[LL
     def fails(*args: object, **more: object) -> None:
         left[0] -= 1
         if not left[0]:
-            raise RuntimeError("the bus is gone")
+            raise RuntimeError("the bus failed")
         whole(*args, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(prefill_chunk, "settle_chunk", fails)
     call = hosted.batcher.submit([prompt(110, 5)], [params(4)])
-    with pytest.raises(RuntimeError, match="the bus is gone"):
+    with pytest.raises(RuntimeError, match="the bus failed"):
         finish(hosted)
     hosted.batcher.cancel(call)
     assert hosted.generate([prompt(120, 4)], params(20))[0].token_ids == right
@@ -234,7 +234,7 @@ def test_a_sequence_that_does_not_fit_either_tier_is_said_so_before_anything_is_
         host_memory.fitting_pages(plan, shape, limits(), device, least, cache_bytes=shape.device_bytes(4))
 
 
-def test_an_engine_that_does_not_fit_is_told_where_its_pages_could_lie(engine: Path) -> None:
+def test_an_engine_that_does_not_fit_names_where_its_pages_could_lie(engine: Path) -> None:
     with pytest.raises(CapacityError) as refused:
         LLM(engine, cache_bytes=1000)
     assert "--offload" in refused.value.fix

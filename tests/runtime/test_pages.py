@@ -11,7 +11,7 @@ POOL = 12
 
 
 class Pool(RuleBasedStateMachine):
-    """Owners take, publish, share and give back in any order; the pool never lends a page that somebody owns."""
+    """Owners take, publish, share and give back in any order; the pool never allocates a page that has an owner."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Pool(RuleBasedStateMachine):
 TestPool = Pool.TestCase
 
 
-def test_the_page_unused_for_longest_is_given_away_first() -> None:
+def test_the_page_unused_for_longest_is_reused_first() -> None:
     pages = PageAllocator(3)
     first, second, third = pages.take(3)
     for page, key in ((first, b"1"), (second, b"2"), (third, b"3")):

@@ -66,7 +66,7 @@ def test_two_parts_answer_as_one(both: tuple[LLM, LLM]) -> None:
     assert [answer.token_ids for answer in again] == [answer.token_ids for answer in one[:2]]
 
 
-def test_two_parts_choose_the_same_tokens_by_themselves(tiny_llama: TinyModel, tmp_path: Path) -> None:
+def test_two_parts_choose_the_same_tokens_independently(tiny_llama: TinyModel, tmp_path: Path) -> None:
     """As on GPUs: every part draws, steps are queued before the tokens of the one before are read, and penalties count in every part."""
     params = [
         SamplingParams(max_tokens=30, ignore_eos=True),
@@ -83,7 +83,7 @@ def test_two_parts_choose_the_same_tokens_by_themselves(tiny_llama: TinyModel, t
     assert answers[0] == answers[1] and answers[0][0] == answers[0][1]
 
 
-def test_every_part_reads_what_a_request_asked_for(tiny_llama: TinyModel, tmp_path: Path) -> None:
+def test_every_part_reads_a_requests_overrides(tiny_llama: TinyModel, tmp_path: Path) -> None:
     prompts = [[(7 * index + step) % 250 for step in range(length)] for index, length in enumerate((150, 90))]
     params = [SamplingParams(max_tokens=20, ignore_eos=True, budget=budget) for budget in (40, None)]
     answers = []
@@ -98,7 +98,7 @@ def test_every_part_reads_what_a_request_asked_for(tiny_llama: TinyModel, tmp_pa
 def test_a_part_that_fails_while_others_still_join_says_why(
     tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """Under load another part can have joined, failed and gone before this one has joined."""
+    """Under load another part can have joined, failed and left before this one has joined."""
     path = engine(tiny_llama, "full", tmp_path, 2)
     joined = parallel._join
 
@@ -190,7 +190,7 @@ def test_a_part_that_dies_is_an_error_and_leaves_no_process(tiny_llama: TinyMode
     assert not process.is_alive()
 
 
-def test_an_engine_that_nobody_holds_leaves_no_process(tiny_llama: TinyModel, tmp_path: Path) -> None:
+def test_an_engine_without_references_leaves_no_process(tiny_llama: TinyModel, tmp_path: Path) -> None:
     llm = LLM(engine(tiny_llama, "full", tmp_path, 2), device="cpu")
     assert isinstance(llm.engine.stepper, LeadingStepper)
     process = llm.engine.stepper._followers[0].process
@@ -207,7 +207,7 @@ def test_commands_that_take_one_part_say_so(tiny_llama: TinyModel, tmp_path: Pat
     assert call("bench", "serve", path, "--requests", 2, "--prompt-tokens", 10, "--answer-tokens", 3, "--device", "cpu") == 0
 
 
-def test_weights_that_are_missing_are_told_before_anything_runs(tiny_llama: TinyModel, tmp_path: Path, capsys: Capture) -> None:
+def test_weights_that_are_missing_are_reported_before_anything_runs(tiny_llama: TinyModel, tmp_path: Path, capsys: Capture) -> None:
     path = engine(tiny_llama, "full", tmp_path, 2)
     assert "does not exist" in complaint(capsys, "run", path, "hello", "--weights", tmp_path / "nowhere", "--device", "cpu")
     assert call("run", path, "hello", "--max-tokens", 2, "--weights", "random", "--device", "cpu") == 0
@@ -215,7 +215,7 @@ def test_weights_that_are_missing_are_told_before_anything_runs(tiny_llama: Tiny
 
 @pytest.mark.parametrize("policy", OFFLOADED)
 def test_parts_whose_pages_live_on_the_host_answer_as_those_on_the_device(policy: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
-    """Every part recalls for its own heads; one and a half sequences fit, so that some give way and come back."""
+    """Every part recalls for its own heads; one and a half sequences fit, so that some are preempted and resume."""
     prompts = [[(7 * index + step) % 250 for step in range(length)] for index, length in enumerate((150, 33, 90))]
     path, pages, answers = engine(tiny_llama, policy, tmp_path, 2), 12, []
     plan = read_manifest(path).cache
@@ -242,7 +242,7 @@ def test_parts_that_have_no_room_on_the_host_say_so(tiny_llama: TinyModel, tmp_p
 
 
 @pytest.mark.parametrize("offload", [True, False])
-def test_a_part_without_room_tells_the_others_instead_of_letting_them_wait(offload: bool, tiny_llama: TinyModel, tmp_path: Path) -> None:
+def test_a_part_without_room_notifies_the_others(offload: bool, tiny_llama: TinyModel, tmp_path: Path) -> None:
     path, told = engine(tiny_llama, "freekv", tmp_path, 2), list[int]()
 
     def least(number: int) -> int:
@@ -292,7 +292,7 @@ def test_pages_of_two_gpus_on_the_host_answer_as_those_on_the_gpus(policy: str, 
 
 
 def part_logits(directory: Path, device: str, *, offload: bool = False) -> torch.Tensor:
-    """Logits [6, V] fp64 of a fixed text, one token a step behind its prompt."""
+    """Logits [6, V] fp64 of a fixed text, one token a step after its prompt."""
     engine = open_parts(directory, Options(device=device, executor="torch", cache_bytes=1 << 28, dense_below=0, offload=offload))
     tokens = torch.randint(0, 262, (106,), generator=torch.Generator().manual_seed(0)).tolist()
     slot, pages = engine.slots.pop(), engine.pages.take(engine.manifest.cache.pages(len(tokens)))

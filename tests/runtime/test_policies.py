@@ -133,7 +133,7 @@ def test_chunked_prefill_stores_what_one_prompt_stores(name: str, tiny_llama: Ti
 
 
 @pytest.mark.parametrize("name", ["quest", "freekv", "fier"])
-def test_pages_select_as_the_held_meaning_does(name: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
+def test_pages_select_as_the_reference_cache_does(name: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
     """The paged ops and the layer cache are two implementations of one policy; an evict role that never evicts forces the second."""
     policy = small(name)
     keeps_all = parse_policy("lagkv", sets=["evict.lag=400"])

@@ -73,7 +73,7 @@ class Rig:
             assert len(owned) == len(set(owned)) == pool.num_pages - pool.free
         for one, row in batch:
             account = self.ledger.append(one.slot, len(row.tokens), one.seen + len(row.tokens), one.num_prompt)
-            if self.ledger.encodes:  # pages hold what stays
+            if self.ledger.encodes:  # pages hold the remaining tokens
                 self.ledger.settle(account, self.ledger.due(account))
             if not self.ledger.encodes or account.seen >= account.prompt:
                 coded = [max(ends) for ends in account.encoded] if isinstance(self.ledger, ResidualLedger) else account.stored

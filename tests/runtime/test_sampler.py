@@ -66,7 +66,7 @@ def test_the_stream_of_a_request_follows_its_seed_and_its_token_number() -> None
     assert fresh[0] != fresh[1]
 
 
-def test_the_numbers_behind_draws_are_fixed_and_uniform() -> None:
+def test_the_numbers_of_draws_are_fixed_and_uniform() -> None:
     assert uniform(0, 0) == uniform(0, 0) != uniform(0, 1)
     assert uniform(1, 11) != uniform(11, 1)
     values = torch.tensor([uniform(seed, step) for seed in range(40) for step in range(100)])
@@ -124,7 +124,7 @@ def test_penalties_count_what_they_say() -> None:
     assert logits.tolist() == torch.tensor([2.0, 1.9, -1.0]).tolist(), "the logits are the caller's"
 
 
-def test_log_probabilities_are_the_models_own() -> None:
+def test_log_probabilities_are_the_models() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0], [1.0, 3.0, 2.0]])
     params = [SamplingParams(logprobs=1, temperature=0.01, seed=1, repetition_penalty=2.0), SamplingParams()]
     ids, logprobs = sample(logits, params, [[1], []], [1, 0])
@@ -211,14 +211,14 @@ def test_stop_strings_do_not_depend_on_how_the_text_is_cut(tmp_path: Path) -> No
 def test_the_end_of_text_is_no_text(tokenizer: Tokenizer) -> None:
     end = tokenizer.eos_ids[0]
     ids = [*tokenizer.encode("abE"), end, *tokenizer.encode("c")]
-    assert answer(tokenizer, ids, stop="END") == (["a", "b", "", "E"], "stop"), "what was held back for a stop string comes out"
+    assert answer(tokenizer, ids, stop="END") == (["a", "b", "", "E"], "stop"), "what was withheld for a stop string is returned"
     assert answer(tokenizer, ids, ignore_eos=True) == (["a", "b", "E", "", "c", ""], None)
     assert answer(tokenizer, ids, stop_token_ids=(ids[1],)) == (["a", ""], "stop")
     checker = StopChecker(SamplingParams(), tokenizer, eos_ids=(ids[0],))
-    assert checker.push(ids[0]) == ("", "stop"), "the model's own ends count"
+    assert checker.push(ids[0]) == ("", "stop"), "the model's end tokens count"
 
 
-def test_length_ends_with_everything_held_back(tokenizer: Tokenizer) -> None:
+def test_length_ends_with_everything_withheld(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("aEN🙂")
     assert answer(tokenizer, ids, stop="END", max_tokens=3) == (["a", "", "EN"], "length")
     assert answer(tokenizer, ids, max_tokens=4) == (["a", "E", "N", "\ufffd"], "length")

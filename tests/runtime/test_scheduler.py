@@ -1,4 +1,4 @@
-"""Continuous batching on a small cache: priorities, sequences that give way, prompts that begin alike."""
+"""Continuous batching on a small cache: priorities, preempted sequences, prompts that begin alike."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_sequence_that_gave_way_answers_as_if_alone(llm: LLM) -> None:
 
 @examples(8)
 @given(lengths=st.lists(st.integers(1, 120), min_size=1, max_size=6), cancelled=st.sets(st.integers(0, 5)), steps=st.integers(0, 12))
-def test_calls_that_are_cancelled_leave_nothing_behind(llm: LLM, lengths: list[int], cancelled: set[int], steps: int) -> None:
+def test_calls_that_are_cancelled_leave_nothing_allocated(llm: LLM, lengths: list[int], cancelled: set[int], steps: int) -> None:
     calls = [llm.batcher.submit([prompt(length, seed)], [params(20)]) for seed, length in enumerate(lengths)]
     for _ in range(steps):
         llm.batcher.advance()

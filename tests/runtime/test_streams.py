@@ -1,4 +1,4 @@
-"""Streams beside a step's own: what waits for what, as it runs and captured."""
+"""Streams beside a step's: what waits for what, as it runs and captured."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch
 
 from trtkv.runtime.streams import SideStream
 
-LONG = 20_000_000  # cycles of a kernel that waits: some milliseconds, far longer than the launches behind it
+LONG = 20_000_000  # cycles of a kernel that waits: some milliseconds, far longer than the launches after it
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("captured", [False, True])
 def test_what_follows_waits_for_the_side_stream_and_a_join_for_both(captured: bool) -> None:
-    """Each branch adds to what the one before it left, behind a kernel that takes long; whoever did not wait would read an older number."""
+    """Each branch adds to what the one before it left, after a kernel that takes long; a branch that did not wait would read an older number."""
     device = torch.device("cuda")
     side, x, seen = SideStream(device), torch.zeros(1, device=device), torch.zeros(4, device=device)
 

@@ -57,7 +57,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture(scope="module", params=ENGINES)
 def pair(request: pytest.FixtureRequest, llama: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine]:
-    """An engine in which sequences give way, and one with all its pages on the device and room for all."""
+    """An engine in which sequences are preempted, and one with all its pages on the device and room for all."""
     policy, _, hosted = request.param.partition(" ")
     path = built(llama.path, policy, tmp_path_factory.mktemp("swap"))
     return scarce(path, bool(hosted)), open_engine(path, Options())
@@ -169,7 +169,7 @@ def test_schedules_free_everything_and_preempted_sequences_answer_as_if_alone(
 
 
 def _count_owners(batcher: Batcher, others: Sequence[int]) -> None:
-    """Every page has as many owners as sequences and others name it, every place in host memory belongs to somebody."""
+    """Every page has as many owners as sequences and others name it, every place in host memory has an owner."""
     scheduler, pages = batcher.scheduler, batcher.engine.pages
     assert isinstance(pages, PageAllocator)
     everybody = [*scheduler.running, *scheduler.waiting]
@@ -215,7 +215,7 @@ def test_pages_leave_when_others_need_them_and_no_more_than_these(pair: tuple[En
     while first.open:
         batcher.advance()
         if first.open:
-            assert waits.left is not None and engine.pages.free < 3, "a page in hand was there, and others left all the same"
+            assert waits.left is not None and engine.pages.free < 3, "a free page was there, and others left all the same"
             most = max(most, len(waits.left.tail))
     assert 0 < most < engine.cache.plan.pages(waits.seen)
     finish(batcher)
@@ -265,13 +265,13 @@ def test_a_copy_that_fails_leaves_everything_in_its_place(pair: tuple[Engine, En
     batcher = Batcher(engine, None, ahead=False)
 
     def fails(*args: object) -> None:
-        raise RuntimeError("the bus is gone")
+        raise RuntimeError("the bus failed")
 
     calls = [batcher.submit([prompt(90, seed)], [greedy(150)]) for seed in (1, 2)]
     until(batcher, lambda: sum(len(call.events) for call in calls) > 8)
     with monkeypatch.context() as broken:
         broken.setattr(Records, way, fails)
-        with pytest.raises(RuntimeError, match="the bus is gone"):
+        with pytest.raises(RuntimeError, match="the bus failed"):
             finish(batcher)
     batcher.cancel(calls[1])
     finish(batcher)
@@ -325,10 +325,10 @@ class Counting:
         self.values[key] = self.values.get(key, 0.0) + amount
 
     def observe(self, name: str, value: float) -> None:
-        """No histogram is looked at."""
+        """No histogram is read."""
 
 
-def test_a_beginning_that_several_share_goes_to_the_host_once_and_is_shared_again(llama: TinyModel, tmp_path: Path) -> None:
+def test_a_shared_prefix_is_copied_to_the_host_once_and_is_shared_again(llama: TinyModel, tmp_path: Path) -> None:
     path = built(llama.path, "full", tmp_path)
     engine, whole = scarce(path, False, 1.0), open_engine(path, Options())
     batcher = Batcher(engine, None, ahead=False)
@@ -380,5 +380,5 @@ def test_what_is_not_swapped_out_and_why(llama: TinyModel, tmp_path: Path) -> No
     engine.cache.parts = 2
     assert "several processes" in (swap.why_not(engine.cache) or "")
     held = open_engine(build(str(llama.path), "kivi", out=tmp_path / "kivi", backend="none", **LIMITS), Options())
-    assert "never give way" in (swap.why_not(held.cache) or "")
+    assert "never preempted" in (swap.why_not(held.cache) or "")
     assert Batcher(held, None).scheduler.swap is None

@@ -1,4 +1,4 @@
-"""One place for several sequences: whoever gives way goes on in other pages, with the same bits."""
+"""One slot for several sequences: a preempted one resumes in other pages, with the same bits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trtkv.runtime.loading import Engine, Options, open_engine
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("where", [*ENGINES[:4], "quest on the host", "freekv on the host"])
 def test_one_place_for_all_gives_the_same_bits(where: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One place for three sequences of rising priority: whoever gives way goes on in other pages, on a GPU in steps that were captured before."""
+    """One slot for three sequences of rising priority: a preempted one resumes in other pages, on a GPU in steps that were captured before."""
     policy, _, hosted = where.partition(" ")
     shape = {"num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 640}
     model = make_tiny("qwen3", tmp_path / "model", dtype=torch.bfloat16, **shape)

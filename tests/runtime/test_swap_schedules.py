@@ -1,4 +1,4 @@
-"""Thousands of steps without a model: whoever takes part in a step finds its own tokens in its pages, and its own state in its slot."""
+"""Thousands of steps without a model: every sequence of a step finds its own tokens in its pages, and its own state in its slot."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def drive(policy: str, seed: int, num_pages: int, host_pages: int | None, *, fau
             rig.step()
             if index >= 400 and not everybody:
                 break
-            assert index < 20_000, "sequences wait and none goes on"
+            assert index < 20_000, "sequences wait and none continues"
     assert rig.pages.free == num_pages
     assert rig.scheduler.swap is None or rig.scheduler.swap.used_bytes == 0
     return rig

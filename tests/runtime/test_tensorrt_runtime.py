@@ -43,7 +43,7 @@ CLASSES = {
 
 
 def used_attributes(module: Any) -> set[tuple[str, str]]:
-    """List (TensorRT class, attribute) of everything that a module asks of TensorRT's objects."""
+    """List (TensorRT class, attribute) of everything that a module reads of TensorRT's objects."""
     found = set()
     for node in ast.walk(ast.parse(inspect.getsource(module))):
         if isinstance(node, ast.Attribute):
@@ -290,7 +290,7 @@ def test_results_stay_when_the_next_step_runs() -> None:
     assert torch.equal(first, kept)
 
 
-def test_a_batch_of_single_tokens_beyond_decode_goes_to_prefill() -> None:
+def test_a_batch_of_single_tokens_beyond_decode_uses_prefill() -> None:
     setup = Setup()
     setup.engine.RANGES = {**Engine.RANGES, "token_ids": [((1,), (2,), (2,)), ((1,), (16,), (16,))]}
     executor = setup.executor()

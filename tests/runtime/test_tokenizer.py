@@ -111,7 +111,7 @@ def test_a_space_after_many_special_tokens_is_not_a_beginning(kind: str, tokeniz
     assert "".join(stream(tokenizer, ids)) == "x x x"
 
 
-def test_an_incomplete_character_is_held_back(tokenizers: dict[str, Tokenizer]) -> None:
+def test_an_incomplete_character_is_withheld(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["byte-level"]
     ids = tokenizer.encode("a🙂b")
     assert stream(tokenizer, ids) == ["a", *[""] * (len(ids) - 3), "🙂", "b", ""]
@@ -141,7 +141,7 @@ def test_a_rendered_prompt_gets_no_second_beginning(tmp_path: Path) -> None:
     assert tokenizer.encode("ab")[0] == bos
     assert tokenizer.encode("ab", add_special=False)[0] != bos
     assert tokenizer.encode("<s>ab") == tokenizer.encode("ab")
-    assert tokenizer.encode("<s><s>ab").count(bos) == 2, "the text's own are kept"
+    assert tokenizer.encode("<s><s>ab").count(bos) == 2, "the text's stay"
 
 
 def test_ends_are_merged_from_every_file(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Weights read by several threads: every byte once, in any dtype, whole or shared out; and what goes wrong with files."""
+"""Weights read by several threads: every byte once, in any dtype, whole or shared out; and faults of files."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_pieces_cover_every_byte_once(rows: int, width: int, piece: int, before:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("readers", [1, 3, 8])
 def test_many_small_pieces(tmp_path: Path, device: torch.device, readers: int) -> None:
-    """Far more pieces than buffers, at odd places of two files, behind work of the caller's that still uses the target's memory."""
+    """Far more pieces than buffers, at odd places of two files, after work of the caller's that still uses the target's memory."""
     tensors = [torch.randn(3001, 7).bfloat16(), torch.randn(900, 64).float()]
     files = [written(tmp_path / str(index), one, before=13 * index + 3) for index, one in enumerate(tensors)]
     targets = [torch.empty(3001, 7, dtype=torch.bfloat16, device=device), torch.empty(900, 20, dtype=torch.float16, device=device)]
@@ -104,7 +104,7 @@ def test_a_file_that_ends_too_early(tmp_path: Path) -> None:
         upload(pieces_of(tmp_path, 3999), CPU, quiet)
 
 
-def test_a_file_that_has_gone(tmp_path: Path) -> None:
+def test_a_file_that_was_removed(tmp_path: Path) -> None:
     pieces = pieces_of(tmp_path)
     (tmp_path / "weights").unlink()
     with pytest.raises(CheckpointError, match="weights cannot be read: No such file"):

@@ -1,4 +1,4 @@
-"""Which plans run on which device, and what users are told where one does not."""
+"""Which plans run on which device, and the message where one does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers for tests: the application over engines of this process, and `trtkv serve` as a process of its own."""
+"""Servers for tests: the application over engines of this process, and `trtkv serve` as its own process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Server:
     """`trtkv serve` as a process; `url` is known once it takes requests."""
 
     def __init__(self, *words: object, python: str = sys.executable, patience_s: float = PATIENCE_S, **environment: str) -> None:
-        # Files, not pipes: whoever the server leaves behind must not keep a reader waiting.
+        # Files, not pipes: a child that outlives the server must not keep a reader waiting.
         self._out, self._err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed at the end)
         command = [python, "-m", "trtkv", "serve", *map(str, words), "--port", "0", "--json"]
         self.process = subprocess.Popen(command, stdout=self._out, stderr=self._err, env={**os.environ, **environment})

@@ -1,4 +1,4 @@
-"""The OpenAI API: answers are the engine's own, streams join to them, and whatever cannot be served is refused with the status that means it."""
+"""The OpenAI API: answers are the engine's, streams join to them, and whatever cannot be served is refused with the status that means it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLAIN: dict[str, Any] = {"prompt": "hello", "temperature": 0, "max_tokens": 10, 
 
 
 def same(api: TestClient, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Ask whole and as a stream; both must agree. Returns the choices."""
+    """Request whole and as a stream; both must agree. Returns the choices."""
     whole = api.post(path, json=body)
     assert whole.status_code == 200, whole.text
     parts = chunks(api.post(path, json={**body, "stream": True, "stream_options": {"include_usage": True}}).text)
@@ -44,7 +44,7 @@ def test_a_completion_is_what_the_engine_answers(api: TestClient, llm: LLM) -> N
     assert tokens == [one.text for one in expected]
 
 
-def test_a_chat_goes_through_the_checkpoints_template(api: TestClient, llm: LLM) -> None:
+def test_a_chat_uses_the_checkpoints_template(api: TestClient, llm: LLM) -> None:
     prompt = llm.chat([{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}])
     (expected,) = llm.generate(prompt, SamplingParams(max_tokens=10, ignore_eos=True))
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
@@ -207,7 +207,7 @@ def test_the_openapi_document_names_every_route(api: TestClient) -> None:
     assert schema["additionalProperties"] is False and schema["required"] == ["messages"]
 
 
-def test_the_page_runs_its_own_script_only(api: TestClient) -> None:
+def test_the_page_runs_only_its_script(api: TestClient) -> None:
     page = api.get("/")
     assert page.headers["content-security-policy"].startswith("default-src 'none'; connect-src 'self'")
     assert page.text.count("<script>") == 1 and "http://" not in page.text and "https://" not in page.text

@@ -1,4 +1,4 @@
-"""The dashboard asks for families that exist, with labels that they have."""
+"""The dashboard queries families that exist, with labels that they have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trtkv.serve.families import FAMILIES
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 
 
-def test_the_dashboard_asks_for_what_is_there() -> None:
+def test_the_dashboard_queries_metrics_that_exist() -> None:
     panels = json.loads(DASHBOARD.read_text())["panels"]
     asked = [target["expr"] for panel in panels for target in panel["targets"]]
     names = {name for expression in asked for name in re.findall(r"trtkv:\w+", expression)}

@@ -60,7 +60,7 @@ def send(page: Any, text: str) -> None:
 
 
 def until(page: Any, expression: str) -> None:
-    """Wait by asking again: the page's own policy forbids the evaluation that the library's waiting needs."""
+    """Wait by polling: the page's policy forbids the evaluation that the library's waiting needs."""
     end = time.monotonic() + PATIENCE_S
     while not page.evaluate(expression):
         assert time.monotonic() < end, expression

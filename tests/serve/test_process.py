@@ -101,7 +101,7 @@ def test_beyond_the_queue_everybody_gets_an_answer_or_429(server: Server) -> Non
     server.wait(running=0, waiting=0)
 
 
-def test_a_slow_reader_holds_nobody_up(server: Server) -> None:
+def test_a_slow_reader_delays_no_other(server: Server) -> None:
     """It reads nothing until its answer, far larger than any socket buffer, has been generated; then it gets every token."""
     body = json.dumps({**SHORT, "max_tokens": 3900, "logprobs": 20, "prompt": "slow"}).encode()
     host, port = server.url.removeprefix("http://").split(":")
@@ -155,7 +155,7 @@ def test_streams_in_flight_are_finished_before_the_end(long_engine: Path, sign: 
         assert "Traceback" not in server.errors()
 
 
-def test_what_outlasts_the_drain_is_told_so(long_engine: Path) -> None:
+def test_what_outlasts_the_drain_gets_an_error(long_engine: Path) -> None:
     with Server(long_engine, "--no-triton", "--device", "cpu", "--drain-s", "0.2") as server:
         with server.http.stream("POST", TEXT, json=LONG) as stream:
             pieces = stream.iter_text()

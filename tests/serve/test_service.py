@@ -28,7 +28,7 @@ LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
 
 class Listener:
-    """A service whose events are kept by ticket."""
+    """A service whose events are stored by ticket."""
 
     def __init__(self, llm: LLM, max_waiting: int = 16) -> None:
         self.llm, self.news, self.metrics = llm, threading.Condition(), Prometheus()
@@ -60,7 +60,7 @@ class Listener:
         return self.metrics.registry.get_sample_value(name, {"model_name": "tiny", **labels}) or 0.0
 
     def until(self, name: str, wanted: float, **labels: str) -> None:
-        """Wait for a metric: the engine counts behind the events."""
+        """Wait for a metric: the engine counts after the events."""
         end = time.monotonic() + PATIENCE_S
         while self.value(name, **labels) != wanted:
             assert time.monotonic() < end, self.value(name, **labels)
@@ -122,7 +122,7 @@ def test_a_tokenizer_that_fails_ends_its_own_request(llm: LLM, listener: Listene
     assert "no such token" in str(listener.wait(bad)[0].error)
 
 
-def test_a_failed_step_is_answered_and_the_engine_goes_on(llm: LLM, listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_is_answered_and_the_engine_continues(llm: LLM, listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     run, failures = llm.engine.stepper.run, [RuntimeError("CUDA error: out of memory")]
 
     def failing(rows: Sequence[StepRow]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The soak of `build_scripts/soak.py`, shorter: everything that was asked is answered or refused, and everything comes back."""
+"""The soak of `build_scripts/soak.py`, shorter: every request is answered or refused, and everything is freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real tritonserver: over HTTP, over gRPC and behind the front; killed, crowded, left by clients, stopped.
+"""The real tritonserver: over HTTP, over gRPC and through the front; killed, crowded, left by clients, stopped.
 
 Runs where TRTKV_TRITON_ENV names a virtual environment with trtkv[serve,triton].
 """
@@ -194,7 +194,7 @@ def test_metrics_of_both_are_shown_once(server: Server) -> None:
 
 
 def test_hot_unload_and_load(engines: list[Path]) -> None:
-    """A model that is unloaded by hand is a dead engine to the front: it brings it back."""
+    """A model that is unloaded by hand is a dead engine to the front: it reloads it."""
     with started(engines) as server:
         raw: httpx.Client = server.raw  # type: ignore[attr-defined]
         assert sorted(one["name"] for one in raw.post("/v2/repository/index").json()) == ["one", "two"]

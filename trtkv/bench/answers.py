@@ -2,7 +2,7 @@
 
 Every token of an answer is a step that is queued as soon as the host is ready, as an engine does; only the end is waited for. A long answer may be
 sampled instead: steps are timed at some contexts from its first token to its last, whose caches are filled directly, and the time of the whole is
-their integral by the trapezoid rule. Where the host makes every copy, a whole answer is some steps behind the prompt, times its tokens. Records say
+their integral by the trapezoid rule. Where the host makes every copy, a whole answer is some steps after the prompt, times its tokens. Records say
 at how many contexts an answer was sampled.
 """
 
@@ -47,7 +47,7 @@ class Answer:
 
     @property
     def built(self) -> Cell:
-        """The cell whose engine has room for the prompt, the answer and the steps that are timed behind it."""
+        """The cell whose engine has room for the prompt, the answer and the steps that are timed after it."""
         steps = self.cell.steps if self.samples else 0
         return replace(self.cell, context=self.cell.context + self.tokens + steps + WARM_UP + 1)
 
@@ -162,7 +162,7 @@ def _sampled(one: Answer, load: Load, how: Recall | None) -> tuple[dict[str, Any
 
 
 def _compared(load: Load, logits: Tensor) -> Tensor:
-    """Return those logits of steps behind a prompt that must be the resident engine's bits, all or none.
+    """Return those logits of steps after a prompt that must be the resident engine's bits, all or none.
 
     On a GPU a batch whose sequences are all read whole is attended to by other kernels where pages are on the device: its last bits differ.
     """
@@ -171,14 +171,14 @@ def _compared(load: Load, logits: Tensor) -> Tensor:
 
 
 def _timed(load: Load, how: Recall | None, steps: int) -> tuple[float, dict[str, float], Tensor]:
-    """Run steps behind those that warm up: seconds, pages that came back, logits."""
+    """Run steps after those that warm up: seconds, pages that were recalled, logits."""
     moved = _moved(load)
     seconds, logits = _decode(load, how, steps, WARM_UP)
     return seconds, _pages(load, moved, steps), logits
 
 
 def _decode(load: Load, how: Recall | None, steps: int, first: int = 0) -> tuple[float, Tensor]:
-    """Run steps from the `first` behind the prompt on: seconds, and logits [steps, B, COMPARED]."""
+    """Run steps from the `first` after the prompt on: seconds, and logits [steps, B, COMPARED]."""
     stepper, kept = load.stepper(how), []
     load.wait()
     started = time.perf_counter()
@@ -195,7 +195,7 @@ def _moved(load: Load) -> tuple[int, int]:
 
 
 def _pages(load: Load, before: tuple[int, int], steps: int) -> dict[str, float]:
-    """Return the pages of a KV head and step that came back since."""
+    """Return the pages of a KV head and step that were recalled since."""
     store = load.host
     if store is None:
         return {}

@@ -24,7 +24,7 @@ MOST_PLACES = 12  # where a GPU waits that a record names
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """A load: sequences that are kept going, tokens of prompts and answers (answers differ by up to a half), seconds that are watched."""
+    """A load: how many sequences run at a time, tokens of prompts and answers (answers differ by up to a half), seconds that are measured."""
 
     count: int
     prompt_tokens: int
@@ -33,14 +33,14 @@ class Streams:
 
 
 def measure_busy(engine_dir: Path, streams: Streams, options: Options, command: str) -> dict[str, Any]:
-    """Keep streams going and return a record: the share of the time in which the GPU works, and the microseconds between two decode steps.
+    """Run streams and return a record: the share of the time in which the GPU works, and the microseconds between two decode steps.
 
     Raises ConfigError without a GPU, or where the engine does not take as many streams.
     """
     engine = open_engine(engine_dir, options)
     device, limits = engine.cache.device, engine.manifest.limits
     if device.type != "cuda":
-        raise ConfigError("there is no GPU to watch", "Run this on a machine with one.")
+        raise ConfigError("there is no GPU to measure", "Run this on a machine with one.")
     if streams.count > limits.max_batch_size:
         raise ConfigError(f"{streams.count} streams are more than the engine's {limits.max_batch_size}", "Build with a larger --max-batch-size.")
     batcher, rng = Batcher(engine, None), random.Random(0)
@@ -63,7 +63,7 @@ def measure_busy(engine_dir: Path, streams: Streams, options: Options, command: 
 
 
 def _go(batcher: Batcher, calls: list[Call], streams: Streams, rng: random.Random, seconds: float) -> list[float]:
-    """Keep streams going for so long; returns the seconds of every step."""
+    """Run streams for so long; returns the seconds of every step."""
     vocab, steps = batcher.engine.manifest.model.vocab_size, []
     until = time.perf_counter() + seconds
     while (began := time.perf_counter()) < until:
@@ -92,7 +92,7 @@ def busy_share(spans: Sequence[Span]) -> float:
 
 
 def idle_by_place(spans: Sequence[Span]) -> dict[str, float]:
-    """Return the shares of the time in which nothing runs, by what ran before and what ran behind ("a > b"), the largest first."""
+    """Return the shares of the time in which nothing runs, by what ran before and what ran after ("a > b"), the largest first."""
     ordered, idle = sorted(spans), dict[str, float]()
     if not ordered:
         return {}

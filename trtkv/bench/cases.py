@@ -35,8 +35,8 @@ _HEADS = re.compile(r"(\d+)x(\d+)x(\d+)")
 class Case:
     """One row of a kernel benchmark.
 
-    model has one layer; context counts the tokens of a sequence, of which all but OPEN_TOKENS are stored behind the append; chunk is the number of
-    new tokens of each sequence (1: decode); budget says whether a budget was asked for.
+    model has one layer; context counts the tokens of a sequence, of which all but OPEN_TOKENS are stored after the append; chunk is the number of
+    new tokens of each sequence (1: decode); budget says whether a budget was requested.
     """
 
     op: str
@@ -50,7 +50,7 @@ class Case:
 
     @property
     def stored(self) -> int:
-        """Tokens of every sequence behind the append."""
+        """Tokens of every sequence after the append."""
         return self.context - OPEN_TOKENS
 
     @property
@@ -93,10 +93,10 @@ def find_geometry(name: str, dtype: str) -> ModelConfig:
 
 
 def find_policy(text: str, context: int, budget: int | None, pooling: str | None, sets: Iterable[str]) -> Policy:
-    """Return a policy whose layers all select, with the budget asked for or, for roles that select, the default of the context.
+    """Return a policy whose layers all select, with the budget requested or, for roles that select, the default of the context.
 
     A setting applies where the policy has its field. Raises UnknownName, ConfigError or PolicyConflict; ConfigError for a policy whose cache is
-    not paged, because that has no kernels of its own.
+    not paged, because that has no separate kernels.
     """
     policy = parse_policy(text)
     if policy.retrieve:
@@ -141,7 +141,7 @@ def _fields(policy: Policy) -> set[str]:
 
 
 def check_case(case: Case, device: torch.device, layers: int | None = None) -> None:
-    """Raise ConfigError for sizes that mean nothing and CapacityError for caches (of so many layers, if asked for) that do not fit."""
+    """Raise ConfigError for sizes that mean nothing and CapacityError for caches (of so many layers, if requested) that do not fit."""
     if case.context < LEAST_CONTEXT:
         raise ConfigError(f"context {case.context} is below {LEAST_CONTEXT}", f"Give at least {LEAST_CONTEXT} tokens.")
     if case.batch < 1:

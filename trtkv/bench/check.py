@@ -20,7 +20,7 @@ LEAST_ERROR = 8 * torch.finfo(torch.float32).eps  # of sums of fp32 products, wh
 
 @dataclass(slots=True)
 class Findings:
-    """What was compared: relative errors of the results, each beside twice torch's own in the same dtype, and what selections hold."""
+    """What was compared: relative errors of the results, each beside twice torch's in the same dtype, and what selections hold."""
 
     append_error: float = 0.0
     append_tolerance: float = 0.0

@@ -1,4 +1,4 @@
-"""Dense decode attention by the libraries that are there, over the same number of tokens: what a policy has to beat."""
+"""Dense decode attention by the libraries that are installed, over the same number of tokens: what a policy has to beat."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def time_dense(case: Case, sets: int, runs: int, device: torch.device) -> dict[s
     calls = torch_calls(case, sets, device)
     calls["sdpa again"] = calls["sdpa"]
     times = {name: measure(call, sets, runs, device) for name, call in calls.items()}
-    calls.clear()  # with it goes the memory that the next library's cache needs
+    calls.clear()  # this frees the memory that the next library's cache needs
     if device.type == "cuda" and find_spec("flashinfer") is not None:
         times["flashinfer"] = measure(flashinfer_call(case, sets, device), sets, runs, device)
     return times
@@ -52,7 +52,7 @@ def torch_calls(case: Case, sets: int, device: torch.device) -> dict[str, Call]:
 def flashinfer_call(case: Case, sets: int, device: torch.device) -> Call:
     """Plan FlashInfer's paged decode for a CUDA graph: pages of 32 tokens, heads before tokens, tensor cores where heads share keys.
 
-    The form is named, because what FlashInfer 0.6.0 takes by itself on sm_90 reads a long sequence of a KV head by one block.
+    The form is named, because what FlashInfer 0.6.0 chooses by default on sm_90 reads a long sequence of a KV head by one block.
     """
     import flashinfer
 

@@ -40,7 +40,7 @@ def serve_endpoint(
 ) -> dict[str, Any]:
     """Put a server's completions under load and return the record.
 
-    Raises ConfigError for traffic or an address that means nothing, EngineError where nobody answers.
+    Raises ConfigError for traffic or an address that means nothing, EngineError where no server answers.
     """
     traffic.check(1 << 31)
     where = urlsplit(url)
@@ -50,7 +50,7 @@ def serve_endpoint(
     try:
         seconds = asyncio.run(client.drive(report))
     except OSError as error:
-        raise EngineError(f"nobody answers at {url}: {error.strerror or error}", "Start trtkv serve, and give the address that it prints.") from None
+        raise EngineError(f"no answer from {url}: {error.strerror or error}", "Start trtkv serve, and give the address that it prints.") from None
     seen = client.seen
     complete = seen.statuses.get(200, 0) + seen.statuses.get(429, 0) + seen.statuses.get(503, 0) == traffic.requests and not seen.cut
     facts = {

@@ -37,7 +37,7 @@ class Setup:
 
 
 def run_cases(cases: Sequence[Case], setup: Setup, report: Report = lambda stage, fraction: None) -> Iterator[dict[str, Any]]:
-    """Measure cases one by one and yield a record each; cases of one shape stand together and share their dense attention."""
+    """Measure cases one by one and yield a record each; cases of one shape are adjacent and share their dense attention."""
     bandwidth = copy_bandwidth(setup.device)
     done = 0
     for _, alike in groupby(cases, key=lambda case: (case.op, case.geometry, case.batch, case.context)):
@@ -87,7 +87,7 @@ def _time_ops(layers: Layers, setup: Setup, findings: Findings) -> dict[str, Tim
     check_layer(layers, times["whole"].last, findings, frozenset(ops))
     if not layers.selects:
         return times
-    layers.cache.dense_below = layers.case.context + 1  # nor will the next step select: one that is asked for its queries takes no short way
+    layers.cache.dense_below = layers.case.context + 1  # nor will the next step select: one whose queries are requested takes no shortcut
     layers.poison(*ops)
     everything = time(layers.step)
     if bool((layers.selection[..., -1] < 0).all()):  # kernels leave it as it was, the torch ops say so

@@ -76,7 +76,7 @@ class Layers:
         FACES[op].run(self.cache, layer, self.configs[layer], inputs, out)
 
     def _fill(self) -> None:
-        """Append all but the newest tokens in chunks, then decode one, so that roles that look at the previous step find it."""
+        """Append all but the newest tokens in chunks, then decode one, so that roles that use the previous step find it."""
         before = self.case.stored - self.case.chunk
         last = before - 1 if self.case.chunk == 1 else before
         share = max(1, FILL_TOKENS // self.case.batch)

@@ -60,7 +60,7 @@ class Load:
 
     @property
     def direct(self) -> bool:
-        """Whether sequences are filled directly: asked for, and there are pages that can be copied."""
+        """Whether sequences are filled directly: requested, and there are pages that can be copied."""
         return self.work.direct and self._copies and not self.engine.cache.plan.quantize and self.prompt > DIRECT_TOKENS
 
     def fill(self, report: Report) -> float | None:

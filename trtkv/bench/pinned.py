@@ -1,4 +1,4 @@
-"""Pages that one launch brings back from host memory, beside what the copy engine brings from there."""
+"""Pages that one launch copies from host memory, beside what the copy engine copies from there."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RecallCase:
     """One row: `pages` pages of `page` tokens for every KV head of every sequence, laid out on the host in an order.
 
     store names how tokens are stored, as `stores.STORES` does: encoded ones are records on the host. They are missing of a selection of `selected`
-    pages, 0 where they are all of it; then pages may be a fraction, which is the mean: some heads bring one more than the others.
+    pages, 0 where they are all of it; then pages may be a fraction, which is the mean: some heads copy one more than the others.
     """
 
     geometry: str
@@ -53,7 +53,7 @@ class RecallCase:
         return self.selected or int(self.pages)
 
     def missing(self) -> list[int]:
-        """Return the pages that every row, a KV head of a sequence, brings."""
+        """Return the pages that every row, a KV head of a sequence, copies."""
         rows = self.batch * self.model.num_kv_heads
         total = round(self.pages * rows)
         return [total // rows + (row < total % rows) for row in range(rows)]
@@ -154,7 +154,7 @@ class OneLayer:
         self._numbers = self.table.tolist()
 
     def call(self, i: int) -> None:
-        """Bring the pages of one selection that are not there."""
+        """Copy the pages of one selection that are missing."""
         if self.device.type == "cuda":
             given = (self.tier, self.store.shape, self.selections[i % 2], *self.given, self.places, self.rows)
             launch.recall_pages(*given, num_slots=self.case.batch, ahead=False, flush=False)
@@ -182,7 +182,7 @@ class OneLayer:
 
 
 def bus_bandwidth(device: torch.device) -> float:
-    """Return the bytes a second that the copy engine brings from pinned host memory; without a GPU, those of a copy in memory."""
+    """Return the bytes a second that the copy engine copies from pinned host memory; without a GPU, those of a copy in memory."""
     source, target = HostPool(device, 1).allocate((BUS_BYTES,), torch.uint8), torch.empty(BUS_BYTES, dtype=torch.uint8, device=device)
     copy = _copy_engine if device.type == "cuda" else Tensor.copy_
     times = measure(lambda i: copy(target, source), 1, 9, device)

@@ -64,7 +64,7 @@ def _events(work: Callable[[], object], times: int) -> list[tuple[float, float, 
 
 
 def mean_times(spans: Sequence[Span], calls: int) -> dict[str, float]:
-    """Sum the time of spans by name, as `own_times` counts it, and divide by the number of calls; the first to end stands first."""
+    """Sum the time of spans by name, as `own_times` counts it, and divide by the number of calls; the first to end is first."""
     total: dict[str, float] = {}
     for name, took in own_times(spans):
         total[name] = total.get(name, 0.0) + took

@@ -1,8 +1,8 @@
 """Decode steps of one engine with its pages on the device and on the host, each way of bringing them back in turn.
 
 With random weights the queries of consecutive steps have nothing in common, and most selected pages are new ones. The tokens of the decode steps
-are therefore taken from a few whose embeddings are drawn towards one of them: `drift` is the share of their own in the sum, and can be found
-for a wanted number of pages that move. Each row says how alike consecutive queries were and how many pages moved.
+are therefore taken from a few whose embeddings are drawn towards one of them: `drift` is the token's share in the sum, and can be found
+for a given number of pages that move. Each row says how alike consecutive queries were and how many pages moved.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Report = Callable[[str, float], None]
 RESIDENT = "resident"
 AUTO = "auto"  # what is measured to be faster, as where an engine is opened with --offload
 
-# What is compared: the engine's recall. Before them stands the engine that keeps everything on the device.
+# What is compared: the engine's recall. The first is the engine with everything on the device.
 VARIANTS: dict[str, Recall] = {
     "ahead": Recall(),
     "ahead on all multiprocessors": Recall(blocks=0),

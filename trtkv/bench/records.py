@@ -33,7 +33,7 @@ def make_record(
 
 
 def append_records(file: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Append records to a file of JSON lines: all of them or none, whoever else appends; raises ConfigError where the file cannot be written."""
+    """Append records to a file of JSON lines: all or none, also with concurrent writers; raises ConfigError where the file cannot be written."""
     data = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ TITLES = {
 
 
 def table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-    """Return titles and cells of records that are alike in their op; columns that no record fills are left out, "-" stands for what one lacks."""
+    """Return titles and cells of records that are alike in their op; columns that no record fills are left out, "-" marks a missing value."""
     figures = (*(f"{name}_us" for name in STAGES), "ratio", "bound_us", "times_bound", "achieved_GBps")
     status = ["status"] if any(record["status"] != "ok" for record in records) else []
     columns = ["geometry", "batch", "context", "policy", *status, *(name for name in figures if any(name in record for record in records))]
@@ -109,7 +109,7 @@ def _lines(records: Sequence[Record]) -> dict[str, list[tuple[int, float]]]:
 
 
 def label(record: Record) -> str:
-    """Name a record's policy with what tells it apart."""
+    """Name a record's policy with what distinguishes it."""
     pages = f", pages of {record['unit']}" if record.get("unit", 1) > 1 else ""
     more = f" ({record['pooling']}{pages})" if "pooling" in record else " (own kernels)" if record["policy"] == "full" else ""
     return f"{record['policy']}{more}"

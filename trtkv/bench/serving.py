@@ -1,4 +1,4 @@
-"""An engine under load: requests arrive at a rate or keep a number of places full, and share every step by continuous batching."""
+"""An engine under load: requests arrive at a rate or a fixed number runs concurrently, and share every step by continuous batching."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Report = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What arrives: requests with prompts of random tokens; rate is a second (Poisson), or None to keep `concurrency` requests going."""
+    """What arrives: requests with prompts of random tokens; rate is a second (Poisson), or None to run `concurrency` requests at a time."""
 
     requests: int
     prompt_tokens: int
@@ -49,7 +49,7 @@ class Traffic:
 
 @dataclass(slots=True)
 class Request:
-    """One request on its way; times in seconds from the start of the run."""
+    """One request in flight; times in seconds from the start of the run."""
 
     arrives_s: float
     tokens: list[int]
@@ -90,7 +90,7 @@ def serve(engine_dir: Path, traffic: Traffic, options: Options, command: str, re
 
 
 def _swapped(batcher: Batcher) -> dict[str, float]:
-    """Say what became of the sequences that gave way."""
+    """Say what became of the preempted sequences."""
     swap = batcher.scheduler.swap
     out, back, size, taken = (0, 0, 0, 0) if swap is None else (swap.out, swap.back, swap.out_bytes + swap.in_bytes, swap.taken_bytes)
     return {"recomputed": batcher.scheduler.recomputed, "swapped_out": out, "swapped_in": back, "swapped_bytes": size, "swap_host_bytes": taken}

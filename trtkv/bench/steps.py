@@ -36,7 +36,7 @@ Report = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One row: an engine of a model and a policy, and how it is loaded with work; largest asks for as many sequences as fit instead of `batch`."""
+    """One row: an engine of a model and a policy, and how it is loaded with work; largest requests as many sequences as fit instead of `batch`."""
 
     model: str
     policy: str

@@ -29,7 +29,7 @@ from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.memory import HEADROOM, available_bytes, readable
 
-# What a name of --store stands for: a policy whose cache lies so, and fields of it.
+# What a name of --store represents: a policy whose cache lies so, and fields of it.
 STORES: dict[str, tuple[str, tuple[str, ...]]] = {
     "int2": ("kivi", ("quantize.bits=2",)),
     "int4": ("kivi", ("quantize.bits=4",)),
@@ -82,7 +82,7 @@ def check_store(one: StoreCase, device: torch.device) -> None:
 
 
 def run_stores(cases: Sequence[StoreCase], setup: Setup, report: Report = lambda stage, fraction: None) -> Iterator[dict[str, Any]]:
-    """Measure cases one by one and yield a record each; cases of one shape stand together and share their dense attention."""
+    """Measure cases one by one and yield a record each; cases of one shape are adjacent and share their dense attention."""
     bandwidth, done = copy_bandwidth(setup.device), 0
     for _, alike in groupby(cases, key=lambda one: (one.case.geometry, one.case.batch, one.case.context)):
         dense: dict[str, Times] = {}
@@ -130,7 +130,7 @@ class StoredLayers:
         plan, model = case.plan(count), case.model.model_copy(update={"num_layers": count})
         most = plan.pages(case.context)
         self.cache = make_cache(plan, [case.batch * most], case.batch, device)
-        assert isinstance(self.cache, GroupedCache), "check_store was asked"
+        assert isinstance(self.cache, GroupedCache), "check_store allows only encoded caches"
         self.store = self.cache.store
         self.configs = [op_config(model, plan, layer) for layer in range(count)]
         self.generator = torch.Generator(device).manual_seed(0)

@@ -64,7 +64,7 @@ class Load:
         self._stepper: tuple[Recall | None, Stepper] | None = None
 
     def calm(self, drift: float) -> None:
-        """Draw the embeddings of the tokens that decode steps take towards the first: drift is the share of their own in the sum.
+        """Draw the embeddings of the tokens that decode steps take towards the first: drift is the token's share in the sum.
 
         The first's share is added, so that a small drift also outweighs what attention adds to the embeddings in every layer.
         """
@@ -76,7 +76,7 @@ class Load:
         table[: self.alike] = self._own + first * ((1 - drift) / drift)
 
     def begin(self, prompt: int) -> None:
-        """Let the next fill end behind so many tokens, at most as many as at first."""
+        """Let the next fill end after so many tokens, at most as many as at first."""
         self.prompt = prompt
 
     def fill(self, *, direct: bool | None = None) -> float | None:
@@ -122,7 +122,7 @@ class Load:
         return figures | (self._traffic(moved, steps, times.median_us) if self.host else {})
 
     def trace(self, how: Recall | None) -> list[tuple[float, float, str, int]]:
-        """Return the spans (start, end in microseconds, name, stream) of a decode step behind some that are not traced."""
+        """Return the spans (start, end in microseconds, name, stream) of a decode step after some that are not traced."""
         stepper = self.stepper(how)
         for step in range(WARM_UP):
             stepper.run(self.rows(step))
@@ -131,13 +131,13 @@ class Load:
     def stepper(self, how: Recall | None) -> Stepper:
         """Return what runs the steps of one way of recall: captured steps are those of the way that they were captured with."""
         if self._stepper is None or self._stepper[0] != how:
-            self._stepper = None  # gives back what the last one captured
+            self._stepper = None  # frees what the last one captured
             engine = self.engine
             self._stepper = (how, Stepper(engine.stepper.executor, self.cache, engine.manifest.limits, engine.stepper.rope))
         return self._stepper[1]
 
     def rows(self, step: int) -> list[StepRow]:
-        """Return the sequences of a decode step, counted from the first behind the prompt."""
+        """Return the sequences of a decode step, counted from the first after the prompt."""
         tokens = self.forced[step]
         return [StepRow([token], self.prompt + step, slot, self.pages[slot], (0,), self.prompt) for slot, token in enumerate(tokens)]
 
@@ -196,7 +196,7 @@ class Load:
             self.engine.stepper.run([StepRow(part, start, 0, self.pages[0], (len(part) - 1,), self.prompt)])
 
     def _fill_directly(self) -> None:
-        """Draw the keys and values of all full pages but one, summarize them as an append would, and read the tokens behind them as a chunk."""
+        """Draw the keys and values of all full pages but one, summarize them as an append would, and read the tokens after them as a chunk."""
         cache, plan = self.cache, self.cache.plan
         known = max(0, self.prompt // plan.page_size - 1) * plan.page_size
         if known:
@@ -209,7 +209,7 @@ class Load:
         self._read(known, self.prompt)
 
     def _fill_codes(self) -> None:
-        """Draw the keys and values of a whole prompt layer by layer, summarize and encode them; what else a slot keeps of its prompt is drawn too."""
+        """Draw the keys and values of a whole prompt layer by layer, summarize and encode them; what a slot stores of its prompt is drawn too."""
         cache, plan, store = self.cache, self.cache.plan, self.codes
         assert store is not None
         cache.begin_step([self.prompt], [self.prompt], [0], [[self.pages[0]]] * plan.num_page_groups, [self.prompt])
@@ -240,7 +240,7 @@ class Load:
                 Route.of(part, 0, self.cache.device).send(drawn, to)
 
     def _summarize(self, layer: int, select: SelectPlan, pages: int) -> None:
-        """Summarize the announced tokens of a layer; FIER's kernels read bits in an order of their own."""
+        """Summarize the announced tokens of a layer; FIER's kernels read bits in a different order."""
         cache, plan = self.cache, self.cache.plan
         by_kernels = gpu_ready(cache.device) is None and why_torch(plan) is None
         if not by_kernels or summary_kind(plan, layer) != "fier":
@@ -276,7 +276,7 @@ class Load:
         return [tensor[: self.work.batch].clone() for tensor in found if tensor is not None]
 
     def device_bytes(self) -> int:
-        """Return the bytes that the device keeps for the cache, used or not."""
+        """Return the bytes of the device for the cache, used or not."""
         offload = self.host
         total = offload.device_bytes() if offload else 0
         for name, tensors in self.cache.buffers.items():
@@ -305,7 +305,7 @@ def fills_directly(cache: Cache) -> bool:
 
 
 def arrange(cache: Cache, order: str) -> None:
-    """Lay the host's pages out anew in the same memory, "heads" or "tokens" first."""
+    """Lay the host's pages out again in the same memory, "heads" or "tokens" first."""
     assert isinstance(cache.tier, Offload), "pages are on the device"
     for layer, tier in cache.tier.tiers.items():
         pages, heads, parts, tokens, dim = tier.host.shape

@@ -55,7 +55,7 @@ class Timeline:
 
     @property
     def main(self) -> int:
-        """The stream with the most time: the step's own."""
+        """The stream with the most time: the step's."""
         total: dict[int, float] = {}
         for one in self.spans:
             total[one.stream] = total.get(one.stream, 0.0) + one.end_us - one.start_us
@@ -68,7 +68,7 @@ class Timeline:
         return "recall in front" if span.kind == "recall" else "compute"
 
     def figures(self) -> dict[str, float]:
-        """Return microseconds: the step, of which recall in front of attention, what runs beside, and the part of that under which others compute."""
+        """Return microseconds: the step, of which recall before attention, what runs beside, and the part of that under which others compute."""
         rows = {row: [one for one in self.spans if self.row(one) == row] for row in ROWS}
         took = {row: _length(_union(spans)) for row, spans in rows.items()}
         hidden = _length(_common(_union(rows["beside"]), _union(rows["compute"])))

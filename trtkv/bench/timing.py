@@ -78,7 +78,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Return the bytes of the last-level cache that rotation has to exceed; a CPU's is not asked for and taken as 32 MiB."""
+    """Return the bytes of the last-level cache that rotation has to exceed; a CPU's is not requested and taken as 32 MiB."""
     return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else 32 << 20
 
 

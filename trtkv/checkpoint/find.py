@@ -28,7 +28,7 @@ class Source:
 
 
 def data_home() -> Path:
-    """Return the directory for everything that trtkv keeps: `TRTKV_HOME`, by default `~/.cache/trtkv`."""
+    """Return the directory for everything that trtkv stores: `TRTKV_HOME`, by default `~/.cache/trtkv`."""
     return Path(os.environ.get("TRTKV_HOME") or "~/.cache/trtkv").expanduser()
 
 

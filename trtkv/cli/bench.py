@@ -63,17 +63,17 @@ def kernel(
 
     Args:
         op: retrieve (append, select and attend, with each alone), append, select or attend; prefill-sums (the attention that a prompt's tokens
-            receive) or lag (LagKV's evictions of a whole prompt in all layers); recall (pages that come back from host memory).
+            receive) or lag (LagKV's evictions of a whole prompt in all layers); recall (pages copied back from host memory).
         geometry: Model preset or HqxHkxD (query heads, key-value heads, head dimension); several joined by commas.
         context: Tokens of each sequence; several joined by commas.
         batch: Sequences; several joined by commas.
         policy: full or policies that retrieve, such as fier, quest, freekv; several joined by commas.
         store: With --op attend or recall, instead of a policy, how the cache is stored: int2, int4, fp8, bf16; several joined by commas.
         budget: Tokens that each KV head reads; by default 1024 up to 32768 tokens and 2048 beyond.
-        pooling: How the query heads of a group agree; the policy's own by default.
+        pooling: How the query heads of a group agree; the policy's by default.
         settings: Change a field of the policies that have it, such as retrieve.page=32; may be repeated.
         chunk: New tokens of each sequence, for --op append; for prefill-sums by default the whole prompt, for lag 2048.
-        pages: For --op recall, pages of every KV head that one launch brings; several joined by commas. With --selected also 0 and fractions.
+        pages: For --op recall, pages of every KV head that one launch copies; several joined by commas. With --selected also 0 and fractions.
         selected: For --op recall, pages of the selection of which these are missing; by default all of them are.
         order: For --op recall, how a page lies on the host: heads or tokens first; both joined by a comma.
         dtype: float32, float16 or bfloat16; bfloat16 on a GPU and float32 on a CPU by default.

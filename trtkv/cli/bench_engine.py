@@ -25,7 +25,7 @@ SERVE_COLUMNS = {
     "policy": "policy", "endpoint": "endpoint", "statuses": "statuses", "seconds": "seconds",
     "requests_per_s": "requests/s", "tokens_in_per_s": "in tokens/s", "tokens_out_per_s": "out tokens/s",
     "ttft_p50_ms": "TTFT p50 ms", "ttft_p99_ms": "p99", "itl_p50_ms": "ITL p50 ms", "itl_p99_ms": "p99 ", "most_running": "running",
-    "most_kv_bytes": "KV", "preemptions": "gave way", "recomputed": "anew", "reused_tokens": "reused tokens",
+    "most_kv_bytes": "KV", "preemptions": "preempted", "recomputed": "recomputed", "reused_tokens": "reused tokens",
 }  # fmt: skip
 
 
@@ -61,20 +61,20 @@ def step(
         model: Preset name, directory or hub id.
         policy: KV policies; several joined by commas.
         context: Tokens of each sequence at the end; several joined by commas.
-        batch: Sequences; several joined by commas. largest stands for as many of the context as fit the memory beside the weights.
+        batch: Sequences; several joined by commas. largest represents as many of the context as fit the memory beside the weights.
         weights: Checkpoint directory, or random for numbers of the model's shape.
         budget: Tokens that each KV head keeps or reads, for policies that have a budget.
         settings: Change a field of the policies that have it, such as retrieve.page=32; may be repeated.
         dtype: float32, float16 or bfloat16; the model's by default.
         chunk: Prompt tokens of one step.
         steps: Decode steps that are timed.
-        fill: prefill, or direct: fill long caches with the pages of a short prompt (with --offload, with random ones), which tells no TTFT.
-        offload: Compare pages on the device with pages on the host, which come back in every way there is, one by one at the host's word too.
+        fill: prefill, or direct: fill long caches with the pages of a short prompt (with --offload, with random ones), which measures no TTFT.
+        offload: Compare pages on the device with pages on the host, recalled by every engine, the blocking one included.
         recall: With --offload, which ways to measure, joined by commas: resident, ahead, in front, and others; all by default.
-        drift: With --offload and random weights, the share of their own in the decoded tokens' embeddings: it makes consecutive queries differ.
+        drift: With --offload and random weights, the share of the random part in decoded tokens' embeddings: it makes consecutive queries differ.
         miss_pages: Instead of --drift, the pages that every KV head misses in a step, for which a drift is looked for.
         timeline: With --offload, draw when a step of each way computes and when pages move; the events go to the same name with .json.
-        answer: With --offload, measure answers of so many tokens instead of steps, behind prompts of --context tokens.
+        answer: With --offload, measure answers of so many tokens instead of steps, after prompts of --context tokens.
         samples: With --answer, only measure --steps steps at so many contexts from its first token to its last, and integrate.
         device: auto, cpu, cuda or cuda:N.
         compile_for: Measure nothing, only compile the kernels of these rows for a compute capability such as 90, so that no row has to.
@@ -144,7 +144,7 @@ def step(
 
 
 def _batches(text: str) -> list[int]:
-    """Return batch sizes as typed, 0 for the largest that fits, behind the others."""
+    """Return batch sizes as typed, 0 for the largest that fits, after the others."""
     words = words_of("batch", text)
     numbers = numbers_of("batch", ",".join(word for word in words if word != LARGEST)) if set(words) != {LARGEST} else []
     if numbers and numbers[0] < 1:
@@ -179,16 +179,16 @@ def serve(
         requests: How many arrive.
         prompt_tokens: Tokens of every prompt.
         answer_tokens: Tokens of every answer.
-        rate: Requests a second, at random times; without it a fixed number is kept going.
-        concurrency: How many are kept going where no rate is given.
+        rate: Requests a second, at random times; without it a fixed number runs concurrently.
+        concurrency: How many run concurrently where no rate is given.
         shared_tokens: The first tokens of every prompt that are the same in all.
         seed: Draws prompts and times.
         weights: Checkpoint directory, or random.
         device: auto, cpu, cuda or cuda:N.
         cache_gib: Memory for the KV cache in GiB; what is free by default.
-        swap_gib: Host memory in GiB for sequences that give way, taken when needed; as much as the cache by default, 0 computes them again.
-        model: Name of the model to ask a server for; its only or first one by default.
-        api_key: Key that a server asks for.
+        swap_gib: Host memory in GiB for preempted sequences, allocated when needed; as much as the cache by default, 0 recomputes them.
+        model: Name of the model to request from a server; its only or first one by default.
+        api_key: Key that a server requests.
         output: File of JSON lines to which the records are appended.
         json: Print one JSON object an engine instead of a table.
     """
@@ -223,7 +223,7 @@ def serve(
 
 
 def _options(policy: str, budget: int | None, sets: list[str]) -> tuple[int | None, tuple[str, ...]]:
-    """Keep what a policy understands of budget and settings."""
+    """Select what a policy understands of budget and settings."""
     from trtkv.policies.registry import parse_policy
 
     parsed = parse_policy(policy)

@@ -110,7 +110,7 @@ def measure_recall(
     geometries: list[str], batches: list[int], pages: Sequence[float], selected: int, order: str, stores: list[str], sets: list[str],
     dtype: str | None, device: torch.device, runs: int, output: Path | None, json: bool,
 ) -> None:  # fmt: skip
-    """Time launches that bring pages back from host memory; see `trtkv.bench.pinned`."""
+    """Time launches that copy pages from host memory; see `trtkv.bench.pinned`."""
     from trtkv.bench import pinned, report
     from trtkv.bench.cases import find_geometry
 
@@ -131,7 +131,7 @@ def measure_recall(
         if device.type != "cuda":
             notes.print("No GPU was used: pages were copied by torch within one memory.", markup=False)
     if any(record["status"] != "ok" for record in records):
-        raise TrtkvError("some rows brought wrong pages and have no times", "Report this with the output of trtkv doctor.")
+        raise TrtkvError("some rows copied wrong pages and have no times", "Report this with the output of trtkv doctor.")
 
 
 def _check(cell: Cell) -> None:
@@ -165,7 +165,7 @@ def _page(sets: list[str]) -> int:
 
 
 def _kept(measured: Iterable[dict[str, Any]], output: Path | None, json: bool) -> list[dict[str, Any]]:
-    """Append and print every record as soon as it is there."""
+    """Append and print every record as soon as it is complete."""
     from trtkv.bench.records import append_records
 
     records = []

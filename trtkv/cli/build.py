@@ -39,7 +39,7 @@ def build(
 
     Args:
         model: Preset name (trtkv models), Hugging Face directory, or hub id that has been pulled.
-        policy: KV policy (trtkv policies), several joined by +, or module:Class of your own.
+        policy: KV policy (trtkv policies), several joined by +, or your module:Class.
         budget: Tokens that each KV head keeps or reads.
         settings: Change one field of a role, such as retrieve.window=64; may be repeated.
         out: Engine directory; engines/MODEL-POLICY by default.

@@ -15,7 +15,7 @@ def register(app: App) -> None:
 
 
 def doctor(*, json: bool = False) -> None:
-    """Tell what is installed, what can build and run here, and what to install for the rest.
+    """Report what is installed, what can build and run here, and what to install for the rest.
 
     Args:
         json: Print one JSON object.

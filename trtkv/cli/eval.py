@@ -49,7 +49,7 @@ def evaluate(
 ) -> None:
     """Measure what a policy costs in quality, next to the bytes it stores and the tokens it reads.
 
-    Finished cells are kept in the output directory and not run again. Lists are separated by commas; options that take one may be repeated.
+    Finished cells are saved in the output directory and not run again. Lists are separated by commas; options that take one may be repeated.
 
     Args:
         engines: Engine directories that trtkv build made.
@@ -66,7 +66,7 @@ def evaluate(
             question is seen.
         reference: Evaluate the full policy too.
         dtype: float32, float16 or bfloat16; the checkpoint's by default.
-        weights: Checkpoint directory; the model's or engine's own by default.
+        weights: Checkpoint directory; the model's or engine's by default.
         device: auto, cpu, cuda or cuda:N.
         executor: auto (TensorRT where an engine has it, else torch), torch or tensorrt.
         batch: Sequences at once; changes no result but the time.

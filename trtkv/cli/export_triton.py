@@ -37,15 +37,15 @@ def export_triton(
     Args:
         engine: Engine directories that trtkv build made; a model's name is its directory's.
         output: Model repository; models of the same names in it are replaced with --force only.
-        unary: Add a second model NAME_unary for clients that want one response (HTTP infer, unary gRPC); it holds an engine of its own.
+        unary: Add a second model NAME_unary for clients that expect one response (HTTP infer, unary gRPC); it opens a second engine.
         weights: Checkpoint directory as Triton will see it, or random; the one that the engine was built from by default.
         copy_weights: Copy the checkpoint's safetensors into the repository, so that nothing outside it is needed.
         device: auto, cpu, cuda or cuda:N.
         executor: auto (TensorRT where it runs, else torch), torch or tensorrt.
         cache_gib: Memory for the KV cache of each model in GiB; what is free by default.
-        offload: Keep pages in host memory, for policies that select pages or tokens, such as freekv, quest and fier.
+        offload: Store pages in host memory, for policies that select pages or tokens, such as freekv, quest and fier.
         max_waiting: Sequences that may wait beyond those that run; the rest is refused as UNAVAILABLE.
-        force: Replace models that are there.
+        force: Replace existing models.
         json: Print one JSON object with the models written.
     """
     from trtkv.serve.triton_repo import Export, export

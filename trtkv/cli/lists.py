@@ -34,7 +34,7 @@ def policies(name: str | None = None, *, json: bool = False) -> None:
     """List the KV policies, or the roles and fields of one.
 
     Args:
-        name: A preset, several joined by +, or module:Class of your own.
+        name: A preset, several joined by +, or your module:Class.
         json: Print JSON.
     """
     from trtkv.policies.registry import describe, parse_policy
@@ -74,8 +74,8 @@ def plan(
         budget: Tokens that each KV head keeps or reads.
         settings: Change one field of a role; may be repeated.
         dtype: float32, float16 or bfloat16; the checkpoint's by default.
-        gpu_memory: Memory of the GPU, such as 24GiB: also tells the longest context and the largest batch that fit beside the weights.
-        offload: Count pages where trtkv run --offload keeps them.
+        gpu_memory: Memory of the GPU, such as 24GiB: also shows the longest context and the largest batch that fit beside the weights.
+        offload: Count pages where trtkv run --offload stores them.
         json: Print one JSON object.
     """
     from trtkv import api

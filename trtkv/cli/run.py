@@ -66,11 +66,11 @@ def run(
         executor: auto (TensorRT where it runs, else torch), torch or tensorrt.
         cache_gib: Memory for the KV cache in GiB; what is free by default.
         dense_below: Read sequences of up to so many tokens whole, whatever the budget; by default where a GPU does that as fast as selecting.
-        offload: Keep pages in host memory, for policies that select pages or tokens, such as freekv, quest and fier.
+        offload: Store pages in host memory, for policies that select pages or tokens, such as freekv, quest and fier.
         host_gib: Host memory that --offload may take in GiB; most of what is free by default.
         recall: With --offload, what moves pages: kernel, copies (the copy engine), or auto, which measures both when the engine is opened.
-        kv_disk: Directory that keeps the pages of prompts, so that a later prompt that begins alike need not compute them.
-        swap_gib: Host memory in GiB for sequences that give way, taken when needed; as much as the cache by default, 0 computes them again.
+        kv_disk: Directory that stores the pages of prompts, so that a later prompt that begins alike need not compute them.
+        swap_gib: Host memory in GiB for preempted sequences, allocated when needed; as much as the cache by default, 0 recomputes them.
         max_tokens: Longest answer.
         temperature: 0 takes the likeliest token.
         top_k: Draw from the k likeliest tokens; 0 is off.
@@ -78,7 +78,7 @@ def run(
         min_p: Draw from tokens at least this fraction as likely as the likeliest.
         seed: Makes draws reproducible.
         budget: Tokens that each KV head reads in a decode step, at most the engine's; for policies that select what is read.
-        tau: Cosine to the step before below which a head selects anew, from -1 (hardly ever) to 1 (always); for freekv.
+        tau: Cosine to the step before below which a head selects again, from -1 (hardly ever) to 1 (always); for freekv.
         stop: End the answer before this text; may be repeated.
         ignore_eos: Do not end at the end-of-text token.
         quiet: Print no figures on standard error.

@@ -52,7 +52,7 @@ def serve(
     drain_s: float = 30.0,
     json: bool = False,
 ) -> None:
-    """Serve engines behind the OpenAI API, with a chat page at /.
+    """Serve engines over the OpenAI API, with a chat page at /.
 
     Args:
         engine: Engine directories that trtkv build made; a model's name is its directory's.
@@ -65,13 +65,13 @@ def serve(
         device: auto, cpu, cuda or cuda:N.
         executor: auto (TensorRT where it runs, else torch), torch or tensorrt.
         cache_gib: Memory for the KV cache of each engine in GiB; what is free by default.
-        offload: Keep pages in host memory, for policies that select pages or tokens, such as freekv, quest and fier.
+        offload: Store pages in host memory, for policies that select pages or tokens, such as freekv, quest and fier.
         host_gib: Host memory that --offload may take for each engine in GiB; most of what is free by default.
         recall: With --offload, what moves pages: kernel, copies (the copy engine), or auto, which measures both when an engine is opened.
-        kv_disk: Directory that keeps the pages of prompts, so that a later prompt that begins alike need not compute them.
-        swap_gib: Host memory in GiB for sequences that give way, taken when needed; as much as each cache by default, 0 computes them again.
+        kv_disk: Directory that stores the pages of prompts, so that a later prompt that begins alike need not compute them.
+        swap_gib: Host memory in GiB for preempted sequences, allocated when needed; as much as each cache by default, 0 recomputes them.
         api_key: Key that clients must send; may be repeated. The environment variable TRTKV_API_KEY adds one.
-        cors: Origin of web pages that may ask, such as https://chat.example.org; may be repeated.
+        cors: Origin of web pages that may send requests, such as https://chat.example.org; may be repeated.
         max_waiting: Sequences that may wait for each engine; beyond that clients get 429.
         max_body_mib: Largest body of a request in MiB.
         drain_s: Seconds that requests have to finish after SIGTERM or Ctrl-C.
@@ -94,7 +94,7 @@ def serve(
     own = listen(host, port)
     address = f"http://{f'[{host}]' if ':' in host else host}:{own.getsockname()[1]}"
     if not keys and not _is_local(host):
-        notes.print(f"{host} is open to the network and no --api-key is set: everybody there may ask.", style="yellow", markup=False)
+        notes.print(f"{host} is open to the network and no --api-key is set: anybody there may send requests.", style="yellow", markup=False)
 
     def ready() -> None:
         told = {"address": address, "models": list(names), "pid": os.getpid()}

@@ -28,13 +28,13 @@ def numbers_of(name: str, text: str) -> list[int]:
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device of a name as typed; raises ConfigError for one that is not there."""
+    """Return the device of a name as typed; raises ConfigError for one that does not exist."""
     import torch
 
     from trtkv.runtime.loading import find_device as find
 
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device '{name}' was asked for, but torch sees no CUDA GPU", "Use --device cpu, or see trtkv doctor.")
+        raise ConfigError(f"device '{name}' was requested, but torch sees no CUDA GPU", "Use --device cpu, or see trtkv doctor.")
     return find(name)
 
 
@@ -50,9 +50,9 @@ def recall_engine(recall: str | None, offload: bool) -> str:
 
 
 def swap_bytes(swap_gib: float | None) -> int | None:
-    """Return the bytes of host memory for sequences that give way, None for what is sensible; raises ConfigError for no size."""
+    """Return the bytes of host memory for preempted sequences, None for the default; raises ConfigError for no size."""
     if swap_gib is not None and not 0 <= swap_gib < float("inf"):
-        raise ConfigError(f"--swap-gib {swap_gib} is no size", "Give GiB, or 0 to compute sequences that gave way again.")
+        raise ConfigError(f"--swap-gib {swap_gib} is no size", "Give GiB, or 0 to recompute preempted sequences.")
     return None if swap_gib is None else int(swap_gib * 2**30)
 
 

@@ -33,12 +33,12 @@ def verify(
 
     Args:
         engine: Engine directory.
-        weights: Directory with safetensors, or random; the engine's own by default.
+        weights: Directory with safetensors, or random; the engine's by default.
         device: auto, cpu, cuda or cuda:1.
         tokens: Prompt tokens of the longer sequence; enough that the policy selects by default.
         steps: Decode steps.
         seed: Of the random tokens.
-        through_plugins: Run the plugin nodes as TensorRT's own plugin objects, taken through their whole life; needs a TensorRT package, not its GPU.
+        through_plugins: Run the plugin nodes as TensorRT's plugin objects, taken through their whole life; needs a TensorRT package, not its GPU.
         backend: The package for that: tensorrt or tensorrt_rtx.
         json: Print one JSON object.
     """

@@ -94,7 +94,7 @@ def _until(schedule: Sequence[PlanEntry], index: int) -> list[PlanEntry]:
 def _cache(plan: CachePlan) -> str:
     if plan.in_pages:
         return "paged"
-    held = "held in tensors of the stored size"
+    held = "stored in tensors of exactly their size"
     return held if why_torch(plan) else f"encoded in pages where kernels run, elsewhere {held}"
 
 

@@ -1,4 +1,4 @@
-"""An executor's step, operator by operator, in exact arithmetic and in the engine's own dtype.
+"""An executor's step, operator by operator, in exact arithmetic and in the engine's dtype.
 
 Standard operators run in ONNX's reference evaluator, the plugin ops in their reference forms. Rows of a step are independent outside attention, so
 of a long prompt a few rows are compared: the first and the last of every sequence and some between. So are columns of a product with a weight.
@@ -113,7 +113,7 @@ class Shadow:
 
 @dataclass(slots=True)
 class _Step:
-    """One step of a shadow: both forms of every value so far, for the compared rows; single names those that the graph computes in fp32."""
+    """One recomputed step: both forms of every value so far, for the compared rows; single names those that the graph computes in fp32."""
 
     shadow: Shadow
     inputs: Mapping[str, Tensor]
@@ -128,7 +128,7 @@ class _Step:
         self.rows = torch.tensor(sorted({row for one in self._sequences() for row in _sample(one)}))
 
     def findings(self) -> Iterator[Finding]:
-        """Walk over the graph, going on with the executor's value wherever it has been compared."""
+        """Walk over the graph, continuing with the executor's value wherever it has been compared."""
         tail: set[str] = set()
         for node, op in zip(self.shadow._nodes, self.shadow._ops, strict=True):
             if "last_rows" in node.input or tail.intersection(node.input):
@@ -149,7 +149,7 @@ class _Step:
         return self.shadow._cache.step(0).rows
 
     def _force(self, name: str, rows: Tensor | None) -> None:
-        """Go on with the executor's value."""
+        """Continue with the executor's value."""
         value = self.taps[name].cpu()
         if value.is_floating_point():
             value = value if rows is None else value[rows]
@@ -186,7 +186,7 @@ class _Step:
         self.columns[name] = columns = shadow.columns(node.input[1])
         weights = [shadow.weight(one, columns) for one in node.input[1:]]
         (self.exact[name],) = _run(op, [self.exact[node.input[0]], *(one.to(shadow.wide) for one in weights)])
-        # A long sum's rounding depends on its order: torch's own is what the executor is measured by.
+        # A long sum's rounding depends on its order: torch's is what the executor is measured by.
         self.narrow[name] = shadow.round(torch.nn.functional.linear(self.narrow[node.input[0]], *(one.float() for one in weights)))
 
     def _argument(self, name: str, env: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

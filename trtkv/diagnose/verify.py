@@ -1,6 +1,6 @@
 """`trtkv verify`: runs an engine with torch or through its TensorRT plugins and checks every value of every layer against ONNX's reference.
 
-Each operator gets the executor's own inputs, so an error is found where it is made and does not grow. Exact values come from the reference
+Each operator gets the executor's inputs, so an error is found where it is made and does not grow. Exact values come from the reference
 evaluator in a wider dtype. Allowed is twice the error of the same computation in the engine's dtype, operator by operator. Attention is compared
 over the keys and values that the executor has stored.
 """
@@ -29,7 +29,7 @@ from trtkv.runtime.rows import StepRow
 from trtkv.runtime.weights import Weight
 
 Hosted = TypeVar("Hosted", bound="HostedExecutor")
-CHUNK_TOKENS = 128  # every value of a step is kept until it is compared
+CHUNK_TOKENS = 128  # every value of a step is stored until it is compared
 SHORT_TOKENS = 7
 
 
@@ -107,11 +107,11 @@ class WatchedExecutor(HostedExecutor):
 
     @property
     def capturable(self) -> bool:
-        """Every value is looked at, so nothing is captured."""
+        """Every value is read, so nothing is captured."""
         return False
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Run one step, and compare it where that is asked for."""
+        """Run one step, and compare it where that is requested."""
         self.taps = {} if self.comparing else None
         logits = super().run(inputs)
         if self.taps is not None:

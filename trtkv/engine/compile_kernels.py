@@ -31,7 +31,7 @@ def list_kernels(plan: CachePlan, model: ModelConfig, limits: Limits, sms: Seque
 
 
 def write_kernels(specs: Sequence[Spec], stage: Path, progress: Progress, *, fresh: bool = False) -> KernelsInfo:
-    """Write kernels below an engine directory, from the user's folder unless fresh ones are wanted, else compiled.
+    """Write kernels below an engine directory, from the user's folder unless fresh ones are requested, else compiled.
 
     Raises BuildError for one that does not compile.
     """

@@ -61,9 +61,9 @@ class Built:
 
 
 def build_engine(request: Request, progress: Progress = lambda stage, fraction: None) -> Built:
-    """Build an engine directory, or return the one that is there already with the same content.
+    """Build an engine directory, or return an existing one with the same content.
 
-    Raises ConfigError, CheckpointError, BuildError or CapacityError; in every case, Ctrl-C included, nothing half-written stays behind.
+    Raises ConfigError, CheckpointError, BuildError or CapacityError; in every case, Ctrl-C included, nothing half-written stays after.
     """
     limits = request.limits.check(request.model)
     plan = request.policy.plan(request.model)
@@ -103,7 +103,7 @@ def _backend(wanted: str | None) -> str | None:
 
 
 def _plan_key(request: Request, plan: CachePlan, graph: bytes, backend: str | None, targets: Targets) -> str:
-    """Name everything that decides a TensorRT plan; plans are kept by it."""
+    """Name everything that decides a TensorRT plan; plans are cached by it."""
     parts = {
         "graph": hashlib.sha256(graph).hexdigest(),
         "plan": plan.hash,
@@ -194,7 +194,7 @@ def _write_plan(
 
 
 def _remember(plan: Path, cached: Path, note: Path, info: PlanInfo) -> None:
-    """Keep a plan for the next directory with the same content; a cache that cannot be written is no error."""
+    """Save a plan for the next directory with the same content; a cache that cannot be written is no error."""
     part = cached.with_suffix(f".{uuid.uuid4().hex[:8]}.partial")
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)

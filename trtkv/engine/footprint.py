@@ -106,7 +106,7 @@ class Footprint:
         return [layers[self.plan.page_groups.index(group)].lengths[0] for group in range(self.plan.num_page_groups)]
 
     def encoded(self, layers: Sequence[Stored]) -> list[tuple[int, int]]:
-        """Return how many leading keys and values of each row are encoded, none where codes have rows of their own."""
+        """Return how many leading keys and values of each row are encoded, none where codes have their own rows."""
         if self.plan.storage == "mixed" or self.plan.quantize is None:
             return []
         if self.count.by_head:

@@ -1,7 +1,7 @@
 """Reads which kernels a TensorRT-RTX plan launches, on a machine without a GPU.
 
 Such a plan carries the schedule of each of its compiled graphs as text. The format is not documented, so this is best effort: what is not
-understood yields an empty list. TensorRT's own inspector needs a GPU; full TensorRT's plans carry no such text.
+understood yields an empty list. TensorRT's inspector needs a GPU; full TensorRT's plans carry no such text.
 """
 
 from __future__ import annotations

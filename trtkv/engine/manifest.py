@@ -93,7 +93,7 @@ class Manifest(BaseModel):
 
     @property
     def cache(self) -> CachePlan:
-        """The cache plan; raises EngineError when another format wrote it or a role of the user's own cannot be found."""
+        """The cache plan; raises EngineError when another format wrote it or a role of the user's cannot be found."""
         try:
             plan = CachePlan.from_json(self.cache_plan)
         except EngineError as error:

@@ -17,7 +17,7 @@ from trtkv.policies.base import Evict
 from trtkv.policies.policy import Policy
 
 UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-NO_LIMIT = 2**24  # tokens; a cache that still fits behind so long a prompt is not what limits it
+NO_LIMIT = 2**24  # tokens; a cache that still fits after so long a prompt is not what limits it
 
 
 def parse_bytes(text: str) -> int:
@@ -32,13 +32,13 @@ def predict(
     model: ModelConfig, policy: Policy, context: int, batch_size: int, gpu_memory: str | None = None, chunk_tokens: int = DEFAULT_CHUNK,
     offload: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the bytes of every buffer and of the whole behind prompts of `context` tokens, batch_size sequences at once.
+    """Return the bytes of every buffer and of the whole after prompts of `context` tokens, batch_size sequences at once.
 
     peak_bytes is the most while the prompts are read in chunks: one is then still whole (several, where a chunk holds them), the others are evicted
     from and encoded. With gpu_memory also what fits beside the weights: longest_context, the longest prompt that such sequences may have had
     (None: the cache is not what limits it), longest_prompt, the longest that can be read, and largest_batch of this context, reading included.
     `assumes` says in words what the figures take for granted, `in_torch` what no kernel does on any GPU. With offload, pages are counted where
-    `trtkv run --offload` keeps them: host_bytes, device_bytes and, as device_peak_bytes, the most on the device while one prompt is read; the limits
+    `trtkv run --offload` stores them: host_bytes, device_bytes and, as device_peak_bytes, the most on the device while one prompt is read; the limits
     of gpu_memory are then the device's, as if host memory had none. Raises ConfigError for sizes that are not positive and policies that cannot
     work, or cannot be offloaded.
     """
@@ -120,7 +120,7 @@ def _paged(one: Footprint, context: int, batch_size: int) -> list[dict[str, Any]
 
 
 def _on_device(one: Footprint, context: int, batch_size: int) -> tuple[int, int]:
-    """Return the device's bytes behind offloaded prompts, and the most while the last is read.
+    """Return the device's bytes after offloaded prompts, and the most while the last is read.
 
     On top come the keys and values of two layers at full length, the one that runs and the next, and of a layer's new tokens; of encoded ones the
     prompt in full precision, and a layer's codes on their way.
@@ -141,7 +141,7 @@ def _layout(one: Footprint, context: int) -> Layout:
 
 
 def _tiered(one: Footprint, context: int, batch_size: int) -> list[dict[str, Any]]:
-    """List the buffers of an offloaded cache: those that keep their tokens on the device, the host's pages, and the device's places for them."""
+    """List the buffers of an offloaded cache: those whose tokens stay on the device, the host's pages, and the device's places for them."""
     plan, shape = one.plan, _layout(one, context)
     pages, rows = plan.pages(context) * batch_size, []
     gone = {spec.name for spec in records(plan)} if one.count.form is not None else {"keys", "values"}
@@ -198,7 +198,7 @@ def _assumptions(one: Footprint, offload: bool) -> list[str]:
     if policy.quantize and policy.quantize.demoted_only and policy.evict and type(policy.evict).split is Evict.split:
         said.append("the evict role does not say how many tokens it demotes: all are counted in full precision")
     if one.count.form is not None:
-        said.append("a GPU runs it: elsewhere tokens are held in tensors of the stored size, and only those bytes are occupied")
+        said.append("a GPU runs it: elsewhere tokens are stored in tensors of exactly their size, and only those bytes are occupied")
     if policy.offload and not offload:
         said.append("the offload role is not applied: every page is counted on the device (--offload counts it on the host)")
     return said

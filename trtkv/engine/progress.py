@@ -50,7 +50,7 @@ class Fraction:
 
 
 class Monitor:
-    """What the builder tells about its progress, and asks whether to go on; `make_monitor` adds TensorRT's own base class."""
+    """Receives the builder's progress, and says whether to continue; `make_monitor` adds TensorRT's base class."""
 
     interface: Any  # TensorRT's base class
 
@@ -64,7 +64,7 @@ class Monitor:
 
     @property
     def stopped(self) -> bool:
-        """Whether the build was told to end."""
+        """Whether the build was cancelled."""
         return self._stop.is_set()
 
     def stop(self) -> None:
@@ -72,7 +72,7 @@ class Monitor:
         self._stop.set()
 
     def report(self, stage: str, fraction: float) -> None:
-        """Tell the caller's progress function, unless the build is already ending; what that raises ends the build and is raised there."""
+        """Call the caller's progress function, unless the build is already ending; what that raises ends the build and is raised there."""
         if self._progress is None or self.recorder.failed or fraction < self._reported + (STEP if fraction < 1 else 0):
             return
         self._reported = fraction

@@ -1,4 +1,4 @@
-"""Which GPUs a build is for: those asked for, as far as TensorRT and the compilers of the kernels know them."""
+"""Which GPUs a build is for: those requested, as far as TensorRT and the compilers of the kernels know them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from plugins.tensorrt import cuda
 from plugins.tensorrt.backend import Backend
 from trtkv.errors import BuildError
 
-PORTABLE_SMS = ("80", "86", "89", "120")  # what a backend that builds without a GPU builds for unless told otherwise
+PORTABLE_SMS = ("80", "86", "89", "120")  # what a backend that builds without a GPU builds for by default
 KERNEL_SMS = ("80", "89", "90", "120")  # what kernels are compiled for on a machine without a GPU: each runs on its whole generation
 NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Compute capabilities of the plan (none: the backend's own choice) and of the kernels; no_plan says why there is no plan to build."""
+    """Compute capabilities of the plan (none: the backend's choice) and of the kernels; no_plan says why there is no plan to build."""
 
     plan: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
@@ -26,19 +26,19 @@ class Targets:
 
 
 def parse_sms(words: Sequence[str]) -> tuple[str, ...]:
-    """Read compute capabilities as typed, several in one word or in many: "8.9", "sm_89" and "89" are the same; "none" stands alone."""
+    """Read compute capabilities as typed, several in one word or in many: "8.9", "sm_89" and "89" are the same; "none" cannot be combined."""
     parts = [part.strip().lower() for word in words for part in word.split(",")]
     sms = tuple(dict.fromkeys(part.replace(".", "").removeprefix("sm").removeprefix("_") for part in parts))
     for sm, part in zip(sms, parts, strict=False):
         if sm == NONE and len(sms) > 1:
-            raise BuildError("--sm none stands alone", "Leave it out, or leave the compute capabilities out.")
+            raise BuildError("--sm none cannot be combined with others", "Leave it out, or leave the compute capabilities out.")
         if sm != NONE and not (sm.isascii() and sm.isdigit()):
             raise BuildError(f"'{part}' is no compute capability", "Write --sm 89, --sm 80,89,90,120 or --sm none.")
     return sms
 
 
 def choose_targets(words: Sequence[str], backend: Backend | None, *, insisted: bool) -> Targets:
-    """Divide what was asked for between plan and kernels; without a word kernels are for the GPU at hand, or for all where there is none.
+    """Divide what was requested between plan and kernels; by default kernels are for the GPU at hand, or for all where there is none.
 
     A plan is for those that the backend supports. Where it supports none there is no plan, unless the user insisted on the backend: then the
     plan's builder says so. Raises BuildError for a word that is no compute capability or one that nothing here builds for.

@@ -1,6 +1,6 @@
 """Compiles an ONNX graph with this project's plugin ops into a TensorRT plan.
 
-The build runs on a thread of its own, so that Ctrl-C reaches Python while TensorRT is compiling: TensorRT swallows an interrupt that is
+The build runs on its own thread, so that Ctrl-C reaches Python while TensorRT is compiling: TensorRT swallows an interrupt that is
 raised inside one of its callbacks.
 """
 
@@ -36,7 +36,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A serialized engine; data refers to TensorRT's own memory, which lives as long as it is referenced."""
+    """A serialized engine; data refers to TensorRT's memory, which lives as long as it is referenced."""
 
     data: memoryview
     backend: str
@@ -60,7 +60,7 @@ def build_plan(
 
     backend is "tensorrt", "tensorrt_rtx" or None for whichever is installed; sms are compute capabilities such as "89", none for the
     backend's usual ones (the GPU at hand for full TensorRT); progress gets a stage and a fraction 0..1 that never falls, on another thread;
-    cancelled is asked now and then. Raises BuildError, KeyboardInterrupt when interrupted, or what progress or cancelled raise.
+    cancelled is polled. Raises BuildError, KeyboardInterrupt when interrupted, or what progress or cancelled raise.
     """
     chosen = load(backend)
     targets = target_capabilities(chosen, sms)
@@ -82,7 +82,7 @@ def build_plan(
 
 
 def target_capabilities(backend: Backend, sms: Sequence[str]) -> tuple[str, ...]:
-    """Check the compute capabilities asked for, or choose them: all from 8.0 on, or for full TensorRT that of the GPU at hand."""
+    """Check the compute capabilities requested, or choose them: all from 8.0 on, or for full TensorRT that of the GPU at hand."""
     wanted = tuple(dict.fromkeys(sm.replace(".", "").removeprefix("sm_").removeprefix("sm") for sm in sms))
     if not backend.portable:
         here = cuda.compute_capability()
@@ -95,7 +95,7 @@ def target_capabilities(backend: Backend, sms: Sequence[str]) -> tuple[str, ...]
     for sm in wanted:
         if sm not in known:
             raise BuildError(f"{backend.title} does not support sm {sm}; it supports {', '.join(known)}", _advice(sm))
-    # Turing has no bfloat16, so it must be asked for.
+    # Turing has no bfloat16, so it must be requested.
     return wanted or tuple(sm for sm in known if int(sm) >= 80)
 
 
@@ -132,7 +132,7 @@ def check_ops(onnx_bytes: bytes, faces: Collection[OpFace]) -> None:
 
 
 class _Job:
-    """One build on its worker thread: what it needs, and what came of it."""
+    """One build on its worker thread: what it needs, and its result."""
 
     def __init__(self, backend: Backend, model: bytes, profiles: Sequence[Profile], targets: Sequence[str], monitor: Monitor) -> None:
         self.backend, self.model, self.profiles, self.targets, self.monitor = backend, model, profiles, targets, monitor
@@ -160,7 +160,7 @@ class _Job:
             self._ended.set()
 
     def result(self) -> memoryview:
-        """Return the plan, or raise the reason why there is none: what a callback raised goes before what TensorRT made of it."""
+        """Return the plan, or raise the reason why there is none: what a callback raised takes precedence over TensorRT's message."""
         self.recorder.check(BuildError)
         if self.monitor.stopped:
             raise BuildError("the build was cancelled", "Start it again.")

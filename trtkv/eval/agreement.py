@@ -54,7 +54,7 @@ def compare(llm: LLM, full: LLM, texts: Sequence[Given], report: Report = silent
 
 
 def _against(llm: LLM, texts: Sequence[Given], wanted: Sequence[Tensor]) -> tuple[list[list[float]], Cost]:
-    """Return each text's mean figures; wanted are full's log probabilities [n, V]."""
+    """Return each text's mean figures; wanted: full's log probabilities [n, V]."""
     sums = torch.zeros(len(texts), len(FIGURES), dtype=torch.float64)
 
     def visit(which: Sequence[int], positions: Sequence[int], logits: Tensor) -> None:

@@ -26,8 +26,8 @@ from trtkv.runtime.pages import PageAllocator
 from trtkv.runtime.rows import StepRow
 from trtkv.simulation import Simulation, simulate
 
-DECODED = 16  # tokens behind each prompt whose attention is compared
-TOP = 32  # tokens of highest attention that recall asks for
+DECODED = 16  # tokens after each prompt whose attention is compared
+TOP = 32  # tokens of highest attention that recall requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Recorded:
 class AttentionError(Perplexity):
     """L2 error of each layer's attention output relative to full attention's, mean over decoded tokens and texts, and what was read of the best.
 
-    "recall" is the share of the 32 tokens with the highest full attention that were kept and read, "covered" the share of full attention's
+    "recall" is the share of the 32 tokens with the highest full attention that were stored and read, "covered" the share of full attention's
     probability on what was read; "error_layer_N" and "recall_layer_N" are those of one layer.
     """
 
@@ -56,7 +56,7 @@ class AttentionError(Perplexity):
     def measure(self, bench: Bench) -> Mapping[str, float]:
         """Compare over `samples` windows; raises ConfigError where full KV does not run on the torch executor, whose values can be read."""
         if bench.length <= DECODED:
-            raise ConfigError(f"the task '{self.name}' compares {DECODED} tokens behind a prompt", f"Give at least --length {DECODED + 1}.")
+            raise ConfigError(f"the task '{self.name}' compares {DECODED} tokens after a prompt", f"Give at least --length {DECODED + 1}.")
         full, plan = bench.full(), bench.llm.engine.cache.plan
         policy = policy_of(plan)
         texts = windows(bench.llm, self._data, bench.length, bench.samples, bench.seed)
@@ -120,7 +120,7 @@ def replay(policy: Policy, seen: Recorded) -> list[Simulation]:
 
 
 def _view(seen: Recorded, layer: int) -> CacheView:
-    """Return a layer's whole cache behind the prompt, as an allocate role measures it."""
+    """Return a layer's whole cache after the prompt, as an allocate role measures it."""
     q, k, v = (x[: seen.prompt].float() for x in seen.layers[layer])
     heads, prompt = k.shape[1], seen.prompt
     at = Occupancy(prompt, (prompt,) * heads, prompt, 0, "prefill", True, prompt, layer, len(seen.layers))
@@ -129,7 +129,7 @@ def _view(seen: Recorded, layer: int) -> CacheView:
 
 
 def _stored(llm: LLM, done: Sequence[Simulation], num_tokens: int) -> float:
-    """Return the bytes of a sequence of so many tokens: the plan's where nothing is evicted or encoded, else what was held."""
+    """Return the bytes of a sequence of so many tokens: the plan's where nothing is evicted or encoded, else what was stored."""
     plan = llm.engine.cache.plan
     if not {"allocate", "evict", "quantize"} & set(plan.roles):
         return llm.engine.cache.count.stored(num_tokens)

@@ -1,4 +1,4 @@
-"""From a budget as typed to a policy: tokens or a share of the length, wherever a policy keeps its budget."""
+"""From a budget as typed to a policy: tokens or a share of the length, wherever a policy states its budget."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def has_budget(policy: Policy) -> bool:
 
 
 def apply_budget(policy: Policy, budget: int, length: int) -> Policy:
-    """Return the policy with so many tokens of each KV head behind a sequence of so many; raises ConfigError where it cannot work.
+    """Return the policy with so many tokens of each KV head after a sequence of so many; raises ConfigError where it cannot work.
 
     LagKV has a ratio and a lag instead of a budget. The lag becomes the largest power of two, at most its own, that with the sink takes half of
     the budget at most; of every other lag as many tokens stay as the budget holds. Layers that its `skip_layers` names are not counted.

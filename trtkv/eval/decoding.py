@@ -1,6 +1,6 @@
 """Prompts prefilled alone in fixed chunks, then sequences decoded together: answers do not depend on what else runs.
 
-A policy that evicts while a prompt comes in chunks would otherwise see other chunks in another batch.
+A policy that evicts while a prompt is read in chunks would otherwise see other chunks in another batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Report = Callable[[float], None]
 
 
 def silent(fraction: float) -> None:
-    """Report progress to nobody."""
+    """Discard progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Row:
     ended: bool = False
 
 
-# Takes rows and the logits [R, V] fp32 behind their last fed tokens; appends a token to each row, or marks it as ended.
+# Takes rows and the logits [R, V] fp32 after their last fed tokens; appends a token to each row, or marks it as ended.
 Take = Callable[[Sequence[Row], Tensor], None]
 
 

@@ -15,7 +15,7 @@ Row = TypeVar("Row", bound=BaseModel)
 
 
 def need_file(path: Path | None, task: str, what: str) -> Path:
-    """Return the file that a task reads; raises ConfigError when none was given or it is not there."""
+    """Return the file that a task reads; raises ConfigError when none was given or it does not exist."""
     if path is None:
         raise ConfigError(f"the task '{task}' reads {what}, and no file was given", f"Give it with --data {task}=FILE.")
     if not path.is_file():

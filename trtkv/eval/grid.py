@@ -1,4 +1,4 @@
-"""From what a user asks for to cells: one policy, budget, task and length each, checked before anything runs."""
+"""From what a user requests to cells: one policy, budget, task and length each, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Scoring = Literal["generate", "forced", "blind"]
 
 @dataclass(frozen=True, slots=True)
 class TaskSpec:
-    """A task as asked for; identity is the task's own, read when the request was checked."""
+    """A task as requested; identity is the task's, read when the request was checked."""
 
     name: str
     options: TaskOptions
@@ -74,7 +74,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a user asks for: engines, or a model with policies and budgets.
+    """What a user requests: engines, or a model with policies and budgets.
 
     budgets are tokens or shares (`256`, `11%`), sets `role.field=value` or `policy:role.field=value`, data `FILE` or `task=FILE`; reference adds the
     policy full once for every task and length.
@@ -112,7 +112,7 @@ def expand(request: Request, keep_going: bool = False) -> Grid:
     becomes a misfit instead.
     """
     if request.samples < 1:
-        raise ConfigError(f"samples {request.samples} is not above 0", "Ask for at least --samples 1.")
+        raise ConfigError(f"samples {request.samples} is not above 0", "Give at least --samples 1.")
     if bool(request.engines) == (request.model is not None):
         raise ConfigError(
             "engine directories or --model: one of the two is needed", "trtkv eval ENGINE, or trtkv eval --model MODEL --policy POLICY."
@@ -167,7 +167,7 @@ def task_specs(names: Sequence[str], data: Sequence[str]) -> list[TaskSpec]:
             everyone = Path(item)
     stray = [name for name in own if name not in names]
     if stray:
-        raise ConfigError(f"--data names the task '{stray[0]}', which is not asked for", f"The tasks: {', '.join(names)}.")
+        raise ConfigError(f"--data names the task '{stray[0]}', which is not requested", f"The tasks: {', '.join(names)}.")
     options = {name: TaskOptions(own.get(name, everyone)) for name in names}
     tasks = {name: make_task(name, one) for name, one in options.items()}
     readers = [name for name, task in tasks.items() if task.reads_data]

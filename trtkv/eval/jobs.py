@@ -22,7 +22,7 @@ from trtkv.eval.results import Results
 from trtkv.eval.runner import Runner
 from trtkv.eval.samples import SampleMaker
 
-WAIT_S = 0.2  # between looks at cells that other processes run
+WAIT_S = 0.2  # between polls of cells that other processes run
 TELL_S = 0.5  # between words of one worker about an unfinished cell
 Progress = Callable[[str, float], None]  # a cell's key and the fraction of it that is done
 
@@ -46,7 +46,7 @@ Event = Failed | tuple[str, float]  # why a worker ended, or a cell's key and th
 def run_cells(cells: Sequence[Cell], setup: Setup, directory: Path, jobs: int, progress: Progress, maker: SampleMaker | None = None) -> None:
     """Run the cells that the results in a directory lack; other processes may do the same at once, and no cell runs twice.
 
-    Raises what a cell raises; cells finished before are kept. Ctrl-C loses the cells that were running, and nothing else.
+    Raises what a cell raises; cells finished before are saved. Ctrl-C loses the cells that were running, and nothing else.
     """
     jobs = min(jobs, len(cells))
     if jobs > 1:
@@ -95,7 +95,7 @@ def _run_in_processes(cells: Sequence[Cell], setup: Setup, directory: Path, jobs
 
 
 def _follow(workers: Sequence[BaseProcess], events: Queue[Event], progress: Progress) -> None:
-    """Pass on what workers tell until all have ended; raises what ended one early."""
+    """Pass on workers' messages until all have ended; raises what ended one early."""
     ended = False
     while True:
         try:
@@ -115,7 +115,7 @@ def _follow(workers: Sequence[BaseProcess], events: Queue[Event], progress: Prog
 
 
 def _turned(cells: Sequence[Cell], index: int, jobs: int) -> list[Cell]:
-    """Let every worker begin elsewhere, so that each keeps an engine open for several cells."""
+    """Let every worker begin elsewhere, so that each uses an open engine for several cells."""
     start = len(cells) * index // jobs
     return [*cells[start:], *cells[:start]]
 
@@ -133,7 +133,7 @@ def _worker(cells: Sequence[Cell], setup: Setup, directory: Path, jobs: int, eve
 
 
 class _Teller:
-    """Tells the parent how far a cell is, in steps that are worth it, and ends a worker whose parent has gone."""
+    """Reports a cell's progress to the parent, not too often, and ends a worker whose parent has died."""
 
     def __init__(self, events: Queue[Event]) -> None:
         self._events, self._told = events, 0.0

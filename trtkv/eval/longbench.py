@@ -34,7 +34,7 @@ CHOOSE = (
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """How a dataset is asked and scored: template with {context} and {input}, longest answer, and whether only the answer's first line counts."""
+    """How a dataset is prompted and scored: template with {context} and {input}, longest answer, and whether only the answer's first line counts."""
 
     metric: metrics.Metric
     max_new_tokens: int
@@ -94,7 +94,7 @@ class Row(BaseModel):
 
     @property
     def about(self) -> Dataset:
-        """How the row is asked and scored."""
+        """How the row is prompted and scored."""
         return DATASETS[self.dataset]
 
 
@@ -230,7 +230,7 @@ class LongBenchV2(FileTask):
 def drop_middle(context: str, question: str, limit_tokens: int, count_tokens: CountTokens) -> tuple[str, str]:
     """Return context and question whose concatenation has at most limit_tokens tokens: half of them from the start, half from the end.
 
-    LongBench cuts the middle because instructions stand at both ends. A question longer than its half loses its beginning.
+    LongBench cuts the middle because instructions are at both ends. A question longer than its half loses its beginning.
     """
     prompt = context + question
     if count_tokens(prompt) <= limit_tokens:

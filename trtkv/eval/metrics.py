@@ -1,6 +1,6 @@
 """The metrics of LongBench and LongBench v2, from their published definitions (arXiv 2308.14508, section 4; arXiv 2412.15204, section 3).
 
-All are between 0 and 1 and the best over several right answers counts. They give what LongBench's own scripts give with rouge 1.0.1 and fuzzywuzzy
+All are between 0 and 1 and the best over several right answers counts. They give what LongBench's scripts give with rouge 1.0.1 and fuzzywuzzy
 0.18, oddities included: those are in the published scores. Chinese answers are compared by jieba's words where jieba is installed, as LongBench
 does, else by characters; `segmentation` says which.
 """
@@ -51,7 +51,7 @@ def token_f1(given: Sequence[str], wanted: Sequence[str]) -> float:
 def rouge_l(given: str, wanted: str, classes: Sequence[str] = ()) -> float:
     """ROUGE-L's F measure: the longest common subsequence of words, over each sentence of the right answer united (Lin, 2004).
 
-    As LongBench's library counts it: sentences end at full stops, words are split at spaces, repeated words of a text count once, and blanks behind
+    As LongBench's library counts it: sentences end at full stops, words are split at spaces, repeated words of a text count once, and blanks after
     the last full stop are a sentence of one empty word.
     """
     return _rouge_l(*([one.split() or [""] for one in text.split(".") if one] for text in (given, wanted)))
@@ -65,7 +65,7 @@ def rouge_l_zh(given: str, wanted: str, classes: Sequence[str] = ()) -> float:
 def classification(given: str, wanted: str, classes: Sequence[str] = ()) -> float:
     """One over the number of classes that the answer names, if the right one is among them; a class inside the right one's name does not count.
 
-    As LongBench counts: the class behind one that does not count is never looked at, and counts.
+    As LongBench counts: the class after one that does not count is never examined, and counts.
     """
     named, index = [one for one in classes if one in given], 0
     while index < len(named):
@@ -95,7 +95,7 @@ def code_similarity(given: str, wanted: str, classes: Sequence[str] = ()) -> flo
 def edit_similarity(a: str, b: str) -> float:
     """Twice the characters in matching blocks over both lengths, rounded to a hundredth; 0 for an empty text.
 
-    LongBench names fuzzywuzzy without its optional library, and that is Python's own matcher.
+    LongBench names fuzzywuzzy without its optional library, and that is Python's matcher.
     """
     return round(100 * SequenceMatcher(None, a, b).ratio()) / 100 if a and b else 0.0
 

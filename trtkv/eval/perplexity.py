@@ -1,4 +1,4 @@
-"""Perplexity by sliding window: each window's end is fed token by token behind its beginning, so that the policy acts as in decoding.
+"""Perplexity by sliding window: each window's end is fed token by token after its beginning, so that the policy acts as in decoding.
 
 Windows of `length` tokens advance by the tokens that they score, so every token is scored once and sees at least length minus these before it.
 """
@@ -65,7 +65,7 @@ class Perplexity(TextTask):
     reads_data = True
 
     def __init__(self, options: TaskOptions, name: str = "perplexity") -> None:
-        """Take the text's file, or None; raises ConfigError when it is not there."""
+        """Take the text's file, or None; raises ConfigError when it does not exist."""
         self.name, self._data = name, options.data
         if self._data is not None and not self._data.is_file():
             raise ConfigError(f"the file '{self._data}' of task '{name}' does not exist", "Check its name.")

@@ -50,7 +50,7 @@ class Results:
         return self._found
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Append one record with its `key`; raises ConfigError when the disk is full or the file was taken away."""
+        """Append one record with its `key`; raises ConfigError when the disk is full or the file was removed."""
         line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         try:
             with self._locked(), self.file.open("r+b") as stream:

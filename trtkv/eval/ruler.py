@@ -1,6 +1,6 @@
 """RULER's tasks that need no data: needles, variable tracking, common and frequent words (arXiv 2404.06654, section 3).
 
-What is hidden and asked for, how many and how it is scored are RULER's; the wording is this package's. Text and words are Python's documentation,
+What is hidden and requested, how many and how it is scored are RULER's; the wording is this package's. Text and words are Python's documentation,
 keys are joined from its words, and an answer is as long as its values and a sentence need.
 """
 
@@ -23,9 +23,9 @@ SPARE = 12  # tokens: words of an answer beside what is looked for
 
 @dataclass(frozen=True, slots=True)
 class Needles(MadeTask):
-    """Keys with values hidden in a text (repeated sentences, real text, or nothing but other needles), of which some are asked for.
+    """Keys with values hidden in a text (repeated sentences, real text, or nothing but other needles), of which some are requested.
 
-    num_keys different keys stand in the text, num_values values belong to each key in question, num_queries keys are asked for.
+    num_keys different keys are in the text, num_values values belong to each key in question, num_queries keys are requested.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Needles(MadeTask):
     num_queries: int = 1
 
     def make(self, length: int, depth: float, rng: random.Random, count_tokens: CountTokens) -> Sample:
-        """Hide needles: where one value is asked for, it stands at the depth, all others stand anywhere."""
+        """Hide needles: where one value is requested, it is at the depth, all others anywhere."""
         keys = [self._key(rng) for _ in range(max(self.num_keys, self.num_queries))]
         pairs = [(key, self._value(rng)) for key in keys for _ in range(self.num_values)]
         wanted = [pair for pair in pairs if pair[0] in keys[: self.num_queries]]
@@ -73,7 +73,7 @@ class Needles(MadeTask):
         return f"One of the magic {self.value_kind} for {key} is: {value}."
 
     def _question(self, keys: list[str], num_answers: int) -> str:
-        """Ask, and begin the answer."""
+        """The question, and how the answer begins."""
         kinds, kind, first = self.value_kind, self.value_kind[:-1], keys[0]
         if num_answers == 1:
             return f"What is the magic {kind} for {first} in the text above? The magic {kind} for {first} is:"

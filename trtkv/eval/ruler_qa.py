@@ -1,7 +1,7 @@
 """Questions about documents as RULER defines them: the documents that answer, among others of the same data set (arXiv 2404.06654, section 3).
 
 Data comes from a local file in the format of SQuAD, versions 1 and 2 (`data`, `paragraphs`, `qas`; questions without an answer are left out), as for
-RULER's qa_1, or of HotpotQA (a list with `question`, `answer` and `context`), as for qa_2. The wording is this package's own.
+RULER's qa_1, or of HotpotQA (a list with `question`, `answer` and `context`), as for qa_2. The wording is this package's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Asked:
 
 
 class RulerQA(AnswerTask):
-    """A question about documents: "score" is 1 when one of the accepted answers stands in the model's."""
+    """A question about documents: "score" is 1 when one of the accepted answers is in the model's."""
 
     reads_data = True
 
@@ -50,7 +50,7 @@ class RulerQA(AnswerTask):
         """Draw questions without repetition; raises ConfigError where the file has too few or their own documents do not fit."""
         if count > len(self._questions):
             raise ConfigError(
-                f"'{self._path}' has {len(self._questions)} questions with an answer", f"Ask for at most --samples {len(self._questions)}."
+                f"'{self._path}' has {len(self._questions)} questions with an answer", f"Give at most --samples {len(self._questions)}."
             )
         drawn = random.Random(f"{self.name} {seed}").sample(self._questions, count)
         return [self._sample(one, length_tokens, random.Random(f"{self.name} {seed} {index}"), count_tokens) for index, one in enumerate(drawn)]

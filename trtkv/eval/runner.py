@@ -34,7 +34,7 @@ class Outcome:
 
 
 class Runner:
-    """Runs one cell after the other; keeps the last engine, and the one of the full policy, open for the next."""
+    """Runs one cell after the other; the last engine, and the one of the full policy, stay open for the next."""
 
     def __init__(self, setup: Setup, maker: SampleMaker | None = None) -> None:
         self.setup, self.maker = setup, maker or SampleMaker()

@@ -1,4 +1,4 @@
-"""Builds the samples of cells with the model's own tokenizer, once for all policies."""
+"""Builds the samples of cells with the model's tokenizer, once for all policies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trtkv.runtime.tokenizer import Tokenizer
 
 
 class SampleMaker:
-    """Tasks and their samples, kept as long as this object lives."""
+    """Tasks and their samples, cached as long as this object lives."""
 
     def __init__(self) -> None:
         self._tasks: dict[TaskSpec, Task] = {}
@@ -64,7 +64,7 @@ class SampleMaker:
 
 
 def check_samples(grid: Grid, maker: SampleMaker, keep_going: bool = False) -> Grid:
-    """Build the samples of every cell once, so that a task that does not fit is told before anything runs.
+    """Build the samples of every cell once, so that a task that does not fit is reported before anything runs.
 
     Raises ConfigError; with keep_going such cells become misfits instead.
     """

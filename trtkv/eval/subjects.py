@@ -18,14 +18,14 @@ from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy
 
 REFERENCE = "full"
-SAMPLED_BYTES = 1 << 20  # of the start, the middle and the end of a file of weights: enough to tell two checkpoints apart
+SAMPLED_BYTES = 1 << 20  # of the start, the middle and the end of a file of weights: enough to distinguish two checkpoints
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
     """A model under a policy. source.config has the dtype and positions it runs with; engine is None where one is made on the fly.
 
-    sets are the settings that changed this policy; identity tells the subject from others of the same name; chunk_tokens are the new tokens of one
+    sets are the settings that changed this policy; identity separates subjects of the same name; chunk_tokens are the new tokens of one
     prefill step, None for whole prompts: a policy that evicts between chunks answers otherwise.
     """
 
@@ -44,7 +44,7 @@ class Subject:
 
     @property
     def is_reference(self) -> bool:
-        """Whether every token is kept exactly and read."""
+        """Whether every token is stored exactly and read."""
         return not self.policy.roles
 
     @property
@@ -77,7 +77,7 @@ def model_subjects(
 ) -> Callable[[int], Iterator[Subject]]:
     """Return a function from a length to the subjects at it: every policy at every budget, in this order.
 
-    A policy without a budget comes once. What cannot work is raised, or appended to misfits where a list is given.
+    A policy without a budget is listed once. What cannot work is raised, or appended to misfits where a list is given.
     """
     source, config, _ = api.prepare(model, REFERENCE, None, (), dtype, None)
     path = _weights_path(weights, [source.path], source.name)
@@ -108,7 +108,7 @@ def model_subjects(
 
 
 def engine_subjects(engines: Sequence[Path], weights: str | None, reference: bool) -> Callable[[int], Iterator[Subject]]:
-    """Return a function from a length to the subjects at it: the engines, behind the reference of every model among them that brings none."""
+    """Return a function from a length to the subjects at it: the engines, after the reference of every model among them that has none."""
     found = [_engine_subject(engine, read_manifest(engine), weights) for engine in dict.fromkeys(engines)]
     subjects = [subject for subject, _ in found]
     if reference:

@@ -23,8 +23,8 @@ Encode = Callable[[str], Sequence[int]]
 class Sample:
     """One prompt: context is the document, question what follows it with its separator, so that their concatenation is the prompt.
 
-    answers are what `score` looks for; target is the text that teacher forcing expects directly behind the prompt, empty where no single text is
-    right; max_new_tokens is the longest answer; depth says where the needle stands, 0 at the start, 1 at the end.
+    answers are what `score` looks for; target is the text that teacher forcing expects directly after the prompt, empty where no single text is
+    right; max_new_tokens is the longest answer; depth says where the needle is, 0 at the start, 1 at the end.
     """
 
     context: str
@@ -54,7 +54,7 @@ class TaskOptions:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What a TextTask measures: llm is the opened engine of the cell, full opens the same model without a policy (once; kept for later cells).
+    """What a TextTask measures: llm is the opened engine of the cell, full opens the same model without a policy (once; cached for later cells).
 
     length is the tokens of a sequence, prompt and answer together, and never beyond the engine's; samples the number of texts, batch the sequences
     at once; report takes the fraction that is done.
@@ -81,7 +81,7 @@ class Task(ABC):
     def identity(self) -> str:
         """Everything besides name, length, samples and seed that changes a result, such as a file's checksum.
 
-        By default the text to hide things in, which each version of Python brings its own of.
+        By default the text to hide things in, which differs by Python version.
         """
         return f"documentation {fingerprint()}"
 

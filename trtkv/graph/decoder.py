@@ -43,7 +43,7 @@ class Decoder:
 def build_decoder(model: ModelConfig, plan: CachePlan, limits: Limits, tp: int = 1) -> Decoder:
     """Build the graph of one model under one cache plan; weights are inputs, the KV cache is reached through `state`.
 
-    With tp above 1 model and plan are one part's: the parts add up behind attention and behind the hidden layer, and put their logits together.
+    With tp above 1 model and plan are one part's: the parts add up after attention and after the hidden layer, and put their logits together.
     Output: logits [R, V] fp32 of the rows that `last_rows` names.
     """
     net = Network(f"{model.model_type}-{plan.policy}", model.dtype)

@@ -24,7 +24,7 @@ def weight_specs(model: ModelConfig, tp: int = 1) -> list[WeightSpec]:
     """List the weights of a decoder in the order of the graph's inputs.
 
     With tp above 1 model is one part: shapes are the part's, sources the whole tensors, of which a part takes rows, or columns of `o` and `down`.
-    The embedding stays whole, because a step reads few of its rows; a head that is tied to it becomes an input of its own where parts share it.
+    The embedding stays whole, because a step reads few of its rows; a head that is tied to it becomes a separate input where parts share it.
     """
     e, v = model.hidden_size, model.vocab_size
     specs = [_single("embed", "model.embed_tokens.weight", (v, e))]

@@ -1,4 +1,4 @@
-"""What a KV policy is: five optional roles, each a frozen description with its meaning in torch.
+"""What a KV policy is: five optional roles, each a frozen description with its definition in torch.
 
 A role holds fields, says what it means in a few lines of obviously right fp32 torch, and says which buffers it needs. It has no state, no
 forward and no device code: state lives in buffers that the plan names, kernels live in `plugins`.
@@ -48,7 +48,7 @@ class Role(BaseModel):
     """One of the five questions that a policy may answer.
 
     kind is the slot that the role fills; source names the paper. Roles of one policy are checked against each other by capability: a role
-    needs some, gives some, and takes some away from the others.
+    needs some, gives some, and removes some from the others.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -74,7 +74,7 @@ class Role(BaseModel):
 
     @property
     def stated(self) -> Any:
-        """The rule that the role's own class states: a subclass may change what the role does, so it states its rule anew."""
+        """The rule that the role's class states: a subclass may change what the role does, so it states its rule again."""
         return self.rule() if "rule" in vars(type(self)) else None
 
     def buffers(self, model: ModelConfig, page_size: int, layers: tuple[int, ...]) -> tuple[BufferSpec, ...]:
@@ -140,8 +140,8 @@ class Evict(Role):
     """Which stored tokens go for good?
 
     Eviction follows the attention of the step. token_state names numbers that the role owns for each stored token; they move with the tokens
-    and are zero for new ones. prompt_only roles evict nothing behind the prompt. takes_layers says that `keep` and `observe` may be asked for several
-    layers at once, whose heads stand one behind the other in the view.
+    and are zero for new ones. prompt_only roles evict nothing after the prompt. takes_layers says that `keep` and `observe` may be requested several
+    layers at once, whose heads are concatenated in the view.
     """
 
     kind: ClassVar[Kind] = "evict"
@@ -159,7 +159,7 @@ class Evict(Role):
         return 0
 
     def free(self, prompt: int) -> float | None:
-        """Tokens that each KV head keeps beyond the fixed ones where all layers are alike; None when lengths follow a schedule of their own."""
+        """Tokens that each KV head keeps beyond the fixed ones where all layers are alike; None when lengths follow a schedule."""
         return None
 
     def grants(self, allocate: Allocate | None, num_layers: int, num_kv_heads: int, prompt: int, measures: Tensor | None = None) -> Grants:
@@ -176,15 +176,15 @@ class Evict(Role):
         return Grants(tuple(tuple(min(UNLIMITED, fixed + one) for one in layer) for layer in shared), None)
 
     def observe(self, view: CacheView) -> Mapping[str, Tensor]:
-        """Return the token state [Hk, S] behind this step's attention; called in every step when `token_state` is not empty."""
+        """Return the token state [Hk, S] after this step's attention; called in every step when `token_state` is not empty."""
         return view.state
 
     def due(self, at: Occupancy) -> bool:
-        """Tell whether `keep` is to be called in this step."""
+        """Return whether `keep` is to be called in this step."""
         raise NotImplementedError
 
     def remaining(self, at: Occupancy) -> tuple[int, ...]:
-        """Tell how many tokens of each KV head `keep` will keep, when it is due."""
+        """Return how many tokens of each KV head `keep` will keep, when it is due."""
         raise NotImplementedError
 
     def keep(self, view: CacheView) -> Verdict:
@@ -197,21 +197,21 @@ class Evict(Role):
         return False
 
     def limits(self, at: Occupancy) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Tell of each KV head above how many tokens its layer evicts, and how many stay then at most, whatever the lengths.
+        """Return for each KV head above how many tokens its layer evicts, and how many stay then at most, whatever the lengths.
 
         Roles that are `bounded` can. A prompt that is not complete is never evicted from.
         """
         raise NotImplementedError
 
     def split(self, at: Occupancy) -> tuple[int, int] | None:
-        """Tell how many tokens of each KV head `keep` will leave in full precision and how many it will mark, when it is due.
+        """Return how many tokens of each KV head `keep` will leave in full precision and how many it will mark, when it is due.
 
         None where data decide.
         """
         return None
 
     def settled(self, at: Occupancy) -> int:
-        """Tell how many leading tokens will never be evicted, once this step's eviction is done."""
+        """Return how many leading tokens will never be evicted, once this step's eviction is done."""
         return at.settled
 
     def page_groups(self, allocate: Allocate | None, num_layers: int) -> tuple[int, ...]:
@@ -240,7 +240,7 @@ class Quantize(Role):
     """How is a stored token encoded?
 
     flush_first: a decode step encodes before its attention; token_granular: encoded tokens can be dropped one by one; demoted_only: the tokens
-    that the evict role marks are encoded, `flush` is never asked; bytewise: a token's codes are a byte an element with one scale a KV head, so that
+    that the evict role marks are encoded, `flush` is never called; bytewise: a token's codes are a byte an element with one scale a KV head, so that
     they fit into pages of tokens in full precision.
     """
 
@@ -256,13 +256,13 @@ class Quantize(Role):
         return 1
 
     def flush(self, at: Occupancy, encoded: tuple[int, int]) -> tuple[int, int]:
-        """Tell how many leading tokens' keys and values are to be encoded now, given how many already are."""
+        """Return how many leading tokens' keys and values are to be encoded now, given how many already are."""
         raise NotImplementedError
 
     def encode(self, x: Tensor, part: Part) -> dict[str, Tensor]:
         """Encode keys or values [Hk, S, D] (of keys, S is a multiple of `key_group`) to packed codes uint8 and metadata in the dtype of x.
 
-        Every tensor has Hk first and tokens or token groups second, so that encoded runs can be laid end to end.
+        Every tensor has Hk first and tokens or token groups second, so that encoded runs can be concatenated.
         """
         raise NotImplementedError
 
@@ -313,7 +313,7 @@ class Retrieve(Role):
 
     @property
     def summary_group(self) -> int:
-        """Tokens that are summarized together; the ones behind the last full group are always read."""
+        """Tokens that are summarized together; the ones after the last full group are always read."""
         raise NotImplementedError
 
     @property

@@ -19,7 +19,7 @@ def summary(cls: type[Role]) -> str:
 def field_table(cls: type[Role]) -> dict[str, dict[str, Any]]:
     """Return type, default and meaning of every field.
 
-    Meanings stand behind the first sentence in the docstring of the role or of a class that it extends: `name: meaning; one and another: meaning`.
+    Meanings follow the first sentence in the docstring of the role or of a class that it extends: `name: meaning; one and another: meaning`.
     """
     schema = cls.model_json_schema()
     meanings: dict[str, str] = {}

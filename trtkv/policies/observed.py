@@ -1,4 +1,4 @@
-"""Attention of an observation window and what else the meanings of several roles share."""
+"""Attention of an observation window and what else the definitions of several roles share."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from trtkv.ranking import attention, span
 def window_attention(view: CacheView, window: int) -> Tensor:
     """Return the attention [Hq, W, S] fp32 of the newest W queries over a view's stored tokens, causal inside the window.
 
-    W is `window`, or what there is; a view may hold more queries than one role asked for.
+    W is `window`, or what there is; a view may hold more queries than one role requested.
     """
-    assert view.queries is not None, "the role reads queries that it does not ask for"
+    assert view.queries is not None, "the role reads queries that it does not request"
     queries = view.queries[-window:]
     count = queries.shape[0]
     asked = span(view.at.seen - count, view.at.seen, view.keys)

@@ -1,4 +1,4 @@
-"""Rounding to few bits, and codes laid end to end in bytes (the first code in the lowest bits)."""
+"""Rounding to few bits, and codes packed into bytes (the first code in the lowest bits)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def encode_minimum(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def decode_minimum(codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
-    """Return what `encode_minimum` stands for: [..., g] fp32."""
+    """Return what `encode_minimum` represents: [..., g] fp32."""
     return codes.float() * scale.float().unsqueeze(-1) + minimum.float().unsqueeze(-1)
 
 
@@ -53,5 +53,5 @@ def encode_integer_zero(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def decode_integer_zero(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """Return what `encode_integer_zero` stands for: [..., g] fp32."""
+    """Return what `encode_integer_zero` represents: [..., g] fp32."""
     return (codes.float() - zero.float().unsqueeze(-1)) * scale.float().unsqueeze(-1)

@@ -70,7 +70,7 @@ class Policy(BaseModel):
                 return self.with_field(f"{kind}.budget", str(budget))
         if not self.roles:
             raise ConfigError(
-                "policy 'full' keeps and reads every token, a budget means nothing to it", "Leave --budget out or choose another policy."
+                "policy 'full' stores and reads every token, a budget means nothing to it", "Leave --budget out or choose another policy."
             )
         raise ConfigError(f"policy '{self.name}' has no budget", f"Set one of its fields with --set: {', '.join(self._fields())}.")
 
@@ -89,7 +89,7 @@ class Policy(BaseModel):
         return self
 
     def clash(self) -> tuple[Role, str, Role | None] | None:
-        """Return the first role that lacks a capability, the capability, and the role that takes it away (None: nobody gives it)."""
+        """Return the first role that lacks a capability, the capability, and the role that removes it (None: no role gives it)."""
         given = {name for name, (native, _) in CAPABILITIES.items() if native}.union(*(role.gives for role in self.roles.values()))
         for role in self.roles.values():
             for other in self.roles.values():
@@ -111,7 +111,7 @@ class Policy(BaseModel):
 
     @property
     def _mixes(self) -> bool:
-        """Whether encoded tokens, whose number integers tell, lie in pages like those in full precision."""
+        """Whether encoded tokens, whose number follows from integers, lie in pages like those in full precision."""
         evict, allocate = self.evict, self.allocate
         if evict is None or self.quantize is None or self.retrieve is not None or type(evict).split is Evict.split:
             return False
@@ -187,7 +187,7 @@ def _conflict(policy: Policy, role: Role, capability: str, other: Role | None) -
         problem = f"'{policy.name}': {mine} needs {capability} ({what}), which no other role gives"
         works = suggestions[-1](role, None)
         return PolicyConflict(problem, f"A preset that works: {works[0]}." if works else "Fill the role that gives it.")
-    problem = f"'{policy.name}': {mine} needs {capability} ({what}), which {other.kind} role '{_file(other)}' takes away"
+    problem = f"'{policy.name}': {mine} needs {capability} ({what}), which {other.kind} role '{_file(other)}' removes"
     works = suggestions[-1](role, other.kind) or suggestions[-1](other, role.kind)
     return PolicyConflict(problem, f"A preset that works: {works[0]}." if works else "Use the roles one at a time.")
 

@@ -53,7 +53,7 @@ def preset(name: str) -> Policy:
     """Build a preset by name; raises UnknownName."""
     table = policy_presets()
     if name not in table:
-        raise UnknownName("policy", name, table, more="A policy of your own is written module:Class.")
+        raise UnknownName("policy", name, table, more="Your class is named module:Class.")
     roles = {}
     for kind in KINDS:
         if kind in table[name]:

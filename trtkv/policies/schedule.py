@@ -11,7 +11,7 @@ from trtkv.policies.policy import Policy
 
 
 class Stored(NamedTuple):
-    """Tokens of each KV head behind a step, and how many leading keys and values are encoded."""
+    """Tokens of each KV head after a step, and how many leading keys and values are encoded."""
 
     lengths: tuple[int, ...]
     encoded: tuple[int, int]
@@ -20,9 +20,9 @@ class Stored(NamedTuple):
 def trajectory(
     policy: Policy, prompt: int, decoded: int, *, num_kv_heads: int, layer: int = 0, num_layers: int = 1, grants: Grants | None = None
 ) -> list[Stored]:
-    """Return what a layer stores behind the prompt and behind each generated token: 1 + decoded entries.
+    """Return what a layer stores after the prompt and after each generated token: 1 + decoded entries.
 
-    grants is what `Evict.grants` returned for this prompt; asked for here unless an allocate role has to measure first. Encoded tokens that an evict
+    grants is what `Evict.grants` returned for this prompt; requested here unless an allocate role has to measure first. Encoded tokens that an evict
     role chooses (`Quantize.demoted_only`) are counted where its `split` says how many.
     """
     evict, quantize = policy.evict, policy.quantize

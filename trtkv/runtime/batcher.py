@@ -1,9 +1,9 @@
-"""Continuous batching over one engine: calls come and go between steps, every step serves all that run.
+"""Continuous batching over one engine: calls begin and end between steps, every step serves all that run.
 
-Whoever wants an answer drives: `advance` runs one step for everybody and hands each call its events. A lock makes that safe from several threads.
+Callers drive the engine: `advance` runs one step for all calls and passes each call its events. A lock makes that safe from several threads.
 
 Where the device chooses the tokens, a step is queued before the tokens of the one before it are read: events come one step late, an answer whose
-end only its tokens show has one step thrown away, and the device never waits for the host.
+end only its tokens show has one step discarded, and the device never waits for the host.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Found = tuple[list[int], list[float | None], dict[int, list[tuple[int, float]]]]
 class Event:
     """A piece of one answer: request is the prompt's index, text what became final with this token, finish_reason set with the last.
 
-    top holds the likeliest tokens with their log probabilities where they were asked for. An answer that cannot go on ends with the reason
-    "error" and what was wrong; the others of its batch go on.
+    top holds the likeliest tokens with their log probabilities where they were requested. An answer that cannot continue ends with the reason
+    "error" and what was wrong; the others of its batch continue.
     """
 
     request: int
@@ -52,7 +52,7 @@ class Event:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """Prompts that were asked together: events are those not yet taken, wake is called whenever there are more."""
+    """Prompts that were submitted together: events are those not yet taken, wake is called whenever there are more."""
 
     params: Sequence[SamplingParams]
     events: deque[Event] = field(default_factory=deque)
@@ -65,7 +65,7 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """A step on its way: which sequences get a token and where it goes in theirs, what was counted when it was queued."""
+    """A step in flight: which sequences get a token and where it goes in theirs, what was counted when it was queued."""
 
     batch: Batch
     wanted: list[Running]
@@ -89,7 +89,7 @@ class Batcher:
         self._pending: _Step | None = None
         self._ended_s = 0.0
         self._settings: dict[Running, list[float]] = {}
-        self._placed: dict[int, Running] = {}  # whose own values a slot has
+        self._placed: dict[int, Running] = {}  # whose overrides a slot has
         self._counted: dict[int, Running] = {}  # whose tokens a slot has counted on the device
         self.engine, self.tokenizer = engine, tokenizer
         self.scheduler = make_scheduler(engine.cache, engine.manifest.limits, engine.pages, engine.slots)
@@ -133,7 +133,7 @@ class Batcher:
                 self._drop(one)
 
     def advance(self) -> bool:
-        """Run one step for everybody; False when nothing is left to do."""
+        """Run one step for all; False when nothing is left to do."""
         with self.lock:
             batch = self._next()
             if not batch and self._pending is None:
@@ -147,10 +147,10 @@ class Batcher:
             return True
 
     def _next(self) -> Batch:
-        """Choose the next step's sequences; those whose last token is on its way already are left out."""
+        """Choose the next step's sequences; those whose last token is already in flight are left out."""
         batch = self.scheduler.next()
         if self._pending is not None and any(PENDING in row.tokens and not self._continues(one, row) for one, row in batch):
-            # A sequence that gave way begins again, or goes on in another slot: its tokens have to be known.
+            # A preempted sequence is recomputed, or resumes in another slot: its tokens have to be known.
             pending, self._pending = self._pending, None
             self._finish(pending)
             batch = self.scheduler.next()
@@ -227,14 +227,14 @@ class Batcher:
         return list(dict.fromkeys(self._calls[one] for one in sequences))
 
     def _answer_or_end(self, one: Running, place: int, token: int, logprob: float | None, top: Sequence[tuple[int, float]]) -> None:
-        """Answer one sequence; whatever goes wrong with it ends it alone."""
+        """Answer one sequence; an error ends it alone."""
         call = self._calls[one]
         try:
             if token < 0:
                 raise not_finite(f"sequence {one.request}")
             self._answer(one, call, place, token, logprob, top)
         except Exception as error:  # noqa: BLE001 (a checker or tokenizer that fails on one text must not take the batch with it)
-            known = error if isinstance(error, TrtkvError) else EngineError(f"the answer could not go on: {error}", "Report it with the prompt.")
+            known = error if isinstance(error, TrtkvError) else EngineError(f"the answer could not continue: {error}", "Report it with the prompt.")
             call.events.append(Event(one.request, None, "", finish_reason="error", error=known))
             self._drop(one)
 
@@ -244,7 +244,7 @@ class Batcher:
         one.tokens[place] = token
         text, reason = call.checkers[one.request].push(token)
         if reason is None and place + 1 - one.num_prompt >= one.max_tokens:
-            # The engine's limit can come before the request's own, which the checker counts.
+            # The engine's limit can come before the request's, which the checker counts.
             text, reason = text + call.checkers[one.request].flush(), "length"
         call.events.append(Event(one.request, token, text, logprob, reason, top))
         if reason is not None:
@@ -257,7 +257,7 @@ class Batcher:
         self._settings.pop(one, None)
         call.open.discard(one.request)
         while one.tokens[-1] == PENDING:
-            one.tokens.pop()  # what was on its way for it is thrown away
+            one.tokens.pop()  # its token in flight is discarded
         if one.slot >= 0:
             self._placed.pop(one.slot, None)
             self.evicted_tokens += self._evicted(one)

@@ -1,6 +1,6 @@
 """Inputs of captured decode steps: the host writes them to pinned memory, the step's first kernel fetches them to their fixed addresses.
 
-So nothing but that kernel stands between one step and the next: no copy, which the GPU would start only when the step before it has ended.
+So nothing but that kernel runs between one step and the next: no copy, which the GPU would start only when the step before it has ended.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StagedInputs:
         self._device_turn = torch.zeros(1, dtype=torch.int32, device=cache.device)
 
     def fill(self, rows: Sequence[StepRow], asks: Sequence[Ask], place: int) -> None:
-        """Write what the next `fetch` brings: rows [B], how their tokens are chosen (asks [B] or none), and where the choice goes in its ring."""
+        """Write what the next `fetch` reads: rows [B], how their tokens are chosen (asks [B] or none), and where the choice goes in its ring."""
         turn = self._turn
         if self._done:
             self._done[turn].synchronize()
@@ -80,7 +80,7 @@ class StagedInputs:
         self._follow(rows, host["grown"])
 
     def fetch(self, last: Tensor | None) -> None:
-        """Bring the inputs to their addresses; ids that are negative become what their slots chose last [Z]. With kernels it can be captured."""
+        """Copy the inputs to their addresses; ids that are negative become what their slots chose last [Z]. With kernels it can be captured."""
         if self._kernels:
             at = self._at["token_ids"] // 4, self._at["slots"] // 4, self._at["grown"] // 4
             launch.fetch(self._staged, self._block, self._device_turn, last, self.table, at, self._batch)
@@ -96,13 +96,13 @@ class StagedInputs:
         self._device_turn.fill_((turn + 1) % QUEUED)
 
     def sent(self) -> None:
-        """Take note that the step with the filled inputs has been queued."""
+        """Note that the step with the filled inputs has been queued."""
         if self._done:
             self._done[self._turn].record()
         self._turn = (self._turn + 1) % QUEUED
 
     def _follow(self, rows: Sequence[StepRow], grown: np.ndarray) -> None:
-        """Bring the page table up to date: a page more by the fetched block, everything else by copies in front of it."""
+        """Update the page table: a page more by the fetched block, everything else by copies before it."""
         if self._grew[self._turn]:
             grown[0] = -1
             self._grew[self._turn] = False
@@ -140,7 +140,7 @@ class StagedInputs:
 
 
 def _layout(batch: int, groups: int, chooses: bool) -> dict[str, tuple[type, tuple[int, ...]]]:
-    """Return dtype and shape of every input; grown holds for every sequence a column of the page table, or -1, and the page that stands there now."""
+    """Return dtype and shape of every input; grown holds for every sequence a column of the page table, or -1, and the page that is there now."""
     names = ("token_ids", "positions", "seq_lens", "slots", "last_rows")
     layout: dict[str, tuple[type, tuple[int, ...]]] = dict.fromkeys(names, (np.int32, (batch,)))
     layout |= {"cu_seqlens": (np.int32, (batch + 1,)), "stored_lens": (np.int32, (groups, batch)), "grown": (np.int32, (2, batch))}

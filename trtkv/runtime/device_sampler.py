@@ -1,7 +1,7 @@
-"""Next tokens chosen on the device behind a step: the next step finds them there, the host reads them while that step runs.
+"""Next tokens chosen on the device after a step: the next step finds them there, the host reads them while that step runs.
 
 What a slot chose last stays on the device; a host that does not know it yet writes PENDING in its place. Results leave through a ring in pinned
-memory, which the sampler's kernel writes itself, with an event a step, so that nobody waits for more than the step that is asked about.
+memory, which the sampler's kernel writes itself, with an event a step, so that a reader waits for no step but the one that it reads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from plugins.cache.kernel_support import gpu_ready
 from plugins.sampling import launch, reference
 from trtkv.runtime.sampler import SamplingParams, count_tokens, settings_of, uniform
 
-PENDING = -1  # stands for a token that the device knows and the host does not
+PENDING = -1  # represents a token that the device knows and the host does not
 RING = 4  # blocks for results: more than there are steps on their way
 
 
@@ -37,7 +37,7 @@ class Ask:
 
     @staticmethod
     def of(params: SamplingParams, tokens: Sequence[int], prompt: int, *, continues: bool, settings: Sequence[float] | None = None) -> Ask:
-        """Ask for the token behind `tokens`, of which the first `prompt` are the prompt; the last may be PENDING where the sequence continues."""
+        """Request the token after `tokens`, of which the first `prompt` are the prompt; the last may be PENDING where the sequence continues."""
         number = 0.5 if params.greedy else uniform(params.seed, len(tokens) - prompt)
         history = (tokens, prompt) if params.penalizes else None
         return Ask(settings or settings_of(params), number, params.top_logprobs, bool(params.logprobs), history, continues)
@@ -50,7 +50,7 @@ class Chosen:
         self._block, self._asks, self._tops, self._event = block, asks, tops, event
 
     def read(self) -> tuple[list[int], list[float | None], dict[int, list[tuple[int, float]]]]:
-        """Wait for the step: ids (-1: not finite), log probabilities where asked for, and the likeliest tokens of the rows that asked for them."""
+        """Wait for the step: ids (-1: not finite), log probabilities where requested, and the likeliest tokens of the rows that requested them."""
         if self._event is not None:
             self._event.synchronize()
         count = len(self._asks)
@@ -72,7 +72,7 @@ class DeviceSampler:
     """Chooses tokens for the slots of one engine; `version` changes when captured steps must be captured again."""
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
-        """Make the state of every slot: what it chose last, and (once penalties are asked for) how often each token was answered."""
+        """Make the state of every slot: what it chose last, and (once penalties are requested) how often each token was answered."""
         self.device, self.version = device, 0
         self._slots = num_slots
         self._kernels = gpu_ready(device) is None

@@ -1,7 +1,7 @@
 """Prompt pages on disk, a third tier: what one prompt filled serves prompts that begin alike, also after the process has ended.
 
-A file is one page: its rows of every paged buffer, behind a header that says for which cache plan, model and weights, and before a checksum of all of
-it. Its name is the page's key, which stands for the page's tokens and all tokens before them.
+A file is one page: its rows of every paged buffer, after a header that says for which cache plan, model and weights, and before a checksum of all of
+it. Its name is the page's key, which represents the page's tokens and all tokens before them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SavedPages:
     """The pages of one engine in a directory; loaded, saved and damaged count since it was opened."""
 
     def __init__(self, directory: Path, cache: Cache, identity: str) -> None:
-        """Take a directory, made if it is not there, for pages of this identity.
+        """Take a directory, created if it is missing, for pages of this identity.
 
         Raises ConfigError where the policy moves tokens after they are stored, or the directory cannot be written.
         """
@@ -48,7 +48,7 @@ class SavedPages:
         self._full = False
 
     def load(self, page: int, key: Key) -> bool:
-        """Fill a page with what was saved under a key; False where nothing is, or what is there is damaged or another engine's."""
+        """Fill a page with what was saved under a key; False where nothing is, or the file is damaged or another engine's."""
         try:
             content = self._path(key).read_bytes()
         except OSError:

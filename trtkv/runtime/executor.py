@@ -1,4 +1,4 @@
-"""Runs the engine's own graph with torch, on a CPU or a GPU, where no TensorRT runs: the same nodes, the same plugin ops."""
+"""Runs the engine's graph with torch, on a CPU or a GPU, where no TensorRT runs: the same nodes, the same plugin ops."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TorchExecutor:
 
     @property
     def capturable(self) -> bool:
-        """Whether decode steps need nothing from the host: every op runs as kernels, nobody taps, no copies are made by the host."""
+        """Whether decode steps need nothing from the host: every op runs as kernels, no tap is set, the host makes no copies."""
         return self._capturable and self.taps is None and self.cache.tier.captures
 
     def weight(self, name: str) -> Tensor:

@@ -1,6 +1,6 @@
 """Norms, the gated activation and products of few tokens as one kernel each on an NVIDIA GPU; in torch and by the library elsewhere.
 
-A norm takes the residual sum before it, a product of few tokens its bias or the activation behind it. All forms round where the graph's own
+A norm takes the residual sum before it, a product of few tokens its bias or the activation after it. All forms round where the graph's own
 operators round: sums and products in the dtype of the activations, norms in fp32.
 """
 

@@ -154,7 +154,7 @@ def _join_sums(nodes: list[Node]) -> Iterator[Node]:
 
 
 def join_products(nodes: list[Node], outputs: set[str]) -> list[Node]:
-    """Let products take the norm in front of them and the gated activation behind them where nothing else reads those.
+    """Let products take the norm before them and the gated activation after them where nothing else reads those.
 
     A Product reads x, more (or "" where the norm makes no sum), the norm's weight, the matrix and its bias if it has one; outputs are the graph's.
     """

@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: one for every batch size, replayed with new inputs at fixed addresses.
 
-The first step of a batch size runs as it is, which loads every kernel, and is captured behind it; capturing computes nothing. Steps that choose
-their next tokens on the device are graphs of their own: a step may then be queued before the host has read what the one before it chose. So are steps
+The first step of a batch size runs as it is, which loads every kernel, and is captured after it; capturing computes nothing. Steps that choose
+their next tokens on the device are separate graphs: a step may then be queued before the host has read what the one before it chose. So are steps
 in which every sequence is short enough to be read whole: they select nothing.
 """
 
@@ -33,7 +33,7 @@ class _Captured:
 
 
 class DecodeGraphs:
-    """Captures and replays the steps in which every sequence has one new token and wants its logits."""
+    """Captures and replays the steps in which every sequence has one new token and needs its logits."""
 
     def __init__(self, executor: Executor, cache: Cache, width: int, fixed: Mapping[str, Tensor]) -> None:
         """Take an executor whose steps can be captured; width is M of the page table, fixed the inputs that never change."""
@@ -44,7 +44,7 @@ class DecodeGraphs:
 
     @staticmethod
     def takes(rows: Sequence[StepRow]) -> bool:
-        """Say whether a step is one of these: all sequences are behind their prompt."""
+        """Say whether a step is one of these: all sequences are past their prompt."""
         return all(len(row.tokens) == 1 and len(row.logits_of) == 1 and row.prompt is not None and row.seen >= row.prompt for row in rows)
 
     def run(self, rows: Sequence[StepRow]) -> Tensor:
@@ -98,8 +98,8 @@ def new_pool() -> Any:
 def capture(step: Callable[[], Tensor], device: torch.device, pool: Any) -> tuple[Callable[[], None], Tensor]:
     """Capture a step that has run before; returns what replays it, and the logits that it then writes.
 
-    The device goes on with what is queued, and memory that steps have used stays theirs: emptying it for every new batch size, as the library's own
-    context does, made the next prompts' steps ask the driver for all of it again.
+    The device continues with what is queued, and memory that steps used stays allocated: emptying it for every new batch size, as the library's own
+    context does, made the next prompts' steps allocate all of it from the driver again.
     """
     try:
         return _capture(step, device, pool)

@@ -1,6 +1,6 @@
-"""Scheduling where nothing is evicted: a sequence owns the pages that it fills and one more; when they run out, the one that came last gives way.
+"""Scheduling where nothing is evicted: a sequence owns the pages that it fills and one more; when they run out, the newest is preempted.
 
-It goes on where it stopped when there is room again (`swap.py`), or is computed again where there is no host memory for it. Caches that are held in
+It resumes where it stopped when there is room again (`swap.py`), or is recomputed where there is no host memory for it. Caches that lie in
 tensors are admitted for their longest form.
 """
 
@@ -35,7 +35,7 @@ class GrowingScheduler(Scheduler):
             )
 
     def stored(self, sequence: Running) -> None:
-        """Take note that a step has stored a sequence's tokens up to `seen`: the prompt's full pages may serve others from now on."""
+        """Note that a step has stored a sequence's tokens up to `seen`: the prompt's full pages may serve others from now on."""
         full = min(sequence.seen, sequence.num_prompt) // self.plan.page_size
         if not self.plan.in_pages or full == len(sequence.keys):
             return
@@ -57,7 +57,7 @@ class GrowingScheduler(Scheduler):
             return self._resume(one)
         shared = self.pages.share(self._prompt_keys(one)) if self.plan.in_pages else []
         need = self._pages_to_begin(one) - len(shared)
-        # One page in hand for every running sequence, or the newest would soon have to give way.
+        # One free page for every running sequence, or the newest would soon be preempted.
         if not self._room(need + (len(self.running) if self.plan.in_pages else 0), one):
             self.pages.give(shared)
             return False
@@ -75,7 +75,7 @@ class GrowingScheduler(Scheduler):
         return True
 
     def _resume(self, one: Running) -> bool:
-        """Let a sequence that gave way go on where it stopped, if there are pages for what has left the device."""
+        """Resume a swapped sequence where it stopped, if there are pages for what has left the device."""
         assert self.swap is not None
         kept = self.swap.regain(one)
         need = self._pages_to_begin(one) - len(one.pages) - sum(page is not None for page in kept)
@@ -85,7 +85,7 @@ class GrowingScheduler(Scheduler):
         one.slot, fresh = self._slots.pop(), self.pages.take(need)
         try:
             self.swap.bring(one, kept, fresh)
-        except BaseException:  # it stays in line, and whoever cancels it finds everything in its place
+        except BaseException:  # it stays in the queue, in a state that can be cancelled
             self.pages.give(fresh + [page for page in kept if page is not None])
             self._slots.append(one.slot)
             one.slot = -1
@@ -93,7 +93,7 @@ class GrowingScheduler(Scheduler):
         return True
 
     def _load(self, one: Running, shared: int) -> int:
-        """Fill a sequence's pages behind the shared ones with what is saved of its prompt; returns how many."""
+        """Fill a sequence's pages after the shared ones with what is saved of its prompt; returns how many."""
         if self.saved is None:
             return 0
         waiting = list(zip(one.pages[shared:], self._prompt_keys(one)[shared:], strict=False))
@@ -112,7 +112,7 @@ class GrowingScheduler(Scheduler):
         return self.plan.pages(min(longest, len(one.tokens) + 1) if self.plan.in_pages else longest)
 
     def _grow(self) -> None:
-        """Give every running sequence the page of its next token; whoever came last gives way where there is none."""
+        """Give every running sequence the page of its next token; the newest is preempted where there is none."""
         for one in list(self.running):
             need = self.plan.pages(len(one.tokens)) - len(one.pages)
             while one in self.running and not self._room(need):
@@ -123,7 +123,7 @@ class GrowingScheduler(Scheduler):
                 one.pages = one.pages + more  # a new list: captured steps know their page table by it
 
     def _room(self, count: int, asking: Running | None = None) -> bool:
-        """Have so many pages free: sequences that wait let go of theirs, the last in line first, and what several own last of all."""
+        """Have so many pages free: waiting sequences release theirs, the last in the queue first, and shared pages last of all."""
         if count <= self.pages.free:
             return True
         for shared in (False, True) if not self.running else (False,):
@@ -133,7 +133,7 @@ class GrowingScheduler(Scheduler):
         return count <= self.pages.free
 
     def _shrink(self, one: Running, missing: int, *, shared: bool) -> bool:
-        """Let a waiting sequence let go of some pages; False where it has none that may go."""
+        """Have a waiting sequence release some pages; False where it has none that may be swapped out."""
         tail = self.swap.tail(one, missing, shared=shared) if self.swap is not None else []
         if tail and self.swap is not None and not self.swap.send(one, tail):
             self._lose(one)
@@ -156,7 +156,7 @@ class GrowingScheduler(Scheduler):
         one.seen, one.keys, one.arriving = 0, [], None
 
     def _lose(self, one: Running) -> None:
-        """Give back what a waiting sequence holds."""
+        """Free what a waiting sequence holds."""
         if one.left is not None and self.swap is not None:
             self.swap.drop(one)
             self.pages.give(one.pages)

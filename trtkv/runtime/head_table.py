@@ -1,4 +1,4 @@
-"""The page table of captured steps where heads, or layers and their codes, have rows of their own: one for every batch size."""
+"""The page table of captured steps where heads, or layers and their codes, have their own rows: one for every batch size."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class HeadTable:
         return self._numbers[: self.groups * batch * self.width].view(self.groups, batch, self.width)
 
     def taken_by(self, user: object) -> bool:
-        """Let the table be a user's, and say whether it was somebody else's, so that nothing in it is known."""
+        """Let the table be a user's, and say whether it was another's, so that its contents are unknown."""
         before, self._user = self._user, user
         return before is not user
 

@@ -1,4 +1,4 @@
-"""Pinned host memory that the device reads and writes: allocated layer by layer, near the GPU, given back when nobody uses it."""
+"""Pinned host memory that the device reads and writes: allocated layer by layer, near the GPU, freed when it is no longer used."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def open_offload(
 ) -> Offload:  # fmt: skip
     """Allocate the tiers of an engine: enough host pages for every sequence at full length, or as many as the memory (or host_bytes) allows.
 
-    Where pinning fails midway all of it is given back and fewer pages are tried, down to one sequence of full length. cache_bytes limits the
+    Where pinning fails midway all of it is freed and fewer pages are tried, down to one sequence of full length. cache_bytes limits the
     device's part. Raises ConfigError where the plan's pages cannot live on the host, CapacityError where one sequence does not fit.
     """
     least = plan.pages(limits.max_seq_len)
@@ -72,7 +72,7 @@ def _check_kernels(plan: CachePlan, device: torch.device) -> None:
 
 
 def recall_of(plan: CachePlan, engine: str = "auto") -> Recall:
-    """Say how pages come back under a plan's own schedule: ahead of the step that reads them, unless it is "blocking" or the host copies.
+    """Say how pages are recalled under a plan's schedule: ahead of the step that reads them, unless it is "blocking" or the host copies.
 
     Only a policy that selects with the previous step's query gains from it: what others choose with this step's query has just been read.
     engine is one of ENGINES: what moves pages, "auto" what is measured to be faster when the engine is opened. Raises UnknownName for another.
@@ -139,7 +139,7 @@ class HostPool:
             return _plain(shape, dtype)
         size = torch.Size(shape).numel() * dtype.itemsize
         with torch.cuda.device(self._device), near(self._device):
-            available_bytes(self._device)  # the first question to the runtime makes the device's context; steps go on meanwhile
+            available_bytes(self._device)  # the first question to the runtime makes the device's context; steps continue meanwhile
             view, release = _pin(size, self._device)
         self._made.append(release)
         return view.view(dtype).view(shape)
@@ -156,7 +156,7 @@ def _plain(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
     except (RuntimeError, MemoryError):
         size = torch.Size(shape).numel() * dtype.itemsize
-        raise CapacityError(f"{readable(size)} of host memory are not there", "Give the process more memory.") from None
+        raise CapacityError(f"{readable(size)} of host memory are not available", "Give the process more memory.") from None
 
 
 class _Memory:

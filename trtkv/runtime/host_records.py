@@ -1,4 +1,4 @@
-"""Rows of many buffers, kept as records in host memory: all rows of one page, or of one slot, side by side."""
+"""Rows of many buffers, stored as records in host memory: all rows of one page, or of one slot, side by side."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Place = tuple[int, int]  # slab, record in it
 
 
 class HostRoom:
-    """Host memory that is taken in slabs when it is needed, up to a limit, and kept for what comes next."""
+    """Host memory that is allocated in slabs when it is needed, up to a limit, and reused."""
 
     def __init__(self, limit_bytes: int, allocate: Allocate) -> None:
         """Take nothing yet; allocate makes a slab as the device sees it."""
@@ -35,7 +35,7 @@ class HostRoom:
     def slab(self, record_bytes: int, least: int, wanted: int) -> Tensor | None:
         """Return a slab [n, record_bytes] uint8 of so many records, or at least of so many; None where memory does not allow it.
 
-        A host that had no more is not asked in every step.
+        After a failed allocation not every step tries again.
         """
         room = (self.limit_bytes - self.taken_bytes) // record_bytes
         for count in dict.fromkeys((min(room, max(least, min(wanted, MOST_BYTES // record_bytes))), least)):
@@ -52,7 +52,7 @@ class HostRoom:
 
 
 class Records:
-    """Records of the rows of some buffers, each [n, ...] with the same n; what two stretches of copies share is ordered by their stream."""
+    """Records of the rows of some buffers, each [n, ...] with the same n; what two batches of copies share is ordered by their stream."""
 
     def __init__(self, buffers: Sequence[Tensor], room: HostRoom, device: torch.device, *, first: int = 0) -> None:
         """Lay a record out; slabs come with the first records, the first of at least so many."""

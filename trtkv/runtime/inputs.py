@@ -16,7 +16,7 @@ Int32 = npt.NDArray[np.int32]
 def small_inputs(rows: Sequence[StepRow], groups: int, stored_lens: Sequence[Sequence[int]] | Lengths | None = None) -> dict[str, Int32]:
     """Return every per-step input but the page table, int32: by name, one entry a token or a sequence (or one a page group and sequence).
 
-    stored_lens [Y][B] are the tokens behind the append where some have been evicted, by default all.
+    stored_lens [Y][B] are the tokens after the append where some have been evicted, by default all.
     """
     new = np.fromiter((len(row.tokens) for row in rows), np.int32, len(rows))
     seen = np.fromiter((row.seen for row in rows), np.int32, len(rows))

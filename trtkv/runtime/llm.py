@@ -66,11 +66,11 @@ class LLM:
             executor: auto (TensorRT where it runs, else torch), torch or tensorrt.
             cache_bytes: Memory for the KV cache; None takes what is free, up to full length for every sequence.
             dense_below: Tokens up to which a sequence is read whole whatever the budget; None chooses what is fastest here.
-            offload: Keep pages in host memory, and on the device only those that were selected last: for policies that select pages or tokens.
+            offload: Store pages in host memory, and on the device only those that were selected last: for policies that select pages or tokens.
             host_bytes: Host memory that may be pinned for it; None takes most of what is free, up to full length for every sequence.
             recall: What moves pages between host and device: kernel, copies (the copy engine), or auto, what is measured to be faster here.
-            kv_disk: Directory that keeps pages of prompts for later ones that begin alike, also of other processes.
-            swap_bytes: Host memory for sequences that give way to others, which then go on where they stopped; None takes as many bytes as
+            kv_disk: Directory that stores pages of prompts for later ones that begin alike, also of other processes.
+            swap_bytes: Host memory for preempted sequences, which then resume where they stopped; None takes as many bytes as
                 the cache's pages have, at most a fifth of what is free, and none of it before it is needed. 0 computes them again.
             progress: Called with a stage and a fraction while weights are read.
         """
@@ -147,7 +147,7 @@ class LLM:
         for one in tokens:
             wrong = next((token for token in one if not 0 <= token < vocab), None)
             if wrong is not None:
-                raise RequestError(f"token id {wrong} is outside the vocabulary of {vocab}", "Use the model's own tokenizer.")
+                raise RequestError(f"token id {wrong} is outside the vocabulary of {vocab}", "Use the model's tokenizer.")
         return tokens
 
     def _params(self, params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

@@ -40,12 +40,12 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to open an engine: weights is a directory, "random" or None for the engine's own; executor is auto, torch or tensorrt.
+    """How to open an engine: weights is a directory, "random" or None for the engine's; executor is auto, torch or tensorrt.
 
     Sequences of up to dense_below tokens are read whole whatever the budget; None chooses what is fastest here (0 without kernels). offload keeps
-    pages in host memory, up to host_bytes of it, and may say how they come back; True leaves that to the policy and to recall: auto, kernel or
+    pages in host memory, up to host_bytes of it, and may say how they are recalled; True leaves that to the policy and to recall: auto, kernel or
     copies, which is what moves them.
-    swap_bytes of host memory are for sequences that give way, 0 for none: they are then computed again.
+    swap_bytes of host memory are for preempted sequences, 0 for none: they are then recomputed.
     """
 
     weights: str | None = None
@@ -83,7 +83,7 @@ class Engine:
         """
         ledger, pages = self.cache.ledger, self.pages
         if isinstance(pages, HeadPageAllocator):
-            assert isinstance(ledger, HeadLedger), "heads have pages of their own only where they are evicted from"
+            assert isinstance(ledger, HeadLedger), "heads have their own pages only where they are evicted from"
             return Reservation.of(pages, ledger.rows_for(prompt, total))
         need = ledger.pages_for(prompt, self.manifest.limits.max_chunk_tokens, total - prompt)
         return Reservation.of(pages, need[0]) if isinstance(pages, PageAllocator) else Reservation.of(pages, need)
@@ -152,7 +152,7 @@ def open_engine(directory: Path, options: Options, progress: Progress = lambda s
     executor = _executor(directory, manifest, why_torch, weights, cache)
     rope = rope_table(manifest.model.rope, manifest.model.head_dim, manifest.limits.max_seq_len)
     slots = list(range(manifest.limits.max_batch_size - 1, -1, -1))
-    # What is held in tensors lies in no pages, which only limit it.
+    # A cache in tensors has no pages; their number only limits it.
     pages = make_pages(num_pages if cache.uses_pages else num_pages[:1], plan.num_page_groups if cache.rows_have_pages else 0)
     return Engine(manifest, cache, Stepper(executor, cache, manifest.limits, rope), pages, slots, why_torch, options.swap_bytes)
 
@@ -168,7 +168,7 @@ def _pool_sizes(plan: CachePlan, limits: Limits, device: torch.device, options: 
     except CapacityError as error:
         if why_not(plan) is not None:
             raise
-        raise CapacityError(error.problem, "Keep its pages in host memory with --offload, or build with a lower --max-seq-len.") from None
+        raise CapacityError(error.problem, "Store its pages in host memory with --offload, or build with a lower --max-seq-len.") from None
 
 
 def _offload(
@@ -195,7 +195,7 @@ def _settle_recall(offload: Offload, plan: CachePlan, progress: Progress, part: 
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device of a name as typed; raises ConfigError for one that is not there."""
+    """Return the device of a name as typed; raises ConfigError for one that does not exist."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -205,7 +205,7 @@ def find_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device '{name}' is not supported", "Write auto, cpu, cuda or cuda:1.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device '{name}' is not there: {torch.cuda.device_count()} CUDA devices are", "Use --device cpu, or see trtkv doctor.")
+        raise ConfigError(f"device '{name}' does not exist: CUDA devices: {torch.cuda.device_count()}", "Use --device cpu, or see trtkv doctor.")
     return device
 
 
@@ -251,10 +251,10 @@ def _executor(directory: Path, manifest: Manifest, why_torch: str | None, weight
 
 
 def _why_torch(manifest: Manifest, wanted: str, device: torch.device) -> str | None:
-    """Say why torch is to run the engine, None where TensorRT is; raises EngineError where that was asked for and cannot be."""
+    """Say why torch is to run the engine, None where TensorRT is; raises EngineError where that was requested and cannot be."""
     if wanted not in ("auto", "torch", "tensorrt"):
         raise ConfigError(f"executor '{wanted}' is not known", "Choose auto, torch or tensorrt.")
-    reason = "the torch executor was asked for" if wanted == "torch" else _why_not_tensorrt(manifest, device)
+    reason = "the torch executor was requested" if wanted == "torch" else _why_not_tensorrt(manifest, device)
     if wanted == "tensorrt" and reason is not None:
         raise EngineError(f"TensorRT cannot run this engine here: {reason}", "Leave --executor out: the torch executor runs the same graph.")
     return reason

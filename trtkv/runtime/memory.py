@@ -13,7 +13,7 @@ from trtkv.errors import CapacityError
 from trtkv.plan import CachePlan
 
 ANSWER_SHARE = 8  # of a sequence of full length, an eighth is taken to be its answer where layers share memory out
-HEADROOM = 0.9  # the rest is left to activations and to everybody else
+HEADROOM = 0.9  # the rest is left to activations and to other processes
 
 
 def available_bytes(device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""Values of a request's own that change what its engine's plan says, and where they can be had."""
+"""Values of a request's that change what its engine's plan says, and where they can be had."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WITHOUT = "Leave it out, or build an engine with it."
 
 
 def override_of(params: SamplingParams) -> Override | None:
-    """Return what a request asks of selection, None where it leaves everything to the plan."""
+    """Return a request's overrides of the selection, None where it leaves everything to the plan."""
     return None if params.budget is None and params.tau is None else Override(params.budget, params.tau)
 
 
@@ -20,14 +20,14 @@ def check_override(cache: Cache, params: SamplingParams) -> None:
     if params.budget is not None:
         _check_budget(cache, params.budget)
     if params.tau is not None and not any(one is not None and one.tau is not None for one in cache.plan.select):
-        raise RequestError(f"policy '{cache.plan.policy}' has no tau, and the request asks for {params.tau}", WITHOUT)
+        raise RequestError(f"policy '{cache.plan.policy}' has no tau, and the request sets {params.tau}", WITHOUT)
 
 
 def _check_budget(cache: Cache, budget: int) -> None:
     plans = [one for one in cache.plan.select if one is not None]
     why = cache.why_no_budget()
     if why:
-        raise RequestError(f"{why}, and the request asks for {budget} tokens", WITHOUT)
+        raise RequestError(f"{why}, and the request sets {budget} tokens", WITHOUT)
     least, most = max(map(least_budget, plans)), min(one.budget for one in plans)
     if not least <= budget <= most:
         raise RequestError(f"a budget of {budget} tokens is outside {least} to {most}, what this engine takes", "Give one in between.")

@@ -19,16 +19,16 @@ Taken = TypeVar("Taken", bound=Pages)
 
 
 class PageAllocator:
-    """Hands out page numbers of one pool, lowest first, so that a sequence's pages tend to lie side by side.
+    """Allocates page numbers of one pool, lowest first, so that a sequence's pages tend to lie side by side.
 
-    A page may have several owners. Published pages keep their contents when the last owner gives them back, until their room is needed: those
-    that nobody has used for longest go first.
+    A page may have several owners. Published pages retain their contents when the last owner frees them, until their room is needed: those
+    that were unused for longest are reused first.
     """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._free = list(range(num_pages))
-        self._taken = [0] * num_pages  # how often a page has been taken: its contents then begin anew
+        self._taken = [0] * num_pages  # how often a page has been taken: its contents then start over
         self._owners: dict[int, int] = {}
         self._page_of: dict[Key, int] = {}
         self._key_of: dict[int, Key] = {}
@@ -36,7 +36,7 @@ class PageAllocator:
 
     @property
     def free(self) -> int:
-        """Pages that nobody owns."""
+        """Free pages."""
         return len(self._free) + len(self._idle)
 
     def has(self, count: int) -> bool:
@@ -82,15 +82,15 @@ class PageAllocator:
         return shared
 
     def owners(self, page: int) -> int:
-        """Return how many own a page."""
+        """Return how many owners a page has."""
         return self._owners.get(page, 0)
 
     def content(self, page: int) -> tuple[int, int]:
-        """Name what an owned page holds until somebody takes it anew."""
+        """Name what an owned page holds until it is allocated again."""
         return page, self._taken[page]
 
     def regain(self, content: tuple[int, int]) -> bool:
-        """Become an owner of a page again that somebody else owns or that is published, if it still holds what it did."""
+        """Become an owner of a page again that has another owner or that is published, if it still holds what it did."""
         page, taken = content
         if self._taken[page] != taken or (page not in self._owners and page not in self._idle):
             return False
@@ -99,7 +99,7 @@ class PageAllocator:
         return True
 
     def publish(self, page: int, key: Key) -> None:
-        """Offer an owned, full page to prompts that begin the same way; the first page of a key is kept."""
+        """Offer an owned, full page to prompts that begin the same way; the first page of a key stays published."""
         if key not in self._page_of and page not in self._key_of:
             self._page_of[key], self._key_of[page] = page, key
 
@@ -110,7 +110,7 @@ class PageAllocator:
 
 
 class GroupPages:
-    """Pages of several page groups, each with a pool of its own: lists of page numbers are then lists of one list a group."""
+    """Pages of several page groups, each with its own pool: lists of page numbers are then lists of one list a group."""
 
     def __init__(self, num_pages: Sequence[int]) -> None:
         """Take the pages of every group's pool."""
@@ -123,7 +123,7 @@ class GroupPages:
 
     @property
     def free(self) -> int:
-        """Pages that nobody owns in every group."""
+        """Free pages of every group."""
         return min(pool.free for pool in self.pools)
 
     def has(self, counts: Sequence[int]) -> bool:
@@ -144,7 +144,7 @@ class GroupPages:
 
 
 class HeadPageAllocator:
-    """Hands out page numbers of one pool to the KV heads of sequences, each of which has pages of its own."""
+    """Allocates page numbers of one pool to the KV heads of sequences, each of which has its own pages."""
 
     def __init__(self, num_pages: int, heads: int) -> None:
         """Take the pages of the pool, and the heads Y of all layers."""
@@ -155,7 +155,7 @@ class HeadPageAllocator:
 
     @property
     def free(self) -> int:
-        """Pages that nobody owns."""
+        """Free pages."""
         return self._count
 
     def has(self, count: int | Ints) -> bool:
@@ -192,7 +192,7 @@ class HeadPageAllocator:
 
 
 class Pool(Protocol[Need, Taken]):
-    """An allocator, by what it is asked for and what it gives."""
+    """An allocator, by what it is requested and what it gives."""
 
     def take(self, need: Need, /) -> Taken:
         """Take pages; raises CapacityError and takes none when there are too few."""
@@ -216,7 +216,7 @@ class Reservation:
 
 
 def make_pages(num_pages: Sequence[int], heads: int = 0) -> PageAllocator | GroupPages | HeadPageAllocator:
-    """Make the pools of an engine's page groups, or the one pool of so many KV heads that have pages of their own."""
+    """Make the pools of an engine's page groups, or the one pool of so many KV heads that have their own pages."""
     if heads:
         return HeadPageAllocator(num_pages[0], heads)
     return PageAllocator(num_pages[0]) if len(num_pages) == 1 else GroupPages(num_pages)

@@ -1,6 +1,6 @@
 """Engines of several parts (tensor parallelism): one process a part, each with its share of the KV heads and of the hidden layer.
 
-The first process schedules and samples. It tells the others which sequences take part in a step; all run the same graph, which adds the parts up.
+The first process schedules and samples. It sends the others which sequences take part in a step; all run the same graph, which adds the parts up.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class LeadingStepper(Stepper):
         try:
             return self._own.run(rows)
         except RuntimeError as error:
-            # A collective breaks when a process at its other end has gone.
+            # A collective breaks when a process at its other end has died.
             raise self._failure(str(error).splitlines()[0]) from None
 
     @property
@@ -113,7 +113,7 @@ class LeadingStepper(Stepper):
 
     def launch(self, rows: Sequence[StepRow], asks: Sequence[Ask]) -> Chosen:
         """Run one step and choose its next tokens as `Stepper.launch` does; raises EngineError when another part has failed."""
-        counted = [replace(ask, history=((), 0)) if ask.history and ask.continues else ask for ask in asks]  # a slot's own count goes on
+        counted = [replace(ask, history=((), 0)) if ask.history and ask.continues else ask for ask in asks]  # a slot's count continues
         for follower in self._followers:
             self._send(follower, "launch", ([_without_known_pages(row, follower.known) for row in rows], counted))
         try:
@@ -151,7 +151,7 @@ class LeadingStepper(Stepper):
 
 
 def _teller(stepper: LeadingStepper) -> Callable[[str, object], None]:
-    """Return what tells the other parts something; it does not keep the engine alive."""
+    """Return what sends messages to the other parts; it does not hold a reference to the engine."""
     alive = weakref.WeakMethod(stepper.tell)
 
     def tell(kind: str, value: object) -> None:
@@ -162,14 +162,14 @@ def _teller(stepper: LeadingStepper) -> Callable[[str, object], None]:
 
 
 def _end(own: Stepper, followers: list[Follower], leave: Callable[[], None]) -> None:
-    """End the other parts and leave them; captured steps go first, because NCCL keeps a communicator for as long as one holds it."""
+    """End the other parts and leave them; captured steps go first, because NCCL does not free a communicator while one refers to it."""
     own.cache.on_release, own.cache.overrides.on_change, own._graphs = None, None, None
     _stop(followers)
     leave()
 
 
 def _watch(sentinels: Sequence[int], leave: Callable[[], None]) -> None:
-    """Leave the others as soon as one of them has ended: on a GPU a collective would wait for it for ever."""
+    """Leave the others as soon as one of them has ended: on a GPU a collective would wait for it forever."""
     wait(sentinels)
     leave()
 
@@ -214,7 +214,7 @@ def _follow(directory: Path, options: Options, index: int, count: int, store: st
                 engine.stepper.run([_with_known_pages(row, known) for row in value])
     except (EOFError, KeyboardInterrupt):
         return
-    except BaseException as error:  # noqa: BLE001 (the leader raises it again in its own words)
+    except BaseException as error:  # noqa: BLE001 (the leader raises its own error)
         text = f"{type(error).__name__}: {error}" if not isinstance(error, TrtkvError) else str(error)
         pipe.send(" ".join(text.split()))
 
@@ -263,7 +263,7 @@ def _meet(count: int, store: str, device: str, followers: Sequence[Follower]) ->
 
 
 def _leaving(group: Any) -> Callable[[], None]:
-    """Return a function that leaves a group and waits for that, but not for ever: what still holds the group is told to let go all the same."""
+    """Return a function that leaves a group and waits for that, but not forever: what still holds the group is then aborted."""
     thread, lock = threading.Thread(target=getattr(group, "abort", lambda: None), daemon=True), threading.Lock()
 
     def leave() -> None:

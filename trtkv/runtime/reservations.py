@@ -1,11 +1,11 @@
 """Scheduling where tokens are evicted from pages: a sequence owns the pages that it fills, and those that it will still need are set aside for it.
 
 What a policy stores follows from integers, so the most pages that a sequence still takes are known: first for its prompt, which may be whole until
-its end, then for the rest of its answer. Whoever is admitted finds them, so nobody gives way. Pages that an eviction frees, and those that a sequence
-no longer claims behind its prompt, go to others at once. Where what stays is encoded, prompts are read outside the pages, where there is room for one
+its end, then for the rest of its answer. Admission guarantees them, so none is preempted. Pages that an eviction frees, and those that a sequence
+no longer claims after its prompt, are reused at once. Where the rest is encoded, prompts are read outside the pages, where there is room for one
 that takes several steps.
 
-Prompts are cut at the same places whoever shares a step, with room for a token of every other sequence: a policy may evict between two chunks, and an
+Prompts are cut at the same places in any batch, with room for a token of every other sequence: a policy may evict between two chunks, and an
 answer must not depend on its batch.
 """
 
@@ -63,7 +63,7 @@ class ClaimScheduler(Scheduler, Generic[Held]):
                 )
 
     def stored(self, sequence: Running) -> None:
-        """Take note that a step is done: pages that are no longer filled go back, and what is claimed follows the answer behind the prompt."""
+        """Note that a step is done: pages that are no longer filled are freed, and what is claimed follows the answer after the prompt."""
         claim = self._reserved[sequence]
         claim.pages = self._cut_back(sequence, claim.pages)
         if sequence.seen == sequence.num_prompt:
@@ -82,7 +82,7 @@ class ClaimScheduler(Scheduler, Generic[Held]):
 
     @abstractmethod
     def _unclaimed(self) -> list[int]:
-        """Return the pages of each pool that nobody owns and nobody in the running will want."""
+        """Return the pages of each pool that are free and that no running sequence will need."""
 
     @abstractmethod
     def _no_pages(self) -> Held:
@@ -90,9 +90,9 @@ class ClaimScheduler(Scheduler, Generic[Held]):
 
     @abstractmethod
     def _cut_back(self, one: Running, pages: Held) -> Held:
-        """Return pages that a sequence no longer fills to their pool, but for one in hand; returns what it still owns.
+        """Return pages that a sequence no longer fills to their pool, but for one; returns what it still owns.
 
-        Without that page a sequence that fills its last page in every step would return and take one for ever.
+        Without that page a sequence that fills its last page in every step would return and take one forever.
         """
 
     @abstractmethod
@@ -127,7 +127,7 @@ class ClaimScheduler(Scheduler, Generic[Held]):
 
 
 class GroupReservingScheduler(ClaimScheduler[list[list[int]]]):
-    """Does so where the KV heads of a layer keep equally many tokens: a sequence has a list of pages for each page group."""
+    """Does so where the KV heads of a layer store equally many tokens: a sequence has a list of pages for each page group."""
 
     def __init__(self, plan: CachePlan, limits: Limits, pages: PageAllocator | GroupPages, slots: list[int], ledger: EvictingLedger) -> None:
         """Share the pages of page groups."""
@@ -137,7 +137,7 @@ class GroupReservingScheduler(ClaimScheduler[list[list[int]]]):
         self._read: Running | None = None  # whose prompt is in between two steps, where there is room for one
 
     def stored(self, sequence: Running) -> None:
-        """Take note that a step is done."""
+        """Note that a step is done."""
         super().stored(sequence)
         if sequence is self._read and sequence.seen >= sequence.num_prompt:
             self._read = None
@@ -185,7 +185,7 @@ class GroupReservingScheduler(ClaimScheduler[list[list[int]]]):
 
 
 class HeadReservingScheduler(ClaimScheduler[HeadPages]):
-    """Does so where every KV head has pages of its own, all from one pool."""
+    """Does so where every KV head has its own pages, all from one pool."""
 
     def __init__(self, plan: CachePlan, limits: Limits, pages: HeadPageAllocator, slots: list[int], ledger: HeadLedger) -> None:
         """Share the pages of heads."""
@@ -221,9 +221,9 @@ class HeadReservingScheduler(ClaimScheduler[HeadPages]):
 def make_scheduler(cache: Cache, limits: Limits, pages: PageAllocator | GroupPages | HeadPageAllocator, slots: list[int]) -> Scheduler:
     """Make the scheduler that a session's plan needs."""
     if isinstance(pages, HeadPageAllocator):
-        assert isinstance(cache.ledger, HeadLedger), "heads have pages of their own only where they are evicted from"
+        assert isinstance(cache.ledger, HeadLedger), "heads have their own pages only where they are evicted from"
         return HeadReservingScheduler(cache.plan, limits, pages, slots, cache.ledger)
     if isinstance(cache.ledger, EvictingLedger):
         return GroupReservingScheduler(cache.plan, limits, pages, slots, cache.ledger)
-    assert isinstance(pages, PageAllocator), "several page groups have pages of their own only where tokens are evicted"
+    assert isinstance(pages, PageAllocator), "several page groups have their own pages only where tokens are evicted"
     return GrowingScheduler(cache.plan, limits, pages, slots)

@@ -29,7 +29,7 @@ def _frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
 
 
 def _llama3(rope: Rope, plain: Tensor) -> Tensor:
-    """Llama 3.1: slow frequencies are divided by the factor, fast ones kept, those between blended."""
+    """Llama 3.1: slow frequencies are divided by the factor, fast ones unchanged, those between interpolated."""
     assert rope.original_max_positions is not None
     turns = rope.original_max_positions * plain / (2 * math.pi)
     blend = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)

@@ -27,7 +27,7 @@ class Executor(Protocol):
 
 @dataclass(slots=True)
 class StepRow:
-    """One sequence in a step: the new tokens, how many tokens came before them, its slot, its pages, and the rows whose logits are wanted.
+    """One sequence in a step: the new tokens, how many tokens came before them, its slot, its pages, and the rows whose logits are needed.
 
     pages are one list for all page groups, or a list of one for each, or those of KV heads that have their own. logits_of counts from the first new
     token; empty while a prompt is not finished. prompt is the length of the whole prompt, by default what there is once these tokens are in.

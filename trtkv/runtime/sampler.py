@@ -29,9 +29,9 @@ class SamplingParams(BaseModel):
     likeliest that together have this probability; min_p: draw from those at least this fraction as likely as the likeliest;
     repetition_penalty: divides the logits of tokens in prompt and answer; presence_penalty and frequency_penalty: taken from the logits of
     tokens in the answer, once or for every time; seed: makes draws reproducible; stop: texts that end the answer and are not part of it;
-    stop_token_ids: tokens that do; ignore_eos: go on after the end-of-text token; logprobs: 1 or more reports log probabilities; top_logprobs:
+    stop_token_ids: tokens that do; ignore_eos: continue after the end-of-text token; logprobs: 1 or more reports log probabilities; top_logprobs:
     report so many of the likeliest tokens beside each answered one; budget: tokens that each KV head reads in a decode step, at most the
-    engine's; tau: for FreeKV, the mean cosine below which a head selects anew (`asked.check_override` says where these can be had).
+    engine's; tau: for FreeKV, the mean cosine below which a head selects again (`overrides.check_override` says where these can be had).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -110,7 +110,7 @@ def choose(
 
     histories are the tokens of prompt and answer so far, prompt_lengths how many of them are the prompt. Ties go to the lowest id. A draw
     depends on the logits, the seed and the number of tokens answered, never on the rest of the batch; without a seed it is fresh.
-    Returns the ids and, where asked for, the log probability of each under the model's own distribution.
+    Returns the ids and, where requested, the log probability of each under the model's distribution.
     """
     raw = logits.float()
     drawn = [row for row, one in enumerate(params) if not one.greedy or one.penalizes]
@@ -164,7 +164,7 @@ def uniform(seed: int | None, step: int) -> float:
 class StopChecker:
     """Turns the tokens of one answer into text and says when it ends.
 
-    Text that may be the beginning of a stop string is held back, so that nothing of a stop string is ever returned.
+    Text that may be the beginning of a stop string is withheld, so that nothing of a stop string is ever returned.
     """
 
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer | None, eos_ids: Iterable[int] = ()) -> None:
@@ -190,7 +190,7 @@ class StopChecker:
         return text, None
 
     def flush(self) -> str:
-        """Return the text that is still held back, up to a stop string in it; for an answer that is cut off."""
+        """Return the text that is still withheld, up to a stop string in it; for an answer that is cut off."""
         return self._end("length")[0]
 
     def _end(self, reason: str) -> tuple[str, str]:

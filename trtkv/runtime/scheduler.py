@@ -1,6 +1,6 @@
 """Which sequences take part in the next step: running ones first, then prompts by priority and arrival, chunk by chunk.
 
-Where caches grow, whoever came last gives way when pages run out (`growing.py`). Caches that are evicted from cannot be computed again half-way: they
+Where caches grow, the newest is preempted when pages run out (`growing.py`). Caches that are evicted from cannot be recomputed half-way: they
 are admitted for the most that is still to come (`reservations.py`).
 """
 
@@ -25,14 +25,14 @@ class Scheduler(ABC):
     """Shares an engine's slots and pages among sequences; one that has been admitted always ends."""
 
     saved: SavedPages | None = None  # a third tier on disk
-    swap: Swap | None = None  # host memory for sequences that give way
+    swap: Swap | None = None  # host memory for preempted sequences
 
     def __init__(self, plan: CachePlan, limits: Limits, slots: list[int]) -> None:
         """Share free slots with whatever else runs on the engine."""
         self.plan, self.limits = plan, limits
         self.waiting: list[Running] = []
         self.running: list[Running] = []
-        self.preemptions = self.recomputed = 0  # sequences that gave way, and those of them that begin again
+        self.preemptions = self.recomputed = 0  # preempted sequences, and those of them that are recomputed
         self._slots = slots
 
     @abstractmethod
@@ -45,7 +45,7 @@ class Scheduler(ABC):
         insort(self.waiting, sequence, key=lambda one: one.order)
 
     def remove(self, sequence: Running) -> None:
-        """Forget a finished or cancelled sequence and free what it held."""
+        """Forget a finished or cancelled sequence and free its pages and slot."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
             self._lose(sequence)
@@ -55,7 +55,7 @@ class Scheduler(ABC):
     def next(self) -> list[tuple[Running, StepRow]]:
         """Choose the next step's sequences: at most max_chunk_tokens new tokens together; none when all are finished.
 
-        Raises CapacityError when nothing runs here and others hold what the first in line needs.
+        Raises CapacityError when nothing runs here and others hold what the first in the queue needs.
         """
         self._grow()
         self._admit()
@@ -67,7 +67,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def stored(self, sequence: Running) -> None:
-        """Take note that a step has stored a sequence's tokens up to `seen`."""
+        """Note that a step has stored a sequence's tokens up to `seen`."""
 
     def _check_length(self, tokens: Sequence[int], max_tokens: int) -> None:
         if not tokens:
@@ -118,18 +118,18 @@ class Scheduler(ABC):
         """Give a waiting sequence its slot and pages, if there are any."""
 
     def _make_way(self, one: Running) -> bool:
-        """Let a running sequence give way to a waiting one; False where none does."""
+        """Preempt a running sequence for a waiting one; False where none is."""
         return False
 
     def _grow(self) -> None:  # noqa: B027
         """Give running sequences the pages of their next tokens, where these are not taken with them."""
 
     def _lose(self, one: Running) -> None:  # noqa: B027
-        """Give back what a waiting sequence holds."""
+        """Free what a waiting sequence holds."""
 
     @abstractmethod
     def _release(self, one: Running) -> None:
-        """Give back what a running sequence holds."""
+        """Free what a running sequence holds."""
 
     @staticmethod
     def _began(one: Running) -> None:

@@ -14,7 +14,7 @@ _arrivals = itertools.count()
 
 @dataclass(eq=False, slots=True)
 class Copied:
-    """A page's contents in host memory, for so many sequences, and on the device as long as that page keeps them."""
+    """A page's contents in host memory, for so many sequences, and on the device as long as that page has them."""
 
     place: Place
     content: tuple[int, int]
@@ -23,7 +23,7 @@ class Copied:
 
 @dataclass(eq=False, slots=True)
 class Left:
-    """What a sequence that gave way has in host memory: its slot's record, and the pages behind those that it still owns."""
+    """What a preempted sequence has in host memory: its slot's record, and the pages after those that it still owns."""
 
     slot: Place | None
     tail: list[Copied] = field(default_factory=list)
@@ -34,8 +34,8 @@ class Running:
     """A prompt on its way: tokens with what was generated so far, and how many of them are in the cache.
 
     Higher priority runs first; reused counts prompt tokens whose pages another prompt had filled, keys names the prompt's full pages; began_s is
-    when it first got a place (monotonic seconds). pages are those of a cache that grows; where it shrinks, its claim has them. left is what
-    a sequence that gave way has in host memory beside the pages that it still owns, arriving what is on its way back.
+    when it first got a slot (monotonic seconds). pages are those of a cache that grows; where it shrinks, its claim has them. left is what
+    a preempted sequence has in host memory beside the pages that it still owns, arriving what is on its way back.
     """
 
     request: int

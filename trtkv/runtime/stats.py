@@ -12,7 +12,7 @@ from trtkv.runtime.sequence import Running
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """What one step did, measured once however many calls share it: sequences in it, those that decode, tokens, bytes behind it."""
+    """What one step did, measured once however many calls share it: sequences in it, those that decode, tokens, bytes after it."""
 
     seconds: float
     sequences: int
@@ -45,7 +45,7 @@ class Stats:
     """Seconds in steps with prompt tokens and in pure decode steps, tokens, and the cache at its fullest.
 
     prompt_tokens were computed, reused_tokens found in the pages of an earlier prompt; stored_bytes hold data,
-    reserved_bytes are the whole pages behind them, final_bytes what the last step's sequences held; read_tokens sums over decoded tokens how
+    reserved_bytes are the whole pages after them, final_bytes what the last step's sequences stored; read_tokens sums over decoded tokens how
     many stored tokens each read, mean over the layers.
     """
 

@@ -2,7 +2,7 @@
 
 The scheduler says which sequences take part and with how many new tokens; the step announces to the cache where their tokens are stored,
 fills the engine's inputs, and runs the graph once. Decode is the case of one new token each, prefill of a chunk; both may share a step.
-`run` hands out logits; `launch` chooses the next tokens on the device as well, where the next step finds them before the host does.
+`run` returns logits; `launch` chooses the next tokens on the device as well, where the next step finds them before the host does.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ class Stepper:
 
     @property
     def chooses(self) -> bool:
-        """Whether next tokens are chosen on the device, behind the captured step."""
+        """Whether next tokens are chosen on the device, after the captured step."""
         return self._graphs is not None and self.executor.capturable
 
     @property
     def runs_ahead(self) -> bool:
         """Whether a step may be queued before the tokens of the one before it are known.
 
-        What is evicted and moved behind a step follows from integers and is queued with it, so that nothing waits for the device.
+        What is evicted and moved after a step follows from integers and is queued with it, so that nothing waits for the device.
         """
         return self.chooses
 
     @torch.inference_mode()
     def run(self, rows: Sequence[StepRow]) -> Tensor:
-        """Run one step: logits [R, V] fp32 of the rows asked for, in order; all sequences' keys and values are stored afterwards."""
+        """Run one step: logits [R, V] fp32 of the rows requested, in order; all sequences' keys and values are stored afterwards."""
         self._announce(rows)
         logits = self._graphs.run(rows) if self._graphs is not None and self._captures(rows) else self.executor.run(self._inputs(rows))
         self.cache.end_step()
@@ -62,7 +62,7 @@ class Stepper:
 
     @torch.inference_mode()
     def launch(self, rows: Sequence[StepRow], asks: Sequence[Ask]) -> Chosen:
-        """Run one step and choose the next token of every row whose logits are asked for (one each), as asks [R] say; nobody waits for it.
+        """Run one step and choose the next token of every row whose logits are requested (one each), as asks [R] say; does not synchronize.
 
         A token may be PENDING where its slot's last launched step chose it.
         """

@@ -1,13 +1,13 @@
-"""Streams beside the step's own, and the order of what runs on them.
+"""Streams beside the step's, and the order of what runs on them.
 
 A decode step of an offloaded engine has two branches. The step's stream appends, selects, recalls what is missing and attends, layer by layer; a
-layer's recall stands in front of its attention on the same stream. Behind a layer's attention the side stream takes over: it selects with this step's
+layer's recall runs before its attention on the same stream. After a layer's attention the side stream takes over: it selects with this step's
 query for the next step. A third stream follows it: it writes a page that the step completed to the host, and recalls what was selected into frames
 which this layer's attention no longer reads; so a layer's pages still move while the next one selects. The step waits for both at its end, before the
 next step may append to the ring, and nowhere else. Captured, the branches and the edges between them are one CUDA graph.
 
-A sequence that gives way leaves for host memory, and comes back, on a stream of its own, stretch by stretch, each behind what the steps have queued
-by then. A step waits for a stretch only when it is the first to use pages or a slot of it. No graph holds any of this: it happens between two steps.
+A preempted sequence is swapped out and in on a separate stream, batch by batch, each after what the steps have queued
+by then. A step waits for a batch only when it is the first to use pages or a slot of it. No graph contains any of this: it happens between two steps.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class SideStream:
 
     @contextmanager
     def behind(self) -> Iterator[None]:
-        """Enqueue what is done inside behind all that the current stream has, and behind what the side stream has."""
+        """Enqueue what is done inside after all that the current stream has, and after what the side stream has."""
         yield from self._enqueue(self._stream, torch.cuda.current_stream(self._stream.device))
 
     @contextmanager
     def after(self) -> Iterator[None]:
-        """Enqueue what is done inside behind all that the side stream has, and behind what was enqueued so before; beside what that gets next."""
+        """Enqueue what is done inside after all that the side stream has, and after what was enqueued so before; beside what that gets next."""
         yield from self._enqueue(self._follower, self._stream)
 
     def join(self) -> None:
@@ -96,7 +96,7 @@ class CopyLane:
 
     @contextmanager
     def stretch(self) -> Iterator[Stretch]:
-        """Enqueue the copies that are made inside behind all that the steps have queued; the next steps do not wait for them by themselves."""
+        """Enqueue the copies that are made inside after all that the steps have queued; the next steps do not wait for them."""
         made = Stretch(self._device)
         if self._side is None:
             yield made

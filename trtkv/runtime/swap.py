@@ -1,10 +1,10 @@
-"""Sequences that give way keep what has been computed: their pages as long as nobody needs these, then copies in host memory.
+"""Preempted sequences retain what was computed: their pages until others need these, then copies in host memory.
 
-Whoever gives way leaves its slot at once. What the slot held (FreeKV's previous query; with --offload the newest pages, of which the last is nowhere
-else) goes to host memory. Pages follow when others need them, the last ones first and no more than are needed; a page that several own goes once. On
-their return pages that are still there are owned again, the others come back to new ones, and decoding goes on with the same bits.
+A preempted sequence leaves its slot at once. The slot's data (FreeKV's previous query; with --offload the newest pages, of which the last is nowhere
+else) goes to host memory. Pages follow when others need them, the last ones first and no more than are needed; a shared page is copied once. On
+resume, pages that are still there are owned again, the others are copied to new ones, and decoding continues with the same bits.
 
-An answer is never computed again while there is host memory: selection would then see it as a prompt. A half-read prompt is, where that is quicker
+An answer is never recomputed while there is host memory: selection would then see it as a prompt. A half-read prompt is, where that is quicker
 than two ways over the bus, at the rates measured so far.
 """
 
@@ -24,13 +24,13 @@ from trtkv.runtime.streams import CopyLane, Stretch
 
 BUS_BYTES_PER_S = 20e9  # before a copy has been measured
 OF_LAST = 0.5  # share of the newest measurement in a rate
-LEAST_PAGES = 16  # that go together: a stretch of copies has its price
-MOST_PAGES = 128  # of one stretch: what others may take before the rest has gone
+LEAST_PAGES = 16  # in a batch of copies, because each batch has a fixed cost
+MOST_PAGES = 128  # of one batch: what others may take before the rest is copied
 HOST_SHARE = 4  # of the host memory that may be pinned, by default a quarter at most
 
 
 class Swap:
-    """Host memory for the sequences of one engine that give way.
+    """Host memory for the preempted sequences of one engine.
 
     out and back count sequences whose pages left and returned, out_bytes and in_bytes what was copied of pages and slots.
     """
@@ -64,7 +64,7 @@ class Swap:
         return self._room.taken_bytes
 
     def park(self, one: Running) -> bool:
-        """Save what a sequence's slot holds, and give back pages that hold nothing yet; False where it is better computed again."""
+        """Save what a sequence's slot holds, and free pages that hold nothing yet; False where it is better recomputed."""
         if one.seen <= one.reused:
             return False
         place = None
@@ -83,7 +83,7 @@ class Swap:
         return True
 
     def tail(self, one: Running, missing: int, *, shared: bool) -> list[int]:
-        """Name the last pages of a waiting sequence that may go for others to have so many more; with `shared` also those that others own too."""
+        """Name the last pages of a waiting sequence that may be swapped out to free so many more; with `shared` also shared ones."""
         most = min(len(one.pages), max(missing, LEAST_PAGES), MOST_PAGES)
         count = 0
         while count < most and (shared or self._pages.owners(one.pages[-1 - count]) == 1):
@@ -91,7 +91,7 @@ class Swap:
         return one.pages[len(one.pages) - count :]
 
     def send(self, one: Running, tail: Sequence[int]) -> bool:
-        """Copy a waiting sequence's last pages to the host and give them back; False where it is to be computed again."""
+        """Copy a waiting sequence's last pages to the host and free them; False where it is to be recomputed."""
         assert one.left is not None
         if not one.left.tail and not self._worth(one):
             return False
@@ -117,12 +117,12 @@ class Swap:
         return True
 
     def regain(self, one: Running) -> list[int | None]:
-        """Own those pages of a sequence again that still hold what they did: the number of each of its pages that left, None where it has gone."""
+        """Own those pages of a sequence again whose contents are unchanged: the number of each of its pages, None where it was swapped out."""
         assert one.left is not None
         return [copy.content[0] if self._pages.regain(copy.content) else None for copy in one.left.tail]
 
     def bring(self, one: Running, kept: Sequence[int | None], fresh: Sequence[int]) -> None:
-        """Let a sequence go on in its new slot: kept are what `regain` found, fresh the pages for the rest and for what comes next."""
+        """Resume a sequence in its new slot: kept are the pages that `regain` found, fresh the pages for the rest and for what comes next."""
         left, numbers = one.left, iter(fresh)
         assert left is not None
         tail = [next(numbers) if page is None else page for page in kept]
@@ -149,7 +149,7 @@ class Swap:
         self.drop(one)
 
     def drop(self, one: Running) -> None:
-        """Give back the host memory of a sequence."""
+        """Free the host memory of a sequence."""
         if one.left is None:
             return
         for copy in one.left.tail:
@@ -162,7 +162,7 @@ class Swap:
         one.left = None
 
     def claim(self, pages: Sequence[int], slot: int | None = None) -> None:
-        """Let the steps to come wait for copies of pages, and of a slot, that somebody takes."""
+        """Let the steps to come wait for copies of pages, and of a slot, that are reused."""
         waiting = {self._moving.pop(page) for page in pages if page in self._moving}
         if slot in self._moving_slots:
             waiting.add(self._moving_slots.pop(slot))
@@ -170,11 +170,11 @@ class Swap:
             stretch.wait()
 
     def learn_prompts(self, tokens_per_s: float) -> None:
-        """Take note of the rate at which a step has read prompts."""
+        """Record the rate at which a step has read prompts."""
         self.prompt_tokens_per_s += (OF_LAST if self.prompt_tokens_per_s else 1.0) * (tokens_per_s - self.prompt_tokens_per_s)
 
     def _worth(self, one: Running) -> bool:
-        """Say whether to copy rather than to compute again: always behind the prompt, whose answer would come out otherwise."""
+        """Say whether to copy rather than to compute again: always after the prompt, whose answer would come out otherwise."""
         self._learn()
         if one.seen > one.num_prompt or one.num_generated or not self.prompt_tokens_per_s:
             return True
@@ -197,7 +197,7 @@ class Swap:
 
 @contextmanager
 def given_back(records: Records, places: Sequence[Place]) -> Iterator[None]:
-    """Give places back where copying to them fails."""
+    """Free places where copying to them fails."""
     try:
         yield
     except BaseException:
@@ -206,18 +206,18 @@ def given_back(records: Records, places: Sequence[Place]) -> Iterator[None]:
 
 
 def why_not(cache: Cache) -> str | None:
-    """Say why the sequences of an engine that give way are computed again, None where they can be swapped out."""
+    """Say why the preempted sequences of an engine are recomputed, None where they can be swapped out."""
     if cache.parts > 1:
         return "its KV heads are shared out over several processes"
     if not cache.plan.in_pages or cache.plan.evict is not None:
-        return "its sequences never give way: they are admitted for all that they may still need"
+        return "its sequences are never preempted: admission reserves all that they may still need"
     if any(one.device.type != cache.device.type for one in cache.page_buffers()):
         return "some of its pages lie outside the device's memory without --offload"
     return None
 
 
 def open_swap(cache: Cache, pages: PageAllocator, limit_bytes: int | None = None) -> Swap | None:
-    """Make room for an engine's sequences that give way, by default for as many bytes as its pages have; None where they are computed again."""
+    """Allocate for an engine's preempted sequences, by default as many bytes as its pages have; None where they are recomputed."""
     if limit_bytes == 0 or why_not(cache) is not None:
         return None
     if limit_bytes is None:

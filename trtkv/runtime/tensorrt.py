@@ -103,7 +103,7 @@ def open_executor(plan: bytes, manifest: Manifest, weights: Mapping[str, Weight]
 
 
 class Lane:
-    """A stream of its own for TensorRT, which synchronizes the whole device on the default one; in order with the caller's stream."""
+    """A its own stream for TensorRT, which synchronizes the whole device on the default one; in order with the caller's stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -112,7 +112,7 @@ class Lane:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Run the block's work on the stream, behind what the caller has queued and before what it queues next."""
+        """Run the block's work on the stream, after what the caller has queued and before what it queues next."""
         caller = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(caller)
         with torch.cuda.stream(self.stream):
@@ -159,7 +159,7 @@ class TensorrtExecutor:
 
     @property
     def capturable(self) -> bool:
-        """A step goes through TensorRT's own launches."""
+        """A step goes through TensorRT's launches."""
         return False
 
     @torch.inference_mode()
@@ -262,7 +262,7 @@ class TensorrtExecutor:
 
     @contextmanager
     def _reporting(self, what: str) -> Iterator[None]:
-        """Raise what a plugin recorded, or else TensorRT's own message, in the place of a bare refusal."""
+        """Raise what a plugin recorded, or else TensorRT's message, in the place of a bare refusal."""
         with self._backend.log.collect() as messages:
             try:
                 yield

@@ -1,4 +1,4 @@
-"""Text to tokens and back: a `tokenizer.json` with the special tokens, end-of-text ids and chat template that stand beside it."""
+"""Text to tokens and back: a `tokenizer.json` with the special tokens, end-of-text ids and chat template beside it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Tokenizer:
     """The tokenizer of a checkpoint or engine directory; raises CheckpointError when `tokenizer.json` is missing or damaged."""
 
     def __init__(self, path: Path) -> None:
-        """Read `tokenizer.json` and, where they are there, tokenizer_config, special_tokens_map, generation_config and config."""
+        """Read `tokenizer.json` and, where they exist, tokenizer_config, special_tokens_map, generation_config and config."""
         import tokenizers
 
         self.path = Path(path)
@@ -46,7 +46,7 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Return the token ids of a text.
 
-        add_special adds what the checkpoint adds, such as a beginning-of-text token; a text that brings its own (a rendered chat) gets no
+        add_special adds what the checkpoint adds, such as a beginning-of-text token; a text that has its own (a rendered chat) gets no
         second one.
         """
         ids: list[int] = self._inner.encode(text, add_special_tokens=add_special).ids
@@ -139,12 +139,12 @@ class Detokenizer:
         return "" if self._in_bytes else self._advance(final=False)
 
     def flush(self) -> str:
-        """Return what was held back; the end of an incomplete character is U+FFFD."""
+        """Return the text not yet returned; the end of an incomplete character is U+FFFD."""
         return self._advance(final=True)
 
     def _advance(self, final: bool) -> str:
         text = self._tokenizer.decode(self._window)
-        # However many bytes of a character are there, they decode to one U+FFFD.
+        # However many bytes of a character there are, they decode to one U+FFFD.
         end = len(text) - (not final and text.endswith(BAD))
         out = text[self._sent : end]
         self._sent = max(self._sent, end)

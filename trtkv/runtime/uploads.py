@@ -1,7 +1,7 @@
 """Fills tensors of a GPU from files at the speed of the disk or of the host link.
 
-Several threads read pieces into pinned memory of their own. Each has two buffers and a stream: while one piece is on its way to the device, the next
-is read. Pieces of another dtype, or of which only some columns are wanted, are cut and converted on the device.
+Several threads read pieces into pinned their own memory. Each has two buffers and a stream: while one piece is on its way to the device, the next
+is read. Pieces of another dtype, or of which only some columns are needed, are cut and converted on the device.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def cut(whole: Piece, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
 
 
 def upload(pieces: Sequence[Piece], device: torch.device, report: Report, readers: int = READERS) -> None:
-    """Fill the targets of all pieces, in their order as far as threads keep it; returns when they are filled.
+    """Fill the targets of all pieces, in their order as far as threads follow it; returns when they are filled.
 
     report(done_bytes, total_bytes) is called on this thread. Raises CheckpointError for a file that cannot be read or ends too early.
     """
@@ -93,7 +93,7 @@ def _work(
     size: int,
     ready: torch.cuda.Event | None,
 ) -> None:
-    """Read and copy pieces until there are none, or until told to stop."""
+    """Read and copy pieces until there are none, or until stopped."""
     try:
         # A new thread begins on the first GPU, and outside of inference mode: tensors that were made inside take no copies there.
         with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():

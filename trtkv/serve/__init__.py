@@ -1,1 +1,1 @@
-"""Serving: an engine behind the OpenAI API and behind Triton Inference Server."""
+"""Serving: an engine over the OpenAI API and in Triton Inference Server."""

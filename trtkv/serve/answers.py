@@ -64,7 +64,7 @@ class Shape:
         return chunks
 
     def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """Return the chunk that ends a stream whose usage was asked for."""
+        """Return the chunk that ends a stream whose usage was requested."""
         return {**self._chunk([]), "usage": usage}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:

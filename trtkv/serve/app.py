@@ -37,7 +37,7 @@ PROBE_S = 10.0  # a probe that takes longer says "not ready"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the front lets in: keys (none: everybody), origins of web pages, bytes of a body."""
+    """What the front lets in: keys (none: all clients), origins of web pages, bytes of a body."""
 
     api_keys: Sequence[str] = ()
     origins: Sequence[str] = ()
@@ -45,7 +45,7 @@ class Settings:
 
 
 def make_app(backends: Mapping[str, Backend], metrics: Prometheus, settings: Settings = Settings(), **more: Any) -> FastAPI:
-    """Make the application; more goes to FastAPI, such as lifespan."""
+    """Make the application; more is passed to FastAPI, such as lifespan."""
     api, own = OpenAI(backends), Own(backends, metrics)
     around = [Middleware(Count, metrics=metrics)]
     if settings.origins:
@@ -150,7 +150,7 @@ class Keys:
 
 
 class Count:
-    """Counts answers by path and status; 499 are those whose client had gone."""
+    """Counts answers by path and status; 499 are those whose client disconnected."""
 
     def __init__(self, app: ASGIApp, metrics: Prometheus) -> None:
         self.app, self.answers = app, metrics.answers

@@ -1,4 +1,4 @@
-"""Engines as the HTTP front sees them: one in this process, or one behind Triton (`triton_backend.py`)."""
+"""Engines as the HTTP front sees them: one in this process, or one in Triton (`triton_backend.py`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROBE = SamplingParams(max_tokens=1, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the front knows of an engine without asking it."""
+    """What the front knows of an engine without a request to it."""
 
     name: str
     policy: str
@@ -43,7 +43,7 @@ class Answer(Protocol):
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were not computed again."""
+        """Prompt tokens that were not recomputed."""
 
     async def next(self) -> list[Event]:
         """Wait for events; an empty list says that every prompt has been answered."""
@@ -65,7 +65,7 @@ class Backend(Protocol):
         """Return running, waiting, kv_cache_usage and kv_cache_bytes by tier, as they were a moment ago."""
 
     async def probe(self) -> None:
-        """Generate one token, unless the engine has just done so; raises what goes wrong."""
+        """Generate one token, unless the engine has just done so; raises what fails."""
 
     async def metrics(self) -> bytes:
         """Return metrics that this process does not hold, in Prometheus' text format."""
@@ -110,17 +110,17 @@ class LocalAnswer:
 
 
 class LocalBackend:
-    """An engine in this process, driven by a thread of its own."""
+    """An engine in this process, driven by its own thread."""
 
     def __init__(self, llm: LLM, facts: Facts, metrics: Prometheus, max_waiting: int = 256) -> None:
-        """Take over an opened engine; must be made in the event loop that will ask it."""
+        """Take over an opened engine; must be made in the event loop that will use it."""
         self.facts, self.tokenizer, self._llm = facts, llm.tokenizer, llm
         self._loop = asyncio.get_running_loop()
         self._probing: asyncio.Task[None] | None = None
         self.service = Service(llm.batcher, metrics.of(facts.name), self._post, max_waiting).start()
 
     def _post(self, batch: list[tuple[Ticket, list[Event]]]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it everybody who listened
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it its listeners
             self._loop.call_soon_threadsafe(_hand_out, batch)
 
     async def ask(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int = 0) -> LocalAnswer:

@@ -1,4 +1,4 @@
-"""What a client is told when a request cannot be served, with the HTTP status that means it."""
+"""What a client receives when a request cannot be served, with the HTTP status that means it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trtkv.errors import RequestError, TrtkvError
 
 
 class Problem(BaseModel):
-    """What went wrong; param is the parameter at fault, code the HTTP status or OpenAI's word for it."""
+    """What went wrong; param is the parameter at fault, code the HTTP status or OpenAI's name for it."""
 
     message: str
     type: str
@@ -23,11 +23,11 @@ class Failure(BaseModel):
 
 
 class Busy(TrtkvError):
-    """More requests wait than the server takes; the client should come back."""
+    """More requests wait than the server takes; the client should retry."""
 
 
 class Unavailable(TrtkvError):
-    """The engine is not there: it is starting, being restarted, or going down."""
+    """The engine is unavailable: it is starting, being restarted, or going down."""
 
 
 class ApiError(TrtkvError):

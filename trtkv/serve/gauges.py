@@ -11,7 +11,7 @@ from trtkv.runtime.batcher import Batcher
 from trtkv.runtime.sequence import Running
 from trtkv.serve.families import Sink
 
-EVERY_S = 0.2  # gauges are set this often at most: the bytes of held caches are summed over their tensors
+EVERY_S = 0.2  # gauges are set this often at most: the bytes of caches in tensors are summed over their tensors
 
 
 class Gauges:

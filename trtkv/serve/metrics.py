@@ -13,7 +13,7 @@ class Prometheus:
     """All models' families in one registry of this process."""
 
     def __init__(self) -> None:
-        """Make a registry of its own, so that two servers of one process do not meet."""
+        """Make a separate registry, so that two servers of one process do not meet."""
         disable_created_metrics()
         self.registry = CollectorRegistry()
         self._families: dict[str, Any] = {}
@@ -33,7 +33,7 @@ class Prometheus:
 
 
 class ModelSink:
-    """One model's numbers in a Prometheus registry; finding a child by its labels costs more than counting, so children are kept."""
+    """One model's numbers in a Prometheus registry; finding a child by its labels costs more than counting, so children are cached."""
 
     def __init__(self, families: dict[str, Any], model_name: str) -> None:
         self._families, self._model = families, model_name

@@ -27,10 +27,10 @@ from trtkv.serve.schema import ChatRequest, CompletionRequest, Generation, refus
 
 Body = TypeVar("Body", bound=Generation)
 T = TypeVar("T")
-LONG_CHARS = 8192  # a prompt beyond this is tokenized in another thread, so that other streams go on
+LONG_CHARS = 8192  # a prompt beyond this is tokenized in another thread, so that other streams continue
 AT_ONCE = 128  # events of one answer that are written together: those of a slow reader may be thousands
 DISCARD_BYTES = 64 << 20  # of a body that is too large: read on so far, so that the client sees the answer
-COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat goes on to the engine's limit
+COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat continues to the engine's limit
 log = logging.getLogger("trtkv.serve")
 
 
@@ -164,7 +164,7 @@ async def read_body(request: Request, most_bytes: int) -> bytes:
 
 
 class Reply(Response):
-    """Sends an answer whole or as a stream; a client that goes away ends its generation."""
+    """Sends an answer whole or as a stream; a client that disconnects ends its generation."""
 
     def __init__(self, asked: Asked, answer: Answer) -> None:
         """Take over a request that has been queued."""
@@ -173,7 +173,7 @@ class Reply(Response):
         self.status_code = 200
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Race the answer against the client's going away."""
+        """Race the answer against the client's disconnection."""
         gone, work = asyncio.create_task(_until_gone(receive)), asyncio.create_task(self._send(send))
         try:
             await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
@@ -188,7 +188,7 @@ class Reply(Response):
             await asyncio.gather(gone, work, return_exceptions=True)
 
     async def _send(self, send: Send) -> None:
-        # The first events come before the status line: what fails before the first token has a status of its own.
+        # The first events come before the status line: what fails before the first token has its own status.
         events = await self.answer.next()
         failed = next((one.error for one in events if one.error is not None), None)
         if failed is not None:
@@ -252,7 +252,7 @@ def _model(backend: Backend) -> dict[str, Any]:
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """Answer what went wrong in the API's own form."""
+    """Answer what went wrong in the API's form."""
     error = refusal(error) if isinstance(error, RequestValidationError) else error
     status = status_of(error)
     headers = {"retry-after": "1"} if status in (429, 503) else {"www-authenticate": "Bearer"} if status == 401 else None

@@ -1,4 +1,4 @@
-"""What clients may ask: the OpenAI API's fields with vLLM's additions; everything else is refused by name."""
+"""What clients may send: the OpenAI API's fields with vLLM's additions; everything else is refused by name."""
 
 from __future__ import annotations
 

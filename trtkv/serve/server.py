@@ -1,4 +1,4 @@
-"""The process behind `trtkv serve`: sockets, signals, the order in which things begin and end."""
+"""The process of `trtkv serve`: sockets, signals, the order in which things begin and end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trtkv.serve.app import Settings, make_app
 from trtkv.serve.backend import Backend
 from trtkv.serve.metrics import Prometheus
 
-GRACE_S = 5.0  # to write what aborted requests are told
+GRACE_S = 5.0  # to write the errors of aborted requests
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -89,7 +89,7 @@ class Draining(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Listen to signals without raising them again behind the shutdown: a server that was told to stop has not failed."""
+        """Listen to signals without raising them again after the shutdown: a server that was stopped has not failed."""
         loop = asyncio.get_running_loop()
         for one in (signal.SIGINT, signal.SIGTERM):
             with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not in the main thread

@@ -1,4 +1,4 @@
-"""An engine at work: one thread owns the batcher, takes requests between steps, and hands what each step brought to whoever listens."""
+"""An engine at work: one thread owns the batcher, takes requests between steps, and passes each step's events to its listeners."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALIVE_S = 2.0  # a token this recent proves that the engine generates
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One request of one or more prompts: what was asked, when (monotonic seconds), and what its listener keeps in `sink`."""
+    """One request of one or more prompts: its parameters, when it came (monotonic seconds), and its listener's `sink`."""
 
     prompts: Sequence[Sequence[int]]
     params: Sequence[SamplingParams]
@@ -52,7 +52,7 @@ class Service:
     """
 
     def __init__(self, batcher: Batcher, metrics: Sink, post: Post, max_waiting: int = 256) -> None:
-        """Take over a batcher that nobody else drives."""
+        """Take over a batcher that nothing else drives."""
         limits = batcher.engine.manifest.limits
         self.batcher, self.metrics, self.post = batcher, metrics, post
         self.most = limits.max_batch_size + max_waiting
@@ -80,9 +80,9 @@ class Service:
         for tokens, one in zip(prompts, params, strict=True):
             self.batcher.check(tokens, one)
             if min(tokens) < 0 or max(tokens) >= vocab:
-                raise RequestError(f"a token id is outside the vocabulary of {vocab}", "Use the model's own tokenizer.")
+                raise RequestError(f"a token id is outside the vocabulary of {vocab}", "Use the model's tokenizer.")
         if len(prompts) > self.most:
-            raise RequestError(f"the request asks for {len(prompts)} answers, the server takes {self.most} at once", "Split it.")
+            raise RequestError(f"the request needs {len(prompts)} answers, the server takes {self.most} at once", "Split it.")
         ticket = Ticket(prompts, params, priority, sink, open=len(prompts))
         with self._bell:
             if self._stopping or self.broken:
@@ -142,7 +142,7 @@ class Service:
                 if self.batcher.advance():
                     self._failed = 0
                     self.gauges.step()
-            except Exception as error:  # noqa: BLE001 (whatever a step raises, its clients must be answered and the thread go on)
+            except Exception as error:  # noqa: BLE001 (whatever a step raises, its clients must be answered and the thread continue)
                 self._fail(error)
             self._deliver(began)
 
@@ -169,7 +169,7 @@ class Service:
             self._going.pop(ticket, None)
 
     def _deliver(self, began_s: float) -> None:
-        """Hand over what the step brought; sequences that took part in it for the first time have waited until it began."""
+        """Pass on the step's events; sequences that took part in it for the first time have waited until it began."""
         now, batch = time.monotonic(), []
         touched, self._touched[:] = list(dict.fromkeys(self._touched)), []
         for ticket in touched:
@@ -221,7 +221,7 @@ class Service:
         self.post([(ticket, events)])
 
     def _fail(self, error: Exception) -> None:
-        """Answer everybody whose state a failed step may have spoilt; after some in a row the engine counts as broken."""
+        """Answer all requests whose state a failed step may have corrupted; after some in a row the engine counts as broken."""
         print(f"trtkv: a step failed\n{''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
         self.metrics.inc("trtkv:engine_failed_steps_total")
         self._failed += 1

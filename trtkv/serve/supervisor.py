@@ -27,11 +27,11 @@ from trtkv.serve.triton_model import PARENT
 
 LOOK_S = 0.2  # between two looks at the processes
 PROBE_S = 2.0  # between two one-token generations, where no token has come meanwhile
-PROBE_LIMIT_S = 30.0  # a probe may wait behind a long prompt
+PROBE_LIMIT_S = 30.0  # a probe may wait after a long prompt
 LOAD_LIMIT_S = 1800.0
 RESTARTS, WITHIN_S = 5, 300.0  # more restarts than that in that time: give up
 Say = Callable[[str], None]
-# Run by the environment's own interpreter: where its tritonserver is, and whether it can serve.
+# Run by the environment's interpreter: where its tritonserver is, and whether it can serve.
 FIND = """
 import importlib.util, json, sys, sysconfig
 spec = importlib.util.find_spec("pytriton")
@@ -61,7 +61,7 @@ def find_install(environment: Path | None) -> Install:
     """Find tritonserver in a virtual environment, by default the one that runs this; raises ConfigError with what is missing."""
     python = Path(sys.executable) if environment is None else environment / "bin" / "python"
     where = f"'{environment}'" if environment else "this environment"
-    fix = "Install it: pip install 'trtkv[serve,triton]', best into an environment of its own for --triton-env; or serve with --no-triton."
+    fix = "Install it: pip install 'trtkv[serve,triton]', best into a separate environment for --triton-env; or serve with --no-triton."
     try:
         answer = subprocess.run([python, "-c", FIND], capture_output=True, text=True, timeout=60, check=True)
         found = json.loads(answer.stdout)
@@ -92,7 +92,7 @@ class Ports:
 
 
 def free_ports() -> Ports:
-    """Choose three ports that nobody listens to."""
+    """Choose three ports that are free."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
         for one in sockets:
@@ -101,7 +101,7 @@ def free_ports() -> Ports:
 
 
 def temporary(what: str) -> Path:
-    """Make a temporary folder that carries this process's number; what killed processes of this kind have left is removed."""
+    """Make a temporary folder that carries this process's number; leftovers of killed processes of this kind are removed."""
     for left in (*Path(tempfile.gettempdir()).glob("trtkv-serve-*-*"), *Path("/dev/shm").glob("trtkv_*_*")):
         owner = left.name.replace("trtkv-serve-", "trtkv_").split("_")[1].split("-")[0]
         if owner.isdecimal() and not psutil.pid_exists(int(owner)):
@@ -124,9 +124,9 @@ class Supervisor:
         self.log = self._work / "tritonserver.log"
 
     async def start(self, probe: Callable[[], Awaitable[None]], give_up: Callable[[str], None]) -> None:
-        """Start the server and wait for its models; raises EngineError with Triton's own reason when one does not load.
+        """Start the server and wait for its models; raises EngineError with Triton's reason when one does not load.
 
-        From then on the processes are watched; probe raises when an engine does not generate, give_up is told when restarting is of no use.
+        From then on the processes are watched; probe raises when an engine does not generate, give_up is called when restarting is of no use.
         """
         self._link_backend()
         try:
@@ -137,7 +137,7 @@ class Supervisor:
         self._watch = asyncio.create_task(self._guard(probe, give_up))
 
     async def stop(self) -> None:
-        """Let the server finish what is going, and clean up behind it."""
+        """Let the server finish what is going, and clean up after it."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
@@ -152,7 +152,7 @@ class Supervisor:
         return self._process.pid
 
     def get(self, port: int, path: str, timeout_s: float = 2.0) -> tuple[int, bytes]:
-        """Ask the server over HTTP: status and body; status 0 when it does not answer."""
+        """Send the server an HTTP request: status and body; status 0 when it does not answer."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=timeout_s) as answer:
                 return answer.status, answer.read()
@@ -162,7 +162,7 @@ class Supervisor:
             return 0, str(error).encode()
 
     def _link_backend(self) -> None:
-        # The wheel keeps the stubs outside the backend's directory, where the server looks for them; its libraries resolve through the links.
+        # The wheel has the stubs outside the backend's directory, where the server looks for them; its libraries resolve through the links.
         own = self._work / "backends" / "python"
         own.mkdir(parents=True)
         for file in (self.install.backend / "libtriton_python.so", self.install.backend / "triton_python_backend_utils.py", self.install.stub):

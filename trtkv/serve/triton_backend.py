@@ -1,4 +1,4 @@
-"""Engines behind a supervised tritonserver, as the HTTP front sees them: one bidirectional gRPC stream a request."""
+"""Engines in a supervised tritonserver, as the HTTP front sees them: one bidirectional gRPC stream a request."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ class TritonAnswer:
                 if error is not None:
                     raise error
                 self._take(result)
-            # The stream is read to its end: one that is dropped or cancelled behind its last answer stays in the server for ever.
+            # The stream is read to its end: one that is dropped or cancelled after its last answer stays in the server forever.
             if self._left:
                 raise Unavailable("the engine's stream ended early", "Send the request again.")
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # noqa: BLE001 (whatever ends the stream is told to who waits for it)
+        except Exception as error:  # noqa: BLE001 (whatever ends the stream is raised where it is awaited)
             known = _known(error)
             if isinstance(known, Unavailable):
                 self._backend.last_token_s = -ALIVE_S  # what came before proves nothing any more
@@ -140,7 +140,7 @@ class TritonBackend:
         self._closed = False
 
     async def ask(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int = 0) -> TritonAnswer:
-        """Queue a request; raises Unavailable while Triton is not there. What the engine refuses comes as the answer's first event."""
+        """Queue a request; raises Unavailable while Triton is unavailable. What the engine refuses comes as the answer's first event."""
         if self._closed or not self._supervisor.up:
             raise Unavailable("the engine is being stopped" if self._closed else "the engine is being started again", "Try again shortly.")
         if not all(prompts):
@@ -148,7 +148,7 @@ class TritonBackend:
         return TritonAnswer(self, prompts, params, priority)
 
     def request(self, index: int, tokens: Sequence[int], params: SamplingParams, priority: int, wanted: Sequence[str]) -> dict[str, Any]:
-        """Return one request of a stream, told from its others by its id."""
+        """Return one request of a stream, distinguished by its id."""
         from tritonclient.grpc import InferInput, InferRequestedOutput
 
         settings = {name: value for name, value in params.model_dump(mode="json").items() if value != DEFAULTS[name]}
@@ -184,7 +184,7 @@ class TritonBackend:
         await asyncio.shield(self._probing)
 
     async def metrics(self) -> bytes:
-        """Return Triton's own metrics, once for all models."""
+        """Return Triton's metrics, once for all models."""
         return await self._metrics() if self._first else b""
 
     async def _metrics(self) -> bytes:
@@ -260,7 +260,7 @@ def _known(error: Exception) -> TrtkvError:
     if "UNAVAILABLE" in status and BUSY in said:
         return Busy(problem.partition(BUSY)[2], fix or "Try again shortly.")
     if any(one in status for one in ("UNAVAILABLE", "NOT_FOUND", "CANCELLED")):
-        return Unavailable(f"the engine has gone: {problem}", "Send the request again.")
+        return Unavailable(f"the engine has stopped: {problem}", "Send the request again.")
     return EngineError(problem or type(error).__name__, fix or "The server's log says more.")
 
 

@@ -13,7 +13,7 @@ Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
 class TritonSink:
-    """Takes numbers at no cost to the engine's thread and hands them to Triton a few times a second.
+    """Takes numbers at no cost to the engine's thread and passes them to Triton a few times a second.
 
     A call to Triton's metrics takes 30 us, and two at once end the server, so one thread makes them all.
     """
@@ -45,7 +45,7 @@ class TritonSink:
         self._observed.append((name, value))
 
     def stop(self) -> None:
-        """Hand over the rest."""
+        """Pass on the rest."""
         self._stopping.set()
         self._thread.join(5.0)
 

@@ -1,6 +1,6 @@
-"""The model that Triton's Python backend loads: requests go to the engine's thread, one other thread sends what comes back.
+"""The model that Triton's Python backend loads: requests go to the engine's thread, one other thread sends the responses.
 
-Measured rules behind it: one sender must be used by one thread, metrics by one thread at a time (the server dies otherwise); sending from the
+Measured rules: one sender must be used by one thread, metrics by one thread at a time (the server dies otherwise); sending from the
 engine's thread doubles a step at 32 sequences; a thread that sends everything gathered so far does not slow it.
 """
 
@@ -29,7 +29,7 @@ from trtkv.serve.triton_repo import OUTPUTS
 from trtkv.serve.triton_request import Asked, read_request
 
 BUSY = "busy: "  # begins the message of a request that may come again shortly
-CANCEL_S = 0.1  # how often requests that nothing is sent to are asked whether their client is still there
+CANCEL_S = 0.1  # how often idle requests are checked for a client that disconnected
 PARENT = "TRTKV_SUPERVISOR"  # process that started the server, if trtkv did
 KINDS = {"STRING": np.object_, "INT32": np.int32, "INT64": np.int64, "FP32": np.float32}
 # The second field of /proc/PID/stat has no spaces here, the third is the state and the fourth the parent.
@@ -65,7 +65,7 @@ class TritonPythonModel:
     """What the Python backend calls; `initialize` once, `execute` from one thread, `finalize` at the end."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Open the engine; what is wrong with it stands in Triton's log and repository index."""
+        """Open the engine; what is wrong with it is in Triton's log and repository index."""
         import triton_python_backend_utils as pb_utils
 
         self.pb = pb_utils
@@ -103,7 +103,7 @@ class TritonPythonModel:
             sender = request.get_response_sender()
             try:
                 self._queue(request, sender)
-            except Exception as error:  # noqa: BLE001 (whatever is wrong with a request is its client's to hear)
+            except Exception as error:  # noqa: BLE001 (whatever is wrong with a request is reported to its client)
                 self._refuse(sender, error)
 
     def finalize(self) -> None:
@@ -209,7 +209,7 @@ class TritonPythonModel:
             own = ticket.sink
             if isinstance(own, Open) and not own.ended and own.sender.is_cancelled():
                 self.service.cancel(ticket)
-                error = self.pb.TritonError("the client has gone", self.pb.TritonError.CANCELLED)
+                error = self.pb.TritonError("the client disconnected", self.pb.TritonError.CANCELLED)
                 own.sender.send(self.pb.InferenceResponse(error=error), flags=self.pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
                 self._end(own)
 
@@ -234,9 +234,9 @@ def _weights(given: str, home: Path) -> str | None:
 
 
 def _watch_parents() -> None:
-    """End this process when the server has gone, and both when the trtkv that started the server has: neither happens by itself.
+    """End this process when the server has died, and both when the trtkv that started the server has: neither is automatic.
 
-    A shell watches, not a thread: calls into a server that has died hold the interpreter's lock for ever.
+    A shell watches, not a thread: calls into a server that has died hold the interpreter's lock forever.
     """
     command = ["/bin/sh", "-c", WATCH, "trtkv-watch", str(os.getpid()), str(os.getppid()), os.environ.get(PARENT, "")]
     subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)

@@ -27,7 +27,7 @@ INPUTS = (
     ("max_tokens", "INT32", 1, "longest answer in tokens, 16 by default"),
     ("stream", "BOOL", 1, "send pieces as they come instead of one response"),
     ("stop_words", "STRING", -1, "texts that end the answer and are not part of it"),
-    ("end_id", "INT32", 1, "a token that ends the answer, besides the model's own"),
+    ("end_id", "INT32", 1, "a token that ends the answer, besides the model's"),
     ("temperature", "FP32", 1, "0 takes the likeliest token; 1 by default"),
     ("top_k", "INT32", 1, "draw from the k likeliest tokens; 0 is off"),
     ("top_p", "FP32", 1, "draw from the likeliest tokens that together have this probability"),
@@ -37,8 +37,8 @@ INPUTS = (
     ("frequency_penalty", "FP32", 1, "taken every time from the logits of answered tokens"),
     ("seed", "UINT64", 1, "makes draws reproducible"),
     ("budget", "INT32", 1, "tokens that each KV head reads in a decode step, at most the engine's"),
-    ("tau", "FP32", 1, "freekv: cosine to the step before below which a head selects anew"),
-    ("ignore_eos", "BOOL", 1, "go on after the end of the text"),
+    ("tau", "FP32", 1, "freekv: cosine to the step before below which a head selects again"),
+    ("ignore_eos", "BOOL", 1, "continue after the end of the text"),
     ("return_log_probs", "BOOL", 1, "fill output_log_probs and cum_log_probs"),
     ("exclude_input_in_output", "BOOL", 1, "true by default; false puts the prompt before the answer"),
     ("sampling_parameters", "STRING", 1, "the same and more as a JSON object; nothing may be given twice"),
@@ -49,9 +49,9 @@ OUTPUTS = (
     ("finish_reason", "STRING", -1, "stop or length with the last piece, empty before"),
     ("num_input_tokens", "INT32", -1, "tokens of the prompt"),
     ("num_output_tokens", "INT32", -1, "tokens of this response"),
-    ("output_log_probs", "FP32", -1, "log probability of every token, where asked for"),
+    ("output_log_probs", "FP32", -1, "log probability of every token, where requested"),
     ("cum_log_probs", "FP32", -1, "their sum so far"),
-    ("top_log_probs", "STRING", -1, "JSON: for every token the likeliest ones as [id, log probability], where asked for"),
+    ("top_log_probs", "STRING", -1, "JSON: for every token the likeliest ones as [id, log probability], where requested"),
     ("kv_cache_bytes", "INT64", -1, "bytes that all running sequences' caches hold"),
     ("kv_cache_usage", "FP32", -1, "share of the cache in use, 0 to 1"),
     ("kv_cache_reused_tokens", "INT32", -1, "prompt tokens found in pages of an earlier prompt"),
@@ -79,8 +79,8 @@ class Export:
 def export(engines: Sequence[Path], repository: Path, settings: Export, *, force: bool = False) -> list[str]:
     """Write a model for every engine and return their names.
 
-    Raises ConfigError for names that are there already or mean nothing to Triton, EngineError for what is no engine, and CheckpointError for
-    weights that are to be copied and are not there. Nothing is left half-written.
+    Raises ConfigError for names that exist already or mean nothing to Triton, EngineError for what is no engine, and CheckpointError for
+    weights that are to be copied and are missing. Nothing is left half-written.
     """
     models: dict[str, tuple[Path, bool]] = {}
     for one in engines:

@@ -45,7 +45,7 @@ def read_request(given: Mapping[str, Any], parameters: str, llm: LLM, *, decoupl
     tensors = {**{name: [value] for name, value in extra.items()}, **given}
     stream = bool(_one(tensors, "stream", False))
     if stream and not decoupled:
-        raise RequestError("this model answers with one response and cannot stream", "Ask the model without '_unary'.")
+        raise RequestError("this model answers with one response and cannot stream", "Use the model without '_unary'.")
     text, tokens = _prompt(tensors, llm)
     fields = _sampling(tensors)
     priority = fields.pop("priority", 0)

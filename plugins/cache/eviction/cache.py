@@ -14,7 +14,7 @@ from trtkv.plan import CachePlan
 
 
 class EvictingCache(PagedCache):
-    """Attention over what stays is plain attention over a shorter row of pages; what a role counts lies beside the tokens."""
+    """Attention over the remaining tokens is plain attention over a shorter row of pages; what a role counts lies beside the tokens."""
 
     copies = False
 

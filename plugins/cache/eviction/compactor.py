@@ -1,4 +1,4 @@
-"""Evicting after a step: which sequences and layers are due, what stays, and the move in their pages."""
+"""Evicting after a step: which sequences and layers are due, which tokens stay, and the move in their pages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Compactor:
 
     @property
     def joins(self) -> bool:
-        """Whether kernels look at the newest tokens of all layers at once after a decode step."""
+        """Whether kernels observe the newest tokens of all layers at once after a decode step."""
         return self.kernels and self._rule is not None
 
     @property
@@ -53,7 +53,7 @@ class Compactor:
         self.waits = True
 
     def observe(self, layer: int, row: Row, query: Tensor) -> None:
-        """Look at the queries [n, Hq, D] of a sequence's new tokens, in torch."""
+        """Observe the queries [n, Hq, D] of a sequence's new tokens, in torch."""
         if not observe.looks_at(self._evict, row):
             return
         self._store_queries(layer, row, query)
@@ -70,7 +70,7 @@ class Compactor:
             add_mass(self._view(layer, row), sums.column_sums(query, keys, lse, self._scale))
 
     def attended(self, layer: int, rows: Sequence[Row], query: Tensor, inputs: Sequence[Tensor], keeps_inputs: bool) -> None:
-        """Look at a step in which every sequence has one new token, queries [B, Hq D], inputs of the attend node.
+        """Observe a step in which every sequence has one new token, queries [B, Hq D], inputs of the attend node.
 
         Where all are past their prompt these are launches, which can be captured.
         """
@@ -83,7 +83,7 @@ class Compactor:
             launch.remember(query, inputs[2], inputs[4], self._stacks.buffer("last_queries", layer))
 
     def _attended(self, layer: int, query: Tensor, inputs: Sequence[Tensor], keeps_inputs: bool) -> None:
-        """Take note of a layer's queries, and evict after the last layer's; inputs hold seen, lens [Y, B], slots and table [Y, B, M] from place 2."""
+        """Note a layer's queries, and evict after the last layer's; inputs hold seen, lens [Y, B], slots and table [Y, B, M] from place 2."""
         seen, lens, slots, table = inputs[2:6]
         if layer == 0:
             self._queries = []
@@ -125,7 +125,7 @@ class Compactor:
         return cast("T", self._scratch[key])
 
     def _join_rows(self, group: int, rows: Sequence[Row]) -> None:
-        """Look at sequences whose queries are remembered."""
+        """Observe sequences whose queries are stored."""
         if not rows:
             return
         device, used = self._stacks.device, [row.page_numbers[: self._plan.pages(row.stored)] for row in rows]
@@ -145,7 +145,7 @@ class Compactor:
             raas.run(stacks, group, rule, own, step)
 
     def _observe(self, group: int, row: Row, account: Account) -> None:
-        """Bring what the role counts up to date: the attention of a decode step's query, and the role's own numbers."""
+        """Update what the role counts: the attention of a decode step's query, and the role's numbers."""
         if "attention_mass" in self._evict.needs and row.answers and not self._evict.prompt_only:
             if self.kernels:
                 keys, ring, mass = (self._stacks.groups[name][group] for name in ("keys", "last_queries", "attention_mass"))

@@ -1,4 +1,4 @@
-"""Evicting one token a step by two launches for all layers: the newest token takes the place of the one that goes.
+"""Evicting one token a step by two launches for all layers: the newest token takes the place of the evicted one.
 
 Attention needs no order, so nothing else moves; positions beside the tokens say which are the newest ones. Everything that the launches read lies on
 the device, so that a captured step ends with them.
@@ -35,7 +35,7 @@ EXCHANGE = TritonKernel(
     warps=8,
 )  # fmt: skip
 SCORES = ("mass", "newest", "position")  # as the kernel numbers them
-_BLOCK = 1024  # tokens that a block of the exchange looks at together
+_BLOCK = 1024  # tokens that a block of the exchange reads together
 _TOGETHER = 8  # query heads whose numbers it reads at once
 
 
@@ -76,7 +76,7 @@ class Scratch:
 
 
 def run(stacks: Stacks, group: int, rule: Exchange, scratch: Scratch, step: Step) -> None:
-    """Evict from the layers of a page group behind a decode step."""
+    """Evict from the layers of a page group after a decode step."""
     for some in step.cut(scratch.sequences):
         _run_some(stacks, group, rule, scratch, some)
 

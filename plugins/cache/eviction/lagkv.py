@@ -1,4 +1,4 @@
-"""LagKV by kernels: scores and choice in two launches for all layers of a page group, then the move behind the frozen tokens."""
+"""LagKV by kernels: scores and choice in two launches for all layers of a page group, then the move after the frozen tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def evict(stacks: Stacks, group: int, row: Row, account: Account, ledger: Evicti
 
 
 def choose(keys: Tensor, values: Tensor, table: Tensor, account: Account, group: int, ledger: EvictingLedger) -> tuple[Tensor, int]:
-    """Return what stays [L, Hk, K] int32 behind the first so many tokens of a sequence that is due, and how many those are.
+    """Return the tokens that stay [L, Hk, K] int32 after the first so many tokens of a sequence that is due, and how many those are.
 
     keys, values [L, P, Hk, N, D] are layers of a page group, table [M] int32 the sequence's pages.
     """

@@ -53,9 +53,9 @@ def move(data: Tensor, kept: Tensor, table: Tensor, first: int, placed: int = -1
 def lag_choose(
     keys: Tensor, values: Tensor, table: Tensor, kept: Tensor, *, start: int, partitions: int, count: int, lag: int, score: str, value_weight: float
 ) -> None:
-    """Write the tokens that stay of each of so many scored partitions of `lag` tokens behind `start`: the first ones of kept [L, Hk, K].
+    """Write the tokens that stay of each of so many scored partitions of `lag` tokens after `start`: the first ones of kept [L, Hk, K].
 
-    keys, values [L, P, Hk, N, D], table [M]; the partition behind the last scored one is its reference. Scores are LagKV's ("lag", "local", "norm").
+    keys, values [L, P, Hk, N, D], table [M]; the partition after the last scored one is its reference. Scores are LagKV's ("lag", "local", "norm").
     """
     layers, pages, heads, size, dim = keys.shape
     spread = torch.empty(layers, heads, partitions, 2, lag, dtype=torch.float32, device=keys.device)
@@ -66,13 +66,13 @@ def lag_choose(
 
 
 def remember(query: Tensor, seen: Tensor, slots: Tensor, ring: Tensor) -> None:
-    """Keep a decode step's queries [B, Hq D] of sequences that have seen so many tokens [B] in their slots [B] of ring [Z, W, Hq, D]."""
+    """Store a decode step's queries [B, Hq D] of sequences that have seen so many tokens [B] in their slots [B] of ring [Z, W, Hq, D]."""
     grid = (-(-query.shape[1] // 1024), len(query), 1)
     kernel.run(REMEMBER, grid, (query, seen, slots, ring, query.stride(0)), remember_constants(ring.shape[1], query.shape[1]))
 
 
 def received(keys: Tensor, ring: Tensor, mass: Tensor, table: Tensor, *, stored: int, slot: int, place: int, scale: float) -> None:
-    """Add what a sequence's query at a place of its slot pays to each of its stored tokens to mass [L, P, Hq, N], anew for the newest.
+    """Add what a sequence's query at a place of its slot pays to each of its stored tokens to mass [L, P, Hq, N]; the newest token's is overwritten.
 
     keys [L, P, Hk, N, D], ring [L, Z, W, Hq, D], table [M].
     """
@@ -104,7 +104,7 @@ def choose_constants(heads: int, lag: int, score: str) -> Constants:
 
 
 def remember_constants(window: int, size: int) -> Constants:
-    """Constants of what keeps queries of `size` numbers."""
+    """Constants of what stores queries of `size` numbers."""
     return {"WINDOW": window, "SIZE": size, "BLOCK": 1024}
 
 

@@ -1,4 +1,4 @@
-"""What kernels behind a decode step's attention are given: where sequences lie, and the newest query of each in every layer."""
+"""What kernels after a decode step's attention are given: where sequences lie, and the newest query of each in every layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_SCRATCH = 64 << 20  # bytes that one launch leaves for the next; more seque
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """B sequences of a page group behind a decode step.
+    """B sequences of a page group after a decode step.
 
     table [B, M] pages, lens [B] stored tokens with the newest, seen [B] all there were, slots [B], all int32. queries [L, B, Hq D] are those of the
     step, None where `last_queries` holds them; heads_q is Hq, scale attention's.

@@ -9,11 +9,11 @@ from plugins.cache.batch import Row
 from trtkv.plan import EvictPlan
 from trtkv.ranking import attention
 
-BLOCK_QUERIES = 256  # whose probabilities are there at once
+BLOCK_QUERIES = 256  # whose probabilities are in memory at once
 
 
 def looks_at(evict: EvictPlan, row: Row) -> bool:
-    """Say whether a role looks at a sequence's queries in this step."""
+    """Say whether a role observes a sequence's queries in this step."""
     return not (row.answers and evict.prompt_only)
 
 
@@ -23,7 +23,7 @@ def counts_sums(evict: EvictPlan, row: Row) -> bool:
 
 
 def store_queries(evict: EvictPlan, rings: Tensor | None, row: Row, query: Tensor) -> None:
-    """Store the newest of queries [n, Hq, D] in the sequence's slot of rings [Z, W, Hq, D], as many as a role looks at."""
+    """Store the newest of queries [n, Hq, D] in the sequence's slot of rings [Z, W, Hq, D], as many as a role observes."""
     if evict.queries and rings is not None:
         last = query[-evict.queries :]
         places = torch.arange(row.seen - len(last), row.seen, device=query.device) % evict.queries

@@ -1,6 +1,6 @@
 """RaaS's decode steps by two launches for all layers: a stamp with the time for pages that the newest query needs, and the end of the oldest one.
 
-Once in so many tokens a page goes: the last whole one takes its place, and nothing else moves.
+Once in so many tokens a page is evicted: the last whole one takes its place, and nothing else moves.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Scratch:
 
 
 def run(stacks: Stacks, group: int, rule: Stamp, scratch: Scratch, step: Step) -> None:
-    """Stamp what is needed in the layers of a page group behind a decode step, and evict from sequences with a unit too many."""
+    """Stamp what is needed in the layers of a page group after a decode step, and evict from sequences with a unit too many."""
     for some in step.cut(scratch.sequences):
         _run_some(stacks, group, rule, scratch, some)
 

@@ -23,7 +23,7 @@ def lag_kernels(plan: CachePlan, dtype: str, arch: str) -> Iterator[Spec]:
 
 
 def kernels(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> Iterator[Spec]:
-    """Yield the kernels of a plan that compacts for a compute capability: moves, LagKV's score and choice, what is kept of queries and attention."""
+    """Yield the kernels of a plan that compacts for a compute capability: moves, LagKV's score and choice, recent queries and sums of attention."""
     evict = plan.evict
     if not plan.compacts or plan.ragged or evict is None:
         return

@@ -1,4 +1,4 @@
-"""What roles see of a sequence whose cache lies in pages: gathered only where a role asks for it."""
+"""What roles see of a sequence whose cache lies in pages: gathered only where a role requests it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trtkv.ranking import attention
 
 @dataclass
 class PagedView:
-    """A `CacheView` of one or several layers of a page group, whose heads then stand one behind the other as if they were one layer's."""
+    """A `CacheView` of one or several layers of a page group, whose heads are then concatenated as if they were one layer's."""
 
     stacks: Stacks
     layers: Sequence[int]
@@ -44,7 +44,7 @@ class PagedView:
 
     @cached_property
     def positions(self) -> Tensor:
-        """Logical positions [Hk, S] int64: as written at the last eviction, and behind those in order."""
+        """Logical positions [Hk, S] int64: as written at the last eviction, and after those in order."""
         group = self.stacks.plan.page_groups[self.layers[0]]
         placed, shift = self.account.placed[group], self.account.seen - self.row.stored
         index = torch.arange(self.row.stored, device=self.stacks.device)
@@ -52,7 +52,7 @@ class PagedView:
 
     @cached_property
     def queries(self) -> Tensor | None:
-        """The newest queries [W, Hq, D] fp32, oldest first, None where the plan keeps none."""
+        """The newest queries [W, Hq, D] fp32, oldest first, None where the plan stores none."""
         evict = self.stacks.plan.evict
         assert evict is not None
         if not evict.queries:
@@ -74,7 +74,7 @@ class PagedView:
 
     @cached_property
     def state(self) -> Mapping[str, Tensor]:
-        """The role's own numbers [Hk, S] by name, zero for tokens of this step until the role has observed them."""
+        """The role's numbers [Hk, S] by name, zero for tokens of this step until the role has observed them."""
         evict = self.stacks.plan.evict
         assert evict is not None
         return {name: self.read(name).float() for name in evict.token_state}

@@ -1,4 +1,4 @@
-"""Which summaries a layer's kernels keep of closed groups of keys, and where."""
+"""Which summaries a layer's kernels store of closed groups of keys, and where."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ranges(cache: Cache, layer: int) -> Tensor:
 
 
 def group_summary(cache: Cache, layer: int) -> GroupSummary:
-    """Return what kernels keep for a layer; kind `NONE` where it selects nothing or selects in torch."""
+    """Return what kernels store for a layer; kind `NONE` where it selects nothing or selects in torch."""
     summary, select = summary_of(cache.plan, layer), cache.plan.select[layer]
     if summary is None or select is None:
         return NOTHING

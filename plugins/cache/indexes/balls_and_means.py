@@ -1,4 +1,4 @@
-"""Summaries that lie in one buffer a part: ArkVale's balls, ShadowKV's landmarks. Made once when a group is full, never touched again."""
+"""Summaries that lie in one buffer a part: ArkVale's balls, ShadowKV's landmarks. Made once when a group is full, never changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trtkv.plan import SelectPlan
 
 
 class BufferIndex:
-    """Keeps the parts of a role's summary in buffers [P, Hk, N / g, ...] of their own."""
+    """Stores each part of a role's summary in a buffer [P, Hk, N / g, ...]."""
 
     def __init__(self, **buffers: str) -> None:
         """Name the buffer of every part that the role's `summarize` returns."""

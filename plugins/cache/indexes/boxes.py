@@ -1,4 +1,4 @@
-"""Bounds of pages (Quest, FreeKV, ArkVale's cuboids): computed once when a page is full, kept beside it."""
+"""Bounds of pages (Quest, FreeKV, ArkVale's cuboids): computed once when a page is full, stored beside it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trtkv.plan import SelectPlan
 
 
 class PageIndex:
-    """Keeps the two bounds of every full page in `page_bounds` [P, Hk, N / p, 2, D]."""
+    """Stores the two bounds of every full page in `page_bounds` [P, Hk, N / p, 2, D]."""
 
     def update(self, cache: Cache, layer: int, plan: SelectPlan) -> None:
         """Bound the pages that the announced step completes, as the role defines it."""

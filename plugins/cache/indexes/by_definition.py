@@ -1,4 +1,4 @@
-"""Any retrieve role without a kernel: run its meaning on the stored keys themselves."""
+"""Any retrieve role without a kernel: run its definition on the stored keys themselves."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from trtkv.plan import SelectPlan
 
 
 class MeaningIndex:
-    """Summarizes anew for every query: as slow as reading all keys, and as right as the role's own definition."""
+    """Summarizes again for every query: as slow as reading all keys, and as right as the role's definition."""
 
     def update(self, cache: Cache, layer: int, plan: SelectPlan) -> None:
-        """Keep nothing: `score` reads the keys."""
+        """Store nothing: `score` reads the keys."""
 
     def score(self, cache: Cache, layer: int, plan: SelectPlan, row: Row, query: Tensor) -> tuple[Tensor, Tensor | None]:
         """Score by the role's `summarize` and `score` over the closed groups."""

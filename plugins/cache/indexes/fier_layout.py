@@ -29,7 +29,7 @@ def pack(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unpack(words: Tensor, meta: Tensor) -> Tensor:
-    """Return the keys fp32 [..., 32, D] that words int32 [..., D] and lows and ranges [..., 2, D] stand for."""
+    """Return the keys fp32 [..., 32, D] that words int32 [..., D] and lows and ranges [..., 2, D] represent."""
     token, channel = _positions(words.shape[-1], words.device)
     bits = (words.unsqueeze(-1) >> torch.arange(32, device=words.device)) & 1
     raised = torch.empty(*words.shape[:-1], GROUP * words.shape[-1], dtype=torch.float32, device=words.device)

@@ -1,7 +1,7 @@
-"""Queries of a decode step told by the append kernel to the scorer of one-bit keys, beside the tensor that holds them (see `query.cuh`).
+"""Queries of a decode step published by the append kernel for the scorer of one-bit keys, beside the tensor that holds them (see `query.cuh`).
 
-The scorer looks at the words of a layer's query and does not wait for the append to end. So they must be empty before that begins: the launch that
-chooses empties them, and an attention over its lists, which waits for that one to end, stands between it and the next append.
+The scorer polls the words of a layer's query and does not wait for the append to end. So they must be empty before that begins: the launch that
+chooses empties them, and an attention over its lists, which waits for that one to end, runs between it and the next append.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _EMPTY = -1
 
 @dataclass(slots=True)
 class _Words:
-    """The words of a cache by batch, which layers use in turn, and what they hold behind the launches so far.
+    """The words of a cache by batch, which layers use in turn, and what they hold after the launches so far.
 
-    layer is the one whose query is told and has not been taken; clean says that nothing else is there; attended that lists have been attended
-    to since queries were last told.
+    layer is the one whose query is published and not yet taken; clean says that nothing else is there; attended that lists have been attended
+    to since queries were last published.
     """
 
     words: dict[int, Tensor] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class _Words:
 
 
 def publish(cache: Cache, layer: int, *, overlap: bool) -> Tensor | None:
-    """Return the words [B, Hq, D / 2 + 4] int32 in which an append that overlaps tells its queries, None where nobody would take them.
+    """Return the words [B, Hq, D / 2 + 4] int32 in which an append that overlaps publishes its queries, None where no launch would take them.
 
     The launch that chooses has to follow, and call `take`.
     """
@@ -42,7 +42,7 @@ def publish(cache: Cache, layer: int, *, overlap: bool) -> Tensor | None:
     if not (overlap and step.decoding) or cache.reads_all or not _listens(cache, layer):
         return None
     batch = len(step.rows)
-    if batch not in queries.words:  # before they are first told, so never while a step is captured
+    if batch not in queries.words:  # before they are first published, so never while a step is captured
         shape = batch, cache.plan.num_q_heads, cache.plan.head_dim // 2 + 4
         queries.words[batch] = torch.full(shape, _EMPTY, dtype=torch.int32, device=cache.device)
     if not queries.attended:
@@ -54,7 +54,7 @@ def publish(cache: Cache, layer: int, *, overlap: bool) -> Tensor | None:
 
 
 def settle(cache: Cache) -> None:
-    """Empty the words of a query that a failed step has told and nobody took: a captured step that follows tells without asking."""
+    """Empty the words of a query that a failed step published and no launch took: a later captured step publishes without a check."""
     queries = _words(cache)
     if queries.layer is not None or not queries.clean:
         _empty(queries)
@@ -67,7 +67,7 @@ def _empty(queries: _Words) -> None:
 
 
 def take(cache: Cache, layer: int) -> Tensor | None:
-    """Return the words of a layer's queries, None where they are not told; the launch that chooses empties them."""
+    """Return the words of a layer's queries, None where they are not published; the launch that chooses empties them."""
     queries = _words(cache)
     if queries.layer != layer:
         return None
@@ -81,7 +81,7 @@ def attended(cache: Cache) -> None:
 
 
 def _listens(cache: Cache, layer: int) -> bool:
-    """Say whether the launch that chooses in a layer takes queries that are told."""
+    """Say whether the launch that chooses in a layer takes published queries."""
     plan, summary = cache.plan.select[layer], summary_of(cache.plan, layer)
     if plan is None or summary is None or summary.scorer != "fier" or plan.pooling == "none" or plan.speculative:
         return False
@@ -89,4 +89,4 @@ def _listens(cache: Cache, layer: int) -> bool:
 
 
 def _words(cache: Cache) -> _Words:
-    return cache.scratch("queries told", _Words)
+    return cache.scratch("published queries", _Words)

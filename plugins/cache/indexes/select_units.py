@@ -32,7 +32,7 @@ def select(cache: Cache, layer: int, config: OpConfig, inputs: Sequence[Tensor],
     fresh = plan.speculative and not all(row.answers for row in step.rows)
     if fresh:
         cache.buffer("previous_query", layer).index_fill_(0, step.fresh_slots, torch.nan)
-    if cache.reads_all or not any(row.decodes for row in step.rows):  # nor will the next step ask for the queries of one that reads all
+    if cache.reads_all or not any(row.decodes for row in step.rows):  # nor will the next step request the queries of one that reads all
         return
     group = cache.plan.page_groups[layer]
     asking = query if step.decoding else query.index_select(0, starts[1:] - 1)
@@ -40,7 +40,7 @@ def select(cache: Cache, layer: int, config: OpConfig, inputs: Sequence[Tensor],
         assert plan.tau is not None, "the role has no bound of the cosine"
         remembered = cache.buffer("previous_query", layer)
         asking = speculate(asking, remembered, slots, cache.overrides.taus, plan.tau, config.num_kv_heads)
-        if fresh:  # a prompt's query is nobody's previous query
+        if fresh:  # a prompt's query is not a previous query
             remembered.index_fill_(0, step.fresh_slots, torch.nan)
     published = take(cache, layer) if asking is query else None
     choose_units(cache, layer, config, Decoding(asking, stored[group], slots, table[group]), out, published=published)
@@ -52,7 +52,7 @@ def choose_units(
     """Score and choose for sequences of one new token: out [B, H, K + 1] int32 as of `launch.select_units`.
 
     ahead [B] int32 are the lengths of the next step where it is chosen for, beside this one's launches. The scores of this step are all that the
-    next step's candidates need: a page enters them behind the step that completes it. published is where the append writes the query, too.
+    next step's candidates need: a page enters them after the step that completes it. published is where the append writes the query, too.
     """
     plan, summary = cache.plan.select[layer], summary_of(cache.plan, layer)
     assert plan is not None and summary is not None, f"layer {layer} selects nothing, or in torch"
@@ -84,7 +84,7 @@ def choose_units(
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """What the launches of a selection hand to each other: scores and parts as the scorer lays them out, cut [B, Hk, 2] int32 for outliers."""
+    """What the launches of a selection pass to each other: scores and parts as the scorer lays them out, cut [B, Hk, 2] int32 for outliers."""
 
     scores: Tensor
     parts: Tensor
@@ -136,7 +136,7 @@ def _score_and_choose(
 def _index(
     cache: Cache, layer: int, plan: SelectPlan, summary: Summary, rows: Decoding, cut: Tensor, *, budget: int, overlap: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the buffers that a page scorer reads, and where outliers are kept the cut, found by a launch."""
+    """Return the buffers that a page scorer reads, and where there are outliers the cut, found by a launch."""
     vectors, beside = cache.buffer(summary.vectors, layer), None if summary.beside is None else cache.buffer(summary.beside, layer)
     count = outliers(plan)
     if not count:
@@ -159,7 +159,7 @@ def _score_pages(
 def _choose_per_head(cache: Cache, layer: int, config: OpConfig, plan: SelectPlan, rows: Decoding, out: Tensor) -> None:
     """Let every query head choose tokens by one-bit keys: the heads of a group become sequences that share pages, as in `attend/per_head.py`.
 
-    Lengths and tables are laid out anew by kernels just before, which the scorer reads before it waits, so nothing overlaps.
+    Lengths and tables are written by kernels just before, which the scorer reads before it waits, so nothing overlaps.
     """
     heads, batch = config.num_kv_heads, rows.lens.shape[0]
     group = config.num_q_heads // heads

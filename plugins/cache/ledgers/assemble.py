@@ -24,5 +24,5 @@ def make_ledger(plan: CachePlan, device: torch.device) -> Ledger:
 
 
 def find_ledger(plan: CachePlan) -> EvictingLedger:
-    """Return the ledger of a plan whose layers' heads all keep equally many tokens."""
+    """Return the ledger of a plan whose layers' heads all store equally many tokens."""
     return {"windowed": ResidualLedger, "gathered": PartitionLedger}.get(plan.storage, EvictingLedger)(plan)

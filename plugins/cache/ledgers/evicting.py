@@ -1,6 +1,6 @@
-"""How many tokens every sequence stores in every page group, in integers: the roles' own functions, walked as the sequence goes on.
+"""How many tokens every sequence stores in every page group, in integers: the roles' functions, walked as the sequence continues.
 
-The session keeps its account of what is stored by it, the scheduler asks it for pages. No step waits for a device. Where what stays of a prompt is
+The session counts by it what is stored, the scheduler pages. No step waits for a device. Where the rest of a prompt is
 encoded, pages hold that alone: the prompt itself lies elsewhere until it is complete.
 """
 
@@ -21,10 +21,10 @@ Grants = tuple[tuple[int, ...], ...]
 
 @dataclass(slots=True)
 class Account:
-    """One sequence behind its newest tokens; lists hold one number for every page group.
+    """One sequence after its newest tokens; lists hold one number for every page group.
 
-    placed is the number of leading tokens whose logical positions are written: those behind them follow each other up to `seen`. encoded counts
-    leading keys and values of each group where the ledger walks a quantize role too; nothing goes or is encoded then before `quiet` tokens.
+    placed is the number of leading tokens whose logical positions are written: those after them follow each other up to `seen`. encoded counts
+    leading keys and values of each group where the ledger walks a quantize role too; nothing is evicted or encoded then before `quiet` tokens.
     """
 
     prompt: int
@@ -57,7 +57,7 @@ class EvictingLedger:
         self.allocate = load_allocate(plan.roles["allocate"]) if "allocate" in plan.roles else None
         self._first = [plan.page_groups.index(group) for group in range(plan.num_page_groups)]
         self._accounts: dict[int, Account] = {}
-        # Where the newest token lies beside the pages until it takes the place of one that goes.
+        # Where the newest token lies beside the pages until it takes the place of an evicted one.
         rule = plan.evict.rule
         self._most = rule.budget if isinstance(rule, Blend) and replaces(plan) else None
         self._claim = lru_cache(maxsize=256)(self._simulate)
@@ -82,7 +82,7 @@ class EvictingLedger:
         return [[account.stored[group] for account in accounts] for group in range(len(self._first))]
 
     def finish(self, slots: Sequence[int]) -> None:
-        """Count what goes from a step's sequences."""
+        """Count what is evicted from a step's sequences."""
         for account in map(self.find, slots):
             self.settle(account, self.due(account))
 
@@ -92,24 +92,24 @@ class EvictingLedger:
         self._accounts[target] = replace(one, stored=list(one.stored), settled=list(one.settled), placed=list(one.placed), encoded=list(one.encoded))
 
     def append(self, slot: int, new: int, seen: int, prompt: int) -> Account:
-        """Count new tokens of a sequence, after which it has seen so many; it begins afresh where all are new."""
+        """Count new tokens of a sequence, after which it has seen so many; it starts empty where all are new."""
         if new == seen:
             self._accounts[slot] = self._begin(prompt)
         elif slot not in self._accounts:
-            raise EngineError(f"slot {slot} goes on with a sequence that has not begun", "Report this with the output of trtkv doctor.")
+            raise EngineError(f"slot {slot} continues a sequence that has not begun", "Report this with the output of trtkv doctor.")
         account = self._accounts[slot]
         account.prompt = prompt
         self._count(account, new)
         return account
 
     def due(self, account: Account) -> list[int]:
-        """Return the page groups from which tokens go behind this step's attention."""
+        """Return the page groups from which tokens are evicted after this step's attention."""
         if self._prompt_only and account.decoding:
             return []
         return [group for group in range(len(self._first)) if self.evict.due(self.occupancy(account, group))]
 
     def settle(self, account: Account, due: Sequence[int]) -> None:
-        """Count what goes from the groups that are due, and what will never go in any."""
+        """Count what is evicted from the groups that are due, and what never will be in any."""
         if self._prompt_only and account.decoding:
             return
         for group in due:
@@ -125,7 +125,7 @@ class EvictingLedger:
         self._accounts.pop(slot, None)
 
     def occupancy(self, account: Account, group: int) -> Occupancy:
-        """Describe a layer of a group as roles are asked."""
+        """Describe a layer of a group as roles see it."""
         layer, heads = self._first[group], self.plan.num_kv_heads
         return Occupancy(
             seen=account.seen,
@@ -153,7 +153,7 @@ class EvictingLedger:
         return self.pages_for(prompt, prompt, 0) if seen + count == prompt else [0] * len(self._first)
 
     def pages_to_end(self, slot: int, left: int) -> list[int]:
-        """Return the most pages of each group that a sequence behind its prompt takes for so many more tokens."""
+        """Return the most pages of each group that a sequence past its prompt takes for so many more tokens."""
         account = self._accounts[slot]
         most = self._decode(replace(account, stored=list(account.stored), settled=list(account.settled), placed=list(account.placed)), left)
         return [self.pages_of(one) for one in most]
@@ -187,7 +187,7 @@ class EvictingLedger:
             account.tokens, account.precise = self.evict.grants(self.allocate, self.plan.num_layers, self.plan.num_kv_heads, account.prompt, None)
 
     def _read(self, prompt: int, chunk: int) -> tuple[Account, list[int]]:
-        """Walk through a prompt: its account behind it, and the most tokens that each group stores on the way."""
+        """Walk through a prompt: its account after it, and the most tokens that each group stores on the way."""
         account, most = self._begin(prompt), [0] * len(self._first)
         while account.seen < prompt:
             self._count(account, min(chunk, prompt - account.seen))
@@ -225,7 +225,7 @@ class EvictingLedger:
         return most
 
     def _steps_to_eviction(self, account: Account, left: int) -> int:
-        """Return the decode steps until tokens go from some group, at most `left`."""
+        """Return the decode steps until tokens are evicted from some group, at most `left`."""
         low, high = 0, 1
         while high < left and not self._due_after(account, high):
             low, high = high, high * 2

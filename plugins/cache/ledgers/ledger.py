@@ -15,7 +15,7 @@ from trtkv.plan import CachePlan
 class Ledger(Protocol):
     """The accounts of the sequences of a cache, by slot."""
 
-    shrinks: bool  # whether tokens go, so that a sequence reserves its pages when it is admitted instead of being preempted
+    shrinks: bool  # whether tokens are evicted, so that a sequence reserves its pages when it is admitted instead of being preempted
     encodes: bool  # whether pages hold nothing of a prompt before it is complete
 
     def stored(self, slot: int, seen: int = 0) -> Sequence[int] | Lengths:
@@ -38,14 +38,14 @@ class Ledger(Protocol):
 
 
 class ShrinkingLedger(Ledger, Protocol):
-    """A ledger whose tokens go, so that a sequence reserves its pages when it is admitted."""
+    """A ledger whose tokens are evicted, so that a sequence reserves its pages when it is admitted."""
 
     def pages_to_end(self, slot: int, left: int) -> list[int]:
-        """Return the most pages of each pool that a sequence behind its prompt takes for so many more tokens."""
+        """Return the most pages of each pool that a sequence past its prompt takes for so many more tokens."""
 
 
 class StepLedger(Ledger, Protocol):
-    """A ledger that counts whole steps by itself; where KV heads differ, what a role measures comes in between."""
+    """A ledger that alone counts whole steps; where KV heads differ, what a role measures comes in between."""
 
     def begin(self, new: Sequence[int], seen: Sequence[int], slots: Sequence[int], prompts: Sequence[int]) -> Sequence[Sequence[int]]:
         """Count a step's new tokens, after which sequences have seen so many; returns the tokens [Y][B] that are stored once they are appended."""
@@ -68,7 +68,7 @@ class GrowingLedger:
         return [seen] * self._groups
 
     def finish(self, slots: Sequence[int]) -> None:
-        """Nothing goes."""
+        """Nothing is evicted."""
 
     def stored(self, slot: int, seen: int = 0) -> Sequence[int]:
         """Return what was seen for every page group."""

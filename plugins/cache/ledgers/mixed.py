@@ -16,7 +16,7 @@ from trtkv.plan import CachePlan, Occupancy
 class MixedLedger(HeadLedger):
     """The accounts of a session by slot: stored [2 L] are the layers' tokens in full precision, then those that are encoded.
 
-    All layers store equally many in all, so that they are evicted from together; how many of them in full precision is a layer's own number.
+    All layers store equally many in all, so that they are evicted from together; how many of them in full precision is a layer's number.
     """
 
     _grows: npt.NDArray[np.bool_]
@@ -35,11 +35,11 @@ class MixedLedger(HeadLedger):
         return float(self.stored(slot).sum()) / self.layers
 
     def grant(self, account: HeadAccount, measures: Tensor | None) -> None:
-        """Take note of what layers may keep in full precision once the prompt is in."""
+        """Note what layers may keep in full precision once the prompt is in."""
         account.tokens, account.precise = self.evict.grants(self.allocate, self.layers, self.plan.num_kv_heads, account.prompt, measures)
 
     def cut(self, account: HeadAccount) -> tuple[list[int], Lengths]:
-        """Return the layers from which tokens go behind this step's attention, all or none, and what they store then [2 L]."""
+        """Return the layers from which tokens are evicted after this step's attention, all or none, and what they store then [2 L]."""
         if account.seen < account.prompt or not self.evict.due(self.occupancy(account, 0)):
             return [], account.stored
         split = [self._split(account, layer) for layer in range(self.layers)]
@@ -52,12 +52,12 @@ class MixedLedger(HeadLedger):
         return split
 
     def settle(self, account: HeadAccount, stay: Lengths) -> None:
-        """Count what is gone; all positions are written where anything is."""
+        """Count what was evicted; all positions are written where anything is."""
         if stay is not account.stored:
             account.placed = account.stored = stay
 
     def occupancy(self, account: HeadAccount, layer: int) -> Occupancy:
-        """Describe a layer as roles are asked."""
+        """Describe a layer as roles see it."""
         total = int(account.stored[layer] + account.stored[self.layers + layer])
         return Occupancy(
             seen=account.seen,
@@ -100,7 +100,7 @@ class MixedLedger(HeadLedger):
         return np.where(self._grows, plain, coded).astype(np.int32)
 
     def pages_to_end(self, slot: int, left: int) -> list[int]:
-        """Return the most pages that a sequence behind its prompt takes for so many more tokens."""
+        """Return the most pages that a sequence past its prompt takes for so many more tokens."""
         return [self._pages_decoding(self._accounts[slot], left)]
 
     def most_pages(self, longest: int, chunk: int) -> list[int]:

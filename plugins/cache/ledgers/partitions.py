@@ -1,4 +1,4 @@
-"""Lengths where tokens are evicted from prompts while these are read, and those where every token is encoded by itself."""
+"""Lengths where tokens are evicted from prompts while these are read, and those where every token is encoded independently."""
 
 from __future__ import annotations
 

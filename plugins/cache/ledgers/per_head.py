@@ -22,9 +22,9 @@ from trtkv.plan import CachePlan, Occupancy
 
 @dataclass(slots=True)
 class HeadAccount:
-    """One sequence behind its newest tokens: tokens stored of every head [Y], and how many of them have their logical positions written.
+    """One sequence after its newest tokens: tokens stored of every head [Y], and how many of them have their logical positions written.
 
-    Behind those, positions follow each other up to `seen`. tokens are what was granted [L][Hk]; limits those of the decode phase, once asked for;
+    After those, positions follow each other up to `seen`. tokens are what was granted [L][Hk]; limits those of the decode phase, once requested;
     ring says where tokens lie that are not in order.
     """
 
@@ -56,8 +56,8 @@ class HeadLedger:
     _grows: npt.NDArray[np.bool_] | int = 1  # how many tokens a new one adds to each row [Y]
 
     def __init__(self, plan: CachePlan) -> None:
-        """Take a ragged plan; raises EngineError where a role cannot be loaded."""
-        assert plan.evict is not None and plan.storage == "per_head", "the heads of the plan keep equally many tokens"
+        """Take a plan with per-head lengths; raises EngineError where a role cannot be loaded."""
+        assert plan.evict is not None and plan.storage == "per_head", "the heads of the plan store equally many tokens"
         self.plan, self.heads = plan, plan.num_page_groups
         self.evict = load_evict(plan.evict.meaning)
         self.allocate: AllocateRole | None = load_allocate(plan.roles["allocate"])
@@ -86,11 +86,11 @@ class HeadLedger:
         return float(self.stored(slot).mean())
 
     def append(self, slot: int, new: int, seen: int, prompt: int) -> HeadAccount:
-        """Count new tokens of a sequence, after which it has seen so many; it begins afresh where all are new."""
+        """Count new tokens of a sequence, after which it has seen so many; it starts empty where all are new."""
         if new == seen:
             self._accounts[slot] = HeadAccount(prompt, np.zeros(self.heads, np.int64), np.zeros(self.heads, np.int64))
         elif slot not in self._accounts:
-            raise EngineError(f"slot {slot} goes on with a sequence that has not begun", "Report this with the output of trtkv doctor.")
+            raise EngineError(f"slot {slot} continues a sequence that has not begun", "Report this with the output of trtkv doctor.")
         account = self._accounts[slot]
         if account.prompt != prompt:
             account.prompt, account.limits = prompt, None
@@ -99,12 +99,12 @@ class HeadLedger:
         return account
 
     def grant(self, account: HeadAccount, measures: Tensor | None) -> None:
-        """Take note of what heads may keep once the prompt is in; measures [L, Hk] are those of an allocate role that asked for them."""
+        """Note what heads may keep once the prompt is in; measures [L, Hk] are those of an allocate role that requested them."""
         account.tokens = self.evict.grants(self.allocate, self.plan.num_layers, self.plan.num_kv_heads, account.prompt, measures)[0]
         account.limits = None
 
     def cut(self, account: HeadAccount) -> tuple[list[int], Lengths]:
-        """Return the layers from which tokens go behind this step's attention, and the tokens [Y] of every head that stay then."""
+        """Return the layers from which tokens are evicted after this step's attention, and the tokens [Y] of every head that stay then."""
         if account.seen < account.prompt:
             return [], account.stored
         above, left = self._limits(account)
@@ -115,12 +115,12 @@ class HeadLedger:
         return due.nonzero()[0].tolist(), np.where(heads, np.minimum(account.stored, left), account.stored)
 
     def settle(self, account: HeadAccount, stay: Lengths) -> None:
-        """Count what is gone: heads that keep fewer tokens than they had know all their positions."""
+        """Count what was evicted: all positions are known of heads that keep fewer tokens than they had."""
         account.placed = np.where(stay < account.stored, stay, account.placed)
         account.stored = stay
 
     def most(self, account: HeadAccount) -> Lengths:
-        """Return the most tokens [Y] that heads store behind the prompt, the newest included; far above any length where nothing goes."""
+        """Return the most tokens [Y] that heads store after the prompt, the newest included; far above any length where nothing is evicted."""
         return self._limits(account, decoding=True)[0] + 1
 
     def release(self, slot: int) -> None:
@@ -128,7 +128,7 @@ class HeadLedger:
         self._accounts.pop(slot, None)
 
     def occupancy(self, account: HeadAccount, layer: int) -> Occupancy:
-        """Describe a layer as roles are asked."""
+        """Describe a layer as roles see it."""
         heads = self.plan.num_kv_heads
         return Occupancy(
             seen=account.seen,
@@ -151,7 +151,7 @@ class HeadLedger:
         return self._pages(np.full(self.heads, count))
 
     def pages_to_end(self, slot: int, left: int) -> list[int]:
-        """Return the most pages that a sequence behind its prompt takes for so many more tokens."""
+        """Return the most pages that a sequence past its prompt takes for so many more tokens."""
         return [self._pages_decoding(self._accounts[slot], left)]
 
     def pages_for(self, prompt: int, chunk: int, answer: int) -> list[int]:
@@ -180,7 +180,7 @@ class HeadLedger:
         return [self._pages_decoding(self._behind(prompt, alike), answer)]
 
     def _behind(self, prompt: int, measures: Tensor | None) -> HeadAccount:
-        """Walk through a prompt: its account behind it."""
+        """Walk through a prompt: its account after it."""
         account = HeadAccount(prompt, np.full(self.heads, prompt, np.int64), np.zeros(self.heads, np.int64), prompt, prompt)
         self.grant(account, measures)
         self.settle(account, self.cut(account)[1])

@@ -1,4 +1,4 @@
-"""Lengths where tokens are evicted in every phase and those that will never go are encoded: both roles' own functions, walked together.
+"""Lengths where tokens are evicted in every phase and those that never will be are encoded: both roles' functions, walked together.
 
 Pages hold settled tokens alone. The others, and settled ones that wait for their run, lie in a slot's ring.
 """
@@ -25,7 +25,7 @@ class ResidualLedger(ReadingLedger):
         self.quantize = load_quantize(plan.roles["quantize"])
 
     def behind(self, account: Account, group: int) -> tuple[int, tuple[int, int]]:
-        """Return the tokens that a group stores behind this step, and how many leading keys and values are then encoded."""
+        """Return the tokens that a group stores after this step, and how many leading keys and values are then encoded."""
         at = self.occupancy(account, group)
         if self.evict.due(at):
             at = replace(at, lengths=self.evict.remaining(at))
@@ -33,11 +33,11 @@ class ResidualLedger(ReadingLedger):
         return at.stored, (min(keys, at.stored), min(values, at.stored))
 
     def due(self, account: Account) -> list[int]:
-        """Return the page groups from which tokens go behind this step's attention."""
+        """Return the page groups from which tokens are evicted after this step's attention."""
         return [] if account.seen < account.quiet else super().due(account)
 
     def settle(self, account: Account, due: Sequence[int]) -> None:
-        """Count what goes from the groups that are due, what will never go in any, and what is encoded."""
+        """Count what is evicted from the groups that are due, what never will be in any, and what is encoded."""
         if account.seen < account.quiet:
             return
         encoded = [self.behind(account, group)[1] for group in range(len(self._first))]
@@ -47,7 +47,7 @@ class ResidualLedger(ReadingLedger):
             account.quiet = account.seen + self._steps_to_change(account)
 
     def _steps_to_change(self, account: Account) -> int:
-        """Return the decode steps until something goes, settles or is encoded: roles are not asked in those between."""
+        """Return the decode steps until something is evicted, settles or is encoded: roles are not called in those between."""
         low, high = 0, 1
         while not self._changes(account, high) and high < MOST_QUIET:
             low, high = high, 2 * high
@@ -91,7 +91,7 @@ class ResidualLedger(ReadingLedger):
         return self.settled_pages(prompt + answer)
 
     def settled_pages(self, seen: int) -> list[int]:
-        """Return the pages of each group behind so many tokens, one at least."""
+        """Return the pages of each group after so many tokens, one at least."""
         heads = self.plan.num_kv_heads
         found = []
         for layer in self._first:

@@ -1,4 +1,4 @@
-"""Where heads store tokens after their prompt when a new token takes the place of the one that goes."""
+"""Where heads store tokens after their prompt when a new token takes the place of the evicted one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from plugins.cache.pages import Lengths
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Where the heads of a sequence store tokens behind its prompt.
+    """Where the heads of a sequence store tokens after its prompt.
 
     A head's token at position p lies at place sink + (p - start) mod size, its first `sink` tokens at their own; size [Y] is 0 for heads that keep
-    everything, start [Y] the position of the token that lay behind the sink when the ring began.
+    everything, start [Y] the position of the token that lay after the sink when the ring began.
     """
 
     sink: int
@@ -23,12 +23,12 @@ class Ring:
 
     @staticmethod
     def begin(sink: int, most: Lengths, stored: Lengths, seen: int) -> Ring | None:
-        """Begin with `stored` [Y] of `seen` tokens, the newest behind the sink and in order; heads store at most so many [Y], or as many as come."""
+        """Begin with `stored` [Y] of `seen` tokens, the newest after the sink and in order; heads store at most so many [Y], or as many as come."""
         size = np.where(most < np.iinfo(np.int32).max // 2, most - sink, 0)
         return Ring(sink, size, np.where(size > 0, sink + seen - stored, 0)) if size.any() else None
 
     def ends(self, stored: Lengths, seen: int) -> Lengths:
-        """Return the places [Y] behind the newest token, with which heads store so many tokens [Y]."""
+        """Return the places [Y] after the newest token, with which heads store so many tokens [Y]."""
         since = seen - 1 - self.start
         return np.where((self.size > 0) & (since >= self.size), self.sink + since % np.maximum(self.size, 1) + 1, stored)
 

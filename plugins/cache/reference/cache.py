@@ -18,7 +18,7 @@ from trtkv.plan import CachePlan
 
 
 class ReferenceCache(CountedCache):
-    """Roles run as they define themselves, slower than pages and kernels: what these are compared with, and what runs a policy without them."""
+    """Roles run as defined, slower than pages and kernels: what these are compared with, and what runs a policy without them."""
 
     uses_pages = False  # they only limit how many sequences are admitted
     compares_selection = False
@@ -101,7 +101,7 @@ class ReferenceCache(CountedCache):
         return _align(keys), _align(values)
 
     def evicted(self, slot: int, seen: int) -> float:
-        """Return the tokens that are gone, mean over layers and heads."""
+        """Return the evicted tokens, mean over layers and heads."""
         caches = self._slots.get(slot)
         if not caches or self.plan.evict is None:
             return 0.0

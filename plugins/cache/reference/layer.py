@@ -1,6 +1,6 @@
 """One layer's cache of one sequence under any policy, step by step.
 
-A step is: `append`, in decode `select`, `attend`, then `finish`. `trtkv.policies.base` states the order in which roles are asked. All decisions
+A step is: `append`, in decode `select`, `attend`, then `finish`. `trtkv.policies.base` states the order in which roles are called. All decisions
 about lengths follow from integers that the host knows.
 """
 
@@ -80,7 +80,7 @@ class LayerCache:
 
     @property
     def _evicts_now(self) -> bool:
-        """Whether stored tokens may still go: behind the prompt not where eviction ends with it."""
+        """Whether stored tokens may still be evicted: after the prompt not where eviction ends with it."""
         evict = self.roles.evict
         return evict is not None and not (evict.prompt_only and self.decoding)
 
@@ -96,7 +96,7 @@ class LayerCache:
         self.new, self.prompt, self.chosen = len(keys), prompt, None
         self.seen += self.new
         if self.new != 1 or not self.decoding:
-            self.previous = None  # a prompt's query is nobody's previous query
+            self.previous = None  # a prompt's query is not a previous query
         if self.decoding and self.roles.quantize and self.roles.quantize.flush_first:
             self._flush()
         self._summarize()
@@ -130,7 +130,7 @@ class LayerCache:
         return torch.cat([attend(head, one, asked) for head, one in enumerate(grouped)]).transpose(0, 1)
 
     def measure(self) -> Tensor | None:
-        """Measure the layer for an allocate role that asks for it, when the prompt has just been completed: [Hk] fp32, else None."""
+        """Measure the layer for an allocate role that requests it, when the prompt has just been completed: [Hk] fp32, else None."""
         allocate = self.roles.allocate
         if not (allocate and allocate.measured and self.seen == self.prompt):
             return None
@@ -138,7 +138,7 @@ class LayerCache:
         return measured
 
     def finish(self, measures: Tensor | None = None) -> None:
-        """Evict and encode behind the attention of the step; measures [L, Hk] are those of all layers, where an allocate role measured."""
+        """Evict and encode after the attention of the step; measures [L, Hk] are those of all layers, where an allocate role measured."""
         evict = self.roles.evict
         if evict is None:
             self.settled = min(self.lengths)
@@ -148,17 +148,17 @@ class LayerCache:
             self._flush()
 
     def nbytes(self) -> int:
-        """Return the bytes of keys and values as held, codes and metadata included."""
+        """Return the bytes of keys and values as stored, codes and metadata included."""
         return sum(store.parts[part].nbytes() for store in self.heads for part in PARTS)
 
     def state_bytes(self) -> int:
-        """Return the bytes of summaries and scores that roles keep beside keys and values."""
+        """Return the bytes of summaries and scores that roles store beside keys and values."""
         beside = [*self.summary.values(), *(x for store in self.heads for x in store.state.values())]
         beside += [store.mass for store in self.heads if store.counts] if self.roles.evict and "attention_mass" in self.roles.evict.needs else []
         return sum(x.numel() * x.element_size() for x in beside)
 
     def occupancy(self) -> Occupancy:
-        """Describe the cache in integers, as roles are asked."""
+        """Describe the cache in integers, as roles see it."""
         tokens, precise = self.granted
         return Occupancy(
             seen=self.seen,

@@ -1,4 +1,4 @@
-"""One layer's cache of one sequence, held in tensors exactly as a policy stores it: full precision, codes, or some of each."""
+"""One layer's cache of one sequence, in tensors exactly as a policy stores it: full precision, codes, or some of each."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class PartStore:
 
 
 class HeadStore:
-    """One KV head: logical positions [S] int64, keys and values, and what roles keep for each token."""
+    """One KV head: logical positions [S] int64, keys and values, and what roles store for each token."""
 
     def __init__(self, empty: Tensor, group: int, state: Mapping[str, str], quantize: QuantizeRole | None) -> None:
         """Begin with no token; group is the number of query heads whose attention is counted."""
@@ -109,7 +109,7 @@ class HeadStore:
         self.state = {name: x[tokens] for name, x in self.state.items()}
 
     def stop_counting(self) -> None:
-        """Drop the attention that was counted: no role will ask for it again."""
+        """Drop the attention that was counted: no role will request it again."""
         self.counts, self.mass, self.newest = False, self.mass[:, :0].clone(), self.newest[:, :0].clone()
 
     def __len__(self) -> int:

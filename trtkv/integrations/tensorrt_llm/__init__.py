@@ -1,4 +1,4 @@
-"""TensorRT-LLM's own model definitions with trtkv's plugins in the place of its attention.
+"""TensorRT-LLM's model definitions with trtkv's plugins in the place of its attention.
 
 For tensorrt_llm>=1.2.0,<1.3.0rc21: the versions that build TensorRT engines. Checkpoints, quantization and the builder stay TensorRT-LLM's; the
 engine runs under trtkv's runtime. `models()` gives the two classes, `MODEL_CLS_FILE` is for `trtllm-build --model_cls_file`.

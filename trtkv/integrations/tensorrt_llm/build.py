@@ -54,8 +54,8 @@ def parse_via(text: str) -> Path | None:
 def build_via(request: Request, policy: Policy, directory: Path | None = None, progress: Progress = lambda stage, fraction: None) -> Built:
     """Build an engine directory whose plan is TensorRT-LLM's: built here, or taken from the directory that trtllm-build wrote.
 
-    An engine that is taken brings its own limits. Raises BuildError, also for an engine that was built for another model or policy; nothing is
-    written before the plan is there.
+    An engine that is given has its own limits. Raises BuildError, also for an engine that was built for another model or policy; nothing is
+    written before the plan exists.
     """
     with tempfile.TemporaryDirectory(prefix="trtkv-") as scratch:
         started, here = time.perf_counter(), None
@@ -95,7 +95,7 @@ def _check_weights(directory: Path, build: Mapping[str, Any]) -> None:
         if build.get(name):
             raise BuildError(f"the engine in '{directory}' was built with {flag}, which trtkv's runtime does not support", "Build without it.")
     if any(directory.glob("*_managed_weights.safetensors")):
-        raise BuildError(f"the engine in '{directory}' keeps weights in a file of their own", "Build without managed weights.")
+        raise BuildError(f"the engine in '{directory}' has weights in a separate file", "Build without managed weights.")
 
 
 def _tensorrt_version(built: object) -> str:
@@ -107,7 +107,7 @@ def _tensorrt_version(built: object) -> str:
 
 
 def _check_model(model: Mapping[str, Any], request: Request, engine: str) -> None:
-    """Raise BuildError unless an engine's configuration is that of the model and policy asked for."""
+    """Raise BuildError unless an engine's configuration is that of the model and policy requested."""
     written = model.get(KEY)
     if not isinstance(written, dict) or "cache_plan" not in written:
         raise BuildError(f"{engine} was built without trtkv's model classes", "Give trtllm-build --model_cls_file (docs/tensorrt-llm.md).")
@@ -117,7 +117,7 @@ def _check_model(model: Mapping[str, Any], request: Request, engine: str) -> Non
             raise BuildError(f"{engine} has {name} {model.get(name)}, the model has {here}", "Name the model that it was built from.")
     theirs, ours = CachePlan.from_json(written["cache_plan"]), request.policy.plan(shape)
     if theirs.hash != ours.hash:
-        raise BuildError(f"{engine} has the policy {_describe(theirs)}, asked for is {_describe(ours)}", "Name the same model, policy and budget.")
+        raise BuildError(f"{engine} has the policy {_describe(theirs)}, requested is {_describe(ours)}", "Name the same model, policy and budget.")
 
 
 def _build(request: Request, policy: Policy, directory: Path) -> None:

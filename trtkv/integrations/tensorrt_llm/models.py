@@ -16,7 +16,7 @@ from trtkv.integrations.tensorrt_llm.network import Emitter, declare_inputs, rop
 from trtkv.integrations.tensorrt_llm.settings import cache_plan, model_config, refuse_flags
 from trtkv.integrations.tensorrt_llm.surface import Surface, load_surface
 
-# What a step may not ask for, by the name under which TensorRT-LLM hands it to an attention layer or to prepare_inputs.
+# What a step may not request, by the name under which TensorRT-LLM passes it to an attention layer or to prepare_inputs.
 REFUSED_CALLS = ("attention_mask", "spec_decoding_params", "mrope_params", "lora_layer_params", "encoder_output", "cross_kv_cache_gen", "skip_attn")
 REFUSED_INPUTS = (
     "max_draft_len",
@@ -49,7 +49,7 @@ def models() -> Models:
 
 def _params_class(surface: Surface) -> Any:
     class StepParams(surface.attention_params):  # type: ignore[name-defined, misc]
-        """Carries the tensors of a step through TensorRT-LLM's layers, which hand it on by reference."""
+        """Carries the tensors of a step through TensorRT-LLM's layers, which pass it on by reference."""
 
         step: dict[str, Any]
 
@@ -61,7 +61,7 @@ def _attention_class(surface: Surface) -> Any:
         """TensorRT-LLM's attention with trtkv's nodes between the qkv and the dense layer."""
 
         def forward(self, hidden_states: Any, use_cache: bool = False, attention_params: Any = None, **others: Any) -> Any:
-            """Add the layer to the network: hidden states [T, E] in and out. What else TensorRT-LLM passes belongs to its own attention."""
+            """Add the layer to the network: hidden states [T, E] in and out. What else TensorRT-LLM passes belongs to its attention."""
             for name in REFUSED_CALLS:
                 if others.get(name) is not None:
                     raise BuildError(f"{name} reached layer {self.trtkv_layer}, which trtkv's attention does not support", "Build without it.")
@@ -75,7 +75,7 @@ def _attention_class(surface: Surface) -> Any:
 
 
 class _DecoderMixin:
-    """Goes before TensorRT-LLM's model class: exchanges the attention at the end of __init__, and declares trtkv's inputs."""
+    """Precedes TensorRT-LLM's model class: exchanges the attention at the end of __init__, and declares trtkv's inputs."""
 
     surface: Surface
     kinds: tuple[Any, Any]

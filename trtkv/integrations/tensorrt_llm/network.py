@@ -48,7 +48,7 @@ def rope_rows(table: npt.NDArray[Any], head_dim: int, max_seq_len: int) -> npt.N
 
 
 class Emitter:
-    """Adds the plugin nodes of one model; what goes wrong in their callbacks is raised where the node is added."""
+    """Adds the plugin nodes of one model; what fails in their callbacks is raised where the node is added."""
 
     def __init__(self, surface: Surface, model: ModelConfig, plan: CachePlan) -> None:
         self.surface, self.model, self.plan, self.recorder = surface, model, plan, Recorder()
@@ -73,6 +73,6 @@ class Emitter:
             raise BuildError(f"TensorRT refused the plugin node '{name}'", "See TensorRT-LLM's log for its reason.")
         node.name = name
         out = node.get_output(0)
-        _ = tuple(out.shape)  # asks for shape and dtype now, so that an error names this node
+        _ = tuple(out.shape)  # requests shape and dtype now, so that an error names this node
         self.recorder.check(BuildError)
         return self.surface.create_tensor(out, node)

@@ -12,7 +12,7 @@ from trtkv.plan import CachePlan
 from trtkv.policies.registry import parse_policy
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
-# Those that replace linear layers only; the others put a class of their own in the place of the attention.
+# Those that replace linear layers only; the others put their own class in the place of the attention.
 QUANTIZATIONS = ("W8A16", "W4A16", "W4A16_AWQ", "W4A8_AWQ", "W4A16_GPTQ", "W8A16_GPTQ", "FP8")
 PLUGIN_FLAGS = ("reduce_fusion", "user_buffer", "norm_quant_fusion", "use_fp8_context_fmha", "fuse_fp4_quant", "lora_plugin", "pp_reduce_scatter")
 KEY = "trtkv"  # of the checkpoint's and the engine's config.json
@@ -46,7 +46,7 @@ def model_config(config: Any) -> ModelConfig:
 
 
 def cache_plan(config: Any, model: ModelConfig) -> CachePlan:
-    """Make the cache plan of the policy that a configuration asks for, and write both down in it, so that the engine's config.json has them.
+    """Make the cache plan of the policy that a configuration requests, and write both down in it, so that the engine's config.json has them.
 
     The policy is config.trtkv = {"policy": NAME, "budget": TOKENS, "set": [FIELD=VALUE]}, else TRTKV_POLICY, TRTKV_BUDGET and TRTKV_SET (comma
     separated). Raises BuildError when neither names one, and what parse_policy raises.
@@ -58,7 +58,7 @@ def cache_plan(config: Any, model: ModelConfig) -> CachePlan:
 
 
 def refuse_flags(plugin_config: Any) -> None:
-    """Raise BuildError for options of TensorRT-LLM's builder that move work out of, or into, its own attention."""
+    """Raise BuildError for options of TensorRT-LLM's builder that move work out of, or into, its attention."""
     for flag in PLUGIN_FLAGS:
         if getattr(plugin_config, flag, None):
             raise BuildError(f"the plugin option {flag} does not go with trtkv's attention", f"Build with --{flag} disable.")

@@ -21,7 +21,7 @@ from trtkv.policies.observed import window_attention, window_sums
 class ArkvRatio(Allocate):
     """Give layers whose attention is spread and peaked more full precision.
 
-    window: queries that are looked at; entropy, variance, kurtosis: the temperatures tau 1 to 3; statistics: as the paper
+    window: queries that are observed; entropy, variance, kurtosis: the temperatures tau 1 to 3; statistics: as the paper
     prints them, or as its code computes them.
     """
 

@@ -24,7 +24,7 @@ from trtkv.ranking import best, group_mean
 class Razor(Allocate):
     """Let retrieval heads keep everything.
 
-    share: of all KV heads that are retrieval heads; heads: which ones, as (layer, KV head), instead of measuring; window: queries that are looked at;
+    share: of all KV heads that are retrieval heads; heads: which ones, as (layer, KV head), instead of measuring; window: queries that are observed;
     sink and near: tokens at the beginning and before a query that say nothing about retrieval.
     """
 

@@ -1,8 +1,8 @@
-"""ARKV: heavy hitters by mean and variance of recent attention, kept in two precisions (Lei and Ilager, eq. 9 and 10, algorithm 1).
+"""ARKV: heavy hitters by mean and variance of recent attention, stored in two precisions (Lei and Ilager, eq. 9 and 10, algorithm 1).
 
 When the cache passes its budget B, the best alpha (K - W) of the tokens before the window stay, the best of those in full precision, the others
 encoded. Paper and released code differ in almost every step; this is the paper with: sigma squared read as the variance (printed: variance
-squared), the original-precision budget rho (B - W) of algorithm 1, encoded tokens that are really kept (the release loses them), the window's
+squared), the original-precision budget rho (B - W) of algorithm 1, encoded tokens that are really stored (the release loses them), the window's
 queries in decode as well as in prefill (the release scores decode by the newest query alone), one scale a token and head, original order. As in
 the code, scores are smoothed along the sequence before the mean over the group, and the prompt is cut to B in full precision.
 """
@@ -26,7 +26,7 @@ from trtkv.ranking import best, group_mean, span
 class Arkv(Budgeted):
     """Keep heavy hitters in full precision, the middle encoded, drop the rest.
 
-    window: newest queries that score and newest tokens that stay; slack_ratio: alpha, what stays of the others; gamma: weight of the variance;
+    window: newest queries that score and newest tokens that stay; slack_ratio: alpha, the others' share that stays; gamma: weight of the variance;
     kernel: width of the smoothing; share: of the budget without the window, what stays in full precision where no allocate role says so.
     """
 
@@ -50,7 +50,7 @@ class Arkv(Budgeted):
         return 0, self.window
 
     def remaining(self, at: Occupancy) -> tuple[int, ...]:
-        """The budget behind the prompt; in decode the window and alpha of the others."""
+        """The budget after the prompt; in decode the window and alpha of the others."""
         if at.phase == "prefill":
             return super().remaining(at)
         return tuple(self.window + self._past(at) for _ in at.lengths)

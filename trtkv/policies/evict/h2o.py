@@ -35,7 +35,7 @@ class H2O(Budgeted):
         return 0, max(1, int(self.budget * self.recent))
 
     def rule(self) -> rules.Exchange:
-        """The least attended token goes."""
+        """The least attended token is evicted."""
         return rules.Exchange(self.budget, 0, self.reserved(0)[1], "mass", pool_max=self.pooling == "max")
 
     def scores(self, view: CacheView) -> Tensor:

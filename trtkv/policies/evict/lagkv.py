@@ -1,10 +1,10 @@
 """LagKV: eviction by how a token's keys and values vary against the next partition (arXiv 2504.04704, eq. 2 to 12).
 
-Behind the sink the cache is cut into partitions of L tokens. Each is normalized, channel by channel, to the range of the partition that
+After the sink the cache is cut into partitions of L tokens. Each is normalized, channel by channel, to the range of the partition that
 follows it; a token's score is the softmax over its partition of the standard deviation over channels (ddof 1), for keys plus for values.
 The best r L tokens of a partition stay and are frozen; the last full partition and the rest wait for their reference. Prefill and decode
 follow the same rule, so the stored set depends on the tokens alone and not on how a prompt was chunked.
-Variants of the paper: "local" takes a partition's own range, "norm" keeps the smallest key norms. Deviation: a channel whose range in the
+Variants of the paper: "local" takes a partition's range, "norm" keeps the smallest key norms. Deviation: a channel whose range in the
 reference is zero counts as zero instead of turning its partition into NaN; `strict` raises instead.
 """
 
@@ -27,7 +27,7 @@ class LagKV(Evict):
     """Keep the tokens of each partition that stand out against the next one.
 
     ratio: share of each partition that stays; lag: tokens of a partition; sink: first tokens, always kept; score: against the next
-    partition (lag), a partition's own range (local), or key norms (norm); value_weight: weight of the values' score;
+    partition (lag), a partition's range (local), or key norms (norm); value_weight: weight of the values' score;
     skip_layers: layers that keep everything; strict: refuse channels without a range.
     """
 
@@ -47,7 +47,7 @@ class LagKV(Evict):
         return int(self.ratio * self.lag + ROUND_OFF)
 
     def expected_length(self, seen: int) -> int:
-        """Return the stored tokens behind `seen` (eq. 12)."""
+        """Return the stored tokens after `seen` (eq. 12)."""
         if seen < self.sink + 2 * self.lag:
             return seen
         partitions = (seen - self.sink) // self.lag

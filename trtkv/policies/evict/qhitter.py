@@ -49,7 +49,7 @@ class QHitter(Budgeted):
         return 0, max(1, int(self.budget * self.recent))
 
     def rule(self) -> rules.Blend:
-        """The token of the least combined score goes."""
+        """The token of the least combined score is evicted."""
         recent, heavy = self.reserved(0)[1], int(self.budget * self.heavy)
         return rules.Blend(self.budget, recent, heavy, self.blend, self.pooling == "max", self.bits)
 

@@ -1,8 +1,9 @@
-"""RaaS: pages that no query has needed for longest go first (arXiv 2502.11147, as completed by FreeKV's code).
+"""RaaS: pages that no query has needed for longest are evicted first (arXiv 2502.11147, as completed by FreeKV's code).
 
 Each step a query weighs all stored pages by their bounds (softmax of the upper bounds, unscaled, mean over the group); a page above alpha is stamped
-with the time. When the cache is full, the page with the oldest stamp goes. The paper pins the prompt; `pin_prompt` does, otherwise a prompt beyond
-the budget is cut to the pages that its last query weighs most. A new page is stamped when it begins (in FreeKV's code only once it passes alpha).
+with the time. When the cache is full, the page with the oldest stamp is evicted. The paper pins the prompt; `pin_prompt` does, otherwise a prompt
+beyond the budget is cut to the pages that its last query weighs most. A new page is stamped when it begins (in FreeKV's code only once it passes
+alpha).
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Raas(Evict):
         return tuple(length - self._dropped(at) * self.page for length in at.lengths)
 
     def keep(self, view: CacheView) -> Verdict:
-        """Drop the pages with the oldest stamps; of equal ones the first goes."""
+        """Drop the pages with the oldest stamps; of equal ones the first."""
         first, last = self._eligible(view.at)
         stamps = torch.unflatten(F.pad(view.state["stamp"], (0, -view.at.stored % self.page)), 1, (-1, self.page)).amax(2)
         rank = self.weights(view) if view.at.phase == "prefill" else stamps

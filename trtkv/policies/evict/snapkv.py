@@ -53,7 +53,7 @@ class SnapKV(Budgeted):
         return (above if at.prompt > self.budget else (UNLIMITED,) * len(left)), left
 
     def scores(self, view: CacheView) -> Tensor:
-        """Return pooled column sums [Hk, S]; the window's own are zero."""
+        """Return pooled column sums [Hk, S]; the window's are zero."""
         stored = view.at.stored
         sums = window_attention(view, self.window)[:, :, : stored - self.window].sum(1)
         pad = self.kernel // 2

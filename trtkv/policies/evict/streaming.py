@@ -1,6 +1,6 @@
 """StreamingLLM: attention sinks and the newest tokens (arXiv 2309.17453).
 
-The paper caches keys before rotation and numbers positions inside the cache; here keys keep the rotation of their place in the text, as everywhere
+The paper caches keys before rotation and numbers positions inside the cache; here keys have the rotation of their place in the text, as everywhere
 in this project.
 """
 
@@ -32,11 +32,11 @@ class Streaming(Budgeted):
         return self.sink, 1
 
     def rule(self) -> rules.Exchange:
-        """The oldest token goes."""
+        """The oldest token is evicted."""
         return rules.Exchange(self.budget, self.sink, 1, "position")
 
     def keep(self, view: CacheView) -> Verdict:
-        """Keep what has been kept so far of the first tokens and the newest ones."""
+        """Keep the first tokens that are still stored, and the newest ones."""
         granted = self.granted(view.at)
         budget, stored = granted[0], view.at.stored
         if len({*zip(view.at.lengths, granted, strict=True)}) != 1 or stored <= budget:

@@ -20,7 +20,7 @@ from trtkv.ranking import group_mean
 class Tova(Budgeted):
     """Keep what the newest query attends to, in every step.
 
-    shared: all KV heads of a layer keep the same tokens, as in the paper; else each keeps its own.
+    shared: all KV heads of a layer keep the same tokens, as in the paper; else each selects alone.
     """
 
     source: ClassVar[str] = "TOVA, arXiv 2401.06104"
@@ -39,7 +39,7 @@ class Tova(Budgeted):
         return 0, 1
 
     def rule(self) -> rules.Exchange:
-        """The token goes that the newest query attends to least."""
+        """The token that the newest query attends to least is evicted."""
         return rules.Exchange(self.budget, 0, 1, "newest", shared=self.shared)
 
     def scores(self, view: CacheView) -> Tensor:

@@ -13,9 +13,9 @@ from trtkv.policies.base import Offload
 
 
 class Host(Offload):
-    """Keep pages in host memory, where an engine is opened with --offload.
+    """Store pages in host memory, where an engine is opened with --offload.
 
-    parts: what is moved out, keys and values or (not there yet) values alone; schedule: "speculative" recalls behind the attention of the previous
+    parts: what is moved out, keys and values or (not there yet) values alone; schedule: "speculative" recalls after the attention of the previous
     step what its query selected, "blocking" recalls before attention.
     """
 

@@ -1,6 +1,6 @@
 """A cache in eight-bit floats, as inference engines offer it, with one e4m3 scale a token and head instead of one for a whole layer.
 
-Every token is encoded behind the attention of the step that appends it, a prompt when it is complete.
+Every token is encoded after the attention of the step that appends it, a prompt when it is complete.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from trtkv.policies.quantize.fp8 import Fp8
 
 
 class Float8(Fp8):
-    """Keep every token in eight-bit floats."""
+    """Store every token in eight-bit floats."""
 
     source: ClassVar[str] = "FP8 formats, arXiv 2209.05433"
     needs: ClassVar[frozenset[str]] = frozenset()

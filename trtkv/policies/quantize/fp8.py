@@ -1,7 +1,7 @@
 """ARKV's middle state: eight-bit floats (e4m3) with one scale a token and head (Lei and Ilager, section IV-F).
 
 The paper says "per-token scale"; the released code shares a scale between all heads of a slot, whose tokens differ, so here it is one a token and
-head. Encoded are the tokens that the evict role marks; one that is promoted again keeps the numbers that its code stood for.
+head. Encoded are the tokens that the evict role marks; one that is promoted again gets the numbers that its code decodes to.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LARGEST = 448.0  # the greatest number that e4m3 holds
 
 
 class Fp8(Quantize):
-    """Keep the tokens that the evict role demotes in eight-bit floats."""
+    """Store the tokens that the evict role demotes in eight-bit floats."""
 
     source: ClassVar[str] = "ARKV, Lei and Ilager"
     needs: ClassVar[frozenset[str]] = frozenset({"precision_classes"})

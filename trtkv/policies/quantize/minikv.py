@@ -1,7 +1,7 @@
 """MiniKV's two-bit cache: KIVI's codes in groups of 16, with keys and values encoded together (arXiv 2411.18077, section 3.1).
 
 At the end of the prompt whole groups are encoded and the rest begins the residual; in decode the residual is encoded when it holds 128 tokens, before
-the attention of that step, so that the newest token is then read from its codes (KIVI encodes behind the attention).
+the attention of that step, so that the newest token is then read from its codes (KIVI encodes after the attention).
 """
 
 from __future__ import annotations

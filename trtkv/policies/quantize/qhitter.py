@@ -1,6 +1,6 @@
 """Q-Hitter's storage: four bits a number with one scale and one integer zero point a token and head (MLSys 2024).
 
-Every token is encoded behind the attention of the step that appends it. The range is widened to hold zero (see `packing`).
+Every token is encoded after the attention of the step that appends it. The range is widened to hold zero (see `packing`).
 """
 
 from __future__ import annotations

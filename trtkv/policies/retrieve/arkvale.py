@@ -21,7 +21,7 @@ from trtkv.policies.paged import PagedRetrieve
 
 
 class ArkVale(PagedRetrieve):
-    """Read the pages whose bounding volumes promise most.
+    """Read the pages whose bounding volumes allow the highest scores.
 
     digest: box, or ball with the mean or the largest distance as radius; shared: one selection for all heads of a layer.
     """

@@ -1,8 +1,8 @@
 """FIER: fine-grained retrieval with one-bit keys (arXiv 2508.08256, section 4, algorithm 1).
 
 Every channel of every group of consecutive keys is reduced to one bit a token between the group's two extremes; a query scores all tokens
-from the bits and attends to the best with full-precision keys and values. The extremes are kept instead of scale and zero point, because
-they are exact in the key's own dtype. The paper selects per query head of a multi-head model and leaves grouped queries open: here the
+from the bits and attends to the best with full-precision keys and values. The extremes are stored instead of scale and zero point, because
+they are exact in the key's dtype. The paper selects per query head of a multi-head model and leaves grouped queries open: here the
 query heads of a group agree by the mean of their softmaxed scores (`pooling`). The paper does not say what happens to an unfinished group: here
 its tokens are always attended and closed groups are never quantized again.
 """
@@ -54,7 +54,7 @@ class Fier(Retrieve):
         return {"bits": bits.reshape(heads, stored, dim), "low": low, "high": high}
 
     def score(self, query: Tensor, summary: dict[str, Tensor]) -> Tensor:
-        """Score query [Hq, D] against the keys that the bits stand for: [Hq, S] fp32 (eq. 6, without softmax or scale)."""
+        """Score query [Hq, D] against the keys that the bits represent: [Hq, S] fp32 (eq. 6, without softmax or scale)."""
         low = summary["low"].float().repeat_interleave(self.group, 1)
         high = summary["high"].float().repeat_interleave(self.group, 1)
         keys = low.where(~summary["bits"], high)

@@ -1,7 +1,7 @@
 """FreeKV: pages chosen with the previous step's query, corrected where the query has moved (arXiv 2505.13109, section 4).
 
 Pages are bounded as Quest's; a group agrees by the mean of its softmaxed scores. Step i reads what the query of step i - 1 selects, so that pages can
-travel while the model computes; a KV head whose queries' mean cosine to the previous step falls below tau selects anew with its own query. As the
+travel while the model computes; a KV head whose queries' mean cosine to the previous step falls below tau selects again with its own query. As the
 paper says min and max; the released system stores "cuboid-mean" digests and pools raw scores, the accuracy code leaves the scores unscaled:
 `digest` and `pooling` offer the first two, scores are softmaxed with attention's scale in fp32 throughout. Pages count from token 0, sink and window
 are part of the budget, the first decode step uses its own query, and the previous query scores the current summaries.

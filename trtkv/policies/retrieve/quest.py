@@ -20,7 +20,7 @@ from trtkv.policies.paged import PagedRetrieve
 
 
 class Quest(PagedRetrieve):
-    """Read the pages whose bounds promise most."""
+    """Read the pages whose bounds allow the highest scores."""
 
     source: ClassVar[str] = "Quest, arXiv 2406.10774"
     page: int = Field(16, ge=1)

@@ -1,7 +1,7 @@
 """ShadowKV's selection: chunks by the mean of their keys, with outlier chunks always read (arXiv 2410.21465, algorithm 2).
 
 A chunk's landmark is the mean of its rotated keys; the chunks with a key least like their landmark (by the cosine to it) are outliers. A group
-agrees by the maximum of its softmaxed scores. Here sink, window and outliers are part of the budget, and outliers are chosen anew as chunks close,
+agrees by the maximum of its softmaxed scores. Here sink, window and outliers are part of the budget, and outliers are chosen again as chunks close,
 so that long generation is covered (the paper fixes them at the end of the prompt). The paper also rebuilds keys from a rank-160 factorization of
 the keys before rotation, which the cache of this project does not hold: keys are read as they are stored.
 """

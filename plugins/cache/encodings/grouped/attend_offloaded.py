@@ -21,10 +21,10 @@ from plugins.config import OpConfig
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What the launches of a step hand to each other, for B sequences.
+    """What the launches of a step pass to each other, for B sequences.
 
     placed [B, Hk, K + 1] int32: rows of pages; likely [L, B, Hk, K + 1] int32: what the next step will probably read in every offloaded layer;
-    pending [B, Hk, 1 + 2 F] int32: copies that the host is asked for.
+    pending [B, Hk, 1 + 2 F] int32: copies that the host is requested.
     """
 
     placed: Tensor

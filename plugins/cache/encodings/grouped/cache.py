@@ -80,7 +80,7 @@ class GroupedCache(CountedCache):
         by_kernels.select(self, layer, config, inputs, out)
 
     def attend(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
-        """Attend to the stored or selected tokens; what stays of a prompt that this step completes is encoded."""
+        """Attend to the stored or selected tokens; what is left of a prompt that this step completes is encoded."""
         query, table = inputs[0], inputs[5]
         group, step = self.plan.page_groups[layer], self.step(layer)
         selection = inputs[7] if len(inputs) > 7 else None
@@ -230,7 +230,7 @@ def _scratch(store: EncodedStore, config: OpConfig, batch: int, most_tokens: int
 
 
 def _answering(step: StepGroup) -> Tensor | None:
-    """Return which of the B sequences decode behind their prompt, int64; None where all do."""
+    """Return which of the B sequences decode past their prompt, int64; None where all do."""
     return step.once("answering", lambda: _find_answering(step))
 
 

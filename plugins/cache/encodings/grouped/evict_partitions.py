@@ -1,4 +1,4 @@
-"""Evicting by partitions where every token is encoded by itself: what stays is chosen from decoded codes, which then move as they are.
+"""Evicting by partitions where every token is encoded independently: remaining tokens are chosen from decoded codes, which then move as they are.
 
 Partitions are scored one against the next, so a few at a time are decoded and shown to the role itself, in fp32. Nothing is encoded twice.
 """
@@ -36,7 +36,7 @@ class Codes(Protocol):
 
 
 class PartitionEvictor:
-    """What an encoded store whose plan is gathered does behind the attention of prompts and steps."""
+    """What an encoded store whose plan is gathered does after the attention of prompts and steps."""
 
     def __init__(self, store: Codes, ledger: PartitionLedger) -> None:
         """Serve a store whose codes have a scale a token."""
@@ -45,7 +45,7 @@ class PartitionEvictor:
         self._places = tuple(byte_places(ledger.plan.head_dim, part).to(store.device) for part in ("keys", "values"))
 
     def keep(self, layer: int, row: Row, keys: Tensor, values: Tensor) -> tuple[Tensor | None, int, tuple[int, int]]:
-        """Return what stays of a complete prompt, keys and values [1, Hk, X, D], in its layer: a list [Hk, K] int32, None for all.
+        """Return the remaining tokens of a complete prompt, keys and values [1, Hk, X, D], in its layer: a list [Hk, K] int32, None for all.
 
         Also how many tokens stay, and how many of their keys and values are to be encoded.
         """
@@ -59,7 +59,7 @@ class PartitionEvictor:
         return torch.cat([front, chosen], 1).to(torch.int32).contiguous(), stored, ends
 
     def finish(self, rows: Sequence[Sequence[Row]]) -> None:
-        """Evict behind a step, whose rows [Y][B] are those of the page groups."""
+        """Evict after a step, whose rows [Y][B] are those of the page groups."""
         for b, row in enumerate(rows[0]):
             account = self.ledger.find(row.slot)
             due = self.ledger.due(account)
@@ -71,17 +71,17 @@ class PartitionEvictor:
             self.ledger.settle(account, due)
 
     def _start(self, account: Account, group: int) -> int:
-        """Return where the first partition begins that may still go."""
+        """Return where the first partition begins that may still be evicted."""
         return max(account.settled[group], self._rule.sink)
 
     def _choose(self, keys: Tensor, values: Tensor, first: int, account: Account, group: int) -> Tensor:
-        """Return the tokens [Hk, K] int64 that stay behind the start; keys and values [Hk, T, D] begin with token `first`."""
+        """Return the tokens [Hk, K] int64 that stay after the start; keys and values [Hk, T, D] begin with token `first`."""
         lag, sink, start, stored = self._rule.lag, self._rule.sink, self._start(account, group), account.stored[group]
         scored = (stored - start) // lag - 1
         at, most, found = self.ledger.occupancy(account, group), max(1, MOST_SHOWN // lag), []
         for part in range(0, scored, most):
             begin, shown = start + part * lag, (min(most, scored - part) + 1) * lag
-            span = slice(begin - sink - first, begin + shown - first)  # what stands where the sink does is not looked at
+            span = slice(begin - sink - first, begin + shown - first)  # what lies where the sink does is not read
             view = PromptView(
                 replace(at, lengths=(sink + shown,) * len(keys), settled=sink), (keys[:, span], values[:, span]), keys.shape[2] ** -0.5, None, None
             )
@@ -106,7 +106,7 @@ class PartitionEvictor:
                 move_codes(pages, table, chosen - first, start - first, self._places)
 
     def _evict_prompt(self, group: int, slot: int, account: Account) -> None:
-        """Evict from a prompt that goes on; its last chunk's attention has read it."""
+        """Evict from a prompt that continues; its last chunk's attention has read it."""
         for layer, plain in self._store.read(slot):
             if self._store.plan.page_groups[layer] == group:
                 chosen, start = self._choose(plain[0][0], plain[1][0], 0, account, group), self._start(account, group)

@@ -1,4 +1,4 @@
-"""What stays of a prompt before it is encoded: the evict role's verdict on what the prompt's own queries left."""
+"""Which tokens of a prompt stay before it is encoded: the evict role's choice by the prompt's queries."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PromptView:
 
     @cached_property
     def positions(self) -> Tensor:
-        """Logical positions [Hk, S] int64: nothing has gone yet."""
+        """Logical positions [Hk, S] int64: nothing is evicted yet."""
         return torch.arange(self.at.stored, device=self.plain[0].device).expand(len(self.plain[0]), -1)
 
     @cached_property
@@ -53,7 +53,7 @@ class PromptView:
 
 
 class Keeper:
-    """Watches the prompts of a session and chooses what stays of each, layer by layer, when it is complete."""
+    """Observes the prompts of a session and chooses the tokens that stay of each, layer by layer, when it is complete."""
 
     def __init__(self, plan: CachePlan, ledger: EvictingLedger, device: torch.device) -> None:
         """Serve a plan that evicts once, whose lengths the ledger knows."""
@@ -63,7 +63,7 @@ class Keeper:
         self._queries: dict[tuple[int, int], Tensor] = {}
 
     def observe(self, layer: int, row: Row, query: Tensor, keys: Tensor, lse: Tensor) -> None:
-        """Look at a chunk's queries [n, Hq, D], whose attention over keys [Hk, S, D] left its log-sum-exp [Hq, n]."""
+        """Observe a chunk's queries [n, Hq, D], whose attention over keys [Hk, S, D] left its log-sum-exp [Hq, n]."""
         place = (row.slot, layer)
         if "attention_mass" in self._evict.needs:
             if place not in self._mass:
@@ -99,5 +99,5 @@ class Keeper:
                 del seen[place]
 
     def bytes_of(self, slot: int) -> int:
-        """Return the bytes of what is kept beside a slot's prompt."""
+        """Return the bytes of what is stored beside a slot's prompt."""
         return sum(x.nbytes for seen in (self._mass, self._queries) for (own, _), x in seen.items() if own == slot)

@@ -1,4 +1,4 @@
-"""Evicting from the newest tokens and encoding what has settled: LagKV's kernels over a slot's ring, then KIVI's codes from it.
+"""Evicting from the newest tokens and encoding settled ones: LagKV's kernels over a slot's ring, then KIVI's codes from it.
 
 A ring [Z, Hk, ring, D] is one page a slot: token t lies at place t % ring of page `slot`, whatever t is. So LagKV's scores, choice and moves run over
 rings as over pages, for all layers of a page group at once, and a decode step appends to them as to a plain cache.
@@ -39,7 +39,7 @@ class Rings(Protocol):
 
 
 class ResidualEvictor:
-    """What an encoded store whose format has a window does behind the attention of prompts and steps."""
+    """What an encoded store whose format has a window does after the attention of prompts and steps."""
 
     def __init__(self, store: Rings, ledger: ResidualLedger) -> None:
         """Serve a store whose rings are allocated."""
@@ -54,7 +54,7 @@ class ResidualEvictor:
         return step.once("rings", lambda: self._tables.index_select(0, slots))
 
     def keep(self, layer: int, row: Row, keys: Tensor, values: Tensor) -> tuple[Tensor | None, int, tuple[int, int]]:
-        """Return what stays of a complete prompt, keys and values [1, Hk, X, D], in its layer.
+        """Return the remaining tokens of a complete prompt, keys and values [1, Hk, X, D], in its layer.
 
         That is a list [Hk, K] int32, None for everything; how many tokens stay; and how many of their keys and values are to be encoded.
         """
@@ -68,7 +68,7 @@ class ResidualEvictor:
         return torch.cat([front, kept[0]], 1), stored, ends
 
     def finish(self, rows: Sequence[Sequence[Row]]) -> None:
-        """Evict and encode behind a step, whose rows [Y][B] are those of the page groups."""
+        """Evict and encode after a step, whose rows [Y][B] are those of the page groups."""
         for b, row in enumerate(rows[0]):
             account = self.ledger.find(row.slot)
             due, before = self.ledger.due(account), list(account.encoded)
@@ -96,7 +96,7 @@ class ResidualEvictor:
             compaction.move(data, kept, self._tables[slot], start)
 
     def _evict_prompt(self, group: int, slot: int, account: Account) -> None:
-        """Evict from a prompt that goes on; its last chunk's attention has read it."""
+        """Evict from a prompt that continues; its last chunk's attention has read it."""
         for layer, plain in self._store.read(slot):
             if self._store.plan.page_groups[layer] == group:
                 kept, start = self._choose(*plain, account, group)

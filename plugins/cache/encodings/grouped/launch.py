@@ -53,7 +53,7 @@ FEW_TOKENS = 4096  # up to which they are few
 MANY_STEPS = 192  # of a multiprocessor, from which sixteen warps are faster than eight
 BLOCK_SHARED_KB = {"80": 163, "87": 163, "90": 227, "100": 227, "103": 227}  # by compute capability
 LEAST_SHARED_KB = 99  # of the others
-STATIC_SHARED = 3072  # bytes of a block that launches do not ask for, at most
+STATIC_SHARED = 3072  # static bytes of a block, at most
 MOST_SPLITS = 64  # as in attend.cu
 PROMPT_TOKENS = 32  # of a block that encodes a prompt, at least
 
@@ -62,7 +62,7 @@ PROMPT_TOKENS = 32  # of a block that encodes a prompt, at least
 class Pages:
     """A layer's encoded cache: codes and metadata in pages as the plan's buffers have them, keys and values [Z, Hk, ring, D] each slot's residual.
 
-    With eight bits there is no minimum, and any tensor stands for it. origins [Z] int32: where the runs of each slot's sequence begin, in a phased
+    With eight bits there is no minimum, and any tensor may be passed. origins [Z] int32: where the runs of each slot's sequence begin, in a phased
     format; ends [Z, 2] int32: how many leading keys and values of each are encoded, in a format with a window.
     """
 
@@ -126,7 +126,7 @@ class Block:
 class Scratch:
     """What blocks that share a row exchange: parts [B, Hk, splits, G, D], tops [B, Hk, splits, 8, 2] fp32, counters [B, Hk, cluster] int32, all zero.
 
-    block is what such a row's blocks are; None stands for `attend_block`.
+    block is what such a row's blocks are; None means `attend_block`.
     """
 
     parts: Tensor
@@ -159,7 +159,7 @@ def _block(one: Format, dim: int, warps: int, stages: int, room: int, listed: bo
 
 
 def step_bytes(one: Format, dim: int, listed: bool = False) -> int:
-    """Return the bytes of a warp's step of 32 tokens: codes and metadata of keys and values; of a list, each half has a group of keys of its own."""
+    """Return the bytes of a warp's step of 32 tokens: codes and metadata of keys and values; of a list, each half has its own group of keys."""
     keys = 2 * STEP if one.bits == 8 else max(2 if listed else 1, STEP // one.key_group) * 2 * dim
     values = 2 * STEP if one.bits == 8 else STEP * 2 * dim // one.value_group
     return 2 * STEP * dim * one.bits // 8 + (keys + values) * (1 if one.bits == 8 else 2)
@@ -222,7 +222,7 @@ def attend(
 
 
 def attend_kernel(one: Format, dim: int, group: int, bf16: bool, arch: str, block: Block | None = None) -> CudaSpec:
-    """Return the attention kernel for a shape; a block of None stands for `attend_block`."""
+    """Return the attention kernel for a shape; a block of None means `attend_block`."""
     block = block or attend_block(one, dim, arch)
     return ATTEND.variant(arch, shared=block.shared, **attend_defines(one, dim, group, bf16, block), CLUSTER=block.cluster)
 
@@ -240,7 +240,7 @@ def append(
 ) -> None:
     """Append one new token of every sequence and encode what it completes: lens and slots [B], table [B, M], new.starts [B], all int32.
 
-    early lets the next launch begin before the one in front of this has ended, of which it may then read nothing before it waits.
+    early lets the next launch begin before its predecessor has ended, of which it may then read nothing before it waits.
     """
     one, heads, dim, qkv = pages.format, pages.heads, pages.dim, new.qkv
     heads_q, norm = qkv.shape[1] // dim - 2 * heads, new.norms is not None
@@ -271,7 +271,7 @@ def encode_prompt(
 ) -> None:
     """Encode keys and values [Hk, X, D], contiguous, of tokens from begins on to before ends, into pages table [M] int32.
 
-    With kept [Hk, K] int32, contiguous, those count what stays: token t of a head is row kept[head, t].
+    With kept [Hk, K] int32, contiguous, those count the remaining tokens: token t of a head is row kept[head, t].
     """
     one, heads, dim = pages.format, pages.heads, pages.dim
     block = max(PROMPT_TOKENS, one.key_group)

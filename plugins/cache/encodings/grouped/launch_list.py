@@ -43,9 +43,9 @@ def attend_per_head(
     q: Tensor, pages: launch.Pages, table: Tensor, lens: Tensor, slots: Tensor, chosen: Tensor, out: Tensor, scratch: launch.Scratch, *,
     unit: int, scale: float,
 ) -> None:  # fmt: skip
-    """Attend where every query head has a list of its own, chosen [B, Hq, K + 1]: the heads of a group become sequences that share pages and slots.
+    """Attend where every query head has its own list, chosen [B, Hq, K + 1]: the heads of a group become sequences that share pages and slots.
 
-    scratch is that of G B sequences with one query head a KV head. Queries, lists and lengths are laid out anew by kernels just before, so the launch
+    scratch is that of G B sequences with one query head a KV head. Queries, lists and lengths are written by kernels just before, so the launch
     cannot overlap with them.
     """
     heads, dim, batch = pages.heads, pages.dim, lens.shape[0]
@@ -63,5 +63,5 @@ def list_kernel(one: Format, dim: int, group: int, unit: int, bf16: bool, arch: 
 
 
 def most_tiles(select: SelectPlan) -> int:
-    """Return the most tiles of 16 tokens that a list names, which are those of a row that is read whole for want of one, too."""
+    """Return the most tiles of 16 tokens that a list names, which are also those of a row without a list, which is read whole."""
     return max(select.width * max(1, select.unit // TILE), -(-select.budget // TILE))

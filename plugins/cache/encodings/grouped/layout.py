@@ -1,8 +1,8 @@
-"""How codes and metadata of encoded tokens lie in their pages: in the order in which a warp's matrix instruction wants them.
+"""How codes and metadata of encoded tokens lie in their pages: in the order of a warp's matrix instruction.
 
 A tile is 16 tokens. Lane 4 g + t of a warp holds, of keys, tokens g and g + 8 and channels 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of every 16; of values,
 tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9 and channels g and g + 8 of every 16. Its words carry neighbours (channels of a key, tokens of a value)
-in their two halves, so that one mask yields a pair. Nothing is padded: a page has as many bytes as the role's own order has.
+in their two halves, so that one mask yields a pair. Nothing is padded: a page has as many bytes as the role's order has.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def value_meta_places(share: int) -> Tensor:
 
 
 def pack(codes: Tensor, places: tuple[Tensor, Tensor], bits: int) -> Tensor:
-    """Lay codes uint8 [..., S, D] down, S a multiple of 16: bytes uint8 [..., S D bits / 8]."""
+    """Pack codes uint8 [..., S, D], S a multiple of 16: bytes uint8 [..., S D bits / 8]."""
     word, shift = (x.to(codes.device) for x in places)
     tiles = codes.unflatten(-2, (-1, TILE)).long() << shift
     words = tiles.new_zeros(*tiles.shape[:-2], TILE * tiles.shape[-1] * bits // 32)
@@ -84,13 +84,13 @@ def key_scale(laid: Tensor) -> Tensor:
 
 
 def value_scale(laid: Tensor, share: int) -> Tensor:
-    """Take the scales [..., S, share] of values up again, laid [..., S share]."""
+    """Take the scales [..., S, share] of values up again, as [..., S share]."""
     tiles = laid.unflatten(-1, (-1, TILE * share))
     scale: Tensor = tiles[..., value_meta_places(share).to(laid.device)].flatten(-3, -2)
     return scale
 
 
 def value_minimum(laid: Tensor, share: int) -> Tensor:
-    """Take the minima [..., S, share] of values up again, laid [..., S share]: a tile's group after group."""
+    """Take the minima [..., S, share] of values up again, as [..., S share]: a tile's group after group."""
     minimum: Tensor = laid.unflatten(-1, (-1, share, TILE)).transpose(-1, -2).flatten(-3, -2)
     return minimum

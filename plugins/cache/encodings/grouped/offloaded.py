@@ -1,7 +1,7 @@
 """Encoded pages of layers that live on the host: records there, frames and a ring of newest pages on the device.
 
-A page is encoded to its end some steps behind its last token; until then it lies in a ring of pages, which decode steps write to through a table that
-never changes. Behind that its records go to the host.
+A page is encoded to its end some steps after its last token; until then it lies in a ring of pages, which decode steps write to through a table that
+never changes. After that its records go to the host.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class OffloadedLayers:
     def gather(self, layer: int, row: Row, stored: int) -> list[Tensor]:
         """Copy the parts of a sequence's pages [M, Hk, ...] together: those of its first so many tokens, room for the others of the row."""
         tier, shape = self.offload.coded[layer], self.offload.shape
-        self.offload.lane.join()  # what goes to the host has arrived
+        self.offload.lane.join()  # copies to the host have ended
         found = [pool.new_zeros((-(-row.stored // shape.page_size), *pool.shape[1:])) for pool in tier.pools]
         older = max(0, (stored - 1) // shape.page_size - shape.ring + 1)
         if older:

@@ -1,4 +1,4 @@
-"""What encoded pages stand for, token by token; the oracle of the kernels."""
+"""What encoded pages represent, token by token; the oracle of the kernels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def stored_numbers(pages: Pages, table: Tensor, part: str) -> dict[str, Tensor]:
 
 
 def decode(pages: Pages, table: Tensor, part: str) -> Tensor:
-    """Return the keys or values [Hk, S, D] fp32 that a sequence's pages [M] stand for."""
+    """Return the keys or values [Hk, S, D] fp32 that a sequence's pages [M] represent."""
     one, numbers = pages.format, stored_numbers(pages, table, part)
     codes, scale = numbers["codes"], numbers["scale"].float()
     if one.bits == 8:

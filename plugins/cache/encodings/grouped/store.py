@@ -1,8 +1,8 @@
 """Encoded caches of a session on a GPU: pages of codes for every layer, a ring of newest tokens for every slot, and prompts while they are read.
 
-A prompt attends to itself in full precision and is encoded when it is complete, so its keys and values lie in tensors of their own until then. Where
-a plan also evicts, what stays of it is chosen then (`evict_prompt.py`), and that alone is encoded. Where it evicts in every phase, such a tensor has
-room for what is left of the prompt, and the ring for all tokens that may still go (`evict_residual.py`).
+A prompt attends to itself in full precision and is encoded when it is complete, so its keys and values lie in their own tensors until then. Where
+a plan also evicts, those that stay are chosen then (`evict_prompt.py`), and only they are encoded. Where it evicts in every phase, such a tensor has
+room for what is left of the prompt, and the ring for all tokens that may still be evicted (`evict_residual.py`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class EncodedStore:
         self.ends = torch.zeros(plan.num_page_groups, num_slots, 2, dtype=torch.int32, device=device)
         self.pages = [self._pages(layer) for layer in every]
         self.one_page = torch.zeros(1, 1, dtype=torch.int32, device=device)  # the page table of a prompt that is read
-        self.keep_prompts = False  # until the step behind the prompt, for those who compare
+        self.keep_prompts = False  # until the step after the prompt, for those who compare
         self.ledger = ledger
         self.residual_evictor = ResidualEvictor(self, ledger) if isinstance(ledger, ResidualLedger) else None
         gatherer = PartitionEvictor(self, ledger) if isinstance(ledger, PartitionLedger) else None
@@ -74,12 +74,12 @@ class EncodedStore:
         self._runs: dict[int, list[int]] = {}  # origins [Y] of a slot's sequence, as the device has them
 
     def begin(self, rows: Iterable[Row]) -> None:
-        """Take note of a step's sequences; one whose stored tokens are all new begins afresh."""
+        """Note a step's sequences; one whose stored tokens are all new starts empty."""
         for row in rows:
             before = row.seen - row.new
             goes_on = bool(before) and before >= self._lengths[row.slot]
             if self.ledger is not None and goes_on and not row.answers:
-                raise EngineError("a prompt that was evicted from goes on with several tokens at once", "Feed what follows it token by token.")
+                raise EngineError("a prompt that was evicted from continues with several tokens at once", "Feed what follows it token by token.")
             if row.answers or not before or goes_on:
                 self._prompts[row.slot] = {}
             if not before:
@@ -100,7 +100,7 @@ class EncodedStore:
         """Return the keys and values [1, Hk, X, D] of a prompt that is being read, made with its first chunk.
 
         X is its length in whole sixteens, or the most that is left of it with a further chunk such as the first. What is longer than its prompt was
-        said to be goes on behind what its pages and its ring hold.
+        said to be continues after what its pages and its ring hold.
         """
         own = self._prompts[row.slot]
         if layer not in own:
@@ -124,7 +124,7 @@ class EncodedStore:
         yield from self._prompts[slot].items()
 
     def encode_prompt(self, layer: int, row: Row, table: Tensor) -> None:
-        """Encode a complete prompt, or what stays of it, into its pages, table [M] int32; what is in full precision goes to the slot's ring."""
+        """Encode a complete prompt, or its remaining tokens, into its pages, table [M] int32; what is in full precision goes to the slot's ring."""
         plain, pages, group = self._prompts[row.slot][layer], self.pages[layer], self.plan.page_groups[layer]
         if not self.keep_prompts:
             del self._prompts[row.slot][layer]
@@ -164,7 +164,7 @@ class EncodedStore:
         self.note_copy(source, target)
 
     def note_copy(self, source: int, target: int) -> None:
-        """Take note that a slot's sequence is now a copy of another's."""
+        """Note that a slot's sequence is now a copy of another's."""
         self.origins[:, target], self.ends[:, target] = self.origins[:, source], self.ends[:, source]
         self._prompts[target], self._lengths[target], self._runs[target] = {}, self._lengths[source], list(self._runs[source])
         if self.ledger is not None:
@@ -216,7 +216,7 @@ class EncodedStore:
         return self.count.allocated(pages) + reading
 
     def _ends(self, slot: int, group: int, stored: int, runs: Sequence[int]) -> tuple[int, int]:
-        """Return how many leading keys and values of a sequence are encoded behind its newest step."""
+        """Return how many leading keys and values of a sequence are encoded after its newest step."""
         return self.form.encoded(stored, runs[group]) if self.residual_evictor is None else self.residual_evictor.ledger.find(slot).encoded[group]
 
     def _room(self, tokens: int) -> list[Tensor]:
@@ -224,7 +224,7 @@ class EncodedStore:
         return [torch.empty(shape, dtype=TORCH_DTYPES[self.plan.kv_dtype], device=self.device) for _ in range(2)]
 
     def finish(self) -> None:
-        """Do what a step leaves behind its attention to be done."""
+        """Do what is left to do after a step's attention."""
 
     def _tensors(self, name: str, rows: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         """Allocate a buffer of several layers, of so many rows each."""
@@ -253,5 +253,5 @@ class EncodedStore:
 
 
 def _with_minima(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Let scales stand for minima where there are none."""
+    """Use scales in the place of minima where there are none."""
     return {**{name: found[name.replace("minimum", "scale")] for name in _CODES}, **found}

@@ -1,7 +1,7 @@
-"""Summaries of keys that are encoded: what a selection scores, kept when a group of keys closes.
+"""Summaries of keys that are encoded: what a selection scores, stored when a group of keys closes.
 
 A role summarizes the keys that it finds. Those of a prompt are in full precision; in a decode step the older ones of a group may have been encoded,
-and count as what they stand for.
+and count as what they represent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SUMMARIZE = TritonKernel(
 
 
 def summarize_prompt(keys: Tensor, table: Tensor, pages: Pages, kept: GroupSummary, begin: int, end: int) -> None:
-    """Summarize the groups that close behind token `begin` up to `end`, of a prompt's keys [Hk, X, D], contiguous; its pages are table [M] int32."""
+    """Summarize the groups that close after token `begin` up to `end`, of a prompt's keys [Hk, X, D], contiguous; its pages are table [M] int32."""
     first, count = begin // kept.group, end // kept.group - begin // kept.group
     if count:
         _launch(
@@ -40,7 +40,7 @@ def summarize_prompt(keys: Tensor, table: Tensor, pages: Pages, kept: GroupSumma
 def summarize_step(
     pages: Pages, lens: Tensor, slots: Tensor, table: Tensor, kept: GroupSummary, *, homes: Tensor | None = None, overlap: bool = False
 ) -> None:
-    """Summarize the groups that a decode step of one token a sequence closes, behind its append: lens and slots [B], table [B, M] int32.
+    """Summarize the groups that a decode step of one token a sequence closes, after its append: lens and slots [B], table [B, M] int32.
 
     homes [B, M'] names the pages of the summaries where they are not those of the codes.
     """

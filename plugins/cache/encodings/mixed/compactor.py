@@ -1,4 +1,4 @@
-"""Evicting and demoting behind a step: what stays is read in order, chosen by the roles, and written anew in two kinds of pages."""
+"""Evicting and demoting after a step: what is stored is read in order, chosen by the roles, and rewritten in two kinds of pages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class MixedCompactor(HeadCompactor):
     _pool: MixedPool
 
     def __init__(self, pool: MixedPool) -> None:
-        """Serve a pool that is allocated; `kernels` says that what stays is written anew by them."""
+        """Serve a pool that is allocated; `kernels` says that they rewrite the remaining tokens."""
         plan = pool.plan
         assert plan.evict is not None, "the plan evicts nothing"
         self._pool, self._plan, self._evict, self._scale = pool, plan, plan.evict, plan.head_dim**-0.5
@@ -35,7 +35,7 @@ class MixedCompactor(HeadCompactor):
         self.kernels = self._pool.kernels = compacts_by_kernels(plan, pool.device)
 
     def finish(self, rows: Sequence[Row]) -> None:
-        """Evict and demote behind the announced step."""
+        """Evict and demote after the announced step."""
         for b, row in enumerate(rows):
             account = self.ledger.find(row.slot)
             if account.measures:
@@ -46,7 +46,7 @@ class MixedCompactor(HeadCompactor):
             self.ledger.settle(account, stay)
 
     def _measure(self, b: int, account: HeadAccount) -> Tensor | None:
-        """Measure all layers for an allocate role that asks for it: [L, Hk] fp32."""
+        """Measure all layers for an allocate role that requests it: [L, Hk] fp32."""
         allocate = self.ledger.allocate
         if allocate is None or not allocate.measured:
             return None

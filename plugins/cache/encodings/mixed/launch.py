@@ -27,7 +27,7 @@ SCATTER = TritonKernel(_SOURCE, "scatter_kernel", {**_POOLS, **typed("*i32", "co
 
 
 def rewrite(pool: MixedPool, first: int, counts: Tensor, table: Tensor, chosen: Tensor) -> None:
-    """Keep tokens chosen [n, Hk, K] int32 of layers first, first + 1, ... of a sequence.
+    """Rewrite tokens chosen [n, Hk, K] int32 of layers first, first + 1, ... of a sequence.
 
     counts [n, 4] int32 and table [2 L, M] int32 are as the kernel says.
     """

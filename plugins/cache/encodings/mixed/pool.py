@@ -19,11 +19,11 @@ from trtkv.plan import CachePlan
 class MixedPool(HeadPool):
     """`pools`: keys, values [P, Hk, N, D]; the same bytes as key_codes, value_codes [P, Hk, F N, D] uint8; scales and positions [P, Hk, F N].
 
-    F are the bytes of an element. A step is announced with the tokens [2 L, B] of every layer, encoded ones behind.
+    F are the bytes of an element. A step is announced with the tokens [2 L, B] of every layer, the encoded ones last.
     """
 
     def __init__(self, plan: CachePlan, num_pages: int, num_slots: int, device: torch.device) -> None:
-        """Allocate so many pages, and what slots have of their own."""
+        """Allocate so many pages, and the buffers of slots."""
         assert plan.quantize is not None, "the plan encodes nothing"
         super().__init__(plan, num_pages, num_slots, device)
         self.layers, self.quantize = plan.num_layers, load_quantize(plan.quantize.meaning)
@@ -80,7 +80,7 @@ class MixedPool(HeadPool):
     def counts(self, layers: Sequence[int], b: int, account: HeadAccount, plain: Sequence[int] = ()) -> Tensor:
         """Return numbers of some layers [n, 4] int32 on the device.
 
-        They are the encoded tokens, those to be in full precision, the placed ones, and what positions behind these are above their index.
+        They are the encoded tokens, those to be in full precision, the placed ones, and what positions after these are above their index.
         """
         own = self.stored[:, b]
         rows = [
@@ -89,7 +89,7 @@ class MixedPool(HeadPool):
         return self._moved(np.array(rows, np.int32))
 
     def table(self, b: int) -> Tensor:
-        """Return the pages [2 L, M] int32 of a sequence, brought to the device once a step without waiting for it."""
+        """Return the pages [2 L, M] int32 of a sequence, copied to the device once a step without waiting for it."""
         if b not in self._tables:
             own = self.pages[b]
             self._tables[b] = self._moved(np.ascontiguousarray(own.table[:, : int(own.counts.max(initial=1))], np.int32))
@@ -112,7 +112,7 @@ class MixedPool(HeadPool):
         pool[page, :, index % pool.shape[2]] = data.transpose(0, 1).to(pool.dtype)
 
     def decoded(self, part: str, layers: Sequence[int], b: int, count: int) -> Tensor:
-        """Return what the first `count` codes of some layers' "key" or "value" stand for [n, Hk, count, D] fp32."""
+        """Return what the first `count` codes of some layers' "key" or "value" represent [n, Hk, count, D] fp32."""
         found = {name: self.entries(f"{part}_{name}", layers, b, count, True).flatten(0, 1) for name in ("codes", "scale")}
         made = self.quantize.decode({name: x.contiguous() for name, x in found.items()}, "keys" if part == "key" else "values")
         laid: Tensor = made.unflatten(0, (len(layers), -1))

@@ -1,4 +1,4 @@
-"""Writing anew what stays: codes are copied and never encoded twice, promoted tokens keep the numbers that their code stood for."""
+"""Rewriting the remaining tokens: codes are copied and never encoded twice, promoted tokens get the numbers that their code decodes to."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from trtkv.plan import Occupancy
 
 @dataclass
 class MixedView:
-    """A `CacheView` of one or several layers of sequence b of the announced step, whose heads then stand one behind the other."""
+    """A `CacheView` of one or several layers of sequence b of the announced step, whose heads are then concatenated."""
 
     pool: MixedPool
     layers: Sequence[int]
@@ -33,7 +33,7 @@ class MixedView:
 
     @cached_property
     def laid(self) -> Tensor:
-        """Logical positions [H, S] int64 as they lie: encoded tokens, then the others, which follow each other behind the placed ones."""
+        """Logical positions [H, S] int64 as they lie: encoded tokens, then the others, which follow each other after the placed ones."""
         plain, coded = self.pool.most(self.layers, self.b)
         counts = self.pool.counts(self.layers, self.b, self.account).long()[:, None, :, None]
         index = torch.arange(plain, device=self.pool.device)
@@ -45,7 +45,7 @@ class MixedView:
 
     @cached_property
     def places(self) -> Tensor:
-        """Where the tokens of every head [H, S] int64, as they lie, stand in what is read of several layers, which differ in how many are encoded."""
+        """Where the tokens of every head [H, S] int64, as they lie, are in what is read of several layers, which differ in how many are encoded."""
         index = torch.arange(self.at.stored, device=self.pool.device)
         own = self.pool.counts(self.layers, self.b, self.account).long()[:, :1]
         most = self.pool.most(self.layers, self.b)[1]
@@ -73,7 +73,7 @@ class MixedView:
 
     @cached_property
     def queries(self) -> Tensor | None:
-        """The newest queries [W, Hq, D] fp32, oldest first, those of one layer behind the other's."""
+        """The newest queries [W, Hq, D] fp32, oldest first, those of one layer after the other's."""
         evict, rings = self.pool.plan.evict, self.pool.buffers.get("last_queries")
         if evict is None or rings is None:
             return None

@@ -73,7 +73,7 @@ class Stacks:
 
 
 def scratch(stacks: Stacks, batch: int, rule: Blend) -> tuple[Tensor, Tensor]:
-    """Allocate what attention leaves for the two launches of a step [L, B, Hq] fp32, and what these hand on [L, B, blocks Hk, NOTES + wide] fp32."""
+    """Allocate what attention leaves for the two launches of a step [L, B, Hq] fp32, and what these pass on [L, B, blocks Hk, NOTES + wide] fp32."""
     heads_q, heads, *_ = stacks.shape
     layers, device = len(stacks["keys"]), stacks["keys"].device
     notes = torch.empty(layers, batch, -(-rule.budget // BLOCK) * heads, NOTES + _wide(heads_q // heads), device=device)

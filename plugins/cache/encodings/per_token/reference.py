@@ -1,4 +1,4 @@
-"""What pages of single encoded tokens stand for; the oracle of the kernels."""
+"""What pages of single encoded tokens represent; the oracle of the kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def entries(stacks: Stacks, name: str, layer: int, table: Tensor, count: int) ->
 
 
 def decode(stacks: Stacks, part: str, layer: int, table: Tensor, count: int) -> Tensor:
-    """Return what the first codes of a layer's "key" or "value" stand for [Hk, count, D] fp32."""
+    """Return what the first codes of a layer's "key" or "value" represent [Hk, count, D] fp32."""
     codes, scale, zero = (entries(stacks, f"{part}_{name}", layer, table, count) for name in ("codes", "scale", "zero"))
     numbers = torch.stack([codes & 15, codes >> 4], -1).flatten(2).float()
     return (numbers - zero.float()[..., None]) * scale.float()[..., None]

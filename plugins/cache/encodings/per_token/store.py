@@ -38,7 +38,7 @@ class PerTokenStore(EncodedStore):
         self._waiting: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]] = []
 
     def exchange(self, lse: Tensor, notes: Tensor, table: Tensor, lens: Tensor, seen: Tensor, slots: Tensor) -> None:
-        """Encode the newest tokens of sequences behind the attention of all layers; where steps are compared, behind the comparison."""
+        """Encode the newest tokens of sequences after the attention of all layers; where steps are compared, after the comparison."""
         if self.keep_prompts:
             self._waiting.append((lse, notes, table, lens, seen, slots))
             return
@@ -51,7 +51,7 @@ class PerTokenStore(EncodedStore):
         self._waiting = []
 
     def encode_prompt(self, layer: int, row: Row, table: Tensor) -> None:
-        """Encode what stays of a complete prompt into its pages, table [M] int32, with what is known of each token."""
+        """Encode the remaining tokens of a complete prompt into its pages, table [M] int32, with what is known of each token."""
         assert self.keeper is not None
         keys, values = (x[0] for x in self._prompts[row.slot][layer])
         if not self.keep_prompts:

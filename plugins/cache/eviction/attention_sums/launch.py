@@ -64,7 +64,7 @@ def tile_for(dim: int) -> Tile:
 
 
 def kernels(group: int, dim: int, dtype: str, arch: str) -> Iterator[Spec]:
-    """Yield the kernels that sums of a shape take, its dtype in Triton's words."""
+    """Yield the kernels that sums of a shape take, its dtype by Triton's name."""
     yield sums_kernel(group, dim, dtype, arch)
     if launch_groups.fits(dim, dtype, arch):
         yield launch_groups.sums_kernel(group, dim, dtype, arch)

@@ -18,12 +18,12 @@ FEWEST = 2 * TILE  # queries: the tiles of fewer are mostly empty
 
 
 def fits(dim: int, dtype: str, arch: str) -> bool:
-    """Say whether there is such a kernel for a head dimension, a dtype in Triton's words and a compute capability."""
+    """Say whether there is such a kernel for a head dimension, a dtype by Triton's name and a compute capability."""
     return arch == "90" and dim in (64, 128) and dtype in ("bf16", "fp16")
 
 
 def sums_kernel(group: int, dim: int, dtype: str, arch: str) -> CudaSpec:
-    """Return the kernel for a shape that fits; its launches ask for all of its shared memory."""
+    """Return the kernel for a shape that fits; its launches request all of its shared memory."""
     return SUMS.variant(arch, shared=_shared_bytes(dim), D=dim, BF16=int(dtype == "bf16"), GROUP=group)
 
 

@@ -50,7 +50,7 @@ def add(pool: HeadPool, layer: int, b: int, received: Tensor) -> None:
 
 
 def observe_chunk(pool: HeadPool, layer: int, b: int, row: Row, query: Tensor, parts: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-    """Look at the queries [n, Hq, D] of a sequence's new tokens over what it stores.
+    """Observe the queries [n, Hq, D] of a sequence's new tokens over what it stores.
 
     parts are the keys [H, S, D] of heads that store equally many, head by head or all together, with attention's log-sum-exp [G H, n] where kernels
     left one.

@@ -1,4 +1,4 @@
-"""Every KV head in pages of its own: append and attention at each head's length, in torch and by kernels."""
+"""Every KV head in its own pages: append and attention at each head's length, in torch and by kernels."""
 
 from __future__ import annotations
 

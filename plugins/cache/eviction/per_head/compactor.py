@@ -1,4 +1,4 @@
-"""Evicting behind a step where every KV head keeps its own number of tokens."""
+"""Evicting after a step where every KV head keeps its own number of tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from plugins.cache.pages import Lengths
 class HeadCompactor:
     """What a cache does after each step where every KV head keeps its own number of tokens."""
 
-    _sink: int | None = None  # of a role whose heads keep their tokens in rings
+    _sink: int | None = None  # of a role whose heads store their tokens in rings
 
     def __init__(self, pool: HeadPool) -> None:
         """Serve a pool that is allocated; `kernels` says that eviction runs by them."""
@@ -55,7 +55,7 @@ class HeadCompactor:
             self._pool.turns = [self.ledger.find(row.slot).ring for row in self._pool.rows]
 
     def finish(self, rows: Sequence[Row]) -> None:
-        """Evict behind the announced step."""
+        """Evict after the announced step."""
         moves, left = [], []
         for b, row in enumerate(rows):
             account = self.ledger.find(row.slot)
@@ -79,7 +79,7 @@ class HeadCompactor:
         return HeadView(self._pool, layer, b, account, self.ledger.occupancy(account, layer), self._scale)
 
     def _leave_ring(self, b: int, account: HeadAccount, afresh: bool) -> None:
-        """Take sequence b of the step out of its rings; what they hold is laid in order once its pages are known."""
+        """Take sequence b of the step out of its rings; what they hold is put in order once its pages are known."""
         assert account.ring is not None, "tokens lie in order"
         turned = account.ring.turned(account.stored, account.seen)
         if len(turned) and not afresh:
@@ -92,7 +92,7 @@ class HeadCompactor:
         return (self.view(layer, b, account) for layer in range(self._plan.num_layers))
 
     def _observe(self, b: int, row: Row, account: HeadAccount) -> None:
-        """Bring what the role counts up to date: the attention of a decode step's query, and the role's own numbers."""
+        """Update what the role counts: the attention of a decode step's query, and the role's numbers."""
         if "attention_mass" in self._evict.needs and row.answers and not self._evict.prompt_only:
             attention_received.newest(self._pool, b, account.seen, self._scale, self.kernels)
         if not self._evict.token_state:
@@ -103,7 +103,7 @@ class HeadCompactor:
                 self._pool.write(name, view.layer, b, x)
 
     def _measure(self, b: int, account: HeadAccount) -> Tensor | None:
-        """Measure all layers for an allocate role that asks for it: [L, Hk] fp32."""
+        """Measure all layers for an allocate role that requests it: [L, Hk] fp32."""
         allocate = self.ledger.allocate
         if allocate is None or not allocate.measured:
             return None

@@ -35,7 +35,7 @@ def move(data: Tensor, table: Tensor, rows: Tensor, kept: Tensor | None, *, posi
 
 
 def received(keys: Tensor, query: Tensor, mass: Tensor, table: Tensor, lens: Tensor, scale: float) -> None:
-    """Add what queries [L, Hq, D] pay to the stored tokens of table [L Hk, M], lens [L Hk] to mass [P, G, N], anew for each head's newest token."""
+    """Add what queries [L, Hq, D] pay to the stored tokens of table [L Hk, M], lens [L Hk] to mass [P, G, N]; each newest token's is overwritten."""
     layers, heads_q, dim = query.shape
     heads = len(lens) // layers
     values = (keys, query, mass, table, lens, table.shape[1], keys.shape[2], query.stride(0), scale)

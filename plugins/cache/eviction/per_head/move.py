@@ -19,7 +19,7 @@ from plugins.cache.pages import Ints, Lengths
 class Moves:
     """Heads [K] of sequence b of the step that keep `stay` [K] of `stored` [K] tokens: those in kept, or without it the first `sink` and the newest.
 
-    The logical positions of a head's first `placed` [K] tokens are written; behind those they are index plus shift [K].
+    The logical positions of a head's first `placed` [K] tokens are written; after those they are index plus shift [K].
     """
 
     b: int
@@ -100,6 +100,6 @@ def _by_kernels(pool: HeadPool, moves: Sequence[Moves]) -> None:
 
 
 def _moved(values: Ints, device: torch.device) -> Tensor:
-    """Bring numbers to the device without waiting for it."""
+    """Copy numbers to the device without waiting for it."""
     found = torch.from_numpy(values)
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found

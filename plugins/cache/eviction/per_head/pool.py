@@ -20,13 +20,13 @@ from trtkv.plan import CachePlan
 class HeadPool:
     """`pools[name]` is the tensor [P, 1, N, ...] of a paged buffer, or [P, G, N] of one with a number a query head; `buffers` has it for every layer.
 
-    A step is announced with its rows, their pages, and the tokens [Y, B] of every head behind the append.
+    A step is announced with its rows, their pages, and the tokens [Y, B] of every head after the append.
     """
 
     kernels = False  # whether roles' views may count attention by kernels
 
     def __init__(self, plan: CachePlan, num_pages: int, num_slots: int, device: torch.device) -> None:
-        """Allocate so many pages, and what slots have of their own."""
+        """Allocate so many pages, and the buffers of slots."""
         self.plan, self.num_pages, self.device, self.heads = plan, num_pages, device, plan.num_kv_heads
         self.pools: dict[str, Tensor] = {}
         self.buffers: dict[str, list[Tensor | None]] = {}
@@ -82,7 +82,7 @@ class HeadPool:
     def read(self, name: str, layer: int, b: int, fill: float = 0) -> Tensor:
         """Return a paged buffer's entries of a sequence [H, S, ...], the oldest first.
 
-        S are the tokens of the layer's longest head; `fill` stands behind a shorter one's end.
+        S are the tokens of the layer's longest head; `fill` follows a shorter one's end.
         """
         lengths = self.stored[self.own(layer), b]
         longest = int(lengths.max())
@@ -134,7 +134,7 @@ class HeadPool:
         return self._known(layer, b)[1]
 
     def _known(self, layer: int, b: int) -> tuple[Tensor, Tensor]:
-        """Return the pages [Hk, M] int64 and which tokens are there [Hk, S] of a layer and sequence, made once a step."""
+        """Return the pages [Hk, M] int64 and which tokens exist [Hk, S] of a layer and sequence, made once a step."""
         key = (layer, b)
         if key not in self._cache:
             lengths = self.stored[self.own(layer), b]

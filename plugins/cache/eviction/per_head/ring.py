@@ -1,7 +1,7 @@
-"""Sink and newest tokens without a move: a head's places behind the sink are a ring, in which a new token takes the place of the one that has gone.
+"""Sink and newest tokens without a move: a head's places after the sink are a ring, in which a new token takes the place of the evicted one.
 
-Keys are rotated before they are stored, so attention does not ask for their order. Which place a token takes follows from its position, so that
-decode steps leave nothing for the host to do. Where several tokens come at once, what is stored is first laid in order again.
+Keys are rotated before they are stored, so attention does not depend on their order. A token's place follows from its position, so that
+decode steps leave nothing for the host to do. Where several tokens come at once, what is stored is first put in order again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Rings:
         self._used: set[int] = set()
 
     def set(self, slot: int, ring: Ring | None) -> None:
-        """Queue a change behind what is queued already."""
+        """Queue a change after what is queued already."""
         if ring is None:
             if slot in self._used:
                 self._used.remove(slot)

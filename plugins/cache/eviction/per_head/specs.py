@@ -15,7 +15,7 @@ from trtkv.plan import CachePlan
 
 
 def kernels(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> Iterator[Spec]:
-    """Yield the kernels of a plan with one pool for a compute capability: moves of single heads, what is kept of queries and attention."""
+    """Yield the kernels of a plan with one pool for a compute capability: moves of single heads, recent queries and sums of attention."""
     evict = plan.evict
     if not plan.pooled or evict is None:
         return

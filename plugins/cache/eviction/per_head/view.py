@@ -1,4 +1,4 @@
-"""What roles see of a layer whose KV heads keep different numbers of tokens: rows beyond a head's end are zero, gathered only where a role asks."""
+"""What roles see of a layer whose KV heads store different numbers of tokens: rows beyond a head's end are zero, gathered only when read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trtkv.ranking import attention
 
 
 def newest_queries(pool: HeadPool, layer: int, b: int, seen: int) -> Tensor | None:
-    """Return the newest queries [W, Hq, D] of a sequence of the step in the cache's dtype, oldest first, None where the plan keeps none."""
+    """Return the newest queries [W, Hq, D] of a sequence of the step in the cache's dtype, oldest first, None where the plan stores none."""
     evict, ring = pool.plan.evict, pool.buffers.get("last_queries", [None] * (layer + 1))[layer]
     if evict is None or ring is None:
         return None
@@ -57,7 +57,7 @@ class HeadView:
 
     @cached_property
     def positions(self) -> Tensor:
-        """Logical positions [Hk, S] int64, -1 beyond a head's end: as written when tokens last moved, and behind those in order."""
+        """Logical positions [Hk, S] int64, -1 beyond a head's end: as written when tokens last moved, and after those in order."""
         own, device = self.pool.own(self.layer), self.pool.device
         placed = torch.from_numpy(self.account.placed[own]).to(device)[:, None]
         shift = torch.from_numpy(self.account.seen - self.account.stored[own]).to(device)[:, None]
@@ -70,7 +70,7 @@ class HeadView:
 
     @cached_property
     def queries(self) -> Tensor | None:
-        """The newest queries [W, Hq, D] fp32, oldest first, None where the plan keeps none."""
+        """The newest queries [W, Hq, D] fp32, oldest first, None where the plan stores none."""
         found = newest_queries(self.pool, self.layer, self.b, self.account.seen)
         return None if found is None else found.float()
 
@@ -91,7 +91,7 @@ class HeadView:
 
     @cached_property
     def state(self) -> Mapping[str, Tensor]:
-        """The role's own numbers [Hk, S] by name, zero for tokens of this step until the role has observed them."""
+        """The role's numbers [Hk, S] by name, zero for tokens of this step until the role has observed them."""
         evict = self.pool.plan.evict
         assert evict is not None
         return {name: self.pool.read(name, self.layer, self.b).float() for name in evict.token_state}

@@ -20,7 +20,7 @@ def read_whole(store: Offload, layer: int, row: Row) -> tuple[Tensor, Tensor]:
 def read_chosen(store: Offload, layer: int, row: Row, selection: Tensor, plan: SelectPlan) -> tuple[Tensor, Tensor, Tensor]:
     """Recall what a decoding sequence selects, [Hk, K + 1] int32: keys and values [Hk, n, D], and the tokens [Hk, n] int64 that they are.
 
-    Tokens behind the end, in the last page, repeat the last token.
+    Tokens past the end, in the last page, repeat the last token.
     """
     units = selection[:, : min(plan.width, -(-row.stored // plan.unit))].long()
     if plan.unit > 1:
@@ -32,7 +32,7 @@ def read_chosen(store: Offload, layer: int, row: Row, selection: Tensor, plan: S
 def read_pages(store: Offload, layer: int, row: Row, pages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Recall pages [Hk, n] of a decoding sequence: keys and values [Hk, n N, D], and the tokens [Hk, n N] int64 they are.
 
-    Tokens behind the end, in the last page, repeat the last token.
+    Tokens past the end, in the last page, repeat the last token.
     """
     size = store.shape.page_size
     places = recall_in_torch.recall(store, layer, row, pages, row.stored, ahead=False).repeat_interleave(size, 1)

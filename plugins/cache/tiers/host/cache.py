@@ -32,7 +32,7 @@ from trtkv.plan import CachePlan
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What the launches of a decode step hand to each other, for B sequences: see `recall.cu`; found [5, B] is of all layers, the rest of one.
+    """What the launches of a decode step pass to each other, for B sequences: see `recall.cu`; found [5, B] is of all layers, the rest of one.
 
     likely [L, B, Hk, K + 1] holds what every offloaded layer's next selection will probably be: it is read while the next layer selects.
     """
@@ -67,7 +67,7 @@ class HostCache(PagedCache):
     # Append
 
     def target(self, layer: int, inputs: Sequence[Tensor]) -> Target:
-        """Say where an offloaded layer's new tokens are written: into the ring, or into pages of their own with a prompt's chunk among them."""
+        """Say where an offloaded layer's new tokens are written: into the ring, or into their own pages with a prompt's chunk among them."""
         if not self.host.covers(layer):
             return super().target(layer, inputs)
         step, group = self.step(layer), self.plan.page_groups[layer]
@@ -88,7 +88,7 @@ class HostCache(PagedCache):
             settle_chunk(self.host, layer, plan_chunk(self.host, self.step(layer)), beside=summary_of(self.plan, layer) is not None)
 
     def begins_early(self, layer: int, table: Tensor, *, bulky: bool) -> bool:
-        """Nothing begins early: recall stands between append and attention."""
+        """Nothing begins early: recall runs between append and attention."""
         return False
 
     def _store(self, layer: int, keys: Tensor, values: Tensor) -> None:

@@ -21,20 +21,20 @@ OPEN = CudaKernel(_SOURCE, "open_pages", (Pointer,) * 8 + (Int,) * 6)
 THREADS = 256
 SHARED = (64 * 1024, 96 * 1024)  # bytes of a block in which it plans; the second where the first does not do
 BUSY = 132  # blocks beyond which more of them a head gain nothing: the bus is full
-FRONT, AHEAD = 12, 4  # vectors that a thread asks for at once: in front of attention, which waits for them, and beside it, with fewer registers
+FRONT, AHEAD = 12, 4  # vectors that a thread requests at once: before attention, which waits for them, and beside it, with fewer registers
 
 
 def recall_pages(
     tier: Tier | RecordTier, shape: Layout, selection: Tensor, lens: Tensor, slots: Tensor, table: Tensor, places: Tensor | None,
     rows: Tensor | None, *, num_slots: int, ahead: bool, flush: bool, pending: Tensor | None = None, overlap: bool = False, blocks: int = 0,
 ) -> None:  # fmt: skip
-    """Bring selected pages, or those of selected tokens, into frames: selection [B, Hk, K + 1], lens and slots [B], table [B, M] int32.
+    """Copy selected pages, or those of selected tokens, into frames: selection [B, Hk, K + 1], lens and slots [B], table [B, M] int32.
 
     They are as `recall.cu` says.
 
     places [B, Hk, K + 1] and rows [B, F + R] int32 are written unless the selection is the next step's (ahead); flush writes completed pages to the
     host; pending [B, Hk, 1 + 2 F] int32 gets the copies instead of their being made.
-    blocks is how many take the rows in turn, 0 for a cluster a row, of as many as suit the number of rows. With overlap the kernel launched before
+    blocks is how many share the rows, 0 for a cluster a row, of as many as suit the number of rows. With overlap the kernel launched before
     this one must have written neither lens and slots nor what the tier's frames hold.
     """
     batch, heads, room = selection.shape[0], selection.shape[1], selection.shape[2] - 1
@@ -84,7 +84,7 @@ def recall_kernel(shape: Layout, cluster: int, shared: int, arch: str, in_flight
 
 
 def open_kernel(row_bytes: int, tokens: int, arch: str) -> CudaSpec:
-    """Return the kernel that looks at open pages."""
+    """Return the kernel that inspects open pages."""
     return OPEN.variant(arch, **_shape(row_bytes, tokens, tokens, 1))
 
 

@@ -71,14 +71,14 @@ def why_not(plan: CachePlan) -> str | None:
     if any(one.pooling == "none" for one in chosen):
         return "selects for every query head, and pages move for a KV head"
     if plan.num_page_groups > 1:
-        return "has page tables of its own for some layers"
+        return "has separate page tables for some layers"
     if plan.offload is not None and plan.offload.values_only:
-        return "keeps keys on the device and only values on the host"
+        return "stores keys on the device and only values on the host"
     return None
 
 
 def layout(plan: CachePlan, slack: float = 0.25, longest: int | None = None) -> Layout:
-    """Lay out the frames of a plan; slack is the share of a selection that stays resident beyond it, for pages that come back.
+    """Lay out the frames of a plan; slack is the share of a selection that stays resident beyond it, for pages that are selected again.
 
     A selection of tokens may lie in as many pages, so that there are as many frames, or `longest`, the pages of the longest sequence, where that is
     less. Raises ConfigError where the plan's pages cannot live on the host.

@@ -1,6 +1,6 @@
 """Which engine moves pages, measured when an offloaded engine is opened: the recall kernel or the copy engine.
 
-Measured twice, because the two uses differ. A decode step brings single pages of single heads, which the kernel reads by itself while the copy engine
+Measured twice, because the two uses differ. A decode step recalls single pages of single heads, which the kernel reads alone while the copy engine
 needs the host to read the list first. Prompts move long runs of pages, in which the copy engine leaves the multiprocessors to the layer that runs.
 """
 
@@ -31,7 +31,7 @@ Measure = Callable[[Callable[[], None]], float]
 
 
 def settle(store: Offload, plan: CachePlan, measure: Measure | None = None) -> Choice | None:
-    """Settle what a session's recall leaves open ("auto"), by measuring where kernels run; returns what was measured.
+    """Choose what a session's recall leaves open ("auto"), by measuring where kernels run; returns what was measured.
 
     The session must not have run a step yet: trials use the frames of its first layer. Without kernels pages move as their reference does, and
     nothing is measured.
@@ -56,14 +56,14 @@ def settle(store: Offload, plan: CachePlan, measure: Measure | None = None) -> C
 
 
 def settled(wanted: Recall, step: Engine, bulk: Engine) -> Recall:
-    """Fill in what was left open; copies by the host come in front of attention only."""
+    """Fill in what was left open; copies by the host come before attention only."""
     engine = step if wanted.engine == "auto" else wanted.engine
     ahead = wanted.ahead and not (wanted.engine == "auto" and engine == "copies")
     return replace(wanted, engine=engine, ahead=ahead, bulk=bulk if wanted.bulk == "auto" else wanted.bulk)
 
 
 class Trial:
-    """A decode step's recall in the first offloaded layer, of pages of which none is there, and a run of pages that comes from the host."""
+    """A decode step's recall in the first offloaded layer, of pages of which none is resident, and a run of pages that comes from the host."""
 
     def __init__(self, store: Offload) -> None:
         """Make the lists: sequence b finds its pages at table [b, M] of the pool, as often as it has pages."""
@@ -118,7 +118,7 @@ class Trial:
 
 
 def wall_clock(device: torch.device) -> Measure:
-    """Return what times a call to the end of its work: the least of some, in microseconds, behind one that is not counted."""
+    """Return what times a call to the end of its work: the least of some, in microseconds, after one that is not counted."""
 
     def measure(call: Callable[[], None]) -> float:
         took = []

@@ -1,6 +1,6 @@
-"""Steps with a prompt's chunk: new tokens are laid down in whole pages first, then go to the host where they fill a page and to the ring.
+"""Steps with a prompt's chunk: new tokens are written in whole pages first, then go to the host where they fill a page and to the ring.
 
-Decode steps of sequences behind their prompt need none of this on a GPU: they write into the ring.
+Decode steps of sequences past their prompt need none of this on a GPU: they write into the ring.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Pairs:
 class Chunk:
     """Where a step's new tokens lie in a buffer of whole pages, and where these go; the same for every layer.
 
-    starts names each sequence's first row among num_rows; begun pairs rows that go on with an open page with its ring row; full says to which
+    starts names each sequence's first row among num_rows; begun pairs rows that continue with an open page with its ring row; full says to which
     pages of the host complete rows go, before (one a sequence) which pages precede the new tokens; newest pairs rows with ring rows, older pairs
     ring rows with pages of the host that belong there.
     token_rows and token_places [T] say where each new token goes; table and homes [B, M'] and lens [B] int32 say it for the append kernel: rows,
@@ -103,7 +103,7 @@ def _plan(store: Offload, step: StepGroup) -> Chunk:
 def begin_chunk(store: Offload, layer: int, chunk: Chunk) -> tuple[Tensor, Tensor]:
     """Make the pages that a layer's new tokens are written to, keys and values [num_rows, Hk, N, D], with what is in the open ones already."""
     tier = store.tiers[layer]
-    store.lane.join()  # the layer before has gone to the host
+    store.lane.join()  # the layer before is on the host
     store.kept.clear()
     keys, values = (tier.keys.new_zeros((chunk.num_rows, *tier.keys.shape[1:])) for _ in range(2))
     store.chunk = keys, values
@@ -115,7 +115,7 @@ def begin_chunk(store: Offload, layer: int, chunk: Chunk) -> tuple[Tensor, Tenso
 def settle_chunk(store: Offload, layer: int, chunk: Chunk, *, beside: bool = False) -> None:
     """Write complete pages to the host, and the newest pages into the ring; sequences in their prompt have no frames from now on.
 
-    beside writes to the host while the layer goes on: nothing of this step may read those pages there.
+    beside writes to the host while the layer continues: nothing of this step may read those pages there.
     """
     tier = store.tiers[layer]
     assert store.chunk is not None
@@ -131,7 +131,7 @@ def settle_chunk(store: Offload, layer: int, chunk: Chunk, *, beside: bool = Fal
 
 
 def stage_next(store: Offload, layer: int, step: StepGroup, which: Sequence[int]) -> None:
-    """Begin to bring what the next offloaded layer reads for the prompts of these sequences of the step, beside what follows of this one."""
+    """Begin to copy what the next offloaded layer reads for the prompts of these sequences of the step, beside what follows of this one."""
     later = [one for one in store.shape.layers if one > layer]
     waiting = [b for b in which if pages_of(step.rows[b])[0]]
     if later and waiting:

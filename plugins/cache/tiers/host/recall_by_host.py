@@ -1,6 +1,6 @@
 """Recall that the host carries out: it reads which pages are missing and has them copied, in every layer of every step.
 
-"copies" hands all copies of a layer to the copy engine at once: pages land as they lie on the host in one half of a staging buffer, while those in
+"copies" gives all copies of a layer to the copy engine at once: pages land as they lie on the host in one half of a staging buffer, while those in
 the other half are put into the frames' layout. "blocking" is what ArkVale (NeurIPS 2024) and systems like it do, one copy a page and KV head, waited
 for; it is here to be measured against. Neither can be captured.
 """
@@ -35,7 +35,7 @@ class Missing:
 
 
 def copy_pages(store: Offload, layer: int, rows: Sequence[Row], pending: Tensor) -> None:
-    """Make the copies that pending [B, Hk, 1 + 2 F] int32 asks for, for the decoding sequences of the step, before what is enqueued next."""
+    """Make the copies that pending [B, Hk, 1 + 2 F] int32 requests, for the decoding sequences of the step, before what is enqueued next."""
     missing = find_missing(store, rows, pending[: len(rows)].cpu())  # waits for the selection, so the copies may go to any stream
     if not missing.rows:
         return
@@ -82,7 +82,7 @@ def part_bytes(store: Offload) -> tuple[int, ...]:
 
 
 def _into_frames(store: Offload, layer: int, missing: Missing) -> Iterator[Copy]:
-    """Name the copies that bring pages straight to where they are read, one after the other: no piece crosses the end of a part."""
+    """Name the copies that move pages straight to where they are read, one after the other: no piece crosses the end of a part."""
     sizes, pieces, at = part_bytes(store), [], 0
     ends, pools = np.cumsum(sizes).tolist(), [pool.data_ptr() for pool in store.tier(layer).pools]
     for distance, size in _pieces(store, layer):
@@ -97,7 +97,7 @@ def _into_frames(store: Offload, layer: int, missing: Missing) -> Iterator[Copy]
 
 
 def _copy_staged(store: Offload, layer: int, missing: Missing) -> None:
-    """Bring pages in halves of the staging buffer: the copy engine fills one while the step's stream empties the other into frames."""
+    """Copy pages in halves of the staging buffer: the copy engine fills one while the step's stream empties the other into frames."""
     stage, pieces, sources = _stage(store), _pieces(store, layer), _sources(store, layer, missing)
     for turn, first in enumerate(range(0, len(sources), HALF_PAGES)):
         own = sources[first : first + HALF_PAGES]
@@ -117,7 +117,7 @@ def _copy_staged(store: Offload, layer: int, missing: Missing) -> None:
 
 
 class Stage:
-    """Two halves [2, HALF_PAGES, bytes / 8] int64 of device memory, which a stream of copies fills and the step's stream empties in turn."""
+    """Two halves [2, HALF_PAGES, bytes / 8] int64 of device memory, which a stream of copies fills and the step's stream empties alternately."""
 
     def __init__(self, page_bytes: int, device: torch.device) -> None:
         """Allocate the halves; without a GPU copies are made at once."""
@@ -127,7 +127,7 @@ class Stage:
             self._free = [torch.cuda.Event() for _ in range(2)]
 
     def fill(self, half: int, copies: Sequence[Copy]) -> None:
-        """Copy into a half that has been emptied; the step's stream goes on behind it."""
+        """Copy into a half that has been emptied; the step's stream continues after it."""
         if self._device.type != "cuda":
             for to, source, size in copies:
                 ctypes.memmove(to, source, size)
@@ -138,7 +138,7 @@ class Stage:
         torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def empty(self, half: int) -> None:
-        """Take note that the step's stream has read a half."""
+        """Note that the step's stream has read a half."""
         if self._device.type == "cuda":
             self._free[half].record()
 

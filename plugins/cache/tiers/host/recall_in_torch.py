@@ -17,7 +17,7 @@ from trtkv.plan import SelectPlan
 
 
 def recall(store: Offload, layer: int, row: Row, pages: Tensor, stored: int, *, ahead: bool) -> Tensor:
-    """Bring the listed pages [Hk, n] int64 of a sequence of `stored` tokens into frames: their places [Hk, n] int64.
+    """Copy the listed pages [Hk, n] int64 of a sequence of `stored` tokens into frames: their places [Hk, n] int64.
 
     ahead says that they are for the next step: `stored` then counts its token too.
     """
@@ -25,7 +25,7 @@ def recall(store: Offload, layer: int, row: Row, pages: Tensor, stored: int, *, 
 
 
 def recall_tokens(store: Offload, layer: int, row: Row, tokens: Tensor, stored: int, *, ahead: bool) -> Tensor:
-    """Bring the pages of the listed tokens [Hk, n] int64, ascending, as `recall` does, and return the places [Hk, n] int64 of the tokens' pages."""
+    """Copy the pages of the listed tokens [Hk, n] int64, ascending, as `recall` does, and return the places [Hk, n] int64 of the tokens' pages."""
     named = [page.unique_consecutive(return_inverse=True) for page in tokens // store.shape.page_size]
     places = _recall(store, layer, row, [pages.tolist() for pages, _ in named], stored, ahead)
     return torch.stack([torch.tensor(own, dtype=torch.int64, device=tokens.device)[at] for own, (_, at) in zip(places, named, strict=True)])
@@ -65,7 +65,7 @@ def every_page(store: Offload, stored: int, heads: int) -> Tensor:
 
 
 def recall_ahead(cache: Cache, store: Offload, layer: int, config: OpConfig, plan: SelectPlan, row: Row, query: Tensor) -> None:
-    """Bring what this step's query [Hq, D] chooses for the next step, which has one token more."""
+    """Recall what this step's query [Hq, D] chooses for the next step, which has one token more."""
     stored = row.stored + 1
     if stored <= cache.reads_all_up_to(layer):
         recall(store, layer, row, every_page(store, stored, config.num_kv_heads), stored, ahead=True)

@@ -24,14 +24,14 @@ Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """How pages come back: engine "kernel" gathers on the device, "copies" in one batch of copies a layer, "blocking" page by page.
+    """How pages are recalled: engine "kernel" gathers on the device, "copies" in one batch of copies a layer, "blocking" page by page.
 
     The last two let the host read every layer's selection, so their steps cannot be captured. bulk is what moves many pages at once, of prompts:
-    "copies" leaves long runs of them to the copy engine, "kernel" nothing. "auto" of either is settled by `choose.py` when an engine is opened.
-    ahead recalls by the kernel, behind a layer's attention, what the next step will probably read; slack is the share of a selection that stays
-    resident beyond it; reuse off brings every page of a selection anew; order is that of a page on the host: "heads" first, so that what moves is
+    "copies" leaves long runs of them to the copy engine, "kernel" nothing. "auto" of either is chosen by `measure.py` when an engine is opened.
+    ahead recalls by the kernel, after a layer's attention, what the next step will probably read; slack is the share of a selection that stays
+    resident beyond it; reuse off copies every page of a selection again; order is that of a page on the host: "heads" first, so that what moves is
     contiguous, or "tokens" first. blocks is how many of the kernel's blocks recall ahead, beside the layers that compute: each keeps a
-    multiprocessor from those. 0 takes as many as in front of attention.
+    multiprocessor from those. 0 takes as many as before attention.
     """
 
     engine: Literal["auto", "kernel", "copies", "blocking"] = "kernel"
@@ -44,13 +44,13 @@ class Recall:
 
 
 class Lane(Protocol):
-    """Work beside the step's own stream."""
+    """Work beside the step's stream."""
 
     def behind(self) -> AbstractContextManager[None]:
-        """Enqueue what is done inside behind all that has been enqueued so far, beside what comes next."""
+        """Enqueue what is done inside after all that has been enqueued so far, beside what comes next."""
 
     def after(self) -> AbstractContextManager[None]:
-        """Enqueue what is done inside behind all that was enqueued so, beside what comes next there too."""
+        """Enqueue what is done inside after all that was enqueued so, beside what comes next there too."""
 
     def join(self) -> None:
         """Let what is enqueued from now on wait for all of it."""
@@ -77,7 +77,7 @@ class Tier:
     """One layer: host [P, Hk, 2, N, D] keys and values of full pages; keys and values [Z (F + R), Hk, N, D] of frames and rings.
 
     Frame f of slot z is row z F + f, ring place j is row Z F + z R + j. held [Z, Hk, F] int32 names each frame's page, -1 for none, stamps when it
-    was last selected; moved [2] int64 counts pages that came back in front of attention and ahead of it. host may be pinned memory that the device
+    was last selected; moved [2] int64 counts pages recalled before attention and ahead of it. host may be pinned memory that the device
     reads and writes, in any order of its axes but the last.
     """
 
@@ -175,7 +175,7 @@ class Offload:
 
     @property
     def captures(self) -> bool:
-        """Whether the device recalls by itself."""
+        """Whether the device recalls without the host."""
         return self.recall.engine == "kernel"
 
     @property
@@ -229,7 +229,7 @@ class Offload:
         return torch.tensor(rows, dtype=torch.int64, device=self.device)
 
     def moved_pages(self) -> tuple[int, int]:
-        """Return how many pages of one KV head came back so far, in front of attention and ahead of it; waits for the device."""
+        """Return how many pages of one KV head were recalled so far, before attention and ahead of it; waits for the device."""
         total = torch.stack([tier.moved for tier in self.every]).sum(0).tolist()
         return total[0], total[1]
 
