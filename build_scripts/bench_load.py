@@ -106,9 +106,9 @@ def ways(folder: Path, files: list[Path], model: ModelConfig, device: torch.devi
     def product() -> None:
         weights = map_weights(Checkpoint(folder), weight_specs(model), torch.bfloat16, device, lambda done, total: None)
         torch.cuda.synchronize()
-        product.checked = product.checked or check(files, weights["layers.0.qkv"].whole, model)  # type: ignore[attr-defined]
+        product.checked = product.checked or check(files, weights["layers.0.qkv"].whole, model)
 
-    product.checked = False  # type: ignore[attr-defined]
+    product.checked = False
     return {
         "read, 1 thread": lambda: read(files, 1),
         f"read, {READERS} threads": lambda: read(files, READERS),

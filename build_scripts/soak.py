@@ -224,7 +224,7 @@ def main() -> None:
         folder = Path(name)
         model = make_tiny("llama", folder / "model", max_position_embeddings=1024)
         limits = {"max_seq_len": 512, "max_batch_size": 8, "max_chunk_tokens": 128}
-        engine = build(str(model.path), own.policy, out=folder / "engine", backend="none", sms=("none",), **limits)  # type: ignore[arg-type]
+        engine = build(str(model.path), own.policy, out=folder / "engine", backend="none", sms=("none",), **limits)
         # A cache of three full sequences: some are preempted.
         words = [sys.executable, "-m", "trtkv", "serve", str(engine), "--no-triton", "--device", "cpu", "--port", "0", "--json"]
         words += ["--max-waiting", "24", "--cache-gib", str(_cache_gib(engine, 3 * 512))]

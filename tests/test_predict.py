@@ -166,7 +166,7 @@ def test_no_room_beside_the_weights() -> None:
 
 
 def test_an_evict_role_that_cannot_count_what_it_demotes() -> None:
-    class Silent(role_class("evict", "arkv")):  # type: ignore[misc]
+    class Silent(role_class("evict", "arkv")):
         split = Evict.split
 
     arkv = small("arkv-quant")

@@ -34,7 +34,7 @@ def test_logits_equal_transformers(smollm2: Path, engines: dict[str, Path]) -> N
 
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32, attn_implementation="sdpa").eval()
     llm = LLM(engines["full"], device="cpu")
-    tokens = llm.tokenizer.encode("The committee adjourned at noon, having settled nothing. " * 10)[:96]  # type: ignore[union-attr]
+    tokens = llm.tokenizer.encode("The committee adjourned at noon, having settled nothing. " * 10)[:96]
     with torch.no_grad():
         theirs = model(torch.tensor([tokens])).logits[0].double()
         exact = model.double()(torch.tensor([tokens])).logits[0]
@@ -56,7 +56,7 @@ def error(x: torch.Tensor, exact: torch.Tensor) -> float:
 def test_the_hidden_key_is_found(policy: str, engines: dict[str, Path]) -> None:
     llm = LLM(engines[policy], device="cpu")
     assert llm.tokenizer is not None
-    count = lambda text: len(llm.tokenizer.encode(text))  # type: ignore[union-attr]  # noqa: E731
+    count = lambda text: len(llm.tokenizer.encode(text))  # noqa: E731
     samples = [Passkey().sample(length, count, depth, seed) for seed, (length, depth) in enumerate([(1000, 0.3), (900, 0.7)])]
     answers = llm.generate([one.prompt for one in samples], SamplingParams(max_tokens=8))
     assert [Passkey().score(one, answer.text)["score"] for one, answer in zip(samples, answers, strict=True)] == [1.0, 1.0]
@@ -76,7 +76,7 @@ def test_every_policy_answers_two_prompts_at_once(name: str, smollm2: Path, tmp_
     engine = build(str(smollm2), policy, out=tmp_path / "engine", max_seq_len=512, max_batch_size=2, max_chunk_tokens=128, backend="none")
     llm = LLM(engine, device="cpu")
     assert llm.tokenizer is not None
-    text = Passkey().sample(260, lambda words: len(llm.tokenizer.encode(words)), seed=3).prompt  # type: ignore[union-attr]
+    text = Passkey().sample(260, lambda words: len(llm.tokenizer.encode(words)), seed=3).prompt
     tokens = llm.tokenizer.encode(text)
     answers = llm.generate([tokens, tokens[:90]], SamplingParams(max_tokens=20, ignore_eos=True))
     assert [len(one.token_ids) for one in answers] == [20, 20]

@@ -50,7 +50,7 @@ def test_a_step_is_split_by_part_and_product() -> None:
 def test_parts_have_at_least_the_bytes_that_they_move(policy: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
     limits = {"max_seq_len": 256, "max_batch_size": 2, "max_chunk_tokens": 64}
     sets = ("retrieve.budget=64", "retrieve.dense_layers=0") if policy == "fier" else ()
-    path = build(str(tiny_llama.path), policy, sets=sets, out=tmp_path / "engine", backend="none", sms=["none"], **limits)  # type: ignore[arg-type]
+    path = build(str(tiny_llama.path), policy, sets=sets, out=tmp_path / "engine", backend="none", sms=["none"], **limits)
     engine = open_engine(path, Options(None, "cpu"))
     load = Load(engine, Work(200, 2, 64, 4))
     load.fill(lambda fraction: None)

@@ -77,7 +77,7 @@ def test_everything_is_given_back_when_it_ends_early(tiny_llm: Open) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        force(llm, [Given(tokens_of(60), 50)], stop)  # type: ignore[arg-type]
+        force(llm, [Given(tokens_of(60), 50)], stop)
     assert (llm.engine.pages.free, sorted(llm.engine.slots)) == (free, slots)
 
 

@@ -22,7 +22,7 @@ def llms(tiny_llama: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> dic
     limits = {"max_seq_len": 256, "max_batch_size": 3, "max_chunk_tokens": 256}
     budgets = {"full": None, "fier": 64, "h2o": 48, "minikv": 48}
     return {
-        name: LLM(build(str(tiny_llama.path), name, budget=budget, out=out / name, backend="none", **limits), device="cpu")  # type: ignore[arg-type]
+        name: LLM(build(str(tiny_llama.path), name, budget=budget, out=out / name, backend="none", **limits), device="cpu")
         for name, budget in budgets.items()
     }
 

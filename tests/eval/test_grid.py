@@ -115,7 +115,7 @@ def test_settings_go_to_the_policies_that_have_the_role(request_for: Request) ->
 )
 def test_wrong_requests(change: dict[str, object], expected: str, request_for: Request) -> None:
     with pytest.raises(TrtkvError, match=expected):
-        expand(replace(request_for, **change))  # type: ignore[arg-type]
+        expand(replace(request_for, **change))
 
 
 def test_misfits_can_be_left_out(request_for: Request) -> None:

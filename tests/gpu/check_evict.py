@@ -102,7 +102,7 @@ class _Judge:
     """Observes the caches after every step."""
 
     def __init__(self, rig: Rig, policy: Policy) -> None:
-        self.rig, self.role, self.before, self.evicted, self.wrong = rig, policy.evict, {}, 0, []  # type: ignore[var-annotated]
+        self.rig, self.role, self.before, self.evicted, self.wrong = rig, policy.evict, {}, 0, []
 
     def __call__(self, step: int) -> None:
         cache = self.rig.cache
@@ -136,7 +136,7 @@ class _Judge:
         keys = torch.cat([was[1]["keys"].gather(1, order[..., None].expand(-1, -1, was[1]["keys"].shape[2])), data["keys"][heads, place][:, None]], 1)
         positions = torch.cat([old.gather(1, order), torch.full_like(old[:, :1], row.seen - 1)], 1)
         view = SimpleNamespace(at=replace(at, lengths=(stored,) * len(at.lengths)), positions=positions, num_layers=1)
-        if self.rig.plan.evict.queries:  # type: ignore[union-attr]
+        if self.rig.plan.evict.queries:
             query = self.rig.cache.buffer("last_queries", layer)[row.slot, :1]
             view.newest = attention(query.float(), keys.float(), self.rig.plan.head_dim**-0.5)[:, 0]
         if "attention_mass" in was[1]:
@@ -146,15 +146,15 @@ class _Judge:
         if "stamp" in was[1]:
             view.keys, view.queries = keys.float(), query.float()
             view.state = {"stamp": torch.cat([was[1]["stamp"].gather(1, order), torch.zeros_like(was[1]["stamp"][:, :1])], 1)}
-            view.state = self.role.observe(view)  # type: ignore[union-attr]
-        kept = self.role.keep(view).kept  # type: ignore[union-attr]
+            view.state = self.role.observe(view)
+        kept = self.role.keep(view).kept
         expected, got = positions.gather(1, kept), data["positions"].sort(1).values
         if torch.equal(expected, got):
             return
         if "stamp" in was[1]:
             self.wrong.append((layer, row.slot, row.seen, "another page"))
             return
-        scores = self.role.scores(view)  # type: ignore[union-attr]
+        scores = self.role.scores(view)
         gone = [
             torch.tensor([set(all_.tolist()).difference(left.tolist()).pop() for all_, left in zip(positions, one, strict=True)])
             for one in (expected, got)
@@ -210,7 +210,7 @@ def at_full_size() -> None:
 
 def view_keys(cache: Cache, name: str, layer: int, row: object) -> torch.Tensor:
     """Copy a sequence's entries of a buffer [H, S, ...]."""
-    return cache.buffer(name, layer)[row.pages].transpose(0, 1).flatten(1, 2)[:, : row.stored].clone()  # type: ignore[attr-defined]
+    return cache.buffer(name, layer)[row.pages].transpose(0, 1).flatten(1, 2)[:, : row.stored].clone()
 
 
 @torch.inference_mode()

@@ -65,7 +65,7 @@ class Seen:
             self.prompts[row.slot, layer] = (keys.clone(), values.clone(), kept)
             return kept
 
-        keeper.observe, keeper.keep = observing, keeping  # type: ignore[method-assign]
+        keeper.observe, keeper.keep = observing, keeping
 
 
 def check_verdict(name: str, rig: Rig, seen: Seen) -> None:
@@ -167,7 +167,7 @@ class Encoded:
                 own[part] = torch.cat([own[part], x.gather(1, index).cpu()], 1)
             encode(keys, values, table, pages, ends, begins, kept)
 
-        launch.encode_prompt = watched  # type: ignore[assignment]
+        launch.encode_prompt = watched
 
         def end() -> None:
             launch.encode_prompt = encode
@@ -207,7 +207,7 @@ def settling(directory: Path) -> None:
                 for part, kind in enumerate(("keys", "values")):
                     if own.encoded[part]:
                         assert given is not None and given[part].shape[1] == own.encoded[part]
-                        codes &= _alike(reference.stored_numbers(pages, table, kind), policy.quantize.encode(given[part], kind), store.form.bits)  # type: ignore[arg-type]
+                        codes &= _alike(reference.stored_numbers(pages, table, kind), policy.quantize.encode(given[part], kind), store.form.bits)
                         compared += given[part].numel()
         report(f"{name} stores and encodes what was planned", lengths)
         report(f"{name} encodes settled tokens", codes, f"{compared} codes")
@@ -215,7 +215,7 @@ def settling(directory: Path) -> None:
         report(f"{name} answers in used slots as in fresh ones", torch.equal(again, fresh))
         report(f"{name} answers twice alike", torch.equal(generate(rig, texts, steps, chunk=70), logits))
         limits = {"max_seq_len": 256, "max_batch_size": 1, "max_chunk_tokens": 64}
-        path = build(str(tiny.path), name, sets=sets, out=directory / name, backend="none", sms=["none"], **limits)  # type: ignore[arg-type]
+        path = build(str(tiny.path), name, sets=sets, out=directory / name, backend="none", sms=["none"], **limits)
         worst = max(verify(path, Options(device="cuda"), Plan(tokens=162, steps=4)).nodes, key=lambda one: one.ratio)
         report(f"{name} attends to what it stores", worst.ratio <= 1, f"{worst.op} {worst.what}: {worst.ratio:.2f} of what is allowed")
 

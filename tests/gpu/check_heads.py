@@ -127,7 +127,7 @@ def rewriting_at_full_size() -> None:
         for name in ("keys", "values"):
             cache.pool.pools[name].normal_()
         for ring in cache.pool.buffers["last_queries"]:
-            ring.normal_()  # type: ignore[union-attr]
+            ring.normal_()
         cache.begin_step([tokens], [tokens], [0], [[list(range(each))]], [tokens])
         cache.end_step()
         stored, layers = cache.compactor.ledger.stored(0), plan.num_layers

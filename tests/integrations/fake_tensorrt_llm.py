@@ -77,8 +77,8 @@ class PretrainedConfig:
 
     def to_dict(self) -> dict[str, Any]:
         output = copy.deepcopy(self.__dict__)
-        output["position_embedding_type"] = self.position_embedding_type.name  # type: ignore[attr-defined]
-        output["mapping"], output["quantization"] = vars(self.mapping), vars(self.quantization)  # type: ignore[attr-defined]
+        output["position_embedding_type"] = self.position_embedding_type.name
+        output["mapping"], output["quantization"] = vars(self.mapping), vars(self.quantization)
         return output
 
 
@@ -259,4 +259,4 @@ def install(patch: pytest.MonkeyPatch, version: str = VERSION, without: Sequence
     for name, content in MODULES.items():
         module = ModuleType(name)
         module.__dict__.update({one.__name__: one for one in content}, __version__=version)
-        patch.setitem(sys.modules, name, None if name in without else module)  # type: ignore[arg-type]
+        patch.setitem(sys.modules, name, None if name in without else module)

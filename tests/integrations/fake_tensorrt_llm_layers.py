@@ -119,7 +119,7 @@ class PositionEmbeddingType(IntEnum):
 
 class Module:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(*args, **kwargs)  # type: ignore[attr-defined]
+        return self.forward(*args, **kwargs)
 
 
 class Parameter:

@@ -306,8 +306,8 @@ def test_the_fake_refuses_what_the_surface_does_not_have(package: Any) -> None:
     network = fake.Network(fake.PluginConfig())
     with fake.net_guard(network):
         with pytest.raises(TypeError):
-            fake.Tensor("x", "int32", [1], OrderedDict(T=[1]), unknown=1)  # type: ignore[call-arg]
+            fake.Tensor("x", "int32", [1], OrderedDict(T=[1]), unknown=1)
         with pytest.raises(AttributeError):
-            fake.default_net().plugin_config.unknown  # type: ignore[attr-defined]  # noqa: B018
+            fake.default_net().plugin_config.unknown  # noqa: B018
         with pytest.raises(AttributeError):
-            fake.default_trtnet().add_plugin_v2  # type: ignore[attr-defined]  # noqa: B018
+            fake.default_trtnet().add_plugin_v2  # noqa: B018

@@ -180,7 +180,7 @@ class Launches:
     def flash(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         config = OpConfig(query.shape[1], keys.shape[1], query.shape[3], scale, 0.0, 0, 0, "")
         row = SimpleNamespace(new=query.shape[2], stored=keys.shape[2])
-        out = in_torch.attend_all(config, row, query[0].transpose(0, 1), keys[0], values[0])  # type: ignore[arg-type]
+        out = in_torch.attend_all(config, row, query[0].transpose(0, 1), keys[0], values[0])
         return out.transpose(0, 1)[None], torch.full(query.shape[:3], float("nan"))
 
 

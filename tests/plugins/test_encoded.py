@@ -54,7 +54,7 @@ def make_form(bits: int, group: int, residual: int, dim: int) -> tuple[Format, A
     """Return a format and the role that it stores."""
     if bits == 8:
         return Format(8, 1, dim, 1, together=True), Fp8()
-    return Format(bits, group, gcd(group, dim), residual), Kivi(bits=bits, group=group, residual=residual)  # type: ignore[arg-type]
+    return Format(bits, group, gcd(group, dim), residual), Kivi(bits=bits, group=group, residual=residual)
 
 
 def make_pages(form: Format, dim: int, dtype: torch.dtype) -> launch.Pages:
@@ -126,7 +126,7 @@ def test_decode_steps_append_and_encode_what_they_complete(bits: int, group: int
         out = torch.full((2, HEADS * GROUP * dim), torch.nan, dtype=dtype)
         starts, stored = torch.tensor([1, 0, 2], dtype=torch.int32), torch.tensor(lens, dtype=torch.int32)
         launch.append(NewTokens(qkv, positions.flip(0), starts, rope, norms, 1e-6), pages, stored, slots, tables, out)
-        exact = append_reference(qkv.double(), positions.flip(0), rope.double(), config, tuple(x.double() for x in norms) if norms else None)  # type: ignore[arg-type]
+        exact = append_reference(qkv.double(), positions.flip(0), rope.double(), config, tuple(x.double() for x in norms) if norms else None)
         plain = append_reference(qkv, positions.flip(0), rope, config, norms)
         keys = torch.stack([pages.keys[slots[b]][:, (lens[b] - 1) % form.ring] for b in (1, 0)])
         for got, wide, own in ((out.view_as(plain[0]), exact[0], plain[0]), (keys, exact[1], plain[1])):

@@ -135,7 +135,7 @@ def test_a_guess_is_what_the_next_step_reads(wide: TinyModel, as_on_a_gpu: Launc
 def test_a_captured_guess_is_what_the_next_step_reads(wide: TinyModel, tmp_path: Path) -> None:
     """And slots change owners between replays, which read their own lengths and ring tables."""
     common = {"sets": (*POLICIES["freekv+kivi"], "retrieve.tau=-1"), "slots": 2, "dtype": "bfloat16", "device": "cuda"}
-    rigs = [make_rig(wide, "freekv+kivi", tmp_path, recall=recall, **common) for recall in (Recall(), None)]  # type: ignore[arg-type]
+    rigs = [make_rig(wide, "freekv+kivi", tmp_path, recall=recall, **common) for recall in (Recall(), None)]
     assert guessed_in_vain(rigs[0], 60) == 0 and rigs[0].executor.capturable
     guessed_in_vain(rigs[1], 60)
     texts, out = prompts(320, 160), []

@@ -176,7 +176,7 @@ def test_a_session_selects_and_answers_like_the_definition(policy: str, monkeypa
 
 def beside(plan: CachePlan, seen: int) -> int:
     """Return the bytes that pages and slots hold of a sequence's summaries beyond what the definition does, which keeps a byte a bit and no query."""
-    if plan.select[1].summary == OneBit():  # type: ignore[union-attr]
+    if plan.select[1].summary == OneBit():
         return seen // 32 * 32 * HK * DIM // 8 + seen % 32 * HK * DIM // 8 - seen // 32 * 32 * HK * DIM
     return sum(spec.row_bytes * len(spec.layers) for spec in plan.buffers if not spec.paged)
 

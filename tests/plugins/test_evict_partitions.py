@@ -88,7 +88,7 @@ def compare(cache: GroupedCache, layer: int, slot: int, pages: list[int], exact:
 
 def test_answers_depend_on_no_batch_and_pages_return(wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {"max_seq_len": 120, "max_batch_size": 2, "max_chunk_tokens": 24}
-    path = build(str(wide.path), "lagkv+fp8", sets=GATHERED["lagkv+fp8"], out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
+    path = build(str(wide.path), "lagkv+fp8", sets=GATHERED["lagkv+fp8"], out=tmp_path / "engine", backend="none", **limits)
     Torch(monkeypatch)
     llm = LLM(path)
     assert isinstance(llm.engine.cache, GroupedCache)

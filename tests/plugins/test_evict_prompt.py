@@ -49,7 +49,7 @@ def phased(bits: int, group: int, residual: int, dim: int) -> Format:
 @pytest.mark.parametrize(("bits", "group", "dim", "dtype"), [(2, 16, 64, torch.float16), (4, 32, 128, torch.float32)])
 def test_what_a_list_names_is_encoded_as_its_role_says(bits: int, group: int, dim: int, dtype: torch.dtype) -> None:
     torch.manual_seed(bits)
-    form, role, rows, count = phased(bits, group, group, dim), MiniKVBits(bits=bits, group=group, residual=group), 224, 75  # type: ignore[arg-type]
+    form, role, rows, count = phased(bits, group, group, dim), MiniKVBits(bits=bits, group=group, residual=group), 224, 75
     pages = replace(make_pages(form, dim, dtype), origins=torch.zeros(3, dtype=torch.int32))
     table = torch.randperm(POOL)[:3].int()
     keys, values = (torch.randn(HEADS, rows, dim).to(dtype) for _ in range(2))
@@ -64,7 +64,7 @@ def test_what_a_list_names_is_encoded_as_its_role_says(bits: int, group: int, di
 @pytest.mark.parametrize(("bits", "group", "residual", "dim", "dtype"), [(2, 16, 32, 64, torch.float16), (4, 32, 32, 96, torch.float32)])
 def test_runs_of_each_slot_are_encoded_when_they_are_complete(bits: int, group: int, residual: int, dim: int, dtype: torch.dtype) -> None:
     torch.manual_seed(bits)
-    form, role = phased(bits, group, residual, dim), MiniKVBits(bits=bits, group=group, residual=residual)  # type: ignore[arg-type]
+    form, role = phased(bits, group, residual, dim), MiniKVBits(bits=bits, group=group, residual=residual)
     pages = replace(make_pages(form, dim, dtype), origins=torch.zeros(3, dtype=torch.int32))
     tables, slots, lens = torch.randperm(POOL)[:6].int().view(2, 3), torch.tensor([2, 0], dtype=torch.int32), [group + 5, 2 * group + 1]
     history = [[torch.randn(HEADS, -(-n // 16) * 16, dim).to(dtype) for _ in range(2)] for n in lens]
@@ -119,8 +119,8 @@ def test_the_choice_is_the_roles_on_exact_sums() -> None:
     assert keeper.bytes_of(3) == 0
     at = ledger.occupancy(ledger.find(3), 0)
     mass = exact_sums.column_sums(query, laid, 0.125).float()
-    want = parse_policy("minikv").evict.keep(CacheView(at, laid, values, torch.empty(0), 0.125, mass=mass)).kept  # type: ignore[union-attr]
-    assert torch.equal(kept, want.int()) and kept.shape == (2, 30)  # type: ignore[union-attr]
+    want = parse_policy("minikv").evict.keep(CacheView(at, laid, values, torch.empty(0), 0.125, mass=mass)).kept
+    assert torch.equal(kept, want.int()) and kept.shape == (2, 30)
     ledger.finish([3])
     assert list(ledger.stored(3)) == [30]
 
@@ -132,20 +132,20 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 def test_an_answer_does_not_depend_on_its_batch(wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {"max_seq_len": 96, "max_batch_size": 2, "max_chunk_tokens": 24}
-    path = build(str(wide.path), "minikv-pyramid", sets=("quantize.residual=16",), out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
+    path = build(str(wide.path), "minikv-pyramid", sets=("quantize.residual=16",), out=tmp_path / "engine", backend="none", **limits)
     Torch(monkeypatch)
     llm = LLM(path)
     cache = llm.engine.cache
     assert isinstance(cache, GroupedCache) and cache.ledger.shrinks
     check_batches(llm, [prompt(24 + 10 * seed, seed) for seed in range(3)], 6)
-    assert not cache.store.keeper._mass  # type: ignore[union-attr]
+    assert not cache.store.keeper._mass
 
 
 @pytest.mark.parametrize("policy", ["minikv", "minikv-pyramid", "kivi"])
 def test_verify_compares_what_each_layer_attends_to(policy: str, wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {"max_seq_len": 64, "max_batch_size": 1, "max_chunk_tokens": 24}
     sets = ("quantize.group=16", "quantize.residual=16")
-    path = build(str(wide.path), policy, sets=sets, out=tmp_path / "engine", backend="none", sms=["none"], **limits)  # type: ignore[arg-type]
+    path = build(str(wide.path), policy, sets=sets, out=tmp_path / "engine", backend="none", sms=["none"], **limits)
     Torch(monkeypatch)
     check_nodes(path, Plan(tokens=30, steps=3))  # of minikv 14 stay, so that a step completes a run
 
@@ -208,14 +208,14 @@ def run_to(cache: Cache, context: int, chunk: int) -> None:
             keys, values = store.prompt(layer, row)
             keys[:, :, start:seen].normal_(), values[:, :, start:seen].normal_()
             query = torch.randn(row.new, plan.num_q_heads, plan.head_dim, dtype=keys.dtype)
-            if "attention_mass" not in plan.evict.needs:  # type: ignore[union-attr]
+            if "attention_mass" not in plan.evict.needs:
                 store.keeper.observe(layer, row, query, keys[0, :, :seen], torch.empty(0))
             else:
                 whole = torch.zeros(plan.num_q_heads, context)
                 mass = store.keeper._mass.setdefault((1, layer), whole)
                 mass[:, :seen] += torch.rand(plan.num_q_heads, seen)
             if seen == context:
-                table = torch.arange(store.buffers["key_codes"][layer].shape[0], dtype=torch.int32)  # type: ignore[union-attr]
+                table = torch.arange(store.buffers["key_codes"][layer].shape[0], dtype=torch.int32)
                 store.encode_prompt(layer, row, table)
         cache.end_step()
 
@@ -265,7 +265,7 @@ def test_captured_steps_follow_the_lengths_of_every_layer(wide: TinyModel, tmp_p
     from trtkv.runtime.executor import TorchExecutor
 
     limits = {"max_seq_len": 64, "max_batch_size": 2, "max_chunk_tokens": 24}
-    path = build(str(wide.path), "minikv-pyramid", sets=("quantize.residual=16",), out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
+    path = build(str(wide.path), "minikv-pyramid", sets=("quantize.residual=16",), out=tmp_path / "engine", backend="none", **limits)
     Torch(monkeypatch)
     replays = capture_on_cpu(monkeypatch)
     texts, found = [prompt(30, 0), prompt(22, 1)], []

@@ -171,7 +171,7 @@ def test_what_lies_in_pages_and_rings_is_the_definitions_bit_for_bit(policy: str
 def compare_bits(store: EncodedStore, layer: int, slot: int, pages: list[int], cache: LayerCache) -> int:
     """Compare a layer's codes, metadata and rings with the definition's, bit for bit; returns the codes."""
     form, table, compared = store.form, torch.tensor(pages, dtype=torch.int32), 0
-    account = store.residual_evictor.ledger.find(slot)  # type: ignore[union-attr]
+    account = store.residual_evictor.ledger.find(slot)
     group = store.plan.page_groups[layer]
     stored, ends = account.stored[group], account.encoded[group]
     assert cache.lengths == (stored,) * 2 and cache.encoded == ends
@@ -208,7 +208,7 @@ def test_attention_reads_as_many_codes_as_a_slot_says(
 
 def test_an_answer_does_not_depend_on_its_batch(wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {"max_seq_len": 120, "max_batch_size": 2, "max_chunk_tokens": 24}
-    path = build(str(wide.path), "lagkv+kivi", sets=SETTLED["lagkv+kivi"], out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
+    path = build(str(wide.path), "lagkv+kivi", sets=SETTLED["lagkv+kivi"], out=tmp_path / "engine", backend="none", **limits)
     Torch(monkeypatch)
     llm = LLM(path)
     cache = llm.engine.cache
@@ -219,7 +219,7 @@ def test_an_answer_does_not_depend_on_its_batch(wide: TinyModel, tmp_path: Path,
 @pytest.mark.parametrize("policy", ["lagkv+kivi", "knorm+kivi"])
 def test_verify_compares_what_each_layer_attends_to(policy: str, wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {"max_seq_len": 96, "max_batch_size": 1, "max_chunk_tokens": 24}
-    path = build(str(wide.path), policy, sets=SETTLED[policy], out=tmp_path / "engine", backend="none", sms=["none"], **limits)  # type: ignore[arg-type]
+    path = build(str(wide.path), policy, sets=SETTLED[policy], out=tmp_path / "engine", backend="none", sms=["none"], **limits)
     Torch(monkeypatch)
     check_nodes(path, Plan(tokens=66, steps=4))  # the second step evicts
 
@@ -271,7 +271,7 @@ def test_captured_steps_follow_what_evictions_leave(wide: TinyModel, tmp_path: P
         return captured_on_cpu(*given)
 
     limits = {"max_seq_len": 96, "max_batch_size": 2, "max_chunk_tokens": 24}
-    path = build(str(wide.path), "knorm+kivi", sets=SETTLED["knorm+kivi"], out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
+    path = build(str(wide.path), "knorm+kivi", sets=SETTLED["knorm+kivi"], out=tmp_path / "engine", backend="none", **limits)
     Torch(monkeypatch)
     monkeypatch.setattr(graphs, "capture", capture)
     texts, found = [prompt(61, 0), prompt(29, 1)], []
@@ -296,7 +296,7 @@ def test_which_plans_the_kernels_store() -> None:
     config = model(dtype="bfloat16")
     find = lambda policy, *sets: find_format(parse_policy(policy, sets=sets).plan(config))  # noqa: E731
     assert find("lagkv+kivi") == Format(2, 32, 32, 128, window=2048)
-    assert find("lagkv+kivi").ring == 2176  # type: ignore[union-attr]
+    assert find("lagkv+kivi").ring == 2176
     assert find("lagkv+kivi", "evict.strict=true") is None and find("lagkv+kivi", "evict.lag=9000") is None
     assert kernel_support.why_torch(parse_policy("lagkv+kivi").plan(config)) is None
 

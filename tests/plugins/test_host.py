@@ -58,7 +58,7 @@ def stream() -> int:
 
 def test_two_contexts_have_separate_caches(package: Backend) -> None:
     node, one, two = built(package), Toy(), Toy()
-    contexts = [LoadedPlugin(node, cache) for cache in (one, two)]  # type: ignore[arg-type]
+    contexts = [LoadedPlugin(node, cache) for cache in (one, two)]
     for context, times in zip(contexts, (1, 2), strict=True):
         for _ in range(times):
             inputs, out = tensors()
@@ -77,7 +77,7 @@ def test_shapes_are_announced_only_when_shapes_or_addresses_change(package: Back
         right(self, inputs, outputs)
 
     monkeypatch.setattr(PluginLogic, "on_shape_change", watch)
-    context = LoadedPlugin(built(package), cache := Toy())  # type: ignore[arg-type]
+    context = LoadedPlugin(built(package), cache := Toy())
     inputs, out = tensors()
     for _ in range(3):
         context.run(inputs, out, stream())
@@ -127,7 +127,7 @@ def real_inputs(face: OpFace) -> tuple[list[Tensor], Tensor]:
                 )
             )
     shape = face.shape([one.shape for one in made], CONFIGS)
-    return made, torch.ones(shape, dtype=torch.int32 if face.integer_output else torch.float32, device=DEVICE)  # type: ignore[arg-type]
+    return made, torch.ones(shape, dtype=torch.int32 if face.integer_output else torch.float32, device=DEVICE)
 
 
 @pytest.mark.parametrize("face", [KV_APPEND, KV_SELECT, KV_ATTEND], ids=lambda face: face.name)
@@ -157,7 +157,7 @@ def test_timing_inside_a_capture(package: Backend, face: OpFace) -> None:
 
 @pytest.mark.gpu
 def test_context_is_captured_and_replayed(package: Backend) -> None:
-    context = LoadedPlugin(built(package), cache := Toy())  # type: ignore[arg-type]
+    context = LoadedPlugin(built(package), cache := Toy())
     inputs, out = tensors()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -191,7 +191,7 @@ def test_what_an_op_raises_comes_out(package: Backend) -> None:
     node = BuiltPlugin(package, face, "node", 4, CONFIG, inputs, out)
     cache = Toy()  # plugins hold it weakly
     with pytest.raises(KeyError, match="fier_bits"):
-        LoadedPlugin(node, cache).run(inputs, out, stream())  # type: ignore[arg-type]
+        LoadedPlugin(node, cache).run(inputs, out, stream())
 
 
 def test_host_makes_every_node_once_and_shares_them_between_contexts(package: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,9 +199,9 @@ def test_host_makes_every_node_once_and_shares_them_between_contexts(package: Ba
     right = BuiltPlugin.__init__
     monkeypatch.setattr(BuiltPlugin, "__init__", lambda self, *args: made.append(args[2]) or right(self, *args))
     caches = (Toy(), Toy())
-    first = PluginHost(package, caches[0])  # type: ignore[arg-type]
+    first = PluginHost(package, caches[0])
     for name in ("a", "b", "a"):
         first.run(ATTEND, name, 0, CONFIG, *tensors())
-    second = PluginHost(package, caches[1], first.built)  # type: ignore[arg-type]
+    second = PluginHost(package, caches[1], first.built)
     second.run(ATTEND, "b", 0, CONFIG, *tensors())
     assert made == ["a", "b"]

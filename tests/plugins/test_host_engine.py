@@ -49,7 +49,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     limits = {"max_seq_len": 256, "max_batch_size": 2, "max_chunk_tokens": 128}
 
     def build(policy: str) -> Path:
-        return api.build(str(model.path), policy, sets=POLICIES[policy], out=root / policy, backend="none", sms=["none"], **limits)  # type: ignore[arg-type]
+        return api.build(str(model.path), policy, sets=POLICIES[policy], out=root / policy, backend="none", sms=["none"], **limits)
 
     return build
 
@@ -63,8 +63,8 @@ def through(package: Backend, engine: Engine, built: Any = None) -> PluginHost:
     host = PluginHost(package, engine.cache, built)
     manifest = engine.manifest
     rope = rope_table(manifest.model.rope, manifest.model.head_dim, manifest.limits.max_seq_len)
-    hosted = HostedExecutor.over(engine.stepper.executor, host)  # type: ignore[arg-type]
-    engine.stepper.__init__(hosted, engine.cache, manifest.limits, rope)  # type: ignore[misc]
+    hosted = HostedExecutor.over(engine.stepper.executor, host)
+    engine.stepper.__init__(hosted, engine.cache, manifest.limits, rope)
     return host
 
 
@@ -106,7 +106,7 @@ def test_plugin_objects_give_the_torch_executors_logits(package: Backend, direct
     host = through(package, hosted)
     expected = Texts(plain, 0).all()
     assert same(Texts(hosted, 0).all(), expected)
-    assert len(host.built) == len([call for call in plain.stepper.executor._nodes if "call" in call.attributes])  # type: ignore[attr-defined]
+    assert len(host.built) == len([call for call in plain.stepper.executor._nodes if "call" in call.attributes])
     assert all(bool(one.isfinite().all()) for one in expected)
 
 

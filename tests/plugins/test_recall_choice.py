@@ -69,7 +69,7 @@ def takes(*times_us: float) -> Callable[[Callable[[], None]], float]:
 )
 def test_the_faster_way_is_chosen_for_each_use(policy: str, times_us: tuple[float, ...], step: str, bulk: str, tiny_llama: TinyModel) -> None:
     store = make_store(tiny_llama, policy, AUTO)
-    choice = measure.settle(store, plan_of(tiny_llama, policy), takes(*times_us))  # type: ignore[arg-type]
+    choice = measure.settle(store, plan_of(tiny_llama, policy), takes(*times_us))
     assert choice is not None and (choice.step, choice.bulk) == (step, bulk) == (store.recall.engine, store.recall.bulk)
     assert store.recall.ahead == (step == "kernel")
     assert (store.least_run == LEAST_PAGES) == (bulk == "copies")
@@ -107,13 +107,13 @@ def test_what_was_requested_is_not_measured(tiny_llama: TinyModel) -> None:
 
     for recall in (Recall(), Recall("copies", ahead=False), Recall(bulk="kernel")):
         store = make_store(tiny_llama, "freekv", recall)
-        assert measure.settle(store, plan_of(tiny_llama, "freekv"), fails) is None  # type: ignore[arg-type]
+        assert measure.settle(store, plan_of(tiny_llama, "freekv"), fails) is None
         assert store.recall == recall
 
 
 def test_without_kernels_nothing_is_measured(tiny_llama: TinyModel) -> None:
     store = make_store(tiny_llama, "freekv", AUTO)
-    assert measure.settle(store, plan_of(tiny_llama, "freekv")) is None  # type: ignore[arg-type]
+    assert measure.settle(store, plan_of(tiny_llama, "freekv")) is None
     assert (store.recall.engine, store.recall.bulk, store.recall.ahead) == ("kernel", "copies", True)
     assert store.facts() == {"step": "torch", "bulk": "torch", "ahead": True}
 
@@ -151,5 +151,5 @@ def test_parts_of_an_engine_choose_alike(tiny_llama: TinyModel, monkeypatch: pyt
     part = SimpleNamespace(least=lambda number: min(number, next(others)))
     monkeypatch.setattr(measure, "settle", measured)
     store = make_store(tiny_llama, "freekv", AUTO)
-    loading._settle_recall(store, plan_of(tiny_llama, "freekv"), lambda stage, fraction: None, part)  # type: ignore[arg-type]
+    loading._settle_recall(store, plan_of(tiny_llama, "freekv"), lambda stage, fraction: None, part)
     assert (store.recall.engine, store.recall.bulk, store.recall.ahead) == ("kernel", "kernel", True)

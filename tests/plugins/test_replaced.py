@@ -116,7 +116,7 @@ def test_a_session_stores_and_answers_like_the_definition(wide: TinyModel, tmp_p
     check_tokens(paged, held)
     for slot in range(2):
         paged.cache.release(slot)
-    assert not paged.cache.store._prompts and not paged.cache.store.keeper._mass  # type: ignore[union-attr]
+    assert not paged.cache.store._prompts and not paged.cache.store.keeper._mass
 
 
 def check_tokens(paged: Rig, held: Rig) -> None:
@@ -131,7 +131,7 @@ def check_tokens(paged: Rig, held: Rig) -> None:
         for head, one in enumerate(exact.heads):
             for part in ("keys", "values"):
                 found = reference.decode(store.stacks, part[:-1], layer, row.table, count)[head][order[head]]
-                want: Any = one.parts[part].decoded()  # type: ignore[index]
+                want: Any = one.parts[part].decoded()
                 torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
                 error = reference.entries(store.stacks, f"{part[:-1]}_error", layer, row.table, count)[head][order[head]]
                 torch.testing.assert_close(error, one.state[f"{part[:-1]}_error"], rtol=1e-3, atol=1e-5)
@@ -207,7 +207,7 @@ def test_attention_over_nibbles(
 def test_an_answer_does_not_depend_on_its_batch(low: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor on whether its steps are captured: those get their inputs from `StagedInputs` alone and are queued ahead."""
     limits = {"max_seq_len": 64, "max_batch_size": 2, "max_chunk_tokens": 24}
-    path = build(str(low.path), "qhitter", sets=("evict.budget=16",), out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
+    path = build(str(low.path), "qhitter", sets=("evict.budget=16",), out=tmp_path / "engine", backend="none", **limits)
     InTorch(monkeypatch)
 
     llm, texts = LLM(path), [prompt(14, 0), prompt(25, 1)]
@@ -226,7 +226,7 @@ def test_an_answer_does_not_depend_on_its_batch(low: TinyModel, tmp_path: Path, 
 
 def test_verify_compares_what_each_layer_attends_to(wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {"max_seq_len": 64, "max_batch_size": 1, "max_chunk_tokens": 24}
-    path = build(str(wide.path), "qhitter", sets=("evict.budget=16",), out=tmp_path / "engine", backend="none", sms=["none"], **limits)  # type: ignore[arg-type]
+    path = build(str(wide.path), "qhitter", sets=("evict.budget=16",), out=tmp_path / "engine", backend="none", sms=["none"], **limits)
     InTorch(monkeypatch)
     check_nodes(path, Plan(tokens=30, steps=2))
 

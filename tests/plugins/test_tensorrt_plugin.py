@@ -194,7 +194,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
 
 def attached(cache: Session | None, *, runtime: bool = True, recorder: Recorder | None = None) -> PluginLogic:
     plugin = make_plugin_class(FAKE, ATTEND)(3, CONFIG, recorder=recorder or Recorder(), runtime=runtime)
-    with bind(cache) if cache else nullcontext():  # type: ignore[arg-type]
+    with bind(cache) if cache else nullcontext():
         return plugin.attach_to_context(None)
 
 

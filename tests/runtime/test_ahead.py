@@ -44,7 +44,7 @@ def engine(request: pytest.FixtureRequest, tiny_llama: TinyModel, tmp_path_facto
         out=out,
         backend="none",
         **limits,
-    )  # type: ignore[arg-type]
+    )
     whole = open_engine(out, Options())
     if hosted:
         page_bytes = layout(whole.cache.plan).host_bytes(1)

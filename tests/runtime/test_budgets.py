@@ -17,7 +17,7 @@ PROMPT = [(5 * index * index + index) % 250 for index in range(150)]
 
 def make(tiny: TinyModel, policy: str, budget: int | None, out: Path, *sets: str) -> LLM:
     limits = {"max_seq_len": 256, "max_batch_size": 3, "max_chunk_tokens": 64}
-    return LLM(build(str(tiny.path), policy, budget=budget, sets=sets, out=out, backend="none", **limits))  # type: ignore[arg-type]
+    return LLM(build(str(tiny.path), policy, budget=budget, sets=sets, out=out, backend="none", **limits))
 
 
 @pytest.mark.parametrize("policy", ["fier", "quest"])

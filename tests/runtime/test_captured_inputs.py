@@ -101,7 +101,7 @@ def test_captured_steps_answer_as_others(
 ) -> None:
     sets = {"fier": ("retrieve.budget=96",), "freekv": ("retrieve.budget=96", *FREEKV), "lagkv": ("evict.lag=32",), "full": ()}[policy]
     limits = {"max_seq_len": 256, "max_batch_size": 4, "max_chunk_tokens": 48}
-    path = build(str(tiny_llama.path), policy, sets=sets, out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
+    path = build(str(tiny_llama.path), policy, sets=sets, out=tmp_path / "engine", backend="none", **limits)
     prompts = [[(17 * seed + 5 * index * index + index) % 250 for index in range(length)] for seed, length in enumerate((40, 75, 20, 90, 33))]
     settings = [{"max_tokens": 60}, {"max_tokens": 35, "logprobs": 1}, {"max_tokens": 50, "temperature": 1.0, "seed": 3}]
     settings += [{"max_tokens": 20, "repetition_penalty": 1.3}, {"max_tokens": 44, "temperature": 0.7, "top_k": 9, "seed": 4}]

@@ -27,7 +27,7 @@ AGAIN = "trtkv build --model .* --out .* --backend none --max-seq-len 128 --max-
 def built(tiny_llama: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("engines") / "engine"
     limits = {"max_seq_len": 128, "max_batch_size": 2, "max_chunk_tokens": 64}
-    return build(str(tiny_llama.path), "fier", out=out, backend="none", sms=["none"], **limits)  # type: ignore[arg-type]
+    return build(str(tiny_llama.path), "fier", out=out, backend="none", sms=["none"], **limits)
 
 
 @pytest.fixture

@@ -137,7 +137,7 @@ def test_an_answer_does_not_depend_on_its_batch(name: str, tiny_llama: TinyModel
     sets = ("allocate.window=8", *(("evict.window=8", "evict.slack_ratio=0.95") if name == "arkv" else ("allocate.near=16",)))
     text = "tests.runtime.test_heads:RAZOR_H2O" if "h2o" in name else name
     limits = {"max_seq_len": 256, "max_batch_size": 4, "max_chunk_tokens": 48}
-    path = build(str(tiny_llama.path), text, budget=64, sets=sets, out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
+    path = build(str(tiny_llama.path), text, budget=64, sets=sets, out=tmp_path / "engine", backend="none", **limits)
     llm = LLM(path)
     assert llm.engine.cache.pool is not None
     check_batches(llm)
@@ -150,7 +150,7 @@ def test_what_is_planned_is_what_the_allocator_lends(tiny_llama: TinyModel, tmp_
     """After a prompt and its first token, pages that are owned are those that `trtkv plan` counts."""
     sets = ("allocate.heads=[[0, 1], [2, 0]]",)
     limits = {"max_seq_len": 256, "max_batch_size": 2, "max_chunk_tokens": 64}
-    path = build(str(tiny_llama.path), "razor", budget=64, sets=sets, out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
+    path = build(str(tiny_llama.path), "razor", budget=64, sets=sets, out=tmp_path / "engine", backend="none", **limits)
     llm = LLM(path)
     policy = small("razor").with_field("allocate.heads", "[[0, 1], [2, 0]]").with_budget(64)
     for length in (150, 200):
@@ -176,7 +176,7 @@ def test_pages_taken_in_advance_are_enough(name: str, tiny_llama: TinyModel, tmp
     """What runs without the scheduler, such as evaluations, takes the pages of whole sequences at once; one of full length finds them."""
     sets = ("allocate.window=8", *(("evict.window=8", "evict.slack_ratio=0.95") if name == "arkv" else ("allocate.near=16",)))
     limits = {"max_seq_len": 256, "max_batch_size": 1, "max_chunk_tokens": 48}
-    path = build(str(tiny_llama.path), name, budget=64, sets=sets, out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
+    path = build(str(tiny_llama.path), name, budget=64, sets=sets, out=tmp_path / "engine", backend="none", **limits)
     engine = LLM(path).engine
     reserved = engine.reserve(150, 256)
     pages = reserved.pages

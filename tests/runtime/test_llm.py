@@ -21,7 +21,7 @@ LONG = SamplingParams(max_tokens=12, ignore_eos=True)
 def llm(tiny_llama: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     out = tmp_path_factory.mktemp("llm") / "engine"
     limits = {"max_seq_len": 128, "max_batch_size": 2, "max_chunk_tokens": 24}
-    return LLM(build(str(tiny_llama.path), "fier", budget=40, out=out, backend="none", **limits))  # type: ignore[arg-type]
+    return LLM(build(str(tiny_llama.path), "fier", budget=40, out=out, backend="none", **limits))
 
 
 def idle(llm: LLM) -> bool:
@@ -74,7 +74,7 @@ def test_a_stream_that_is_closed_frees_its_pages(llm: LLM) -> None:
         next(stream)
     assert not idle(llm)
     for stream in streams:
-        stream.close()  # type: ignore[attr-defined]
+        stream.close()
     assert idle(llm)
 
 

@@ -96,7 +96,7 @@ def test_a_step_that_fails_leaves_nothing_that_the_next_one_reads(pair: tuple[LL
         left[0] -= 1
         if not left[0]:
             raise RuntimeError("the bus failed")
-        whole(*args, **more)  # type: ignore[arg-type]
+        whole(*args, **more)
 
     monkeypatch.setattr(prefill_chunk, "settle_chunk", fails)
     call = hosted.batcher.submit([prompt(110, 5)], [params(4)])

@@ -45,7 +45,7 @@ POLICIES = {
 
 def engine(model: TinyModel, policy: str, out: Path, tp: int) -> Path:
     limits = {"max_seq_len": 256, "max_batch_size": 3, "max_chunk_tokens": 64}
-    return build(str(model.path), policy, sets=POLICIES[policy], out=out / f"{policy}-{tp}", backend="none", sms=["none"], tp=tp, **limits)  # type: ignore[arg-type]
+    return build(str(model.path), policy, sets=POLICIES[policy], out=out / f"{policy}-{tp}", backend="none", sms=["none"], tp=tp, **limits)
 
 
 @pytest.fixture(params=POLICIES)
@@ -222,7 +222,7 @@ def test_parts_whose_pages_live_on_the_host_answer_as_those_on_the_device(policy
     count = ByteCount(plan)
     on_host = {"offload": True, "host_bytes": 2 * pages * layout(plan).host_bytes(1)}
     for where in ({"cache_bytes": pages * count.page + 3 * count.slot}, on_host):
-        parts = LLM(path, device="cpu", **where)  # type: ignore[arg-type]
+        parts = LLM(path, device="cpu", **where)
         try:
             answers.append([one.token_ids for one in parts.generate(prompts, LONG)])
             assert parts.engine.pages.free == parts.engine.pages.num_pages == pages
@@ -271,12 +271,9 @@ def test_two_gpus_are_as_precise_as_one(policy: str, tmp_path: Path) -> None:
     """Against fp32 on the CPU, through captured steps where the kernels take the policy."""
     model = make_tiny("llama", tmp_path / "model", dtype=torch.float16, tokenizer=False, num_attention_heads=4, head_dim=128)
     limits = {"max_seq_len": 256, "backend": "none", "sms": ["none"]}
-    wide = build(str(model.path), policy, sets=POLICIES[policy], out=tmp_path / "wide", dtype="float32", **limits)  # type: ignore[arg-type]
+    wide = build(str(model.path), policy, sets=POLICIES[policy], out=tmp_path / "wide", dtype="float32", **limits)
     truth = part_logits(wide, "cpu")
-    one, two = (
-        part_logits(build(str(model.path), policy, sets=POLICIES[policy], out=tmp_path / str(tp), tp=tp, **limits), "cuda")  # type: ignore[arg-type]
-        for tp in (1, 2)
-    )
+    one, two = (part_logits(build(str(model.path), policy, sets=POLICIES[policy], out=tmp_path / str(tp), tp=tp, **limits), "cuda") for tp in (1, 2))
     usual = float((one - truth).square().mean().sqrt())
     assert usual > 0 and float((two - truth).square().mean().sqrt()) <= 2 * usual
 
@@ -287,7 +284,7 @@ def test_two_gpus_are_as_precise_as_one(policy: str, tmp_path: Path) -> None:
 def test_pages_of_two_gpus_on_the_host_answer_as_those_on_the_gpus(policy: str, tmp_path: Path) -> None:
     model = make_tiny("llama", tmp_path / "model", dtype=torch.float16, tokenizer=False, num_attention_heads=4, head_dim=128)
     limits = {"max_seq_len": 256, "backend": "none", "sms": ["none"], "tp": 2}
-    path = build(str(model.path), policy, sets=OFFLOADED[policy], out=tmp_path / "engine", **limits)  # type: ignore[arg-type]
+    path = build(str(model.path), policy, sets=OFFLOADED[policy], out=tmp_path / "engine", **limits)
     assert torch.equal(part_logits(path, "cuda", offload=True), part_logits(path, "cuda"))
 
 
@@ -310,6 +307,6 @@ def test_a_gpus_part_that_dies_does_not_leave_the_other_waiting(tmp_path: Path) 
     llm = LLM(build(str(model.path), "full", out=tmp_path / "engine", tp=2, max_seq_len=256, backend="none", sms=["none"]), device="cuda")
     stream = llm.stream([1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True))
     next(stream)
-    os.kill(llm.engine.stepper._followers[0].process.pid or 0, signal.SIGKILL)  # type: ignore[attr-defined]
+    os.kill(llm.engine.stepper._followers[0].process.pid or 0, signal.SIGKILL)
     with pytest.raises(EngineError, match="a part of the engine has failed"):
         list(stream)

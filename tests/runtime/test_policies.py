@@ -50,7 +50,7 @@ def generate(rig: Rig, texts: list[list[int]], steps: int, *, chunk: int = 512, 
             rows.append(StepRow(text[-1:], len(text) - 1, slot, rig.pages(slot), (0,), len(texts[slot])))
         out.append(rig.stepper.run(rows))
         if after is not None:
-            after(step + 1)  # type: ignore[operator]
+            after(step + 1)
     return torch.stack(out)
 
 
@@ -128,7 +128,7 @@ def test_chunked_prefill_stores_what_one_prompt_stores(name: str, tiny_llama: Ti
     for chunk in (512, 37):
         rig = make_rig(tiny_llama, small(name), tmp_path, slots=1, by_definition=True)
         generate(rig, [text], 3, chunk=chunk)
-        kept.append([store.positions.tolist() for store in rig.cache.find(0, 0).heads])  # type: ignore[union-attr]
+        kept.append([store.positions.tolist() for store in rig.cache.find(0, 0).heads])
     assert kept[0] == kept[1]
 
 

@@ -130,7 +130,7 @@ def test_what_never_fits_is_refused() -> None:
 def test_an_answer_does_not_depend_on_its_batch(policy: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
     sets = ("evict.lag=16", "evict.sink=4") if policy == "lagkv" else ("evict.window=8",) if policy == "pyramidkv" else ()
     limits = {"max_seq_len": 256, "max_batch_size": 4, "max_chunk_tokens": 48}
-    path = build(str(tiny_llama.path), policy, budget=None if policy == "lagkv" else 64, sets=sets, out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
+    path = build(str(tiny_llama.path), policy, budget=None if policy == "lagkv" else 64, sets=sets, out=tmp_path / "engine", backend="none", **limits)
     check_batches(LLM(path))
 
 

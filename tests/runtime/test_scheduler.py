@@ -25,7 +25,7 @@ def llm(request: pytest.FixtureRequest, tiny_llama: TinyModel, tmp_path_factory:
     limits = {"max_seq_len": 256, "max_batch_size": 4, "max_chunk_tokens": 48}
     path = build(
         str(tiny_llama.path), request.param, budget=None if request.param in ("full", "lagkv") else 96, sets=sets, out=out, backend="none", **limits
-    )  # type: ignore[arg-type]
+    )
     whole = LLM(path)
     return LLM(path, cache_bytes=whole.engine.cache.count.reserved(256) * 3 // 2)
 

@@ -36,7 +36,7 @@ ENGINES = ("full", "fier", "freekv", "quest", "fier on the host", "freekv on the
 
 def built(model: Path, policy: str, folder: Path, **limits: int) -> Path:
     budget, sets = (None, ()) if policy == "full" else (96, SETS)
-    return build(str(model), policy, budget=budget, sets=sets, out=folder / policy, backend="none", sms=["none"], **{**LIMITS, **limits})  # type: ignore[arg-type]
+    return build(str(model), policy, budget=budget, sets=sets, out=folder / policy, backend="none", sms=["none"], **{**LIMITS, **limits})
 
 
 def scarce(path: Path, hosted: bool, sequences: float = 1.5, **more: object) -> Engine:
@@ -45,8 +45,8 @@ def scarce(path: Path, hosted: bool, sequences: float = 1.5, **more: object) -> 
     plan, count = whole.plan, whole.count
     pages = int(plan.pages(LIMITS["max_seq_len"]) * sequences)
     if hosted:
-        return open_engine(path, Options(offload=True, host_bytes=pages * layout(plan).host_bytes(1), **more))  # type: ignore[arg-type]
-    return open_engine(path, Options(cache_bytes=pages * count.page + 3 * count.slot, **more))  # type: ignore[arg-type]
+        return open_engine(path, Options(offload=True, host_bytes=pages * layout(plan).host_bytes(1), **more))
+    return open_engine(path, Options(cache_bytes=pages * count.page + 3 * count.slot, **more))
 
 
 @pytest.fixture(scope="module")
@@ -142,11 +142,11 @@ def test_schedules_free_everything_and_preempted_sequences_answer_as_if_alone(
 ) -> None:
     engine, whole = pair
     batcher = Batcher(engine, None, ahead=ahead)
-    batcher.scheduler.swap = open_swap(engine.cache, engine.pages, room)  # type: ignore[arg-type]
-    batcher.scheduler.swap = open_swap(engine.cache, engine.pages, room)  # type: ignore[arg-type]
+    batcher.scheduler.swap = open_swap(engine.cache, engine.pages, room)
+    batcher.scheduler.swap = open_swap(engine.cache, engine.pages, room)
     if batcher.scheduler.swap is not None:
         batcher.scheduler.swap.prompt_tokens_per_s = rate
-    others = engine.pages.take(fewer)  # type: ignore[union-attr]
+    others = engine.pages.take(fewer)
     going: dict[int, Call] = {}
     for step in range(5000):
         for index, one in enumerate(calls):
@@ -157,7 +157,7 @@ def test_schedules_free_everything_and_preempted_sequences_answer_as_if_alone(
         if not batcher.advance() and len(going) == len(calls):
             break
         _count_owners(batcher, others)
-    engine.pages.give(others)  # type: ignore[arg-type]
+    engine.pages.give(others)
     assert nothing_left(batcher)
     exact = engine.cache.plan.policy == "full" or not batcher.scheduler.recomputed
     for index, one in enumerate(calls):

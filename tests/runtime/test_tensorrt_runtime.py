@@ -204,7 +204,7 @@ class Setup:
 
     def executor(self) -> TensorrtExecutor:
         backend = Backend("tensorrt", "11.0", TRT, None, self.log)
-        return TensorrtExecutor(self.engine, backend, self.cache, self.bindings, self.recorder, Lane())  # type: ignore[arg-type]
+        return TensorrtExecutor(self.engine, backend, self.cache, self.bindings, self.recorder, Lane())
 
 
 def step(tokens: list[int], sequences: int, rows: list[int], *, pages: int = 1, rope: Tensor | None = None) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ def client(llms: Mapping[str, LLM], settings: Settings = Settings(), max_waiting
         await asyncio.gather(*(one.close(0.0) for one in backends.values()))
 
     with TestClient(make_app(backends, metrics, settings, lifespan=lifespan), raise_server_exceptions=False) as inner:
-        inner.backends = backends  # type: ignore[attr-defined]
+        inner.backends = backends
         yield inner
 
 

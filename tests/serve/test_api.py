@@ -185,7 +185,7 @@ def test_origins(llm: LLM) -> None:
 
 
 def test_models_are_named(llm: LLM) -> None:
-    with client({"one": llm, "two": LLM(llm.tokenizer.path, device="cpu")}) as api:  # type: ignore[union-attr]
+    with client({"one": llm, "two": LLM(llm.tokenizer.path, device="cpu")}) as api:
         assert [one["id"] for one in api.get("/v1/models").json()["data"]] == ["one", "two"]
         assert api.get("/v1/models/two").json()["max_model_len"] == 512
         assert api.get("/v1/models/three").status_code == 404

@@ -49,8 +49,8 @@ def started(engines: list[Path], *words: object) -> Iterator[Server]:
     """Serve engines through Triton; the ports are read from what the server says."""
     with Server(*engines, "--triton-env", ENV, "--device", "cpu", *words, patience_s=START_S) as server:
         said = server.errors()
-        server.raw = httpx.Client(base_url=f"http://127.0.0.1:{_port(said, 'http 127.0.0.1:')}", timeout=PATIENCE_S)  # type: ignore[attr-defined]
-        server.grpc = f"127.0.0.1:{_port(said, 'grpc :')}"  # type: ignore[attr-defined]
+        server.raw = httpx.Client(base_url=f"http://127.0.0.1:{_port(said, 'http 127.0.0.1:')}", timeout=PATIENCE_S)
+        server.grpc = f"127.0.0.1:{_port(said, 'grpc :')}"
         yield server
 
 
@@ -95,7 +95,7 @@ def test_the_front_answers_as_the_engine_does(server: Server, expected: list[Any
 
 
 def test_http_generate_and_generate_stream(server: Server, expected: list[Any]) -> None:
-    raw: httpx.Client = server.raw  # type: ignore[attr-defined]
+    raw: httpx.Client = server.raw
     whole = raw.post("/v2/models/one/generate", json=RAW).json()
     assert whole["text_output"] == expected[0].text and whole["finish_reason"] == "length"
     assert (
@@ -126,7 +126,7 @@ def test_grpc_streams_side_by_side(server: Server, expected: list[Any]) -> None:
         if not left:
             done.set()
 
-    with grpc.InferenceServerClient(server.grpc) as client:  # type: ignore[attr-defined]
+    with grpc.InferenceServerClient(server.grpc) as client:
         client.start_stream(take)
         for name in texts:
             values = {"text_input": (np.array([[b"hello"]], object), "BYTES"), "stream": (np.array([[True]]), "BOOL")}
@@ -166,7 +166,7 @@ def test_clients_that_leave(server: Server) -> None:
         next(pieces)
         until(lambda: server.engine()["running"] == 1)
     until(lambda: server.engine()["running"] == 0)
-    raw: httpx.Client = server.raw  # type: ignore[attr-defined]
+    raw: httpx.Client = server.raw
     with raw.stream("POST", "/v2/models/one/generate_stream", json={**RAW, "stream": True, "max_tokens": 3900}) as stream:
         pieces = stream.iter_text()
         next(pieces)
@@ -196,7 +196,7 @@ def test_metrics_of_both_are_shown_once(server: Server) -> None:
 def test_hot_unload_and_load(engines: list[Path]) -> None:
     """A model that is unloaded by hand is a dead engine to the front: it reloads it."""
     with started(engines) as server:
-        raw: httpx.Client = server.raw  # type: ignore[attr-defined]
+        raw: httpx.Client = server.raw
         assert sorted(one["name"] for one in raw.post("/v2/repository/index").json()) == ["one", "two"]
         assert raw.post("/v2/repository/models/two/load").status_code == 200
         assert raw.post("/v2/models/two/generate", json=RAW).status_code == 200

@@ -37,7 +37,7 @@ def test_every_input_reaches_the_sampler(llm: LLM) -> None:
         max_tokens=9, stop=("a", "b"), stop_token_ids=(7,), temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, repetition_penalty=1.5,
         presence_penalty=0.5, frequency_penalty=0.75, seed=2**63, ignore_eos=True, logprobs=1, top_logprobs=4,
     )  # fmt: skip
-    assert asked.stream and asked.priority == 2 and asked.tokens == [1, 2, 3] and asked.echo == llm.tokenizer.decode([1, 2, 3])  # type: ignore[union-attr]
+    assert asked.stream and asked.priority == 2 and asked.tokens == [1, 2, 3] and asked.echo == llm.tokenizer.decode([1, 2, 3])
 
 
 def test_json_parameters_are_the_same_as_tensors(llm: LLM) -> None:
