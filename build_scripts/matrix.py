@@ -111,6 +111,7 @@ def takes_budget(policy: str) -> bool:
 def build(cell: Cell) -> Row:
     """Build one engine in its own process."""
     from plugins.cache.bytes import ByteCount
+    from plugins.cache.formats import find_format
     from trtkv import api
     from trtkv.engine.manifest import PLAN, read_manifest
 
@@ -126,7 +127,7 @@ def build(cell: Cell) -> Row:
         time.perf_counter() - started,
         plan.stat().st_size if plan.is_file() else 0,
         sum(one.size_bytes for one in manifest.kernels.files) if manifest.kernels else 0,
-        ByteCount(manifest.cache).bytes_per_token,
+        ByteCount(manifest.cache, find_format(manifest.cache)).bytes_per_token,
         manifest.build_hash,
     )
 

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from quality_cells import LENGTHS, PERCENTS, Cell, Model, cells, measure, samples_of
 
+from trtkv.bench.records import read_records
+
 TASKS = ("passkey", "needle")
 # What a goal compares to within a point or two: more samples, of another seed.
 CLOSE = (
@@ -73,7 +75,7 @@ def everything() -> Iterator[Cell]:
 
 def show(options: argparse.Namespace) -> None:
     """Print the cells as JSON lines."""
-    done = {name_of(cell_of(row)) for row in rows_of(options.without) if "preset" in row} if options.without else set()
+    done = {name_of(cell_of(row)) for row in read_records(options.without) if "preset" in row} if options.without else set()
     for cell in everything():
         if name_of(cell) not in done:
             print(json.dumps(dataclasses.asdict(cell)))
@@ -98,7 +100,7 @@ def run(options: argparse.Namespace) -> None:
 
 def forget_unfinished(records: Path) -> None:
     """Remove the claims of workers that ended without a record."""
-    done = {f".{name_of(cell_of(row))}" for file in records.glob("worker-*.jsonl") for row in rows_of(file)}
+    done = {f".{name_of(cell_of(row))}" for file in records.glob("worker-*.jsonl") for row in read_records(file)}
     for claim in records.glob(".*"):
         if claim.name not in done:
             claim.unlink()
@@ -108,7 +110,7 @@ def work(options: argparse.Namespace) -> None:
     """Take cells that are not claimed until none is left or the time is over."""
     until = time.monotonic() + options.seconds
     torch.set_num_threads(1)
-    wanted = [cell_of(row) for row in rows_of(options.cells)]
+    wanted = [cell_of(row) for row in read_records(options.cells)]
     own = options.records / f"worker-{options.index}-{os.getpid()}.jsonl"
     model = None
     for cell in wanted:
@@ -127,11 +129,6 @@ def work(options: argparse.Namespace) -> None:
             raise
         with own.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-
-
-def rows_of(file: Path) -> list[dict[str, Any]]:
-    """Read a file of JSON lines."""
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def cell_of(row: dict[str, Any]) -> Cell:

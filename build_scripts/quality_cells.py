@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from trtkv.api import build
 from trtkv.errors import TrtkvError
 from trtkv.eval.agreement import compare
 from trtkv.eval.budgets import apply_budget, has_budget
-from trtkv.eval.perplexity import windows
+from trtkv.eval.perplexity import standard_error, windows
 from trtkv.eval.task import AnswerTask, Sample, TaskOptions
 from trtkv.eval.tasks import make_task
 from trtkv.eval.teacher_forcing import score_answers
@@ -164,8 +163,3 @@ def answers(cell: Cell, llm: LLM) -> dict[str, Any]:
 def agreement(cell: Cell, llm: LLM, full: LLM) -> dict[str, Any]:
     """Compare predictions on the same text with those of the whole cache."""
     return dict(compare(llm, full, windows(llm, None, cell.length, cell.samples, cell.seed)))
-
-
-def standard_error(values: Sequence[float]) -> float:
-    """Return the standard error of a mean, 0 for a single value."""
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0

@@ -7,13 +7,14 @@ The files have every preset, budget, length and sample; the page has the rows by
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
+
+from trtkv.bench.records import read_records
 
 ROOT = Path(__file__).parent.parent
 TASKS = ("passkey", "needle")
@@ -30,7 +31,7 @@ class Records:
     """Finished cells of `quality.py`, found by what they are: the newest of each."""
 
     def __init__(self, file: Path) -> None:
-        rows = rows_of(file)
+        rows = read_records(file)
         self.own = {self._key(row): row for row in rows if "preset" in row}
         self.peers = {(row["task"], row["peer"], row["percent"], row["length"]): row for row in rows if "peer" in row}
 
@@ -191,7 +192,7 @@ def exact(record: Record | None) -> str:
 
 def ruler(folder: Path) -> str:
     """Write RULER's scores of presets that ran all tasks, its needle tasks as one mean."""
-    rows = rows_of(folder / "quality-ruler.jsonl")
+    rows = read_records(folder / "quality-ruler.jsonl")
     scores: dict[tuple[str, int | None], dict[str, float]] = {}
     for row in rows:
         scores.setdefault((row["policy"], row["budget"]), {})[row["task"]] = row["figures"]["score"]
@@ -213,7 +214,7 @@ eight tasks. The model itself fails where `full` is low. NVIDIA H200, commits {c
 
 def closeness(folder: Path) -> str:
     """Write how close predictions and attention are to full's, and what long generation loses."""
-    agree, attend, long = (rows_of(folder / f"quality-{name}.jsonl") for name in ("agreement", "attention", "long"))
+    agree, attend, long = (read_records(folder / f"quality-{name}.jsonl") for name in ("agreement", "attention", "long"))
     errors = {(row["policy"], row["budget"]): row["figures"] for row in attend}
     cells = []
     for row in agree:
@@ -237,11 +238,6 @@ Of 2,048 tokens that `full` generates after a prompt of 256, the presets tried (
 def commits(rows: Iterable[Record]) -> str:
     """Name the commits of records, each once."""
     return ", ".join(dict.fromkeys(row["commit"] for row in rows if "commit" in row))
-
-
-def rows_of(file: Path) -> list[Record]:
-    """Read records."""
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -73,7 +73,7 @@ def launch(
 
 def append_kernel(
     heads_q: int, heads_kv: int, dim: int, group: int, summary: int, norm: bool, dtype: str, arch: str, *, ragged: bool = False, sink: int = -1
-) -> TritonSpec:  # fmt: skip
+) -> TritonSpec:
     """Return the kernel for a shape; dtype is Triton's name of what activations and cache hold.
 
     From sm_90 on it can always overlap with the kernel before it: launched without leave to do so, its waiting costs nothing.

@@ -26,7 +26,7 @@ def attend_all(config: OpConfig, row: Row, query: Tensor, keys: Tensor, values: 
 
 def attend_units(
     config: OpConfig, plan: SelectPlan, row: Row, query: Tensor, units: Tensor, read: Callable[[Tensor], tuple[Tensor, Tensor]]
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attend query [Hq, D] to selected units [H, K] int64, whose keys and values [Hk, K, D] `read` returns for tokens [Hk, K]: [Hq, D]."""
     if plan.unit > 1:
         units = (units[..., None] * plan.unit + torch.arange(plan.unit, device=units.device)).flatten(1)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from plugins.device import kernel
-from plugins.device.driver import BESIDE_PERCENT
-from plugins.device.kernel import CudaKernel
+from plugins.device.driver import BESIDE_PERCENT, arch
+from plugins.device.kernel import LOG2_E, CudaKernel
 from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import Float, Int, Pointer, shared_limit
 
@@ -39,20 +39,14 @@ def attend_list(
     """
     _, heads, page_size, dim = keys.shape
     group, batch = q.shape[1] // dim // heads, lens.shape[0]
-    sm = device_arch()
+    sm = arch()
     tokens = 0 if chosen is None else (chosen.shape[2] - 1) * unit
     form = attend_form(batch * heads, tokens, unit, dim, sm)
     spec = attend_kernel(dim, group, form, unit, q.dtype == torch.bfloat16, sm)
     strides = (q.stride(0), out.stride(0), table.stride(0), page_size, 0 if chosen is None else chosen.shape[2])
-    given = (q, keys, values, table, lens, chosen, out, *strides, int(settled), scale * 1.4426950408889634)
+    given = (q, keys, values, table, lens, chosen, out, *strides, int(settled), scale * LOG2_E)
     grid = (form.cluster, heads, batch)
     kernel.launch(spec, grid, given, threads=form.warps * 32, shared=form.shared, cluster=form.cluster, overlap=overlap)
-
-
-def device_arch() -> str:
-    """Name the current device's compute capability, such as "90"."""
-    major, minor = torch.cuda.get_device_capability()
-    return f"{major}{minor}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plugins.attend.launch import device_arch
 from plugins.device import kernel
-from plugins.device.kernel import CudaKernel
+from plugins.device.driver import arch
+from plugins.device.kernel import LOG2_E, CudaKernel
 from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import Float, Int, Pointer, shared_limit
 
@@ -78,11 +78,11 @@ def attend_dense(
     ragged, (_, heads, page_size, dim) = lens.dim() > 1, keys.shape
     heads, batch = lens.shape[0] if ragged else heads, lens.shape[-1]
     group = q.shape[1] // dim // heads
-    warps, _ = dense_shape(dim, group, device_arch(), codes is not None)
-    spec = dense_kernel(dim, group, q.dtype == torch.bfloat16, device_arch(), ragged, codes is not None)
+    warps, _ = dense_shape(dim, group, arch(), codes is not None)
+    spec = dense_kernel(dim, group, q.dtype == torch.bfloat16, arch(), ragged, codes is not None)
     most = (1 if codes is None else 2) * batch * heads * -(-table.shape[-1] * page_size // (warps * _TILE))
     coded = (None,) * 4 if codes is None else (codes.table, codes.lens, codes.key_scale, codes.value_scale)
-    numbers = (batch, heads, q.stride(0), out.stride(0), table.stride(-2), page_size, scale * 1.4426950408889634)
+    numbers = (batch, heads, q.stride(0), out.stride(0), table.stride(-2), page_size, scale * LOG2_E)
     given = (q, keys, values, table, lens, out, *scratch, *numbers, *coded, *(None,) * 5)
     grid = (_blocks(scratch[0].shape[0] // 2, most, batch * heads), 1, 1)
     kernel.launch(spec, grid, given, threads=warps * 32, shared=spec.shared, overlap=overlap)
@@ -99,10 +99,10 @@ def attend_replaced(
     """
     (_, heads, page_size), dim, batch = codes.key_scale.shape, newest[0].shape[3], lens.shape[0]
     group = q.shape[1] // dim // heads
-    warps, _ = dense_shape(dim, group, device_arch(), True)
-    spec = dense_kernel(dim, group, q.dtype == torch.bfloat16, device_arch(), nibbles=True)
+    warps, _ = dense_shape(dim, group, arch(), True)
+    spec = dense_kernel(dim, group, q.dtype == torch.bfloat16, arch(), nibbles=True)
     most = batch * heads * (1 + -(-table.shape[1] * page_size // (warps * _TILE)))
-    numbers = (batch, heads, q.stride(0), out.stride(0), table.stride(0), page_size, scale * 1.4426950408889634)
+    numbers = (batch, heads, q.stride(0), out.stride(0), table.stride(0), page_size, scale * LOG2_E)
     coded = (codes.key_scale, codes.value_scale, codes.key_codes, codes.value_codes, codes.key_zero, codes.value_zero)
     given = (q, *newest, table, lens, out, *scratch, *numbers, slots, None, *coded, lse)
     kernel.launch(spec, (_blocks(scratch[0].shape[0] // 2, most, batch * heads), 1, 1), given, threads=warps * 32, shared=spec.shared)

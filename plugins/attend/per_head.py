@@ -15,7 +15,7 @@ def by_head(x: Tensor, num_kv_heads: int) -> Tensor:
 
 def attend_per_head(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lens: Tensor, chosen: Tensor, out: Tensor, *, unit: int, scale: float
-) -> None:  # fmt: skip
+) -> None:
     """Attend one token a sequence: q, out [B, Hq D], keys, values [P, Hk, N, D], table [B, M], lens [B], chosen [B, Hq, K + 1] int32.
 
     Every query head reads its own list, so a group's keys are read G times where lists overlap. Queries, lists and lengths are written by

@@ -133,8 +133,12 @@ class ByteCount:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes that one more token costs in the long run, in whole pages."""
-        return self.page / self.plan.page_size
+        """Bytes that one more token costs in the long run: in whole pages, or in tensors of the stored size, there encoded if the plan encodes."""
+        if not self.exact:  # in a pool for all layers or heads a page is of one of them
+            shares = {"per_head": self.num_rows, "mixed": self.plan.num_layers}.get(self.plan.storage, 1)
+            return shares * self.page / self.plan.page_size
+        encodes = any(one.encoded for one in self._data)
+        return sum(sum(one.sizes) / one.tokens for one in self._data if one.part is None or one.encoded == encodes)
 
     def stored(self, lengths: Lengths | int, encoded: Encoded = ()) -> int:
         """Return the bytes of keys, values, codes and summaries that hold data of a sequence."""

@@ -31,8 +31,9 @@ def gpu_ready(device: torch.device) -> str | None:
         return "no CUDA device is used"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the GPU is older than compute capability 8.0"
-    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
-        return "cuda-bindings is not installed (pip install 'trtkv[gpu]')"
+    for name in ("bindings", "core"):
+        if find_spec("cuda") is None or find_spec(f"cuda.{name}") is None:
+            return f"cuda-{name} is not installed (pip install 'trtkv[gpu]')"
     return None
 
 

@@ -24,6 +24,7 @@ from plugins.cache.indexes import published_queries
 from plugins.cache.indexes.append_targets import group_summary
 from plugins.cache.kernel_support import MOST_EARLY_BYTES
 from plugins.config import OpConfig
+from plugins.device.driver import arch
 from plugins.select.summary import summary_of
 from trtkv.config import DTYPE_BYTES
 
@@ -135,7 +136,7 @@ def _decode(
     if selection.shape[1] != keys.shape[1]:
         attend_per_head(query, keys, values, table, lens, selection, out, unit=plan.unit, scale=config.scale)
         return
-    overlap = overlap and (cache.overlaps(table) or launch.begins_early(lens.shape[0] * keys.shape[1], launch.device_arch()))
+    overlap = overlap and (cache.overlaps(table) or launch.begins_early(lens.shape[0] * keys.shape[1], arch()))
     launch.attend_list(query, keys, values, table, lens, selection, out, unit=plan.unit, scale=config.scale, overlap=overlap, settled=True)
     published_queries.attended(cache)
 

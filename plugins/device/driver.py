@@ -5,16 +5,17 @@ A launch makes no allocation and no synchronization, so it can be captured; load
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from plugins.device.spec import Binary, Pointer, Spec
+from plugins.device.spec import Binary, Long, Pointer, Spec
 from trtkv.errors import CapacityError, EngineError
 
 # Of an SM's memory stays shared memory under kernels that request cache: some blocks of the next kernel fit beside theirs; and under small ones that
 # follow each other in a step: then those of any other do.
 CACHING_PERCENT, BESIDE_PERCENT = 10, 75
+_PLAIN = (Pointer, Long)  # which an int of Python is
 MOST_CONFIGS = 256  # of a kernel that are cached; prompts' chunks have ever new shapes
 
 
@@ -23,93 +24,78 @@ class Refused(EngineError):
 
 
 class Kernel:
-    """A loaded function with the C types of its arguments; threads is how many a block has where the compiler decided that, else 0."""
+    """A loaded function with the types of its parameters; threads is how many a block has where the compiler decided that, else 0."""
 
     def __init__(self, spec: Spec, binary: Binary) -> None:
         """Load it on the current device, with as much dynamic shared memory as the spec requests and the device has, and clusters of sixteen.
 
         Raises Refused where the driver does not take the cubin.
         """
+        from cuda import core
         from cuda.bindings import driver
 
-        self._driver = driver
+        self._driver, self._core = driver, core
         self._configs: dict[tuple[Any, ...], Any] = {}
-        scratch = binary.facts.get("scratch", 0)
-        self._types, self._nulls = spec.types + (Pointer,) * scratch, (0,) * scratch
+        self._streams: dict[int, Any] = {}
+        self._types, self._nulls = spec.types, (0,) * binary.facts.get("scratch", 0)
         self.threads, self.shared = binary.facts.get("threads", 0), binary.facts.get("shared", spec.shared)
-        self._module = self._load(spec, lambda: driver.cuModuleLoadData(binary.cubin))
-        self._function = self._load(spec, lambda: driver.cuModuleGetFunction(self._module, spec.entry.encode()))
-        attribute, device = driver.CUdevice_attribute, _value(driver.cuCtxGetDevice())
-        self._major = _value(driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device))
-        most = _value(driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, device))
-        settings = driver.CUfunction_attribute
-        most -= _value(driver.cuFuncGetAttribute(settings.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, self._function))
-        size = settings.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _check(driver.cuFuncSetAttribute(self._function, size, min(self.shared, most))[0])
+        self._device = _value(driver.cuCtxGetDevice())
+        self._kernel = self._load(spec, binary)
+        attribute, settings = driver.CUdevice_attribute, driver.CUfunction_attribute
+        self._major = _value(driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, self._device))
+        most = _value(driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, self._device))
+        most -= _value(driver.cuKernelGetAttribute(settings.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, self._kernel.handle, self._device))
+        self._set(settings.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, min(self.shared, most))
         if spec.shared_percent >= 0:
             self.prefer_shared(spec.shared_percent)
         if self._major >= 9:  # where sixteen are beyond the device, smaller clusters still are not
-            driver.cuFuncSetAttribute(self._function, settings.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+            driver.cuKernelSetAttribute(settings.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1, self._kernel.handle, self._device)
 
     def prefer_shared(self, percent: int) -> None:
         """Say how much of a multiprocessor's memory is shared memory under its launches, in percent; the rest caches. -1 leaves it to the driver.
 
         Left to the driver, a kernel that begins while another one ends runs with what that one needed.
         """
-        setting = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-        _check(self._driver.cuFuncSetAttribute(self._function, setting, percent)[0])
+        self._set(self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, percent)
 
     def launch(
-        self, grid: tuple[int, int, int], threads: int, shared: int, stream: int, values: Sequence[Any], *, cluster: int = 1, overlap: bool = False,
+        self, grid: tuple[int, int, int], threads: int, shared: int, stream: int, values: Iterable[Any], *, cluster: int = 1, overlap: bool = False,
         cooperative: bool = False,
     ) -> None:  # fmt: skip
         """Launch on a stream; overlap lets the kernel start while the one before it drains (it waits itself before it reads; from sm_90 on).
 
         Blocks of a cooperative launch may wait for each other: all of them are resident at once, or the driver refuses the launch.
         """
-        shape = (grid, threads, shared, stream, cluster, overlap, cooperative)
+        shape = (grid, threads, shared, cluster, overlap, cooperative)
         config = self._configs.get(shape)
         if config is None:
             if len(self._configs) >= MOST_CONFIGS:
                 self._configs.clear()
             config = self._configs[shape] = self._configure(*shape)
-        _check(self._driver.cuLaunchKernelEx(config, self._function, ((*values, *self._nulls), self._types), 0)[0])
+        queue = self._streams.get(stream)
+        if queue is None:
+            queue = self._streams[stream] = self._core.Stream.from_handle(stream)
+        given = [value if kind in _PLAIN else kind(value) for kind, value in zip(self._types, values, strict=True)]
+        self._core.launch(queue, config, self._kernel, *given, *self._nulls)
 
-    def _configure(
-        self, grid: tuple[int, int, int], threads: int, shared: int, stream: int, cluster: int, overlap: bool, cooperative: bool
-    ) -> Any:  # fmt: skip
-        """Make what a launch takes; that costs more than the launch itself, so it is cached."""
-        driver = self._driver
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes, config.hStream = shared, stream
-        attributes = []
-        if cluster > 1:
-            one = driver.CUlaunchAttribute()
-            one.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            one.value.clusterDim.x, one.value.clusterDim.y, one.value.clusterDim.z = cluster, 1, 1
-            attributes.append(one)
-        if cooperative:
-            one = driver.CUlaunchAttribute()
-            one.id, one.value.cooperative = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, 1
-            attributes.append(one)
-        if overlap and self._major >= 9:
-            one = driver.CUlaunchAttribute()
-            one.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            one.value.programmaticStreamSerializationAllowed = 1
-            attributes.append(one)
-        config.attrs, config.numAttrs = attributes, len(attributes)
-        return config
+    def _configure(self, grid: tuple[int, int, int], threads: int, shared: int, cluster: int, overlap: bool, cooperative: bool) -> Any:
+        """Make what a launch takes, which is cached; cuda.core counts a grid in clusters."""
+        blocks = (grid[0] // cluster, *grid[1:])
+        early = {"programmatic_stream_serialization": True} if overlap and self._major >= 9 else {}
+        together = {"cluster": cluster} if cluster > 1 else {}
+        return self._core.LaunchConfig(grid=blocks, block=threads, shmem_size=shared, is_cooperative=cooperative, **together, **early)
 
-    def _load(self, spec: Spec, call: Any) -> Any:
-        answer = call()
-        if answer[0] == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-            raise CapacityError(f"the GPU has no memory left for the kernel {spec.title}", "Lower --cache-bytes, or free memory on the GPU.")
-        if int(answer[0]) != 0:
-            code = getattr(answer[0], "name", answer[0])
-            raise Refused(f"the driver refuses the compiled kernel {spec.title} for sm_{spec.arch} ({code})", "Check the driver with trtkv doctor.")
-        return answer[1]
+    def _load(self, spec: Spec, binary: Binary) -> Any:
+        try:
+            return self._core.ObjectCode.from_cubin(binary.cubin).get_kernel(spec.entry)
+        except Exception as error:  # noqa: BLE001 - cuda.core has no public name for what the driver answers
+            problem, code = f"compiled kernel {spec.title}", str(error).partition(":")[0]
+            if "OUT_OF_MEMORY" in code:
+                raise CapacityError(f"the GPU has no memory left for the {problem}", "Lower --cache-bytes, or free memory on the GPU.") from None
+            raise Refused(f"the driver refuses the {problem} for sm_{spec.arch} ({code})", "Check the driver with trtkv doctor.") from None
+
+    def _set(self, attribute: Any, value: int) -> None:
+        _check(self._driver.cuKernelSetAttribute(attribute, value, self._kernel.handle, self._device)[0])
 
 
 def arch() -> str:
@@ -117,6 +103,13 @@ def arch() -> str:
     import torch
 
     return _arch(torch.cuda.current_device())
+
+
+def current_stream() -> int:
+    """Return the handle of torch's current stream, without the objects that `torch.cuda.current_stream` makes."""
+    import torch
+
+    return int(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
 
 
 @cache

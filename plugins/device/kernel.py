@@ -12,20 +12,19 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from plugins.device import store
-from plugins.device.driver import arch
+from plugins.device.driver import arch, current_stream
 from plugins.device.dtypes import TRITON_DTYPES
 from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import Float, Int, Pointer, Spec
 from plugins.device.triton_aot import TritonSpec
 
 Grid = tuple[int, int, int]
+LOG2_E = 1.4426950408889634  # kernels raise two to a power, so their scales are multiplied by it
 Constants = Mapping[str, int]  # of a Triton kernel, by name
 
 _ROOT = Path(__file__).parents[2]
+_NUMBERS = frozenset((int, float, bool))  # by type, because isinstance asks torch for each
 _C_TYPES = {"i32": Int, "fp32": Float}
 
 
@@ -91,9 +90,8 @@ def launch(
     kernel = store.load(spec)
     if not threads:
         threads, shared = kernel.threads, kernel.shared
-    plain = [0 if one is None else one.data_ptr() if isinstance(one, Tensor) else one for one in values]
-    stream = torch.cuda.current_stream().cuda_stream
-    kernel.launch(grid, threads, shared, stream, plain, cluster=cluster, overlap=overlap, cooperative=cooperative)
+    plain = [one if type(one) in _NUMBERS else 0 if one is None else one.data_ptr() for one in values]
+    kernel.launch(grid, threads, shared, current_stream(), plain, cluster=cluster, overlap=overlap, cooperative=cooperative)
 
 
 def run(kernel: TritonKernel, grid: Grid, values: Sequence[Any], constants: Constants, *, warps: int = 0) -> None:

@@ -21,10 +21,9 @@ from functools import cache
 from importlib import metadata
 from typing import IO, Any
 
+from plugins.device.nvrtc import INSTALL
 from plugins.device.spec import Binary, Spec
 from trtkv.errors import BuildError
-
-INSTALL = "pip install 'trtkv[gpu]'"
 
 
 @dataclass(frozen=True)

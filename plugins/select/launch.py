@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from plugins.device import kernel
-from plugins.device.kernel import CudaKernel
+from plugins.device.driver import arch
+from plugins.device.kernel import LOG2_E, CudaKernel
 from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import Float, Int, Long, Pointer, shared_limit
 from trtkv.errors import CapacityError
@@ -59,7 +60,7 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class OwnBudgets:
-    """Smaller budgets that requests requested: slots [B] int32, budgets [Z] int32 by slot, 0 where none was; up to dense_below all is read anyway."""
+    """Smaller budgets of single requests: slots [B] int32, budgets [Z] int32 by slot, 0 where none was; up to dense_below all is read anyway."""
 
     slots: Tensor
     budgets: Tensor
@@ -79,7 +80,7 @@ def fier_score(
     group = q.shape[1] // dim // heads
     spec = score_kernel(dim, group, pooling, q.dtype == torch.bfloat16, arch())
     tensors = (q, bits, meta, table, lens, scores, parts, published)
-    values = (*tensors, q.stride(0), table.stride(0), page_size // 32, scores.shape[2], budget, scale * 1.4426950408889634)
+    values = (*tensors, q.stride(0), table.stride(0), page_size // 32, scores.shape[2], budget, scale * LOG2_E)
     kernel.launch(spec, (parts.shape[1], heads, lens.shape[0]), values, threads=256, shared=spec.shared, overlap=overlap)
 
 
@@ -194,16 +195,10 @@ def score_kernel(dim: int, group: int, pooling: str, bf16: bool, arch: str) -> C
 
 def select_kernel(
     cluster: int, heads: int, maximum: bool, unit: int, group: int, arch: str, *, streams: bool = False, filters: bool = False
-) -> CudaSpec:  # fmt: skip
+) -> CudaSpec:
     """Return the selector for a cluster size and number of scored heads."""
     shape = {"CLUSTER": cluster, "HEADS": heads, "MAXIMUM": int(maximum and heads > 1), "UNIT": unit, "GROUP": group}
     return SELECT.variant(arch, shared=200 * 1024, **shape, STREAM=streams, FILTER=filters)
-
-
-def arch() -> str:
-    """Name the current device's architecture, with the specific features of sm_90 and later left out."""
-    major, minor = torch.cuda.get_device_capability()
-    return f"{major}{minor}"
 
 
 def _parts(rows: int, groups: int, slots: int) -> int:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from plugins.device import kernel
-from plugins.device.driver import BESIDE_PERCENT, CACHING_PERCENT
-from plugins.device.kernel import CudaKernel
+from plugins.device.driver import BESIDE_PERCENT, CACHING_PERCENT, arch
+from plugins.device.kernel import LOG2_E, CudaKernel
 from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import Float, Int, Long, Pointer, shared_limit
-from plugins.select.launch import POOLS, OwnBudgets, arch
+from plugins.select.launch import POOLS, OwnBudgets
 from plugins.select.launch_pages import KINDS
 from plugins.select.summary import Summary, shares_selection
 from trtkv.plan import SelectPlan
@@ -22,7 +22,6 @@ _HERE = Path(__file__).parent
 _TYPES = (Pointer,) * 13 + (Int, Int, Int, Long) + (Int,) * 6 + (Float,)
 FIER = CudaKernel(_HERE / "fier_select.cu", "fier_select", _TYPES)
 PAGES = CudaKernel(_HERE / "page_select.cu", "page_select", _TYPES)
-LOG2_E = 1.4426950408889634
 STAGES = (8, 4)  # groups of a warp in flight: as many as shared memory has room for
 MOST_SMS = 160  # multiprocessors of a device that are used: blocks of a row, as in exchange.cuh
 # As measured on an H200. Eight warps leave a multiprocessor room for blocks of the next kernel; sixteen score faster.

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from plugins.device import kernel
-from plugins.device.kernel import CudaKernel
+from plugins.device.driver import arch
+from plugins.device.kernel import LOG2_E, CudaKernel
 from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import Float, Int, Long, Pointer
-from plugins.select.launch import Scratch, arch
+from plugins.select.launch import Scratch
 from trtkv.errors import CapacityError
 
 _HERE = Path(__file__).parent
@@ -70,7 +71,7 @@ def score_pages(
         raise CapacityError(f"{group} query heads share a key-value head, the page scorer takes {MOST_GROUP_HEADS}", "Select in torch.")
     spec = score_kernel(kind, dim, group, pooling, per_page, q.dtype == torch.bfloat16, arch(), forced=cut is not None, shared=shared)
     values = (q, vectors, beside, cut, table, lens, scores, parts, q.stride(0), table.stride(0), unit, heads, scores.shape[0] // batch,
-              scores.shape[2], budget, scale * 1.4426950408889634)  # fmt: skip
+              scores.shape[2], budget, scale * LOG2_E)  # fmt: skip
     kernel.launch(spec, (parts.shape[1], 1 if shared else heads, batch), values, threads=256, overlap=overlap)
 
 

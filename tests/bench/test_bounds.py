@@ -39,7 +39,6 @@ def test_pages_of_32_are_scored_from_16_bytes_a_token() -> None:
 def test_dense_and_short_contexts_read_everything() -> None:
     full = count_bytes(make("full"))
     assert (full.index, full.selection, full.scratch, full.attended) == (0, 0, 0, 64 * 131056 * 512)
-    assert count_bytes(make("fier"), dense=True).attended == full.attended
     short = count_bytes(make("fier", context=1024), separate=True)
     assert (short.index, short.scratch, short.attended) == (0, 0, 64 * 1008 * 512)
 

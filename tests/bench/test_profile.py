@@ -17,7 +17,7 @@ from trtkv.bench.profile import kernel_times, mean_times, short_name
         ("Memset (Device)", "Memset"),
         ("", ""),
     ],
-)  # fmt: skip
+)
 def test_names_lose_what_is_not_a_name(name: str, short: str) -> None:
     assert short_name(name) == short
 

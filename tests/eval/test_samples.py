@@ -167,7 +167,7 @@ def test_names() -> None:
     assert all(make_task(name, TaskOptions()).name == name for name in TASKS if name in GENERATED)
 
 
-def squad(path: Path, articles: int = 6) -> Path:
+def squad(path: Path) -> Path:
     data = [
         {
             "paragraphs": [
@@ -180,7 +180,7 @@ def squad(path: Path, articles: int = 6) -> Path:
                 }
             ]
         }
-        for index in range(articles)
+        for index in range(6)
     ]
     path.write_text(json.dumps({"version": "v2.0", "data": data}))
     return path

@@ -29,8 +29,8 @@ def bench(llm: LLM, full: LLM, length: int = 96, samples: int = 3) -> Bench:
     return Bench(llm, lambda: full, length, samples, 0, 3)
 
 
-def write_text(path: Path, seed: int, length: int = 300) -> str:
-    text = "".join("abcdefghij klm\n"[int(one)] for one in torch.randint(0, 15, (length,), generator=torch.Generator().manual_seed(seed)))
+def write_text(path: Path, seed: int) -> str:
+    text = "".join("abcdefghij klm\n"[int(one)] for one in torch.randint(0, 15, (300,), generator=torch.Generator().manual_seed(seed)))
     path.write_text(text, encoding="utf-8")
     return text
 

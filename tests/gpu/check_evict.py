@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import traceback
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +38,18 @@ def report(what: str, good: bool, more: str = "") -> None:
     print(("ok    " if good else "WRONG ") + what, more, flush=True)
     if not good:
         FAILED.append(what)
+
+
+def run(checks: Iterable[Callable[[], None]]) -> None:
+    """Run checks one after the other, whatever fails, and end the process with their verdict."""
+    for check in checks:
+        try:
+            check()
+        except Exception as error:  # noqa: BLE001
+            traceback.print_exc()
+            report(f"{check} {type(error).__name__}: {error}", False)
+    print(f"{len(FAILED)} failures")
+    sys.exit(bool(FAILED))
 
 
 @torch.inference_mode()
@@ -242,13 +256,4 @@ def moves_and_mass() -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        for check in (moves_and_mass, lambda: engines(Path(folder)), lambda: exchanges(Path(folder)), at_full_size):
-            try:
-                check()
-            except Exception as error:  # noqa: BLE001
-                import traceback
-
-                traceback.print_exc()
-                report(f"{check} {type(error).__name__}: {error}", False)
-    print(f"{len(FAILED)} failures")
-    sys.exit(bool(FAILED))
+        run((moves_and_mass, lambda: engines(Path(folder)), lambda: exchanges(Path(folder)), at_full_size))

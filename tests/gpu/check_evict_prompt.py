@@ -23,6 +23,7 @@ from plugins.cache.encodings.grouped.cache import GroupedCache
 from plugins.cache.encodings.grouped.evict_prompt import Keeper
 from plugins.cache.eviction.attention_sums import launch as sums
 from plugins.cache.ledgers.assemble import find_ledger
+from tests.gpu.check_evict import report, run
 from tests.runtime.test_policies import generate, prompts
 from tests.tiny import Rig, make_rig, make_tiny
 from trtkv.api import build
@@ -41,13 +42,6 @@ POLICIES = {
     "snapkv+kivi": ("evict.budget=48", "evict.window=8", "quantize.residual=32"),
     "pyramidkv+fp8": ("evict.budget=48", "evict.window=8"),
 }
-FAILED: list[str] = []
-
-
-def report(what: str, good: bool, more: str = "") -> None:
-    print(("ok    " if good else "WRONG ") + what, more, flush=True)
-    if not good:
-        FAILED.append(what)
 
 
 @dataclass
@@ -317,13 +311,4 @@ def at_full_size() -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         checks: list[Any] = [lambda: settling(Path(folder)), settle_at_full_size]
-        for check in checks if "--settled" in sys.argv else [lambda: engines(Path(folder)), at_full_size, *checks]:
-            try:
-                check()
-            except Exception as error:  # noqa: BLE001
-                import traceback
-
-                traceback.print_exc()
-                report(f"{type(error).__name__}: {error}", False)
-    print(f"{len(FAILED)} failures")
-    sys.exit(bool(FAILED))
+        run(checks if "--settled" in sys.argv else [lambda: engines(Path(folder)), at_full_size, *checks])

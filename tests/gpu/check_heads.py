@@ -5,10 +5,8 @@ Run as a module on a machine with a GPU; prints one line a check and ends with t
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from plugins.attend import launch_dense
 from plugins.cache.assemble import make_cache
 from plugins.cache.eviction.per_head import launch
 from plugins.cache.eviction.per_head.cache import HeadCache
-from tests.gpu.check_evict import FAILED, report
+from tests.gpu.check_evict import report, run
 from tests.plugins.test_mixed import POLICIES as MIXED
 from tests.plugins.test_per_head import POLICIES, kept
 from tests.runtime.test_policies import generate, prompts
@@ -311,11 +309,4 @@ if __name__ == "__main__":
         step_at_full_size,
     ]
     with tempfile.TemporaryDirectory() as folder:
-        for check in (*checks, lambda: rings(Path(folder)), lambda: mixtures(Path(folder)), lambda: engines(Path(folder))):
-            try:
-                check()
-            except Exception as error:  # noqa: BLE001
-                traceback.print_exc()
-                report(f"{check} {type(error).__name__}: {error}", False)
-    print(f"{len(FAILED)} failures")
-    sys.exit(bool(FAILED))
+        run((*checks, lambda: rings(Path(folder)), lambda: mixtures(Path(folder)), lambda: engines(Path(folder))))

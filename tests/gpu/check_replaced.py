@@ -21,6 +21,7 @@ from plugins.cache.encodings.per_token.cache import PerTokenCache
 from plugins.cache.encodings.per_token.launch import Stacks
 from plugins.cache.encodings.per_token.store import PerTokenStore, rule_of
 from plugins.config import OpConfig
+from plugins.device.kernel import LOG2_E
 from trtkv.plan import CacheView, Occupancy
 from trtkv.policies.registry import parse_policy
 from trtkv.ranking import attention as probabilities
@@ -153,7 +154,7 @@ def exact_error(x: Tensor, bits: int) -> Tensor:
 def sums(query: Tensor, keys: Tensor, scale: float) -> Tensor:
     """Return the logarithm to base 2 of the sum of the weights [Hq] of a query [Hq, D] over keys [Hk, S, D]."""
     logits = torch.einsum("hgd,hsd->hgs", query.unflatten(0, (len(keys), -1)).to(keys.dtype), keys) * scale
-    return logits.logsumexp(2).flatten() * launch.LOG2_E
+    return logits.logsumexp(2).flatten() * LOG2_E
 
 
 def judge(case: Any, before: Stacks, layer: int, b: int, stored: int) -> None:

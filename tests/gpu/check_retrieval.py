@@ -305,7 +305,7 @@ def check_all(small: bool) -> int:
     for heads, kind in itertools.product((1, 4), ("levels", "equal", "outlier", "normal")):
         check_ties(64, 131072, 2048, heads, 9, kind)
     for heads, pooling in ((1, "mean"), (2, "softmax-max"), (3, "softmax-mean"), (4, "softmax-mean")):
-        check_filtered(64, 131056, 2048, heads, pooling, 4, 64)
+        check_filtered(64, 131056, 2048, heads, pooling)
     for unit, group, heads in ((1, 32, 1), (1, 32, 4), (32, 32, 4), (16, 16, 1)):
         check_own_budgets(unit, group, heads, [70001, 900, 4096, 300, 33000], [700, 0, 1024, 200, 513], 1024)
         check_own_budgets(unit, group, heads, [5000, 900, 300], [200, 0, 200], 1024, dense_below=512)

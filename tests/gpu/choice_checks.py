@@ -47,7 +47,7 @@ def check_ties(rows: int, units: int, budget: int, heads: int, levels: int, kind
     expect(torch.equal(out[:, 0, :-1], want) and bool((out[:, 0, -1] == budget).all()), label)
 
 
-def check_filtered(rows: int, units: int, budget: int, heads: int, pooling: str, sink: int, window: int, cluster: int = 0) -> None:
+def check_filtered(rows: int, units: int, budget: int, heads: int, pooling: str, cluster: int = 0) -> None:
     """Where a block leaves most units out before it counts, it chooses what it chooses where it counts all: parts with their own references."""
     label = f"filter {rows}x{units} k{budget} heads {heads} {pooling} cluster {cluster}"
     plan = select.Scratch.plan(rows, heads, pooling, units, torch.cuda.get_device_properties(0).multi_processor_count)
@@ -68,15 +68,15 @@ def check_filtered(rows: int, units: int, budget: int, heads: int, pooling: str,
     for filters in (True, False):
         out = torch.full((rows, 1, budget + 1), -7, dtype=torch.int32, device=DEV)
         with patch.object(select, "select_filters", lambda *shape, filters=filters: filters):
-            select.select_units(scores, parts, lens, out, budget=budget, sink=sink, window=window, unit=1, group=32, pooling=pooling, cluster=cluster)
+            select.select_units(scores, parts, lens, out, budget=budget, sink=4, window=64, unit=1, group=32, pooling=pooling, cluster=cluster)
         found.append(out)
     expect(torch.equal(*found), f"{label}: {int((found[0] != found[1]).any(2).sum())} rows differ")
 
 
 def check_own_budgets(
     unit: int, group: int, heads: int, lens: list[int], own: list[int], budget: int, dense_below: int = 0, cluster: int = 0
-) -> None:  # fmt: skip
-    """Rows whose requests requested smaller budgets choose what a launch of that budget chooses for all."""
+) -> None:
+    """Rows whose requests override the budget choose what a launch of that budget chooses for all."""
     label = f"overridden budgets unit {unit} heads {heads} cluster {cluster}"
     rows, units = len(lens), -(-max(lens) // unit)
     plan = select.Scratch.plan(rows, heads, "softmax-mean", units, torch.cuda.get_device_properties(0).multi_processor_count)
@@ -102,9 +102,9 @@ def check_own_budgets(
         expect(bool((found[b, width:-1] == -1).all()), f"{label}: row {b} has units after its last")
 
 
-def check_short_lists(unit: int, lens: list[int], counts: list[int], room: int, group: int = 4, dim: int = 128) -> None:
+def check_short_lists(unit: int, lens: list[int], counts: list[int], room: int, dim: int = 128) -> None:
     """Lists are read right, and one with places left over as one that is full: the same bits."""
-    case = Case(2, group, dim, 64, lens, torch.bfloat16, indexed=False)
+    case = Case(2, 4, dim, 64, lens, torch.bfloat16, indexed=False)
     lists = torch.full((len(lens), 2, room + 1), -1, dtype=torch.int32, device=DEV)
     for b, (stored, count) in enumerate(zip(lens, counts, strict=True)):
         for h in range(2):

@@ -46,7 +46,7 @@ class Case:
 
     def __init__(
         self, heads: int, group: int, dim: int, page: int, lens: list[int], dtype: torch.dtype, pages: bool = False, indexed: bool = True
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.heads, self.group, self.dim, self.page, self.dtype = heads, group, dim, page, dtype
         self.guard, batch = Guarded(), len(lens)
         most = -(-(max(lens) + 130) // page)

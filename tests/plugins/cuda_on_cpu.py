@@ -22,7 +22,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from plugins.device import nvrtc, store
+from plugins.device import driver, kernel, nvrtc, store
 from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import shared_limit
 
@@ -66,6 +66,9 @@ def install(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0
     loaded: dict[Any, Kernel] = {}
     monkeypatch.setattr(store, "load", lambda spec: loaded.get(spec) or loaded.setdefault(spec, Kernel(spec)))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: capability)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(driver, "_arch", lambda device: "{}{}".format(*capability))
+    monkeypatch.setattr(kernel, "current_stream", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *args: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *args: SimpleNamespace(multi_processor_count=multiprocessors))

@@ -17,6 +17,7 @@ from plugins.attend import launch as attend_launch
 from plugins.cache.cache import Cache
 from plugins.cache.indexes import fier_layout
 from plugins.config import OpConfig
+from plugins.device import driver
 from plugins.select import launch, launch_fused, launch_pages
 from plugins.select.in_torch import choose
 from trtkv.ranking import best
@@ -67,7 +68,7 @@ class Launches:
 
     def score_pages(
         self, q, vectors, beside, table, lens, scores, parts, *, kind, unit, budget, scale, pooling, cut=None, shared=False, overlap=False
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.names.append("score_pages")
         heads, dim, rows = vectors.shape[1], vectors.shape[-1], []
         each = scores.shape[0] // len(lens)
@@ -114,7 +115,7 @@ class Launches:
 
     def select_units(
         self, scores, parts, lens, out, *, budget, sink, window, unit, group, pooling, own=None, cluster=0, overlap=False, published=None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.names.append("select_units")
         rows, lists = self.scores.pop(scores.data_ptr()), out.view(-1, out.shape[-1])
         raised = self.raised.pop(scores.data_ptr(), None)
@@ -197,5 +198,6 @@ def flat(x: Tensor, pages: Tensor) -> Tensor:
 def fake_device(monkeypatch: pytest.MonkeyPatch, sms: int = 132) -> None:
     """Answer a launch's queries about the GPU as an H200 does, or one with another number of multiprocessors."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *args: SimpleNamespace(multi_processor_count=sms))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(driver, "_arch", lambda device: "90")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *args: SimpleNamespace(cuda_stream=0))

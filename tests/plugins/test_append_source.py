@@ -22,7 +22,6 @@ NEW = [1, 1, 1, 0, 1]
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda_on_cpu.install(monkeypatch)
-    monkeypatch.setattr(launch_token, "arch", lambda: "90")
 
 
 @pytest.mark.parametrize("settled", [False, True], ids=["waits", "early"])

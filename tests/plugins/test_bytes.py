@@ -20,7 +20,7 @@ from trtkv.simulation import simulate
 
 MODEL = ModelConfig(
     model_type="llama", hidden_size=256, intermediate_size=64, num_layers=5, num_q_heads=4, num_kv_heads=2, head_dim=64, vocab_size=8, dtype="float16"
-)  # fmt: skip
+)
 COMPOSED = ("fier+kivi", "freekv+fp8", "lagkv+kivi", "knorm+kivi", "snapkv+fp8", "pyramidkv+kivi")
 BY_KERNELS = tuple(name for name in (*PRESETS, *COMPOSED) if (plan := parse_policy(name).plan(MODEL)).in_pages or find_format(plan) is not None)
 
@@ -84,3 +84,16 @@ def test_tokens_read_are_the_mean_over_the_layers(name: str) -> None:
     plan, count = make(name)
     for tokens in (0, 1, 31, 1024, 1025, 2047, 2048, 2049, 5001):
         assert count.tokens_read(tokens) == sum(one.reads(tokens) if one else tokens for one in plan.select) / plan.num_layers
+
+
+@pytest.mark.parametrize("name", [*PRESETS, *COMPOSED])
+def test_a_token_costs_what_a_long_sequence_does(name: str) -> None:
+    """Where nothing is evicted or encoded a token costs at least its numbers; where all are encoded, its codes, however the cache stores them."""
+    plan, count = make(name)
+    if plan.quantize is None or plan.storage == "mixed":
+        assert count.token <= count.bytes_per_token <= 1.1 * count.token
+    else:
+        exact, whole = ByteCount(plan), plan.page_size * plan.page_size
+        more = exact.stored(2 * whole, [(2 * whole, 2 * whole)] * exact.num_rows) - exact.stored(whole, [(whole, whole)] * exact.num_rows)
+        assert exact.bytes_per_token == more / whole < count.token
+        assert exact.bytes_per_token <= count.bytes_per_token <= 1.4 * exact.bytes_per_token  # a kernel may store an evict role's numbers in pages

@@ -89,6 +89,6 @@ def test_kernels_of_eviction_are_compiled_ahead(name: str, entries: set[str]) ->
     model = MODEL.model_copy(update={"head_dim": 64})
     plan = small(name).plan(model)
     specs = kernels_for(plan, model, Limits(max_seq_len=512, max_batch_size=2), "90")
-    assert {spec.entry for spec in specs if spec.source.parent.name in ("eviction", "sums")} == entries
+    assert {spec.entry for spec in specs if spec.source.parent.name in ("eviction", "attention_sums")} == entries
     wide = model.model_copy(update={"dtype": "float32"})
     assert not kernels_for(small(name).plan(wide), wide, Limits(), "90"), "no kernel takes fp32"

@@ -26,6 +26,7 @@ from plugins.cache.encodings.grouped.cache import GroupedCache
 from plugins.cache.formats import Format
 from plugins.cache.reference.cache import ReferenceCache
 from plugins.config import OpConfig
+from tests.plugins.sessions import feed_steps
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
 from trtkv.checkpoint.find import resolve_model
 from trtkv.config import Limits, ModelConfig
@@ -326,19 +327,11 @@ def check_kept(paged: Rig, held: Rig) -> None:
 
 def run(rig: Rig, texts: Tensor) -> tuple[Tensor, list[int]]:
     """Read prompts of 30, 17 and 2 tokens, the first in two chunks, the last while others decode, then decode: logits and stored bytes."""
-    logits, sizes, prompts = [], [], (30, 17, 2)
+    prompts = (30, 17, 2)
     steps = [[(0, 0, 20)], [(0, 20, 10), (1, 0, 17)], [(0, 30, 1), (1, 17, 1)], [(0, 31, 1), (2, 0, 2)], [(0, 32, 1), (1, 18, 1), (2, 2, 1)]]
     more = 12 if rig.plan.quantize is not None and rig.plan.quantize.flush_first else 0  # until runs are complete, whose newest token is read encoded
     steps += [[(0, 33 + i, 1), (1, 19 + i, 1), (2, 3 + i, 1)] for i in range(more)]
-    for step in steps:
-        rows = [
-            StepRow(texts[slot, seen : seen + count].tolist(), seen, slot, rig.pages(slot), (count - 1,) if seen + count >= prompts[slot] else (),
-                    prompts[slot])
-            for slot, seen, count in step
-        ]  # fmt: skip
-        logits.append(rig.stepper.run(rows))
-        sizes.append(rig.cache.stored_bytes())
-    return torch.cat([x for x in logits if len(x)]), sizes
+    return feed_steps(rig, texts, prompts, steps)
 
 
 def test_reserved_bytes_are_pages_rings_and_prompts() -> None:

@@ -34,7 +34,7 @@ def make_pages(form: Format, dim: int, dtype: torch.dtype, pool: int) -> launch.
         value_codes |= torch.randint(0, 2, value_codes.shape, dtype=torch.uint8) << 7
     return launch.Pages(
         form, PAGE, real(ring), real(ring), key_codes, scale(key_meta), real(key_meta), value_codes, scale(value_meta), real(value_meta)
-    )  # fmt: skip
+    )
 
 
 def attend(pages: launch.Pages, q: Tensor, table: Tensor, lens: Tensor, slots: Tensor, splits: int, cluster: int = 1) -> Tensor:
@@ -109,7 +109,6 @@ def compare(
     torch.manual_seed(form.bits + dim)
     cuda_on_cpu.install(monkeypatch)
     block = launch._block(form, dim, WARPS, launch.STAGES, shared_limit("90"))
-    monkeypatch.setattr(launch, "arch", lambda: "90")
     monkeypatch.setattr(launch, "attend_block", lambda *shape: block)  # few warps, so that each has several steps
     pages = make_pages(form, dim, dtype, 4 * 8)
     table = torch.randperm(4 * 8).int().view(4, 8)

@@ -70,8 +70,6 @@ def test_attention_reads_what_a_list_names(
     cuda_on_cpu.install(monkeypatch)
     form = Format(8, 1, dim, 1, together=True) if bits == 8 else Format(bits, key_group, gcd(key_group, dim), residual)
     block = launch._block(form, dim, WARPS, launch.STAGES, shared_limit("90"), True)
-    for module in (launch, launch_list):
-        monkeypatch.setattr(module, "arch", lambda: "90")
     monkeypatch.setattr(launch, "attend_block", lambda *shape: block)
     pages, table = make_pages(form, dim, dtype, 4 * 8), torch.randperm(4 * 8).int().view(4, 8)
     stored = [460, 1, residual + 131, 3 * unit + 2]
@@ -106,8 +104,6 @@ def test_query_heads_with_separate_lists_share_pages(monkeypatch: pytest.MonkeyP
     torch.manual_seed(3)
     cuda_on_cpu.install(monkeypatch)
     form, dim, group = Format(2, 32, 32, 32), 64, 2
-    for module in (launch, launch_list):
-        monkeypatch.setattr(module, "arch", lambda: "90")
     pages, table = make_pages(form, dim, torch.float16, 16), torch.randperm(16).int().view(2, 8)
     stored, lens, slots = [300, 90], torch.tensor([300, 90], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32)
     lists = torch.stack([make_lists(stored, 16, 4).movedim(1, 0) for _ in range(group)], 1).flatten(0, 1).movedim(0, 1).contiguous()

@@ -14,8 +14,7 @@ pytest.importorskip("triton")
 
 from plugins.cache import kernel_support
 from plugins.cache.assemble import make_cache
-from plugins.cache.encodings.grouped import cache as grouped
-from plugins.cache.encodings.grouped import launch, launch_list
+from plugins.cache.encodings.grouped import launch
 from plugins.cache.encodings.grouped.cache import GroupedCache
 from plugins.cache.tiers.host import launch as recall_launch
 from plugins.cache.tiers.host.layout import layout, why_not
@@ -56,8 +55,6 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(kernel_support, "gpu_ready", lambda device: None)
     monkeypatch.setattr(TorchExecutor, "capturable", False)
     monkeypatch.setattr(recall_launch, "recall_cluster", lambda rows: 2)
-    for module in (grouped, launch, launch_list):
-        monkeypatch.setattr(module, "arch", lambda: "90")
     small = lambda one, dim, arch, listed=False: launch._block(one, dim, 2, launch.STAGES, shared_limit("90"), listed)  # noqa: E731
     monkeypatch.setattr(launch, "attend_block", small)
     return launches

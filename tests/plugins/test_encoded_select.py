@@ -257,8 +257,6 @@ def test_every_kernel_that_a_step_launches_is_listed(policy: str, monkeypatch: p
         patch.setattr(store, "load", lambda spec: Recorder(spec, launched))
         for module, name, real in ((grouped, "_scratch", scratch), (launch_list, "attend_list", lists), (launch, "attend", dense)):
             patch.setattr(module, name, real)
-        for module in (grouped, launch, launch_list):
-            patch.setattr(module, "arch", lambda: "90")
         for new in ({0: 106}, {0: 1}):
             twins.step(new)
     listed = {spec.name: spec for spec in kernels_for(twins.plan, model(), Limits(max_seq_len=LONGEST, max_batch_size=SLOTS), "90")}

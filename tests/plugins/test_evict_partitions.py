@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
@@ -18,11 +17,11 @@ from plugins.cache.formats import Format, find_format
 from plugins.cache.ledgers.assemble import find_ledger
 from plugins.cache.ledgers.partitions import PartitionLedger
 from plugins.cache.reference.cache import ReferenceCache
-from plugins.cache.reference.layer import LayerCache, Roles
-from plugins.config import OpConfig
+from plugins.cache.reference.layer import LayerCache
 from tests.plugins.test_encoded import Torch, model
+from tests.plugins.test_evict_residual import make_both, run, step_both
 from tests.runtime.test_scheduler import ids, params, prompt
-from tests.tiny import Rig, TinyModel, make_rig, make_tiny
+from tests.tiny import TinyModel, make_rig, make_tiny
 from trtkv.api import build
 from trtkv.config import Limits
 from trtkv.engine.predict import predict
@@ -36,27 +35,11 @@ GATHERED = {
     "localkv+fp8": ("evict.lag=24", "evict.sink=20", "evict.ratio=0.3"),
     "knorm+fp8": ("evict.lag=16", "evict.sink=0", "evict.ratio=0.25", "evict.skip_layers=[0]"),  # the first layer keeps everything
 }
-PROMPTS = (70, 33, 2)
 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return make_tiny("llama", tmp_path_factory.mktemp("wide") / "model", head_dim=64, num_hidden_layers=2)
-
-
-def run(rig: Rig, texts: Tensor, decoded: int) -> tuple[Tensor, list[int]]:
-    """Feed fixed tokens, the first prompt in uneven chunks and the last while others decode: logits, and the bytes stored after each step."""
-    steps = [[(0, 0, 20)], [(0, 20, 41)], [(0, 61, 9), (1, 0, 33)], [(0, 70, 1), (1, 33, 1)], [(0, 71, 1), (2, 0, 2)]]
-    steps += [[(0, 72 + i, 1), (1, 34 + i, 1), (2, 2 + i, 1)] for i in range(decoded)]
-    logits, sizes = [], []
-    for step in steps:
-        rows = []
-        for slot, seen, new in step:
-            wanted = (new - 1,) if seen + new >= PROMPTS[slot] else ()
-            rows.append(StepRow(texts[slot, seen : seen + new].tolist(), seen, slot, rig.pages(slot), wanted, PROMPTS[slot]))
-        logits.append(rig.stepper.run(rows))
-        sizes.append(rig.cache.stored_bytes())
-    return torch.cat([x for x in logits if len(x)]), sizes
 
 
 @pytest.mark.parametrize("policy", ["lagkv+fp8", "knorm+fp8"])
@@ -81,29 +64,9 @@ def test_pages_hold_the_definitions_codes_bit_for_bit(policy: str, cuts: tuple[i
     torch.manual_seed(len(cuts))
     Torch(monkeypatch)
     monkeypatch.setattr(evict_partitions, "MOST_SHOWN", 32)
-    config, parsed = model(num_layers=2, dtype="float16", num_q_heads=2, num_kv_heads=2, head_dim=64), parse_policy(policy, sets=GATHERED[policy])
-    plan, slot, rope = parsed.plan(config), 1, torch.cat([torch.ones(256, 32), torch.zeros(256, 32)], 1)
-    cache, pages = make_cache(plan, [12] * plan.num_page_groups, 2, "cpu"), list(range(11, 0, -1))
-    assert isinstance(cache, GroupedCache)
-    ops = OpConfig(2, 2, 64, 0.125, 1e-6, 0, 0, "")
-    roles, empty = Roles(evict=parsed.evict, quantize=parsed.quantize), torch.empty(0, 64, dtype=torch.float16)
-    definition = [LayerCache(roles, layer, 2, 2, 1, empty, 0.125) for layer in range(2)]
-    seen, groups = 0, plan.num_page_groups
-    for new in (*cuts, *[1] * 26):
-        seen += new
-        cache.begin_step([new], [seen], [slot], [[pages]] * groups, [100])
-        stored = torch.tensor(cache.stored_lens(), dtype=torch.int32)
-        table = torch.tensor(pages, dtype=torch.int32).expand(groups, 1, -1)
-        starts, slots = torch.tensor([0, new], dtype=torch.int32), torch.tensor([slot], dtype=torch.int32)
-        for layer, exact in enumerate(definition):
-            qkv, query = torch.randn(new, 6 * 64, dtype=torch.float16), torch.empty(new, 128, dtype=torch.float16)
-            _, keys, values = qkv.view(new, 3, 2, 64).unbind(1)
-            exact.append(keys, values, 100)
-            places = torch.arange(seen - new, seen, dtype=torch.int32)
-            cache.append(layer, ops, (qkv, places, starts, torch.tensor([seen]), stored, slots, table, rope), query)
-            cache.attend(layer, ops, (query, starts, torch.tensor([seen]), stored, slots, table), torch.empty_like(query))
-            exact.finish()
-        cache.end_step()
+    cache, pages, definition = make_both(policy, GATHERED[policy])
+    slot, groups = 1, cache.plan.num_page_groups
+    for seen in step_both(cache, pages, definition, cuts, 26):
         if seen >= 100:
             for layer, exact in enumerate(definition):
                 compare(cache, layer, slot, pages, exact)

@@ -23,19 +23,19 @@ from plugins.cache.encodings.grouped.evict_prompt import Keeper
 from plugins.cache.eviction.attention_sums import reference as exact_sums
 from plugins.cache.formats import Format, find_format
 from plugins.cache.ledgers.evicting import EvictingLedger
+from tests.plugins.sessions import capture_on_cpu, check_batches, check_nodes
 from tests.plugins.test_encoded import HEADS, POOL, Torch, check, make_pages, model
-from tests.runtime.test_scheduler import ids, params, prompt
+from tests.runtime.test_scheduler import params, prompt
 from tests.tiny import TinyModel, make_tiny
 from trtkv.api import build
 from trtkv.config import Limits, ModelConfig
 from trtkv.diagnose.inspect import _cache
-from trtkv.diagnose.verify import Plan, verify
+from trtkv.diagnose.verify import Plan
 from trtkv.engine.predict import predict
 from trtkv.plan import CacheView
 from trtkv.policies.quantize.minikv import MiniKVBits
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.llm import LLM
-from trtkv.runtime.loading import Options
 from trtkv.runtime.memory import claimed_chunk, pool_sizes
 
 CPU = torch.device("cpu")
@@ -137,19 +137,8 @@ def test_an_answer_does_not_depend_on_its_batch(wide: TinyModel, tmp_path: Path,
     llm = LLM(path)
     cache = llm.engine.cache
     assert isinstance(cache, GroupedCache) and cache.ledger.shrinks
-    texts = [prompt(24 + 10 * seed, seed) for seed in range(3)]
-    alone = [llm.generate([text], params(6))[0].token_ids for text in texts]
-    calls = [llm.batcher.submit([text], [params(6)]) for text in texts]  # three sequences in two slots
-    cancelled = llm.batcher.submit([texts[2]], [params(6)])
-    most = 0
-    while llm.batcher.advance():
-        most = max(most, len(cache.step(0).rows))
-        if cancelled.members[0].seen > 20 and cancelled.open:
-            llm.batcher.cancel(cancelled)  # half-way through its prompt
-    assert [ids(call) for call in calls] == alone and most == 2 and not cancelled.open
-    assert llm.batcher.evicted_tokens > 0
-    assert llm.engine.pages.free == llm.engine.pages.num_pages and len(llm.engine.slots) == 2
-    assert not cache.store._prompts and not cache.store.keeper._mass  # type: ignore[union-attr]
+    check_batches(llm, [prompt(24 + 10 * seed, seed) for seed in range(3)], 6)
+    assert not cache.store.keeper._mass  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("policy", ["minikv", "minikv-pyramid", "kivi"])
@@ -158,10 +147,7 @@ def test_verify_compares_what_each_layer_attends_to(policy: str, wide: TinyModel
     sets = ("quantize.group=16", "quantize.residual=16")
     path = build(str(wide.path), policy, sets=sets, out=tmp_path / "engine", backend="none", sms=["none"], **limits)  # type: ignore[arg-type]
     Torch(monkeypatch)
-    report = verify(path, Options(device="cpu"), Plan(tokens=30, steps=3))  # of minikv 14 stay, so that a step completes a run
-    whats = [(one.op, one.what) for one in report.nodes]
-    assert max(one.ratio for one in report.nodes) <= 1
-    assert whats.count(("KvAttend", "value")) == 2 and whats.count(("KvAppend", "keys")) == 2
+    check_nodes(path, Plan(tokens=30, steps=3))  # of minikv 14 stay, so that a step completes a run
 
 
 @pytest.mark.parametrize("policy", KEPT)
@@ -276,33 +262,19 @@ def test_bench_steps_finds_the_largest_batch_of_encoded_sequences(wide: TinyMode
 
 def test_captured_steps_follow_the_lengths_of_every_layer(wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode steps whose inputs come from `StagedInputs` alone, queued ahead, answer as those that are not captured."""
-    from trtkv.runtime import graphs
     from trtkv.runtime.executor import TorchExecutor
-
-    replays = [0]
-
-    def capture(step: Any, device: torch.device, pool: object) -> tuple[Any, torch.Tensor]:
-        logits = torch.empty(0)
-
-        def replay() -> None:
-            replays[0] += 1
-            made = step()
-            logits.resize_(made.shape).copy_(made)
-
-        return replay, logits
 
     limits = {"max_seq_len": 64, "max_batch_size": 2, "max_chunk_tokens": 24}
     path = build(str(wide.path), "minikv-pyramid", sets=("quantize.residual=16",), out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
     Torch(monkeypatch)
-    monkeypatch.setattr(graphs, "capture", capture)
-    monkeypatch.setattr(graphs, "new_pool", lambda: 0)
+    replays = capture_on_cpu(monkeypatch)
     texts, found = [prompt(30, 0), prompt(22, 1)], []
     for captured in (True, False):
         monkeypatch.setattr(TorchExecutor, "capturable", property(lambda self, captured=captured: captured))
         llm = LLM(path)
         assert llm.engine.stepper.runs_ahead == captured
         found.append([one.token_ids for one in llm.generate(texts, [params(12), params(7)])])
-    assert found[0] == found[1] and replays[0] >= 8
+    assert found[0] == found[1] and sum(replays) >= 8
 
 
 def test_why_others_use_the_reference_cache() -> None:

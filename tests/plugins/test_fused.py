@@ -62,7 +62,7 @@ def test_the_choice_among_pages_is_the_selectors(group: int, pooling: str, lens:
 )
 def test_pages_of_short_rows_are_chosen_from_all_scores(
     group: int, dim: int, pooling: str, lens: list[int], sms: int, blocks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     counts = _counts_exchanged(monkeypatch)
     checks.check_fused(checks.Case(1, group, dim, 16, lens, FP16, pages=True), 320, 16, 48, pooling, sms, blocks, f"G {group} {pooling}")
     assert checks.failures == [] and not counts()

@@ -106,13 +106,13 @@ def test_timing_with_arbitrary_inputs_fills_zeros_and_touches_no_cache(package: 
 CONFIGS = OpConfig(num_q_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, rms_eps=1e-6, select_width=8, select_heads=2, plan="none")
 
 
-def real_inputs(face: OpFace, rows: int = 3) -> tuple[list[Tensor], Tensor]:
+def real_inputs(face: OpFace) -> tuple[list[Tensor], Tensor]:
     """Tensors of a real op, all arbitrary: lengths and page numbers are far out of range."""
     width = {"qkv": 8 * 16, "q": 4 * 16}
     made = []
     for name in (one for one in face.inputs if one not in face.optional):
         if name in ("qkv", "query", "q", "queries"):
-            made.append(torch.randn(rows, width["qkv" if name == "qkv" else "q"], device=DEVICE))
+            made.append(torch.randn(3, width["qkv" if name == "qkv" else "q"], device=DEVICE))
         elif name == "rope":
             made.append(torch.randn(64, 16, device=DEVICE))
         elif name in ("stored_lens", "page_table"):

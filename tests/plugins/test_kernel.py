@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,7 +53,7 @@ class Loaded:
 def test_a_launch_takes_tensors_and_none(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, specs, x = Loaded(), list[Any](), torch.zeros(3)
     monkeypatch.setattr(store, "load", lambda spec: specs.append(spec) or loaded)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(kernel, "current_stream", lambda: 0)
     kernel.launch(CUDA.variant("90"), (2, 1, 1), (x, None, 7), threads=32, shared=8, overlap=True)
     kernel.launch(TRITON.variant("90", {}), (2, 1, 1), (x, None, 7))
     assert loaded.launches == [((2, 1, 1), 32, 8, [x.data_ptr(), 0, 7], True), ((2, 1, 1), 256, 4096, [x.data_ptr(), 0, 7], False)]

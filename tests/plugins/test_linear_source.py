@@ -22,8 +22,6 @@ pytestmark = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cu
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda_on_cpu.install(monkeypatch)
-    for module in (launch, sampling):
-        monkeypatch.setattr(module, "arch", lambda: "90")
 
 
 DISASSEMBLER = Path(sysconfig.get_paths()["purelib"]) / "triton/backends/nvidia/bin/cuobjdump"

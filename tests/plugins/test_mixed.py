@@ -57,7 +57,8 @@ def kept(rig: Rig, layer: int, slot: int) -> list[tuple[list[int], list[bool]]]:
     account, b = compactor.ledger.find(slot), next(b for b, row in enumerate(pool.rows) if row.slot == slot)
     pool.stored[:, b] = account.stored
     view = compactor.view_of([layer], b, account)
-    return list(zip(view.positions.tolist(), view.was_coded.tolist(), strict=True))
+    coded = view.order < pool.counts(view.layers, b, account)[:, :1].repeat_interleave(pool.heads, 0)
+    return list(zip(view.positions.tolist(), coded.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("chunk", [512, 37])

@@ -375,6 +375,6 @@ def test_kernels_of_heads_are_compiled_ahead(name: str, entries: set[str]) -> No
     plan = POLICIES[name].plan(model)
     assert plan.ragged and in_torch(plan) == []
     specs = kernels_for(plan, model, Limits(max_seq_len=512, max_batch_size=2), "90")
-    assert {spec.entry for spec in specs if spec.source.parent.name in ("eviction", "per_head", "sums")} == entries
+    assert {spec.entry for spec in specs if spec.source.parent.name in ("eviction", "per_head", "attention_sums")} == entries
     assert {spec.source.parent.name for spec in specs if spec.entry == "move_kernel"} == {"per_head"}
     assert any(spec.source.name == "dense.cu" and "-DRAGGED" in spec.defines for spec in specs)

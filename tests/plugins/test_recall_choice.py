@@ -32,10 +32,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda_on_cpu.install(monkeypatch)
 
 
-def make_store(tiny: TinyModel, policy: str, recall: Recall, pages: int = 24) -> Offload:
+def make_store(tiny: TinyModel, policy: str, recall: Recall) -> Offload:
     model = tiny.config.model_copy(update={"head_dim": 64, "dtype": "float16"})
     plan = parse_policy(policy, sets=SETS[policy]).plan(model)
-    store = Offload(plan, pages, 3, recall=recall)
+    store = Offload(plan, 24, 3, recall=recall)
     for tier in store.every:
         tier.host.copy_(torch.randint(0, 100, tier.host.shape))
     return store

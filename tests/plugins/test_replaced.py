@@ -23,20 +23,18 @@ from plugins.cache.reference.cache import ReferenceCache
 from plugins.config import OpConfig
 from tests.gpu import check_replaced as checks
 from tests.plugins import cuda_on_cpu
+from tests.plugins.sessions import capture_on_cpu, check_nodes, feed_steps
 from tests.plugins.test_encoded import Torch, model
 from tests.runtime.test_scheduler import ids, params, prompt
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
 from trtkv.api import build
 from trtkv.config import Limits
-from trtkv.diagnose.verify import Plan, verify
+from trtkv.diagnose.verify import Plan
 from trtkv.engine.predict import predict
 from trtkv.policies.registry import parse_policy
-from trtkv.runtime import graphs
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.llm import LLM
-from trtkv.runtime.loading import Options
 from trtkv.runtime.memory import pool_sizes
-from trtkv.runtime.rows import StepRow
 
 on_cpu = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
 SMALL = ("evict.budget=24",)
@@ -86,17 +84,8 @@ def run(rig: Rig, texts: Tensor, prompts: tuple[int, int], steps: int) -> tuple[
     """Read prompts, the first in two chunks and the other while that decodes, then decode: logits, and stored bytes of steps without a prompt."""
     plan: list[list[tuple[int, int, int]]] = [[(0, 0, 20)], [(0, 20, prompts[0] - 20)], [(0, prompts[0], 1), (1, 0, prompts[1])]]
     plan += [[(0, prompts[0] + 1 + i, 1), (1, prompts[1] + i, 1)] for i in range(steps)]
-    logits, sizes = [], []
-    for step in plan:
-        rows = [
-            StepRow(texts[slot, seen : seen + count].tolist(), seen, slot, rig.pages(slot), (count - 1,) if seen + count >= prompts[slot] else (),
-                    prompts[slot])
-            for slot, seen, count in step
-        ]  # fmt: skip
-        logits.append(rig.stepper.run(rows))
-        if all(seen + count >= prompts[slot] for slot, seen, count in step):
-            sizes.append(rig.cache.stored_bytes())
-    return torch.cat([x for x in logits if len(x)]), sizes
+    logits, sizes = feed_steps(rig, texts, prompts, plan)
+    return logits, [size for step, size in zip(plan, sizes, strict=True) if all(seen + count >= prompts[slot] for slot, seen, count in step)]
 
 
 def kept(rig: Rig, layer: int, slot: int) -> list[list[int]]:
@@ -217,31 +206,20 @@ def test_attention_over_nibbles(
 
 def test_an_answer_does_not_depend_on_its_batch(low: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor on whether its steps are captured: those get their inputs from `StagedInputs` alone and are queued ahead."""
-    limits, replays = {"max_seq_len": 64, "max_batch_size": 2, "max_chunk_tokens": 24}, [0]
+    limits = {"max_seq_len": 64, "max_batch_size": 2, "max_chunk_tokens": 24}
     path = build(str(low.path), "qhitter", sets=("evict.budget=16",), out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
     InTorch(monkeypatch)
 
-    def capture(step: Any, device: torch.device, pool: object) -> tuple[Any, Tensor]:
-        logits = torch.empty(0)
-
-        def replay() -> None:
-            replays[0] += 1
-            made = step()
-            logits.resize_(made.shape).copy_(made)
-
-        return replay, logits
-
     llm, texts = LLM(path), [prompt(14, 0), prompt(25, 1)]
     alone = [llm.generate([text], params(4))[0].token_ids for text in texts]
-    monkeypatch.setattr(graphs, "capture", capture)
-    monkeypatch.setattr(graphs, "new_pool", lambda: 0)
+    replays = capture_on_cpu(monkeypatch)
     monkeypatch.setattr(TorchExecutor, "capturable", property(lambda self: True))
     llm = LLM(path)
     assert llm.engine.stepper.runs_ahead
     calls, most = [llm.batcher.submit([text], [params(4)]) for text in texts], 0
     while llm.batcher.advance():
         most = max(most, len(llm.engine.cache.step(0).rows))
-    assert [ids(call) for call in calls] == alone and most == 2 and replays[0]
+    assert [ids(call) for call in calls] == alone and most == 2 and any(replays)
     assert llm.batcher.evicted_tokens > 0
     assert llm.engine.pages.free == llm.engine.pages.num_pages and len(llm.engine.slots) == 2
 
@@ -250,10 +228,7 @@ def test_verify_compares_what_each_layer_attends_to(wide: TinyModel, tmp_path: P
     limits = {"max_seq_len": 64, "max_batch_size": 1, "max_chunk_tokens": 24}
     path = build(str(wide.path), "qhitter", sets=("evict.budget=16",), out=tmp_path / "engine", backend="none", sms=["none"], **limits)  # type: ignore[arg-type]
     InTorch(monkeypatch)
-    report = verify(path, Options(device="cpu"), Plan(tokens=30, steps=2))
-    whats = [(one.op, one.what) for one in report.nodes]
-    assert max(one.ratio for one in report.nodes) <= 1
-    assert whats.count(("KvAttend", "value")) == 2 and whats.count(("KvAppend", "keys")) == 2
+    check_nodes(path, Plan(tokens=30, steps=2))
 
 
 @pytest.mark.parametrize("context", [100, 160, 300])

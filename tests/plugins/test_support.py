@@ -112,7 +112,7 @@ def test_summaries_that_kernels_keep(policy: str, sets: tuple[str, ...], kept: s
     assert kernel_support.in_torch(one) == []
 
 
-@pytest.mark.parametrize("policy", [name for name, table in policy_presets().items() if "retrieve" in table])
+@pytest.mark.parametrize("policy", [name for name in policy_presets() if (role := parse_policy(name).retrieve) and role.rule()])
 def test_every_retrieval_preset_is_captured(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the heads of the models that the presets were written for, a layer that reads everything included."""
     monkeypatch.setattr(kernel_support, "gpu_ready", lambda device: None)

@@ -14,8 +14,6 @@ from trtkv.policies.registry import parse_policy, role_class
 from trtkv.policies.schedule import trajectory
 from trtkv.simulation import simulate
 
-LagKV = role_class("evict", "lagkv")
-
 
 @pytest.mark.parametrize("name", ["lagkv", "localkv", "knorm"])
 @given(prompt=st.integers(1, 120), ratio=st.sampled_from([0.0, 0.25, 0.3, 0.5, 0.9]), sink=st.sampled_from([0, 3, 4]), chunk=st.integers(1, 60))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from plugins.cache.tiers.host.layout import layout
 from plugins.sampling import reference
 from tests.examples import examples
+from tests.runtime.test_scheduler import prompt
 from tests.tiny import TinyModel
 from trtkv.api import build
 from trtkv.errors import EngineError
@@ -50,10 +51,6 @@ def engine(request: pytest.FixtureRequest, tiny_llama: TinyModel, tmp_path_facto
         return open_engine(out, Options(offload=True, host_bytes=page_bytes * whole.cache.plan.pages(256) * 3 // 2))
     # Where a prompt is whole, its codes find pages too.
     return open_engine(out, Options(cache_bytes=whole.cache.count.reserved(256) * 3 // 2))
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    return [(17 * seed + 5 * index * index + index) % 250 for index in range(length)]
 
 
 def some_params() -> st.SearchStrategy[SamplingParams]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +11,8 @@ import torch
 
 from plugins.cache.assemble import make_cache
 from plugins.cache.reference.cache import ReferenceCache
-from plugins.sampling import launch
 from tests.plugins import cuda_on_cpu
+from tests.plugins.sessions import capture_on_cpu
 from tests.tiny import TinyModel, make_rig
 from trtkv.api import build
 from trtkv.config import ModelConfig
@@ -29,7 +28,7 @@ from trtkv.runtime.sampler import SamplingParams, settings_of
 
 MODEL = ModelConfig(
     model_type="llama", hidden_size=64, intermediate_size=32, num_layers=2, num_q_heads=2, num_kv_heads=1, head_dim=32, vocab_size=64, dtype="float32"
-)  # fmt: skip
+)
 SLOTS, WIDTH = 4, 40
 FREEKV = ("retrieve.page=16", "retrieve.sink=16", "retrieve.window=16")
 
@@ -41,7 +40,6 @@ def fetched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         if cuda_on_cpu.missing():
             pytest.skip(str(cuda_on_cpu.missing()))
         cuda_on_cpu.install(monkeypatch)
-        monkeypatch.setattr(launch, "arch", lambda: "90")
     return bool(request.param == "kernel")
 
 
@@ -92,21 +90,7 @@ def test_every_step_finds_its_inputs(fetched: bool) -> None:
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let decode steps be captured on the CPU; counts the replays of every captured step."""
-    counts: list[int] = []
-
-    def capture(step: Callable[[], torch.Tensor], device: torch.device, pool: object) -> tuple[Callable[[], None], torch.Tensor]:
-        number, logits = len(counts), torch.empty(0)
-        counts.append(0)
-
-        def replay() -> None:
-            counts[number] += 1
-            made = step()
-            logits.resize_(made.shape).copy_(made)
-
-        return replay, logits
-
-    monkeypatch.setattr(graphs, "capture", capture)
-    monkeypatch.setattr(graphs, "new_pool", lambda: 0)
+    counts = capture_on_cpu(monkeypatch)
     monkeypatch.setattr(TorchExecutor, "capturable", property(lambda self: not isinstance(self.cache, ReferenceCache) and self.taps is None))
     return counts
 
@@ -114,7 +98,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("policy", ["full", "fier", "freekv", "lagkv"])
 def test_captured_steps_answer_as_others(
     policy: str, tiny_llama: TinyModel, tmp_path: Path, replays: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     sets = {"fier": ("retrieve.budget=96",), "freekv": ("retrieve.budget=96", *FREEKV), "lagkv": ("evict.lag=32",), "full": ()}[policy]
     limits = {"max_seq_len": 256, "max_batch_size": 4, "max_chunk_tokens": 48}
     path = build(str(tiny_llama.path), policy, sets=sets, out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]

@@ -17,8 +17,8 @@ from tests.plugins.test_mixed import POLICIES as MIXED
 from tests.plugins.test_per_head import POLICIES
 from tests.policies.cases import small
 from tests.runtime.reservation_load import load
-from tests.runtime.test_reservations import LIMITS
-from tests.runtime.test_scheduler import ids, params, prompt
+from tests.runtime.test_reservations import LIMITS, check_batches
+from tests.runtime.test_scheduler import params, prompt
 from tests.test_predict import KV_HEADS, LAYERS, MODEL
 from tests.tiny import TinyModel
 from trtkv.api import build
@@ -140,13 +140,7 @@ def test_an_answer_does_not_depend_on_its_batch(name: str, tiny_llama: TinyModel
     path = build(str(tiny_llama.path), text, budget=64, sets=sets, out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
     llm = LLM(path)
     assert llm.engine.cache.pool is not None
-    alone = [llm.generate([prompt(100 + 9 * seed, seed)], params(40))[0].token_ids for seed in range(5)]
-    calls = [llm.batcher.submit([prompt(100 + 9 * seed, seed)], [params(40)]) for seed in range(5)]
-    while llm.batcher.advance():
-        pass
-    assert [ids(call) for call in calls] == alone
-    assert llm.batcher.evicted_tokens > 0
-    assert llm.engine.pages.free == llm.engine.pages.num_pages and len(llm.engine.slots) == 4
+    check_batches(llm)
 
 
 RAZOR_H2O = POLICIES["razor, h2o"]

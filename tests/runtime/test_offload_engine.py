@@ -12,15 +12,15 @@ import torch
 from plugins.cache.tiers.host import prefill_chunk
 from plugins.cache.tiers.host.layout import layout
 from tests.console import Capture, complaint, printed
+from tests.runtime.test_scheduler import finish, ids, params, prompt
 from tests.tiny import TinyModel, make_tiny
 from trtkv.api import build
 from trtkv.config import Limits
 from trtkv.errors import CapacityError, ConfigError
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime import host_memory
-from trtkv.runtime.batcher import Batcher, Call
+from trtkv.runtime.batcher import Batcher
 from trtkv.runtime.llm import LLM
-from trtkv.runtime.sampler import SamplingParams
 from trtkv.serve.gauges import Gauges
 
 PAGES = 12
@@ -43,23 +43,6 @@ def pair(engine: Path) -> tuple[LLM, LLM]:
     hosted = LLM(engine, offload=True, host_bytes=PAGES * layout(whole.plan).host_bytes(1))
     assert resident.engine.pages.num_pages == hosted.engine.pages.num_pages == PAGES
     return resident, hosted
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return [(17 * seed + 5 * index * index + index) % 250 for index in range(length)]
-
-
-def params(tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=tokens, ignore_eos=True)
-
-
-def ids(call: Call) -> list[int | None]:
-    return [event.token_id for event in call.events]
-
-
-def finish(llm: LLM) -> None:
-    while llm.batcher.advance():
-        pass
 
 
 def idle(llm: LLM) -> bool:

@@ -131,7 +131,11 @@ def test_an_answer_does_not_depend_on_its_batch(policy: str, tiny_llama: TinyMod
     sets = ("evict.lag=16", "evict.sink=4") if policy == "lagkv" else ("evict.window=8",) if policy == "pyramidkv" else ()
     limits = {"max_seq_len": 256, "max_batch_size": 4, "max_chunk_tokens": 48}
     path = build(str(tiny_llama.path), policy, budget=None if policy == "lagkv" else 64, sets=sets, out=tmp_path / "engine", backend="none", **limits)  # type: ignore[arg-type]
-    llm = LLM(path)
+    check_batches(LLM(path))
+
+
+def check_batches(llm: LLM) -> None:
+    """Sequences answer together as each alone, tokens are evicted, and every page and slot comes back."""
     alone = [llm.generate([prompt(100 + 9 * seed, seed)], params(40))[0].token_ids for seed in range(5)]
     calls = [llm.batcher.submit([prompt(100 + 9 * seed, seed)], [params(40)]) for seed in range(5)]
     while llm.batcher.advance():

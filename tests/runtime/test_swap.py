@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from plugins.cache.tiers.host.layout import layout
 from tests.console import Capture, complaint, printed
 from tests.examples import examples
+from tests.runtime.test_scheduler import ids, prompt
 from tests.tiny import TinyModel, make_tiny
 from trtkv.api import build
 from trtkv.errors import CapacityError
@@ -62,16 +63,8 @@ def pair(request: pytest.FixtureRequest, llama: TinyModel, tmp_path_factory: pyt
     return scarce(path, bool(hosted)), open_engine(path, Options())
 
 
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return [(17 * seed + 5 * index * index + index) % 250 for index in range(length)]
-
-
 def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=1)
-
-
-def ids(call: Call, request: int = 0) -> list[int | None]:
-    return [event.token_id for event in call.events if event.request == request]
 
 
 def finish(batcher: Batcher) -> None:
@@ -143,7 +136,7 @@ def schedules(draw: st.DrawFn) -> list[dict[str, object]]:
 @examples(6)
 @given(
     calls=schedules(), ahead=st.booleans(), room=st.sampled_from([None, None, 0, 60_000]), fewer=st.integers(0, 5), rate=st.sampled_from([0.0, 1e12])
-)  # fmt: skip
+)
 def test_schedules_free_everything_and_preempted_sequences_answer_as_if_alone(
     pair: tuple[Engine, Engine], calls: list[dict], ahead: bool, room: int | None, fewer: int, rate: float
 ) -> None:

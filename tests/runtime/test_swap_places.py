@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from plugins.cache.tiers.host.layout import layout
-from tests.runtime.test_swap import ENGINES, built, greedy, prompt, swapping
+from tests.runtime.test_scheduler import prompt
+from tests.runtime.test_swap import ENGINES, built, greedy, swapping
 from tests.tiny import make_tiny
 from trtkv.runtime import swap
 from trtkv.runtime.batcher import Batcher

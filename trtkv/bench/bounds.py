@@ -59,15 +59,15 @@ class Bytes:
         return self.least(op) + (self.scratch if op == "select" else 0)
 
 
-def count_bytes(case: Case, *, dense: bool = False, separate: bool = False) -> Bytes:
-    """Count a case's bytes; dense reads everything stored, separate says that scores pass through memory from one launch to the next.
+def count_bytes(case: Case, *, separate: bool = False) -> Bytes:
+    """Count a case's bytes; separate says that scores pass through memory from one launch to the next.
 
     Softmaxed scores pass it for every query head, others once a KV head.
     """
     model, plan, tokens = case.model, case.plan(), case.batch * case.chunk
     select, size = plan.select[0], DTYPE_BYTES[case.model.dtype]
     head = model.head_dim * size
-    selecting = select is not None and not dense and case.chunk == 1 and case.stored > select.budget
+    selecting = select is not None and case.chunk == 1 and case.stored > select.budget
     read = select.reads(case.stored) if select is not None and selecting else case.stored
     index, summary = 0, 0
     for spec in plan.buffers:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtkv.bench.profile import trace_spans
+from trtkv.bench.profile import Span, trace_spans
 from trtkv.bench.records import make_record
 from trtkv.bench.serving import percentile
 from trtkv.errors import ConfigError
@@ -17,7 +17,6 @@ from trtkv.runtime.batcher import Batcher, Call
 from trtkv.runtime.loading import Options, open_engine
 from trtkv.runtime.sampler import SamplingParams
 
-Span = tuple[float, float, str]
 FIRST, LAST = ("fetch", "feed"), "sample"  # kernels of a step that chooses its tokens on the device, captured or not
 ENOUGH = 0.95  # of the time: the goal
 MOST_PLACES = 12  # where a GPU waits that a record names
@@ -31,7 +30,6 @@ class Streams:
     prompt_tokens: int
     answer_tokens: int
     seconds: float
-    seed: int = 0
 
 
 def measure_busy(engine_dir: Path, streams: Streams, options: Options, command: str) -> dict[str, Any]:
@@ -45,7 +43,7 @@ def measure_busy(engine_dir: Path, streams: Streams, options: Options, command: 
         raise ConfigError("there is no GPU to measure", "Run this on a machine with one.")
     if streams.count > limits.max_batch_size:
         raise ConfigError(f"{streams.count} streams are more than the engine's {limits.max_batch_size}", "Build with a larger --max-batch-size.")
-    batcher, rng = Batcher(engine, None), random.Random(streams.seed)
+    batcher, rng = Batcher(engine, None), random.Random(0)
     calls: list[Call] = []
     _go(batcher, calls, streams, rng, 2.0 * streams.seconds)  # every batch size is captured on the way, every kernel loaded
     steps: list[float] = []

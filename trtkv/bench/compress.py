@@ -30,7 +30,6 @@ from trtkv.checkpoint.find import resolve_model
 from trtkv.config import ModelConfig
 from trtkv.policies.policy import Policy
 
-OPS = ("prefill-sums", "lag")
 _HEADS = re.compile(r"\d+x\d+x\d+")
 LONG_US, LONG_RUNS = 1000.0, 7  # calls from which on single ones are timed, and how many of them
 CHECKED_QUERIES = 256  # whose sums are compared with torch's, in double precision

@@ -33,12 +33,6 @@ def kernel_times(call: Call, launches: int, device: torch.device) -> dict[str, f
         return mean_times(_trace(graph.replay, REPLAYS), REPLAYS * launches)
 
 
-def kernel_times_of(work: Callable[[], object], times: int) -> dict[str, float]:
-    """Return the mean microseconds of every kernel of some work on the current device by name, from so many traced runs."""
-    torch.cuda.synchronize()
-    return mean_times(_trace(work, times), times)
-
-
 def trace_streams(work: Callable[[], object]) -> list[tuple[float, float, str, int]]:
     """Return the spans of everything that some work runs on the current device, with the stream that each ran on; copies say their direction."""
     torch.cuda.synchronize()

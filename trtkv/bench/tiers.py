@@ -322,10 +322,10 @@ def _tokens_first(flat: Tensor, shape: torch.Size) -> Tensor:
     return flat.view(pages, parts, tokens, heads, dim).permute(0, 3, 1, 2, 4)
 
 
-def calibrate(load: Load, wanted: float, how: Recall, runs: int = 9) -> float:
+def calibrate(load: Load, wanted: float, how: Recall) -> float:
     """Return the drift at which consecutive steps' selections differ by `wanted` pages a KV head, or the nearest that bisection finds."""
     begun, found, low, high = load.saved(), [], 0.0, 1.0
-    for _ in range(runs):
+    for _ in range(9):
         drift = (low + high) / 2
         load.calm(drift)
         load.restore(begun, how)

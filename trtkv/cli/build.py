@@ -58,6 +58,7 @@ def build(
         json: Print one JSON object.
     """
     from plugins.cache.bytes import ByteCount
+    from plugins.cache.formats import find_format
     from trtkv import api
     from trtkv.cli.via import build_via
     from trtkv.engine.manifest import PLAN, read_manifest
@@ -94,7 +95,7 @@ def build(
         "kernel_sms": list(kernels.sms) if kernels else [],
         "kernel_bytes": sum(one.size_bytes for one in kernels.files) if kernels else 0,
         "kernels_s": kernels.seconds if kernels else 0.0,
-        "kv_bytes_per_token": ByteCount(plan).bytes_per_token,
+        "kv_bytes_per_token": ByteCount(plan, find_format(plan)).bytes_per_token,
         "max_seq_len": manifest.limits.max_seq_len,
         "build_hash": manifest.build_hash,
     }

@@ -108,7 +108,7 @@ def serve(
         from trtkv.serve.triton_backend import start_triton
 
         async def start(metrics: Prometheus) -> Mapping[str, Backend]:
-            return await start_triton(names, options, max_waiting, triton_env, _ports(triton_ports), drain_s, notes.print)
+            return await start_triton(names, options, max_waiting, triton_env, _ports(triton_ports), notes.print)
     else:
         opened = _open(names, options)
 

@@ -21,7 +21,8 @@ PACKAGES = {
     "tensorrt-rtx": "building engines anywhere; running them on RTX GPUs and A100",
     "tensorrt": "building and running engines on data centre GPUs",
     "triton": "compiling GPU kernels",
-    "cuda-bindings": "compiling and launching GPU kernels (part of cuda-python)",
+    "cuda-bindings": "compiling GPU kernels (part of cuda-python)",
+    "cuda-core": "launching GPU kernels (part of cuda-python)",
     "gguf": "pulling smollm2-135m",
     "transformers": "chat templates",
 }

@@ -13,6 +13,7 @@ import onnx
 from onnx import helper
 
 from plugins.cache.bytes import ByteCount
+from plugins.cache.formats import find_format
 from plugins.cache.kernel_support import in_torch, why_torch
 from plugins.config import DOMAIN
 from trtkv.engine.manifest import GRAPH, MANIFEST, PLAN, Manifest, check_files, read_manifest
@@ -107,7 +108,7 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
         "plan_hash": plan.hash,
         "cache": _cache(plan),
         "page_size": plan.page_size,
-        "kv_bytes_per_token": ByteCount(plan).bytes_per_token,
+        "kv_bytes_per_token": ByteCount(plan, find_format(plan)).bytes_per_token,
         "max_seq_len": limits.max_seq_len,
         "max_batch_size": limits.max_batch_size,
         "max_chunk_tokens": limits.max_chunk_tokens,

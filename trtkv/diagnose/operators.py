@@ -35,7 +35,6 @@ from trtkv.runtime.weights import Weight
 
 ROWS = 4  # compared rows of one sequence in one step
 COLUMNS = 256  # compared columns of a product with a weight; others in the next step
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)

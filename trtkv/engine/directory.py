@@ -186,9 +186,7 @@ def _write_plan(
         info = PlanInfo.model_validate_json(note.read_text())
         shutil.copyfile(cached, stage / PLAN)
         return info, None
-    built = build_plan(
-        graph, profiles(request.model, plan, request.limits), backend=backend, sms=targets.plan, faces=FACES.values(), progress=progress
-    )
+    built = build_plan(graph, profiles(plan, request.limits), backend=backend, sms=targets.plan, faces=FACES.values(), progress=progress)
     info = PlanInfo(backend=built.backend, version=built.version, sms=built.sms, seconds=round(built.seconds, 2))
     (stage / PLAN).write_bytes(built.data)
     _remember(stage / PLAN, cached, note, info)

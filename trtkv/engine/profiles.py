@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trtkv.config import Limits, ModelConfig
+from trtkv.config import Limits
 from trtkv.engine.tensorrt import Profile
 from trtkv.graph.decoder import STEP_INPUTS
 from trtkv.plan import CachePlan
@@ -10,7 +10,7 @@ from trtkv.plan import CachePlan
 Range = tuple[int, int, int]
 
 
-def profiles(model: ModelConfig, plan: CachePlan, limits: Limits) -> list[Profile]:
+def profiles(plan: CachePlan, limits: Limits) -> list[Profile]:
     """Return the decode and the prefill profile with the range of every dynamic step input."""
     batch, pages = limits.max_batch_size, plan.pages(limits.max_seq_len)
     tokens = limits.max_chunk_tokens

@@ -67,7 +67,7 @@ def follow(llm: LLM, texts: Sequence[Given], report: Report = silent) -> Followe
     return Followed(losses, hits, cost)
 
 
-def forced_logprobs(llm: LLM, texts: Sequence[Given], report: Report = silent) -> tuple[list[Tensor], Cost]:
+def forced_logprobs(llm: LLM, texts: Sequence[Given]) -> tuple[list[Tensor], Cost]:
     """Return for every text the log probabilities [n, V] fp32 with which its n tokens after the prompt were predicted."""
     rows: list[list[Tensor]] = [[] for _ in texts]
 
@@ -75,7 +75,7 @@ def forced_logprobs(llm: LLM, texts: Sequence[Given], report: Report = silent) -
         for index, one in zip(which, logits.log_softmax(-1), strict=True):
             rows[index].append(one)
 
-    cost = force(llm, texts, visit, report)
+    cost = force(llm, texts, visit)
     return [torch.stack(one) for one in rows], cost
 
 

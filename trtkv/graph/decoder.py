@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from plugins.config import OpConfig
-from plugins.nodes import ALL_GATHER, ALL_REDUCE, APPEND, ATTEND, SELECT
+from plugins.nodes import ALL_GATHER, ALL_REDUCE, APPEND, ATTEND, SELECT, SEQUENCES
 from trtkv.config import Limits, ModelConfig
 from trtkv.graph.network import Network
 from trtkv.graph.weights import WeightSpec, shares_head, weight_specs
@@ -30,7 +30,6 @@ STEP_INPUTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "rope": ("float32", ("X", "D")),
     "state": ("int64", ("A",)),
 }
-SEQUENCE_INPUTS = ("cu_seqlens", "seq_lens", "stored_lens", "slots", "page_table")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +105,11 @@ def _layer(net: Network, model: ModelConfig, plan: CachePlan, layer: int, x: str
     normed = net.rms_norm(x, f"{at}.attention_norm", model.rms_eps, f"{at}.attention_in")
     qkv = net.linear(normed, f"{at}.qkv", f"{at}.qkv_out", f"{at}.qkv_bias" if model.qkv_bias else None)
     norms = [f"{at}.q_norm", f"{at}.k_norm"] if model.qk_norm else []
-    q = net.plugin(APPEND, [qkv, "positions", *SEQUENCE_INPUTS, "rope", "state", *norms], f"{at}.query", layer, config)
+    q = net.plugin(APPEND, [qkv, "positions", *SEQUENCES, "rope", "state", *norms], f"{at}.query", layer, config)
     selection = []
     if plan.select[layer]:
-        selection.append(net.plugin(SELECT, [q, *SEQUENCE_INPUTS, "state"], f"{at}.selection", layer, config))
-    attended = net.plugin(ATTEND, [q, *SEQUENCE_INPUTS, "state", *selection], f"{at}.attended", layer, config)
+        selection.append(net.plugin(SELECT, [q, *SEQUENCES, "state"], f"{at}.selection", layer, config))
+    attended = net.plugin(ATTEND, [q, *SEQUENCES, "state", *selection], f"{at}.attended", layer, config)
     x = net.node("Add", [x, added(net.linear(attended, f"{at}.o", f"{at}.o_out"))], f"{at}.attention_residual")
     normed = net.rms_norm(x, f"{at}.mlp_norm", model.rms_eps, f"{at}.mlp_in")
     hidden = net.swiglu(net.linear(normed, f"{at}.gate_up", f"{at}.gate_up_out"), f"{at}.mlp_hidden")

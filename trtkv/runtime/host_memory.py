@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -218,8 +217,3 @@ def _processors_near(device: torch.device) -> set[int]:
         first, _, last = part.partition("-")
         found |= set(range(int(first), int(last or first) + 1))
     return found
-
-
-def plain_bytes(address: int, size: int) -> memoryview:
-    """Return memory at an address as bytes of the host, for files."""
-    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")

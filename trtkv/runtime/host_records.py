@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from plugins.cache.batch import to_device
 from plugins.cache.tiers.host.copies import Route
+from plugins.cache.tiers.host.store import Allocate
 from trtkv.errors import CapacityError
 
 ALIGNMENT = 16  # bytes at which a row begins in its record
 FIRST_BYTES = 256 << 20  # of the first slab, where the limit is far; each further one doubles the records of its kind
 FIRST_SHARE = 16  # else this part of the limit
 MOST_BYTES = 1 << 30  # of one slab, unless so many records are wanted at once
-Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
 Place = tuple[int, int]  # slab, record in it
 
 

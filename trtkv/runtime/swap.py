@@ -15,8 +15,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from plugins.cache.cache import Cache
+from plugins.cache.tiers.host.store import Allocate
 from trtkv.runtime.host_memory import HostPool, host_room
-from trtkv.runtime.host_records import Allocate, HostRoom, Place, Records
+from trtkv.runtime.host_records import HostRoom, Place, Records
 from trtkv.runtime.pages import PageAllocator
 from trtkv.runtime.sequence import Copied, Left, Running
 from trtkv.runtime.streams import CopyLane, Stretch

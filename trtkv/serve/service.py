@@ -119,12 +119,8 @@ class Service:
             self._bell.notify()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            self.abort("the server was stopped")
+            self._ask(partial(self._end_all, Unavailable("the server was stopped", "Send the request again.")))
             self._thread.join(10.0)
-
-    def abort(self, why: str) -> None:
-        """End everything that runs or waits with an error, after the step that is under way."""
-        self._ask(partial(self._end_all, Unavailable(why, "Send the request again.")))
 
     def _ask(self, action: Callable[[], None]) -> None:
         with self._bell:

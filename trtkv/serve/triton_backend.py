@@ -208,7 +208,6 @@ async def start_triton(
     max_waiting: int,
     environment: Path | None,
     ports: tuple[int, int, int] | None,
-    drain_s: float,
     say: Say,
 ) -> dict[str, Backend]:
     """Write a repository, start the server over it and return its models.

@@ -12,31 +12,28 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plugins.cache.eviction.newest_queries import Step, sequences_of
+from plugins.cache.eviction.newest_queries import INTEGERS, STEP, Step, sequences_of
 from plugins.cache.eviction.stacked_buffers import Stacks
 from plugins.device import kernel
-from plugins.device.kernel import Constants, TritonKernel, typed
+from plugins.device.kernel import LOG2_E, Constants, TritonKernel, typed
 from trtkv.plan import CachePlan
 from trtkv.rules import Exchange
 
 _SOURCE = Path(__file__).parent / "exchange_kernel.py"
-_STEP = typed("*i32", "table", "lens", "seen")
-_INTEGERS = typed("i32", "table_stride", "num_pages", "page_size")
 LOGITS = TritonKernel(
     _SOURCE, "logits_kernel",
     {
-        **typed("*real", "keys", "queries"), **typed("*fp32", "logits", "notes"), **_STEP, "slots": "*i32", **_INTEGERS,
+        **typed("*real", "keys", "queries"), **typed("*fp32", "logits", "notes"), **STEP, "slots": "*i32", **INTEGERS,
         **typed("i32", "query_rows", "width"), "scale2": "fp32",
     },
     aligned=("keys", "queries", "logits", "page_size", "width"),
 )  # fmt: skip
 EXCHANGE = TritonKernel(
     _SOURCE, "exchange_kernel",
-    {**typed("*i32", "keys", "values", "positions"), **typed("*fp32", "mass", "logits", "notes", "weights"), **_STEP, **_INTEGERS, "width": "i32"},
+    {**typed("*i32", "keys", "values", "positions"), **typed("*fp32", "mass", "logits", "notes", "weights"), **STEP, **INTEGERS, "width": "i32"},
     aligned=("keys", "values", "positions", "mass", "logits", "page_size", "width"),
     warps=8,
 )  # fmt: skip
-LOG2_E = 1.4426950408889634
 SCORES = ("mass", "newest", "position")  # as the kernel numbers them
 _BLOCK = 1024  # tokens that a block of the exchange reads together
 _TOGETHER = 8  # query heads whose numbers it reads at once

@@ -8,7 +8,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from plugins.cache.eviction.stacked_buffers import Stacks
+from plugins.device.kernel import typed
 
+STEP = typed("*i32", "table", "lens", "seen")  # parameters of the kernels
+INTEGERS = typed("i32", "table_stride", "num_pages", "page_size")
 MOST_SCRATCH = 64 << 20  # bytes that one launch leaves for the next; more sequences take turns
 
 

@@ -11,24 +11,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plugins.cache.eviction.newest_queries import Step, sequences_of
+from plugins.cache.eviction.newest_queries import INTEGERS, STEP, Step, sequences_of
 from plugins.cache.eviction.stacked_buffers import Stacks
 from plugins.device import kernel
 from plugins.device.kernel import Constants, TritonKernel, typed
 from trtkv.plan import CachePlan
 from trtkv.rules import Stamp
 
-_SOURCE = Path(__file__).parent / "stamp_kernel.py"
-_STEP = typed("*i32", "table", "lens", "seen")
-_INTEGERS = typed("i32", "table_stride", "num_pages", "page_size")
+_SOURCE = Path(__file__).parent / "raas_kernel.py"
 BOUNDS = TritonKernel(
     _SOURCE, "bounds_kernel",
-    {**typed("*real", "keys", "queries"), "scores": "*fp32", **_STEP, "slots": "*i32", **_INTEGERS, **typed("i32", "query_rows", "width")},
+    {**typed("*real", "keys", "queries"), "scores": "*fp32", **STEP, "slots": "*i32", **INTEGERS, **typed("i32", "query_rows", "width")},
     aligned=("keys", "queries", "scores", "page_size"),
 )  # fmt: skip
 STAMP = TritonKernel(
     _SOURCE, "stamp_kernel",
-    {**typed("*i32", "keys", "values", "positions"), **typed("*fp32", "scores", "stamp"), **_STEP, **_INTEGERS, "width": "i32", "alpha": "fp32"},
+    {**typed("*i32", "keys", "values", "positions"), **typed("*fp32", "scores", "stamp"), **STEP, **INTEGERS, "width": "i32", "alpha": "fp32"},
     aligned=("keys", "values", "positions", "scores", "stamp", "page_size"),
 )  # fmt: skip
 _BLOCK = 128  # tokens whose keys one block reads

@@ -14,6 +14,7 @@ from plugins.cache.cache import Cache
 from plugins.cache.indexes.append_targets import ranges, words
 from plugins.cache.indexes.published_queries import take
 from plugins.config import OpConfig
+from plugins.device.driver import arch
 from plugins.select import launch, launch_fused, launch_pages
 from plugins.select.launch_previous_query import speculate
 from plugins.select.summary import Summary, outliers, shares_selection, summary_of
@@ -107,7 +108,7 @@ def _together(cache: Cache, config: OpConfig, plan: SelectPlan, summary: Summary
 
 def _allocate_together(batch: int, units: int, config: OpConfig, plan: SelectPlan, summary: Summary, device: torch.device) -> _Together | None:
     group, sms = config.num_q_heads // config.num_kv_heads, _multiprocessors(device)
-    fused = launch_fused.plan_for(plan, summary, batch, config.num_kv_heads, group, config.head_dim, units, sms, launch.arch())
+    fused = launch_fused.plan_for(plan, summary, batch, config.num_kv_heads, group, config.head_dim, units, sms, arch())
     if fused is None:
         return None
     return _Together(fused.allocate(device), torch.empty(batch, config.num_kv_heads, 2, dtype=torch.int32, device=device))

@@ -9,21 +9,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from plugins.nodes import APPEND, ATTEND, FACES, SELECT, OpFace
+from plugins.nodes import APPEND, ATTEND, FACES, SELECT, SEQUENCES, OpFace
 from plugins.tensorrt.backend import load
 from plugins.tensorrt.plugin import new_plugin, register
 from plugins.tensorrt.recorder import Recorder
 from trtkv.config import Limits, ModelConfig
 from trtkv.engine.profiles import profiles
 from trtkv.errors import BuildError
-from trtkv.graph.decoder import SEQUENCE_INPUTS, STEP_INPUTS, op_config, state_length
+from trtkv.graph.decoder import STEP_INPUTS, op_config, state_length
 from trtkv.integrations.tensorrt_llm.surface import Surface
 from trtkv.plan import CachePlan
 
 
 def declare_inputs(surface: Surface, model: ModelConfig, plan: CachePlan, limits: Limits) -> dict[str, Any]:
     """Declare the inputs of a step, named, typed and ranged as in the core path's graph; the rotary table is no input but a constant."""
-    ranges = [profile.shapes for profile in profiles(model, plan, limits)]
+    ranges = [profile.shapes for profile in profiles(plan, limits)]
     fixed = {"A": state_length(plan), "Y": plan.num_page_groups}
     tensors = {}
     for name, (dtype, letters) in STEP_INPUTS.items():
@@ -55,7 +55,7 @@ class Emitter:
 
     def attention(self, layer: int, qkv: Any, step: Mapping[str, Any], norms: Sequence[Any]) -> Any:
         """Add one layer's nodes: packed projections [T, (Hq + 2 Hk) D] in, attended [T, Hq D] out; step holds the tensors of a step by name."""
-        sequence = [step[name] for name in SEQUENCE_INPUTS]
+        sequence = [step[name] for name in SEQUENCES]
         at = f"layers.{layer}"
         query = self._node(APPEND, [qkv, step["positions"], *sequence, step["rope"], step["state"], *norms], f"{at}.query", layer)
         selection = []

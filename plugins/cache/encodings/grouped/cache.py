@@ -159,7 +159,7 @@ class GroupedCache(CountedCache):
 
     def _append_to_rings(
         self, residual_evictor: ResidualEvictor, layer: int, config: OpConfig, inputs: Sequence[Tensor], which: Tensor | None, out: Tensor
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Append the newest tokens of sequences `which` (None: all) to their slots' rings, which are pages of a plain cache; nothing is encoded."""
         new, step, pages = new_tokens(config, inputs), self.step(layer), self.store.pages[layer]
         lens, slots, answer = inputs[4][self.plan.page_groups[layer]], inputs[5], out

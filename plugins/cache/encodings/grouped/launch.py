@@ -16,7 +16,7 @@ from plugins.cache.formats import STEP, Format
 from plugins.device import kernel
 from plugins.device.driver import arch
 from plugins.device.dtypes import TRITON_DTYPES
-from plugins.device.kernel import Constants, CudaKernel, TritonKernel, typed
+from plugins.device.kernel import LOG2_E, Constants, CudaKernel, TritonKernel, typed
 from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import Float, Int, Pointer
 from plugins.device.triton_aot import TritonSpec
@@ -216,7 +216,7 @@ def attend(
     spec = attend_kernel(one, pages.dim, group, q.dtype == torch.bfloat16, arch(), block)
     tensors = (q, *pages.codes, pages.keys, pages.values, table, lens, slots, pages.runs(slots), out, scratch.parts, scratch.tops, scratch.counters)
     values = (*tensors, q.stride(0), out.stride(0), table.stride(0), pages.page_size, pages.keys.shape[2], one.residual, one.lag, int(one.together),
-              scale * 1.4426950408889634)  # fmt: skip
+              scale * LOG2_E)  # fmt: skip
     grid = (scratch.splits, pages.heads, batch)
     kernel.launch(spec, grid, values, threads=block.warps * 32, shared=block.shared, cluster=block.cluster, overlap=overlap)
 

@@ -13,7 +13,7 @@ from plugins.cache.encodings.grouped.layout import TILE
 from plugins.cache.formats import Format
 from plugins.device import kernel
 from plugins.device.driver import arch
-from plugins.device.kernel import CudaKernel
+from plugins.device.kernel import LOG2_E, CudaKernel
 from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import Float, Int, Pointer
 from trtkv.plan import SelectPlan
@@ -34,7 +34,7 @@ def attend_list(
     tensors = (q, *pages.codes, pages.keys, pages.values, table, lens, slots, pages.runs(slots), chosen, chosen if placed is None else placed)
     values = (*tensors, out, scratch.parts, scratch.tops, scratch.counters,
               q.stride(0), out.stride(0), table.stride(0), pages.page_size, chosen.shape[2], pages.keys.shape[2], one.residual, one.lag,
-              int(one.together), scale * 1.4426950408889634)  # fmt: skip
+              int(one.together), scale * LOG2_E)  # fmt: skip
     grid, block = (scratch.splits, pages.heads, batch), launch.attend_block(one, pages.dim, arch(), True)
     kernel.launch(spec, grid, values, threads=block.warps * 32, shared=block.shared, overlap=overlap)
 

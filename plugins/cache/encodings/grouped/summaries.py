@@ -39,7 +39,7 @@ def summarize_prompt(keys: Tensor, table: Tensor, pages: Pages, kept: GroupSumma
 
 def summarize_step(
     pages: Pages, lens: Tensor, slots: Tensor, table: Tensor, kept: GroupSummary, *, homes: Tensor | None = None, overlap: bool = False
-) -> None:  # fmt: skip
+) -> None:
     """Summarize the groups that a decode step of one token a sequence closes, after its append: lens and slots [B], table [B, M] int32.
 
     homes [B, M'] names the pages of the summaries where they are not those of the codes.

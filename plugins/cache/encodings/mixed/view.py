@@ -62,12 +62,6 @@ class MixedView:
         return self.laid.gather(1, self.order)
 
     @cached_property
-    def was_coded(self) -> Tensor:
-        """Which tokens [H, S] bool are encoded."""
-        coded = self.pool.counts(self.layers, self.b, self.account)[:, :1].repeat_interleave(self.pool.heads, 0)
-        return self.order < coded
-
-    @cached_property
     def keys(self) -> Tensor:
         """Keys [H, S, D] fp32."""
         return self._decoded("key")

@@ -9,16 +9,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from plugins.attend.launch_dense import NIBBLES
 from plugins.device import kernel
-from plugins.device.kernel import Constants, TritonKernel, typed
+from plugins.device.kernel import LOG2_E, Constants, TritonKernel, typed
 from plugins.device.spec import Spec
 from trtkv.rules import Blend
 
 _SOURCE = Path(__file__).parent / "kernel.py"
 BLOCK = 128  # tokens whose attention one block counts
-LOG2_E = 1.4426950408889634
 NOTES = 8  # numbers of a head beside what its query heads pay
-_CODES = ("key_codes", "key_scale", "key_zero", "value_codes", "value_scale", "value_zero")
 _ERRORS = ("key_error", "value_error")
 _WARP_TOKENS = 128  # of a block of the exchange
 _KEY_CODES = {"key_codes": "*u8", **typed("*real", "key_scale", "key_zero")}
@@ -100,14 +99,14 @@ def encode_prompt(
     """
     heads, tokens, dim = keys.shape
     count, constants = kept.shape[1], prompt_constants(heads, len(mass) // heads, dim)
-    pools = [stacks[name][layer] for name in (*_CODES, *_ERRORS, "positions", "attention_mass")]
+    pools = [stacks[name][layer] for name in (*NIBBLES, *_ERRORS, "positions", "attention_mass")]
     given = (keys, values, kept, measured, mass, table, *pools, tokens, mass.shape[1], count, pools[1].shape[2])
     kernel.run(PROMPT, (-(-count // constants["T"]), heads, 1), given, constants)
 
 
 def exchange(
     stacks: Stacks, lse: Tensor, notes: Tensor, table: Tensor, lens: Tensor, seen: Tensor, slots: Tensor, rule: Blend, *, scale: float
-) -> None:  # fmt: skip
+) -> None:
     """Let the newest token of B sequences become codes in all layers, in the place of the least where more than the budget are stored.
 
     lse and notes as `scratch` says, lse as attention left it; table [B, M], lens [B] stored tokens with the newest, seen [B] all there were, slots
@@ -117,10 +116,10 @@ def exchange(
     group = heads_q // heads
     grid, blocks = (heads, len(stacks["keys"]), lens.shape[0]), notes.shape[2] // heads
     integers = (table.stride(0), pages, num_slots, stacks["key_scale"].shape[3])
-    own = [stacks[name] for name in ("last_queries", "keys", "values", *_CODES[:3], *_ERRORS, "attention_mass")]
+    own = [stacks[name] for name in ("last_queries", "keys", "values", *NIBBLES[:3], *_ERRORS, "attention_mass")]
     given = (*own, lse, notes, table, lens, slots, *integers, scale * LOG2_E)
     kernel.run(MASS, (blocks * heads, *grid[1:]), given, mass_constants(heads, group, dim, rule))
-    own = [stacks[name] for name in ("keys", "values", *_CODES, *_ERRORS, "positions", "attention_mass")]
+    own = [stacks[name] for name in ("keys", "values", *NIBBLES, *_ERRORS, "positions", "attention_mass")]
     constants = exchange_constants(heads, group, dim, rule)
     given = (*own, notes, table, lens, seen, slots, *integers, blocks, rule.blend)
     kernel.run(EXCHANGE, grid, given, constants, warps=_exchange_warps(constants))

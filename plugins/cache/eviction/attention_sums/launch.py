@@ -13,7 +13,7 @@ from plugins.cache.eviction.attention_sums import launch_groups
 from plugins.device import kernel
 from plugins.device.driver import arch
 from plugins.device.dtypes import TRITON_DTYPES
-from plugins.device.kernel import Constants, TritonKernel, typed
+from plugins.device.kernel import LOG2_E, Constants, TritonKernel, typed
 from plugins.device.spec import Spec
 from plugins.device.triton_aot import TritonSpec
 
@@ -25,7 +25,6 @@ SUMS = TritonKernel(
     },
     aligned=("query", "keys", "query_row", "query_head", "key_head"),
 )  # fmt: skip
-LOG2_E = 1.4426950408889634
 MOST_TOGETHER = 8
 
 

@@ -23,11 +23,10 @@ RECEIVED = TritonKernel(
     },
     aligned=("keys",),
 )  # fmt: skip
-ROW = 5  # integers that describe a row of the move
 
 
 def move(data: Tensor, table: Tensor, rows: Tensor, kept: Tensor | None, *, positions: bool) -> None:
-    """Move tokens within the pages table [R, M] of data [P, H, N, ...]; rows [R, ROW] and kept [all] int32 as the kernel says."""
+    """Move tokens within the pages table [R, M] of data [P, H, N, ...]; rows [R, 5] and kept [all] int32 as the kernel says."""
     heads, size = data.shape[1:3]
     words = data[0, 0, 0].numel() * data.element_size() // 4
     constants = move_constants(heads, words, positions, kept is not None)

@@ -32,7 +32,7 @@ class Moves:
     sink: int = 0
 
     def rows(self, start: int) -> Ints:
-        """Describe them to the kernel [K, ROW], where kept tokens begin at `start` of all lists."""
+        """Describe them to the kernel [K, 5], where kept tokens begin at `start` of all lists."""
         if self.kept is None:
             first = np.full(len(self.heads), self.sink)
             source = self.sink + self.stored - self.stay

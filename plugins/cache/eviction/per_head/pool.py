@@ -92,7 +92,7 @@ class HeadPool:
             data = data.gather(2, order.view(self.heads, 1, longest, *(1,) * (data.dim() - 3)).expand(-1, data.shape[1], -1, *data.shape[3:]))
         data = data[:, :, :longest]
         if int(lengths.min()) < longest:
-            there = self._there(layer, b)
+            there = self.there(layer, b)
             data = torch.where(there.view(self.heads, 1, longest, *(1,) * (data.dim() - 3)), data, torch.full((), fill, dtype=data.dtype))
         return data.flatten(0, 1)
 
@@ -119,13 +119,9 @@ class HeadPool:
             found[head, longest - length :] = data[head, :length]
         return found
 
-    def there(self, layer: int, b: int) -> Tensor:
-        """Say which of S tokens each head has [Hk, S] bool."""
-        return self._there(layer, b)
-
     def write(self, name: str, layer: int, b: int, data: Tensor) -> None:
         """Write a paged buffer's entries of a sequence, data [H, S, ...], as far as every head's tokens go."""
-        there, size = self._there(layer, b), self.plan.page_size
+        there, size = self.there(layer, b), self.plan.page_size
         head, token = there.nonzero(as_tuple=True)
         page = self._table(layer, b)[head, token // size]
         self.pools[name][page, :, token % size] = data.unflatten(0, (self.heads, -1)).transpose(1, 2)[head, token].to(self.pools[name].dtype)
@@ -133,7 +129,8 @@ class HeadPool:
     def _table(self, layer: int, b: int) -> Tensor:
         return self._known(layer, b)[0]
 
-    def _there(self, layer: int, b: int) -> Tensor:
+    def there(self, layer: int, b: int) -> Tensor:
+        """Say which of S tokens each head has [Hk, S] bool."""
         return self._known(layer, b)[1]
 
     def _known(self, layer: int, b: int) -> tuple[Tensor, Tensor]:

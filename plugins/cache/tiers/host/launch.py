@@ -9,10 +9,10 @@ from torch import Tensor
 from plugins.cache.tiers.host.layout import Layout
 from plugins.cache.tiers.host.store import RecordTier, Tier
 from plugins.device import kernel
+from plugins.device.driver import arch
 from plugins.device.kernel import CudaKernel
 from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import Int, Long, Pointer
-from plugins.select.launch import arch
 
 _SOURCE = Path(__file__).parent / "recall.cu"
 POOLS = 6  # as many as a record has parts at most
@@ -51,12 +51,10 @@ def recall_pages(
     kernel.launch(spec, (cluster, min(count, blocks or count), 1), values, threads=THREADS, shared=shared, cluster=cluster, overlap=overlap)
 
 
-def open_pages(
-    shape: Layout, lens: Tensor, slots: Tensor, table: Tensor, found: Tensor, row_bytes: int, *, num_slots: int, budget: int, overlap: bool = False
-) -> None:
+def open_pages(shape: Layout, lens: Tensor, slots: Tensor, table: Tensor, found: Tensor, row_bytes: int, *, num_slots: int, budget: int) -> None:
     """Find what a decode step must know of the open pages: found [5, B] int32 (row, tokens inside, page, next length, end of places)."""
     values = (lens, slots, table, *found.unbind(), lens.shape[0], table.stride(0), shape.frames, shape.ring, num_slots, budget)
-    kernel.launch(open_kernel(row_bytes, shape.page_size, arch()), (1, 1, 1), values, threads=32, overlap=overlap)
+    kernel.launch(open_kernel(row_bytes, shape.page_size, arch()), (1, 1, 1), values, threads=32)
 
 
 def plan_bytes(shape: Layout, room: int) -> int:
