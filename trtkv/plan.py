@@ -213,7 +213,7 @@ class CacheView:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What stays: for each KV head ascending int64 indices into the stored tokens, and which of them a quantize role is to encode (bool).
+    """The tokens that stay: for each KV head ascending int64 indices into the stored tokens, and which of them a quantize role is to encode (bool).
 
     Where all heads keep equally many, one tensor [Hk, K] does for both.
     """

@@ -1,4 +1,4 @@
-"""The announced step as the ops of one page group see it; what only the torch forms need is made when they request it."""
+"""The announced step as the ops of one page group see it; what only the torch forms need is made when they need it."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class StepGroup:
         return self.once(("closed", group), lambda: self._closed_groups(group))
 
     def once(self, key: object, make: Callable[[], T]) -> T:
-        """Return what layers have in common, made when the first of them requests it."""
+        """Return what layers have in common, made when the first of them needs it."""
         if key not in self.shared:
             self.shared[key] = make()
         return cast("T", self.shared[key])

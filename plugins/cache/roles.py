@@ -48,7 +48,7 @@ class EvictRole(Protocol):
 
     @property
     def takes_layers(self) -> bool:
-        """Whether `keep` and `observe` may be requested several layers at once."""
+        """Whether `keep` and `observe` may be called for several layers at once."""
 
     @property
     def observe_window(self) -> int:

@@ -152,7 +152,7 @@ def edit_manifest(path: Path, **changes: object) -> None:
         (lambda path: edit_manifest(path, model={}), ["manifest.json", "damaged", "--force"]),
         (lambda path: edit_manifest(path, checkpoint="/nowhere", model_name="gone"), ["no weights", "trtkv pull"]),
     ],
-    ids=["graph", "no graph", "cut manifest", "no manifest", "format", "field", "checkpoint gone"],
+    ids=["graph", "no graph", "cut manifest", "no manifest", "format", "field", "no checkpoint"],
 )
 def test_damaged_engines(harm: Any, expected: list[str], engine: Path, tmp_path: Path, capsys: Capture) -> None:
     copy = tmp_path / "copy"

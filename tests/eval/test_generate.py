@@ -37,10 +37,10 @@ def test_answers_are_those_of_the_runtime(name: str, llms: dict[str, LLM]) -> No
     prompts, most = [prompt(length) for length in (100, 1, 37, 180, 64)], [12, 8, 3, 1, 12]
     alone = [llm.generate([tokens], SamplingParams(max_tokens=count))[0] for tokens, count in zip(prompts, most, strict=True)]
     free = llm.engine.pages.free, len(llm.engine.slots)
-    told: list[float] = []
-    found = generate(llm, prompts, most, 3, told.append)
+    shares: list[float] = []
+    found = generate(llm, prompts, most, 3, shares.append)
     assert found.texts == [one.text for one in alone]
-    assert told == sorted(told) and 0 < told[-1] <= 1
+    assert shares == sorted(shares) and 0 < shares[-1] <= 1
     assert (llm.engine.pages.free, len(llm.engine.slots)) == free
     last = llm.generate([prompts[3]], SamplingParams(max_tokens=12))
     assert generate(llm, [prompts[3]], [12], 1).cost.stored_bytes >= llm.stats.final_bytes > 0 and last[0].text

@@ -25,7 +25,7 @@ from plugins.select import launch_fused, launch_pages
 from tests.gpu.choice_checks import check_filtered, check_own_budgets, check_short_lists, check_ties
 from tests.gpu.dense_checks import check_dense, check_dense_growth
 from tests.gpu.dirty import dirty_shared_memory
-from tests.gpu.retrieval_case import DEV, Case, captured, check_attention, check_selection, expect, failures, repeat_tokens, told_words
+from tests.gpu.retrieval_case import DEV, Case, captured, check_attention, check_selection, expect, failures, published_words, repeat_tokens
 
 
 def check_chain(case: Case, budget: int, sink: int, window: int, pooling: str, label: str, capacity: int = 0) -> None:
@@ -62,7 +62,7 @@ def check_chain(case: Case, budget: int, sink: int, window: int, pooling: str, l
     torch.cuda.synchronize()
     expect(torch.equal(first, chosen) and torch.equal(first_out, out), f"{label}: two runs differ")
     if not case.pages:
-        words = told_words(case.q, case.dim)
+        words = published_words(case.q, case.dim)
         chosen.fill_(-7)
         step(words)
         torch.cuda.synchronize()
@@ -137,7 +137,7 @@ def check_fused(case: Case, budget: int, sink: int, window: int, pooling: str, s
     torch.cuda.synchronize()
     expect(torch.equal(chosen, again), f"{label}: a second launch chooses other units")
     if not case.pages:
-        words = told_words(case.q, case.dim)
+        words = published_words(case.q, case.dim)
         for what in ("a published query", "a query that was not published"):
             chosen.fill_(-7)
             launch(published=words)

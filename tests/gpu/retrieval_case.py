@@ -109,7 +109,7 @@ def captured(lens: Tensor, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def told_words(q: Tensor, dim: int) -> Tensor:
+def published_words(q: Tensor, dim: int) -> Tensor:
     """Return the words [B, Hq, D / 2 + 4] int32 by which an append publishes queries [B, Hq D], as query.cuh says."""
     heads = q.unflatten(1, (-1, dim)).float()
     exponent = (torch.frexp(heads.abs().amax(-1))[1] - 11).clamp(-100, 100)

@@ -22,7 +22,7 @@ from trtkv.runtime.rows import StepRow
 def feed_steps(
     rig: Rig, texts: Tensor, prompts: Sequence[int], steps: Iterable[Sequence[tuple[int, int, int]]], after: Callable[[], object] | None = None
 ) -> tuple[Tensor, list[int]]:
-    """Feed texts [slots, T] in steps of (slot, seen, new), prompts so long: logits, and the bytes stored behind each step."""
+    """Feed texts [slots, T] in steps of (slot, seen, new), prompts so long: logits, and the bytes stored after each step."""
     logits, sizes = [], []
     for step in steps:
         rows = []
@@ -57,7 +57,7 @@ def capture_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def check_batches(llm: LLM, texts: Sequence[list[int]], tokens: int) -> None:
-    """Three prompts answer in two slots as each alone, beside one that is cancelled; tokens are evicted, and every page and slot comes back."""
+    """Three prompts answer in two slots as each alone, beside one that is cancelled; tokens are evicted, and every page and slot is freed."""
     cache = llm.engine.cache
     assert isinstance(cache, GroupedCache)
     alone = [llm.generate([text], params(tokens))[0].token_ids for text in texts]

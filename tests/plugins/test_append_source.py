@@ -10,7 +10,7 @@ from plugins.append.arguments import GroupSummary, NewTokens, Target
 from plugins.append.launch import FIER, MINMAX, NONE
 from plugins.cache.indexes import fier_layout
 from plugins.config import OpConfig
-from tests.gpu.retrieval_case import told_words
+from tests.gpu.retrieval_case import published_words
 from tests.plugins import cuda_on_cpu
 
 pytestmark = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
@@ -56,10 +56,10 @@ def test_one_token_a_sequence(dim: int, summary: int, group: int, norm: bool, dt
     bits = torch.full((pool, HEADS_KV, PAGE // group, dim), 77, dtype=torch.int32)
     meta = torch.full((pool, HEADS_KV, PAGE // group, 2, dim), torch.nan, dtype=torch.float16 if summary == FIER else dtype)
     out = torch.full((tokens, HEADS_Q * dim), torch.nan, dtype=dtype)
-    told = torch.full((BATCH, HEADS_Q, dim // 2 + 4), -1, dtype=torch.int32) if summary == FIER else None
+    published = torch.full((BATCH, HEADS_Q, dim // 2 + 4), -1, dtype=torch.int32) if summary == FIER else None
     starts = torch.tensor([0, *torch.tensor(NEW).cumsum(0)], dtype=torch.int32)
     new, to = NewTokens(qkv, positions, starts, rope, norms, EPS), Target(keys, values, torch.tensor(lengths, dtype=torch.int32), table, homes)
-    launch_token.launch(new, to, GroupSummary(group, summary, bits, meta), out, settled=settled, published=told)
+    launch_token.launch(new, to, GroupSummary(group, summary, bits, meta), out, settled=settled, published=published)
 
     config = OpConfig(HEADS_Q, HEADS_KV, dim, dim**-0.5, EPS, 0, 0, "")
     plain = reference.append(qkv, positions, rope, config, norms)
@@ -84,8 +84,8 @@ def test_one_token_a_sequence(dim: int, summary: int, group: int, norm: bool, dt
                 assert torch.equal(meta[where], bounds)
             else:
                 assert torch.equal(meta[where], torch.stack([stored.amin(1), stored.amax(1)], 1))
-    if told is not None:
-        assert torch.equal(told[torch.tensor(NEW) == 1], told_words(out, dim)) and bool((told[torch.tensor(NEW) == 0] == -1).all())
+    if published is not None:
+        assert torch.equal(published[torch.tensor(NEW) == 1], published_words(out, dim)) and bool((published[torch.tensor(NEW) == 0] == -1).all())
     assert summary == NONE or int(closed.sum()) >= HEADS_KV
     assert torch.equal(keys[~written], before[0][~written]) and torch.equal(values[~written], before[1][~written])
     assert bool((bits[~closed] == 77).all()) and meta[~closed].isnan().all()

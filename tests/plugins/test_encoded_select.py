@@ -232,18 +232,18 @@ def test_planned_bytes_are_allocated(policy: str, monkeypatch: pytest.MonkeyPatc
     Lists(monkeypatch)
     chosen = parse_policy(policy.partition(",")[0], sets=list(POLICIES[policy]))
     plan = chosen.plan(model())
-    told = predict(model(), chosen, 200, SLOTS)
+    predicted = predict(model(), chosen, 200, SLOTS)
     cache = make_cache(plan, [SLOTS * plan.pages(200)], SLOTS)
     allocated = sum(x.nbytes for tensors in cache.buffers.values() for x in tensors if x is not None)
-    assert told["reserved_bytes"] == allocated == sum(one["bytes"] for one in told["buffers"])
-    assert told["tokens_read_per_step"] < 200 and told["in_torch"] == []
+    assert predicted["reserved_bytes"] == allocated == sum(one["bytes"] for one in predicted["buffers"])
+    assert predicted["tokens_read_per_step"] < 200 and predicted["in_torch"] == []
     cache.begin_step([200], [200], [0], [[list(range(plan.pages(200)))]], [200])
     assert isinstance(cache, GroupedCache)
     for layer in range(2):
         cache.store.prompt(layer, cache.step(layer).rows[0])
         cache.store.encode_prompt(layer, cache.step(layer).rows[0], torch.arange(plan.pages(200), dtype=torch.int32))
-    assert cache.stored_bytes() == Footprint(model(), chosen).stored_bytes(200) == told["stored_bytes"] // SLOTS
-    assert cache.reserved_bytes() == told["reserved_bytes"] // SLOTS
+    assert cache.stored_bytes() == Footprint(model(), chosen).stored_bytes(200) == predicted["stored_bytes"] // SLOTS
+    assert cache.reserved_bytes() == predicted["reserved_bytes"] // SLOTS
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -63,30 +63,30 @@ def test_the_choice_among_pages_is_the_selectors(group: int, pooling: str, lens:
 def test_pages_of_short_rows_are_chosen_from_all_scores(
     group: int, dim: int, pooling: str, lens: list[int], sms: int, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counts = _counts_told(monkeypatch)
+    counts = _counts_exchanged(monkeypatch)
     checks.check_fused(checks.Case(1, group, dim, 16, lens, FP16, pages=True), 320, 16, 48, pooling, sms, blocks, f"G {group} {pooling}")
     assert checks.failures == [] and not counts()
 
 
 @pytest.mark.parametrize("pooling", ["max", "softmax-mean"])
 def test_pages_that_score_alike_are_left_to_the_counts(pooling: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts, case = _counts_told(monkeypatch), checks.Case(1, 4, 32, 16, [8617], FP16, pages=True)
+    counts, case = _counts_exchanged(monkeypatch), checks.Case(1, 4, 32, 16, [8617], FP16, pages=True)
     case.bounds[:, :, 0], case.bounds[:, :, 1] = -1.0, 1.0
     checks.check_fused(case, 320, 16, 48, pooling, 2, 2, f"alike {pooling}")
     assert checks.failures == [] and counts()
 
 
-def _counts_told(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
+def _counts_exchanged(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
     """Return what says whether blocks have exchanged counts."""
-    told, allocate = [], launch_fused.Fused.allocate
+    counts, allocate = [], launch_fused.Fused.allocate
 
     def keep(plan: launch_fused.Fused, device: str) -> launch_fused.Exchange:
         exchange = allocate(plan, device)
-        told.append(exchange.messages[:, plan.blocks * plan.heads : plan.blocks * (plan.heads + launch_fused._COUNT_WORDS)])
+        counts.append(exchange.messages[:, plan.blocks * plan.heads : plan.blocks * (plan.heads + launch_fused._COUNT_WORDS)])
         return exchange
 
     monkeypatch.setattr(launch_fused.Fused, "allocate", keep)
-    return lambda: bool(torch.stack(told).any())
+    return lambda: bool(torch.stack(counts).any())
 
 
 @pytest.mark.parametrize(("levels", "budget"), [(1, 100), (2, 900), (3, 300)])

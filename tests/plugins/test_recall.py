@@ -1,4 +1,4 @@
-"""Recall by sets and sorting, and pages that move between pools, against what they must leave after."""
+"""Recall by sets and sorting, and pages that move between pools, against what they must leave."""
 
 from __future__ import annotations
 

@@ -243,16 +243,16 @@ def test_parts_that_have_no_room_on_the_host_say_so(tiny_llama: TinyModel, tmp_p
 
 @pytest.mark.parametrize("offload", [True, False])
 def test_a_part_without_room_notifies_the_others(offload: bool, tiny_llama: TinyModel, tmp_path: Path) -> None:
-    path, told = engine(tiny_llama, "freekv", tmp_path, 2), list[int]()
+    path, received = engine(tiny_llama, "freekv", tmp_path, 2), list[int]()
 
     def least(number: int) -> int:
-        told.append(number)
+        received.append(number)
         return number
 
     part = Part(0, 2, lambda tensor: None, lambda own, out: None, least, lambda: None)
     with pytest.raises(CapacityError, match="of host memory" if offload else "the cache of one sequence"):
         open_engine(path, Options(device="cpu", cache_bytes=1000, offload=offload, host_bytes=1000), part=part)
-    assert told == ([500, 0] if offload else [0])
+    assert received == ([500, 0] if offload else [0])
     lucky = replace(part, least=lambda number: 0)
     with pytest.raises(CapacityError, match="another part of the engine"):
         open_engine(path, Options(device="cpu"), part=lucky)

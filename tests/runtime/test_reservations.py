@@ -135,7 +135,7 @@ def test_an_answer_does_not_depend_on_its_batch(policy: str, tiny_llama: TinyMod
 
 
 def check_batches(llm: LLM) -> None:
-    """Sequences answer together as each alone, tokens are evicted, and every page and slot comes back."""
+    """Sequences answer together as each alone, tokens are evicted, and every page and slot is freed."""
     alone = [llm.generate([prompt(100 + 9 * seed, seed)], params(40))[0].token_ids for seed in range(5)]
     calls = [llm.batcher.submit([prompt(100 + 9 * seed, seed)], [params(40)]) for seed in range(5)]
     while llm.batcher.advance():

@@ -16,8 +16,8 @@ from trtkv.serve.triton_repo import INPUTS, OUTPUTS, Export, export
 
 def test_a_repository_holds_what_triton_needs(engine_dir: Path, tmp_path: Path, capsys: Capture) -> None:
     repository = tmp_path / "models"
-    told = output(capsys, "export-triton", engine_dir, "-o", repository, "--unary", "--cache-gib", "0.5")
-    assert told == {"repository": str(repository), "models": ["tiny", "tiny_unary"]}
+    printed = output(capsys, "export-triton", engine_dir, "-o", repository, "--unary", "--cache-gib", "0.5")
+    assert printed == {"repository": str(repository), "models": ["tiny", "tiny_unary"]}
     assert sorted(one.name for one in repository.iterdir()) == ["tiny", "tiny_unary"]
     for name, decoupled in (("tiny", "true"), ("tiny_unary", "false")):
         assert read_manifest(repository / name / "1" / "engine") == read_manifest(engine_dir)

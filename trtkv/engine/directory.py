@@ -63,7 +63,7 @@ class Built:
 def build_engine(request: Request, progress: Progress = lambda stage, fraction: None) -> Built:
     """Build an engine directory, or return an existing one with the same content.
 
-    Raises ConfigError, CheckpointError, BuildError or CapacityError; in every case, Ctrl-C included, nothing half-written stays after.
+    Raises ConfigError, CheckpointError, BuildError or CapacityError; in every case, Ctrl-C included, nothing half-written remains.
     """
     limits = request.limits.check(request.model)
     plan = request.policy.plan(request.model)

@@ -140,7 +140,7 @@ class Evict(Role):
     """Which stored tokens go for good?
 
     Eviction follows the attention of the step. token_state names numbers that the role owns for each stored token; they move with the tokens
-    and are zero for new ones. prompt_only roles evict nothing after the prompt. takes_layers says that `keep` and `observe` may be requested several
+    and are zero for new ones. prompt_only roles evict nothing after the prompt. takes_layers says that `keep` and `observe` may be called for several
     layers at once, whose heads are concatenated in the view.
     """
 

@@ -192,7 +192,7 @@ class HeadPageAllocator:
 
 
 class Pool(Protocol[Need, Taken]):
-    """An allocator, by what it is requested and what it gives."""
+    """An allocator, by the methods that are used."""
 
     def take(self, need: Need, /) -> Taken:
         """Take pages; raises CapacityError and takes none when there are too few."""

@@ -103,7 +103,7 @@ def open_executor(plan: bytes, manifest: Manifest, weights: Mapping[str, Weight]
 
 
 class Lane:
-    """A its own stream for TensorRT, which synchronizes the whole device on the default one; in order with the caller's stream."""
+    """A separate stream for TensorRT, which synchronizes the whole device on the default one; in order with the caller's stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

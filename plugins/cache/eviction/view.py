@@ -1,4 +1,4 @@
-"""What roles see of a sequence whose cache lies in pages: gathered only where a role requests it."""
+"""What roles see of a sequence whose cache lies in pages: gathered only where a role reads it."""
 
 from __future__ import annotations
 

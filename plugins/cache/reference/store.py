@@ -109,7 +109,7 @@ class HeadStore:
         self.state = {name: x[tokens] for name, x in self.state.items()}
 
     def stop_counting(self) -> None:
-        """Drop the attention that was counted: no role will request it again."""
+        """Drop the attention that was counted: no role will read it again."""
         self.counts, self.mass, self.newest = False, self.mass[:, :0].clone(), self.newest[:, :0].clone()
 
     def __len__(self) -> int:

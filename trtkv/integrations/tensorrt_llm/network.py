@@ -73,6 +73,6 @@ class Emitter:
             raise BuildError(f"TensorRT refused the plugin node '{name}'", "See TensorRT-LLM's log for its reason.")
         node.name = name
         out = node.get_output(0)
-        _ = tuple(out.shape)  # requests shape and dtype now, so that an error names this node
+        _ = tuple(out.shape)  # reads shape and dtype now, so that an error names this node
         self.recorder.check(BuildError)
         return self.surface.create_tensor(out, node)

@@ -27,7 +27,7 @@ class Arkv(Budgeted):
     """Keep heavy hitters in full precision, the middle encoded, drop the rest.
 
     window: newest queries that score and newest tokens that stay; slack_ratio: alpha, the others' share that stays; gamma: weight of the variance;
-    kernel: width of the smoothing; share: of the budget without the window, what stays in full precision where no allocate role says so.
+    kernel: width of the smoothing; share: of the budget without the window, the part in full precision where no allocate role says so.
     """
 
     source: ClassVar[str] = "ARKV, Lei and Ilager"
