@@ -28,6 +28,9 @@ needs_compilers = pytest.mark.skipif(nvrtc.missing() is not None or triton_aot.m
 SETTINGS: dict[str, Any] = {"backend": "none", "dtype": "bfloat16", "max_seq_len": 256, "max_batch_size": 1}
 
 
+pytestmark = pytest.mark.xdist_group("built")  # one worker compiles the kernels of the engine that they share
+
+
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """A model whose heads are as wide as the kernels take them."""
