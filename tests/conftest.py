@@ -10,7 +10,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # on machines with a GPU, too: t
 import pytest
 import torch
 
-from tests import interpreted
+from plugins.device import triton_aot
 from tests.examples import register
 from tests.plugins import cuda_on_cpu
 from tests.tiny import TinyModel, make_tiny
@@ -18,7 +18,10 @@ from tests.tiny import TinyModel, make_tiny
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what it runs in the background; tests interrupt their children
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-interpreted.remember()
+if (triton_aot.version() or "").startswith("3.9."):  # whose interpreter it knows; with others tests take longer
+    from tests import interpreted
+
+    interpreted.remember()
 register()
 torch.set_num_threads(1)
 

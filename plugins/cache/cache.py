@@ -38,7 +38,7 @@ class Cache(ABC):
     uses_pages = True  # whether tokens lie in the pages of the allocator
     rows_have_pages = False  # whether every page group takes pages of one pool, listed as `HeadPages`
     overlaps_at_any_size = False  # whether small launches may overlap however long they keep the device busy
-    publishes_queries = False  # whether the append kernel publishes queries to the scorer (see `indexes/published.py`)
+    publishes_queries = False  # whether the append kernel publishes queries to the scorer (see `indexes/published_queries.py`)
 
     def __init__(
         self, plan: CachePlan, num_pages: Sequence[int], num_slots: int, device: torch.device | str = "cpu", dense_below: int = 0,
@@ -67,7 +67,7 @@ class Cache(ABC):
         self._by_kernels: dict[torch.dtype, bool] = {}
         self._step: list[StepGroup] = []
 
-    # Nodes: inputs by `plugins/nodes/table.py`, the output is written in place
+    # Nodes: inputs by `plugins/nodes.py`, the output is written in place
 
     @abstractmethod
     def append(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:

@@ -74,7 +74,7 @@ def fier_score(
     """Score all closed groups: q [B, Hq D], bits int32 [P, Hk, N / 32, D], meta fp16 [P, Hk, N / 32, 2, D], table [B, M], lens [B] int32.
 
     With overlap the kernel launched before this one must have written nothing that this one reads but queries and the newest token's group.
-    published [B, Hq, words] int32 is where the append before writes the queries, see `cache/indexes/published.py`.
+    published [B, Hq, words] int32 is where the append before writes the queries, see `cache/indexes/published_queries.py`.
     """
     heads, dim = bits.shape[1], bits.shape[-1]
     group = q.shape[1] // dim // heads
