@@ -39,7 +39,8 @@ def launch(
 
     early lets the next launch begin before its predecessor has ended, of which it may then read nothing before it waits. settled says that
     all but qkv was there before the launch before this one began, whatever that one and those before it let begin early.
-    published [B, Hq, words] int32, of single tokens with one-bit keys, is where the scorer finds queries early, see `cache/indexes/published_queries.py`.
+    published [B, Hq, words] int32, of single tokens with one-bit keys, is where the scorer finds queries early, see
+    `cache/indexes/published_queries.py`.
     """
     qkv, keys, values = new.qkv, to.keys, to.values
     if not qkv.is_cuda:
