@@ -27,8 +27,9 @@ torch.set_num_threads(1)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.cache is not None:
-        cuda_on_cpu.FOLDER = config.cache.mkdir("kernels")
+    cache = getattr(config, "cache", None)  # none with -p no:cacheprovider
+    if cache is not None:
+        cuda_on_cpu.FOLDER = cache.mkdir("kernels")
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 // Decode attention over everything stored: the tokens of all sequences and key-value heads, laid end to end, are shared out evenly among the blocks.
 //
-// Built as tile.cuh says, with -DRAGGED where every head has its own length and pages, with -DMIXED where some tokens are encoded. A sequence's
-// heads are rows; a row is read in units of a block of sixteen tokens for every warp. A block's share may begin within one row and end within another.
+// Built as tile.cuh says, with -DRAGGED where every head has its own length and pages, with -DRINGS where a new token takes the place of another, with
+// -DMIXED where some tokens are encoded. A sequence's heads are rows; a row is read in units of a block of sixteen tokens for every warp. A block's share may begin within one row and end within another.
 // Where several blocks have parts of a row, they exchange what they have seen, and each merges a share of it.
 #include "mixed.cuh"
 #include "split_kv.cuh"
@@ -49,8 +49,8 @@ __device__ __forceinline__ Row find_row(const int* lens, const int* coded_lens, 
 // FOLD page_size]; else null. With -DNIBBLES: keys, values [slots, Hk, 1, D] are the newest tokens, coded_table [B] the slots; the other tokens of lens
 // are codes of the pages in table: key_codes, value_codes [P, Hk, page_size, D / 2], scales and zero points [P, Hk, page_size]; lse [B, Hq] takes the
 // logarithms to base 2 of the sums of the weights. shares [2 blocks, QUADS +
-// GROUP_HEADS + blocks] words EMPTY and unmerged [2 blocks] zeros, and so again behind it. Tokens before the newest and page numbers were there before
-// the kernel before this one began.
+// GROUP_HEADS + blocks] words EMPTY and unmerged [2 blocks] zeros, and so again behind it. Page numbers, and tokens before the newest unless
+// -DRINGS, were there before the kernel before this one began.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real* q, const char* keys, const char* values, const int* table,
     const int* lens, real* out, uint4* shares, int* unmerged, int batch, int heads, int q_stride, int out_stride, int table_stride, int page_size,
     float scale_log2, const int* coded_table, const int* coded_lens, const real* key_scale, const real* value_scale,
@@ -150,6 +150,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_dense(const real
 #else
     coded_pages = coded_table + (long long)b * table_stride;
 #endif
+#endif
+#if defined(MIXED) || defined(RINGS) // the newest token may be anywhere
     if (!waited) dependency_wait(), waited = true;
 #endif
     mine = behind - from - (left_of(behind - from - 1) <= 0); // of the blocks one before the codes may be empty

@@ -66,20 +66,20 @@ class Nibbles:
 
 def attend_dense(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lens: Tensor, out: Tensor, scratch: tuple[Tensor, Tensor], *,
-    scale: float, overlap: bool = False, codes: Codes | None = None,
+    scale: float, overlap: bool = False, rings: bool = False, codes: Codes | None = None,
 ) -> None:  # fmt: skip
     """Attend one token a sequence: q, out [B, Hq D], keys, values [P, Hk, N, D], table [B, M], lens [B] int32, scratch of `DenseScratch`.
 
     Where every KV head has its own length and pages: keys, values [P, 1, N, D], table [Hk, B, M], lens [Hk, B].
 
     N is a multiple of 16, lengths are at least 1. With overlap the kernel launched before this one must have written nothing that is read here but
-    queries and each sequence's newest token.
+    queries and each sequence's newest token. That is the last one stored; with rings it may be any.
     """
     ragged, (_, heads, page_size, dim) = lens.dim() > 1, keys.shape
     heads, batch = lens.shape[0] if ragged else heads, lens.shape[-1]
     group = q.shape[1] // dim // heads
     warps, _ = dense_shape(dim, group, arch(), codes is not None)
-    spec = dense_kernel(dim, group, q.dtype == torch.bfloat16, arch(), ragged, codes is not None)
+    spec = dense_kernel(dim, group, q.dtype == torch.bfloat16, arch(), ragged, codes is not None, rings=rings)
     most = (1 if codes is None else 2) * batch * heads * -(-table.shape[-1] * page_size // (warps * _TILE))
     coded = (None,) * 4 if codes is None else (codes.table, codes.lens, codes.key_scale, codes.value_scale)
     numbers = (batch, heads, q.stride(0), out.stride(0), table.stride(-2), page_size, scale * LOG2_E)
@@ -131,12 +131,15 @@ def _laid(dim: int, group: int) -> int:
     return -(-group // 8) * 8 * (dim + 4) * 4
 
 
-def dense_kernel(dim: int, group: int, bf16: bool, arch: str, ragged: bool = False, mixed: bool = False, nibbles: bool = False) -> CudaSpec:
+def dense_kernel(
+    dim: int, group: int, bf16: bool, arch: str, ragged: bool = False, mixed: bool = False, nibbles: bool = False, rings: bool = False
+) -> CudaSpec:
     """Return the kernel for a shape; its launches request all of its shared memory.
 
-    ragged lets every KV head have its own length and pages, mixed lets some tokens be encoded, nibbles takes codes of four bits and the newest token.
+    ragged lets every KV head have its own length and pages, mixed lets some tokens be encoded, nibbles takes codes of four bits and the newest token,
+    rings lets the newest token be anywhere.
     """
     warps, halves = dense_shape(dim, group, arch, mixed or nibbles)
     shape = {"D": dim, "GROUP_HEADS": group, "WARPS": warps, "HALVES": halves}
     shared = warps * (halves * 2 * _TILE * dim + _laid(dim, group))
-    return DENSE.variant(arch, shared=shared, **shape, BF16=bf16, RAGGED=ragged, MIXED=mixed or nibbles, NIBBLES=nibbles)
+    return DENSE.variant(arch, shared=shared, **shape, BF16=bf16, RAGGED=ragged, RINGS=rings, MIXED=mixed or nibbles, NIBBLES=nibbles)

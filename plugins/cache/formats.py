@@ -131,3 +131,8 @@ def slides(evict: EvictPlan) -> int | None:
     """Return the sink of a role that keeps it and the newest tokens whatever they hold, so that nothing has to be scored; None of any other."""
     rule = evict.rule
     return rule.sink if isinstance(rule, Exchange) and rule.score == "position" else None
+
+
+def ring_sink(plan: CachePlan) -> int | None:
+    """Return the sink of a plan whose heads store the tokens behind it in rings, where a new token takes the place of the oldest; None elsewhere."""
+    return slides(plan.evict) if plan.ragged and plan.evict is not None else None

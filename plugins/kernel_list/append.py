@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from plugins.append.launch import KINDS, NO_GROUP, append_kernel
 from plugins.append.launch_token import takes, token_kernel
-from plugins.cache.formats import slides
+from plugins.cache.formats import ring_sink
 from plugins.device.dtypes import triton_dtype
 from plugins.device.spec import Spec
 from plugins.select.summary import summary_kind
@@ -16,8 +16,7 @@ from trtkv.plan import CachePlan
 
 def kernels(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> Iterator[Spec]:
     """Yield the kernels of every layer for a compute capability: one or two a kind of summary; other kernels summarize encoded keys."""
-    sink = slides(plan.evict) if plan.ragged and plan.evict is not None else None
-    sink = -1 if sink is None else sink
+    sink = -1 if (found := ring_sink(plan)) is None else found
     for layer, select in enumerate(plan.select):
         kind = summary_kind(plan, layer) if plan.quantize is None else None
         group = NO_GROUP if kind is None or select is None else select.group

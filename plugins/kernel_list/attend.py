@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from plugins.attend import launch, launch_dense
+from plugins.cache.formats import ring_sink
 from plugins.device.spec import Spec
 from trtkv.config import Limits, ModelConfig
 from trtkv.plan import CachePlan
@@ -13,7 +14,7 @@ from trtkv.plan import CachePlan
 def kernels(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> Iterator[Spec]:
     """Yield the kernels of every layer for a compute capability: for everything stored, and for the units of its list and every cluster size."""
     group, bf16 = plan.num_q_heads // plan.num_kv_heads, plan.kv_dtype == "bfloat16"
-    yield launch_dense.dense_kernel(plan.head_dim, group, bf16, arch, plan.ragged, plan.mixed)
+    yield launch_dense.dense_kernel(plan.head_dim, group, bf16, arch, plan.ragged, plan.mixed, rings=ring_sink(plan) is not None)
     shapes = {(select.unit, select.width, 1 if select.pooling == "none" else group) for select in plan.select if select is not None}
     for unit, width, together in sorted(shapes):
         for batch in range(1, limits.max_batch_size + 1):

@@ -47,10 +47,12 @@ class Kernel:
 
     backwards = False  # the last thread of a block first
     side_by_side = False  # all blocks of a grid without clusters at once, and not one after the other
+    late: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()  # what the kernel before writes, and what a thread finds there until it has waited for it
 
     def __init__(self, spec: CudaSpec) -> None:
         library = ctypes.CDLL(str(_compile(spec)))
-        self.spec, self.call, self.marked = spec, library.run, library.marked  # how many blocks came by MARK(i) since the last query
+        self.spec, self.call, self.write_late = spec, library.run, library.write_late
+        self.marked = library.marked  # how many blocks came by MARK(i) since the last query
 
     def launch(
         self, grid: tuple[int, int, int], threads: int, shared: int, stream: int, values: Sequence[Any], *, cluster: int = 1, overlap: bool = False,
@@ -58,6 +60,9 @@ class Kernel:
     ) -> None:  # fmt: skip
         assert shared <= min(self.spec.shared, shared_limit(self.spec.arch)), self.spec.title
         given = (kind(value) for kind, value in zip(self.spec.types, values, strict=True))
+        for written, before in self.late:
+            assert written.is_contiguous() and before.is_contiguous() and before.dtype == written.dtype and before.shape == written.shape
+            self.write_late(*(ctypes.c_void_p(one.data_ptr()) for one in (written, before)), ctypes.c_size_t(written.nbytes))
         self.call(*grid, threads, shared, cluster, self.backwards, cooperative or (self.side_by_side and cluster == 1), *given)
 
 

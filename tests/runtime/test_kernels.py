@@ -12,6 +12,7 @@ from plugins.cache.overrides import Override, least_budget
 from plugins.cache.roles import load_role
 from plugins.device.dtypes import TORCH_DTYPES as DTYPES
 from plugins.select.in_torch import choose, pool, spread
+from plugins.select.summary import summary_of
 from tests.runtime.test_policies import generate, prompts
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
 from trtkv.runtime.rows import StepRow
@@ -235,7 +236,7 @@ def test_kernels_choose_the_best_of_their_own_cache(policy: str, dtype: str, wid
 
 def kept(one: Rig, layer: int, stored: int) -> dict[str, torch.Tensor]:
     """Read the append kernel's summaries of slot 0, by the names of the role's summary, in fp64; one-bit keys from the keys themselves."""
-    plan, summary = one.cache.plan.select[layer], kernel_support.summary_of(one.cache.plan, layer)
+    plan, summary = one.cache.plan.select[layer], summary_of(one.cache.plan, layer)
     closed = stored // plan.group
 
     def read(name: str, entries: int) -> torch.Tensor:

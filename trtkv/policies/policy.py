@@ -72,7 +72,10 @@ class Policy(BaseModel):
             raise ConfigError(
                 "policy 'full' stores and reads every token, a budget means nothing to it", "Leave --budget out or choose another policy."
             )
-        raise ConfigError(f"policy '{self.name}' has no budget", f"Set one of its fields with --set: {', '.join(self._fields())}.")
+        fields = self._fields()
+        raise ConfigError(
+            f"policy '{self.name}' has no budget", f"Set one of its fields with --set: {', '.join(fields)}." if fields else "Leave --budget out."
+        )
 
     def _fields(self) -> list[str]:
         return [f"{kind}.{field}" for kind, role in self.roles.items() for field in type(role).model_fields]

@@ -63,10 +63,10 @@ def tile_for(dim: int) -> Tile:
     return Tile(64, 128, 4) if dim <= 128 else Tile(64, 64, 4)
 
 
-def kernels(group: int, dim: int, dtype: str, arch: str) -> Iterator[Spec]:
-    """Yield the kernels that sums of a shape take, its dtype by Triton's name."""
+def kernels(group: int, dim: int, dtype: str, arch: str, window: int = 0) -> Iterator[Spec]:
+    """Yield the kernels that sums of a shape take, its dtype by Triton's name; with a window that many queries count at most."""
     yield sums_kernel(group, dim, dtype, arch)
-    if launch_groups.fits(dim, dtype, arch):
+    if (not window or window >= launch_groups.FEWEST) and launch_groups.fits(dim, dtype, arch):
         yield launch_groups.sums_kernel(group, dim, dtype, arch)
 
 

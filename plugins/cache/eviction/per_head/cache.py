@@ -19,7 +19,7 @@ from plugins.cache.eviction import launch as launch_eviction
 from plugins.cache.eviction.per_head.attention_received import observe_chunk
 from plugins.cache.eviction.per_head.compactor import HeadCompactor
 from plugins.cache.eviction.per_head.pool import HeadPool
-from plugins.cache.formats import slides
+from plugins.cache.formats import ring_sink
 from plugins.cache.paged_kernels import dense_scratch, new_tokens
 from plugins.cache.pages import HeadPages, Lengths, PageList, Pages
 from plugins.config import OpConfig
@@ -120,8 +120,7 @@ class HeadCache(Cache):
     # By kernels
 
     def _append_by_kernels(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
-        evict, heads = self.plan.evict, self._heads(layer)
-        sink = None if evict is None else slides(evict)
+        heads, sink = self._heads(layer), ring_sink(self.plan)
         rings = None if sink is None else self.pool.rings.data[:, heads]
         self._launch_append(layer, config, inputs, out, rings=rings, sink=-1 if sink is None else sink, heads=config.num_kv_heads)
 
@@ -188,8 +187,10 @@ class HeadCache(Cache):
         """Attend one token a sequence: lens [Hk, B], table [Hk, B, M] of heads."""
         keys, values = self.buffer("keys", layer), self.buffer("values", layer)
         scratch = dense_scratch(self, config, lens[0].shape[-1], query.device)
-        codes = self._codes(layer, lens, tables)
-        launch_dense.attend_dense(query, keys, values, tables[0], lens[0], out, scratch, scale=config.scale, overlap=overlap, codes=codes)
+        codes, rings = self._codes(layer, lens, tables), ring_sink(self.plan) is not None
+        launch_dense.attend_dense(
+            query, keys, values, tables[0], lens[0], out, scratch, scale=config.scale, overlap=overlap, rings=rings, codes=codes
+        )
 
     def _codes(self, layer: int, lens: Sequence[Tensor], tables: Sequence[Tensor]) -> launch_dense.Codes | None:
         """Return the encoded tokens that are attended to as well, None where there are none."""

@@ -28,7 +28,8 @@ def kernels(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> I
             yield launch.MOVE.variant(arch, launch.move_constants(rows, words, spec.name == "positions", lists))
     if evict.queries and not evict.prompt_only:
         yield compaction.REMEMBER.variant(arch, compaction.remember_constants(evict.queries, plan.num_q_heads * dim), dtype)
-    if "attention_mass" in evict.needs or ("allocate" in plan.roles and evict.queries):
-        yield from sums.kernels(group, dim, dtype, arch)
-    if "attention_mass" in evict.needs and not evict.prompt_only:
+    counted = "attention_mass" in evict.needs
+    if counted or ("allocate" in plan.roles and evict.queries):
+        yield from sums.kernels(group, dim, dtype, arch, window=0 if counted else evict.queries)
+    if counted and not evict.prompt_only:
         yield launch.RECEIVED.variant(arch, launch.received_constants(heads, group, dim), dtype)
