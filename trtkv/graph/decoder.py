@@ -56,8 +56,7 @@ def build_decoder(model: ModelConfig, plan: CachePlan, limits: Limits, tp: int =
     x = net.node("Gather", ["embed", "token_ids"], "x", axis=0)
     for layer in range(model.num_layers):
         x = _layer(net, model, plan, layer, x, tp)
-    last = net.node("Gather", [x, "last_rows"], "last", axis=0)
-    normed = net.rms_norm(last, "norm", model.rms_eps, "last.normed")
+    normed = net.rms_norm(x, "norm", model.rms_eps, "last.normed")
     _head(net, model, plan, normed, tp)
     net.output("logits", "float32", ["R", model.vocab_size])
     return Decoder(net.model(), specs)
@@ -110,6 +109,8 @@ def _layer(net: Network, model: ModelConfig, plan: CachePlan, layer: int, x: str
     if plan.select[layer]:
         selection.append(net.plugin(SELECT, [q, *SEQUENCES, "state"], f"{at}.selection", layer, config))
     attended = net.plugin(ATTEND, [q, *SEQUENCES, "state", *selection], f"{at}.attended", layer, config)
+    if layer == model.num_layers - 1:  # of the last layer's outputs a step needs the rows that get logits; of a prompt's tokens that is one
+        x, attended = (net.node("Gather", [one, "last_rows"], f"last.{name}", axis=0) for one, name in ((x, "residual"), (attended, "attended")))
     x = net.node("Add", [x, added(net.linear(attended, f"{at}.o", f"{at}.o_out"))], f"{at}.attention_residual")
     normed = net.rms_norm(x, f"{at}.mlp_norm", model.rms_eps, f"{at}.mlp_in")
     hidden = net.swiglu(net.linear(normed, f"{at}.gate_up", f"{at}.gate_up_out"), f"{at}.mlp_hidden")
