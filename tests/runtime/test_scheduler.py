@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,10 @@ from tests.tiny import TinyModel
 from trtkv.api import build
 from trtkv.runtime.batcher import Call
 from trtkv.runtime.llm import LLM
+from trtkv.runtime.pace import Pace
+from trtkv.runtime.rows import StepRow
 from trtkv.runtime.sampler import SamplingParams
+from trtkv.runtime.sequence import Running
 
 pytestmark = pytest.mark.usefixtures("rowwise")
 POLICIES = ("full", "fier", "freekv", "lagkv")
@@ -106,4 +111,61 @@ def test_a_prompt_that_begins_like_an_earlier_one_reuses_its_pages(llm: LLM) -> 
     assert found == expected
     again = llm.generate([other], params(8))[0].token_ids
     assert again == expected
+    assert idle(llm)
+
+
+def test_a_step_decodes_or_prefills_in_turn(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a prompt is read, sequences that decode get a token after each of its chunks; the first is not preempted, so that all have slots."""
+    kinds: list[str] = []
+    step = llm.batcher.scheduler.next
+
+    def spied() -> list[tuple[Running, StepRow]]:
+        rows = step()
+        kinds.extend({"decodes" if one.decodes else "prefills" for one, _ in rows})
+        return rows
+
+    monkeypatch.setattr(llm.batcher.scheduler, "next", spied)
+    first = llm.batcher.submit([prompt(20)], [params(40)])
+    while not first.events:
+        llm.batcher.advance()
+    llm.batcher.submit([prompt(200, 1)], [params(2)])
+    kinds.clear()
+    for _ in range(8):
+        llm.batcher.advance()
+    assert kinds == ["decodes", "prefills"] * 4 or kinds == ["prefills", "decodes"] * 4
+    finish(llm)
+    assert idle(llm)
+
+
+def test_a_target_sizes_chunks_beside_sequences_that_decode_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    if llm.engine.cache.ledger.shrinks:
+        pytest.skip("chunks of policies that evict are cut at fixed places")
+    monkeypatch.setattr(Pace, "chunk", lambda pace, most: 16)
+    llm.batcher.submit([prompt(20, 2)], [params(30)])
+    llm.batcher.advance()
+    call = llm.batcher.submit([prompt(100, 3)], [params(1)])
+    reading = call.members[0]
+    seen = []
+    while call.open:
+        llm.batcher.advance()
+        seen.append(reading.seen)
+    assert {later - before for before, later in itertools.pairwise(dict.fromkeys([0, *seen]))} <= {16, 100 % 16}
+    finish(llm)
+    again = llm.batcher.submit([prompt(90, 4)], [params(1)])
+    llm.batcher.advance()
+    assert again.members[0].seen == 48
+    finish(llm)
+    assert idle(llm)
+
+
+def test_a_prompt_is_cancelled_between_two_chunks(llm: LLM) -> None:
+    first = llm.batcher.submit([prompt(20, 5)], [params(12)])
+    while not first.events:
+        llm.batcher.advance()
+    second = llm.batcher.submit([prompt(200, 6)], [params(5)])
+    while not 0 < second.members[0].seen < 200:
+        llm.batcher.advance()
+    llm.batcher.cancel(second)
+    finish(llm)
+    assert len(ids(first)) == 12 and not second.events
     assert idle(llm)

@@ -147,14 +147,14 @@ class Batcher:
             return True
 
     def _next(self) -> Batch:
-        """Choose the next step's sequences; those whose last token is already in flight are left out."""
+        """Choose the next step's sequences."""
         batch = self.scheduler.next()
         if self._pending is not None and any(PENDING in row.tokens and not self._continues(one, row) for one, row in batch):
             # A preempted sequence is recomputed, or resumes in another slot: its tokens have to be known.
             pending, self._pending = self._pending, None
             self._finish(pending)
             batch = self.scheduler.next()
-        return [(one, row) for one, row in batch if one.num_generated < one.max_tokens]
+        return batch
 
     def _continues(self, one: Running, row: StepRow) -> bool:
         """Whether the token that a row begins with is the one that its slot chose last."""
@@ -218,6 +218,7 @@ class Batcher:
 
     def _count(self, step: _Step, seconds: float) -> None:
         figures = replace(step.figures, seconds=seconds)
+        self.scheduler.pace.learn(figures)
         if figures.prompt_tokens and seconds > 0 and self.scheduler.swap is not None:
             self.scheduler.swap.learn_prompts(figures.prompt_tokens / seconds)
         for call in self._calls_of([one for one, _ in step.batch if one in self._calls]):

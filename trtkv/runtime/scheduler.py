@@ -16,6 +16,7 @@ from trtkv.config import Limits
 from trtkv.errors import CapacityError, RequestError
 from trtkv.plan import CachePlan
 from trtkv.runtime.disk_pages import SavedPages
+from trtkv.runtime.pace import Pace
 from trtkv.runtime.rows import StepRow
 from trtkv.runtime.sequence import Running
 from trtkv.runtime.swap import Swap
@@ -34,6 +35,8 @@ class Scheduler(ABC):
         self.running: list[Running] = []
         self.preemptions = self.recomputed = 0  # preempted sequences, and those of them that are recomputed
         self._slots = slots
+        self.pace = Pace()
+        self._prefilled = True  # whether the last step did
 
     @abstractmethod
     def check(self, tokens: Sequence[int], max_tokens: int) -> None:
@@ -53,9 +56,10 @@ class Scheduler(ABC):
             self._release(sequence)
 
     def next(self) -> list[tuple[Running, StepRow]]:
-        """Choose the next step's sequences: at most max_chunk_tokens new tokens together; none when all are finished.
+        """Choose the next step's sequences, at most max_chunk_tokens new tokens together; none when all are finished.
 
-        Raises CapacityError when nothing runs here and others hold what the first in the queue needs.
+        A step decodes or prefills, in turn where there is both, so that decode steps stay captured. Sequences whose last token is on its way are left
+        out. Raises CapacityError when nothing runs here and others hold what the first in the queue needs.
         """
         self._grow()
         self._admit()
@@ -63,7 +67,17 @@ class Scheduler(ABC):
             raise CapacityError(
                 "another call holds the engine's slots or pages", "Finish or close it first, or build with a larger --max-batch-size."
             )
-        return list(self._choose(self.limits.max_chunk_tokens))
+        here = [one for one in self.running if one.arriving is None or one.arriving.done] or self.running
+        going = [one for one in here if one.num_generated < one.max_tokens]
+        room = self.limits.max_chunk_tokens
+        if any(one.decodes for one in going):
+            room = self.pace.chunk(room)
+        for decode in (self._prefilled, not self._prefilled):
+            rows = list(self._rows([one for one in going if one.decodes is decode], self.limits.max_batch_size if decode else room))
+            if rows:
+                self._prefilled = not decode
+                return rows
+        return []
 
     @abstractmethod
     def stored(self, sequence: Running) -> None:
@@ -79,11 +93,8 @@ class Scheduler(ABC):
                 f"Shorten it, or build with --max-seq-len {len(tokens) + max_tokens} or more.",
             )
 
-    def _choose(self, room: int) -> Iterator[tuple[Running, StepRow]]:
-        here = [one for one in self.running if one.arriving is None or one.arriving.done] or self.running
-        decoding = [one for one in here if len(one.tokens) - one.seen == 1]
-        prefilling = [one for one in here if len(one.tokens) - one.seen > 1]
-        for one in decoding + prefilling:
+    def _rows(self, sequences: Sequence[Running], room: int) -> Iterator[tuple[Running, StepRow]]:
+        for one in sequences:
             left = len(one.tokens) - one.seen
             count = min(room, left)
             if count == left - 1 and count > 1:

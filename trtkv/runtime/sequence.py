@@ -59,6 +59,11 @@ class Running:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def decodes(self) -> bool:
+        """Whether its next step has one token, after the prompt."""
+        return len(self.tokens) - self.seen == 1 and self.seen >= self.num_prompt
+
+    @property
     def order(self) -> tuple[int, int]:
         """Rank among those that want to run: lower comes first."""
         return -self.priority, self.arrival
