@@ -1,18 +1,22 @@
-"""A prompt's chunk against everything stored, by the library's fastest kernels: FlashAttention, and cuDNN where the work is large.
+"""A prompt's chunk against everything stored, by the fastest library: cuDNN where it serves the device, else FlashAttention.
 
-FlashAttention knows a causal mask that ends at the lower right. cuDNN is twice as fast, but knows that mask of squares alone, and prepares every new
-shape for tens of milliseconds. So large chunks go to cuDNN as squares against themselves, and of what comes before a chunk whole blocks of
-BLOCK_TOKENS, one shape for all of them. FlashAttention takes the rest; the parts are merged by their log-sum-exp.
+cuDNN prepares a plan for a number of queries. Whole chunks after whole chunks have plans for their number of keys as well. Others are cut into pieces
+whose numbers are powers of two: each is the newest of the tokens up to its own end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-BLOCK_TOKENS = 16384
-LEAST_QUERIES = 1024  # and a multiple of it: odd chunks, mostly a prompt's last, are not worth a preparation
-LEAST_SQUARE = 4096  # tokens of a chunk that goes to cuDNN against itself
+from plugins.attend import cudnn
+from trtkv.config import Limits
+
+PIECES = (8192, 4096, 2048, 1024, 512, 256)
+MOST_CHUNKS = 16  # of a prompt that have plans of their own
+LEAST_KEYS = 512  # below, a launch of FlashAttention costs less than pieces
 
 
 def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
@@ -22,39 +26,54 @@ def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> T
 
 def attend_with_lse(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Do so and return the log-sum-exp [Hq, n] fp32 as well."""
-    own, k, v = query.transpose(0, 1).unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0)
-    before, cudnn = k.shape[2] - len(query), _takes_cudnn(query)
-    blocks = before // BLOCK_TOKENS if cudnn else 0
-    first = blocks * BLOCK_TOKENS
-    if cudnn and len(query) >= LEAST_SQUARE:
-        out, lse = _cudnn(own, k[:, :, before:], v[:, :, before:], scale, causal=True)
-        if before > first:
-            out, lse = _merge(out, lse, *_flash(own, k[:, :, first:before], v[:, :, first:before], scale, causal=False))
-    else:
-        out, lse = _flash(own, k[:, :, first:], v[:, :, first:], scale)
-    for block in range(blocks):
-        span = slice(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS)
-        out, lse = _merge(out, lse, *_cudnn(own, k[:, :, span], v[:, :, span], scale))
+    if LEAST_KEYS <= keys.shape[1] <= cudnn.MOST_KEYS and cudnn.serves(query.device):
+        exact = _counts_in_chunks(len(query), keys.shape[1]) and keys.is_contiguous() and values.is_contiguous()
+        found = cudnn.attend_exact(query, keys, values, scale) if exact else _by_pieces(query, keys, values, scale)
+        if found is not None:
+            return found
+    return _flash(query, keys, values, scale)
+
+
+def pieces(count: int) -> Iterator[int]:
+    """Cut a chunk of so many queries; the last piece may have fewer than its plan is for."""
+    for size in PIECES:
+        for _ in range(count // size):
+            yield size
+        count %= size
+    if count:
+        yield count
+
+
+def prepare(num_q_heads: int, num_kv_heads: int, dim: int, dtype: torch.dtype, limits: Limits, device: torch.device) -> None:
+    """Prepare the plans of an engine's chunks, so that no prompt has to; nothing where cuDNN does not serve."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or not cudnn.serves(device):
+        return
+    chunk, longest = limits.max_chunk_tokens, limits.max_seq_len
+    shapes = [(size, 0) for size in PIECES if size <= max(chunk, PIECES[-1])]
+    shapes += [(chunk, keys) for keys in range(chunk, longest + 1, chunk) if keys >= LEAST_KEYS and _counts_in_chunks(chunk, keys)]
+    for queries, keys in shapes:
+        cudnn.prepare(cudnn.Shape(queries, num_q_heads, num_kv_heads, dim, dtype == torch.bfloat16, num_q_heads * dim, keys), dim**-0.5, device)
+
+
+def _counts_in_chunks(new: int, stored: int) -> bool:
+    return new in PIECES and stored % new == 0 and stored // new <= MOST_CHUNKS
+
+
+def _by_pieces(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
+    k, v = cudnn.by_token(keys), cudnn.by_token(values)
+    stored, outs, lses = keys.shape[1] - len(query), list[Tensor](), list[Tensor]()
+    for own in query.split(list(pieces(len(query)))):
+        new, missing = len(own), max(0, PIECES[-1] - len(own))
+        stored += new
+        found = cudnn.attend(torch.cat([own, own.new_zeros(missing, *own.shape[1:])]) if missing else own, new, k, v, stored, scale)
+        if found is None:
+            return None
+        outs.append(found[0][:new])
+        lses.append(found[1][:, :new])
+    return (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs), torch.cat(lses, 1))
+
+
+def _flash(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    given = query.transpose(0, 1).unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*given, 0.0, True, False, scale=scale)
     return out[0].transpose(0, 1), lse[0]
-
-
-def _takes_cudnn(query: Tensor) -> bool:
-    suits = query.shape[0] % LEAST_QUERIES == 0 and query.shape[2] <= 128
-    return suits and torch.cuda.get_device_capability(query.device) >= (9, 0) and torch.backends.cudnn.is_available()
-
-
-def _flash(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool = True) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, keys, values, 0.0, causal, False, scale=scale)
-    return out, lse
-
-
-def _cudnn(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool = False) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(query, keys, values, None, True, 0.0, causal, False, scale=scale)
-    return out, lse.view(out.shape[:3])
-
-
-def _merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge two parts [1, Hq, n, D] of a softmax with their log-sum-exp [1, Hq, n] fp32."""
-    share = torch.sigmoid(lse - other_lse).unsqueeze(-1)
-    merged = torch.lerp(other.float(), out.float(), share).to(out.dtype)
-    return merged, torch.logaddexp(lse, other_lse)

@@ -23,6 +23,7 @@ PACKAGES = {
     "triton": "compiling GPU kernels",
     "cuda-bindings": "compiling GPU kernels (part of cuda-python)",
     "cuda-core": "launching GPU kernels (part of cuda-python)",
+    "nvidia-cudnn-frontend": "attention of prompts on GPUs from compute capability 9.0 on",
     "gguf": "pulling smollm2-135m",
     "transformers": "chat templates",
 }
