@@ -58,6 +58,7 @@ class Cache(ABC):
         self.read_tokens = 0.0
         self.key = next(_keys)
         self.parts = 1
+        self.always_selects = False  # whether steps of short sequences select as well, which changes no answer
         self.keeps_inputs = False  # whether a node's inputs stay as they are while references to them exist
         self.on_release: Callable[[int], None] | None = None
         self.reduce: Callable[[Tensor], None] | None = None  # sums a tensor in place over the parts of an engine
@@ -159,7 +160,7 @@ class Cache(ABC):
 
         Where a step selects with the query of the step before it, a step whose next one may select is none of these, and remembers its query.
         """
-        if self.tier.recalls:
+        if self.tier.recalls or self.always_selects:
             return False
         return self._step[0].once(("reads all", self.dense_below), self._find_reads_all)
 

@@ -45,6 +45,7 @@ def serve(
     recall: str | None = None,
     kv_disk: Path | None = None,
     swap_gib: float | None = None,
+    itl_ms: float | None = None,
     api_key: list[str] | None = None,
     cors: list[str] | None = None,
     max_waiting: int = 256,
@@ -70,6 +71,7 @@ def serve(
         recall: With --offload, what moves pages: kernel, copies (the copy engine), or auto, which measures both when an engine is opened.
         kv_disk: Directory that stores the pages of prompts, so that a later prompt that begins alike need not compute them.
         swap_gib: Host memory in GiB for preempted sequences, allocated when needed; as much as each cache by default, 0 recomputes them.
+        itl_ms: Milliseconds between two tokens of an answer that others' prompts may cost at most: chunks of prompts are sized by it.
         api_key: Key that clients must send; may be repeated. The environment variable TRTKV_API_KEY adds one.
         cors: Origin of web pages that may send requests, such as https://chat.example.org; may be repeated.
         max_waiting: Sequences that may wait for each engine; beyond that clients get 429.
@@ -90,7 +92,7 @@ def serve(
     cache_bytes = None if cache_gib is None else int(cache_gib * 2**30)
     options: dict[str, Any] = {"weights": weights, "device": device, "executor": executor, "cache_bytes": cache_bytes}
     options |= {"offload": offload, "host_bytes": host_bytes(host_gib, offload), "recall": recall_engine(recall, offload)}
-    options |= {"kv_disk": kv_disk, "swap_bytes": swap_bytes(swap_gib)}
+    options |= {"kv_disk": kv_disk, "swap_bytes": swap_bytes(swap_gib), "itl_ms": itl_ms}
     own = listen(host, port)
     address = f"http://{f'[{host}]' if ':' in host else host}:{own.getsockname()[1]}"
     if not keys and not _is_local(host):
@@ -132,7 +134,7 @@ def _open(names: Mapping[str, Path], options: Mapping[str, Any]) -> dict[str, An
     opened = {}
     for name, path in names.items():
         with progress(name) as report:
-            opened[name] = LLM(path, **options, progress=report)
+            opened[name] = LLM(path, **options, warm=True, progress=report)
         if opened[name].recall_line:
             notes.print(f"{name}: {opened[name].recall_line}", markup=False)
     return opened

@@ -30,6 +30,7 @@ class TorchExecutor:
         cache.keeps_inputs = True
         self.device = cache.device
         self.taps: dict[str, Tensor] | None = None
+        self._logits: Tensor | None = None  # of captured steps, each of which is read before the next one runs
         calls = [node.attributes["call"] for node in self._nodes if "call" in node.attributes]
         dtype = TORCH_DTYPES[cache.plan.kv_dtype]
         self._joined = join_products(self._nodes, {"logits"})
@@ -75,6 +76,8 @@ class TorchExecutor:
             out, total = fused.product(x, more, norm, matrix, bias[0] if bias else None, gated=node.attributes["gated"])
             return out if node.also is None else (out, total)
         args = [arg.whole if isinstance(arg, Weight) else arg for arg in args]
+        if node.kind == "Cast" and node.output == "logits" and args[0].is_cuda:
+            return self._widen(args[0])
         if "call" not in node.attributes:
             return TORCH_OPS[node.kind](node, args)
         face, call = FACES[node.kind], node.attributes["call"]
@@ -84,3 +87,9 @@ class TorchExecutor:
             out.fill_(-1)  # a selection that is not made reads everything
         face.run(self.cache, call.layer, call.config, args, out)
         return out
+
+    def _widen(self, narrow: Tensor) -> Tensor:
+        """Return logits [R, V] as fp32, in memory that captured steps share."""
+        if self._logits is None:
+            self._logits = torch.empty(self.cache.num_slots, narrow.shape[1], dtype=torch.float32, device=narrow.device)
+        return self._logits[: len(narrow)].copy_(narrow) if torch.cuda.is_current_stream_capturing() else narrow.float()

@@ -11,10 +11,12 @@ from trtkv.errors import RequestError
 from trtkv.runtime.batcher import Batcher, Event
 from trtkv.runtime.disk_pages import SavedPages, identity_of
 from trtkv.runtime.loading import Engine, Options, Progress, checkpoint_path
+from trtkv.runtime.pace import Pace, checked_target
 from trtkv.runtime.parallel import LeadingStepper, open_parts
 from trtkv.runtime.sampler import SamplingParams
 from trtkv.runtime.stats import Stats
 from trtkv.runtime.tokenizer import Tokenizer
+from trtkv.runtime.warm_up import warm_up
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -55,6 +57,8 @@ class LLM:
         recall: str = "auto",
         kv_disk: str | Path | None = None,
         swap_bytes: int | None = None,
+        warm: bool = False,
+        itl_ms: float | None = None,
         progress: Progress = lambda stage, fraction: None,
     ) -> None:
         """Open an engine directory.
@@ -72,10 +76,12 @@ class LLM:
             kv_disk: Directory that stores pages of prompts for later ones that begin alike, also of other processes.
             swap_bytes: Host memory for preempted sequences, which then resume where they stopped; None takes as many bytes as
                 the cache's pages have, at most a fifth of what is free, and none of it before it is needed. 0 computes them again.
+            warm: Run and capture what requests would else wait for, so that the first one is as fast as others.
+            itl_ms: Milliseconds between two tokens that prompts of others may cost at most: their chunks are sized by it.
             progress: Called with a stage and a fraction while weights are read.
         """
         options = Options(
-            None if weights is None else str(weights), device, executor, cache_bytes, dense_below, offload, host_bytes, recall, swap_bytes
+            None if weights is None else str(weights), device, executor, cache_bytes, dense_below, offload, host_bytes, recall, swap_bytes, warm
         )
         self.engine: Engine = open_parts(Path(engine), options, progress)
         self.tokenizer = Tokenizer(Path(engine)) if (Path(engine) / "tokenizer.json").is_file() else None
@@ -83,6 +89,10 @@ class LLM:
         if kv_disk is not None:
             path = None if weights == "random" else checkpoint_path(self.engine.manifest, options.weights)
             self.batcher.scheduler.saved = SavedPages(Path(kv_disk), self.engine.cache, identity_of(self.engine.manifest, path))
+        if itl_ms is not None:
+            self.batcher.scheduler.pace = Pace(checked_target(itl_ms, self.engine.cache))
+        if warm:
+            warm_up(self.batcher, lambda fraction: progress("warm-up", fraction))
         self.stats = Stats()
 
     @property

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from plugins.attend import prefill
 from plugins.cache.assemble import make_cache
 from plugins.cache.cache import Cache
 from plugins.cache.kernel_support import dense_below, gpu_ready
@@ -28,7 +29,7 @@ from trtkv.errors import CapacityError, CheckpointError, ConfigError, EngineErro
 from trtkv.plan import CachePlan
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.host_memory import host_room, open_offload, recall_of
-from trtkv.runtime.memory import check_weights, pool_sizes
+from trtkv.runtime.memory import captured_bytes, check_weights, pool_sizes
 from trtkv.runtime.pages import GroupPages, HeadPageAllocator, PageAllocator, Reservation, make_pages
 from trtkv.runtime.rope import rope_table
 from trtkv.runtime.rows import Executor
@@ -45,7 +46,8 @@ class Options:
     Sequences of up to dense_below tokens are read whole whatever the budget; None chooses what is fastest here (0 without kernels). offload keeps
     pages in host memory, up to host_bytes of it, and may say how they are recalled; True leaves that to the policy and to recall: auto, kernel or
     copies, which is what moves them.
-    swap_bytes of host memory are for preempted sequences, 0 for none: they are then recomputed.
+    swap_bytes of host memory are for preempted sequences, 0 for none: they are then recomputed. warm leaves room for captured
+    steps of all batch sizes.
     """
 
     weights: str | None = None
@@ -57,6 +59,7 @@ class Options:
     host_bytes: int | None = None
     recall: str = "auto"
     swap_bytes: int | None = None
+    warm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +148,8 @@ def open_engine(directory: Path, options: Options, progress: Progress = lambda s
         progress("kernels", 0.0)
         with torch.cuda.device(device):
             store.load_all(kernels_for(plan, manifest.model, manifest.limits, arch()))
+            shape = manifest.model.num_q_heads, manifest.model.num_kv_heads, manifest.model.head_dim
+            prefill.prepare(*shape, TORCH_DTYPES[plan.kv_dtype], manifest.limits, device)
             if offload:
                 _settle_recall(offload, plan, progress, part)
     elif offload:
@@ -164,6 +169,7 @@ def _agreed(num_pages: list[int], part: Part) -> list[int]:
 
 def _pool_sizes(plan: CachePlan, limits: Limits, device: torch.device, options: Options, promised_bytes: int) -> list[int]:
     try:
+        promised_bytes += captured_bytes(plan, limits, device) if options.warm else 0
         return pool_sizes(plan, limits, device, options.cache_bytes, promised_bytes)
     except CapacityError as error:
         if why_not(plan) is not None:

@@ -13,6 +13,7 @@ from trtkv.errors import CapacityError
 from trtkv.plan import CachePlan
 
 ANSWER_SHARE = 8  # of a sequence of full length, an eighth is taken to be its answer where layers share memory out
+CAPTURED_BYTES = 5 << 18  # of a captured step, a layer: 0.75 to 1.1 MiB on an H200
 HEADROOM = 0.9  # the rest is left to activations and to other processes
 
 
@@ -36,6 +37,12 @@ def check_weights(weight_bytes: int, device: torch.device) -> None:
 def claimed_chunk(limits: Limits) -> int:
     """Return the tokens of a prompt's step where every other sequence is to find room for one."""
     return max(1, limits.max_chunk_tokens // 2, limits.max_chunk_tokens - limits.max_batch_size)
+
+
+def captured_bytes(plan: CachePlan, limits: Limits, device: torch.device) -> int:
+    """Return the bytes that captured steps of all batch sizes take, those that select beside those that do not."""
+    steps = limits.max_batch_size * (2 if any(plan.select) else 1)
+    return steps * plan.num_layers * CAPTURED_BYTES if device.type == "cuda" else 0
 
 
 def beside_bytes(count: ByteCount, limits: Limits) -> int:

@@ -61,7 +61,7 @@ class Service:
         self.gauges = Gauges(batcher, metrics)
         self._bell, self._inbox = threading.Condition(), deque[Callable[[], None]]()
         self._open = self._failed = 0
-        self._stopping = False
+        self._stopping = self._warned = False
         self._touched: list[Ticket] = []
         self._going: dict[Ticket, None] = {}
         self._thread = threading.Thread(target=self._run, name="trtkv-engine", daemon=True)
@@ -142,9 +142,17 @@ class Service:
                 if self.batcher.advance():
                     self._failed = 0
                     self.gauges.step()
+                    self._warn()
             except Exception as error:  # noqa: BLE001 (whatever a step raises, its clients must be answered and the thread continue)
                 self._fail(error)
             self._deliver(began)
+
+    def _warn(self) -> None:
+        """Say once that no chunk is short enough for the time between two tokens that was requested."""
+        missed = self.batcher.scheduler.pace.missed
+        if missed is not None and not self._warned:
+            self._warned = True
+            print(f"trtkv: {missed}", file=sys.stderr, flush=True)
 
     def _admit(self, ticket: Ticket) -> None:
         try:

@@ -87,6 +87,8 @@ class TritonPythonModel:
                 kv_disk=given.get("kv_disk") or None,
                 recall=given.get("recall") or "auto",
                 swap_bytes=int(given["swap_bytes"]) if given.get("swap_bytes") else None,
+                itl_ms=float(given["itl_ms"]) if given.get("itl_ms") else None,
+                warm=True,
             )
         except TrtkvError as error:
             raise pb_utils.TritonModelException(str(error)) from None

@@ -74,6 +74,7 @@ class Export:
     kv_disk: Path | None = None
     recall: str = "auto"
     swap_bytes: int | None = None
+    itl_ms: float | None = None
 
 
 def export(engines: Sequence[Path], repository: Path, settings: Export, *, force: bool = False) -> list[str]:
@@ -133,6 +134,7 @@ def config(name: str, manifest: Manifest, settings: Export, weights: str | None,
         "offload": "yes" if settings.offload else "", "kv_disk": "" if settings.kv_disk is None else str(settings.kv_disk.resolve()),
         "recall": settings.recall, "host_bytes": "" if settings.host_bytes is None else str(settings.host_bytes),
         "swap_bytes": "" if settings.swap_bytes is None else str(settings.swap_bytes),
+        "itl_ms": "" if settings.itl_ms is None else str(settings.itl_ms),
     }  # fmt: skip
     kind = "One request may have many responses" if decoupled else "Every request has one response: `stream` is refused"
     return "\n".join(

@@ -1,0 +1,45 @@
+"""What a first request would wait for, done before an engine is called ready: a prompt's chunk, and a captured step of every batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from trtkv.runtime.batcher import Batcher
+from trtkv.runtime.sampler import SamplingParams
+
+SHORTEST = (0, 0)  # a prompt whose last token does not pass for one that decodes
+
+
+def warm_up(batcher: Batcher, report: Callable[[float], None] = lambda fraction: None) -> None:
+    """Run a chunk and decode steps of all batch sizes, where steps are captured; nothing else may run on the engine meanwhile."""
+    stepper, limits = batcher.engine.stepper, batcher.engine.manifest.limits
+    if not stepper.chooses:
+        return
+    cache, count = batcher.engine.cache, min(limits.max_batch_size, limits.max_seq_len - len(SHORTEST))
+    _answer(batcher, [[0] * min(limits.max_chunk_tokens, limits.max_seq_len - 1)], [1])
+    forms = (False, True) if any(cache.plan.select) else (False,)
+    for index, selects in enumerate(forms):
+
+        def progress(steps: int, done: int = index) -> None:
+            report((done + min(1.0, steps / count)) / len(forms))
+
+        cache.always_selects = selects
+        try:  # answers of 2, 3, 4 ... tokens leave one sequence less in each step
+            _answer(batcher, [SHORTEST] * count, range(2, count + 2), progress)
+        finally:
+            cache.always_selects = False
+    batcher.evicted_tokens = 0.0
+
+
+def _answer(batcher: Batcher, prompts: Sequence[Sequence[int]], lengths: Sequence[int], report: Callable[[int], None] = lambda steps: None) -> None:
+    """Answer prompts with so many tokens; penalties are requested, because what counts their tokens belongs to a captured step."""
+    params = [SamplingParams(max_tokens=length, ignore_eos=True, presence_penalty=1.0) for length in lengths]
+    call, steps = batcher.submit(prompts, params), 0
+    try:
+        while call.open:
+            batcher.advance()
+            call.events.clear()
+            steps += 1
+            report(steps)
+    finally:
+        batcher.cancel(call)
