@@ -191,13 +191,16 @@ class Cache(ABC):
 
     # Bytes and tokens
 
-    def stored_bytes(self) -> int:
-        """Return the bytes that hold keys, values and summaries of the announced step's sequences, in all parts of the engine."""
-        return sum(self.bytes_of(row.slot, row.seen) for row in self._step[0].rows)
+    def stored_bytes(self, beside: Sequence[tuple[int, int]] = ()) -> int:
+        """Return the bytes that hold keys, values and summaries of the announced step's sequences, in all parts of the engine.
 
-    def reserved_bytes(self) -> int:
-        """Return the bytes that the announced step's sequences occupy: whole pages and slots."""
-        return self.parts * sum(self._reserved(row.slot, row.seen) for row in self._step[0].rows)
+        beside are slots of sequences that run without a part in the step, each with the tokens that it has seen.
+        """
+        return sum(self.bytes_of(slot, seen) for slot, seen in (*self._sizes(), *beside))
+
+    def reserved_bytes(self, beside: Sequence[tuple[int, int]] = ()) -> int:
+        """Return the bytes that these sequences occupy: whole pages and slots."""
+        return self.parts * sum(self._reserved(slot, seen) for slot, seen in (*self._sizes(), *beside))
 
     def bytes_of(self, slot: int, seen: int) -> int:
         """Return the bytes that hold keys, values and summaries of a sequence that has seen so many tokens, in all parts of the engine."""
@@ -341,6 +344,9 @@ class Cache(ABC):
         """Bytes that hold data of a sequence in this part."""
         lengths = self.ledger.stored(slot, seen)
         return self.count.stored(lengths) + self.count.state(lengths)
+
+    def _sizes(self) -> Iterator[tuple[int, int]]:
+        return ((row.slot, row.seen) for row in self._step[0].rows)
 
     def _reserved(self, slot: int, seen: int) -> int:
         """Bytes that a sequence occupies in this part."""

@@ -50,7 +50,7 @@ def test_a_7b_engine_without_weights_is_small(tmp_path: Path) -> None:
     path = build("qwen2.5-7b", "fier", out=tmp_path / "engine", backend="tensorrt_rtx", sms=["none"])
     manifest = read_manifest(path)
     assert manifest.checkpoint is None
-    assert (path / PLAN).stat().st_size < 4_000_000
+    assert (path / PLAN).stat().st_size < 5_000_000
     assert launched_kernels.segments((path / PLAN).read_bytes()) == 1
 
 

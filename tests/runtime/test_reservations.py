@@ -87,7 +87,7 @@ class Rig:
                 if one.num_generated >= one.max_tokens:
                     self.ledger.release(one.slot)
                     self.scheduler.remove(one)
-        self.most, self.steps = max(self.most, len(batch)), self.steps + 1
+        self.most, self.steps = max(self.most, len(self.scheduler.running)), self.steps + 1
         return bool(batch)
 
 

@@ -174,7 +174,7 @@ class Batcher:
         else:
             result = self._choose(self.engine.stepper.run(rows), wanted)
         self.steps += 1
-        figures = StepFigures.of(self.engine.cache, batch, 0.0)
+        figures = StepFigures.of(self.engine.cache, batch, self.scheduler.running, 0.0)
         for one, row in batch:
             one.seen += len(row.tokens)
             self.scheduler.stored(one)

@@ -24,10 +24,11 @@ class StepFigures:
     reserved_bytes: int
 
     @staticmethod
-    def of(cache: Cache, batch: Sequence[tuple[Running, StepRow]], seconds: float) -> StepFigures:
-        """Measure a step; the sequences' `seen` are those before it."""
+    def of(cache: Cache, batch: Sequence[tuple[Running, StepRow]], running: Sequence[Running], seconds: float) -> StepFigures:
+        """Measure a step, with the bytes of all that run; the sequences' `seen` are those before it."""
         lengths = [row.seen + len(row.tokens) for _, row in batch]
-        stored = cache.stored_bytes()
+        taking_part = {one for one, _ in batch}
+        beside = [(one.slot, one.seen) for one in running if one.seen and one not in taking_part]
         return StepFigures(
             seconds=seconds,
             sequences=len(batch),
@@ -35,8 +36,8 @@ class StepFigures:
             prompt_tokens=sum(len(row.tokens) for one, row in batch if row.seen < one.num_prompt),
             generated=sum(bool(row.logits_of) for _, row in batch),
             read_tokens=cache.read_tokens,
-            stored_bytes=stored,
-            reserved_bytes=cache.reserved_bytes(),
+            stored_bytes=cache.stored_bytes(beside),
+            reserved_bytes=cache.reserved_bytes(beside),
         )
 
 
