@@ -123,29 +123,25 @@ def budget_of(policy: str, row: Row, budget: int | None) -> int | None:
 
 def run_side(side: str, python: str, work: Work, rounds: int, vocab: int) -> Iterator[dict[str, Any]]:
     """Run a process and yield what it says of each row; raises ConfigError where it cannot run."""
+    fix = "Give the interpreter of an environment that has the peer with --peer-python."
     environ = {name: value for name, value in os.environ.items() if side == "trtkv" or name != "PYTHONPATH"}
-    given = json.dumps([(asdict(asked), [row.text for row in rows]) for asked, rows in work])
-    found: dict[str, Any] = {}
+    left = [(row.text, asked.policy) for asked, rows in work for row in rows]
     try:
         child = subprocess.Popen([python, str(SIDE), side, str(rounds), str(vocab)], stdin=-1, stdout=-1, text=True, env=environ)
     except OSError as error:
-        raise ConfigError(
-            f"'{python}' cannot be run: {error.strerror}", "Give the interpreter of the peer's environment with --peer-python."
-        ) from None
+        raise ConfigError(f"'{python}' cannot be run: {error.strerror}", fix) from None
     with child:
         assert child.stdin is not None and child.stdout is not None
-        child.stdin.write(given)
-        child.stdin.close()
-        for text in child.stdout:
-            line = json.loads(text)
-            if "versions" in line:
-                found = line["versions"]
-            elif "row" not in line:
-                raise ConfigError(line["error"], "Give the interpreter of an environment that has it with --peer-python.")
-            else:
-                yield {**line, "versions": found}
-    if child.returncode:
-        raise ConfigError(f"the process of {side} ended with code {child.returncode}", "See above what it wrote.")
+        with child.stdin as stream:
+            json.dump([(asdict(asked), [row.text for row in rows]) for asked, rows in work], stream)
+        found = json.loads(child.stdout.readline() or '{"error": "it ended before it began"}')
+        if "error" in found:
+            raise ConfigError(f"{side} cannot be run: {found['error']}", fix)
+        for line in map(json.loads, child.stdout):
+            left.remove((line["row"], line["policy"]))
+            yield {**line, **found}
+    for row, policy in left:
+        yield {"row": row, "policy": policy, "error": f"the process ended with code {child.returncode}"}
 
 
 def report(side: str, line: dict[str, Any], options: argparse.Namespace, device: torch.device) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import import_module
 from typing import Any
 
 from peer_rows import Figures, Row, Run
@@ -130,5 +130,5 @@ OWN_STEPS: dict[str, Callable[[Opening, Row], Figures]] = {"trtkv": step_trtkv} 
 
 
 def versions(side: str) -> dict[str, Any]:
-    """Return the versions that a side's times depend on."""
-    return {name: metadata.version(name) for name in dict.fromkeys((side, "torch"))}
+    """Import a side and return the versions that its times depend on; raises ImportError."""
+    return {name: import_module(name).__version__ for name in (side, "torch")}

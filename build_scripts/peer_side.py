@@ -30,10 +30,9 @@ def main() -> None:
         print(json.dumps(line), file=lines, flush=True)
 
     try:
-        __import__(side)
         say(versions=versions(side))
     except ImportError as error:
-        say(error=f"{side} cannot be imported: {first_line(error)}")
+        say(error=first_line(error))
         return
     for asked, rows in work:
         serve(side, asked, rows, rounds, vocab, say)
