@@ -34,10 +34,10 @@ from peer_rows import Row
 
 from trtkv.bench.records import append_records, make_record
 from trtkv.checkpoint.find import resolve_model
-from trtkv.cli.values import find_device
 from trtkv.errors import ConfigError, TrtkvError
 from trtkv.policies.registry import parse_policy
 from trtkv.presets import model_presets
+from trtkv.runtime.loading import find_device
 
 ROOT = Path(__file__).resolve().parents[1]
 SIDE = Path(__file__).resolve().parent / "peer_side.py"

@@ -77,6 +77,7 @@ def measure(run: Run, row: Row, vocab: int, rounds: int) -> Figures:
 
 def _load(run: Run, row: Row, prompts: Prompts, rounds: int) -> Figures:
     run(prompts.draw(row.batch, min(row.context, WARM_TOKENS)), [min(row.answer, 2 + index) for index in range(row.batch)])
+    run(prompts.draw(1, row.context), [1])
     alone = min(_seconds(run(prompts.draw(row.batch, row.context), [1] * row.batch)) for _ in range(rounds))
     first = min(_seconds(run(prompts.draw(1, row.context), [1])) for _ in range(rounds))
     fastest = min((run(prompts.draw(row.batch, row.context), [row.answer] * row.batch) for _ in range(rounds)), key=_seconds)
