@@ -15,6 +15,7 @@ from itertools import product
 from pathlib import Path
 
 from performance_lines import others
+from performance_peer import beside_peer
 from performance_rows import LAYER, LOAD, Missed, Record, above, below, facts, goals, load, name, newest, place, table
 
 from trtkv.bench.records import read_records
@@ -72,7 +73,7 @@ Written by `build_scripts/performance_doc.py` from `engines/results.jsonl`, whic
 7B and 8B have random weights of their shapes and bfloat16 caches. Loads are sequences x tokens of context. A result was compared with a reference in
 the run that timed it; a wrong one has no time. Goals are the project's; [kernels.md](kernels.md) says why some are missed.
 """
-    text = head + "".join(write(good) for write in (steps, capacity, layer, stores, offload, others))
+    text = head + "".join(write(good) for write in (beside_peer, steps, capacity, layer, stores, offload, others))
     return PARAGRAPH.sub(lambda found: textwrap.fill(found[0], WIDTH, break_on_hyphens=False), text)
 
 

@@ -101,3 +101,21 @@ def test_largest_batches_are_compared_with_the_largest_of_full(doc: ModuleType) 
     text = doc.page([full, mini])
     assert "| minikv | 108 x 32k, the most | 1.0 GiB | 40.00 | 2340.0 | 2.60 |" in text
     assert "minikv: tokens/s over full 2.60 of 3.00, sequences over full 4.00 of 5.00" in text
+
+
+def beside(side: str, policy: str | None, seconds: float, **changes: Any) -> dict[str, Any]:
+    one = {"benchmark": "peer", "model": "qwen2.5-7b", "side": side, "version": "0.26.0", "policy": policy, "kind": "load", "batch": 64}
+    return {**COMMON, **one, "context": 8192, "answer": 256, "row": "load:64x8192/256", "seconds": seconds, **changes}
+
+
+def test_the_page_opens_with_the_peer(doc: ModuleType) -> None:
+    ttft = {"kind": "ttft", "row": "ttft:8192", "batch": 1, "answer": 1}
+    other = {"environment": {**PLACE, "machine": "NVIDIA H100"}}
+    rows = [beside("vllm", None, 20.0), beside("trtkv", "full", 19.0), beside("trtkv", "fier", 17.0), beside("trtkv", "freekv", 16.5)]
+    rows += [beside("vllm", None, 0.0, ttft_ms=200.0, **ttft), beside("trtkv", "full", 0.0, ttft_ms=180.0, **ttft)]
+    text = doc.page([step("full", 10.0), step("fier", 5.0), *rows, beside("trtkv", "freekv", 9.0, **other)])
+    assert text.index("## Beside vLLM") < text.index("## Whole decode steps")
+    assert "| load, s | 64 x 8k / 256 | freekv | 20.00 | 19.00 | 16.50 | 0.95 | 0.82 |" in text
+    assert "| first token, ms | 1 x 8k |  | 200.0 | 180.0 |  | 0.90 |  |" in text
+    assert "Goals missed: best policy over vLLM: load 64 x 8k / 256 0.82 (at most 0.80)." in text
+    assert "Beside vLLM" not in doc.page([rows[0], beside("trtkv", "full", 19.0, **other)])
