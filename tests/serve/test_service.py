@@ -198,7 +198,6 @@ def test_the_queue_takes_so_many_tokens(narrow: tuple[Listener, list[Ticket]]) -
 
 def test_tenants_take_turns(llm: LLM) -> None:
     """Twelve sequences of one tenant came before two of another: these need not wait for all of them."""
-    ends: list[str] = []
     listener = Listener(llm, Queue(64, schedule="fair"))
     running = listener.ask(*["x"] * 4, params=LONG)
     listener.wait(running, tokens=4)
@@ -208,8 +207,8 @@ def test_tenants_take_turns(llm: LLM) -> None:
     for one in tickets:
         listener.wait(one)
     began = sorted(tickets, key=lambda one: one.call.members[0].began_s if one.call else 0.0)
-    ends = [one.tenant for one in began]
-    assert ends.index("few") <= 2 and ends[:6].count("few") == 2
+    order = [one.tenant for one in began]
+    assert order.index("few") <= 2 and order[:6].count("few") == 2
     listener.service.stop()
 
 

@@ -1,4 +1,4 @@
-"""Who owns which page: counted owners, and pages whose contents may serve another prompt that begins the same way."""
+"""Who owns which page: counted owners, and pages whose contents may serve another sequence that begins the same way."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class Scheduler(ABC):
     def _admit(self) -> None:
         while self.waiting:
             if self.fair is not None:
-                self.waiting.sort(key=self.fair.rank)
+                self.waiting = sorted(self.waiting, key=self.fair.rank)  # not in place: other threads read it
             first = self.waiting[0]
             if self._waits(first):
                 return
