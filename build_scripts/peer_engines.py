@@ -100,7 +100,7 @@ def open_trtkv(asked: Opening) -> Run:
     limits = {"max_seq_len": asked.longest, "max_batch_size": asked.sequences, "max_chunk_tokens": max(CHUNK, asked.sequences)}
     out = Path(asked.model).parent / "engine"
     build(asked.model, asked.policy, budget=asked.budget, out=out, dtype=asked.dtype, backend="none", sms=("none",), force=True, **limits)
-    llm = LLM(out, weights="random", device=asked.device, executor="torch")
+    llm = LLM(out, weights="random", device=asked.device, executor="torch", warm=True)
 
     def run(prompts: Sequence[list[int]], answers: Sequence[int]) -> list[list[float]]:
         times = [list[float]() for _ in prompts]

@@ -1,9 +1,12 @@
-"""Soaks `trtkv serve` on a CPU: requests of mixed lengths at more than it can answer, of which some are cancelled and some clients vanish.
+"""Soaks `trtkv serve` on a CPU: requests of three tenants and of mixed lengths, alone and as conversations, at more than it can answer.
+
+Many begin alike; some are cancelled amid their answer, and some clients vanish while their prompt is read or waits for one that is.
 
     python build_scripts/soak.py [--requests 2000] [--overload 1.5] [--policy full] [--results FILE]
 
-It passes when every request was answered whole or refused with a reason, every page and slot is free again, and the server's memory is flat over
-the second half. Prints one line, and appends the record to a file of JSON lines with --results; exit code 1 when something is wrong.
+It passes when every request was answered whole or refused with a reason, every page and slot is free again, those of the shared beginnings can be
+used for something else, and the server's memory is flat over the second half. Prints one line, and appends the record to a file of JSON lines with
+--results; exit code 1 when something is wrong.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Any
 import httpx
 import psutil
 import torch
+from safetensors.torch import load_file, save_file
 
 from plugins.cache.bytes import ByteCount
 from trtkv.api import build
@@ -34,25 +38,35 @@ ROOT = Path(__file__).parent.parent
 PATH = "/v1/completions"
 PATIENCE_S = 120.0
 FLAT_BYTES = 8 << 20  # that the median may rise from the third to the fourth quarter: allocators round up
-KINDS = (("stream", 0.45), ("whole", 0.25), ("cancel", 0.2), ("vanish", 0.1))
+KINDS = (("stream", 0.4), ("whole", 0.2), ("cancel", 0.2), ("vanish", 0.1), ("talk", 0.1))
+TURNS = 3  # of a conversation, which is one request here
+TENANTS = ("first", "second", "third")
+PRINTABLE = 94  # ids of the tiny tokenizer that stand for "!" to "~": answers of these alone come back as text, unchanged
+FILLING = 3  # sequences of full length that fill the cache
 COUNTED = 60  # requests from which the rate is taken that the server can answer
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request: its prompt and answer in tokens, and what its client does: read a stream or the whole, cancel after `reads` pieces, or vanish."""
+    """One request: its prompt and answer in tokens, and what its client does.
+
+    It reads a stream or the whole, cancels after `reads` pieces, vanishes, or talks: asks again with what was answered.
+    """
 
     prompt: list[int]
     answer: int
     kind: str
     reads: int
     priority: int
+    user: str = ""
 
     def body(self) -> dict[str, Any]:
         """Return the request as JSON."""
         stream = self.kind in ("stream", "cancel")
-        settings = {"temperature": 1.0, "seed": self.answer, "top_p": 0.9, "frequency_penalty": 0.3} if self.reads % 2 else {"temperature": 0}
-        return {"prompt": self.prompt, "max_tokens": self.answer, "ignore_eos": True, "stream": stream, "priority": self.priority, **settings}
+        drawn = {"temperature": 1.0, "seed": self.answer, "top_p": 0.9, "frequency_penalty": 0.3}
+        settings = drawn if self.reads % 2 and self.kind != "talk" else {"temperature": 0}
+        settings |= {"max_tokens": self.answer, "ignore_eos": True, "stream": stream, "priority": self.priority, "user": self.user}
+        return {"prompt": self.prompt, **settings}
 
 
 @dataclass(slots=True)
@@ -64,20 +78,23 @@ class Outcome:
     wrong: list[str] = field(default_factory=list)
     memory: list[tuple[int, int]] = field(default_factory=list)
     sent: int = 0
+    reused: int = 0  # tokens of conversations that were not computed again
 
 
 def draw(count: int, longest: int, seed: int) -> list[Asked]:
-    """Draw requests: most are short, some fill most of a sequence, one in eight begins as another did."""
+    """Draw requests: most are short, some fill most of a sequence, one in eight begins as another did, and all whose clients vanish."""
     rng, shared = random.Random(seed), [7 * index % 250 for index in range(longest // 3)]
     asked = []
     for _ in range(count):
         length = min(longest // 2, max(1, int(rng.lognormvariate(3.6, 1.0))))
         prompt = [rng.randrange(250) for _ in range(length)]
-        if rng.random() < 0.125:
-            prompt = (shared + prompt)[: longest // 2]
         answer = min(longest // 3, max(1, int(rng.lognormvariate(3.0, 0.8))))
         kind = rng.choices([name for name, _ in KINDS], [share for _, share in KINDS])[0]
-        asked.append(Asked(prompt, answer, kind, rng.randint(1, 6), rng.choice((0, 0, 0, 1))))
+        if rng.random() < 0.125 or kind == "vanish":
+            prompt = (shared + prompt)[: longest // 2]
+        if kind == "talk":
+            prompt, answer = prompt[: longest // 4], min(answer, longest // 8)
+        asked.append(Asked(prompt, answer, kind, rng.randint(1, 6), rng.choice((0, 0, 0, 1)), rng.choice(TENANTS)))
     return asked
 
 
@@ -90,6 +107,8 @@ async def ask(client: httpx.AsyncClient, one: Asked, outcome: Outcome) -> None:
                 outcome.counts["answered"] += 1
             except (asyncio.TimeoutError, httpx.TimeoutException):
                 outcome.counts["vanished"] += 1
+        elif one.kind == "talk":
+            await talk(client, one, outcome)
         elif one.body()["stream"]:
             await read_stream(client, one, outcome)
         else:
@@ -98,6 +117,19 @@ async def ask(client: httpx.AsyncClient, one: Asked, outcome: Outcome) -> None:
                 check(one, response.json()["usage"]["completion_tokens"], response.json()["choices"][0]["finish_reason"], outcome)
     except (httpx.HTTPError, ValueError, KeyError) as error:
         outcome.wrong.append(f"{one.kind}: {type(error).__name__}: {error}"[:200])
+
+
+async def talk(client: httpx.AsyncClient, one: Asked, outcome: Outcome) -> None:
+    """Hold a conversation: every prompt is the one before with its answer and some more; a refusal ends it."""
+    prompt = list(one.prompt)
+    for turn in range(TURNS):
+        response = await client.post(PATH, json={**one.body(), "prompt": prompt})
+        if refused(response.status_code, response.text, outcome):
+            return
+        (choice,), usage = response.json()["choices"], response.json()["usage"]
+        check(one, usage["completion_tokens"], choice["finish_reason"], outcome, ends=turn == TURNS - 1)
+        outcome.reused += usage["prompt_tokens_details"]["cached_tokens"] if turn else 0
+        prompt += [*(ord(char) - ord("!") for char in choice["text"]), *one.prompt[:8]]
 
 
 async def read_stream(client: httpx.AsyncClient, one: Asked, outcome: Outcome) -> None:
@@ -127,9 +159,9 @@ async def read_stream(client: httpx.AsyncClient, one: Asked, outcome: Outcome) -
         check(one, tokens, reason, outcome)
 
 
-def check(one: Asked, tokens: int, reason: str | None, outcome: Outcome) -> None:
-    """Count an answer, and note one that is not whole."""
-    outcome.counts["answered"] += 1
+def check(one: Asked, tokens: int, reason: str | None, outcome: Outcome, *, ends: bool = True) -> None:
+    """Count an answer that ends its request, and note one that is not whole."""
+    outcome.counts["answered"] += ends
     if tokens != one.answer or reason != "length":
         outcome.wrong.append(f"{one.kind}: {tokens} of {one.answer} tokens, ended by {reason}")
 
@@ -186,6 +218,21 @@ def settle(url: str) -> dict[str, Any]:
         time.sleep(0.1)
 
 
+def use_all(url: str, longest: int, process: psutil.Process) -> Outcome:
+    """Fill the cache of an idle server with sequences that begin like no other: it has to give up every page that it kept."""
+    outcome = Outcome()
+    asyncio.run(drive(url, [Asked([250 + index] * (longest - 16), 16, "whole", 2, 0) for index in range(FILLING)], None, process, outcome))
+    return outcome
+
+
+def printable(model: Path) -> None:
+    """Let a tiny model's greedy answers be printable: the logits of all other tokens are 0, and some of these are above it."""
+    file = model / "model.safetensors"
+    weights = load_file(file)
+    weights["lm_head.weight"][PRINTABLE:] = 0
+    save_file(weights, file, {"format": "pt"})
+
+
 def soak(url: str, pid: int, requests: int, longest: int, overload: float, seed: int = 0) -> dict[str, Any]:
     """Put a server under load; returns a record whose `wrong` lists everything that should not have been."""
     process, warm = psutil.Process(pid), Outcome()
@@ -193,7 +240,11 @@ def soak(url: str, pid: int, requests: int, longest: int, overload: float, seed:
     capacity = len(calm) / asyncio.run(drive(url, calm, None, process, warm))
     outcome = Outcome()
     seconds = asyncio.run(drive(url, draw(requests, longest, seed), capacity * overload, process, outcome))
-    state, wrong = settle(url), warm.wrong + outcome.wrong
+    settle(url)
+    last = use_all(url, longest, process)
+    state, wrong = settle(url), warm.wrong + outcome.wrong + last.wrong
+    if last.counts["answered"] != FILLING:
+        wrong.append(f"the cache cannot be filled any more: {last.counts}")
     is_flat, rise = flat(outcome.memory, requests)
     if not is_flat:
         wrong.append(f"memory rose by {rise} bytes from the third to the fourth quarter")
@@ -204,7 +255,8 @@ def soak(url: str, pid: int, requests: int, longest: int, overload: float, seed:
     rates = {"capacity_per_s": round(capacity, 2), "rate_per_s": round(capacity * overload, 2), "seconds": round(seconds, 1)}
     return {
         "benchmark": "soak", "status": "wrong" if wrong else "ok", "requests": requests, "overload": overload, **rates, **outcome.counts,
-        "refusals": dict(outcome.reasons), "memory_rise_bytes": rise, "memory_bytes": outcome.memory[-1][1], "state": state, "wrong": wrong[:20],
+        "refusals": dict(outcome.reasons), "memory_rise_bytes": rise, "memory_bytes": outcome.memory[-1][1],
+        "reused_tokens": outcome.reused, "state": state, "wrong": wrong[:20],
         "commit": commit(), "environment": environment(torch.device("cpu")),
     }  # fmt: skip
 
@@ -223,11 +275,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = make_tiny("llama", folder / "model", max_position_embeddings=1024)
+        printable(model.path)
         limits = {"max_seq_len": 512, "max_batch_size": 8, "max_chunk_tokens": 128}
         engine = build(str(model.path), own.policy, out=folder / "engine", backend="none", sms=("none",), **limits)
-        # A cache of three full sequences: some are preempted.
+        # A cache of few full sequences: some are preempted.
         words = [sys.executable, "-m", "trtkv", "serve", str(engine), "--no-triton", "--device", "cpu", "--port", "0", "--json"]
-        words += ["--max-waiting", "24", "--cache-gib", str(_cache_gib(engine, 3 * 512))]
+        words += ["--max-waiting", "24", "--max-waiting-tokens", "2048", "--schedule", "fair"]
+        words += ["--cache-gib", str(_cache_gib(engine, FILLING * 512))]
         with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
             try:
                 assert server.stdout is not None

@@ -62,7 +62,7 @@ def test_a_page_is_regained_while_it_holds_what_it_did() -> None:
     pages = PageAllocator(3)
     (page,) = pages.take(1)
     content = pages.content(page)
-    pages.publish(page, b"key")
+    pages.publish([page], [b"key"])
     assert pages.regain(content) and pages.owners(page) == 2
     pages.give([page])
     pages.give([page])

@@ -22,19 +22,20 @@ from trtkv.runtime.llm import LLM
 from trtkv.serve.app import Settings, make_app
 from trtkv.serve.backend import Backend, Facts, LocalBackend
 from trtkv.serve.metrics import Prometheus
+from trtkv.serve.queue import Queue
 
 PATIENCE_S = 30.0
 
 
 @contextlib.contextmanager
-def client(llms: Mapping[str, LLM], settings: Settings = Settings(), max_waiting: int = 64) -> Iterator[TestClient]:  # noqa: B008
+def client(llms: Mapping[str, LLM], settings: Settings = Settings(), queue: Queue = Queue(64)) -> Iterator[TestClient]:  # noqa: B008
     """Serve engines of this process to a client without sockets."""
     metrics, backends = Prometheus(), dict[str, Backend]()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
         for name, llm in llms.items():
-            backends[name] = LocalBackend(llm, Facts.of(name, llm.engine.manifest, 0), metrics, max_waiting)
+            backends[name] = LocalBackend(llm, Facts.of(name, llm.engine.manifest, 0), metrics, queue)
         yield
         await asyncio.gather(*(one.close(0.0) for one in backends.values()))
 

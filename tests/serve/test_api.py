@@ -129,6 +129,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (TEXT, {**PLAIN, "tau": 1.5}, 400, "tau"),
     (TEXT, {**PLAIN, "tau": 0.5}, 400, "has no tau"),
     (TEXT, {"max_tokens": 3}, 400, "prompt"),
+    (TEXT, {**PLAIN, "user": "x" * 600}, 400, "user"),
 ]
 
 
@@ -173,6 +174,21 @@ def test_keys_let_in_and_keep_out(llm: LLM) -> None:
             denied = api.get(path)
             assert denied.status_code == 401 and denied.headers["www-authenticate"] == "Bearer"
         assert [api.get(path).status_code for path in ("/health", "/ready", "/metrics", "/")] == [200] * 4
+
+
+def test_whose_requests_share_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    tenants: list[str] = []
+    submit = llm.batcher.submit
+
+    def noting(*args: Any, tenant: str, **more: Any) -> Any:
+        tenants.append(tenant)
+        return submit(*args, tenant=tenant, **more)
+
+    monkeypatch.setattr(llm.batcher, "submit", noting)
+    for keys, body in (((), PLAIN), ((), {**PLAIN, "user": "me"}), (("k",), {**PLAIN, "user": "me"}), (("j", "k"), {**PLAIN, "user": "me"})):
+        with client({"tiny": llm}, Settings(api_keys=keys)) as api:
+            assert api.post(TEXT, json=body, headers={"authorization": "Bearer k"}).status_code == 200
+    assert tenants == ["", "me", "me", "key 2"]
 
 
 def test_origins(llm: LLM) -> None:

@@ -21,6 +21,7 @@ from trtkv.runtime.rows import StepRow
 from trtkv.runtime.sampler import SamplingParams
 from trtkv.serve.errors import Busy, Unavailable
 from trtkv.serve.metrics import Prometheus
+from trtkv.serve.queue import Queue
 from trtkv.serve.service import FAILED_STEPS, Service, Ticket
 
 SHORT = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -30,10 +31,10 @@ LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 class Listener:
     """A service whose events are stored by ticket."""
 
-    def __init__(self, llm: LLM, max_waiting: int = 16) -> None:
+    def __init__(self, llm: LLM, queue: Queue = Queue(16)) -> None:  # noqa: B008
         self.llm, self.news, self.metrics = llm, threading.Condition(), Prometheus()
         self.events: dict[Ticket, list[Event]] = {}
-        self.service = Service(llm.batcher, self.metrics.of("tiny"), self.take, max_waiting).start()
+        self.service = Service(llm.batcher, self.metrics.of("tiny"), self.take, queue).start()
 
     def take(self, batch: list[tuple[Ticket, list[Event]]]) -> None:
         with self.news:
@@ -162,6 +163,67 @@ def test_the_queue_has_an_end(listener: Listener) -> None:
         listener.service.cancel(one)
     listener.until("trtkv:request_success_total", 20, finished_reason="abort")
     assert listener.wait(listener.ask("x"))[-1].finish_reason == "length"
+
+
+@pytest.fixture
+def narrow(llm: LLM) -> Any:
+    """A service in whose queue 300 tokens may wait, and whose engine is busy: every slot has a sequence."""
+    made = Listener(llm, Queue(64, tokens=300))
+    running = [made.ask("x", params=LONG) for _ in range(4)]
+    for one in running:
+        made.wait(one, tokens=2)
+    yield made, running
+    made.service.stop()
+    assert free(llm)
+
+
+def test_the_queue_takes_so_many_tokens(narrow: tuple[Listener, list[Ticket]]) -> None:
+    listener, running = narrow
+    first = listener.service.submit([[1] * 400], [SHORT])  # nothing waits: whatever the engine takes may
+    listener.until("trtkv:num_tokens_waiting", 400)
+    with pytest.raises(Busy, match="400 tokens wait and the request has 1, 300 may wait"):
+        listener.service.submit([[1]], [SHORT])
+    listener.service.cancel(first)
+    listener.until("trtkv:num_tokens_waiting", 0)
+    for _ in range(3):
+        listener.service.submit([[1] * 50, [2] * 50], [SHORT] * 2)
+    with pytest.raises(Busy, match="300 tokens wait and the request has 1, 300 may wait"):
+        listener.service.submit([[1]], [SHORT])
+    listener.until("trtkv:num_tokens_waiting", 300)
+    for one in running:
+        listener.service.cancel(one)
+    listener.until("trtkv:num_tokens_waiting", 0)
+    assert listener.wait(listener.service.submit([[1]], [SHORT]))[-1].finish_reason == "length"
+
+
+def test_tenants_take_turns(llm: LLM) -> None:
+    """Twelve sequences of one tenant came before two of another: these need not wait for all of them."""
+    listener = Listener(llm, Queue(64, schedule="fair"))
+    running = listener.ask(*["x"] * 4, params=LONG)
+    listener.wait(running, tokens=4)
+    tickets = [listener.service.submit([[3, 4, 5]], [SHORT], tenant="many") for _ in range(12)]
+    tickets += [listener.service.submit([[3, 4, 5]], [SHORT], tenant="few") for _ in range(2)]
+    listener.service.cancel(running)
+    for one in tickets:
+        listener.wait(one)
+    began = sorted(tickets, key=lambda one: one.call.members[0].began_s if one.call else 0.0)
+    order = [one.tenant for one in began]
+    assert order.index("few") <= 2 and order[:6].count("few") == 2
+    listener.service.stop()
+
+
+def test_what_the_prefix_cache_finds_is_counted(llm: LLM, listener: Listener) -> None:
+    scheduler = llm.batcher.scheduler
+    before = scheduler.prefix_queries, scheduler.prefix_hits  # of whatever this engine served before
+    tokens, size = [9, 8, 7] * 50, llm.engine.cache.plan.page_size
+    for _ in range(2):
+        ticket = listener.service.submit([tokens], [SHORT])
+        listener.wait(ticket)
+    listener.until("trtkv:num_requests_running", 0)
+    shared = 148 // size * size
+    assert ticket.cached_tokens == shared
+    assert listener.value("trtkv:prefix_cache_queries_total") == before[0] + 300
+    assert listener.value("trtkv:prefix_cache_hits_total") == before[1] + shared
 
 
 def test_what_is_cancelled_is_freed_at_once_and_only_once(llm: LLM, listener: Listener) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import pytest
 
 from plugins.cache.bytes import ByteCount
@@ -31,13 +33,19 @@ def test_overload_cancels_and_vanishing_clients_leave_nothing(script: ModuleType
     monkeypatch.setattr(script, "COUNTED", 6)
     monkeypatch.setattr(script, "FLAT_BYTES", 1 << 30)  # too short to say anything about memory
     model = make_tiny("llama", tmp_path / "model")
+    script.printable(model.path)
     engine = built(model.path, tmp_path / "engine", max_seq_len=256)
-    cache = ByteCount(read_manifest(engine).cache).reserved(3 * 256) / 2**30
-    with Server(engine, "--no-triton", "--device", "cpu", "--max-waiting", "6", "--cache-gib", cache) as server:
+    cache = ByteCount(read_manifest(engine).cache).reserved(script.FILLING * 256) / 2**30
+    limits = ("--max-waiting", "6", "--max-waiting-tokens", "800", "--schedule", "fair")
+    with Server(engine, "--no-triton", "--device", "cpu", *limits, "--cache-gib", cache) as server:
         record = script.soak(server.url, server.process.pid, 40, 256, 1000.0)  # all at once: six requests say little of what a server can do
+        outcome = script.Outcome()
+        asyncio.run(script.drive(server.url, [script.Asked(list(range(60)), 30, "talk", 1, 0)], None, psutil.Process(), outcome))
     assert record["wrong"] == []
     assert record["answered"] + record["refused"] + record["cancelled"] + record["vanished"] == 40
     assert record["refused"] and record["cancelled"]
+    # Page by page: of 60 tokens and an answer of 30 whose last token is not stored, then of 60 + 30 + 8 and another such answer.
+    assert outcome.counts["answered"] == 1 and outcome.reused == 64 + 96
 
 
 def test_what_is_not_flat_is_seen(script: ModuleType) -> None:

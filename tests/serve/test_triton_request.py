@@ -30,14 +30,15 @@ def test_every_input_reaches_the_sampler(llm: LLM) -> None:
         "input_ids": [1, 2, 3], "max_tokens": [9], "stream": [True], "stop_words": [b"a", b"", b"b"], "end_id": [7], "temperature": [0.5],
         "top_k": [3], "top_p": [0.25], "min_p": [0.125], "repetition_penalty": [1.5], "presence_penalty": [0.5], "frequency_penalty": [0.75],
         "seed": [2**63], "ignore_eos": [True], "return_log_probs": [True], "exclude_input_in_output": [False],
-        "sampling_parameters": [b'{"top_logprobs": 4, "priority": 2}'],
+        "sampling_parameters": [b'{"top_logprobs": 4, "priority": 2, "tenant": "me"}'],
     }  # fmt: skip
     asked = read(llm, tensors)
     assert asked.params == SamplingParams(
         max_tokens=9, stop=("a", "b"), stop_token_ids=(7,), temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, repetition_penalty=1.5,
         presence_penalty=0.5, frequency_penalty=0.75, seed=2**63, ignore_eos=True, logprobs=1, top_logprobs=4,
     )  # fmt: skip
-    assert asked.stream and asked.priority == 2 and asked.tokens == [1, 2, 3] and asked.echo == llm.tokenizer.decode([1, 2, 3])
+    assert (asked.stream, asked.priority, asked.tenant) == (True, 2, "me")
+    assert asked.tokens == [1, 2, 3] and asked.echo == llm.tokenizer.decode([1, 2, 3])
 
 
 def test_json_parameters_are_the_same_as_tensors(llm: LLM) -> None:
@@ -61,6 +62,7 @@ def test_json_parameters_are_the_same_as_tensors(llm: LLM) -> None:
         ({**HELLO, "sampling_parameters": [b"[1]"]}, {}, "no JSON object"),
         ({**HELLO, "sampling_parameters": [b"{"]}, {}, "not JSON"),
         ({**HELLO, "sampling_parameters": [b'{"priority": "high"}']}, {}, "priority is 'high'"),
+        ({**HELLO, "sampling_parameters": [b'{"tenant": 7}']}, {}, "tenant is 7"),
         ({**HELLO, "temperature": [-1.0]}, {}, "temperature is -1.0"),
         ({**HELLO, "max_tokens": [0]}, {}, "max_tokens is 0"),
         ({"text_input": [b"\xff"]}, {}, "text_input is not UTF-8"),

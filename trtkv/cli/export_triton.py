@@ -29,6 +29,8 @@ def export_triton(
     cache_gib: float | None = None,
     offload: bool = False,
     max_waiting: int = 256,
+    max_waiting_tokens: int | None = None,
+    schedule: str = "fcfs",
     force: bool = False,
     json: bool = False,
 ) -> None:
@@ -45,19 +47,21 @@ def export_triton(
         cache_gib: Memory for the KV cache of each model in GiB; what is free by default.
         offload: Store pages in host memory, for policies that select pages or tokens, such as freekv, quest and fier.
         max_waiting: Sequences that may wait beyond those that run; the rest is refused as UNAVAILABLE.
+        max_waiting_tokens: Tokens of prompts that may wait; any number by default.
+        schedule: Order among equal priority: fcfs (first come, first served), or fair, by what each `tenant` has been served.
         force: Replace existing models.
         json: Print one JSON object with the models written.
     """
+    from trtkv.serve.queue import Queue
     from trtkv.serve.triton_repo import Export, export
 
     if weights is not None and copy_weights:
         raise ConfigError("--weights and --copy-weights contradict each other", "Give one of them.")
-    if max_waiting < 0:
-        raise ConfigError(f"max-waiting {max_waiting} is below 0", "0 refuses whatever does not fit into the batch.")
+    queue = Queue.checked(max_waiting, max_waiting_tokens, schedule)
     if cache_gib is not None and cache_gib <= 0:
         raise ConfigError(f"cache-gib {cache_gib} is not above 0", "Leave it out to take what is free.")
     cache_bytes = None if cache_gib is None else int(cache_gib * 2**30)
-    settings = Export(weights, device, executor, cache_bytes, max_waiting, unary, copy_weights, offload)
+    settings = Export(weights, device, executor, cache_bytes, queue, unary, copy_weights, offload)
     models = export(engine, output, settings, force=force)
     if json:
         print_json({"repository": str(output), "models": models})

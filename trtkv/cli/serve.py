@@ -18,6 +18,7 @@ from trtkv.errors import ConfigError
 if TYPE_CHECKING:
     from trtkv.serve.backend import Backend
     from trtkv.serve.metrics import Prometheus
+    from trtkv.serve.queue import Queue
 
 KEY = "TRTKV_API_KEY"
 
@@ -49,6 +50,8 @@ def serve(
     api_key: list[str] | None = None,
     cors: list[str] | None = None,
     max_waiting: int = 256,
+    max_waiting_tokens: int | None = None,
+    schedule: str = "fcfs",
     max_body_mib: float = 4.0,
     drain_s: float = 30.0,
     json: bool = False,
@@ -75,16 +78,20 @@ def serve(
         api_key: Key that clients must send; may be repeated. The environment variable TRTKV_API_KEY adds one.
         cors: Origin of web pages that may send requests, such as https://chat.example.org; may be repeated.
         max_waiting: Sequences that may wait for each engine; beyond that clients get 429.
+        max_waiting_tokens: Tokens of prompts that may wait for each engine; any number by default.
+        schedule: Order among equal priority: fcfs (first come, first served), or fair, by what each API key or `user` has been served.
         max_body_mib: Largest body of a request in MiB.
         drain_s: Seconds that requests have to finish after SIGTERM or Ctrl-C.
         json: Print one JSON object with the address once requests are taken.
     """
     _need_extra()
     from trtkv.serve.app import Settings
+    from trtkv.serve.queue import Queue
     from trtkv.serve.server import listen
     from trtkv.serve.server import serve as run
 
-    _check(max_waiting=max_waiting, max_body_mib=max_body_mib, drain_s=drain_s, cache_gib=cache_gib)
+    queue = Queue.checked(max_waiting, max_waiting_tokens, schedule)
+    _check(max_body_mib=max_body_mib, drain_s=drain_s, cache_gib=cache_gib)
     names = _names(engine)
     keys = [*(api_key or []), *([os.environ[KEY]] if os.environ.get(KEY) else [])]
     if any(not one.strip() or not one.isascii() for one in keys):
@@ -110,22 +117,22 @@ def serve(
         from trtkv.serve.triton_backend import start_triton
 
         async def start(metrics: Prometheus) -> Mapping[str, Backend]:
-            return await start_triton(names, options, max_waiting, triton_env, _ports(triton_ports), notes.print)
+            return await start_triton(names, options, queue, triton_env, _ports(triton_ports), notes.print)
     else:
         opened = _open(names, options)
 
         async def start(metrics: Prometheus) -> Mapping[str, Backend]:
-            return local_backends(opened, metrics, max_waiting)
+            return local_backends(opened, metrics, queue)
 
     run(own, start, settings, drain_s, ready)
 
 
-def local_backends(opened: Mapping[str, Any], metrics: Prometheus, max_waiting: int) -> Mapping[str, Backend]:
+def local_backends(opened: Mapping[str, Any], metrics: Prometheus, queue: Queue) -> Mapping[str, Backend]:
     """Put engines of this process to work, inside the event loop."""
     from trtkv.serve.backend import Facts, LocalBackend
 
     now = int(time.time())
-    return {name: LocalBackend(llm, Facts.of(name, llm.engine.manifest, now), metrics, max_waiting) for name, llm in opened.items()}
+    return {name: LocalBackend(llm, Facts.of(name, llm.engine.manifest, now), metrics, queue) for name, llm in opened.items()}
 
 
 def _open(names: Mapping[str, Path], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,9 +169,7 @@ def _ports(text: str) -> tuple[int, int, int] | None:
     return int(words[0]), int(words[1]), int(words[2])
 
 
-def _check(max_waiting: int, max_body_mib: float, drain_s: float, cache_gib: float | None) -> None:
-    if max_waiting < 0:
-        raise ConfigError(f"max-waiting {max_waiting} is below 0", "0 refuses whatever does not fit into the batch.")
+def _check(max_body_mib: float, drain_s: float, cache_gib: float | None) -> None:
     if not 0 < max_body_mib <= 1024:
         raise ConfigError(f"max-body-mib {max_body_mib:g} is outside 0 to 1024", "4 is the default.")
     if not 0 <= drain_s <= 86400:

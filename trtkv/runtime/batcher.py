@@ -105,8 +105,9 @@ class Batcher:
         return bool(self._calls)
 
     def submit(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, priority: int = 0, wake: Callable[[], None] = lambda: None
-    ) -> Call:
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *,
+        priority: int = 0, tenant: str = "", wake: Callable[[], None] = lambda: None,
+    ) -> Call:  # fmt: skip
         """Queue prompts in tokens; raises RequestError, and queues none, when one can never be served."""
         for tokens, settings in zip(prompts, params, strict=True):
             self.check(tokens, settings)
@@ -114,7 +115,7 @@ class Batcher:
         call = Call(params, wake=wake, checkers=[StopChecker(one, self.tokenizer, ends) for one in params])
         with self.lock:
             for index, (tokens, settings) in enumerate(zip(prompts, params, strict=True)):
-                one = Running(index, list(tokens), len(tokens), settings.max_tokens, priority)
+                one = Running(index, list(tokens), len(tokens), settings.max_tokens, priority, tenant)
                 self.scheduler.add(one)
                 self._calls[one] = call
                 call.members.append(one)

@@ -20,7 +20,7 @@ from torch import Tensor
 from plugins.cache.cache import Cache
 from trtkv.engine.manifest import Manifest
 from trtkv.errors import ConfigError
-from trtkv.runtime.pages import Key
+from trtkv.runtime.prefix_tree import Key
 
 MAGIC = b"trtkv page 1\n"
 SUFFIX = ".kvpage"

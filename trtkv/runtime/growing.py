@@ -2,6 +2,9 @@
 
 It resumes where it stopped when there is room again (`swap.py`), or is recomputed where there is no host memory for it. Caches that lie in
 tensors are admitted for their longest form.
+
+Full pages serve sequences that begin the same way (`prefix_tree.py`). A prompt that begins like one that is being read waits until that has been
+read so far: computed twice, it would not be there earlier.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ from collections.abc import Sequence
 from trtkv.config import Limits
 from trtkv.errors import RequestError
 from trtkv.plan import CachePlan
-from trtkv.runtime.pages import Key, PageAllocator, page_keys
+from trtkv.runtime.device_sampler import PENDING
+from trtkv.runtime.pages import PageAllocator
+from trtkv.runtime.prefix_tree import Key, page_keys
 from trtkv.runtime.scheduler import Scheduler
 from trtkv.runtime.sequence import Running
 
@@ -24,6 +29,7 @@ class GrowingScheduler(Scheduler):
         """Share pages and free slots with whatever else runs on the engine."""
         super().__init__(plan, limits, slots)
         self.pages, self._gives_way = pages, plan.in_pages
+        self._shares_answers = not any(plan.select)  # else an answer's keys follow from what it selected, a prompt's from all tokens
 
     def check(self, tokens: Sequence[int], max_tokens: int) -> None:
         """Raise RequestError for a prompt that can never be served."""
@@ -35,16 +41,9 @@ class GrowingScheduler(Scheduler):
             )
 
     def stored(self, sequence: Running) -> None:
-        """Note that a step has stored a sequence's tokens up to `seen`: the prompt's full pages may serve others from now on."""
-        full = min(sequence.seen, sequence.num_prompt) // self.plan.page_size
-        if not self.plan.in_pages or full == len(sequence.keys):
-            return
-        keys = page_keys(sequence.tokens, self.plan.page_size, full, sequence.keys)
-        for index in range(len(sequence.keys), full):
-            self.pages.publish(sequence.pages[index], keys[index])
-            if self.saved is not None:
-                self.saved.save(sequence.pages[index], keys[index])
-        sequence.keys = keys
+        """Note that a step has stored a sequence's tokens up to `seen`: its full pages may serve others from now on."""
+        super().stored(sequence)
+        self._publish(sequence)
 
     def _pages(self, one: Running) -> list[int]:
         return one.pages
@@ -55,7 +54,7 @@ class GrowingScheduler(Scheduler):
             return False
         if one.left is not None:
             return self._resume(one)
-        shared = self.pages.share(self._prompt_keys(one)) if self.plan.in_pages else []
+        shared = self.pages.share(self._shareable(one)) if self.plan.in_pages else []
         need = self._pages_to_begin(one) - len(shared)
         # One free page for every running sequence, or the newest would soon be preempted.
         if not self._room(need + (len(self.running) if self.plan.in_pages else 0), one):
@@ -63,8 +62,11 @@ class GrowingScheduler(Scheduler):
             return False
         one.pages, one.slot = shared + self.pages.take(need), self._slots.pop()
         self._claim(one.pages, one.slot)
-        one.seen = one.reused = (len(shared) + self._load(one, len(shared))) * self.plan.page_size
-        self._began(one)
+        one.offered = self._load(one, len(shared))
+        one.seen = one.reused = one.offered * self.plan.page_size
+        if one.began_s is None and self.plan.in_pages:
+            self.prefix_queries += one.num_prompt
+            self.prefix_hits += one.reused
         return True
 
     def _make_way(self, one: Running) -> bool:
@@ -93,19 +95,54 @@ class GrowingScheduler(Scheduler):
         return True
 
     def _load(self, one: Running, shared: int) -> int:
-        """Fill a sequence's pages after the shared ones with what is saved of its prompt; returns how many."""
+        """Fill a sequence's pages after the shared ones with what is saved of its prompt; returns how many are then filled."""
         if self.saved is None:
-            return 0
-        waiting = list(zip(one.pages[shared:], self._prompt_keys(one)[shared:], strict=False))
-        for index, (page, key) in enumerate(waiting):
-            if not self.saved.load(page, key):
-                return index
-            self.pages.publish(page, key)
-        return len(waiting)
+            return shared
+        keys = self._shareable(one)
+        self._save(one, 0, shared)
+        filled = next((at for at in range(shared, len(keys)) if not self.saved.load(one.pages[at], keys[at])), len(keys))
+        self.pages.publish(one.pages, keys[:filled], shared)
+        return filled
 
-    def _prompt_keys(self, one: Running) -> list[Key]:
-        """Name the prompt's pages that may be reused: at least two tokens are always computed, the last of which gives the logits."""
-        return page_keys(one.tokens, self.plan.page_size, max(0, one.num_prompt - 2) // self.plan.page_size)
+    def _save(self, one: Running, start: int, end: int) -> None:
+        """Save those of a sequence's full pages that hold nothing but its prompt."""
+        if self.saved is not None:
+            for index in range(start, min(end, one.num_prompt // self.plan.page_size)):
+                self.saved.save(one.pages[index], one.keys[index])
+
+    def _publish(self, one: Running) -> None:
+        """Offer a sequence's full pages to others."""
+        full = min(one.seen, self._lasting(one)) // self.plan.page_size
+        if self.plan.in_pages and full > one.offered:
+            self.pages.publish(one.pages, self._keys(one, full), one.offered)
+            self._save(one, one.offered, full)
+            one.offered = full
+
+    def _lasting(self, one: Running) -> int:
+        """Return how many of a sequence's tokens have known ids and would be stored alike in another prompt."""
+        return len(one.tokens) - one.tokens[-2:].count(PENDING) if self._shares_answers else one.num_prompt
+
+    def _keys(self, one: Running, count: int) -> list[Key]:
+        """Name a sequence's first full pages."""
+        if count > len(one.keys):
+            one.keys = page_keys(one.tokens, self.plan.page_size, count, one.keys)
+        return one.keys[:count]
+
+    def _shareable(self, one: Running) -> list[Key]:
+        """Name the pages that a sequence may begin with: at least two tokens are always computed, the last of which gives the logits."""
+        return self._keys(one, max(0, self._lasting(one) - 2) // self.plan.page_size)
+
+    def _waits(self, one: Running) -> bool:
+        """Say whether a running prompt is about to publish the first page that a waiting one does not find."""
+        if not self.plan.in_pages or one.left is not None:
+            return False
+        keys = self._shareable(one)
+        known = self.pages.known(keys)
+        return known < len(keys) and any(self._reads(other, known, keys[known]) for other in self.running if other.priority >= one.priority)
+
+    def _reads(self, one: Running, index: int, key: Key) -> bool:
+        """Say whether the page that a running sequence offers next is this one of its prompt."""
+        return one.offered == index < one.num_prompt // self.plan.page_size and self._keys(one, index + 1)[index] == key
 
     def _pages_to_begin(self, one: Running) -> int:
         longest = one.num_prompt + one.max_tokens
@@ -153,7 +190,7 @@ class GrowingScheduler(Scheduler):
 
     def _begin_again(self, one: Running) -> None:
         self.recomputed += one.seen > one.reused
-        one.seen, one.keys, one.arriving = 0, [], None
+        one.seen, one.offered, one.arriving = 0, 0, None
 
     def _lose(self, one: Running) -> None:
         """Free what a waiting sequence holds."""
@@ -167,6 +204,7 @@ class GrowingScheduler(Scheduler):
             self.swap.claim(pages, slot)
 
     def _release(self, one: Running) -> None:
+        self._publish(one)
         self.running.remove(one)
         self.pages.give(one.pages)
         self._slots.append(one.slot)

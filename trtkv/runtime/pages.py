@@ -1,19 +1,18 @@
-"""Who owns which page: counted owners, and pages whose contents may serve another prompt that begins the same way."""
+"""Who owns which page: counted owners, and pages whose contents may serve another sequence that begins the same way."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Protocol, TypeVar
 
 import numpy as np
 
 from plugins.cache.pages import HeadPages, Ints, Pages
 from trtkv.errors import CapacityError
+from trtkv.runtime.prefix_tree import Key, PrefixTree
 
-Key = bytes
 Need = TypeVar("Need", contravariant=True)
 Taken = TypeVar("Taken", bound=Pages)
 
@@ -22,7 +21,7 @@ class PageAllocator:
     """Allocates page numbers of one pool, lowest first, so that a sequence's pages tend to lie side by side.
 
     A page may have several owners. Published pages retain their contents when the last owner frees them, until their room is needed: those
-    that were unused for longest are reused first.
+    that were unused for longest are reused first, and none before the pages that continue it.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -30,14 +29,12 @@ class PageAllocator:
         self._free = list(range(num_pages))
         self._taken = [0] * num_pages  # how often a page has been taken: its contents then start over
         self._owners: dict[int, int] = {}
-        self._page_of: dict[Key, int] = {}
-        self._key_of: dict[int, Key] = {}
-        self._idle: dict[int, None] = {}  # published pages without an owner, oldest first
+        self._tree = PrefixTree()
 
     @property
     def free(self) -> int:
         """Free pages."""
-        return len(self._free) + len(self._idle)
+        return len(self._free) + self._tree.idle
 
     def has(self, count: int) -> bool:
         """Say whether so many pages can be taken."""
@@ -47,38 +44,33 @@ class PageAllocator:
         """Take pages; raises CapacityError and takes none when there are too few."""
         if count > self.free:
             raise CapacityError(f"{count} pages wanted, {self.free} of {self.num_pages} free", "Lower max-batch-size or give the cache more memory.")
-        taken = []
-        for _ in range(count):
-            if not self._free:
-                self._forget(next(iter(self._idle)))
-            page = heapq.heappop(self._free)
+        taken = [heapq.heappop(self._free) if self._free else self._tree.prune() for _ in range(count)]
+        for page in taken:
             self._owners[page] = 1
             self._taken[page] += 1
-            taken.append(page)
         return taken
 
     def give(self, pages: Sequence[int]) -> None:
-        """Return pages of one owner to the pool."""
-        for page in pages:
+        """Return pages of one owner to the pool, the last of a sequence's pages first."""
+        for page in reversed(pages):
             self._owners[page] -= 1
             if self._owners[page]:
                 continue
             del self._owners[page]
-            if page in self._key_of:
-                self._idle[page] = None
+            if page in self._tree:
+                self._tree.rest(page)
             else:
                 heapq.heappush(self._free, page)
 
+    def known(self, keys: Iterable[Key]) -> int:
+        """Return how many pages the longest known beginning of keys has."""
+        return len(self._tree.find(keys))
+
     def share(self, keys: Iterable[Key]) -> list[int]:
         """Become an owner of the published pages of the longest known beginning of keys."""
-        shared = []
-        for key in keys:
-            page = self._page_of.get(key)
-            if page is None:
-                break
-            self._idle.pop(page, None)
-            self._owners[page] = self._owners.get(page, 0) + 1
-            shared.append(page)
+        shared = self._tree.find(keys)
+        for page in shared:
+            self._own(page)
         return shared
 
     def owners(self, page: int) -> int:
@@ -92,21 +84,21 @@ class PageAllocator:
     def regain(self, content: tuple[int, int]) -> bool:
         """Become an owner of a page again that has another owner or that is published, if it still holds what it did."""
         page, taken = content
-        if self._taken[page] != taken or (page not in self._owners and page not in self._idle):
+        if self._taken[page] != taken or (page not in self._owners and not self._tree.is_idle(page)):
             return False
-        self._idle.pop(page, None)
-        self._owners[page] = self._owners.get(page, 0) + 1
+        self._own(page)
         return True
 
-    def publish(self, page: int, key: Key) -> None:
-        """Offer an owned, full page to prompts that begin the same way; the first page of a key stays published."""
-        if key not in self._page_of and page not in self._key_of:
-            self._page_of[key], self._key_of[page] = page, key
+    def publish(self, pages: Sequence[int], keys: Sequence[Key], start: int = 0) -> None:
+        """Offer an owner's first pages, full ones, to sequences that begin the same way, from the start-th on.
 
-    def _forget(self, page: int) -> None:
-        del self._idle[page]
-        del self._page_of[self._key_of.pop(page)]
-        heapq.heappush(self._free, page)
+        The first page of a key stays published; whoever fills another one offers nothing that continues it.
+        """
+        self._tree.add(pages, keys, start)
+
+    def _own(self, page: int) -> None:
+        self._tree.use(page)
+        self._owners[page] = self._owners.get(page, 0) + 1
 
 
 class GroupPages:
@@ -220,12 +212,3 @@ def make_pages(num_pages: Sequence[int], heads: int = 0) -> PageAllocator | Grou
     if heads:
         return HeadPageAllocator(num_pages[0], heads)
     return PageAllocator(num_pages[0]) if len(num_pages) == 1 else GroupPages(num_pages)
-
-
-def page_keys(tokens: Sequence[int], page_size: int, count: int, known: Sequence[Key] = ()) -> list[Key]:
-    """Name the first count full pages of a prompt, each by its tokens and all before them; known are the first names."""
-    keys = list(known)
-    for page in range(len(keys), count):
-        part = np.asarray(tokens[page * page_size : (page + 1) * page_size], np.int32)
-        keys.append(blake2b((keys[-1] if keys else b"") + part.tobytes(), digest_size=16).digest())
-    return keys

@@ -64,6 +64,7 @@ class ClaimScheduler(Scheduler, Generic[Held]):
 
     def stored(self, sequence: Running) -> None:
         """Note that a step is done: pages that are no longer filled are freed, and what is claimed follows the answer after the prompt."""
+        super().stored(sequence)
         claim = self._reserved[sequence]
         claim.pages = self._cut_back(sequence, claim.pages)
         if sequence.seen == sequence.num_prompt:
@@ -104,7 +105,6 @@ class ClaimScheduler(Scheduler, Generic[Held]):
         if not self._slots or any(need > room for need, room in zip(most, self._unclaimed(), strict=True)):
             return False
         self._reserved[one], one.slot, one.seen = Claim(most, self._no_pages()), self._slots.pop(), 0
-        self._began(one)
         return True
 
     def _pages_for(self, prompt: int, answer: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Which sequences take part in the next step: running ones first, then prompts by priority and arrival, chunk by chunk.
+"""Which sequences take part in the next step: running ones first, then prompts by priority and arrival or fair share, chunk by chunk.
 
 Where caches grow, the newest is preempted when pages run out (`growing.py`). Caches that are evicted from cannot be recomputed half-way: they
 are admitted for the most that is still to come (`reservations.py`).
@@ -16,6 +16,7 @@ from trtkv.config import Limits
 from trtkv.errors import CapacityError, RequestError
 from trtkv.plan import CachePlan
 from trtkv.runtime.disk_pages import SavedPages
+from trtkv.runtime.fair_share import FairShare
 from trtkv.runtime.pace import Pace
 from trtkv.runtime.rows import StepRow
 from trtkv.runtime.sequence import Running
@@ -27,6 +28,7 @@ class Scheduler(ABC):
 
     saved: SavedPages | None = None  # a third tier on disk
     swap: Swap | None = None  # host memory for preempted sequences
+    fair: FairShare | None = None  # among equal priority; else who came first is first
 
     def __init__(self, plan: CachePlan, limits: Limits, slots: list[int]) -> None:
         """Share free slots with whatever else runs on the engine."""
@@ -34,6 +36,7 @@ class Scheduler(ABC):
         self.waiting: list[Running] = []
         self.running: list[Running] = []
         self.preemptions = self.recomputed = 0  # preempted sequences, and those of them that are recomputed
+        self.prefix_queries = self.prefix_hits = 0  # prompt tokens that were looked for in pages of other sequences, and those found
         self._slots = slots
         self.pace = Pace()
         self._prefilled = True  # whether the last step did
@@ -45,7 +48,14 @@ class Scheduler(ABC):
     def add(self, sequence: Running) -> None:
         """Queue a checked sequence; its answer is cut at the engine's limit."""
         sequence.max_tokens = min(sequence.max_tokens, self.limits.max_seq_len - sequence.num_prompt)
+        if self.fair is not None:
+            self.fair.arrive(sequence.tenant, {one.tenant for one in self.waiting if one.began_s is None})
         insort(self.waiting, sequence, key=lambda one: one.order)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens that waiting sequences have to compute before their next one; may be read from another thread."""
+        return sum(len(one.tokens) - one.seen for one in list(self.waiting))
 
     def remove(self, sequence: Running) -> None:
         """Forget a finished or cancelled sequence and free its pages and slot."""
@@ -79,9 +89,10 @@ class Scheduler(ABC):
                 return rows
         return []
 
-    @abstractmethod
     def stored(self, sequence: Running) -> None:
         """Note that a step has stored a sequence's tokens up to `seen`."""
+        if self.fair is not None and sequence.seen == len(sequence.tokens):
+            self.fair.answer(sequence.tenant)
 
     def _check_length(self, tokens: Sequence[int], max_tokens: int) -> None:
         if not tokens:
@@ -115,10 +126,25 @@ class Scheduler(ABC):
 
     def _admit(self) -> None:
         while self.waiting:
-            if self._begin(self.waiting[0]):
-                insort(self.running, self.waiting.pop(0), key=lambda one: one.order)
-            elif not self._make_way(self.waiting[0]):
+            if self.fair is not None:
+                self.waiting = sorted(self.waiting, key=self.fair.rank)  # not in place: other threads read it
+            first = self.waiting[0]
+            if self._waits(first):
                 return
+            if self._begin(first):
+                insort(self.running, self.waiting.pop(0), key=lambda one: one.order)
+                self._began(first)
+            elif not self._make_way(first):
+                return
+
+    def _began(self, one: Running) -> None:
+        if one.began_s is None and self.fair is not None:
+            self.fair.admit(one.tenant, one.num_prompt - one.reused)
+        one.began_s = one.began_s or time.monotonic()
+
+    def _waits(self, one: Running) -> bool:
+        """Say whether the first in the queue had better wait for what a running sequence computes."""
+        return False
 
     @abstractmethod
     def _pages(self, one: Running) -> Pages:
@@ -141,7 +167,3 @@ class Scheduler(ABC):
     @abstractmethod
     def _release(self, one: Running) -> None:
         """Free what a running sequence holds."""
-
-    @staticmethod
-    def _began(one: Running) -> None:
-        one.began_s = one.began_s or time.monotonic()

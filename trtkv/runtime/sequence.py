@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from trtkv.runtime.host_records import Place
-from trtkv.runtime.pages import Key
+from trtkv.runtime.prefix_tree import Key
 from trtkv.runtime.streams import Stretch
 
 _arrivals = itertools.count()
@@ -33,9 +33,10 @@ class Left:
 class Running:
     """A prompt on its way: tokens with what was generated so far, and how many of them are in the cache.
 
-    Higher priority runs first; reused counts prompt tokens whose pages another prompt had filled, keys names the prompt's full pages; began_s is
-    when it first got a slot (monotonic seconds). pages are those of a cache that grows; where it shrinks, its claim has them. left is what
-    a preempted sequence has in host memory beside the pages that it still owns, arriving what is on its way back.
+    Higher priority runs first; tenant is whose share of the engine it takes. reused counts tokens whose pages another sequence had filled, keys
+    names its full pages as far as anybody asked, offered counts those offered to others; began_s is when it first got a slot (monotonic
+    seconds). pages are those of a cache that grows; where it shrinks, its claim has them. left is what a preempted sequence has in host memory
+    beside the pages that it still owns, arriving what is on its way back.
     """
 
     request: int
@@ -43,11 +44,13 @@ class Running:
     num_prompt: int
     max_tokens: int
     priority: int = 0
+    tenant: str = ""
     seen: int = 0
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     reused: int = 0
     keys: list[Key] = field(default_factory=list)
+    offered: int = 0
     arrival: int = field(default_factory=lambda: next(_arrivals))
     began_s: float | None = None
     left: Left | None = None

@@ -45,7 +45,7 @@ class StepFigures:
 class Stats:
     """Seconds in steps with prompt tokens and in pure decode steps, tokens, and the cache at its fullest.
 
-    prompt_tokens were computed, reused_tokens found in the pages of an earlier prompt; stored_bytes hold data,
+    prompt_tokens were computed, reused_tokens found in pages of other sequences; stored_bytes hold data,
     reserved_bytes are the whole pages after them, final_bytes what the last step's sequences stored; read_tokens sums over decoded tokens how
     many stored tokens each read, mean over the layers.
     """

@@ -144,8 +144,7 @@ class Swap:
             copy.content = self._pages.content(page)
             self._copies[copy.content] = copy
         one.pages = [*one.pages, *tail, *more]
-        for page, key in zip(one.pages, one.keys, strict=False):
-            self._pages.publish(page, key)
+        self._pages.publish(one.pages, one.keys[: one.offered])
         self.drop(one)
 
     def drop(self, one: Running) -> None:

@@ -29,7 +29,7 @@ from trtkv.errors import TrtkvError
 from trtkv.serve.backend import Backend
 from trtkv.serve.errors import KINDS, ApiError, Failure, Unavailable
 from trtkv.serve.metrics import Prometheus
-from trtkv.serve.openai import OpenAI, Read, answer_error
+from trtkv.serve.openai import TENANT, OpenAI, Read, answer_error
 
 Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
 PROBE_S = 10.0  # a probe that takes longer says "not ready"
@@ -130,23 +130,28 @@ def page() -> tuple[str, str]:
 
 
 class Keys:
-    """Lets requests to /v1 and /status through that carry one of the keys; all, when there are none."""
+    """Lets requests to /v1 and /status through that carry one of the keys; all, when there are none. Each of several keys is a tenant."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self.app, self.keys = app, [one.encode() for one in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check one request."""
-        if scope["type"] == "http" and self.keys and scope["path"].startswith(("/v1/", "/status")) and not self._known(scope):
-            error = ApiError(401, "the API key is missing or wrong", "Send it as Authorization: Bearer KEY.", code="invalid_api_key")
-            await (await answer_error(Request(scope), error))(scope, receive, send)
-            return
+        if scope["type"] == "http" and self.keys and scope["path"].startswith(("/v1/", "/status")):
+            number = self._number(scope)
+            if number is None:
+                error = ApiError(401, "the API key is missing or wrong", "Send it as Authorization: Bearer KEY.", code="invalid_api_key")
+                await (await answer_error(Request(scope), error))(scope, receive, send)
+                return
+            if len(self.keys) > 1:
+                scope[TENANT] = f"key {number}"
         await self.app(scope, receive, send)
 
-    def _known(self, scope: Scope) -> bool:
+    def _number(self, scope: Scope) -> int | None:
         given = dict(scope["headers"]).get(b"authorization", b"")
         kind, _, key = given.partition(b" ")
-        return kind.lower() == b"bearer" and any(hmac.compare_digest(key.strip(), one) for one in self.keys)
+        numbers = enumerate(self.keys, 1) if kind.lower() == b"bearer" else ()
+        return next((number for number, one in numbers if hmac.compare_digest(key.strip(), one)), None)
 
 
 class Count:

@@ -17,6 +17,7 @@ from trtkv.runtime.sampler import SamplingParams
 from trtkv.runtime.tokenizer import Tokenizer
 from trtkv.serve.errors import Busy, Unavailable
 from trtkv.serve.metrics import Prometheus
+from trtkv.serve.queue import Queue
 from trtkv.serve.service import Service, Ticket
 
 PROBE = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -58,7 +59,7 @@ class Backend(Protocol):
     facts: Facts
     tokenizer: Tokenizer | None
 
-    async def ask(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int = 0) -> Answer:
+    async def ask(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int = 0, tenant: str = "") -> Answer:
         """Queue a request; raises RequestError, Busy or Unavailable."""
 
     async def status(self) -> dict[str, Any]:
@@ -77,15 +78,15 @@ class Backend(Protocol):
 class LocalAnswer:
     """Events that come from the engine's thread, gathered until they are taken: a slow reader costs memory for its own text only."""
 
-    def __init__(self, backend: LocalBackend, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int) -> None:
+    def __init__(self, backend: LocalBackend, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int, tenant: str) -> None:
         self._bell, self._left = asyncio.Event(), len(prompts)
         self._events: list[Event] = []
         self._service = backend.service
-        self._ticket: Ticket = self._service.submit(prompts, params, self, priority)
+        self._ticket: Ticket = self._service.submit(prompts, params, self, priority, tenant)
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were found in pages of an earlier prompt."""
+        """Prompt tokens that were found in pages of other sequences."""
         return self._ticket.cached_tokens
 
     def add(self, events: list[Event]) -> None:
@@ -112,20 +113,20 @@ class LocalAnswer:
 class LocalBackend:
     """An engine in this process, driven by its own thread."""
 
-    def __init__(self, llm: LLM, facts: Facts, metrics: Prometheus, max_waiting: int = 256) -> None:
+    def __init__(self, llm: LLM, facts: Facts, metrics: Prometheus, queue: Queue = Queue()) -> None:  # noqa: B008 (frozen)
         """Take over an opened engine; must be made in the event loop that will use it."""
         self.facts, self.tokenizer, self._llm = facts, llm.tokenizer, llm
         self._loop = asyncio.get_running_loop()
         self._probing: asyncio.Task[None] | None = None
-        self.service = Service(llm.batcher, metrics.of(facts.name), self._post, max_waiting).start()
+        self.service = Service(llm.batcher, metrics.of(facts.name), self._post, queue).start()
 
     def _post(self, batch: list[tuple[Ticket, list[Event]]]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and with it its listeners
             self._loop.call_soon_threadsafe(_hand_out, batch)
 
-    async def ask(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int = 0) -> LocalAnswer:
+    async def ask(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int = 0, tenant: str = "") -> LocalAnswer:
         """Queue a request; raises RequestError, Busy or Unavailable."""
-        return LocalAnswer(self, prompts, params, priority)
+        return LocalAnswer(self, prompts, params, priority, tenant)
 
     async def status(self) -> dict[str, Any]:
         """Return the engine's gauges."""

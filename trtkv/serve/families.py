@@ -28,6 +28,7 @@ FAMILIES = {
     for one in (
         Metric("trtkv:num_requests_running", "gauge", "Sequences that take part in steps."),
         Metric("trtkv:num_requests_waiting", "gauge", "Sequences that wait for a place."),
+        Metric("trtkv:num_tokens_waiting", "gauge", "Tokens that these have to compute before their next one."),
         Metric("trtkv:kv_cache_usage_perc", "gauge", "Share of the pages in use, 0 to 1; of the places where tokens are evicted or encoded."),
         Metric("trtkv:kv_cache_bytes", "gauge", "Bytes of the last step's keys, values and summaries.", ("tier",)),
         Metric("trtkv:kv_cache_capacity_bytes", "gauge", "Bytes that the cache's buffers take; 0 where sequences own their tensors.", ("tier",)),
@@ -40,7 +41,8 @@ FAMILIES = {
         Metric("trtkv:num_swapped_total", "counter", "Sequences of which pages went to host memory, or back.", ("direction",)),
         Metric("trtkv:swapped_bytes_total", "counter", "Bytes of preempted sequences, copied to host memory (out) or back (in).", ("direction",)),
         Metric("trtkv:swap_bytes", "gauge", "Host memory that holds preempted sequences."),
-        Metric("trtkv:prefix_cache_hit_tokens_total", "counter", "Prompt tokens found in pages of an earlier prompt."),
+        Metric("trtkv:prefix_cache_queries_total", "counter", "Prompt tokens that were looked for in pages of other sequences."),
+        Metric("trtkv:prefix_cache_hits_total", "counter", "Prompt tokens that were found there, and so not computed."),
         Metric("trtkv:prompt_tokens_total", "counter", "Prompt tokens of finished requests."),
         Metric("trtkv:generation_tokens_total", "counter", "Generated tokens."),
         Metric("trtkv:request_success_total", "counter", "Finished sequences.", ("finished_reason",)),

@@ -26,6 +26,8 @@ class Gauges:
         engine = batcher.engine
         self._host_share = batcher.engine.cache.host_share
         metrics.set("trtkv:engine_info", 1, policy=engine.cache.plan.policy, executor=engine.stepper.executor.name, version=trtkv.__version__)
+        for name in ("trtkv:prefix_cache_queries_total", "trtkv:prefix_cache_hits_total"):
+            metrics.inc(name, 0)  # their quotient is shown before anything is found
         for tier, size in batcher.engine.cache.capacity().items():
             metrics.set("trtkv:kv_cache_capacity_bytes", size, tier=tier)
         self.latest: dict[str, Any] = {}
@@ -44,6 +46,8 @@ class Gauges:
             metrics.inc("trtkv:kv_tokens_stored_total", sum(row.stored for row in cache.step(0).rows if row.answers))
         self._rise("trtkv:num_preemptions_total", self._batcher.scheduler.preemptions)
         self._rise("trtkv:num_recomputed_total", self._batcher.scheduler.recomputed)
+        self._rise("trtkv:prefix_cache_queries_total", self._batcher.scheduler.prefix_queries)
+        self._rise("trtkv:prefix_cache_hits_total", self._batcher.scheduler.prefix_hits)
         swap = self._batcher.scheduler.swap
         if swap is not None:
             for way, count, size in (("out", swap.out, swap.out_bytes), ("in", swap.back, swap.in_bytes)):
@@ -78,6 +82,7 @@ class Gauges:
         }  # fmt: skip
         self._metrics.set("trtkv:num_requests_running", len(scheduler.running))
         self._metrics.set("trtkv:num_requests_waiting", len(scheduler.waiting))
+        self._metrics.set("trtkv:num_tokens_waiting", scheduler.waiting_tokens)
         self._metrics.set("trtkv:num_requests_swapped", sum(one.left is not None for one in scheduler.waiting))
         self._metrics.set("trtkv:swap_bytes", 0 if scheduler.swap is None else scheduler.swap.used_bytes)
         self._metrics.set("trtkv:kv_cache_usage_perc", used)

@@ -31,6 +31,7 @@ LONG_CHARS = 8192  # a prompt beyond this is tokenized in another thread, so tha
 AT_ONCE = 128  # events of one answer that are written together: those of a slow reader may be thousands
 DISCARD_BYTES = 64 << 20  # of a body that is too large: read on so far, so that the client sees the answer
 COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat continues to the engine's limit
+TENANT = "trtkv.tenant"  # in a request's scope: whose API key it carries, where there are several
 log = logging.getLogger("trtkv.serve")
 
 
@@ -60,13 +61,13 @@ class OpenAI:
         """Describe one engine."""
         return _model(self.find(model))
 
-    async def chat(self, body: ChatRequest) -> Response:
+    async def chat(self, request: Request, body: ChatRequest) -> Response:
         """Answer a conversation, whole or as a stream."""
-        return await self._answer(body, _read_chat)
+        return await self._answer(request, body, _read_chat)
 
-    async def completions(self, body: CompletionRequest) -> Response:
+    async def completions(self, request: Request, body: CompletionRequest) -> Response:
         """Continue texts, whole or as streams."""
-        return await self._answer(body, _read_completion)
+        return await self._answer(request, body, _read_completion)
 
     def find(self, name: str | None) -> Backend:
         """Return an engine by name; raises ApiError (404)."""
@@ -79,13 +80,13 @@ class OpenAI:
             raise ApiError(404, problem, fix, param="model", code="model_not_found")
         return self.backends[name]
 
-    async def _answer(self, body: Body, read: Callable[[Backend, Body], Awaitable[Asked]]) -> Response:
+    async def _answer(self, request: Request, body: Body, read: Callable[[Backend, Body], Awaitable[Asked]]) -> Response:
         try:
             asked = await read(self.find(body.model), body)
             count = len(asked.prompts)
             default = asked.backend.facts.limits.max_seq_len if asked.shape.chat else COMPLETION_TOKENS
             params = [body.sampling(default, index % body.count) for index in range(count)]
-            answer = await asked.backend.ask(asked.prompts, params, body.priority)
+            answer = await asked.backend.ask(asked.prompts, params, body.priority, request.scope.get(TENANT) or body.user or "")
         except RequestError as error:
             raise user_error(error) from None
         return Reply(asked, answer)

@@ -78,7 +78,7 @@ class Generation(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int = Field(0, ge=-1000, le=1000)
-    user: str | None = None
+    user: str | None = Field(None, max_length=512)
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
 
     @property

@@ -13,10 +13,12 @@ from functools import partial
 
 from trtkv.errors import EngineError, RequestError, TrtkvError
 from trtkv.runtime.batcher import Batcher, Call, Event
+from trtkv.runtime.fair_share import FairShare
 from trtkv.runtime.sampler import SamplingParams
 from trtkv.serve.errors import Busy, Unavailable
 from trtkv.serve.families import Sink
 from trtkv.serve.gauges import Gauges
+from trtkv.serve.queue import Queue
 
 FAILED_STEPS = 3  # in a row: after that the engine counts as broken, and every request is refused
 ALIVE_S = 2.0  # a token this recent proves that the engine generates
@@ -29,6 +31,7 @@ class Ticket:
     prompts: Sequence[Sequence[int]]
     params: Sequence[SamplingParams]
     priority: int
+    tenant: str
     sink: object
     arrived_s: float = field(default_factory=time.monotonic)
     call: Call | None = None
@@ -37,8 +40,13 @@ class Ticket:
     open: int = 0
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(map(len, self.prompts))
+
+    @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were found in pages of an earlier prompt."""
+        """Prompt tokens that were found in pages of other sequences."""
         return self.call.stats.reused_tokens if self.call else 0
 
 
@@ -48,19 +56,20 @@ Post = Callable[[list[tuple[Ticket, list[Event]]]], None]
 class Service:
     """Drives one batcher; `post` gets the events of every step, in the engine's thread, and must not block.
 
-    max_waiting sequences beyond those that run are taken, the rest is refused with Busy.
+    What the queue has no room for is refused with Busy.
     """
 
-    def __init__(self, batcher: Batcher, metrics: Sink, post: Post, max_waiting: int = 256) -> None:
+    def __init__(self, batcher: Batcher, metrics: Sink, post: Post, queue: Queue = Queue()) -> None:  # noqa: B008 (frozen)
         """Take over a batcher that nothing else drives."""
         limits = batcher.engine.manifest.limits
         self.batcher, self.metrics, self.post = batcher, metrics, post
-        self.most = limits.max_batch_size + max_waiting
+        self.most, self.most_tokens = limits.max_batch_size + queue.sequences, queue.tokens
+        batcher.scheduler.fair = FairShare() if queue.schedule == "fair" else None
         self.broken: str | None = None
         self.last_token_s = -ALIVE_S
         self.gauges = Gauges(batcher, metrics)
         self._bell, self._inbox = threading.Condition(), deque[Callable[[], None]]()
-        self._open = self._failed = 0
+        self._open = self._failed = self._arriving = 0  # the last: prompt tokens in the inbox
         self._stopping = self._warned = False
         self._touched: list[Ticket] = []
         self._going: dict[Ticket, None] = {}
@@ -71,7 +80,9 @@ class Service:
         self._thread.start()
         return self
 
-    def submit(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], sink: object = None, priority: int = 0) -> Ticket:
+    def submit(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], sink: object = None, priority: int = 0, tenant: str = ""
+    ) -> Ticket:
         """Queue a request; safe from any thread.
 
         Raises RequestError for what can never be served, Busy when too many wait, Unavailable when the engine is broken or stops.
@@ -83,16 +94,25 @@ class Service:
                 raise RequestError(f"a token id is outside the vocabulary of {vocab}", "Use the model's tokenizer.")
         if len(prompts) > self.most:
             raise RequestError(f"the request needs {len(prompts)} answers, the server takes {self.most} at once", "Split it.")
-        ticket = Ticket(prompts, params, priority, sink, open=len(prompts))
+        ticket = Ticket(prompts, params, priority, tenant, sink, open=len(prompts))
         with self._bell:
             if self._stopping or self.broken:
                 raise Unavailable(f"the engine {'is broken: ' + self.broken if self.broken else 'is being stopped'}", "Try another server or later.")
-            if self._open + len(prompts) > self.most:
-                raise Busy(f"{self._open} sequences run or wait, {self.most} are taken", "Try again shortly.")
+            self._check_room(ticket)
             self._open += len(prompts)
+            self._arriving += ticket.prompt_tokens
             self._inbox.append(partial(self._admit, ticket))
             self._bell.notify()
         return ticket
+
+    def _check_room(self, ticket: Ticket) -> None:
+        if self._open + len(ticket.prompts) > self.most:
+            raise Busy(f"{self._open} sequences run or wait, {self.most} are taken", "Try again shortly.")
+        if self.most_tokens is None:
+            return
+        waiting = self._arriving + self.batcher.scheduler.waiting_tokens
+        if waiting and waiting + ticket.prompt_tokens > self.most_tokens:
+            raise Busy(f"{waiting} tokens wait and the request has {ticket.prompt_tokens}, {self.most_tokens} may wait", "Try again shortly.")
 
     def cancel(self, ticket: Ticket) -> None:
         """Drop what a request has not finished; safe from any thread, any number of times. No events follow."""
@@ -155,8 +175,11 @@ class Service:
             print(f"trtkv: {missed}", file=sys.stderr, flush=True)
 
     def _admit(self, ticket: Ticket) -> None:
+        with self._bell:
+            self._arriving -= ticket.prompt_tokens
         try:
-            ticket.call = self.batcher.submit(ticket.prompts, ticket.params, priority=ticket.priority, wake=partial(self._touched.append, ticket))
+            wake = partial(self._touched.append, ticket)
+            ticket.call = self.batcher.submit(ticket.prompts, ticket.params, priority=ticket.priority, tenant=ticket.tenant, wake=wake)
             self._going[ticket] = None
         except TrtkvError as error:
             self._end(ticket, error)
@@ -213,8 +236,6 @@ class Service:
         self.metrics.observe("trtkv:e2e_request_latency_seconds", now - ticket.arrived_s)
         self.metrics.observe("trtkv:request_prompt_tokens", prompt)
         self.metrics.observe("trtkv:request_generation_tokens", generated)
-        if ticket.open == 1 and ticket.cached_tokens:
-            self.metrics.inc("trtkv:prefix_cache_hit_tokens_total", ticket.cached_tokens)
 
     def _began(self, ticket: Ticket, index: int, began_s: float) -> float:
         assert ticket.call is not None

@@ -22,6 +22,7 @@ from trtkv.runtime.sampler import SamplingParams
 from trtkv.runtime.tokenizer import Tokenizer
 from trtkv.serve.backend import Backend, Facts, probe
 from trtkv.serve.errors import Busy, Unavailable
+from trtkv.serve.queue import Queue
 from trtkv.serve.supervisor import Ports, Say, Supervisor, find_install, free_ports, temporary
 from trtkv.serve.triton_model import BUSY
 from trtkv.serve.triton_repo import Export, export
@@ -37,13 +38,15 @@ DEFAULTS = SamplingParams().model_dump(mode="json")
 class TritonAnswer:
     """One request's stream; its events are read in a task, so that closing it cancels the request in Triton."""
 
-    def __init__(self, backend: TritonBackend, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int) -> None:
+    def __init__(
+        self, backend: TritonBackend, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int, tenant: str
+    ) -> None:
         self.cached_tokens = 0
         self._backend, self._count = backend, len(prompts)
         self._left = set(range(len(prompts)))
         self._news: asyncio.Queue[list[Event]] = asyncio.Queue()
         wanted = [*BASIC, *(["output_log_probs"] if params[0].logprobs else []), *(["top_log_probs"] if params[0].top_logprobs else [])]
-        self._requests = [backend.request(index, *one, priority, wanted) for index, one in enumerate(zip(prompts, params, strict=True))]
+        self._requests = [backend.request(index, *one, priority, tenant, wanted) for index, one in enumerate(zip(prompts, params, strict=True))]
         self._task = asyncio.create_task(self._read())
 
     async def next(self) -> list[Event]:
@@ -139,20 +142,20 @@ class TritonBackend:
         self._probing: asyncio.Task[None] | None = None
         self._closed = False
 
-    async def ask(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int = 0) -> TritonAnswer:
+    async def ask(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int = 0, tenant: str = "") -> TritonAnswer:
         """Queue a request; raises Unavailable while Triton is unavailable. What the engine refuses comes as the answer's first event."""
         if self._closed or not self._supervisor.up:
             raise Unavailable("the engine is being stopped" if self._closed else "the engine is being started again", "Try again shortly.")
         if not all(prompts):
             raise RequestError("the prompt is empty", "Give at least one token.")
-        return TritonAnswer(self, prompts, params, priority)
+        return TritonAnswer(self, prompts, params, priority, tenant)
 
-    def request(self, index: int, tokens: Sequence[int], params: SamplingParams, priority: int, wanted: Sequence[str]) -> dict[str, Any]:
+    def request(self, index: int, tokens: Sequence[int], params: SamplingParams, priority: int, tenant: str, wanted: Sequence[str]) -> dict[str, Any]:
         """Return one request of a stream, distinguished by its id."""
         from tritonclient.grpc import InferInput, InferRequestedOutput
 
         settings = {name: value for name, value in params.model_dump(mode="json").items() if value != DEFAULTS[name]}
-        settings |= {"max_tokens": params.max_tokens, "temperature": params.temperature, "priority": priority}
+        settings |= {"max_tokens": params.max_tokens, "temperature": params.temperature, "priority": priority, "tenant": tenant}
         values = {
             "input_ids": np.array([tokens], np.int32),
             "stream": np.array([[True]]),
@@ -205,7 +208,7 @@ class TritonBackend:
 async def start_triton(
     names: Mapping[str, Path],
     options: Mapping[str, Any],
-    max_waiting: int,
+    queue: Queue,
     environment: Path | None,
     ports: tuple[int, int, int] | None,
     say: Say,
@@ -223,7 +226,7 @@ async def start_triton(
     install = find_install(environment)
     folder = temporary("models")
     try:
-        export(list(names.values()), folder, Export(**options, max_waiting=max_waiting))
+        export(list(names.values()), folder, Export(**options, queue=queue))
         supervisor = Supervisor(install, folder, list(names), Ports(*ports) if ports else free_ports(), 1.0, say)
         backends: dict[str, Backend] = {}
 

@@ -23,6 +23,7 @@ from trtkv.errors import RequestError, TrtkvError
 from trtkv.runtime.batcher import Event
 from trtkv.runtime.llm import LLM
 from trtkv.serve.errors import Busy, Unavailable
+from trtkv.serve.queue import Queue
 from trtkv.serve.service import Service, Ticket
 from trtkv.serve.triton_metrics import TritonSink
 from trtkv.serve.triton_repo import OUTPUTS
@@ -94,7 +95,9 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(str(error)) from None
         self.inbox: queue.SimpleQueue[list[tuple[Ticket, list[Event]]] | None] = queue.SimpleQueue()
         self.metrics = TritonSink(pb_utils, self.name)
-        self.service = Service(self.llm.batcher, self.metrics, self.inbox.put, int(given["max_waiting"])).start()
+        most = int(given["max_waiting_tokens"]) if given.get("max_waiting_tokens") else None
+        waiting = Queue.checked(int(given["max_waiting"]), most, given.get("schedule") or "fcfs")
+        self.service = Service(self.llm.batcher, self.metrics, self.inbox.put, waiting).start()
         self.thread = threading.Thread(target=self._send_all, name="trtkv-send", daemon=True)
         self.thread.start()
         self.unloaded = False
@@ -120,7 +123,7 @@ class TritonPythonModel:
         given = {one.name(): one.as_numpy().reshape(-1).tolist() for one in request.inputs()}
         asked = read_request(given, request.parameters(), self.llm, decoupled=self.decoupled)
         own = Open(request, sender, asked, frozenset(request.requested_output_names()) or frozenset(TYPES))
-        self.service.submit([asked.tokens], [asked.params], own, asked.priority)
+        self.service.submit([asked.tokens], [asked.params], own, asked.priority, asked.tenant)
 
     def _refuse(self, sender: Any, error: Exception) -> None:
         code, said = self._code(error)

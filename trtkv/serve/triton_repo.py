@@ -14,6 +14,7 @@ import trtkv
 from trtkv.engine.manifest import Manifest, read_manifest
 from trtkv.errors import ConfigError
 from trtkv.runtime.loading import checkpoint_path
+from trtkv.serve.queue import Queue
 
 VERSION, ENGINE, WEIGHTS = "1", "engine", "weights"
 MODEL_PY = '''"""Loaded by Triton's Python backend; the work is done in trtkv, which must be installed for the backend's interpreter."""
@@ -54,7 +55,7 @@ OUTPUTS = (
     ("top_log_probs", "STRING", -1, "JSON: for every token the likeliest ones as [id, log probability], where requested"),
     ("kv_cache_bytes", "INT64", -1, "bytes that all running sequences' caches hold"),
     ("kv_cache_usage", "FP32", -1, "share of the cache in use, 0 to 1"),
-    ("kv_cache_reused_tokens", "INT32", -1, "prompt tokens found in pages of an earlier prompt"),
+    ("kv_cache_reused_tokens", "INT32", -1, "prompt tokens found in pages of other sequences"),
 )
 
 
@@ -66,7 +67,7 @@ class Export:
     device: str = "auto"
     executor: str = "auto"
     cache_bytes: int | None = None
-    max_waiting: int = 256
+    queue: Queue = Queue()  # noqa: RUF009 (frozen)
     unary: bool = False
     copy_weights: bool = False
     offload: bool = False
@@ -130,7 +131,8 @@ def config(name: str, manifest: Manifest, settings: Export, weights: str | None,
     limits = manifest.limits
     parameters = {
         "engine_dir": ENGINE, "weights": weights or "", "device": settings.device, "executor": settings.executor,
-        "cache_bytes": "" if settings.cache_bytes is None else str(settings.cache_bytes), "max_waiting": str(settings.max_waiting),
+        "cache_bytes": "" if settings.cache_bytes is None else str(settings.cache_bytes), "max_waiting": str(settings.queue.sequences),
+        "max_waiting_tokens": "" if settings.queue.tokens is None else str(settings.queue.tokens), "schedule": settings.queue.schedule,
         "offload": "yes" if settings.offload else "", "kv_disk": "" if settings.kv_disk is None else str(settings.kv_disk.resolve()),
         "recall": settings.recall, "host_bytes": "" if settings.host_bytes is None else str(settings.host_bytes),
         "swap_bytes": "" if settings.swap_bytes is None else str(settings.swap_bytes),

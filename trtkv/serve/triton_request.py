@@ -30,6 +30,7 @@ class Asked:
     stream: bool
     echo: str
     priority: int
+    tenant: str
 
 
 def read_request(given: Mapping[str, Any], parameters: str, llm: LLM, *, decoupled: bool) -> Asked:
@@ -51,10 +52,13 @@ def read_request(given: Mapping[str, Any], parameters: str, llm: LLM, *, decoupl
     priority = fields.pop("priority", 0)
     if not isinstance(priority, int) or isinstance(priority, bool):
         raise RequestError(f"priority is {priority!r}", "It should be a whole number.")
+    tenant = fields.pop("tenant", "")
+    if not isinstance(tenant, str):
+        raise RequestError(f"tenant is {tenant!r}", "It should be a text.")
     if text is None and llm.tokenizer is not None:
         text = llm.tokenizer.decode(tokens)
     echo = "" if _one(tensors, "exclude_input_in_output", True) else text or ""
-    return Asked(tokens, SamplingParams.checked(**fields), stream, echo, priority)
+    return Asked(tokens, SamplingParams.checked(**fields), stream, echo, priority, tenant)
 
 
 def _prompt(tensors: Mapping[str, Any], llm: LLM) -> tuple[str | None, list[int]]:
