@@ -183,17 +183,22 @@ def attend_kernel(
     top, total = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.float32)
     answer = tl.zeros([BLOCK, BLOCK_D], tl.float32)
     count = tl.load(chosen + blocks)
+    # Its own block first: after the loop, its products would keep ptxas from overlapping those in the loop, and so would a count of several tiles
+    # that may be zero. A count of one that is known would give the tile buffers beside those of the loop.
+    own_tiles = tiles if tiles > 1 else tl.where(count > 0, 1, 0)
+    for part in tl.range(0, own_tiles, num_stages=1):
+        token = first + part * TILE + inside_tile
+        tile, held = token[:, None] * D + d[None, :], (token < stored)[:, None] & (d < D)[None, :]
+        k, v = tl.load(keys + tile, held, 0.0), tl.load(values + tile, held, 0.0)
+        top, total, answer = _absorb(q, k, v, top, total, answer, scale2, True, token[None, :] <= asked[:, None])
+    block = tl.load(chosen)
     for index in tl.range(0, (count - 1) * tiles, num_stages=STAGES):
-        token = tl.load(chosen + index // tiles) * BLOCK + index % tiles * TILE + inside_tile
+        token = block * BLOCK + index % tiles * TILE + inside_tile
+        block = tl.load(chosen + (index + 1) // tiles)
         tile = token[:, None] * D + d[None, :]
         if D == BLOCK_D:
             k, v = tl.load(keys + tile), tl.load(values + tile)
         else:
             k, v = tl.load(keys + tile, (d < D)[None, :], 0.0), tl.load(values + tile, (d < D)[None, :], 0.0)
         top, total, answer = _absorb(q, k, v, top, total, answer, scale2, False, None)
-    for part in tl.static_range(tiles):
-        token = first + part * TILE + inside_tile
-        tile, held = token[:, None] * D + d[None, :], (token < stored)[:, None] & (d < D)[None, :]
-        k, v = tl.load(keys + tile, held, 0.0), tl.load(values + tile, held, 0.0)
-        top, total, answer = _absorb(q, k, v, top, total, answer, scale2, True, token[None, :] <= asked[:, None])
     tl.store(out + row.to(tl.int64)[:, None] * (tl.num_programs(1) * D) + head * D + d[None, :], (answer / total[:, None]).to(q.dtype), there)

@@ -12,7 +12,7 @@ from torch import Tensor
 from plugins.device import kernel
 from plugins.device.driver import arch
 from plugins.device.kernel import LOG2_E, Constants, TritonKernel, typed
-from plugins.device.spec import Spec
+from plugins.device.spec import Spec, shared_limit
 from trtkv.plan import PrefillPlan
 from trtkv.rules import Antidiagonal
 
@@ -34,6 +34,7 @@ ATTEND = TritonKernel(
     },
     aligned=("query", "keys", "values", "out", "query_row", "key_head", "value_head"), warps=8,
 )  # fmt: skip
+WARP_GROUPS = "90"  # the compute capability with asynchronous products of warp groups
 BLOCKS, STRIDES = (64, 128), (4, 8, 16, 32)  # that kernels take
 WIDTHS = (256, 1024, 4096, 16384)  # blocks among which one program chooses
 
@@ -78,7 +79,7 @@ def estimate(rule: Antidiagonal, query: Tensor, keys: Tensor, scale: float, form
     _check(query, keys)
     blocks = -(-stored // rule.block)
     rows = (blocks - (stored - count) // rule.block) * tiles
-    form = form or estimate_form(dim)
+    form = form or estimate_form(_arch(query))
     parts = torch.empty(heads, rows, blocks, dtype=torch.float32, device=query.device)
     grid = (-(-rows // form.rows) * (heads // len(keys)), -(-blocks * tiles // form.columns), len(keys))
     numbers = (count, stored, query.stride(0), keys.stride(0), rows, blocks, scale * LOG2_E / rule.stride)
@@ -91,7 +92,7 @@ def attend_chosen(query: Tensor, keys: Tensor, values: Tensor, chosen: Tensor, b
     """Attend query [n, Hq, D] to chosen [Hq, Bq, Bk + 1] blocks of keys and values [Hk, S, D], see `choose`: [n, Hq, D]."""
     count, heads, dim = query.shape
     _check(query, keys, values)
-    form = form or attend_form(dim, block, arch() if query.is_cuda else "90")
+    form = form or attend_form(dim, block, _arch(query))
     out = query.new_empty(query.shape)
     strides = (query.stride(0), keys.stride(0), values.stride(0), chosen.shape[2] - 1)
     values_given = (query, keys, values, chosen, out, count, keys.shape[1], *strides, scale * LOG2_E)
@@ -105,7 +106,7 @@ def kernels(plan: PrefillPlan, group: int, dim: int, longest: int, dtype: str, a
     rule = plan.rule
     if rule is None or not takes(rule, longest):
         return
-    form = estimate_form(dim)
+    form = estimate_form(arch)
     yield ESTIMATE.variant(arch, estimate_constants(rule, group, dim, form), dtype, warps=form.warps)
     blocks = -(-longest // rule.block)
     for index, width in enumerate(WIDTHS):
@@ -115,14 +116,19 @@ def kernels(plan: PrefillPlan, group: int, dim: int, longest: int, dtype: str, a
     yield ATTEND.variant(arch, attend_constants(group, dim, rule.block, form), dtype, warps=form.warps)
 
 
-def estimate_form(dim: int) -> Form:
-    """Return the form of the estimate."""
-    return Form(128, 128, 3, 8)
+def estimate_form(arch: str) -> Form:
+    """Return the form of the estimate; warp groups take tiles that are twice as wide."""
+    return Form(128, 256 if arch == WARP_GROUPS else 128, 3, 8)
 
 
 def attend_form(dim: int, block: int, arch: str) -> Form:
-    """Return the form of attention over blocks: two tiles of keys and values on their way beside the queries have to fit in shared memory."""
-    return Form(block, 64, 2, 8)
+    """Return the form of attention over blocks: the tiles on their way have to fit in shared memory beside the queries."""
+    warps = block // 16
+    if arch == WARP_GROUPS and dim <= 128:
+        return Form(block, block, 3, warps)
+    if dim <= 128 or arch == WARP_GROUPS:
+        return Form(block, 64, 2, warps)
+    return Form(block, 32 if shared_limit(arch) > 128 << 10 else 16, 2, warps)
 
 
 def estimate_constants(rule: Antidiagonal, group: int, dim: int, form: Form) -> Constants:
@@ -139,6 +145,10 @@ def choose_constants(rule: Antidiagonal, width: int) -> Constants:
 def attend_constants(group: int, dim: int, block: int, form: Form) -> Constants:
     """Return the constants of attention."""
     return {"GROUP": group, "D": dim, "BLOCK_D": 1 << (dim - 1).bit_length(), "BLOCK": block, "TILE": form.columns, "STAGES": form.stages}
+
+
+def _arch(x: Tensor) -> str:
+    return arch() if x.is_cuda else WARP_GROUPS
 
 
 def _check(query: Tensor, *stored: Tensor) -> None:
