@@ -140,9 +140,9 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Antidiagonal:
-    """A prompt's blocks of `block` queries read the blocks of keys that sums along antidiagonals of tiles of `stride` tokens estimate to be read most.
+    """A prompt's blocks of `block` queries read the blocks of keys that sums along antidiagonals of `stride` tokens estimate to be read most.
 
-    They read as few as hold the share tau of the estimate, at most the share `most` of those before them, the first and their own included.
+    They read as few as hold the share tau of the estimate, at most the share `most` of those up to their own, the first and their own included.
     """
 
     block: int

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 from trtkv.config import ModelConfig
-from trtkv.plan import (
-    BufferSpec, CacheView, EvictPlan, Meaning, Occupancy, OffloadPlan, Pooling, PrefillPlan, QuantizePlan, SelectPlan, Verdict,
-)  # fmt: skip
+from trtkv.plan import BufferSpec, CacheView, EvictPlan, Meaning, Occupancy, OffloadPlan, Pooling, PrefillPlan, QuantizePlan, SelectPlan
 from trtkv.rules import Antidiagonal, Encoding, EvictRule, Summary
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from trtkv.plan import Verdict
 
 Kind = Literal["allocate", "evict", "quantize", "retrieve", "offload", "prefill"]
 KINDS: tuple[Kind, ...] = ("allocate", "evict", "quantize", "retrieve", "offload", "prefill")

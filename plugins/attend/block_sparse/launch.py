@@ -19,7 +19,10 @@ from trtkv.rules import Antidiagonal
 SOURCE = Path(__file__).parent / "kernel.py"
 ESTIMATE = TritonKernel(
     SOURCE, "estimate_kernel",
-    {**typed("*real", "query", "keys"), "parts": "*fp32", **typed("i32", "new", "stored", "query_row", "key_head", "rows", "blocks"), "scale2": "fp32"},
+    {
+        **typed("*real", "query", "keys"), "parts": "*fp32", **typed("i32", "new", "stored", "query_row", "key_head", "rows", "blocks"),
+        "scale2": "fp32",
+    },
     aligned=("query", "keys", "query_row", "key_head"), warps=8,
 )  # fmt: skip
 CHOOSE = TritonKernel(

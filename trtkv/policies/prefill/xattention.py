@@ -24,7 +24,7 @@ class XAttention(Prefill):
     """Read the blocks that hold most of the attention that antidiagonals estimate.
 
     stride: tokens of a tile's side; tau: share of the estimate that is read at least; most: share of the blocks up to its own that a block of queries
-    reads at most, two whatever it is.
+    reads at most, but two in any case.
     """
 
     source: ClassVar[str] = "XAttention, arXiv 2503.16428"
@@ -52,7 +52,8 @@ class XAttention(Prefill):
         row, column = span(first // stride, end // stride, keys)[:, None], span(0, end // stride, keys)
         weights = logits.masked_fill(column > row, -torch.inf).softmax(-1)
         asked = ((row + 1) * stride > start) & (row * stride < stored)  # rows of the first and the last block without a query
-        return (weights * asked).unflatten(3, (-1, tiles)).sum(4).unflatten(2, (-1, tiles)).sum(3).flatten(0, 1)
+        found: Tensor = (weights * asked).unflatten(3, (-1, tiles)).sum(4).unflatten(2, (-1, tiles)).sum(3).flatten(0, 1)
+        return found
 
     def blocks(self, query: Tensor, keys: Tensor, scale: float) -> Tensor:
         """Choose as few blocks as hold the share, the first and a block's own before the others in the order of their scores."""
