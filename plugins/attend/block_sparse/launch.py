@@ -71,7 +71,7 @@ def choose(plan: PrefillPlan, query: Tensor, keys: Tensor, scale: float) -> Tens
     chosen = torch.empty(heads, rows // tiles, blocks + 1, dtype=torch.int32, device=query.device)
     numbers = (len(query), keys.shape[1], blocks, plan.dense_below, rule.tau, rule.most)
     width = next(one for one in WIDTHS if one >= blocks)
-    kernel.run(CHOOSE, (rows // tiles, heads, 1), (parts, chosen, *numbers), choose_constants(rule, width))
+    kernel.run(CHOOSE, (rows // tiles, heads, 1), (parts, chosen, *numbers), choose_constants(rule, width), warps=choose_warps(width))
     return chosen
 
 
@@ -114,7 +114,7 @@ def kernels(plan: PrefillPlan, group: int, dim: int, longest: int, dtype: str, a
     blocks = -(-longest // rule.block)
     for index, width in enumerate(WIDTHS):
         if index == 0 or blocks > WIDTHS[index - 1]:
-            yield CHOOSE.variant(arch, choose_constants(rule, width))
+            yield CHOOSE.variant(arch, choose_constants(rule, width), warps=choose_warps(width))
     form = attend_form(dim, rule.block, arch)
     yield ATTEND.variant(arch, attend_constants(group, dim, rule.block, form), dtype, warps=form.warps)
 
@@ -122,6 +122,11 @@ def kernels(plan: PrefillPlan, group: int, dim: int, longest: int, dtype: str, a
 def estimate_form(arch: str) -> Form:
     """Return the form of the estimate; warp groups take tiles that are twice as wide."""
     return Form(128, 256 if arch == WARP_GROUPS else 128, 3, 8)
+
+
+def choose_warps(width: int) -> int:
+    """Return the warps of a block that chooses among so many blocks of keys, whose scores it holds in registers."""
+    return min(16, max(4, width // 512))
 
 
 def attend_form(dim: int, block: int, arch: str) -> Form:
