@@ -28,6 +28,7 @@ QUESTIONS = {
     "quantize": "How is a stored token encoded?",
     "retrieve": "Which stored tokens does a decode query read?",
     "offload": "Where does a page live, and when does it move?",
+    "prefill": "Which blocks of keys does a block of a prompt's queries read?",
 }
 
 
@@ -40,7 +41,7 @@ def page() -> str:
     """Return the page."""
     head = """# Policies
 
-Written by `build_scripts/policies_doc.py` from the code; do not edit. A policy fills up to five roles. `--policy` takes a preset, presets joined by
+Written by `build_scripts/policies_doc.py` from the code; do not edit. A policy fills up to six roles. `--policy` takes a preset, presets joined by
 `+`, or [your own role](adding-a-policy.md); `--budget` sets its tokens per KV head, `--set kind.field=value` any field. `trtkv policies NAME` prints
 every field with type and meaning; the docstring of a role's file says what it follows and where it deviates from paper or released code. What
 policies cost is in [quality.md](quality.md) and [performance.md](performance.md)."""

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from trtkv.config import DTYPE_BYTES
 from trtkv.errors import EngineError
-from trtkv.rules import Blend, Encoding, EvictRule, Float8, Lag, PerToken, Summary
+from trtkv.rules import Antidiagonal, Blend, Encoding, EvictRule, Float8, Lag, PerToken, Summary
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -161,6 +161,19 @@ class OffloadPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """How a prompt's queries choose what they read: blocks of `block` tokens, counted from the first that is stored.
+
+    Queries among the first dense_below stored tokens read everything before them.
+    """
+
+    meaning: Meaning
+    block: int
+    dense_below: int
+    rule: Antidiagonal | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Occupancy:
     """A layer's cache of one sequence in integers that the host knows, once a step's tokens have been appended.
 
@@ -240,6 +253,7 @@ class CachePlan:
     evict: EvictPlan | None = None
     quantize: QuantizePlan | None = None
     offload: OffloadPlan | None = None
+    prefill: PrefillPlan | None = None
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -302,7 +316,10 @@ class CachePlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON-ready data; `from_json` reads it back equal."""
-        return dict(json.loads(json.dumps(asdict(self))))
+        data = dict(json.loads(json.dumps(asdict(self))))
+        if self.prefill is None:
+            del data["prefill"]  # so that plans from before there were such roles have the hash that they had
+        return data
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> CachePlan:
@@ -320,6 +337,11 @@ class CachePlan:
     def hash(self) -> str:
         """Twelve hex digits that change whenever anything in the plan does."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
+
+    def sparse_prefill(self, new: int, stored: int) -> PrefillPlan | None:
+        """Return how a prompt's new tokens choose what they read of so many stored ones, themselves included; None where they read everything."""
+        plan = self.prefill
+        return plan if plan is not None and new > 1 and stored > plan.dense_below else None
 
     def pages(self, tokens: int) -> int:
         """Pages that hold so many tokens of one sequence."""

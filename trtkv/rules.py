@@ -138,6 +138,20 @@ class Mean:
     kind: Literal["mean"] = "mean"
 
 
+@dataclass(frozen=True, slots=True)
+class Antidiagonal:
+    """A prompt's blocks of `block` queries read the blocks of keys that sums along antidiagonals of `stride` tokens estimate to be read most.
+
+    They read as few as hold the share tau of the estimate, at most the share `most` of those up to their own, the first and their own included.
+    """
+
+    block: int
+    stride: int
+    tau: float
+    most: float
+    kind: Literal["antidiagonal"] = "antidiagonal"
+
+
 EvictRule = Annotated[Exchange | Stamp | Lag | Blend, Field(discriminator="kind")]
 Encoding = Annotated[Grouped | Float8 | PerToken, Field(discriminator="kind")]
 Summary = Annotated[OneBit | Box | Ball | Mean, Field(discriminator="kind")]

@@ -83,7 +83,7 @@ def simulate(
     layer = num_layers // 2 if layer is None else layer
     if not 0 <= layer < num_layers:
         raise ConfigError(f"layer {layer} is outside the {num_layers} layers", f"Give a layer from 0 to {num_layers - 1}.")
-    roles = Roles(policy.allocate, policy.evict, policy.quantize, policy.retrieve)
+    roles = Roles(policy.allocate, policy.evict, policy.quantize, policy.retrieve, policy.prefill)
     heads = k.shape[1]
     cache = LayerCache(roles, layer, num_layers, heads, q.shape[1] // heads, k[:0, 0], scale or q.shape[2] ** -0.5)
     with torch.no_grad():

@@ -16,8 +16,8 @@ class Evictor(Protocol):
     def observe(self, layer: int, row: Row, query: Tensor) -> None:
         """Observe the queries [n, Hq, D] of a sequence's new tokens, in torch."""
 
-    def observe_chunk(self, layer: int, row: Row, query: Tensor, keys: Tensor, lse: Tensor) -> None:
-        """Do so by kernels for a prompt's chunk, whose attention over keys [Hk, S, D] left its log-sum-exp [Hq, n]."""
+    def observe_chunk(self, layer: int, row: Row, query: Tensor, keys: Tensor, lse: Tensor | None) -> None:
+        """Do so by kernels for a prompt's chunk, whose attention over keys [Hk, S, D] left its log-sum-exp [Hq, n], unless it was sparse."""
 
     def attended(self, layer: int, rows: Sequence[Row], query: Tensor, inputs: Sequence[Tensor], keeps_inputs: bool) -> None:
         """Observe a step in which every sequence has one new token, queries [B, Hq D], inputs of the attend node; may be captured."""
@@ -35,7 +35,7 @@ class NoEvictor:
     def observe(self, layer: int, row: Row, query: Tensor) -> None:
         """Nothing is observed."""
 
-    def observe_chunk(self, layer: int, row: Row, query: Tensor, keys: Tensor, lse: Tensor) -> None:
+    def observe_chunk(self, layer: int, row: Row, query: Tensor, keys: Tensor, lse: Tensor | None) -> None:
         """Nothing is observed."""
 
     def attended(self, layer: int, rows: Sequence[Row], query: Tensor, inputs: Sequence[Tensor], keeps_inputs: bool) -> None:

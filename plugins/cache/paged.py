@@ -9,6 +9,7 @@ from torch import Tensor
 
 from plugins.append.arguments import Target
 from plugins.append.rotate import rotate
+from plugins.attend.block_sparse.in_torch import attend_blocks
 from plugins.attend.in_torch import attend_all, attend_units
 from plugins.cache import paged_kernels
 from plugins.cache.batch import Row
@@ -146,9 +147,15 @@ class PagedCache(paged_kernels.KernelCache):
         if plan is not None and selection is not None and row.decodes and row.stored > max(plan.budget, self.dense_below):
             count = min(plan.width, -(-row.stored // plan.unit))
             return self._attend_units(layer, config, plan, row, query[0], selection[:, :count].long()).unsqueeze(0)
-        out = attend_all(config, row, query, *self.read(layer, row))
+        out = self._attend_stored(config, row, query, *self.read(layer, row))
         self.evictor.observe(layer, row, query)
         return out
+
+    def _attend_stored(self, config: OpConfig, row: Row, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        sparse = self.plan.sparse_prefill(row.new, row.stored)
+        if sparse is None:
+            return attend_all(config, row, query, keys, values)
+        return attend_blocks(sparse, query, keys, values, config.scale)
 
     def _attend_units(self, layer: int, config: OpConfig, plan: SelectPlan, row: Row, query: Tensor, units: Tensor) -> Tensor:
         keys, values = self.buffer("keys", layer), self.buffer("values", layer)

@@ -12,8 +12,8 @@ from plugins.append import launch as launch_append
 from plugins.append import launch_token
 from plugins.append.arguments import NewTokens, Target
 from plugins.attend import launch, launch_dense
+from plugins.attend.block_sparse.attend import attend_prompt
 from plugins.attend.per_head import attend_per_head
-from plugins.attend.prefill import attend_with_lse
 from plugins.cache.batch import StepGroup
 from plugins.cache.cache import Cache
 from plugins.cache.counted import CountedCache
@@ -101,7 +101,7 @@ def attend(cache: KernelCache, layer: int, config: OpConfig, inputs: Sequence[Te
             rows = slice(row.start, row.start + row.new)
             chunk = query[rows].unflatten(1, (config.num_q_heads, config.head_dim))
             keys, values = (read_pages(cache.buffer(name, layer), row)[:, : row.stored] for name in ("keys", "values"))
-            answer, lse = attend_with_lse(chunk, keys, values, config.scale)
+            answer, lse = attend_prompt(cache.plan, chunk, keys, values, config.scale)
             out[rows] = answer.flatten(1)
             cache.evictor.observe_chunk(layer, row, chunk, keys, lse)
     which = step.decode_rows

@@ -139,6 +139,21 @@ class RetrieveRole(Protocol):
         """Return for which KV heads [Hk] bool the selection uses this step's query."""
 
 
+class PrefillRole(Protocol):
+    """What says which blocks a prompt's queries read."""
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block."""
+
+    @property
+    def dense_below(self) -> int:
+        """First tokens whose queries read everything."""
+
+    def blocks(self, query: Tensor, keys: Tensor, scale: float) -> Tensor:
+        """Choose for query [n, Hq, D], the newest n of S tokens, among keys [Hk, S, D]: [Hq, Bq, Bk] bool."""
+
+
 def load_allocate(meaning: Meaning) -> AllocateRole:
     """Return an allocate role."""
     role: AllocateRole = load_role(meaning)
@@ -160,6 +175,12 @@ def load_quantize(meaning: Meaning) -> QuantizeRole:
 def load_retrieve(meaning: Meaning) -> RetrieveRole:
     """Return a retrieve role."""
     role: RetrieveRole = load_role(meaning)
+    return role
+
+
+def load_prefill(meaning: Meaning) -> PrefillRole:
+    """Return a prefill role."""
+    role: PrefillRole = load_role(meaning)
     return role
 
 

@@ -12,7 +12,7 @@ from plugins.cache.formats import find_format
 from plugins.cache.kernel_support import why_torch
 from plugins.cache.tiers.host import specs as recall
 from plugins.device.spec import Spec
-from plugins.kernel_list import append, attend, linear, select
+from plugins.kernel_list import append, attend, linear, prefill, select
 from plugins.sampling import launch as sampling
 from trtkv.config import Limits, ModelConfig
 from trtkv.plan import CachePlan
@@ -35,5 +35,6 @@ def _kernels(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> 
     if why_torch(plan) is None:
         for op in (append, select, recall, encoded) if find_format(plan) else (append, select, attend, recall, compaction, ragged, mixed):
             yield from op.kernels(plan, model, limits, arch)
+        yield from prefill.kernels(plan, limits, arch)
         yield from sampling.kernels(model.vocab_size, arch)
     yield from linear.kernels(model, limits, arch)

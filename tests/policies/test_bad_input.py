@@ -10,6 +10,7 @@ import torch
 
 from tests.policies.cases import PRESETS, tensors
 from trtkv.errors import ConfigError, PolicyConflict, TrtkvError, UnknownName
+from trtkv.policies.base import KINDS
 from trtkv.policies.registry import parse_policy, role_class, role_names
 from trtkv.simulation import simulate
 
@@ -159,7 +160,7 @@ def test_a_role_is_one_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_every_file_holds_a_role_with_a_source() -> None:
-    for kind in ("allocate", "evict", "quantize", "retrieve", "offload"):
+    for kind in KINDS:
         for name in role_names(kind):
             cls = role_class(kind, name)
             assert cls.kind == kind and cls.source and cls.__doc__

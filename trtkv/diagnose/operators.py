@@ -265,6 +265,9 @@ class _Step:
         selection = self.taps[node.input[7]].cpu() if len(node.input) > 7 else None
         sides: list[list[Tensor]] = [[], [], [], []]
         for b, row in enumerate(_of(cache, layer, one) for one in self._sequences()):
+            if cache.plan.sparse_prefill(row.new, row.stored) is not None:
+                shadow.not_compared.add(f"KvAttend of prompts under {cache.plan.policy}")
+                continue
             for index in _sample(row):
                 query, newer = queries[index].unflatten(0, (config.num_q_heads, -1)), row.start + row.new - 1 - index
                 chosen = None
@@ -276,7 +279,8 @@ class _Step:
                 sides[0].append(out[index])
                 for side, form in ((1, _attend_exactly), (2, self._attend_narrowly), (3, self._attend_fused)):
                     sides[side].append(torch.stack([form(query[head], *one, config.scale) for head, one in enumerate(parts)]).flatten())
-        yield shadow.measure(node, "value", layer, *(torch.stack(one) for one in sides))
+        if sides[0]:
+            yield shadow.measure(node, "value", layer, *(torch.stack(one) for one in sides))
 
     def _attend_narrowly(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Attend as spelled out operator by operator in the engine's dtype."""

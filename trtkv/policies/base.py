@@ -1,9 +1,10 @@
-"""What a KV policy is: five optional roles, each a frozen description with its definition in torch.
+"""What a KV policy is: six optional roles, each a frozen description with its definition in torch.
 
 A role holds fields, says what it means in a few lines of obviously right fp32 torch, and says which buffers it needs. It has no state, no
 forward and no device code: state lives in buffers that the plan names, kernels live in `plugins`.
 
-A step of the runtime calls roles in this order: append; in decode, encode where `Quantize.flush_first`; attend, over what `Retrieve` chose;
+A step of the runtime calls roles in this order: append; in decode, encode where `Quantize.flush_first`; attend, in decode over what `Retrieve`
+chose, in a prompt over what `Prefill` did;
 `Evict.observe`; at the end of the prompt `Allocate.measure` and `budgets`; `Evict.due`, `keep`; encode what `Quantize.flush` allows.
 Everything that decides about lengths is a function of integers that the host knows (`Occupancy`), so no step waits for the device.
 """
@@ -16,14 +17,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 from trtkv.config import ModelConfig
-from trtkv.plan import BufferSpec, CacheView, EvictPlan, Meaning, Occupancy, OffloadPlan, Pooling, QuantizePlan, SelectPlan, Verdict
-from trtkv.rules import Encoding, EvictRule, Summary
+from trtkv.plan import BufferSpec, CacheView, EvictPlan, Meaning, Occupancy, OffloadPlan, Pooling, PrefillPlan, QuantizePlan, SelectPlan
+from trtkv.rules import Antidiagonal, Encoding, EvictRule, Summary
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Kind = Literal["allocate", "evict", "quantize", "retrieve", "offload"]
-KINDS: tuple[Kind, ...] = ("allocate", "evict", "quantize", "retrieve", "offload")
+    from trtkv.plan import Verdict
+
+Kind = Literal["allocate", "evict", "quantize", "retrieve", "offload", "prefill"]
+KINDS: tuple[Kind, ...] = ("allocate", "evict", "quantize", "retrieve", "offload", "prefill")
 Part = Literal["keys", "values"]
 UNLIMITED = 2**31 - 1
 ROUND_OFF = 1e-6  # a share such as 0.29 of 100 tokens is 28.999999999999996 in floating point
@@ -45,7 +48,7 @@ CAPABILITIES: dict[str, tuple[bool, str]] = {
 
 
 class Role(BaseModel):
-    """One of the five questions that a policy may answer.
+    """One of the six questions that a policy may answer.
 
     kind is the slot that the role fills; source names the paper. Roles of one policy are checked against each other by capability: a role
     needs some, gives some, and removes some from the others.
@@ -287,6 +290,34 @@ class Offload(Role):
     def plan(self) -> OffloadPlan:
         """Lower the role to what moves, and when."""
         return OffloadPlan()
+
+
+class Prefill(Role):
+    """Which blocks of keys does a block of a prompt's queries read?
+
+    block: tokens of a block, of queries and of keys; dense_below: first tokens of a prompt whose queries read everything before them.
+    """
+
+    kind: ClassVar[Kind] = "prefill"
+    takes: ClassVar[frozenset[str]] = frozenset({"attention_mass"})
+    block: int = Field(128, ge=16)
+    dense_below: int = Field(8192, ge=0)
+
+    def blocks(self, query: Tensor, keys: Tensor, scale: float) -> Tensor:
+        """Choose for query [n, Hq, D], the newest n of S tokens, among keys [Hk, S, D]: [Hq, Bq, Bk] bool.
+
+        Blocks begin at multiples of `block` from the first stored token on; Bq are those that hold one of the queries, Bk all. A block of queries
+        reads itself, and none after it.
+        """
+        raise NotImplementedError
+
+    def rule(self) -> Antidiagonal | None:
+        """Return what kernels choose by, None where only `blocks` does."""
+        return None
+
+    def plan(self) -> PrefillPlan:
+        """Lower the role to what attention in a prompt reads."""
+        return PrefillPlan(self.meaning(), self.block, self.dense_below, self.stated)
 
 
 class Retrieve(Role):

@@ -1,4 +1,4 @@
-"""A policy: up to five roles, merged with `+`, checked against each other, lowered to a CachePlan."""
+"""A policy: up to six roles, merged with `+`, checked against each other, lowered to a CachePlan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, SerializeAsAny, ValidationError
 from trtkv.config import ModelConfig
 from trtkv.errors import ConfigError, PolicyConflict, UnknownName
 from trtkv.plan import BufferSpec, CachePlan, SelectPlan
-from trtkv.policies.base import CAPABILITIES, KINDS, Allocate, Evict, Offload, Quantize, Retrieve, Role
+from trtkv.policies.base import CAPABILITIES, KINDS, Allocate, Evict, Offload, Prefill, Quantize, Retrieve, Role
 
 DEFAULT_PAGE_SIZE = 32
 
@@ -32,6 +32,7 @@ class Policy(BaseModel):
     quantize: SerializeAsAny[Quantize] | None = None
     retrieve: SerializeAsAny[Retrieve] | None = None
     offload: SerializeAsAny[Offload] | None = None
+    prefill: SerializeAsAny[Prefill] | None = None
 
     @property
     def roles(self) -> dict[str, Role]:
@@ -151,6 +152,7 @@ class Policy(BaseModel):
             evict=self.evict.plan(self.allocate) if self.evict else None,
             quantize=quantize.plan() if quantize else None,
             offload=self.offload.plan() if self.offload else None,
+            prefill=self.prefill.plan() if self.prefill else None,
         )
         if self._mixes and made.quantize is not None:
             made = replace(made, quantize=replace(made.quantize, mixed=True), page_groups=every)

@@ -61,12 +61,13 @@ class Compactor:
             view = self._view(layer, row)
             add_mass(view, observe.column_sums(query, view.keys, view.scale))
 
-    def observe_chunk(self, layer: int, row: Row, query: Tensor, keys: Tensor, lse: Tensor) -> None:
-        """Do so by kernels for a prompt's chunk, whose attention over keys [Hk, S, D] left its log-sum-exp [Hq, n]."""
+    def observe_chunk(self, layer: int, row: Row, query: Tensor, keys: Tensor, lse: Tensor | None) -> None:
+        """Do so by kernels for a prompt's chunk, whose attention over keys [Hk, S, D] left its log-sum-exp [Hq, n], unless it was sparse."""
         if not observe.looks_at(self._evict, row):
             return
         self._store_queries(layer, row, query)
         if observe.counts_sums(self._evict, row):
+            assert lse is not None, "a sparse prompt has no sums"
             add_mass(self._view(layer, row), sums.column_sums(query, keys, lse, self._scale))
 
     def attended(self, layer: int, rows: Sequence[Row], query: Tensor, inputs: Sequence[Tensor], keeps_inputs: bool) -> None:

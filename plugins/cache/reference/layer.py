@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from plugins.attend.block_sparse.in_torch import attend_chosen
 from plugins.cache.reference.store import PARTS, HeadStore
-from plugins.cache.roles import AllocateRole, EvictRole, Granted, QuantizeRole, RetrieveRole
+from plugins.cache.roles import AllocateRole, EvictRole, Granted, PrefillRole, QuantizeRole, RetrieveRole
 from plugins.select.in_torch import choose, pool, speculative_query, spread
 from trtkv.plan import CacheView, Occupancy
 from trtkv.ranking import attention, span
@@ -29,6 +30,7 @@ class Roles:
     evict: EvictRole | None = None
     quantize: QuantizeRole | None = None
     retrieve: RetrieveRole | None = None
+    prefill: PrefillRole | None = None
 
     @property
     def counts_attention(self) -> bool:
@@ -123,11 +125,9 @@ class LayerCache:
             kept = [] if self.queries is None else [self.queries]
             self.queries = torch.cat([*kept, queries.float()])[-self.roles.observe_window :]
         self.read_tokens = float(self.chosen.sum(1).float().mean()) if self.chosen is not None else sum(self.lengths) / len(self.heads)
-        counting = self.roles.counts_attention and self._evicts_now
-        attend = self._attend_counting if counting or self.chosen is not None else self._attend_fused
         asked = span(self.seen - self.new, self.seen, queries)
         grouped = queries.float().transpose(0, 1).unflatten(0, (self.num_kv_heads, -1))
-        return torch.cat([attend(head, one, asked) for head, one in enumerate(grouped)]).transpose(0, 1)
+        return torch.cat([self._attend(head, one, asked) for head, one in enumerate(grouped)]).transpose(0, 1)
 
     def measure(self) -> Tensor | None:
         """Measure the layer for an allocate role that requests it, when the prompt has just been completed: [Hk] fp32, else None."""
@@ -173,6 +173,21 @@ class LayerCache:
             budget=tokens[self.layer] if tokens else None,
             precise=precise[self.layer] if precise else None,
         )
+
+    def _attend(self, head: int, queries: Tensor, asked: Tensor) -> Tensor:
+        """Attend with queries [G, n, D] of one head: [G, n, D]."""
+        role, counting = self.roles.prefill, self.roles.counts_attention and self._evicts_now
+        sparse = role is not None and self.new > 1 and len(self.heads[head]) > role.dense_below
+        dense = self._attend_counting(head, queries, asked) if counting or self.chosen is not None else None
+        if role is not None and sparse:
+            return self._attend_blocks(role, head, queries)
+        return self._attend_fused(head, queries, asked) if dense is None else dense
+
+    def _attend_blocks(self, role: PrefillRole, head: int, queries: Tensor) -> Tensor:
+        """Attend with a prompt's queries [G, n, D] of one head to the blocks that a role chooses: [G, n, D]."""
+        keys, values = (self.heads[head].parts[part].decoded()[None] for part in PARTS)
+        query = queries.transpose(0, 1)
+        return attend_chosen(query, keys, values, role.blocks(query, keys, self.scale), role.block, self.scale).transpose(0, 1)
 
     def _attend_counting(self, head: int, queries: Tensor, asked: Tensor) -> Tensor:
         """Attend with queries [G, n, D] of one head and count what each token received: [G, n, D]."""

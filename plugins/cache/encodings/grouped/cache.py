@@ -10,8 +10,8 @@ from torch import Tensor
 
 from plugins.append import launch as plain
 from plugins.append.arguments import Target
+from plugins.attend.block_sparse.attend import attend_prompt
 from plugins.attend.in_torch import attend_units
-from plugins.attend.prefill import attend_with_lse
 from plugins.cache.batch import Decoding, Row, StepGroup
 from plugins.cache.counted import CountedCache
 from plugins.cache.encodings.grouped import attend_offloaded, launch, launch_list
@@ -184,7 +184,7 @@ class GroupedCache(CountedCache):
             units = chosen[:, : min(plan.width, -(-row.stored // plan.unit))].long()
             out[rows] = attend_units(config, plan, row, chunk[0], units, lambda tokens: (_taken(keys, tokens), _taken(values, tokens))).flatten()
             return
-        answer, lse = attend_with_lse(chunk, keys, values, config.scale)
+        answer, lse = attend_prompt(self.plan, chunk, keys, values, config.scale)
         out[rows] = answer.flatten(1)
         if self.store.keeper is not None:
             self.store.keeper.observe(layer, row, chunk, keys, lse)

@@ -62,10 +62,11 @@ class Keeper:
         self._mass: dict[tuple[int, int], Tensor] = {}  # by slot and layer
         self._queries: dict[tuple[int, int], Tensor] = {}
 
-    def observe(self, layer: int, row: Row, query: Tensor, keys: Tensor, lse: Tensor) -> None:
-        """Observe a chunk's queries [n, Hq, D], whose attention over keys [Hk, S, D] left its log-sum-exp [Hq, n]."""
+    def observe(self, layer: int, row: Row, query: Tensor, keys: Tensor, lse: Tensor | None) -> None:
+        """Observe a chunk's queries [n, Hq, D], whose attention over keys [Hk, S, D] left its log-sum-exp [Hq, n], unless it was sparse."""
         place = (row.slot, layer)
         if "attention_mass" in self._evict.needs:
+            assert lse is not None, "a sparse prompt has no sums"
             if place not in self._mass:
                 self._mass[place] = torch.zeros(query.shape[1], row.prompt, device=self._device)
             self._mass[place][:, : row.stored] += sums.column_sums(query, keys, lse, self._scale)

@@ -12,7 +12,8 @@ from plugins.append import launch as launch_append
 from plugins.append.arguments import Target
 from plugins.append.rotate import rotate
 from plugins.attend import launch_dense
-from plugins.attend.prefill import attend_with_lse
+from plugins.attend.block_sparse.attend import attend_prompt
+from plugins.attend.block_sparse.in_torch import attend_blocks
 from plugins.cache.batch import Row, StepGroup
 from plugins.cache.cache import Cache
 from plugins.cache.eviction import launch as launch_eviction
@@ -109,11 +110,14 @@ class HeadCache(Cache):
         parts: list[tuple[Tensor, Tensor | None]] = []
         for heads, keys, values in self.pool.parts(layer, b, config.num_q_heads):
             new, stored = row.new, keys.shape[1]
+            parts.append((keys, None))
+            if (sparse := self.plan.sparse_prefill(new, stored)) is not None:
+                out[:, heads] = attend_blocks(sparse, query[:, heads], keys, values, config.scale)
+                continue
             mask = torch.ones(new, stored, dtype=torch.bool, device=query.device).tril(stored - new) if new > 1 else None
             some = query[:, heads].transpose(0, 1)[None]
             done = scaled_dot_product_attention(some, keys[None], values[None], attn_mask=mask, scale=config.scale, enable_gqa=True)
             out[:, heads] = done[0].transpose(0, 1)
-            parts.append((keys, None))
         observe_chunk(self.pool, layer, b, row, query, parts)
         return out
 
@@ -176,7 +180,7 @@ class HeadCache(Cache):
             chunk = query[rows].unflatten(1, (config.num_q_heads, config.head_dim))
             parts: list[tuple[Tensor, Tensor | None]] = []
             for heads, keys, values in self.pool.parts(layer, b, config.num_q_heads):
-                answer, lse = attend_with_lse(chunk[:, heads], keys, values, config.scale)
+                answer, lse = attend_prompt(self.plan, chunk[:, heads], keys, values, config.scale)
                 out[rows].unflatten(1, chunk.shape[1:])[:, heads] = answer
                 parts.append((keys, lse))
             observe_chunk(self.pool, layer, b, row, chunk, parts)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from plugins.append.arguments import Target
 from plugins.attend import launch as attend_launch
+from plugins.attend.block_sparse.attend import attend_prompt
 from plugins.attend.in_torch import attend_all, beyond, decode
-from plugins.attend.prefill import attend_chunk
 from plugins.cache.batch import Decoding, Row, StepGroup
 from plugins.cache.indexes.select_units import choose_units
 from plugins.cache.paged import PagedCache
@@ -105,7 +105,7 @@ class HostCache(PagedCache):
             return super()._attend(layer, config, b, row, query, selection)
         if not row.decodes:
             stage_next(store, layer, step, [b])
-            return attend_all(config, row, query, *read_prompt(store, layer, step, b))
+            return self._attend_stored(config, row, query, *read_prompt(store, layer, step, b))
         if not store.recall.reuse:
             store.forget(layer, [row.slot])
         if selection is None or row.stored <= plan.budget:
@@ -137,7 +137,7 @@ class HostCache(PagedCache):
             row = step.rows[b]
             rows = slice(row.start, row.start + row.new)
             chunk = query[rows].unflatten(1, (config.num_q_heads, config.head_dim))
-            out[rows] = attend_chunk(chunk, *read_prompt(self.host, layer, step, b), config.scale).flatten(1)
+            out[rows] = attend_prompt(self.plan, chunk, *read_prompt(self.host, layer, step, b), config.scale)[0].flatten(1)
         which = step.decode_rows
         if len(which):
             places = starts[:-1][which]

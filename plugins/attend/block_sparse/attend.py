@@ -1,0 +1,23 @@
+"""Attention of a prompt's chunk on a GPU: dense, by kernels to the blocks that they choose, or as a role defines it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from plugins.attend.block_sparse import launch
+from plugins.attend.block_sparse.in_torch import attend_blocks
+from plugins.attend.prefill import attend_with_lse
+from trtkv.plan import CachePlan
+
+
+def attend_prompt(plan: CachePlan, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
+    """Attend query [n, Hq, D], the newest n tokens, to what it reads of keys and values [Hk, S, D] of bf16 or fp16: [n, Hq, D].
+
+    Also returns the log-sum-exp [Hq, n] fp32 where everything is read, else None.
+    """
+    sparse = plan.sparse_prefill(len(query), keys.shape[1])
+    if sparse is None:
+        return attend_with_lse(query, keys, values, scale)
+    if sparse.rule is not None and launch.takes(sparse.rule, keys.shape[1]):
+        return launch.attend(sparse, query, keys, values, scale), None
+    return attend_blocks(sparse, query, keys, values, scale), None

@@ -1,0 +1,144 @@
+"""Block-sparse attention of a prompt's chunk: kernels in Triton's interpreter against the role's definition, and who calls which."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from plugins.attend.block_sparse import attend, in_torch, launch
+from plugins.attend.block_sparse.launch import Form
+from plugins.device.spec import shared_limit
+from plugins.device.triton_aot import compile_all
+from plugins.kernel_list import kernels_for
+from trtkv.config import Limits, ModelConfig
+from trtkv.policies.prefill.xattention import XAttention
+from trtkv.policies.registry import parse_policy
+
+# query heads, KV heads, channels, new, stored, block, stride, tau, most, dense_below
+CASES = {
+    "whole prompt": (4, 2, 16, 96, 96, 16, 4, 0.6, 1.0, 0),
+    "open end": (4, 4, 16, 75, 139, 16, 4, 0.6, 1.0, 0),
+    "chunk begins within a block": (7, 1, 32, 61, 190, 32, 8, 0.7, 1.0, 0),
+    "padded channels": (2, 2, 48, 40, 72, 16, 8, 0.5, 1.0, 0),
+    "first tokens dense": (8, 1, 16, 90, 120, 16, 4, 0.2, 1.0, 64),
+    "bounded": (2, 1, 16, 100, 200, 16, 4, 1.0, 0.3, 0),
+    "two tokens": (2, 1, 16, 2, 65, 16, 4, 0.9, 1.0, 0),
+}
+FORMS = {"estimate": Form(16, 32, 2, 4), "attend": Form(0, 16, 2, 4)}
+
+
+class Case:
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        heads, kv_heads, dim, new, stored, block, stride, tau, most, dense_below = CASES[name]
+        made = torch.Generator().manual_seed(stored)
+        self.query = torch.randn(new, heads, dim, generator=made).mul(1.5).to(dtype)
+        whole = [torch.randn(kv_heads, stored + 9, dim, generator=made).to(dtype) for _ in range(2)]
+        self.keys, self.values = (one[:, :stored] for one in whole)
+        self.role = XAttention(block=block, stride=stride, tau=tau, most=most, dense_below=dense_below)
+        self.plan, self.scale = self.role.plan(), dim**-0.5
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, chosen: Tensor) -> Tensor:
+        return in_torch.attend_chosen(query, keys, values, chosen, self.role.block, self.scale)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "estimate_form", lambda arch: FORMS["estimate"])
+    monkeypatch.setattr(launch, "attend_form", lambda dim, block, arch: FORMS["attend"])
+    monkeypatch.setattr(launch, "WIDTHS", (16, 64))
+
+
+def marked(lists: Tensor) -> Tensor:
+    """Return the blocks [Hq, Bq, Bk] bool of lists [Hq, Bq, Bk + 1], whose order is checked."""
+    counts, place = lists[..., -1:].long(), torch.arange(lists.shape[2] - 1)
+    blocks = torch.where(place < counts, lists[..., :-1].long(), lists.shape[2] - 1)
+    assert bool((blocks.diff(dim=-1) > 0)[(place < counts)[..., 1:]].all()), "numbers do not ascend"
+    return torch.zeros(*lists.shape, dtype=torch.bool).scatter(-1, blocks, True)[..., :-1]
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_do_what_the_role_means(name: str, dtype: torch.dtype) -> None:
+    case = Case(name, dtype)
+    lists = launch.choose(case.plan, case.query, case.keys, case.scale)
+    chosen = case.role.blocks(case.query, case.keys, case.scale)
+    assert torch.equal(marked(lists), chosen)
+    found = launch.attend(case.plan, case.query, case.keys, case.values, case.scale)
+    given = case.query, case.keys, case.values
+    exact = case.attend(*(one.double() for one in given), chosen)
+    allowed = 2 * (case.attend(*given, chosen).double() - exact).norm() + 2.0**-24 * exact.norm()
+    assert found.dtype == dtype and bool((found.double() - exact).norm() <= allowed)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("name", ["open end", "chunk begins within a block"])
+def test_estimates_are_log_sums_of_blocks(name: str) -> None:
+    case = Case(name, torch.float32)
+    parts = launch.estimate(case.plan.rule, case.query, case.keys, case.scale)
+    tiles, stride = case.role.block // case.role.stride, case.role.stride
+    weights = (parts * math.log(2)).softmax(-1)
+    stored, start = case.keys.shape[1], case.keys.shape[1] - len(case.query)
+    group = start // case.role.block * tiles + torch.arange(parts.shape[1])
+    asked = ((group + 1) * stride > start) & (group * stride < stored)
+    scores = (weights * asked[:, None]).unflatten(1, (-1, tiles)).sum(2)
+    exact = case.role.scores(case.query, case.keys, case.scale)
+    # The exponent is the product of stride * D channels: its rounding, that of a sum in some order, is the largest error.
+    bound = 2 * math.sqrt(stride * case.keys.shape[2]) * 2.0**-24 * float((parts[parts > -torch.inf]).abs().max()) + 2.0**-20
+    assert float((scores - exact).abs().max()) <= bound * tiles
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_what_reads_everything_is_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModelConfig(
+        model_type="llama", hidden_size=64, intermediate_size=64, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=16, vocab_size=64
+    )
+    made: list[str] = []
+    monkeypatch.setattr(attend, "attend_with_lse", lambda q, k, v, scale: made.append("dense"))
+    monkeypatch.setattr(launch, "attend", lambda plan, q, k, v, scale: made.append("kernels"))
+    monkeypatch.setattr(attend, "attend_blocks", lambda plan, q, k, v, scale: made.append("definition"))
+
+    def run(policy: str, *sets: str) -> None:
+        attend.attend_prompt(parse_policy(policy, sets=sets).plan(model), torch.zeros(8, 4, 16), *torch.zeros(2, 2, 300, 16), 0.25)
+
+    run("full")
+    run("xattention")
+    run("xattention", "prefill.dense_below=299")
+    run("xattention", "prefill.dense_below=0", "prefill.block=48")
+    assert made == ["dense", "dense", "kernels", "definition"]
+
+
+@pytest.mark.parametrize("sm", [pytest.param(sm, marks=pytest.mark.xdist_group(f"sm_{sm}")) for sm in ("80", "89", "90", "120")])
+def test_kernels_compile_and_fit(sm: str) -> None:
+    specs = {}
+    for dim, block, stride in ((128, 128, 16), (64, 64, 8), (256, 128, 16)):
+        specs |= dict.fromkeys(launch.kernels(XAttention(block=block, stride=stride).plan(), 7, dim, 40000, "bf16", sm))
+    assert {one.entry for one in specs} == {"estimate_kernel", "choose_kernel", "attend_kernel"}
+    for spec, binary in compile_all(list(specs)):
+        assert 0 < binary.facts["shared"] <= shared_limit(sm), spec.options()
+
+
+def test_engines_list_what_their_prompts_may_launch() -> None:
+    model = ModelConfig(
+        model_type="llama",
+        hidden_size=64,
+        intermediate_size=64,
+        num_layers=2,
+        num_q_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        vocab_size=64,
+        dtype="float16",
+    )
+
+    def listed(policy: str, length: int) -> set[str]:
+        limits = Limits(max_seq_len=length, max_batch_size=1, max_chunk_tokens=512)
+        return {spec.entry for spec in kernels_for(parse_policy(policy).plan(model), model, limits, "90")}
+
+    own = {"estimate_kernel", "choose_kernel", "attend_kernel"}
+    for policy in ("xattention", "fier+xattention", "kivi+xattention", "razor+xattention"):
+        assert own <= listed(policy, 16384) and not own & listed(policy, 8192)
+    assert not own & listed("full", 16384)
