@@ -24,7 +24,7 @@ class Row:
     """One sequence of the step: its rows [start, start + new) among the T tokens, and where it is stored.
 
     stored counts the tokens after the append, prompt those of the whole prompt; page_numbers are in order and may name pages that come later.
-    seen counts the sequence's tokens, of which some may have been evicted.
+    seen counts the sequence's tokens, of which some may have been evicted; wanted are the new tokens that get logits, None where that is not known.
     """
 
     start: int
@@ -36,6 +36,7 @@ class Row:
     device: torch.device
     prompt: int = 0
     seen: int = -1
+    wanted: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         """Take all tokens to be stored where nothing else is said."""

@@ -104,6 +104,12 @@ class Cache(ABC):
         pages of one pool, pages[0] says which, as `HeadPages`.
         """
 
+    def want(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Say which new tokens of each of the announced step's sequences get logits: nothing else reads what the last layer attends to."""
+        for group in self._step:
+            for row, wanted in zip(group.rows, tokens, strict=True):
+                row.wanted = wanted
+
     def page_lists(self, pages: Sequence[Pages]) -> list[list[PageList]]:
         """Lay the pages [B] of sequences, one list for all page groups or a list of one for each, out as `begin_step` takes them: [Y][B]."""
         return [[one[group] if by_group(one) else one for one in pages] for group in range(self.plan.num_page_groups)]

@@ -13,6 +13,8 @@ from plugins.cache.batch import Row
 class Evictor(Protocol):
     """What observes a step's attention and evicts after it."""
 
+    observes: bool  # whether anything is observed
+
     def observe(self, layer: int, row: Row, query: Tensor) -> None:
         """Observe the queries [n, Hq, D] of a sequence's new tokens, in torch."""
 
@@ -31,6 +33,8 @@ class Evictor(Protocol):
 
 class NoEvictor:
     """Nothing is evicted."""
+
+    observes = False
 
     def observe(self, layer: int, row: Row, query: Tensor) -> None:
         """Nothing is observed."""

@@ -73,6 +73,8 @@ class PagedCache(paged_kernels.KernelCache):
             return
         selection = inputs[7] if len(inputs) > 7 else None
         for b, row in enumerate(self.step(layer).rows):
+            if self.unread(layer, row) == row.new:
+                continue
             rows = slice(row.start, row.start + row.new)
             query = inputs[0][rows].unflatten(1, (config.num_q_heads, config.head_dim))
             chosen = None if selection is None else selection[b]
@@ -83,7 +85,8 @@ class PagedCache(paged_kernels.KernelCache):
         published_queries.settle(self)
 
     def wait_for_comparison(self) -> None:
-        """Evict after the step alone."""
+        """Evict after the step alone, and attend to everything."""
+        self.compared = True
         self.evictor.wait_for_comparison()
 
     def read(self, layer: int, row: Row) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from plugins.append.arguments import NewTokens, Target
 from plugins.attend import launch, launch_dense
 from plugins.attend.block_sparse.attend import attend_prompt
 from plugins.attend.per_head import attend_per_head
-from plugins.cache.batch import StepGroup
+from plugins.cache.batch import Row, StepGroup
 from plugins.cache.cache import Cache
 from plugins.cache.counted import CountedCache
 from plugins.cache.evictor import Evictor
@@ -33,10 +33,19 @@ class KernelCache(CountedCache):
     """A cache whose append and attention run by these kernels."""
 
     evictor: Evictor
+    compared = False  # whether all that a step attends to is compared with the definition
 
     @abstractmethod
     def target(self, layer: int, inputs: Sequence[Tensor]) -> Target:
         """Say where the append kernel writes a layer's new tokens."""
+
+    def unread(self, layer: int, row: Row) -> int:
+        """Return how many of a chunk's first tokens need no attention: in the last layer those that come before all that get logits."""
+        if row.wanted is None or layer != self.plan.num_layers - 1 or self.evictor.observes or self.compared:
+            return 0
+        if not row.wanted:
+            return row.new
+        return 0 if self.plan.prefill else min(row.wanted)  # blocks are chosen for the queries of a whole chunk
 
     def appended(self, layer: int) -> None:
         """Note that the append kernel has been launched."""
@@ -98,7 +107,10 @@ def attend(cache: KernelCache, layer: int, config: OpConfig, inputs: Sequence[Te
         return
     for row in step.rows:
         if not row.decodes:
-            rows = slice(row.start, row.start + row.new)
+            skipped = cache.unread(layer, row)
+            if skipped == row.new:
+                continue
+            rows = slice(row.start + skipped, row.start + row.new)
             chunk = query[rows].unflatten(1, (config.num_q_heads, config.head_dim))
             keys, values = (read_pages(cache.buffer(name, layer), row)[:, : row.stored] for name in ("keys", "values"))
             answer, lse = attend_prompt(cache.plan, chunk, keys, values, config.scale)

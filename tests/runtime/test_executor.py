@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.tiny import TinyModel, make_rig, make_tiny
+from trtkv.runtime import executor
 from trtkv.runtime.rows import StepRow
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -53,6 +54,27 @@ def test_logits_equal_transformers(kind: str, dtype: torch.dtype, device: str, t
     tokens = torch.randint(0, 256, (90,), generator=torch.Generator().manual_seed(1))
     for slot, chunks in enumerate(([90], [33, 40, 17], [80] + [1] * 10)):
         assert_as_good_as_transformers(rig.feed(tokens, slot, chunks=chunks).cpu(), tiny, tokens, dtype)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
+def test_the_last_layer_attends_for_tokens_that_get_logits_alone(
+    device: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = make_tiny("llama", tmp_path / "model", dtype=dtype)
+    rig = make_rig(tiny, "full", tmp_path, device=device)
+    tokens = torch.randint(0, 256, (90,), generator=torch.Generator().manual_seed(7))
+    empty = torch.empty
+    monkeypatch.setattr(
+        executor.torch, "empty", lambda *size, **kind: empty(*size, **kind).fill_(torch.nan if kind["dtype"].is_floating_point else -1)
+    )
+    for start, end in ((0, 50), (50, 80)):
+        rig.stepper.run([StepRow(tokens[start:end].tolist(), start, 0, rig.pages(0))])
+    rig.executor.taps = {}
+    last = rig.stepper.run([StepRow(tokens[80:].tolist(), 80, 0, rig.pages(0), (4, 9))]).cpu()
+    first = [bool(one.isnan().all()) for one in rig.executor.taps["layers.2.attended"][:4]] if device == "cuda" else [True]
+    assert all(first) and not rig.executor.taps["layers.1.attended"].isnan().any()
+    exact, theirs = tiny.logits(tokens, torch.float64)[[84, 89]], tiny.logits(tokens, dtype)[[84, 89]]
+    assert worst(last, exact) <= 2 * worst(theirs, exact)
 
 
 @pytest.mark.parametrize("rope", sorted(ROPES))

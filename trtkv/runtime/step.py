@@ -98,6 +98,7 @@ class Stepper:
         for row, whole in zip(rows, pages[0], strict=True):
             row.pages = whole if isinstance(whole, HeadPages) else row.pages
         self.cache.begin_step(new, stored, [row.slot for row in rows], pages, prompts)
+        self.cache.want([row.logits_of for row in rows])
 
     def _captures(self, rows: Sequence[StepRow]) -> bool:
         return self.chooses and DecodeGraphs.takes(rows)

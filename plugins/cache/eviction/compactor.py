@@ -27,6 +27,8 @@ MOST_ELEMENTS = 1 << 27  # of the fp32 tensors that a role sees of several layer
 class Compactor:
     """What a cache that evicts from pages does with and after each step's attention."""
 
+    observes = True
+
     def __init__(self, stacks: Stacks, ledger: EvictingLedger) -> None:
         """Serve a cache whose buffers are allocated; `kernels` says that eviction runs by them."""
         plan = stacks.plan
