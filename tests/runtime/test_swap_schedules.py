@@ -124,8 +124,8 @@ def test_everybody_finds_what_it_left_and_nothing_is_lost(policy: str, seed: int
 
 @pytest.mark.parametrize("policy", ["full", "freekv"])
 def test_these_schedules_do_make_sequences_leave_and_return(policy: str) -> None:
-    rigs = [drive(policy, seed, 12, 1000, faults=False) for seed in range(3)]
+    rigs = [drive(policy, seed, 11, 1000, faults=False) for seed in range(3)]
     assert all(rig.scheduler.swap is not None and rig.scheduler.swap.back > 5 for rig in rigs)
     assert all(rig.scheduler.recomputed < rig.scheduler.preemptions for rig in rigs)
-    without = drive(policy, 0, 12, None, faults=False)
+    without = drive(policy, 0, 11, None, faults=False)
     assert without.scheduler.recomputed > 5
