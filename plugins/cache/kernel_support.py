@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import torch
 
+from plugins.attend.block_sparse import launch as block_sparse
 from plugins.cache.formats import Format, find_format
 from plugins.config import OpConfig
 from plugins.device.dtypes import TORCH_DTYPES
@@ -90,12 +91,15 @@ def taken() -> str:
 
 
 def in_torch(plan: CachePlan) -> list[str]:
-    """List, a sentence each, what of a plan runs in torch even on a GPU that runs kernels; empty where everything is captured."""
+    """List, a sentence each, what of a plan runs in torch even on a GPU that runs kernels; where nothing does, decode steps are captured."""
     whole = why_torch(plan)
     if whole is not None:
         return [f"all operations on the cache run in torch: {whole}"]
     reasons = dict.fromkeys(why_selects_in_torch(plan, layer) for layer in range(plan.num_layers))
-    return [f"selection runs in torch, so decode steps are not captured: {reason}" for reason in reasons if reason is not None]
+    found = [f"selection runs in torch, so decode steps are not captured: {reason}" for reason in reasons if reason is not None]
+    if plan.prefill is not None and (why := block_sparse.why_torch(plan.prefill)) is not None:
+        found.append(f"prompts longer than {plan.prefill.dense_below} tokens attend in torch: {why}")
+    return found
 
 
 def _why_no_pages(plan: CachePlan) -> str:

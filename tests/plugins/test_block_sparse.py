@@ -10,6 +10,11 @@ from torch import Tensor
 
 from plugins.attend.block_sparse import attend, in_torch, launch
 from plugins.attend.block_sparse.launch import Form
+from plugins.attend.in_torch import attend_all
+from plugins.cache import paged_kernels
+from plugins.cache.assemble import make_cache
+from plugins.cache.cache import Cache
+from plugins.config import OpConfig
 from plugins.device.spec import shared_limit
 from plugins.device.triton_aot import compile_all
 from plugins.kernel_list import kernels_for
@@ -27,6 +32,9 @@ CASES = {
     "bounded": (2, 1, 16, 100, 200, 16, 4, 1.0, 0.3, 0),
     "two tokens": (2, 1, 16, 2, 65, 16, 4, 0.9, 1.0, 0),
 }
+MODEL = ModelConfig(
+    model_type="llama", hidden_size=64, intermediate_size=64, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=16, vocab_size=64, dtype="float32"
+)
 FORMS = {"estimate": Form(16, 32, 2, 4), "attend": Form(0, 16, 2, 4)}
 
 
@@ -93,22 +101,51 @@ def test_estimates_are_log_sums_of_blocks(name: str) -> None:
 
 @pytest.mark.usefixtures("small_tiles")
 def test_what_reads_everything_is_dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ModelConfig(
-        model_type="llama", hidden_size=64, intermediate_size=64, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=16, vocab_size=64
-    )
     made: list[str] = []
     monkeypatch.setattr(attend, "attend_with_lse", lambda q, k, v, scale: made.append("dense"))
     monkeypatch.setattr(launch, "attend", lambda plan, q, k, v, scale: made.append("kernels"))
     monkeypatch.setattr(attend, "attend_blocks", lambda plan, q, k, v, scale: made.append("definition"))
 
     def run(policy: str, *sets: str) -> None:
-        attend.attend_prompt(parse_policy(policy, sets=sets).plan(model), torch.zeros(8, 4, 16), *torch.zeros(2, 2, 300, 16), 0.25)
+        attend.attend_prompt(parse_policy(policy, sets=sets).plan(MODEL), torch.zeros(8, 4, 16), *torch.zeros(2, 2, 300, 16), 0.25)
 
     run("full")
     run("xattention")
     run("xattention", "prefill.dense_below=299")
     run("xattention", "prefill.dense_below=0", "prefill.block=48")
     assert made == ["dense", "dense", "kernels", "definition"]
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("name", ["xattention", "lagkv+xattention", "freekv+xattention"])
+def test_a_cache_attends_by_kernels_as_in_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sequences read their prompts, one from its middle on, another is being answered."""
+    sets = ("prefill.block=16", "prefill.stride=4", "prefill.dense_below=20", "prefill.tau=0.5")
+    plan, config = parse_policy(name, sets=sets).plan(MODEL), OpConfig(4, 2, 16, 0.25, 1e-6, 0, 4, "")
+    monkeypatch.setattr(launch, "BLOCKS", (16,))
+    monkeypatch.setattr(attend, "attend_with_lse", lambda q, k, v, scale: pytest.fail("attention was dense"))
+    cache = make_cache(plan, [24], 3)
+    for part in ("keys", "values"):
+        cache.buffer(part, 1).normal_()
+    pages = [[7, 3, 0, 9], [5, 2, 1, 8, 6, 4]]
+    for seen in ([30, 40], [75, 100]):
+        new = [30, 40] if seen[0] == 30 else [45, 60]
+        cache.begin_step(new, seen, [2, 0], [pages] * plan.num_page_groups, [200, 200])
+        query = torch.randn(sum(new), 64)
+        none = torch.empty(0)
+        inputs = (query, none, none, [none] * plan.num_page_groups, none, [none] * plan.num_page_groups)
+        found, exact = torch.empty(2, sum(new), 64)
+        paged_kernels.attend(cache, 1, config, inputs, found)
+        cache.attend(1, config, inputs, exact)
+        assert torch.allclose(found, exact, rtol=1e-4, atol=1e-5)
+        assert float((attended(cache, query, config) - exact).abs().max()) > 1e-2, "nothing was left out"
+
+
+def attended(cache: Cache, query: Tensor, config: OpConfig) -> Tensor:
+    """Attend to everything."""
+    rows = cache.step(1).rows
+    parts = [query[row.start : row.start + row.new].unflatten(1, (4, 16)) for row in rows]
+    return torch.cat([attend_all(config, row, part, *cache.read(1, row)).flatten(1) for row, part in zip(rows, parts, strict=True)])
 
 
 @pytest.mark.parametrize("sm", [pytest.param(sm, marks=pytest.mark.xdist_group(f"sm_{sm}")) for sm in ("80", "89", "90", "120")])

@@ -17,6 +17,7 @@ from plugins import kernel_list
 from plugins.append.arguments import NewTokens
 from plugins.append.reference import append as append_reference
 from plugins.attend import reference as attention
+from plugins.attend.block_sparse import attend as prompts
 from plugins.cache import formats, kernel_support
 from plugins.cache.bytes import ByteCount
 from plugins.cache.cache import Cache
@@ -244,7 +245,7 @@ class Torch:
         patch.setattr(
             grouped, "_scratch", lambda one, config, batch, tokens: launch.Scratch.allocate(batch, HEADS, 1, config.head_dim, 1, one.device)
         )
-        patch.setattr(grouped, "attend_with_lse", self.chunk)
+        patch.setattr(prompts, "attend_with_lse", self.chunk)
 
     def chunk(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         whole = torch.ones(len(query), keys.shape[1], dtype=torch.bool).tril(keys.shape[1] - len(query))

@@ -176,6 +176,20 @@ def test_a_role_that_states_no_summary_selects_in_torch() -> None:
     ]
 
 
+def test_what_prompts_attend_to_in_torch_is_said() -> None:
+    def said(*sets: str) -> list[str]:
+        return kernel_support.in_torch(parse_policy("xattention", sets=sets).plan(MODEL))
+
+    assert said() == [] == said("prefill.block=64", "prefill.stride=4")
+    start = "prompts longer than 8192 tokens attend in torch: "
+    assert said("prefill.block=96") == [f"{start}blocks hold 96 tokens, and the kernels take 64, 128"]
+    assert said("prefill.stride=2") == [f"{start}strides hold 2 tokens, and the kernels take 4, 8, 16, 32"]
+    one = plan("xattention")
+    assert one.prefill is not None
+    own = replace(one, prefill=replace(one.prefill, meaning=Meaning("mine:Prefill"), rule=None))
+    assert kernel_support.in_torch(own) == [f"{start}no kernel chooses as 'Prefill' does"]
+
+
 def test_without_a_gpu_no_kernel_runs() -> None:
     assert kernel_support.gpu_ready(CPU) == "no CUDA device is used"
 

@@ -18,6 +18,6 @@ def attend_prompt(plan: CachePlan, query: Tensor, keys: Tensor, values: Tensor, 
     sparse = plan.sparse_prefill(len(query), keys.shape[1])
     if sparse is None:
         return attend_with_lse(query, keys, values, scale)
-    if sparse.rule is not None and launch.takes(sparse.rule, keys.shape[1]):
+    if launch.why_torch(sparse, keys.shape[1]) is None:
         return launch.attend(sparse, query, keys, values, scale), None
     return attend_blocks(sparse, query, keys, values, scale), None

@@ -51,9 +51,16 @@ class Form(NamedTuple):
     warps: int
 
 
-def takes(rule: Antidiagonal, stored: int) -> bool:
-    """Say whether the kernels are written for a rule and so many stored tokens, of heads that other kernels take."""
-    return rule.block in BLOCKS and rule.stride in STRIDES and stored <= WIDTHS[-1] * rule.block
+def why_torch(plan: PrefillPlan, stored: int = 0) -> str | None:
+    """Say in a sentence why no kernel chooses among so many tokens of heads that other kernels take, None where they do."""
+    rule = plan.rule
+    if rule is None:
+        return f"no kernel chooses as '{plan.meaning.role.rpartition(':')[2]}' does"
+    for name, size, taken in (("blocks", rule.block, BLOCKS), ("strides", rule.stride, STRIDES)):
+        if size not in taken:
+            return f"{name} hold {size} tokens, and the kernels take {', '.join(map(str, taken))}"
+    most = WIDTHS[-1] * rule.block
+    return f"{stored} tokens are stored, and the kernels take {most}" if stored > most else None
 
 
 def attend(plan: PrefillPlan, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
@@ -107,7 +114,7 @@ def attend_chosen(query: Tensor, keys: Tensor, values: Tensor, chosen: Tensor, b
 def kernels(plan: PrefillPlan, group: int, dim: int, longest: int, dtype: str, arch: str) -> Iterator[Spec]:
     """Yield the kernels for sequences of up to so many tokens, of a dtype by Triton's name."""
     rule = plan.rule
-    if rule is None or not takes(rule, longest):
+    if rule is None or why_torch(plan, longest) is not None:
         return
     form = estimate_form(arch)
     yield ESTIMATE.variant(arch, estimate_constants(rule, group, dim, form), dtype, warps=form.warps)
