@@ -73,6 +73,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--model", default="qwen2.5-7b", help="preset, or directory with a config.json")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--budget", type=int, help="tokens that policies with a budget read; by default 1024 up to 32k tokens and 2048 beyond")
+    parser.add_argument("--set", dest="sets", action="append", default=[], help="field of a role of trtkv's policies that have it: prefill.most=0.1")
     parser.add_argument("--rounds", type=int, default=1, help="of every row, of which the fastest counts")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--results", type=Path, default=ROOT / "engines" / "results.jsonl")
@@ -111,7 +112,11 @@ def plan(options: argparse.Namespace, rows: list[Row], model: str) -> Iterator[t
                 yield options.peer, options.peer_python, [(opening(own), own)]
     if options.side != "peer":
         policies = options.policies.split(",")
-        openings = [(opening([row], policy=policy, budget=budget_of(policy, row, options.budget)), [row]) for row in rows for policy in policies]
+        openings = [
+            (opening([row], policy=policy, budget=budget_of(policy, row, options.budget), sets=sets_of(policy, options.sets)), [row])
+            for row in rows
+            for policy in policies
+        ]
         yield "trtkv", sys.executable, openings
 
 
@@ -119,6 +124,11 @@ def budget_of(policy: str, row: Row, budget: int | None) -> int | None:
     """Return the budget of a policy that has one."""
     has = any("budget" in type(role).model_fields for role in parse_policy(policy).roles.values())
     return (budget or (1024 if row.context <= 32768 else 2048)) if has else None
+
+
+def sets_of(policy: str, sets: list[str]) -> tuple[str, ...]:
+    """Return the fields that a policy has a role for."""
+    return tuple(one for one in sets if one.partition(".")[0] in parse_policy(policy).roles)
 
 
 def run_side(side: str, python: str, work: Work, rounds: int, vocab: int) -> Iterator[dict[str, Any]]:
@@ -154,7 +164,9 @@ def report(side: str, line: dict[str, Any], options: argparse.Namespace, device:
     words = ["python", "build_scripts/bench_peer.py", "--rows", row.text, "--model", options.model, "--rounds", str(options.rounds)]
     words += ["--side", "trtkv", "--policies", policy] if policy else ["--side", "peer", "--peer", side, "--peer-python", "PYTHON"]
     facts: dict[str, Any] = {"side": side, "version": line["versions"][side], "policy": policy, "row": row.text, **asdict(row)}
-    facts |= {"budget": budget_of(policy, row, options.budget) if policy else None}
+    own_sets = sets_of(policy, options.sets) if policy else ()
+    words += [word for one in own_sets for word in ("--set", one)]
+    facts |= {"budget": budget_of(policy, row, options.budget) if policy else None, "sets": list(own_sets)}
     facts |= {"model": options.model, "dtype": options.dtype, "weights": "random", "rounds": options.rounds}
     check = {"passed": True, "compared": "every answer has all its tokens"}
     record = make_record("peer", shlex.join(words), device, check, facts, line["figures"])

@@ -18,7 +18,7 @@ STEPS = 64  # of trtkv that are timed
 class Opening:
     """What an engine is opened for: directory of the model's config.json, device, dtype, tokens of the longest sequence, sequences at a time.
 
-    keeps is whether prompts' pages are kept for later ones that begin alike; policy and budget are trtkv's.
+    keeps is whether prompts' pages are kept for later ones that begin alike; policy, budget and sets are trtkv's.
     """
 
     model: str
@@ -29,6 +29,7 @@ class Opening:
     keeps: bool = False
     policy: str = "full"
     budget: int | None = None
+    sets: Sequence[str] = ()
 
 
 def open_vllm(asked: Opening) -> Run:
@@ -99,7 +100,18 @@ def open_trtkv(asked: Opening) -> Run:
 
     limits = {"max_seq_len": asked.longest, "max_batch_size": asked.sequences, "max_chunk_tokens": max(CHUNK, asked.sequences)}
     out = Path(asked.model).parent / "engine"
-    build(asked.model, asked.policy, budget=asked.budget, out=out, dtype=asked.dtype, backend="none", sms=("none",), force=True, **limits)
+    build(
+        asked.model,
+        asked.policy,
+        budget=asked.budget,
+        sets=asked.sets,
+        out=out,
+        dtype=asked.dtype,
+        backend="none",
+        sms=("none",),
+        force=True,
+        **limits,
+    )
     llm = LLM(out, weights="random", device=asked.device, executor="torch", warm=True)
 
     def run(prompts: Sequence[list[int]], answers: Sequence[int]) -> list[list[float]]:
@@ -118,7 +130,7 @@ def step_trtkv(asked: Opening, row: Row) -> Figures:
 
     from trtkv.bench.steps import Cell, run_cells
 
-    cell = Cell(asked.model, asked.policy, asked.budget, (), row.context, row.batch, "random", asked.dtype, CHUNK, STEPS, "direct")
+    cell = Cell(asked.model, asked.policy, asked.budget, tuple(asked.sets), row.context, row.batch, "random", asked.dtype, CHUNK, STEPS, "direct")
     record = next(run_cells([cell], torch.device(asked.device)))
     if record["status"] != "ok":
         raise RuntimeError(record.get("reason", record["status"]))
