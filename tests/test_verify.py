@@ -60,7 +60,7 @@ def test_other_policies_agree_too(policy: str, tmp_path: Path) -> None:
 
 
 def test_prompts_that_read_blocks_are_named_and_answers_compared(tmp_path: Path) -> None:
-    sets = ["prefill.block=32", "prefill.stride=8", "prefill.dense_below=32", "prefill.tau=0.3"]
+    sets = ["prefill.block=32", "prefill.stride=8", "prefill.dense_below=32", "prefill.dense_last=8", "prefill.tau=0.3"]
     report = run(engine(tmp_path, policy="xattention", sets=sets), tokens=150)
     assert max(one.ratio for one in report.nodes) <= 1
     assert report.not_compared == ("KvAttend of prompts under xattention",)
