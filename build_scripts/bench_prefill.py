@@ -94,7 +94,7 @@ class Layer:
 
     def choose(self, role: XAttention) -> Tensor:
         """Estimate and choose."""
-        return launch.choose(role.plan(), self.query, self.keys, self.scale)
+        return launch.choose(role.plan(), self.query, self.keys, self.scale, 0)
 
     def attend(self, lists: Tensor, form: Form | None = None) -> Tensor:
         """Attend to blocks."""
@@ -103,7 +103,7 @@ class Layer:
 
 def role_of(share: float, stride: int) -> XAttention:
     """Return the role that reads so many blocks."""
-    return XAttention(tau=1.0, most=share, stride=stride, dense_below=0)
+    return XAttention(tau=1.0, most=share, stride=stride, dense_below=0, dense_last=0)
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:

@@ -164,12 +164,13 @@ class OffloadPlan:
 class PrefillPlan:
     """How a prompt's queries choose what they read: blocks of `block` tokens, counted from the first that is stored.
 
-    Queries among the first dense_below stored tokens read everything before them.
+    Blocks of queries among the first dense_below stored tokens, and those with one of the prompt's last dense_last, read everything before them.
     """
 
     meaning: Meaning
     block: int
     dense_below: int
+    dense_last: int
     rule: Antidiagonal | None = None
 
 

@@ -19,6 +19,7 @@ from plugins.cache.indexes import index as indexes
 from plugins.cache.indexes import published_queries
 from plugins.cache.indexes import select_units as by_kernels
 from plugins.cache.ledgers.ledger import StepLedger
+from plugins.cache.roles import load_prefill
 from plugins.cache.tier import Tier
 from plugins.config import OpConfig
 from plugins.select.in_torch import choose, pool, speculative_query, spread
@@ -158,7 +159,7 @@ class PagedCache(paged_kernels.KernelCache):
         sparse = self.plan.sparse_prefill(row.new, row.stored)
         if sparse is None:
             return attend_all(config, row, query, keys, values)
-        return attend_blocks(sparse, query, keys, values, config.scale)
+        return attend_blocks(load_prefill(sparse.meaning), query, keys, values, config.scale, row.prompt - row.seen)
 
     def _attend_units(self, layer: int, config: OpConfig, plan: SelectPlan, row: Row, query: Tensor, units: Tensor) -> Tensor:
         keys, values = self.buffer("keys", layer), self.buffer("values", layer)

@@ -113,7 +113,7 @@ def attend(cache: KernelCache, layer: int, config: OpConfig, inputs: Sequence[Te
             rows = slice(row.start + skipped, row.start + row.new)
             chunk = query[rows].unflatten(1, (config.num_q_heads, config.head_dim))
             keys, values = (read_pages(cache.buffer(name, layer), row)[:, : row.stored] for name in ("keys", "values"))
-            answer, lse = attend_prompt(cache.plan, chunk, keys, values, config.scale)
+            answer, lse = attend_prompt(cache.plan, row, chunk, keys, values, config.scale)
             out[rows] = answer.flatten(1)
             cache.evictor.observe_chunk(layer, row, chunk, keys, lse)
     which = step.decode_rows

@@ -150,6 +150,10 @@ class PrefillRole(Protocol):
     def dense_below(self) -> int:
         """First tokens whose queries read everything."""
 
+    @property
+    def dense_last(self) -> int:
+        """Last tokens of a prompt whose queries do."""
+
     def blocks(self, query: Tensor, keys: Tensor, scale: float) -> Tensor:
         """Choose for query [n, Hq, D], the newest n of S tokens, among keys [Hk, S, D]: [Hq, Bq, Bk] bool."""
 

@@ -137,7 +137,7 @@ def test_every_preset_with_a_budget_takes_one(name: str) -> None:
     """A quarter of 2,048 tokens: every policy takes it, or says what it lacks."""
     policy = parse_policy(name)
     if not has_budget(policy):
-        assert policy.roles.keys() <= {"quantize"}
+        assert policy.roles.keys() <= {"quantize", "prefill"}
         return
     fitted = apply_budget(policy, 512, 2048)
     if isinstance(fitted.evict, LagKV):

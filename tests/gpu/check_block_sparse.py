@@ -20,6 +20,7 @@ from tests.gpu.retrieval_case import DEV, Guarded, expect, failures
 from trtkv.policies.prefill.xattention import XAttention
 
 DTYPES = (torch.bfloat16, torch.float16)
+LEFT = 40  # tokens of the prompt after the chunk
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Shape:
     tau: float
     most: float
     dense_below: int
+    dense_last: int
     dtype: torch.dtype
 
 
@@ -47,7 +49,7 @@ def draw(rng: random.Random) -> Shape:
     return Shape(
         rng.choice([1, 2, 4]), rng.choice([1, 4, 7, 8]), rng.choice([64, 64, 96, 128, 128, 256]), new, new + before, rng.choice([64, 128, 128]),
         rng.choice([4, 8, 16, 32]), 1.0 if bounded else rng.choice([0.3, 0.7, 0.9]), rng.choice([0.05, 0.2, 0.5]) if bounded else 1.0,
-        rng.choice([0, 0, 700]), rng.choice(DTYPES),
+        rng.choice([0, 0, 700]), rng.choice([0, 0, 300]), rng.choice(DTYPES),
     )  # fmt: skip
 
 
@@ -63,7 +65,8 @@ class Case:
         for one in (self.keys, self.values):
             one[:, shape.stored :] = torch.nan
         self.keys, self.values = self.keys[:, : shape.stored], self.values[:, : shape.stored]
-        fields = {"block": shape.block, "stride": shape.stride, "tau": shape.tau, "most": shape.most, "dense_below": shape.dense_below}
+        fields = {"block": shape.block, "stride": shape.stride, "tau": shape.tau, "most": shape.most}
+        fields |= {"dense_below": shape.dense_below, "dense_last": shape.dense_last}
         self.role, self.scale = XAttention(**fields), shape.dim**-0.5
 
     def _make(self, size: tuple[int, ...], spread: float) -> Tensor:
@@ -74,13 +77,15 @@ class Case:
 def check_choice(case: Case, lists: Tensor) -> Tensor:
     """Compare lists with the definition's; a block may differ where its score is as near the cut as sums in another order differ. Returns them."""
     shape, role = case.shape, case.role
-    scores, wanted = role.scores(case.query, case.keys, case.scale), role.blocks(case.query, case.keys, case.scale)
+    scores, wanted = role.scores(case.query, case.keys, case.scale), in_torch.read_blocks(role, case.query, case.keys, case.scale, LEFT)
     place, counts = torch.arange(lists.shape[2] - 1, device=DEV), lists[..., -1:].long()
     blocks = torch.where(place < counts, lists[..., :-1].long(), lists.shape[2] - 1)
     expect(bool((blocks.diff(dim=-1) > 0)[(place < counts)[..., 1:]].all()), f"{shape}: numbers do not ascend")
     found = torch.zeros(lists.shape, dtype=torch.bool, device=DEV).scatter(-1, blocks, True)[..., :-1]
     own = torch.arange(wanted.shape[2] - wanted.shape[1], wanted.shape[2], device=DEV)[:, None]
-    free = wanted & (place != 0) & (place != own)
+    end = (own[:, 0] + 1) * shape.block
+    dense = (end <= shape.dense_below) | (end > in_torch.dense_from(shape.dense_last, shape.stored, LEFT))
+    free = wanted & (place != 0) & (place != own) & ~dense[:, None]
     cut = scores.masked_fill(~free, torch.inf).amin(-1, keepdim=True)
     # An exponent, below 64 here, is a sum of stride * D products in fp32: its random walk in both forms, and the same for the cut.
     near = 4 * math.sqrt(shape.stride * shape.dim) * 2.0**-24 * 64
@@ -88,7 +93,6 @@ def check_choice(case: Case, lists: Tensor) -> Tensor:
     # The last block that is needed may be one more or less where the sum is as near the share.
     share = (scores * found).sum(-1) / scores.sum(-1)
     most = found.sum(-1) <= torch.clamp(((own[:, 0] + 1).float() * shape.most).floor(), min=2)
-    dense = (own[:, 0] + 1) * shape.block <= shape.dense_below
     differing = (found != wanted) & ~tied
     one_off = differing.sum(-1) <= 1
     if shape.tau < 1:
@@ -135,7 +139,7 @@ def main() -> None:
     for number in range(options.cases):
         shape = draw(rng)
         case = Case(shape)
-        lists = launch.choose(case.role.plan(), case.query, case.keys, case.scale)
+        lists = launch.choose(case.role.plan(), case.query, case.keys, case.scale, LEFT)
         check_attention(case, lists, check_choice(case, lists), "chosen")
         check_attention(case, *random_lists(case, rng.choice([0.0, 0.1, 0.6])), "random")
         expect(case.guard.intact(), f"{shape}: something was written outside")

@@ -13,6 +13,7 @@ from plugins.attend.block_sparse.launch import Form
 from plugins.attend.in_torch import attend_all
 from plugins.cache import paged_kernels
 from plugins.cache.assemble import make_cache
+from plugins.cache.batch import Row
 from plugins.cache.cache import Cache
 from plugins.config import OpConfig
 from plugins.device.spec import shared_limit
@@ -22,30 +23,32 @@ from trtkv.config import Limits, ModelConfig
 from trtkv.policies.prefill.xattention import XAttention
 from trtkv.policies.registry import parse_policy
 
-# query heads, KV heads, channels, new, stored, block, stride, tau, most, dense_below
+# query heads, KV heads, channels, new, stored, block, stride, tau, most, dense_below, dense_last
 CASES = {
-    "whole prompt": (4, 2, 16, 96, 96, 16, 4, 0.6, 1.0, 0),
-    "open end": (4, 4, 16, 75, 139, 16, 4, 0.6, 1.0, 0),
-    "chunk begins within a block": (7, 1, 32, 61, 190, 32, 8, 0.7, 1.0, 0),
-    "padded channels": (2, 2, 48, 40, 72, 16, 8, 0.5, 1.0, 0),
-    "first tokens dense": (8, 1, 16, 90, 120, 16, 4, 0.2, 1.0, 64),
-    "bounded": (2, 1, 16, 100, 200, 16, 4, 1.0, 0.3, 0),
-    "two tokens": (2, 1, 16, 2, 65, 16, 4, 0.9, 1.0, 0),
+    "whole prompt": (4, 2, 16, 96, 96, 16, 4, 0.6, 1.0, 0, 0),
+    "open end": (4, 4, 16, 75, 139, 16, 4, 0.6, 1.0, 0, 0),
+    "chunk begins within a block": (7, 1, 32, 61, 190, 32, 8, 0.7, 1.0, 0, 0),
+    "padded channels": (2, 2, 48, 40, 72, 16, 8, 0.5, 1.0, 0, 0),
+    "first tokens dense": (8, 1, 16, 90, 120, 16, 4, 0.2, 1.0, 64, 0),
+    "bounded": (2, 1, 16, 100, 200, 16, 4, 1.0, 0.3, 0, 0),
+    "two tokens": (2, 1, 16, 2, 65, 16, 4, 0.9, 1.0, 0, 0),
+    "last tokens dense": (2, 2, 16, 70, 170, 16, 4, 0.2, 1.0, 0, 27),
 }
 MODEL = ModelConfig(
     model_type="llama", hidden_size=64, intermediate_size=64, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=16, vocab_size=64, dtype="float32"
 )
+LEFT = 3  # tokens of the prompt after the chunk
 FORMS = {"estimate": Form(16, 32, 2, 4), "attend": Form(0, 16, 2, 4)}
 
 
 class Case:
     def __init__(self, name: str, dtype: torch.dtype) -> None:
-        heads, kv_heads, dim, new, stored, block, stride, tau, most, dense_below = CASES[name]
+        heads, kv_heads, dim, new, stored, block, stride, tau, most, first, last = CASES[name]
         made = torch.Generator().manual_seed(stored)
         self.query = torch.randn(new, heads, dim, generator=made).mul(1.5).to(dtype)
         whole = [torch.randn(kv_heads, stored + 9, dim, generator=made).to(dtype) for _ in range(2)]
         self.keys, self.values = (one[:, :stored] for one in whole)
-        self.role = XAttention(block=block, stride=stride, tau=tau, most=most, dense_below=dense_below)
+        self.role = XAttention(block=block, stride=stride, tau=tau, most=most, dense_below=first, dense_last=last)
         self.plan, self.scale = self.role.plan(), dim**-0.5
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, chosen: Tensor) -> Tensor:
@@ -72,10 +75,10 @@ def marked(lists: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_do_what_the_role_means(name: str, dtype: torch.dtype) -> None:
     case = Case(name, dtype)
-    lists = launch.choose(case.plan, case.query, case.keys, case.scale)
-    chosen = case.role.blocks(case.query, case.keys, case.scale)
+    lists = launch.choose(case.plan, case.query, case.keys, case.scale, LEFT)
+    chosen = in_torch.read_blocks(case.role, case.query, case.keys, case.scale, LEFT)
     assert torch.equal(marked(lists), chosen)
-    found = launch.attend(case.plan, case.query, case.keys, case.values, case.scale)
+    found = launch.attend(case.plan, case.query, case.keys, case.values, case.scale, LEFT)
     given = case.query, case.keys, case.values
     exact = case.attend(*(one.double() for one in given), chosen)
     allowed = 2 * (case.attend(*given, chosen).double() - exact).norm() + 2.0**-24 * exact.norm()
@@ -88,9 +91,10 @@ def test_estimates_are_log_sums_of_blocks(name: str) -> None:
     case = Case(name, torch.float32)
     parts = launch.estimate(case.plan.rule, case.query, case.keys, case.scale)
     tiles, stride = case.role.block // case.role.stride, case.role.stride
-    weights = (parts * math.log(2)).softmax(-1)
     stored, start = case.keys.shape[1], case.keys.shape[1] - len(case.query)
     group = start // case.role.block * tiles + torch.arange(parts.shape[1])
+    parts = parts.masked_fill(torch.arange(parts.shape[2]) > (group // tiles)[:, None], -torch.inf)  # may not have been written
+    weights = (parts * math.log(2)).softmax(-1)
     asked = ((group + 1) * stride > start) & (group * stride < stored)
     scores = (weights * asked[:, None]).unflatten(1, (-1, tiles)).sum(2)
     exact = case.role.scores(case.query, case.keys, case.scale)
@@ -103,11 +107,13 @@ def test_estimates_are_log_sums_of_blocks(name: str) -> None:
 def test_what_reads_everything_is_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     monkeypatch.setattr(attend, "attend_with_lse", lambda q, k, v, scale: made.append("dense"))
-    monkeypatch.setattr(launch, "attend", lambda plan, q, k, v, scale: made.append("kernels"))
-    monkeypatch.setattr(attend, "attend_blocks", lambda plan, q, k, v, scale: made.append("definition"))
+    monkeypatch.setattr(launch, "attend", lambda plan, q, k, v, scale, left: made.append("kernels"))
+    monkeypatch.setattr(attend, "attend_blocks", lambda role, q, k, v, scale, left: made.append("definition"))
+
+    row = Row(0, 8, 300, 0, [], 32, torch.device("cpu"), 300)
 
     def run(policy: str, *sets: str) -> None:
-        attend.attend_prompt(parse_policy(policy, sets=sets).plan(MODEL), torch.zeros(8, 4, 16), *torch.zeros(2, 2, 300, 16), 0.25)
+        attend.attend_prompt(parse_policy(policy, sets=sets).plan(MODEL), row, torch.zeros(8, 4, 16), *torch.zeros(2, 2, 300, 16), 0.25)
 
     run("full")
     run("xattention")
@@ -120,7 +126,7 @@ def test_what_reads_everything_is_dense(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("name", ["xattention", "lagkv+xattention", "freekv+xattention"])
 def test_a_cache_attends_by_kernels_as_in_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sequences read their prompts, one from its middle on, another is being answered."""
-    sets = ("prefill.block=16", "prefill.stride=4", "prefill.dense_below=20", "prefill.tau=0.5")
+    sets = ("prefill.block=16", "prefill.stride=4", "prefill.dense_below=20", "prefill.dense_last=70", "prefill.tau=0.5")
     plan, config = parse_policy(name, sets=sets).plan(MODEL), OpConfig(4, 2, 16, 0.25, 1e-6, 0, 4, "")
     monkeypatch.setattr(launch, "BLOCKS", (16,))
     monkeypatch.setattr(attend, "attend_with_lse", lambda q, k, v, scale: pytest.fail("attention was dense"))
@@ -130,7 +136,7 @@ def test_a_cache_attends_by_kernels_as_in_torch(name: str, monkeypatch: pytest.M
     pages = [[7, 3, 0, 9], [5, 2, 1, 8, 6, 4]]
     for seen in ([30, 40], [75, 100]):
         new = [30, 40] if seen[0] == 30 else [45, 60]
-        cache.begin_step(new, seen, [2, 0], [pages] * plan.num_page_groups, [200, 200])
+        cache.begin_step(new, seen, [2, 0], [pages] * plan.num_page_groups, [140, 200])
         query = torch.randn(sum(new), 64)
         none = torch.empty(0)
         inputs = (query, none, none, [none] * plan.num_page_groups, none, [none] * plan.num_page_groups)

@@ -8,6 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from plugins.attend.block_sparse.in_torch import read_blocks
 from tests.examples import examples
 from tests.policies.cases import tensors
 from trtkv.config import ModelConfig
@@ -18,12 +19,12 @@ from trtkv.policies.registry import parse_policy
 from trtkv.rules import Antidiagonal
 from trtkv.simulation import simulate
 
-SMALL = ["prefill.block=16", "prefill.stride=4", "prefill.dense_below=0"]
+SMALL = ["prefill.block=16", "prefill.stride=4", "prefill.dense_below=0", "prefill.dense_last=0"]
 MODEL = ModelConfig(model_type="llama", hidden_size=64, intermediate_size=64, num_layers=4, num_q_heads=4, num_kv_heads=2, head_dim=16, vocab_size=64)
 
 
 def make(**fields: object) -> XAttention:
-    return XAttention(**{"block": 16, "stride": 4, "dense_below": 0, **fields})
+    return XAttention(**{"block": 16, "stride": 4, "dense_below": 0, "dense_last": 0, **fields})
 
 
 def estimated(query: Tensor, keys: Tensor, stride: int, block: int, scale: float) -> Tensor:
@@ -73,10 +74,17 @@ def test_no_more_blocks_than_a_share_of_those_there_are() -> None:
     assert chosen.sum(-1).tolist() == [[1, 2, 2, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]] * 4
 
 
-def test_first_tokens_read_everything() -> None:
+def test_first_and_last_tokens_read_everything() -> None:
     q, k, _ = tensors(200, 4, 2, 16)
-    chosen = make(tau=0.1, dense_below=70).blocks(q, k.transpose(0, 1), 0.25)
-    assert chosen.sum(-1)[:, :5].tolist() == [[1, 2, 3, 4, 2]] * 4
+
+    def counted(start: int, stop: int, left: int, **fields: int) -> list[int]:
+        found = read_blocks(make(tau=0.1, **fields), q[start:stop], k[:stop].transpose(0, 1), 0.25, left).sum(-1)
+        assert bool((found == found[0]).all())
+        return found[0].tolist()
+
+    assert counted(0, 200, 0, dense_below=70)[:6] == [1, 2, 3, 4, 2, 2]
+    assert counted(0, 200, 0, dense_last=20)[9:] == [2, 2, 12, 13] and counted(0, 200, 0, dense_last=8)[9:] == [2, 2, 2, 13]
+    assert counted(96, 192, 8, dense_last=20) == [2, 2, 2, 2, 2, 12] and counted(96, 192, 20, dense_last=20) == [2] * 6
 
 
 def test_a_role_that_reads_everything_is_full_attention() -> None:
@@ -90,12 +98,12 @@ def test_a_role_that_reads_everything_is_full_attention() -> None:
 
 
 @pytest.mark.parametrize("name", ["xattention", "quest+xattention", "kivi+xattention", "snapkv+xattention"])
-@given(prompt=st.integers(1, 150), chunk=st.integers(1, 4), tau=st.sampled_from([0.3, 0.6, 0.9]), dense_below=st.sampled_from([0, 40]))
+@given(prompt=st.integers(1, 150), chunk=st.integers(1, 4), tau=st.sampled_from([0.3, 0.6, 0.9]), dense=st.sampled_from([(0, 0), (40, 20)]))
 @examples(8)
-def test_chunks_of_whole_blocks_change_nothing(name: str, prompt: int, chunk: int, tau: float, dense_below: int) -> None:
+def test_chunks_of_whole_blocks_change_nothing(name: str, prompt: int, chunk: int, tau: float, dense: tuple[int, int]) -> None:
     assume(prompt % (chunk * 16) != 1)  # a chunk of one token reads what a decode query does
     q, k, v = tensors(prompt, seed=prompt)
-    sets = [*SMALL, f"prefill.tau={tau}", f"prefill.dense_below={dense_below}"]
+    sets = [*SMALL, f"prefill.tau={tau}", f"prefill.dense_below={dense[0]}", f"prefill.dense_last={dense[1]}"]
     whole = simulate(name, q, k, v, prefill=prompt, sets=sets)
     parts = simulate(name, q, k, v, prefill=prompt, sets=sets, chunk=chunk * 16)
     assert torch.allclose(whole.output, parts.output, rtol=1e-4, atol=1e-5)

@@ -295,19 +295,20 @@ class Offload(Role):
 class Prefill(Role):
     """Which blocks of keys does a block of a prompt's queries read?
 
-    block: tokens of a block, of queries and of keys; dense_below: first tokens of a prompt whose queries read everything before them.
+    block: tokens of a block, of queries and of keys; dense_below and dense_last: first and last tokens of a prompt whose queries read everything.
     """
 
     kind: ClassVar[Kind] = "prefill"
     takes: ClassVar[frozenset[str]] = frozenset({"attention_mass"})
     block: int = Field(128, ge=16)
     dense_below: int = Field(8192, ge=0)
+    dense_last: int = Field(256, ge=0)
 
     def blocks(self, query: Tensor, keys: Tensor, scale: float) -> Tensor:
         """Choose for query [n, Hq, D], the newest n of S tokens, among keys [Hk, S, D]: [Hq, Bq, Bk] bool.
 
         Blocks begin at multiples of `block` from the first stored token on; Bq are those that hold one of the queries, Bk all. A block of queries
-        reads itself, and none after it.
+        reads itself, and none after it; the first and last tokens' read everything whatever is chosen.
         """
         raise NotImplementedError
 
@@ -317,7 +318,7 @@ class Prefill(Role):
 
     def plan(self) -> PrefillPlan:
         """Lower the role to what attention in a prompt reads."""
-        return PrefillPlan(self.meaning(), self.block, self.dense_below, self.stated)
+        return PrefillPlan(self.meaning(), self.block, self.dense_below, self.dense_last, self.stated)
 
 
 class Retrieve(Role):

@@ -7,17 +7,19 @@ from torch import Tensor
 from plugins.attend.block_sparse import launch
 from plugins.attend.block_sparse.in_torch import attend_blocks
 from plugins.attend.prefill import attend_with_lse
+from plugins.cache.batch import Row
+from plugins.cache.roles import load_prefill
 from trtkv.plan import CachePlan
 
 
-def attend_prompt(plan: CachePlan, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
-    """Attend query [n, Hq, D], the newest n tokens, to what it reads of keys and values [Hk, S, D] of bf16 or fp16: [n, Hq, D].
+def attend_prompt(plan: CachePlan, row: Row, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
+    """Attend query [n, Hq, D], a sequence's newest n tokens, to what it reads of keys and values [Hk, S, D] of bf16 or fp16: [n, Hq, D].
 
     Also returns the log-sum-exp [Hq, n] fp32 where everything is read, else None.
     """
-    sparse = plan.sparse_prefill(len(query), keys.shape[1])
+    sparse, left = plan.sparse_prefill(len(query), keys.shape[1]), row.prompt - row.seen
     if sparse is None:
         return attend_with_lse(query, keys, values, scale)
     if launch.why_torch(sparse, keys.shape[1]) is None:
-        return launch.attend(sparse, query, keys, values, scale), None
-    return attend_blocks(sparse, query, keys, values, scale), None
+        return launch.attend(sparse, query, keys, values, scale, left), None
+    return attend_blocks(load_prefill(sparse.meaning), query, keys, values, scale, left), None

@@ -6,17 +6,36 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from plugins.cache.roles import load_prefill
-from trtkv.plan import PrefillPlan
+from plugins.cache.roles import PrefillRole
+
+NEVER = 2**31 - 1
 
 
-def attend_blocks(plan: PrefillPlan, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Attend query [n, Hq, D], the newest n of S tokens, to the blocks of keys and values [Hk, S, D] that the role chooses: [n, Hq, D]."""
-    return attend_chosen(query, keys, values, load_prefill(plan.meaning).blocks(query, keys, scale), plan.block, scale)
+def attend_blocks(role: PrefillRole, query: Tensor, keys: Tensor, values: Tensor, scale: float, left: int) -> Tensor:
+    """Attend query [n, Hq, D], the newest n of S tokens, to the blocks of keys and values [Hk, S, D] that a role reads: [n, Hq, D].
+
+    So many tokens of the prompt are left after these.
+    """
+    return attend_chosen(query, keys, values, read_blocks(role, query, keys, scale, left), role.block, scale)
+
+
+def read_blocks(role: PrefillRole, query: Tensor, keys: Tensor, scale: float, left: int) -> Tensor:
+    """Return what blocks of queries read: [Hq, Bq, Bk] bool, what the role chooses and, where queries are first or last, everything."""
+    chosen, stored = role.blocks(query, keys, scale), keys.shape[1]
+    block = torch.arange(chosen.shape[2], device=keys.device)
+    own = block[-chosen.shape[1] :, None]
+    end = (own + 1) * role.block
+    dense = (end <= role.dense_below) | (end > dense_from(role.dense_last, stored, left))
+    return (chosen | dense) & (block <= own)
+
+
+def dense_from(dense_last: int, stored: int, left: int) -> int:
+    """Return the stored token from which on queries are among the last of their prompt, of which so many tokens are left; far away if none is."""
+    return stored - (dense_last - left) if left < dense_last else NEVER
 
 
 def attend_chosen(query: Tensor, keys: Tensor, values: Tensor, chosen: Tensor, block: int, scale: float) -> Tensor:
-    """Do so with chosen blocks [Hq, Bq, Bk] bool of so many tokens; queries are masked block by block, which bounds the memory that it takes."""
+    """Attend to chosen blocks [Hq, Bq, Bk] bool of so many tokens; queries are masked block by block, which bounds the memory that it takes."""
     stored, start = keys.shape[1], keys.shape[1] - len(query)
     heads_first, out = query.transpose(0, 1), torch.empty_like(query)
     for which, read in enumerate(chosen.unbind(1), start // block):

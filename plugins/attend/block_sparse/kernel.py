@@ -79,6 +79,7 @@ def choose_kernel(
     stored,
     blocks,
     dense_below,
+    dense_from,
     tau,
     most,
     STRIDE: tl.constexpr,
@@ -88,8 +89,8 @@ def choose_kernel(
     """List the blocks that every block of queries reads; grid [Bq, Hq].
 
     parts [Hq, Bq * TILES, blocks] fp32 as `estimate_kernel` wrote them; chosen [Hq, Bq, blocks + 1] int32: ascending numbers, and how many at the
-    end. tau and most are those of the rule, dense_below of the plan; WIDTH is a power of two, blocks at least. Where blocks at the cut are equal, all
-    of them are read, or none where that would be too many.
+    end. tau and most are those of the rule; blocks that end by dense_below, or after dense_from, read everything. WIDTH is a power of two, blocks at
+    least. Where blocks at the cut are equal, all of them are read, or none where that would be too many.
     """
     which, head = tl.program_id(0), tl.program_id(1)
     size: tl.constexpr = STRIDE * TILES
@@ -119,7 +120,9 @@ def choose_kernel(
         middle = over + (fits - over) // 2
         crowded = tl.sum((bits >= middle).to(tl.int32), 0) > room
         over, fits = tl.where(crowded, middle, over), tl.where(crowded, fits, middle)
-    cut = tl.where((own + 1) * size <= dense_below, -1, tl.maximum(enough, fits))  # above all where the blocks that are always read suffice
+    cut = tl.maximum(enough, fits)  # above all where the blocks that are always read suffice
+    cut = tl.where((own + 1) * size <= dense_below, -1, cut)
+    cut = tl.where((own + 1) * size > dense_from, -1, cut)
     taken = ((bits >= cut) | always) & before
     place = tl.cumsum(taken.to(tl.int32), 0) - 1
     chosen += line * (blocks + 1)

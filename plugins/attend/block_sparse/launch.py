@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from plugins.attend.block_sparse.in_torch import dense_from
 from plugins.device import kernel
 from plugins.device.driver import arch
 from plugins.device.kernel import LOG2_E, Constants, TritonKernel, typed
@@ -27,7 +28,7 @@ ESTIMATE = TritonKernel(
 )  # fmt: skip
 CHOOSE = TritonKernel(
     SOURCE, "choose_kernel",
-    {"parts": "*fp32", "chosen": "*i32", **typed("i32", "new", "stored", "blocks", "dense_below"), **typed("fp32", "tau", "most")},
+    {"parts": "*fp32", "chosen": "*i32", **typed("i32", "new", "stored", "blocks", "dense_below", "dense_from"), **typed("fp32", "tau", "most")},
 )  # fmt: skip
 ATTEND = TritonKernel(
     SOURCE, "attend_kernel",
@@ -63,12 +64,15 @@ def why_torch(plan: PrefillPlan, stored: int = 0) -> str | None:
     return f"{stored} tokens are stored, and the kernels take {most}" if stored > most else None
 
 
-def attend(plan: PrefillPlan, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Attend query [n, Hq, D], the newest n of S tokens, to blocks of keys and values [Hk, S, D] that kernels choose: [n, Hq, D]."""
-    return attend_chosen(query, keys, values, choose(plan, query, keys, scale), plan.block, scale)
+def attend(plan: PrefillPlan, query: Tensor, keys: Tensor, values: Tensor, scale: float, left: int) -> Tensor:
+    """Attend query [n, Hq, D], the newest n of S tokens, to blocks of keys and values [Hk, S, D] that kernels choose: [n, Hq, D].
+
+    So many tokens of the prompt are left after these.
+    """
+    return attend_chosen(query, keys, values, choose(plan, query, keys, scale, left), plan.block, scale)
 
 
-def choose(plan: PrefillPlan, query: Tensor, keys: Tensor, scale: float) -> Tensor:
+def choose(plan: PrefillPlan, query: Tensor, keys: Tensor, scale: float, left: int) -> Tensor:
     """Choose what every block of queries reads: [Hq, Bq, Bk + 1] int32, ascending blocks of keys, and how many there are at the end."""
     rule = plan.rule
     assert rule is not None, "the plan states no rule"
@@ -76,7 +80,8 @@ def choose(plan: PrefillPlan, query: Tensor, keys: Tensor, scale: float) -> Tens
     heads, rows, blocks = parts.shape
     tiles = rule.block // rule.stride
     chosen = torch.empty(heads, rows // tiles, blocks + 1, dtype=torch.int32, device=query.device)
-    numbers = (len(query), keys.shape[1], blocks, plan.dense_below, rule.tau, rule.most)
+    dense = plan.dense_below, dense_from(plan.dense_last, keys.shape[1], left)
+    numbers = (len(query), keys.shape[1], blocks, *dense, rule.tau, rule.most)
     width = next(one for one in WIDTHS if one >= blocks)
     kernel.run(CHOOSE, (rows // tiles, heads, 1), (parts, chosen, *numbers), choose_constants(rule, width), warps=choose_warps(width))
     return chosen

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from plugins.attend.block_sparse.in_torch import attend_chosen
+from plugins.attend.block_sparse.in_torch import attend_blocks
 from plugins.cache.reference.store import PARTS, HeadStore
 from plugins.cache.roles import AllocateRole, EvictRole, Granted, PrefillRole, QuantizeRole, RetrieveRole
 from plugins.select.in_torch import choose, pool, speculative_query, spread
@@ -186,8 +186,7 @@ class LayerCache:
     def _attend_blocks(self, role: PrefillRole, head: int, queries: Tensor) -> Tensor:
         """Attend with a prompt's queries [G, n, D] of one head to the blocks that a role chooses: [G, n, D]."""
         keys, values = (self.heads[head].parts[part].decoded()[None] for part in PARTS)
-        query = queries.transpose(0, 1)
-        return attend_chosen(query, keys, values, role.blocks(query, keys, self.scale), role.block, self.scale).transpose(0, 1)
+        return attend_blocks(role, queries.transpose(0, 1), keys, values, self.scale, self.prompt - self.seen).transpose(0, 1)
 
     def _attend_counting(self, head: int, queries: Tensor, asked: Tensor) -> Tensor:
         """Attend with queries [G, n, D] of one head and count what each token received: [G, n, D]."""

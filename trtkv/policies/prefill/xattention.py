@@ -65,4 +65,4 @@ class XAttention(Prefill):
         needed = ranked.cumsum(-1) - ranked < self.tau * scores.sum(-1, keepdim=True)
         allowed = block < ((own + 1).float() * self.most).floor().clamp(min=2)
         chosen = torch.zeros_like(always.expand_as(scores)).scatter(-1, order, needed & allowed)
-        return (chosen | always | ((own + 1) * self.block <= self.dense_below)) & (block <= own)
+        return (chosen | always) & (block <= own)

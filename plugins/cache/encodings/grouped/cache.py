@@ -184,7 +184,7 @@ class GroupedCache(CountedCache):
             units = chosen[:, : min(plan.width, -(-row.stored // plan.unit))].long()
             out[rows] = attend_units(config, plan, row, chunk[0], units, lambda tokens: (_taken(keys, tokens), _taken(values, tokens))).flatten()
             return
-        answer, lse = attend_prompt(self.plan, chunk, keys, values, config.scale)
+        answer, lse = attend_prompt(self.plan, row, chunk, keys, values, config.scale)
         out[rows] = answer.flatten(1)
         if self.store.keeper is not None:
             self.store.keeper.observe(layer, row, chunk, keys, lse)

@@ -23,6 +23,7 @@ from plugins.cache.eviction.per_head.pool import HeadPool
 from plugins.cache.formats import ring_sink
 from plugins.cache.paged_kernels import dense_scratch, new_tokens
 from plugins.cache.pages import HeadPages, Lengths, PageList, Pages
+from plugins.cache.roles import load_prefill
 from plugins.config import OpConfig
 from trtkv.plan import CachePlan
 
@@ -112,7 +113,7 @@ class HeadCache(Cache):
             new, stored = row.new, keys.shape[1]
             parts.append((keys, None))
             if (sparse := self.plan.sparse_prefill(new, stored)) is not None:
-                out[:, heads] = attend_blocks(sparse, query[:, heads], keys, values, config.scale)
+                out[:, heads] = attend_blocks(load_prefill(sparse.meaning), query[:, heads], keys, values, config.scale, row.prompt - row.seen)
                 continue
             mask = torch.ones(new, stored, dtype=torch.bool, device=query.device).tril(stored - new) if new > 1 else None
             some = query[:, heads].transpose(0, 1)[None]
@@ -180,7 +181,7 @@ class HeadCache(Cache):
             chunk = query[rows].unflatten(1, (config.num_q_heads, config.head_dim))
             parts: list[tuple[Tensor, Tensor | None]] = []
             for heads, keys, values in self.pool.parts(layer, b, config.num_q_heads):
-                answer, lse = attend_prompt(self.plan, chunk[:, heads], keys, values, config.scale)
+                answer, lse = attend_prompt(self.plan, row, chunk[:, heads], keys, values, config.scale)
                 out[rows].unflatten(1, chunk.shape[1:])[:, heads] = answer
                 parts.append((keys, lse))
             observe_chunk(self.pool, layer, b, row, chunk, parts)

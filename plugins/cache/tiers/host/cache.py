@@ -137,7 +137,7 @@ class HostCache(PagedCache):
             row = step.rows[b]
             rows = slice(row.start, row.start + row.new)
             chunk = query[rows].unflatten(1, (config.num_q_heads, config.head_dim))
-            out[rows] = attend_prompt(self.plan, chunk, *read_prompt(self.host, layer, step, b), config.scale)[0].flatten(1)
+            out[rows] = attend_prompt(self.plan, row, chunk, *read_prompt(self.host, layer, step, b), config.scale)[0].flatten(1)
         which = step.decode_rows
         if len(which):
             places = starts[:-1][which]
