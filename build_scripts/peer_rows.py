@@ -11,7 +11,7 @@ from itertools import pairwise
 FORMS = {"load": r"load:(\d+)x(\d+)/(\d+)", "ttft": r"ttft:()(\d+)()", "decode": r"decode:(\d+)x(\d+)()"}
 FIRST, LAST = 8, 136  # tokens of an answer between which decoding is timed: neither its prompt nor its start is in it
 WARM_TOKENS = 4096  # of the prompts that have every batch size run once before anything is timed
-REPEATS = 3  # of the time to a first token
+REPEATS, LONG_CONTEXT = 3, 100_000  # of the time to a first token; once from so many tokens on
 
 # Answers prompts that are submitted at once, each with so many tokens; returns when each token of each came, in seconds after the submission.
 Run = Callable[[Sequence[list[int]], Sequence[int]], list[list[float]]]
@@ -90,7 +90,8 @@ def _load(run: Run, row: Row, prompts: Prompts, rounds: int) -> Figures:
 
 def _ttft(run: Run, row: Row, prompts: Prompts, rounds: int) -> Figures:
     run(prompts.draw(1, row.context), [1])
-    return {"ttft_ms": _ms(min(_seconds(run(prompts.draw(1, row.context), [1])) for _ in range(REPEATS * rounds)))}
+    repeats = (REPEATS if row.context < LONG_CONTEXT else 1) * rounds
+    return {"ttft_ms": _ms(min(_seconds(run(prompts.draw(1, row.context), [1])) for _ in range(repeats)))}
 
 
 def _decode(run: Run, row: Row, prompts: Prompts, rounds: int) -> Figures:
