@@ -46,7 +46,7 @@ class Launches:
         monkeypatch.setattr(attend_launch, "attend_list", self.attend_list)
         monkeypatch.setattr(launch_dense, "attend_dense", self.attend_dense)
         monkeypatch.setattr(per_head, "attend_list", self.attend_list)
-        monkeypatch.setattr(prefill, "_takes_cudnn", lambda query: False)
+        monkeypatch.setattr(prefill.cudnn, "serves", lambda device: False)
         monkeypatch.setattr(prefill, "_flash", self.flash)
         fake_device(monkeypatch)
 
@@ -178,10 +178,9 @@ class Launches:
 
     @staticmethod
     def flash(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        config = OpConfig(query.shape[1], keys.shape[1], query.shape[3], scale, 0.0, 0, 0, "")
-        row = SimpleNamespace(new=query.shape[2], stored=keys.shape[2])
-        out = in_torch.attend_all(config, row, query[0].transpose(0, 1), keys[0], values[0])
-        return out.transpose(0, 1)[None], torch.full(query.shape[:3], float("nan"))
+        config = OpConfig(query.shape[1], keys.shape[0], query.shape[2], scale, 0.0, 0, 0, "")
+        row = SimpleNamespace(new=len(query), stored=keys.shape[1])
+        return in_torch.attend_all(config, row, query, keys, values), torch.full((query.shape[1], len(query)), float("nan"))
 
 
 def force_kernels(cache: Cache) -> Cache:

@@ -248,7 +248,7 @@ def test_all_kernels_together_answer_as_the_torch_forms(tmp_path: Path, monkeypa
     """Append in the interpreter and decode attention from its CUDA source; prompts by the library's stand-in."""
     pytest.importorskip("triton")
     cuda_on_cpu.install(monkeypatch, multiprocessors=3)
-    monkeypatch.setattr(prefill, "_takes_cudnn", lambda query: False)
+    monkeypatch.setattr(prefill.cudnn, "serves", lambda device: False)
     monkeypatch.setattr(prefill, "_flash", Launches.flash)
     shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 64, "num_hidden_layers": 2}
     tiny = make_tiny("llama", tmp_path / "tiny", dtype=torch.float16, **shape)
@@ -280,12 +280,12 @@ def test_what_allocate_roles_measure_comes_from_kernels(name: str, tiny_llama: T
     pytest.importorskip("triton")
 
     def flash(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        group, (count, stored) = query.shape[1] // keys.shape[1], (query.shape[2], keys.shape[2])
-        logits = query[0] @ keys[0].repeat_interleave(group, 0).transpose(1, 2) * scale
+        group, (count, stored) = query.shape[1] // len(keys), (len(query), keys.shape[1])
+        logits = query.transpose(0, 1) @ keys.repeat_interleave(group, 0).transpose(1, 2) * scale
         hidden = torch.ones(count, stored, dtype=torch.bool).triu(stored - count + 1)
-        return torch.empty_like(query), logits.masked_fill(hidden, float("-inf")).logsumexp(2)[None]
+        return torch.empty_like(query), logits.masked_fill(hidden, float("-inf")).logsumexp(2)
 
-    monkeypatch.setattr(prefill, "_takes_cudnn", lambda query: False)
+    monkeypatch.setattr(prefill.cudnn, "serves", lambda device: False)
     monkeypatch.setattr(prefill, "_flash", flash)
     found, (text,) = [], prompts(150)
     for kernels in (True, False):

@@ -201,7 +201,7 @@ def test_all_kernels_together_answer_as_the_torch_forms(name: str, tmp_path: Pat
     """Append in the interpreter, decode attention from its CUDA source, moves in the interpreter; prompts by the library's stand-in."""
     pytest.importorskip("triton")
     cuda_on_cpu.install(monkeypatch, multiprocessors=3)
-    monkeypatch.setattr(prefill, "_takes_cudnn", lambda query: False)
+    monkeypatch.setattr(prefill.cudnn, "serves", lambda device: False)
     monkeypatch.setattr(prefill, "_flash", Launches.flash)
     shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 64, "num_hidden_layers": 2}
     tiny = make_tiny("llama", tmp_path / "tiny", dtype=torch.float16, **shape)

@@ -44,7 +44,7 @@ def test_one_launch_chooses_and_answers_as_the_torch_forms(
 
 def _check_sources(policy: str, heads: int, kv: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda_on_cpu.install(monkeypatch, multiprocessors=4)
-    monkeypatch.setattr(prefill, "_takes_cudnn", lambda query: False)
+    monkeypatch.setattr(prefill.cudnn, "serves", lambda device: False)
     monkeypatch.setattr(prefill, "_flash", Launches.flash)
     twins, lists, other = Twins(lower(policy, model(heads, kv)), model(heads, kv)), 0, 0
     for cache in (twins.plain, twins.wired):

@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from plugins.attend import prefill
+from plugins.cache import paged_kernels
+from tests.plugins.launches_in_torch import Launches
 from tests.tiny import TinyModel, make_rig, make_tiny
 from trtkv.runtime import executor
 from trtkv.runtime.rows import StepRow
@@ -56,24 +59,28 @@ def test_logits_equal_transformers(kind: str, dtype: torch.dtype, device: str, t
         assert_as_good_as_transformers(rig.feed(tokens, slot, chunks=chunks).cpu(), tiny, tokens, dtype)
 
 
-@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
-def test_the_last_layer_attends_for_tokens_that_get_logits_alone(
-    device: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tiny = make_tiny("llama", tmp_path / "model", dtype=dtype)
-    rig = make_rig(tiny, "full", tmp_path, device=device)
+@pytest.mark.parametrize("kernels", [False, True])
+def test_the_last_layer_attends_for_tokens_that_get_logits_alone(kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torch chunks without any are skipped, by kernels also the tokens before the first; by these with FlashAttention's stand-in."""
+    tiny = make_tiny("llama", tmp_path / "model")
+    rig = make_rig(tiny, "full", tmp_path)
+    if kernels:
+        monkeypatch.setattr(prefill, "_flash", Launches.flash)
+        monkeypatch.setattr(prefill.cudnn, "serves", lambda device: False)
+        monkeypatch.setattr(rig.cache, "attend", lambda *node: paged_kernels.attend(rig.cache, *node))
     tokens = torch.randint(0, 256, (90,), generator=torch.Generator().manual_seed(7))
     empty = torch.empty
     monkeypatch.setattr(
         executor.torch, "empty", lambda *size, **kind: empty(*size, **kind).fill_(torch.nan if kind["dtype"].is_floating_point else -1)
     )
+    rig.executor.taps = {}
     for start, end in ((0, 50), (50, 80)):
         rig.stepper.run([StepRow(tokens[start:end].tolist(), start, 0, rig.pages(0))])
-    rig.executor.taps = {}
-    last = rig.stepper.run([StepRow(tokens[80:].tolist(), 80, 0, rig.pages(0), (4, 9))]).cpu()
-    first = [bool(one.isnan().all()) for one in rig.executor.taps["layers.2.attended"][:4]] if device == "cuda" else [True]
-    assert all(first) and not rig.executor.taps["layers.1.attended"].isnan().any()
-    exact, theirs = tiny.logits(tokens, torch.float64)[[84, 89]], tiny.logits(tokens, dtype)[[84, 89]]
+        assert rig.executor.taps["layers.2.attended"].isnan().all() and not rig.executor.taps["layers.1.attended"].isnan().any()
+    last = rig.stepper.run([StepRow(tokens[80:].tolist(), 80, 0, rig.pages(0), (4, 9))])
+    unread = 4 if kernels else 0
+    assert rig.executor.taps["layers.2.attended"][:unread].isnan().all() and not rig.executor.taps["layers.2.attended"][unread:].isnan().any()
+    exact, theirs = (tiny.logits(tokens, dtype)[[84, 89]] for dtype in (torch.float64, torch.float32))
     assert worst(last, exact) <= 2 * worst(theirs, exact)
 
 
