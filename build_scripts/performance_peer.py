@@ -29,7 +29,7 @@ def beside_peer(records: Sequence[Record]) -> str:
         ratios = [figure(one) / figure(peer) if one else None for one in (full, best)]
         where = load(peer) + (f" / {peer['answer']}" if peer["kind"] == "load" else "")
         times = [figure(one) if one else None for one in (peer, full, best)]
-        rows += [[FIGURES[peer["kind"]][1], where, best and best["policy"], *times, *ratios]] if beside else []
+        rows += [[FIGURES[peer["kind"]][1], where, best and named(best), *times, *ratios]] if beside else []
         shown += beside
         limits = GOALS.get(peer["row"], (PROMPT_GOAL, SPARSE_GOAL.get(peer["row"])) if peer["kind"] == "ttft" else (None, None))
         for what, ratio, limit in zip(("full", "best policy"), ratios, limits, strict=True):
@@ -42,12 +42,18 @@ def beside_peer(records: Sequence[Record]) -> str:
 ## Beside vLLM
 
 {models} with the same prompts, steps and greedy answers. A load is prompts x tokens / tokens of each answer, submitted at once, and takes until the
-last answer ends. *best* is the policy that takes least time; ratios are to vLLM's time, so less is better. {versions}, {facts(shown)}
-(`build_scripts/bench_peer.py`).
+last answer ends. *best* is the policy that takes least time; ratios are to vLLM's time, so less is better. With random weights nothing says
+which blocks of a prompt matter, so `xattention` reads a given share of them. {versions}, {facts(shown)} (`build_scripts/bench_peer.py`).
 
 {table(["figure", "load", "best", "vLLM", "full", "best policy", "full / vLLM", "best / vLLM"], rows, 3)}
 {goals(missed)}
 """
+
+
+def named(one: Record) -> str:
+    """Return a record's policy, with the share of blocks that its prompts read where one was given."""
+    share = next((float(field.partition("=")[2]) for field in one.get("sets", ()) if field.startswith("prefill.most=")), None)
+    return f"{one['policy']}" + (f" ({share:.0%})" if share else "")
 
 
 def figure(one: Record) -> float:
