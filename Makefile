@@ -8,7 +8,7 @@ EXTRAS ?= gguf,rtx
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test explore lint clean
+.PHONY: demo test pytest explore lint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/trtkv pull smollm2-135m
@@ -16,7 +16,11 @@ demo: $(VENV)/.demo
 	$(BIN)/trtkv build --model smollm2-135m --policy fier --budget 256 --max-seq-len 4096
 	$(BIN)/python build_scripts/demo.py engines/smollm2-135m-full engines/smollm2-135m-fier
 
-test: $(VENV)/.dev lint
+# Linters run on one core while the tests start on the others.
+test: $(VENV)/.dev
+	$(MAKE) --jobs=2 lint pytest
+
+pytest: $(VENV)/.dev
 	$(BIN)/trtkv pull smollm2-135m
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ from plugins.device.spec import shared_limit
 
 HEADER = Path(__file__).with_suffix(".h")
 FOLDER = Path(tempfile.gettempdir())  # of compiled kernels; a folder of pytest's cache, see conftest
-OPTIONS = ("-std=c++17", "-O1", "-w", "-fpermissive", "-mf16c", "-mavx2", "-mfma", "-fPIC", "-shared", "-pthread")
+OPTIONS = ("-std=c++17", "-Og", "-w", "-fpermissive", "-mf16c", "-mavx2", "-mfma", "-fPIC", "-shared", "-pthread")
 _ALSO = ("cluster_sync", "shared_at")  # of the header, though without PTX
 _FUNCTION = re.compile(r"^(?:template <[^\n]*?> )?__device__ __forceinline__ [^\n(]*?(\w+)\(", re.MULTILINE)
 
@@ -95,10 +96,24 @@ def _compile(spec: CudaSpec) -> Path:
     library, draft = FOLDER / f"{name}.so", FOLDER / f"{name}.partial"
     with FileLock(FOLDER / f"{name}.lock"):
         if not library.exists():
-            command = ["g++", *OPTIONS, f"-I{HEADER.parent}", *spec.defines, "-xc++", "-", "-o", str(draft)]
+            command = ["g++", *OPTIONS, "-include", str(_standard_headers()), f"-I{HEADER.parent}", *spec.defines, "-xc++", "-", "-o", str(draft)]
             subprocess.run(command, input=text, text=True, check=True)
             draft.replace(library)
     return library
+
+
+@cache
+def _standard_headers() -> Path:
+    """Return a header of what HEADER includes, beside its precompiled form: parsing it is a quarter of a kernel's compilation."""
+    text = "".join(re.findall(r"#include <.*>\n", HEADER.read_text()))
+    header = FOLDER / f"{hashlib.sha256(chr(0).join([text, *OPTIONS]).encode()).hexdigest()[:16]}.h"
+    compiled, draft = header.with_suffix(".h.gch"), header.with_suffix(".partial")
+    with FileLock(header.with_suffix(".lock")):
+        if not compiled.exists():
+            header.write_text(text)
+            subprocess.run(["g++", *OPTIONS, "-xc++-header", str(header), "-o", str(draft)], check=True)
+            draft.replace(compiled)
+    return header
 
 
 def _translate(spec: CudaSpec) -> str:

@@ -38,6 +38,7 @@ def test_what_is_known_follows_the_steps() -> None:
     for _ in range(40):
         pace.learn(prefills(1000, 0.1))
         pace.learn(DECODES)
+        pace.learn(prefills(7, 0.1))
     assert pace.token_s == pytest.approx(1e-4) and pace.step_s == pytest.approx(0.01)
     assert pace.chunk(8192) == LEAST_TOKENS
     for _ in range(40):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,8 +50,16 @@ def engine(model: TinyModel, policy: str, out: Path, tp: int) -> Path:
     return build(str(model.path), policy, sets=POLICIES[policy], out=out / f"{policy}-{tp}", backend="none", sms=["none"], tp=tp, **limits)
 
 
+@pytest.fixture
+def quick_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts come from a process that has imported torch, once for all tests; those without this fixture start as a user's do."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload([parallel.__name__, "torch.distributed"])
+    monkeypatch.setattr(parallel, "multiprocessing", SimpleNamespace(get_context=lambda method: server))
+
+
 @pytest.fixture(params=POLICIES)
-def both(request: pytest.FixtureRequest, tiny_llama: TinyModel, tmp_path: Path) -> Iterator[tuple[LLM, LLM]]:
+def both(request: pytest.FixtureRequest, tiny_llama: TinyModel, tmp_path: Path, quick_starts: None) -> Iterator[tuple[LLM, LLM]]:
     one, two = (LLM(engine(tiny_llama, request.param, tmp_path, tp), device="cpu") for tp in (1, 2))
     yield one, two
     two.close()
@@ -66,6 +76,7 @@ def test_two_parts_answer_as_one(both: tuple[LLM, LLM]) -> None:
     assert [answer.token_ids for answer in again] == [answer.token_ids for answer in one[:2]]
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_two_parts_choose_the_same_tokens_independently(tiny_llama: TinyModel, tmp_path: Path) -> None:
     """As on GPUs: every part draws, steps are queued before the tokens of the one before are read, and penalties count in every part."""
     params = [
@@ -83,6 +94,7 @@ def test_two_parts_choose_the_same_tokens_independently(tiny_llama: TinyModel, t
     assert answers[0] == answers[1] and answers[0][0] == answers[0][1]
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_every_part_reads_a_requests_overrides(tiny_llama: TinyModel, tmp_path: Path) -> None:
     prompts = [[(7 * index + step) % 250 for step in range(length)] for index, length in enumerate((150, 90))]
     params = [SamplingParams(max_tokens=20, ignore_eos=True, budget=budget) for budget in (40, None)]
@@ -145,6 +157,7 @@ def test_policies_that_weigh_heads_against_each_other_are_refused(name: str, tin
     assert not (tmp_path / "engine").exists()
 
 
+@pytest.mark.usefixtures("quick_starts")
 @pytest.mark.parametrize(("vocab", "tied", "head"), [(262, False, (131, 96)), (262, True, (131, 96)), (261, False, (261, 96)), (261, True, None)])
 def test_head_is_shared_where_the_vocabulary_divides(vocab: int, tied: bool, head: tuple[int, int] | None, tmp_path: Path) -> None:
     model = make_tiny("llama", tmp_path / "model", vocab_size=vocab, tie_word_embeddings=tied, tokenizer=False)
@@ -213,6 +226,7 @@ def test_weights_that_are_missing_are_reported_before_anything_runs(tiny_llama: 
     assert call("run", path, "hello", "--max-tokens", 2, "--weights", "random", "--device", "cpu") == 0
 
 
+@pytest.mark.usefixtures("quick_starts")
 @pytest.mark.parametrize("policy", OFFLOADED)
 def test_parts_whose_pages_live_on_the_host_answer_as_those_on_the_device(policy: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
     """Every part recalls for its own heads; one and a half sequences fit, so that some are preempted and resume."""

@@ -24,9 +24,9 @@ class Pace:
         """Count a step."""
         if step.seconds <= 0:
             return
-        if step.prompt_tokens:
+        if step.prompt_tokens >= LEAST_TOKENS:  # what shorter ones take is not that of their tokens
             self.token_s = _mixed(self.token_s, step.seconds / step.prompt_tokens)
-        else:
+        elif not step.prompt_tokens:
             self.step_s = _mixed(self.step_s, step.seconds)
 
     def chunk(self, most: int) -> int:
