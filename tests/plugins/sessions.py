@@ -65,7 +65,7 @@ def check_batches(llm: LLM, texts: Sequence[list[int]], tokens: int) -> None:
     cancelled = llm.batcher.submit([texts[2]], [params(6)])
     most = 0
     while llm.batcher.advance():
-        most = max(most, len(cache.step(0).rows))
+        most = max(most, len(llm.batcher.scheduler.running))
         if cancelled.members[0].seen > 20 and cancelled.open:
             llm.batcher.cancel(cancelled)  # half-way through its prompt
     assert [ids(call) for call in calls] == alone and most == 2 and not cancelled.open

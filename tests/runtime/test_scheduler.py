@@ -141,9 +141,10 @@ def test_a_target_sizes_chunks_beside_sequences_that_decode_alone(llm: LLM, monk
     if llm.engine.cache.ledger.shrinks:
         pytest.skip("chunks of policies that evict are cut at fixed places")
     monkeypatch.setattr(Pace, "chunk", lambda pace, most: 16)
+    unlike_others = [249 - token for token in prompt(100, 3)]
     llm.batcher.submit([prompt(20, 2)], [params(30)])
     llm.batcher.advance()
-    call = llm.batcher.submit([prompt(100, 3)], [params(1)])
+    call = llm.batcher.submit([unlike_others], [params(1)])
     reading = call.members[0]
     seen = []
     while call.open:
@@ -151,7 +152,7 @@ def test_a_target_sizes_chunks_beside_sequences_that_decode_alone(llm: LLM, monk
         seen.append(reading.seen)
     assert {later - before for before, later in itertools.pairwise(dict.fromkeys([0, *seen]))} <= {16, 100 % 16}
     finish(llm)
-    again = llm.batcher.submit([prompt(90, 4)], [params(1)])
+    again = llm.batcher.submit([unlike_others[::-1]], [params(1)])
     llm.batcher.advance()
     assert again.members[0].seen == 48
     finish(llm)

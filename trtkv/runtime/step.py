@@ -58,7 +58,7 @@ class Stepper:
         self._announce(rows)
         logits = self._graphs.run(rows) if self._graphs is not None and self._captures(rows) else self.executor.run(self._inputs(rows))
         self.cache.end_step()
-        return logits
+        return logits[: sum(len(row.logits_of) for row in rows)]  # engines compute one row at least
 
     @torch.inference_mode()
     def launch(self, rows: Sequence[StepRow], asks: Sequence[Ask]) -> Chosen:
