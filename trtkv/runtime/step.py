@@ -1,7 +1,7 @@
 """One step of the engine: a batch of sequences in, their next logits out. Read this file first.
 
 The scheduler says which sequences take part and with how many new tokens; the step announces to the cache where their tokens are stored,
-fills the engine's inputs, and runs the graph once. Decode is the case of one new token each, prefill of a chunk; both may share a step.
+fills the engine's inputs, and runs the graph once. Decode is the case of one new token each, prefill of a chunk; they take turns.
 `run` returns logits; `launch` chooses the next tokens on the device as well, where the next step finds them before the host does.
 """
 
