@@ -10,10 +10,11 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # on machines with a GPU, too: t
 import pytest
 import torch
 
-from plugins.device import triton_aot
+from plugins.device import nvrtc, triton_aot
 from tests.examples import register
 from tests.plugins import cuda_on_cpu
 from tests.tiny import TinyModel, make_tiny
+from trtkv.engine import directory
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what it runs in the background; tests interrupt their children
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -30,6 +31,20 @@ def pytest_configure(config: pytest.Config) -> None:
     cache = getattr(config, "cache", None)  # none with -p no:cacheprovider
     if cache is not None:
         cuda_on_cpu.FOLDER = cache.mkdir("kernels")
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let NVRTC optimize little, for tests of whether and for what kernels compile; what it makes is kept from the user's folder."""
+    monkeypatch.setenv("TRTKV_HOME", str(tmp_path / "home"))
+    if (nvrtc.version() or "").split(".") >= ["13"]:
+        monkeypatch.setattr(nvrtc, "FLAGS", [*nvrtc.FLAGS, "--Ofast-compile=mid"])
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave kernels out of engines, for tests of their TensorRT plans."""
+    monkeypatch.setattr(directory, "list_kernels", lambda *args: ([], None))
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """A graph in the product's form with three small ops, real TensorRT builds of it, and faults to plant in the plugin's callbacks.
 
-`python -m tests.toy_graph FAULT` builds with one fault and prints the outcome, because some faults used to kill the process.
+`python -m tests.toy_graph FAULT...` builds with each fault and prints the outcomes, because some faults used to kill the process.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -161,16 +162,30 @@ FAULTS: dict[str, Callable[[], Plan]] = {
 }
 
 
-def main(fault: str) -> None:
-    """Build with a fault and print what happened as JSON."""
+def main(faults: Sequence[str]) -> None:
+    """Build with each fault and print what happened as lines of JSON; several are in processes of their own, forked where everything is imported."""
+    if len(faults) == 1:
+        print(json.dumps(outcome(faults[0])))
+        return
+    for fault in faults:
+        child = os.fork()
+        if child == 0:
+            print(json.dumps(outcome(fault)), flush=True)
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status:
+            print(json.dumps({"died": status}), flush=True)
+
+
+def outcome(fault: str) -> dict[str, Any]:
+    """Build with a fault and say what happened."""
     try:
-        outcome = {"built": FAULTS[fault]().data.nbytes > 0}
+        return {"built": FAULTS[fault]().data.nbytes > 0}
     except KeyboardInterrupt:
-        outcome = {"interrupted": True}
+        return {"interrupted": True}
     except TrtkvError as error:
-        outcome = {"error": type(error).__name__, "message": str(error)}
-    print(json.dumps(outcome))
+        return {"error": type(error).__name__, "message": str(error)}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1:])

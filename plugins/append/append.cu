@@ -9,16 +9,6 @@
 #define UNITS (HEADS_Q + 2 * HEADS_KV)
 #define UNROLL (SUMMARY == 1 ? 8 : 4) // tokens of a closing group that are asked for at once; code that runs seldom is fetched from memory
 
-__device__ __forceinline__ void wait_for_input() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void start_next() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 // As Triton divides and takes roots.
 __device__ __forceinline__ float divide_fast(float x, float y) {

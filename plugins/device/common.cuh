@@ -50,13 +50,20 @@ __device__ __forceinline__ float fma_sat(float x, float y, float z) { // x y + z
   return x;
 }
 
-// Wait for the kernels before this one, then let the one behind start its preamble: it may read what was written before the kernel before it.
-__device__ __forceinline__ void dependency_wait() {
+// Wait for the kernels before this one.
+__device__ __forceinline__ void wait_for_input() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// Let the kernel behind this one start: it loads what nobody writes, and waits for all before it.
+__device__ __forceinline__ void start_next() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
+// Both: it may read what was written before the kernel before it.
+__device__ __forceinline__ void dependency_wait() { wait_for_input(), start_next(); }
 __device__ __forceinline__ void cluster_arrive() {
 #if CLUSTER > 1
   asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");

@@ -15,6 +15,7 @@ from plugins.device.spec import Binary, Spec
 from trtkv.errors import BuildError
 
 HEADERS = Path(__file__).parent  # headers of more than one kernel
+FLAGS = ["-std=c++17"]  # of every compilation
 INSTALL = "pip install 'trtkv[gpu]'"
 _OWN_HEADER = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 
@@ -59,7 +60,7 @@ def compile_source(source: str, defines: Sequence[str], arch: str, folder: Path 
     from cuda.bindings import nvrtc
 
     folders = [*([folder] if folder else []), HEADERS, cuda_headers()]
-    options = [f"--gpu-architecture=sm_{arch}", "-std=c++17", *defines, *(f"-I{one}" for one in folders)]
+    options = [f"--gpu-architecture=sm_{arch}", *FLAGS, *defines, *(f"-I{one}" for one in folders)]
     program = _value(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
     try:
         (code,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])

@@ -74,7 +74,7 @@ def gemv(
     tokens, inner = x.shape
     width = out.shape[1]
     form = form or form_of(width, inner, gated)
-    spec = gemv_kernel(form, tokens, gated, norm is not None, x.dtype == torch.float16, arch())
+    spec = gemv_kernel(form, tokens, gated, norm is not None, x.dtype == torch.bfloat16, arch())
     tensors = (x, matrix, bias, out, *((norm.more, norm.weight, norm.total) if norm else (None,) * 3))
     values = (*tensors, width, inner, norm.eps if norm else 0.0)
     kernel.launch(spec, (-(-width // form.block_rows), 1, 1), values, threads=32 * form.warps, overlap=True)
@@ -83,41 +83,41 @@ def gemv(
 def norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, out: Tensor, total: Tensor | None) -> None:
     """Write the norm of x [T, E] (plus more, whose sum is written to total) scaled by weight [E] to out; all contiguous."""
     tokens, width = x.shape
-    spec = norm_kernel(x.dtype == torch.float16, arch())
+    spec = norm_kernel(x.dtype == torch.bfloat16, arch())
     kernel.launch(spec, (tokens, 1, 1), (x, more, weight, out, total, width, eps), threads=NORM_THREADS, overlap=tokens <= FEW_TOKENS)
 
 
 def silu_gate(both: Tensor, out: Tensor) -> None:
     """Write silu of the gate times the up, side by side in both [T, 2 F], to out [T, F]; both contiguous."""
     tokens, width = out.shape
-    spec = silu_kernel(both.dtype == torch.float16, arch())
+    spec = silu_kernel(both.dtype == torch.bfloat16, arch())
     grid = (tokens, -(-width // (8 * SILU_THREADS)), 1)
     kernel.launch(spec, grid, (both, out, width), threads=SILU_THREADS, overlap=tokens <= FEW_TOKENS)
 
 
-def gemv_kernel(form: Form, tokens: int, gated: bool, normed: bool, half: bool, arch: str) -> CudaSpec:
+def gemv_kernel(form: Form, tokens: int, gated: bool, normed: bool, bf16: bool, arch: str) -> CudaSpec:
     """Return a form's kernel for a number of tokens."""
     shape = {"TOKENS": tokens, "WARPS": form.warps, "ROWS": form.rows, "SPLIT": form.split, "UNROLL": form.unroll}
     # All blocks read the same tokens: from the second-level cache they would take as long as the matrix from memory.
-    return GEMV.variant(arch, percent=CACHING_PERCENT, **shape, GATED=int(gated), NORM=int(normed), FP16=half)
+    return GEMV.variant(arch, percent=CACHING_PERCENT, **shape, GATED=int(gated), NORM=int(normed), BF16=bf16)
 
 
-def norm_kernel(half: bool, arch: str) -> CudaSpec:
+def norm_kernel(bf16: bool, arch: str) -> CudaSpec:
     """Return the norm."""
-    return NORM.variant(arch, **_ALONE, FP16=half)
+    return NORM.variant(arch, **_ALONE, BF16=bf16)
 
 
-def silu_kernel(half: bool, arch: str) -> CudaSpec:
+def silu_kernel(bf16: bool, arch: str) -> CudaSpec:
     """Return the gated activation."""
-    return SILU.variant(arch, **_ALONE, FP16=half)
+    return SILU.variant(arch, **_ALONE, BF16=bf16)
 
 
 def kernels(width: int, inner: int, dtype: torch.dtype, most_tokens: int, arch: str, *, gated: bool = False, normed: bool = False) -> Iterator[Spec]:
     """Yield every kernel for a matrix [width, inner] (gated: [2 width, inner]) and up to so many tokens, the norm and the gated activation."""
     if dtype not in _DTYPES or width % 8 or inner % 8:
         return
-    half = dtype == torch.float16
-    yield norm_kernel(half, arch)
-    yield silu_kernel(half, arch)
+    bf16 = dtype == torch.bfloat16
+    yield norm_kernel(bf16, arch)
+    yield silu_kernel(bf16, arch)
     for tokens in range(1, min(MOST_TOKENS, most_tokens) + 1):
-        yield gemv_kernel(form_of(width, inner, gated), tokens, gated, normed, half, arch)
+        yield gemv_kernel(form_of(width, inner, gated), tokens, gated, normed, bf16, arch)

@@ -1,43 +1,24 @@
 // Products of a few tokens with a matrix, y = x W^T + b, as fast as the memory gives the matrix, with the norm in front of them; and norm and gate alone.
 //
 // Built with -DTOKENS (1 to 4), -DWARPS (of a block), -DROWS (matrix rows of a group of warps), -DSPLIT (warps that share these rows), -DUNROLL (16-byte loads of a lane
-// and row on their way), -DGATED (row n and row n + N are gate and up: silu(gate) * up), -DNORM (x is a sum that is normalized first) and -DFP16
-// (fp16 instead of bf16).
+// and row on their way), -DGATED (row n and row n + N are gate and up: silu(gate) * up), -DNORM (x is a sum that is normalized first) and, for
+// bfloat16, -DBF16.
 //
 // A kernel may start while the one before it runs: it loads its first piece of the matrix, which nobody writes, and waits only then.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include "common.cuh"
 
-typedef unsigned int u32;
-#ifdef FP16
-typedef __half real;
-__device__ __forceinline__ float wide(real x) { return __half2float(x); }
-__device__ __forceinline__ real narrow(float x) { return __float2half_rn(x); }
-__device__ __forceinline__ float2 both(u32 x) { return __half22float2(*reinterpret_cast<const __half2*>(&x)); }
-#else
-typedef __nv_bfloat16 real;
-__device__ __forceinline__ float wide(real x) { return __bfloat162float(x); }
-__device__ __forceinline__ real narrow(float x) { return __float2bfloat16_rn(x); }
+#ifdef BF16
 __device__ __forceinline__ float2 both(u32 x) { return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)); }
+#else
+__device__ __forceinline__ float2 both(u32 x) { return __half22float2(*reinterpret_cast<const __half2*>(&x)); }
 #endif
-__device__ __forceinline__ float rounded(float x) { return wide(narrow(x)); }
+__device__ __forceinline__ float rounded(float x) { return to_float(to_real(x)); }
 
 #define THREADS (WARPS * 32)
 #define GROUPS (WARPS / SPLIT)
 #define MATRIX_ROWS (ROWS * (GATED ? 2 : 1)) // that a group reads
 #define CHUNK 256                            // entries of a row that a warp loads at once
 
-// Let the kernel behind this one start: it loads what nobody writes, and waits for all before it.
-__device__ __forceinline__ void start_next() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-__device__ __forceinline__ void wait_for_input() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 // Of a matrix, before the wait too: the assembler moves loads that are declared as never written (ld.global.nc) behind it, these it leaves where they are.
 __device__ __forceinline__ uint4 load_once(const real* p) {
   uint4 v;
@@ -49,7 +30,7 @@ __device__ __forceinline__ void unpack(const uint4& v, float2 (&entries)[4]) {
   entries[0] = both(v.x), entries[1] = both(v.y), entries[2] = both(v.z), entries[3] = both(v.w);
 }
 __device__ __forceinline__ u32 pack(float2 x) {
-  const real pair[2] = {narrow(x.x), narrow(x.y)};
+  const real pair[2] = {to_real(x.x), to_real(x.y)};
   return *reinterpret_cast<const u32*>(pair);
 }
 
@@ -88,9 +69,9 @@ __device__ __forceinline__ void numbers(const Entries& found, int t, real* total
 __device__ __forceinline__ void finish(const float* found, float offset, real* out, int t, int row, int n) {
   if (GATED) {
     const float gate = rounded(found[0]);
-    out[(long long)t * n + row] = narrow(rounded(gate / (1.f + expf(-gate))) * rounded(found[1]));
+    out[(long long)t * n + row] = to_real(rounded(gate / (1.f + expf(-gate))) * rounded(found[1]));
   } else {
-    out[(long long)t * n + row] = narrow(found[0] + offset);
+    out[(long long)t * n + row] = to_real(found[0] + offset);
   }
 }
 
@@ -118,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gemv(const real* x, const 
 #pragma unroll
     for (int r = 0; r < MATRIX_ROWS; r++) w[u][r] = at < k ? load_once(rows[r] + at) : make_uint4(0, 0, 0, 0);
   }
-  const float offset = bias && finishes ? wide(bias[row]) : 0.f;
+  const float offset = bias && finishes ? to_float(bias[row]) : 0.f;
   // All that a step needs is asked for at once, and a step ahead; the norm's weight is nobody's result either.
   auto read_scale = [&](Entries& e, int at) {
 #if NORM
@@ -224,12 +205,12 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS) rms_norm(const real* 
       real* a = reinterpret_cast<real*>(&kept[i]);
       const real* b = reinterpret_cast<const real*>(&other);
 #pragma unroll
-      for (int j = 0; j < 8; j++) a[j] = narrow(wide(a[j]) + wide(b[j]));
+      for (int j = 0; j < 8; j++) a[j] = to_real(to_float(a[j]) + to_float(b[j]));
       *reinterpret_cast<uint4*>(total + row + at) = kept[i];
     }
     const real* a = reinterpret_cast<const real*>(&kept[i]);
 #pragma unroll
-    for (int j = 0; j < 8; j++) sum += wide(a[j]) * wide(a[j]);
+    for (int j = 0; j < 8; j++) sum += to_float(a[j]) * to_float(a[j]);
   }
 #pragma unroll
   for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
@@ -246,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS) rms_norm(const real* 
     real* a = reinterpret_cast<real*>(&kept[i]);
     const real* b = reinterpret_cast<const real*>(&scale[i]);
 #pragma unroll
-    for (int j = 0; j < 8; j++) a[j] = narrow(wide(narrow(wide(a[j]) * factor)) * wide(b[j]));
+    for (int j = 0; j < 8; j++) a[j] = to_real(to_float(to_real(to_float(a[j]) * factor)) * to_float(b[j]));
     *reinterpret_cast<uint4*>(out + row + at) = kept[i];
   }
 }

@@ -13,13 +13,11 @@ from plugins.device.kernel import CudaKernel
 from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import Int, Long, Pointer, Spec
 
-_SOURCE = Path(__file__).parent / "sample.cu"
-SAMPLE = CudaKernel(_SOURCE, "sample", (Pointer,) * 8 + (Long, Int))
-FEED = CudaKernel(_SOURCE, "feed", (Pointer,) * 4 + (Int,))
-FETCH = CudaKernel(_SOURCE, "fetch", (Pointer,) * 5 + (Int,) * 7)
+_FOLDER = Path(__file__).parent
+SAMPLE = CudaKernel(_FOLDER / "sample.cu", "sample", (Pointer,) * 8 + (Long, Int))
+FETCH = CudaKernel(_FOLDER / "fetch.cu", "fetch", (Pointer,) * 5 + (Int,) * 7)
 CLUSTER, CLUSTERS_FROM = 8, 90  # blocks of a row; clusters of blocks came with this compute capability
-THREADS, FEED_THREADS = 1024, 256
-_SMALL = {"CLUSTER": 1, "THREADS": THREADS, "STAGED": 0}  # of the kernels beside the sampler
+THREADS = 1024
 _MOST_STAGED = 200 * 1024  # bytes of a row's share that a block keeps in shared memory
 
 
@@ -35,12 +33,6 @@ def sample(logits: Tensor, settings: Tensor, numbers: Tensor, slots: Tensor, cou
     cluster, shared = sample_shape(vocab, arch())
     values = (logits, settings, numbers, slots, counts, last, turn, ring, ring.stride(1), vocab)
     kernel.launch(sample_kernel(vocab, arch()), (batch * cluster, 1, 1), values, threads=THREADS, shared=shared, cluster=cluster)
-
-
-def feed(given: Tensor, slots: Tensor, last: Tensor, ids: Tensor) -> None:
-    """Write ids [T]: the given ones, where those are negative what last [Z] holds for their slots [T]; all int32."""
-    tokens = given.shape[0]
-    kernel.launch(feed_kernel(arch()), (-(-tokens // FEED_THREADS), 1, 1), (given, slots, last, ids, tokens), threads=FEED_THREADS)
 
 
 def fetch(staged: Tensor, block: Tensor, turn: Tensor, last: Tensor | None, table: Tensor, at: tuple[int, int, int], batch: int) -> None:
@@ -66,18 +58,12 @@ def sample_kernel(vocab: int, arch: str) -> CudaSpec:
     return SAMPLE.variant(arch, shared=_MOST_STAGED if shared else 0, CLUSTER=cluster, THREADS=THREADS, STAGED=int(shared > 0))
 
 
-def feed_kernel(arch: str) -> CudaSpec:
-    """Return the kernel that passes chosen tokens to the next step."""
-    return FEED.variant(arch, **_SMALL)
-
-
 def fetch_kernel(arch: str) -> CudaSpec:
     """Return the kernel that fetches a captured step's inputs."""
-    return FETCH.variant(arch, **_SMALL)
+    return FETCH.variant(arch, THREADS=THREADS)
 
 
 def kernels(vocab: int, arch: str) -> Iterator[Spec]:
     """Yield every kernel of an engine with this vocabulary."""
     yield sample_kernel(vocab, arch)
-    yield feed_kernel(arch)
     yield fetch_kernel(arch)

@@ -5,19 +5,12 @@
 #include "common.cuh"
 
 #define WARPS (THREADS / 32)
-#define FEED_THREADS 256 // of a block of feed
 #define WAYS 4               // parts into which a round of bisection cuts its range
 #define UNIT 1099511627776.f // integer weight of the likeliest token
 enum { TEMPERATURE, MIN_P, TOP_P, REPETITION, PRESENCE, FREQUENCY, TOP_K, FLAGS, FIELDS };
 enum { PENALIZED = 1, LOGPROB = 2 };
 #define ANSWERED 0x00ffffff // of a count: how often a token was answered; a bit above it says that it is in the prompt
 
-// Wait for the kernels before this one.
-__device__ __forceinline__ void wait_for_input() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 // Order-preserving image of a float that is not NaN; both zeros are one.
 __device__ __forceinline__ u32 ordered(float x) {
   const u32 bits = __float_as_uint(x + 0.f);
@@ -285,43 +278,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sample(const float* log
     last[slot] = usable ? (int)token : 0;
     if (row.counts && usable) counts[(long long)slot * vocab + token] += 1;
   }
-}
-
-// ids [T] as the host gave them: where one is negative, what the slot of its sequence chose last.
-extern "C" __global__ void feed(const int* given, const int* slots, const int* last, int* ids, int tokens) {
-  wait_for_input();
-  const int i = blockIdx.x * FEED_THREADS + threadIdx.x;
-  if (i < tokens) ids[i] = given[i] >= 0 ? given[i] : last[slots[i]];
-}
-
-// One block: what the host has staged for this step, to its addresses. staged [blocks, words] may be pinned host memory, which is read past the caches;
-// turn [1] says which block is next and is counted on. Words ids_at to ids_at + batch are ids, as for feed, slots stand at slots_at, and at grown_at
-// columns of the page table [batch, width], or -1, with the pages that stand there from now on behind them.
-extern "C" __global__ void __launch_bounds__(THREADS) fetch(const volatile int* staged, int* block, int* turn, const int* last, int* table, int blocks,
-    int words, int ids_at, int slots_at, int grown_at, int batch, int width) {
-  constexpr int AT_ONCE = 4; // a read takes more than a microsecond
-  wait_for_input();
-  const int now = *turn;
-  const volatile int* from = staged + (long long)now * words;
-  for (int base = threadIdx.x; base < words; base += AT_ONCE * THREADS) {
-    int values[AT_ONCE], beside[AT_ONCE];
-#pragma unroll
-    for (int k = 0; k < AT_ONCE; k++) {
-      const int i = base + k * THREADS, id = i - ids_at, gain = i - grown_at;
-      if (i >= words) continue;
-      values[k] = from[i];
-      if (id >= 0 && id < batch) beside[k] = from[slots_at + id];
-      if (gain >= 0 && gain < batch) beside[k] = from[i + batch];
-    }
-#pragma unroll
-    for (int k = 0; k < AT_ONCE; k++) {
-      const int i = base + k * THREADS, id = i - ids_at, gain = i - grown_at;
-      if (i >= words) continue;
-      if (last && id >= 0 && id < batch && values[k] < 0) values[k] = last[beside[k]];
-      block[i] = values[k];
-      if (gain >= 0 && gain < batch && values[k] >= 0) table[(long long)gain * width + values[k]] = beside[k];
-    }
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) *turn = now + 1 == blocks ? 0 : now + 1;
 }

@@ -27,6 +27,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
+@pytest.mark.usefixtures("no_kernels")
 @pytest.mark.parametrize("policy", ["full", "fier", "quest", "lagkv+kivi"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_plugin_stays_in_one_fused_graph(policy: str, dtype: str, tiny_llama: TinyModel, tmp_path: Path) -> None:

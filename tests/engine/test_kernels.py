@@ -74,7 +74,7 @@ def test_the_manifest_names_every_kernel_with_its_checksum(built: Path) -> None:
     assert {one.file for one in info.files} < set(manifest.files)
     assert {one.kernel.split()[0] for one in info.files if one.sm == "90"} == {
         "append_kernel", "append_token", "fier_score", "select_units", "attend_dense", "attend_list",
-        "sample", "feed", "fetch", "gemv", "rms_norm", "silu_gate",
+        "sample", "fetch", "gemv", "rms_norm", "silu_gate",
     }  # fmt: skip
     assert "HEADS_KV=2" in next(one.options for one in info.files if "append" in one.kernel)
 
@@ -170,7 +170,6 @@ def test_a_user_folder_that_cannot_be_written_is_no_error(wide: TinyModel, tmp_p
         "append_token",
         "attend_dense",
         "sample",
-        "feed",
         "fetch",
         "gemv",
         "rms_norm",

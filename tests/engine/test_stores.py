@@ -41,6 +41,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.trt
 @needs_rtx
+@pytest.mark.usefixtures("no_kernels")
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_storage_format_is_one_fused_graph(name: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
     policy, fields = FORMATS[name]
@@ -51,6 +52,7 @@ def test_every_storage_format_is_one_fused_graph(name: str, tiny_llama: TinyMode
 
 @pytest.mark.trt
 @needs_rtx
+@pytest.mark.usefixtures("no_kernels")
 @pytest.mark.parametrize("policy", PLAIN)
 def test_plain_and_evicting_caches_are_one_fused_graph(policy: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
     cache = check_fused(policy, (), tiny_llama, tmp_path)
@@ -73,6 +75,7 @@ def check_fused(policy: str, sets: tuple[str, ...], tiny: TinyModel, tmp_path: P
 
 
 @needs_compilers
+@pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize(
     ("policy", "more"),
     [
@@ -97,7 +100,6 @@ def test_kernels_of_an_encoded_cache_are_compiled_into_the_engine(policy: str, m
             "encode_prompt",
             "attend_encoded",
             "sample",
-            "feed",
             "fetch",
             "gemv",
             "rms_norm",
@@ -112,6 +114,7 @@ def test_kernels_of_an_encoded_cache_are_compiled_into_the_engine(policy: str, m
 
 
 @needs_compilers
+@pytest.mark.usefixtures("quick_compiler")
 def test_kernels_of_a_cache_that_settles_are_compiled_into_the_engine(tmp_path: Path) -> None:
     """Tokens are appended as to a plain cache, and LagKV's kernels work on the rings."""
     wide = make_tiny("llama", tmp_path / "model", head_dim=64)
@@ -124,13 +127,13 @@ def test_kernels_of_a_cache_that_settles_are_compiled_into_the_engine(tmp_path: 
     files = {one.kernel.split()[0]: one for one in manifest.kernels.files}
     lag = {"spread_kernel", "choose_kernel", "move_kernel"}
     assert (
-        set(files)
-        == {"append_kernel", "append_token", "encode_prompt", "attend_encoded", "sample", "feed", "fetch", "gemv", "rms_norm", "silu_gate"} | lag
+        set(files) == {"append_kernel", "append_token", "encode_prompt", "attend_encoded", "sample", "fetch", "gemv", "rms_norm", "silu_gate"} | lag
     )
     assert "SETTLED" in files["attend_encoded"].options and any("LISTED=True" in one for one in files["encode_prompt"].options)
 
 
 @needs_compilers
+@pytest.mark.usefixtures("quick_compiler")
 def test_kernels_that_replace_single_tokens_are_compiled_into_the_engine(tmp_path: Path) -> None:
     wide = make_tiny("llama", tmp_path / "model", head_dim=64)
     path = build(str(wide.path), "qhitter", dtype="bfloat16", out=tmp_path / "engine", max_seq_len=256, max_batch_size=1, backend="none", sms=["90"])
@@ -145,7 +148,6 @@ def test_kernels_that_replace_single_tokens_are_compiled_into_the_engine(tmp_pat
         "sums_kernel",
         "column_sums",
         "sample",
-        "feed",
         "fetch",
         "gemv",
         "rms_norm",

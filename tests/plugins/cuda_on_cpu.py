@@ -30,7 +30,7 @@ from plugins.device.spec import shared_limit
 HEADER = Path(__file__).with_suffix(".h")
 FOLDER = Path(tempfile.gettempdir())  # of compiled kernels; a folder of pytest's cache, see conftest
 OPTIONS = ("-std=c++17", "-Og", "-w", "-fpermissive", "-mf16c", "-mavx2", "-mfma", "-fPIC", "-shared", "-pthread")
-_ALSO = ("cluster_sync", "shared_at")  # of the header, though without PTX
+_ALSO = ("cluster_sync", "shared_at", "dependency_wait")  # of the header, though without PTX
 _FUNCTION = re.compile(r"^(?:template <[^\n]*?> )?__device__ __forceinline__ [^\n(]*?(\w+)\(", re.MULTILINE)
 
 

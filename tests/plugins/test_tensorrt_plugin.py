@@ -22,6 +22,7 @@ from tests.toy_graph import APPEND, ATTEND, CONFIG, FACES, FAULTS, SELECT, build
 from trtkv.errors import BuildError, EngineError
 
 ROOT = Path(__file__).parents[2]
+planted = pytest.mark.xdist_group("faults")  # one worker builds them all
 NEVER_CALLED = {"set_tactic", "on_shape_change", "attach_to_context"}  # a build without a GPU runs nothing
 
 
@@ -30,29 +31,32 @@ def rtx() -> backend.Backend:
     return backend.load("tensorrt_rtx")
 
 
-def outcome(fault: str) -> dict[str, Any]:
-    """Build with a fault in its own process, which must live to say how it ended."""
-    done = subprocess.run([sys.executable, "-m", "tests.toy_graph", fault], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, dict[str, Any]]:
+    """Build with every fault in other processes, of which each must live to say how it ended."""
+    faults = [name for name in FAULTS if name not in ("none", "slow")]
+    done = subprocess.run([sys.executable, "-m", "tests.toy_graph", *faults], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return dict(zip(faults, (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")), strict=True))
 
 
 # Faults
 
 
+@planted
 @pytest.mark.trt
 @needs_rtx
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name.startswith("callback:")])
-def test_exception_in_any_callback_becomes_our_message(fault: str) -> None:
-    callback = fault.partition(":")[2]
+def test_exception_in_any_callback_becomes_our_message(fault: str, outcomes: dict[str, dict[str, Any]]) -> None:
+    callback, result = fault.partition(":")[2], outcomes[fault]
     if callback in NEVER_CALLED:
-        assert outcome(fault) == {"built": True}
+        assert result == {"built": True}
         return
-    result = outcome(fault)
     assert result["error"] == "BuildError"
     assert result["message"].startswith(f"ToyAppend of layer 0: {callback} failed: ValueError: planted.")
 
 
+@planted
 @pytest.mark.trt
 @needs_rtx
 @pytest.mark.parametrize(
@@ -70,18 +74,19 @@ def test_exception_in_any_callback_becomes_our_message(fault: str) -> None:
         ("namespace", "node 'query.0' looks for the op 'ToyAppend' in the namespace 'other'"),
     ],
 )
-def test_wrong_graphs_and_ops_are_named(fault: str, words: str) -> None:
-    result = outcome(fault)
+def test_wrong_graphs_and_ops_are_named(fault: str, words: str, outcomes: dict[str, dict[str, Any]]) -> None:
+    result = outcomes[fault]
     assert result["error"] == "BuildError"
     assert words in result["message"]
     assert "\n" not in result["message"]
 
 
+@planted
 @pytest.mark.trt
 @needs_rtx
 @pytest.mark.parametrize("fault", ["interrupt:configure_plugin", "interrupt:shape"])
-def test_interrupt_inside_a_callback_stays_an_interrupt(fault: str) -> None:
-    assert outcome(fault) == {"interrupted": True}
+def test_interrupt_inside_a_callback_stays_an_interrupt(fault: str, outcomes: dict[str, dict[str, Any]]) -> None:
+    assert outcomes[fault] == {"interrupted": True}
 
 
 @pytest.mark.trt

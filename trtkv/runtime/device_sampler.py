@@ -106,11 +106,7 @@ class DeviceSampler:
             self.counts[slot].copy_(count_tokens(*ask.history, vocab_size))
 
     def tokens(self, given: Tensor, slots: Tensor) -> Tensor:
-        """Return a step's token ids [T]: the given ones, and for PENDING what the slot [T] chose last; int32, can be captured."""
-        if self._kernels:
-            ids = torch.empty_like(given)
-            launch.feed(given, slots, self.last, ids)
-            return ids
+        """Return a step's token ids [T]: the given ones, and for PENDING what the slot [T] chose last; int32. Captured steps fetch both at once."""
         return torch.where(given >= 0, given, self.last[slots.long()])
 
     def choose(self, logits: Tensor, values: Mapping[str, Tensor], slots: Tensor) -> None:
