@@ -1,6 +1,7 @@
 """Measures what every preset costs in quality on a small real model; `quality_doc.py` writes docs/quality.md from the records.
 
     python build_scripts/quality.py list > cells.jsonl                       # what is to be measured, most wanted first; --without FILE: the rest
+    python build_scripts/quality.py list --prefill > cells.jsonl             # the same of policies that read blocks of prompts: quality-prefill.jsonl
     python build_scripts/quality.py samples samples.json                     # prompts in tokens, for quality_peer.py
     python build_scripts/quality.py run cells.jsonl records --workers 14     # stops in time, continues where it stopped
     cat records/*.jsonl peer.jsonl > engines/quality.jsonl                   # what the document is written from
@@ -23,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quality_cells import LENGTHS, PERCENTS, Cell, Model, cells, measure, samples_of
+from quality_cells import LENGTHS, PERCENTS, Cell, Model, cells, measure, prefill_cells, samples_of
 
 from trtkv.bench.records import read_records
 
 TASKS = ("passkey", "needle")
+PREFILL_LENGTHS = (2048, 4096, 8000)  # near the small model's longest at the end
 # What a goal compares to within a point or two: more samples, of another seed.
 CLOSE = (
     ("full", (), 0),
@@ -57,6 +59,7 @@ def main() -> None:
         one.add_argument("--workers", type=int, default=1)
         one.add_argument("--index", type=int, default=0)
         one.add_argument("--commit", default="", help="goes into the records")
+        one.add_argument("--prefill", action="store_true", help="list the cells of policies that read blocks of prompts")
         one.add_argument("--without", type=Path, help="records whose cells list leaves out")
     options = parser.parse_args()
     {"list": show, "samples": write_samples, "run": run, "work": work}[options.command](options)
@@ -76,7 +79,7 @@ def everything() -> Iterator[Cell]:
 def show(options: argparse.Namespace) -> None:
     """Print the cells as JSON lines."""
     done = {name_of(cell_of(row)) for row in read_records(options.without) if "preset" in row} if options.without else set()
-    for cell in everything():
+    for cell in prefill_cells(TASKS, PREFILL_LENGTHS, 60) if options.prefill else everything():
         if name_of(cell) not in done:
             print(json.dumps(dataclasses.asdict(cell)))
 

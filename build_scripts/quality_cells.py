@@ -7,13 +7,16 @@ import dataclasses
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from plugins.attend.block_sparse import in_torch, launch
 from plugins.cache.assemble import make_cache
 from trtkv import LLM
 from trtkv.api import build
@@ -49,6 +52,16 @@ VARIANTS = {
 
 
 VARIED = (11, 25)
+# Prefill roles read blocks from the first token on here, so that contexts of a small model show what they lose.
+FROM_THE_START = "prefill.dense_below=0"
+PREFILL = (
+    ("full", ()),
+    ("xattention", (FROM_THE_START,)),
+    ("xattention", (FROM_THE_START, "prefill.tau=0.95")),
+    ("xattention", (FROM_THE_START, "prefill.stride=8")),
+    ("flexprefill", (FROM_THE_START,)),
+    ("flexprefill", (FROM_THE_START, "prefill.gamma=0.95")),
+)
 OWN_SIZE = ("minikv", "minikv-pyramid")  # beside a budget: the paper's shares of the prompt
 
 
@@ -75,6 +88,13 @@ def cells(tasks: Sequence[str], percents: Sequence[int], lengths: Sequence[int],
             wanted += [((one,), percent) for one in VARIANTS.get(name, ()) for percent in percents if percent in VARIED]
             for sets, percent in wanted:
                 yield from (Cell(task, name, sets, percent, length, samples[name not in MAIN]) for task in tasks)
+
+
+def prefill_cells(tasks: Sequence[str], lengths: Sequence[int], samples: int) -> Iterator[Cell]:
+    """List the cells of policies that read blocks of a prompt, whose question is part of it."""
+    for length in lengths:
+        for name, sets in PREFILL:
+            yield from (Cell(task, name, sets, 0, length, samples, blind=False, seed=2) for task in tasks)
 
 
 def policy_of(cell: Cell) -> tuple[Policy, list[str]]:
@@ -134,10 +154,51 @@ def measure(cell: Cell, model: Model) -> dict[str, Any]:
         return {**record, "refused": str(error)}
     started = time.perf_counter()
     llm = model.open(policy)
-    figures = agreement(cell, llm, model.full) if cell.task == "agreement" else answers(cell, llm)
+    with counting_blocks() as blocks:
+        figures = agreement(cell, llm, model.full) if cell.task == "agreement" else answers(cell, llm)
+    if blocks.all:
+        figures["blocks_read"] = blocks.read / blocks.all
     if torch.cuda.is_available():
         record["device"] = torch.cuda.get_device_name()
     return {**record, "changed": changed, "plan": llm.engine.cache.plan.hash, **figures, "seconds": round(time.perf_counter() - started, 2)}
+
+
+@dataclasses.dataclass
+class Blocks:
+    """How many blocks of keys blocks of queries could read, and did."""
+
+    read: int = 0
+    all: int = 0
+
+    def add(self, read: Tensor, own: Tensor) -> None:
+        """Add the blocks that are read [Hq, Bq], by blocks of queries with their numbers [Bq] in the sequence."""
+        self.read += int(read.sum())
+        self.all += int((own + 1).sum()) * len(read)
+
+
+@contextmanager
+def counting_blocks() -> Iterator[Blocks]:
+    """Count what prefill roles choose meanwhile, by kernels or in torch."""
+    blocks, choose, read_blocks = Blocks(), launch.choose, in_torch.read_blocks
+
+    def numbers(chosen: Tensor, columns: int) -> Tensor:
+        return torch.arange(columns - chosen.shape[1], columns)
+
+    def listed(*given: Any) -> Tensor:
+        chosen = choose(*given)
+        blocks.add(chosen[:, :, -1], numbers(chosen, chosen.shape[2] - 1))
+        return chosen
+
+    def masked(*given: Any) -> Tensor:
+        chosen = read_blocks(*given)
+        blocks.add(chosen.sum(2), numbers(chosen, chosen.shape[2]))
+        return chosen
+
+    launch.choose, in_torch.read_blocks = listed, masked
+    try:
+        yield blocks
+    finally:
+        launch.choose, in_torch.read_blocks = choose, read_blocks
 
 
 def samples_of(cell: Cell, llm: LLM) -> list[Sample]:
