@@ -55,7 +55,7 @@ class Form(NamedTuple):
 def why_torch(plan: PrefillPlan, stored: int = 0) -> str | None:
     """Say in a sentence why no kernel chooses among so many tokens of heads that other kernels take, None where they do."""
     rule = plan.rule
-    if rule is None:
+    if not isinstance(rule, Antidiagonal):
         return f"no kernel chooses as '{plan.meaning.role.rpartition(':')[2]}' does"
     for name, size, taken in (("blocks", rule.block, BLOCKS), ("strides", rule.stride, STRIDES)):
         if size not in taken:
@@ -75,7 +75,7 @@ def attend(plan: PrefillPlan, query: Tensor, keys: Tensor, values: Tensor, scale
 def choose(plan: PrefillPlan, query: Tensor, keys: Tensor, scale: float, left: int) -> Tensor:
     """Choose what every block of queries reads: [Hq, Bq, Bk + 1] int32, ascending blocks of keys, and how many there are at the end."""
     rule = plan.rule
-    assert rule is not None, "the plan states no rule"
+    assert isinstance(rule, Antidiagonal), "the plan states no rule that kernels know"
     parts = estimate(rule, query, keys, scale)
     heads, rows, blocks = parts.shape
     tiles = rule.block // rule.stride
@@ -119,7 +119,7 @@ def attend_chosen(query: Tensor, keys: Tensor, values: Tensor, chosen: Tensor, b
 def kernels(plan: PrefillPlan, group: int, dim: int, longest: int, dtype: str, arch: str) -> Iterator[Spec]:
     """Yield the kernels for sequences of up to so many tokens, of a dtype by Triton's name."""
     rule = plan.rule
-    if rule is None or why_torch(plan, longest) is not None:
+    if not isinstance(rule, Antidiagonal) or why_torch(plan, longest) is not None:
         return
     form = estimate_form(arch)
     yield ESTIMATE.variant(arch, estimate_constants(rule, group, dim, form), dtype, warps=form.warps)
