@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugins.attend.block_sparse import in_torch, launch
-from plugins.attend.block_sparse.launch import Form
+from plugins.attend.block_sparse import estimate, in_torch, launch
+from plugins.attend.block_sparse.estimate import Form
 from plugins.attend.prefill import attend_with_lse
 from trtkv import LLM, SamplingParams
 from trtkv.bench.compress import measure_long
@@ -90,7 +90,7 @@ class Layer:
 
     def estimate(self, role: XAttention, form: Form | None = None) -> Tensor:
         """Estimate what blocks read."""
-        return launch.estimate(role.rule(), self.query, self.keys, self.scale, form)
+        return estimate.estimate(self.query, self.keys, BLOCK, role.stride, self.scale, form)
 
     def choose(self, role: XAttention) -> Tensor:
         """Estimate and choose."""

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from plugins.attend.block_sparse import attend, in_torch, launch
-from plugins.attend.block_sparse.launch import Form
+from plugins.attend.block_sparse import attend, estimate, in_torch, launch
+from plugins.attend.block_sparse.estimate import Form
 from plugins.attend.in_torch import attend_all
 from plugins.cache import paged_kernels
 from plugins.cache.assemble import make_cache
@@ -57,9 +57,9 @@ class Case:
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "estimate_form", lambda arch: FORMS["estimate"])
+    monkeypatch.setattr(estimate, "estimate_form", lambda arch: FORMS["estimate"])
     monkeypatch.setattr(launch, "attend_form", lambda dim, block, arch: FORMS["attend"])
-    monkeypatch.setattr(launch, "WIDTHS", (16, 64))
+    monkeypatch.setattr(estimate, "WIDTHS", (16, 64))
 
 
 def marked(lists: Tensor) -> Tensor:
@@ -89,8 +89,8 @@ def test_kernels_do_what_the_role_means(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["open end", "chunk begins within a block"])
 def test_estimates_are_log_sums_of_blocks(name: str) -> None:
     case = Case(name, torch.float32)
-    parts = launch.estimate(case.plan.rule, case.query, case.keys, case.scale)
     tiles, stride = case.role.block // case.role.stride, case.role.stride
+    parts = estimate.estimate(case.query, case.keys, case.role.block, stride, case.scale)
     stored, start = case.keys.shape[1], case.keys.shape[1] - len(case.query)
     group = start // case.role.block * tiles + torch.arange(parts.shape[1])
     parts = parts.masked_fill(torch.arange(parts.shape[2]) > (group // tiles)[:, None], -torch.inf)  # may not have been written

@@ -72,6 +72,18 @@ def estimate_kernel(
 
 
 @triton.jit
+def _received(parts, row, start, stored, blocks, block, seen, STRIDE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Add up the shares [WIDTH] that ROWS rows from `row` on give to blocks of keys that are seen, each 1 in all; rows without a query give none."""
+    received = tl.zeros([WIDTH], tl.float32)
+    for which in range(ROWS):
+        part = tl.load(parts + which * blocks + block, seen, float("-inf"))
+        share = tl.exp2(part - tl.max(part, 0))
+        asked = ((row + which + 1) * STRIDE > start) & ((row + which) * STRIDE < stored)
+        received += tl.where(asked, share / tl.sum(share, 0), 0.0)
+    return received
+
+
+@triton.jit
 def choose_kernel(
     parts,
     chosen,
@@ -80,7 +92,7 @@ def choose_kernel(
     blocks,
     dense_below,
     dense_from,
-    tau,
+    share,
     most,
     STRIDE: tl.constexpr,
     TILES: tl.constexpr,
@@ -88,9 +100,10 @@ def choose_kernel(
 ):
     """List the blocks that every block of queries reads; grid [Bq, Hq].
 
-    parts [Hq, Bq * TILES, blocks] fp32 as `estimate_kernel` wrote them; chosen [Hq, Bq, blocks + 1] int32: ascending numbers, and how many at the
-    end. tau and most are those of the rule; blocks that end by dense_below, or after dense_from, read everything. WIDTH is a power of two, blocks at
-    least. Where blocks at the cut are equal, all of them are read, or none where that would be too many.
+    parts [Hq, Bq * TILES, blocks] fp32 as `estimate_kernel` writes them; chosen [Hq, Bq, blocks + 1] int32:
+    ascending numbers, and how many at the end. Read are the fewest blocks that hold the share, at most the share `most` of those up to a block's own.
+    Blocks that end by dense_below, or after dense_from, read everything. WIDTH is a power of two, blocks at least. Where blocks at the cut are equal,
+    all of them are read, or none where that would be too many.
     """
     which, head = tl.program_id(0), tl.program_id(1)
     size: tl.constexpr = STRIDE * TILES
@@ -99,16 +112,10 @@ def choose_kernel(
     block = tl.arange(0, WIDTH)
     before = block <= own
     line = head.to(tl.int64) * tl.num_programs(0) + which
-    score = tl.zeros([WIDTH], tl.float32)
-    for row in range(TILES):
-        group = own * TILES + row
-        part = tl.load(parts + (line * TILES + row) * blocks + block, before, float("-inf"))
-        share = tl.exp2(part - tl.max(part, 0))
-        asked = ((group + 1) * STRIDE > start) & (group * STRIDE < stored)
-        score += tl.where(asked, share / tl.sum(share, 0), 0.0)
+    score = _received(parts + line * TILES * blocks, own * TILES, start, stored, blocks, block, before, STRIDE, TILES, WIDTH)
     always = (block == 0) | (block == own)
     total, free = tl.sum(score, 0), tl.where(always, 0.0, score)
-    wanted = tau * total - (total - tl.sum(free, 0))
+    wanted = share * total - (total - tl.sum(free, 0))
     room = tl.maximum(tl.floor((own + 1).to(tl.float32) * most), 2.0).to(tl.int32) - tl.where(own > 0, 2, 1)
     # Positive numbers are ordered as their bits are: the highest cut above which there is enough, and the lowest above which there is room.
     bits = tl.where(before & (free > 0), free.to(tl.int32, bitcast=True), -1)
