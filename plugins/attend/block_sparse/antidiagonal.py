@@ -32,4 +32,4 @@ def kernels(rule: Antidiagonal, group: int, dim: int, longest: int, dtype: str, 
 
 def choose_constants(rule: Antidiagonal) -> Constants:
     """Return the constants of the choice, but for its width."""
-    return {"STRIDE": rule.stride, "TILES": rule.block // rule.stride}
+    return {"STRIDE": rule.stride, "TILES": rule.block // rule.stride, "LINES": 0}

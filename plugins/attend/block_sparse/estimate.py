@@ -42,6 +42,7 @@ class Rating(NamedTuple):
     parts: Tensor
     share: float
     most: float = 1.0
+    pattern: Tensor | None = None
 
 
 def estimate(query: Tensor, keys: Tensor, block: int, stride: int, scale: float, form: Form | None = None) -> Tensor:

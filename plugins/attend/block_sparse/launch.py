@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from plugins.attend.block_sparse import antidiagonal
+from plugins.attend.block_sparse import antidiagonal, lines
 from plugins.attend.block_sparse.estimate import SOURCE, WARP_GROUPS, WIDTHS, Form, arch_of, check, warps_of, width_of, widths_up_to
 from plugins.attend.block_sparse.in_torch import dense_from
 from plugins.device import kernel
@@ -20,7 +20,7 @@ from trtkv.rules import Antidiagonal, PrefillRule
 CHOOSE = TritonKernel(
     SOURCE, "choose_kernel",
     {
-        "parts": "*fp32", "chosen": "*i32", **typed("i32", "new", "stored", "blocks", "dense_below", "dense_from"),
+        "parts": "*fp32", "pattern": "*u8", "chosen": "*i32", **typed("i32", "new", "stored", "blocks", "dense_below", "dense_from"),
         **typed("fp32", "share", "most"),
     },
 )  # fmt: skip
@@ -38,7 +38,7 @@ BLOCKS = (64, 128)  # that kernels take
 def why_torch(plan: PrefillPlan, stored: int = 0) -> str | None:
     """Say in a sentence why no kernel chooses among so many tokens of heads that other kernels take, None where they do."""
     rule = plan.rule
-    if not isinstance(rule, Antidiagonal):
+    if rule is None:
         return f"no kernel chooses as '{plan.meaning.role.rpartition(':')[2]}' does"
     if rule.block not in BLOCKS:
         return f"blocks hold {rule.block} tokens, and the kernels take {', '.join(map(str, BLOCKS))}"
@@ -59,13 +59,13 @@ def choose(plan: PrefillPlan, query: Tensor, keys: Tensor, scale: float, left: i
     """Choose what every block of queries reads: [Hq, Bq, Bk + 1] int32, ascending blocks of keys, and how many there are at the end."""
     assert plan.rule is not None, "the plan states no rule"
     method = _method(plan.rule)
-    parts, share, most = method.rate(plan.rule, query, keys, scale)
+    parts, share, most, pattern = method.rate(plan.rule, query, keys, scale)
     heads, rows, blocks = parts.shape
     constants = {**method.choose_constants(plan.rule), "WIDTH": width_of(blocks)}
     chosen = torch.empty(heads, rows // constants["TILES"], blocks + 1, dtype=torch.int32, device=query.device)
     dense = plan.dense_below, dense_from(plan.dense_last, keys.shape[1], left)
     numbers = (len(query), keys.shape[1], blocks, *dense, share, most)
-    kernel.run(CHOOSE, (chosen.shape[1], heads, 1), (parts, chosen, *numbers), constants, warps=warps_of(constants["WIDTH"]))
+    kernel.run(CHOOSE, (chosen.shape[1], heads, 1), (parts, pattern, chosen, *numbers), constants, warps=warps_of(constants["WIDTH"]))
     return chosen
 
 
@@ -111,5 +111,4 @@ def attend_constants(group: int, dim: int, block: int, form: Form) -> Constants:
 
 def _method(rule: PrefillRule) -> ModuleType:
     """Return the module whose kernels rate as a rule says."""
-    assert isinstance(rule, Antidiagonal)
-    return antidiagonal
+    return antidiagonal if isinstance(rule, Antidiagonal) else lines
