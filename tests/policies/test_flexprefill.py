@@ -105,9 +105,7 @@ def test_patterns_that_were_planted_are_found() -> None:
     q[:, 1], k[:, 1] = 12 * torch.cat([angle.cos(), angle.sin()], 1), torch.cat([behind.cos(), behind.sin()], 1)
     k[:, 2, 0], q[:, 2, 0] = (token[:, 0] // BLOCK % 4 == 1).float(), 12.0
     received = make().received(q, k.transpose(0, 1), 1.0)
-    means = lines.block_means(k.transpose(0, 1), BLOCK)
-    predicted = lines.scores_of(q[-BLOCK:].mean(0)[:, None], means, 1.0).softmax(-1)[:, 0]
-    pattern = lines.find_pattern(Lines(BLOCK, 0.7, 0.1, 1), received, predicted)
+    pattern = make(tau=0.1).pattern(received, q, k.transpose(0, 1), 1.0)
     assert pattern.by_averages.tolist() == [False, False, True]
     chosen = make(tau=0.1).blocks(q, k.transpose(0, 1), 1.0)
     assert pattern.columns[0].nonzero().flatten().tolist() == [0, 4] and bool(chosen[0, 4:, 4].all())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plugins.attend.block_sparse import antidiagonal, lines
-from plugins.attend.block_sparse.estimate import SOURCE, WARP_GROUPS, WIDTHS, Form, arch_of, check, warps_of, width_of, widths_up_to
+from plugins.attend.block_sparse.estimate import SOURCE, WARP_GROUPS, WIDTHS, Form, Rating, arch_of, check, warps_of, width_of, widths_up_to
 from plugins.attend.block_sparse.in_torch import dense_from
 from plugins.device import kernel
 from plugins.device.kernel import LOG2_E, Constants, TritonKernel, typed
@@ -58,15 +58,20 @@ def attend(plan: PrefillPlan, query: Tensor, keys: Tensor, values: Tensor, scale
 def choose(plan: PrefillPlan, query: Tensor, keys: Tensor, scale: float, left: int) -> Tensor:
     """Choose what every block of queries reads: [Hq, Bq, Bk + 1] int32, ascending blocks of keys, and how many there are at the end."""
     assert plan.rule is not None, "the plan states no rule"
-    method = _method(plan.rule)
-    parts, share, most, pattern = method.rate(plan.rule, query, keys, scale)
+    parts, share, most, pattern = rate(plan.rule, query, keys, scale)
     heads, rows, blocks = parts.shape
-    constants = {**method.choose_constants(plan.rule), "WIDTH": width_of(blocks)}
+    constants = {**_method(plan.rule).choose_constants(plan.rule), "WIDTH": width_of(blocks)}
     chosen = torch.empty(heads, rows // constants["TILES"], blocks + 1, dtype=torch.int32, device=query.device)
     dense = plan.dense_below, dense_from(plan.dense_last, keys.shape[1], left)
     numbers = (len(query), keys.shape[1], blocks, *dense, share, most)
     kernel.run(CHOOSE, (chosen.shape[1], heads, 1), (parts, pattern, chosen, *numbers), constants, warps=warps_of(constants["WIDTH"]))
     return chosen
+
+
+def rate(rule: PrefillRule, query: Tensor, keys: Tensor, scale: float) -> Rating:
+    """Rate blocks of keys [Hk, S, D] for query [n, Hq, D], the newest n of S tokens."""
+    found: Rating = _method(rule).rate(rule, query, keys, scale)
+    return found
 
 
 def attend_chosen(query: Tensor, keys: Tensor, values: Tensor, chosen: Tensor, block: int, scale: float, form: Form | None = None) -> Tensor:

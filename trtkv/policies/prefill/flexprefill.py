@@ -48,14 +48,33 @@ class FlexPrefill(Prefill):
         paid = F.pad(weights, (0, blocks * self.block - stored)).unflatten(2, (blocks, -1)).sum(3)
         return torch.zeros(len(paid), blocks - first, blocks, device=keys.device).index_add_(1, asked // self.block - first, paid)
 
+    def pattern(self, received: Tensor, query: Tensor, keys: Tensor, scale: float) -> lines.Pattern:
+        """Find the pattern of every head from what is received."""
+        newest = query[-self.block :].mean(0, dtype=torch.float32)[:, None]
+        predicted = lines.scores_of(newest, lines.block_means(keys, self.block), scale).softmax(-1)[:, 0]
+        return lines.find_pattern(self.rule(), received, predicted)
+
+    def averaged(self, query: Tensor, keys: Tensor, scale: float) -> Tensor:
+        """Estimate the attention of blocks by averages: [Hq, Bq, Bk] fp32, for every block of queries 1 in all."""
+        means = lines.block_means(query.transpose(0, 1), self.block, keys.shape[1] - len(query))
+        scores = lines.scores_of(means, lines.block_means(keys, self.block), scale)
+        block, own = _places(scores)
+        return scores.masked_fill(block > own, -torch.inf).softmax(-1)
+
+    def read(self, pattern: lines.Pattern, averaged: Tensor) -> Tensor:
+        """Return what a pattern and estimates [Hq, Bq, Bk] have blocks of queries read: [Hq, Bq, Bk] bool."""
+        block, own = _places(averaged)
+        always = (block == 0) | (block == own)
+        chosen = fewest(averaged, self.gamma, always) & pattern.by_averages[:, None, None]
+        return (chosen | pattern.columns[:, None] | pattern.diagonals[:, (own - block).clamp(min=0)] | always) & (block <= own)
+
     def blocks(self, query: Tensor, keys: Tensor, scale: float) -> Tensor:
         """Choose a head's lines for all of its queries, and blocks for each block of queries where averages predict."""
-        means = lines.block_means(keys, self.block)
-        newest = query[-self.block :].mean(0, dtype=torch.float32)[:, None]
-        predicted = lines.scores_of(newest, means, scale).softmax(-1)[:, 0]
-        pattern = lines.find_pattern(self.rule(), self.received(query, keys, scale), predicted)
-        scores = lines.scores_of(lines.block_means(query.transpose(0, 1), self.block, keys.shape[1] - len(query)), means, scale)
-        block, own = span(0, scores.shape[2], keys), span(scores.shape[2] - scores.shape[1], scores.shape[2], keys)[:, None]
-        always, seen = (block == 0) | (block == own), block <= own
-        averaged = fewest(scores.masked_fill(~seen, -torch.inf).softmax(-1), self.gamma, always) & pattern.by_averages[:, None, None]
-        return (averaged | pattern.columns[:, None] | pattern.diagonals[:, (own - block).clamp(min=0)] | always) & seen
+        given = query, keys, scale
+        return self.read(self.pattern(self.received(*given), *given), self.averaged(*given))
+
+
+def _places(found: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the numbers of blocks of keys [Bk] and of blocks of queries [Bq, 1] of what is found [Hq, Bq, Bk]."""
+    rows, blocks = found.shape[1:]
+    return span(0, blocks, found), span(blocks - rows, blocks, found)[:, None]
