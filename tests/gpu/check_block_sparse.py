@@ -112,7 +112,7 @@ def meant(case: Case) -> Meant:
 
 
 def near(products: int) -> float:
-    """Return by what share scores may differ: an exponent, below 64 here, is a sum of products in fp32 with its random walk, in both and in the cut."""
+    """Return by what share scores may differ: an exponent, below 64 here, is a sum of products in fp32 with its random walk, in both and the cut."""
     return 4 * math.sqrt(products) * 2.0**-24 * 64
 
 
