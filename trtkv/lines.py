@@ -54,6 +54,7 @@ def block_means(x: Tensor, block: int, start: int = 0) -> Tensor:
 
 
 def scores_of(query: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """Multiply averages of queries [Hq, X, D] and keys [Hk, Y, D]: [Hq, X, Y] fp32."""
-    found: Tensor = (query.unflatten(0, (len(keys), -1)) @ keys[:, None].transpose(2, 3)).flatten(0, 1) * scale
-    return found
+    """Score averages of keys [Hk, Y, D] for those of queries [Hq, X, D]: [Hq, X, Y] fp32."""
+    groups = (query * scale).unflatten(0, (len(keys), -1)).flatten(1, 2)  # so that a group's keys are not repeated
+    found: Tensor = groups @ keys.transpose(1, 2)
+    return found.view(*query.shape[:2], keys.shape[1])

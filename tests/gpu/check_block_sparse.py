@@ -159,6 +159,17 @@ def check_attention(case: Case, lists: Tensor, chosen: Tensor, what: str) -> Non
     expect(bool(error <= limit), f"{shape} {what}: {float(error):.3e}, allowed {float(limit):.3e}")
 
 
+def check_scratch(case: Case) -> None:
+    """Compare what a choice allocates with what is counted, but for rounded sizes and buffers of a sort."""
+    shape, plan = case.shape, case.role.plan()
+    counted = launch.scratch_bytes(plan, shape.kv_heads * shape.group, shape.kv_heads, shape.dim, shape.new, shape.stored)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    launch.choose(plan, case.query, case.keys, case.scale, LEFT)
+    taken = torch.cuda.max_memory_allocated() - before
+    expect(taken <= counted + (1 << 20), f"{shape}: {taken} bytes of scratch, {counted} are counted")
+
+
 def random_lists(case: Case, density: float) -> tuple[Tensor, Tensor]:
     """Draw what blocks read, the first one and themselves included: lists [Hq, Bq, Bk + 1] int32 and blocks [Hq, Bq, Bk] bool."""
     shape = case.shape
@@ -186,6 +197,7 @@ def main() -> None:
         case = Case(shape)
         lists = launch.choose(case.role.plan(), case.query, case.keys, case.scale, LEFT)
         check_attention(case, lists, check_choice(case, lists), "chosen")
+        check_scratch(case)
         check_attention(case, *random_lists(case, rng.choice([0.0, 0.1, 0.6])), "random")
         expect(case.guard.intact(), f"{shape}: something was written outside")
         print(number, shape, "failures", len(failures), flush=True)

@@ -25,6 +25,11 @@ def rate(rule: Antidiagonal, query: Tensor, keys: Tensor, scale: float) -> Ratin
     return Rating(estimate.estimate(query, keys, rule.block, rule.stride, scale), rule.tau, rule.most)
 
 
+def rating_bytes(rule: Antidiagonal, heads: int, kv_heads: int, dim: int, rows: int, blocks: int) -> int:
+    """Return the most bytes that rating takes for so many blocks of queries and of keys."""
+    return 4 * heads * rows * (rule.block // rule.stride) * blocks
+
+
 def kernels(rule: Antidiagonal, group: int, dim: int, longest: int, dtype: str, arch: str) -> Iterator[Spec]:
     """Yield the kernels for sequences of up to so many tokens, of a dtype by Triton's name."""
     yield estimate.variant(rule.block, rule.stride, group, dim, dtype, arch)

@@ -87,6 +87,18 @@ def attend_chosen(query: Tensor, keys: Tensor, values: Tensor, chosen: Tensor, b
     return out
 
 
+def scratch_bytes(plan: PrefillPlan, heads: int, kv_heads: int, dim: int, new: int, stored: int) -> int:
+    """Return the most bytes that a chunk's choice takes for a while, lists included, of new tokens among so many stored; 0 where torch chooses."""
+    if plan.rule is None or why_torch(plan, stored) is not None:
+        return 0
+    blocks = -(-stored // plan.block)
+    rows = min(blocks, -(-(new - 1) // plan.block) + 1)  # one more than they fill, if a chunk begins within a block
+    method = _method(plan.rule)
+    rating: int = method.rating_bytes(plan.rule, heads, kv_heads, dim, rows, blocks)
+    tiles: int = method.choose_constants(plan.rule)["TILES"]
+    return max(rating, 4 * heads * rows * (tiles * blocks + blocks + 1))
+
+
 def kernels(plan: PrefillPlan, group: int, dim: int, longest: int, dtype: str, arch: str) -> Iterator[Spec]:
     """Yield the kernels for sequences of up to so many tokens, of a dtype by Triton's name."""
     rule = plan.rule

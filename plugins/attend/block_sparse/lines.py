@@ -47,6 +47,12 @@ def receive(rule: Lines, newest: Tensor, keys: Tensor, scale: float) -> Tensor:
     return sums / len(newest)
 
 
+def rating_bytes(rule: Lines, heads: int, kv_heads: int, dim: int, rows: int, blocks: int) -> int:
+    """Return the most bytes that rating takes for so many blocks of queries and of keys: first for the newest queries, then for averages."""
+    newest = 2 * rule.block + 2 * rule.block // ROWS + 5  # estimates in two blocks, if a chunk ends within one, their sums and what is predicted
+    return 4 * (heads * max(newest * blocks, rows * (2 * dim + blocks)) + kv_heads * blocks * dim)
+
+
 def kernels(rule: Lines, group: int, dim: int, longest: int, dtype: str, arch: str) -> Iterator[Spec]:
     """Yield the kernels for sequences of up to so many tokens, of a dtype by Triton's name."""
     yield estimate.variant(rule.block, 1, group, dim, dtype, arch)
