@@ -4,8 +4,9 @@
     python build_scripts/bench_prefill.py prompts records.jsonl           # seconds to the first token, a line a context and policy
     python build_scripts/bench_prefill.py tune records.jsonl              # forms of the two kernels, a line a form
 
-Weights and tensors are random, so no estimate means anything: the share of blocks that is read is given (tau = 1, most = share). What
-kernels compute is compared with torch for the last block of queries. Lines are appended as they are made.
+Weights and tensors are random, so no estimate means anything: the share of blocks that is read is given, to XAttention as the share of those up to a
+block's own (tau = 1, most = share), to FlexPrefill (--policy flexprefill) as the tokens of columns and diagonals together, of the longest context in
+prompts (gamma = 0, min_budget). What kernels compute is compared with torch for the last block of queries. Lines are appended as they are made.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugins.attend.block_sparse import in_torch, launch
-from plugins.attend.block_sparse.launch import Form
+from plugins.attend.block_sparse import estimate, in_torch, launch
+from plugins.attend.block_sparse.estimate import Form
 from plugins.attend.prefill import attend_with_lse
 from trtkv import LLM, SamplingParams
 from trtkv.bench.compress import measure_long
@@ -32,9 +33,10 @@ from trtkv.bench.records import append_records, make_record
 from trtkv.checkpoint.find import resolve_model
 from trtkv.config import Limits, ModelConfig
 from trtkv.engine.directory import Request, build_engine
+from trtkv.plan import PrefillPlan
 from trtkv.policies.policy import Policy
-from trtkv.policies.prefill.xattention import XAttention
 from trtkv.policies.registry import parse_policy
+from trtkv.rules import Antidiagonal, PrefillRule
 
 RUNS, BLOCK = 7, 128
 ATTEND_FORMS = (Form(128, 128, 3, 8), Form(128, 128, 2, 8), Form(128, 64, 3, 8), Form(128, 64, 2, 8), Form(128, 64, 4, 8))
@@ -50,7 +52,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[32768, 131072, 524288])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.05, 0.1, 0.2], help="shares of the blocks that are read")
     parser.add_argument("--strides", type=int, nargs="+", default=[16])
-    parser.add_argument("--policy", default="xattention", help="what prompts run beside full, such as fier+xattention")
+    parser.add_argument("--policy", default="xattention", help="what runs beside full, such as flexprefill or fier+xattention")
     parser.add_argument("--chunk", type=int, default=8192)
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--device", default="cuda")
@@ -88,22 +90,43 @@ class Layer:
         """Attend to everything."""
         return attend_with_lse(self.query, self.keys, self.values, self.scale)
 
-    def estimate(self, role: XAttention, form: Form | None = None) -> Tensor:
-        """Estimate what blocks read."""
-        return launch.estimate(role.rule(), self.query, self.keys, self.scale, form)
+    def estimate(self, rule: PrefillRule, form: Form | None = None) -> Tensor:
+        """Estimate by a kernel, of all queries or of the newest."""
+        query, stride = (self.query, rule.stride) if isinstance(rule, Antidiagonal) else (self.query[-BLOCK:], 1)
+        return estimate.estimate(query, self.keys, BLOCK, stride, self.scale, form)
 
-    def choose(self, role: XAttention) -> Tensor:
-        """Estimate and choose."""
-        return launch.choose(role.plan(), self.query, self.keys, self.scale, 0)
+    def rate(self, rule: PrefillRule) -> object:
+        """Do all that comes before the choice."""
+        return launch.rate(rule, self.query, self.keys, self.scale)
+
+    def choose(self, plan: PrefillPlan) -> Tensor:
+        """Rate and choose."""
+        return launch.choose(plan, self.query, self.keys, self.scale, 0)
 
     def attend(self, lists: Tensor, form: Form | None = None) -> Tensor:
         """Attend to blocks."""
         return launch.attend_chosen(self.query, self.keys, self.values, lists, BLOCK, self.scale, form)
 
 
-def role_of(share: float, stride: int) -> XAttention:
-    """Return the role that reads so many blocks."""
-    return XAttention(tau=1.0, most=share, stride=stride, dense_below=0, dense_last=0)
+def method_of(policy: str) -> str:
+    """Return the part of a policy that is a prefill role's preset."""
+    return next(part for part in policy.split("+") if parse_policy(part).prefill)
+
+
+def sets_of(policy: str, share: float, stride: int, context: int) -> list[str]:
+    """Return the settings with which a policy reads such a share of the blocks."""
+    if method_of(policy) == "xattention":
+        return [f"prefill.most={share}", "prefill.tau=1.0", f"prefill.stride={stride}"]
+    return ["prefill.gamma=1e-9", "prefill.tau=0.0", f"prefill.min_budget={int(share * context) // 2}"]
+
+
+def plan_of(policy: str, share: float, stride: int, context: int) -> tuple[PrefillPlan, PrefillRule]:
+    """Return the plan of a prefill role that reads such a share, and its rule."""
+    role = parse_policy(method_of(policy), sets=[*sets_of(policy, share, stride, context), "prefill.dense_below=0", "prefill.dense_last=0"]).prefill
+    assert role is not None, f"'{policy}' has no prefill role"
+    plan = role.plan()
+    assert plan.rule is not None, "no kernel chooses as this role does"
+    return plan, plan.rule
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:
@@ -117,16 +140,17 @@ def kernels(model: ModelConfig, options: argparse.Namespace, device: torch.devic
         layer = Layer.make(model, context, options.chunk, device)
         dense = timed(layer.dense, device) if device.type == "cuda" else None
         for stride, share in itertools.product(options.strides, options.shares):
-            role = role_of(share, stride)
-            lists = layer.choose(role)
-            # To choose is to estimate, and then to choose.
-            estimate, choose, attend = (
-                timed(one, device) for one in (partial(layer.estimate, role), partial(layer.choose, role), partial(layer.attend, lists))
-            )
-            figures = {"dense_us": dense, "estimate_us": estimate, "choose_us": choose, "attend_us": attend, "sparse_us": choose + attend}
+            plan, rule = plan_of(options.policy, share, stride, context)
+            lists = layer.choose(plan)
+            # To choose is to rate, and then to choose; to rate is to estimate, and for FlexPrefill to find lines and to average.
+            calls = (partial(layer.estimate, rule), partial(layer.rate, rule), partial(layer.choose, plan), partial(layer.attend, lists))
+            estimated, rate, choose, attend = (timed(one, device) for one in calls)
+            figures = {"dense_us": dense, "estimate_us": estimated, "rate_us": rate, "choose_us": choose}
+            figures |= {"attend_us": attend, "sparse_us": choose + attend}
             products = 4 * BLOCK * BLOCK * model.head_dim * int(lists[..., -1].sum())
             figures |= {"attend_tflops": round(products / attend * 1e-6, 1), "of_dense": dense and round((choose + attend) / dense, 4)}
             facts = {"model": options.model, "context": context, "new_tokens": len(layer.query), "share": share, "stride": stride}
+            facts |= {"policy": method_of(options.policy)}
             facts["read"] = read_share(lists, context, len(layer.query))
             yield make_record("prefill-kernels", "bench_prefill.py kernels", device, compare(layer, lists), facts, figures)
 
@@ -157,12 +181,13 @@ def compare(layer: Layer, lists: Tensor) -> dict[str, Any]:
 def tune(model: ModelConfig, options: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
     """Yield the times of forms, at every context and share."""
     for context in options.contexts:
-        layer, role = Layer.make(model, context, options.chunk, device), role_of(options.shares[0], options.strides[0])
-        facts = {"model": options.model, "context": context, "new_tokens": len(layer.query), "stride": role.stride}
+        layer, stride = Layer.make(model, context, options.chunk, device), options.strides[0]
+        rule = plan_of(options.policy, options.shares[0], stride, context)[1]
+        facts = {"model": options.model, "context": context, "new_tokens": len(layer.query), "policy": method_of(options.policy), "stride": stride}
         for form in ESTIMATE_FORMS:
-            yield timed_form("estimate", form, facts, device, partial(layer.estimate, role, form))
+            yield timed_form("estimate", form, facts, device, partial(layer.estimate, rule, form))
         for share in options.shares:
-            lists = layer.choose(role_of(share, options.strides[0]))
+            lists = layer.choose(plan_of(options.policy, share, stride, context)[0])
             for form in ATTEND_FORMS:
                 yield timed_form("attend", form, {**facts, "share": share}, device, partial(layer.attend, lists, form))
 
@@ -178,8 +203,8 @@ def timed_form(kernel: str, form: Form, facts: dict[str, Any], device: torch.dev
 
 def prompts(model: ModelConfig, options: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
     """Yield the seconds from a prompt to its first token, every policy in an engine of its own."""
-    sets = [[f"prefill.most={share}", "prefill.tau=1.0", f"prefill.stride={options.strides[0]}"] for share in options.shares]
-    dense = "+".join(part for part in options.policy.split("+") if part != "xattention") or "full"
+    sets = [sets_of(options.policy, share, options.strides[0], max(options.contexts)) for share in options.shares]
+    dense = "+".join(part for part in options.policy.split("+") if part != method_of(options.policy)) or "full"
     settings = [
         (parse_policy(dense), 1.0),
         *((parse_policy(options.policy, sets=one), share) for one, share in zip(sets, options.shares, strict=True)),

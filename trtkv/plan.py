@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from trtkv.config import DTYPE_BYTES
 from trtkv.errors import EngineError
-from trtkv.rules import Antidiagonal, Blend, Encoding, EvictRule, Float8, Lag, PerToken, Summary
+from trtkv.rules import Blend, Encoding, EvictRule, Float8, Lag, PerToken, PrefillRule, Summary
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -171,7 +171,7 @@ class PrefillPlan:
     block: int
     dense_below: int
     dense_last: int
-    rule: Antidiagonal | None = None
+    rule: PrefillRule | None = None
 
 
 @dataclass(frozen=True, slots=True)

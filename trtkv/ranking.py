@@ -41,6 +41,19 @@ def marked(mask: Tensor, count: int) -> Tensor:
     return index.new_empty(*mask.shape[:-1], count + 1).scatter_(-1, places, index)[..., :count]
 
 
+def fewest(scores: Tensor, share: Tensor | float, first: Tensor, least: int = 0, most: Tensor | None = None) -> Tensor:
+    """Mark the fewest [..., U] bool of the highest scores [..., U] that hold a share of their sum, but `least` at least and `most` at most.
+
+    Those of first [..., U] bool are taken before the others.
+    """
+    order = scores.masked_fill(first, torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    ranked, rank = scores.gather(-1, order), span(0, scores.shape[-1], scores)
+    taken = (ranked.cumsum(-1) - ranked < share * scores.sum(-1, keepdim=True)) | (rank < least)
+    if most is not None:
+        taken = taken & (rank < most)
+    return torch.zeros_like(taken).scatter(-1, order, taken)
+
+
 def span(start: int, stop: int, like: Tensor) -> Tensor:
     """Return the indices start, ..., stop - 1 int64 on the device of `like`."""
     return torch.arange(start, max(start, stop), device=like.device)

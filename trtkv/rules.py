@@ -152,6 +152,22 @@ class Antidiagonal:
     kind: Literal["antidiagonal"] = "antidiagonal"
 
 
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """A prompt's blocks of `block` queries read the columns and diagonals of blocks that hold the share gamma of what its newest queries attend to.
+
+    Of a query head whose attention averages of blocks predict, within the Jensen-Shannon distance tau, every block of queries reads the blocks that
+    hold that share by these averages instead. `least` columns and as many diagonals are read in any case.
+    """
+
+    block: int
+    gamma: float
+    tau: float
+    least: int
+    kind: Literal["lines"] = "lines"
+
+
 EvictRule = Annotated[Exchange | Stamp | Lag | Blend, Field(discriminator="kind")]
 Encoding = Annotated[Grouped | Float8 | PerToken, Field(discriminator="kind")]
 Summary = Annotated[OneBit | Box | Ball | Mean, Field(discriminator="kind")]
+PrefillRule = Annotated[Antidiagonal | Lines, Field(discriminator="kind")]

@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from plugins.attend.block_sparse import launch as block_sparse
 from plugins.cache.formats import Format
+from plugins.cache.kernel_support import why_torch
 from plugins.cache.ledgers.partitions import PartitionLedger
 from plugins.cache.ledgers.residual import ResidualLedger
 from trtkv.config import DTYPE_BYTES
@@ -181,6 +183,18 @@ class ByteCount:
         queries = sum(spec.row_bytes for spec in plan.state_buffers if not spec.paged)
         one = _sixteens(tokens) * layer + self.state(tokens, reading=True) // plan.num_layers + queries
         return one if whole else one * plan.num_layers
+
+    def scratch(self, new: int, stored: int) -> int:
+        """Return the most bytes that attention takes for a while, one layer after the other, to choose what a chunk of a prompt reads by kernels.
+
+        Such a chunk has up to so many new tokens among so many stored ones. The definition of a prefill role, where it runs, takes more.
+        """
+        plan = self.plan
+        sparse = plan.sparse_prefill(new, stored)
+        if sparse is None or why_torch(plan) is not None:
+            return 0
+        parts = plan.num_kv_heads if plan.ragged else 1  # heads that have their own pages choose one after the other
+        return block_sparse.scratch_bytes(sparse, plan.num_q_heads // parts, plan.num_kv_heads // parts, plan.head_dim, min(new, stored), stored)
 
     def tokens_read(self, tokens: int) -> float:
         """Return the tokens whose keys and values one decode step reads of so many, mean over the layers."""

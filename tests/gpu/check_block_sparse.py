@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plugins.attend.block_sparse import in_torch, launch
+from plugins.attend.block_sparse import in_torch, launch, lines
 from tests.gpu.retrieval_case import DEV, Guarded, expect, failures
+from trtkv.policies.prefill.flexprefill import FlexPrefill
 from trtkv.policies.prefill.xattention import XAttention
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -25,8 +26,9 @@ LEFT = 40  # tokens of the prompt after the chunk
 
 @dataclass(frozen=True)
 class Shape:
-    """A chunk of `new` queries at the end of `stored` tokens, and the role's fields."""
+    """A chunk of `new` queries at the end of `stored` tokens, and the role's fields; share is XAttention's tau or FlexPrefill's gamma."""
 
+    method: str
     kv_heads: int
     group: int
     dim: int
@@ -34,7 +36,9 @@ class Shape:
     stored: int
     block: int
     stride: int
-    tau: float
+    distance: float
+    least: int
+    share: float
     most: float
     dense_below: int
     dense_last: int
@@ -45,10 +49,12 @@ def draw(rng: random.Random) -> Shape:
     """Return a random shape; chunks begin and end anywhere."""
     new = rng.choice([2, 130, 256, 999, 1024, 2048])
     before = rng.choice([0, 1, 127, 128, 640, 1500, 5000, 9000])
-    bounded = rng.random() < 0.3
+    method = rng.choice(["xattention", "flexprefill"])
+    bounded = method == "xattention" and rng.random() < 0.3
     return Shape(
-        rng.choice([1, 2, 4]), rng.choice([1, 4, 7, 8]), rng.choice([64, 64, 96, 128, 128, 256]), new, new + before, rng.choice([64, 128, 128]),
-        rng.choice([4, 8, 16, 32]), 1.0 if bounded else rng.choice([0.3, 0.7, 0.9]), rng.choice([0.05, 0.2, 0.5]) if bounded else 1.0,
+        method, rng.choice([1, 2, 4]), rng.choice([1, 4, 7, 8]), rng.choice([64, 64, 96, 128, 128, 256]), new, new + before,
+        rng.choice([64, 128, 128]), rng.choice([4, 8, 16, 32]), rng.choice([0.0, 0.1, 0.2, 1.0]), rng.choice([1, 300, 1024]),
+        1.0 if bounded else rng.choice([0.3, 0.7, 0.9]), rng.choice([0.05, 0.2, 0.5]) if bounded else 1.0,
         rng.choice([0, 0, 700]), rng.choice([0, 0, 300]), rng.choice(DTYPES),
     )  # fmt: skip
 
@@ -65,38 +71,77 @@ class Case:
         for one in (self.keys, self.values):
             one[:, shape.stored :] = torch.nan
         self.keys, self.values = self.keys[:, : shape.stored], self.values[:, : shape.stored]
-        fields = {"block": shape.block, "stride": shape.stride, "tau": shape.tau, "most": shape.most}
-        fields |= {"dense_below": shape.dense_below, "dense_last": shape.dense_last}
-        self.role, self.scale = XAttention(**fields), shape.dim**-0.5
+        fields = {"block": shape.block, "dense_below": shape.dense_below, "dense_last": shape.dense_last}
+        self.role: XAttention | FlexPrefill
+        if shape.method == "xattention":
+            self.role = XAttention(**fields, stride=shape.stride, tau=shape.share, most=shape.most)
+        else:
+            self.role = FlexPrefill(**fields, gamma=shape.share, tau=shape.distance, min_budget=shape.least)
+        self.scale = shape.dim**-0.5
 
     def _make(self, size: tuple[int, ...], spread: float) -> Tensor:
         tensor = self.guard.like(size, self.shape.dtype, 0.0)
         return tensor.copy_(torch.randn(size, device=DEV) * spread)
 
 
+@dataclass(frozen=True)
+class Meant:
+    """What a definition estimates [Hq, Bq, Bk] and chooses; lines are read whatever is estimated, and only heads that rank hold the share."""
+
+    scores: Tensor
+    wanted: Tensor
+    lines: Tensor
+    ranks: Tensor
+    products: int  # in the exponent of a score
+
+
+def meant(case: Case) -> Meant:
+    """Return what the role means; lines follow from what a kernel says blocks receive, which is compared with the definition first."""
+    role, given = case.role, (case.query, case.keys, case.scale)
+    if isinstance(role, XAttention):
+        scores, wanted = role.scores(*given), in_torch.read_blocks(role, *given, LEFT)
+        return Meant(scores, wanted, torch.zeros_like(wanted), torch.ones_like(scores[:, 0, 0]).bool(), role.stride * case.shape.dim)
+    received = lines.receive(role.rule(), case.query[-role.block :], case.keys, case.scale)
+    off = float((received - role.received(*given)).abs().max())
+    expect(off <= near(case.shape.dim), f"{case.shape}: what blocks receive is off by {off:.3e}")
+    pattern, scores = role.pattern(received, *given), role.averaged(*given)
+    alone = role.read(pattern._replace(by_averages=torch.zeros_like(pattern.by_averages)), scores)
+    dense = dense_rows(case.shape, scores.shape[2])[-scores.shape[1] :, None]
+    causal = torch.ones(scores.shape[1:], dtype=torch.bool, device=DEV).tril(scores.shape[2] - scores.shape[1])
+    return Meant(scores, role.read(pattern, scores) | (dense & causal), alone, pattern.by_averages, case.shape.dim)
+
+
+def near(products: int) -> float:
+    """Return by what share scores may differ: an exponent, below 64 here, is a sum of products in fp32 with its random walk, in both and the cut."""
+    return 4 * math.sqrt(products) * 2.0**-24 * 64
+
+
+def dense_rows(shape: Shape, blocks: int) -> Tensor:
+    """Return which blocks of queries [Bk] read everything."""
+    end = torch.arange(1, blocks + 1, device=DEV) * shape.block
+    return (end <= shape.dense_below) | (end > in_torch.dense_from(shape.dense_last, shape.stored, LEFT))
+
+
 def check_choice(case: Case, lists: Tensor) -> Tensor:
     """Compare lists with the definition's; a block may differ where its score is as near the cut as sums in another order differ. Returns them."""
-    shape, role = case.shape, case.role
-    scores, wanted = role.scores(case.query, case.keys, case.scale), in_torch.read_blocks(role, case.query, case.keys, case.scale, LEFT)
+    shape, means = case.shape, meant(case)
+    scores, wanted = means.scores, means.wanted
     place, counts = torch.arange(lists.shape[2] - 1, device=DEV), lists[..., -1:].long()
     blocks = torch.where(place < counts, lists[..., :-1].long(), lists.shape[2] - 1)
     expect(bool((blocks.diff(dim=-1) > 0)[(place < counts)[..., 1:]].all()), f"{shape}: numbers do not ascend")
     found = torch.zeros(lists.shape, dtype=torch.bool, device=DEV).scatter(-1, blocks, True)[..., :-1]
     own = torch.arange(wanted.shape[2] - wanted.shape[1], wanted.shape[2], device=DEV)[:, None]
-    end = (own[:, 0] + 1) * shape.block
-    dense = (end <= shape.dense_below) | (end > in_torch.dense_from(shape.dense_last, shape.stored, LEFT))
-    free = wanted & (place != 0) & (place != own) & ~dense[:, None]
-    cut = scores.masked_fill(~free, torch.inf).amin(-1, keepdim=True)
-    # An exponent, below 64 here, is a sum of stride * D products in fp32: its random walk in both forms, and the same for the cut.
-    near = 4 * math.sqrt(shape.stride * shape.dim) * 2.0**-24 * 64
-    tied = (scores - cut).abs() <= near * scores.clamp(min=2.0**-30)
+    dense = dense_rows(shape, wanted.shape[2])[own[:, 0]]
+    free = wanted & (place != 0) & (place != own) & ~dense[:, None] & ~means.lines
+    cut, close = scores.masked_fill(~free, torch.inf).amin(-1, keepdim=True), near(means.products)
+    tied = (scores - cut).abs() <= close * scores.clamp(min=2.0**-30)
     # The last block that is needed may be one more or less where the sum is as near the share.
     share = (scores * found).sum(-1) / scores.sum(-1)
     most = found.sum(-1) <= torch.clamp(((own[:, 0] + 1).float() * shape.most).floor(), min=2)
     differing = (found != wanted) & ~tied
-    one_off = differing.sum(-1) <= 1
-    if shape.tau < 1:
-        expect(bool((share >= shape.tau - near).all()), f"{shape}: share {float(share.min()):.6f} of {shape.tau}")
+    one_off = differing.sum(-1) <= means.ranks[:, None]
+    if shape.share < 1:
+        expect(bool((share >= shape.share - close)[means.ranks].all()), f"{shape}: share {float(share.min()):.6f} of {shape.share}")
         expect(bool(one_off.all()) and float(differing.any(-1).float().mean()) <= 0.01, f"{shape}: {int(differing.sum())} blocks differ")
     else:
         expect(bool((most | dense).all()), f"{shape}: more blocks than the share")
@@ -112,6 +157,17 @@ def check_attention(case: Case, lists: Tensor, chosen: Tensor, what: str) -> Non
     plain = in_torch.attend_chosen(*given, chosen, shape.block, case.scale)
     error, limit = (found.double() - exact).norm(), 2 * (plain.double() - exact).norm()
     expect(bool(error <= limit), f"{shape} {what}: {float(error):.3e}, allowed {float(limit):.3e}")
+
+
+def check_scratch(case: Case) -> None:
+    """Compare what a choice allocates with what is counted, but for rounded sizes and buffers of a sort."""
+    shape, plan = case.shape, case.role.plan()
+    counted = launch.scratch_bytes(plan, shape.kv_heads * shape.group, shape.kv_heads, shape.dim, shape.new, shape.stored)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    launch.choose(plan, case.query, case.keys, case.scale, LEFT)
+    taken = torch.cuda.max_memory_allocated() - before
+    expect(taken <= counted + (1 << 20), f"{shape}: {taken} bytes of scratch, {counted} are counted")
 
 
 def random_lists(case: Case, density: float) -> tuple[Tensor, Tensor]:
@@ -141,6 +197,7 @@ def main() -> None:
         case = Case(shape)
         lists = launch.choose(case.role.plan(), case.query, case.keys, case.scale, LEFT)
         check_attention(case, lists, check_choice(case, lists), "chosen")
+        check_scratch(case)
         check_attention(case, *random_lists(case, rng.choice([0.0, 0.1, 0.6])), "random")
         expect(case.guard.intact(), f"{shape}: something was written outside")
         print(number, shape, "failures", len(failures), flush=True)

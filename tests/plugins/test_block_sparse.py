@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from plugins.attend.block_sparse import attend, in_torch, launch
-from plugins.attend.block_sparse.launch import Form
+from plugins.attend.block_sparse import attend, estimate, in_torch, launch, lines
+from plugins.attend.block_sparse.estimate import Form
 from plugins.attend.in_torch import attend_all
 from plugins.cache import paged_kernels
 from plugins.cache.assemble import make_cache
@@ -20,6 +20,7 @@ from plugins.device.spec import shared_limit
 from plugins.device.triton_aot import compile_all
 from plugins.kernel_list import kernels_for
 from trtkv.config import Limits, ModelConfig
+from trtkv.policies.prefill.flexprefill import FlexPrefill
 from trtkv.policies.prefill.xattention import XAttention
 from trtkv.policies.registry import parse_policy
 
@@ -37,18 +38,22 @@ CASES = {
 MODEL = ModelConfig(
     model_type="llama", hidden_size=64, intermediate_size=64, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=16, vocab_size=64, dtype="float32"
 )
+MIDDLE = 0.14  # a distance above that of some heads and below that of others
 LEFT = 3  # tokens of the prompt after the chunk
+METHODS = ("xattention", "flexprefill")
 FORMS = {"estimate": Form(16, 32, 2, 4), "attend": Form(0, 16, 2, 4)}
 
 
 class Case:
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, dtype: torch.dtype, method: str = "xattention") -> None:
         heads, kv_heads, dim, new, stored, block, stride, tau, most, first, last = CASES[name]
         made = torch.Generator().manual_seed(stored)
         self.query = torch.randn(new, heads, dim, generator=made).mul(1.5).to(dtype)
         whole = [torch.randn(kv_heads, stored + 9, dim, generator=made).to(dtype) for _ in range(2)]
         self.keys, self.values = (one[:, :stored] for one in whole)
-        self.role = XAttention(block=block, stride=stride, tau=tau, most=most, dense_below=first, dense_last=last)
+        self.role: XAttention | FlexPrefill = XAttention(block=block, stride=stride, tau=tau, most=most, dense_below=first, dense_last=last)
+        if method == "flexprefill":
+            self.role = FlexPrefill(block=block, gamma=tau, tau=MIDDLE, min_budget=2 * block, dense_below=first, dense_last=last)
         self.plan, self.scale = self.role.plan(), dim**-0.5
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, chosen: Tensor) -> Tensor:
@@ -57,9 +62,9 @@ class Case:
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "estimate_form", lambda arch: FORMS["estimate"])
+    monkeypatch.setattr(estimate, "estimate_form", lambda arch: FORMS["estimate"])
     monkeypatch.setattr(launch, "attend_form", lambda dim, block, arch: FORMS["attend"])
-    monkeypatch.setattr(launch, "WIDTHS", (16, 64))
+    monkeypatch.setattr(estimate, "WIDTHS", (16, 64))
 
 
 def marked(lists: Tensor) -> Tensor:
@@ -72,9 +77,10 @@ def marked(lists: Tensor) -> Tensor:
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_do_what_the_role_means(name: str, dtype: torch.dtype) -> None:
-    case = Case(name, dtype)
+def test_kernels_do_what_the_role_means(name: str, method: str, dtype: torch.dtype) -> None:
+    case = Case(name, dtype, method)
     lists = launch.choose(case.plan, case.query, case.keys, case.scale, LEFT)
     chosen = in_torch.read_blocks(case.role, case.query, case.keys, case.scale, LEFT)
     assert torch.equal(marked(lists), chosen)
@@ -89,8 +95,9 @@ def test_kernels_do_what_the_role_means(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["open end", "chunk begins within a block"])
 def test_estimates_are_log_sums_of_blocks(name: str) -> None:
     case = Case(name, torch.float32)
-    parts = launch.estimate(case.plan.rule, case.query, case.keys, case.scale)
-    tiles, stride = case.role.block // case.role.stride, case.role.stride
+    assert isinstance(case.role, XAttention)
+    stride, tiles = case.role.stride, case.role.block // case.role.stride
+    parts = estimate.estimate(case.query, case.keys, case.role.block, stride, case.scale)
     stored, start = case.keys.shape[1], case.keys.shape[1] - len(case.query)
     group = start // case.role.block * tiles + torch.arange(parts.shape[1])
     parts = parts.masked_fill(torch.arange(parts.shape[2]) > (group // tiles)[:, None], -torch.inf)  # may not have been written
@@ -101,6 +108,18 @@ def test_estimates_are_log_sums_of_blocks(name: str) -> None:
     # The exponent is the product of stride * D channels: its rounding, that of a sum in some order, is the largest error.
     bound = 2 * math.sqrt(stride * case.keys.shape[2]) * 2.0**-24 * float((parts[parts > -torch.inf]).abs().max()) + 2.0**-20
     assert float((scores - exact).abs().max()) <= bound * tiles
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_receive_what_the_newest_queries_pay(name: str) -> None:
+    case = Case(name, torch.float32, "flexprefill")
+    assert isinstance(case.role, FlexPrefill)
+    newest = case.query[-case.role.block :]
+    found, exact = lines.receive(case.role.rule(), newest, case.keys, case.scale), case.role.received(case.query, case.keys, case.scale)
+    # An exponent is a product of D channels, here below 64: its rounding in both forms, and that of a sum of shares.
+    bound = 2 * math.sqrt(case.keys.shape[2]) * 2.0**-24 * 64 + 2.0**-20
+    assert found.shape == exact.shape and float((found - exact).abs().max()) <= bound
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -119,14 +138,18 @@ def test_what_reads_everything_is_dense(monkeypatch: pytest.MonkeyPatch) -> None
     run("xattention")
     run("xattention", "prefill.dense_below=299")
     run("xattention", "prefill.dense_below=0", "prefill.block=48")
-    assert made == ["dense", "dense", "kernels", "definition"]
+    run("flexprefill")
+    run("flexprefill", "prefill.dense_below=0")
+    run("flexprefill", "prefill.dense_below=0", "prefill.block=48")
+    assert made == ["dense", "dense", "kernels", "definition", "dense", "kernels", "definition"]
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("name", ["xattention", "lagkv+xattention", "freekv+xattention"])
+@pytest.mark.parametrize("name", ["xattention", "lagkv+xattention", "freekv+xattention", "flexprefill", "lagkv+flexprefill"])
 def test_a_cache_attends_by_kernels_as_in_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sequences read their prompts, one from its middle on, another is being answered."""
-    sets = ("prefill.block=16", "prefill.stride=4", "prefill.dense_below=20", "prefill.dense_last=70", "prefill.tau=0.5")
+    own = ("gamma=0.2", "min_budget=16") if "flexprefill" in name else ("stride=4", "tau=0.5")
+    sets = [f"prefill.{one}" for one in ("block=16", "dense_below=20", "dense_last=70", *own)]
     plan, config = parse_policy(name, sets=sets).plan(MODEL), OpConfig(4, 2, 16, 0.25, 1e-6, 0, 4, "")
     monkeypatch.setattr(launch, "BLOCKS", (16,))
     monkeypatch.setattr(attend, "attend_with_lse", lambda q, k, v, scale: pytest.fail("attention was dense"))
@@ -159,7 +182,9 @@ def test_kernels_compile_and_fit(sm: str) -> None:
     specs = {}
     for dim, block, stride in ((128, 128, 16), (64, 64, 8), (256, 128, 16)):
         specs |= dict.fromkeys(launch.kernels(XAttention(block=block, stride=stride).plan(), 7, dim, 40000, "bf16", sm))
-    assert {one.entry for one in specs} == {"estimate_kernel", "choose_kernel", "attend_kernel"}
+    for dim, block in ((128, 128), (64, 64), (256, 128)):
+        specs |= dict.fromkeys(launch.kernels(FlexPrefill(block=block).plan(), 7, dim, 40000, "bf16", sm))
+    assert {one.entry for one in specs} == {"estimate_kernel", "receive_kernel", "choose_kernel", "attend_kernel"}
     for spec, binary in compile_all(list(specs)):
         assert 0 < binary.facts["shared"] <= shared_limit(sm), spec.options()
 
@@ -183,5 +208,8 @@ def test_engines_list_what_their_prompts_may_launch() -> None:
 
     own = {"estimate_kernel", "choose_kernel", "attend_kernel"}
     for policy in ("xattention", "fier+xattention", "kivi+xattention", "razor+xattention"):
+        assert own <= listed(policy, 16384) and not own & listed(policy, 8192)
+    own.add("receive_kernel")
+    for policy in ("flexprefill", "freekv+flexprefill"):
         assert own <= listed(policy, 16384) and not own & listed(policy, 8192)
     assert not own & listed("full", 16384)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import assume, given
@@ -16,10 +18,12 @@ from trtkv.errors import ConfigError, PolicyConflict
 from trtkv.plan import CachePlan
 from trtkv.policies.prefill.xattention import XAttention
 from trtkv.policies.registry import parse_policy
-from trtkv.rules import Antidiagonal
+from trtkv.rules import Antidiagonal, Lines
 from trtkv.simulation import simulate
 
-SMALL = ["prefill.block=16", "prefill.stride=4", "prefill.dense_below=0", "prefill.dense_last=0"]
+EVERY = ["prefill.block=16", "prefill.dense_below=0", "prefill.dense_last=0"]
+SMALL = [*EVERY, "prefill.stride=4"]
+SETS = {"xattention": SMALL, "flexprefill": [*EVERY, "prefill.min_budget=16"]}
 MODEL = ModelConfig(model_type="llama", hidden_size=64, intermediate_size=64, num_layers=4, num_q_heads=4, num_kv_heads=2, head_dim=16, vocab_size=64)
 
 
@@ -87,10 +91,12 @@ def test_first_and_last_tokens_read_everything() -> None:
     assert counted(96, 192, 8, dense_last=20) == [2, 2, 2, 2, 2, 12] and counted(96, 192, 20, dense_last=20) == [2] * 6
 
 
-def test_a_role_that_reads_everything_is_full_attention() -> None:
+@pytest.mark.parametrize("name", SETS)
+def test_a_role_that_reads_everything_is_full_attention(name: str) -> None:
     q, k, v = tensors(150)
-    every = simulate("xattention", q, k, v, prefill=130, sets=[*SMALL, "prefill.tau=1.0"])
-    some = simulate("xattention", q, k, v, prefill=130, sets=[*SMALL, "prefill.tau=0.2"])
+    share = {"xattention": "tau", "flexprefill": "gamma"}[name]
+    every = simulate(name, q, k, v, prefill=130, sets=[*SETS[name], f"prefill.{share}=1.0"])
+    some = simulate(name, q, k, v, prefill=130, sets=[*SETS[name], f"prefill.{share}=0.2"])
     full = simulate("full", q, k, v, prefill=130)
     assert torch.allclose(every.output, full.output, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(some.output[:130], full.output[:130], rtol=1e-2, atol=1e-2)
@@ -109,19 +115,21 @@ def test_chunks_of_whole_blocks_change_nothing(name: str, prompt: int, chunk: in
     assert torch.allclose(whole.output, parts.output, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", SETS)
 @given(prompt=st.integers(2, 150), sizes=st.lists(st.integers(1, 60), min_size=1, max_size=6))
 @examples(20)
-def test_any_chunks_work(prompt: int, sizes: list[int]) -> None:
+def test_any_chunks_work(name: str, prompt: int, sizes: list[int]) -> None:
     q, k, v = tensors(prompt, seed=prompt)
     sizes = [size for index, size in enumerate(sizes) if sum(sizes[: index + 1]) < prompt]
-    done = simulate("lagkv+xattention", q, k, v, prefill=prompt, sets=[*SMALL, "evict.lag=16", "evict.sink=4"], chunk=[*sizes, prompt - sum(sizes)])
+    sets = [*SETS[name], "evict.lag=16", "evict.sink=4"]
+    done = simulate(f"lagkv+{name}", q, k, v, prefill=prompt, sets=sets, chunk=[*sizes, prompt - sum(sizes)])
     assert bool(torch.isfinite(done.output).all())
 
 
 def test_a_prompt_that_is_not_read_whole_has_no_sums_of_attention() -> None:
-    for name in ("h2o", "minikv", "qhitter"):
-        with pytest.raises(PolicyConflict, match=f"evict role '{name}' needs attention_mass .* which prefill role 'xattention' removes"):
-            parse_policy(f"{name}+xattention")
+    for name, own in itertools.product(("h2o", "minikv", "qhitter"), SETS):
+        with pytest.raises(PolicyConflict, match=f"evict role '{name}' needs attention_mass .* which prefill role '{own}' removes"):
+            parse_policy(f"{name}+{own}")
 
 
 def test_plans_state_how_prompts_are_read() -> None:
@@ -130,6 +138,8 @@ def test_plans_state_how_prompts_are_read() -> None:
     assert CachePlan.from_json(plan.to_json()) == plan and plan.hash != parse_policy("fier+xattention").plan(MODEL).hash
     assert plan.sparse_prefill(2, 8193) is plan.prefill and plan.sparse_prefill(1, 8193) is None and plan.sparse_prefill(2, 8192) is None
     assert "prefill" not in parse_policy("fier").plan(MODEL).to_json()
+    plan = parse_policy("flexprefill", sets=["prefill.min_budget=1100"]).plan(MODEL)
+    assert plan.prefill is not None and plan.prefill.rule == Lines(128, 0.9, 0.1, 9) and CachePlan.from_json(plan.to_json()) == plan
 
 
 def test_tiles_fill_a_block() -> None:

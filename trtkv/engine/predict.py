@@ -35,8 +35,9 @@ def predict(
     """Return the bytes of every buffer and of the whole after prompts of `context` tokens, batch_size sequences at once.
 
     peak_bytes is the most while the prompts are read in chunks: one is then still whole (several, where a chunk holds them), the others are evicted
-    from and encoded. With gpu_memory also what fits beside the weights: longest_context, the longest prompt that such sequences may have had
-    (None: the cache is not what limits it), longest_prompt, the longest that can be read, and largest_batch of this context, reading included.
+    from and encoded, and scratch_bytes are what a layer takes to choose which blocks a chunk reads. With gpu_memory also what fits beside the
+    weights: longest_context, the longest prompt that such sequences may have had (None: the cache is not what limits it), longest_prompt, the longest
+    that can be read, and largest_batch of this context, reading included.
     `assumes` says in words what the figures take for granted, `in_torch` what no kernel does on any GPU. With offload, pages are counted where
     `trtkv run --offload` stores them: host_bytes, device_bytes and, as device_peak_bytes, the most on the device while one prompt is read; the limits
     of gpu_memory are then the device's, as if host memory had none. Raises ConfigError for sizes that are not positive and policies that cannot
@@ -56,6 +57,7 @@ def predict(
         "score_bytes": one.score_bytes(context) * batch_size,
         "reserved_bytes": one.reserved_bytes(context) * batch_size,
         "peak_bytes": _peak(one, context, batch_size),
+        "scratch_bytes": _scratch(one, context),
         "tokens_read_per_step": one.tokens_read(context),
         "weight_bytes": weights,
         "assumes": _assumptions(one, offload),
@@ -84,13 +86,17 @@ def _at_once(one: Footprint, context: int, batch_size: int) -> int:
     return min(batch_size, -(-one.chunk // context))
 
 
+def _scratch(one: Footprint, context: int) -> int:
+    return one.count.scratch(min(context, one.chunk), context)
+
+
 def _peak(one: Footprint, context: int, batch_size: int) -> int:
     whole = _at_once(one, context, batch_size)
-    return whole * one.peak_bytes(context) + (batch_size - whole) * one.reserved_bytes(context)
+    return whole * one.peak_bytes(context) + (batch_size - whole) * one.reserved_bytes(context) + _scratch(one, context)
 
 
 def _largest_batch(one: Footprint, context: int, room: int) -> int:
-    peak, steady = one.peak_bytes(context), one.reserved_bytes(context)
+    peak, steady, room = one.peak_bytes(context), one.reserved_bytes(context), room - _scratch(one, context)
     whole = -(-one.chunk // context)
     return max(0, room) // peak if room < whole * peak else whole + (room - whole * peak) // steady
 
@@ -129,10 +135,11 @@ def _on_device(one: Footprint, context: int, batch_size: int) -> tuple[int, int]
     pages = plan.pages(context)
     own = one.reserved_bytes(context) - shape.host_bytes(pages)
     steady = own * batch_size + shape.device_bytes(batch_size)
+    reading = steady + _scratch(one, context)
     if one.count.form is not None:
-        return steady, steady + one.count.prompt(context, whole=context <= one.chunk) + pages * shape.page_bytes
+        return steady, reading + one.count.prompt(context, whole=context <= one.chunk) + pages * shape.page_bytes
     chunk = plan.pages(min(context, one.chunk)) + 1
-    return steady, steady + (2 * pages + chunk) * shape.page_bytes
+    return steady, reading + (2 * pages + chunk) * shape.page_bytes
 
 
 def _layout(one: Footprint, context: int) -> Layout:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from trtkv.config import ModelConfig
 from trtkv.plan import BufferSpec, CacheView, EvictPlan, Meaning, Occupancy, OffloadPlan, Pooling, PrefillPlan, QuantizePlan, SelectPlan
-from trtkv.rules import Antidiagonal, Encoding, EvictRule, Summary
+from trtkv.rules import Encoding, EvictRule, PrefillRule, Summary
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -312,7 +312,7 @@ class Prefill(Role):
         """
         raise NotImplementedError
 
-    def rule(self) -> Antidiagonal | None:
+    def rule(self) -> PrefillRule | None:
         """Return what kernels choose by, None where only `blocks` does."""
         return None
 

@@ -21,7 +21,7 @@ from plugins.select.summary import why_selects_in_torch
 from trtkv.config import Limits
 from trtkv.errors import CapacityError, ConfigError, EngineError, UnknownName
 from trtkv.plan import CachePlan
-from trtkv.runtime.memory import HEADROOM, available_bytes, beside_bytes, readable
+from trtkv.runtime.memory import HEADROOM, available_bytes, beside_bytes, readable, scratch_bytes
 from trtkv.runtime.streams import SideStream
 
 HOST_SHARE = 0.8  # of what is free: pinned memory cannot be swapped out
@@ -94,7 +94,7 @@ def fitting_pages(
     fixed = beside_bytes(count, limits) + shape.device_bytes(slots)
     fixed += 0 if count.form is None else wanted * shape.page_bytes  # a prompt's codes on their way to the host
     own_room = host_room() if host_bytes is None else host_bytes
-    room = int(available_bytes(device) * HEADROOM) if cache_bytes is None else cache_bytes
+    room = int(max(0, available_bytes(device) - scratch_bytes(count, limits, device)) * HEADROOM) if cache_bytes is None else cache_bytes
     if wanted * host_page > own_room:
         raise CapacityError(
             f"a sequence of {limits.max_seq_len} tokens takes {readable(wanted * host_page)} of host memory, {readable(own_room)} may be pinned",

@@ -45,6 +45,11 @@ def captured_bytes(plan: CachePlan, limits: Limits, device: torch.device) -> int
     return steps * plan.num_layers * CAPTURED_BYTES if device.type == "cuda" else 0
 
 
+def scratch_bytes(count: ByteCount, limits: Limits, device: torch.device) -> int:
+    """Return the bytes that the longest prompts take for a while beside the cache, where kernels choose what they read."""
+    return count.scratch(limits.max_chunk_tokens, limits.max_seq_len) if device.type == "cuda" else 0
+
+
 def beside_bytes(count: ByteCount, limits: Limits) -> int:
     """Return the bytes that all slots take beside their pages; where tokens are encoded, with a prompt that is being read."""
     slots = limits.max_batch_size * count.slot
@@ -62,6 +67,7 @@ def pool_sizes(plan: CachePlan, limits: Limits, device: torch.device, cache_byte
     fits.
     """
     count, ledger = ByteCount(plan, encodes_by_kernels(plan, device)), make_ledger(plan, device)
+    promised_bytes += scratch_bytes(count, limits, device)
     room = int(max(0, available_bytes(device) - promised_bytes) * HEADROOM) if cache_bytes is None else cache_bytes
     longest, chunk = limits.max_seq_len, limits.max_chunk_tokens
     slots, most = beside_bytes(count, limits), ledger.most_pages(longest, chunk)

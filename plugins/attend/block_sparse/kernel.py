@@ -1,4 +1,4 @@
-"""Block-sparse attention of a prompt's chunk in Triton: estimate, choose, attend.
+"""Block-sparse attention of a prompt's chunk in Triton: estimate, add up, choose, attend.
 
 Blocks of queries and keys begin at multiples of BLOCK from the first stored token on, so a chunk's first block of queries may lack its first ones,
 and a past block of keys is always whole: only a block of queries against itself needs a mask.
@@ -72,25 +72,65 @@ def estimate_kernel(
 
 
 @triton.jit
+def _received(parts, row, start, stored, blocks, block, seen, STRIDE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Add up the shares [WIDTH] that ROWS rows from `row` on give to blocks of keys that are seen, each 1 in all; rows without a query give none."""
+    received = tl.zeros([WIDTH], tl.float32)
+    for which in range(ROWS):
+        part = tl.load(parts + which * blocks + block, seen, float("-inf"))
+        share = tl.exp2(part - tl.max(part, 0))
+        asked = ((row + which + 1) * STRIDE > start) & ((row + which) * STRIDE < stored)
+        received += tl.where(asked, share / tl.sum(share, 0), 0.0)
+    return received
+
+
+@triton.jit
+def receive_kernel(
+    parts,
+    received,
+    new,
+    stored,
+    blocks,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Add up what blocks of keys receive from ROWS queries in a row; grid [Bq * BLOCK / ROWS, Hq].
+
+    parts [Hq, Bq * BLOCK, blocks] fp32 as `estimate_kernel` writes them for a stride of one token; received [Hq, Bq * BLOCK / ROWS, blocks] fp32.
+    WIDTH is a power of two, blocks at least.
+    """
+    which, head = tl.program_id(0), tl.program_id(1)
+    start, block = stored - new, tl.arange(0, WIDTH)
+    row = start // BLOCK * BLOCK + which * ROWS
+    line = head.to(tl.int64) * tl.num_programs(0) + which
+    sums = _received(parts + line * ROWS * blocks, row, start, stored, blocks, block, block <= row // BLOCK, 1, ROWS, WIDTH)
+    tl.store(received + line * blocks + block, sums, block < blocks)
+
+
+@triton.jit
 def choose_kernel(
     parts,
+    pattern,
     chosen,
     new,
     stored,
     blocks,
     dense_below,
     dense_from,
-    tau,
+    share,
     most,
     STRIDE: tl.constexpr,
     TILES: tl.constexpr,
+    LINES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """List the blocks that every block of queries reads; grid [Bq, Hq].
 
-    parts [Hq, Bq * TILES, blocks] fp32 as `estimate_kernel` wrote them; chosen [Hq, Bq, blocks + 1] int32: ascending numbers, and how many at the
-    end. tau and most are those of the rule; blocks that end by dense_below, or after dense_from, read everything. WIDTH is a power of two, blocks at
-    least. Where blocks at the cut are equal, all of them are read, or none where that would be too many.
+    parts [Hq, Bq * TILES, blocks] fp32 as `estimate_kernel` writes them, or scores in base 2 where TILES is 1; chosen [Hq, Bq, blocks + 1] int32:
+    ascending numbers, and how many at the end. Read are the fewest blocks that hold the share, at most the share `most` of those up to a block's own.
+    LINES: pattern [Hq, 2 * blocks + 1] uint8 marks columns, diagonals by their distance and, at the end, whether a head reads more than these. Blocks
+    that end by dense_below, or after dense_from, read everything. WIDTH is a power of two, blocks at least. Where blocks at the cut are equal, all of
+    them are read, or none where that would be too many.
     """
     which, head = tl.program_id(0), tl.program_id(1)
     size: tl.constexpr = STRIDE * TILES
@@ -99,16 +139,15 @@ def choose_kernel(
     block = tl.arange(0, WIDTH)
     before = block <= own
     line = head.to(tl.int64) * tl.num_programs(0) + which
-    score = tl.zeros([WIDTH], tl.float32)
-    for row in range(TILES):
-        group = own * TILES + row
-        part = tl.load(parts + (line * TILES + row) * blocks + block, before, float("-inf"))
-        share = tl.exp2(part - tl.max(part, 0))
-        asked = ((group + 1) * STRIDE > start) & (group * STRIDE < stored)
-        score += tl.where(asked, share / tl.sum(share, 0), 0.0)
+    score = _received(parts + line * TILES * blocks, own * TILES, start, stored, blocks, block, before, STRIDE, TILES, WIDTH)
     always = (block == 0) | (block == own)
     total, free = tl.sum(score, 0), tl.where(always, 0.0, score)
-    wanted = tau * total - (total - tl.sum(free, 0))
+    if LINES:
+        pattern += head * (2 * blocks + 1)
+        share *= tl.load(pattern + 2 * blocks).to(tl.float32)
+        marks = tl.load(pattern + block, before, 0) | tl.load(pattern + blocks + own - block, before, 0)
+        always |= marks > 0
+    wanted = share * total - (total - tl.sum(free, 0))
     room = tl.maximum(tl.floor((own + 1).to(tl.float32) * most), 2.0).to(tl.int32) - tl.where(own > 0, 2, 1)
     # Positive numbers are ordered as their bits are: the highest cut above which there is enough, and the lowest above which there is room.
     bits = tl.where(before & (free > 0), free.to(tl.int32, bitcast=True), -1)

@@ -1,34 +1,28 @@
-"""Launching block-sparse attention of a prompt's chunk: estimate, choose, attend; in Triton's interpreter on a CPU."""
+"""Launching block-sparse attention of a prompt's chunk: rate, choose, attend; in Triton's interpreter on a CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import NamedTuple
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from plugins.attend.block_sparse import antidiagonal, lines
+from plugins.attend.block_sparse.estimate import SOURCE, WARP_GROUPS, WIDTHS, Form, Rating, arch_of, check, warps_of, width_of, widths_up_to
 from plugins.attend.block_sparse.in_torch import dense_from
 from plugins.device import kernel
-from plugins.device.driver import arch
 from plugins.device.kernel import LOG2_E, Constants, TritonKernel, typed
 from plugins.device.spec import Spec, shared_limit
 from trtkv.plan import PrefillPlan
-from trtkv.rules import Antidiagonal
+from trtkv.rules import Antidiagonal, PrefillRule
 
-SOURCE = Path(__file__).parent / "kernel.py"
-ESTIMATE = TritonKernel(
-    SOURCE, "estimate_kernel",
-    {
-        **typed("*real", "query", "keys"), "parts": "*fp32", **typed("i32", "new", "stored", "query_row", "key_head", "rows", "blocks"),
-        "scale2": "fp32",
-    },
-    aligned=("query", "keys", "query_row", "key_head"), warps=8,
-)  # fmt: skip
 CHOOSE = TritonKernel(
     SOURCE, "choose_kernel",
-    {"parts": "*fp32", "chosen": "*i32", **typed("i32", "new", "stored", "blocks", "dense_below", "dense_from"), **typed("fp32", "tau", "most")},
+    {
+        "parts": "*fp32", "pattern": "*u8", "chosen": "*i32", **typed("i32", "new", "stored", "blocks", "dense_below", "dense_from"),
+        **typed("fp32", "share", "most"),
+    },
 )  # fmt: skip
 ATTEND = TritonKernel(
     SOURCE, "attend_kernel",
@@ -38,18 +32,7 @@ ATTEND = TritonKernel(
     },
     aligned=("query", "keys", "values", "out", "query_row", "key_head", "value_head"), warps=8,
 )  # fmt: skip
-WARP_GROUPS = "90"  # the compute capability with asynchronous products of warp groups
-BLOCKS, STRIDES = (64, 128), (4, 8, 16, 32)  # that kernels take
-WIDTHS = (256, 1024, 4096, 16384)  # blocks among which one program chooses
-
-
-class Form(NamedTuple):
-    """How a kernel runs: its tiles (of rows and columns, or of keys alone), tiles on their way, warps of a block."""
-
-    rows: int
-    columns: int
-    stages: int
-    warps: int
+BLOCKS = (64, 128)  # that kernels take
 
 
 def why_torch(plan: PrefillPlan, stored: int = 0) -> str | None:
@@ -57,11 +40,11 @@ def why_torch(plan: PrefillPlan, stored: int = 0) -> str | None:
     rule = plan.rule
     if rule is None:
         return f"no kernel chooses as '{plan.meaning.role.rpartition(':')[2]}' does"
-    for name, size, taken in (("blocks", rule.block, BLOCKS), ("strides", rule.stride, STRIDES)):
-        if size not in taken:
-            return f"{name} hold {size} tokens, and the kernels take {', '.join(map(str, taken))}"
+    if rule.block not in BLOCKS:
+        return f"blocks hold {rule.block} tokens, and the kernels take {', '.join(map(str, BLOCKS))}"
+    why: str | None = _method(rule).why_torch(rule)
     most = WIDTHS[-1] * rule.block
-    return f"{stored} tokens are stored, and the kernels take {most}" if stored > most else None
+    return f"{stored} tokens are stored, and the kernels take {most}" if why is None and stored > most else why
 
 
 def attend(plan: PrefillPlan, query: Tensor, keys: Tensor, values: Tensor, scale: float, left: int) -> Tensor:
@@ -74,40 +57,28 @@ def attend(plan: PrefillPlan, query: Tensor, keys: Tensor, values: Tensor, scale
 
 def choose(plan: PrefillPlan, query: Tensor, keys: Tensor, scale: float, left: int) -> Tensor:
     """Choose what every block of queries reads: [Hq, Bq, Bk + 1] int32, ascending blocks of keys, and how many there are at the end."""
-    rule = plan.rule
-    assert rule is not None, "the plan states no rule"
-    parts = estimate(rule, query, keys, scale)
+    assert plan.rule is not None, "the plan states no rule"
+    parts, share, most, pattern = rate(plan.rule, query, keys, scale)
     heads, rows, blocks = parts.shape
-    tiles = rule.block // rule.stride
-    chosen = torch.empty(heads, rows // tiles, blocks + 1, dtype=torch.int32, device=query.device)
+    constants = {**_method(plan.rule).choose_constants(plan.rule), "WIDTH": width_of(blocks)}
+    chosen = torch.empty(heads, rows // constants["TILES"], blocks + 1, dtype=torch.int32, device=query.device)
     dense = plan.dense_below, dense_from(plan.dense_last, keys.shape[1], left)
-    numbers = (len(query), keys.shape[1], blocks, *dense, rule.tau, rule.most)
-    width = next(one for one in WIDTHS if one >= blocks)
-    kernel.run(CHOOSE, (rows // tiles, heads, 1), (parts, chosen, *numbers), choose_constants(rule, width), warps=choose_warps(width))
+    numbers = (len(query), keys.shape[1], blocks, *dense, share, most)
+    kernel.run(CHOOSE, (chosen.shape[1], heads, 1), (parts, pattern, chosen, *numbers), constants, warps=warps_of(constants["WIDTH"]))
     return chosen
 
 
-def estimate(rule: Antidiagonal, query: Tensor, keys: Tensor, scale: float, form: Form | None = None) -> Tensor:
-    """Estimate how rows of `stride` queries see blocks of keys: [Hq, Bq block / stride, Bk] fp32, base-2 log-sum-exps; see `kernel.py`."""
-    count, heads, dim = query.shape
-    stored, tiles = keys.shape[1], rule.block // rule.stride
-    _check(query, keys)
-    blocks = -(-stored // rule.block)
-    rows = (blocks - (stored - count) // rule.block) * tiles
-    form = form or estimate_form(_arch(query))
-    parts = torch.empty(heads, rows, blocks, dtype=torch.float32, device=query.device)
-    grid = (-(-rows // form.rows) * (heads // len(keys)), -(-blocks * tiles // form.columns), len(keys))
-    numbers = (count, stored, query.stride(0), keys.stride(0), rows, blocks, scale * LOG2_E / rule.stride)
-    constants = estimate_constants(rule, heads // len(keys), dim, form)
-    kernel.run(ESTIMATE, grid, (query, keys, parts, *numbers), constants, warps=form.warps)
-    return parts
+def rate(rule: PrefillRule, query: Tensor, keys: Tensor, scale: float) -> Rating:
+    """Rate blocks of keys [Hk, S, D] for query [n, Hq, D], the newest n of S tokens."""
+    found: Rating = _method(rule).rate(rule, query, keys, scale)
+    return found
 
 
 def attend_chosen(query: Tensor, keys: Tensor, values: Tensor, chosen: Tensor, block: int, scale: float, form: Form | None = None) -> Tensor:
     """Attend query [n, Hq, D] to chosen [Hq, Bq, Bk + 1] blocks of keys and values [Hk, S, D], see `choose`: [n, Hq, D]."""
     count, heads, dim = query.shape
-    _check(query, keys, values)
-    form = form or attend_form(dim, block, _arch(query))
+    check(query, keys, values)
+    form = form or attend_form(dim, block, arch_of(query))
     out = query.new_empty(query.shape)
     strides = (query.stride(0), keys.stride(0), values.stride(0), chosen.shape[2] - 1)
     values_given = (query, keys, values, chosen, out, count, keys.shape[1], *strides, scale * LOG2_E)
@@ -116,29 +87,28 @@ def attend_chosen(query: Tensor, keys: Tensor, values: Tensor, chosen: Tensor, b
     return out
 
 
+def scratch_bytes(plan: PrefillPlan, heads: int, kv_heads: int, dim: int, new: int, stored: int) -> int:
+    """Return the most bytes that a chunk's choice takes for a while, lists included, of new tokens among so many stored; 0 where torch chooses."""
+    if plan.rule is None or why_torch(plan, stored) is not None:
+        return 0
+    blocks = -(-stored // plan.block)
+    rows = min(blocks, -(-(new - 1) // plan.block) + 1)  # one more than they fill, if a chunk begins within a block
+    method = _method(plan.rule)
+    rating: int = method.rating_bytes(plan.rule, heads, kv_heads, dim, rows, blocks)
+    tiles: int = method.choose_constants(plan.rule)["TILES"]
+    return max(rating, 4 * heads * rows * (tiles * blocks + blocks + 1))
+
+
 def kernels(plan: PrefillPlan, group: int, dim: int, longest: int, dtype: str, arch: str) -> Iterator[Spec]:
     """Yield the kernels for sequences of up to so many tokens, of a dtype by Triton's name."""
     rule = plan.rule
     if rule is None or why_torch(plan, longest) is not None:
         return
-    form = estimate_form(arch)
-    yield ESTIMATE.variant(arch, estimate_constants(rule, group, dim, form), dtype, warps=form.warps)
-    blocks = -(-longest // rule.block)
-    for index, width in enumerate(WIDTHS):
-        if index == 0 or blocks > WIDTHS[index - 1]:
-            yield CHOOSE.variant(arch, choose_constants(rule, width), warps=choose_warps(width))
+    yield from _method(rule).kernels(rule, group, dim, longest, dtype, arch)
+    for width in widths_up_to(-(-longest // rule.block)):
+        yield CHOOSE.variant(arch, {**_method(rule).choose_constants(rule), "WIDTH": width}, warps=warps_of(width))
     form = attend_form(dim, rule.block, arch)
     yield ATTEND.variant(arch, attend_constants(group, dim, rule.block, form), dtype, warps=form.warps)
-
-
-def estimate_form(arch: str) -> Form:
-    """Return the form of the estimate; warp groups take tiles that are twice as wide."""
-    return Form(128, 256 if arch == WARP_GROUPS else 128, 3, 8)
-
-
-def choose_warps(width: int) -> int:
-    """Return the warps of a block that chooses among so many blocks of keys, whose scores it holds in registers."""
-    return min(16, max(4, width // 512))
 
 
 def attend_form(dim: int, block: int, arch: str) -> Form:
@@ -151,27 +121,11 @@ def attend_form(dim: int, block: int, arch: str) -> Form:
     return Form(block, 32 if shared_limit(arch) > 128 << 10 else 16, 2, warps)
 
 
-def estimate_constants(rule: Antidiagonal, group: int, dim: int, form: Form) -> Constants:
-    """Return the constants of the estimate; products are taken over 64 channels at once."""
-    shape = {"GROUP": group, "D": dim, "INNER": min(64, 1 << (dim - 1).bit_length()), "STRIDE": rule.stride, "TILES": rule.block // rule.stride}
-    return {**shape, "TILE_Q": form.rows, "TILE_K": form.columns, "STAGES": form.stages}
-
-
-def choose_constants(rule: Antidiagonal, width: int) -> Constants:
-    """Return the constants of the choice."""
-    return {"STRIDE": rule.stride, "TILES": rule.block // rule.stride, "WIDTH": width}
-
-
 def attend_constants(group: int, dim: int, block: int, form: Form) -> Constants:
     """Return the constants of attention."""
     return {"GROUP": group, "D": dim, "BLOCK_D": 1 << (dim - 1).bit_length(), "BLOCK": block, "TILE": form.columns, "STAGES": form.stages}
 
 
-def _arch(x: Tensor) -> str:
-    return arch() if x.is_cuda else WARP_GROUPS
-
-
-def _check(query: Tensor, *stored: Tensor) -> None:
-    dim = query.shape[2]
-    assert query.stride(1) == dim and query.stride(2) == 1, "a token's heads must lie side by side"
-    assert all(one.stride(1) == dim and one.stride(2) == 1 for one in stored), "rows must lie side by side"
+def _method(rule: PrefillRule) -> ModuleType:
+    """Return the module whose kernels rate as a rule says."""
+    return antidiagonal if isinstance(rule, Antidiagonal) else lines

@@ -17,7 +17,7 @@ from torch import Tensor
 from trtkv import rules
 from trtkv.errors import ConfigError
 from trtkv.policies.base import Prefill
-from trtkv.ranking import span
+from trtkv.ranking import fewest, span
 
 
 class XAttention(Prefill):
@@ -60,9 +60,5 @@ class XAttention(Prefill):
         scores = self.scores(query, keys, scale)
         block, own = span(0, scores.shape[2], keys), span(scores.shape[2] - scores.shape[1], scores.shape[2], keys)[:, None]
         always = (block == 0) | (block == own)
-        order = scores.masked_fill(always, torch.inf).sort(dim=-1, descending=True, stable=True).indices
-        ranked = scores.gather(-1, order)
-        needed = ranked.cumsum(-1) - ranked < self.tau * scores.sum(-1, keepdim=True)
-        allowed = block < ((own + 1).float() * self.most).floor().clamp(min=2)
-        chosen = torch.zeros_like(always.expand_as(scores)).scatter(-1, order, needed & allowed)
-        return (chosen | always) & (block <= own)
+        most = ((own + 1).float() * self.most).floor().clamp(min=2)
+        return (fewest(scores, self.tau, always, most=most) | always) & (block <= own)
