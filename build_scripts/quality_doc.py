@@ -67,7 +67,8 @@ def main() -> None:
 
 def page(records: Records, folder: Path) -> str:
     """Return the page; folder holds the records of `trtkv eval`."""
-    return "\n\n".join([head(records), goals(records), reading(records), storing(records), ruler(folder), closeness(folder)]) + "\n"
+    parts = [head(records), goals(records), reading(records), storing(records), prefill(folder), ruler(folder), closeness(folder)]
+    return "\n\n".join(parts) + "\n"
 
 
 def head(records: Records) -> str:
@@ -172,6 +173,27 @@ Bytes are at 25%, or a preset's only size. Passkey / needle:
 {answers(records, STORE_LESS)}
 
 ![Right answers against stored bytes, and against tokens read](quality-2048.png)"""
+
+
+def prefill(folder: Path) -> str:
+    """Write the table of presets that read blocks of a prompt."""
+    records = Records(folder / "quality-prefill.jsonl")
+    rows = records.own.values()
+    lengths, names = sorted({row["length"] for row in rows}), dict.fromkeys(" ".join((row["preset"], *row["sets"])) for row in rows)
+    device, samples = next(iter(rows))["device"], next(iter(rows))["samples"]
+    lines = []
+    for name in names:
+        cells = [[records.find(task, name, 0, length, blind=False, seed=2) for task in TASKS] for length in lengths]
+        read = [fmean(one["blocks_read"] for one in pair if one) if all(one and "blocks_read" in one for one in pair) else 1.0 for pair in cells]
+        shown = name.replace(" prefill.dense_below=0", "").split()
+        figures = (f"{' / '.join(map(exact, pair))}, {share:.0%}" for pair, share in zip(cells, read, strict=True))
+        lines.append([" ".join(f"`{one}`" for one in shown), *figures])
+    return f"""## Presets that read blocks of a prompt
+
+The question is part of the prompt; `prefill.dense_below=0`, so blocks are chosen from the first token on. Passkey / needle, {samples} samples, and
+the share of the blocks before a query that was read. {device}, {commits(rows)}; `engines/quality-prefill.jsonl`.
+
+{table(["preset", *(f"{length:,} tokens" for length in lengths)], lines)}"""
 
 
 def answers(records: Records, names: Sequence[str]) -> str:
