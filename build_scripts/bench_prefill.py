@@ -40,7 +40,10 @@ from trtkv.rules import Antidiagonal, PrefillRule
 
 RUNS, BLOCK = 7, 128
 ATTEND_FORMS = (Form(128, 128, 3, 8), Form(128, 128, 2, 8), Form(128, 64, 3, 8), Form(128, 64, 2, 8), Form(128, 64, 4, 8))
-ESTIMATE_FORMS = (Form(128, 256, 3, 8), Form(128, 256, 4, 8), Form(128, 128, 3, 8), Form(128, 128, 4, 8), Form(64, 256, 3, 4), Form(128, 128, 4, 4))
+ESTIMATE_FORMS = (
+    Form(128, 256, 3, 8), Form(128, 256, 4, 8), Form(128, 256, 2, 8), Form(128, 128, 3, 8), Form(128, 128, 4, 8), Form(128, 128, 2, 8),
+    Form(64, 256, 3, 4), Form(128, 128, 4, 4), Form(128, 128, 2, 4),
+)  # fmt: skip
 
 
 def main() -> None:

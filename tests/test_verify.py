@@ -59,11 +59,12 @@ def test_other_policies_agree_too(policy: str, tmp_path: Path) -> None:
     assert {one.op for one in report.nodes} >= {"KvAppend", "KvAttend", "Gemm", "Mul", "Add", "Gather"}
 
 
-def test_prompts_that_read_blocks_are_named_and_answers_compared(tmp_path: Path) -> None:
-    sets = ["prefill.block=32", "prefill.stride=8", "prefill.dense_below=32", "prefill.dense_last=8", "prefill.tau=0.3"]
-    report = run(engine(tmp_path, policy="xattention", sets=sets), tokens=150)
+@pytest.mark.parametrize(("policy", "fields"), [("xattention", ("stride=8", "tau=0.3")), ("flexprefill", ("gamma=0.3", "min_budget=32"))])
+def test_prompts_that_read_blocks_are_named_and_answers_compared(policy: str, fields: tuple[str, ...], tmp_path: Path) -> None:
+    sets = [f"prefill.{one}" for one in ("block=32", "dense_below=32", "dense_last=8", *fields)]
+    report = run(engine(tmp_path, policy=policy, sets=sets), tokens=150)
     assert max(one.ratio for one in report.nodes) <= 1
-    assert report.not_compared == ("KvAttend of prompts under xattention",)
+    assert report.not_compared == (f"KvAttend of prompts under {policy}",)
     assert [(one.op, one.what) for one in report.nodes].count(("KvAttend", "value")) == 3
 
 
