@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from plugins.device.dtypes import triton_dtype
 from plugins.device.spec import Spec
-from plugins.select import launch, launch_fused, launch_pages, launch_previous_query
+from plugins.select import launch, launch_fused, launch_lists, launch_pages, launch_previous_query
 from plugins.select.summary import Summary, outliers, shares_selection, summary_of
 from trtkv.config import Limits, ModelConfig
 from trtkv.plan import CachePlan, SelectPlan
@@ -24,7 +24,7 @@ def kernels(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> I
         if select.speculative:
             yield launch_previous_query.speculate_kernel(plan.num_q_heads // plan.num_kv_heads, plan.head_dim, triton_dtype(plan.kv_dtype), arch)
         for batch in range(1, limits.max_batch_size + 1):
-            yield _selector(plan, select, summary, batch, limits, arch)
+            yield from _selector(plan, select, summary, batch, limits, arch)
             yield from _together(plan, select, summary, batch, limits, arch)
 
 
@@ -42,7 +42,7 @@ def _scorer(plan: CachePlan, select: SelectPlan, summary: Summary, arch: str) ->
         yield launch_pages.cut_kernel(per_page, arch)
 
 
-def _selector(plan: CachePlan, select: SelectPlan, summary: Summary, batch: int, limits: Limits, arch: str) -> Spec:
+def _selector(plan: CachePlan, select: SelectPlan, summary: Summary, batch: int, limits: Limits, arch: str) -> Iterator[Spec]:
     group = plan.num_q_heads // plan.num_kv_heads
     units = plan.pages(limits.max_seq_len) * plan.page_size // select.unit
     # How many blocks score a row follows from the GPU, the layout of the scores does not.
@@ -54,9 +54,16 @@ def _selector(plan: CachePlan, select: SelectPlan, summary: Summary, batch: int,
     else:
         pages = launch_pages.PageScratch.plan(batch, plan.num_kv_heads, group, select.pooling, units, 1, shared=shares_selection(select))
         rows, heads, stride = pages.rows, pages.heads, pages.stride
+    maximum = select.pooling == "softmax-max"
+    if select.unit == 1 and launch_lists.lists(rows, heads, stride, select.width, arch):
+        cluster = launch.select_cluster(rows, stride, arch)
+        yield launch_lists.list_kernel(heads, maximum, 1, select.group, arch)
+        streams = launch.select_streams(stride, cluster, arch)
+        yield launch.select_kernel(cluster, heads, maximum, 1, select.group, arch, streams=streams, listed=True)
+        return
     cluster = launch.select_cluster(rows, stride, arch, heads=heads, width=select.width)
     form = {"streams": launch.select_streams(stride, cluster, arch), "filters": launch.select_filters(stride, cluster, heads, arch)}
-    return launch.select_kernel(cluster, heads, select.pooling == "softmax-max", select.unit, select.group, arch, **form)
+    yield launch.select_kernel(cluster, heads, maximum, select.unit, select.group, arch, **form)
 
 
 def _together(plan: CachePlan, select: SelectPlan, summary: Summary, batch: int, limits: Limits, arch: str) -> Iterator[Spec]:

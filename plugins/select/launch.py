@@ -17,7 +17,7 @@ from trtkv.errors import CapacityError
 
 _HERE = Path(__file__).parent
 SCORE = CudaKernel(_HERE / "fier.cu", "fier_score", (Pointer,) * 8 + (Int, Int, Int, Long, Int, Float))
-SELECT = CudaKernel(_HERE / "select.cu", "select_units", (Pointer,) * 7 + (Long,) + (Int,) * 9)
+SELECT = CudaKernel(_HERE / "select.cu", "select_units", (Pointer,) * 7 + (Long,) + (Int,) * 9 + (Pointer,) * 2 + (Int,) * 2)
 POOLS = {"softmax-mean": 0, "softmax-max": 0, "mean": 1, "max": 2}
 CLUSTERS_FROM = 90  # clusters of blocks came with this compute capability
 _WORTHWHILE_UNITS = 4096  # a block more costs more than it saves below
@@ -31,6 +31,7 @@ _FILTERED_SHARE = 8  # of a row's units at most one of so many is chosen where t
 # Rows for which so many blocks each are resident at once. On an H200 33 rows with four blocks take 1.7 times as long as 30, 40 with three 1.6
 # times as long as 39.
 _RESIDENT = ((16, 6), (8, 12), (4, 28), (3, 39), (2, 66))
+MOST_LISTED = 4  # times the units that are chosen: room for lists of a launch before
 _LISTED = 2048  # units of a block that there is room for otherwise, at least
 _BLOCK_UNITS = 65536  # keys of two bytes in the shared memory of a block, at most
 _LARGE_CLUSTERS = ("90", "100", "103")  # compute capabilities with clusters of sixteen blocks, others have eight
@@ -56,6 +57,14 @@ class Scratch:
         """Allocate the two tensors."""
         scores = torch.empty(rows, self.heads, self.stride, dtype=torch.float16, device=device)
         return scores, torch.empty(rows, self.parts, self.heads, 4, dtype=torch.float32, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class Lists:
+    """Units that may be chosen, as `launch_lists.list_units` leaves them: entries [R, blocks, capacity, 2] and heads [R, blocks, 2] int32."""
+
+    entries: Tensor
+    heads: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,22 +96,25 @@ def fier_score(
 def select_units(
     scores: Tensor, parts: Tensor, lens: Tensor, out: Tensor, *,
     budget: int, sink: int, window: int, unit: int, group: int, pooling: str, own: OwnBudgets | None = None, cluster: int = 0, overlap: bool = False,
-    published: Tensor | None = None,
+    published: Tensor | None = None, lists: Lists | None = None,
 ) -> None:  # fmt: skip
     """Choose units by scores and parts of a scorer, lens [B]: out [B, H, K + 1] int32, units ascending, then their count, -1 where all are read.
 
     Sequences of up to `budget` tokens are read whole; own says which sequences choose fewer units than K. Both are read before the kernel waits.
-    The words of published, as of `fier_score`, are emptied.
+    The words of published, as of `fier_score`, are emptied. lists are those of the same scores, budget and overrides.
     """
     rows, heads, stride = scores.shape
-    sm = arch()
-    cluster = cluster or select_cluster(rows, stride, sm, heads=heads, width=out.shape[2] - 1)
-    shared = select_shared(stride, cluster, heads, parts.shape[1], sm)
-    spec = select_kernel(cluster, heads, pooling == "softmax-max", unit, group, sm, streams=shared.streams, filters=shared.filters)
+    sm, width = arch(), out.shape[2] - 1
+    cluster = cluster or select_cluster(rows, stride, sm, heads=heads, width=None if lists else width)
+    shared = select_shared(stride, cluster, heads, parts.shape[1], sm, listed=MOST_LISTED * width if lists else 0)
+    spec = select_kernel(
+        cluster, heads, pooling == "softmax-max", unit, group, sm, streams=shared.streams, filters=shared.filters, listed=bool(lists)
+    )
     slots, budgets, below = (None, None, 0) if own is None else (own.slots, own.budgets, own.dense_below)
     each = 0 if published is None else published.numel() // (4 * rows)
-    values = (scores, parts, lens, out, slots, budgets, published, stride, parts.shape[1], rows // lens.shape[0], budget, below, out.shape[2] - 1,
-              sink, window, shared.kept, each)  # fmt: skip
+    listed = (None, None, 0, 0) if lists is None else (lists.entries, lists.heads, *lists.entries.shape[1:3])
+    values = (scores, parts, lens, out, slots, budgets, published, stride, parts.shape[1], rows // lens.shape[0], budget, below, width, sink, window,
+              shared.kept, each, *listed)  # fmt: skip
     kernel.launch(spec, (rows * cluster, 1, 1), values, threads=1024, shared=shared.bytes, cluster=cluster, overlap=overlap)
 
 
@@ -138,7 +150,8 @@ def select_streams(units: int, cluster: int, arch: str) -> bool:
 class SelectShared:
     """Dynamic shared memory of the selector: bytes, and what is stored in it.
 
-    kept says whether exact scores are; where only units above a bound are stored (filters), how many there is room for. streams: not even keys.
+    kept says whether exact scores are; where only units above a bound are stored (filters, or lists), how many there is room for. streams: not even
+    keys.
     """
 
     bytes: int
@@ -147,9 +160,12 @@ class SelectShared:
     filters: bool = False
 
 
-def select_shared(units: int, cluster: int, heads: int, parts: int, arch: str) -> SelectShared:
-    """Lay out shared memory for rows of at most so many units, with so many scored heads, and parts of the scorer."""
+def select_shared(units: int, cluster: int, heads: int, parts: int, arch: str, *, listed: int = 0) -> SelectShared:
+    """Lay out shared memory for rows of at most so many units, with so many scored heads, and parts of the scorer; listed: units in lists at most."""
     share, parts_bytes, room = _packets(units, cluster), parts * heads * 8, shared_limit(arch) - SELECT_STATIC
+    if listed:
+        streams = select_streams(units, cluster, arch)
+        return SelectShared(max(share * (1 if streams else 17) + parts_bytes + 64, 8 * listed + units // 8 + 64), listed, streams)
     if select_filters(units, cluster, heads, arch):
         least = _filter_bytes(share, heads) + parts_bytes + 64
         listed = (room - least) // 8
@@ -194,11 +210,12 @@ def score_kernel(dim: int, group: int, pooling: str, bf16: bool, arch: str) -> C
 
 
 def select_kernel(
-    cluster: int, heads: int, maximum: bool, unit: int, group: int, arch: str, *, streams: bool = False, filters: bool = False
-) -> CudaSpec:
+    cluster: int, heads: int, maximum: bool, unit: int, group: int, arch: str, *, streams: bool = False, filters: bool = False,
+    listed: bool = False,
+) -> CudaSpec:  # fmt: skip
     """Return the selector for a cluster size and number of scored heads."""
     shape = {"CLUSTER": cluster, "HEADS": heads, "MAXIMUM": int(maximum and heads > 1), "UNIT": unit, "GROUP": group}
-    return SELECT.variant(arch, shared=200 * 1024, **shape, STREAM=streams, FILTER=filters)
+    return SELECT.variant(arch, shared=200 * 1024, **shape, STREAM=streams, FILTER=filters, LISTED=listed)
 
 
 def _parts(rows: int, groups: int, slots: int) -> int:

@@ -1,15 +1,19 @@
 // Exact top-k of pooled scores, one thread-block cluster a key-value head: score descending, index ascending on ties, ascending output.
 //
-// Where a block has many units, built with -DSIEVE, filter.cuh leaves most of them out before they are counted.
+// Where a block has many units, built with -DFILTER, filter.cuh leaves most of them out before they are counted; built with -DLISTED, a launch before has
+// listed those that may be chosen (listed.cuh).
 //
 // Built as pooling.cuh says, with -DCLUSTER (1 to 16), -DUNIT (tokens of a unit) and -DGROUP (tokens that are summarized together).
 //
 // Every block keeps a 16-bit monotone key of its share of the units in shared memory. One histogram of the upper 12 bits, summed over the
 // cluster, leaves a bin of candidates; a second of the lower 4 bits splits it where it has many ties. The candidates' exact scores are then
 // ranked. Should more than CANDIDATES still share a 16-bit key, the cut is found by bisection over score and index.
-#include "pooling.cuh"
+#include "normalize.cuh"
 #ifdef FILTER
 #include "filter.cuh"
+#endif
+#ifdef LISTED
+#include "listed.cuh"
 #endif
 
 #define BINS (4 * THREADS)
@@ -37,51 +41,6 @@ struct Shared {
   Cut cut;
   u32 cut_score, cut_unit;
 };
-
-// What is added to every part's scores, so that heads are normalized over the row; the range of raw scores. Uses sums [num_parts, HEADS]; first: this
-// thread's part.
-__device__ __forceinline__ void normalize(Shared& s, Share& share, const float4* parts, float4 first, int num_parts, float* sums) {
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  float lowest = 3e38f;
-#pragma unroll 1
-  for (int i = tid; i < num_parts * HEADS; i += THREADS) {
-    const float4 v = i == tid ? first : parts[i];
-    share.add[i] = v.x, sums[i] = v.y;
-    lowest = fminf(lowest, v.z);
-  }
-  if (HEADS == 1) {
-#pragma unroll
-    for (int o = 16; o; o >>= 1) lowest = fminf(lowest, __shfl_xor_sync(~0u, lowest, o));
-    if (lane == 0) s.lows[warp] = lowest;
-  }
-  __syncthreads();
-  if (warp < HEADS) {
-    float top = -3e38f, total = 0.f;
-#pragma unroll 1
-    for (int p = lane; p < num_parts; p += 32) top = fmaxf(top, sums[p * HEADS + warp]);
-#pragma unroll
-    for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
-    float zero = top; // raw scores: differences count at the top
-    if (HEADS > 1) {
-#pragma unroll 1
-      for (int p = lane; p < num_parts; p += 32) total += exp2_fast(sums[p * HEADS + warp] - top);
-#pragma unroll
-      for (int o = 16; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
-      zero += log2f(total) + (MAXIMUM ? 0.f : log2f((float)HEADS));
-    }
-#pragma unroll 1
-    for (int p = lane; p < num_parts; p += 32) share.add[p * HEADS + warp] -= zero;
-    if (HEADS == 1) {
-      float low = lane < THREADS / 32 ? s.lows[lane] : 3e38f;
-#pragma unroll
-      for (int o = 16; o; o >>= 1) low = fminf(low, __shfl_xor_sync(~0u, low, o));
-      if (lane == 0) s.row_low = low - top;
-    }
-  }
-  __syncthreads();
-  share.scale = {0.f, 0.f};
-  if (HEADS == 1) share.scale = {s.row_low, 65534.f / fmaxf(-s.row_low, 1e-30f)};
-}
 
 // Look through values [THREADS, N] of this thread, which stand for bins from `top` down, for the one with the wanted-th unit.
 template <int N> __device__ __forceinline__ void find_cut(Shared& s, const int (&values)[N], int top, int wanted, int& turn) {
@@ -261,13 +220,14 @@ __device__ __forceinline__ void put_forced(int* out, int first, int wanted, int 
 
 // Dynamic shared memory: 17 bytes a packet of eight units (share, of the longest row), 8 bytes a part and head, and 32 a packet where exact scores
 // are kept; where STREAM only one byte a packet, and no scores; where FILTER room for the ring beside the bytes, and for a list of as many units as
-// kept says. scores [R, HEADS, score_stride] fp16 and parts [R, num_parts, HEADS] as a scorer leaves them, lens [B]. Writes out [R, width + 1]:
+// kept says; where LISTED, if that is more, for such a list and a bit a unit of the row. scores [R, HEADS, score_stride] fp16 and parts [R, num_parts, HEADS] as a scorer leaves them, lens [B]. Writes out [R, width + 1]:
 // ascending units, -1 behind them, then their count; -1 everywhere where the sequence is read whole. Row r belongs to sequence r /
 // rows_per_sequence. budgets [Z] holds by slots [B] the smaller budgets that requests asked for, 0 for none; null: nobody did. Such a sequence is
 // read whole up to its own budget or dense_below tokens. published [R, published_words] or null: the query's words, which are emptied for the next append (query.cuh).
+// Where LISTED, entries [R, blocks, capacity] and heads [R, blocks] as list_units.cu leaves them; up to 32 blocks.
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_units(const __half* scores, const float4* parts, const int* lens,
     int* out, const int* slots, const int* budgets, uint4* published, long long score_stride, int num_parts, int rows_per_sequence, int budget, int dense_below,
-    int room, int sink, int window, int kept, int published_words) {
+    int room, int sink, int window, int kept, int published_words, const uint2* entries, const uint2* heads, int blocks, int capacity) {
   extern __shared__ __align__(16) char dynamic[];
   __shared__ Shared s;
   const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0, tid = threadIdx.x;
@@ -281,10 +241,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
   Filtered& filtered = *reinterpret_cast<Filtered*>(s.hist);
   if (CLUSTER > 1 && tid == 0) dsmem_init(&filtered.box[0]), dsmem_init(&filtered.box[1]), dsmem_init(&filtered.box[2]);
 #endif
+#ifndef LISTED
   cluster_arrive();
+#endif
   for (int i = tid; i < BINS; i += THREADS) s.hist[i] = 0;
   if (tid < 16) s.fine[tid] = 0;
   if (tid == 0) s.counts = make_int2(0, 0), s.before = s.lower = 0;
+#ifdef LISTED
+  static_assert(sizeof(Marks) <= sizeof(s.hist), "it lies over the counts, which are cleared");
+  uint2* list = reinterpret_cast<uint2*>(dynamic);
+  Listed listed = {*reinterpret_cast<Marks*>(s.hist), list, reinterpret_cast<u32*>(list + kept), kept, (stored / GROUP * GROUP / UNIT + 31) / 32};
+  listed.clear();
+#endif
   dependency_wait();
   MARK(1)
   if (published && rank == 0) {
@@ -300,6 +268,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
     return;
   }
 
+#ifdef LISTED
+  listed.wanted = wanted;
+  if (listed.gather(entries + row * blocks * capacity, heads + row * blocks, blocks, capacity) && listed.cut(s.warp_sums, turn)) {
+    MARK(4)
+    listed.choose();
+    if (rank == 0) listed.put(out + first, s.warp_sums, turn);
+    put_forced(out, first, wanted, units, last, room, rank);
+    MARK(10)
+    return;
+  }
+  MARK(30)
+  __syncthreads(); // all have read the counts
+  for (int i = tid; i < BINS; i += THREADS) s.hist[i] = 0;
+  cluster_arrive(); // others write over the counts once all have come here
+#endif
   const int packets = ((((usable + 7) >> 3) + CLUSTER * 4 - 1) / (CLUSTER * 4)) * 4, begin = rank * packets; // of eight units, four a word of flags
   uint4* keys = reinterpret_cast<uint4*>(dynamic);                    // [packets] eight keys each
 #ifdef FILTER
@@ -308,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_uni
   u32* bitmap = reinterpret_cast<u32*>(keys + (KEPT ? packets : 0));
 #endif
   float* add = reinterpret_cast<float*>(bitmap + ((packets / 4 + 3) & ~3)); // [num_parts, HEADS], twice
-#ifdef FILTER
+#if defined(FILTER) || defined(LISTED)
   u32* exact = nullptr;
 #else
   u32* exact = kept ? reinterpret_cast<u32*>(add + (2 * num_parts * HEADS + 3) / 4 * 4) : nullptr;

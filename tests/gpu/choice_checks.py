@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from plugins.attend import launch as attend
 from plugins.select import launch as select
+from plugins.select import launch_lists
 from tests.gpu.retrieval_case import DEV, LOG2E, Case, check_attention, expect
 
 
@@ -47,14 +49,17 @@ def check_ties(rows: int, units: int, budget: int, heads: int, levels: int, kind
     expect(torch.equal(out[:, 0, :-1], want) and bool((out[:, 0, -1] == budget).all()), label)
 
 
-def check_filtered(rows: int, units: int, budget: int, heads: int, pooling: str, cluster: int = 0) -> None:
-    """Where a block leaves most units out before it counts, it chooses what it chooses where it counts all: parts with their own references."""
-    label = f"filter {rows}x{units} k{budget} heads {heads} {pooling} cluster {cluster}"
+def random_scores(rows: int, units: int, heads: int, pooling: str, *, levels: int = 0, clumped: bool = False) -> tuple[Tensor, Tensor]:
+    """Return scores and parts as a scorer leaves them, parts with their own references; few levels, or most of the best side by side, where asked."""
     plan = select.Scratch.plan(rows, heads, pooling, units, torch.cuda.get_device_properties(0).multi_processor_count)
     scores = torch.full((rows, heads, plan.stride), float("nan"), dtype=torch.float16, device=DEV)
     scores[:, :, :units] = (torch.randn(rows, heads, units, device=DEV) * 3).half()
+    if levels:
+        scores[:, :, :units] = torch.randint(0, levels, (rows, 1, units), device=DEV).half()
+    if clumped:
+        scores[:, :, units // 2 : units // 2 + units // 32] += 8
     parts = torch.zeros(rows, plan.parts, heads, 4, device=DEV)
-    parts[..., 0] = torch.randn(rows, plan.parts, heads, device=DEV) * 4 + 40
+    parts[..., 0] = 0.0 if levels else torch.randn(rows, plan.parts, heads, device=DEV) * 4 + 40
     per = -(-(units // 32) // plan.parts) * 32
     for p in range(plan.parts):
         own = scores[:, :, p * per : min((p + 1) * per, units // 32 * 32)].float()
@@ -63,12 +68,44 @@ def check_filtered(rows: int, units: int, budget: int, heads: int, pooling: str,
         else:
             parts[:, p, :, 1] = parts[:, p, :, 0] + (torch.logsumexp(own / LOG2E, 2) * LOG2E if heads > 1 else own.amax(2))
             parts[:, p, :, 2] = parts[:, p, :, 0] + own.amin(2)
+    return scores, parts
+
+
+def check_filtered(rows: int, units: int, budget: int, heads: int, pooling: str, cluster: int = 0) -> None:
+    """Where a block leaves most units out before it counts, it chooses what it chooses where it counts all."""
+    label = f"filter {rows}x{units} k{budget} heads {heads} {pooling} cluster {cluster}"
+    scores, parts = random_scores(rows, units, heads, pooling)
     lens = torch.full((rows,), units, dtype=torch.int32, device=DEV)
     found = []
     for filters in (True, False):
         out = torch.full((rows, 1, budget + 1), -7, dtype=torch.int32, device=DEV)
         with patch.object(select, "select_filters", lambda *shape, filters=filters: filters):
             select.select_units(scores, parts, lens, out, budget=budget, sink=4, window=64, unit=1, group=32, pooling=pooling, cluster=cluster)
+        found.append(out)
+    expect(torch.equal(*found), f"{label}: {int((found[0] != found[1]).any(2).sum())} rows differ")
+
+
+def check_listed(lens: list[int], budget: int, heads: int, pooling: str, cluster: int = 0, *, sms: int = 0, own: list[int] | None = None,
+                 levels: int = 0, clumped: bool = False) -> None:  # fmt: skip
+    """Where a launch before lists what may be chosen, a row chooses what it chooses where all is counted; own: the rows' overrides of the budget."""
+    rows, units = len(lens), max(lens)
+    label = f"lists {rows}x{units} k{budget} heads {heads} {pooling} cluster {cluster} levels {levels} clumped {clumped} overrides {own is not None}"
+    scores, parts = random_scores(rows, units, heads, pooling, levels=levels, clumped=clumped)
+    stored = torch.tensor(lens, dtype=torch.int32, device=DEV)
+    common: dict[str, Any] = {"budget": budget, "sink": 4, "window": 64, "unit": 1, "group": 32, "pooling": pooling}
+    if own is not None:
+        slots = torch.randperm(rows, device=DEV).int()
+        budgets = torch.zeros(rows, dtype=torch.int32, device=DEV)
+        budgets[slots.long()] = torch.tensor(own, dtype=torch.int32, device=DEV)
+        common["own"] = select.OwnBudgets(slots, budgets, 0)
+    lists = launch_lists.allocate(rows, budget, sms or torch.cuda.get_device_properties(0).multi_processor_count, DEV)
+    lists.entries.fill_(-1), lists.heads.fill_(-1)
+    found = []
+    for given in (lists, None):
+        out = torch.full((rows, 1, budget + 1), -7, dtype=torch.int32, device=DEV)
+        if given is not None:
+            launch_lists.list_units(scores, parts, stored, given, width=budget, **common)
+        select.select_units(scores, parts, stored, out, cluster=cluster, lists=given, **common)
         found.append(out)
     expect(torch.equal(*found), f"{label}: {int((found[0] != found[1]).any(2).sum())} rows differ")
 

@@ -18,7 +18,7 @@ from plugins.cache.cache import Cache
 from plugins.cache.indexes import fier_layout
 from plugins.config import OpConfig
 from plugins.device import driver, kernel
-from plugins.select import launch, launch_fused, launch_pages
+from plugins.select import launch, launch_fused, launch_lists, launch_pages
 from plugins.select.in_torch import choose
 from trtkv.ranking import best
 
@@ -39,6 +39,7 @@ class Launches:
         self.names: list[str] = []
         monkeypatch.setattr(launch, "fier_score", self.fier_score)
         monkeypatch.setattr(launch, "select_units", self.select_units)
+        monkeypatch.setattr(launch_lists, "list_units", lambda *given, **named: self.names.append("list_units"))
         monkeypatch.setattr(launch_fused, "fier_select", self.fier_select)
         monkeypatch.setattr(launch_fused, "page_select", self.page_select)
         monkeypatch.setattr(launch_pages, "score_pages", self.score_pages)
@@ -114,8 +115,9 @@ class Launches:
         self.outliers[cut.data_ptr()] = found
 
     def select_units(
-        self, scores, parts, lens, out, *, budget, sink, window, unit, group, pooling, own=None, cluster=0, overlap=False, published=None
-    ) -> None:
+        self, scores, parts, lens, out, *, budget, sink, window, unit, group, pooling, own=None, cluster=0, overlap=False, published=None,
+        lists=None,
+    ) -> None:  # fmt: skip
         self.names.append("select_units")
         rows, lists = self.scores.pop(scores.data_ptr()), out.view(-1, out.shape[-1])
         raised = self.raised.pop(scores.data_ptr(), None)

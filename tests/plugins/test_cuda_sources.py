@@ -121,6 +121,38 @@ def test_a_filter_knows_budgets_of_requests(monkeypatch: pytest.MonkeyPatch) -> 
     assert entered >= 2 and left == 0
 
 
+def listed(loaded: dict[Any, cuda_on_cpu.Kernel]) -> list[int]:
+    """Count blocks that listed, that chose from lists, and that chose as others do, because the lists did not hold the cut."""
+    entries = {"list_units": (3,), "select_units": (4, 30)}
+    return [sum(kernel.marked(i) for spec, kernel in loaded.items() if spec.entry == entry) for entry, marks in entries.items() for i in marks]
+
+
+@pytest.mark.parametrize(
+    ("lens", "heads", "pooling", "cluster", "sms"),
+    [([20011, 16500], 7, "softmax-mean", 3, 4), ([9000], 1, "mean", 1, 2), ([12000], 4, "softmax-max", 2, 2), ([17000], 8, "softmax-mean", 2, 1)],
+)
+def test_a_row_is_chosen_from_lists(lens: list[int], heads: int, pooling: str, cluster: int, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = cuda_on_cpu.install(monkeypatch)
+    monkeypatch.setattr(cuda_on_cpu.Kernel, "backwards", heads == 7)
+    choice_checks.check_listed(lens, 300, heads, pooling, cluster, sms=sms)
+    assert checks.failures == []
+    assert listed(loaded) == [2 * sms, cluster * len(lens), 0]
+
+
+@pytest.mark.parametrize(("levels", "decided"), [(0, True), (4, False)])
+def test_lists_hold_units_that_lie_side_by_side_and_are_left_where_too_many_tie(levels: int, decided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = cuda_on_cpu.install(monkeypatch)
+    choice_checks.check_listed([16000], 300, 7, "softmax-mean", 2, sms=2, levels=levels, clumped=not levels)
+    assert checks.failures == []
+    assert listed(loaded) == [4, 2 * decided, 2 * (not decided)]
+
+
+def test_rows_that_are_short_or_override_their_budget_are_chosen_from_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_on_cpu.install(monkeypatch)
+    choice_checks.check_listed([16000, 1000, 290, 33, 9000, 13000], 300, 5, "softmax-mean", 3, sms=9, own=[0, 0, 0, 0, 120, 70])
+    assert checks.failures == []
+
+
 @pytest.mark.parametrize("kind", ["levels", "equal"])
 def test_the_best_are_chosen_where_keys_are_not_stored(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda_on_cpu.install(monkeypatch, ADA)

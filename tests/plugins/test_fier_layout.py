@@ -9,7 +9,7 @@ from plugins.cache.indexes import fier_layout
 from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import shared_limit
 from plugins.kernel_list import select as specs
-from plugins.select import launch
+from plugins.select import launch, launch_lists
 from trtkv.bench.cases import Case, find_geometry, find_policy
 from trtkv.config import Limits
 from trtkv.errors import CapacityError
@@ -88,6 +88,28 @@ def test_engines_include_the_selector_that_long_rows_launch() -> None:
     every = specs.kernels(plan, model, Limits(max_batch_size=4, max_seq_len=131072), "90")
     listed = [one.defines for one in every if isinstance(one, CudaSpec) and one.entry == "select_units"]
     assert launched == 2 and any({"-DCLUSTER=2", "-DHEADS=4", "-DFILTER"} <= set(defines) for defines in listed)
+
+
+@pytest.mark.parametrize("arch", ["80", "89", "90"])
+def test_engines_include_what_lists_units_of_long_rows(arch: str) -> None:
+    model = find_geometry("qwen2.5-7b", "bfloat16")
+    plan = Case("retrieve", "qwen2.5-7b", model, find_policy("fier", 131072, None, None, []), 8, 131072).plan()
+    every = [one for one in specs.kernels(plan, model, Limits(max_batch_size=8, max_seq_len=131072), arch) if isinstance(one, CudaSpec)]
+    listing = arch != "89"  # which has no room for two blocks on a multiprocessor
+    assert ("list_units" in {one.entry for one in every}) == listing
+    assert any(one.entry == "select_units" and "-DLISTED" in one.defines for one in every) == listing
+
+
+@pytest.mark.parametrize(("rows", "units", "width", "heads"), [(32, 131072, 2048, 7), (128, 65536, 1024, 5), (25, 1 << 17, 4096, 8)])
+def test_lists_have_room_beside_the_choice(rows: int, units: int, width: int, heads: int) -> None:
+    assert launch_lists.lists(rows, heads, units, width, "90")
+    lists = launch_lists.allocate(rows, width, 132, "cpu")
+    blocks, capacity = lists.entries.shape[1:3]
+    assert lists.heads.shape == (rows, blocks, 2) and blocks <= 32 and blocks * capacity >= 4 * width
+    parts = launch.Scratch.plan(rows, heads, "softmax-mean", units, 132).parts
+    assert launch_lists.ring_bytes(heads) + 8 * parts * heads <= launch_lists.list_kernel(heads, False, 1, 32, "90").shared
+    shared = launch.select_shared(units, launch.select_cluster(rows, units), heads, parts, "90", listed=launch.MOST_LISTED * width)
+    assert shared.kept >= 4 * width and shared.bytes + launch.SELECT_STATIC <= shared_limit("90")
 
 
 def test_keys_are_stored_wherever_they_fit() -> None:

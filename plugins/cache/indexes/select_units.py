@@ -15,7 +15,7 @@ from plugins.cache.indexes.append_targets import ranges, words
 from plugins.cache.indexes.published_queries import take
 from plugins.config import OpConfig
 from plugins.device.driver import arch
-from plugins.select import launch, launch_fused, launch_pages
+from plugins.select import launch, launch_fused, launch_lists, launch_pages
 from plugins.select.launch_previous_query import speculate
 from plugins.select.summary import Summary, outliers, shares_selection, summary_of
 from trtkv.plan import SelectPlan
@@ -76,9 +76,16 @@ def choose_units(
     else:
         _score_pages(cache, layer, plan, summary, rows, scratch, budget=budget, scale=config.scale, overlap=overlap)
     beside = overlap and (summary.scorer == "fier" or cache.overlaps(table, bulky=True))  # pages' scorer was slowed down, for many tokens
+    lens, budget = rows.lens if ahead is None else ahead, cache.reads_all_up_to(layer)
+    lists = _lists(cache, plan, scratch, out)
+    if lists is not None:
+        launch_lists.list_units(
+            scratch.scores, scratch.parts, lens, lists, budget=budget, width=out.shape[2] - 1, sink=plan.sink, window=plan.window, unit=plan.unit,
+            group=plan.group, pooling=plan.pooling, own=own, overlap=beside,
+        )  # fmt: skip
     launch.select_units(
-        scratch.scores, scratch.parts, rows.lens if ahead is None else ahead, out, budget=cache.reads_all_up_to(layer), sink=plan.sink,
-        window=plan.window, unit=plan.unit, group=plan.group, pooling=plan.pooling, own=own, overlap=beside, published=published,
+        scratch.scores, scratch.parts, lens, out, budget=budget, sink=plan.sink, window=plan.window, unit=plan.unit, group=plan.group,
+        pooling=plan.pooling, own=own, overlap=beside, published=published, lists=lists,
     )  # fmt: skip
 
 
@@ -199,6 +206,14 @@ def _allocate(batch: int, units: int, config: OpConfig, plan: SelectPlan, device
         return _Scores(*launch.Scratch.plan(rows, group, plan.pooling, units, sms).allocate(rows, device), cut)
     pages = launch_pages.PageScratch.plan(batch, heads, group, plan.pooling, units, sms, shared=shares_selection(plan))
     return _Scores(*pages.allocate(device), cut)
+
+
+def _lists(cache: Cache, plan: SelectPlan, scratch: _Scores, out: Tensor) -> launch.Lists | None:
+    """Return where what may be chosen is listed, None where the selector reads all scores. Layers use it in turn."""
+    (rows, heads, stride), width = scratch.scores.shape, out.shape[2] - 1
+    if plan.unit > 1 or not launch_lists.lists(rows, heads, stride, width, arch()):
+        return None
+    return cache.scratch(("lists", rows, width), lambda: launch_lists.allocate(rows, width, _multiprocessors(out.device), out.device))
 
 
 def _multiprocessors(device: torch.device) -> int:
