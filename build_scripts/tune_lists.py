@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import torch
 
-from plugins.device import driver, store
+from plugins.device import driver, kernel, store
 from plugins.device.nvrtc import CudaSpec
 from plugins.select import launch, launch_lists
 from tests.gpu import choice_checks, retrieval_case
@@ -41,7 +41,7 @@ CHANGED = (
     ("qwen2.5-7b", 32, 32768, 4),
     ("qwen2.5-7b", 16, 65536, 4),
 )
-SAME = tuple((model, *load) for model in ("qwen2.5-7b", "llama-3.1-8b") for load in ((8, 32768, 8), (1, 131072, 16), (1, 32768, 32)))
+SAME = tuple((model, *load) for load in ((1, 32768, 32), (1, 131072, 16), (8, 32768, 8)) for model in ("qwen2.5-7b", "llama-3.1-8b"))
 LISTING = launch_lists.lists
 modules: dict[tuple[str, tuple[str, ...]], Any] = {}
 
@@ -64,6 +64,39 @@ def form(listed: bool | None, *, traced: bool = False) -> Iterator[None]:
         patch.object(launch_lists, "lists", lists),
         patch.object(launch_lists, "list_kernel", with_trace(launch_lists.list_kernel)),
         patch.object(launch, "select_kernel", with_trace(launch.select_kernel)),
+    ):
+        yield
+
+
+@contextmanager
+def row_clusters() -> Iterator[None]:
+    """Let the blocks of a row be a cluster where one launch scores and chooses, so that the launch need not be cooperative."""
+    launch_of = kernel.launch
+
+    def launched(spec: Any, grid: tuple[int, int, int], values: Any, *, cooperative: bool = False, **more: Any) -> None:
+        launch_of(spec, grid, values, **more, **({"cluster": grid[0]} if cooperative and grid[0] <= 16 else {"cooperative": cooperative}))
+
+    with patch.object(kernel, "launch", launched):
+        yield
+
+
+@contextmanager
+def sixteen_warps() -> Iterator[None]:
+    """Let the scorer of many rows have one block of sixteen warps a multiprocessor instead of two of eight. For new layers."""
+    launch_of, spec_of, parts_of = kernel.launch, launch.score_kernel, launch._parts
+
+    def launched(spec: Any, grid: tuple[int, int, int], values: Any, *, threads: int = 0, shared: int = 0, **more: Any) -> None:
+        both = {"threads": 512, "shared": spec.shared} if spec.entry == "fier_score" else {"threads": threads, "shared": shared}
+        launch_of(spec, grid, values, **both, **more)
+
+    def spec(*shape: Any) -> CudaSpec:
+        made = spec_of(*shape)
+        return replace(made, defines=(*made.defines, "-DWARPS=16", "-DRESIDENT=1"), shared=2 * made.shared)
+
+    with (
+        patch.object(kernel, "launch", launched),
+        patch.object(launch, "score_kernel", spec),
+        patch.object(launch, "_parts", lambda rows, groups, slots: parts_of(rows, groups, slots // 2)),
     ):
         yield
 
@@ -150,6 +183,17 @@ def compile_all() -> None:
         list(pool.map(lambda spec: store.write(store.user_folder(), spec, spec.compile()), dict.fromkeys(specs())))
 
 
+def few_rows(layers: Layers) -> str:
+    """Time the one launch of few rows as clusters, once its lists are the same."""
+    layers.append(0), layers.select(0)
+    wanted = layers.selection.clone()
+    layers.poison("select")
+    with row_clusters():
+        layers.append(0), layers.select(0)
+        differ = int((layers.selection != wanted).any(-1).sum())
+        return f"  rows as clusters: rows that differ {differ}, {json.dumps(times(layers, None))}"
+
+
 def check() -> None:
     """Compare with the choice from all scores where many tie, lie side by side or override budgets."""
     torch.manual_seed(int(time.time()))
@@ -186,23 +230,37 @@ def main() -> int:
             if time.time() > until:
                 say(f"no time for {load}")
                 break
-            layers, label = build(*load), "{} {} x {}".format(*load[:3])
-            if k >= len(CHANGED):
-                say(f"{label} as before: {json.dumps(times(layers, None))}")
-            else:
-                say(f"{label}: {same_lists(layers)}")
-                for listed in (False, True, True, False)[: 4 if k < 2 else 2]:
-                    say(f"  {'lists' if listed else 'before'}: {json.dumps(times(layers, listed))}")
-            if k < 2:
-                try:
-                    for line in clocks(layers):
-                        say(line)
-                except Exception as error:  # noqa: BLE001 - clocks are extra
-                    say(f"  no clocks: {error!r}")
-                modules.clear()
-            del layers
-            gc.collect(), torch.cuda.empty_cache()
+            say("{} {} x {}".format(*load[:3]))
+            for line in measured(load, changed=k < len(CHANGED), main=k < 2):
+                say(line)
     return bool(retrieval_case.failures)
+
+
+def measured(load: tuple[str, int, int, int], *, changed: bool, main: bool) -> Iterator[str]:
+    """Yield what was found out about one load; main: with clocks and other forms of the scorer."""
+    layers: Layers | None = build(*load)
+    assert layers is not None
+    if changed:
+        yield f"  {same_lists(layers)}"
+        for listed in (False, True, True, False)[: 4 if main else 2]:
+            yield f"  {'lists' if listed else 'before'}: {json.dumps(times(layers, listed))}"
+    else:
+        yield f"  as before: {json.dumps(times(layers, None))}"
+    try:
+        if main:
+            yield from clocks(layers)
+            modules.clear()
+            layers = None
+            gc.collect(), torch.cuda.empty_cache()
+            with sixteen_warps():
+                layers = build(*load)
+                yield f"  lists, sixteen warps: {same_lists(layers)} {json.dumps(times(layers, True))}"
+        elif not changed and load[1:3] == (1, 32768):
+            yield few_rows(layers)
+    except Exception as error:  # noqa: BLE001 - these are extra
+        yield f"  {error!r}"
+    layers = None
+    gc.collect(), torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from plugins.attend import prefill
 from plugins.cache.overrides import Override, least_budget
-from plugins.select import launch_fused
+from plugins.select import launch_fused, launch_lists
 from tests.plugins.launches_in_torch import Launches
 from tests.plugins.test_retrieval_ops import Twins, lower, model, run
 
@@ -40,6 +40,15 @@ def test_one_launch_chooses_and_answers_as_the_torch_forms(
     monkeypatch.setattr(launch_fused, kernel, lambda *given, **named: (launched.append(kernel), launch(*given, **named)))
     _check_sources(policy, heads, kv, monkeypatch)
     assert len(launched) == 2, "one sequence decodes in two steps; for two there are too many rows"
+
+
+def test_units_that_are_listed_first_are_chosen_as_the_torch_forms_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_lists, "lists", lambda *shape: True)
+    monkeypatch.setattr(launch_fused.Fused, "plan", lambda *shape: None)
+    heads, launch = [], launch_lists.list_units
+    monkeypatch.setattr(launch_lists, "list_units", lambda *given, **named: (launch(*given, **named), heads.append(given[3].heads[..., 0].clone())))
+    _check_sources("fier", 6, 2, monkeypatch)
+    assert len(heads) == 4 and all(bool((one == -1).all()) for one in heads), "short rows leave little out, which the lists say"
 
 
 def _check_sources(policy: str, heads: int, kv: int, monkeypatch: pytest.MonkeyPatch) -> None:
