@@ -220,11 +220,12 @@ __device__ __forceinline__ void put_forced(int* out, int first, int wanted, int 
 
 // Dynamic shared memory: 17 bytes a packet of eight units (share, of the longest row), 8 bytes a part and head, and 32 a packet where exact scores
 // are kept; where STREAM only one byte a packet, and no scores; where FILTER room for the ring beside the bytes, and for a list of as many units as
-// kept says; where LISTED, if that is more, for such a list and a bit a unit of the row. scores [R, HEADS, score_stride] fp16 and parts [R, num_parts, HEADS] as a scorer leaves them, lens [B]. Writes out [R, width + 1]:
-// ascending units, -1 behind them, then their count; -1 everywhere where the sequence is read whole. Row r belongs to sequence r /
-// rows_per_sequence. budgets [Z] holds by slots [B] the smaller budgets that requests asked for, 0 for none; null: nobody did. Such a sequence is
-// read whole up to its own budget or dense_below tokens. published [R, published_words] or null: the query's words, which are emptied for the next append (query.cuh).
-// Where LISTED, entries [R, blocks, capacity] and heads [R, blocks] as list_units.cu leaves them; up to 32 blocks.
+// kept says; where LISTED, if that is more, for such a list and a bit a unit of the row. scores [R, HEADS, score_stride] fp16 and parts
+// [R, num_parts, HEADS] as a scorer leaves them, lens [B]; where LISTED, entries [R, blocks, capacity] and heads [R, blocks] as list_units.cu leaves
+// them, up to 32 blocks. Writes out [R, width + 1]: ascending units, -1 behind them, then their count; -1 everywhere where the sequence is read whole.
+// Row r belongs to sequence r / rows_per_sequence. budgets [Z] holds by slots [B] the smaller budgets that requests asked for, 0 for none; null: nobody
+// did. Such a sequence is read whole up to its own budget or dense_below tokens. published [R, published_words] or null: the query's words, which are
+// emptied for the next append (query.cuh).
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) select_units(const __half* scores, const float4* parts, const int* lens,
     int* out, const int* slots, const int* budgets, uint4* published, long long score_stride, int num_parts, int rows_per_sequence, int budget, int dense_below,
     int room, int sink, int window, int kept, int published_words, const uint2* entries, const uint2* heads, int blocks, int capacity) {

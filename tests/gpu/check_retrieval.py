@@ -22,7 +22,7 @@ from plugins.attend import launch as attend
 from plugins.cache.indexes import fier_layout
 from plugins.select import launch as select
 from plugins.select import launch_fused, launch_pages
-from tests.gpu.choice_checks import check_filtered, check_own_budgets, check_short_lists, check_ties
+from tests.gpu.choice_checks import check_filtered, check_listed, check_own_budgets, check_short_lists, check_ties
 from tests.gpu.dense_checks import check_dense, check_dense_growth
 from tests.gpu.dirty import dirty_shared_memory
 from tests.gpu.retrieval_case import DEV, Case, captured, check_attention, check_selection, expect, failures, published_words, repeat_tokens
@@ -276,6 +276,7 @@ def check_all(small: bool) -> int:
         check_chain(Case(2, 4, 128, 32, [700, 97], bf16, pages=True), 192, 32, 64, "softmax-mean", "small pages")
         check_ties(2, 5000, 300, 1, 9, "levels", 2)
         check_own_budgets(1, 32, 4, [5000, 900, 90], [100, 0, 100], 300)
+        check_listed([9000, 8000], 200, 7, "softmax-mean", 2, sms=4)
         check_short_lists(1, [500, 700, 40], [100, 300, 33], 300)
         for together in (False, True):  # of one head: synccheck of compute-sanitizer 2025.3 breaks kernels with eight clusters of sixteen blocks
             check_growth(4, append.FIER, 2, bf16, together=together, heads=1)
@@ -306,6 +307,12 @@ def check_all(small: bool) -> int:
         check_ties(64, 131072, 2048, heads, 9, kind)
     for heads, pooling in ((1, "mean"), (2, "softmax-max"), (3, "softmax-mean"), (4, "softmax-mean")):
         check_filtered(64, 131056, 2048, heads, pooling)
+    for heads, pooling in ((1, "mean"), (4, "softmax-mean"), (5, "softmax-max"), (7, "softmax-mean"), (8, "softmax-mean")):
+        check_listed([131056] * 32, 2048, heads, pooling)
+    check_listed([131056, 70000, 300, 2049, 2112, 40000, 9000, 100001] * 5, 2048, 7, "softmax-mean")
+    check_listed([131056] * 28, 2048, 7, "softmax-mean", own=[0, 500, 2048, 100] * 7)
+    check_listed([131056] * 30, 2048, 7, "softmax-mean", clumped=True)
+    check_listed([131056] * 25, 2048, 7, "softmax-mean", levels=4)
     for unit, group, heads in ((1, 32, 1), (1, 32, 4), (32, 32, 4), (16, 16, 1)):
         check_own_budgets(unit, group, heads, [70001, 900, 4096, 300, 33000], [700, 0, 1024, 200, 513], 1024)
         check_own_budgets(unit, group, heads, [5000, 900, 300], [200, 0, 200], 1024, dense_below=512)
