@@ -15,6 +15,10 @@ SUMS = (
     "Attention of a prompt with the sums of what each token received takes {least:.2f} to {most:.2f} times the library's fastest attention alone, at "
     "{first}k to {last}k tokens ({facts}). {goals}"
 )
+SPARSE = (
+    "At {context} tokens, a layer's attention of the last {new_tokens:,} queries takes {dense_ms:.1f} ms dense and, with {read:.0%} of the blocks, "
+    "{found} (choice and attention; {facts}, `build_scripts/bench_prefill.py`)."
+)
 BUSY = (
     "{streams} streams of {model} (`{policy}`) keep the GPU busy {busy_share:.1%} of the time (goal 95%), with {between_steps_p50_us:.1f} us between "
     "decode steps (goal 20; {facts}, `build_scripts/bench_busy.py`)."
@@ -71,6 +75,18 @@ def prompts(records: Sequence[Record]) -> list[str]:
         share = one["compress_percent_of_prefill"]
         missed = above("LagKV", "% of a prefill", share, LAG_GOAL)
         lines.append(f"LagKV's evictions take {cell(share)}% of a prefill, {name(one)} ({facts([one])}). {goals(missed)}")
+    return lines + sparse(records)
+
+
+def sparse(records: Sequence[Record]) -> list[str]:
+    """Say what block-sparse attention of a prompt's last chunk takes beside the library's."""
+    own = newest((one for one in records if one["benchmark"] == "prefill-kernels" and "dense_us" in one), "context", "policy")
+    lines = []
+    for context in sorted({one["context"] for one in own}):
+        rows = [one for one in own if one["context"] == context]
+        found = " and ".join(f"{one['sparse_us'] / 1e3:.1f} (`{one['policy']}`)" for one in rows)
+        facts_of = {"dense_ms": rows[0]["dense_us"] / 1e3, "found": found, "facts": facts(rows)}
+        lines.append(SPARSE.format(**{**rows[0], **facts_of, "context": f"{context // 1024}k"}))
     return lines
 
 
