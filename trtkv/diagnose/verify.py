@@ -1,8 +1,8 @@
 """`trtkv verify`: runs an engine with torch or through its TensorRT plugins and checks every value of every layer against ONNX's reference.
 
 Each operator gets the executor's inputs, so an error is found where it is made and does not grow. Exact values come from the reference
-evaluator in a wider dtype. Allowed is twice the error of the same computation in the engine's dtype, operator by operator. Attention is compared
-over the keys and values that the executor has stored.
+evaluator in a wider dtype. Allowed is twice the error of the same computation in the engine's dtype, operator by operator, and what the order of sums
+may change. Attention is compared over the keys and values that the executor has stored.
 """
 
 from __future__ import annotations
