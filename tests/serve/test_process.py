@@ -182,7 +182,7 @@ def test_what_a_user_gets_wrong(engine_dir: Path, tiny_llama: TinyModel, tmp_pat
     assert "not an engine directory" in complaint(capsys, "serve", tmp_path, "--no-triton")
     assert "two engines are named 'tiny'" in complaint(capsys, "serve", engine_dir, engine_dir, "--no-triton")
     assert "max-waiting -1" in complaint(capsys, "serve", engine_dir, "--no-triton", "--max-waiting", "-1")
-    assert "max-waiting-tokens 0 is below 1" in complaint(capsys, "serve", engine_dir, "--no-triton", "--max-waiting-tokens", "0")
+    assert "max-waiting-tokens 0 is out of range" in complaint(capsys, "serve", engine_dir, "--no-triton", "--max-waiting-tokens", "0")
     assert "There are: fcfs, fair" in complaint(capsys, "serve", engine_dir, "--no-triton", "--schedule", "lottery")
     assert "API key" in complaint(capsys, "serve", engine_dir, "--no-triton", "--api-key", "")
     with socket.socket() as taken:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from trtkv.cli.output import notes, print_json, progress
-from trtkv.cli.values import host_bytes, recall_engine, swap_bytes
+from trtkv.cli.values import Amount, Count, GiB, GiBOrNone, MiB, Milliseconds, Port, Seconds, bytes_of, host_bytes, recall_engine
 from trtkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,27 +33,27 @@ def serve(
     /,
     *,
     host: str = "127.0.0.1",
-    port: int = 8080,
+    port: Port = 8080,
     triton: Annotated[bool, Parameter(negative="--no-triton")] = True,
     triton_env: Path | None = None,
     triton_ports: str = "auto",
     weights: str | None = None,
     device: str = "auto",
     executor: str = "auto",
-    cache_gib: float | None = None,
+    cache_gib: GiB | None = None,
     offload: bool = False,
-    host_gib: float | None = None,
+    host_gib: GiB | None = None,
     recall: str | None = None,
     kv_disk: Path | None = None,
-    swap_gib: float | None = None,
-    itl_ms: float | None = None,
+    swap_gib: GiBOrNone | None = None,
+    itl_ms: Milliseconds | None = None,
     api_key: list[str] | None = None,
     cors: list[str] | None = None,
-    max_waiting: int = 256,
-    max_waiting_tokens: int | None = None,
+    max_waiting: Amount = 256,
+    max_waiting_tokens: Count | None = None,
     schedule: str = "fcfs",
-    max_body_mib: float = 4.0,
-    drain_s: float = 30.0,
+    max_body_mib: MiB = 4.0,
+    drain_s: Seconds = 30.0,
     json: bool = False,
 ) -> None:
     """Serve engines over the OpenAI API, with a chat page at /.
@@ -91,15 +91,13 @@ def serve(
     from trtkv.serve.server import serve as run
 
     queue = Queue.checked(max_waiting, max_waiting_tokens, schedule)
-    _check(max_body_mib=max_body_mib, drain_s=drain_s, cache_gib=cache_gib)
     names = _names(engine)
     keys = [*(api_key or []), *([os.environ[KEY]] if os.environ.get(KEY) else [])]
     if any(not one.strip() or not one.isascii() for one in keys):
         raise ConfigError("an API key is empty or not ASCII", "Give letters, digits and signs.")
-    cache_bytes = None if cache_gib is None else int(cache_gib * 2**30)
-    options: dict[str, Any] = {"weights": weights, "device": device, "executor": executor, "cache_bytes": cache_bytes}
+    options: dict[str, Any] = {"weights": weights, "device": device, "executor": executor, "cache_bytes": bytes_of(cache_gib)}
     options |= {"offload": offload, "host_bytes": host_bytes(host_gib, offload), "recall": recall_engine(recall, offload)}
-    options |= {"kv_disk": kv_disk, "swap_bytes": swap_bytes(swap_gib), "itl_ms": itl_ms}
+    options |= {"kv_disk": kv_disk, "swap_bytes": bytes_of(swap_gib), "itl_ms": itl_ms}
     own = listen(host, port)
     address = f"http://{f'[{host}]' if ':' in host else host}:{own.getsockname()[1]}"
     if not keys and not _is_local(host):
@@ -167,15 +165,6 @@ def _ports(text: str) -> tuple[int, int, int] | None:
     if len(words) != 3 or not all(word.isdecimal() and 0 < int(word) < 65536 for word in words) or len(set(words)) != 3:
         raise ConfigError(f"triton-ports '{text}' are no three ports", "Write them as 8000,8001,8002: HTTP, gRPC, metrics.")
     return int(words[0]), int(words[1]), int(words[2])
-
-
-def _check(max_body_mib: float, drain_s: float, cache_gib: float | None) -> None:
-    if not 0 < max_body_mib <= 1024:
-        raise ConfigError(f"max-body-mib {max_body_mib:g} is outside 0 to 1024", "4 is the default.")
-    if not 0 <= drain_s <= 86400:
-        raise ConfigError(f"drain-s {drain_s:g} is outside 0 to 86400", "30 is the default.")
-    if cache_gib is not None and cache_gib <= 0:
-        raise ConfigError(f"cache-gib {cache_gib} is not above 0", "Leave it out to take what is free.")
 
 
 def _is_local(host: str) -> bool:

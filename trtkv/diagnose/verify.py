@@ -178,10 +178,9 @@ def _steps(engine: Engine, plan: Plan) -> Iterator[list[StepRow]]:
     limits, cache = engine.manifest.limits, engine.manifest.cache
     wanted = max([64, *(one.budget + 2 * one.group for one in cache.select if one)]) if plan.tokens is None else plan.tokens
     longest = limits.max_seq_len - plan.steps
-    if plan.tokens is not None and not 1 <= plan.tokens <= longest:
-        raise ConfigError(
-            f"{plan.tokens} tokens and {plan.steps} steps do not fit the engine's {limits.max_seq_len}", f"Give --tokens 1 to {longest}."
-        )
+    if not 1 <= (1 if plan.tokens is None else plan.tokens) <= longest:
+        fix = f"Give --tokens 1 to {longest}." if longest > 0 else f"Give --steps 1 to {limits.max_seq_len - 1}."
+        raise ConfigError(f"{plan.tokens or 1} tokens and {plan.steps} steps do not fit the engine's {limits.max_seq_len}", fix)
     lengths = [max(1, min(wanted, longest))] + ([min(SHORT_TOKENS, longest)] if limits.max_batch_size > 1 else [])
     generator = torch.Generator().manual_seed(plan.seed)
     total = [length + plan.steps for length in lengths]
