@@ -12,6 +12,7 @@ from trtkv.errors import CheckpointError, RequestError
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 BAD = "\N{REPLACEMENT CHARACTER}"
+LONG_CHARS = 8192  # a longer text is tokenized by the call that lets other threads run meanwhile
 CLEAN_EVERY = 8  # tokens that a Detokenizer decodes again at most, as long as they are complete characters
 
 
@@ -49,9 +50,20 @@ class Tokenizer:
         add_special adds what the checkpoint adds, such as a beginning-of-text token; a text that has its own (a rendered chat) gets no
         second one.
         """
-        ids: list[int] = self._inner.encode(text, add_special_tokens=add_special).ids
+        if len(text) > LONG_CHARS:
+            (found,) = self._inner.encode_batch_fast([text], add_special_tokens=add_special)
+        else:
+            found = self._inner.encode(text, add_special_tokens=add_special)
+        ids: list[int] = found.ids
         doubled = add_special and self.bos_id is not None and ids[:2] == [self.bos_id] * 2 and text.startswith(self.special["bos_token"])
         return ids[1:] if doubled else ids
+
+    def least_tokens(self, text: str) -> int:
+        """Return how many tokens a text has at least: its bytes, as the tokenizer normalizes it, over those of the longest token."""
+        least = len(text.encode()) // self._longest_bytes
+        if least <= 1 or self._inner.normalizer is None:
+            return least
+        return len(self._inner.normalizer.normalize_str(text).encode()) // self._longest_bytes
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of token ids without special tokens; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary nothing."""
@@ -90,6 +102,10 @@ class Tokenizer:
     def is_hidden(self, id_: int) -> bool:
         """Whether a token never appears in text: special, or beyond the vocabulary."""
         return id_ in self._hidden or self._inner.id_to_token(id_) is None
+
+    @cached_property
+    def _longest_bytes(self) -> int:
+        return max(len(token.encode()) for token in self._inner.get_vocab(with_added_tokens=True))
 
     @cached_property
     def _hidden(self) -> frozenset[int]:

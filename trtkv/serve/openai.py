@@ -23,11 +23,10 @@ from trtkv.runtime.batcher import Event
 from trtkv.serve.answers import Shape, dump, sse, usage
 from trtkv.serve.backend import Answer, Backend, tokenizer_of
 from trtkv.serve.errors import ApiError, describe, status_of
+from trtkv.serve.prompts import aside, encode
 from trtkv.serve.schema import ChatRequest, CompletionRequest, Generation, refusal, user_error
 
 Body = TypeVar("Body", bound=Generation)
-T = TypeVar("T")
-LONG_CHARS = 8192  # a prompt beyond this is tokenized in another thread, so that other streams continue
 AT_ONCE = 128  # events of one answer that are written together: those of a slow reader may be thousands
 DISCARD_BYTES = 64 << 20  # of a body that is too large: read on so far, so that the client sees the answer
 COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat continues to the engine's limit
@@ -96,10 +95,10 @@ async def _read_chat(backend: Backend, body: ChatRequest) -> Asked:
     tokenizer = tokenizer_of(backend)
     messages = [one.plain() for one in body.messages]
 
-    def encode() -> list[int]:
-        return tokenizer.encode(tokenizer.chat(messages, add_generation_prompt=body.add_generation_prompt))
+    def read() -> list[int]:
+        return encode(backend, tokenizer.chat(messages, add_generation_prompt=body.add_generation_prompt))
 
-    tokens = await _aside(encode, sum(len(one["content"]) for one in messages))
+    tokens = await aside(read, sum(len(one["content"]) for one in messages))
     shape = Shape(True, f"chatcmpl-{uuid.uuid4().hex}", backend.facts.name, int(time.time()), tokenizer, bool(body.logprobs))
     return Asked(backend, body, shape, [tokens] * body.count, len(tokens))
 
@@ -107,10 +106,10 @@ async def _read_chat(backend: Backend, body: ChatRequest) -> Asked:
 async def _read_completion(backend: Backend, body: CompletionRequest) -> Asked:
     given = body.prompts()
 
-    def encode() -> list[list[int]]:
-        return [tokenizer_of(backend).encode(one) if isinstance(one, str) else one for one in given]
+    def read() -> list[list[int]]:
+        return [encode(backend, one) if isinstance(one, str) else one for one in given]
 
-    tokens = await _aside(encode, sum(map(len, given)))
+    tokens = await aside(read, sum(map(len, given)))
     echo = [text for one in given for text in [_text(backend, one)] * body.count] if body.echo else []
     shape = Shape(False, f"cmpl-{uuid.uuid4().hex}", backend.facts.name, int(time.time()), backend.tokenizer, body.logprobs is not None, echo)
     prompts = [one for one in tokens for _ in range(body.count)]
@@ -119,13 +118,6 @@ async def _read_completion(backend: Backend, body: CompletionRequest) -> Asked:
 
 def _text(backend: Backend, prompt: str | list[int]) -> str:
     return prompt if isinstance(prompt, str) else tokenizer_of(backend).decode(prompt)
-
-
-async def _aside(encode: Callable[[], T], chars: int) -> T:
-    try:
-        return await asyncio.to_thread(encode) if chars > LONG_CHARS else encode()
-    except UnicodeError:
-        raise RequestError("the prompt is no Unicode text", "Send UTF-8 without single surrogates.") from None
 
 
 class Read(APIRoute):

@@ -48,7 +48,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: str = Field(min_length=1, max_length=64)
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], Field(fail_fast=True, max_length=4096)] | None = None
 
     def plain(self) -> dict[str, Any]:
         """Return the message as chat templates read it, with content as one text."""
@@ -125,7 +125,7 @@ class Generation(Strict):
 class ChatRequest(Generation):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
     max_completion_tokens: int | None = Field(None, ge=1, le=INT64)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -149,13 +149,15 @@ class ChatRequest(Generation):
         return self
 
 
-Tokens = Annotated[list[Token], Field(min_length=1)]
+Tokens = Annotated[list[Token], Field(fail_fast=True, min_length=1)]
+Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=256)]
+Lists = Annotated[list[Tokens], Field(fail_fast=True, min_length=1, max_length=256)]
 
 
 class CompletionRequest(Generation):
     """The body of /v1/completions."""
 
-    prompt: str | Tokens | Annotated[list[str], Field(min_length=1, max_length=256)] | Annotated[list[Tokens], Field(min_length=1, max_length=256)]
+    prompt: str | Tokens | Texts | Lists
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
 
