@@ -21,7 +21,7 @@ from transformers.utils import chat_template_utils  # noqa: F401 (imported with 
 from trtkv.errors import RequestError
 from trtkv.runtime.batcher import Event
 from trtkv.serve.answers import Shape, dump, sse, usage
-from trtkv.serve.backend import Answer, Backend, tokenizer_of
+from trtkv.serve.backend import Answer, Backend, NoAnswer, tokenizer_of
 from trtkv.serve.errors import ApiError, describe, status_of
 from trtkv.serve.prompts import aside, encode
 from trtkv.serve.schema import ChatRequest, CompletionRequest, Generation, refusal, user_error
@@ -84,8 +84,11 @@ class OpenAI:
             asked = await read(self.find(body.model), body)
             count = len(asked.prompts)
             default = asked.backend.facts.limits.max_seq_len if asked.shape.chat else COMPLETION_TOKENS
-            params = [body.sampling(default, index % body.count) for index in range(count)]
-            answer = await asked.backend.ask(asked.prompts, params, body.priority, request.scope.get(TENANT) or body.user or "")
+            if body.limit(default) == 0:
+                return Reply(asked, NoAnswer(count))
+            tokenizer = asked.backend.tokenizer
+            params = [body.sampling(default, index % body.count, tokenizer.sampling if tokenizer else {}) for index in range(count)]
+            answer: Answer = await asked.backend.ask(asked.prompts, params, body.priority, request.scope.get(TENANT) or body.user or "")
         except RequestError as error:
             raise user_error(error) from None
         return Reply(asked, answer)
@@ -96,7 +99,7 @@ async def _read_chat(backend: Backend, body: ChatRequest) -> Asked:
     messages = [one.plain() for one in body.messages]
 
     def read() -> list[int]:
-        return encode(backend, tokenizer.chat(messages, add_generation_prompt=body.add_generation_prompt))
+        return encode(backend, tokenizer.chat(messages, body.add_generation_prompt, body.chat_template_kwargs or {}))
 
     tokens = await aside(read, sum(len(one["content"]) for one in messages))
     shape = Shape(True, f"chatcmpl-{uuid.uuid4().hex}", backend.facts.name, int(time.time()), tokenizer, bool(body.logprobs))
