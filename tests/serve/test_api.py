@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+import trtkv
 from tests.serve.rig import built, chunks, client, free
 from tests.tiny import TinyModel
 from trtkv.runtime.llm import LLM
@@ -244,6 +245,7 @@ def test_keys_let_in_and_keep_out(llm: LLM) -> None:
         for key, status in (("first", 200), ("second", 200), ("third", 401), ("", 401), ("först", 401)):
             headers = {"authorization": f"Bearer {key}".encode()}
             assert api.post(TEXT, json=PLAIN, headers=headers).status_code == status
+        assert api.post("/tokenize", json={"prompt": "x"}).status_code == api.post("/detokenize", json={"tokens": [1]}).status_code == 401
         for path in ("/v1/models", "/status"):
             denied = api.get(path)
             assert denied.status_code == 401 and denied.headers["www-authenticate"] == "Bearer"
@@ -282,6 +284,37 @@ def test_models_are_named(llm: LLM) -> None:
         assert api.post(TEXT, json={**PLAIN, "model": "two"}).json()["model"] == "two"
         missing = api.post(TEXT, json=PLAIN)
         assert missing.status_code == 400 and "one, two" in missing.json()["error"]["message"]
+
+
+def test_tokens_of_texts_and_texts_of_tokens(api: TestClient, llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    for body, text in (({"prompt": "hello<|end|>"}, "hello<|end|>"), ({"messages": messages}, llm.chat(messages))):
+        told = api.post("/tokenize", json=body).json()
+        assert told == {"count": len(llm.encode(text)), "max_model_len": 512, "tokens": llm.encode(text)}
+        assert api.post("/detokenize", json={"tokens": told["tokens"]}).json() == {"prompt": text}
+    for body in ({}, {"prompt": "x", "messages": messages}, {"prompt": "x", "model": "nobody"}, {"prompt": "x" * 100_000}):
+        assert api.post("/tokenize", json=body).status_code in (400, 404)
+    assert api.post("/detokenize", json={"tokens": [9999]}).json() == {"prompt": ""}
+    assert api.get("/version").json() == {"version": trtkv.__version__}
+
+
+def test_requests_have_ids(api: TestClient) -> None:
+    assert api.get("/health", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    for bad in ("a b", "", "x" * 200):
+        assert len(api.get("/health", headers={"x-request-id": bad}).headers["x-request-id"]) == 32
+
+
+def test_names_of_this_host(llm: LLM) -> None:
+    with client({"tiny": llm}, Settings(hosts=["localhost", "127.0.0.1", "::1"])) as api:
+        for host, status in (
+            ("localhost:8080", 200),
+            ("LOCALHOST", 200),
+            ("127.0.0.1:80", 200),
+            ("[::1]:8080", 200),
+            ("evil.example", 400),
+            ("", 400),
+        ):
+            assert api.get("/health", headers={"host": host}).status_code == status
 
 
 def test_paths_and_methods_that_are_not_there(api: TestClient) -> None:

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
@@ -47,6 +47,7 @@ def serve(
     kv_disk: Path | None = None,
     swap_gib: GiBOrNone | None = None,
     itl_ms: Milliseconds | None = None,
+    served_model_name: list[str] | None = None,
     api_key: list[str] | None = None,
     cors: list[str] | None = None,
     max_waiting: Amount = 256,
@@ -54,6 +55,7 @@ def serve(
     schedule: str = "fcfs",
     max_body_mib: MiB = 4.0,
     drain_s: Seconds = 30.0,
+    log_level: Literal["critical", "error", "warning", "info", "debug"] = "warning",
     json: bool = False,
 ) -> None:
     """Serve engines over the OpenAI API, with a chat page at /.
@@ -75,6 +77,7 @@ def serve(
         kv_disk: Directory that stores the pages of prompts, so that a later prompt that begins alike need not compute them.
         swap_gib: Host memory in GiB for preempted sequences, allocated when needed; as much as each cache by default, 0 recomputes them.
         itl_ms: Milliseconds between two tokens of an answer that others' prompts may cost at most: chunks of prompts are sized by it.
+        served_model_name: With --no-triton, a model's name instead of its directory's; one for every engine, in their order.
         api_key: Key that clients must send; may be repeated. The environment variable TRTKV_API_KEY adds one.
         cors: Origin of web pages that may send requests, such as https://chat.example.org; may be repeated.
         max_waiting: Sequences that may wait for each engine; beyond that clients get 429.
@@ -82,6 +85,7 @@ def serve(
         schedule: Order among equal priority: fcfs (first come, first served), or fair, by what each API key or `user` has been served.
         max_body_mib: Largest body of a request in MiB.
         drain_s: Seconds that requests have to finish after SIGTERM or Ctrl-C.
+        log_level: What is written to standard error; from info on every request, with its id (x-request-id), status and seconds.
         json: Print one JSON object with the address once requests are taken.
     """
     _need_extra()
@@ -91,7 +95,9 @@ def serve(
     from trtkv.serve.server import serve as run
 
     queue = Queue.checked(max_waiting, max_waiting_tokens, schedule)
-    names = _names(engine)
+    if served_model_name and triton:
+        raise ConfigError("--served-model-name does not go with Triton, whose models are named as their directories", "Add --no-triton.")
+    names = _names(engine, served_model_name)
     keys = [*(api_key or []), *([os.environ[KEY]] if os.environ.get(KEY) else [])]
     if any(not one.strip() or not one.isascii() for one in keys):
         raise ConfigError("an API key is empty or not ASCII", "Give letters, digits and signs.")
@@ -110,7 +116,9 @@ def serve(
         else:
             notes.print(f"serving {', '.join(names)} at {address} (chat: {address}/, API: {address}/v1, metrics: {address}/metrics)", markup=False)
 
-    settings = Settings(keys, cors or [], int(max_body_mib * 2**20))
+    # Without a key, what only this machine should reach must not answer web pages whose name was pointed to it.
+    hosts = () if keys or not _is_local(host) else ("localhost", "127.0.0.1", "::1", host.lower())
+    settings = Settings(keys, cors or [], int(max_body_mib * 2**20), hosts)
     if triton:
         from trtkv.serve.triton_backend import start_triton
 
@@ -122,7 +130,7 @@ def serve(
         async def start(metrics: Prometheus) -> Mapping[str, Backend]:
             return local_backends(opened, metrics, queue)
 
-    run(own, start, settings, drain_s, ready)
+    run(own, start, settings, drain_s, ready, log_level)
 
 
 def local_backends(opened: Mapping[str, Any], metrics: Prometheus, queue: Queue) -> Mapping[str, Backend]:
@@ -145,14 +153,15 @@ def _open(names: Mapping[str, Path], options: Mapping[str, Any]) -> dict[str, An
     return opened
 
 
-def _names(engines: Sequence[Path]) -> dict[str, Path]:
+def _names(engines: Sequence[Path], served: Sequence[str] | None) -> dict[str, Path]:
     from trtkv.engine.manifest import read_manifest
 
+    if served and len(served) != len(engines):
+        raise ConfigError(f"{len(engines)} engines have {len(served)} names", "Give --served-model-name once for every engine.")
     names: dict[str, Path] = {}
-    for one in engines:
-        name = one.resolve().name
+    for one, name in zip(engines, served or [one.resolve().name for one in engines], strict=True):
         if name in names:
-            raise ConfigError(f"two engines are named '{name}'", "Rename one of the directories.")
+            raise ConfigError(f"two engines are named '{name}'", "Rename one of the directories, or give --served-model-name.")
         read_manifest(one)
         names[name] = one
     return names

@@ -24,7 +24,7 @@ from trtkv.serve.answers import Shape, dump, sse, usage
 from trtkv.serve.backend import Answer, Backend, NoAnswer, tokenizer_of
 from trtkv.serve.errors import ApiError, describe, status_of
 from trtkv.serve.prompts import aside, encode
-from trtkv.serve.schema import ChatRequest, CompletionRequest, Generation, refusal, user_error
+from trtkv.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest, refusal, user_error
 
 Body = TypeVar("Body", bound=Generation)
 AT_ONCE = 128  # events of one answer that are written together: those of a slow reader may be thousands
@@ -67,6 +67,27 @@ class OpenAI:
     async def completions(self, request: Request, body: CompletionRequest) -> Response:
         """Continue texts, whole or as streams."""
         return await self._answer(request, body, _read_completion)
+
+    async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+        """Return the tokens of a text or of a conversation, as this server would feed them to the engine."""
+        backend = self.find(body.model)
+        messages = [one.plain() for one in body.messages or ()]
+
+        def read() -> list[int]:
+            if body.prompt is not None:
+                return encode(backend, body.prompt, body.add_special_tokens)
+            return encode(backend, tokenizer_of(backend).chat(messages, body.add_generation_prompt, body.chat_template_kwargs or {}))
+
+        try:
+            tokens = await aside(read, len(body.prompt or "") + sum(len(one["content"]) for one in messages))
+        except RequestError as error:
+            raise user_error(error) from None
+        return {"count": len(tokens), "max_model_len": backend.facts.limits.max_seq_len, "tokens": tokens}
+
+    async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
+        """Return the text of tokens, special ones included."""
+        tokenizer = tokenizer_of(self.find(body.model))
+        return {"prompt": await aside(lambda: tokenizer.decode(body.tokens, skip_special=False), len(body.tokens))}
 
     def find(self, name: str | None) -> Backend:
         """Return an engine by name; raises ApiError (404)."""

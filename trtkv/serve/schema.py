@@ -225,6 +225,30 @@ class CompletionRequest(Generation):
         return self
 
 
+class TokenizeRequest(Strict):
+    """The body of /tokenize: a text, or messages that the chat template renders."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[Token], Field(fail_fast=True)]
+
+
 def refusal(error: RequestValidationError) -> ApiError:
     """Turn a body that breaks these rules into a 400 with the name of the field at fault."""
     first = _telling(list(error.errors()))
