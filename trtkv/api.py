@@ -34,9 +34,9 @@ def prepare(
 
 def limits_for(model: ModelConfig, max_seq_len: int | None, max_batch_size: int, max_chunk_tokens: int) -> Limits:
     """Choose the limits of an engine: by default the model's positions, at most 8192, and never a chunk longer than a sequence."""
-    length = max_seq_len or min(DEFAULT_MAX_SEQ_LEN, model.max_positions)
-    chunk = max(max_batch_size, min(max_chunk_tokens, length))
-    return Limits(max_seq_len=length, max_batch_size=max_batch_size, max_chunk_tokens=chunk).check(model)
+    length = min(DEFAULT_MAX_SEQ_LEN, model.max_positions) if max_seq_len is None else max_seq_len
+    limits = Limits.checked(max_seq_len=length, max_batch_size=max_batch_size, max_chunk_tokens=max_chunk_tokens)
+    return limits.model_copy(update={"max_chunk_tokens": max(max_batch_size, min(max_chunk_tokens, length))}).check(model)
 
 
 def build(

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from trtkv.errors import CheckpointError, ConfigError
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "int8": 1, "int32": 4, "int64": 8, "float8_e4m3fn": 1}
+
+# Beyond every model there is: a damaged config.json must not take all memory before it is refused.
+MOST_LAYERS, MOST_SIZE, MOST_POSITIONS, MOST_SEQUENCES = 1024, 2**24, 2**31, 2**16
+Size = Annotated[int, Field(gt=0, le=MOST_SIZE)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 # What the model types differ in: (bias on q, k, v unless the config says otherwise; norm on q and k).
 MODEL_TYPES = {"llama": (False, False), "mistral": (False, False), "qwen2": (True, False), "qwen3": (False, True)}
@@ -22,16 +27,16 @@ class Rope(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     kind: Literal["default", "linear", "llama3", "yarn"] = "default"
-    theta: float = 10000.0
-    factor: float = Field(1.0, ge=1.0)
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
+    theta: Positive = 10000.0
+    factor: float = Field(1.0, ge=1.0, allow_inf_nan=False)
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    original_max_positions: int | None = Field(None, gt=0, lt=MOST_POSITIONS)
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    attention_factor: Positive | None = None
+    mscale: FiniteFloat | None = None
+    mscale_all_dim: FiniteFloat | None = None
     truncate: bool = True
 
 
@@ -40,16 +45,16 @@ class ModelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
     model_type: str
-    hidden_size: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
-    num_layers: int = Field(gt=0)
-    num_q_heads: int = Field(gt=0)
-    num_kv_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0)
-    vocab_size: int = Field(gt=0)
-    rms_eps: float = 1e-6
+    hidden_size: Size
+    intermediate_size: Size
+    num_layers: int = Field(gt=0, le=MOST_LAYERS)
+    num_q_heads: Size
+    num_kv_heads: Size
+    head_dim: Size
+    vocab_size: Size
+    rms_eps: Positive = 1e-6
     rope: Rope = Rope()
-    max_positions: int = Field(2048, gt=0)
+    max_positions: int = Field(2048, gt=0, lt=MOST_POSITIONS)
     tie_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -91,41 +96,17 @@ class ModelConfig(BaseModel):
         raw is the parsed `config.json`; where names it in messages.
         Raises CheckpointError for a model type, activation, rotary scaling, active sliding window or quantization that is not supported.
         """
-        _refuse_unsupported(raw, where)
-        bias, norm = MODEL_TYPES[raw["model_type"]]
-        heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
-        eos = raw.get("eos_token_id")
-        fields: dict[str, Any] = {
-            "model_type": raw["model_type"],
-            "hidden_size": hidden,
-            "intermediate_size": raw.get("intermediate_size"),
-            "num_layers": raw.get("num_hidden_layers"),
-            "num_q_heads": heads,
-            "num_kv_heads": raw.get("num_key_value_heads") or heads,
-            "head_dim": raw.get("head_dim") or (hidden // heads if hidden and heads else None),
-            "vocab_size": raw.get("vocab_size"),
-            "rms_eps": raw.get("rms_norm_eps", 1e-6),
-            "rope": _rope(raw, where),
-            "max_positions": raw.get("max_position_embeddings", 2048),
-            "tie_embeddings": bool(raw.get("tie_word_embeddings", False)),
-            "qkv_bias": bool(raw.get("attention_bias", bias)) or bias,
-            "qk_norm": norm,
-            "dtype": raw.get("dtype") or raw.get("torch_dtype") or "float32",
-            "eos_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-            "bos_id": raw.get("bos_token_id"),
-        }
+        fix = "Take the config.json that belongs to the checkpoint."
         try:
-            model = ModelConfig(**fields)
+            _refuse_unsupported(raw, where)
+            model = ModelConfig(**_fields(raw, where))
         except ValidationError as error:
             first = error.errors()[0]
-            raise CheckpointError(
-                f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg'].lower()}", "Take the config.json that belongs to the checkpoint."
-            ) from None
+            raise CheckpointError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg'].lower()}", fix) from None
+        except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise CheckpointError(f"{where}: a value is of the wrong kind: {error}", fix) from None
         if model.num_q_heads % model.num_kv_heads:
-            raise CheckpointError(
-                f"{where}: {model.num_q_heads} query heads do not divide into {model.num_kv_heads} key-value heads",
-                "Take the config.json that belongs to the checkpoint.",
-            )
+            raise CheckpointError(f"{where}: {model.num_q_heads} query heads do not divide into {model.num_kv_heads} key-value heads", fix)
         if model.head_dim % 16:
             raise CheckpointError(f"{where}: head dimension {model.head_dim} is not a multiple of 16", "Such models are not supported.")
         return model
@@ -149,9 +130,19 @@ class Limits(BaseModel):
     """What one engine is built for; profiles, page tables and workspaces follow from it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    max_seq_len: int = Field(8192, gt=0)
-    max_batch_size: int = Field(8, gt=0)
-    max_chunk_tokens: int = Field(2048, gt=0)
+    max_seq_len: int = Field(8192, gt=0, lt=MOST_POSITIONS)
+    max_batch_size: int = Field(8, gt=0, le=MOST_SEQUENCES)
+    max_chunk_tokens: int = Field(2048, gt=0, lt=MOST_POSITIONS)
+
+    @staticmethod
+    def checked(**sizes: int) -> Limits:
+        """Take what a user gives; raises ConfigError for a number outside its range."""
+        try:
+            return Limits(**sizes)
+        except ValidationError as error:
+            first = error.errors()[0]
+            problem = f"{str(first['loc'][0]).replace('_', '-')} is {first['input']!r}"
+            raise ConfigError(problem, first["msg"].replace("Input should", "It should") + ".") from None
 
     def check(self, model: ModelConfig) -> Limits:
         """Raise ConfigError where the limits exceed what the model's positions allow."""
@@ -181,6 +172,31 @@ def extend_positions(model: ModelConfig, text: str) -> ModelConfig:
         raise ConfigError(f"the model already has {model.rope.kind} rope scaling", "Leave --rope-scaling out.")
     rope = model.rope.model_copy(update={"kind": kind, "factor": value, "original_max_positions": model.max_positions})
     return model.model_copy(update={"rope": rope, "max_positions": int(model.max_positions * value)})
+
+
+def _fields(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    bias, norm = MODEL_TYPES[raw["model_type"]]
+    heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
+    eos = raw.get("eos_token_id")
+    return {
+        "model_type": raw["model_type"],
+        "hidden_size": hidden,
+        "intermediate_size": raw.get("intermediate_size"),
+        "num_layers": raw.get("num_hidden_layers"),
+        "num_q_heads": heads,
+        "num_kv_heads": raw.get("num_key_value_heads") or heads,
+        "head_dim": raw.get("head_dim") or (hidden // heads if hidden and heads else None),
+        "vocab_size": raw.get("vocab_size"),
+        "rms_eps": raw.get("rms_norm_eps", 1e-6),
+        "rope": _rope(raw, where),
+        "max_positions": raw.get("max_position_embeddings", 2048),
+        "tie_embeddings": bool(raw.get("tie_word_embeddings", False)),
+        "qkv_bias": bool(raw.get("attention_bias", bias)) or bias,
+        "qk_norm": norm,
+        "dtype": raw.get("dtype") or raw.get("torch_dtype") or "float32",
+        "eos_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        "bos_id": raw.get("bos_token_id"),
+    }
 
 
 def _refuse_unsupported(raw: dict[str, Any], where: str) -> None:

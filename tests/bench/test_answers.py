@@ -68,8 +68,8 @@ def test_an_answer_is_sampled_from_its_first_token_to_its_last() -> None:
 
 
 UNSAID = {
-    ("--answer", "0"): "answer 0 or samples 0 is too small",
-    ("--answer", "9", "--samples", "1"): "samples 1 is too small",
+    ("--answer", "0"): "answer 0 is out of range",
+    ("--answer", "9", "--samples", "1"): "one sample is no integral",
     ("--samples", "4"): "none is measured",
     ("--answer", "9", "--miss-pages", "2"): "Give a --drift",
     ("--answer", "9", "--timeline", "x.png"): "without pictures",

@@ -76,8 +76,8 @@ def test_wrong_results_end_with_an_error_and_are_saved(capsys: Capture, tmp_path
         (("--chunk", "64"), "chunk 64 means nothing"),
         (("--op", "append", "--chunk", "9999"), "chunk 9999 is outside 1 to 240"),
         (("--dtype", "int8"), "unknown dtype 'int8'"),
-        (("--runs", "0"), "runs 0 is below 1"),
-        (("--layers", "0"), "layers 0 is below 1"),
+        (("--runs", "0"), "runs 0 is out of range. Must be >= 1"),
+        (("--layers", "0"), "layers 0 is out of range"),
         (("--device", "gpu"), "device 'gpu'"),
     ],
 )

@@ -104,7 +104,7 @@ def test_what_does_not_fit_can_be_left_out(words: list[Any], capsys: Capture) ->
     [
         (["--task", "paskey"], ["unknown task 'paskey'", "passkey"]),
         (["--length", 600], ["length 600", "512 positions"]),
-        (["--length", "long"], ["length 'long'", "2048,4096"]),
+        (["--length", "long"], ["length 'long'", "8192,32768"]),
         (["--length", 100], ["100 tokens do not hold the task 'passkey'", "--length"]),
         (["--samples", 0], ["samples 0"]),
         (["--batch", 0], ["batch 0"]),

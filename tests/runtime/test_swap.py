@@ -281,7 +281,7 @@ def test_a_copy_that_fails_leaves_everything_in_its_place(pair: tuple[Engine, En
 
 def test_what_users_say_and_see(llama: TinyModel, tmp_path: Path, capsys: Capture) -> None:
     path = built(llama.path, "full", tmp_path)
-    assert "--swap-gib -1.0 is no size" in complaint(capsys, "run", path, "hello", "--swap-gib", -1)
+    assert "--swap-gib -1 is out of range" in complaint(capsys, "run", path, "hello", "--swap-gib", -1)
     words = ("bench", "serve", path, "--requests", 4, "--concurrency", 4, "--prompt-tokens", 60, "--answer-tokens", 150, "--json", "--device", "cpu")
     gib = open_engine(path, Options()).cache.count.page * 12 / 2**30
     swapped, again = (json.loads(printed(capsys, *words, "--cache-gib", gib, *more)) for more in ((), ("--swap-gib", 0)))

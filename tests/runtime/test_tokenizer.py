@@ -191,6 +191,10 @@ def test_templates_find_the_helpers_they_expect(tmp_path: Path, template: str, t
         ("{{ messages[0].content.nothing.more }}", MESSAGES, "refuses these messages"),
         ("{{ messages.append(1) }}", MESSAGES, "refuses these messages"),
         ("{{ ''.__class__.__mro__ }}", MESSAGES, "refuses these messages"),
+        ("{{ 1 / 0 }}", MESSAGES, "refuses these messages: division by zero"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", MESSAGES, "refuses these messages: maximum recursion"),
+        ("{{ 'x' * 10 ** 18 }}", MESSAGES, "refuses these messages: MemoryError"),
+        ("{% for one in range(10 ** 9) %}{% endfor %}", MESSAGES, "refuses these messages: Range too big"),
     ],
 )
 def test_templates_that_fail_say_so_in_one_line(tmp_path: Path, template: str | None, messages: list[dict[str, str]], message: str) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
-from tests.serve.rig import chunks, client, free
+import trtkv
+from tests.serve.rig import built, chunks, client, free
+from tests.tiny import TinyModel
 from trtkv.runtime.llm import LLM
-from trtkv.runtime.sampler import SamplingParams
+from trtkv.runtime.sampler import SamplingParams, StopChecker
+from trtkv.runtime.tokenizer import BAD
 from trtkv.serve.app import Settings
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -99,11 +105,78 @@ def test_a_prompt_that_comes_again_is_not_computed_again(api: TestClient) -> Non
     assert cached[0] == 0 and cached[1] > 100
 
 
+NEUTRAL: dict[str, Any] = {
+    "tools": [], "tool_choice": "none", "parallel_tool_calls": True, "metadata": {"a": "b"}, "store": False, "service_tier": "auto",
+    "logit_bias": {}, "modalities": ["text"], "response_format": {"type": "text"}, "reasoning_effort": None, "a_field_of_another_server": 1,
+}  # fmt: skip
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+
+
+def test_fields_that_change_nothing_are_passed_over(api: TestClient) -> None:
+    for path, body in ((CHAT, HELLO), (TEXT, PLAIN)):
+        plain, neutral = (api.post(path, json={**body, **more}).json()["choices"] for more in ({}, NEUTRAL))
+        assert plain == neutral
+
+
+def test_an_answer_of_at_least_so_many_tokens(api: TestClient, llm: LLM) -> None:
+    (whole,) = llm.generate("hello", SamplingParams(max_tokens=10, ignore_eos=True))
+    body = {**PLAIN, "stop_token_ids": [whole.token_ids[2]], "stop": next(one for one in whole.text if one != BAD)}
+    assert api.post(TEXT, json=body).json()["usage"]["completion_tokens"] <= 3
+    (choice,) = same(api, TEXT, {**body, "min_tokens": 10})
+    assert choice["text"] == whole.text and choice["finish_reason"] == "length"
+
+
+def test_special_tokens_are_text_where_requested(api: TestClient, llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    tokenizer, special = llm.tokenizer, [257, 104, 105, 261, 33, 258]
+    for skip, text in ((True, tokenizer.decode(special)), (False, tokenizer.decode(special, skip_special=False))):
+        checker = StopChecker(SamplingParams(max_tokens=6, ignore_eos=True, skip_special_tokens=skip), tokenizer)
+        assert "".join(checker.push(token)[0] for token in special) == text
+        assert ("<|end|>" in text) is not skip
+    assert api.post(TEXT, json={**PLAIN, "skip_special_tokens": False}).status_code == 200
+
+
+def test_templates_read_the_requests_variables(api: TestClient, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert llm.tokenizer is not None
+    monkeypatch.setitem(llm.tokenizer.__dict__, "_template", "{{ messages[0].content }}{% if thinking %} think{% endif %}")
+    counts = [api.post(CHAT, json={**HELLO, **more}).json()["usage"]["prompt_tokens"] for more in ({}, {"chat_template_kwargs": {"thinking": True}})]
+    assert counts[1] - counts[0] == len(" think")
+
+
+def test_no_tokens_and_an_echo(api: TestClient, llm: LLM) -> None:
+    choices = same(api, TEXT, {"prompt": ["hello", "you"], "max_tokens": 0, "echo": True})
+    assert [(one["text"], one["finish_reason"]) for one in choices] == [("hello", "length"), ("you", "length")]
+    only = api.post(TEXT, json={"prompt": llm.encode("hello"), "max_tokens": 0, "echo": True}).json()
+    assert only["choices"][0]["text"] == "hello" and only["usage"]["completion_tokens"] == 0
+
+
+def test_the_models_own_way_of_drawing(tiny_llama: TinyModel, tmp_path: Path) -> None:
+    shutil.copytree(tiny_llama.path, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.7, "top_k": 1, "top_p": 0.9, "do_sample": True, "eos_token_id": 258})
+    )
+    with client({"tiny": LLM(built(tmp_path / "model", tmp_path / "engine"), device="cpu")}) as api:
+        silent = {name: value for name, value in PLAIN.items() if name != "temperature"}
+        greedy, drawn = (api.post(TEXT, json=one).json()["choices"][0]["text"] for one in (PLAIN, silent))
+        assert drawn == greedy  # top_k 1 takes the likeliest
+        other = {**silent, "temperature": 2.0, "top_k": 0, "seed": 3}
+        assert api.post(TEXT, json=other).json()["choices"][0]["text"] != greedy
+
+
 REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, {**HELLO, "model": "nobody"}, 404, "model"),
-    (CHAT, {**HELLO, "tools": []}, 400, "tools"),
+    (CHAT, {**HELLO, "tools": [{"type": "function"}]}, 400, "'tools' is not supported"),
     (CHAT, {**HELLO, "messages": []}, 400, "messages"),
-    (CHAT, {**HELLO, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
+    (CHAT, {**HELLO, "tool_choice": "required"}, 400, "'tool_choice' is not supported"),
+    (
+        CHAT,
+        {**HELLO, "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}]},
+        400,
+        "content.1: content of type 'image_url'",
+    ),
+    (CHAT, {**HELLO, "stop": ["a"] * 17}, 400, "stop: List should have at most 16 items"),
+    (CHAT, {**HELLO, "min_tokens": 11}, 400, "min_tokens 11 is above max_tokens 10"),
+    (CHAT, {**HELLO, "chat_template_kwargs": {"chat_template": "x"}}, 400, "'chat_template' is not the request's"),
     (CHAT, {**HELLO, "temperature": -1}, 400, "temperature"),
     (CHAT, {**HELLO, "temperature": "hot"}, 400, "temperature"),
     (CHAT, {**HELLO, "top_p": 0}, 400, "top_p"),
@@ -112,7 +185,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, {**HELLO, "max_tokens": 0}, 400, "max_tokens"),
     (CHAT, {**HELLO, "max_tokens": 3, "max_completion_tokens": 4}, 400, "differ"),
     (CHAT, {**HELLO, "top_logprobs": 2}, 400, "top_logprobs"),
-    (CHAT, {**HELLO, "logit_bias": {"5": 1.0}}, 400, "logit_bias"),
+    (CHAT, {**HELLO, "logit_bias": {"5": 1000}}, 400, "'logit_bias' is not supported"),
     (CHAT, {**HELLO, "stop": ""}, 400, "stop"),
     (CHAT, {**HELLO, "seed": 2**70}, 400, "seed"),
     (CHAT, {**HELLO, "stream_options": {"include_usage": True}}, 400, "stream_options"),
@@ -124,6 +197,8 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (TEXT, {**PLAIN, "prompt": [-1]}, 400, "prompt"),
     (TEXT, {**PLAIN, "echo": True, "logprobs": 1}, 400, "echo"),
     (TEXT, {**PLAIN, "suffix": "x"}, 400, "suffix"),
+    (TEXT, {**PLAIN, "best_of": 2}, 400, "'best_of' is not supported"),
+    (TEXT, {**PLAIN, "max_tokens": 0}, 400, "max_tokens 0 needs echo"),
     (TEXT, {**PLAIN, "budget": 0}, 400, "budget"),
     (TEXT, {**PLAIN, "budget": 100_000}, 400, "budget"),
     (TEXT, {**PLAIN, "tau": 1.5}, 400, "tau"),
@@ -170,6 +245,7 @@ def test_keys_let_in_and_keep_out(llm: LLM) -> None:
         for key, status in (("first", 200), ("second", 200), ("third", 401), ("", 401), ("först", 401)):
             headers = {"authorization": f"Bearer {key}".encode()}
             assert api.post(TEXT, json=PLAIN, headers=headers).status_code == status
+        assert api.post("/tokenize", json={"prompt": "x"}).status_code == api.post("/detokenize", json={"tokens": [1]}).status_code == 401
         for path in ("/v1/models", "/status"):
             denied = api.get(path)
             assert denied.status_code == 401 and denied.headers["www-authenticate"] == "Bearer"
@@ -210,6 +286,37 @@ def test_models_are_named(llm: LLM) -> None:
         assert missing.status_code == 400 and "one, two" in missing.json()["error"]["message"]
 
 
+def test_tokens_of_texts_and_texts_of_tokens(api: TestClient, llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    for body, text in (({"prompt": "hello<|end|>"}, "hello<|end|>"), ({"messages": messages}, llm.chat(messages))):
+        told = api.post("/tokenize", json=body).json()
+        assert told == {"count": len(llm.encode(text)), "max_model_len": 512, "tokens": llm.encode(text)}
+        assert api.post("/detokenize", json={"tokens": told["tokens"]}).json() == {"prompt": text}
+    for body in ({}, {"prompt": "x", "messages": messages}, {"prompt": "x", "model": "nobody"}, {"prompt": "x" * 100_000}):
+        assert api.post("/tokenize", json=body).status_code in (400, 404)
+    assert api.post("/detokenize", json={"tokens": [9999]}).json() == {"prompt": ""}
+    assert api.get("/version").json() == {"version": trtkv.__version__}
+
+
+def test_requests_have_ids(api: TestClient) -> None:
+    assert api.get("/health", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    for bad in ("a b", "", "x" * 200):
+        assert len(api.get("/health", headers={"x-request-id": bad}).headers["x-request-id"]) == 32
+
+
+def test_names_of_this_host(llm: LLM) -> None:
+    with client({"tiny": llm}, Settings(hosts=["localhost", "127.0.0.1", "::1"])) as api:
+        for host, status in (
+            ("localhost:8080", 200),
+            ("LOCALHOST", 200),
+            ("127.0.0.1:80", 200),
+            ("[::1]:8080", 200),
+            ("evil.example", 400),
+            ("", 400),
+        ):
+            assert api.get("/health", headers={"host": host}).status_code == status
+
+
 def test_paths_and_methods_that_are_not_there(api: TestClient) -> None:
     assert api.get("/v1/embeddings").status_code == 404 and api.get("/v1/embeddings").json()["error"]["message"]
     assert api.head("/health").status_code == 200 and api.post("/health").status_code == 405
@@ -220,7 +327,7 @@ def test_the_openapi_document_names_every_route(api: TestClient) -> None:
     document = api.get("/openapi.json").json()
     assert set(document["paths"]) >= {CHAT, TEXT, "/v1/models", "/v1/models/{model}", "/health", "/ready", "/metrics"}
     schema = document["components"]["schemas"]["ChatRequest"]
-    assert schema["additionalProperties"] is False and schema["required"] == ["messages"]
+    assert schema["required"] == ["messages"] and {"min_tokens", "chat_template_kwargs"} <= set(schema["properties"])
 
 
 def test_the_page_runs_only_its_script(api: TestClient) -> None:

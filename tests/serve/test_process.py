@@ -108,7 +108,9 @@ def test_a_slow_reader_delays_no_other(server: Server) -> None:
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         slow.connect((host, int(port)))
-        head = f"POST {TEXT} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = (
+            f"POST {TEXT} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
         slow.sendall(head.encode() + body)
         server.wait(running=1)
         assert server.http.post(TEXT, json=SHORT).status_code == 200
@@ -178,11 +180,25 @@ def test_a_second_signal_ends_at_once(long_engine: Path) -> None:
             assert server.stop(signal.SIGINT) == 0
 
 
+def test_names_and_a_log_of_requests(engine_dir: Path) -> None:
+    with Server(engine_dir, "--no-triton", "--device", "cpu", "--served-model-name", "mine", "--log-level", "info") as server:
+        assert [one["id"] for one in server.http.get("/v1/models").json()["data"]] == ["mine"]
+        server.http.get("/version", headers={"x-request-id": "abc-1"})
+        assert server.http.get("/health", headers={"host": "evil.example.org"}).status_code == 400
+        assert server.stop() == 0
+        assert "trtkv.access: abc-1 GET '/version' 200 " in server.errors()
+    with Server(engine_dir, "--no-triton", "--device", "cpu", "--api-key", "k") as server:
+        assert server.http.get("/health", headers={"host": "chat.example.org"}).status_code == 200
+        assert server.stop() == 0 and "trtkv.access" not in server.errors()
+
+
 def test_what_a_user_gets_wrong(engine_dir: Path, tiny_llama: TinyModel, tmp_path: Path, capsys: Capture) -> None:
     assert "not an engine directory" in complaint(capsys, "serve", tmp_path, "--no-triton")
     assert "two engines are named 'tiny'" in complaint(capsys, "serve", engine_dir, engine_dir, "--no-triton")
     assert "max-waiting -1" in complaint(capsys, "serve", engine_dir, "--no-triton", "--max-waiting", "-1")
-    assert "max-waiting-tokens 0 is below 1" in complaint(capsys, "serve", engine_dir, "--no-triton", "--max-waiting-tokens", "0")
+    assert "max-waiting-tokens 0 is out of range" in complaint(capsys, "serve", engine_dir, "--no-triton", "--max-waiting-tokens", "0")
+    assert "1 engines have 2 names" in complaint(capsys, "serve", engine_dir, "--no-triton", *("--served-model-name", "a") * 2)
+    assert "does not go with Triton" in complaint(capsys, "serve", engine_dir, "--served-model-name", "a")
     assert "There are: fcfs, fair" in complaint(capsys, "serve", engine_dir, "--no-triton", "--schedule", "lottery")
     assert "API key" in complaint(capsys, "serve", engine_dir, "--no-triton", "--api-key", "")
     with socket.socket() as taken:

@@ -84,7 +84,7 @@ def compile_cells(cells: Sequence[Cell], sm: str, report: Report = lambda stage,
     for cell in cells:
         model = resolve_model(cell.model).config
         model = model if cell.dtype is None else model.model_copy(update={"dtype": cell.dtype})
-        limits = Limits(max_seq_len=cell.context, max_batch_size=cell.batch, max_chunk_tokens=max(cell.chunk, cell.batch))
+        limits = Limits.checked(max_seq_len=cell.context, max_batch_size=cell.batch, max_chunk_tokens=max(cell.chunk, cell.batch))
         plan = parse_policy(cell.policy, budget=cell.budget, sets=cell.sets).plan(model)
         specs |= dict.fromkeys(kernels_for(plan, model, limits, sm))
     with tempfile.TemporaryDirectory(prefix="trtkv-bench-") as folder:
@@ -128,7 +128,7 @@ def most_sequences(cell: Cell, device: torch.device) -> int:
     ledger = make_ledger(plan, device)
 
     def fits(batch: int) -> bool:
-        limits = Limits(max_seq_len=cell.context, max_batch_size=batch, max_chunk_tokens=max(cell.chunk, batch))
+        limits = Limits.checked(max_seq_len=cell.context, max_batch_size=batch, max_chunk_tokens=max(cell.chunk, batch))
         try:
             pools = pool_sizes(plan, limits, device, cache_room(device), weights)
         except CapacityError:

@@ -6,13 +6,10 @@ rebuilt from the file's metadata.
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import json
 import math
 import re
-import shutil
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from trtkv.checkpoint.find import SINGLE
+from trtkv.checkpoint.staging import replace_directory, staging
 from trtkv.errors import CheckpointError, UnknownName
 
 if TYPE_CHECKING:
@@ -56,37 +54,13 @@ def convert_gguf(file: Path, out: Path, *, dtype: str = "float32", progress: Pro
         config = _config(reader, dtype)
         tensors = sorted(((_hf_name(tensor.name, file), tensor) for tensor in reader.tensors), key=lambda one: one[0])
         tokenizer = _tokenizer_files(reader, file)
-    stage = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.partial"
-    try:
-        stage.mkdir(parents=True)
+    with staging(out) as stage:
         with _reading(file), (stage / SINGLE).open("wb") as stream:
             _write_weights(stream, tensors, config, dtype, progress)
         for name, text in {"config.json": json.dumps(config, indent=1), **tokenizer}.items():
             (stage / name).write_text(text, encoding="utf-8")
         replace_directory(stage, out)
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
     return out
-
-
-def replace_directory(stage: Path, out: Path) -> None:
-    """Put a finished directory in the place of `out`; of two that finish at once the later one wins and neither fails."""
-    old = stage.parent / f"{stage.name}.old"
-    try:
-        while True:
-            try:
-                stage.replace(out)
-                return
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-            try:
-                out.replace(old)
-            except FileNotFoundError:
-                continue
-            shutil.rmtree(old)
-    finally:
-        shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager

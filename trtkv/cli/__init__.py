@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 import cyclopts
@@ -15,6 +16,7 @@ from trtkv.cli import eval as evaluation
 from trtkv.errors import TrtkvError
 
 USER_ERROR, USAGE, INTERRUPTED = 1, 2, 130
+DEBUG = "--debug"
 
 app = cyclopts.App(
     name="trtkv",
@@ -22,6 +24,7 @@ app = cyclopts.App(
     version=trtkv.__version__,
     version_flags=["--version"],
     suppress_keyboard_interrupt=False,
+    help_epilogue=f"With {DEBUG} every command shows the traceback of an error.",
     default_parameter=cyclopts.Parameter(negative=()),
 )
 for module in (build, run, serve, export_triton, evaluation, bench, pull, inspect, verify, lists, doctor):
@@ -29,23 +32,36 @@ for module in (build, run, serve, export_triton, evaluation, bench, pull, inspec
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 done, 1 an error that the user can mend, 2 wrong usage, 130 interrupted."""
+    """Run the command line and exit: 0 done, 1 an error, 2 wrong usage, 130 interrupted."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    given = [word for word in words if word != DEBUG]
     try:
-        app(list(arguments) if arguments is not None else None, exit_on_error=False, print_error=False, error_console=Console(stderr=True))
-    except cyclopts.CycloptsError as error:
-        _complain(f"{' '.join(str(error).split())} See trtkv --help.")
-        sys.exit(USAGE)
-    except TrtkvError as error:
-        _complain(str(error))
-        sys.exit(USER_ERROR)
-    except KeyboardInterrupt:
-        _complain("interrupted")
-        sys.exit(INTERRUPTED)
+        app(given, exit_on_error=False, print_error=False, error_console=Console(stderr=True))
     except BrokenPipeError:
         # The reader of the output closed it; the interpreter must not report that again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(USER_ERROR)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (whatever it is, a user reads one line)
+        if len(given) < len(words):
+            traceback.print_exc()
+        line, code = _told(error)
+        print(f"trtkv: {' '.join(line.split())}", file=sys.stderr)
+        sys.exit(code)
 
 
-def _complain(text: str) -> None:
-    print(f"trtkv: {' '.join(text.split())}", file=sys.stderr)
+def _told(error: BaseException) -> tuple[str, int]:
+    """Return the line that says what went wrong, and the exit code."""
+    match error:
+        case cyclopts.ValidationError(argument=cyclopts.Argument(tokens=[token, *_])):
+            return f"{token.keyword} {token.value} is out of range. {error.exception_message}", USER_ERROR
+        case cyclopts.CoercionError():
+            return f"{error} See trtkv --help.", USER_ERROR
+        case cyclopts.CycloptsError():
+            return f"{error} See trtkv --help.", USAGE
+        case TrtkvError():
+            return str(error), USER_ERROR
+        case KeyboardInterrupt():
+            return "interrupted", INTERRUPTED
+        case OSError(filename=str() as name, strerror=str() as reason):
+            return f"'{name}': {reason}. Check the path, its permissions and the space on its disk.", USER_ERROR
+    return f"an unforeseen {type(error).__name__}: {error}. Report it with the output of trtkv doctor; {DEBUG} shows where it is.", USER_ERROR

@@ -9,7 +9,7 @@ from cyclopts import App, Parameter
 
 from trtkv.cli import bench_engine, bench_offload, bench_stores
 from trtkv.cli.output import notes, print_json, print_table, progress
-from trtkv.cli.values import find_device, numbers_of, words_of
+from trtkv.cli.values import Amount, Count, find_device, numbers_of, words_of
 from trtkv.errors import ConfigError, TrtkvError, UnknownName
 
 if TYPE_CHECKING:
@@ -44,17 +44,17 @@ def kernel(
     batch: str = "1",
     policy: str = RETRIEVING,
     store: str | None = None,
-    budget: int | None = None,
+    budget: Count | None = None,
     pooling: str | None = None,
     settings: Annotated[list[str] | None, Parameter(name="--set")] = None,
-    chunk: int = 1,
+    chunk: Count = 1,
     pages: str = "64",
-    selected: int = 0,
+    selected: Amount = 0,
     order: str = "heads",
     dtype: str | None = None,
     device: str = "auto",
-    layers: int | None = None,
-    runs: int = 20,
+    layers: Count | None = None,
+    runs: Count = 20,
     output: Path | None = None,
     plot: Path | None = None,
     json: bool = False,
@@ -98,7 +98,7 @@ def kernel(
         stored = words_of("store", store or "bf16")
         bench_offload.measure_recall(shapes, sizes[1], many, selected, order, stored, settings or [], dtype, where, runs, output, json)
         return
-    _check_counts(op, chunk, runs, layers)
+    _check_op(op, chunk)
     if store is not None:
         shapes, names = words_of("geometry", geometry), words_of("store", store)
         bench_stores.measure(op, names, shapes, *sizes, settings or [], dtype, where, layers, runs, output, json)
@@ -168,7 +168,7 @@ def _cases(
     policies: list[str],
     options: dict[str, Any],
     sets: list[str],
-    chunk: int,
+    chunk: Count,
     dtype: str | None,
     device: torch.device,
 ) -> list[Case]:
@@ -195,14 +195,10 @@ def _cases(
     return cases
 
 
-def _check_counts(op: str, chunk: int, runs: int, layers: int | None) -> None:
+def _check_op(op: str, chunk: int) -> None:
     from trtkv.bench.cases import OPS
 
     if op not in OPS:
         raise UnknownName("op", op, (*OPS, *PROMPT_OPS, "recall"))
     if chunk != 1 and op != "append":
         raise ConfigError(f"chunk {chunk} means nothing to --op {op}, which times decode steps", "Leave --chunk out, or give --op append.")
-    if runs < 1:
-        raise ConfigError(f"runs {runs} is below 1", "Give one sample or more.")
-    if layers is not None and layers < 1:
-        raise ConfigError(f"layers {layers} is below 1", "Leave --layers out, or give one layer or more.")

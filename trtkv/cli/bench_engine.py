@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from trtkv.cli.bench_rows import compile_rows, rows_of
 from trtkv.cli.output import notes, print_json, print_table, progress
-from trtkv.cli.values import cache_bytes, find_device, numbers_of, swap_bytes, words_of
+from trtkv.cli.values import Amount, Chunk, Count, GiB, GiBOrNone, Part, Rate, Seed, bytes_of, find_device, numbers_of, words_of
 from trtkv.errors import ConfigError, TrtkvError, UnknownName
 
 STEP_COLUMNS = {
@@ -36,19 +36,19 @@ def step(
     context: str = "32768",
     batch: str = "1",
     weights: str | None = None,
-    budget: int | None = None,
+    budget: Count | None = None,
     settings: Annotated[list[str] | None, Parameter(name="--set")] = None,
     dtype: str | None = None,
-    chunk: int = 2048,
-    steps: int = 64,
+    chunk: Chunk = 2048,
+    steps: Count = 64,
     fill: str = "prefill",
     offload: bool = False,
     recall: str | None = None,
-    drift: float = 0.25,
-    miss_pages: float | None = None,
+    drift: Part = 0.25,
+    miss_pages: Rate | None = None,
     timeline: Path | None = None,
-    answer: int | None = None,
-    samples: int = 0,
+    answer: Count | None = None,
+    samples: Amount = 0,
     device: str = "auto",
     compile_for: str | None = None,
     output: Path | None = None,
@@ -86,8 +86,6 @@ def step(
     from trtkv.bench.report import plot_steps
     from trtkv.bench.steps import Cell, run_cells
 
-    if steps < 1 or chunk < 2:
-        raise ConfigError(f"steps {steps} or chunk {chunk} is too small", "Give at least 1 step and chunks of 2 tokens.")
     if fill not in ("prefill", "direct"):
         raise UnknownName("fill", fill, ("prefill", "direct"))
     names = words_of("policy", policy)
@@ -156,17 +154,17 @@ def serve(
     engines: list[str],
     /,
     *,
-    requests: int = 32,
-    prompt_tokens: int = 512,
-    answer_tokens: int = 64,
-    rate: float | None = None,
-    concurrency: int = 8,
-    shared_tokens: int = 0,
-    seed: int = 0,
+    requests: Count = 32,
+    prompt_tokens: Count = 512,
+    answer_tokens: Count = 64,
+    rate: Rate | None = None,
+    concurrency: Count = 8,
+    shared_tokens: Amount = 0,
+    seed: Seed = 0,
     weights: str | None = None,
     device: str = "auto",
-    cache_gib: float | None = None,
-    swap_gib: float | None = None,
+    cache_gib: GiB | None = None,
+    swap_gib: GiBOrNone | None = None,
     model: str | None = None,
     api_key: str | None = None,
     output: Path | None = None,
@@ -199,7 +197,7 @@ def serve(
     from trtkv.runtime.loading import Options
 
     traffic = Traffic(requests, prompt_tokens, answer_tokens, rate, concurrency, shared_tokens, seed)
-    options = Options(weights, device, cache_bytes=cache_bytes(cache_gib), swap_bytes=swap_bytes(swap_gib))
+    options = Options(weights, device, cache_bytes=bytes_of(cache_gib), swap_bytes=bytes_of(swap_gib))
     records = []
     for engine in engines:
         words = ["trtkv", "bench", "serve", str(engine), "--requests", str(requests), "--prompt-tokens", str(prompt_tokens)]

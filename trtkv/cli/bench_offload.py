@@ -82,8 +82,8 @@ def measure_answers(cells: list[Cell], tokens: int, samples: int, device: torch.
     """Measure whole answers, see `trtkv.bench.answers`."""
     from trtkv.bench.answers import Answer, run_answers
 
-    if tokens < 1 or samples == 1 or samples < 0:
-        raise ConfigError(f"answer {tokens} or samples {samples} is too small", "Give an answer of 1 token or more, sampled at 2 contexts or more.")
+    if samples == 1:
+        raise ConfigError("one sample is no integral over an answer", "Give --samples 2 or more.")
     for cell in cells:
         _check(cell)
         if cell.miss_pages is not None:
@@ -135,10 +135,6 @@ def measure_recall(
 
 
 def _check(cell: Cell) -> None:
-    if not 0 < cell.drift <= 1:
-        raise ConfigError(f"drift {cell.drift} is outside 0 to 1", "Give a share such as 0.3.")
-    if cell.miss_pages is not None and cell.miss_pages <= 0:
-        raise ConfigError(f"miss-pages {cell.miss_pages} is not above 0", "Give pages a KV head and step, such as 10.")
     if cell.miss_pages is not None and cell.weights != "random":
         raise ConfigError("--miss-pages changes embeddings, and these weights are a checkpoint's", "Add --weights random, or leave --miss-pages out.")
 

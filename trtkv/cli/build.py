@@ -9,6 +9,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from trtkv.cli.output import notes, print_json, print_table, progress
+from trtkv.cli.values import Count
 
 
 def register(app: App) -> None:
@@ -20,17 +21,17 @@ def build(
     *,
     model: str,
     policy: str = "full",
-    budget: int | None = None,
+    budget: Count | None = None,
     settings: Annotated[list[str] | None, Parameter(name="--set")] = None,
     out: Path | None = None,
-    max_seq_len: int | None = None,
-    max_batch_size: int = 8,
-    max_chunk_tokens: int = 2048,
+    max_seq_len: Count | None = None,
+    max_batch_size: Count = 8,
+    max_chunk_tokens: Count = 2048,
     dtype: str | None = None,
     rope_scaling: str | None = None,
     backend: str | None = None,
     sm: list[str] | None = None,
-    tp: int = 1,
+    tp: Count = 1,
     via: str | None = None,
     force: bool = False,
     json: bool = False,

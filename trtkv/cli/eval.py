@@ -11,6 +11,7 @@ from cyclopts import App, Parameter
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from trtkv.cli.output import notes, print_json, print_table
+from trtkv.cli.values import Count, Seed, numbers_of
 from trtkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ def evaluate(
     settings: Annotated[list[str] | None, Parameter(name="--set")] = None,
     task: list[str] | None = None,
     length: list[str] | None = None,
-    samples: int = 20,
-    seed: int = 0,
+    samples: Count = 20,
+    seed: Seed = 0,
     data: list[str] | None = None,
     scoring: Literal["generate", "forced", "blind"] = "generate",
     reference: Annotated[bool, Parameter(negative="--no-reference")] = True,
@@ -39,9 +40,9 @@ def evaluate(
     weights: str | None = None,
     device: str = "auto",
     executor: str = "auto",
-    batch: int = 4,
-    chunk_tokens: int | None = None,
-    jobs: int = 1,
+    batch: Count = 4,
+    chunk_tokens: Count | None = None,
+    jobs: Count = 1,
     keep_going: bool = False,
     output: Path = Path("eval-results"),
     plot: Path | None = None,
@@ -84,7 +85,6 @@ def evaluate(
     from trtkv.eval.results import Results
     from trtkv.eval.samples import SampleMaker, check_samples
 
-    _check_numbers(batch=batch, jobs=jobs, chunk_tokens=1 if chunk_tokens is None else chunk_tokens)
     if plot is not None:
         check_plot(plot)
     request = Request(
@@ -94,7 +94,7 @@ def evaluate(
         budgets=_split(budget),
         sets=tuple(settings or ()),
         tasks=_split(task) or ("passkey",),
-        lengths=tuple(_number(one) for one in _split(length)) or (2048,),
+        lengths=tuple(number for one in length or () for number in numbers_of("length", one)) or (2048,),
         samples=samples,
         seed=seed,
         dtype=dtype,
@@ -181,16 +181,3 @@ def _figure(value: float | None) -> str:
 
 def _split(items: list[str] | None) -> tuple[str, ...]:
     return tuple(part.strip() for item in items or () for part in item.split(",") if part.strip())
-
-
-def _number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(f"length '{text}' is no number of tokens", "Write --length 2048,4096.") from None
-
-
-def _check_numbers(**numbers: int) -> None:
-    for name, value in numbers.items():
-        if value < 1:
-            raise ConfigError(f"{name.replace('_', '-')} {value} is not above 0", "Give 1 or more.")

@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from trtkv.cli.output import notes, print_json
+from trtkv.cli.values import Amount, Count, GiB, bytes_of
 from trtkv.errors import ConfigError
 
 
@@ -26,10 +27,10 @@ def export_triton(
     copy_weights: bool = False,
     device: str = "auto",
     executor: str = "auto",
-    cache_gib: float | None = None,
+    cache_gib: GiB | None = None,
     offload: bool = False,
-    max_waiting: int = 256,
-    max_waiting_tokens: int | None = None,
+    max_waiting: Amount = 256,
+    max_waiting_tokens: Count | None = None,
     schedule: str = "fcfs",
     force: bool = False,
     json: bool = False,
@@ -58,10 +59,7 @@ def export_triton(
     if weights is not None and copy_weights:
         raise ConfigError("--weights and --copy-weights contradict each other", "Give one of them.")
     queue = Queue.checked(max_waiting, max_waiting_tokens, schedule)
-    if cache_gib is not None and cache_gib <= 0:
-        raise ConfigError(f"cache-gib {cache_gib} is not above 0", "Leave it out to take what is free.")
-    cache_bytes = None if cache_gib is None else int(cache_gib * 2**30)
-    settings = Export(weights, device, executor, cache_bytes, queue, unary, copy_weights, offload)
+    settings = Export(weights, device, executor, bytes_of(cache_gib), queue, unary, copy_weights, offload)
     models = export(engine, output, settings, force=force)
     if json:
         print_json({"repository": str(output), "models": models})

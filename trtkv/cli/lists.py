@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from trtkv.cli.output import notes, print_json, print_table
+from trtkv.cli.values import Count
 
 
 def register(app: App) -> None:
@@ -55,9 +56,9 @@ def plan(
     *,
     model: str,
     policy: str = "full",
-    context: int,
-    batch_size: int = 1,
-    budget: int | None = None,
+    context: Count,
+    batch_size: Count = 1,
+    budget: Count | None = None,
     settings: Annotated[list[str] | None, Parameter(name="--set")] = None,
     dtype: str | None = None,
     gpu_memory: str | None = None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from trtkv.cli.output import notes, print_json, progress
-from trtkv.cli.values import host_bytes, recall_engine, swap_bytes
+from trtkv.cli.values import Amount, Cosine, Count, GiB, GiBOrNone, Part, Seed, Share, Temperature, bytes_of, host_bytes, recall_engine
 from trtkv.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -33,21 +33,21 @@ def run(
     weights: str | None = None,
     device: str = "auto",
     executor: str = "auto",
-    cache_gib: float | None = None,
-    dense_below: int | None = None,
+    cache_gib: GiB | None = None,
+    dense_below: Amount | None = None,
     offload: bool = False,
-    host_gib: float | None = None,
+    host_gib: GiB | None = None,
     recall: str | None = None,
     kv_disk: Path | None = None,
-    swap_gib: float | None = None,
-    max_tokens: int = 128,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seed: int | None = None,
-    budget: int | None = None,
-    tau: float | None = None,
+    swap_gib: GiBOrNone | None = None,
+    max_tokens: Count = 128,
+    temperature: Temperature = 0.0,
+    top_k: Amount = 0,
+    top_p: Part = 1.0,
+    min_p: Share = 0.0,
+    seed: Seed | None = None,
+    budget: Count | None = None,
+    tau: Cosine | None = None,
     stop: list[str] | None = None,
     ignore_eos: bool = False,
     quiet: bool = False,
@@ -100,21 +100,19 @@ def run(
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
     )
-    if cache_gib is not None and cache_gib <= 0:
-        raise ConfigError(f"cache-gib {cache_gib} is not above 0", "Leave it out to take what is free.")
     with progress("open") as report:
         llm = LLM(
             engine,
             weights=weights,
             device=device,
             executor=executor,
-            cache_bytes=None if cache_gib is None else int(cache_gib * 2**30),
+            cache_bytes=bytes_of(cache_gib),
             dense_below=dense_below,
             offload=offload,
             host_bytes=host_bytes(host_gib, offload),
             recall=recall_engine(recall, offload),
             kv_disk=kv_disk,
-            swap_bytes=swap_bytes(swap_gib),
+            swap_bytes=bytes_of(swap_gib),
             progress=report,
         )
     if not quiet and executor == "auto" and llm.engine.plan_unused:

@@ -7,12 +7,12 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
 from trtkv.cli.output import notes, print_json, progress
-from trtkv.cli.values import host_bytes, recall_engine, swap_bytes
+from trtkv.cli.values import Amount, Count, GiB, GiBOrNone, MiB, Milliseconds, Port, Seconds, bytes_of, host_bytes, recall_engine
 from trtkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,27 +33,29 @@ def serve(
     /,
     *,
     host: str = "127.0.0.1",
-    port: int = 8080,
+    port: Port = 8080,
     triton: Annotated[bool, Parameter(negative="--no-triton")] = True,
     triton_env: Path | None = None,
     triton_ports: str = "auto",
     weights: str | None = None,
     device: str = "auto",
     executor: str = "auto",
-    cache_gib: float | None = None,
+    cache_gib: GiB | None = None,
     offload: bool = False,
-    host_gib: float | None = None,
+    host_gib: GiB | None = None,
     recall: str | None = None,
     kv_disk: Path | None = None,
-    swap_gib: float | None = None,
-    itl_ms: float | None = None,
+    swap_gib: GiBOrNone | None = None,
+    itl_ms: Milliseconds | None = None,
+    served_model_name: list[str] | None = None,
     api_key: list[str] | None = None,
     cors: list[str] | None = None,
-    max_waiting: int = 256,
-    max_waiting_tokens: int | None = None,
+    max_waiting: Amount = 256,
+    max_waiting_tokens: Count | None = None,
     schedule: str = "fcfs",
-    max_body_mib: float = 4.0,
-    drain_s: float = 30.0,
+    max_body_mib: MiB = 4.0,
+    drain_s: Seconds = 30.0,
+    log_level: Literal["critical", "error", "warning", "info", "debug"] = "warning",
     json: bool = False,
 ) -> None:
     """Serve engines over the OpenAI API, with a chat page at /.
@@ -75,6 +77,7 @@ def serve(
         kv_disk: Directory that stores the pages of prompts, so that a later prompt that begins alike need not compute them.
         swap_gib: Host memory in GiB for preempted sequences, allocated when needed; as much as each cache by default, 0 recomputes them.
         itl_ms: Milliseconds between two tokens of an answer that others' prompts may cost at most: chunks of prompts are sized by it.
+        served_model_name: With --no-triton, a model's name instead of its directory's; one for every engine, in their order.
         api_key: Key that clients must send; may be repeated. The environment variable TRTKV_API_KEY adds one.
         cors: Origin of web pages that may send requests, such as https://chat.example.org; may be repeated.
         max_waiting: Sequences that may wait for each engine; beyond that clients get 429.
@@ -82,6 +85,7 @@ def serve(
         schedule: Order among equal priority: fcfs (first come, first served), or fair, by what each API key or `user` has been served.
         max_body_mib: Largest body of a request in MiB.
         drain_s: Seconds that requests have to finish after SIGTERM or Ctrl-C.
+        log_level: What is written to standard error; from info on every request, with its id (x-request-id), status and seconds.
         json: Print one JSON object with the address once requests are taken.
     """
     _need_extra()
@@ -91,15 +95,15 @@ def serve(
     from trtkv.serve.server import serve as run
 
     queue = Queue.checked(max_waiting, max_waiting_tokens, schedule)
-    _check(max_body_mib=max_body_mib, drain_s=drain_s, cache_gib=cache_gib)
-    names = _names(engine)
+    if served_model_name and triton:
+        raise ConfigError("--served-model-name does not go with Triton, whose models are named as their directories", "Add --no-triton.")
+    names = _names(engine, served_model_name)
     keys = [*(api_key or []), *([os.environ[KEY]] if os.environ.get(KEY) else [])]
     if any(not one.strip() or not one.isascii() for one in keys):
         raise ConfigError("an API key is empty or not ASCII", "Give letters, digits and signs.")
-    cache_bytes = None if cache_gib is None else int(cache_gib * 2**30)
-    options: dict[str, Any] = {"weights": weights, "device": device, "executor": executor, "cache_bytes": cache_bytes}
+    options: dict[str, Any] = {"weights": weights, "device": device, "executor": executor, "cache_bytes": bytes_of(cache_gib)}
     options |= {"offload": offload, "host_bytes": host_bytes(host_gib, offload), "recall": recall_engine(recall, offload)}
-    options |= {"kv_disk": kv_disk, "swap_bytes": swap_bytes(swap_gib), "itl_ms": itl_ms}
+    options |= {"kv_disk": kv_disk, "swap_bytes": bytes_of(swap_gib), "itl_ms": itl_ms}
     own = listen(host, port)
     address = f"http://{f'[{host}]' if ':' in host else host}:{own.getsockname()[1]}"
     if not keys and not _is_local(host):
@@ -112,7 +116,9 @@ def serve(
         else:
             notes.print(f"serving {', '.join(names)} at {address} (chat: {address}/, API: {address}/v1, metrics: {address}/metrics)", markup=False)
 
-    settings = Settings(keys, cors or [], int(max_body_mib * 2**20))
+    # Without a key, what only this machine should reach must not answer web pages whose name was pointed to it.
+    hosts = () if keys or not _is_local(host) else ("localhost", "127.0.0.1", "::1", host.lower())
+    settings = Settings(keys, cors or [], int(max_body_mib * 2**20), hosts)
     if triton:
         from trtkv.serve.triton_backend import start_triton
 
@@ -124,7 +130,7 @@ def serve(
         async def start(metrics: Prometheus) -> Mapping[str, Backend]:
             return local_backends(opened, metrics, queue)
 
-    run(own, start, settings, drain_s, ready)
+    run(own, start, settings, drain_s, ready, log_level)
 
 
 def local_backends(opened: Mapping[str, Any], metrics: Prometheus, queue: Queue) -> Mapping[str, Backend]:
@@ -147,14 +153,15 @@ def _open(names: Mapping[str, Path], options: Mapping[str, Any]) -> dict[str, An
     return opened
 
 
-def _names(engines: Sequence[Path]) -> dict[str, Path]:
+def _names(engines: Sequence[Path], served: Sequence[str] | None) -> dict[str, Path]:
     from trtkv.engine.manifest import read_manifest
 
+    if served and len(served) != len(engines):
+        raise ConfigError(f"{len(engines)} engines have {len(served)} names", "Give --served-model-name once for every engine.")
     names: dict[str, Path] = {}
-    for one in engines:
-        name = one.resolve().name
+    for one, name in zip(engines, served or [one.resolve().name for one in engines], strict=True):
         if name in names:
-            raise ConfigError(f"two engines are named '{name}'", "Rename one of the directories.")
+            raise ConfigError(f"two engines are named '{name}'", "Rename one of the directories, or give --served-model-name.")
         read_manifest(one)
         names[name] = one
     return names
@@ -167,15 +174,6 @@ def _ports(text: str) -> tuple[int, int, int] | None:
     if len(words) != 3 or not all(word.isdecimal() and 0 < int(word) < 65536 for word in words) or len(set(words)) != 3:
         raise ConfigError(f"triton-ports '{text}' are no three ports", "Write them as 8000,8001,8002: HTTP, gRPC, metrics.")
     return int(words[0]), int(words[1]), int(words[2])
-
-
-def _check(max_body_mib: float, drain_s: float, cache_gib: float | None) -> None:
-    if not 0 < max_body_mib <= 1024:
-        raise ConfigError(f"max-body-mib {max_body_mib:g} is outside 0 to 1024", "4 is the default.")
-    if not 0 <= drain_s <= 86400:
-        raise ConfigError(f"drain-s {drain_s:g} is outside 0 to 86400", "30 is the default.")
-    if cache_gib is not None and cache_gib <= 0:
-        raise ConfigError(f"cache-gib {cache_gib} is not above 0", "Leave it out to take what is free.")
 
 
 def _is_local(host: str) -> bool:

@@ -1,13 +1,36 @@
-"""Values as typed: lists joined by commas, and devices."""
+"""Values as typed: every kind of number with its range, lists joined by commas, and devices."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from trtkv.errors import ConfigError, UnknownName
 
 if TYPE_CHECKING:
     import torch
+
+
+MOST = 2**31 - 1  # tokens, sequences and steps are int32 on the device
+MOST_LISTED = 2**40  # what an estimate may be made for, whether anything could hold it or not
+
+Count = Annotated[int, Parameter(validator=Number(gte=1, lte=MOST))]
+Amount = Annotated[int, Parameter(validator=Number(gte=0, lte=MOST))]
+Chunk = Annotated[int, Parameter(validator=Number(gte=2, lte=MOST))]
+Seed = Annotated[int, Parameter(validator=Number(gte=-(2**63), lt=2**63))]
+Port = Annotated[int, Parameter(validator=Number(gte=0, lt=2**16))]
+GiB = Annotated[float, Parameter(validator=Number(gt=0, lte=2**20))]
+GiBOrNone = Annotated[float, Parameter(validator=Number(gte=0, lte=2**20))]
+MiB = Annotated[float, Parameter(validator=Number(gt=0, lte=1024))]
+Seconds = Annotated[float, Parameter(validator=Number(gte=0, lte=86400))]
+Milliseconds = Annotated[float, Parameter(validator=Number(gt=0, lte=1e6))]
+Rate = Annotated[float, Parameter(validator=Number(gt=0, lte=1e6))]
+Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
+Part = Annotated[float, Parameter(validator=Number(gt=0, lte=1))]
+Cosine = Annotated[float, Parameter(validator=Number(gte=-1, lte=1))]
+Temperature = Annotated[float, Parameter(validator=Number(gte=0, lte=100))]
 
 
 def words_of(name: str, text: str) -> list[str]:
@@ -21,9 +44,11 @@ def words_of(name: str, text: str) -> list[str]:
 def numbers_of(name: str, text: str) -> list[int]:
     """Split whole numbers joined by commas, ascending; raises ConfigError for anything else."""
     words = words_of(name, text)
-    bad = [word for word in words if not word.isdecimal()]
+    bad = [word for word in words if not word.isdecimal() or len(word) > 13 or int(word) > MOST_LISTED]
     if bad:
-        raise ConfigError(f"{name} '{bad[0]}' is not a whole number", "Write digits, several joined by commas, such as 8192,32768.")
+        raise ConfigError(
+            f"{name} '{bad[0]}' is not a whole number up to {MOST_LISTED}", "Write digits, several joined by commas, such as 8192,32768."
+        )
     return sorted({int(word) for word in words})
 
 
@@ -49,26 +74,13 @@ def recall_engine(recall: str | None, offload: bool) -> str:
     return recall or "auto"
 
 
-def swap_bytes(swap_gib: float | None) -> int | None:
-    """Return the bytes of host memory for preempted sequences, None for the default; raises ConfigError for no size."""
-    if swap_gib is not None and not 0 <= swap_gib < float("inf"):
-        raise ConfigError(f"--swap-gib {swap_gib} is no size", "Give GiB, or 0 to recompute preempted sequences.")
-    return None if swap_gib is None else int(swap_gib * 2**30)
-
-
-def cache_bytes(cache_gib: float | None) -> int | None:
-    """Return the bytes that the KV cache may take, None for what is free; raises ConfigError for no size."""
-    if cache_gib is not None and not 0 < cache_gib < float("inf"):
-        raise ConfigError(f"cache-gib {cache_gib} is not above 0", "Leave it out to take what is free.")
-    return None if cache_gib is None else int(cache_gib * 2**30)
+def bytes_of(gib: float | None) -> int | None:
+    """Return the bytes of a size in GiB, None for the default."""
+    return None if gib is None else int(gib * 2**30)
 
 
 def host_bytes(host_gib: float | None, offload: bool) -> int | None:
-    """Return the bytes of host memory that --offload may take, None for what is free; raises ConfigError for no size and without --offload."""
-    if host_gib is None:
-        return None
-    if host_gib <= 0:
-        raise ConfigError(f"--host-gib {host_gib} is no size", "Give GiB above 0.")
-    if not offload:
+    """Return the bytes of host memory that --offload may take, None for what is free; raises ConfigError without --offload."""
+    if host_gib is not None and not offload:
         raise ConfigError(f"--host-gib {host_gib} is for --offload, which is missing", "Add --offload, or leave --host-gib out.")
-    return int(host_gib * 2**30)
+    return bytes_of(host_gib)

@@ -7,6 +7,7 @@ from pathlib import Path
 from cyclopts import App
 
 from trtkv.cli.output import notes, print_json, print_table, progress
+from trtkv.cli.values import Count, Seed
 
 
 def register(app: App) -> None:
@@ -20,9 +21,9 @@ def verify(
     *,
     weights: str | None = None,
     device: str = "auto",
-    tokens: int | None = None,
-    steps: int = 4,
-    seed: int = 0,
+    tokens: Count | None = None,
+    steps: Count = 4,
+    seed: Seed = 0,
     through_plugins: bool = False,
     backend: str | None = None,
     json: bool = False,

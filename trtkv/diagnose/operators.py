@@ -30,6 +30,7 @@ from plugins.config import DOMAIN, OpConfig
 from plugins.nodes import FACES
 from plugins.select import reference as select_reference
 from plugins.select.in_torch import pool, speculative_query
+from trtkv.diagnose import rounding
 from trtkv.plan import SelectPlan
 from trtkv.runtime.weights import Weight
 
@@ -102,13 +103,19 @@ class Shadow:
         """Round to the engine's dtype and return as fp32."""
         return value.to(self.dtype).float()
 
-    def measure(self, node: onnx.NodeProto, what: str, layer: int, ours: Tensor, exact: Tensor, *narrow: Tensor) -> Finding:
-        """Compare the executor's value with the exact one; narrow is what torch makes of the same computation in the engine's dtype."""
+    def measure(
+        self, node: onnx.NodeProto, what: str, layer: int, ours: Tensor, exact: Tensor, *narrow: Tensor, rounding: Tensor | None = None
+    ) -> Finding:
+        """Compare the executor's value with the exact one.
+
+        narrow is what torch makes of the same computation in the engine's dtype, rounding what the order of sums may change (`rounding.py`).
+        """
         ours, exact = ours.double(), exact.double()
         # One number, such as a norm's root, may put a whole row off by some units in the last place: few rows say little about how many.
         floor = (2 * torch.finfo(torch.float32).eps + 8 * torch.finfo(self.wide).eps) * _rms(exact)
         usual = max(_rms(one.double() - exact) for one in narrow)
-        return Finding(node.name, node.op_type, what, layer, ours.numel(), _rms(ours - exact), 2 * usual + floor + 1e-30)
+        order = 0.0 if rounding is None else _rms(rounding)
+        return Finding(node.name, node.op_type, what, layer, ours.numel(), _rms(ours - exact), 2 * usual + floor + order + 1e-30)
 
 
 @dataclass(slots=True)
@@ -123,6 +130,7 @@ class _Step:
     narrow: dict[str, Tensor] = field(default_factory=dict)
     single: set[str] = field(default_factory=set)
     columns: dict[str, Tensor] = field(default_factory=dict)
+    rounding: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rows = torch.tensor(sorted({row for one in self._sequences() for row in _sample(one)}))
@@ -143,7 +151,7 @@ class _Step:
                     exact, narrow = self.exact[name], self.narrow[name]
                     self._force(name, None if name in tail else self.rows)
                     ours = self.exact[name][:, self.columns[name]] if name in self.columns else self.exact[name]
-                    yield self.shadow.measure(node, "value", _layer(name), ours, exact, narrow)
+                    yield self.shadow.measure(node, "value", _layer(name), ours, exact, narrow, rounding=self.rounding.get(name))
 
     def _sequences(self) -> Sequence[Row]:
         return self.shadow._cache.step(0).rows
@@ -186,7 +194,7 @@ class _Step:
         self.columns[name] = columns = shadow.columns(node.input[1])
         weights = [shadow.weight(one, columns) for one in node.input[1:]]
         (self.exact[name],) = _run(op, [self.exact[node.input[0]], *(one.to(shadow.wide) for one in weights)])
-        # A long sum's rounding depends on its order: torch's is what the executor is measured by.
+        self.rounding[name] = rounding.of_product(self.exact[node.input[0]], weights[0])
         self.narrow[name] = shadow.round(torch.nn.functional.linear(self.narrow[node.input[0]], *(one.float() for one in weights)))
 
     def _argument(self, name: str, env: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -263,7 +271,8 @@ class _Step:
         shadow, cache = self.shadow, self.shadow._cache
         queries, out = self.taps[node.input[0]].cpu(), self.taps[node.output[0]].cpu()
         selection = self.taps[node.input[7]].cpu() if len(node.input) > 7 else None
-        sides: list[list[Tensor]] = [[], [], [], []]
+        sides: list[list[Tensor]] = [[], [], [], [], []]
+        forms = (_attend_exactly, self._attend_narrowly, self._attend_fused, rounding.of_attention)
         for b, row in enumerate(_of(cache, layer, one) for one in self._sequences()):
             if cache.plan.sparse_prefill(row.new, row.stored) is not None:
                 shadow.not_compared.add(f"KvAttend of prompts under {cache.plan.policy}")
@@ -277,10 +286,11 @@ class _Step:
                     chosen = [_tokens(one, plan, row.stored - newer) for one in selection[b].tolist()]
                 parts = [(keys.cpu(), values.cpu()) for keys, values in cache.attended(layer, b, row, newer, chosen)]
                 sides[0].append(out[index])
-                for side, form in ((1, _attend_exactly), (2, self._attend_narrowly), (3, self._attend_fused)):
-                    sides[side].append(torch.stack([form(query[head], *one, config.scale) for head, one in enumerate(parts)]).flatten())
+                for side, form in zip(sides[1:], forms, strict=True):
+                    side.append(torch.stack([form(query[head], *one, config.scale) for head, one in enumerate(parts)]).flatten())
         if sides[0]:
-            yield shadow.measure(node, "value", layer, *(torch.stack(one) for one in sides))
+            *values, order = (torch.stack(one) for one in sides)
+            yield shadow.measure(node, "value", layer, *values, rounding=order)
 
     def _attend_narrowly(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Attend as spelled out operator by operator in the engine's dtype."""

@@ -8,7 +8,7 @@ import json
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -18,6 +18,7 @@ import trtkv
 from plugins.nodes import FACES
 from plugins.tensorrt.backend import available, load
 from trtkv.checkpoint.find import Source, data_home
+from trtkv.checkpoint.staging import replace_directory, staging
 from trtkv.checkpoint.weights import Checkpoint
 from trtkv.config import Limits, ModelConfig
 from trtkv.engine.compile_kernels import list_kernels, write_kernels
@@ -77,10 +78,11 @@ def build_engine(request: Request, progress: Progress = lambda stage, fraction: 
     specs, no_kernels = list_kernels(plan, request.model, limits, targets.kernels)
     plan_key = _plan_key(request, plan, graph, backend, targets)
     identity = _hash([plan_key, [[spec.arch, spec.name] for spec in specs], no_kernels])
-    if not request.force and (found := _existing(request.out, identity)):
-        progress("reused", 1.0)
-        return Built(request.out, found, True)
-    with _staging(request.out) as stage:
+    if found := _reusable(request, identity, progress):
+        return found
+    with _writing(request.out, progress) as stage:
+        if found := _reusable(request, identity, progress):  # another build, for which this one waited, has made it
+            return found
         (stage / GRAPH).write_bytes(graph)
         _copy_tokenizer(request.source, stage)
         info, no_plan = _write_plan(request, plan, graph, backend, targets, plan_key, stage, progress)
@@ -88,6 +90,7 @@ def build_engine(request: Request, progress: Progress = lambda stage, fraction: 
         parts = {"plan_info": info, "plan_missing": no_plan, "kernels": kernels, "kernels_missing": no_kernels}
         manifest = _manifest(request, plan, decoder.weights, identity, parts, stage)
         manifest.write(stage)
+        replace_directory(stage, request.out)
     progress("done", 1.0)
     return Built(request.out, manifest, False)
 
@@ -120,50 +123,33 @@ def _hash(data: Any) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _existing(out: Path, identity: str) -> Manifest | None:
+def _reusable(request: Request, identity: str, progress: Progress) -> Built | None:
+    """Return the directory as it is, if it holds what is requested."""
+    if request.force:
+        return None
     try:
-        manifest = read_manifest(out)
-        if manifest.build_hash == identity:
-            check_files(out, manifest)
-            return manifest
+        manifest = read_manifest(request.out)
+        if manifest.build_hash != identity:
+            return None
+        check_files(request.out, manifest)
     except EngineError:
-        pass
-    return None
+        return None
+    progress("reused", 1.0)
+    return Built(request.out, manifest, True)
 
 
 @contextmanager
-def _staging(out: Path) -> Iterator[Path]:
-    """Give a temporary directory beside `out` that takes its place when the block ends well."""
+def _writing(out: Path, progress: Progress) -> Iterator[Path]:
+    """Give a directory beside `out` for what is to take its place; errors of the disk become a user's."""
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]) and not (out / "manifest.json").is_file():
         raise BuildError(f"'{out}' exists and is not an engine directory", "Choose another --out.")
-    stage = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.partial"
     try:
-        stage.mkdir(parents=True)
-        yield stage
-        _replace_directory(stage, out)
+        with staging(out, lambda: progress("waiting for another build", 0.0)) as stage:
+            yield stage
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise CapacityError(f"the disk that holds '{out.parent}' is full", "Free some space or choose another --out.") from None
         raise BuildError(f"'{out}' cannot be written: {error.strerror or error}", "Choose another --out.") from None
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
-
-
-def _replace_directory(stage: Path, out: Path) -> None:
-    """Put stage in the place of out; when two builds finish at once the later one wins and neither fails."""
-    while True:
-        old = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.old"
-        with suppress(FileNotFoundError):
-            out.replace(old)
-        try:
-            stage.replace(out)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-        else:
-            return
-        finally:
-            shutil.rmtree(old, ignore_errors=True)
 
 
 def _copy_tokenizer(source: Source, stage: Path) -> None:
@@ -198,6 +184,8 @@ def _remember(plan: Path, cached: Path, note: Path, info: PlanInfo) -> None:
     part = cached.with_suffix(f".{uuid.uuid4().hex[:8]}.partial")
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
+        for left in cached.parent.glob("*.partial"):  # of killed builds; one that is just being written is then not saved
+            left.unlink(missing_ok=True)
         shutil.copyfile(plan, part)
         part.replace(cached)
         part.write_text(info.model_dump_json())

@@ -22,7 +22,7 @@ NO_LIMIT = 2**24  # tokens; a cache that still fits after so long a prompt is no
 
 def parse_bytes(text: str) -> int:
     """Read a size such as 24GiB, 80GB or 1000000; raises ConfigError."""
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{0,20}\.?[0-9]{1,20})\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in UNITS:
         raise ConfigError(f"size '{text}' is not understood", "Write a number with a unit, such as 24GiB.")
     return int(float(match[1]) * UNITS[match[2].lower()])

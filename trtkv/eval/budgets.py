@@ -13,7 +13,7 @@ LAGS = tuple(2**power for power in range(4, 17))
 
 def budget_tokens(text: str, length: int) -> int:
     """Read `256` or `11%` of a length as tokens, at least 1; raises ConfigError."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(%?)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]+)?)\s*(%?)\s*", text)
     value = float(match[1]) if match else 0.0
     if match is None or value <= 0 or (match[2] and value > 100) or (not match[2] and "." in match[1]):
         raise ConfigError(f"budget '{text}' is not understood", "Write tokens, such as 256, or a share of the length, such as 11%.")

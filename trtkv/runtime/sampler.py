@@ -29,7 +29,8 @@ class SamplingParams(BaseModel):
     likeliest that together have this probability; min_p: draw from those at least this fraction as likely as the likeliest;
     repetition_penalty: divides the logits of tokens in prompt and answer; presence_penalty and frequency_penalty: taken from the logits of
     tokens in the answer, once or for every time; seed: makes draws reproducible; stop: texts that end the answer and are not part of it;
-    stop_token_ids: tokens that do; ignore_eos: continue after the end-of-text token; logprobs: 1 or more reports log probabilities; top_logprobs:
+    stop_token_ids: tokens that do; ignore_eos: continue after the end-of-text token; min_tokens: continue after whatever ends an answer until so many
+    are answered; skip_special_tokens: leave them out of the text; logprobs: 1 or more reports log probabilities; top_logprobs:
     report so many of the likeliest tokens beside each answered one; budget: tokens that each KV head reads in a decode step, at most the
     engine's; tau: for FreeKV, the mean cosine below which a head selects again (`overrides.check_override` says where these can be had).
     """
@@ -47,6 +48,8 @@ class SamplingParams(BaseModel):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0)
+    skip_special_tokens: bool = True
     logprobs: int = Field(0, ge=0, le=20)
     top_logprobs: int = Field(0, ge=0, le=20)
     budget: int | None = Field(None, ge=1)
@@ -63,6 +66,8 @@ class SamplingParams(BaseModel):
                 raise RequestError(f"there is no sampling parameter '{name}'", f"There are: {', '.join(type(self).model_fields)}.") from None
             reason = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
             raise RequestError(f"{name} is {first['input']!r}", f"It should be {reason}.") from None
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}", "Lower it, or raise max_tokens.")
 
     @classmethod
     def checked(cls, **fields: Any) -> SamplingParams:
@@ -173,15 +178,19 @@ class StopChecker:
             raise RequestError("stop strings need a tokenizer", "Give stop_token_ids instead.")
         ends = () if params.ignore_eos else (*eos_ids, *(tokenizer.eos_ids if tokenizer else ()))
         self._ends = frozenset((*ends, *params.stop_token_ids))
-        self._detokenizer = Detokenizer(tokenizer) if tokenizer else None
+        self._detokenizer = Detokenizer(tokenizer, skip_special=params.skip_special_tokens) if tokenizer else None
         self._params, self._count, self._held = params, 0, ""
 
     def push(self, token: int) -> tuple[str, str | None]:
         """Take a token; returns the text that is final with it, and "stop" or "length" when the answer ends."""
         self._count += 1
-        if token in self._ends:
+        early = self._count < self._params.min_tokens
+        if token in self._ends and not early:
             return self._end("stop")
-        text, found = self._scan(self._detokenizer.push(token) if self._detokenizer else "")
+        new = self._detokenizer.push(token) if self._detokenizer else ""
+        if early:
+            return new, None
+        text, found = self._scan(new)
         if found:
             return text, "stop"
         if self._count >= self._params.max_tokens:

@@ -6,12 +6,16 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from trtkv.errors import CheckpointError, RequestError
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 BAD = "\N{REPLACEMENT CHARACTER}"
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+RENDERED = ("conversations", "messages", "tools", "documents", "return_assistant_tokens_mask", "continue_final_message")
+LONG_CHARS = 8192  # a longer text is tokenized by the call that lets other threads run meanwhile
 CLEAN_EVERY = 8  # tokens that a Detokenizer decodes again at most, as long as they are complete characters
 
 
@@ -49,35 +53,58 @@ class Tokenizer:
         add_special adds what the checkpoint adds, such as a beginning-of-text token; a text that has its own (a rendered chat) gets no
         second one.
         """
-        ids: list[int] = self._inner.encode(text, add_special_tokens=add_special).ids
+        if len(text) > LONG_CHARS:
+            (found,) = self._inner.encode_batch_fast([text], add_special_tokens=add_special)
+        else:
+            found = self._inner.encode(text, add_special_tokens=add_special)
+        ids: list[int] = found.ids
         doubled = add_special and self.bos_id is not None and ids[:2] == [self.bos_id] * 2 and text.startswith(self.special["bos_token"])
         return ids[1:] if doubled else ids
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of token ids without special tokens; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary nothing."""
-        return str(self._inner.decode(list(ids), skip_special_tokens=True))
+    def least_tokens(self, text: str) -> int:
+        """Return how many tokens a text has at least: its bytes, as the tokenizer normalizes it, over those of the longest token."""
+        least = len(text.encode()) // self._longest_bytes
+        if least <= 1 or self._inner.normalizer is None:
+            return least
+        return len(self._inner.normalizer.normalize_str(text).encode()) // self._longest_bytes
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """Render messages (dicts with role and content) to a prompt with the checkpoint's chat template.
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """Return the text of token ids, by default without special ones; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary nothing."""
+        return str(self._inner.decode(list(ids), skip_special_tokens=skip_special))
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> str:
+        """Render messages (dicts with role and content) to a prompt with the checkpoint's chat template, which may know further variables.
 
         Raises RequestError when there is no template or it refuses the messages.
         """
-        from jinja2 import TemplateError, TemplateSyntaxError
+        from jinja2 import TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template  # 0.6 s, which plain prompts need not pay
 
         if not self._template:
             raise RequestError(f"'{self.path}' has no chat template", "Use an instruct model, or give a plain prompt.")
         conversation: list[Any] = list(messages)
         options: dict[str, Any] = {"chat_template": self._template, "add_generation_prompt": add_generation_prompt, **self.special}
+        taken = {*options, *RENDERED} & set(variables)
+        if taken:
+            raise RequestError(f"the chat template's variable '{min(taken)}' is not the request's to set", "Leave it out.")
+        options |= variables
         try:
             texts, _ = render_jinja_template([conversation], **options)  # type: ignore[str-unpack]
         except TemplateSyntaxError as error:
             where = f"line {error.lineno}: {error.message}"
             raise RequestError(f"the chat template of '{self.path}' is damaged ({where})", "Give a plain prompt.") from None
-        except (TemplateError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-            reason = " ".join(str(error).split())[:160]
+        except Exception as error:  # noqa: BLE001 (a template is a program: it may divide by zero, call itself without end, take all memory)
+            reason = " ".join(str(error).split())[:160] or type(error).__name__
             raise RequestError(f"the chat template refuses these messages: {reason}", "Check their roles, order and contents.") from None
         return str(texts[0])
+
+    @cached_property
+    def sampling(self) -> dict[str, float]:
+        """What the checkpoint's generation_config.json recommends for drawing tokens, by the names of `SamplingParams`."""
+        given = _read_json(self.path / "generation_config.json")
+        return {name: given[name] for name in SAMPLING if isinstance(given.get(name), int | float)}
 
     @cached_property
     def byte_ids(self) -> frozenset[int]:
@@ -90,6 +117,10 @@ class Tokenizer:
     def is_hidden(self, id_: int) -> bool:
         """Whether a token never appears in text: special, or beyond the vocabulary."""
         return id_ in self._hidden or self._inner.id_to_token(id_) is None
+
+    @cached_property
+    def _longest_bytes(self) -> int:
+        return max(len(token.encode()) for token in self._inner.get_vocab(with_added_tokens=True))
 
     @cached_property
     def _hidden(self) -> frozenset[int]:
@@ -123,9 +154,9 @@ class Detokenizer:
     Everything returned, with `flush` at the end, joins to exactly `decode` of all tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
         """Begin a text."""
-        self._tokenizer = tokenizer
+        self._tokenizer, self._skip_special = tokenizer, skip_special
         self._window: list[int] = []  # tokens that are decoded together: context, then those not yet returned in full
         self._context = 0
         self._sent = 0
@@ -134,7 +165,7 @@ class Detokenizer:
     def push(self, id_: int) -> str:
         """Take a token; returns the text that is final with it, often empty."""
         self._window.append(id_)
-        if self._tokenizer.byte_ids and not self._tokenizer.is_hidden(id_):
+        if self._tokenizer.byte_ids and not (self._skip_special and self._tokenizer.is_hidden(id_)):
             self._in_bytes = id_ in self._tokenizer.byte_ids
         return "" if self._in_bytes else self._advance(final=False)
 
@@ -143,7 +174,7 @@ class Detokenizer:
         return self._advance(final=True)
 
     def _advance(self, final: bool) -> str:
-        text = self._tokenizer.decode(self._window)
+        text = self._tokenizer.decode(self._window, self._skip_special)
         # However many bytes of a character there are, they decode to one U+FFFD.
         end = len(text) - (not final and text.endswith(BAD))
         out = text[self._sent : end]
@@ -155,7 +186,7 @@ class Detokenizer:
     def _drop_context(self) -> None:
         # Decoders strip a space at the beginning of the text: the context keeps the rest from looking like a beginning.
         rest = self._window[self._context :]
-        text = self._tokenizer.decode(rest)
+        text = self._tokenizer.decode(rest, self._skip_special)
         if text:
             self._window, self._context, self._sent = rest, len(rest), len(text)
 

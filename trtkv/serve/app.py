@@ -6,7 +6,10 @@ import asyncio
 import base64
 import hashlib
 import hmac
+import logging
 import re
+import time
+import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -31,17 +34,20 @@ from trtkv.serve.errors import KINDS, ApiError, Failure, Unavailable
 from trtkv.serve.metrics import Prometheus
 from trtkv.serve.openai import TENANT, OpenAI, Read, answer_error
 
+log = logging.getLogger("trtkv.access")
 Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
+KEYED = ("/v1/", "/status", "/tokenize", "/detokenize")
 PROBE_S = 10.0  # a probe that takes longer says "not ready"
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the front lets in: keys (none: all clients), origins of web pages, bytes of a body."""
+    """What the front lets in: keys (none: all clients), origins of web pages, bytes of a body, names of this host (none: any)."""
 
     api_keys: Sequence[str] = ()
     origins: Sequence[str] = ()
     max_body_bytes: int = 4 << 20
+    hosts: Sequence[str] = ()
 
 
 def make_app(backends: Mapping[str, Backend], metrics: Prometheus, settings: Settings = Settings(), **more: Any) -> FastAPI:
@@ -50,6 +56,8 @@ def make_app(backends: Mapping[str, Backend], metrics: Prometheus, settings: Set
     around = [Middleware(Count, metrics=metrics)]
     if settings.origins:
         around.append(Middleware(CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["GET", "POST"], allow_headers=["*"]))
+    if settings.hosts:
+        around.append(Middleware(Hosts, hosts=settings.hosts))
     around.append(Middleware(Keys, keys=settings.api_keys))
     handlers: dict[int | type[Exception], Handler] = {
         **dict.fromkeys((TrtkvError, RequestValidationError, Exception), answer_error),
@@ -66,10 +74,13 @@ def make_app(backends: Mapping[str, Backend], metrics: Prometheus, settings: Set
     streams: Any = {"responses": {200: {"content": {"text/event-stream": {}}}}, **keyed}
     app.add_api_route("/v1/chat/completions", api.chat, methods=["POST"], **streams)
     app.add_api_route("/v1/completions", api.completions, methods=["POST"], **streams)
+    app.add_api_route("/tokenize", api.tokenize, methods=["POST"], **keyed)
+    app.add_api_route("/detokenize", api.detokenize, methods=["POST"], **keyed)
     for path, answer, about in (
         ("/v1/models", api.models, keyed),
         ("/v1/models/{model:path}", api.model, keyed),
         ("/health", own.health, {}),
+        ("/version", own.version, {}),
         ("/ready", own.ready, {}),
         ("/metrics", own.metrics, {"response_class": PlainTextResponse}),
         ("/status", own.status, keyed),
@@ -89,6 +100,10 @@ class Own:
     async def health(self) -> dict[str, str]:
         """Say that the process answers; whether engines generate is /ready's matter."""
         return {"status": "ok"}
+
+    async def version(self) -> dict[str, str]:
+        """Return this server's version."""
+        return {"version": trtkv.__version__}
 
     async def ready(self) -> dict[str, str]:
         """Let every engine generate a token, unless it has just done so."""
@@ -130,14 +145,14 @@ def page() -> tuple[str, str]:
 
 
 class Keys:
-    """Lets requests to /v1 and /status through that carry one of the keys; all, when there are none. Each of several keys is a tenant."""
+    """Lets requests through to what is KEYED that carry one of the keys; all, when there are none. Each of several keys is a tenant."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self.app, self.keys = app, [one.encode() for one in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check one request."""
-        if scope["type"] == "http" and self.keys and scope["path"].startswith(("/v1/", "/status")):
+        if scope["type"] == "http" and self.keys and scope["path"].startswith(KEYED):
             number = self._number(scope)
             if number is None:
                 error = ApiError(401, "the API key is missing or wrong", "Send it as Authorization: Bearer KEY.", code="invalid_api_key")
@@ -154,8 +169,26 @@ class Keys:
         return next((number for number, one in numbers if hmac.compare_digest(key.strip(), one)), None)
 
 
+class Hosts:
+    """Lets requests through whose Host is a name of this host: a web page whose own name was pointed here (DNS rebinding) carries that name."""
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
+        self.app, self.hosts = app, frozenset(hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check one request."""
+        if scope["type"] == "http":
+            given = dict(scope["headers"]).get(b"host", b"").decode("latin-1").lower()
+            name = re.sub(r":\d*$", "", given).strip("[]")
+            if name not in self.hosts:
+                error = ApiError(400, f"'{name[:200]}' is no name of this host", "Use localhost or its address, or serve with an --api-key.")
+                await (await answer_error(Request(scope), error))(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
 class Count:
-    """Counts answers by path and status; 499 are those whose client disconnected."""
+    """Counts answers by path and status and logs them with the request's id; 499 are those whose client disconnected."""
 
     def __init__(self, app: ASGIApp, metrics: Prometheus) -> None:
         self.app, self.answers = app, metrics.answers
@@ -165,19 +198,24 @@ class Count:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        status = 499
+        status, began = 499, time.monotonic()
+        given = dict(scope["headers"]).get(b"x-request-id", b"")
+        own = given if re.fullmatch(rb"[A-Za-z0-9._-]{1,128}", given) else uuid.uuid4().hex.encode()
 
         async def sender(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", own)]
             await send(message)
 
         try:
             await self.app(scope, receive, sender)
         finally:
             route = scope.get("route")
-            self.answers.labels(path=getattr(route, "path", "other"), status=str(scope.get("trtkv.status", status))).inc()
+            status = scope.get("trtkv.status", status)
+            self.answers.labels(path=getattr(route, "path", "other"), status=str(status)).inc()
+            log.info("%s %s %r %d %.3f s", own.decode(), scope["method"], scope["path"][:200], status, time.monotonic() - began)
 
 
 async def _answer_http(request: Request, error: Exception) -> Response:

@@ -53,6 +53,24 @@ class Answer(Protocol):
         """Drop what is not finished; may be called at any time, and again."""
 
 
+class NoAnswer:
+    """The answer of a request for no tokens, which needs no engine."""
+
+    cached_tokens = 0
+
+    def __init__(self, count: int) -> None:
+        """Answer so many prompts."""
+        self._events = [Event(index, None, "", finish_reason="length") for index in range(count)]
+
+    async def next(self) -> list[Event]:
+        """Return the end of every answer, once."""
+        events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        """Hold nothing."""
+
+
 class Backend(Protocol):
     """One served engine."""
 

@@ -21,13 +21,12 @@ from transformers.utils import chat_template_utils  # noqa: F401 (imported with 
 from trtkv.errors import RequestError
 from trtkv.runtime.batcher import Event
 from trtkv.serve.answers import Shape, dump, sse, usage
-from trtkv.serve.backend import Answer, Backend, tokenizer_of
+from trtkv.serve.backend import Answer, Backend, NoAnswer, tokenizer_of
 from trtkv.serve.errors import ApiError, describe, status_of
-from trtkv.serve.schema import ChatRequest, CompletionRequest, Generation, refusal, user_error
+from trtkv.serve.prompts import aside, encode
+from trtkv.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest, refusal, user_error
 
 Body = TypeVar("Body", bound=Generation)
-T = TypeVar("T")
-LONG_CHARS = 8192  # a prompt beyond this is tokenized in another thread, so that other streams continue
 AT_ONCE = 128  # events of one answer that are written together: those of a slow reader may be thousands
 DISCARD_BYTES = 64 << 20  # of a body that is too large: read on so far, so that the client sees the answer
 COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat continues to the engine's limit
@@ -69,6 +68,27 @@ class OpenAI:
         """Continue texts, whole or as streams."""
         return await self._answer(request, body, _read_completion)
 
+    async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+        """Return the tokens of a text or of a conversation, as this server would feed them to the engine."""
+        backend = self.find(body.model)
+        messages = [one.plain() for one in body.messages or ()]
+
+        def read() -> list[int]:
+            if body.prompt is not None:
+                return encode(backend, body.prompt, body.add_special_tokens)
+            return encode(backend, tokenizer_of(backend).chat(messages, body.add_generation_prompt, body.chat_template_kwargs or {}))
+
+        try:
+            tokens = await aside(read, len(body.prompt or "") + sum(len(one["content"]) for one in messages))
+        except RequestError as error:
+            raise user_error(error) from None
+        return {"count": len(tokens), "max_model_len": backend.facts.limits.max_seq_len, "tokens": tokens}
+
+    async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
+        """Return the text of tokens, special ones included."""
+        tokenizer = tokenizer_of(self.find(body.model))
+        return {"prompt": await aside(lambda: tokenizer.decode(body.tokens, skip_special=False), len(body.tokens))}
+
     def find(self, name: str | None) -> Backend:
         """Return an engine by name; raises ApiError (404)."""
         if name is None and len(self.backends) == 1:
@@ -85,8 +105,11 @@ class OpenAI:
             asked = await read(self.find(body.model), body)
             count = len(asked.prompts)
             default = asked.backend.facts.limits.max_seq_len if asked.shape.chat else COMPLETION_TOKENS
-            params = [body.sampling(default, index % body.count) for index in range(count)]
-            answer = await asked.backend.ask(asked.prompts, params, body.priority, request.scope.get(TENANT) or body.user or "")
+            if body.limit(default) == 0:
+                return Reply(asked, NoAnswer(count))
+            tokenizer = asked.backend.tokenizer
+            params = [body.sampling(default, index % body.count, tokenizer.sampling if tokenizer else {}) for index in range(count)]
+            answer: Answer = await asked.backend.ask(asked.prompts, params, body.priority, request.scope.get(TENANT) or body.user or "")
         except RequestError as error:
             raise user_error(error) from None
         return Reply(asked, answer)
@@ -96,10 +119,10 @@ async def _read_chat(backend: Backend, body: ChatRequest) -> Asked:
     tokenizer = tokenizer_of(backend)
     messages = [one.plain() for one in body.messages]
 
-    def encode() -> list[int]:
-        return tokenizer.encode(tokenizer.chat(messages, add_generation_prompt=body.add_generation_prompt))
+    def read() -> list[int]:
+        return encode(backend, tokenizer.chat(messages, body.add_generation_prompt, body.chat_template_kwargs or {}))
 
-    tokens = await _aside(encode, sum(len(one["content"]) for one in messages))
+    tokens = await aside(read, sum(len(one["content"]) for one in messages))
     shape = Shape(True, f"chatcmpl-{uuid.uuid4().hex}", backend.facts.name, int(time.time()), tokenizer, bool(body.logprobs))
     return Asked(backend, body, shape, [tokens] * body.count, len(tokens))
 
@@ -107,10 +130,10 @@ async def _read_chat(backend: Backend, body: ChatRequest) -> Asked:
 async def _read_completion(backend: Backend, body: CompletionRequest) -> Asked:
     given = body.prompts()
 
-    def encode() -> list[list[int]]:
-        return [tokenizer_of(backend).encode(one) if isinstance(one, str) else one for one in given]
+    def read() -> list[list[int]]:
+        return [encode(backend, one) if isinstance(one, str) else one for one in given]
 
-    tokens = await _aside(encode, sum(map(len, given)))
+    tokens = await aside(read, sum(map(len, given)))
     echo = [text for one in given for text in [_text(backend, one)] * body.count] if body.echo else []
     shape = Shape(False, f"cmpl-{uuid.uuid4().hex}", backend.facts.name, int(time.time()), backend.tokenizer, body.logprobs is not None, echo)
     prompts = [one for one in tokens for _ in range(body.count)]
@@ -119,13 +142,6 @@ async def _read_completion(backend: Backend, body: CompletionRequest) -> Asked:
 
 def _text(backend: Backend, prompt: str | list[int]) -> str:
     return prompt if isinstance(prompt, str) else tokenizer_of(backend).decode(prompt)
-
-
-async def _aside(encode: Callable[[], T], chars: int) -> T:
-    try:
-        return await asyncio.to_thread(encode) if chars > LONG_CHARS else encode()
-    except UnicodeError:
-        raise RequestError("the prompt is no Unicode text", "Send UTF-8 without single surrogates.") from None
 
 
 class Read(APIRoute):

@@ -1,11 +1,13 @@
-"""What clients may send: the OpenAI API's fields with vLLM's additions; everything else is refused by name."""
+"""What clients may send: the OpenAI API's fields with vLLM's additions. What would change an answer and is not served is refused by name."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from trtkv.errors import RequestError
 from trtkv.runtime.sampler import SamplingParams
@@ -17,10 +19,24 @@ Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=-INT64 - 1, le=INT64)]
 
 
-class Strict(BaseModel):
-    """JSON as it is written: no text is taken for a number, no unknown field is passed over."""
+def neutral(*values: object) -> Callable[[object], object]:
+    """Return a check that lets what is empty or one of some values through, and refuses the rest as not served."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    def check(value: object) -> object:
+        if value and value not in values:
+            raise PydanticCustomError("not_served", "is not supported")
+        return value
+
+    return check
+
+
+Unserved = Annotated[Any, AfterValidator(neutral())]
+
+
+class Strict(BaseModel):
+    """JSON as it is written: no text is taken for a number. Unknown fields, which others' servers define, are passed over."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
 
 
 class StreamOptions(Strict):
@@ -39,8 +55,14 @@ class TextFormat(Strict):
 class Part(Strict):
     """A piece of a message's content."""
 
-    type: Literal["text"]
-    text: str
+    type: str = Field(max_length=64)
+    text: str | None = None
+
+    @model_validator(mode="after")
+    def _is_text(self) -> Part:
+        if self.type != "text" or self.text is None:
+            raise ValueError(f"content of type '{self.type}' is not supported, models read text")
+        return self
 
 
 class Message(BaseModel):
@@ -48,11 +70,11 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: str = Field(min_length=1, max_length=64)
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], Field(fail_fast=True, max_length=4096)] | None = None
 
     def plain(self) -> dict[str, Any]:
         """Return the message as chat templates read it, with content as one text."""
-        content = self.content if isinstance(self.content, str | None) else "".join(part.text for part in self.content)
+        content = self.content if isinstance(self.content, str | None) else "".join(part.text or "" for part in self.content)
         return {**(self.model_extra or {}), "role": self.role, "content": content if content is not None else ""}
 
 
@@ -74,12 +96,21 @@ class Generation(Strict):
     budget: int | None = Field(None, ge=1, le=2**31 - 1)
     tau: float | None = Field(None, ge=-1, le=1)
     ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0, le=INT64)
+    skip_special_tokens: bool = True
     n: int | None = Field(None, ge=1, le=128)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int = Field(0, ge=-1000, le=1000)
     user: str | None = Field(None, max_length=512)
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    logit_bias: Unserved = None
+    prompt_logprobs: Unserved = None
+    structured_outputs: Unserved = None
+    guided_json: Unserved = None
+    guided_regex: Unserved = None
+    guided_choice: Unserved = None
+    guided_grammar: Unserved = None
+    use_beam_search: Unserved = None
 
     @property
     def count(self) -> int:
@@ -92,19 +123,21 @@ class Generation(Strict):
 
     def limit(self, default: int) -> int:
         """Return the longest answer in tokens; default where the request names none."""
-        return self.max_tokens or default
+        return default if self.max_tokens is None else self.max_tokens
 
-    def sampling(self, default_max_tokens: int, index: int) -> SamplingParams:
-        """Return how the index-th answer is sampled; raises RequestError for what cannot be."""
+    def sampling(self, default_max_tokens: int, index: int, defaults: Mapping[str, float]) -> SamplingParams:
+        """Return how the index-th answer is sampled, by the model's defaults where the request is silent; raises RequestError for what cannot be."""
         report, top = self.logprobs_asked()
         given = {
-            "top_p": self.top_p, "min_p": self.min_p, "presence_penalty": self.presence_penalty, "stop": self.stop,
+            "temperature": self.temperature, "top_p": self.top_p, "min_p": self.min_p, "presence_penalty": self.presence_penalty, "stop": self.stop,
             "frequency_penalty": self.frequency_penalty, "repetition_penalty": self.repetition_penalty,
+            "top_k": None if self.top_k is None else max(0, self.top_k),
         }  # fmt: skip
+        chosen = {"temperature": 1.0, **defaults, **{name: value for name, value in given.items() if value is not None}}
         return SamplingParams.checked(
             max_tokens=self.limit(default_max_tokens),
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=max(0, self.top_k or 0),
+            min_tokens=self.min_tokens,
+            skip_special_tokens=self.skip_special_tokens,
             seed=None if self.seed is None else self.seed + index,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
@@ -112,7 +145,7 @@ class Generation(Strict):
             tau=self.tau,
             logprobs=int(report),
             top_logprobs=top,
-            **{name: value for name, value in given.items() if value is not None},
+            **chosen,
         )
 
     @model_validator(mode="after")
@@ -125,11 +158,20 @@ class Generation(Strict):
 class ChatRequest(Generation):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
     max_completion_tokens: int | None = Field(None, ge=1, le=INT64)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: TextFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Unserved = None
+    tool_choice: Annotated[Any, AfterValidator(neutral("none", "auto"))] = None
+    functions: Unserved = None
+    function_call: Annotated[Any, AfterValidator(neutral("none", "auto"))] = None
+    modalities: Annotated[Any, AfterValidator(neutral(["text"]))] = None
+    audio: Unserved = None
+    chat_template: Unserved = None
+    continue_final_message: Unserved = None
     add_generation_prompt: bool = True
 
     def logprobs_asked(self) -> tuple[bool, int]:
@@ -138,7 +180,7 @@ class ChatRequest(Generation):
 
     def limit(self, default: int) -> int:
         """Return the longest answer in tokens; default where the request names none."""
-        return self.max_completion_tokens or self.max_tokens or default
+        return self.max_completion_tokens or super().limit(default)
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> ChatRequest:
@@ -149,15 +191,20 @@ class ChatRequest(Generation):
         return self
 
 
-Tokens = Annotated[list[Token], Field(min_length=1)]
+Tokens = Annotated[list[Token], Field(fail_fast=True, min_length=1)]
+Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=256)]
+Lists = Annotated[list[Tokens], Field(fail_fast=True, min_length=1, max_length=256)]
 
 
 class CompletionRequest(Generation):
     """The body of /v1/completions."""
 
-    prompt: str | Tokens | Annotated[list[str], Field(min_length=1, max_length=256)] | Annotated[list[Tokens], Field(min_length=1, max_length=256)]
+    prompt: str | Tokens | Texts | Lists
+    max_tokens: int | None = Field(None, ge=0, le=INT64)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
+    suffix: Unserved = None
+    best_of: Annotated[Any, AfterValidator(neutral(1))] = None
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts, each a text or token ids."""
@@ -173,16 +220,48 @@ class CompletionRequest(Generation):
     def _no_contradiction(self) -> CompletionRequest:
         if self.echo and self.logprobs is not None:
             raise ValueError("echo with logprobs is not served: prompts get no log probabilities")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens 0 needs echo: true, or nothing is left to answer")
         return self
+
+
+class TokenizeRequest(Strict):
+    """The body of /tokenize: a text, or messages that the chat template renders."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[Token], Field(fail_fast=True)]
 
 
 def refusal(error: RequestValidationError) -> ApiError:
     """Turn a body that breaks these rules into a 400 with the name of the field at fault."""
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"][1:] if isinstance(part, int) or part.isidentifier()) or None
+    first = _telling(list(error.errors()))
+    where = ".".join(str(part) for part in first["loc"][1:] if isinstance(part, int) or (part.isidentifier() and part != "str")) or None
     reason = first["msg"].removeprefix("Value error, ")
-    problem = f"the parameter '{where}' is not supported" if first["type"] == "extra_forbidden" else f"{where}: {reason}" if where else reason
+    problem = f"the parameter '{where}' is not supported" if first["type"] == "not_served" else f"{where}: {reason}" if where else reason
     return ApiError(400, problem, "See /openapi.json.", param=where)
+
+
+def _telling(errors: list[ErrorDetails]) -> ErrorDetails:
+    """Return the error that says most: of a field that takes texts or lists, not that a list is no text."""
+    alike = [one for one in errors if one["loc"][:2] == errors[0]["loc"][:2]]
+    return next((one for one in alike if one["type"] not in ("string_type", "list_type", "int_type")), errors[0])
 
 
 def user_error(error: RequestError) -> ApiError:

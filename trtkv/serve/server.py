@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 
@@ -38,11 +40,13 @@ def serve(
     settings: Settings,
     drain_s: float,
     ready: Callable[[], None] = lambda: None,
+    log_level: str = "warning",
 ) -> None:
     """Serve until SIGTERM or Ctrl-C, then let requests finish for drain_s seconds; a second signal ends at once.
 
-    start makes the backends inside the event loop; ready is called once connections are taken.
+    start makes the backends inside the event loop; ready is called once connections are taken. From log_level info on, every request is logged.
     """
+    logging.basicConfig(level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     metrics = Prometheus()
     backends: dict[str, Backend] = {}
 
@@ -50,7 +54,7 @@ def serve(
         backends.update(await start(metrics))
         app = make_app(backends, metrics, settings)
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, server_header=False, lifespan="off", timeout_keep_alive=30,
+            app, log_config=None, access_log=False, server_header=False, lifespan="off", timeout_keep_alive=30,
             timeout_graceful_shutdown=int(drain_s + GRACE_S),
         )  # fmt: skip
         server = Draining(config, backends, drain_s, ready)

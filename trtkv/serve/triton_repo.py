@@ -81,8 +81,8 @@ class Export:
 def export(engines: Sequence[Path], repository: Path, settings: Export, *, force: bool = False) -> list[str]:
     """Write a model for every engine and return their names.
 
-    Raises ConfigError for names that exist already or mean nothing to Triton, EngineError for what is no engine, and CheckpointError for
-    weights that are to be copied and are missing. Nothing is left half-written.
+    Raises ConfigError for names that exist already or mean nothing to Triton and for a place that cannot be written, EngineError for what is
+    no engine, and CheckpointError for weights that are to be copied and are missing. Nothing is left half-written.
     """
     models: dict[str, tuple[Path, bool]] = {}
     for one in engines:
@@ -96,9 +96,12 @@ def export(engines: Sequence[Path], repository: Path, settings: Export, *, force
                 raise ConfigError(f"'{repository / own}' exists", "Give --force to replace it.")
             models[own] = one, own == name
     manifests = {one: read_manifest(one) for one, _ in models.values()}
-    repository.mkdir(parents=True, exist_ok=True)
-    for name, (one, decoupled) in models.items():
-        _write(repository, name, one, manifests[one], settings, decoupled=decoupled)
+    try:
+        repository.mkdir(parents=True, exist_ok=True)
+        for name, (one, decoupled) in models.items():
+            _write(repository, name, one, manifests[one], settings, decoupled=decoupled)
+    except OSError as error:
+        raise ConfigError(f"'{error.filename or repository}' cannot be written: {error.strerror or error}", "Choose another --out.") from None
     return list(models)
 
 

@@ -1,0 +1,66 @@
+"""Directories written whole, by one process at a time; what a killed one left goes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from trtkv.checkpoint.staging import replace_directory, staging
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from trtkv.checkpoint.staging import staging
+with staging(Path(sys.argv[1])) as stage:
+    (stage / "half").write_text("x")
+    (stage / "folder").mkdir()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(one.name for one in folder.iterdir())
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "out")], check=False)
+    assert names(tmp_path) == [".out.partial"]
+    with staging(tmp_path / "out") as stage:
+        assert names(stage) == []
+        (stage / "new").write_text("x")
+        replace_directory(stage, tmp_path / "out")
+    assert names(tmp_path) == ["out"] and names(tmp_path / "out") == ["new"]
+
+
+def test_the_second_waits_for_the_first(tmp_path: Path) -> None:
+    out, waiting, order = tmp_path / "out", threading.Event(), list[str]()
+
+    def second() -> None:
+        with staging(out, waiting.set) as stage:
+            order.append("second")
+            assert names(stage) == [] and names(out) == ["first"]
+            (stage / "second").write_text("x")
+            replace_directory(stage, out)
+
+    with staging(out, lambda: order.append("waits in vain")) as stage:
+        other = threading.Thread(target=second)
+        other.start()
+        assert waiting.wait(30)
+        (stage / "first").write_text("x")
+        order.append("first")
+        replace_directory(stage, out)
+    other.join(30)
+    assert order == ["first", "second"] and names(out) == ["second"] and names(tmp_path) == ["out"]
+
+
+def test_a_block_that_fails_leaves_what_there_was(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").write_text("x")
+    with pytest.raises(LookupError), staging(tmp_path / "out") as stage:
+        (stage / "new").write_text("x")
+        raise LookupError
+    assert names(tmp_path) == ["out"] and names(tmp_path / "out") == ["old"]

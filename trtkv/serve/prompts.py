@@ -1,0 +1,34 @@
+"""Requests' prompts as tokens: what must be too long is refused before it is tokenized, what is long is tokenized beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from trtkv.errors import RequestError
+from trtkv.runtime.tokenizer import LONG_CHARS
+from trtkv.serve.backend import Backend, tokenizer_of
+
+T = TypeVar("T")
+# So many long prompts at a time: each takes some hundred bytes a token, which threads keep.
+THREADS = ThreadPoolExecutor(2, "trtkv-tokenize")
+
+
+def encode(backend: Backend, text: str, add_special: bool = True) -> list[int]:
+    """Return a prompt's tokens; raises RequestError, before tokenizing, for a text that must have more than the engine takes."""
+    tokenizer, longest = tokenizer_of(backend), backend.facts.limits.max_seq_len
+    least = tokenizer.least_tokens(text)
+    if least > longest:
+        problem = f"the prompt has {least} tokens or more, the engine takes {longest - 1}"
+        raise RequestError(problem, "Shorten it, or build with --max-seq-len.")
+    return tokenizer.encode(text, add_special)
+
+
+async def aside(work: Callable[[], T], chars: int) -> T:
+    """Do work on a text of so many characters, in another thread if it is long; raises RequestError for what is no Unicode."""
+    try:
+        return await asyncio.get_running_loop().run_in_executor(THREADS, work) if chars > LONG_CHARS else work()
+    except UnicodeError:
+        raise RequestError("the prompt is no Unicode text", "Send UTF-8 without single surrogates.") from None
