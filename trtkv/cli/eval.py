@@ -94,7 +94,7 @@ def evaluate(
         budgets=_split(budget),
         sets=tuple(settings or ()),
         tasks=_split(task) or ("passkey",),
-        lengths=tuple(number for one in length or () for number in numbers_of("length", one)) or (2048,),
+        lengths=tuple(number for word in _split(length) for number in numbers_of("length", word)) or (2048,),
         samples=samples,
         seed=seed,
         dtype=dtype,
