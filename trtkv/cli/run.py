@@ -134,7 +134,7 @@ def run(
 
 def figures(llm: LLM) -> str:
     """Describe the last call in one line."""
-    from trtkv.runtime.memory import readable
+    from trtkv.sizes import readable
 
     stats = llm.stats
     return (

@@ -126,7 +126,7 @@ def _runs_here(manifest: Manifest) -> str:
     """Say what would execute the engine on this machine, and why not TensorRT if that is so."""
     import torch
 
-    from trtkv.runtime.tensorrt import can_run
+    from trtkv.runtime.where_tensorrt_runs import can_run
 
     where = "cuda" if torch.cuda.is_available() else "cpu"
     reason = manifest.plan_missing if manifest.plan_info is None else can_run(manifest.plan_info, manifest.command)

@@ -271,7 +271,7 @@ def _why_not_tensorrt(manifest: Manifest, device: torch.device) -> str | None:
         return "no CUDA device is used"
     if manifest.plan_info is None:
         return manifest.plan_missing or "the directory holds no plan"
-    from trtkv.runtime.tensorrt import can_run
+    from trtkv.runtime.where_tensorrt_runs import can_run
 
     return can_run(manifest.plan_info, manifest.command, device)
 
