@@ -44,6 +44,16 @@ def test_build_run_and_reuse(engine: Path, tiny_llama: TinyModel, capsys: Captur
     assert answer["stats"]["tokens_read_per_step"] == pytest.approx((2 * 124 + 64) / 3)
 
 
+def test_a_build_ends_with_what_to_run_next(tiny_llama: TinyModel, tmp_path: Path, capsys: Capture) -> None:
+    words = ("build", "--model", tiny_llama.path, "--policy", "fier", "--budget", 64, "--out", tmp_path / "two words", "--backend", "none")
+    assert call(*words, "--sm", "none") == 0
+    shown = capsys.readouterr()
+    assert "None" not in shown.out and "_" not in shown.out.replace(str(tmp_path), "").replace(str(tiny_llama.path), "")
+    assert shown.err.splitlines()[-1].endswith(f"next: trtkv run '{tmp_path}/two words' 'The capital of France is'")
+    output(capsys, *words, "--sm", "none")
+    assert "next:" not in capsys.readouterr().err
+
+
 def test_a_short_sequence_can_be_read_whole(engine: Path, capsys: Capture) -> None:
     selecting = output(capsys, "run", engine, "hello " * 20, "--max-tokens", 8, "--ignore-eos")
     whole = output(capsys, "run", engine, "hello " * 20, "--max-tokens", 8, "--ignore-eos", "--dense-below", 256)
