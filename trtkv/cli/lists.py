@@ -28,7 +28,9 @@ def models(*, json: bool = False) -> None:
     if json:
         print_json(rows)
     else:
-        print_table([name.replace("_", " ") for name in rows[0]], [list(row.values()) for row in rows])
+        shown = [{**row, "pulled": row["source"] or row["pulled"]} for row in rows]
+        columns = [name for name in rows[0] if name != "source"]
+        print_table([name.replace("_", " ") for name in columns], [[row[name] for name in columns] for row in shown])
 
 
 def policies(name: str | None = None, *, json: bool = False) -> None:

@@ -117,6 +117,7 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
         "runs_here": _runs_here(manifest),
         "weights": "in the plan; the torch executor takes the checkpoint's" if info and info.holds_weights else "the checkpoint's",
         "checkpoint": manifest.checkpoint or manifest.hub,
+        "source": manifest.source,
         "created": manifest.created,
         "command": manifest.command,
     }
