@@ -9,7 +9,7 @@ from pathlib import Path
 from trtkv import LLM, SamplingParams
 from trtkv.cli.output import print_table, progress
 from trtkv.eval.needle import Passkey
-from trtkv.runtime.memory import readable
+from trtkv.sizes import readable
 
 
 def main() -> None:

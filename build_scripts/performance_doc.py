@@ -20,7 +20,7 @@ from performance_rows import LAYER, LOAD, Missed, Record, above, below, facts, g
 
 from trtkv.bench.records import read_records
 from trtkv.bench.report import cell, plot_steps
-from trtkv.runtime.memory import readable
+from trtkv.sizes import readable
 
 ROOT = Path(__file__).parent.parent
 PLOT, WIDTH = "steps.svg", 150

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from performance_rows import LAYER, Record, above, facts, goals, load, name, newest
 
 from trtkv.bench.report import cell, commits
-from trtkv.runtime.memory import readable
+from trtkv.sizes import readable
 
 CHOICE_GOALS_US = {4: 6.0, 64: 15.0}  # rows (sequences times KV heads) of 128k tokens: choosing alone
 SUMS_GOAL, LAG_GOAL = 1.6, 1.0  # times the fastest attention; percent of a prefill

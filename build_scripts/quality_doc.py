@@ -79,9 +79,10 @@ def head(records: Records) -> str:
     return f"""# Quality
 
 Written by `build_scripts/quality_doc.py` from `engines/quality*.jsonl`, which have every preset, budget and sample; do not edit.
-SmolLM2-135M-Instruct in {full["dtype"]} on an {full["device"]}, torch executor; cells by commit: {counts} (MiniKV's when
-a complete run was encoded after its step's attention; today it is encoded before). One small model and few tasks: enough to see what a policy loses,
-not to rank the papers. Measure your own model with [`trtkv eval`](evaluating.md).
+SmolLM2-135M-Instruct (Q4_1 weights, widened by `trtkv pull`) in {full["dtype"]} on an {full["device"]}, torch executor; cells by commit:
+{counts} (MiniKV's when a complete run was encoded after its step's attention; today it is encoded
+before). One small model and few tasks: enough to see what a policy loses, not to rank the papers. Measure your own model with
+[`trtkv eval`](evaluating.md).
 
 - A budget is a share of the context, in tokens of each KV head. *bytes* are what a sequence stores at its fullest over what `full` stores.
 - **passkey** and **needle** are shares of samples (10 or 20) whose answer is predicted right token by token, as greedy generation would give it. At

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
+from trtkv.lazy import Tensor, torch
 from trtkv.ranking import fewest, span
 from trtkv.rules import Lines
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from trtkv.lazy import Tensor, torch
 
 
 def best(scores: Tensor, count: int) -> Tensor:

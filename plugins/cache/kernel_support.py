@@ -5,14 +5,12 @@ from __future__ import annotations
 from functools import cache
 from importlib.util import find_spec
 
-import torch
-
 from plugins.attend.block_sparse import launch as block_sparse
 from plugins.cache.formats import Format, find_format
 from plugins.config import OpConfig
-from plugins.device.dtypes import TORCH_DTYPES
 from plugins.select.summary import outliers, why_selects_in_torch
 from trtkv.config import DTYPE_BYTES
+from trtkv.lazy import torch
 from trtkv.plan import CachePlan
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -72,7 +70,7 @@ def dense_below(plan: CachePlan, sequences: int, device: torch.device) -> int:
 
 def fits(config: OpConfig, dtype: torch.dtype) -> bool:
     """Say whether the kernels are written for these heads."""
-    return _why_not_heads(config.num_q_heads, config.num_kv_heads, config.head_dim, dtype) is None
+    return _why_not_heads(config.num_q_heads, config.num_kv_heads, config.head_dim, str(dtype).removeprefix("torch.")) is None
 
 
 def why_torch(plan: CachePlan) -> str | None:
@@ -81,7 +79,7 @@ def why_torch(plan: CachePlan) -> str | None:
         return _why_no_pages(plan)
     if plan.page_size % 16:
         return f"a page holds {plan.page_size} tokens, and the kernels take multiples of 16"
-    return _why_not_heads(plan.num_q_heads, plan.num_kv_heads, plan.head_dim, TORCH_DTYPES[plan.kv_dtype])
+    return _why_not_heads(plan.num_q_heads, plan.num_kv_heads, plan.head_dim, plan.kv_dtype)
 
 
 def taken() -> str:
@@ -112,9 +110,9 @@ def _why_no_pages(plan: CachePlan) -> str:
     return f"no kernel evicts as '{evicts}' does" if evicts else f"no kernel encodes as '{encodes}' does"
 
 
-def _why_not_heads(num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> str | None:
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"the cache is {str(dtype).removeprefix('torch.')}, and the kernels take bfloat16 and float16"
+def _why_not_heads(num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: str) -> str | None:
+    if dtype not in ("bfloat16", "float16"):
+        return f"the cache is {dtype}, and the kernels take bfloat16 and float16"
     if head_dim not in HEAD_DIMS:
         return f"heads have {head_dim} channels, and the kernels take {', '.join(map(str, HEAD_DIMS))}"
     group = num_q_heads // num_kv_heads

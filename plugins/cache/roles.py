@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal, Protocol, TypeAlias
 
-from torch import Tensor
-
+from trtkv.lazy import Tensor
 from trtkv.plan import Meaning, Occupancy, Pooling, SelectPlan, Verdict
 
 Granted: TypeAlias = tuple[tuple[int, ...], ...] | None  # tokens of each layer's KV heads [L][Hk]

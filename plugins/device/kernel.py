@@ -14,7 +14,6 @@ from typing import Any
 
 from plugins.device import store
 from plugins.device.driver import arch, current_stream
-from plugins.device.dtypes import TRITON_DTYPES
 from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import Float, Int, Pointer, Spec
 from plugins.device.triton_aot import TritonSpec
@@ -98,6 +97,8 @@ def run(kernel: TritonKernel, grid: Grid, values: Sequence[Any], constants: Cons
     """Launch a Triton kernel where its first argument, a tensor of the dtype "real", lies on a GPU; run it in Triton's interpreter otherwise."""
     first = values[0]
     if first.is_cuda:
+        from plugins.device.dtypes import TRITON_DTYPES  # imports torch, which descriptions of kernels do without
+
         launch(kernel.variant(arch(), constants, TRITON_DTYPES.get(first.dtype, ""), warps=warps), grid, values)
     else:
         kernel.interpreted()[grid](*values, **constants)

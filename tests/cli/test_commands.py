@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.console import Capture, call, complaint, output
 from tests.tiny import TinyModel, make_tiny
@@ -42,6 +43,31 @@ def test_build_run_and_reuse(engine: Path, tiny_llama: TinyModel, capsys: Captur
     assert answer["stats"]["prompt_tokens"] == 120
     # Two dense layers read the 120 to 127 tokens stored so far, the third reads its budget.
     assert answer["stats"]["tokens_read_per_step"] == pytest.approx((2 * 124 + 64) / 3)
+
+
+def test_a_build_ends_with_what_to_run_next(tiny_llama: TinyModel, tmp_path: Path, capsys: Capture) -> None:
+    words = ("build", "--model", tiny_llama.path, "--policy", "fier", "--budget", 64, "--out", tmp_path / "two words", "--backend", "none")
+    assert call(*words, "--sm", "none") == 0
+    shown = capsys.readouterr()
+    assert "None" not in shown.out and "_" not in shown.out.replace(str(tmp_path), "").replace(str(tiny_llama.path), "")
+    assert shown.err.splitlines()[-1].endswith(f"next: trtkv run '{tmp_path}/two words' 'The capital of France is'")
+    output(capsys, *words, "--sm", "none")
+    assert "next:" not in capsys.readouterr().err
+
+
+def test_other_weights_than_the_engine_was_built_from(tmp_path: Path, tiny_llama: TinyModel, capsys: Capture) -> None:
+    model, engine = shutil.copytree(tiny_llama.path, tmp_path / "model"), tmp_path / "engine"
+    words = ("build", "--model", model, "--out", engine, "--backend", "none", "--sm", "none", "--max-seq-len", 256)
+    before = output(capsys, *words)["build_hash"]
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 2
+    save_file(tensors, file)
+    line = complaint(capsys, "run", engine, "hello", "--max-tokens", 1)
+    assert f"the weights in '{model}' changed since the engine was built" in line and f"trtkv build --model {model}" in line
+    assert output(capsys, "run", engine, "hello", "--max-tokens", 1, "--weights", model)["finish_reason"]
+    assert output(capsys, *words)["build_hash"] != before  # without --force
+    assert output(capsys, "run", engine, "hello", "--max-tokens", 1)["finish_reason"]
 
 
 def test_a_short_sequence_can_be_read_whole(engine: Path, capsys: Capture) -> None:

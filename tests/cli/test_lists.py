@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -59,4 +61,32 @@ def test_every_policy_is_planned(name: str, capsys: Capture) -> None:
     assert {"keys", "values"} <= {one["name"] for one in plan["buffers"]}
     assert plan["largest_batch"] >= 2 and plan["longest_prompt"] > 32768
     shown = printed(capsys, *words)
-    assert all(one["name"] in shown for one in plan["buffers"]) and "longest_prompt" in shown
+    assert all(one["name"] in shown for one in plan["buffers"]) and "longest prompt" in shown
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--help", "models", "policies", "policies fier+kivi", "plan --model qwen2.5-7b --policy minikv --context 4096 --gpu-memory 24GiB", "doctor"],
+)
+def test_lists_are_made_without_torch(words: str) -> None:
+    """Importing it takes longer than all else that these commands do; doctor needs it only where there is a GPU."""
+    code = f"""
+import atexit, sys
+from plugins.tensorrt import cuda
+cuda.device_count = lambda: 0
+atexit.register(lambda: print("imported:", sorted({{"torch", "transformers"}} & set(sys.modules))))
+from trtkv.cli import main
+main({words.split()!r})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("imported: []\n"), done.stderr
+
+
+def test_plan_says_in_words_what_fits(capsys: Capture) -> None:
+    words = ("plan", "--model", "qwen2.5-7b", "--policy", "quest", "--context", "131072", "--gpu-memory")
+    small, large = (printed(capsys, *words, memory) for memory in ("8GiB", "80GiB"))
+    assert small.count("does not fit") == 3 and "none: the weights do not fit" in small and "does not fit" not in large
+    assert "weight                14.2 GiB" in large and "15,231,233,024" not in large
+    assert "None" not in small + large and "_bytes" not in small + large
+    endless = printed(capsys, *words[:3], "--policy", "streaming", "--context", "4096", "--gpu-memory", "80GiB")
+    assert "longest context       no limit" in endless

@@ -17,7 +17,7 @@ from tests.tiny import TinyModel
 from trtkv.api import build
 from trtkv.engine.manifest import GRAPH, PLAN, PlanInfo, file_sha256, read_manifest
 from trtkv.errors import EngineError
-from trtkv.runtime import loading, tensorrt
+from trtkv.runtime import loading, where_tensorrt_runs
 from trtkv.runtime.loading import Options, open_engine
 
 AGAIN = "trtkv build --model .* --out .* --backend none --max-seq-len 128 --max-batch-size 2 --max-chunk-tokens 64 --force"
@@ -117,7 +117,12 @@ def test_plan_of_another_tensorrt_says_what_differs(engine: Path, capsys: Captur
     """As on a GPU: the engine runs with torch, and says why; with TensorRT requested it is one line."""
     with_plan(engine)
     seen: list[Any] = []
-    monkeypatch.setattr(tensorrt, "can_run", lambda info, command, device: seen.append((info.version, device.type)) or f"another (again: {command})")
+
+    def another(info: PlanInfo, command: str, device: torch.device) -> str:
+        seen.append((info.version, device.type))
+        return f"another (again: {command})"
+
+    monkeypatch.setattr(where_tensorrt_runs, "can_run", another)
     why = loading._why_not_tensorrt(read_manifest(engine), torch.device("cuda"))
     assert why is not None and why.startswith("another (again: trtkv build --model") and seen == [("10.14.1.48", "cuda")]
     monkeypatch.setattr(loading, "_why_not_tensorrt", lambda manifest, device: "the plan is of TensorRT 10.14.1 and here is 11.1")

@@ -10,8 +10,8 @@ import torch
 
 from plugins.tensorrt.backend import Backend, MessageLog
 from trtkv.engine.manifest import PlanInfo
-from trtkv.runtime import tensorrt as runtime
-from trtkv.runtime.tensorrt import can_run
+from trtkv.runtime import where_tensorrt_runs
+from trtkv.runtime.where_tensorrt_runs import can_run
 
 COMMAND = "trtkv build --model m --out e"
 
@@ -57,8 +57,8 @@ def test_on_a_device(
     modules = {"tensorrt": SimpleNamespace(), "tensorrt_rtx": SimpleNamespace(ComputeCapability=SimpleNamespace(__members__=members))}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(runtime, "available", lambda: dict.fromkeys(modules, "10.14.1.48"))
-    monkeypatch.setattr(runtime, "load", lambda name: Backend(name, "10.14.1.48", modules[name], None, MessageLog()))
+    monkeypatch.setattr(where_tensorrt_runs, "available", lambda: dict.fromkeys(modules, "10.14.1.48"))
+    monkeypatch.setattr(where_tensorrt_runs, "load", lambda name: Backend(name, "10.14.1.48", modules[name], None, MessageLog()))
     found = can_run(info(backend, sms, version), COMMAND)
     if reason is None:
         assert found is None

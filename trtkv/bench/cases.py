@@ -19,7 +19,8 @@ from trtkv.plan import CachePlan
 from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy
 from trtkv.presets import model_presets
-from trtkv.runtime.memory import HEADROOM, available_bytes, readable
+from trtkv.runtime.memory import HEADROOM, available_bytes
+from trtkv.sizes import readable
 
 OPS = ("retrieve", "append", "select", "attend")
 OPEN_TOKENS = 16  # of the last group: half of one of 32, as in the mean step

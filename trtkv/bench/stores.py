@@ -27,7 +27,8 @@ from trtkv.errors import CapacityError, ConfigError, UnknownName
 from trtkv.graph.decoder import op_config
 from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy
-from trtkv.runtime.memory import HEADROOM, available_bytes, readable
+from trtkv.runtime.memory import HEADROOM, available_bytes
+from trtkv.sizes import readable
 
 # What a name of --store represents: a policy whose cache lies so, and fields of it.
 STORES: dict[str, tuple[str, tuple[str, ...]]] = {

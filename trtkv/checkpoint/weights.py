@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import mmap
@@ -22,6 +23,7 @@ DTYPES = {
     "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 USABLE = (torch.float32, torch.float16, torch.bfloat16)
+SAMPLE = 4096  # bytes of each tensor by which checkpoints are told apart
 AGAIN = "Fetch the file again (trtkv pull --force)."
 
 
@@ -62,6 +64,17 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(entry.nbytes for entry in self._entries.values())
+
+    @property
+    def fingerprint(self) -> str:
+        """The SHA-256 in hex of every tensor's name, dtype, shape and first bytes, which tell trained or rounded otherwise."""
+        digest = hashlib.sha256()
+        for name in self.names():
+            entry = self._entries[name]
+            digest.update(f"{name} {entry.dtype} {entry.shape} ".encode())
+            if entry.nbytes:
+                digest.update(self._map(entry.file)[entry.start : entry.start + min(SAMPLE, entry.nbytes)])
+        return digest.hexdigest()
 
     def names(self) -> list[str]:
         """Return the names of all tensors, sorted."""

@@ -26,7 +26,7 @@ def compile_rows(cells: Sequence[Cell], sm: str) -> None:
 
 def rows_of(records: list[dict[str, Any]], columns: dict[str, str]) -> tuple[list[str], list[list[str]]]:
     """Return titles and cells of a table, without columns that no record fills."""
-    from trtkv.runtime.memory import readable
+    from trtkv.sizes import readable
 
     used = [name for name in columns if any(name in record for record in records)]
 

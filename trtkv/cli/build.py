@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from trtkv.cli.output import notes, print_json, print_table, progress
+from trtkv.cli.output import notes, print_facts, print_json, progress
 from trtkv.cli.values import Count
+from trtkv.sizes import readable
 
 
 def register(app: App) -> None:
@@ -64,6 +67,7 @@ def build(
     from trtkv.cli.via import build_via
     from trtkv.engine.manifest import PLAN, read_manifest
 
+    begun = perf_counter()
     with progress("build") as report:
         path = (partial(build_via, via) if via else api.build)(
             model,
@@ -103,10 +107,14 @@ def build(
     if json:
         print_json(facts)
     else:
-        print_table(["", ""], [[key, ", ".join(value) if isinstance(value, list) else value] for key, value in facts.items()])
+        print_facts({key: value for key, value in facts.items() if value != 0})
     if manifest.plan_missing:
         notes.print(f"The directory holds no TensorRT plan: {manifest.plan_missing}.")
     if manifest.kernels_missing:
         notes.print(f"GPU kernels compile at the first run instead: {manifest.kernels_missing} here (pip install 'trtkv[gpu]').", markup=False)
     if manifest.checkpoint is None:
         notes.print(f"No weights yet: run trtkv pull {manifest.model_name}, or run the engine with --weights random.")
+    if not json:
+        size = readable(sum(one.stat().st_size for one in path.rglob("*") if one.is_file()))
+        words = ["pull", manifest.model_name] if manifest.checkpoint is None else ["run", str(path), "The capital of France is"]
+        notes.print(f"Ready in {perf_counter() - begun:.1f} s, {size}; next: trtkv {shlex.join(words)}", markup=False)

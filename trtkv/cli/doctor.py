@@ -6,7 +6,7 @@ from typing import Any
 
 from cyclopts import App
 
-from trtkv.cli.output import print_json, print_table
+from trtkv.cli.output import print_facts, print_json, print_table
 
 
 def register(app: App) -> None:
@@ -28,6 +28,6 @@ def doctor(*, json: bool = False) -> None:
         return
     print_table(["package", "version", "for"], [[one["name"], one["version"] or "missing", one["purpose"]] for one in found["packages"]])
     print()
-    print_table(["", ""], [[name, value] for name, value in found["machine"].items()])
+    print_facts(found["machine"])
     print()
     print_table(["can", "here", "why, or what to do"], [[one["what"], "yes" if one["here"] else "no", one["note"]] for one in found["abilities"]])

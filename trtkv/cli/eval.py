@@ -149,7 +149,7 @@ def _cells_bar(cells: Sequence[Cell]) -> Iterator[Callable[[str, float], None]]:
 
 def _print_records(records: Sequence[Mapping[str, Any]]) -> None:
     from trtkv.eval.plot import full_of
-    from trtkv.runtime.memory import readable
+    from trtkv.sizes import readable
 
     columns = ["task", "length", "policy", "budget", "figure", "value", "± error", "full", "KV bytes", "of full", "tokens read", "seconds"]
     rows = []

@@ -7,7 +7,7 @@ from typing import Any
 
 from cyclopts import App
 
-from trtkv.cli.output import notes, print_json, print_table
+from trtkv.cli.output import Size, notes, print_facts, print_json, print_table
 
 
 def register(app: App) -> None:
@@ -30,10 +30,11 @@ def inspect(engine: Path, /, *, layers: bool = False, json: bool = False) -> Non
         print_json(found)
         return
     _print_facts(found)
-    print_table(["file", "bytes"], [[name, size] for name, size in found["files"].items()], title="Files")
+    print_table(["file", "size"], [[name, Size(size)] for name, size in found["files"].items()], title="Files")
     print()
-    columns = ["buffer", "shape", "dtype", "layers", "tier", "bytes_per_row"]
-    print_table(columns, [[one[name] for name in columns] for one in found["buffers"]], title="Cache buffers (P pages, Z sequences)")
+    columns = ["buffer", "shape", "dtype", "layers", "tier"]
+    rows = [[*(one[name] for name in columns), Size(one["bytes_per_row"])] for one in found["buffers"]]
+    print_table([*columns, "size of a row"], rows, title="Cache buffers (P pages, Z sequences)")
     print()
     print_table(["plugin", "nodes", "layers"], [[one["op"], one["nodes"], one["layers"]] for one in found["plugins"]], title="Plugins")
     print()
@@ -42,8 +43,8 @@ def inspect(engine: Path, /, *, layers: bool = False, json: bool = False) -> Non
     )
     if found["kernels"]:
         print()
-        rows = [[one["kernel"], ", ".join(one["sms"]), one["files"], one["bytes"]] for one in found["kernels"]]
-        print_table(["kernel", "sm", "files", "bytes"], rows, title="GPU kernels")
+        rows = [[one["kernel"], ", ".join(one["sms"]), one["files"], Size(one["bytes"])] for one in found["kernels"]]
+        print_table(["kernel", "sm", "files", "size"], rows, title="GPU kernels")
     if found["fused"]:
         print()
         print_table(["fused by TensorRT", "count"], [[one["kernel"], one["count"]] for one in found["fused"]], title="Plan")
@@ -54,8 +55,7 @@ def inspect(engine: Path, /, *, layers: bool = False, json: bool = False) -> Non
 
 
 def _print_facts(found: dict[str, Any]) -> None:
-    rows = [[key, ", ".join(value) if isinstance(value, list) else value] for key, value in found.items() if not _nested(value)]
-    print_table(["", ""], rows)
+    print_facts({key: value for key, value in found.items() if key != "notes" and not _nested(value)})
     print()
 
 

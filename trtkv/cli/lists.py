@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from trtkv.cli.output import notes, print_json, print_table
+from trtkv.cli.output import Size, notes, print_facts, print_json, print_table
 from trtkv.cli.values import Count
 
 
@@ -28,7 +28,9 @@ def models(*, json: bool = False) -> None:
     if json:
         print_json(rows)
     else:
-        print_table(list(rows[0]), [list(row.values()) for row in rows])
+        shown = [{**row, "pulled": row["source"] or row["pulled"]} for row in rows]
+        columns = [name for name in rows[0] if name != "source"]
+        print_table([name.replace("_", " ") for name in columns], [[row[name] for name in columns] for row in shown])
 
 
 def policies(name: str | None = None, *, json: bool = False) -> None:
@@ -87,16 +89,25 @@ def plan(
     if json:
         print_json(found)
         return
-    buffers = [[one["name"], one["shape"], one["dtype"], one["layers"], one["tier"], one["bytes"]] for one in found["buffers"]]
+    buffers = [[one["name"], one["shape"], one["dtype"], one["layers"], one["tier"], Size(one["bytes"])] for one in found["buffers"]]
     print_table(
-        ["buffer", "shape", "dtype", "layers", "tier", "bytes"], buffers, title=f"{model} with {found['policy']}, {batch_size} x {context} tokens"
+        ["buffer", "shape", "dtype", "layers", "tier", "size"], buffers, title=f"{model} with {found['policy']}, {batch_size} x {context} tokens"
     )
-    figures = {key: "no limit" if value is None else value for key, value in found.items() if not isinstance(value, list | dict)}
-    print_table(["", ""], [[key, value] for key, value in figures.items()])
+    print()
+    print_facts({key: _limit(key, value) for key, value in found.items() if not isinstance(value, list | dict)})
     for line in found["assumes"]:
         notes.print(f"Assumed: {line}.")
     for line in found["in_torch"]:
         notes.print(f"On a GPU too, {line}.", markup=False)
+
+
+def _limit(key: str, value: Any) -> Any:
+    """Say in words that nothing fits into the GPU's memory, or everything does."""
+    if value is None:
+        return "no limit"
+    if key == "cache_room_bytes" and not value:
+        return "none: the weights do not fit"
+    return "does not fit" if key in ("longest_context", "longest_prompt", "largest_batch") and not value else value
 
 
 def _print_policy(row: dict[str, Any]) -> None:

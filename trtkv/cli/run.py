@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
+from trtkv.cli.history import line_editing
 from trtkv.cli.output import notes, print_json, progress
 from trtkv.cli.values import Amount, Cosine, Count, GiB, GiBOrNone, Part, Seed, Share, Temperature, bytes_of, host_bytes, recall_engine
 from trtkv.errors import ConfigError, RequestError
@@ -120,7 +121,8 @@ def run(
     if not quiet and llm.recall_line:
         notes.print(llm.recall_line, markup=False)
     if prompts is None:
-        _converse(llm, params, system)
+        with line_editing():
+            _converse(llm, params, system)
         return
     if chat:
         prompts = [llm.chat(_messages(system, text)) for text in prompts]
@@ -134,7 +136,7 @@ def run(
 
 def figures(llm: LLM) -> str:
     """Describe the last call in one line."""
-    from trtkv.runtime.memory import readable
+    from trtkv.sizes import readable
 
     stats = llm.stats
     return (

@@ -12,9 +12,11 @@ from plugins.cache.kernel_support import gpu_ready, taken
 from plugins.device import nvrtc, triton_aot
 from plugins.device.driver import cuda_version
 from plugins.tensorrt.backend import available
+from plugins.tensorrt.cuda import device_count
 from trtkv.checkpoint.find import data_home
-from trtkv.runtime.memory import readable
-from trtkv.runtime.tensorrt import supports
+from trtkv.lazy import torch
+from trtkv.runtime.where_tensorrt_runs import NO_CUDA, supports
+from trtkv.sizes import readable
 
 PACKAGES = {
     "torch": "the torch executor",
@@ -43,9 +45,12 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _machine() -> dict[str, Any]:
-    import torch
+def _cuda() -> bool:
+    """Whether torch runs on a GPU here; it is imported only where there is a GPU, because that takes longer than the rest of the report."""
+    return device_count() > 0 and torch.cuda.is_available()
 
+
+def _machine() -> dict[str, Any]:
     memory = psutil.virtual_memory()
     found: dict[str, Any] = {
         "python": platform.python_version(),
@@ -54,26 +59,24 @@ def _machine() -> dict[str, Any]:
         "memory": f"{readable(memory.available)} of {readable(memory.total)} available",
         "models and plans": str(data_home()),
     }
-    for index in range(torch.cuda.device_count()):
+    for index in range(torch.cuda.device_count() if _cuda() else 0):
         one = torch.cuda.get_device_properties(index)
         found[f"cuda:{index}"] = f"{one.name}, sm {one.major}.{one.minor}, {readable(one.total_memory)}"
     return found
 
 
 def _abilities() -> list[dict[str, Any]]:
-    import torch
-
-    backends, cuda = available(), torch.cuda.is_available()
+    backends, cuda = available(), _cuda()
     rows: list[dict[str, Any]] = []
     for name, extra in (("tensorrt_rtx", "rtx"), ("tensorrt", "tensorrt")):
         there = name in backends
         builds = there and (name == "tensorrt_rtx" or cuda)
         note = f"version {backends[name]}" if builds else "needs a CUDA GPU" if there else f"pip install 'trtkv[{extra}]'"
         rows.append({"what": f"build engines with {name}", "here": builds, "note": note})
-        reason = supports(name) if there else f"pip install 'trtkv[{extra}]'"
+        reason = (supports(name) if cuda else NO_CUDA) if there else f"pip install 'trtkv[{extra}]'"
         rows.append({"what": f"run engines with {name}", "here": reason is None, "note": reason or "engines built for this GPU"})
     rows += _kernel_abilities()
-    problem = gpu_ready(torch.device("cuda" if cuda else "cpu"))
+    problem = gpu_ready(torch.device("cuda")) if cuda else NO_CUDA
     note = f"{problem}; it takes {taken()}" if problem else taken()
     rows.append({"what": "run cache operations as GPU code", "here": problem is None, "note": note})
     rows.append({"what": "run engines with torch on the CPU", "here": True, "note": "every engine"})

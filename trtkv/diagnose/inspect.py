@@ -117,6 +117,7 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
         "runs_here": _runs_here(manifest),
         "weights": "in the plan; the torch executor takes the checkpoint's" if info and info.holds_weights else "the checkpoint's",
         "checkpoint": manifest.checkpoint or manifest.hub,
+        "source": manifest.source,
         "created": manifest.created,
         "command": manifest.command,
     }
@@ -126,7 +127,7 @@ def _runs_here(manifest: Manifest) -> str:
     """Say what would execute the engine on this machine, and why not TensorRT if that is so."""
     import torch
 
-    from trtkv.runtime.tensorrt import can_run
+    from trtkv.runtime.where_tensorrt_runs import can_run
 
     where = "cuda" if torch.cuda.is_available() else "cpu"
     reason = manifest.plan_missing if manifest.plan_info is None else can_run(manifest.plan_info, manifest.command)

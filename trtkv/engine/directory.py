@@ -17,7 +17,7 @@ from typing import Any
 import trtkv
 from plugins.nodes import FACES
 from plugins.tensorrt.backend import available, load
-from trtkv.checkpoint.find import Source, data_home
+from trtkv.checkpoint.find import Source, data_home, origin
 from trtkv.checkpoint.staging import replace_directory, staging
 from trtkv.checkpoint.weights import Checkpoint
 from trtkv.config import Limits, ModelConfig
@@ -70,14 +70,17 @@ def build_engine(request: Request, progress: Progress = lambda stage, fraction: 
     plan = request.policy.plan(request.model)
     progress("graph", 0.0)
     decoder = build_decoder(request.model, plan, limits, request.tp)
+    weights_hash = None
     if request.source.path and any(request.source.path.glob("*.safetensors")):
-        Checkpoint(request.source.path).check(expected_tensors(decoder.weights))
+        checkpoint = Checkpoint(request.source.path)
+        checkpoint.check(expected_tensors(decoder.weights))
+        weights_hash = checkpoint.fingerprint
     graph = decoder.model.SerializeToString(deterministic=True)
     backend = _backend(request.backend)
     targets = choose_targets(request.sms, load(backend) if backend else None, insisted=request.backend is not None)
     specs, no_kernels = list_kernels(plan, request.model, limits, targets.kernels)
     plan_key = _plan_key(request, plan, graph, backend, targets)
-    identity = _hash([plan_key, [[spec.arch, spec.name] for spec in specs], no_kernels])
+    identity = _hash([plan_key, [[spec.arch, spec.name] for spec in specs], no_kernels, weights_hash])
     if found := _reusable(request, identity, progress):
         return found
     with _writing(request.out, progress) as stage:
@@ -87,7 +90,7 @@ def build_engine(request: Request, progress: Progress = lambda stage, fraction: 
         _copy_tokenizer(request.source, stage)
         info, no_plan = _write_plan(request, plan, graph, backend, targets, plan_key, stage, progress)
         kernels = write_kernels(specs, stage, progress, fresh=request.force) if specs else None
-        parts = {"plan_info": info, "plan_missing": no_plan, "kernels": kernels, "kernels_missing": no_kernels}
+        parts = {"plan_info": info, "plan_missing": no_plan, "kernels": kernels, "kernels_missing": no_kernels, "weights_hash": weights_hash}
         manifest = _manifest(request, plan, decoder.weights, identity, parts, stage)
         manifest.write(stage)
         replace_directory(stage, request.out)
@@ -203,6 +206,7 @@ def _manifest(request: Request, plan: CachePlan, weights: Sequence[WeightSpec], 
         model=request.model,
         checkpoint=str(request.source.path.resolve()) if request.source.path else None,
         hub=request.source.hub,
+        source=origin(request.source.path) if request.source.path else None,
         tp=request.tp,
         limits=request.limits,
         policy=request.policy.model_dump(mode="json", exclude_none=True),

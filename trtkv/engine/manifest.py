@@ -66,7 +66,7 @@ class Manifest(BaseModel):
 
     plan_info is None when no TensorRT was there to build the plan; kernels is None when none were compiled, kernels_missing says why some or all
     of them are compiled at the first run instead; files maps every other file to its SHA-256; checkpoint is the directory that the weights
-    come from, or None when only the model's shape was known.
+    come from, or None when only the model's shape was known; source says where that was pulled from, weights_hash is its fingerprint.
     """
 
     model_config = ConfigDict(frozen=True, protected_namespaces=())
@@ -78,6 +78,8 @@ class Manifest(BaseModel):
     model: ModelConfig
     checkpoint: str | None
     hub: str | None
+    source: str | None = None
+    weights_hash: str | None = None
     tp: int = 1
     limits: Limits
     policy: dict[str, Any]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,17 +14,9 @@ from trtkv.errors import ConfigError
 from trtkv.plan import BufferSpec
 from trtkv.policies.base import Evict
 from trtkv.policies.policy import Policy
+from trtkv.sizes import parse_bytes
 
-UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 NO_LIMIT = 2**24  # tokens; a cache that still fits after so long a prompt is not what limits it
-
-
-def parse_bytes(text: str) -> int:
-    """Read a size such as 24GiB, 80GB or 1000000; raises ConfigError."""
-    match = re.fullmatch(r"\s*([0-9]{0,20}\.?[0-9]{1,20})\s*([a-zA-Z]*)\s*", text)
-    if match is None or match[2].lower() not in UNITS:
-        raise ConfigError(f"size '{text}' is not understood", "Write a number with a unit, such as 24GiB.")
-    return int(float(match[1]) * UNITS[match[2].lower()])
 
 
 def predict(

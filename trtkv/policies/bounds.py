@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from trtkv.lazy import F, Tensor, torch
 
 
 def page_boxes(keys: Tensor, page: int) -> tuple[Tensor, Tensor]:

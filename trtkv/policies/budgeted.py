@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from trtkv.errors import ConfigError
+from trtkv.lazy import Tensor, torch
 from trtkv.plan import CacheView, Occupancy, Verdict
 from trtkv.policies.base import UNLIMITED, Evict
 from trtkv.ranking import best, span

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from math import gcd
 from typing import ClassVar, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from trtkv.config import ModelConfig
 from trtkv.errors import ConfigError
+from trtkv.lazy import Tensor, torch
 from trtkv.plan import BufferSpec
 from trtkv.policies.base import Part, Quantize
 from trtkv.policies.packing import decode_minimum, encode_minimum, pack, unpack

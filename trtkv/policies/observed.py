@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
+from trtkv.lazy import Tensor
 from trtkv.plan import CacheView
 from trtkv.ranking import attention, span
 

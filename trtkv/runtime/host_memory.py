@@ -21,8 +21,9 @@ from plugins.select.summary import why_selects_in_torch
 from trtkv.config import Limits
 from trtkv.errors import CapacityError, ConfigError, EngineError, UnknownName
 from trtkv.plan import CachePlan
-from trtkv.runtime.memory import HEADROOM, available_bytes, beside_bytes, readable, scratch_bytes
+from trtkv.runtime.memory import HEADROOM, available_bytes, beside_bytes, scratch_bytes
 from trtkv.runtime.streams import SideStream
+from trtkv.sizes import readable
 
 HOST_SHARE = 0.8  # of what is free: pinned memory cannot be swapped out
 ENGINES: tuple[Literal["auto", "kernel", "copies"], ...] = ("auto", "kernel", "copies")  # what may move pages

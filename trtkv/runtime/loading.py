@@ -21,7 +21,7 @@ from plugins.device import store
 from plugins.device.driver import arch
 from plugins.device.dtypes import TORCH_DTYPES
 from plugins.kernel_list import FOLDER, kernels_for
-from trtkv.checkpoint.find import resolve_model
+from trtkv.checkpoint.find import origin, resolve_model
 from trtkv.checkpoint.weights import Checkpoint
 from trtkv.config import DTYPE_BYTES, Limits
 from trtkv.engine.manifest import GRAPH, PLAN, Manifest, check_files, read_manifest
@@ -223,7 +223,20 @@ def _weights(manifest: Manifest, wanted: str | None, device: torch.device, progr
     path = checkpoint_path(manifest, wanted)
     checkpoint = Checkpoint(path)
     checkpoint.check({name: tuple(shape) for one in manifest.weights for name, shape in one.sources})
+    if wanted is None:
+        _check_unchanged(manifest, checkpoint)
     return map_weights(checkpoint, manifest.weights, dtype, device, report, part)
+
+
+def _check_unchanged(manifest: Manifest, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError where the engine was built from other weights than are there now."""
+    if manifest.weights_hash in (None, checkpoint.fingerprint):
+        return
+    then, now = manifest.source or "others", origin(checkpoint.path) or "of an unknown source"
+    raise CheckpointError(
+        f"the weights in '{checkpoint.path}' changed since the engine was built (then: {then}; now: {now})",
+        f"Build the engine again: {manifest.command}, or give --weights {checkpoint.path} to take them as they are.",
+    )
 
 
 def checkpoint_path(manifest: Manifest, wanted: str | None) -> Path:
@@ -271,7 +284,7 @@ def _why_not_tensorrt(manifest: Manifest, device: torch.device) -> str | None:
         return "no CUDA device is used"
     if manifest.plan_info is None:
         return manifest.plan_missing or "the directory holds no plan"
-    from trtkv.runtime.tensorrt import can_run
+    from trtkv.runtime.where_tensorrt_runs import can_run
 
     return can_run(manifest.plan_info, manifest.command, device)
 

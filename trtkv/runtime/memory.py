@@ -11,6 +11,7 @@ from plugins.cache.ledgers.assemble import make_ledger
 from trtkv.config import Limits
 from trtkv.errors import CapacityError
 from trtkv.plan import CachePlan
+from trtkv.sizes import readable
 
 ANSWER_SHARE = 8  # of a sequence of full length, an eighth is taken to be its answer where layers share memory out
 CAPTURED_BYTES = 5 << 18  # of a captured step, a layer: 0.75 to 1.1 MiB on an H200
@@ -82,12 +83,3 @@ def pool_sizes(plan: CachePlan, limits: Limits, device: torch.device, cache_byte
     answer = max(1, longest // ANSWER_SHARE)
     later = ledger.pages_after_prompt(max(1, longest - answer), chunk, answer)
     return [pages + own * (room - slots - one) // (count.allocated(later) - count.slot) for pages, own in zip(most, later, strict=True)]
-
-
-def readable(size: float) -> str:
-    """Write bytes with a binary unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024 or unit == "GiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError

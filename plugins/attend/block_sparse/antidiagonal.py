@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import Tensor
-
 from plugins.attend.block_sparse import estimate
 from plugins.attend.block_sparse.estimate import Rating
 from plugins.device.kernel import Constants
 from plugins.device.spec import Spec
+from trtkv.lazy import Tensor
 from trtkv.rules import Antidiagonal
 
 STRIDES = (4, 8, 16, 32)  # that kernels take

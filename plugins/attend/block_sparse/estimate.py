@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from plugins.device import kernel
 from plugins.device.driver import arch
 from plugins.device.kernel import LOG2_E, Constants, TritonKernel, typed
 from plugins.device.spec import Spec
+from trtkv.lazy import Tensor, torch
 
 SOURCE = Path(__file__).parent / "kernel.py"
 ESTIMATE = TritonKernel(

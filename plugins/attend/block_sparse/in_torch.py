@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-
 from plugins.cache.roles import PrefillRole
+from trtkv.lazy import F, Tensor, torch
 
 NEVER = 2**31 - 1
 
@@ -43,6 +40,6 @@ def attend_chosen(query: Tensor, keys: Tensor, values: Tensor, chosen: Tensor, b
         token, asked = (torch.arange(first, high, device=keys.device) for first in (0, low))
         mask = read.repeat_interleave(block, 1)[:, None, :high] & (token <= asked[:, None])
         own, seen = heads_first[None, :, low - start : high - start], (keys[None, :, :high], values[None, :, :high])
-        answer = scaled_dot_product_attention(own, *seen, attn_mask=mask[None], scale=scale, enable_gqa=True)
+        answer = F.scaled_dot_product_attention(own, *seen, attn_mask=mask[None], scale=scale, enable_gqa=True)
         out[low - start : high - start] = answer[0].transpose(0, 1)
     return out

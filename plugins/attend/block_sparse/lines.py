@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-from torch import Tensor
-
 from plugins.attend.block_sparse import estimate
 from plugins.attend.block_sparse.estimate import SOURCE, Rating, warps_of, width_of, widths_up_to
 from plugins.device import kernel
 from plugins.device.kernel import LOG2_E, Constants, TritonKernel, typed
 from plugins.device.spec import Spec
+from trtkv.lazy import Tensor, torch
 from trtkv.lines import block_means, find_pattern, scores_of
 from trtkv.rules import Lines
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
+from trtkv.lazy import Tensor, torch
 from trtkv.plan import CacheView
 from trtkv.policies.base import ROUND_OFF, Allocate, Ask
 from trtkv.policies.observed import window_attention, window_sums

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
+from trtkv.lazy import Tensor, torch
 from trtkv.policies.base import ROUND_OFF, Allocate, Ask
 
 

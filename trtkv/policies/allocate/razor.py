@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from trtkv.errors import ConfigError
+from trtkv.lazy import Tensor, torch
 from trtkv.plan import CacheView
 from trtkv.policies.base import ROUND_OFF, UNLIMITED, Allocate, Ask
 from trtkv.policies.observed import window_sums

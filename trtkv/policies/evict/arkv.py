@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
 
+from trtkv.lazy import F, Tensor, torch
 from trtkv.plan import CacheView, Occupancy, Verdict
 from trtkv.policies.base import ROUND_OFF
 from trtkv.policies.budgeted import Budgeted

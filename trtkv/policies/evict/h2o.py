@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from pydantic import Field
-from torch import Tensor
 
 from trtkv import rules
+from trtkv.lazy import Tensor
 from trtkv.plan import CacheView
 from trtkv.policies.budgeted import Budgeted
 from trtkv.ranking import group_mean

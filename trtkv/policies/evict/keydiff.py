@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
 
+from trtkv.lazy import F, Tensor
 from trtkv.plan import CacheView
 from trtkv.policies.budgeted import Budgeted
 

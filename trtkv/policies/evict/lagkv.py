@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from trtkv import rules
 from trtkv.errors import ConfigError
+from trtkv.lazy import Tensor, torch
 from trtkv.plan import CacheView, Occupancy, Verdict
 from trtkv.policies.base import ROUND_OFF, Allocate, Evict
 from trtkv.ranking import best, span

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from pydantic import Field
-from torch import Tensor
 
 from trtkv.errors import ConfigError
+from trtkv.lazy import Tensor
 from trtkv.plan import CacheView
 from trtkv.policies.base import ROUND_OFF
 from trtkv.policies.budgeted import Ranked

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from trtkv import rules
 from trtkv.errors import ConfigError
+from trtkv.lazy import Tensor, torch
 from trtkv.plan import CacheView
 from trtkv.policies.budgeted import Budgeted
 from trtkv.policies.packing import decode_integer_zero, encode_integer_zero

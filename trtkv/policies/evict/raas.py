@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
 
 from trtkv import rules
 from trtkv.errors import ConfigError
+from trtkv.lazy import F, Tensor, torch
 from trtkv.plan import CacheView, Occupancy, Verdict
 from trtkv.policies.base import Evict
 from trtkv.policies.bounds import box_score, page_boxes

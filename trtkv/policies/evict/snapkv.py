@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
 
 from trtkv.errors import ConfigError
+from trtkv.lazy import F, Tensor
 from trtkv.plan import CacheView, Occupancy
 from trtkv.policies.base import UNLIMITED
 from trtkv.policies.budgeted import Budgeted

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from trtkv import rules
+from trtkv.lazy import Tensor, torch
 from trtkv.plan import CacheView, Verdict
 from trtkv.policies.budgeted import Budgeted
 

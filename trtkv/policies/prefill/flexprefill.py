@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
 
 from trtkv import lines, rules
+from trtkv.lazy import F, Tensor, torch
 from trtkv.policies.base import Prefill
 from trtkv.ranking import attention, fewest, span
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
 
 from trtkv import rules
 from trtkv.errors import ConfigError
+from trtkv.lazy import F, Tensor, torch
 from trtkv.policies.base import Prefill
 from trtkv.ranking import fewest, span
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from trtkv import rules
 from trtkv.config import ModelConfig
+from trtkv.lazy import Tensor, torch
 from trtkv.plan import BufferSpec
 from trtkv.policies.base import Part, Quantize
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from torch import Tensor
-
 from trtkv import rules
 from trtkv.config import ModelConfig
+from trtkv.lazy import Tensor
 from trtkv.plan import BufferSpec, Occupancy
 from trtkv.policies.base import Part, Quantize
 from trtkv.policies.packing import decode_integer_zero, encode_integer_zero, pack, unpack

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from trtkv import rules
 from trtkv.config import ModelConfig
+from trtkv.lazy import Tensor, torch
 from trtkv.plan import BufferSpec, Pooling
 from trtkv.policies.bounds import ball_score, box_score, mean_boxes, page_boxes
 from trtkv.policies.paged import PagedRetrieve

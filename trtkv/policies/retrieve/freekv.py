@@ -12,12 +12,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from trtkv import rules
 from trtkv.config import ModelConfig
+from trtkv.lazy import Tensor, torch
 from trtkv.plan import BufferSpec, SelectPlan
 from trtkv.policies.bounds import box_score, mean_boxes, page_boxes
 from trtkv.policies.paged import PagedRetrieve

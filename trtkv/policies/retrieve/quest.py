@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 from pydantic import Field
-from torch import Tensor
 
 from trtkv import rules
 from trtkv.config import ModelConfig
+from trtkv.lazy import Tensor
 from trtkv.plan import BufferSpec, Pooling
 from trtkv.policies.bounds import box_score, page_boxes
 from trtkv.policies.paged import PagedRetrieve

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from trtkv import rules
 from trtkv.config import ModelConfig
+from trtkv.lazy import Tensor, torch
 from trtkv.plan import BufferSpec, Pooling
 from trtkv.policies.base import Retrieve
 from trtkv.ranking import best
