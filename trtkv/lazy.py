@@ -21,6 +21,6 @@ else:
             return found
 
     torch, F = _Lazy("torch"), _Lazy("torch.nn.functional")
-    Tensor = object  # stands in annotations only, which are not evaluated
+    Tensor = None  # for annotations, which are not evaluated: isinstance with it fails
 
 __all__ = ["F", "Tensor", "torch"]
