@@ -19,7 +19,6 @@ from plugins.cache.eviction.per_head import launch
 from plugins.cache.eviction.per_head.cache import HeadCache
 from plugins.cache.kernel_support import in_torch
 from plugins.cache.ledgers.ring import Ring
-from plugins.cache.pages import HeadPages
 from plugins.cache.reference.cache import ReferenceCache
 from plugins.config import OpConfig
 from plugins.kernel_list import kernels_for
@@ -373,16 +372,6 @@ def test_moves_of_single_heads(shape: tuple[int, ...], lists: bool) -> None:
     now = pool[table.long()].transpose(1, 2).flatten(2, 3)
     for r, count in enumerate(stay):
         assert torch.equal(now[r][:, :count], wanted[r])
-
-
-def test_pages_of_heads_grow_and_shrink() -> None:
-    pages = HeadPages.empty(3).extended(np.array([2, 0, 1], np.int32), np.array([7, 8, 9], np.int32))
-    pages = pages.extended(np.array([1, 40, 0], np.int32), np.arange(100, 141, dtype=np.int32))
-    assert pages.table[0, :3].tolist() == [7, 8, 100] and pages.table[1, :40].tolist() == list(range(101, 141)) and pages.total == 44
-    left, gone = pages.cut(np.array([1, 39, 5], np.int32))
-    assert gone.tolist() == [8, 100, 140] and left.counts.tolist() == [1, 39, 1]
-    whole = HeadPages.of([5, 2], 3)
-    assert whole.table.tolist() == [[15, 6], [16, 7], [17, 8]] and bool(whole) and not HeadPages.empty(2)
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from plugins.cache.pages import HeadPages
 from trtkv.errors import CapacityError
 from trtkv.runtime.pages import PageAllocator
 from trtkv.runtime.prefix_tree import page_keys
@@ -204,3 +206,13 @@ def test_a_page_is_named_by_all_tokens_up_to_its_end() -> None:
     assert page_keys(tokens, 16, 4, keys[:2]) == keys
     assert page_keys([99, *tokens[1:]], 16, 4)[3] != keys[3]
     assert page_keys(tokens[:32] + [99] * 32, 16, 2) == keys[:2]
+
+
+def test_pages_of_heads_grow_and_shrink() -> None:
+    pages = HeadPages.empty(3).extended(np.array([2, 0, 1], np.int32), np.array([7, 8, 9], np.int32))
+    pages = pages.extended(np.array([1, 40, 0], np.int32), np.arange(100, 141, dtype=np.int32))
+    assert pages.table[0, :3].tolist() == [7, 8, 100] and pages.table[1, :40].tolist() == list(range(101, 141)) and pages.total == 44
+    left, gone = pages.cut(np.array([1, 39, 5], np.int32))
+    assert gone.tolist() == [8, 100, 140] and left.counts.tolist() == [1, 39, 1]
+    whole = HeadPages.of([5, 2], 3)
+    assert whole.table.tolist() == [[15, 6], [16, 7], [17, 8]] and bool(whole) and not HeadPages.empty(2)
