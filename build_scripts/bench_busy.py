@@ -12,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from bench_peer import write_model
 from peer_engines import CHUNK
 from peer_rows import Row
 
@@ -43,7 +44,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         limits = {"max_seq_len": longest, "max_batch_size": streams.count, "max_chunk_tokens": 2048 if own.load is None else CHUNK}
         built = {"budget": own.budget, "sets": own.sets, "out": Path(folder) / "engine", "backend": "none", "sms": ("none",)}
-        path = build(own.model, own.policy, **built, **limits)
+        write_model(own.model, Path(folder) / own.model, longest)
+        path = build(str(Path(folder) / own.model), own.policy, **built, **limits)
         words = [word for word in sys.argv[1:] if word != str(own.results)]
         command = shlex.join(["python", "build_scripts/bench_busy.py", *words])
         record = measure_busy(path, streams, Options("random", "cuda", "torch", warm=True), command)

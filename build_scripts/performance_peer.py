@@ -53,7 +53,7 @@ which blocks of a prompt matter, so `xattention` reads a given share of them. {v
 def named(one: Record) -> str:
     """Return a record's policy, with the share of blocks that its prompts read where one was given."""
     share = next((float(field.partition("=")[2]) for field in one.get("sets", ()) if field.startswith("prefill.most=")), None)
-    return f"{one['policy']}" + (f" ({share:.0%})" if share else "")
+    return f"{one['policy']}" + (f" ({share:.0%})" if share and one["kind"] != "decode" else "")
 
 
 def figure(one: Record) -> float:
