@@ -15,6 +15,7 @@ FIGURES = {"load": ("seconds", "load, s"), "ttft": ("ttft_ms", "first token, ms"
 GOALS = {"load:64x8192/256": (0.95, 0.80), "load:16x32768/512": (0.95, 0.65), "load:8x131072/512": (0.98, 0.75)}
 PROMPT_GOAL = 0.95  # of the time to a first token, of `full`
 SPARSE_GOAL = {"ttft:131072": 0.5}  # with a prefill role
+PLAIN = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # behind a label, over the line at 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ def plot_peer(records: Sequence[Record], file: Path) -> None:
         bars = [(row + 0.36 * side, one.ratios[side], (one.full, one.best)[side]) for row, one in enumerate(found)]
         bars = [bar for bar in bars if bar[1] is not None]
         drawn = axes.barh([at for at, _, _ in bars], [ratio for _, ratio, _ in bars], 0.34, color=colour, label=label)
-        axes.bar_label(drawn, [f"{ratio:.2f}" + (f"  {named(one)}" if side else "") for _, ratio, one in bars], padding=3, fontsize=8)
+        axes.bar_label(drawn, [f"{ratio:.2f}" + (f"  {named(one)}" if side else "") for _, ratio, one in bars], padding=3, fontsize=8, bbox=PLAIN)
     axes.axvline(1.0, color="black", linewidth=1)
     axes.set_yticks([row + 0.18 for row in range(len(found))], [f"{FIGURES[one.peer['kind']][1].partition(',')[0]}, {one.load}" for one in found])
     axes.invert_yaxis()
