@@ -32,7 +32,8 @@ class SamplingParams(BaseModel):
     stop_token_ids: tokens that do; ignore_eos: continue after the end-of-text token; min_tokens: continue after whatever ends an answer until so many
     are answered; skip_special_tokens: leave them out of the text; logprobs: 1 or more reports log probabilities; top_logprobs:
     report so many of the likeliest tokens beside each answered one; budget: tokens that each KV head reads in a decode step, at most the
-    engine's; tau: for FreeKV, the mean cosine below which a head selects again (`overrides.check_override` says where these can be had).
+    engine's; tau: for FreeKV, the mean cosine below which a head selects again (`overrides.check_override` says where these can be had);
+    adapter: the loaded LoRA adapter that answers, by name, none for the model itself.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -54,6 +55,7 @@ class SamplingParams(BaseModel):
     top_logprobs: int = Field(0, ge=0, le=20)
     budget: int | None = Field(None, ge=1)
     tau: float | None = Field(None, ge=-1.0, le=1.0, allow_inf_nan=False)
+    adapter: str | None = None
 
     def __init__(self, **fields: Any) -> None:
         """Check every field."""
