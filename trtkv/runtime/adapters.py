@@ -13,6 +13,7 @@ from plugins.lora.delta import Delta
 from trtkv.checkpoint.adapter import Adapter, read_adapter
 from trtkv.errors import CheckpointError, RequestError
 from trtkv.runtime.weights import Source, share
+from trtkv.sizes import readable
 
 LEAST_RANK = 16  # of stacked factors: the smallest product of the kernels
 MATRIX = ".weight"
@@ -31,6 +32,12 @@ class Adapters:
     def nbytes(self) -> int:
         """Bytes of all factors, padded to one rank a product."""
         return sum(one.nbytes for one in self.deltas.values())
+
+    @property
+    def line(self) -> str | None:
+        """The adapters with their ranks, and the bytes of all, in a line; None without any."""
+        named = ", ".join(f"{name} (rank {rank})" for name, rank in zip(self.names, self.ranks, strict=True))
+        return f"adapters: {named}; {readable(self.nbytes)}" if named else None
 
     def find(self, name: str | None) -> tuple[int, bytes]:
         """Return an adapter's number and digest, -1 and nothing for the model itself; raises RequestError for one that is not loaded."""
