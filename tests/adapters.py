@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,18 @@ from torch import Tensor
 from tests.tiny import TinyModel
 from trtkv.checkpoint.adapter import _adapts, read_adapter
 
-E, F, Q, KV = 96, 112, 96, 32
-WITHIN = {
-    "self_attn.q_proj": (Q, E), "self_attn.k_proj": (KV, E), "self_attn.v_proj": (KV, E), "self_attn.o_proj": (E, Q),
-    "mlp.gate_proj": (F, E), "mlp.up_proj": (F, E), "mlp.down_proj": (E, F),
-}  # fmt: skip
-SHAPES = {f"model.layers.{layer}.{name}": shape for layer in range(3) for name, shape in WITHIN.items()}
+
+def shapes_of(hidden: int, inner: int, heads_q: int, heads_kv: int, dim: int, layers: int) -> dict[str, tuple[int, int]]:
+    """Return the linear layers of a decoder by their names, [out, in]."""
+    q, kv = heads_q * dim, heads_kv * dim
+    within = {
+        "self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, q),
+        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
+    return {f"model.layers.{layer}.{name}": shape for layer in range(layers) for name, shape in within.items()}
+
+
+SHAPES = shapes_of(96, 112, 6, 2, 16, 3)
 MODULES = list(SHAPES)
 # Every setting that PEFT writes.
 SETTINGS: dict[str, Any] = {
@@ -36,14 +43,14 @@ SETTINGS: dict[str, Any] = {
 
 def write_adapter(
     path: Path, target: Any, *, rank: int = 8, alpha: float = 16, seed: int = 0, dtype: torch.dtype = torch.float32, std: float = 0.1,
-    tensors: dict[str, Tensor] | None = None, **settings: Any,
+    tensors: dict[str, Tensor] | None = None, shapes: Mapping[str, tuple[int, int]] = SHAPES, **settings: Any,
 ) -> Path:  # fmt: skip
     """Write a random adapter of the modules that its settings name."""
     path.mkdir(parents=True, exist_ok=True)
     config = {**SETTINGS, "r": rank, "lora_alpha": alpha, "target_modules": target, **settings}
     (path / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
     draw, made = torch.Generator().manual_seed(seed), dict[str, Tensor]()
-    for module, (out, inner) in SHAPES.items():
+    for module, (out, inner) in shapes.items():
         if tensors is None and _adapts(config, module, path):
             own = next((value for key, value in config["rank_pattern"].items() if module.endswith(f".{key}")), rank)
             made[f"base_model.model.{module}.lora_A.weight"] = (torch.randn(own, inner, generator=draw) * std).to(dtype)
@@ -56,7 +63,8 @@ def merged(tiny: TinyModel, adapter: Path, path: Path, dtype: torch.dtype = torc
     """Save the model with W + scale B A in the place of every adapted matrix W, computed in fp64."""
     model = copy.deepcopy(tiny.model).to(dtype)
     parameters = dict(model.named_parameters())
-    for module, one in read_adapter(adapter, SHAPES).factors.items():
+    shapes = {module: tuple(parameters[f"{module}.weight"].shape) for module in MODULES}
+    for module, one in read_adapter(adapter, shapes).factors.items():
         matrix = parameters[f"{module}.weight"]
         matrix.data = (matrix.double() + one.scale * (one.up.double() @ one.down.double())).to(dtype)
     model.save_pretrained(path)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from plugins.cache.reference.cache import ReferenceCache
+from plugins.device.dtypes import TORCH_DTYPES
 from plugins.lora import launch
-from tests.adapters import merged, write_adapter
+from tests.adapters import merged, shapes_of, write_adapter
 from tests.plugins.sessions import capture_on_cpu
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
 from trtkv.api import build
@@ -70,22 +71,17 @@ def with_adapters(rig: Rig, tiny: TinyModel, adapters: dict[str, Path]) -> Rig:
     limits = Limits(max_seq_len=512, max_batch_size=4, max_chunk_tokens=256)
     specs = build_decoder(tiny.config, rig.plan, limits).weights
     weights = {spec.name: rig.executor._bound[spec.name] for spec in specs}
-    executor = TorchExecutor(rig.graph, weights, rig.cache, read_adapters(adapters, specs, torch.float32))
+    read = read_adapters(adapters, specs, TORCH_DTYPES[tiny.config.dtype]).to(rig.cache.device)
+    executor = TorchExecutor(rig.graph, weights, rig.cache, read)
     return replace(rig, executor=executor, stepper=Stepper(executor, rig.cache, limits, rig.stepper.rope))
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
-def test_logits_are_those_of_merged_weights(
-    kernels: bool, models: dict[str | None, TinyModel], adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In one batch with rows without adapter: chunks of prompts whose last rows alone get logits, then decode steps.
+def compare(rig: Rig, tiny: TinyModel, adapters: dict[str, Path], folder: Path, dtype: torch.dtype) -> None:
+    """Feed one batch with rows without adapter: chunks of prompts whose last rows alone get logits, then decode steps.
 
-    Twice the error is allowed that the model with merged weights has in fp32, both beside weights merged and multiplied in fp64.
+    Twice the error is allowed that the model with merged weights has in the dtype, both beside weights merged and multiplied in fp64.
     """
-    if kernels:
-        monkeypatch.setattr(fused.reference, "add", launch.add)
-    texts, order, numbers = prompts(40, 57, 33, 45), (None, "all", "some", "rest"), (-1, 0, 1, 2)
-    rig = with_adapters(make_rig(models[None], "full", tmp_path), models[None], adapters)
+    texts, order, numbers = prompts(40, 57, 33, 45), (None, *adapters), (-1, 0, 1, 2)
     got: list[list[Tensor]] = [[] for _ in order]
     ends = ((0, 20), (20, -3), *((at, at + 1 or None) for at in range(-3, 0)))
     for begin, end in ends:
@@ -93,17 +89,46 @@ def test_logits_are_those_of_merged_weights(
         for slot, text in enumerate(texts):
             start, stop = begin % len(text), len(text) if end is None else end % len(text)
             wanted = range(stop - start) if slot == 1 else (stop - start - 1,) if begin else ()
-            rows.append(StepRow(text[start:stop], start, slot, rig.pages(slot), wanted, len(text), numbers[slot]))
+            rows.append(StepRow(text[start:stop], start, slot, rig.pages(slot), wanted, len(text) - 3, numbers[slot]))
         found = rig.stepper.run(rows)
         for slot, part in enumerate(found.split([len(row.logits_of) for row in rows])):
             got[slot].append(part)
     for slot, name in enumerate(order):
-        tokens, ours = torch.tensor(texts[slot]), torch.cat(got[slot]).double()
-        wide = models[None] if name is None else merged(models[None], adapters[name], tmp_path / name, torch.float64)
-        exact, theirs = wide.logits(tokens, torch.float64)[-len(ours) :], models[name].logits(tokens, torch.float32)[-len(ours) :]
+        tokens, ours = torch.tensor(texts[slot]), torch.cat(got[slot]).double().cpu()
+        wide = tiny if name is None else merged(tiny, adapters[name], folder / f"{name}-64", torch.float64)
+        exact = wide.logits(tokens, torch.float64)[-len(ours) :]
         if name is not None:
-            assert float((exact - models[None].logits(tokens, torch.float64)[-len(ours) :]).abs().max()) > 1
+            assert float((exact - tiny.logits(tokens, torch.float64)[-len(ours) :]).abs().max()) > 1
+        narrow = tiny if name is None else merged(tiny, adapters[name], folder / f"{name}-own", dtype)
+        theirs = narrow.logits(tokens, dtype)[-len(ours) :]
         assert float((ours - exact).abs().max()) <= 2 * float((theirs - exact).abs().max())
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
+def test_logits_are_those_of_merged_weights(
+    kernels: bool, tiny_llama: TinyModel, adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernels:
+        monkeypatch.setattr(fused.reference, "add", launch.add)
+    rig = with_adapters(make_rig(tiny_llama, "full", tmp_path), tiny_llama, adapters)
+    compare(rig, tiny_llama, adapters, tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("policy", ["full", "fier"])
+def test_logits_in_half_precision(policy: str, device: str, tmp_path: Path) -> None:
+    """On a GPU decode steps are captured, with as many tiles as their sequences may need."""
+    shape = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    tiny, shapes = make_tiny("llama", tmp_path / "model", dtype=torch.bfloat16, **shape), shapes_of(256, 320, 4, 2, 64, 3)
+    adapters = {
+        "all": write_adapter(tmp_path / "all", "all-linear", std=0.05, shapes=shapes),
+        "some": write_adapter(tmp_path / "some", ["q_proj", "v_proj", "down_proj"], rank=5, seed=1, use_rslora=True, shapes=shapes),
+        "rest": write_adapter(tmp_path / "rest", ["k_proj", "o_proj", "gate_proj"], rank=64, alpha=64, seed=2, std=0.07, shapes=shapes),
+    }
+    rig = with_adapters(make_rig(tiny, policy, tmp_path, device=device), tiny, adapters)
+    compare(rig, tiny, adapters, tmp_path, torch.bfloat16)
+    graphs = rig.stepper._graphs
+    assert (graphs is not None and [key[3] for key in graphs._captured] == [True]) is (device == "cuda")
 
 
 @pytest.fixture(scope="module", params=["full", "fier", "freekv", "quest", "lagkv", "kivi", "streaming", "snapkv"])
