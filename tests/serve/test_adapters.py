@@ -34,6 +34,7 @@ def test_adapters_are_models_of_their_own(engine_dir: Path, tiny_llama: TinyMode
             answer = one.result().json()
             assert answer["choices"][0]["text"] == texts[name] and answer["model"] == (name or "tiny")
         assert len(set(texts.values())) == 3
+        assert 'trtkv:adapter_requests_total{adapter="sql",model_name="tiny"} 3.0' in server.http.get("/metrics").text
         unknown = server.http.post("/v1/completions", json={**body, "model": "haiku"})
         assert unknown.status_code == 404 and "Served are: tiny, sql, poems." in unknown.text
         assert server.http.get("/ready").status_code == 200

@@ -121,9 +121,7 @@ def serve(
         if json:
             print_json(told)
         else:
-            notes.print(
-                f"serving {', '.join(models)} at {address} (chat: {address}/, API: {address}/v1, metrics: {address}/metrics)", markup=False
-            )
+            notes.print(f"serving {', '.join(models)} at {address} (chat: {address}/, API: {address}/v1, metrics: {address}/metrics)", markup=False)
 
     # Without a key, what only this machine should reach must not answer web pages whose name was pointed to it.
     hosts = () if keys or not _is_local(host) else ("localhost", "127.0.0.1", "::1", host.lower())
