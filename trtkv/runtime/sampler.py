@@ -23,7 +23,7 @@ MOST_TOP_K = 1 << 24  # beyond every vocabulary; whole numbers up to here are ex
 
 
 class SamplingParams(BaseModel):
-    """How one request is sampled and when it ends; raises RequestError for a value out of range.
+    """How one request is sampled and when it ends, and the loaded LoRA adapter that answers it; raises RequestError for a value out of range.
 
     max_tokens: longest answer; temperature: 0 takes the likeliest token; top_k: draw from the k likeliest (0: all); top_p: draw from the
     likeliest that together have this probability; min_p: draw from those at least this fraction as likely as the likeliest;
@@ -32,8 +32,7 @@ class SamplingParams(BaseModel):
     stop_token_ids: tokens that do; ignore_eos: continue after the end-of-text token; min_tokens: continue after whatever ends an answer until so many
     are answered; skip_special_tokens: leave them out of the text; logprobs: 1 or more reports log probabilities; top_logprobs:
     report so many of the likeliest tokens beside each answered one; budget: tokens that each KV head reads in a decode step, at most the
-    engine's; tau: for FreeKV, the mean cosine below which a head selects again (`overrides.check_override` says where these can be had);
-    adapter: the loaded LoRA adapter that answers, by name, none for the model itself.
+    engine's; tau: for FreeKV, the mean cosine below which a head selects again (`overrides.check_override` says where these can be had).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -46,6 +45,7 @@ class SamplingParams(BaseModel):
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     seed: int | None = None
+    adapter: str | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -55,7 +55,6 @@ class SamplingParams(BaseModel):
     top_logprobs: int = Field(0, ge=0, le=20)
     budget: int | None = Field(None, ge=1)
     tau: float | None = Field(None, ge=-1.0, le=1.0, allow_inf_nan=False)
-    adapter: str | None = None
 
     def __init__(self, **fields: Any) -> None:
         """Check every field."""
