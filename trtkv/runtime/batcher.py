@@ -115,7 +115,8 @@ class Batcher:
         call = Call(params, wake=wake, checkers=[StopChecker(one, self.tokenizer, ends) for one in params])
         with self.lock:
             for index, (tokens, settings) in enumerate(zip(prompts, params, strict=True)):
-                one = Running(index, list(tokens), len(tokens), settings.max_tokens, priority, tenant)
+                adapter, root = self.engine.adapters.find(settings.adapter)
+                one = Running(index, list(tokens), len(tokens), settings.max_tokens, priority, tenant, adapter, root)
                 self.scheduler.add(one)
                 self._calls[one] = call
                 call.members.append(one)
@@ -123,9 +124,10 @@ class Batcher:
         return call
 
     def check(self, tokens: Sequence[int], params: SamplingParams) -> None:
-        """Raise RequestError for a request that can never be served: its length, or a budget or tau that this engine cannot give it."""
+        """Raise RequestError for a request that can never be served: its length, or an adapter, budget or tau that this engine cannot give it."""
         self.scheduler.check(tokens, params.max_tokens)
         check_override(self.engine.cache, params)
+        self.engine.adapters.find(params.adapter)
 
     def cancel(self, call: Call) -> None:
         """Drop what a call has not finished and free what it holds."""
