@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -13,12 +13,14 @@ from torch import Tensor
 
 from plugins.sampling import reference
 from trtkv.errors import EngineError, RequestError
+from trtkv.runtime.grammar import Grammar
 from trtkv.runtime.tokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from trtkv.runtime.tokenizer import Tokenizer
 
 COLDEST = 1e-5  # below this temperature the likeliest token is certain to many digits
+MOST_BIASED = 1024  # entries of a logit_bias
 MOST_TOP_K = 1 << 24  # beyond every vocabulary; whole numbers up to here are exact in fp32
 
 
@@ -32,7 +34,9 @@ class SamplingParams(BaseModel):
     stop_token_ids: tokens that do; ignore_eos: continue after the end-of-text token; min_tokens: continue after whatever ends an answer until so many
     are answered; skip_special_tokens: leave them out of the text; logprobs: 1 or more reports log probabilities; top_logprobs:
     report so many of the likeliest tokens beside each answered one; budget: tokens that each KV head reads in a decode step, at most the
-    engine's; tau: for FreeKV, the mean cosine below which a head selects again (`overrides.check_override` says where these can be had).
+    engine's; tau: for FreeKV, the mean cosine below which a head selects again (`overrides.check_override` says where these can be had); grammar: what
+    the answer must look like, which ends it too; logit_bias: what is added to the logits of tokens, by id, before penalties. Reported log
+    probabilities are the model's own, before all of this.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -54,6 +58,8 @@ class SamplingParams(BaseModel):
     top_logprobs: int = Field(0, ge=0, le=20)
     budget: int | None = Field(None, ge=1)
     tau: float | None = Field(None, ge=-1.0, le=1.0, allow_inf_nan=False)
+    grammar: Grammar | None = None
+    logit_bias: tuple[tuple[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]], ...] = ()
 
     def __init__(self, **fields: Any) -> None:
         """Check every field."""
@@ -65,7 +71,8 @@ class SamplingParams(BaseModel):
             if first["type"] == "extra_forbidden":
                 raise RequestError(f"there is no sampling parameter '{name}'", f"There are: {', '.join(type(self).model_fields)}.") from None
             reason = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-            raise RequestError(f"{name} is {first['input']!r}", f"It should be {reason}.") from None
+            given = repr(first["input"])
+            raise RequestError(f"{name} is {given if len(given) <= 200 else given[:200] + ' ...'}", f"It should be {reason}.") from None
         if self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}", "Lower it, or raise max_tokens.")
 
@@ -81,6 +88,14 @@ class SamplingParams(BaseModel):
         if isinstance(value, list | tuple) and any(one == "" for one in value):
             raise ValueError("texts of at least one character")
         return () if value is None else value
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _by_id(cls, value: Any) -> Any:
+        pairs = tuple(value.items()) if isinstance(value, Mapping) else value
+        if isinstance(pairs, list | tuple) and len(pairs) > MOST_BIASED:
+            raise ValueError(f"a map of at most {MOST_BIASED} token ids")
+        return () if pairs is None else pairs
 
     @property
     def greedy(self) -> bool:
