@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -11,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trtkv.errors import UnknownName
+from trtkv.serve.chat import Parsers
 from trtkv.serve.reading.calls import MOST_HEAD, CallFormat, Calls
 from trtkv.serve.reading.parts import Part, joined
 from trtkv.serve.reading.reader import Reader
-from trtkv.serve.reading.registry import call_format, call_formats, check_parsers, thought_format, thought_formats
+from trtkv.serve.reading.registry import call_format, call_formats, thought_format, thought_formats
 from trtkv.serve.reading.thoughts import Thoughts
 
 NAMES = ("get_weather", "f")
@@ -41,7 +43,7 @@ def written(form: CallFormat, name: str, arguments: str) -> str:
 
 def cut(text: str, places: Sequence[int]) -> list[str]:
     edges = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
-    return [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [text[a:b] for a, b in itertools.pairwise(edges)]
 
 
 def fragments(form: CallFormat) -> st.SearchStrategy[str]:
@@ -173,4 +175,4 @@ def test_templates_show_their_formats() -> None:
     assert thought_format("auto", "{{ '<think>' }}</think>") is thought_formats()["think"]
     for wrong in (("hermez", "auto"), ("auto", "thinking")):
         with pytest.raises(UnknownName):
-            check_parsers(*wrong)
+            Parsers.checked(*wrong)

@@ -32,7 +32,7 @@ class SamplingParams(BaseModel):
     repetition_penalty: divides the logits of tokens in prompt and answer; presence_penalty and frequency_penalty: taken from the logits of
     tokens in the answer, once or for every time; seed: makes draws reproducible; stop: texts that end the answer and are not part of it;
     stop_token_ids: tokens that do; ignore_eos: continue after the end-of-text token; min_tokens: continue after whatever ends an answer until so many
-    are answered; skip_special_tokens: leave them out of the text; logprobs: 1 or more reports log probabilities; top_logprobs:
+    are answered; skip_special_tokens: leave them out of the text, but for shown_tokens; logprobs: 1 or more reports log probabilities; top_logprobs:
     report so many of the likeliest tokens beside each answered one; budget: tokens that each KV head reads in a decode step, at most the
     engine's; tau: for FreeKV, the mean cosine below which a head selects again (`overrides.check_override` says where these can be had); grammar: what
     the answer must look like, which ends it too; logit_bias: what is added to the logits of tokens, by id, before penalties. Reported log
@@ -54,6 +54,7 @@ class SamplingParams(BaseModel):
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)
     skip_special_tokens: bool = True
+    shown_tokens: tuple[int, ...] = ()
     logprobs: int = Field(0, ge=0, le=20)
     top_logprobs: int = Field(0, ge=0, le=20)
     budget: int | None = Field(None, ge=1)
@@ -193,7 +194,7 @@ class StopChecker:
             raise RequestError("stop strings need a tokenizer", "Give stop_token_ids instead.")
         ends = () if params.ignore_eos else (*eos_ids, *(tokenizer.eos_ids if tokenizer else ()))
         self._ends = frozenset((*ends, *params.stop_token_ids))
-        self._detokenizer = Detokenizer(tokenizer, skip_special=params.skip_special_tokens) if tokenizer else None
+        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, params.shown_tokens) if tokenizer else None
         self._params, self._count, self._held = params, 0, ""
 
     def push(self, token: int) -> tuple[str, str | None]:

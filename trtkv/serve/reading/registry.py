@@ -6,7 +6,6 @@ import importlib
 import pkgutil
 from functools import cache
 
-from trtkv.errors import UnknownName
 from trtkv.serve.reading import formats, thoughts
 from trtkv.serve.reading.calls import CallFormat
 from trtkv.serve.reading.thoughts import ThoughtFormat
@@ -25,13 +24,6 @@ def call_formats() -> dict[str, CallFormat]:
 def thought_formats() -> dict[str, ThoughtFormat]:
     """Return the formats of reasoning by name."""
     return {one.name: one for one in thoughts.FORMATS}
-
-
-def check_parsers(calls: str, reasoning: str) -> None:
-    """Raise UnknownName for a parser that there is not."""
-    for kind, name, known in (("tool parser", calls, call_formats()), ("reasoning parser", reasoning, thought_formats())):
-        if name not in (AUTO, NONE, *known):
-            raise UnknownName(kind, name, [AUTO, NONE, *known])
 
 
 def call_format(choice: str, template: str) -> CallFormat | None:
