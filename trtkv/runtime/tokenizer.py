@@ -47,6 +47,16 @@ class Tokenizer:
         """Tokens that the tokenizer knows, added ones included; a model's vocabulary may be padded beyond."""
         return int(self._inner.get_vocab_size(with_added_tokens=True))
 
+    @property
+    def json(self) -> str:
+        """The tokenizer as tokenizer.json has it."""
+        return str(self._inner.to_str())
+
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """Ids of special tokens, which no text is encoded to, by their names."""
+        return {token.content: id_ for id_, token in self._inner.get_added_tokens_decoder().items() if token.special}
+
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Return the token ids of a text.
 
@@ -124,7 +134,7 @@ class Tokenizer:
 
     @cached_property
     def _hidden(self) -> frozenset[int]:
-        return frozenset(id_ for id_, token in self._inner.get_added_tokens_decoder().items() if token.special)
+        return frozenset(self.special_ids.values())
 
     @cached_property
     def _template(self) -> str | None:
