@@ -12,13 +12,13 @@ Kind = Literal["json_schema", "json_object", "regex", "ebnf", "choice", "structu
 class Grammar:
     """A language that an answer belongs to.
 
-    text is, by kind, the JSON of a schema; nothing (json_object); a regular expression; a grammar in GBNF (rules with ::=) or in Lark's notation; a JSON
-    list of texts, one of which is the answer; or a structural tag: free text in which every trigger begins one of the tags,
+    text is, by kind: the JSON of a schema; empty (json_object); a regular expression; a grammar in GBNF (rules with ::=, from root) or in Lark's
+    notation (from start); a JSON list of texts, one of which is the answer; or a structural tag, free text in which each trigger begins a tag:
 
         {"triggers": ["<tool_call>"], "structures": [{"begin": "<tool_call>\\n", "schema": {...}, "end": "\\n</tool_call>"}],
          "at_least_one": false, "stop_after_first": false}
 
-    where begin starts with a trigger, schema is a JSON schema, at_least_one has the answer begin with a tag, and stop_after_first end behind it.
+    Here begin starts with a trigger, schema is a JSON schema, at_least_one has the answer begin with a tag, stop_after_first ends it behind one.
     """
 
     kind: Kind

@@ -34,8 +34,8 @@ class SamplingParams(BaseModel):
     stop_token_ids: tokens that do; ignore_eos: continue after the end-of-text token; min_tokens: continue after whatever ends an answer until so many
     are answered; skip_special_tokens: leave them out of the text, but for shown_tokens; logprobs: 1 or more reports log probabilities; top_logprobs:
     report so many of the likeliest tokens beside each answered one; budget: tokens that each KV head reads in a decode step, at most the
-    engine's; tau: for FreeKV, the mean cosine below which a head selects again (`overrides.check_override` says where these can be had); grammar: what
-    the answer must look like, which ends it too; logit_bias: what is added to the logits of tokens, by id, before penalties. Reported log
+    engine's; tau: for FreeKV, the mean cosine below which a head selects again (`overrides.check_override` says where these can be had); grammar:
+    what the answer must look like, which ends it too; logit_bias: what is added to the logits of tokens, by id, before penalties. Reported log
     probabilities are the model's own, before all of this.
     """
 
@@ -104,6 +104,11 @@ class SamplingParams(BaseModel):
         return self.temperature < COLDEST or self.top_k == 1
 
     @property
+    def constrained(self) -> bool:
+        """Whether some tokens may not come next, or gain or lose score by their ids."""
+        return self.grammar is not None or bool(self.logit_bias)
+
+    @property
     def penalizes(self) -> bool:
         """Whether tokens of prompt or answer lose score."""
         return self.repetition_penalty != 1.0 or bool(self.presence_penalty) or bool(self.frequency_penalty)
@@ -125,16 +130,17 @@ def not_finite(what: str) -> EngineError:
 
 
 def choose(
-    logits: Tensor, params: Sequence[SamplingParams], histories: Sequence[Sequence[int]], prompt_lengths: Sequence[int]
+    logits: Tensor, params: Sequence[SamplingParams], histories: Sequence[Sequence[int]], prompt_lengths: Sequence[int], masks: Tensor | None = None
 ) -> tuple[list[int], list[float | None]]:
     """Choose the next token of every sequence from logits [B, V]; -1 where they are not finite.
 
     histories are the tokens of prompt and answer so far, prompt_lengths how many of them are the prompt. Ties go to the lowest id. A draw
-    depends on the logits, the seed and the number of tokens answered, never on the rest of the batch; without a seed it is fresh.
+    depends on the logits, the seed and the number of tokens answered, never on the rest of the batch; without a seed it is fresh. masks [G, W] int32
+    say, for every constrained sequence, which tokens may come next.
     Returns the ids and, where requested, the log probability of each under the model's distribution.
     """
     raw = logits.float()
-    drawn = [row for row, one in enumerate(params) if not one.greedy or one.penalizes]
+    drawn = [row for row, one in enumerate(params) if not one.greedy or one.penalizes or one.constrained]
     ids = raw.argmax(-1).where(raw.amax(-1).isfinite(), -1)
     if drawn:
         index, own = torch.tensor(drawn, device=raw.device), [params[row] for row in drawn]
@@ -146,14 +152,15 @@ def choose(
             rows = [count_tokens(histories[row], prompt_lengths[row], vocab) if params[row].penalizes else plain for row in drawn]
             counts = torch.stack(rows).to(raw.device)
         settings = torch.tensor([settings_of(one) for one in own], dtype=torch.float32, device=raw.device)
-        ids[index] = reference.choose(raw[index], settings, torch.tensor(numbers, dtype=torch.float64, device=raw.device), counts)
+        decided = torch.tensor(numbers, dtype=torch.float64, device=raw.device)
+        ids[index] = reference.choose(raw[index], settings, decided, counts, *_constraints(own, masks, raw))
     found: list[int] = ids.tolist()
     return found, _logprobs(raw, found, [bool(one.logprobs) and id_ >= 0 for one, id_ in zip(params, found, strict=True)])
 
 
 def settings_of(one: SamplingParams) -> list[float]:
     """Return a request's row of the settings that `plugins/sampling` takes: a temperature of 0 takes the likeliest."""
-    flags = reference.PENALIZED * one.penalizes + reference.LOGPROB * bool(one.logprobs)
+    flags = reference.PENALIZED * one.penalizes + reference.LOGPROB * bool(one.logprobs) + reference.BIASED * bool(one.logit_bias)
     penalties = (one.repetition_penalty, one.presence_penalty, one.frequency_penalty)
     return [0.0 if one.greedy else one.temperature, one.min_p, one.top_p, *penalties, float(min(one.top_k, MOST_TOP_K)), float(flags)]
 
@@ -195,12 +202,13 @@ class StopChecker:
         ends = () if params.ignore_eos else (*eos_ids, *(tokenizer.eos_ids if tokenizer else ()))
         self._ends = frozenset((*ends, *params.stop_token_ids))
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, params.shown_tokens) if tokenizer else None
-        self._params, self._count, self._held = params, 0, ""
+        self.count = 0  # tokens taken
+        self._params, self._held = params, ""
 
     def push(self, token: int) -> tuple[str, str | None]:
         """Take a token; returns the text that is final with it, and "stop" or "length" when the answer ends."""
-        self._count += 1
-        early = self._count < self._params.min_tokens
+        self.count += 1
+        early = self.count < self._params.min_tokens
         if token in self._ends and not early:
             return self._end("stop")
         new = self._detokenizer.push(token) if self._detokenizer else ""
@@ -209,7 +217,7 @@ class StopChecker:
         text, found = self._scan(new)
         if found:
             return text, "stop"
-        if self._count >= self._params.max_tokens:
+        if self.count >= self._params.max_tokens:
             rest, reason = self._end("length")
             return text + rest, reason
         return text, None
@@ -238,6 +246,20 @@ class StopChecker:
 def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of text that begins stop."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+
+
+def _constraints(params: Sequence[SamplingParams], masks: Tensor | None, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return masks [B, W] and biases [B, V] of sequences of which some are constrained."""
+    if masks is None:
+        return None, None
+    every = masks.new_full((len(params), masks.shape[1]), -1)
+    every[[row for row, one in enumerate(params) if one.constrained]] = masks
+    if not any(one.logit_bias for one in params):
+        return every.to(logits.device), None
+    biases = torch.zeros(len(params), logits.shape[-1])
+    for row, one in enumerate(params):
+        biases[row, [id_ for id_, _ in one.logit_bias]] = torch.tensor([value for _, value in one.logit_bias])
+    return every.to(logits.device), biases.to(logits.device)
 
 
 def _logprobs(logits: Tensor, ids: list[int], wanted: list[bool]) -> list[float | None]:

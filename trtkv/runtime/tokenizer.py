@@ -47,6 +47,16 @@ class Tokenizer:
         """Tokens that the tokenizer knows, added ones included; a model's vocabulary may be padded beyond."""
         return int(self._inner.get_vocab_size(with_added_tokens=True))
 
+    @property
+    def json(self) -> str:
+        """The tokenizer as tokenizer.json has it."""
+        return str(self._inner.to_str())
+
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """Ids of special tokens, which no text is encoded to, by their names."""
+        return {token.content: id_ for id_, token in self._inner.get_added_tokens_decoder().items() if token.special}
+
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Return the token ids of a text.
 
@@ -119,18 +129,13 @@ class Tokenizer:
         """Whether a token never appears in text: special, or beyond the vocabulary."""
         return id_ in self._hidden or self._inner.id_to_token(id_) is None
 
-    def special_id(self, text: str) -> int | None:
-        """Return the id of a special token; None for other texts."""
-        id_ = self._inner.token_to_id(text)
-        return id_ if id_ in self._hidden else None
-
     @cached_property
     def _longest_bytes(self) -> int:
         return max(len(token.encode()) for token in self._inner.get_vocab(with_added_tokens=True))
 
     @cached_property
     def _hidden(self) -> frozenset[int]:
-        return frozenset(id_ for id_, token in self._inner.get_added_tokens_decoder().items() if token.special)
+        return frozenset(self.special_ids.values())
 
     @cached_property
     def template(self) -> str | None:

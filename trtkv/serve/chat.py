@@ -71,8 +71,7 @@ class Conversation:
     def _shown(self) -> tuple[int, ...]:
         signs = [*((self.thoughts.opener, self.thoughts.closer) if self.thoughts else ())]
         signs += (*self.calls.openers, *self.calls.closers, *self.calls.marks) if self.calls else ()
-        found = (self.tokenizer.special_id(one) for one in signs)
-        return tuple(sorted({one for one in found if one is not None}))
+        return tuple(sorted({self.tokenizer.special_ids[one] for one in signs if one in self.tokenizer.special_ids}))
 
 
 async def read_conversation(backend: Backend, body: ChatRequest, parsers: Parsers) -> Conversation:
