@@ -52,7 +52,7 @@ def scripted(llm: LLM, answer: str, patch: pytest.MonkeyPatch) -> None:
     assert llm.tokenizer is not None
     ids = [*llm.tokenizer.encode(answer, add_special=False), llm.tokenizer.eos_ids[0]]
 
-    def choose(logits: Any, params: Any, histories: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> Any:
+    def choose(logits: Any, params: Any, histories: Sequence[Sequence[int]], prompt_lengths: Sequence[int], masks: Any = None) -> Any:
         places = [len(history) - length for history, length in zip(histories, prompt_lengths, strict=True)]
         return [ids[min(place, len(ids) - 1)] for place in places], [0.0] * len(places)
 

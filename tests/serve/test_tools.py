@@ -8,15 +8,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from starlette.testclient import TestClient
 
 from tests.serve.rig import built, chunks, client, free, scripted, templated
 from tests.tiny import TinyModel
+from trtkv.errors import EngineError, RequestError
+from trtkv.runtime.grammar import Grammar
 from trtkv.runtime.llm import LLM
+from trtkv.runtime.matcher import Grammars, Matcher
 from trtkv.serve.app import Settings
 from trtkv.serve.chat import Parsers
+from trtkv.serve.reading.grammar import after_reasoning, grammar_of_calls
+from trtkv.serve.reading.registry import call_formats
+from trtkv.serve.schema import ChatRequest
 
 CHAT = "/v1/chat/completions"
 TEMPLATE = """{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %} Answer <tool_call>{% endif %}
@@ -184,3 +191,68 @@ def test_embeddings_are_refused_in_a_line(ask: openai.OpenAI) -> None:
         ask.embeddings.create(model="tiny", input=["hello"])
     with pytest.raises(openai.NotFoundError):
         ask.embeddings.create(model="nobody", input="hello")
+
+
+FORCED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"tool_choice": "required"}, ("f", "g")),
+    ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, ("g",)),
+]
+BRIEF = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{{ messages[0].content }}"
+UNIT = {"type": "object", "properties": {"unit": {"enum": ["C", "::="]}}, "required": ["unit"], "additionalProperties": False}
+UNITS = [{"type": "function", "function": {"name": name, "parameters": UNIT}} for name in ("f", "g")]
+
+
+@pytest.mark.parametrize("parser", call_formats())
+@pytest.mark.parametrize(("choice", "names"), FORCED, ids=["required", "named"])
+def test_a_forced_call_obeys_its_schema(
+    llm: LLM, parser: str, choice: dict[str, Any], names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A random model only writes a call where nothing else is allowed."""
+    templated(llm, BRIEF, monkeypatch)
+    body = {"messages": ASKED, "tools": UNITS, **choice, "parallel_tool_calls": False, "seed": 3}
+    with client({"tiny": llm}, Settings(parsers=Parsers(parser))) as api:
+        (answered,) = both(api, body)
+    (call,) = answered["message"]["tool_calls"]
+    assert call["function"]["name"] in names and json.loads(call["function"]["arguments"])["unit"] in ("C", "::=")
+    assert answered["finish_reason"] == "tool_calls" and not answered["message"]["content"]
+
+
+@pytest.mark.parametrize("closer", ["</think>", "<|end|>"], ids=["text", "special"])
+def test_what_is_forced_comes_after_the_reasoning(llm: LLM, closer: str) -> None:
+    assert llm.tokenizer is not None
+    tokenizer, form = llm.tokenizer, call_formats()["hermes"]
+    body = ChatRequest.model_validate({"messages": ASKED, "tools": UNITS, "tool_choice": "required", "parallel_tool_calls": False})
+    calls, schema = grammar_of_calls(form, body), Grammar("json_schema", json.dumps(UNIT))
+    assert calls is not None
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    written = form.written[0].format(name="g") + '{"unit": "::="}' + form.written[1]
+    for grammar, text in ((calls, written), (schema, '{"unit": "C"}'), (Grammar("choice", '["yes"]'), "yes")):
+        for gap in ("", "\n\n"):
+            matcher = grammars.begin(after_reasoning(grammar, closer, tokenizer.special_ids))
+            for token in tokenizer.encode(f"why < not{closer}{gap}{text}", add_special=False):
+                assert not allows(grammars, matcher, tokenizer.eos_ids[0]), "it may not end before"
+                matcher.push(token)
+            assert allows(grammars, matcher, tokenizer.eos_ids[0])
+            with pytest.raises(EngineError):
+                grammars.begin(after_reasoning(grammar, closer, tokenizer.special_ids)).push(tokenizer.eos_ids[0])
+    with pytest.raises(RequestError, match="does not go with reasoning"):
+        after_reasoning(Grammar("regex", "a+"), closer, {})
+
+
+def allows(grammars: Grammars, matcher: Matcher, token: int) -> bool:
+    """Whether a token may come next."""
+    masks = np.zeros((1, grammars.words), np.int32)
+    if matcher.ended:
+        return True
+    grammars.fill([0], [matcher], masks)
+    return bool(masks[0, token // 32] >> (token % 32) & 1)
+
+
+def test_calls_of_strict_functions_obey_their_schemas() -> None:
+    tools = [{"type": "function", "function": {"name": name, "parameters": UNIT, "strict": name == "f"}} for name in ("f", "g")]
+    body = ChatRequest.model_validate({"messages": ASKED, "tools": tools})
+    grammar = grammar_of_calls(call_formats()["llama"], body)
+    assert grammar is not None and grammar_of_calls(call_formats()["llama"], body.model_copy(update={"tools": body.tools[1:]})) is None  # type: ignore[index]
+    given = json.loads(grammar.text)
+    assert [one["schema"] for one in given["structures"]] == [UNIT, {"type": "object"}] and not given["at_least_one"]
+    assert all(one["begin"].startswith(given["triggers"][0]) for one in given["structures"])

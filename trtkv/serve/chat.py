@@ -60,13 +60,13 @@ class Conversation:
 
         Raises RequestError for what cannot be had together.
         """
-        closer = self.thoughts.closer if self.thoughts and self.opened else ""
-        grammar = grammar_of_calls(self.calls, self.body, closer) if self.calls else None
-        if grammar is not None and params.grammar is not None:
+        calls = grammar_of_calls(self.calls, self.body) if self.calls else None
+        if calls is not None and params.grammar is not None:
             raise RequestError("the answer must be a call and have another format", "Leave one of tool_choice, strict and the format out.")
-        if params.grammar is not None and closer:
-            grammar = after_reasoning(params.grammar, closer)
-        return params.model_copy(update={"shown_tokens": self._shown(), "grammar": grammar or params.grammar})
+        grammar = calls or params.grammar
+        if grammar is not None and self.thoughts is not None and self.opened:
+            grammar = after_reasoning(grammar, self.thoughts.closer, self.tokenizer.special_ids)
+        return params.model_copy(update={"shown_tokens": self._shown(), "grammar": grammar})
 
     def _shown(self) -> tuple[int, ...]:
         signs = [*((self.thoughts.opener, self.thoughts.closer) if self.thoughts else ())]
