@@ -55,6 +55,8 @@ def serve(
     max_waiting_tokens: Count | None = None,
     schedule: str = "fcfs",
     max_body_mib: MiB = 4.0,
+    tool_parser: str = "auto",
+    reasoning_parser: str = "auto",
     drain_s: Seconds = 30.0,
     log_level: Literal["critical", "error", "warning", "info", "debug"] = "warning",
     json: bool = False,
@@ -86,16 +88,20 @@ def serve(
         max_waiting_tokens: Tokens of prompts that may wait for each engine; any number by default.
         schedule: Order among equal priority: fcfs (first come, first served), or fair, by what each API key or `user` has been served.
         max_body_mib: Largest body of a request in MiB.
+        tool_parser: Format in which models write calls of tools: auto (as the chat template shows), none, hermes, llama, mistral or deepseek.
+        reasoning_parser: Format of reasoning, which is answered apart: auto, none, think or magistral.
         drain_s: Seconds that requests have to finish after SIGTERM or Ctrl-C.
         log_level: What is written to standard error; from info on every request, with its id (x-request-id), status and seconds.
         json: Print one JSON object with the address once requests are taken.
     """
     _need_extra()
     from trtkv.serve.app import Settings
+    from trtkv.serve.chat import Parsers
     from trtkv.serve.queue import Queue
     from trtkv.serve.server import listen
     from trtkv.serve.server import serve as run
 
+    parsers = Parsers.checked(tool_parser, reasoning_parser)
     queue = Queue.checked(max_waiting, max_waiting_tokens, schedule)
     if served_model_name and triton:
         raise ConfigError("--served-model-name does not go with Triton, whose models are named as their directories", "Add --no-triton.")
@@ -125,7 +131,7 @@ def serve(
 
     # Without a key, what only this machine should reach must not answer web pages whose name was pointed to it.
     hosts = () if keys or not _is_local(host) else ("localhost", "127.0.0.1", "::1", host.lower())
-    settings = Settings(keys, cors or [], int(max_body_mib * 2**20), hosts)
+    settings = Settings(keys, cors or [], int(max_body_mib * 2**20), hosts, parsers)
     if triton:
         from trtkv.serve.triton_backend import start_triton
 

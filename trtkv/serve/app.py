@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import trtkv
 from trtkv.errors import TrtkvError
 from trtkv.serve.backend import Backend
+from trtkv.serve.chat import Parsers
 from trtkv.serve.errors import KINDS, ApiError, Failure, Unavailable
 from trtkv.serve.metrics import Prometheus
 from trtkv.serve.openai import TENANT, OpenAI, Read, answer_error
@@ -42,17 +43,21 @@ PROBE_S = 10.0  # a probe that takes longer says "not ready"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the front lets in: keys (none: all clients), origins of web pages, bytes of a body, names of this host (none: any)."""
+    """What the front lets in: keys (none: all clients), origins of web pages, bytes of a body, names of this host (none: any).
+
+    parsers say how answers are read.
+    """
 
     api_keys: Sequence[str] = ()
     origins: Sequence[str] = ()
     max_body_bytes: int = 4 << 20
     hosts: Sequence[str] = ()
+    parsers: Parsers = Parsers()  # noqa: RUF009 (frozen)
 
 
 def make_app(backends: Mapping[str, Backend], metrics: Prometheus, settings: Settings = Settings(), **more: Any) -> FastAPI:
     """Make the application; more is passed to FastAPI, such as lifespan."""
-    api, own = OpenAI(backends), Own(backends, metrics)
+    api, own = OpenAI(backends, settings.parsers), Own(backends, metrics)
     around = [Middleware(Count, metrics=metrics)]
     if settings.origins:
         around.append(Middleware(CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["GET", "POST"], allow_headers=["*"]))
@@ -74,6 +79,8 @@ def make_app(backends: Mapping[str, Backend], metrics: Prometheus, settings: Set
     streams: Any = {"responses": {200: {"content": {"text/event-stream": {}}}}, **keyed}
     app.add_api_route("/v1/chat/completions", api.chat, methods=["POST"], **streams)
     app.add_api_route("/v1/completions", api.completions, methods=["POST"], **streams)
+    app.add_api_route("/v1/responses", api.responses, methods=["POST"], **streams)
+    app.add_api_route("/v1/embeddings", api.embeddings, methods=["POST"], **keyed)
     app.add_api_route("/tokenize", api.tokenize, methods=["POST"], **keyed)
     app.add_api_route("/detokenize", api.detokenize, methods=["POST"], **keyed)
     for path, answer, about in (
