@@ -86,7 +86,7 @@ def test_plan_says_in_words_what_fits(capsys: Capture) -> None:
     words = ("plan", "--model", "qwen2.5-7b", "--policy", "quest", "--context", "131072", "--gpu-memory")
     small, large = (printed(capsys, *words, memory) for memory in ("8GiB", "80GiB"))
     assert small.count("does not fit") == 3 and "none: the weights do not fit" in small and "does not fit" not in large
-    assert "weight                14.2 GiB" in large and "15,231,233,024" not in large
+    assert "weights             14.2 GiB" in large and "15,231,233,024" not in large
     assert "None" not in small + large and "_bytes" not in small + large
     endless = printed(capsys, *words[:3], "--policy", "streaming", "--context", "4096", "--gpu-memory", "80GiB")
-    assert "longest context       no limit" in endless
+    assert "longest context     no limit" in endless
