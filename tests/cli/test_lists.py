@@ -64,10 +64,11 @@ def test_every_policy_is_planned(name: str, capsys: Capture) -> None:
     assert all(one["name"] in shown for one in plan["buffers"]) and "longest prompt" in shown
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["--help", "models", "policies", "policies fier+kivi", "plan --model qwen2.5-7b --policy minikv --context 4096 --gpu-memory 24GiB", "doctor"],
-)
+ALLOCATING = [f"plan --model qwen2.5-7b --policy {name} --context 4096" for name in ("arkv", "pyramidkv", "razor", "minikv-pyramid")]
+PLANNED = "plan --model qwen2.5-7b --policy minikv --context 4096 --gpu-memory 24GiB"
+
+
+@pytest.mark.parametrize("words", ["--help", "models", "policies", "policies fier+kivi", PLANNED, *ALLOCATING, "doctor"])
 def test_lists_are_made_without_torch(words: str) -> None:
     """Importing it takes longer than all else that these commands do; doctor needs it only where there is a GPU."""
     code = f"""
