@@ -64,10 +64,11 @@ def test_every_policy_is_planned(name: str, capsys: Capture) -> None:
     assert all(one["name"] in shown for one in plan["buffers"]) and "longest prompt" in shown
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["--help", "models", "policies", "policies fier+kivi", "plan --model qwen2.5-7b --policy minikv --context 4096 --gpu-memory 24GiB", "doctor"],
-)
+ALLOCATING = [f"plan --model qwen2.5-7b --policy {name} --context 4096" for name in ("arkv", "pyramidkv", "razor", "minikv-pyramid")]
+PLANNED = "plan --model qwen2.5-7b --policy minikv --context 4096 --gpu-memory 24GiB"
+
+
+@pytest.mark.parametrize("words", ["--help", "models", "policies", "policies fier+kivi", PLANNED, *ALLOCATING, "doctor"])
 def test_lists_are_made_without_torch(words: str) -> None:
     """Importing it takes longer than all else that these commands do; doctor needs it only where there is a GPU."""
     code = f"""
@@ -86,7 +87,7 @@ def test_plan_says_in_words_what_fits(capsys: Capture) -> None:
     words = ("plan", "--model", "qwen2.5-7b", "--policy", "quest", "--context", "131072", "--gpu-memory")
     small, large = (printed(capsys, *words, memory) for memory in ("8GiB", "80GiB"))
     assert small.count("does not fit") == 3 and "none: the weights do not fit" in small and "does not fit" not in large
-    assert "weight                14.2 GiB" in large and "15,231,233,024" not in large
+    assert "weights             14.2 GiB" in large and "15,231,233,024" not in large
     assert "None" not in small + large and "_bytes" not in small + large
     endless = printed(capsys, *words[:3], "--policy", "streaming", "--context", "4096", "--gpu-memory", "80GiB")
-    assert "longest context       no limit" in endless
+    assert "longest context     no limit" in endless

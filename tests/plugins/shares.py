@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import numpy as np
 from torch import Tensor
 
 from trtkv.plan import CacheView
-from trtkv.policies.base import Allocate, Ask
+from trtkv.policies.base import Allocate, Ask, Floats, Ints
 
 
 class Shares(Allocate):
@@ -22,8 +23,8 @@ class Shares(Allocate):
     def measure(self, view: CacheView) -> Tensor:
         return view.keys.var(1).mean(1)
 
-    def budgets(self, ask: Ask, measures: Tensor | None) -> Tensor:
+    def budgets(self, ask: Ask, measures: Floats | None) -> Ints:
         assert measures is not None
-        weight = measures.double().cpu().square()
-        share = 0.2 / ask.num_kv_heads + 0.8 * weight / weight.sum(1, keepdim=True)
-        return (share * ask.free * ask.num_kv_heads).long()
+        weight = measures.astype(np.float64) ** 2
+        share = 0.2 / ask.num_kv_heads + 0.8 * weight / weight.sum(1, keepdims=True)
+        return (share * ask.free * ask.num_kv_heads).astype(np.int64)

@@ -116,7 +116,7 @@ def kernel(
     if plot:
         report.plot(records, plot)
     if not json:
-        print_table(*report.table(records))
+        print_table(*report.table(records), turn=True)
         for line in report.notes(records):
             notes.print(line, markup=False)
     wrong = [record for record in records if record["status"] != "ok"]
@@ -155,7 +155,8 @@ def _prompt(
                 print_json(record)
     if not json:
         columns = [name for name in PROMPT_COLUMNS if any(name in record for record in records)]
-        print_table([name.replace("_", " ") for name in columns], [[str(record.get(name, "-")) for name in columns] for record in records])
+        rows = [[str(record.get(name, "-")) for name in columns] for record in records]
+        print_table([name.replace("_", " ") for name in columns], rows, turn=True)
     if any(record["status"] != "ok" for record in records):
         raise TrtkvError("some rows gave wrong results and have no times", "Report this with the output of trtkv doctor.")
 

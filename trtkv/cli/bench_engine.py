@@ -133,7 +133,7 @@ def step(
     if plot:
         plot_steps(records, plot)
     if not json:
-        print_table(*rows_of(records, STEP_COLUMNS))
+        print_table(*rows_of(records, STEP_COLUMNS), turn=True)
         for record in records:
             if record["status"] == "skipped":
                 notes.print(f"{record['policy']} {record['batch']} x {record['context']}: {record['reason']}", markup=False)
@@ -215,7 +215,7 @@ def serve(
         if json:
             print_json(records[-1])
     if not json:
-        print_table(*rows_of(records, SERVE_COLUMNS))
+        print_table(*rows_of(records, SERVE_COLUMNS), turn=True)
     if any(record["status"] != "ok" for record in records):
         raise TrtkvError("some requests got no complete answer, so there are no times", "See the check of the record (--json) and the server's log.")
 

@@ -62,7 +62,7 @@ def compare_tiers(cells: list[Cell], device: torch.device, output: Path | None, 
     if timeline is not None and traced:
         write(traced, timeline)
     if not json:
-        print_table(*rows_of(records, COLUMNS))
+        print_table(*rows_of(records, COLUMNS), turn=True)
     if any(record["status"] == "wrong" for record in records):
         raise TrtkvError("some rows gave other logits than the engine whose pages stay on the device", "Report it with the output of trtkv doctor.")
 
@@ -91,7 +91,7 @@ def measure_answers(cells: list[Cell], tokens: int, samples: int, device: torch.
     with progress("bench") as report:
         records = _kept(run_answers([Answer(cell, tokens, samples) for cell in cells], device, report), output, json)
     if not json:
-        print_table(*rows_of(records, ANSWERS))
+        print_table(*rows_of(records, ANSWERS), turn=True)
     if any(record["status"] == "wrong" for record in records):
         raise TrtkvError("some rows gave other logits than the engine whose pages stay on the device", "Report it with the output of trtkv doctor.")
 
@@ -127,7 +127,8 @@ def measure_recall(
         records = _kept(pinned.run_cases(cases, device, runs, show), output, json)
     if not json:
         columns = [name for name in pinned.COLUMNS if any(name in record for record in records)]
-        print_table([name.replace("_", " ") for name in columns], [[report.cell(record.get(name), "-") for name in columns] for record in records])
+        rows = [[report.cell(record.get(name), "-") for name in columns] for record in records]
+        print_table([name.replace("_", " ") for name in columns], rows, turn=True)
         if device.type != "cuda":
             notes.print("No GPU was used: pages were copied by torch within one memory.", markup=False)
     if any(record["status"] != "ok" for record in records):

@@ -31,6 +31,12 @@ def rows_of(records: list[dict[str, Any]], columns: dict[str, str]) -> tuple[lis
     used = [name for name in columns if any(name in record for record in records)]
 
     def text(name: str, value: Any) -> str:
-        return "-" if value is None else readable(value) if "bytes" in name else str(value)
+        if value is None:
+            return "-"
+        if isinstance(value, dict):
+            return ", ".join(f"{key}: {one}" for key, one in value.items())
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return str(value)
+        return readable(value) if "bytes" in name else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
     return [columns[name] for name in used], [[text(name, record.get(name)) for name in used] for record in records]

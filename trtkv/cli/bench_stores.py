@@ -51,7 +51,7 @@ def measure(
     if not json:
         columns = [name for name in bench.COLUMNS if any(name in record for record in records)]
         rows = [[report.cell(record.get(name), "-") for name in columns] for record in records]
-        print_table([report.TITLES.get(name, name) for name in columns], rows)
+        print_table([report.TITLES.get(name, name) for name in columns], rows, turn=True)
         for line in report.notes(records):
             notes.print(line, markup=False)
     if any(record["status"] != "ok" for record in records):

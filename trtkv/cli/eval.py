@@ -172,7 +172,7 @@ def _print_records(records: Sequence[Mapping[str, Any]]) -> None:
                 one["seconds"],
             ]
         )
-    print_table(columns, rows)
+    print_table(columns, rows, turn=True)
 
 
 def _figure(value: float | None) -> str:

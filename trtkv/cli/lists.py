@@ -9,6 +9,15 @@ from cyclopts import App, Parameter
 from trtkv.cli.output import Size, notes, print_facts, print_json, print_table
 from trtkv.cli.values import Count
 
+PLAIN = {
+    "bytes_per_token": "one_more_token_bytes",
+    "score_bytes": "scores_bytes",
+    "weight_bytes": "weights_bytes",
+    "tokens_read_per_step": "tokens_read_a_step",
+}
+APART = ("plan_hash", "buffers", "assumes", "in_torch")  # for programs, or printed otherwise
+OPTIONAL = ("score_bytes", "scratch_bytes")  # of few policies
+
 
 def register(app: App) -> None:
     """Add the commands."""
@@ -28,9 +37,17 @@ def models(*, json: bool = False) -> None:
     if json:
         print_json(rows)
     else:
-        shown = [{**row, "pulled": row["source"] or row["pulled"]} for row in rows]
-        columns = [name for name in rows[0] if name != "source"]
-        print_table([name.replace("_", " ") for name in columns], [[row[name] for name in columns] for row in shown])
+        columns = ["name", "parameters", "layers", "heads", "context", "pulled"]
+        shown = [
+            {
+                **row,
+                "parameters": _count(row["parameters"]),
+                "heads": f"{row['heads']} for {row['kv_heads']} of {row['head_dim']}",
+                "pulled": row["source"] or row["pulled"],
+            }
+            for row in rows
+        ]
+        print_table(["name", "parameters", "layers", "heads (query, KV, size)", *columns[4:]], [[row[name] for name in columns] for row in shown])
 
 
 def policies(name: str | None = None, *, json: bool = False) -> None:
@@ -94,11 +111,17 @@ def plan(
         ["buffer", "shape", "dtype", "layers", "tier", "size"], buffers, title=f"{model} with {found['policy']}, {batch_size} x {context} tokens"
     )
     print()
-    print_facts({key: _limit(key, value) for key, value in found.items() if not isinstance(value, list | dict)})
+    shown = {key: value for key, value in found.items() if key not in APART and (value or key not in OPTIONAL)}
+    shown["tokens_read_per_step"] = round(found["tokens_read_per_step"])
+    print_facts({PLAIN.get(key, key): _limit(key, value) for key, value in shown.items()})
     for line in found["assumes"]:
         notes.print(f"Assumed: {line}.")
     for line in found["in_torch"]:
         notes.print(f"On a GPU too, {line}.", markup=False)
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.1f} billion" if number >= 1e9 else f"{number / 1e6:.0f} million"
 
 
 def _limit(key: str, value: Any) -> Any:

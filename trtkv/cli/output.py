@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
-from rich.markup import escape
+from rich.markup import escape, render
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from trtkv.sizes import readable
 
+PIPED = 160  # characters of a line where no terminal says how wide it is
 notes = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
@@ -27,15 +29,67 @@ def print_json(data: Any) -> None:
     print(json.dumps(data, ensure_ascii=False), flush=True)
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str | None = None) -> None:
-    """Print a table; numbers are aligned to the right."""
-    table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False, show_header=any(columns))
-    for index, column in enumerate(columns):
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str | None = None, *, turn: bool = False) -> None:
+    """Print a table; numbers are aligned to the right.
+
+    Where it is too wide for the terminal, what all rows have in common goes above it; if it still is, cells are folded, or with turn, as measurements
+    read best, rows become columns.
+    """
+    console = Console(width=None if sys.stdout.isatty() else PIPED)
+    cells = [[_cell(value) for value in row] for row in rows]
+    shown = list(range(len(columns)))
+    if len(rows) > 1 and all(columns) and _width(columns, cells, shown) > console.width:
+        shown = [index for index in shown if len({row[index] for row in cells}) > 1]
+        common = [
+            f"{columns[index]} {render(cells[0][index]).plain}"
+            for index in range(len(columns))
+            if index not in shown and cells[0][index] not in ("", "-")
+        ]
+        title = "\n".join(filter(None, (title, ", ".join(common))))
+    if title:
+        console.print(title, style="italic", markup=False, highlight=False)
+    if turn and _width(columns, cells, shown) > console.width:
+        _print_turned(console, [columns[index] for index in shown], [[row[index] for index in shown] for row in cells])
+        return
+    table = _table(show_header=any(columns))
+    for index in shown:
         numeric = all(isinstance(row[index], int | float) and not isinstance(row[index], bool) for row in rows)
-        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(_cell(value) for value in row))
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+        table.add_column(columns[index], justify="right" if numeric else "left", overflow="fold")
+    for row in cells:
+        table.add_row(*(row[index] for index in shown))
+    console.print(table)
+
+
+def _table(show_header: bool) -> Table:
+    return Table(header_style="bold", box=None, pad_edge=False, show_header=show_header)
+
+
+def _width(columns: Sequence[str], cells: Sequence[Sequence[str]], shown: Sequence[int]) -> int:
+    """Return the characters of a table's longest line, with two between columns."""
+    widest = [max(cell_len(render(row[index]).plain) for row in (columns, *cells)) for index in shown]
+    return sum(widest) + 2 * len(widest) - 2
+
+
+def _print_turned(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows side by side, as many as fit at once, with the columns' names before them."""
+    at_once = len(rows)
+    while at_once > 1 and _turned_width(columns, rows[:at_once]) > console.width:
+        at_once -= 1
+    for start in range(0, len(rows), at_once):
+        table = _table(show_header=False)
+        table.add_column(overflow="fold", style="bold")
+        for _ in rows[start : start + at_once]:
+            table.add_column(overflow="fold")
+        for index, name in enumerate(columns):
+            table.add_row(name, *(row[index] for row in rows[start : start + at_once]))
+        if start:
+            console.print()
+        console.print(table)
+
+
+def _turned_width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    turned = [[name, *(row[index] for row in rows)] for index, name in enumerate(columns)]
+    return _width(turned[0], turned[1:], range(len(rows) + 1))
 
 
 def print_facts(facts: Mapping[str, Any]) -> None:

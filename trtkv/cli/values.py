@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
 from trtkv.errors import ConfigError, UnknownName
@@ -15,14 +16,22 @@ if TYPE_CHECKING:
     import torch
 
 
+def whole(kind: type[int], tokens: Sequence[Token]) -> int:
+    """Return a whole number as typed; raises ValueError for any other, which would be rounded else."""
+    text = tokens[0].value
+    if not re.fullmatch(r"[+-]?[0-9]{1,400}", text):
+        raise ValueError(f"'{text[:80]}' is not a whole number.")
+    return int(text)
+
+
 MOST = 2**31 - 1  # tokens, sequences and steps are int32 on the device
 MOST_LISTED = 2**40  # what an estimate may be made for, whether anything could hold it or not
 
-Count = Annotated[int, Parameter(validator=Number(gte=1, lte=MOST))]
-Amount = Annotated[int, Parameter(validator=Number(gte=0, lte=MOST))]
-Chunk = Annotated[int, Parameter(validator=Number(gte=2, lte=MOST))]
-Seed = Annotated[int, Parameter(validator=Number(gte=-(2**63), lt=2**63))]
-Port = Annotated[int, Parameter(validator=Number(gte=0, lt=2**16))]
+Count = Annotated[int, Parameter(converter=whole, validator=Number(gte=1, lte=MOST))]
+Amount = Annotated[int, Parameter(converter=whole, validator=Number(gte=0, lte=MOST))]
+Chunk = Annotated[int, Parameter(converter=whole, validator=Number(gte=2, lte=MOST))]
+Seed = Annotated[int, Parameter(converter=whole, validator=Number(gte=-(2**63), lt=2**63))]
+Port = Annotated[int, Parameter(converter=whole, validator=Number(gte=0, lt=2**16))]
 GiB = Annotated[float, Parameter(validator=Number(gt=0, lte=2**20))]
 GiBOrNone = Annotated[float, Parameter(validator=Number(gte=0, lte=2**20))]
 MiB = Annotated[float, Parameter(validator=Number(gt=0, lte=1024))]

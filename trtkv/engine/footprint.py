@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+
 from plugins.cache.bytes import ByteCount
 from plugins.cache.formats import find_format
 from plugins.cache.kernel_support import why_torch
@@ -41,9 +43,7 @@ class Footprint:
         policy, model = self.policy, self.model
         grants = None
         if policy.evict and policy.allocate and policy.allocate.measured:
-            import torch  # only roles that measure need it, and it is slow to import
-
-            alike = torch.ones(model.num_layers, model.num_kv_heads)
+            alike = np.ones((model.num_layers, model.num_kv_heads), np.float32)
             grants = policy.evict.grants(policy.allocate, model.num_layers, model.num_kv_heads, prompt, alike)
         elif policy.evict:
             grants = policy.evict.grants(policy.allocate, model.num_layers, model.num_kv_heads, prompt)

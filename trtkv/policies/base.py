@@ -4,16 +4,17 @@ A role holds fields, says what it means in a few lines of obviously right fp32 t
 forward and no device code: state lives in buffers that the plan names, kernels live in `plugins`.
 
 A step of the runtime calls roles in this order: append; in decode, encode where `Quantize.flush_first`; attend, in decode over what `Retrieve`
-chose, in a prompt over what `Prefill` did;
-`Evict.observe`; at the end of the prompt `Allocate.measure` and `budgets`; `Evict.due`, `keep`; encode what `Quantize.flush` allows.
-Everything that decides about lengths is a function of integers that the host knows (`Occupancy`), so no step waits for the device.
+chose, in a prompt over what `Prefill` did; `Evict.observe`; at the end of the prompt `Allocate.measure` and `budgets`; `Evict.due`, `keep`; encode
+what `Quantize.flush` allows. Everything that decides about lengths is a function of integers that the host knows (`Occupancy`): no step waits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
 from trtkv.config import ModelConfig
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 Kind = Literal["allocate", "evict", "quantize", "retrieve", "offload", "prefill"]
 KINDS: tuple[Kind, ...] = ("allocate", "evict", "quantize", "retrieve", "offload", "prefill")
 Part = Literal["keys", "values"]
+Floats: TypeAlias = npt.NDArray[np.float32]
+Ints: TypeAlias = npt.NDArray[np.int64]
 UNLIMITED = 2**31 - 1
 ROUND_OFF = 1e-6  # a share such as 0.29 of 100 tokens is 28.999999999999996 in floating point
 
@@ -127,8 +130,8 @@ class Allocate(Role):
         """Measure a layer at the end of the prompt: [Hk] fp32."""
         raise NotImplementedError
 
-    def budgets(self, ask: Ask, measures: Tensor | None) -> Tensor:
-        """Distribute what the evict role leaves free: [L, Hk] int64; measures [L, Hk] fp32 where `measured`."""
+    def budgets(self, ask: Ask, measures: Floats | None) -> Ints:
+        """Distribute what the evict role leaves free: [L, Hk] int64; measures [L, Hk] fp32 where `measured`. On the host: estimates need no torch."""
         raise NotImplementedError
 
 
@@ -165,7 +168,7 @@ class Evict(Role):
         """Tokens that each KV head keeps beyond the fixed ones where all layers are alike; None when lengths follow a schedule."""
         return None
 
-    def grants(self, allocate: Allocate | None, num_layers: int, num_kv_heads: int, prompt: int, measures: Tensor | None = None) -> Grants:
+    def grants(self, allocate: Allocate | None, num_layers: int, num_kv_heads: int, prompt: int, measures: Tensor | Floats | None = None) -> Grants:
         """Return what each layer's KV heads may keep for a prompt of so many tokens; measures [L, Hk] fp32 where the allocate role is `measured`."""
         free = self.free(prompt)
         if free is None:
@@ -173,6 +176,7 @@ class Evict(Role):
         fixed, alike = self.fixed(prompt), ((int(free + ROUND_OFF),) * num_kv_heads,) * num_layers
         shared = alike
         if allocate is not None:
+            measures = measures if measures is None or isinstance(measures, np.ndarray) else measures.float().cpu().numpy()
             shared = tuple(map(tuple, allocate.budgets(Ask(num_layers, num_kv_heads, free, fixed, prompt), measures).tolist()))
             if allocate.splits == "precise":
                 return Grants(tuple(tuple(fixed + one for one in layer) for layer in alike), shared)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import hmac
 import logging
 import re
@@ -12,8 +10,6 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Security
@@ -24,11 +20,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import trtkv
 from trtkv.errors import TrtkvError
+from trtkv.serve import static
 from trtkv.serve.backend import Backend
 from trtkv.serve.chat import Parsers
 from trtkv.serve.errors import KINDS, ApiError, Failure, Unavailable
@@ -91,7 +88,8 @@ def make_app(backends: Mapping[str, Backend], metrics: Prometheus, settings: Set
         ("/ready", own.ready, {}),
         ("/metrics", own.metrics, {"response_class": PlainTextResponse}),
         ("/status", own.status, keyed),
-        ("/", own.page, {"include_in_schema": False}),
+        ("/", static.index, {"include_in_schema": False}),
+        ("/page/{name}", static.file, {"include_in_schema": False}),
     ):
         app.add_api_route(path, answer, methods=["GET"], **about)
         app.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
@@ -141,20 +139,6 @@ class Own:
             }
             rows.append({**facts, **await one.status()})
         return {"engines": rows}
-
-    async def page(self) -> Response:
-        """Show the chat page."""
-        text, policy = page()
-        return HTMLResponse(text, headers={"content-security-policy": policy, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"})
-
-
-@cache
-def page() -> tuple[str, str]:
-    """Return the chat page and the content security policy that lets its own script run and nothing else."""
-    text = files("trtkv.serve").joinpath("page", "index.html").read_text(encoding="utf-8")
-    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
-    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(one.encode()).digest()).decode()}'" for one in scripts)
-    return text, f"default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; script-src {hashes}; form-action 'none'"
 
 
 class Keys:

@@ -7,6 +7,8 @@ from collections import defaultdict
 from typing import Any
 
 import trtkv
+from plugins.cache.cache import Cache
+from plugins.cache.overrides import least_budget
 from trtkv.runtime.batcher import Batcher
 from trtkv.runtime.sequence import Running
 from trtkv.serve.families import Sink
@@ -22,6 +24,7 @@ class Gauges:
         self._batcher, self._metrics = batcher, metrics
         self._shown_s = 0.0
         self._steps = batcher.steps
+        self._read = 0.0  # tokens of each sequence, by the last decode step
         self._seen: defaultdict[tuple[str, ...], float] = defaultdict(float)
         engine = batcher.engine
         self._host_share = batcher.engine.cache.host_share
@@ -30,6 +33,7 @@ class Gauges:
             metrics.inc(name, 0)  # their quotient is shown before anything is found
         for tier, size in batcher.engine.cache.capacity().items():
             metrics.set("trtkv:kv_cache_capacity_bytes", size, tier=tier)
+        self._takes = _overrides(engine.cache)
         self.latest: dict[str, Any] = {}
         self._show()
 
@@ -42,8 +46,10 @@ class Gauges:
         self._steps = self._batcher.steps
         metrics.inc("trtkv:engine_steps_total")
         if cache.read_tokens:
+            stored = [row.stored for row in cache.step(0).rows if row.answers]
+            self._read = cache.read_tokens / max(1, len(stored))
             metrics.inc("trtkv:kv_tokens_selected_total", cache.read_tokens)
-            metrics.inc("trtkv:kv_tokens_stored_total", sum(row.stored for row in cache.step(0).rows if row.answers))
+            metrics.inc("trtkv:kv_tokens_stored_total", sum(stored))
         self._rise("trtkv:num_preemptions_total", self._batcher.scheduler.preemptions)
         self._rise("trtkv:num_recomputed_total", self._batcher.scheduler.recomputed)
         self._rise("trtkv:prefix_cache_queries_total", self._batcher.scheduler.prefix_queries)
@@ -76,10 +82,15 @@ class Gauges:
         )
         used = 1 - places[0] / places[1]
         tiers = {"device": stored * (1 - self._host_share), "host": stored * self._host_share}
+        full = sum(one.seen for one in scheduler.running) * engine.cache.count.token * engine.cache.parts
+        decode = self._decode()
         self.latest = {
             "running": len(scheduler.running), "waiting": len(scheduler.waiting), "kv_cache_usage": round(used, 4),
-            "kv_cache_bytes": {tier: round(size) for tier, size in tiers.items()},
+            "kv_cache_bytes": {tier: round(size) for tier, size in tiers.items()}, "kv_cache_full_bytes": full, **decode, **self._takes,
         }  # fmt: skip
+        for name, tokens in decode.items():
+            self._metrics.set(f"trtkv:{name}", tokens)
+        self._metrics.set("trtkv:kv_cache_full_bytes", full)
         self._metrics.set("trtkv:num_requests_running", len(scheduler.running))
         self._metrics.set("trtkv:num_requests_waiting", len(scheduler.waiting))
         self._metrics.set("trtkv:num_tokens_waiting", scheduler.waiting_tokens)
@@ -89,5 +100,23 @@ class Gauges:
         for tier, size in tiers.items():
             self._metrics.set("trtkv:kv_cache_bytes", size, tier=tier)
 
+    def _decode(self) -> dict[str, int]:
+        """Return the tokens that a decoding sequence has seen, stores, and reads in a step: means over those that decode, 0 where none does."""
+        cache = self._batcher.engine.cache
+        decoding = [one for one in self._batcher.scheduler.running if one.seen > one.num_prompt]
+        count = max(1, len(decoding))
+        seen, gone = sum(one.seen for one in decoding), sum(cache.evicted(one.slot, one.seen) for one in decoding)
+        read = self._read if decoding else 0.0
+        return {
+            "decode_tokens_seen": round(seen / count), "decode_tokens_stored": round((seen - gone) / count), "decode_tokens_read": round(read),
+        }  # fmt: skip
+
     def _bytes(self, one: Running) -> int:
         return self._batcher.engine.cache.bytes_of(one.slot, one.seen) if one.seen else 0
+
+
+def _overrides(cache: Cache) -> dict[str, Any]:
+    """Return what a request may override: the least and the most budget, None where it has none, and whether there is a tau."""
+    plans = [one for one in cache.plan.select if one is not None]
+    budget = None if cache.why_no_budget() else [max(map(least_budget, plans)), min(one.budget for one in plans)]
+    return {"budget": budget, "tau": any(one.tau is not None for one in plans)}

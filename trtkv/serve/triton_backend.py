@@ -31,7 +31,10 @@ ALIVE_S = 2.0
 TRUE_CODES = {"triton_grpc_error": "true"}  # without it a stream's errors carry no status code
 STATUS_S = 0.25
 BASIC = ("text_output", "output_ids", "finish_reason", "kv_cache_reused_tokens")
-GAUGES = {"num_requests_running": "running", "num_requests_waiting": "waiting", "kv_cache_usage_perc": "kv_cache_usage"}
+GAUGES = {
+    "num_requests_running": "running", "num_requests_waiting": "waiting", "kv_cache_usage_perc": "kv_cache_usage",
+    **{name: name for name in ("kv_cache_full_bytes", "decode_tokens_seen", "decode_tokens_stored", "decode_tokens_read")},
+}  # fmt: skip
 DEFAULTS = SamplingParams().model_dump(mode="json")
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+import numpy as np
 from pydantic import Field
 
 from trtkv.lazy import Tensor, torch
 from trtkv.plan import CacheView
-from trtkv.policies.base import ROUND_OFF, Allocate, Ask
+from trtkv.policies.base import ROUND_OFF, Allocate, Ask, Floats, Ints
 from trtkv.policies.observed import window_attention, window_sums
 
 
@@ -55,12 +56,12 @@ class ArkvRatio(Allocate):
         score = h.clamp(min=0) ** (1 / self.entropy) * v ** (1 / self.variance) * k ** (1 / self.kurtosis)
         return score.expand(heads)
 
-    def budgets(self, ask: Ask, measures: Tensor | None) -> Tensor:
+    def budgets(self, ask: Ask, measures: Floats | None) -> Ints:
         """Return the tokens in full precision beside the window [L, Hk] (eq. 8 and algorithm 1)."""
         assert measures is not None, "ARKV shares out after the layers have been measured"
         highest = measures.max()
-        ratio = measures / highest if highest > 0 else torch.ones_like(measures)
-        return (ratio.double().cpu() * ask.free + 0.5 - ROUND_OFF).long()
+        ratio = measures / highest if highest > 0 else np.ones_like(measures)
+        return (ratio.astype(np.float64) * ask.free + 0.5 - ROUND_OFF).astype(np.int64)
 
 
 def _paper_statistics(received: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import numpy as np
 from pydantic import Field
 
-from trtkv.lazy import Tensor, torch
-from trtkv.policies.base import ROUND_OFF, Allocate, Ask
+from trtkv.policies.base import ROUND_OFF, Allocate, Ask, Floats, Ints
 
 
 class MiniKVPyramid(Allocate):
@@ -23,8 +23,8 @@ class MiniKVPyramid(Allocate):
     source: ClassVar[str] = "MiniKV, arXiv 2411.18077"
     depth: float = Field(7.0, ge=1.0)
 
-    def budgets(self, ask: Ask, measures: Tensor | None) -> Tensor:
+    def budgets(self, ask: Ask, measures: Floats | None) -> Ints:
         """Return the heavy hitters of every layer [L, Hk]."""
         last = ask.free / self.depth
-        layers = torch.linspace(2 * ask.free - last, last, ask.num_layers, dtype=torch.float64) if ask.num_layers > 1 else torch.tensor([ask.free])
-        return (layers + ROUND_OFF).long()[:, None].expand(-1, ask.num_kv_heads)
+        layers = np.linspace(2 * ask.free - last, last, ask.num_layers) if ask.num_layers > 1 else np.array([ask.free])
+        return np.repeat((layers + ROUND_OFF).astype(np.int64)[:, None], ask.num_kv_heads, 1)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import numpy as np
 from pydantic import Field
 
-from trtkv.lazy import Tensor, torch
-from trtkv.policies.base import Allocate, Ask
+from trtkv.policies.base import Allocate, Ask, Floats, Ints
 
 
 class PyramidKV(Allocate):
@@ -23,16 +23,16 @@ class PyramidKV(Allocate):
     source: ClassVar[str] = "PyramidKV, arXiv 2406.02069"
     beta: int = Field(20, ge=1)
 
-    def budgets(self, ask: Ask, measures: Tensor | None) -> Tensor:
+    def budgets(self, ask: Ask, measures: Floats | None) -> Ints:
         """Return the tokens beside the window [L, Hk]."""
         mean = int(ask.free)
         if ask.prompt < 2 * mean or ask.num_layers == 1:
-            return torch.full((ask.num_layers, ask.num_kv_heads), mean)
+            return np.full((ask.num_layers, ask.num_kv_heads), mean, np.int64)
         lowest = mean // self.beta
         highest = 2 * mean - lowest
         if highest >= ask.prompt - ask.fixed:
             highest = ask.prompt - ask.fixed
             lowest = 2 * mean - highest
         step = (highest - lowest) // (ask.num_layers - 1)
-        layers = highest - step * torch.arange(ask.num_layers)
-        return layers[:, None].expand(-1, ask.num_kv_heads)
+        layers = highest - step * np.arange(ask.num_layers)
+        return np.repeat(layers[:, None], ask.num_kv_heads, 1)

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import numpy as np
 from pydantic import Field
 
 from trtkv.errors import ConfigError
 from trtkv.lazy import Tensor, torch
 from trtkv.plan import CacheView
-from trtkv.policies.base import ROUND_OFF, UNLIMITED, Allocate, Ask
+from trtkv.policies.base import ROUND_OFF, UNLIMITED, Allocate, Ask, Floats, Ints
 from trtkv.policies.observed import window_sums
-from trtkv.ranking import best, group_mean
+from trtkv.ranking import group_mean
 
 
 class Razor(Allocate):
@@ -59,9 +60,9 @@ class Razor(Allocate):
         seen = torch.unflatten(window_sums(view, self.window), 0, (heads, -1))
         return group_mean((seen * far[:, None]).sum(-1).flatten() / queries, heads, "max")
 
-    def budgets(self, ask: Ask, measures: Tensor | None) -> Tensor:
+    def budgets(self, ask: Ask, measures: Floats | None) -> Ints:
         """Return no limit for retrieval heads and the evict role's budget for the others [L, Hk]."""
-        granted = torch.full((ask.num_layers * ask.num_kv_heads,), int(ask.free + ROUND_OFF))
+        granted = np.full(ask.num_layers * ask.num_kv_heads, int(ask.free + ROUND_OFF), np.int64)
         if self.heads:
             chosen = [layer * ask.num_kv_heads + head for layer, head in self.heads]
             if any(not (0 <= layer < ask.num_layers and 0 <= head < ask.num_kv_heads) for layer, head in self.heads):
@@ -72,5 +73,5 @@ class Razor(Allocate):
         else:
             assert measures is not None, "Razor shares out after the heads have been measured"
             count = -int(-(self.share * len(granted) - ROUND_OFF) // 1)
-            granted[best(measures.float().cpu().flatten()[None], count)[0]] = UNLIMITED
-        return granted.view(ask.num_layers, ask.num_kv_heads)
+            granted[np.argsort(-measures.flatten(), kind="stable")[:count]] = UNLIMITED  # of equal ones the first
+        return granted.reshape(ask.num_layers, ask.num_kv_heads)
