@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, Parameter
 
 from trtkv.cli.output import notes, print_json, progress
-from trtkv.cli.values import Amount, Count, GiB, GiBOrNone, MiB, Milliseconds, Port, Seconds, bytes_of, host_bytes, recall_engine
+from trtkv.cli.values import Amount, Count, GiB, GiBOrNone, MiB, Milliseconds, Port, Seconds, adapters_of, bytes_of, host_bytes, recall_engine
 from trtkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def serve(
     host_gib: GiB | None = None,
     recall: str | None = None,
     kv_disk: Path | None = None,
+    adapter: Annotated[list[str] | None, Parameter(negative=())] = None,
     swap_gib: GiBOrNone | None = None,
     itl_ms: Milliseconds | None = None,
     served_model_name: list[str] | None = None,
@@ -77,6 +78,7 @@ def serve(
         host_gib: Host memory that --offload may take for each engine in GiB; most of what is free by default.
         recall: With --offload, what moves pages: kernel, copies (the copy engine), or auto, which measures both when an engine is opened.
         kv_disk: Directory that stores the pages of prompts, so that a later prompt that begins alike need not compute them.
+        adapter: LoRA adapter as PEFT saves it, NAME=DIRECTORY, served as a model of that name (the directory's if it is left out); may be repeated.
         swap_gib: Host memory in GiB for preempted sequences, allocated when needed; as much as each cache by default, 0 recomputes them.
         itl_ms: Milliseconds between two tokens of an answer that others' prompts may cost at most: chunks of prompts are sized by it.
         served_model_name: With --no-triton, a model's name instead of its directory's; one for every engine, in their order.
@@ -103,12 +105,17 @@ def serve(
     queue = Queue.checked(max_waiting, max_waiting_tokens, schedule)
     if served_model_name and triton:
         raise ConfigError("--served-model-name does not go with Triton, whose models are named as their directories", "Add --no-triton.")
+    if adapter and (triton or len(engine) > 1):
+        raise ConfigError("--adapter is for one engine that this process runs", "Name one engine and add --no-triton.")
     names = _names(engine, served_model_name)
+    adapters = adapters_of(adapter, names)
+    models = [*names, *adapters]
     keys = [*(api_key or []), *([os.environ[KEY]] if os.environ.get(KEY) else [])]
     if any(not one.strip() or not one.isascii() for one in keys):
         raise ConfigError("an API key is empty or not ASCII", "Give letters, digits and signs.")
     options: dict[str, Any] = {"weights": weights, "device": device, "executor": executor, "cache_bytes": bytes_of(cache_gib)}
     options |= {"offload": offload, "host_bytes": host_bytes(host_gib, offload), "recall": recall_engine(recall, offload)}
+    options |= {} if triton else {"adapters": adapters}
     options |= {"kv_disk": kv_disk, "swap_bytes": bytes_of(swap_gib), "itl_ms": itl_ms}
     own = listen(host, port)
     address = f"http://{f'[{host}]' if ':' in host else host}:{own.getsockname()[1]}"
@@ -116,11 +123,11 @@ def serve(
         notes.print(f"{host} is open to the network and no --api-key is set: anybody there may send requests.", style="yellow", markup=False)
 
     def ready() -> None:
-        told = {"address": address, "models": list(names), "pid": os.getpid()}
+        told = {"address": address, "models": models, "pid": os.getpid()}
         if json:
             print_json(told)
         else:
-            notes.print(f"serving {', '.join(names)} at {address} (chat: {address}/, API: {address}/v1, metrics: {address}/metrics)", markup=False)
+            notes.print(f"serving {', '.join(models)} at {address} (chat: {address}/, API: {address}/v1, metrics: {address}/metrics)", markup=False)
 
     # Without a key, what only this machine should reach must not answer web pages whose name was pointed to it.
     hosts = () if keys or not _is_local(host) else ("localhost", "127.0.0.1", "::1", host.lower())
@@ -141,10 +148,12 @@ def serve(
 
 def local_backends(opened: Mapping[str, Any], metrics: Prometheus, queue: Queue) -> Mapping[str, Backend]:
     """Put engines of this process to work, inside the event loop."""
-    from trtkv.serve.backend import Facts, LocalBackend
+    from trtkv.serve.backend import Facts, LocalBackend, with_adapters
 
-    now = int(time.time())
-    return {name: LocalBackend(llm, Facts.of(name, llm.engine.manifest, now), metrics, queue) for name, llm in opened.items()}
+    now, backends = int(time.time()), dict[str, "Backend"]()
+    for name, llm in opened.items():
+        backends |= with_adapters(LocalBackend(llm, Facts.of(name, llm.engine.manifest, now), metrics, queue), llm.engine.adapters.names)
+    return backends
 
 
 def _open(names: Mapping[str, Path], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,8 +163,9 @@ def _open(names: Mapping[str, Path], options: Mapping[str, Any]) -> dict[str, An
     for name, path in names.items():
         with progress(name) as report:
             opened[name] = LLM(path, **options, warm=True, progress=report)
-        if opened[name].recall_line:
-            notes.print(f"{name}: {opened[name].recall_line}", markup=False)
+        for line in (opened[name].recall_line, opened[name].engine.adapters.line):
+            if line:
+                notes.print(f"{name}: {line}", markup=False)
     return opened
 
 

@@ -126,7 +126,8 @@ class Batcher:
         call = Call(params, wake=wake, checkers=[StopChecker(one, self.tokenizer, ends) for one in params], matchers=matchers)
         with self.lock:
             for index, (tokens, settings) in enumerate(zip(prompts, params, strict=True)):
-                one = Running(index, list(tokens), len(tokens), settings.max_tokens, priority, tenant)
+                adapter, root = self.engine.adapters.find(settings.adapter)
+                one = Running(index, list(tokens), len(tokens), settings.max_tokens, priority, tenant, adapter, root)
                 self.scheduler.add(one)
                 self._calls[one] = call
                 call.members.append(one)
@@ -134,9 +135,10 @@ class Batcher:
         return call
 
     def check(self, tokens: Sequence[int], params: SamplingParams) -> None:
-        """Raise RequestError for a request that can never be served: its length, its grammar, or a budget or tau that this engine cannot give it."""
+        """Raise RequestError for a request that can never be served: its length or grammar, an adapter, budget or tau the engine does not have."""
         self.scheduler.check(tokens, params.max_tokens)
         check_override(self.engine.cache, params)
+        self.engine.adapters.find(params.adapter)
         vocab = self.engine.manifest.model.vocab_size
         if any(id_ >= vocab for id_, _ in params.logit_bias):
             raise RequestError(f"logit_bias has a token id outside the vocabulary of {vocab}", "Use the model's tokenizer.")

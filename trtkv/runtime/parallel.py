@@ -184,7 +184,7 @@ def _watch(sentinels: Sequence[int], leave: Callable[[], None]) -> None:
 def _without_known_pages(row: StepRow, known: dict[int, Pages]) -> StepRow:
     """Leave out a page list that the other side has already: lists of long sequences have thousands of numbers."""
     if known.get(row.slot) is row.pages:
-        return StepRow(row.tokens, row.seen, row.slot, (), row.logits_of, row.prompt)
+        return replace(row, pages=())
     known[row.slot] = row.pages
     return row
 
@@ -193,7 +193,7 @@ def _with_known_pages(row: StepRow, known: dict[int, Pages]) -> StepRow:
     if row.pages:
         known[row.slot] = row.pages
         return row
-    return StepRow(row.tokens, row.seen, row.slot, known.get(row.slot, ()), row.logits_of, row.prompt)
+    return replace(row, pages=known.get(row.slot, ()))
 
 
 def _follow(directory: Path, options: Options, index: int, count: int, store: str, pipe: Connection) -> None:

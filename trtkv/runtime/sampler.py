@@ -25,7 +25,7 @@ MOST_TOP_K = 1 << 24  # beyond every vocabulary; whole numbers up to here are ex
 
 
 class SamplingParams(BaseModel):
-    """How one request is sampled and when it ends; raises RequestError for a value out of range.
+    """How one request is sampled and when it ends, and the loaded LoRA adapter that answers it; raises RequestError for a value out of range.
 
     max_tokens: longest answer; temperature: 0 takes the likeliest token; top_k: draw from the k likeliest (0: all); top_p: draw from the
     likeliest that together have this probability; min_p: draw from those at least this fraction as likely as the likeliest;
@@ -49,6 +49,7 @@ class SamplingParams(BaseModel):
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     seed: int | None = None
+    adapter: str | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False

@@ -20,7 +20,7 @@ from plugins.cache.pages import HeadPages
 from trtkv.config import Limits
 from trtkv.runtime.device_sampler import PENDING, Ask, Chosen, DeviceSampler
 from trtkv.runtime.graphs import DecodeGraphs
-from trtkv.runtime.inputs import page_table, small_inputs
+from trtkv.runtime.inputs import adapted, adapter_inputs, page_table, small_inputs
 from trtkv.runtime.rows import Executor, StepRow
 
 
@@ -118,6 +118,7 @@ class Stepper:
     def _inputs(self, rows: Sequence[StepRow]) -> dict[str, Tensor]:
         groups = self.cache.plan.num_page_groups
         values = {**small_inputs(rows, groups, self.cache.stored_lens()), "page_table": page_table(rows, groups, self._width)}
+        values |= adapter_inputs(rows) if adapted(rows) else {}
         return {**self._fixed, **{name: self._moved(value) for name, value in values.items()}}
 
     def _moved(self, values: npt.NDArray[Any]) -> Tensor:

@@ -132,7 +132,13 @@ class Own:
         rows = []
         for name, one in self.backends.items():
             limits = one.facts.limits
-            facts = {"model": name, "policy": one.facts.policy, "max_seq_len": limits.max_seq_len, "max_batch_size": limits.max_batch_size}
+            facts = {
+                "model": name,
+                "parent": one.facts.parent,
+                "policy": one.facts.policy,
+                "max_seq_len": limits.max_seq_len,
+                "max_batch_size": limits.max_batch_size,
+            }
             rows.append({**facts, **await one.status()})
         return {"engines": rows}
 

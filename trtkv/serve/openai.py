@@ -111,8 +111,9 @@ class OpenAI:
 
     def find(self, name: str | None) -> Backend:
         """Return an engine by name; raises ApiError (404)."""
-        if name is None and len(self.backends) == 1:
-            return next(iter(self.backends.values()))
+        engines = [one for one in self.backends.values() if one.facts.parent is None]
+        if name is None and len(engines) == 1:
+            return engines[0]
         if name is None:
             raise ApiError(400, "no model is named", f"Served are: {', '.join(self.backends)}.", param="model")
         if name not in self.backends:
@@ -282,7 +283,7 @@ def _start(status: int, kind: bytes, *more: tuple[bytes, bytes]) -> Message:
 def _model(backend: Backend) -> dict[str, Any]:
     facts = backend.facts
     return {
-        "id": facts.name, "object": "model", "created": facts.created_s, "owned_by": "trtkv", "root": facts.name, "parent": None,
+        "id": facts.name, "object": "model", "created": facts.created_s, "owned_by": "trtkv", "root": facts.name, "parent": facts.parent,
         "max_model_len": facts.limits.max_seq_len, "policy": facts.policy,
     }  # fmt: skip
 
