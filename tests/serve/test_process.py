@@ -9,10 +9,11 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 
 from tests.console import Capture, complaint
@@ -56,6 +57,26 @@ def test_the_official_client(server: Server) -> None:
         ask.chat.completions.create(**{**common, "model": "gpt-5"}, messages=messages)
     with pytest.raises(openai.BadRequestError, match="temperature"):
         ask.chat.completions.create(**{**common, "temperature": -3}, messages=messages)
+
+
+class City(pydantic.BaseModel):
+    """What the model is to say."""
+
+    name: str = pydantic.Field(max_length=5)
+    inhabitants: int = pydantic.Field(ge=0, le=10_000_000)
+    twins: list[Literal["Basel", "Bern"]] = pydantic.Field(max_length=2)
+
+
+def test_the_official_client_parses_answers(server: Server) -> None:
+    ask = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
+    messages: Any = [{"role": "user", "content": "Name a city."}]
+    answer = ask.chat.completions.parse(model="long", messages=messages, response_format=City, temperature=1.0, seed=3, max_tokens=400)
+    assert answer.choices[0].finish_reason == "stop" and isinstance(answer.choices[0].message.parsed, City)
+    bias = ask.chat.completions.create(model="long", messages=messages, logit_bias={"7": 100}, max_tokens=3, logprobs=True)
+    assert bias.usage is not None and bias.usage.completion_tokens == 3
+    with pytest.raises(openai.BadRequestError, match="objekt"):
+        form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "objekt"}}}
+        ask.chat.completions.create(model="long", messages=messages, response_format=form)
 
 
 def test_a_client_that_leaves_ends_its_generation(server: Server) -> None:
@@ -198,6 +219,8 @@ def test_what_a_user_gets_wrong(engine_dir: Path, tiny_llama: TinyModel, tmp_pat
     assert "max-waiting -1" in complaint(capsys, "serve", engine_dir, "--no-triton", "--max-waiting", "-1")
     assert "max-waiting-tokens 0 is out of range" in complaint(capsys, "serve", engine_dir, "--no-triton", "--max-waiting-tokens", "0")
     assert "1 engines have 2 names" in complaint(capsys, "serve", engine_dir, "--no-triton", *("--served-model-name", "a") * 2)
+    assert "unknown tool parser 'hermez'. Did you mean hermes?" in complaint(capsys, "serve", engine_dir, "--tool-parser", "hermez")
+    assert "unknown reasoning parser" in complaint(capsys, "serve", engine_dir, "--reasoning-parser", "thinking")
     assert "does not go with Triton" in complaint(capsys, "serve", engine_dir, "--served-model-name", "a")
     assert "There are: fcfs, fair" in complaint(capsys, "serve", engine_dir, "--no-triton", "--schedule", "lottery")
     assert "API key" in complaint(capsys, "serve", engine_dir, "--no-triton", "--api-key", "")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
 from openai.types.responses import Response
+from pydantic import BaseModel
 from starlette.testclient import TestClient
 
 from tests.serve.rig import free, scripted, templated
@@ -126,6 +127,15 @@ def test_the_official_client(ask: openai.OpenAI, engine: LLM, monkeypatch: pytes
         {"type": "function_call_output", "call_id": called.call_id, "output": "rain"},
     ]
     assert ask.responses.create(model="tiny", input=again, tools=TOOLS).status == "completed"
+
+
+def test_an_answer_of_a_schema(ask: openai.OpenAI) -> None:
+    class Answer(BaseModel):
+        unit: Literal["C", "F"]
+
+    assert isinstance(ask.responses.parse(model="tiny", input="hi", text_format=Answer).output_parsed, Answer)
+    with ask.responses.stream(model="tiny", input="hi", text_format=Answer) as stream:
+        assert isinstance(stream.get_final_response().output_parsed, Answer)
 
 
 def test_a_response_that_fails_ends_its_stream() -> None:

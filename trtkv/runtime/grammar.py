@@ -16,9 +16,10 @@ class Grammar:
     notation (from start); a JSON list of texts, one of which is the answer; or a structural tag, free text in which each trigger begins a tag:
 
         {"triggers": ["<tool_call>"], "structures": [{"begin": "<tool_call>\\n", "schema": {...}, "end": "\\n</tool_call>"}],
-         "at_least_one": false, "stop_after_first": false}
+         "at_least_one": false, "at_once": true, "stop_after_first": false}
 
-    Here begin starts with a trigger, schema is a JSON schema, at_least_one has the answer begin with a tag, stop_after_first ends it behind one.
+    Here begin starts with a trigger and schema is a JSON schema. at_least_one forces a tag, with which the answer begins unless at_once is false;
+    stop_after_first ends the answer behind one.
     """
 
     kind: Kind

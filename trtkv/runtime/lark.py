@@ -59,7 +59,8 @@ def _tags(text: str, special: Special) -> str:
     try:
         tags = [(one["begin"], _json(one["schema"]), _literal(one["end"], special)) for one in given["structures"]]
         triggers = [next(t for t in given["triggers"] if t and begin.startswith(t)) for begin, _, _ in tags]
-        first, last = bool(given.get("at_least_one")), bool(given.get("stop_after_first"))
+        some, last = bool(given.get("at_least_one")), bool(given.get("stop_after_first"))
+        first = some and bool(given.get("at_once", True))
     except (KeyError, TypeError, AttributeError, StopIteration):
         tags = []
     if not tags:
@@ -76,8 +77,9 @@ def _tags(text: str, special: Special) -> str:
         rules += [f"until_{n}{'' if named else '[lazy]'}: TEXT {_literal(trigger, special)}", f"call_{n}: until_{n} ({bodies})"]
         rules.append(f"open_{n}: {_literal(trigger, special)} ({bodies})")
     call, opening = (" | ".join(f"{rule}_{n}" for n in range(len(used))) for rule in ("call", "open"))
-    rest = {(False, False): f"({call})* TEXT", (True, False): f"({opening}) ({call})* TEXT", (False, True): f"{call} | TEXT", (True, True): opening}
-    return "\n".join([f"start: {rest[first, last]}", *rules])
+    one, more = f"({opening})" if first else f"({call})", "" if last else f"({call})* TEXT"
+    start = f"{one} {more}" if some else more or f"{one} | TEXT"
+    return "\n".join([f"start: {start}", *rules])
 
 
 _WRITERS: Mapping[str, Callable[[str, Special], str]] = {

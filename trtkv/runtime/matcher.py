@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 Masks = npt.NDArray[np.int32]
 LONGEST = 1 << 16  # characters of a grammar: a schema with so many names compiles in a third of a second
-KEPT = 64  # compiled grammars
+KEPT = 64  # compiled grammars, of so many characters together
+KEPT_CHARS = 1 << 19
 LEXER_STATES = 20_000  # of one answer, each of one to two kilobytes
 
 
@@ -69,7 +70,7 @@ class Grammars:
         compiled = self._compile(grammar)
         with self._lock:
             self._kept[grammar] = compiled
-            while len(self._kept) > KEPT:
+            while len(self._kept) > KEPT or sum(len(one.text) for one in self._kept) > KEPT_CHARS:
                 self._kept.popitem(last=False)
         return compiled
 

@@ -144,7 +144,10 @@ class LocalBackend:
             self._loop.call_soon_threadsafe(_hand_out, batch)
 
     async def ask(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int = 0, tenant: str = "") -> LocalAnswer:
-        """Queue a request; raises RequestError, Busy or Unavailable."""
+        """Queue a request; raises RequestError, Busy or Unavailable. Grammars are compiled beside the event loop."""
+        if (grammars := self.service.batcher.grammars) is not None:
+            for grammar in {one.grammar for one in params if one.grammar is not None}:
+                await asyncio.to_thread(grammars.compile, grammar)
         return LocalAnswer(self, prompts, params, priority, tenant)
 
     async def status(self) -> dict[str, Any]:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from trtkv.errors import RequestError
-from trtkv.runtime.sampler import SamplingParams
+from trtkv.runtime.grammar import Grammar
+from trtkv.runtime.sampler import MOST_BIASED, SamplingParams
 from trtkv.serve.errors import ApiError
 from trtkv.serve.schema_tools import Tool, ToolCall, ToolChoice, check_tools
+from trtkv.serve.structured import ResponseFormat, Schema, StructuredOutputs, the_one
+from trtkv.serve.structured import Texts as Choices
 
 INT64 = 2**63 - 1
 Text = Annotated[str, Field(min_length=1, max_length=256)]
 Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Bias = dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]]
 Seed = Annotated[int, Field(ge=-INT64 - 1, le=INT64)]
 
 
@@ -45,12 +49,6 @@ class StreamOptions(Strict):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-
-
-class TextFormat(Strict):
-    """The one answer format there is."""
-
-    type: Literal["text"]
 
 
 class Part(Strict):
@@ -108,13 +106,13 @@ class Generation(Strict):
     stream_options: StreamOptions | None = None
     priority: int = Field(0, ge=-1000, le=1000)
     user: str | None = Field(None, max_length=512)
-    logit_bias: Unserved = None
+    logit_bias: Annotated[Bias, Field(max_length=MOST_BIASED)] | None = None
     prompt_logprobs: Unserved = None
-    structured_outputs: Unserved = None
-    guided_json: Unserved = None
-    guided_regex: Unserved = None
-    guided_choice: Unserved = None
-    guided_grammar: Unserved = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
     use_beam_search: Unserved = None
 
     @property
@@ -125,6 +123,12 @@ class Generation(Strict):
     def logprobs_asked(self) -> tuple[bool, int]:
         """Return whether log probabilities are reported, and how many likeliest tokens beside each."""
         raise NotImplementedError
+
+    def grammar(self) -> Grammar | None:
+        """Return what the answer must look like, if the request says it; raises ValueError where it says it twice."""
+        own = self.structured_outputs or StructuredOutputs()
+        guided = {"json": self.guided_json, "regex": self.guided_regex, "choice": self.guided_choice, "grammar": self.guided_grammar}
+        return the_one(*own.grammars(), *StructuredOutputs(**guided).grammars())
 
     def limit(self, default: int) -> int:
         """Return the longest answer in tokens; default where the request names none."""
@@ -148,6 +152,8 @@ class Generation(Strict):
             ignore_eos=self.ignore_eos,
             budget=self.budget,
             tau=self.tau,
+            grammar=self.grammar(),
+            logit_bias=self.logit_bias or {},
             logprobs=int(report),
             top_logprobs=top,
             **chosen,
@@ -157,6 +163,7 @@ class Generation(Strict):
     def _options_belong_to_streams(self) -> Generation:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options need stream: true")
+        self.grammar()
         return self
 
 
@@ -167,7 +174,7 @@ class ChatRequest(Generation):
     max_completion_tokens: int | None = Field(None, ge=1, le=INT64)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: TextFormat | None = None
+    response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
@@ -187,6 +194,10 @@ class ChatRequest(Generation):
     def limit(self, default: int) -> int:
         """Return the longest answer in tokens; default where the request names none."""
         return self.max_completion_tokens or super().limit(default)
+
+    def grammar(self) -> Grammar | None:
+        """Return what the answer must look like, if the request says it; raises ValueError where it says it twice."""
+        return the_one(super().grammar(), self.response_format.grammar() if self.response_format else None)
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> ChatRequest:

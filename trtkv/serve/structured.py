@@ -1,0 +1,67 @@
+"""What an answer must look like, as clients say it: OpenAI's response_format, vLLM's structured_outputs and the older guided fields."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from trtkv.runtime.grammar import Grammar, Kind
+
+Texts = Annotated[list[str], Field(min_length=1, max_length=4096)]
+Schema = dict[str, Any] | str
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class NamedSchema(_Fields):
+    """A JSON schema with its name; it is kept to whether strict or not."""
+
+    name: str | None = Field(None, max_length=256)
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(_Fields):
+    """OpenAI's formats of an answer: text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    def grammar(self) -> Grammar | None:
+        """Return the grammar; raises ValueError for a format without its schema."""
+        if self.type == "json_schema":
+            if self.json_schema is None:
+                raise ValueError("response_format of type json_schema needs json_schema")
+            return Grammar("json_schema", json.dumps(self.json_schema.schema_, ensure_ascii=False))
+        return Grammar("json_object") if self.type == "json_object" else None
+
+
+class StructuredOutputs(_Fields):
+    """VLLM's form: one of these."""
+
+    json_: Schema | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Texts | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+
+    def grammars(self) -> list[Grammar]:
+        """Return the grammar of every field that is set."""
+        given: dict[Kind, Schema | list[str] | None] = {
+            "json_schema": self.json_, "regex": self.regex, "choice": self.choice, "ebnf": self.grammar,
+            "json_object": "" if self.json_object else None, "structural_tag": self.structural_tag,
+        }  # fmt: skip
+        texts = {kind: json.dumps(one, ensure_ascii=False) if isinstance(one, dict | list) else one for kind, one in given.items()}
+        return [Grammar(kind, text) for kind, text in texts.items() if text is not None]
+
+
+def the_one(*found: Grammar | None) -> Grammar | None:
+    """Return the one grammar there is, if any; raises ValueError where a request has several."""
+    given = [one for one in found if one is not None]
+    if len(given) > 1:
+        raise ValueError("the answer's form is given more than once: response_format, structured_outputs and guided fields exclude each other")
+    return given[0] if given else None
