@@ -5,6 +5,7 @@ llguidance does both. It compiles in milliseconds, computes masks when they are 
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -115,7 +116,7 @@ class Grammars:
 
     @cached_property
     def _tokens(self) -> Any:
-        return self._library.LLTokenizer(self._tokenizer.json, n_vocab=self._size, eos_token=self._ends or None)
+        return self._library.LLTokenizer(_readable(self._tokenizer.json), n_vocab=self._size, eos_token=self._ends or None)
 
     @cached_property
     def _threads(self) -> Any:
@@ -126,6 +127,15 @@ class Grammars:
         bits = np.ones(self.words * 32, np.uint8)
         bits[self._ends] = 0
         return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _readable(tokenizer: str) -> str:
+    """Write a decoder of the kind Metaspace in the older form, which llguidance reads: pieces' spaces, then bytes."""
+    data = json.loads(tokenizer)
+    if '"Metaspace"' in json.dumps(data["decoder"]):
+        space = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+        data["decoder"] = {"type": "Sequence", "decoders": [space, {"type": "ByteFallback"}, {"type": "Fuse"}]}
+    return json.dumps(data)
 
 
 def _line(text: str) -> str:
