@@ -13,8 +13,11 @@ import torch
 
 from tests.runtime.test_ahead import drawn_params
 from tests.runtime.test_tokenizer import KINDS, write
+from tests.tiny import make_tiny
+from trtkv.api import build
 from trtkv.runtime.device_sampler import Ask, DeviceSampler
 from trtkv.runtime.grammar import Grammar
+from trtkv.runtime.llm import LLM
 from trtkv.runtime.matcher import Grammars
 from trtkv.runtime.sampler import SamplingParams, choose
 
@@ -108,3 +111,22 @@ def test_special_tokens_of_structural_tags(tmp_path: Path) -> None:
     assert ends("a ", user, "[true]", stop_after_first=True) and ends("a ", user, "[true] ", stop_after_first=True) is None
     assert ends("a", stop_after_first=True) and ends("a", at_least_one=True, at_once=False, stop_after_first=True) is False
     assert ends("a ", user, "[true]", at_least_one=True, at_once=False, stop_after_first=True)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_captured_steps_with_rows_that_are_chosen_again(device: str, tmp_path: Path) -> None:
+    """Free rows answer as they do beside others: the same steps, captured on a GPU, with and without their neighbours' grammars."""
+    pytest.importorskip("llguidance")
+    shape = {"num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 640}
+    model = make_tiny("qwen3", tmp_path / "model", **shape)
+    llm = LLM(build(str(model.path), out=tmp_path / "engine", backend="none", max_seq_len=512, dtype="bfloat16"), device=device)
+    free = SamplingParams(max_tokens=40, ignore_eos=True)
+    schema = json.dumps({"type": "array", "items": {"type": "boolean"}, "minItems": 3, "maxItems": 3})
+    bound = SamplingParams(max_tokens=250, grammar=Grammar("json_schema", schema), temperature=1.0, seed=1, presence_penalty=0.2, logprobs=1)
+    prompts = [[seed, 5, 9, seed + 30] for seed in range(4)]
+    before = llm.generate(prompts, free)
+    mixed = llm.generate(prompts, [free, bound, free, bound.model_copy(update={"logit_bias": ((65, 3.0),)})])
+    assert [mixed[row].token_ids[:9] for row in (0, 2)] == [before[row].token_ids[:9] for row in (0, 2)]
+    for row in (1, 3):
+        assert mixed[row].finish_reason == "stop" and len(json.loads(mixed[row].text)) == 3 and len(mixed[row].logprobs) == len(mixed[row].token_ids)
+    assert llm.generate(prompts, free)[1].token_ids == before[1].token_ids

@@ -52,7 +52,8 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Iterable[int]) -> None:
         """Take a tokenizer, the vocabulary of its model, which may be larger or smaller, and the ids that end an answer."""
-        self._tokenizer, self._size, self._ends = tokenizer, max(vocab_size, tokenizer.vocab_size), sorted(set(ends))
+        self._tokenizer, self._size = tokenizer, max(vocab_size, tokenizer.vocab_size)
+        self._ends = sorted({end for end in ends if end < self._size})
         self._lock, self._kept = threading.Lock(), OrderedDict[Grammar, Any]()
 
     @property
@@ -116,7 +117,13 @@ class Grammars:
 
     @cached_property
     def _tokens(self) -> Any:
-        return self._library.LLTokenizer(_readable(self._tokenizer.json), n_vocab=self._size, eos_token=self._ends or None)
+        library, text = self._library, _readable(self._tokenizer.json)
+        try:
+            return library.LLTokenizer(text, n_vocab=self._size, eos_token=self._ends or None)
+        except ValueError as error:
+            raise RequestError(
+                f"this tokenizer has no grammars: {_line(str(error))}", "Use a checkpoint with byte-level or byte-fallback BPE."
+            ) from None
 
     @cached_property
     def _threads(self) -> Any:
