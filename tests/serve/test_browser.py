@@ -143,7 +143,7 @@ def test_what_the_server_refuses_is_shown(page: Any) -> None:
 
 def test_what_a_model_answers_never_runs(page: Any) -> None:
     said = "\n\n".join(ATTACKS)
-    chunk = {"choices": [{"index": 0, "delta": {"content": said}, "finish_reason": "stop"}]}
+    chunk = {"choices": [{"index": 0, "delta": {"content": said, "reasoning_content": said}, "finish_reason": "stop"}]}
     events = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
     page.route("**/v1/chat/completions", lambda route: route.fulfill(status=200, content_type="text/event-stream", body=events))
     asked: list[str] = []
@@ -152,6 +152,7 @@ def test_what_a_model_answers_never_runs(page: Any) -> None:
     send(page, "<img src=x onerror=alert(1)>")
     until(page, "document.getElementById('again')")
     assert page.evaluate(f"{LAST}.querySelector('.text').textContent.includes('<script>alert(1)</script>')")
+    assert page.evaluate(f"!{LAST}.querySelector('details').hidden && {LAST}.querySelector('details p').textContent === {json.dumps(said)}")
     assert page.evaluate("document.querySelectorAll('#log :is(img, script, svg, iframe, style, object)').length") == 0
     links = page.evaluate("[...document.querySelectorAll('#log a')].map(one => [one.protocol, one.rel, one.target])")
     assert links and all(kind == "https:" and "noopener" in rel and target == "_blank" for kind, rel, target in links)

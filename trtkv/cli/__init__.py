@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -64,4 +65,6 @@ def _told(error: BaseException) -> tuple[str, int]:
             return "interrupted", INTERRUPTED
         case OSError(filename=str() as name, strerror=str() as reason):
             return f"'{name}': {reason}. Check the path, its permissions and the space on its disk.", USER_ERROR
+        case OSError(errno=errno.ENOSPC | errno.EFBIG | errno.EDQUOT, strerror=str() as reason):
+            return f"the output cannot be written: {reason}. Free some space, or write it elsewhere.", USER_ERROR
     return f"an unforeseen {type(error).__name__}: {error}. Report it with the output of trtkv doctor; {DEBUG} shows where it is.", USER_ERROR

@@ -101,8 +101,15 @@ def export(engines: Sequence[Path], repository: Path, settings: Export, *, force
         for name, (one, decoupled) in models.items():
             _write(repository, name, one, manifests[one], settings, decoupled=decoupled)
     except OSError as error:
-        raise ConfigError(f"'{error.filename or repository}' cannot be written: {error.strerror or error}", "Choose another --out.") from None
+        raise ConfigError(f"'{error.filename or repository}' cannot be written: {_reason(error)}", "Choose another --out.") from None
     return list(models)
+
+
+def _reason(error: OSError) -> str:
+    """Return why something was not written; a copy of a directory lists a reason for every file, which are alike."""
+    if isinstance(error, shutil.Error):
+        return str(error.args[0][0][2]).partition("] ")[2].partition(":")[0]
+    return error.strerror or str(error)
 
 
 def _write(repository: Path, name: str, engine: Path, manifest: Manifest, settings: Export, *, decoupled: bool) -> None:

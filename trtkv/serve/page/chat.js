@@ -77,9 +77,11 @@ function view({ role, content, note }) {
   tools.append(button);
   const show = role === "user" ? given => (text.textContent = given) : follow(text);
   show(content);
-  article.append(text, small, tools);
+  const thoughts = make("p"), thinking = make("details", { hidden: true }, make("summary", {}, "Reasoning"), thoughts);
+  article.append(thinking, text, small, tools);
   const update = given => show((written = given));
-  return { article, small, update };
+  const think = given => ((thinking.hidden = !given), (thoughts.textContent = given));
+  return { article, small, update, think };
 }
 
 function showChat() {
@@ -151,8 +153,8 @@ function request() {
 }
 
 async function ask() {
-  const own = chat, { article, small, update } = view({ role: "assistant", content: "" }), log = at("log");
-  let text = "", reason = "", usage = null, frame = 0, problem = "";
+  const own = chat, { article, small, update, think } = view({ role: "assistant", content: "" }), log = at("log");
+  let text = "", thought = "", reason = "", usage = null, frame = 0, problem = "";
   const follows = work => {
     const near = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR;
     work();
@@ -172,9 +174,10 @@ async function ask() {
       usage = chunk.usage ?? usage;
       if (usage) figures.arrived(usage.completion_tokens);
       reason = choice?.finish_reason ?? reason;
-      if (!choice?.delta?.content) continue;
-      text += choice.delta.content;
-      frame ||= requestAnimationFrame(() => ((frame = 0), follows(() => update(text))));
+      if (!choice?.delta?.content && !choice?.delta?.reasoning_content) continue;
+      text += choice.delta.content ?? "";
+      thought += choice.delta.reasoning_content ?? "";
+      frame ||= requestAnimationFrame(() => ((frame = 0), follows(() => (update(text), think(thought)))));
     }
   } catch (error) {
     reason = error.name === "AbortError" ? "stopped" : "";
@@ -187,6 +190,7 @@ async function ask() {
   const note = problem || figures.line(usage, reason);
   follows(() => {
     update(text);
+    think(thought);
     small.textContent = note;
     article.classList.toggle("bad", Boolean(problem));
   });
