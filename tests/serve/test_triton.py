@@ -235,7 +235,7 @@ def test_a_killed_model_leaves_the_others_alone(engines: list[Path], expected: l
     with started(engines) as server, server.http.stream("POST", TEXT, json={**SHORT, "model": "two", "max_tokens": 2000}) as other:
         pieces = other.iter_text()
         text = next(pieces)
-        processes(server, victim[:15])[0].kill()  # the first started is the first model's
+        min(processes(server, victim[:15]), key=lambda one: one.create_time()).kill()  # the first model's is the oldest
         until(lambda: server.http.post(TEXT, json={**SHORT, "model": "one"}).status_code == 503)
         assert text_of(server.http.post(TEXT, json={**SHORT, "model": "two"})) == expected[1].text
         text += "".join(pieces)

@@ -142,7 +142,7 @@ def serve(
         ports = _ports(triton_ports, len(names))
 
         async def start(metrics: Prometheus) -> Mapping[str, Backend]:
-            return await start_triton(names, options, queue, triton_env, ports, drain_s, say)
+            return await start_triton(names, options, queue, triton_env, ports, say)
     else:
         opened = _open(names, options, say, bars=log_format == "text")
 

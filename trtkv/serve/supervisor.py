@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import os
 import shutil
 import signal
@@ -29,6 +28,7 @@ from trtkv.serve.triton_model import PARENT
 LOOK_S = 0.2  # between two looks at the processes
 PROBE_S = 2.0  # between two one-token generations, where no token has come meanwhile
 PROBE_LIMIT_S = 30.0  # a probe may wait after a long prompt
+EXIT_S = 3.0  # for a server that has nothing to do any more
 LOAD_LIMIT_S = 1800.0
 RESTARTS, WITHIN_S = 5, 300.0  # more restarts than that in that time: give up
 Say = Callable[[str], None]
@@ -114,9 +114,9 @@ def temporary(what: str) -> Path:
 class Supervisor:
     """One tritonserver with one model of a repository, so that what ends one model leaves the others alone."""
 
-    def __init__(self, install: Install, repository: Path, model: str, ports: Ports, drain_s: float, say: Say) -> None:
+    def __init__(self, install: Install, repository: Path, model: str, ports: Ports, say: Say) -> None:
         self.install, self.repository, self.model, self.ports, self.say = install, repository, model, ports, say
-        self.drain_s, self.up, self.starts, self.began_s = drain_s, False, 0, 0.0
+        self.up, self.starts, self.began_s = False, 0, 0.0
         self._work = temporary("triton")
         self._prefix = f"trtkv_{os.getpid()}_{uuid.uuid4().hex[:8]}_"
         self._process: subprocess.Popen[bytes] | None = None
@@ -138,7 +138,7 @@ class Supervisor:
         self._watch = asyncio.create_task(self._guard(probe, give_up))
 
     async def stop(self, left_s: float = 0.0) -> None:
-        """Let the server finish what is going for so long, and clean up after it."""
+        """Let the server end by itself, if there is time for that, and clean up after it."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
@@ -175,7 +175,7 @@ class Supervisor:
             str(self.install.binary), "--model-repository", str(self.repository), "--backend-directory", str(self._work / "backends"),
             "--model-control-mode=explicit", f"--load-model={self.model}",
             "--http-address", here, "--http-port", str(ports.http), "--grpc-address", here, "--grpc-port", str(ports.grpc),
-            "--metrics-address", here, "--metrics-port", str(ports.metrics), "--exit-timeout-secs", str(math.ceil(self.drain_s)),
+            "--metrics-address", here, "--metrics-port", str(ports.metrics), "--exit-timeout-secs", "1",
             "--disable-auto-complete-config", "--pinned-memory-pool-byte-size=0", f"--backend-config=python,shm-region-prefix-name={self._prefix}",
         ]  # fmt: skip
 
@@ -247,7 +247,7 @@ class Supervisor:
         if process.poll() is None and left_s > 0:
             process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(left_s)
+                process.wait(min(left_s, EXIT_S))
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -199,9 +199,17 @@ class TritonBackend:
         return True
 
     async def _close(self, drain_s: float) -> None:
-        await self.supervisor.stop(drain_s)
+        # Clients may have asked the server itself. Left to end them, it would also wait for connections that nobody uses.
+        end_s = time.monotonic() + drain_s
+        while (left_s := end_s - time.monotonic()) > 0 and await self._works():
+            await asyncio.sleep(STATUS_S)
+        await self.supervisor.stop(max(0.0, left_s))
         await self.channel.close()
         shutil.rmtree(self.supervisor.repository, ignore_errors=True)
+
+    async def _works(self) -> bool:
+        gauges = _gauges((await self.metrics()).decode(), self.facts.name)
+        return any(gauges.get(name) for name in ("running", "waiting"))
 
     def _check_up(self) -> None:
         if self.failed is not None:
@@ -217,7 +225,6 @@ async def start_triton(
     queue: Queue,
     environment: Path | None,
     ports: Sequence[tuple[int, int, int]] | None,
-    drain_s: float,
     say: Say,
 ) -> dict[str, Backend]:
     """Start a server for every model, one after the other, so that each sees what memory those before it left.
@@ -235,7 +242,7 @@ async def start_triton(
         for index, (name, path) in enumerate(names.items()):
             folder = temporary("models")
             (model,) = export([path], folder, Export(**options, queue=queue, served_name=name))
-            supervisor = Supervisor(install, folder, model, Ports(*ports[index]) if ports else free_ports(), drain_s, say)
+            supervisor = Supervisor(install, folder, model, Ports(*ports[index]) if ports else free_ports(), say)
             tokenizer = Tokenizer(path) if (path / "tokenizer.json").is_file() else None
             backends[name] = TritonBackend(Facts.of(name, read_manifest(path), int(time.time())), tokenizer, supervisor)
         for name, one in backends.items():
